@@ -1,0 +1,150 @@
+"""What an architecture is (`ArchSpec`) and what one checkpoint's numbers are (`ModelConfig`).
+
+Plain data without torch. A family of models is one `ArchSpec` literal in `families/`; nothing below
+this module asks for an architecture's name, only for its choices. Formulas: RMSNorm, RoPE and its
+scalings, soft-caps and windows are those of the models' own definitions, so that a
+parity test can hold them to an independent implementation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Norm(Enum):
+    """What the stored norm weight means: the factor itself, or the factor less one."""
+
+    RMS = "rms"
+    RMS_PLUS_ONE = "rms_plus_one"
+
+
+class Residual(Enum):
+    """PRE_NORM: x + f(norm(x)). SANDWICH: x + post_norm(f(pre_norm(x)))."""
+
+    PRE_NORM = "pre_norm"
+    SANDWICH = "sandwich"
+
+
+class Activation(Enum):
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
+class HeadNorm(Enum):
+    """A norm of each query and key head before RoPE, or none."""
+
+    NONE = "none"
+    RMS = "rms"
+
+
+class EmbedScale(Enum):
+    NONE = "none"
+    SQRT_HIDDEN = "sqrt_hidden"
+
+
+class Window(Enum):
+    """LOCAL layers see the last `sliding_window` keys, GLOBAL layers see all."""
+
+    LOCAL = "local"
+    GLOBAL = "global"
+
+
+class RopeMethod(Enum):
+    DEFAULT = "default"
+    LINEAR = "linear"
+    LLAMA3 = "llama3"
+    YARN = "yarn"
+
+
+@dataclass(frozen=True, slots=True)
+class RopeConfig:
+    """One table of rotation angles; `arch/rope.py` turns it into inverse frequencies.
+
+    `rotary_dim` values of each head are rotated in NeoX pairs (i, i + rotary_dim/2). `alpha` is the
+    NTK factor on the base (1: none). `factor` divides positions (LINEAR) or stretches wavelengths
+    (LLAMA3, YARN).
+    """
+
+    base: float
+    rotary_dim: int
+    method: RopeMethod = RopeMethod.DEFAULT
+    factor: float = 1.0
+    alpha: float = 1.0
+    original_max_seq_len: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    truncate: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ArchSpec:
+    """A family of models, as choices."""
+
+    name: str
+    hf_names: tuple[str, ...]
+    gguf_names: tuple[str, ...]
+    norm: Norm = Norm.RMS
+    residual: Residual = Residual.PRE_NORM
+    activation: Activation = Activation.SILU
+    head_norm: HeadNorm = HeadNorm.NONE
+    embed_scale: EmbedScale = EmbedScale.NONE
+    window_pattern: tuple[Window, ...] = (Window.GLOBAL,)
+    """Repeated over the layers; a checkpoint's own `layer_types` or pattern length wins."""
+    tie_embeddings_default: bool = False
+    head_dim_default: int | None = None
+    rope_base_default: float = 10000.0
+    local_rope_base_default: float | None = None
+    is_gguf_rope_interleaved: bool = False
+    """GGUF files of this family store q and k rows permuted for interleaved RoPE pairs."""
+    is_gguf_norm_folded: bool = False
+    """GGUF files of this family store norm weights with the one already added."""
+    key_prefixes: tuple[str, ...] = ("",)
+    """Prefixes under which checkpoints of this family keep the language model's tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """One checkpoint's numbers. `layer_windows` has one entry per layer."""
+
+    arch: ArchSpec
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_seq_len: int
+    norm_eps: float
+    rope: RopeConfig
+    local_rope: RopeConfig | None
+    layer_windows: tuple[Window, ...]
+    sliding_window: int | None
+    attention_scale: float
+    attention_softcap: float | None
+    final_softcap: float | None
+    has_attention_bias: bool
+    has_output_bias: bool
+    has_mlp_bias: bool
+    has_tied_embeddings: bool
+    bos_id: int | None
+    eos_ids: tuple[int, ...]
+    pad_id: int | None
+
+    @property
+    def q_size(self) -> int:
+        return self.num_q_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    def window_of(self, layer: int) -> int:
+        """Number of keys that a query of this layer sees, itself included; 0 means all."""
+        if self.layer_windows[layer] is Window.LOCAL and self.sliding_window is not None:
+            return self.sliding_window
+        return 0

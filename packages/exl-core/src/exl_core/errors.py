@@ -1,0 +1,104 @@
+"""Typed errors. Each says where, what, expected, got and what to do next, as fields and as a line.
+
+The command line turns an `ExlError` into one line on stderr and the class's exit code; any other
+exception is a bug and shows its traceback.
+
+Exit codes: 1 a failure while running, 2 a request that cannot be served as written, 3 a model that
+cannot be found, read or trusted, 4 not enough memory. (130 is Ctrl-C and 141 a closed pipe; the
+command line owns those.)
+"""
+
+from __future__ import annotations
+
+
+class ExlError(Exception):
+    """A failure that a user can act on. `what` alone is required; the rest sharpens it."""
+
+    exit_code = 1
+
+    def __init__(
+        self,
+        what: str,
+        *,
+        where: object = None,
+        expected: object = None,
+        got: object = None,
+        next_step: str | None = None,
+    ) -> None:
+        self.what = what
+        self.where = None if where is None else str(where)
+        self.expected = None if expected is None else str(expected)
+        self.got = None if got is None else str(got)
+        self.next_step = next_step
+        super().__init__(self._line())
+
+    def _line(self) -> str:
+        line = self.what if self.where is None else f"{self.where}: {self.what}"
+        facts = []
+        if self.expected is not None:
+            facts.append(f"expected {self.expected}")
+        if self.got is not None:
+            facts.append(f"got {self.got}")
+        if facts:
+            line += f" ({', '.join(facts)})"
+        if self.next_step is not None:
+            line = f"{line.rstrip('.')}. {self.next_step}"
+        return " ".join(line.split())  # one line, whatever the parts held
+
+
+class BackendError(ExlError):
+    """The kernel library is missing, does not match, or lacks what was asked of it."""
+
+
+class RequestError(ExlError):
+    """The request cannot be served as written: an empty prompt, one that is too long, a bad value."""
+
+    exit_code = 2
+
+
+class ModelError(ExlError):
+    """The model cannot be found, read or trusted."""
+
+    exit_code = 3
+
+
+class ModelNotFoundError(ModelError):
+    """Nothing at the path, or no such alias or hub id."""
+
+
+class ConfigError(ModelError):
+    """`config.json`, or the metadata of a GGUF file, is missing a value or contradicts itself."""
+
+
+class UnsupportedModelError(ModelError):
+    """An architecture or a quantization method that is known not to work, or not known at all."""
+
+
+class WeightFileError(ModelError):
+    """A weight file is damaged: a truncated header, a tensor outside the file, a wrong size."""
+
+
+class MissingTensorError(ModelError):
+    """The architecture needs a tensor that no file holds."""
+
+
+class WeightShapeError(ModelError):
+    """A tensor has another shape than the configuration calls for."""
+
+
+class WeightValueError(ModelError):
+    """A tensor holds values that no model can use: NaN or infinity."""
+
+
+class TokenizerError(ModelError):
+    """The tokenizer is missing, damaged, or does not belong to this model."""
+
+
+class TemplateError(ModelError):
+    """The chat template is missing, is not valid, or refused the conversation."""
+
+
+class OutOfMemoryError(ExlError):
+    """It does not fit; the message has the numbers."""
+
+    exit_code = 4
