@@ -1,0 +1,172 @@
+"""What every tokenizer can do, and text that grows one token at a time.
+
+A tokenizer turns text into ids with its own library and ids into text through bytes: each id has
+the bytes that it adds (`token_bytes`), a text is the joined bytes read as UTF-8, and some
+tokenizers drop spaces at the very start. `decode` and `StreamDecoder` both follow these two rules
+and nothing else, which is why the pieces of a stream always join to the decoded whole, at a cost
+per token that does not depend on the length of the text. Bytes that are not UTF-8 read as U+FFFD.
+
+This module knows no file format (`detect.py`) and no library (`hf_json.py`, `spm.py`).
+"""
+
+from __future__ import annotations
+
+import codecs
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from exl_core.errors import RequestError
+
+REPLACEMENT = "\ufffd"
+_NO_TOKEN = REPLACEMENT.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class ControlIds:
+    """The ids with a role, and what the model's own tokenizer adds around a text."""
+
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+    unk_id: int | None = None
+    pad_id: int | None = None
+    adds_bos: bool = False
+    adds_eos: bool = False
+
+
+class Tokenizer(ABC):
+    """Text to ids and back. Immutable after construction and safe to share between threads."""
+
+    kind: str  # "bpe", "unigram", "wordpiece", "wordlevel" or "sentencepiece"
+    where: str  # what it was loaded from, for messages
+
+    def __init__(self, control: ControlIds, special_tokens: Mapping[str, int], where: str) -> None:
+        self.where = where
+        self.control = control
+        self.special_tokens = dict(special_tokens)
+        self._special_text = {number: text for text, number in special_tokens.items()}
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """One more than the largest id; ids below it may be unused."""
+
+    @property
+    def bos_id(self) -> int | None:
+        return self.control.bos_id
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        return self.control.eos_ids
+
+    @property
+    def unk_id(self) -> int | None:
+        return self.control.unk_id
+
+    @property
+    def pad_id(self) -> int | None:
+        return self.control.pad_id
+
+    @property
+    def adds_bos(self) -> bool:
+        """Whether the model's own tokenizer puts BOS before a text."""
+        return self.control.adds_bos
+
+    @property
+    def adds_eos(self) -> bool:
+        """Whether the model's own tokenizer puts EOS after a text. `encode` never does."""
+        return self.control.adds_eos
+
+    def encode(
+        self, text: str, *, allow_special: bool = False, add_bos: bool | None = False
+    ) -> list[int]:
+        """The ids of `text`.
+
+        With `allow_special` the text of a special token becomes that token, as a chat template
+        needs it; without it such text is text like any other. `add_bos=None` does what the model's
+        own tokenizer does; a BOS that the text itself spells out is not looked for.
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise RequestError(
+                f"the text holds half of a surrogate pair at character {error.start}",
+                expected="text that can be written as UTF-8",
+                got=ascii(text[error.start]),
+            ) from error
+        ids = self._encode(text, allow_special=allow_special) if text else []
+        wants_bos = self.adds_bos if add_bos is None else add_bos
+        if not wants_bos:
+            return ids
+        if self.bos_id is None:
+            raise RequestError("BOS was asked for, but this tokenizer has none", where=self.where)
+        return [self.bos_id, *ids]
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """The text of `ids`; special tokens are left out, or written as their own text."""
+        decoder = self.stream_decoder(skip_special=skip_special)
+        return decoder.feed_all(ids) + decoder.flush()
+
+    def stream_decoder(self, *, skip_special: bool = True) -> StreamDecoder:
+        return StreamDecoder(self, skip_special=skip_special)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token by itself, for display; special tokens show theirs."""
+        return self.token_bytes(token_id, skip_special=False).decode("utf-8", errors="replace")
+
+    def token_bytes(self, token_id: int, *, skip_special: bool = True) -> bytes:
+        """What the id adds to a text. An id without a token reads as U+FFFD."""
+        if token_id < 0:
+            raise RequestError("a token id is negative", where=self.where, got=token_id)
+        special = self._special_text.get(token_id)
+        if special is not None:
+            return b"" if skip_special else special.encode()
+        piece = self._piece(token_id)
+        return _NO_TOKEN if piece is None else piece
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_text
+
+    @property
+    def leading_spaces_dropped(self) -> int:
+        """How many spaces at the very start of a text `decode` takes away."""
+        return 0
+
+    @abstractmethod
+    def _encode(self, text: str, *, allow_special: bool) -> list[int]:
+        """The ids of text that is not empty, without BOS and EOS."""
+
+    @abstractmethod
+    def _piece(self, token_id: int) -> bytes | None:
+        """The bytes of an ordinary token, None when the id has no token."""
+
+
+class StreamDecoder:
+    """Text from ids, one at a time; gives out only what later ids cannot change."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._spaces_to_drop = tokenizer.leading_spaces_dropped
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_id: int) -> str:
+        """The text that is now certain; '' while a character is incomplete."""
+        piece = self._tokenizer.token_bytes(token_id, skip_special=self._skip_special)
+        if self._spaces_to_drop and piece:
+            piece = self._without_leading_spaces(piece)
+        return self._utf8.decode(piece)
+
+    def feed_all(self, ids: Iterable[int]) -> str:
+        return "".join(map(self.feed, ids))
+
+    def flush(self) -> str:
+        """What is left at the end: U+FFFD for a character that never became complete."""
+        return self._utf8.decode(b"", final=True)
+
+    def _without_leading_spaces(self, piece: bytes) -> bytes:
+        rest = piece.lstrip(b" ")
+        dropped = min(len(piece) - len(rest), self._spaces_to_drop)
+        # Only spaces at the very start count: anything else that is written ends the search.
+        self._spaces_to_drop = self._spaces_to_drop - dropped if dropped == len(piece) else 0
+        return piece[dropped:]

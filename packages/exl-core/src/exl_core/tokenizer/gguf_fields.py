@@ -1,0 +1,229 @@
+"""The header of a GGUF file: its metadata as plain Python values, and where its tensors lie.
+
+Owns the byte layout of the header and nothing else: it knows neither what a key means
+(`gguf_vocab.py`, `exl_core.arch`) nor how a tensor's type is decoded (`exl_core.weights`). Written
+by hand because the `gguf` package makes one numpy array per string: 11 s for a vocabulary of
+262144 tokens, against a tenth of a second here.
+
+Every length in the file is untrusted. A length is compared with the bytes that are left before
+anything of that size is made, so a damaged file costs an error and never memory.
+
+Layout, little-endian: magic 'GGUF', version u32, tensor count u64, key count u64; then per key a
+string, a type u32 and a value; then per tensor a string, the number of dimensions u32, the
+dimensions u64 (fastest first), a type u32 and an offset u64 from the start of the data, which
+begins at the next multiple of `general.alignment`. A string is a length u64 and UTF-8; an array is
+an element type u32, a count u64 and the elements.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from exl_core.errors import WeightFileError
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+DEFAULT_ALIGNMENT = 32
+MAX_DIMENSIONS = 8
+MAX_ARRAY_DEPTH = 4
+
+# Value types as `struct` codes: the integers from 8 to 64 bits, the floats, bool.
+_SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
+_STRING = 8
+_ARRAY = 9
+_MIN_KEY_BYTES = 8 + 4 + 1
+_MIN_TENSOR_BYTES = 8 + 4 + 4 + 8
+_NEXT_STEP = "The file looks truncated or damaged; download or convert it again"
+
+
+@dataclass(frozen=True, slots=True)
+class GgufTensorInfo:
+    """One tensor as the header declares it; nothing here is checked against the data."""
+
+    name: str
+    shape: tuple[int, ...]  # as in the file: the fastest dimension first
+    type_id: int
+    offset: int  # bytes from the start of the file
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    version: int
+    fields: dict[str, object]
+    tensors: tuple[GgufTensorInfo, ...]
+    data_start: int
+    file_bytes: int
+
+
+def read_gguf_fields(path: Path) -> dict[str, object]:
+    """The metadata: ints, floats, bools, strings, and lists of them."""
+    return _open_and_read(path, with_tensors=False).fields
+
+
+def read_gguf_header(path: Path) -> GgufHeader:
+    """The metadata and the tensor table."""
+    return _open_and_read(path, with_tensors=True)
+
+
+def _open_and_read(path: Path, *, with_tensors: bool) -> GgufHeader:
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            if size == 0:
+                raise WeightFileError("the file is empty", where=path, next_step=_NEXT_STEP)
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+                return _Reader(data, size, path).header(with_tensors=with_tensors)
+    except OSError as error:
+        raise WeightFileError(
+            "cannot read the file", where=path, got=error.strerror or error
+        ) from error
+
+
+class _Reader:
+    """A cursor over the mapped file; `position` only moves forward."""
+
+    def __init__(self, data: mmap.mmap, size: int, path: Path) -> None:
+        self.data = data
+        self.size = size
+        self.path = path
+        self.position = 0
+
+    def header(self, *, with_tensors: bool) -> GgufHeader:
+        version, tensor_count, key_count = self._preamble()
+        fields: dict[str, object] = {}
+        for _ in range(key_count):
+            key = self._string("a metadata key")
+            if key in fields:
+                raise self._error(f"metadata key '{key}' appears twice")
+            fields[key] = self._value(self._scalar("I", key), key)
+        tensors: list[GgufTensorInfo] = []
+        if with_tensors:
+            tensors = [self._tensor() for _ in range(tensor_count)]
+        alignment = fields.get("general.alignment", DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment <= 0 or alignment % 8:
+            raise self._error(
+                "general.alignment is not usable", expected="a multiple of 8", got=alignment
+            )
+        start = -(-self.position // alignment) * alignment if with_tensors else 0
+        moved = tuple(
+            GgufTensorInfo(info.name, info.shape, info.type_id, info.offset + start)
+            for info in tensors
+        )
+        return GgufHeader(version, fields, moved, start, self.size)
+
+    def _preamble(self) -> tuple[int, int, int]:
+        magic = self.data[:4]
+        if magic != MAGIC:
+            raise self._error("this is not a GGUF file", expected=f"magic {MAGIC!r}", got=magic)
+        self.position = 4
+        version = self._scalar("I", "the version")
+        if version not in VERSIONS:
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
+            raise WeightFileError(
+                "unsupported GGUF version",
+                where=self.path,
+                expected=" or ".join(map(str, VERSIONS)),
+                got=f"{version} (a big-endian file)" if swapped else version,
+                next_step="Convert the model again with a current converter",
+            )
+        tensor_count = self._scalar("Q", "the number of tensors")
+        key_count = self._scalar("Q", "the number of metadata keys")
+        self._need(key_count * _MIN_KEY_BYTES, f"{key_count} metadata keys")
+        self._need(tensor_count * _MIN_TENSOR_BYTES, f"{tensor_count} tensors")
+        return version, tensor_count, key_count
+
+    def _value(self, type_id: int, key: str, depth: int = 0) -> object:
+        code = _SCALARS.get(type_id)
+        if code is not None:
+            self._need(struct.calcsize("<" + code), f"the value of '{key}'")
+            (value,) = struct.unpack_from("<" + code, self.data, self.position)
+            self.position += struct.calcsize("<" + code)
+            return value
+        if type_id == _STRING:
+            return self._string(f"the value of '{key}'")
+        if type_id == _ARRAY and depth < MAX_ARRAY_DEPTH:
+            return self._array(key, depth)
+        raise self._error(f"'{key}' has an unknown value type", expected="0 to 12", got=type_id)
+
+    def _array(self, key: str, depth: int) -> list[object]:
+        type_id = self._scalar("I", key)
+        count = self._scalar("Q", key)
+        what = f"the {count} elements of '{key}'"
+        code = _SCALARS.get(type_id)
+        if code is not None:
+            size = count * struct.calcsize("<" + code)
+            self._need(size, what)
+            values = struct.unpack_from(f"<{count}{code}", self.data, self.position)
+            self.position += size
+            return list(values)
+        self._need(count * (8 if type_id == _STRING else 12), what)
+        if type_id == _STRING:
+            return self._strings(count, key)
+        return [self._value(type_id, key, depth + 1) for _ in range(count)]
+
+    def _strings(self, count: int, key: str) -> list[object]:
+        """The hot loop: a vocabulary has a quarter of a million of them."""
+        data, size, position = self.data, self.size, self.position
+        length_at = struct.Struct("<Q").unpack_from
+        values: list[object] = []
+        append = values.append
+        try:
+            for _ in range(count):
+                start = position + 8
+                position = start + length_at(data, position)[0]
+                if position > size:
+                    self.position = start
+                    self._need(position - start, f"string {len(values)} of '{key}'")
+                append(str(data[start:position], "utf-8"))
+        except struct.error as error:
+            raise self._error(f"the file ends inside '{key}'", got=f"{size} bytes") from error
+        except UnicodeDecodeError as error:
+            raise self._error(f"string {len(values)} of '{key}' is not UTF-8") from error
+        self.position = position
+        return values
+
+    def _string(self, what: str) -> str:
+        length = self._scalar("Q", what)
+        self._need(length, what)
+        raw = self.data[self.position : self.position + length]
+        self.position += length
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise self._error(f"{what} is not UTF-8", got=raw[:40]) from error
+
+    def _tensor(self) -> GgufTensorInfo:
+        name = self._string("a tensor's name")
+        what = f"the entry of tensor '{name}'"
+        dimensions = self._scalar("I", what)
+        if dimensions > MAX_DIMENSIONS:
+            raise self._error(
+                f"tensor '{name}' has too many dimensions",
+                expected=f"at most {MAX_DIMENSIONS}",
+                got=dimensions,
+            )
+        shape = tuple(self._scalar("Q", what) for _ in range(dimensions))
+        type_id = self._scalar("I", what)
+        return GgufTensorInfo(name, shape, type_id, self._scalar("Q", what))
+
+    def _scalar(self, code: str, what: str) -> int:
+        size = struct.calcsize("<" + code)
+        self._need(size, what)
+        (value,) = struct.unpack_from("<" + code, self.data, self.position)
+        self.position += size
+        return int(value)
+
+    def _need(self, length: int, what: str) -> None:
+        left = self.size - self.position
+        if length > left:
+            raise self._error(
+                f"the file ends inside {what}", expected=f"{length} bytes more", got=f"{left} left"
+            )
+
+    def _error(self, what: str, *, expected: object = None, got: object = None) -> WeightFileError:
+        return WeightFileError(
+            what, where=self.path, expected=expected, got=got, next_step=_NEXT_STEP
+        )
