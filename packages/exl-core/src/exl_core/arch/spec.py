@@ -63,7 +63,8 @@ class RopeConfig:
 
     `rotary_dim` values of each head are rotated in NeoX pairs (i, i + rotary_dim/2). `alpha` is the
     NTK factor on the base (1: none). `factor` divides positions (LINEAR) or stretches wavelengths
-    (LLAMA3, YARN).
+    (LLAMA3, YARN). `frequency_divisors`, where given, divide the frequencies one by one: GGUF files
+    of Llama 3 carry their scaling that way.
     """
 
     base: float
@@ -78,6 +79,7 @@ class RopeConfig:
     beta_slow: float = 1.0
     attention_factor: float | None = None
     truncate: bool = True
+    frequency_divisors: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +98,17 @@ class ArchSpec:
     """Repeated over the layers; a checkpoint's own `layer_types` or pattern length wins."""
     tie_embeddings_default: bool = False
     head_dim_default: int | None = None
+    num_q_heads_default: int | None = None
+    num_kv_heads_default: int | None = None
+    vocab_size_default: int | None = None
     rope_base_default: float = 10000.0
     local_rope_base_default: float | None = None
     is_gguf_rope_interleaved: bool = False
     """GGUF files of this family store q and k rows permuted for interleaved RoPE pairs."""
     is_gguf_norm_folded: bool = False
     """GGUF files of this family store norm weights with the one already added."""
-    key_prefixes: tuple[str, ...] = ("",)
-    """Prefixes under which checkpoints of this family keep the language model's tensors."""
+    key_roots: tuple[str, ...] = ("model.",)
+    """What checkpoints of this family put where tensor names say `model.`; the first is ours."""
 
 
 @dataclass(frozen=True, slots=True)

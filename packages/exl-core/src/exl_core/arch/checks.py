@@ -1,0 +1,51 @@
+"""What must hold between the numbers of a configuration, whatever file it came from."""
+
+from __future__ import annotations
+
+from exl_core.arch.spec import ModelConfig, RopeConfig, RopeMethod, Window
+from exl_core.errors import ConfigError
+
+
+def check_config(config: ModelConfig, where: object) -> None:
+    """Raises `ConfigError` for numbers that no model of this kind can have."""
+
+    def require(holds: bool, what: str, got: object) -> None:
+        if not holds:
+            raise ConfigError(what, where=where, got=got)
+
+    heads = f"{config.num_q_heads} query heads, {config.num_kv_heads} key/value heads"
+    require(
+        config.num_q_heads % config.num_kv_heads == 0,
+        "the query heads cannot be shared out evenly among the key/value heads",
+        heads,
+    )
+    for rope in (config.rope, config.local_rope):
+        if rope is not None:
+            _check_rope(rope, config.head_dim, where)
+    for token_id in (config.bos_id, *config.eos_ids):
+        require(
+            token_id is None or token_id < config.vocab_size,
+            f"a control token lies outside the vocabulary of {config.vocab_size}",
+            token_id,
+        )
+    require(
+        Window.LOCAL not in config.layer_windows or config.sliding_window is not None,
+        "the architecture has sliding-window layers, but no window length is given",
+        "no 'sliding_window'",
+    )
+
+
+def _check_rope(rope: RopeConfig, head_dim: int, where: object) -> None:
+    if not 2 < rope.rotary_dim <= head_dim or rope.rotary_dim % 2:
+        raise ConfigError(
+            "the rotated part of a head has an impossible size",
+            where=where,
+            expected=f"an even number from 4 to {head_dim}",
+            got=rope.rotary_dim,
+        )
+    if rope.method is RopeMethod.LLAMA3 and rope.high_freq_factor <= rope.low_freq_factor:
+        raise ConfigError(
+            "RoPE scaling llama3 needs high_freq_factor above low_freq_factor",
+            where=where,
+            got=f"{rope.high_freq_factor} and {rope.low_freq_factor}",
+        )

@@ -1,0 +1,90 @@
+"""Reading typed values out of a configuration that a stranger wrote.
+
+`config.json` and the metadata of a GGUF file are both a mapping from names to plain values; the
+error for a missing or senseless one names the file, the key, what was expected and what was there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from exl_core.errors import ConfigError
+
+
+class Fields:
+    """One mapping and the place it came from."""
+
+    def __init__(self, values: Mapping[str, object], where: object) -> None:
+        self.values = values
+        self.where = where
+
+    def has(self, key: str) -> bool:
+        return self.values.get(key) is not None
+
+    def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
+            raise self._error(key, f"an integer from {low}", value)
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite positive number."""
+        value = self._get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._error(key, "a number", value)
+        if not math.isfinite(value) or value <= 0:
+            raise self._error(key, "a finite number above 0", value)
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return self.number(key) if self.has(key) else None
+
+    def flag(self, key: str, default: bool) -> bool:
+        value = self._get(key, default)
+        if not isinstance(value, bool):
+            raise self._error(key, "true or false", value)
+        return value
+
+    def text(self, key: str, default: str | None = None) -> str:
+        value = self._get(key, default)
+        if not isinstance(value, str):
+            raise self._error(key, "a string", value)
+        return value
+
+    def strings(self, key: str) -> list[str]:
+        value = self._get(key, None)
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self._error(key, "a list of strings", value)
+        return list(value)
+
+    def nested(self, key: str) -> Fields:
+        value = self._get(key, None)
+        if not isinstance(value, dict):
+            raise self._error(key, "an object", value)
+        return Fields(value, f"{self.where}: {key}")
+
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """One id, a list of ids, or nothing."""
+        value = self.values.get(key)
+        ids = value if isinstance(value, list) else [] if value is None else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+            raise self._error(key, "a token id or a list of them", value)
+        return tuple(ids)
+
+    def first_token_id(self, key: str) -> int | None:
+        ids = self.token_ids(key)
+        return ids[0] if ids else None
+
+    def _get(self, key: str, default: object) -> object:
+        value = self.values.get(key)
+        if value is not None:
+            return value
+        if default is None:
+            raise ConfigError(f"{key!r} is missing", where=self.where)
+        return default
+
+    def _error(self, key: str, expected: str, got: object) -> ConfigError:
+        return ConfigError(
+            f"{key!r} has no usable value", where=self.where, expected=expected, got=repr(got)[:80]
+        )

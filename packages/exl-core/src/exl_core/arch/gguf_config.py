@@ -1,0 +1,137 @@
+"""Metadata of a GGUF file to a `ModelConfig`.
+
+Key names: the GGUF specification (ggml, docs/gguf.md). What the format leaves to the reader, such
+as Gemma 3's local RoPE base, comes from the architecture. Knows metadata only; whether the file
+has a separate head, biases or RoPE factors is passed in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from exl_core.arch.checks import check_config
+from exl_core.arch.fields import Fields
+from exl_core.arch.registry import find_by_gguf_name
+from exl_core.arch.spec import ArchSpec, ModelConfig, RopeConfig, RopeMethod, Window
+from exl_core.errors import ConfigError, UnsupportedModelError
+
+GEMMA3_27B_LAYERS = 62
+ROPE_METHODS = {
+    "none": RopeMethod.DEFAULT,
+    "linear": RopeMethod.LINEAR,
+    "yarn": RopeMethod.YARN,
+}
+
+
+def gguf_architecture(metadata: Mapping[str, object], where: object) -> ArchSpec:
+    return find_by_gguf_name(Fields(metadata, where).text("general.architecture"), where=where)
+
+
+def read_gguf_config(
+    metadata: Mapping[str, object],
+    tensor_names: Collection[str],
+    where: object,
+    rope_factors: tuple[float, ...] = (),
+) -> ModelConfig:
+    """The configuration that the metadata describe, checked for consistency.
+
+    `rope_factors` is the content of the tensor `rope_freqs.weight`, where the file has one.
+    """
+    arch = gguf_architecture(metadata, where)
+    prefix = Fields(metadata, where).text("general.architecture") + "."
+    own = Fields({k.removeprefix(prefix): v for k, v in metadata.items()}, where)
+    hidden_size = own.integer("embedding_length")
+    layers = own.integer("block_count")
+    heads = _same_for_all_layers(own, "attention.head_count")
+    head_dim = own.integer("attention.key_length", arch.head_dim_default or hidden_size // heads)
+    rope, local_rope = _rope(arch, own, head_dim, rope_factors)
+    vocabulary = metadata.get("tokenizer.ggml.tokens")
+    vocab_default = len(vocabulary) if isinstance(vocabulary, list) else None
+    tokens = Fields(metadata, where)
+    config = ModelConfig(
+        arch=arch,
+        num_layers=layers,
+        hidden_size=hidden_size,
+        intermediate_size=_same_for_all_layers(own, "feed_forward_length"),
+        num_q_heads=heads,
+        num_kv_heads=_same_for_all_layers(own, "attention.head_count_kv", heads),
+        head_dim=head_dim,
+        vocab_size=own.integer("vocab_size", vocab_default),
+        max_seq_len=own.integer("context_length"),
+        norm_eps=own.number("attention.layer_norm_rms_epsilon"),
+        rope=rope,
+        local_rope=local_rope,
+        layer_windows=tuple(
+            arch.window_pattern[i % len(arch.window_pattern)] for i in range(layers)
+        ),
+        sliding_window=(
+            own.integer("attention.sliding_window") if Window.LOCAL in arch.window_pattern else None
+        ),
+        attention_scale=_attention_scale(arch, layers, hidden_size, heads, head_dim),
+        attention_softcap=own.optional_number("attn_logit_softcapping"),
+        final_softcap=own.optional_number("final_logit_softcapping"),
+        has_attention_bias="blk.0.attn_q.bias" in tensor_names,
+        has_output_bias="blk.0.attn_output.bias" in tensor_names,
+        has_mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
+        has_tied_embeddings="output.weight" not in tensor_names,
+        bos_id=tokens.first_token_id("tokenizer.ggml.bos_token_id"),
+        eos_ids=tokens.token_ids("tokenizer.ggml.eos_token_id"),
+        pad_id=tokens.first_token_id("tokenizer.ggml.padding_token_id"),
+    )
+    check_config(config, where)
+    return config
+
+
+def _same_for_all_layers(own: Fields, key: str, default: int | None = None) -> int:
+    """Some files give one number per layer; these families need them to be equal."""
+    value = own.values.get(key)
+    if isinstance(value, list):
+        if len(set(value)) != 1:
+            raise ConfigError(f"{key!r} differs between layers", where=own.where, got=value[:8])
+        return Fields({key: value[0]}, own.where).integer(key)
+    return own.integer(key, default)
+
+
+def _attention_scale(
+    arch: ArchSpec, layers: int, hidden_size: int, heads: int, head_dim: int
+) -> float:
+    # The 27B Gemma 3 scales by hidden_size / heads; the format has no key for it, so that
+    # readers tell the model by its number of layers.
+    is_gemma3_27b = arch.name == "gemma3" and layers == GEMMA3_27B_LAYERS
+    return float(hidden_size / heads if is_gemma3_27b else head_dim) ** -0.5
+
+
+def _rope(
+    arch: ArchSpec, own: Fields, head_dim: int, factors: tuple[float, ...]
+) -> tuple[RopeConfig, RopeConfig | None]:
+    rotary_dim = own.integer("rope.dimension_count", head_dim)
+    base = own.number("rope.freq_base", arch.rope_base_default)
+    rope = RopeConfig(base=base, rotary_dim=rotary_dim, frequency_divisors=factors)
+    if factors and len(factors) != rotary_dim // 2:
+        raise ConfigError(
+            "'rope_freqs.weight' has the wrong length",
+            where=own.where,
+            expected=rotary_dim // 2,
+            got=len(factors),
+        )
+    kind = own.text("rope.scaling.type", "none")
+    if kind not in ROPE_METHODS:
+        raise UnsupportedModelError(
+            f"RoPE scaling {kind!r} is not supported",
+            where=own.where,
+            next_step=f"Supported: {', '.join(ROPE_METHODS)}.",
+        )
+    rope = replace(rope, method=ROPE_METHODS[kind])
+    if rope.method is not RopeMethod.DEFAULT:
+        rope = replace(
+            rope,
+            factor=own.number("rope.scaling.factor"),
+            original_max_seq_len=own.integer(
+                "rope.scaling.original_context_length", own.integer("context_length")
+            ),
+        )
+    if arch.local_rope_base_default is None:
+        return rope, None
+    local_base = own.number("rope.freq_base_swa", arch.local_rope_base_default)
+    return rope, RopeConfig(base=local_base, rotary_dim=rotary_dim)

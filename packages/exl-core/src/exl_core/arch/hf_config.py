@@ -1,0 +1,226 @@
+"""`config.json` of a checkpoint to a `ModelConfig`.
+
+Knows the names that the hub's configurations use, old and new (`rope_scaling` and
+`rope_parameters`, `sliding_window_pattern` and `layer_types`), and nothing of tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from exl_core.arch.checks import check_config
+from exl_core.arch.fields import Fields
+from exl_core.arch.registry import find_by_hf_name
+from exl_core.arch.rope import yarn_magnitude
+from exl_core.arch.spec import (
+    Activation,
+    ArchSpec,
+    ModelConfig,
+    RopeConfig,
+    RopeMethod,
+    Window,
+)
+from exl_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+
+ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
+LAYER_TYPES = {"sliding_attention": Window.LOCAL, "full_attention": Window.GLOBAL}
+ROPE_METHODS = {
+    "default": RopeMethod.DEFAULT,
+    "linear": RopeMethod.LINEAR,
+    "llama3": RopeMethod.LLAMA3,
+    "yarn": RopeMethod.YARN,
+}
+CONFIG_LIMIT_BYTES = 16 * 2**20  # real ones are a few kilobytes
+
+
+def read_json(path: Path) -> dict[str, object]:
+    """A JSON object from a file; sizes past any real configuration are refused."""
+    if path.stat().st_size > CONFIG_LIMIT_BYTES:
+        raise ConfigError("file is too large to be a configuration", where=path)
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError("file is not valid JSON", where=path, got=error) from error
+    if not isinstance(value, dict):
+        raise ConfigError("file holds no object", where=path, got=type(value).__name__)
+    return value
+
+
+def read_hf_config(directory: Path) -> ModelConfig:
+    """The configuration of the checkpoint in `directory`, checked for consistency."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise ModelNotFoundError(
+            "directory holds no config.json",
+            where=directory,
+            next_step="A model directory has config.json, weights (*.safetensors) and a tokenizer.",
+        )
+    top = Fields(read_json(path), path)
+    arch = _architecture(top)
+    text = top.nested("text_config") if top.has("text_config") else top
+    config = _model_config(arch, top, text)
+    generation = directory / "generation_config.json"
+    if generation.is_file():
+        extra = Fields(read_json(generation), generation).token_ids("eos_token_id")
+        config = replace(config, eos_ids=tuple(dict.fromkeys((*config.eos_ids, *extra))))
+    check_config(config, path)
+    return config
+
+
+def _architecture(top: Fields) -> ArchSpec:
+    names = top.strings("architectures")
+    if len(names) != 1:
+        raise ConfigError(
+            "'architectures' must have one entry", where=top.where, got=", ".join(names) or "none"
+        )
+    arch = find_by_hf_name(names[0], where=top.where)
+    if top.has("quantization_config"):
+        method = top.nested("quantization_config").text("quant_method", "unknown")
+        raise UnsupportedModelError(
+            f"weights quantized with {method!r} cannot be read yet",
+            where=top.where,
+            next_step="Use the unquantized checkpoint or a GGUF file of the model.",
+        )
+    return arch
+
+
+def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
+    hidden_size = text.integer("hidden_size")
+    heads = text.integer("num_attention_heads", arch.num_q_heads_default)
+    head_dim = text.integer("head_dim", arch.head_dim_default or hidden_size // heads)
+    layers = text.integer("num_hidden_layers")
+    activation_key = "hidden_activation" if text.has("hidden_activation") else "hidden_act"
+    activation = text.text(activation_key, arch.activation.value)
+    if ACTIVATIONS.get(activation, arch.activation) is not arch.activation:
+        raise UnsupportedModelError(
+            f"activation {activation!r} is not the one of {arch.name}", where=text.where
+        )
+    if text.flag("use_bidirectional_attention", False):
+        raise UnsupportedModelError("bidirectional attention is not supported", where=text.where)
+    has_bias = text.flag("attention_bias", False)
+    rope, local_rope = _rope(arch, text, head_dim)
+    ids = text if text.has("eos_token_id") else top
+    return ModelConfig(
+        arch=arch,
+        num_layers=layers,
+        hidden_size=hidden_size,
+        intermediate_size=text.integer("intermediate_size"),
+        num_q_heads=heads,
+        num_kv_heads=text.integer("num_key_value_heads", arch.num_kv_heads_default or heads),
+        head_dim=head_dim,
+        vocab_size=text.integer("vocab_size", arch.vocab_size_default),
+        max_seq_len=text.integer("max_position_embeddings", 2048),
+        norm_eps=text.number("rms_norm_eps", 1e-6),
+        rope=rope,
+        local_rope=local_rope,
+        layer_windows=_layer_windows(arch, text, layers),
+        sliding_window=_sliding_window(arch, text),
+        attention_scale=text.number("query_pre_attn_scalar", float(head_dim)) ** -0.5,
+        attention_softcap=text.optional_number("attn_logit_softcapping"),
+        final_softcap=text.optional_number("final_logit_softcapping"),
+        has_attention_bias=has_bias,
+        has_output_bias=has_bias,
+        has_mlp_bias=text.flag("mlp_bias", False),
+        has_tied_embeddings=_tied(arch, top, text),
+        bos_id=ids.first_token_id("bos_token_id"),
+        eos_ids=ids.token_ids("eos_token_id"),
+        pad_id=ids.first_token_id("pad_token_id"),
+    )
+
+
+def _tied(arch: ArchSpec, top: Fields, text: Fields) -> bool:
+    holder = text if text.has("tie_word_embeddings") else top
+    return holder.flag("tie_word_embeddings", arch.tie_embeddings_default)
+
+
+def _sliding_window(arch: ArchSpec, text: Fields) -> int | None:
+    if Window.LOCAL not in arch.window_pattern:
+        return None
+    return text.integer("sliding_window") if text.has("sliding_window") else None
+
+
+def _layer_windows(arch: ArchSpec, text: Fields, layers: int) -> tuple[Window, ...]:
+    if Window.LOCAL not in arch.window_pattern:
+        return (Window.GLOBAL,) * layers
+    if text.has("layer_types"):
+        names = text.strings("layer_types")
+        unknown = sorted(set(names) - set(LAYER_TYPES))
+        if unknown or len(names) != layers:
+            raise ConfigError(
+                "'layer_types' does not describe the layers",
+                where=text.where,
+                expected=f"{layers} of {', '.join(LAYER_TYPES)}",
+                got=f"{len(names)}, {', '.join(unknown) or 'all known'}",
+            )
+        return tuple(LAYER_TYPES[name] for name in names)
+    period = text.integer("sliding_window_pattern", len(arch.window_pattern))
+    return tuple(Window.GLOBAL if (i + 1) % period == 0 else Window.LOCAL for i in range(layers))
+
+
+def _rope(arch: ArchSpec, text: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
+    base = text.number("rope_theta", arch.rope_base_default)
+    scaling = Fields({}, text.where)
+    local: RopeConfig | None = None
+    if text.has("rope_parameters"):
+        parameters = text.nested("rope_parameters")
+        per_type = parameters.has("full_attention")
+        scaling = parameters.nested("full_attention") if per_type else parameters
+        base = scaling.number("rope_theta", base)
+    elif text.has("rope_scaling"):
+        scaling = text.nested("rope_scaling")
+    if arch.local_rope_base_default is not None:
+        local_base = text.number("rope_local_base_freq", arch.local_rope_base_default)
+        if text.has("rope_parameters") and text.nested("rope_parameters").has("sliding_attention"):
+            sliding = text.nested("rope_parameters").nested("sliding_attention")
+            local = _scaled_rope(text, sliding, sliding.number("rope_theta", local_base), head_dim)
+        else:
+            local = RopeConfig(base=local_base, rotary_dim=head_dim)
+    return _scaled_rope(text, scaling, base, head_dim), local
+
+
+def _scaled_rope(text: Fields, scaling: Fields, base: float, head_dim: int) -> RopeConfig:
+    kind = scaling.text("rope_type", scaling.text("type", "default"))
+    if kind not in ROPE_METHODS:
+        raise UnsupportedModelError(
+            f"RoPE scaling {kind!r} is not supported",
+            where=text.where,
+            next_step=f"Supported: {', '.join(ROPE_METHODS)}.",
+        )
+    method = ROPE_METHODS[kind]
+    partial = scaling.number("partial_rotary_factor", text.number("partial_rotary_factor", 1.0))
+    rope = RopeConfig(base=base, rotary_dim=int(head_dim * partial), method=method)
+    if method is RopeMethod.DEFAULT:
+        return rope
+    rope = replace(rope, factor=scaling.number("factor"))
+    if method is RopeMethod.LINEAR:
+        return rope
+    native = text.integer("max_position_embeddings", 2048)
+    rope = replace(
+        rope,
+        original_max_seq_len=scaling.integer("original_max_position_embeddings", native),
+    )
+    if method is RopeMethod.LLAMA3:
+        return replace(
+            rope,
+            low_freq_factor=scaling.number("low_freq_factor"),
+            high_freq_factor=scaling.number("high_freq_factor"),
+        )
+    return replace(
+        rope,
+        beta_fast=scaling.number("beta_fast", 32.0),
+        beta_slow=scaling.number("beta_slow", 1.0),
+        attention_factor=_yarn_attention_factor(scaling, rope.factor),
+        truncate=scaling.flag("truncate", True),
+    )
+
+
+def _yarn_attention_factor(scaling: Fields, factor: float) -> float | None:
+    """The factor that the configuration names, or None for the method's own."""
+    if scaling.has("attention_factor"):
+        return scaling.number("attention_factor")
+    if scaling.has("mscale") and scaling.has("mscale_all_dim"):
+        above = yarn_magnitude(factor, scaling.number("mscale"))
+        return above / yarn_magnitude(factor, scaling.number("mscale_all_dim"))
+    return None

@@ -1,0 +1,105 @@
+"""Names and shapes of a model's tensors: what a checkpoint must hold, and what others call it.
+
+Our names are those of the hub's Llama checkpoints (`model.layers.0.self_attn.q_proj.weight`).
+Matrices are [out_features, in_features].
+"""
+
+from __future__ import annotations
+
+import re
+
+from exl_core.arch.spec import ArchSpec, HeadNorm, ModelConfig, Residual
+
+EMBED = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
+_GGUF_TOP = {EMBED: "token_embd.weight", FINAL_NORM: "output_norm.weight", HEAD: "output.weight"}
+_GGUF_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_GGUF_NORMS = {
+    Residual.PRE_NORM: {"post_attention_layernorm": "ffn_norm"},
+    Residual.SANDWICH: {
+        "post_attention_layernorm": "post_attention_norm",
+        "pre_feedforward_layernorm": "ffn_norm",
+        "post_feedforward_layernorm": "post_ffw_norm",
+    },
+}
+_LAYER_NAME = re.compile(r"model\.layers\.(\d+)\.(.+)\.(weight|bias)")
+
+
+def layer_prefix(layer: int) -> str:
+    return f"model.layers.{layer}."
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that the model needs, with its shape, in the order of the forward pass."""
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden)}
+    for layer in range(config.num_layers):
+        prefix = layer_prefix(layer)
+        shapes.update({prefix + name: shape for name, shape in _layer_tensors(config).items()})
+    shapes[FINAL_NORM] = (hidden,)
+    if not config.has_tied_embeddings:
+        shapes[HEAD] = (config.vocab_size, hidden)
+    return shapes
+
+
+def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, inner = config.hidden_size, config.intermediate_size
+    matrices = {
+        "self_attn.q_proj": (config.q_size, hidden, config.has_attention_bias),
+        "self_attn.k_proj": (config.kv_size, hidden, config.has_attention_bias),
+        "self_attn.v_proj": (config.kv_size, hidden, config.has_attention_bias),
+        "self_attn.o_proj": (hidden, config.q_size, config.has_output_bias),
+        "mlp.gate_proj": (inner, hidden, config.has_mlp_bias),
+        "mlp.up_proj": (inner, hidden, config.has_mlp_bias),
+        "mlp.down_proj": (hidden, inner, config.has_mlp_bias),
+    }
+    shapes: dict[str, tuple[int, ...]] = {}
+    for name, (rows, columns, has_bias) in matrices.items():
+        shapes[f"{name}.weight"] = (rows, columns)
+        if has_bias:
+            shapes[f"{name}.bias"] = (rows,)
+    norms = ["input_layernorm", *_GGUF_NORMS[config.arch.residual]]
+    shapes.update({f"{name}.weight": (hidden,) for name in norms})
+    if config.arch.head_norm is not HeadNorm.NONE:
+        shapes["self_attn.q_norm.weight"] = (config.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+def checkpoint_names(arch: ArchSpec, name: str) -> list[str]:
+    """What checkpoints of this family may call the tensor that we call `name`, likeliest first."""
+    if name.startswith("model."):
+        return [root + name.removeprefix("model.") for root in arch.key_roots]
+    roots = [root for root in arch.key_roots if root.endswith(".model.")]
+    return [name, *(root.removesuffix("model.") + name for root in roots)]
+
+
+def gguf_name(arch: ArchSpec, name: str) -> str:
+    """What a GGUF file calls the tensor that we call `name`."""
+    if name in _GGUF_TOP:
+        return _GGUF_TOP[name]
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"no such tensor in any model: {name}")
+    layer, part, kind = match.groups()
+    return f"blk.{layer}.{(_GGUF_LAYER | _GGUF_NORMS[arch.residual])[part]}.{kind}"
+
+
+def rotated_head_count(config: ModelConfig, name: str) -> int:
+    """Heads in the rows of `name` if RoPE turns them (q and k, weight and bias), else 0."""
+    if ".self_attn.q_proj." in name:
+        return config.num_q_heads
+    return config.num_kv_heads if ".self_attn.k_proj." in name else 0

@@ -1,0 +1,76 @@
+"""Inverse frequencies of rotary position embeddings (Su et al. 2021, arXiv 2104.09864).
+
+Plain floats: `model/transformer.py` turns them into angles. Scalings follow the models' own
+definitions: linear (Chen et al. 2023, arXiv 2306.15595), NTK-alpha (base * alpha^(d/(d-2))),
+Llama 3 (Meta's reference code, wavelength bands) and YaRN (Peng et al. 2023, arXiv 2309.00071).
+"""
+
+from __future__ import annotations
+
+import math
+
+from exl_core.arch.spec import RopeConfig, RopeMethod
+
+
+def inverse_frequencies(rope: RopeConfig) -> tuple[list[float], float]:
+    """Frequencies in radians per position, `rotary_dim / 2` of them, and the factor on cos and sin."""
+    dim = rope.rotary_dim
+    base = rope.base
+    if rope.alpha != 1.0:
+        base *= rope.alpha ** (dim / (dim - 2))
+    plain = [base ** (-2.0 * j / dim) for j in range(dim // 2)]
+    multiplier = 1.0
+    match rope.method:
+        case RopeMethod.DEFAULT:
+            scaled = plain
+        case RopeMethod.LINEAR:
+            scaled = [f / rope.factor for f in plain]
+        case RopeMethod.LLAMA3:
+            scaled = [_llama3(f, rope) for f in plain]
+        case RopeMethod.YARN:
+            scaled = _yarn(plain, base, rope)
+            multiplier = rope.attention_factor or yarn_magnitude(rope.factor)
+    if rope.frequency_divisors:
+        scaled = [f / d for f, d in zip(scaled, rope.frequency_divisors, strict=True)]
+    return scaled, multiplier
+
+
+def _llama3(frequency: float, rope: RopeConfig) -> float:
+    """Long wavelengths are stretched, short ones kept, those between blended."""
+    wavelength = 2.0 * math.pi / frequency
+    longest_kept = rope.original_max_seq_len / rope.high_freq_factor
+    shortest_stretched = rope.original_max_seq_len / rope.low_freq_factor
+    if wavelength < longest_kept:
+        return frequency
+    if wavelength > shortest_stretched:
+        return frequency / rope.factor
+    blend = (rope.original_max_seq_len / wavelength - rope.low_freq_factor) / (
+        rope.high_freq_factor - rope.low_freq_factor
+    )
+    return (1.0 - blend) * frequency / rope.factor + blend * frequency
+
+
+def _yarn(plain: list[float], base: float, rope: RopeConfig) -> list[float]:
+    """Dimensions that turn often within the original context are kept, the slow ones stretched."""
+    dim = rope.rotary_dim
+
+    def dimension_turning(turns: float) -> float:
+        span = rope.original_max_seq_len / (turns * 2.0 * math.pi)
+        return dim * math.log(span) / (2.0 * math.log(base))
+
+    low, high = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001  # a step instead of a division by zero
+    scaled = []
+    for j, frequency in enumerate(plain):
+        stretched = min(max((j - low) / (high - low), 0.0), 1.0)
+        scaled.append(frequency * (1.0 - stretched + stretched / rope.factor))
+    return scaled
+
+
+def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
+    """YaRN's factor on cos and sin that makes up for the longer context."""
+    return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0

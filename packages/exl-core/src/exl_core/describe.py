@@ -1,0 +1,138 @@
+"""What a model is, from its headers alone: sizes, bits per weight, memory, tokenizer, backends."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from exl_core.arch.spec import ModelConfig
+from exl_core.cache.format import KVFormat, kv_bytes_per_token
+from exl_core.load import model_name, open_checkpoint
+from exl_core.ops.table import available_isas
+from exl_core.prompt.detect import load_template
+from exl_core.resolve import resolve_model
+from exl_core.tokenizer.base import Tokenizer
+from exl_core.tokenizer.check import check_vocab
+from exl_core.tokenizer.detect import load_tokenizer
+from exl_core.weights.checkpoint import Checkpoint
+from exl_core.weights.source import StoredTensor
+
+_LAYER = re.compile(r"model\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDescription:
+    """One tensor as stored; `dtype` is the file's name for the element format."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDescription:
+    """A block, the embedding or the head: parameters, bytes in the file, bits per weight."""
+
+    name: str
+    parameters: int
+    bytes: int
+    dtypes: tuple[str, ...]
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8.0 * self.bytes / self.parameters
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    name: str
+    path: Path
+    format: str
+    config: ModelConfig
+    layers: tuple[LayerDescription, ...]
+    tensors: tuple[TensorDescription, ...]
+    unused_tensors: tuple[TensorDescription, ...]
+    file_bytes: int
+    weights_bytes_in_memory: int
+    tokenizer: Tokenizer
+    has_template: bool
+    backends: dict[str, str]
+
+    @property
+    def parameters(self) -> int:
+        return sum(layer.parameters for layer in self.layers)
+
+    @property
+    def bits_per_weight(self) -> float:
+        return 8.0 * sum(layer.bytes for layer in self.layers) / self.parameters
+
+    def kv_bytes_per_token(self, kv_format: KVFormat = KVFormat.FP16) -> int:
+        config = self.config
+        return kv_bytes_per_token(
+            config.num_layers, config.num_kv_heads, config.head_dim, kv_format
+        )
+
+    def memory_bytes(self, context: int, kv_format: KVFormat = KVFormat.FP16) -> int:
+        """Weights and the cache of one sequence of `context` tokens."""
+        return self.weights_bytes_in_memory + context * self.kv_bytes_per_token(kv_format)
+
+
+def describe_model(spec: str | None = None) -> ModelDescription:
+    """Reads headers, configuration and tokenizer; checks names and shapes; loads no weights."""
+    path = resolve_model(spec)
+    source, config = open_checkpoint(path)
+    checkpoint = Checkpoint(source, config)
+    tokenizer = load_tokenizer(path)
+    check_vocab(tokenizer, config.vocab_size, path)
+    used = {tensor.name for tensor in checkpoint.stored.values()}
+    unused = [tensor for name, tensor in source.tensors.items() if name not in used]
+    files = {tensor.file for tensor in source.tensors.values()}
+    return ModelDescription(
+        name=model_name(path),
+        path=path,
+        format=source.format,
+        config=config,
+        layers=_layers(checkpoint.stored),
+        tensors=tuple(_tensor(tensor) for tensor in checkpoint.stored.values()),
+        unused_tensors=tuple(_tensor(tensor) for tensor in unused),
+        file_bytes=sum(file.stat().st_size for file in files),
+        weights_bytes_in_memory=sum(
+            tensor.num_values * checkpoint.dtype(name).itemsize
+            for name, tensor in checkpoint.stored.items()
+        ),
+        tokenizer=tokenizer,
+        has_template=load_template(path) is not None,
+        backends=_backends(),
+    )
+
+
+def _tensor(tensor: StoredTensor) -> TensorDescription:
+    return TensorDescription(tensor.name, tensor.shape, tensor.storage, tensor.size_bytes)
+
+
+def _layers(stored: dict[str, StoredTensor]) -> tuple[LayerDescription, ...]:
+    groups: dict[str, list[StoredTensor]] = {}
+    for name, tensor in stored.items():
+        match = _LAYER.match(name)
+        group = f"layer {match[1]}" if match else name.removesuffix(".weight").split(".")[-1]
+        groups.setdefault(group, []).append(tensor)
+    return tuple(
+        LayerDescription(
+            name=group,
+            parameters=sum(tensor.num_values for tensor in tensors),
+            bytes=sum(tensor.size_bytes for tensor in tensors),
+            dtypes=tuple(sorted({tensor.storage for tensor in tensors})),
+        )
+        for group, tensors in groups.items()
+    )
+
+
+def _backends() -> dict[str, str]:
+    sets = available_isas()
+    return {
+        "cpu": f"all layers ({', '.join(sets)})",
+        "reference": "all layers (torch, slow, for checking)",
+        "cuda": "not available in this version",
+    }

@@ -1,0 +1,117 @@
+"""Path and options to a model that runs: where everything meets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from exl_core.arch.gguf_config import read_gguf_config
+from exl_core.arch.hf_config import read_hf_config
+from exl_core.arch.spec import ModelConfig, RopeMethod
+from exl_core.errors import RequestError
+from exl_core.model.build import build_weights
+from exl_core.model.transformer import Transformer
+from exl_core.ops.table import get_table
+from exl_core.prompt.detect import load_template
+from exl_core.prompt.template import ChatTemplate
+from exl_core.resolve import resolve_model
+from exl_core.settings import read_settings
+from exl_core.tokenizer.base import Tokenizer
+from exl_core.tokenizer.check import check_vocab
+from exl_core.tokenizer.detect import load_tokenizer
+from exl_core.weights.checkpoint import Checkpoint
+from exl_core.weights.gguf import GgufSource, rope_factors
+from exl_core.weights.safetensors import SafetensorsSource
+from exl_core.weights.source import TensorSource
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOptions:
+    """Choices of a run. None leaves the choice to the model, the settings or the machine."""
+
+    backend: str = "cpu"
+    isa: str | None = None
+    threads: int | None = None
+    max_seq_len: int | None = None
+    rope_factor: float | None = None
+    rope_alpha: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to run, with what belongs to it. `template` is None for base models."""
+
+    name: str
+    path: Path
+    config: ModelConfig
+    model: Transformer
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    weights_bytes: int
+    load_s: float
+
+
+def load_model(
+    spec: str | None = None,
+    options: LoadOptions | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> LoadedModel:
+    """Loads what `spec` names (`resolve_model`). `progress` gets bytes read and bytes in all.
+
+    Raises `ModelError` for anything wrong with the model, before any large allocation where the
+    headers tell; `OutOfMemoryError` if the weights cannot fit.
+    """
+    started = time.perf_counter()
+    options = options or LoadOptions()
+    settings = read_settings()
+    threads = options.threads or settings.threads
+    path = resolve_model(spec)
+    source, config = open_checkpoint(path)
+    config = _with_options(config, options)
+    checkpoint = Checkpoint(source, config)
+    tokenizer = load_tokenizer(path)
+    check_vocab(tokenizer, config.vocab_size, path)
+    ops = get_table(options.backend, isa=options.isa or settings.isa, threads=threads)
+    weights = build_weights(config, checkpoint, ops, threads=threads, progress=progress)
+    model = Transformer(config, weights, ops)
+    return LoadedModel(
+        name=model_name(path),
+        path=path,
+        config=config,
+        model=model,
+        tokenizer=tokenizer,
+        template=load_template(path),
+        weights_bytes=model.weights_bytes,
+        load_s=time.perf_counter() - started,
+    )
+
+
+def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig]:
+    """The weight files of a model and its configuration; reads headers only."""
+    if path.is_dir():
+        config = read_hf_config(path)
+        return SafetensorsSource(path), config
+    source = GgufSource(path)
+    factors = rope_factors(source)
+    return source, read_gguf_config(source.metadata, source.tensors, path, factors)
+
+
+def model_name(path: Path) -> str:
+    return path.resolve().name if path.is_dir() else path.stem
+
+
+def _with_options(config: ModelConfig, options: LoadOptions) -> ModelConfig:
+    rope = config.rope
+    for name, value in (("RoPE factor", options.rope_factor), ("RoPE alpha", options.rope_alpha)):
+        if value is not None and not 0.0 < value < float("inf"):
+            raise RequestError(f"{name} must be a finite number above 0", got=value)
+    if options.rope_factor is not None:
+        rope = replace(rope, method=RopeMethod.LINEAR, factor=options.rope_factor)
+    if options.rope_alpha is not None:
+        rope = replace(rope, alpha=options.rope_alpha)
+    length = options.max_seq_len or config.max_seq_len
+    if length < 1:
+        raise RequestError("the context size must be at least 1 token", got=length)
+    return replace(config, rope=rope, max_seq_len=length)

@@ -1,0 +1,131 @@
+"""A checkpoint as the model wants it: its own tensor names, rows in its own order.
+
+Owns what differs between files of one architecture: other names, rows permuted for another RoPE
+convention, norms stored less one. Every tensor that is asked for is checked: present, of the
+expected shape, and finite.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exl_core.arch.key_map import (
+    checkpoint_names,
+    expected_tensors,
+    gguf_name,
+    rotated_head_count,
+)
+from exl_core.arch.spec import ModelConfig, Norm
+from exl_core.errors import MissingTensorError, WeightShapeError, WeightValueError
+from exl_core.weights.source import StoredTensor, TensorSource
+
+CHUNK_VALUES = 1 << 18  # decoded at a time: 1 MiB of float32, which stays in cache
+RUNTIME_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some rows of a tensor, in the order of the model. `size_bytes` is what they take in the file."""
+
+    first_row: int
+    values: Tensor
+    size_bytes: int
+
+
+class Checkpoint:
+    """The tensors of one model, by the names of `arch/key_map.py`."""
+
+    def __init__(self, source: TensorSource, config: ModelConfig) -> None:
+        self._source = source
+        self._config = config
+        self._expected = expected_tensors(config)
+        self.stored: dict[str, StoredTensor] = {
+            name: self._find(name, shape) for name, shape in self._expected.items()
+        }
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all needed tensors in the files."""
+        return sum(tensor.size_bytes for tensor in self.stored.values())
+
+    def dtype(self, *names: str) -> torch.dtype:
+        """What these tensors are kept in when packed together: as stored, quantized as float16."""
+        dtypes = {RUNTIME_DTYPES.get(self.stored[n].storage, torch.float16) for n in names}
+        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+
+    def chunks(self, name: str, dtype: torch.dtype) -> Iterator[Chunk]:
+        """The rows of a matrix or a bias, a few at a time (multiples of 16), as `dtype`."""
+        tensor = self.stored[name]
+        num_rows = tensor.shape[0]
+        values_a_row = max(1, tensor.num_values // num_rows)
+        step = max(16, CHUNK_VALUES // values_a_row // 16 * 16)
+        order = self._row_order(name)
+        for start in range(0, num_rows, step):
+            stop = min(start + step, num_rows)
+            rows = slice(start, stop) if order is None else order[start:stop]
+            values = self._source.read(tensor.name, rows).to(dtype)
+            self._check_finite(tensor, values)
+            yield Chunk(start, values, tensor.size_bytes * (stop - start) // num_rows)
+
+    def vector(self, name: str) -> Tensor:
+        """A bias, float32 [rows]."""
+        return torch.cat([chunk.values for chunk in self.chunks(name, torch.float32)])
+
+    def norm(self, name: str) -> Tensor:
+        """A norm's factors, float32 [rows], whole."""
+        weight = self.vector(name)
+        arch = self._config.arch
+        is_folded = self._source.format == "gguf" and arch.is_gguf_norm_folded
+        return weight + 1.0 if arch.norm is Norm.RMS_PLUS_ONE and not is_folded else weight
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        arch, tensors = self._config.arch, self._source.tensors
+        is_gguf = self._source.format == "gguf"
+        names = [gguf_name(arch, name)] if is_gguf else checkpoint_names(arch, name)
+        found = next((tensors[n] for n in names if n in tensors), None)
+        if found is None:
+            some_file = next(iter(tensors.values())).file if tensors else "the checkpoint"
+            raise MissingTensorError(
+                f"tensor {names[0]!r} is missing",
+                where=some_file if is_gguf or not tensors else some_file.parent,
+                expected=f"{list(shape)}, which a {arch.name} model of this configuration has",
+                got=f"{len(tensors)} other tensors",
+                next_step="'exl inspect model PATH --tensors' shows what there is.",
+            )
+        if found.shape != shape:
+            raise WeightShapeError(
+                f"tensor {found.name!r} has the wrong shape",
+                where=found.file,
+                expected=list(shape),
+                got=list(found.shape),
+                next_step="The weights and the configuration are not of one model.",
+            )
+        return found
+
+    def _row_order(self, name: str) -> Tensor | None:
+        """Rows to read, in order, or None for file order.
+
+        GGUF files of some families keep each rotated pair in neighbouring rows (2i, 2i + 1); ours
+        are half a head apart (i, i + D/2).
+        """
+        heads = rotated_head_count(self._config, name)
+        if not heads or self._source.format != "gguf" or not self._config.arch.is_gguf_rope_interleaved:
+            return None
+        rows = torch.arange(heads * self._config.head_dim)
+        return rows.view(heads, -1, 2).transpose(1, 2).reshape(-1)
+
+    @staticmethod
+    def _check_finite(tensor: StoredTensor, values: Tensor) -> None:
+        # A sum is not finite if any value is not; only then is it worth looking at each.
+        if torch.isfinite(values.sum(dtype=torch.float32)) or torch.isfinite(values).all():
+            return
+        bad = int((~torch.isfinite(values)).sum())
+        raise WeightValueError(
+            f"tensor {tensor.name!r} holds {bad} values that are NaN or infinite",
+            where=tensor.file,
+            next_step="The file is damaged or its conversion failed; get it from another source.",
+        )

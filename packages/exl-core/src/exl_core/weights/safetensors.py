@@ -1,0 +1,169 @@
+"""Safetensors files, single or sharded, as a source of tensors.
+
+The header is checked against the file before anything is read (format: safetensors documentation,
+"Format"): 8 bytes of header length, a JSON header, then the data that it points into. Reading goes
+through the safetensors library, which maps the file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from exl_core.errors import ModelNotFoundError, WeightFileError
+from exl_core.weights.source import StoredTensor, TensorSource
+
+HEADER_LIMIT_BYTES = 100_000_000  # the library's own limit
+INDEX_NAME = "model.safetensors.index.json"
+VALUE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+OTHER_VALUE_BYTES = {
+    "F64": 8,
+    "I64": 8,
+    "U64": 8,
+    "I32": 4,
+    "U32": 4,
+    "I16": 2,
+    "U16": 2,
+    "I8": 1,
+    "U8": 1,
+    "BOOL": 1,
+    "F8_E4M3": 1,
+    "F8_E5M2": 1,
+}
+
+
+class SafetensorsSource(TensorSource):
+    """All safetensors files of one checkpoint."""
+
+    format = "safetensors"
+
+    def __init__(self, directory: Path) -> None:
+        self.tensors: dict[str, StoredTensor] = {}
+        self._files = {}
+        for path in checkpoint_files(directory):
+            for tensor in read_header(path):
+                if tensor.name in self.tensors:
+                    raise WeightFileError(
+                        f"tensor {tensor.name!r} is also in {self.tensors[tensor.name].file.name}",
+                        where=path,
+                    )
+                self.tensors[tensor.name] = tensor
+            try:
+                self._files[path] = safe_open(path, framework="pt")
+            except (SafetensorError, OSError) as error:
+                raise WeightFileError("cannot be opened", where=path, got=error) from error
+
+    def read(self, name: str, rows: slice | Tensor) -> Tensor:
+        tensor = self.tensors[name]
+        if tensor.storage not in VALUE_BYTES:
+            raise WeightFileError(
+                f"tensor {name!r} has an element type that weights cannot have",
+                where=tensor.file,
+                expected=", ".join(VALUE_BYTES),
+                got=tensor.storage,
+            )
+        stored = self._files[tensor.file].get_slice(name)
+        part: Tensor = stored[rows] if isinstance(rows, slice) else stored[:].index_select(0, rows)
+        return part.contiguous()
+
+
+def checkpoint_files(directory: Path) -> list[Path]:
+    """The weight files of a checkpoint: those that its index lists, else all there are."""
+    index = directory / INDEX_NAME
+    if not index.is_file():
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise ModelNotFoundError(
+                "directory holds no *.safetensors file", where=directory, next_step=_advice(directory)
+            )
+        return files
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+        raise WeightFileError("is not a weight index", where=index, got=error) from error
+    # A name with a folder in it could point anywhere on the machine.
+    odd = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    if odd:
+        raise WeightFileError("lists a file outside its own folder", where=index, got=odd[0])
+    missing = sorted(name for name in names if not (directory / name).is_file())
+    if missing:
+        raise WeightFileError(
+            f"lists {len(names)} files, {len(missing)} of them missing",
+            where=index,
+            got=f"no {missing[0]}",
+            next_step="Download the missing files.",
+        )
+    return sorted(directory / name for name in names)
+
+
+def _advice(directory: Path) -> str:
+    pickles = sorted([*directory.glob("*.bin"), *directory.glob("*.pt"), *directory.glob("*.pth")])
+    if pickles:
+        return (
+            f"{pickles[0].name} is a pickle, which can run code when read, and is refused; "
+            "convert it with safetensors' convert.py, or download the safetensors files."
+        )
+    if any(directory.glob("*.gguf")):
+        return "It has GGUF files: name one of them instead of the directory."
+    return "A model directory has config.json, weights (*.safetensors) and a tokenizer."
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """What one file declares, checked: every tensor inside the file, sizes that agree."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(size - 8, HEADER_LIMIT_BYTES):
+            raise WeightFileError(
+                "header is cut off",
+                where=path,
+                expected=f"{length} bytes of header" if len(prefix) == 8 else "8 bytes of length",
+                got=f"a file of {size} bytes",
+                next_step="The download looks incomplete; fetch the file again.",
+            )
+        text = file.read(length)
+    try:
+        header = json.loads(text)
+        entries = [(name, e) for name, e in header.items() if name != "__metadata__"]
+    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
+        raise WeightFileError("header is not valid JSON", where=path, got=error) from error
+    return [_declared(path, name, entry, size - 8 - length) for name, entry in entries]
+
+
+def _declared(path: Path, name: str, entry: object, data_bytes: int) -> StoredTensor:
+    try:
+        storage, shape = str(entry["dtype"]), tuple(entry["shape"])  # type: ignore[index]
+        start, stop = entry["data_offsets"]  # type: ignore[index]
+        sane = all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop))
+    except (KeyError, TypeError, ValueError) as error:
+        raise WeightFileError(
+            f"entry of tensor {name!r} is malformed", where=path, got=entry
+        ) from error
+    if not sane or start > stop:
+        raise WeightFileError(f"entry of tensor {name!r} is malformed", where=path, got=entry)
+    if stop > data_bytes:
+        raise WeightFileError(
+            f"tensor {name!r} lies outside the file",
+            where=path,
+            expected=f"data up to byte {stop}",
+            got=f"{data_bytes} bytes of data",
+            next_step="The download looks incomplete; fetch the file again.",
+        )
+    value_bytes = VALUE_BYTES.get(storage) or OTHER_VALUE_BYTES.get(storage)
+    if value_bytes is not None and math.prod(shape) * value_bytes != stop - start:
+        raise WeightFileError(
+            f"tensor {name!r} has a size that does not fit its shape",
+            where=path,
+            expected=f"{math.prod(shape) * value_bytes} bytes for {storage} {list(shape)}",
+            got=f"{stop - start} bytes",
+        )
+    return StoredTensor(name, shape, storage, stop - start, path)
+
+
+RUNTIME_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
