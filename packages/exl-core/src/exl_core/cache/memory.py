@@ -1,0 +1,42 @@
+"""How much memory this process may still take. Linux; elsewhere the answer is None: not known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_MEMINFO = Path("/proc/meminfo")
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def available_memory_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
+    """What the machine has left, or what the control group (a container's limit) leaves of it."""
+    known = [size for size in (_machine_bytes(meminfo), _cgroup_bytes(cgroup)) if size is not None]
+    return min(known, default=None)
+
+
+def _machine_bytes(meminfo: Path) -> int | None:
+    if not meminfo.is_file():
+        return None
+    for line in meminfo.read_text(encoding="ascii").splitlines():
+        name, _, rest = line.partition(":")
+        if name == "MemAvailable":
+            return int(rest.split()[0]) * 1024  # "   12345 kB"
+    return None
+
+
+def _cgroup_bytes(cgroup: Path) -> int | None:
+    """Version 2 only. Cached files count as used there, but can be given back: not subtracted."""
+    limit_file, usage_file = cgroup / "memory.max", cgroup / "memory.current"
+    if not limit_file.is_file() or not usage_file.is_file():
+        return None
+    limit = limit_file.read_text(encoding="ascii").strip()
+    if limit == "max":
+        return None
+    used = int(usage_file.read_text(encoding="ascii"))
+    stat_file = cgroup / "memory.stat"
+    if stat_file.is_file():
+        for line in stat_file.read_text(encoding="ascii").splitlines():
+            name, _, count = line.partition(" ")
+            if name in ("inactive_file", "active_file"):
+                used -= int(count)
+    return max(0, int(limit) - used)

@@ -1,0 +1,85 @@
+"""What the engine reports. Each request gets text as it becomes certain, then exactly one end.
+
+The end is a `FinishEvent`, or a `FailEvent` where the request came to grief. The texts of a
+request's events, joined, are the text of its end. No torch, no tokenizer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    """A stop token or a stop string."""
+    LENGTH = "length"
+    """`max_tokens`, or the end of the context or of the cache."""
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class TextEvent:
+    """New text, never empty, never half a character, never the beginning of a stop string.
+
+    `token_ids` are the tokens sampled since the event before. The last of them may be ahead of the
+    text: what could still become a stop string is held back and comes with a later event.
+    """
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FinishEvent:
+    """The end of a request, with what it came to.
+
+    stopped_by     the stop token's id, or the stop string, that ended it; else None
+    text           all of it, without the stop
+    token_ids      every token that was sampled, a stop token and the tokens of a stop string too
+    cached_tokens  tokens of the prompt that were found in the cache and not computed
+    queued_s       from submission until its first pass
+    prefill_s      from its first pass until its first token
+    decode_s       from its first token until its last
+    """
+
+    request_id: str
+    reason: FinishReason
+    stopped_by: int | str | None
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_tokens: int
+    cached_tokens: int
+    queued_s: float
+    prefill_s: float
+    decode_s: float
+
+    @property
+    def completion_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def prefill_tok_s(self) -> float:
+        """Computed prompt tokens per second; 0 where nothing was computed."""
+        return _rate(self.prompt_tokens - self.cached_tokens, self.prefill_s)
+
+    @property
+    def decode_tok_s(self) -> float:
+        """Tokens per second after the first, which belongs to prefill; 0 where there are none."""
+        return _rate(self.completion_tokens - 1, self.decode_s)
+
+
+@dataclass(frozen=True, slots=True)
+class FailEvent:
+    """The request ended without a result. `generate` and `stream` raise its `error`."""
+
+    request_id: str
+    error: BaseException
+
+
+Event = TextEvent | FinishEvent | FailEvent
+
+
+def _rate(count: int, seconds: float) -> float:
+    return count / seconds if count > 0 and seconds > 0 else 0.0
