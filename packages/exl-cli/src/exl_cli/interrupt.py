@@ -1,0 +1,56 @@
+"""Ctrl-C, in the two ways that a command wants it.
+
+`exits_at_once` while there is nothing to save; `Interrupt` while text is being generated: the
+first Ctrl-C asks the loop to stop after the step that runs, so that the engine stays usable, and a
+second one does not wait.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+_CODE_INTERRUPTED = 130
+
+
+@contextmanager
+def exits_at_once() -> Iterator[None]:
+    """Around heavy imports: a library that is interrupted half way raises what it likes."""
+
+    def leave(_number: int, _frame: FrameType | None) -> None:
+        os._exit(_CODE_INTERRUPTED)
+
+    previous = signal.signal(signal.SIGINT, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, previous)
+
+
+class Interrupt:
+    """Context manager: `is_set` after the first Ctrl-C; the second raises KeyboardInterrupt."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+        self._previous: Any = None
+
+    def __enter__(self) -> Self:
+        self._previous = signal.signal(signal.SIGINT, self._on_signal)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        signal.signal(signal.SIGINT, self._previous)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        if self.is_set:
+            raise KeyboardInterrupt
+        self.is_set = True

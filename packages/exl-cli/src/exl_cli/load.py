@@ -1,0 +1,104 @@
+"""From a model argument to something that answers: model, tokenizer, template and engine.
+
+Imports torch; a verb imports this module when it runs. Knows no options and prints only a progress
+bar, on a terminal.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from exl_core.engine.engine import Engine, EngineOptions
+from exl_core.engine.request import Request
+from exl_core.errors import RequestError, TemplateError
+from exl_core.load import LoadedModel, LoadOptions, load_model
+from exl_core.prompt.template import ChatTemplate
+from exl_core.sampling.params import SamplerParams
+
+from exl_cli.render import bytes_progress
+
+DEFAULT_CTX_LIMIT = 8192
+"""A context that nobody asked for must not cost gigabytes of cache on a 128k model."""
+
+
+@dataclass(slots=True)
+class Runtime:
+    """A loaded model with an engine of one sequence at a time."""
+
+    loaded: LoadedModel
+    engine: Engine
+    ctx_size: int
+    _numbers: itertools.count[int] = field(default_factory=itertools.count)
+
+    @property
+    def name(self) -> str:
+        return self.loaded.name
+
+    @property
+    def load_s(self) -> float:
+        return self.loaded.load_s
+
+    def encode_prompt(self, text: str, *, parse_special: bool) -> list[int]:
+        """As the tokenizer does by default: with its BOS where it adds one."""
+        return self.loaded.tokenizer.encode(text, allow_special=parse_special, add_bos=None)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
+        """Through the template, which writes its control tokens, BOS included, itself."""
+        text = self.require_template().render(messages, add_generation_prompt=True)
+        return self.loaded.tokenizer.encode(text, allow_special=True, add_bos=False)
+
+    def require_template(self) -> ChatTemplate:
+        if self.loaded.template is None:
+            raise TemplateError(
+                "the model has no chat template",
+                where=self.loaded.path,
+                next_step="It may be a base model; use 'exl generate' without --chat.",
+            )
+        return self.loaded.template
+
+    def request(
+        self,
+        token_ids: Sequence[int],
+        max_tokens: int | None,
+        sampler: SamplerParams,
+        stop: Sequence[str],
+    ) -> Request:
+        """`max_tokens` None: until the context is full."""
+        tokenizer, config = self.loaded.tokenizer, self.loaded.config
+        return Request(
+            prompt_ids=tuple(token_ids),
+            max_tokens=max_tokens,
+            sampler=sampler,
+            stop_ids=frozenset(tokenizer.eos_ids) | frozenset(config.eos_ids),
+            stop_strings=tuple(stop),
+            request_id=f"cli-{next(self._numbers)}",
+        )
+
+
+def load_quietly(spec: str | None, threads: int | None, *, is_quiet: bool) -> LoadedModel:
+    """Load with a progress bar where somebody watches."""
+    with bytes_progress("loading", is_quiet=is_quiet) as progress:
+        return load_model(spec, LoadOptions(threads=threads), progress)
+
+
+def open_runtime(
+    spec: str | None, *, ctx_size: int | None, threads: int | None, is_quiet: bool
+) -> Runtime:
+    loaded = load_quietly(spec, threads, is_quiet=is_quiet)
+    ctx = settle_ctx_size(ctx_size, loaded.config.max_seq_len)
+    engine = Engine(loaded.model, loaded.tokenizer, EngineOptions(cache_tokens=ctx, max_batch=1))
+    return Runtime(loaded, engine, ctx)
+
+
+def settle_ctx_size(wanted: int | None, model_max: int) -> int:
+    if wanted is None:
+        return min(model_max, DEFAULT_CTX_LIMIT)
+    if wanted > model_max:
+        raise RequestError(
+            "the context is longer than the model was made for",
+            expected=f"--ctx-size of at most {model_max}",
+            got=wanted,
+        )
+    return wanted

@@ -1,0 +1,137 @@
+"""The `exl` command: its verbs, and what becomes of an exception.
+
+Importing this module and printing help must not import torch: a verb imports what it computes with
+when it runs. Exit codes are decided here and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Annotated, NoReturn
+
+import typer
+from exl_core.errors import ExlError
+from typer.main import get_command
+
+from exl_cli import options
+from exl_cli.commands import chat, doctor, eval, generate, inspect
+from exl_cli.output import ClosedPipeError
+
+CODE_INTERRUPTED = 130
+CODE_CLOSED_PIPE = 141
+
+EXIT_CODES = (
+    "Exit codes: 0 done; 1 a failure while running; 2 a request that cannot be served as written; "
+    "3 a model that cannot be found, read or trusted; 4 not enough memory; 130 stopped by Ctrl-C; "
+    "141 the reader of the output went away."
+)
+
+app = typer.Typer(
+    name="exl",
+    help="Run, chat with, inspect and evaluate quantized language models.",
+    epilog=EXIT_CODES,
+    rich_markup_mode="rich",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+eval_app = typer.Typer(help="Measure how good a model is.", epilog=EXIT_CODES)
+inspect_app = typer.Typer(help="Show what a model file holds, without loading it.")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        try:
+            number = version("exl-cli")
+        except PackageNotFoundError:
+            number = "not installed, running from source"
+        typer.echo(f"exl {number}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    show_version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print and leave."),
+    ] = False,
+) -> None:
+    pass
+
+
+app.command("generate", epilog=options.examples(generate.EXAMPLES))(generate.generate)
+app.command("chat", epilog=options.examples(chat.EXAMPLES))(chat.chat)
+app.add_typer(eval_app, name="eval")
+eval_app.command("perplexity", epilog=options.examples(eval.EXAMPLES))(eval.perplexity)
+app.add_typer(inspect_app, name="inspect")
+inspect_app.command("model", epilog=options.examples(inspect.EXAMPLES))(inspect.inspect_model)
+app.command("doctor", epilog=options.examples(doctor.EXAMPLES))(doctor.doctor)
+
+
+@eval_app.callback()
+def _eval() -> None:
+    """Keeps `perplexity` a verb of its own while it is the only one."""
+
+
+@inspect_app.callback()
+def _inspect() -> None:
+    """Keeps `model` a verb of its own while it is the only one."""
+
+
+def run() -> NoReturn:
+    """Entry point of the installed command."""
+    sys.exit(main(sys.argv[1:]))
+
+
+def main(args: Sequence[str]) -> int:
+    """Run one command line and return its exit code. A bug still shows its traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # a narrow locale gets '?' for what it cannot show
+            stream.reconfigure(errors="replace")
+    try:
+        code = get_command(app).main(
+            args=list(args) or ["--help"], prog_name="exl", standalone_mode=False
+        )
+    except ExlError as error:
+        _discard_stdout()
+        _complain(str(error))
+        return error.exit_code
+    except typer.TyperException as error:
+        _complain(_usage_line(error))
+        return int(error.exit_code)
+    except (ClosedPipeError, BrokenPipeError):
+        _discard_stdout()
+        return CODE_CLOSED_PIPE
+    except (KeyboardInterrupt, typer.Abort):
+        return CODE_INTERRUPTED
+    return code if isinstance(code, int) else 0
+
+
+def _usage_line(error: typer.TyperException) -> str:
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else "exl"
+    message = error.format_message().strip().rstrip(".")
+    return f"{' '.join(message.split())}. '{command} --help' lists what there is."
+
+
+def _complain(line: str) -> None:
+    if sys.stderr is not None:
+        print(f"exl: error: {line}", file=sys.stderr, flush=True)
+
+
+def _discard_stdout() -> None:
+    """Whatever stdout still buffers goes nowhere: writing it failed, or the reader has left.
+
+    Without this the interpreter would try once more on its way out and print a warning.
+    """
+    if sys.stdout is None or sys.stdout.closed:
+        return
+    try:
+        sys.stdout.flush()
+    except OSError:
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)

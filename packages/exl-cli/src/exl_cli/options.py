@@ -1,0 +1,183 @@
+"""Options that several verbs share, and their limits. Declarations only; no torch."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from exl_core.errors import RequestError
+from exl_core.sampling.params import SamplerParams
+
+DEFAULT_TEMPERATURE = 0.8
+DEFAULT_TOP_K = 40
+DEFAULT_TOP_P = 0.95
+DEFAULT_MIN_P = 0.05
+DEFAULT_REPEAT_PENALTY = 1.0
+
+_SAMPLING = "Sampling"
+_RUNNING = "Running"
+
+MODEL_HELP = (
+    "A model directory, a .gguf file, the name 'smollm2', or a hub id owner/name@revision. "
+    "Without it: smollm2."
+)
+
+ModelArgument = Annotated[
+    str | None, typer.Argument(metavar="MODEL", help=MODEL_HELP, show_default=False)
+]
+ModelOption = Annotated[
+    str | None,
+    typer.Option("-m", "--model", metavar="MODEL", help="The same, as an option."),
+]
+MaxTokens = Annotated[
+    int,
+    typer.Option(
+        "-n",
+        "--max-tokens",
+        metavar="N",
+        min=-1,
+        help="Stop after N tokens; -1: when the context is full.",
+    ),
+]
+CtxSize = Annotated[
+    int | None,
+    typer.Option(
+        "-c",
+        "--ctx-size",
+        metavar="N",
+        min=2,
+        help="Tokens of context to keep room for. Without it: what the model was made for, "
+        "at most 8192.",
+        rich_help_panel=_RUNNING,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(
+        "--threads",
+        metavar="N",
+        min=1,
+        help="CPU threads. Without it: all cores that this process may use.",
+        rich_help_panel=_RUNNING,
+    ),
+]
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temp",
+        "--temperature",
+        metavar="T",
+        min=0.0,
+        help="0 always takes the likeliest token; higher is more varied.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+TopK = Annotated[
+    int,
+    typer.Option(
+        "--top-k",
+        metavar="K",
+        min=0,
+        help="Only the K likeliest tokens; 0: all.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        "--top-p",
+        metavar="P",
+        min=0.0,
+        max=1.0,
+        help="Only the likeliest tokens that together hold the share P; 1: all.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+MinP = Annotated[
+    float,
+    typer.Option(
+        "--min-p",
+        metavar="P",
+        min=0.0,
+        max=1.0,
+        help="Only tokens at least P times as likely as the likeliest; 0: all.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+RepeatPenalty = Annotated[
+    float,
+    typer.Option(
+        "--repeat-penalty",
+        metavar="X",
+        help="Make tokens that have occurred less likely; 1: no penalty.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        metavar="N",
+        help="The same seed repeats the same text. Without it: a random one, shown by --json.",
+        rich_help_panel=_SAMPLING,
+    ),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--stop",
+        metavar="TEXT",
+        help="Stop before this text; may be given several times.",
+        show_default=False,
+    ),
+]
+System = Annotated[
+    str | None,
+    typer.Option("--system", metavar="TEXT", help="System prompt for the model's chat template."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+Quiet = Annotated[
+    bool, typer.Option("-q", "--quiet", help="Nothing on stderr but errors: no progress, no speed.")
+]
+
+
+def pick_model(argument: str | None, option: str | None) -> str | None:
+    """The model may be given in either place, but not in both."""
+    if argument is not None and option is not None and argument != option:
+        raise RequestError(
+            "two models are given",
+            got=f"{argument!r} and --model {option!r}",
+            next_step="Keep one; a prompt goes with -p.",
+        )
+    return argument if option is None else option
+
+
+def sampler_params(
+    *, temp: float, top_k: int, top_p: float, min_p: float, repeat_penalty: float, seed: int | None
+) -> SamplerParams:
+    """Without a seed one is drawn here, so that --json can name it and the run can be repeated."""
+    return SamplerParams(
+        temperature=temp,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repeat_penalty,
+        seed=secrets.randbits(31) if seed is None else seed,
+    )
+
+
+def token_limit(max_tokens: int) -> int | None:
+    """What -n means to the engine: -1 is no limit but the context."""
+    if max_tokens == 0:
+        raise RequestError(
+            "no token is asked for", expected="-n 1 or more, or -1 for no limit", got="-n 0"
+        )
+    return None if max_tokens < 0 else max_tokens
+
+
+def examples(lines: Sequence[tuple[str, str]]) -> str:
+    """Help page's last part: what to type, and what it does. The terminal shows one a line."""
+    shown = "\n\n".join(f"  {command}   # {what}" for command, what in lines)
+    return "Examples:\n\n" + shown.replace("[", "\\[")

@@ -1,0 +1,126 @@
+"""Where a prompt comes from: -p, a file, stdin. Reads bytes and checks that they are UTF-8.
+
+Never waits on a terminal: a command that was given no prompt says so.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import stat
+import sys
+from pathlib import Path
+
+from exl_core.errors import RequestError
+
+STDIN = "-"
+_NOTICE_AFTER_S = 2.0
+
+
+def read_prompt(prompt: str | None, file: str | None) -> str:
+    """The whole prompt; raises RequestError when there is none."""
+    if prompt is not None and file is not None:
+        raise RequestError(
+            "a prompt is given twice",
+            got="-p and -f",
+            next_step="Keep one; text piped to stdin is put after -p.",
+        )
+    if file is not None and file != STDIN:
+        text = _read_file(Path(file))
+    elif prompt is None or STDIN in (prompt, file):
+        text = _read_stdin(is_required=True)
+    else:
+        piped = _read_stdin(is_required=False)
+        text = f"{prompt}\n{piped}" if piped else prompt
+    if not text:
+        raise RequestError(
+            "the prompt is empty",
+            expected="text",
+            next_step="Give some with -p TEXT or -f FILE, or pipe it in.",
+        )
+    _check_encodable(text)
+    return text
+
+
+def check_chat_options(is_chat: bool, system: str | None, parse_special: bool) -> None:
+    """Options that would otherwise be dropped in silence."""
+    if system is not None and not is_chat:
+        raise RequestError("--system needs the chat template", next_step="Add --chat.")
+    if parse_special and is_chat:
+        raise RequestError(
+            "--parse-special is for prompts without a template", next_step="Drop --chat or it."
+        )
+
+
+def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return [*messages, {"role": "user", "content": text}]
+
+
+def read_text_file(path: Path) -> str:
+    """A UTF-8 file, whole; line ends stay as they are."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RequestError(
+            "the file cannot be read", where=path, got=error.strerror, next_step="Check the path."
+        ) from error
+    return decode(data, str(path))
+
+
+def _read_file(path: Path) -> str:
+    return read_text_file(path).removesuffix("\n")
+
+
+def _read_stdin(*, is_required: bool) -> str:
+    stdin = sys.stdin
+    if stdin is None or stdin.isatty():
+        if is_required:
+            raise RequestError(
+                "no prompt",
+                expected="-p TEXT, -f FILE or text piped to stdin",
+                got="a terminal" if stdin is not None else "a closed stdin",
+                next_step="To talk back and forth use 'exl chat'.",
+            )
+        return ""
+    _tell_that_it_waits(stdin.fileno(), is_required=is_required)
+    try:
+        data = stdin.buffer.read()
+    except OSError as error:
+        raise RequestError("stdin cannot be read", got=error.strerror) from error
+    return decode(data, "stdin").removesuffix("\n")
+
+
+def _tell_that_it_waits(descriptor: int, *, is_required: bool) -> None:
+    """A pipe that nobody writes to and nobody closes would look like a hang."""
+    if stat.S_ISREG(os.fstat(descriptor).st_mode):
+        return
+    ready, _, _ = select.select([descriptor], [], [], _NOTICE_AFTER_S)
+    if not ready and sys.stderr is not None:
+        hint = "" if is_required else "; if nothing is meant to come, add '< /dev/null'"
+        print(f"exl: waiting for text on stdin{hint}", file=sys.stderr, flush=True)
+
+
+def decode(data: bytes, where: str) -> str:
+    """UTF-8, or an error that says which byte is not."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            "the text is not UTF-8",
+            where=where,
+            got=f"byte 0x{data[error.start]:02x} at offset {error.start}",
+            next_step="Convert it first, for example with iconv.",
+        ) from error
+
+
+def _check_encodable(text: str) -> None:
+    """Bytes on the command line that are not UTF-8 arrive as lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            "the prompt is not valid text",
+            expected="UTF-8",
+            got=f"a stray byte at character {error.start}",
+        ) from error

@@ -1,0 +1,148 @@
+"""What people see on a terminal: progress, the speed line, numbers with units.
+
+Progress goes to stderr and only where stderr is a terminal; `NO_COLOR` is honored by rich. Tables
+of `inspect` and `doctor` are the answer itself and go to stdout.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from rich import box
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    SpinnerColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+from rich.text import Text
+
+from exl_cli import output
+
+if TYPE_CHECKING:
+    from exl_cli.reply import Reply
+
+_PLAIN_WIDTH = 120
+
+ByteProgress = Callable[[int, int], None]
+
+
+def is_watched(*, is_quiet: bool) -> bool:
+    """Does somebody see stderr, and want to?"""
+    return not is_quiet and sys.stderr is not None and sys.stderr.isatty()
+
+
+def stderr_console() -> Console:
+    return Console(stderr=True, highlight=False)
+
+
+@contextmanager
+def bytes_progress(what: str, *, is_quiet: bool) -> Iterator[ByteProgress | None]:
+    """A bar over bytes that vanishes when done; None where nobody watches."""
+    if not is_watched(is_quiet=is_quiet):
+        yield None
+        return
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=False),
+        TimeElapsedColumn(),
+        console=stderr_console(),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def windows_progress(*, is_quiet: bool) -> Iterator[Callable[[int, int, float], None] | None]:
+    """A bar over windows with the figure so far and the time left; None where nobody watches."""
+    if not is_watched(is_quiet=is_quiet):
+        yield None
+        return
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=stderr_console(),
+        transient=True,
+    )
+    with bar:
+        task = bar.add_task("first window", total=None)
+        yield lambda done, total, perplexity: bar.update(
+            task,
+            completed=done,
+            total=total,
+            description=f"window {done}/{total}, perplexity {perplexity:.3f}",
+        )
+
+
+def print_speed(reply: Reply, load_s: float | None) -> None:
+    parts = [
+        f"{reply.prompt_tokens} prompt tokens at {reply.prefill_tok_s:.0f} tok/s",
+        f"{len(reply.token_ids)} generated at {reply.decode_tok_s:.1f} tok/s",
+    ]
+    if reply.cached_tokens:
+        parts.insert(1, f"{reply.cached_tokens} of them cached")
+    if load_s is not None:
+        parts.append(f"loaded in {load_s:.2f} s")
+    parts.append(f"finish: {reply.finish_reason}")
+    stderr_console().print(f"[dim]{' · '.join(parts)}[/dim]")
+
+
+def facts_table(facts: Mapping[str, str]) -> Table:
+    """Names on the left, values on the right, no lines."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in facts.items():
+        table.add_row(name, Text(value))
+    return table
+
+
+def columns_table(*titles: str) -> Table:
+    """Rows under titles."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for title in titles:
+        table.add_column(title, overflow="fold")
+    return table
+
+
+def print_answer(*parts: RenderableType) -> None:
+    """Tables to stdout: as wide as the terminal, or a fixed width for a file or a pipe."""
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()
+    console = Console(highlight=False, width=None if is_terminal else _PLAIN_WIDTH)
+    with console.capture() as capture:
+        for part in parts:
+            console.print(part)
+    lines = capture.get().splitlines()
+    output.write_text("".join(f"{line.rstrip()}\n" for line in lines))
+
+
+def format_bytes(count: float) -> str:
+    """Decimal units, three figures: 98.1 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def format_count(count: float) -> str:
+    """134.5M, 1.24B."""
+    for unit in ("", "k", "M"):
+        if count < 1000:
+            return f"{count:.4g}{unit}"
+        count /= 1000
+    return f"{count:.4g}B"

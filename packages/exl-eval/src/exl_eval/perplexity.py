@@ -1,0 +1,200 @@
+"""Perplexity of a text under a model, in the style of the papers.
+
+The text is tokenized once, without special tokens, and cut into disjoint windows of `ctx` tokens;
+what is left at the end is dropped. Of each window all tokens but the first are scored, each given
+the ones before it in its window. Where BOS goes is a choice of its own (`BosRule`). Knows the
+scorer and the tokenizer; neither progress bars nor options.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+from exl_core.cache.format import KVFormat
+from exl_core.engine.score import score_tokens
+from exl_core.errors import ExlError, RequestError
+from exl_core.load import LoadedModel
+from exl_core.tokenizer.base import Tokenizer
+
+from exl_eval.result import PerplexityResult
+
+STYLE = "paper"
+MEAN_NLL_MAX = 700.0  # e to the power of it is close to the largest double
+
+OnWindow = Callable[[int, int, float], None]
+"""Called after each window: windows done, windows in all, the perplexity so far."""
+
+
+class BosRule(Enum):
+    """NONE: no BOS anywhere. ONCE: before the whole text, as part of the first window. EACH: the
+    model sees BOS and the first ctx - 1 tokens of every window, and those are what is scored."""
+
+    NONE = "none"
+    ONCE = "once"
+    EACH = "each"
+
+
+BOS_CHOICES = ("default", *(rule.value for rule in BosRule))
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexityOptions:
+    """`windows` None: all that the text holds. `bos` is one of BOS_CHOICES; `default` is ONCE for a
+    tokenizer that adds BOS by itself and NONE for one that does not."""
+
+    ctx: int = 2048
+    windows: int | None = None
+    bos: str = "default"
+    kv_format: KVFormat = KVFormat.FP16
+
+
+class RunningNll:
+    """Sums of the negative log-likelihood and its square, in double precision."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._sum = 0.0
+        self._sum_of_squares = 0.0
+
+    def add(self, log_probs: torch.Tensor) -> None:
+        nll = -log_probs.double()
+        self.count += nll.numel()
+        self._sum += float(nll.sum())
+        self._sum_of_squares += float(nll.square().sum())
+
+    @property
+    def mean(self) -> float:
+        return self._sum / self.count
+
+    @property
+    def stderr(self) -> float:
+        """Of the mean: sqrt((mean of squares - square of mean) / (T - 1))."""
+        if self.count < 2:
+            return math.inf
+        variance = self._sum_of_squares / self.count - self.mean**2
+        return math.sqrt(max(variance, 0.0) / (self.count - 1))
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.mean)
+
+
+def settle_bos(choice: str, tokenizer: Tokenizer) -> BosRule:
+    if choice not in BOS_CHOICES:
+        raise RequestError("no such BOS rule", expected=" or ".join(BOS_CHOICES), got=choice)
+    if choice == "default":
+        return BosRule.ONCE if tokenizer.adds_bos else BosRule.NONE
+    rule = BosRule(choice)
+    if rule is not BosRule.NONE and tokenizer.bos_id is None:
+        raise RequestError(
+            "the tokenizer has no BOS token", expected="--bos none or default", got=choice
+        )
+    return rule
+
+
+def cut_windows(
+    text_ids: Sequence[int], ctx: int, rule: BosRule, bos_id: int | None
+) -> list[list[int]]:
+    """What the model is given, window by window; all tokens of it but the first are scored."""
+    head = [] if bos_id is None else [bos_id]
+    ids = [*head, *text_ids] if rule is BosRule.ONCE else list(text_ids)
+    windows = [ids[start : start + ctx] for start in range(0, len(ids) - ctx + 1, ctx)]
+    if rule is BosRule.EACH:
+        windows = [[*head, *window[:-1]] for window in windows]
+    return windows
+
+
+def measure_perplexity(
+    loaded: LoadedModel,
+    text: str,
+    options: PerplexityOptions,
+    on_window: OnWindow | None = None,
+) -> PerplexityResult:
+    tokenizer = loaded.tokenizer
+    rule = settle_bos(options.bos, tokenizer)
+    _check_ctx(options.ctx, loaded.config.max_seq_len)
+    text_ids = tokenizer.encode(text, allow_special=False, add_bos=False)
+    windows = cut_windows(text_ids, options.ctx, rule, tokenizer.bos_id)
+    _check_windows(len(windows), len(text_ids), options)
+    windows = windows[: options.windows]
+
+    started = time.perf_counter()
+    nll = RunningNll()
+    for number, window in enumerate(windows, start=1):
+        nll.add(score_tokens(loaded.model, window, kv_format=options.kv_format))
+        _check_figure(nll.mean, f"{loaded.name}, window {number}")
+        if on_window is not None:
+            on_window(number, len(windows), nll.perplexity)
+    seconds = time.perf_counter() - started
+
+    data = text.encode("utf-8")
+    return PerplexityResult(
+        perplexity=nll.perplexity,
+        stderr=nll.perplexity * nll.stderr,
+        nll=nll.mean,
+        nll_stderr=nll.stderr,
+        tokens=nll.count,
+        windows=len(windows),
+        ctx=options.ctx,
+        style=STYLE,
+        bos=rule.value,
+        text_sha256=hashlib.sha256(data).hexdigest(),
+        text_bytes=len(data),
+        text_tokens=len(text_ids),
+        tokenizer_sha256=hash_tokenizer(tokenizer),
+        model=loaded.name,
+        dtype=loaded.model.dtype,
+        kv_format=options.kv_format.value,
+        seconds=seconds,
+        tokens_per_s=nll.count / seconds,
+    )
+
+
+def hash_tokenizer(tokenizer: Tokenizer) -> str:
+    """Of the kind and of every token's text in the order of ids: equal for equal vocabularies."""
+    digest = hashlib.sha256(tokenizer.kind.encode())
+    for token_id in range(tokenizer.vocab_size):
+        digest.update(b"\0" + tokenizer.token_text(token_id).encode("utf-8", "backslashreplace"))
+    return digest.hexdigest()
+
+
+def _check_ctx(ctx: int, model_max: int) -> None:
+    if not 2 <= ctx <= model_max:
+        raise RequestError(
+            "the window does not fit the model",
+            expected=f"--ctx of 2 to {model_max}",
+            got=ctx,
+        )
+
+
+def _check_windows(available: int, text_tokens: int, options: PerplexityOptions) -> None:
+    if available == 0:
+        raise RequestError(
+            "the text is shorter than one window",
+            expected=f"at least {options.ctx} tokens",
+            got=text_tokens,
+            next_step="Take a longer text or a smaller --ctx.",
+        )
+    if options.windows is not None and options.windows > available:
+        raise RequestError(
+            "the text holds fewer windows than were asked for",
+            expected=f"--windows of at most {available}",
+            got=options.windows,
+        )
+
+
+def _check_figure(mean_nll: float, where: str) -> None:
+    if not mean_nll < MEAN_NLL_MAX:  # NaN fails too
+        raise ExlError(
+            "the model gives the text no probability at all",
+            where=where,
+            expected="a finite perplexity",
+            got=f"a mean negative log-likelihood of {mean_nll}",
+            next_step="The weights may be damaged; 'exl doctor' tests the kernels.",
+        )
