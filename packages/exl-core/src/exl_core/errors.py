@@ -51,7 +51,7 @@ class BackendError(ExlError):
 
 
 class RequestError(ExlError):
-    """The request cannot be served as written: an empty prompt, one that is too long, a bad value."""
+    """The request cannot be served as written: an empty or too long prompt, a bad value."""
 
     exit_code = 2
 

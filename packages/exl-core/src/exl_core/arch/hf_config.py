@@ -91,14 +91,9 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
     heads = text.integer("num_attention_heads", arch.num_q_heads_default)
     head_dim = text.integer("head_dim", arch.head_dim_default or hidden_size // heads)
     layers = text.integer("num_hidden_layers")
-    activation_key = "hidden_activation" if text.has("hidden_activation") else "hidden_act"
-    activation = text.text(activation_key, arch.activation.value)
-    if ACTIVATIONS.get(activation, arch.activation) is not arch.activation:
-        raise UnsupportedModelError(
-            f"activation {activation!r} is not the one of {arch.name}", where=text.where
-        )
     if text.flag("use_bidirectional_attention", False):
         raise UnsupportedModelError("bidirectional attention is not supported", where=text.where)
+    _check_activation(arch, text)
     has_bias = text.flag("attention_bias", False)
     rope, local_rope = _rope(arch, text, head_dim)
     ids = text if text.has("eos_token_id") else top
@@ -128,6 +123,14 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         eos_ids=ids.token_ids("eos_token_id"),
         pad_id=ids.first_token_id("pad_token_id"),
     )
+
+
+def _check_activation(arch: ArchSpec, text: Fields) -> None:
+    key = "hidden_activation" if text.has("hidden_activation") else "hidden_act"
+    if text.has(key) and ACTIVATIONS.get(text.text(key)) is not arch.activation:
+        raise UnsupportedModelError(
+            f"activation {text.text(key)!r} is not the one of {arch.name}", where=text.where
+        )
 
 
 def _tied(arch: ArchSpec, top: Fields, text: Fields) -> bool:

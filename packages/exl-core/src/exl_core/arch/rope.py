@@ -13,7 +13,7 @@ from exl_core.arch.spec import RopeConfig, RopeMethod
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[list[float], float]:
-    """Frequencies in radians per position, `rotary_dim / 2` of them, and the factor on cos and sin."""
+    """Radians per position, `rotary_dim / 2` of them, and the factor on cos and sin."""
     dim = rope.rotary_dim
     base = rope.base
     if rope.alpha != 1.0:

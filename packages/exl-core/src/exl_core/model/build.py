@@ -99,7 +99,9 @@ class _Packer:
             self.checkpoint.dtype(*names),
             has_bias=has_bias,
         )
-        self._pending.append(self._pool.submit(self._fill, packed, names, biases if has_bias else []))
+        self._pending.append(
+            self._pool.submit(self._fill, packed, names, biases if has_bias else [])
+        )
         return packed
 
     def finish(self) -> None:

@@ -9,6 +9,7 @@ heads, D head dimension.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,8 +18,17 @@ from exl_core.arch.rope import inverse_frequencies
 from exl_core.arch.spec import EmbedScale, ModelConfig, RopeConfig, Window
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
-from exl_core.model.weights import AttentionWeights, BlockWeights, ModelWeights
+from exl_core.model.weights import ModelWeights
 from exl_core.ops.table import OpTable
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """What every layer of one pass needs: cos and sin [R, rotary_dim / 2] by kind of layer."""
+
+    batch: Batch
+    store: KVStore
+    rotations: dict[Window, tuple[Tensor, Tensor]]
 
 
 class Transformer:
@@ -31,7 +41,7 @@ class Transformer:
         self._weights = weights
         self._activation = config.arch.activation.value
         self._rope = _RotationTable(config.rope)
-        self._local_rope = _RotationTable(config.local_rope) if config.local_rope else self._rope
+        self._local_rope = _RotationTable(config.local_rope) if config.local_rope else None
 
     @torch.inference_mode()
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
@@ -41,13 +51,11 @@ class Transformer:
         if config.arch.embed_scale is EmbedScale.SQRT_HIDDEN:
             x *= math.sqrt(config.hidden_size)
 
-        rotations = {Window.GLOBAL: self._rope.at(batch.positions)}
-        if config.local_rope is not None:
-            rotations[Window.LOCAL] = self._local_rope.at(batch.positions)
-
-        for layer, block in enumerate(weights.blocks):
-            rotation = rotations.get(config.layer_windows[layer], rotations[Window.GLOBAL])
-            x = self._block(x, layer, block, batch, store, rotation)
+        rotation = self._rope.at(batch.positions)
+        local = self._local_rope.at(batch.positions) if self._local_rope else rotation
+        current = _Pass(batch, store, {Window.GLOBAL: rotation, Window.LOCAL: local})
+        for layer in range(config.num_layers):
+            x = self._block(x, layer, current)  # [R, hidden]
 
         x = x.index_select(0, batch.logit_rows)  # [n, hidden]
         x = ops.rms_norm(x, weights.final_norm, config.norm_eps)
@@ -56,18 +64,10 @@ class Transformer:
             logits = torch.tanh(logits / config.final_softcap) * config.final_softcap
         return logits
 
-    def _block(
-        self,
-        x: Tensor,
-        layer: int,
-        block: BlockWeights,
-        batch: Batch,
-        store: KVStore,
-        rotation: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        ops, eps = self.ops, self.config.norm_eps
+    def _block(self, x: Tensor, layer: int, current: _Pass) -> Tensor:
+        ops, eps, block = self.ops, self.config.norm_eps, self._weights.blocks[layer]
         h = ops.rms_norm(x, block.attention_norm, eps)
-        h = self._attention(h, layer, block.attention, batch, store, rotation)
+        h = self._attention(h, layer, current)
         if block.attention_post_norm is not None:
             h = ops.rms_norm(h, block.attention_post_norm, eps)
         x = x.add_(h)
@@ -79,16 +79,9 @@ class Transformer:
             h = ops.rms_norm(h, block.mlp_post_norm, eps)
         return x.add_(h)
 
-    def _attention(
-        self,
-        x: Tensor,
-        layer: int,
-        weights: AttentionWeights,
-        batch: Batch,
-        store: KVStore,
-        rotation: tuple[Tensor, Tensor],
-    ) -> Tensor:
-        config, ops = self.config, self.ops
+    def _attention(self, x: Tensor, layer: int, current: _Pass) -> Tensor:
+        config, ops, batch = self.config, self.ops, current.batch
+        weights = self._weights.blocks[layer].attention
         qkv = ops.linear(x, weights.qkv)  # [R, (H + 2K) * D]
         q, k, v = qkv.split((config.q_size, config.kv_size, config.kv_size), dim=1)
         q = q.unflatten(1, (config.num_q_heads, config.head_dim))  # [R, H, D]
@@ -97,11 +90,11 @@ class Transformer:
         if weights.q_norm is not None and weights.k_norm is not None:
             ops.rms_norm_heads_(q, weights.q_norm, config.norm_eps)
             ops.rms_norm_heads_(k, weights.k_norm, config.norm_eps)
-        cos, sin = rotation
+        cos, sin = current.rotations[config.layer_windows[layer]]
         ops.rope_(q, cos, sin)
         ops.rope_(k, cos, sin)
 
-        keys, values = store.key(layer), store.value(layer)
+        keys, values = current.store.key(layer), current.store.value(layer)
         ops.write_kv(k, v, keys, values, batch.slots)
         mixed = ops.paged_attention(
             q,

@@ -16,7 +16,7 @@ from exl_core.ops.table import PackedLinear
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """qkv [q_size + 2 * kv_size, hidden], output [hidden, q_size], head norms [head_dim] or None."""
+    """qkv [q_size + 2 kv_size, hidden], output [hidden, q_size], head norms [head_dim] or None."""
 
     qkv: PackedLinear
     output: PackedLinear

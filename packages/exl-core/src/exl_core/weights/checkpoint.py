@@ -29,7 +29,7 @@ RUNTIME_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bflo
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some rows of a tensor, in the order of the model. `size_bytes` is what they take in the file."""
+    """Some rows of a tensor, in the order of the model; `size_bytes` is their size in the file."""
 
     first_row: int
     values: Tensor
@@ -113,7 +113,11 @@ class Checkpoint:
         are half a head apart (i, i + D/2).
         """
         heads = rotated_head_count(self._config, name)
-        if not heads or self._source.format != "gguf" or not self._config.arch.is_gguf_rope_interleaved:
+        if (
+            not heads
+            or self._source.format != "gguf"
+            or not self._config.arch.is_gguf_rope_interleaved
+        ):
             return None
         rows = torch.arange(heads * self._config.head_dim)
         return rows.view(heads, -1, 2).transpose(1, 2).reshape(-1)

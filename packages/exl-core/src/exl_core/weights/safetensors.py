@@ -11,7 +11,6 @@ import json
 import math
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -79,7 +78,9 @@ def checkpoint_files(directory: Path) -> list[Path]:
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise ModelNotFoundError(
-                "directory holds no *.safetensors file", where=directory, next_step=_advice(directory)
+                "directory holds no *.safetensors file",
+                where=directory,
+                next_step=_advice(directory),
             )
         return files
     try:
@@ -164,6 +165,3 @@ def _declared(path: Path, name: str, entry: object, data_bytes: int) -> StoredTe
             got=f"{stop - start} bytes",
         )
     return StoredTensor(name, shape, storage, stop - start, path)
-
-
-RUNTIME_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}

@@ -39,7 +39,7 @@ class TensorSource(ABC):
 
     @abstractmethod
     def read(self, name: str, rows: slice | Tensor) -> Tensor:
-        """Rows of the first dimension, in file order or as an int64 index, as a new contiguous tensor.
+        """Rows of the first dimension (a range, or an int64 index) as a contiguous tensor.
 
         float32, float16 or bfloat16 as stored; quantized storage is dequantized to float32 exactly
         as the format defines it.

@@ -1,0 +1,165 @@
+"""`config.json`: old and new names, defaults of the family, and everything that is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exl_core.arch.hf_config import read_hf_config
+from exl_core.arch.spec import RopeMethod, Window
+from exl_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": [2, 5],
+}
+GEMMA = {
+    **LLAMA,
+    "architectures": ["Gemma3ForCausalLM"],
+    "sliding_window": 32,
+    "query_pre_attn_scalar": 64,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+
+
+def write(folder: Path, config: dict[str, Any], **changes: Any) -> Path:
+    merged = {**config, **changes}
+    kept = {key: value for key, value in merged.items() if value is not ...}
+    (folder / "config.json").write_text(json.dumps(kept))
+    return folder
+
+
+def test_the_numbers_of_a_llama(tmp_path: Path) -> None:
+    config = read_hf_config(write(tmp_path, LLAMA))
+    assert (config.q_size, config.kv_size, config.head_dim) == (64, 32, 16)
+    assert config.attention_scale == 0.25
+    assert config.layer_windows == (Window.GLOBAL,) * 7
+    assert config.eos_ids == (2, 5)
+    assert not config.has_tied_embeddings
+    assert config.rope.base == 10000.0
+
+
+def test_generation_config_adds_eos_ids_once(tmp_path: Path) -> None:
+    write(tmp_path, LLAMA)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    assert read_hf_config(tmp_path).eos_ids == (2, 5, 7)
+
+
+def test_gemma3_by_its_old_and_its_new_names(tmp_path: Path) -> None:
+    scaling = {"rope_type": "linear", "factor": 8.0}
+    old = write(
+        tmp_path,
+        GEMMA,
+        rope_theta=5e5,
+        rope_local_base_freq=2e4,
+        rope_scaling=scaling,
+        sliding_window_pattern=3,
+    )
+    from_old = read_hf_config(old)
+    kinds = ["sliding_attention"] * 2 + ["full_attention"]
+    new = write(
+        tmp_path,
+        GEMMA,
+        layer_types=(kinds * 3)[:7],
+        rope_parameters={
+            "full_attention": {**scaling, "rope_theta": 5e5},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+        },
+    )
+    assert read_hf_config(new) == from_old
+    assert from_old.rope.method is RopeMethod.LINEAR
+    assert from_old.local_rope is not None
+    assert from_old.local_rope.base == 2e4
+    assert [from_old.window_of(i) for i in range(4)] == [32, 32, 0, 32]
+    assert from_old.attention_scale == 0.125
+
+
+def test_a_multimodal_configuration_may_leave_out_what_equals_the_defaults(tmp_path: Path) -> None:
+    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    text |= {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
+    top = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
+    config = read_hf_config(write(tmp_path, top, text_config=text))
+    assert (config.num_q_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    assert config.vocab_size == 262208
+    assert config.eos_ids == (1, 106)
+    assert config.has_tied_embeddings
+    assert config.layer_windows.count(Window.GLOBAL) == 5
+
+
+REFUSED = {
+    "unknown-architecture": (
+        {"architectures": ["MambaForCausalLM"]},
+        "MambaForCausalLM.*LlamaForCausalLM",
+    ),
+    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
+    "rope-method": ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope"),
+    "activation": ({"hidden_act": "relu"}, "relu"),
+    "bidirectional": ({"use_bidirectional_attention": True}, "bidirectional"),
+}
+
+
+@pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
+def test_what_is_not_supported_is_named(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        read_hf_config(write(tmp_path, LLAMA, **changes))
+
+
+BROKEN = {
+    "missing": ({"hidden_size": ...}, "'hidden_size' is missing"),
+    "text": ({"hidden_size": "64"}, "'hidden_size' has no usable value"),
+    "negative": ({"num_hidden_layers": -1}, "num_hidden_layers"),
+    "absurd": ({"vocab_size": 2**40}, "vocab_size"),
+    "nan": ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
+    "no-architecture": ({"architectures": []}, "architectures"),
+    "heads": ({"num_key_value_heads": 3}, "shared out evenly"),
+    "eos-outside": ({"eos_token_id": 100}, "outside the vocabulary"),
+    "odd-head": ({"head_dim": 15}, "even number"),
+    "llama3-bands": (
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 4.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+        "high_freq_factor above",
+    ),
+    "windows": ({**GEMMA, "layer_types": ["full_attention"]}, "layer_types"),
+    "no-window": ({**GEMMA, "sliding_window": ...}, "sliding_window"),
+}
+
+
+@pytest.mark.parametrize("changes, message", BROKEN.values(), ids=BROKEN)
+def test_a_value_that_no_model_can_have_is_an_error_that_names_it(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        read_hf_config(write(tmp_path, LLAMA, **changes))
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
+def test_a_configuration_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        read_hf_config(tmp_path)
+
+
+def test_an_empty_directory_says_what_a_model_is(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match=r"no config\.json.*A model directory has"):
+        read_hf_config(tmp_path)

@@ -1,0 +1,60 @@
+"""GGUF files as a source: every decodable type, and tensors that do not fit their file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
+from gguf.quants import _type_traits, dequantize
+
+from exl_core.errors import UnsupportedModelError, WeightFileError
+from exl_core.weights.gguf import GgufSource
+
+ROWS, COLUMNS = 6, 512
+
+
+def write(path: Path, kind: GGMLQuantizationType, raw: np.ndarray) -> Path:
+    writer = GGUFWriter(path, "llama")
+    writer.add_tensor("w", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("kind", sorted(_type_traits), ids=lambda kind: kind.name)
+def test_every_type_that_the_package_decodes_is_read_as_it_decodes_it(
+    tmp_path: Path, kind: GGMLQuantizationType
+) -> None:
+    block_values, block_bytes = GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(5)
+    raw = rng.integers(0, 60, (ROWS, COLUMNS // block_values * block_bytes), dtype=np.uint8)
+    source = GgufSource(write(tmp_path / "m.gguf", kind, raw))
+    expected = torch.from_numpy(dequantize(raw, kind))
+
+    order = torch.tensor([5, 0, 3])
+    assert source.tensors["w"].shape == (ROWS, COLUMNS)
+    assert torch.equal(source.read("w", slice(None)).float(), expected)
+    assert torch.equal(source.read("w", order).float(), expected[order])
+
+
+def test_a_file_cut_in_its_data_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", GGMLQuantizationType.F32, np.zeros((64, 64), np.float32))
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) - 4096])
+    with pytest.raises(WeightFileError, match="lies outside the file"):
+        GgufSource(path)
+
+
+def test_an_unknown_element_type_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "m.gguf", GGMLQuantizationType.F32, np.zeros((4, 32), np.float32))
+    data = bytearray(path.read_bytes())
+    at = data.index(b"w", data.index(b"llama")) + 1 + 4 + 8 + 8  # name, dimensions, then the type
+    data[at : at + 4] = (9999).to_bytes(4, "little")
+    path.write_bytes(data)
+    with pytest.raises(UnsupportedModelError, match="unknown element type"):
+        GgufSource(path)

@@ -1,0 +1,86 @@
+"""The same model as safetensors and as GGUF gives the same logits, whatever the file's layout."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+
+from exl_core.load import load_model
+from support.gguf_models import write_gguf
+from support.paged import PagedRun
+from support.tiny_models import VOCAB_SIZE, tiny_gemma3, tiny_llama
+
+
+def logits_of(path: Path, ids: list[int]) -> torch.Tensor:
+    model = load_model(str(path)).model
+    return PagedRun(model, num_seqs=1, max_len=len(ids)).feed({0: ids})[0]
+
+
+def expected_logits(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(torch.tensor([ids])).logits[0]
+
+
+@pytest.fixture(scope="module")
+def ids() -> list[int]:
+    return torch.randint(3, VOCAB_SIZE, (90,), generator=torch.Generator().manual_seed(11)).tolist()
+
+
+GEMMA_PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        tiny_llama(),
+        tiny_llama(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+        tiny_gemma3(num_hidden_layers=6, layer_types=GEMMA_PATTERN, query_pre_attn_scalar=20),
+    ],
+    ids=["llama", "llama-tied-bias", "gemma3"],
+)
+def test_a_gguf_file_gives_the_logits_of_its_source(
+    tmp_path: Path, ids: list[int], model: Any
+) -> None:
+    ours = logits_of(write_gguf(model, tmp_path / "tiny.gguf"), ids)
+
+    expected = expected_logits(model, ids)
+    assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_rope_factors_in_a_tensor_divide_the_frequencies(tmp_path: Path, ids: list[int]) -> None:
+    # Linear scaling by 4, written the way Llama 3 files carry theirs.
+    model = tiny_llama(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4})
+    factors = np.full(model.config.head_dim // 2, 4.0, dtype=np.float32)
+
+    ours = logits_of(
+        write_gguf(model, tmp_path / "t.gguf", extra_tensors={"rope_freqs.weight": factors}), ids
+    )
+
+    expected = expected_logits(model, ids)
+    assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_quantized_gguf_gives_the_logits_of_its_dequantized_weights(
+    tmp_path: Path, ids: list[int], kind: str
+) -> None:
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
+    model = tiny_llama(**sizes)  # whole blocks of 32
+    quantization = GGMLQuantizationType[kind]
+    path = write_gguf(model, tmp_path / "tiny.gguf", quantization)
+    kept = torch.bfloat16 if kind == "BF16" else torch.float16  # what the weights are packed in
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            exact = dequantize(quantize(parameter.detach().numpy(), quantization), quantization)
+            parameter.data = torch.from_numpy(exact).to(kept).float()
+
+    ours = logits_of(path, ids)
+
+    expected = expected_logits(model, ids)
+    assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()

@@ -1,0 +1,130 @@
+"""Each family against transformers, in float32: prefill, chunks, and decode through the pages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core.load import LoadOptions, load_model
+from support.paged import PagedRun
+from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
+
+TOLERANCE = 1e-4  # of the largest logit: fp32 on both sides, sums in another order
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+VARIANTS: dict[str, Any] = {
+    "llama": tiny_llama,
+    "llama-tied-bias": lambda: tiny_llama(
+        tie_word_embeddings=True, attention_bias=True, mlp_bias=True
+    ),
+    "llama-one-kv-head": lambda: tiny_llama(num_key_value_heads=1, num_attention_heads=4),
+    "llama-rope-linear": lambda: tiny_llama(
+        rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}
+    ),
+    "llama-rope-llama3": lambda: tiny_llama(
+        rope_parameters={**LLAMA3, "original_max_position_embeddings": 64, "rope_theta": 500000.0}
+    ),
+    "llama-rope-yarn": lambda: tiny_llama(
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "rope_theta": 10000.0,
+        }
+    ),
+    "llama-rope-yarn-betas": lambda: tiny_llama(
+        rope_parameters={
+            "rope_type": "yarn",
+            "factor": 4.0,
+            "original_max_position_embeddings": 128,
+            "rope_theta": 10000.0,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "attention_factor": 1.3,
+            "truncate": False,
+        }
+    ),
+    "gemma3": tiny_gemma3,
+    "gemma3-softcaps": lambda: tiny_gemma3(
+        final_logit_softcapping=1.5, attn_logit_softcapping=2.0, attn_implementation="eager"
+    ),
+    "gemma3-rope-linear-global": lambda: tiny_gemma3(
+        rope_parameters={
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        }
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def reference(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Any, Path]:
+    """A random model in memory and the same one as a checkpoint."""
+    model = VARIANTS[request.param]()
+    return model, save(model, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_logits_equal_transformers_in_prefill_chunks_and_decode(
+    reference: tuple[Any, Path], backend: str
+) -> None:
+    model, folder = reference
+    ids = random_ids(2, 300)  # two sequences; 300 crosses a page and outruns the window
+    with torch.inference_mode():
+        expected = model(ids).logits
+    ours = load_model(str(folder), LoadOptions(backend=backend)).model
+
+    run = PagedRun(ours, num_seqs=2, max_len=300)
+    tokens = ids.tolist()
+    prefill = run.feed({0: tokens[0][:290]})[0]
+    assert_close(prefill, expected[0, :290])
+    # The other sequence arrives in chunks while the first one decodes.
+    for step in range(10):
+        rows = {0: [tokens[0][290 + step]], 1: tokens[1][step * 30 : step * 30 + 30]}
+        logits = run.feed(rows)
+        assert_close(logits[0], expected[0, 290 + step : 291 + step])
+        assert_close(logits[1], expected[1, step * 30 : step * 30 + 30])
+
+
+def test_ntk_alpha_is_a_larger_base(tmp_path: Path) -> None:
+    alpha, head_dim, base = 2.6, 20, 10000.0
+    scaled = base * alpha ** (head_dim / (head_dim - 2))
+    model = tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": scaled})
+    ids = random_ids(1, 64)
+    with torch.inference_mode():
+        expected = model(ids).logits[0]
+    model.config.rope_parameters = {"rope_type": "default", "rope_theta": base}
+    folder = save(model, tmp_path)
+
+    ours = load_model(str(folder), LoadOptions(rope_alpha=alpha)).model
+
+    logits = PagedRun(ours, num_seqs=1, max_len=64).feed({0: ids[0].tolist()})[0]
+    assert_close(logits, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_checkpoints_give_the_logits_of_their_own_weights(
+    tmp_path: Path, dtype: torch.dtype
+) -> None:
+    model = tiny_llama().to(dtype)
+    folder = save(model, tmp_path)
+    ids = random_ids(1, 50)
+    with torch.inference_mode():
+        expected = model.float()(ids).logits[0]  # the rounded weights, float32 arithmetic
+
+    ours = load_model(str(folder)).model
+
+    logits = PagedRun(ours, num_seqs=1, max_len=50).feed({0: ids[0].tolist()})[0]
+    assert_close(logits, expected)
+
+
+def random_ids(*shape: int) -> Tensor:
+    return torch.randint(3, VOCAB_SIZE, shape, generator=torch.Generator().manual_seed(7))
+
+
+def assert_close(logits: Tensor, expected: Tensor) -> None:
+    assert (logits - expected).abs().max() <= TOLERANCE * expected.abs().max()

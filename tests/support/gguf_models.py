@@ -1,0 +1,113 @@
+"""Tiny models written as GGUF files, the way llama.cpp's converter lays them out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFWriter
+from gguf.quants import quantize
+
+from support.tiny_models import VOCAB_SIZE, byte_tokenizer
+
+_TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+}
+_PARTS = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+_LLAMA_NORMS = {"post_attention_layernorm": "ffn_norm"}
+_GEMMA_NORMS = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+
+
+def write_gguf(
+    model: Any,
+    path: Path,
+    kind: GGMLQuantizationType = GGMLQuantizationType.F32,
+    extra_tensors: dict[str, np.ndarray] | None = None,
+) -> Path:
+    """Matrices as `kind`, everything else in float32; a byte-level vocabulary."""
+    config = model.config
+    is_gemma = config.model_type == "gemma3_text"
+    arch = "gemma3" if is_gemma else "llama"
+    writer = GGUFWriter(path, arch)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(config.head_dim)
+    rope = config.rope_parameters
+    writer.add_rope_freq_base((rope["full_attention"] if is_gemma else rope)["rope_theta"])
+    if is_gemma:
+        writer.add_sliding_window(config.sliding_window)
+    _add_vocabulary(writer)
+    for name, weight in model.state_dict().items():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        values = _as_stored(name, weight, config, is_gemma).numpy()
+        stored = quantize(values, kind) if values.ndim == 2 else values
+        raw = kind if values.ndim == 2 else GGMLQuantizationType.F32
+        writer.add_tensor(_gguf_name(name, is_gemma), stored, raw_dtype=raw)
+    for name, extra in (extra_tensors or {}).items():
+        writer.add_tensor(name, extra)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _add_vocabulary(writer: GGUFWriter) -> None:
+    vocabulary = byte_tokenizer().get_vocab()
+    tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
+    tokens += [f"<unused{i}>" for i in range(VOCAB_SIZE - len(tokens))]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list(tokens)
+    writer.add_token_types(
+        [3] * 3 + [1] * 256 + [5] * (VOCAB_SIZE - 259)
+    )  # control, normal, unused
+    writer.add_token_merges(["a b"])
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+
+
+def _as_stored(name: str, weight: torch.Tensor, config: Any, is_gemma: bool) -> torch.Tensor:
+    if is_gemma:
+        return weight + 1.0 if "norm" in name else weight
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for part, count in heads.items():
+        if part in name:  # each rotated pair (i, i + D/2) side by side
+            split = weight.view(count, 2, config.head_dim // 2, *weight.shape[1:])
+            return split.transpose(1, 2).reshape(weight.shape)
+    return weight
+
+
+def _gguf_name(name: str, is_gemma: bool) -> str:
+    stem, kind = name.rsplit(".", 1)
+    if stem in _TOP:
+        return f"{_TOP[stem]}.{kind}"
+    _, _, layer, part = stem.split(".", 3)
+    names = _PARTS | (_GEMMA_NORMS if is_gemma else _LLAMA_NORMS)
+    return f"blk.{layer}.{names[part]}.{kind}"

@@ -1,0 +1,58 @@
+"""Runs a model by hand through a paged cache, pages in scattered order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from exl_core.cache.format import PAGE_SIZE, KVFormat
+from exl_core.cache.store import KVStore
+from exl_core.model.batch import Batch
+from exl_core.model.transformer import Transformer
+
+
+class PagedRun:
+    """Several sequences in one cache; each pass feeds some tokens to some of them."""
+
+    def __init__(
+        self, model: Transformer, num_seqs: int, max_len: int, kv_format: KVFormat = KVFormat.FP32
+    ) -> None:
+        config = model.config
+        pages_each = -(-max_len // PAGE_SIZE)
+        num_pages = num_seqs * pages_each + 1
+        self.model = model
+        self.store = KVStore(
+            kv_format, config.num_layers, config.num_kv_heads, config.head_dim, num_pages
+        )
+        scattered = torch.randperm(num_pages, generator=torch.Generator().manual_seed(3))
+        self.pages = scattered[: num_seqs * pages_each].view(num_seqs, pages_each)
+        self.lengths = [0] * num_seqs
+
+    def feed(self, tokens: dict[int, Sequence[int]]) -> dict[int, Tensor]:
+        """Logits [len, vocab] of every fed token, by sequence."""
+        ids: list[int] = []
+        positions: list[Tensor] = []
+        slots: list[Tensor] = []
+        row_starts = [0]
+        for seq, new in tokens.items():
+            at = torch.arange(self.lengths[seq], self.lengths[seq] + len(new))
+            ids.extend(new)
+            positions.append(at)
+            slots.append(self.pages[seq][at // PAGE_SIZE] * PAGE_SIZE + at % PAGE_SIZE)
+            row_starts.append(len(ids))
+        batch = Batch(
+            token_ids=torch.tensor(ids),
+            positions=torch.cat(positions),
+            row_starts=torch.tensor(row_starts, dtype=torch.int32),
+            past_lens=torch.tensor([self.lengths[seq] for seq in tokens], dtype=torch.int32),
+            page_table=self.pages[list(tokens)].to(torch.int32),
+            slots=torch.cat(slots),
+            logit_rows=torch.arange(len(ids)),
+        )
+        logits = self.model.forward(batch, self.store)
+        for seq, new in tokens.items():
+            self.lengths[seq] += len(new)
+        sizes = [len(new) for new in tokens.values()]
+        return dict(zip(tokens, logits.split(sizes), strict=True))

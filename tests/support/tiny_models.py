@@ -1,0 +1,83 @@
+"""Tiny checkpoints with random weights, as transformers itself writes them.
+
+Awkward on purpose: sizes that are no multiple of a vector, three query heads to a key head, norm
+weights away from one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
+VOCAB_SIZE = 300  # 256 bytes, the special tokens, and padding as real models have it
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 72,
+    "intermediate_size": 112,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+def tiny_llama(**changes: Any) -> LlamaForCausalLM:
+    return _randomized(LlamaForCausalLM(LlamaConfig(**{**_COMMON, **changes})))
+
+
+def tiny_gemma3(**changes: Any) -> Gemma3ForCausalLM:
+    defaults = {
+        **_COMMON,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "sliding_window": 40,
+        "query_pre_attn_scalar": 24,
+    }
+    return _randomized(Gemma3ForCausalLM(Gemma3TextConfig(**{**defaults, **changes})))
+
+
+def _randomized(model: Any) -> Any:
+    """Weights of a size that keeps logits of order one and lets every part of the model matter."""
+    generator = torch.Generator().manual_seed(20)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            if parameter.dim() == 1:
+                parameter.copy_(noise * 0.2 if "bias" in name else parameter + noise * 0.2)
+            else:
+                parameter.copy_(noise * 1.2 / parameter.shape[-1] ** 0.5)
+    return model.eval()
+
+
+def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
+    """Weights, configuration and a byte-level tokenizer."""
+    model.save_pretrained(folder, **options)
+    byte_tokenizer().save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Special tokens 0 to 2, then one token for each byte."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *alphabet))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
