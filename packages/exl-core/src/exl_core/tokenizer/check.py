@@ -1,0 +1,36 @@
+"""Does a tokenizer belong to a model? Compares numbers only; knows neither."""
+
+from __future__ import annotations
+
+from exl_core.errors import TokenizerError
+from exl_core.tokenizer.base import ControlIds, Tokenizer
+
+
+def check_vocab(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
+    """Every id that the tokenizer can give must be a row of the model's embedding.
+
+    Fewer ids than rows is normal: models pad their vocabulary.
+    """
+    if tokenizer.vocab_size > vocab_size:
+        raise TokenizerError(
+            f"the tokenizer has more tokens than the model's vocabulary, from {tokenizer.where}",
+            where=where,
+            expected=f"at most {vocab_size}",
+            got=tokenizer.vocab_size,
+            next_step="The tokenizer belongs to another model",
+        )
+
+
+def check_control_ids(control: ControlIds, vocab_size: int, where: str) -> None:
+    """The ids with a role must be ids of the tokenizer."""
+    roles = [("BOS", control.bos_id), ("UNK", control.unk_id), ("PAD", control.pad_id)]
+    roles += [("EOS", number) for number in control.eos_ids]
+    for role, number in roles:
+        if number is not None and not 0 <= number < vocab_size:
+            raise TokenizerError(
+                f"the {role} id is not an id of the tokenizer",
+                where=where,
+                expected=f"0 to {vocab_size - 1}",
+                got=number,
+                next_step="The tokenizer and the model's configuration do not belong together",
+            )

@@ -1,0 +1,125 @@
+"""From the decoder of a `tokenizer.json` to the bytes of one token.
+
+The tokenizers library decodes whole lists of tokens; a stream needs the share of one. Every decoder
+that language models use falls apart into a rule per token and a number of spaces that are dropped
+at the start of the text; a decoder that does not is refused here, by name, instead of being
+approximated. This module knows the shape of decoders and no tokenizer.
+
+One deliberate difference: in a text with byte tokens that are not UTF-8, the library replaces the
+whole run of bytes and this rule only the bytes that are wrong, since it cannot look ahead.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from exl_core.errors import TokenizerError
+
+SUPPORTED = "ByteLevel, Metaspace, Replace, ByteFallback, Fuse, Strip at the start, Sequence, none"
+META_SPACE = "\u2581"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True, slots=True)
+class PieceRule:
+    """`to_bytes` of each token, after `dropped_spaces` at the start of a text.
+
+    `added_verbatim`: an added token is text, not a string of stand-ins for bytes.
+    """
+
+    to_bytes: Callable[[str], bytes]
+    dropped_spaces: int = 0
+    added_verbatim: bool = False
+
+
+def byte_of_token(token: str) -> int | None:
+    """The byte that a token such as <0x0A> stands for."""
+    match = _BYTE_TOKEN.fullmatch(token)
+    return None if match is None else int(match[1], 16)
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The character that byte-level BPE writes for each byte, as GPT-2 chose them.
+
+    Printable Latin-1 stands for itself; the other bytes take the characters from U+0100 on, in
+    order, so that no token holds a space or a control character.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    alphabet = {chr(byte): byte for byte in printable}
+    alphabet.update({chr(0x100 + index): byte for index, byte in enumerate(others)})
+    return alphabet
+
+
+_ALPHABET = byte_alphabet()
+
+
+def byte_level_bytes(token: str) -> bytes:
+    """A token outside the alphabet is text as it stands, which is how the library reads it too."""
+    try:
+        return bytes([_ALPHABET[character] for character in token])
+    except KeyError:
+        return token.encode()
+
+
+BYTE_LEVEL = PieceRule(byte_level_bytes, added_verbatim=True)
+
+
+def piece_rule(decoder: Mapping[str, object] | None, where: str) -> PieceRule:
+    """The rule of a decoder, given as the JSON that describes it."""
+    if decoder is None:  # the library joins such tokens with spaces
+        return PieceRule(lambda token: b" " + token.encode(), dropped_spaces=1)
+    steps = _flatten(decoder, where)
+    if [step.get("type") for step in steps] == ["ByteLevel"]:
+        return BYTE_LEVEL
+    replacements: list[tuple[str, str]] = []
+    has_bytes = False
+    is_fused = False
+    dropped = 0
+    for step in steps:
+        match step:
+            case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
+                replacements.append((old, new))
+            case {"type": "ByteFallback"}:
+                has_bytes = True
+            case {"type": "Fuse"}:
+                is_fused = True
+            case {"type": "Strip", "content": " ", "start": int(start), "stop": 0} if is_fused:
+                dropped = start
+            case {"type": "Metaspace", "replacement": str(mark)}:
+                replacements.append((mark, " "))
+                dropped = 0 if step.get("prepend_scheme") == "never" else 1
+            case _:
+                raise _unsupported(step, where)
+    return PieceRule(_replacing(replacements, has_bytes=has_bytes), dropped)
+
+
+def _flatten(decoder: Mapping[str, object], where: str) -> list[Mapping[str, object]]:
+    if decoder.get("type") != "Sequence":
+        return [decoder]
+    inner = decoder.get("decoders")
+    if not isinstance(inner, Sequence):
+        raise _unsupported(decoder, where)
+    return [step for entry in inner for step in _flatten(entry, where)]
+
+
+def _replacing(replacements: list[tuple[str, str]], *, has_bytes: bool) -> Callable[[str], bytes]:
+    def to_bytes(token: str) -> bytes:
+        for old, new in replacements:
+            token = token.replace(old, new)
+        byte = byte_of_token(token) if has_bytes else None
+        return token.encode() if byte is None else bytes([byte])
+
+    return to_bytes
+
+
+def _unsupported(step: Mapping[str, object], where: str) -> TokenizerError:
+    return TokenizerError(
+        "unsupported decoder in tokenizer.json",
+        where=where,
+        expected=SUPPORTED,
+        got=dict(step),
+        next_step="Please report the model: such a decoder has no known rule per token",
+    )

@@ -1,0 +1,198 @@
+"""The tokenizer inside a GGUF file, from its metadata.
+
+Owns the meaning of the `tokenizer.ggml.*` keys. Two kinds: "gpt2" is byte-level BPE with merges and
+runs on the tokenizers library, "llama" is SentencePiece with scores and runs on sentencepiece.
+How the metadata was read is not known here (`gguf_fields.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar, cast
+
+from exl_core.errors import TokenizerError
+from exl_core.tokenizer.base import ControlIds, Tokenizer
+from exl_core.tokenizer.check import check_control_ids
+from exl_core.tokenizer.decoders import BYTE_LEVEL, META_SPACE, byte_of_token
+from exl_core.tokenizer.hf_json import LibraryTokenizer
+from exl_core.tokenizer.pre_tokenizers import find_pre_tokenizer, install
+from exl_core.tokenizer.spm import SentencePieceTokenizer, open_processor
+from exl_core.tokenizer.spm_proto import PieceType, bpe_model
+
+# Tokens that end a turn in the chat formats of the common families. A file names at most three of
+# a model's ending tokens, and often only the one that ends a document.
+END_OF_TURN = (
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "<|end|>",
+    "<|end_of_turn|>",
+    "<|eom_id|>",
+    "<end_of_utterance>",
+)
+_PREFIX = "tokenizer.ggml."
+T = TypeVar("T", str, int, bool)
+
+
+def tokenizer_from_gguf_fields(fields: Mapping[str, object], where: str) -> Tokenizer:
+    """The tokenizer that the metadata describes; `where` is for messages."""
+    vocab = _Vocab(fields, where)
+    model = vocab.get("model", str)
+    builders: dict[str | None, Callable[[_Vocab], Tokenizer]] = {
+        "gpt2": _byte_level_bpe,
+        "llama": _sentencepiece,
+    }
+    builder = builders.get(model)
+    if builder is None:
+        raise TokenizerError(
+            "unsupported tokenizer model in the GGUF file (tokenizer.ggml.model)",
+            where=where,
+            expected=" or ".join(f"'{name}'" for name in builders),
+            got=repr(model),
+            next_step="Use the model's safetensors files with their tokenizer",
+        )
+    tokenizer = builder(vocab)
+    check_control_ids(tokenizer.control, len(vocab.tokens), where)
+    return tokenizer
+
+
+class _Vocab:
+    """The metadata with its types checked."""
+
+    def __init__(self, fields: Mapping[str, object], where: str) -> None:
+        self.fields = fields
+        self.where = where
+        self.tokens = self.texts("tokens")
+        self.types = self.numbers("token_type", len(self.tokens))
+
+    def get(self, key: str, kind: type[T]) -> T | None:
+        value = self.fields.get(_PREFIX + key)
+        if value is None:
+            return None
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise self.error(f"'{_PREFIX}{key}' has the wrong type", kind.__name__, value)
+        return value
+
+    def texts(self, key: str) -> list[str]:
+        return cast("list[str]", self.listed(key, str))
+
+    def numbers(self, key: str, count: int) -> list[float]:
+        values = self.listed(key, (int, float))
+        if len(values) != count:
+            raise self.error(f"'{_PREFIX}{key}' does not match the tokens", count, len(values))
+        return cast("list[float]", values)
+
+    def listed(self, key: str, kind: type | tuple[type, ...]) -> Sequence[object]:
+        values = self.fields.get(_PREFIX + key)
+        if values is None:
+            raise self.error(f"the GGUF file has no '{_PREFIX}{key}'", None, None)
+        if not isinstance(values, list) or not values or not isinstance(values[0], kind):
+            raise self.error(f"'{_PREFIX}{key}' is not a list of the right type", None, None)
+        return values
+
+    def error(self, what: str, expected: object, got: object) -> TokenizerError:
+        return TokenizerError(
+            what,
+            where=self.where,
+            expected=expected,
+            got=got,
+            next_step="Convert the model again with a current converter",
+        )
+
+    def special(self) -> dict[str, int]:
+        """The control tokens, and the one for unknown text."""
+        return {
+            text: number
+            for number, (text, kind) in enumerate(zip(self.tokens, self.types, strict=True))
+            if kind in (PieceType.CONTROL, PieceType.UNKNOWN)
+        }
+
+    def control_ids(self, special: Mapping[str, int], *, adds_bos: bool) -> ControlIds:
+        """`adds_bos`: what holds when the file does not say."""
+        bos_id = self.get("bos_token_id", int)
+        named = [self.get(f"{role}_token_id", int) for role in ("eos", "eot", "eom")]
+        ends = [number for number in named if number is not None]
+        if self.fields.get("tokenizer.chat_template") is not None:
+            ends += [special[text] for text in END_OF_TURN if text in special]
+        says = self.get("add_bos_token", bool)
+        return ControlIds(
+            bos_id=bos_id,
+            eos_ids=tuple(dict.fromkeys(ends)),
+            unk_id=self.get("unknown_token_id", int),
+            pad_id=self.get("padding_token_id", int),
+            adds_bos=bos_id is not None and (adds_bos if says is None else says),
+            adds_eos=self.get("add_eos_token", bool) is True,
+        )
+
+
+def _byte_level_bpe(vocab: _Vocab) -> Tokenizer:
+    from tokenizers import AddedToken, models
+    from tokenizers import Tokenizer as Backend
+
+    pre = find_pre_tokenizer(vocab.get("pre", str) or "default", vocab.where)
+    merges: list[tuple[str, str]] = []
+    for merge in vocab.texts("merges"):
+        left, _, right = merge.partition(" ")
+        merges.append((left, right))
+    ids = {text: number for number, text in enumerate(vocab.tokens)}
+    if len(ids) != len(vocab.tokens):
+        raise vocab.error("the vocabulary holds a token twice", len(vocab.tokens), len(ids))
+    try:
+        model = models.BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words)
+    except Exception as error:  # the library raises nothing more specific
+        raise vocab.error("the merges do not fit the tokens", None, str(error)[:200]) from error
+    backend = Backend(model)
+    install(pre, backend)
+    typed = list(zip(vocab.tokens, vocab.types, strict=True))
+    special = vocab.special()
+    backend.add_special_tokens([AddedToken(text, normalized=False) for text in special if text])
+    backend.add_tokens(
+        [
+            AddedToken(text, normalized=False, special=False)
+            for text, kind in typed
+            if kind == PieceType.USER_DEFINED and text
+        ]
+    )
+    control = vocab.control_ids(special, adds_bos=pre.adds_bos)
+    return LibraryTokenizer(backend, BYTE_LEVEL, control, vocab.where)
+
+
+def _sentencepiece(vocab: _Vocab) -> Tokenizer:
+    scores = vocab.numbers("scores", len(vocab.tokens))
+    types = [int(kind) for kind in vocab.types]
+    special = vocab.special()
+    control = vocab.control_ids(special, adds_bos=True)
+    unk_id = control.unk_id
+    if unk_id is None:
+        unk_id = next((n for n, kind in enumerate(types) if kind == PieceType.UNKNOWN), None)
+    if unk_id is None or not 0 <= unk_id < len(types):
+        raise vocab.error("the vocabulary has no token for unknown text", None, unk_id)
+    # The library wants exactly one unknown piece; converters write it as a control token too.
+    types = [PieceType.CONTROL if kind == PieceType.UNKNOWN else kind for kind in types]
+    types[unk_id] = PieceType.UNKNOWN
+    texts = list(vocab.tokens)
+    for number, kind in enumerate(types):
+        if kind == PieceType.USER_DEFINED:  # GGUF stores these as text, sentencepiece as pieces
+            texts[number] = texts[number].replace(" ", META_SPACE)
+        elif not PieceType.NORMAL <= kind <= PieceType.BYTE:
+            raise vocab.error(f"token {number} has an unknown type", "1 to 6", kind)
+    bytes_present = {byte_of_token(t) for t, kind in zip(texts, types, strict=True) if kind == 6}
+    model = bpe_model(
+        zip(texts, scores, types, strict=True),
+        byte_fallback=len(bytes_present - {None}) == 256,
+        add_dummy_prefix=vocab.get("add_space_prefix", bool) is not False,
+        remove_extra_spaces=vocab.get("remove_extra_whitespaces", bool) is True,
+        charsmap=_charsmap(vocab),
+    )
+    special[vocab.tokens[unk_id]] = unk_id
+    return SentencePieceTokenizer(
+        open_processor(model, vocab.where), control, vocab.where, special=special, added={}
+    )
+
+
+def _charsmap(vocab: _Vocab) -> bytes:
+    """The model's table of Unicode replacements, where it has one: bytes, signed or not."""
+    if vocab.fields.get(_PREFIX + "precompiled_charsmap") is None:
+        return b""
+    values = vocab.listed("precompiled_charsmap", int)
+    return bytes(cast("int", value) & 0xFF for value in values)

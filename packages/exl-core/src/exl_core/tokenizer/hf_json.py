@@ -1,0 +1,190 @@
+"""Tokenizers that run on the `tokenizers` library: those of a `tokenizer.json`, and GGUF's BPE.
+
+Owns the switch that decides whether the text of a special token becomes that token, and the bytes
+of a token. Ids with a role come from outside (`control_ids.py`, `gguf_vocab.py`); the library's
+post-processor is never used, BOS is added by `Tokenizer.encode`.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from exl_core.errors import TokenizerError
+from exl_core.tokenizer.base import ControlIds, Tokenizer
+from exl_core.tokenizer.control_ids import DeclaredToken
+from exl_core.tokenizer.decoders import PieceRule, piece_rule
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+
+class LibraryTokenizer(Tokenizer):
+    """A tokenizer of the `tokenizers` library."""
+
+    def __init__(self, backend: Backend, rule: PieceRule, control: ControlIds, where: str) -> None:
+        added = backend.get_added_tokens_decoder()
+        special = {str(token.content): number for number, token in added.items() if token.special}
+        super().__init__(control, special, where)
+        self.kind = type(backend.model).__name__.lower()
+        backend.no_truncation()  # a file may ask for either, and both change the ids
+        backend.no_padding()
+        self._backend = backend
+        self._blind_backend: Backend | None = None
+        self._lock = threading.Lock()
+        self._rule = rule
+        self._added = {number: str(token.content) for number, token in added.items()}
+        self._pieces: dict[int, bytes] = {}
+        self._vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+        self._forbidden = frozenset(special.values()) - {model_unk_id(backend)}
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def leading_spaces_dropped(self) -> int:
+        return self._rule.dropped_spaces
+
+    def _encode(self, text: str, *, allow_special: bool) -> list[int]:
+        ids = self._encode_with(self._backend, text, allow_special=allow_special)
+        if allow_special or self._forbidden.isdisjoint(ids):
+            return ids
+        # The model itself, not the list of added tokens, found a special token in the text: a
+        # unigram or a word vocabulary holds them beside ordinary pieces.
+        return self._encode_with(self._blind(), text, allow_special=False)
+
+    def _encode_with(self, backend: Backend, text: str, *, allow_special: bool) -> list[int]:
+        with self._lock:  # the switch is a state of the backend, not an argument of `encode`
+            backend.encode_special_tokens = not allow_special
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+        return ids
+
+    def _blind(self) -> Backend:
+        with self._lock:
+            if self._blind_backend is None:
+                self._blind_backend = _without_special_texts(self._backend, self.special_tokens)
+            return self._blind_backend
+
+    def _piece(self, token_id: int) -> bytes | None:
+        piece = self._pieces.get(token_id)
+        if piece is not None:
+            return piece
+        added = self._added.get(token_id)
+        if added is not None and self._rule.added_verbatim:
+            piece = added.encode()
+        else:
+            token = self._backend.id_to_token(token_id)
+            if token is None:
+                return None
+            piece = self._rule.to_bytes(token)
+        self._pieces[token_id] = piece
+        return piece
+
+
+def open_backend(path: Path) -> Backend:
+    """The library's tokenizer of a `tokenizer.json`."""
+    from tokenizers import Tokenizer as Backend
+
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TokenizerError("cannot read the tokenizer", where=path, got=error) from error
+    try:
+        return Backend.from_str(text)
+    except Exception as error:  # the library raises nothing more specific
+        raise TokenizerError(
+            "not a tokenizer.json that the tokenizers library can read",
+            where=path,
+            got=str(error)[:200],
+            next_step="Download the file again, or upgrade the tokenizers package",
+        ) from error
+
+
+def rule_of(backend: Backend, where: str) -> PieceRule:
+    decoder = backend.decoder
+    return piece_rule(None if decoder is None else _state_of(decoder), where)
+
+
+def _state_of(part: Any) -> dict[str, object]:
+    state: dict[str, object] = json.loads(part.__getstate__())
+    return state
+
+
+def probe_added_around(backend: Backend) -> tuple[list[int], list[int]]:
+    """The ids that the post-processor puts before and after a text."""
+    plain = backend.encode("a", add_special_tokens=False).ids
+    whole = backend.encode("a", add_special_tokens=True).ids
+    for start in range(len(whole) - len(plain) + 1):
+        if whole[start : start + len(plain)] == plain:
+            return whole[:start], whole[start + len(plain) :]
+    return [], []
+
+
+def model_unk_id(backend: Backend) -> int | None:
+    """The id of text that the model cannot write, where its kind of model has one."""
+    model = backend.model
+    text = getattr(model, "unk_token", None)
+    if text is not None:
+        return backend.token_to_id(text)
+    number: int | None = getattr(model, "unk_id", None)
+    return number
+
+
+def add_declared_tokens(backend: Backend, declared: Sequence[DeclaredToken], where: Path) -> None:
+    """Take over tokens, or their special mark, from the files beside `tokenizer.json`."""
+    from tokenizers import AddedToken
+
+    added = backend.get_added_tokens_decoder()
+    for token in sorted(declared, key=lambda token: token.token_id):
+        present = backend.token_to_id(token.text)
+        known = added.get(token.token_id)
+        was_special = None if known is None else bool(known.special)
+        is_special = token.is_special
+        if is_special is None:  # the file does not say: believe the tokenizer, else take it as one
+            is_special = bool(was_special) if present is not None else True
+        if present is None or was_special not in (None, is_special):
+            new = AddedToken(token.text, special=is_special, normalized=False)
+            (backend.add_special_tokens if is_special else backend.add_tokens)([new])
+            present = backend.token_to_id(token.text)
+        if present != token.token_id:
+            raise TokenizerError(
+                f"token '{token.text}' is declared with an id that the tokenizer does not give it",
+                where=where,
+                expected=token.token_id,
+                got=present,
+                next_step="The files of the tokenizer do not belong together",
+            )
+
+
+def _without_special_texts(backend: Backend, special: Mapping[str, int]) -> Backend:
+    """A copy in which no text can become a special token.
+
+    The tokens keep their ids under names that nobody can type; merges that would build one go.
+    """
+    from tokenizers import Tokenizer as Backend
+
+    data = json.loads(backend.to_str())
+    names = {text: f"{secrets.token_hex(16)}-{number}" for text, number in special.items()}
+    for added in data["added_tokens"]:
+        added["content"] = names.get(added["content"], added["content"])
+    model = data["model"]
+    vocab = model["vocab"]
+    if isinstance(vocab, dict):
+        model["vocab"] = {names.get(text, text): number for text, number in vocab.items()}
+    else:
+        model["vocab"] = [[names.get(text, text), score] for text, score in vocab]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    if "merges" in model:
+        model["merges"] = [
+            pair
+            for pair in model["merges"]
+            if not {pair[0], pair[1], pair[0] + pair[1]} & names.keys()
+        ]
+    data["post_processor"] = None  # it may name special tokens, and it is never used
+    return Backend.from_str(json.dumps(data))

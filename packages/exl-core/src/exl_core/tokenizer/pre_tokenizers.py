@@ -1,0 +1,115 @@
+"""How a text is cut into words before byte-level BPE, by the name that a GGUF file gives it.
+
+Data: names of `tokenizer.ggml.pre`, and for each the steps of the model's own `tokenizer.json`.
+The name is all that a GGUF file keeps of them, so an unknown one is an error: the wrong cut gives
+tokens that the model has hardly seen, and text that is a little worse without saying so.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from exl_core.errors import TokenizerError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+"
+_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
+_LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_SYMBOLS}|{_SPACES}"
+_QWEN2 = rf"{_WORDS}|\p{{N}}|{_SYMBOLS}|{_SPACES}"
+
+_UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+_LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_LEAD = r"[^\r\n\p{L}\p{N}]?"
+_PATH_SYMBOLS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*"
+_TEKKEN = rf"{_LEAD}{_UPPER}*{_LOWER}+|{_LEAD}{_UPPER}+{_LOWER}*|\p{{N}}|{_PATH_SYMBOLS}|{_SPACES}"
+_GPT4O = (
+    rf"{_LEAD}{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|{_LEAD}{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    rf"|\p{{N}}{{1,3}}|{_PATH_SYMBOLS}|{_SPACES}"
+)
+_DEEPSEEK3 = (
+    "[!\"#$%&'()*+,\\-./:;<=>?@\\[\\\\\\]^_`{|}~][A-Za-z]+"
+    r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    rf"|{_SPACES}"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PreTokenizer:
+    """`patterns` cut in turn, each match a word; then GPT-2's own pattern cuts, where it is used.
+
+    `whole_words`: a word that is in the vocabulary is one token, whatever the merges say.
+    `adds_bos`: what the model's tokenizer does when the file does not say.
+    """
+
+    patterns: tuple[str, ...] = ()
+    single_digits: bool = False
+    gpt2_words: bool = False
+    whole_words: bool = False
+    is_nfc: bool = False
+    adds_bos: bool = False
+
+
+_GPT2 = PreTokenizer(gpt2_words=True)
+_DIGITS_GPT2 = PreTokenizer(single_digits=True, gpt2_words=True)
+_LLAMA3_STYLE = PreTokenizer(patterns=(_LLAMA3,), whole_words=True, adds_bos=True)
+
+PRE_TOKENIZERS: dict[str, PreTokenizer] = {
+    "default": _GPT2,
+    "gpt-2": _GPT2,
+    "phi-2": _GPT2,
+    "mpt": _GPT2,
+    "olmo": _GPT2,
+    "smollm": _DIGITS_GPT2,
+    "starcoder": _DIGITS_GPT2,
+    "refact": _DIGITS_GPT2,
+    "codeshell": _DIGITS_GPT2,
+    "llama3": _LLAMA3_STYLE,
+    "llama-v3": _LLAMA3_STYLE,
+    "llama-bpe": _LLAMA3_STYLE,
+    "falcon3": _LLAMA3_STYLE,
+    "dbrx": PreTokenizer(patterns=(_LLAMA3,)),
+    "smaug-bpe": PreTokenizer(patterns=(_LLAMA3,)),
+    "qwen2": PreTokenizer(patterns=(_QWEN2,), is_nfc=True),
+    "tekken": PreTokenizer(patterns=(_TEKKEN,), whole_words=True),
+    "gpt-4o": PreTokenizer(patterns=(_GPT4O,)),
+    "deepseek-v3": PreTokenizer(
+        patterns=(
+            r"\p{N}{1,3}",
+            r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+",
+            _DEEPSEEK3,
+        )
+    ),
+}
+
+
+def find_pre_tokenizer(name: str, where: str) -> PreTokenizer:
+    found = PRE_TOKENIZERS.get(name)
+    if found is None:
+        raise TokenizerError(
+            "unknown pre-tokenizer in the GGUF file (tokenizer.ggml.pre)",
+            where=where,
+            expected=f"one of {', '.join(sorted(PRE_TOKENIZERS))}",
+            got=f"'{name}'",
+            next_step="Use the model's safetensors files, which carry a tokenizer.json",
+        )
+    return found
+
+
+def install(pre: PreTokenizer, backend: Backend) -> None:
+    """Set the normalizer and the pre-tokenizer of a byte-level BPE backend."""
+    from tokenizers import Regex, normalizers, pre_tokenizers
+
+    steps: list[pre_tokenizers.PreTokenizer] = [
+        pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in pre.patterns
+    ]
+    if pre.single_digits:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=pre.gpt2_words))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    if pre.is_nfc:
+        backend.normalizer = normalizers.NFC()

@@ -1,0 +1,87 @@
+"""The bytes of a SentencePiece model, written from the vocabulary of a GGUF file.
+
+Owns the few fields of sentencepiece's `ModelProto` that make a processor; written by hand, because
+the protobuf package would be a dependency for forty lines. Knows nothing of GGUF.
+
+Wire format: a field is a varint (number << 3 | kind) and its value, where kind 0 is a varint, 2 a
+length and bytes, 5 four bytes. A field of a message that appears twice is merged, the later value
+winning, which is how `without_dummy_prefix` changes a model without reading it.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from enum import IntEnum
+
+
+class PieceType(IntEnum):
+    """The numbers are sentencepiece's, and GGUF's `token_type` uses the same."""
+
+    NORMAL = 1
+    UNKNOWN = 2
+    CONTROL = 3
+    USER_DEFINED = 4
+    UNUSED = 5
+    BYTE = 6
+
+
+# ModelProto
+_PIECES = b"\x0a"  # field 1, bytes
+_TRAINER = b"\x12"  # field 2, bytes
+_NORMALIZER = b"\x1a"  # field 3, bytes
+# TrainerSpec
+_MODEL_TYPE_BPE = b"\x18\x02"  # field 3 = BPE
+_BYTE_FALLBACK = b"\x98\x02"  # field 35, varint
+# NormalizerSpec
+_CHARSMAP = b"\x12"  # field 2, bytes
+_ADD_DUMMY_PREFIX = b"\x18"  # field 3, varint
+_REMOVE_EXTRA_SPACES = b"\x20"  # field 4, varint
+_ESCAPE_SPACES = b"\x28\x01"  # field 5 = true
+
+
+def bpe_model(
+    pieces: Iterable[tuple[str, float, PieceType | int]],
+    *,
+    byte_fallback: bool,
+    add_dummy_prefix: bool,
+    remove_extra_spaces: bool,
+    charsmap: bytes = b"",
+) -> bytes:
+    """A serialized model of type BPE: the pieces in the order of their ids."""
+    lengths = [_varint(length) for length in range(256)]
+    score_bytes = struct.Struct("<f").pack
+    parts: list[bytes] = []
+    for text, score, kind in pieces:
+        raw = text.encode()
+        size = lengths[len(raw)] if len(raw) < 256 else _varint(len(raw))
+        # SentencePiece: text = 1, score = 2, type = 3
+        body = b"\x0a%b%b\x15%b\x18%c" % (size, raw, score_bytes(score), kind)
+        parts += (_PIECES, lengths[len(body)] if len(body) < 256 else _varint(len(body)), body)
+    trainer = _MODEL_TYPE_BPE + _BYTE_FALLBACK + _flag(byte_fallback)
+    normalizer = _ADD_DUMMY_PREFIX + _flag(add_dummy_prefix)
+    normalizer += _REMOVE_EXTRA_SPACES + _flag(remove_extra_spaces) + _ESCAPE_SPACES
+    if charsmap:
+        normalizer += _CHARSMAP + _varint(len(charsmap)) + charsmap
+    parts += (_TRAINER, _varint(len(trainer)), trainer)
+    parts += (_NORMALIZER, _varint(len(normalizer)), normalizer)
+    return b"".join(parts)
+
+
+def without_dummy_prefix(model: bytes) -> bytes:
+    """The same model, except that it puts no space before a text."""
+    change = _ADD_DUMMY_PREFIX + _flag(False)
+    return model + _NORMALIZER + _varint(len(change)) + change
+
+
+def _flag(value: bool) -> bytes:
+    return b"\x01" if value else b"\x00"
+
+
+def _varint(number: int) -> bytes:
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
