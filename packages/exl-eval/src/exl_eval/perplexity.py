@@ -157,10 +157,11 @@ def measure_perplexity(
 
 
 def hash_tokenizer(tokenizer: Tokenizer) -> str:
-    """Of the kind and of every token's text in the order of ids: equal for equal vocabularies."""
+    """Of the kind and of every token's bytes in the order of ids: equal for equal vocabularies."""
     digest = hashlib.sha256(tokenizer.kind.encode())
     for token_id in range(tokenizer.vocab_size):
-        digest.update(b"\0" + tokenizer.token_text(token_id).encode("utf-8", "backslashreplace"))
+        piece = tokenizer.token_bytes(token_id, skip_special=False)
+        digest.update(len(piece).to_bytes(4, "little") + piece)
     return digest.hexdigest()
 
 

@@ -23,32 +23,34 @@ EXAMPLES = (
 )
 SCHEMA_VERSION = 1
 
+PromptOption = Annotated[
+    str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt; '-' reads stdin.")
+]
+FileOption = Annotated[
+    str | None, typer.Option("-f", "--file", metavar="FILE", help="Read the prompt from FILE.")
+]
+ChatOption = Annotated[
+    bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")
+]
+SpecialOption = Annotated[
+    bool,
+    typer.Option(
+        "--parse-special", help="Read text such as <|im_start|> in the prompt as control tokens."
+    ),
+]
+
 
 def generate(
     *,
     model: options.ModelArgument = None,
     model_option: options.ModelOption = None,
-    prompt: Annotated[
-        str | None,
-        typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt; '-' reads stdin."),
-    ] = None,
-    file: Annotated[
-        str | None,
-        typer.Option("-f", "--file", metavar="FILE", help="Read the prompt from FILE."),
-    ] = None,
+    prompt: PromptOption = None,
+    file: FileOption = None,
     max_tokens: options.MaxTokens = 256,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")
-    ] = False,
+    chat: ChatOption = False,
     system: options.System = None,
     stop: options.Stop = None,
-    parse_special: Annotated[
-        bool,
-        typer.Option(
-            "--parse-special",
-            help="Read text such as <|im_start|> in the prompt as control tokens.",
-        ),
-    ] = False,
+    parse_special: SpecialOption = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     temp: options.Temperature = options.DEFAULT_TEMPERATURE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +11,7 @@ from exl_cli import options, output
 from exl_cli.interrupt import exits_at_once
 
 if TYPE_CHECKING:
-    from exl_core.describe import ModelDescription
+    from exl_core.describe import ModelDescription, TensorDescription
     from rich.table import Table
 
 EXAMPLES = (
@@ -56,7 +57,7 @@ def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> 
         "name": model.name,
         "path": str(model.path),
         "format": model.format,
-        "architecture": model.arch,
+        "architecture": config.arch.name,
         "parameters": model.parameters,
         "file_bytes": model.file_bytes,
         "bits_per_weight": model.bits_per_weight,
@@ -74,16 +75,16 @@ def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> 
             "has_tied_embeddings": config.has_tied_embeddings,
         },
         "tokenizer": {
-            "kind": model.tokenizer_kind,
-            "vocab_size": model.vocab_size,
-            "bos_id": model.bos_id,
-            "eos_ids": list(model.eos_ids),
-            "adds_bos": model.adds_bos,
+            "kind": model.tokenizer.kind,
+            "vocab_size": model.tokenizer.vocab_size,
+            "bos_id": model.tokenizer.bos_id,
+            "eos_ids": list(stop_ids(model)),
+            "adds_bos": model.tokenizer.adds_bos,
             "has_chat_template": model.has_template,
         },
         "memory": {
             "weights_bytes": model.weights_bytes_in_memory,
-            "kv_bytes_per_token": model.kv_bytes_per_token,
+            "kv_bytes_per_token": model.kv_bytes_per_token(),
             "ctx": at,
             "total_bytes": model.memory_bytes(at),
         },
@@ -94,16 +95,29 @@ def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> 
                 "parameters": layer.parameters,
                 "bytes": layer.bytes,
                 "bits_per_weight": layer.bits_per_weight,
+                "dtypes": list(layer.dtypes),
             }
             for layer in model.layers
         ],
     }
     if with_tensors:
-        value["tensors"] = [
-            {"name": t.name, "shape": list(t.shape), "dtype": t.dtype, "bytes": t.bytes}
-            for t in model.tensors
-        ]
+        value["tensors"] = [_as_dict(tensor) for tensor in model.tensors]
+        value["unused_tensors"] = [_as_dict(tensor) for tensor in model.unused_tensors]
     return value
+
+
+def stop_ids(model: ModelDescription) -> tuple[int, ...]:
+    """Every token that ends a reply: the tokenizer's and the configuration's."""
+    return tuple(sorted({*model.tokenizer.eos_ids, *model.config.eos_ids}))
+
+
+def _as_dict(tensor: TensorDescription) -> dict[str, object]:
+    return {
+        "name": tensor.name,
+        "shape": list(tensor.shape),
+        "dtype": tensor.dtype,
+        "bytes": tensor.bytes,
+    }
 
 
 def _show(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> None:
@@ -111,7 +125,9 @@ def _show(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> No
 
     parts = [_facts(model), "", _layers(model), "", _memory(model, ctx)]
     if with_tensors:
-        parts += ["", _tensors(model)]
+        parts += ["", _tensors(model.tensors)]
+        if model.unused_tensors:
+            parts += ["", "Not used by this architecture:", _tensors(model.unused_tensors)]
     print_answer(*parts)
 
 
@@ -123,13 +139,15 @@ def _facts(model: ModelDescription) -> Table:
     attention = f"{c.num_q_heads} query heads, {c.num_kv_heads} key-value heads of {c.head_dim}"
     if windows and c.sliding_window is not None:
         attention += f"; {windows} of {c.num_layers} layers see the last {c.sliding_window} tokens"
-    special = f"BOS {model.bos_id}, EOS {', '.join(map(str, model.eos_ids)) or 'none'}"
+    tokenizer = model.tokenizer
+    ends = ", ".join(map(str, stop_ids(model))) or "none"
+    adds = "adds" if tokenizer.adds_bos else "does not add"
     return facts_table(
         {
             "model": model.name,
             "path": str(model.path),
             "format": f"{model.format}, {format_bytes(model.file_bytes)}",
-            "architecture": model.arch,
+            "architecture": c.arch.name,
             "parameters": f"{format_count(model.parameters)}, "
             f"{model.bits_per_weight:.2f} bits per weight",
             "shape": f"{c.num_layers} layers, hidden {c.hidden_size}, "
@@ -137,8 +155,8 @@ def _facts(model: ModelDescription) -> Table:
             "attention": attention,
             "context": f"{c.max_seq_len} tokens",
             "output head": "shared with the embedding" if c.has_tied_embeddings else "its own",
-            "tokenizer": f"{model.tokenizer_kind}, {model.vocab_size} tokens; {special}; "
-            f"{'adds' if model.adds_bos else 'does not add'} BOS",
+            "tokenizer": f"{tokenizer.kind}, {tokenizer.vocab_size} tokens, {adds} BOS "
+            f"{tokenizer.bos_id}, ends at {ends}",
             "chat template": "yes" if model.has_template else "none",
             **{f"backend {name}": state for name, state in model.backends.items()},
         }
@@ -148,7 +166,7 @@ def _facts(model: ModelDescription) -> Table:
 def _layers(model: ModelDescription) -> Table:
     from exl_cli.render import columns_table, format_bytes, format_count
 
-    table = columns_table("layer", "parameters", "size", "bits/weight", "")
+    table = columns_table("layer", "parameters", "size", "stored as", "bits/weight", "")
     widest = max((layer.bits_per_weight for layer in model.layers), default=1.0)
     for layer in model.layers:
         bar = "█" * max(1, round(20 * layer.bits_per_weight / widest))
@@ -156,6 +174,7 @@ def _layers(model: ModelDescription) -> Table:
             layer.name,
             format_count(layer.parameters),
             format_bytes(layer.bytes),
+            ", ".join(layer.dtypes),
             f"{layer.bits_per_weight:.2f}",
             f"[cyan]{bar}[/cyan]",
         )
@@ -172,17 +191,17 @@ def _memory(model: ModelDescription, ctx: int | None) -> Table:
         table.add_row(
             str(size),
             format_bytes(model.weights_bytes_in_memory),
-            format_bytes(size * model.kv_bytes_per_token),
+            format_bytes(size * model.kv_bytes_per_token()),
             format_bytes(model.memory_bytes(size)),
         )
     return table
 
 
-def _tensors(model: ModelDescription) -> Table:
+def _tensors(tensors: Sequence[TensorDescription]) -> Table:
     from exl_cli.render import columns_table, format_bytes
 
     table = columns_table("tensor", "shape", "type", "size")
-    for tensor in model.tensors:
+    for tensor in tensors:
         shape = " x ".join(map(str, tensor.shape))
         table.add_row(tensor.name, shape, tensor.dtype, format_bytes(tensor.bytes))
     return table

@@ -1,0 +1,92 @@
+"""Write docs/cli.md from the declarations of the `exl` command. Usage: write_cli_docs.py [FILE].
+
+Without FILE the page goes to stdout. Reads names, defaults and help texts of the commands, not
+their printed help, so that the page depends neither on the terminal nor on the library's layout.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from exl_cli.main import EXIT_CODES, app
+from typer.main import get_command
+
+HEAD = """# The `exl` command
+
+Generated from the help texts by `scripts/write_cli_docs.py`; `nox -s docs` writes it anew.
+
+stdout carries the answer and nothing else: the generated text, the table, or with `--json` one
+object. Progress, speed and errors go to stderr, progress and speed only where that is a terminal;
+`NO_COLOR` is honored, and `--quiet` leaves errors alone. An error is one line that says where, what
+was expected, what was found and what to do next.
+
+## Exit codes
+
+| code | meaning |
+|---|---|
+"""
+
+
+def page() -> str:
+    lines = [HEAD.rstrip("\n")]
+    for entry in EXIT_CODES.removeprefix("Exit codes: ").rstrip(".").split("; "):
+        code, _, meaning = entry.partition(" ")
+        lines.append(f"| {code} | {meaning} |")
+    for name, command in leaves("exl", get_command(app)):
+        lines += ["", *section(name, command)]
+    return "\n".join(lines) + "\n"
+
+
+def leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """Every verb with its full name, groups unfolded, in the order of the help page."""
+    children = getattr(command, "commands", None)
+    if children is None:
+        yield name, command
+        return
+    for child in children.values():
+        yield from leaves(f"{name} {child.name}", child)
+
+
+def section(name: str, command: Any) -> Iterator[str]:
+    yield f"## {name}"
+    yield ""
+    yield inspect.cleandoc(command.help)
+    yield ""
+    yield "| argument or option | default | meaning |"
+    yield "|---|---|---|"
+    for parameter in command.params:
+        yield row(parameter)
+    if command.epilog:
+        yield ""
+        yield "```console"
+        for line in command.epilog.removeprefix("Examples:").split("\n\n"):
+            if line.strip():
+                yield f"$ {line.strip()}".replace("\\[", "[")
+        yield "```"
+
+
+def row(parameter: Any) -> str:
+    metavar = parameter.metavar or ""
+    if parameter.param_type_name == "argument":
+        name = f"`{metavar}`"
+    else:
+        name = ", ".join(f"`{option}`" for option in parameter.opts)
+        name += f" `{metavar}`" if metavar else ""
+    default = parameter.default
+    shown = "required" if parameter.required else "" if default in (None, False) else f"{default}"
+    return f"| {name} | {shown} | {escape(parameter.help or '')} |"
+
+
+def escape(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(page(), encoding="utf-8")
+    else:
+        print(page(), end="")

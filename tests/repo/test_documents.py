@@ -1,0 +1,61 @@
+"""What the documents say exists, exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def read(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def test_paths_in_the_map_exist() -> None:
+    paths = re.findall(r"`([\w.\-]+/[\w./\-]*|[\w\-]+\.(?:py|md|txt|toml))`", read("docs/map.md"))
+    assert len(paths) > 20
+    core = ROOT / "packages/exl-core/src/exl_core"
+    missing = [path for path in paths if not ((ROOT / path).exists() or (core / path).exists())]
+    assert not missing
+
+
+def test_readme_sets_up_with_sessions_that_exist() -> None:
+    commands = re.findall(r"^python3 -m pip install nox && nox -s (\w+)$", read("README.md"), re.M)
+    assert commands == ["demo", "tests"]
+    sessions = re.findall(r"@nox\.session\ndef (\w+)\(", read("noxfile.py"))
+    assert set(commands) <= set(sessions)
+    for name in re.findall(r"nox -s (\w+)", read("README.md") + read("docs/map.md")):
+        assert name in sessions
+
+
+def test_ci_runs_the_second_command_of_the_readme() -> None:
+    assert "\npython3 -m pip install nox && nox -s tests\n" in read(".ci/run")
+    assert (ROOT / ".ci/run").stat().st_mode & 0o111
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/map.md", "docs/cli.md", "CHANGELOG.md"])
+def test_links_between_documents_resolve(document: str) -> None:
+    folder = (ROOT / document).parent
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", read(document))
+    missing = [link for link in links if not (folder / link).exists()]
+    assert not missing
+
+
+def test_changelog_has_unreleased_entries() -> None:
+    unreleased = read("CHANGELOG.md").partition("## [Unreleased]")[2].partition("\n## ")[0]
+    assert re.search(r"^- \S", unreleased, re.M)
+
+
+def test_command_reference_is_generated_from_the_help() -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "scripts/write_cli_docs.py")],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == read("docs/cli.md"), "run 'nox -s docs'"

@@ -1,0 +1,159 @@
+"""Who may import whom: the table in docs/map.md, as a test over the sources."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = {
+    "exl_kernels": ROOT / "csrc/python/exl_kernels",
+    "exl_core": ROOT / "packages/exl-core/src/exl_core",
+    "exl_eval": ROOT / "packages/exl-eval/src/exl_eval",
+    "exl_cli": ROOT / "packages/exl-cli/src/exl_cli",
+}
+DISTRIBUTION_RANK = {name: rank for rank, name in enumerate(SOURCES)}
+CORE_RANK = {
+    "errors": -1,  # everything may raise them, settings too
+    "settings": 0,
+    **dict.fromkeys(("ops", "arch", "tokenizer", "prompt"), 1),
+    **dict.fromkeys(("codecs", "cache", "sampling", "constrain"), 2),
+    "weights": 3,
+    "model": 4,
+    **dict.fromkeys(("placement", "lora"), 5),
+    **dict.fromkeys(("load", "speculate"), 6),
+    "engine": 7,
+    **dict.fromkeys(("generate", "convert"), 8),
+}
+LOAD_FILES = ("load", "describe", "resolve")  # one package in three files
+CLI_ONLY = ("typer", "click", "rich", "prompt_toolkit", "starlette", "fastapi", "uvicorn")
+WITHOUT_TORCH = (
+    "exl_core.errors",
+    "exl_core.settings",
+    "exl_core.arch.*",
+    "exl_core.prompt.*",
+    "exl_core.cache.page_pool",
+    "exl_core.cache.format",
+    "exl_core.sampling.params",
+    "exl_core.engine.request",
+    "exl_core.engine.scheduler",
+    "exl_core.engine.events",
+    "exl_eval.result",
+    "exl_cli.main",
+    "exl_cli.conversation",
+)
+
+
+def modules() -> Iterator[tuple[str, Path]]:
+    for name, folder in SOURCES.items():
+        for path in sorted(folder.rglob("*.py")):
+            parts = path.relative_to(folder).with_suffix("").parts
+            yield ".".join((name, *parts)).removesuffix(".__init__"), path
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Every module that the file imports, anywhere in it, as a dotted name."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import in line {node.lineno}"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def core_package(module: str) -> str:
+    """`exl_core.engine.events.TextEvent` belongs to `engine`; a new package must get a rank."""
+    parts = module.split(".")
+    assert len(parts) > 1, f"import of {module} itself: its __init__ is empty"
+    return "load" if parts[1] in LOAD_FILES else parts[1]
+
+
+def faults_of(module: str, path: Path) -> Iterator[str]:
+    own = module.partition(".")[0]
+    for imported in imports_of(path):
+        top = imported.partition(".")[0]
+        if top in CLI_ONLY and own != "exl_cli":
+            yield f"{module} imports {imported}: only exl_cli may"
+        if top not in DISTRIBUTION_RANK:
+            continue
+        if DISTRIBUTION_RANK[top] > DISTRIBUTION_RANK[own]:
+            yield f"{module} imports {imported}: upwards"
+        if top == "exl_kernels" and own != top and module != "exl_core.ops.native":
+            yield f"{module} imports {imported}: only exl_core.ops.native may"
+        if own == top == "exl_core":
+            here, there = core_package(module), core_package(imported)
+            if here != there and CORE_RANK[there] >= CORE_RANK[here]:
+                yield f"{module} (rank {CORE_RANK[here]}) imports {imported} ({CORE_RANK[there]})"
+
+
+def test_imports_point_down() -> None:
+    listed = [(module, path) for module, path in modules() if module != "exl_core"]
+    assert len(listed) > 30
+    faults = [fault for module, path in listed for fault in faults_of(module, path)]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("module", "source", "expected"),
+    [
+        ("exl_core.cache.store", "from exl_core.engine.events import TextEvent", "rank 2"),
+        ("exl_core.arch.spec", "import exl_core.tokenizer.base", "rank 1"),
+        ("exl_core.engine.engine", "import rich", "only exl_cli"),
+        ("exl_eval.result", "from exl_cli.main import app", "upwards"),
+        ("exl_core.model.weights", "def f():\n    import exl_kernels", "only exl_core.ops.native"),
+    ],
+)
+def test_the_rule_notices(tmp_path: Path, module: str, source: str, expected: str) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(source, encoding="utf-8")
+    faults = list(faults_of(module, path))
+    assert any(expected in fault for fault in faults), faults
+
+
+def test_modules_that_decide_import_without_torch() -> None:
+    names = [
+        module
+        for module, _ in modules()
+        for pattern in WITHOUT_TORCH
+        if module == pattern
+        or (pattern.endswith(".*") and module.startswith(pattern.removesuffix("*")))
+    ]
+    assert len(names) >= len(WITHOUT_TORCH)
+    script = (
+        "import importlib, sys\n"
+        "sys.modules['torch'] = None\n"  # importing it raises ImportError from now on
+        "for name in sys.argv[1:]:\n"
+        "    importlib.import_module(name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *names], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_package_inits_are_empty() -> None:
+    inits = [
+        path
+        for name, folder in SOURCES.items()
+        if name != "exl_kernels"  # loads the extension: that is what it is for
+        for path in folder.rglob("__init__.py")
+    ]
+    assert len(inits) > 10
+    filled = [str(path) for path in inits if path.read_text(encoding="utf-8").strip()]
+    assert not filled
+
+
+def test_only_settings_reads_the_environment() -> None:
+    readers = []
+    for module, path in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            named = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+            if named and module != "exl_core.settings":
+                readers.append(f"{module}, line {node.lineno}")
+    assert not readers

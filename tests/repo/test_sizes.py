@@ -1,0 +1,61 @@
+"""Files and functions stay small enough to be read in one go."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE_LINES = 400
+FUNCTION_LINES = 60
+NOXFILE_LINES = 150
+FOLDERS = ("csrc", "packages", "scripts", "tests")
+SUFFIXES = (".py", ".pyi", ".h", ".cpp", ".cu", ".cuh")
+
+
+def sources() -> Iterator[Path]:
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*")):
+            is_built = {"build", ".nox"} & set(path.relative_to(ROOT).parts)
+            if path.suffix in SUFFIXES and not is_built:
+                yield path
+
+
+def test_files_are_short() -> None:
+    counts = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
+    assert len(counts) > 60
+    long = [f"{path.relative_to(ROOT)}: {n}" for path, n in counts.items() if n > FILE_LINES]
+    assert not long
+    assert len((ROOT / "noxfile.py").read_text(encoding="utf-8").splitlines()) <= NOXFILE_LINES
+
+
+def test_functions_are_short() -> None:
+    long = []
+    for path in sources():
+        if path.suffix != ".py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                lines = node.end_lineno - node.lineno + 1
+                if lines > FUNCTION_LINES:
+                    long.append(f"{path.relative_to(ROOT)}, {node.name}: {lines}")
+    assert not long
+
+
+def test_modules_say_what_they_own() -> None:
+    silent = [
+        str(path.relative_to(ROOT))
+        for path in sources()
+        if path.suffix == ".py"
+        and path.name != "__init__.py"
+        and ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None
+    ]
+    assert not silent
+
+
+def test_no_leftovers() -> None:
+    names = [str(p.relative_to(ROOT)) for p in sources() if re.search(r"_old|utils\.py$", p.name)]
+    assert not names
