@@ -30,22 +30,35 @@ def shortlist(
 
     `largest` is the largest logit. Weights are probabilities but for a common factor.
     """
+    floor = largest + math.log(min_p) if min_p > 0.0 else None
     if 0 < top_k < len(logits):
         ids = _likeliest(logits, top_k)
         if top_p < 1.0:
             weight = weights(logits[ids], largest).double()
             ids = _nucleus(ids, weight, top_p * float(weight.sum()))
-        ids = ids.sort().values
-    elif top_p < 1.0:
-        ids = _whole_nucleus(logits, largest, top_p)
-    else:
-        weight = weights(logits, largest)
-        if min_p > 0.0:
-            weight = weight.masked_fill_(logits < largest + math.log(min_p), 0.0)
-        return None, weight
+        return _chosen(logits, largest, ids, floor)
+    weight = weights(logits, largest)
+    if top_p < 1.0:
+        wanted = top_p * float(weight.sum(dtype=torch.float64))
+        if len(logits) > _NUCLEUS_WIDTH:
+            ids = _likeliest(logits, _NUCLEUS_WIDTH)
+            likeliest = weight[ids].double()
+            if float(likeliest.sum()) >= wanted:
+                return _chosen(logits, largest, _nucleus(ids, likeliest, wanted), floor)
+        weight = _wide_nucleus(logits, largest, weight, wanted)
+    if floor is not None:
+        weight.masked_fill_(logits < floor, 0.0)
+    return None, weight
+
+
+def _chosen(
+    logits: Tensor, largest: Tensor, ids: Tensor, floor: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The last step on a short list: min-p, and the order of ids, in which all draws are made."""
+    ids = ids.sort().values
     values = logits[ids]
-    if min_p > 0.0:
-        is_kept = values >= largest + math.log(min_p)
+    if floor is not None:
+        is_kept = values >= floor
         ids, values = ids[is_kept], values[is_kept]
     return ids, weights(values, largest)
 
@@ -66,28 +79,20 @@ def _nucleus(ids: Tensor, weight: Tensor, wanted: float) -> Tensor:
     return ids[weight.cumsum(0) - weight < wanted]
 
 
-def _whole_nucleus(logits: Tensor, largest: Tensor, top_p: float) -> Tensor:
-    """Ids of the nucleus of the whole vocabulary, ascending."""
-    weight = weights(logits, largest)
-    wanted = top_p * float(weight.sum(dtype=torch.float64))
-    if len(logits) > _NUCLEUS_WIDTH:
-        ids = _likeliest(logits, _NUCLEUS_WIDTH)
-        likeliest = weight[ids].double()
-        if float(likeliest.sum()) >= wanted:
-            return _nucleus(ids, likeliest, wanted).sort().values
-    return _wide_nucleus(logits, largest, weight, wanted)
-
-
 def _wide_nucleus(logits: Tensor, largest: Tensor, weight: Tensor, wanted: float) -> Tensor:
-    """Weigh buckets of similar logits: whole buckets are in or out, and only the one in which the
-    nucleus ends is sorted."""
-    bucket = ((largest - logits) * _BUCKETS_PER_UNIT).clamp_(max=_BUCKETS - 1).long()
+    """The weights, 0 outside the nucleus.
+
+    Buckets of similar logits are weighed: whole buckets are in or out, and only the one in which
+    the nucleus ends is sorted.
+    """
+    bucket = ((largest - logits) * _BUCKETS_PER_UNIT).clamp_(max=_BUCKETS - 1).int()
     sums = torch.bincount(bucket, weights=weight.double(), minlength=_BUCKETS)
     running = sums.cumsum(0)
     border = min(int(torch.searchsorted(running, wanted)), _BUCKETS - 1)
     before = float(running[border] - sums[border])
     inside = (bucket == border).nonzero().squeeze(1)
     inside = inside[descending(logits[inside])]
-    is_kept = bucket < border
-    is_kept[_nucleus(inside, weight[inside].double(), wanted - before)] = True
-    return is_kept.nonzero().squeeze(1)
+    inside = _nucleus(inside, weight[inside].double(), wanted - before)
+    kept = weight * (bucket < border)
+    kept[inside] = weight[inside]
+    return kept

@@ -1,0 +1,167 @@
+"""Pages are free, cached or held, exactly once, whatever is done with them."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from exl_core.cache.page_pool import PagePool, page_key, page_keys
+
+
+def test_keys_name_whole_prefixes() -> None:
+    ids = list(range(1000))
+    keys = page_keys(ids)
+    assert len(keys) == 3  # 232 tokens are no full page
+    assert keys == page_keys(ids[:768])
+    assert page_keys([7, *ids[1:]])[1:] != keys[1:], "a page is named by what went before, too"
+    assert page_keys(ids[256:])[0] != keys[1]
+    assert page_key(keys[0], ids[256:512]) == keys[1]
+    assert page_keys(ids, root=b"another adapter") != keys
+
+
+def test_allocation_is_all_or_nothing() -> None:
+    pool = PagePool(3)
+    first = pool.allocate(2)
+    assert first is not None
+    assert pool.allocate(2) is None
+    assert pool.num_available == 1
+    assert pool.allocate(0) == []
+
+
+def test_pages_given_back_are_found_again() -> None:
+    pool = PagePool(4)
+    pages = pool.allocate(2) or []
+    for page, key in zip(pages, (b"a", b"ab"), strict=True):
+        assert pool.register(page, key) == page
+    pool.release(pages)
+    assert pool.find([b"a", b"ab", b"abc"]) == pages
+    assert pool.find([b"x", b"ab"]) == [], "a page without its predecessor is no prefix"
+    pool.hold(pages)
+    assert dict(pool.held_pages) == dict.fromkeys(pages, 1)
+
+
+def test_the_least_recently_used_is_evicted_and_a_prefix_from_its_end() -> None:
+    pool = PagePool(4)
+    old, new = pool.allocate(2) or [], pool.allocate(2) or []
+    for page, key in zip(old + new, (b"o", b"oo", b"n", b"nn"), strict=True):
+        pool.register(page, key)
+    pool.release(old)
+    pool.release(new)
+    assert pool.allocate(1) == [old[1]]
+    assert pool.find([b"o", b"oo"]) == [old[0]]
+    assert pool.allocate(1) == [old[0]]
+    assert pool.find([b"n", b"nn"]) == new
+    pool.hold(pool.find([b"n"]))
+    pool.release(new[:1])  # used again, so now the most recent
+    assert pool.allocate(1) == [new[1]]
+
+
+def test_equal_contents_are_kept_once() -> None:
+    pool = PagePool(3)
+    (mine,) = pool.allocate(1) or []
+    (yours,) = pool.allocate(1) or []
+    assert pool.register(mine, b"k") == mine
+    assert pool.register(yours, b"k") == mine
+    assert dict(pool.held_pages) == {mine: 2}
+    assert yours in pool.free_pages
+
+
+def test_forgotten_pages_are_not_found() -> None:
+    pool = PagePool(2)
+    pages = pool.allocate(2) or []
+    pool.register(pages[0], b"k")
+    pool.register(pages[1], b"l")
+    pool.release(pages[:1])
+    pool.forget(pages)
+    assert pool.find([b"k"]) == []
+    assert pool.free_pages == {pages[0]}
+    pool.release(pages[1:])
+    assert pool.free_pages == set(pages)
+
+
+def test_a_page_cannot_have_two_keys() -> None:
+    pool = PagePool(1)
+    (page,) = pool.allocate(1) or []
+    pool.register(page, b"k")
+    with pytest.raises(AssertionError, match="second key"):
+        pool.register(page, b"l")
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Sequences of keyed pages come, grow, share and go; a plain model says who holds what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = PagePool(6)
+        self.holders: list[tuple[str, list[int]]] = []  # (text of one letter a page, pages)
+        self.contents: dict[int, str] = {}
+
+    @rule(text=st.text("ab", max_size=5))
+    def start(self, text: str) -> None:
+        """What an engine does: find a prefix, hold it, allocate the rest, fill it."""
+        keys = [text[: i + 1].encode() for i in range(len(text))]
+        found = self.pool.find(keys)
+        for i, page in enumerate(found):
+            assert self.contents[page] == text[: i + 1]
+        before = dict(self.pool.held_pages)
+        self.pool.hold(found)
+        fresh = self.pool.allocate(len(text) - len(found))
+        if fresh is None:
+            self.pool.release(found)
+            assert dict(self.pool.held_pages) == before
+            return
+        pages = list(found)
+        for i, page in enumerate(fresh, start=len(found)):
+            self.contents[page] = text[: i + 1]
+            pages.append(self.pool.register(page, keys[i]))
+        self.holders.append((text, pages))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        i = data.draw(st.integers(0, len(self.holders) - 1))
+        _, pages = self.holders.pop(i)
+        self.pool.release(pages)
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def grow_without_filling(self, data: st.DataObject) -> None:
+        _, pages = data.draw(st.sampled_from(self.holders))
+        pages += self.pool.allocate(1) or []
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def distrust(self, data: st.DataObject) -> None:
+        _, pages = data.draw(st.sampled_from(self.holders))
+        self.pool.forget(pages)
+
+    @invariant()
+    def every_page_is_somewhere_once(self) -> None:
+        free, cached = self.pool.free_pages, self.pool.cached_pages
+        held = self.pool.held_pages
+        assert sorted([*free, *cached, *held]) == list(range(6))
+        assert self.pool.num_available == len(free) + len(cached)
+
+    @invariant()
+    def references_count_the_holders(self) -> None:
+        counts = Counter(page for _, pages in self.holders for page in pages)
+        assert dict(self.pool.held_pages) == dict(counts)
+
+    @invariant()
+    def cached_pages_have_keys_and_free_ones_none(self) -> None:
+        assert all(self.pool.key_of(page) for page in self.pool.cached_pages)
+        assert not any(self.pool.key_of(page) for page in self.pool.free_pages)
+
+    def teardown(self) -> None:
+        for _, pages in self.holders:
+            self.pool.release(pages)
+        assert not self.pool.held_pages
+        assert self.pool.num_available == 6
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)

@@ -1,0 +1,141 @@
+"""A model whose every logit is known, and a tokenizer of bytes: they drive engine and CLI tests.
+
+The model computes nothing clever, but it takes the long way round: it writes each token and its
+position into the pages that the batch names, and decides the next token only from what it reads
+back through the page table. A page that was mixed up, evicted or shared wrongly changes the reply
+or is noticed at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from exl_core.cache.store import KVStore
+from exl_core.model.batch import Batch
+from exl_core.tokenizer.base import ControlIds, Tokenizer
+
+BOS_ID = 256
+EOS_ID = 257
+VOCAB_SIZE = 258
+
+Rule = Callable[[Sequence[int]], Tensor]
+"""From all tokens so far to the logits of the next, float32 [vocab_size]."""
+
+
+class ByteTokenizer(Tokenizer):
+    """A token is a byte of UTF-8; `<bos>` and `<eos>` are the only special ones."""
+
+    kind = "bytes"
+
+    def __init__(self) -> None:
+        control = ControlIds(bos_id=BOS_ID, eos_ids=(EOS_ID,))
+        super().__init__(control, {"<bos>": BOS_ID, "<eos>": EOS_ID}, "ByteTokenizer")
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB_SIZE
+
+    def _encode(self, text: str, *, allow_special: bool) -> list[int]:
+        if allow_special:
+            for special, token_id in self.special_tokens.items():
+                before, found, after = text.partition(special)
+                if found:
+                    head = self._encode(before, allow_special=True)
+                    return [*head, token_id, *self._encode(after, allow_special=True)]
+        return list(text.encode())
+
+    def _piece(self, token_id: int) -> bytes | None:
+        return bytes([token_id]) if token_id < BOS_ID else None
+
+
+@dataclass(frozen=True, slots=True)
+class ScriptedShape:
+    vocab_size: int = VOCAB_SIZE
+    max_seq_len: int = 2048  # half precision counts positions exactly up to here
+    num_layers: int = 1
+    num_kv_heads: int = 1
+    head_dim: int = 1
+
+
+@dataclass
+class ScriptedModel:
+    """Follows `rule`. `rows_of_pass` lists how many rows each pass had; `failure`, once set, is
+    raised by the next pass, after it has spoiled the pages that it was to write."""
+
+    rule: Rule
+    config: ScriptedShape = field(default_factory=ScriptedShape)
+    rows_of_pass: list[int] = field(default_factory=list)
+    failure: BaseException | None = None
+
+    def forward(self, batch: Batch, store: KVStore) -> Tensor:
+        self.rows_of_pass.append(len(batch.token_ids))
+        keys, values = store.key(0), store.value(0)  # [pages, 1, page_size, 1]
+        pages, offsets = batch.slots // store.page_size, batch.slots % store.page_size
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            keys[pages, 0, offsets, 0] = 0
+            raise failure
+        keys[pages, 0, offsets, 0] = batch.token_ids.to(keys.dtype)
+        values[pages, 0, offsets, 0] = batch.positions.to(values.dtype)
+        wanted = set(batch.logit_rows.tolist())
+        logits = []
+        for seq, (first, last) in enumerate(pairwise(batch.row_starts.tolist())):
+            past_len = int(batch.past_lens[seq])
+            length = past_len + last - first
+            table = batch.page_table[seq, : -(-length // store.page_size)].long()
+            history = keys[table, 0].flatten()[:length].long().tolist()
+            positions = values[table, 0].flatten()[:length].long()
+            assert torch.equal(positions, torch.arange(length)), "a page holds other positions"
+            for row in range(first, last):
+                if row in wanted:
+                    logits.append(self.rule(history[: past_len + row - first + 1]))
+        return torch.stack(logits) if logits else torch.empty(0, self.config.vocab_size)
+
+
+class HashRule:
+    """Random logits that depend on every token so far and on its place."""
+
+    def __init__(self, seed: int = 0, *, vocab_size: int = VOCAB_SIZE, spread: float = 3.0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self._table = torch.randn(997, vocab_size, generator=generator) * spread
+        self._factor = torch.randint(1, 997, (4096,), generator=generator)
+
+    def __call__(self, history: Sequence[int]) -> Tensor:
+        ids = torch.tensor(history)
+        return self._table[int(((ids + 1) * self._factor[: len(ids)]).sum() % 997)]
+
+
+def always(logits: Tensor) -> Rule:
+    """The same logits whatever came before."""
+    return lambda _history: logits
+
+
+def certain(token_id: int, vocab_size: int = VOCAB_SIZE) -> Tensor:
+    """Logits that leave no choice."""
+    logits = torch.full((vocab_size,), -50.0)
+    logits[token_id] = 50.0
+    return logits
+
+
+def reply_with(reply: str | bytes | Sequence[int], then: int = EOS_ID) -> Rule:
+    """Whatever the prompt, continue with `reply`, and after it with `then`.
+
+    How far the reply has come is read off the end of the history, so a prompt must not end with a
+    beginning of the reply.
+    """
+    data = reply.encode() if isinstance(reply, str) else reply
+    script = (*data, then)
+
+    def rule(history: Sequence[int]) -> Tensor:
+        tail = tuple(history[-len(script) :])
+        for done in range(min(len(script) - 1, len(tail)), 0, -1):
+            if tail[-done:] == script[:done]:
+                return certain(script[done])
+        return certain(script[0])
+
+    return rule
