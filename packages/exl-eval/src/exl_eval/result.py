@@ -29,7 +29,7 @@ class PerplexityResult:
     text_tokens: int
     tokenizer_sha256: str
     model: str
-    dtype: str
+    weights_bytes: int
     kv_format: str
     seconds: float
     tokens_per_s: float
