@@ -6,7 +6,7 @@ from exl_core.errors import TokenizerError
 from exl_core.tokenizer.base import ControlIds, Tokenizer
 
 
-def check_vocab(tokenizer: Tokenizer, vocab_size: int, where: str) -> None:
+def check_vocab(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
     """Every id that the tokenizer can give must be a row of the model's embedding.
 
     Fewer ids than rows is normal: models pad their vocabulary.

@@ -7,6 +7,7 @@ from a model's name.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from exl_core.errors import ModelNotFoundError, TokenizerError
@@ -18,8 +19,11 @@ TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_MODEL = "tokenizer.model"
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a model directory or of a `.gguf` file."""
+def load_tokenizer(path: Path, gguf_fields: Mapping[str, object] | None = None) -> Tokenizer:
+    """The tokenizer of a model directory or of a `.gguf` file.
+
+    A caller that has read the metadata of the file already passes it as `gguf_fields`.
+    """
     if path.is_dir():
         return _load_directory(path)
     if not path.exists():
@@ -33,7 +37,8 @@ def load_tokenizer(path: Path) -> Tokenizer:
     from exl_core.tokenizer.gguf_fields import read_gguf_fields
     from exl_core.tokenizer.gguf_vocab import tokenizer_from_gguf_fields
 
-    return tokenizer_from_gguf_fields(read_gguf_fields(path), str(path))
+    fields = read_gguf_fields(path) if gguf_fields is None else gguf_fields
+    return tokenizer_from_gguf_fields(fields, str(path))
 
 
 def _load_directory(folder: Path) -> Tokenizer:

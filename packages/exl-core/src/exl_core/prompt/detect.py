@@ -1,0 +1,134 @@
+"""Where a model keeps its chat template.
+
+A directory: `chat_template.jinja`, else `chat_template` in `tokenizer_config.json` (a text, or a
+list of named ones of which 'default' is taken), else `chat_template.json`. A `.gguf` file: the key
+`tokenizer.chat_template`. A model without one is a base model, which is not an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from exl_core.errors import TemplateError
+from exl_core.prompt.template import ChatTemplate
+
+DEFAULT_NAME = "default"
+
+
+def load_template(
+    path: Path, gguf_fields: Mapping[str, object] | None = None
+) -> ChatTemplate | None:
+    """The chat template of a model directory or a `.gguf` file; None when it has none.
+
+    A caller that has read the metadata of the file already passes it as `gguf_fields`.
+    """
+    if path.is_dir():
+        return _from_directory(path)
+    if gguf_fields is None:
+        from exl_core.tokenizer.gguf_fields import read_gguf_fields
+
+        gguf_fields = read_gguf_fields(path)
+    return template_from_gguf_fields(gguf_fields, str(path))
+
+
+def template_from_gguf_fields(fields: Mapping[str, object], where: str) -> ChatTemplate | None:
+    """The chat template in the metadata of a GGUF file."""
+    source = fields.get("tokenizer.chat_template")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise _not_a_template(where, source)
+    tokens = fields.get("tokenizer.ggml.tokens")
+
+    def text_of(role: str) -> str:
+        number = fields.get(f"tokenizer.ggml.{role}_token_id")
+        if not isinstance(tokens, list) or not isinstance(number, int):
+            return ""
+        return str(tokens[number]) if 0 <= number < len(tokens) else ""
+
+    return ChatTemplate(source, bos_token=text_of("bos"), eos_token=text_of("eos"), where=where)
+
+
+def _from_directory(folder: Path) -> ChatTemplate | None:
+    config = _json_object(folder / "tokenizer_config.json")
+    special = _json_object(folder / "special_tokens_map.json")
+    found = _directory_source(folder, config)
+    if found is None:
+        return None
+    source, where = found
+    return ChatTemplate(
+        source,
+        bos_token=_token_text(config, special, "bos_token"),
+        eos_token=_token_text(config, special, "eos_token"),
+        where=str(where),
+    )
+
+
+def _directory_source(folder: Path, config: Mapping[str, object]) -> tuple[str, Path] | None:
+    """The template's source and the file it came from."""
+    jinja = folder / "chat_template.jinja"
+    if jinja.is_file():
+        try:
+            return jinja.read_text(encoding="utf-8"), jinja
+        except (OSError, UnicodeDecodeError) as error:
+            raise TemplateError("cannot read the template", where=jinja, got=error) from error
+    older = folder / "chat_template.json"
+    for path, source in (
+        (folder / "tokenizer_config.json", config.get("chat_template")),
+        (older, _json_object(older).get("chat_template")),
+    ):
+        if isinstance(source, str):
+            return source, path
+        if isinstance(source, list):
+            return _named(source, path), path
+        if source is not None:
+            raise _not_a_template(str(path), source)
+    return None
+
+
+def _named(entries: list[object], where: Path) -> str:
+    names: dict[str, str] = {}
+    for entry in entries:
+        match entry:
+            case {"name": str(name), "template": str(source)}:
+                names[name] = source
+            case _:
+                raise _not_a_template(str(where), entry)
+    if DEFAULT_NAME in names:
+        return names[DEFAULT_NAME]
+    raise TemplateError(
+        "the list of chat templates has none for plain chat",
+        where=where,
+        expected=f"one named '{DEFAULT_NAME}'",
+        got=", ".join(sorted(names)) or "an empty list",
+    )
+
+
+def _token_text(config: Mapping[str, object], special: Mapping[str, object], key: str) -> str:
+    for source in (config, special):
+        value = source.get(key)
+        if isinstance(value, Mapping):
+            value = value.get("content")
+        if isinstance(value, str):
+            return value
+    return ""
+
+
+def _json_object(path: Path) -> Mapping[str, object]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:  # ValueError: neither JSON nor Unicode
+        raise TemplateError("cannot read the file as JSON", where=path, got=error) from error
+    if not isinstance(value, dict):
+        raise TemplateError("the file holds no JSON object", where=path, got=type(value).__name__)
+    return value
+
+
+def _not_a_template(where: str, got: object) -> TemplateError:
+    return TemplateError(
+        "the chat template is not a text", where=where, expected="a text", got=type(got).__name__
+    )
