@@ -98,10 +98,7 @@ def describe_model(spec: str | None = None) -> ModelDescription:
         tensors=tuple(_tensor(tensor) for tensor in checkpoint.stored.values()),
         unused_tensors=tuple(_tensor(tensor) for tensor in unused),
         file_bytes=sum(file.stat().st_size for file in files),
-        weights_bytes_in_memory=sum(
-            tensor.num_values * checkpoint.dtype(name).itemsize
-            for name, tensor in checkpoint.stored.items()
-        ),
+        weights_bytes_in_memory=checkpoint.packed_bytes,
         tokenizer=tokenizer,
         has_template=load_template(path) is not None,
         backends=_backends(),

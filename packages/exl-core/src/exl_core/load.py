@@ -10,7 +10,8 @@ from pathlib import Path
 from exl_core.arch.gguf_config import read_gguf_config
 from exl_core.arch.hf_config import read_hf_config
 from exl_core.arch.spec import ModelConfig, RopeMethod
-from exl_core.errors import RequestError
+from exl_core.cache.memory import available_memory_bytes
+from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.model.build import build_weights
 from exl_core.model.transformer import Transformer
 from exl_core.ops.table import get_table
@@ -73,6 +74,7 @@ def load_model(
     checkpoint = Checkpoint(source, config)
     tokenizer = load_tokenizer(path)
     check_vocab(tokenizer, config.vocab_size, path)
+    check_memory(checkpoint.packed_bytes, available_memory_bytes(), path)
     ops = get_table(options.backend, isa=options.isa or settings.isa, threads=threads)
     weights = build_weights(config, checkpoint, ops, threads=threads, progress=progress)
     model = Transformer(config, weights, ops)
@@ -96,6 +98,18 @@ def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig]:
     source = GgufSource(path)
     factors = rope_factors(source)
     return source, read_gguf_config(source.metadata, source.tensors, path, factors)
+
+
+def check_memory(needed: int, available: int | None, where: object) -> None:
+    """Raises `OutOfMemoryError` if weights of `needed` bytes cannot fit; None: not known."""
+    if available is not None and needed > available:
+        raise OutOfMemoryError(
+            "the weights do not fit into memory",
+            where=where,
+            expected=f"{needed / 2**20:.0f} MiB",
+            got=f"{available / 2**20:.0f} MiB free",
+            next_step="Free some memory, or take a smaller model.",
+        )
 
 
 def model_name(path: Path) -> str:

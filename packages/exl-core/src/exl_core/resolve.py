@@ -25,7 +25,7 @@ def resolve_model(spec: str | None) -> Path:
     """The directory or `.gguf` file that `spec` names; a hub id is downloaded first."""
     name = spec if spec is not None else DEFAULT_ALIAS
     path = Path(name).expanduser()
-    if path.is_dir():
+    if name and path.is_dir():  # an empty name would be the current directory
         return path
     if path.is_file():
         if path.suffix.lower() == ".gguf":

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from threading import Lock
 
+from torch import Tensor
+
 from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, layer_prefix
 from exl_core.arch.spec import HeadNorm, ModelConfig, Residual
 from exl_core.model.weights import (
@@ -36,7 +38,7 @@ def build_weights(
         embed = packer.pack([EMBED])
         blocks = tuple(_block(config, packer, layer) for layer in range(config.num_layers))
         head = embed if config.has_tied_embeddings else packer.pack([HEAD])
-        final_norm = checkpoint.norm(FINAL_NORM)
+        final_norm = packer.norm(FINAL_NORM)
         packer.finish()
     return ModelWeights(embed, blocks, final_norm, head)
 
@@ -45,7 +47,7 @@ def _block(config: ModelConfig, packer: _Packer, layer: int) -> BlockWeights:
     prefix = layer_prefix(layer)
     is_sandwich = config.arch.residual is Residual.SANDWICH
     has_head_norm = config.arch.head_norm is not HeadNorm.NONE
-    norm = packer.checkpoint.norm
+    norm = packer.norm
     attention = AttentionWeights(
         qkv=packer.pack([f"{prefix}self_attn.{part}_proj.weight" for part in "qkv"]),
         output=packer.pack([f"{prefix}self_attn.o_proj.weight"]),
@@ -104,6 +106,12 @@ class _Packer:
         )
         return packed
 
+    def norm(self, name: str) -> Tensor:
+        """A norm's factors, read at once."""
+        weight = self.checkpoint.norm(name)
+        self._report(self.checkpoint.stored[name].size_bytes)
+        return weight
+
     def finish(self) -> None:
         """Waits for all matrices; the first failure is raised and the rest are dropped."""
         for job in self._pending:
@@ -112,7 +120,10 @@ class _Packer:
     def _fill(self, packed: PackedLinear, names: Sequence[str], biases: Sequence[str]) -> None:
         first_row = 0
         for index, name in enumerate(names):
-            bias = self.checkpoint.vector(biases[index]) if biases else None
+            bias = None
+            if biases:
+                bias = self.checkpoint.vector(biases[index])
+                self._report(self.checkpoint.stored[biases[index]].size_bytes)
             for chunk in self.checkpoint.chunks(name, packed.dtype):
                 rows = slice(chunk.first_row, chunk.first_row + chunk.values.shape[0])
                 part = None if bias is None else bias[rows]

@@ -52,6 +52,11 @@ class Checkpoint:
         """Bytes of all needed tensors in the files."""
         return sum(tensor.size_bytes for tensor in self.stored.values())
 
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that the weights will take in memory."""
+        return sum(t.num_values * self.dtype(name).itemsize for name, t in self.stored.items())
+
     def dtype(self, *names: str) -> torch.dtype:
         """What these tensors are kept in when packed together: as stored, quantized as float16."""
         dtypes = {RUNTIME_DTYPES.get(self.stored[n].storage, torch.float16) for n in names}

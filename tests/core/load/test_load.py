@@ -1,0 +1,92 @@
+"""Loading as a whole: options, progress, and what a model is made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from exl_core.arch.spec import RopeMethod
+from exl_core.describe import describe_model
+from exl_core.errors import OutOfMemoryError, RequestError, TokenizerError
+from exl_core.load import LoadOptions, check_memory, load_model
+from support.tiny_models import byte_tokenizer, save, tiny_gemma3, tiny_llama
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return save(tiny_llama(), tmp_path / "tiny")
+
+
+def test_progress_rises_to_the_bytes_of_all_weights(folder: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    load_model(str(folder), progress=lambda done, total: seen.append((done, total)))
+    done = [d for d, _ in seen]
+    assert done == sorted(done)
+    whole = sum(tensor.bytes for tensor in describe_model(str(folder)).tensors)
+    assert seen[-1] == (whole, whole)
+
+
+def test_options_change_the_configuration_and_nothing_else(folder: Path) -> None:
+    plain = load_model(str(folder)).config
+    changed = load_model(
+        str(folder), LoadOptions(max_seq_len=99, rope_factor=2.0, rope_alpha=3.0)
+    ).config
+    rope = replace(plain.rope, method=RopeMethod.LINEAR, factor=2.0, alpha=3.0)
+    assert changed == replace(plain, max_seq_len=99, rope=rope)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        LoadOptions(rope_factor=0.0),
+        LoadOptions(rope_alpha=float("nan")),
+        LoadOptions(rope_alpha=float("inf")),
+        LoadOptions(max_seq_len=-1),
+    ],
+    ids=str,
+)
+def test_senseless_options_are_refused(folder: Path, options: LoadOptions) -> None:
+    with pytest.raises(RequestError):
+        load_model(str(folder), options)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    folder = save(tiny_llama(vocab_size=200), tmp_path)
+    with pytest.raises(TokenizerError, match="200"):
+        load_model(str(folder))
+
+
+def test_tied_embeddings_are_in_memory_once(tmp_path: Path) -> None:
+    tied = load_model(str(save(tiny_llama(tie_word_embeddings=True), tmp_path / "tied")))
+    untied = load_model(str(save(tiny_llama(), tmp_path / "untied")))
+    one_copy = 304 * 72 * 4  # 300 rows in panels of 16
+    assert untied.weights_bytes - tied.weights_bytes == one_copy
+
+
+def test_weights_that_cannot_fit_are_refused_with_the_numbers() -> None:
+    check_memory(100, None, "m")
+    check_memory(100, 100, "m")
+    with pytest.raises(OutOfMemoryError, match=r"3 MiB.*2 MiB free"):
+        check_memory(3 << 20, 2 << 20, "m")
+
+
+def test_a_description_counts_what_the_model_holds(tmp_path: Path) -> None:
+    model = tiny_gemma3().to(torch.bfloat16)
+    folder = save(model, tmp_path)
+    described = describe_model(str(folder))
+    assert described.parameters == sum(p.numel() for p in model.parameters())
+    assert described.bits_per_weight == 16.0
+    assert [layer.name for layer in described.layers] == [
+        "embed_tokens",
+        *(f"layer {i}" for i in range(4)),
+        "norm",
+    ]
+    assert (
+        described.memory_bytes(100) == described.weights_bytes_in_memory + 100 * 4 * 2 * 2 * 20 * 2
+    )
+    assert described.tokenizer.vocab_size == byte_tokenizer().get_vocab_size()
+    assert not described.has_template
+    assert described.unused_tensors == ()
