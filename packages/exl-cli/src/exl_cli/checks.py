@@ -67,8 +67,11 @@ def _libraries() -> Iterator[Check]:
     for name, module in LIBRARIES.items():
         if importlib.util.find_spec(module) is None:
             yield Check(name, "broken", "missing", f"python -m pip install {name}")
-        else:
+            continue
+        try:
             yield Check(name, "ok", version(name))
+        except PackageNotFoundError:
+            yield Check(name, "ok", "present, of an unknown version")
 
 
 def _kernels() -> Iterator[Check]:

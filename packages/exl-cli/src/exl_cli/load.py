@@ -6,10 +6,10 @@ bar, on a terminal.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from exl_core.cache.format import PAGE_SIZE
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError, TemplateError
@@ -30,7 +30,6 @@ class Runtime:
     loaded: LoadedModel
     engine: Engine
     ctx_size: int
-    _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
     @property
     def name(self) -> str:
@@ -65,16 +64,29 @@ class Runtime:
         sampler: SamplerParams,
         stop: Sequence[str],
     ) -> Request:
-        """`max_tokens` None: until the context is full."""
+        """`max_tokens` None: until the context is full. The reply never outgrows the context."""
+        room = self.ctx_size - len(token_ids)
+        if room < 1:
+            raise RequestError(
+                f"the prompt has {len(token_ids)} tokens and leaves no room for a reply",
+                expected=f"at most {self.ctx_size - 1} tokens, for a context of {self.ctx_size}",
+                got=len(token_ids),
+                next_step=self._advice(),
+            )
         tokenizer, config = self.loaded.tokenizer, self.loaded.config
         return Request(
             prompt_ids=tuple(token_ids),
-            max_tokens=max_tokens,
+            max_tokens=room if max_tokens is None else min(max_tokens, room),
             sampler=sampler,
             stop_ids=frozenset(tokenizer.eos_ids) | frozenset(config.eos_ids),
             stop_strings=tuple(stop),
-            request_id=f"cli-{next(self._numbers)}",
         )
+
+    def _advice(self) -> str:
+        longest = self.loaded.config.max_seq_len
+        if self.ctx_size == longest:
+            return "Shorten it; the model was made for no more."
+        return f"Shorten it, or give more room with --ctx-size (at most {longest})."
 
 
 def load_quietly(spec: str | None, threads: int | None, *, is_quiet: bool) -> LoadedModel:
@@ -88,7 +100,8 @@ def open_runtime(
 ) -> Runtime:
     loaded = load_quietly(spec, threads, is_quiet=is_quiet)
     ctx = settle_ctx_size(ctx_size, loaded.config.max_seq_len)
-    engine = Engine(loaded.model, loaded.tokenizer, EngineOptions(cache_tokens=ctx, max_batch=1))
+    options = EngineOptions(cache_tokens=max(ctx, PAGE_SIZE), max_batch=1)
+    engine = Engine(loaded.model, loaded.tokenizer, options)
     return Runtime(loaded, engine, ctx)
 
 

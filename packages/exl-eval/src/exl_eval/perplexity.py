@@ -1,8 +1,8 @@
 """Perplexity of a text under a model, in the style of the papers.
 
-The text is tokenized once, with no special tokens added, and cut into disjoint windows of `ctx` tokens;
-what is left at the end is dropped. Of each window all tokens but the first are scored, each given
-the ones before it in its window. Where BOS goes is a choice of its own (`BosRule`). Knows the
+The text is tokenized once, with no special tokens added, and cut into disjoint windows of `ctx`
+tokens; what is left at the end is dropped. Of each window all tokens but the first are scored, each
+given the ones before it in its window. Where BOS goes is a choice of its own (`BosRule`). Knows the
 scorer and the tokenizer; neither progress bars nor options.
 """
 

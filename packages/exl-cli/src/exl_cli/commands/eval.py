@@ -85,7 +85,8 @@ def _show(result: PerplexityResult, text: Path) -> None:
             "text": f"{text}, {format_bytes(result.text_bytes)}, {result.text_tokens} tokens",
             "text sha256": result.text_sha256,
             "tokenizer sha256": result.tokenizer_sha256,
-            "model": f"{result.model}, {result.dtype} weights, {result.kv_format} cache",
+            "model": f"{result.model}, {format_bytes(result.weights_bytes)} in memory, "
+            f"{result.kv_format} cache",
             "time": f"{result.seconds:.1f} s, {result.tokens_per_s:.0f} tokens/s",
         }
     )

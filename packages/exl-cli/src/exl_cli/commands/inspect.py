@@ -123,7 +123,7 @@ def _as_dict(tensor: TensorDescription) -> dict[str, object]:
 def _show(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> None:
     from exl_cli.render import print_answer
 
-    parts = [_facts(model), "", _layers(model), "", _memory(model, ctx)]
+    parts: list[Table | str] = [_facts(model), "", _layers(model), "", _memory(model, ctx)]
     if with_tensors:
         parts += ["", _tensors(model.tensors)]
         if model.unused_tensors:

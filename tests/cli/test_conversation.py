@@ -1,0 +1,64 @@
+"""Which turns of a conversation still fit."""
+
+from __future__ import annotations
+
+import pytest
+from exl_cli.conversation import Conversation
+from exl_core.errors import RequestError
+
+
+def encode(messages) -> list[int]:
+    """A token for each character."""
+    return [ord(char) for message in messages for char in message["content"]]
+
+
+def text(conversation: Conversation) -> str:
+    return "".join(message["content"] for message in conversation.messages)
+
+
+@pytest.fixture
+def long() -> Conversation:
+    conversation = Conversation("SYSTEM")
+    for number in range(4):
+        conversation.say(f"question{number}")
+        conversation.answer(f"answer{number}")
+    conversation.say("last")
+    return conversation
+
+
+def test_nothing_is_dropped_while_it_fits(long: Conversation) -> None:
+    everything = text(long)
+    assert long.fit(encode, len(everything) + 10, 10) == [ord(char) for char in everything]
+    assert long.dropped_turns == 0
+
+
+def test_oldest_turns_go_first_and_the_system_prompt_stays(long: Conversation) -> None:
+    everything = text(long)
+    long.fit(encode, len(everything) + 10, 11)
+    assert text(long) == everything.replace("question0answer0", "")
+    assert long.dropped_turns == 1
+    assert [message["role"] for message in long.messages[:2]] == ["system", "user"]
+
+
+def test_the_last_message_takes_the_room_of_the_reply(long: Conversation) -> None:
+    assert long.fit(encode, len("SYSTEMlast") + 1, 50) == encode([{"content": "SYSTEMlast"}])
+    assert long.dropped_turns == 4
+
+
+def test_a_message_that_never_fits_is_refused_with_numbers(long: Conversation) -> None:
+    with pytest.raises(RequestError, match=r"at most 9 tokens.*got 10"):
+        long.fit(encode, 10, 5)
+
+
+def test_take_back_leaves_what_was_before() -> None:
+    conversation = Conversation(None)
+    conversation.say("a")
+    conversation.answer("b")
+    conversation.say("c")
+    conversation.take_back()
+    assert text(conversation) == "ab"
+
+
+def test_clear_keeps_the_system_prompt(long: Conversation) -> None:
+    long.clear()
+    assert text(long) == "SYSTEM"

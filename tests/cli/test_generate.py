@@ -1,0 +1,144 @@
+"""`exl generate` with a tiny model: what goes to stdout, what --json holds, what stops it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+GREEDY = ("--temp", "0")
+
+
+@pytest.fixture
+def generate(exl, tiny_llama_dir: Path):
+    """`generate(*args)` with the tiny model."""
+    return lambda *args, **kwargs: exl("generate", "-m", tiny_llama_dir, *args, **kwargs)
+
+
+@pytest.fixture
+def generate_json(generate):
+    def run(*args: object, **kwargs: bytes) -> dict[str, object]:
+        done = generate("--json", *args, **kwargs)
+        assert (done.code, done.err) == (0, "")
+        assert done.out.count("\n") == 1
+        return json.loads(done.out)
+
+    return run
+
+
+def test_stdout_is_the_text_and_nothing_else(generate, generate_json) -> None:
+    args = ("-p", "Hello", "-n", 24, *GREEDY)
+    answer = generate_json(*args)
+    plain = generate(*args)
+    assert (plain.code, plain.err) == (0, "")
+    assert plain.out == answer["text"] != ""
+
+
+def test_json_holds_everything(generate_json, tiny_llama_dir: Path) -> None:
+    answer = generate_json("-p", "Hello", "-n", 24, "--seed", 7)
+    assert set(answer) == {
+        *("schema_version", "model", "text", "token_ids", "finish_reason", "stopped_by", "seed"),
+        *("usage", "timings"),
+    }
+    assert answer["schema_version"] == 1
+    assert answer["model"] == tiny_llama_dir.name
+    assert answer["seed"] == 7
+    assert answer["finish_reason"] in ("length", "stop")
+    usage = answer["usage"]
+    assert usage["prompt_tokens"] == len("Hello")
+    assert usage["completion_tokens"] == len(answer["token_ids"]) <= 24
+    assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
+    timings = answer["timings"]
+    assert set(timings) == {"load_s", "prefill_s", "prefill_tok_s", "decode_s", "decode_tok_s"}
+    assert all(value >= 0 for value in timings.values())
+
+
+def test_a_drawn_seed_is_named_and_repeats_the_text(generate_json) -> None:
+    first = generate_json("-p", "Hello", "-n", 16)
+    again = generate_json("-p", "Hello", "-n", 16, "--seed", first["seed"])
+    other = generate_json("-p", "Hello", "-n", 16)
+    assert again["token_ids"] == first["token_ids"]
+    assert other["seed"] != first["seed"]
+    assert other["token_ids"] != first["token_ids"]
+
+
+def test_length_is_what_n_says(generate_json) -> None:
+    answer = generate_json("-p", "Hello", "-n", 5, *GREEDY)
+    assert len(answer["token_ids"]) == 5
+    assert answer["finish_reason"] == "length"
+
+
+def test_no_limit_fills_the_context(generate_json) -> None:
+    answer = generate_json("-p", "Hello", "-n", -1, "-c", 40, "--seed", 3)
+    filled = answer["usage"]["total_tokens"]
+    assert filled == 40 if answer["finish_reason"] == "length" else filled <= 40
+
+
+def test_stop_text_ends_the_reply_and_is_not_part_of_it(generate_json) -> None:
+    whole = generate_json("-p", "Hello", "-n", 24, *GREEDY)["text"]
+    stop = whole[6:8]
+    answer = generate_json("-p", "Hello", "-n", 24, *GREEDY, "--stop", "\0never", "--stop", stop)
+    assert answer["text"] == whole[: whole.index(stop)]
+    assert (answer["finish_reason"], answer["stopped_by"]) == ("stop", stop)
+
+
+def test_prompt_from_everywhere_is_the_same_prompt(generate_json, generate, tmp_path: Path) -> None:
+    path = tmp_path / "prompt.txt"
+    path.write_text("Hello\nyou\n", encoding="utf-8")
+    args = ("-n", 12, *GREEDY)
+    texts = {
+        generate_json("-p", "Hello\nyou", *args)["text"],
+        generate_json("-f", path, *args)["text"],
+        generate_json(*args, stdin=b"Hello\nyou\n")["text"],
+        generate_json("-p", "-", *args, stdin=b"Hello\nyou\n")["text"],
+        generate_json("-p", "Hello", *args, stdin=b"you\n")["text"],
+    }
+    assert len(texts) == 1
+
+
+def test_chat_applies_the_template(generate_json) -> None:
+    plain = generate_json("-p", "<s>[user]Hello[assistant]", "--parse-special", "-n", 8, *GREEDY)
+    chat = generate_json("--chat", "-p", "Hello", "-n", 8, *GREEDY)
+    assert chat["usage"]["prompt_tokens"] == 1 + len("[user]Hello[assistant]")
+    assert chat["token_ids"] == plain["token_ids"]
+    system = generate_json("--chat", "--system", "Be brief", "-p", "Hello", "-n", 1)
+    assert system["usage"]["prompt_tokens"] == 1 + len("[system]Be brief[user]Hello[assistant]")
+
+
+def test_special_text_in_a_prompt_is_text(generate_json) -> None:
+    assert generate_json("-p", "</s>", "-n", 1)["usage"]["prompt_tokens"] == 4
+    special = generate_json("-p", "</s>", "--parse-special", "-n", 1)
+    assert special["usage"]["prompt_tokens"] == 1
+
+
+def test_a_prompt_longer_than_the_context_has_the_numbers(generate) -> None:
+    line = generate("-p", "x" * 600, "-n", 4).error_line(2)
+    assert "600 tokens" in line
+    assert "512" in line
+    line = generate("-p", "x" * 64, "-c", 64).error_line(2)
+    assert "at most 63 tokens" in line
+    assert "at most 512" in line
+
+
+def test_a_context_longer_than_the_models_is_refused(generate) -> None:
+    line = generate("-p", "x", "-c", 513).error_line(2)
+    assert "512" in line
+
+
+def test_chat_without_a_template_says_so(exl, damaged_dir: Path) -> None:
+    (damaged_dir / "chat_template.jinja").unlink()
+    line = exl("generate", "-m", damaged_dir, "--chat", "-p", "Hello").error_line(3)
+    assert "no chat template" in line
+
+
+def test_a_template_that_is_broken_says_so(exl, damaged_dir: Path) -> None:
+    (damaged_dir / "chat_template.jinja").write_text("{% if %}", encoding="utf-8")
+    line = exl("generate", "-m", damaged_dir, "--chat", "-p", "Hello").error_line(3)
+    assert "template" in line
+
+
+def test_model_may_be_an_argument(exl, tiny_llama_dir: Path) -> None:
+    done = exl("generate", tiny_llama_dir, "-p", "Hello", "-n", 4, *GREEDY)
+    assert (done.code, done.err) == (0, "")
+    assert done.out

@@ -1,0 +1,94 @@
+"""Help is quick, complete, and does not pay for torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+import pytest
+from exl_cli.main import main
+
+VERBS = (
+    ("generate",),
+    ("chat",),
+    ("eval", "perplexity"),
+    ("inspect", "model"),
+    ("doctor",),
+)
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=" ".join)
+def test_every_verb_has_help_with_examples(verb: tuple[str, ...], exl) -> None:
+    done = exl(*verb, "--help")
+    assert (done.code, done.err) == (0, "")
+    assert f"exl {' '.join(verb)}" in done.out.partition("Examples:")[2]
+
+
+def test_no_arguments_print_the_help(exl) -> None:
+    done = exl()
+    assert (done.code, done.err) == (0, "")
+    assert done.out == exl("--help").out
+    for verb in VERBS:
+        assert verb[0] in done.out
+    for code in ("130", "141"):
+        assert code in done.out
+
+
+def test_version(exl) -> None:
+    done = exl("--version")
+    assert done.code == 0
+    assert done.out.startswith("exl ")
+
+
+@pytest.mark.parametrize("args", [(), *VERBS], ids=lambda args: " ".join(args) or "exl")
+def test_help_does_not_import_torch(args: tuple[str, ...]) -> None:
+    script = (
+        "import sys\n"
+        "from exl_cli.main import main\n"
+        "code = main([*sys.argv[1:], '--help'])\n"
+        "assert code == 0\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'exl_core.load'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, *args], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_help_starts_in_well_under_a_second() -> None:
+    def seconds() -> float:
+        started = time.perf_counter()
+        subprocess.run(
+            [sys.executable, "-m", "exl_cli", "generate", "--help"], capture_output=True, check=True
+        )
+        return time.perf_counter() - started
+
+    assert min(seconds() for _ in range(3)) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (["generate", "--bogus"], "No such option: --bogus"),
+        (["generate", "--temp", "warm", "-p", "x"], "--temp"),
+        (["generate", "-n", "-2", "-p", "x"], "--max-tokens"),
+        (["eval"], "Missing command"),
+        (["eval", "perplexity"], "--text"),
+        (["serve"], "serve"),
+    ],
+)
+def test_usage_errors_are_one_line(args: list[str], expected: str, exl) -> None:
+    line = exl(*args).error_line(2)
+    assert expected in line
+    assert "--help" in line
+
+
+def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_args: object) -> str:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("exl_cli.commands.generate.prompts.read_prompt", broken)
+    with pytest.raises(ZeroDivisionError):
+        main(["generate", "-p", "x"])

@@ -1,0 +1,69 @@
+"""`exl inspect model`: its JSON adds up, its table shows the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def inspect_json(exl):
+    def run(*args: object) -> dict[str, object]:
+        done = exl("inspect", "model", *args, "--json")
+        assert (done.code, done.err) == (0, "")
+        return json.loads(done.out)
+
+    return run
+
+
+def test_default_model(inspect_json, smollm2_path: Path) -> None:
+    model = inspect_json("--tensors")
+    assert model["schema_version"] == 1
+    assert model["path"] == str(smollm2_path)
+    assert (model["format"], model["architecture"]) == ("gguf", "llama")
+    assert model["file_bytes"] == smollm2_path.stat().st_size
+    assert model["parameters"] == pytest.approx(134.5e6, rel=0.01)
+    assert 4.5 < model["bits_per_weight"] < 6.5
+    assert model["config"]["num_layers"] == 30
+    assert model["tokenizer"]["has_chat_template"]
+    assert not model["tokenizer"]["adds_bos"]
+
+
+def test_sizes_add_up(inspect_json) -> None:
+    model = inspect_json("--tensors")
+    layers = model["layers"]
+    assert sum(layer["parameters"] for layer in layers) == model["parameters"]
+    assert sum(tensor["bytes"] for tensor in model["tensors"]) == sum(
+        layer["bytes"] for layer in layers
+    )
+    assert sum(layer["name"].startswith("layer ") for layer in layers) == 30
+    for layer in layers:
+        bits = 8 * layer["bytes"] / layer["parameters"]
+        assert layer["bits_per_weight"] == pytest.approx(bits)
+
+
+def test_memory_at_a_context(inspect_json) -> None:
+    small = inspect_json("--ctx", 1000)["memory"]
+    large = inspect_json("--ctx", 3000)["memory"]
+    assert small["ctx"] == 1000
+    assert large["total_bytes"] - small["total_bytes"] == 2000 * small["kv_bytes_per_token"]
+    assert small["kv_bytes_per_token"] == 30 * 3 * 64 * 2 * 2  # layers, heads, K and V, fp16
+
+
+def test_safetensors_directory(inspect_json, tiny_llama_dir: Path) -> None:
+    model = inspect_json(tiny_llama_dir)
+    assert model["format"] == "safetensors"
+    assert model["bits_per_weight"] == 32
+    assert "tensors" not in model
+    assert set(model["backends"]) == {"cpu", "reference", "cuda"}
+
+
+def test_table_for_people(exl, tiny_llama_dir: Path) -> None:
+    done = exl("inspect", "model", tiny_llama_dir, "--tensors", "--ctx", 256)
+    assert (done.code, done.err) == (0, "")
+    for expected in ("llama", "layer 2", "32.00", "256", "model.layers.0.mlp.down_proj.weight"):
+        assert expected in done.out
+    assert "\x1b" not in done.out
+    assert all(line == line.rstrip() for line in done.out.splitlines())

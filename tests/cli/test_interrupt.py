@@ -1,0 +1,68 @@
+"""Ctrl-C between two steps, in this process: the object of --json and the session survive."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+from exl_cli.interrupt import Interrupt
+from exl_core.engine.engine import Engine
+
+
+@pytest.fixture
+def interrupt_in_step(monkeypatch: pytest.MonkeyPatch):
+    """`interrupt_in_step(n)` sends SIGINT while the n-th step of an engine runs."""
+
+    def at(number: int) -> None:
+        step, count = Engine.step, iter(range(1, 1_000_000))
+
+        def interrupted(engine: Engine):
+            events = step(engine)
+            if next(count) == number:
+                signal.raise_signal(signal.SIGINT)
+            return events
+
+        monkeypatch.setattr(Engine, "step", interrupted)
+
+    return at
+
+
+@pytest.fixture
+def args(tiny_llama_dir: Path) -> tuple[object, ...]:
+    return ("generate", "-m", tiny_llama_dir, "-p", "Hello", "-n", 100, "--seed", 1)
+
+
+def test_json_has_what_came_so_far(exl, args, interrupt_in_step) -> None:
+    interrupt_in_step(5)
+    done = exl(*args, "--json")
+    assert (done.code, done.err) == (130, "")
+    answer = json.loads(done.out)
+    assert answer["finish_reason"] == "cancelled"
+    assert len(answer["token_ids"]) == 5
+
+
+def test_text_so_far_stays(exl, args, interrupt_in_step) -> None:
+    whole = exl(*args)
+    interrupt_in_step(20)
+    done = exl(*args)
+    assert (done.code, done.err) == (130, "")
+    assert whole.out.startswith(done.out)
+    assert whole.out != done.out != ""
+
+
+def test_chat_over_a_pipe_ends(exl, tiny_llama_dir: Path, interrupt_in_step) -> None:
+    interrupt_in_step(5)
+    done = exl("chat", "-m", tiny_llama_dir, "--seed", 1, stdin=b"Hello\nAgain\n")
+    assert (done.code, done.err) == (130, "")
+    assert done.out.count("\n") >= 1
+
+
+def test_the_second_one_raises_and_the_handler_is_put_back() -> None:
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt:
+        signal.raise_signal(signal.SIGINT)
+        assert interrupt.is_set
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before

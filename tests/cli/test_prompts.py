@@ -1,0 +1,141 @@
+"""Where a prompt may come from, how parts combine, and what is refused before any model loads."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from exl_cli.prompts import read_prompt
+
+
+@pytest.fixture
+def stdin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """`stdin(b"...")` puts a file with these bytes in the place of stdin."""
+
+    def put(data: bytes) -> None:
+        path = tmp_path / "stdin"
+        path.write_bytes(data)
+        monkeypatch.setattr(sys, "stdin", path.open(encoding="utf-8"))
+
+    yield put
+    if not sys.stdin.closed:
+        sys.stdin.close()
+
+
+def test_prompt_alone(stdin) -> None:
+    stdin(b"")
+    assert read_prompt("Hello", None) == "Hello"
+
+
+def test_piped_text_follows_the_prompt(stdin) -> None:
+    stdin("grüße\nzwei\n".encode())
+    assert read_prompt("Translate:", None) == "Translate:\ngrüße\nzwei"
+
+
+@pytest.mark.parametrize(("prompt", "file"), [(None, None), ("-", None), (None, "-")])
+def test_stdin_alone_loses_one_newline_at_its_end(stdin, prompt, file) -> None:
+    stdin(b" a\n\n")
+    assert read_prompt(prompt, file) == " a\n"
+
+
+def test_file(tmp_path: Path, stdin) -> None:
+    stdin(b"not read")
+    path = tmp_path / "prompt.txt"
+    path.write_bytes("日本\r\nx\n".encode())
+    assert read_prompt(None, str(path)) == "日本\r\nx"
+
+
+def test_stdin_that_is_closed_is_no_prompt() -> None:
+    done = _with_stdin_closed("generate")
+    assert done.returncode == 2
+    assert "no prompt" in done.stderr
+
+
+def test_stdin_that_is_closed_does_not_disturb_a_prompt() -> None:
+    done = _with_stdin_closed("generate", "-p", "x", "-m", "missing-model-dir/x/y")
+    assert done.returncode == 3
+    assert "no such model" in done.stderr
+
+
+def _with_stdin_closed(*args: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", 'exec "$@" <&-', "sh", sys.executable, "-m", "exl_cli", *args],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+@pytest.mark.parametrize(
+    ("args", "data", "expected"),
+    [
+        (("-p", ""), b"", "the prompt is empty"),
+        ((), b"", "the prompt is empty"),
+        (("-f", "/nonexistent/prompt.txt"), b"", "/nonexistent/prompt.txt"),
+        (("-f", "/"), b"", "cannot be read"),
+        ((), b"abc\xff", "byte 0xff at offset 3"),
+        (("-p", "a", "-f", "b"), b"", "-p and -f"),
+        (("-p", "a", "--system", "b"), b"", "--chat"),
+        (("-p", "a", "--chat", "--parse-special"), b"", "--parse-special"),
+        (("-p", "a", "-n", "0"), b"", "-n 1 or more"),
+        (("-p", "a", "--repeat-penalty", "-1"), b"", "repetition_penalty"),
+        (("-p", "a", "--top-p", "0"), b"", "top_p"),
+        (("-p", "a", "--seed", "-1"), b"", "seed"),
+        (("-p", "a", "-m", "one", "two"), b"", "two models"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(
+    args: tuple[str, ...], data: bytes, expected: str, exl
+) -> None:
+    line = exl("generate", *args, stdin=data).error_line(2)
+    assert expected in line
+
+
+def test_bytes_on_the_command_line_that_are_no_text_are_refused(exl) -> None:
+    line = exl("generate", "-p", os.fsdecode(b"ab\xff")).error_line(2)
+    assert "UTF-8" in line
+
+
+def test_a_terminal_without_a_prompt_is_told_what_to_do() -> None:
+    """Never an interactive mode, never a wait for the terminal."""
+    ours, theirs = pty.openpty()
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "exl_cli", "generate"],
+            stdin=theirs,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+    finally:
+        os.close(ours)
+        os.close(theirs)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("\n") == 1
+    assert "exl chat" in done.stderr
+
+
+def test_a_pipe_that_stays_silent_is_mentioned() -> None:
+    """With -p somebody may not know that stdin is read at all."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "exl_cli", "generate", "-p", "x", "-m", "missing-model"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    started = time.monotonic()
+    line = process.stderr.readline()
+    assert "waiting for text on stdin" in line
+    assert time.monotonic() - started < 20
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out) == (3, "")
+    assert err.startswith("exl: error: ")
