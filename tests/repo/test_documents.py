@@ -34,7 +34,7 @@ def test_readme_sets_up_with_sessions_that_exist() -> None:
 
 
 def test_ci_runs_the_second_command_of_the_readme() -> None:
-    assert "\npython3 -m pip install nox && nox -s tests\n" in read(".ci/run")
+    assert re.search(r"^{ python3 -m pip install nox && nox -s tests; }", read(".ci/run"), re.M)
     assert (ROOT / ".ci/run").stat().st_mode & 0o111
 
 

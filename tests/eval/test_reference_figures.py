@@ -1,0 +1,36 @@
+"""Perplexity of real models against an independent implementation (transformers, float32)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from exl_core.load import load_model
+from exl_eval.perplexity import PerplexityOptions, measure_perplexity
+
+
+@pytest.mark.timeout(900)
+def test_smollm2_20_windows_without_bos(smollm2_path: Path, wikitext_path: Path) -> None:
+    figures: dict[int, float] = {}
+    result = measure_perplexity(
+        load_model(str(smollm2_path)),
+        wikitext_path.read_text(encoding="utf-8"),
+        PerplexityOptions(ctx=2048, windows=20),
+        lambda done, _total, perplexity: figures.update({done: perplexity}),
+    )
+    assert result.bos == "none"  # this tokenizer adds none
+    assert result.tokens == 20 * 2047
+    assert figures[10] == pytest.approx(14.942, rel=0.005)
+    assert result.perplexity == pytest.approx(16.390, rel=0.005)
+    assert 0 < result.stderr < 0.3
+
+
+@pytest.mark.timeout(900)
+def test_gemma3_5_windows_with_bos_before_each(gemma3_path: Path, wikitext_path: Path) -> None:
+    result = measure_perplexity(
+        load_model(str(gemma3_path)),
+        wikitext_path.read_text(encoding="utf-8"),
+        PerplexityOptions(ctx=2048, windows=5, bos="each"),
+    )
+    assert result.tokens == 5 * 2047
+    assert result.perplexity == pytest.approx(29.918, rel=0.01)
