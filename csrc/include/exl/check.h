@@ -1,0 +1,39 @@
+// Input checks of the bindings. Kernels check nothing: what reaches them has passed here.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <stdexcept>
+#include <string>
+
+#include "exl/tensor_view.h"
+
+namespace exl {
+
+// Becomes exl_kernels.InputError in Python: an operand that the op's contract does not allow.
+struct InputError : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+constexpr int64_t kAnySize = -1;
+
+// Names an operand in messages: "linear: x".
+struct Operand {
+    const char* op;
+    const char* name;
+};
+
+[[noreturn]] void fail(Operand operand, const std::string& expected, const std::string& got);
+
+std::string describe(const TensorView& view);
+std::string describe_wanted(std::initializer_list<DType> dtypes,
+                            std::initializer_list<int64_t> shape);
+
+// Type, rank and shape; kAnySize matches every size.
+void check(Operand operand, const TensorView& view, std::initializer_list<DType> dtypes,
+           std::initializer_list<int64_t> shape);
+
+// C-contiguous from dimension `first_dim` on; the dimensions before it may have any stride.
+void check_contiguous(Operand operand, const TensorView& view, int first_dim);
+
+}  // namespace exl

@@ -1,0 +1,29 @@
+// One table of ops per instruction set; the set is chosen once, at load.
+#pragma once
+
+#include "exl/ops/attention.h"
+#include "exl/ops/elementwise.h"
+#include "exl/ops/linear.h"
+#include "exl/thread_pool.h"
+
+namespace exl {
+
+struct OpTable {
+    const char* isa;
+    void (*linear)(ThreadPool&, const LinearArgs&);
+    void (*embedding)(ThreadPool&, const EmbeddingArgs&);
+    void (*rms_norm)(ThreadPool&, const RmsNormArgs&);
+    void (*rope)(ThreadPool&, const RopeArgs&);
+    void (*gated_activation)(ThreadPool&, const GatedActivationArgs&);
+    void (*write_kv)(ThreadPool&, const WriteKvArgs&);
+    void (*paged_attention)(ThreadPool&, const AttentionArgs&);
+};
+
+// Tables this processor and operating system can run, slowest first; scalar is always there.
+struct OpTables {
+    const OpTable* tables[4];
+    int count;
+};
+const OpTables& available_tables();
+
+}  // namespace exl

@@ -1,0 +1,36 @@
+// A tensor as it crosses the border: pointer, type, shape, strides. The binding fills it from the
+// attributes of a torch tensor; kernels get plain pointers and sizes out of it.
+#pragma once
+
+#include <cstdint>
+
+namespace exl {
+
+enum class DType : int { f32 = 0, f16 = 1, bf16 = 2, i32 = 3, i64 = 4 };
+
+inline const char* dtype_name(DType dtype) {
+    constexpr const char* names[] = {"float32", "float16", "bfloat16", "int32", "int64"};
+    return names[static_cast<int>(dtype)];
+}
+
+inline int64_t dtype_bytes(DType dtype) {
+    constexpr int64_t sizes[] = {4, 2, 2, 4, 8};
+    return sizes[static_cast<int>(dtype)];
+}
+
+constexpr int kMaxRank = 4;
+
+struct TensorView {
+    void* data = nullptr;
+    DType dtype = DType::f32;
+    int rank = 0;
+    int64_t shape[kMaxRank] = {};
+    int64_t stride[kMaxRank] = {};  // in elements
+
+    template <class T>
+    T* as() const {
+        return static_cast<T*>(data);
+    }
+};
+
+}  // namespace exl

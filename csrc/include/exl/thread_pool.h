@@ -1,0 +1,49 @@
+// Worker threads that share numbered chunks of work with the caller.
+//
+// The caller takes part, so a pool of n has n - 1 workers; they start with the first parallel call.
+// A worker that runs out of work spins for kSpinNs and then sleeps: within a decode step the next
+// op finds it awake, and an idle process costs nothing. Results never depend on the number of
+// threads, because an op's chunks depend on its shapes alone and each writes its own outputs.
+// Two Python threads may use one pool: the second runs its chunks itself. After fork the child
+// starts workers of its own.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+namespace exl {
+
+using ChunkFn = void (*)(void* context, int64_t chunk);
+
+class ThreadPool {
+public:
+    explicit ThreadPool(int threads);
+    ~ThreadPool();
+    ThreadPool(const ThreadPool&) = delete;
+    ThreadPool& operator=(const ThreadPool&) = delete;
+
+    int threads() const { return threads_; }
+
+    // Calls fn(context, i) once for each i in [0, chunks); rethrows the first exception.
+    void run(int64_t chunks, ChunkFn fn, void* context);
+
+    template <class Body>
+    void parallel_for(int64_t chunks, Body&& body) {
+        run(chunks, [](void* context, int64_t chunk) { (*static_cast<Body*>(context))(chunk); },
+            &body);
+    }
+
+private:
+    struct Crew;
+    int threads_;
+    std::atomic<int> crew_ready_{0};  // 1 + number of forks at which crew_ was started
+    std::unique_ptr<Crew> crew_;
+};
+
+// Memory of the calling thread, 64-byte aligned, valid until its next call with the same slot.
+// Grows and stays: ops ask for it on every call. Throws std::bad_alloc.
+void* thread_scratch(int slot, int64_t bytes);
+constexpr int kScratchSlots = 2;
+
+}  // namespace exl

@@ -1,0 +1,106 @@
+// Attribute names are interned and dtype objects remembered: a decode step makes some 350 calls of
+// two to six tensors each, so reading a tensor has to stay well below a microsecond.
+#include "bindings/convert.h"
+
+#include <array>
+#include <string>
+
+namespace exl {
+
+namespace {
+
+struct Names {
+    PyObject* data_ptr = PyUnicode_InternFromString("data_ptr");
+    PyObject* shape = PyUnicode_InternFromString("shape");
+    PyObject* stride = PyUnicode_InternFromString("stride");
+    PyObject* dtype = PyUnicode_InternFromString("dtype");
+    PyObject* is_cpu = PyUnicode_InternFromString("is_cpu");
+};
+
+const Names& names() {
+    static const Names* interned = new Names;  // lives as long as the interpreter
+    return *interned;
+}
+
+struct KnownDType {
+    PyObject* object;
+    DType dtype;
+};
+
+// Dtype objects are singletons; each is identified by its text once and by its address afterwards.
+// Guarded by the GIL.
+std::array<KnownDType, 16> known_dtypes;
+size_t known_dtype_count = 0;
+
+DType learn_dtype(Operand operand, py::handle object) {
+    const std::string text = py::str(object);
+    const std::string name = text.substr(text.find_last_of('.') + 1);
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::i32, DType::i64}) {
+        if (name != dtype_name(dtype)) continue;
+        if (known_dtype_count < known_dtypes.size()) {
+            known_dtypes[known_dtype_count++] = {object.inc_ref().ptr(), dtype};
+        }
+        return dtype;
+    }
+    fail(operand, "float32, float16, bfloat16, int32 or int64", name);
+}
+
+py::object attribute(Operand operand, py::handle tensor, PyObject* name) {
+    PyObject* value = PyObject_GetAttr(tensor.ptr(), name);
+    if (value == nullptr) {
+        PyErr_Clear();
+        fail(operand, "a tensor", Py_TYPE(tensor.ptr())->tp_name);
+    }
+    return py::reinterpret_steal<py::object>(value);
+}
+
+py::object call(Operand operand, py::handle tensor, PyObject* name) {
+    PyObject* value = PyObject_CallMethodNoArgs(tensor.ptr(), name);
+    if (value == nullptr) {
+        if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw py::error_already_set();
+        PyErr_Clear();
+        fail(operand, "a tensor", Py_TYPE(tensor.ptr())->tp_name);
+    }
+    return py::reinterpret_steal<py::object>(value);
+}
+
+void read_sizes(Operand operand, const py::object& sizes, int rank, int64_t* to) {
+    if (!PyTuple_Check(sizes.ptr()) || PyTuple_GET_SIZE(sizes.ptr()) != rank) {
+        fail(operand, "a tensor", "an object whose shape and strides are not tuples of one length");
+    }
+    for (int i = 0; i < rank; ++i) {
+        to[i] = PyLong_AsLongLong(PyTuple_GET_ITEM(sizes.ptr(), i));
+        if (to[i] == -1 && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    }
+}
+
+}  // namespace
+
+DType dtype_of(Operand operand, py::handle object) {
+    for (size_t i = 0; i < known_dtype_count; ++i) {
+        if (known_dtypes[i].object == object.ptr()) return known_dtypes[i].dtype;
+    }
+    return learn_dtype(operand, object);
+}
+
+TensorView view_of(Operand operand, py::handle tensor) {
+    TensorView view;
+    const py::object is_cpu = attribute(operand, tensor, names().is_cpu);
+    if (is_cpu.ptr() != Py_True) {
+        fail(operand, "a tensor on the CPU",
+             "device " + std::string(py::str(tensor.attr("device"))));
+    }
+    view.dtype = dtype_of(operand, attribute(operand, tensor, names().dtype));
+    const py::object shape = attribute(operand, tensor, names().shape);
+    if (!PyTuple_Check(shape.ptr()) || PyTuple_GET_SIZE(shape.ptr()) > kMaxRank) {
+        fail(operand, "at most " + std::to_string(kMaxRank) + " dimensions", py::str(shape));
+    }
+    view.rank = static_cast<int>(PyTuple_GET_SIZE(shape.ptr()));
+    read_sizes(operand, shape, view.rank, view.shape);
+    read_sizes(operand, call(operand, tensor, names().stride), view.rank, view.stride);
+    view.data = PyLong_AsVoidPtr(call(operand, tensor, names().data_ptr).ptr());
+    if (view.data == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+    return view;
+}
+
+}  // namespace exl

@@ -1,0 +1,55 @@
+// y = act(gate) * up.
+//
+// Contract   include/exl/ops/elementwise.h.
+// Accuracy   both activations are x / (1 + e^-t), a few ulp everywhere: GELU's tanh form
+//            0.5 x (1 + tanh u) equals x / (1 + e^-2u) and does not cancel for negative x.
+#include "cpu/ops.h"
+#include "cpu/vec.h"
+
+namespace exl::EXL_ISA {
+
+static inline Vec silu(Vec x) {
+    return div(x, add(set1(1.0f), exp(sub(set1(0.0f), x))));
+}
+
+static inline Vec gelu_tanh(Vec x) {
+    const Vec cubic = fma(mul(mul(x, x), x), set1(0.044715f), x);
+    const Vec exponent = mul(cubic, set1(-1.5957691216057308f));  // -2 sqrt(2 / pi)
+    const Vec grown = exp(exponent);
+    // x / infinity is the right limit, 0, except at -infinity itself, where it would be NaN; the
+    // function's value there is 0 too, but so is torch's NaN: leave it visible.
+    return div(x, add(set1(1.0f), grown));
+}
+
+template <class Act>
+static void gated(ThreadPool& pool, const GatedActivationArgs& args, Act act) {
+    const int64_t blocks_per_row = ceil_div(args.d, kValuesPerChunk / 4);
+    const int64_t items = args.m * blocks_per_row;
+    const int64_t per_item = larger(1, kValuesPerChunk / 4 / larger(1, args.d));
+    pool.parallel_for(ceil_div(items, per_item), [&](int64_t item) {
+        const int64_t last = smaller(items, (item + 1) * per_item);
+        for (int64_t i = item * per_item; i < last; ++i) {
+            const int64_t row = i / blocks_per_row;
+            const int64_t block = i % blocks_per_row;
+            const int64_t first = args.d * block / blocks_per_row;
+            const int64_t end = args.d * (block + 1) / blocks_per_row;
+            const float* gate = args.x + row * args.x_stride + first;
+            const float* up = gate + args.d;
+            float* y = args.y + row * args.d + first;
+            for_lanes(end - first, [&](int64_t j, int count) {
+                const Vec value = act(load_some(gate + j, count));
+                store_some(y + j, mul(value, load_some(up + j, count)), count);
+            });
+        }
+    });
+}
+
+void gated_activation(ThreadPool& pool, const GatedActivationArgs& args) {
+    if (args.gate == Gate::silu) {
+        gated(pool, args, [](Vec x) { return silu(x); });
+    } else {
+        gated(pool, args, [](Vec x) { return gelu_tanh(x); });
+    }
+}
+
+}  // namespace exl::EXL_ISA

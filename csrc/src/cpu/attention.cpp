@@ -1,0 +1,180 @@
+// Paged causal attention: cuts the batch into work items, runs them, joins split ranges of keys.
+//
+// Contract   include/exl/ops/attention.h.
+// Mapping    An item is a block of query rows of one sequence, one kv head (so that its keys and
+//            values are read once for all query heads of the group) and a range of keys. Decode of
+//            a long context has several ranges per head; each leaves (peak, weight, values), and a
+//            second pass joins them. The cut depends on the shapes alone, never on the threads or
+//            on the other sequences, and so do the results.
+// Accuracy   fp32 with online softmax; weights below e^-87 of the peak count as 0.
+#include "cpu/attention_few.h"
+#include "cpu/attention_tiles.h"
+
+namespace exl::EXL_ISA {
+
+// Up to this many query vectors per kv head, dot products beat making panels.
+constexpr int64_t kFewLimit = 16;
+// Keys of one item when a sequence has few rows: 256 keys x 64 x 2 of fp16 are 64 KiB.
+constexpr int64_t kFewSplitKeys = 256;
+// The same for a short chunk; a chunk of kSplitRows rows has enough items of its own.
+constexpr int64_t kTileSplitKeys = 1024;
+constexpr int64_t kSplitRows = 64;
+
+struct Plan {
+    int64_t works = 0;
+    int64_t partial_floats = 0;
+    int64_t scratch_floats = 0;  // of one item
+};
+
+// Calls emit(work) for every work item of the batch, newest rows first within a sequence.
+template <class Emit>
+static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
+    const int64_t group = args.q_heads / args.kv_heads;
+    const int64_t width = padded(args.d);
+    Plan plan;
+    for (int64_t seq = 0; seq < args.seqs; ++seq) {
+        const int64_t first = args.row_starts[seq];
+        const int64_t rows = args.row_starts[seq + 1] - first;
+        if (rows == 0) continue;
+        const bool is_few = rows * group <= kFewLimit;
+        const int64_t block_rows = is_few ? rows : larger(1, kTileVectors / group);
+        const int64_t blocks = ceil_div(rows, block_rows);
+        for (int64_t block = blocks - 1; block >= 0; --block) {
+            Work work{};
+            const int64_t row = rows * block / blocks;
+            work.first_row = first + row;
+            work.rows = rows * (block + 1) / blocks - row;
+            work.position = args.past_lens[seq] + row;
+            work.pages = args.page_table + seq * args.table_width;
+            work.is_few = is_few;
+            const int64_t oldest =
+                args.window > 0 ? larger(0, work.position - args.window + 1) : 0;
+            const int64_t end = work.position + work.rows;
+            const int64_t split_keys = is_few               ? kFewSplitKeys
+                                       : rows <= kSplitRows ? kTileSplitKeys
+                                                            : end - oldest;
+            work.splits = ceil_div(end - oldest, split_keys);
+            work.partial = plan.partial_floats;
+            const int64_t vectors = work.rows * group;
+            if (work.splits > 1) plan.partial_floats += work.splits * vectors * (width + 2);
+            plan.scratch_floats = larger(
+                plan.scratch_floats,
+                vectors * (width + 2) + 64 +
+                    (is_few ? few_scratch_floats(vectors, args.d)
+                            : tiles_scratch_floats(vectors, args.d)));
+            for (work.split = 0; work.split < work.splits; ++work.split) {
+                work.key_begin = oldest + work.split * split_keys;
+                work.key_end = smaller(end, work.key_begin + split_keys);
+                emit(plan.works++, work);
+            }
+        }
+    }
+    return plan;
+}
+
+// Where a split leaves its result: values [splits][vectors][width], then peak and weight
+// [vectors][splits] each.
+struct Partials {
+    float* values;
+    float* peak;
+    float* weight;
+};
+
+static inline Partials partials_of(float* base, const Work& work, int64_t vectors, int64_t width) {
+    float* peak = base + work.splits * vectors * width;
+    return {base, peak, peak + work.splits * vectors};
+}
+
+template <class T>
+static void run_item(const AttentionArgs& args, const Work& work, int64_t kv_head,
+                     int64_t scratch_floats, float* partial_base) {
+    const int64_t vectors = work.rows * (args.q_heads / args.kv_heads);
+    const int64_t width = padded(args.d);
+    float* scratch = static_cast<float*>(thread_scratch(1, scratch_floats * 4));
+    Running run;
+    run.values = scratch;
+    run.peak = run.values + vectors * width;
+    run.weight = run.peak + vectors;
+    float* rest = run.values + ceil_div(vectors * (width + 2), 16) * 16;
+    if (work.is_few) {
+        start(run, vectors, width);
+        attend_few<T>(args, work, kv_head, rest, run);
+    } else {
+        attend_tiles<T>(args, work, kv_head, rest, run);
+    }
+    if (work.splits == 1) return write_result(args, work, kv_head, run);
+    const Partials partials = partials_of(partial_base, work, vectors, width);
+    float* to = partials.values + work.split * vectors * width;
+    for (int64_t i = 0; i < vectors * width; i += kLanes) store(to + i, load(run.values + i));
+    for (int64_t i = 0; i < vectors; ++i) {
+        partials.peak[i * work.splits + work.split] = run.peak[i];
+        partials.weight[i * work.splits + work.split] = run.weight[i];
+    }
+}
+
+// Joins the splits of one block of rows and one kv head, and writes the output.
+static void join_splits(const AttentionArgs& args, const Work& work, int64_t kv_head,
+                        float* partial_base) {
+    const int64_t vectors = work.rows * (args.q_heads / args.kv_heads);
+    const int64_t width = padded(args.d);
+    const Partials partials = partials_of(partial_base, work, vectors, width);
+    float* scratch = static_cast<float*>(thread_scratch(1, (vectors * (width + 2)) * 4));
+    Running run{scratch + vectors * width, scratch + vectors * (width + 1), scratch};
+    start(run, vectors, width);
+    for (int64_t i = 0; i < vectors; ++i) {
+        const float* peaks = partials.peak + i * work.splits;
+        const float* weights = partials.weight + i * work.splits;
+        float peak = -__builtin_inff();
+        for (int64_t s = 0; s < work.splits; ++s) peak = peaks[s] > peak ? peaks[s] : peak;
+        const Vec base = set1(peak == -__builtin_inff() ? 0.0f : peak);
+        float total = 0.0f;
+        float* values = run.values + i * width;
+        for (int64_t s = 0; s < work.splits; ++s) {
+            const Vec factor = exp(sub(set1(peaks[s]), base));
+            float lanes[kLanes];
+            store(lanes, factor);
+            total += weights[s] * lanes[0];
+            const float* from = partials.values + (s * vectors + i) * width;
+            for (int64_t c = 0; c < width; c += kLanes) {
+                store(values + c, fma(load(from + c), factor, load(values + c)));
+            }
+        }
+        run.weight[i] = total;
+    }
+    write_result(args, work, kv_head, run);
+}
+
+template <class T>
+static void attend(ThreadPool& pool, const AttentionArgs& args) {
+    const Plan plan = make_plan(args, [](int64_t, const Work&) {});
+    const int64_t heads = args.kv_heads;
+    const int64_t work_bytes = ceil_div(plan.works * static_cast<int64_t>(sizeof(Work)), 64) * 64;
+    char* shared = static_cast<char*>(
+        thread_scratch(0, work_bytes + heads * plan.partial_floats * 4));
+    Work* works = reinterpret_cast<Work*>(shared);
+    float* partials = reinterpret_cast<float*>(shared + work_bytes);
+    make_plan(args, [&](int64_t i, const Work& work) { works[i] = work; });
+    const auto partial_of = [&](const Work& work, int64_t kv_head) {
+        return partials + kv_head * plan.partial_floats + work.partial;
+    };
+    pool.parallel_for(plan.works * heads, [&](int64_t item) {
+        const Work& work = works[item / heads];
+        run_item<T>(args, work, item % heads, plan.scratch_floats, partial_of(work, item % heads));
+    });
+    if (plan.partial_floats == 0) return;
+    pool.parallel_for(plan.works * heads, [&](int64_t item) {
+        const Work& work = works[item / heads];
+        if (work.splits == 1 || work.split != 0) return;
+        join_splits(args, work, item % heads, partial_of(work, item % heads));
+    });
+}
+
+void paged_attention(ThreadPool& pool, const AttentionArgs& args) {
+    if (args.cache_dtype == DType::f16) {
+        attend<Half>(pool, args);
+    } else {
+        attend<float>(pool, args);
+    }
+}
+
+}  // namespace exl::EXL_ISA

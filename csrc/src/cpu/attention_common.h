@@ -1,0 +1,152 @@
+// What the two attention strategies share: walking pages, one softmax step, the running result.
+#pragma once
+
+#include "cpu/ops.h"
+#include "cpu/vec.h"
+
+namespace exl::EXL_ISA {
+
+// Keys that one step of the online softmax covers; a multiple of the panel width.
+constexpr int64_t kKeyBlock = 64;
+
+static inline int64_t padded(int64_t d) { return ceil_div(d, kPanel) * kPanel; }
+
+// A block of query rows of one sequence against a range of its keys; times every kv head.
+struct Work {
+    int64_t first_row;  // in q
+    int64_t rows;
+    int64_t position;   // of the first row
+    int64_t key_begin;  // this work's part of the keys
+    int64_t key_end;
+    int64_t splits;        // how many works share these rows; 1 writes the output itself
+    int64_t split;         // which of them this is
+    int64_t partial;       // offset of the shared partial results, in floats (per kv head)
+    const int32_t* pages;  // page table of the sequence
+    bool is_few;           // few query vectors: dot products; else tiles
+};
+
+// The rows of one kv head in the cache, by position.
+template <class T>
+struct PagedRows {
+    const T* head;  // of page 0
+    const int32_t* pages;
+    int64_t page_size;
+    int64_t page_stride;
+    int64_t d;
+
+    // Calls body(row, position, count) for each run of rows that lie together.
+    template <class Body>
+    void for_runs(int64_t begin, int64_t end, Body&& body) const {
+        while (begin < end) {
+            const int64_t offset = begin % page_size;
+            const int64_t count = smaller(page_size - offset, end - begin);
+            body(head + pages[begin / page_size] * page_stride + offset * d, begin, count);
+            begin += count;
+        }
+    }
+};
+
+template <class T>
+static inline PagedRows<T> paged_rows(const AttentionArgs& args, const void* cache,
+                                      const Work& work, int64_t kv_head) {
+    const int64_t head_stride = args.page_size * args.d;
+    return {static_cast<const T*>(cache) + kv_head * head_stride, work.pages, args.page_size,
+            args.kv_heads * head_stride, args.d};
+}
+
+// Keys of [begin, begin + count) that a query at `position` sees, relative to begin.
+struct Visible {
+    int64_t first;
+    int64_t last;
+};
+
+static inline Visible visible(int64_t position, int64_t window, int64_t begin, int64_t count) {
+    const int64_t oldest = window > 0 ? larger(0, position - window + 1) : 0;
+    return {larger(0, oldest - begin), smaller(count, position + 1 - begin)};
+}
+
+// Query vector i of a block is head i % group of row i / group. Its result so far:
+// sum_j e^(s_j - peak) v_j in `values`, and the same without v in `weight`.
+struct Running {
+    float* peak;    // [vectors]
+    float* weight;  // [vectors]
+    float* values;  // [vectors, padded(d)]
+};
+
+static inline void start(const Running& run, int64_t vectors, int64_t width) {
+    for (int64_t i = 0; i < vectors; ++i) {
+        run.peak[i] = -__builtin_inff();
+        run.weight[i] = 0.0f;
+    }
+    for (int64_t i = 0; i < vectors * width; i += kLanes) store(run.values + i, set1(0.0f));
+}
+
+// Turns a row of scores into weights e^(s - peak), 0 where the query does not see; updates peak and
+// weight and returns the factor for the values so far. `columns` is a multiple of the panel width.
+// A NaN score makes its weight, and so the result, NaN, whatever the peak.
+static inline float softmax_step(float* scores, int64_t columns, Visible seen, float softcap,
+                                 float& peak, float& weight) {
+    if (seen.first >= seen.last) {
+        for (int64_t j = 0; j < columns; j += kLanes) store(scores + j, set1(0.0f));
+        return 1.0f;
+    }
+    if (softcap > 0.0f) {
+        const Vec cap = set1(softcap);
+        for (int64_t j = 0; j < columns; j += kLanes) {
+            store(scores + j, mul(cap, tanh(div(load(scores + j), cap))));
+        }
+    }
+    const float hidden = -__builtin_inff();
+    for (int64_t j = 0; j < seen.first; ++j) scores[j] = hidden;
+    for (int64_t j = seen.last; j < columns; ++j) scores[j] = hidden;
+    Vec top = set1(peak);
+    for (int64_t j = 0; j < columns; j += kLanes) top = max(load(scores + j), top);
+    const float new_peak = largest(top);
+    // Scores may all be -infinity; subtracting that from itself would invent a NaN.
+    const Vec base = set1(new_peak == hidden ? 0.0f : new_peak);
+    Vec total = set1(0.0f);
+    for (int64_t j = 0; j < columns; j += kLanes) {
+        const Vec w = exp(sub(load(scores + j), base));
+        total = add(total, w);
+        store(scores + j, w);
+    }
+    Vec old[1] = {exp(sub(set1(peak), base))};
+    float factor[kLanes];
+    store(factor, old[0]);
+    weight = weight * factor[0] + sum(total);
+    peak = new_peak;
+    return factor[0];
+}
+
+// q * scale of every query vector of the block, as plain rows [vectors, d].
+static inline void load_queries(const AttentionArgs& args, const Work& work, int64_t kv_head,
+                                float* queries) {
+    const int64_t group = args.q_heads / args.kv_heads;
+    const Vec scale = set1(args.scale);
+    for (int64_t row = 0; row < work.rows; ++row) {
+        const float* from = args.q + (work.first_row + row) * args.q_stride +
+                            kv_head * group * args.d;
+        float* to = queries + row * group * args.d;
+        for_lanes(group * args.d, [&](int64_t i, int count) {
+            store_some(to + i, mul(load_some(from + i, count), scale), count);
+        });
+    }
+}
+
+// values / weight to y[row, head].
+static inline void write_result(const AttentionArgs& args, const Work& work, int64_t kv_head,
+                                const Running& run) {
+    const int64_t group = args.q_heads / args.kv_heads;
+    const int64_t width = padded(args.d);
+    for (int64_t i = 0; i < work.rows * group; ++i) {
+        const Vec weight = set1(run.weight[i]);
+        const float* from = run.values + i * width;
+        float* to = args.y + (work.first_row + i / group) * args.q_heads * args.d +
+                    (kv_head * group + i % group) * args.d;
+        for_lanes(args.d, [&](int64_t j, int count) {
+            store_some(to + j, div(load(from + j), weight), count);
+        });
+    }
+}
+
+}  // namespace exl::EXL_ISA

@@ -1,0 +1,164 @@
+// Attention for few query vectors (decode): dot products against cache rows where they lie.
+//
+// Every key and value is loaded and converted once for all query heads of its kv head. Four keys
+// are scored together, so that one shuffle tree reduces four sums.
+#pragma once
+
+#include "cpu/attention_common.h"
+
+namespace exl::EXL_ISA {
+
+// Query vectors per pass: 4 keys x 4 vectors of sums need half of AVX-512's registers.
+constexpr int kFewVectors = kLanes == 16 ? 4 : 2;
+constexpr int kFewValueVecs = 4;
+
+// scores[v][0..4) for 4 keys; keys past `count` repeat the last one.
+template <int V, class T>
+static inline void score_keys(const float* queries, const T* keys, int64_t count, int64_t d,
+                              float* scores) {
+    const T* key[4];
+    for (int j = 0; j < 4; ++j) key[j] = keys + smaller(j, count - 1) * d;
+    Vec sums[V][4];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) sums[v][j] = set1(0.0f);
+    }
+    const auto step = [&](int64_t i, auto load_at) __attribute__((always_inline)) {
+        Vec k[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) k[j] = load_at(key[j] + i);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+            const Vec q = load_at(queries + v * d + i);
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) sums[v][j] = fma(q, k[j], sums[v][j]);
+        }
+    };
+    int64_t i = 0;
+    for (; i + kLanes <= d; i += kLanes) step(i, [](auto* p) { return load(p); });
+    if (i < d) {
+        const int rest = static_cast<int>(d - i);
+        step(i, [rest](auto* p) { return load_n(p, rest); });
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) sum4(sums[v], scores + v * kKeyBlock);
+}
+
+// values[v][c] = values[v][c] * factor[v] + sum_j weights[v][j] * rows[j][c], kFewValueVecs at once.
+template <int V, int N, class T>
+static inline void add_values(const float* weights, const float* factors, const T* rows,
+                              int64_t count, int64_t d, float* values, int64_t width) {
+    Vec sums[V][N];
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+#pragma GCC unroll 4
+        for (int c = 0; c < N; ++c) {
+            sums[v][c] = mul(load(values + v * width + c * kLanes), set1(factors[v]));
+        }
+    }
+    for (int64_t j = 0; j < count; ++j) {
+        Vec row[N];
+#pragma GCC unroll 4
+        for (int c = 0; c < N; ++c) row[c] = load(rows + j * d + c * kLanes);
+#pragma GCC unroll 4
+        for (int v = 0; v < V; ++v) {
+            const Vec weight = set1(weights[v * kKeyBlock + j]);
+#pragma GCC unroll 4
+            for (int c = 0; c < N; ++c) sums[v][c] = fma(weight, row[c], sums[v][c]);
+        }
+    }
+#pragma GCC unroll 4
+    for (int v = 0; v < V; ++v) {
+#pragma GCC unroll 4
+        for (int c = 0; c < N; ++c) store(values + v * width + c * kLanes, sums[v][c]);
+    }
+}
+
+// The columns past the last whole vector.
+template <class T>
+static inline void add_value_tail(int vectors, const float* weights, const float* factors,
+                                  const T* rows, int64_t count, int64_t d, int rest, float* values,
+                                  int64_t width) {
+    for (int v = 0; v < vectors; ++v) {
+        Vec sum = mul(load(values + v * width), set1(factors[v]));
+        for (int64_t j = 0; j < count; ++j) {
+            sum = fma(set1(weights[v * kKeyBlock + j]), load_n(rows + j * d, rest), sum);
+        }
+        store(values + v * width, sum);
+    }
+}
+
+template <int V, class T>
+static inline void few_values(const float* weights, const float* factors, const T* rows,
+                              int64_t count, int64_t d, float* values, int64_t width) {
+    int64_t c = 0;
+    for (; c + kFewValueVecs * kLanes <= d; c += kFewValueVecs * kLanes) {
+        add_values<V, kFewValueVecs>(weights, factors, rows + c, count, d, values + c, width);
+    }
+    for (; c + kLanes <= d; c += kLanes) {
+        add_values<V, 1>(weights, factors, rows + c, count, d, values + c, width);
+    }
+    if (c < d) {
+        add_value_tail(V, weights, factors, rows + c, count, d, static_cast<int>(d - c), values + c,
+                       width);
+    }
+}
+
+template <int V, class Fn>
+static inline void with_vectors(int64_t vectors, Fn&& fn) {
+    if constexpr (V > 1) {
+        if (vectors < V) return with_vectors<V - 1>(vectors, fn);
+    }
+    fn.template operator()<V>();
+}
+
+static inline int64_t few_scratch_floats(int64_t vectors, int64_t d) {
+    return vectors * (padded(d) + kKeyBlock + 1) + 64;
+}
+
+// One kv head: folds the work's keys into `run`. The keys of a step lie in one page.
+template <class T>
+static void attend_few(const AttentionArgs& args, const Work& work, int64_t kv_head, float* scratch,
+                       const Running& run) {
+    const int64_t group = args.q_heads / args.kv_heads;
+    const int64_t vectors = work.rows * group;
+    const int64_t width = padded(args.d);
+    float* scores = scratch;
+    float* queries = scores + vectors * kKeyBlock;
+    float* factors = queries + vectors * width;
+    load_queries(args, work, kv_head, queries);
+    const PagedRows<T> keys = paged_rows<T>(args, args.key_cache, work, kv_head);
+    const PagedRows<T> values = paged_rows<T>(args, args.value_cache, work, kv_head);
+
+    const auto fold = [&](const T* key_rows, const T* value_rows, int64_t begin, int64_t count) {
+        for (int64_t first = 0; first < vectors; first += kFewVectors) {
+            with_vectors<kFewVectors>(vectors - first, [&]<int V>() {
+                for (int64_t j = 0; j < count; j += 4) {
+                    score_keys<V>(queries + first * args.d, key_rows + j * args.d, count - j,
+                                  args.d, scores + first * kKeyBlock + j);
+                }
+            });
+        }
+        for (int64_t i = 0; i < vectors; ++i) {
+            const Visible seen = visible(work.position + i / group, args.window, begin, count);
+            factors[i] = softmax_step(scores + i * kKeyBlock, ceil_div(count, kPanel) * kPanel,
+                                      seen, args.softcap, run.peak[i], run.weight[i]);
+        }
+        for (int64_t first = 0; first < vectors; first += kFewVectors) {
+            with_vectors<kFewVectors>(vectors - first, [&]<int V>() {
+                few_values<V>(scores + first * kKeyBlock, factors + first, value_rows, count,
+                              args.d, run.values + first * width, width);
+            });
+        }
+    };
+    keys.for_runs(work.key_begin, work.key_end, [&](const T* rows, int64_t begin, int64_t count) {
+        const T* value_rows = values.head + (rows - keys.head);  // both caches have one layout
+        for (int64_t j = 0; j < count; j += kKeyBlock) {
+            fold(rows + j * args.d, value_rows + j * args.d, begin + j,
+                 smaller(kKeyBlock, count - j));
+        }
+    });
+}
+
+}  // namespace exl::EXL_ISA

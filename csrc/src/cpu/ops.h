@@ -1,0 +1,19 @@
+// The ops of the set being compiled; table.cpp puts them into its OpTable.
+#pragma once
+
+#include "exl/op_table.h"
+
+namespace exl::EXL_ISA {
+
+void linear(ThreadPool& pool, const LinearArgs& args);
+void embedding(ThreadPool& pool, const EmbeddingArgs& args);
+void rms_norm(ThreadPool& pool, const RmsNormArgs& args);
+void rope(ThreadPool& pool, const RopeArgs& args);
+void gated_activation(ThreadPool& pool, const GatedActivationArgs& args);
+void write_kv(ThreadPool& pool, const WriteKvArgs& args);
+void paged_attention(ThreadPool& pool, const AttentionArgs& args);
+
+// Activations that one core handles before sharing pays: about 10 us of work.
+constexpr int64_t kValuesPerChunk = 16384;
+
+}  // namespace exl::EXL_ISA

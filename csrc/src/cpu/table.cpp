@@ -1,0 +1,14 @@
+#include "cpu/ops.h"
+
+#define EXL_NAME_OF(isa) EXL_STRING(isa)
+#define EXL_STRING(isa) #isa
+
+namespace exl::EXL_ISA {
+
+extern const OpTable op_table;
+const OpTable op_table = {
+    EXL_NAME_OF(EXL_ISA), linear,   embedding,       rms_norm, rope,
+    gated_activation,     write_kv, paged_attention,
+};
+
+}  // namespace exl::EXL_ISA

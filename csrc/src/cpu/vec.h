@@ -1,0 +1,92 @@
+// The vector type of the set being compiled, and what is the same for all of them. Everything here
+// is static inline inside the set's namespace: a shared inline function would be merged by the
+// linker, and the copy that stays might hold instructions that this processor lacks. For the same
+// reason kernels use no templates of the standard library.
+#pragma once
+
+#include <cstdint>
+
+#ifndef EXL_ISA
+#error "compile per instruction set: -DEXL_ISA=scalar|avx2|avx512"
+#endif
+
+namespace exl::EXL_ISA {
+
+struct Half {
+    uint16_t bits;
+};
+struct BFloat {
+    uint16_t bits;
+};
+
+}  // namespace exl::EXL_ISA
+
+#if defined(EXL_ISA_IS_avx512)
+#include "cpu/vec_avx512.h"
+#elif defined(EXL_ISA_IS_avx2)
+#include "cpu/vec_avx2.h"
+#else
+#include "cpu/vec_scalar.h"
+#endif
+
+namespace exl::EXL_ISA {
+
+static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Calls body(offset, kLanes) for whole vectors of [0, n), then body(offset, rest) once if any.
+template <class Body>
+static inline void for_lanes(int64_t n, Body&& body) {
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes) body(i, kLanes);
+    if (i < n) body(i, static_cast<int>(n - i));
+}
+
+template <class T>
+static inline Vec load_some(const T* p, int count) {
+    return count == kLanes ? load(p) : load_n(p, count);
+}
+template <class T>
+static inline void store_some(T* p, Vec v, int count) {
+    if (count == kLanes) {
+        store(p, v);
+    } else {
+        store_n(p, v, count);
+    }
+}
+
+// e^x to 1 ulp; exactly 0 below -87.33 (where the result would be subnormal, and slow), infinity
+// above 88.73; NaN stays NaN.
+static inline Vec exp(Vec x) {
+    const Vec clamped = min(set1(89.0f), x);  // keeps NaN: second operand
+    const Vec n = round_even(mul(clamped, set1(1.44269504088896341f)));
+    Vec r = fnma(n, set1(0.693359375f), clamped);  // ln 2 in two parts
+    r = fnma(n, set1(-2.12194440e-4f), r);
+    Vec p = set1(1.9875691500e-4f);
+    p = fma(p, r, set1(1.3981999507e-3f));
+    p = fma(p, r, set1(8.3334519073e-3f));
+    p = fma(p, r, set1(4.1665795894e-2f));
+    p = fma(p, r, set1(1.6666665459e-1f));
+    p = fma(p, r, set1(5.0000001201e-1f));
+    p = fma(p, mul(r, r), r);
+    p = add(p, set1(1.0f));
+    return select(less(x, set1(-87.33654f)), set1(0.0f), scale_by_power(p, n));
+}
+
+// To a few ulp: a polynomial near zero, where 1 - 2 / (e^2x + 1) cancels.
+static inline Vec tanh(Vec x) {
+    const Vec a = abs(x);
+    const Vec square = mul(x, x);
+    Vec p = set1(-5.70498872745e-3f);
+    p = fma(p, square, set1(2.06390887954e-2f));
+    p = fma(p, square, set1(-5.37397155531e-2f));
+    p = fma(p, square, set1(1.33314422036e-1f));
+    p = fma(p, square, set1(-3.33332819422e-1f));
+    const Vec small = fma(mul(p, square), x, x);
+    const Vec grown = exp(add(a, a));
+    const Vec large = sub(set1(1.0f), div(set1(2.0f), add(grown, set1(1.0f))));
+    return select(less(a, set1(0.625f)), small, copy_sign(large, x));
+}
+
+}  // namespace exl::EXL_ISA

@@ -1,0 +1,112 @@
+// Eight lanes: AVX2, FMA, F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+#include <cstring>
+
+namespace exl::EXL_ISA {
+
+using Vec = __m256;
+using Mask = __m256;
+constexpr int kLanes = 8;
+// 6 x 2 sums, 2 weights and a broadcast fill 15 of 16 registers.
+constexpr int kTileRows = 6;
+constexpr int kTilePanels = 1;
+
+static inline Vec set1(float x) { return _mm256_set1_ps(x); }
+static inline Vec load(const float* p) { return _mm256_loadu_ps(p); }
+static inline Vec load(const Half* p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+static inline Vec load(const BFloat* p) {
+    const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
+}
+static inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
+static inline void store(Half* p, Vec v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+// Partial forms, 0 < count < kLanes; missing lanes read as zero and are not written.
+template <class T>
+static inline Vec load_n(const T* p, int count) {
+    T whole[kLanes] = {};
+    std::memcpy(static_cast<void*>(whole), p, sizeof(T) * static_cast<unsigned>(count));
+    return load(whole);
+}
+template <class T>
+static inline void store_n(T* p, Vec v, int count) {
+    T whole[kLanes];
+    store(whole, v);
+    std::memcpy(static_cast<void*>(p), whole, sizeof(T) * static_cast<unsigned>(count));
+}
+
+static inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+static inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+static inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+static inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+static inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+static inline Vec fnma(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }
+// The second operand if either is NaN.
+static inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
+static inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+static inline Vec round_even(Vec a) {
+    return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+static inline Mask less(Vec a, Vec b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
+static inline Vec select(Mask m, Vec yes, Vec no) { return _mm256_blendv_ps(no, yes, m); }
+static inline Vec abs(Vec a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+static inline Vec copy_sign(Vec magnitude, Vec sign) {
+    const Vec bit = _mm256_set1_ps(-0.0f);
+    return _mm256_or_ps(_mm256_andnot_ps(bit, magnitude), _mm256_and_ps(bit, sign));
+}
+// x * 2^n for whole n in [-254, 254]; a NaN x stays NaN whatever n is.
+static inline Vec scale_by_power(Vec x, Vec n) {
+    const __m256i whole = _mm256_cvtps_epi32(n);
+    const __m256i half = _mm256_srai_epi32(whole, 1);
+    const __m256i bias = _mm256_set1_epi32(127);
+    const __m256i a = _mm256_slli_epi32(_mm256_add_epi32(half, bias), 23);
+    const __m256i b = _mm256_slli_epi32(_mm256_add_epi32(_mm256_sub_epi32(whole, half), bias), 23);
+    return mul(mul(x, _mm256_castsi256_ps(a)), _mm256_castsi256_ps(b));
+}
+static inline float sum(Vec a) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+static inline float largest(Vec a) {
+    __m128 s = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+    s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+// out[i] = sum of v[i].
+static inline void sum4(const Vec v[4], float out[4]) {
+    const Vec a = _mm256_hadd_ps(v[0], v[1]);
+    const Vec b = _mm256_hadd_ps(v[2], v[3]);
+    const Vec c = _mm256_hadd_ps(a, b);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1)));
+}
+// out[i * stride + j] = in[j][i] for 8 x 8.
+static inline void transpose_block(const Vec in[kLanes], float* out, int64_t stride) {
+    Vec a[8], b[8];
+    for (int i = 0; i < 4; ++i) {
+        a[2 * i] = _mm256_unpacklo_ps(in[2 * i], in[2 * i + 1]);
+        a[2 * i + 1] = _mm256_unpackhi_ps(in[2 * i], in[2 * i + 1]);
+    }
+    for (int i = 0; i < 2; ++i) {
+        b[4 * i] = _mm256_shuffle_ps(a[4 * i], a[4 * i + 2], 0x44);
+        b[4 * i + 1] = _mm256_shuffle_ps(a[4 * i], a[4 * i + 2], 0xee);
+        b[4 * i + 2] = _mm256_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0x44);
+        b[4 * i + 3] = _mm256_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0xee);
+    }
+    for (int i = 0; i < 4; ++i) {
+        store(out + i * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
+        store(out + (i + 4) * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
+    }
+}
+static inline void prefetch(const void* p) {
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+
+}  // namespace exl::EXL_ISA

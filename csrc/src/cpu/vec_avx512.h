@@ -1,0 +1,114 @@
+// Sixteen lanes: AVX-512 F, BW, VL, DQ.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cstdint>
+
+namespace exl::EXL_ISA {
+
+using Vec = __m512;
+using Mask = __mmask16;
+constexpr int kLanes = 16;
+// 14 x 2 sums, 2 weights and a broadcast fill 31 of 32 registers.
+constexpr int kTileRows = 14;
+constexpr int kTilePanels = 2;
+
+static inline Vec set1(float x) { return _mm512_set1_ps(x); }
+static inline Vec load(const float* p) { return _mm512_loadu_ps(p); }
+static inline Vec load(const Half* p) {
+    return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+static inline Vec widen(__m256i raw) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16));
+}
+static inline Vec load(const BFloat* p) {
+    return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+static inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
+static inline void store(Half* p, Vec v) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                        _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+// Partial forms, 0 < count < kLanes; missing lanes read as zero and are not written.
+static inline Mask first(int count) { return static_cast<Mask>((1u << count) - 1); }
+static inline Vec load_n(const float* p, int count) {
+    return _mm512_maskz_loadu_ps(first(count), p);
+}
+static inline Vec load_n(const Half* p, int count) {
+    return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), p));
+}
+static inline void store_n(float* p, Vec v, int count) {
+    _mm512_mask_storeu_ps(p, first(count), v);
+}
+static inline void store_n(Half* p, Vec v, int count) {
+    _mm256_mask_storeu_epi16(p, first(count), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+
+static inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+static inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+static inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+static inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+static inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+static inline Vec fnma(Vec a, Vec b, Vec c) { return _mm512_fnmadd_ps(a, b, c); }
+// The second operand if either is NaN.
+static inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
+static inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+static inline Vec round_even(Vec a) {
+    return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+static inline Mask less(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ); }
+static inline Vec select(Mask m, Vec yes, Vec no) { return _mm512_mask_blend_ps(m, no, yes); }
+static inline Vec abs(Vec a) { return _mm512_abs_ps(a); }
+static inline Vec copy_sign(Vec magnitude, Vec sign) {
+    const Vec bit = _mm512_set1_ps(-0.0f);
+    return _mm512_or_ps(_mm512_andnot_ps(bit, magnitude), _mm512_and_ps(bit, sign));
+}
+// x * 2^n for whole n.
+static inline Vec scale_by_power(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
+static inline __m256 fold(Vec a) {
+    return _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+}
+static inline float sum(Vec a) {
+    const __m256 f = fold(a);
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(f), _mm256_extractf128_ps(f, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+static inline float largest(Vec a) { return _mm512_reduce_max_ps(a); }
+// out[i] = sum of v[i].
+static inline void sum4(const Vec v[4], float out[4]) {
+    const __m256 a = _mm256_hadd_ps(fold(v[0]), fold(v[1]));
+    const __m256 b = _mm256_hadd_ps(fold(v[2]), fold(v[3]));
+    const __m256 c = _mm256_hadd_ps(a, b);
+    _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(c), _mm256_extractf128_ps(c, 1)));
+}
+// out[i * stride + j] = in[j][i] for 16 x 16.
+static inline void transpose_block(const Vec in[kLanes], float* out, int64_t stride) {
+    Vec a[16], b[16];
+    for (int i = 0; i < 8; ++i) {
+        a[2 * i] = _mm512_unpacklo_ps(in[2 * i], in[2 * i + 1]);
+        a[2 * i + 1] = _mm512_unpackhi_ps(in[2 * i], in[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; ++i) {  // b[4i + c]: column c of each 4 x 4 of rows 4i .. 4i + 3
+        b[4 * i] = _mm512_shuffle_ps(a[4 * i], a[4 * i + 2], 0x44);
+        b[4 * i + 1] = _mm512_shuffle_ps(a[4 * i], a[4 * i + 2], 0xee);
+        b[4 * i + 2] = _mm512_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0x44);
+        b[4 * i + 3] = _mm512_shuffle_ps(a[4 * i + 1], a[4 * i + 3], 0xee);
+    }
+    for (int c = 0; c < 4; ++c) {
+        const Vec low02 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0x88);  // quarters 0, 2 of both
+        const Vec low13 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd);
+        const Vec high02 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0x88);
+        const Vec high13 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0xdd);
+        store(out + c * stride, _mm512_shuffle_f32x4(low02, high02, 0x88));
+        store(out + (4 + c) * stride, _mm512_shuffle_f32x4(low13, high13, 0x88));
+        store(out + (8 + c) * stride, _mm512_shuffle_f32x4(low02, high02, 0xdd));
+        store(out + (12 + c) * stride, _mm512_shuffle_f32x4(low13, high13, 0xdd));
+    }
+}
+static inline void prefetch(const void* p) {
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
+}
+
+}  // namespace exl::EXL_ISA

@@ -1,0 +1,108 @@
+// One lane: the plain form of every vector operation, for any processor and as the reference.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace exl::EXL_ISA {
+
+using Vec = float;
+using Mask = bool;
+constexpr int kLanes = 1;
+// Rows and panels of the matrix microkernel: 2 x 16 sums.
+constexpr int kTileRows = 2;
+constexpr int kTilePanels = 1;
+
+static inline uint32_t bits_of(float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    return u;
+}
+
+static inline float from_bits(uint32_t u) {
+    float x;
+    std::memcpy(&x, &u, 4);
+    return x;
+}
+
+// IEEE binary16 to binary32, exact, subnormals and NaN payloads included.
+static inline float half_to_float(uint16_t h) {
+    const uint32_t sign = uint32_t(h & 0x8000) << 16;
+    const uint32_t exponent = (h >> 10) & 0x1f;
+    const uint32_t mantissa = h & 0x3ff;
+    if (exponent == 0x1f) {
+        const uint32_t quiet = mantissa != 0 ? 0x400000u : 0u;
+        return from_bits(sign | 0x7f800000u | quiet | (mantissa << 13));
+    }
+    if (exponent == 0) {
+        const float magnitude = float(mantissa) * 0x1p-24f;
+        return from_bits(sign | bits_of(magnitude));
+    }
+    return from_bits(sign | ((exponent + 112) << 23) | (mantissa << 13));
+}
+
+// Binary32 to binary16, nearest even; overflow becomes infinity, underflow subnormal.
+static inline uint16_t float_to_half(float x) {
+    const uint32_t u = bits_of(x);
+    const uint16_t sign = uint16_t((u >> 16) & 0x8000);
+    const uint32_t magnitude = u & 0x7fffffff;
+    if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00 | ((magnitude >> 13) & 0x1ff));
+    if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds to 65536 or more
+    if (magnitude < 0x38800000) {
+        // Below the smallest normal: adding 0.5 leaves the half's mantissa in the low bits, rounded.
+        const uint32_t sum = bits_of(from_bits(magnitude) + 0.5f);
+        return uint16_t(sign | (sum - 0x3f000000));
+    }
+    const uint32_t odd = (magnitude >> 13) & 1;
+    return uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + odd) >> 13));
+}
+
+static inline Vec set1(float x) { return x; }
+static inline Vec load(const float* p) { return *p; }
+static inline Vec load(const Half* p) { return half_to_float(p->bits); }
+static inline Vec load(const BFloat* p) { return from_bits(uint32_t(p->bits) << 16); }
+static inline void store(float* p, Vec v) { *p = v; }
+static inline void store(Half* p, Vec v) { p->bits = float_to_half(v); }
+// Partial forms, 0 < count < kLanes: never called with one lane.
+template <class T>
+static inline Vec load_n(const T* p, int) {
+    return load(p);
+}
+template <class T>
+static inline void store_n(T* p, Vec v, int) {
+    store(p, v);
+}
+
+static inline Vec add(Vec a, Vec b) { return a + b; }
+static inline Vec sub(Vec a, Vec b) { return a - b; }
+static inline Vec mul(Vec a, Vec b) { return a * b; }
+static inline Vec div(Vec a, Vec b) { return a / b; }
+static inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+static inline Vec fnma(Vec a, Vec b, Vec c) { return c - a * b; }
+// Like the x86 instructions: the second operand if either is NaN.
+static inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
+static inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
+static inline Vec round_even(Vec a) { return std::nearbyint(a); }
+static inline Mask less(Vec a, Vec b) { return a < b; }
+static inline Vec select(Mask m, Vec yes, Vec no) { return m ? yes : no; }
+static inline Vec abs(Vec a) { return from_bits(bits_of(a) & 0x7fffffff); }
+static inline Vec copy_sign(Vec magnitude, Vec sign) {
+    return from_bits((bits_of(magnitude) & 0x7fffffff) | (bits_of(sign) & 0x80000000));
+}
+// x * 2^n for whole n in [-254, 254]; a NaN x stays NaN whatever n is.
+static inline Vec scale_by_power(Vec x, Vec n) {
+    if (!(n > -254.0f && n < 254.0f)) return x;
+    const int whole = int(n);
+    const int half = whole >> 1;
+    return x * from_bits(uint32_t(half + 127) << 23) * from_bits(uint32_t(whole - half + 127) << 23);
+}
+static inline float sum(Vec a) { return a; }
+static inline float largest(Vec a) { return a; }
+static inline void sum4(const Vec v[4], float out[4]) {
+    for (int i = 0; i < 4; ++i) out[i] = v[i];
+}
+static inline void transpose_block(const Vec in[kLanes], float* out, int64_t) { *out = in[0]; }
+static inline void prefetch(const void*) {}
+
+}  // namespace exl::EXL_ISA

@@ -1,0 +1,151 @@
+"""The compiled ops: allocates outputs, passes tensors to `exl_kernels`, and nothing else.
+
+The only importer of `exl_kernels`. The kernels check their operands (exl_kernels.InputError is a
+ValueError) and release the interpreter while they run.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, dtype
+
+from exl_core.errors import BackendError
+from exl_core.ops.table import GateKind, PackedLinear
+
+KERNELS_VERSION = "0.1.0"
+INSTALL = "Install it with: python -m pip install ./csrc (from the repository's root)."
+
+try:
+    import exl_kernels
+except ImportError as error:
+    # A missing and a broken library look alike here; the loader's own words tell them apart.
+    raise BackendError(
+        f"the kernel library cannot be loaded: {error}",
+        where="exl_kernels",
+        expected=f"version {KERNELS_VERSION}",
+        next_step=INSTALL,
+    ) from error
+
+if exl_kernels.__version__ != KERNELS_VERSION:
+    raise BackendError(
+        "the kernel library does not match this exl-core",
+        where=exl_kernels.__file__,
+        expected=f"version {KERNELS_VERSION}",
+        got=exl_kernels.__version__,
+        next_step=INSTALL,
+    )
+
+if TYPE_CHECKING:
+    from exl_core.ops.table import OpTable
+
+
+def native_isas() -> tuple[str, ...]:
+    return exl_kernels.available_isas()
+
+
+class NativeTable:
+    """OpTable over the kernels of one instruction set and their threads."""
+
+    def __init__(self, isa: str | None, threads: int) -> None:
+        isas = native_isas()
+        if isa is not None and isa not in isas:
+            raise BackendError(
+                "this machine or build lacks the instruction set",
+                expected=" or ".join(isas),
+                got=isa,
+            )
+        self._ops = exl_kernels.Table(isa or isas[-1], threads)
+
+    @property
+    def name(self) -> str:
+        return f"cpu-{self._ops.isa}"
+
+    @property
+    def threads(self) -> int:
+        return self._ops.threads
+
+    def new_linear(
+        self, out_features: int, in_features: int, dtype: dtype, has_bias: bool = False
+    ) -> PackedLinear:
+        return cast(
+            PackedLinear, exl_kernels.PackedLinear(out_features, in_features, dtype, has_bias)
+        )
+
+    def fill_linear(
+        self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        cast(exl_kernels.PackedLinear, w).fill(row_offset, weight, bias)
+
+    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
+        out = torch.empty(x.shape[0], w.out_features, dtype=torch.float32)
+        self._ops.linear(x, cast(exl_kernels.PackedLinear, w), out)
+        return out
+
+    def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
+        out = torch.empty(token_ids.shape[0], w.in_features, dtype=torch.float32)
+        self._ops.embedding(token_ids, cast(exl_kernels.PackedLinear, w), out)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        out = torch.empty(x.shape, dtype=torch.float32)
+        self._ops.rms_norm(x, weight, eps, out)
+        return out
+
+    def rms_norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        self._ops.rms_norm_heads_(x, weight, eps)
+
+    def rope_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        self._ops.rope_(x, cos, sin)
+
+    def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:
+        rows, columns = gate_up.shape
+        out = torch.empty(rows, columns // 2, dtype=torch.float32)
+        self._ops.gated_activation(gate_up, kind, out)
+        return out
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slots: Tensor,
+    ) -> None:
+        self._ops.write_kv(key, value, key_cache, value_cache, slots)
+
+    def paged_attention(  # noqa: PLR0917 - the op's operands
+        self,
+        q: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        page_table: Tensor,
+        row_starts: Tensor,
+        past_lens: Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        rows, heads, head_dim = q.shape
+        out = torch.empty(rows, heads * head_dim, dtype=torch.float32)
+        self._ops.paged_attention(
+            q,
+            key_cache,
+            value_cache,
+            page_table,
+            row_starts,
+            past_lens,
+            scale,
+            window,
+            softcap,
+            out,
+        )
+        return out
+
+
+if TYPE_CHECKING:
+
+    def _is_an_op_table(table: NativeTable) -> OpTable:
+        return table

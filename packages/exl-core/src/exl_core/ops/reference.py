@@ -1,0 +1,258 @@
+"""The ops in plain torch, float64 inside: slow, short, and what every kernel is judged by."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, dtype
+
+from exl_core.ops.checks import OpInputError, check, check_contiguous, check_range
+from exl_core.ops.table import GateKind, PackedLinear
+
+F32 = (torch.float32,)
+CACHE_TYPES = (torch.float16, torch.float32)
+WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+if TYPE_CHECKING:
+    from exl_core.ops.table import OpTable
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    """Weights as they came: [n, k]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def dtype(self) -> dtype:
+        return self.weight.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+class ReferenceTable:
+    """OpTable by the book. `threads` is carried only: torch's own setting is the process's."""
+
+    name = "reference"
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+
+    def new_linear(
+        self, out_features: int, in_features: int, dtype: dtype, has_bias: bool = False
+    ) -> PackedLinear:
+        if out_features < 1 or in_features < 1 or dtype not in WEIGHT_TYPES:
+            raise OpInputError(f"PackedLinear: {out_features} x {in_features} of {dtype}")
+        bias = torch.zeros(out_features) if has_bias else None
+        return PlainLinear(torch.zeros(out_features, in_features, dtype=dtype), bias)
+
+    def fill_linear(
+        self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        plain = cast(PlainLinear, w)
+        check("fill_linear", "weight", weight, (w.dtype,), None, w.in_features)
+        check_contiguous("fill_linear", "weight", weight)
+        rows = slice(row_offset, row_offset + weight.shape[0])
+        if row_offset < 0 or rows.stop > w.out_features:
+            raise OpInputError(
+                f"fill_linear: row_offset (expected rows within [0, {w.out_features}), got"
+                f" {weight.shape[0]} rows at {row_offset})"
+            )
+        if (bias is None) != (plain.bias is None):
+            raise OpInputError("fill_linear: bias (expected one exactly if the linear has one)")
+        plain.weight[rows] = weight
+        if bias is not None and plain.bias is not None:
+            check("fill_linear", "bias", bias, F32, weight.shape[0])
+            plain.bias[rows] = bias
+
+    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
+        plain = cast(PlainLinear, w)
+        check("linear", "x", x, F32, None, w.in_features)
+        check_contiguous("linear", "x", x, 1)
+        y = x.double() @ plain.weight.double().T
+        return (y if plain.bias is None else y + plain.bias).float()
+
+    def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
+        check("embedding", "token_ids", token_ids, (torch.int64,), None)
+        check_contiguous("embedding", "token_ids", token_ids)
+        check_range("embedding", "token_ids", token_ids, w.out_features)
+        return cast(PlainLinear, w).weight[token_ids].float()
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        check("rms_norm", "x", x, F32, None, None)
+        check_contiguous("rms_norm", "x", x, 1)
+        check("rms_norm", "weight", weight, F32, x.shape[1])
+        return _rms_norm(x, weight, eps)
+
+    def rms_norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        check("rms_norm_heads_", "x", x, F32, None, None, None)
+        check_contiguous("rms_norm_heads_", "x", x, 1)
+        check("rms_norm_heads_", "weight", weight, F32, x.shape[2])
+        x.copy_(_rms_norm(x, weight, eps))
+
+    def rope_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        check("rope_", "x", x, F32, None, None, None)
+        check_contiguous("rope_", "x", x, 1)
+        check("rope_", "cos", cos, F32, x.shape[0], None)
+        check("rope_", "sin", sin, F32, x.shape[0], cos.shape[1])
+        check_contiguous("rope_", "cos", cos)
+        check_contiguous("rope_", "sin", sin)
+        half = cos.shape[1]
+        if 2 * half > x.shape[2]:
+            raise OpInputError(f"rope_: cos (expected at most {x.shape[2] // 2} pairs, got {half})")
+        a = x[..., :half].double()
+        b = x[..., half : 2 * half].double()
+        c = cos[:, None].double()  # [rows, 1, half]
+        s = sin[:, None].double()
+        x[..., :half] = a * c - b * s
+        x[..., half : 2 * half] = b * c + a * s
+
+    def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:
+        check("gated_activation", "gate_up", gate_up, F32, None, None)
+        check_contiguous("gated_activation", "gate_up", gate_up, 1)
+        if gate_up.shape[1] % 2 != 0 or kind not in ("silu", "gelu_tanh"):
+            raise OpInputError(f"gated_activation: {kind} of rows of {gate_up.shape[1]} values")
+        gate, up = gate_up.double().chunk(2, dim=1)
+        if kind == "silu":
+            active = torch.nn.functional.silu(gate)
+        else:
+            active = torch.nn.functional.gelu(gate, approximate="tanh")
+        return (active * up).float()
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slots: Tensor,
+    ) -> None:
+        check("write_kv", "key", key, F32, None, None, None)
+        check("write_kv", "value", value, F32, *key.shape)
+        check_contiguous("write_kv", "key", key, 1)
+        check_contiguous("write_kv", "value", value, 1)
+        rows, heads, d = key.shape
+        check("write_kv", "key_cache", key_cache, CACHE_TYPES, None, heads, None, d)
+        check("write_kv", "value_cache", value_cache, (key_cache.dtype,), *key_cache.shape)
+        check_contiguous("write_kv", "key_cache", key_cache)
+        check_contiguous("write_kv", "value_cache", value_cache)
+        check("write_kv", "slots", slots, (torch.int64,), rows)
+        page_size = key_cache.shape[2]
+        check_range("write_kv", "slots", slots, key_cache.shape[0] * page_size)
+        page, offset = slots // page_size, slots % page_size
+        key_cache[page, :, offset] = key.to(key_cache.dtype)
+        value_cache[page, :, offset] = value.to(value_cache.dtype)
+
+    def paged_attention(  # noqa: PLR0917 - the op's operands
+        self,
+        q: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        page_table: Tensor,
+        row_starts: Tensor,
+        past_lens: Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        _check_attention(q, key_cache, value_cache, page_table, row_starts, past_lens)
+        if window < 0 or not softcap >= 0.0:
+            raise OpInputError(f"paged_attention: window {window} and softcap {softcap}")
+        rows, heads, d = q.shape
+        out = torch.empty(rows, heads, d)
+        for seq in range(page_table.shape[0]):
+            first, last = int(row_starts[seq]), int(row_starts[seq + 1])
+            past = int(past_lens[seq])
+            if first == last:
+                continue
+            end = past + last - first
+            group = heads // key_cache.shape[1]
+            keys = _gather(key_cache, page_table[seq], end).repeat_interleave(group, dim=0)
+            values = _gather(value_cache, page_table[seq], end).repeat_interleave(group, dim=0)
+            queries = q[first:last].double().transpose(0, 1)  # [heads, rows, d]
+            scores = queries @ keys.transpose(1, 2) * scale  # [heads, rows, end]
+            if softcap > 0:
+                scores = softcap * torch.tanh(scores / softcap)
+            position = torch.arange(past, end)[:, None]
+            key = torch.arange(end)
+            seen = key <= position
+            if window > 0:
+                seen &= key > position - window
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            # Values that no row sees may be anything; 0 * NaN is not 0.
+            values = values.masked_fill(~seen.any(0)[None, :, None], 0.0)
+            out[first:last] = (weights @ values).transpose(0, 1)
+        return out.view(rows, heads * d)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.double()
+    factor = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * factor * weight.double()).float()
+
+
+def _gather(cache: Tensor, page_ids: Tensor, end: int) -> Tensor:
+    """The first `end` positions of a sequence: float64 [kv_heads, end, d]."""
+    pages = -(-end // cache.shape[2])
+    rows = cache[page_ids[:pages].long()]  # [pages, kv_heads, page_size, d]
+    return rows.transpose(0, 1).flatten(1, 2)[:, :end].double()
+
+
+def _check_attention(  # noqa: PLR0917 - the op's operands
+    q: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    page_table: Tensor,
+    row_starts: Tensor,
+    past_lens: Tensor,
+) -> None:
+    op = "paged_attention"
+    check(op, "q", q, F32, None, None, None)
+    check_contiguous(op, "q", q, 1)
+    rows, heads, d = q.shape
+    check(op, "key_cache", key_cache, CACHE_TYPES, None, None, None, d)
+    check(op, "value_cache", value_cache, (key_cache.dtype,), *key_cache.shape)
+    check_contiguous(op, "key_cache", key_cache)
+    check_contiguous(op, "value_cache", value_cache)
+    num_pages, kv_heads, page_size, _ = key_cache.shape
+    if kv_heads < 1 or heads % kv_heads != 0:
+        raise OpInputError(f"{op}: {kv_heads} kv heads do not divide {heads} query heads")
+    check(op, "page_table", page_table, (torch.int32,), None, None)
+    check_contiguous(op, "page_table", page_table)
+    seqs = page_table.shape[0]
+    check(op, "row_starts", row_starts, (torch.int32,), seqs + 1)
+    check(op, "past_lens", past_lens, (torch.int32,), seqs)
+    starts = row_starts.tolist()
+    if starts[0] != 0 or starts[-1] != rows or starts != sorted(starts):
+        raise OpInputError(f"{op}: row_starts (expected 0 to {rows} ascending, got {starts})")
+    for seq, past in enumerate(past_lens.tolist()):
+        count = starts[seq + 1] - starts[seq]
+        if count == 0:
+            continue
+        pages = -(-(past + count) // page_size)
+        if past < 0 or pages > page_table.shape[1]:
+            raise OpInputError(
+                f"{op}: past_lens (sequence {seq}: {past} past positions and {count} rows need"
+                f" {pages} pages, the table has {page_table.shape[1]})"
+            )
+        check_range(op, "page_table", page_table[seq, :pages], num_pages)
+
+
+if TYPE_CHECKING:
+
+    def _is_an_op_table(table: ReferenceTable) -> OpTable:
+        return table

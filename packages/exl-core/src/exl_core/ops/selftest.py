@@ -1,0 +1,128 @@
+"""Runs every op of a table on small inputs against the reference; `exl doctor` shows the outcome.
+
+The inputs are fixed, awkward (odd sizes, strided rows, pages out of order) and small: it takes well
+under a second. Errors are relative to the largest value of the right answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exl_core.ops.reference import ReferenceTable
+from exl_core.ops.table import OpTable
+
+EPS = 2.0**-23
+
+
+@dataclass(frozen=True, slots=True)
+class SelfTestResult:
+    """One op: its largest error and how much rounding alone can explain."""
+
+    op: str
+    passed: bool
+    max_error: float
+    bound: float
+
+
+def run_selftest(table: OpTable) -> list[SelfTestResult]:
+    """One result per op, all of them, whatever fails."""
+    reference = ReferenceTable(1)
+    results = []
+    for op, (bound, case) in CASES.items():
+        right = case(reference, torch.Generator().manual_seed(1))
+        got = case(table, torch.Generator().manual_seed(1))
+        error = max(_relative_error(a, b) for a, b in zip(got, right, strict=True))
+        results.append(SelfTestResult(op, error <= bound, error, bound))
+    return results
+
+
+def _relative_error(got: Tensor, right: Tensor) -> float:
+    if got.shape != right.shape:
+        return float("inf")
+    difference = (got.double() - right.double()).abs().max() / right.double().abs().max()
+    return float(difference.nan_to_num(nan=torch.inf))
+
+
+def _normal(generator: torch.Generator, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=generator)
+
+
+def _linear(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    outputs = []
+    for weight_type in (torch.float32, torch.float16, torch.bfloat16):
+        w = table.new_linear(37, 131, weight_type, True)
+        weight = _normal(generator, 37, 131).to(weight_type)
+        table.fill_linear(w, 0, weight, _normal(generator, 37))
+        outputs += [table.linear(_normal(generator, m, 135)[:, :131], w) for m in (1, 5, 40)]
+    return outputs
+
+
+def _embedding(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    w = table.new_linear(37, 131, torch.float16)
+    table.fill_linear(w, 0, _normal(generator, 37, 131).half(), None)
+    return [table.embedding(torch.tensor([36, 0, 17, 36]), w)]
+
+
+def _rms_norm(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    return [table.rms_norm(_normal(generator, 5, 99), _normal(generator, 99), 1e-6)]
+
+
+def _rms_norm_heads(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    x = _normal(generator, 5, 3 * 20 + 7)[:, :60].view(5, 3, 20)
+    table.rms_norm_heads_(x, _normal(generator, 20), 1e-6)
+    return [x]
+
+
+def _rope(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    x = _normal(generator, 5, 3 * 40)[:, :120].view(5, 3, 40)
+    angle = 100 * _normal(generator, 5, 17)
+    table.rope_(x, angle.cos(), angle.sin())
+    return [x]
+
+
+def _gated_activation(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    gate_up = 4 * _normal(generator, 5, 2 * 99)
+    return [table.gated_activation(gate_up, kind) for kind in ("silu", "gelu_tanh")]
+
+
+def _write_kv(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    caches = [torch.zeros(3, 2, 8, 20, dtype=torch.float16) for _ in range(2)]
+    key, value = _normal(generator, 4, 2, 20), _normal(generator, 4, 2, 20)
+    table.write_kv(key, value, *caches, torch.tensor([23, 0, 9, 10]))
+    return caches
+
+
+def _paged_attention(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    outputs = []
+    row_starts = torch.tensor([0, 1, 1, 34], dtype=torch.int32)  # a decode, nothing, a prefill
+    past_lens = torch.tensor([300, 0, 9], dtype=torch.int32)
+    page_table = torch.tensor([[*range(20, 1, -1)], [0] * 19, [21, 1, 0] + [0] * 16])
+    for cache_type in (torch.float16, torch.float32):
+        caches = [_normal(generator, 22, 2, 16, 24).to(cache_type) for _ in range(2)]
+        for window, softcap in ((0, 0.0), (13, 20.0)):
+            q = _normal(generator, 34, 6, 24)
+            tables = (page_table.int(), row_starts, past_lens)
+            outputs.append(
+                table.paged_attention(
+                    q, *caches, *tables, scale=24**-0.5, window=window, softcap=softcap
+                )
+            )
+    return outputs
+
+
+# A sum of k products of normal values is off by at most k roundings of values of its size, and in
+# practice by about sqrt(k); a fourth of the former is far from both noise and any real defect.
+CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]]] = {
+    "linear": (32 * EPS, _linear),
+    "embedding": (0.0, _embedding),
+    "rms_norm": (8 * EPS, _rms_norm),
+    "rms_norm_heads_": (8 * EPS, _rms_norm_heads),
+    "rope_": (4 * EPS, _rope),
+    "gated_activation": (8 * EPS, _gated_activation),
+    "write_kv": (0.0, _write_kv),
+    "paged_attention": (32 * EPS, _paged_attention),
+}

@@ -1,0 +1,145 @@
+"""The ops that a model is made of, as one protocol; which tables there are, and picking one.
+
+Every table computes the same functions: `reference` in plain torch, `cpu` in compiled kernels for
+one instruction set. A table knows tensors, never layers or models.
+
+Activations are float32 on the CPU with a contiguous last dimension; "strided rows" means that the
+rows may lie further apart than their length, as in a view into a fused projection's output.
+An operand that breaks an op's contract is the caller's bug and raises ValueError.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from torch import Tensor, dtype
+
+from exl_core.errors import BackendError
+
+GateKind = Literal["silu", "gelu_tanh"]
+
+
+class PackedLinear(Protocol):
+    """Weights of one linear in the table's own layout; only the table that made it can read it."""
+
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def dtype(self) -> dtype: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+
+class OpTable(Protocol):
+    """What a backend has to offer. Ops ending in `_` work in place."""
+
+    @property
+    def name(self) -> str:
+        """`reference`, or `cpu-` and the instruction set."""
+        ...
+
+    @property
+    def threads(self) -> int: ...
+
+    def new_linear(
+        self, out_features: int, in_features: int, dtype: dtype, has_bias: bool = False
+    ) -> PackedLinear:
+        """Room for weights of float32, float16 or bfloat16; zero until filled."""
+        ...
+
+    def fill_linear(
+        self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        """Copies weight [part, k] (contiguous, of w's dtype) and bias [part] to rows row_offset ..
+
+        Disjoint ranges of rows may be filled by several threads at once.
+        """
+        ...
+
+    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
+        """x [m, k] strided rows -> [m, n], accumulated in float32."""
+        ...
+
+    def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
+        """token_ids int64 [m] -> those rows of w, float32 [m, k]."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [m, d] strided rows -> x / sqrt(mean(x^2) + eps) * weight [m, d]."""
+        ...
+
+    def rms_norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        """x [rows, heads, d] strided rows, each head normed by itself."""
+        ...
+
+    def rope_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """x [rows, heads, d] strided rows; cos, sin [rows, r/2] turn the pairs (i, i + r/2)."""
+        ...
+
+    def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:
+        """gate_up [m, 2d] strided rows -> act(first half) * second half [m, d]."""
+        ...
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slots: Tensor,
+    ) -> None:
+        """key, value [rows, kv_heads, d] strided rows -> caches [pages, kv_heads, page_size, d].
+
+        Caches are float16 or float32; slots int64 [rows] are page_id * page_size + offset.
+        """
+        ...
+
+    def paged_attention(  # noqa: PLR0917 - the op has as many operands as its formula
+        self,
+        q: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        page_table: Tensor,
+        row_starts: Tensor,
+        past_lens: Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """q [rows, q_heads, d] strided rows -> [rows, q_heads * d]; decode and prefill mixed.
+
+        page_table int32 [seqs, pages], row_starts int32 [seqs + 1], past_lens int32 [seqs]. Row r
+        of sequence s has position p = past_lens[s] + r - row_starts[s] and sees keys j <= p, of
+        these only j > p - window if window > 0. Scores are scaled, then capped to
+        softcap * tanh(score / softcap) if softcap > 0, then masked. Query head h reads kv head
+        h // (q_heads // kv_heads). The keys of this pass are already in the cache.
+        """
+        ...
+
+
+def available_isas() -> tuple[str, ...]:
+    """Instruction sets that kernels and processor share, slowest first. BackendError without
+    kernels."""
+    from exl_core.ops.native import native_isas
+
+    return native_isas()
+
+
+def get_table(name: str, *, isa: str | None = None, threads: int) -> OpTable:
+    """`reference`, or `cpu` with the best instruction set unless one is named."""
+    if threads < 1:
+        raise BackendError("a backend needs threads", expected="at least 1", got=threads)
+    if name == "reference":
+        if isa is not None:
+            raise BackendError("the reference backend has no instruction sets", got=isa)
+        from exl_core.ops.reference import ReferenceTable
+
+        return ReferenceTable(threads)
+    if name == "cpu":
+        from exl_core.ops.native import NativeTable
+
+        return NativeTable(isa, threads)
+    raise BackendError("no such backend", expected="cpu or reference", got=name)
