@@ -7,6 +7,7 @@ has a separate head, biases or RoPE factors is passed in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
@@ -99,7 +100,7 @@ def _attention_scale(
     # The 27B Gemma 3 scales by hidden_size / heads; the format has no key for it, so that
     # readers tell the model by its number of layers.
     is_gemma3_27b = arch.name == "gemma3" and layers == GEMMA3_27B_LAYERS
-    return float(hidden_size / heads if is_gemma3_27b else head_dim) ** -0.5
+    return 1.0 / math.sqrt(hidden_size / heads if is_gemma3_27b else head_dim)
 
 
 def _rope(

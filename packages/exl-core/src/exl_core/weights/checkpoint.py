@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -93,10 +94,9 @@ class Checkpoint:
         names = [gguf_name(arch, name)] if is_gguf else checkpoint_names(arch, name)
         found = next((tensors[n] for n in names if n in tensors), None)
         if found is None:
-            some_file = next(iter(tensors.values())).file if tensors else "the checkpoint"
             raise MissingTensorError(
                 f"tensor {names[0]!r} is missing",
-                where=some_file if is_gguf or not tensors else some_file.parent,
+                where=self._place(),
                 expected=f"{list(shape)}, which a {arch.name} model of this configuration has",
                 got=f"{len(tensors)} other tensors",
                 next_step="'exl inspect model PATH --tensors' shows what there is.",
@@ -110,6 +110,11 @@ class Checkpoint:
                 next_step="The weights and the configuration are not of one model.",
             )
         return found
+
+    def _place(self) -> Path | None:
+        """The file, or the folder of the files."""
+        files = {tensor.file for tensor in self._source.tensors.values()}
+        return files.pop() if len(files) == 1 else files.pop().parent if files else None
 
     def _row_order(self, name: str) -> Tensor | None:
         """Rows to read, in order, or None for file order.

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -66,7 +67,7 @@ class SafetensorsSource(TensorSource):
                 expected=", ".join(VALUE_BYTES),
                 got=tensor.storage,
             )
-        stored = self._files[tensor.file].get_slice(name)
+        stored: Any = self._files[tensor.file].get_slice(name)  # type: ignore[no-untyped-call]
         part: Tensor = stored[rows] if isinstance(rows, slice) else stored[:].index_select(0, rows)
         return part.contiguous()
 
