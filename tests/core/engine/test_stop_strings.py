@@ -80,18 +80,21 @@ def test_random_overlapping_strings(pieces: list[str], strings: tuple[str, ...])
     pieces=st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=10),
     strings=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple),
 )
-def test_what_is_shown_never_ends_with_the_beginning_of_a_stop_string(
+def test_no_stop_string_can_begin_in_what_was_shown(
     pieces: list[str], strings: tuple[str, ...]
 ) -> None:
     matcher = StopMatcher(strings)
-    shown = ""
+    text = shown = ""
     for piece in pieces:
         match = matcher.feed(piece)
+        text += piece
         shown += match.text
+        for start in range(len(shown)):
+            rest = text[start:]
+            assert not any(s.startswith(rest) or rest.startswith(s) for s in strings)
         if match.stopped_by is not None:
+            assert text[len(shown) :].startswith(match.stopped_by)
             return
-        for string in strings:
-            assert not any(shown.endswith(string[:n]) for n in range(1, len(string) + 1))
 
 
 def test_text_is_held_no_longer_than_needed() -> None:

@@ -1,0 +1,412 @@
+"""The engine, on a scripted model: what it says, when it stops, and what it survives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core.cache.format import KVFormat
+from exl_core.engine.engine import Engine, EngineOptions
+from exl_core.engine.events import Event, FailEvent, FinishEvent, FinishReason, TextEvent
+from exl_core.engine.request import Request
+from exl_core.errors import OutOfMemoryError, RequestError
+from exl_core.sampling.params import SamplerParams
+from exl_core.sampling.sampler import LogitsError
+from support.scripted import (
+    EOS_ID,
+    VOCAB_SIZE,
+    ByteTokenizer,
+    HashRule,
+    Rule,
+    ScriptedModel,
+    ScriptedShape,
+    always,
+    certain,
+    reply_with,
+)
+
+GREEDY = SamplerParams(temperature=0)
+STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
+
+
+def engine_for(rule: Rule, *, max_seq_len: int = 2048, **options: object) -> Engine:
+    model = ScriptedModel(rule, ScriptedShape(max_seq_len=max_seq_len))
+    return Engine(model, ByteTokenizer(), EngineOptions(**options))  # type: ignore[arg-type]
+
+
+def ask(
+    prompt: str | Sequence[int] = "Q:",
+    *,
+    max_tokens: int | None = 50,
+    stop_strings: tuple[str, ...] = (),
+    sampler: SamplerParams = GREEDY,
+    min_tokens: int = 0,
+    stop_ids: frozenset[int] = frozenset({EOS_ID}),
+) -> Request:
+    ids = tuple(prompt.encode()) if isinstance(prompt, str) else tuple(prompt)
+    return Request(
+        ids,
+        max_tokens=max_tokens,
+        sampler=sampler,
+        stop_ids=stop_ids,
+        stop_strings=stop_strings,
+        min_tokens=min_tokens,
+    )
+
+
+def run_all(engine: Engine, limit: int = 5000) -> list[Event]:
+    events: list[Event] = []
+    for _ in range(limit):
+        if engine.is_idle:
+            return events
+        events += engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+def run_one(engine: Engine, request: Request) -> tuple[list[str], FinishEvent]:
+    engine.submit(request)
+    events = run_all(engine)
+    end = events.pop()
+    assert isinstance(end, FinishEvent)
+    texts = []
+    reported: list[int] = []
+    for event in events:
+        assert isinstance(event, TextEvent)
+        assert event.text
+        texts.append(event.text)
+        reported += event.token_ids
+    assert "".join(texts) == end.text, "the pieces join to the whole"
+    assert tuple(reported) == end.token_ids[: len(reported)]
+    assert engine.pool.num_available == engine.pool.num_pages, "every page was given back"
+    return texts, end
+
+
+def test_a_stop_token_ends_the_reply_and_is_no_part_of_its_text() -> None:
+    texts, end = run_one(engine_for(reply_with("hello")), ask())
+    assert texts == list("hello"), "each token at once"
+    assert (end.reason, end.stopped_by) == (STOP, EOS_ID)
+    assert end.token_ids == (*b"hello", EOS_ID)
+    assert (end.prompt_tokens, end.completion_tokens, end.cached_tokens) == (2, 6, 0)
+
+
+@pytest.mark.parametrize("max_tokens", [1, 3, 5])
+def test_max_tokens_is_exact(max_tokens: int) -> None:
+    _, end = run_one(engine_for(reply_with("hello world")), ask(max_tokens=max_tokens))
+    assert (end.text, end.reason, end.stopped_by) == ("hello world"[:max_tokens], LENGTH, None)
+    assert end.completion_tokens == max_tokens
+
+
+def test_no_tokens_are_an_answer_too() -> None:
+    engine = engine_for(reply_with("hello"))
+    _, end = run_one(engine, ask(max_tokens=0))
+    assert (end.text, end.reason, end.token_ids) == ("", LENGTH, ())
+    assert engine.model.rows_of_pass == []  # type: ignore[attr-defined]
+
+
+def test_the_last_token_may_be_the_stop_token() -> None:
+    _, end = run_one(engine_for(reply_with("hi")), ask(max_tokens=3))
+    assert (end.text, end.reason) == ("hi", STOP)
+
+
+def test_without_a_limit_the_reply_ends_with_the_context() -> None:
+    _, end = run_one(engine_for(always(certain(97)), max_seq_len=40), ask("123", max_tokens=None))
+    assert (end.text, end.reason) == ("a" * 37, LENGTH)
+    _, end = run_one(engine_for(always(certain(97)), max_seq_len=40), ask("123", max_tokens=99))
+    assert (end.text, end.reason) == ("a" * 37, LENGTH)
+
+
+def test_without_a_limit_the_reply_ends_with_the_cache() -> None:
+    engine = engine_for(always(certain(97)), cache_tokens=256)
+    _, end = run_one(engine, ask([65] * 250, max_tokens=None))
+    assert (end.completion_tokens, end.reason) == (7, LENGTH)  # the last one is never cached
+
+
+@pytest.mark.parametrize(
+    ("reply", "stops", "text", "stopped_by"),
+    [
+        ("one END two", ("END",), "one ", "END"),
+        ("one END", ("END",), "one ", "END"),
+        ("one ENd EN", ("END",), "one ENd EN", EOS_ID),  # held back, then text after all
+        ("a\n\nUser: x", ("\nUser:", "User:"), "a\n", "\nUser:"),
+        ("xabcd", ("bc", "abcd"), "x", "abcd"),
+        ("naïve 🙂 ok", ("🙂",), "naïve ", "🙂"),
+        ("END", ("END",), "", "END"),
+    ],
+)
+def test_stop_strings(reply: str, stops: tuple[str, ...], text: str, stopped_by: object) -> None:
+    texts, end = run_one(engine_for(reply_with(reply)), ask(stop_strings=stops))
+    assert (end.text, end.stopped_by, end.reason) == (text, stopped_by, STOP)
+    assert all(text.startswith("".join(texts[:i])) for i in range(len(texts)))
+
+
+def test_a_stop_string_wins_over_the_length_that_ends_on_it() -> None:
+    _, end = run_one(engine_for(reply_with("abEND")), ask(max_tokens=5, stop_strings=("END",)))
+    assert (end.text, end.reason, end.stopped_by) == ("ab", STOP, "END")
+    _, end = run_one(engine_for(reply_with("abEND")), ask(max_tokens=4, stop_strings=("END",)))
+    assert (end.text, end.reason, end.stopped_by) == ("abEN", LENGTH, None)
+
+
+def test_characters_come_whole_or_not_at_all() -> None:
+    texts, end = run_one(engine_for(reply_with("né🙂!")), ask())
+    assert texts == ["n", "é", "🙂", "!"]
+    texts, end = run_one(engine_for(reply_with("é🙂")), ask(max_tokens=4))
+    assert texts == ["é", "�"], "a cut character is shown as such, once, at the end"
+    assert end.reason is LENGTH
+
+
+def test_a_character_may_begin_in_the_prompt() -> None:
+    half = "🙂".encode()
+    texts, _ = run_one(engine_for(reply_with(half[2:] + b"!")), ask([65, *half[:2]]))
+    assert texts == ["🙂", "!"]
+
+
+def test_min_tokens_keeps_stop_tokens_away_but_not_stop_strings() -> None:
+    logits = torch.full((VOCAB_SIZE,), -30.0)
+    logits[EOS_ID], logits[97] = 9.0, 8.0
+    _, end = run_one(engine_for(always(logits)), ask(min_tokens=4))
+    assert (end.text, end.stopped_by) == ("aaaa", EOS_ID)
+    _, end = run_one(engine_for(always(logits)), ask(min_tokens=4, stop_strings=("aa",)))
+    assert (end.text, end.stopped_by) == ("", "aa")
+
+
+def test_ids_that_the_tokenizer_does_not_have_are_never_drawn() -> None:
+    logits = torch.zeros(300)
+    logits[280] = 9.0  # padding of the model's vocabulary
+    model = ScriptedModel(always(logits), ScriptedShape(vocab_size=300))
+    engine = Engine(model, ByteTokenizer(), EngineOptions(cache_tokens=256))
+    _, end = run_one(engine, ask(max_tokens=3, stop_ids=frozenset({299})))
+    assert end.token_ids == (0, 0, 0)
+
+
+def test_the_same_prompt_again_is_found_in_the_cache_and_answered_alike() -> None:
+    engine = engine_for(HashRule(), cache_tokens=2048)
+    request = ask([7 * i % 251 for i in range(600)], sampler=SamplerParams(seed=3))
+    _, cold = run_one(engine, request)
+    passes = engine.model.rows_of_pass  # type: ignore[attr-defined]
+    before = len(passes)
+    again = ask(request.prompt_ids, sampler=request.sampler)
+    _, warm = run_one(engine, again)
+    assert (cold.cached_tokens, warm.cached_tokens) == (0, 512)
+    assert passes[before] == 600 - 512, "what is cached is not computed"
+    assert warm.token_ids == cold.token_ids
+    _, other = run_one(engine, ask([9, *request.prompt_ids[1:]], sampler=request.sampler))
+    assert other.cached_tokens == 0
+
+
+def test_two_live_requests_hold_a_common_prefix_once() -> None:
+    engine = engine_for(HashRule(), cache_tokens=2048)
+    prompt = [3 * i % 250 for i in range(520)]
+    for tail in (1, 2):
+        engine.submit(ask([*prompt, tail], max_tokens=40))
+    for _ in range(6):
+        engine.step()
+    assert sorted(engine.pool.held_pages.values()) == [1, 1, 2, 2]
+
+
+def test_a_reply_goes_into_the_cache_for_the_next_turn() -> None:
+    engine = engine_for(HashRule(), cache_tokens=2048)
+    prompt = list(b"x" * 250)
+    _, first = run_one(engine, ask(prompt, max_tokens=20, stop_ids=frozenset()))
+    _, second = run_one(engine, ask([*prompt, *first.token_ids, 65], max_tokens=1))
+    assert second.cached_tokens == 256
+
+
+@pytest.mark.parametrize("kv_format", list(KVFormat))
+def test_each_cache_format_serves(kv_format: KVFormat) -> None:
+    _, end = run_one(engine_for(reply_with("ok"), kv_format=kv_format), ask())
+    assert end.text == "ok"
+
+
+def test_page_pressure_delays_and_never_fails() -> None:
+    prompts = [[10 + i] * 200 for i in range(4)]
+    alone = [
+        run_one(engine_for(HashRule()), ask(p, max_tokens=100, stop_ids=frozenset()))[1].token_ids
+        for p in prompts
+    ]
+    engine = engine_for(HashRule(), cache_tokens=4 * 256)  # 2 pages each: 8 wanted, 4 there
+    requests = [ask(p, max_tokens=100, stop_ids=frozenset()) for p in prompts]
+    for request in requests:
+        engine.submit(request)
+    ends = {e.request_id: e for e in run_all(engine) if isinstance(e, FinishEvent)}
+    assert [ends[r.request_id].token_ids for r in requests] == alone
+    assert engine.scheduler.num_requeued > 0, "or this tested nothing"
+
+
+def test_cancel_in_the_middle_of_a_prompt_and_of_a_reply() -> None:
+    engine = engine_for(reply_with("hello there"), prefill_chunk=100)
+    long = ask([65] * 1000)
+    engine.submit(long)
+    engine.step()
+    assert engine.cancel(long.request_id)
+    assert not engine.cancel(long.request_id)
+    (end,) = run_all(engine)
+    assert isinstance(end, FinishEvent)
+    assert (end.reason, end.text, end.token_ids) == (FinishReason.CANCELLED, "", ())
+    assert not engine.pool.held_pages
+    chat = ask(stop_strings=("lox",))
+    engine.submit(chat)
+    events = [event for _ in range(5) for event in engine.step()]
+    assert engine.cancel(chat.request_id)
+    (end,) = run_all(engine)
+    assert isinstance(end, FinishEvent)
+    assert end.text == "".join(e.text for e in events if isinstance(e, TextEvent)) == "hel"
+    assert bytes(end.token_ids) == b"hello", "'lo' was held back, and stays so"
+    assert not engine.pool.held_pages
+    assert engine.cancel("nobody") is False
+
+
+def test_cancel_of_one_that_waits() -> None:
+    engine = engine_for(reply_with("hello"), max_batch=1)
+    first, second = ask(), ask()
+    engine.submit(first)
+    engine.submit(second)
+    engine.step()
+    engine.cancel(second.request_id)
+    ends = {e.request_id: e for e in run_all(engine) if isinstance(e, FinishEvent)}
+    assert ends[first.request_id].text == "hello"
+    assert ends[second.request_id].reason is FinishReason.CANCELLED
+
+
+@pytest.mark.parametrize("error", [ValueError("boom"), MemoryError(), KeyboardInterrupt()])
+def test_a_pass_that_fails_leaves_the_engine_usable(error: BaseException) -> None:
+    engine = engine_for(HashRule(), max_batch=2)
+    prompts = [[i] * 300 for i in range(3)]
+    model = engine.model
+    assert isinstance(model, ScriptedModel)
+    ids = [engine.submit(ask(p, max_tokens=5, stop_ids=frozenset())).request_id for p in prompts]
+    engine.step()
+    engine.step()
+    model.failure = error
+    with pytest.raises(type(error)):
+        engine.step()
+    assert not engine.pool.held_pages
+    assert engine.pool.num_available == engine.pool.num_pages
+    assert engine.live_requests == {ids[2]}, "the one that waited is still there"
+    events = run_all(engine)
+    failed = [e for e in events if isinstance(e, FailEvent)]
+    assert [(e.request_id, e.error) for e in failed] == [(i, error) for i in ids[:2]]
+    for prompt in prompts:  # what the failing pass wrote must not be found again
+        _, end = run_one(engine, ask(prompt, max_tokens=5, stop_ids=frozenset()))
+        _, fresh = run_one(engine_for(HashRule()), ask(prompt, max_tokens=5, stop_ids=frozenset()))
+        assert end.token_ids == fresh.token_ids
+
+
+def test_logits_that_are_no_numbers_end_their_request_and_no_other() -> None:
+    def rule(history: Sequence[int]) -> Tensor:
+        bad = torch.full((VOCAB_SIZE,), math.nan)
+        return bad if history[0] == 66 and len(history) > 300 else certain(97)
+
+    engine = engine_for(rule)
+    good, bad = ask([65] * 299, max_tokens=4), ask([66] * 299, max_tokens=4)
+    engine.submit(good)
+    engine.submit(bad)
+    ends = {e.request_id: e for e in run_all(engine) if not isinstance(e, TextEvent)}
+    end = ends[good.request_id]
+    assert isinstance(end, FinishEvent)
+    assert end.text == "aaaa"
+    failure = ends[bad.request_id]
+    assert isinstance(failure, FailEvent)
+    assert isinstance(failure.error, LogitsError)
+    _, again = run_one(engine, ask([66] * 299, max_tokens=1))
+    assert again.cached_tokens == 0, "what led to them is not reused"
+    _, again = run_one(engine, ask([65] * 299, max_tokens=1))
+    assert again.cached_tokens == 256
+
+
+def test_an_idle_engine_does_nothing() -> None:
+    engine = engine_for(reply_with("x"))
+    assert engine.is_idle
+    assert engine.step() == []
+    assert engine.model.rows_of_pass == []  # type: ignore[attr-defined]
+
+
+def test_a_busy_engine_decodes_while_a_prompt_is_read() -> None:
+    engine = engine_for(always(certain(97)), prefill_chunk=64)
+    engine.submit(ask("Q", max_tokens=30))
+    engine.step()
+    engine.submit(ask([66] * 640, max_tokens=1))
+    events = [engine.step() for _ in range(9)]
+    assert all(events), "every step of a decoding request gives text"
+    assert engine.model.rows_of_pass[1:10] == [65] * 9  # type: ignore[attr-defined]
+
+
+def test_timings_come_from_the_clock() -> None:
+    now = 0.0
+
+    def clock() -> float:
+        return now
+
+    def rule(history: Sequence[int]) -> Tensor:
+        nonlocal now
+        now += 2.0 if len(history) == 10 else 0.5  # prefill, then each token
+        return certain(97)
+
+    model = ScriptedModel(rule)
+    engine = Engine(model, ByteTokenizer(), EngineOptions(cache_tokens=256), clock=clock)
+    engine.submit(ask([65] * 10, max_tokens=5))
+    now = 7.0
+    end = run_all(engine)[-1]
+    assert isinstance(end, FinishEvent)
+    assert (end.queued_s, end.prefill_s, end.decode_s) == (7.0, 2.0, 2.0)
+    assert (end.prefill_tok_s, end.decode_tok_s) == (5.0, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("request_", "numbers"),
+    [
+        (ask([65] * 100), ("100 tokens", "context 100", "at most 99")),
+        (ask([65, 258]), ("prompt token 1", "below 258", "258")),
+    ],
+    ids=["longer than the context", "outside the vocabulary"],
+)
+def test_requests_that_the_model_cannot_serve(request_: Request, numbers: tuple[str, ...]) -> None:
+    engine = engine_for(reply_with("ok"), max_seq_len=100)
+    with pytest.raises(RequestError) as caught:
+        engine.submit(request_)
+    for number in numbers:
+        assert number in str(caught.value)
+    assert engine.is_idle
+    assert run_one(engine, ask())[1].text == "ok"
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1, 300])
+def test_requests_that_the_cache_can_never_hold(max_tokens: int | None) -> None:
+    engine = engine_for(reply_with("ok"), cache_tokens=512)
+    prompt = [65] * (513 if max_tokens != 300 else 300)
+    with pytest.raises(RequestError, match="do not fit the cache") as caught:
+        engine.submit(ask(prompt, max_tokens=max_tokens))
+    assert "at most 513 tokens (2 pages)" in str(caught.value)
+    assert engine.is_idle
+
+
+def test_an_id_that_is_still_live_is_refused() -> None:
+    engine = engine_for(reply_with("ok"))
+    request = ask()
+    engine.submit(request)
+    with pytest.raises(RequestError, match="has not ended"):
+        engine.submit(request)
+    run_all(engine)
+    engine.submit(request)
+    assert isinstance(run_all(engine)[-1], FinishEvent)
+
+
+@pytest.mark.parametrize(
+    "options", [{"cache_tokens": 255}, {"cache_tokens": 0}, {"max_batch": 0}, {"prefill_chunk": 0}]
+)
+def test_options_that_make_no_engine(options: dict[str, int]) -> None:
+    with pytest.raises(RequestError, match=next(iter(options))):
+        EngineOptions(**options)  # type: ignore[arg-type]
+
+
+def test_a_cache_larger_than_the_memory_is_refused_with_numbers() -> None:
+    shape = ScriptedShape(num_layers=80, num_kv_heads=64, head_dim=256)
+    with pytest.raises(OutOfMemoryError, match="MiB"):
+        Engine(
+            ScriptedModel(reply_with("x"), shape),
+            ByteTokenizer(),
+            EngineOptions(cache_tokens=2**20),
+        )
