@@ -81,13 +81,12 @@ def write_gguf(
 def _add_vocabulary(writer: GGUFWriter) -> None:
     vocabulary = byte_tokenizer().get_vocab()
     tokens = sorted(vocabulary, key=lambda token: vocabulary[token])
-    tokens += [f"<unused{i}>" for i in range(VOCAB_SIZE - len(tokens))]
+    tokens += ["ab", *(f"<unused{i}>" for i in range(VOCAB_SIZE - len(tokens) - 1))]
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(tokens)
-    writer.add_token_types(
-        [3] * 3 + [1] * 256 + [5] * (VOCAB_SIZE - 259)
-    )  # control, normal, unused
+    control, normal, unused = 3, 1, 5
+    writer.add_token_types([control] * 3 + [normal] * 257 + [unused] * (VOCAB_SIZE - 260))
     writer.add_token_merges(["a b"])
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)

@@ -15,11 +15,16 @@ import torch
 from torch import Tensor
 
 from exl_core.arch.rope import inverse_frequencies
-from exl_core.arch.spec import EmbedScale, ModelConfig, RopeConfig, Window
+from exl_core.arch.spec import Activation, EmbedScale, ModelConfig, RopeConfig, Window
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
 from exl_core.model.weights import ModelWeights
-from exl_core.ops.table import OpTable
+from exl_core.ops.table import GateKind, OpTable
+
+ACTIVATIONS: dict[Activation, GateKind] = {
+    Activation.SILU: "silu",
+    Activation.GELU_TANH: "gelu_tanh",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,7 @@ class Transformer:
         self.ops = ops
         self.weights_bytes = weights.size_bytes
         self._weights = weights
-        self._activation = config.arch.activation.value
+        self._activation = ACTIVATIONS[config.arch.activation]
         self._rope = _RotationTable(config.rope)
         self._local_rope = _RotationTable(config.local_rope) if config.local_rope else None
 
@@ -83,10 +88,10 @@ class Transformer:
         config, ops, batch = self.config, self.ops, current.batch
         weights = self._weights.blocks[layer].attention
         qkv = ops.linear(x, weights.qkv)  # [R, (H + 2K) * D]
-        q, k, v = qkv.split((config.q_size, config.kv_size, config.kv_size), dim=1)
-        q = q.unflatten(1, (config.num_q_heads, config.head_dim))  # [R, H, D]
-        k = k.unflatten(1, (config.num_kv_heads, config.head_dim))  # [R, K, D]
-        v = v.unflatten(1, (config.num_kv_heads, config.head_dim))  # [R, K, D]
+        q, k, v = torch.split(qkv, [config.q_size, config.kv_size, config.kv_size], dim=1)
+        q = q.view(-1, config.num_q_heads, config.head_dim)  # [R, H, D]
+        k = k.view(-1, config.num_kv_heads, config.head_dim)  # [R, K, D]
+        v = v.view(-1, config.num_kv_heads, config.head_dim)  # [R, K, D]
         if weights.q_norm is not None and weights.k_norm is not None:
             ops.rms_norm_heads_(q, weights.q_norm, config.norm_eps)
             ops.rms_norm_heads_(k, weights.k_norm, config.norm_eps)
