@@ -86,6 +86,7 @@ def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny_models.tiny_llama(max_position_embeddings=512), tmp_path_factory.mktemp("tiny-llama")
     )
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>"}', encoding="utf-8")
     return folder
 
 

@@ -48,6 +48,7 @@ def test_the_last_message_takes_the_room_of_the_reply(long: Conversation) -> Non
 def test_a_message_that_never_fits_is_refused_with_numbers(long: Conversation) -> None:
     with pytest.raises(RequestError, match=r"at most 9 tokens.*got 10"):
         long.fit(encode, 10, 5)
+    assert "question0" in text(long)
 
 
 def test_take_back_leaves_what_was_before() -> None:

@@ -22,8 +22,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, str]]:
-        head = [] if self._system is None else [{"role": "system", "content": self._system}]
-        return [*head, *self._messages]
+        return self._with_system(self._messages)
 
     def clear(self) -> None:
         self._messages.clear()
@@ -43,13 +42,13 @@ class Conversation:
 
         Drops whole turns (a user message and its reply) from the front. The last user message is
         never dropped: where it alone is too long, less room for the reply is taken, and where it
-        does not fit at all the error has the numbers.
+        does not fit at all the error has the numbers and nothing is forgotten.
         """
-        token_ids = encode(self.messages)
-        while len(token_ids) + reserve > ctx_size and len(self._messages) > 1:
-            del self._messages[:2]
-            self.dropped_turns += 1
-            token_ids = encode(self.messages)
+        kept = self._messages
+        token_ids = encode(self._with_system(kept))
+        while len(token_ids) + reserve > ctx_size and len(kept) > 1:
+            kept = kept[2:]
+            token_ids = encode(self._with_system(kept))
         if len(token_ids) + 1 > ctx_size:
             raise RequestError(
                 "the message does not fit into the context",
@@ -57,4 +56,10 @@ class Conversation:
                 got=len(token_ids),
                 next_step="Shorten it, or give more room with --ctx-size.",
             )
+        self.dropped_turns += (len(self._messages) - len(kept)) // 2
+        self._messages = kept
         return token_ids
+
+    def _with_system(self, messages: list[dict[str, str]]) -> list[dict[str, str]]:
+        head = [] if self._system is None else [{"role": "system", "content": self._system}]
+        return [*head, *messages]
