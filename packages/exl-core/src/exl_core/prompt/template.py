@@ -64,9 +64,16 @@ class ChatTemplate:
             raise TemplateError(
                 "the chat template refused the conversation",
                 where=self.where,
-                got=f"{type(error).__name__}: {error}",
+                got=_reason(error),
                 next_step="Check the roles and their order, or leave the template out",
             ) from error
+
+
+def _reason(error: Exception) -> str:
+    """What a template says through `raise_exception` speaks for itself; the rest needs its kind."""
+    from jinja2 import TemplateError as JinjaError
+
+    return str(error) if type(error) is JinjaError else f"{type(error).__name__}: {error}"
 
 
 def _join(pieces: Iterable[str], where: str) -> str:
@@ -99,7 +106,7 @@ def _compile(source: str, where: str) -> Template:
     from jinja2 import TemplateError as JinjaError
 
     try:
-        return _environment().from_string(source)
+        template: Template = _environment().from_string(source)
     except (JinjaError, RecursionError, SyntaxError) as error:
         line = getattr(error, "lineno", None)
         raise TemplateError(
@@ -108,6 +115,7 @@ def _compile(source: str, where: str) -> Template:
             got=str(error),
             next_step="Fix the template, or leave it out",
         ) from error
+    return template
 
 
 def _environment() -> Any:

@@ -24,14 +24,14 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class PieceRule:
-    """`to_bytes` of each token, after `dropped_spaces` at the start of a text.
+    """`to_bytes` of each token, `added_to_bytes` of one that was added to the vocabulary.
 
-    `added_verbatim`: an added token is text, not a string of stand-ins for bytes.
+    At the start of a text `dropped_spaces` are left out.
     """
 
     to_bytes: Callable[[str], bytes]
+    added_to_bytes: Callable[[str], bytes]
     dropped_spaces: int = 0
-    added_verbatim: bool = False
 
 
 def byte_of_token(token: str) -> int | None:
@@ -64,13 +64,21 @@ def byte_level_bytes(token: str) -> bytes:
         return token.encode()
 
 
-BYTE_LEVEL = PieceRule(byte_level_bytes, added_verbatim=True)
+def added_byte_level_bytes(token: str) -> bytes:
+    """An added token is text; the library would read '<café>' as bytes, and garble it.
+
+    Except a single character of the alphabet: it shares its id with the token of a byte.
+    """
+    return byte_level_bytes(token) if len(token) == 1 else token.encode()
+
+
+BYTE_LEVEL = PieceRule(byte_level_bytes, added_byte_level_bytes)
 
 
 def piece_rule(decoder: Mapping[str, object] | None, where: str) -> PieceRule:
     """The rule of a decoder, given as the JSON that describes it."""
     if decoder is None:  # the library joins such tokens with spaces
-        return PieceRule(lambda token: b" " + token.encode(), dropped_spaces=1)
+        return PieceRule(_spaced, _spaced, dropped_spaces=1)
     steps = _flatten(decoder, where)
     if [step.get("type") for step in steps] == ["ByteLevel"]:
         return BYTE_LEVEL
@@ -93,7 +101,12 @@ def piece_rule(decoder: Mapping[str, object] | None, where: str) -> PieceRule:
                 dropped = 0 if step.get("prepend_scheme") == "never" else 1
             case _:
                 raise _unsupported(step, where)
-    return PieceRule(_replacing(replacements, has_bytes=has_bytes), dropped)
+    to_bytes = _replacing(replacements, has_bytes=has_bytes)
+    return PieceRule(to_bytes, to_bytes, dropped)
+
+
+def _spaced(token: str) -> bytes:
+    return b" " + token.encode()
 
 
 def _flatten(decoder: Mapping[str, object], where: str) -> list[Mapping[str, object]]:

@@ -75,8 +75,8 @@ class LibraryTokenizer(Tokenizer):
         if piece is not None:
             return piece
         added = self._added.get(token_id)
-        if added is not None and self._rule.added_verbatim:
-            piece = added.encode()
+        if added is not None:
+            piece = self._rule.added_to_bytes(added)
         else:
             token = self._backend.id_to_token(token_id)
             if token is None:

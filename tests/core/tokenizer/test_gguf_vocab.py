@@ -1,0 +1,259 @@
+"""The vocabulary inside a GGUF file: kinds, pre-tokenizers, ids with a role, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from sentencepiece import SentencePieceProcessor
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+
+from exl_core.errors import TokenizerError
+from exl_core.tokenizer.decoders import byte_alphabet
+from exl_core.tokenizer.gguf_vocab import tokenizer_from_gguf_fields
+from exl_core.tokenizer.pre_tokenizers import PRE_TOKENIZERS
+
+# The patterns as the models' own tokenizer.json files have them, written out once more.
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+def bpe_fields(pre: str | None = "gpt-2", **changes: object) -> dict[str, Any]:
+    """A byte alphabet, a few merges, two control tokens, one ordinary added token."""
+    alphabet = list(byte_alphabet())
+    merged = ["he", "hel", "Ġhe", "12", "123", "'s", "ĠĠ", "e'"]
+    tokens = [*alphabet, *merged, "<|im_start|>", "<|im_end|>", "<tool>"]
+    types = [1] * (len(tokens) - 3) + [3, 3, 4]
+    merges = ["h e", "he l", "Ġ he", "1 2", "12 3", "' s", "Ġ Ġ", "e '"]
+    fields: dict[str, Any] = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": pre,
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.merges": merges,
+        "tokenizer.ggml.eos_token_id": len(tokens) - 2,
+    }
+    fields.update({f"tokenizer.ggml.{key}": value for key, value in changes.items()})
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def spm_fields(**changes: object) -> dict[str, Any]:
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    tokens += ["▁", "h", "i", "hi", "▁hi", "<|im_end|>", "   "]
+    types = [2, 3, 3, *([6] * 256), 1, 1, 1, 1, 1, 3, 4]
+    scores = [0.0] * 259 + [-5.0, -6.0, -7.0, -1.0, -2.0, 0.0, 0.0]
+    fields: dict[str, Any] = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+        "tokenizer.ggml.unknown_token_id": 0,
+    }
+    fields.update({f"tokenizer.ggml.{key}": value for key, value in changes.items()})
+    return {key: value for key, value in fields.items() if value is not None}
+
+
+def original(steps: list[Any], *, nfc: bool = False, whole_words: bool = False) -> Backend:
+    fields = bpe_fields()
+    vocab = {token: number for number, token in enumerate(fields["tokenizer.ggml.tokens"])}
+    merges = [tuple(merge.split(" ")) for merge in fields["tokenizer.ggml.merges"]]
+    backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=whole_words))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+    if nfc:
+        backend.normalizer = normalizers.NFC()
+    return backend
+
+
+def split(pattern: str) -> list[Any]:
+    return [
+        pre_tokenizers.Split(Regex(pattern), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+
+
+GPT2_STEPS = [pre_tokenizers.ByteLevel(add_prefix_space=False)]
+ORIGINALS: dict[str, Callable[[], Backend]] = {
+    "default": lambda: original(GPT2_STEPS),
+    "gpt-2": lambda: original(GPT2_STEPS),
+    "smollm": lambda: original([pre_tokenizers.Digits(individual_digits=True), *GPT2_STEPS]),
+    "llama-bpe": lambda: original(split(LLAMA3), whole_words=True),
+    "qwen2": lambda: original(split(QWEN2), nfc=True),
+}
+
+
+@pytest.mark.parametrize("pre", ORIGINALS)
+def test_words_are_cut_as_in_the_original(pre: str, awkward_texts: list[str]) -> None:
+    expected = ORIGINALS[pre]()
+    tokenizer = tokenizer_from_gguf_fields(bpe_fields(pre), "made")
+    assert tokenizer.kind == "bpe"
+    for text in [t for t in awkward_texts if "<tool>" not in t]:
+        assert tokenizer.encode(text) == expected.encode(text).ids
+        if pre != "qwen2":
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
+def test_every_known_pre_tokenizer_keeps_the_text(pre: str, awkward_texts: list[str]) -> None:
+    tokenizer = tokenizer_from_gguf_fields(bpe_fields(pre), "made")
+    for text in awkward_texts:
+        back = normalizers.NFC().normalize_str(text) if pre == "qwen2" else text
+        assert tokenizer.decode(tokenizer.encode(text)) == back
+
+
+def test_digits_and_contractions_tell_the_families_apart() -> None:
+    def words(pre: str, text: str) -> list[str]:
+        tokenizer = tokenizer_from_gguf_fields(bpe_fields(pre), "made")
+        return [tokenizer.token_text(number) for number in tokenizer.encode(text)]
+
+    assert words("gpt-2", "123") == ["123"]
+    assert words("smollm", "123") == ["1", "2", "3"]
+    assert words("llama-bpe", "1231") == ["123", "1"]
+    assert words("qwen2", "123") == ["1", "2", "3"]
+    assert words("gpt-2", "he's") == ["he", "'s"]
+
+
+def test_an_unknown_pre_tokenizer_is_named_with_the_known_ones() -> None:
+    with pytest.raises(TokenizerError, match=r"'brand-new'") as caught:
+        tokenizer_from_gguf_fields(bpe_fields("brand-new"), "made.gguf")
+    assert caught.value.where == "made.gguf"
+    assert "llama-bpe" in str(caught.value)
+    assert "smollm" in str(caught.value)
+
+
+def test_a_missing_pre_tokenizer_is_gpt2s() -> None:
+    tokenizer = tokenizer_from_gguf_fields(bpe_fields(None), "made")
+    assert len(tokenizer.encode("123")) == 1
+
+
+def test_control_and_added_tokens_of_byte_level_bpe() -> None:
+    tokenizer = tokenizer_from_gguf_fields(bpe_fields(), "made")
+    start, end, tool = (tokenizer.vocab_size - n for n in (3, 2, 1))
+    assert tokenizer.special_tokens == {"<|im_start|>": start, "<|im_end|>": end}
+    text = "<|im_start|>a<tool><|im_end|>"
+    plain = tokenizer.encode(text)
+    assert tool in plain
+    assert {start, end}.isdisjoint(plain)
+    assert tokenizer.decode(plain) == text
+    ids = tokenizer.encode(text, allow_special=True)
+    assert (ids[0], ids[-2], ids[-1]) == (start, tool, end)
+
+
+@pytest.mark.parametrize(("pre", "adds"), [("gpt-2", False), ("llama-bpe", True), ("qwen2", False)])
+def test_whether_bos_is_added_follows_the_family_unless_the_file_says(pre: str, adds: bool) -> None:
+    assert tokenizer_from_gguf_fields(bpe_fields(pre, bos_token_id=3), "x").adds_bos is adds
+    for says in (True, False):
+        fields = bpe_fields(pre, bos_token_id=3, add_bos_token=says)
+        assert tokenizer_from_gguf_fields(fields, "x").adds_bos is says
+    assert not tokenizer_from_gguf_fields(bpe_fields(pre, add_bos_token=True), "x").adds_bos
+
+
+def test_every_ending_token_counts() -> None:
+    fields = spm_fields(eot_token_id=263, eom_token_id=259, add_eos_token=True)
+    tokenizer = tokenizer_from_gguf_fields(fields, "made")
+    assert tokenizer.eos_ids == (2, 263, 259)
+    assert tokenizer.adds_eos
+
+
+def test_the_end_of_a_turn_ends_a_chat_models_text() -> None:
+    base = spm_fields()
+    assert tokenizer_from_gguf_fields(base, "made").eos_ids == (2,)
+    chat = {**base, "tokenizer.chat_template": "{{ messages }}"}
+    assert tokenizer_from_gguf_fields(chat, "made").eos_ids == (2, 264)
+
+
+def test_a_sentencepiece_vocabulary_adds_a_space_unless_told_not_to() -> None:
+    with_space = tokenizer_from_gguf_fields(spm_fields(), "made")
+    assert with_space.kind == "sentencepiece"
+    assert with_space.adds_bos
+    assert with_space.encode("hi") == [263]
+    without = tokenizer_from_gguf_fields(spm_fields(add_space_prefix=False), "made")
+    assert without.encode("hi") == [262]
+    assert without.encode(" hi") == [263]
+    for tokenizer in (with_space, without):
+        for text in ("hi", " hi", "  hi", "é\n\x00🙂", "a   b"):
+            assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+def test_pieces_of_several_spaces_are_found() -> None:
+    tokenizer = tokenizer_from_gguf_fields(spm_fields(add_space_prefix=False), "made")
+    assert tokenizer.encode("h   i") == [260, 265, 261]
+    assert tokenizer.token_text(265) == "   "
+
+
+def test_an_unknown_piece_that_is_marked_as_control_still_works() -> None:
+    fields = spm_fields()
+    fields["tokenizer.ggml.token_type"] = [3, *fields["tokenizer.ggml.token_type"][1:]]
+    tokenizer = tokenizer_from_gguf_fields(fields, "made")
+    assert tokenizer.unk_id == 0
+    assert tokenizer.special_tokens["<unk>"] == 0
+    assert tokenizer.encode("<unk>", allow_special=True) == [0]
+    assert 0 not in tokenizer.encode("<unk>")
+
+
+def test_a_trained_model_is_the_same_from_its_file_and_from_gguf(
+    train_sentencepiece: Callable[..., bytes], awkward_texts: list[str]
+) -> None:
+    library = SentencePieceProcessor(
+        model_proto=train_sentencepiece("bpe", user_defined_symbols=["<code>"])
+    )
+    count = library.get_piece_size()
+    types = [
+        2
+        if library.is_unknown(n)
+        else 3
+        if library.is_control(n)
+        else 6
+        if library.is_byte(n)
+        else 1
+        for n in range(count)
+    ]
+    types[library.piece_to_id("<code>")] = 4
+    fields = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": [library.id_to_piece(n) for n in range(count)],
+        "tokenizer.ggml.scores": [library.get_score(n) for n in range(count)],
+        "tokenizer.ggml.token_type": types,
+        "tokenizer.ggml.unknown_token_id": library.unk_id(),
+    }
+    tokenizer = tokenizer_from_gguf_fields(fields, "made")
+    for text in [*awkward_texts, "a<code>b"]:
+        assert tokenizer.encode(text) == library.encode(text)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "no 'tokenizer.ggml.tokens'"),
+        (bpe_fields(model="bert"), "unsupported tokenizer model"),
+        (bpe_fields(model=None), "unsupported tokenizer model"),
+        (bpe_fields(merges=None), "no 'tokenizer.ggml.merges'"),
+        (bpe_fields(merges=["q he", "nothing"]), "the merges do not fit the tokens"),
+        (bpe_fields(tokens=[]), "not a list of the right type"),
+        (bpe_fields(tokens="abc"), "not a list of the right type"),
+        (bpe_fields(token_type=None), "no 'tokenizer.ggml.token_type'"),
+        (bpe_fields(token_type=[1, 2]), "does not match the tokens"),
+        (bpe_fields(tokens=["a"] * 267), "holds a token twice"),
+        (bpe_fields(bos_token_id=10**6), "the BOS id is not an id of the tokenizer"),
+        (bpe_fields(eos_token_id="2"), "has the wrong type"),
+        (bpe_fields(add_bos_token=1), "has the wrong type"),
+        (spm_fields(scores=None), "no 'tokenizer.ggml.scores'"),
+        (spm_fields(scores=[0.0]), "does not match the tokens"),
+        (spm_fields(token_type=[99] * 266), "no token for unknown text|unknown type"),
+        (spm_fields(tokens=["", *["x"] * 265]), "sentencepiece library"),
+        (spm_fields(unknown_token_id=5000), "no token for unknown text"),
+    ],
+)
+def test_metadata_that_makes_no_tokenizer_is_refused(
+    fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(TokenizerError, match=message) as caught:
+        tokenizer_from_gguf_fields(fields, "made.gguf")
+    assert caught.value.where == "made.gguf"
