@@ -12,8 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from exl_cli.main import EXIT_CODES, app
 from typer.main import get_command
+
+from exl_cli.main import EXIT_CODES, app
 
 HEAD = """# The `exl` command
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from exl_cli.main import main
 
+from exl_cli.main import main
 from support import tiny_models
 
 COMMAND = (sys.executable, "-m", "exl_cli")

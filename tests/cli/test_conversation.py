@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from exl_cli.conversation import Conversation
 from exl_core.errors import RequestError
 

@@ -8,6 +8,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+
 from exl_core.errors import BackendError
 
 

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+
 from exl_cli.main import main
 
 VERBS = (

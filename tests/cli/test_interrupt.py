@@ -7,6 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
+
 from exl_cli.interrupt import Interrupt
 from exl_core.engine.engine import Engine
 

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from exl_cli.prompts import read_prompt
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from exl_core.errors import ExlError, RequestError
 from exl_core.tokenizer.base import ControlIds, Tokenizer
 from exl_eval.perplexity import (

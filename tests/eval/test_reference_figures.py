@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from exl_core.load import load_model
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from exl_cli.render import bytes_progress
 from exl_core.cache.format import PAGE_SIZE
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
@@ -16,8 +17,6 @@ from exl_core.errors import RequestError, TemplateError
 from exl_core.load import LoadedModel, LoadOptions, load_model
 from exl_core.prompt.template import ChatTemplate
 from exl_core.sampling.params import SamplerParams
-
-from exl_cli.render import bytes_progress
 
 DEFAULT_CTX_LIMIT = 8192
 """A context that nobody asked for must not cost gigabytes of cache on a 128k model."""

@@ -13,12 +13,12 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated, NoReturn
 
 import typer
-from exl_core.errors import ExlError
 from typer.main import get_command
 
 from exl_cli import options
 from exl_cli.commands import chat, doctor, eval, generate, inspect
 from exl_cli.output import ClosedPipeError
+from exl_core.errors import ExlError
 
 CODE_INTERRUPTED = 130
 CODE_CLOSED_PIPE = 141

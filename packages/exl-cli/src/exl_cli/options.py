@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
+
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
 

@@ -98,7 +98,7 @@ def print_speed(reply: Reply, load_s: float | None) -> None:
     if load_s is not None:
         parts.append(f"loaded in {load_s:.2f} s")
     parts.append(f"finish: {reply.finish_reason}")
-    stderr_console().print(f"[dim]{' · '.join(parts)}[/dim]")
+    stderr_console().print(f"[dim]{' · '.join(parts)}[/dim]", soft_wrap=True)
 
 
 def facts_table(facts: Mapping[str, str]) -> Table:

@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from exl_cli.interrupt import Interrupt
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import FailEvent, FinishEvent, TextEvent
 from exl_core.engine.request import Request
-
-from exl_cli.interrupt import Interrupt
 
 
 @dataclass(frozen=True, slots=True)

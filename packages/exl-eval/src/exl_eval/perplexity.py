@@ -16,12 +16,12 @@ from dataclasses import dataclass
 from enum import Enum
 
 import torch
+
 from exl_core.cache.format import KVFormat
 from exl_core.engine.score import score_tokens
 from exl_core.errors import ExlError, RequestError
 from exl_core.load import LoadedModel
 from exl_core.tokenizer.base import Tokenizer
-
 from exl_eval.result import PerplexityResult
 
 STYLE = "paper"

@@ -6,18 +6,16 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from exl_core.errors import ExlError
-
 from exl_cli import options, output, prompts
 from exl_cli.conversation import Conversation
 from exl_cli.interrupt import Interrupt, exits_at_once
+from exl_core.errors import ExlError
 
 if TYPE_CHECKING:
-    from exl_core.sampling.params import SamplerParams
-
     from exl_cli.load import Runtime
     from exl_cli.reply import Reply
     from exl_cli.terminal import Terminal
+    from exl_core.sampling.params import SamplerParams
 
 EXAMPLES = (
     ("exl chat", "talk to the default model"),

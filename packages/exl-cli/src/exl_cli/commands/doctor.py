@@ -65,4 +65,4 @@ def _show(checks: list[Check]) -> None:
         table.add_row(check.name, _MARKS[check.state], finding)
     broken = [check.name for check in checks if check.state == "broken"]
     verdict = f"Broken: {', '.join(broken)}." if broken else "Everything that exl needs is there."
-    print_answer(table, "", verdict)
+    print_answer(table, verdict)

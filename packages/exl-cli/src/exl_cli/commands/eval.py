@@ -59,10 +59,9 @@ def perplexity(
     spec = options.pick_model(model, model_option)
     content = prompts.read_text_file(text)
     with exits_at_once():
-        from exl_eval.perplexity import PerplexityOptions, measure_perplexity
-
         from exl_cli.load import load_quietly
         from exl_cli.render import windows_progress
+        from exl_eval.perplexity import PerplexityOptions, measure_perplexity
     loaded = load_quietly(spec, threads, is_quiet=quiet)
     choices = PerplexityOptions(ctx=ctx, windows=windows, bos=bos)
     with windows_progress(is_quiet=quiet) as on_window:

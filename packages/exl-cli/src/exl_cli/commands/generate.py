@@ -10,10 +10,9 @@ from exl_cli import options, output, prompts
 from exl_cli.interrupt import Interrupt, exits_at_once
 
 if TYPE_CHECKING:
-    from exl_core.engine.request import Request
-
     from exl_cli.load import Runtime
     from exl_cli.reply import Reply
+    from exl_core.engine.request import Request
 
 EXAMPLES = (
     ('exl generate -p "The capital of France is" -n 8 --temp 0', "continue a text"),

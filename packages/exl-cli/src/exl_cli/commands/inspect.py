@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,8 +12,9 @@ from exl_cli import options, output
 from exl_cli.interrupt import exits_at_once
 
 if TYPE_CHECKING:
-    from exl_core.describe import ModelDescription, TensorDescription
     from rich.table import Table
+
+    from exl_core.describe import ModelDescription, TensorDescription
 
 EXAMPLES = (
     ("exl inspect model", "the default model"),
@@ -123,11 +125,11 @@ def _as_dict(tensor: TensorDescription) -> dict[str, object]:
 def _show(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> None:
     from exl_cli.render import print_answer
 
-    parts: list[Table | str] = [_facts(model), "", _layers(model), "", _memory(model, ctx)]
+    parts: list[Table | str] = [_facts(model), _layers(model), _memory(model, ctx)]
     if with_tensors:
-        parts += ["", _tensors(model.tensors)]
+        parts.append(_tensors(model.tensors))
         if model.unused_tensors:
-            parts += ["", "Not used by this architecture:", _tensors(model.unused_tensors)]
+            parts += ["Not used by this architecture:", _tensors(model.unused_tensors)]
     print_answer(*parts)
 
 
@@ -164,19 +166,20 @@ def _facts(model: ModelDescription) -> Table:
 
 
 def _layers(model: ModelDescription) -> Table:
+    """A row for each run of neighbors that are stored alike."""
     from exl_cli.render import columns_table, format_bytes, format_count
 
     table = columns_table("layer", "parameters", "size", "stored as", "bits/weight", "")
-    widest = max((layer.bits_per_weight for layer in model.layers), default=1.0)
-    for layer in model.layers:
-        bar = "█" * max(1, round(20 * layer.bits_per_weight / widest))
+    for _, run in groupby(model.layers, lambda at: (at.parameters, at.bytes, at.dtypes)):
+        layer, *others = run
+        name = f"{layer.name} ... {others[-1].name}, each" if others else layer.name
         table.add_row(
-            layer.name,
+            name,
             format_count(layer.parameters),
             format_bytes(layer.bytes),
             ", ".join(layer.dtypes),
             f"{layer.bits_per_weight:.2f}",
-            f"[cyan]{bar}[/cyan]",
+            f"[cyan]{'█' * min(16, round(layer.bits_per_weight))}[/cyan]",
         )
     return table
 
