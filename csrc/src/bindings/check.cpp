@@ -44,9 +44,12 @@ void check(Operand operand, const TensorView& view, std::initializer_list<DType>
 }
 
 void check_contiguous(Operand operand, const TensorView& view, int first_dim) {
+    for (int i = 0; i < view.rank; ++i) {
+        if (view.shape[i] == 0) return;  // nothing is read, whatever the strides say
+    }
     int64_t wanted = 1;
     for (int i = view.rank - 1; i >= first_dim; --i) {
-        // The stride of a dimension of size 1 (or of an empty tensor) is never used.
+        // The stride of a dimension of size 1 is never used.
         if (view.shape[i] > 1 && view.stride[i] != wanted) {
             fail(operand,
                  first_dim == 0 ? "a contiguous tensor"

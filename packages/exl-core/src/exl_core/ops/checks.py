@@ -26,6 +26,8 @@ def check(op: str, name: str, x: Tensor, dtypes: tuple[dtype, ...], *shape: int 
 
 def check_contiguous(op: str, name: str, x: Tensor, first_dim: int = 0) -> None:
     """Contiguous from first_dim on; with first_dim 1, rows may lie apart but not overlap."""
+    if x.numel() == 0:
+        return
     wanted = 1
     for dim in range(x.ndim - 1, first_dim - 1, -1):
         if x.shape[dim] > 1 and x.stride(dim) != wanted:

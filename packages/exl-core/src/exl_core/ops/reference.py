@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -129,7 +130,9 @@ class ReferenceTable:
         if kind == "silu":
             active = torch.nn.functional.silu(gate)
         else:
-            active = torch.nn.functional.gelu(gate, approximate="tanh")
+            # 0.5 x (1 + tanh u) = x sigmoid(2u), which does not cancel for negative x.
+            u = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+            active = gate * torch.sigmoid(2 * u)
         return (active * up).float()
 
     def write_kv(

@@ -90,10 +90,10 @@ def _gated_activation(table: OpTable, generator: torch.Generator) -> list[Tensor
 
 
 def _write_kv(table: OpTable, generator: torch.Generator) -> list[Tensor]:
-    caches = [torch.zeros(3, 2, 8, 20, dtype=torch.float16) for _ in range(2)]
+    keys, values = (torch.zeros(3, 2, 8, 20, dtype=torch.float16) for _ in range(2))
     key, value = _normal(generator, 4, 2, 20), _normal(generator, 4, 2, 20)
-    table.write_kv(key, value, *caches, torch.tensor([23, 0, 9, 10]))
-    return caches
+    table.write_kv(key, value, keys, values, torch.tensor([23, 0, 9, 10]))
+    return [keys, values]
 
 
 def _paged_attention(table: OpTable, generator: torch.Generator) -> list[Tensor]:
@@ -102,13 +102,20 @@ def _paged_attention(table: OpTable, generator: torch.Generator) -> list[Tensor]
     past_lens = torch.tensor([300, 0, 9], dtype=torch.int32)
     page_table = torch.tensor([[*range(20, 1, -1)], [0] * 19, [21, 1, 0] + [0] * 16])
     for cache_type in (torch.float16, torch.float32):
-        caches = [_normal(generator, 22, 2, 16, 24).to(cache_type) for _ in range(2)]
+        keys, values = (_normal(generator, 22, 2, 16, 24).to(cache_type) for _ in range(2))
         for window, softcap in ((0, 0.0), (13, 20.0)):
             q = _normal(generator, 34, 6, 24)
-            tables = (page_table.int(), row_starts, past_lens)
             outputs.append(
                 table.paged_attention(
-                    q, *caches, *tables, scale=24**-0.5, window=window, softcap=softcap
+                    q,
+                    keys,
+                    values,
+                    page_table.int(),
+                    row_starts,
+                    past_lens,
+                    scale=24**-0.5,
+                    window=window,
+                    softcap=softcap,
                 )
             )
     return outputs

@@ -1,0 +1,213 @@
+"""Picking a table, the self-test, threads, forks, and a kernel library that is not there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from kernel_support import normal, packed, paged_batch
+
+from exl_core.errors import BackendError
+from exl_core.ops.selftest import CASES, run_selftest
+from exl_core.ops.table import OpTable, available_isas, get_table
+
+
+def test_the_best_set_is_the_default() -> None:
+    isas = available_isas()
+    assert isas[0] == "scalar"
+    assert get_table("cpu", threads=1).name == f"cpu-{isas[-1]}"
+    assert get_table("cpu", isa="scalar", threads=3).threads == 3
+    assert get_table("reference", threads=1).name == "reference"
+
+
+@pytest.mark.parametrize(
+    ("name", "isa", "threads", "says"),
+    [
+        ("cuda", None, 1, "expected cpu or reference, got cuda"),
+        ("cpu", "avx9", 1, "scalar.*got avx9"),
+        ("cpu", None, 0, "expected at least 1, got 0"),
+        ("reference", "avx2", 1, "no instruction sets"),
+    ],
+)
+def test_a_table_that_cannot_be_is_refused(name, isa, threads, says) -> None:
+    with pytest.raises(BackendError, match=says):
+        get_table(name, isa=isa, threads=threads)
+
+
+def run_python(code: str, tmp_path: Path, path: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {path!r}\n{code}"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("library", "says"),
+    [
+        ("raise ImportError('no such file')", "cannot be loaded: no such file"),
+        (
+            "__version__ = '0.0.9'",
+            "does not match this exl-core (expected version 0.1.0, got 0.0.9",
+        ),
+    ],
+    ids=["missing", "other-version"],
+)
+def test_a_missing_or_other_kernel_library_names_the_command_that_mends_it(
+    tmp_path, library, says
+) -> None:
+    (tmp_path / "exl_kernels").mkdir()
+    (tmp_path / "exl_kernels" / "__init__.py").write_text(library)
+    code = (
+        "from exl_core.errors import BackendError\n"
+        "from exl_core.ops.table import get_table\n"
+        "try:\n    get_table('cpu', threads=1)\n"
+        "except BackendError as error:\n    print(error)\n"
+    )
+
+    done = run_python(code, tmp_path, [str(tmp_path), *sys.path])
+
+    assert done.returncode == 0, done.stderr
+    assert says in done.stdout
+    assert "python -m pip install ./csrc" in done.stdout
+
+
+def test_the_kernel_library_needs_no_torch(tmp_path) -> None:
+    code = "import exl_kernels\nprint(exl_kernels.available_isas(), 'torch' in sys.modules)"
+    done = run_python(code, tmp_path, sys.path)
+    assert done.stdout.strip() == f"{available_isas()} False", done.stderr
+
+
+def test_selftest_passes(table: OpTable) -> None:
+    results = run_selftest(table)
+    assert {result.op for result in results} == set(CASES)
+    assert [result for result in results if not result.passed] == []
+
+
+@pytest.mark.parametrize("op", sorted(CASES))
+def test_selftest_sees_a_broken_op(op, monkeypatch) -> None:
+    """Off by one part in ten thousand, in one value of its output or of its first operand."""
+    table = get_table("cpu", threads=1)
+    working = getattr(type(table), op)
+
+    def broken(self: OpTable, *operands: torch.Tensor, **options: float) -> torch.Tensor | None:
+        result = working(self, *operands, **options)
+        spoiled = operands[2] if op == "write_kv" else operands[0] if result is None else result
+        last = (-1,) * spoiled.ndim
+        spoiled[last] += 0.0001 if spoiled.dtype == torch.float32 else 0.1
+        return result
+
+    monkeypatch.setattr(type(table), op, broken)
+    failed = {result.op for result in run_selftest(table) if not result.passed}
+    assert failed == {op}
+
+
+def test_selftest_sees_nan(monkeypatch) -> None:
+    table = get_table("cpu", threads=1)
+    monkeypatch.setattr(type(table), "rms_norm", lambda *_: torch.full((5, 99), torch.nan))
+    assert [r.op for r in run_selftest(table) if not r.passed] == ["rms_norm"]
+
+
+def outputs(table: OpTable, seed: int) -> list[torch.Tensor]:
+    """Every op that shares its work among threads, in sizes that it does share."""
+    rng = torch.Generator().manual_seed(seed)
+    w = packed(table, normal(rng, 300, 500).half())
+    results = [table.linear(normal(rng, m, 500), w) for m in (1, 9, 200)]
+    results.append(table.rms_norm(normal(rng, 300, 400), normal(rng, 400), 1e-5))
+    results.append(table.gated_activation(normal(rng, 90, 4000), "silu"))
+    batch = paged_batch(
+        rng, [(900, 1), (0, 100)], kv_heads=2, head_dim=32, page_size=64, dtype=torch.float16
+    )
+    q = normal(rng, batch.rows, 4, 32)
+    results.append(table.paged_attention(q, *batch.operands(), scale=0.2))
+    return results
+
+
+def test_results_do_not_depend_on_the_number_of_threads() -> None:
+    for isa in available_isas():
+        one, two, five = (
+            outputs(get_table("cpu", isa=isa, threads=threads), 7) for threads in (1, 2, 5)
+        )
+        assert all(torch.equal(a, b) for a, b in zip(one, two, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(one, five, strict=True))
+
+
+def test_two_python_threads_may_share_a_table() -> None:
+    table = get_table("cpu", threads=2)
+    expected = [outputs(table, seed) for seed in range(4)]
+    got: dict[int, list[torch.Tensor]] = {}
+
+    def work(seed: int) -> None:
+        for _ in range(5):
+            got[seed] = outputs(table, seed)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for seed, wanted in enumerate(expected):
+        assert all(torch.equal(a, b) for a, b in zip(got[seed], wanted, strict=True))
+
+
+def test_a_forked_child_gets_threads_of_its_own(tmp_path) -> None:
+    code = """
+import os, torch
+from exl_core.ops.table import get_table
+table = get_table("cpu", threads=2)
+w = table.new_linear(2000, 300, torch.float32)
+table.fill_linear(w, 0, torch.randn(2000, 300), None)
+x = torch.randn(1, 300)
+expected = table.linear(x, w)
+child = os.fork()
+if child == 0:
+    good = all(torch.equal(table.linear(x, w), expected) for _ in range(50))
+    threads = len(os.listdir("/proc/self/task"))
+    os._exit(0 if good and threads == 2 else 1)
+_, status = os.waitpid(child, 0)
+assert torch.equal(table.linear(x, w), expected)
+print(os.waitstatus_to_exitcode(status))
+"""
+    done = run_python(code, tmp_path, sys.path)
+    assert done.stdout.strip() == "0", done.stderr
+
+
+def test_idle_workers_sleep(tmp_path) -> None:
+    code = """
+import time, torch
+from exl_core.ops.table import get_table
+table = get_table("cpu", threads=2)
+w = table.new_linear(2000, 300, torch.float32)
+table.linear(torch.randn(1, 300), w)
+time.sleep(0.05)
+before = time.process_time()
+time.sleep(0.5)
+print(time.process_time() - before < 0.02)
+"""
+    done = run_python(code, tmp_path, sys.path)
+    assert done.stdout.strip() == "True", done.stderr
+
+
+def test_no_instruction_set_leaks_into_shared_functions() -> None:
+    """The linker merges inline functions of equal name; one built for AVX-512 must not be kept."""
+    build = Path(__file__).parents[2] / "csrc" / "build"
+    objects = [*build.glob("temp.*/avx*/src/cpu/*.o")]
+    if not objects:
+        pytest.skip("needs a build in place (csrc/build)")
+    listed = subprocess.run(
+        ["nm", "--defined-only", "-C", *map(str, objects)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    weak = [line for line in listed.splitlines() if re.match(r"[0-9a-f]* [WVu] ", line)]
+    assert "exl::avx2::linear" in listed
+    assert [line for line in weak if "exl::avx" not in line and "DW.ref" not in line] == []
