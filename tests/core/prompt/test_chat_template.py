@@ -200,5 +200,5 @@ def test_a_template_that_writes_without_end_is_stopped() -> None:
 
 @pytest.mark.parametrize("messages", [[], [{}], [{"content": "x"}], [{"role": 1}], [{"role": ""}]])
 def test_messages_without_a_role_are_refused(messages: list[dict[str, object]]) -> None:
-    with pytest.raises(TemplateError, match="no role|no messages"):
+    with pytest.raises(TemplateError, match=r"no role|no messages"):
         template(SMOLLM2).render(messages)

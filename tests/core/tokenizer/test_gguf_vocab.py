@@ -205,16 +205,8 @@ def test_a_trained_model_is_the_same_from_its_file_and_from_gguf(
         model_proto=train_sentencepiece("bpe", user_defined_symbols=["<code>"])
     )
     count = library.get_piece_size()
-    types = [
-        2
-        if library.is_unknown(n)
-        else 3
-        if library.is_control(n)
-        else 6
-        if library.is_byte(n)
-        else 1
-        for n in range(count)
-    ]
+    types = [6 if library.is_byte(n) else 3 if library.is_control(n) else 1 for n in range(count)]
+    types[library.unk_id()] = 2
     types[library.piece_to_id("<code>")] = 4
     fields = {
         "tokenizer.ggml.model": "llama",
