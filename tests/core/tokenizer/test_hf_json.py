@@ -209,7 +209,12 @@ def test_truncation_and_padding_in_the_file_are_ignored(
     backend = byte_level_backend()
     backend.enable_truncation(4)
     backend.enable_padding(length=64)
+    backend.post_processor = processors.TemplateProcessing(
+        single="<|user|> $A", special_tokens=[("<|user|>", 1)]
+    )
     tokenizer = load_tokenizer(write_directory({"tokenizer.json": backend.to_str()}))
+    assert tokenizer.adds_bos
+    assert tokenizer.bos_id == 1
     text = "one two three four five six seven"
     assert tokenizer.decode(tokenizer.encode(text)) == text
 

@@ -63,7 +63,7 @@ class _Vocab:
         self.fields = fields
         self.where = where
         self.tokens = self.texts("tokens")
-        self.types = self.numbers("token_type", len(self.tokens))
+        self.types = cast("list[int]", self.numbers("token_type", int))
 
     def get(self, key: str, kind: type[T]) -> T | None:
         value = self.fields.get(_PREFIX + key)
@@ -76,13 +76,15 @@ class _Vocab:
     def texts(self, key: str) -> list[str]:
         return cast("list[str]", self.listed(key, str))
 
-    def numbers(self, key: str, count: int) -> list[float]:
-        values = self.listed(key, (int, float))
+    def numbers(self, key: str, kind: type[int] | type[float]) -> list[float]:
+        """One number for each token."""
+        values = self.listed(key, kind)
+        count = len(self.tokens)
         if len(values) != count:
             raise self.error(f"'{_PREFIX}{key}' does not match the tokens", count, len(values))
         return cast("list[float]", values)
 
-    def listed(self, key: str, kind: type | tuple[type, ...]) -> Sequence[object]:
+    def listed(self, key: str, kind: type) -> Sequence[object]:
         values = self.fields.get(_PREFIX + key)
         if values is None:
             raise self.error(f"the GGUF file has no '{_PREFIX}{key}'", None, None)
@@ -101,11 +103,12 @@ class _Vocab:
 
     def special(self) -> dict[str, int]:
         """The control tokens, and the one for unknown text."""
-        return {
-            text: number
-            for number, (text, kind) in enumerate(zip(self.tokens, self.types, strict=True))
-            if kind in (PieceType.CONTROL, PieceType.UNKNOWN)
-        }
+        numbers = self.of_type(PieceType.CONTROL) + self.of_type(PieceType.UNKNOWN)
+        return {self.tokens[number]: number for number in numbers}
+
+    def of_type(self, kind: PieceType) -> list[int]:
+        wanted = int(kind)  # a vocabulary is long, and comparing enumerations is slow
+        return [number for number, found in enumerate(self.types) if found == wanted]
 
     def control_ids(self, special: Mapping[str, int], *, adds_bos: bool) -> ControlIds:
         """`adds_bos`: what holds when the file does not say."""
@@ -143,40 +146,34 @@ def _byte_level_bpe(vocab: _Vocab) -> Tokenizer:
         raise vocab.error("the merges do not fit the tokens", None, str(error)[:200]) from error
     backend = Backend(model)
     install(pre, backend)
-    typed = list(zip(vocab.tokens, vocab.types, strict=True))
     special = vocab.special()
+    ordinary = [vocab.tokens[number] for number in vocab.of_type(PieceType.USER_DEFINED)]
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in special if text])
-    backend.add_tokens(
-        [
-            AddedToken(text, normalized=False, special=False)
-            for text, kind in typed
-            if kind == PieceType.USER_DEFINED and text
-        ]
-    )
+    backend.add_tokens([AddedToken(text, normalized=False) for text in ordinary if text])
     control = vocab.control_ids(special, adds_bos=pre.adds_bos)
     return LibraryTokenizer(backend, BYTE_LEVEL, control, vocab.where)
 
 
 def _sentencepiece(vocab: _Vocab) -> Tokenizer:
-    scores = vocab.numbers("scores", len(vocab.tokens))
-    types = [int(kind) for kind in vocab.types]
+    scores = vocab.numbers("scores", float)
+    unknown_kinds = set(vocab.types) - set(map(int, PieceType))
+    if unknown_kinds:
+        raise vocab.error("a token has an unknown type", "1 to 6", min(unknown_kinds))
     special = vocab.special()
     control = vocab.control_ids(special, adds_bos=True)
-    unk_id = control.unk_id
-    if unk_id is None:
-        unk_id = next((n for n, kind in enumerate(types) if kind == PieceType.UNKNOWN), None)
-    if unk_id is None or not 0 <= unk_id < len(types):
+    marked = vocab.of_type(PieceType.UNKNOWN)
+    unk_id = next(iter(marked), None) if control.unk_id is None else control.unk_id
+    if unk_id is None or not 0 <= unk_id < len(vocab.tokens):
         raise vocab.error("the vocabulary has no token for unknown text", None, unk_id)
     # The library wants exactly one unknown piece; converters write it as a control token too.
-    types = [PieceType.CONTROL if kind == PieceType.UNKNOWN else kind for kind in types]
+    types = list(vocab.types)
+    for number in marked:
+        types[number] = PieceType.CONTROL
     types[unk_id] = PieceType.UNKNOWN
     texts = list(vocab.tokens)
-    for number, kind in enumerate(types):
-        if kind == PieceType.USER_DEFINED:  # GGUF stores these as text, sentencepiece as pieces
-            texts[number] = texts[number].replace(" ", META_SPACE)
-        elif not PieceType.NORMAL <= kind <= PieceType.BYTE:
-            raise vocab.error(f"token {number} has an unknown type", "1 to 6", kind)
-    bytes_present = {byte_of_token(t) for t, kind in zip(texts, types, strict=True) if kind == 6}
+    for number in vocab.of_type(PieceType.USER_DEFINED):  # GGUF has them as text, not as pieces
+        texts[number] = texts[number].replace(" ", META_SPACE)
+    bytes_present = {byte_of_token(texts[number]) for number in vocab.of_type(PieceType.BYTE)}
     model = bpe_model(
         zip(texts, scores, types, strict=True),
         byte_fallback=len(bytes_present - {None}) == 256,

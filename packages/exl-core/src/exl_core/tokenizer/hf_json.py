@@ -31,8 +31,6 @@ class LibraryTokenizer(Tokenizer):
         special = {str(token.content): number for number, token in added.items() if token.special}
         super().__init__(control, special, where)
         self.kind = type(backend.model).__name__.lower()
-        backend.no_truncation()  # a file may ask for either, and both change the ids
-        backend.no_padding()
         self._backend = backend
         self._blind_backend: Backend | None = None
         self._lock = threading.Lock()
@@ -95,7 +93,7 @@ def open_backend(path: Path) -> Backend:
     except (OSError, UnicodeDecodeError) as error:
         raise TokenizerError("cannot read the tokenizer", where=path, got=error) from error
     try:
-        return Backend.from_str(text)
+        backend = Backend.from_str(text)
     except Exception as error:  # the library raises nothing more specific
         raise TokenizerError(
             "not a tokenizer.json that the tokenizers library can read",
@@ -103,6 +101,9 @@ def open_backend(path: Path) -> Backend:
             got=str(error)[:200],
             next_step="Download the file again, or upgrade the tokenizers package",
         ) from error
+    backend.no_truncation()  # a file may ask for either, and both change the ids
+    backend.no_padding()
+    return backend
 
 
 def rule_of(backend: Backend, where: str) -> PieceRule:
@@ -117,10 +118,11 @@ def _state_of(part: Any) -> dict[str, object]:
 
 def probe_added_around(backend: Backend) -> tuple[list[int], list[int]]:
     """The ids that the post-processor puts before and after a text."""
-    plain = backend.encode("a", add_special_tokens=False).ids
-    whole = backend.encode("a", add_special_tokens=True).ids
+    text = next((t for t in "a0 あ" if backend.encode(t, add_special_tokens=False).ids), "")
+    plain = backend.encode(text, add_special_tokens=False).ids
+    whole = backend.encode(text, add_special_tokens=True).ids
     for start in range(len(whole) - len(plain) + 1):
-        if whole[start : start + len(plain)] == plain:
+        if plain and whole[start : start + len(plain)] == plain:
             return whole[:start], whole[start + len(plain) :]
     return [], []
 

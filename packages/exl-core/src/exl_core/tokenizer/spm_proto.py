@@ -30,6 +30,8 @@ class PieceType(IntEnum):
 _PIECES = b"\x0a"  # field 1, bytes
 _TRAINER = b"\x12"  # field 2, bytes
 _NORMALIZER = b"\x1a"  # field 3, bytes
+_TAIL_BYTES = 7  # a tag and four bytes of score, a tag and one byte of type
+_COMMON_LENGTH = 64  # pieces below it share their head; nearly all are
 # TrainerSpec
 _MODEL_TYPE_BPE = b"\x18\x02"  # field 3 = BPE
 _BYTE_FALLBACK = b"\x98\x02"  # field 35, varint
@@ -49,15 +51,14 @@ def bpe_model(
     charsmap: bytes = b"",
 ) -> bytes:
     """A serialized model of type BPE: the pieces in the order of their ids."""
-    lengths = [_varint(length) for length in range(256)]
-    score_bytes = struct.Struct("<f").pack
+    heads = [_piece_head(length) for length in range(_COMMON_LENGTH)]
+    tail = struct.Struct("<cfcB").pack  # score, a field 2 of four bytes; type, a field 3
     parts: list[bytes] = []
     for text, score, kind in pieces:
         raw = text.encode()
-        size = lengths[len(raw)] if len(raw) < 256 else _varint(len(raw))
-        # SentencePiece: text = 1, score = 2, type = 3
-        body = b"\x0a%b%b\x15%b\x18%c" % (size, raw, score_bytes(score), kind)
-        parts += (_PIECES, lengths[len(body)] if len(body) < 256 else _varint(len(body)), body)
+        size = len(raw)
+        head = heads[size] if size < _COMMON_LENGTH else _piece_head(size)
+        parts += (head, raw, tail(b"\x15", score, b"\x18", kind))
     trainer = _MODEL_TYPE_BPE + _BYTE_FALLBACK + _flag(byte_fallback)
     normalizer = _ADD_DUMMY_PREFIX + _flag(add_dummy_prefix)
     normalizer += _REMOVE_EXTRA_SPACES + _flag(remove_extra_spaces) + _ESCAPE_SPACES
@@ -72,6 +73,12 @@ def without_dummy_prefix(model: bytes) -> bytes:
     """The same model, except that it puts no space before a text."""
     change = _ADD_DUMMY_PREFIX + _flag(False)
     return model + _NORMALIZER + _varint(len(change)) + change
+
+
+def _piece_head(size: int) -> bytes:
+    """What comes before a piece's text of `size` bytes: the piece and its field 1."""
+    text = b"\x0a" + _varint(size)
+    return _PIECES + _varint(len(text) + size + _TAIL_BYTES) + text
 
 
 def _flag(value: bool) -> bytes:
