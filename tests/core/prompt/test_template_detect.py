@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from exl_core.errors import TemplateError, WeightFileError
+from exl_core.errors import TemplateError
 from exl_core.prompt.detect import load_template, template_from_gguf_fields
 from exl_core.tokenizer.detect import load_tokenizer
+from exl_core.tokenizer.gguf_fields import read_gguf_fields
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -80,7 +81,7 @@ def test_what_is_not_a_template_is_refused(
 
 
 def test_a_gguf_file_brings_its_own(smollm2_path: Path) -> None:
-    template = load_template(smollm2_path)
+    template = load_template(smollm2_path, read_gguf_fields(smollm2_path))
     assert template is not None
     assert (template.bos_token, template.eos_token) == ("<|im_start|>", "<|im_end|>")
     text = template.render(USER)
@@ -93,7 +94,7 @@ def test_a_gguf_file_brings_its_own(smollm2_path: Path) -> None:
 
 
 def test_a_gguf_file_of_a_base_model_has_none(gemma3_path: Path) -> None:
-    assert load_template(gemma3_path) is None
+    assert load_template(gemma3_path, read_gguf_fields(gemma3_path)) is None
 
 
 def test_metadata_that_was_read_already_is_used(tmp_path: Path) -> None:
@@ -125,8 +126,6 @@ def test_a_template_of_another_type_is_refused() -> None:
         template_from_gguf_fields({"tokenizer.chat_template": 3}, "made")
 
 
-def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "bad.gguf"
-    path.write_bytes(b"nothing")
-    with pytest.raises(WeightFileError):
-        load_template(path)
+def test_a_file_without_its_metadata_is_refused(smollm2_path: Path) -> None:
+    with pytest.raises(TemplateError, match="no chat template can be read from this path"):
+        load_template(smollm2_path)

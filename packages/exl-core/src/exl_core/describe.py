@@ -8,7 +8,7 @@ from pathlib import Path
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
-from exl_core.load import model_name, open_checkpoint
+from exl_core.load import gguf_fields, model_name, open_checkpoint
 from exl_core.ops.table import available_isas
 from exl_core.prompt.detect import load_template
 from exl_core.resolve import resolve_model
@@ -84,7 +84,8 @@ def describe_model(spec: str | None = None) -> ModelDescription:
     path = resolve_model(spec)
     source, config = open_checkpoint(path)
     checkpoint = Checkpoint(source, config)
-    tokenizer = load_tokenizer(path)
+    fields = gguf_fields(source)
+    tokenizer = load_tokenizer(path, fields)
     check_vocab(tokenizer, config.vocab_size, path)
     used = {tensor.name for tensor in checkpoint.stored.values()}
     unused = [tensor for name, tensor in source.tensors.items() if name not in used]
@@ -100,7 +101,7 @@ def describe_model(spec: str | None = None) -> ModelDescription:
         file_bytes=sum(file.stat().st_size for file in files),
         weights_bytes_in_memory=checkpoint.packed_bytes,
         tokenizer=tokenizer,
-        has_template=load_template(path) is not None,
+        has_template=load_template(path, fields) is not None,
         backends=_backends(),
     )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -72,7 +72,8 @@ def load_model(
     source, config = open_checkpoint(path)
     config = _with_options(config, options)
     checkpoint = Checkpoint(source, config)
-    tokenizer = load_tokenizer(path)
+    fields = gguf_fields(source)
+    tokenizer = load_tokenizer(path, fields)
     check_vocab(tokenizer, config.vocab_size, path)
     check_memory(checkpoint.packed_bytes, available_memory_bytes(), path)
     ops = get_table(options.backend, isa=options.isa or settings.isa, threads=threads)
@@ -84,7 +85,7 @@ def load_model(
         config=config,
         model=model,
         tokenizer=tokenizer,
-        template=load_template(path),
+        template=load_template(path, fields),
         weights_bytes=model.weights_bytes,
         load_s=time.perf_counter() - started,
     )
@@ -110,6 +111,11 @@ def check_memory(needed: int, available: int | None, where: object) -> None:
             got=f"{available / 2**20:.0f} MiB free",
             next_step="Free some memory, or take a smaller model.",
         )
+
+
+def gguf_fields(source: TensorSource) -> Mapping[str, object] | None:
+    """The metadata that tokenizer and template are read from, so that no file is read twice."""
+    return source.metadata if isinstance(source, GgufSource) else None
 
 
 def model_name(path: Path) -> str:

@@ -20,17 +20,19 @@ DEFAULT_NAME = "default"
 def load_template(
     path: Path, gguf_fields: Mapping[str, object] | None = None
 ) -> ChatTemplate | None:
-    """The chat template of a model directory or a `.gguf` file; None when it has none.
+    """The chat template of a model, None when it has none.
 
-    A caller that has read the metadata of the file already passes it as `gguf_fields`.
+    A `.gguf` file needs `gguf_fields`, its metadata: reading them is not this package's work.
     """
-    if path.is_dir():
-        return _from_directory(path)
-    if gguf_fields is None:
-        from exl_core.tokenizer.gguf_fields import read_gguf_fields
-
-        gguf_fields = read_gguf_fields(path)
-    return template_from_gguf_fields(gguf_fields, str(path))
+    if gguf_fields is not None:
+        return template_from_gguf_fields(gguf_fields, str(path))
+    if not path.is_dir():
+        raise TemplateError(
+            "no chat template can be read from this path",
+            where=path,
+            expected="a model directory, or the metadata of a GGUF file",
+        )
+    return _from_directory(path)
 
 
 def template_from_gguf_fields(fields: Mapping[str, object], where: str) -> ChatTemplate | None:
