@@ -11,17 +11,15 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import Engine, EngineOptions
-from exl_core.engine.events import Event, FailEvent, FinishEvent, FinishReason, TextEvent
-from exl_core.engine.request import Request
-from exl_core.errors import OutOfMemoryError, RequestError
+from exl_core.engine.events import FailEvent, FinishEvent, FinishReason, TextEvent
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError
+from support.driving import ask, engine_for, run_all, run_one
 from support.scripted import (
     EOS_ID,
     VOCAB_SIZE,
     ByteTokenizer,
     HashRule,
-    Rule,
     ScriptedModel,
     ScriptedShape,
     always,
@@ -29,60 +27,7 @@ from support.scripted import (
     reply_with,
 )
 
-GREEDY = SamplerParams(temperature=0)
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
-
-
-def engine_for(rule: Rule, *, max_seq_len: int = 2048, **options: object) -> Engine:
-    model = ScriptedModel(rule, ScriptedShape(max_seq_len=max_seq_len))
-    return Engine(model, ByteTokenizer(), EngineOptions(**options))  # type: ignore[arg-type]
-
-
-def ask(
-    prompt: str | Sequence[int] = "Q:",
-    *,
-    max_tokens: int | None = 50,
-    stop_strings: tuple[str, ...] = (),
-    sampler: SamplerParams = GREEDY,
-    min_tokens: int = 0,
-    stop_ids: frozenset[int] = frozenset({EOS_ID}),
-) -> Request:
-    ids = tuple(prompt.encode()) if isinstance(prompt, str) else tuple(prompt)
-    return Request(
-        ids,
-        max_tokens=max_tokens,
-        sampler=sampler,
-        stop_ids=stop_ids,
-        stop_strings=stop_strings,
-        min_tokens=min_tokens,
-    )
-
-
-def run_all(engine: Engine, limit: int = 5000) -> list[Event]:
-    events: list[Event] = []
-    for _ in range(limit):
-        if engine.is_idle:
-            return events
-        events += engine.step()
-    raise AssertionError("the engine does not come to an end")
-
-
-def run_one(engine: Engine, request: Request) -> tuple[list[str], FinishEvent]:
-    engine.submit(request)
-    events = run_all(engine)
-    end = events.pop()
-    assert isinstance(end, FinishEvent)
-    texts = []
-    reported: list[int] = []
-    for event in events:
-        assert isinstance(event, TextEvent)
-        assert event.text
-        texts.append(event.text)
-        reported += event.token_ids
-    assert "".join(texts) == end.text, "the pieces join to the whole"
-    assert tuple(reported) == end.token_ids[: len(reported)]
-    assert engine.pool.num_available == engine.pool.num_pages, "every page was given back"
-    return texts, end
 
 
 def test_a_stop_token_ends_the_reply_and_is_no_part_of_its_text() -> None:
@@ -353,60 +298,3 @@ def test_timings_come_from_the_clock() -> None:
     assert isinstance(end, FinishEvent)
     assert (end.queued_s, end.prefill_s, end.decode_s) == (7.0, 2.0, 2.0)
     assert (end.prefill_tok_s, end.decode_tok_s) == (5.0, 2.0)
-
-
-@pytest.mark.parametrize(
-    ("request_", "numbers"),
-    [
-        (ask([65] * 100), ("100 tokens", "context 100", "at most 99")),
-        (ask([65, 258]), ("prompt token 1", "below 258", "258")),
-    ],
-    ids=["longer than the context", "outside the vocabulary"],
-)
-def test_requests_that_the_model_cannot_serve(request_: Request, numbers: tuple[str, ...]) -> None:
-    engine = engine_for(reply_with("ok"), max_seq_len=100)
-    with pytest.raises(RequestError) as caught:
-        engine.submit(request_)
-    for number in numbers:
-        assert number in str(caught.value)
-    assert engine.is_idle
-    assert run_one(engine, ask())[1].text == "ok"
-
-
-@pytest.mark.parametrize("max_tokens", [None, 1, 300])
-def test_requests_that_the_cache_can_never_hold(max_tokens: int | None) -> None:
-    engine = engine_for(reply_with("ok"), cache_tokens=512)
-    prompt = [65] * (513 if max_tokens != 300 else 300)
-    with pytest.raises(RequestError, match="do not fit the cache") as caught:
-        engine.submit(ask(prompt, max_tokens=max_tokens))
-    assert "at most 513 tokens (2 pages)" in str(caught.value)
-    assert engine.is_idle
-
-
-def test_an_id_that_is_still_live_is_refused() -> None:
-    engine = engine_for(reply_with("ok"))
-    request = ask()
-    engine.submit(request)
-    with pytest.raises(RequestError, match="has not ended"):
-        engine.submit(request)
-    run_all(engine)
-    engine.submit(request)
-    assert isinstance(run_all(engine)[-1], FinishEvent)
-
-
-@pytest.mark.parametrize(
-    "options", [{"cache_tokens": 255}, {"cache_tokens": 0}, {"max_batch": 0}, {"prefill_chunk": 0}]
-)
-def test_options_that_make_no_engine(options: dict[str, int]) -> None:
-    with pytest.raises(RequestError, match=next(iter(options))):
-        EngineOptions(**options)  # type: ignore[arg-type]
-
-
-def test_a_cache_larger_than_the_memory_is_refused_with_numbers() -> None:
-    shape = ScriptedShape(num_layers=80, num_kv_heads=64, head_dim=256)
-    with pytest.raises(OutOfMemoryError, match="MiB"):
-        Engine(
-            ScriptedModel(reply_with("x"), shape),
-            ByteTokenizer(),
-            EngineOptions(cache_tokens=2**20),
-        )

@@ -1,0 +1,65 @@
+"""Requests in, events out: how the tests drive an engine on a scripted model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from exl_core.engine.engine import Engine, EngineOptions
+from exl_core.engine.events import Event, FinishEvent, TextEvent
+from exl_core.engine.request import Request
+from exl_core.sampling.params import SamplerParams
+from support.scripted import EOS_ID, ByteTokenizer, Rule, ScriptedModel, ScriptedShape
+
+GREEDY = SamplerParams(temperature=0)
+
+
+def engine_for(rule: Rule, *, max_seq_len: int = 2048, **options: object) -> Engine:
+    model = ScriptedModel(rule, ScriptedShape(max_seq_len=max_seq_len))
+    return Engine(model, ByteTokenizer(), EngineOptions(**options))  # type: ignore[arg-type]
+
+
+def ask(
+    prompt: str | Sequence[int] = "Q:",
+    *,
+    max_tokens: int | None = 50,
+    stop_strings: tuple[str, ...] = (),
+    sampler: SamplerParams = GREEDY,
+    min_tokens: int = 0,
+    stop_ids: frozenset[int] = frozenset({EOS_ID}),
+) -> Request:
+    ids = tuple(prompt.encode()) if isinstance(prompt, str) else tuple(prompt)
+    return Request(
+        ids,
+        max_tokens=max_tokens,
+        sampler=sampler,
+        stop_ids=stop_ids,
+        stop_strings=stop_strings,
+        min_tokens=min_tokens,
+    )
+
+
+def run_all(engine: Engine, limit: int = 5000) -> list[Event]:
+    events: list[Event] = []
+    for _ in range(limit):
+        if engine.is_idle:
+            return events
+        events += engine.step()
+    raise AssertionError("the engine does not come to an end")
+
+
+def run_one(engine: Engine, request: Request) -> tuple[list[str], FinishEvent]:
+    engine.submit(request)
+    events = run_all(engine)
+    end = events.pop()
+    assert isinstance(end, FinishEvent)
+    texts = []
+    reported: list[int] = []
+    for event in events:
+        assert isinstance(event, TextEvent)
+        assert event.text
+        texts.append(event.text)
+        reported += event.token_ids
+    assert "".join(texts) == end.text, "the pieces join to the whole"
+    assert tuple(reported) == end.token_ids[: len(reported)]
+    assert engine.pool.num_available == engine.pool.num_pages, "every page was given back"
+    return texts, end
