@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from exl_cli.render import bytes_progress
 from exl_core.cache.format import PAGE_SIZE
 from exl_core.engine.engine import Engine, EngineOptions
@@ -89,7 +91,12 @@ class Runtime:
 
 
 def load_quietly(spec: str | None, threads: int | None, *, is_quiet: bool) -> LoadedModel:
-    """Load with a progress bar where somebody watches."""
+    """Load with a progress bar where somebody watches.
+
+    Torch gets one thread: the kernels have threads of their own, and what is left to torch is
+    small, so that a second set of threads would only take the cores from the first.
+    """
+    torch.set_num_threads(1)
     with bytes_progress("loading", is_quiet=is_quiet) as progress:
         return load_model(spec, LoadOptions(threads=threads), progress)
 
