@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -17,16 +16,6 @@ from exl_core.sampling import fuse
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError, Sampler, steps_for
 from exl_core.sampling.steps import draw, weights
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Rows are too short to share out, and on a busy machine the threads wait for one another."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
 
 CHAINS = [
     SamplerParams(),
@@ -66,7 +55,7 @@ def kept_by_shortlist(params: SamplerParams, logits: Tensor) -> Tensor:
     return torch.zeros(len(logits)).index_put_((ids,), weight)
 
 
-@pytest.mark.parametrize("count", [50, 257, 5000, 49152])
+@pytest.mark.parametrize("count", [50, 257, 5000, 30_000])
 @pytest.mark.parametrize("spread", [0.3, 2.0, 8.0], ids="spread{}".format)
 @pytest.mark.parametrize("params", CHAINS, ids=lambda p: f"chain{CHAINS.index(p)}")
 def test_the_fused_chain_draws_what_the_steps_draw(
@@ -142,7 +131,7 @@ def test_frequencies_hold_over_a_large_vocabulary() -> None:
     """Thirds of a flat distribution of 200000: no part of it is out of the draw's reach."""
     logits = torch.zeros(200_000)
     sampler = Sampler(SamplerParams(seed=5))
-    draws = 3000
+    draws = 300
     thirds = Counter(sampler.sample(logits, []) * 3 // 200_000 for _ in range(draws))
     for third in range(3):
         assert abs(thirds[third] / draws - 1 / 3) < 4 * math.sqrt(2 / 9 / draws)
@@ -220,12 +209,12 @@ def test_nothing_left_to_sample_is_an_error(params: SamplerParams) -> None:
 
 
 @pytest.mark.parametrize("params", [SamplerParams(temperature=0), SamplerParams(top_k=5)])
-@pytest.mark.parametrize("place", [0, 17, 40_000])
+@pytest.mark.parametrize("place", [0, 17, 29_000])
 @pytest.mark.parametrize(("value", "name"), [(math.nan, "NaN"), (math.inf, "infinity")])
 def test_logits_that_are_no_numbers_are_an_error_with_a_cause(
     params: SamplerParams, place: int, value: float, name: str
 ) -> None:
-    logits = torch.zeros(49152)
+    logits = torch.zeros(30_000)
     logits[place] = value
     with pytest.raises(LogitsError, match=name) as caught:
         Sampler(params).sample(logits, [])
