@@ -6,8 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from support import real_models
+
+
+def pytest_configure() -> None:
+    # As the command does it: the kernels have threads of their own, and a second set of threads
+    # only takes the cores from the first.
+    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
