@@ -13,6 +13,10 @@ namespace exl::EXL_ISA {
 
 constexpr int kPanelVecs = static_cast<int>(kPanel) / kLanes;
 
+// How far ahead of use a stream of weights is asked for. Measured (2 KiB against none, one core,
+// fp16): 14 rows 10 instead of 5.5 GB/s, 8 rows 14 instead of 10; 4 KiB and 1 KiB do less.
+constexpr int64_t kAheadBytes = 2048;
+
 // R values of one step lie together: a[step][R].
 template <int R>
 struct PackedRows {
@@ -68,6 +72,7 @@ static inline void tile_product(Rows a, const T* b, int64_t panel_stride, int64_
         Vec weights[P * kPanelVecs];
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p) {
+            prefetch(reinterpret_cast<const char*>(b + p * panel_stride + step * kPanel) + kAheadBytes);
 #pragma GCC unroll 16
             for (int v = 0; v < kPanelVecs; ++v) {
                 weights[p * kPanelVecs + v] = load(b + p * panel_stride + step * kPanel + v * kLanes);

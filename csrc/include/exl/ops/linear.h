@@ -21,6 +21,8 @@ namespace exl {
 
 constexpr int64_t kPanel = 16;
 
+struct MemoryBlock;
+
 // Weights of one linear in run-time layout; owns its memory (zero until filled).
 class PackedMatrix {
 public:
@@ -43,7 +45,7 @@ public:
     float* bias = nullptr;  // null, or [panels * 16]
 
 private:
-    int64_t mapped_bytes_ = 0;
+    MemoryBlock* block_;  // what `data` lies in
 };
 
 struct LinearArgs {
