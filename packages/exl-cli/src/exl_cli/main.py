@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
 from typer.main import get_command
@@ -79,11 +79,6 @@ def _eval() -> None:
 @inspect_app.callback()
 def _inspect() -> None:
     """Keeps `model` a verb of its own while it is the only one."""
-
-
-def run() -> NoReturn:
-    """Entry point of the installed command."""
-    sys.exit(main(sys.argv[1:]))
 
 
 def main(args: Sequence[str]) -> int:
