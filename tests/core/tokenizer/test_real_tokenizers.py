@@ -227,8 +227,10 @@ def test_loading_is_quick_and_imports_no_torch(smollm2_path: Path) -> None:
     script = (
         "import sys, time; from pathlib import Path; started = time.perf_counter();"
         "from exl_core.tokenizer.detect import load_tokenizer;"
+        "from exl_core.tokenizer.gguf_fields import read_gguf_fields;"
         "from exl_core.prompt.detect import load_template;"
-        f"load_tokenizer(Path({str(smollm2_path)!r})); load_template(Path({str(smollm2_path)!r}));"
+        f"path = Path({str(smollm2_path)!r});"
+        "load_tokenizer(path); load_template(path, read_gguf_fields(path));"
         "assert 'torch' not in sys.modules; assert 'transformers' not in sys.modules;"
         "print(time.perf_counter() - started)"
     )
