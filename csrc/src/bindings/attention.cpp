@@ -37,20 +37,14 @@ static void check_sequences(const AttentionArgs& args, int64_t num_pages) {
     }
 }
 
-static void paged_attention(Table& table, py::handle q, py::handle key_cache,
-                            py::handle value_cache, py::handle page_table, py::handle row_starts,
-                            py::handle past_lens, float scale, int64_t window, float softcap,
-                            py::handle out) {
-    const Operand q_operand{"paged_attention", "q"};
+struct Caches {
+    TensorView keys;
+    TensorView values;
+};
+
+static Caches view_caches(const TensorView& x, py::handle key_cache, py::handle value_cache) {
     const Operand kc_operand{"paged_attention", "key_cache"};
     const Operand vc_operand{"paged_attention", "value_cache"};
-    const Operand table_operand{"paged_attention", "page_table"};
-    const Operand starts_operand{"paged_attention", "row_starts"};
-    const Operand lens_operand{"paged_attention", "past_lens"};
-    const Operand y_operand{"paged_attention", "out"};
-    const TensorView x = view_of(q_operand, q);
-    check(q_operand, x, {DType::f32}, {kAnySize, kAnySize, kAnySize});
-    check_contiguous(q_operand, x, 1);
     const TensorView kc = view_of(kc_operand, key_cache);
     check(kc_operand, kc, {DType::f16, DType::f32}, {kAnySize, kAnySize, kAnySize, x.shape[2]});
     check_contiguous(kc_operand, kc, 0);
@@ -62,6 +56,23 @@ static void paged_attention(Table& table, py::handle q, py::handle key_cache,
     const TensorView vc = view_of(vc_operand, value_cache);
     check(vc_operand, vc, {kc.dtype}, {kc.shape[0], kc.shape[1], kc.shape[2], kc.shape[3]});
     check_contiguous(vc_operand, vc, 0);
+    return {kc, vc};
+}
+
+static void paged_attention(Table& table, py::handle q, py::handle key_cache,
+                            py::handle value_cache, py::handle page_table, py::handle row_starts,
+                            py::handle past_lens, float scale, int64_t window, float softcap,
+                            py::handle out) {
+    const Operand q_operand{"paged_attention", "q"};
+    const Operand table_operand{"paged_attention", "page_table"};
+    const Operand starts_operand{"paged_attention", "row_starts"};
+    const Operand lens_operand{"paged_attention", "past_lens"};
+    const Operand y_operand{"paged_attention", "out"};
+    const TensorView x = view_of(q_operand, q);
+    check(q_operand, x, {DType::f32}, {kAnySize, kAnySize, kAnySize});
+    check_contiguous(q_operand, x, 1);
+    const auto [kc, vc] = view_caches(x, key_cache, value_cache);
+    const int64_t kv_heads = kc.shape[1];
     const TensorView pages = view_of(table_operand, page_table);
     check(table_operand, pages, {DType::i32}, {kAnySize, kAnySize});
     check_contiguous(table_operand, pages, 0);
