@@ -20,6 +20,7 @@ SOURCES = {
 DISTRIBUTION_RANK = {name: rank for rank, name in enumerate(SOURCES)}
 CORE_RANK = {
     "errors": -1,  # everything may raise them, settings too
+    "files": 0,
     "settings": 0,
     **dict.fromkeys(("ops", "arch", "tokenizer", "prompt"), 1),
     **dict.fromkeys(("codecs", "cache", "sampling", "constrain"), 2),
@@ -34,6 +35,7 @@ LOAD_FILES = ("load", "describe", "resolve")  # one package in three files
 CLI_ONLY = ("typer", "click", "rich", "prompt_toolkit", "starlette", "fastapi", "uvicorn")
 WITHOUT_TORCH = (
     "exl_core.errors",
+    "exl_core.files",
     "exl_core.settings",
     "exl_core.arch.*",
     "exl_core.prompt.*",

@@ -1,0 +1,49 @@
+"""Reading small files that a stranger wrote, so that a damaged one is an error and not a crash.
+
+Knows JSON and sizes, and nothing of what the contents mean.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from exl_core.errors import ModelError
+
+CONFIG_LIMIT_BYTES = 16 * 2**20
+"""Real configurations take kilobytes; those with a vocabulary or a chat template, a few MiB."""
+
+
+def read_bytes(path: Path, error: type[ModelError], limit_bytes: int) -> bytes:
+    """The whole file, which must not be larger than `limit_bytes`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(limit_bytes + 1)
+    except OSError as cause:
+        raise error("cannot be read", where=path, got=cause.strerror or cause) from cause
+    if len(data) > limit_bytes:
+        raise error(
+            "file is too large for what it is",
+            where=path,
+            expected=f"at most {limit_bytes} bytes",
+            got=f"{path.stat().st_size}",
+        )
+    return data
+
+
+def read_json_object(
+    path: Path, error: type[ModelError], limit_bytes: int = CONFIG_LIMIT_BYTES
+) -> dict[str, object]:
+    """The JSON object that a file holds; raises `error` for anything else."""
+    return parse_json_object(read_bytes(path, error, limit_bytes), error, path)
+
+
+def parse_json_object(data: bytes, error: type[ModelError], where: object) -> dict[str, object]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError) as cause:
+        # ValueError also stands for bad UTF-8 and for integers of thousands of digits.
+        raise error("is not valid JSON", where=where, got=str(cause)[:200]) from cause
+    if not isinstance(value, dict):
+        raise error("holds no JSON object", where=where, got=type(value).__name__)
+    return value
