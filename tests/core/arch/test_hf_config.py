@@ -122,6 +122,11 @@ BROKEN = {
     "missing": ({"hidden_size": ...}, "'hidden_size' is missing"),
     "text": ({"hidden_size": "64"}, "'hidden_size' has no usable value"),
     "negative": ({"num_hidden_layers": -1}, "num_hidden_layers"),
+    "layers": ({"num_hidden_layers": 2**31 - 1}, "1 to 4096"),
+    "endless-digits": ({"rope_theta": 10**400}, "rope_theta.*integer of 1329 bits"),
+    "tiny-eps": ({"rms_norm_eps": 1e-320}, "rms_norm_eps"),
+    "partial": ({"partial_rotary_factor": 2.0}, "partial_rotary_factor"),
+    "base-one": ({"rope_theta": 1.0}, "RoPE base"),
     "absurd": ({"vocab_size": 2**40}, "vocab_size"),
     "nan": ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
     "no-architecture": ({"architectures": []}, "architectures"),
@@ -153,7 +158,7 @@ def test_a_value_that_no_model_can_have_is_an_error_that_names_it(
         read_hf_config(write(tmp_path, LLAMA, **changes))
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "\xff", "[" * 100_000, "1" * 5000])
 def test_a_configuration_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"config\.json"):
@@ -162,4 +167,10 @@ def test_a_configuration_that_is_no_object_is_refused(tmp_path: Path, text: str)
 
 def test_an_empty_directory_says_what_a_model_is(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"no config\.json.*A model directory has"):
+        read_hf_config(tmp_path)
+
+
+def test_a_directory_of_gguf_files_says_to_name_one(tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(b"")
+    with pytest.raises(ModelNotFoundError, match="name one of them"):
         read_hf_config(tmp_path)

@@ -38,7 +38,10 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
         resolve_model(str(path))
 
 
-@pytest.mark.parametrize("spec", ["", "no-such-model", "./gone/model", "a/b/c", "gone/m.gguf"])
+@pytest.mark.parametrize(
+    "spec",
+    ["", "no-such-model", "./gone/model", "a/b/c", "gone/m.gguf", "a" * 5000, "~nobody-here/x"],
+)
 def test_what_is_no_path_and_no_hub_id_never_reaches_the_hub(
     spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

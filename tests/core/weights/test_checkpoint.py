@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,27 @@ def test_matrices_of_different_precision_are_packed_in_the_wider_one(folder: Pat
     up = GATE.replace("gate", "up")
     assert checkpoint.dtype(GATE) is torch.bfloat16
     assert checkpoint.dtype(GATE, up) is torch.float32
+
+
+def test_only_the_rotated_rows_of_a_gguf_head_are_put_in_order(tmp_path: Path) -> None:
+    path = write_gguf(tiny_llama(), tmp_path / "m.gguf", GGMLQuantizationType.F32)
+    source, config = open_checkpoint(path)
+    partial = replace(config, rope=replace(config.rope, rotary_dim=8))
+    name = "model.layers.0.self_attn.k_proj.weight"
+    stored = source.read("blk.0.attn_k.weight", slice(None)).view(2, 20, 72)
+    pairs_apart = [0, 2, 4, 6, 1, 3, 5, 7, *range(8, 20)]
+    rows = torch.cat([c.values for c in Checkpoint(source, partial).chunks(name, torch.float32)])
+    assert torch.equal(rows.view(2, 20, 72), stored[:, pairs_apart])
+
+
+def test_a_value_that_overflows_the_packed_format_is_not_called_damage(folder: Path) -> None:
+    edit(folder, **{GATE: torch.full((112, 72), 1e6)})
+    checkpoint = Checkpoint(*open_checkpoint(folder))
+    with pytest.raises(WeightValueError, match=r"As torch\.float16 they overflow"):
+        next(checkpoint.chunks(GATE, torch.float16))
+
+
+def test_memory_is_counted_as_it_is_packed(folder: Path) -> None:
+    before = Checkpoint(*open_checkpoint(folder)).packed_bytes
+    edit(folder, **{GATE: load_file(folder / "model.safetensors")[GATE].bfloat16()})
+    assert Checkpoint(*open_checkpoint(folder)).packed_bytes == before  # with up: still float32

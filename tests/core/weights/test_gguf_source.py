@@ -10,8 +10,8 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import _type_traits, dequantize
 
-from exl_core.errors import UnsupportedModelError, WeightFileError
-from exl_core.weights.gguf import GgufSource
+from exl_core.errors import ModelError, UnsupportedModelError, WeightFileError
+from exl_core.weights.gguf import GgufSource, rope_factors
 
 ROWS, COLUMNS = 6, 512
 
@@ -58,3 +58,24 @@ def test_an_unknown_element_type_is_named(tmp_path: Path) -> None:
     path.write_bytes(data)
     with pytest.raises(UnsupportedModelError, match="unknown element type"):
         GgufSource(path)
+
+
+def test_a_type_that_is_no_number_format_for_weights_is_named(tmp_path: Path) -> None:
+    source = GgufSource(
+        write(tmp_path / "m.gguf", GGMLQuantizationType.I32, np.zeros((4, 32), np.int32))
+    )
+    with pytest.raises(UnsupportedModelError, match="I32, which cannot be decoded"):
+        source.check_readable("w")
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (0,)])
+def test_rope_factors_of_another_shape_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    path = tmp_path / "m.gguf"
+    writer = GGUFWriter(path, "llama")
+    writer.add_tensor("rope_freqs.weight", np.ones(shape, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match=r"rope_freqs\.weight"):
+        rope_factors(GgufSource(path))

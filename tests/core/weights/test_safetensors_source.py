@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from exl_core.errors import ExlError, ModelNotFoundError, WeightFileError
+from exl_core.errors import ModelNotFoundError, UnsupportedModelError, WeightFileError
 from exl_core.weights.safetensors import SafetensorsSource
 
 
@@ -70,7 +70,10 @@ def test_a_truncated_header_is_named_as_such(tmp_path: Path, content: bytes, mes
 
 BAD_HEADERS = {
     "not-json": (b"{{{", 16, "not valid JSON"),
-    "a-list": (b"[]", 16, "not valid JSON"),
+    "a-list": (b"[]", 16, "no JSON object"),
+    "deep": (b'{"a":' + b"[" * 100_000, 16, "not valid JSON"),
+    "long-integer": (b'{"a": ' + b"1" * 5000 + b"}", 16, "not valid JSON"),
+    "absurd-shape": ({"w": entry("F32", [10**400, 10**400], 0, 16)}, 16, "malformed"),
     "entry-is-text": ({"w": "x"}, 16, "malformed"),
     "negative-size": ({"w": entry("F32", [-2, 2], 0, 16)}, 16, "malformed"),
     "offsets-reversed": ({"w": entry("F32", [2, 2], 16, 0)}, 16, "malformed"),
@@ -109,6 +112,7 @@ def test_a_directory_without_safetensors_says_what_to_do(
         ({"weight_map": {"a": "gone.safetensors"}}, "1 of them missing"),
         ({"weight_map": {"a": "../outside.safetensors"}}, "outside its own folder"),
         ({"weights": {}}, "not a weight index"),
+        ({"weight_map": {}}, "not a weight index"),
     ],
 )
 def test_a_bad_index_is_refused(tmp_path: Path, index: object, message: str) -> None:
@@ -120,12 +124,18 @@ def test_a_bad_index_is_refused(tmp_path: Path, index: object, message: str) -> 
 def test_an_integer_tensor_is_no_weight(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2, 2, dtype=torch.int32)}, tmp_path / "model.safetensors")
     source = SafetensorsSource(tmp_path)
-    with pytest.raises(ExlError, match="element type that weights cannot have"):
-        source.read("w", slice(None))
+    with pytest.raises(UnsupportedModelError, match="element type that weights cannot have"):
+        source.check_readable("w")
 
 
 def test_one_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     for name in ("a.safetensors", "b.safetensors"):
         save_file({"w": torch.zeros(2)}, tmp_path / name)
     with pytest.raises(WeightFileError, match="is also in"):
+        SafetensorsSource(tmp_path)
+
+
+def test_a_directory_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").mkdir()
+    with pytest.raises(WeightFileError, match="cannot be read"):
         SafetensorsSource(tmp_path)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from exl_core.arch.checks import check_config
 from exl_core.arch.gguf_config import read_gguf_config
 from exl_core.arch.hf_config import read_hf_config
 from exl_core.arch.spec import ModelConfig, RopeMethod
@@ -131,7 +132,9 @@ def _with_options(config: ModelConfig, options: LoadOptions) -> ModelConfig:
         rope = replace(rope, method=RopeMethod.LINEAR, factor=options.rope_factor)
     if options.rope_alpha is not None:
         rope = replace(rope, alpha=options.rope_alpha)
-    length = options.max_seq_len or config.max_seq_len
+    length = config.max_seq_len if options.max_seq_len is None else options.max_seq_len
     if length < 1:
         raise RequestError("the context size must be at least 1 token", got=length)
-    return replace(config, rope=rope, max_seq_len=length)
+    config = replace(config, rope=rope, max_seq_len=length)
+    check_config(config, "load options")
+    return config

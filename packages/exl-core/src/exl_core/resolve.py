@@ -5,6 +5,7 @@ In that order; no argument is `smollm2`. Only a hub id ever touches the network.
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -24,10 +25,17 @@ _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 def resolve_model(spec: str | None) -> Path:
     """The directory or `.gguf` file that `spec` names; a hub id is downloaded first."""
     name = spec if spec is not None else DEFAULT_ALIAS
-    path = Path(name).expanduser()
-    if name and path.is_dir():  # an empty name would be the current directory
+    try:
+        path = Path(name).expanduser()
+        is_dir = bool(name) and path.is_dir()  # an empty name would be the current directory
+        is_file = path.is_file()
+    except (OSError, RuntimeError) as error:  # too long, not permitted, or an unknown ~user
+        raise ModelNotFoundError("no such model", where=name[:200], got=error) from error
+    if (is_dir or is_file) and not os.access(path, os.R_OK | (os.X_OK if is_dir else 0)):
+        raise ModelNotFoundError("may not be read", where=path, next_step="Check its permissions.")
+    if is_dir:
         return path
-    if path.is_file():
+    if is_file:
         if path.suffix.lower() == ".gguf":
             return path
         raise ModelNotFoundError(

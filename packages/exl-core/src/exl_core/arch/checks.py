@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+
+from exl_core.arch.rope import inverse_frequencies
 from exl_core.arch.spec import ModelConfig, RopeConfig, RopeMethod, Window
 from exl_core.errors import ConfigError
 
@@ -49,3 +52,12 @@ def _check_rope(rope: RopeConfig, head_dim: int, where: object) -> None:
             where=where,
             got=f"{rope.high_freq_factor} and {rope.low_freq_factor}",
         )
+    if rope.base <= 1.0:
+        raise ConfigError(
+            "the RoPE base is too small", where=where, expected="above 1", got=rope.base
+        )
+    if any(not 0.0 < divisor < math.inf for divisor in rope.frequency_divisors):
+        raise ConfigError("'rope_freqs.weight' holds values that cannot divide", where=where)
+    frequencies, multiplier = inverse_frequencies(rope)
+    if not all(math.isfinite(f) and f > 0.0 for f in (*frequencies, multiplier)):
+        raise ConfigError("the RoPE scaling gives impossible frequencies", where=where, got=rope)

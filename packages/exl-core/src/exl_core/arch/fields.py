@@ -6,10 +6,12 @@ error for a missing or senseless one names the file, the key, what was expected 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 
 from exl_core.errors import ConfigError
+
+SMALLEST, LARGEST = 1e-30, 1e30
+MAX_LAYERS = 4096  # the deepest published models have a few hundred
 
 
 class Fields:
@@ -22,19 +24,20 @@ class Fields:
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None, *, low: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, *, high: int = 2**31 - 1) -> int:
+        """A positive integer. `high` keeps a damaged file from asking for the impossible."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
-            raise self._error(key, f"an integer from {low}", value)
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
+            raise self._error(key, f"an integer from 1 to {high}", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite positive number."""
+        """A positive number of a size that float32 arithmetic can carry."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._error(key, "a number", value)
-        if not math.isfinite(value) or value <= 0:
-            raise self._error(key, "a finite number above 0", value)
+        if not SMALLEST <= value <= LARGEST:
+            raise self._error(key, f"a number from {SMALLEST:g} to {LARGEST:g}", value)
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
@@ -86,5 +89,12 @@ class Fields:
 
     def _error(self, key: str, expected: str, got: object) -> ConfigError:
         return ConfigError(
-            f"{key!r} has no usable value", where=self.where, expected=expected, got=repr(got)[:80]
+            f"{key!r} has no usable value", where=self.where, expected=expected, got=_shown(got)
         )
+
+
+def _shown(value: object) -> str:
+    # Integers of thousands of digits cannot even be printed.
+    if isinstance(value, int) and value.bit_length() > 256:
+        return f"an integer of {value.bit_length()} bits"
+    return repr(value)[:80]

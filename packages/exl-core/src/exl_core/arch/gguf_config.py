@@ -12,8 +12,9 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from exl_core.arch.checks import check_config
-from exl_core.arch.fields import Fields
+from exl_core.arch.fields import MAX_LAYERS, Fields
 from exl_core.arch.registry import find_by_gguf_name
+from exl_core.arch.rope import yarn_magnitude
 from exl_core.arch.spec import ArchSpec, ModelConfig, RopeConfig, RopeMethod, Window
 from exl_core.errors import ConfigError, UnsupportedModelError
 
@@ -23,6 +24,19 @@ ROPE_METHODS = {
     "linear": RopeMethod.LINEAR,
     "yarn": RopeMethod.YARN,
 }
+
+SCALING_KEYS = frozenset(
+    f"rope.scaling.{name}"
+    for name in (
+        "type",
+        "factor",
+        "original_context_length",
+        "finetuned",
+        "attn_factor",
+        "yarn_beta_fast",
+        "yarn_beta_slow",
+    )
+)
 
 
 def gguf_architecture(metadata: Mapping[str, object], where: object) -> ArchSpec:
@@ -43,7 +57,7 @@ def read_gguf_config(
     prefix = Fields(metadata, where).text("general.architecture") + "."
     own = Fields({k.removeprefix(prefix): v for k, v in metadata.items()}, where)
     hidden_size = own.integer("embedding_length")
-    layers = own.integer("block_count")
+    layers = own.integer("block_count", high=MAX_LAYERS)
     heads = _same_for_all_layers(own, "attention.head_count")
     head_dim = own.integer("attention.key_length", arch.head_dim_default or hidden_size // heads)
     rope, local_rope = _rope(arch, own, head_dim, rope_factors)
@@ -88,7 +102,7 @@ def _same_for_all_layers(own: Fields, key: str, default: int | None = None) -> i
     """Some files give one number per layer; these families need them to be equal."""
     value = own.values.get(key)
     if isinstance(value, list):
-        if len(set(value)) != 1:
+        if not value or any(item != value[0] for item in value):
             raise ConfigError(f"{key!r} differs between layers", where=own.where, got=value[:8])
         return Fields({key: value[0]}, own.where).integer(key)
     return own.integer(key, default)
@@ -101,6 +115,17 @@ def _attention_scale(
     # readers tell the model by its number of layers.
     is_gemma3_27b = arch.name == "gemma3" and layers == GEMMA3_27B_LAYERS
     return 1.0 / math.sqrt(hidden_size / heads if is_gemma3_27b else head_dim)
+
+
+def _refuse_unknown_scaling(own: Fields) -> None:
+    """A scaling that is not understood must not be dropped: the text would be subtly worse."""
+    for key in own.values:
+        if key.startswith(("rope.scaling.", "rope.scale_")) and key not in SCALING_KEYS:
+            raise UnsupportedModelError(
+                f"RoPE setting {key!r} is not supported",
+                where=own.where,
+                next_step=f"Supported: {', '.join(sorted(SCALING_KEYS))}.",
+            )
 
 
 def _rope(
@@ -116,6 +141,7 @@ def _rope(
             expected=rotary_dim // 2,
             got=len(factors),
         )
+    _refuse_unknown_scaling(own)
     kind = own.text("rope.scaling.type", "none")
     if kind not in ROPE_METHODS:
         raise UnsupportedModelError(
@@ -131,6 +157,15 @@ def _rope(
             original_max_seq_len=own.integer(
                 "rope.scaling.original_context_length", own.integer("context_length")
             ),
+        )
+    if rope.method is RopeMethod.YARN:
+        # The format stores a factor on top of the method's own (llama.cpp multiplies the two).
+        own_factor = yarn_magnitude(rope.factor)
+        rope = replace(
+            rope,
+            beta_fast=own.number("rope.scaling.yarn_beta_fast", 32.0),
+            beta_slow=own.number("rope.scaling.yarn_beta_slow", 1.0),
+            attention_factor=own_factor * own.number("rope.scaling.attn_factor", 1.0),
         )
     if arch.local_rope_base_default is None:
         return rope, None

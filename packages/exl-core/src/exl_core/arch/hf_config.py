@@ -6,12 +6,11 @@ Knows the names that the hub's configurations use, old and new (`rope_scaling` a
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 from exl_core.arch.checks import check_config
-from exl_core.arch.fields import Fields
+from exl_core.arch.fields import MAX_LAYERS, Fields
 from exl_core.arch.registry import find_by_hf_name
 from exl_core.arch.rope import yarn_magnitude
 from exl_core.arch.spec import (
@@ -23,6 +22,7 @@ from exl_core.arch.spec import (
     Window,
 )
 from exl_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
+from exl_core.files import read_json_object
 
 ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 LAYER_TYPES = {"sliding_attention": Window.LOCAL, "full_attention": Window.GLOBAL}
@@ -32,41 +32,33 @@ ROPE_METHODS = {
     "llama3": RopeMethod.LLAMA3,
     "yarn": RopeMethod.YARN,
 }
-CONFIG_LIMIT_BYTES = 16 * 2**20  # real ones are a few kilobytes
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """A JSON object from a file; sizes past any real configuration are refused."""
-    if path.stat().st_size > CONFIG_LIMIT_BYTES:
-        raise ConfigError("file is too large to be a configuration", where=path)
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ConfigError("file is not valid JSON", where=path, got=error) from error
-    if not isinstance(value, dict):
-        raise ConfigError("file holds no object", where=path, got=type(value).__name__)
-    return value
 
 
 def read_hf_config(directory: Path) -> ModelConfig:
     """The configuration of the checkpoint in `directory`, checked for consistency."""
     path = directory / "config.json"
-    if not path.is_file():
+    if not path.exists():
         raise ModelNotFoundError(
-            "directory holds no config.json",
-            where=directory,
-            next_step="A model directory has config.json, weights (*.safetensors) and a tokenizer.",
+            "directory holds no config.json", where=directory, next_step=_advice(directory)
         )
-    top = Fields(read_json(path), path)
+    top = Fields(read_json_object(path, ConfigError), path)
     arch = _architecture(top)
     text = top.nested("text_config") if top.has("text_config") else top
     config = _model_config(arch, top, text)
     generation = directory / "generation_config.json"
-    if generation.is_file():
-        extra = Fields(read_json(generation), generation).token_ids("eos_token_id")
+    if generation.exists():
+        extra = Fields(read_json_object(generation, ConfigError), generation).token_ids(
+            "eos_token_id"
+        )
         config = replace(config, eos_ids=tuple(dict.fromkeys((*config.eos_ids, *extra))))
     check_config(config, path)
     return config
+
+
+def _advice(directory: Path) -> str:
+    if any(directory.glob("*.gguf")):
+        return "It has GGUF files: name one of them instead of the directory."
+    return "A model directory has config.json, weights (*.safetensors) and a tokenizer."
 
 
 def _architecture(top: Fields) -> ArchSpec:
@@ -90,7 +82,7 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
     hidden_size = text.integer("hidden_size")
     heads = text.integer("num_attention_heads", arch.num_q_heads_default)
     head_dim = text.integer("head_dim", arch.head_dim_default or hidden_size // heads)
-    layers = text.integer("num_hidden_layers")
+    layers = text.integer("num_hidden_layers", high=MAX_LAYERS)
     if text.flag("use_bidirectional_attention", False):
         raise UnsupportedModelError("bidirectional attention is not supported", where=text.where)
     _check_activation(arch, text)
@@ -193,6 +185,13 @@ def _scaled_rope(text: Fields, scaling: Fields, base: float, head_dim: int) -> R
         )
     method = ROPE_METHODS[kind]
     partial = scaling.number("partial_rotary_factor", text.number("partial_rotary_factor", 1.0))
+    if partial > 1.0:
+        raise ConfigError(
+            "'partial_rotary_factor' is above 1",
+            where=text.where,
+            expected="at most 1",
+            got=partial,
+        )
     rope = RopeConfig(base=base, rotary_dim=int(head_dim * partial), method=method)
     if method is RopeMethod.DEFAULT:
         return rope

@@ -98,6 +98,16 @@ def gguf_name(arch: ArchSpec, name: str) -> str:
     return f"blk.{layer}.{(_GGUF_LAYER | _GGUF_NORMS[arch.residual])[part]}.{kind}"
 
 
+def packed_together(name: str) -> list[str]:
+    """The matrices that are packed into one with `name`, in order: they read the same input."""
+    for parts in (("q", "k", "v"), ("gate", "up")):
+        for part in parts:
+            if name.endswith(f".{part}_proj.weight"):
+                stem = name.removesuffix(f"{part}_proj.weight")
+                return [f"{stem}{other}_proj.weight" for other in parts]
+    return [name]
+
+
 def rotated_head_count(config: ModelConfig, name: str) -> int:
     """Heads in the rows of `name` if RoPE turns them (q and k, weight and bias), else 0."""
     if ".self_attn.q_proj." in name:

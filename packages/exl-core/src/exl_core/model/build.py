@@ -11,8 +11,9 @@ from threading import Lock
 
 from torch import Tensor
 
-from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, layer_prefix
+from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, layer_prefix, packed_together
 from exl_core.arch.spec import HeadNorm, ModelConfig, Residual
+from exl_core.errors import BackendError
 from exl_core.model.weights import (
     AttentionWeights,
     BlockWeights,
@@ -49,13 +50,13 @@ def _block(config: ModelConfig, packer: _Packer, layer: int) -> BlockWeights:
     has_head_norm = config.arch.head_norm is not HeadNorm.NONE
     norm = packer.norm
     attention = AttentionWeights(
-        qkv=packer.pack([f"{prefix}self_attn.{part}_proj.weight" for part in "qkv"]),
+        qkv=packer.pack(packed_together(f"{prefix}self_attn.q_proj.weight")),
         output=packer.pack([f"{prefix}self_attn.o_proj.weight"]),
         q_norm=norm(f"{prefix}self_attn.q_norm.weight") if has_head_norm else None,
         k_norm=norm(f"{prefix}self_attn.k_norm.weight") if has_head_norm else None,
     )
     mlp = MlpWeights(
-        gate_up=packer.pack([f"{prefix}mlp.{part}_proj.weight" for part in ("gate", "up")]),
+        gate_up=packer.pack(packed_together(f"{prefix}mlp.gate_proj.weight")),
         down=packer.pack([f"{prefix}mlp.down_proj.weight"]),
     )
     after_attention = f"{prefix}post_attention_layernorm.weight"
@@ -101,9 +102,15 @@ class _Packer:
             self.checkpoint.dtype(*names),
             has_bias=has_bias,
         )
-        self._pending.append(
-            self._pool.submit(self._fill, packed, names, biases if has_bias else [])
-        )
+        try:
+            job = self._pool.submit(self._fill, packed, names, biases if has_bias else [])
+        except RuntimeError as error:  # the pool starts its threads when they are first needed
+            raise BackendError(
+                "no thread can be started to read the weights",
+                got=error,
+                next_step="Raise the limits on processes and memory, or use fewer threads.",
+            ) from error
+        self._pending.append(job)
         return packed
 
     def norm(self, name: str) -> Tensor:

@@ -18,6 +18,7 @@ from exl_core.arch.key_map import (
     checkpoint_names,
     expected_tensors,
     gguf_name,
+    packed_together,
     rotated_head_count,
 )
 from exl_core.arch.spec import ModelConfig, Norm
@@ -43,9 +44,8 @@ class Checkpoint:
     def __init__(self, source: TensorSource, config: ModelConfig) -> None:
         self._source = source
         self._config = config
-        self._expected = expected_tensors(config)
         self.stored: dict[str, StoredTensor] = {
-            name: self._find(name, shape) for name, shape in self._expected.items()
+            name: self._find(name, shape) for name, shape in expected_tensors(config).items()
         }
 
     @property
@@ -56,7 +56,10 @@ class Checkpoint:
     @property
     def packed_bytes(self) -> int:
         """Bytes that the weights will take in memory."""
-        return sum(t.num_values * self.dtype(name).itemsize for name, t in self.stored.items())
+        return sum(
+            tensor.num_values * self.dtype(*packed_together(name)).itemsize
+            for name, tensor in self.stored.items()
+        )
 
     def dtype(self, *names: str) -> torch.dtype:
         """What these tensors are kept in when packed together: as stored, quantized as float16."""
@@ -73,8 +76,11 @@ class Checkpoint:
         for start in range(0, num_rows, step):
             stop = min(start + step, num_rows)
             rows = slice(start, stop) if order is None else order[start:stop]
-            values = self._source.read(tensor.name, rows).to(dtype)
-            self._check_finite(tensor, values)
+            values = self._source.read(tensor.name, rows)
+            _check_finite(tensor, values, "The file is damaged or its conversion failed")
+            if values.dtype is not dtype:
+                values = values.to(dtype)
+                _check_finite(tensor, values, f"As {dtype} they overflow")
             yield Chunk(start, values, tensor.size_bytes * (stop - start) // num_rows)
 
     def vector(self, name: str) -> Tensor:
@@ -101,6 +107,7 @@ class Checkpoint:
                 got=f"{len(tensors)} other tensors",
                 next_step="'exl inspect model PATH --tensors' shows what there is.",
             )
+        self._source.check_readable(found.name)
         if found.shape != shape:
             raise WeightShapeError(
                 f"tensor {found.name!r} has the wrong shape",
@@ -119,8 +126,8 @@ class Checkpoint:
     def _row_order(self, name: str) -> Tensor | None:
         """Rows to read, in order, or None for file order.
 
-        GGUF files of some families keep each rotated pair in neighbouring rows (2i, 2i + 1); ours
-        are half a head apart (i, i + D/2).
+        GGUF files of some families keep each rotated pair in neighboring rows (2i, 2i + 1); ours
+        are half the rotated part apart (i, i + R/2). Rows that are not rotated stay where they are.
         """
         heads = rotated_head_count(self._config, name)
         if (
@@ -129,17 +136,21 @@ class Checkpoint:
             or not self._config.arch.is_gguf_rope_interleaved
         ):
             return None
-        rows = torch.arange(heads * self._config.head_dim)
-        return rows.view(heads, -1, 2).transpose(1, 2).reshape(-1)
-
-    @staticmethod
-    def _check_finite(tensor: StoredTensor, values: Tensor) -> None:
-        # A sum is not finite if any value is not; only then is it worth looking at each.
-        if torch.isfinite(values.sum(dtype=torch.float32)) or torch.isfinite(values).all():
-            return
-        bad = int((~torch.isfinite(values)).sum())
-        raise WeightValueError(
-            f"tensor {tensor.name!r} holds {bad} values that are NaN or infinite",
-            where=tensor.file,
-            next_step="The file is damaged or its conversion failed; get it from another source.",
+        rows = torch.arange(heads * self._config.head_dim).view(heads, -1)
+        rotated, rest = rows.split_with_sizes(
+            [self._config.rope.rotary_dim, rows.shape[1] - self._config.rope.rotary_dim], dim=1
         )
+        rotated = rotated.view(heads, -1, 2).transpose(1, 2).reshape(heads, -1)
+        return torch.cat([rotated, rest], dim=1).view(-1)
+
+
+def _check_finite(tensor: StoredTensor, values: Tensor, cause: str) -> None:
+    # A sum is not finite if any value is not; only then is it worth looking at each.
+    if torch.isfinite(values.sum(dtype=torch.float32)) or torch.isfinite(values).all():
+        return
+    bad = int((~torch.isfinite(values)).sum())
+    raise WeightValueError(
+        f"tensor {tensor.name!r} holds {bad} values that are NaN or infinite",
+        where=tensor.file,
+        next_step=f"{cause}; get the model from another source.",
+    )

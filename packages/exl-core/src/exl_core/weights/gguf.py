@@ -12,11 +12,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
 from exl_core.codecs.gguf_blocks import PLAIN_DTYPES, decode, row_bytes
-from exl_core.errors import UnsupportedModelError, WeightFileError
+from exl_core.errors import UnsupportedModelError, WeightFileError, WeightShapeError
 from exl_core.tokenizer.gguf_fields import GgufHeader, GgufTensorInfo, read_gguf_header
 from exl_core.weights.source import StoredTensor, TensorSource
 
@@ -31,8 +31,20 @@ class GgufSource(TensorSource):
         self.metadata = header.fields
         self._path = path
         self._infos = {info.name: info for info in header.tensors}
+        if len(self._infos) != len(header.tensors):
+            raise WeightFileError("a tensor's name appears twice", where=path)
         self.tensors = {info.name: _declared(path, header, info) for info in header.tensors}
         self._data = np.memmap(path, dtype=np.uint8, mode="r")
+
+    def check_readable(self, name: str) -> None:
+        kind = GGMLQuantizationType[self.tensors[name].storage]
+        one_block = np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+        if decode(one_block, kind) is None:
+            raise UnsupportedModelError(
+                f"tensor {name!r} is stored as {kind.name}, which cannot be decoded",
+                where=self._path,
+                next_step="Convert the model to another quantization, such as Q4_K_M or Q8_0.",
+            )
 
     def read(self, name: str, rows: slice | Tensor) -> Tensor:
         tensor, info = self.tensors[name], self._infos[name]
@@ -43,12 +55,7 @@ class GgufSource(TensorSource):
         raw = raw.reshape(num_rows, -1)
         picked = np.array(raw[rows if isinstance(rows, slice) else rows.numpy()])
         values = decode(picked, kind)
-        if values is None:
-            raise UnsupportedModelError(
-                f"tensor {name!r} is stored as {tensor.storage}, which cannot be decoded",
-                where=self._path,
-                next_step="Convert the model to another quantization, such as Q4_K_M or Q8_0.",
-            )
+        assert values is not None, "see check_readable"
         return values.reshape(picked.shape[0], *tensor.shape[1:])
 
 
@@ -63,7 +70,9 @@ def _declared(path: Path, header: GgufHeader, info: GgufTensorInfo) -> StoredTen
             next_step="Convert the model to another quantization, such as Q4_K_M or Q8_0.",
         ) from error
     shape = tuple(reversed(info.shape))
-    columns = shape[-1] if shape else 1
+    if not shape or 0 in shape:
+        raise WeightFileError(f"tensor {info.name!r} is empty", where=path, got=list(shape))
+    columns = shape[-1]
     bytes_of_row = row_bytes(kind, columns)
     if bytes_of_row is None:
         raise WeightFileError(
@@ -84,7 +93,15 @@ def _declared(path: Path, header: GgufHeader, info: GgufTensorInfo) -> StoredTen
 
 def rope_factors(source: GgufSource) -> tuple[float, ...]:
     """Divisors of the RoPE frequencies, which Llama 3 files carry as a tensor; () for none."""
-    if "rope_freqs.weight" not in source.tensors:
+    tensor = source.tensors.get("rope_freqs.weight")
+    if tensor is None:
         return ()
+    if len(tensor.shape) != 1 or tensor.storage != "F32":
+        raise WeightShapeError(
+            "tensor 'rope_freqs.weight' is no list of factors",
+            where=tensor.file,
+            expected="one dimension, F32",
+            got=f"{list(tensor.shape)}, {tensor.storage}",
+        )
     values = source.read("rope_freqs.weight", slice(None)).to(torch.float32)
     return tuple(values.tolist())

@@ -7,7 +7,6 @@ through the safetensors library, which maps the file.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,8 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from exl_core.errors import ModelNotFoundError, WeightFileError
+from exl_core.errors import ModelNotFoundError, UnsupportedModelError, WeightFileError
+from exl_core.files import parse_json_object, read_json_object
 from exl_core.weights.source import StoredTensor, TensorSource
 
 HEADER_LIMIT_BYTES = 100_000_000  # the library's own limit
@@ -58,15 +58,18 @@ class SafetensorsSource(TensorSource):
             except (SafetensorError, OSError) as error:
                 raise WeightFileError("cannot be opened", where=path, got=error) from error
 
-    def read(self, name: str, rows: slice | Tensor) -> Tensor:
+    def check_readable(self, name: str) -> None:
         tensor = self.tensors[name]
         if tensor.storage not in VALUE_BYTES:
-            raise WeightFileError(
+            raise UnsupportedModelError(
                 f"tensor {name!r} has an element type that weights cannot have",
                 where=tensor.file,
                 expected=", ".join(VALUE_BYTES),
                 got=tensor.storage,
             )
+
+    def read(self, name: str, rows: slice | Tensor) -> Tensor:
+        tensor = self.tensors[name]
         stored: Any = self._files[tensor.file].get_slice(name)  # type: ignore[no-untyped-call]
         part: Tensor = stored[rows] if isinstance(rows, slice) else stored[:].index_select(0, rows)
         return part.contiguous()
@@ -75,7 +78,7 @@ class SafetensorsSource(TensorSource):
 def checkpoint_files(directory: Path) -> list[Path]:
     """The weight files of a checkpoint: those that its index lists, else all there are."""
     index = directory / INDEX_NAME
-    if not index.is_file():
+    if not index.exists():
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise ModelNotFoundError(
@@ -84,14 +87,14 @@ def checkpoint_files(directory: Path) -> list[Path]:
                 next_step=_advice(directory),
             )
         return files
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (UnicodeDecodeError, json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise WeightFileError("is not a weight index", where=index, got=error) from error
+    entries = read_json_object(index, WeightFileError, HEADER_LIMIT_BYTES).get("weight_map")
+    if not isinstance(entries, dict) or not entries:
+        raise WeightFileError("is not a weight index: no 'weight_map'", where=index)
     # A name with a folder in it could point anywhere on the machine.
-    odd = [name for name in names if not isinstance(name, str) or Path(name).name != name]
+    odd = [n for n in entries.values() if not isinstance(n, str) or Path(n).name != n]
     if odd:
-        raise WeightFileError("lists a file outside its own folder", where=index, got=odd[0])
+        raise WeightFileError("lists a file outside its own folder", where=index, got=repr(odd[0]))
+    names = set(entries.values())
     missing = sorted(name for name in names if not (directory / name).is_file())
     if missing:
         raise WeightFileError(
@@ -117,38 +120,37 @@ def _advice(directory: Path) -> str:
 
 def read_header(path: Path) -> list[StoredTensor]:
     """What one file declares, checked: every tensor inside the file, sizes that agree."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        prefix = file.read(8)
-        length = int.from_bytes(prefix, "little")
-        if len(prefix) < 8 or length > min(size - 8, HEADER_LIMIT_BYTES):
-            raise WeightFileError(
-                "header is cut off",
-                where=path,
-                expected=f"{length} bytes of header" if len(prefix) == 8 else "8 bytes of length",
-                got=f"a file of {size} bytes",
-                next_step="The download looks incomplete; fetch the file again.",
-            )
-        text = file.read(length)
     try:
-        header = json.loads(text)
-        entries = [(name, e) for name, e in header.items() if name != "__metadata__"]
-    except (UnicodeDecodeError, json.JSONDecodeError, AttributeError) as error:
-        raise WeightFileError("header is not valid JSON", where=path, got=error) from error
-    return [_declared(path, name, entry, size - 8 - length) for name, entry in entries]
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            prefix = file.read(8)
+            length = int.from_bytes(prefix, "little")
+            is_whole = len(prefix) == 8 and length <= min(size - 8, HEADER_LIMIT_BYTES)
+            text = file.read(length) if is_whole else b""
+    except OSError as error:
+        raise WeightFileError("cannot be read", where=path, got=error.strerror or error) from error
+    if not is_whole:
+        raise WeightFileError(
+            "header is cut off",
+            where=path,
+            expected=f"{length} bytes of header" if len(prefix) == 8 else "8 bytes of length",
+            got=f"a file of {size} bytes",
+            next_step="The download looks incomplete; fetch the file again.",
+        )
+    header = parse_json_object(text, WeightFileError, f"{path}, header")
+    header.pop("__metadata__", None)
+    return [_declared(path, name, entry, size - 8 - length) for name, entry in header.items()]
 
 
 def _declared(path: Path, name: str, entry: object, data_bytes: int) -> StoredTensor:
     try:
         storage, shape = str(entry["dtype"]), tuple(entry["shape"])  # type: ignore[index]
         start, stop = entry["data_offsets"]  # type: ignore[index]
-        sane = all(isinstance(n, int) and n >= 0 for n in (*shape, start, stop))
-    except (KeyError, TypeError, ValueError) as error:
-        raise WeightFileError(
-            f"entry of tensor {name!r} is malformed", where=path, got=entry
-        ) from error
+        sane = all(isinstance(n, int) and 0 <= n < 2**63 for n in (*shape, start, stop))
+    except (KeyError, TypeError, ValueError):
+        sane = False
     if not sane or start > stop:
-        raise WeightFileError(f"entry of tensor {name!r} is malformed", where=path, got=entry)
+        raise WeightFileError(f"entry of tensor {name!r} is malformed", where=path)
     if stop > data_bytes:
         raise WeightFileError(
             f"tensor {name!r} lies outside the file",

@@ -38,6 +38,10 @@ class TensorSource(ABC):
     tensors: Mapping[str, StoredTensor]
 
     @abstractmethod
+    def check_readable(self, name: str) -> None:
+        """Raises `UnsupportedModelError` if the element type of a tensor cannot be decoded."""
+
+    @abstractmethod
     def read(self, name: str, rows: slice | Tensor) -> Tensor:
         """Rows of the first dimension (a range, or an int64 index) as a contiguous tensor.
 

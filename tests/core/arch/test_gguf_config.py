@@ -1,0 +1,97 @@
+"""GGUF metadata: what is read, and what is refused instead of guessed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from exl_core.arch.gguf_config import read_gguf_config
+from exl_core.arch.spec import ModelConfig, RopeMethod, Window
+from exl_core.errors import ConfigError, ModelError, UnsupportedModelError
+
+LLAMA: dict[str, Any] = {
+    "general.architecture": "llama",
+    "llama.block_count": 3,
+    "llama.context_length": 512,
+    "llama.embedding_length": 64,
+    "llama.feed_forward_length": 128,
+    "llama.attention.head_count": 4,
+    "llama.attention.head_count_kv": 2,
+    "llama.attention.layer_norm_rms_epsilon": 1e-5,
+    "llama.rope.freq_base": 5e5,
+    "tokenizer.ggml.tokens": ["a"] * 100,
+    "tokenizer.ggml.eos_token_id": 2,
+}
+
+
+def read(
+    changes: dict[str, Any], tensors: tuple[str, ...] = (), factors: tuple[float, ...] = ()
+) -> ModelConfig:
+    fields = {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}
+    return read_gguf_config(fields, tensors, "m.gguf", factors)
+
+
+def test_what_the_tensors_tell_is_taken_from_them() -> None:
+    tied = read({})
+    untied = read({}, ("output.weight", "blk.0.attn_q.bias"))
+    assert (tied.has_tied_embeddings, untied.has_tied_embeddings) == (True, False)
+    assert (tied.has_attention_bias, untied.has_attention_bias) == (False, True)
+    assert tied.vocab_size == 100
+    assert tied.rope.base == 5e5
+
+
+def test_one_number_per_layer_is_fine_if_all_are_equal() -> None:
+    assert read({"llama.attention.head_count_kv": [2, 2, 2]}).num_kv_heads == 2
+    with pytest.raises(ConfigError, match="differs between layers"):
+        read({"llama.attention.head_count_kv": [2, 2, 4]})
+
+
+def test_yarn_has_its_own_factor_times_the_one_in_the_file() -> None:
+    scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128, "attn_factor": 2.0}
+    rope = read({f"llama.rope.scaling.{key}": value for key, value in scaling.items()}).rope
+    assert rope.method is RopeMethod.YARN
+    assert rope.original_max_seq_len == 128
+    assert rope.attention_factor == pytest.approx(2.0 * (0.1 * 1.3862943611 + 1.0))
+
+
+def test_gemma3_has_its_windows_and_its_local_base() -> None:
+    fields = {key.replace("llama.", "gemma3."): value for key, value in LLAMA.items()}
+    fields |= {"general.architecture": "gemma3", "gemma3.attention.sliding_window": 32}
+    config = read_gguf_config(fields, (), "m.gguf")
+    assert config.layer_windows == (Window.LOCAL,) * 3
+    assert config.local_rope is not None
+    assert config.local_rope.base == 10000.0
+    assert config.head_dim == 256  # the family's own, not 64 / 4
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"general.architecture": "mamba"}, "'mamba'.*llama, gemma3"),
+    "missing": ({"llama.block_count": None}, "'block_count' is missing"),
+    "layers": ({"llama.block_count": 2**31 - 1}, "1 to 4096"),
+    "nested-list": ({"llama.attention.head_count": [[1], [2]]}, "differs between layers"),
+    "list-of-lists": ({"llama.attention.head_count": [[1], [1]]}, "no usable value"),
+    "empty-list": ({"llama.attention.head_count": []}, "differs between layers"),
+    "scaling": ({"llama.rope.scaling.type": "longrope"}, "longrope"),
+    "scaling-key": ({"llama.rope.scaling.yarn_log_multiplier": 0.1}, "yarn_log_multiplier"),
+    "old-scaling-key": ({"llama.rope.scale_linear": 4.0}, "scale_linear"),
+    "base": ({"llama.rope.freq_base": 1.0}, "RoPE base"),
+    "rotation": ({"llama.rope.dimension_count": 17}, "even number"),
+}
+
+
+@pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        read(changes)
+
+
+@pytest.mark.parametrize("factors", [(1.0,) * 7, (0.0,) * 8, (float("nan"),) * 8, (-1.0,) * 8])
+def test_rope_factors_that_cannot_divide_are_refused(factors: tuple[float, ...]) -> None:
+    with pytest.raises(ConfigError, match="rope_freqs"):
+        read({}, factors=factors)
+
+
+def test_an_unsupported_scaling_is_not_a_damaged_file() -> None:
+    with pytest.raises(UnsupportedModelError, match="Supported"):
+        read({"llama.rope.scaling.type": "longrope"})
