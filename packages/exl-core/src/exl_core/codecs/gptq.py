@@ -184,6 +184,7 @@ def check(parts: Mapping[str, Tensor], settings: GptqSettings, where: object) ->
     bitstream.require_shape(scales, "scales", (groups, columns), reason, where)
     g_idx = _checked_order(parts, linear, where)
     linear = GptqLinear(settings, qweight, qzeros, scales, g_idx)
+    _check_zero_points(linear, where)
     _check_scales(linear, where)
     return linear
 
@@ -219,10 +220,33 @@ def _checked_order(parts: Mapping[str, Tensor], linear: GptqLinear, where: objec
         raise WeightFileError(
             f"tensor 'g_idx' gives group {group} a wrong number of rows",
             where=where,
-            expected=int(expected[group]),
+            expected=f"{int(expected[group])}, as 'group_size' has it",
             got=int(got[group]),
         )
     return None if torch.equal(g_idx, in_order.to(g_idx.dtype)) else g_idx
+
+
+def _check_zero_points(linear: GptqLinear, where: object) -> None:
+    """Symmetric codes lie around one middle, which shows a file that is marked wrongly.
+
+    Only the middle of the other convention, everywhere, is taken for proof.
+    """
+    if not linear.settings.is_symmetric:
+        return
+    middle = 1 << (linear.settings.bits - 1)
+    given = linear.settings.checkpoint_format
+    if given is CheckpointFormat.GPTQ:
+        mistaken, other = middle + 1, CheckpointFormat.GPTQ_V2
+    else:
+        mistaken, other = middle - 1, CheckpointFormat.GPTQ
+    if bool((unpack_zero_points(linear) == mistaken).all()):
+        raise WeightFileError(
+            "tensor 'qzeros' contradicts 'checkpoint_format'",
+            where=where,
+            expected=f"zero points of {middle}, as 'sym' is true",
+            got=f"{mistaken} everywhere",
+            next_step=f"The file seems to be {other.value!r}, but is marked {given.value!r}.",
+        )
 
 
 def _check_scales(linear: GptqLinear, where: object) -> None:
