@@ -46,19 +46,9 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """The default test suite; arguments after -- go to pytest."""
-    run_tests(session, "not slow and not cuda")
-
-
-@nox.session
-def slow(session: nox.Session) -> None:
-    """The tests that need minutes each."""
-    run_tests(session, "slow and not cuda")
-
-
-def run_tests(session: nox.Session, markers: str) -> None:
     install_exl(session, *TEST_TOOLS)
     install_models(session, *DEFAULT_MODEL, *TEST_MODELS)
-    session.run("python", "-m", "pytest", "-m", markers, *session.posargs)
+    session.run("python", "-m", "pytest", "-m", "not cuda", *session.posargs)
 
 
 @nox.session

@@ -1,14 +1,20 @@
 """Builds the extension: every CPU source once per instruction set, the bindings once.
 
-Objects are compiled two at a time and only when a source, a header or the flags are newer, so a
-rebuild in place is short. The environment can add flags through CXXFLAGS and LDFLAGS (setuptools
-reads both), which is how the sanitizer build is made.
+Objects are compiled side by side and kept: one is made anew when its source or a header is newer.
+Each compiler, its flags and the version have an object folder of their own, so that builds of
+another kind never share one. The environment can name the compiler (CXX) and add flags (CXXFLAGS,
+LDFLAGS; setuptools reads them), which is how the sanitizer build is made. Linking is always done.
+
+Nobody notices that a library built in place is older than its sources: exl-core compares versions.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
+import re
+import subprocess
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -37,6 +43,43 @@ SETS: dict[str, list[str]] = X86_SETS if IS_X86 else {"scalar": []}
 # Compiled for the plain machine: they run before the instruction set is known, or between sets.
 BASE_SOURCES = ["src/cpu/isa.cpp", "src/cpu/thread_pool.cpp", "src/cpu/packed.cpp"]
 
+NEEDS_COMPILER = (
+    "exl-kernels: needs a C++20 compiler (GCC 11 or newer, or Clang), but {command} {why}. Install "
+    "one (Debian, Ubuntu: apt install g++; macOS: xcode-select --install) or name one in CXX."
+)
+
+
+def compiler_macros(command: list[str]) -> str:
+    """What the compiler predefines with its flags: its version, its target, its library's version.
+
+    Ends the build, in one line, where it cannot compile C++20.
+    """
+    probe = [*command, "-std=c++20", "-E", "-dM", "-x", "c++", "-"]
+    try:
+        done = subprocess.run(
+            probe, input="#include <version>\n", capture_output=True, text=True, check=False
+        )
+    except OSError as error:
+        raise SystemExit(
+            NEEDS_COMPILER.format(command=command[0], why=f"cannot be run ({error.strerror})")
+        ) from error
+    if done.returncode != 0:
+        said = (done.stderr.strip() or f"exit status {done.returncode}").splitlines()[0]
+        raise SystemExit(NEEDS_COMPILER.format(command=command[0], why=f"failed ({said})"))
+    standard = re.search(r"^#define __cplusplus (\d+)L$", done.stdout, re.MULTILINE)
+    if standard is None or int(standard[1]) < 202002:
+        version = re.search(r'^#define __VERSION__ "(.*)"$', done.stdout, re.MULTILINE)
+        why = f"is too old ({version[1] if version else 'unknown version'})"
+        raise SystemExit(NEEDS_COMPILER.format(command=command[0], why=why))
+    return done.stdout
+
+
+def usable_cores() -> int:
+    # Not everywhere (macOS) can a process ask which cores it may use.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
 
 def sources(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
@@ -47,6 +90,7 @@ class BuildPerSet(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         os.chdir(ROOT)
+        object_dir = self._object_dir()
         newest_header = max(
             path.stat().st_mtime
             for path in [*ROOT.glob("include/**/*.h"), *ROOT.glob("src/**/*.h"), Path(__file__)]
@@ -60,19 +104,32 @@ class BuildPerSet(build_ext):
             ]
         # Slowest first, so that the two compilers finish together.
         jobs.sort(key=lambda job: -Path(job[0]).stat().st_size)
-        with ThreadPoolExecutor(max_workers=min(len(os.sched_getaffinity(0)), 8)) as pool:
-            objects = list(pool.map(lambda job: self._compile(job, newest_header), jobs))
+        with ThreadPoolExecutor(max_workers=min(usable_cores(), 8)) as pool:
+            objects = list(
+                pool.map(lambda job: self._compile(job, object_dir, newest_header), jobs)
+            )
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_name(target.name + ".new")
+        fresh.unlink(missing_ok=True)  # of a build that was cut off
         self.compiler.link_shared_object(
             objects, str(fresh), extra_postargs=["-pthread"], target_lang="c++"
         )
         fresh.replace(target)  # a running process keeps the old library
 
-    def _compile(self, job: tuple[str, str, list[str]], newest_header: float) -> str:
+    def _object_dir(self) -> Path:
+        """One per compiler, flags and version. LDFLAGS do not count: objects do not see them."""
+        command = self.compiler.compiler_so_cxx
+        parts = [*command, *COMMON_FLAGS, VERSION, pybind11.__version__, compiler_macros(command)]
+        parts += [f"{isa} {flags}" for isa, flags in SETS.items()]
+        digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+        return Path(self.build_temp) / f"flags-{digest[:12]}"
+
+    def _compile(
+        self, job: tuple[str, str, list[str]], object_dir: Path, newest_header: float
+    ) -> str:
         name, isa, flags = job
-        out_dir = Path(self.build_temp) / isa
+        out_dir = object_dir / isa
         built = out_dir / Path(name).with_suffix(".o")
         newest = max(newest_header, Path(name).stat().st_mtime)
         if built.exists() and built.stat().st_mtime > newest and not self.force:

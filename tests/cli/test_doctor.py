@@ -56,7 +56,35 @@ def test_a_missing_kernel_library_is_broken(exl, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("exl_core.ops.table.available_isas", fail)
     done = exl("doctor", "--json")
     assert done.code == 1
-    assert checks_of(done.out)["kernels"]["fix"] == "python -m pip install ./csrc"
+    fix = str(checks_of(done.out)["kernels"]["fix"])
+    assert fix.endswith("python -m pip install ./csrc")
+    assert "source tree" in fix  # ./csrc means nothing anywhere else
+
+
+@pytest.mark.parametrize(("name", "value"), [("EXL_ISA", "foo"), ("EXL_THREADS", "²")])
+def test_a_wrong_setting_is_broken_and_not_the_kernels(
+    exl, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    monkeypatch.setenv(name, value)
+    done = exl("doctor", "--json")
+    assert (done.code, done.err) == (1, "")
+    checks = checks_of(done.out)
+    assert [check["name"] for check in checks.values() if check["state"] == "broken"] == [
+        "settings"
+    ]
+    assert name in str(checks["settings"]["finding"])
+    assert "kernels scalar" in checks
+
+
+def test_an_instruction_set_that_the_cpu_lacks(exl, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("exl_core.ops.table.available_isas", lambda: ("scalar",))
+    monkeypatch.setenv("EXL_ISA", "avx512")
+    broken = checks_of(exl("doctor", "--json").out)["instruction sets"]
+    assert (broken["state"], broken["fix"]) == ("broken", "unset EXL_ISA")
+    monkeypatch.setenv("EXL_ISA", "scalar")
+    forced = checks_of(exl("doctor", "--json").out)["instruction sets"]
+    assert forced["state"] == "ok"
+    assert "forced" in str(forced["finding"])
 
 
 def test_a_machine_without_torch_still_gets_a_page() -> None:

@@ -112,6 +112,18 @@ def test_special_text_in_a_prompt_is_text(generate_json) -> None:
     assert special["usage"]["prompt_tokens"] == 1
 
 
+def test_a_context_beyond_the_model_is_refused_before_loading(
+    generate, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_args: object) -> None:
+        pytest.fail("the weights were loaded")
+
+    monkeypatch.setattr("exl_cli.load.load_model", load)
+    line = generate("-p", "Hello", "-c", 513).error_line(2)
+    assert "at most 512" in line
+    assert "513" in line
+
+
 def test_a_prompt_longer_than_the_context_has_the_numbers(generate) -> None:
     line = generate("-p", "x" * 600, "-n", 4).error_line(2)
     assert "600 tokens" in line

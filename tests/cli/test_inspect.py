@@ -6,6 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 
 @pytest.fixture
@@ -67,3 +69,17 @@ def test_table_for_people(exl, tiny_llama_dir: Path) -> None:
         assert expected in done.out
     assert "\x1b" not in done.out
     assert all(line == line.rstrip() for line in done.out.splitlines())
+
+
+def test_names_in_a_file_have_no_power_over_the_terminal(exl, damaged_dir: Path) -> None:
+    path = damaged_dir / "model.safetensors"
+    evil = "[/bold]\x1b]0;owned\x07\x9b2J"
+    tensors = load_file(path)
+    save_file({**tensors, evil: torch.zeros(2)}, path, metadata={"format": "pt"})
+    done = exl("inspect", "model", damaged_dir, "--tensors")
+    assert (done.code, done.err) == (0, "")
+    assert r"[/bold]\x1b]0;owned\x07\x9b2J" in done.out
+    assert not {"\x1b", "\x07", "\x9b"} & set(done.out)
+    assert json.loads(exl("inspect", "model", damaged_dir, "--tensors", "--json").out)[
+        "unused_tensors"
+    ] == [{"name": evil, "shape": [2], "dtype": "F32", "bytes": 8}]

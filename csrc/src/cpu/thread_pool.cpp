@@ -10,11 +10,13 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <exception>
 #include <mutex>
 #include <new>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -49,10 +51,18 @@ static void watch_forks() {
 }
 
 struct ThreadPool::Crew {
+    // Starts as many of the workers as the system lets it; `refusal` says why it stopped.
     explicit Crew(int workers) : born_at_fork(fork_count.load()) {
         threads.reserve(static_cast<size_t>(workers));
-        for (int i = 0; i < workers; ++i) threads.emplace_back([this] { work(); });
+        try {
+            while (size() < workers) threads.emplace_back([this] { work(); });
+        } catch (const std::exception& error) {  // std::system_error, or std::bad_alloc
+            // Nothing may leave from here: the threads that run must be joined first.
+            std::snprintf(refusal, sizeof refusal, "%s", error.what());
+        }
     }
+
+    int size() const { return static_cast<int>(threads.size()); }
 
     void stop() {
         {
@@ -157,10 +167,34 @@ struct ThreadPool::Crew {
     std::atomic<bool> stopping{false};
     std::mutex sleep_mutex;
     std::condition_variable wake;
+    char refusal[96] = "";
     std::vector<std::thread> threads;
 };
 
 ThreadPool::ThreadPool(int threads) : threads_(threads) { watch_forks(); }
+
+void ThreadPool::start_crew() {
+    if (crew_ != nullptr) (void)crew_.release();  // see ~ThreadPool
+    const int wanted = threads_.load() - 1;
+    int workers = wanted;
+    while (workers > 0) {
+        auto crew = std::make_unique<Crew>(workers);
+        if (crew->size() == workers) {
+            crew_ = std::move(crew);
+            break;
+        }
+        // The limit is reached, and what the work itself needs (memory, threads of others) comes
+        // from the same limit: keep half of what could be had.
+        const int started = crew->size();
+        crew->stop();
+        workers = started / 2;
+        std::fprintf(stderr,
+                     "exl: only %d of %d worker threads could start (%s); going on with %d. "
+                     "Ask for fewer threads, or raise the limits on processes and memory.\n",
+                     started, wanted, crew->refusal, workers);
+    }
+    threads_.store(workers + 1);
+}
 
 ThreadPool::~ThreadPool() {
     if (crew_ == nullptr) return;
@@ -177,20 +211,24 @@ static void run_alone(int64_t chunks, ChunkFn fn, void* context) {
 }
 
 void ThreadPool::run(int64_t chunks, ChunkFn fn, void* context) {
-    if (threads_ == 1 || chunks <= 1) return run_alone(chunks, fn, context);
+    if (threads_.load(std::memory_order_relaxed) == 1 || chunks <= 1) {
+        return run_alone(chunks, fn, context);
+    }
     // Guards the first start and the restart after fork; held for a few instructions.
     static std::atomic_flag starting = ATOMIC_FLAG_INIT;
     if (crew_ready_.load(std::memory_order_acquire) != fork_count.load() + 1) {
         if (starting.test_and_set(std::memory_order_acquire)) {
             return run_alone(chunks, fn, context);  // another thread is starting the workers
         }
+        struct Clear {  // also when there is no memory for a crew
+            ~Clear() { starting.clear(std::memory_order_release); }
+        } clear_at_end;
         if (crew_ready_.load(std::memory_order_relaxed) != fork_count.load() + 1) {
-            if (crew_ != nullptr) (void)crew_.release();  // see ~ThreadPool
-            crew_ = std::make_unique<Crew>(threads_ - 1);
+            start_crew();
             crew_ready_.store(fork_count.load() + 1, std::memory_order_release);
         }
-        starting.clear(std::memory_order_release);
     }
+    if (crew_ == nullptr) return run_alone(chunks, fn, context);  // no worker could start
     std::unique_lock<std::mutex> lock(crew_->caller, std::try_to_lock);
     if (!lock.owns_lock()) return run_alone(chunks, fn, context);
     crew_->run(chunks, fn, context);

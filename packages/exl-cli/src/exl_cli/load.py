@@ -16,8 +16,9 @@ from exl_core.cache.format import PAGE_SIZE
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError, TemplateError
-from exl_core.load import LoadedModel, LoadOptions, load_model
+from exl_core.load import LoadedModel, LoadOptions, load_model, open_checkpoint
 from exl_core.prompt.template import ChatTemplate
+from exl_core.resolve import resolve_model
 from exl_core.sampling.params import SamplerParams
 
 DEFAULT_CTX_LIMIT = 8192
@@ -104,6 +105,10 @@ def load_quietly(spec: str | None, threads: int | None, *, is_quiet: bool) -> Lo
 def open_runtime(
     spec: str | None, *, ctx_size: int | None, threads: int | None, is_quiet: bool
 ) -> Runtime:
+    if ctx_size is not None:  # the headers tell whether it can be had; loading takes a while
+        path = resolve_model(spec)
+        settle_ctx_size(ctx_size, open_checkpoint(path)[1].max_seq_len)
+        spec = str(path)
     loaded = load_quietly(spec, threads, is_quiet=is_quiet)
     ctx = settle_ctx_size(ctx_size, loaded.config.max_seq_len)
     options = EngineOptions(cache_tokens=max(ctx, PAGE_SIZE), max_batch=1)

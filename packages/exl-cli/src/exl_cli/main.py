@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
@@ -17,8 +18,9 @@ from typer.main import get_command
 
 from exl_cli import options
 from exl_cli.commands import chat, doctor, eval, generate, inspect
+from exl_cli.machine import closed_stdout, machine_failure
 from exl_cli.output import ClosedPipeError
-from exl_core.errors import ExlError
+from exl_core.errors import ExlError, printable
 
 CODE_INTERRUPTED = 130
 CODE_CLOSED_PIPE = 141
@@ -87,13 +89,9 @@ def main(args: Sequence[str]) -> int:
         if hasattr(stream, "reconfigure"):  # a narrow locale gets '?' for what it cannot show
             stream.reconfigure(errors="replace")
     try:
-        code = get_command(app).main(
-            args=list(args) or ["--help"], prog_name="exl", standalone_mode=False
-        )
+        code = _run(args)
     except ExlError as error:
-        _discard_stdout()
-        _complain(str(error))
-        return error.exit_code
+        return _fail(error)
     except typer.TyperException as error:
         _complain(_usage_line(error))
         return int(error.exit_code)
@@ -102,19 +100,39 @@ def main(args: Sequence[str]) -> int:
         return CODE_CLOSED_PIPE
     except (KeyboardInterrupt, typer.Abort):
         return CODE_INTERRUPTED
+    except (MemoryError, OSError, RuntimeError) as error:
+        known = machine_failure(error)
+        if known is None:
+            raise
+        return _fail(known)
     return code if isinstance(code, int) else 0
+
+
+def _run(args: Sequence[str]) -> object:
+    if sys.stdout is None:  # closed by the shell: typer would print help to nowhere and say 0
+        raise closed_stdout()
+    return get_command(app).main(
+        args=list(args) or ["--help"], prog_name="exl", standalone_mode=False
+    )
+
+
+def _fail(error: ExlError) -> int:
+    _discard_stdout()
+    _complain(str(error))
+    return error.exit_code
 
 
 def _usage_line(error: typer.TyperException) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "exl"
     message = error.format_message().strip().rstrip(".")
-    return f"{' '.join(message.split())}. '{command} --help' lists what there is."
+    return printable(f"{' '.join(message.split())}. '{command} --help' lists what there is.")
 
 
 def _complain(line: str) -> None:
     if sys.stderr is not None:
-        print(f"exl: error: {line}", file=sys.stderr, flush=True)
+        with suppress(OSError):  # nobody can be told; the exit code still says it
+            print(f"exl: error: {line}", file=sys.stderr, flush=True)
 
 
 def _discard_stdout() -> None:

@@ -10,6 +10,7 @@ import typer
 
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
+from exl_core.settings import MAX_THREADS
 
 DEFAULT_TEMPERATURE = 0.8
 DEFAULT_TOP_K = 40
@@ -19,6 +20,14 @@ DEFAULT_REPEAT_PENALTY = 1.0
 
 _SAMPLING = "Sampling"
 _RUNNING = "Running"
+
+
+def _check_share(share: float) -> float:
+    """A range without its lower end, which typer's min and max cannot say."""
+    if not 0.0 < share <= 1.0:
+        raise typer.BadParameter(f"{share:g} is not above 0 and at most 1.")
+    return share
+
 
 MODEL_HELP = (
     "A model directory, a .gguf file, the name 'smollm2', or a hub id owner/name@revision. "
@@ -60,6 +69,7 @@ Threads = Annotated[
         "--threads",
         metavar="N",
         min=1,
+        max=MAX_THREADS,
         help="CPU threads. Without it: all cores that this process may use.",
         rich_help_panel=_RUNNING,
     ),
@@ -90,9 +100,8 @@ TopP = Annotated[
     typer.Option(
         "--top-p",
         metavar="P",
-        min=0.0,
-        max=1.0,
-        help="Only the likeliest tokens that together hold the share P; 1: all.",
+        callback=_check_share,
+        help="Only the likeliest tokens that together hold the share P, above 0; 1: all.",
         rich_help_panel=_SAMPLING,
     ),
 ]

@@ -9,7 +9,7 @@ import json
 import sys
 from collections.abc import Mapping
 
-from exl_core.errors import ExlError
+from exl_cli.machine import closed_stdout, unwritable_stdout
 
 
 class ClosedPipeError(Exception):
@@ -19,19 +19,14 @@ class ClosedPipeError(Exception):
 def write_text(text: str) -> None:
     """Write and flush. A closed pipe and a full disk are told apart."""
     if sys.stdout is None:
-        raise ExlError("the output is closed", where="stdout", next_step="Leave stdout open.")
+        raise closed_stdout()
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError as error:
         raise ClosedPipeError from error
     except OSError as error:
-        raise ExlError(
-            "the output cannot be written",
-            where="stdout",
-            got=error.strerror,
-            next_step="Free space or choose another file.",
-        ) from error
+        raise unwritable_stdout(error) from error
 
 
 def write_json(value: Mapping[str, object]) -> None:

@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from exl_cli import output
+from exl_core.errors import printable
 
 if TYPE_CHECKING:
     from exl_cli.reply import Reply
@@ -107,8 +108,13 @@ def facts_table(facts: Mapping[str, str]) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in facts.items():
-        table.add_row(name, Text(value))
+        table.add_row(name, from_file(value))
     return table
+
+
+def from_file(text: str) -> Text:
+    """A cell whose text a stranger wrote: neither markup nor control characters have effect."""
+    return Text(printable(text))
 
 
 def columns_table(*titles: str) -> Table:

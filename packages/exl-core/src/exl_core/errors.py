@@ -10,6 +10,21 @@ command line owns those.)
 
 from __future__ import annotations
 
+import unicodedata
+
+
+def printable(text: str) -> str:
+    """`text` with its control characters written out, as in `\\x1b`.
+
+    Names come from files that a stranger wrote; a terminal would obey what is hidden in them.
+    """
+    return "".join(
+        char.encode("unicode_escape").decode("ascii")
+        if unicodedata.category(char) == "Cc"
+        else char
+        for char in text
+    )
+
 
 class ExlError(Exception):
     """A failure that a user can act on. `what` alone is required; the rest sharpens it."""
@@ -43,7 +58,7 @@ class ExlError(Exception):
             line += f" ({', '.join(facts)})"
         if self.next_step is not None:
             line = f"{line.rstrip('.')}. {self.next_step}"
-        return " ".join(line.split())  # one line, whatever the parts held
+        return printable(" ".join(line.split()))  # one line, whatever the parts held
 
 
 class BackendError(ExlError):

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from exl_core.errors import RequestError
 
 INSTRUCTION_SETS = ("scalar", "avx2", "avx512")
+MAX_THREADS = 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +24,29 @@ def read_settings() -> Settings:
     isa = os.environ.get("EXL_ISA") or None
     if isa is not None and isa not in INSTRUCTION_SETS:
         raise RequestError(
-            "EXL_ISA names no instruction set", expected=" or ".join(INSTRUCTION_SETS), got=isa
+            "EXL_ISA names no instruction set",
+            expected=" or ".join(INSTRUCTION_SETS),
+            got=isa,
+            next_step="Without it the best that the CPU has is taken.",
         )
-    text = os.environ.get("EXL_THREADS") or str(len(os.sched_getaffinity(0)))
-    if not text.isdigit() or not 1 <= int(text) <= 1024:
-        raise RequestError("EXL_THREADS is not a thread count", expected="1 to 1024", got=text)
-    return Settings(isa=isa, threads=int(text))
+    text = os.environ.get("EXL_THREADS")
+    threads = _as_thread_count(text) if text else min(available_cpus(), MAX_THREADS)
+    return Settings(isa=isa, threads=threads)
+
+
+def available_cpus() -> int:
+    """Cores that this process may use, where the system says (Linux); else all there are."""
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
+
+
+def _as_thread_count(text: str) -> int:
+    is_short_number = text.isascii() and text.isdecimal() and len(text) <= len(str(MAX_THREADS))
+    if is_short_number and 1 <= int(text) <= MAX_THREADS:
+        return int(text)
+    raise RequestError(
+        "EXL_THREADS is not a thread count",
+        expected=f"1 to {MAX_THREADS}",
+        got=text,
+        next_step="Without it all cores that this process may use are taken.",
+    )

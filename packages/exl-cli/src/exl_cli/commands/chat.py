@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from exl_cli import options, output, prompts
 from exl_cli.conversation import Conversation
 from exl_cli.interrupt import Interrupt, exits_at_once
-from exl_core.errors import ExlError
+from exl_core.errors import ExlError, printable
 
 if TYPE_CHECKING:
     from exl_cli.load import Runtime
@@ -71,7 +71,7 @@ def chat(
     terminal = Terminal() if Terminal.is_there() else None
     if terminal is not None and not quiet:
         terminal.note(
-            f"{runtime.name}, context of {runtime.ctx_size} tokens. "
+            f"{printable(runtime.name)}, context of {runtime.ctx_size} tokens. "
             "/help lists the commands, Ctrl-D leaves."
         )
     session = ChatSession(

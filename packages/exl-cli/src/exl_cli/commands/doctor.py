@@ -12,6 +12,7 @@ import typer
 
 from exl_cli import options, output
 from exl_cli.interrupt import exits_at_once
+from exl_core.errors import printable
 
 if TYPE_CHECKING:
     from exl_cli.checks import Check
@@ -59,9 +60,9 @@ def _show(checks: list[Check]) -> None:
 
     table = columns_table("check", "", "finding")
     for check in checks:
-        finding = escape(check.finding)
+        finding = escape(printable(check.finding))
         if check.fix is not None:
-            finding += f"\n[bold]→ {escape(check.fix)}[/bold]"
+            finding += f"\n[bold]→ {escape(printable(check.fix))}[/bold]"
         table.add_row(check.name, _MARKS[check.state], finding)
     broken = [check.name for check in checks if check.state == "broken"]
     verdict = f"Broken: {', '.join(broken)}." if broken else "Everything that exl needs is there."

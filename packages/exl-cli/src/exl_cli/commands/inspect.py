@@ -167,17 +167,17 @@ def _facts(model: ModelDescription) -> Table:
 
 def _layers(model: ModelDescription) -> Table:
     """A row for each run of neighbors that are stored alike."""
-    from exl_cli.render import columns_table, format_bytes, format_count
+    from exl_cli.render import columns_table, format_bytes, format_count, from_file
 
     table = columns_table("layer", "parameters", "size", "stored as", "bits/weight", "")
     for _, run in groupby(model.layers, lambda at: (at.parameters, at.bytes, at.dtypes)):
         layer, *others = run
         name = f"{layer.name} ... {others[-1].name}, each" if others else layer.name
         table.add_row(
-            name,
+            from_file(name),
             format_count(layer.parameters),
             format_bytes(layer.bytes),
-            ", ".join(layer.dtypes),
+            from_file(", ".join(layer.dtypes)),
             f"{layer.bits_per_weight:.2f}",
             f"[cyan]{'█' * min(16, round(layer.bits_per_weight))}[/cyan]",
         )
@@ -201,10 +201,11 @@ def _memory(model: ModelDescription, ctx: int | None) -> Table:
 
 
 def _tensors(tensors: Sequence[TensorDescription]) -> Table:
-    from exl_cli.render import columns_table, format_bytes
+    from exl_cli.render import columns_table, format_bytes, from_file
 
     table = columns_table("tensor", "shape", "type", "size")
     for tensor in tensors:
         shape = " x ".join(map(str, tensor.shape))
-        table.add_row(tensor.name, shape, tensor.dtype, format_bytes(tensor.bytes))
+        size = format_bytes(tensor.bytes)
+        table.add_row(from_file(tensor.name), shape, from_file(tensor.dtype), size)
     return table

@@ -14,9 +14,11 @@ from typing import Literal, Protocol
 
 from torch import Tensor, dtype
 
-from exl_core.errors import BackendError
+from exl_core.errors import BackendError, RequestError
 
 GateKind = Literal["silu", "gelu_tanh"]
+
+MAX_THREADS = 1024  # of the compiled kernels' pool
 
 
 class PackedLinear(Protocol):
@@ -41,7 +43,9 @@ class OpTable(Protocol):
         ...
 
     @property
-    def threads(self) -> int: ...
+    def threads(self) -> int:
+        """As asked for, until the system refuses to start that many: then those it did start."""
+        ...
 
     def new_linear(
         self, out_features: int, in_features: int, dtype: dtype, has_bias: bool = False
@@ -130,8 +134,8 @@ def available_isas() -> tuple[str, ...]:
 
 def get_table(name: str, *, isa: str | None = None, threads: int) -> OpTable:
     """`reference`, or `cpu` with the best instruction set unless one is named."""
-    if threads < 1:
-        raise BackendError("a backend needs threads", expected="at least 1", got=threads)
+    if not 1 <= threads <= MAX_THREADS:
+        raise RequestError("not a thread count", expected=f"1 to {MAX_THREADS}", got=threads)
     if name == "reference":
         if isa is not None:
             raise BackendError("the reference backend has no instruction sets", got=isa)

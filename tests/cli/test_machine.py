@@ -1,0 +1,112 @@
+"""What the machine refuses (memory, threads, a place to write) is one line and an exit code."""
+
+from __future__ import annotations
+
+import errno
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+TORCH_WORDS = (
+    "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 64 bytes. Error code 12 (Cannot allocate memory)\nframe #0: ..."
+)
+PAGES = (("--help",), ("--version",), ("generate", "--help"))
+
+
+@pytest.fixture
+def fail_with(monkeypatch: pytest.MonkeyPatch, exl):
+    """`fail_with(error)` runs a command in which a library raises it."""
+
+    def run(error: Exception):
+        def broken(*_args: object) -> str:
+            raise error
+
+        monkeypatch.setattr("exl_cli.commands.generate.prompts.read_prompt", broken)
+        return exl("generate", "-p", "x")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("std::bad_alloc"),
+        OSError(errno.ENOMEM, "Cannot allocate memory"),
+        RuntimeError(TORCH_WORDS),
+    ],
+    ids=["python", "system", "torch"],
+)
+def test_no_memory(fail_with, error: Exception) -> None:
+    assert "not enough memory" in fail_with(error).error_line(4)
+
+
+def test_no_thread(fail_with) -> None:
+    assert "--threads" in fail_with(RuntimeError("can't start new thread")).error_line(1)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("shapes do not match"),
+        PermissionError(errno.EACCES, "Permission denied", "some/file"),
+        OSError(errno.EIO, "Input/output error", "some/file"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_anything_else_is_a_bug_and_keeps_its_traceback(fail_with, error: Exception) -> None:
+    with pytest.raises(type(error)):
+        fail_with(error)
+
+
+def test_a_limit_on_memory_is_one_line() -> None:
+    """A real one: what is left after the imports is too little for the weights."""
+    script = (
+        "import re, resource, sys\n"
+        "import exl_cli.load\n"
+        "from exl_cli.main import main\n"
+        "status = open('/proc/self/status').read()\n"
+        "used = int(re.search(r'VmSize:\\s+(\\d+) kB', status)[1]) * 1024\n"
+        "limit = used + 300 * 2**20\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n"
+        "sys.exit(main(['generate', '-p', 'x', '-n', '1', '--threads', '1']))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr.startswith("exl: error: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("args", PAGES, ids=" ".join)
+@pytest.mark.parametrize(
+    ("redirection", "expected"),
+    [(">/dev/full", "No space left"), ("1</dev/null", "Bad file"), (">&-", "closed")],
+)
+def test_help_that_cannot_be_written(args: tuple[str, ...], redirection: str, expected: str):
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "exl_cli", *args],
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("exl: error: stdout: ")
+    assert expected in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_error_that_cannot_be_told_keeps_its_code() -> None:
+    with Path("/dev/full").open("wb") as full:
+        command = [sys.executable, "-m", "exl_cli", "serve"]
+        done = subprocess.run(command, stderr=full, check=False, timeout=60)
+    assert done.returncode == 2

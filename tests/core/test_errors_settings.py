@@ -1,0 +1,71 @@
+"""Error lines are one harmless line; settings refuse what they do not understand."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from exl_core.errors import ExlError, RequestError, printable
+from exl_core.settings import MAX_THREADS, available_cpus, read_settings
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EXL_ISA", raising=False)
+    monkeypatch.delenv("EXL_THREADS", raising=False)
+
+
+def test_an_error_says_where_what_expected_got_and_next() -> None:
+    error = ExlError("is wrong", where="file", expected=1, got=2, next_step="Try again.")
+    assert str(error) == "file: is wrong (expected 1, got 2). Try again."
+
+
+def test_control_characters_are_written_out() -> None:
+    error = ExlError(
+        "tensor 'a\x1b]0;owned\x07b' is odd\x9b2J", where="na\x08me\x7f", got="two\r\nlines\x85more"
+    )
+    assert (
+        str(error) == r"na\x08me\x7f: tensor 'a\x1b]0;owned\x07b' is odd\x9b2J (got two lines more)"
+    )
+
+
+def test_other_text_is_left_alone() -> None:
+    text = "naïve 東京 👩‍🚀 C:\\models"
+    assert printable(text) == text
+
+
+def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert read_settings().isa is None
+    assert read_settings().threads == available_cpus() >= 1
+    monkeypatch.setenv("EXL_THREADS", "")
+    assert read_settings().threads == available_cpus()
+
+
+def test_a_system_without_affinity_counts_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(os, "sched_getaffinity", raising=False)  # macOS has none
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    assert read_settings().threads == 7
+    monkeypatch.setattr(os, "cpu_count", lambda: None)
+    assert read_settings().threads == 1
+    monkeypatch.setattr(os, "cpu_count", lambda: 4096)
+    assert read_settings().threads == MAX_THREADS
+
+
+@pytest.mark.parametrize("text", ["1", "16", "1024", "0008"])
+def test_thread_counts(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("EXL_THREADS", text)
+    assert read_settings().threads == int(text)
+
+
+@pytest.mark.parametrize("text", ["0", "1025", "-1", "2.5", "²", "٣", " 2", "many", "1" * 5000])
+def test_what_is_no_thread_count_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("EXL_THREADS", text)
+    with pytest.raises(RequestError, match=r"EXL_THREADS .*expected 1 to 1024"):
+        read_settings()
+
+
+def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EXL_ISA", "foo")
+    with pytest.raises(RequestError, match=r"EXL_ISA .*got foo"):
+        read_settings()

@@ -1,0 +1,117 @@
+"""csrc/setup.py with a compiler that only pretends: what it reuses, what it refuses to start."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from importlib import metadata, util
+from pathlib import Path
+
+import pytest
+
+CSRC = Path(__file__).parents[2] / "csrc"
+
+# Answers the probe with $STANDARD, and otherwise notes its arguments and leaves an empty output.
+PRETENDER = """#!/bin/sh
+case " $* " in
+*" -dM "*)
+    printf '#define __cplusplus %sL\\n#define __VERSION__ "%s"\\n' "$STANDARD" "$RELEASE"
+    exit 0 ;;
+esac
+echo "$*" >> "$NOTES"
+while [ $# -gt 0 ]; do
+    if [ "$1" = -o ]; then : > "$2"; fi
+    shift
+done
+"""
+
+
+def setuptools_version() -> int:
+    if not all(util.find_spec(name) for name in ("setuptools", "pybind11")):
+        return 0
+    return int(metadata.version("setuptools").split(".")[0])
+
+
+pytestmark = pytest.mark.skipif(
+    setuptools_version() < 77, reason="needs what csrc is built with: setuptools >= 77, pybind11"
+)
+
+
+class Tree:
+    """A copy of csrc to build in."""
+
+    def __init__(self, root: Path) -> None:
+        self.csrc = root / "csrc"
+        self.notes = root / "notes"
+        self.compiler = root / "pretend-g++"
+        self.compiler.write_text(PRETENDER)
+        self.compiler.chmod(0o755)
+        shutil.copytree(CSRC, self.csrc, ignore=shutil.ignore_patterns("build", "*.so"))
+
+    def build(self, **env: str) -> subprocess.CompletedProcess[str]:
+        clean = {k: v for k, v in os.environ.items() if not k.endswith("FLAGS")}
+        fixed = {"CXX": str(self.compiler), "NOTES": str(self.notes)}
+        told = {"STANDARD": "202002", "RELEASE": "12.2.0"}
+        return subprocess.run(
+            [sys.executable, "setup.py", "-q", "build_ext"],
+            cwd=self.csrc,
+            env={**clean, **fixed, **told, **env},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+
+    def compiled(self, **env: str) -> int:
+        """How many objects a build compiles."""
+        self.notes.write_text("")
+        done = self.build(**env)
+        assert done.returncode == 0, done.stderr
+        lines = self.notes.read_text().splitlines()
+        assert sum(" -shared " in f" {line} " for line in lines) == 1
+        return sum(" -c " in f" {line} " for line in lines)
+
+    def set_version(self, version: str) -> None:
+        file = self.csrc / "pyproject.toml"
+        text = file.read_text()
+        assert 'version = "0.1.0"' in text
+        file.write_text(text.replace('version = "0.1.0"', f'version = "{version}"'))
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="how a link looks")
+def test_objects_are_reused_by_a_build_of_the_same_kind_only(tree) -> None:
+    every = tree.compiled()
+    assert every > 10
+    assert tree.compiled() == 0
+    assert tree.compiled(LDFLAGS="-Wl,-O1") == 0
+    assert tree.compiled(CXXFLAGS="-fsanitize=address") == every
+    assert tree.compiled(RELEASE="13.1.0") == every
+    assert tree.compiled() == 0
+    tree.set_version("0.1.1")
+    assert tree.compiled() == every
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"CXX": "/nowhere/g++"}, "/nowhere/g++ cannot be run (No such file or directory)"),
+        ({"STANDARD": "201709", "RELEASE": "10.2.1"}, "is too old (10.2.1)"),
+        ({"CXX": "false"}, "false failed (exit status 1)"),
+    ],
+    ids=["missing", "too-old", "broken"],
+)
+def test_without_a_usable_compiler_it_ends_in_one_line(tree, env, says) -> None:
+    done = tree.build(**env)
+    assert done.returncode != 0
+    assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+    assert "exl-kernels: needs a C++20 compiler (GCC 11 or newer" in done.stderr
+    assert says in done.stderr
+    assert "apt install g++" in done.stderr
+    assert not tree.notes.exists(), "compiled something"
