@@ -103,7 +103,6 @@ REFUSED = {
         {"architectures": ["MambaForCausalLM"]},
         "MambaForCausalLM.*LlamaForCausalLM",
     ),
-    "quantized": ({"quantization_config": {"quant_method": "awq"}}, "'awq'"),
     "rope-method": ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope"),
     "activation": ({"hidden_act": "relu"}, "relu"),
     "bidirectional": ({"use_bidirectional_attention": True}, "bidirectional"),

@@ -101,7 +101,7 @@ def test_matrices_of_different_precision_are_packed_in_the_wider_one(folder: Pat
 
 def test_only_the_rotated_rows_of_a_gguf_head_are_put_in_order(tmp_path: Path) -> None:
     path = write_gguf(tiny_llama(), tmp_path / "m.gguf", GGMLQuantizationType.F32)
-    source, config = open_checkpoint(path)
+    source, config, _ = open_checkpoint(path)
     partial = replace(config, rope=replace(config.rope, rotary_dim=8))
     name = "model.layers.0.self_attn.k_proj.weight"
     stored = source.read("blk.0.attn_k.weight", slice(None)).view(2, 20, 72)

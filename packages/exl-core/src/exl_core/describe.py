@@ -82,12 +82,12 @@ class ModelDescription:
 def describe_model(spec: str | None = None) -> ModelDescription:
     """Reads headers, configuration and tokenizer; checks names and shapes; loads no weights."""
     path = resolve_model(spec)
-    source, config = open_checkpoint(path)
-    checkpoint = Checkpoint(source, config)
+    source, config, quantization = open_checkpoint(path)
+    checkpoint = Checkpoint(source, config, quantization)
     fields = gguf_fields(source)
     tokenizer = load_tokenizer(path, fields)
     check_vocab(tokenizer, config.vocab_size, path)
-    used = {tensor.name for tensor in checkpoint.stored.values()}
+    used = checkpoint.used_names
     unused = [tensor for name, tensor in source.tensors.items() if name not in used]
     files = {tensor.file for tensor in source.tensors.values()}
     return ModelDescription(

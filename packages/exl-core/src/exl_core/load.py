@@ -10,6 +10,7 @@ from pathlib import Path
 from exl_core.arch.checks import check_config
 from exl_core.arch.gguf_config import read_gguf_config
 from exl_core.arch.hf_config import read_hf_config
+from exl_core.arch.quantization import Quantization, read_quantization
 from exl_core.arch.spec import ModelConfig, RopeMethod
 from exl_core.cache.memory import available_memory_bytes
 from exl_core.errors import OutOfMemoryError, RequestError
@@ -70,9 +71,9 @@ def load_model(
     settings = read_settings()
     threads = options.threads or settings.threads
     path = resolve_model(spec)
-    source, config = open_checkpoint(path)
+    source, config, quantization = open_checkpoint(path)
     config = _with_options(config, options)
-    checkpoint = Checkpoint(source, config)
+    checkpoint = Checkpoint(source, config, quantization)
     fields = gguf_fields(source)
     tokenizer = load_tokenizer(path, fields)
     check_vocab(tokenizer, config.vocab_size, path)
@@ -92,14 +93,19 @@ def load_model(
     )
 
 
-def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig]:
-    """The weight files of a model and its configuration; reads headers only."""
-    if path.is_dir():
-        config = read_hf_config(path)
-        return SafetensorsSource(path), config
-    source = GgufSource(path)
-    factors = rope_factors(source)
-    return source, read_gguf_config(source.metadata, source.tensors, path, factors)
+def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Quantization | None]:
+    """The weight files of a model, its configuration and quantization; reads headers only."""
+    if not path.is_dir():
+        source = GgufSource(path)
+        factors = rope_factors(source)
+        return source, read_gguf_config(source.metadata, source.tensors, path, factors), None
+    config, quantization = read_hf_config(path), read_quantization(path)
+    # EXL2 converters copy the index of the model that they started from; it lists other files.
+    is_exl2 = quantization is not None and quantization.method == "exl2"
+    files = SafetensorsSource(path, has_index=not is_exl2)
+    if "lm_head.q_weight" in files.tensors:  # EXL2 quantizes the head of tied models apart
+        config = replace(config, has_tied_embeddings=False)
+    return files, config, quantization
 
 
 def check_memory(needed: int, available: int | None, where: object) -> None:

@@ -67,15 +67,7 @@ def _architecture(top: Fields) -> ArchSpec:
         raise ConfigError(
             "'architectures' must have one entry", where=top.where, got=", ".join(names) or "none"
         )
-    arch = find_by_hf_name(names[0], where=top.where)
-    if top.has("quantization_config"):
-        method = top.nested("quantization_config").text("quant_method", "unknown")
-        raise UnsupportedModelError(
-            f"weights quantized with {method!r} cannot be read yet",
-            where=top.where,
-            next_step="Use the unquantized checkpoint or a GGUF file of the model.",
-        )
-    return arch
+    return find_by_hf_name(names[0], where=top.where)
 
 
 def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:

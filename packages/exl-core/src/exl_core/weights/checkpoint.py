@@ -21,10 +21,18 @@ from exl_core.arch.key_map import (
     packed_together,
     rotated_head_count,
 )
+from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig, Norm
-from exl_core.errors import MissingTensorError, WeightShapeError, WeightValueError
+from exl_core.errors import (
+    MissingTensorError,
+    UnsupportedModelError,
+    WeightShapeError,
+    WeightValueError,
+)
+from exl_core.weights.quantized import QuantizedMatrix, dequantize, find_quantized
 from exl_core.weights.source import StoredTensor, TensorSource
 
+MATRIX = 2  # dimensions
 CHUNK_VALUES = 1 << 18  # decoded at a time: 1 MiB of float32, which stays in cache
 RUNTIME_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -41,9 +49,16 @@ class Chunk:
 class Checkpoint:
     """The tensors of one model, by the names of `arch/key_map.py`."""
 
-    def __init__(self, source: TensorSource, config: ModelConfig) -> None:
+    def __init__(
+        self,
+        source: TensorSource,
+        config: ModelConfig,
+        quantization: Quantization | None = None,
+    ) -> None:
         self._source = source
         self._config = config
+        self._quantization = quantization
+        self._quantized: dict[str, QuantizedMatrix] = {}
         self.stored: dict[str, StoredTensor] = {
             name: self._find(name, shape) for name, shape in expected_tensors(config).items()
         }
@@ -52,6 +67,12 @@ class Checkpoint:
     def size_bytes(self) -> int:
         """Bytes of all needed tensors in the files."""
         return sum(tensor.size_bytes for tensor in self.stored.values())
+
+    @property
+    def used_names(self) -> set[str]:
+        """Names in the files of all tensors that the model needs."""
+        pieces = {name for m in self._quantized.values() for name in m.parts.values()}
+        return pieces | {tensor.name for tensor in self.stored.values()}
 
     @property
     def packed_bytes(self) -> int:
@@ -73,10 +94,15 @@ class Checkpoint:
         values_a_row = max(1, tensor.num_values // num_rows)
         step = max(16, CHUNK_VALUES // values_a_row // 16 * 16)
         order = self._row_order(name)
+        matrix = self._quantized.get(name)
+        whole = dequantize(self._source, matrix, self._quantization) if matrix else None
         for start in range(0, num_rows, step):
             stop = min(start + step, num_rows)
             rows = slice(start, stop) if order is None else order[start:stop]
-            values = self._source.read(tensor.name, rows)
+            if whole is None:
+                values = self._source.read(tensor.name, rows)
+            else:
+                values = whole[rows].contiguous()
             _check_finite(tensor, values, "The file is damaged or its conversion failed")
             if values.dtype is not dtype:
                 values = values.to(dtype)
@@ -90,6 +116,12 @@ class Checkpoint:
     def norm(self, name: str) -> Tensor:
         """A norm's factors, float32 [rows], whole."""
         weight = self.vector(name)
+        if weight.dim() == MATRIX:
+            if not torch.equal(weight, weight[:1].expand_as(weight)):
+                raise UnsupportedModelError(
+                    f"tensor {name!r} differs between heads", where=self.stored[name].file
+                )
+            weight = weight[0].contiguous()
         arch = self._config.arch
         is_folded = self._source.format == "gguf" and arch.is_gguf_norm_folded
         return weight + 1.0 if arch.norm is Norm.RMS_PLUS_ONE and not is_folded else weight
@@ -99,6 +131,12 @@ class Checkpoint:
         is_gguf = self._source.format == "gguf"
         names = [gguf_name(arch, name)] if is_gguf else checkpoint_names(arch, name)
         found = next((tensors[n] for n in names if n in tensors), None)
+        if found is None and len(shape) == MATRIX:
+            for stem in (n.removesuffix(".weight") for n in names):
+                matrix = find_quantized(self._source, stem, shape)
+                if matrix is not None:
+                    self._quantized[name] = matrix
+                    return matrix.stored
         if found is None:
             raise MissingTensorError(
                 f"tensor {names[0]!r} is missing",
@@ -108,7 +146,7 @@ class Checkpoint:
                 next_step="'exl inspect model PATH --tensors' shows what there is.",
             )
         self._source.check_readable(found.name)
-        if found.shape != shape:
+        if found.shape != shape and not _is_repeated_head_norm(name, found, shape):
             raise WeightShapeError(
                 f"tensor {found.name!r} has the wrong shape",
                 where=found.file,
@@ -142,6 +180,11 @@ class Checkpoint:
         )
         rotated = rotated.view(heads, -1, 2).transpose(1, 2).reshape(heads, -1)
         return torch.cat([rotated, rest], dim=1).view(-1)
+
+
+def _is_repeated_head_norm(name: str, found: StoredTensor, shape: tuple[int, ...]) -> bool:
+    """EXL2 files store the norm of each head's queries and keys once for every head."""
+    return name.endswith(("q_norm.weight", "k_norm.weight")) and found.shape[1:] == shape
 
 
 def _check_finite(tensor: StoredTensor, values: Tensor, cause: str) -> None:

@@ -42,10 +42,11 @@ class SafetensorsSource(TensorSource):
 
     format = "safetensors"
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, has_index: bool = True) -> None:
+        """`has_index` False: an index is a leftover and says nothing about the files."""
         self.tensors: dict[str, StoredTensor] = {}
         self._files = {}
-        for path in checkpoint_files(directory):
+        for path in checkpoint_files(directory, has_index=has_index):
             for tensor in read_header(path):
                 if tensor.name in self.tensors:
                     raise WeightFileError(
@@ -68,6 +69,10 @@ class SafetensorsSource(TensorSource):
                 got=tensor.storage,
             )
 
+    def read_raw(self, name: str) -> Tensor:
+        whole: Tensor = self._files[self.tensors[name].file].get_tensor(name)  # type: ignore[no-untyped-call]
+        return whole
+
     def read(self, name: str, rows: slice | Tensor) -> Tensor:
         tensor = self.tensors[name]
         stored: Any = self._files[tensor.file].get_slice(name)  # type: ignore[no-untyped-call]
@@ -75,10 +80,10 @@ class SafetensorsSource(TensorSource):
         return part.contiguous()
 
 
-def checkpoint_files(directory: Path) -> list[Path]:
+def checkpoint_files(directory: Path, *, has_index: bool = True) -> list[Path]:
     """The weight files of a checkpoint: those that its index lists, else all there are."""
     index = directory / INDEX_NAME
-    if not index.exists():
+    if not has_index or not index.exists():
         files = sorted(directory.glob("*.safetensors"))
         if not files:
             raise ModelNotFoundError(

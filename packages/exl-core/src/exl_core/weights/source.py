@@ -12,6 +12,8 @@ from pathlib import Path
 
 from torch import Tensor
 
+from exl_core.errors import UnsupportedModelError
+
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -40,6 +42,12 @@ class TensorSource(ABC):
     @abstractmethod
     def check_readable(self, name: str) -> None:
         """Raises `UnsupportedModelError` if the element type of a tensor cannot be decoded."""
+
+    def read_raw(self, name: str) -> Tensor:
+        """A whole tensor as it is stored: the pieces of quantized matrices are integers."""
+        raise UnsupportedModelError(
+            f"{self.format} files hold no tensors in pieces", where=self.tensors[name].file
+        )
 
     @abstractmethod
     def read(self, name: str, rows: slice | Tensor) -> Tensor:

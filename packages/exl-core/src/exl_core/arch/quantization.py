@@ -1,0 +1,60 @@
+"""How a checkpoint says that its weights are quantized, and which ways of it can be read.
+
+Knows `quantization_config` in `config.json` and the older `quantize_config.json`; what the settings
+of a method mean is its codec's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from exl_core.arch.fields import Fields
+from exl_core.errors import ConfigError, UnsupportedModelError
+from exl_core.files import read_json_object
+
+SUPPORTED = ("exl2", "gptq")
+ADVICE = {
+    "awq": "Use a GPTQ or GGUF file of the model, or the unquantized checkpoint.",
+    "bitsandbytes": "bitsandbytes weights are meant for its own kernels: use the unquantized "
+    "checkpoint, or a GPTQ or GGUF file of the model.",
+    "exl3": "EXL3 is another format than EXL2: use an EXL2, GPTQ or GGUF file of the model.",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Quantization:
+    """`method` is one of SUPPORTED; `settings` are the keys beside it, from the file `where`."""
+
+    method: str
+    settings: Mapping[str, object]
+    where: Path
+
+
+def read_quantization(directory: Path) -> Quantization | None:
+    """How the checkpoint in `directory` is quantized; None if it is not.
+
+    Raises `UnsupportedModelError` for a method that cannot be read.
+    """
+    config = directory / "config.json"
+    fields = Fields(read_json_object(config, ConfigError), config)
+    older = directory / "quantize_config.json"
+    if fields.has("quantization_config"):
+        block = fields.nested("quantization_config")
+        where, method = config, block.text("quant_method", "unknown")
+    elif older.exists():
+        block = Fields(read_json_object(older, ConfigError), older)
+        where, method = older, block.text("quant_method", "gptq")
+    else:
+        return None
+    if method not in SUPPORTED:
+        raise UnsupportedModelError(
+            f"weights quantized with {method!r} cannot be read",
+            where=where,
+            expected=" or ".join(SUPPORTED),
+            next_step=ADVICE.get(
+                method, "Use the unquantized checkpoint, or a GGUF file of the model."
+            ),
+        )
+    return Quantization(method, dict(block.values), where)

@@ -1,0 +1,191 @@
+"""EXL2 and GPTQ checkpoints give the logits of their exactly dequantized weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from exl_core.codecs import exl2, gptq
+from exl_core.describe import describe_model
+from exl_core.errors import ModelError, UnsupportedModelError
+from exl_core.load import load_model
+from support.paged import PagedRun
+from support.quantized import random_exl2, random_gptq
+from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+GPTQ_SETTINGS = {
+    "bits": 4,
+    "group_size": 32,
+    "desc_act": True,
+    "sym": False,
+    "quant_method": "gptq",
+}
+# Groups of stored rows for the widths of the input that the sizes above make.
+GROUPS = {
+    64: [(6, 32), (4, 32)],
+    96: [(5, 32), (3, 32), (2, 32)],
+    128: [(8, 64), (4, 64)],
+}
+
+
+def quantize(
+    folder: Path, settings: dict[str, Any], make: Callable[[int, int], dict[str, Tensor]]
+) -> dict[str, dict[str, Tensor]]:
+    """Replaces every matrix but the embedding by random pieces; returns the pieces by stem."""
+    tensors = load_file(folder / "model.safetensors")
+    pieces: dict[str, dict[str, Tensor]] = {}
+    for name, weight in list(tensors.items()):
+        if weight.dim() == 2 and "embed" not in name:
+            stem = name.removesuffix(".weight")
+            pieces[stem] = make(weight.shape[1], weight.shape[0])
+            del tensors[name]
+            tensors |= {f"{stem}.{part}": value for part, value in pieces[stem].items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    return pieces
+
+
+def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> None:
+    parameters = dict(model.named_parameters())
+    with torch.inference_mode():
+        for stem, weight in dense.items():
+            parameter = parameters[f"{stem}.weight"]
+            parameter.copy_(weight[:, : parameter.shape[0]].T.float())
+        ids = torch.randint(3, VOCAB_SIZE, (1, 40), generator=torch.Generator().manual_seed(1))
+        expected = model(ids).logits[0]
+    ours = load_model(str(folder)).model
+    logits = PagedRun(ours, num_seqs=1, max_len=40).feed({0: ids[0].tolist()})[0]
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def exl2_pieces(in_features: int, out_features: int) -> dict[str, Tensor]:
+    """Random codes, scaled so that every matrix keeps the size of its input."""
+    columns = -(-out_features // 32) * 32
+    layer = random_exl2(in_features + out_features, GROUPS[in_features], columns)
+    size = layer.dense().float().std() * in_features**0.5
+    parts = layer.parts
+    parts["q_scale_max"] = (parts["q_scale_max"] / size).half()
+    return parts
+
+
+def gptq_pieces(in_features: int, out_features: int) -> dict[str, Tensor]:
+    layer = random_gptq(
+        in_features + out_features,
+        4,
+        32,
+        rows=in_features,
+        columns=out_features,
+        has_act_order=True,
+    )
+    size = layer.dense().float().std() * in_features**0.5
+    parts = layer.parts
+    parts["scales"] = (parts["scales"] / size).half()
+    return parts
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gemma3])
+def test_exl2_logits(tmp_path: Path, build: Callable[..., Any]) -> None:
+    model = build(**SIZES, tie_word_embeddings=False)
+    folder = save(model, tmp_path)
+    pieces = quantize(
+        folder,
+        {"quant_method": "exl2", "bits": 4.0},
+        exl2_pieces,
+    )
+    # A leftover index of the source model, as converters copy it, must not count.
+    leftover = {"weight_map": {"x": "gone.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(leftover))
+    dense = {stem: exl2.dequantize(exl2.check(p, stem)) for stem, p in pieces.items()}
+    assert_same_logits(folder, model, dense)
+
+
+def test_a_tied_exl2_model_may_have_a_quantized_head(tmp_path: Path) -> None:
+    model = tiny_llama(**SIZES)  # untied in memory; the configuration below says tied
+    folder = save(model, tmp_path)
+    pieces = quantize(folder, {"quant_method": "exl2"}, exl2_pieces)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    dense = {stem: exl2.dequantize(exl2.check(p, stem)) for stem, p in pieces.items()}
+    assert_same_logits(folder, model, dense)
+
+
+def test_head_norms_that_are_stored_once_a_head(tmp_path: Path) -> None:
+    model = tiny_gemma3(**SIZES)
+    folder = save(model, tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    for name, weight in list(tensors.items()):
+        if "q_norm" in name or "k_norm" in name:
+            heads = 4 if "q_norm" in name else 2
+            tensors[name] = weight.expand(heads, -1).contiguous()
+    save_file(tensors, folder / "model.safetensors")
+    assert_same_logits(folder, model, {})
+
+    tensors["model.layers.0.self_attn.q_norm.weight"][1, 0] += 1.0
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(UnsupportedModelError, match="differs between heads"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("in_older_file", [False, True])
+def test_gptq_logits(tmp_path: Path, in_older_file: bool) -> None:
+    model = tiny_llama(**SIZES, tie_word_embeddings=True)
+    folder = save(model, tmp_path)
+    pieces = quantize(
+        folder,
+        GPTQ_SETTINGS,
+        gptq_pieces,
+    )
+    if in_older_file:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "quantize_config.json").write_text(json.dumps(config.pop("quantization_config")))
+        (folder / "config.json").write_text(json.dumps(config))
+    settings = gptq.parse_settings(GPTQ_SETTINGS, "test")
+    dense = {stem: gptq.dequantize(gptq.check(p, settings, stem)) for stem, p in pieces.items()}
+    assert_same_logits(folder, model, dense)
+
+
+def test_a_description_shows_what_quantized_matrices_take(tmp_path: Path) -> None:
+    folder = save(tiny_llama(**SIZES), tmp_path)
+    quantize(folder, {"quant_method": "exl2"}, exl2_pieces)
+
+    described = describe_model(str(folder))
+
+    layer = next(layer for layer in described.layers if layer.name == "layer 1")
+    assert "EXL2" in layer.dtypes
+    assert 2.0 < layer.bits_per_weight < 16.0
+    assert described.unused_tensors == ()
+
+
+@pytest.mark.parametrize("method", ["awq", "bitsandbytes", "exl3", "fp8"])
+def test_other_methods_are_refused_by_name(tmp_path: Path, method: str) -> None:
+    folder = save(tiny_llama(), tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=f"'{method}'.*[Uu]se"):
+        load_model(str(folder))
+
+
+def test_a_missing_piece_is_named(tmp_path: Path) -> None:
+    folder = save(tiny_llama(**SIZES), tmp_path)
+    quantize(folder, {"quant_method": "exl2"}, exl2_pieces)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.0.mlp.up_proj.q_scale"]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ModelError, match=r"up_proj.*q_scale"):
+        load_model(str(folder))

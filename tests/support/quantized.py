@@ -1,0 +1,171 @@
+"""Random valid layers as EXL2 and GPTQ files hold them, with what their numbers mean.
+
+Built the slow way, from the definition of the formats, and with nothing of `exl_core.codecs`: the
+codes of a column are one long integer, the values are numpy's float16 arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+Groups = Sequence[tuple[int, int]]  # (bits, rows)
+
+
+def pack_columns(codes: np.ndarray, bits: int) -> np.ndarray:
+    """uint32 [rows * bits / 32, n] of codes [rows, n]."""
+    size = codes.shape[0] * bits // 8
+    columns = []
+    for column in codes.T.tolist():
+        stream = sum(code << bits * i for i, code in enumerate(column))
+        columns.append(np.frombuffer(stream.to_bytes(size, "little"), dtype="<u4"))
+    return np.stack(columns, axis=1)
+
+
+def as_int32(words: np.ndarray) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(words).astype(np.uint32).view(np.int32))
+
+
+@dataclass(frozen=True)
+class Exl2Layer:
+    """`codes` are in the order of stored rows; `scale_codes` are 0 .. 15."""
+
+    groups: Groups
+    codes: np.ndarray
+    scale_codes: np.ndarray
+    scale_max: np.ndarray
+    invperm: np.ndarray
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        words, table, row = [], [], 0
+        for bits, rows in self.groups:
+            table += [bits, sum(len(part) for part in words)]
+            words.append(pack_columns(self.codes[row : row + rows], bits))
+            row += rows
+        return {
+            "q_weight": as_int32(np.concatenate(words)),
+            "q_scale": as_int32(pack_columns(self.scale_codes.T, 4).T),
+            "q_scale_max": torch.from_numpy(self.scale_max.copy()),
+            "q_groups": torch.tensor(table, dtype=torch.int16),
+            "q_invperm": torch.from_numpy(self.invperm.astype(np.int32)),
+        }
+
+    def dense(self, prescale: float = 1.0) -> Tensor:
+        """The exact weights, float16 [in_features, out_features]."""
+        step = (self.scale_max.astype(np.float32) * np.float32(prescale / 256)).astype(np.float16)
+        squares = ((self.scale_codes + 1) ** 2).astype(np.float16)
+        scales = squares * step[:, None]
+        stored, row = [], 0
+        for (bits, rows), scale in zip(self.groups, scales, strict=True):
+            centered = self.codes[row : row + rows].astype(np.float16) - np.float16(1 << bits - 1)
+            stored.append(centered * scale)
+            row += rows
+        return torch.from_numpy(np.concatenate(stored)[self.invperm])
+
+
+def random_exl2(seed: int, groups: Groups, columns: int = 32) -> Exl2Layer:
+    rng = np.random.default_rng(seed)
+    rows = sum(count for _, count in groups)
+    shape = (len(groups), columns)
+    codes = [rng.integers(0, 1 << bits, (count, columns)) for bits, count in groups]
+    return Exl2Layer(
+        groups=groups,
+        codes=np.concatenate(codes),
+        scale_codes=rng.integers(0, 16, shape),
+        scale_max=np.exp2(rng.uniform(-18, 2, len(groups))).astype(np.float16),  # and subnormals
+        invperm=rng.permutation(rows),
+    )
+
+
+@dataclass(frozen=True)
+class GptqLayer:
+    """`group_of_row` is the group of each feature; `zeros` are what is subtracted."""
+
+    bits: int
+    group_size: int
+    is_v2: bool
+    codes: np.ndarray
+    zeros: np.ndarray
+    scales: np.ndarray
+    group_of_row: np.ndarray
+
+    @property
+    def parts(self) -> dict[str, Tensor]:
+        return {
+            "qweight": as_int32(pack_columns(self.codes, self.bits)),
+            "qzeros": as_int32(self._stored_zeros()),
+            "scales": torch.from_numpy(self.scales.copy()),
+            "g_idx": torch.from_numpy(self.group_of_row.astype(np.int32)),
+        }
+
+    def _stored_zeros(self) -> np.ndarray:
+        if self.is_v2:
+            return pack_columns(self.zeros.T, self.bits).T
+        if self.bits == 3:
+            return pack_columns((self.zeros.T - 1) % 8, self.bits).T
+        ones = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}[self.bits]
+        words = pack_columns(self.zeros.T, self.bits).T.astype(np.int64)
+        return (words - ones) % (1 << 32)  # borrows from the next field, as writers do
+
+    def dense(self) -> Tensor:
+        """The exact weights, float16 [in_features, out_features]."""
+        weight = np.empty(self.codes.shape, dtype=np.float16)
+        for k, group in enumerate(self.group_of_row):
+            weight[k] = self.scales[group] * (self.codes[k] - self.zeros[group]).astype(np.float16)
+        return torch.from_numpy(weight)
+
+    def config(self) -> dict[str, object]:
+        return {
+            "quant_method": "gptq",
+            "bits": self.bits,
+            "group_size": self.group_size,
+            "desc_act": not bool(np.all(np.diff(self.group_of_row) >= 0)),
+            "sym": False,
+            "checkpoint_format": "gptq_v2" if self.is_v2 else "gptq",
+        }
+
+
+def random_gptq(
+    seed: int,
+    bits: int,
+    group_size: int,
+    *,
+    rows: int,
+    columns: int = 32,
+    is_v2: bool = False,
+    has_act_order: bool = False,
+    is_symmetric: bool = False,
+) -> GptqLayer:
+    rng = np.random.default_rng(seed)
+    group_of_row = np.arange(rows) // (rows if group_size == -1 else group_size)
+    shape = (int(group_of_row[-1]) + 1, columns)
+    zeros = rng.integers(0, 1 << bits, shape)
+    return GptqLayer(
+        bits=bits,
+        group_size=group_size,
+        is_v2=is_v2,
+        codes=rng.integers(0, 1 << bits, (rows, columns)),
+        zeros=np.full(shape, 1 << bits - 1) if is_symmetric else zeros,
+        scales=np.exp2(rng.uniform(-22, 1, shape)).astype(np.float16),  # and subnormals
+        group_of_row=rng.permutation(group_of_row) if has_act_order else group_of_row,
+    )
+
+
+def bit_pattern(tensor: Tensor) -> Tensor:
+    """For comparisons that tell zeros of different sign apart."""
+    assert tensor.dtype is torch.float16
+    return tensor.view(torch.int16)
+
+
+def flip_bit(parts: dict[str, Tensor], name: str, index: tuple[int, ...], bit: int) -> None:
+    """Flip one bit of one element of a tensor that is not shared with anyone."""
+    tensor = parts[name].clone()
+    dtype = torch.int16 if tensor.element_size() == 2 else torch.int32
+    words = tensor.view(dtype)
+    words[index] ^= torch.tensor(1 << bit).to(dtype)
+    parts[name] = tensor
