@@ -97,7 +97,7 @@ class _Reader:
         for _ in range(key_count):
             key = self._string("a metadata key")
             if key in fields:
-                raise self._error(f"metadata key '{key}' appears twice")
+                raise self._error(f"metadata key {key!r} appears twice")
             fields[key] = self._value(self._scalar("I", key), key)
         tensors: list[GgufTensorInfo] = []
         if with_tensors:
@@ -138,20 +138,20 @@ class _Reader:
     def _value(self, type_id: int, key: str, depth: int = 0) -> object:
         code = _SCALARS.get(type_id)
         if code is not None:
-            self._need(struct.calcsize("<" + code), f"the value of '{key}'")
+            self._need(struct.calcsize("<" + code), f"the value of {key!r}")
             (value,) = struct.unpack_from("<" + code, self.data, self.position)
             self.position += struct.calcsize("<" + code)
             return value
         if type_id == _STRING:
-            return self._string(f"the value of '{key}'")
+            return self._string(f"the value of {key!r}")
         if type_id == _ARRAY and depth < MAX_ARRAY_DEPTH:
             return self._array(key, depth)
-        raise self._error(f"'{key}' has an unknown value type", expected="0 to 12", got=type_id)
+        raise self._error(f"{key!r} has an unknown value type", expected="0 to 12", got=type_id)
 
     def _array(self, key: str, depth: int) -> list[object]:
         type_id = self._scalar("I", key)
         count = self._scalar("Q", key)
-        what = f"the {count} elements of '{key}'"
+        what = f"the {count} elements of {key!r}"
         code = _SCALARS.get(type_id)
         if code is not None:
             size = count * struct.calcsize("<" + code)
@@ -176,12 +176,12 @@ class _Reader:
                 position = start + length_at(data, position)[0]
                 if position > size:
                     self.position = start
-                    self._need(position - start, f"string {len(values)} of '{key}'")
+                    self._need(position - start, f"string {len(values)} of {key!r}")
                 append(str(data[start:position], "utf-8"))
         except struct.error as error:
-            raise self._error(f"the file ends inside '{key}'", got=f"{size} bytes") from error
+            raise self._error(f"the file ends inside {key!r}", got=f"{size} bytes") from error
         except UnicodeDecodeError as error:
-            raise self._error(f"string {len(values)} of '{key}' is not UTF-8") from error
+            raise self._error(f"string {len(values)} of {key!r} is not UTF-8") from error
         self.position = position
         return values
 
@@ -197,11 +197,11 @@ class _Reader:
 
     def _tensor(self) -> GgufTensorInfo:
         name = self._string("a tensor's name")
-        what = f"the entry of tensor '{name}'"
+        what = f"the entry of tensor {name!r}"
         dimensions = self._scalar("I", what)
         if dimensions > MAX_DIMENSIONS:
             raise self._error(
-                f"tensor '{name}' has too many dimensions",
+                f"tensor {name!r} has too many dimensions",
                 expected=f"at most {MAX_DIMENSIONS}",
                 got=dimensions,
             )

@@ -94,7 +94,7 @@ def find_pre_tokenizer(name: str, where: str) -> PreTokenizer:
             "unknown pre-tokenizer in the GGUF file (tokenizer.ggml.pre)",
             where=where,
             expected=f"one of {', '.join(sorted(PRE_TOKENIZERS))}",
-            got=f"'{name}'",
+            got=repr(name),
             next_step="Use the model's safetensors files, which carry a tokenizer.json",
         )
     return found
