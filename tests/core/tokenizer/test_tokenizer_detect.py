@@ -123,9 +123,9 @@ def test_roles_are_named_by_the_tokenizer_and_numbered_by_the_model(
         ({"config.json": {"eos_token_id": [2, True]}}, "'eos_token_id' is not a token id"),
         ({"config.json": {"eos_token_id": 10**6}}, "the EOS id is not an id of the tokenizer"),
         ({"config.json": {"pad_token_id": 10**6}}, "the PAD id is not an id of the tokenizer"),
-        ({"generation_config.json": "{"}, "cannot read the file as JSON"),
-        ({"config.json": b"\xff"}, "cannot read the file as JSON"),
-        ({"tokenizer_config.json": [1]}, "the file holds no JSON object"),
+        ({"generation_config.json": "{"}, "is not valid JSON"),
+        ({"config.json": b"\xff"}, "is not valid JSON"),
+        ({"tokenizer_config.json": [1]}, "holds no JSON object"),
         (
             {"tokenizer_config.json": {"added_tokens_decoder": {"x": {"content": "y"}}}},
             "an entry of added_tokens_decoder is not a token",

@@ -9,14 +9,17 @@ one, in that order. Nothing is assumed that no file says.
 
 from __future__ import annotations
 
-import json
+import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from exl_core.errors import TokenizerError
+from exl_core.files import read_json_object
 
 Json = Mapping[str, object]
+FILE_LIMIT_BYTES = 256 * 2**20  # of a tokenizer; the largest known are below 40 MiB
+_ID_DIGITS = 10  # no vocabulary needs more, and a number of thousands of digits is no number
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +62,14 @@ class SideFiles:
         decoder = self.tokenizer.get("added_tokens_decoder")
         for key, entry in (decoder if isinstance(decoder, Mapping) else {}).items():
             match entry:
-                case {"content": str(text)} if key.isdecimal():
+                case {"content": str(text)} if _is_id(key):
                     special = entry.get("special", False) is True
                     found[int(key)] = DeclaredToken(text, int(key), special)
                 case _:
                     raise TokenizerError(
                         "an entry of added_tokens_decoder is not a token",
                         where=self.folder / "tokenizer_config.json",
-                        got=f"{key!r}: {entry!r}",
+                        got=f"{key!r}: {entry!r}"[:200],
                     )
         return list(found.values())
 
@@ -91,7 +94,7 @@ class SideFiles:
                         f"'{key}' is not a token id",
                         where=self.folder / name,
                         expected="a number or a list of numbers",
-                        got=repr(value),
+                        got=repr(value)[:200],
                     )
                 if number >= 0:  # -1 is how some files write "none"
                     yield number
@@ -100,30 +103,41 @@ class SideFiles:
 def read_side_files(folder: Path) -> SideFiles:
     return SideFiles(
         folder=folder,
-        config=read_json_object(folder / "config.json"),
-        generation=read_json_object(folder / "generation_config.json"),
-        tokenizer=read_json_object(folder / "tokenizer_config.json"),
-        special_map=read_json_object(folder / "special_tokens_map.json"),
-        added=read_json_object(folder / "added_tokens.json"),
+        config=_optional_object(folder / "config.json"),
+        generation=_optional_object(folder / "generation_config.json"),
+        tokenizer=_optional_object(folder / "tokenizer_config.json"),
+        special_map=_optional_object(folder / "special_tokens_map.json"),
+        added=_optional_object(folder / "added_tokens.json"),
     )
 
 
-def read_json_object(path: Path) -> Json:
-    """The object in a JSON file; {} when there is no such file."""
-    if not path.is_file():
-        return {}
+def is_present(path: Path) -> bool:
+    """Whether there is a file; anything else by that name is an error, not its absence."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:  # ValueError: neither JSON nor Unicode
-        raise TokenizerError(
-            "cannot read the file as JSON",
-            where=path,
-            got=error,
-            next_step="Download the file again",
-        ) from error
-    if not isinstance(value, dict):
-        raise TokenizerError("the file holds no JSON object", where=path, got=type(value).__name__)
-    return value
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise TokenizerError("cannot be read", where=path, got=error.strerror or error) from error
+    if not stat.S_ISREG(_followed_mode(path)):
+        raise TokenizerError("is not a regular file", where=path)
+    return True
+
+
+def _followed_mode(path: Path) -> int:
+    try:
+        return path.stat().st_mode
+    except OSError as error:  # a link that leads nowhere
+        raise TokenizerError("cannot be read", where=path, got=error.strerror or error) from error
+
+
+def _optional_object(path: Path) -> Json:
+    """The object in a JSON file; {} when there is no such file."""
+    return read_json_object(path, TokenizerError) if is_present(path) else {}
+
+
+def _is_id(key: str) -> bool:
+    return key.isascii() and key.isdecimal() and len(key) <= _ID_DIGITS
 
 
 def role_id(files: SideFiles, role: str, id_of: Callable[[str], int | None]) -> int | None:

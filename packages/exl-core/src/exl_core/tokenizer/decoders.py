@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from exl_core.errors import TokenizerError
+from exl_core.tokenizer.library import check_growth
 
 SUPPORTED = "ByteLevel, Metaspace, Replace, ByteFallback, Fuse, Strip at the start, Sequence, none"
 META_SPACE = "\u2581"
@@ -80,6 +81,7 @@ def piece_rule(decoder: Mapping[str, object] | None, where: str) -> PieceRule:
     if decoder is None:  # the library joins such tokens with spaces
         return PieceRule(_spaced, _spaced, dropped_spaces=1)
     steps = _flatten(decoder, where)
+    check_growth(steps, where)
     if [step.get("type") for step in steps] == ["ByteLevel"]:
         return BYTE_LEVEL
     replacements: list[tuple[str, str]] = []
@@ -133,6 +135,6 @@ def _unsupported(step: Mapping[str, object], where: str) -> TokenizerError:
         "unsupported decoder in tokenizer.json",
         where=where,
         expected=SUPPORTED,
-        got=dict(step),
+        got=repr(dict(step))[:200],
         next_step="Please report the model: such a decoder has no known rule per token",
     )

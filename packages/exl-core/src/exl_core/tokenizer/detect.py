@@ -13,7 +13,13 @@ from pathlib import Path
 from exl_core.errors import ModelNotFoundError, TokenizerError
 from exl_core.tokenizer.base import ControlIds, Tokenizer
 from exl_core.tokenizer.check import check_control_ids
-from exl_core.tokenizer.control_ids import SideFiles, eos_ids, read_side_files, role_id
+from exl_core.tokenizer.control_ids import (
+    SideFiles,
+    eos_ids,
+    is_present,
+    read_side_files,
+    role_id,
+)
 
 TOKENIZER_JSON = "tokenizer.json"
 TOKENIZER_MODEL = "tokenizer.model"
@@ -44,7 +50,7 @@ def load_tokenizer(path: Path, gguf_fields: Mapping[str, object] | None = None) 
 def _load_directory(folder: Path) -> Tokenizer:
     for name, loader in ((TOKENIZER_JSON, _load_json), (TOKENIZER_MODEL, _load_model)):
         path = folder / name
-        if path.is_file():
+        if is_present(path):
             tokenizer = loader(path, read_side_files(folder))
             check_control_ids(tokenizer.control, tokenizer.vocab_size, str(folder))
             return tokenizer
@@ -61,7 +67,7 @@ def _load_json(path: Path, files: SideFiles) -> Tokenizer:
 
     backend = hf_json.open_backend(path)
     hf_json.add_declared_tokens(backend, files.declared_tokens(), path)
-    before, after = hf_json.probe_added_around(backend)
+    before, after = hf_json.probe_added_around(backend, path)
     bos_id = role_id(files, "bos", backend.token_to_id)
     if bos_id is None and len(before) == 1:
         bos_id = before[0]

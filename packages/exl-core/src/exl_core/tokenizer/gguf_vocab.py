@@ -15,6 +15,7 @@ from exl_core.tokenizer.base import ControlIds, Tokenizer
 from exl_core.tokenizer.check import check_control_ids
 from exl_core.tokenizer.decoders import BYTE_LEVEL, META_SPACE, byte_of_token
 from exl_core.tokenizer.hf_json import LibraryTokenizer
+from exl_core.tokenizer.library import library_errors
 from exl_core.tokenizer.pre_tokenizers import find_pre_tokenizer, install
 from exl_core.tokenizer.spm import SentencePieceTokenizer, open_processor
 from exl_core.tokenizer.spm_proto import PieceType, bpe_model
@@ -140,16 +141,15 @@ def _byte_level_bpe(vocab: _Vocab) -> Tokenizer:
     ids = {text: number for number, text in enumerate(vocab.tokens)}
     if len(ids) != len(vocab.tokens):
         raise vocab.error("the vocabulary holds a token twice", len(vocab.tokens), len(ids))
-    try:
+    with library_errors("the merges do not fit the tokens", vocab.where):
         model = models.BPE(vocab=ids, merges=merges, ignore_merges=pre.whole_words)
-    except Exception as error:  # the library raises nothing more specific
-        raise vocab.error("the merges do not fit the tokens", None, str(error)[:200]) from error
-    backend = Backend(model)
-    install(pre, backend)
     special = vocab.special()
     ordinary = [vocab.tokens[number] for number in vocab.of_type(PieceType.USER_DEFINED)]
-    backend.add_special_tokens([AddedToken(text, normalized=False) for text in special if text])
-    backend.add_tokens([AddedToken(text, normalized=False) for text in ordinary if text])
+    with library_errors("the tokenizer cannot be built from the metadata", vocab.where):
+        backend = Backend(model)
+        install(pre, backend)
+        backend.add_special_tokens([AddedToken(text, normalized=False) for text in special if text])
+        backend.add_tokens([AddedToken(text, normalized=False) for text in ordinary if text])
     control = vocab.control_ids(special, adds_bos=pre.adds_bos)
     return LibraryTokenizer(backend, BYTE_LEVEL, control, vocab.where)
 

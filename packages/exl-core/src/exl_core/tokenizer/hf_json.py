@@ -15,9 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from exl_core.errors import TokenizerError
+from exl_core.files import read_bytes
 from exl_core.tokenizer.base import ControlIds, Tokenizer
-from exl_core.tokenizer.control_ids import DeclaredToken
+from exl_core.tokenizer.control_ids import FILE_LIMIT_BYTES, DeclaredToken
 from exl_core.tokenizer.decoders import PieceRule, piece_rule
+from exl_core.tokenizer.library import check_growth_of_json, library_errors
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -57,7 +59,8 @@ class LibraryTokenizer(Tokenizer):
         return self._encode_with(self._blind(), text, allow_special=False)
 
     def _encode_with(self, backend: Backend, text: str, *, allow_special: bool) -> list[int]:
-        with self._lock:  # the switch is a state of the backend, not an argument of `encode`
+        # The switch is a state of the backend, not an argument of `encode`.
+        with self._lock, library_errors("the tokenizer cannot write this text", self.where):
             backend.encode_special_tokens = not allow_special
             ids: list[int] = backend.encode(text, add_special_tokens=False).ids
         return ids
@@ -65,7 +68,8 @@ class LibraryTokenizer(Tokenizer):
     def _blind(self) -> Backend:
         with self._lock:
             if self._blind_backend is None:
-                self._blind_backend = _without_special_texts(self._backend, self.special_tokens)
+                with library_errors("the tokenizer cannot hide its special tokens", self.where):
+                    self._blind_backend = _without_special_texts(self._backend, self.special_tokens)
             return self._blind_backend
 
     def _piece(self, token_id: int) -> bytes | None:
@@ -76,7 +80,8 @@ class LibraryTokenizer(Tokenizer):
         if added is not None:
             piece = self._rule.added_to_bytes(added)
         else:
-            token = self._backend.id_to_token(token_id)
+            with library_errors("the tokenizer cannot read this id", self.where):
+                token = self._backend.id_to_token(token_id)
             if token is None:
                 return None
             piece = self._rule.to_bytes(token)
@@ -89,20 +94,14 @@ def open_backend(path: Path) -> Backend:
     from tokenizers import Tokenizer as Backend
 
     try:
-        text = path.read_bytes().decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_bytes(path, TokenizerError, FILE_LIMIT_BYTES).decode("utf-8")
+    except UnicodeDecodeError as error:
         raise TokenizerError("cannot read the tokenizer", where=path, got=error) from error
-    try:
+    check_growth_of_json(text, path)
+    with library_errors("not a tokenizer.json that the tokenizers library can read", path):
         backend = Backend.from_str(text)
-    except Exception as error:  # the library raises nothing more specific
-        raise TokenizerError(
-            "not a tokenizer.json that the tokenizers library can read",
-            where=path,
-            got=str(error)[:200],
-            next_step="Download the file again, or upgrade the tokenizers package",
-        ) from error
-    backend.no_truncation()  # a file may ask for either, and both change the ids
-    backend.no_padding()
+        backend.no_truncation()  # a file may ask for either, and both change the ids
+        backend.no_padding()
     return backend
 
 
@@ -116,11 +115,12 @@ def _state_of(part: Any) -> dict[str, object]:
     return state
 
 
-def probe_added_around(backend: Backend) -> tuple[list[int], list[int]]:
+def probe_added_around(backend: Backend, where: Path) -> tuple[list[int], list[int]]:
     """The ids that the post-processor puts before and after a text."""
-    text = next((t for t in "a0 あ" if backend.encode(t, add_special_tokens=False).ids), "")
-    plain = backend.encode(text, add_special_tokens=False).ids
-    whole = backend.encode(text, add_special_tokens=True).ids
+    with library_errors("the tokenizer cannot write a plain text", where):
+        text = next((t for t in "a0 あ" if backend.encode(t, add_special_tokens=False).ids), "")
+        plain = backend.encode(text, add_special_tokens=False).ids
+        whole = backend.encode(text, add_special_tokens=True).ids
     for start in range(len(whole) - len(plain) + 1):
         if plain and whole[start : start + len(plain)] == plain:
             return whole[:start], whole[start + len(plain) :]
@@ -150,12 +150,13 @@ def add_declared_tokens(backend: Backend, declared: Sequence[DeclaredToken], whe
         if is_special is None:  # the file does not say: believe the tokenizer, else take it as one
             is_special = bool(was_special) if present is not None else True
         if present is None or was_special not in (None, is_special):
-            new = AddedToken(token.text, special=is_special, normalized=False)
-            (backend.add_special_tokens if is_special else backend.add_tokens)([new])
+            with library_errors(f"token {token.text!r} cannot be added", where):
+                new = AddedToken(token.text, special=is_special, normalized=False)
+                (backend.add_special_tokens if is_special else backend.add_tokens)([new])
             present = backend.token_to_id(token.text)
         if present != token.token_id:
             raise TokenizerError(
-                f"token '{token.text}' is declared with an id that the tokenizer does not give it",
+                f"token {token.text!r} is declared with an id that the tokenizer does not give it",
                 where=where,
                 expected=token.token_id,
                 got=present,

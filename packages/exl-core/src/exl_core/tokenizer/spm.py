@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from exl_core.errors import TokenizerError
+from exl_core.files import read_bytes
 from exl_core.tokenizer.base import ControlIds, Tokenizer
+from exl_core.tokenizer.control_ids import FILE_LIMIT_BYTES
 from exl_core.tokenizer.decoders import META_SPACE, byte_of_token
 from exl_core.tokenizer.special_text import SpecialText
 from exl_core.tokenizer.spm_proto import without_dummy_prefix
@@ -120,12 +122,7 @@ def open_processor(model: bytes, where: object) -> Any:
 
 
 def read_model(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise TokenizerError(
-            "cannot read the file", where=path, got=error.strerror or error
-        ) from error
+    return read_bytes(path, TokenizerError, FILE_LIMIT_BYTES)
 
 
 def special_pieces(processor: Any) -> dict[str, int]:
