@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from exl_core.errors import TemplateError
+from exl_core.files import CONFIG_LIMIT_BYTES
 from exl_core.prompt.detect import load_template, template_from_gguf_fields
 from exl_core.tokenizer.detect import load_tokenizer
 from exl_core.tokenizer.gguf_fields import read_gguf_fields
@@ -65,10 +66,10 @@ def test_a_base_model_has_none(tmp_path: Path, files: dict[str, object]) -> None
         (config(5), "not a text", "tokenizer_config.json"),
         (config(["x"]), "not a text", "tokenizer_config.json"),
         (config([]), "none for plain chat", "tokenizer_config.json"),
-        (config([{"name": "rag", "template": ""}]), "got rag", "tokenizer_config.json"),
+        (config([{"name": "rag", "template": ""}]), "got 'rag'", "tokenizer_config.json"),
         (config("{% if %}"), "not valid", "tokenizer_config.json"),
         ({"chat_template.jinja": "{{"}, "not valid", "chat_template.jinja"),
-        ({"tokenizer_config.json": "{"}, "as JSON", "tokenizer_config.json"),
+        ({"tokenizer_config.json": "{"}, "not valid JSON", "tokenizer_config.json"),
         ({"tokenizer_config.json": "[]"}, "no JSON object", "tokenizer_config.json"),
     ],
 )
@@ -129,3 +130,46 @@ def test_a_template_of_another_type_is_refused() -> None:
 def test_a_file_without_its_metadata_is_refused(smollm2_path: Path) -> None:
     with pytest.raises(TemplateError, match="no chat template can be read from this path"):
         load_template(smollm2_path)
+
+
+NAMES = (
+    "chat_template.jinja",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.json",
+)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_there_but_no_file_is_not_taken_as_absent(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.mkdir()
+    with pytest.raises(TemplateError, match="not a regular file") as caught:
+        load_template(tmp_path)
+    assert caught.value.where == str(path)
+    path.rmdir()
+    path.symlink_to(tmp_path / "gone")
+    with pytest.raises(TemplateError, match="cannot be read"):
+        load_template(tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMES[1:])
+@pytest.mark.parametrize(
+    "content", ["[" * 200_000 + "]" * 200_000, '{"a": ' + "9" * 5000 + "}"], ids=["deep", "digits"]
+)
+def test_json_that_python_cannot_read_is_an_error(tmp_path: Path, name: str, content: str) -> None:
+    with pytest.raises(TemplateError, match="not valid JSON"):
+        load_template(write(tmp_path, {name: content}))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_have_a_size_limit(tmp_path: Path, name: str) -> None:
+    with pytest.raises(TemplateError, match="too large"):
+        load_template(write(tmp_path, {name: " " * (CONFIG_LIMIT_BYTES + 1)}))
+
+
+def test_windows_line_ends_are_read_as_plain_ones(tmp_path: Path) -> None:
+    (tmp_path / "chat_template.jinja").write_bytes(b"a\r\nb")
+    template = load_template(tmp_path)
+    assert template is not None
+    assert template.render(USER) == "a\nb"

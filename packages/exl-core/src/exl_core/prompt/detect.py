@@ -7,11 +7,12 @@ list of named ones of which 'default' is taken), else `chat_template.json`. A `.
 
 from __future__ import annotations
 
-import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from exl_core.errors import TemplateError
+from exl_core.files import CONFIG_LIMIT_BYTES, read_bytes, read_json_object
 from exl_core.prompt.template import ChatTemplate
 
 DEFAULT_NAME = "default"
@@ -71,10 +72,12 @@ def _from_directory(folder: Path) -> ChatTemplate | None:
 def _directory_source(folder: Path, config: Mapping[str, object]) -> tuple[str, Path] | None:
     """The template's source and the file it came from."""
     jinja = folder / "chat_template.jinja"
-    if jinja.is_file():
+    if _is_present(jinja):
         try:
-            return jinja.read_text(encoding="utf-8"), jinja
-        except (OSError, UnicodeDecodeError) as error:
+            # As text: Windows line ends become plain ones, as in the other places.
+            data = read_bytes(jinja, TemplateError, CONFIG_LIMIT_BYTES)
+            return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n"), jinja
+        except UnicodeDecodeError as error:
             raise TemplateError("cannot read the template", where=jinja, got=error) from error
     older = folder / "chat_template.json"
     for path, source in (
@@ -104,7 +107,7 @@ def _named(entries: list[object], where: Path) -> str:
         "the list of chat templates has none for plain chat",
         where=where,
         expected=f"one named '{DEFAULT_NAME}'",
-        got=", ".join(sorted(names)) or "an empty list",
+        got=", ".join(map(repr, sorted(names)))[:200] or "an empty list",
     )
 
 
@@ -118,16 +121,25 @@ def _token_text(config: Mapping[str, object], special: Mapping[str, object], key
     return ""
 
 
-def _json_object(path: Path) -> Mapping[str, object]:
-    if not path.is_file():
-        return {}
+def _is_present(path: Path) -> bool:
+    """Whether there is a file; anything else by that name is an error, not its absence."""
     try:
-        value = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:  # ValueError: neither JSON nor Unicode
-        raise TemplateError("cannot read the file as JSON", where=path, got=error) from error
-    if not isinstance(value, dict):
-        raise TemplateError("the file holds no JSON object", where=path, got=type(value).__name__)
-    return value
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    except OSError as error:
+        raise TemplateError("cannot be read", where=path, got=error.strerror or error) from error
+    try:
+        is_regular = stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:  # a link that leads nowhere
+        raise TemplateError("cannot be read", where=path, got=error.strerror or error) from error
+    if not is_regular:
+        raise TemplateError("is not a regular file", where=path)
+    return True
+
+
+def _json_object(path: Path) -> Mapping[str, object]:
+    return read_json_object(path, TemplateError) if _is_present(path) else {}
 
 
 def _not_a_template(where: str, got: object) -> TemplateError:
