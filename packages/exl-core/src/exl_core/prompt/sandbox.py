@@ -1,0 +1,277 @@
+"""The jinja2 environment that chat templates run in: immutable, without files, and bounded.
+
+Owns where a template meets its budget (`budget.py`). jinja2 lets an environment see operators,
+calls, filters and what is written. What it does not show, the turns of a loop and the lists and
+texts that the syntax builds, is added to the syntax tree here, before it is compiled. Filters that
+can make much of little are in `filters.py`.
+"""
+
+# ruff: noqa: N802 - jinja2 finds its visitors by the names of its classes
+
+from __future__ import annotations
+
+import types
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import nodes
+from jinja2.compiler import CodeGenerator
+from jinja2.exceptions import SecurityError
+from jinja2.exceptions import TemplateError as JinjaError
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
+
+from exl_core.prompt.budget import check_bits, current_budget, refusal
+from exl_core.prompt.filters import bounded_filters
+from exl_core.prompt.formatting import (
+    LIST_METHODS,
+    MAPPING_METHODS,
+    TEXT_METHODS,
+    BoundedFormatter,
+    check_percent,
+    check_text_method,
+)
+
+_MAX_DATE_PATTERN = 256
+_METHODS = (
+    (str, TEXT_METHODS),
+    (Mapping, MAPPING_METHODS),
+    (list | tuple, LIST_METHODS),
+    (int | float | bytes | range, frozenset[str]()),
+)
+
+
+class _DirectCalls(CodeGenerator):
+    """Calls of the environment's own methods, which the tree holds for us, skip the sandbox."""
+
+    def visit_Call(self, node: nodes.Call, frame: Any, forward_caller: bool = False) -> None:
+        if not isinstance(node.node, nodes.EnvironmentAttribute):
+            super().visit_Call(node, frame, forward_caller=forward_caller)
+            return
+        self.visit(node.node, frame)
+        self.write("(")
+        for argument in node.args:
+            self.visit(argument, frame)
+            self.write(", ")
+        self.write(")")
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Reports all work to the current budget; `**` and rarely used methods do not exist."""
+
+    code_generator_class = _DirectCalls
+    intercepted_binops = frozenset({"+", "*", "%", "**"})
+
+    def __init__(self) -> None:
+        super().__init__(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            finalize=_written,
+            extensions=[GenerationTag, loopcontrols],
+        )
+        self.filters = bounded_filters(self.filters)
+        del self.globals["lipsum"]
+        self.globals["dict"] = _make_dict  # the class itself would lead out of the sandbox
+        self.globals["namespace"] = SafeNamespace
+        self.globals["raise_exception"] = _raise_exception
+        self.globals["strftime_now"] = _strftime_now
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        Metered().visit(tree)
+        tree.set_environment(self)
+        return tree
+
+    # What `Metered` puts into the tree.
+
+    def turn(self, cost: int) -> bool:
+        current_budget().step(cost)
+        return True
+
+    def made(self, value: Any) -> Any:
+        return current_budget().made(value)
+
+    def joined(self, *values: Any) -> Any:
+        """The `~` operator."""
+        budget = current_budget()
+        budget.expect(sum(map(budget.weigh, values)))
+        from jinja2.runtime import markup_join
+
+        return budget.made(markup_join(values))
+
+    # What jinja2 asks.
+
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        if operator == "**":
+            raise SecurityError("a chat template cannot use **")
+        budget = current_budget()
+        if operator == "%" and isinstance(left, str):
+            check_percent(left, right)
+        elif operator == "*":
+            if isinstance(left, int) and isinstance(right, int):
+                check_bits(left.bit_length() + right.bit_length())
+            for value, times in ((left, right), (right, left)):
+                if isinstance(value, str | bytes | list | tuple) and isinstance(times, int):
+                    budget.expect(budget.weigh(value) * times)
+        result = super().call_binop(context, operator, left, right)
+        if operator == "+" and isinstance(result, list | tuple):
+            budget.know(result, budget.weigh(left) + budget.weigh(right))
+        return budget.made(result)
+
+    def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
+        budget = current_budget()
+        if isinstance(obj, types.BuiltinMethodType) and isinstance(obj.__self__, str):
+            args = tuple(check_text_method(obj.__self__, obj.__name__, args))
+        elif args or kwargs:  # a macro can gather them in a list
+            budget.expect(sum(map(budget.weigh, args)) + sum(map(budget.weigh, kwargs.values())))
+        return budget.made(super().call(context, obj, *args, **kwargs))
+
+    def wrap_str_format(self, value: Any) -> Any:
+        if super().wrap_str_format(value) is None:
+            return None
+        text: str = value.__self__
+        takes_mapping = value.__name__ == "format_map"
+
+        def format_text(*args: Any, **kwargs: Any) -> str:
+            current_budget().step(len(text))
+            formatter = BoundedFormatter(self)
+            # A safe text becomes an ordinary one: nothing here is HTML.
+            if not takes_mapping:
+                return formatter.vformat(str(text), args, kwargs)
+            if len(args) != 1 or kwargs:
+                raise TypeError("format_map() takes exactly one argument")
+            return formatter.vformat(str(text), (), args[0])
+
+        return format_text
+
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        for kind, methods in _METHODS:
+            if isinstance(obj, kind):
+                return attr in methods or attr in getattr(obj, "_fields", ())  # of `groupby`
+        return bool(super().is_safe_attribute(obj, attr, value))
+
+
+class Metered(NodeTransformer):
+    """Adds to a syntax tree the calls that report loops, macros and values built by the syntax."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, self._turn(node, node.body))
+        if node.test is not None:
+            node.test = nodes.And(_own("turn", node, nodes.Const(0)), node.test, lineno=node.lineno)
+        return node
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, self._turn(node, node.body))
+        return node
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, self._turn(node, node.body))
+        return node
+
+    def visit_Block(self, node: nodes.Block) -> nodes.Node:
+        self.generic_visit(node)
+        node.body.insert(0, self._turn(node, node.body))
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _own("joined", node, *node.nodes)
+
+    def visit_List(self, node: nodes.List) -> nodes.Node:
+        return self._made(node)
+
+    def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
+        return self._made(node)
+
+    def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
+        return self._made(node) if node.ctx == "load" else node
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        if isinstance(node.arg, nodes.Slice):
+            return self._made(node)
+        self.generic_visit(node)
+        return node
+
+    def _made(self, node: nodes.Expr) -> nodes.Expr:
+        if not list(node.find_all((nodes.Name, nodes.Call, nodes.Filter))):
+            return node  # a constant, no larger than the source
+        self.generic_visit(node)
+        return _own("made", node, node)
+
+    def _turn(self, node: nodes.Node, body: list[nodes.Node]) -> nodes.Node:
+        """One turn; its cost is the text in the body, at most."""
+        texts = (text for part in body for text in part.find_all(nodes.TemplateData))
+        cost = sum(len(text.data) for text in texts)
+        return nodes.ExprStmt(_own("turn", node, nodes.Const(cost)), lineno=node.lineno)
+
+
+def _own(name: str, node: nodes.Node, *arguments: nodes.Expr) -> nodes.Expr:
+    """A call of one of the environment's own methods."""
+    method = nodes.EnvironmentAttribute(name, lineno=node.lineno)
+    return nodes.Call(method, list(arguments), [], None, None, lineno=node.lineno)
+
+
+class GenerationTag(Extension):
+    """`{% generation %}` marks what is trained on; here its body is text like any other."""
+
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class SafeNamespace(Namespace):
+    """jinja2's, without the names through which Python's own objects are reached.
+
+    It alone can be changed, so it weighs nothing, and what it holds is not part of its text.
+    """
+
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be one of the keys
+        values = dict(*args[1:], **kwargs)
+        for name in values:
+            _check_attribute(name)
+        Namespace.__init__(args[0], values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_attribute(name)
+        super().__setitem__(name, value)
+
+    def __repr__(self) -> str:
+        return "<Namespace>"
+
+
+def _check_attribute(name: object) -> None:
+    if str(name).startswith("_"):
+        raise SecurityError(f"a chat template cannot set {name!r}")
+
+
+def _written(value: Any) -> Any:
+    """What `{{ ... }}` writes, also inside a block or a macro that keeps its text."""
+    if isinstance(value, str):
+        current_budget().step(len(value))
+        return value
+    text = str(value)
+    current_budget().step(len(text))
+    return text
+
+
+def _make_dict(*args: Any, **kwargs: Any) -> dict[Any, Any]:
+    return dict(*args, **kwargs)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise JinjaError(message)
+
+
+def _strftime_now(pattern: str) -> str:
+    if len(pattern) > _MAX_DATE_PATTERN or any(character.isdigit() for character in pattern):
+        raise refusal("asks for a date in a strange format")  # digits are widths there
+    return datetime.now().strftime(pattern)
