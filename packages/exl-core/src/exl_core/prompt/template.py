@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 # No conversation comes near it; a template that writes more is broken or hostile.
 MAX_CHARACTERS = 64 * 1024 * 1024
 MAX_SOURCE_CHARACTERS = 256 * 1024  # the largest known templates have a tenth of it
+MAX_REASON_CHARACTERS = 500  # of what a template may say on the terminal
 
 Message = Mapping[str, object]
 
@@ -75,13 +76,7 @@ def _reason(error: Exception) -> str:
     from jinja2 import TemplateError as JinjaError
 
     said = str(error) if type(error) is JinjaError else f"{type(error).__name__}: {error}"
-    return _printable(said)
-
-
-def _printable(text: str) -> str:
-    """A stranger's words on a terminal: no escape sequences, and not a page of them."""
-    shown = (c if c.isprintable() or c.isspace() else ascii(c)[1:-1] for c in text[:500])
-    return "".join(shown)
+    return said[:MAX_REASON_CHARACTERS]
 
 
 def _join(pieces: Iterable[str], where: str) -> str:
@@ -129,7 +124,7 @@ def _compile(source: str, where: str) -> Template:
         raise TemplateError(
             "the chat template is not valid" + ("" if line is None else f", line {line}"),
             where=where,
-            got=_printable(str(error)),
+            got=str(error)[:MAX_REASON_CHARACTERS],
             next_step="Fix the template, or leave it out",
         ) from error
     return template
