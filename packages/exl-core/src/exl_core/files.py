@@ -6,12 +6,35 @@ Knows JSON and sizes, and nothing of what the contents mean.
 from __future__ import annotations
 
 import json
+import stat
 from pathlib import Path
 
 from exl_core.errors import ModelError
 
 CONFIG_LIMIT_BYTES = 16 * 2**20
 """Real configurations take kilobytes; those with a vocabulary or a chat template, a few MiB."""
+
+
+def is_present(path: Path, error: type[ModelError]) -> bool:
+    """Whether there is a file; anything else by that name is an error, not its absence."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    except OSError as cause:
+        raise error("cannot be read", where=path, got=cause.strerror or cause) from cause
+    try:
+        is_regular = stat.S_ISREG(path.stat().st_mode)
+    except OSError as cause:  # a link that leads nowhere
+        raise error("cannot be read", where=path, got=cause.strerror or cause) from cause
+    if not is_regular:
+        raise error("is not a regular file", where=path)
+    return True
+
+
+def read_optional_json_object(path: Path, error: type[ModelError]) -> dict[str, object]:
+    """The object in a JSON file; {} when there is no such file."""
+    return read_json_object(path, error) if is_present(path, error) else {}
 
 
 def read_bytes(path: Path, error: type[ModelError], limit_bytes: int) -> bytes:

@@ -22,7 +22,7 @@ from exl_core.arch.spec import (
     Window,
 )
 from exl_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
-from exl_core.files import read_json_object
+from exl_core.files import is_present, read_json_object
 
 ACTIVATIONS = {"silu": Activation.SILU, "gelu_pytorch_tanh": Activation.GELU_TANH}
 LAYER_TYPES = {"sliding_attention": Window.LOCAL, "full_attention": Window.GLOBAL}
@@ -37,7 +37,7 @@ ROPE_METHODS = {
 def read_hf_config(directory: Path) -> ModelConfig:
     """The configuration of the checkpoint in `directory`, checked for consistency."""
     path = directory / "config.json"
-    if not path.exists():
+    if not is_present(path, ConfigError):
         raise ModelNotFoundError(
             "directory holds no config.json", where=directory, next_step=_advice(directory)
         )
@@ -46,7 +46,7 @@ def read_hf_config(directory: Path) -> ModelConfig:
     text = top.nested("text_config") if top.has("text_config") else top
     config = _model_config(arch, top, text)
     generation = directory / "generation_config.json"
-    if generation.exists():
+    if is_present(generation, ConfigError):
         extra = Fields(read_json_object(generation, ConfigError), generation).token_ids(
             "eos_token_id"
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from exl_core.arch.fields import Fields
 from exl_core.errors import ConfigError, UnsupportedModelError
-from exl_core.files import read_json_object
+from exl_core.files import is_present, read_json_object
 
 SUPPORTED = ("exl2", "gptq")
 ADVICE = {
@@ -43,7 +43,7 @@ def read_quantization(directory: Path) -> Quantization | None:
     if fields.has("quantization_config"):
         block = fields.nested("quantization_config")
         where, method = config, block.text("quant_method", "unknown")
-    elif older.exists():
+    elif is_present(older, ConfigError):
         block = Fields(read_json_object(older, ConfigError), older)
         where, method = older, block.text("quant_method", "gptq")
     else:

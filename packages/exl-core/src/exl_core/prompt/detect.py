@@ -7,12 +7,16 @@ list of named ones of which 'default' is taken), else `chat_template.json`. A `.
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 from exl_core.errors import TemplateError
-from exl_core.files import CONFIG_LIMIT_BYTES, read_bytes, read_json_object
+from exl_core.files import (
+    CONFIG_LIMIT_BYTES,
+    is_present,
+    read_bytes,
+    read_optional_json_object,
+)
 from exl_core.prompt.template import ChatTemplate
 
 DEFAULT_NAME = "default"
@@ -55,8 +59,8 @@ def template_from_gguf_fields(fields: Mapping[str, object], where: str) -> ChatT
 
 
 def _from_directory(folder: Path) -> ChatTemplate | None:
-    config = _json_object(folder / "tokenizer_config.json")
-    special = _json_object(folder / "special_tokens_map.json")
+    config = read_optional_json_object(folder / "tokenizer_config.json", TemplateError)
+    special = read_optional_json_object(folder / "special_tokens_map.json", TemplateError)
     found = _directory_source(folder, config)
     if found is None:
         return None
@@ -72,7 +76,7 @@ def _from_directory(folder: Path) -> ChatTemplate | None:
 def _directory_source(folder: Path, config: Mapping[str, object]) -> tuple[str, Path] | None:
     """The template's source and the file it came from."""
     jinja = folder / "chat_template.jinja"
-    if _is_present(jinja):
+    if is_present(jinja, TemplateError):
         try:
             # As text: Windows line ends become plain ones, as in the other places.
             data = read_bytes(jinja, TemplateError, CONFIG_LIMIT_BYTES)
@@ -82,7 +86,7 @@ def _directory_source(folder: Path, config: Mapping[str, object]) -> tuple[str, 
     older = folder / "chat_template.json"
     for path, source in (
         (folder / "tokenizer_config.json", config.get("chat_template")),
-        (older, _json_object(older).get("chat_template")),
+        (older, read_optional_json_object(older, TemplateError).get("chat_template")),
     ):
         if isinstance(source, str):
             return source, path
@@ -119,27 +123,6 @@ def _token_text(config: Mapping[str, object], special: Mapping[str, object], key
         if isinstance(value, str):
             return value
     return ""
-
-
-def _is_present(path: Path) -> bool:
-    """Whether there is a file; anything else by that name is an error, not its absence."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise TemplateError("cannot be read", where=path, got=error.strerror or error) from error
-    try:
-        is_regular = stat.S_ISREG(path.stat().st_mode)
-    except OSError as error:  # a link that leads nowhere
-        raise TemplateError("cannot be read", where=path, got=error.strerror or error) from error
-    if not is_regular:
-        raise TemplateError("is not a regular file", where=path)
-    return True
-
-
-def _json_object(path: Path) -> Mapping[str, object]:
-    return read_json_object(path, TemplateError) if _is_present(path) else {}
 
 
 def _not_a_template(where: str, got: object) -> TemplateError:

@@ -9,13 +9,12 @@ one, in that order. Nothing is assumed that no file says.
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from exl_core.errors import TokenizerError
-from exl_core.files import read_json_object
+from exl_core.files import read_optional_json_object
 
 Json = Mapping[str, object]
 FILE_LIMIT_BYTES = 256 * 2**20  # of a tokenizer; the largest known are below 40 MiB
@@ -103,37 +102,12 @@ class SideFiles:
 def read_side_files(folder: Path) -> SideFiles:
     return SideFiles(
         folder=folder,
-        config=_optional_object(folder / "config.json"),
-        generation=_optional_object(folder / "generation_config.json"),
-        tokenizer=_optional_object(folder / "tokenizer_config.json"),
-        special_map=_optional_object(folder / "special_tokens_map.json"),
-        added=_optional_object(folder / "added_tokens.json"),
+        config=read_optional_json_object(folder / "config.json", TokenizerError),
+        generation=read_optional_json_object(folder / "generation_config.json", TokenizerError),
+        tokenizer=read_optional_json_object(folder / "tokenizer_config.json", TokenizerError),
+        special_map=read_optional_json_object(folder / "special_tokens_map.json", TokenizerError),
+        added=read_optional_json_object(folder / "added_tokens.json", TokenizerError),
     )
-
-
-def is_present(path: Path) -> bool:
-    """Whether there is a file; anything else by that name is an error, not its absence."""
-    try:
-        path.lstat()
-    except FileNotFoundError:
-        return False
-    except OSError as error:
-        raise TokenizerError("cannot be read", where=path, got=error.strerror or error) from error
-    if not stat.S_ISREG(_followed_mode(path)):
-        raise TokenizerError("is not a regular file", where=path)
-    return True
-
-
-def _followed_mode(path: Path) -> int:
-    try:
-        return path.stat().st_mode
-    except OSError as error:  # a link that leads nowhere
-        raise TokenizerError("cannot be read", where=path, got=error.strerror or error) from error
-
-
-def _optional_object(path: Path) -> Json:
-    """The object in a JSON file; {} when there is no such file."""
-    return read_json_object(path, TokenizerError) if is_present(path) else {}
 
 
 def _is_id(key: str) -> bool:

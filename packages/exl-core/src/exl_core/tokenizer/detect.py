@@ -11,12 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from exl_core.errors import ModelNotFoundError, TokenizerError
+from exl_core.files import is_present
 from exl_core.tokenizer.base import ControlIds, Tokenizer
 from exl_core.tokenizer.check import check_control_ids
 from exl_core.tokenizer.control_ids import (
     SideFiles,
     eos_ids,
-    is_present,
     read_side_files,
     role_id,
 )
@@ -50,7 +50,7 @@ def load_tokenizer(path: Path, gguf_fields: Mapping[str, object] | None = None) 
 def _load_directory(folder: Path) -> Tokenizer:
     for name, loader in ((TOKENIZER_JSON, _load_json), (TOKENIZER_MODEL, _load_model)):
         path = folder / name
-        if is_present(path):
+        if is_present(path, TokenizerError):
             tokenizer = loader(path, read_side_files(folder))
             check_control_ids(tokenizer.control, tokenizer.vocab_size, str(folder))
             return tokenizer
