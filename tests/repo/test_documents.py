@@ -36,6 +36,14 @@ def test_readme_sets_up_with_sessions_that_exist() -> None:
         assert name in sessions
 
 
+def test_the_python_example_prints_what_the_readme_says(
+    smollm2_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (example,) = re.findall(r"```python\n(.+?)```", read("README.md"), re.S)
+    exec(compile(example, "README.md", "exec"), {})
+    assert f"# {capsys.readouterr().out.strip()}\n" in example
+
+
 def test_ci_runs_the_second_command_of_the_readme() -> None:
     assert re.search(r"^{ python3 -m pip install nox && nox -s tests; }", read(".ci/run"), re.M)
     assert (ROOT / ".ci/run").stat().st_mode & 0o111
