@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exl_core.codecs import exl2, gptq
 from exl_core.describe import describe_model
-from exl_core.errors import ModelError, UnsupportedModelError
+from exl_core.errors import ModelError, UnsupportedModelError, WeightShapeError
 from exl_core.load import load_model
 from support.paged import PagedRun
 from support.quantized import random_exl2, random_gptq
@@ -188,4 +188,15 @@ def test_a_missing_piece_is_named(tmp_path: Path) -> None:
     del tensors["model.layers.0.mlp.up_proj.q_scale"]
     save_file(tensors, folder / "model.safetensors")
     with pytest.raises(ModelError, match=r"up_proj.*q_scale"):
+        load_model(str(folder))
+
+
+@pytest.mark.parametrize("method", ["exl2", "gptq"])
+def test_a_matrix_of_another_shape_is_refused_with_both(tmp_path: Path, method: str) -> None:
+    folder = save(tiny_llama(**SIZES), tmp_path)
+    make = exl2_pieces if method == "exl2" else gptq_pieces
+    settings = {"quant_method": "exl2"} if method == "exl2" else GPTQ_SETTINGS
+    stems = quantize(folder, settings, lambda k, n: make(k, 64 if n == 96 else -(-n // 32) * 32))
+    assert "model.layers.0.mlp.up_proj" in stems
+    with pytest.raises(WeightShapeError, match=r"expected \[64, 96\], got \[64, 64\]"):
         load_model(str(folder))

@@ -16,8 +16,6 @@ from exl_core.codecs import exl2, gptq
 from exl_core.errors import ConfigError, WeightShapeError
 from exl_core.weights.source import StoredTensor, TensorSource
 
-EXL2_COLUMN_MULTIPLE = 32  # out_features are padded to it (EXL2 format, section 1.7)
-
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
@@ -56,26 +54,32 @@ def dequantize(
     """The exact values, float16 [out_features, in_features], without padding."""
     parts = {part: source.read_raw(name) for part, name in matrix.parts.items()}
     where = f"{matrix.stored.file}: {matrix.stored.name}"
+    out_features, in_features = matrix.stored.shape
     if matrix.method == "exl2":
-        dense = exl2.dequantize(exl2.check(parts, where))  # [in_features, padded out_features]
-        padded = -(-matrix.stored.shape[0] // EXL2_COLUMN_MULTIPLE) * EXL2_COLUMN_MULTIPLE
-    else:
-        if quantization is None or quantization.method != "gptq":
-            raise ConfigError(
-                "the weights are GPTQ's, but no configuration says how they are packed",
-                where=matrix.stored.file.parent,
-                expected="'quantization_config' in config.json, or quantize_config.json",
-            )
-        settings = gptq.parse_settings(quantization.settings, quantization.where)
-        dense = gptq.dequantize(gptq.check(parts, settings, where))
-        padded = matrix.stored.shape[0]
-    expected = (matrix.stored.shape[1], padded)
-    if tuple(dense.shape) != expected:
+        padded = -(-out_features // exl2.COLUMN_STEP) * exl2.COLUMN_STEP
+        exl2_layer = exl2.check(parts, where)
+        _check_shape(exl2_layer, in_features, padded, where)
+        return exl2.dequantize(exl2_layer)[:, :out_features].T
+    if quantization is None or quantization.method != "gptq":
+        raise ConfigError(
+            "the weights are GPTQ's, but no configuration says how they are packed",
+            where=matrix.stored.file.parent,
+            expected="'quantization_config' in config.json, or quantize_config.json",
+        )
+    settings = gptq.parse_settings(quantization.settings, quantization.where)
+    gptq_layer = gptq.check(parts, settings, where)
+    _check_shape(gptq_layer, in_features, out_features, where)
+    return gptq.dequantize(gptq_layer).T
+
+
+def _check_shape(
+    layer: exl2.Exl2Linear | gptq.GptqLinear, in_features: int, out_features: int, where: str
+) -> None:
+    if (layer.in_features, layer.out_features) != (in_features, out_features):
         raise WeightShapeError(
             "the quantized matrix has the wrong shape",
             where=where,
-            expected=list(expected),
-            got=list(dense.shape),
+            expected=[in_features, out_features],
+            got=[layer.in_features, layer.out_features],
             next_step="The weights and the configuration are not of one model.",
         )
-    return dense[:, : matrix.stored.shape[0]].T
