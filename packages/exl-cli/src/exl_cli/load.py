@@ -16,7 +16,7 @@ from exl_core.cache.format import PAGE_SIZE
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError, TemplateError
-from exl_core.load import LoadedModel, LoadOptions, load_model, open_checkpoint
+from exl_core.load import LoadedModel, LoadOptions, load_model, open_checkpoint, stop_ids
 from exl_core.prompt.template import ChatTemplate
 from exl_core.resolve import resolve_model
 from exl_core.sampling.params import SamplerParams
@@ -75,12 +75,11 @@ class Runtime:
                 got=len(token_ids),
                 next_step=self._advice(),
             )
-        tokenizer, config = self.loaded.tokenizer, self.loaded.config
         return Request(
             prompt_ids=tuple(token_ids),
             max_tokens=room if max_tokens is None else min(max_tokens, room),
             sampler=sampler,
-            stop_ids=frozenset(tokenizer.eos_ids) | frozenset(config.eos_ids),
+            stop_ids=stop_ids(self.loaded.tokenizer, self.loaded.config),
             stop_strings=tuple(stop),
         )
 

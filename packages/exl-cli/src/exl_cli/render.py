@@ -29,7 +29,7 @@ from exl_cli import output
 from exl_core.errors import printable
 
 if TYPE_CHECKING:
-    from exl_cli.reply import Reply
+    from exl_core.engine.events import FinishEvent
 
 _PLAIN_WIDTH = 120
 
@@ -89,7 +89,7 @@ def windows_progress(*, is_quiet: bool) -> Iterator[Callable[[int, int, float], 
         )
 
 
-def print_speed(reply: Reply, load_s: float | None) -> None:
+def print_speed(reply: FinishEvent, load_s: float | None) -> None:
     parts = [
         f"{reply.prompt_tokens} prompt tokens at {reply.prefill_tok_s:.0f} tok/s",
         f"{len(reply.token_ids)} generated at {reply.decode_tok_s:.1f} tok/s",
@@ -98,7 +98,7 @@ def print_speed(reply: Reply, load_s: float | None) -> None:
         parts.insert(1, f"{reply.cached_tokens} of them cached")
     if load_s is not None:
         parts.append(f"loaded in {load_s:.2f} s")
-    parts.append(f"finish: {reply.finish_reason}")
+    parts.append(f"finish: {reply.reason.value}")
     stderr_console().print(f"[dim]{' · '.join(parts)}[/dim]", soft_wrap=True)
 
 

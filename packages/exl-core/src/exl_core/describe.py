@@ -8,7 +8,7 @@ from pathlib import Path
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
-from exl_core.load import gguf_fields, model_name, open_checkpoint
+from exl_core.load import gguf_fields, model_name, open_checkpoint, stop_ids
 from exl_core.ops.table import available_isas
 from exl_core.prompt.detect import load_template
 from exl_core.resolve import resolve_model
@@ -67,6 +67,11 @@ class ModelDescription:
     @property
     def bits_per_weight(self) -> float:
         return 8.0 * sum(layer.bytes for layer in self.layers) / self.parameters
+
+    @property
+    def stop_ids(self) -> tuple[int, ...]:
+        """Every token that ends a reply, ascending."""
+        return tuple(sorted(stop_ids(self.tokenizer, self.config)))
 
     def kv_bytes_per_token(self, kv_format: KVFormat = KVFormat.FP16) -> int:
         config = self.config

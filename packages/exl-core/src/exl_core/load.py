@@ -125,6 +125,11 @@ def gguf_fields(source: TensorSource) -> Mapping[str, object] | None:
     return source.metadata if isinstance(source, GgufSource) else None
 
 
+def stop_ids(tokenizer: Tokenizer, config: ModelConfig) -> frozenset[int]:
+    """Every token that ends a reply: the tokenizer's and the configuration's."""
+    return frozenset(tokenizer.eos_ids) | frozenset(config.eos_ids)
+
+
 def model_name(path: Path) -> str:
     return path.resolve().name if path.is_dir() else path.stem
 

@@ -13,8 +13,8 @@ from exl_core.errors import ExlError, printable
 
 if TYPE_CHECKING:
     from exl_cli.load import Runtime
-    from exl_cli.reply import Reply
     from exl_cli.terminal import Terminal
+    from exl_core.engine.events import FinishEvent
     from exl_core.sampling.params import SamplerParams
 
 EXAMPLES = (
@@ -169,12 +169,12 @@ class ChatSession:
             self._terminal.note(f"The context is full: {dropped} of the oldest turns were dropped.")
         return token_ids
 
-    def _comment(self, reply: Reply, *, was_stopped: bool) -> None:
+    def _comment(self, reply: FinishEvent, *, was_stopped: bool) -> None:
         if self._terminal is None:
             return
         if was_stopped:
             self._terminal.note("Stopped.")
-        elif reply.finish_reason == "length":
+        elif reply.reason.value == "length":
             self._terminal.note("Cut off: the limit of tokens is reached (-n, -c).")
         if self._shows_stats:
             from exl_cli.render import print_speed

@@ -11,7 +11,7 @@ from exl_cli.interrupt import Interrupt, exits_at_once
 
 if TYPE_CHECKING:
     from exl_cli.load import Runtime
-    from exl_cli.reply import Reply
+    from exl_core.engine.events import FinishEvent
     from exl_core.engine.request import Request
 
 EXAMPLES = (
@@ -107,20 +107,20 @@ def _run(runtime: Runtime, request: Request, *, is_json: bool, is_quiet: bool) -
         raise KeyboardInterrupt
 
 
-def describe_reply(runtime: Runtime, reply: Reply, seed: int | None) -> dict[str, object]:
+def describe_reply(runtime: Runtime, reply: FinishEvent, seed: int | None) -> dict[str, object]:
     """What `--json` prints."""
     return {
         "schema_version": SCHEMA_VERSION,
         "model": runtime.name,
         "text": reply.text,
         "token_ids": list(reply.token_ids),
-        "finish_reason": reply.finish_reason,
+        "finish_reason": reply.reason.value,
         "stopped_by": reply.stopped_by,
         "seed": seed,
         "usage": {
             "prompt_tokens": reply.prompt_tokens,
-            "completion_tokens": len(reply.token_ids),
-            "total_tokens": reply.prompt_tokens + len(reply.token_ids),
+            "completion_tokens": reply.completion_tokens,
+            "total_tokens": reply.prompt_tokens + reply.completion_tokens,
             "cached_tokens": reply.cached_tokens,
         },
         "timings": {

@@ -80,7 +80,7 @@ def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> 
             "kind": model.tokenizer.kind,
             "vocab_size": model.tokenizer.vocab_size,
             "bos_id": model.tokenizer.bos_id,
-            "eos_ids": list(stop_ids(model)),
+            "eos_ids": list(model.stop_ids),
             "adds_bos": model.tokenizer.adds_bos,
             "has_chat_template": model.has_template,
         },
@@ -106,11 +106,6 @@ def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> 
         value["tensors"] = [_as_dict(tensor) for tensor in model.tensors]
         value["unused_tensors"] = [_as_dict(tensor) for tensor in model.unused_tensors]
     return value
-
-
-def stop_ids(model: ModelDescription) -> tuple[int, ...]:
-    """Every token that ends a reply: the tokenizer's and the configuration's."""
-    return tuple(sorted({*model.tokenizer.eos_ids, *model.config.eos_ids}))
 
 
 def _as_dict(tensor: TensorDescription) -> dict[str, object]:
@@ -142,7 +137,7 @@ def _facts(model: ModelDescription) -> Table:
     if windows and c.sliding_window is not None:
         attention += f"; {windows} of {c.num_layers} layers see the last {c.sliding_window} tokens"
     tokenizer = model.tokenizer
-    ends = ", ".join(map(str, stop_ids(model))) or "none"
+    ends = ", ".join(map(str, model.stop_ids)) or "none"
     adds = "adds" if tokenizer.adds_bos else "does not add"
     return facts_table(
         {

@@ -39,7 +39,7 @@ def read_hf_config(directory: Path) -> ModelConfig:
     path = directory / "config.json"
     if not is_present(path, ConfigError):
         raise ModelNotFoundError(
-            "directory holds no config.json", where=directory, next_step=_advice(directory)
+            "directory holds no config.json", where=directory, next_step=directory_advice(directory)
         )
     top = Fields(read_json_object(path, ConfigError), path)
     arch = _architecture(top)
@@ -55,7 +55,8 @@ def read_hf_config(directory: Path) -> ModelConfig:
     return config
 
 
-def _advice(directory: Path) -> str:
+def directory_advice(directory: Path) -> str:
+    """What to do about a directory that is no model."""
     if any(directory.glob("*.gguf")):
         return "It has GGUF files: name one of them instead of the directory."
     return "A model directory has config.json, weights (*.safetensors) and a tokenizer."

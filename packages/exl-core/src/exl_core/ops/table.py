@@ -15,10 +15,9 @@ from typing import Literal, Protocol
 from torch import Tensor, dtype
 
 from exl_core.errors import BackendError, RequestError
+from exl_core.settings import MAX_THREADS
 
 GateKind = Literal["silu", "gelu_tanh"]
-
-MAX_THREADS = 1024  # of the compiled kernels' pool
 
 
 class PackedLinear(Protocol):

@@ -14,6 +14,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from exl_core.arch.hf_config import directory_advice
 from exl_core.errors import ModelNotFoundError, UnsupportedModelError, WeightFileError
 from exl_core.files import parse_json_object, read_json_object
 from exl_core.weights.source import StoredTensor, TensorSource
@@ -118,9 +119,7 @@ def _advice(directory: Path) -> str:
             f"{pickles[0].name} is a pickle, which can run code when read, and is refused; "
             "convert it with safetensors' convert.py, or download the safetensors files."
         )
-    if any(directory.glob("*.gguf")):
-        return "It has GGUF files: name one of them instead of the directory."
-    return "A model directory has config.json, weights (*.safetensors) and a tokenizer."
+    return directory_advice(directory)
 
 
 def read_header(path: Path) -> list[StoredTensor]:
