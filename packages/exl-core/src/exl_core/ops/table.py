@@ -10,11 +10,13 @@ An operand that breaks an op's contract is the caller's bug and raises ValueErro
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, Protocol
 
 from torch import Tensor, dtype
 
 from exl_core.errors import BackendError, RequestError
+from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_core.settings import MAX_THREADS
 
 GateKind = Literal["silu", "gelu_tanh"]
@@ -27,8 +29,6 @@ class PackedLinear(Protocol):
     def out_features(self) -> int: ...
     @property
     def in_features(self) -> int: ...
-    @property
-    def dtype(self) -> dtype: ...
     @property
     def size_bytes(self) -> int: ...
 
@@ -61,8 +61,43 @@ class OpTable(Protocol):
         """
         ...
 
+    def new_quantized(self, layout: QuantLayout) -> PackedLinear:
+        """Room for a quantized matrix of that layout; nothing may read it until it is filled."""
+        ...
+
+    def fill_quantized(self, w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
+        """Repacks columns first_column .. of a quantized matrix: reorders, never rounds.
+
+        `first_column` is a multiple of 16, and so is their number unless they are the last ones.
+        Disjoint ranges of columns may be filled by several threads at once.
+        """
+        ...
+
+    def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
+        """One linear whose outputs are those of `parts`, one after the other; they share k."""
+        ...
+
     def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
-        """x [m, k] strided rows -> [m, n], accumulated in float32."""
+        """x [m, k] strided rows -> [m, n], accumulated in float32.
+
+        Of a quantized w, x is rounded: by the CPU's kernels to 16-bit integers relative to the
+        largest value of each 128 stored rows or fewer, or to bfloat16 (and w with it) where m is
+        large; by the reference not at all.
+        """
+        ...
+
+    def linear_add_(self, x: Tensor, w: PackedLinear, residual: Tensor) -> None:
+        """residual [m, n] contiguous += linear(x, w)."""
+        ...
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
+        """linear(rms_norm(x, norm, eps), w)."""
+        ...
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, kind: GateKind
+    ) -> Tensor:
+        """gated_activation(norm_linear(x, norm, eps, w), kind): [m, n / 2], w gate first."""
         ...
 
     def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
