@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, dtype
 
 from exl_core.ops.checks import OpInputError, check, check_contiguous, check_range
+from exl_core.ops.quantized import QuantColumns, QuantLayout
+from exl_core.ops.reference_quantized import PlainQuantized, fill_quantized, new_quantized
 from exl_core.ops.table import GateKind, PackedLinear
 
 F32 = (torch.float32,)
@@ -43,6 +46,39 @@ class PlainLinear:
     def size_bytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
+    def matrix(self) -> Tensor:
+        return self.weight.double()
+
+
+@dataclass(frozen=True, slots=True)
+class PlainJoined:
+    """Linears of one input, their outputs one after the other."""
+
+    parts: tuple[PlainLinear | PlainQuantized, ...]
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].in_features
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def bias(self) -> Tensor | None:
+        if all(part.bias is None for part in self.parts):
+            return None
+        return torch.cat(
+            [torch.zeros(p.out_features) if p.bias is None else p.bias for p in self.parts]
+        )
+
+    def matrix(self) -> Tensor:
+        return torch.cat([part.matrix() for part in self.parts])
+
 
 class ReferenceTable:
     """OpTable by the book. `threads` is carried only: torch's own setting is the process's."""
@@ -63,8 +99,10 @@ class ReferenceTable:
     def fill_linear(
         self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None
     ) -> None:
-        plain = cast(PlainLinear, w)
-        check("fill_linear", "weight", weight, (w.dtype,), None, w.in_features)
+        plain = _plain("fill_linear", w)
+        if not isinstance(plain, PlainLinear):
+            raise OpInputError("fill_linear: w (expected one of new_linear)")
+        check("fill_linear", "weight", weight, (plain.weight.dtype,), None, w.in_features)
         check_contiguous("fill_linear", "weight", weight)
         rows = slice(row_offset, row_offset + weight.shape[0])
         if row_offset < 0 or rows.stop > w.out_features:
@@ -79,18 +117,49 @@ class ReferenceTable:
             check("fill_linear", "bias", bias, F32, weight.shape[0])
             plain.bias[rows] = bias
 
+    def new_quantized(self, layout: QuantLayout) -> PackedLinear:
+        return new_quantized(layout)
+
+    def fill_quantized(self, w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
+        if not isinstance(w, PlainQuantized):
+            raise OpInputError("fill_quantized: w (expected one of new_quantized)")
+        fill_quantized(w, first_column, columns)
+
+    def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
+        plain = [_plain("join", part) for part in parts]
+        if len({part.in_features for part in plain}) != 1:
+            raise OpInputError("join: parts (expected some, of equal in_features)")
+        flat = [
+            inner
+            for part in plain
+            for inner in (part.parts if isinstance(part, PlainJoined) else (part,))
+        ]
+        return PlainJoined(tuple(flat))
+
     def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
-        plain = cast(PlainLinear, w)
-        check("linear", "x", x, F32, None, w.in_features)
-        check_contiguous("linear", "x", x, 1)
-        y = x.double() @ plain.weight.double().T
-        return (y if plain.bias is None else y + plain.bias).float()
+        return _linear("linear", x, w).float()
+
+    def linear_add_(self, x: Tensor, w: PackedLinear, residual: Tensor) -> None:
+        y = _linear("linear_add_", x, w)
+        check("linear_add_", "residual", residual, F32, *y.shape)
+        check_contiguous("linear_add_", "residual", residual)
+        residual.copy_(residual + y)
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
+        return _norm_linear("norm_linear", x, norm, eps, w)
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, kind: GateKind
+    ) -> Tensor:
+        if w.out_features % 2 != 0:
+            raise OpInputError(f"norm_gated_linear: w ({w.out_features} are no two halves)")
+        return self.gated_activation(_norm_linear("norm_gated_linear", x, norm, eps, w), kind)
 
     def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
         check("embedding", "token_ids", token_ids, (torch.int64,), None)
         check_contiguous("embedding", "token_ids", token_ids)
         check_range("embedding", "token_ids", token_ids, w.out_features)
-        return cast(PlainLinear, w).weight[token_ids].float()
+        return _plain("embedding", w).matrix()[token_ids].float()
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         check("rms_norm", "x", x, F32, None, None)
@@ -200,6 +269,28 @@ class ReferenceTable:
             values = values.masked_fill(~seen.any(0)[None, :, None], 0.0)
             out[first:last] = (weights @ values).transpose(0, 1)
         return out.view(rows, heads * d)
+
+
+def _plain(op: str, w: PackedLinear) -> PlainLinear | PlainQuantized | PlainJoined:
+    if not isinstance(w, PlainLinear | PlainQuantized | PlainJoined):
+        raise OpInputError(f"{op}: w (expected a linear of the reference table)")
+    return w
+
+
+def _linear(op: str, x: Tensor, w: PackedLinear) -> Tensor:
+    """x @ w, float64."""
+    plain = _plain(op, w)
+    check(op, "x", x, F32, None, w.in_features)
+    check_contiguous(op, "x", x, 1)
+    y = x.double() @ plain.matrix().T
+    return y if plain.bias is None else y + plain.bias
+
+
+def _norm_linear(op: str, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
+    check(op, "x", x, F32, None, w.in_features)
+    check_contiguous(op, "x", x, 1)
+    check(op, "norm", norm, F32, w.in_features)
+    return _linear(op, _rms_norm(x, norm, eps), w).float()
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

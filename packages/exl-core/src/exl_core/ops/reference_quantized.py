@@ -1,0 +1,238 @@
+"""Quantized matrices of the reference table: codes one a byte, multiplied out in float64.
+
+Takes the columns apart by the words of `quantized.py` alone and shares nothing with the codecs, so
+that a mistake there and one here do not cancel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from exl_core.ops.checks import OpInputError, check, check_contiguous, check_range
+from exl_core.ops.quantized import WIDTHS, Packing, QuantColumns, QuantLayout
+
+SCALE_TYPES = (torch.float16, torch.float32)
+PANEL = 16  # columns; filling may begin at whole panels only
+BLOCK_ROWS = 32
+
+
+class _BlockFormat(NamedTuple):
+    """A block of GGML: a scale, a minimum in some, high bits in some, then the codes."""
+
+    bits: int
+    has_minimum: bool
+
+    @property
+    def bytes(self) -> int:
+        return 2 + 2 * self.has_minimum + BLOCK_ROWS * self.bits // 8
+
+
+BLOCKS: dict[Packing, _BlockFormat] = {
+    "q4_0": _BlockFormat(4, False),
+    "q4_1": _BlockFormat(4, True),
+    "q5_0": _BlockFormat(5, False),
+    "q5_1": _BlockFormat(5, True),
+    "q8_0": _BlockFormat(8, False),
+}
+
+
+class _Parts(NamedTuple):
+    """Some columns taken apart: codes uint8 [k, columns], the rest [groups, columns]."""
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlainQuantized:
+    """codes uint8 [k, n] in stored order; scales and offsets [groups, n]."""
+
+    layout: QuantLayout
+    row_bits: Tensor  # [k]
+    row_groups: Tensor  # [k]
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.layout.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.layout.in_features
+
+    @property
+    def size_bytes(self) -> int:
+        held = (self.codes, self.scales, self.offsets, self.bias)
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
+
+    def matrix(self) -> Tensor:
+        """The weights, float64 [n, k], by the formulas of `quantized.py`."""
+        codes = self.codes.double()  # [k, n]
+        scales = self.scales.double()[self.row_groups]
+        if self.offsets is None:
+            stored = scales * (codes - 2.0 ** (self.row_bits[:, None] - 1))
+        elif self.layout.offset == "zeros":
+            stored = scales * (codes - self.offsets.double()[self.row_groups])
+        else:
+            stored = scales * codes + self.offsets.double()[self.row_groups]
+        if self.layout.features is None:
+            return stored.T
+        weights = torch.empty_like(stored)
+        weights[self.layout.features.long()] = stored
+        return weights.T
+
+
+def new_quantized(layout: QuantLayout) -> PlainQuantized:
+    _check_layout(layout)
+    n, k, groups = layout.out_features, layout.in_features, layout.num_groups
+    bits = [run.bits for run in layout.runs for _ in range(run.groups * run.rows)]
+    sizes = [run.rows for run in layout.runs for _ in range(run.groups)]
+    offset_dtype = torch.uint8 if layout.offset == "zeros" else layout.scale_dtype
+    return PlainQuantized(
+        layout,
+        torch.tensor(bits),
+        torch.arange(groups).repeat_interleave(torch.tensor(sizes)),
+        torch.zeros(k, n, dtype=torch.uint8),
+        torch.zeros(groups, n, dtype=layout.scale_dtype),
+        None if layout.offset == "middle" else torch.zeros(groups, n, dtype=offset_dtype),
+        torch.zeros(n) if layout.has_bias else None,
+    )
+
+
+def fill_quantized(w: PlainQuantized, first_column: int, columns: QuantColumns) -> None:
+    codes = columns.codes
+    if not isinstance(codes, Tensor) or codes.ndim != 2:
+        raise OpInputError("fill_quantized: codes (expected a matrix)")
+    count = codes.shape[0 if columns.packing in BLOCKS else 1]
+    last = first_column + count
+    if first_column % PANEL or not 0 <= first_column < last <= w.out_features:
+        raise OpInputError(
+            f"fill_quantized: first_column (expected a multiple of {PANEL} and columns within"
+            f" [0, {w.out_features}), got {count} at {first_column})"
+        )
+    if count % PANEL and last != w.out_features:
+        raise OpInputError(f"fill_quantized: codes (expected whole panels, got {count} columns)")
+    _check_beside(w, columns, count)
+    parts = _of_blocks(w, columns) if columns.packing in BLOCKS else _of_codes(w, columns)
+    rows = parts.codes
+    if columns.source_rows is not None:
+        check("fill_quantized", "source_rows", columns.source_rows, (torch.int32,), w.in_features)
+        check_range("fill_quantized", "source_rows", columns.source_rows, w.in_features)
+        rows = rows[columns.source_rows.long()]
+    w.codes[:, first_column:last] = rows
+    w.scales[:, first_column:last] = parts.scales
+    if w.offsets is not None and parts.offsets is not None:
+        w.offsets[:, first_column:last] = parts.offsets
+    if w.bias is not None and columns.bias is not None:
+        w.bias[first_column:last] = columns.bias
+
+
+def _check_layout(layout: QuantLayout) -> None:
+    op = "new_quantized"
+    if layout.out_features < 1 or layout.in_features < 1:
+        raise OpInputError(f"{op}: {layout.out_features} x {layout.in_features}")
+    for run in layout.runs:
+        if run.bits not in WIDTHS or run.groups < 1 or run.rows < 1:
+            raise OpInputError(f"{op}: runs (expected widths of {WIDTHS}, got {run})")
+    rows = sum(run.groups * run.rows for run in layout.runs)
+    if rows != layout.in_features:
+        raise OpInputError(f"{op}: runs (expected {layout.in_features} rows, got {rows})")
+    if layout.scale_dtype not in SCALE_TYPES:
+        raise OpInputError(f"{op}: scale_dtype (expected {SCALE_TYPES}, got {layout.scale_dtype})")
+    if layout.offset not in ("middle", "zeros", "minimums"):
+        raise OpInputError(f"{op}: offset (got {layout.offset})")
+    if layout.features is not None:
+        check(op, "features", layout.features, (torch.int32,), layout.in_features)
+        if not torch.equal(layout.features.sort().values, torch.arange(layout.in_features).int()):
+            raise OpInputError(f"{op}: features (expected every input feature once)")
+
+
+def _check_beside(w: PlainQuantized, columns: QuantColumns, count: int) -> None:
+    """Scales, offsets and bias: there exactly if the layout and the packing want them."""
+    op, groups = "fill_quantized", w.layout.num_groups
+    in_blocks = columns.packing in BLOCKS
+    offset_dtype = torch.uint8 if w.layout.offset == "zeros" else w.layout.scale_dtype
+    for name, tensor, dtype, wanted in (
+        ("scales", columns.scales, w.layout.scale_dtype, not in_blocks),
+        ("offsets", columns.offsets, offset_dtype, w.offsets is not None and not in_blocks),
+    ):
+        if (tensor is not None) != wanted:
+            raise OpInputError(f"{op}: {name} (expected {'some' if wanted else 'none'})")
+        if tensor is not None:
+            check(op, name, tensor, (dtype,), groups, count)
+            check_contiguous(op, name, tensor, 1)
+    if (columns.bias is None) != (w.bias is None):
+        raise OpInputError(f"{op}: bias (expected one exactly if the matrix has one)")
+    if columns.bias is not None:
+        check(op, "bias", columns.bias, (torch.float32,), count)
+
+
+def _of_codes(w: PlainQuantized, columns: QuantColumns) -> _Parts:
+    op, codes, bits = "fill_quantized", columns.codes, w.row_bits
+    if columns.packing == "bytes":
+        check(op, "codes", codes, (torch.uint8,), w.in_features, None)
+        rows = codes
+    elif columns.packing == "words":
+        if columns.source_rows is not None and len(set(bits.tolist())) > 1:
+            raise OpInputError(f"{op}: source_rows (expected none where widths are mixed)")
+        check(op, "codes", codes, (torch.int32,), -(-int(bits.sum()) // 32), None)
+        rows = _codes_of_words(codes, bits)
+    else:
+        raise OpInputError(f"{op}: packing (got {columns.packing})")
+    check_contiguous(op, "codes", codes, 1)
+    if bool((rows >= 2 ** bits[:, None]).any()):
+        raise OpInputError(f"{op}: codes (expected none beyond their width)")
+    assert columns.scales is not None, "checked before"
+    return _Parts(rows, columns.scales, columns.offsets)
+
+
+def _codes_of_words(words: Tensor, bits: Tensor) -> Tensor:
+    """Codes of each row, wherever the stream of a column has them."""
+    start = bits.cumsum(0) - bits  # [k]
+    word, shift = start // 32, start % 32
+    wide = words.long() & 0xFFFFFFFF
+    wide = torch.cat([wide, torch.zeros_like(wide[:1])])  # the last code may end with the stream
+    pair = wide[word] | wide[word + 1] << 32  # [k, columns]
+    return ((pair >> shift[:, None]) & (2 ** bits[:, None] - 1)).to(torch.uint8)
+
+
+def _of_blocks(w: PlainQuantized, columns: QuantColumns) -> _Parts:
+    """GGML's blocks of 32 rows; its codes of 4 bits lie as rows 0..15 low and 16..31 high."""
+    op, layout, block = "fill_quantized", w.layout, BLOCKS[columns.packing]
+    runs = {(run.bits, run.rows) for run in layout.runs}
+    offset = "minimums" if block.has_minimum else "middle"
+    if (
+        runs != {(block.bits, BLOCK_ROWS)}
+        or layout.offset != offset
+        or layout.scale_dtype != torch.float16
+        or columns.source_rows is not None
+    ):
+        raise OpInputError(f"{op}: packing (a layout that {columns.packing} does not fit)")
+    groups = layout.num_groups
+    check(op, "codes", columns.codes, (torch.uint8,), None, groups * block.bytes)
+    check_contiguous(op, "codes", columns.codes, 1)
+    blocks = columns.codes.reshape(-1, groups, block.bytes)  # [columns, groups, bytes]
+    heads = 2 if block.has_minimum else 1
+    factors = blocks[..., : 2 * heads].contiguous().view(torch.float16)  # [columns, groups, heads]
+    rest = blocks[..., 2 * heads :].long()
+    if block.bits == 8:
+        codes = (rest + 128) % 256  # stored as signed bytes
+    else:
+        nibbles = rest[..., -16:]
+        codes = torch.cat([nibbles & 15, nibbles >> 4], dim=-1)
+        if block.bits == 5:
+            which = torch.arange(BLOCK_ROWS)
+            codes = codes | (rest[..., :4][..., which // 8] >> which % 8 & 1) << 4
+    return _Parts(
+        codes.flatten(1).T.to(torch.uint8),
+        factors[..., 0].T,
+        factors[..., 1].T if block.has_minimum else None,
+    )
