@@ -37,11 +37,17 @@ X86_SETS = {
         "-Wno-maybe-uninitialized",
     ],
 }
+# On top of avx512; only the quantized linears differ, so only they are compiled again.
+VNNI_FLAGS = [*X86_SETS["avx512"], "-mavx512vnni", "-mavx512bf16"]
+QUANT_SETS = {"avx512vnni": VNNI_FLAGS, "amx": [*VNNI_FLAGS, "-mamx-tile", "-mamx-bf16"]}
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
-SETS: dict[str, list[str]] = X86_SETS if IS_X86 else {"scalar": []}
+SETS: dict[str, list[str]] = X86_SETS | QUANT_SETS if IS_X86 else {"scalar": []}
 
 # Compiled for the plain machine: they run before the instruction set is known, or between sets.
-BASE_SOURCES = ["src/cpu/isa.cpp", "src/cpu/thread_pool.cpp", "src/cpu/packed.cpp"]
+BASE_SOURCES = [
+    *("src/cpu/isa.cpp", "src/cpu/thread_pool.cpp"),
+    *("src/cpu/packed.cpp", "src/cpu/quant_pack.cpp"),
+]
 
 NEEDS_COMPILER = (
     "exl-kernels: needs a C++20 compiler (GCC 11 or newer, or Clang), but {command} {why}. Install "
@@ -99,7 +105,7 @@ class BuildPerSet(build_ext):
         for isa, flags in SETS.items():
             jobs += [
                 (name, isa, [*flags, f"-DEXL_ISA={isa}", f"-DEXL_ISA_IS_{isa}=1"])
-                for name in sources("src/cpu/*.cpp")
+                for name in sources(f"src/cpu/{'quant_*' if isa in QUANT_SETS else '*'}.cpp")
                 if name not in BASE_SOURCES
             ]
         # Slowest first, so that the two compilers finish together.

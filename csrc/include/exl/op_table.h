@@ -4,6 +4,7 @@
 #include "exl/ops/attention.h"
 #include "exl/ops/elementwise.h"
 #include "exl/ops/linear.h"
+#include "exl/ops/quantized.h"
 #include "exl/thread_pool.h"
 
 namespace exl {
@@ -17,11 +18,12 @@ struct OpTable {
     void (*gated_activation)(ThreadPool&, const GatedActivationArgs&);
     void (*write_kv)(ThreadPool&, const WriteKvArgs&);
     void (*paged_attention)(ThreadPool&, const AttentionArgs&);
+    void (*quant_linear)(ThreadPool&, const QuantLinearArgs&);
 };
 
 // Tables this processor and operating system can run, slowest first; scalar is always there.
 struct OpTables {
-    const OpTable* tables[4];
+    const OpTable* tables[5];
     int count;
 };
 const OpTables& available_tables();

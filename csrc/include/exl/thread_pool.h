@@ -47,6 +47,6 @@ private:
 // Memory of the calling thread, 64-byte aligned, valid until its next call with the same slot.
 // Grows and stays: ops ask for it on every call. Throws std::bad_alloc.
 void* thread_scratch(int slot, int64_t bytes);
-constexpr int kScratchSlots = 2;
+constexpr int kScratchSlots = 10;
 
 }  // namespace exl

@@ -35,14 +35,15 @@ size_t known_dtype_count = 0;
 DType learn_dtype(Operand operand, py::handle object) {
     const std::string text = py::str(object);
     const std::string name = text.substr(text.find_last_of('.') + 1);
-    for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::i32, DType::i64}) {
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::i32, DType::i64,
+                              DType::u8}) {
         if (name != dtype_name(dtype)) continue;
         if (known_dtype_count < known_dtypes.size()) {
             known_dtypes[known_dtype_count++] = {object.inc_ref().ptr(), dtype};
         }
         return dtype;
     }
-    fail(operand, "float32, float16, bfloat16, int32 or int64", name);
+    fail(operand, "float32, float16, bfloat16, int32, int64 or uint8", name);
 }
 
 py::object attribute(Operand operand, py::handle tensor, PyObject* name) {

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <memory>
+#include <vector>
 
 #include "exl/check.h"
 #include "exl/op_table.h"
@@ -20,12 +21,42 @@ TensorView view_of(Operand operand, py::handle tensor);
 // The torch dtype object itself, for example torch.float16.
 DType dtype_of(Operand operand, py::handle dtype);
 
+// Columns of a linear that lie in one matrix; one of the two is set.
+struct Part {
+    const PackedMatrix* dense;
+    const QuantMatrix* quant;
+    int64_t n;
+};
+
+// What ops take as weights: matrices whose outputs follow each other.
+struct Linear {
+    virtual ~Linear() = default;
+
+    std::vector<Part> parts;
+    int64_t n = 0;
+    int64_t k = 0;
+    int64_t size_bytes = 0;
+};
+
 // A PackedMatrix and the dtype object it was made with.
-struct PackedLinear {
+struct PackedLinear : Linear {
     PackedLinear(int64_t out_features, int64_t in_features, py::object dtype, bool has_bias);
 
     py::object dtype;
     std::unique_ptr<PackedMatrix> matrix;
+};
+
+struct QuantLinear : Linear {
+    explicit QuantLinear(const QuantLayout& layout);
+
+    std::unique_ptr<QuantMatrix> matrix;
+};
+
+// Keeps what it joins alive.
+struct JoinedLinear : Linear {
+    explicit JoinedLinear(std::vector<std::shared_ptr<Linear>> joined);
+
+    std::vector<std::shared_ptr<Linear>> members;
 };
 
 // The ops of one instruction set with the threads they run on.
@@ -36,7 +67,10 @@ struct Table {
     ThreadPool pool;
 };
 
-void bind_linear(py::module_& module, py::class_<Table>& table);
+Gate gate_of(Operand operand, const std::string& kind);
+
+void bind_weights(py::module_& module);
+void bind_linear(py::class_<Table>& table);
 void bind_elementwise(py::class_<Table>& table);
 void bind_attention(py::class_<Table>& table);
 

@@ -62,12 +62,16 @@ static void rope(Table& table, py::handle x, py::handle cos, py::handle sin) {
     table.ops->rope(table.pool, args);
 }
 
+Gate gate_of(Operand operand, const std::string& kind) {
+    if (kind == "silu") return Gate::silu;
+    if (kind == "gelu_tanh") return Gate::gelu_tanh;
+    fail(operand, "silu or gelu_tanh", kind);
+}
+
 static void gated_activation(Table& table, py::handle x, const std::string& kind, py::handle y) {
     const Operand x_operand{"gated_activation", "gate_up"};
     const Operand y_operand{"gated_activation", "out"};
-    if (kind != "silu" && kind != "gelu_tanh") {
-        fail({"gated_activation", "kind"}, "silu or gelu_tanh", kind);
-    }
+    const Gate gate = gate_of({"gated_activation", "kind"}, kind);
     const TensorView from = view_of(x_operand, x);
     check(x_operand, from, {DType::f32}, {kAnySize, kAnySize});
     check_contiguous(x_operand, from, 1);
@@ -81,7 +85,7 @@ static void gated_activation(Table& table, py::handle x, const std::string& kind
                                    from.shape[0],
                                    from.stride[0],
                                    from.shape[1] / 2,
-                                   kind == "silu" ? Gate::silu : Gate::gelu_tanh,
+                                   gate,
                                    to.as<float>()};
     py::gil_scoped_release release;
     table.ops->gated_activation(table.pool, args);

@@ -1,101 +1,157 @@
-// Packed weights, the linear and the embedding.
+// Linears and embeddings over any kind of weights, with what is fused to them: a norm before, an
+// addition or a gated activation after.
 #include "bindings/convert.h"
 
 namespace exl {
 
-PackedLinear::PackedLinear(int64_t out_features, int64_t in_features, py::object dtype_object,
-                           bool has_bias)
-    : dtype(std::move(dtype_object)) {
-    const Operand operand{"PackedLinear", "size"};
-    // Keeps n * k * 4 far from overflow; a matrix of 2^40 values would be 2 TB.
-    constexpr int64_t kMost = int64_t{1} << 40;
-    const auto got = std::to_string(out_features) + " x " + std::to_string(in_features);
-    if (out_features < 1 || in_features < 1 || out_features > kMost / in_features) {
-        fail(operand, "out_features and in_features of at least 1 and at most 2^40 values", got);
-    }
-    const DType type = dtype_of({"PackedLinear", "dtype"}, dtype);
-    if (type == DType::i32 || type == DType::i64) {
-        fail({"PackedLinear", "dtype"}, "float32, float16 or bfloat16", dtype_name(type));
-    }
-    matrix = std::make_unique<PackedMatrix>(out_features, in_features, type, has_bias);
-}
+// Scratch of the calling thread; the kernels use the others.
+constexpr int kNormedSlot = 8;
+constexpr int kGateUpSlot = 9;
 
-static void fill(PackedLinear& self, int64_t row_offset, py::handle weight, py::handle bias) {
-    PackedMatrix& matrix = *self.matrix;
-    const Operand operand{"fill_linear", "weight"};
-    const TensorView view = view_of(operand, weight);
-    check(operand, view, {matrix.dtype}, {kAnySize, matrix.k});
-    check_contiguous(operand, view, 0);
-    const int64_t rows = view.shape[0];
-    if (row_offset < 0 || row_offset > matrix.n - rows) {
-        fail({"fill_linear", "row_offset"},
-             "rows within [0, " + std::to_string(matrix.n) + ")",
-             std::to_string(rows) + " rows at " + std::to_string(row_offset));
-    }
-    const Operand bias_operand{"fill_linear", "bias"};
-    const float* bias_data = nullptr;
-    if (matrix.bias != nullptr) {
-        if (bias.is_none()) fail(bias_operand, "a bias, as the linear has one", "None");
-        const TensorView bias_view = view_of(bias_operand, bias);
-        check(bias_operand, bias_view, {DType::f32}, {rows});
-        check_contiguous(bias_operand, bias_view, 0);
-        bias_data = bias_view.as<float>();
-    } else if (!bias.is_none()) {
-        fail(bias_operand, "None, as the linear was made without a bias", "a bias");
-    }
-    py::gil_scoped_release release;
-    matrix.fill(row_offset, rows, view.data, bias_data);
-}
+struct Call {
+    const Linear& w;
+    const float* x;
+    int64_t m;
+    int64_t x_stride;
+    float* y;
+    int64_t y_stride;
+};
 
-static void linear(Table& table, py::handle x, const PackedLinear& w, py::handle y) {
-    const Operand x_operand{"linear", "x"};
-    const Operand y_operand{"linear", "out"};
+static Call call_of(const char* op, py::handle x, const Linear& w, py::handle y,
+                    const char* y_name, int64_t columns) {
+    const Operand x_operand{op, "x"};
+    const Operand y_operand{op, y_name};
     const TensorView from = view_of(x_operand, x);
-    check(x_operand, from, {DType::f32}, {kAnySize, w.matrix->k});
+    check(x_operand, from, {DType::f32}, {kAnySize, w.k});
     check_contiguous(x_operand, from, 1);
     const TensorView to = view_of(y_operand, y);
-    check(y_operand, to, {DType::f32}, {from.shape[0], w.matrix->n});
+    check(y_operand, to, {DType::f32}, {from.shape[0], columns});
     check_contiguous(y_operand, to, 0);
-    const LinearArgs args{w.matrix.get(), from.as<float>(), from.shape[0], from.stride[0],
-                          to.as<float>()};
-    py::gil_scoped_release release;
-    table.ops->linear(table.pool, args);
+    return {w, from.as<float>(), from.shape[0], from.stride[0], to.as<float>(), columns};
 }
 
-static void embedding(Table& table, py::handle token_ids, const PackedLinear& w, py::handle y) {
+static const float* norm_of(const char* op, py::handle norm, int64_t k) {
+    const Operand operand{op, "norm"};
+    const TensorView view = view_of(operand, norm);
+    check(operand, view, {DType::f32}, {k});
+    check_contiguous(operand, view, 0);
+    return view.as<float>();
+}
+
+// x becomes its norm, in scratch.
+static void apply_norm(Table& table, const float* norm, float eps, Call& call) {
+    const int64_t k = call.w.k;
+    auto* normed = static_cast<float*>(thread_scratch(kNormedSlot, call.m * k * 4));
+    table.ops->rms_norm(table.pool, {call.x, call.m, call.x_stride, 1, k, norm, eps, normed, k});
+    call.x = normed;
+    call.x_stride = k;
+}
+
+static void run(Table& table, const Call& call, Epilogue epilogue) {
+    const std::vector<Part>& parts = call.w.parts;
+    float* y = call.y;
+    for (size_t i = 0; i < parts.size();) {
+        if (parts[i].dense != nullptr) {
+            table.ops->linear(table.pool, {parts[i].dense, call.x, call.m, call.x_stride, y,
+                                           call.y_stride, epilogue == Epilogue::add});
+            y += parts[i].n;
+            ++i;
+            continue;
+        }
+        QuantLinearArgs args{};
+        int64_t columns = 0;
+        while (i < parts.size() && parts[i].quant != nullptr && args.count < kMaxParts) {
+            args.parts[args.count++] = parts[i].quant;
+            columns += parts[i++].n;
+        }
+        args.x = call.x;
+        args.m = call.m;
+        args.x_stride = call.x_stride;
+        args.epilogue = epilogue;
+        args.y = y;
+        args.y_stride = call.y_stride;
+        table.ops->quant_linear(table.pool, args);
+        y += columns;
+    }
+}
+
+static void linear(Table& table, py::handle x, const Linear& w, py::handle y) {
+    const Call call = call_of("linear", x, w, y, "out", w.n);
+    py::gil_scoped_release release;
+    run(table, call, Epilogue::store);
+}
+
+static void linear_add(Table& table, py::handle x, const Linear& w, py::handle residual) {
+    const Call call = call_of("linear_add_", x, w, residual, "residual", w.n);
+    py::gil_scoped_release release;
+    run(table, call, Epilogue::add);
+}
+
+static void norm_linear(Table& table, py::handle x, py::handle norm, float eps, const Linear& w,
+                        py::handle y) {
+    Call call = call_of("norm_linear", x, w, y, "out", w.n);
+    const float* factors = norm_of("norm_linear", norm, w.k);
+    py::gil_scoped_release release;
+    apply_norm(table, factors, eps, call);
+    run(table, call, Epilogue::store);
+}
+
+static void norm_gated_linear(Table& table, py::handle x, py::handle norm, float eps,
+                              const Linear& w, const std::string& kind, py::handle y) {
+    const char* op = "norm_gated_linear";
+    const Gate gate = gate_of({op, "kind"}, kind);
+    if (w.n % 2 != 0) fail({op, "w"}, "an even number of out_features", std::to_string(w.n));
+    Call call = call_of(op, x, w, y, "out", w.n / 2);
+    const float* factors = norm_of(op, norm, w.k);
+    py::gil_scoped_release release;
+    apply_norm(table, factors, eps, call);
+    const std::vector<Part>& parts = w.parts;
+    if (parts.size() == 2 && parts[0].quant != nullptr && parts[1].quant != nullptr &&
+        parts[0].n == parts[1].n) {
+        const QuantLinearArgs args{{parts[0].quant, parts[1].quant}, 2, call.x, call.m,
+                                   call.x_stride, Epilogue::gated, gate, call.y, call.y_stride};
+        table.ops->quant_linear(table.pool, args);
+        return;
+    }
+    auto* gate_up = static_cast<float*>(thread_scratch(kGateUpSlot, call.m * w.n * 4));
+    run(table, {w, call.x, call.m, call.x_stride, gate_up, w.n}, Epilogue::store);
+    table.ops->gated_activation(table.pool, {gate_up, call.m, w.n, w.n / 2, gate, call.y});
+}
+
+static void embedding(Table& table, py::handle token_ids, const Linear& w, py::handle y) {
     const Operand ids_operand{"embedding", "token_ids"};
     const Operand y_operand{"embedding", "out"};
+    if (w.parts.size() != 1) fail({"embedding", "w"}, "one matrix", "several joined ones");
     const TensorView ids = view_of(ids_operand, token_ids);
     check(ids_operand, ids, {DType::i64}, {kAnySize});
     check_contiguous(ids_operand, ids, 0);
     const TensorView to = view_of(y_operand, y);
-    check(y_operand, to, {DType::f32}, {ids.shape[0], w.matrix->k});
+    check(y_operand, to, {DType::f32}, {ids.shape[0], w.k});
     check_contiguous(y_operand, to, 0);
-    const EmbeddingArgs args{w.matrix.get(), ids.as<int64_t>(), ids.shape[0], to.as<float>()};
-    for (int64_t i = 0; i < args.m; ++i) {
-        const int64_t id = args.token_ids[i];
-        if (id < 0 || id >= w.matrix->n) {
-            fail(ids_operand, "ids within [0, " + std::to_string(w.matrix->n) + ")",
-                 std::to_string(id) + " in row " + std::to_string(i));
+    const int64_t m = ids.shape[0];
+    const auto* id_values = ids.as<int64_t>();
+    for (int64_t i = 0; i < m; ++i) {
+        if (id_values[i] < 0 || id_values[i] >= w.n) {
+            fail(ids_operand, "ids within [0, " + std::to_string(w.n) + ")",
+                 std::to_string(id_values[i]) + " in row " + std::to_string(i));
         }
     }
     py::gil_scoped_release release;
-    table.ops->embedding(table.pool, args);
+    const Part& part = w.parts[0];
+    if (part.dense != nullptr) {
+        table.ops->embedding(table.pool, {part.dense, id_values, m, to.as<float>()});
+    } else {
+        quant_embedding(table.pool, {part.quant, id_values, m, to.as<float>()});
+    }
 }
 
-void bind_linear(py::module_& module, py::class_<Table>& table) {
-    py::class_<PackedLinear>(module, "PackedLinear")
-        .def(py::init<int64_t, int64_t, py::object, bool>(), py::arg("out_features"),
-             py::arg("in_features"), py::arg("dtype"), py::arg("has_bias") = false)
-        .def_property_readonly("out_features", [](const PackedLinear& w) { return w.matrix->n; })
-        .def_property_readonly("in_features", [](const PackedLinear& w) { return w.matrix->k; })
-        .def_readonly("dtype", &PackedLinear::dtype)
-        .def_property_readonly("has_bias",
-                               [](const PackedLinear& w) { return w.matrix->bias != nullptr; })
-        .def_property_readonly("size_bytes",
-                               [](const PackedLinear& w) { return w.matrix->size_bytes; })
-        .def("fill", &fill, py::arg("row_offset"), py::arg("weight"), py::arg("bias"));
+void bind_linear(py::class_<Table>& table) {
     table.def("linear", &linear, py::arg("x"), py::arg("w"), py::arg("out"));
+    table.def("linear_add_", &linear_add, py::arg("x"), py::arg("w"), py::arg("residual"));
+    table.def("norm_linear", &norm_linear, py::arg("x"), py::arg("norm"), py::arg("eps"),
+              py::arg("w"), py::arg("out"));
+    table.def("norm_gated_linear", &norm_gated_linear, py::arg("x"), py::arg("norm"),
+              py::arg("eps"), py::arg("w"), py::arg("kind"), py::arg("out"));
     table.def("embedding", &embedding, py::arg("token_ids"), py::arg("w"), py::arg("out"));
 }
 

@@ -42,7 +42,8 @@ PYBIND11_MODULE(_C, module) {
     table.def(py::init<const std::string&, int>(), py::arg("isa"), py::arg("threads"))
         .def_property_readonly("isa", [](const Table& t) { return t.ops->isa; })
         .def_property_readonly("threads", [](const Table& t) { return t.pool.threads(); });
-    bind_linear(module, table);
+    bind_weights(module);
+    bind_linear(table);
     bind_elementwise(table);
     bind_attention(table);
 }

@@ -1,25 +1,10 @@
 // y = act(gate) * up.
 //
 // Contract   include/exl/ops/elementwise.h.
-// Accuracy   both activations are x / (1 + e^-t), a few ulp everywhere: GELU's tanh form
-//            0.5 x (1 + tanh u) equals x / (1 + e^-2u) and does not cancel for negative x.
+#include "cpu/activation.h"
 #include "cpu/ops.h"
-#include "cpu/vec.h"
 
 namespace exl::EXL_ISA {
-
-static inline Vec silu(Vec x) {
-    return div(x, add(set1(1.0f), exp(sub(set1(0.0f), x))));
-}
-
-static inline Vec gelu_tanh(Vec x) {
-    const Vec cubic = fma(mul(mul(x, x), x), set1(0.044715f), x);
-    const Vec exponent = mul(cubic, set1(-1.5957691216057308f));  // -2 sqrt(2 / pi)
-    const Vec grown = exp(exponent);
-    // x / infinity is the right limit, 0, except at -infinity itself, where it would be NaN; the
-    // function's value there is 0 too, but so is torch's NaN: leave it visible.
-    return div(x, add(set1(1.0f), grown));
-}
 
 template <class Act>
 static void gated(ThreadPool& pool, const GatedActivationArgs& args, Act act) {

@@ -2,6 +2,14 @@
 // registers, xgetbv: an instruction set counts only if the operating system saves its state.
 #include "exl/op_table.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__x86_64__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 namespace exl {
 
 namespace scalar {
@@ -14,19 +22,59 @@ extern const OpTable op_table;
 namespace avx512 {
 extern const OpTable op_table;
 }
+// These differ from avx512 in the quantized linear alone.
+namespace avx512vnni {
+void quant_linear(ThreadPool& pool, const QuantLinearArgs& args);
+}
+namespace amx {
+void quant_linear(ThreadPool& pool, const QuantLinearArgs& args);
+}
+
+static OpTable avx512_with(const char* isa,
+                           void (*quant_linear)(ThreadPool&, const QuantLinearArgs&)) {
+    OpTable table = avx512::op_table;
+    table.isa = isa;
+    table.quant_linear = quant_linear;
+    return table;
+}
+
+// Linux gives a process the state of the tiles only when it asks; threads started later have it.
+static bool may_use_tiles() {
+#if defined(__linux__)
+    constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM
+    constexpr int kTileData = 18;
+    unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+    if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
+    const bool has_tiles = (edx & (1u << 24)) != 0 && (edx & (1u << 22)) != 0;  // TILE, BF16
+    return has_tiles && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+    return false;
+#endif
+}
 #endif
 
 static OpTables detect() {
     OpTables found{{&scalar::op_table}, 1};
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-                          __builtin_cpu_supports("f16c");
-    if (has_avx2) found.tables[found.count++] = &avx2::op_table;
-    if (has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq")) {
-        found.tables[found.count++] = &avx512::op_table;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma") ||
+        !__builtin_cpu_supports("f16c")) {
+        return found;
     }
+    found.tables[found.count++] = &avx2::op_table;
+    if (!__builtin_cpu_supports("avx512f") || !__builtin_cpu_supports("avx512bw") ||
+        !__builtin_cpu_supports("avx512vl") || !__builtin_cpu_supports("avx512dq")) {
+        return found;
+    }
+    found.tables[found.count++] = &avx512::op_table;
+    if (!__builtin_cpu_supports("avx512vnni") || !__builtin_cpu_supports("avx512bf16")) {
+        return found;
+    }
+    static const OpTable vnni = avx512_with("avx512vnni", avx512vnni::quant_linear);
+    found.tables[found.count++] = &vnni;
+    if (!may_use_tiles()) return found;
+    static const OpTable tiles = avx512_with("amx", amx::quant_linear);
+    found.tables[found.count++] = &tiles;
 #endif
     return found;
 }

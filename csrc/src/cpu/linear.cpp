@@ -80,7 +80,7 @@ static void decode_one(ThreadPool& pool, const LinearArgs& args) {
         const auto next = [&]<int N>() {
             const int64_t column = panel * kPanel;
             one_row<N>(args.x, weights + column * w.k, w.k,
-                       TileOut{args.y + column, w.n, w.n - column, false,
+                       TileOut{args.y + column, args.y_stride, w.n - column, args.accumulate,
                                w.bias != nullptr ? w.bias + column : nullptr});
             panel += N;
         };
@@ -104,7 +104,7 @@ static void decode_few(ThreadPool& pool, const LinearArgs& args) {
     pool.parallel_for(ceil_div(panels, per_item), [&](int64_t item) {
         const int64_t first = item * per_item;
         const int64_t column = first * kPanel;
-        const TileOut out{args.y + column, w.n, w.n - column, false,
+        const TileOut out{args.y + column, args.y_stride, w.n - column, args.accumulate,
                           w.bias != nullptr ? w.bias + column : nullptr};
         with_rows<kTileRows>(rows, [&]<int R>() {
             tile_columns<R>(PackedRows<R>{packed_x}, weights + column * w.k, kPanel * w.k,
@@ -146,7 +146,8 @@ static void block_product(const LinearArgs& args, const Tiling& tiling, const fl
         for (int64_t tile = at.first_tile; tile < at.last_tile; ++tile) {
             const int64_t row = tiling.first_row(tile);
             const int rows = tiling.rows_of(tile);
-            const TileOut out{args.y + row * w.n + column, w.n, w.n - column, step > 0,
+            const TileOut out{args.y + row * args.y_stride + column, args.y_stride, w.n - column,
+                              step > 0 || args.accumulate,
                               is_last && w.bias != nullptr ? w.bias + column : nullptr};
             with_rows<kTileRows>(rows, [&]<int R>() {
                 tile_columns<R>(PackedRows<R>{packed_x + row * w.k + step * rows}, block,

@@ -12,6 +12,7 @@ void rope(ThreadPool& pool, const RopeArgs& args);
 void gated_activation(ThreadPool& pool, const GatedActivationArgs& args);
 void write_kv(ThreadPool& pool, const WriteKvArgs& args);
 void paged_attention(ThreadPool& pool, const AttentionArgs& args);
+void quant_linear(ThreadPool& pool, const QuantLinearArgs& args);
 
 // Activations that one core handles before sharing pays: about 10 us of work.
 constexpr int64_t kValuesPerChunk = 16384;

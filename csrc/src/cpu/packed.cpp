@@ -6,6 +6,7 @@
 #include <new>
 
 #include "exl/ops/linear.h"
+#include "exl/weight_memory.h"
 
 namespace exl {
 
@@ -53,8 +54,8 @@ static void drop(MemoryBlock* block) {
     delete block;
 }
 
-// A block with `bytes` of unused room; the caller becomes one of its owners.
-static MemoryBlock* claim(int64_t bytes, void** data) {
+MemoryBlock* claim_memory(int64_t wanted, void** data) {
+    const int64_t bytes = round_up(wanted, 64);
     std::lock_guard<std::mutex> lock(blocks_mutex);
     const bool is_shared = bytes < kSharedBelow;
     MemoryBlock* block = is_shared ? open_block : nullptr;
@@ -68,19 +69,21 @@ static MemoryBlock* claim(int64_t bytes, void** data) {
     return block;
 }
 
+void release_memory(MemoryBlock* block) {
+    std::lock_guard<std::mutex> lock(blocks_mutex);
+    if (--block->owners == 0) drop(block);
+}
+
 PackedMatrix::PackedMatrix(int64_t out_features, int64_t in_features, DType type, bool has_bias)
     : n(out_features), k(in_features), dtype(type) {
     const int64_t weight_bytes = round_up(panels() * kPanel * k * dtype_bytes(dtype), 64);
     const int64_t bias_bytes = has_bias ? panels() * kPanel * 4 : 0;
     size_bytes = weight_bytes + bias_bytes;
-    block_ = claim(size_bytes, &data);
+    block_ = claim_memory(size_bytes, &data);
     if (has_bias) bias = reinterpret_cast<float*>(static_cast<char*>(data) + weight_bytes);
 }
 
-PackedMatrix::~PackedMatrix() {
-    std::lock_guard<std::mutex> lock(blocks_mutex);
-    if (--block_->owners == 0) drop(block_);
-}
+PackedMatrix::~PackedMatrix() { release_memory(block_); }
 
 template <class T>
 static void fill_rows(T* packed, int64_t k, int64_t row_offset, int64_t rows, const T* weight) {

@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #ifndef EXL_ISA
-#error "compile per instruction set: -DEXL_ISA=scalar|avx2|avx512"
+#error "compile per instruction set: -DEXL_ISA=scalar|avx2|avx512|avx512vnni|amx"
 #endif
 
 namespace exl::EXL_ISA {
@@ -21,7 +21,7 @@ struct BFloat {
 
 }  // namespace exl::EXL_ISA
 
-#if defined(EXL_ISA_IS_avx512)
+#if defined(EXL_ISA_IS_avx512) || defined(EXL_ISA_IS_avx512vnni) || defined(EXL_ISA_IS_amx)
 #include "cpu/vec_avx512.h"
 #elif defined(EXL_ISA_IS_avx2)
 #include "cpu/vec_avx2.h"

@@ -1,4 +1,4 @@
-// y[m, n] = x[m, k] @ w[n, k]^T + bias[n], fp32 accumulation, one rounding per product and sum.
+// y[m, n] = x[m, k] @ w[n, k]^T + bias[n] (+ y), fp32 accumulation, one rounding per product and sum.
 //
 // Packed layout, one for decode and prefill: panels of 16 output columns, k-major inside, in the
 // stored type. Columns past n are zero.
@@ -53,7 +53,9 @@ struct LinearArgs {
     const float* x;  // [m, k], rows x_stride apart
     int64_t m;
     int64_t x_stride;
-    float* y;  // [m, n], contiguous
+    float* y;  // [m, n], rows y_stride apart
+    int64_t y_stride;
+    bool accumulate;  // add to what y holds
 };
 
 struct EmbeddingArgs {

@@ -6,12 +6,14 @@ ValueError) and release the interpreter while they run.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, dtype
 
 from exl_core.errors import BackendError
+from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_core.ops.table import GateKind, PackedLinear
 
 KERNELS_VERSION = "0.1.0"
@@ -78,14 +80,54 @@ class NativeTable:
     ) -> None:
         cast(exl_kernels.PackedLinear, w).fill(row_offset, weight, bias)
 
+    def new_quantized(self, layout: QuantLayout) -> PackedLinear:
+        return exl_kernels.QuantLinear(
+            layout.out_features,
+            layout.in_features,
+            layout.runs,
+            layout.features,
+            layout.scale_dtype,
+            layout.offset,
+            layout.has_bias,
+        )
+
+    def fill_quantized(self, w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
+        cast(exl_kernels.QuantLinear, w).fill(
+            first_column,
+            columns.packing,
+            columns.codes,
+            columns.source_rows,
+            columns.scales,
+            columns.offsets,
+            columns.bias,
+        )
+
+    def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
+        return exl_kernels.JoinedLinear([cast(exl_kernels.Linear, part) for part in parts])
+
     def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
         out = torch.empty(x.shape[0], w.out_features, dtype=torch.float32)
-        self._ops.linear(x, cast(exl_kernels.PackedLinear, w), out)
+        self._ops.linear(x, cast(exl_kernels.Linear, w), out)
+        return out
+
+    def linear_add_(self, x: Tensor, w: PackedLinear, residual: Tensor) -> None:
+        self._ops.linear_add_(x, cast(exl_kernels.Linear, w), residual)
+
+    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
+        out = torch.empty(x.shape[0], w.out_features, dtype=torch.float32)
+        self._ops.norm_linear(x, norm, eps, cast(exl_kernels.Linear, w), out)
+        return out
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, kind: GateKind
+    ) -> Tensor:
+        out = torch.empty(x.shape[0], w.out_features // 2, dtype=torch.float32)
+        self._ops.norm_gated_linear(x, norm, eps, cast(exl_kernels.Linear, w), kind, out)
         return out
 
     def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
         out = torch.empty(token_ids.shape[0], w.in_features, dtype=torch.float32)
-        self._ops.embedding(token_ids, cast(exl_kernels.PackedLinear, w), out)
+        self._ops.embedding(token_ids, cast(exl_kernels.Linear, w), out)
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,0 +1,287 @@
+// Packed weights: dense, quantized, and several joined. Everything that filling indexes with is
+// checked here.
+#include "bindings/convert.h"
+
+namespace exl {
+
+// Keeps n * k * 4 far from overflow; a matrix of 2^40 values would be 2 TB.
+constexpr int64_t kMostValues = int64_t{1} << 40;
+
+static void check_size(const char* op, int64_t out_features, int64_t in_features) {
+    if (out_features >= 1 && in_features >= 1 && out_features <= kMostValues / in_features) return;
+    fail({op, "size"}, "out_features and in_features of at least 1 and at most 2^40 values",
+         std::to_string(out_features) + " x " + std::to_string(in_features));
+}
+
+PackedLinear::PackedLinear(int64_t out_features, int64_t in_features, py::object dtype_object,
+                           bool has_bias)
+    : dtype(std::move(dtype_object)) {
+    check_size("PackedLinear", out_features, in_features);
+    const DType type = dtype_of({"PackedLinear", "dtype"}, dtype);
+    if (type != DType::f32 && type != DType::f16 && type != DType::bf16) {
+        fail({"PackedLinear", "dtype"}, "float32, float16 or bfloat16", dtype_name(type));
+    }
+    matrix = std::make_unique<PackedMatrix>(out_features, in_features, type, has_bias);
+    n = out_features;
+    k = in_features;
+    size_bytes = matrix->size_bytes;
+    parts.push_back({matrix.get(), nullptr, n});
+}
+
+QuantLinear::QuantLinear(const QuantLayout& layout)
+    : matrix(std::make_unique<QuantMatrix>(layout)) {
+    n = layout.n;
+    k = layout.k;
+    size_bytes = matrix->size_bytes;
+    parts.push_back({nullptr, matrix.get(), n});
+}
+
+JoinedLinear::JoinedLinear(std::vector<std::shared_ptr<Linear>> joined)
+    : members(std::move(joined)) {
+    const Operand operand{"join", "parts"};
+    if (members.empty()) fail(operand, "at least one linear", "none");
+    k = members[0]->k;
+    for (const auto& member : members) {
+        if (member->k != k) {
+            fail(operand, "equal in_features", std::to_string(k) + " and " + std::to_string(member->k));
+        }
+        parts.insert(parts.end(), member->parts.begin(), member->parts.end());
+        n += member->n;
+        size_bytes += member->size_bytes;
+    }
+}
+
+static void fill(PackedLinear& self, int64_t row_offset, py::handle weight, py::handle bias) {
+    PackedMatrix& matrix = *self.matrix;
+    const Operand operand{"fill_linear", "weight"};
+    const TensorView view = view_of(operand, weight);
+    check(operand, view, {matrix.dtype}, {kAnySize, matrix.k});
+    check_contiguous(operand, view, 0);
+    const int64_t rows = view.shape[0];
+    if (row_offset < 0 || row_offset > matrix.n - rows) {
+        fail({"fill_linear", "row_offset"},
+             "rows within [0, " + std::to_string(matrix.n) + ")",
+             std::to_string(rows) + " rows at " + std::to_string(row_offset));
+    }
+    const Operand bias_operand{"fill_linear", "bias"};
+    const float* bias_data = nullptr;
+    if (matrix.bias != nullptr) {
+        if (bias.is_none()) fail(bias_operand, "a bias, as the linear has one", "None");
+        const TensorView bias_view = view_of(bias_operand, bias);
+        check(bias_operand, bias_view, {DType::f32}, {rows});
+        check_contiguous(bias_operand, bias_view, 0);
+        bias_data = bias_view.as<float>();
+    } else if (!bias.is_none()) {
+        fail(bias_operand, "None, as the linear was made without a bias", "a bias");
+    }
+    py::gil_scoped_release release;
+    matrix.fill(row_offset, rows, view.data, bias_data);
+}
+
+static Offset offset_of(const std::string& name) {
+    if (name == "middle") return Offset::middle;
+    if (name == "zeros") return Offset::zeros;
+    if (name == "minimums") return Offset::minimums;
+    fail({"QuantLinear", "offset"}, "middle, zeros or minimums", name);
+}
+
+static std::vector<GroupRun> runs_of(const py::iterable& runs, int64_t in_features) {
+    const Operand operand{"QuantLinear", "runs"};
+    std::vector<GroupRun> found;
+    int64_t left = in_features;
+    for (const py::handle item : runs) {
+        const auto [bits, groups, rows] = item.cast<std::tuple<int, int64_t, int64_t>>();
+        const std::string got = std::to_string(bits) + " bits, " + std::to_string(groups) +
+                                " groups of " + std::to_string(rows) + " rows";
+        if (bits < 2 || bits > 8 || bits == 7) fail(operand, "2, 3, 4, 5, 6 or 8 bits", got);
+        if (groups < 1 || rows < 1 || groups > left / rows) {
+            fail(operand, std::to_string(in_features) + " rows in all", got);
+        }
+        left -= groups * rows;
+        GroupRun run{};
+        run.bits = bits;
+        run.groups = groups;
+        run.rows = rows;
+        found.push_back(run);
+    }
+    if (left != 0) {
+        fail(operand, std::to_string(in_features) + " rows in all",
+             std::to_string(in_features - left));
+    }
+    return found;
+}
+
+// int32 [count], each in [0, limit); each value once if it must be a permutation.
+static const int32_t* rows_of(Operand operand, py::handle tensor, int64_t count, int64_t limit) {
+    if (tensor.is_none()) return nullptr;
+    const TensorView view = view_of(operand, tensor);
+    check(operand, view, {DType::i32}, {count});
+    check_contiguous(operand, view, 0);
+    const auto* rows = view.as<int32_t>();
+    std::vector<bool> seen(static_cast<size_t>(limit), false);
+    for (int64_t i = 0; i < count; ++i) {
+        if (rows[i] < 0 || rows[i] >= limit || seen[static_cast<size_t>(rows[i])]) {
+            fail(operand, "each row within [0, " + std::to_string(limit) + ") at most once",
+                 std::to_string(rows[i]) + " at " + std::to_string(i));
+        }
+        seen[static_cast<size_t>(rows[i])] = true;
+    }
+    return rows;
+}
+
+static std::shared_ptr<QuantLinear> new_quantized(int64_t out_features, int64_t in_features,
+                                                  const py::iterable& runs, py::handle features,
+                                                  py::handle scale_dtype, const std::string& offset,
+                                                  bool has_bias) {
+    check_size("QuantLinear", out_features, in_features);
+    QuantLayout layout{};
+    layout.n = out_features;
+    layout.k = in_features;
+    layout.runs = runs_of(runs, in_features);
+    layout.features = rows_of({"QuantLinear", "features"}, features, in_features, in_features);
+    const Operand dtype_operand{"QuantLinear", "scale_dtype"};
+    layout.scale_dtype = dtype_of(dtype_operand, scale_dtype);
+    if (layout.scale_dtype != DType::f16 && layout.scale_dtype != DType::f32) {
+        fail(dtype_operand, "float16 or float32", dtype_name(layout.scale_dtype));
+    }
+    layout.offset = offset_of(offset);
+    layout.has_bias = has_bias;
+    return std::make_shared<QuantLinear>(layout);
+}
+
+struct Ggml {
+    const char* name;
+    Packing packing;
+    int bits;
+    Offset offset;
+    int64_t block_bytes;
+};
+constexpr Ggml kGgml[] = {
+    {"q4_0", Packing::q4_0, 4, Offset::middle, 18}, {"q4_1", Packing::q4_1, 4, Offset::minimums, 20},
+    {"q5_0", Packing::q5_0, 5, Offset::middle, 22}, {"q5_1", Packing::q5_1, 5, Offset::minimums, 24},
+    {"q8_0", Packing::q8_0, 8, Offset::middle, 34},
+};
+
+// [groups, columns] of one type, or None where the layout has no such thing.
+static const void* grid_of(Operand operand, py::handle tensor, bool is_wanted, DType dtype,
+                           int64_t groups, int64_t columns) {
+    if (!is_wanted) {
+        if (!tensor.is_none()) fail(operand, "None, as the layout says", "a tensor");
+        return nullptr;
+    }
+    const TensorView view = view_of(operand, tensor);
+    check(operand, view, {dtype}, {groups, columns});
+    check_contiguous(operand, view, 0);
+    return view.data;
+}
+
+static const void* ggml_codes(const QuantMatrix& w, const Ggml& kind, py::handle codes,
+                              QuantColumns& columns) {
+    const Operand operand{"fill_quantized", "codes"};
+    const bool has_layout = w.runs.size() == 1 && w.runs[0].bits == kind.bits &&
+                            w.runs[0].rows == kBlockRows && w.order.empty() &&
+                            w.scale_dtype == DType::f16 && w.offset == kind.offset;
+    if (!has_layout) {
+        fail({"fill_quantized", "packing"}, "a packing that fits the matrix's layout", kind.name);
+    }
+    const TensorView view = view_of(operand, codes);
+    check(operand, view, {DType::u8}, {kAnySize, w.blocks * kind.block_bytes});
+    check_contiguous(operand, view, 1);
+    columns.columns = view.shape[0];
+    columns.row_stride = view.shape[0] > 1 ? view.stride[0] : 0;
+    columns.packing = kind.packing;
+    return view.data;
+}
+
+static const void* row_codes(const QuantMatrix& w, const std::string& packing, py::handle codes,
+                             py::handle source_rows, QuantColumns& columns) {
+    const Operand operand{"fill_quantized", "codes"};
+    if (packing != "words" && packing != "bytes") {
+        fail({"fill_quantized", "packing"}, "words, bytes or one of GGML's", packing);
+    }
+    const bool is_words = packing == "words";
+    columns.packing = is_words ? Packing::words : Packing::bytes;
+    columns.source_rows = rows_of({"fill_quantized", "source_rows"}, source_rows, w.k, w.k);
+    int64_t bits = 0;
+    for (const GroupRun& run : w.runs) {
+        bits += run.groups * run.rows * run.bits;
+        if (is_words && columns.source_rows != nullptr && run.bits != w.runs[0].bits) {
+            fail({"fill_quantized", "source_rows"}, "one width for all rows", "several");
+        }
+    }
+    const TensorView view = view_of(operand, codes);
+    check(operand, view, {is_words ? DType::i32 : DType::u8},
+          {is_words ? (bits + 31) / 32 : w.k, kAnySize});
+    check_contiguous(operand, view, 1);
+    columns.columns = view.shape[1];
+    columns.row_stride = view.shape[0] > 1 ? view.stride[0] : 0;
+    return view.data;
+}
+
+static void fill_quantized(QuantLinear& self, int64_t first_column, const std::string& packing,
+                           py::handle codes, py::handle source_rows, py::handle scales,
+                           py::handle offsets, py::handle bias) {
+    QuantMatrix& w = *self.matrix;
+    QuantColumns from{};
+    const Ggml* ggml = nullptr;
+    for (const Ggml& kind : kGgml) {
+        if (packing == kind.name) ggml = &kind;
+    }
+    if (ggml != nullptr) {
+        from.codes = ggml_codes(w, *ggml, codes, from);
+        if (!source_rows.is_none()) fail({"fill_quantized", "source_rows"}, "None", "a tensor");
+    } else {
+        from.codes = row_codes(w, packing, codes, source_rows, from);
+    }
+    const int64_t end = first_column + from.columns;
+    if (first_column < 0 || first_column % kPanel != 0 || end > w.n ||
+        (from.columns % kPanel != 0 && end != w.n)) {
+        fail({"fill_quantized", "first_column"},
+             "whole panels of 16 columns within [0, " + std::to_string(w.n) + ")",
+             std::to_string(from.columns) + " columns at " + std::to_string(first_column));
+    }
+    const bool is_apart = ggml == nullptr;
+    from.scales = grid_of({"fill_quantized", "scales"}, scales, is_apart, w.scale_dtype, w.groups,
+                          from.columns);
+    from.offsets = grid_of({"fill_quantized", "offsets"}, offsets,
+                           is_apart && w.offset != Offset::middle,
+                           w.offset == Offset::zeros ? DType::u8 : w.scale_dtype, w.groups,
+                           from.columns);
+    const Operand bias_operand{"fill_quantized", "bias"};
+    if ((w.bias != nullptr) == bias.is_none()) {
+        fail(bias_operand, "one exactly if the linear has one", bias.is_none() ? "None" : "a bias");
+    }
+    if (w.bias != nullptr) {
+        const TensorView view = view_of(bias_operand, bias);
+        check(bias_operand, view, {DType::f32}, {from.columns});
+        check_contiguous(bias_operand, view, 0);
+        from.bias = view.as<float>();
+    }
+    py::gil_scoped_release release;
+    w.fill(first_column, from);
+}
+
+void bind_weights(py::module_& module) {
+    py::class_<Linear, std::shared_ptr<Linear>>(module, "Linear")
+        .def_readonly("out_features", &Linear::n)
+        .def_readonly("in_features", &Linear::k)
+        .def_readonly("size_bytes", &Linear::size_bytes);
+    py::class_<PackedLinear, Linear, std::shared_ptr<PackedLinear>>(module, "PackedLinear")
+        .def(py::init<int64_t, int64_t, py::object, bool>(), py::arg("out_features"),
+             py::arg("in_features"), py::arg("dtype"), py::arg("has_bias") = false)
+        .def_readonly("dtype", &PackedLinear::dtype)
+        .def_property_readonly("has_bias",
+                               [](const PackedLinear& w) { return w.matrix->bias != nullptr; })
+        .def("fill", &fill, py::arg("row_offset"), py::arg("weight"), py::arg("bias"));
+    py::class_<QuantLinear, Linear, std::shared_ptr<QuantLinear>>(module, "QuantLinear")
+        .def(py::init(&new_quantized), py::arg("out_features"), py::arg("in_features"),
+             py::arg("runs"), py::arg("features"), py::arg("scale_dtype"), py::arg("offset"),
+             py::arg("has_bias") = false)
+        .def("fill", &fill_quantized, py::arg("first_column"), py::arg("packing"),
+             py::arg("codes"), py::arg("source_rows"), py::arg("scales"), py::arg("offsets"),
+             py::arg("bias"));
+    py::class_<JoinedLinear, Linear, std::shared_ptr<JoinedLinear>>(module, "JoinedLinear")
+        .def(py::init<std::vector<std::shared_ptr<Linear>>>(), py::arg("parts"));
+}
+
+}  // namespace exl

@@ -1,0 +1,205 @@
+// Integer dot products of codes and activations, on one vector of kLanes columns.
+//
+// A vector of codes holds 4 rows of each column, a byte each: one 32-bit lane a column. Activations
+// are 16-bit integers. With VNNI they are two planes of bytes, 256 hi + lo, each the signed operand
+// of a byte dot product; elsewhere they are 16-bit words, and codes become words by masking: the
+// even rows of a lane, then the odd ones.
+#pragma once
+
+#include "cpu/vec.h"
+#include "exl/ops/quantized.h"
+
+#if defined(__AVX512VNNI__)
+#define EXL_HAS_BYTE_DOT 1
+#else
+#define EXL_HAS_BYTE_DOT 0
+#endif
+
+namespace exl::EXL_ISA {
+
+#if defined(__AVX512F__)
+
+using Codes = __m512i;
+constexpr int kTileFew = 8;  // rows of x that share one pass over the codes
+static inline Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
+// (v >> Shift) & Mask in every byte; Mask leaves no bit that came from the byte above.
+template <int Shift, int Mask>
+static inline Codes bits_of(Codes v) {
+    const Codes moved = Shift == 0 ? v : _mm512_srli_epi16(v, Shift);
+    return _mm512_and_si512(moved, _mm512_set1_epi8(Mask));
+}
+// low | (high << Shift), where the shifted bits stay in their bytes.
+template <int Shift>
+static inline Codes join_bits(Codes low, Codes high) {
+    return _mm512_or_si512(low, _mm512_slli_epi16(high, Shift));
+}
+static inline Codes zero_codes() { return _mm512_setzero_si512(); }
+static inline Codes broadcast32(const void* p) {
+    return _mm512_set1_epi32(*static_cast<const int32_t*>(p));
+}
+static inline Codes set_int(int32_t x) { return _mm512_set1_epi32(x); }
+static inline Codes sub_int(Codes a, Codes b) { return _mm512_sub_epi32(a, b); }
+static inline Codes mul_int(Codes a, Codes b) { return _mm512_mullo_epi32(a, b); }
+static inline Codes load_zeros(const uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
+static inline Vec to_float(Codes v) { return _mm512_cvtepi32_ps(v); }
+static inline Codes add_words(Codes sum, Codes codes, Codes x) {
+    return _mm512_add_epi32(sum, _mm512_madd_epi16(codes, x));
+}
+static inline Codes even_rows(Codes v) { return _mm512_and_si512(v, _mm512_set1_epi16(0xff)); }
+static inline Codes odd_rows(Codes v) { return _mm512_srli_epi16(v, 8); }
+
+#elif defined(__AVX2__)
+
+using Codes = __m256i;
+constexpr int kTileFew = 4;
+static inline Codes load_codes(const uint8_t* p) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+}
+template <int Shift, int Mask>
+static inline Codes bits_of(Codes v) {
+    const Codes moved = Shift == 0 ? v : _mm256_srli_epi16(v, Shift);
+    return _mm256_and_si256(moved, _mm256_set1_epi8(Mask));
+}
+template <int Shift>
+static inline Codes join_bits(Codes low, Codes high) {
+    return _mm256_or_si256(low, _mm256_slli_epi16(high, Shift));
+}
+static inline Codes zero_codes() { return _mm256_setzero_si256(); }
+static inline Codes broadcast32(const void* p) {
+    return _mm256_set1_epi32(*static_cast<const int32_t*>(p));
+}
+static inline Codes set_int(int32_t x) { return _mm256_set1_epi32(x); }
+static inline Codes sub_int(Codes a, Codes b) { return _mm256_sub_epi32(a, b); }
+static inline Codes mul_int(Codes a, Codes b) { return _mm256_mullo_epi32(a, b); }
+static inline Codes load_zeros(const uint8_t* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+static inline Vec to_float(Codes v) { return _mm256_cvtepi32_ps(v); }
+static inline Codes add_words(Codes sum, Codes codes, Codes x) {
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(codes, x));
+}
+static inline Codes even_rows(Codes v) { return _mm256_and_si256(v, _mm256_set1_epi16(0xff)); }
+static inline Codes odd_rows(Codes v) { return _mm256_srli_epi16(v, 8); }
+
+#else
+
+// One lane. Words of a lane are two 16-bit halves, as in the wide sets.
+struct Codes {
+    uint32_t lane;
+};
+constexpr int kTileFew = 2;
+static inline Codes load_codes(const uint8_t* p) {
+    return {static_cast<uint32_t>(p[0]) | static_cast<uint32_t>(p[1]) << 8 |
+            static_cast<uint32_t>(p[2]) << 16 | static_cast<uint32_t>(p[3]) << 24};
+}
+template <int Shift, int Mask>
+static inline Codes bits_of(Codes v) {
+    return {v.lane >> Shift & Mask * 0x01010101u};
+}
+template <int Shift>
+static inline Codes join_bits(Codes low, Codes high) {
+    return {low.lane | high.lane << Shift};
+}
+static inline Codes zero_codes() { return {0}; }
+static inline Codes broadcast32(const void* p) { return load_codes(static_cast<const uint8_t*>(p)); }
+static inline Codes set_int(int32_t x) { return {static_cast<uint32_t>(x)}; }
+static inline Codes sub_int(Codes a, Codes b) { return {a.lane - b.lane}; }
+static inline Codes mul_int(Codes a, Codes b) { return {a.lane * b.lane}; }
+static inline Codes load_zeros(const uint8_t* p) { return {*p}; }
+static inline Vec to_float(Codes v) { return set1(static_cast<float>(static_cast<int32_t>(v.lane))); }
+static inline Codes add_words(Codes sum, Codes codes, Codes x) {
+    const int32_t low = static_cast<int16_t>(codes.lane) * static_cast<int16_t>(x.lane);
+    const int32_t high = static_cast<int16_t>(codes.lane >> 16) * static_cast<int16_t>(x.lane >> 16);
+    return {sum.lane + static_cast<uint32_t>(low) + static_cast<uint32_t>(high)};
+}
+static inline Codes even_rows(Codes v) { return {v.lane & 0x00ff00ffu}; }
+static inline Codes odd_rows(Codes v) { return {v.lane >> 8 & 0x00ff00ffu}; }
+
+#endif
+
+constexpr int64_t kCodeBytes = 4 * kLanes;  // of one vector
+
+// Codes of step Step (rows 4 Step ..) of a plane, for the columns at `plane`.
+template <int Bits, int Step>
+static inline Codes plane_codes(const uint8_t* plane) {
+    constexpr int kPerRow = 8 / Bits;
+    const Codes row = load_codes(plane + Step / kPerRow * 4 * kPanel);
+    if constexpr (Bits == 8) return row;
+    return bits_of<Bits * (Step % kPerRow), (1 << Bits) - 1>(row);
+}
+
+template <int Bits, int Step>
+static inline Codes block_codes(const uint8_t* block) {
+    constexpr int64_t kRow = 4 * kPanel;
+    if constexpr (Bits == 3) {
+        return join_bits<2>(plane_codes<2, Step>(block), plane_codes<1, Step>(block + 2 * kRow));
+    } else if constexpr (Bits == 5) {
+        return join_bits<4>(plane_codes<4, Step>(block), plane_codes<1, Step>(block + 4 * kRow));
+    } else if constexpr (Bits == 6) {
+        return join_bits<4>(plane_codes<4, Step>(block), plane_codes<2, Step>(block + 4 * kRow));
+    } else {
+        return plane_codes<Bits, Step>(block);
+    }
+}
+
+// Runs fn<I>() for I = 0 .. Count - 1, unrolled.
+template <int Count, int I = 0, class Fn>
+static inline __attribute__((always_inline)) void unrolled(Fn&& fn) {
+    if constexpr (I < Count) {
+        fn.template operator()<I>();
+        unrolled<Count, I + 1>(fn);
+    }
+}
+
+// Activations of one row: 2 bytes for each padded row, in blocks of 32. With byte dots a block is
+// 32 bytes of high parts, then 32 of low ones; else 32 words, where each 4 rows are ordered 0 2 1 3.
+constexpr int64_t kActBlock = 2 * kBlockRows;
+
+#if EXL_HAS_BYTE_DOT
+
+struct DotSum {
+    Codes high = zero_codes();
+    Codes low = zero_codes();
+
+    template <int Step>
+    inline __attribute__((always_inline)) void add(Codes codes, const uint8_t* act) {
+        high = _mm512_dpbusd_epi32(high, codes, broadcast32(act + 4 * Step));
+        low = _mm512_dpbusd_epi32(low, codes, broadcast32(act + kBlockRows + 4 * Step));
+    }
+    Codes total() const { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
+};
+
+static inline void store_act(const int32_t* q, uint8_t* act) {
+    for (int i = 0; i < kBlockRows; ++i) {
+        const int32_t high = (q[i] + 128) >> 8;
+        act[i] = static_cast<uint8_t>(high);
+        act[kBlockRows + i] = static_cast<uint8_t>(q[i] - high * 256);
+    }
+}
+
+#else
+
+struct DotSum {
+    Codes sum = zero_codes();
+
+    template <int Step>
+    inline __attribute__((always_inline)) void add(Codes codes, const uint8_t* act) {
+        sum = add_words(sum, even_rows(codes), broadcast32(act + 8 * Step));
+        sum = add_words(sum, odd_rows(codes), broadcast32(act + 8 * Step + 4));
+    }
+    Codes total() const { return sum; }
+};
+
+static inline void store_act(const int32_t* q, uint8_t* act) {
+    constexpr int kOrder[4] = {0, 2, 1, 3};
+    auto* words = reinterpret_cast<int16_t*>(act);
+    for (int i = 0; i < kBlockRows; ++i) {
+        words[i] = static_cast<int16_t>(q[i / 4 * 4 + kOrder[i % 4]]);
+    }
+}
+
+#endif
+
+}  // namespace exl::EXL_ISA
