@@ -14,6 +14,7 @@ VERBS = (
     ("generate",),
     ("chat",),
     ("eval", "perplexity"),
+    ("bench",),
     ("inspect", "model"),
     ("doctor",),
 )

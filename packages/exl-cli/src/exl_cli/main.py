@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from exl_cli import options
-from exl_cli.commands import chat, doctor, eval, generate, inspect
+from exl_cli.commands import bench, chat, doctor, eval, generate, inspect
 from exl_cli.machine import closed_stdout, machine_failure
 from exl_cli.output import ClosedPipeError
 from exl_core.errors import ExlError, printable
@@ -68,6 +68,7 @@ app.command("generate", epilog=options.examples(generate.EXAMPLES))(generate.gen
 app.command("chat", epilog=options.examples(chat.EXAMPLES))(chat.chat)
 app.add_typer(eval_app, name="eval")
 eval_app.command("perplexity", epilog=options.examples(eval.EXAMPLES))(eval.perplexity)
+app.command("bench", epilog=options.examples(bench.EXAMPLES))(bench.bench)
 app.add_typer(inspect_app, name="inspect")
 inspect_app.command("model", epilog=options.examples(inspect.EXAMPLES))(inspect.inspect_model)
 app.command("doctor", epilog=options.examples(doctor.EXAMPLES))(doctor.doctor)

@@ -89,6 +89,28 @@ def windows_progress(*, is_quiet: bool) -> Iterator[Callable[[int, int, float], 
         )
 
 
+@contextmanager
+def repeats_progress(*, is_quiet: bool) -> Iterator[Callable[[int, int, str], None] | None]:
+    """A bar over repetitions with what is measured now; None where nobody watches."""
+    if not is_watched(is_quiet=is_quiet):
+        yield None
+        return
+    bar = Progress(
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TimeElapsedColumn(),
+        console=stderr_console(),
+        transient=True,
+        refresh_per_second=2,  # drawing takes a core's time from what is measured
+    )
+    with bar:
+        task = bar.add_task("measuring", total=None)
+        yield lambda done, total, what: bar.update(
+            task, completed=done, total=total, description=what
+        )
+
+
 def print_speed(reply: FinishEvent, load_s: float | None) -> None:
     parts = [
         f"{reply.prompt_tokens} prompt tokens at {reply.prefill_tok_s:.0f} tok/s",

@@ -1,6 +1,7 @@
-"""The record of a perplexity run: the figure, and every choice that it depends on.
+"""The records of measurements: the figures, and every choice that they depend on.
 
-Plain data without torch. Two figures can be compared when everything but the model agrees here.
+Plain data without torch. Two perplexities can be compared when everything but the model agrees
+here; two speeds only on one machine, minutes apart.
 """
 
 from __future__ import annotations
@@ -36,3 +37,71 @@ class PerplexityResult:
 
     def as_dict(self) -> dict[str, object]:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """Of a few repetitions."""
+
+    median: float
+    lowest: float
+    highest: float
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedRun:
+    """One prompt length with one batch size. Rates are tokens a second of all `batch` sequences
+    together; `bytes_per_token` is what a decode step reads, divided by its tokens."""
+
+    prompt_tokens: int
+    decode_tokens: int
+    batch: int
+    prefill: Spread
+    decode: Spread
+    bytes_per_token: float
+    floor_tok_s: float
+    floor_share: float
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "decode_tokens": self.decode_tokens,
+            "batch": self.batch,
+            "prefill_tok_s": self.prefill.median,
+            "prefill_tok_s_min": self.prefill.lowest,
+            "prefill_tok_s_max": self.prefill.highest,
+            "decode_tok_s": self.decode.median,
+            "decode_tok_s_min": self.decode.lowest,
+            "decode_tok_s_max": self.decode.highest,
+            "decode_tok_s_per_sequence": self.decode.median / self.batch,
+            "bytes_per_token": round(self.bytes_per_token),
+            "floor_tok_s": self.floor_tok_s,
+            "floor_share": self.floor_share,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedResult:
+    """`decode_weight_bytes` are the weights that one decode step reads, `weights_bytes` all that
+    are in memory; `peak_memory_bytes` is the process's, `start_memory_bytes` what that was before
+    the model was loaded: the interpreter and its libraries."""
+
+    model: str
+    instruction_set: str
+    threads: int
+    kv_format: str
+    repeat: int
+    weights_bytes: int
+    decode_weight_bytes: int
+    read_bytes_per_s: float
+    load_s: float
+    start_memory_bytes: int
+    peak_memory_bytes: int
+    runs: tuple[SpeedRun, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        """The figures of a single run stand beside the facts; `runs` has them in any case."""
+        runs = [run.as_dict() for run in self.runs]
+        facts = {key: value for key, value in asdict(self).items() if key != "runs"}
+        single = runs[0] if len(runs) == 1 else {}
+        return {"schema_version": SCHEMA_VERSION, **facts, **single, "runs": runs}
