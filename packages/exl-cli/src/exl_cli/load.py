@@ -90,7 +90,9 @@ class Runtime:
         return f"Shorten it, or give more room with --ctx-size (at most {longest})."
 
 
-def load_quietly(spec: str | None, threads: int | None, *, is_quiet: bool) -> LoadedModel:
+def load_quietly(
+    spec: str | None, threads: int | None, *, is_quiet: bool, exact: bool = False
+) -> LoadedModel:
     """Load with a progress bar where somebody watches.
 
     Torch gets one thread: the kernels have threads of their own, and what is left to torch is
@@ -98,17 +100,22 @@ def load_quietly(spec: str | None, threads: int | None, *, is_quiet: bool) -> Lo
     """
     torch.set_num_threads(1)
     with bytes_progress("loading", is_quiet=is_quiet) as progress:
-        return load_model(spec, LoadOptions(threads=threads), progress)
+        return load_model(spec, LoadOptions(threads=threads, exact=exact), progress)
 
 
 def open_runtime(
-    spec: str | None, *, ctx_size: int | None, threads: int | None, is_quiet: bool
+    spec: str | None,
+    *,
+    ctx_size: int | None,
+    threads: int | None,
+    is_quiet: bool,
+    exact: bool = False,
 ) -> Runtime:
     if ctx_size is not None:  # the headers tell whether it can be had; loading takes a while
         path = resolve_model(spec)
         settle_ctx_size(ctx_size, open_checkpoint(path)[1].max_seq_len)
         spec = str(path)
-    loaded = load_quietly(spec, threads, is_quiet=is_quiet)
+    loaded = load_quietly(spec, threads, is_quiet=is_quiet, exact=exact)
     ctx = settle_ctx_size(ctx_size, loaded.config.max_seq_len)
     options = EngineOptions(cache_tokens=max(ctx, PAGE_SIZE), max_batch=1)
     engine = Engine(loaded.model, loaded.tokenizer, options)

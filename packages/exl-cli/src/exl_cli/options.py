@@ -74,6 +74,14 @@ Threads = Annotated[
         rich_help_panel=_RUNNING,
     ),
 ]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Dequantize the weights exactly and compute in float32: slower, for comparison.",
+        rich_help_panel=_RUNNING,
+    ),
+]
 Temperature = Annotated[
     float,
     typer.Option(

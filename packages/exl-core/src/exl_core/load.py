@@ -40,6 +40,8 @@ class LoadOptions:
     max_seq_len: int | None = None
     rope_factor: float | None = None
     rope_alpha: float | None = None
+    exact: bool = False
+    """Compute with exactly dequantized weights instead of quantized ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def load_model(
     path = resolve_model(spec)
     source, config, quantization = open_checkpoint(path)
     config = _with_options(config, options)
-    checkpoint = Checkpoint(source, config, quantization)
+    checkpoint = Checkpoint(source, config, quantization, is_exact=options.exact)
     fields = gguf_fields(source)
     tokenizer = load_tokenizer(path, fields)
     check_vocab(tokenizer, config.vocab_size, path)

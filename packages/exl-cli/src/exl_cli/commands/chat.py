@@ -46,6 +46,7 @@ def chat(
     seed: options.Seed = None,
     ctx_size: options.CtxSize = None,
     threads: options.Threads = None,
+    exact: options.Exact = False,
 ) -> None:
     """Talk to a model, with its own chat template.
 
@@ -66,7 +67,7 @@ def chat(
     with exits_at_once():
         from exl_cli.load import open_runtime
         from exl_cli.terminal import Terminal
-    runtime = open_runtime(spec, ctx_size=ctx_size, threads=threads, is_quiet=quiet)
+    runtime = open_runtime(spec, ctx_size=ctx_size, threads=threads, is_quiet=quiet, exact=exact)
     runtime.require_template()
     terminal = Terminal() if Terminal.is_there() else None
     if terminal is not None and not quiet:

@@ -49,6 +49,7 @@ def perplexity(
     json: options.Json = False,
     quiet: options.Quiet = False,
     threads: options.Threads = None,
+    exact: options.Exact = False,
 ) -> None:
     """Perplexity of a text, with its standard error.
 
@@ -62,7 +63,7 @@ def perplexity(
         from exl_cli.load import load_quietly
         from exl_cli.render import windows_progress
         from exl_eval.perplexity import PerplexityOptions, measure_perplexity
-    loaded = load_quietly(spec, threads, is_quiet=quiet)
+    loaded = load_quietly(spec, threads, is_quiet=quiet, exact=exact)
     choices = PerplexityOptions(ctx=ctx, windows=windows, bos=bos)
     with windows_progress(is_quiet=quiet) as on_window:
         result = measure_perplexity(loaded, content, choices, on_window)

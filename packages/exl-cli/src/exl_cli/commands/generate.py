@@ -60,6 +60,7 @@ def generate(
     seed: options.Seed = None,
     ctx_size: options.CtxSize = None,
     threads: options.Threads = None,
+    exact: options.Exact = False,
 ) -> None:
     """Continue a prompt and stream the text to stdout.
 
@@ -80,7 +81,7 @@ def generate(
     text = prompts.read_prompt(prompt, file)
     with exits_at_once():
         from exl_cli.load import open_runtime
-    runtime = open_runtime(spec, ctx_size=ctx_size, threads=threads, is_quiet=quiet)
+    runtime = open_runtime(spec, ctx_size=ctx_size, threads=threads, is_quiet=quiet, exact=exact)
     if chat:
         token_ids = runtime.encode_chat(prompts.as_messages(text, system))
     else:

@@ -108,6 +108,29 @@ def packed_together(name: str) -> list[str]:
     return [name]
 
 
+def fused_with(config: ModelConfig, name: str) -> tuple[str, int, int] | None:
+    """The tensor that holds `name` where a file stores projections as one (Phi-3 does).
+
+    Its name, our first row in it, and its rows in all; None for tensors that are never part of one.
+    """
+    sizes = {
+        "self_attn.qkv_proj": (("q", config.q_size), ("k", config.kv_size), ("v", config.kv_size)),
+        "mlp.gate_up_proj": (
+            ("gate", config.intermediate_size),
+            ("up", config.intermediate_size),
+        ),
+    }
+    for fused, parts in sizes.items():
+        module = fused.partition(".")[0]
+        first_row = 0
+        for part, rows in parts:
+            stem, found, kind = name.partition(f"{module}.{part}_proj.")
+            if found:
+                return f"{stem}{fused}.{kind}", first_row, sum(count for _, count in parts)
+            first_row += rows
+    return None
+
+
 def rotated_head_count(config: ModelConfig, name: str) -> int:
     """Heads in the rows of `name` if RoPE turns them (q and k, weight and bias), else 0."""
     if ".self_attn.q_proj." in name:

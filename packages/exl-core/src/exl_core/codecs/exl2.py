@@ -75,12 +75,30 @@ class Exl2Linear:
 
     @property
     def groups(self) -> tuple[Exl2Group, ...]:
-        table = self.q_groups.view(-1, 2).tolist()
-        ends = [start for _, start in table[1:]] + [self.q_weight.shape[0]]
-        return tuple(
-            Exl2Group(bits, start, (end - start) * 32 // bits)
-            for (bits, start), end in zip(table, ends, strict=True)
+        return _groups(self.q_groups, self.q_weight.shape[0])
+
+
+def _groups(q_groups: Tensor, packed_rows: int) -> tuple[Exl2Group, ...]:
+    table = q_groups.view(-1, 2).tolist()
+    ends = [start for _, start in table[1:]] + [packed_rows]
+    return tuple(
+        Exl2Group(bits, start, (end - start) * 32 // bits)
+        for (bits, start), end in zip(table, ends, strict=True)
+    )
+
+
+def read_groups(q_groups: Tensor, packed_rows: int, where: object) -> tuple[Exl2Group, ...]:
+    """The group table alone, checked as far as that goes; `packed_rows` are q_weight's."""
+    is_list = q_groups.dtype is torch.int16 and q_groups.dim() == 1
+    if not is_list or not q_groups.numel() or q_groups.numel() % 2:
+        raise WeightShapeError(
+            "tensor 'q_groups' is no list of pairs",
+            where=where,
+            expected="int16, one dimension, an even number",
+            got=f"{q_groups.dtype} {list(q_groups.shape)}",
         )
+    _check_group_table(q_groups, packed_rows, where)
+    return _groups(q_groups, packed_rows)
 
 
 def check(parts: Mapping[str, Tensor], where: object) -> Exl2Linear:
@@ -106,27 +124,27 @@ def check(parts: Mapping[str, Tensor], where: object) -> Exl2Linear:
     reason = f"'q_scale' has {count} groups"
     bitstream.require_shape(linear.q_scale_max, "q_scale_max", (count,), reason, where)
     bitstream.require_shape(linear.q_groups, "q_groups", (2 * count,), reason, where)
-    _check_group_table(linear, where)
+    _check_group_table(linear.q_groups, linear.q_weight.shape[0], where)
     _check_group_sizes(linear, where)
     _check_permutation(linear.q_invperm, where)
     _check_scales(linear, where)
     return linear
 
 
-def _check_group_table(linear: Exl2Linear, where: object) -> None:
+def _check_group_table(q_groups: Tensor, packed_rows: int, where: object) -> None:
     """Widths and offsets: each by itself, and in their order."""
 
     def error(index: int, expected: str, got: object) -> WeightFileError:
         what = f"tensor 'q_groups', group {index}: impossible entry"
         return WeightFileError(what, where=where, expected=expected, got=got)
 
-    table: list[tuple[int, int]] = [tuple(pair) for pair in linear.q_groups.view(-1, 2).tolist()]
+    table: list[tuple[int, int]] = [tuple(pair) for pair in q_groups.view(-1, 2).tolist()]
     for index, (bits, start) in enumerate(table):
         if bits not in WIDTHS:
             raise error(index, f"a width of {', '.join(map(str, WIDTHS))}", f"{bits} bits")
         if index == 0 and start != 0:
             raise error(index, "its first row in 'q_weight' to be 0", start)
-    ends = [*table[1:], (WIDTHS[0], linear.q_weight.shape[0])]
+    ends = [*table[1:], (WIDTHS[0], packed_rows)]
     for index, ((bits, start), (next_bits, end)) in enumerate(zip(table, ends, strict=True)):
         if next_bits > bits:
             raise error(index + 1, f"at most {bits} bits, as the group before", f"{next_bits} bits")

@@ -27,18 +27,15 @@ def row_bytes(kind: GGMLQuantizationType, columns: int) -> int | None:
     return columns // block_values * block_bytes
 
 
-def decode(raw: np.ndarray, kind: GGMLQuantizationType) -> Tensor | None:
-    """Values of `raw`, uint8 [rows, row_bytes], as [rows, columns].
+def decode(raw: Tensor, kind: GGMLQuantizationType) -> Tensor | None:
+    """Values [rows, columns] of `raw`: as they are for plain types, uint8 [rows, row_bytes] else.
 
-    Plain types keep their dtype, quantized ones become float32. None if the package knows the
-    type's size but not its meaning.
+    Quantized types become float32. None if the package knows the type's size but not its meaning.
     """
-    raw = np.ascontiguousarray(raw)
-    dtype = PLAIN_DTYPES.get(kind)
-    if dtype is not None:
-        return torch.from_numpy(raw).view(dtype)
+    if kind in PLAIN_DTYPES:
+        return raw.contiguous()
     try:
-        values = dequantize(raw, kind)
+        values = dequantize(raw.contiguous().numpy(), kind)
     except NotImplementedError:
         return None
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))

@@ -1,39 +1,37 @@
 """A checkpoint as the model wants it: its own tensor names, rows in its own order.
 
-Owns what differs between files of one architecture: other names, rows permuted for another RoPE
-convention, norms stored less one. Every tensor that is asked for is checked: present, of the
-expected shape, and finite.
+Owns what differs between files of one architecture: rows permuted for another RoPE convention,
+norms stored less one; other names are found by `locate.py`. A quantized matrix is offered as its
+codes (`quantized`) and as its exact values (`chunks`). Every tensor that is asked for is checked:
+present, of the expected shape, and finite.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from exl_core.arch.key_map import (
-    checkpoint_names,
-    expected_tensors,
-    gguf_name,
-    packed_together,
-    rotated_head_count,
-)
+from exl_core.arch.key_map import expected_tensors, rotated_head_count
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig, Norm
-from exl_core.errors import (
-    MissingTensorError,
-    UnsupportedModelError,
-    WeightShapeError,
-    WeightValueError,
+from exl_core.codecs.runtime import RuntimeMatrix
+from exl_core.errors import UnsupportedModelError, WeightValueError
+from exl_core.ops.quantized import QuantColumns, QuantLayout
+from exl_core.weights.locate import Located, locate, share
+from exl_core.weights.quantized import (
+    MATRIX,
+    BlockMatrix,
+    block_bytes,
+    open_matrix,
+    runtime_bytes,
 )
-from exl_core.weights.quantized import QuantizedMatrix, dequantize, find_quantized
 from exl_core.weights.source import StoredTensor, TensorSource
 
-MATRIX = 2  # dimensions
 CHUNK_VALUES = 1 << 18  # decoded at a time: 1 MiB of float32, which stays in cache
+COLUMN_STEP = 32  # columns of a quantized matrix are cut at whole words of any width
 RUNTIME_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -47,20 +45,29 @@ class Chunk:
 
 
 class Checkpoint:
-    """The tensors of one model, by the names of `arch/key_map.py`."""
+    """The tensors of one model, by the names of `arch/key_map.py`.
+
+    `is_exact`: no matrix is kept quantized, all are dequantized as their formats define it.
+    """
 
     def __init__(
         self,
         source: TensorSource,
         config: ModelConfig,
         quantization: Quantization | None = None,
+        *,
+        is_exact: bool = False,
     ) -> None:
         self._source = source
         self._config = config
         self._quantization = quantization
-        self._quantized: dict[str, QuantizedMatrix] = {}
+        self._is_exact = is_exact
+        self._located: dict[str, Located] = {
+            name: locate(source, config, name, shape)
+            for name, shape in expected_tensors(config).items()
+        }
         self.stored: dict[str, StoredTensor] = {
-            name: self._find(name, shape) for name, shape in expected_tensors(config).items()
+            name: located.stored for name, located in self._located.items()
         }
 
     @property
@@ -71,43 +78,79 @@ class Checkpoint:
     @property
     def used_names(self) -> set[str]:
         """Names in the files of all tensors that the model needs."""
-        pieces = {name for m in self._quantized.values() for name in m.parts.values()}
+        matrices = [at.matrix for at in self._located.values() if at.matrix is not None]
+        pieces = {part.name for matrix in matrices for part in matrix.parts.values()}
         return pieces | {tensor.name for tensor in self.stored.values()}
 
     @property
     def packed_bytes(self) -> int:
         """Bytes that the weights will take in memory."""
-        return sum(
-            tensor.num_values * self.dtype(*packed_together(name)).itemsize
-            for name, tensor in self.stored.items()
-        )
+        return sum(self._packed_bytes(name) for name in self.stored)
 
-    def dtype(self, *names: str) -> torch.dtype:
-        """What these tensors are kept in when packed together: as stored, quantized as float16."""
-        dtypes = {RUNTIME_DTYPES.get(self.stored[n].storage, torch.float16) for n in names}
-        return dtypes.pop() if len(dtypes) == 1 else torch.float32
+    def _packed_bytes(self, name: str) -> int:
+        matrix, tensor = self._located[name].matrix, self.stored[name]
+        if self.is_quantized(name):
+            if matrix is not None:
+                return runtime_bytes(matrix, self._quantization)
+            return block_bytes(tensor) or 0
+        return tensor.num_values * self.dtype(name).itemsize
+
+    def is_quantized(self, name: str) -> bool:
+        """Whether `quantized` has it, rather than `chunks` alone."""
+        if self._is_exact:
+            return False
+        located = self._located[name]
+        return located.matrix is not None or block_bytes(located.stored) is not None
+
+    def dtype(self, name: str) -> torch.dtype:
+        """What a tensor is kept in when it is not quantized: as stored, quantized as float16."""
+        return RUNTIME_DTYPES.get(self.stored[name].storage, torch.float16)
+
+    def quantized(self, name: str) -> RuntimeMatrix:
+        """A matrix as codes, with its bias where the model has one."""
+        bias = name.removesuffix("weight") + "bias"
+        matrix = self._matrix(name)
+        return _WithBias(matrix, self.vector(bias)) if bias in self.stored else matrix
+
+    def release(self, name: str, rows: slice | None = None) -> None:
+        """These rows (None: all) have been read, and need no memory in this process any more.
+
+        Only rows that lie together can leave before all do.
+        """
+        located = self._located[name]
+        if rows is None:
+            parts = [located.stored] if located.matrix is None else located.matrix.parts.values()
+            for part in parts:
+                self._source.release(part.name)
+        elif located.matrix is None and self._row_order(name) is None:
+            first = located.first_row
+            self._source.release(located.stored.name, slice(first + rows.start, first + rows.stop))
 
     def chunks(self, name: str, dtype: torch.dtype) -> Iterator[Chunk]:
-        """The rows of a matrix or a bias, a few at a time (multiples of 16), as `dtype`."""
-        tensor = self.stored[name]
+        """The rows of a matrix or a bias, a few at a time (multiples of 16), as `dtype`.
+
+        The memory of what has been read is released on the way.
+        """
+        located, tensor = self._located[name], self.stored[name]
         num_rows = tensor.shape[0]
         values_a_row = max(1, tensor.num_values // num_rows)
-        step = max(16, CHUNK_VALUES // values_a_row // 16 * 16)
+        step = max(COLUMN_STEP, CHUNK_VALUES // values_a_row // COLUMN_STEP * COLUMN_STEP)
+        matrix = self._matrix(name) if located.matrix is not None else None
         order = self._row_order(name)
-        matrix = self._quantized.get(name)
-        whole = dequantize(self._source, matrix, self._quantization) if matrix else None
         for start in range(0, num_rows, step):
             stop = min(start + step, num_rows)
-            rows = slice(start, stop) if order is None else order[start:stop]
-            if whole is None:
-                values = self._source.read(tensor.name, rows)
+            rows = slice(located.first_row + start, located.first_row + stop)
+            if matrix is not None:
+                values = matrix.dense(start, stop)
             else:
-                values = whole[rows].contiguous()
+                values = self._source.read(tensor.name, rows if order is None else order[rows])
             _check_finite(tensor, values, "The file is damaged or its conversion failed")
             if values.dtype is not dtype:
                 values = values.to(dtype)
                 _check_finite(tensor, values, f"As {dtype} they overflow")
-            yield Chunk(start, values, tensor.size_bytes * (stop - start) // num_rows)
+            yield Chunk(start, values, share(tensor.size_bytes, start, stop, num_rows))
+            self.release(name, slice(start, stop))
+        self.release(name)
 
     def vector(self, name: str) -> Tensor:
         """A bias, float32 [rows]."""
@@ -126,40 +169,11 @@ class Checkpoint:
         is_folded = self._source.format == "gguf" and arch.is_gguf_norm_folded
         return weight + 1.0 if arch.norm is Norm.RMS_PLUS_ONE and not is_folded else weight
 
-    def _find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
-        arch, tensors = self._config.arch, self._source.tensors
-        is_gguf = self._source.format == "gguf"
-        names = [gguf_name(arch, name)] if is_gguf else checkpoint_names(arch, name)
-        found = next((tensors[n] for n in names if n in tensors), None)
-        if found is None and len(shape) == MATRIX:
-            for stem in (n.removesuffix(".weight") for n in names):
-                matrix = find_quantized(self._source, stem, shape)
-                if matrix is not None:
-                    self._quantized[name] = matrix
-                    return matrix.stored
-        if found is None:
-            raise MissingTensorError(
-                f"tensor {names[0]!r} is missing",
-                where=self._place(),
-                expected=f"{list(shape)}, which a {arch.name} model of this configuration has",
-                got=f"{len(tensors)} other tensors",
-                next_step="'exl inspect model PATH --tensors' shows what there is.",
-            )
-        self._source.check_readable(found.name)
-        if found.shape != shape and not _is_repeated_head_norm(name, found, shape):
-            raise WeightShapeError(
-                f"tensor {found.name!r} has the wrong shape",
-                where=found.file,
-                expected=list(shape),
-                got=list(found.shape),
-                next_step="The weights and the configuration are not of one model.",
-            )
-        return found
-
-    def _place(self) -> Path | None:
-        """The file, or the folder of the files."""
-        files = {tensor.file for tensor in self._source.tensors.values()}
-        return files.pop() if len(files) == 1 else files.pop().parent if files else None
+    def _matrix(self, name: str) -> RuntimeMatrix:
+        located = self._located[name]
+        if located.matrix is not None:
+            return open_matrix(self._source, located.matrix, self._quantization)
+        return BlockMatrix(self._source, located.stored, self._row_order(name))
 
     def _row_order(self, name: str) -> Tensor | None:
         """Rows to read, in order, or None for file order.
@@ -182,9 +196,19 @@ class Checkpoint:
         return torch.cat([rotated, rest], dim=1).view(-1)
 
 
-def _is_repeated_head_norm(name: str, found: StoredTensor, shape: tuple[int, ...]) -> bool:
-    """EXL2 files store the norm of each head's queries and keys once for every head."""
-    return name.endswith(("q_norm.weight", "k_norm.weight")) and found.shape[1:] == shape
+class _WithBias:
+    """A quantized matrix and the bias of its columns, float32."""
+
+    def __init__(self, matrix: RuntimeMatrix, bias: Tensor) -> None:
+        self._matrix = matrix
+        self._bias = bias
+        self.layout: QuantLayout = replace(matrix.layout, has_bias=True)
+
+    def columns(self, first: int, last: int) -> QuantColumns:
+        return replace(self._matrix.columns(first, last), bias=self._bias[first:last])
+
+    def dense(self, first: int, last: int) -> Tensor:
+        return self._matrix.dense(first, last)
 
 
 def _check_finite(tensor: StoredTensor, values: Tensor, cause: str) -> None:

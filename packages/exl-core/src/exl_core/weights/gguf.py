@@ -1,8 +1,8 @@
 """A GGUF file as a source of tensors, memory-mapped.
 
 The header comes from `tokenizer/gguf_fields.py`; this module checks that every tensor lies inside
-the file and hands out decoded rows. Shapes are turned round on the way: the file lists the fastest
-dimension first, everything above here has rows first.
+the file and hands out rows, decoded or as they are. Shapes are turned round on the way: the file
+lists the fastest dimension first, everything above here has rows first.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
@@ -18,6 +17,7 @@ from torch import Tensor
 from exl_core.codecs.gguf_blocks import PLAIN_DTYPES, decode, row_bytes
 from exl_core.errors import UnsupportedModelError, WeightFileError, WeightShapeError
 from exl_core.tokenizer.gguf_fields import GgufHeader, GgufTensorInfo, read_gguf_header
+from exl_core.weights.mapped import MappedFile
 from exl_core.weights.source import StoredTensor, TensorSource
 
 
@@ -34,11 +34,11 @@ class GgufSource(TensorSource):
         if len(self._infos) != len(header.tensors):
             raise WeightFileError("a tensor's name appears twice", where=path)
         self.tensors = {info.name: _declared(path, header, info) for info in header.tensors}
-        self._data = np.memmap(path, dtype=np.uint8, mode="r")
+        self._data = MappedFile(path)
 
     def check_readable(self, name: str) -> None:
         kind = GGMLQuantizationType[self.tensors[name].storage]
-        one_block = np.zeros((1, GGML_QUANT_SIZES[kind][1]), dtype=np.uint8)
+        one_block = torch.zeros(1, GGML_QUANT_SIZES[kind][1], dtype=torch.uint8)
         if decode(one_block, kind) is None:
             raise UnsupportedModelError(
                 f"tensor {name!r} is stored as {kind.name}, which cannot be decoded",
@@ -46,17 +46,24 @@ class GgufSource(TensorSource):
                 next_step="Convert the model to another quantization, such as Q4_K_M or Q8_0.",
             )
 
+    def read_raw(self, name: str) -> Tensor:
+        tensor = self.tensors[name]
+        dtype = PLAIN_DTYPES.get(GGMLQuantizationType[tensor.storage], torch.uint8)
+        raw = self._data.view(self._infos[name].offset, tensor.size_bytes, dtype)
+        return raw.view(math.prod(tensor.shape[:-1]), -1)
+
     def read(self, name: str, rows: slice | Tensor) -> Tensor:
-        tensor, info = self.tensors[name], self._infos[name]
-        kind = GGMLQuantizationType[tensor.storage]
-        raw = self._data[info.offset : info.offset + tensor.size_bytes]
-        # A vector is a matrix with one value a row, so that rows of biases can be picked too.
-        num_rows = tensor.shape[0] if kind in PLAIN_DTYPES else math.prod(tensor.shape[:-1])
-        raw = raw.reshape(num_rows, -1)
-        picked = np.array(raw[rows if isinstance(rows, slice) else rows.numpy()])
-        values = decode(picked, kind)
+        tensor, raw = self.tensors[name], self.read_raw(name)
+        is_vector = len(tensor.shape) == 1  # which may be one row of blocks: decoded first
+        values = decode(raw if is_vector else raw[rows], GGMLQuantizationType[tensor.storage])
         assert values is not None, "see check_readable"
-        return values.reshape(picked.shape[0], *tensor.shape[1:])
+        return values.view(-1)[rows] if is_vector else values.view(-1, *tensor.shape[1:])
+
+    def release(self, name: str, rows: slice | None = None) -> None:
+        start, stop, _ = (rows or slice(None)).indices(self.tensors[name].shape[0])
+        row_bytes = self.tensors[name].size_bytes // self.tensors[name].shape[0]
+        offset = self._infos[name].offset
+        self._data.release(offset + start * row_bytes, (stop - start) * row_bytes)
 
 
 def _declared(path: Path, header: GgufHeader, info: GgufTensorInfo) -> StoredTensor:

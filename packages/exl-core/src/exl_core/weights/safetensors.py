@@ -1,40 +1,41 @@
 """Safetensors files, single or sharded, as a source of tensors.
 
 The header is checked against the file before anything is read (format: safetensors documentation,
-"Format"): 8 bytes of header length, a JSON header, then the data that it points into. Reading goes
-through the safetensors library, which maps the file.
+"Format"): 8 bytes of header length, a JSON header, then the data that it points into. The
+safetensors library has its say about every file before the file is mapped.
 """
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from exl_core.arch.hf_config import directory_advice
 from exl_core.errors import ModelNotFoundError, UnsupportedModelError, WeightFileError
 from exl_core.files import parse_json_object, read_json_object
+from exl_core.weights.mapped import MappedFile
 from exl_core.weights.source import StoredTensor, TensorSource
 
 HEADER_LIMIT_BYTES = 100_000_000  # the library's own limit
 INDEX_NAME = "model.safetensors.index.json"
-VALUE_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
-OTHER_VALUE_BYTES = {
-    "F64": 8,
-    "I64": 8,
-    "U64": 8,
-    "I32": 4,
-    "U32": 4,
-    "I16": 2,
-    "U16": 2,
-    "I8": 1,
-    "U8": 1,
-    "BOOL": 1,
-    "F8_E4M3": 1,
-    "F8_E5M2": 1,
+WEIGHT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+OTHER_TYPES = {
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
 }
 
 
@@ -46,39 +47,50 @@ class SafetensorsSource(TensorSource):
     def __init__(self, directory: Path, *, has_index: bool = True) -> None:
         """`has_index` False: an index is a leftover and says nothing about the files."""
         self.tensors: dict[str, StoredTensor] = {}
-        self._files = {}
+        self._offsets: dict[str, int] = {}
+        self._files: dict[Path, MappedFile] = {}
         for path in checkpoint_files(directory, has_index=has_index):
-            for tensor in read_header(path):
+            for tensor, offset in read_header(path):
                 if tensor.name in self.tensors:
                     raise WeightFileError(
                         f"tensor {tensor.name!r} is also in {self.tensors[tensor.name].file.name}",
                         where=path,
                     )
                 self.tensors[tensor.name] = tensor
+                self._offsets[tensor.name] = offset
             try:
-                self._files[path] = safe_open(path, framework="pt")
+                with safe_open(path, framework="pt"):
+                    pass
             except (SafetensorError, OSError) as error:
                 raise WeightFileError("cannot be opened", where=path, got=error) from error
+            self._files[path] = MappedFile(path)
 
     def check_readable(self, name: str) -> None:
         tensor = self.tensors[name]
-        if tensor.storage not in VALUE_BYTES:
+        if tensor.storage not in WEIGHT_TYPES:
             raise UnsupportedModelError(
                 f"tensor {name!r} has an element type that weights cannot have",
                 where=tensor.file,
-                expected=", ".join(VALUE_BYTES),
+                expected=", ".join(WEIGHT_TYPES),
                 got=tensor.storage,
             )
 
     def read_raw(self, name: str) -> Tensor:
-        whole: Tensor = self._files[self.tensors[name].file].get_tensor(name)  # type: ignore[no-untyped-call]
-        return whole
+        tensor = self.tensors[name]
+        dtype = WEIGHT_TYPES.get(tensor.storage) or OTHER_TYPES.get(tensor.storage, torch.uint8)
+        raw = self._files[tensor.file].view(self._offsets[name], tensor.size_bytes, dtype)
+        return raw.view(tensor.shape) if tensor.num_values == raw.numel() else raw
 
     def read(self, name: str, rows: slice | Tensor) -> Tensor:
+        return self.read_raw(name)[rows].contiguous()
+
+    def release(self, name: str, rows: slice | None = None) -> None:
         tensor = self.tensors[name]
-        stored: Any = self._files[tensor.file].get_slice(name)  # type: ignore[no-untyped-call]
-        part: Tensor = stored[rows] if isinstance(rows, slice) else stored[:].index_select(0, rows)
-        return part.contiguous()
+        start, stop, _ = (rows or slice(None)).indices(tensor.shape[0])
+        row_bytes = tensor.size_bytes // tensor.shape[0]
+        self._files[tensor.file].release(
+            self._offsets[name] + start * row_bytes, (stop - start) * row_bytes
+        )
 
 
 def checkpoint_files(directory: Path, *, has_index: bool = True) -> list[Path]:
@@ -122,8 +134,8 @@ def _advice(directory: Path) -> str:
     return directory_advice(directory)
 
 
-def read_header(path: Path) -> list[StoredTensor]:
-    """What one file declares, checked: every tensor inside the file, sizes that agree."""
+def read_header(path: Path) -> list[tuple[StoredTensor, int]]:
+    """What one file declares and where in it, checked: inside the file, sizes that agree."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -143,10 +155,12 @@ def read_header(path: Path) -> list[StoredTensor]:
         )
     header = parse_json_object(text, WeightFileError, f"{path}, header")
     header.pop("__metadata__", None)
-    return [_declared(path, name, entry, size - 8 - length) for name, entry in header.items()]
+    return [_declared(path, name, entry, 8 + length, size) for name, entry in header.items()]
 
 
-def _declared(path: Path, name: str, entry: object, data_bytes: int) -> StoredTensor:
+def _declared(
+    path: Path, name: str, entry: object, data_start: int, file_bytes: int
+) -> tuple[StoredTensor, int]:
     try:
         storage, shape = str(entry["dtype"]), tuple(entry["shape"])  # type: ignore[index]
         start, stop = entry["data_offsets"]  # type: ignore[index]
@@ -155,6 +169,7 @@ def _declared(path: Path, name: str, entry: object, data_bytes: int) -> StoredTe
         sane = False
     if not sane or start > stop:
         raise WeightFileError(f"entry of tensor {name!r} is malformed", where=path)
+    data_bytes = file_bytes - data_start
     if stop > data_bytes:
         raise WeightFileError(
             f"tensor {name!r} lies outside the file",
@@ -163,12 +178,12 @@ def _declared(path: Path, name: str, entry: object, data_bytes: int) -> StoredTe
             got=f"{data_bytes} bytes of data",
             next_step="The download looks incomplete; fetch the file again.",
         )
-    value_bytes = VALUE_BYTES.get(storage) or OTHER_VALUE_BYTES.get(storage)
-    if value_bytes is not None and math.prod(shape) * value_bytes != stop - start:
+    dtype = WEIGHT_TYPES.get(storage) or OTHER_TYPES.get(storage)
+    if dtype is not None and math.prod(shape) * dtype.itemsize != stop - start:
         raise WeightFileError(
             f"tensor {name!r} has a size that does not fit its shape",
             where=path,
-            expected=f"{math.prod(shape) * value_bytes} bytes for {storage} {list(shape)}",
+            expected=f"{math.prod(shape) * dtype.itemsize} bytes for {storage} {list(shape)}",
             got=f"{stop - start} bytes",
         )
-    return StoredTensor(name, shape, storage, stop - start, path)
+    return StoredTensor(name, shape, storage, stop - start, path), data_start + start

@@ -12,8 +12,6 @@ from pathlib import Path
 
 from torch import Tensor
 
-from exl_core.errors import UnsupportedModelError
-
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
@@ -43,16 +41,19 @@ class TensorSource(ABC):
     def check_readable(self, name: str) -> None:
         """Raises `UnsupportedModelError` if the element type of a tensor cannot be decoded."""
 
+    @abstractmethod
     def read_raw(self, name: str) -> Tensor:
-        """A whole tensor as it is stored: the pieces of quantized matrices are integers."""
-        raise UnsupportedModelError(
-            f"{self.format} files hold no tensors in pieces", where=self.tensors[name].file
-        )
+        """A whole tensor as it is stored, without a copy: the pieces of quantized matrices are
+        integers, the rows of quantized GGUF tensors bytes, uint8 [rows, bytes of a row]."""
 
     @abstractmethod
     def read(self, name: str, rows: slice | Tensor) -> Tensor:
         """Rows of the first dimension (a range, or an int64 index) as a contiguous tensor.
 
         float32, float16 or bfloat16 as stored; quantized storage is dequantized to float32 exactly
-        as the format defines it.
+        as the format defines it. Nobody may write to it: it can be the file itself.
         """
+
+    @abstractmethod
+    def release(self, name: str, rows: slice | None = None) -> None:
+        """These rows (None: all) have been read; they need not take memory any longer."""

@@ -1,0 +1,80 @@
+"""EXL2 matrices to compute with: the words as they are, the scales made whole.
+
+    w[r, n] = scale[g, n] * (code - 2^(bits - 1))        before its rounding to float16
+
+The scales are the format's own, with its two roundings; only the product's rounding is left out.
+Columns that the writer added are never handed out.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from exl_core.codecs import exl2
+from exl_core.codecs.exl2 import COLUMN_STEP, Exl2Linear
+from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
+
+
+class Exl2Matrix:
+    """Columns `first_column` .. of a layer, as many as the model has there."""
+
+    def __init__(
+        self,
+        linear: Exl2Linear,
+        out_features: int,
+        *,
+        first_column: int = 0,
+        prescale: float = 1.0,
+    ) -> None:
+        self._linear = linear
+        self._first = first_column
+        self._prescale = prescale
+        self.layout = QuantLayout(
+            out_features=out_features,
+            in_features=linear.in_features,
+            runs=_runs(linear),
+            features=_features(linear.q_invperm),
+            scale_dtype=torch.float16,
+            offset="middle",
+        )
+
+    def columns(self, first: int, last: int) -> QuantColumns:
+        part, inner = _slice(self._linear, self._first + first, self._first + last)
+        scales = exl2.unpack_scales(part, prescale=self._prescale)
+        return QuantColumns("words", part.q_weight[:, inner], scales=scales[:, inner].contiguous())
+
+    def dense(self, first: int, last: int) -> Tensor:
+        part, inner = _slice(self._linear, self._first + first, self._first + last)
+        return exl2.dequantize(part, prescale=self._prescale)[:, inner].T.contiguous()
+
+
+def _slice(linear: Exl2Linear, first: int, last: int) -> tuple[Exl2Linear, slice]:
+    """A layer of whole words of scale codes around those columns, and where they are in it."""
+    start = first // COLUMN_STEP * COLUMN_STEP
+    stop = -(-last // COLUMN_STEP) * COLUMN_STEP
+    part = Exl2Linear(
+        q_weight=linear.q_weight[:, start:stop],
+        q_scale=linear.q_scale[:, start // 8 : stop // 8],
+        q_scale_max=linear.q_scale_max,
+        q_groups=linear.q_groups,
+        q_invperm=linear.q_invperm,
+    )
+    return part, slice(first - start, last - start)
+
+
+def _runs(linear: Exl2Linear) -> tuple[GroupRun, ...]:
+    alike = groupby(linear.groups, key=lambda group: (group.bits, group.rows))
+    return tuple(GroupRun(bits, len(list(run)), rows) for (bits, rows), run in alike)
+
+
+def _features(invperm: Tensor) -> Tensor | None:
+    """Feature of each stored row, int32; None where every row is its own feature's."""
+    rows = torch.arange(invperm.shape[0], dtype=torch.int32)
+    if torch.equal(invperm, rows):
+        return None
+    features = torch.empty_like(rows)
+    features[invperm.long()] = rows
+    return features

@@ -1,0 +1,168 @@
+"""Fills the op table's matrices from a checkpoint, in the background, a few columns at a time.
+
+Knows which tensors are packed together and in which form; knows neither blocks nor the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from threading import Lock
+from typing import ParamSpec
+
+from torch import Tensor
+
+from exl_core.arch.key_map import packed_together
+from exl_core.codecs.runtime import RuntimeMatrix
+from exl_core.errors import BackendError
+from exl_core.ops.table import OpTable, PackedLinear
+from exl_core.weights.checkpoint import COLUMN_STEP, Checkpoint
+from exl_core.weights.locate import share
+
+P = ParamSpec("P")
+Progress = Callable[[int, int], None]
+
+CHUNK_VALUES = 1 << 20  # of a quantized matrix repacked at a time: half a MiB of 4-bit codes
+SPLIT_VALUES = 1 << 22  # from twice as many on, several threads share one matrix
+
+
+class Packer:
+    """Matrices are started, are filled by threads, and are taken when they are wanted.
+
+    Leaving the block waits for the threads; what has not begun by then is dropped if it failed.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, ops: OpTable, threads: int, progress: Progress | None
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._ops = ops
+        self._progress = progress
+        self._pool = ThreadPoolExecutor(threads)
+        self._parts: dict[str, list[list[Future[PackedLinear]]]] = {}
+        self._done_bytes = 0
+        self._lock = Lock()
+
+    def __enter__(self) -> Packer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=kind is not None)
+
+    def start(self, name: str) -> None:
+        """Begins with the matrix of tensor `name` and of those that are packed with it."""
+        checkpoint, names = self._checkpoint, packed_together(name)
+        is_plain = not any(checkpoint.is_quantized(part) for part in names)
+        if is_plain and len({checkpoint.dtype(part) for part in names}) == 1:
+            self._parts[name] = [[self._submit(self._pack_dense, names)]]
+        else:
+            self._parts[name] = [self._start_part(part) for part in names]
+
+    def packed(self, name: str) -> PackedLinear:
+        """The filled matrix that `start` began with; a failure on the way is raised here."""
+        parts = [[job.result() for job in jobs][-1] for jobs in self._parts.pop(name)]
+        return parts[0] if len(parts) == 1 else self._ops.join(parts)
+
+    def norm(self, name: str) -> Tensor:
+        """A norm's factors, read at once."""
+        weight = self._checkpoint.norm(name)
+        self._report(self._checkpoint.stored[name].size_bytes)
+        return weight
+
+    def _start_part(self, name: str) -> list[Future[PackedLinear]]:
+        if not self._checkpoint.is_quantized(name):
+            return [self._submit(self._pack_dense, [name])]
+        if self._checkpoint.stored[name].num_values < 2 * SPLIT_VALUES:
+            return [self._submit(self._pack_quantized, name)]
+        matrix = self._open(name)
+        packed = self._ops.new_quantized(matrix.layout)
+        rows, columns = matrix.layout.in_features, matrix.layout.out_features
+        jobs = [
+            self._submit(self._fill, name, matrix, packed, first, last)
+            for first, last in column_ranges(columns, rows, SPLIT_VALUES)
+        ]
+
+        def release_at_last(_: Future[PackedLinear]) -> None:
+            if all(job.done() for job in jobs):
+                self._checkpoint.release(name)
+
+        for job in jobs:
+            job.add_done_callback(release_at_last)
+        return jobs
+
+    def _submit(
+        self, job: Callable[P, PackedLinear], *args: P.args, **kwargs: P.kwargs
+    ) -> Future[PackedLinear]:
+        try:
+            return self._pool.submit(job, *args, **kwargs)
+        except RuntimeError as error:  # the pool starts its threads when they are first needed
+            raise BackendError(
+                "no thread can be started to read the weights",
+                got=error,
+                next_step="Raise the limits on processes and memory, or use fewer threads.",
+            ) from error
+
+    def _open(self, name: str) -> RuntimeMatrix:
+        matrix = self._checkpoint.quantized(name)
+        if matrix.layout.has_bias:
+            self._report(self._checkpoint.stored[_bias_of(name)].size_bytes)
+        return matrix
+
+    def _pack_quantized(self, name: str) -> PackedLinear:
+        matrix = self._open(name)
+        packed = self._ops.new_quantized(matrix.layout)
+        self._fill(name, matrix, packed, 0, matrix.layout.out_features)
+        self._checkpoint.release(name)
+        return packed
+
+    def _fill(
+        self, name: str, matrix: RuntimeMatrix, packed: PackedLinear, first: int, last: int
+    ) -> PackedLinear:
+        """Columns first .. last - 1; returns the matrix, filled as far as that."""
+        tensor = self._checkpoint.stored[name]
+        for start, stop in column_ranges(last - first, tensor.shape[1], CHUNK_VALUES):
+            columns = matrix.columns(first + start, first + stop)
+            self._ops.fill_quantized(packed, first + start, columns)
+            self._checkpoint.release(name, slice(first + start, first + stop))
+            self._report(share(tensor.size_bytes, first + start, first + stop, tensor.shape[0]))
+        return packed
+
+    def _pack_dense(self, names: Sequence[str]) -> PackedLinear:
+        """One matrix from the rows of several tensors; its biases too, where there are any."""
+        checkpoint = self._checkpoint
+        stored = [checkpoint.stored[name] for name in names]
+        dtype = checkpoint.dtype(names[0])
+        has_bias = _bias_of(names[0]) in checkpoint.stored
+        packed = self._ops.new_linear(
+            sum(tensor.shape[0] for tensor in stored), stored[0].shape[1], dtype, has_bias=has_bias
+        )
+        first_row = 0
+        for name in names:
+            bias = None
+            if has_bias:
+                bias = checkpoint.vector(_bias_of(name))
+                self._report(checkpoint.stored[_bias_of(name)].size_bytes)
+            for chunk in checkpoint.chunks(name, dtype):
+                rows = slice(chunk.first_row, chunk.first_row + chunk.values.shape[0])
+                part = None if bias is None else bias[rows]
+                self._ops.fill_linear(packed, first_row + chunk.first_row, chunk.values, part)
+                self._report(chunk.size_bytes)
+            first_row += checkpoint.stored[name].shape[0]
+        return packed
+
+    def _report(self, size_bytes: int) -> None:
+        if self._progress is None:
+            return
+        with self._lock:
+            self._done_bytes += size_bytes
+            self._progress(self._done_bytes, self._checkpoint.size_bytes)
+
+
+def _bias_of(name: str) -> str:
+    return name.removesuffix("weight") + "bias"
+
+
+def column_ranges(columns: int, rows: int, values: int) -> list[tuple[int, int]]:
+    """Ranges of about so many values that cover all columns, cut at multiples of a step."""
+    step = max(1, values // rows // COLUMN_STEP) * COLUMN_STEP
+    return [(start, min(start + step, columns)) for start in range(0, columns, step)]
