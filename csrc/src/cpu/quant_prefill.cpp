@@ -1,0 +1,271 @@
+// y = x @ w for quantized w and many rows of x: weights become numbers that stay in the cache.
+//
+// Contract   include/exl/ops/quantized.h.
+// Used for   more rows than the integer products of quant_linear.cpp are good for.
+// Numbers    by instruction set: bf16 in AMX tiles (amx), bf16 in dot products (avx512vnni), fp32
+//            (the others). See quant_tiles_bf16.h and quant_tiles_fp32.h.
+// Blocks     x goes through in passes of up to kPassRows rows, packed in stored order in units of
+//            kUnitRows. A strip is two panels: neighbors, or a gate and its up. k is cut into
+//            chunks of kChunkBlocks blocks; the weights of one chunk of one strip are made, and
+//            all units pass over them:
+//
+//                  chunk of k              strip
+//            units [ x  x ... ]   chunk of [ w w ]      sums [unit][32] per strip, in scratch while
+//                  [ x  x ... ]       k    [ w w ]      there are chunks to come
+//
+// Mapping    A work item is some strips and, where strips are few, some of the units. Every sum
+//            runs over k in one order, so results do not depend on the number of threads.
+// Accuracy   fp32 sums. fp32: products of fp32 weights. bf16: weights and x rounded once each.
+#include "cpu/activation.h"
+#include "cpu/ops.h"
+#include "cpu/quant_prefill.h"
+#if defined(__AVX512BF16__)
+#include "cpu/quant_tiles_bf16.h"
+#else
+#include "cpu/quant_tiles_fp32.h"
+#endif
+
+namespace exl::EXL_ISA {
+
+// Making the weights of a pass costs about as much as 100 of its rows with AMX.
+constexpr int64_t kPassRows = 512;
+// Strips of a work item share what they read of x; their sums take up to 256 KiB.
+constexpr int64_t kItemStrips = 4;
+// Scratch slots.
+constexpr int kPackedSlot = 4;
+constexpr int kWeightSlot = 5;
+constexpr int kSumSlot = 6;
+
+// One panel and the activations that meet it.
+struct Side {
+    const QuantMatrix* w;
+    int64_t panel;
+    const Element* packed;  // [unit][block]; see block_elements
+};
+
+struct Strip {
+    Side sides[2];
+    int count;
+    int64_t column;  // of y
+    int64_t columns;
+};
+
+struct Pass {
+    const QuantLinearArgs& args;
+    int64_t first_row;
+    int64_t rows;
+    const Element* packed[kMaxParts];
+
+    int64_t units() const { return ceil_div(rows, kUnitRows); }
+    int rows_of(int64_t unit) const {
+        return static_cast<int>(smaller(kUnitRows, rows - unit * kUnitRows));
+    }
+};
+
+struct Span {
+    int64_t first;
+    int64_t last;
+
+    int64_t count() const { return last - first; }
+};
+
+static Span share(int64_t total, int64_t part, int64_t parts) {
+    return {total * part / parts, total * (part + 1) / parts};
+}
+
+static bool is_gated(const QuantLinearArgs& args) { return args.epilogue == Epilogue::gated; }
+
+static int64_t strips_of(const QuantMatrix& w) { return ceil_div(w.panels(), 2); }
+
+static int64_t count_strips(const QuantLinearArgs& args) {
+    if (is_gated(args)) return args.parts[0]->panels();
+    int64_t strips = 0;
+    for (int p = 0; p < args.count; ++p) strips += strips_of(*args.parts[p]);
+    return strips;
+}
+
+static Strip strip_at(const Pass& pass, int64_t strip) {
+    const QuantLinearArgs& args = pass.args;
+    if (is_gated(args)) {
+        return {{{args.parts[0], strip, pass.packed[0]}, {args.parts[1], strip, pass.packed[1]}},
+                2, strip * kPanel, smaller(kPanel, args.parts[0]->n - strip * kPanel)};
+    }
+    int p = 0;
+    int64_t column = 0;
+    for (; strip >= strips_of(*args.parts[p]); ++p) {
+        strip -= strips_of(*args.parts[p]);
+        column += args.parts[p]->n;
+    }
+    const QuantMatrix* w = args.parts[p];
+    const int64_t panel = 2 * strip;
+    return {{{w, panel, pass.packed[p]}, {w, panel + 1, pass.packed[p]}},
+            panel + 1 < w->panels() ? 2 : 1, column + panel * kPanel,
+            smaller(2 * kPanel, w->n - panel * kPanel)};
+}
+
+static bool has_same_order(const QuantMatrix& a, const QuantMatrix& b) {
+    return a.blocks == b.blocks && a.order.size() == b.order.size() &&
+           (a.order.empty() ||
+            __builtin_memcmp(a.order.data(), b.order.data(), a.order.size() * 4) == 0);
+}
+
+// x in stored order for every part; parts of the same order share one copy.
+static void pack(ThreadPool& pool, Pass& pass) {
+    const QuantLinearArgs& args = pass.args;
+    const int64_t unit_count = pass.units();
+    int64_t offsets[kMaxParts] = {};
+    const QuantMatrix* distinct[kMaxParts];
+    int copies = 0;
+    int copy_of[kMaxParts] = {};
+    int64_t elements = 0;
+    for (int p = 0; p < args.count; ++p) {
+        int copy = 0;
+        while (copy < copies && !has_same_order(*distinct[copy], *args.parts[p])) ++copy;
+        copy_of[p] = copy;
+        if (copy < copies) continue;
+        distinct[copies] = args.parts[p];
+        offsets[copies++] = elements;
+        elements += unit_count * args.parts[p]->blocks * block_elements(kUnitRows);
+    }
+    auto* packed = static_cast<Element*>(
+        thread_scratch(kPackedSlot, elements * static_cast<int64_t>(sizeof(Element))));
+    for (int p = 0; p < args.count; ++p) pass.packed[p] = packed + offsets[copy_of[p]];
+    pool.parallel_for(copies * unit_count, [&](int64_t item) {
+        const int64_t copy = item / unit_count;
+        const int64_t unit = item % unit_count;
+        const QuantMatrix& w = *distinct[copy];
+        const int64_t row = pass.first_row + unit * kUnitRows;
+        pack_unit(args.x + row * args.x_stride, args.x_stride, pass.rows_of(unit), w,
+                  packed + offsets[copy] + unit * w.blocks * block_elements(kUnitRows));
+    });
+}
+
+template <class Act>
+static void write_gated(const Strip& strip, int rows, const float* acc, float* y, int64_t y_stride,
+                        Act act) {
+    const float* gate_bias = strip.sides[0].w->bias;
+    const float* up_bias = strip.sides[1].w->bias;
+    for (int r = 0; r < rows; ++r) {
+        for_lanes(strip.columns, [&](int64_t c, int count) {
+            Vec gate = load(acc + r * kAccColumns + c);
+            Vec up = load(acc + r * kAccColumns + kPanel + c);
+            if (gate_bias != nullptr) gate = add(gate, load(gate_bias + strip.column + c));
+            if (up_bias != nullptr) up = add(up, load(up_bias + strip.column + c));
+            store_some(y + r * y_stride + c, mul(act(gate), up), count);
+        });
+    }
+}
+
+static void write_unit(const Pass& pass, const Strip& strip, int64_t unit, const float* acc) {
+    const QuantLinearArgs& args = pass.args;
+    const int rows = pass.rows_of(unit);
+    float* y = args.y + (pass.first_row + unit * kUnitRows) * args.y_stride + strip.column;
+    if (is_gated(args)) {
+        if (args.gate == Gate::silu) {
+            return write_gated(strip, rows, acc, y, args.y_stride, [](Vec x) { return silu(x); });
+        }
+        return write_gated(strip, rows, acc, y, args.y_stride, [](Vec x) { return gelu_tanh(x); });
+    }
+    const Side& side = strip.sides[0];
+    const float* bias = side.w->bias == nullptr ? nullptr : side.w->bias + side.panel * kPanel;
+    for (int r = 0; r < rows; ++r) {
+        for_lanes(strip.columns, [&](int64_t c, int count) {
+            Vec value = load(acc + r * kAccColumns + c);
+            if (bias != nullptr) value = add(value, load(bias + c));
+            float* to = y + r * args.y_stride + c;
+            if (args.epilogue == Epilogue::add) value = add(value, load_some(to, count));
+            store_some(to, value, count);
+        });
+    }
+}
+
+struct Chunk {
+    int64_t first;
+    int64_t last;  // blocks; may lie past the end of one side, or be shorter for it
+
+    int64_t blocks_of(const Side& side) const {
+        return larger(0, smaller(last, side.w->blocks) - first);
+    }
+};
+
+// One chunk of a strip's weights times one unit.
+static void multiply(const Pass& pass, const Strip& strip, const Chunk& chunk, int64_t unit,
+                     const Element* weights, float* acc) {
+    const int rows = pass.rows_of(unit);
+    const auto at = [&](const Side& side) {
+        return side.packed + unit * side.w->blocks * block_elements(kUnitRows) +
+               chunk.first * block_elements(rows);
+    };
+    const Side* sides = strip.sides;
+    const bool accumulate = chunk.first > 0;
+    const int64_t blocks = chunk.blocks_of(sides[0]);
+    if (strip.count == 2 && sides[0].packed == sides[1].packed) {
+        multiply_unit<2>(at(sides[0]), rows, weights, blocks, accumulate, acc);
+        return;
+    }
+    for (int h = 0; h < strip.count; ++h) {
+        const int64_t count = chunk.blocks_of(sides[h]);
+        if (count == 0) continue;
+        multiply_unit<1>(at(sides[h]), rows, weights, count, accumulate, acc + h * kPanel);
+        weights += count * kBlockRows * kPanel;
+    }
+}
+
+// Strips and units [first, last) of a pass.
+static void item_product(const Pass& pass, const Span& strips, const Span& units) {
+    constexpr int64_t kWeightElements = 2 * kChunkBlocks * kBlockRows * kPanel;
+    auto* weights = static_cast<Element*>(
+        thread_scratch(kWeightSlot, kWeightElements * static_cast<int64_t>(sizeof(Element))));
+    int64_t blocks = 0;
+    for (int p = 0; p < pass.args.count; ++p) blocks = larger(blocks, pass.args.parts[p]->blocks);
+    const bool is_one_chunk = blocks <= kChunkBlocks;
+    constexpr int64_t kSums = kUnitRows * kAccColumns;
+    const int64_t kept = is_one_chunk ? 1 : strips.count() * units.count();
+    auto* sums = static_cast<float*>(thread_scratch(kSumSlot, kept * kSums * 4));
+    const TileScope scope;
+    for (Chunk chunk{0, kChunkBlocks}; chunk.first < blocks;
+         chunk = {chunk.last, chunk.last + kChunkBlocks}) {
+        for (int64_t s = strips.first; s < strips.last; ++s) {
+            const Strip strip = strip_at(pass, s);
+            Element* to = weights;
+            for (int h = 0; h < strip.count; ++h) {
+                const Side& side = strip.sides[h];
+                const int64_t count = chunk.blocks_of(side);
+                weights_of(*side.w, side.panel, chunk.first, chunk.first + count, to);
+                to += count * kBlockRows * kPanel;
+            }
+            for (int64_t unit = units.first; unit < units.last; ++unit) {
+                const int64_t at = (s - strips.first) * units.count() + unit - units.first;
+                float* acc = sums + (is_one_chunk ? 0 : at * kSums);
+                multiply(pass, strip, chunk, unit, weights, acc);
+                if (chunk.last >= blocks) write_unit(pass, strip, unit, acc);
+            }
+        }
+    }
+}
+
+static void run_pass(ThreadPool& pool, Pass& pass) {
+    pack(pool, pass);
+    const int64_t strips = count_strips(pass.args);
+    const int64_t threads = pool.threads();
+    // As many items for every thread, as far as that goes.
+    int64_t columns = ceil_div(strips, kItemStrips);
+    while (columns < strips && columns % threads != 0 && columns < 8 * threads) ++columns;
+    const int64_t rows = columns >= threads ? 1 : smaller(pass.units(), ceil_div(threads, columns));
+    pool.parallel_for(rows * columns, [&](int64_t item) {
+        item_product(pass, share(strips, item / rows, columns),
+                     share(pass.units(), item % rows, rows));
+    });
+}
+
+void quant_prefill(ThreadPool& pool, const QuantLinearArgs& args) {
+    // Passes of about as many rows, in whole units.
+    const int64_t passes = ceil_div(args.m, kPassRows);
+    const int64_t rows = ceil_div(ceil_div(args.m, passes), kUnitRows) * kUnitRows;
+    for (int64_t row = 0; row < args.m; row += rows) {
+        Pass pass{args, row, smaller(rows, args.m - row), {}};
+        run_pass(pool, pass);
+    }
+}
+
+}  // namespace exl::EXL_ISA

@@ -1,0 +1,195 @@
+// The product of quant_prefill.cpp in bf16 with fp32 sums: dot products of pairs, or AMX tiles.
+//
+// Both read the same layouts, whose blocks are AMX tiles of 1 KiB:
+//
+//   activations   unit of 32 rows: [block][32 rows][32 k]       two tiles a block, one above the other
+//   weights       panel: [block][16 pairs of k][16 columns][2]  one tile a block
+//
+// A unit times two panels is a result of 32 x 32: four tiles, which stay in registers along k and
+// leave room for two of each operand. Activations are rounded to bf16, nearest even.
+#pragma once
+
+#include <immintrin.h>
+
+#include "cpu/quant_dequant.h"
+
+namespace exl::EXL_ISA {
+
+using Element = BFloat;
+constexpr int kUnitRows = 32;
+// 512 rows of two panels are 32 KiB, which stay in L1 while the units of x pass over them.
+constexpr int64_t kChunkBlocks = 16;
+constexpr int kAccColumns = 2 * static_cast<int>(kPanel);
+constexpr int64_t kTileElements = kBlockRows * kPanel;  // of activations or weights
+
+static inline int64_t block_elements(int) { return kUnitRows * kBlockRows; }
+
+// Rows from `rows` on are zero.
+static inline void pack_unit(const float* x, int64_t x_stride, int rows, const QuantMatrix& w,
+                             BFloat* packed) {
+    const int32_t* order = w.order.empty() ? nullptr : w.order.data();
+    for (int64_t block = 0; block < w.blocks; ++block, packed += kUnitRows * kBlockRows) {
+        const int64_t first = block * kBlockRows;
+        const auto pack = [&](auto&& load_half) __attribute__((always_inline)) {
+            for (int r = 0; r < rows; ++r) {
+                const float* row = x + r * x_stride;
+                const __m512bh pair = _mm512_cvtne2ps_pbh(load_half(row, 1), load_half(row, 0));
+                _mm512_storeu_si512(packed + r * kBlockRows, reinterpret_cast<__m512i>(pair));
+            }
+        };
+        if (order == nullptr) {
+            pack([&](const float* row, int half) { return load(row + first + half * kLanes); });
+        } else {
+            const __m512i index[2] = {_mm512_loadu_si512(order + first),
+                                      _mm512_loadu_si512(order + first + kLanes)};
+            const Mask is_feature[2] = {_mm512_movepi32_mask(~index[0]),
+                                        _mm512_movepi32_mask(~index[1])};
+            pack([&](const float* row, int half) {
+                return _mm512_mask_i32gather_ps(_mm512_setzero_ps(), is_feature[half], index[half],
+                                                row, 4);
+            });
+        }
+        for (int r = rows; r < kUnitRows; ++r) {
+            _mm512_storeu_si512(packed + r * kBlockRows, _mm512_setzero_si512());
+        }
+    }
+}
+
+static inline void weights_of(const QuantMatrix& w, int64_t panel, int64_t first_block,
+                              int64_t last_block, BFloat* to) {
+    dequantize_pairs(w, panel, first_block, last_block, to);
+}
+
+#if defined(__AMX_BF16__)
+
+// What a thread needs around its products: eight tiles of 16 rows of 64 bytes.
+struct TileScope {
+    TileScope() {
+        struct alignas(64) {
+            uint8_t palette = 1;
+            uint8_t start_row = 0;
+            uint8_t reserved[14] = {};
+            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+        } shape;
+        static_assert(sizeof shape == 64);
+        _tile_loadconfig(&shape);
+    }
+    // The next switch of this thread need not save 8 KiB.
+    ~TileScope() { _tile_release(); }
+    TileScope(const TileScope&) = delete;
+    TileScope& operator=(const TileScope&) = delete;
+};
+
+// Tiles 0 to 3 are the result, 4 and 5 activations, 6 and 7 weights.
+template <int RowTiles, int Panels>
+static void multiply_tiles(const BFloat* a, const BFloat* b, int64_t blocks, bool accumulate,
+                           float* acc) {
+    constexpr int64_t kAccBytes = kAccColumns * 4;
+    float* below = acc + 16 * kAccColumns;
+    const BFloat* b1 = b + blocks * kTileElements;
+    // The compiler does not know that tile instructions touch memory.
+    asm volatile("" ::: "memory");
+    if (accumulate) {
+        _tile_loadd(0, acc, kAccBytes);
+        if constexpr (Panels > 1) _tile_loadd(1, acc + kPanel, kAccBytes);
+        if constexpr (RowTiles > 1) _tile_loadd(2, below, kAccBytes);
+        if constexpr (RowTiles > 1 && Panels > 1) _tile_loadd(3, below + kPanel, kAccBytes);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int64_t block = 0; block < blocks; ++block) {
+        _tile_loadd(6, b, 64);
+        _tile_loadd(4, a, 64);
+        _tile_dpbf16ps(0, 4, 6);
+        if constexpr (Panels > 1) _tile_loadd(7, b1, 64);
+        if constexpr (Panels > 1) _tile_dpbf16ps(1, 4, 7);
+        if constexpr (RowTiles > 1) _tile_loadd(5, a + kTileElements, 64);
+        if constexpr (RowTiles > 1) _tile_dpbf16ps(2, 5, 6);
+        if constexpr (RowTiles > 1 && Panels > 1) _tile_dpbf16ps(3, 5, 7);
+        a += kUnitRows * kBlockRows;
+        b += kTileElements;
+        b1 += kTileElements;
+    }
+    _tile_stored(0, acc, kAccBytes);
+    if constexpr (Panels > 1) _tile_stored(1, acc + kPanel, kAccBytes);
+    if constexpr (RowTiles > 1) _tile_stored(2, below, kAccBytes);
+    if constexpr (RowTiles > 1 && Panels > 1) _tile_stored(3, below + kPanel, kAccBytes);
+    asm volatile("" ::: "memory");
+}
+
+// acc[32][kAccColumns] (+)= a @ b over `blocks` of each of the panels of b.
+template <int Panels>
+static void multiply_unit(const BFloat* a, int rows, const BFloat* b, int64_t blocks,
+                          bool accumulate, float* acc) {
+    if (rows > 16) {
+        multiply_tiles<2, Panels>(a, b, blocks, accumulate, acc);
+    } else {
+        multiply_tiles<1, Panels>(a, b, blocks, accumulate, acc);
+    }
+}
+
+#else
+
+struct TileScope {
+    TileScope() {}
+};
+
+// 8 x 2 sums, each its own chain of dot products: enough to hide their latency.
+constexpr int kDotRows = 8;
+
+template <int Panels>
+static void multiply_dots(const BFloat* a, const BFloat* b, int64_t blocks, bool accumulate,
+                          float* acc) {
+    Vec sums[kDotRows][Panels];
+#pragma GCC unroll 8
+    for (int r = 0; r < kDotRows; ++r) {
+#pragma GCC unroll 2
+        for (int p = 0; p < Panels; ++p) {
+            sums[r][p] = accumulate ? load(acc + r * kAccColumns + p * kPanel) : set1(0.0f);
+        }
+    }
+    for (int64_t block = 0; block < blocks; ++block) {
+        for (int64_t pair = 0; pair < kBlockRows / 2; ++pair) {
+            __m512bh weights[Panels];
+#pragma GCC unroll 2
+            for (int p = 0; p < Panels; ++p) {
+                weights[p] = reinterpret_cast<__m512bh>(
+                    _mm512_loadu_si512(b + p * blocks * kTileElements + pair * 2 * kPanel));
+            }
+#pragma GCC unroll 8
+            for (int r = 0; r < kDotRows; ++r) {
+                int32_t two;
+                __builtin_memcpy(&two, a + r * kBlockRows + 2 * pair, 4);
+                const auto values = reinterpret_cast<__m512bh>(_mm512_set1_epi32(two));
+#pragma GCC unroll 2
+                for (int p = 0; p < Panels; ++p) {
+                    sums[r][p] = _mm512_dpbf16_ps(sums[r][p], values, weights[p]);
+                }
+            }
+        }
+        a += kUnitRows * kBlockRows;
+        b += kTileElements;
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < kDotRows; ++r) {
+#pragma GCC unroll 2
+        for (int p = 0; p < Panels; ++p) store(acc + r * kAccColumns + p * kPanel, sums[r][p]);
+    }
+}
+
+// acc[32][kAccColumns] (+)= a @ b over `blocks` of each of the panels of b.
+template <int Panels>
+static void multiply_unit(const BFloat* a, int rows, const BFloat* b, int64_t blocks,
+                          bool accumulate, float* acc) {
+    for (int row = 0; row < rows; row += kDotRows) {
+        multiply_dots<Panels>(a + row * kBlockRows, b, blocks, accumulate, acc + row * kAccColumns);
+    }
+}
+
+#endif
+
+}  // namespace exl::EXL_ISA

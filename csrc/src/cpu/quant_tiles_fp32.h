@@ -1,0 +1,51 @@
+// The product of quant_prefill.cpp in fp32, for sets without bf16: the tiles of tile.h.
+//
+// Activations of a unit of R rows are [block][32][R]; weights are panels of [row][16].
+#pragma once
+
+#include "cpu/quant_dequant.h"
+#include "cpu/tile.h"
+
+namespace exl::EXL_ISA {
+
+using Element = float;
+constexpr int kUnitRows = kTileRows;
+// 256 rows of two panels are 32 KiB, which the tiles of x find in L1 or near it.
+constexpr int64_t kChunkBlocks = 8;
+constexpr int kAccColumns = 2 * static_cast<int>(kPanel);
+
+// What a thread needs around its products.
+struct TileScope {
+    TileScope() {}
+};
+
+// Elements of one block of a packed unit.
+static inline int64_t block_elements(int rows) { return rows * kBlockRows; }
+
+static inline void pack_unit(const float* x, int64_t x_stride, int rows, const QuantMatrix& w,
+                             float* packed) {
+    if (w.order.empty()) return pack_rows(x, x_stride, rows, w.k, packed);
+    const int32_t* order = w.order.data();
+    for (int64_t i = 0; i < w.blocks * kBlockRows; ++i, packed += rows) {
+        const int32_t feature = order[i];
+        for (int r = 0; r < rows; ++r) packed[r] = feature < 0 ? 0.0f : x[r * x_stride + feature];
+    }
+}
+
+static inline void weights_of(const QuantMatrix& w, int64_t panel, int64_t first_block,
+                              int64_t last_block, float* to) {
+    dequantize_blocks(w, panel, first_block, last_block, to);
+}
+
+// acc[rows][kAccColumns] (+)= a @ b over `blocks` of each of the panels of b.
+template <int Panels>
+static void multiply_unit(const float* a, int rows, const float* b, int64_t blocks, bool accumulate,
+                          float* acc) {
+    const int64_t steps = blocks * kBlockRows;
+    const TileOut out{acc, kAccColumns, Panels * kPanel, accumulate, nullptr};
+    with_rows<kTileRows>(rows, [&]<int R>() {
+        tile_columns<R>(PackedRows<R>{a}, b, steps * kPanel, Panels, steps, out);
+    });
+}
+
+}  // namespace exl::EXL_ISA
