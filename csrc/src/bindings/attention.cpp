@@ -1,40 +1,77 @@
 // Paged attention. Everything the kernel indexes with is checked here: rows, lengths, page ids.
+#include <array>
+#include <memory>
+#include <utility>
+#include <vector>
+
 #include "bindings/convert.h"
 
 namespace exl {
 
-static void check_sequences(const AttentionArgs& args, int64_t num_pages) {
-    const Operand starts{"paged_attention", "row_starts"};
-    const Operand lens{"paged_attention", "past_lens"};
-    const Operand table{"paged_attention", "page_table"};
-    if (args.row_starts[0] != 0 || args.row_starts[args.seqs] != args.rows) {
-        fail(starts, "0 first and " + std::to_string(args.rows) + " last",
-             std::to_string(args.row_starts[0]) + " and " +
-                 std::to_string(args.row_starts[args.seqs]));
+// Which rows belong to which sequence, and where their keys lie.
+struct Sequences {
+    const int32_t* page_table;  // [seqs, table_width]
+    int64_t table_width;
+    int64_t seqs;
+    const int32_t* row_starts;  // [seqs + 1]
+    const int32_t* past_lens;   // [seqs]
+};
+
+static Sequences view_sequences(const char* op, py::handle page_table, py::handle row_starts,
+                                py::handle past_lens) {
+    const Operand table_operand{op, "page_table"};
+    const Operand starts_operand{op, "row_starts"};
+    const Operand lens_operand{op, "past_lens"};
+    const TensorView pages = view_of(table_operand, page_table);
+    check(table_operand, pages, {DType::i32}, {kAnySize, kAnySize});
+    check_contiguous(table_operand, pages, 0);
+    const TensorView starts = view_of(starts_operand, row_starts);
+    check(starts_operand, starts, {DType::i32}, {pages.shape[0] + 1});
+    check_contiguous(starts_operand, starts, 0);
+    const TensorView lens = view_of(lens_operand, past_lens);
+    check(lens_operand, lens, {DType::i32}, {pages.shape[0]});
+    check_contiguous(lens_operand, lens, 0);
+    return {pages.as<int32_t>(), pages.shape[1], pages.shape[0], starts.as<int32_t>(),
+            lens.as<int32_t>()};
+}
+
+static void check_sequences(const char* op, const Sequences& of, int64_t rows, int64_t page_size,
+                            int64_t num_pages) {
+    const Operand starts{op, "row_starts"};
+    const Operand lens{op, "past_lens"};
+    const Operand table{op, "page_table"};
+    if (of.row_starts[0] != 0 || of.row_starts[of.seqs] != rows) {
+        fail(starts, "0 first and " + std::to_string(rows) + " last",
+             std::to_string(of.row_starts[0]) + " and " + std::to_string(of.row_starts[of.seqs]));
     }
-    for (int64_t seq = 0; seq < args.seqs; ++seq) {
-        const int64_t rows = int64_t{args.row_starts[seq + 1]} - args.row_starts[seq];
-        if (rows < 0) {
+    for (int64_t seq = 0; seq < of.seqs; ++seq) {
+        const int64_t count = int64_t{of.row_starts[seq + 1]} - of.row_starts[seq];
+        if (count < 0) {
             fail(starts, "ascending values", "less at index " + std::to_string(seq + 1));
         }
-        if (rows == 0) continue;
-        const int64_t past = args.past_lens[seq];
+        if (count == 0) continue;
+        const int64_t past = of.past_lens[seq];
         if (past < 0) fail(lens, "lengths of at least 0", std::to_string(past));
-        const int64_t pages = (past + rows + args.page_size - 1) / args.page_size;
-        if (pages > args.table_width) {
+        const int64_t pages = (past + count + page_size - 1) / page_size;
+        if (pages > of.table_width) {
             fail(table,
-                 std::to_string(pages) + " pages for the " + std::to_string(past + rows) +
+                 std::to_string(pages) + " pages for the " + std::to_string(past + count) +
                      " positions of sequence " + std::to_string(seq),
-                 std::to_string(args.table_width));
+                 std::to_string(of.table_width));
         }
         for (int64_t i = 0; i < pages; ++i) {
-            const int64_t page = args.page_table[seq * args.table_width + i];
+            const int64_t page = of.page_table[seq * of.table_width + i];
             if (page < 0 || page >= num_pages) {
                 fail(table, "page ids within [0, " + std::to_string(num_pages) + ")",
                      std::to_string(page) + " in sequence " + std::to_string(seq));
             }
         }
     }
+}
+
+static void check_limits(const char* op, int64_t window, float softcap) {
+    if (window < 0) fail({op, "window"}, "0 (none) or more", std::to_string(window));
+    if (!(softcap >= 0.0f)) fail({op, "softcap"}, "0 (none) or more", std::to_string(softcap));
 }
 
 struct Caches {
@@ -64,33 +101,18 @@ static void paged_attention(Table& table, py::handle q, py::handle key_cache,
                             py::handle past_lens, float scale, int64_t window, float softcap,
                             py::handle out) {
     const Operand q_operand{"paged_attention", "q"};
-    const Operand table_operand{"paged_attention", "page_table"};
-    const Operand starts_operand{"paged_attention", "row_starts"};
-    const Operand lens_operand{"paged_attention", "past_lens"};
     const Operand y_operand{"paged_attention", "out"};
     const TensorView x = view_of(q_operand, q);
     check(q_operand, x, {DType::f32}, {kAnySize, kAnySize, kAnySize});
     check_contiguous(q_operand, x, 1);
     const auto [kc, vc] = view_caches(x, key_cache, value_cache);
     const int64_t kv_heads = kc.shape[1];
-    const TensorView pages = view_of(table_operand, page_table);
-    check(table_operand, pages, {DType::i32}, {kAnySize, kAnySize});
-    check_contiguous(table_operand, pages, 0);
-    const TensorView starts = view_of(starts_operand, row_starts);
-    check(starts_operand, starts, {DType::i32}, {pages.shape[0] + 1});
-    check_contiguous(starts_operand, starts, 0);
-    const TensorView lens = view_of(lens_operand, past_lens);
-    check(lens_operand, lens, {DType::i32}, {pages.shape[0]});
-    check_contiguous(lens_operand, lens, 0);
+    const Sequences of = view_sequences("paged_attention", page_table, row_starts, past_lens);
     const TensorView y = view_of(y_operand, out);
     check(y_operand, y, {DType::f32}, {x.shape[0], x.shape[1] * x.shape[2]});
     check_contiguous(y_operand, y, 0);
-    if (window < 0) {
-        fail({"paged_attention", "window"}, "0 (none) or more", std::to_string(window));
-    }
-    if (!(softcap >= 0.0f)) {
-        fail({"paged_attention", "softcap"}, "0 (none) or more", std::to_string(softcap));
-    }
+    check_limits("paged_attention", window, softcap);
+    check_sequences("paged_attention", of, x.shape[0], kc.shape[2], kc.shape[0]);
     const AttentionArgs args{x.as<float>(),
                              x.shape[0],
                              x.stride[0],
@@ -101,21 +123,202 @@ static void paged_attention(Table& table, py::handle q, py::handle key_cache,
                              vc.data,
                              kc.dtype,
                              kc.shape[2],
-                             pages.as<int32_t>(),
-                             pages.shape[1],
-                             pages.shape[0],
-                             starts.as<int32_t>(),
-                             lens.as<int32_t>(),
+                             of.page_table,
+                             of.table_width,
+                             of.seqs,
+                             of.row_starts,
+                             of.past_lens,
                              scale,
                              window,
                              softcap,
                              y.as<float>()};
-    check_sequences(args, kc.shape[0]);
     py::gil_scoped_release release;
     table.ops->paged_attention(table.pool, args);
 }
 
+// The rows of one pass, read and checked once for all its layers. Owns copies of all that the
+// kernels index with; the angles stay where they are, and are only read.
+struct AttentionBatch {
+    int64_t num_pages;
+    int64_t page_size;
+    int64_t rows;
+    int64_t seqs;
+    int64_t table_width;
+    std::vector<int32_t> page_table;
+    std::vector<int32_t> row_starts;
+    std::vector<int32_t> past_lens;
+    std::vector<int64_t> slots;
+    int64_t pairs;  // of each head that RoPE turns
+    const float* cos;
+    const float* sin;
+    py::object cos_owner;
+    py::object sin_owner;
+};
+
+static std::vector<int64_t> read_slots(py::handle slots, int64_t slot_count) {
+    const Operand operand{"attention_batch", "slots"};
+    const TensorView view = view_of(operand, slots);
+    check(operand, view, {DType::i64}, {kAnySize});
+    check_contiguous(operand, view, 0);
+    std::vector<int64_t> copy(view.as<int64_t>(), view.as<int64_t>() + view.shape[0]);
+    for (const int64_t slot : copy) {
+        if (slot < 0 || slot >= slot_count) {
+            fail(operand, "slots within [0, " + std::to_string(slot_count) + ")",
+                 std::to_string(slot));
+        }
+    }
+    return copy;
+}
+
+static std::unique_ptr<AttentionBatch> attention_batch(
+    py::handle page_table, py::handle row_starts, py::handle past_lens, py::handle slots,
+    const py::object& cos, const py::object& sin, int64_t num_pages, int64_t page_size) {
+    const char* op = "attention_batch";
+    constexpr int64_t kMost = int64_t{1} << 31;  // so that products of the two cannot overflow
+    if (num_pages < 1 || page_size < 1 || num_pages > kMost || page_size > kMost) {
+        fail({op, "page_size"}, "at least one page of one slot",
+             std::to_string(num_pages) + " of " + std::to_string(page_size));
+    }
+    std::vector<int64_t> places = read_slots(slots, num_pages * page_size);
+    const auto rows = static_cast<int64_t>(places.size());
+    const Sequences of = view_sequences(op, page_table, row_starts, past_lens);
+    check_sequences(op, of, rows, page_size, num_pages);
+    const Operand cos_operand{op, "cos"};
+    const Operand sin_operand{op, "sin"};
+    const TensorView c = view_of(cos_operand, cos);
+    check(cos_operand, c, {DType::f32}, {rows, kAnySize});
+    check_contiguous(cos_operand, c, 0);
+    const TensorView s = view_of(sin_operand, sin);
+    check(sin_operand, s, {DType::f32}, {rows, c.shape[1]});
+    check_contiguous(sin_operand, s, 0);
+    return std::make_unique<AttentionBatch>(AttentionBatch{
+        num_pages, page_size, rows, of.seqs, of.table_width,
+        {of.page_table, of.page_table + of.seqs * of.table_width},
+        {of.row_starts, of.row_starts + of.seqs + 1},
+        {of.past_lens, of.past_lens + of.seqs},
+        std::move(places), c.shape[1], c.as<float>(), s.as<float>(), cos, sin});
+}
+
+// The operands of one attend call, checked against its batch.
+struct AttendViews {
+    TensorView qkv;
+    TensorView keys;
+    TensorView values;
+    int64_t q_heads;
+    int64_t kv_heads;
+    int64_t d;
+};
+
+static AttendViews view_attend(const AttentionBatch& batch, py::handle qkv, py::handle key_cache,
+                               py::handle value_cache) {
+    const Operand qkv_operand{"attend", "qkv"};
+    const Operand kc_operand{"attend", "key_cache"};
+    const Operand vc_operand{"attend", "value_cache"};
+    const TensorView x = view_of(qkv_operand, qkv);
+    check(qkv_operand, x, {DType::f32}, {batch.rows, kAnySize});
+    check_contiguous(qkv_operand, x, 1);
+    const TensorView kc = view_of(kc_operand, key_cache);
+    check(kc_operand, kc, {DType::f16, DType::f32},
+          {batch.num_pages, kAnySize, batch.page_size, kAnySize});
+    check_contiguous(kc_operand, kc, 0);
+    const TensorView vc = view_of(vc_operand, value_cache);
+    check(vc_operand, vc, {kc.dtype}, {kc.shape[0], kc.shape[1], kc.shape[2], kc.shape[3]});
+    check_contiguous(vc_operand, vc, 0);
+    const int64_t kv_heads = kc.shape[1];
+    const int64_t d = kc.shape[3];
+    if (kv_heads < 1 || d < 1 || d < 2 * batch.pairs) {
+        fail(kc_operand, "heads of at least " + std::to_string(2 * batch.pairs) + " values",
+             describe(kc));
+    }
+    const int64_t q_heads = x.shape[1] / d - 2 * kv_heads;
+    if (x.shape[1] % d != 0 || q_heads < 1 || q_heads % kv_heads != 0) {
+        fail(qkv_operand,
+             "rows of query, " + std::to_string(kv_heads) + " key and as many value heads of " +
+                 std::to_string(d),
+             describe(x));
+    }
+    return {x, kc, vc, q_heads, kv_heads, d};
+}
+
+// The weights of a head norm; null for None.
+static const float* view_norm(Operand operand, py::handle norm, int64_t d) {
+    if (norm.is_none()) return nullptr;
+    const TensorView weight = view_of(operand, norm);
+    check(operand, weight, {DType::f32}, {d});
+    check_contiguous(operand, weight, 0);
+    return weight.as<float>();
+}
+
+// What comes before the mixing: head norms, RoPE, and the new keys and values into the caches.
+static void norm_turn_write(Table& table, float* qkv, const AttentionBatch& batch,
+                            const AttentionArgs& mix, const float* q_weight, const float* k_weight,
+                            float eps) {
+    const OpTable& ops = *table.ops;
+    const auto [rows, stride, q_heads, kv_heads, d] =
+        std::array{mix.rows, mix.q_stride, mix.q_heads, mix.kv_heads, mix.d};
+    float* q = qkv;
+    float* k = q + q_heads * d;
+    float* v = k + kv_heads * d;
+    if (q_weight != nullptr) {
+        ops.rms_norm(table.pool, {q, rows, stride, q_heads, d, q_weight, eps, q, stride});
+    }
+    if (k_weight != nullptr) {
+        ops.rms_norm(table.pool, {k, rows, stride, kv_heads, d, k_weight, eps, k, stride});
+    }
+    // Query and key heads lie side by side, and are turned alike.
+    ops.rope(table.pool, {q, rows, stride, q_heads + kv_heads, d, 2 * batch.pairs, batch.cos,
+                          batch.sin});
+    ops.write_kv(table.pool,
+                 {k, v, rows, stride, stride, kv_heads, d, const_cast<void*>(mix.key_cache),
+                  const_cast<void*>(mix.value_cache), mix.cache_dtype, mix.page_size,
+                  batch.slots.data()});
+}
+
+static void attend(Table& table, py::handle qkv, const AttentionBatch& batch, py::handle key_cache,
+                   py::handle value_cache, py::handle q_norm, py::handle k_norm, float eps,
+                   float scale, int64_t window, float softcap, py::handle out) {
+    const auto [x, kc, vc, q_heads, kv_heads, d] =
+        view_attend(batch, qkv, key_cache, value_cache);
+    const float* q_weight = view_norm({"attend", "q_norm"}, q_norm, d);
+    const float* k_weight = view_norm({"attend", "k_norm"}, k_norm, d);
+    check_limits("attend", window, softcap);
+    const Operand y_operand{"attend", "out"};
+    const TensorView y = view_of(y_operand, out);
+    check(y_operand, y, {DType::f32}, {batch.rows, q_heads * d});
+    check_contiguous(y_operand, y, 0);
+
+    const AttentionArgs mix{x.as<float>(),
+                            batch.rows,
+                            x.stride[0],
+                            q_heads,
+                            kv_heads,
+                            d,
+                            kc.data,
+                            vc.data,
+                            kc.dtype,
+                            batch.page_size,
+                            batch.page_table.data(),
+                            batch.table_width,
+                            batch.seqs,
+                            batch.row_starts.data(),
+                            batch.past_lens.data(),
+                            scale,
+                            window,
+                            softcap,
+                            y.as<float>()};
+    py::gil_scoped_release release;
+    norm_turn_write(table, x.as<float>(), batch, mix, q_weight, k_weight, eps);
+    table.ops->paged_attention(table.pool, mix);
+}
+
 void bind_attention(py::class_<Table>& table) {
+    py::class_<AttentionBatch>(table, "AttentionBatch")
+        .def(py::init(&attention_batch), py::arg("page_table"), py::arg("row_starts"),
+             py::arg("past_lens"), py::arg("slots"), py::arg("cos"), py::arg("sin"),
+             py::arg("num_pages"), py::arg("page_size"));
+    table.def("attend", &attend, py::arg("qkv"), py::arg("batch"), py::arg("key_cache"),
+              py::arg("value_cache"), py::arg("q_norm"), py::arg("k_norm"), py::arg("eps"),
+              py::arg("scale"), py::arg("window"), py::arg("softcap"), py::arg("out"));
     table.def("paged_attention", &paged_attention, py::arg("q"), py::arg("key_cache"),
               py::arg("value_cache"), py::arg("page_table"), py::arg("row_starts"),
               py::arg("past_lens"), py::arg("scale"), py::arg("window"), py::arg("softcap"),

@@ -20,8 +20,12 @@ constexpr int64_t kFewSplitKeys = 256;
 constexpr int64_t kTileSplitKeys = 1024;
 constexpr int64_t kSplitRows = 64;
 
+// Score products below which waking a thread takes longer than what it would save: about 3 us.
+constexpr int64_t kAloneProducts = 4096 * kLanes;
+
 struct Plan {
     int64_t works = 0;
+    int64_t products = 0;  // of queries and keys, all heads
     int64_t partial_floats = 0;
     int64_t scratch_floats = 0;  // of one item
 };
@@ -65,6 +69,7 @@ static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
             for (work.split = 0; work.split < work.splits; ++work.split) {
                 work.key_begin = oldest + work.split * split_keys;
                 work.key_end = smaller(end, work.key_begin + split_keys);
+                plan.products += (work.key_end - work.key_begin) * work.rows * args.q_heads * args.d;
                 emit(plan.works++, work);
             }
         }
@@ -157,12 +162,20 @@ static void attend(ThreadPool& pool, const AttentionArgs& args) {
     const auto partial_of = [&](const Work& work, int64_t kv_head) {
         return partials + kv_head * plan.partial_floats + work.partial;
     };
-    pool.parallel_for(plan.works * heads, [&](int64_t item) {
+    const auto for_items = [&](auto&& body) {
+        const int64_t items = plan.works * heads;
+        if (plan.products > kAloneProducts) {
+            pool.parallel_for(items, [&](int64_t item) { body(item); });
+        } else {
+            for (int64_t item = 0; item < items; ++item) body(item);
+        }
+    };
+    for_items([&](int64_t item) {
         const Work& work = works[item / heads];
         run_item<T>(args, work, item % heads, plan.scratch_floats, partial_of(work, item % heads));
     });
     if (plan.partial_floats == 0) return;
-    pool.parallel_for(plan.works * heads, [&](int64_t item) {
+    for_items([&](int64_t item) {
         const Work& work = works[item / heads];
         if (work.splits == 1 || work.split != 0) return;
         join_splits(args, work, item % heads, partial_of(work, item % heads));

@@ -12,11 +12,18 @@ from torch import Tensor, dtype
 
 from exl_core.ops.checks import OpInputError, check, check_contiguous, check_range
 from exl_core.ops.quantized import QuantColumns, QuantLayout
+from exl_core.ops.reference_attention import (
+    CACHE_TYPES,
+    PlainBatch,
+    Sequences,
+    check_attention,
+    gather,
+    split_heads,
+)
 from exl_core.ops.reference_quantized import PlainQuantized, fill_quantized, new_quantized
-from exl_core.ops.table import GateKind, PackedLinear
+from exl_core.ops.table import AttentionBatch, GateKind, PackedLinear
 
 F32 = (torch.float32,)
-CACHE_TYPES = (torch.float16, torch.float32)
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 if TYPE_CHECKING:
@@ -228,6 +235,59 @@ class ReferenceTable:
         key_cache[page, :, offset] = key.to(key_cache.dtype)
         value_cache[page, :, offset] = value.to(value_cache.dtype)
 
+    def attention_batch(  # noqa: PLR0917 - what a batch is made of
+        self,
+        page_table: Tensor,
+        row_starts: Tensor,
+        past_lens: Tensor,
+        slots: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        num_pages: int,
+        page_size: int,
+    ) -> AttentionBatch:
+        op = "attention_batch"
+        if num_pages < 1 or page_size < 1:
+            raise OpInputError(f"{op}: page_size ({num_pages} pages of {page_size})")
+        check(op, "slots", slots, (torch.int64,), None)
+        check_contiguous(op, "slots", slots)
+        check_range(op, "slots", slots, num_pages * page_size)
+        sequences = Sequences(page_table, row_starts, past_lens)
+        sequences.check(op, slots.shape[0], page_size, num_pages)
+        check(op, "cos", cos, F32, slots.shape[0], None)
+        check(op, "sin", sin, F32, *cos.shape)
+        check_contiguous(op, "cos", cos)
+        check_contiguous(op, "sin", sin)
+        return PlainBatch(sequences, slots, cos, sin, num_pages, page_size)
+
+    def attend(  # noqa: PLR0917 - the op's operands
+        self,
+        qkv: Tensor,
+        batch: AttentionBatch,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        if not isinstance(batch, PlainBatch):
+            raise OpInputError("attend: batch (expected one of the reference table)")
+        q, k, v = split_heads(qkv, batch, key_cache)
+        for norm, heads in ((q_norm, q), (k_norm, k)):
+            if norm is not None:
+                self.rms_norm_heads_(heads, norm, eps)
+        self.rope_(q, batch.cos, batch.sin)
+        self.rope_(k, batch.cos, batch.sin)
+        self.write_kv(k, v, key_cache, value_cache, batch.slots)
+        return self.paged_attention(
+            q, key_cache, value_cache, *batch.sequences, scale=scale, window=window, softcap=softcap
+        )
+
     def paged_attention(  # noqa: PLR0917 - the op's operands
         self,
         q: Tensor,
@@ -241,7 +301,7 @@ class ReferenceTable:
         window: int = 0,
         softcap: float = 0.0,
     ) -> Tensor:
-        _check_attention(q, key_cache, value_cache, page_table, row_starts, past_lens)
+        check_attention(q, key_cache, value_cache, Sequences(page_table, row_starts, past_lens))
         if window < 0 or not softcap >= 0.0:
             raise OpInputError(f"paged_attention: window {window} and softcap {softcap}")
         rows, heads, d = q.shape
@@ -253,8 +313,8 @@ class ReferenceTable:
                 continue
             end = past + last - first
             group = heads // key_cache.shape[1]
-            keys = _gather(key_cache, page_table[seq], end).repeat_interleave(group, dim=0)
-            values = _gather(value_cache, page_table[seq], end).repeat_interleave(group, dim=0)
+            keys = gather(key_cache, page_table[seq], end).repeat_interleave(group, dim=0)
+            values = gather(value_cache, page_table[seq], end).repeat_interleave(group, dim=0)
             queries = q[first:last].double().transpose(0, 1)  # [heads, rows, d]
             scores = queries @ keys.transpose(1, 2) * scale  # [heads, rows, end]
             if softcap > 0:
@@ -297,53 +357,6 @@ def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     wide = x.double()
     factor = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
     return (wide * factor * weight.double()).float()
-
-
-def _gather(cache: Tensor, page_ids: Tensor, end: int) -> Tensor:
-    """The first `end` positions of a sequence: float64 [kv_heads, end, d]."""
-    pages = -(-end // cache.shape[2])
-    rows = cache[page_ids[:pages].long()]  # [pages, kv_heads, page_size, d]
-    return rows.transpose(0, 1).flatten(1, 2)[:, :end].double()
-
-
-def _check_attention(  # noqa: PLR0917 - the op's operands
-    q: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    page_table: Tensor,
-    row_starts: Tensor,
-    past_lens: Tensor,
-) -> None:
-    op = "paged_attention"
-    check(op, "q", q, F32, None, None, None)
-    check_contiguous(op, "q", q, 1)
-    rows, heads, d = q.shape
-    check(op, "key_cache", key_cache, CACHE_TYPES, None, None, None, d)
-    check(op, "value_cache", value_cache, (key_cache.dtype,), *key_cache.shape)
-    check_contiguous(op, "key_cache", key_cache)
-    check_contiguous(op, "value_cache", value_cache)
-    num_pages, kv_heads, page_size, _ = key_cache.shape
-    if kv_heads < 1 or heads % kv_heads != 0:
-        raise OpInputError(f"{op}: {kv_heads} kv heads do not divide {heads} query heads")
-    check(op, "page_table", page_table, (torch.int32,), None, None)
-    check_contiguous(op, "page_table", page_table)
-    seqs = page_table.shape[0]
-    check(op, "row_starts", row_starts, (torch.int32,), seqs + 1)
-    check(op, "past_lens", past_lens, (torch.int32,), seqs)
-    starts = row_starts.tolist()
-    if starts[0] != 0 or starts[-1] != rows or starts != sorted(starts):
-        raise OpInputError(f"{op}: row_starts (expected 0 to {rows} ascending, got {starts})")
-    for seq, past in enumerate(past_lens.tolist()):
-        count = starts[seq + 1] - starts[seq]
-        if count == 0:
-            continue
-        pages = -(-(past + count) // page_size)
-        if past < 0 or pages > page_table.shape[1]:
-            raise OpInputError(
-                f"{op}: past_lens (sequence {seq}: {past} past positions and {count} rows need"
-                f" {pages} pages, the table has {page_table.shape[1]})"
-            )
-        check_range(op, "page_table", page_table[seq, :pages], num_pages)
 
 
 if TYPE_CHECKING:

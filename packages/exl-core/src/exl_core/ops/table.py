@@ -33,6 +33,10 @@ class PackedLinear(Protocol):
     def size_bytes(self) -> int: ...
 
 
+class AttentionBatch(Protocol):
+    """The rows of one pass as `attend` wants them; only the table that made it can read it."""
+
+
 class OpTable(Protocol):
     """What a backend has to offer. Ops ending in `_` work in place."""
 
@@ -154,6 +158,46 @@ class OpTable(Protocol):
         these only j > p - window if window > 0. Scores are scaled, then capped to
         softcap * tanh(score / softcap) if softcap > 0, then masked. Query head h reads kv head
         h // (q_heads // kv_heads). The keys of this pass are already in the cache.
+        """
+        ...
+
+    def attention_batch(  # noqa: PLR0917 - what a batch is made of
+        self,
+        page_table: Tensor,
+        row_starts: Tensor,
+        past_lens: Tensor,
+        slots: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        num_pages: int,
+        page_size: int,
+    ) -> AttentionBatch:
+        """Operands of `rope_`, `write_kv` and `paged_attention` that all layers of a pass share.
+
+        Checked here, once, against caches of num_pages pages. cos and sin are not copied.
+        """
+        ...
+
+    def attend(  # noqa: PLR0917 - the op has as many operands as its parts
+        self,
+        qkv: Tensor,
+        batch: AttentionBatch,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        """All of attention between its two projections: [rows, q_heads * d].
+
+        qkv [rows, (q_heads + 2 kv_heads) * d] strided rows: queries, keys, values. In this order:
+        rms_norm_heads_ of queries and keys where there are norms [d], rope_ of both, write_kv,
+        paged_attention. Leaves qkv undefined.
         """
         ...
 

@@ -1,0 +1,217 @@
+"""Attention between its projections, in one call, against the four ops that it is made of."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernel_support import PagedBatch, normal, paged_batch, strided_rows
+from torch import Tensor
+
+from exl_core.ops.table import AttentionBatch, OpTable
+
+MIXED = [(0, 1), (299, 1), (0, 37), (131, 2), (600, 1), (5, 0), (0, 9)]
+EPS = 1e-5
+
+
+def slots_of(batch: PagedBatch) -> Tensor:
+    """Where each row of the pass belongs."""
+    page_size = batch.key_cache.shape[2]
+    starts, slots = batch.row_starts.tolist(), []
+    for seq, past in enumerate(batch.past_lens.tolist()):
+        at = torch.arange(past, past + starts[seq + 1] - starts[seq])
+        slots.append(batch.page_table[seq].long()[at // page_size] * page_size + at % page_size)
+    return torch.cat(slots)
+
+
+def angles(rng: torch.Generator, rows: int, pairs: int) -> tuple[Tensor, Tensor]:
+    angle = 100 * normal(rng, rows, pairs)
+    return angle.cos(), angle.sin()
+
+
+def bound_batch(
+    table: OpTable, batch: PagedBatch, slots: Tensor, cos: Tensor, sin: Tensor
+) -> AttentionBatch:
+    num_pages, _, page_size, _ = batch.key_cache.shape
+    return table.attention_batch(
+        batch.page_table,
+        batch.row_starts,
+        batch.past_lens,
+        slots,
+        cos,
+        sin,
+        num_pages=num_pages,
+        page_size=page_size,
+    )
+
+
+@pytest.mark.parametrize("with_norms", [False, True], ids=["plain", "head-norms"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("sequences", "window", "softcap"),
+    [([(17, 1)], 0, 0.0), ([(0, 3)], 0, 0.0), (MIXED, 0, 0.0), (MIXED, 50, 20.0)],
+    ids=["decode", "short-prompt", "mixed", "windowed"],
+)
+def test_attend_is_norms_rope_write_and_attention(  # noqa: PLR0917 - one axis each
+    table: OpTable, rng, sequences, window, softcap, dtype, with_norms
+) -> None:
+    """Bit for bit: it runs the same kernels."""
+    heads, kv_heads, d = 6, 2, 24
+    batch = paged_batch(rng, sequences, kv_heads=kv_heads, head_dim=d, page_size=16, dtype=dtype)
+    slots, (cos, sin) = slots_of(batch), angles(rng, batch.rows, 9)
+    qkv = strided_rows(rng, batch.rows, (heads + 2 * kv_heads) * d)
+    norms = (normal(rng, d), normal(rng, d)) if with_norms else (None, None)
+
+    q, k, v = qkv.clone().view(batch.rows, -1, d).split([heads, kv_heads, kv_heads], dim=1)
+    for x, norm in zip((q, k), norms, strict=True):
+        if norm is not None:
+            table.rms_norm_heads_(x, norm, EPS)
+        table.rope_(x, cos, sin)
+    caches = [batch.key_cache.clone(), batch.value_cache.clone()]
+    table.write_kv(k, v, *caches, slots)
+    options = {"scale": 0.3, "window": window, "softcap": softcap}
+    expected = table.paged_attention(q, *caches, *batch.operands()[2:], **options)
+
+    bound = bound_batch(table, batch, slots, cos, sin)
+    got = table.attend(qkv, bound, batch.key_cache, batch.value_cache, *norms, EPS, **options)
+
+    assert torch.equal(got, expected)
+    for written, wanted in zip((batch.key_cache, batch.value_cache), caches, strict=True):
+        assert torch.equal(written.nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
+
+
+def test_one_batch_serves_every_layer(table: OpTable, rng) -> None:
+    """And what it was made from may change afterwards, the angles aside."""
+    batch = paged_batch(
+        rng, [(20, 1), (3, 4)], kv_heads=1, head_dim=16, page_size=8, dtype=torch.float32
+    )
+    slots, (cos, sin) = slots_of(batch), angles(rng, batch.rows, 8)
+    layers = [normal(rng, batch.rows, 4 * 16) for _ in range(2)]
+    caches = (batch.key_cache, batch.value_cache)
+    expected = [
+        table.attend(
+            x.clone(),
+            bound_batch(table, batch, slots, cos, sin),
+            *(cache.clone() for cache in caches),
+            None,
+            None,
+            EPS,
+            scale=0.25,
+        )
+        for x in layers
+    ]
+
+    bound = bound_batch(table, batch, slots, cos, sin)
+    if table.name != "reference":
+        for tensor in (batch.page_table, batch.row_starts, batch.past_lens, slots):
+            tensor.fill_(-1)
+    got = [
+        table.attend(x, bound, *(cache.clone() for cache in caches), None, None, EPS, scale=0.25)
+        for x in layers
+    ]
+
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def test_no_rows_attend_to_nothing(table: OpTable) -> None:
+    empty = torch.empty(0, 4)
+    none = torch.zeros(1, dtype=torch.int32)
+    bound = table.attention_batch(
+        torch.zeros(0, 1, dtype=torch.int32),
+        none,
+        none[:0],
+        torch.zeros(0, dtype=torch.int64),
+        empty,
+        empty,
+        num_pages=1,
+        page_size=8,
+    )
+    caches = torch.zeros(2, 1, 1, 8, 8)
+
+    out = table.attend(torch.empty(0, 4 * 8), bound, *caches, None, None, EPS, scale=1.0)
+
+    assert out.shape == (0, 2 * 8)
+
+
+def ints(*values: int) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def batch_operands() -> dict[str, object]:
+    return {
+        "page_table": ints(0, 1, 2, 3).view(2, 2),
+        "row_starts": ints(0, 2, 3),
+        "past_lens": ints(20, 16),
+        "slots": torch.tensor([20, 21, 48]),
+        "cos": torch.ones(3, 4),
+        "sin": torch.zeros(3, 4),
+        "num_pages": 4,
+        "page_size": 16,
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"page_table": ints(0, 1, 4, 3).view(2, 2)}, "page_table"),
+        ({"page_table": ints(0, -1, 2, 3).view(2, 2)}, "page_table"),
+        ({"page_table": torch.zeros(2, 2, dtype=torch.int64)}, "page_table"),
+        ({"page_table": ints(0, 1).view(2, 1)}, "page_table|past_lens"),
+        ({"past_lens": ints(31, 31)}, "page_table|past_lens"),
+        ({"past_lens": ints(-1, 16)}, "past_lens"),
+        ({"row_starts": ints(0, 1, 2)}, "row_starts"),
+        ({"row_starts": ints(1, 2, 3)}, "row_starts"),
+        ({"row_starts": ints(0, 4, 3)}, "row_starts"),
+        ({"slots": torch.tensor([20, 21])}, "row_starts"),
+        ({"slots": torch.tensor([20, 21, 64])}, "slots"),
+        ({"slots": torch.tensor([20, -1, 48])}, "slots"),
+        ({"slots": ints(20, 21, 48)}, "slots"),
+        ({"cos": torch.ones(2, 4)}, "cos"),
+        ({"cos": torch.ones(4, 3).T}, "cos"),
+        ({"sin": torch.ones(3, 3)}, "sin"),
+        ({"sin": torch.ones(3, 4).double()}, "sin"),
+        ({"num_pages": 3}, "slots|page_table"),
+        ({"num_pages": 0}, "page"),
+        ({"page_size": 0}, "page"),
+    ],
+)
+def test_a_batch_that_would_miss_the_cache_is_refused(table: OpTable, change, names) -> None:
+    table.attention_batch(**batch_operands())
+    with pytest.raises(ValueError, match=names):
+        table.attention_batch(**(batch_operands() | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"qkv": torch.zeros(2, 64)}, "qkv"),
+        ({"qkv": torch.zeros(3, 60)}, "qkv"),
+        ({"qkv": torch.zeros(3, 32)}, "qkv"),
+        ({"qkv": torch.zeros(3, 56)}, "qkv"),
+        ({"qkv": torch.zeros(3, 64).double()}, "qkv"),
+        ({"qkv": torch.zeros(64, 3).T}, "qkv"),
+        ({"key_cache": torch.zeros(3, 2, 16, 8)}, "key_cache"),
+        ({"key_cache": torch.zeros(4, 2, 8, 8)}, "key_cache"),
+        ({"key_cache": torch.zeros(4, 2, 16, 4)}, "cos|cache"),
+        ({"key_cache": torch.zeros(4, 2, 16, 8).bfloat16()}, "key_cache"),
+        ({"value_cache": torch.zeros(4, 2, 16, 8).half()}, "value_cache"),
+        ({"value_cache": torch.zeros(4, 16, 2, 8).transpose(1, 2)}, "value_cache"),
+        ({"q_norm": torch.ones(7)}, "q_norm|weight"),
+        ({"k_norm": torch.ones(8).half()}, "k_norm|weight"),
+        ({"window": -1}, "window"),
+        ({"softcap": torch.nan}, "softcap"),
+    ],
+)
+def test_attend_refuses_what_does_not_fit_its_batch(table: OpTable, change, names) -> None:
+    operands = {
+        "qkv": torch.zeros(3, 64),
+        "batch": table.attention_batch(**batch_operands()),
+        "key_cache": torch.zeros(4, 2, 16, 8),
+        "value_cache": torch.zeros(4, 2, 16, 8),
+        "q_norm": None,
+        "k_norm": None,
+        "eps": EPS,
+        "scale": 1.0,
+    }
+    table.attend(**operands)
+    with pytest.raises(ValueError, match=names):
+        table.attend(**(operands | change))
