@@ -59,6 +59,19 @@ class JoinedLinear(Linear):
     def __init__(self, parts: list[Linear]) -> None: ...
 
 class Table:
+    class AttentionBatch:
+        def __init__(
+            self,
+            page_table: _Tensor,
+            row_starts: _Tensor,
+            past_lens: _Tensor,
+            slots: _Tensor,
+            cos: _Tensor,
+            sin: _Tensor,
+            num_pages: int,
+            page_size: int,
+        ) -> None: ...
+
     def __init__(self, isa: str, threads: int) -> None: ...
     @property
     def isa(self) -> str: ...
@@ -93,6 +106,20 @@ class Table:
         page_table: _Tensor,
         row_starts: _Tensor,
         past_lens: _Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+        out: _Tensor,
+    ) -> None: ...
+    def attend(
+        self,
+        qkv: _Tensor,
+        batch: AttentionBatch,
+        key_cache: _Tensor,
+        value_cache: _Tensor,
+        q_norm: _Tensor | None,
+        k_norm: _Tensor | None,
+        eps: float,
         scale: float,
         window: int,
         softcap: float,

@@ -14,7 +14,7 @@ from torch import Tensor, dtype
 
 from exl_core.errors import BackendError
 from exl_core.ops.quantized import QuantColumns, QuantLayout
-from exl_core.ops.table import GateKind, PackedLinear
+from exl_core.ops.table import AttentionBatch, GateKind, PackedLinear
 
 KERNELS_VERSION = "0.1.0"
 INSTALL = "Install it with: python -m pip install ./csrc (from the repository's root)."
@@ -179,6 +179,54 @@ class NativeTable:
             page_table,
             row_starts,
             past_lens,
+            scale,
+            window,
+            softcap,
+            out,
+        )
+        return out
+
+    def attention_batch(  # noqa: PLR0917 - what a batch is made of
+        self,
+        page_table: Tensor,
+        row_starts: Tensor,
+        past_lens: Tensor,
+        slots: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        num_pages: int,
+        page_size: int,
+    ) -> AttentionBatch:
+        return exl_kernels.Table.AttentionBatch(
+            page_table, row_starts, past_lens, slots, cos, sin, num_pages, page_size
+        )
+
+    def attend(  # noqa: PLR0917 - the op's operands
+        self,
+        qkv: Tensor,
+        batch: AttentionBatch,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        rows, width = qkv.shape
+        q_width = width - 2 * key_cache.shape[1] * key_cache.shape[3]
+        out = torch.empty(rows, q_width, dtype=torch.float32)
+        self._ops.attend(
+            qkv,
+            cast(exl_kernels.Table.AttentionBatch, batch),
+            key_cache,
+            value_cache,
+            q_norm,
+            k_norm,
+            eps,
             scale,
             window,
             softcap,
