@@ -14,12 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exl_core.arch.rope import inverse_frequencies
-from exl_core.arch.spec import Activation, EmbedScale, ModelConfig, RopeConfig, Window
+from exl_core.arch.spec import Activation, EmbedScale, ModelConfig, Window
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
+from exl_core.model.rotation import RotationTable
 from exl_core.model.weights import ModelWeights
-from exl_core.ops.table import GateKind, OpTable
+from exl_core.ops.table import AttentionBatch, GateKind, OpTable, PackedLinear
 
 ACTIVATIONS: dict[Activation, GateKind] = {
     Activation.SILU: "silu",
@@ -29,11 +29,10 @@ ACTIVATIONS: dict[Activation, GateKind] = {
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """What every layer of one pass needs: cos and sin [R, rotary_dim / 2] by kind of layer."""
+    """What every layer of one pass needs: the rows, bound once for each kind of layer."""
 
-    batch: Batch
     store: KVStore
-    rotations: dict[Window, tuple[Tensor, Tensor]]
+    rows: dict[Window, AttentionBatch]
 
 
 class Transformer:
@@ -45,8 +44,8 @@ class Transformer:
         self.weights_bytes = weights.size_bytes
         self._weights = weights
         self._activation = ACTIVATIONS[config.arch.activation]
-        self._rope = _RotationTable(config.rope)
-        self._local_rope = _RotationTable(config.local_rope) if config.local_rope else None
+        self._rope = RotationTable(config.rope)
+        self._local_rope = RotationTable(config.local_rope) if config.local_rope else None
 
     @torch.inference_mode()
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
@@ -56,75 +55,60 @@ class Transformer:
         if config.arch.embed_scale is EmbedScale.SQRT_HIDDEN:
             x *= math.sqrt(config.hidden_size)
 
-        rotation = self._rope.at(batch.positions)
-        local = self._local_rope.at(batch.positions) if self._local_rope else rotation
-        current = _Pass(batch, store, {Window.GLOBAL: rotation, Window.LOCAL: local})
+        current = self._bind(batch, store)
         for layer in range(config.num_layers):
-            x = self._block(x, layer, current)  # [R, hidden]
+            self._block(x, layer, current)  # [R, hidden], in place
 
-        x = x.index_select(0, batch.logit_rows)  # [n, hidden]
-        x = ops.rms_norm(x, weights.final_norm, config.norm_eps)
-        logits = ops.linear(x, weights.head)  # [n, vocab]
+        if batch.logit_rows.shape[0] < x.shape[0]:  # else it lists every row
+            x = x.index_select(0, batch.logit_rows)  # [n, hidden]
+        logits = ops.norm_linear(x, weights.final_norm, config.norm_eps, weights.head)  # [n, vocab]
         if config.final_softcap is not None:
             logits = torch.tanh(logits / config.final_softcap) * config.final_softcap
         return logits
 
-    def _block(self, x: Tensor, layer: int, current: _Pass) -> Tensor:
-        ops, eps, block = self.ops, self.config.norm_eps, self._weights.blocks[layer]
-        h = ops.rms_norm(x, block.attention_norm, eps)
-        h = self._attention(h, layer, current)
-        if block.attention_post_norm is not None:
-            h = ops.rms_norm(h, block.attention_post_norm, eps)
-        x = x.add_(h)
+    def _bind(self, batch: Batch, store: KVStore) -> _Pass:
+        """Check and read what all layers share, once."""
 
-        h = ops.rms_norm(x, block.mlp_norm, eps)
-        h = ops.gated_activation(ops.linear(h, block.mlp.gate_up), self._activation)
-        h = ops.linear(h, block.mlp.down)
-        if block.mlp_post_norm is not None:
-            h = ops.rms_norm(h, block.mlp_post_norm, eps)
-        return x.add_(h)
+        def bound(rope: RotationTable) -> AttentionBatch:
+            return self.ops.attention_batch(
+                batch.page_table,
+                batch.row_starts,
+                batch.past_lens,
+                batch.slots,
+                *rope.at(batch.positions),  # each [R, rotary_dim / 2]
+                num_pages=store.num_pages,
+                page_size=store.page_size,
+            )
 
-    def _attention(self, x: Tensor, layer: int, current: _Pass) -> Tensor:
-        config, ops, batch = self.config, self.ops, current.batch
-        weights = self._weights.blocks[layer].attention
-        qkv = ops.linear(x, weights.qkv)  # [R, (H + 2K) * D]
-        q, k, v = torch.split(qkv, [config.q_size, config.kv_size, config.kv_size], dim=1)
-        q = q.view(-1, config.num_q_heads, config.head_dim)  # [R, H, D]
-        k = k.view(-1, config.num_kv_heads, config.head_dim)  # [R, K, D]
-        v = v.view(-1, config.num_kv_heads, config.head_dim)  # [R, K, D]
-        if weights.q_norm is not None and weights.k_norm is not None:
-            ops.rms_norm_heads_(q, weights.q_norm, config.norm_eps)
-            ops.rms_norm_heads_(k, weights.k_norm, config.norm_eps)
-        cos, sin = current.rotations[config.layer_windows[layer]]
-        ops.rope_(q, cos, sin)
-        ops.rope_(k, cos, sin)
+        everywhere = bound(self._rope)
+        local = bound(self._local_rope) if self._local_rope else everywhere
+        return _Pass(store, {Window.GLOBAL: everywhere, Window.LOCAL: local})
 
-        keys, values = current.store.key(layer), current.store.value(layer)
-        ops.write_kv(k, v, keys, values, batch.slots)
-        mixed = ops.paged_attention(
-            q,
-            keys,
-            values,
-            batch.page_table,
-            batch.row_starts,
-            batch.past_lens,
+    def _block(self, x: Tensor, layer: int, current: _Pass) -> None:
+        config, ops, block = self.config, self.ops, self._weights.blocks[layer]
+        eps, attention, mlp = config.norm_eps, block.attention, block.mlp
+
+        qkv = ops.norm_linear(x, block.attention_norm, eps, attention.qkv)  # [R, (H + 2K) * D]
+        mixed = ops.attend(
+            qkv,
+            current.rows[config.layer_windows[layer]],
+            current.store.key(layer),
+            current.store.value(layer),
+            attention.q_norm,
+            attention.k_norm,
+            eps,
             scale=config.attention_scale,
             window=config.window_of(layer),
             softcap=config.attention_softcap or 0.0,
         )  # [R, H * D]
-        return ops.linear(mixed, weights.output)
+        self._add(x, mixed, attention.output, block.attention_post_norm)
 
+        h = ops.norm_gated_linear(x, block.mlp_norm, eps, mlp.gate_up, self._activation)
+        self._add(x, h, mlp.down, block.mlp_post_norm)
 
-class _RotationTable:
-    """Cosines and sines for any positions, computed when asked: they cost less than they weigh."""
-
-    def __init__(self, rope: RopeConfig) -> None:
-        frequencies, self._multiplier = inverse_frequencies(rope)
-        # float64, because position * frequency reaches 1e5 radians in long contexts.
-        self._frequencies = torch.tensor(frequencies, dtype=torch.float64)
-
-    def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 [R, rotary_dim / 2], for int64 positions [R]."""
-        angles = torch.outer(positions.double(), self._frequencies)
-        cos, sin = torch.cos(angles), torch.sin(angles)
-        return (cos * self._multiplier).float(), (sin * self._multiplier).float()
+    def _add(self, x: Tensor, h: Tensor, w: PackedLinear, post_norm: Tensor | None) -> None:
+        """x += h @ w, normed before it is added where the family says so."""
+        if post_norm is None:
+            self.ops.linear_add_(h, w, x)
+        else:
+            x.add_(self.ops.rms_norm(self.ops.linear(h, w), post_norm, self.config.norm_eps))

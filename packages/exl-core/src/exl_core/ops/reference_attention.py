@@ -73,7 +73,7 @@ def split_heads(qkv: Tensor, batch: PlainBatch, key_cache: Tensor) -> tuple[Tens
         raise OpInputError(
             f"{op}: qkv (rows of {width} are no queries and {kv_heads} key and value heads of {d})"
         )
-    heads = qkv.view(rows, -1, d)
+    heads = qkv.view(rows, width // d, d)
     return (
         heads[:, :q_heads],
         heads[:, q_heads : q_heads + kv_heads],
