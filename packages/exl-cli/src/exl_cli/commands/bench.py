@@ -51,6 +51,7 @@ def bench(
     json: options.Json = False,
     quiet: options.Quiet = False,
     threads: options.Threads = None,
+    exact: options.Exact = False,
 ) -> None:
     """Prefill and decode speed by prompt length and batch size, and the share of the floor.
 
@@ -72,11 +73,9 @@ def bench(
     choices = SpeedOptions(prefill=prompts, decode=decode, batch=batches, repeat=repeat)
     check_options(choices, open_checkpoint(path)[1])  # the headers tell; loading takes a while
     before = peak_memory_bytes()
-    loaded = load_quietly(str(path), threads, is_quiet=quiet)
+    loaded = load_quietly(str(path), threads, exact=exact, is_quiet=quiet)
     with repeats_progress(is_quiet=quiet) as on_measured:
-        result = measure_speed(
-            loaded, choices, start_memory_bytes=before, on_measured=on_measured
-        )
+        result = measure_speed(loaded, choices, start_memory_bytes=before, on_measured=on_measured)
     if json:
         output.write_json(result.as_dict())
     else:

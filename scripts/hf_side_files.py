@@ -1,0 +1,178 @@
+"""What a model directory holds beside its weights: configuration, tokenizer, chat template.
+
+Of a directory they are copied. Of a GGUF file they are made from its metadata and then read back:
+what does not come out the same is an error, never a file that is nearly right.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders
+
+from exl_core.arch.hf_config import ACTIVATIONS, LAYER_TYPES, read_hf_config
+from exl_core.arch.spec import ModelConfig, RopeMethod, Window
+from exl_core.errors import ConfigError, TokenizerError, UnsupportedModelError
+from exl_core.files import read_json_object
+from exl_core.load import gguf_fields
+from exl_core.tokenizer.base import Tokenizer
+from exl_core.tokenizer.detect import TOKENIZER_JSON, TOKENIZER_MODEL, load_tokenizer
+from exl_core.tokenizer.hf_json import LibraryTokenizer
+from exl_core.tokenizer.spm import SentencePieceTokenizer
+from exl_core.weights.source import TensorSource
+
+WEIGHT_SUFFIXES = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
+PROBES = (
+    "The quick brown fox jumps over the lazy dog.",
+    "  two spaces,\n\n\ttabs and 1234567890 digits; don't stop!  ",
+    "Grüße aus Köln, 東京 and Москва — naïve façade 🙂👍🏽",
+    "def f(x):\n    return x ** 2  # done\r\n",
+    "<|im_start|>user\nHello<|im_end|>\n<bos><eos><start_of_turn><s></s>",
+    "\x00\ufeff\u200b e\u0301 \U0001f9d1\u200d\U0001f680",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class SideFiles:
+    """Files to copy, and files to write, by name."""
+
+    copied: tuple[Path, ...]
+    written: Mapping[str, bytes]
+
+    def write(self, folder: Path) -> None:
+        for path in self.copied:
+            shutil.copyfile(path, folder / path.name)
+        for name, content in self.written.items():
+            (folder / name).write_bytes(content)
+
+
+def collect(
+    path: Path, source: TensorSource, config: ModelConfig, quantization: Mapping[str, object]
+) -> SideFiles:
+    """What goes beside the quantized weights of the model at `path`."""
+    fields = gguf_fields(source)
+    if fields is None:
+        copied = (file for file in sorted(path.iterdir()) if file.is_file())
+        kept = tuple(file for file in copied if not file.name.endswith(WEIGHT_SUFFIXES))
+        settings = dict(read_json_object(path / "config.json", ConfigError))
+        return SideFiles(kept, {"config.json": _json(settings, quantization)})
+    tokenizer = load_tokenizer(path, fields)
+    written = {
+        "config.json": _json(hf_config(config, path), quantization),
+        "tokenizer_config.json": _json(_roles(tokenizer)),
+        "generation_config.json": _json({"eos_token_id": list(tokenizer.eos_ids)}),
+        **_tokenizer_file(tokenizer),
+    }
+    template = fields.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        written["chat_template.jinja"] = template.encode()
+    return SideFiles((), written)
+
+
+def check(folder: Path, path: Path, source: TensorSource, config: ModelConfig) -> None:
+    """Raises if the directory describes another model than the one at `path`."""
+    ours = read_hf_config(folder)
+    found, wanted = (replace(c, eos_ids=(), arch=config.arch) for c in (ours, config))
+    if found != wanted or not set(config.eos_ids) <= set(ours.eos_ids):
+        raise ConfigError("config.json reads back differently", expected=wanted, got=found)
+    ours, theirs = load_tokenizer(folder), load_tokenizer(path, gguf_fields(source))
+    facts = [
+        (t.bos_id, set(t.eos_ids), t.control.adds_bos, t.control.adds_eos) for t in (ours, theirs)
+    ]
+    if facts[0] != facts[1]:
+        raise TokenizerError(
+            "control tokens read back differently", expected=facts[1], got=facts[0]
+        )
+    for text in PROBES:
+        for allow_special in (False, True):
+            found, wanted = (t.encode(text, allow_special=allow_special) for t in (ours, theirs))
+            if found != wanted or ours.decode(found) != theirs.decode(wanted):
+                raise TokenizerError(
+                    f"the tokenizer reads {text!r} differently", expected=wanted, got=found
+                )
+
+
+def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
+    """The `config.json` that describes `config`; whether it does is for `check` to say."""
+    rope = config.rope
+    if rope.method not in (RopeMethod.DEFAULT, RopeMethod.LINEAR) or rope.frequency_divisors:
+        raise UnsupportedModelError(
+            "the RoPE scaling of this GGUF file has no counterpart in config.json",
+            where=where,
+            next_step="Start from the model's safetensors files.",
+        )
+    activation = next(k for k, v in ACTIVATIONS.items() if v is config.arch.activation)
+    layer_types = {window: name for name, window in LAYER_TYPES.items()}
+    written: dict[str, object] = {
+        "architectures": [config.arch.hf_names[0]],
+        "model_type": "gemma3_text" if config.arch.name == "gemma3" else config.arch.name,
+        "torch_dtype": "float16",
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_q_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_seq_len,
+        "rms_norm_eps": config.norm_eps,
+        "rope_theta": rope.base,
+        "hidden_act": activation,
+        "hidden_activation": activation,
+        "attention_bias": config.has_attention_bias,
+        "mlp_bias": config.has_mlp_bias,
+        "query_pre_attn_scalar": config.attention_scale**-2,
+        "attn_logit_softcapping": config.attention_softcap,
+        "final_logit_softcapping": config.final_softcap,
+        "tie_word_embeddings": config.has_tied_embeddings,
+        "bos_token_id": config.bos_id,
+        "eos_token_id": list(config.eos_ids),
+        "pad_token_id": config.pad_id,
+    }
+    if rope.method is RopeMethod.LINEAR:
+        written["rope_scaling"] = {"rope_type": "linear", "factor": rope.factor}
+    if config.local_rope is not None:
+        written["rope_local_base_freq"] = config.local_rope.base
+    if Window.LOCAL in config.layer_windows:
+        written["sliding_window"] = config.sliding_window
+        written["layer_types"] = [layer_types[window] for window in config.layer_windows]
+    return {key: value for key, value in written.items() if value is not None}
+
+
+def _roles(tokenizer: Tokenizer) -> dict[str, object]:
+    """`tokenizer_config.json`: which tokens have a role, and what is added to a text."""
+    control = tokenizer.control
+    ids = {
+        "bos_token": control.bos_id,
+        "eos_token": next(iter(control.eos_ids), None),
+        "unk_token": control.unk_id,
+        "pad_token": control.pad_id,
+    }
+    texts = {
+        role: tokenizer.token_bytes(number, skip_special=False).decode()
+        for role, number in ids.items()
+        if number is not None
+    }
+    return {**texts, "add_bos_token": control.adds_bos, "add_eos_token": control.adds_eos}
+
+
+def _tokenizer_file(tokenizer: Tokenizer) -> dict[str, bytes]:
+    """The library's own file: it has been built from the metadata already."""
+    match tokenizer:
+        case LibraryTokenizer():
+            backend = Backend.from_str(tokenizer._backend.to_str())
+            backend.decoder = decoders.ByteLevel()
+            return {TOKENIZER_JSON: backend.to_str(pretty=True).encode()}
+        case SentencePieceTokenizer():
+            return {TOKENIZER_MODEL: tokenizer._processor.serialized_model_proto()}
+    raise TokenizerError("this tokenizer cannot be written", where=tokenizer.where)
+
+
+def _json(content: Mapping[str, object], quantization: Mapping[str, object] | None = None) -> bytes:
+    added = {} if quantization is None else {"quantization_config": dict(quantization)}
+    return json.dumps({**content, **added}, indent=4, ensure_ascii=False).encode()

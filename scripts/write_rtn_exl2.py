@@ -1,0 +1,252 @@
+"""Write an EXL2 model by rounding to nearest. Usage: write_rtn_exl2.py MODEL OUT [--bits 4] ...
+
+Stands in for a converter where the speed of EXL2 files or their reading is in question: the files
+are what a converter writes, but the codes are the nearest ones and know nothing of activations, so
+a text scores worse than with a calibrated file of the same size. MODEL is anything that exl loads.
+What matters to speed is as converters write it: features are permuted, in one order for all
+matrices that read the same input (here by the size of their weights), the head is quantized apart
+from the embedding, embedding and norms are float16. The last line printed is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import pad
+
+import hf_side_files
+from exl_core.arch.key_map import EMBED, HEAD, packed_together
+from exl_core.arch.spec import ModelConfig, Norm
+from exl_core.codecs import exl2, exl2_writer
+from exl_core.errors import ExlError, RequestError, UnsupportedModelError
+from exl_core.load import open_checkpoint
+from exl_core.resolve import resolve_model
+from exl_core.settings import read_settings
+from exl_core.weights.checkpoint import Checkpoint
+
+GROUP_SIZES = (32, 64, 128)
+CHUNK_VALUES = 1 << 17  # searched at a time: half a MiB as float32, which a core's cache holds
+MATRIX = 2  # dimensions
+
+
+class Format(NamedTuple):
+    """How one matrix is to be stored."""
+
+    bits: int
+    group_size: int
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("out", metavar="OUT", type=Path)
+    parser.add_argument("--bits", type=int, default=4, choices=exl2.WIDTHS)
+    parser.add_argument("--group-size", type=int, default=128, choices=GROUP_SIZES)
+    parser.add_argument("--head-bits", type=int, default=4, choices=exl2.WIDTHS)
+    args = parser.parse_args()
+    try:
+        torch.set_num_threads(read_settings().threads)
+        body, head = Format(args.bits, args.group_size), Format(args.head_bits, args.group_size)
+        summary = write_model(args.model, args.out, body, head)
+    except ExlError as error:
+        print(f"write_rtn_exl2: error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(json.dumps(summary))
+    return 0
+
+
+def write_model(spec: str, out: Path, body: Format, head: Format) -> dict[str, object]:
+    """Writes the directory and says how many bits a weight took, head included."""
+    started = time.perf_counter()
+    path = resolve_model(spec)
+    source, config, quantization = open_checkpoint(path)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise RequestError("the output directory is in use", where=out, expected="an empty one")
+    checkpoint = Checkpoint(source, config, quantization)
+    side_files = hf_side_files.collect(path, source, config, _settings(body, head))
+    tensors: dict[str, Tensor] = {}
+    bits = weights = 0
+    for name, part in model_tensors(checkpoint, config, body, head):
+        if isinstance(part, exl2.Exl2Linear):
+            stem = name.removesuffix(".weight")
+            tensors |= {f"{stem}.{piece}": getattr(part, piece) for piece in exl2.PARTS}
+            bits += part.size_bytes * 8
+            weights += matrix_shape(checkpoint, name).numel()
+        else:
+            tensors[name] = part
+        print(f"{name}: {describe(part)}")
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / "output.safetensors")
+    side_files.write(out)
+    hf_side_files.check(out, path, source, config)
+    return {
+        "model": str(path),
+        "out": str(out),
+        "bits": body.bits,
+        "group_size": body.group_size,
+        "head_bits": head.bits,
+        "quantized_weights": weights,
+        "bits_per_weight": round(bits / weights, 4),
+        "seconds": round(time.perf_counter() - started, 1),
+    }
+
+
+def model_tensors(
+    checkpoint: Checkpoint, config: ModelConfig, body: Format, head: Format
+) -> Iterator[tuple[str, Tensor | exl2.Exl2Linear]]:
+    """All that the file holds, by the model's names, in the order of the forward pass."""
+    seen: set[str] = set()
+    for name in checkpoint.stored:
+        if name in seen:
+            continue
+        if name.endswith(".bias"):
+            bias = checkpoint.vector(name)
+            yield name, pad(bias, (0, -len(bias) % exl2.COLUMN_STEP)).half()
+        elif len(matrix_shape(checkpoint, name)) < MATRIX:
+            yield name, stored_norm(checkpoint, config, name)
+        elif name == EMBED:
+            yield name, matrix(checkpoint, name).half()
+        else:
+            group = packed_together(name)
+            seen.update(group)
+            yield from quantize_together(checkpoint, group, head if name == HEAD else body)
+    if config.has_tied_embeddings:
+        weight = matrix(checkpoint, EMBED).T  # [in, out]
+        yield HEAD, quantize(weight, feature_order([weight]), head)
+
+
+def quantize_together(
+    checkpoint: Checkpoint, names: list[str], form: Format
+) -> Iterator[tuple[str, exl2.Exl2Linear]]:
+    """Matrices that read the same input share the order of their features."""
+    weights = [matrix(checkpoint, name).T for name in names]  # [in, out]
+    order = feature_order(weights)
+    for name, weight in zip(names, weights, strict=True):
+        if weight.shape[0] % exl2.ROW_STEP:
+            raise UnsupportedModelError(
+                f"{name!r} cannot be stored as EXL2",
+                where=checkpoint.stored[name].file,
+                expected=f"a multiple of {exl2.ROW_STEP} input features",
+                got=weight.shape[0],
+            )
+        yield name, quantize(weight, order, form)
+
+
+def feature_order(weights: list[Tensor]) -> Tensor:
+    """Features with the largest weights first."""
+    energy = torch.stack([weight.square().sum(1) for weight in weights]).sum(0)  # [in]
+    return energy.argsort(descending=True, stable=True)
+
+
+def quantize(weight: Tensor, order: Tensor, form: Format) -> exl2.Exl2Linear:
+    """The nearest codes of weight [in, out], and of the 16 scales of each group and column the one
+    with the least squared error."""
+    bits, size = form
+    rows = weight.shape[0]
+    stored = weight[order]  # [in, out]
+    split = rows // size * size
+    parts = [quantize_groups(stored[:split].view(-1, size, weight.shape[1]), bits)]
+    sizes = [size] * (split // size)
+    if split < rows:  # the last group may be shorter
+        parts.append(quantize_groups(stored[None, split:], bits))
+        sizes.append(rows - split)
+    return exl2_writer.pack(
+        torch.cat([codes.flatten(0, 1) for codes, _, _ in parts]),
+        groups=[(bits, count) for count in sizes],
+        scale_codes=torch.cat([scale_codes for _, scale_codes, _ in parts]),
+        scale_max=torch.cat([scale_max for _, _, scale_max in parts]),
+        invperm=order.argsort(),
+    )
+
+
+def quantize_groups(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes uint8 [groups, rows, n], scale codes uint8 [groups, n] and largest scales fp16 [groups]
+    of values [groups, rows, n]."""
+    groups, rows, columns = values.shape
+    zero = 2 ** (bits - 1)
+    # The scale at which no value is cut off: codes reach one further below zero than above it.
+    whole = torch.maximum(values.amax(1) / (zero - 1), -values.amin(1) / zero)  # [groups, n]
+    scale_max = whole.amax(1).half() if groups else whole.new_zeros(0).half()  # [groups]
+    steps = (scale_max.float() / 256).half().float()  # rounded as readers round
+    codes = torch.empty(values.shape, dtype=torch.uint8)
+    scale_codes = torch.empty(groups, columns, dtype=torch.uint8)
+    width = max(1, CHUNK_VALUES // max(1, groups * rows))
+    for first in range(0, columns, width):
+        span = slice(first, first + width)
+        best, scale = best_scales(values[:, :, span], steps, zero)
+        scale_codes[:, span] = best
+        codes[:, :, span] = nearest(values[:, :, span], scale, zero).add_(zero).byte()
+    return codes, scale_codes, scale_max
+
+
+def best_scales(values: Tensor, steps: Tensor, zero: int) -> tuple[Tensor, Tensor]:
+    """The scale code of least squared error and its exact scale, both [groups, n]."""
+    least = torch.full((values.shape[0], values.shape[2]), torch.inf)
+    best = torch.zeros_like(least, dtype=torch.uint8)
+    chosen = torch.zeros_like(least)
+    for code in range(1 << exl2.SCALE_BITS):
+        scale = ((code + 1) ** 2 * steps).half().float()[:, None].expand_as(least)  # [groups, n]
+        rounded = nearest(values, scale, zero).mul_(scale[:, None])
+        error = rounded.sub_(values).square_().sum(1)  # [groups, n]
+        is_better = error < least
+        least = torch.where(is_better, error, least)
+        best.masked_fill_(is_better, code)
+        chosen = torch.where(is_better, scale, chosen)
+    return best, chosen
+
+
+def nearest(values: Tensor, scale: Tensor, zero: int) -> Tensor:
+    """Codes less their zero point, as floats."""
+    inverse = torch.where(scale > 0, 1 / scale, 0.0)[:, None]
+    return (values * inverse).round_().clamp_(-zero, zero - 1)
+
+
+def matrix(checkpoint: Checkpoint, name: str) -> Tensor:
+    """float32 [out, in]."""
+    return torch.cat([chunk.values for chunk in checkpoint.chunks(name, torch.float32)])
+
+
+def matrix_shape(checkpoint: Checkpoint, name: str) -> torch.Size:
+    """Of the tensor, or of the embedding where a tied head is meant."""
+    return torch.Size(checkpoint.stored[name if name in checkpoint.stored else EMBED].shape)
+
+
+def stored_norm(checkpoint: Checkpoint, config: ModelConfig, name: str) -> Tensor:
+    """As EXL2 files have it: rounded as a factor, and head norms once for every head."""
+    factor = checkpoint.norm(name).half()
+    norm = (factor - 1).half() if config.arch.norm is Norm.RMS_PLUS_ONE else factor
+    heads = {"q_norm": config.num_q_heads, "k_norm": config.num_kv_heads}
+    for part, count in heads.items():
+        if name.endswith(f".{part}.weight"):
+            return norm.expand(count, -1).contiguous()
+    return norm
+
+
+def describe(part: Tensor | exl2.Exl2Linear) -> str:
+    if isinstance(part, exl2.Exl2Linear):
+        return f"{part.in_features} x {part.out_features}, {part.bits_per_weight:.3f} bits a weight"
+    return f"{list(part.shape)}, float16"
+
+
+def _settings(body: Format, head: Format) -> dict[str, object]:
+    """What goes into `quantization_config`."""
+    return {
+        "quant_method": "exl2",
+        "version": "0.3.2",
+        "bits": body.bits,
+        "head_bits": head.bits,
+        "calibration": {"rows": 0, "length": 0, "dataset": "(none: rounded to nearest)"},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
