@@ -1,4 +1,5 @@
-"""What a model is, from its headers alone: sizes, bits per weight, memory, tokenizer, backends."""
+"""What a model is, from its headers alone: sizes, bits per weight, memory, tokenizer, backends; and
+whether all that it holds is sound, which takes reading it."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from pathlib import Path
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
 from exl_core.load import gguf_fields, model_name, open_checkpoint, stop_ids
+from exl_core.ops.quantized import GroupRun
 from exl_core.ops.table import available_isas
 from exl_core.prompt.detect import load_template
 from exl_core.resolve import resolve_model
@@ -16,7 +18,9 @@ from exl_core.tokenizer.base import Tokenizer
 from exl_core.tokenizer.check import check_vocab
 from exl_core.tokenizer.detect import load_tokenizer
 from exl_core.weights.checkpoint import Checkpoint
+from exl_core.weights.quantized import MATRIX
 from exl_core.weights.source import StoredTensor
+from exl_core.weights.verify import Progress, VerifyReport, verify
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -46,12 +50,24 @@ class LayerDescription:
 
 
 @dataclass(frozen=True, slots=True)
+class MatrixDescription:
+    """One matrix, by our name. `groups` are in the order of its rows; () where it has none."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    bits_per_weight: float
+    groups: tuple[GroupRun, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class ModelDescription:
     name: str
     path: Path
     format: str
     config: ModelConfig
     layers: tuple[LayerDescription, ...]
+    matrices: tuple[MatrixDescription, ...]
     tensors: tuple[TensorDescription, ...]
     unused_tensors: tuple[TensorDescription, ...]
     file_bytes: int
@@ -101,6 +117,7 @@ def describe_model(spec: str | None = None) -> ModelDescription:
         format=source.format,
         config=config,
         layers=_layers(checkpoint.stored),
+        matrices=_matrices(checkpoint),
         tensors=tuple(_tensor(tensor) for tensor in checkpoint.stored.values()),
         unused_tensors=tuple(_tensor(tensor) for tensor in unused),
         file_bytes=sum(file.stat().st_size for file in files),
@@ -111,8 +128,28 @@ def describe_model(spec: str | None = None) -> ModelDescription:
     )
 
 
+def verify_model(spec: str | None = None, progress: Progress | None = None) -> VerifyReport:
+    """Reads every tensor that the model needs. `progress` gets bytes read and bytes in all."""
+    source, config, quantization = open_checkpoint(resolve_model(spec))
+    return verify(source, config, quantization, progress)
+
+
 def _tensor(tensor: StoredTensor) -> TensorDescription:
     return TensorDescription(tensor.name, tensor.shape, tensor.storage, tensor.size_bytes)
+
+
+def _matrices(checkpoint: Checkpoint) -> tuple[MatrixDescription, ...]:
+    return tuple(
+        MatrixDescription(
+            name=name.removesuffix(".weight"),
+            shape=tensor.shape,
+            dtype=tensor.storage,
+            bits_per_weight=8.0 * tensor.size_bytes / tensor.num_values,
+            groups=checkpoint.group_runs(name),
+        )
+        for name, tensor in checkpoint.stored.items()
+        if len(tensor.shape) == MATRIX and not name.endswith("norm.weight")
+    )
 
 
 def _layers(stored: dict[str, StoredTensor]) -> tuple[LayerDescription, ...]:

@@ -1,7 +1,9 @@
-"""`exl inspect model`: what a model file holds and needs, from its headers alone."""
+"""`exl inspect model`: what a model file holds and needs, from its headers; or whether it is sound,
+from all of it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
@@ -10,15 +12,17 @@ import typer
 
 from exl_cli import options, output
 from exl_cli.interrupt import exits_at_once
+from exl_core.errors import RequestError
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from exl_core.describe import ModelDescription, TensorDescription
+    from exl_core.describe import MatrixDescription, ModelDescription, TensorDescription
 
 EXAMPLES = (
     ("exl inspect model", "the default model"),
     ("exl inspect model model.gguf --tensors", "every tensor, with shape and type"),
+    ("exl inspect model path/to/model --verify", "read all of it; exit code 3 if it is damaged"),
     ("exl inspect model path/to/model --ctx 32768 --json", "memory at a context, for a program"),
 )
 SCHEMA_VERSION = 1
@@ -34,15 +38,28 @@ def inspect_model(
         typer.Option("--ctx", metavar="N", min=1, help="Show the memory needed at N tokens."),
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Read and check all weights instead, and print what is wrong."
+        ),
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Architecture, sizes, bits per weight, tokenizer, memory and backends of a model.
 
     Reads headers, not weights, so it is quick and works for a model that is too large to load.
+    With --verify it reads all: group tables, permutations, scales, and every weight.
     """
     spec = options.pick_model(model, model_option)
+    if verify and (tensors or ctx is not None):
+        raise RequestError("--verify stands alone", got="--tensors" if tensors else "--ctx")
     with exits_at_once():
+        from exl_cli import verification
         from exl_core.describe import describe_model
+    if verify:
+        verification.run(spec, is_json=json)
+        return
     description = describe_model(spec)
     if json:
         output.write_json(as_dict(description, ctx, with_tensors=tensors))
@@ -101,11 +118,24 @@ def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> 
             }
             for layer in model.layers
         ],
+        "matrices": [_matrix_as_dict(matrix) for matrix in model.matrices],
     }
     if with_tensors:
         value["tensors"] = [_as_dict(tensor) for tensor in model.tensors]
         value["unused_tensors"] = [_as_dict(tensor) for tensor in model.unused_tensors]
     return value
+
+
+def _matrix_as_dict(matrix: MatrixDescription) -> dict[str, object]:
+    return {
+        "name": matrix.name,
+        "shape": list(matrix.shape),
+        "dtype": matrix.dtype,
+        "bits_per_weight": matrix.bits_per_weight,
+        "groups": [
+            {"bits": run.bits, "rows": run.rows, "count": run.groups} for run in matrix.groups
+        ],
+    }
 
 
 def _as_dict(tensor: TensorDescription) -> dict[str, object]:
@@ -120,7 +150,12 @@ def _as_dict(tensor: TensorDescription) -> dict[str, object]:
 def _show(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> None:
     from exl_cli.render import print_answer
 
-    parts: list[Table | str] = [_facts(model), _layers(model), _memory(model, ctx)]
+    parts: list[Table | str] = [
+        _facts(model),
+        _layers(model),
+        *([_matrices(model.matrices)] if any(m.groups for m in model.matrices) else []),
+        _memory(model, ctx),
+    ]
     if with_tensors:
         parts.append(_tensors(model.tensors))
         if model.unused_tensors:
@@ -177,6 +212,46 @@ def _layers(model: ModelDescription) -> Table:
             f"[cyan]{'█' * min(16, round(layer.bits_per_weight))}[/cyan]",
         )
     return table
+
+
+def _matrices(matrices: Sequence[MatrixDescription]) -> Table:
+    """A row for each kind of matrix, over all layers."""
+    from exl_cli.render import columns_table, from_file
+
+    table = columns_table("matrix", "count", "stored as", "widths", "groups of", "bits/weight")
+    kinds: dict[str, list[MatrixDescription]] = {}
+    for matrix in matrices:
+        kinds.setdefault(matrix.name.rpartition(".")[2], []).append(matrix)
+    for kind, alike in kinds.items():
+        low = min(matrix.bits_per_weight for matrix in alike)
+        high = max(matrix.bits_per_weight for matrix in alike)
+        table.add_row(
+            kind,
+            str(len(alike)),
+            from_file(", ".join(sorted({matrix.dtype for matrix in alike}))),
+            _widths(alike),
+            _group_sizes(alike),
+            f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}",
+        )
+    return table
+
+
+def _widths(matrices: Sequence[MatrixDescription]) -> str:
+    """Widths of codes, the widest first, with the share of weights that have each."""
+    weights: Counter[int] = Counter()
+    for matrix in matrices:
+        for run in matrix.groups:
+            weights[run.bits] += run.groups * run.rows * matrix.shape[0]
+    total = sum(weights.values())
+    if len(weights) < 2:
+        return "".join(map(str, weights)) or "none"
+    return ", ".join(f"{bits} ({weights[bits] / total:.0%})" for bits in sorted(weights)[::-1])
+
+
+def _group_sizes(matrices: Sequence[MatrixDescription]) -> str:
+    """Rows that share a scale."""
+    sizes = {run.rows for matrix in matrices for run in matrix.groups}
+    return ", ".join(map(str, sorted(sizes))) or "none"
 
 
 def _memory(model: ModelDescription, ctx: int | None) -> Table:

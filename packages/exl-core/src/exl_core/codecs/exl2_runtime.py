@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from exl_core.codecs import exl2
-from exl_core.codecs.exl2 import COLUMN_STEP, Exl2Linear
+from exl_core.codecs.exl2 import COLUMN_STEP, Exl2Group, Exl2Linear
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 
 
@@ -35,7 +35,7 @@ class Exl2Matrix:
         self.layout = QuantLayout(
             out_features=out_features,
             in_features=linear.in_features,
-            runs=_runs(linear),
+            runs=runs_of(linear.groups),
             features=_features(linear.q_invperm),
             scale_dtype=torch.float16,
             offset="middle",
@@ -65,8 +65,9 @@ def _slice(linear: Exl2Linear, first: int, last: int) -> tuple[Exl2Linear, slice
     return part, slice(first - start, last - start)
 
 
-def _runs(linear: Exl2Linear) -> tuple[GroupRun, ...]:
-    alike = groupby(linear.groups, key=lambda group: (group.bits, group.rows))
+def runs_of(groups: tuple[Exl2Group, ...]) -> tuple[GroupRun, ...]:
+    """Groups of one width and size, one after the other."""
+    alike = groupby(groups, key=lambda group: (group.bits, group.rows))
     return tuple(GroupRun(bits, len(list(run)), rows) for (bits, rows), run in alike)
 
 

@@ -6,6 +6,8 @@ Knows bytes and types; knows neither files nor names.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
@@ -16,6 +18,27 @@ PLAIN_DTYPES = {
     GGMLQuantizationType.F32: torch.float32,
     GGMLQuantizationType.F16: torch.float16,
     GGMLQuantizationType.BF16: torch.bfloat16,
+}
+
+
+class BlockGroup(NamedTuple):
+    """Width of the codes, and how many share a scale."""
+
+    bits: int
+    rows: int
+
+
+GROUPS = {
+    GGMLQuantizationType.Q4_0: BlockGroup(4, 32),
+    GGMLQuantizationType.Q4_1: BlockGroup(4, 32),
+    GGMLQuantizationType.Q5_0: BlockGroup(5, 32),
+    GGMLQuantizationType.Q5_1: BlockGroup(5, 32),
+    GGMLQuantizationType.Q8_0: BlockGroup(8, 32),
+    GGMLQuantizationType.Q2_K: BlockGroup(2, 16),
+    GGMLQuantizationType.Q3_K: BlockGroup(3, 16),
+    GGMLQuantizationType.Q4_K: BlockGroup(4, 32),
+    GGMLQuantizationType.Q5_K: BlockGroup(5, 32),
+    GGMLQuantizationType.Q6_K: BlockGroup(6, 16),
 }
 
 

@@ -17,6 +17,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from exl_core.codecs.gguf_blocks import GROUPS
 from exl_core.ops.quantized import GroupRun, Offset, Packing, QuantColumns, QuantLayout
 
 GROUP_ROWS = 32
@@ -24,20 +25,19 @@ SUPERBLOCK_GROUPS = 8  # in the blocks of Q4_K and Q5_K
 
 
 class _Form(NamedTuple):
-    bits: int
     offset: Offset
     scales: int  # float16 numbers at the start of each block
     packing: Packing
 
 
 _FORMS = {
-    GGMLQuantizationType.Q4_0: _Form(4, "middle", 1, "q4_0"),
-    GGMLQuantizationType.Q4_1: _Form(4, "minimums", 2, "q4_1"),
-    GGMLQuantizationType.Q5_0: _Form(5, "middle", 1, "q5_0"),
-    GGMLQuantizationType.Q5_1: _Form(5, "minimums", 2, "q5_1"),
-    GGMLQuantizationType.Q8_0: _Form(8, "middle", 1, "q8_0"),
-    GGMLQuantizationType.Q4_K: _Form(4, "minimums", 2, "bytes"),
-    GGMLQuantizationType.Q5_K: _Form(5, "minimums", 2, "bytes"),
+    GGMLQuantizationType.Q4_0: _Form("middle", 1, "q4_0"),
+    GGMLQuantizationType.Q4_1: _Form("minimums", 2, "q4_1"),
+    GGMLQuantizationType.Q5_0: _Form("middle", 1, "q5_0"),
+    GGMLQuantizationType.Q5_1: _Form("minimums", 2, "q5_1"),
+    GGMLQuantizationType.Q8_0: _Form("middle", 1, "q8_0"),
+    GGMLQuantizationType.Q4_K: _Form("minimums", 2, "bytes"),
+    GGMLQuantizationType.Q5_K: _Form("minimums", 2, "bytes"),
 }
 
 
@@ -51,7 +51,7 @@ def layout_of(
     return QuantLayout(
         out_features=out_features,
         in_features=in_features,
-        runs=(GroupRun(form.bits, in_features // GROUP_ROWS, GROUP_ROWS),),
+        runs=(GroupRun(GROUPS[kind].bits, in_features // GROUP_ROWS, GROUP_ROWS),),
         features=None,
         scale_dtype=torch.float32 if form.packing == "bytes" else torch.float16,
         offset=form.offset,

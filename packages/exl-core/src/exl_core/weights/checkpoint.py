@@ -8,7 +8,7 @@ present, of the expected shape, and finite.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,14 +19,16 @@ from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig, Norm
 from exl_core.codecs.runtime import RuntimeMatrix
 from exl_core.errors import UnsupportedModelError, WeightValueError
-from exl_core.ops.quantized import QuantColumns, QuantLayout
+from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 from exl_core.weights.locate import Located, locate, share
 from exl_core.weights.quantized import (
     MATRIX,
     BlockMatrix,
     block_bytes,
+    block_groups,
     open_matrix,
     runtime_bytes,
+    stored_groups,
 )
 from exl_core.weights.source import StoredTensor, TensorSource
 
@@ -48,6 +50,7 @@ class Checkpoint:
     """The tensors of one model, by the names of `arch/key_map.py`.
 
     `is_exact`: no matrix is kept quantized, all are dequantized as their formats define it.
+    `tensors`: these names and shapes instead of all that the model needs.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class Checkpoint:
         quantization: Quantization | None = None,
         *,
         is_exact: bool = False,
+        tensors: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         self._source = source
         self._config = config
@@ -64,7 +68,7 @@ class Checkpoint:
         self._is_exact = is_exact
         self._located: dict[str, Located] = {
             name: locate(source, config, name, shape)
-            for name, shape in expected_tensors(config).items()
+            for name, shape in (tensors or expected_tensors(config)).items()
         }
         self.stored: dict[str, StoredTensor] = {
             name: located.stored for name, located in self._located.items()
@@ -101,6 +105,14 @@ class Checkpoint:
             return False
         located = self._located[name]
         return located.matrix is not None or block_bytes(located.stored) is not None
+
+    def group_runs(self, name: str) -> tuple[GroupRun, ...]:
+        """Widths and sizes of a matrix's groups, from headers and group tables; () if it has
+        none."""
+        located = self._located[name]
+        if located.matrix is not None:
+            return stored_groups(self._source, located.matrix, self._quantization)
+        return block_groups(located.stored)
 
     def dtype(self, name: str) -> torch.dtype:
         """What a tensor is kept in when it is not quantized: as stored, quantized as float16."""

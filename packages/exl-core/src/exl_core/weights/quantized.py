@@ -16,11 +16,11 @@ from torch import Tensor
 
 from exl_core.arch.quantization import Quantization
 from exl_core.codecs import exl2, gguf_blocks, gguf_runtime, gptq
-from exl_core.codecs.exl2_runtime import Exl2Matrix
-from exl_core.codecs.gptq_runtime import GptqMatrix
+from exl_core.codecs.exl2_runtime import Exl2Matrix, runs_of
+from exl_core.codecs.gptq_runtime import GptqMatrix, group_runs
 from exl_core.codecs.runtime import BLOCK_ROWS, PANEL_COLUMNS, RuntimeMatrix, packed_bytes
 from exl_core.errors import ConfigError, WeightShapeError, WeightValueError
-from exl_core.ops.quantized import QuantColumns, QuantLayout
+from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 from exl_core.weights.source import StoredTensor, TensorSource
 
 MATRIX = 2  # dimensions
@@ -104,6 +104,30 @@ def runtime_bytes(matrix: QuantizedMatrix, quantization: Quantization | None) ->
         stored = sizes["qweight"] * rounded // rows + (3 * scales.num_values if scales else 0)
     columns = -(-matrix.shape[0] // PANEL_COLUMNS) * PANEL_COLUMNS
     return stored * columns // matrix.stored_columns
+
+
+def stored_groups(
+    source: TensorSource, matrix: QuantizedMatrix, quantization: Quantization | None
+) -> tuple[GroupRun, ...]:
+    """Widths and sizes of the matrix's groups; reads no more than its group table."""
+    if matrix.method == "exl2":
+        table = matrix.parts.get("q_groups")
+        if table is None:
+            return ()  # which opening the matrix complains about
+        packed_rows = matrix.parts["q_weight"].shape[0]
+        return runs_of(exl2.read_groups(source.read_raw(table.name), packed_rows, matrix.where))
+    settings, rows = gptq_settings(matrix, quantization), matrix.shape[1]
+    size = rows if settings.group_size == gptq.ONE_GROUP else settings.group_size
+    return group_runs(settings.bits, rows, size)
+
+
+def block_groups(tensor: StoredTensor) -> tuple[GroupRun, ...]:
+    """The same of a tensor of a GGUF file."""
+    kind = GGMLQuantizationType.__members__.get(tensor.storage)
+    group = gguf_blocks.GROUPS.get(kind) if kind is not None else None
+    if group is None or len(tensor.shape) != MATRIX:
+        return ()
+    return (GroupRun(group.bits, tensor.shape[1] // group.rows, group.rows),)
 
 
 def _check_shape(

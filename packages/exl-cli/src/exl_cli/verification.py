@@ -1,0 +1,47 @@
+"""What `exl inspect model --verify` prints: a line for each problem, or a summary."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import typer
+
+from exl_cli import output
+from exl_cli.render import bytes_progress, format_bytes
+from exl_core.describe import verify_model
+from exl_core.errors import ModelError
+
+if TYPE_CHECKING:
+    from exl_core.weights.verify import VerifyReport
+
+SCHEMA_VERSION = 1
+
+
+def run(spec: str | None, *, is_json: bool) -> None:
+    """Reads the whole model; leaves with the exit code of a model that cannot be trusted."""
+    with bytes_progress("verifying", is_quiet=False) as progress:
+        report = verify_model(spec, progress)
+    if is_json:
+        output.write_json(as_dict(report))
+    elif report.problems:
+        output.write_text("".join(f"{problem}\n" for problem in report.problems))
+    else:
+        output.write_text(
+            f"no problems: {report.tensors} tensors, {report.quantized} of them quantized "
+            f"matrices, {format_bytes(report.size_bytes)}\n"
+        )
+    if report.problems:
+        raise typer.Exit(ModelError.exit_code)
+
+
+def as_dict(report: VerifyReport) -> dict[str, object]:
+    """What `--json` prints."""
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "tensors": report.tensors,
+        "quantized_matrices": report.quantized,
+        "bytes": report.size_bytes,
+        "problems": [
+            {"tensor": problem.tensor, "error": str(problem.error)} for problem in report.problems
+        ],
+    }
