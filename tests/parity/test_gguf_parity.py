@@ -11,14 +11,17 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from exl_core.load import load_model
+from exl_core.load import LoadOptions, load_model
 from support.gguf_models import write_gguf
 from support.paged import PagedRun
 from support.tiny_models import VOCAB_SIZE, tiny_gemma3, tiny_llama
 
 
-def logits_of(path: Path, ids: list[int]) -> torch.Tensor:
-    model = load_model(str(path)).model
+EXACT = LoadOptions(exact=True)
+
+
+def logits_of(path: Path, ids: list[int], options: LoadOptions = EXACT) -> torch.Tensor:
+    model = load_model(str(path), options).model
     return PagedRun(model, num_seqs=1, max_len=len(ids)).feed({0: ids})[0]
 
 
@@ -66,21 +69,66 @@ def test_rope_factors_in_a_tensor_divide_the_frequencies(tmp_path: Path, ids: li
     assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_quantized_gguf_gives_the_logits_of_its_dequantized_weights(
-    tmp_path: Path, ids: list[int], kind: str
-) -> None:
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
-    model = tiny_llama(**sizes)  # whole blocks of 32
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
+
+
+def replace_weights(model: Any, kind: str, kept: torch.dtype) -> None:
+    """By what `kind` makes of them."""
     quantization = GGMLQuantizationType[kind]
-    path = write_gguf(model, tmp_path / "tiny.gguf", quantization)
-    kept = torch.bfloat16 if kind == "BF16" else torch.float16  # what the weights are packed in
     for parameter in model.parameters():
         if parameter.dim() == 2:
             exact = dequantize(quantize(parameter.detach().numpy(), quantization), quantization)
             parameter.data = torch.from_numpy(exact).to(kept).float()
 
+
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_exact_quantized_gguf_gives_the_logits_of_its_dequantized_weights(
+    tmp_path: Path, ids: list[int], kind: str
+) -> None:
+    model = tiny_llama(**SIZES)  # whole blocks of 32
+    path = write_gguf(model, tmp_path / "tiny.gguf", GGMLQuantizationType[kind])
+    replace_weights(model, kind, torch.bfloat16 if kind == "BF16" else torch.float16)
+
     ours = logits_of(path, ids)
 
     expected = expected_logits(model, ids)
     assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_quantized_gguf_gives_the_logits_of_its_unrounded_weights(
+    tmp_path: Path, ids: list[int], kind: str, is_tied: bool
+) -> None:
+    model = tiny_llama(**SIZES, tie_word_embeddings=is_tied, attention_bias=True, mlp_bias=True)
+    path = write_gguf(model, tmp_path / "tiny.gguf", GGMLQuantizationType[kind])
+    replace_weights(model, kind, torch.float32)
+
+    ours = logits_of(path, ids, LoadOptions(backend="reference"))
+    fast = logits_of(path, ids, LoadOptions())
+
+    expected = expected_logits(model, ids)
+    assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert (fast - expected).abs().max() <= 0.05 * expected.abs().max()  # bfloat16 activations
+
+
+def test_a_tied_matrix_is_in_memory_once_and_quantized(tmp_path: Path) -> None:
+    kind = GGMLQuantizationType.Q8_0
+    tied = write_gguf(tiny_llama(**SIZES, tie_word_embeddings=True), tmp_path / "tied.gguf", kind)
+    untied = write_gguf(tiny_llama(**SIZES), tmp_path / "untied.gguf", kind)
+    sizes = [load_model(str(path)).weights_bytes for path in (tied, untied)]
+    one_copy = 304 * (64 + 2 * 2)  # 300 columns in panels of 16, two groups with a float16 each
+    assert sizes[1] - sizes[0] == one_copy
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+def test_projections_stored_in_different_kinds_are_joined(
+    tmp_path: Path, ids: list[int], backend: str
+) -> None:
+    # As real files do it: v_proj and down_proj in another kind than their neighbors.
+    model = tiny_llama(**SIZES)
+    kinds = {"attn_v": "Q8_0", "ffn_up": "Q5_1", "attn_q": "F16"}
+    path = write_gguf(model, tmp_path / "tiny.gguf", GGMLQuantizationType.Q4_0, kinds=kinds)
+    ours = logits_of(path, ids, LoadOptions(backend=backend))
+    exact = logits_of(path, ids)
+    assert (ours - exact).abs().max() <= 0.05 * exact.abs().max()

@@ -15,49 +15,16 @@ from torch import Tensor
 from exl_core.codecs import exl2, gptq
 from exl_core.describe import describe_model
 from exl_core.errors import ModelError, UnsupportedModelError, WeightShapeError
-from exl_core.load import load_model
+from exl_core.load import LoadOptions, load_model
 from support.paged import PagedRun
-from support.quantized import random_exl2, random_gptq
+from support.quantized_models import (
+    GPTQ_SETTINGS,
+    SIZES,
+    exl2_pieces,
+    gptq_pieces,
+    quantize,
+)
 from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
-
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-}
-GPTQ_SETTINGS = {
-    "bits": 4,
-    "group_size": 32,
-    "desc_act": True,
-    "sym": False,
-    "quant_method": "gptq",
-}
-# Groups of stored rows for the widths of the input that the sizes above make.
-GROUPS = {
-    64: [(6, 32), (4, 32)],
-    96: [(5, 32), (3, 32), (2, 32)],
-    128: [(8, 64), (4, 64)],
-}
-
-
-def quantize(
-    folder: Path, settings: dict[str, Any], make: Callable[[int, int], dict[str, Tensor]]
-) -> dict[str, dict[str, Tensor]]:
-    """Replaces every matrix but the embedding by random pieces; returns the pieces by stem."""
-    tensors = load_file(folder / "model.safetensors")
-    pieces: dict[str, dict[str, Tensor]] = {}
-    for name, weight in list(tensors.items()):
-        if weight.dim() == 2 and "embed" not in name:
-            stem = name.removesuffix(".weight")
-            pieces[stem] = make(weight.shape[1], weight.shape[0])
-            del tensors[name]
-            tensors |= {f"{stem}.{part}": value for part, value in pieces[stem].items()}
-    save_file(tensors, folder / "model.safetensors")
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
-    return pieces
 
 
 def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> None:
@@ -68,34 +35,9 @@ def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> No
             parameter.copy_(weight[:, : parameter.shape[0]].T.float())
         ids = torch.randint(3, VOCAB_SIZE, (1, 40), generator=torch.Generator().manual_seed(1))
         expected = model(ids).logits[0]
-    ours = load_model(str(folder)).model
+    ours = load_model(str(folder), LoadOptions(exact=True)).model
     logits = PagedRun(ours, num_seqs=1, max_len=40).feed({0: ids[0].tolist()})[0]
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
-
-
-def exl2_pieces(in_features: int, out_features: int) -> dict[str, Tensor]:
-    """Random codes, scaled so that every matrix keeps the size of its input."""
-    columns = -(-out_features // 32) * 32
-    layer = random_exl2(in_features + out_features, GROUPS[in_features], columns)
-    size = layer.dense().float().std() * in_features**0.5
-    parts = layer.parts
-    parts["q_scale_max"] = (parts["q_scale_max"] / size).half()
-    return parts
-
-
-def gptq_pieces(in_features: int, out_features: int) -> dict[str, Tensor]:
-    layer = random_gptq(
-        in_features + out_features,
-        4,
-        32,
-        rows=in_features,
-        columns=out_features,
-        has_act_order=True,
-    )
-    size = layer.dense().float().std() * in_features**0.5
-    parts = layer.parts
-    parts["scales"] = (parts["scales"] / size).half()
-    return parts
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gemma3])

@@ -42,8 +42,10 @@ def write_gguf(
     path: Path,
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     extra_tensors: dict[str, np.ndarray] | None = None,
+    kinds: dict[str, str] | None = None,
 ) -> Path:
-    """Matrices as `kind`, everything else in float32; a byte-level vocabulary."""
+    """Matrices as `kind`, or as `kinds` has it for parts of a layer; everything else in float32;
+    a byte-level vocabulary."""
     config = model.config
     is_gemma = config.model_type == "gemma3_text"
     arch = "gemma3" if is_gemma else "llama"
@@ -66,9 +68,11 @@ def write_gguf(
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         values = _as_stored(name, weight, config, is_gemma).numpy()
-        stored = quantize(values, kind) if values.ndim == 2 else values
-        raw = kind if values.ndim == 2 else GGMLQuantizationType.F32
-        writer.add_tensor(_gguf_name(name, is_gemma), stored, raw_dtype=raw)
+        stored_name = _gguf_name(name, is_gemma)
+        own = (kinds or {}).get(stored_name.split(".")[-2], kind.name)
+        raw = GGMLQuantizationType[own if values.ndim == 2 else "F32"]
+        stored = quantize(values, raw) if values.ndim == 2 else values
+        writer.add_tensor(stored_name, stored, raw_dtype=raw)
     for name, extra in (extra_tensors or {}).items():
         writer.add_tensor(name, extra)
     writer.write_header_to_file()

@@ -1,0 +1,189 @@
+"""EXL2 and GPTQ checkpoints, kept quantized, give the logits of what their codes mean."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from exl_core.codecs import exl2, gptq
+from exl_core.codecs.exl2_runtime import Exl2Matrix
+from exl_core.codecs.gptq_runtime import GptqMatrix
+from exl_core.describe import describe_model
+from exl_core.load import LoadOptions, load_model
+from support.paged import PagedRun
+from support.quantized_models import (
+    GPTQ_SETTINGS,
+    SIZES,
+    Pieces,
+    exl2_pieces,
+    gptq_pieces,
+    quantize,
+)
+from support.runtime_form import evaluate
+from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
+
+IDS = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+METHODS = {"exl2": ({"quant_method": "exl2"}, exl2_pieces), "gptq": (GPTQ_SETTINGS, gptq_pieces)}
+
+
+def unrounded(method: str, pieces: Pieces) -> Tensor:
+    """float32 [stored out_features, in_features]."""
+    matrix: Exl2Matrix | GptqMatrix
+    if method == "exl2":
+        linear = exl2.check(pieces, "test")
+        matrix = Exl2Matrix(linear, linear.out_features)
+    else:
+        layer = gptq.check(pieces, gptq.parse_settings(GPTQ_SETTINGS, "test"), "test")
+        matrix = GptqMatrix(layer, layer.out_features)
+    return torch.from_numpy(evaluate(matrix)).T.float()
+
+
+def logits(folder: Path, options: LoadOptions) -> Tensor:
+    model = load_model(str(folder), options).model
+    return PagedRun(model, num_seqs=1, max_len=len(IDS)).feed({0: IDS})[0]
+
+
+def expected_logits(model: Any, weights: dict[str, Tensor]) -> Tensor:
+    """Of `model` with these weights, which may have rows of padding."""
+    parameters = dict(model.named_parameters())
+    with torch.inference_mode():
+        for stem, weight in weights.items():
+            parameter = parameters[f"{stem}.weight"]
+            parameter.copy_(weight[: parameter.shape[0]])
+        return model(torch.tensor([IDS])).logits[0]
+
+
+def assert_same_logits(folder: Path, expected: Tensor) -> None:
+    """The reference table computes them; `--exact` rounds each weight to float16 once more."""
+    size = expected.abs().max()
+    ours = logits(folder, LoadOptions(backend="reference"))
+    assert (ours - expected).abs().max() <= 1e-4 * size
+    exact = logits(folder, LoadOptions(backend="reference", exact=True))
+    assert (ours - exact).abs().max() <= 5e-3 * size
+    fast = logits(folder, LoadOptions())
+    assert (fast - expected).abs().max() <= 0.05 * size  # bfloat16 activations
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gemma3])
+def test_logits_of_codes(tmp_path: Path, build: Callable[..., Any], method: str) -> None:
+    model = build(**SIZES, tie_word_embeddings=method == "gptq")
+    folder = save(model, tmp_path)
+    pieces = quantize(folder, *METHODS[method])
+    weights = {stem: unrounded(method, parts) for stem, parts in pieces.items()}
+    assert_same_logits(folder, expected_logits(model, weights))
+
+
+# k and v of 8 columns each: parts of a fused matrix that begin inside a word of scale codes, and
+# that padding follows.
+NARROW = {**SIZES, "head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 1}
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def fuse(folder: Path, has_bias: bool = False) -> None:
+    """Stores q, k, v and gate, up as one tensor each, as Phi-3 does."""
+    tensors = load_file(folder / "model.safetensors")
+    for fused, parts in FUSED.items():
+        for layer in range(3):
+            prefix = f"model.layers.{layer}."
+            for kind in ("weight", "bias") if has_bias else ("weight",):
+                rows = [tensors.pop(f"{prefix}{part}.{kind}") for part in parts]
+                tensors[f"{prefix}{fused}.{kind}"] = torch.cat(rows)
+    save_file(tensors, folder / "model.safetensors")
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["", "bias"])
+def test_fused_projections_of_a_plain_checkpoint(tmp_path: Path, has_bias: bool) -> None:
+    model = tiny_llama(**NARROW, attention_bias=has_bias, mlp_bias=has_bias)
+    folder = save(model, tmp_path)
+    fuse(folder, has_bias)
+    assert_same_logits(folder, expected_logits(model, {}))
+    described = describe_model(str(folder))
+    assert described.unused_tensors == ()
+    assert described.parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_fused_projections_of_a_quantized_checkpoint(tmp_path: Path, method: str) -> None:
+    model = tiny_llama(**NARROW, tie_word_embeddings=method == "gptq")
+    folder = save(model, tmp_path)
+    fuse(folder)
+    pieces = quantize(folder, *METHODS[method])
+    weights = {}
+    for stem, parts in pieces.items():
+        weight = unrounded(method, parts)
+        fused = next((f for f in FUSED if stem.endswith(f)), None)
+        if fused is None:
+            weights[stem] = weight
+            continue
+        first = 0
+        for part in FUSED[fused]:
+            rows = {"self_attn.q_proj": 64, "mlp.gate_proj": 96, "mlp.up_proj": 96}.get(part, 8)
+            weights[stem.replace(fused, part)] = weight[first : first + rows]
+            first += rows
+    assert len(weights) == 3 * 7 + (method == "exl2")
+    assert_same_logits(folder, expected_logits(model, weights))
+
+
+def test_a_fused_tensor_is_used_where_the_separate_ones_are_there_too(tmp_path: Path) -> None:
+    model = tiny_llama(**NARROW)
+    folder = save(model, tmp_path)
+    fuse(folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.self_attn.q_proj.weight"] = torch.zeros(64, 64)
+    save_file(tensors, folder / "model.safetensors")
+    assert_same_logits(folder, expected_logits(model, {}))
+
+
+def test_biases_of_exl2_are_padded_like_their_matrices(tmp_path: Path) -> None:
+    model = tiny_llama(**NARROW, attention_bias=True, mlp_bias=True)
+    folder = save(model, tmp_path)
+    pieces = quantize(folder, *METHODS["exl2"])
+    tensors = load_file(folder / "model.safetensors")
+    for name, bias in tensors.items():
+        if name.endswith(".bias"):
+            padding = torch.full((-bias.shape[0] % 32,), 7.0)  # must not be seen
+            tensors[name] = torch.cat([bias, padding]).contiguous()
+    assert tensors["model.layers.0.self_attn.k_proj.bias"].shape == (32,)
+    save_file(tensors, folder / "model.safetensors")
+    weights = {stem: unrounded("exl2", parts) for stem, parts in pieces.items()}
+    assert_same_logits(folder, expected_logits(model, weights))
+
+
+def test_layers_that_are_left_plain_are_joined_with_quantized_ones(tmp_path: Path) -> None:
+    model = tiny_llama(**SIZES, tie_word_embeddings=True)
+    folder = save(model, tmp_path)
+    plain = load_file(folder / "model.safetensors")
+    pieces = quantize(folder, *METHODS["gptq"])
+    kept = ("model.layers.0.self_attn.k_proj", "model.layers.1.mlp.gate_proj")
+    tensors = load_file(folder / "model.safetensors")
+    for stem in kept:
+        for part in pieces.pop(stem):
+            del tensors[f"{stem}.{part}"]
+        tensors[f"{stem}.weight"] = plain[f"{stem}.weight"]
+    save_file(tensors, folder / "model.safetensors")
+    weights = {stem: unrounded("gptq", parts) for stem, parts in pieces.items()}
+    assert_same_logits(folder, expected_logits(model, weights))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_description_counts_what_loading_takes(tmp_path: Path, method: str) -> None:
+    folder = save(tiny_llama(**SIZES, tie_word_embeddings=method == "gptq"), tmp_path)
+    quantize(folder, *METHODS[method])
+    described = describe_model(str(folder))
+    loaded = load_model(str(folder))
+    assert described.weights_bytes_in_memory == pytest.approx(loaded.weights_bytes, rel=0.02)
+    widths = {run.bits for matrix in described.matrices for run in matrix.groups}
+    assert widths == ({2, 3, 4, 5, 6, 8} if method == "exl2" else {4})
+    config = json.loads((folder / "config.json").read_text())
+    assert config["quantization_config"] == METHODS[method][0]

@@ -1,0 +1,79 @@
+"""Tiny checkpoints whose matrices are random EXL2 or GPTQ pieces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from support.quantized import random_exl2, random_gptq
+
+Pieces = dict[str, Tensor]
+
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+GPTQ_SETTINGS = {
+    "bits": 4,
+    "group_size": 32,
+    "desc_act": True,
+    "sym": False,
+    "quant_method": "gptq",
+}
+# Groups of stored rows for the widths of the input that the sizes above make.
+GROUPS = {
+    64: [(6, 32), (4, 32)],
+    96: [(5, 32), (3, 32), (2, 32)],
+    128: [(8, 64), (4, 64)],
+}
+
+
+def quantize(
+    folder: Path, settings: dict[str, Any], make: Callable[[int, int], Pieces]
+) -> dict[str, Pieces]:
+    """Replaces every matrix but the embedding by random pieces; returns the pieces by stem."""
+    tensors = load_file(folder / "model.safetensors")
+    pieces: dict[str, Pieces] = {}
+    for name, weight in list(tensors.items()):
+        if weight.dim() == 2 and "embed" not in name:
+            stem = name.removesuffix(".weight")
+            pieces[stem] = make(weight.shape[1], weight.shape[0])
+            del tensors[name]
+            tensors |= {f"{stem}.{part}": value for part, value in pieces[stem].items()}
+    save_file(tensors, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": settings}))
+    return pieces
+
+
+def exl2_pieces(in_features: int, out_features: int) -> Pieces:
+    """Random codes, scaled so that every matrix keeps the size of its input."""
+    columns = -(-out_features // 32) * 32
+    layer = random_exl2(in_features + out_features, GROUPS[in_features], columns)
+    size = layer.dense().float().std() * in_features**0.5
+    parts = layer.parts
+    parts["q_scale_max"] = (parts["q_scale_max"] / size).half()
+    return parts
+
+
+def gptq_pieces(in_features: int, out_features: int) -> Pieces:
+    layer = random_gptq(
+        in_features + out_features,
+        4,
+        32,
+        rows=in_features,
+        columns=out_features,
+        has_act_order=True,
+    )
+    size = layer.dense().float().std() * in_features**0.5
+    parts = layer.parts
+    parts["scales"] = (parts["scales"] / size).half()
+    return parts

@@ -1,0 +1,103 @@
+"""What quantized columns mean, worked out bit by bit in numpy from `ops/quantized.py` alone.
+
+Shares nothing with the codecs and nothing with the op tables, so that a mistake there and one here
+do not cancel. Products and sums are float64: what a table that never rounded would compute with.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch import Tensor
+
+from exl_core.codecs.runtime import RuntimeMatrix
+from exl_core.ops.quantized import QuantColumns, QuantLayout
+
+GGML_CODES = {"q4_0": (4, 1), "q4_1": (4, 2), "q5_0": (5, 1), "q5_1": (5, 2), "q8_0": (8, 1)}
+
+
+def evaluate(matrix: RuntimeMatrix, step: int = 32) -> np.ndarray:
+    """The whole matrix, float64 [in_features, out_features], asked for `step` columns at a time."""
+    count = matrix.layout.out_features
+    ranges = [(first, min(first + step, count)) for first in range(0, count, step)]
+    parts = [weights(matrix.layout, matrix.columns(*columns)) for columns in ranges]
+    return np.concatenate(parts, axis=1)
+
+
+def weights(layout: QuantLayout, columns: QuantColumns) -> np.ndarray:
+    """float64 [in_features, columns], features in their own order."""
+    stored = _ggml(columns) if columns.packing in GGML_CODES else _grouped(layout, columns)
+    if layout.features is None:
+        return stored
+    by_feature = np.full_like(stored, np.nan)
+    by_feature[layout.features.numpy()] = stored
+    assert not np.isnan(by_feature).any(), "every feature once"
+    return by_feature
+
+
+def _grouped(layout: QuantLayout, columns: QuantColumns) -> np.ndarray:
+    codes = _codes(layout, columns)
+    if columns.source_rows is not None:
+        codes = codes[columns.source_rows.numpy()]
+    assert columns.scales is not None
+    assert columns.scales.dtype is layout.scale_dtype
+    scales = columns.scales.double().numpy()
+    offsets = None if columns.offsets is None else columns.offsets.double().numpy()
+    stored = np.empty(codes.shape)
+    row = group = 0
+    for run in layout.runs:
+        for _ in range(run.groups):
+            part = codes[row : row + run.rows].astype(np.float64)
+            if layout.offset == "minimums":
+                assert offsets is not None
+                stored[row : row + run.rows] = scales[group] * part + offsets[group]
+            else:
+                zero = 2.0 ** (run.bits - 1) if offsets is None else offsets[group]
+                stored[row : row + run.rows] = scales[group] * (part - zero)
+            row, group = row + run.rows, group + 1
+    assert (row, group) == (layout.in_features, len(scales))
+    return stored
+
+
+def _codes(layout: QuantLayout, columns: QuantColumns) -> np.ndarray:
+    """[rows of the file, columns]."""
+    if columns.packing == "bytes":
+        return columns.codes.numpy()
+    assert columns.codes.stride(1) == 1
+    widths = [run.bits for run in layout.runs for _ in range(run.groups * run.rows)]
+    return np.stack([_stream(column, widths) for column in columns.codes.T], axis=1)
+
+
+def _stream(words: Tensor, widths: list[int]) -> list[int]:
+    """Codes of one column: one long integer, lowest bits first."""
+    data = words.contiguous().numpy().astype("<i4").tobytes()
+    stream = int.from_bytes(data, "little")
+    codes = []
+    for bits in widths:
+        codes.append(stream & (1 << bits) - 1)
+        stream >>= bits
+    assert stream == 0, "bits are left"
+    return codes
+
+
+def _ggml(columns: QuantColumns) -> np.ndarray:
+    bits, factors = GGML_CODES[columns.packing]
+    size = 2 * factors + 4 * bits
+    blocks = columns.codes.numpy().reshape(columns.codes.shape[0], -1, size)
+    head = np.ascontiguousarray(blocks[..., : 2 * factors]).view(np.float16).astype(np.float64)
+    body = blocks[..., 2 * factors :]
+    if bits == 8:
+        codes = np.ascontiguousarray(body).view(np.int8).astype(np.float64)
+    else:
+        nibbles = body[..., -16:]
+        whole = np.concatenate([nibbles & 15, nibbles >> 4], axis=-1).astype(np.int64)
+        if bits == 5:
+            high = np.unpackbits(np.ascontiguousarray(body[..., :4]), axis=-1, bitorder="little")
+            whole += 16 * high.astype(np.int64)
+        codes = whole.astype(np.float64) - (0 if factors == 2 else 2 ** (bits - 1))
+    values = head[..., :1] * codes + (head[..., 1:] if factors == 2 else 0)
+    return values.reshape(values.shape[0], -1).T
+
+
+def half_ulp(values: Tensor) -> np.ndarray:
+    """The most that rounding to these values can have moved any of them."""
+    return np.spacing(np.abs(values.numpy())).astype(np.float64) / 2
