@@ -1,0 +1,200 @@
+"""Random quantized matrices, their exact weights, and bounds on what a kernel may make of them.
+
+Shares nothing with the tables or the codecs: weights come from the formulas, packed words from
+numpy's bits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from kernel_support import UNIT
+from torch import Tensor
+
+from exl_core.ops.quantized import GroupRun, Offset, QuantColumns, QuantLayout
+from exl_core.ops.table import OpTable, PackedLinear
+
+SPAN = 128  # stored rows that share one scale of their activations, at most
+FEW_STEP = 0.51 / 32512  # half a step of 16-bit integers, relative to the largest of a span
+BF16 = 2.0**-8  # half a unit in the last place: 8 significant bits
+TINY = 2.0**-110  # activations below may count as zero
+FEW_ROWS = 16  # up to here a kernel must use integers
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a test asks for; `short_last` appends one group of that many rows."""
+
+    runs: tuple[tuple[int, int, int], ...]  # bits, groups, rows
+    n: int
+    offset: Offset = "middle"
+    scale_dtype: torch.dtype = torch.float16
+    permuted: bool = False
+    has_bias: bool = False
+
+    @property
+    def k(self) -> int:
+        return sum(groups * rows for _, groups, rows in self.runs)
+
+    def __str__(self) -> str:
+        runs = "+".join(f"{bits}b{groups}x{rows}" for bits, groups, rows in self.runs)
+        scales = str(self.scale_dtype).removeprefix("torch.float")
+        extras = "-permuted" * self.permuted + "-bias" * self.has_bias
+        return f"{runs}-n{self.n}-{self.offset}-{scales}{extras}"
+
+
+@dataclass(frozen=True, eq=False)
+class Matrix:
+    """A quantized matrix in its plainest form: codes uint8 [k, n] in stored order."""
+
+    layout: QuantLayout
+    row_bits: Tensor  # [k]
+    row_groups: Tensor  # [k]
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor | None
+    bias: Tensor | None
+
+    @property
+    def features(self) -> Tensor:
+        """Input feature of each stored row, int64."""
+        if self.layout.features is None:
+            return torch.arange(self.layout.in_features)
+        return self.layout.features.long()
+
+    def by_feature(self, stored: Tensor) -> Tensor:
+        """[k, n] in stored order -> [n, k]."""
+        return torch.empty_like(stored).index_copy_(0, self.features, stored).T
+
+    def weights(self) -> Tensor:
+        """float64 [n, k]."""
+        scales, codes = self.scales.double()[self.row_groups], self.codes.double()
+        if self.offsets is None:
+            return self.by_feature(scales * (codes - 2.0 ** (self.row_bits[:, None] - 1)))
+        offsets = self.offsets.double()[self.row_groups]
+        if self.layout.offset == "zeros":
+            return self.by_feature(scales * (codes - offsets))
+        return self.by_feature(scales * codes + offsets)
+
+    def magnitudes(self) -> Tensor:
+        """At least |w|, and of the terms of a minimum each: float64 [n, k]."""
+        if self.layout.offset != "minimums" or self.offsets is None:
+            return self.weights().abs()
+        terms = self.scales.double()[self.row_groups].abs() * self.codes.double()
+        return self.by_feature(terms + self.offsets.double()[self.row_groups].abs())
+
+    def step_errors(self, x: Tensor) -> Tensor:
+        """What rounding each activation to 16 bits does to it at most: float64 [m, k]."""
+        stored = x.double().abs()[:, self.features]
+        errors = torch.empty_like(stored)
+        first = 0
+        for size in torch.bincount(self.row_groups).tolist():
+            for start in range(first, first + size, SPAN):
+                span = slice(start, min(start + SPAN, first + size))
+                errors[:, span] = stored[:, span].amax(1, keepdim=True) * FEW_STEP + TINY
+            first += size
+        by_feature = torch.empty_like(errors)
+        by_feature[:, self.features] = errors
+        return by_feature
+
+
+def spread_codes(rng: torch.Generator, bits: Tensor, n: int) -> Tensor:
+    """Codes of the given widths, the extremes of each often among them."""
+    top = (2 ** bits[:, None] - 1).expand(-1, n)
+    codes = (torch.rand(top.shape, generator=rng) * (top + 1)).floor().long().clamp_max(top)
+    extreme = torch.rand(top.shape, generator=rng)
+    codes = torch.where(extreme < 0.05, torch.zeros_like(codes), codes)
+    return torch.where(extreme > 0.95, top, codes).to(torch.uint8)
+
+
+def make_matrix(rng: torch.Generator, shape: Shape) -> Matrix:
+    runs = tuple(GroupRun(*run) for run in shape.runs)
+    k, n = shape.k, shape.n
+    bits = torch.tensor([run.bits for run in runs for _ in range(run.groups * run.rows)])
+    sizes = torch.tensor([run.rows for run in runs for _ in range(run.groups)])
+    groups = len(sizes)
+    features = torch.randperm(k, generator=rng).int() if shape.permuted else None
+    layout = QuantLayout(n, k, runs, features, shape.scale_dtype, shape.offset, shape.has_bias)
+    widths = torch.tensor([run.bits for run in runs for _ in range(run.groups)])[:, None]
+    sign = torch.where(torch.rand(groups, n, generator=rng) < 0.2, -1.0, 1.0)
+    scales = sign * (0.2 + torch.rand(groups, n, generator=rng)) / 2**widths
+    offsets = None
+    if shape.offset == "zeros":
+        offsets = spread_codes(rng, widths[:, 0], n)
+    elif shape.offset == "minimums":
+        offsets = (torch.randn(groups, n, generator=rng) * 0.5).to(shape.scale_dtype)
+    return Matrix(
+        layout,
+        bits,
+        torch.arange(groups).repeat_interleave(sizes),
+        spread_codes(rng, bits, n),
+        scales.to(shape.scale_dtype),
+        offsets,
+        torch.randn(n, generator=rng) if shape.has_bias else None,
+    )
+
+
+def words_of(codes: Tensor, bits: Tensor) -> Tensor:
+    """The stream of bits of each column, int32 [words, n]."""
+    planes = [
+        (codes[row].numpy()[None] >> np.arange(width)[:, None]) & 1
+        for row, width in enumerate(bits.tolist())
+    ]
+    stream = np.concatenate(planes).astype(np.uint8)  # [bits, n]
+    padding = -len(stream) % 32
+    stream = np.concatenate([stream, np.zeros((padding, stream.shape[1]), np.uint8)])
+    packed = np.packbits(stream, axis=0, bitorder="little")  # [bytes, n]
+    return torch.from_numpy(np.ascontiguousarray(packed.T).view("<i4").T.copy())
+
+
+def columns_of(matrix: Matrix, first: int, last: int, packing: str = "bytes") -> QuantColumns:
+    """Columns first .. last as a file might hold them: views whose rows lie apart."""
+
+    def part(grid: Tensor | None) -> Tensor | None:
+        return None if grid is None else grid[:, first:last].contiguous()
+
+    codes = matrix.codes if packing == "bytes" else words_of(matrix.codes, matrix.row_bits)
+    scales = part(matrix.scales)
+    assert scales is not None
+    return QuantColumns(
+        "bytes" if packing == "bytes" else "words",
+        codes[:, first:last],
+        None,
+        scales,
+        part(matrix.offsets),
+        None if matrix.bias is None else matrix.bias[first:last].clone(),
+    )
+
+
+def filled(table: OpTable, matrix: Matrix) -> PackedLinear:
+    w = table.new_quantized(matrix.layout)
+    table.fill_quantized(w, 0, columns_of(matrix, 0, matrix.layout.out_features))
+    return w
+
+
+@dataclass(frozen=True)
+class Answer:
+    """x @ w (+ bias) in float64, how far a kernel may be from it, and the size of its terms."""
+
+    exact: Tensor
+    bound: Tensor
+    terms: Tensor
+
+
+def answer(matrix: Matrix, x: Tensor, x_error: float = 0.0) -> Answer:
+    """`x_error`: of x, relative, on top of what the product does to it."""
+    x64, weights, sizes = x.double(), matrix.weights(), matrix.magnitudes()
+    exact, terms = x64 @ weights.T, x64.abs() @ sizes.T
+    if matrix.bias is not None:
+        exact, terms = exact + matrix.bias, terms + matrix.bias.abs()
+    # Sums within a span may hold code and zero point apart, hence up to twice the terms.
+    codes = matrix.by_feature(
+        matrix.scales.double()[matrix.row_groups].abs() * 2.0 ** matrix.row_bits[:, None]
+    )
+    base = x64.abs() @ (codes + sizes).T + terms
+    bound = (x.shape[1] + 16) * UNIT * base + x_error * terms + matrix.step_errors(x) @ sizes.T
+    if x.shape[0] > FEW_ROWS:
+        bound = bound + (2 * BF16 + BF16**2) * terms
+    return Answer(exact, bound, terms)
