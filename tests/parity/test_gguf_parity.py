@@ -16,7 +16,6 @@ from support.gguf_models import write_gguf
 from support.paged import PagedRun
 from support.tiny_models import VOCAB_SIZE, tiny_gemma3, tiny_llama
 
-
 EXACT = LoadOptions(exact=True)
 
 

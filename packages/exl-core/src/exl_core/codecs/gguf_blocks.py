@@ -58,7 +58,8 @@ def decode(raw: Tensor, kind: GGMLQuantizationType) -> Tensor | None:
     if kind in PLAIN_DTYPES:
         return raw.contiguous()
     try:
-        values = dequantize(raw.contiguous().numpy(), kind)
+        with np.errstate(all="ignore"):  # a scale may be NaN, which is the caller's to see
+            values = dequantize(raw.contiguous().numpy(), kind)
     except NotImplementedError:
         return None
     return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
