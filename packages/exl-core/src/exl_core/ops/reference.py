@@ -350,6 +350,7 @@ def _norm_linear(op: str, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) 
     check(op, "x", x, F32, None, w.in_features)
     check_contiguous(op, "x", x, 1)
     check(op, "norm", norm, F32, w.in_features)
+    check_contiguous(op, "norm", norm)
     return _linear(op, _rms_norm(x, norm, eps), w).float()
 
 

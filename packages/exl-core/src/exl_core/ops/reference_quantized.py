@@ -113,13 +113,12 @@ def fill_quantized(w: PlainQuantized, first_column: int, columns: QuantColumns) 
         raise OpInputError("fill_quantized: codes (expected a matrix)")
     count = codes.shape[0 if columns.packing in BLOCKS else 1]
     last = first_column + count
-    if first_column % PANEL or not 0 <= first_column < last <= w.out_features:
+    is_whole = first_column % PANEL == 0 and (count % PANEL == 0 or last == w.out_features)
+    if not is_whole or not 0 <= first_column < last <= w.out_features:
         raise OpInputError(
-            f"fill_quantized: first_column (expected a multiple of {PANEL} and columns within"
+            f"fill_quantized: first_column (expected whole panels of {PANEL} columns within"
             f" [0, {w.out_features}), got {count} at {first_column})"
         )
-    if count % PANEL and last != w.out_features:
-        raise OpInputError(f"fill_quantized: codes (expected whole panels, got {count} columns)")
     _check_beside(w, columns, count)
     parts = _of_blocks(w, columns) if columns.packing in BLOCKS else _of_codes(w, columns)
     rows = parts.codes
@@ -168,11 +167,12 @@ def _check_beside(w: PlainQuantized, columns: QuantColumns, count: int) -> None:
             raise OpInputError(f"{op}: {name} (expected {'some' if wanted else 'none'})")
         if tensor is not None:
             check(op, name, tensor, (dtype,), groups, count)
-            check_contiguous(op, name, tensor, 1)
+            check_contiguous(op, name, tensor)
     if (columns.bias is None) != (w.bias is None):
         raise OpInputError(f"{op}: bias (expected one exactly if the matrix has one)")
     if columns.bias is not None:
         check(op, "bias", columns.bias, (torch.float32,), count)
+        check_contiguous(op, "bias", columns.bias)
 
 
 def _of_codes(w: PlainQuantized, columns: QuantColumns) -> _Parts:

@@ -1,0 +1,169 @@
+"""Linears fused with what comes before and after: norms, gates, residual adds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from kernel_support import UNIT, assert_within, normal, packed, strided_rows
+from quantized_support import Answer, Matrix, Shape, answer, filled, make_matrix
+from torch import Tensor
+
+from exl_core.ops.table import GateKind, OpTable, PackedLinear
+
+EPS = 1e-5
+K = 96
+ROWS = [1, 7, 9, 33]
+# Of x after the norm: the sum of squares, the root, two products; see test_elementwise_ops.py.
+NORM_ERROR = 16 * UNIT
+QUANTIZED = Shape(((4, 2, 32), (3, 1, 32)), 48, "zeros", permuted=True, has_bias=True)
+OTHER = Shape(((6, 1, 96),), 48, "minimums")
+
+
+class Dense:
+    """Weights in float16, as the same kind of thing that `Matrix` is."""
+
+    def __init__(self, rng: torch.Generator, n: int) -> None:
+        self.weight, self.bias = normal(rng, n, K).half(), normal(rng, n)
+
+    def answer(self, x: Tensor, x_error: float) -> Answer:
+        exact = x.double() @ self.weight.double().T + self.bias
+        terms = x.double().abs() @ self.weight.double().abs().T + self.bias.abs()
+        return Answer(exact, ((K + 2) * UNIT + x_error) * terms, terms)
+
+
+Source = Dense | Matrix
+KINDS = ["dense", "quantized", "joined"]
+
+
+def sources(rng: torch.Generator, kind: str) -> list[Source]:
+    if kind == "dense":
+        return [Dense(rng, 48)]
+    if kind == "quantized":
+        return [make_matrix(rng, QUANTIZED)]
+    return [make_matrix(rng, QUANTIZED), Dense(rng, 48), make_matrix(rng, OTHER)]
+
+
+def made(table: OpTable, parts: list[Source]) -> PackedLinear:
+    linears = [
+        packed(table, part.weight, part.bias) if isinstance(part, Dense) else filled(table, part)
+        for part in parts
+    ]
+    return linears[0] if len(linears) == 1 else table.join(linears)
+
+
+def answer_of(parts: list[Source], x: Tensor, x_error: float = 0.0) -> Answer:
+    answers = [
+        part.answer(x, x_error) if isinstance(part, Dense) else answer(part, x, x_error)
+        for part in parts
+    ]
+    return Answer(
+        *(torch.cat(columns, dim=1) for columns in zip(*map(fields, answers), strict=True))
+    )
+
+
+def fields(of: Answer) -> tuple[Tensor, Tensor, Tensor]:
+    return of.exact, of.bound, of.terms
+
+
+def normed(x: Tensor, norm: Tensor) -> Tensor:
+    wide = x.double()
+    return wide / (wide.square().mean(1, keepdim=True) + EPS).sqrt() * norm.double()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", ROWS, ids=lambda m: f"m{m}")
+def test_linear_add_adds_to_the_residual(table: OpTable, rng, rows, kind) -> None:
+    parts = sources(rng, kind)
+    w, x = made(table, parts), strided_rows(rng, rows, K)
+    before = 10 * normal(rng, rows, w.out_features)
+    residual = before.clone()
+
+    table.linear_add_(x, w, residual)
+
+    right = answer_of(parts, x)
+    assert_within(
+        residual,
+        before.double() + right.exact,
+        right.bound + (K + 4) * UNIT * (before.abs() + right.terms),
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rows", ROWS, ids=lambda m: f"m{m}")
+def test_norm_linear_norms_first(table: OpTable, rng, rows, kind) -> None:
+    parts = sources(rng, kind)
+    w, x, norm = made(table, parts), 3 * strided_rows(rng, rows, K), normal(rng, K)
+    x[0] *= 1e-3  # where eps counts
+
+    y = table.norm_linear(x, norm, EPS, w)
+
+    right = answer_of(parts, normed(x, norm), NORM_ERROR)
+    assert_within(y, right.exact, right.bound)
+
+
+def activated(gate: Tensor, kind: GateKind) -> Tensor:
+    if kind == "silu":
+        return gate * torch.sigmoid(gate)
+    return gate * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3))
+
+
+@pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
+@pytest.mark.parametrize(
+    "kinds",
+    [("quantized",), ("quantized", "quantized"), ("dense",), ("quantized", "dense")],
+    ids=str,
+)
+def test_norm_gated_linear_multiplies_the_halves(table: OpTable, rng, kinds, gate) -> None:
+    """One matrix, whose halves meet within a panel of 16 columns, or a gate joined with an up."""
+    parts: list[Source] = [sources(rng, kind)[0] for kind in kinds]
+    w, norm = made(table, parts), normal(rng, K)
+    for rows in ROWS:
+        x = strided_rows(rng, rows, K)
+
+        y = table.norm_gated_linear(x, norm, EPS, w, gate)
+
+        right = answer_of(parts, normed(x, norm), NORM_ERROR)
+        (gates, ups), (gate_error, up_error) = (
+            of.chunk(2, dim=1) for of in (right.exact, right.bound)
+        )
+        active = activated(gates, gate)
+        # Neither activation is steeper than 1.13, or off by more than some roundings of its input.
+        active_error = 1.13 * gate_error + 16 * UNIT * gates.abs()
+        assert y.shape == (rows, w.out_features // 2)
+        assert_within(
+            y,
+            active * ups,
+            active_error * (ups.abs() + up_error)
+            + active.abs() * (up_error + 2 * UNIT * ups.abs()),
+        )
+
+
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_nan_in_a_row_stays_in_that_row_through_fused_calls(table: OpTable, rng, rows) -> None:
+    w, norm = made(table, sources(rng, "joined")), normal(rng, K)
+    x, residual = normal(rng, rows, K), torch.zeros(rows, w.out_features)
+    x[rows - 1, 17] = torch.nan
+
+    table.linear_add_(x, w, residual)
+
+    for y in (
+        residual,
+        table.norm_linear(x, norm, EPS, w),
+        table.norm_gated_linear(x, norm, EPS, made(table, sources(rng, "quantized")), "silu"),
+    ):
+        assert y[rows - 1].isnan().all()
+        assert y[: rows - 1].isfinite().all()
+
+
+def test_fused_calls_take_no_rows(table: OpTable, rng) -> None:
+    x, norm = torch.empty(0, K), normal(rng, K)
+    for kind in KINDS:
+        w = made(table, sources(rng, kind))
+        residual = torch.empty(0, w.out_features)
+
+        table.linear_add_(x, w, residual)
+
+        assert table.norm_linear(x, norm, EPS, w).shape == residual.shape
+        assert table.norm_gated_linear(x, norm, EPS, w, "silu").shape == (0, w.out_features // 2)

@@ -1,0 +1,244 @@
+"""Quantized operands that break a contract: an error that names the operand, never a crash."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from quantized_support import Shape, columns_of, filled, make_matrix
+
+from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
+from exl_core.ops.table import OpTable, PackedLinear
+
+LAYOUT = QuantLayout(40, 96, (GroupRun(4, 3, 32),), None, torch.float16, "middle")
+ORDER = torch.arange(96, dtype=torch.int32)
+ZEROS = replace(LAYOUT, offset="zeros", has_bias=True)
+
+
+def runs(*values: tuple[int, int, int]) -> tuple[GroupRun, ...]:
+    return tuple(GroupRun(*run) for run in values)
+
+
+def same_twice() -> torch.Tensor:
+    order = ORDER.clone()
+    order[5] = 6
+    return order
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"runs": runs((7, 3, 32))},
+        {"runs": runs((1, 3, 32))},
+        {"runs": runs((16, 3, 32))},
+        {"runs": runs((4, 2, 32))},
+        {"runs": runs((4, 4, 32))},
+        {"runs": runs((4, 3, 32), (4, 0, 32))},
+        {"runs": runs((4, 3, 32), (4, 1, 0))},
+        {"runs": runs((4, 4, 32), (4, 1, -32))},
+        {"runs": runs((4, -1, 32), (4, 4, 32))},
+        {"runs": runs((4, 2**62, 2**62))},
+        {"runs": ()},
+        {"out_features": 0},
+        {"in_features": 0, "runs": ()},
+        {"out_features": -16},
+        {"features": ORDER.long()},
+        {"features": ORDER[:95]},
+        {"features": ORDER + 1},
+        {"features": ORDER - 1},
+        {"features": same_twice()},
+        {"scale_dtype": torch.bfloat16},
+        {"scale_dtype": torch.int32},
+        {"offset": "above"},
+    ],
+    ids=str,
+)
+def test_layouts_that_cannot_be(table: OpTable, change) -> None:
+    with pytest.raises(ValueError, match=r"new_quantized|QuantLinear"):
+        table.new_quantized(replace(LAYOUT, **change))
+
+
+def good_columns() -> QuantColumns:
+    return QuantColumns(
+        "bytes",
+        torch.ones(96, 40, dtype=torch.uint8),
+        None,
+        torch.ones(3, 40, dtype=torch.float16),
+        torch.ones(3, 40, dtype=torch.uint8),
+        torch.ones(40),
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"packing": "q3_k"}, "packing"),
+        ({"codes": torch.ones(95, 40, dtype=torch.uint8)}, "codes"),
+        ({"codes": torch.ones(96, 40, dtype=torch.int32)}, "codes"),
+        ({"codes": torch.ones(40, 96, dtype=torch.uint8).T}, "codes"),
+        ({"codes": torch.ones(96 * 40, dtype=torch.uint8)}, "codes"),
+        ({"codes": torch.ones(96, 56, dtype=torch.uint8)}, "first_column"),
+        ({"packing": "words", "codes": torch.ones(11, 40, dtype=torch.int32)}, "codes"),
+        ({"packing": "words", "codes": torch.ones(13, 40, dtype=torch.int32)}, "codes"),
+        ({"packing": "words"}, "codes"),
+        ({"source_rows": ORDER.long()}, "source_rows"),
+        ({"source_rows": ORDER[:95]}, "source_rows"),
+        ({"source_rows": ORDER + 1}, "source_rows"),
+        ({"source_rows": ORDER - 1}, "source_rows"),
+        ({"scales": None}, "scales"),
+        ({"scales": torch.ones(3, 40)}, "scales"),
+        ({"scales": torch.ones(2, 40).half()}, "scales"),
+        ({"scales": torch.ones(3, 16).half()}, "scales"),
+        ({"scales": torch.ones(40, 3).half().T}, "scales"),
+        ({"offsets": None}, "offsets"),
+        ({"offsets": torch.ones(3, 40).half()}, "offsets"),
+        ({"offsets": torch.ones(4, 40, dtype=torch.uint8)}, "offsets"),
+        ({"bias": None}, "bias"),
+        ({"bias": torch.ones(41)}, "bias"),
+        ({"bias": torch.ones(40).half()}, "bias"),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(table: OpTable, change, names) -> None:
+    w = table.new_quantized(ZEROS)
+    table.fill_quantized(w, 0, good_columns())
+    with pytest.raises(ValueError, match=names):
+        table.fill_quantized(w, 0, replace(good_columns(), **change))
+
+
+@pytest.mark.parametrize(
+    ("first", "last", "at"),
+    [
+        (0, 16, 8),
+        (0, 16, -16),
+        (0, 16, 32),
+        (0, 16, 48),
+        (0, 16, 2**62),
+        (0, 8, 0),
+        (0, 24, 0),
+        (32, 40, 16),
+    ],
+)
+def test_only_whole_panels_are_filled(table: OpTable, rng, first, last, at) -> None:
+    matrix = make_matrix(rng, Shape(((4, 3, 32),), 40))
+    w = table.new_quantized(matrix.layout)
+    with pytest.raises(ValueError, match="first_column"):
+        table.fill_quantized(w, at, columns_of(matrix, first, last))
+
+
+def test_what_the_layout_lacks_may_not_come(table: OpTable) -> None:
+    w = table.new_quantized(LAYOUT)
+    plain = replace(good_columns(), offsets=None, bias=None)
+    table.fill_quantized(w, 0, plain)
+    with pytest.raises(ValueError, match="offsets"):
+        table.fill_quantized(w, 0, replace(plain, offsets=torch.ones(3, 40, dtype=torch.uint8)))
+    with pytest.raises(ValueError, match="bias"):
+        table.fill_quantized(w, 0, replace(plain, bias=torch.ones(40)))
+
+
+def test_mixed_widths_have_no_source_rows_in_words(table: OpTable) -> None:
+    w = table.new_quantized(replace(LAYOUT, runs=runs((4, 1, 32), (8, 2, 32))))
+    words = torch.zeros(20, 40, dtype=torch.int32)
+    scales = torch.ones(3, 40).half()
+    table.fill_quantized(w, 0, QuantColumns("words", words, None, scales))
+    with pytest.raises(ValueError, match="source_rows"):
+        table.fill_quantized(w, 0, QuantColumns("words", words, ORDER, scales))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"runs": runs((4, 6, 16))},
+        {"runs": runs((5, 3, 32))},
+        {"offset": "minimums"},
+        {"scale_dtype": torch.float32},
+    ],
+    ids=str,
+)
+def test_ggml_blocks_need_their_own_layout(table: OpTable, change) -> None:
+    blocks = QuantColumns("q4_0", torch.zeros(40, 3 * 18, dtype=torch.uint8))
+    table.fill_quantized(table.new_quantized(LAYOUT), 0, blocks)
+    with pytest.raises(ValueError, match="packing"):
+        table.fill_quantized(table.new_quantized(replace(LAYOUT, **change)), 0, blocks)
+
+
+@pytest.mark.parametrize(
+    ("change", "names"),
+    [
+        ({"codes": torch.zeros(40, 3 * 20, dtype=torch.uint8)}, "codes"),
+        ({"codes": torch.zeros(40, 3 * 18, dtype=torch.int8)}, "codes|uint8"),
+        ({"codes": torch.zeros(3 * 18, 40, dtype=torch.uint8).T}, "codes"),
+        ({"scales": torch.ones(3, 40).half()}, "scales"),
+        ({"source_rows": ORDER}, "source_rows|packing"),
+    ],
+)
+def test_ggml_blocks_that_do_not_fit_are_refused(table: OpTable, change, names) -> None:
+    blocks = QuantColumns("q4_0", torch.zeros(40, 3 * 18, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=names):
+        table.fill_quantized(table.new_quantized(LAYOUT), 0, replace(blocks, **change))
+
+
+def quantized(table: OpTable, rng: torch.Generator) -> PackedLinear:
+    return filled(table, make_matrix(rng, Shape(((4, 3, 32),), 40)))
+
+
+def test_parts_of_other_inputs_are_not_joined(table: OpTable, rng) -> None:
+    w = quantized(table, rng)
+    with pytest.raises(ValueError, match=r"join|JoinedLinear"):
+        table.join([w, table.new_linear(8, 95, torch.float16)])
+    with pytest.raises(ValueError, match=r"join|JoinedLinear"):
+        table.join([])
+
+
+@pytest.mark.parametrize("kind", ["quantized", "joined", "dense"])
+def test_linears_refuse_other_activations(table: OpTable, rng, kind) -> None:
+    dense = table.new_linear(40, 96, torch.float16)
+    w = {
+        "quantized": quantized(table, rng),
+        "dense": dense,
+        "joined": table.join([quantized(table, rng), dense]),
+    }[kind]
+    norm, width = torch.ones(96), w.out_features
+    for x in (
+        torch.zeros(2, 95),
+        torch.zeros(96),
+        torch.zeros(2, 96).half(),
+        torch.zeros(96, 2).T,
+        torch.zeros(1, 96).expand(2, 96),
+    ):
+        with pytest.raises(ValueError, match=r"linear: x"):
+            table.linear(x, w)
+        with pytest.raises(ValueError, match=r"linear_add_: x"):
+            table.linear_add_(x, w, torch.zeros(2, width))
+        with pytest.raises(ValueError, match=r"norm_linear: x"):
+            table.norm_linear(x, norm, 1e-5, w)
+        with pytest.raises(ValueError, match=r"norm_gated_linear: x"):
+            table.norm_gated_linear(x, norm, 1e-5, w, "silu")
+    for bad in (torch.ones(95), torch.ones(96).half(), torch.ones(1, 96), torch.ones(192)[::2]):
+        with pytest.raises(ValueError, match=r"norm_linear: norm"):
+            table.norm_linear(torch.zeros(2, 96), bad, 1e-5, w)
+        with pytest.raises(ValueError, match=r"norm_gated_linear: norm"):
+            table.norm_gated_linear(torch.zeros(2, 96), bad, 1e-5, w, "silu")
+    for residual in (
+        torch.zeros(2, width + 1),
+        torch.zeros(3, width),
+        torch.zeros(2, width).half(),
+        torch.zeros(width, 2).T,
+    ):
+        with pytest.raises(ValueError, match=r"linear_add_: residual"):
+            table.linear_add_(torch.zeros(2, 96), w, residual)
+
+
+def test_gates_need_two_halves_and_a_known_kind(table: OpTable, rng) -> None:
+    x, norm = torch.zeros(2, 96), torch.ones(96)
+    odd = filled(table, make_matrix(rng, Shape(((4, 3, 32),), 41)))
+    with pytest.raises(ValueError, match="norm_gated_linear"):
+        table.norm_gated_linear(x, norm, 1e-5, odd, "silu")
+    with pytest.raises(ValueError, match="relu"):
+        table.norm_gated_linear(x, norm, 1e-5, quantized(table, rng), "relu")
+
+
+@pytest.mark.parametrize("ids", [[0, 40], [-1], [2**40]], ids=str)
+def test_embedding_of_a_quantized_matrix_refuses_ids_out_of_range(table: OpTable, rng, ids) -> None:
+    with pytest.raises(ValueError, match="token_ids"):
+        table.embedding(torch.tensor(ids), quantized(table, rng))
