@@ -106,7 +106,13 @@ def test_selftest_sees_a_broken_op(op, monkeypatch) -> None:
 
     def broken(self: OpTable, *operands: torch.Tensor, **options: float) -> torch.Tensor | None:
         result = working(self, *operands, **options)
-        spoiled = operands[2] if op == "write_kv" else operands[0] if result is None else result
+        spoiled = (
+            operands[2]
+            if op in {"write_kv", "linear_add_"}
+            else operands[0]
+            if result is None
+            else result
+        )
         last = (-1,) * spoiled.ndim
         spoiled[last] += 0.0001 if spoiled.dtype == torch.float32 else 0.1
         return result

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 from exl_core.ops.reference import ReferenceTable
-from exl_core.ops.table import OpTable
+from exl_core.ops.table import OpTable, PackedLinear
 
 EPS = 2.0**-23
 
@@ -58,7 +59,56 @@ def _linear(table: OpTable, generator: torch.Generator) -> list[Tensor]:
         weight = _normal(generator, 37, 131).to(weight_type)
         table.fill_linear(w, 0, weight, _normal(generator, 37))
         outputs += [table.linear(_normal(generator, m, 135)[:, :131], w) for m in (1, 5, 40)]
+    quantized = _quantized(table, generator)
+    for m in (1, 5, 40):
+        # The largest value of a span survives the rounding of activations, so all is exact.
+        x = 127 * torch.randint(-1, 2, (m, 120), generator=generator)
+        outputs.append(table.linear(x.float(), quantized))
     return outputs
+
+
+def _quantized(table: OpTable, generator: torch.Generator) -> PackedLinear:
+    """Two widths, joined; groups of 24 rows; whole numbers."""
+    parts = []
+    for bits in (3, 4):
+        order = torch.randperm(120, generator=generator).int()
+        layout = QuantLayout(
+            37, 120, (GroupRun(bits, 5, 24),), order, torch.float16, "zeros", has_bias=True
+        )
+        codes, zeros = (
+            torch.randint(0, 2**bits, (rows, 37), generator=generator).to(torch.uint8)
+            for rows in (120, 5)
+        )
+        bias = torch.randint(-9, 10, (37,), generator=generator).float()
+        part = table.new_quantized(layout)
+        scales = torch.ones(5, 37, dtype=torch.float16)
+        table.fill_quantized(part, 0, QuantColumns("bytes", codes, None, scales, zeros, bias))
+        parts.append(part)
+    return table.join(parts)
+
+
+def _dense(table: OpTable, generator: torch.Generator) -> PackedLinear:
+    """Results of about 1 for normal inputs."""
+    w = table.new_linear(38, 131, torch.float16, True)
+    weight = (_normal(generator, 38, 131) / 11).half()
+    table.fill_linear(w, 0, weight, _normal(generator, 38))
+    return w
+
+
+def _linear_add(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    residual = _normal(generator, 5, 38)
+    table.linear_add_(_normal(generator, 5, 131), _dense(table, generator), residual)
+    return [residual]
+
+
+def _norm_linear(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    x, norm = _normal(generator, 5, 131), _normal(generator, 131)
+    return [table.norm_linear(x, norm, 1e-6, _dense(table, generator))]
+
+
+def _norm_gated_linear(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    x, norm = _normal(generator, 5, 131), _normal(generator, 131)
+    return [table.norm_gated_linear(x, norm, 1e-6, _dense(table, generator), "silu")]
 
 
 def _embedding(table: OpTable, generator: torch.Generator) -> list[Tensor]:
@@ -121,10 +171,32 @@ def _paged_attention(table: OpTable, generator: torch.Generator) -> list[Tensor]
     return outputs
 
 
+def _attend(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    keys, values = (_normal(generator, 4, 2, 8, 20) for _ in range(2))
+    angle = _normal(generator, 4, 7)
+    batch = table.attention_batch(
+        torch.tensor([[3, 1], [2, 0]], dtype=torch.int32),
+        torch.tensor([0, 1, 4], dtype=torch.int32),  # a decode, a prefill
+        torch.tensor([11, 2], dtype=torch.int32),
+        torch.tensor([11, 18, 19, 20]),
+        angle.cos(),
+        angle.sin(),
+        num_pages=4,
+        page_size=8,
+    )
+    qkv = _normal(generator, 4, 8 * 20 + 3)[:, :160]
+    norms = _normal(generator, 20), _normal(generator, 20)
+    mixed = table.attend(qkv, batch, keys, values, *norms, 1e-6, scale=20**-0.5)
+    return [mixed, keys, values]
+
+
 # A sum of k products of normal values is off by at most k roundings of values of its size, and in
 # practice by about sqrt(k); a fourth of the former is far from both noise and any real defect.
 CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]]] = {
     "linear": (32 * EPS, _linear),
+    "linear_add_": (32 * EPS, _linear_add),
+    "norm_linear": (32 * EPS, _norm_linear),
+    "norm_gated_linear": (32 * EPS, _norm_gated_linear),
     "embedding": (0.0, _embedding),
     "rms_norm": (8 * EPS, _rms_norm),
     "rms_norm_heads_": (8 * EPS, _rms_norm_heads),
@@ -132,4 +204,5 @@ CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]
     "gated_activation": (8 * EPS, _gated_activation),
     "write_kv": (0.0, _write_kv),
     "paged_attention": (32 * EPS, _paged_attention),
+    "attend": (32 * EPS, _attend),
 }
