@@ -46,10 +46,6 @@ class PlainLinear:
         return self.weight.shape[1]
 
     @property
-    def dtype(self) -> dtype:
-        return self.weight.dtype
-
-    @property
     def size_bytes(self) -> int:
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
