@@ -1,5 +1,7 @@
 // Packed weights: dense, quantized, and several joined. Everything that filling indexes with is
 // checked here.
+#include <pybind11/stl.h>
+
 #include "bindings/convert.h"
 
 namespace exl {

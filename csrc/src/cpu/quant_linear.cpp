@@ -18,10 +18,11 @@ namespace exl::EXL_ISA {
 constexpr int kVecs = static_cast<int>(kPanel) / kLanes;
 constexpr float kLargestAct = 32512.0f;  // 127 * 256, so that the high part fits a signed byte
 constexpr int64_t kSpanRows = kSpanBlocks * kBlockRows;
-// How far ahead of use the stream of codes is asked for.
-constexpr int64_t kCodesAhead = 2048;
+// How far ahead of use the streams of codes and of scales are asked for.
+constexpr int64_t kCodesAhead = 4096;
+constexpr int64_t kGridAhead = 512;
 // Work items: several a thread where there is much to read, and no less than this each.
-constexpr int64_t kItemBytes = 48 << 10;
+constexpr int64_t kItemBytes = 256 << 10;
 
 // x in integers, for one part.
 struct Acts {
@@ -100,59 +101,90 @@ static Vec load_grid(const void* grid, DType dtype, int64_t index) {
                                : load(static_cast<const Half*>(grid) + index);
 }
 
-// One span of kLanes columns for R rows: exact integer sums, then scale and offset.
-template <int Bits, int R>
-static inline __attribute__((always_inline)) void span_product(const uint8_t* codes, int64_t blocks,
+static inline void ask_for_grids(const QuantMatrix& w, int64_t at) {
+    const int64_t size = w.scale_dtype == DType::f32 ? 4 : 2;
+    prefetch(static_cast<const uint8_t*>(w.scales) + at * size + kGridAhead);
+    if (w.offset == Offset::middle) return;
+    const int64_t offset_size = w.offset == Offset::zeros ? 1 : size;
+    prefetch(static_cast<const uint8_t*>(w.offsets) + at * offset_size + kGridAhead);
+}
+
+// One span of kLanes columns of P panels for R rows: exact integer sums.
+template <int Bits, int R, int P>
+static inline __attribute__((always_inline)) void span_product(const uint8_t* codes,
+                                                               int64_t panel_bytes, int64_t blocks,
                                                                const uint8_t* act,
                                                                int64_t row_bytes,
-                                                               DotSum (&sums)[R]) {
+                                                               DotSum (&sums)[P][R]) {
     for (int64_t b = 0; b < blocks; ++b) {
-        prefetch(codes + kCodesAhead);
+#pragma GCC unroll 2
+        for (int p = 0; p < P; ++p) {
+            for (int64_t line = 0; line < Bits; ++line) {
+                prefetch(codes + p * panel_bytes + kCodesAhead + 64 * line);
+            }
+        }
         unrolled<kBlockRows / 4>([&]<int Step>() __attribute__((always_inline)) {
-            const Codes step = block_codes<Bits, Step>(codes);
+            Codes step[P];
+#pragma GCC unroll 2
+            for (int p = 0; p < P; ++p) step[p] = block_codes<Bits, Step>(codes + p * panel_bytes);
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) sums[r].template add<Step>(step, act + r * row_bytes);
+            for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 2
+                for (int p = 0; p < P; ++p) {
+                    sums[p][r].template add<Step>(step[p], act + r * row_bytes);
+                }
+            }
         });
-        for (int64_t line = 1; line < Bits; ++line) prefetch(codes + kCodesAhead + 64 * line);
         codes += Bits * 4 * kPanel;
         act += kActBlock;
     }
 }
 
+// y += the span's sums, with scale and offset; `at` is the group's place in the grids.
 template <int Bits, int R>
+static inline void apply_scales(const QuantMatrix& w, int64_t at, const DotSum (&sums)[R],
+                                const Acts& acts, int64_t span, float* y) {
+    const Vec scale = load_grid(w.scales, w.scale_dtype, at);
+    const int32_t middle = w.offset == Offset::middle ? 1 << (Bits - 1) : 0;
+    Codes zeros = zero_codes();
+    Vec minimum = set1(0.0f);
+    if (w.offset == Offset::zeros) {
+        zeros = load_zeros(static_cast<const uint8_t*>(w.offsets) + at);
+    } else if (w.offset == Offset::minimums) {
+        minimum = load_grid(w.offsets, w.scale_dtype, at);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+        const int32_t sum = acts.sums[span + r * acts.spans];
+        const Vec step = set1(acts.scales[span + r * acts.spans]);
+        const Codes zero = w.offset == Offset::zeros ? mul_int(zeros, set_int(sum))
+                                                     : set_int(middle * sum);
+        Vec value = mul(to_float(sub_int(sums[r].total(), zero)), scale);
+        value = fma(minimum, set1(static_cast<float>(sum)), value);
+        store(y + r * kPanel, fma(value, step, load(y + r * kPanel)));
+    }
+}
+
+template <int Bits, int R, int P>
 static void run_product(const QuantMatrix& w, const GroupRun& run, int64_t panel, const Acts& acts,
                         int64_t row, float (*y)[kPanel]) {
     const uint8_t* codes = w.panel_codes(panel) + run.code_offset;
     const uint8_t* act = acts.data + row * acts.row_bytes + run.first_block * kActBlock;
     int64_t span = row * acts.spans + run.first_span;
-    const int32_t middle = w.offset == Offset::middle ? 1 << (Bits - 1) : 0;
     for (int64_t group = 0; group < run.groups; ++group) {
         const int64_t at = w.scale_index(panel) + (run.first_group + group) * kPanel;
+        for (int p = 0; p < P; ++p) ask_for_grids(w, at + p * w.groups * kPanel);
         for (int64_t first = 0; first < run.blocks; first += kSpanBlocks, ++span) {
             const int64_t blocks = smaller(kSpanBlocks, run.blocks - first);
 #pragma GCC unroll 1
             for (int v = 0; v < kVecs; ++v) {
-                DotSum sums[R];
-                span_product<Bits, R>(codes + v * kCodeBytes, blocks, act, acts.row_bytes, sums);
-                const Vec scale = load_grid(w.scales, w.scale_dtype, at + v * kLanes);
-                Codes zeros = zero_codes();
-                Vec minimum = set1(0.0f);
-                if (w.offset == Offset::zeros) {
-                    zeros = load_zeros(static_cast<const uint8_t*>(w.offsets) + at + v * kLanes);
-                } else if (w.offset == Offset::minimums) {
-                    minimum = load_grid(w.offsets, w.scale_dtype, at + v * kLanes);
-                }
-#pragma GCC unroll 8
-                for (int r = 0; r < R; ++r) {
-                    const int32_t sum = acts.sums[span + r * acts.spans];
-                    const Vec step = set1(acts.scales[span + r * acts.spans]);
-                    const Codes zero = w.offset == Offset::zeros ? mul_int(zeros, set_int(sum))
-                                                                 : set_int(middle * sum);
-                    const Codes centered = sub_int(sums[r].total(), zero);
-                    Vec value = mul(to_float(centered), scale);
-                    value = fma(minimum, set1(static_cast<float>(sum)), value);
-                    float* to = y[r] + v * kLanes;
-                    store(to, fma(value, step, load(to)));
+                DotSum sums[P][R];
+                span_product<Bits, R, P>(codes + v * kCodeBytes, w.panel_bytes, blocks, act,
+                                         acts.row_bytes, sums);
+#pragma GCC unroll 2
+                for (int p = 0; p < P; ++p) {
+                    apply_scales<Bits, R>(w, at + p * w.groups * kPanel + v * kLanes, sums[p], acts,
+                                          span, y[p * R] + v * kLanes);
                 }
             }
             codes += blocks * Bits * 4 * kPanel;
@@ -161,48 +193,48 @@ static void run_product(const QuantMatrix& w, const GroupRun& run, int64_t panel
     }
 }
 
-// Columns of one panel for R rows, y[R][16].
-template <int R>
+// Columns of P panels for R rows, y[P][R][16].
+template <int R, int P>
 static void panel_product(const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
                           float (*y)[kPanel]) {
-    for (int r = 0; r < R; ++r) {
-        for (int v = 0; v < kVecs; ++v) {
-            const Vec start = w.bias != nullptr ? load(w.bias + panel * kPanel + v * kLanes) : set1(0.0f);
-            store(y[r] + v * kLanes, start);
+    for (int p = 0; p < P; ++p) {
+        for (int r = 0; r < R; ++r) {
+            for (int v = 0; v < kVecs; ++v) {
+                const int64_t at = (panel + p) * kPanel + v * kLanes;
+                store(y[p * R + r] + v * kLanes, w.bias != nullptr ? load(w.bias + at) : set1(0.0f));
+            }
         }
     }
     for (const GroupRun& run : w.runs) {
         switch (run.bits) {
-            case 2: run_product<2, R>(w, run, panel, acts, row, y); break;
-            case 3: run_product<3, R>(w, run, panel, acts, row, y); break;
-            case 4: run_product<4, R>(w, run, panel, acts, row, y); break;
-            case 5: run_product<5, R>(w, run, panel, acts, row, y); break;
-            case 6: run_product<6, R>(w, run, panel, acts, row, y); break;
-            default: run_product<8, R>(w, run, panel, acts, row, y); break;
+            case 2: run_product<2, R, P>(w, run, panel, acts, row, y); break;
+            case 3: run_product<3, R, P>(w, run, panel, acts, row, y); break;
+            case 4: run_product<4, R, P>(w, run, panel, acts, row, y); break;
+            case 5: run_product<5, R, P>(w, run, panel, acts, row, y); break;
+            case 6: run_product<6, R, P>(w, run, panel, acts, row, y); break;
+            default: run_product<8, R, P>(w, run, panel, acts, row, y); break;
         }
     }
 }
 
-template <int R, class Fn>
-static inline void with_few_rows(int64_t rows, Fn&& fn) {
-    if constexpr (R > 1) {
-        if (rows < R) return with_few_rows<(R > 4 ? 4 : R - 1)>(rows, fn);
+// Tiles of rows and panels: with_tile<Tile>(rows, panels, fn) runs fn<R, P>() for the largest tile
+// that fits. Sums of R rows and P panels stay in registers; panels side by side are read as streams
+// side by side and share the broadcasts of x.
+template <class Fn>
+static inline void with_tile(int64_t rows, int64_t panels, Fn&& fn) {
+    if constexpr (kTileFew >= 6) {
+        if (rows >= 6 && panels >= 2) return fn.template operator()<6, 2>();
     }
-    fn.template operator()<R>();
-}
-
-// All rows of one panel; `done(row, rows, values)` gets them tile by tile.
-template <class Done>
-static inline void panel_rows(const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t m,
-                              Done&& done) {
-    alignas(64) float y[kTileFew][kPanel];
-    for (int64_t row = 0; row < m;) {
-        with_few_rows<kTileFew>(m - row, [&]<int R>() {
-            panel_product<R>(w, panel, acts, row, y);
-            done(row, R, y);
-            row += R;
-        });
+    if constexpr (kTileFew >= 4) {
+        if (rows >= 4 && panels >= 2 && kTileFew >= 8) return fn.template operator()<4, 2>();
+        if (rows >= 4) return fn.template operator()<4, 1>();
+        if (rows >= 3) return fn.template operator()<3, 1>();
     }
+    if (rows >= 2) return fn.template operator()<2, 1>();
+    if constexpr (kTileFew >= 4) {
+        if (panels >= 2) return fn.template operator()<1, 2>();
+    }
+    fn.template operator()<1, 1>();
 }
 
 static void gate(Gate kind, float* value, const float* up) {
@@ -213,6 +245,7 @@ static void gate(Gate kind, float* value, const float* up) {
     }
 }
 
+// values[R][16] of one panel, to rows `row` .. of y.
 static void write_rows(const QuantLinearArgs& args, int64_t row, int rows, int64_t column,
                        int64_t columns, const float (*values)[kPanel]) {
     for (int r = 0; r < rows; ++r) {
@@ -225,29 +258,56 @@ static void write_rows(const QuantLinearArgs& args, int64_t row, int rows, int64
     }
 }
 
-static void one_panel(const QuantLinearArgs& args, const Acts* acts, int part, int64_t panel,
-                      int64_t first_column) {
+constexpr int kTileValues = 16;  // rows times panels of a tile, at most
+
+// Panels [panel, last) of one part, all rows. Panels are outside: their codes stay in the cache
+// while the tiles of rows pass over them.
+static void part_panels(const QuantLinearArgs& args, const Acts* acts, int part, int64_t panel,
+                        int64_t last, int64_t first_column) {
     const QuantMatrix& w = *args.parts[part];
-    const int64_t column = panel * kPanel;
-    const int64_t columns = smaller(kPanel, w.n - column);
-    panel_rows(w, panel, acts[part], args.m, [&](int64_t row, int rows, float (*y)[kPanel]) {
-        write_rows(args, row, rows, first_column + column, columns, y);
-    });
+    alignas(64) float y[kTileValues][kPanel];
+    while (panel < last) {
+        const int64_t side = smaller(2, last - panel);
+        for (int64_t row = 0; row < args.m;) {
+            with_tile(args.m - row, side, [&]<int R, int P>() {
+                for (int64_t p = 0; p < side; p += P) {
+                    panel_product<R, P>(w, panel + p, acts[part], row, y);
+                    for (int q = 0; q < P; ++q) {
+                        const int64_t column = (panel + p + q) * kPanel;
+                        write_rows(args, row, R, first_column + column,
+                                   smaller(kPanel, w.n - column), y + q * R);
+                    }
+                }
+                row += R;
+            });
+        }
+        panel += side;
+    }
 }
 
-static void one_gated_panel(const QuantLinearArgs& args, const Acts* acts, int64_t panel) {
-    const QuantMatrix& up = *args.parts[1];
-    const int64_t column = panel * kPanel;
-    const int64_t columns = smaller(kPanel, up.n - column);
-    panel_rows(*args.parts[0], panel, acts[0], args.m,
-               [&](int64_t row, int rows, float (*gates)[kPanel]) {
-        alignas(64) float ups[kTileFew][kPanel];
-        with_few_rows<kTileFew>(rows, [&]<int R>() {
-            panel_product<R>(up, panel, acts[1], row, ups);
-        });
-        for (int r = 0; r < rows; ++r) gate(args.gate, gates[r], ups[r]);
-        write_rows(args, row, rows, column, columns, gates);
-    });
+static void gated_panels(const QuantLinearArgs& args, const Acts* acts, int64_t panel,
+                         int64_t last) {
+    alignas(64) float gates[kTileValues][kPanel];
+    alignas(64) float ups[kTileValues][kPanel];
+    while (panel < last) {
+        const int64_t side = smaller(2, last - panel);
+        for (int64_t row = 0; row < args.m;) {
+            with_tile(args.m - row, side, [&]<int R, int P>() {
+                for (int64_t p = 0; p < side; p += P) {
+                    panel_product<R, P>(*args.parts[0], panel + p, acts[0], row, gates);
+                    panel_product<R, P>(*args.parts[1], panel + p, acts[1], row, ups);
+                    for (int i = 0; i < R * P; ++i) gate(args.gate, gates[i], ups[i]);
+                    for (int q = 0; q < P; ++q) {
+                        const int64_t column = (panel + p + q) * kPanel;
+                        write_rows(args, row, R, column,
+                                   smaller(kPanel, args.parts[0]->n - column), gates + q * R);
+                    }
+                }
+                row += R;
+            });
+        }
+        panel += side;
+    }
 }
 
 static bool has_same_input(const QuantMatrix& a, const QuantMatrix& b) {
@@ -312,20 +372,18 @@ static void few_rows(ThreadPool& pool, const QuantLinearArgs& args) {
     const int64_t items = smaller(panels, threads * rounds);
     pool.parallel_for(items, [&](int64_t item) {
         const int64_t last = panels * (item + 1) / items;
-        for (int64_t panel = panels * item / items; panel < last; ++panel) {
-            if (is_gated) {
-                one_gated_panel(args, acts, panel);
-                continue;
+        int64_t panel = panels * item / items;
+        if (is_gated) return gated_panels(args, acts, panel, last);
+        int64_t before = 0;
+        int64_t column = 0;
+        for (int p = 0; p < args.count && panel < last; ++p) {
+            const int64_t end = before + args.parts[p]->panels();
+            if (panel < end) {
+                part_panels(args, acts, p, panel - before, smaller(last, end) - before, column);
+                panel = smaller(last, end);
             }
-            int part = 0;
-            int64_t before = 0;
-            int64_t column = 0;
-            while (panel - before >= args.parts[part]->panels()) {
-                before += args.parts[part]->panels();
-                column += args.parts[part]->n;
-                ++part;
-            }
-            one_panel(args, acts, part, panel - before, column);
+            before = end;
+            column += args.parts[p]->n;
         }
     });
 }
