@@ -50,7 +50,7 @@ def main() -> int:
     parser.add_argument("model", metavar="MODEL")
     parser.add_argument("out", metavar="OUT", type=Path)
     parser.add_argument("--bits", type=int, default=4, choices=exl2.WIDTHS)
-    parser.add_argument("--group-size", type=int, default=128, choices=GROUP_SIZES)
+    parser.add_argument("--group-size", type=int, default=32, choices=GROUP_SIZES)
     parser.add_argument("--head-bits", type=int, default=4, choices=exl2.WIDTHS)
     args = parser.parse_args()
     try:

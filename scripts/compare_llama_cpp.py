@@ -1,0 +1,212 @@
+"""exl beside llama.cpp on the CPU, in one run. Usage: compare_llama_cpp.py [--threads 2] ...
+
+Two comparisons on the same work (`exl bench` and `llama_cpp_speed.py` say what is timed):
+
+  EXL2 / Q4_0   an EXL2 model of 4 bits (`write_rtn_exl2.py`) against llama.cpp's faster format;
+                both are made here from the model's GGUF file
+  GGUF          that file, as it is, by both
+
+Every measurement is a process of its own. They alternate, llama.cpp, exl, llama.cpp, exl, so that
+both meet the same machine; each takes the median of its own repetitions, and the figure is the
+median over the rounds. The floor is what the bytes of a token take at the bandwidth that `exl
+bench` measured. Prints a table, and JSON as the last line. The machine must have nothing else to
+do: llama.cpp's threads wait for each other by spinning, so whatever takes a core from one of them
+stops them all. Needs llama-cpp-python: `llama_cpp_speed.py` says how to build it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from exl_cli.render import columns_table, format_bytes, print_answer
+from exl_core.errors import ExlError, RequestError
+from exl_core.load import open_checkpoint
+from exl_core.resolve import resolve_model
+
+SCRIPTS = Path(__file__).resolve().parent
+INSTALL = "python -m pip install llama-cpp-python==0.3.36"
+TESTS = ("prefill", "decode")
+BUSY = 0.5  # processes that ran in the last minute, on average
+Figures = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What both sides are asked for."""
+
+    prefill: int
+    decode: int
+    threads: int
+    repeat: int
+
+    @property
+    def options(self) -> list[str]:
+        """As both programs take them."""
+        counts = asdict(self)
+        return [text for name, count in counts.items() for text in (f"--{name}", str(count))]
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Two files that are compared, and what was found, round by round."""
+
+    name: str
+    peer_file: Path
+    own_model: Path
+    peer: list[Figures]
+    own: list[Figures]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(". Usage")[0])
+    parser.add_argument("-m", "--model", metavar="MODEL.gguf", help="default: smollm2")
+    parser.add_argument("--group-size", type=int, default=32, help="of the EXL2 model")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--prefill", type=int, default=512)
+    parser.add_argument("--decode", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeat", type=int, default=3, help="repetitions within a round")
+    args = parser.parse_args()
+    work = Work(args.prefill, args.decode, args.threads, args.repeat)
+    load_average = os.getloadavg()[0]
+    if load_average > BUSY:
+        note(f"the machine is busy (load average {load_average:.2f}): the ratios will be off")
+    try:
+        if importlib.util.find_spec("llama_cpp") is None:
+            raise RequestError("llama.cpp is not installed", next_step=INSTALL)
+        path = resolve_model(args.model)
+        if path.is_dir():
+            raise RequestError("only a GGUF file can be given to both", got=path)
+        with tempfile.TemporaryDirectory(prefix="exl-compare-") as folder:
+            cases = prepare(path, Path(folder), args.group_size, args.threads)
+            summary = {"load_average": load_average, **compare(cases, work, args.rounds)}
+    except ExlError as error:
+        print(f"compare_llama_cpp: error: {error}", file=sys.stderr)
+        return error.exit_code
+    show(summary)
+    print(json.dumps(summary))
+    return 0
+
+
+def prepare(path: Path, folder: Path, group_size: int, threads: int) -> list[Case]:
+    q4_0, own = folder / "q4_0.gguf", folder / "exl2"
+    note("writing Q4_0 and EXL2")
+    run("llama_cpp_speed.py", "requantize", str(path), str(q4_0), "--threads", str(threads))
+    written = run("write_rtn_exl2.py", str(path), str(own), "--group-size", str(group_size))
+    bits = last_json(written)["bits_per_weight"]
+    name = f"EXL2 {bits:.2f} bits / Q4_0"
+    return [Case(name, q4_0, own, [], []), Case(path.stem, path, path, [], [])]
+
+
+def compare(cases: list[Case], work: Work, rounds: int) -> dict[str, object]:
+    for number in range(1, rounds + 1):
+        for case in cases:
+            note(f"round {number} of {rounds}, {case.name}: llama.cpp")
+            peer = run("llama_cpp_speed.py", "speed", str(case.peer_file), *work.options)
+            case.peer.append(last_json(peer))
+            note(f"round {number} of {rounds}, {case.name}: exl")
+            own = run("-m", "exl_cli", "bench", str(case.own_model), *work.options, "--json")
+            case.own.append(last_json(own))
+    every = [figures for case in cases for figures in case.own]
+    bandwidth = max(figures["read_bytes_per_s"] for figures in every)
+    return {
+        **asdict(work),
+        "rounds": rounds,
+        "instruction_set": every[0]["instruction_set"],
+        "llama_cpp": cases[0].peer[0]["version"],
+        "llama_cpp_features": cases[0].peer[0]["features"],
+        "read_bytes_per_s": bandwidth,
+        "cases": [summarize(case, bandwidth) for case in cases],
+    }
+
+
+def summarize(case: Case, bandwidth: float) -> dict[str, object]:
+    own = case.own[0]
+    cache_bytes = own["bytes_per_token"] - own["decode_weight_bytes"]  # float16 there as well
+    peer = side_figures(case.peer, gguf_decode_bytes(case.peer_file) + cache_bytes, bandwidth)
+    exl = side_figures(case.own, own["bytes_per_token"], bandwidth)
+    ratios = {test: exl[f"{test}_tok_s"] / peer[f"{test}_tok_s"] for test in TESTS}
+    return {"name": case.name, "llama_cpp": peer, "exl": exl, "ratios": ratios}
+
+
+def side_figures(rounds: list[Figures], read_bytes: int, bandwidth: float) -> Figures:
+    """The medians over the rounds, and how near decoding comes to the floor."""
+    figures: dict[str, Any] = {"bytes_per_token": read_bytes, "floor_tok_s": bandwidth / read_bytes}
+    for test in TESTS:
+        rates = [found[f"{test}_tok_s"] for found in rounds]
+        figures[f"{test}_tok_s"] = median(rates)
+        figures[f"{test}_tok_s_rounds"] = rates
+    figures["floor_share"] = figures["decode_tok_s"] / figures["floor_tok_s"]
+    return figures
+
+
+def gguf_decode_bytes(path: Path) -> int:
+    """The tensors that a decode step reads: all, but of an untied embedding single rows."""
+    tensors = open_checkpoint(path)[0].tensors
+    total = sum(tensor.size_bytes for tensor in tensors.values())
+    is_tied = "output.weight" not in tensors
+    return total if is_tied else total - tensors["token_embd.weight"].size_bytes
+
+
+def run(*command: str) -> str:
+    """stdout of one of our scripts, or of a module, in this interpreter."""
+    first, *rest = command
+    program = [first] if first == "-m" else [str(SCRIPTS / first)]
+    done = subprocess.run(
+        [sys.executable, *program, *rest], capture_output=True, text=True, check=False
+    )
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["nothing on stderr"]
+        raise ExlError(
+            "a measurement failed",
+            where=" ".join(command[:3]),
+            got=f"exit code {done.returncode}: {lines[-1][:300]}",
+        )
+    return done.stdout
+
+
+def last_json(text: str) -> Figures:
+    figures: Figures = json.loads(text.splitlines()[-1])
+    return figures
+
+
+def note(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def show(summary: Mapping[str, Any]) -> None:
+    table = columns_table("", "", "prefill tok/s", "decode tok/s", "read a token", "of the floor")
+    for case in summary["cases"]:
+        for side in ("llama_cpp", "exl"):
+            figures = case[side]
+            table.add_row(
+                case["name"] if side == "llama_cpp" else "",
+                side.replace("_", "."),
+                f"{figures['prefill_tok_s']:.1f}",
+                f"{figures['decode_tok_s']:.1f}",
+                format_bytes(figures["bytes_per_token"]),
+                f"{figures['floor_share']:.1%}",
+            )
+        ratios = case["ratios"]
+        table.add_row("", "ratio", f"{ratios['prefill']:.2f}", f"{ratios['decode']:.2f}", "", "")
+    facts = (
+        f"{summary['threads']} threads, {summary['instruction_set']}, memory read at "
+        f"{format_bytes(summary['read_bytes_per_s'])}/s; prefill of {summary['prefill']} and "
+        f"decode of {summary['decode']} tokens, median of {summary['rounds']} rounds"
+    )
+    print_answer(facts, "", table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

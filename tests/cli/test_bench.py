@@ -1,0 +1,89 @@
+"""`exl bench`: the command around the figures."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support import tiny_models
+
+QUICK = ("--prefill", 24, "--decode", 4, "--repeat", 1)
+
+
+def test_json_of_one_configuration(exl, tiny_llama_dir: Path) -> None:
+    done = exl("bench", "-m", tiny_llama_dir, *QUICK, "--batch", 2, "--threads", 1, "--json")
+    assert (done.code, done.err) == (0, "")
+    result = json.loads(done.out)
+    assert (result["prompt_tokens"], result["decode_tokens"], result["batch"]) == (24, 4, 2)
+    assert (result["threads"], result["repeat"], result["model"]) == (1, 1, tiny_llama_dir.name)
+    for key in ("prefill_tok_s", "decode_tok_s", "floor_share", "bytes_per_token", "load_s"):
+        assert result[key] > 0
+    assert result["decode_tok_s_per_sequence"] == pytest.approx(result["decode_tok_s"] / 2)
+    assert result["peak_memory_bytes"] >= result["start_memory_bytes"] > 0
+    assert len(result["runs"]) == 1
+
+
+def test_a_grid_by_prompt_length_and_batch(exl, tiny_llama_dir: Path) -> None:
+    lists = ("--prefill", "8, 16,8", "--batch", "1,3", "--decode", 2, "--repeat", 1)
+    done = exl("bench", tiny_llama_dir, *lists, "--json")
+    assert (done.code, done.err) == (0, "")
+    result = json.loads(done.out)
+    grid = [(run["prompt_tokens"], run["batch"]) for run in result["runs"]]
+    assert grid == [(8, 1), (8, 3), (16, 1), (16, 3)]
+    assert "decode_tok_s" not in result
+
+
+def test_page_for_people(exl, tiny_llama_dir: Path) -> None:
+    done = exl("bench", tiny_llama_dir, *QUICK, "--batch", "1,2")
+    assert (done.code, done.err) == (0, "")
+    assert tiny_llama_dir.name in done.out
+    rows = [line.split() for line in done.out.splitlines() if line.strip().startswith("24 ")]
+    assert [row[:2] for row in rows] == [["24", "1"], ["24", "2"]]
+    assert all(row[-1].endswith("%") for row in rows)
+
+
+def test_exact_weights_are_larger_in_memory(exl, tmp_path: Path) -> None:
+    from gguf import GGMLQuantizationType
+
+    from support.gguf_models import write_gguf
+
+    model = tiny_models.tiny_llama(hidden_size=96, intermediate_size=128, head_dim=32)
+    path = write_gguf(model, tmp_path / "tiny.gguf", GGMLQuantizationType.Q4_0)
+    sizes = {}
+    for option in ((), ("--exact",)):
+        done = exl("bench", path, *QUICK, *option, "--json")
+        assert (done.code, done.err) == (0, "")
+        sizes[option] = json.loads(done.out)["bytes_per_token"]
+    assert sizes["--exact",] > 2 * sizes[()]
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (("--prefill", 513), "--prefill of 1 to 512"),
+        (("--prefill", ""), "--prefill is not a list"),
+        (("--prefill", "16,"), "--prefill is not a list"),
+        (("--prefill", "-3"), "--prefill is not a list"),
+        (("--prefill", "9" * 5000), "--prefill is not a list"),
+        (("--batch", 0), "--batch is not a list"),
+        (("--batch", "two"), "--batch is not a list"),
+        (("--decode", 512), "--decode of 1 to 511"),
+        (("--decode", 0), "--decode"),
+        (("--repeat", 0), "--repeat"),
+    ],
+)
+def test_what_cannot_be_measured(
+    args: tuple[object, ...], expected: str, exl, damaged_dir: Path
+) -> None:
+    """Told before the weights are read: these cannot be."""
+    weights = damaged_dir / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.seek(-4, 2)
+        file.write(b"\x00\x00\x80\x7f")  # an infinity
+    assert expected in exl("bench", damaged_dir, *args, "--json").error_line(2)
+
+
+def test_a_model_that_is_not_there(exl) -> None:
+    assert "no such model" in exl("bench", "-m", "nowhere", "--json").error_line(3)

@@ -1,0 +1,207 @@
+"""What `exl bench` runs and counts: the passes, the bytes, the figures that follow from them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exl_core.cache.format import PAGE_SIZE, KVFormat
+from exl_core.engine.plan import LogitRows
+from exl_core.errors import RequestError
+from exl_core.load import LoadedModel, load_model
+from exl_core.model.batch import Batch
+from exl_eval import speed
+from exl_eval.machine import peak_memory_bytes, read_bandwidth
+from exl_eval.result import SpeedResult, SpeedRun, Spread
+from exl_eval.speed import SpeedOptions, check_options, measure_speed
+from support import tiny_models
+
+BANDWIDTH = 1e9
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    """Head apart from the embedding, context of 600."""
+    folder = tmp_path_factory.mktemp("tiny")
+    return load_model(
+        str(tiny_models.save(tiny_models.tiny_llama(max_position_embeddings=600), folder))
+    )
+
+
+@pytest.fixture
+def batches(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
+    """Every batch that the model sees from here on; the machine's bandwidth is BANDWIDTH."""
+    seen: list[Batch] = []
+    forward = type(tiny.model).forward
+
+    def record(model, batch: Batch, store):
+        seen.append(batch)
+        return forward(model, batch, store)
+
+    monkeypatch.setattr(type(tiny.model), "forward", record)
+    monkeypatch.setattr(speed, "read_bandwidth", lambda _threads: BANDWIDTH)
+    return seen
+
+
+def measure(loaded: LoadedModel, **options: object) -> SpeedResult:
+    return measure_speed(loaded, SpeedOptions(**options), start_memory_bytes=1)  # type: ignore[arg-type]
+
+
+def test_each_repetition_is_the_work_that_was_asked_for(
+    tiny: LoadedModel, batches: list[Batch]
+) -> None:
+    measure(tiny, prefill=(530,), decode=5, batch=(3,), repeat=2)
+
+    decode, prefill = batches[: 3 * 6], batches[3 * 6 :]
+    for number, batch in enumerate(decode):
+        step = number % 6  # one unmeasured repetition and two; a prompt of one token and five steps
+        assert batch.past_lens.tolist() == [step] * 3
+        assert len(batch.logit_rows) == len(batch.token_ids) == 3
+        assert len(set(batch.slots.tolist())) == 3
+    assert [len(batch.token_ids) for batch in prefill] == [512, 512, 512, 54] * 3
+    for first in range(0, 12, 4):
+        run = prefill[first : first + 4]
+        assert sum(len(batch.logit_rows) for batch in run) == 3  # the last token of each prompt
+        assert len(torch.cat([batch.slots for batch in run]).unique()) == 3 * 530
+
+
+def test_prefill_ends_with_the_logits_of_generation(
+    tiny: LoadedModel, batches: list[Batch]
+) -> None:
+    measure(tiny, prefill=(PAGE_SIZE + 3,), decode=1, batch=(1,), repeat=1)
+    ids = batches[-1].token_ids.tolist()
+    assert ids == [(100 + i) % 300 for i in range(PAGE_SIZE + 3)]
+    assert batches[-1].logit_rows.tolist() == [len(ids) - 1]
+    assert batches[0].token_ids.tolist() == batches[1].token_ids.tolist() == ids[:1]
+
+
+@given(
+    prompt=st.integers(1, 900),
+    batch=st.integers(1, 5),
+    pass_rows=st.integers(1, 300),
+)
+def test_passes_cover_every_prompt_once_and_in_order(
+    prompt: int, batch: int, pass_rows: int
+) -> None:
+    pages = [tuple(range(owner * 4, owner * 4 + 4)) for owner in range(batch)]
+    tokens = speed.fixed_tokens(prompt, 1000)
+    passes = list(speed.prefill_passes(tokens, pages, pass_rows))
+
+    assert all(sum(len(s.token_ids) for s in segments) == pass_rows for segments in passes[:-1])
+    assert 0 < sum(len(s.token_ids) for s in passes[-1]) <= pass_rows
+    for owner in range(batch):
+        mine = [s for segments in passes for s in segments if s.request_id == str(owner)]
+        assert sum((s.token_ids for s in mine), ()) == tokens
+        starts = [sum(len(s.token_ids) for s in mine[:i]) for i in range(len(mine))]
+        assert [s.past_len for s in mine] == starts
+        assert [s.logit_rows for s in mine] == [LogitRows.NONE] * (len(mine) - 1) + [LogitRows.LAST]
+        for s in mine:
+            assert len(s.page_ids) * PAGE_SIZE >= s.past_len + len(s.token_ids)
+            assert s.page_ids == pages[owner][: len(s.page_ids)]
+
+
+def test_figures_follow_from_each_other(tiny: LoadedModel, batches: list[Batch]) -> None:
+    result = measure(tiny, prefill=(4, 8), decode=3, batch=(1, 2), repeat=1)
+    assert [(run.prompt_tokens, run.batch) for run in result.runs] == [
+        (4, 1),
+        (4, 2),
+        (8, 1),
+        (8, 2),
+    ]
+    for run in result.runs:
+        assert run.prefill.lowest <= run.prefill.median <= run.prefill.highest
+        assert run.floor_tok_s == pytest.approx(BANDWIDTH / run.bytes_per_token)
+        assert run.floor_share == pytest.approx(run.decode.median / run.floor_tok_s)
+    one, two, *longer = result.runs
+    cache_bytes = one.bytes_per_token - result.decode_weight_bytes
+    assert cache_bytes == 3 * 2 * 2 * 20 * 2 * (2 + 3 + 4) // 3  # layers, heads, k and v, D, fp16
+    assert two.bytes_per_token == result.decode_weight_bytes / 2 + cache_bytes
+    assert [run.decode for run in longer] == [one.decode, two.decode]
+    assert result.peak_memory_bytes > 100e6
+    assert (result.start_memory_bytes, result.threads) == (1, tiny.model.ops.threads)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_an_embedding_counts_where_it_is_the_head(is_tied: bool, tmp_path: Path) -> None:
+    model = tiny_models.tiny_llama(tie_word_embeddings=is_tied)
+    loaded = load_model(str(tiny_models.save(model, tmp_path)))
+    table_bytes = 300 * 72 * 4
+    untouched = 0 if is_tied else table_bytes
+    counted = speed.decode_weight_bytes(loaded.model)
+    assert loaded.weights_bytes - counted == pytest.approx(untouched, rel=0.2)  # whole panels
+    assert (counted == loaded.weights_bytes) == is_tied
+
+
+def test_local_layers_read_no_more_than_their_window(tmp_path: Path) -> None:
+    loaded = load_model(str(tiny_models.save(tiny_models.tiny_gemma3(), tmp_path)))
+    options = SpeedOptions(decode=99, kv_format=KVFormat.FP32)
+    seen = [step + 2 for step in range(99)]
+    positions = 2 * sum(seen) + 2 * sum(min(count, 40) for count in seen)
+    assert speed.kv_read_bytes(loaded.config, options) == positions * 2 * 2 * 20 * 4 // 99
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"prefill": (601,)}, "--prefill of 1 to 600"),
+        ({"prefill": (1, 0)}, "--prefill of 1 to 600"),
+        ({"decode": 600}, "--decode of 1 to 599"),
+        ({"decode": 0}, "--decode of 1 to 599"),
+        ({"batch": (1, 0)}, "--batch"),
+        ({"repeat": 0}, "--repeat"),
+        ({"batch": ()}, "a batch size"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    tiny: LoadedModel, options: dict[str, object], expected: str
+) -> None:
+    with pytest.raises(RequestError, match=expected):
+        check_options(SpeedOptions(**options), tiny.config)  # type: ignore[arg-type]
+
+
+def test_the_longest_that_fits_is_not_refused(tiny: LoadedModel) -> None:
+    check_options(SpeedOptions(prefill=(600,), decode=599), tiny.config)
+
+
+def test_progress_counts_every_repetition(tiny: LoadedModel, batches: list[Batch]) -> None:
+    calls: list[tuple[int, int, str]] = []
+    measure_speed(
+        tiny,
+        SpeedOptions(prefill=(2, 3), decode=1, batch=(1, 2), repeat=2),
+        start_memory_bytes=0,
+        on_measured=lambda *call: calls.append(call),
+    )
+    assert [(done, total) for done, total, _ in calls] == [(i, 18) for i in range(18)]
+    assert "prefill of 3 tokens, batch 2" in calls[-1][2]
+
+
+def test_a_single_run_stands_beside_the_facts() -> None:
+    rate = Spread(2.0, 1.0, 3.0)
+    run = SpeedRun(512, 128, 4, rate, rate, 50.5, 100.0, 0.02)
+    facts = ("m", "avx2", 2, "fp16", 3, 10, 10, 1e9, 0.5, 100, 200)
+    single, grid = SpeedResult(*facts, (run,)).as_dict(), SpeedResult(*facts, (run, run)).as_dict()
+    assert single["runs"] == [run.as_dict()]
+    assert (single["decode_tok_s"], single["decode_tok_s_per_sequence"]) == (2.0, 0.5)
+    assert (single["prefill_tok_s_min"], single["prefill_tok_s_max"]) == (1.0, 3.0)
+    assert "decode_tok_s" not in grid
+    assert grid["runs"] == [run.as_dict()] * 2
+    assert grid["peak_memory_bytes"] == single["peak_memory_bytes"] == 200
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_bandwidth_is_that_of_a_machine(threads: int) -> None:
+    found = read_bandwidth(threads, seconds=0.02, buffer_bytes=16 * 2**20)
+    assert 1e8 < found < 1e13
+
+
+def test_the_peak_grows_with_what_is_used_and_stays() -> None:
+    before = peak_memory_bytes()
+    used = torch.ones((before + 2**26) // 4)  # so much that it cannot hide below an earlier peak
+    during = peak_memory_bytes()
+    assert during - before > 2**26 / 2
+    del used
+    assert peak_memory_bytes() > during - 2**22  # the kernel counts by cores, and sums up late
