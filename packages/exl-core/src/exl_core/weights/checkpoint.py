@@ -82,9 +82,7 @@ class Checkpoint:
     @property
     def used_names(self) -> set[str]:
         """Names in the files of all tensors that the model needs."""
-        matrices = [at.matrix for at in self._located.values() if at.matrix is not None]
-        pieces = {part.name for matrix in matrices for part in matrix.parts.values()}
-        return pieces | {tensor.name for tensor in self.stored.values()}
+        return {part for name in self.stored for part in self._files_tensors(name)}
 
     @property
     def packed_bytes(self) -> int:
@@ -120,6 +118,7 @@ class Checkpoint:
 
     def quantized(self, name: str) -> RuntimeMatrix:
         """A matrix as codes, with its bias where the model has one."""
+        self._prefetch(name)
         bias = name.removesuffix("weight") + "bias"
         matrix = self._matrix(name)
         return _WithBias(matrix, self.vector(bias)) if bias in self.stored else matrix
@@ -131,18 +130,29 @@ class Checkpoint:
         """
         located = self._located[name]
         if rows is None:
-            parts = [located.stored] if located.matrix is None else located.matrix.parts.values()
-            for part in parts:
-                self._source.release(part.name)
+            for part in self._files_tensors(name):
+                self._source.release(part)
         elif located.matrix is None and self._row_order(name) is None:
             first = located.first_row
             self._source.release(located.stored.name, slice(first + rows.start, first + rows.stop))
+
+    def _prefetch(self, name: str) -> None:
+        for part in self._files_tensors(name):
+            self._source.prefetch(part)
+
+    def _files_tensors(self, name: str) -> list[str]:
+        """Names in the files of what makes up our tensor."""
+        matrix = self._located[name].matrix
+        if matrix is None:
+            return [self.stored[name].name]
+        return [part.name for part in matrix.parts.values()]
 
     def chunks(self, name: str, dtype: torch.dtype) -> Iterator[Chunk]:
         """The rows of a matrix or a bias, a few at a time (multiples of 16), as `dtype`.
 
         The memory of what has been read is released on the way.
         """
+        self._prefetch(name)
         located, tensor = self._located[name], self.stored[name]
         num_rows = tensor.shape[0]
         values_a_row = max(1, tensor.num_values // num_rows)

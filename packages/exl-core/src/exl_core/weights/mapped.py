@@ -36,6 +36,15 @@ class MappedFile:
             raw = raw.clone()
         return raw.view(dtype)
 
+    def prefetch(self, offset: int, size_bytes: int) -> None:
+        """Those bytes will be wanted soon, whatever the order: the system may read on ahead.
+
+        Page by page it would wait for the disk each time: a cold EXL2 file took three times as
+        long.
+        """
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        self._map.madvise(mmap.MADV_WILLNEED, start, offset + size_bytes - start)
+
     def release(self, offset: int, size_bytes: int) -> None:
         """Those bytes are done with: whole pages of them leave this process's memory.
 

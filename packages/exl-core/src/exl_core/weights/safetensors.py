@@ -84,6 +84,10 @@ class SafetensorsSource(TensorSource):
     def read(self, name: str, rows: slice | Tensor) -> Tensor:
         return self.read_raw(name)[rows].contiguous()
 
+    def prefetch(self, name: str) -> None:
+        tensor = self.tensors[name]
+        self._files[tensor.file].prefetch(self._offsets[name], tensor.size_bytes)
+
     def release(self, name: str, rows: slice | None = None) -> None:
         tensor = self.tensors[name]
         start, stop, _ = (rows or slice(None)).indices(tensor.shape[0])

@@ -55,5 +55,9 @@ class TensorSource(ABC):
         """
 
     @abstractmethod
+    def prefetch(self, name: str) -> None:
+        """All of this tensor will be read soon, once."""
+
+    @abstractmethod
     def release(self, name: str, rows: slice | None = None) -> None:
         """These rows (None: all) have been read; they need not take memory any longer."""
