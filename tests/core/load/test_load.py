@@ -53,6 +53,13 @@ def test_senseless_options_are_refused(folder: Path, options: LoadOptions) -> No
         load_model(str(folder), options)
 
 
+def test_exact_keeps_nothing_quantized(smollm2_path: Path) -> None:
+    fast = load_model(str(smollm2_path))
+    exact = load_model(str(smollm2_path), LoadOptions(exact=True))
+    assert fast.weights_bytes < 1.01 * smollm2_path.stat().st_size
+    assert exact.weights_bytes > 2 * exact.model.config.vocab_size * 576 + 2 * 30 * 3_500_000
+
+
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
     folder = save(tiny_llama(vocab_size=200), tmp_path)
     with pytest.raises(TokenizerError, match="200"):
