@@ -15,6 +15,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,7 +55,7 @@ def main() -> int:
     parser.add_argument("--head-bits", type=int, default=4, choices=exl2.WIDTHS)
     args = parser.parse_args()
     try:
-        torch.set_num_threads(read_settings().threads)
+        torch.set_num_threads(1)
         body, head = Format(args.bits, args.group_size), Format(args.head_bits, args.group_size)
         summary = write_model(args.model, args.out, body, head)
     except ExlError as error:
@@ -179,12 +180,17 @@ def quantize_groups(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     steps = (scale_max.float() / 256).half().float()  # rounded as readers round
     codes = torch.empty(values.shape, dtype=torch.uint8)
     scale_codes = torch.empty(groups, columns, dtype=torch.uint8)
-    width = max(1, CHUNK_VALUES // max(1, groups * rows))
-    for first in range(0, columns, width):
-        span = slice(first, first + width)
+
+    def search(span: slice) -> None:
         best, scale = best_scales(values[:, :, span], steps, zero)
         scale_codes[:, span] = best
         codes[:, :, span] = nearest(values[:, :, span], scale, zero).add_(zero).byte()
+
+    width = max(1, CHUNK_VALUES // max(1, groups * rows))
+    spans = [slice(first, first + width) for first in range(0, columns, width)]
+    # Not torch's threads: they wait for each other after every little step, spinning.
+    with ThreadPoolExecutor(read_settings().threads) as pool:
+        list(pool.map(search, spans))
     return codes, scale_codes, scale_max
 
 

@@ -1,0 +1,155 @@
+"""`scripts/write_rtn_exl2.py`: what it writes is EXL2, and close to what it was made of."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+from safetensors.torch import load_file
+
+from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, expected_tensors
+from exl_core.codecs import exl2
+from exl_core.errors import ConfigError, TokenizerError
+from exl_core.load import LoadOptions, load_model, open_checkpoint
+from exl_core.weights.checkpoint import Checkpoint
+from exl_eval.perplexity import PerplexityOptions, measure_perplexity
+from support import tiny_models
+from support.gguf_models import write_gguf
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts/write_rtn_exl2.py"
+SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
+TEXT = (
+    "The harbour lies at the mouth of the river, and for most of the year its quays are busy from "
+    "early morning until late in the evening. Ships bring grain, timber and machines, and leave "
+    "with cloth, glass and fish. When the wind turns north in winter the pilots stay in port, and "
+    "the town is so quiet that one can hear the bells of the old church across the water. "
+)
+
+
+def write(model: Path, out: Path, *options: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), str(model), str(out), *map(str, options)]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def summary_of(model: Path, out: Path, *options: object) -> dict[str, float]:
+    done = write(model, out, *options)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def dense(path: Path, name: str) -> torch.Tensor:
+    """[out_features, in_features]."""
+    source, config, quantization = open_checkpoint(path)
+    chunks = Checkpoint(source, config, quantization).chunks(name, torch.float32)
+    return torch.cat([chunk.values for chunk in chunks])
+
+
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_every_tensor_of_a_directory_is_there_and_close(is_tied: bool, tmp_path: Path) -> None:
+    model = tiny_models.tiny_llama(
+        **SHAPE, tie_word_embeddings=is_tied, attention_bias=True, mlp_bias=True
+    )
+    source = tiny_models.save(model, tmp_path / "source")
+    (source / "chat_template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    options = ("--bits", 8, "--head-bits", 6, "--group-size", 64)
+    result = summary_of(source, tmp_path / "out", *options)
+
+    tensors = load_file(tmp_path / "out/output.safetensors")
+    stored = sum(t.nbytes for name, t in tensors.items() if name.rsplit(".", 1)[-1] in exl2.PARTS)
+    matrices = [p for n, p in model.named_parameters() if p.dim() == 2 and "embed" not in n]
+    weights = sum(matrix.numel() for matrix in matrices) + (300 * 96 if is_tied else 0)
+    assert result["quantized_weights"] == weights
+    assert result["bits_per_weight"] == pytest.approx(8 * stored / weights, abs=1e-4)
+
+    loaded = load_model(str(tmp_path / "out"))
+    assert not loaded.config.has_tied_embeddings  # the head is quantized apart
+    for name in expected_tensors(loaded.config):
+        wanted = model.get_parameter(EMBED if is_tied and name == HEAD else name).detach()
+        bound = 0.03 if name == HEAD else 0.01 if wanted.dim() == 2 else 2**-11
+        assert relative_error(dense(tmp_path / "out", name), wanted) < bound, name
+    assert (tmp_path / "out/chat_template.jinja").is_file()
+    block = json.loads((tmp_path / "out/config.json").read_text(encoding="utf-8"))
+    assert block["quantization_config"]["quant_method"] == "exl2"
+    assert (block["quantization_config"]["bits"], block["quantization_config"]["head_bits"]) == (
+        8,
+        6,
+    )
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_a_gguf_file_becomes_a_directory_of_the_same_model(kind: str, tmp_path: Path) -> None:
+    make = tiny_models.tiny_llama if kind == "llama" else tiny_models.tiny_gemma3
+    gguf = write_gguf(make(**SHAPE), tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0)
+    summary_of(gguf, tmp_path / "out", "--bits", 8, "--head-bits", 8)
+
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"config.json", "tokenizer.json", "output.safetensors"} <= files
+    tensors = load_file(tmp_path / "out/output.safetensors")
+    assert tensors[EMBED].dtype is tensors[FINAL_NORM].dtype is torch.float16
+    if kind == "gemma3":  # as the format has it, once for each head
+        assert tensors["model.layers.0.self_attn.q_norm.weight"].shape == (6, 32)
+    exact = LoadOptions(exact=True)
+    ours, theirs = load_model(str(tmp_path / "out"), exact), load_model(str(gguf), exact)
+    assert ours.tokenizer.encode("cab 12") == theirs.tokenizer.encode("cab 12")
+    options = PerplexityOptions(ctx=64)
+    nll = [measure_perplexity(loaded, TEXT, options).nll for loaded in (ours, theirs)]
+    assert nll[0] == pytest.approx(nll[1], abs=0.02)
+
+
+def test_smollm2_within_a_rate_and_still_itself(smollm2_path: Path, tmp_path: Path) -> None:
+    result = summary_of(smollm2_path, tmp_path / "out")
+    assert 4.0 < result["bits_per_weight"] <= 4.25
+    loaded = [load_model(str(path)) for path in (tmp_path / "out", smollm2_path)]
+    ids = [model.tokenizer.encode(TEXT + "Où? 2026 🙂") for model in loaded]
+    assert ids[0] == ids[1]
+    nll = [measure_perplexity(model, TEXT, PerplexityOptions(ctx=64)).nll for model in loaded]
+    assert nll[0] - nll[1] < 0.7  # 0.3 on a long text: rounding to nearest costs that much
+
+
+def test_what_cannot_be_written(tmp_path: Path) -> None:
+    source = tiny_models.save(tiny_models.tiny_llama(), tmp_path / "odd")  # 72 input features
+    assert "multiple of 32" in write(source, tmp_path / "out").stderr
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "used").mkdir()
+    (tmp_path / "used/notes.txt").write_text("mine", encoding="utf-8")
+    done = write(source, tmp_path / "used")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "in use" in done.stderr
+    assert [path.name for path in (tmp_path / "used").iterdir()] == ["notes.txt"]
+
+
+def test_a_configuration_that_reads_back_differently_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    hf_side_files = importlib.import_module("hf_side_files")
+    gguf = write_gguf(tiny_models.tiny_llama(**SHAPE), tmp_path / "tiny.gguf")
+    source, config, _ = open_checkpoint(gguf)
+    files = hf_side_files.collect(gguf, source, config, {"quant_method": "exl2"})
+    folder = tmp_path / "out"
+    folder.mkdir()
+    files.write(folder)
+    hf_side_files.check(folder, gguf, source, config)
+
+    changed = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (folder / "config.json").write_text(json.dumps({**changed, "rope_theta": 5.0}))
+    with pytest.raises(ConfigError, match="differently"):
+        hf_side_files.check(folder, gguf, source, config)
+    files.write(folder)
+    shutil.copyfile(
+        tiny_models.save(tiny_models.tiny_llama(), tmp_path / "o") / "tokenizer.json",
+        folder / "tokenizer.json",
+    )  # without the merge of 'ab'
+    with pytest.raises(TokenizerError, match="differently"):
+        hf_side_files.check(folder, gguf, source, config)
