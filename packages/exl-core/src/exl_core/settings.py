@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from exl_core.errors import RequestError
 
-INSTRUCTION_SETS = ("scalar", "avx2", "avx512")
+INSTRUCTION_SETS = ("scalar", "avx2", "avx512", "avx512vnni", "amx")
 MAX_THREADS = 1024
 
 
