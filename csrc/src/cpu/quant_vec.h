@@ -20,7 +20,7 @@ namespace exl::EXL_ISA {
 #if defined(__AVX512F__)
 
 using Codes = __m512i;
-constexpr int kTileFew = 8;  // rows of x that share one pass over the codes
+constexpr int kTileSums = 12;  // rows times panels whose sums stay in registers
 static inline Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
 // (v >> Shift) & Mask in every byte; Mask leaves no bit that came from the byte above.
 template <int Shift, int Mask>
@@ -53,7 +53,7 @@ static inline Codes odd_rows(Codes v) { return _mm512_srli_epi16(v, 8); }
 #elif defined(__AVX2__)
 
 using Codes = __m256i;
-constexpr int kTileFew = 4;
+constexpr int kTileSums = 4;
 static inline Codes load_codes(const uint8_t* p) {
     return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
@@ -89,7 +89,7 @@ static inline Codes odd_rows(Codes v) { return _mm256_srli_epi16(v, 8); }
 struct Codes {
     uint32_t lane;
 };
-constexpr int kTileFew = 2;
+constexpr int kTileSums = 2;
 static inline Codes load_codes(const uint8_t* p) {
     return {static_cast<uint32_t>(p[0]) | static_cast<uint32_t>(p[1]) << 8 |
             static_cast<uint32_t>(p[2]) << 16 | static_cast<uint32_t>(p[3]) << 24};
