@@ -6,8 +6,8 @@
 //            (the others). See quant_tiles_bf16.h and quant_tiles_fp32.h.
 // Blocks     x goes through in passes of up to kPassRows rows, packed in stored order in units of
 //            kUnitRows. A strip is two panels: neighbors, or a gate and its up. k is cut into
-//            chunks of kChunkBlocks blocks; the weights of one chunk of one strip are made, and
-//            all units pass over them:
+//            chunks of up to kChunkBlocks blocks; the weights of one chunk of one strip are made,
+//            and all units pass over them:
 //
 //                  chunk of k              strip
 //            units [ x  x ... ]   chunk of [ w w ]      sums [unit][32] per strip, in scratch while
@@ -27,7 +27,7 @@
 
 namespace exl::EXL_ISA {
 
-// Making the weights of a pass costs about as much as 100 of its rows with AMX.
+// Making the weights costs as much as multiplying some 40 rows with AMX, so little of a full pass.
 constexpr int64_t kPassRows = 512;
 // Strips of a work item share what they read of x; their sums take up to 512 KiB. 8 instead of 4:
 // 980 instead of 870 GFLOP/s at k = n = 4096 (AMX, one core).
@@ -180,45 +180,52 @@ static void write_unit(const Pass& pass, const Strip& strip, int64_t unit, const
     }
 }
 
-struct Chunk {
-    int64_t first;
-    int64_t last;  // blocks; may lie past the end of one side, or be shorter for it
+static int64_t chunks_of(const QuantMatrix& w) { return ceil_div(w.blocks, kChunkBlocks); }
 
-    int64_t blocks_of(const Side& side) const {
-        return larger(0, smaller(last, side.w->blocks) - first);
-    }
-};
+// Of both sides; one may have fewer.
+static int64_t chunks_of(const Strip& strip) {
+    const int64_t chunks = chunks_of(*strip.sides[0].w);
+    return strip.count == 1 ? chunks : larger(chunks, chunks_of(*strip.sides[1].w));
+}
+
+// Blocks of a matrix: even shares, which depend on nothing else, so that parts joined give the sums
+// of each alone. Empty past its last chunk.
+static Span blocks_of(const QuantMatrix& w, int64_t chunk) {
+    const int64_t chunks = chunks_of(w);
+    return chunk < chunks ? share(w.blocks, chunk, chunks) : Span{w.blocks, w.blocks};
+}
 
 // One chunk of a strip's weights times one unit.
-static void multiply(const Pass& pass, const Strip& strip, const Chunk& chunk, int64_t unit,
+static void multiply(const Pass& pass, const Strip& strip, int64_t chunk, int64_t unit,
                      const Element* weights, float* acc) {
     const int rows = pass.rows_of(unit);
-    const auto at = [&](const Side& side) {
+    const bool accumulate = chunk > 0;
+    const auto at = [&](const Side& side, const Span& blocks) {
         return side.packed + unit * side.w->blocks * block_elements(kUnitRows) +
-               chunk.first * block_elements(rows);
+               blocks.first * block_elements(rows);
     };
     const Side* sides = strip.sides;
-    const bool accumulate = chunk.first > 0;
     if (strip.count == 2 && sides[0].packed == sides[1].packed) {
-        const int64_t blocks = chunk.blocks_of(sides[0]);
-        multiply_unit<2>(at(sides[0]), rows, weights, blocks, accumulate, acc);
+        const Span blocks = blocks_of(*sides[0].w, chunk);
+        multiply_unit<2>(at(sides[0], blocks), rows, weights, blocks.count(), accumulate, acc);
         return;
     }
     for (int s = 0; s < strip.count; ++s) {
-        const int64_t count = chunk.blocks_of(sides[s]);
-        if (count == 0) continue;
-        multiply_unit<1>(at(sides[s]), rows, weights, count, accumulate, acc + s * kPanel);
-        weights += count * kBlockRows * kPanel;
+        const Span blocks = blocks_of(*sides[s].w, chunk);
+        if (blocks.count() == 0) continue;
+        multiply_unit<1>(at(sides[s], blocks), rows, weights, blocks.count(), accumulate,
+                         acc + s * kPanel);
+        weights += blocks.count() * kBlockRows * kPanel;
     }
 }
 
 // The weights of a chunk of a strip, one side after the other.
-static void make_weights(const Strip& strip, const Chunk& chunk, Element* weights) {
+static void make_weights(const Strip& strip, int64_t chunk, Element* weights) {
     for (int s = 0; s < strip.count; ++s) {
         const Side& side = strip.sides[s];
-        const int64_t blocks = chunk.blocks_of(side);
-        weights_of(*side.w, side.panel, chunk.first, chunk.first + blocks, weights);
-        weights += blocks * kBlockRows * kPanel;
+        const Span blocks = blocks_of(*side.w, chunk);
+        weights_of(*side.w, side.panel, blocks.first, blocks.last, weights);
+        weights += blocks.count() * kBlockRows * kPanel;
     }
 }
 
@@ -227,24 +234,24 @@ static void item_product(const Pass& pass, const Span& strips, const Span& units
     constexpr int64_t kWeightElements = 2 * kChunkBlocks * kBlockRows * kPanel;
     auto* weights = static_cast<Element*>(
         thread_scratch(kWeightSlot, kWeightElements * static_cast<int64_t>(sizeof(Element))));
-    int64_t blocks = 0;
-    for (int p = 0; p < pass.args.count; ++p) blocks = larger(blocks, pass.args.parts[p]->blocks);
-    const int64_t chunks = ceil_div(blocks, kChunkBlocks);
-    const int64_t chunk_blocks = ceil_div(blocks, chunks);
+    int64_t chunks = 1;
+    for (int p = 0; p < pass.args.count; ++p) {
+        chunks = larger(chunks, chunks_of(*pass.args.parts[p]));
+    }
     constexpr int64_t kSums = kUnitRows * kAccColumns;  // of one unit
     const int64_t kept = chunks == 1 ? 1 : strips.count() * units.count();
     auto* sums = static_cast<float*>(thread_scratch(kSumSlot, kept * kSums * 4));
     const TileScope scope;
-    for (Chunk chunk{0, chunk_blocks}; chunk.first < blocks;
-         chunk = {chunk.last, chunk.last + chunk_blocks}) {
+    for (int64_t chunk = 0; chunk < chunks; ++chunk) {
         for (int64_t s = strips.first; s < strips.last; ++s) {
             const Strip strip = strip_at(pass, s);
+            if (chunk >= chunks_of(strip)) continue;
             make_weights(strip, chunk, weights);
             for (int64_t unit = units.first; unit < units.last; ++unit) {
                 const int64_t at = (s - strips.first) * units.count() + unit - units.first;
                 float* acc = sums + (chunks == 1 ? 0 : at * kSums);
                 multiply(pass, strip, chunk, unit, weights, acc);
-                if (chunk.last >= blocks) write_unit(pass, strip, unit, acc);
+                if (chunk + 1 == chunks_of(strip)) write_unit(pass, strip, unit, acc);
             }
         }
     }
