@@ -69,10 +69,10 @@ def bench(
         from exl_core.resolve import resolve_model
         from exl_eval.machine import peak_memory_bytes
         from exl_eval.speed import SpeedOptions, check_options, measure_speed
+    before = peak_memory_bytes()  # the libraries; from here on it is the model
     path = resolve_model(spec)
     choices = SpeedOptions(prefill=prompts, decode=decode, batch=batches, repeat=repeat)
     check_options(choices, open_checkpoint(path)[1])  # the headers tell; loading takes a while
-    before = peak_memory_bytes()
     loaded = load_quietly(str(path), threads, exact=exact, is_quiet=quiet)
     with repeats_progress(is_quiet=quiet) as on_measured:
         result = measure_speed(loaded, choices, start_memory_bytes=before, on_measured=on_measured)
