@@ -154,3 +154,11 @@ def test_model_may_be_an_argument(exl, tiny_llama_dir: Path) -> None:
     done = exl("generate", tiny_llama_dir, "-p", "Hello", "-n", 4, *GREEDY)
     assert (done.code, done.err) == (0, "")
     assert done.out
+
+
+def test_exact_computes_with_dequantized_weights(exl) -> None:
+    prompt = ("generate", "-p", "The capital of France is", "-n", "8", "--temp", "0", "-q")
+    fast, exact = exl(*prompt), exl(*prompt, "--exact")
+    assert (exact.code, exact.err) == (0, "")
+    assert " Paris" in fast.out
+    assert " Paris" in exact.out

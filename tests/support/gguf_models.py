@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
 from gguf.quants import quantize
 
 from support.tiny_models import VOCAB_SIZE, byte_tokenizer
@@ -71,7 +71,7 @@ def write_gguf(
         stored_name = _gguf_name(name, is_gemma)
         own = (kinds or {}).get(stored_name.split(".")[-2], kind.name)
         raw = GGMLQuantizationType[own if values.ndim == 2 else "F32"]
-        stored = quantize(values, raw) if values.ndim == 2 else values
+        stored = _quantized(values, raw) if values.ndim == 2 else values
         writer.add_tensor(stored_name, stored, raw_dtype=raw)
     for name, extra in (extra_tensors or {}).items():
         writer.add_tensor(name, extra)
@@ -80,6 +80,27 @@ def write_gguf(
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _quantized(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
+    """The blocks of `values`; random ones for the kinds that the package can only read."""
+    try:
+        return quantize(values, kind)
+    except NotImplementedError:
+        return random_blocks(kind, *values.shape)
+
+
+def random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> np.ndarray:
+    """uint8 [rows, bytes]: any codes, and float16 scales of both signs in the first 4 bytes.
+
+    Where a kind has one scale there and no minimum, the other 2 bytes are codes.
+    """
+    block_values, block_bytes = GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(kind)
+    raw = rng.integers(0, 256, (rows, columns // block_values, block_bytes), dtype=np.uint8)
+    factors = rng.normal(size=(rows, columns // block_values, 2)).astype(np.float16)
+    raw[..., :4] = factors.view(np.uint8)
+    return raw.reshape(rows, -1)
 
 
 def _add_vocabulary(writer: GGUFWriter) -> None:

@@ -18,6 +18,7 @@ from exl_core.codecs.exl2_runtime import Exl2Matrix
 from exl_core.codecs.gguf_runtime import bad_blocks, columns_of, layout_of
 from exl_core.codecs.gptq_runtime import GptqMatrix
 from exl_core.codecs.runtime import RuntimeMatrix
+from support.gguf_models import random_blocks
 from support.quantized import bit_pattern, random_exl2, random_gptq
 from support.runtime_form import evaluate, half_ulp, weights
 
@@ -125,16 +126,6 @@ def test_symmetric_gptq_needs_no_zero_points() -> None:
 
 
 KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K"]
-
-
-def random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> np.ndarray:
-    """Any codes, scales of both signs; where there is no minimum, its bytes are codes."""
-    values, size = GGML_QUANT_SIZES[kind]
-    rng = np.random.default_rng(kind)
-    raw = rng.integers(0, 256, (rows, columns // values, size), dtype=np.uint8)
-    factors = rng.normal(size=(rows, columns // values, 2)).astype(np.float16).view(np.uint8)
-    raw[..., :4] = factors
-    return raw.reshape(rows, -1)
 
 
 @pytest.mark.parametrize("name", KINDS)

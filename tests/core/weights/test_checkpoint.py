@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType
@@ -14,6 +15,7 @@ from exl_core.errors import MissingTensorError, WeightShapeError, WeightValueErr
 from exl_core.load import open_checkpoint
 from exl_core.weights.checkpoint import Checkpoint
 from support.gguf_models import write_gguf
+from support.runtime_form import evaluate, half_ulp
 from support.tiny_models import save, tiny_gemma3, tiny_llama
 
 GATE = "model.layers.1.mlp.gate_proj.weight"
@@ -120,3 +122,40 @@ def test_memory_is_counted_as_it_is_packed(folder: Path) -> None:
     before = Checkpoint(*open_checkpoint(folder)).packed_bytes
     edit(folder, **{GATE: load_file(folder / "model.safetensors")[GATE].bfloat16()})
     assert before - Checkpoint(*open_checkpoint(folder)).packed_bytes == 112 * 72 * 2
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K"])
+def test_codes_and_values_come_in_the_same_order(tmp_path: Path, kind: str) -> None:
+    sizes = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}
+    model = tiny_llama(**sizes, intermediate_size=256, num_hidden_layers=1, attention_bias=True)
+    path = write_gguf(model, tmp_path / "m.gguf", GGMLQuantizationType[kind])
+    checkpoint = Checkpoint(*open_checkpoint(path))
+    assert checkpoint.is_quantized("model.layers.0.self_attn.q_proj.weight")
+    assert not checkpoint.is_quantized("model.norm.weight")
+    for name, tensor in checkpoint.stored.items():
+        if len(tensor.shape) != 2:
+            continue
+        exact = torch.cat([chunk.values for chunk in checkpoint.chunks(name, torch.float32)])
+        matrix = checkpoint.quantized(name)
+        distance = np.abs(evaluate(matrix, step=48).T - exact.double().numpy())
+        assert (distance <= half_ulp(exact)).all(), name
+        assert torch.equal(matrix.dense(16, 80), exact[16:80])
+        bias = checkpoint.stored.get(name.replace("weight", "bias"))
+        assert matrix.layout.has_bias == (bias is not None)
+        if bias is not None:
+            assert torch.equal(
+                matrix.columns(32, 64).bias,
+                model.state_dict()[name.replace("weight", "bias")][32:64],
+            )
+
+
+def test_nothing_is_quantized_where_exact_values_are_asked_for(tmp_path: Path) -> None:
+    model = tiny_llama(hidden_size=64, intermediate_size=96, head_dim=16, num_attention_heads=4)
+    path = write_gguf(model, tmp_path / "m.gguf", GGMLQuantizationType.Q8_0)
+    opened = open_checkpoint(path)
+    fast, exact = Checkpoint(*opened), Checkpoint(*opened, is_exact=True)
+    matrices = [name for name, tensor in exact.stored.items() if len(tensor.shape) == 2]
+    assert all(fast.is_quantized(name) for name in matrices)
+    assert not any(exact.is_quantized(name) for name in exact.stored)
+    assert exact.packed_bytes > 1.8 * fast.packed_bytes
+    assert exact.dtype(matrices[0]) is torch.float16

@@ -1,0 +1,69 @@
+"""What the op tables hold after packing is what the checkpoint says, whatever the cutting."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType
+
+from exl_core.load import open_checkpoint
+from exl_core.model import packer
+from exl_core.model.packer import Packer, column_ranges
+from exl_core.ops.table import get_table
+from exl_core.weights.checkpoint import Checkpoint
+from support.gguf_models import write_gguf
+from support.quantized_models import (
+    GPTQ_SETTINGS,
+    SIZES,
+    exl2_pieces,
+    gptq_pieces,
+    quantize,
+)
+from support.runtime_form import evaluate
+from support.tiny_models import save, tiny_llama
+
+
+def checkpoint_of(folder: Path, kind: str) -> Checkpoint:
+    model = tiny_llama(**SIZES, tie_word_embeddings=kind != "exl2")
+    if kind == "exl2":
+        quantize(save(model, folder), {"quant_method": "exl2"}, exl2_pieces)
+    elif kind == "gptq":
+        quantize(save(model, folder), GPTQ_SETTINGS, gptq_pieces)
+    else:
+        folder = write_gguf(model, folder / "m.gguf", GGMLQuantizationType[kind])
+    return Checkpoint(*open_checkpoint(folder))
+
+
+@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("kind", ["exl2", "gptq", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
+def test_packed_matrices_hold_what_the_codes_mean(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, backend: str
+) -> None:
+    monkeypatch.setattr(packer, "CHUNK_VALUES", 1 << 12)  # several chunks in each matrix
+    monkeypatch.setattr(packer, "SPLIT_VALUES", 1 << 13)  # and several jobs in the larger ones
+    checkpoint = checkpoint_of(tmp_path, kind)
+    ops = get_table(backend, threads=2)
+    names = [name for name in checkpoint.stored if checkpoint.is_quantized(name)]
+    parts = ("o_proj", "down_proj", "lm_head", "embed_tokens")  # nothing is packed with them
+    alone = [name for name in names if any(part in name for part in parts)]
+    assert len(alone) >= 6
+    reported: list[int] = []
+    with Packer(checkpoint, ops, 2, lambda done, _: reported.append(done)) as started:
+        for name in alone:
+            started.start(name)
+        for name in alone:
+            w = started.packed(name)
+            rows = ops.embedding(torch.arange(w.out_features), w)
+            expected = torch.from_numpy(evaluate(checkpoint.quantized(name))).T
+            torch.testing.assert_close(rows.double(), expected, rtol=2**-23, atol=0)
+    assert reported[-1] == sum(checkpoint.stored[name].size_bytes for name in alone)
+
+
+def test_column_ranges_cover_everything_once() -> None:
+    for columns, rows, values in ((49152, 576, 1 << 20), (300, 64, 1 << 12), (8, 4096, 64)):
+        ranges = column_ranges(columns, rows, values)
+        assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
+        assert ranges[-1][1] == columns
+        assert all(start % 32 == 0 for start, _ in ranges)
