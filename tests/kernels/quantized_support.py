@@ -20,7 +20,8 @@ SPAN = 128  # stored rows that share one scale of their activations, at most
 FEW_STEP = 0.51 / 32512  # half a step of 16-bit integers, relative to the largest of a span
 BF16 = 2.0**-8  # half a unit in the last place: 8 significant bits
 TINY = 2.0**-110  # activations below may count as zero
-FEW_ROWS = 16  # up to here a kernel must use integers
+BF16_SETS = ("cpu-amx",)  # these multiply bfloat16, above FEW_ROWS rows; the others never
+FEW_ROWS = 12
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,7 @@ class Answer:
     terms: Tensor
 
 
-def answer(matrix: Matrix, x: Tensor, x_error: float = 0.0) -> Answer:
+def answer(table: OpTable, matrix: Matrix, x: Tensor, x_error: float = 0.0) -> Answer:
     """`x_error`: of x, relative, on top of what the product does to it."""
     x64, weights, sizes = x.double(), matrix.weights(), matrix.magnitudes()
     exact, terms = x64 @ weights.T, x64.abs() @ sizes.T
@@ -195,6 +196,6 @@ def answer(matrix: Matrix, x: Tensor, x_error: float = 0.0) -> Answer:
     )
     base = x64.abs() @ (codes + sizes).T + terms
     bound = (x.shape[1] + 16) * UNIT * base + x_error * terms + matrix.step_errors(x) @ sizes.T
-    if x.shape[0] > FEW_ROWS:
+    if x.shape[0] > FEW_ROWS and table.name in BF16_SETS:
         bound = bound + (2 * BF16 + BF16**2) * terms
     return Answer(exact, bound, terms)

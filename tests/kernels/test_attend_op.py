@@ -72,9 +72,9 @@ def test_attend_is_norms_rope_write_and_attention(  # noqa: PLR0917 - one axis e
     expected = table.paged_attention(q, *caches, *batch.operands()[2:], **options)
 
     bound = bound_batch(table, batch, slots, cos, sin)
-    got = table.attend(qkv, bound, batch.key_cache, batch.value_cache, *norms, EPS, **options)
+    table.attend_(qkv, bound, batch.key_cache, batch.value_cache, *norms, EPS, **options)
 
-    assert torch.equal(got, expected)
+    assert torch.equal(qkv[:, : heads * d], expected)
     for written, wanted in zip((batch.key_cache, batch.value_cache), caches, strict=True):
         assert torch.equal(written.nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
 
@@ -87,29 +87,22 @@ def test_one_batch_serves_every_layer(table: OpTable, rng) -> None:
     slots, (cos, sin) = slots_of(batch), angles(rng, batch.rows, 8)
     layers = [normal(rng, batch.rows, 4 * 16) for _ in range(2)]
     caches = (batch.key_cache, batch.value_cache)
-    expected = [
-        table.attend(
-            x.clone(),
-            bound_batch(table, batch, slots, cos, sin),
-            *(cache.clone() for cache in caches),
-            None,
-            None,
-            EPS,
-            scale=0.25,
-        )
-        for x in layers
-    ]
+
+    def attended(bound: AttentionBatch) -> list[Tensor]:
+        results = [x.clone() for x in layers]
+        for x in results:
+            table.attend_(x, bound, *(c.clone() for c in caches), None, None, EPS, 0.25)
+        return results
+
+    expected = [attended(bound_batch(table, batch, slots, cos, sin))[i] for i in range(2)]
 
     bound = bound_batch(table, batch, slots, cos, sin)
     if table.name != "reference":
         for tensor in (batch.page_table, batch.row_starts, batch.past_lens, slots):
             tensor.fill_(-1)
-    got = [
-        table.attend(x, bound, *(cache.clone() for cache in caches), None, None, EPS, scale=0.25)
-        for x in layers
-    ]
+    got = attended(bound)
 
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+    assert all(torch.equal(a[:, :32], b[:, :32]) for a, b in zip(got, expected, strict=True))
 
 
 def test_no_rows_attend_to_nothing(table: OpTable) -> None:
@@ -127,9 +120,9 @@ def test_no_rows_attend_to_nothing(table: OpTable) -> None:
     )
     caches = torch.zeros(2, 1, 1, 8, 8)
 
-    out = table.attend(torch.empty(0, 4 * 8), bound, *caches, None, None, EPS, scale=1.0)
+    table.attend_(torch.empty(0, 4 * 8), bound, *caches, None, None, EPS, 1.0)
 
-    assert out.shape == (0, 2 * 8)
+    assert not caches.any()
 
 
 def ints(*values: int) -> Tensor:
@@ -212,6 +205,6 @@ def test_attend_refuses_what_does_not_fit_its_batch(table: OpTable, change, name
         "eps": EPS,
         "scale": 1.0,
     }
-    table.attend(**operands)
+    table.attend_(**operands)
     with pytest.raises(ValueError, match=names):
-        table.attend(**(operands | change))
+        table.attend_(**(operands | change))

@@ -53,9 +53,9 @@ def made(table: OpTable, parts: list[Source]) -> PackedLinear:
     return linears[0] if len(linears) == 1 else table.join(linears)
 
 
-def answer_of(parts: list[Source], x: Tensor, x_error: float = 0.0) -> Answer:
+def answer_of(table: OpTable, parts: list[Source], x: Tensor, x_error: float = 0.0) -> Answer:
     answers = [
-        part.answer(x, x_error) if isinstance(part, Dense) else answer(part, x, x_error)
+        part.answer(x, x_error) if isinstance(part, Dense) else answer(table, part, x, x_error)
         for part in parts
     ]
     return Answer(
@@ -82,7 +82,7 @@ def test_linear_add_adds_to_the_residual(table: OpTable, rng, rows, kind) -> Non
 
     table.linear_add_(x, w, residual)
 
-    right = answer_of(parts, x)
+    right = answer_of(table, parts, x)
     assert_within(
         residual,
         before.double() + right.exact,
@@ -99,7 +99,7 @@ def test_norm_linear_norms_first(table: OpTable, rng, rows, kind) -> None:
 
     y = table.norm_linear(x, norm, EPS, w)
 
-    right = answer_of(parts, normed(x, norm), NORM_ERROR)
+    right = answer_of(table, parts, normed(x, norm), NORM_ERROR)
     assert_within(y, right.exact, right.bound)
 
 
@@ -124,7 +124,7 @@ def test_norm_gated_linear_multiplies_the_halves(table: OpTable, rng, kinds, gat
 
         y = table.norm_gated_linear(x, norm, EPS, w, gate)
 
-        right = answer_of(parts, normed(x, norm), NORM_ERROR)
+        right = answer_of(table, parts, normed(x, norm), NORM_ERROR)
         (gates, ups), (gate_error, up_error) = (
             of.chunk(2, dim=1) for of in (right.exact, right.bound)
         )
@@ -138,6 +138,25 @@ def test_norm_gated_linear_multiplies_the_halves(table: OpTable, rng, kinds, gat
             active_error * (ups.abs() + up_error)
             + active.abs() * (up_error + 2 * UNIT * ups.abs()),
         )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_results_go_where_they_are_wanted(table: OpTable, rng, kind) -> None:
+    w, x, norm = made(table, sources(rng, kind)), normal(rng, 5, K), normal(rng, K)
+    y = table.norm_linear(x, norm, EPS, w)
+    gated = table.norm_gated_linear(x, norm, EPS, w, "silu")
+    out, narrow = torch.full_like(y, torch.nan), torch.full_like(gated, torch.nan)
+
+    assert table.norm_linear(x, norm, EPS, w, out) is out
+    assert table.norm_gated_linear(x, norm, EPS, w, "silu", narrow) is narrow
+
+    assert torch.equal(out, y)
+    assert torch.equal(narrow, gated)
+    for bad in (narrow, out.half(), out[:4], torch.empty(w.out_features, 5).T):
+        with pytest.raises(ValueError, match="norm_linear: out"):
+            table.norm_linear(x, norm, EPS, w, bad)
+        with pytest.raises(ValueError, match="norm_gated_linear: out"):
+            table.norm_gated_linear(x, norm, EPS, w, "silu", bad if bad is not narrow else out)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])

@@ -113,8 +113,8 @@ def test_selftest_sees_a_broken_op(op, monkeypatch) -> None:
             if result is None
             else result
         )
-        last = (-1,) * spoiled.ndim
-        spoiled[last] += 0.0001 if spoiled.dtype == torch.float32 else 0.1
+        first = (0,) * spoiled.ndim
+        spoiled[first] += 0.0001 if spoiled.dtype == torch.float32 else 0.1
         return result
 
     monkeypatch.setattr(type(table), op, broken)

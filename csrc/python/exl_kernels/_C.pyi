@@ -111,7 +111,7 @@ class Table:
         softcap: float,
         out: _Tensor,
     ) -> None: ...
-    def attend(
+    def attend_(
         self,
         qkv: _Tensor,
         batch: AttentionBatch,
@@ -123,5 +123,4 @@ class Table:
         scale: float,
         window: int,
         softcap: float,
-        out: _Tensor,
     ) -> None: ...

@@ -131,7 +131,8 @@ static void paged_attention(Table& table, py::handle q, py::handle key_cache,
                              scale,
                              window,
                              softcap,
-                             y.as<float>()};
+                             y.as<float>(),
+                             y.stride[0]};
     py::gil_scoped_release release;
     table.ops->paged_attention(table.pool, args);
 }
@@ -199,7 +200,7 @@ static std::unique_ptr<AttentionBatch> attention_batch(
         std::move(places), c.shape[1], c.as<float>(), s.as<float>(), cos, sin});
 }
 
-// The operands of one attend call, checked against its batch.
+// The operands of one attend_ call, checked against its batch.
 struct AttendViews {
     TensorView qkv;
     TensorView keys;
@@ -211,9 +212,9 @@ struct AttendViews {
 
 static AttendViews view_attend(const AttentionBatch& batch, py::handle qkv, py::handle key_cache,
                                py::handle value_cache) {
-    const Operand qkv_operand{"attend", "qkv"};
-    const Operand kc_operand{"attend", "key_cache"};
-    const Operand vc_operand{"attend", "value_cache"};
+    const Operand qkv_operand{"attend_", "qkv"};
+    const Operand kc_operand{"attend_", "key_cache"};
+    const Operand vc_operand{"attend_", "value_cache"};
     const TensorView x = view_of(qkv_operand, qkv);
     check(qkv_operand, x, {DType::f32}, {batch.rows, kAnySize});
     check_contiguous(qkv_operand, x, 1);
@@ -276,16 +277,12 @@ static void norm_turn_write(Table& table, float* qkv, const AttentionBatch& batc
 
 static void attend(Table& table, py::handle qkv, const AttentionBatch& batch, py::handle key_cache,
                    py::handle value_cache, py::handle q_norm, py::handle k_norm, float eps,
-                   float scale, int64_t window, float softcap, py::handle out) {
+                   float scale, int64_t window, float softcap) {
     const auto [x, kc, vc, q_heads, kv_heads, d] =
         view_attend(batch, qkv, key_cache, value_cache);
-    const float* q_weight = view_norm({"attend", "q_norm"}, q_norm, d);
-    const float* k_weight = view_norm({"attend", "k_norm"}, k_norm, d);
-    check_limits("attend", window, softcap);
-    const Operand y_operand{"attend", "out"};
-    const TensorView y = view_of(y_operand, out);
-    check(y_operand, y, {DType::f32}, {batch.rows, q_heads * d});
-    check_contiguous(y_operand, y, 0);
+    const float* q_weight = view_norm({"attend_", "q_norm"}, q_norm, d);
+    const float* k_weight = view_norm({"attend_", "k_norm"}, k_norm, d);
+    check_limits("attend_", window, softcap);
 
     const AttentionArgs mix{x.as<float>(),
                             batch.rows,
@@ -305,7 +302,8 @@ static void attend(Table& table, py::handle qkv, const AttentionBatch& batch, py
                             scale,
                             window,
                             softcap,
-                            y.as<float>()};
+                            x.as<float>(),
+                            x.stride[0]};
     py::gil_scoped_release release;
     norm_turn_write(table, x.as<float>(), batch, mix, q_weight, k_weight, eps);
     table.ops->paged_attention(table.pool, mix);
@@ -316,9 +314,9 @@ void bind_attention(py::class_<Table>& table) {
         .def(py::init(&attention_batch), py::arg("page_table"), py::arg("row_starts"),
              py::arg("past_lens"), py::arg("slots"), py::arg("cos"), py::arg("sin"),
              py::arg("num_pages"), py::arg("page_size"));
-    table.def("attend", &attend, py::arg("qkv"), py::arg("batch"), py::arg("key_cache"),
+    table.def("attend_", &attend, py::arg("qkv"), py::arg("batch"), py::arg("key_cache"),
               py::arg("value_cache"), py::arg("q_norm"), py::arg("k_norm"), py::arg("eps"),
-              py::arg("scale"), py::arg("window"), py::arg("softcap"), py::arg("out"));
+              py::arg("scale"), py::arg("window"), py::arg("softcap"));
     table.def("paged_attention", &paged_attention, py::arg("q"), py::arg("key_cache"),
               py::arg("value_cache"), py::arg("page_table"), py::arg("row_starts"),
               py::arg("past_lens"), py::arg("scale"), py::arg("window"), py::arg("softcap"),

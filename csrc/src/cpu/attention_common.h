@@ -141,7 +141,7 @@ static inline void write_result(const AttentionArgs& args, const Work& work, int
     for (int64_t i = 0; i < work.rows * group; ++i) {
         const Vec weight = set1(run.weight[i]);
         const float* from = run.values + i * width;
-        float* to = args.y + (work.first_row + i / group) * args.q_heads * args.d +
+        float* to = args.y + (work.first_row + i / group) * args.y_stride +
                     (kv_head * group + i % group) * args.d;
         for_lanes(args.d, [&](int64_t j, int count) {
             store_some(to + j, div(load(from + j), weight), count);

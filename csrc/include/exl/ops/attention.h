@@ -31,7 +31,8 @@ struct AttentionArgs {
     float scale;
     int64_t window;
     float softcap;
-    float* y;  // [rows, q_heads * d]
+    float* y;  // [rows, q_heads * d]; may be q: an item's queries are read before it writes there
+    int64_t y_stride;
 };
 
 }  // namespace exl

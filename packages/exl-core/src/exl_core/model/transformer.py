@@ -29,10 +29,13 @@ ACTIVATIONS: dict[Activation, GateKind] = {
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """What every layer of one pass needs: the rows, bound once for each kind of layer."""
+    """What the layers of one pass share: the rows, bound for each kind of layer, and room."""
 
     store: KVStore
     rows: dict[Window, AttentionBatch]
+    qkv: Tensor  # [R, (H + 2K) * D]
+    mixed: Tensor  # [R, H * D], of qkv: attention puts its result where the queries were
+    gated: Tensor  # [R, intermediate]
 
 
 class Transformer:
@@ -44,6 +47,7 @@ class Transformer:
         self.weights_bytes = weights.size_bytes
         self._weights = weights
         self._activation = ACTIVATIONS[config.arch.activation]
+        self._windows = tuple(config.window_of(layer) for layer in range(config.num_layers))
         self._rope = RotationTable(config.rope)
         self._local_rope = RotationTable(config.local_rope) if config.local_rope else None
 
@@ -67,7 +71,7 @@ class Transformer:
         return logits
 
     def _bind(self, batch: Batch, store: KVStore) -> _Pass:
-        """Check and read what all layers share, once."""
+        """Read, check and allocate once what all layers share."""
 
         def bound(rope: RotationTable) -> AttentionBatch:
             return self.ops.attention_batch(
@@ -82,29 +86,37 @@ class Transformer:
 
         everywhere = bound(self._rope)
         local = bound(self._local_rope) if self._local_rope else everywhere
-        return _Pass(store, {Window.GLOBAL: everywhere, Window.LOCAL: local})
+        rows, config = batch.token_ids.shape[0], self.config
+        qkv = torch.empty(rows, config.q_size + 2 * config.kv_size)
+        return _Pass(
+            store,
+            {Window.GLOBAL: everywhere, Window.LOCAL: local},
+            qkv,
+            qkv[:, : config.q_size],
+            torch.empty(rows, config.intermediate_size),
+        )
 
     def _block(self, x: Tensor, layer: int, current: _Pass) -> None:
         config, ops, block = self.config, self.ops, self._weights.blocks[layer]
         eps, attention, mlp = config.norm_eps, block.attention, block.mlp
 
-        qkv = ops.norm_linear(x, block.attention_norm, eps, attention.qkv)  # [R, (H + 2K) * D]
-        mixed = ops.attend(
-            qkv,
+        ops.norm_linear(x, block.attention_norm, eps, attention.qkv, current.qkv)
+        ops.attend_(
+            current.qkv,
             current.rows[config.layer_windows[layer]],
             current.store.key(layer),
             current.store.value(layer),
             attention.q_norm,
             attention.k_norm,
             eps,
-            scale=config.attention_scale,
-            window=config.window_of(layer),
-            softcap=config.attention_softcap or 0.0,
-        )  # [R, H * D]
-        self._add(x, mixed, attention.output, block.attention_post_norm)
+            config.attention_scale,
+            self._windows[layer],
+            config.attention_softcap or 0.0,
+        )
+        self._add(x, current.mixed, attention.output, block.attention_post_norm)
 
-        h = ops.norm_gated_linear(x, block.mlp_norm, eps, mlp.gate_up, self._activation)
-        self._add(x, h, mlp.down, block.mlp_post_norm)
+        ops.norm_gated_linear(x, block.mlp_norm, eps, mlp.gate_up, self._activation, current.gated)
+        self._add(x, current.gated, mlp.down, block.mlp_post_norm)
 
     def _add(self, x: Tensor, h: Tensor, w: PackedLinear, post_norm: Tensor | None) -> None:
         """x += h @ w, normed before it is added where the family says so."""

@@ -113,15 +113,25 @@ class NativeTable:
     def linear_add_(self, x: Tensor, w: PackedLinear, residual: Tensor) -> None:
         self._ops.linear_add_(x, cast(exl_kernels.Linear, w), residual)
 
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
-        out = torch.empty(x.shape[0], w.out_features, dtype=torch.float32)
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, out: Tensor | None = None
+    ) -> Tensor:
+        if out is None:
+            out = torch.empty(x.shape[0], w.out_features, dtype=torch.float32)
         self._ops.norm_linear(x, norm, eps, cast(exl_kernels.Linear, w), out)
         return out
 
-    def norm_gated_linear(
-        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, kind: GateKind
+    def norm_gated_linear(  # noqa: PLR0917 - two ops' operands
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        w: PackedLinear,
+        kind: GateKind,
+        out: Tensor | None = None,
     ) -> Tensor:
-        out = torch.empty(x.shape[0], w.out_features // 2, dtype=torch.float32)
+        if out is None:
+            out = torch.empty(x.shape[0], w.out_features // 2, dtype=torch.float32)
         self._ops.norm_gated_linear(x, norm, eps, cast(exl_kernels.Linear, w), kind, out)
         return out
 
@@ -202,7 +212,7 @@ class NativeTable:
             page_table, row_starts, past_lens, slots, cos, sin, num_pages, page_size
         )
 
-    def attend(  # noqa: PLR0917 - the op's operands
+    def attend_(  # noqa: PLR0917 - the op's operands
         self,
         qkv: Tensor,
         batch: AttentionBatch,
@@ -211,28 +221,14 @@ class NativeTable:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
-        *,
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-    ) -> Tensor:
-        rows, width = qkv.shape
-        q_width = width - 2 * key_cache.shape[1] * key_cache.shape[3]
-        out = torch.empty(rows, q_width, dtype=torch.float32)
-        self._ops.attend(
-            qkv,
-            cast(exl_kernels.Table.AttentionBatch, batch),
-            key_cache,
-            value_cache,
-            q_norm,
-            k_norm,
-            eps,
-            scale,
-            window,
-            softcap,
-            out,
+    ) -> None:
+        bound = cast(exl_kernels.Table.AttentionBatch, batch)
+        self._ops.attend_(
+            qkv, bound, key_cache, value_cache, q_norm, k_norm, eps, scale, window, softcap
         )
-        return out
 
 
 if TYPE_CHECKING:

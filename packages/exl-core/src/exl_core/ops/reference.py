@@ -148,15 +148,24 @@ class ReferenceTable:
         check_contiguous("linear_add_", "residual", residual)
         residual.copy_(residual + y)
 
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
-        return _norm_linear("norm_linear", x, norm, eps, w)
-
-    def norm_gated_linear(
-        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, kind: GateKind
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, out: Tensor | None = None
     ) -> Tensor:
+        return _put("norm_linear", _norm_linear("norm_linear", x, norm, eps, w), out)
+
+    def norm_gated_linear(  # noqa: PLR0917 - two ops' operands
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        w: PackedLinear,
+        kind: GateKind,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        op = "norm_gated_linear"
         if w.out_features % 2 != 0:
-            raise OpInputError(f"norm_gated_linear: w ({w.out_features} are no two halves)")
-        return self.gated_activation(_norm_linear("norm_gated_linear", x, norm, eps, w), kind)
+            raise OpInputError(f"{op}: w ({w.out_features} are no two halves)")
+        return _put(op, self.gated_activation(_norm_linear(op, x, norm, eps, w), kind), out)
 
     def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
         check("embedding", "token_ids", token_ids, (torch.int64,), None)
@@ -257,7 +266,7 @@ class ReferenceTable:
         check_contiguous(op, "sin", sin)
         return PlainBatch(sequences, slots, cos, sin, num_pages, page_size)
 
-    def attend(  # noqa: PLR0917 - the op's operands
+    def attend_(  # noqa: PLR0917 - the op's operands
         self,
         qkv: Tensor,
         batch: AttentionBatch,
@@ -266,13 +275,12 @@ class ReferenceTable:
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
-        *,
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-    ) -> Tensor:
+    ) -> None:
         if not isinstance(batch, PlainBatch):
-            raise OpInputError("attend: batch (expected one of the reference table)")
+            raise OpInputError("attend_: batch (expected one of the reference table)")
         q, k, v = split_heads(qkv, batch, key_cache)
         for norm, heads in ((q_norm, q), (k_norm, k)):
             if norm is not None:
@@ -280,9 +288,10 @@ class ReferenceTable:
         self.rope_(q, batch.cos, batch.sin)
         self.rope_(k, batch.cos, batch.sin)
         self.write_kv(k, v, key_cache, value_cache, batch.slots)
-        return self.paged_attention(
+        mixed = self.paged_attention(
             q, key_cache, value_cache, *batch.sequences, scale=scale, window=window, softcap=softcap
         )
+        q.copy_(mixed.view(q.shape))
 
     def paged_attention(  # noqa: PLR0917 - the op's operands
         self,
@@ -340,6 +349,14 @@ def _linear(op: str, x: Tensor, w: PackedLinear) -> Tensor:
     check_contiguous(op, "x", x, 1)
     y = x.double() @ plain.matrix().T
     return y if plain.bias is None else y + plain.bias
+
+
+def _put(op: str, result: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return result
+    check(op, "out", out, F32, *result.shape)
+    check_contiguous(op, "out", out)
+    return out.copy_(result)
 
 
 def _norm_linear(op: str, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:

@@ -62,7 +62,7 @@ def gather(cache: Tensor, page_ids: Tensor, end: int) -> Tensor:
 
 def split_heads(qkv: Tensor, batch: PlainBatch, key_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Views of queries, keys and values in a fused projection, [rows, heads, d] each."""
-    op, pages, page_size = "attend", batch.num_pages, batch.page_size
+    op, pages, page_size = "attend_", batch.num_pages, batch.page_size
     check(op, "qkv", qkv, F32, batch.slots.shape[0], None)
     check_contiguous(op, "qkv", qkv, 1)
     check(op, "key_cache", key_cache, CACHE_TYPES, pages, None, page_size, None)

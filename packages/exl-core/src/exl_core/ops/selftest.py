@@ -186,8 +186,8 @@ def _attend(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     )
     qkv = _normal(generator, 4, 8 * 20 + 3)[:, :160]
     norms = _normal(generator, 20), _normal(generator, 20)
-    mixed = table.attend(qkv, batch, keys, values, *norms, 1e-6, scale=20**-0.5)
-    return [mixed, keys, values]
+    table.attend_(qkv, batch, keys, values, *norms, 1e-6, 20**-0.5)
+    return [qkv[:, :80], keys, values]
 
 
 # A sum of k products of normal values is off by at most k roundings of values of its size, and in
@@ -204,5 +204,5 @@ CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]
     "gated_activation": (8 * EPS, _gated_activation),
     "write_kv": (0.0, _write_kv),
     "paged_attention": (32 * EPS, _paged_attention),
-    "attend": (32 * EPS, _attend),
+    "attend_": (32 * EPS, _attend),
 }

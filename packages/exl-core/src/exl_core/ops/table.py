@@ -94,14 +94,25 @@ class OpTable(Protocol):
         """residual [m, n] contiguous += linear(x, w)."""
         ...
 
-    def norm_linear(self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
-        """linear(rms_norm(x, norm, eps), w)."""
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, out: Tensor | None = None
+    ) -> Tensor:
+        """linear(rms_norm(x, norm, eps), w), in `out` if there is one: [m, n] contiguous."""
         ...
 
-    def norm_gated_linear(
-        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, kind: GateKind
+    def norm_gated_linear(  # noqa: PLR0917 - two ops' operands
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        w: PackedLinear,
+        kind: GateKind,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """gated_activation(norm_linear(x, norm, eps, w), kind): [m, n / 2], w gate first."""
+        """gated_activation(norm_linear(x, norm, eps, w), kind): [m, n / 2], w gate first.
+
+        In `out` if there is one.
+        """
         ...
 
     def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
@@ -179,7 +190,7 @@ class OpTable(Protocol):
         """
         ...
 
-    def attend(  # noqa: PLR0917 - the op has as many operands as its parts
+    def attend_(  # noqa: PLR0917 - the op has as many operands as its parts
         self,
         qkv: Tensor,
         batch: AttentionBatch,
@@ -188,16 +199,15 @@ class OpTable(Protocol):
         q_norm: Tensor | None,
         k_norm: Tensor | None,
         eps: float,
-        *,
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
-    ) -> Tensor:
-        """All of attention between its two projections: [rows, q_heads * d].
+    ) -> None:
+        """All of attention between its two projections; the result replaces the queries.
 
         qkv [rows, (q_heads + 2 kv_heads) * d] strided rows: queries, keys, values. In this order:
         rms_norm_heads_ of queries and keys where there are norms [d], rope_ of both, write_kv,
-        paged_attention. Leaves qkv undefined.
+        paged_attention. Leaves keys and values in qkv undefined.
         """
         ...
 
