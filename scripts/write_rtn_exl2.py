@@ -36,6 +36,7 @@ from exl_core.weights.checkpoint import Checkpoint
 
 GROUP_SIZES = (32, 64, 128)
 CHUNK_VALUES = 1 << 17  # searched at a time: half a MiB as float32, which a core's cache holds
+SCALES_TRIED = 5  # of 16: down to 0.56 of the largest
 MATRIX = 2  # dimensions
 
 
@@ -149,8 +150,7 @@ def feature_order(weights: list[Tensor]) -> Tensor:
 
 
 def quantize(weight: Tensor, order: Tensor, form: Format) -> exl2.Exl2Linear:
-    """The nearest codes of weight [in, out], and of the 16 scales of each group and column the one
-    with the least squared error."""
+    """The nearest codes of weight [in, out], at the best scale of each group and column."""
     bits, size = form
     rows = weight.shape[0]
     stored = weight[order]  # [in, out]
@@ -182,7 +182,7 @@ def quantize_groups(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     scale_codes = torch.empty(groups, columns, dtype=torch.uint8)
 
     def search(span: slice) -> None:
-        best, scale = best_scales(values[:, :, span], steps, zero)
+        best, scale = best_scales(values[:, :, span], whole[:, span], steps, zero)
         scale_codes[:, span] = best
         codes[:, :, span] = nearest(values[:, :, span], scale, zero).add_(zero).byte()
 
@@ -194,20 +194,25 @@ def quantize_groups(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     return codes, scale_codes, scale_max
 
 
-def best_scales(values: Tensor, steps: Tensor, zero: int) -> tuple[Tensor, Tensor]:
-    """The scale code of least squared error and its exact scale, both [groups, n]."""
-    least = torch.full((values.shape[0], values.shape[2]), torch.inf)
-    best = torch.zeros_like(least, dtype=torch.uint8)
-    chosen = torch.zeros_like(least)
-    for code in range(1 << exl2.SCALE_BITS):
-        scale = ((code + 1) ** 2 * steps).half().float()[:, None].expand_as(least)  # [groups, n]
+def best_scales(values: Tensor, whole: Tensor, steps: Tensor, zero: int) -> tuple[Tensor, Tensor]:
+    """The scale code of least squared error and its exact scale, both [groups, n].
+
+    From the smallest scale that cuts nothing off (`whole`) downwards: a little cutting pays.
+    """
+    largest = (whole / (256 * steps)[:, None]).nan_to_num_(0.0, 1.0, 0.0)  # of an empty group 0 / 0
+    first = largest.sqrt_().mul_(16).ceil_().sub_(1).clamp_(0, 15)  # [groups, n]
+    least = torch.full_like(whole, torch.inf)
+    best, chosen = torch.zeros_like(first), torch.zeros_like(whole)
+    for back in range(SCALES_TRIED):
+        code = (first - back).clamp_(min=0)
+        scale = ((code + 1).square_() * steps[:, None]).half().float()  # [groups, n]
         rounded = nearest(values, scale, zero).mul_(scale[:, None])
         error = rounded.sub_(values).square_().sum(1)  # [groups, n]
         is_better = error < least
         least = torch.where(is_better, error, least)
-        best.masked_fill_(is_better, code)
+        best = torch.where(is_better, code, best)
         chosen = torch.where(is_better, scale, chosen)
-    return best, chosen
+    return best.byte(), chosen
 
 
 def nearest(values: Tensor, scale: Tensor, zero: int) -> Tensor:
