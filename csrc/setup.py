@@ -34,12 +34,19 @@ X86_SETS = {
         *("-mavx2", "-mfma", "-mf16c", "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"),
         "-mprefer-vector-width=512",
         # GCC 12 warns about its own intrinsics' deliberately undefined operands (GCC bug 105593).
-        "-Wno-maybe-uninitialized",
+        *("-Wno-maybe-uninitialized", "-Wno-uninitialized"),
     ],
 }
-# On top of avx512; only the quantized linears differ, so only they are compiled again.
-VNNI_FLAGS = [*X86_SETS["avx512"], "-mavx512vnni", "-mavx512bf16"]
-QUANT_SETS = {"avx512vnni": VNNI_FLAGS, "amx": [*VNNI_FLAGS, "-mamx-tile", "-mamx-bf16"]}
+# On top of avx512; only the quantized linears differ, so only these sources are compiled again.
+VNNI_FLAGS = [*X86_SETS["avx512"], "-mavx512vnni"]
+QUANT_SETS = {
+    "avx512vnni": VNNI_FLAGS,
+    "amx": [*VNNI_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+}
+QUANT_SOURCES = {
+    "avx512vnni": ["src/cpu/quant_linear.cpp"],  # integers for any number of rows
+    "amx": ["src/cpu/quant_linear.cpp", "src/cpu/quant_prefill.cpp"],
+}
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 SETS: dict[str, list[str]] = X86_SETS | QUANT_SETS if IS_X86 else {"scalar": []}
 
@@ -105,7 +112,7 @@ class BuildPerSet(build_ext):
         for isa, flags in SETS.items():
             jobs += [
                 (name, isa, [*flags, f"-DEXL_ISA={isa}", f"-DEXL_ISA_IS_{isa}=1"])
-                for name in sources(f"src/cpu/{'quant_*' if isa in QUANT_SETS else '*'}.cpp")
+                for name in QUANT_SOURCES.get(isa, sources("src/cpu/*.cpp"))
                 if name not in BASE_SOURCES
             ]
         # Slowest first, so that the two compilers finish together.

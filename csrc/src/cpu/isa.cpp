@@ -67,12 +67,10 @@ static OpTables detect() {
         return found;
     }
     found.tables[found.count++] = &avx512::op_table;
-    if (!__builtin_cpu_supports("avx512vnni") || !__builtin_cpu_supports("avx512bf16")) {
-        return found;
-    }
+    if (!__builtin_cpu_supports("avx512vnni")) return found;
     static const OpTable vnni = avx512_with("avx512vnni", avx512vnni::quant_linear);
     found.tables[found.count++] = &vnni;
-    if (!may_use_tiles()) return found;
+    if (!__builtin_cpu_supports("avx512bf16") || !may_use_tiles()) return found;
     static const OpTable tiles = avx512_with("amx", amx::quant_linear);
     found.tables[found.count++] = &tiles;
 #endif

@@ -2,7 +2,7 @@
 //
 //   floats  [rows][16]            for dequantize_blocks
 //   pairs   [rows / 2][16][2]     bf16, for dequantize_pairs: rows 2 i and 2 i + 1 of a column lie
-//                                 together, the operand of bf16 dot products and of tiles
+//                                 together, the operand of tiles
 //
 // Accuracy   (code - zero) * scale + minimum, where the difference is exact; one rounding with
 //            fused multiply-add. Pairs are that, rounded once more to bf16 (nearest even).
@@ -85,7 +85,7 @@ struct FloatRows {
     void next_block() { to += kBlockRows * kPanel; }
 };
 
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
 
 struct BFloatPairs {
     BFloat* to;
@@ -165,7 +165,7 @@ static inline void dequantize_blocks(const QuantMatrix& w, int64_t panel, int64_
     dequantize(w, panel, first_block, last_block, FloatRows{out});
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AMX_BF16__)
 static inline void dequantize_pairs(const QuantMatrix& w, int64_t panel, int64_t first_block,
                                     int64_t last_block, BFloat* out) {
     dequantize(w, panel, first_block, last_block, BFloatPairs{out});

@@ -10,15 +10,12 @@
 // Mapping    A work item is some panels, read as one stream of codes and one of scales; every
 //            column is summed by one thread in one order, whatever the number of threads.
 #include "cpu/activation.h"
-#include "cpu/ops.h"
+#include "cpu/quant_acts.h"
 #include "cpu/quant_prefill.h"
-#include "cpu/quant_vec.h"
 
 namespace exl::EXL_ISA {
 
 constexpr int kVecs = static_cast<int>(kPanel) / kLanes;
-constexpr float kLargestAct = 32512.0f;  // 127 * 256, so that the high part fits a signed byte
-constexpr int64_t kSpanRows = kSpanBlocks * kBlockRows;
 // How far ahead of use the streams of codes and of scales are asked for.
 constexpr int64_t kCodesAhead = 4096;
 constexpr int64_t kGridAhead = 512;
@@ -27,87 +24,13 @@ constexpr int64_t kItemBytes = 256 << 10;
 // Rows whose integers stay in L2 while panels pass over them.
 constexpr int64_t kActRows = 128;
 // Up to here integers cost less than making floats of the codes. Measured at k = 576, n = 3072, two
-// cores: byte dot products 420 GFLOP/s at any number of rows, fp32 tiles 300, bf16 dot products 200;
-// AMX 350 at 16 rows, 840 at 64, 1300 at 512.
+// cores: byte dot products 420 GFLOP/s at any number of rows, and AMX 490 at 16, 1150 at 64, 1370 at
+// 512; without either, words 220 and fp32 300.
 #if defined(__AMX_BF16__)
 constexpr int64_t kIntegerRows = 12;
-#elif EXL_HAS_BYTE_DOT
-constexpr int64_t kIntegerRows = INT64_MAX;
-#else
+#elif !EXL_HAS_BYTE_DOT
 constexpr int64_t kIntegerRows = 8;
 #endif
-
-// x in integers, for one part.
-struct Acts {
-    const uint8_t* data;  // [m] rows of row_bytes
-    int64_t row_bytes;
-    const float* scales;  // [m][spans]
-    const int32_t* sums;  // [m][spans] of the integers
-    int64_t spans;
-};
-
-struct SpanAct {
-    float scale;
-    int32_t sum;
-};
-
-// Rounds up to kSpanRows values, a whole number of blocks.
-static SpanAct quantize_span(const float* x, int64_t count, uint8_t* act) {
-    uint32_t largest = 0;  // of the bits without sign: NaN and infinity are above all numbers
-    for (int64_t i = 0; i < count; ++i) {
-        uint32_t bits = 0;
-        __builtin_memcpy(&bits, x + i, 4);
-        bits &= 0x7fffffffu;
-        largest = bits > largest ? bits : largest;
-    }
-    float magnitude = 0.0f;
-    __builtin_memcpy(&magnitude, &largest, 4);
-    const bool is_finite = largest < 0x7f800000u;
-    // Below 1e-33 the inverse would overflow; what is so small is rounded more coarsely.
-    const float inverse = is_finite ? kLargestAct / (magnitude > 1e-33f ? magnitude : 1e-33f) : 0.0f;
-    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves a rounded integer below
-    int32_t q[kSpanRows];
-    int32_t sum = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        const float shifted = x[i] * inverse + kRound;
-        int32_t bits = 0;
-        __builtin_memcpy(&bits, &shifted, 4);
-        q[i] = is_finite ? bits - 0x4b400000 : 0;
-        sum += q[i];
-    }
-    for (int64_t b = 0; b < count / kBlockRows; ++b) {
-        store_act(q + b * kBlockRows, act + b * kActBlock);
-    }
-    // NaN reaches every output of the row, as a NaN or an infinity in x should.
-    const float scale = is_finite ? (magnitude > 1e-33f ? magnitude : 1e-33f) / kLargestAct
-                                  : __builtin_nanf("");
-    return {scale, sum};
-}
-
-static void quantize_row(const QuantMatrix& w, const float* x, uint8_t* act, float* scales,
-                         int32_t* sums) {
-    const int32_t* order = w.order.empty() ? nullptr : w.order.data();
-    int64_t block = 0;
-    int64_t span = 0;
-    float gathered[kSpanRows];
-    for (const GroupRun& run : w.runs) {
-        for (int64_t i = 0; i < run.groups * run.spans; ++i, ++span) {
-            const int64_t blocks = smaller(kSpanBlocks, run.blocks - i % run.spans * kSpanBlocks);
-            const float* from = x + block * kBlockRows;
-            if (order != nullptr) {
-                const int32_t* features = order + block * kBlockRows;
-                for (int64_t r = 0; r < blocks * kBlockRows; ++r) {
-                    gathered[r] = features[r] < 0 ? 0.0f : x[features[r]];
-                }
-                from = gathered;
-            }
-            const SpanAct done = quantize_span(from, blocks * kBlockRows, act + block * kActBlock);
-            scales[span] = done.scale;
-            sums[span] = done.sum;
-            block += blocks;
-        }
-    }
-}
 
 static Vec load_grid(const void* grid, DType dtype, int64_t index) {
     return dtype == DType::f32 ? load(static_cast<const float*>(grid) + index)
@@ -325,52 +248,6 @@ static void gated_panels(const QuantLinearArgs& args, const Acts* acts, Range ro
     }
 }
 
-static bool has_same_input(const QuantMatrix& a, const QuantMatrix& b) {
-    if (!a.order.empty() || !b.order.empty() || a.runs.size() != b.runs.size()) return false;
-    for (size_t i = 0; i < a.runs.size(); ++i) {
-        if (a.runs[i].rows != b.runs[i].rows || a.runs[i].groups != b.runs[i].groups) return false;
-    }
-    return true;
-}
-
-// x in integers for every part; parts that read the same input share one copy.
-static void quantize(ThreadPool& pool, const QuantLinearArgs& args, Acts* acts) {
-    int64_t bytes[kMaxParts] = {};
-    int64_t total = 0;
-    int source[kMaxParts];
-    for (int p = 0; p < args.count; ++p) {
-        const QuantMatrix& w = *args.parts[p];
-        source[p] = p;
-        for (int q = p - 1; q >= 0; --q) {
-            if (has_same_input(w, *args.parts[q])) source[p] = q;
-        }
-        bytes[p] = source[p] == p ? args.m * (w.blocks * kActBlock + ceil_div(w.spans, 16) * 16 * 8) : 0;
-        total += bytes[p];
-    }
-    auto* room = static_cast<uint8_t*>(thread_scratch(2, total));
-    for (int p = 0; p < args.count; ++p) {
-        const QuantMatrix& w = *args.parts[p];
-        if (source[p] != p) {
-            acts[p] = acts[source[p]];
-            continue;
-        }
-        const int64_t row_bytes = w.blocks * kActBlock;
-        uint8_t* data = room;
-        auto* scales = reinterpret_cast<float*>(room + args.m * row_bytes);
-        auto* sums = reinterpret_cast<int32_t*>(scales + args.m * ceil_div(w.spans, 16) * 16);
-        room += bytes[p];
-        acts[p] = {data, row_bytes, scales, sums, w.spans};
-        const int64_t per_item = larger(1, kValuesPerChunk / w.k);
-        pool.parallel_for(ceil_div(args.m, per_item), [&](int64_t item) {
-            const int64_t last = smaller(args.m, (item + 1) * per_item);
-            for (int64_t row = item * per_item; row < last; ++row) {
-                quantize_row(w, args.x + row * args.x_stride, data + row * row_bytes,
-                             scales + row * w.spans, sums + row * w.spans);
-            }
-        });
-    }
-}
-
 static void integer_product(ThreadPool& pool, const QuantLinearArgs& args) {
     Acts acts[kMaxParts];
     quantize(pool, args, acts);
@@ -406,11 +283,10 @@ static void integer_product(ThreadPool& pool, const QuantLinearArgs& args) {
 
 void quant_linear(ThreadPool& pool, const QuantLinearArgs& args) {
     if (args.m == 0) return;
-    if (args.m <= kIntegerRows) {
-        integer_product(pool, args);
-    } else {
-        quant_prefill(pool, args);
-    }
+#if defined(__AMX_BF16__) || !EXL_HAS_BYTE_DOT
+    if (args.m > kIntegerRows) return quant_prefill(pool, args);
+#endif
+    integer_product(pool, args);
 }
 
 }  // namespace exl::EXL_ISA

@@ -2,8 +2,10 @@
 //
 // Contract   include/exl/ops/quantized.h.
 // Used for   more rows than the integer products of quant_linear.cpp are good for.
-// Numbers    by instruction set: bf16 in AMX tiles (amx), bf16 in dot products (avx512vnni), fp32
-//            (the others). See quant_tiles_bf16.h and quant_tiles_fp32.h.
+// Numbers    by instruction set: bf16 in AMX tiles (amx), or fp32. See quant_tiles_amx.h and
+//            quant_tiles_fp32.h. Where byte dot products are fast they take any number of rows. Dot
+//            products of bf16 pairs are not used: the Intel processors measured start one every two
+//            cycles, so that their peak is half of fp32's.
 // Blocks     x goes through in passes of up to kPassRows rows, packed in stored order in units of
 //            kUnitRows. A strip is two panels: neighbors, or a gate and its up. k is cut into
 //            chunks of up to kChunkBlocks blocks; the weights of one chunk of one strip are made,
@@ -19,8 +21,8 @@
 #include "cpu/activation.h"
 #include "cpu/ops.h"
 #include "cpu/quant_prefill.h"
-#if defined(__AVX512BF16__)
-#include "cpu/quant_tiles_bf16.h"
+#if defined(__AMX_BF16__)
+#include "cpu/quant_tiles_amx.h"
 #else
 #include "cpu/quant_tiles_fp32.h"
 #endif

@@ -1,6 +1,5 @@
-// The product of quant_prefill.cpp in bf16 with fp32 sums: dot products of pairs, or AMX tiles.
-//
-// Both read the same layouts, whose blocks are AMX tiles of 1 KiB:
+// The product of quant_prefill.cpp in AMX tiles: bf16 with fp32 sums. Blocks of the operands are
+// tiles of 1 KiB:
 //
 //   activations   unit of 32 rows: [block][32 rows][32 k]       two tiles a block, one above the other
 //   weights       panel: [block][16 pairs of k][16 columns][2]  one tile a block
@@ -59,8 +58,6 @@ static inline void weights_of(const QuantMatrix& w, int64_t panel, int64_t first
                               int64_t last_block, BFloat* to) {
     dequantize_pairs(w, panel, first_block, last_block, to);
 }
-
-#if defined(__AMX_BF16__)
 
 // What a thread needs around its products: eight tiles of 16 rows of 64 bytes.
 struct TileScope {
@@ -132,67 +129,5 @@ static void multiply_unit(const BFloat* a, int rows, const BFloat* b, int64_t bl
         multiply_tiles<1, Panels>(a, b, blocks, accumulate, acc);
     }
 }
-
-#else
-
-struct TileScope {
-    TileScope() {}
-};
-
-// 8 x 2 sums, each its own chain of dot products: enough to hide their latency. How fast they are
-// differs: the Intel processor measured starts one every two cycles, so that their peak is half that
-// of fp32 (109 and 220 GFLOP/s a core) and 100 are reached.
-constexpr int kDotRows = 8;
-
-template <int Panels>
-static void multiply_dots(const BFloat* a, const BFloat* b, int64_t blocks, bool accumulate,
-                          float* acc) {
-    Vec sums[kDotRows][Panels];
-#pragma GCC unroll 8
-    for (int r = 0; r < kDotRows; ++r) {
-#pragma GCC unroll 2
-        for (int p = 0; p < Panels; ++p) {
-            sums[r][p] = accumulate ? load(acc + r * kAccColumns + p * kPanel) : set1(0.0f);
-        }
-    }
-    for (int64_t block = 0; block < blocks; ++block) {
-        for (int64_t pair = 0; pair < kBlockRows / 2; ++pair) {
-            __m512bh weights[Panels];
-#pragma GCC unroll 2
-            for (int p = 0; p < Panels; ++p) {
-                weights[p] = reinterpret_cast<__m512bh>(
-                    _mm512_loadu_si512(b + p * blocks * kTileElements + pair * 2 * kPanel));
-            }
-#pragma GCC unroll 8
-            for (int r = 0; r < kDotRows; ++r) {
-                int32_t two;
-                __builtin_memcpy(&two, a + r * kBlockRows + 2 * pair, 4);
-                const auto values = reinterpret_cast<__m512bh>(_mm512_set1_epi32(two));
-#pragma GCC unroll 2
-                for (int p = 0; p < Panels; ++p) {
-                    sums[r][p] = _mm512_dpbf16_ps(sums[r][p], values, weights[p]);
-                }
-            }
-        }
-        a += kUnitRows * kBlockRows;
-        b += kTileElements;
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < kDotRows; ++r) {
-#pragma GCC unroll 2
-        for (int p = 0; p < Panels; ++p) store(acc + r * kAccColumns + p * kPanel, sums[r][p]);
-    }
-}
-
-// acc[32][kAccColumns] (+)= a @ b over `blocks` of each of the panels of b.
-template <int Panels>
-static void multiply_unit(const BFloat* a, int rows, const BFloat* b, int64_t blocks,
-                          bool accumulate, float* acc) {
-    for (int row = 0; row < rows; row += kDotRows) {
-        multiply_dots<Panels>(a + row * kBlockRows, b, blocks, accumulate, acc + row * kAccColumns);
-    }
-}
-
-#endif
 
 }  // namespace exl::EXL_ISA
