@@ -90,9 +90,11 @@ static inline Partials partials_of(float* base, const Work& work, int64_t vector
     return {base, peak, peak + work.splits * vectors};
 }
 
+// Not inlined: it has two callers, each of which would hold a copy of all strategies.
 template <class T>
-static void run_item(const AttentionArgs& args, const Work& work, int64_t kv_head,
-                     int64_t scratch_floats, float* partial_base) {
+static __attribute__((noinline)) void run_item(const AttentionArgs& args, const Work& work,
+                                               int64_t kv_head, int64_t scratch_floats,
+                                               float* partial_base) {
     const int64_t vectors = work.rows * (args.q_heads / args.kv_heads);
     const int64_t width = padded(args.d);
     float* scratch = static_cast<float*>(thread_scratch(1, scratch_floats * 4));
