@@ -107,18 +107,18 @@ def _show(result: SpeedResult) -> None:
             f"reads {format_bytes(result.read_bytes_per_s)}/s",
             "memory": f"{format_bytes(result.peak_memory_bytes)} at most, "
             f"{format_bytes(beyond)} of it since the libraries were loaded",
-            "repeated": f"{result.repeat} times; the median (lowest to highest)",
+            "repeated": f"{result.repeat} times; the median (lowest-highest)",
         }
     )
     table = columns_table(
-        "prompt", "batch", "prefill tok/s", "decode tok/s", "each", "read a token", "of the floor"
+        "prompt", "batch", "prefill tok/s", "decode tok/s", "each", "read/token", "of floor"
     )
     for run in result.runs:
         table.add_row(
             f"{run.prompt_tokens}",
             f"{run.batch}",
-            _spread(run.prefill),
-            _spread(run.decode),
+            _spread(run.prefill, 0),
+            _spread(run.decode, 1),
             f"{run.decode.median / run.batch:.1f}",
             format_bytes(run.bytes_per_token),
             f"{run.floor_share:.1%}",
@@ -126,5 +126,5 @@ def _show(result: SpeedResult) -> None:
     print_answer(facts, "", table)
 
 
-def _spread(rate: Spread) -> str:
-    return f"{rate.median:.1f} ({rate.lowest:.1f} to {rate.highest:.1f})"
+def _spread(rate: Spread, digits: int) -> str:
+    return f"{rate.median:.{digits}f} ({rate.lowest:.{digits}f}-{rate.highest:.{digits}f})"
