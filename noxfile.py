@@ -49,7 +49,15 @@ def tests(session: nox.Session) -> None:
     """The default test suite; arguments after -- go to pytest."""
     install_exl(session, *TEST_TOOLS)
     install_models(session, *DEFAULT_MODEL, *TEST_MODELS)
-    session.run("python", "-m", "pytest", "-m", "not cuda", *session.posargs)
+    session.run("python", "-m", "pytest", "-m", "not cuda and not slow", *session.posargs)
+
+
+@nox.session
+def slow(session: nox.Session) -> None:
+    """The tests that take minutes; arguments after -- go to pytest."""
+    install_exl(session, *TEST_TOOLS)
+    install_models(session, *DEFAULT_MODEL, *TEST_MODELS)
+    session.run("python", "-m", "pytest", "-m", "slow", *session.posargs)
 
 
 @nox.session

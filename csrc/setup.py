@@ -41,7 +41,7 @@ X86_SETS = {
 VNNI_FLAGS = [*X86_SETS["avx512"], "-mavx512vnni"]
 QUANT_SETS = {
     "avx512vnni": VNNI_FLAGS,
-    "amx": [*VNNI_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"],
+    "amx": [*VNNI_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
 }
 QUANT_SOURCES = {
     "avx512vnni": ["src/cpu/quant_linear.cpp"],  # integers for any number of rows

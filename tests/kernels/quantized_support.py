@@ -18,10 +18,12 @@ from exl_core.ops.table import OpTable, PackedLinear
 
 SPAN = 128  # stored rows that share one scale of their activations, at most
 FEW_STEP = 0.51 / 32512  # half a step of 16-bit integers, relative to the largest of a span
+TILE_STEP = 0.51 / 2032  # the same of 12-bit integers
 BF16 = 2.0**-8  # half a unit in the last place: 8 significant bits
 TINY = 2.0**-110  # activations below may count as zero
-BF16_SETS = ("cpu-amx",)  # these multiply bfloat16, above FEW_ROWS rows; the others never
-FEW_ROWS = 12
+TILE_SETS = ("cpu-amx",)  # the others have 16-bit integers, or float32, for any number of rows
+FEW_ROWS = 4  # of 16-bit integers in TILE_SETS; up to TILE_ROWS 12 bits may do, above it is bfloat16
+TILE_ROWS = 32
 
 
 @dataclass(frozen=True)
@@ -86,15 +88,15 @@ class Matrix:
         terms = self.scales.double()[self.row_groups].abs() * self.codes.double()
         return self.by_feature(terms + self.offsets.double()[self.row_groups].abs())
 
-    def step_errors(self, x: Tensor) -> Tensor:
-        """What rounding each activation to 16 bits does to it at most: float64 [m, k]."""
+    def step_errors(self, x: Tensor, step: float = FEW_STEP) -> Tensor:
+        """What rounding activations to integers does to each at most: float64 [m, k]."""
         stored = x.double().abs()[:, self.features]
         errors = torch.empty_like(stored)
         first = 0
         for size in torch.bincount(self.row_groups).tolist():
             for start in range(first, first + size, SPAN):
                 span = slice(start, min(start + SPAN, first + size))
-                errors[:, span] = stored[:, span].amax(1, keepdim=True) * FEW_STEP + TINY
+                errors[:, span] = stored[:, span].amax(1, keepdim=True) * step + TINY
             first += size
         by_feature = torch.empty_like(errors)
         by_feature[:, self.features] = errors
@@ -196,6 +198,8 @@ def answer(table: OpTable, matrix: Matrix, x: Tensor, x_error: float = 0.0) -> A
     )
     base = x64.abs() @ (codes + sizes).T + terms
     bound = (x.shape[1] + 16) * UNIT * base + x_error * terms + matrix.step_errors(x) @ sizes.T
-    if x.shape[0] > FEW_ROWS and table.name in BF16_SETS:
+    if table.name in TILE_SETS and x.shape[0] > TILE_ROWS:
         bound = bound + (2 * BF16 + BF16**2) * terms
+    elif table.name in TILE_SETS and x.shape[0] > FEW_ROWS:
+        bound = bound + matrix.step_errors(x, TILE_STEP) @ sizes.T
     return Answer(exact, bound, terms)

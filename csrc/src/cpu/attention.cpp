@@ -77,6 +77,24 @@ static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
     return plan;
 }
 
+// Asks for the first keys and values of a work; the hardware follows from there. Always inlined, as
+// `prefetch` is and for its reason.
+template <class T>
+static inline __attribute__((always_inline)) void ask_for_rows(const AttentionArgs& args,
+                                                               const Work& work, int64_t kv_head) {
+    constexpr int64_t kMost = 64;
+    const PagedRows<T> keys = paged_rows<T>(args, args.key_cache, work, kv_head);
+    const PagedRows<T> values = paged_rows<T>(args, args.value_cache, work, kv_head);
+    const int64_t end = smaller(work.key_end, work.key_begin + kMost);
+    keys.for_runs(work.key_begin, end, [&](const T* rows, int64_t, int64_t count) {
+        const T* value_rows = values.head + (rows - keys.head);
+        for (int64_t i = 0; i < count * args.d; i += 64 / static_cast<int64_t>(sizeof(T))) {
+            prefetch(rows + i);
+            prefetch(value_rows + i);
+        }
+    });
+}
+
 // Where a split leaves its result: values [splits][vectors][width], then peak and weight
 // [vectors][splits] each.
 struct Partials {
@@ -164,8 +182,8 @@ static void attend(ThreadPool& pool, const AttentionArgs& args) {
     const auto partial_of = [&](const Work& work, int64_t kv_head) {
         return partials + kv_head * plan.partial_floats + work.partial;
     };
+    const int64_t items = plan.works * heads;
     const auto for_items = [&](auto&& body) {
-        const int64_t items = plan.works * heads;
         if (plan.products > kAloneProducts) {
             pool.parallel_for(items, [&](int64_t item) { body(item); });
         } else {
@@ -174,6 +192,10 @@ static void attend(ThreadPool& pool, const AttentionArgs& args) {
     };
     for_items([&](int64_t item) {
         const Work& work = works[item / heads];
+        // Likely this thread's next item; its rows lie in pages that nothing has touched since the
+        // last step.
+        const int64_t next = item + pool.threads();
+        if (next < items) ask_for_rows<T>(args, works[next / heads], next % heads);
         run_item<T>(args, work, item % heads, plan.scratch_floats, partial_of(work, item % heads));
     });
     if (plan.partial_floats == 0) return;

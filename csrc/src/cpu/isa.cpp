@@ -45,7 +45,8 @@ static bool may_use_tiles() {
     constexpr int kTileData = 18;
     unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
     if (__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) == 0) return false;
-    const bool has_tiles = (edx & (1u << 24)) != 0 && (edx & (1u << 22)) != 0;  // TILE, BF16
+    constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25;
+    const bool has_tiles = (edx & kBf16) != 0 && (edx & kTile) != 0 && (edx & kInt8) != 0;
     return has_tiles && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 #else
     return false;

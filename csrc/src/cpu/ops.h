@@ -14,7 +14,7 @@ void write_kv(ThreadPool& pool, const WriteKvArgs& args);
 void paged_attention(ThreadPool& pool, const AttentionArgs& args);
 void quant_linear(ThreadPool& pool, const QuantLinearArgs& args);
 
-// Activations that one core handles before sharing pays: about 10 us of work.
-constexpr int64_t kValuesPerChunk = 16384;
+// Activations that one core handles before sharing pays: 1 to 3 us of work.
+constexpr int64_t kValuesPerChunk = 4096;
 
 }  // namespace exl::EXL_ISA

@@ -1,5 +1,5 @@
-// x as 16-bit integers, for quant_linear.cpp: each span of up to 128 stored rows is relative to its
-// largest value.
+// x as integers of 16 bits or fewer, for quant_linear.cpp: each span of up to 128 stored rows is
+// relative to its largest value.
 #pragma once
 
 #include "cpu/ops.h"
@@ -7,16 +7,23 @@
 
 namespace exl::EXL_ISA {
 
-constexpr float kLargestAct = 32512.0f;  // 127 * 256, so that the high part fits a signed byte
+constexpr int32_t kLargestHigh = 127;  // the high part of an integer is a signed byte
 constexpr int64_t kSpanRows = kSpanBlocks * kBlockRows;
+// There is room for whole tiles of rows; what lies past the last row is read there, and not used.
+constexpr int64_t kActRowStep = 16;
+
 // x in integers, for one part.
 struct Acts {
-    const uint8_t* data;  // [m] rows of row_bytes
+    uint8_t* data;  // [m] rows of row_bytes
     int64_t row_bytes;
-    const float* scales;  // [m][spans]
-    const int32_t* sums;  // [m][spans] of the integers
+    float* scales;  // [m][spans]
+    int32_t* sums;  // [m][spans] of the integers
     int64_t spans;
+    int low_bits;
 };
+
+// Of 16-bit integers.
+constexpr int kLowBits = 8;
 
 struct SpanAct {
     float scale;
@@ -24,7 +31,8 @@ struct SpanAct {
 };
 
 // Rounds up to kSpanRows values, a whole number of blocks.
-static SpanAct quantize_span(const float* x, int64_t count, uint8_t* act) {
+static SpanAct quantize_span(const float* x, int64_t count, int low_bits, uint8_t* act) {
+    const auto largest_act = static_cast<float>(kLargestHigh << low_bits);
     uint32_t largest = 0;  // of the bits without sign: NaN and infinity are above all numbers
     for (int64_t i = 0; i < count; ++i) {
         uint32_t bits = 0;
@@ -36,7 +44,7 @@ static SpanAct quantize_span(const float* x, int64_t count, uint8_t* act) {
     __builtin_memcpy(&magnitude, &largest, 4);
     const bool is_finite = largest < 0x7f800000u;
     // Below 1e-33 the inverse would overflow; what is so small is rounded more coarsely.
-    const float inverse = is_finite ? kLargestAct / (magnitude > 1e-33f ? magnitude : 1e-33f) : 0.0f;
+    const float inverse = is_finite ? largest_act / (magnitude > 1e-33f ? magnitude : 1e-33f) : 0.0f;
     constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves a rounded integer below
     int32_t q[kSpanRows];
     int32_t sum = 0;
@@ -48,16 +56,16 @@ static SpanAct quantize_span(const float* x, int64_t count, uint8_t* act) {
         sum += q[i];
     }
     for (int64_t b = 0; b < count / kBlockRows; ++b) {
-        store_act(q + b * kBlockRows, act + b * kActBlock);
+        store_act(q + b * kBlockRows, low_bits, act + b * kActBlock);
     }
     // NaN reaches every output of the row, as a NaN or an infinity in x should.
-    const float scale = is_finite ? (magnitude > 1e-33f ? magnitude : 1e-33f) / kLargestAct
+    const float scale = is_finite ? (magnitude > 1e-33f ? magnitude : 1e-33f) / largest_act
                                   : __builtin_nanf("");
     return {scale, sum};
 }
 
-static void quantize_row(const QuantMatrix& w, const float* x, uint8_t* act, float* scales,
-                         int32_t* sums) {
+static void quantize_row(const QuantMatrix& w, const float* x, int low_bits, uint8_t* act,
+                         float* scales, int32_t* sums) {
     const int32_t* order = w.order.empty() ? nullptr : w.order.data();
     int64_t block = 0;
     int64_t span = 0;
@@ -67,13 +75,13 @@ static void quantize_row(const QuantMatrix& w, const float* x, uint8_t* act, flo
             const int64_t blocks = smaller(kSpanBlocks, run.blocks - i % run.spans * kSpanBlocks);
             const float* from = x + block * kBlockRows;
             if (order != nullptr) {
-                const int32_t* features = order + block * kBlockRows;
-                for (int64_t r = 0; r < blocks * kBlockRows; ++r) {
-                    gathered[r] = features[r] < 0 ? 0.0f : x[features[r]];
+                for (int64_t b = 0; b < blocks; ++b) {
+                    gather_block(x, order + (block + b) * kBlockRows, gathered + b * kBlockRows);
                 }
                 from = gathered;
             }
-            const SpanAct done = quantize_span(from, blocks * kBlockRows, act + block * kActBlock);
+            const SpanAct done = quantize_span(from, blocks * kBlockRows, low_bits,
+                                               act + block * kActBlock);
             scales[span] = done.scale;
             sums[span] = done.sum;
             block += blocks;
@@ -82,28 +90,35 @@ static void quantize_row(const QuantMatrix& w, const float* x, uint8_t* act, flo
 }
 
 static bool has_same_input(const QuantMatrix& a, const QuantMatrix& b) {
-    if (!a.order.empty() || !b.order.empty() || a.runs.size() != b.runs.size()) return false;
+    if (a.input_hash != b.input_hash || a.blocks != b.blocks || a.spans != b.spans ||
+        a.runs.size() != b.runs.size() || a.order.size() != b.order.size()) {
+        return false;
+    }
     for (size_t i = 0; i < a.runs.size(); ++i) {
         if (a.runs[i].rows != b.runs[i].rows || a.runs[i].groups != b.runs[i].groups) return false;
     }
-    return true;
+    return __builtin_memcmp(a.order.data(), b.order.data(), a.order.size() * 4) == 0;
 }
 
 // x in integers for every part; parts that read the same input share one copy.
-static void quantize(ThreadPool& pool, const QuantLinearArgs& args, Acts* acts) {
+static void quantize(ThreadPool& pool, const QuantLinearArgs& args, const int* low_bits,
+                     Acts* acts) {
     int64_t bytes[kMaxParts] = {};
     int64_t total = 0;
+    const int64_t rows = ceil_div(args.m, kActRowStep) * kActRowStep;
     int source[kMaxParts];
     for (int p = 0; p < args.count; ++p) {
         const QuantMatrix& w = *args.parts[p];
         source[p] = p;
         for (int q = p - 1; q >= 0; --q) {
-            if (has_same_input(w, *args.parts[q])) source[p] = q;
+            if (low_bits[p] == low_bits[q] && has_same_input(w, *args.parts[q])) source[p] = q;
         }
-        bytes[p] = source[p] == p ? args.m * (w.blocks * kActBlock + ceil_div(w.spans, 16) * 16 * 8) : 0;
+        if (source[p] == p) bytes[p] = rows * (w.blocks * kActBlock + ceil_div(w.spans, 16) * 16 * 8);
         total += bytes[p];
     }
     auto* room = static_cast<uint8_t*>(thread_scratch(2, total));
+    int owners[kMaxParts];
+    int count = 0;
     for (int p = 0; p < args.count; ++p) {
         const QuantMatrix& w = *args.parts[p];
         if (source[p] != p) {
@@ -112,19 +127,21 @@ static void quantize(ThreadPool& pool, const QuantLinearArgs& args, Acts* acts) 
         }
         const int64_t row_bytes = w.blocks * kActBlock;
         uint8_t* data = room;
-        auto* scales = reinterpret_cast<float*>(room + args.m * row_bytes);
-        auto* sums = reinterpret_cast<int32_t*>(scales + args.m * ceil_div(w.spans, 16) * 16);
+        auto* scales = reinterpret_cast<float*>(room + rows * row_bytes);
+        auto* sums = reinterpret_cast<int32_t*>(scales + rows * ceil_div(w.spans, 16) * 16);
         room += bytes[p];
-        acts[p] = {data, row_bytes, scales, sums, w.spans};
-        const int64_t per_item = larger(1, kValuesPerChunk / w.k);
-        pool.parallel_for(ceil_div(args.m, per_item), [&](int64_t item) {
-            const int64_t last = smaller(args.m, (item + 1) * per_item);
-            for (int64_t row = item * per_item; row < last; ++row) {
-                quantize_row(w, args.x + row * args.x_stride, data + row * row_bytes,
-                             scales + row * w.spans, sums + row * w.spans);
-            }
-        });
+        acts[p] = {data, row_bytes, scales, sums, w.spans, low_bits[p]};
+        owners[count++] = p;
     }
+    // One row of one part, some 1 us, is an item.
+    pool.parallel_for(count * args.m, [&](int64_t item) {
+        const int part = owners[item / args.m];
+        const int64_t row = item % args.m;
+        const Acts& to = acts[part];
+        quantize_row(*args.parts[part], args.x + row * args.x_stride, to.low_bits,
+                     to.data + row * to.row_bytes, to.scales + row * to.spans,
+                     to.sums + row * to.spans);
+    });
 }
 
 }  // namespace exl::EXL_ISA

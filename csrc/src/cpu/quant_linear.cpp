@@ -10,15 +10,18 @@
 // Mapping    A work item is some panels, read as one stream of codes and one of scales; every
 //            column is summed by one thread in one order, whatever the number of threads.
 #include "cpu/activation.h"
-#include "cpu/quant_acts.h"
 #include "cpu/quant_prefill.h"
+#include "cpu/quant_scales.h"
+
+#if defined(__AMX_INT8__)
+#include "cpu/quant_tiles_int8.h"
+#define EXL_HAS_INT_TILES 1
+#else
+#define EXL_HAS_INT_TILES 0
+#endif
 
 namespace exl::EXL_ISA {
 
-constexpr int kVecs = static_cast<int>(kPanel) / kLanes;
-// How far ahead of use the streams of codes and of scales are asked for.
-constexpr int64_t kCodesAhead = 4096;
-constexpr int64_t kGridAhead = 512;
 // Work items: several a thread where there is much to read, and no less than this each.
 constexpr int64_t kItemBytes = 256 << 10;
 // Rows whose integers stay in L2 while panels pass over them.
@@ -26,24 +29,18 @@ constexpr int64_t kActRows = 128;
 // Up to here integers cost less than making floats of the codes. Measured at k = 576, n = 3072, two
 // cores: byte dot products 420 GFLOP/s at any number of rows, and AMX 490 at 16, 1150 at 64, 1370 at
 // 512; without either, words 220 and fp32 300.
-#if defined(__AMX_BF16__)
-constexpr int64_t kIntegerRows = 12;
-#elif !EXL_HAS_BYTE_DOT
+#if EXL_HAS_INT_TILES
+constexpr int64_t kIntegerRows = 32;
+constexpr int64_t kTileRowsOut = 2 * kIntTileRows;
+#else
+constexpr int64_t kTileRowsOut = kTileSums;
+struct IntTileScope {
+    explicit IntTileScope(int) {}
+};
+#endif
+#if !EXL_HAS_BYTE_DOT
 constexpr int64_t kIntegerRows = 8;
 #endif
-
-static Vec load_grid(const void* grid, DType dtype, int64_t index) {
-    return dtype == DType::f32 ? load(static_cast<const float*>(grid) + index)
-                               : load(static_cast<const Half*>(grid) + index);
-}
-
-static inline void ask_for_grids(const QuantMatrix& w, int64_t at) {
-    const int64_t size = w.scale_dtype == DType::f32 ? 4 : 2;
-    prefetch(static_cast<const uint8_t*>(w.scales) + at * size + kGridAhead);
-    if (w.offset == Offset::middle) return;
-    const int64_t offset_size = w.offset == Offset::zeros ? 1 : size;
-    prefetch(static_cast<const uint8_t*>(w.offsets) + at * offset_size + kGridAhead);
-}
 
 // One span of kLanes columns of P panels for R rows: exact integer sums.
 template <int Bits, int R, int P>
@@ -76,31 +73,6 @@ static inline __attribute__((always_inline)) void span_product(const uint8_t* co
     }
 }
 
-// y += the span's sums, with scale and offset; `at` is the group's place in the grids.
-template <int Bits, int R>
-static inline void apply_scales(const QuantMatrix& w, int64_t at, const DotSum (&sums)[R],
-                                const Acts& acts, int64_t span, float* y) {
-    const Vec scale = load_grid(w.scales, w.scale_dtype, at);
-    const int32_t middle = w.offset == Offset::middle ? 1 << (Bits - 1) : 0;
-    Codes zeros = zero_codes();
-    Vec minimum = set1(0.0f);
-    if (w.offset == Offset::zeros) {
-        zeros = load_zeros(static_cast<const uint8_t*>(w.offsets) + at);
-    } else if (w.offset == Offset::minimums) {
-        minimum = load_grid(w.offsets, w.scale_dtype, at);
-    }
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-        const int32_t sum = acts.sums[span + r * acts.spans];
-        const Vec step = set1(acts.scales[span + r * acts.spans]);
-        const Codes zero = w.offset == Offset::zeros ? mul_int(zeros, set_int(sum))
-                                                     : set_int(middle * sum);
-        Vec value = mul(to_float(sub_int(sums[r].total(), zero)), scale);
-        value = fma(minimum, set1(static_cast<float>(sum)), value);
-        store(y + r * kPanel, fma(value, step, load(y + r * kPanel)));
-    }
-}
-
 template <int Bits, int R, int P>
 static void run_product(const QuantMatrix& w, const GroupRun& run, int64_t panel, const Acts& acts,
                         int64_t row, float (*y)[kPanel]) {
@@ -119,8 +91,9 @@ static void run_product(const QuantMatrix& w, const GroupRun& run, int64_t panel
                                          acts.row_bytes, sums);
 #pragma GCC unroll 2
                 for (int p = 0; p < P; ++p) {
-                    apply_scales<Bits, R>(w, at + p * w.groups * kPanel + v * kLanes, sums[p], acts,
-                                          span, y[p * R] + v * kLanes);
+                    const auto total = [&](int r) { return sums[p][r].total(); };
+                    apply_scales<Bits>(w, at + p * w.groups * kPanel + v * kLanes, R, total, acts,
+                                       span, y[p * R] + v * kLanes);
                 }
             }
             codes += blocks * Bits * 4 * kPanel;
@@ -133,46 +106,101 @@ static void run_product(const QuantMatrix& w, const GroupRun& run, int64_t panel
 template <int R, int P>
 static void panel_product(const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
                           float (*y)[kPanel]) {
-    for (int p = 0; p < P; ++p) {
-        for (int r = 0; r < R; ++r) {
-            for (int v = 0; v < kVecs; ++v) {
-                const int64_t at = (panel + p) * kPanel + v * kLanes;
-                store(y[p * R + r] + v * kLanes, w.bias != nullptr ? load(w.bias + at) : set1(0.0f));
-            }
-        }
-    }
-    for (const GroupRun& run : w.runs) {
-        switch (run.bits) {
-            case 2: run_product<2, R, P>(w, run, panel, acts, row, y); break;
-            case 3: run_product<3, R, P>(w, run, panel, acts, row, y); break;
-            case 4: run_product<4, R, P>(w, run, panel, acts, row, y); break;
-            case 5: run_product<5, R, P>(w, run, panel, acts, row, y); break;
-            case 6: run_product<6, R, P>(w, run, panel, acts, row, y); break;
-            default: run_product<8, R, P>(w, run, panel, acts, row, y); break;
-        }
-    }
+    for (int p = 0; p < P; ++p) start_rows(w, panel + p, R, y + p * R);
+    for_runs(w, [&]<int Bits>(const GroupRun& run) {
+        run_product<Bits, R, P>(w, run, panel, acts, row, y);
+    });
 }
 
-// Tiles of rows and panels: with_tile<Tile>(rows, panels, fn) runs fn<R, P>() for the largest tile
-// that fits. Sums of R rows and P panels stay in registers; panels side by side are read as streams
-// side by side and share the broadcasts of x.
-template <class Fn>
-static inline void with_tile(int64_t rows, int64_t panels, Fn&& fn) {
+#if EXL_HAS_INT_TILES
+
+template <int Bits, int P, bool IsWhole>
+static void run_tiles(const QuantMatrix& w, const GroupRun& run, int64_t panel, const Acts& acts,
+                      int64_t row, int rows, float (*y)[kPanel]) {
+    const uint8_t* codes = w.panel_codes(panel) + run.code_offset;
+    const uint8_t* act = acts.data + row * acts.row_bytes + run.first_block * kActBlock;
+    int64_t span = row * acts.spans + run.first_span;
+    // The sums of a span are scaled after the next span's tiles are on their way.
+    IntTileSums sums[2];
+    int64_t at[2] = {};
+    int64_t done = span;
+    const auto scale_span = [&] {
+        for (int p = 0; p < P; ++p) {
+            const auto total = [&](int r) { return sums[done & 1].total<IsWhole>(p, r); };
+            apply_scales<Bits>(w, at[done & 1] + p * w.groups * kPanel, rows, total, acts, done,
+                               y[p * rows]);
+        }
+        ++done;
+    };
+    for (int64_t group = 0; group < run.groups; ++group) {
+        const int64_t grid = w.scale_index(panel) + (run.first_group + group) * kPanel;
+        for (int p = 0; p < P; ++p) ask_for_grids(w, grid + p * w.groups * kPanel);
+        for (int64_t first = 0; first < run.blocks; first += kSpanBlocks, ++span) {
+            const int64_t blocks = smaller(kSpanBlocks, run.blocks - first);
+            at[span & 1] = grid;
+            tile_span<Bits, P, IsWhole>(codes, w.panel_bytes, blocks, act, acts.row_bytes,
+                                        kCodesAhead, sums[span & 1]);
+            if (done < span) scale_span();
+            codes += blocks * Bits * 4 * kPanel;
+            act += blocks * kActBlock;
+        }
+    }
+    scale_span();
+}
+
+// As panel_product, for up to 16 rows, y[P][rows][16].
+template <int P>
+static void panel_tiles(const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
+                        int rows, float (*y)[kPanel]) {
+    for (int p = 0; p < P; ++p) start_rows(w, panel + p, rows, y + p * rows);
+    for_runs(w, [&]<int Bits>(const GroupRun& run) {
+        if constexpr (Bits <= kIntTileLowBits) {
+            if (acts.low_bits == kIntTileLowBits) {
+                return run_tiles<Bits, P, true>(w, run, panel, acts, row, rows, y);
+            }
+        }
+        run_tiles<Bits, P, false>(w, run, panel, acts, row, rows, y);
+    });
+}
+
+#endif
+
+// Products of one or two neighboring panels with as many of `left` rows as fit into a tile: runs
+// done(product, rows, panels), where product(w, panel, acts, row, y) gives y[panels][rows][16].
+// Sums stay in registers; panels side by side are read as streams side by side and share what is
+// loaded of x.
+template <class Done>
+static inline void with_tile(int64_t left, int64_t panels, [[maybe_unused]] int low_bits,
+                             Done&& done) {
+    const auto of = [&]<int R, int P>() {
+        done([](const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
+                float (*y)[kPanel]) { panel_product<R, P>(w, panel, acts, row, y); }, R, P);
+    };
+#if EXL_HAS_INT_TILES
+    if (left >= (low_bits == kIntTileLowBits ? 1 : kIntTileMinRows)) {
+        const int rows = static_cast<int>(smaller(left, kIntTileRows));
+        return done([&](const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
+                        float (*y)[kPanel]) {
+            if (panels > 1) return panel_tiles<2>(w, panel, acts, row, rows, y);
+            panel_tiles<1>(w, panel, acts, row, rows, y);
+        }, rows, static_cast<int>(panels));
+    }
+#endif
     if constexpr (kTileSums >= 12) {
-        if (rows >= 6 && panels >= 2) return fn.template operator()<6, 2>();
+        if (left >= 6 && panels >= 2) return of.template operator()<6, 2>();
     }
     if constexpr (kTileSums >= 8) {
-        if (rows >= 4 && panels >= 2) return fn.template operator()<4, 2>();
+        if (left >= 4 && panels >= 2) return of.template operator()<4, 2>();
     }
     if constexpr (kTileSums >= 4) {
-        if (rows >= 4) return fn.template operator()<4, 1>();
-        if (rows >= 3) return fn.template operator()<3, 1>();
+        if (left >= 4) return of.template operator()<4, 1>();
+        if (left >= 3) return of.template operator()<3, 1>();
     }
-    if (rows >= 2) return fn.template operator()<2, 1>();
+    if (left >= 2) return of.template operator()<2, 1>();
     if constexpr (kTileSums >= 4) {
-        if (panels >= 2) return fn.template operator()<1, 2>();
+        if (panels >= 2) return of.template operator()<1, 2>();
     }
-    fn.template operator()<1, 1>();
+    of.template operator()<1, 1>();
 }
 
 static void gate(Gate kind, float* value, const float* up) {
@@ -204,21 +232,23 @@ struct Range {
 // rows pass over them.
 static void part_panels(const QuantLinearArgs& args, const Acts* acts, int part, Range rows,
                         Range panels, int64_t first_column) {
+    const int low_bits = acts[part].low_bits;
+    const IntTileScope scope(low_bits);
     const QuantMatrix& w = *args.parts[part];
-    alignas(64) float y[kTileSums][kPanel];
+    alignas(64) float y[kTileRowsOut][kPanel];
     for (int64_t panel = panels.first; panel < panels.last; panel += 2) {
         const int64_t side = smaller(2, panels.last - panel);
         for (int64_t row = rows.first; row < rows.last;) {
-            with_tile(rows.last - row, side, [&]<int R, int P>() {
-                for (int64_t p = 0; p < side; p += P) {
-                    panel_product<R, P>(w, panel + p, acts[part], row, y);
-                    for (int q = 0; q < P; ++q) {
+            with_tile(rows.last - row, side, low_bits, [&](auto&& product, int count, int wide) {
+                for (int64_t p = 0; p < side; p += wide) {
+                    product(w, panel + p, acts[part], row, y);
+                    for (int q = 0; q < wide; ++q) {
                         const int64_t column = (panel + p + q) * kPanel;
-                        write_rows(args, row, R, first_column + column,
-                                   smaller(kPanel, w.n - column), y + q * R);
+                        write_rows(args, row, count, first_column + column,
+                                   smaller(kPanel, w.n - column), y + q * count);
                     }
                 }
-                row += R;
+                row += count;
             });
         }
     }
@@ -226,31 +256,51 @@ static void part_panels(const QuantLinearArgs& args, const Acts* acts, int part,
 
 static void gated_panels(const QuantLinearArgs& args, const Acts* acts, Range rows,
                          Range panels) {
-    alignas(64) float gates[kTileSums][kPanel];
-    alignas(64) float ups[kTileSums][kPanel];
+    const QuantMatrix& w = *args.parts[0];
+    const int low_bits = acts[0].low_bits;
+    const IntTileScope scope(low_bits);
+    alignas(64) float gates[kTileRowsOut][kPanel];
+    alignas(64) float ups[kTileRowsOut][kPanel];
     for (int64_t panel = panels.first; panel < panels.last; panel += 2) {
         const int64_t side = smaller(2, panels.last - panel);
         for (int64_t row = rows.first; row < rows.last;) {
-            with_tile(rows.last - row, side, [&]<int R, int P>() {
-                for (int64_t p = 0; p < side; p += P) {
-                    panel_product<R, P>(*args.parts[0], panel + p, acts[0], row, gates);
-                    panel_product<R, P>(*args.parts[1], panel + p, acts[1], row, ups);
-                    for (int i = 0; i < R * P; ++i) gate(args.gate, gates[i], ups[i]);
-                    for (int q = 0; q < P; ++q) {
+            with_tile(rows.last - row, side, low_bits, [&](auto&& product, int count, int wide) {
+                for (int64_t p = 0; p < side; p += wide) {
+                    product(w, panel + p, acts[0], row, gates);
+                    product(*args.parts[1], panel + p, acts[1], row, ups);
+                    for (int i = 0; i < count * wide; ++i) gate(args.gate, gates[i], ups[i]);
+                    for (int q = 0; q < wide; ++q) {
                         const int64_t column = (panel + p + q) * kPanel;
-                        write_rows(args, row, R, column,
-                                   smaller(kPanel, args.parts[0]->n - column), gates + q * R);
+                        write_rows(args, row, count, column, smaller(kPanel, w.n - column),
+                                   gates + q * count);
                     }
                 }
-                row += R;
+                row += count;
             });
         }
     }
 }
 
+// Parts keep 16-bit integers, or get 12-bit ones where their rows pass through tiles that are made
+// for them. That does not depend on what a part is joined with; gate and up share their tiles.
+static void choose_low_bits([[maybe_unused]] const QuantLinearArgs& args,
+                            [[maybe_unused]] int* low_bits) {
+#if EXL_HAS_INT_TILES
+    if (args.m < kIntTileMinRows) return;
+    for (int p = 0; p < args.count; ++p) {
+        if (has_narrow_codes(*args.parts[p])) low_bits[p] = kIntTileLowBits;
+    }
+    if (args.epilogue == Epilogue::gated && low_bits[0] != low_bits[1]) {
+        low_bits[0] = low_bits[1] = kLowBits;
+    }
+#endif
+}
+
 static void integer_product(ThreadPool& pool, const QuantLinearArgs& args) {
     Acts acts[kMaxParts];
-    quantize(pool, args, acts);
+    int low_bits[kMaxParts] = {kLowBits, kLowBits, kLowBits};
+    choose_low_bits(args, low_bits);
+    quantize(pool, args, low_bits, acts);
     int64_t panels = 0;
     int64_t bytes = 0;
     for (int p = 0; p < args.count; ++p) {
@@ -283,7 +333,7 @@ static void integer_product(ThreadPool& pool, const QuantLinearArgs& args) {
 
 void quant_linear(ThreadPool& pool, const QuantLinearArgs& args) {
     if (args.m == 0) return;
-#if defined(__AMX_BF16__) || !EXL_HAS_BYTE_DOT
+#if EXL_HAS_INT_TILES || !EXL_HAS_BYTE_DOT
     if (args.m > kIntegerRows) return quant_prefill(pool, args);
 #endif
     integer_product(pool, args);

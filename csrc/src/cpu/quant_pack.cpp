@@ -27,6 +27,20 @@ static Planes planes_of(int bits) {
     }
 }
 
+// FNV-1a, word by word.
+static uint64_t hash_input(const QuantMatrix& w) {
+    uint64_t hash = 14695981039346656037u;
+    const auto add = [&](int64_t value) {
+        hash = (hash ^ static_cast<uint64_t>(value)) * 1099511628211u;
+    };
+    for (const GroupRun& run : w.runs) {
+        add(run.rows);
+        add(run.groups);
+    }
+    for (const int32_t feature : w.order) add(feature);
+    return hash;
+}
+
 QuantMatrix::QuantMatrix(const QuantLayout& layout)
     : n(layout.n), k(layout.k), scale_dtype(layout.scale_dtype), offset(layout.offset),
       runs(layout.runs) {
@@ -60,6 +74,7 @@ QuantMatrix::QuantMatrix(const QuantLayout& layout)
             }
         }
     }
+    input_hash = hash_input(*this);
     const int64_t columns = panels() * kPanel;
     const int64_t code_bytes = panels() * panel_bytes;
     const int64_t scale_bytes = ceil_div(groups * columns * dtype_bytes(scale_dtype), 64) * 64;
@@ -313,7 +328,7 @@ static void read_row(const QuantMatrix& w, int64_t id, float* y) {
 }
 
 void quant_embedding(ThreadPool& pool, const QuantEmbeddingArgs& args) {
-    constexpr int64_t kRowsPerItem = 8;  // some 10 us
+    constexpr int64_t kRowsPerItem = 2;  // some 8 us
     pool.parallel_for(ceil_div(args.m, kRowsPerItem), [&](int64_t item) {
         const int64_t last = std::min(args.m, (item + 1) * kRowsPerItem);
         for (int64_t row = item * kRowsPerItem; row < last; ++row) {

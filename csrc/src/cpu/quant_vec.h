@@ -50,6 +50,16 @@ static inline Codes add_words(Codes sum, Codes codes, Codes x) {
 static inline Codes even_rows(Codes v) { return _mm512_and_si512(v, _mm512_set1_epi16(0xff)); }
 static inline Codes odd_rows(Codes v) { return _mm512_srli_epi16(v, 8); }
 
+// x[features[0 .. 32)], where -1 is zero.
+static inline void gather_block(const float* x, const int32_t* features, float* to) {
+    for (int half = 0; half < 2; ++half) {
+        const __m512i index = _mm512_loadu_si512(features + half * kLanes);
+        const Mask is_feature = _mm512_movepi32_mask(~index);
+        store(to + half * kLanes,
+              _mm512_mask_i32gather_ps(_mm512_setzero_ps(), is_feature, index, x, 4));
+    }
+}
+
 #elif defined(__AVX2__)
 
 using Codes = __m256i;
@@ -119,6 +129,12 @@ static inline Codes odd_rows(Codes v) { return {v.lane >> 8 & 0x00ff00ffu}; }
 
 #endif
 
+#if !defined(__AVX512F__)
+static inline void gather_block(const float* x, const int32_t* features, float* to) {
+    for (int64_t r = 0; r < kBlockRows; ++r) to[r] = features[r] < 0 ? 0.0f : x[features[r]];
+}
+#endif
+
 constexpr int64_t kCodeBytes = 4 * kLanes;  // of one vector
 
 // Codes of step Step (rows 4 Step ..) of a plane, for the columns at `plane`.
@@ -171,11 +187,12 @@ struct DotSum {
     Codes total() const { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
 };
 
-static inline void store_act(const int32_t* q, uint8_t* act) {
+// `low_bits` of each integer are its low part.
+static inline void store_act(const int32_t* q, int low_bits, uint8_t* act) {
     for (int i = 0; i < kBlockRows; ++i) {
-        const int32_t high = (q[i] + 128) >> 8;
+        const int32_t high = (q[i] + (1 << (low_bits - 1))) >> low_bits;
         act[i] = static_cast<uint8_t>(high);
-        act[kBlockRows + i] = static_cast<uint8_t>(q[i] - high * 256);
+        act[kBlockRows + i] = static_cast<uint8_t>(q[i] - (high << low_bits));
     }
 }
 
@@ -192,7 +209,7 @@ struct DotSum {
     Codes total() const { return sum; }
 };
 
-static inline void store_act(const int32_t* q, uint8_t* act) {
+static inline void store_act(const int32_t* q, int, uint8_t* act) {
     constexpr int kOrder[4] = {0, 2, 1, 3};
     auto* words = reinterpret_cast<int16_t*>(act);
     for (int i = 0; i < kBlockRows; ++i) {

@@ -105,7 +105,9 @@ static inline void transpose_block(const Vec in[kLanes], float* out, int64_t str
         store(out + (i + 4) * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
     }
 }
-static inline void prefetch(const void* p) {
+// Always inlined: GCC 12 takes a function that only prefetches for one without effect, and drops
+// calls of it.
+static inline __attribute__((always_inline)) void prefetch(const void* p) {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }
 

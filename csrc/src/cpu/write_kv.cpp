@@ -15,7 +15,8 @@ template <class T>
 static void write_rows(ThreadPool& pool, const WriteKvArgs& args) {
     T* keys = static_cast<T*>(args.key_cache);
     T* values = static_cast<T*>(args.value_cache);
-    const int64_t per_item = larger(1, kValuesPerChunk / larger(1, args.heads * args.d));
+    // Every row goes to pages that nothing has touched since the last step: more time a value.
+    const int64_t per_item = larger(1, kValuesPerChunk / 4 / larger(1, args.heads * args.d));
     pool.parallel_for(ceil_div(args.rows, per_item), [&](int64_t item) {
         const int64_t last = smaller(args.rows, (item + 1) * per_item);
         for (int64_t row = item * per_item; row < last; ++row) {

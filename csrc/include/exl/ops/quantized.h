@@ -100,6 +100,8 @@ public:
     int64_t size_bytes = 0;
     // Feature of each padded row, -1 for padding; empty where padded row r is feature r.
     std::vector<int32_t> order;
+    // Equal for matrices of equal order and groups, which can share x's integers.
+    uint64_t input_hash = 0;
     uint8_t* codes = nullptr;
     void* scales = nullptr;
     void* offsets = nullptr;  // uint8 zeros, or minimums of scale_dtype; null in the middle

@@ -84,9 +84,10 @@ class OpTable(Protocol):
     def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
         """x [m, k] strided rows -> [m, n], accumulated in float32.
 
-        Of a quantized w, x is rounded: by the CPU's kernels to 16-bit integers relative to the
-        largest value of each 128 stored rows or fewer, or to bfloat16 (and w with it) where m is
-        large; by the reference not at all.
+        Of a quantized w, x is rounded: by the CPU's kernels to integers relative to the largest
+        value of each 128 stored rows or fewer, of 16 bits (12 where AMX takes 5 to 32 rows and
+        codes have at most 4 bits), or where m is large not at all, or with AMX to bfloat16 (and w
+        with it); by the reference not at all.
         """
         ...
 

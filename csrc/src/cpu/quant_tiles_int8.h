@@ -1,0 +1,125 @@
+// The integer sums of quant_linear.cpp in AMX tiles: 16 rows of x at a time, signed bytes of x times
+// unsigned codes.
+//
+// A block of 32 stored rows is one step: a tile of x (16 rows of 32 high and 32 low parts, as
+// quant_vec.h lays them out) times a tile of codes for each of two panels, unpacked to bytes in L1.
+//
+//   16 bits   x = 256 high + low: high and low parts are multiplied apart, with tiles of 32 columns,
+//             and their sums joined afterwards
+//   12 bits   x = 16 high + low, where codes have up to 4 bits: the tile of codes holds them twice,
+//             times 16 and as they are, so that one product gives the whole sum. Half the products,
+//             and fewer steps after them. SmolLM2 moves by 1e-4 or less (mean KL divergence).
+//
+// Tiles 0 to 3 are the sums of a span (high and low of each panel, or the whole of each), 4 and 5 x,
+// 6 and 7 codes.
+#pragma once
+
+#include "cpu/quant_acts.h"
+
+namespace exl::EXL_ISA {
+
+constexpr int kIntTileRows = 16;
+// Fewer rows than this cost less as dot products.
+constexpr int kIntTileMinRows = 5;
+
+constexpr int kIntTileLowBits = 4;  // of 12-bit integers
+
+static inline bool has_narrow_codes(const QuantMatrix& w) {
+    for (const GroupRun& run : w.runs) {
+        if (run.bits > kIntTileLowBits) return false;
+    }
+    return true;
+}
+
+// Tile shapes for one kind of integers, for the calling thread, while it lives.
+struct IntTileScope {
+    explicit IntTileScope(int low_bits) {
+        const bool is_whole = low_bits == kIntTileLowBits;
+        const uint16_t x_bytes = is_whole ? 2 * kBlockRows : kBlockRows;
+        const uint8_t code_rows = is_whole ? 16 : 8;
+        struct alignas(64) {
+            uint8_t palette = 1;
+            uint8_t start_row = 0;
+            uint8_t reserved[14] = {};
+            uint16_t row_bytes[16] = {64, 64, 64, 64};
+            uint8_t rows[16] = {16, 16, 16, 16};
+        } shape;
+        static_assert(sizeof shape == 64);
+        for (int tile = 4; tile < 8; ++tile) {
+            shape.row_bytes[tile] = tile < 6 ? x_bytes : 64;
+            shape.rows[tile] = tile < 6 ? kIntTileRows : code_rows;
+        }
+        _tile_loadconfig(&shape);
+    }
+    ~IntTileScope() { _tile_release(); }
+    IntTileScope(const IntTileScope&) = delete;
+    IntTileScope& operator=(const IntTileScope&) = delete;
+};
+
+struct IntTileSums {
+    alignas(64) int32_t high[2][kIntTileRows][kPanel];  // or the whole
+    alignas(64) int32_t low[2][kIntTileRows][kPanel];
+
+    template <bool IsWhole>
+    Codes total(int panel, int row) const {
+        const Codes above = _mm512_load_si512(high[panel][row]);
+        if constexpr (IsWhole) return above;
+        return _mm512_add_epi32(_mm512_slli_epi32(above, kLowBits),
+                                _mm512_load_si512(low[panel][row]));
+    }
+};
+
+// One block of codes as the rows of a tile.
+template <int Bits, bool IsWhole>
+static inline void unpack_block(const uint8_t* block, uint8_t* bytes) {
+    unrolled<kBlockRows / 4>([&]<int Step>() __attribute__((always_inline)) {
+        const Codes codes = block_codes<Bits, Step>(block);
+        if constexpr (IsWhole) {
+            _mm512_store_si512(bytes + Step * 64, _mm512_slli_epi16(codes, kIntTileLowBits));
+            _mm512_store_si512(bytes + kBlockRows / 4 * 64 + Step * 64, codes);
+        } else {
+            _mm512_store_si512(bytes + Step * 64, codes);
+        }
+    });
+}
+
+// One span of one or two panels, `panel_bytes` apart.
+template <int Bits, int Panels, bool IsWhole>
+static inline void tile_span(const uint8_t* codes, int64_t panel_bytes, int64_t blocks,
+                             const uint8_t* act, int64_t row_bytes, int64_t codes_ahead,
+                             IntTileSums& sums) {
+    alignas(64) uint8_t bytes[2][16 * 64];
+    const auto x_stride = static_cast<size_t>(row_bytes);
+    _tile_zero(0);
+    _tile_zero(2);
+    if constexpr (!IsWhole) _tile_zero(1);
+    if constexpr (!IsWhole) _tile_zero(3);
+    for (int64_t b = 0; b < blocks; ++b) {
+        for (int p = 0; p < Panels; ++p) {
+            const uint8_t* block = codes + p * panel_bytes;
+            for (int64_t line = 0; line < Bits; ++line) prefetch(block + codes_ahead + 64 * line);
+            unpack_block<Bits, IsWhole>(block, bytes[p]);
+        }
+        // The compiler does not know that tile instructions touch memory.
+        asm volatile("" ::: "memory");
+        _tile_loadd(4, act, x_stride);
+        if constexpr (!IsWhole) _tile_loadd(5, act + kBlockRows, x_stride);
+        _tile_loadd(6, bytes[0], 64);
+        _tile_dpbsud(0, 4, 6);
+        if constexpr (!IsWhole) _tile_dpbsud(1, 5, 6);
+        if constexpr (Panels > 1) {
+            _tile_loadd(7, bytes[1], 64);
+            _tile_dpbsud(2, 4, 7);
+            if constexpr (!IsWhole) _tile_dpbsud(3, 5, 7);
+        }
+        codes += Bits * 4 * kPanel;
+        act += kActBlock;
+    }
+    _tile_stored(0, sums.high[0], 64);
+    if constexpr (!IsWhole) _tile_stored(1, sums.low[0], 64);
+    if constexpr (Panels > 1) _tile_stored(2, sums.high[1], 64);
+    if constexpr (Panels > 1 && !IsWhole) _tile_stored(3, sums.low[1], 64);
+    asm volatile("" ::: "memory");
+}
+
+}  // namespace exl::EXL_ISA

@@ -1,0 +1,92 @@
+"""What quantized arithmetic costs: the default path against `--exact`, on real text.
+
+Integers for decoding and bfloat16 for prompts round activations; the model's answers must not move
+by more than a mean KL divergence of 1e-3, and its first choice must stay in 98 % of all places.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core.cache.format import KVFormat, pages_for
+from exl_core.cache.store import KVStore
+from exl_core.engine.plan import LogitRows, Segment
+from exl_core.engine.runner import Runner
+from exl_core.load import LoadedModel, LoadOptions, load_model
+
+MEAN_KL_MAX = 1e-3
+SAME_TOP_MIN = 0.98
+CHUNK = 256
+
+
+@pytest.fixture(scope="module")
+def exact(smollm2_path: Path) -> LoadedModel:
+    return load_model(str(smollm2_path), LoadOptions(exact=True))
+
+
+@pytest.fixture(scope="module")
+def fast(smollm2_path: Path) -> LoadedModel:
+    return load_model(str(smollm2_path))
+
+
+@pytest.fixture(scope="module")
+def token_ids(exact: LoadedModel, wikitext_path: Path) -> list[int]:
+    text = wikitext_path.read_text(encoding="utf-8")[:200_000]
+    return exact.tokenizer.encode(text, allow_special=True, add_bos=False)
+
+
+def _divergence(exact: Tensor, fast: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(exact || fast) in nats and whether the first choice is the same, for each row."""
+    p, q = exact.double().log_softmax(-1), fast.double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1), exact.argmax(-1) == fast.argmax(-1)
+
+
+def _compare(
+    exact: LoadedModel, fast: LoadedModel, ids: list[int], rows: int
+) -> tuple[Tensor, Tensor]:
+    """Both models fed `rows` tokens a pass, their caches their own."""
+    pages = tuple(range(pages_for(len(ids))))
+    runners = []
+    for loaded in (exact, fast):
+        config = loaded.config
+        store = KVStore(
+            KVFormat.FP16, config.num_layers, config.num_kv_heads, config.head_dim, len(pages)
+        )
+        runners.append(Runner(loaded.model, store))
+    kl, same = [], []
+    for start in range(0, len(ids), rows):
+        chunk = tuple(ids[start : start + rows])
+        page_ids = pages[: pages_for(start + len(chunk))]
+        segment = Segment("text", chunk, start, page_ids, LogitRows.ALL)
+        row_kl, row_same = _divergence(*(runner.run((segment,)) for runner in runners))
+        kl.append(row_kl)
+        same.append(row_same)
+    return torch.cat(kl), torch.cat(same)
+
+
+def _assert_close(kl: Tensor, same: Tensor) -> None:
+    assert float(kl.mean()) <= MEAN_KL_MAX
+    assert float(same.double().mean()) >= SAME_TOP_MIN
+
+
+def test_prompts_keep_the_exact_answers(exact, fast, token_ids) -> None:
+    _assert_close(*_compare(exact, fast, token_ids[:1024], CHUNK))
+
+
+def test_decoding_keeps_the_exact_answers(exact, fast, token_ids) -> None:
+    _assert_close(*_compare(exact, fast, token_ids[2048:2176], 1))
+
+
+@pytest.mark.slow
+def test_ten_windows_keep_the_exact_answers(exact, fast, token_ids) -> None:
+    results = [
+        _compare(exact, fast, token_ids[start : start + 2048], CHUNK)
+        for start in range(0, 10 * 2048, 2048)
+    ]
+    kl, same = (torch.cat(parts) for parts in zip(*results, strict=True))
+    print(f"mean KL {float(kl.mean()):.2e}, same top {float(same.double().mean()):.4f}")
+    _assert_close(kl, same)
