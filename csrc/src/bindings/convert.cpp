@@ -1,4 +1,4 @@
-// Attribute names are interned and dtype objects remembered: a decode step makes some 350 calls of
+// Attribute names are interned and dtype objects remembered: a decode step makes some 155 calls of
 // two to six tensors each, so reading a tensor has to stay well below a microsecond.
 #include "bindings/convert.h"
 
