@@ -45,7 +45,8 @@ JoinedLinear::JoinedLinear(std::vector<std::shared_ptr<Linear>> joined)
     k = members[0]->k;
     for (const auto& member : members) {
         if (member->k != k) {
-            fail(operand, "equal in_features", std::to_string(k) + " and " + std::to_string(member->k));
+            fail(operand, "equal in_features",
+                 std::to_string(k) + " and " + std::to_string(member->k));
         }
         parts.insert(parts.end(), member->parts.begin(), member->parts.end());
         n += member->n;
@@ -159,8 +160,10 @@ struct Ggml {
     int64_t block_bytes;
 };
 constexpr Ggml kGgml[] = {
-    {"q4_0", Packing::q4_0, 4, Offset::middle, 18}, {"q4_1", Packing::q4_1, 4, Offset::minimums, 20},
-    {"q5_0", Packing::q5_0, 5, Offset::middle, 22}, {"q5_1", Packing::q5_1, 5, Offset::minimums, 24},
+    {"q4_0", Packing::q4_0, 4, Offset::middle, 18},
+    {"q4_1", Packing::q4_1, 4, Offset::minimums, 20},
+    {"q5_0", Packing::q5_0, 5, Offset::middle, 22},
+    {"q5_1", Packing::q5_1, 5, Offset::minimums, 24},
     {"q8_0", Packing::q8_0, 8, Offset::middle, 34},
 };
 

@@ -44,7 +44,8 @@ static SpanAct quantize_span(const float* x, int64_t count, int low_bits, uint8_
     __builtin_memcpy(&magnitude, &largest, 4);
     const bool is_finite = largest < 0x7f800000u;
     // Below 1e-33 the inverse would overflow; what is so small is rounded more coarsely.
-    const float inverse = is_finite ? largest_act / (magnitude > 1e-33f ? magnitude : 1e-33f) : 0.0f;
+    if (magnitude < 1e-33f) magnitude = 1e-33f;
+    const float inverse = is_finite ? largest_act / magnitude : 0.0f;
     constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves a rounded integer below
     int32_t q[kSpanRows];
     int32_t sum = 0;
@@ -59,9 +60,7 @@ static SpanAct quantize_span(const float* x, int64_t count, int low_bits, uint8_
         store_act(q + b * kBlockRows, low_bits, act + b * kActBlock);
     }
     // NaN reaches every output of the row, as a NaN or an infinity in x should.
-    const float scale = is_finite ? (magnitude > 1e-33f ? magnitude : 1e-33f) / largest_act
-                                  : __builtin_nanf("");
-    return {scale, sum};
+    return {is_finite ? magnitude / largest_act : __builtin_nanf(""), sum};
 }
 
 static void quantize_row(const QuantMatrix& w, const float* x, int low_bits, uint8_t* act,
@@ -113,7 +112,8 @@ static void quantize(ThreadPool& pool, const QuantLinearArgs& args, const int* l
         for (int q = p - 1; q >= 0; --q) {
             if (low_bits[p] == low_bits[q] && has_same_input(w, *args.parts[q])) source[p] = q;
         }
-        if (source[p] == p) bytes[p] = rows * (w.blocks * kActBlock + ceil_div(w.spans, 16) * 16 * 8);
+        const int64_t row_bytes = w.blocks * kActBlock + ceil_div(w.spans, 16) * 16 * 8;
+        if (source[p] == p) bytes[p] = rows * row_bytes;
         total += bytes[p];
     }
     auto* room = static_cast<uint8_t*>(thread_scratch(2, total));
