@@ -22,7 +22,7 @@ TILE_STEP = 0.51 / 2032  # the same of 12-bit integers
 BF16 = 2.0**-8  # half a unit in the last place: 8 significant bits
 TINY = 2.0**-110  # activations below may count as zero
 TILE_SETS = ("cpu-amx",)  # the others have 16-bit integers, or float32, for any number of rows
-FEW_ROWS = 4  # of 16-bit integers in TILE_SETS; up to TILE_ROWS 12 bits may do, above it is bfloat16
+FEW_ROWS = 4  # of 16-bit integers in TILE_SETS; up to TILE_ROWS 12 bits, above it bfloat16
 TILE_ROWS = 32
 
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from quantized_support import Shape, columns_of, filled, make_matrix
 
+import exl_kernels
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
-from exl_core.ops.table import OpTable, PackedLinear
+from exl_core.ops.table import OpTable, PackedLinear, get_table
 
 LAYOUT = QuantLayout(40, 96, (GroupRun(4, 3, 32),), None, torch.float16, "middle")
 ORDER = torch.arange(96, dtype=torch.int32)
@@ -242,3 +243,39 @@ def test_gates_need_two_halves_and_a_known_kind(table: OpTable, rng) -> None:
 def test_embedding_of_a_quantized_matrix_refuses_ids_out_of_range(table: OpTable, rng, ids) -> None:
     with pytest.raises(ValueError, match="token_ids"):
         table.embedding(torch.tensor(ids), quantized(table, rng))
+
+
+def test_compiled_weights_refuse_what_would_leave_their_memory() -> None:
+    w = exl_kernels.QuantLinear(16, 32, [(4, 1, 32)], None, torch.float16, "middle")
+    codes, scales = torch.zeros(32, 16, dtype=torch.uint8), torch.ones(1, 16).half()
+
+    with pytest.raises(ValueError, match="first_column"):
+        w.fill(2**63 - 16, "bytes", codes, None, scales, None, None)
+    with pytest.raises(ValueError, match="parts"):
+        exl_kernels.JoinedLinear([None])
+    with pytest.raises(ValueError, match="runs"):
+        exl_kernels.QuantLinear(16, 32, [(4, 1)], None, torch.float16, "middle")
+
+
+def test_a_compiled_batch_keeps_its_own_angles() -> None:
+    """A tensor's memory can be taken from under it while the batch lives."""
+    table = get_table("cpu", threads=1)
+    zeros = torch.zeros(1, dtype=torch.int32)
+    starts = torch.tensor([0, 1], dtype=torch.int32)
+    caches = [torch.zeros(1, 1, 4, 8) for _ in range(2)]
+    qkv = torch.arange(24.0)[None]
+    results = []
+    for is_taken in (False, True):
+        cos, sin = torch.full((1, 4), 0.6), torch.full((1, 4), 0.8)
+        batch = table.attention_batch(
+            zeros[None], starts, zeros, zeros.long(), cos, sin, num_pages=1, page_size=4
+        )
+        if is_taken:
+            cos.fill_(torch.nan)
+            sin.fill_(torch.nan)
+        turned = qkv.clone()
+        table.attend_(turned, batch, *caches, None, None, 1e-5, 1.0, 0, 0.0)
+        results.append((turned[:, :8].clone(), caches[0].clone()))
+
+    assert torch.equal(results[0][0], results[1][0])
+    assert torch.equal(results[0][1], results[1][1])

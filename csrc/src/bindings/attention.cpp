@@ -137,8 +137,8 @@ static void paged_attention(Table& table, py::handle q, py::handle key_cache,
     table.ops->paged_attention(table.pool, args);
 }
 
-// The rows of one pass, read and checked once for all its layers. Owns copies of all that the
-// kernels index with; the angles stay where they are, and are only read.
+// The rows of one pass, read and checked once for all its layers. Owns copies of all of them: a
+// tensor's memory may be taken from under it while this lives.
 struct AttentionBatch {
     int64_t num_pages;
     int64_t page_size;
@@ -150,10 +150,8 @@ struct AttentionBatch {
     std::vector<int32_t> past_lens;
     std::vector<int64_t> slots;
     int64_t pairs;  // of each head that RoPE turns
-    const float* cos;
-    const float* sin;
-    py::object cos_owner;
-    py::object sin_owner;
+    std::vector<float> cos;
+    std::vector<float> sin;
 };
 
 static std::vector<int64_t> read_slots(py::handle slots, int64_t slot_count) {
@@ -173,7 +171,7 @@ static std::vector<int64_t> read_slots(py::handle slots, int64_t slot_count) {
 
 static std::unique_ptr<AttentionBatch> attention_batch(
     py::handle page_table, py::handle row_starts, py::handle past_lens, py::handle slots,
-    const py::object& cos, const py::object& sin, int64_t num_pages, int64_t page_size) {
+    py::handle cos, py::handle sin, int64_t num_pages, int64_t page_size) {
     const char* op = "attention_batch";
     constexpr int64_t kMost = int64_t{1} << 31;  // so that products of the two cannot overflow
     if (num_pages < 1 || page_size < 1 || num_pages > kMost || page_size > kMost) {
@@ -197,7 +195,9 @@ static std::unique_ptr<AttentionBatch> attention_batch(
         {of.page_table, of.page_table + of.seqs * of.table_width},
         {of.row_starts, of.row_starts + of.seqs + 1},
         {of.past_lens, of.past_lens + of.seqs},
-        std::move(places), c.shape[1], c.as<float>(), s.as<float>(), cos, sin});
+        std::move(places), c.shape[1],
+        {c.as<float>(), c.as<float>() + rows * c.shape[1]},
+        {s.as<float>(), s.as<float>() + rows * c.shape[1]}});
 }
 
 // The operands of one attend_ call, checked against its batch.
@@ -267,8 +267,8 @@ static void norm_turn_write(Table& table, float* qkv, const AttentionBatch& batc
         ops.rms_norm(table.pool, {k, rows, stride, kv_heads, d, k_weight, eps, k, stride});
     }
     // Query and key heads lie side by side, and are turned alike.
-    ops.rope(table.pool, {q, rows, stride, q_heads + kv_heads, d, 2 * batch.pairs, batch.cos,
-                          batch.sin});
+    ops.rope(table.pool, {q, rows, stride, q_heads + kv_heads, d, 2 * batch.pairs,
+                          batch.cos.data(), batch.sin.data()});
     ops.write_kv(table.pool,
                  {k, v, rows, stride, stride, kv_heads, d, const_cast<void*>(mix.key_cache),
                   const_cast<void*>(mix.value_cache), mix.cache_dtype, mix.page_size,

@@ -42,6 +42,9 @@ JoinedLinear::JoinedLinear(std::vector<std::shared_ptr<Linear>> joined)
     : members(std::move(joined)) {
     const Operand operand{"join", "parts"};
     if (members.empty()) fail(operand, "at least one linear", "none");
+    for (const auto& member : members) {
+        if (member == nullptr) fail(operand, "linears", "None");
+    }
     k = members[0]->k;
     for (const auto& member : members) {
         if (member->k != k) {
@@ -93,7 +96,13 @@ static std::vector<GroupRun> runs_of(const py::iterable& runs, int64_t in_featur
     std::vector<GroupRun> found;
     int64_t left = in_features;
     for (const py::handle item : runs) {
-        const auto [bits, groups, rows] = item.cast<std::tuple<int, int64_t, int64_t>>();
+        std::tuple<int, int64_t, int64_t> run_item;
+        try {
+            run_item = item.cast<std::tuple<int, int64_t, int64_t>>();
+        } catch (const py::cast_error&) {
+            fail(operand, "triples of whole numbers: bits, groups, rows", py::repr(item));
+        }
+        const auto [bits, groups, rows] = run_item;
         const std::string got = std::to_string(bits) + " bits, " + std::to_string(groups) +
                                 " groups of " + std::to_string(rows) + " rows";
         if (bits < 2 || bits > 8 || bits == 7) fail(operand, "2, 3, 4, 5, 6 or 8 bits", got);
@@ -238,9 +247,9 @@ static void fill_quantized(QuantLinear& self, int64_t first_column, const std::s
     } else {
         from.codes = row_codes(w, packing, codes, source_rows, from);
     }
-    const int64_t end = first_column + from.columns;
-    if (first_column < 0 || first_column % kPanel != 0 || end > w.n ||
-        (from.columns % kPanel != 0 && end != w.n)) {
+    if (first_column < 0 || first_column % kPanel != 0 || from.columns > w.n ||
+        first_column > w.n - from.columns ||
+        (from.columns % kPanel != 0 && first_column + from.columns != w.n)) {
         fail({"fill_quantized", "first_column"},
              "whole panels of 16 columns within [0, " + std::to_string(w.n) + ")",
              std::to_string(from.columns) + " columns at " + std::to_string(first_column));

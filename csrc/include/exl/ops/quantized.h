@@ -17,8 +17,8 @@
 // a byte dot product with 4 activations. Scales and offsets follow in panels of their own:
 // [panel][group][16].
 //
-// A span is what is summed in integers before scales apply: up to 4 blocks of one group. Few rows
-// of x are rounded to 16-bit integers span by span; many are multiplied with the codes made floats.
+// A span is what is summed in integers before scales apply: up to 4 blocks of one group. x is
+// rounded to integers span by span; or, where that is faster for many rows, the codes made floats.
 #pragma once
 
 #include <cstdint>
@@ -65,7 +65,6 @@ struct QuantColumns {
     Packing packing;
     const void* codes;
     int64_t row_stride;  // of codes, in elements
-    int64_t codes_rows;
     int64_t columns;
     const int32_t* source_rows;  // [k] or null
     const void* scales;          // [groups, columns]

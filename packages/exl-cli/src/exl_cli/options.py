@@ -78,7 +78,7 @@ Exact = Annotated[
     bool,
     typer.Option(
         "--exact",
-        help="Dequantize the weights exactly and compute in float32: slower, for comparison.",
+        help="Dequantize the weights to float16 and compute in float32: slower, for comparison.",
         rich_help_panel=_RUNNING,
     ),
 ]

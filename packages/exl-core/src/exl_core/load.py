@@ -41,7 +41,7 @@ class LoadOptions:
     rope_factor: float | None = None
     rope_alpha: float | None = None
     exact: bool = False
-    """Compute with exactly dequantized weights instead of quantized ones."""
+    """Compute in float32 with weights dequantized as their format says, to float16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,7 @@ class LoadedModel:
     template: ChatTemplate | None
     weights_bytes: int
     load_s: float
+    exact: bool = False
 
 
 def load_model(
@@ -92,6 +93,7 @@ def load_model(
         template=load_template(path, fields),
         weights_bytes=model.weights_bytes,
         load_s=time.perf_counter() - started,
+        exact=options.exact,
     )
 
 

@@ -153,6 +153,7 @@ def measure_perplexity(
         model=loaded.name,
         weights_bytes=loaded.weights_bytes,
         kv_format=options.kv_format.value,
+        exact=loaded.exact,
         seconds=seconds,
         tokens_per_s=nll.count / seconds,
     )

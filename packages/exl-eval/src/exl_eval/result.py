@@ -32,6 +32,7 @@ class PerplexityResult:
     model: str
     weights_bytes: int
     kv_format: str
+    exact: bool
     seconds: float
     tokens_per_s: float
 
@@ -90,6 +91,7 @@ class SpeedResult:
     instruction_set: str
     threads: int
     kv_format: str
+    exact: bool
     repeat: int
     weights_bytes: int
     decode_weight_bytes: int

@@ -115,6 +115,7 @@ def measure_speed(
         instruction_set=ops.name.removeprefix("cpu-"),
         threads=ops.threads,
         kv_format=options.kv_format.value,
+        exact=loaded.exact,
         repeat=options.repeat,
         weights_bytes=loaded.weights_bytes,
         decode_weight_bytes=weights,

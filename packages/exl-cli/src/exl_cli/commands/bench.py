@@ -102,7 +102,7 @@ def _show(result: SpeedResult) -> None:
     facts = facts_table(
         {
             "model": f"{result.model}, {format_bytes(result.weights_bytes)} in memory, "
-            f"{result.kv_format} cache, loaded in {result.load_s:.2f} s",
+            f"{result.kv_format} cache{', exact' * result.exact}, loaded in {result.load_s:.2f} s",
             "machine": f"{result.instruction_set}, {result.threads} threads, "
             f"reads {format_bytes(result.read_bytes_per_s)}/s",
             "memory": f"{format_bytes(result.peak_memory_bytes)} at most, "

@@ -86,7 +86,7 @@ def _show(result: PerplexityResult, text: Path) -> None:
             "text sha256": result.text_sha256,
             "tokenizer sha256": result.tokenizer_sha256,
             "model": f"{result.model}, {format_bytes(result.weights_bytes)} in memory, "
-            f"{result.kv_format} cache",
+            f"{result.kv_format} cache" + ", exact" * result.exact,
             "time": f"{result.seconds:.1f} s, {result.tokens_per_s:.0f} tokens/s",
         }
     )
