@@ -182,7 +182,7 @@ def test_progress_counts_every_repetition(tiny: LoadedModel, batches: list[Batch
 def test_a_single_run_stands_beside_the_facts() -> None:
     rate = Spread(2.0, 1.0, 3.0)
     run = SpeedRun(512, 128, 4, rate, rate, 50.5, 100.0, 0.02)
-    facts = ("m", "avx2", 2, "fp16", 3, 10, 10, 1e9, 0.5, 100, 200)
+    facts = ("m", "avx2", 2, "fp16", False, 3, 10, 10, 1e9, 0.5, 100, 200)
     single, grid = SpeedResult(*facts, (run,)).as_dict(), SpeedResult(*facts, (run, run)).as_dict()
     assert single["runs"] == [run.as_dict()]
     assert (single["decode_tok_s"], single["decode_tok_s_per_sequence"]) == (2.0, 0.5)
