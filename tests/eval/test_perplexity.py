@@ -72,6 +72,7 @@ def loaded_with(table: torch.Tensor, tokenizer: Tokenizer | None = None) -> Any:
         tokenizer=tokenizer or ByteTokenizer(),
         name="table",
         weights_bytes=table.nbytes,
+        exact=False,
     )
 
 
