@@ -77,22 +77,16 @@ static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
     return plan;
 }
 
-// Asks for the first keys and values of a work; the hardware follows from there. Always inlined, as
-// `prefetch` is and for its reason.
+// The first run of rows of a work.
 template <class T>
-static inline __attribute__((always_inline)) void ask_for_rows(const AttentionArgs& args,
-                                                               const Work& work, int64_t kv_head) {
-    constexpr int64_t kMost = 64;
+static inline NextRows<T> first_rows(const AttentionArgs& args, const Work& work, int64_t kv_head) {
     const PagedRows<T> keys = paged_rows<T>(args, args.key_cache, work, kv_head);
     const PagedRows<T> values = paged_rows<T>(args, args.value_cache, work, kv_head);
-    const int64_t end = smaller(work.key_end, work.key_begin + kMost);
-    keys.for_runs(work.key_begin, end, [&](const T* rows, int64_t, int64_t count) {
-        const T* value_rows = values.head + (rows - keys.head);
-        for (int64_t i = 0; i < count * args.d; i += 64 / static_cast<int64_t>(sizeof(T))) {
-            prefetch(rows + i);
-            prefetch(value_rows + i);
-        }
-    });
+    const int64_t offset = work.key_begin % args.page_size;
+    const T* rows = keys.head + work.pages[work.key_begin / args.page_size] * keys.page_stride +
+                    offset * args.d;
+    return {rows, values.head + (rows - keys.head),
+            smaller(args.page_size - offset, work.key_end - work.key_begin), args.d};
 }
 
 // Where a split leaves its result: values [splits][vectors][width], then peak and weight
@@ -111,8 +105,8 @@ static inline Partials partials_of(float* base, const Work& work, int64_t vector
 // Not inlined: it has two callers, each of which would hold a copy of all strategies.
 template <class T>
 static __attribute__((noinline)) void run_item(const AttentionArgs& args, const Work& work,
-                                               int64_t kv_head, int64_t scratch_floats,
-                                               float* partial_base) {
+                                               int64_t kv_head, const NextRows<T>& next,
+                                               int64_t scratch_floats, float* partial_base) {
     const int64_t vectors = work.rows * (args.q_heads / args.kv_heads);
     const int64_t width = padded(args.d);
     float* scratch = static_cast<float*>(thread_scratch(1, scratch_floats * 4));
@@ -123,7 +117,7 @@ static __attribute__((noinline)) void run_item(const AttentionArgs& args, const 
     float* rest = run.values + ceil_div(vectors * (width + 2), 16) * 16;
     if (work.is_few) {
         start(run, vectors, width);
-        attend_few<T>(args, work, kv_head, rest, run);
+        attend_few<T>(args, work, kv_head, rest, run, next);
     } else {
         attend_tiles<T>(args, work, kv_head, rest, run);
     }
@@ -192,11 +186,12 @@ static void attend(ThreadPool& pool, const AttentionArgs& args) {
     };
     for_items([&](int64_t item) {
         const Work& work = works[item / heads];
-        // Likely this thread's next item; its rows lie in pages that nothing has touched since the
-        // last step.
-        const int64_t next = item + pool.threads();
-        if (next < items) ask_for_rows<T>(args, works[next / heads], next % heads);
-        run_item<T>(args, work, item % heads, plan.scratch_floats, partial_of(work, item % heads));
+        const int64_t next = item + pool.threads();  // likely this thread's
+        const NextRows<T> rows = next < items
+                                     ? first_rows<T>(args, works[next / heads], next % heads)
+                                     : NextRows<T>{};
+        run_item<T>(args, work, item % heads, rows, plan.scratch_floats,
+                    partial_of(work, item % heads));
     });
     if (plan.partial_floats == 0) return;
     for_items([&](int64_t item) {

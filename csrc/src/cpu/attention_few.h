@@ -46,9 +46,13 @@ static inline void score_keys(const float* queries, const T* keys, int64_t count
 }
 
 // values[v][c] = values[v][c] * factor[v] + sum_j weights[v][j] * rows[j][c], kFewValueVecs at once.
-template <int V, int N, class T>
-static inline void add_values(const float* weights, const float* factors, const T* rows,
-                              int64_t count, int64_t d, float* values, int64_t width) {
+// Calls at_row(j) on the way.
+template <int V, int N, class T, class AtRow>
+static inline __attribute__((always_inline)) void add_values(const float* weights,
+                                                             const float* factors, const T* rows,
+                                                             int64_t count, int64_t d,
+                                                             float* values, int64_t width,
+                                                             AtRow&& at_row) {
     Vec sums[V][N];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
@@ -58,6 +62,7 @@ static inline void add_values(const float* weights, const float* factors, const 
         }
     }
     for (int64_t j = 0; j < count; ++j) {
+        at_row(j);
         Vec row[N];
 #pragma GCC unroll 4
         for (int c = 0; c < N; ++c) row[c] = load(rows + j * d + c * kLanes);
@@ -89,15 +94,24 @@ static inline void add_value_tail(int vectors, const float* weights, const float
     }
 }
 
-template <int V, class T>
-static inline void few_values(const float* weights, const float* factors, const T* rows,
-                              int64_t count, int64_t d, float* values, int64_t width) {
+template <int V, class T, class AtRow>
+static inline __attribute__((always_inline)) void few_values(const float* weights,
+                                                             const float* factors, const T* rows,
+                                                             int64_t count, int64_t d,
+                                                             float* values, int64_t width,
+                                                             AtRow&& at_row) {
+    const auto nothing = [](int64_t) {};
     int64_t c = 0;
     for (; c + kFewValueVecs * kLanes <= d; c += kFewValueVecs * kLanes) {
-        add_values<V, kFewValueVecs>(weights, factors, rows + c, count, d, values + c, width);
+        if (c == 0) {
+            add_values<V, kFewValueVecs>(weights, factors, rows, count, d, values, width, at_row);
+        } else {
+            add_values<V, kFewValueVecs>(weights, factors, rows + c, count, d, values + c, width,
+                                         nothing);
+        }
     }
     for (; c + kLanes <= d; c += kLanes) {
-        add_values<V, 1>(weights, factors, rows + c, count, d, values + c, width);
+        add_values<V, 1>(weights, factors, rows + c, count, d, values + c, width, nothing);
     }
     if (c < d) {
         add_value_tail(V, weights, factors, rows + c, count, d, static_cast<int>(d - c), values + c,
@@ -117,10 +131,29 @@ static inline int64_t few_scratch_floats(int64_t vectors, int64_t d) {
     return vectors * (padded(d) + kKeyBlock + 1) + 64;
 }
 
-// One kv head: folds the work's keys into `run`. The keys of a step lie in one page.
+// Rows that will be needed next, in both caches: nothing has touched them since the last step.
+template <class T>
+struct NextRows {
+    const T* keys;
+    const T* values;
+    int64_t count;
+    int64_t d;
+
+    // Always inlined, as `prefetch` is and for its reason.
+    inline __attribute__((always_inline)) void ask(const T* rows, int64_t first, int64_t many) const {
+        const int64_t end = smaller(first + many, count) * d;
+        for (int64_t i = first * d; i < end; i += 64 / static_cast<int64_t>(sizeof(T))) {
+            prefetch_l2(rows + i);  // up to 64 KiB a work, more than L1
+        }
+    }
+};
+
+// One kv head: folds the work's keys into `run`. The keys of a step lie in one page. Asks for the
+// rows of `next` at the pace at which it goes through its own: all at once they would be in the way
+// of its own.
 template <class T>
 static void attend_few(const AttentionArgs& args, const Work& work, int64_t kv_head, float* scratch,
-                       const Running& run) {
+                       const Running& run, const NextRows<T>& next) {
     const int64_t group = args.q_heads / args.kv_heads;
     const int64_t vectors = work.rows * group;
     const int64_t width = padded(args.d);
@@ -132,9 +165,11 @@ static void attend_few(const AttentionArgs& args, const Work& work, int64_t kv_h
     const PagedRows<T> values = paged_rows<T>(args, args.value_cache, work, kv_head);
 
     const auto fold = [&](const T* key_rows, const T* value_rows, int64_t begin, int64_t count) {
+        const int64_t done = begin - work.key_begin;
         for (int64_t first = 0; first < vectors; first += kFewVectors) {
             with_vectors<kFewVectors>(vectors - first, [&]<int V>() {
                 for (int64_t j = 0; j < count; j += 4) {
+                    if (first == 0) next.ask(next.keys, done + j, 4);
                     score_keys<V>(queries + first * args.d, key_rows + j * args.d, count - j,
                                   args.d, scores + first * kKeyBlock + j);
                 }
@@ -148,7 +183,9 @@ static void attend_few(const AttentionArgs& args, const Work& work, int64_t kv_h
         for (int64_t first = 0; first < vectors; first += kFewVectors) {
             with_vectors<kFewVectors>(vectors - first, [&]<int V>() {
                 few_values<V>(scores + first * kKeyBlock, factors + first, value_rows, count,
-                              args.d, run.values + first * width, width);
+                              args.d, run.values + first * width, width, [&](int64_t j) {
+                                  if (first == 0) next.ask(next.values, done + j, 1);
+                              });
             });
         }
     };

@@ -46,18 +46,14 @@ static SpanAct quantize_span(const float* x, int64_t count, int low_bits, uint8_
     // Below 1e-33 the inverse would overflow; what is so small is rounded more coarsely.
     if (magnitude < 1e-33f) magnitude = 1e-33f;
     const float inverse = is_finite ? largest_act / magnitude : 0.0f;
-    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves a rounded integer below
-    int32_t q[kSpanRows];
     int32_t sum = 0;
-    for (int64_t i = 0; i < count; ++i) {
-        const float shifted = x[i] * inverse + kRound;
-        int32_t bits = 0;
-        __builtin_memcpy(&bits, &shifted, 4);
-        q[i] = is_finite ? bits - 0x4b400000 : 0;
-        sum += q[i];
-    }
-    for (int64_t b = 0; b < count / kBlockRows; ++b) {
-        store_act(q + b * kBlockRows, low_bits, act + b * kActBlock);
+    for (int64_t i = 0; i < count; i += kBlockRows) {
+        uint8_t* to = act + i / kBlockRows * kActBlock;
+        if (is_finite) {
+            sum += round_block(x + i, inverse, low_bits, to);
+        } else {
+            __builtin_memset(to, 0, kActBlock);
+        }
     }
     // NaN reaches every output of the row, as a NaN or an infinity in x should.
     return {is_finite ? magnitude / largest_act : __builtin_nanf(""), sum};

@@ -41,12 +41,7 @@ static inline void pack_unit(const float* x, int64_t x_stride, int rows, const Q
         } else {
             const __m512i index[2] = {_mm512_loadu_si512(order + first),
                                       _mm512_loadu_si512(order + first + kLanes)};
-            const Mask is_feature[2] = {_mm512_movepi32_mask(~index[0]),
-                                        _mm512_movepi32_mask(~index[1])};
-            pack([&](const float* row, int half) {
-                return _mm512_mask_i32gather_ps(_mm512_setzero_ps(), is_feature[half], index[half],
-                                                row, 4);
-            });
+            pack([&](const float* row, int half) { return gather_features(row, index[half]); });
         }
         for (int r = rows; r < kUnitRows; ++r) {
             _mm512_storeu_si512(packed + r * kBlockRows, _mm512_setzero_si512());

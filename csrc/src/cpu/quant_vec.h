@@ -50,13 +50,17 @@ static inline Codes add_words(Codes sum, Codes codes, Codes x) {
 static inline Codes even_rows(Codes v) { return _mm512_and_si512(v, _mm512_set1_epi16(0xff)); }
 static inline Codes odd_rows(Codes v) { return _mm512_srli_epi16(v, 8); }
 
-// x[features[0 .. 32)], where -1 is zero.
+// x[features], where -1 is zero. Three times as fast as a gather under a mask, which waits for what
+// it merges with.
+static inline Vec gather_features(const float* x, __m512i features) {
+    const __m512i present = _mm512_max_epi32(features, _mm512_setzero_si512());
+    return _mm512_maskz_mov_ps(_mm512_movepi32_mask(~features),
+                               _mm512_i32gather_ps(present, x, 4));
+}
+
 static inline void gather_block(const float* x, const int32_t* features, float* to) {
-    for (int half = 0; half < 2; ++half) {
-        const __m512i index = _mm512_loadu_si512(features + half * kLanes);
-        const Mask is_feature = _mm512_movepi32_mask(~index);
-        store(to + half * kLanes,
-              _mm512_mask_i32gather_ps(_mm512_setzero_ps(), is_feature, index, x, 4));
+    for (int64_t i = 0; i < kBlockRows; i += kLanes) {
+        store(to + i, gather_features(x, _mm512_loadu_si512(features + i)));
     }
 }
 
@@ -130,6 +134,7 @@ static inline Codes odd_rows(Codes v) { return {v.lane >> 8 & 0x00ff00ffu}; }
 #endif
 
 #if !defined(__AVX512F__)
+// x[features[0 .. 32)], where -1 is zero.
 static inline void gather_block(const float* x, const int32_t* features, float* to) {
     for (int64_t r = 0; r < kBlockRows; ++r) to[r] = features[r] < 0 ? 0.0f : x[features[r]];
 }
@@ -187,13 +192,22 @@ struct DotSum {
     Codes total() const { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
 };
 
-// `low_bits` of each integer are its low part.
-static inline void store_act(const int32_t* q, int low_bits, uint8_t* act) {
-    for (int i = 0; i < kBlockRows; ++i) {
-        const int32_t high = (q[i] + (1 << (low_bits - 1))) >> low_bits;
-        act[i] = static_cast<uint8_t>(high);
-        act[kBlockRows + i] = static_cast<uint8_t>(q[i] - (high << low_bits));
+// One block of x times `inverse` as integers, `low_bits` of each its low part; returns their sum.
+static inline int32_t round_block(const float* x, float inverse, int low_bits, uint8_t* act) {
+    const __m128i shift = _mm_cvtsi32_si128(low_bits);
+    const __m512i half = _mm512_set1_epi32(1 << (low_bits - 1));
+    __m512i sum = _mm512_setzero_si512();
+    for (int64_t i = 0; i < kBlockRows; i += kLanes) {
+        const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i),
+                                                           _mm512_set1_ps(inverse)));
+        const __m512i high = _mm512_sra_epi32(_mm512_add_epi32(q, half), shift);
+        const __m512i low = _mm512_sub_epi32(q, _mm512_sll_epi32(high, shift));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(act + i), _mm512_cvtepi32_epi8(high));
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(act + kBlockRows + i),
+                         _mm512_cvtepi32_epi8(low));
+        sum = _mm512_add_epi32(sum, q);
     }
+    return _mm512_reduce_add_epi32(sum);
 }
 
 #else
@@ -209,12 +223,23 @@ struct DotSum {
     Codes total() const { return sum; }
 };
 
-static inline void store_act(const int32_t* q, int, uint8_t* act) {
+static inline int32_t round_block(const float* x, float inverse, int, uint8_t* act) {
+    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves a rounded integer below
     constexpr int kOrder[4] = {0, 2, 1, 3};
+    int32_t q[kBlockRows];
+    int32_t sum = 0;
+    for (int i = 0; i < kBlockRows; ++i) {
+        const float shifted = x[i] * inverse + kRound;
+        int32_t bits = 0;
+        __builtin_memcpy(&bits, &shifted, 4);
+        q[i] = bits - 0x4b400000;
+        sum += q[i];
+    }
     auto* words = reinterpret_cast<int16_t*>(act);
     for (int i = 0; i < kBlockRows; ++i) {
         words[i] = static_cast<int16_t>(q[i / 4 * 4 + kOrder[i % 4]]);
     }
+    return sum;
 }
 
 #endif

@@ -110,5 +110,8 @@ static inline void transpose_block(const Vec in[kLanes], float* out, int64_t str
 static inline __attribute__((always_inline)) void prefetch(const void* p) {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }
+static inline __attribute__((always_inline)) void prefetch_l2(const void* p) {
+    _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1);
+}
 
 }  // namespace exl::EXL_ISA

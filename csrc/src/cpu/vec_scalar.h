@@ -104,5 +104,6 @@ static inline void sum4(const Vec v[4], float out[4]) {
 }
 static inline void transpose_block(const Vec in[kLanes], float* out, int64_t) { *out = in[0]; }
 static inline void prefetch(const void*) {}
+static inline void prefetch_l2(const void*) {}
 
 }  // namespace exl::EXL_ISA
