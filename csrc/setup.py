@@ -1,4 +1,5 @@
-"""Builds the extension: every CPU source once per instruction set, the bindings once.
+"""Builds the extension: the CPU sources once for each instruction set that they differ in,
+the bindings once.
 
 Objects are compiled side by side and kept: one is made anew when its source or a header is newer.
 Each compiler, its flags and the version have an object folder of their own, so that builds of

@@ -1,5 +1,4 @@
 // Paged attention. Everything the kernel indexes with is checked here: rows, lengths, page ids.
-#include <array>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -19,18 +18,12 @@ struct Sequences {
 
 static Sequences view_sequences(const char* op, py::handle page_table, py::handle row_starts,
                                 py::handle past_lens) {
-    const Operand table_operand{op, "page_table"};
-    const Operand starts_operand{op, "row_starts"};
-    const Operand lens_operand{op, "past_lens"};
-    const TensorView pages = view_of(table_operand, page_table);
-    check(table_operand, pages, {DType::i32}, {kAnySize, kAnySize});
-    check_contiguous(table_operand, pages, 0);
-    const TensorView starts = view_of(starts_operand, row_starts);
-    check(starts_operand, starts, {DType::i32}, {pages.shape[0] + 1});
-    check_contiguous(starts_operand, starts, 0);
-    const TensorView lens = view_of(lens_operand, past_lens);
-    check(lens_operand, lens, {DType::i32}, {pages.shape[0]});
-    check_contiguous(lens_operand, lens, 0);
+    const TensorView pages = view_of({op, "page_table"}, page_table, {DType::i32},
+                                     {kAnySize, kAnySize}, 0);
+    const TensorView starts = view_of({op, "row_starts"}, row_starts, {DType::i32},
+                                      {pages.shape[0] + 1}, 0);
+    const TensorView lens = view_of({op, "past_lens"}, past_lens, {DType::i32},
+                                    {pages.shape[0]}, 0);
     return {pages.as<int32_t>(), pages.shape[1], pages.shape[0], starts.as<int32_t>(),
             lens.as<int32_t>()};
 }
@@ -38,7 +31,6 @@ static Sequences view_sequences(const char* op, py::handle page_table, py::handl
 static void check_sequences(const char* op, const Sequences& of, int64_t rows, int64_t page_size,
                             int64_t num_pages) {
     const Operand starts{op, "row_starts"};
-    const Operand lens{op, "past_lens"};
     const Operand table{op, "page_table"};
     if (of.row_starts[0] != 0 || of.row_starts[of.seqs] != rows) {
         fail(starts, "0 first and " + std::to_string(rows) + " last",
@@ -51,7 +43,7 @@ static void check_sequences(const char* op, const Sequences& of, int64_t rows, i
         }
         if (count == 0) continue;
         const int64_t past = of.past_lens[seq];
-        if (past < 0) fail(lens, "lengths of at least 0", std::to_string(past));
+        if (past < 0) fail({op, "past_lens"}, "lengths of at least 0", std::to_string(past));
         const int64_t pages = (past + count + page_size - 1) / page_size;
         if (pages > of.table_width) {
             fail(table,
@@ -74,43 +66,23 @@ static void check_limits(const char* op, int64_t window, float softcap) {
     if (!(softcap >= 0.0f)) fail({op, "softcap"}, "0 (none) or more", std::to_string(softcap));
 }
 
-struct Caches {
-    TensorView keys;
-    TensorView values;
-};
-
-static Caches view_caches(const TensorView& x, py::handle key_cache, py::handle value_cache) {
-    const Operand kc_operand{"paged_attention", "key_cache"};
-    const Operand vc_operand{"paged_attention", "value_cache"};
-    const TensorView kc = view_of(kc_operand, key_cache);
-    check(kc_operand, kc, {DType::f16, DType::f32}, {kAnySize, kAnySize, kAnySize, x.shape[2]});
-    check_contiguous(kc_operand, kc, 0);
-    const int64_t kv_heads = kc.shape[1];
-    if (kv_heads < 1 || kc.shape[2] < 1 || x.shape[1] % kv_heads != 0) {
-        fail(kc_operand, "kv heads that divide the " + std::to_string(x.shape[1]) + " query heads",
-             describe(kc));
-    }
-    const TensorView vc = view_of(vc_operand, value_cache);
-    check(vc_operand, vc, {kc.dtype}, {kc.shape[0], kc.shape[1], kc.shape[2], kc.shape[3]});
-    check_contiguous(vc_operand, vc, 0);
-    return {kc, vc};
-}
-
 static void paged_attention(Table& table, py::handle q, py::handle key_cache,
                             py::handle value_cache, py::handle page_table, py::handle row_starts,
                             py::handle past_lens, float scale, int64_t window, float softcap,
                             py::handle out) {
-    const Operand q_operand{"paged_attention", "q"};
-    const Operand y_operand{"paged_attention", "out"};
-    const TensorView x = view_of(q_operand, q);
-    check(q_operand, x, {DType::f32}, {kAnySize, kAnySize, kAnySize});
-    check_contiguous(q_operand, x, 1);
-    const auto [kc, vc] = view_caches(x, key_cache, value_cache);
+    const TensorView x = view_of({"paged_attention", "q"}, q, {DType::f32},
+                                 {kAnySize, kAnySize, kAnySize}, 1);
+    const auto [kc, vc] = view_caches("paged_attention", key_cache, value_cache,
+                                      {kAnySize, kAnySize, kAnySize, x.shape[2]});
     const int64_t kv_heads = kc.shape[1];
+    if (kv_heads < 1 || kc.shape[2] < 1 || x.shape[1] % kv_heads != 0) {
+        fail({"paged_attention", "key_cache"},
+             "kv heads that divide the " + std::to_string(x.shape[1]) + " query heads",
+             describe(kc));
+    }
     const Sequences of = view_sequences("paged_attention", page_table, row_starts, past_lens);
-    const TensorView y = view_of(y_operand, out);
-    check(y_operand, y, {DType::f32}, {x.shape[0], x.shape[1] * x.shape[2]});
-    check_contiguous(y_operand, y, 0);
+    const TensorView y = view_of({"paged_attention", "out"}, out, {DType::f32},
+                                 {x.shape[0], x.shape[1] * x.shape[2]}, 0);
     check_limits("paged_attention", window, softcap);
     check_sequences("paged_attention", of, x.shape[0], kc.shape[2], kc.shape[0]);
     const AttentionArgs args{x.as<float>(),
@@ -154,21 +126,6 @@ struct AttentionBatch {
     std::vector<float> sin;
 };
 
-static std::vector<int64_t> read_slots(py::handle slots, int64_t slot_count) {
-    const Operand operand{"attention_batch", "slots"};
-    const TensorView view = view_of(operand, slots);
-    check(operand, view, {DType::i64}, {kAnySize});
-    check_contiguous(operand, view, 0);
-    std::vector<int64_t> copy(view.as<int64_t>(), view.as<int64_t>() + view.shape[0]);
-    for (const int64_t slot : copy) {
-        if (slot < 0 || slot >= slot_count) {
-            fail(operand, "slots within [0, " + std::to_string(slot_count) + ")",
-                 std::to_string(slot));
-        }
-    }
-    return copy;
-}
-
 static std::unique_ptr<AttentionBatch> attention_batch(
     py::handle page_table, py::handle row_starts, py::handle past_lens, py::handle slots,
     py::handle cos, py::handle sin, int64_t num_pages, int64_t page_size) {
@@ -178,18 +135,14 @@ static std::unique_ptr<AttentionBatch> attention_batch(
         fail({op, "page_size"}, "at least one page of one slot",
              std::to_string(num_pages) + " of " + std::to_string(page_size));
     }
-    std::vector<int64_t> places = read_slots(slots, num_pages * page_size);
-    const auto rows = static_cast<int64_t>(places.size());
+    const TensorView slot_view = view_of({op, "slots"}, slots, {DType::i64}, {kAnySize}, 0);
+    const int64_t rows = slot_view.shape[0];
+    std::vector<int64_t> places(slot_view.as<int64_t>(), slot_view.as<int64_t>() + rows);
+    check_slots(op, places.data(), rows, num_pages * page_size);
     const Sequences of = view_sequences(op, page_table, row_starts, past_lens);
     check_sequences(op, of, rows, page_size, num_pages);
-    const Operand cos_operand{op, "cos"};
-    const Operand sin_operand{op, "sin"};
-    const TensorView c = view_of(cos_operand, cos);
-    check(cos_operand, c, {DType::f32}, {rows, kAnySize});
-    check_contiguous(cos_operand, c, 0);
-    const TensorView s = view_of(sin_operand, sin);
-    check(sin_operand, s, {DType::f32}, {rows, c.shape[1]});
-    check_contiguous(sin_operand, s, 0);
+    const TensorView c = view_of({op, "cos"}, cos, {DType::f32}, {rows, kAnySize}, 0);
+    const TensorView s = view_of({op, "sin"}, sin, {DType::f32}, {rows, c.shape[1]}, 0);
     return std::make_unique<AttentionBatch>(AttentionBatch{
         num_pages, page_size, rows, of.seqs, of.table_width,
         {of.page_table, of.page_table + of.seqs * of.table_width},
@@ -213,23 +166,15 @@ struct AttendViews {
 static AttendViews view_attend(const AttentionBatch& batch, py::handle qkv, py::handle key_cache,
                                py::handle value_cache) {
     const Operand qkv_operand{"attend_", "qkv"};
-    const Operand kc_operand{"attend_", "key_cache"};
-    const Operand vc_operand{"attend_", "value_cache"};
-    const TensorView x = view_of(qkv_operand, qkv);
-    check(qkv_operand, x, {DType::f32}, {batch.rows, kAnySize});
-    check_contiguous(qkv_operand, x, 1);
-    const TensorView kc = view_of(kc_operand, key_cache);
-    check(kc_operand, kc, {DType::f16, DType::f32},
-          {batch.num_pages, kAnySize, batch.page_size, kAnySize});
-    check_contiguous(kc_operand, kc, 0);
-    const TensorView vc = view_of(vc_operand, value_cache);
-    check(vc_operand, vc, {kc.dtype}, {kc.shape[0], kc.shape[1], kc.shape[2], kc.shape[3]});
-    check_contiguous(vc_operand, vc, 0);
+    const TensorView x = view_of(qkv_operand, qkv, {DType::f32}, {batch.rows, kAnySize}, 1);
+    const auto [kc, vc] =
+        view_caches("attend_", key_cache, value_cache,
+                    {batch.num_pages, kAnySize, batch.page_size, kAnySize});
     const int64_t kv_heads = kc.shape[1];
     const int64_t d = kc.shape[3];
     if (kv_heads < 1 || d < 1 || d < 2 * batch.pairs) {
-        fail(kc_operand, "heads of at least " + std::to_string(2 * batch.pairs) + " values",
-             describe(kc));
+        fail({"attend_", "key_cache"},
+             "heads of at least " + std::to_string(2 * batch.pairs) + " values", describe(kc));
     }
     const int64_t q_heads = x.shape[1] / d - 2 * kv_heads;
     if (x.shape[1] % d != 0 || q_heads < 1 || q_heads % kv_heads != 0) {
@@ -242,22 +187,19 @@ static AttendViews view_attend(const AttentionBatch& batch, py::handle qkv, py::
 }
 
 // The weights of a head norm; null for None.
-static const float* view_norm(Operand operand, py::handle norm, int64_t d) {
+static const float* view_norm(const char* name, py::handle norm, int64_t d) {
     if (norm.is_none()) return nullptr;
-    const TensorView weight = view_of(operand, norm);
-    check(operand, weight, {DType::f32}, {d});
-    check_contiguous(operand, weight, 0);
-    return weight.as<float>();
+    return view_of({"attend_", name}, norm, {DType::f32}, {d}, 0).as<float>();
 }
 
 // What comes before the mixing: head norms, RoPE, and the new keys and values into the caches.
-static void norm_turn_write(Table& table, float* qkv, const AttentionBatch& batch,
-                            const AttentionArgs& mix, const float* q_weight, const float* k_weight,
-                            float eps) {
+static void norm_turn_write(Table& table, const AttendViews& views, const AttentionBatch& batch,
+                            const float* q_weight, const float* k_weight, float eps) {
+    const auto& [x, kc, vc, q_heads, kv_heads, d] = views;
     const OpTable& ops = *table.ops;
-    const auto [rows, stride, q_heads, kv_heads, d] =
-        std::array{mix.rows, mix.q_stride, mix.q_heads, mix.kv_heads, mix.d};
-    float* q = qkv;
+    const int64_t rows = batch.rows;
+    const int64_t stride = x.stride[0];
+    float* q = x.as<float>();
     float* k = q + q_heads * d;
     float* v = k + kv_heads * d;
     if (q_weight != nullptr) {
@@ -269,19 +211,17 @@ static void norm_turn_write(Table& table, float* qkv, const AttentionBatch& batc
     // Query and key heads lie side by side, and are turned alike.
     ops.rope(table.pool, {q, rows, stride, q_heads + kv_heads, d, 2 * batch.pairs,
                           batch.cos.data(), batch.sin.data()});
-    ops.write_kv(table.pool,
-                 {k, v, rows, stride, stride, kv_heads, d, const_cast<void*>(mix.key_cache),
-                  const_cast<void*>(mix.value_cache), mix.cache_dtype, mix.page_size,
-                  batch.slots.data()});
+    ops.write_kv(table.pool, {k, v, rows, stride, stride, kv_heads, d, kc.data, vc.data, kc.dtype,
+                              batch.page_size, batch.slots.data()});
 }
 
 static void attend(Table& table, py::handle qkv, const AttentionBatch& batch, py::handle key_cache,
                    py::handle value_cache, py::handle q_norm, py::handle k_norm, float eps,
                    float scale, int64_t window, float softcap) {
-    const auto [x, kc, vc, q_heads, kv_heads, d] =
-        view_attend(batch, qkv, key_cache, value_cache);
-    const float* q_weight = view_norm({"attend_", "q_norm"}, q_norm, d);
-    const float* k_weight = view_norm({"attend_", "k_norm"}, k_norm, d);
+    const AttendViews views = view_attend(batch, qkv, key_cache, value_cache);
+    const auto& [x, kc, vc, q_heads, kv_heads, d] = views;
+    const float* q_weight = view_norm("q_norm", q_norm, d);
+    const float* k_weight = view_norm("k_norm", k_norm, d);
     check_limits("attend_", window, softcap);
 
     const AttentionArgs mix{x.as<float>(),
@@ -305,7 +245,7 @@ static void attend(Table& table, py::handle qkv, const AttentionBatch& batch, py
                             x.as<float>(),
                             x.stride[0]};
     py::gil_scoped_release release;
-    norm_turn_write(table, x.as<float>(), batch, mix, q_weight, k_weight, eps);
+    norm_turn_write(table, views, batch, q_weight, k_weight, eps);
     table.ops->paged_attention(table.pool, mix);
 }
 

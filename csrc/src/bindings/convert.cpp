@@ -84,7 +84,7 @@ DType dtype_of(Operand operand, py::handle object) {
     return learn_dtype(operand, object);
 }
 
-TensorView view_of(Operand operand, py::handle tensor) {
+static TensorView read_view(Operand operand, py::handle tensor) {
     TensorView view;
     const py::object is_cpu = attribute(operand, tensor, names().is_cpu);
     if (is_cpu.ptr() != Py_True) {
@@ -102,6 +102,30 @@ TensorView view_of(Operand operand, py::handle tensor) {
     view.data = PyLong_AsVoidPtr(call(operand, tensor, names().data_ptr).ptr());
     if (view.data == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
     return view;
+}
+
+TensorView view_of(Operand operand, py::handle tensor, std::initializer_list<DType> dtypes,
+                   std::initializer_list<int64_t> shape, int first_dense) {
+    const TensorView view = read_view(operand, tensor);
+    check(operand, view, dtypes, shape);
+    check_contiguous(operand, view, first_dense);
+    return view;
+}
+
+Caches view_caches(const char* op, py::handle keys, py::handle values,
+                   std::initializer_list<int64_t> shape) {
+    const TensorView k = view_of({op, "key_cache"}, keys, {DType::f16, DType::f32}, shape, 0);
+    const TensorView v = view_of({op, "value_cache"}, values, {k.dtype},
+                                 {k.shape[0], k.shape[1], k.shape[2], k.shape[3]}, 0);
+    return {k, v};
+}
+
+void check_slots(const char* op, const int64_t* slots, int64_t count, int64_t slot_count) {
+    for (int64_t i = 0; i < count; ++i) {
+        if (slots[i] >= 0 && slots[i] < slot_count) continue;
+        fail({op, "slots"}, "slots within [0, " + std::to_string(slot_count) + ")",
+             std::to_string(slots[i]) + " in row " + std::to_string(i));
+    }
 }
 
 }  // namespace exl

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <initializer_list>
 #include <memory>
 #include <vector>
 
@@ -15,8 +16,22 @@ namespace exl {
 namespace py = pybind11;
 
 // Reads data_ptr(), shape, stride(), dtype and is_cpu of a torch tensor (or of anything that has
-// them). Throws InputError if the tensor is not on the CPU or has a type that no op takes.
-TensorView view_of(Operand operand, py::handle tensor);
+// them). Throws InputError unless it is on the CPU, of one of these types and that shape, and
+// contiguous from dimension `first_dense` on (see check_contiguous).
+TensorView view_of(Operand operand, py::handle tensor, std::initializer_list<DType> dtypes,
+                   std::initializer_list<int64_t> shape, int first_dense);
+
+struct Caches {
+    TensorView keys;
+    TensorView values;
+};
+
+// key_cache and value_cache of an op: of one type and one shape, [pages, kv_heads, page_size, d].
+Caches view_caches(const char* op, py::handle keys, py::handle values,
+                   std::initializer_list<int64_t> shape);
+
+// Each of an op's slots is within [0, slot_count).
+void check_slots(const char* op, const int64_t* slots, int64_t count, int64_t slot_count);
 
 // The torch dtype object itself, for example torch.float16.
 DType dtype_of(Operand operand, py::handle dtype);

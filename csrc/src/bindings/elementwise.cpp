@@ -4,18 +4,10 @@
 namespace exl {
 
 static void rms_norm(Table& table, py::handle x, py::handle weight, float eps, py::handle y) {
-    const Operand x_operand{"rms_norm", "x"};
-    const Operand w_operand{"rms_norm", "weight"};
-    const Operand y_operand{"rms_norm", "out"};
-    const TensorView from = view_of(x_operand, x);
-    check(x_operand, from, {DType::f32}, {kAnySize, kAnySize});
-    check_contiguous(x_operand, from, 1);
-    const TensorView w = view_of(w_operand, weight);
-    check(w_operand, w, {DType::f32}, {from.shape[1]});
-    check_contiguous(w_operand, w, 0);
-    const TensorView to = view_of(y_operand, y);
-    check(y_operand, to, {DType::f32}, {from.shape[0], from.shape[1]});
-    check_contiguous(y_operand, to, 0);
+    const TensorView from = view_of({"rms_norm", "x"}, x, {DType::f32}, {kAnySize, kAnySize}, 1);
+    const TensorView w = view_of({"rms_norm", "weight"}, weight, {DType::f32}, {from.shape[1]}, 0);
+    const TensorView to = view_of({"rms_norm", "out"}, y, {DType::f32},
+                                  {from.shape[0], from.shape[1]}, 0);
     const RmsNormArgs args{from.as<float>(), from.shape[0], from.stride[0], 1, from.shape[1],
                            w.as<float>(),    eps,           to.as<float>(), from.shape[1]};
     py::gil_scoped_release release;
@@ -23,14 +15,10 @@ static void rms_norm(Table& table, py::handle x, py::handle weight, float eps, p
 }
 
 static void rms_norm_heads(Table& table, py::handle x, py::handle weight, float eps) {
-    const Operand x_operand{"rms_norm_heads_", "x"};
-    const Operand w_operand{"rms_norm_heads_", "weight"};
-    const TensorView view = view_of(x_operand, x);
-    check(x_operand, view, {DType::f32}, {kAnySize, kAnySize, kAnySize});
-    check_contiguous(x_operand, view, 1);
-    const TensorView w = view_of(w_operand, weight);
-    check(w_operand, w, {DType::f32}, {view.shape[2]});
-    check_contiguous(w_operand, w, 0);
+    const TensorView view = view_of({"rms_norm_heads_", "x"}, x, {DType::f32},
+                                    {kAnySize, kAnySize, kAnySize}, 1);
+    const TensorView w = view_of({"rms_norm_heads_", "weight"}, weight, {DType::f32},
+                                 {view.shape[2]}, 0);
     float* data = view.as<float>();
     const RmsNormArgs args{data,          view.shape[0], view.stride[0], view.shape[1],
                            view.shape[2], w.as<float>(), eps,            data,
@@ -40,22 +28,15 @@ static void rms_norm_heads(Table& table, py::handle x, py::handle weight, float 
 }
 
 static void rope(Table& table, py::handle x, py::handle cos, py::handle sin) {
-    const Operand x_operand{"rope_", "x"};
     const Operand cos_operand{"rope_", "cos"};
-    const Operand sin_operand{"rope_", "sin"};
-    const TensorView view = view_of(x_operand, x);
-    check(x_operand, view, {DType::f32}, {kAnySize, kAnySize, kAnySize});
-    check_contiguous(x_operand, view, 1);
-    const TensorView c = view_of(cos_operand, cos);
-    check(cos_operand, c, {DType::f32}, {view.shape[0], kAnySize});
-    check_contiguous(cos_operand, c, 0);
+    const TensorView view = view_of({"rope_", "x"}, x, {DType::f32},
+                                    {kAnySize, kAnySize, kAnySize}, 1);
+    const TensorView c = view_of(cos_operand, cos, {DType::f32}, {view.shape[0], kAnySize}, 0);
     if (2 * c.shape[1] > view.shape[2]) {
         fail(cos_operand, "at most " + std::to_string(view.shape[2] / 2) + " pairs",
              std::to_string(c.shape[1]));
     }
-    const TensorView s = view_of(sin_operand, sin);
-    check(sin_operand, s, {DType::f32}, {c.shape[0], c.shape[1]});
-    check_contiguous(sin_operand, s, 0);
+    const TensorView s = view_of({"rope_", "sin"}, sin, {DType::f32}, {c.shape[0], c.shape[1]}, 0);
     const RopeArgs args{view.as<float>(), view.shape[0],  view.stride[0], view.shape[1],
                         view.shape[2],    2 * c.shape[1], c.as<float>(),  s.as<float>()};
     py::gil_scoped_release release;
@@ -70,17 +51,13 @@ Gate gate_of(Operand operand, const std::string& kind) {
 
 static void gated_activation(Table& table, py::handle x, const std::string& kind, py::handle y) {
     const Operand x_operand{"gated_activation", "gate_up"};
-    const Operand y_operand{"gated_activation", "out"};
     const Gate gate = gate_of({"gated_activation", "kind"}, kind);
-    const TensorView from = view_of(x_operand, x);
-    check(x_operand, from, {DType::f32}, {kAnySize, kAnySize});
-    check_contiguous(x_operand, from, 1);
+    const TensorView from = view_of(x_operand, x, {DType::f32}, {kAnySize, kAnySize}, 1);
     if (from.shape[1] % 2 != 0) {
         fail(x_operand, "an even row length", std::to_string(from.shape[1]));
     }
-    const TensorView to = view_of(y_operand, y);
-    check(y_operand, to, {DType::f32}, {from.shape[0], from.shape[1] / 2});
-    check_contiguous(y_operand, to, 0);
+    const TensorView to = view_of({"gated_activation", "out"}, y, {DType::f32},
+                                  {from.shape[0], from.shape[1] / 2}, 0);
     const GatedActivationArgs args{from.as<float>(),
                                    from.shape[0],
                                    from.stride[0],
@@ -93,34 +70,14 @@ static void gated_activation(Table& table, py::handle x, const std::string& kind
 
 static void write_kv(Table& table, py::handle key, py::handle value, py::handle key_cache,
                      py::handle value_cache, py::handle slots) {
-    const Operand k_operand{"write_kv", "key"};
-    const Operand v_operand{"write_kv", "value"};
-    const Operand kc_operand{"write_kv", "key_cache"};
-    const Operand vc_operand{"write_kv", "value_cache"};
-    const Operand s_operand{"write_kv", "slots"};
-    const TensorView k = view_of(k_operand, key);
-    check(k_operand, k, {DType::f32}, {kAnySize, kAnySize, kAnySize});
-    check_contiguous(k_operand, k, 1);
-    const TensorView v = view_of(v_operand, value);
-    check(v_operand, v, {DType::f32}, {k.shape[0], k.shape[1], k.shape[2]});
-    check_contiguous(v_operand, v, 1);
-    const TensorView kc = view_of(kc_operand, key_cache);
-    check(kc_operand, kc, {DType::f16, DType::f32}, {kAnySize, k.shape[1], kAnySize, k.shape[2]});
-    check_contiguous(kc_operand, kc, 0);
-    const TensorView vc = view_of(vc_operand, value_cache);
-    check(vc_operand, vc, {kc.dtype}, {kc.shape[0], kc.shape[1], kc.shape[2], kc.shape[3]});
-    check_contiguous(vc_operand, vc, 0);
-    const TensorView s = view_of(s_operand, slots);
-    check(s_operand, s, {DType::i64}, {k.shape[0]});
-    check_contiguous(s_operand, s, 0);
-    const int64_t slot_count = kc.shape[0] * kc.shape[2];
-    for (int64_t i = 0; i < s.shape[0]; ++i) {
-        const int64_t slot = s.as<int64_t>()[i];
-        if (slot < 0 || slot >= slot_count) {
-            fail(s_operand, "slots within [0, " + std::to_string(slot_count) + ")",
-                 std::to_string(slot) + " in row " + std::to_string(i));
-        }
-    }
+    const TensorView k = view_of({"write_kv", "key"}, key, {DType::f32},
+                                 {kAnySize, kAnySize, kAnySize}, 1);
+    const TensorView v = view_of({"write_kv", "value"}, value, {DType::f32},
+                                 {k.shape[0], k.shape[1], k.shape[2]}, 1);
+    const auto [kc, vc] = view_caches("write_kv", key_cache, value_cache,
+                                      {kAnySize, k.shape[1], kAnySize, k.shape[2]});
+    const TensorView s = view_of({"write_kv", "slots"}, slots, {DType::i64}, {k.shape[0]}, 0);
+    check_slots("write_kv", s.as<int64_t>(), s.shape[0], kc.shape[0] * kc.shape[2]);
     const WriteKvArgs args{k.as<float>(), v.as<float>(), k.shape[0], k.stride[0],
                            v.stride[0],   k.shape[1],    k.shape[2], kc.data,
                            vc.data,       kc.dtype,      kc.shape[2], s.as<int64_t>()};

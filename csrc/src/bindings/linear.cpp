@@ -19,23 +19,13 @@ struct Call {
 
 static Call call_of(const char* op, py::handle x, const Linear& w, py::handle y,
                     const char* y_name, int64_t columns) {
-    const Operand x_operand{op, "x"};
-    const Operand y_operand{op, y_name};
-    const TensorView from = view_of(x_operand, x);
-    check(x_operand, from, {DType::f32}, {kAnySize, w.k});
-    check_contiguous(x_operand, from, 1);
-    const TensorView to = view_of(y_operand, y);
-    check(y_operand, to, {DType::f32}, {from.shape[0], columns});
-    check_contiguous(y_operand, to, 0);
+    const TensorView from = view_of({op, "x"}, x, {DType::f32}, {kAnySize, w.k}, 1);
+    const TensorView to = view_of({op, y_name}, y, {DType::f32}, {from.shape[0], columns}, 0);
     return {w, from.as<float>(), from.shape[0], from.stride[0], to.as<float>(), columns};
 }
 
 static const float* norm_of(const char* op, py::handle norm, int64_t k) {
-    const Operand operand{op, "norm"};
-    const TensorView view = view_of(operand, norm);
-    check(operand, view, {DType::f32}, {k});
-    check_contiguous(operand, view, 0);
-    return view.as<float>();
+    return view_of({op, "norm"}, norm, {DType::f32}, {k}, 0).as<float>();
 }
 
 // x becomes its norm, in scratch.
@@ -120,14 +110,9 @@ static void norm_gated_linear(Table& table, py::handle x, py::handle norm, float
 
 static void embedding(Table& table, py::handle token_ids, const Linear& w, py::handle y) {
     const Operand ids_operand{"embedding", "token_ids"};
-    const Operand y_operand{"embedding", "out"};
     if (w.parts.size() != 1) fail({"embedding", "w"}, "one matrix", "several joined ones");
-    const TensorView ids = view_of(ids_operand, token_ids);
-    check(ids_operand, ids, {DType::i64}, {kAnySize});
-    check_contiguous(ids_operand, ids, 0);
-    const TensorView to = view_of(y_operand, y);
-    check(y_operand, to, {DType::f32}, {ids.shape[0], w.k});
-    check_contiguous(y_operand, to, 0);
+    const TensorView ids = view_of(ids_operand, token_ids, {DType::i64}, {kAnySize}, 0);
+    const TensorView to = view_of({"embedding", "out"}, y, {DType::f32}, {ids.shape[0], w.k}, 0);
     const int64_t m = ids.shape[0];
     const auto* id_values = ids.as<int64_t>();
     for (int64_t i = 0; i < m; ++i) {

@@ -57,29 +57,25 @@ JoinedLinear::JoinedLinear(std::vector<std::shared_ptr<Linear>> joined)
     }
 }
 
+static const float* bias_of(const char* op, py::handle bias, bool is_wanted, int64_t count) {
+    if (bias.is_none() == is_wanted) {
+        fail({op, "bias"}, "one exactly if the linear has one", bias.is_none() ? "None" : "a bias");
+    }
+    if (!is_wanted) return nullptr;
+    return view_of({op, "bias"}, bias, {DType::f32}, {count}, 0).as<float>();
+}
+
 static void fill(PackedLinear& self, int64_t row_offset, py::handle weight, py::handle bias) {
     PackedMatrix& matrix = *self.matrix;
-    const Operand operand{"fill_linear", "weight"};
-    const TensorView view = view_of(operand, weight);
-    check(operand, view, {matrix.dtype}, {kAnySize, matrix.k});
-    check_contiguous(operand, view, 0);
+    const TensorView view = view_of({"fill_linear", "weight"}, weight, {matrix.dtype},
+                                    {kAnySize, matrix.k}, 0);
     const int64_t rows = view.shape[0];
     if (row_offset < 0 || row_offset > matrix.n - rows) {
         fail({"fill_linear", "row_offset"},
              "rows within [0, " + std::to_string(matrix.n) + ")",
              std::to_string(rows) + " rows at " + std::to_string(row_offset));
     }
-    const Operand bias_operand{"fill_linear", "bias"};
-    const float* bias_data = nullptr;
-    if (matrix.bias != nullptr) {
-        if (bias.is_none()) fail(bias_operand, "a bias, as the linear has one", "None");
-        const TensorView bias_view = view_of(bias_operand, bias);
-        check(bias_operand, bias_view, {DType::f32}, {rows});
-        check_contiguous(bias_operand, bias_view, 0);
-        bias_data = bias_view.as<float>();
-    } else if (!bias.is_none()) {
-        fail(bias_operand, "None, as the linear was made without a bias", "a bias");
-    }
+    const float* bias_data = bias_of("fill_linear", bias, matrix.bias != nullptr, rows);
     py::gil_scoped_release release;
     matrix.fill(row_offset, rows, view.data, bias_data);
 }
@@ -123,17 +119,15 @@ static std::vector<GroupRun> runs_of(const py::iterable& runs, int64_t in_featur
     return found;
 }
 
-// int32 [count], each in [0, limit); each value once if it must be a permutation.
-static const int32_t* rows_of(Operand operand, py::handle tensor, int64_t count, int64_t limit) {
+// A permutation of [0, count), int32; null for None.
+static const int32_t* rows_of(Operand operand, py::handle tensor, int64_t count) {
     if (tensor.is_none()) return nullptr;
-    const TensorView view = view_of(operand, tensor);
-    check(operand, view, {DType::i32}, {count});
-    check_contiguous(operand, view, 0);
+    const TensorView view = view_of(operand, tensor, {DType::i32}, {count}, 0);
     const auto* rows = view.as<int32_t>();
-    std::vector<bool> seen(static_cast<size_t>(limit), false);
+    std::vector<bool> seen(static_cast<size_t>(count), false);
     for (int64_t i = 0; i < count; ++i) {
-        if (rows[i] < 0 || rows[i] >= limit || seen[static_cast<size_t>(rows[i])]) {
-            fail(operand, "each row within [0, " + std::to_string(limit) + ") at most once",
+        if (rows[i] < 0 || rows[i] >= count || seen[static_cast<size_t>(rows[i])]) {
+            fail(operand, "each row within [0, " + std::to_string(count) + ") at most once",
                  std::to_string(rows[i]) + " at " + std::to_string(i));
         }
         seen[static_cast<size_t>(rows[i])] = true;
@@ -150,7 +144,7 @@ static std::shared_ptr<QuantLinear> new_quantized(int64_t out_features, int64_t 
     layout.n = out_features;
     layout.k = in_features;
     layout.runs = runs_of(runs, in_features);
-    layout.features = rows_of({"QuantLinear", "features"}, features, in_features, in_features);
+    layout.features = rows_of({"QuantLinear", "features"}, features, in_features);
     const Operand dtype_operand{"QuantLinear", "scale_dtype"};
     layout.scale_dtype = dtype_of(dtype_operand, scale_dtype);
     if (layout.scale_dtype != DType::f16 && layout.scale_dtype != DType::f32) {
@@ -161,21 +155,6 @@ static std::shared_ptr<QuantLinear> new_quantized(int64_t out_features, int64_t 
     return std::make_shared<QuantLinear>(layout);
 }
 
-struct Ggml {
-    const char* name;
-    Packing packing;
-    int bits;
-    Offset offset;
-    int64_t block_bytes;
-};
-constexpr Ggml kGgml[] = {
-    {"q4_0", Packing::q4_0, 4, Offset::middle, 18},
-    {"q4_1", Packing::q4_1, 4, Offset::minimums, 20},
-    {"q5_0", Packing::q5_0, 5, Offset::middle, 22},
-    {"q5_1", Packing::q5_1, 5, Offset::minimums, 24},
-    {"q8_0", Packing::q8_0, 8, Offset::middle, 34},
-};
-
 // [groups, columns] of one type, or None where the layout has no such thing.
 static const void* grid_of(Operand operand, py::handle tensor, bool is_wanted, DType dtype,
                            int64_t groups, int64_t columns) {
@@ -183,24 +162,20 @@ static const void* grid_of(Operand operand, py::handle tensor, bool is_wanted, D
         if (!tensor.is_none()) fail(operand, "None, as the layout says", "a tensor");
         return nullptr;
     }
-    const TensorView view = view_of(operand, tensor);
-    check(operand, view, {dtype}, {groups, columns});
-    check_contiguous(operand, view, 0);
+    const TensorView view = view_of(operand, tensor, {dtype}, {groups, columns}, 0);
     return view.data;
 }
 
-static const void* ggml_codes(const QuantMatrix& w, const Ggml& kind, py::handle codes,
+static const void* ggml_codes(const QuantMatrix& w, const GgmlBlock& kind, py::handle codes,
                               QuantColumns& columns) {
-    const Operand operand{"fill_quantized", "codes"};
     const bool has_layout = w.runs.size() == 1 && w.runs[0].bits == kind.bits &&
                             w.runs[0].rows == kBlockRows && w.order.empty() &&
                             w.scale_dtype == DType::f16 && w.offset == kind.offset;
     if (!has_layout) {
         fail({"fill_quantized", "packing"}, "a packing that fits the matrix's layout", kind.name);
     }
-    const TensorView view = view_of(operand, codes);
-    check(operand, view, {DType::u8}, {kAnySize, w.blocks * kind.block_bytes});
-    check_contiguous(operand, view, 1);
+    const TensorView view = view_of({"fill_quantized", "codes"}, codes, {DType::u8},
+                                    {kAnySize, w.blocks * kind.bytes}, 1);
     columns.columns = view.shape[0];
     columns.row_stride = view.shape[0] > 1 ? view.stride[0] : 0;
     columns.packing = kind.packing;
@@ -209,13 +184,12 @@ static const void* ggml_codes(const QuantMatrix& w, const Ggml& kind, py::handle
 
 static const void* row_codes(const QuantMatrix& w, const std::string& packing, py::handle codes,
                              py::handle source_rows, QuantColumns& columns) {
-    const Operand operand{"fill_quantized", "codes"};
     if (packing != "words" && packing != "bytes") {
         fail({"fill_quantized", "packing"}, "words, bytes or one of GGML's", packing);
     }
     const bool is_words = packing == "words";
     columns.packing = is_words ? Packing::words : Packing::bytes;
-    columns.source_rows = rows_of({"fill_quantized", "source_rows"}, source_rows, w.k, w.k);
+    columns.source_rows = rows_of({"fill_quantized", "source_rows"}, source_rows, w.k);
     int64_t bits = 0;
     for (const GroupRun& run : w.runs) {
         bits += run.groups * run.rows * run.bits;
@@ -223,10 +197,9 @@ static const void* row_codes(const QuantMatrix& w, const std::string& packing, p
             fail({"fill_quantized", "source_rows"}, "one width for all rows", "several");
         }
     }
-    const TensorView view = view_of(operand, codes);
-    check(operand, view, {is_words ? DType::i32 : DType::u8},
-          {is_words ? (bits + 31) / 32 : w.k, kAnySize});
-    check_contiguous(operand, view, 1);
+    const TensorView view = view_of({"fill_quantized", "codes"}, codes,
+                                    {is_words ? DType::i32 : DType::u8},
+                                    {is_words ? (bits + 31) / 32 : w.k, kAnySize}, 1);
     columns.columns = view.shape[1];
     columns.row_stride = view.shape[0] > 1 ? view.stride[0] : 0;
     return view.data;
@@ -237,8 +210,8 @@ static void fill_quantized(QuantLinear& self, int64_t first_column, const std::s
                            py::handle offsets, py::handle bias) {
     QuantMatrix& w = *self.matrix;
     QuantColumns from{};
-    const Ggml* ggml = nullptr;
-    for (const Ggml& kind : kGgml) {
+    const GgmlBlock* ggml = nullptr;
+    for (const GgmlBlock& kind : kGgmlBlocks) {
         if (packing == kind.name) ggml = &kind;
     }
     if (ggml != nullptr) {
@@ -261,16 +234,7 @@ static void fill_quantized(QuantLinear& self, int64_t first_column, const std::s
                            is_apart && w.offset != Offset::middle,
                            w.offset == Offset::zeros ? DType::u8 : w.scale_dtype, w.groups,
                            from.columns);
-    const Operand bias_operand{"fill_quantized", "bias"};
-    if ((w.bias != nullptr) == bias.is_none()) {
-        fail(bias_operand, "one exactly if the linear has one", bias.is_none() ? "None" : "a bias");
-    }
-    if (w.bias != nullptr) {
-        const TensorView view = view_of(bias_operand, bias);
-        check(bias_operand, view, {DType::f32}, {from.columns});
-        check_contiguous(bias_operand, view, 0);
-        from.bias = view.as<float>();
-    }
+    from.bias = bias_of("fill_quantized", bias, w.bias != nullptr, from.columns);
     py::gil_scoped_release release;
     w.fill(first_column, from);
 }

@@ -16,12 +16,11 @@ static void gated(ThreadPool& pool, const GatedActivationArgs& args, Act act) {
         for (int64_t i = item * per_item; i < last; ++i) {
             const int64_t row = i / blocks_per_row;
             const int64_t block = i % blocks_per_row;
-            const int64_t first = args.d * block / blocks_per_row;
-            const int64_t end = args.d * (block + 1) / blocks_per_row;
-            const float* gate = args.x + row * args.x_stride + first;
+            const Range columns = share(args.d, block, blocks_per_row);
+            const float* gate = args.x + row * args.x_stride + columns.first;
             const float* up = gate + args.d;
-            float* y = args.y + row * args.d + first;
-            for_lanes(end - first, [&](int64_t j, int count) {
+            float* y = args.y + row * args.d + columns.first;
+            for_lanes(columns.count(), [&](int64_t j, int count) {
                 const Vec value = act(load_some(gate + j, count));
                 store_some(y + j, mul(value, load_some(up + j, count)), count);
             });
@@ -30,11 +29,7 @@ static void gated(ThreadPool& pool, const GatedActivationArgs& args, Act act) {
 }
 
 void gated_activation(ThreadPool& pool, const GatedActivationArgs& args) {
-    if (args.gate == Gate::silu) {
-        gated(pool, args, [](Vec x) { return silu(x); });
-    } else {
-        gated(pool, args, [](Vec x) { return gelu_tanh(x); });
-    }
+    with_activation(args.gate, [&](auto act) { gated(pool, args, act); });
 }
 
 }  // namespace exl::EXL_ISA

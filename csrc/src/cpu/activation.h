@@ -5,6 +5,7 @@
 #pragma once
 
 #include "cpu/vec.h"
+#include "exl/ops/elementwise.h"
 
 namespace exl::EXL_ISA {
 
@@ -19,6 +20,16 @@ static inline Vec gelu_tanh(Vec x) {
     // x / infinity is the right limit, 0, except at -infinity itself, where it would be NaN; the
     // function's value there is 0 too, but so is torch's NaN: leave it visible.
     return div(x, add(set1(1.0f), grown));
+}
+
+// Runs fn(activation).
+template <class Fn>
+static inline void with_activation(Gate gate, Fn&& fn) {
+    if (gate == Gate::silu) {
+        fn([](Vec x) { return silu(x); });
+    } else {
+        fn([](Vec x) { return gelu_tanh(x); });
+    }
 }
 
 }  // namespace exl::EXL_ISA

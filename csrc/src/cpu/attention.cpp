@@ -45,10 +45,10 @@ static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
         const int64_t blocks = ceil_div(rows, block_rows);
         for (int64_t block = blocks - 1; block >= 0; --block) {
             Work work{};
-            const int64_t row = rows * block / blocks;
-            work.first_row = first + row;
-            work.rows = rows * (block + 1) / blocks - row;
-            work.position = args.past_lens[seq] + row;
+            const Range mine = share(rows, block, blocks);
+            work.first_row = first + mine.first;
+            work.rows = mine.count();
+            work.position = args.past_lens[seq] + mine.first;
             work.pages = args.page_table + seq * args.table_width;
             work.is_few = is_few;
             const int64_t oldest =
@@ -82,11 +82,8 @@ template <class T>
 static inline NextRows<T> first_rows(const AttentionArgs& args, const Work& work, int64_t kv_head) {
     const PagedRows<T> keys = paged_rows<T>(args, args.key_cache, work, kv_head);
     const PagedRows<T> values = paged_rows<T>(args, args.value_cache, work, kv_head);
-    const int64_t offset = work.key_begin % args.page_size;
-    const T* rows = keys.head + work.pages[work.key_begin / args.page_size] * keys.page_stride +
-                    offset * args.d;
-    return {rows, values.head + (rows - keys.head),
-            smaller(args.page_size - offset, work.key_end - work.key_begin), args.d};
+    return {keys.at(work.key_begin), values.at(work.key_begin),
+            keys.run_length(work.key_begin, work.key_end), args.d};
 }
 
 // Where a split leaves its result: values [splits][vectors][width], then peak and weight
@@ -102,11 +99,9 @@ static inline Partials partials_of(float* base, const Work& work, int64_t vector
     return {base, peak, peak + work.splits * vectors};
 }
 
-// Not inlined: it has two callers, each of which would hold a copy of all strategies.
 template <class T>
-static __attribute__((noinline)) void run_item(const AttentionArgs& args, const Work& work,
-                                               int64_t kv_head, const NextRows<T>& next,
-                                               int64_t scratch_floats, float* partial_base) {
+static void run_item(const AttentionArgs& args, const Work& work, int64_t kv_head,
+                     const NextRows<T>& next, int64_t scratch_floats, float* partial_base) {
     const int64_t vectors = work.rows * (args.q_heads / args.kv_heads);
     const int64_t width = padded(args.d);
     float* scratch = static_cast<float*>(thread_scratch(1, scratch_floats * 4));
@@ -177,16 +172,18 @@ static void attend(ThreadPool& pool, const AttentionArgs& args) {
         return partials + kv_head * plan.partial_floats + work.partial;
     };
     const int64_t items = plan.works * heads;
+    // Too little to wake a thread for is one chunk.
+    const bool is_shared = plan.products > kAloneProducts;
+    const int64_t per_chunk = is_shared ? 1 : larger(1, items);
     const auto for_items = [&](auto&& body) {
-        if (plan.products > kAloneProducts) {
-            pool.parallel_for(items, [&](int64_t item) { body(item); });
-        } else {
-            for (int64_t item = 0; item < items; ++item) body(item);
-        }
+        pool.parallel_for(ceil_div(items, per_chunk), [&](int64_t chunk) {
+            const int64_t last = smaller(items, (chunk + 1) * per_chunk);
+            for (int64_t item = chunk * per_chunk; item < last; ++item) body(item);
+        });
     };
     for_items([&](int64_t item) {
         const Work& work = works[item / heads];
-        const int64_t next = item + pool.threads();  // likely this thread's
+        const int64_t next = item + (is_shared ? pool.threads() : 1);  // likely this thread's
         const NextRows<T> rows = next < items
                                      ? first_rows<T>(args, works[next / heads], next % heads)
                                      : NextRows<T>{};

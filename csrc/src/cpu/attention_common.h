@@ -34,13 +34,20 @@ struct PagedRows {
     int64_t page_stride;
     int64_t d;
 
+    const T* at(int64_t position) const {
+        return head + pages[position / page_size] * page_stride + position % page_size * d;
+    }
+    // Rows from `begin` on, before `end`, that lie together.
+    int64_t run_length(int64_t begin, int64_t end) const {
+        return smaller(page_size - begin % page_size, end - begin);
+    }
+
     // Calls body(row, position, count) for each run of rows that lie together.
     template <class Body>
     void for_runs(int64_t begin, int64_t end, Body&& body) const {
         while (begin < end) {
-            const int64_t offset = begin % page_size;
-            const int64_t count = smaller(page_size - offset, end - begin);
-            body(head + pages[begin / page_size] * page_stride + offset * d, begin, count);
+            const int64_t count = run_length(begin, end);
+            body(at(begin), begin, count);
             begin += count;
         }
     }

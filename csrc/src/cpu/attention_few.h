@@ -45,7 +45,7 @@ static inline void score_keys(const float* queries, const T* keys, int64_t count
     for (int v = 0; v < V; ++v) sum4(sums[v], scores + v * kKeyBlock);
 }
 
-// values[v][c] = values[v][c] * factor[v] + sum_j weights[v][j] * rows[j][c], kFewValueVecs at once.
+// values[v][c] = values[v][c] * factor[v] + sum_j weights[v][j] * rows[j][c], N vectors at once.
 // Calls at_row(j) on the way.
 template <int V, int N, class T, class AtRow>
 static inline __attribute__((always_inline)) void add_values(const float* weights,

@@ -3,7 +3,7 @@
 // Contract   include/exl/ops/linear.h, which draws the layout.
 // Used for   m = 1: weights are read once and converted in registers; bound by memory.
 //            m <= kTileRows: the same with one register tile of m rows.
-//            above: each panel block is converted to fp32 once per kBlockRows rows and stays in
+//            above: each panel block is converted to fp32 once per kPassRows rows and stays in
 //            the cache while the tiles of x pass over it.
 // Mapping    Threads share column blocks (and row blocks); every sum runs over k in one order, so
 //            results do not depend on the number of threads.
@@ -18,7 +18,7 @@ namespace exl::EXL_ISA {
 // 4 x 256 gives 170 GFLOP/s at m = 512, k = 576, n = 1536; 8 x 384 gives 185; 8 x 768 the same.
 constexpr int64_t kBlockPanels = 8;
 constexpr int64_t kBlockSteps = 384;
-constexpr int64_t kBlockRows = 256;
+constexpr int64_t kPassRows = 256;
 // Bytes of weights in a decode work item: about 4 us of reading, against 0.1 us to hand it out.
 constexpr int64_t kDecodeItemBytes = 48 << 10;
 
@@ -167,7 +167,7 @@ static void prefill(ThreadPool& pool, const LinearArgs& args) {
         pack_rows(args.x + row * args.x_stride, args.x_stride, tiling.rows_of(tile), w.k,
                   packed_x + row * w.k);
     });
-    const int64_t row_blocks = ceil_div(args.m, kBlockRows);
+    const int64_t row_blocks = ceil_div(args.m, kPassRows);
     // Columns are dealt out in whole register tiles, and so that every thread gets as many blocks.
     const int64_t groups = ceil_div(w.panels(), kTilePanels);
     int64_t column_blocks = ceil_div(w.panels(), kBlockPanels);

@@ -22,9 +22,6 @@ struct Acts {
     int low_bits;
 };
 
-// Of 16-bit integers.
-constexpr int kLowBits = 8;
-
 struct SpanAct {
     float scale;
     int32_t sum;
@@ -84,15 +81,13 @@ static void quantize_row(const QuantMatrix& w, const float* x, int low_bits, uin
     }
 }
 
+// Can the two share x's integers?
 static bool has_same_input(const QuantMatrix& a, const QuantMatrix& b) {
-    if (a.input_hash != b.input_hash || a.blocks != b.blocks || a.spans != b.spans ||
-        a.runs.size() != b.runs.size() || a.order.size() != b.order.size()) {
-        return false;
-    }
+    if (a.runs.size() != b.runs.size() || !a.has_order_of(b)) return false;
     for (size_t i = 0; i < a.runs.size(); ++i) {
         if (a.runs[i].rows != b.runs[i].rows || a.runs[i].groups != b.runs[i].groups) return false;
     }
-    return __builtin_memcmp(a.order.data(), b.order.data(), a.order.size() * 4) == 0;
+    return true;
 }
 
 // x in integers for every part; parts that read the same input share one copy.
@@ -104,12 +99,13 @@ static void quantize(ThreadPool& pool, const QuantLinearArgs& args, const int* l
     int source[kMaxParts];
     for (int p = 0; p < args.count; ++p) {
         const QuantMatrix& w = *args.parts[p];
-        source[p] = p;
-        for (int q = p - 1; q >= 0; --q) {
-            if (low_bits[p] == low_bits[q] && has_same_input(w, *args.parts[q])) source[p] = q;
+        source[p] = 0;
+        while (source[p] < p && (low_bits[p] != low_bits[source[p]] ||
+                                 !has_same_input(w, *args.parts[source[p]]))) {
+            ++source[p];
         }
-        const int64_t row_bytes = w.blocks * kActBlock + ceil_div(w.spans, 16) * 16 * 8;
-        if (source[p] == p) bytes[p] = rows * row_bytes;
+        const int64_t held_bytes = w.blocks * kActBlock + ceil_div(w.spans, 16) * 16 * 8;
+        if (source[p] == p) bytes[p] = rows * held_bytes;
         total += bytes[p];
     }
     auto* room = static_cast<uint8_t*>(thread_scratch(2, total));

@@ -1,8 +1,8 @@
 // Panels of a quantized matrix as numbers, block by block.
 //
-//   floats  [rows][16]            for dequantize_blocks
-//   pairs   [rows / 2][16][2]     bf16, for dequantize_pairs: rows 2 i and 2 i + 1 of a column lie
-//                                 together, the operand of tiles
+//   FloatRows    [rows][16]
+//   BFloatPairs  [rows / 2][16][2]   rows 2 i and 2 i + 1 of a column lie together, the operand of
+//                                    tiles
 //
 // Accuracy   (code - zero) * scale + minimum, where the difference is exact; one rounding with
 //            fused multiply-add. Pairs are that, rounded once more to bf16 (nearest even).
@@ -11,6 +11,9 @@
 #include "cpu/quant_vec.h"
 
 namespace exl::EXL_ISA {
+
+// Columns of two panels side by side, which products make together.
+constexpr int kAccColumns = 2 * static_cast<int>(kPanel);
 
 // Scale and offset of one group's 16 columns.
 struct alignas(64) GroupColumns {
@@ -27,9 +30,7 @@ constexpr float kFloatBase = 8388608.0f;
 template <int Row>
 static inline Vec based_row(Codes v) {
 #if defined(__AVX512F__)
-    // Not _mm512_srli_epi32, about which GCC 12 warns (see setup.py).
-    using Lanes = uint32_t __attribute__((vector_size(64)));
-    const auto moved = reinterpret_cast<__m512i>(reinterpret_cast<Lanes>(v) >> 8 * Row);
+    const __m512i moved = _mm512_srli_epi32(v, 8 * Row);
     // (moved & 0xff) | kFloatBits
     return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(moved, _mm512_set1_epi32(0xff),
                                                          _mm512_set1_epi32(kFloatBits), 0xea));
@@ -43,18 +44,11 @@ static inline Vec based_row(Codes v) {
 #endif
 }
 
-template <class T>
-static inline void widen_columns(const T* from, float* to) {
-    for (int c = 0; c < kPanel; c += kLanes) store(to + c, load(from + c));
-}
-
 // `at`: of the group's first column in scales and offsets.
 static inline GroupColumns load_group(const QuantMatrix& w, int64_t at, int bits) {
     const auto widen = [&](const void* grid, float* to) {
-        if (w.scale_dtype == DType::f32) {
-            widen_columns(static_cast<const float*>(grid) + at, to);
-        } else {
-            widen_columns(static_cast<const Half*>(grid) + at, to);
+        for (int c = 0; c < kPanel; c += kLanes) {
+            store(to + c, load_grid(grid, w.scale_dtype, at + c));
         }
     };
     GroupColumns group;
@@ -142,6 +136,7 @@ static void dequantize_run(const QuantMatrix& w, const GroupRun& run, int64_t pa
     }
 }
 
+// Blocks [first_block, last_block) of a panel, to `out`.
 template <class Out>
 static void dequantize(const QuantMatrix& w, int64_t panel, int64_t first_block, int64_t last_block,
                        Out out) {
@@ -149,27 +144,10 @@ static void dequantize(const QuantMatrix& w, int64_t panel, int64_t first_block,
         const int64_t first = larger(first_block, run.first_block);
         const int64_t last = smaller(last_block, run.first_block + run.groups * run.blocks);
         if (first >= last) continue;
-        switch (run.bits) {
-            case 2: dequantize_run<2>(w, run, panel, first, last, out); break;
-            case 3: dequantize_run<3>(w, run, panel, first, last, out); break;
-            case 4: dequantize_run<4>(w, run, panel, first, last, out); break;
-            case 5: dequantize_run<5>(w, run, panel, first, last, out); break;
-            case 6: dequantize_run<6>(w, run, panel, first, last, out); break;
-            default: dequantize_run<8>(w, run, panel, first, last, out); break;
-        }
+        with_width(run.bits, [&]<int Bits>() {
+            dequantize_run<Bits>(w, run, panel, first, last, out);
+        });
     }
 }
-
-static inline void dequantize_blocks(const QuantMatrix& w, int64_t panel, int64_t first_block,
-                                     int64_t last_block, float* out) {
-    dequantize(w, panel, first_block, last_block, FloatRows{out});
-}
-
-#if defined(__AMX_BF16__)
-static inline void dequantize_pairs(const QuantMatrix& w, int64_t panel, int64_t first_block,
-                                    int64_t last_block, BFloat* out) {
-    dequantize(w, panel, first_block, last_block, BFloatPairs{out});
-}
-#endif
 
 }  // namespace exl::EXL_ISA

@@ -6,7 +6,7 @@
 //            its largest value; codes meet them in integer dot products, exact within a span; then
 //            scale, offset and the span's own scale apply in fp32. 8 bits would do for speed, but
 //            not for the results: SmolLM2 moves by 2.7e-3 (mean KL divergence) with 8-bit blocks of
-//            32, by 5e-6 with this.
+//            32, by 5e-6 with this. Narrow codes in tiles meet 12 bits: 1e-4 (quant_tiles_int8.h).
 // Mapping    A work item is some panels, read as one stream of codes and one of scales; every
 //            column is summed by one thread in one order, whatever the number of threads.
 #include "cpu/activation.h"
@@ -85,7 +85,7 @@ static void run_product(const QuantMatrix& w, const GroupRun& run, int64_t panel
         for (int64_t first = 0; first < run.blocks; first += kSpanBlocks, ++span) {
             const int64_t blocks = smaller(kSpanBlocks, run.blocks - first);
 #pragma GCC unroll 1
-            for (int v = 0; v < kVecs; ++v) {
+            for (int v = 0; v < kPanelVecs; ++v) {
                 DotSum sums[P][R];
                 span_product<Bits, R, P>(codes + v * kCodeBytes, w.panel_bytes, blocks, act,
                                          acts.row_bytes, sums);
@@ -107,9 +107,11 @@ template <int R, int P>
 static void panel_product(const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
                           float (*y)[kPanel]) {
     for (int p = 0; p < P; ++p) start_rows(w, panel + p, R, y + p * R);
-    for_runs(w, [&]<int Bits>(const GroupRun& run) {
-        run_product<Bits, R, P>(w, run, panel, acts, row, y);
-    });
+    for (const GroupRun& run : w.runs) {
+        with_width(run.bits, [&]<int Bits>() {
+            run_product<Bits, R, P>(w, run, panel, acts, row, y);
+        });
+    }
 }
 
 #if EXL_HAS_INT_TILES
@@ -139,7 +141,7 @@ static void run_tiles(const QuantMatrix& w, const GroupRun& run, int64_t panel, 
             const int64_t blocks = smaller(kSpanBlocks, run.blocks - first);
             at[span & 1] = grid;
             tile_span<Bits, P, IsWhole>(codes, w.panel_bytes, blocks, act, acts.row_bytes,
-                                        kCodesAhead, sums[span & 1]);
+                                        sums[span & 1]);
             if (done < span) scale_span();
             codes += blocks * Bits * 4 * kPanel;
             act += blocks * kActBlock;
@@ -153,14 +155,16 @@ template <int P>
 static void panel_tiles(const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
                         int rows, float (*y)[kPanel]) {
     for (int p = 0; p < P; ++p) start_rows(w, panel + p, rows, y + p * rows);
-    for_runs(w, [&]<int Bits>(const GroupRun& run) {
-        if constexpr (Bits <= kIntTileLowBits) {
-            if (acts.low_bits == kIntTileLowBits) {
-                return run_tiles<Bits, P, true>(w, run, panel, acts, row, rows, y);
+    for (const GroupRun& run : w.runs) {
+        with_width(run.bits, [&]<int Bits>() {
+            if constexpr (Bits <= kIntTileLowBits) {
+                if (acts.low_bits == kIntTileLowBits) {
+                    return run_tiles<Bits, P, true>(w, run, panel, acts, row, rows, y);
+                }
             }
-        }
-        run_tiles<Bits, P, false>(w, run, panel, acts, row, rows, y);
-    });
+            run_tiles<Bits, P, false>(w, run, panel, acts, row, rows, y);
+        });
+    }
 }
 
 #endif
@@ -186,7 +190,7 @@ static inline void with_tile(int64_t left, int64_t panels, [[maybe_unused]] int 
         }, rows, static_cast<int>(panels));
     }
 #endif
-    if constexpr (kTileSums >= 12) {
+    if constexpr (kTileSums >= 12 && !EXL_HAS_INT_TILES) {
         if (left >= 6 && panels >= 2) return of.template operator()<6, 2>();
     }
     if constexpr (kTileSums >= 8) {
@@ -203,14 +207,6 @@ static inline void with_tile(int64_t left, int64_t panels, [[maybe_unused]] int 
     of.template operator()<1, 1>();
 }
 
-static void gate(Gate kind, float* value, const float* up) {
-    for (int v = 0; v < kVecs; ++v) {
-        const Vec x = load(value + v * kLanes);
-        const Vec active = kind == Gate::silu ? silu(x) : gelu_tanh(x);
-        store(value + v * kLanes, mul(active, load(up + v * kLanes)));
-    }
-}
-
 // values[R][16] of one panel, to rows `row` .. of y.
 static void write_rows(const QuantLinearArgs& args, int64_t row, int rows, int64_t column,
                        int64_t columns, const float (*values)[kPanel]) {
@@ -224,24 +220,31 @@ static void write_rows(const QuantLinearArgs& args, int64_t row, int rows, int64
     }
 }
 
-struct Range {
-    int64_t first, last;
-};
+// y[count][16] = activation(y) * ups.
+static void gate_values(Gate gate, int count, const float (*ups)[kPanel], float (*y)[kPanel]) {
+    with_activation(gate, [&](auto active) {
+        for (int i = 0; i < count; ++i) {
+            for (int c = 0; c < kPanel; c += kLanes) {
+                store(y[i] + c, mul(active(load(y[i] + c)), load(ups[i] + c)));
+            }
+        }
+    });
+}
 
-// Panels of one part. They are the outer loop: their codes stay in the cache while the tiles of
-// rows pass over them.
-static void part_panels(const QuantLinearArgs& args, const Acts* acts, int part, Range rows,
-                        Range panels, int64_t first_column) {
-    const int low_bits = acts[part].low_bits;
+// Panels of w's columns, from `first_column` of y on: values(product, panel, row, count, y) makes
+// y[count][16], where product is with_tile's and count is rows times panels. Panels are the outer
+// loop: their codes stay in the cache while the tiles of rows pass over them.
+template <class Values>
+static void write_panels(const QuantLinearArgs& args, const QuantMatrix& w, int low_bits,
+                         Range rows, Range panels, int64_t first_column, Values&& values) {
     const IntTileScope scope(low_bits);
-    const QuantMatrix& w = *args.parts[part];
     alignas(64) float y[kTileRowsOut][kPanel];
     for (int64_t panel = panels.first; panel < panels.last; panel += 2) {
         const int64_t side = smaller(2, panels.last - panel);
         for (int64_t row = rows.first; row < rows.last;) {
             with_tile(rows.last - row, side, low_bits, [&](auto&& product, int count, int wide) {
                 for (int64_t p = 0; p < side; p += wide) {
-                    product(w, panel + p, acts[part], row, y);
+                    values(product, panel + p, row, count * wide, y);
                     for (int q = 0; q < wide; ++q) {
                         const int64_t column = (panel + p + q) * kPanel;
                         write_rows(args, row, count, first_column + column,
@@ -254,31 +257,25 @@ static void part_panels(const QuantLinearArgs& args, const Acts* acts, int part,
     }
 }
 
+static void part_panels(const QuantLinearArgs& args, const Acts* acts, int part, Range rows,
+                        Range panels, int64_t first_column) {
+    const QuantMatrix& w = *args.parts[part];
+    write_panels(args, w, acts[part].low_bits, rows, panels, first_column,
+                 [&](auto&& product, int64_t panel, int64_t row, int, float (*y)[kPanel]) {
+                     product(w, panel, acts[part], row, y);
+                 });
+}
+
 static void gated_panels(const QuantLinearArgs& args, const Acts* acts, Range rows,
                          Range panels) {
     const QuantMatrix& w = *args.parts[0];
-    const int low_bits = acts[0].low_bits;
-    const IntTileScope scope(low_bits);
-    alignas(64) float gates[kTileRowsOut][kPanel];
     alignas(64) float ups[kTileRowsOut][kPanel];
-    for (int64_t panel = panels.first; panel < panels.last; panel += 2) {
-        const int64_t side = smaller(2, panels.last - panel);
-        for (int64_t row = rows.first; row < rows.last;) {
-            with_tile(rows.last - row, side, low_bits, [&](auto&& product, int count, int wide) {
-                for (int64_t p = 0; p < side; p += wide) {
-                    product(w, panel + p, acts[0], row, gates);
-                    product(*args.parts[1], panel + p, acts[1], row, ups);
-                    for (int i = 0; i < count * wide; ++i) gate(args.gate, gates[i], ups[i]);
-                    for (int q = 0; q < wide; ++q) {
-                        const int64_t column = (panel + p + q) * kPanel;
-                        write_rows(args, row, count, column, smaller(kPanel, w.n - column),
-                                   gates + q * count);
-                    }
-                }
-                row += count;
-            });
-        }
-    }
+    write_panels(args, w, acts[0].low_bits, rows, panels, 0,
+                 [&](auto&& product, int64_t panel, int64_t row, int count, float (*y)[kPanel]) {
+                     product(w, panel, acts[0], row, y);
+                     product(*args.parts[1], panel, acts[1], row, ups);
+                     gate_values(args.gate, count, ups, y);
+                 });
 }
 
 // Parts keep 16-bit integers, or get 12-bit ones where their rows pass through tiles that are made
@@ -317,7 +314,7 @@ static void integer_product(ThreadPool& pool, const QuantLinearArgs& args) {
         const Range rows{item % row_blocks * kActRows,
                          smaller(args.m, (item % row_blocks + 1) * kActRows)};
         const int64_t split = item / row_blocks;
-        const Range mine{panels * split / splits, panels * (split + 1) / splits};
+        const Range mine = share(panels, split, splits);
         if (is_gated) return gated_panels(args, acts, rows, mine);
         int64_t before = 0;
         int64_t column = 0;

@@ -1,9 +1,10 @@
 // Memory and filling of quantized matrices, and their rows as embeddings. Layout and planes:
 // include/exl/ops/quantized.h. Filling reorders codes, and copies scales as they are.
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
-#include <utility>
 
+#include "exl/half.h"
 #include "exl/ops/quantized.h"
 #include "exl/weight_memory.h"
 
@@ -25,20 +26,6 @@ static Planes planes_of(int bits) {
         case 6: return {4, 2};
         default: return {bits, 0};
     }
-}
-
-// FNV-1a, word by word.
-static uint64_t hash_input(const QuantMatrix& w) {
-    uint64_t hash = 14695981039346656037u;
-    const auto add = [&](int64_t value) {
-        hash = (hash ^ static_cast<uint64_t>(value)) * 1099511628211u;
-    };
-    for (const GroupRun& run : w.runs) {
-        add(run.rows);
-        add(run.groups);
-    }
-    for (const int32_t feature : w.order) add(feature);
-    return hash;
 }
 
 QuantMatrix::QuantMatrix(const QuantLayout& layout)
@@ -74,7 +61,6 @@ QuantMatrix::QuantMatrix(const QuantLayout& layout)
             }
         }
     }
-    input_hash = hash_input(*this);
     const int64_t columns = panels() * kPanel;
     const int64_t code_bytes = panels() * panel_bytes;
     const int64_t scale_bytes = ceil_div(groups * columns * dtype_bytes(scale_dtype), 64) * 64;
@@ -94,6 +80,10 @@ QuantMatrix::QuantMatrix(const QuantLayout& layout)
 }
 
 QuantMatrix::~QuantMatrix() { release_memory(block_); }
+
+bool QuantMatrix::has_order_of(const QuantMatrix& other) const {
+    return blocks == other.blocks && order == other.order;
+}
 
 // Codes of one block as bytes, in the order of a plane of 8 bits: step i, then column, then row of
 // the step.
@@ -158,23 +148,15 @@ static void read_words(const QuantColumns& from, int64_t bit, int bits, int64_t 
     }
 }
 
-// GGML's blocks of 32 codes: where the scale, the minimum, the fifth bits and the codes lie.
-struct GgmlBlock {
-    int64_t bytes, minimum, high_bits, codes;
-};
-static GgmlBlock ggml_block(Packing packing) {
-    switch (packing) {
-        case Packing::q4_0: return {18, -1, -1, 2};
-        case Packing::q4_1: return {20, 2, -1, 4};
-        case Packing::q5_0: return {22, -1, 2, 6};
-        case Packing::q5_1: return {24, 2, 4, 8};
-        default: return {34, -1, -1, 2};  // q8_0
+static const GgmlBlock& ggml_block(Packing packing) {
+    for (const GgmlBlock& block : kGgmlBlocks) {
+        if (block.packing == packing) return block;
     }
+    std::abort();  // words and bytes have no blocks: the caller has looked
 }
 
-static void read_ggml(const uint8_t* from, Packing packing, uint8_t (&codes)[kBlockRows]) {
-    const GgmlBlock at = ggml_block(packing);
-    if (packing == Packing::q8_0) {
+static void read_ggml(const uint8_t* from, const GgmlBlock& at, uint8_t (&codes)[kBlockRows]) {
+    if (at.bits == 8) {
         for (int i = 0; i < 32; ++i) codes[i] = static_cast<uint8_t>(from[at.codes + i] ^ 0x80);
         return;
     }
@@ -192,8 +174,7 @@ static void read_ggml(const uint8_t* from, Packing packing, uint8_t (&codes)[kBl
 
 static void fill_ggml_panel(QuantMatrix& w, const QuantColumns& from, int64_t panel, int64_t column,
                             int64_t count) {
-    const GgmlBlock at = ggml_block(from.packing);
-    const int bits = w.runs[0].bits;
+    const GgmlBlock& at = ggml_block(from.packing);
     auto* scales = static_cast<uint16_t*>(w.scales) + w.scale_index(panel);
     auto* minimums = static_cast<uint16_t*>(w.offsets) + w.scale_index(panel);
     uint8_t* to = w.codes + panel * w.panel_bytes;
@@ -205,12 +186,12 @@ static void fill_ggml_panel(QuantMatrix& w, const QuantColumns& from, int64_t pa
             std::memcpy(scales + b * kPanel + c, source, 2);
             if (at.minimum >= 0) std::memcpy(minimums + b * kPanel + c, source + at.minimum, 2);
             uint8_t codes[kBlockRows];
-            read_ggml(source, from.packing, codes);
+            read_ggml(source, at, codes);
             for (int64_t i = 0; i < kSteps; ++i) {
                 std::memcpy(block.lanes[i] + 4 * c, codes + 4 * i, 4);
             }
         }
-        pack_block(block, bits, to + b * kPlaneRow * bits);
+        pack_block(block, at.bits, to + b * kPlaneRow * at.bits);
     }
 }
 
@@ -277,24 +258,6 @@ void QuantMatrix::fill(int64_t first_column, const QuantColumns& from) {
     if (bias != nullptr) {
         std::memcpy(bias + first_column, from.bias, static_cast<size_t>(from.columns) * 4);
     }
-}
-
-static float half_to_float(uint16_t bits) {
-    const uint32_t sign = static_cast<uint32_t>(bits & 0x8000) << 16;
-    const uint32_t magnitude = bits & 0x7fff;
-    uint32_t wide = 0;
-    if (magnitude >= 0x7c00) {
-        wide = (magnitude << 13) + (uint32_t{0xff - 0x1f} << 23);
-    } else if (magnitude >= 0x0400) {
-        wide = (magnitude << 13) + (uint32_t{127 - 15} << 23);
-    } else {
-        const float value = static_cast<float>(magnitude) * 0x1p-24f;
-        std::memcpy(&wide, &value, 4);
-    }
-    wide |= sign;
-    float value = 0;
-    std::memcpy(&value, &wide, 4);
-    return value;
 }
 
 static float grid_value(const void* grid, DType dtype, int64_t index) {

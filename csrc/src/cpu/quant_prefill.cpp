@@ -19,7 +19,6 @@
 //            runs over k in one order, so results do not depend on the number of threads.
 // Accuracy   fp32 sums. fp32: products of fp32 weights. bf16: weights and x rounded once each.
 #include "cpu/activation.h"
-#include "cpu/ops.h"
 #include "cpu/quant_prefill.h"
 #if defined(__AMX_BF16__)
 #include "cpu/quant_tiles_amx.h"
@@ -65,17 +64,6 @@ struct Pass {
     }
 };
 
-struct Span {
-    int64_t first;
-    int64_t last;
-
-    int64_t count() const { return last - first; }
-};
-
-static Span share(int64_t total, int64_t part, int64_t parts) {
-    return {total * part / parts, total * (part + 1) / parts};
-}
-
 static bool is_gated(const QuantLinearArgs& args) { return args.epilogue == Epilogue::gated; }
 
 static int64_t strips_of(const QuantMatrix& w) { return ceil_div(w.panels(), 2); }
@@ -106,12 +94,6 @@ static Strip strip_at(const Pass& pass, int64_t strip) {
             smaller(2 * kPanel, w->n - panel * kPanel)};
 }
 
-static bool has_same_order(const QuantMatrix& a, const QuantMatrix& b) {
-    return a.blocks == b.blocks && a.order.size() == b.order.size() &&
-           (a.order.empty() ||
-            __builtin_memcmp(a.order.data(), b.order.data(), a.order.size() * 4) == 0);
-}
-
 // x in stored order for every part; parts of the same order share one copy.
 static void pack(ThreadPool& pool, Pass& pass) {
     const QuantLinearArgs& args = pass.args;
@@ -123,7 +105,7 @@ static void pack(ThreadPool& pool, Pass& pass) {
     int64_t elements = 0;
     for (int p = 0; p < args.count; ++p) {
         int copy = 0;
-        while (copy < copies && !has_same_order(*distinct[copy], *args.parts[p])) ++copy;
+        while (copy < copies && !args.parts[p]->has_order_of(*distinct[copy])) ++copy;
         copy_of[p] = copy;
         if (copy < copies) continue;
         distinct[copies] = args.parts[p];
@@ -164,10 +146,9 @@ static void write_unit(const Pass& pass, const Strip& strip, int64_t unit, const
     const int rows = pass.rows_of(unit);
     float* y = args.y + (pass.first_row + unit * kUnitRows) * args.y_stride + strip.column;
     if (is_gated(args)) {
-        if (args.gate == Gate::silu) {
-            return write_gated(strip, rows, acc, y, args.y_stride, [](Vec x) { return silu(x); });
-        }
-        return write_gated(strip, rows, acc, y, args.y_stride, [](Vec x) { return gelu_tanh(x); });
+        return with_activation(args.gate, [&](auto act) {
+            write_gated(strip, rows, acc, y, args.y_stride, act);
+        });
     }
     const Side& side = strip.sides[0];
     const float* bias = side.w->bias == nullptr ? nullptr : side.w->bias + side.panel * kPanel;
@@ -192,9 +173,9 @@ static int64_t chunks_of(const Strip& strip) {
 
 // Blocks of a matrix: even shares, which depend on nothing else, so that parts joined give the sums
 // of each alone. Empty past its last chunk.
-static Span blocks_of(const QuantMatrix& w, int64_t chunk) {
+static Range blocks_of(const QuantMatrix& w, int64_t chunk) {
     const int64_t chunks = chunks_of(w);
-    return chunk < chunks ? share(w.blocks, chunk, chunks) : Span{w.blocks, w.blocks};
+    return chunk < chunks ? share(w.blocks, chunk, chunks) : Range{w.blocks, w.blocks};
 }
 
 // One chunk of a strip's weights times one unit.
@@ -202,18 +183,18 @@ static void multiply(const Pass& pass, const Strip& strip, int64_t chunk, int64_
                      const Element* weights, float* acc) {
     const int rows = pass.rows_of(unit);
     const bool accumulate = chunk > 0;
-    const auto at = [&](const Side& side, const Span& blocks) {
+    const auto at = [&](const Side& side, const Range& blocks) {
         return side.packed + unit * side.w->blocks * block_elements(kUnitRows) +
                blocks.first * block_elements(rows);
     };
     const Side* sides = strip.sides;
     if (strip.count == 2 && sides[0].packed == sides[1].packed) {
-        const Span blocks = blocks_of(*sides[0].w, chunk);
+        const Range blocks = blocks_of(*sides[0].w, chunk);
         multiply_unit<2>(at(sides[0], blocks), rows, weights, blocks.count(), accumulate, acc);
         return;
     }
     for (int s = 0; s < strip.count; ++s) {
-        const Span blocks = blocks_of(*sides[s].w, chunk);
+        const Range blocks = blocks_of(*sides[s].w, chunk);
         if (blocks.count() == 0) continue;
         multiply_unit<1>(at(sides[s], blocks), rows, weights, blocks.count(), accumulate,
                          acc + s * kPanel);
@@ -225,14 +206,14 @@ static void multiply(const Pass& pass, const Strip& strip, int64_t chunk, int64_
 static void make_weights(const Strip& strip, int64_t chunk, Element* weights) {
     for (int s = 0; s < strip.count; ++s) {
         const Side& side = strip.sides[s];
-        const Span blocks = blocks_of(*side.w, chunk);
+        const Range blocks = blocks_of(*side.w, chunk);
         weights_of(*side.w, side.panel, blocks.first, blocks.last, weights);
         weights += blocks.count() * kBlockRows * kPanel;
     }
 }
 
 // Some strips and units of a pass.
-static void item_product(const Pass& pass, const Span& strips, const Span& units) {
+static void item_product(const Pass& pass, const Range& strips, const Range& units) {
     constexpr int64_t kWeightElements = 2 * kChunkBlocks * kBlockRows * kPanel;
     auto* weights = static_cast<Element*>(
         thread_scratch(kWeightSlot, kWeightElements * static_cast<int64_t>(sizeof(Element))));

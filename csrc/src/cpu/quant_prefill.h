@@ -3,13 +3,9 @@
 
 #include "exl/ops/quantized.h"
 
-namespace exl {
-class ThreadPool;
-}
-
 namespace exl::EXL_ISA {
 
-// All epilogues, parts and row strides; any m > 0. Meant for some 16 rows and more.
+// All epilogues, parts and row strides; any m > 0.
 void quant_prefill(ThreadPool& pool, const QuantLinearArgs& args);
 
 }  // namespace exl::EXL_ISA

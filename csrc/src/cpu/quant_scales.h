@@ -2,19 +2,14 @@
 #pragma once
 
 #include "cpu/quant_acts.h"
+#include "cpu/tile.h"
 
 namespace exl::EXL_ISA {
 
-constexpr int kVecs = static_cast<int>(kPanel) / kLanes;
 // How far ahead of use the streams of codes and of scales are asked for. Measured on two cores with
 // 96 MB of weights in all: 24 GB/s without, 29, 31, 44 and 43 at 2, 4, 8 and 16 KiB.
 constexpr int64_t kCodesAhead = 8192;
 constexpr int64_t kGridAhead = 1024;
-
-static Vec load_grid(const void* grid, DType dtype, int64_t index) {
-    return dtype == DType::f32 ? load(static_cast<const float*>(grid) + index)
-                               : load(static_cast<const Half*>(grid) + index);
-}
 
 // Always inlined, as `prefetch` is and for its reason.
 static inline __attribute__((always_inline)) void ask_for_grids(const QuantMatrix& w, int64_t at) {
@@ -58,24 +53,9 @@ static inline __attribute__((always_inline)) void apply_scales(const QuantMatrix
     }
 }
 
-// Runs fn<Bits>(run) for every run of groups.
-template <class Fn>
-static inline void for_runs(const QuantMatrix& w, Fn&& fn) {
-    for (const GroupRun& run : w.runs) {
-        switch (run.bits) {
-            case 2: fn.template operator()<2>(run); break;
-            case 3: fn.template operator()<3>(run); break;
-            case 4: fn.template operator()<4>(run); break;
-            case 5: fn.template operator()<5>(run); break;
-            case 6: fn.template operator()<6>(run); break;
-            default: fn.template operator()<8>(run); break;
-        }
-    }
-}
-
 // y[rows][16] of one panel: the bias, or zero.
 static void start_rows(const QuantMatrix& w, int64_t panel, int rows, float (*y)[kPanel]) {
-    for (int v = 0; v < kVecs; ++v) {
+    for (int v = 0; v < kPanelVecs; ++v) {
         const int64_t at = panel * kPanel + v * kLanes;
         const Vec bias = w.bias != nullptr ? load(w.bias + at) : set1(0.0f);
         for (int r = 0; r < rows; ++r) store(y[r] + v * kLanes, bias);

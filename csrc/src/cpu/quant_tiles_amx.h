@@ -8,8 +8,7 @@
 // leave room for two of each operand. Activations are rounded to bf16, nearest even.
 #pragma once
 
-#include <immintrin.h>
-
+#include "cpu/amx.h"
 #include "cpu/quant_dequant.h"
 
 namespace exl::EXL_ISA {
@@ -18,7 +17,6 @@ using Element = BFloat;
 constexpr int kUnitRows = 32;
 // At most 640 rows of two panels, 40 KiB, which stay in L1 while the units of x pass over them.
 constexpr int64_t kChunkBlocks = 20;
-constexpr int kAccColumns = 2 * static_cast<int>(kPanel);
 constexpr int64_t kTileElements = kBlockRows * kPanel;  // of activations or weights
 
 static inline int64_t block_elements(int) { return kUnitRows * kBlockRows; }
@@ -51,27 +49,8 @@ static inline void pack_unit(const float* x, int64_t x_stride, int rows, const Q
 
 static inline void weights_of(const QuantMatrix& w, int64_t panel, int64_t first_block,
                               int64_t last_block, BFloat* to) {
-    dequantize_pairs(w, panel, first_block, last_block, to);
+    dequantize(w, panel, first_block, last_block, BFloatPairs{to});
 }
-
-// What a thread needs around its products: eight tiles of 16 rows of 64 bytes.
-struct TileScope {
-    TileScope() {
-        struct alignas(64) {
-            uint8_t palette = 1;
-            uint8_t start_row = 0;
-            uint8_t reserved[14] = {};
-            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-        } shape;
-        static_assert(sizeof shape == 64);
-        _tile_loadconfig(&shape);
-    }
-    // The next switch of this thread need not save 8 KiB.
-    ~TileScope() { _tile_release(); }
-    TileScope(const TileScope&) = delete;
-    TileScope& operator=(const TileScope&) = delete;
-};
 
 // Tiles 0 to 3 are the result, 4 and 5 activations, 6 and 7 weights. Activations go past L1, where
 // the weights are: measured on one core with chunks of 18 blocks, 2400 instead of 1650 GFLOP/s.

@@ -12,7 +12,6 @@ using Element = float;
 constexpr int kUnitRows = kTileRows;
 // At most 640 rows of two panels, 80 KiB of L2. 6, 9 and 12 blocks were no faster.
 constexpr int64_t kChunkBlocks = 20;
-constexpr int kAccColumns = 2 * static_cast<int>(kPanel);
 
 // What a thread needs around its products.
 struct TileScope {
@@ -34,7 +33,7 @@ static inline void pack_unit(const float* x, int64_t x_stride, int rows, const Q
 
 static inline void weights_of(const QuantMatrix& w, int64_t panel, int64_t first_block,
                               int64_t last_block, float* to) {
-    dequantize_blocks(w, panel, first_block, last_block, to);
+    dequantize(w, panel, first_block, last_block, FloatRows{to});
 }
 
 // acc[rows][kAccColumns] (+)= a @ b over `blocks` of each of the panels of b.

@@ -14,7 +14,8 @@
 // 6 and 7 codes.
 #pragma once
 
-#include "cpu/quant_acts.h"
+#include "cpu/amx.h"
+#include "cpu/quant_scales.h"
 
 namespace exl::EXL_ISA {
 
@@ -31,29 +32,11 @@ static inline bool has_narrow_codes(const QuantMatrix& w) {
     return true;
 }
 
-// Tile shapes for one kind of integers, for the calling thread, while it lives.
-struct IntTileScope {
-    explicit IntTileScope(int low_bits) {
-        const bool is_whole = low_bits == kIntTileLowBits;
-        const uint16_t x_bytes = is_whole ? 2 * kBlockRows : kBlockRows;
-        const uint8_t code_rows = is_whole ? 16 : 8;
-        struct alignas(64) {
-            uint8_t palette = 1;
-            uint8_t start_row = 0;
-            uint8_t reserved[14] = {};
-            uint16_t row_bytes[16] = {64, 64, 64, 64};
-            uint8_t rows[16] = {16, 16, 16, 16};
-        } shape;
-        static_assert(sizeof shape == 64);
-        for (int tile = 4; tile < 8; ++tile) {
-            shape.row_bytes[tile] = tile < 6 ? x_bytes : 64;
-            shape.rows[tile] = tile < 6 ? kIntTileRows : code_rows;
-        }
-        _tile_loadconfig(&shape);
-    }
-    ~IntTileScope() { _tile_release(); }
-    IntTileScope(const IntTileScope&) = delete;
-    IntTileScope& operator=(const IntTileScope&) = delete;
+// For one kind of integers.
+struct IntTileScope : TileScope {
+    explicit IntTileScope(int low_bits)
+        : TileScope(low_bits == kIntTileLowBits ? 2 * kBlockRows : kBlockRows,
+                    low_bits == kIntTileLowBits ? 16 : 8) {}
 };
 
 struct IntTileSums {
@@ -86,8 +69,7 @@ static inline void unpack_block(const uint8_t* block, uint8_t* bytes) {
 // One span of one or two panels, `panel_bytes` apart.
 template <int Bits, int Panels, bool IsWhole>
 static inline void tile_span(const uint8_t* codes, int64_t panel_bytes, int64_t blocks,
-                             const uint8_t* act, int64_t row_bytes, int64_t codes_ahead,
-                             IntTileSums& sums) {
+                             const uint8_t* act, int64_t row_bytes, IntTileSums& sums) {
     alignas(64) uint8_t bytes[2][16 * 64];
     const auto x_stride = static_cast<size_t>(row_bytes);
     _tile_zero(0);
@@ -97,7 +79,7 @@ static inline void tile_span(const uint8_t* codes, int64_t panel_bytes, int64_t 
     for (int64_t b = 0; b < blocks; ++b) {
         for (int p = 0; p < Panels; ++p) {
             const uint8_t* block = codes + p * panel_bytes;
-            for (int64_t line = 0; line < Bits; ++line) prefetch(block + codes_ahead + 64 * line);
+            for (int64_t line = 0; line < Bits; ++line) prefetch(block + kCodesAhead + 64 * line);
             unpack_block<Bits, IsWhole>(block, bytes[p]);
         }
         // The compiler does not know that tile instructions touch memory.

@@ -1,9 +1,9 @@
 // Integer dot products of codes and activations, on one vector of kLanes columns.
 //
 // A vector of codes holds 4 rows of each column, a byte each: one 32-bit lane a column. Activations
-// are 16-bit integers. With VNNI they are two planes of bytes, 256 hi + lo, each the signed operand
-// of a byte dot product; elsewhere they are 16-bit words, and codes become words by masking: the
-// even rows of a lane, then the odd ones.
+// are integers of 16 bits or fewer. With VNNI they are two planes of bytes, high and low parts,
+// each the signed operand of a byte dot product; elsewhere they are 16-bit words, and codes become
+// words by masking: the even rows of a lane, then the odd ones.
 #pragma once
 
 #include "cpu/vec.h"
@@ -140,6 +140,12 @@ static inline void gather_block(const float* x, const int32_t* features, float* 
 }
 #endif
 
+// kLanes scales or minimums.
+static inline Vec load_grid(const void* grid, DType dtype, int64_t index) {
+    return dtype == DType::f32 ? load(static_cast<const float*>(grid) + index)
+                               : load(static_cast<const Half*>(grid) + index);
+}
+
 constexpr int64_t kCodeBytes = 4 * kLanes;  // of one vector
 
 // Codes of step Step (rows 4 Step ..) of a plane, for the columns at `plane`.
@@ -165,6 +171,19 @@ static inline Codes block_codes(const uint8_t* block) {
     }
 }
 
+// Runs fn<bits>().
+template <class Fn>
+static inline __attribute__((always_inline)) void with_width(int bits, Fn&& fn) {
+    switch (bits) {
+        case 2: return fn.template operator()<2>();
+        case 3: return fn.template operator()<3>();
+        case 4: return fn.template operator()<4>();
+        case 5: return fn.template operator()<5>();
+        case 6: return fn.template operator()<6>();
+        default: return fn.template operator()<8>();
+    }
+}
+
 // Runs fn<I>() for I = 0 .. Count - 1, unrolled.
 template <int Count, int I = 0, class Fn>
 static inline __attribute__((always_inline)) void unrolled(Fn&& fn) {
@@ -177,6 +196,8 @@ static inline __attribute__((always_inline)) void unrolled(Fn&& fn) {
 // Activations of one row: 2 bytes for each padded row, in blocks of 32. With byte dots a block is
 // 32 bytes of high parts, then 32 of low ones; else 32 words, where each 4 rows are ordered 0 2 1 3.
 constexpr int64_t kActBlock = 2 * kBlockRows;
+// Bits of the low part of a 16-bit integer.
+constexpr int kLowBits = 8;
 
 #if EXL_HAS_BYTE_DOT
 
@@ -189,7 +210,7 @@ struct DotSum {
         high = _mm512_dpbusd_epi32(high, codes, broadcast32(act + 4 * Step));
         low = _mm512_dpbusd_epi32(low, codes, broadcast32(act + kBlockRows + 4 * Step));
     }
-    Codes total() const { return _mm512_add_epi32(_mm512_slli_epi32(high, 8), low); }
+    Codes total() const { return _mm512_add_epi32(_mm512_slli_epi32(high, kLowBits), low); }
 };
 
 // One block of x times `inverse` as integers, `low_bits` of each its low part; returns their sum.

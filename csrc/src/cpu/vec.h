@@ -1,7 +1,7 @@
 // The vector type of the set being compiled, and what is the same for all of them. Everything here
 // is static inline inside the set's namespace: a shared inline function would be merged by the
 // linker, and the copy that stays might hold instructions that this processor lacks. For the same
-// reason kernels use no templates of the standard library.
+// reason kernels use nothing of the standard library that is not always inlined.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +34,18 @@ namespace exl::EXL_ISA {
 static inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Range {
+    int64_t first;
+    int64_t last;
+
+    int64_t count() const { return last - first; }
+};
+
+// Share `part` of `parts` even ones of [0, total).
+static inline Range share(int64_t total, int64_t part, int64_t parts) {
+    return {total * part / parts, total * (part + 1) / parts};
+}
 
 // Calls body(offset, kLanes) for whole vectors of [0, n), then body(offset, rest) once if any.
 template <class Body>

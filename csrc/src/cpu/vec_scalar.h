@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
+#include "exl/half.h"
+
 namespace exl::EXL_ISA {
 
 using Vec = float;
@@ -24,22 +26,6 @@ static inline float from_bits(uint32_t u) {
     float x;
     std::memcpy(&x, &u, 4);
     return x;
-}
-
-// IEEE binary16 to binary32, exact, subnormals and NaN payloads included.
-static inline float half_to_float(uint16_t h) {
-    const uint32_t sign = uint32_t(h & 0x8000) << 16;
-    const uint32_t exponent = (h >> 10) & 0x1f;
-    const uint32_t mantissa = h & 0x3ff;
-    if (exponent == 0x1f) {
-        const uint32_t quiet = mantissa != 0 ? 0x400000u : 0u;
-        return from_bits(sign | 0x7f800000u | quiet | (mantissa << 13));
-    }
-    if (exponent == 0) {
-        const float magnitude = float(mantissa) * 0x1p-24f;
-        return from_bits(sign | bits_of(magnitude));
-    }
-    return from_bits(sign | ((exponent + 112) << 23) | (mantissa << 13));
 }
 
 // Binary32 to binary16, nearest even; overflow becomes infinity, underflow subnormal.

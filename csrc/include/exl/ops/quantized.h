@@ -36,6 +36,26 @@ constexpr int kMaxParts = 3;
 enum class Offset : int { middle = 0, zeros = 1, minimums = 2 };
 enum class Packing : int { words = 0, bytes, q4_0, q4_1, q5_0, q5_1, q8_0 };
 
+// One of GGML's blocks of 32 values of a column: what its codes are, and at which byte a float16
+// minimum, the fifth bits and the codes lie (-1: it has none). A float16 scale comes first.
+struct GgmlBlock {
+    Packing packing;
+    const char* name;
+    int bits;
+    Offset offset;
+    int64_t bytes;
+    int64_t minimum;
+    int64_t high_bits;
+    int64_t codes;
+};
+constexpr GgmlBlock kGgmlBlocks[] = {
+    {Packing::q4_0, "q4_0", 4, Offset::middle, 18, -1, -1, 2},
+    {Packing::q4_1, "q4_1", 4, Offset::minimums, 20, 2, -1, 4},
+    {Packing::q5_0, "q5_0", 5, Offset::middle, 22, -1, 2, 6},
+    {Packing::q5_1, "q5_1", 5, Offset::minimums, 24, 2, 4, 8},
+    {Packing::q8_0, "q8_0", 8, Offset::middle, 34, -1, -1, 2},
+};
+
 struct GroupRun {
     int bits;
     int64_t groups;
@@ -82,9 +102,12 @@ public:
     // Columns [first_column, first_column + columns.columns); whole panels, or the last columns.
     void fill(int64_t first_column, const QuantColumns& columns);
 
+    // Are the same features in the same padded rows?
+    bool has_order_of(const QuantMatrix& other) const;
+
     int64_t panels() const { return (n + kPanel - 1) / kPanel; }
     const uint8_t* panel_codes(int64_t panel) const { return codes + panel * panel_bytes; }
-    // f16 or f32; elements of `panel`, [groups][16].
+    // Of a panel's first scale and offset; [groups][16] follow.
     int64_t scale_index(int64_t panel) const { return panel * groups * kPanel; }
 
     const int64_t n;
@@ -99,8 +122,6 @@ public:
     int64_t size_bytes = 0;
     // Feature of each padded row, -1 for padding; empty where padded row r is feature r.
     std::vector<int32_t> order;
-    // Equal for matrices of equal order and groups, which can share x's integers.
-    uint64_t input_hash = 0;
     uint8_t* codes = nullptr;
     void* scales = nullptr;
     void* offsets = nullptr;  // uint8 zeros, or minimums of scale_dtype; null in the middle
