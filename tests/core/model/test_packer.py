@@ -10,9 +10,9 @@ from gguf import GGMLQuantizationType
 
 from exl_core.load import open_checkpoint
 from exl_core.model import packer
-from exl_core.model.packer import Packer, column_ranges
+from exl_core.model.packer import Packer
 from exl_core.ops.table import get_table
-from exl_core.weights.checkpoint import Checkpoint
+from exl_core.weights.checkpoint import Checkpoint, row_ranges
 from support.gguf_models import write_gguf
 from support.quantized_models import (
     GPTQ_SETTINGS,
@@ -61,9 +61,9 @@ def test_packed_matrices_hold_what_the_codes_mean(
     assert reported[-1] == sum(checkpoint.stored[name].size_bytes for name in alone)
 
 
-def test_column_ranges_cover_everything_once() -> None:
+def test_row_ranges_cover_everything_once() -> None:
     for columns, rows, values in ((49152, 576, 1 << 20), (300, 64, 1 << 12), (8, 4096, 64)):
-        ranges = column_ranges(columns, rows, values)
+        ranges = row_ranges(columns, rows, values)
         assert [start for start, _ in ranges] == [0, *(stop for _, stop in ranges[:-1])]
         assert ranges[-1][1] == columns
         assert all(start % 32 == 0 for start, _ in ranges)

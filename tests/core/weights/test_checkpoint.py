@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,8 +15,17 @@ from safetensors.torch import load_file, save_file
 
 from exl_core.errors import MissingTensorError, WeightShapeError, WeightValueError
 from exl_core.load import open_checkpoint
+from exl_core.ops.table import get_table
 from exl_core.weights.checkpoint import Checkpoint
 from support.gguf_models import write_gguf
+from support.quantized_models import (
+    GPTQ_SETTINGS,
+    SIZES,
+    Pieces,
+    exl2_pieces,
+    gptq_pieces,
+    quantize,
+)
 from support.runtime_form import evaluate, half_ulp
 from support.tiny_models import save, tiny_gemma3, tiny_llama
 
@@ -122,6 +133,34 @@ def test_memory_is_counted_as_it_is_packed(folder: Path) -> None:
     before = Checkpoint(*open_checkpoint(folder)).packed_bytes
     edit(folder, **{GATE: load_file(folder / "model.safetensors")[GATE].bfloat16()})
     assert before - Checkpoint(*open_checkpoint(folder)).packed_bytes == 112 * 72 * 2
+
+
+@pytest.mark.parametrize(
+    "settings, pieces, columns",  # EXL2 pads these columns in the file, GPTQ cannot have them
+    [({"quant_method": "exl2"}, exl2_pieces, 100), (GPTQ_SETTINGS, gptq_pieces, 104)],
+    ids=["exl2", "gptq"],
+)
+def test_quantized_memory_is_counted_as_it_is_packed(
+    tmp_path: Path, settings: dict[str, Any], pieces: Callable[[int, int], Pieces], columns: int
+) -> None:
+    folder = save(tiny_llama(**SIZES, tie_word_embeddings=True), tmp_path)
+    quantize(folder, settings, pieces)
+    stem = GATE.removesuffix("weight")
+    edit(folder, **{stem + part: value for part, value in pieces(64, columns).items()})
+    checkpoint = Checkpoint(*open_checkpoint(folder), tensors={GATE: (columns, 64)})
+    packed = get_table("cpu", threads=1).new_quantized(checkpoint.quantized(GATE).layout)
+    order = 64 * 4  # the feature of each row, int32
+    assert packed.size_bytes - order <= checkpoint.packed_bytes <= packed.size_bytes
+
+
+def test_a_scalar_in_place_of_codes_is_refused(tmp_path: Path) -> None:
+    folder = save(tiny_llama(**SIZES), tmp_path)
+    quantize(folder, {"quant_method": "exl2"}, exl2_pieces)
+    edit(folder, **{GATE.replace("weight", "q_weight"): torch.tensor(1, dtype=torch.int32)})
+    checkpoint = Checkpoint(*open_checkpoint(folder))
+    for look in (checkpoint.quantized, checkpoint.group_runs, lambda _: checkpoint.packed_bytes):
+        with pytest.raises(WeightShapeError, match=r"gate_proj: tensor 'q_weight' has an imposs"):
+            look(GATE)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K"])

@@ -36,6 +36,22 @@ def test_rows_come_back_as_they_were_saved(tmp_path: Path, dtype: torch.dtype) -
     assert torch.equal(source.read("w", order), matrix[order])
 
 
+def test_rows_that_are_not_aligned_are_copied_alone(tmp_path: Path) -> None:
+    matrix, empty = torch.randn(37, 5), torch.zeros(0, 5)
+    header = json.dumps({"w": entry("F32", [37, 5], 0, 740), "e": entry("F32", [0, 5], 740, 740)})
+    text = header.ljust(-(-len(header) // 8) * 8 + 1).encode()  # and so one space too many
+    write(tmp_path / "model.safetensors", text, matrix.numpy().tobytes())
+    source = SafetensorsSource(tmp_path)
+
+    for rows in (slice(0, 16), slice(16, 32), slice(32, 64), slice(7, 7)):
+        values = source.read("w", rows)
+        assert torch.equal(values, matrix[rows])
+        assert values.untyped_storage().nbytes() == matrix[rows].numel() * 4
+    order = torch.tensor([3, 1, 36])
+    assert torch.equal(source.read("w", order), matrix[order])
+    assert torch.equal(source.read("e", slice(None)), empty)
+
+
 def test_shards_are_found_through_their_index_and_strays_are_not_read(tmp_path: Path) -> None:
     first, second = torch.randn(2, 2), torch.randn(2, 2)
     save_file({"a": first}, tmp_path / "model-00001-of-00002.safetensors")

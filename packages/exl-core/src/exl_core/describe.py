@@ -1,5 +1,5 @@
-"""What a model is, from its headers alone: sizes, bits per weight, memory, tokenizer, backends; and
-whether all that it holds is sound, which takes reading it."""
+"""What a model is, from its headers and group tables: sizes, bits per weight, memory, tokenizer,
+backends; and whether all that it holds is sound, which takes reading it."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from exl_core.tokenizer.check import check_vocab
 from exl_core.tokenizer.detect import load_tokenizer
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.quantized import MATRIX
-from exl_core.weights.source import StoredTensor
-from exl_core.weights.verify import Progress, VerifyReport, verify
+from exl_core.weights.source import Progress, StoredTensor
+from exl_core.weights.verify import VerifyReport, verify
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from exl_core.tokenizer.detect import load_tokenizer
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.gguf import GgufSource, rope_factors
 from exl_core.weights.safetensors import SafetensorsSource
-from exl_core.weights.source import TensorSource
+from exl_core.weights.source import Progress, TensorSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class LoadedModel:
 def load_model(
     spec: str | None = None,
     options: LoadOptions | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """Loads what `spec` names (`resolve_model`). `progress` gets bytes read and bytes in all.
 

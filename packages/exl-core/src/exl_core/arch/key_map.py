@@ -98,6 +98,11 @@ def gguf_name(arch: ArchSpec, name: str) -> str:
     return f"blk.{layer}.{(_GGUF_LAYER | _GGUF_NORMS[arch.residual])[part]}.{kind}"
 
 
+def bias_of(name: str) -> str:
+    """Our name for the bias that goes with matrix `name`; not every matrix has one."""
+    return name.removesuffix("weight") + "bias"
+
+
 def packed_together(name: str) -> list[str]:
     """The matrices that are packed into one with `name`, in order: they read the same input."""
     for parts in (("q", "k", "v"), ("gate", "up")):

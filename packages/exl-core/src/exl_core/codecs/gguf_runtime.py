@@ -26,18 +26,22 @@ SUPERBLOCK_GROUPS = 8  # in the blocks of Q4_K and Q5_K
 
 class _Form(NamedTuple):
     offset: Offset
-    scales: int  # float16 numbers at the start of each block
     packing: Packing
+
+    @property
+    def scales(self) -> int:
+        """float16 numbers at the start of each block."""
+        return 2 if self.offset == "minimums" else 1
 
 
 _FORMS = {
-    GGMLQuantizationType.Q4_0: _Form("middle", 1, "q4_0"),
-    GGMLQuantizationType.Q4_1: _Form("minimums", 2, "q4_1"),
-    GGMLQuantizationType.Q5_0: _Form("middle", 1, "q5_0"),
-    GGMLQuantizationType.Q5_1: _Form("minimums", 2, "q5_1"),
-    GGMLQuantizationType.Q8_0: _Form("middle", 1, "q8_0"),
-    GGMLQuantizationType.Q4_K: _Form("minimums", 2, "bytes"),
-    GGMLQuantizationType.Q5_K: _Form("minimums", 2, "bytes"),
+    GGMLQuantizationType.Q4_0: _Form("middle", "q4_0"),
+    GGMLQuantizationType.Q4_1: _Form("minimums", "q4_1"),
+    GGMLQuantizationType.Q5_0: _Form("middle", "q5_0"),
+    GGMLQuantizationType.Q5_1: _Form("minimums", "q5_1"),
+    GGMLQuantizationType.Q8_0: _Form("middle", "q8_0"),
+    GGMLQuantizationType.Q4_K: _Form("minimums", "bytes"),
+    GGMLQuantizationType.Q5_K: _Form("minimums", "bytes"),
 }
 
 

@@ -55,6 +55,10 @@ class GptqSettings:
     has_act_order: bool
     checkpoint_format: CheckpointFormat
 
+    def group_rows(self, in_features: int) -> int:
+        """Features in a group of so many in all; the last group may have fewer."""
+        return in_features if self.group_size == ONE_GROUP else self.group_size
+
 
 def parse_settings(config: Mapping[str, object], where: object) -> GptqSettings:
     """From `quantize_config.json` or the block `quantization_config` of `config.json`."""
@@ -144,9 +148,7 @@ class GptqLinear:
 
     @property
     def group_rows(self) -> int:
-        """Features in a group; the last one may have fewer."""
-        size = self.settings.group_size
-        return self.in_features if size == ONE_GROUP else size
+        return self.settings.group_rows(self.in_features)
 
     @property
     def size_bytes(self) -> int:

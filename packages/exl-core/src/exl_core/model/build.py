@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, layer_prefix
 from exl_core.arch.spec import HeadNorm, ModelConfig, Residual
-from exl_core.model.packer import Packer, Progress
+from exl_core.model.packer import Packer
 from exl_core.model.weights import (
     AttentionWeights,
     BlockWeights,
@@ -17,6 +17,7 @@ from exl_core.model.weights import (
 )
 from exl_core.ops.table import OpTable
 from exl_core.weights.checkpoint import Checkpoint
+from exl_core.weights.source import Progress
 
 # By the first of those that are packed together.
 _QKV, _OUTPUT = "self_attn.q_proj.weight", "self_attn.o_proj.weight"

@@ -12,15 +12,15 @@ from typing import ParamSpec
 
 from torch import Tensor
 
-from exl_core.arch.key_map import packed_together
+from exl_core.arch.key_map import bias_of, packed_together
 from exl_core.codecs.runtime import RuntimeMatrix
 from exl_core.errors import BackendError
 from exl_core.ops.table import OpTable, PackedLinear
-from exl_core.weights.checkpoint import COLUMN_STEP, Checkpoint
+from exl_core.weights.checkpoint import Checkpoint, row_ranges
 from exl_core.weights.locate import share
+from exl_core.weights.source import Progress
 
 P = ParamSpec("P")
-Progress = Callable[[int, int], None]
 
 CHUNK_VALUES = 1 << 20  # of a quantized matrix repacked at a time: half a MiB of 4-bit codes
 SPLIT_VALUES = 1 << 22  # from twice as many on, several threads share one matrix
@@ -79,7 +79,7 @@ class Packer:
         rows, columns = matrix.layout.in_features, matrix.layout.out_features
         jobs = [
             self._submit(self._fill, name, matrix, packed, first, last)
-            for first, last in column_ranges(columns, rows, SPLIT_VALUES)
+            for first, last in row_ranges(columns, rows, SPLIT_VALUES)
         ]
 
         def release_at_last(_: Future[PackedLinear]) -> None:
@@ -105,7 +105,7 @@ class Packer:
     def _open(self, name: str) -> RuntimeMatrix:
         matrix = self._checkpoint.quantized(name)
         if matrix.layout.has_bias:
-            self._report(self._checkpoint.stored[_bias_of(name)].size_bytes)
+            self._report(self._checkpoint.stored[bias_of(name)].size_bytes)
         return matrix
 
     def _pack_quantized(self, name: str) -> PackedLinear:
@@ -120,7 +120,7 @@ class Packer:
     ) -> PackedLinear:
         """Columns first .. last - 1; returns the matrix, filled as far as that."""
         tensor = self._checkpoint.stored[name]
-        for start, stop in column_ranges(last - first, tensor.shape[1], CHUNK_VALUES):
+        for start, stop in row_ranges(last - first, tensor.shape[1], CHUNK_VALUES):
             columns = matrix.columns(first + start, first + stop)
             self._ops.fill_quantized(packed, first + start, columns)
             self._checkpoint.release(name, slice(first + start, first + stop))
@@ -132,7 +132,7 @@ class Packer:
         checkpoint = self._checkpoint
         stored = [checkpoint.stored[name] for name in names]
         dtype = checkpoint.dtype(names[0])
-        has_bias = _bias_of(names[0]) in checkpoint.stored
+        has_bias = bias_of(names[0]) in checkpoint.stored
         packed = self._ops.new_linear(
             sum(tensor.shape[0] for tensor in stored), stored[0].shape[1], dtype, has_bias=has_bias
         )
@@ -140,8 +140,8 @@ class Packer:
         for name in names:
             bias = None
             if has_bias:
-                bias = checkpoint.vector(_bias_of(name))
-                self._report(checkpoint.stored[_bias_of(name)].size_bytes)
+                bias = checkpoint.vector(bias_of(name))
+                self._report(checkpoint.stored[bias_of(name)].size_bytes)
             for chunk in checkpoint.chunks(name, dtype):
                 rows = slice(chunk.first_row, chunk.first_row + chunk.values.shape[0])
                 part = None if bias is None else bias[rows]
@@ -156,13 +156,3 @@ class Packer:
         with self._lock:
             self._done_bytes += size_bytes
             self._progress(self._done_bytes, self._checkpoint.size_bytes)
-
-
-def _bias_of(name: str) -> str:
-    return name.removesuffix("weight") + "bias"
-
-
-def column_ranges(columns: int, rows: int, values: int) -> list[tuple[int, int]]:
-    """Ranges of about so many values that cover all columns, cut at multiples of a step."""
-    step = max(1, values // rows // COLUMN_STEP) * COLUMN_STEP
-    return [(start, min(start + step, columns)) for start in range(0, columns, step)]

@@ -71,9 +71,7 @@ class NativeTable:
     def new_linear(
         self, out_features: int, in_features: int, dtype: dtype, has_bias: bool = False
     ) -> PackedLinear:
-        return cast(
-            PackedLinear, exl_kernels.PackedLinear(out_features, in_features, dtype, has_bias)
-        )
+        return exl_kernels.PackedLinear(out_features, in_features, dtype, has_bias)
 
     def fill_linear(
         self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None

@@ -14,6 +14,7 @@ from exl_core.ops.checks import OpInputError, check, check_contiguous, check_ran
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_core.ops.reference_attention import (
     CACHE_TYPES,
+    F32,
     PlainBatch,
     Sequences,
     check_attention,
@@ -23,7 +24,6 @@ from exl_core.ops.reference_attention import (
 from exl_core.ops.reference_quantized import PlainQuantized, fill_quantized, new_quantized
 from exl_core.ops.table import AttentionBatch, GateKind, PackedLinear
 
-F32 = (torch.float32,)
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 if TYPE_CHECKING:

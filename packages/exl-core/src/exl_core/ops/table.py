@@ -34,7 +34,7 @@ class PackedLinear(Protocol):
 
 
 class AttentionBatch(Protocol):
-    """The rows of one pass as `attend` wants them; only the table that made it can read it."""
+    """The rows of one pass as `attend_` wants them; only the table that made it can read it."""
 
 
 class OpTable(Protocol):
@@ -187,7 +187,8 @@ class OpTable(Protocol):
     ) -> AttentionBatch:
         """Operands of `rope_`, `write_kv` and `paged_attention` that all layers of a pass share.
 
-        Checked here, once, against caches of num_pages pages. cos and sin are not copied.
+        Checked here, once, against caches of num_pages pages. Leave the operands as they are while
+        the batch lives: not every table copies them.
         """
         ...
 

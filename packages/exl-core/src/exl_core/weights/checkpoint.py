@@ -14,27 +14,26 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from exl_core.arch.key_map import expected_tensors, rotated_head_count
+from exl_core.arch.key_map import bias_of, expected_tensors, rotated_head_count
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig, Norm
-from exl_core.codecs.runtime import RuntimeMatrix
+from exl_core.codecs.runtime import RuntimeMatrix, packed_bytes
 from exl_core.errors import UnsupportedModelError, WeightValueError
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 from exl_core.weights.locate import Located, locate, share
 from exl_core.weights.quantized import (
     MATRIX,
     BlockMatrix,
-    block_bytes,
     block_groups,
+    block_layout,
     open_matrix,
-    runtime_bytes,
     stored_groups,
+    stored_layout,
 )
-from exl_core.weights.source import StoredTensor, TensorSource
+from exl_core.weights.source import PLAIN_TYPES, StoredTensor, TensorSource
 
 CHUNK_VALUES = 1 << 18  # decoded at a time: 1 MiB of float32, which stays in cache
-COLUMN_STEP = 32  # columns of a quantized matrix are cut at whole words of any width
-RUNTIME_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+ROW_STEP = 32  # columns of a quantized matrix, our rows, are cut at whole words of any width
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +89,24 @@ class Checkpoint:
         return sum(self._packed_bytes(name) for name in self.stored)
 
     def _packed_bytes(self, name: str) -> int:
-        matrix, tensor = self._located[name].matrix, self.stored[name]
-        if self.is_quantized(name):
-            if matrix is not None:
-                return runtime_bytes(matrix, self._quantization)
-            return block_bytes(tensor) or 0
-        return tensor.num_values * self.dtype(name).itemsize
+        layout = None if self._is_exact else self._layout(name)
+        if layout is not None:
+            return packed_bytes(layout)
+        return self.stored[name].num_values * self.dtype(name).itemsize
+
+    def _layout(self, name: str) -> QuantLayout | None:
+        """As headers and group tables tell it; None for what has no codes to compute with."""
+        located = self._located[name]
+        if located.matrix is not None:
+            return stored_layout(self._source, located.matrix, self._quantization)
+        return block_layout(located.stored)
 
     def is_quantized(self, name: str) -> bool:
         """Whether `quantized` has it, rather than `chunks` alone."""
         if self._is_exact:
             return False
         located = self._located[name]
-        return located.matrix is not None or block_bytes(located.stored) is not None
+        return located.matrix is not None or block_layout(located.stored) is not None
 
     def group_runs(self, name: str) -> tuple[GroupRun, ...]:
         """Widths and sizes of a matrix's groups, from headers and group tables; () if it has
@@ -114,13 +118,12 @@ class Checkpoint:
 
     def dtype(self, name: str) -> torch.dtype:
         """What a tensor is kept in when it is not quantized: as stored, quantized as float16."""
-        return RUNTIME_DTYPES.get(self.stored[name].storage, torch.float16)
+        return PLAIN_TYPES.get(self.stored[name].storage, torch.float16)
 
     def quantized(self, name: str) -> RuntimeMatrix:
         """A matrix as codes, with its bias where the model has one."""
         self._prefetch(name)
-        bias = name.removesuffix("weight") + "bias"
-        matrix = self._matrix(name)
+        bias, matrix = bias_of(name), self._matrix(name)
         return _WithBias(matrix, self.vector(bias)) if bias in self.stored else matrix
 
     def release(self, name: str, rows: slice | None = None) -> None:
@@ -132,7 +135,7 @@ class Checkpoint:
         if rows is None:
             for part in self._files_tensors(name):
                 self._source.release(part)
-        elif located.matrix is None and self._row_order(name) is None:
+        elif located.matrix is None and not self._is_reordered(name):
             first = located.first_row
             self._source.release(located.stored.name, slice(first + rows.start, first + rows.stop))
 
@@ -148,7 +151,7 @@ class Checkpoint:
         return [part.name for part in matrix.parts.values()]
 
     def chunks(self, name: str, dtype: torch.dtype) -> Iterator[Chunk]:
-        """The rows of a matrix or a bias, a few at a time (multiples of 16), as `dtype`.
+        """The rows of a matrix or a bias, a few at a time (multiples of 32), as `dtype`.
 
         The memory of what has been read is released on the way.
         """
@@ -156,15 +159,13 @@ class Checkpoint:
         located, tensor = self._located[name], self.stored[name]
         num_rows = tensor.shape[0]
         values_a_row = max(1, tensor.num_values // num_rows)
-        step = max(COLUMN_STEP, CHUNK_VALUES // values_a_row // COLUMN_STEP * COLUMN_STEP)
         matrix = self._matrix(name) if located.matrix is not None else None
         order = self._row_order(name)
-        for start in range(0, num_rows, step):
-            stop = min(start + step, num_rows)
-            rows = slice(located.first_row + start, located.first_row + stop)
+        for start, stop in row_ranges(num_rows, values_a_row, CHUNK_VALUES):
             if matrix is not None:
                 values = matrix.dense(start, stop)
             else:
+                rows = slice(located.first_row + start, located.first_row + stop)
                 values = self._source.read(tensor.name, rows if order is None else order[rows])
             _check_finite(tensor, values, "The file is damaged or its conversion failed")
             if values.dtype is not dtype:
@@ -197,19 +198,21 @@ class Checkpoint:
             return open_matrix(self._source, located.matrix, self._quantization)
         return BlockMatrix(self._source, located.stored, self._row_order(name))
 
-    def _row_order(self, name: str) -> Tensor | None:
-        """Rows to read, in order, or None for file order.
+    def _is_reordered(self, name: str) -> bool:
+        """Whether the file has the rows in another order than the model.
 
         GGUF files of some families keep each rotated pair in neighboring rows (2i, 2i + 1); ours
-        are half the rotated part apart (i, i + R/2). Rows that are not rotated stay where they are.
+        are half the rotated part apart (i, i + R/2).
         """
-        heads = rotated_head_count(self._config, name)
-        if (
-            not heads
-            or self._source.format != "gguf"
-            or not self._config.arch.is_gguf_rope_interleaved
-        ):
+        is_interleaved = self._config.arch.is_gguf_rope_interleaved
+        is_rotated = rotated_head_count(self._config, name) > 0
+        return self._source.format == "gguf" and is_interleaved and is_rotated
+
+    def _row_order(self, name: str) -> Tensor | None:
+        """Rows to read, in order, or None for file order; what is not rotated stays in place."""
+        if not self._is_reordered(name):
             return None
+        heads = rotated_head_count(self._config, name)
         rows = torch.arange(heads * self._config.head_dim).view(heads, -1)
         rotated, rest = rows.split_with_sizes(
             [self._config.rope.rotary_dim, rows.shape[1] - self._config.rope.rotary_dim], dim=1
@@ -231,6 +234,12 @@ class _WithBias:
 
     def dense(self, first: int, last: int) -> Tensor:
         return self._matrix.dense(first, last)
+
+
+def row_ranges(rows: int, values_a_row: int, values: int) -> list[tuple[int, int]]:
+    """Ranges of about so many values that cover all rows, cut at multiples of a step."""
+    step = max(1, values // values_a_row // ROW_STEP) * ROW_STEP
+    return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def _check_finite(tensor: StoredTensor, values: Tensor, cause: str) -> None:

@@ -59,14 +59,8 @@ class GgufSource(TensorSource):
         assert values is not None, "see check_readable"
         return values.view(-1)[rows] if is_vector else values.view(-1, *tensor.shape[1:])
 
-    def prefetch(self, name: str) -> None:
-        self._data.prefetch(self._infos[name].offset, self.tensors[name].size_bytes)
-
-    def release(self, name: str, rows: slice | None = None) -> None:
-        start, stop, _ = (rows or slice(None)).indices(self.tensors[name].shape[0])
-        row_bytes = self.tensors[name].size_bytes // self.tensors[name].shape[0]
-        offset = self._infos[name].offset
-        self._data.release(offset + start * row_bytes, (stop - start) * row_bytes)
+    def _place(self, name: str) -> tuple[MappedFile, int]:
+        return self._data, self._infos[name].offset
 
 
 def _declared(path: Path, header: GgufHeader, info: GgufTensorInfo) -> StoredTensor:

@@ -20,9 +20,10 @@ from exl_core.weights.source import StoredTensor, TensorSource
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """`stored` says what the model sees of it; its rows begin at `first_row` of the file's tensor.
+    """`stored` says what the model sees of it.
 
-    `matrix` is None for a tensor that is stored whole, under `stored.name`.
+    `matrix` is None for a tensor that is stored whole, under `stored.name`: its rows begin at
+    `first_row` of that. A matrix has its own first column.
     """
 
     stored: StoredTensor
@@ -86,7 +87,7 @@ def _in_pieces(matrix: QuantizedMatrix) -> Located:
         size_bytes=share(matrix.stored_bytes, first, first + rows, total),
         file=next(iter(matrix.parts.values())).file,
     )
-    return Located(stored, first, matrix)
+    return Located(stored, matrix=matrix)
 
 
 def _whole(source: TensorSource, candidate: _Candidate, shape: tuple[int, ...]) -> Located:

@@ -1,8 +1,10 @@
-"""Quantized matrices of a checkpoint: which tensors make one up, and opening it.
+"""Quantized matrices of a checkpoint: where their codes are, and opening them.
 
-Joins what a source holds under one name (`P.q_weight`, `P.q_scale`, ...) and hands it to the codec
-of the format, which is found by the tensors that are there, never by a file's name. Several
-matrices of the model may be columns of one stored matrix.
+A matrix in pieces is what a source holds under one name (`P.q_weight`, `P.q_scale`, ...), joined
+and handed to the codec of the format, which is found by the tensors that are there, never by a
+file's name. Several matrices of the model may be columns of one stored matrix.
+
+A matrix in GGUF blocks is one tensor, whose storage type says what the blocks are.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from gguf import GGMLQuantizationType
 from torch import Tensor
 
@@ -18,7 +21,7 @@ from exl_core.arch.quantization import Quantization
 from exl_core.codecs import exl2, gguf_blocks, gguf_runtime, gptq
 from exl_core.codecs.exl2_runtime import Exl2Matrix, runs_of
 from exl_core.codecs.gptq_runtime import GptqMatrix, group_runs
-from exl_core.codecs.runtime import BLOCK_ROWS, PANEL_COLUMNS, RuntimeMatrix, packed_bytes
+from exl_core.codecs.runtime import RuntimeMatrix
 from exl_core.errors import ConfigError, WeightShapeError, WeightValueError
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 from exl_core.weights.source import StoredTensor, TensorSource
@@ -92,18 +95,22 @@ def gptq_settings(matrix: QuantizedMatrix, quantization: Quantization | None) ->
     return gptq.parse_settings(quantization.settings, quantization.where)
 
 
-def runtime_bytes(matrix: QuantizedMatrix, quantization: Quantization | None) -> int:
-    """What the matrix will take in memory, told from headers alone."""
-    sizes = {part: tensor.size_bytes for part, tensor in matrix.parts.items()}
-    if matrix.method == "exl2":  # scale codes of 4 bits become float16
-        stored = sizes["q_weight"] + 4 * sizes.get("q_scale", 0)
-    else:
-        rows = gptq_settings(matrix, quantization).group_size
-        rounded = -(-rows // BLOCK_ROWS) * BLOCK_ROWS if rows > 0 else rows
-        scales = matrix.parts.get("scales")
-        stored = sizes["qweight"] * rounded // rows + (3 * scales.num_values if scales else 0)
-    columns = -(-matrix.shape[0] // PANEL_COLUMNS) * PANEL_COLUMNS
-    return stored * columns // matrix.stored_columns
+def stored_layout(
+    source: TensorSource, matrix: QuantizedMatrix, quantization: Quantization | None
+) -> QuantLayout:
+    """What the matrix's run-time layout will be, but for the order of its rows.
+
+    Reads no more than `stored_groups`: of GPTQ's zero points, which may all turn out to be the
+    middle, the worse is assumed.
+    """
+    return QuantLayout(
+        out_features=matrix.shape[0],
+        in_features=matrix.shape[1],
+        runs=stored_groups(source, matrix, quantization),
+        features=None,
+        scale_dtype=torch.float16,
+        offset="middle" if matrix.method == "exl2" else "zeros",
+    )
 
 
 def stored_groups(
@@ -114,11 +121,17 @@ def stored_groups(
         table = matrix.parts.get("q_groups")
         if table is None:
             return ()  # which opening the matrix complains about
-        packed_rows = matrix.parts["q_weight"].shape[0]
-        return runs_of(exl2.read_groups(source.read_raw(table.name), packed_rows, matrix.where))
+        packed = matrix.parts["q_weight"].shape
+        if len(packed) != MATRIX:
+            raise WeightShapeError(
+                "tensor 'q_weight' has an impossible shape",
+                where=matrix.where,
+                expected=f"{MATRIX} dimensions",
+                got=packed,
+            )
+        return runs_of(exl2.read_groups(source.read_raw(table.name), packed[0], matrix.where))
     settings, rows = gptq_settings(matrix, quantization), matrix.shape[1]
-    size = rows if settings.group_size == gptq.ONE_GROUP else settings.group_size
-    return group_runs(settings.bits, rows, size)
+    return group_runs(settings.bits, rows, settings.group_rows(rows))
 
 
 def block_groups(tensor: StoredTensor) -> tuple[GroupRun, ...]:
@@ -152,12 +165,6 @@ def block_layout(tensor: StoredTensor) -> QuantLayout | None:
     return gguf_runtime.layout_of(kind, out_features, in_features)
 
 
-def block_bytes(tensor: StoredTensor) -> int | None:
-    """What a GGUF tensor will take in memory in blocks; None where it is not kept in them."""
-    layout = block_layout(tensor)
-    return None if layout is None else packed_bytes(layout)
-
-
 class BlockMatrix:
     """A tensor of a GGUF file in blocks; `order` are the rows of the file to take, in order."""
 
@@ -177,7 +184,7 @@ class BlockMatrix:
         return GGMLQuantizationType[self._tensor.storage]
 
     def columns(self, first: int, last: int) -> QuantColumns:
-        raw = self._rows(first, last)
+        raw = self._source.read_raw(self._tensor.name)[self._rows(first, last)]
         bad = gguf_runtime.bad_blocks(raw, self._kind)
         if bad:
             raise WeightValueError(
@@ -190,10 +197,8 @@ class BlockMatrix:
         return gguf_runtime.columns_of(raw, self._kind)
 
     def dense(self, first: int, last: int) -> Tensor:
-        values = gguf_blocks.decode(self._rows(first, last), self._kind)
-        assert values is not None, "see check_readable"
-        return values
+        return self._source.read(self._tensor.name, self._rows(first, last))
 
-    def _rows(self, first: int, last: int) -> Tensor:
-        raw = self._source.read_raw(self._tensor.name)
-        return raw[first:last] if self._order is None else raw[self._order[first:last]]
+    def _rows(self, first: int, last: int) -> slice | Tensor:
+        """Those rows of the file."""
+        return slice(first, last) if self._order is None else self._order[first:last]

@@ -18,12 +18,11 @@ from exl_core.arch.hf_config import directory_advice
 from exl_core.errors import ModelNotFoundError, UnsupportedModelError, WeightFileError
 from exl_core.files import parse_json_object, read_json_object
 from exl_core.weights.mapped import MappedFile
-from exl_core.weights.source import StoredTensor, TensorSource
+from exl_core.weights.source import PLAIN_TYPES, StoredTensor, TensorSource
 
 HEADER_LIMIT_BYTES = 100_000_000  # the library's own limit
 INDEX_NAME = "model.safetensors.index.json"
-WEIGHT_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-OTHER_TYPES = {
+ELEMENT_TYPES = PLAIN_TYPES | {
     "F64": torch.float64,
     "I64": torch.int64,
     "U64": torch.uint64,
@@ -67,34 +66,31 @@ class SafetensorsSource(TensorSource):
 
     def check_readable(self, name: str) -> None:
         tensor = self.tensors[name]
-        if tensor.storage not in WEIGHT_TYPES:
+        if tensor.storage not in PLAIN_TYPES:
             raise UnsupportedModelError(
                 f"tensor {name!r} has an element type that weights cannot have",
                 where=tensor.file,
-                expected=", ".join(WEIGHT_TYPES),
+                expected=", ".join(PLAIN_TYPES),
                 got=tensor.storage,
             )
 
     def read_raw(self, name: str) -> Tensor:
         tensor = self.tensors[name]
-        dtype = WEIGHT_TYPES.get(tensor.storage) or OTHER_TYPES.get(tensor.storage, torch.uint8)
+        dtype = ELEMENT_TYPES.get(tensor.storage, torch.uint8)
         raw = self._files[tensor.file].view(self._offsets[name], tensor.size_bytes, dtype)
         return raw.view(tensor.shape) if tensor.num_values == raw.numel() else raw
 
     def read(self, name: str, rows: slice | Tensor) -> Tensor:
-        return self.read_raw(name)[rows].contiguous()
-
-    def prefetch(self, name: str) -> None:
+        if isinstance(rows, Tensor):
+            return self.read_raw(name)[rows]
         tensor = self.tensors[name]
-        self._files[tensor.file].prefetch(self._offsets[name], tensor.size_bytes)
+        # The bytes are cut out first: what is not aligned is copied, and must be no more than this.
+        file, offset, size = self._span(name, rows)
+        values = file.view(offset, size, ELEMENT_TYPES[tensor.storage])
+        return values.view(len(range(tensor.shape[0])[rows]), *tensor.shape[1:])
 
-    def release(self, name: str, rows: slice | None = None) -> None:
-        tensor = self.tensors[name]
-        start, stop, _ = (rows or slice(None)).indices(tensor.shape[0])
-        row_bytes = tensor.size_bytes // tensor.shape[0]
-        self._files[tensor.file].release(
-            self._offsets[name] + start * row_bytes, (stop - start) * row_bytes
-        )
+    def _place(self, name: str) -> tuple[MappedFile, int]:
+        return self._files[self.tensors[name].file], self._offsets[name]
 
 
 def checkpoint_files(directory: Path, *, has_index: bool = True) -> list[Path]:
@@ -182,7 +178,7 @@ def _declared(
             got=f"{data_bytes} bytes of data",
             next_step="The download looks incomplete; fetch the file again.",
         )
-    dtype = WEIGHT_TYPES.get(storage) or OTHER_TYPES.get(storage)
+    dtype = ELEMENT_TYPES.get(storage)
     if dtype is not None and math.prod(shape) * dtype.itemsize != stop - start:
         raise WeightFileError(
             f"tensor {name!r} has a size that does not fit its shape",

@@ -6,7 +6,6 @@ piece at a time; what is wrong with one does not keep the others from being look
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -16,9 +15,7 @@ from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
 from exl_core.errors import ModelError
 from exl_core.weights.checkpoint import Checkpoint
-from exl_core.weights.source import TensorSource
-
-Progress = Callable[[int, int], None]
+from exl_core.weights.source import Progress, TensorSource
 
 
 @dataclass(frozen=True, slots=True)
