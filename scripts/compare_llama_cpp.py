@@ -35,7 +35,7 @@ from exl_core.load import open_checkpoint
 from exl_core.resolve import resolve_model
 
 SCRIPTS = Path(__file__).resolve().parent
-INSTALL = "python -m pip install llama-cpp-python==0.3.36"
+INSTALL = "python -m pip install llama-cpp-python==0.3.36; llama_cpp_speed.py says how to build it"
 TESTS = ("prefill", "decode")
 BUSY = 0.5  # processes that ran in the last minute, on average
 Figures = Mapping[str, Any]

@@ -1,9 +1,9 @@
 """What llama.cpp does with a GGUF file. Usage: llama_cpp_speed.py {speed,requantize} IN.gguf ...
 
 `speed` times what `exl bench` times: a prompt, at most 512 tokens in a pass, to the logits of its
-last token; then single tokens after a prompt of one. One repetition goes unmeasured. `requantize`
-writes IN as Q4_0, which llama.cpp repacks for its fastest kernels. A process of its own, so that
-two thread pools never share the cores; the last line is JSON.
+last token; then single tokens after a prompt of one. One repetition goes unmeasured; the last line
+is JSON. `requantize` writes IN as Q4_0, which llama.cpp repacks for its fastest kernels. A process
+of its own, so that two thread pools never share the cores.
 
 llama.cpp's AMX kernels have crashed on batches; a build without them that has everything else:
 
@@ -49,7 +49,6 @@ def main() -> int:
 
 def speed(path: Path, prefill: int, decode: int, threads: int, repeat: int) -> dict[str, object]:
     """Tokens a second, the median of `repeat`."""
-    started = time.perf_counter()
     model: Any = llama_cpp.Llama(
         str(path),
         n_ctx=max(prefill, decode + 1) + PASS_TOKENS,
@@ -59,7 +58,6 @@ def speed(path: Path, prefill: int, decode: int, threads: int, repeat: int) -> d
         n_threads_batch=threads,
         verbose=False,
     )
-    load_s = time.perf_counter() - started
     ids = [100 + i % 20000 for i in range(max(prefill, decode))]
     prefill_rates, decode_rates = [], []
     for _ in range(repeat + 1):
@@ -76,7 +74,6 @@ def speed(path: Path, prefill: int, decode: int, threads: int, repeat: int) -> d
     return {
         "version": llama_cpp.__version__,
         "features": " ".join(llama_cpp.llama_print_system_info().decode().split()),
-        "load_s": load_s,
         "prefill_tok_s": median(prefill_rates[1:]),
         "decode_tok_s": median(decode_rates[1:]),
     }

@@ -33,11 +33,11 @@ from exl_core.load import open_checkpoint
 from exl_core.resolve import resolve_model
 from exl_core.settings import read_settings
 from exl_core.weights.checkpoint import Checkpoint
+from exl_core.weights.quantized import MATRIX
 
 GROUP_SIZES = (32, 64, 128)
 CHUNK_VALUES = 1 << 17  # searched at a time: half a MiB as float32, which a core's cache holds
 SCALES_TRIED = 5  # of 16: down to 0.56 of the largest
-MATRIX = 2  # dimensions
 
 
 class Format(NamedTuple):

@@ -9,15 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from support.quantized_models import SIZES, exl2_pieces, quantize
-from support.tiny_models import save, tiny_llama
+from support.quantized_models import quantized_llama
 
 
 @pytest.fixture
 def exl2_dir(tmp_path: Path) -> Path:
-    folder = save(tiny_llama(**SIZES), tmp_path / "exl2")
-    quantize(folder, {"quant_method": "exl2"}, exl2_pieces)
-    return folder
+    return quantized_llama("exl2", tmp_path / "exl2")
 
 
 def test_groups_of_every_matrix(exl, exl2_dir: Path) -> None:

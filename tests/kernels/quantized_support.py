@@ -7,6 +7,7 @@ numpy's bits.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ TILE_ROWS = 32
 
 @dataclass(frozen=True)
 class Shape:
-    """What a test asks for; `short_last` appends one group of that many rows."""
+    """What a test asks for."""
 
     runs: tuple[tuple[int, int, int], ...]  # bits, groups, rows
     n: int
@@ -115,17 +116,17 @@ def spread_codes(rng: torch.Generator, bits: Tensor, n: int) -> Tensor:
 def make_matrix(rng: torch.Generator, shape: Shape) -> Matrix:
     runs = tuple(GroupRun(*run) for run in shape.runs)
     k, n = shape.k, shape.n
-    bits = torch.tensor([run.bits for run in runs for _ in range(run.groups * run.rows)])
     sizes = torch.tensor([run.rows for run in runs for _ in range(run.groups)])
+    widths = torch.tensor([run.bits for run in runs for _ in range(run.groups)])
+    bits = widths.repeat_interleave(sizes)
     groups = len(sizes)
     features = torch.randperm(k, generator=rng).int() if shape.permuted else None
     layout = QuantLayout(n, k, runs, features, shape.scale_dtype, shape.offset, shape.has_bias)
-    widths = torch.tensor([run.bits for run in runs for _ in range(run.groups)])[:, None]
     sign = torch.where(torch.rand(groups, n, generator=rng) < 0.2, -1.0, 1.0)
-    scales = sign * (0.2 + torch.rand(groups, n, generator=rng)) / 2**widths
+    scales = sign * (0.2 + torch.rand(groups, n, generator=rng)) / 2 ** widths[:, None]
     offsets = None
     if shape.offset == "zeros":
-        offsets = spread_codes(rng, widths[:, 0], n)
+        offsets = spread_codes(rng, widths, n)
     elif shape.offset == "minimums":
         offsets = (torch.randn(groups, n, generator=rng) * 0.5).to(shape.scale_dtype)
     return Matrix(
@@ -152,7 +153,9 @@ def words_of(codes: Tensor, bits: Tensor) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(packed.T).view("<i4").T.copy())
 
 
-def columns_of(matrix: Matrix, first: int, last: int, packing: str = "bytes") -> QuantColumns:
+def columns_of(
+    matrix: Matrix, first: int, last: int, packing: Literal["bytes", "words"] = "bytes"
+) -> QuantColumns:
     """Columns first .. last as a file might hold them: views whose rows lie apart."""
 
     def part(grid: Tensor | None) -> Tensor | None:
@@ -162,7 +165,7 @@ def columns_of(matrix: Matrix, first: int, last: int, packing: str = "bytes") ->
     scales = part(matrix.scales)
     assert scales is not None
     return QuantColumns(
-        "bytes" if packing == "bytes" else "words",
+        packing,
         codes[:, first:last],
         None,
         scales,

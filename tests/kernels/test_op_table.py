@@ -106,13 +106,10 @@ def test_selftest_sees_a_broken_op(op, monkeypatch) -> None:
 
     def broken(self: OpTable, *operands: torch.Tensor, **options: float) -> torch.Tensor | None:
         result = working(self, *operands, **options)
-        spoiled = (
-            operands[2]
-            if op in {"write_kv", "linear_add_"}
-            else operands[0]
-            if result is None
-            else result
-        )
+        if op in {"write_kv", "linear_add_"}:
+            spoiled = operands[2]
+        else:
+            spoiled = operands[0] if result is None else result
         first = (0,) * spoiled.ndim
         spoiled[first] += 0.0001 if spoiled.dtype == torch.float32 else 0.1
         return result

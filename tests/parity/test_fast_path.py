@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.cache.format import KVFormat, pages_for
-from exl_core.cache.store import KVStore
-from exl_core.engine.plan import LogitRows, Segment
-from exl_core.engine.runner import Runner
+from exl_core.cache.format import KVFormat
 from exl_core.load import LoadedModel, LoadOptions, load_model
+from support.paged import PagedRun
 
 MEAN_KL_MAX = 1e-3
 SAME_TOP_MIN = 0.98
@@ -49,20 +47,14 @@ def _compare(
     exact: LoadedModel, fast: LoadedModel, ids: list[int], rows: int
 ) -> tuple[Tensor, Tensor]:
     """Both models fed `rows` tokens a pass, their caches their own."""
-    pages = tuple(range(pages_for(len(ids))))
-    runners = []
-    for loaded in (exact, fast):
-        config = loaded.config
-        store = KVStore(
-            KVFormat.FP16, config.num_layers, config.num_kv_heads, config.head_dim, len(pages)
-        )
-        runners.append(Runner(loaded.model, store))
+    runs = [
+        PagedRun(loaded.model, num_seqs=1, max_len=len(ids), kv_format=KVFormat.FP16)
+        for loaded in (exact, fast)
+    ]
     kl, same = [], []
     for start in range(0, len(ids), rows):
-        chunk = tuple(ids[start : start + rows])
-        page_ids = pages[: pages_for(start + len(chunk))]
-        segment = Segment("text", chunk, start, page_ids, LogitRows.ALL)
-        row_kl, row_same = _divergence(*(runner.run((segment,)) for runner in runners))
+        chunk = ids[start : start + rows]
+        row_kl, row_same = _divergence(*(run.feed({0: chunk})[0] for run in runs))
         kl.append(row_kl)
         same.append(row_same)
     return torch.cat(kl), torch.cat(same)

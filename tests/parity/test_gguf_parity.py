@@ -13,15 +13,10 @@ from gguf.quants import dequantize, quantize
 
 from exl_core.load import LoadOptions, load_model
 from support.gguf_models import write_gguf
-from support.paged import PagedRun
+from support.paged import logits_of
 from support.tiny_models import VOCAB_SIZE, tiny_gemma3, tiny_llama
 
 EXACT = LoadOptions(exact=True)
-
-
-def logits_of(path: Path, ids: list[int], options: LoadOptions = EXACT) -> torch.Tensor:
-    model = load_model(str(path), options).model
-    return PagedRun(model, num_seqs=1, max_len=len(ids)).feed({0: ids})[0]
 
 
 def expected_logits(model: Any, ids: list[int]) -> torch.Tensor:
@@ -49,7 +44,7 @@ GEMMA_PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
 def test_a_gguf_file_gives_the_logits_of_its_source(
     tmp_path: Path, ids: list[int], model: Any
 ) -> None:
-    ours = logits_of(write_gguf(model, tmp_path / "tiny.gguf"), ids)
+    ours = logits_of(write_gguf(model, tmp_path / "tiny.gguf"), ids, EXACT)
 
     expected = expected_logits(model, ids)
     assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
@@ -60,9 +55,8 @@ def test_rope_factors_in_a_tensor_divide_the_frequencies(tmp_path: Path, ids: li
     model = tiny_llama(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4})
     factors = np.full(model.config.head_dim // 2, 4.0, dtype=np.float32)
 
-    ours = logits_of(
-        write_gguf(model, tmp_path / "t.gguf", extra_tensors={"rope_freqs.weight": factors}), ids
-    )
+    extra = {"rope_freqs.weight": factors}
+    ours = logits_of(write_gguf(model, tmp_path / "t.gguf", extra_tensors=extra), ids, EXACT)
 
     expected = expected_logits(model, ids)
     assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
@@ -88,7 +82,7 @@ def test_exact_quantized_gguf_gives_the_logits_of_its_dequantized_weights(
     path = write_gguf(model, tmp_path / "tiny.gguf", GGMLQuantizationType[kind])
     replace_weights(model, kind, torch.bfloat16 if kind == "BF16" else torch.float16)
 
-    ours = logits_of(path, ids)
+    ours = logits_of(path, ids, EXACT)
 
     expected = expected_logits(model, ids)
     assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
@@ -104,7 +98,7 @@ def test_quantized_gguf_gives_the_logits_of_its_unrounded_weights(
     replace_weights(model, kind, torch.float32)
 
     ours = logits_of(path, ids, LoadOptions(backend="reference"))
-    fast = logits_of(path, ids, LoadOptions())
+    fast = logits_of(path, ids)
 
     expected = expected_logits(model, ids)
     assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
@@ -129,5 +123,5 @@ def test_projections_stored_in_different_kinds_are_joined(
     kinds = {"attn_v": "Q8_0", "ffn_up": "Q5_1", "attn_q": "F16"}
     path = write_gguf(model, tmp_path / "tiny.gguf", GGMLQuantizationType.Q4_0, kinds=kinds)
     ours = logits_of(path, ids, LoadOptions(backend=backend))
-    exact = logits_of(path, ids)
+    exact = logits_of(path, ids, EXACT)
     assert (ours - exact).abs().max() <= 0.05 * exact.abs().max()

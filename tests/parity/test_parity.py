@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from exl_core.load import LoadOptions, load_model
-from support.paged import PagedRun
+from support.paged import PagedRun, logits_of
 from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
 
 TOLERANCE = 1e-4  # of the largest logit: fp32 on both sides, sums in another order
@@ -105,9 +105,8 @@ def test_ntk_alpha_is_a_larger_base(tmp_path: Path) -> None:
     model.config.rope_parameters = {"rope_type": "default", "rope_theta": base}
     folder = save(model, tmp_path)
 
-    ours = load_model(str(folder), LoadOptions(rope_alpha=alpha)).model
+    logits = logits_of(folder, ids[0].tolist(), LoadOptions(rope_alpha=alpha))
 
-    logits = PagedRun(ours, num_seqs=1, max_len=64).feed({0: ids[0].tolist()})[0]
     assert_close(logits, expected)
 
 
@@ -122,9 +121,8 @@ def test_half_precision_checkpoints_give_the_logits_of_their_own_weights(
             parameter.copy_(parameter.to(dtype))
         expected = model(ids).logits[0]  # the rounded weights in float32 arithmetic
 
-    ours = load_model(str(folder)).model
+    logits = logits_of(folder, ids[0].tolist())
 
-    logits = PagedRun(ours, num_seqs=1, max_len=50).feed({0: ids[0].tolist()})[0]
     assert_close(logits, expected)
 
 

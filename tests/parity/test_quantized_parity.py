@@ -16,13 +16,14 @@ from exl_core.codecs import exl2, gptq
 from exl_core.describe import describe_model
 from exl_core.errors import ModelError, UnsupportedModelError, WeightShapeError
 from exl_core.load import LoadOptions, load_model
-from support.paged import PagedRun
+from support.paged import logits_of
 from support.quantized_models import (
     GPTQ_SETTINGS,
+    METHODS,
     SIZES,
     exl2_pieces,
-    gptq_pieces,
     quantize,
+    quantized_llama,
 )
 from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
 
@@ -35,8 +36,7 @@ def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> No
             parameter.copy_(weight[:, : parameter.shape[0]].T.float())
         ids = torch.randint(3, VOCAB_SIZE, (1, 40), generator=torch.Generator().manual_seed(1))
         expected = model(ids).logits[0]
-    ours = load_model(str(folder), LoadOptions(exact=True)).model
-    logits = PagedRun(ours, num_seqs=1, max_len=40).feed({0: ids[0].tolist()})[0]
+    logits = logits_of(folder, ids[0].tolist(), LoadOptions(exact=True))
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
@@ -44,11 +44,7 @@ def assert_same_logits(folder: Path, model: Any, dense: dict[str, Tensor]) -> No
 def test_exl2_logits(tmp_path: Path, build: Callable[..., Any]) -> None:
     model = build(**SIZES, tie_word_embeddings=False)
     folder = save(model, tmp_path)
-    pieces = quantize(
-        folder,
-        {"quant_method": "exl2", "bits": 4.0},
-        exl2_pieces,
-    )
+    pieces = quantize(folder, {"quant_method": "exl2", "bits": 4.0}, exl2_pieces)
     # A leftover index of the source model, as converters copy it, must not count.
     leftover = {"weight_map": {"x": "gone.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(leftover))
@@ -59,7 +55,7 @@ def test_exl2_logits(tmp_path: Path, build: Callable[..., Any]) -> None:
 def test_a_tied_exl2_model_may_have_a_quantized_head(tmp_path: Path) -> None:
     model = tiny_llama(**SIZES)  # untied in memory; the configuration below says tied
     folder = save(model, tmp_path)
-    pieces = quantize(folder, {"quant_method": "exl2"}, exl2_pieces)
+    pieces = quantize(folder, *METHODS["exl2"])
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
     dense = {stem: exl2.dequantize(exl2.check(p, stem)) for stem, p in pieces.items()}
@@ -87,11 +83,7 @@ def test_head_norms_that_are_stored_once_a_head(tmp_path: Path) -> None:
 def test_gptq_logits(tmp_path: Path, in_older_file: bool) -> None:
     model = tiny_llama(**SIZES, tie_word_embeddings=True)
     folder = save(model, tmp_path)
-    pieces = quantize(
-        folder,
-        GPTQ_SETTINGS,
-        gptq_pieces,
-    )
+    pieces = quantize(folder, *METHODS["gptq"])
     if in_older_file:
         config = json.loads((folder / "config.json").read_text())
         (folder / "quantize_config.json").write_text(json.dumps(config.pop("quantization_config")))
@@ -102,8 +94,7 @@ def test_gptq_logits(tmp_path: Path, in_older_file: bool) -> None:
 
 
 def test_a_description_shows_what_quantized_matrices_take(tmp_path: Path) -> None:
-    folder = save(tiny_llama(**SIZES), tmp_path)
-    quantize(folder, {"quant_method": "exl2"}, exl2_pieces)
+    folder = quantized_llama("exl2", tmp_path)
 
     described = describe_model(str(folder))
 
@@ -124,8 +115,7 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, method: str) -> None:
 
 
 def test_a_missing_piece_is_named(tmp_path: Path) -> None:
-    folder = save(tiny_llama(**SIZES), tmp_path)
-    quantize(folder, {"quant_method": "exl2"}, exl2_pieces)
+    folder = quantized_llama("exl2", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.q_scale"]
     save_file(tensors, folder / "model.safetensors")
@@ -133,11 +123,10 @@ def test_a_missing_piece_is_named(tmp_path: Path) -> None:
         load_model(str(folder))
 
 
-@pytest.mark.parametrize("method", ["exl2", "gptq"])
+@pytest.mark.parametrize("method", METHODS)
 def test_a_matrix_of_another_shape_is_refused_with_both(tmp_path: Path, method: str) -> None:
     folder = save(tiny_llama(**SIZES), tmp_path)
-    make = exl2_pieces if method == "exl2" else gptq_pieces
-    settings = {"quant_method": "exl2"} if method == "exl2" else GPTQ_SETTINGS
+    settings, make = METHODS[method]
     stems = quantize(folder, settings, lambda k, n: make(k, 64 if n == 96 else -(-n // 32) * 32))
     assert "model.layers.0.mlp.up_proj" in stems
     with pytest.raises(WeightShapeError, match=r"expected \[64, 96\], got \[64, 64\]"):

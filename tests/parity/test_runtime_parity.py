@@ -17,20 +17,19 @@ from exl_core.codecs.exl2_runtime import Exl2Matrix
 from exl_core.codecs.gptq_runtime import GptqMatrix
 from exl_core.describe import describe_model
 from exl_core.load import LoadOptions, load_model
-from support.paged import PagedRun
+from support.paged import logits_of
 from support.quantized_models import (
     GPTQ_SETTINGS,
+    METHODS,
     SIZES,
     Pieces,
-    exl2_pieces,
-    gptq_pieces,
     quantize,
+    quantized_llama,
 )
 from support.runtime_form import evaluate
 from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
 
 IDS = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-METHODS = {"exl2": ({"quant_method": "exl2"}, exl2_pieces), "gptq": (GPTQ_SETTINGS, gptq_pieces)}
 
 
 def unrounded(method: str, pieces: Pieces) -> Tensor:
@@ -43,11 +42,6 @@ def unrounded(method: str, pieces: Pieces) -> Tensor:
         layer = gptq.check(pieces, gptq.parse_settings(GPTQ_SETTINGS, "test"), "test")
         matrix = GptqMatrix(layer, layer.out_features)
     return torch.from_numpy(evaluate(matrix)).T.float()
-
-
-def logits(folder: Path, options: LoadOptions) -> Tensor:
-    model = load_model(str(folder), options).model
-    return PagedRun(model, num_seqs=1, max_len=len(IDS)).feed({0: IDS})[0]
 
 
 def expected_logits(model: Any, weights: dict[str, Tensor]) -> Tensor:
@@ -63,11 +57,11 @@ def expected_logits(model: Any, weights: dict[str, Tensor]) -> Tensor:
 def assert_same_logits(folder: Path, expected: Tensor) -> None:
     """The reference table computes them; `--exact` rounds each weight to float16 once more."""
     size = expected.abs().max()
-    ours = logits(folder, LoadOptions(backend="reference"))
+    ours = logits_of(folder, IDS, LoadOptions(backend="reference"))
     assert (ours - expected).abs().max() <= 1e-4 * size
-    exact = logits(folder, LoadOptions(backend="reference", exact=True))
+    exact = logits_of(folder, IDS, LoadOptions(backend="reference", exact=True))
     assert (ours - exact).abs().max() <= 5e-3 * size
-    fast = logits(folder, LoadOptions())
+    fast = logits_of(folder, IDS)
     assert (fast - expected).abs().max() <= 0.05 * size  # bfloat16 activations
 
 
@@ -178,8 +172,7 @@ def test_layers_that_are_left_plain_are_joined_with_quantized_ones(tmp_path: Pat
 
 @pytest.mark.parametrize("method", METHODS)
 def test_the_description_counts_what_loading_takes(tmp_path: Path, method: str) -> None:
-    folder = save(tiny_llama(**SIZES, tie_word_embeddings=method == "gptq"), tmp_path)
-    quantize(folder, *METHODS[method])
+    folder = quantized_llama(method, tmp_path)
     described = describe_model(str(folder))
     loaded = load_model(str(folder))
     assert described.weights_bytes_in_memory == pytest.approx(loaded.weights_bytes, rel=0.02)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat
 from exl_core.cache.store import KVStore
+from exl_core.load import LoadOptions, load_model
 from exl_core.model.batch import Batch
 from exl_core.model.transformer import Transformer
 
@@ -56,3 +58,9 @@ class PagedRun:
             self.lengths[seq] += len(new)
         sizes = [len(new) for new in tokens.values()]
         return dict(zip(tokens, logits.split(sizes), strict=True))
+
+
+def logits_of(path: Path, ids: Sequence[int], options: LoadOptions | None = None) -> Tensor:
+    """Logits [len(ids), vocab] of the model at `path`, all tokens in one pass."""
+    model = load_model(str(path), options).model
+    return PagedRun(model, num_seqs=1, max_len=len(ids)).feed({0: ids})[0]

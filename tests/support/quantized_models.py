@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from support.quantized import random_exl2, random_gptq
+from support.tiny_models import save, tiny_llama
 
 Pieces = dict[str, Tensor]
 
@@ -77,3 +78,17 @@ def gptq_pieces(in_features: int, out_features: int) -> Pieces:
     parts = layer.parts
     parts["scales"] = (parts["scales"] / size).half()
     return parts
+
+
+# What the configuration says, and what makes a matrix.
+METHODS: dict[str, tuple[dict[str, Any], Callable[[int, int], Pieces]]] = {
+    "exl2": ({"quant_method": "exl2"}, exl2_pieces),
+    "gptq": (GPTQ_SETTINGS, gptq_pieces),
+}
+
+
+def quantized_llama(method: str, folder: Path) -> Path:
+    """`folder`, with a tiny Llama in it; GPTQ's has no head of its own."""
+    save(tiny_llama(**SIZES, tie_word_embeddings=method == "gptq"), folder)
+    quantize(folder, *METHODS[method])
+    return folder

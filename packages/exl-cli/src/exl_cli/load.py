@@ -91,7 +91,7 @@ class Runtime:
 
 
 def load_quietly(
-    spec: str | None, threads: int | None, *, is_quiet: bool, exact: bool = False
+    spec: str | None, threads: int | None, *, is_quiet: bool, exact: bool
 ) -> LoadedModel:
     """Load with a progress bar where somebody watches.
 
@@ -109,7 +109,7 @@ def open_runtime(
     ctx_size: int | None,
     threads: int | None,
     is_quiet: bool,
-    exact: bool = False,
+    exact: bool,
 ) -> Runtime:
     if ctx_size is not None:  # the headers tell whether it can be had; loading takes a while
         path = resolve_model(spec)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -17,6 +18,7 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
     SpinnerColumn,
     TextColumn,
     TimeElapsedColumn,
@@ -46,68 +48,67 @@ def stderr_console() -> Console:
 
 
 @contextmanager
-def bytes_progress(what: str, *, is_quiet: bool) -> Iterator[ByteProgress | None]:
-    """A bar over bytes that vanishes when done; None where nobody watches."""
+def _bar(
+    first: str, *columns: ProgressColumn, is_quiet: bool, per_second: int = 10
+) -> Iterator[Callable[..., None] | None]:
+    """A bar, described as `first` until it is updated, that vanishes when done; what updates it, or
+    None where nobody watches."""
     if not is_watched(is_quiet=is_quiet):
         yield None
         return
     bar = Progress(
+        *columns, console=stderr_console(), transient=True, refresh_per_second=per_second
+    )
+    with bar:
+        yield partial(bar.update, bar.add_task(first, total=None))
+
+
+@contextmanager
+def bytes_progress(what: str, *, is_quiet: bool) -> Iterator[ByteProgress | None]:
+    """A bar over bytes; None where nobody watches."""
+    columns = (
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(binary_units=False),
         TimeElapsedColumn(),
-        console=stderr_console(),
-        transient=True,
     )
-    with bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    with _bar(what, *columns, is_quiet=is_quiet) as update:
+        yield update and (lambda done, total: update(completed=done, total=total))
 
 
 @contextmanager
 def windows_progress(*, is_quiet: bool) -> Iterator[Callable[[int, int, float], None] | None]:
     """A bar over windows with the figure so far and the time left; None where nobody watches."""
-    if not is_watched(is_quiet=is_quiet):
-        yield None
-        return
-    bar = Progress(
+    columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
-        console=stderr_console(),
-        transient=True,
     )
-    with bar:
-        task = bar.add_task("first window", total=None)
-        yield lambda done, total, perplexity: bar.update(
-            task,
-            completed=done,
-            total=total,
-            description=f"window {done}/{total}, perplexity {perplexity:.3f}",
+    with _bar("first window", *columns, is_quiet=is_quiet) as update:
+        yield update and (
+            lambda done, total, perplexity: update(
+                completed=done,
+                total=total,
+                description=f"window {done}/{total}, perplexity {perplexity:.3f}",
+            )
         )
 
 
 @contextmanager
 def repeats_progress(*, is_quiet: bool) -> Iterator[Callable[[int, int, str], None] | None]:
     """A bar over repetitions with what is measured now; None where nobody watches."""
-    if not is_watched(is_quiet=is_quiet):
-        yield None
-        return
-    bar = Progress(
+    columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
         TimeElapsedColumn(),
-        console=stderr_console(),
-        transient=True,
-        refresh_per_second=2,  # drawing takes a core's time from what is measured
     )
-    with bar:
-        task = bar.add_task("measuring", total=None)
-        yield lambda done, total, what: bar.update(
-            task, completed=done, total=total, description=what
+    # Twice a second, because drawing takes a core's time from what is measured.
+    with _bar("measuring", *columns, is_quiet=is_quiet, per_second=2) as update:
+        yield update and (
+            lambda done, total, what: update(completed=done, total=total, description=what)
         )
 
 

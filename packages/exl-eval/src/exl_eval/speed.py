@@ -27,6 +27,7 @@ from statistics import median
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, pages_for
 from exl_core.cache.store import KVStore
+from exl_core.engine.engine import EngineOptions
 from exl_core.engine.plan import LogitRows, Segment
 from exl_core.engine.runner import Runner
 from exl_core.errors import RequestError
@@ -35,7 +36,7 @@ from exl_core.model.transformer import Transformer
 from exl_eval.machine import peak_memory_bytes, read_bandwidth
 from exl_eval.result import SpeedResult, SpeedRun, Spread
 
-PASS_ROWS = 512
+PASS_ROWS = EngineOptions().prefill_chunk
 """The engine's own limit on prompt tokens in a pass."""
 
 OnMeasured = Callable[[int, int, str], None]
@@ -55,12 +56,12 @@ class SpeedOptions:
 
 def check_options(options: SpeedOptions, config: ModelConfig) -> None:
     """Raises `RequestError` for what this model cannot run; needs no weights."""
+    limit = config.max_seq_len
     lengths = (
-        *(("a prompt", "--prefill", count) for count in options.prefill),
-        ("a decoded sequence after its first token", "--decode", options.decode),
+        *(("a prompt", "--prefill", count, limit) for count in options.prefill),
+        ("a decoded sequence after its first token", "--decode", options.decode, limit - 1),
     )
-    for what, option, count in lengths:
-        longest = config.max_seq_len - (option == "--decode")
+    for what, option, count, longest in lengths:
         if not 1 <= count <= longest:
             raise RequestError(
                 f"{what} does not fit the model",
@@ -93,10 +94,11 @@ def measure_speed(
     ]
     peak = peak_memory_bytes()  # before the buffer of the next line
     bandwidth = read_bandwidth(ops.threads)
-    weights = decode_weight_bytes(loaded.model)
+    weights = loaded.model.decode_weight_bytes
+    cache_bytes = kv_read_bytes(config, options)
     runs = []
     for prompt, size, prefill in grid:
-        step_bytes = weights + size * kv_read_bytes(config, options)
+        step_bytes = weights + size * cache_bytes
         floor = bandwidth / (step_bytes / size)
         runs.append(
             SpeedRun(
@@ -125,13 +127,6 @@ def measure_speed(
         peak_memory_bytes=peak,
         runs=tuple(runs),
     )
-
-
-def decode_weight_bytes(model: Transformer) -> int:
-    """Weights that a decode step reads: all but an untied embedding, of which it reads rows."""
-    weights = model._weights
-    is_tied = weights.embed is weights.head
-    return model.weights_bytes - (0 if is_tied else weights.embed.size_bytes)
 
 
 def kv_read_bytes(config: ModelConfig, options: SpeedOptions) -> int:

@@ -1,5 +1,5 @@
-"""`exl inspect model`: what a model file holds and needs, from its headers; or whether it is sound,
-from all of it."""
+"""`exl inspect model`: what a model file holds and needs, from its headers and EXL2's group tables;
+or whether it is sound, from all of it."""
 
 from __future__ import annotations
 
@@ -48,8 +48,9 @@ def inspect_model(
 ) -> None:
     """Architecture, sizes, bits per weight, tokenizer, memory and backends of a model.
 
-    Reads headers, not weights, so it is quick and works for a model that is too large to load.
-    With --verify it reads all: group tables, permutations, scales, and every weight.
+    Reads headers and EXL2's group tables, not weights, so it is quick and works for a model that is
+    too large to load. With --verify it reads all: group tables, permutations, scales, and every
+    weight.
     """
     spec = options.pick_model(model, model_option)
     if verify and (tensors or ctx is not None):

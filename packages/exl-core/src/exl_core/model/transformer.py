@@ -45,6 +45,7 @@ class Transformer:
         self.config = config
         self.ops = ops
         self.weights_bytes = weights.size_bytes
+        self.decode_weight_bytes = weights.decode_bytes
         self._weights = weights
         self._activation = ACTIVATIONS[config.arch.activation]
         self._windows = tuple(config.window_of(layer) for layer in range(config.num_layers))

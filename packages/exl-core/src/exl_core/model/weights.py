@@ -75,3 +75,9 @@ class ModelWeights:
             )
             norms += [norm for norm in optional if norm is not None]
         return sum(m.size_bytes for m in matrices.values()) + sum(n.nbytes for n in norms)
+
+    @property
+    def decode_bytes(self) -> int:
+        """What a decode step reads: all but an untied embedding, of which it reads rows."""
+        is_tied = self.embed is self.head
+        return self.size_bytes - (0 if is_tied else self.embed.size_bytes)
