@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat
-from exl_core.engine.plan import LogitRows
 from exl_core.errors import RequestError
 from exl_core.load import LoadedModel, load_model
 from exl_core.model.batch import Batch
+from exl_core.model.segment import LogitRows
 from exl_eval import speed
 from exl_eval.machine import peak_memory_bytes, read_bandwidth
 from exl_eval.result import SpeedResult, SpeedRun, Spread
@@ -95,7 +95,7 @@ def test_passes_cover_every_prompt_once_and_in_order(
     assert all(sum(len(s.token_ids) for s in segments) == pass_rows for segments in passes[:-1])
     assert 0 < sum(len(s.token_ids) for s in passes[-1]) <= pass_rows
     for owner in range(batch):
-        mine = [s for segments in passes for s in segments if s.request_id == str(owner)]
+        mine = [s for segments in passes for s in segments if s.page_ids[0] == owner * 4]
         assert sum((s.token_ids for s in mine), ()) == tokens
         starts = [sum(len(s.token_ids) for s in mine[:i]) for i in range(len(mine))]
         assert [s.past_len for s in mine] == starts

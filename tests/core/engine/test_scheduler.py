@@ -10,11 +10,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from exl_core.cache.page_pool import PagePool
-from exl_core.engine.plan import BatchPlan, LogitRows
+from exl_core.engine.plan import BatchPlan
 from exl_core.engine.request import Request
 from exl_core.engine.scheduler import Scheduler
 from exl_core.engine.sequence import Sequence
 from exl_core.errors import RequestError
+from exl_core.model.segment import LogitRows
 
 PAGE = 4
 
@@ -29,7 +30,10 @@ def sequence(prompt: list[int], more: int = 4) -> Sequence:
 
 
 def shape(plan: BatchPlan) -> list[tuple[str, int, int, LogitRows]]:
-    return [(s.request_id, s.past_len, len(s.token_ids), s.logit_rows) for s in plan.segments]
+    return [
+        (sequence.request_id, s.past_len, len(s.token_ids), s.logit_rows)
+        for sequence, s in zip(plan.sequences, plan.segments, strict=True)
+    ]
 
 
 def test_a_long_prompt_goes_in_chunks_beside_decoding() -> None:
@@ -173,21 +177,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert bool(plan.segments) == bool(self.live), "never idle while there is work"
         self.check_plan(plan)
         self.s.advance(plan)
-        by_id = {r.request_id: r for r in self.s.running}
-        for segment in plan.segments:
+        for runner, segment in zip(plan.sequences, plan.segments, strict=True):
             if segment.logit_rows is LogitRows.LAST:
-                runner = by_id[segment.request_id]
                 runner.token_ids.append(token)
                 if len(runner.token_ids) == runner.max_len:
                     self.s.remove(runner)
                     self.live.remove(runner)
 
     def check_plan(self, plan: BatchPlan) -> None:
-        by_id = {r.request_id: r for r in self.s.running}
         written = Counter[int]()
         prefill_rows = 0
-        for segment in plan.segments:
-            runner = by_id[segment.request_id]
+        for runner, segment in zip(plan.sequences, plan.segments, strict=True):
             end = segment.past_len + len(segment.token_ids)
             assert segment.past_len == runner.past_len
             assert list(segment.token_ids) == runner.token_ids[segment.past_len : end]
@@ -205,7 +205,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert prefill_rows <= self.s.prefill_chunk
         oldest = min(self.arrivals[r.request_id] for r in self.live) if self.live else None
         if oldest is not None:
-            assert oldest in {self.arrivals[x.request_id] for x in plan.segments}
+            assert oldest in {self.arrivals[x.request_id] for x in plan.sequences}
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), is_trusted=st.booleans())

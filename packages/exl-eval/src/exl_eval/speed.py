@@ -28,10 +28,10 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, pages_for
 from exl_core.cache.store import KVStore
 from exl_core.engine.engine import EngineOptions
-from exl_core.engine.plan import LogitRows, Segment
-from exl_core.engine.runner import Runner
 from exl_core.errors import RequestError
 from exl_core.load import LoadedModel
+from exl_core.model.runner import Runner
+from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
 from exl_eval.machine import peak_memory_bytes, read_bandwidth
 from exl_eval.result import SpeedResult, SpeedRun, Spread
@@ -151,13 +151,13 @@ def prefill_passes(
     """One prompt for each entry of `pages`, as the passes of at most `pass_rows` tokens."""
     current: list[Segment] = []
     room = pass_rows
-    for owner, page_ids in enumerate(pages):
+    for page_ids in pages:
         start = 0
         while start < len(prompt):
             end = min(start + room, len(prompt))
             logit_rows = LogitRows.LAST if end == len(prompt) else LogitRows.NONE
             chunk, held = tuple(prompt[start:end]), page_ids[: pages_for(end)]
-            current.append(Segment(str(owner), chunk, start, held, logit_rows))
+            current.append(Segment(chunk, start, held, logit_rows))
             room -= end - start
             start = end
             if room == 0:
@@ -204,13 +204,12 @@ class _Bench:
             runner.run(
                 [
                     Segment(
-                        request_id=str(owner),
                         token_ids=(token_id,),
                         past_len=past_len,
                         page_ids=page_ids[: pages_for(past_len + 1)],
                         logit_rows=LogitRows.LAST,
                     )
-                    for owner, page_ids in enumerate(pages)
+                    for page_ids in pages
                 ]
             )
 

@@ -19,12 +19,13 @@ from exl_core.cache.page_pool import PagePool
 from exl_core.cache.store import KVStore
 from exl_core.engine.events import Event, FailEvent, FinishEvent, TextEvent
 from exl_core.engine.output import Detokenizes, Output
-from exl_core.engine.plan import BatchPlan, LogitRows
+from exl_core.engine.plan import BatchPlan
 from exl_core.engine.request import Request
-from exl_core.engine.runner import Model, Runner
 from exl_core.engine.scheduler import Scheduler
 from exl_core.engine.sequence import Sequence
 from exl_core.errors import RequestError
+from exl_core.model.runner import Model, Runner
+from exl_core.model.segment import LogitRows
 from exl_core.sampling.sampler import LogitsError
 
 DEFAULT_CACHE_TOKENS = 32768
@@ -145,13 +146,17 @@ class Engine:
 
     def _run(self, plan: BatchPlan) -> None:
         now = self._clock()
-        for segment in plan.segments:
-            self._outputs[segment.request_id].mark_started(now)
+        for sequence in plan.sequences:
+            self._outputs[sequence.request_id].mark_started(now)
         logits = self._runner.run(plan.segments)
         self.scheduler.advance(plan)
-        sampling = [s for s in plan.segments if s.logit_rows is not LogitRows.NONE]
-        for segment, row in zip(sampling, logits, strict=True):
-            self._consume(self._outputs[segment.request_id], row)
+        sampling = [
+            sequence
+            for sequence, segment in zip(plan.sequences, plan.segments, strict=True)
+            if segment.logit_rows is not LogitRows.NONE
+        ]
+        for sequence, row in zip(sampling, logits, strict=True):
+            self._consume(self._outputs[sequence.request_id], row)
 
     def _consume(self, output: Output, logits: Tensor) -> None:
         request_id = output.sequence.request_id

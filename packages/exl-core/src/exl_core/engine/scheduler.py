@@ -17,9 +17,10 @@ from collections import deque
 
 from exl_core.cache.format import PAGE_SIZE, pages_for
 from exl_core.cache.page_pool import PagePool
-from exl_core.engine.plan import BatchPlan, LogitRows, Segment
+from exl_core.engine.plan import BatchPlan
 from exl_core.engine.sequence import Sequence
 from exl_core.errors import RequestError
+from exl_core.model.segment import LogitRows, Segment
 
 
 class Scheduler:
@@ -77,23 +78,23 @@ class Scheduler:
         """Decide the next pass. It is empty only when there is nothing to do."""
         self._secure_pages()
         self._admit()
-        decoding: list[Segment] = []
-        prefilling: list[Segment] = []
+        decoding: list[tuple[Sequence, Segment]] = []
+        prefilling: list[tuple[Sequence, Segment]] = []
         budget = self.prefill_chunk
         for sequence in self.running:
             if sequence.num_missing == 1:
-                decoding.append(self._segment(sequence, 1))
+                decoding.append((sequence, self._segment(sequence, 1)))
             elif budget:
                 count = min(budget, sequence.num_missing)
                 budget -= count
-                prefilling.append(self._segment(sequence, count))
-        return BatchPlan(tuple(decoding + prefilling))
+                prefilling.append((sequence, self._segment(sequence, count)))
+        chosen = decoding + prefilling
+        return BatchPlan(tuple(s for _, s in chosen), tuple(s for s, _ in chosen))
 
     def advance(self, plan: BatchPlan) -> None:
         """The pass is done: its tokens are in the cache, and pages that it filled can be found."""
-        counts = {segment.request_id: len(segment.token_ids) for segment in plan.segments}
-        for sequence in self.running:
-            count = counts.get(sequence.request_id, 0)
+        for sequence, segment in zip(plan.sequences, plan.segments, strict=True):
+            count = len(segment.token_ids)
             first = sequence.past_len // self.page_size
             sequence.past_len += count
             last = sequence.past_len // self.page_size
@@ -106,7 +107,6 @@ class Scheduler:
         past_len = sequence.past_len
         end = past_len + count
         return Segment(
-            request_id=sequence.request_id,
             token_ids=tuple(sequence.token_ids[past_len:end]),
             past_len=past_len,
             page_ids=tuple(sequence.page_ids[: pages_for(end, self.page_size)]),

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat, pages_for
 from exl_core.cache.store import KVStore
-from exl_core.engine.plan import LogitRows, Segment
-from exl_core.engine.runner import Model, Runner
 from exl_core.errors import RequestError
+from exl_core.model.runner import Model, Runner
+from exl_core.model.segment import LogitRows, Segment
 from exl_core.sampling.sampler import LogitsError
 
 _LOGIT_BYTES = 256 * 1024 * 1024
@@ -51,7 +51,6 @@ def score_tokens(
     for start in range(0, num_rows, chunk_rows):
         end = min(start + chunk_rows, num_rows)
         chunk = Segment(
-            request_id="score",
             token_ids=ids[start:end],
             past_len=start,
             page_ids=page_ids[: pages_for(end)],

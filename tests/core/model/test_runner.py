@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from exl_core.engine.plan import LogitRows, Segment
-from exl_core.engine.runner import make_batch
+from exl_core.model.runner import make_batch
+from exl_core.model.segment import LogitRows, Segment
 
 
 def test_segments_are_flattened_with_their_pages_and_slots() -> None:
     segments = [
-        Segment("a", (11,), past_len=5, page_ids=(9, 3), logit_rows=LogitRows.LAST),
-        Segment("b", (21, 22, 23), past_len=2, page_ids=(4, 6), logit_rows=LogitRows.NONE),
-        Segment("c", (31, 32), past_len=0, page_ids=(1,), logit_rows=LogitRows.ALL),
-        Segment("d", (41, 42), past_len=0, page_ids=(2,), logit_rows=LogitRows.LAST),
+        Segment((11,), past_len=5, page_ids=(9, 3), logit_rows=LogitRows.LAST),
+        Segment((21, 22, 23), past_len=2, page_ids=(4, 6), logit_rows=LogitRows.NONE),
+        Segment((31, 32), past_len=0, page_ids=(1,), logit_rows=LogitRows.ALL),
+        Segment((41, 42), past_len=0, page_ids=(2,), logit_rows=LogitRows.LAST),
     ]
     batch = make_batch(segments, page_size=4)
     assert batch.token_ids.tolist() == [11, 21, 22, 23, 31, 32, 41, 42]
@@ -26,7 +26,7 @@ def test_segments_are_flattened_with_their_pages_and_slots() -> None:
 
 
 def test_tensors_have_the_promised_types() -> None:
-    batch = make_batch([Segment("a", (1,), 0, (0,), LogitRows.NONE)])
+    batch = make_batch([Segment((1,), 0, (0,), LogitRows.NONE)])
     assert batch.logit_rows.shape == (0,)
     for tensor in (batch.token_ids, batch.positions, batch.slots, batch.logit_rows):
         assert tensor.dtype == torch.int64

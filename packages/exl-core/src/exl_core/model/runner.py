@@ -13,8 +13,8 @@ from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE
 from exl_core.cache.store import KVStore
-from exl_core.engine.plan import LogitRows, Segment
 from exl_core.model.batch import Batch
+from exl_core.model.segment import LogitRows, Segment
 
 
 class ModelShape(Protocol):

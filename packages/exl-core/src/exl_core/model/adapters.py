@@ -1,0 +1,46 @@
+"""Low-rank additions to a model's matrices, as the forward pass reads them.
+
+What an adapter is on disk, and how it is checked, is `lora/`'s; which rows of a batch use which is
+the batch's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
+
+from torch import Tensor
+
+Matrix = Literal["qkv", "output", "gate_up", "down"]
+
+
+class Delta(NamedTuple):
+    """`x @ down @ up` is added to outputs first_out .. first_out + up.shape[1] of a packed matrix.
+
+    down [in_features, r], up [r, out_features], float32. The adapter's own scale is in `up`.
+    """
+
+    first_out: int
+    down: Tensor
+    up: Tensor
+
+
+class Adapter(Protocol):
+    """Compared and hashed by identity."""
+
+    @property
+    def serial(self) -> int:
+        """No other adapter of this process has it: cached keys and values depend on it."""
+        ...
+
+    def deltas(self, layer: int, matrix: Matrix) -> tuple[Delta, ...]:
+        """What is added to that matrix; nothing for most of most adapters."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterUse:
+    """An adapter and how strongly it is applied; 1 is as it was trained."""
+
+    adapter: Adapter
+    scale: float = 1.0
