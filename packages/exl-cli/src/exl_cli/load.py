@@ -11,15 +11,22 @@ from dataclasses import dataclass
 
 import torch
 
+from exl_cli.engine_options import DEFAULT_DRAFT_TOKENS, DEFAULT_NGRAM_TOKENS, EngineChoices
 from exl_cli.render import bytes_progress
-from exl_core.cache.format import PAGE_SIZE
+from exl_core.cache.format import PAGE_SIZE, pages_for
+from exl_core.constrain.filter import Constraint
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError, TemplateError
 from exl_core.load import LoadedModel, LoadOptions, load_model, open_checkpoint, stop_ids
+from exl_core.lora.adapter import load_adapter
+from exl_core.model.adapters import AdapterUse
 from exl_core.prompt.template import ChatTemplate
 from exl_core.resolve import resolve_model
 from exl_core.sampling.params import SamplerParams
+from exl_core.speculate.draft_model import ModelDrafter, check_same_vocabulary
+from exl_core.speculate.drafter import Drafter
+from exl_core.speculate.ngram import NgramDrafter
 
 DEFAULT_CTX_LIMIT = 8192
 """A context that nobody asked for must not cost gigabytes of cache on a 128k model."""
@@ -32,6 +39,7 @@ class Runtime:
     loaded: LoadedModel
     engine: Engine
     ctx_size: int
+    adapters: tuple[AdapterUse, ...] = ()
 
     @property
     def name(self) -> str:
@@ -65,6 +73,7 @@ class Runtime:
         max_tokens: int | None,
         sampler: SamplerParams,
         stop: Sequence[str],
+        constraints: tuple[Constraint, ...] = (),
     ) -> Request:
         """`max_tokens` None: until the context is full. The reply never outgrows the context."""
         room = self.ctx_size - len(token_ids)
@@ -81,6 +90,8 @@ class Runtime:
             sampler=sampler,
             stop_ids=stop_ids(self.loaded.tokenizer, self.loaded.config),
             stop_strings=tuple(stop),
+            constraints=constraints,
+            adapters=self.adapters,
         )
 
     def _advice(self) -> str:
@@ -105,6 +116,7 @@ def load_quietly(
 
 def open_runtime(
     spec: str | None,
+    choices: EngineChoices,
     *,
     ctx_size: int | None,
     threads: int | None,
@@ -117,9 +129,39 @@ def open_runtime(
         spec = str(path)
     loaded = load_quietly(spec, threads, is_quiet=is_quiet, exact=exact)
     ctx = settle_ctx_size(ctx_size, loaded.config.max_seq_len)
-    options = EngineOptions(cache_tokens=max(ctx, PAGE_SIZE), max_batch=1)
-    engine = Engine(loaded.model, loaded.tokenizer, options)
-    return Runtime(loaded, engine, ctx)
+    adapters = tuple(
+        AdapterUse(load_adapter(folder, loaded.model), scale) for folder, scale in choices.loras
+    )
+    cache_tokens = max(ctx, PAGE_SIZE)
+    drafter = _drafter(choices, loaded, cache_tokens, threads=threads, is_quiet=is_quiet)
+    options = EngineOptions(
+        cache_tokens=cache_tokens, max_batch=1, kv_format=choices.kv_format
+    )
+    engine = Engine(loaded.model, loaded.tokenizer, options, drafter=drafter)
+    return Runtime(loaded, engine, ctx, adapters)
+
+
+def _drafter(
+    choices: EngineChoices,
+    loaded: LoadedModel,
+    cache_tokens: int,
+    *,
+    threads: int | None,
+    is_quiet: bool,
+) -> Drafter | None:
+    if choices.ngram:
+        return NgramDrafter(max_tokens=choices.draft_tokens or DEFAULT_NGRAM_TOKENS)
+    if choices.draft_model is None:
+        return None
+    draft = load_quietly(choices.draft_model, threads, is_quiet=is_quiet, exact=False)
+    check_same_vocabulary(loaded.tokenizer, draft.tokenizer)
+    return ModelDrafter(
+        draft.model,
+        num_pages=pages_for(cache_tokens),
+        kv_format=choices.kv_format,
+        max_tokens=choices.draft_tokens or DEFAULT_DRAFT_TOKENS,
+        vocab_size=loaded.config.vocab_size,
+    )
 
 
 def settle_ctx_size(wanted: int | None, model_max: int) -> int:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from exl_cli import options, output, prompts
+from exl_cli import engine_options, options, output, prompts
 from exl_cli.conversation import Conversation
 from exl_cli.interrupt import Interrupt, exits_at_once
 from exl_core.errors import ExlError, printable
@@ -47,6 +47,11 @@ def chat(
     ctx_size: options.CtxSize = None,
     threads: options.Threads = None,
     exact: options.Exact = False,
+    cache_type: options.CacheType = "fp16",
+    lora: engine_options.Lora = None,
+    draft_model: engine_options.DraftModel = None,
+    draft_tokens: engine_options.DraftTokens = None,
+    ngram: engine_options.Ngram = False,
 ) -> None:
     """Talk to a model, with its own chat template.
 
@@ -64,10 +69,19 @@ def chat(
         seed=seed,
     )
     limit = options.token_limit(max_tokens)
+    choices = engine_options.EngineChoices(
+        options.cache_format(cache_type),
+        draft_model,
+        draft_tokens,
+        ngram,
+        engine_options.parse_loras(lora),
+    )
     with exits_at_once():
         from exl_cli.load import open_runtime
         from exl_cli.terminal import Terminal
-    runtime = open_runtime(spec, ctx_size=ctx_size, threads=threads, is_quiet=quiet, exact=exact)
+    runtime = open_runtime(
+        spec, choices, ctx_size=ctx_size, threads=threads, is_quiet=quiet, exact=exact
+    )
     runtime.require_template()
     terminal = Terminal() if Terminal.is_there() else None
     if terminal is not None and not quiet:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl_cli import options, output, prompts
+from exl_cli import engine_options, options, output, prompts
 from exl_cli.interrupt import Interrupt, exits_at_once
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ EXAMPLES = (
     ('exl generate --chat -p "Why is the sky blue?"', "ask; the model's template is applied"),
     ('cat notes.txt | exl generate --chat -p "Summarize:"', "prompt and piped text combine"),
     ("exl generate model.gguf -f prompt.txt --json > out.json", "for a program to read"),
+    ('exl generate --chat -p "A person, in JSON." --json-schema person.json', "JSON, no doubt"),
 )
 SCHEMA_VERSION = 1
 
@@ -61,6 +62,14 @@ def generate(
     ctx_size: options.CtxSize = None,
     threads: options.Threads = None,
     exact: options.Exact = False,
+    cache_type: options.CacheType = "fp16",
+    lora: engine_options.Lora = None,
+    draft_model: engine_options.DraftModel = None,
+    draft_tokens: engine_options.DraftTokens = None,
+    ngram: engine_options.Ngram = False,
+    json_schema: engine_options.JsonSchema = None,
+    regex: engine_options.Regex = None,
+    grammar: engine_options.Grammar = None,
 ) -> None:
     """Continue a prompt and stream the text to stdout.
 
@@ -77,16 +86,26 @@ def generate(
         seed=seed,
     )
     limit = options.token_limit(max_tokens)
+    choices = engine_options.EngineChoices(
+        options.cache_format(cache_type),
+        draft_model,
+        draft_tokens,
+        ngram,
+        engine_options.parse_loras(lora),
+    )
+    constraints = engine_options.constraints_of(json_schema, regex, grammar)
     prompts.check_chat_options(chat, system, parse_special)
     text = prompts.read_prompt(prompt, file)
     with exits_at_once():
         from exl_cli.load import open_runtime
-    runtime = open_runtime(spec, ctx_size=ctx_size, threads=threads, is_quiet=quiet, exact=exact)
+    runtime = open_runtime(
+        spec, choices, ctx_size=ctx_size, threads=threads, is_quiet=quiet, exact=exact
+    )
     if chat:
         token_ids = runtime.encode_chat(prompts.as_messages(text, system))
     else:
         token_ids = runtime.encode_prompt(text, parse_special=parse_special)
-    request = runtime.request(token_ids, limit, sampler, stop or [])
+    request = runtime.request(token_ids, limit, sampler, stop or [], constraints)
     _run(runtime, request, is_json=json, is_quiet=quiet)
 
 
@@ -109,8 +128,8 @@ def _run(runtime: Runtime, request: Request, *, is_json: bool, is_quiet: bool) -
 
 
 def describe_reply(runtime: Runtime, reply: FinishEvent, seed: int | None) -> dict[str, object]:
-    """What `--json` prints."""
-    return {
+    """What `--json` prints; `drafting` only where something guesses ahead."""
+    described: dict[str, object] = {
         "schema_version": SCHEMA_VERSION,
         "model": runtime.name,
         "text": reply.text,
@@ -132,3 +151,13 @@ def describe_reply(runtime: Runtime, reply: FinishEvent, seed: int | None) -> di
             "decode_tok_s": round(reply.decode_tok_s, 2),
         },
     }
+    if reply.drafting is not None:
+        drafting = reply.drafting
+        described["drafting"] = {
+            "rounds": drafting.rounds,
+            "drafted": drafting.drafted,
+            "accepted": drafting.accepted,
+            "rejected": drafting.rejected,
+            "emitted": drafting.emitted,
+        }
+    return described

@@ -8,6 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from typing import TYPE_CHECKING
+
+from exl_core.speculate.stats import DraftStats
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class FinishReason(Enum):
@@ -15,7 +21,38 @@ class FinishReason(Enum):
     """A stop token or a stop string."""
     LENGTH = "length"
     """`max_tokens`, or the end of the context or of the cache."""
+    CONSTRAINT = "constraint"
+    """The constraints leave nothing that could follow."""
     CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """A token, and what was asked to be told of it (`Report`); `top` is likeliest first."""
+
+    token_id: int
+    probability: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+    logits: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StartEvent:
+    """Its pages are there, and its first pass begins. Once, also where it is computed again."""
+
+    request_id: str
+    cached_tokens: int
+    cached_pages: int
+    queued_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEvent:
+    """So many tokens of the prompt (of both, with guidance) are in the cache; more are to come."""
+
+    request_id: str
+    done: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +66,17 @@ class TextEvent:
     request_id: str
     text: str
     token_ids: tuple[int, ...]
+    tokens: tuple[SampledToken, ...] = ()
+    """The same tokens, with what was asked to be told of them; empty if nothing was."""
+
+
+@dataclass(frozen=True, slots=True)
+class RewindEvent:
+    """A banned string came up: these tokens, never reported before, are taken back."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +86,11 @@ class FinishEvent:
     stopped_by     the stop token's id, or the stop string, that ended it; else None
     text           all of it, without the stop
     token_ids      every token that was sampled, a stop token and the tokens of a stop string too
+    held_text      what was generated and is no part of the text: the stop string and what follows
+    tokens         what was asked to be told of the tokens that no `TextEvent` reported
     cached_tokens  tokens of the prompt that were found in the cache and not computed
+    cached_pages   pages that they lie on, whole or in part
+    drafting       what drafts came to; None without a drafter
     queued_s       from submission until its first pass
     prefill_s      from its first pass until its first token
     decode_s       from its first token until its last
@@ -54,6 +106,10 @@ class FinishEvent:
     queued_s: float
     prefill_s: float
     decode_s: float
+    held_text: str = ""
+    tokens: tuple[SampledToken, ...] = ()
+    cached_pages: int = 0
+    drafting: DraftStats | None = None
 
     @property
     def completion_tokens(self) -> int:
@@ -78,7 +134,7 @@ class FailEvent:
     error: BaseException
 
 
-Event = TextEvent | FinishEvent | FailEvent
+Event = StartEvent | PrefillEvent | TextEvent | RewindEvent | FinishEvent | FailEvent
 
 
 def _rate(count: int, seconds: float) -> float:

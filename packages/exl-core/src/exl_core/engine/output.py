@@ -1,121 +1,271 @@
-"""What comes out of one request: its sampler, its text, where it stops, and its clock.
+"""What comes out of one request: its sampler, its constraints, its text, where it stops, its clock.
 
 Takes logits, gives events. Knows neither pages nor batches. A token goes through these checks in
-order: stop token, stop string, length.
+order: stop token, end of the constraints, banned string, stop string, length.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 from torch import Tensor
 
-from exl_core.engine.events import FinishEvent, FinishReason, TextEvent
+from exl_core.constrain.filter_set import FilterSet
+from exl_core.engine.banned import BannedStrings, Rewind
+from exl_core.engine.events import (
+    Event,
+    FinishEvent,
+    FinishReason,
+    RewindEvent,
+    SampledToken,
+    TextEvent,
+)
+from exl_core.engine.healing import Healing
 from exl_core.engine.sequence import Sequence
-from exl_core.engine.stop import StopMatcher
-from exl_core.sampling.sampler import Sampler
+from exl_core.engine.stop import StopMatch, StopMatcher
+from exl_core.errors import ExlError
+from exl_core.sampling.sampler import Sample, Sampler
 
 
 class TextDecoder(Protocol):
     """Text from ids, one at a time."""
 
     def feed(self, token_id: int, /) -> str: ...
+    def feed_bytes(self, piece: bytes, /) -> str: ...
+    def copy(self) -> TextDecoder: ...
     def flush(self) -> str: ...
 
 
-class Detokenizes(Protocol):
-    """What the engine needs of a tokenizer."""
-
-    @property
-    def vocab_size(self) -> int: ...
-    def stream_decoder(self) -> TextDecoder: ...
-
-
 class Output:
-    """Of one sequence, from its submission to its end."""
+    """Of one sequence, from its submission to its end.
 
-    def __init__(self, sequence: Sequence, tokenizer: Detokenizes, vocab_size: int, now: float):
+    After each `take`, `end` is the reply's end if it has ended, and `rewind_to`, if it is not None,
+    to how many tokens the sequence must go back before it goes on.
+    """
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        sampler: Sampler,
+        decoder: TextDecoder,
+        vocab_size: int,
+        now: float,
+        *,
+        filters: FilterSet | None = None,
+        healing: Healing | None = None,
+    ):
+        """`vocab_size`: ids from there on are not drawn. `decoder` has read the whole prompt."""
         self.sequence = sequence
+        self.filters = filters
+        self.end: FinishEvent | None = None
+        self.error: ExlError | None = None  # set by whoever calls `take`
+        self.rewind_to: int | None = None
         self._request = sequence.request
-        # A model's vocabulary is often padded: ids that the tokenizer does not have are not drawn.
-        self._vocab_size = min(vocab_size, tokenizer.vocab_size)
+        self._vocab_size = vocab_size
         self._banned_at_first = frozenset(
-            token_id for token_id in self._request.stop_ids if token_id < self._vocab_size
+            token_id for token_id in self._request.stop_ids if token_id < vocab_size
         )
-        self._sampler = Sampler(self._request.sampler)
-        self._decoder = tokenizer.stream_decoder()
-        # The reply continues the prompt: its first character may begin in it, and a space at the
-        # start of the reply is not one at the start of a text.
-        for token_id in self._request.prompt_ids:
-            self._decoder.feed(token_id)
+        self._sampler = sampler
+        self._decoder = decoder
+        self._healing = healing
+        self._banned = (
+            BannedStrings[TextDecoder](self._request.banned_strings)
+            if self._request.banned_strings
+            else None
+        )
+        self._tried: dict[int, set[int]] = {}  # by place: tokens that began a banned string
+        self._banned_next: frozenset[int] = frozenset()
         self._matcher = StopMatcher(self._request.stop_strings)
         self._text: list[str] = []
-        self._unreported: list[int] = []
+        self._unreported: list[SampledToken] = []
         self._submitted_at = now
         self._started_at: float | None = None
         self._first_token_at: float | None = None
 
-    def mark_started(self, now: float) -> None:
-        """Its first pass begins; later calls change nothing."""
-        if self._started_at is None:
-            self._started_at = now
+    @property
+    def num_generated(self) -> int:
+        """-1 before the last token of the prompt is healed."""
+        return len(self.sequence.token_ids) - len(self._request.prompt_ids)
 
-    def sample(self, logits: Tensor) -> int:
-        """Draw the next token from `logits` [vocab_size] and append it to the sequence."""
-        banned: frozenset[int] = frozenset()
-        if self.sequence.num_generated < self._request.min_tokens:
-            banned = self._banned_at_first
-        token_ids = self.sequence.token_ids
-        token_id = self._sampler.sample(logits[: self._vocab_size], token_ids, banned)
-        token_ids.append(token_id)
-        self._unreported.append(token_id)
-        return token_id
+    @property
+    def is_healing(self) -> bool:
+        """The next token grows the prompt's last one."""
+        return self._healing is not None
 
-    def consume(self, token_id: int, now: float) -> list[TextEvent | FinishEvent]:
-        """The events of the token just appended."""
+    @property
+    def queued_s(self) -> float:
+        return 0.0 if self._started_at is None else self._started_at - self._submitted_at
+
+    def mark_started(self, now: float) -> bool:
+        """Its first pass begins; False in later calls, which change nothing."""
+        if self._started_at is not None:
+            return False
+        self._started_at = now
+        return True
+
+    def ban_next(self, token_ids: frozenset[int]) -> None:
+        self._banned_next = token_ids
+
+    def start_mask(self) -> None:
+        """Work on the constraints may begin, beside the forward pass."""
+        if self.filters is not None and self._healing is None:
+            self.filters.start()
+
+    def take(
+        self,
+        logits: Tensor,
+        now: float,
+        proposal: int | None = None,
+        drawn_from: Tensor | None = None,
+    ) -> list[Event]:
+        """The next token, drawn from `logits` [vocab_size] and appended, and what comes of it.
+
+        A `proposal` is verified: it was drawn from the distribution `drawn_from`, or is certain.
+        """
         if self._first_token_at is None:
             self._first_token_at = now
+        token = self._draw(logits[: self._vocab_size], proposal, drawn_from)
+        place = len(self.sequence.token_ids)
+        self.sequence.token_ids.append(token.token_id)
+        self._unreported.append(token)
+        token_id = token.token_id
+        if self._healing is not None:
+            piece, self._healing = self._healing.grown_by(token_id), None
+            return self._read(self._decoder.feed_bytes(piece), now)
         if token_id in self._request.stop_ids:
             return self._finish(FinishReason.STOP, token_id, now)
-        match = self._matcher.feed(self._decoder.feed(token_id))
-        events: list[TextEvent | FinishEvent] = self._emit(match.text)
-        if match.stopped_by is not None:
-            return [*events, self._end(FinishReason.STOP, match.stopped_by, now)]
-        if len(self.sequence.token_ids) >= self.sequence.max_len:
-            return [*events, *self._finish(FinishReason.LENGTH, None, now)]
-        return events
+        if self.filters is not None:
+            self.filters.accept(token_id)
+        if self._banned is None:
+            return self._read(self._decoder.feed(token_id), now)
+        before = self._decoder.copy()
+        text, rewind = self._banned.feed(place, self._decoder.feed(token_id), before)
+        if rewind is None:
+            return self._read(text, now)
+        taken = self._go_back(rewind)
+        events = self._show(text, now)
+        return events if self.end is not None else [*events, taken]
 
     def cancel(self, now: float) -> FinishEvent:
         """End it as it stands: text that is held back stays so."""
-        return self._end(FinishReason.CANCELLED, None, now)
+        return self._end(FinishReason.CANCELLED, None, now, self._matcher.held)
 
     def finish_empty(self, now: float) -> FinishEvent:
         """The end of a request for no tokens."""
         return self._end(FinishReason.LENGTH, None, now)
 
-    def _finish(
-        self, reason: FinishReason, stopped_by: int | None, now: float
-    ) -> list[TextEvent | FinishEvent]:
-        """Nothing follows: what was held back is text after all, or completes a stop string."""
-        match = self._matcher.finish(self._decoder.flush())
-        events: list[TextEvent | FinishEvent] = self._emit(match.text)
-        if match.stopped_by is not None:
-            return [*events, self._end(FinishReason.STOP, match.stopped_by, now)]
-        return [*events, self._end(reason, stopped_by, now)]
+    def _draw(
+        self, logits: Tensor, proposal: int | None, drawn_from: Tensor | None
+    ) -> SampledToken:
+        report, history = self._request.report, self.sequence.token_ids
+        banned = self._banned_next.union(self._tried.get(len(history), ()))
+        self._banned_next = frozenset()
+        if self.num_generated < self._request.min_tokens:
+            banned = banned | self._banned_at_first
+        mask = None
+        if self._healing is not None:
+            mask = self._healing.mask
+        elif self.filters is not None:
+            mask = self.filters.mask()
+        if proposal is None:
+            sample = self._sampler.sample(
+                logits,
+                history,
+                banned=banned,
+                mask=mask,
+                num_top=report.top_tokens,
+                want_probability=report.probabilities,
+            )
+        else:
+            sample = self._sampler.verify(
+                logits,
+                history,
+                proposal,
+                drawn_from,
+                banned=banned,
+                mask=mask,
+                num_top=report.top_tokens,
+                want_probability=report.probabilities,
+            )
+        token = SampledToken(
+            sample.token_id,
+            sample.probability,
+            sample.top,
+            logits.clone() if report.logits else None,
+        )
+        for hook in self._request.hooks:
+            other = hook(token)
+            if other is not None and other != token.token_id:
+                token = replace(token, token_id=other, probability=None)
+                sample = Sample(other, None, sample.top)
+        self._sampler.accept(sample)
+        return token
 
-    def _emit(self, text: str) -> list[TextEvent | FinishEvent]:
+    def _show(self, text: str, now: float) -> list[Event]:
+        """More of the text, up to a stop string."""
+        match = self._matcher.feed(text)
+        events = self._emit(match.text)
+        if match.stopped_by is not None:
+            self._end_at(match, now)
+        return events
+
+    def _read(self, text: str, now: float) -> list[Event]:
+        """More of the text, and whether it ends here."""
+        events = self._show(text, now)
+        if self.end is not None:
+            return events
+        if self.filters is not None and self.filters.is_finished:
+            return [*events, *self._finish(FinishReason.CONSTRAINT, None, now)]
+        if len(self.sequence.token_ids) >= self.sequence.max_len:
+            return [*events, *self._finish(FinishReason.LENGTH, None, now)]
+        return events
+
+    def _go_back(self, rewind: Rewind[TextDecoder]) -> RewindEvent:
+        token_ids = self.sequence.token_ids
+        taken = tuple(token_ids[rewind.index :])
+        self._tried = {place: ids for place, ids in self._tried.items() if place <= rewind.index}
+        self._tried.setdefault(rewind.index, set()).add(taken[0])
+        del self._unreported[len(self._unreported) - len(taken) :]
+        self._decoder = rewind.state
+        self._sampler.rewind(rewind.index)
+        if self.filters is not None:
+            self.filters.rewind(len(taken))
+        self.rewind_to = rewind.index
+        return RewindEvent(self._request.request_id, rewind.text, taken)
+
+    def _finish(self, reason: FinishReason, stopped_by: int | None, now: float) -> list[Event]:
+        """Nothing follows: what was held back is text after all, or completes a stop string."""
+        held = "" if self._banned is None else self._banned.flush()
+        match = self._matcher.finish(held + self._decoder.flush())
+        events = self._emit(match.text)
+        if match.stopped_by is not None:
+            self._end_at(match, now)
+        else:
+            self._end(reason, stopped_by, now)
+        return events
+
+    def _emit(self, text: str) -> list[Event]:
         if not text:
             return []
         self._text.append(text)
-        token_ids = tuple(self._unreported)
-        self._unreported.clear()
-        return [TextEvent(self._request.request_id, text, token_ids)]
+        count = len(self._unreported) - (0 if self._banned is None else self._banned.num_held)
+        tokens = tuple(self._unreported[:count])
+        del self._unreported[:count]
+        token_ids = tuple(token.token_id for token in tokens)
+        told = () if self._request.report.is_empty else tokens
+        return [TextEvent(self._request.request_id, text, token_ids, told)]
 
-    def _end(self, reason: FinishReason, stopped_by: int | str | None, now: float) -> FinishEvent:
+    def _end_at(self, match: StopMatch, now: float) -> FinishEvent:
+        return self._end(FinishReason.STOP, match.stopped_by, now, match.rest)
+
+    def _end(
+        self, reason: FinishReason, stopped_by: int | str | None, now: float, held: str = ""
+    ) -> FinishEvent:
         started = now if self._started_at is None else self._started_at
         first = now if self._first_token_at is None else self._first_token_at
         prompt_tokens = len(self._request.prompt_ids)
-        return FinishEvent(
+        self.end = FinishEvent(
             request_id=self._request.request_id,
             reason=reason,
             stopped_by=stopped_by,
@@ -126,4 +276,9 @@ class Output:
             queued_s=started - self._submitted_at,
             prefill_s=first - started,
             decode_s=now - first,
+            held_text=held,
+            tokens=() if self._request.report.is_empty else tuple(self._unreported),
+            cached_pages=self.sequence.cached_pages or 0,
         )
+        return self.end
+

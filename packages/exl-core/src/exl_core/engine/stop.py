@@ -14,10 +14,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """`text` is what may be printed now; `stopped_by` is set once a stop string was found."""
+    """`text` is what may be printed now; `stopped_by` is set once a stop string was found.
+
+    `rest` is then the stop string and what came after it.
+    """
 
     text: str
     stopped_by: str | None
+    rest: str = ""
 
 
 class StopMatcher:
@@ -38,13 +42,18 @@ class StopMatcher:
         self._held += text
         return self._scan(is_end=True)
 
+    @property
+    def held(self) -> str:
+        """What could still become a stop string."""
+        return self._held
+
     def _scan(self, *, is_end: bool) -> StopMatch:
         held = self._held
         for start in range(len(held)):
             found = next((s for s in self._strings if held.startswith(s, start)), None)
             if found is not None:
                 self._held = ""
-                return StopMatch(held[:start], found)
+                return StopMatch(held[:start], found, held[start:])
             if not is_end and self._is_beginning(held[start:]):
                 self._held = held[start:]
                 return StopMatch(held[:start], None)

@@ -50,7 +50,8 @@ def _turn(engine: Engine, request: Request) -> Iterator[TextEvent | FinishEvent]
                     continue  # an end that whoever submitted it did not wait for
                 if isinstance(event, FailEvent):
                     raise event.error
-                yield event
+                if isinstance(event, TextEvent | FinishEvent):
+                    yield event
                 if isinstance(event, FinishEvent):
                     return
     finally:

@@ -152,13 +152,25 @@ class StreamDecoder:
 
     def feed(self, token_id: int) -> str:
         """The text that is now certain; '' while a character is incomplete."""
-        piece = self._tokenizer.token_bytes(token_id, skip_special=self._skip_special)
+        return self.feed_bytes(
+            self._tokenizer.token_bytes(token_id, skip_special=self._skip_special)
+        )
+
+    def feed_bytes(self, piece: bytes) -> str:
+        """The same for bytes that are no whole token."""
         if self._spaces_to_drop and piece:
             piece = self._without_leading_spaces(piece)
         return self._utf8.decode(piece)
 
     def feed_all(self, ids: Iterable[int]) -> str:
         return "".join(map(self.feed, ids))
+
+    def copy(self) -> StreamDecoder:
+        """One that goes on from here by itself."""
+        other = StreamDecoder(self._tokenizer, skip_special=self._skip_special)
+        other._spaces_to_drop = self._spaces_to_drop
+        other._utf8.setstate(self._utf8.getstate())
+        return other
 
     def flush(self) -> str:
         """What is left at the end: U+FFFD for a character that never became complete."""

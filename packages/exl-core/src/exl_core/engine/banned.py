@@ -1,0 +1,87 @@
+"""Banned strings in text that arrives in pieces: what is safe to show, and where to go back to.
+
+Upper and lower case are the same. Text is held back token by token, from the token in which a
+banned string may have begun: if it does come up, that whole token is taken back, and none of its
+text has been shown. A string that is there already wins over one that may yet come, and of several
+the one that began first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, NamedTuple, TypeVar
+
+State = TypeVar("State")
+
+
+class Rewind(NamedTuple, Generic[State]):
+    """Go back to before token `index`, where whatever reads the tokens was in `state`."""
+
+    index: int
+    state: State
+    text: str
+    """Of the tokens that are taken back."""
+
+
+@dataclass(slots=True)
+class _Held(Generic[State]):
+    index: int
+    text: str
+    state: State
+
+
+class BannedStrings(Generic[State]):
+    """Of one reply. `State` is whatever the caller needs to go back to; it is not looked at."""
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self._strings = tuple(fold(string) for string in strings)
+        self._held: list[_Held[State]] = []
+
+    @property
+    def num_held(self) -> int:
+        """Tokens, the newest ones, that may still be taken back."""
+        return len(self._held)
+
+    def feed(self, index: int, text: str, state: State) -> tuple[str, Rewind[State] | None]:
+        """The text that is safe now. `state` is that before the token."""
+        self._held.append(_Held(index, text, state))
+        joined = fold("".join(held.text for held in self._held))
+        found = [at for at in map(joined.find, self._strings) if at >= 0]
+        if found:
+            first = self._token_at(min(found))
+            safe = self._release(first)
+            back = self._held[0]
+            taken = "".join(held.text for held in self._held)
+            self._held.clear()
+            return safe, Rewind(back.index, back.state, taken)
+        starts = [
+            at
+            for at in range(len(joined))
+            if any(string.startswith(joined[at:]) for string in self._strings)
+        ]
+        return self._release(self._token_at(starts[0]) if starts else len(self._held)), None
+
+    def flush(self) -> str:
+        """Nothing follows: what was held is safe."""
+        return self._release(len(self._held))
+
+    def _token_at(self, at: int) -> int:
+        """Which held token has the character."""
+        end = 0
+        for number, held in enumerate(self._held):
+            end += len(held.text)
+            if at < end:
+                return number
+        raise AssertionError("the character is in the held text")
+
+    def _release(self, count: int) -> str:
+        text = "".join(held.text for held in self._held[:count])
+        del self._held[:count]
+        return text
+
+
+def fold(text: str) -> str:
+    """Lower case, each character by itself, so that places stay the same."""
+    if text.isascii():
+        return text.lower()
+    return "".join(low if len(low := c.lower()) == 1 else c for c in text)

@@ -1,0 +1,109 @@
+"""Drafts for the requests that decode: how long, what came of them, and what they cost.
+
+Puts one drafter and a controller for each request together. A request whose drafts do not pay gets
+shorter ones, or none for a while; what it generates is the same either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from exl_core.engine.sequence import Sequence as Running
+from exl_core.speculate.controller import DraftController, PassCosts
+from exl_core.speculate.drafter import Draft, Drafter, DraftJob
+from exl_core.speculate.stats import DraftStats
+
+
+@dataclass(slots=True)
+class _Record:
+    """Of one live request."""
+
+    controller: DraftController
+    stats: DraftStats = field(default_factory=DraftStats)
+    draft_s: float = 0.0
+    """Its share of the time that proposing for the coming pass took."""
+
+
+class Drafting:
+    def __init__(self, drafter: Drafter, clock: Callable[[], float]) -> None:
+        self._drafter = drafter
+        self._clock = clock
+        self._costs = PassCosts()
+        self._records: dict[str, _Record] = {}
+
+    def propose(
+        self, sequences: Sequence[Running], reserve: Callable[[Running, int], int]
+    ) -> dict[str, Draft]:
+        """Drafts by request id; none for those that get no room or have no guess."""
+        jobs = []
+        rows = len(sequences)
+        for sequence in sequences:
+            record = self._record(sequence.request_id)
+            # The pass gives one token beside the drafts.
+            room = sequence.max_len - len(sequence.token_ids) - 1
+            count = record.controller.length(room, rows=rows, sequences=len(sequences))
+            count = reserve(sequence, count) if count > 0 else 0
+            if count > 0:
+                rows += count
+                jobs.append(
+                    DraftJob(
+                        request_id=sequence.request_id,
+                        token_ids=sequence.token_ids,
+                        page_ids=tuple(sequence.page_ids),
+                        page_keys=sequence.keys,
+                        max_tokens=count,
+                        sampler=sequence.request.sampler,
+                    )
+                )
+        if not jobs:
+            return {}
+        started = self._clock()
+        drafts = self._drafter.propose(jobs)
+        each = (self._clock() - started) / len(jobs)
+        for job in jobs:
+            self._record(job.request_id).draft_s = each
+        return {
+            job.request_id: draft
+            for job, draft in zip(jobs, drafts, strict=True)
+            if draft.token_ids
+        }
+
+    def passed(self, rows: int, seconds: float) -> None:
+        """A forward pass took so long; told before what came of it."""
+        self._costs.record(rows, seconds)
+
+    def verified(
+        self, request_id: str, *, drafted: int, emitted: int, rows: int, sequences: int
+    ) -> None:
+        """A pass of `rows` gave a request `emitted` tokens, of which all but the last were drafted,
+        and the last too where the reply ended with it."""
+        record = self._record(request_id)
+        accepted = min(emitted - 1, drafted)
+        record.stats = record.stats.with_round(drafted=drafted, accepted=accepted, emitted=emitted)
+        record.controller.record(
+            drafted=drafted,
+            accepted=accepted,
+            emitted=emitted,
+            draft_s=record.draft_s,
+            rows=rows,
+            sequences=sequences,
+        )
+        record.draft_s = 0.0
+
+    def stats(self, request_id: str) -> DraftStats:
+        return self._record(request_id).stats
+
+    def forget(self, request_id: str) -> None:
+        self._records.pop(request_id, None)
+        self._drafter.forget(request_id)
+
+    def moved(self, moves: Sequence[tuple[int, int]]) -> None:
+        self._drafter.moved(moves)
+
+    def _record(self, request_id: str) -> _Record:
+        known = self._records.get(request_id)
+        if known is None:
+            known = _Record(DraftController(self._costs, self._drafter.max_tokens))
+            self._records[request_id] = known
+        return known
