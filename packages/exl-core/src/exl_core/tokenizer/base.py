@@ -127,6 +127,10 @@ class Tokenizer(ABC):
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_text
 
+    def has_token(self, token_id: int) -> bool:
+        """Whether the id stands for anything; a vocabulary may have gaps."""
+        return token_id in self._special_text or self._piece(token_id) is not None
+
     @property
     def leading_spaces_dropped(self) -> int:
         """How many spaces at the very start of a text `decode` takes away."""

@@ -1,0 +1,23 @@
+"""The reply is a text of a context-free grammar.
+
+The grammar is written in llguidance's variant of Lark, with a rule `start`. It may name special
+tokens of the model, as in `<|tool|>`; no other constraint lets one through.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from exl_core.constrain.filter import Filter
+from exl_core.constrain.guided import guided_filter
+from exl_core.constrain.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """`lark`: the rules."""
+
+    lark: str
+
+    def filter(self, vocabulary: Vocabulary) -> Filter:
+        return guided_filter(self.lark, vocabulary, what="the grammar", names_place=True)

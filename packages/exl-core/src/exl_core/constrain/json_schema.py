@@ -1,0 +1,66 @@
+"""The reply is a JSON document that satisfies a schema.
+
+Which keywords are understood is the llguidance library's matter; one that it does not know is an
+error, never ignored. Properties come in the order of the schema. A schema may carry the library's
+own settings under `x-guidance`, which go before those made here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from exl_core.constrain.filter import ConstraintError, Filter
+from exl_core.constrain.guided import guided_filter
+from exl_core.constrain.vocabulary import Vocabulary
+
+_WHAT = "the JSON schema"
+# A small model that may write white space forever will.
+_SPACED: dict[str, object] = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
+_COMPACT: dict[str, object] = {"whitespace_flexible": False}
+
+
+@dataclass(frozen=True, init=False, slots=True)
+class JsonSchema:
+    """`schema`: its text, or the value. `compact`: no white space outside of strings, else up to 40
+    characters of it wherever JSON has room for some."""
+
+    schema: str
+    compact: bool
+
+    def __init__(self, schema: str | Mapping[str, object] | bool, *, compact: bool = False) -> None:
+        object.__setattr__(self, "schema", schema if isinstance(schema, str) else _text_of(schema))
+        object.__setattr__(self, "compact", compact)
+
+    def filter(self, vocabulary: Vocabulary) -> Filter:
+        schema = _parse(self.schema)
+        if schema is True:
+            schema = {}
+        if isinstance(schema, dict):
+            own = schema.get("x-guidance", {})
+            layout = _COMPACT if self.compact else _SPACED
+            if isinstance(own, dict):
+                schema = {**schema, "x-guidance": {**layout, **own}}
+        lark = f"start: %json {_text_of(schema)}"
+        guided = guided_filter(lark, vocabulary, what=_WHAT, names_place=False)
+        if guided.is_complete:  # no document is empty: the schema only refers to itself
+            raise ConstraintError(f"{_WHAT} cannot be satisfied: it describes no document")
+        return guided
+
+
+def _text_of(schema: object) -> str:
+    try:
+        return json.dumps(schema, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ConstraintError(f"{_WHAT} is not a JSON value: {error}") from error
+
+
+def _parse(text: str) -> object:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConstraintError(f"{_WHAT} is not JSON: {error}") from error
+    if not isinstance(schema, dict | bool):
+        raise ConstraintError(f"{_WHAT} is neither an object nor true or false", got=text[:60])
+    return schema

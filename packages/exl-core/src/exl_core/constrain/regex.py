@@ -1,0 +1,33 @@
+"""The reply, from its first to its last character, matches a regular expression.
+
+The syntax is that of Rust's regex crate: no look-around and no back-references. `.` is any
+character but a newline, unless the expression says `(?s)`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from exl_core.constrain.filter import Filter
+from exl_core.constrain.guided import guided_filter
+from exl_core.constrain.vocabulary import Vocabulary
+
+_ANCHOR_AT_END = re.compile(r"(?<!\\)((?:\\\\)*)\$$")
+
+
+@dataclass(frozen=True, slots=True)
+class Regex:
+    """`pattern` matches the whole reply, so a `^` before and a `$` behind it add nothing."""
+
+    pattern: str
+
+    def filter(self, vocabulary: Vocabulary) -> Filter:
+        from llguidance import regex_to_lark
+
+        bare = _ANCHOR_AT_END.sub(r"\1", self.pattern.removeprefix("^"))
+        # An empty expression would read as the beginning of a comment.
+        body = f"/{regex_to_lark(bare, '')}/" if bare else '""'
+        return guided_filter(
+            f"start: {body}", vocabulary, what="the regular expression", names_place=False
+        )
