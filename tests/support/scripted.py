@@ -17,6 +17,7 @@ from torch import Tensor
 
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
+from exl_core.ops.table import OpTable, get_table
 from exl_core.tokenizer.base import ControlIds, Tokenizer
 
 BOS_ID = 256
@@ -71,6 +72,7 @@ class ScriptedModel:
     config: ScriptedShape = field(default_factory=ScriptedShape)
     rows_of_pass: list[int] = field(default_factory=list)
     failure: BaseException | None = None
+    ops: OpTable = field(default_factory=lambda: get_table("reference", threads=1))
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
         self.rows_of_pass.append(len(batch.token_ids))

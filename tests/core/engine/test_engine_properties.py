@@ -17,8 +17,8 @@ from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import Event, FailEvent, FinishEvent, FinishReason, TextEvent
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError
+from exl_core.sampling.chain import steps_for
 from exl_core.sampling.params import SamplerParams
-from exl_core.sampling.sampler import steps_for
 from exl_core.sampling.steps import draw, greedy, weights
 from support.scripted import EOS_ID, VOCAB_SIZE, ByteTokenizer, Rule, ScriptedModel, ScriptedShape
 
@@ -73,7 +73,7 @@ def alone(request: Request) -> tuple[tuple[int, ...], str, FinishReason, object]
             token = greedy(logits)
         else:
             uniform = float(torch.rand((), generator=generator, dtype=torch.float64))
-            token = draw(weights(logits, logits.amax()), uniform)
+            token = draw(weights(logits), uniform)
         reply.append(token)
         history.append(token)
         if token in request.stop_ids:
@@ -107,7 +107,7 @@ samplers = st.builds(
     top_p=st.sampled_from([1.0, 0.8]),
     min_p=st.sampled_from([0.0, 0.1]),
     repetition_penalty=st.sampled_from([1.0, 1.2]),
-    repetition_range=st.sampled_from([None, 5]),
+    penalty_range=st.sampled_from([None, 5]),
     seed=st.integers(0, 3),
 )
 stop_strings = st.lists(st.sampled_from(["ab", "b a", "é", "aab", "é b", "  b"]), max_size=2).map(

@@ -111,7 +111,7 @@ class Engine:
         self.check(request)
         sequence = Sequence(request, self._max_len(request), list(request.prompt_ids))
         now = self._clock()
-        output = Output(sequence, self.tokenizer, self.model.config.vocab_size, now)
+        output = Output(sequence, self.tokenizer, self.model.config.vocab_size, self.model.ops, now)
         if request.max_tokens == 0:
             self._events.append(output.finish_empty(now))
             return sequence

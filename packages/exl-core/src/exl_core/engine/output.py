@@ -13,6 +13,7 @@ from torch import Tensor
 from exl_core.engine.events import FinishEvent, FinishReason, TextEvent
 from exl_core.engine.sequence import Sequence
 from exl_core.engine.stop import StopMatcher
+from exl_core.ops.table import OpTable
 from exl_core.sampling.sampler import Sampler
 
 
@@ -34,7 +35,14 @@ class Detokenizes(Protocol):
 class Output:
     """Of one sequence, from its submission to its end."""
 
-    def __init__(self, sequence: Sequence, tokenizer: Detokenizes, vocab_size: int, now: float):
+    def __init__(
+        self,
+        sequence: Sequence,
+        tokenizer: Detokenizes,
+        vocab_size: int,
+        ops: OpTable,
+        now: float,
+    ) -> None:
         self.sequence = sequence
         self._request = sequence.request
         # A model's vocabulary is often padded: ids that the tokenizer does not have are not drawn.
@@ -42,7 +50,7 @@ class Output:
         self._banned_at_first = frozenset(
             token_id for token_id in self._request.stop_ids if token_id < self._vocab_size
         )
-        self._sampler = Sampler(self._request.sampler)
+        self._sampler = Sampler(self._request.sampler, ops)
         self._decoder = tokenizer.stream_decoder()
         # The reply continues the prompt: its first character may begin in it, and a space at the
         # start of the reply is not one at the start of a text.
@@ -66,7 +74,10 @@ class Output:
         if self.sequence.num_generated < self._request.min_tokens:
             banned = self._banned_at_first
         token_ids = self.sequence.token_ids
-        token_id = self._sampler.sample(logits[: self._vocab_size], token_ids, banned)
+        logits = logits[: self._vocab_size]
+        sample = self._sampler.sample(logits, token_ids, banned=banned)
+        self._sampler.accept(sample)
+        token_id = sample.token_id
         token_ids.append(token_id)
         self._unreported.append(token_id)
         return token_id

@@ -15,6 +15,7 @@ from exl_core.cache.format import PAGE_SIZE
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
 from exl_core.model.segment import LogitRows, Segment
+from exl_core.ops.table import OpTable
 
 
 class ModelShape(Protocol):
@@ -37,6 +38,8 @@ class Model(Protocol):
 
     @property
     def config(self) -> ModelShape: ...
+    @property
+    def ops(self) -> OpTable: ...
     def forward(self, batch: Batch, store: KVStore) -> Tensor: ...
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, dtype
 
 from exl_core.errors import BackendError
 from exl_core.ops.quantized import QuantColumns, QuantLayout
+from exl_core.ops.reference_sampling import sample
 from exl_core.ops.table import AttentionBatch, GateKind, PackedLinear
 
 KERNELS_VERSION = "0.1.0"
@@ -49,6 +50,8 @@ def native_isas() -> tuple[str, ...]:
 
 class NativeTable:
     """OpTable over the kernels of one instruction set and their threads."""
+
+    sample = staticmethod(sample)
 
     def __init__(self, isa: str | None, threads: int) -> None:
         isas = native_isas()

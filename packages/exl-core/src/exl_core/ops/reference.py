@@ -22,6 +22,7 @@ from exl_core.ops.reference_attention import (
     split_heads,
 )
 from exl_core.ops.reference_quantized import PlainQuantized, fill_quantized, new_quantized
+from exl_core.ops.reference_sampling import sample
 from exl_core.ops.table import AttentionBatch, GateKind, PackedLinear
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -87,6 +88,7 @@ class ReferenceTable:
     """OpTable by the book. `threads` is carried only: torch's own setting is the process's."""
 
     name = "reference"
+    sample = staticmethod(sample)
 
     def __init__(self, threads: int) -> None:
         self.threads = threads

@@ -11,7 +11,7 @@ An operand that breaks an op's contract is the caller's bug and raises ValueErro
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor, dtype
 
@@ -35,6 +35,17 @@ class PackedLinear(Protocol):
 
 class AttentionBatch(Protocol):
     """The rows of one pass as `attend_` wants them; only the table that made it can read it."""
+
+
+class Drawn(NamedTuple):
+    """What `sample` drew: token_id -1 if there was nothing to draw."""
+
+    token_id: int
+    probability: float
+    top: list[tuple[int, float]]
+
+
+NOTHING_DRAWN = Drawn(-1, 0.0, [])
 
 
 class OpTable(Protocol):
@@ -210,6 +221,33 @@ class OpTable(Protocol):
         qkv [rows, (q_heads + 2 kv_heads) * d] strided rows: queries, keys, values. In this order:
         rms_norm_heads_ of queries and keys where there are norms [d], rope_ of both, write_kv,
         paged_attention. Leaves keys and values in qkv undefined.
+        """
+        ...
+
+    def sample(
+        self,
+        logits: Tensor,
+        mask: Tensor | None = None,
+        ids: Tensor | None = None,
+        values: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        uniform: float = 0.0,
+        num_top: int = 0,
+    ) -> Drawn:
+        """The token that `uniform`, in [0, 1), draws from logits [vocab].
+
+        In this order: logits[ids] = values (ids int64 in order, the last one counts), drop tokens
+        whose bit is 0 in mask (int32, bit i % 32 of word i // 32), divide by temperature (> 0),
+        keep the top_k likeliest (0: all), of these the longest descending run that sums to at most
+        top_p and has no token below 1e-6 (1: off), and of these the ones at least min_p times as
+        likely as the likeliest (0: off). The likeliest always stays; equals go by id. The token is
+        the first at which the running sum by id exceeds uniform. `top` are the num_top likeliest
+        of those that are left, with their probabilities. Nothing can be drawn if logits hold a NaN
+        or an infinity above zero, or if no finite one is left.
         """
         ...
 

@@ -1,13 +1,17 @@
 """What a request may ask of the sampler, checked. No torch: requests are made without it.
 
-The steps run in this order, whatever the order of the arguments: repetition penalty, temperature,
-top-k, top-p, min-p (`steps.py` has the formulas). The defaults sample the model's own distribution.
+The steps run in the order of the fields below, whatever the order of the arguments (`sampler.py`
+has the order in full, `steps.py`, `penalties.py` and `feedback.py` the formulas). Every default
+is neutral: together they sample the model's own distribution.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import NoReturn
 
 from exl_core.errors import RequestError
 
@@ -15,17 +19,68 @@ GREEDY_BELOW = 0.01
 """Temperatures below this are greedy: dividing by them is choosing the likeliest token."""
 
 
+class TokenBias(Mapping[int, float]):
+    """A mapping that cannot change, so that settings can be compared and hashed."""
+
+    __slots__ = ("_bias",)
+
+    def __init__(self, bias: Mapping[int, float]) -> None:
+        self._bias = dict(sorted(bias.items()))
+
+    def __getitem__(self, token_id: int) -> float:
+        return self._bias[token_id]
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._bias)
+
+    def __len__(self) -> int:
+        return len(self._bias)
+
+    def __hash__(self) -> int:
+        return hash(tuple(self._bias.items()))
+
+    def __repr__(self) -> str:
+        return repr(self._bias)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplerParams:
     """Settings of one request's sampler.
 
-    temperature         0 (and anything below 0.01) is greedy; 1 leaves the distribution alone
-    top_k               keep the k likeliest tokens; 0 is off, 1 is greedy
-    top_p               keep the likeliest tokens up to this much probability; 1 is off
-    min_p               keep tokens at least this many times as likely as the likeliest; 0 is off
-    repetition_penalty  divides the logits of tokens that occurred (multiplies negative ones)
-    repetition_range    how many of the latest tokens count, prompt included; None is all of them
-    seed                same seed, same tokens; None draws a seed
+    cfg_scale            weight of the prompt against a negative prompt; None is off, 1 ignores it
+    repetition_penalty   divides the logits of tokens that occurred (multiplies negative ones)
+    frequency_penalty    subtracted from a logit for every occurrence of its token
+    presence_penalty     subtracted once from the logit of every token that occurred
+    penalty_range        latest tokens that count in full, prompt included; None is all of them
+    penalty_decay        over how many tokens before these the penalties fade away
+    banned_tokens        never drawn
+    allowed_tokens       nothing else is drawn; None allows all
+    token_bias           added to the logits of these tokens
+    dry_multiplier       size of the penalty on going on with what was said before; 0 is off
+    dry_base             it grows by this factor with each token of the repetition
+    dry_allowed_length   longest repetition that costs no more than the multiplier; at least 1
+    dry_range            only the latest tokens are searched; 0 is all of them
+    dry_max_ngram        repetitions count up to one token less than this
+    dry_breakers         a repetition never reaches across these tokens
+    temperature          0 (and anything below 0.01) is greedy; 1 leaves the distribution alone
+    smoothing_factor     makes logits fall with the square of their distance from the largest
+    top_k                keep the k likeliest tokens; 0 is off, 1 is greedy
+    top_p                keep the likeliest tokens up to this much probability; 1 is off
+    top_a                keep tokens of at least this times the largest probability squared
+    min_p                keep tokens at least this many times as likely as the likeliest; 0 is off
+    tfs                  cut the tail off where the curve of probabilities is flat; 1 is off
+    typical              keep the tokens that surprise as much as expected; 1 is off
+    mirostat_tau         surprise in bits that is kept up by a moving cut; None is off
+    mirostat_eta         how fast that cut moves
+    temperature_last     apply the temperature after the cuts instead of before
+    min_temp, max_temp   temperature by the entropy of what is left; off unless max is above min.
+                         Comes on top of `temperature`, or takes its place if that is last
+    temp_exponent        bends the way from min_temp to max_temp
+    xtc_probability      how often the likeliest tokens are excluded, but for the last of them
+    xtc_threshold        what counts among the likeliest
+    xtc_protected        tokens that are never excluded
+    skew                 above 0 the draw favours rare tokens, below 0 likely ones
+    seed                 same seed, same tokens; None draws a seed
     """
 
     temperature: float = 1.0
@@ -33,23 +88,140 @@ class SamplerParams:
     top_p: float = 1.0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    repetition_range: int | None = None
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    penalty_range: int | None = None
+    penalty_decay: int = 0
     seed: int | None = None
+    top_a: float = 0.0
+    tfs: float = 1.0
+    typical: float = 1.0
+    skew: float = 0.0
+    temperature_last: bool = False
+    min_temp: float = 0.0
+    max_temp: float = 0.0
+    temp_exponent: float = 1.0
+    smoothing_factor: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_protected: frozenset[int] = frozenset()
+    mirostat_tau: float | None = None
+    mirostat_eta: float = 0.1
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_range: int = 0
+    dry_max_ngram: int = 20
+    dry_breakers: frozenset[int] = frozenset()
+    token_bias: Mapping[int, float] = field(default_factory=lambda: TokenBias({}))
+    allowed_tokens: frozenset[int] | None = None
+    banned_tokens: frozenset[int] = frozenset()
+    cfg_scale: float | None = None
 
     def __post_init__(self) -> None:
-        _check_float("temperature", self.temperature, 0.0, 100.0)
-        _check_int("top_k", self.top_k, 0)
-        _check_float("top_p", self.top_p, 0.0, 1.0, is_low_open=True)
-        _check_float("min_p", self.min_p, 0.0, 1.0)
-        _check_float("repetition_penalty", self.repetition_penalty, 0.01, 100.0)
-        if self.repetition_range is not None:
-            _check_int("repetition_range", self.repetition_range, 1)
+        for name, low, high in _FLOATS:
+            _check_float(name, getattr(self, name), low, high)
+        for name in ("top_p", "tfs", "typical"):
+            _check_float(name, getattr(self, name), 0.0, 1.0, is_low_open=True)
+        for name, low in _INTS:
+            _check_int(name, getattr(self, name), low)
+        if not isinstance(self.temperature_last, bool):
+            _refuse("temperature_last", "True or False", self.temperature_last)
+        if self.penalty_range is not None:
+            _check_int("penalty_range", self.penalty_range, 0)
         if self.seed is not None:
             _check_int("seed", self.seed, 0, 2**63 - 1)
+        if self.mirostat_tau is not None:
+            _check_float("mirostat_tau", self.mirostat_tau, 0.0, 100.0)
+        if self.cfg_scale is not None:
+            _check_float("cfg_scale", self.cfg_scale, 0.0, 100.0)
+        if 0 < self.dry_range <= self.dry_max_ngram:
+            expected = f"0, or more than dry_max_ngram, which is {self.dry_max_ngram}"
+            _refuse("dry_range", expected, self.dry_range)
+        for name in ("xtc_protected", "dry_breakers", "banned_tokens", "allowed_tokens"):
+            if name != "allowed_tokens" or self.allowed_tokens is not None:
+                object.__setattr__(self, name, _ids(name, getattr(self, name)))
+        if self.allowed_tokens is not None and not self.allowed_tokens - self.banned_tokens:
+            expected = "at least one token that is not banned, or None"
+            _refuse("allowed_tokens", expected, sorted(self.allowed_tokens))
+        object.__setattr__(self, "token_bias", _bias(self.token_bias))
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, object]) -> SamplerParams:
+        """Settings by name, as a configuration file or a server has them: sets may be lists there,
+        and the ids of `token_bias` strings."""
+        known = {field.name for field in fields(cls)}
+        for name in mapping:
+            if name not in known:
+                nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+                raise RequestError(
+                    f"unknown setting {name!r}",
+                    where="sampler",
+                    next_step=f"The nearest known one is {nearest}.",
+                )
+        values = dict(mapping)
+        bias = values.get("token_bias")
+        if isinstance(bias, Mapping):
+            values["token_bias"] = {_id_of(key): value for key, value in bias.items()}
+        return cls(**values)  # type: ignore[arg-type]  # every value is checked
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature < GREEDY_BELOW or self.top_k == 1
+        """Only the likeliest token is left in the end, whatever the other settings."""
+        is_cold = self.temperature < GREEDY_BELOW
+        return self.top_k == 1 or (
+            is_cold and not (self.temperature_last and self.has_dynamic_temperature)
+        )
+
+    @property
+    def has_dynamic_temperature(self) -> bool:
+        return self.max_temp > self.min_temp
+
+    @property
+    def has_penalties(self) -> bool:
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
+
+    @property
+    def largest_id(self) -> int:
+        """Of all tokens that the settings name; -1 if they name none."""
+        named = (self.xtc_protected, self.dry_breakers, self.banned_tokens, self.token_bias)
+        ids = [max(tokens, default=-1) for tokens in (*named, self.allowed_tokens or ())]
+        return max(ids)
+
+
+_FLOATS = (
+    ("temperature", 0.0, 100.0),
+    ("min_temp", 0.0, 100.0),
+    ("max_temp", 0.0, 100.0),
+    ("temp_exponent", 0.0, 100.0),
+    ("smoothing_factor", 0.0, 100.0),
+    ("top_a", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("skew", -20.0, 20.0),
+    ("xtc_probability", 0.0, 1.0),
+    ("xtc_threshold", 0.0, 1.0),
+    ("mirostat_eta", 0.0, 1.0),
+    ("repetition_penalty", 0.01, 100.0),
+    ("frequency_penalty", -100.0, 100.0),
+    ("presence_penalty", -100.0, 100.0),
+    ("dry_multiplier", 0.0, 100.0),
+    ("dry_base", 0.0, 100.0),
+)
+_INTS = (
+    ("top_k", 0),
+    ("penalty_decay", 0),
+    ("dry_allowed_length", 0),
+    ("dry_range", 0),
+    ("dry_max_ngram", 2),
+)
+
+
+def _refuse(name: str, expected: str, got: object) -> NoReturn:
+    raise RequestError(f"{name} is out of range", where="sampler", expected=expected, got=repr(got))
 
 
 def _check_float(
@@ -61,12 +233,41 @@ def _check_float(
         if is_above and value <= high:
             return
     span = f"above {low:g}, at most {high:g}" if is_low_open else f"{low:g} to {high:g}"
-    raise RequestError(f"{name} is out of range", where="sampler", expected=span, got=repr(value))
+    _refuse(name, span, value)
 
 
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    if is_int and isinstance(value, int) and low <= value and (high is None or value <= high):
+def _check_int(name: str, value: object, low: int, high: int = 2**63 - 1) -> None:
+    if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
         return
-    span = f"a whole number from {low}" + ("" if high is None else f" to {high}")
-    raise RequestError(f"{name} is out of range", where="sampler", expected=span, got=repr(value))
+    span = f"a whole number from {low}" + ("" if high == 2**63 - 1 and low == 0 else f" to {high}")
+    _refuse(name, span, value)
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def _ids(name: str, value: object) -> frozenset[int]:
+    if isinstance(value, Iterable) and not isinstance(value, str | bytes):
+        ids = list(value)
+        if all(_is_id(token_id) for token_id in ids):
+            return frozenset(ids)
+    _refuse(name, "a set of token ids", value)
+
+
+def _id_of(key: object) -> object:
+    """A token id from a key of JSON, which can only be a string."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+
+
+def _bias(value: object) -> TokenBias:
+    if isinstance(value, TokenBias):
+        return value
+    if isinstance(value, Mapping) and all(_is_id(token_id) for token_id in value):
+        for bias in value.values():
+            is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+            # Minus infinity is a ban; plus infinity would leave no distribution.
+            if not is_number or math.isnan(bias) or bias == math.inf:
+                _refuse("token_bias", "numbers, or minus infinity", bias)
+        return TokenBias(value)
+    _refuse("token_bias", "a mapping from token ids to numbers", value)

@@ -2,142 +2,280 @@
 
 Knows neither text nor filters; tokens that must not come are given with the call. Nothing here
 depends on what else is in the batch, so the same seed gives the same tokens from the same logits.
+What a sample means is said by `steps_for` in `chain.py`; the sampler computes the same with the
+kernel of `ops.sample`, or with the steps over the few tokens that it leaves.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from exl_core.errors import ExlError
-from exl_core.sampling.fuse import shortlist
+from exl_core.ops.table import Drawn, OpTable
+from exl_core.sampling.chain import is_common, later_steps, scaling
+from exl_core.sampling.edits import Edits
+from exl_core.sampling.feedback import Mirostat
 from exl_core.sampling.params import SamplerParams
-from exl_core.sampling.steps import (
-    Ban,
-    LogitStep,
-    MinP,
-    RepetitionPenalty,
-    Temperature,
-    TopK,
-    TopP,
-    draw,
-    greedy,
-    penalize,
-)
+from exl_core.sampling.steps import DROPPED, descending, draw, greedy, skewed, softmax
 
 
 class LogitsError(ExlError):
     """The model's logits cannot be sampled from: NaN, infinite, or every token dropped."""
 
 
-def steps_for(
-    params: SamplerParams, history: Sequence[int], banned: frozenset[int] = frozenset()
-) -> list[LogitStep]:
-    """The steps that `Sampler.sample` stands for, in their order."""
-    steps: list[LogitStep] = []
-    if params.repetition_penalty != 1.0:
-        recent = history if params.repetition_range is None else history[-params.repetition_range :]
-        steps.append(RepetitionPenalty(params.repetition_penalty, tuple(recent)))
-    if banned:
-        steps.append(Ban(banned))
-    if params.is_greedy:
-        steps.append(TopK(1))
-        return steps
-    if params.temperature != 1.0:
-        steps.append(Temperature(params.temperature))
-    if params.top_k > 0:
-        steps.append(TopK(params.top_k))
-    if params.top_p < 1.0:
-        steps.append(TopP(params.top_p))
-    if params.min_p > 0.0:
-        steps.append(MinP(params.min_p))
-    return steps
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A token; its final probability, if wanted; the likeliest tokens that were left, descending,
+    with theirs: fewer than asked for if fewer were left."""
+
+    token_id: int
+    probability: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Final:
+    """What is left in the end: ids, ascending, and their probabilities, float64."""
+
+    ids: Tensor
+    probability: Tensor
+
+
+def guide(positive: Tensor, negative: Tensor, scale: float) -> Tensor:
+    """Classifier-free guidance: away from what `negative` expects, by `scale`; 1 ignores it.
+
+    A token that `positive` rules out stays out; one that only `negative` rules out is not pushed.
+    """
+    wanted, unwanted = positive.log_softmax(0), negative.log_softmax(0)
+    unwanted = torch.where(unwanted.isinf(), wanted, unwanted)
+    guided = scale * wanted + (1.0 - scale) * unwanted
+    return guided.masked_fill_(wanted == -math.inf, -math.inf)
 
 
 class Sampler:
-    def __init__(self, params: SamplerParams) -> None:
+    """`history` is prompt and reply; it grows at its end and is cut back only through `rewind`.
+    Logits are float32 [vocab_size] and are left as they are; ids beyond them are ignored.
+
+    The random stream gives one number for each token that is drawn, verified ones and those taken
+    back later included, and none where the settings are greedy: so it depends only on how many
+    tokens were drawn.
+    """
+
+    def __init__(self, params: SamplerParams, ops: OpTable) -> None:
         self.params = params
+        self._ops = ops
         self._generator = torch.Generator()
         if params.seed is None:
             self._generator.seed()
         else:
             self._generator.manual_seed(params.seed)
-        self._history = _History()
+        self._edits = Edits(params)
+        self._is_common = is_common(params)
+        self._length = 0
+        self._mirostat: Mirostat | None = None
+        if params.mirostat_tau is not None and not params.is_greedy:
+            self._mirostat = Mirostat(params.mirostat_tau, params.mirostat_eta)
 
     def sample(
-        self, logits: Tensor, history: Sequence[int], banned: frozenset[int] = frozenset()
-    ) -> int:
-        """The next token. `history`, the prompt and the reply so far, only ever grows at its end.
-
-        `logits` is float32 [vocab_size] and is left as it is.
-        """
+        self,
+        logits: Tensor,
+        history: Sequence[int],
+        *,
+        banned: Collection[int] = (),
+        mask: Tensor | None = None,
+        num_top: int = 0,
+        want_probability: bool = False,
+    ) -> Sample:
+        """Draw the next token. `mask`: packed bits, int32, of the tokens that may come."""
+        self._length = len(history)
+        if not self._is_common:
+            final = self._final(logits, history, banned, mask)
+            return self._sample(final, self._uniform(), num_top, want_probability)
         params = self.params
-        largest = _check(logits)
-        if params.repetition_penalty != 1.0:
-            ids = self._history.latest(history, params.repetition_range)
-            logits = penalize(logits.clone(), ids, params.repetition_penalty)
-        if banned:
-            logits = Ban(banned)(logits)
-        if params.repetition_penalty != 1.0 or banned:
-            largest = logits.amax()
-            if not math.isfinite(largest):
-                raise LogitsError(
-                    "the penalty or the ban leaves no token to sample",
-                    where="sampler",
-                    expected="a finite largest logit",
-                    got=float(largest),
-                )
+        edited, ids, values = self._edits.sparse(logits, history, banned)
+        mask = self._edits.allowed(mask, len(logits))
         if params.is_greedy:
-            return greedy(logits)
-        if params.temperature != 1.0:
-            logits = (logits - largest).div_(params.temperature)
-            largest = torch.zeros(())
-        ids_kept, weight = shortlist(
-            logits, largest, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p
-        )
-        index = draw(weight, self._uniform())
-        return index if ids_kept is None else int(ids_kept[index])
+            drawn = self._ops.sample(edited, mask, ids, values, top_k=1, num_top=num_top)
+        else:
+            drawn = self._ops.sample(
+                edited,
+                mask,
+                ids,
+                values,
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                uniform=self._uniform(),
+                num_top=num_top,
+            )
+        _check(drawn, logits)
+        probability = drawn.probability if want_probability else None
+        return Sample(drawn.token_id, probability, tuple(drawn.top))
+
+    def probabilities(
+        self,
+        logits: Tensor,
+        history: Sequence[int],
+        *,
+        banned: Collection[int] = (),
+        mask: Tensor | None = None,
+    ) -> Tensor:
+        """The final distribution, that `sample` draws from: float32 [vocab_size]."""
+        self._length = len(history)
+        final = self._final(logits, history, banned, mask)
+        spread = torch.zeros(len(logits))
+        spread[final.ids] = final.probability.float()
+        return spread
+
+    def verify(
+        self,
+        logits: Tensor,
+        history: Sequence[int],
+        proposal: int,
+        drawn_from: Tensor | None,
+        *,
+        banned: Collection[int] = (),
+        mask: Tensor | None = None,
+        num_top: int = 0,
+        want_probability: bool = False,
+    ) -> Sample:
+        """The next token, given one that another distribution proposed; accepted if it is that one.
+
+        The token follows exactly the distribution that `sample` draws from. `drawn_from` is what
+        the proposal was drawn from, float32 [about vocab_size]. None: the proposal is certain, and
+        the token is the very one that `sample` would give.
+        """
+        if drawn_from is None:
+            return self.sample(
+                logits,
+                history,
+                banned=banned,
+                mask=mask,
+                num_top=num_top,
+                want_probability=want_probability,
+            )
+        self._length = len(history)
+        final = self._final(logits, history, banned, mask)
+        wanted = torch.zeros(len(logits), dtype=torch.float64)
+        wanted[final.ids] = final.probability
+        offered = torch.zeros_like(wanted)
+        shared = min(len(offered), len(drawn_from))
+        offered[:shared] = drawn_from[:shared]
+        p = float(wanted[proposal]) if proposal < len(wanted) else 0.0
+        q = float(offered[proposal]) if proposal < len(offered) else 0.0
+        uniform = self._uniform()
+        if uniform * q < p:
+            return self._result(final, proposal, num_top, want_probability)
+        # Rejected: the number lies in [p / q, 1), evenly, and is stretched to be used again.
+        share = p / q if q > 0.0 else 0.0
+        uniform = min((uniform - share) / (1.0 - share), math.nextafter(1.0, 0.0))
+        missing = (wanted - offered).clamp_(min=0.0)
+        # Only rounding leaves nothing missing: then both are the same distribution.
+        token_id = draw(missing if bool(missing.any()) else wanted, uniform)
+        return self._result(final, token_id, num_top, want_probability)
+
+    def accept(self, sample: Sample) -> None:
+        """This token was appended to the history that it was sampled for."""
+        if self._mirostat is not None and sample.probability is not None:
+            self._mirostat.accept(self._length + 1, sample.probability)
+
+    def rewind(self, length: int) -> None:
+        """The history was cut back to `length` tokens."""
+        self._edits.rewind(length)
+        if self._mirostat is not None:
+            self._mirostat.rewind(length)
+
+    def _final(
+        self,
+        logits: Tensor,
+        history: Sequence[int],
+        banned: Collection[int],
+        mask: Tensor | None,
+    ) -> _Final:
+        params = self.params
+        edited = self._edits.dense(logits, history, banned, mask)
+        if not math.isfinite(edited.amax()) or not math.isfinite(logits.amax()):
+            raise _error(logits)
+        if params.is_greedy:
+            ids = torch.tensor([greedy(edited)])
+            return _Final(ids, torch.ones(1, dtype=torch.float64))
+        for step in scaling(params):
+            edited = step(edited)
+        kept, few = self._few(edited)
+        protected = params.xtc_protected
+        if kept is not None and protected:
+            ids_left = kept.tolist()
+            protected = frozenset(i for i, token in enumerate(ids_left) if token in protected)
+        mu = None if self._mirostat is None else self._mirostat.mu
+        for step in later_steps(params, mu, protected):
+            few = step(few)
+        left = (few > DROPPED).nonzero().squeeze(1)
+        probability = softmax(few)[left]
+        return _Final(left if kept is None else kept[left], probability)
+
+    def _few(self, logits: Tensor) -> tuple[Tensor | None, Tensor]:
+        """Ids, ascending, and logits of what top-k and top-p leave; all, and no ids, without."""
+        top_k, top_p = self.params.top_k, self.params.top_p
+        if (top_k == 0 or top_k >= len(logits)) and top_p == 1.0:
+            return None, logits
+        drawn = self._ops.sample(logits, top_k=top_k, top_p=top_p, num_top=len(logits))
+        ids = torch.tensor(sorted(token_id for token_id, _ in drawn.top))
+        return ids, logits[ids]
+
+    def _sample(
+        self, final: _Final, uniform: float, num_top: int, want_probability: bool
+    ) -> Sample:
+        skew = self.params.skew
+        if skew == 0.0:
+            index = draw(final.probability, uniform)
+        else:
+            order = descending(final.probability)
+            index = int(order[draw(final.probability[order], skewed(uniform, skew))])
+        return self._result(final, int(final.ids[index]), num_top, want_probability)
+
+    def _result(self, final: _Final, token_id: int, num_top: int, want_probability: bool) -> Sample:
+        probability: float | None = None
+        if want_probability or self._mirostat is not None:
+            place = int(torch.searchsorted(final.ids, token_id))
+            probability = float(final.probability[place])
+        top: tuple[tuple[int, float], ...] = ()
+        if num_top > 0:
+            order = descending(final.probability)[:num_top]
+            ids, likely = final.ids[order].tolist(), final.probability[order].tolist()
+            top = tuple(zip(ids, likely, strict=True))
+        return Sample(token_id, probability, top)
 
     def _uniform(self) -> float:
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
-class _History:
-    """The history as a tensor that is only ever added to: converting it anew each time would cost
-    more than the rest of the sampler."""
-
-    def __init__(self) -> None:
-        self._ids = torch.empty(256, dtype=torch.int64)
-        self._count = 0
-
-    def latest(self, history: Sequence[int], count: int | None) -> Tensor:
-        length = len(history)
-        if length > len(self._ids):
-            grown = torch.empty(2 * length, dtype=torch.int64)
-            grown[: self._count] = self._ids[: self._count]
-            self._ids = grown
-        if length > self._count:
-            self._ids[self._count : length] = torch.tensor(history[self._count :])
-            self._count = length
-        start = 0 if count is None else max(0, length - count)
-        return self._ids[start:length]
+def _check(drawn: Drawn, logits: Tensor) -> None:
+    if drawn.token_id < 0:
+        raise _error(logits)
 
 
-def _check(logits: Tensor) -> Tensor:
-    """The largest logit. A minus infinity is a token that the model itself rules out."""
-    largest = logits.amax()
+def _error(logits: Tensor) -> LogitsError:
+    """Why nothing can be drawn. A minus infinity is a token that the model itself rules out."""
+    largest = float(logits.amax())
     if math.isfinite(largest):
-        return largest
+        return LogitsError(
+            "penalties, bans and mask leave no token to sample",
+            where="sampler",
+            expected="a finite largest logit",
+        )
     if math.isnan(largest):
         got, cause = "NaN", "A weight is damaged, or activations overflowed"
     elif largest > 0:
         got, cause = "infinity", "Activations overflowed"
     else:
         got, cause = "minus infinity everywhere", "A weight of the output layer is damaged"
-    raise LogitsError(
+    return LogitsError(
         "the model's logits are not numbers that can be sampled",
         where="sampler",
         expected="finite values",

@@ -1,9 +1,11 @@
 """The steps of sampling: pure functions with a value, from logits to logits.
 
 A step takes float32 logits [vocab_size] and returns new ones, never writing to its input. A token
-that is dropped has minus infinity. Equal logits are ordered by token id, lowest first, so that
-every step keeps the same tokens on every machine. `fuse.py` does the usual chain of steps at once
-and is proved equal to them.
+that is dropped has minus infinity. Each step sees the distribution of what the steps before it
+left. Equal logits are ordered by token id, lowest first, and sums run in float64 from the likeliest
+token down, so that every step keeps the same tokens on every machine. What depends on the history
+is in `penalties.py`, what depends on earlier draws in `feedback.py`. The kernel of `ops.sample`
+does the usual chain of steps at once and is proved equal to them.
 """
 
 from __future__ import annotations
@@ -18,33 +20,8 @@ from torch import Tensor
 DROPPED = -math.inf
 LogitStep = Callable[[Tensor], Tensor]
 
-_BLOCK = 512  # of `draw`: a sum per block finds the block, then only that one is searched
-
-
-@dataclass(frozen=True, slots=True)
-class RepetitionPenalty:
-    """Divide the positive logits of these tokens by `penalty`, multiply the negative ones.
-
-    How often a token occurred makes no difference.
-    """
-
-    penalty: float
-    token_ids: tuple[int, ...]
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        ids = torch.tensor(self.token_ids, dtype=torch.int64)
-        return penalize(logits.clone(), ids, self.penalty)
-
-
-@dataclass(frozen=True, slots=True)
-class Ban:
-    """Drop these tokens."""
-
-    token_ids: frozenset[int]
-
-    def __call__(self, logits: Tensor) -> Tensor:
-        ids = torch.tensor(sorted(self.token_ids), dtype=torch.int64)
-        return logits.index_fill(0, ids, DROPPED)
+TOP_P_FLOOR = 1e-6
+"""Tokens less likely than this are no part of any nucleus."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +32,16 @@ class Temperature:
 
     def __call__(self, logits: Tensor) -> Tensor:
         return (logits - logits.amax()) / self.temperature
+
+
+@dataclass(frozen=True, slots=True)
+class Smoothing:
+    """Logits fall with the square of their distance from the largest, times `factor`."""
+
+    factor: float
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return (logits - logits.amax()).square() * -self.factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,18 +57,32 @@ class TopK:
 
 @dataclass(frozen=True, slots=True)
 class TopP:
-    """Keep the likeliest tokens until their probability reaches `p`.
+    """Keep the longest run of the likeliest tokens whose probabilities sum to at most `p`.
 
-    The token that reaches it is kept; so there is always at least one.
+    The token that would exceed it is dropped, and so is every one below 1e-6; the likeliest stays.
     """
 
     p: float
 
     def __call__(self, logits: Tensor) -> Tensor:
         order = descending(logits)
-        weight = weights(logits[order], logits.amax()).double()
-        before = weight.cumsum(0) - weight
-        return logits.index_fill(0, order[before >= self.p * weight.sum()], DROPPED)
+        weight = weights(logits)[order]
+        total = weight.sum()
+        is_kept = (weight.cumsum(0) <= self.p * total) & (weight >= TOP_P_FLOOR * total)
+        is_kept[0] = True
+        return logits.index_fill(0, order[~is_kept], DROPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class TopA:
+    """Keep tokens with at least `a` times the square of the largest probability."""
+
+    a: float
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        probability = softmax(logits)
+        floor = self.a * probability.amax().square()
+        return logits.masked_fill(probability < floor, DROPPED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,15 +92,102 @@ class MinP:
     p: float
 
     def __call__(self, logits: Tensor) -> Tensor:
-        floor = logits.amax() + math.log(self.p)
-        return logits.masked_fill(logits < floor, DROPPED)
+        below = (logits - logits.amax()).double()
+        return logits.masked_fill(below < math.log(self.p), DROPPED)
 
 
-def penalize(logits: Tensor, token_ids: Tensor, penalty: float) -> Tensor:
-    """`RepetitionPenalty` in place. A repeated id is written twice with the same value."""
-    chosen = logits[token_ids]
-    logits[token_ids] = torch.where(chosen > 0, chosen / penalty, chosen * penalty)
-    return logits
+@dataclass(frozen=True, slots=True)
+class TailFree:
+    """Cut where the curve of descending probabilities has done `z` of its bending.
+
+    With fewer than three tokens there is no curve.
+    """
+
+    z: float
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        order = descending(logits)[: count_kept(logits)]
+        if len(order) < 3:
+            return logits.clone()
+        p = softmax(logits)[order]
+        bend = (2 * p[1:-1] - p[:-2] - p[2:]).abs()
+        # A straight line bends nowhere; 0 / 0 exceeds nothing.
+        exceeds = (bend / bend.sum()).cumsum(0) > self.z
+        first = int(exceeds.int().argmax()) if bool(exceeds.any()) else len(bend)
+        return drop_all_but(logits, order[: first + 1])
+
+
+@dataclass(frozen=True, slots=True)
+class Typical:
+    """Keep the tokens whose surprise is nearest to the entropy, until they sum to `mass`.
+
+    The token that reaches it is kept.
+    """
+
+    mass: float
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        order = descending(logits)[: count_kept(logits)]
+        p = softmax(logits)[order]
+        surprise = -p.log()
+        # What is so rare that its probability is 0 in float64 is last, not undefined.
+        entropy = torch.where(p > 0, p * surprise, 0.0).sum()
+        nearest = torch.sort((surprise - entropy).abs(), stable=True).indices
+        sums = p[nearest].cumsum(0)
+        is_kept = torch.ones(len(p), dtype=torch.bool)
+        is_kept[1:] = sums[:-1] < self.mass
+        return drop_all_but(logits, order[nearest[is_kept]])
+
+
+@dataclass(frozen=True, slots=True)
+class DynamicTemperature:
+    """A temperature from `low` to `high` by the entropy, relative to that of a flat distribution.
+
+    Below 0.01 it is greedy.
+    """
+
+    low: float
+    high: float
+    exponent: float
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        count = count_kept(logits)
+        if count < 2:
+            return logits.clone()
+        p = softmax(logits)
+        entropy = -float(torch.where(p > 0, p * p.log(), 0.0).sum())
+        share = min(max(entropy / math.log(count), 0.0), 1.0)
+        temperature = self.low + (self.high - self.low) * share**self.exponent
+        return TopK(1)(logits) if temperature < 0.01 else Temperature(temperature)(logits)
+
+
+@dataclass(frozen=True, slots=True)
+class ExcludeTop:
+    """XTC: now and then all of the likeliest tokens but the last are excluded.
+
+    As an expectation, not by chance: with `probability` q, each token above `threshold` but the
+    least likely of them counts 1 - q times, and the mass goes to all others. Fewer than two such
+    tokens, and nothing happens. `protected` tokens are never excluded.
+    """
+
+    probability: float
+    threshold: float
+    protected: frozenset[int] = frozenset()
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        p = softmax(logits)
+        order = descending(logits)[: count_kept(logits)]
+        likeliest = order[(p[order] >= self.threshold) & (p[order] > 0)]
+        if self.protected:
+            is_open = ~torch.isin(likeliest, as_ids(self.protected, len(logits)))
+            likeliest = likeliest[is_open]
+        excluded = likeliest[:-1]
+        if len(excluded) == 0:
+            return logits.clone()
+        rest = p.index_fill(0, excluded, 0.0).sum()
+        factor = torch.ones_like(p) + self.probability * p[excluded].sum() / rest
+        factor[excluded] = 1.0 - self.probability
+        return (logits.double() + factor.log()).float()
 
 
 def descending(logits: Tensor) -> Tensor:
@@ -107,9 +195,30 @@ def descending(logits: Tensor) -> Tensor:
     return torch.sort(logits, descending=True, stable=True).indices
 
 
-def weights(logits: Tensor, largest: Tensor) -> Tensor:
-    """Probabilities but for a common factor."""
-    return (logits - largest).exp_()
+def weights(logits: Tensor) -> Tensor:
+    """Probabilities but for a common factor, float64; the likeliest token has 1."""
+    return (logits - logits.amax()).double().exp_()
+
+
+def softmax(logits: Tensor) -> Tensor:
+    """Probabilities, float64."""
+    weight = weights(logits)
+    return weight / weight.sum()
+
+
+def count_kept(logits: Tensor) -> int:
+    """How many tokens are not dropped."""
+    return int((logits > DROPPED).sum())
+
+
+def drop_all_but(logits: Tensor, ids: Tensor) -> Tensor:
+    return torch.full_like(logits, DROPPED).index_copy_(0, ids, logits[ids])
+
+
+def as_ids(token_ids: frozenset[int], vocab_size: int) -> Tensor:
+    """As a tensor, ascending, without those that lie outside the vocabulary."""
+    inside = [token_id for token_id in sorted(token_ids) if token_id < vocab_size]
+    return torch.tensor(inside, dtype=torch.int64)
 
 
 def greedy(logits: Tensor) -> int:
@@ -123,26 +232,12 @@ def draw(weight: Tensor, uniform: float) -> int:
     `uniform` lies in [0, 1). Sums are float64: over a large vocabulary the rounding of float32
     would make the rarest tokens unreachable.
     """
-    count = len(weight)
-    whole = count // _BLOCK * _BLOCK
-    if whole > _BLOCK:
-        sums = weight[:whole].view(-1, _BLOCK).sum(1, dtype=torch.float64)
-        sums = torch.cat((sums, weight[whole:].sum(dtype=torch.float64)[None]))
-        running = sums.cumsum(0)
-        target = uniform * float(running[-1])
-        block = _first_above(running, sums, target)
-        start = block * _BLOCK
-        rest = target - float(running[block] - sums[block])
-        part = weight[start : min(start + _BLOCK, count)].double()
-        return start + _first_above(part.cumsum(0), part, rest)
-    part = weight.double()
-    running = part.cumsum(0)
-    return _first_above(running, part, uniform * float(running[-1]))
+    running = weight.double().cumsum(0)
+    index = int(torch.searchsorted(running, uniform * float(running[-1]), right=True))
+    # Where rounding leaves none, the last that can come at all.
+    return index if index < len(running) else int(weight.nonzero()[-1])
 
 
-def _first_above(running: Tensor, weight: Tensor, target: float) -> int:
-    """First index whose running sum is above `target`; where rounding leaves none, the last > 0."""
-    index = int(torch.searchsorted(running, target, right=True))
-    if index < len(running):
-        return index
-    return int(weight.nonzero()[-1])
+def skewed(uniform: float, skew: float) -> float:
+    """The number to draw with from the likeliest token down: above 0, rare tokens gain."""
+    return min(math.pow(uniform, math.exp(-skew)), math.nextafter(1.0, 0.0))

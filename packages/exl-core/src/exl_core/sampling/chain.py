@@ -1,0 +1,143 @@
+"""Which steps settings stand for, and in which order: what every sample is defined by.
+
+Penalties, bans, biases, DRY, allowed tokens, mask; temperature and smoothing; top-k, top-p, top-a,
+min-p, tail-free, typical, mirostat's cut; dynamic or last temperature; XTC. Guidance comes before
+(`guide` in `sampler.py`) and the draw, skewed or not, after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from torch import Tensor
+
+from exl_core.sampling.feedback import SurpriseCut
+from exl_core.sampling.params import SamplerParams
+from exl_core.sampling.penalties import Allow, Ban, Bias, Dry, Mask, Penalties
+from exl_core.sampling.steps import (
+    DynamicTemperature,
+    ExcludeTop,
+    LogitStep,
+    MinP,
+    Smoothing,
+    TailFree,
+    Temperature,
+    TopA,
+    TopK,
+    TopP,
+    Typical,
+)
+
+
+def steps_for(
+    params: SamplerParams,
+    history: Sequence[int],
+    banned: Collection[int] = (),
+    mask: Tensor | None = None,
+    mu: float | None = None,
+) -> list[LogitStep]:
+    """The steps that `Sampler.sample` stands for, in their order. `mu`: where mirostat cuts now;
+    None is at its start."""
+    steps: list[LogitStep] = []
+    ids = tuple(history)
+    if params.has_penalties:
+        steps.append(penalties_of(params, ids))
+    if params.banned_tokens or banned:
+        steps.append(Ban(params.banned_tokens | frozenset(banned)))
+    if params.token_bias:
+        steps.append(Bias(params.token_bias))
+    if params.dry_multiplier > 0.0:
+        steps.append(dry_of(params, ids))
+    if params.allowed_tokens is not None:
+        steps.append(Allow(params.allowed_tokens))
+    if mask is not None:
+        steps.append(Mask(mask))
+    if params.is_greedy:
+        return [*steps, TopK(1)]
+    return steps + scaling(params) + first_cuts(params) + later_steps(params, mu)
+
+
+def penalties_of(params: SamplerParams, token_ids: tuple[int, ...] = ()) -> Penalties:
+    return Penalties(
+        token_ids,
+        params.repetition_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+        params.penalty_range,
+        params.penalty_decay,
+    )
+
+
+def dry_of(params: SamplerParams, token_ids: tuple[int, ...] = ()) -> Dry:
+    return Dry(
+        token_ids,
+        params.dry_multiplier,
+        params.dry_base,
+        params.dry_allowed_length,
+        params.dry_range,
+        params.dry_max_ngram,
+        params.dry_breakers,
+    )
+
+
+def scaling(params: SamplerParams) -> list[LogitStep]:
+    """What reshapes the distribution before the cuts."""
+    steps: list[LogitStep] = []
+    if params.smoothing_factor > 0.0:
+        steps.append(Smoothing(params.smoothing_factor))
+    if params.temperature != 1.0 and not params.temperature_last:
+        steps.append(Temperature(params.temperature))
+    return steps
+
+
+def first_cuts(params: SamplerParams) -> list[LogitStep]:
+    """The cuts that leave few tokens and that a kernel knows."""
+    steps: list[LogitStep] = []
+    if params.top_k > 0:
+        steps.append(TopK(params.top_k))
+    if params.top_p < 1.0:
+        steps.append(TopP(params.top_p))
+    return steps
+
+
+def later_steps(
+    params: SamplerParams, mu: float | None = None, protected: frozenset[int] | None = None
+) -> list[LogitStep]:
+    """All the others. `protected` renumbers those tokens, where few are left."""
+    steps: list[LogitStep] = []
+    if params.top_a > 0.0:
+        steps.append(TopA(params.top_a))
+    if params.min_p > 0.0:
+        steps.append(MinP(params.min_p))
+    if params.tfs < 1.0:
+        steps.append(TailFree(params.tfs))
+    if params.typical < 1.0:
+        steps.append(Typical(params.typical))
+    if params.mirostat_tau is not None:
+        steps.append(SurpriseCut(2.0 * params.mirostat_tau if mu is None else mu))
+    if params.has_dynamic_temperature:
+        low, high = params.min_temp, params.max_temp
+        steps.append(DynamicTemperature(low, high, params.temp_exponent))
+    elif params.temperature_last and params.temperature != 1.0:
+        steps.append(Temperature(params.temperature))
+    if params.xtc_probability > 0.0:
+        kept = params.xtc_protected if protected is None else protected
+        steps.append(ExcludeTop(params.xtc_probability, params.xtc_threshold, kept))
+    return steps
+
+
+def is_common(params: SamplerParams) -> bool:
+    """Whether the kernel knows all of the chain."""
+    if params.is_greedy:
+        return True
+    return (
+        params.smoothing_factor == 0.0
+        and params.top_a == 0.0
+        and params.tfs == 1.0
+        and params.typical == 1.0
+        and params.mirostat_tau is None
+        and not params.has_dynamic_temperature
+        and not (params.temperature_last and params.temperature != 1.0)
+        and params.xtc_probability == 0.0
+        and params.skew == 0.0
+    )

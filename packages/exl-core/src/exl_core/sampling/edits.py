@@ -1,0 +1,112 @@
+"""What one reply's history and settings do to single logits, as ids and new values.
+
+The steps of `penalties.py` with what is kept from token to token: the history as an array, the ids
+of biases, bans and allowed tokens as tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from exl_core.sampling.chain import dry_of, penalties_of
+from exl_core.sampling.history import History
+from exl_core.sampling.params import SamplerParams
+from exl_core.sampling.penalties import bias_tensors, dry_losses, pack, penalized, unpack
+from exl_core.sampling.steps import DROPPED, as_ids
+
+_Edit = Callable[[Tensor], tuple[Tensor, Tensor]]
+
+
+class Edits:
+    """Of one sampler. The vocabulary keeps its size."""
+
+    def __init__(self, params: SamplerParams) -> None:
+        self._params = params
+        self._history = History()
+        self._penalties = penalties_of(params)
+        self._dry = dry_of(params)
+        self._needs_history = params.has_penalties or params.dry_multiplier > 0.0
+        # No weights to count with: it is enough to know which tokens occurred.
+        self._is_distinct = params.penalty_range is None and params.frequency_penalty == 0.0
+        self._bias: tuple[Tensor, Tensor] | None = None
+        self._banned: tuple[frozenset[int], Tensor] | None = None
+        self._allowed: Tensor | None = None
+
+    def sparse(
+        self, logits: Tensor, history: Sequence[int], banned: Collection[int]
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Logits, and ids and values that are still to be written to them, in order."""
+        edits = self._edits(history, len(logits))
+        ids: Tensor | None = None
+        values: Tensor | None = None
+        if len(edits) == 1:
+            ids, values = edits[0](logits)
+        elif edits:
+            logits = logits.clone()
+            for edit in edits:
+                ids, values = edit(logits)
+                logits[ids] = values
+            ids = values = None
+        if self._params.banned_tokens or banned:
+            dropped = self._banned_ids(banned, len(logits))
+            infinite = torch.full((len(dropped),), DROPPED)
+            ids = dropped if ids is None else torch.cat((ids, dropped))
+            values = infinite if values is None else torch.cat((values, infinite))
+        return logits, ids, values
+
+    def dense(
+        self, logits: Tensor, history: Sequence[int], banned: Collection[int], mask: Tensor | None
+    ) -> Tensor:
+        """New logits with all of it done."""
+        vocab_size = len(logits)
+        logits = logits.clone()
+        for edit in self._edits(history, vocab_size):
+            ids, values = edit(logits)
+            logits[ids] = values
+        if self._params.banned_tokens or banned:
+            logits[self._banned_ids(banned, vocab_size)] = DROPPED
+        mask = self.allowed(mask, vocab_size)
+        if mask is not None:
+            logits.masked_fill_(~unpack(mask, vocab_size), DROPPED)
+        return logits
+
+    def allowed(self, mask: Tensor | None, vocab_size: int) -> Tensor | None:
+        """The mask that comes with the call and the allowed tokens of the settings in one."""
+        if self._params.allowed_tokens is None:
+            return mask
+        if self._allowed is None or len(self._allowed) != -(-vocab_size // 32):
+            self._allowed = pack(self._params.allowed_tokens, vocab_size)
+        return self._allowed if mask is None else self._allowed & mask[: len(self._allowed)]
+
+    def rewind(self, length: int) -> None:
+        self._history.rewind(length)
+
+    def _edits(self, history: Sequence[int], vocab_size: int) -> list[_Edit]:
+        edits: list[_Edit] = []
+        past = self._history.follow(history) if self._needs_history else None
+        if past is not None and self._params.has_penalties:
+            occurred = self._history.distinct if self._is_distinct else past
+            edits.append(lambda logits: penalized(logits, occurred, self._penalties))
+        if self._params.token_bias:
+            edits.append(self._biased)
+        if past is not None and self._params.dry_multiplier > 0.0:
+            tokens, losses = dry_losses(past, self._dry, vocab_size)
+            if len(tokens) > 0:
+                edits.append(lambda logits: (tokens, logits[tokens] - losses))
+        return edits
+
+    def _biased(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if self._bias is None:
+            self._bias = bias_tensors(self._params.token_bias, len(logits))
+        ids, bias = self._bias
+        return ids, logits[ids] + bias
+
+    def _banned_ids(self, banned: Collection[int], vocab_size: int) -> Tensor:
+        """As a tensor, kept while the same tokens are banned."""
+        key = self._params.banned_tokens.union(banned)
+        if self._banned is None or self._banned[0] != key:
+            self._banned = (key, as_ids(key, vocab_size))
+        return self._banned[1]

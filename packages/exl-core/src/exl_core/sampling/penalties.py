@@ -1,0 +1,205 @@
+"""What the history and the caller do to logits: penalties, bans, biases, allowed tokens, DRY.
+
+Each is a step with a value, as in `steps.py`. The arithmetic lies in functions that give the new
+logits of few tokens; the sampler calls these with a history that it keeps as an array.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from exl_core.sampling.params import TokenBias
+from exl_core.sampling.steps import DROPPED, as_ids
+
+Ids = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Penalties:
+    """Repetition, presence and frequency penalty, in this order.
+
+    A token at distance d from the end (0 is the newest) weighs 1 up to `sustain`, then less and
+    less over `decay` tokens. Repetition divides the positive logits of tokens that occurred by
+    1 + (repetition - 1) * weight and multiplies the negative ones; presence is subtracted times
+    the weight. Both go by a token's newest occurrence, frequency by all of them.
+    """
+
+    token_ids: tuple[int, ...]
+    repetition: float = 1.0
+    frequency: float = 0.0
+    presence: float = 0.0
+    sustain: int | None = None
+    decay: int = 0
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        history = np.array(self.token_ids, dtype=np.int64)
+        ids, values = penalized(logits, history, self)
+        return _put(logits, ids, values)
+
+
+@dataclass(frozen=True, slots=True)
+class Ban:
+    """Drop these tokens."""
+
+    token_ids: frozenset[int]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits.index_fill(0, as_ids(self.token_ids, len(logits)), DROPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class Allow:
+    """Drop all other tokens."""
+
+    token_ids: frozenset[int]
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        ids = as_ids(self.token_ids, len(logits))
+        return torch.full_like(logits, DROPPED).index_copy_(0, ids, logits[ids])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mask:
+    """Drop the tokens whose bit is not set: bit i % 32 of word i // 32 is that of token i."""
+
+    words: Tensor
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        return logits.masked_fill(~unpack(self.words, len(logits)), DROPPED)
+
+
+@dataclass(frozen=True, slots=True)
+class Bias:
+    """Add to the logits of these tokens."""
+
+    bias: Mapping[int, float] = field(default_factory=lambda: TokenBias({}))
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        ids, bias = bias_tensors(self.bias, len(logits))
+        return _put(logits, ids, logits[ids] + bias)
+
+
+@dataclass(frozen=True, slots=True)
+class Dry:
+    """Penalize tokens that would go on with a repetition.
+
+    Of the ends of the history that occurred before, followed by a token, the longest counts, up
+    to `max_ngram` - 1 tokens. A token that followed it loses
+    multiplier * base ** (length - allowed_length) for each time it did. Repetitions shorter than
+    `allowed_length` (at least 1) are free. With `search_range` only those count that begin within
+    the latest so many tokens. The newest token is not a successor yet. Breakers and ids outside
+    the vocabulary end a repetition and are never penalized.
+    """
+
+    token_ids: tuple[int, ...]
+    multiplier: float
+    base: float = 1.75
+    allowed_length: int = 2
+    search_range: int = 0
+    max_ngram: int = 20
+    breakers: frozenset[int] = frozenset()
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        history = np.array(self.token_ids, dtype=np.int64)
+        ids, loss = dry_losses(history, self, len(logits))
+        return _put(logits, ids, logits[ids] - loss)
+
+
+def penalized(logits: Tensor, history: Ids, rule: Penalties) -> tuple[Tensor, Tensor]:
+    """Ids of tokens that occurred, one more than once perhaps, and their new logits."""
+    vocab_size = len(logits)
+    if rule.sustain is not None:
+        history = history[max(0, len(history) - rule.sustain - rule.decay) :]
+    ids = torch.from_numpy(history)
+    weight: Tensor | None = None
+    if rule.sustain is not None and rule.decay > 0:
+        distance = torch.arange(len(ids) - 1, -1, -1, dtype=torch.float32)
+        weight = (1.0 - (distance - rule.sustain) / rule.decay).clamp_(0.0, 1.0)
+    if len(history) > 0 and int(history.max()) >= vocab_size:
+        is_token = ids < vocab_size
+        ids = ids[is_token]
+        weight = None if weight is None else weight[is_token]
+    was = logits[ids]
+    factor: Tensor | float = rule.repetition
+    presence: Tensor | float = rule.presence
+    if weight is not None:
+        newest = torch.zeros(vocab_size).scatter_reduce_(0, ids, weight, "amax")[ids]
+        factor = 1.0 + (rule.repetition - 1.0) * newest
+        presence = rule.presence * newest
+    values = torch.where(was > 0, was / factor, was * factor) - presence
+    if rule.frequency != 0.0:
+        weight = torch.ones(len(ids)) if weight is None else weight
+        count = torch.zeros(vocab_size).index_add_(0, ids, weight)[ids]
+        values -= rule.frequency * count
+    return ids, values
+
+
+def dry_losses(history: Ids, rule: Dry, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Ids of the tokens that would go on with the longest repetition, and what each loses."""
+    count = len(history)
+    reach = _reach(history, rule, vocab_size)
+    # Ends of earlier occurrences: the newest token is no successor, so they lie before the last
+    # but one.
+    ends = np.flatnonzero(history[: max(count - 2, 0)] == history[-1]) if reach > 0 else _NONE
+    followers = history[ends + 1]
+    is_open = followers < vocab_size
+    if rule.breakers:
+        is_open &= ~np.isin(followers, np.fromiter(rule.breakers, dtype=np.int64))
+    first = count - rule.search_range if rule.search_range > 0 else 0
+    ends = ends[is_open & (ends >= first)]
+    length = 1
+    while length < reach and len(ends) > 0:
+        longer = ends[ends >= max(first, 0) + length]
+        longer = longer[history[longer - length] == history[count - 1 - length]]
+        if len(longer) == 0:
+            break
+        ends, length = longer, length + 1
+    allowed = max(rule.allowed_length, 1)
+    if len(ends) == 0 or length < allowed:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0)
+    ids, counts = np.unique(history[ends + 1], return_counts=True)
+    loss = np.float64(rule.multiplier) * np.float64(rule.base) ** (length - allowed)
+    return torch.from_numpy(ids), torch.from_numpy((loss * counts).astype(np.float32))
+
+
+_NONE = np.empty(0, dtype=np.int64)
+
+
+def _reach(history: Ids, rule: Dry, vocab_size: int) -> int:
+    """How long a repetition that ends the history can be at most."""
+    for length in range(min(rule.max_ngram - 1, len(history))):
+        token_id = int(history[len(history) - 1 - length])
+        if token_id >= vocab_size or token_id in rule.breakers:
+            return length
+    return min(rule.max_ngram - 1, len(history))
+
+
+def bias_tensors(bias: Mapping[int, float], vocab_size: int) -> tuple[Tensor, Tensor]:
+    ids = as_ids(frozenset(bias), vocab_size)
+    return ids, torch.tensor([bias[i] for i in ids.tolist()], dtype=torch.float32)
+
+
+def pack(token_ids: frozenset[int], vocab_size: int) -> Tensor:
+    """The words of a `Mask` that lets these tokens through: int32 [ceil(vocab_size / 32)]."""
+    flags = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
+    flags[as_ids(token_ids, vocab_size).numpy()] = True
+    return torch.from_numpy(np.packbits(flags, bitorder="little").view("<i4").astype(np.int32))
+
+
+def unpack(words: Tensor, vocab_size: int) -> Tensor:
+    """Which tokens a mask lets through: bool [vocab_size]."""
+    shifts = torch.arange(32, dtype=torch.int32)
+    return ((words[:, None] >> shifts) & 1).flatten()[:vocab_size].bool()
+
+
+def _put(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    """New logits; ids that occur twice have the same value twice."""
+    changed = logits.clone()
+    changed[ids] = values
+    return changed
