@@ -1,0 +1,209 @@
+"""How many tokens to draft now: as many as pay, by measured times and measured acceptance.
+
+A pass with a draft takes longer than one without, whether the draft is any good or not. `PassCosts`
+learns how much longer, for the engine as a whole; a `DraftController` learns how often the drafts
+of one request are accepted, and asks for the length that gives most tokens in the least time, or
+for none. There is no clock in here: the same times and counts give the same answers. No torch.
+
+Drafting that does not help is bounded: each request has an account, in passes. It starts with a
+small credit and earns a small share of every pass; what drafts cost is taken from it, what they
+gain is added, up to a limit, and while it is below zero nothing is drafted.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+
+_LARGEST = 128
+"""Passes of more rows carry a chunk of a prompt; they are extrapolated, not remembered."""
+_PRIOR_SLOPE = 0.15
+"""What a further row costs, in passes of one row, before any was measured."""
+_LEVEL_RATE = 0.3
+"""Contexts grow and machines are shared: all passes slow down together, and at once ..."""
+_SHAPE_RATE = 0.1
+"""... while their proportions change slowly."""
+_LARGEST_STEP = math.log(2.0)
+"""A pass that took far longer than the last ones was disturbed by something else."""
+
+
+class PassCosts:
+    """Seconds that a pass of so many rows takes. One for an engine."""
+
+    def __init__(self) -> None:
+        self._level: float | None = None
+        self._shape: dict[int, float] = {}  # seconds / level
+        self._rows: list[int] = []  # the keys, ascending
+
+    def record(self, rows: int, seconds: float) -> None:
+        """A pass was run. The clock of a test may stand still: that tells nothing."""
+        if seconds <= 0.0 or not 1 <= rows <= _LARGEST:
+            return
+        if self._level is None:
+            self._level = seconds / _prior_shape(rows)
+        if rows not in self._shape:
+            self._shape[rows] = seconds / self._level
+            self._rows.insert(bisect_left(self._rows, rows), rows)
+            return
+        surprise = math.log(seconds / (self._level * self._shape[rows]))
+        surprise = max(-_LARGEST_STEP, min(_LARGEST_STEP, surprise))
+        self._level *= math.exp(_LEVEL_RATE * surprise)
+        self._shape[rows] *= math.exp(_SHAPE_RATE * surprise)
+
+    def seconds(self, rows: int) -> float:
+        """What such a pass would take now; in passes of one row while nothing was measured."""
+        level = 1.0 if self._level is None else self._level
+        return level * self._shape_at(rows)
+
+    def _shape_at(self, rows: int) -> float:
+        known, shape = self._rows, self._shape
+        if not known:
+            return _prior_shape(rows)
+        if rows in shape:
+            return shape[rows]
+        above = bisect_left(known, rows)
+        if above == 0:
+            return shape[known[0]] * _prior_shape(rows) / _prior_shape(known[0])
+        low = known[above - 1]
+        if above < len(known):
+            high = known[above]
+            return shape[low] + (shape[high] - shape[low]) * (rows - low) / (high - low)
+        slope = _PRIOR_SLOPE * shape[known[0]] / _prior_shape(known[0])
+        if low > known[0]:
+            slope = max(0.0, (shape[low] - shape[known[0]]) / (low - known[0]))
+        return shape[low] + slope * (rows - low)
+
+
+def _prior_shape(rows: int) -> float:
+    return 1.0 + _PRIOR_SLOPE * (rows - 1)
+
+
+_CREDIT = 2.0
+"""Passes that a request may lose before it has gained anything."""
+_ALLOWANCE = 0.015
+"""Of each pass, what may go into finding out whether drafts have become worth while."""
+_MOST_SAVED = 8.0
+"""Passes in the account: what a request that was well drafted may lose when its text changes."""
+_MOST_OWED = 4.0
+
+_ALPHA = 0.6
+_ALPHA_WEIGHT = 2.0
+"""Acceptance before anything was drafted, and how many drafted tokens that is worth."""
+_MEMORY = 0.95
+_POSITION_WEIGHT = 4.0
+"""How many looks at a position it takes for it to count as much as all positions together."""
+_DRAFT_RATE = 0.2
+_LEAST_GAIN = 1.02
+"""Of tokens per second: what is less is not worth the risk."""
+
+_FIRST_WAIT, _LONGEST_WAIT, _WAIT_GROWTH = 8.0, 64.0, 1.5
+"""Passes without a draft between two trials, longer after each that fails."""
+_TRIAL = 2
+"""Tokens of a trial."""
+_EXPLORED = 16
+"""Every so many drafts one is a token longer or shorter, so that its cost is known."""
+
+
+class DraftController:
+    """Of one request."""
+
+    def __init__(self, costs: PassCosts, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self._costs = costs
+        self._account = _CREDIT
+        self._right, self._seen = _ALPHA * _ALPHA_WEIGHT, _ALPHA_WEIGHT
+        self._right_at = [0.0] * max_tokens
+        self._seen_at = [0.0] * max_tokens
+        self._draft_s: float | None = None  # for each token
+        self._is_warm = False
+        self._is_trial = False
+        self._waited, self._wait = 0, _FIRST_WAIT
+        self._num_drafts = 0
+
+    def length(self, max_tokens: int, *, rows: int = 1, sequences: int = 1) -> int:
+        """Tokens to draft now, at most `max_tokens`; 0: run a pass without a draft.
+
+        `rows` and `sequences` of the coming pass: its rows without a draft of this request, and
+        how many sequences get a token from it.
+        """
+        limit = min(max_tokens, self.max_tokens)
+        self._is_trial = False
+        if limit < 1 or self._account < 0.0:
+            return 0
+        best = self._best(limit, rows, sequences)
+        if best:
+            if self._num_drafts % _EXPLORED == _EXPLORED - 1:
+                best += 1 if self._num_drafts // _EXPLORED % 2 else -1
+            return max(1, min(limit, best))
+        if self._waited < self._wait:
+            return 0
+        self._is_trial = True
+        return min(limit, _TRIAL)
+
+    def record(
+        self,
+        *,
+        drafted: int,
+        accepted: int,
+        emitted: int,
+        draft_s: float = 0.0,
+        rows: int = 1,
+        sequences: int = 1,
+    ) -> None:
+        """A pass is done, with a draft or without; its time went to `PassCosts.record` before.
+
+        `emitted` as in `DraftStats.with_round`; `draft_s` is this request's share of the time that
+        proposing took; `rows` are all rows of the pass, `sequences` as in `length`.
+        """
+        plain_s = self._costs.seconds(rows - drafted)
+        extra_s = max(0.0, self._costs.seconds(rows) - plain_s)
+        charged_s = self._charge(draft_s, drafted, plain_s)
+        gained = accepted - (extra_s + charged_s) * sequences / plain_s
+        account = self._account + gained + _ALLOWANCE
+        self._account = max(-_MOST_OWED, min(_MOST_SAVED, account))
+        self._learn(accepted, accepted < drafted and emitted > accepted)
+        if not drafted:
+            self._waited += 1
+            return
+        self._num_drafts += 1
+        if not self._is_trial:
+            self._waited, self._wait = 0, _FIRST_WAIT
+        elif accepted < drafted:
+            self._waited, self._wait = 0, min(_WAIT_GROWTH * self._wait, _LONGEST_WAIT)
+        # A trial that went well is followed by another at once.
+
+    def _best(self, limit: int, rows: int, sequences: int) -> int:
+        """The length that gives most tokens per second, of all sequences of the pass together."""
+        best, best_rate = 0, _LEAST_GAIN * sequences / self._costs.seconds(rows)
+        tokens, reached = float(sequences), 1.0
+        alpha = self._right / self._seen
+        for count in range(1, limit + 1):
+            right, seen = self._right_at[count - 1], self._seen_at[count - 1]
+            reached *= (right + _POSITION_WEIGHT * alpha) / (seen + _POSITION_WEIGHT)
+            tokens += reached
+            seconds = self._costs.seconds(rows + count) + (self._draft_s or 0.0) * count
+            if tokens / seconds > best_rate:
+                best, best_rate = count, tokens / seconds
+        return best
+
+    def _charge(self, draft_s: float, drafted: int, plain_s: float) -> float:
+        """What of the drafting time counts. The first draft may have computed the whole prompt,
+        which is the price of drafting at all and says nothing of what comes."""
+        if not self._is_warm:
+            self._is_warm = drafted > 0
+            return 0.0
+        draft_s = min(draft_s, _MOST_OWED * plain_s)
+        if drafted:
+            each = draft_s / drafted
+            known = each if self._draft_s is None else self._draft_s
+            self._draft_s = known + _DRAFT_RATE * (each - known)
+        return draft_s
+
+    def _learn(self, accepted: int, is_rejected: bool) -> None:
+        for position in range(accepted + is_rejected):
+            is_right = position < accepted
+            self._right = self._right * _MEMORY + is_right
+            self._seen = self._seen * _MEMORY + 1.0
+            right, seen = self._right_at[position], self._seen_at[position]
+            self._right_at[position] = right * _MEMORY + is_right
+            self._seen_at[position] = seen * _MEMORY + 1.0

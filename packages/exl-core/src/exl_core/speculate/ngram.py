@@ -1,0 +1,165 @@
+"""Guesses by looking up: what followed the last few tokens when they came before, goes on.
+
+Needs no second model and next to no time. It serves code that is edited, text that is quoted from
+the prompt, lists and tables. How far a match is followed depends on how long it is, and on how
+often matches of such a length were right in this request; the drafter sees that for itself, from
+what the sequence became, whether its guess was put forward or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from exl_core.errors import RequestError
+from exl_core.speculate.drafter import NO_DRAFT, Draft, DraftJob
+from exl_core.speculate.ngram_index import Match, NgramIndex
+
+_PRIOR = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+"""How often the token after a match is right, by `_level`, before anything is known."""
+_PRIOR_WEIGHT = 4.0
+_MEMORY = 0.97
+"""Of what was seen, kept with each further token: some 30 tokens count."""
+
+_CHECKED = 64
+"""Newest tokens compared to notice that a sequence was cut back and has grown since."""
+
+
+class NgramDrafter:
+    """One per engine; what it knows of a request grows with the request.
+
+    max_tokens      most tokens of a draft
+    min_match       shortest context that says anything
+    max_match       longest context looked for; the match is then compared further back
+    min_confidence  a guess ends before the token that is less likely than this to be accepted
+    preload         ids of a text that every request may repeat
+    """
+
+    def __init__(
+        self,
+        *,
+        max_tokens: int = 8,
+        min_match: int = 2,
+        max_match: int = 4,
+        min_confidence: float = 0.3,
+        preload: Sequence[int] = (),
+    ) -> None:
+        if max_tokens < 1 or not 1 <= min_match <= max_match:
+            raise RequestError(
+                "n-gram drafting cannot work with these settings",
+                where="drafter",
+                expected="max_tokens of at least 1, 1 <= min_match <= max_match",
+                got=f"max_tokens {max_tokens}, min_match {min_match}, max_match {max_match}",
+            )
+        if not 0.0 <= min_confidence <= 1.0:
+            raise RequestError(
+                "min_confidence is out of range",
+                where="drafter",
+                expected="0 to 1",
+                got=min_confidence,
+            )
+        self.max_tokens = max_tokens
+        self.min_match = min_match
+        self.max_match = max_match
+        self.min_confidence = min_confidence
+        self._preloaded = NgramIndex(min_match, max_match)
+        self._preloaded.extend(preload)
+        self._known: dict[str, _Known] = {}
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Draft]:
+        return [self._propose(job) for job in jobs]
+
+    def forget(self, request_id: str) -> None:
+        self._known.pop(request_id, None)
+
+    def moved(self, moves: Iterable[tuple[int, int]]) -> None:
+        """Pages are nothing to it."""
+
+    def _propose(self, job: DraftJob) -> Draft:
+        known = self._known.get(job.request_id)
+        if known is None:
+            known = _Known(NgramIndex(self.min_match, self.max_match))
+            self._known[job.request_id] = known
+        known.catch_up(job.token_ids)
+        match = self._find(known.index)
+        if match is None:
+            known.guess = []
+            return NO_DRAFT
+        known.guess, known.length = match.follow(self.max_tokens), match.length
+        count = known.confident(self.min_confidence, min(job.max_tokens, self.max_tokens))
+        return Draft(tuple(known.guess[:count])) if count else NO_DRAFT
+
+    def _find(self, index: NgramIndex) -> Match | None:
+        own = index.find(index.tokens)
+        if not self._preloaded.tokens:
+            return own
+        other = self._preloaded.find(index.tokens)
+        if own is None or (other is not None and other.length > own.length):
+            return other
+        return own
+
+
+class _Known:
+    """What is known of one request: its tokens, the last guess, and how guesses fared."""
+
+    def __init__(self, index: NgramIndex) -> None:
+        self.index = index
+        self.guess: list[int] = []
+        self.length = 0
+        """Of the match that the guess follows."""
+        self._right = [rate * _PRIOR_WEIGHT for rate in _PRIOR]
+        self._seen = [_PRIOR_WEIGHT] * len(_PRIOR)
+
+    def catch_up(self, token_ids: Sequence[int]) -> None:
+        index = self.index
+        common = _common_length(index.tokens, token_ids)
+        if common < len(index.tokens):
+            self.guess = []
+            index.rewind(common)
+        new = token_ids[common:]
+        self._learn(new)
+        index.extend(new)
+
+    def confident(self, min_confidence: float, count: int) -> int:
+        """How many of the first `count` guessed tokens to put forward."""
+        confidence = 1.0
+        for offset in range(count):
+            level = _level(self.length + offset)
+            confidence *= self._right[level] / self._seen[level]
+            if confidence < min_confidence:
+                return offset
+        return count
+
+    def _learn(self, new: Sequence[int]) -> None:
+        for offset, (guessed, token_id) in enumerate(zip(self.guess, new, strict=False)):
+            level = _level(self.length + offset)
+            is_right = guessed == token_id
+            self._right[level] = self._right[level] * _MEMORY + is_right
+            self._seen[level] = self._seen[level] * _MEMORY + 1.0
+            if not is_right:
+                return
+
+
+def _level(length: int) -> int:
+    """Lengths of a match that are much alike as a sign."""
+    if length < 5:
+        return length
+    for level, limit in enumerate((7, 10, 16, 32), start=5):
+        if length < limit:
+            return level
+    return 9
+
+
+def _common_length(tokens: list[int], token_ids: Sequence[int]) -> int:
+    """How many of the indexed tokens still begin the sequence.
+
+    What came before the newest ones is taken to be unchanged if those are: a guess made from stale
+    tokens would be a bad guess, no more.
+    """
+    count = min(len(tokens), len(token_ids))
+    start = max(0, count - _CHECKED)
+    if tokens[start:count] == list(token_ids[start:count]):
+        return count
+    for position, (token, token_id) in enumerate(zip(tokens, token_ids, strict=False)):
+        if token != token_id:
+            return position
+    return count
