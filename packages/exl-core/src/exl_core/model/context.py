@@ -24,7 +24,7 @@ from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.model.adapters import AdapterUse
-from exl_core.model.embedded import EmbeddedSpan
+from exl_core.model.embedded import EMBEDDED_FROM, EmbeddedSpan
 from exl_core.model.observe import Observer
 from exl_core.model.runner import make_batch
 from exl_core.model.segment import LogitRows, Segment
@@ -148,7 +148,7 @@ class Context:
         self._lengths = [
             held + len(ids) for held, ids in zip(self._lengths, token_ids, strict=True)
         ]
-        return list(found.split(counts))
+        return list(found.split_with_sizes(counts))
 
     def clone(self) -> Context:
         """Another context that holds the same."""
@@ -217,6 +217,15 @@ class Context:
                     where=f"row {row}",
                     expected=f"at most {self.max_len} in all",
                     got=held + len(ids),
+                )
+            vocab_size = self.model.config.vocab_size
+            odd = [i for i in ids if not 0 <= i < vocab_size and i < EMBEDDED_FROM]
+            if odd:
+                raise RequestError(
+                    "not a token of the model",
+                    where=f"row {row}",
+                    expected=f"0 to {vocab_size - 1}",
+                    got=odd[0],
                 )
 
 
