@@ -105,6 +105,10 @@ class WeightValueError(ModelError):
     """A tensor holds values that no model can use: NaN or infinity."""
 
 
+class AdapterError(ModelError):
+    """A LoRA adapter that is damaged, of a kind that is not supported, or not for this model."""
+
+
 class TokenizerError(ModelError):
     """The tokenizer is missing, damaged, or does not belong to this model."""
 

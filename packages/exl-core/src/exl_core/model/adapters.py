@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from exl_core.ops.table import PackedLinear
+
 Matrix = Literal["qkv", "output", "gate_up", "down"]
 
 
@@ -25,6 +27,20 @@ class Delta(NamedTuple):
     up: Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Ends:
+    """What an adapter does to the embedding and to the head.
+
+    `embed` and `head` take the place of the model's own. A delta is added to what is looked up or
+    computed; of `embed_delta`, `down` is [vocab_size, r], and a token picks its row of it.
+    """
+
+    embed: PackedLinear | None = None
+    head: PackedLinear | None = None
+    embed_delta: Delta | None = None
+    head_delta: Delta | None = None
+
+
 class Adapter(Protocol):
     """Compared and hashed by identity."""
 
@@ -37,10 +53,18 @@ class Adapter(Protocol):
         """What is added to that matrix; nothing for most of most adapters."""
         ...
 
+    @property
+    def ends(self) -> Ends | None:
+        """None for an adapter that leaves embedding and head alone."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterUse:
-    """An adapter and how strongly it is applied; 1 is as it was trained."""
+    """An adapter and how strongly it is applied; 1 is as it was trained.
+
+    With 0 it is not applied at all: an embedding or a head that it brings is not used either.
+    """
 
     adapter: Adapter
     scale: float = 1.0

@@ -7,8 +7,26 @@ sequence has one row, a prefilling one has a chunk. The model knows neither requ
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
+
+from exl_core.model.adapters import AdapterUse
+
+
+class AdapterRows(NamedTuple):
+    """Rows first_row .. last_row - 1 are under these adapters, none of which has scale 0."""
+
+    first_row: int
+    last_row: int
+    uses: tuple[AdapterUse, ...]
+
+
+class EmbeddedRows(NamedTuple):
+    """Rows, int64 [n], that get vectors, float32 [n, hidden_size], and no token's embedding."""
+
+    rows: Tensor
+    vectors: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +40,8 @@ class Batch:
     page_table   int32 [seqs, pages] page ids of s in order; unused entries are 0
     slots        int64 [rows]        where each row's key and value go: page_id * page_size + offset
     logit_rows   int64 [n]           rows whose logits are wanted, ascending
+    adapters     rows that have any, ascending
+    embedded     rows whose token id is a stand-in (any valid one), or None
     """
 
     token_ids: Tensor
@@ -31,3 +51,5 @@ class Batch:
     page_table: Tensor
     slots: Tensor
     logit_rows: Tensor
+    adapters: tuple[AdapterRows, ...] = ()
+    embedded: EmbeddedRows | None = None

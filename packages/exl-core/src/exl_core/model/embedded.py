@@ -9,7 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from threading import Lock
 
+import torch
 from torch import Tensor
+
+from exl_core.errors import RequestError
 
 EMBEDDED_FROM = 1_000_000_000
 """First id that stands for a vector; vocabularies end far below."""
@@ -28,13 +31,28 @@ def _take_ids(count: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class EmbeddedSpan:
-    """`vectors` float32 [n, hidden_size]; they stand at consecutive positions, in this order."""
+    """`vectors` [n, hidden_size]; they stand at consecutive positions, in this order.
+
+    They are what the first block reads: a family that scales its token embeddings does not scale
+    them. Kept as float32.
+    """
 
     vectors: Tensor
     first_id: int = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "first_id", _take_ids(len(self.vectors)))
+        vectors = self.vectors
+        if vectors.dim() != 2 or not len(vectors) or not vectors.is_floating_point():
+            raise RequestError(
+                "embedded vectors have the wrong form",
+                expected="floating point [at least 1, hidden_size]",
+                got=f"{vectors.dtype} {list(vectors.shape)}",
+            )
+        vectors = vectors.detach().to("cpu", torch.float32).contiguous()
+        if not torch.isfinite(vectors).all():
+            raise RequestError("embedded vectors hold NaN or infinity")
+        object.__setattr__(self, "vectors", vectors)
+        object.__setattr__(self, "first_id", _take_ids(len(vectors)))
 
     @property
     def token_ids(self) -> tuple[int, ...]:

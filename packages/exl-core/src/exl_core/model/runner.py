@@ -13,7 +13,9 @@ from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE
 from exl_core.cache.store import KVStore
-from exl_core.model.batch import Batch
+from exl_core.errors import RequestError
+from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
+from exl_core.model.embedded import EMBEDDED_FROM
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.ops.table import OpTable
 
@@ -50,6 +52,7 @@ def make_batch(segments: Sequence[Segment], page_size: int = PAGE_SIZE) -> Batch
     slots: list[int] = []
     row_starts = [0]
     logit_rows: list[int] = []
+    adapters: list[AdapterRows] = []
     for segment in segments:
         first_row, count = len(token_ids), len(segment.token_ids)
         token_ids += segment.token_ids
@@ -62,19 +65,57 @@ def make_batch(segments: Sequence[Segment], page_size: int = PAGE_SIZE) -> Batch
             logit_rows += range(first_row, first_row + count)
         elif segment.logit_rows is LogitRows.LAST:
             logit_rows.append(first_row + count - 1)
+        if segment.adapters:
+            _add_adapters(adapters, segment, first_row)
+    ids = torch.tensor(token_ids, dtype=torch.int64)  # [rows]
+    embedded = _take_embedded(segments, ids) if max(token_ids) >= EMBEDDED_FROM else None
     longest = max(len(segment.page_ids) for segment in segments)
     tables = [
         list(segment.page_ids) + [0] * (longest - len(segment.page_ids)) for segment in segments
     ]
     return Batch(
-        token_ids=torch.tensor(token_ids, dtype=torch.int64),  # [rows]
+        token_ids=ids,
         positions=torch.tensor(positions, dtype=torch.int64),  # [rows]
         row_starts=torch.tensor(row_starts, dtype=torch.int32),  # [seqs + 1]
         past_lens=torch.tensor([s.past_len for s in segments], dtype=torch.int32),  # [seqs]
         page_table=torch.tensor(tables, dtype=torch.int32),  # [seqs, pages]
         slots=torch.tensor(slots, dtype=torch.int64),  # [rows]
         logit_rows=torch.tensor(logit_rows, dtype=torch.int64),  # [n]
+        adapters=tuple(adapters),
+        embedded=embedded,
     )
+
+
+def _add_adapters(adapters: list[AdapterRows], segment: Segment, first_row: int) -> None:
+    """Neighbors under the same adapters become one range: fewer, larger products."""
+    uses = tuple(use for use in segment.adapters if use.scale != 0.0)
+    last_row = first_row + len(segment.token_ids)
+    if adapters and adapters[-1].last_row == first_row and adapters[-1].uses == uses:
+        first_row = adapters.pop().first_row
+    if uses:
+        adapters.append(AdapterRows(first_row, last_row, uses))
+
+
+def _take_embedded(segments: Sequence[Segment], ids: Tensor) -> EmbeddedRows:
+    """The vectors that stand in `ids` [rows]; token 0 takes their places there."""
+    rows: list[Tensor] = []
+    vectors: list[Tensor] = []
+    first_row = 0
+    for segment in segments:
+        part = ids[first_row : first_row + len(segment.token_ids)]
+        for span in segment.embeddings:
+            index = part - span.first_id
+            found = ((index >= 0) & (index < len(span.vectors))).nonzero().view(-1)
+            rows.append(found + first_row)
+            vectors.append(span.vectors.index_select(0, index[found]))
+            part[found] = 0
+        if int(part.max()) >= EMBEDDED_FROM:
+            raise RequestError(
+                f"id {int(part.max())} stands for a vector that did not come with it",
+                next_step="Pass the embedded span along with the ids that it has.",
+            )
+        first_row += len(segment.token_ids)
+    return EmbeddedRows(torch.cat(rows), torch.cat(vectors))
 
 
 class Runner:

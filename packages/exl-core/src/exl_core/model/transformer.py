@@ -16,7 +16,17 @@ from torch import Tensor
 
 from exl_core.arch.spec import Activation, EmbedScale, ModelConfig, Window
 from exl_core.cache.store import KVStore
-from exl_core.model.batch import Batch
+from exl_core.errors import RequestError
+from exl_core.model.adapted import (
+    adapt_embedding_,
+    add_deltas_,
+    add_to_logits_,
+    head_rows,
+    is_adapted,
+)
+from exl_core.model.adapters import Matrix
+from exl_core.model.batch import AdapterRows, Batch
+from exl_core.model.observe import Observer, Part, taken_on
 from exl_core.model.rotation import RotationTable
 from exl_core.model.weights import ModelWeights
 from exl_core.ops.table import AttentionBatch, GateKind, OpTable, PackedLinear
@@ -25,6 +35,7 @@ ACTIVATIONS: dict[Activation, GateKind] = {
     Activation.SILU: "silu",
     Activation.GELU_TANH: "gelu_tanh",
 }
+EMBEDDING, HEAD = Part("embedding"), Part("head")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +43,7 @@ class _Pass:
     """What the layers of one pass share: the rows, bound for each kind of layer, and room."""
 
     store: KVStore
+    adapters: tuple[AdapterRows, ...]
     rows: dict[Window, AttentionBatch]
     qkv: Tensor  # [R, (H + 2K) * D]
     mixed: Tensor  # [R, H * D], of qkv: attention puts its result where the queries were
@@ -53,23 +65,83 @@ class Transformer:
         self._local_rope = RotationTable(config.local_rope) if config.local_rope else None
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, store: KVStore) -> Tensor:
+    def forward(self, batch: Batch, store: KVStore, observe: Observer | None = None) -> Tensor:
         """Logits, float32 [len(logit_rows), vocab_size]; keys and values of all rows are stored."""
-        config, weights, ops = self.config, self._weights, self.ops
-        x = ops.embedding(batch.token_ids, weights.embed)  # [R, hidden]
-        if config.arch.embed_scale is EmbedScale.SQRT_HIDDEN:
-            x *= math.sqrt(config.hidden_size)
-
+        x = self._embedding(batch)  # [R, hidden]
         current = self._bind(batch, store)
-        for layer in range(config.num_layers):
-            self._block(x, layer, current)  # [R, hidden], in place
+        if observe is None:
+            for layer in range(self.config.num_layers):
+                self._attend(x, layer, current)  # [R, hidden], in place
+                self._transform(x, layer, current)  # [R, hidden], in place
+        else:
+            x = self._observed_blocks(x, current, observe)
 
         if batch.logit_rows.shape[0] < x.shape[0]:  # else it lists every row
             x = x.index_select(0, batch.logit_rows)  # [n, hidden]
-        logits = ops.norm_linear(x, weights.final_norm, config.norm_eps, weights.head)  # [n, vocab]
+        return self._logits(x, batch, observe)  # [n, vocab]
+
+    @torch.inference_mode()
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """What the first block gets for token_ids int64 [n]: float32 [n, hidden_size]."""
+        x = self.ops.embedding(token_ids, self._weights.embed)
+        return self._scaled(x)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        if self.config.arch.embed_scale is EmbedScale.SQRT_HIDDEN:
+            x *= math.sqrt(self.config.hidden_size)
+        return x
+
+    def _embedding(self, batch: Batch) -> Tensor:
+        x = self.ops.embedding(batch.token_ids, self._weights.embed)  # [R, hidden]
+        if batch.adapters:
+            adapt_embedding_(x, batch, self.ops)
+        x = self._scaled(x)
+        if batch.embedded is not None:
+            rows, vectors = batch.embedded
+            if vectors.shape[1] != x.shape[1]:
+                raise RequestError(
+                    "embedded vectors are not as wide as the model's states",
+                    expected=x.shape[1],
+                    got=vectors.shape[1],
+                )
+            x.index_copy_(0, rows, vectors)  # final: not scaled
+        return x
+
+    def _logits(self, x: Tensor, batch: Batch, observe: Observer | None) -> Tensor:
+        config, weights, ops = self.config, self._weights, self.ops
+        if observe is None and not batch.adapters:
+            logits = ops.norm_linear(x, weights.final_norm, config.norm_eps, weights.head)
+        else:
+            x = ops.rms_norm(x, weights.final_norm, config.norm_eps)
+            if observe is not None:
+                x = taken_on(HEAD, observe.before(HEAD, x), x)
+            logits = self._adapted_logits(x, batch)
         if config.final_softcap is not None:
             logits = torch.tanh(logits / config.final_softcap) * config.final_softcap
+        if observe is not None:
+            logits = taken_on(HEAD, observe.after(HEAD, logits), logits)
         return logits
+
+    def _adapted_logits(self, x: Tensor, batch: Batch) -> Tensor:
+        """Logits of normed states [n, hidden], of the heads that their adapters have."""
+        parts = []
+        for first, last, head, deltas in head_rows(batch, self._weights.head):
+            states = x[first:last]
+            parts.append(self.ops.linear(states, head))
+            add_to_logits_(parts[-1], states, deltas)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _observed_blocks(self, x: Tensor, current: _Pass, observe: Observer) -> Tensor:
+        x = taken_on(EMBEDDING, observe.after(EMBEDDING, x), x)
+        for layer in range(self.config.num_layers):
+            for part, run in (
+                (Part("attention", layer), self._attend),
+                (Part("mlp", layer), self._transform),
+            ):
+                x = taken_on(part, observe.before(part, x), x)
+                run(x, layer, current)
+                x = taken_on(part, observe.after(part, x), x)
+        return x
 
     def _bind(self, batch: Batch, store: KVStore) -> _Pass:
         """Read, check and allocate once what all layers share."""
@@ -91,17 +163,22 @@ class Transformer:
         qkv = torch.empty(rows, config.q_size + 2 * config.kv_size)
         return _Pass(
             store,
+            batch.adapters,
             {Window.GLOBAL: everywhere, Window.LOCAL: local},
             qkv,
             qkv[:, : config.q_size],
             torch.empty(rows, config.intermediate_size),
         )
 
-    def _block(self, x: Tensor, layer: int, current: _Pass) -> None:
+    def _attend(self, x: Tensor, layer: int, current: _Pass) -> None:
+        """x [R, hidden] += attention of the layer."""
         config, ops, block = self.config, self.ops, self._weights.blocks[layer]
-        eps, attention, mlp = config.norm_eps, block.attention, block.mlp
+        eps, attention, adapters = config.norm_eps, block.attention, current.adapters
 
         ops.norm_linear(x, block.attention_norm, eps, attention.qkv, current.qkv)
+        if adapters and is_adapted(adapters, layer, "qkv"):
+            normed = ops.rms_norm(x, block.attention_norm, eps)
+            add_deltas_(current.qkv, normed, adapters, layer, "qkv")
         ops.attend_(
             current.qkv,
             current.rows[config.layer_windows[layer]],
@@ -114,14 +191,39 @@ class Transformer:
             self._windows[layer],
             config.attention_softcap or 0.0,
         )
-        self._add(x, current.mixed, attention.output, block.attention_post_norm)
+        h, post_norm = current.mixed, block.attention_post_norm
+        self._add(x, h, attention.output, post_norm, adapters, layer, "output")
 
-        ops.norm_gated_linear(x, block.mlp_norm, eps, mlp.gate_up, self._activation, current.gated)
-        self._add(x, current.gated, mlp.down, block.mlp_post_norm)
+    def _transform(self, x: Tensor, layer: int, current: _Pass) -> None:
+        """x [R, hidden] += MLP of the layer."""
+        eps, ops, block = self.config.norm_eps, self.ops, self._weights.blocks[layer]
+        mlp, adapters = block.mlp, current.adapters
 
-    def _add(self, x: Tensor, h: Tensor, w: PackedLinear, post_norm: Tensor | None) -> None:
-        """x += h @ w, normed before it is added where the family says so."""
+        if adapters and is_adapted(adapters, layer, "gate_up"):
+            gate_up = ops.norm_linear(x, block.mlp_norm, eps, mlp.gate_up)  # [R, 2 * intermediate]
+            normed = ops.rms_norm(x, block.mlp_norm, eps)
+            add_deltas_(gate_up, normed, adapters, layer, "gate_up")
+            h = ops.gated_activation(gate_up, self._activation)
+        else:
+            h = current.gated
+            ops.norm_gated_linear(x, block.mlp_norm, eps, mlp.gate_up, self._activation, h)
+        self._add(x, h, mlp.down, block.mlp_post_norm, adapters, layer, "down")
+
+    def _add(  # noqa: PLR0917 - a matrix, and what is done around it
+        self,
+        x: Tensor,
+        h: Tensor,
+        w: PackedLinear,
+        post_norm: Tensor | None,
+        adapters: tuple[AdapterRows, ...],
+        layer: int,
+        matrix: Matrix,
+    ) -> None:
+        """x += h @ w, and what adapters add; normed before it is added where the family says so."""
         if post_norm is None:
             self.ops.linear_add_(h, w, x)
+            add_deltas_(x, h, adapters, layer, matrix)
         else:
-            x.add_(self.ops.rms_norm(self.ops.linear(h, w), post_norm, self.config.norm_eps))
+            y = self.ops.linear(h, w)
+            add_deltas_(y, h, adapters, layer, matrix)
+            x.add_(self.ops.rms_norm(y, post_norm, self.config.norm_eps))

@@ -1,0 +1,94 @@
+"""LoRA adapters, from a directory as PEFT saves it to what the forward pass applies.
+
+Everything is checked against the model from the file's header before any of it is read: names,
+shapes, ranks, memory. Nothing is merged: an adapter leaves the model's weights alone, may be used
+for some rows and not for others, and is gone when nobody holds it any more. RoPE needs no thought
+here: the model's queries and keys are in the order that adapters are trained in, whatever file
+they came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from exl_core.arch.spec import ModelConfig
+from exl_core.lora.config import AdapterConfig, read_adapter_config
+from exl_core.lora.reader import AdapterFile, Pair
+from exl_core.model.adapters import Delta, Ends, Matrix
+from exl_core.model.transformer import Transformer
+from exl_core.ops.table import OpTable
+
+_serials = count(1)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoraAdapter:
+    """A loaded adapter for one model, and for others of the same configuration.
+
+    `modules` are what it was trained on, as `self_attn.q_proj`, sorted. `layer_deltas` are by layer
+    and matrix; `deltas` looks there. `serial`: no other adapter of this process has it.
+    """
+
+    path: Path
+    config: AdapterConfig
+    model_config: ModelConfig
+    modules: tuple[str, ...]
+    layer_deltas: Mapping[tuple[int, Matrix], tuple[Delta, ...]]
+    ends: Ends | None
+    serial: int = field(default_factory=lambda: next(_serials))
+
+    @property
+    def name(self) -> str:
+        return self.path.resolve().name
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory that the adapter takes."""
+        ends = self.ends or Ends()
+        deltas = [delta for found in self.layer_deltas.values() for delta in found]
+        deltas += [delta for delta in (ends.embed_delta, ends.head_delta) if delta is not None]
+        whole = [matrix for matrix in (ends.embed, ends.head) if matrix is not None]
+        return sum(delta.down.nbytes + delta.up.nbytes for delta in deltas) + sum(
+            matrix.size_bytes for matrix in whole
+        )
+
+    def deltas(self, layer: int, matrix: Matrix) -> tuple[Delta, ...]:
+        return self.layer_deltas.get((layer, matrix), ())
+
+
+def load_adapter(path: str | Path, model: Transformer) -> LoraAdapter:
+    """The adapter in a directory, ready for `model`; AdapterError for what does not fit it.
+
+    How strongly it is applied is for whoever uses it to say (`AdapterUse`).
+    """
+    directory = Path(path)
+    config = read_adapter_config(directory)
+    file = AdapterFile(directory, config, model.config)
+    deltas: dict[tuple[int, Matrix], tuple[Delta, ...]] = {}
+    for target, pair in file.layer_pairs.items():
+        place = target.layer, target.matrix
+        deltas[place] = (*deltas.get(place, ()), _delta(file, pair, target.first_out))
+    ends = _ends(file, model.ops)
+    return LoraAdapter(directory, config, model.config, file.modules, deltas, ends)
+
+
+def _delta(file: AdapterFile, pair: Pair, first_out: int = 0) -> Delta:
+    """B A, transposed for rows from the left, with the scale in what was B."""
+    down = file.read(pair.down).T.contiguous()  # [in_features, r]
+    up = file.read(pair.up).T.contiguous()  # [r, out_features]
+    return Delta(first_out, down, up.mul_(pair.scale))
+
+
+def _ends(file: AdapterFile, ops: OpTable) -> Ends | None:
+    if not file.end_pairs and not file.whole:
+        return None
+    deltas = {end: _delta(file, pair) for end, pair in file.end_pairs.items()}
+    whole = {}
+    for end, name in file.whole.items():
+        values = file.read_as_stored(name)
+        whole[end] = ops.new_linear(values.shape[0], values.shape[1], values.dtype)
+        ops.fill_linear(whole[end], 0, values, None)
+    return Ends(whole.get("embed"), whole.get("head"), deltas.get("embed"), deltas.get("head"))

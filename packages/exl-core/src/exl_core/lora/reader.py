@@ -1,0 +1,185 @@
+"""The tensors of an adapter: found, paired and checked by the header, then read one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from exl_core.arch.spec import ModelConfig
+from exl_core.cache.memory import available_memory_bytes
+from exl_core.errors import AdapterError, OutOfMemoryError
+from exl_core.files import is_present
+from exl_core.lora.config import AdapterConfig
+from exl_core.lora.targets import End, EndTarget, LayerTarget, Named, find_target, take_apart
+from exl_core.weights.safetensors import read_header
+from exl_core.weights.source import PLAIN_TYPES, StoredTensor
+
+FILE_NAME = "adapter_model.safetensors"
+PICKLE_NAME = "adapter_model.bin"
+MAX_BIAS_VALUES = 1 << 24  # what is read only to see that it is zero
+_MIB = 1024 * 1024
+
+
+class Pair(NamedTuple):
+    """The two tensors of one low-rank product."""
+
+    down: str
+    up: str
+    scale: float
+
+
+class AdapterFile:
+    """What a file declares, checked against the configurations of adapter and model.
+
+    `whole` are embedding and head where the adapter brings its own.
+    """
+
+    def __init__(self, directory: Path, config: AdapterConfig, model: ModelConfig) -> None:
+        self.path = _find_file(directory)
+        self.layer_pairs: dict[LayerTarget, Pair] = {}
+        self.end_pairs: dict[End, Pair] = {}
+        self.whole: dict[End, str] = {}
+        self._config = config
+        self._stored = {tensor.name: tensor for tensor, _ in read_header(self.path)}
+        self._halves: dict[str, dict[str, str]] = {}
+        for tensor in self._stored.values():
+            self._place(tensor, take_apart(tensor.name), model)
+        for module, halves in self._halves.items():
+            self._pair(module, halves, find_target(model, module))
+        self._check_whole(model)
+        self._check_memory()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """What the adapter was trained on, without the layers."""
+        names = {"embed": "embed_tokens", "head": "lm_head"}
+        ends = {names[end] for end in (*self.end_pairs, *self.whole)}
+        inside = {module.rpartition(".layers.")[2].partition(".")[2] for module in self._halves}
+        return tuple(sorted((inside | ends) - {""}))
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as float32, of finite values; the caller's own."""
+        return self.read_as_stored(name).to(torch.float32, copy=True)
+
+    def read_as_stored(self, name: str) -> Tensor:
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                values: Tensor = file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise AdapterError("cannot be read", where=self.path, got=error) from error
+        if not torch.isfinite(values).all():
+            raise AdapterError(f"tensor {name!r} holds NaN or infinity", where=self.path)
+        return values
+
+    def _place(self, tensor: StoredTensor, named: Named, model: ModelConfig) -> None:
+        """Say what a tensor is for, or refuse it."""
+        if tensor.storage not in PLAIN_TYPES:
+            types = ", ".join(PLAIN_TYPES)
+            raise self._error(tensor, "has no type of weights", types, tensor.storage)
+        if named.role == "bias":
+            self._check_bias(tensor)
+            return
+        target = find_target(model, named.module)
+        if named.role == "other" or target is None:
+            raise self._error(
+                tensor,
+                "belongs to nothing in this model that an adapter can change",
+                f"a linear of layers 0 to {model.num_layers - 1}, embed_tokens or lm_head",
+            )
+        if named.role == "whole":
+            self._place_whole(tensor, target)
+            return
+        if named.is_embedding != (isinstance(target, EndTarget) and target.end == "embed"):
+            raise self._error(tensor, "is of another kind than its module")
+        rank = self._config.rank_of(named.module)
+        shape = (rank, target.in_features) if named.role == "down" else (target.out_features, rank)
+        self._check_shape(tensor, shape)
+        halves = self._halves.setdefault(named.module, {})
+        if named.role in halves:
+            raise self._error(tensor, f"is there twice, as {halves[named.role]!r} too")
+        halves[named.role] = tensor.name
+
+    def _place_whole(self, tensor: StoredTensor, target: LayerTarget | EndTarget) -> None:
+        if isinstance(target, LayerTarget):
+            raise self._error(tensor, "replaces a matrix of a layer", "embed_tokens or lm_head")
+        shape = (target.out_features, target.in_features)  # of a linear; an embedding is a table
+        self._check_shape(tensor, shape if target.end == "head" else shape[::-1])
+        if target.end in self.whole:
+            raise self._error(tensor, f"is there twice, as {self.whole[target.end]!r} too")
+        self.whole[target.end] = tensor.name
+
+    def _check_bias(self, tensor: StoredTensor) -> None:
+        if tensor.num_values > MAX_BIAS_VALUES or self.read(tensor.name).count_nonzero():
+            raise self._error(tensor, "is a bias that is not zero, which is not supported")
+
+    def _check_shape(self, tensor: StoredTensor, expected: tuple[int, ...]) -> None:
+        if tensor.shape != expected:
+            raise self._error(tensor, "has the wrong shape", list(expected), list(tensor.shape))
+
+    def _pair(
+        self, module: str, halves: dict[str, str], target: LayerTarget | EndTarget | None
+    ) -> None:
+        tensor = self._stored[next(iter(halves.values()))]
+        if len(halves) != 2:
+            raise self._error(tensor, "is there without its other half")
+        pair = Pair(halves["down"], halves["up"], self._config.scale_of(module))
+        other: Pair | None = None
+        if isinstance(target, LayerTarget):
+            other = self.layer_pairs.setdefault(target, pair)
+        elif target is not None:
+            other = self.end_pairs.setdefault(target.end, pair)
+        if other is not pair:
+            raise self._error(tensor, "belongs to a matrix that has another pair")
+
+    def _check_whole(self, model: ModelConfig) -> None:
+        if not self._halves and not self.whole:
+            raise AdapterError("holds no LoRA tensors", where=self.path)
+        for changed in (self.end_pairs.keys(), self.whole.keys()):
+            if self._config.has_tied_ends and model.has_tied_embeddings and len(changed) == 1:
+                raise AdapterError(
+                    "embedding and head are trained as one, and only one of them is here",
+                    where=self.path,
+                    got=f"{next(iter(changed))}, with ensure_weight_tying",
+                )
+
+    def _check_memory(self) -> None:
+        needed = sum(
+            4 * (self._stored[pair.down].num_values + self._stored[pair.up].num_values)
+            for pair in (*self.layer_pairs.values(), *self.end_pairs.values())
+        ) + sum(self._stored[name].size_bytes for name in self.whole.values())
+        available = available_memory_bytes()
+        if available is not None and needed > available:
+            raise OutOfMemoryError(
+                "the adapter does not fit into memory",
+                where=self.path,
+                expected=f"{needed / _MIB:.0f} MiB",
+                got=f"{available / _MIB:.0f} MiB free",
+            )
+
+    def _error(
+        self, tensor: StoredTensor, what: str, expected: object = None, got: object = None
+    ) -> AdapterError:
+        return AdapterError(
+            f"tensor {tensor.name!r} {what}", where=self.path, expected=expected, got=got
+        )
+
+
+def _find_file(directory: Path) -> Path:
+    path, pickle = directory / FILE_NAME, directory / PICKLE_NAME
+    if is_present(path, AdapterError):
+        return path
+    if is_present(pickle, AdapterError):
+        raise AdapterError(
+            "is a pickle, which can run code when read, and is refused",
+            where=pickle,
+            expected=FILE_NAME,
+            next_step="Load the adapter with PEFT where it is trusted, and save it again:"
+            " save_pretrained writes safetensors.",
+        )
+    raise AdapterError(
+        f"holds no {FILE_NAME}", where=directory, next_step="Download it beside the configuration."
+    )

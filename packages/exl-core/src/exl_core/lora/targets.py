@@ -1,0 +1,108 @@
+"""Which matrix of a model a tensor of an adapter belongs to, by its name.
+
+Names are PEFT's: whatever stands before the model's own root is passed over, then comes the layer,
+the module, and what the tensor is to it. Knows shapes and no files.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, NamedTuple
+
+from exl_core.arch.key_map import HEAD, checkpoint_names
+from exl_core.arch.spec import ModelConfig
+from exl_core.model.adapters import Matrix
+
+End = Literal["embed", "head"]
+Role = Literal["down", "up", "bias", "whole", "other"]
+
+_TAILS: tuple[tuple[str, Role], ...] = (
+    (r"lora_A(\.default)?\.weight", "down"),
+    (r"lora_B(\.default)?\.weight", "up"),
+    (r"lora_embedding_A(\.default)?", "down"),
+    (r"lora_embedding_B(\.default)?", "up"),
+    (r"lora_B(\.default)?\.bias", "bias"),
+    (r"(base_layer\.)?bias", "bias"),
+    (r"(base_layer\.|modules_to_save\.)?(default\.)?weight", "whole"),
+)
+_ROLES = tuple((re.compile(rf"(?P<module>.+?)\.{tail}"), role) for tail, role in _TAILS)
+
+
+class Named(NamedTuple):
+    """A tensor's name, taken apart. `module` is as PEFT calls it, without its own prefix."""
+
+    module: str
+    role: Role
+    is_embedding: bool
+
+
+class LayerTarget(NamedTuple):
+    """Outputs first_out .. of a packed matrix of a layer."""
+
+    layer: int
+    matrix: Matrix
+    first_out: int
+    in_features: int
+    out_features: int
+
+
+class EndTarget(NamedTuple):
+    """The embedding, from ids to states, or the head, from states to logits."""
+
+    end: End
+    in_features: int
+    out_features: int
+
+
+def take_apart(name: str) -> Named:
+    for pattern, role in _ROLES:
+        match = pattern.fullmatch(name)
+        if match is not None:
+            module = match["module"].removeprefix("base_model.model.")
+            return Named(module, role, "lora_embedding" in name)
+    return Named(name, "other", is_embedding=False)
+
+
+def find_target(config: ModelConfig, module: str) -> LayerTarget | EndTarget | None:
+    """None for a module that this model does not have."""
+    hidden, vocab = config.hidden_size, config.vocab_size
+    for root in config.arch.key_roots:
+        if _ends_with(module, f"{root}embed_tokens"):
+            return EndTarget("embed", vocab, hidden)
+        _, found, rest = module.partition(f"{root}layers.")
+        layer, _, part = rest.partition(".")
+        parts = _parts(config)
+        if found and part in parts and re.fullmatch(r"\d{1,6}", layer):
+            matrix, first_out, inputs, outputs = parts[part]
+            number = int(layer)
+            if number >= config.num_layers:
+                return None
+            return LayerTarget(number, matrix, first_out, inputs, outputs)
+    heads = (name.removesuffix(".weight") for name in checkpoint_names(config.arch, HEAD))
+    if any(_ends_with(module, head) for head in heads):
+        return EndTarget("head", hidden, vocab)
+    return None
+
+
+def _ends_with(module: str, name: str) -> bool:
+    return module == name or module.endswith(f".{name}")
+
+
+def _parts(config: ModelConfig) -> dict[str, tuple[Matrix, int, int, int]]:
+    """Of each module in a layer: its matrix, first output there, inputs and outputs.
+
+    Also of the projections that some checkpoints store as one.
+    """
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q, kv = config.q_size, config.kv_size
+    return {
+        "self_attn.q_proj": ("qkv", 0, hidden, q),
+        "self_attn.k_proj": ("qkv", q, hidden, kv),
+        "self_attn.v_proj": ("qkv", q + kv, hidden, kv),
+        "self_attn.qkv_proj": ("qkv", 0, hidden, q + 2 * kv),
+        "self_attn.o_proj": ("output", 0, q, hidden),
+        "mlp.gate_proj": ("gate_up", 0, hidden, inner),
+        "mlp.up_proj": ("gate_up", inner, hidden, inner),
+        "mlp.gate_up_proj": ("gate_up", 0, hidden, 2 * inner),
+        "mlp.down_proj": ("down", 0, inner, hidden),
+    }

@@ -1,0 +1,238 @@
+"""Sequences that a caller drives by hand: a plain cache, and passes over it.
+
+For custom loops: no requests, no scheduler, no sampler. Every row is a sequence of its own length,
+so a batch of texts of different lengths needs neither padding nor a mask. A greedy loop:
+
+    context = Context(model, max_len=256, batch_size=2)
+    logits = context.feed([prompt_ids, other_prompt_ids], LogitRows.LAST)
+    for _ in range(20):
+        newest = [row[-1].argmax() for row in logits]
+        logits = context.feed([[int(token_id)] for token_id in newest])
+
+`length` and `lengths` can be assigned, to go back: what lay behind is forgotten. Keys and values
+depend on the adapters that were on when they were made; keeping those apart is the caller's job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
+from exl_core.cache.store import KVStore
+from exl_core.errors import RequestError
+from exl_core.model.adapters import AdapterUse
+from exl_core.model.embedded import EMBEDDED_FROM, EmbeddedSpan
+from exl_core.model.observe import Observer
+from exl_core.model.runner import make_batch
+from exl_core.model.segment import LogitRows, Segment
+from exl_core.model.transformer import Transformer
+
+
+class Context:
+    """`batch_size` rows of up to `max_len` tokens in a cache of their own.
+
+    Several can be there on one model; the memory is taken as it is written.
+    """
+
+    def __init__(
+        self,
+        model: Transformer,
+        max_len: int,
+        *,
+        batch_size: int = 1,
+        kv_format: KVFormat = KVFormat.FP16,
+    ) -> None:
+        if max_len < 1 or batch_size < 1:
+            raise RequestError(
+                "a context needs at least one row and one token",
+                got=f"{batch_size} rows of {max_len} tokens",
+            )
+        config = model.config
+        self.model = model
+        self.max_len = max_len
+        self.batch_size = batch_size
+        self.kv_format = kv_format
+        self._pages_each = pages_for(max_len)
+        self.store = KVStore(
+            kv_format,
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            batch_size * self._pages_each,
+        )
+        self._lengths = [0] * batch_size
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens that each row holds."""
+        return tuple(self._lengths)
+
+    @lengths.setter
+    def lengths(self, lengths: Sequence[int]) -> None:
+        if len(lengths) != self.batch_size:
+            raise RequestError("not a length for each row", expected=self.batch_size, got=lengths)
+        for row, (length, held) in enumerate(zip(lengths, self._lengths, strict=True)):
+            if not 0 <= length <= held:
+                raise RequestError(
+                    "a row can only be cut back",
+                    where=f"row {row}",
+                    expected=f"0 to {held} tokens",
+                    got=length,
+                )
+        self._lengths = list(lengths)
+
+    @property
+    def length(self) -> int:
+        """Tokens that every row holds; an error where rows differ."""
+        if len(set(self._lengths)) != 1:
+            raise RequestError("the rows have different lengths", got=self._lengths)
+        return self._lengths[0]
+
+    @length.setter
+    def length(self, length: int) -> None:
+        self.lengths = [length] * self.batch_size
+
+    def forward(
+        self,
+        token_ids: Tensor,
+        logits: LogitRows = LogitRows.ALL,
+        *,
+        adapters: Sequence[AdapterUse] = (),
+        embeddings: Sequence[EmbeddedSpan] = (),
+        observe: Observer | None = None,
+    ) -> Tensor:
+        """As `feed`, for rows of one size: ids [b, q] -> [b, q (or 1, or 0), vocab]."""
+        if token_ids.dim() != 2:
+            raise RequestError("expected ids of all rows", got=f"shape {list(token_ids.shape)}")
+        rows = self.feed(
+            token_ids.tolist(), logits, adapters=adapters, embeddings=embeddings, observe=observe
+        )
+        return torch.stack(rows)
+
+    def feed(
+        self,
+        token_ids: Sequence[Sequence[int]],
+        logits: LogitRows = LogitRows.ALL,
+        *,
+        adapters: Sequence[AdapterUse] = (),
+        embeddings: Sequence[EmbeddedSpan] = (),
+        observe: Observer | None = None,
+    ) -> list[Tensor]:
+        """One pass over the new tokens of every row; none for some rows is fine.
+
+        Returns each row's logits, float32 [n, vocab_size]: of all its new tokens, of the last, or
+        none. Ids from `EMBEDDED_FROM` on are looked up in `embeddings`. States that `observe` sees
+        have the rows one after the other. Everything is one pass: memory grows with the number of
+        tokens, so feed a long text in pieces.
+        """
+        self._check(token_ids)
+        segments = [
+            Segment(
+                tuple(ids),
+                self._lengths[row],
+                tuple(self._pages(row, self._lengths[row] + len(ids))),
+                logits,
+                tuple(adapters),
+                tuple(embeddings),
+            )
+            for row, ids in enumerate(token_ids)
+            if ids
+        ]
+        counts = [_logit_count(logits, len(ids)) for ids in token_ids]
+        if not segments:
+            return [torch.empty(0, self.model.config.vocab_size) for _ in counts]
+        found = self.model.forward(make_batch(segments, PAGE_SIZE), self.store, observe)
+        self._lengths = [
+            held + len(ids) for held, ids in zip(self._lengths, token_ids, strict=True)
+        ]
+        return list(found.split_with_sizes(counts))
+
+    def clone(self) -> Context:
+        """Another context that holds the same."""
+        other = Context(
+            self.model, self.max_len, batch_size=self.batch_size, kv_format=self.kv_format
+        )
+        for row in range(self.batch_size):
+            self.copy_row(row, [row], to=other)
+        return other
+
+    def copy_row(
+        self,
+        source: int,
+        targets: Sequence[int],
+        *,
+        length: int | None = None,
+        to: Context | None = None,
+    ) -> None:
+        """Rows `targets`, of this context or another, hold what row `source` holds.
+
+        Of it, the first `length` tokens if that is given.
+        """
+        other = self if to is None else to
+        held = self._lengths[source]
+        length = held if length is None else length
+        if not 0 <= length <= min(held, other.max_len):
+            raise RequestError(
+                "so many tokens cannot be copied",
+                expected=f"at most {min(held, other.max_len)}",
+                got=length,
+            )
+        if other.kv_format is not self.kv_format:
+            raise RequestError(
+                "contexts of different precision",
+                expected=self.kv_format.value,
+                got=other.kv_format.value,
+            )
+        for target in targets:
+            self._copy_pages(other, self._pages(source, length), other._pages(target, length))
+            other._lengths[target] = length
+
+    def _copy_pages(self, other: Context, sources: range, targets: range) -> None:
+        if (other is self and sources == targets) or not sources:
+            return
+        for layer in range(self.store.num_layers):
+            for ours, theirs in (
+                (self.store.key(layer), other.store.key(layer)),
+                (self.store.value(layer), other.store.value(layer)),
+            ):
+                theirs[targets.start : targets.stop] = ours[sources.start : sources.stop]
+
+    def _pages(self, row: int, length: int) -> range:
+        """The pages that the first `length` tokens of a row lie in."""
+        first = row * self._pages_each
+        return range(first, first + pages_for(length))
+
+    def _check(self, token_ids: Sequence[Sequence[int]]) -> None:
+        if len(token_ids) != self.batch_size:
+            raise RequestError(
+                "not the tokens of each row", expected=self.batch_size, got=len(token_ids)
+            )
+        for row, (ids, held) in enumerate(zip(token_ids, self._lengths, strict=True)):
+            if held + len(ids) > self.max_len:
+                raise RequestError(
+                    f"{len(ids)} tokens more than the {held} it holds do not fit",
+                    where=f"row {row}",
+                    expected=f"at most {self.max_len} in all",
+                    got=held + len(ids),
+                )
+            vocab_size = self.model.config.vocab_size
+            odd = [i for i in ids if not 0 <= i < vocab_size and i < EMBEDDED_FROM]
+            if odd:
+                raise RequestError(
+                    "not a token of the model",
+                    where=f"row {row}",
+                    expected=f"0 to {vocab_size - 1}",
+                    got=odd[0],
+                )
+
+
+def _logit_count(logits: LogitRows, num_tokens: int) -> int:
+    """How many logits a row gets for its new tokens."""
+    return {
+        LogitRows.ALL: num_tokens,
+        LogitRows.LAST: min(1, num_tokens),
+        LogitRows.NONE: 0,
+    }[logits]
