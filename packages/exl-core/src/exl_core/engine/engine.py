@@ -33,8 +33,7 @@ from exl_core.engine.sequence import Sequence
 from exl_core.errors import ExlError, RequestError
 from exl_core.model.runner import Model, Runner
 from exl_core.model.segment import LogitRows, Segment
-from exl_core.sampling.sampler import Sampler
-from exl_core.sampling.steps import guide
+from exl_core.sampling.sampler import Sampler, guide
 from exl_core.speculate.drafter import Draft, Drafter
 from exl_core.tokenizer.base import Tokenizer
 
@@ -120,8 +119,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Refuse a request that this model and this cache can never serve."""
-        check_tokens(request, self.model.config.vocab_size)
-        self.scheduler.check_fits(*self._sequences(request))
+        self._checked(request)
         self._filters(request)
 
     def submit(self, request: Request) -> Sequence:
@@ -129,9 +127,7 @@ class Engine:
         request_id = request.request_id
         if request_id in self._outputs or any(e.request_id == request_id for e in self._events):
             raise RequestError("a request with this id has not ended yet", where=request_id)
-        check_tokens(request, self.model.config.vocab_size)
-        sequence, twin = self._sequences(request)
-        self.scheduler.check_fits(sequence, twin)
+        sequence, twin = self._checked(request)
         output = self._output(sequence, self._clock())
         if request.max_tokens == 0:
             self._events.append(output.finish_empty(self._clock()))
@@ -169,8 +165,8 @@ class Engine:
             plan = self.scheduler.plan({name: draft.token_ids for name, draft in drafts.items()})
             if plan.segments:
                 self._run(plan, drafts)
-            elif not self._outputs and self.pool.defragmentation_pays():
-                self.defragment()
+                if not self._outputs:
+                    self._move(self.scheduler.defragment())
         except BaseException as error:  # whatever it was, Ctrl-C too: it is raised again
             self._fail_running(error)
             raise
@@ -180,16 +176,14 @@ class Engine:
     def defragment(self) -> int:
         """Put the cached pages of each prefix side by side; the number of pages that moved.
 
-        Refused while requests run. `step` does it by itself when there is nothing else to do.
+        Refused while requests run. `step` does it by itself now and then, when the last one ends.
         """
         if self._outputs:
             raise RequestError(
                 "the cache is in use", expected="no live requests", got=len(self._outputs)
             )
-        moves = self.pool.defragment()
-        self.store.move_pages(moves)
-        if self._drafting is not None:
-            self._drafting.moved(moves)
+        moves = self.scheduler.defragment(is_forced=True)
+        self._move(moves)
         return len(moves)
 
     def forget_cache(self) -> None:
@@ -199,6 +193,12 @@ class Engine:
                 "the cache is in use", expected="no live requests", got=len(self._outputs)
             )
         self.pool.reset()
+
+    def _move(self, moves: list[tuple[int, int]]) -> None:
+        if moves:
+            self.store.move_pages(moves)
+            if self._drafting is not None:
+                self._drafting.moved(moves)
 
     def _propose(self) -> dict[str, Draft]:
         if self._drafting is None:
@@ -213,9 +213,9 @@ class Engine:
     def _run(self, plan: BatchPlan, drafts: dict[str, Draft]) -> None:
         now = self._clock()
         for sequence, segment in zip(plan.sequences, plan.segments, strict=True):
-            if sequence.is_twin:
-                continue
             output = self._outputs[sequence.request_id]
+            if sequence is not output.sequence:  # a twin
+                continue
             if output.mark_started(now):
                 self._events.append(_started(output))
             if segment.logit_rows is not LogitRows.NONE:
@@ -229,14 +229,15 @@ class Engine:
             count = _num_logit_rows(segment)
             rows = logits[row : row + count]
             row += count
-            if sequence.is_twin:
-                continue
             output = self._outputs[sequence.request_id]
+            if sequence is not output.sequence:
+                continue
             if count == 0:
                 self._events.append(_progress(sequence, segment))
                 continue
-            if sequence.twin is not None:  # its row comes next
-                rows = guide(rows, logits[row : row + 1], sequence.request.sampler.cfg_scale or 1.0)
+            scale = sequence.request.sampler.cfg_scale
+            if scale is not None:  # the twin's row comes next
+                rows = guide(rows[0], logits[row], scale)[None]
             taken = self._take(output, rows, drafts.get(sequence.request_id))
             turned.append((output, taken))
         self.scheduler.advance(plan)
@@ -310,6 +311,15 @@ class Engine:
                 self._events.append(FailEvent(sequence.request_id, error))
                 if self._drafting is not None:
                     self._drafting.forget(sequence.request_id)
+
+    def _checked(self, request: Request) -> tuple[Sequence, Sequence | None]:
+        """The request's sequences, which this model and this cache can serve."""
+        check_tokens(request, self.model.config.vocab_size)
+        sequence, twin = self._sequences(request)
+        self.scheduler.check_fits(
+            request.request_id, sequence.max_len, None if twin is None else twin.max_len
+        )
+        return sequence, twin
 
     def _sequences(self, request: Request) -> tuple[Sequence, Sequence | None]:
         shape, capacity = self.model.config, self.scheduler.capacity
