@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from exl_core.engine.engine import Engine, EngineOptions
-from exl_core.engine.events import Event, FinishEvent, TextEvent
+from exl_core.engine.events import Event, FinishEvent, PrefillEvent, StartEvent, TextEvent
 from exl_core.engine.request import Request
 from exl_core.sampling.params import SamplerParams
 from support.scripted import EOS_ID, ByteTokenizer, Rule, ScriptedModel, ScriptedShape
@@ -38,11 +38,17 @@ def ask(
     )
 
 
+def news(events: Sequence[Event]) -> list[Event]:
+    """Without the events that only tell of progress."""
+    return [event for event in events if not isinstance(event, StartEvent | PrefillEvent)]
+
+
 def run_all(engine: Engine, limit: int = 5000) -> list[Event]:
+    """What came of all requests, without their progress."""
     events: list[Event] = []
     for _ in range(limit):
         if engine.is_idle:
-            return events
+            return news(events)
         events += engine.step()
     raise AssertionError("the engine does not come to an end")
 

@@ -14,7 +14,7 @@ from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FailEvent, FinishEvent, FinishReason, TextEvent
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError
-from support.driving import ask, engine_for, run_all, run_one
+from support.driving import ask, engine_for, news, run_all, run_one
 from support.scripted import (
     EOS_ID,
     VOCAB_SIZE,
@@ -194,7 +194,7 @@ def test_cancel_in_the_middle_of_a_prompt_and_of_a_reply() -> None:
     assert not engine.pool.held_pages
     chat = ask(stop_strings=("lox",))
     engine.submit(chat)
-    events = [event for _ in range(5) for event in engine.step()]
+    events = [event for _ in range(5) for event in news(engine.step())]
     assert engine.cancel(chat.request_id)
     (end,) = run_all(engine)
     assert isinstance(end, FinishEvent)
@@ -274,7 +274,7 @@ def test_a_busy_engine_decodes_while_a_prompt_is_read() -> None:
     engine.submit(ask("Q", max_tokens=30))
     engine.step()
     engine.submit(ask([66] * 640, max_tokens=1))
-    events = [engine.step() for _ in range(9)]
+    events = [news(engine.step()) for _ in range(9)]
     assert all(events), "every step of a decoding request gives text"
     assert engine.model.rows_of_pass[1:10] == [65] * 9  # type: ignore[attr-defined]
 

@@ -20,6 +20,7 @@ from exl_core.errors import RequestError
 from exl_core.sampling.chain import steps_for
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.steps import draw, greedy, weights
+from support.driving import news
 from support.scripted import EOS_ID, VOCAB_SIZE, ByteTokenizer, Rule, ScriptedModel, ScriptedShape
 
 MAX_SEQ_LEN = 1200
@@ -149,7 +150,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 20))
     def turn(self, steps: int) -> None:
         for _ in range(steps):
-            self.take(self.engine.step())
+            self.take(news(self.engine.step()))
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data(), luck=st.integers(0, 3))
@@ -169,7 +170,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.model.failure = RuntimeError("scripted")
         running = {s.request_id for s in self.engine.scheduler.running}
         try:
-            self.take(self.engine.step())
+            self.take(news(self.engine.step()))
         except RuntimeError as error:
             assert str(error) == "scripted"
             assert running <= self.requests.keys() - self.engine.live_requests
@@ -217,7 +218,7 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(20000):
             if self.engine.is_idle:
                 break
-            self.take(self.engine.step())
+            self.take(news(self.engine.step()))
         assert self.engine.is_idle
         assert not self.requests, "every request got its end"
         assert self.engine.pool.num_available == self.engine.pool.num_pages

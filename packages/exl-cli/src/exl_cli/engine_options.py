@@ -18,10 +18,6 @@ from exl_core.errors import RequestError
 
 if TYPE_CHECKING:
     from exl_core.constrain.filter import Constraint
-    from exl_core.engine.engine import Engine
-    from exl_core.load import LoadedModel
-    from exl_core.model.adapters import AdapterUse
-    from exl_core.speculate.drafter import Drafter
 
 DEFAULT_DRAFT_TOKENS = 4
 DEFAULT_NGRAM_TOKENS = 8

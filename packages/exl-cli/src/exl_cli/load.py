@@ -24,7 +24,8 @@ from exl_core.model.adapters import AdapterUse
 from exl_core.prompt.template import ChatTemplate
 from exl_core.resolve import resolve_model
 from exl_core.sampling.params import SamplerParams
-from exl_core.speculate.draft_model import ModelDrafter, check_same_vocabulary
+from exl_core.speculate.compatible import check_same_vocabulary
+from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
 
@@ -134,9 +135,7 @@ def open_runtime(
     )
     cache_tokens = max(ctx, PAGE_SIZE)
     drafter = _drafter(choices, loaded, cache_tokens, threads=threads, is_quiet=is_quiet)
-    options = EngineOptions(
-        cache_tokens=cache_tokens, max_batch=1, kv_format=choices.kv_format
-    )
+    options = EngineOptions(cache_tokens=cache_tokens, max_batch=1, kv_format=choices.kv_format)
     engine = Engine(loaded.model, loaded.tokenizer, options, drafter=drafter)
     return Runtime(loaded, engine, ctx, adapters)
 

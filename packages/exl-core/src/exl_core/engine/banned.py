@@ -15,9 +15,9 @@ State = TypeVar("State")
 
 
 class Rewind(NamedTuple, Generic[State]):
-    """Go back to before token `index`, where whatever reads the tokens was in `state`."""
+    """Go back to before token `place`, where whatever reads the tokens was in `state`."""
 
-    index: int
+    place: int
     state: State
     text: str
     """Of the tokens that are taken back."""
@@ -25,7 +25,7 @@ class Rewind(NamedTuple, Generic[State]):
 
 @dataclass(slots=True)
 class _Held(Generic[State]):
-    index: int
+    place: int
     text: str
     state: State
 
@@ -42,9 +42,9 @@ class BannedStrings(Generic[State]):
         """Tokens, the newest ones, that may still be taken back."""
         return len(self._held)
 
-    def feed(self, index: int, text: str, state: State) -> tuple[str, Rewind[State] | None]:
+    def feed(self, place: int, text: str, state: State) -> tuple[str, Rewind[State] | None]:
         """The text that is safe now. `state` is that before the token."""
-        self._held.append(_Held(index, text, state))
+        self._held.append(_Held(place, text, state))
         joined = fold("".join(held.text for held in self._held))
         found = [at for at in map(joined.find, self._strings) if at >= 0]
         if found:
@@ -53,7 +53,7 @@ class BannedStrings(Generic[State]):
             back = self._held[0]
             taken = "".join(held.text for held in self._held)
             self._held.clear()
-            return safe, Rewind(back.index, back.state, taken)
+            return safe, Rewind(back.place, back.state, taken)
         starts = [
             at
             for at in range(len(joined))

@@ -223,15 +223,15 @@ class Output:
 
     def _go_back(self, rewind: Rewind[TextDecoder]) -> RewindEvent:
         token_ids = self.sequence.token_ids
-        taken = tuple(token_ids[rewind.index :])
-        self._tried = {place: ids for place, ids in self._tried.items() if place <= rewind.index}
-        self._tried.setdefault(rewind.index, set()).add(taken[0])
+        taken = tuple(token_ids[rewind.place :])
+        self._tried = {place: ids for place, ids in self._tried.items() if place <= rewind.place}
+        self._tried.setdefault(rewind.place, set()).add(taken[0])
         del self._unreported[len(self._unreported) - len(taken) :]
         self._decoder = rewind.state
-        self._sampler.rewind(rewind.index)
+        self._sampler.rewind(rewind.place)
         if self.filters is not None:
             self.filters.rewind(len(taken))
-        self.rewind_to = rewind.index
+        self.rewind_to = rewind.place
         return RewindEvent(self._request.request_id, rewind.text, taken)
 
     def _finish(self, reason: FinishReason, stopped_by: int | None, now: float) -> list[Event]:
@@ -281,4 +281,3 @@ class Output:
             cached_pages=self.sequence.cached_pages or 0,
         )
         return self.end
-

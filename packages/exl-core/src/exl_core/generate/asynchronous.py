@@ -50,7 +50,7 @@ class AsyncJob:
 
 
 class AsyncGenerator:
-    """`async with AsyncGenerator(DynamicGenerator(...)) as generator`; leaving it drops all jobs."""
+    """`async with AsyncGenerator(generator) as jobs`; leaving it drops all jobs."""
 
     def __init__(self, generator: DynamicGenerator) -> None:
         self.generator = generator

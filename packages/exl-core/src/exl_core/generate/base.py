@@ -166,9 +166,7 @@ class BaseGenerator(Generator):
         return [finished[request.request_id] for request in requests]
 
 
-def _spans(
-    vectors: Tensor | None, prompts: Sequence[str]
-) -> list[dict[str, EmbeddedSpan] | None]:
+def _spans(vectors: Tensor | None, prompts: Sequence[str]) -> list[dict[str, EmbeddedSpan] | None]:
     """One span for each prompt, by the text that stands for it."""
     if vectors is None:
         return [None] * len(prompts)

@@ -12,7 +12,6 @@ from typing import Unpack, overload
 from exl_core.engine.engine import EngineOptions
 from exl_core.engine.events import (
     Event,
-    FailEvent,
     FinishEvent,
     PrefillEvent,
     RewindEvent,
@@ -197,12 +196,12 @@ class DynamicGenerator(Generator):
         of `last_jobs` tell the rest.
         """
         prompts = prompt if isinstance(prompt, list) else [prompt]
+        shared = settings.get("sampler", SamplerParams())
         requests = []
         for i, one in enumerate(prompts):
             positive, negative = one if isinstance(one, tuple) else (one, None)
-            sampler = settings.get("sampler", SamplerParams()) if samplers is None else samplers[i]
-            if seed is not None:
-                sampler = replace(sampler, seed=seed + i)
+            sampler = shared if samplers is None else samplers[i]
+            settings["sampler"] = sampler if seed is None else replace(sampler, seed=seed + i)
             requests.append(
                 self.request(
                     positive,
@@ -211,7 +210,7 @@ class DynamicGenerator(Generator):
                     add_bos=add_bos,
                     parse_special=parse_special,
                     embeddings=embeddings,
-                    **{**settings, "sampler": sampler},  # type: ignore[typeddict-item]
+                    **settings,
                 )
             )
         self.last_jobs = self.enqueue(requests)
@@ -240,6 +239,7 @@ class DynamicGenerator(Generator):
         job = self.jobs.get(event.request_id)
         if job is None:  # of a request that went to the engine past this generator
             return None
+        streaming = Result(job, Stage.STREAMING)
         match event:
             case StartEvent():
                 return Result(job, Stage.STARTED)
@@ -247,16 +247,14 @@ class DynamicGenerator(Generator):
                 return Result(job, Stage.PREFILL, done=event.done, total=event.total)
             case TextEvent():
                 job.text += event.text
-                return Result(
-                    job, Stage.STREAMING, event.text, event.token_ids, event.tokens
+                return replace(
+                    streaming, text=event.text, token_ids=event.token_ids, tokens=event.tokens
                 )
             case RewindEvent():
-                return Result(job, Stage.STREAMING, suppressed=event.text)
-            case FinishEvent():
-                del self.jobs[event.request_id]
-                job.finish = event
-                return Result(job, Stage.STREAMING, tokens=event.tokens, finish=event)
-            case FailEvent():
-                del self.jobs[event.request_id]
-                job.error = event.error
-                return Result(job, Stage.STREAMING, error=event.error)
+                return replace(streaming, suppressed=event.text)
+        del self.jobs[event.request_id]
+        if isinstance(event, FinishEvent):
+            job.finish = event
+        else:
+            job.error = event.error
+        return replace(streaming, finish=job.finish, error=job.error)

@@ -126,9 +126,7 @@ def split_stops(stop: Stop | Iterable[Stop]) -> tuple[frozenset[int], tuple[str,
     strings = tuple(item for item in listed if isinstance(item, str))
     for item in listed:
         if not isinstance(item, int | str) or isinstance(item, bool):
-            raise RequestError(
-                "a stop condition is neither a token id nor a text", got=repr(item)
-            )
+            raise RequestError("a stop condition is neither a token id nor a text", got=repr(item))
     return ids, strings
 
 

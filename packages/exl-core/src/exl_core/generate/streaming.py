@@ -167,7 +167,9 @@ class StreamingGenerator(Generator):
                 return
 
     def _joined(self, stream: _Stream) -> StreamResult:
-        results = [self._result(stream, stream.waiting.popleft()) for _ in range(len(stream.waiting))]
+        results = [
+            self._result(stream, stream.waiting.popleft()) for _ in range(len(stream.waiting))
+        ]
         if not results:
             return StreamResult()
         last = results[-1]
