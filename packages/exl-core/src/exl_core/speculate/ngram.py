@@ -14,11 +14,16 @@ from exl_core.errors import RequestError
 from exl_core.speculate.drafter import NO_DRAFT, Draft, DraftJob
 from exl_core.speculate.ngram_index import Match, NgramIndex
 
-_PRIOR = (0.0, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
-"""How often the token after a match is right, by `_level`, before anything is known."""
+_PRIOR = (0.5, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
+"""How often the token after a match is right, by `_level`, before anything is known. The first one
+is for going on with a text in which one token was replaced."""
 _PRIOR_WEIGHT = 4.0
 _MEMORY = 0.97
 """Of what was seen, kept with each further token: some 30 tokens count."""
+
+_LONG, _SURE = 8, 4
+"""A match of `_LONG` tokens that ends is taken up again behind the token that ended it, unless
+another one of at least `_SURE` is found."""
 
 _CHECKED = 64
 """Newest tokens compared to notice that a sequence was cut back and has grown since."""
@@ -81,10 +86,9 @@ class NgramDrafter:
             self._known[job.request_id] = known
         known.catch_up(job.token_ids)
         match = self._find(known.index)
-        if match is None:
-            known.guess = []
-            return NO_DRAFT
-        known.guess, known.length = match.follow(self.max_tokens), match.length
+        if known.interrupted is not None and (match is None or match.length < _SURE):
+            match = known.interrupted
+        known.look_at(match, self.max_tokens)
         count = known.confident(self.min_confidence, min(job.max_tokens, self.max_tokens))
         return Draft(tuple(known.guess[:count])) if count else NO_DRAFT
 
@@ -104,14 +108,16 @@ class _Known:
     def __init__(self, index: NgramIndex) -> None:
         self.index = index
         self.guess: list[int] = []
-        self.length = 0
-        """Of the match that the guess follows."""
+        self.interrupted: Match | None = None
+        """A long match, one token further than where it ended: that one may have been replaced."""
+        self._match: Match | None = None
         self._right = [rate * _PRIOR_WEIGHT for rate in _PRIOR]
         self._seen = [_PRIOR_WEIGHT] * len(_PRIOR)
 
     def catch_up(self, token_ids: Sequence[int]) -> None:
         index = self.index
         common = _common_length(index.tokens, token_ids)
+        self.interrupted = None
         if common < len(index.tokens):
             self.guess = []
             index.rewind(common)
@@ -119,24 +125,45 @@ class _Known:
         self._learn(new)
         index.extend(new)
 
+    def look_at(self, match: Match | None, count: int) -> None:
+        """What follows the match is the guess."""
+        self._match = match
+        self.guess = [] if match is None else match.follow(count)
+
     def confident(self, min_confidence: float, count: int) -> int:
         """How many of the first `count` guessed tokens to put forward."""
         confidence = 1.0
-        for offset in range(count):
-            level = _level(self.length + offset)
+        for offset in range(min(count, len(self.guess))):
+            level = self._level(offset)
             confidence *= self._right[level] / self._seen[level]
             if confidence < min_confidence:
                 return offset
-        return count
+        return min(count, len(self.guess))
 
     def _learn(self, new: Sequence[int]) -> None:
         for offset, (guessed, token_id) in enumerate(zip(self.guess, new, strict=False)):
-            level = _level(self.length + offset)
+            level = self._level(offset)
             is_right = guessed == token_id
             self._right[level] = self._right[level] * _MEMORY + is_right
             self._seen[level] = self._seen[level] * _MEMORY + 1.0
             if not is_right:
+                if offset == len(new) - 1:
+                    self._interrupt(offset)
                 return
+
+    def _interrupt(self, offset: int) -> None:
+        match = self._match
+        if match is None or match.length + offset < _LONG:
+            return
+        position = match.position + offset + 1
+        if position < len(match.tokens):
+            self.interrupted = Match(match.tokens, position, 0)
+
+    def _level(self, offset: int) -> int:
+        length = 0 if self._match is None else self._match.length
+        if length == 0 and offset > 0:  # what was replaced is over: the old match goes on
+            length = _SURE
+        return _level(length + offset)
 
 
 def _level(length: int) -> int:
