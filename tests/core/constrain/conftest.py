@@ -1,0 +1,13 @@
+"""Vocabularies for the tests of constraints."""
+
+from __future__ import annotations
+
+import pytest
+from constrain_support import vocabularies
+
+from exl_core.constrain.vocabulary import Vocabulary
+
+
+@pytest.fixture(scope="session", params=["bytes", "made"])
+def vocabulary(request: pytest.FixtureRequest) -> Vocabulary:
+    return vocabularies()[request.param]

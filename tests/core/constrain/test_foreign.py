@@ -1,0 +1,189 @@
+"""Filters written for exllamav2: little ones, cloning ones, masking ones, failing ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from constrain_support import CloneObject, SelectObject, assert_agrees, vocabularies, without_eos
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from exl_core.constrain.filter import ConstraintError
+from exl_core.constrain.filter_set import FilterSet
+from exl_core.constrain.foreign import Foreign
+from exl_core.constrain.vocabulary import Vocabulary
+from support.scripted import EOS_ID
+
+OPTIONS = ["ab", "abc", "ca", "öa"]
+VOCABULARIES = vocabularies()
+
+
+class UncopyableObject(SelectObject):
+    """Holds what cannot be copied, and takes `begin` as a new start."""
+
+    def __init__(self, vocabulary: Vocabulary, options: Sequence[str]) -> None:
+        super().__init__(vocabulary, options)
+        self.generator = (i for i in range(3))
+
+
+class MaskObject(CloneObject):
+    """Masks logits itself, in the background; `next` is not to be used."""
+
+    def clone(self, made: CloneObject | None = None) -> CloneObject:
+        return super().clone(made or MaskObject.__new__(MaskObject))
+
+    def use_background_worker(self) -> bool:
+        return True
+
+    def can_mask_logits(self) -> bool:
+        return True
+
+    def prepare_logit_mask(self) -> bool:
+        self.ids = sorted(SelectObject.next(self)[0])
+        return True
+
+    def mask_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        masked = torch.full_like(logits, float("-inf"))
+        masked[self.ids] = logits[self.ids]
+        return masked
+
+    def next(self) -> tuple[list[int], list[int]]:
+        raise AssertionError("masks are used instead")
+
+
+@given(
+    make=st.sampled_from([SelectObject, CloneObject, UncopyableObject]),
+    kind=st.sampled_from(sorted(VOCABULARIES)),
+    steps=st.lists(st.integers(-3, 1000), max_size=8),
+)
+@settings(max_examples=80, deadline=None)
+def test_any_of_them_filters_and_rewinds(
+    make: type[SelectObject], kind: str, steps: list[int]
+) -> None:
+    vocabulary = VOCABULARIES[kind]
+    f = Foreign(make(vocabulary, OPTIONS)).filter(vocabulary)
+    ids: list[int] = []
+    for step in steps:
+        if step < 0:
+            count = min(-step, len(ids))
+            f.rewind(count)
+            del ids[len(ids) - count :]
+        elif not f.is_finished:
+            mask = f.mask()
+            assert mask is not None
+            allowed = without_eos(vocabulary.ids_of(mask), vocabulary)
+            ids.append(allowed[step % len(allowed)])
+            f.accept(ids[-1])
+        text = b"".join(vocabulary.token_bytes[i] for i in ids)
+        assert_agrees(f, vocabulary, OPTIONS, text)
+
+
+def test_rewinding_beyond_the_copies_repeats_the_reply() -> None:
+    vocabulary = VOCABULARIES["bytes"]
+    word = "a" * 80 + "b"
+    f = Foreign(CloneObject(vocabulary, [word])).filter(vocabulary)
+    for char in word[:70].encode():
+        f.accept(char)
+    f.rewind(60)
+    assert_agrees(f, vocabulary, [word], b"a" * 10)
+    for char in word[10:].encode():
+        f.accept(char)
+    assert f.is_finished
+    f.rewind(1)
+    assert not f.is_finished
+
+
+def test_each_reply_has_its_own_copy_which_can_be_read() -> None:
+    vocabulary = VOCABULARIES["bytes"]
+    original = SelectObject(vocabulary, OPTIONS)
+    first, second = (Foreign(original).filter(vocabulary) for _ in range(2))
+    first.accept(ord("c"))
+    second.accept(ord("a"))
+    assert (first.wrapped.text, second.wrapped.text) == (b"c", b"a")
+    assert original.text == b"not begun"
+    assert first.wrapped.tokenizer is vocabulary
+
+
+def test_masks_of_its_own_are_used_and_only_eos_ends() -> None:
+    vocabulary = VOCABULARIES["bytes"]
+    f = Foreign(MaskObject(vocabulary, OPTIONS)).filter(vocabulary)
+    assert f.runs_in_background
+    for char in b"abc":
+        mask = f.mask()
+        assert mask is not None
+        assert char in vocabulary.ids_of(mask)
+        f.accept(char)
+    assert (f.is_complete, f.is_finished) == (True, False)
+    mask = f.mask()
+    assert mask is not None
+    assert vocabulary.ids_of(mask) == [EOS_ID]
+    f.rewind(2)
+    mask = f.mask()
+    assert mask is not None
+    assert vocabulary.ids_of(mask) == [ord("b")]
+
+
+class Unconstrained:
+    """Lets everything come, and ends with a full stop."""
+
+    def begin(self, prefix: str) -> None: ...
+
+    def feed(self, token: torch.Tensor) -> None:
+        assert ["x"][token[0] - token[0]] == "x", "a token is an index of a list"
+
+    def next(self) -> tuple[None, set[int]]:
+        return None, {ord(".")}
+
+
+def test_no_constraint_and_an_end_token() -> None:
+    vocabulary = VOCABULARIES["bytes"]
+    f = FilterSet([Foreign(Unconstrained()).filter(vocabulary)], [EOS_ID], vocabulary)
+    for token_id in (5, 256):
+        assert f.mask() is None
+        f.accept(token_id)
+    assert not f.is_finished
+    f.accept(ord("."))
+    assert f.is_finished
+    f.rewind(1)
+    assert not f.is_finished
+    assert f.mask() is None
+
+
+@pytest.mark.parametrize("method", ["begin", "feed", "next"])
+def test_a_failure_is_the_replys(method: str) -> None:
+    vocabulary = VOCABULARIES["bytes"]
+
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("its own fault")
+
+    broken = type("Broken", (SelectObject,), {method: fail})
+    with pytest.raises(ConstraintError, match=f"Broken failed in {method}.*its own fault"):
+        Foreign(broken(vocabulary, OPTIONS)).filter(vocabulary).accept(ord("a"))
+
+
+def test_an_object_that_is_no_filter_is_refused() -> None:
+    with pytest.raises(ConstraintError, match="str without begin, feed, next"):
+        Foreign("text").filter(VOCABULARIES["bytes"])
+
+
+def test_sampling_from_a_foreign_filter_gives_its_options() -> None:
+    vocabulary = VOCABULARIES["made"]
+    replies = set()
+    for seed in range(60):
+        rng = random.Random(seed)
+        made = Foreign(SelectObject(vocabulary, OPTIONS)).filter(vocabulary)
+        filters = FilterSet([made], vocabulary.eos_ids, vocabulary)
+        ids: list[int] = []
+        while not filters.is_finished:
+            mask = filters.mask()
+            assert mask is not None
+            token_id = rng.choice(vocabulary.ids_of(mask))
+            if token_id in vocabulary.eos_ids:
+                break
+            filters.accept(token_id)
+            ids.append(token_id)
+        replies.add(b"".join(vocabulary.token_bytes[i] for i in ids).decode())
+    assert replies == set(OPTIONS)

@@ -1,0 +1,105 @@
+"""Documents of random tokens, drawn from the masks of a real tokenizer, against another validator.
+
+No model takes part: among the tokens that a mask lets through one is drawn at random, with a
+leaning towards those that bring the document to its end.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+from jsonschema import Draft202012Validator, FormatChecker
+from numpy.typing import NDArray
+
+from exl_core.constrain.filter_set import FilterSet
+from exl_core.constrain.json_schema import JsonSchema
+from exl_core.constrain.vocabulary import Vocabulary
+from exl_core.tokenizer.base import Tokenizer
+from exl_core.tokenizer.detect import load_tokenizer
+from support.real_models import smollm2_gguf
+from support.schemas import SCHEMAS
+
+DOCUMENTS = 10  # for each of the twenty schemas
+LONGEST = 800  # tokens; the longest of the 200 documents has less than half of that
+HURRY_AFTER = 60  # tokens, from where on nothing is opened that need not be
+
+
+class Writer:
+    """Draws documents; the tokens by kind are bits, since a mask may have tens of thousands."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        texts = vocabulary.token_bytes
+        self.silent = np.array([not text for text in texts])
+        self.delaying = np.array([bool(set(text) & set(b"{[ \t\r\n")) for text in texts])
+        ending = np.array([len(t) < 3 and bool(set(t) & set(b'"}],')) for t in texts])
+        self.closing = ending & ~self.delaying
+
+    def write(self, constraint: JsonSchema, rng: random.Random) -> bytes:
+        vocabulary = self.vocabulary
+        filters = FilterSet([constraint.filter(vocabulary)], vocabulary.eos_ids, vocabulary)
+        text = b""
+        for written in range(LONGEST):
+            if filters.is_finished:
+                return text
+            mask = filters.mask()
+            assert mask is not None
+            bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
+            allowed = bits[: vocabulary.num_tokens].astype(bool)
+            assert filters.is_complete == allowed[list(vocabulary.eos_ids)].any()
+            if filters.is_complete and rng.random() < 0.3:
+                return text
+            token_id = self.draw(allowed & ~self.silent, written, rng)
+            filters.accept(token_id)
+            text += vocabulary.token_bytes[token_id]
+        raise AssertionError(f"no end: {text.decode(errors='replace')}")
+
+    def draw(self, allowed: NDArray[np.bool_], written: int, rng: random.Random) -> int:
+        closing = allowed & self.closing
+        if rng.random() < min(0.9, 0.3 + written / 100) and closing.any():
+            return int(rng.choice(np.flatnonzero(closing)))
+        prompt = allowed & ~self.delaying
+        if written > HURRY_AFTER and prompt.any():
+            allowed = prompt
+        return int(rng.choice(np.flatnonzero(allowed)))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(smollm2_gguf())
+
+
+@pytest.fixture(scope="module")
+def writer(tokenizer: Tokenizer) -> Writer:
+    return Writer(Vocabulary(tokenizer, tokenizer.vocab_size))
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_random_replies_are_documents_of_the_schema(name: str, writer: Writer) -> None:
+    schema = SCHEMAS[name]
+    validator = Draft202012Validator(schema, format_checker=FormatChecker())
+    validator.check_schema(schema)
+    for number in range(DOCUMENTS):
+        rng = random.Random(f"{name} {number}")
+        constraint = JsonSchema(schema, compact=number % 2 == 1)
+        document = json.loads(writer.write(constraint, rng))
+        validator.validate(document)
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_documents_of_other_hands_are_let_through(
+    name: str, writer: Writer, tokenizer: Tokenizer
+) -> None:
+    """What was written is written again, as Python lays it out and in its tokens."""
+    rng = random.Random(name)
+    constraint = JsonSchema(SCHEMAS[name])
+    document = json.loads(writer.write(constraint, rng))
+    layouts = (json.dumps(document, ensure_ascii=False), json.dumps(document, indent=2))
+    for text in layouts[: 2 if layouts[0].isascii() else 1]:
+        f = constraint.filter(writer.vocabulary)
+        for token_id in tokenizer.encode(text):
+            f.accept(token_id)
+        assert f.is_complete
