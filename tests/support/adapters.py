@@ -49,7 +49,8 @@ def write_adapter(folder: Path, tensors: Mapping[str, Tensor], **config: Any) ->
     """An adapter directory; r = lora_alpha = 4 unless said otherwise."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
-        {name: t.contiguous() for name, t in tensors.items()}, folder / "adapter_model.safetensors"
+        {name: t.clone().contiguous() for name, t in tensors.items()},
+        folder / "adapter_model.safetensors",
     )
     fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 4, "target_modules": [], **config}
     (folder / "adapter_config.json").write_text(json.dumps(fields))

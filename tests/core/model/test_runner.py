@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from exl_core.model.adapters import AdapterUse, Delta, Matrix
 from exl_core.model.runner import make_batch
 from exl_core.model.segment import LogitRows, Segment
 
@@ -32,3 +33,28 @@ def test_tensors_have_the_promised_types() -> None:
         assert tensor.dtype == torch.int64
     for tensor in (batch.row_starts, batch.past_lens, batch.page_table):
         assert tensor.dtype == torch.int32
+
+
+class Nothing:
+    """An adapter that adds nothing."""
+
+    serial = 0
+    ends = None
+
+    def deltas(self, layer: int, matrix: Matrix) -> tuple[Delta, ...]:
+        return ()
+
+
+def test_neighbors_under_the_same_adapters_are_one_range() -> None:
+    one, two = AdapterUse(Nothing()), AdapterUse(Nothing(), 0.5)
+    off = AdapterUse(Nothing(), 0.0)
+    uses = [(one,), (one,), (one, off), (), (one,), (one, two), (two, one), (off,), (two,)]
+    batch = make_batch([Segment((1, 2), 0, (0,), LogitRows.NONE, use) for use in uses])
+    assert batch.adapters == (
+        (0, 6, (one,)),
+        (8, 10, (one,)),
+        (10, 12, (one, two)),
+        (12, 14, (two, one)),
+        (16, 18, (two,)),
+    )
+    assert batch.embedded is None

@@ -36,7 +36,7 @@ _OTHER_KINDS = {
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 PATTERN_LIMIT = 200  # characters
-_QUANTIFIERS_LIMIT = 4  # of a pattern: matching takes length ** this at worst
+_QUANTIFIERS_LIMIT = 2  # of a pattern: matching a name takes its length ** 3 at worst
 _SIMPLE_PATTERN = re.compile(r"(?:[^()*+?{}]|\((?:\?:)?|\)(?![*+?{])|[*+?](?![*+?{]))*")
 
 Pattern = tuple[re.Pattern[str], float]
@@ -152,7 +152,7 @@ def _compiled(path: Path, name: str, key: str) -> re.Pattern[str]:
         raise AdapterError(
             f"{name} has too intricate a pattern",
             where=path,
-            expected=f"up to {PATTERN_LIMIT} characters, no repeated groups",
+            expected=f"up to {PATTERN_LIMIT} characters, few repetitions and none of a group",
             got=repr(key[:PATTERN_LIMIT]),
         )
     try:

@@ -20,6 +20,7 @@ from exl_core.weights.source import PLAIN_TYPES, StoredTensor
 
 FILE_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
+MAX_NAME_CHARS = 256
 MAX_BIAS_VALUES = 1 << 24  # what is read only to see that it is zero
 _MIB = 1024 * 1024
 
@@ -77,6 +78,8 @@ class AdapterFile:
 
     def _place(self, tensor: StoredTensor, named: Named, model: ModelConfig) -> None:
         """Say what a tensor is for, or refuse it."""
+        if len(tensor.name) > MAX_NAME_CHARS:
+            raise AdapterError("has a tensor with an endless name", where=self.path)
         if tensor.storage not in PLAIN_TYPES:
             types = ", ".join(PLAIN_TYPES)
             raise self._error(tensor, "has no type of weights", types, tensor.storage)
