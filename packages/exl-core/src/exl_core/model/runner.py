@@ -14,7 +14,7 @@ from torch import Tensor
 from exl_core.cache.format import PAGE_SIZE
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
-from exl_core.model.segment import LogitRows, Segment
+from exl_core.model.segment import LogitRows, PageCopy, Segment
 
 
 class ModelShape(Protocol):
@@ -82,6 +82,10 @@ class Runner:
         self.store = store
 
     @torch.inference_mode()
-    def run(self, segments: Sequence[Segment]) -> Tensor:
-        """Logits of the rows that the segments ask for, in order: [n, vocab_size]."""
+    def run(self, segments: Sequence[Segment], copies: Sequence[PageCopy] = ()) -> Tensor:
+        """Logits of the rows that the segments ask for, in order: [n, vocab_size].
+
+        `copies` between pages come first.
+        """
+        self.store.copy_pages(copies)
         return self.model.forward(make_batch(segments, self.store.page_size), self.store)
