@@ -6,16 +6,16 @@
 
 namespace exl {
 
-enum class DType : int { f32 = 0, f16 = 1, bf16 = 2, i32 = 3, i64 = 4, u8 = 5 };
+enum class DType : int { f32 = 0, f16, bf16, i32, i64, u8, i8, f8e5m2 };
 
 inline const char* dtype_name(DType dtype) {
-    constexpr const char* names[] = {"float32", "float16", "bfloat16", "int32", "int64",
-                                     "uint8"};
+    constexpr const char* names[] = {"float32", "float16", "bfloat16", "int32",
+                                     "int64",   "uint8",   "int8",     "float8_e5m2"};
     return names[static_cast<int>(dtype)];
 }
 
 inline int64_t dtype_bytes(DType dtype) {
-    constexpr int64_t sizes[] = {4, 2, 2, 4, 8, 1};
+    constexpr int64_t sizes[] = {4, 2, 2, 4, 8, 1, 1, 1};
     return sizes[static_cast<int>(dtype)];
 }
 

@@ -72,8 +72,8 @@ static void paged_attention(Table& table, py::handle q, py::handle key_cache,
                             py::handle out) {
     const TensorView x = view_of({"paged_attention", "q"}, q, {DType::f32},
                                  {kAnySize, kAnySize, kAnySize}, 1);
-    const auto [kc, vc] = view_caches("paged_attention", key_cache, value_cache,
-                                      {kAnySize, kAnySize, kAnySize, x.shape[2]});
+    const auto [kc, vc, d] = view_caches("paged_attention", key_cache, value_cache, kAnySize,
+                                         kAnySize, kAnySize, x.shape[2]);
     const int64_t kv_heads = kc.shape[1];
     if (kv_heads < 1 || kc.shape[2] < 1 || x.shape[1] % kv_heads != 0) {
         fail({"paged_attention", "key_cache"},
@@ -90,10 +90,11 @@ static void paged_attention(Table& table, py::handle q, py::handle key_cache,
                              x.stride[0],
                              x.shape[1],
                              kv_heads,
-                             x.shape[2],
+                             d,
                              kc.data,
                              vc.data,
                              kc.dtype,
+                             vc.dtype,
                              kc.shape[2],
                              of.page_table,
                              of.table_width,
@@ -167,11 +168,9 @@ static AttendViews view_attend(const AttentionBatch& batch, py::handle qkv, py::
                                py::handle value_cache) {
     const Operand qkv_operand{"attend_", "qkv"};
     const TensorView x = view_of(qkv_operand, qkv, {DType::f32}, {batch.rows, kAnySize}, 1);
-    const auto [kc, vc] =
-        view_caches("attend_", key_cache, value_cache,
-                    {batch.num_pages, kAnySize, batch.page_size, kAnySize});
+    const auto [kc, vc, d] = view_caches("attend_", key_cache, value_cache, batch.num_pages,
+                                         kAnySize, batch.page_size, kAnySize);
     const int64_t kv_heads = kc.shape[1];
-    const int64_t d = kc.shape[3];
     if (kv_heads < 1 || d < 1 || d < 2 * batch.pairs) {
         fail({"attend_", "key_cache"},
              "heads of at least " + std::to_string(2 * batch.pairs) + " values", describe(kc));
@@ -212,7 +211,7 @@ static void norm_turn_write(Table& table, const AttendViews& views, const Attent
     ops.rope(table.pool, {q, rows, stride, q_heads + kv_heads, d, 2 * batch.pairs,
                           batch.cos.data(), batch.sin.data()});
     ops.write_kv(table.pool, {k, v, rows, stride, stride, kv_heads, d, kc.data, vc.data, kc.dtype,
-                              batch.page_size, batch.slots.data()});
+                              vc.dtype, batch.page_size, batch.slots.data()});
 }
 
 static void attend(Table& table, py::handle qkv, const AttentionBatch& batch, py::handle key_cache,
@@ -233,6 +232,7 @@ static void attend(Table& table, py::handle qkv, const AttentionBatch& batch, py
                             kc.data,
                             vc.data,
                             kc.dtype,
+                            vc.dtype,
                             batch.page_size,
                             batch.page_table.data(),
                             batch.table_width,

@@ -35,15 +35,15 @@ size_t known_dtype_count = 0;
 DType learn_dtype(Operand operand, py::handle object) {
     const std::string text = py::str(object);
     const std::string name = text.substr(text.find_last_of('.') + 1);
-    for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::i32, DType::i64,
-                              DType::u8}) {
+    for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::i32, DType::i64, DType::u8,
+                              DType::i8, DType::f8e5m2}) {
         if (name != dtype_name(dtype)) continue;
         if (known_dtype_count < known_dtypes.size()) {
             known_dtypes[known_dtype_count++] = {object.inc_ref().ptr(), dtype};
         }
         return dtype;
     }
-    fail(operand, "float32, float16, bfloat16, int32, int64 or uint8", name);
+    fail(operand, "float32, float16, bfloat16, int32, int64, uint8, int8 or float8_e5m2", name);
 }
 
 py::object attribute(Operand operand, py::handle tensor, PyObject* name) {
@@ -112,12 +112,35 @@ TensorView view_of(Operand operand, py::handle tensor, std::initializer_list<DTy
     return view;
 }
 
-Caches view_caches(const char* op, py::handle keys, py::handle values,
-                   std::initializer_list<int64_t> shape) {
-    const TensorView k = view_of({op, "key_cache"}, keys, {DType::f16, DType::f32}, shape, 0);
-    const TensorView v = view_of({op, "value_cache"}, values, {k.dtype},
-                                 {k.shape[0], k.shape[1], k.shape[2], k.shape[3]}, 0);
-    return {k, v};
+// The row length of a cache of that type.
+static int64_t wanted_row(Operand operand, DType dtype, int64_t d) {
+    if (is_packed_kv(dtype) && d % kKvGroup != 0) {
+        fail(operand, "plain rows, or heads of a multiple of " + std::to_string(kKvGroup),
+             std::string(dtype_name(dtype)) + " rows of heads of " + std::to_string(d));
+    }
+    return kv_row_size(dtype, d);
+}
+
+Caches view_caches(const char* op, py::handle keys, py::handle values, int64_t pages,
+                   int64_t heads, int64_t page_size, int64_t d) {
+    const Operand key_operand{op, "key_cache"};
+    const Operand value_operand{op, "value_cache"};
+    const TensorView k = view_of(
+        key_operand, keys, {DType::f32, DType::f16, DType::f8e5m2, DType::i8, DType::u8},
+        {pages, heads, page_size, kAnySize}, 0);
+    if (d == kAnySize) {
+        d = kv_head_dim(k.dtype, k.shape[3]);
+        if (d < 1) fail(key_operand, "rows of a head's values", describe(k));
+    }
+    check(key_operand, k, {k.dtype},
+          {k.shape[0], k.shape[1], k.shape[2], wanted_row(key_operand, k.dtype, d)});
+    const TensorView v = read_view(value_operand, values);
+    const bool is_mixed = k.dtype == DType::i8 && v.dtype == DType::u8;
+    check(value_operand, v, {is_mixed ? v.dtype : k.dtype},
+          {k.shape[0], k.shape[1], k.shape[2],
+           wanted_row(value_operand, is_mixed ? v.dtype : k.dtype, d)});
+    check_contiguous(value_operand, v, 0);
+    return {k, v, d};
 }
 
 void check_slots(const char* op, const int64_t* slots, int64_t count, int64_t slot_count) {

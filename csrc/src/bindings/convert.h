@@ -24,11 +24,13 @@ TensorView view_of(Operand operand, py::handle tensor, std::initializer_list<DTy
 struct Caches {
     TensorView keys;
     TensorView values;
+    int64_t d;  // of a head; rows may be longer or shorter
 };
 
-// key_cache and value_cache of an op: of one type and one shape, [pages, kv_heads, page_size, d].
-Caches view_caches(const char* op, py::handle keys, py::handle values,
-                   std::initializer_list<int64_t> shape);
+// key_cache and value_cache of an op, [pages, heads, page_size, row] each, stored alike; or 8-bit
+// keys with 4-bit values. With kAnySize for d the keys' rows say what it is.
+Caches view_caches(const char* op, py::handle keys, py::handle values, int64_t pages,
+                   int64_t heads, int64_t page_size, int64_t d);
 
 // Each of an op's slots is within [0, slot_count).
 void check_slots(const char* op, const int64_t* slots, int64_t count, int64_t slot_count);

@@ -74,13 +74,16 @@ static void write_kv(Table& table, py::handle key, py::handle value, py::handle 
                                  {kAnySize, kAnySize, kAnySize}, 1);
     const TensorView v = view_of({"write_kv", "value"}, value, {DType::f32},
                                  {k.shape[0], k.shape[1], k.shape[2]}, 1);
-    const auto [kc, vc] = view_caches("write_kv", key_cache, value_cache,
-                                      {kAnySize, k.shape[1], kAnySize, k.shape[2]});
+    const Caches caches = view_caches("write_kv", key_cache, value_cache, kAnySize, k.shape[1],
+                                      kAnySize, k.shape[2]);
+    const TensorView& kc = caches.keys;
     const TensorView s = view_of({"write_kv", "slots"}, slots, {DType::i64}, {k.shape[0]}, 0);
     check_slots("write_kv", s.as<int64_t>(), s.shape[0], kc.shape[0] * kc.shape[2]);
-    const WriteKvArgs args{k.as<float>(), v.as<float>(), k.shape[0], k.stride[0],
-                           v.stride[0],   k.shape[1],    k.shape[2], kc.data,
-                           vc.data,       kc.dtype,      kc.shape[2], s.as<int64_t>()};
+    const WriteKvArgs args{k.as<float>(), v.as<float>(), k.shape[0],
+                           k.stride[0],   v.stride[0],   k.shape[1],
+                           k.shape[2],    kc.data,       caches.values.data,
+                           kc.dtype,      caches.values.dtype,
+                           kc.shape[2],   s.as<int64_t>()};
     py::gil_scoped_release release;
     table.ops->write_kv(table.pool, args);
 }

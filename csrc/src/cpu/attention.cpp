@@ -60,12 +60,13 @@ static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
             work.splits = ceil_div(end - oldest, split_keys);
             work.partial = plan.partial_floats;
             const int64_t vectors = work.rows * group;
+            const bool is_packed = is_packed_kv(args.key_dtype);
             if (work.splits > 1) plan.partial_floats += work.splits * vectors * (width + 2);
             plan.scratch_floats = larger(
                 plan.scratch_floats,
                 vectors * (width + 2) + 64 +
-                    (is_few ? few_scratch_floats(vectors, args.d)
-                            : tiles_scratch_floats(vectors, args.d)));
+                    (is_few ? few_scratch_floats(vectors, args.d, is_packed)
+                            : tiles_scratch_floats(vectors, args.d, is_packed)));
             for (work.split = 0; work.split < work.splits; ++work.split) {
                 work.key_begin = oldest + work.split * split_keys;
                 work.key_end = smaller(end, work.key_begin + split_keys);
@@ -80,10 +81,11 @@ static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
 // The first run of rows of a work.
 template <class T>
 static inline NextRows<T> first_rows(const AttentionArgs& args, const Work& work, int64_t kv_head) {
-    const PagedRows<T> keys = paged_rows<T>(args, args.key_cache, work, kv_head);
-    const PagedRows<T> values = paged_rows<T>(args, args.value_cache, work, kv_head);
-    return {keys.at(work.key_begin), values.at(work.key_begin),
-            keys.run_length(work.key_begin, work.key_end), args.d};
+    const PagedRows<T> keys = paged_keys<T>(args, work, kv_head);
+    const PagedRows<T> values = paged_values<T>(args, work, kv_head);
+    return {{keys.at(work.key_begin), keys.row_size},
+            {values.at(work.key_begin), values.row_size},
+            keys.run_length(work.key_begin, work.key_end)};
 }
 
 // Where a split leaves its result: values [splits][vectors][width], then peak and weight
@@ -199,8 +201,12 @@ static void attend(ThreadPool& pool, const AttentionArgs& args) {
 }
 
 void paged_attention(ThreadPool& pool, const AttentionArgs& args) {
-    if (args.cache_dtype == DType::f16) {
+    if (is_packed_kv(args.key_dtype)) {
+        attend<Packed>(pool, args);
+    } else if (args.key_dtype == DType::f16) {
         attend<Half>(pool, args);
+    } else if (args.key_dtype == DType::f8e5m2) {
+        attend<Fp8>(pool, args);
     } else {
         attend<float>(pool, args);
     }

@@ -1,6 +1,7 @@
 // What the two attention strategies share: walking pages, one softmax step, the running result.
 #pragma once
 
+#include "cpu/kv_rows.h"
 #include "cpu/ops.h"
 #include "cpu/vec.h"
 
@@ -25,17 +26,52 @@ struct Work {
     bool is_few;           // few query vectors: dot products; else tiles
 };
 
+// Rows of codes. Which of the two kinds is known at run time, for keys and values each.
+struct Packed {};
+
+// What a cache consists of, and what the loops over it read.
+template <class T>
+struct Stored {
+    using Cell = T;
+    using Value = T;
+    static constexpr bool kIsPacked = false;
+};
+template <>
+struct Stored<Packed> {
+    using Cell = uint8_t;
+    using Value = float;  // unpacked, a block of rows at a time
+    static constexpr bool kIsPacked = true;
+};
+
 // The rows of one kv head in the cache, by position.
 template <class T>
 struct PagedRows {
-    const T* head;  // of page 0
+    using Cell = typename Stored<T>::Cell;
+    using Value = typename Stored<T>::Value;
+
+    const Cell* head;  // of page 0
     const int32_t* pages;
     int64_t page_size;
     int64_t page_stride;
+    int64_t row_size;
     int64_t d;
+    DType dtype;
 
-    const T* at(int64_t position) const {
-        return head + pages[position / page_size] * page_stride + position % page_size * d;
+    const Cell* at(int64_t position) const {
+        return head + pages[position / page_size] * page_stride + position % page_size * row_size;
+    }
+    // Rows that lie together as [count][d]: themselves, or unpacked to `room`.
+    const Value* read(const Cell* rows, int64_t count, float* room) const {
+        if constexpr (Stored<T>::kIsPacked) {
+            if (dtype == DType::i8) {
+                unpack_rows<8>(rows, count, row_size, d, room);
+            } else {
+                unpack_rows<4>(rows, count, row_size, d, room);
+            }
+            return room;
+        } else {
+            return rows;
+        }
     }
     // Rows from `begin` on, before `end`, that lie together.
     int64_t run_length(int64_t begin, int64_t end) const {
@@ -54,11 +90,25 @@ struct PagedRows {
 };
 
 template <class T>
-static inline PagedRows<T> paged_rows(const AttentionArgs& args, const void* cache,
+static inline PagedRows<T> paged_rows(const AttentionArgs& args, const void* cache, DType dtype,
                                       const Work& work, int64_t kv_head) {
-    const int64_t head_stride = args.page_size * args.d;
-    return {static_cast<const T*>(cache) + kv_head * head_stride, work.pages, args.page_size,
-            args.kv_heads * head_stride, args.d};
+    const int64_t row_size = Stored<T>::kIsPacked ? kv_row_size(dtype, args.d) : args.d;
+    const int64_t head_stride = args.page_size * row_size;
+    const auto* first = static_cast<const typename Stored<T>::Cell*>(cache);
+    return {first + kv_head * head_stride, work.pages, args.page_size,
+            args.kv_heads * head_stride, row_size, args.d, dtype};
+}
+
+template <class T>
+static inline PagedRows<T> paged_keys(const AttentionArgs& args, const Work& work,
+                                      int64_t kv_head) {
+    return paged_rows<T>(args, args.key_cache, args.key_dtype, work, kv_head);
+}
+
+template <class T>
+static inline PagedRows<T> paged_values(const AttentionArgs& args, const Work& work,
+                                        int64_t kv_head) {
+    return paged_rows<T>(args, args.value_cache, args.value_dtype, work, kv_head);
 }
 
 // Keys of [begin, begin + count) that a query at `position` sees, relative to begin.
@@ -125,7 +175,7 @@ static inline float softmax_step(float* scores, int64_t columns, Visible seen, f
     return factor[0];
 }
 
-// q * scale of every query vector of the block, as plain rows [vectors, d].
+// q * scale of every query vector of the block, as plain rows [vectors, d]; rotated where keys are.
 static inline void load_queries(const AttentionArgs& args, const Work& work, int64_t kv_head,
                                 float* queries) {
     const int64_t group = args.q_heads / args.kv_heads;
@@ -137,17 +187,20 @@ static inline void load_queries(const AttentionArgs& args, const Work& work, int
         for_lanes(group * args.d, [&](int64_t i, int count) {
             store_some(to + i, mul(load_some(from + i, count), scale), count);
         });
+        if (!is_packed_kv(args.key_dtype)) continue;
+        for (int64_t head = 0; head < group; ++head) rotate_row(to + head * args.d, args.d);
     }
 }
 
-// values / weight to y[row, head].
+// values / weight to y[row, head]; rotates values in place where the cache holds rotated ones.
 static inline void write_result(const AttentionArgs& args, const Work& work, int64_t kv_head,
                                 const Running& run) {
     const int64_t group = args.q_heads / args.kv_heads;
     const int64_t width = padded(args.d);
     for (int64_t i = 0; i < work.rows * group; ++i) {
         const Vec weight = set1(run.weight[i]);
-        const float* from = run.values + i * width;
+        float* from = run.values + i * width;
+        if (is_packed_kv(args.value_dtype)) rotate_row(from, args.d);
         float* to = args.y + (work.first_row + i / group) * args.y_stride +
                     (kv_head * group + i % group) * args.d;
         for_lanes(args.d, [&](int64_t j, int count) {

@@ -127,23 +127,30 @@ static inline void with_vectors(int64_t vectors, Fn&& fn) {
     fn.template operator()<V>();
 }
 
-static inline int64_t few_scratch_floats(int64_t vectors, int64_t d) {
-    return vectors * (padded(d) + kKeyBlock + 1) + 64;
+static inline int64_t few_scratch_floats(int64_t vectors, int64_t d, bool is_packed) {
+    return vectors * (padded(d) + kKeyBlock + 1) + 64 + (is_packed ? kKeyBlock * d : 0);
 }
 
 // Rows that will be needed next, in both caches: nothing has touched them since the last step.
 template <class T>
 struct NextRows {
-    const T* keys;
-    const T* values;
+    using Cell = typename Stored<T>::Cell;
+
+    struct Part {
+        const Cell* rows;
+        int64_t row_size;
+    };
+    Part keys;
+    Part values;
     int64_t count;
-    int64_t d;
 
     // Always inlined, as `prefetch` is and for its reason.
-    inline __attribute__((always_inline)) void ask(const T* rows, int64_t first, int64_t many) const {
-        const int64_t end = smaller(first + many, count) * d;
-        for (int64_t i = first * d; i < end; i += 64 / static_cast<int64_t>(sizeof(T))) {
-            prefetch_l2(rows + i);  // up to 64 KiB a work, more than L1
+    inline __attribute__((always_inline)) void ask(const Part& part, int64_t first,
+                                                   int64_t many) const {
+        const int64_t end = smaller(first + many, count) * part.row_size;
+        for (int64_t i = first * part.row_size; i < end;
+             i += 64 / static_cast<int64_t>(sizeof(Cell))) {
+            prefetch_l2(part.rows + i);  // up to 64 KiB a work, more than L1
         }
     }
 };
@@ -160,12 +167,17 @@ static void attend_few(const AttentionArgs& args, const Work& work, int64_t kv_h
     float* scores = scratch;
     float* queries = scores + vectors * kKeyBlock;
     float* factors = queries + vectors * width;
+    float* room = factors + vectors;  // of a block's rows, once unpacked
     load_queries(args, work, kv_head, queries);
-    const PagedRows<T> keys = paged_rows<T>(args, args.key_cache, work, kv_head);
-    const PagedRows<T> values = paged_rows<T>(args, args.value_cache, work, kv_head);
+    const PagedRows<T> keys = paged_keys<T>(args, work, kv_head);
+    const PagedRows<T> values = paged_values<T>(args, work, kv_head);
+    using Cell = typename Stored<T>::Cell;
+    using Value = typename Stored<T>::Value;
 
-    const auto fold = [&](const T* key_rows, const T* value_rows, int64_t begin, int64_t count) {
+    const auto fold = [&](const Cell* key_cells, const Cell* value_cells, int64_t begin,
+                          int64_t count) {
         const int64_t done = begin - work.key_begin;
+        const Value* key_rows = keys.read(key_cells, count, room);
         for (int64_t first = 0; first < vectors; first += kFewVectors) {
             with_vectors<kFewVectors>(vectors - first, [&]<int V>() {
                 for (int64_t j = 0; j < count; j += 4) {
@@ -180,6 +192,7 @@ static void attend_few(const AttentionArgs& args, const Work& work, int64_t kv_h
             factors[i] = softmax_step(scores + i * kKeyBlock, ceil_div(count, kPanel) * kPanel,
                                       seen, args.softcap, run.peak[i], run.weight[i]);
         }
+        const Value* value_rows = values.read(value_cells, count, room);
         for (int64_t first = 0; first < vectors; first += kFewVectors) {
             with_vectors<kFewVectors>(vectors - first, [&]<int V>() {
                 few_values<V>(scores + first * kKeyBlock, factors + first, value_rows, count,
@@ -189,10 +202,11 @@ static void attend_few(const AttentionArgs& args, const Work& work, int64_t kv_h
             });
         }
     };
-    keys.for_runs(work.key_begin, work.key_end, [&](const T* rows, int64_t begin, int64_t count) {
-        const T* value_rows = values.head + (rows - keys.head);  // both caches have one layout
+    keys.for_runs(work.key_begin, work.key_end,
+                  [&](const Cell* rows, int64_t begin, int64_t count) {
+        const Cell* value_cells = values.at(begin);
         for (int64_t j = 0; j < count; j += kKeyBlock) {
-            fold(rows + j * args.d, value_rows + j * args.d, begin + j,
+            fold(rows + j * keys.row_size, value_cells + j * values.row_size, begin + j,
                  smaller(kKeyBlock, count - j));
         }
     });

@@ -13,8 +13,8 @@ namespace exl::EXL_ISA {
 // Query vectors of a work item: 8 tiles of 14 on AVX-512; enough to pay for making the panels.
 constexpr int64_t kTileVectors = 112;
 
-static inline int64_t tiles_scratch_floats(int64_t vectors, int64_t d) {
-    return vectors * (padded(d) + kKeyBlock) + 2 * kKeyBlock * padded(d);
+static inline int64_t tiles_scratch_floats(int64_t vectors, int64_t d, bool is_packed) {
+    return vectors * (padded(d) + kKeyBlock) + (is_packed ? 3 : 2) * kKeyBlock * padded(d);
 }
 
 // keys[count, d] to columns [column, column + count) of the key panels, transposed.
@@ -100,6 +100,7 @@ static void attend_tiles(const AttentionArgs& args, const Work& work, int64_t kv
     float* value_panels = key_panels + kKeyBlock * width;
     float* queries = value_panels + kKeyBlock * width;
     float* scores = queries + vectors * width;
+    float* room = scores + vectors * kKeyBlock;  // of a block's rows, once unpacked
     const Tiling tiling(vectors);
     load_queries(args, work, kv_head, run.values);  // plain rows first, packed from there
     for (int64_t tile = 0; tile < tiling.count; ++tile) {
@@ -108,16 +109,18 @@ static void attend_tiles(const AttentionArgs& args, const Work& work, int64_t kv
                   queries + first * args.d);
     }
     start(run, vectors, width);
-    const PagedRows<T> keys = paged_rows<T>(args, args.key_cache, work, kv_head);
-    const PagedRows<T> values = paged_rows<T>(args, args.value_cache, work, kv_head);
+    const PagedRows<T> keys = paged_keys<T>(args, work, kv_head);
+    const PagedRows<T> values = paged_values<T>(args, work, kv_head);
+    using Cell = typename Stored<T>::Cell;
     int64_t count = 0;
     for (int64_t begin = work.key_begin; begin < work.key_end; begin += count) {
         // Blocks end on multiples of kKeyBlock, so that they rarely straddle pages.
         count = smaller(kKeyBlock - begin % kKeyBlock, work.key_end - begin);
-        keys.for_runs(begin, begin + count, [&](const T* rows, int64_t at, int64_t run_length) {
-            key_columns(rows, run_length, args.d, at - begin, key_panels);
-            value_rows(values.head + (rows - keys.head), run_length, args.d, at - begin,
-                       value_panels);
+        keys.for_runs(begin, begin + count, [&](const Cell* rows, int64_t at, int64_t run_length) {
+            key_columns(keys.read(rows, run_length, room), run_length, args.d, at - begin,
+                        key_panels);
+            value_rows(values.read(values.at(at), run_length, room), run_length, args.d,
+                       at - begin, value_panels);
         });
         clear_columns(args.d, count, ceil_div(count, kPanel) * kPanel, key_panels);
         for (int64_t tile = 0; tile < tiling.count; ++tile) {

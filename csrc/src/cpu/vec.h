@@ -18,6 +18,10 @@ struct Half {
 struct BFloat {
     uint16_t bits;
 };
+// The upper byte of a Half; storing rounds to Half and cuts off the lower one.
+struct Fp8 {
+    uint8_t bits;
+};
 
 }  // namespace exl::EXL_ISA
 

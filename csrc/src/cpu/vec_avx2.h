@@ -24,9 +24,17 @@ static inline Vec load(const BFloat* p) {
     const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16));
 }
+static inline Vec load(const Fp8* p) {
+    const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
+    return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(raw), 8));
+}
 static inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
 static inline void store(Half* p, Vec v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline void store(Fp8* p, Vec v) {
+    const __m128i upper = _mm_srli_epi16(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), 8);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(upper, upper));
 }
 // Partial forms, 0 < count < kLanes; missing lanes read as zero and are not written.
 template <class T>
@@ -104,6 +112,40 @@ static inline void transpose_block(const Vec in[kLanes], float* out, int64_t str
         store(out + i * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
         store(out + (i + 4) * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
     }
+}
+// Codes of the elements i .. i + kLanes of a row, as numbers.
+static inline Vec codes8(const uint8_t* row, int64_t i) {
+    return _mm256_cvtepi32_ps(
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + i))));
+}
+static inline Vec codes4(const uint8_t* row, int64_t i) {
+    // A byte in each lane of 64 bits: its low half stays, its high half goes to the next 32 bits.
+    int32_t raw;
+    std::memcpy(&raw, row + i / 2, 4);
+    const __m256i bytes = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(raw));
+    const __m256i halves = _mm256_or_si256(bytes, _mm256_slli_epi64(bytes, 28));
+    return _mm256_cvtepi32_ps(_mm256_and_si256(halves, _mm256_set1_epi32(15)));
+}
+// The Half at any address, in every lane.
+static inline Vec broadcast_half(const uint8_t* p) {
+    uint16_t bits;
+    std::memcpy(&bits, p, 2);
+    return _mm256_cvtph_ps(_mm_set1_epi16(static_cast<int16_t>(bits)));
+}
+static inline Vec round_half(Vec v) {
+    return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+// Lane l ^ Stride in lane l, for 2 and 4.
+template <int Stride>
+static inline Vec swap_lanes(Vec v) {
+    if constexpr (Stride == 2) return _mm256_permute_ps(v, 0x4e);
+    return _mm256_permute2f128_ps(v, v, 0x01);
+}
+// -v in lanes whose bit `Stride` is set.
+template <int Stride>
+static inline Vec flip_signs(Vec v) {
+    const Vec bit = _mm256_set1_ps(-0.0f);
+    return _mm256_xor_ps(v, _mm256_blend_ps(_mm256_setzero_ps(), bit, Stride == 2 ? 0xcc : 0xf0));
 }
 // Always inlined: GCC 12 takes a function that only prefetches for one without effect, and drops
 // calls of it.

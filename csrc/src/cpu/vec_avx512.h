@@ -4,6 +4,7 @@
 #include <immintrin.h>
 
 #include <cstdint>
+#include <cstring>
 
 namespace exl::EXL_ISA {
 
@@ -25,10 +26,23 @@ static inline Vec widen(__m256i raw) {
 static inline Vec load(const BFloat* p) {
     return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
+static inline Vec from_fp8(__m128i raw) {
+    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(raw), 8));
+}
+static inline Vec load(const Fp8* p) {
+    return from_fp8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+}
 static inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
 static inline void store(Half* p, Vec v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                         _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline __m128i to_fp8(Vec v) {
+    return _mm256_cvtepi16_epi8(
+        _mm256_srli_epi16(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), 8));
+}
+static inline void store(Fp8* p, Vec v) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_fp8(v));
 }
 // Partial forms, 0 < count < kLanes; missing lanes read as zero and are not written.
 static inline Mask first(int count) { return static_cast<Mask>((1u << count) - 1); }
@@ -37,6 +51,12 @@ static inline Vec load_n(const float* p, int count) {
 }
 static inline Vec load_n(const Half* p, int count) {
     return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first(count), p));
+}
+static inline Vec load_n(const Fp8* p, int count) {
+    return from_fp8(_mm_maskz_loadu_epi8(first(count), p));
+}
+static inline void store_n(Fp8* p, Vec v, int count) {
+    _mm_mask_storeu_epi8(p, first(count), to_fp8(v));
 }
 static inline void store_n(float* p, Vec v, int count) {
     _mm512_mask_storeu_ps(p, first(count), v);
@@ -106,6 +126,40 @@ static inline void transpose_block(const Vec in[kLanes], float* out, int64_t str
         store(out + (8 + c) * stride, _mm512_shuffle_f32x4(low02, high02, 0xdd));
         store(out + (12 + c) * stride, _mm512_shuffle_f32x4(low13, high13, 0xdd));
     }
+}
+// Codes of the elements i .. i + kLanes of a row, as numbers.
+static inline Vec codes8(const uint8_t* row, int64_t i) {
+    return _mm512_cvtepi32_ps(
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i))));
+}
+static inline Vec codes4(const uint8_t* row, int64_t i) {
+    // A byte in each lane of 64 bits: its low half stays, its high half goes to the next 32 bits.
+    const __m512i bytes =
+        _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + i / 2)));
+    const __m512i halves = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
+    return _mm512_cvtepi32_ps(_mm512_and_si512(halves, _mm512_set1_epi32(15)));
+}
+// The Half at any address, in every lane.
+static inline Vec broadcast_half(const uint8_t* p) {
+    uint16_t bits;
+    std::memcpy(&bits, p, 2);
+    return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<int16_t>(bits)));
+}
+static inline Vec round_half(Vec v) {
+    return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+}
+// Lane l ^ Stride in lane l, for 2, 4 and 8.
+template <int Stride>
+static inline Vec swap_lanes(Vec v) {
+    if constexpr (Stride == 2) return _mm512_permute_ps(v, 0x4e);
+    if constexpr (Stride == 4) return _mm512_shuffle_f32x4(v, v, 0xb1);
+    return _mm512_shuffle_f32x4(v, v, 0x4e);
+}
+// -v in lanes whose bit `Stride` is set.
+template <int Stride>
+static inline Vec flip_signs(Vec v) {
+    constexpr Mask lanes = Stride == 2 ? 0xcccc : Stride == 4 ? 0xf0f0 : 0xff00;
+    return _mm512_mask_xor_ps(v, lanes, v, _mm512_set1_ps(-0.0f));
 }
 // Always inlined: GCC 12 takes a function that only prefetches for one without effect, and drops
 // calls of it.

@@ -48,8 +48,10 @@ static inline Vec set1(float x) { return x; }
 static inline Vec load(const float* p) { return *p; }
 static inline Vec load(const Half* p) { return half_to_float(p->bits); }
 static inline Vec load(const BFloat* p) { return from_bits(uint32_t(p->bits) << 16); }
+static inline Vec load(const Fp8* p) { return half_to_float(uint16_t(p->bits << 8)); }
 static inline void store(float* p, Vec v) { *p = v; }
 static inline void store(Half* p, Vec v) { p->bits = float_to_half(v); }
+static inline void store(Fp8* p, Vec v) { p->bits = uint8_t(float_to_half(v) >> 8); }
 // Partial forms, 0 < count < kLanes: never called with one lane.
 template <class T>
 static inline Vec load_n(const T* p, int) {
@@ -89,6 +91,18 @@ static inline void sum4(const Vec v[4], float out[4]) {
     for (int i = 0; i < 4; ++i) out[i] = v[i];
 }
 static inline void transpose_block(const Vec in[kLanes], float* out, int64_t) { *out = in[0]; }
+// Codes of the elements i .. i + kLanes of a row, as numbers.
+static inline Vec codes8(const uint8_t* row, int64_t i) { return float(row[i]); }
+static inline Vec codes4(const uint8_t* row, int64_t i) {
+    return float(row[i / 2] >> (i % 2 * 4) & 15);
+}
+// The Half at any address, in every lane.
+static inline Vec broadcast_half(const uint8_t* p) {
+    uint16_t bits;
+    std::memcpy(&bits, p, 2);
+    return half_to_float(bits);
+}
+static inline Vec round_half(Vec v) { return half_to_float(float_to_half(v)); }
 static inline void prefetch(const void*) {}
 static inline void prefetch_l2(const void*) {}
 

@@ -1,20 +1,42 @@
-// Key and value rows into their cache slots, rounded once to the cache's type.
+// Key and value rows into their cache slots, rounded once to what the cache stores.
 //
-// Contract   include/exl/ops/elementwise.h.
+// Contract   include/exl/ops/elementwise.h; rows include/exl/formats/kv.h.
+#include "cpu/kv_rows.h"
 #include "cpu/ops.h"
-#include "cpu/vec.h"
 
 namespace exl::EXL_ISA {
 
+// How one row is stored, and its length in cells.
 template <class T>
-static inline void copy_row(const float* from, int64_t d, T* to) {
-    for_lanes(d, [&](int64_t i, int count) { store_some(to + i, load_some(from + i, count), count); });
-}
+struct PlainWriter {
+    T* cache;
+    int64_t row_size;
 
-template <class T>
-static void write_rows(ThreadPool& pool, const WriteKvArgs& args) {
-    T* keys = static_cast<T*>(args.key_cache);
-    T* values = static_cast<T*>(args.value_cache);
+    void put(const float* from, int64_t d, int64_t row) const {
+        T* to = cache + row * row_size;
+        for_lanes(d, [&](int64_t i, int count) {
+            store_some(to + i, load_some(from + i, count), count);
+        });
+    }
+};
+
+struct PackedWriter {
+    uint8_t* cache;
+    int64_t row_size;
+    bool is_wide;
+
+    void put(const float* from, int64_t d, int64_t row) const {
+        if (is_wide) {
+            pack_row<8>(from, d, cache + row * row_size);
+        } else {
+            pack_row<4>(from, d, cache + row * row_size);
+        }
+    }
+};
+
+template <class Writer>
+static void write_rows(ThreadPool& pool, const WriteKvArgs& args, const Writer& keys,
+                       const Writer& values) {
     // Every row goes to pages that nothing has touched since the last step: more time a value.
     const int64_t per_item = larger(1, kValuesPerChunk / 4 / larger(1, args.heads * args.d));
     pool.parallel_for(ceil_div(args.rows, per_item), [&](int64_t item) {
@@ -23,19 +45,34 @@ static void write_rows(ThreadPool& pool, const WriteKvArgs& args) {
             const int64_t page = args.slots[row] / args.page_size;
             const int64_t offset = args.slots[row] % args.page_size;
             for (int64_t head = 0; head < args.heads; ++head) {
-                const int64_t to = ((page * args.heads + head) * args.page_size + offset) * args.d;
-                copy_row(args.key + row * args.key_stride + head * args.d, args.d, keys + to);
-                copy_row(args.value + row * args.value_stride + head * args.d, args.d, values + to);
+                const int64_t to = (page * args.heads + head) * args.page_size + offset;
+                keys.put(args.key + row * args.key_stride + head * args.d, args.d, to);
+                values.put(args.value + row * args.value_stride + head * args.d, args.d, to);
             }
         }
     });
 }
 
+template <class T>
+static void write_plain(ThreadPool& pool, const WriteKvArgs& args) {
+    write_rows(pool, args, PlainWriter<T>{static_cast<T*>(args.key_cache), args.d},
+               PlainWriter<T>{static_cast<T*>(args.value_cache), args.d});
+}
+
+static PackedWriter packed_writer(void* cache, DType dtype, int64_t d) {
+    return {static_cast<uint8_t*>(cache), kv_row_size(dtype, d), dtype == DType::i8};
+}
+
 void write_kv(ThreadPool& pool, const WriteKvArgs& args) {
-    if (args.cache_dtype == DType::f16) {
-        write_rows<Half>(pool, args);
+    if (is_packed_kv(args.key_dtype)) {
+        write_rows(pool, args, packed_writer(args.key_cache, args.key_dtype, args.d),
+                   packed_writer(args.value_cache, args.value_dtype, args.d));
+    } else if (args.key_dtype == DType::f16) {
+        write_plain<Half>(pool, args);
+    } else if (args.key_dtype == DType::f8e5m2) {
+        write_plain<Fp8>(pool, args);
     } else {
-        write_rows<float>(pool, args);
+        write_plain<float>(pool, args);
     }
 }
 

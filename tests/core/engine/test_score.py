@@ -25,7 +25,7 @@ def direct(token_ids: Sequence[int]) -> Tensor:
     return rows.log_softmax(1)[torch.arange(len(rows)), torch.tensor(token_ids[1:])]
 
 
-@pytest.mark.parametrize("kv_format", list(KVFormat))
+@pytest.mark.parametrize("kv_format", [KVFormat.FP32, KVFormat.FP16])  # the script counts in them
 @pytest.mark.parametrize("chunk_rows", [1, 33, 256, 512, 10_000])
 def test_scores_are_the_log_softmax_of_what_was_predicted(
     chunk_rows: int, kv_format: KVFormat

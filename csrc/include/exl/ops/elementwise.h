@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "exl/formats/kv.h"
 #include "exl/tensor_view.h"
 
 namespace exl {
@@ -45,7 +46,8 @@ struct GatedActivationArgs {
     float* y;  // [m, d]
 };
 
-// Key and value rows to their slots; slot = page * page_size + offset, each in range.
+// Key and value rows to their slots, stored as formats/kv.h says; slot = page * page_size + offset,
+// each in range.
 struct WriteKvArgs {
     const float* key;    // [rows, heads, d]
     const float* value;
@@ -54,9 +56,10 @@ struct WriteKvArgs {
     int64_t value_stride;
     int64_t heads;
     int64_t d;
-    void* key_cache;  // [pages, heads, page_size, d]
+    void* key_cache;  // [pages, heads, page_size, row]
     void* value_cache;
-    DType cache_dtype;  // f16 or f32
+    DType key_dtype;  // f32, f16 or f8e5m2, and both alike; or each i8 or u8
+    DType value_dtype;
     int64_t page_size;
     const int64_t* slots;  // [rows]
 };

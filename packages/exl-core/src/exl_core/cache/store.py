@@ -3,21 +3,43 @@
 Knows shapes and precision, neither sequences nor which page holds what (`page_pool.py`). The memory
 reads as zero and takes up room only once it is written: a cache for a long context costs what is
 used of it. Asking for more than the machine has is an error before anything is taken.
+
+The type of a tensor says how its rows are stored: float32, float16 and float8_e5m2 hold the head's
+values; int8 (codes of 8 bits) and uint8 (of 4 bits) hold bytes, the codes first, then the scales.
 """
 
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from exl_core.cache.format import PAGE_SIZE, KVFormat, kv_bytes_per_token
+from exl_core.cache.format import PAGE_SIZE, KVFormat, RowFormat, kv_bytes_per_token
 from exl_core.cache.memory import available_memory_bytes
 from exl_core.errors import OutOfMemoryError, RequestError
 
-_DTYPES = {KVFormat.FP32: torch.float32, KVFormat.FP16: torch.float16}
+_DTYPES = {
+    RowFormat.FP32: torch.float32,
+    RowFormat.FP16: torch.float16,
+    RowFormat.FP8: torch.float8_e5m2,
+    RowFormat.CODES8: torch.int8,
+    RowFormat.CODES4: torch.uint8,
+}
 _MIB = 1024 * 1024
+
+
+class PartialCopy(Protocol):
+    """The first `length` positions of page `source` go to page `target`."""
+
+    @property
+    def source(self) -> int: ...
+    @property
+    def target(self) -> int: ...
+    @property
+    def length(self) -> int: ...
 
 
 class KVStore:
@@ -48,16 +70,53 @@ class KVStore:
         self.bytes_per_token = kv_bytes_per_token(num_layers, num_kv_heads, head_dim, kv_format)
         self.size_bytes = self.bytes_per_token * num_pages * PAGE_SIZE
         _check_fits(self, available_bytes)
-        shape = (num_pages, num_kv_heads, PAGE_SIZE, head_dim)
-        dtype = _DTYPES[kv_format]
-        self._keys = tuple(_zeros_when_touched(shape, dtype) for _ in range(num_layers))
-        self._values = tuple(_zeros_when_touched(shape, dtype) for _ in range(num_layers))
+        self._keys = tuple(self._pages(kv_format.key_rows) for _ in range(num_layers))
+        self._values = tuple(self._pages(kv_format.value_rows) for _ in range(num_layers))
+        # As bytes, which every type can be copied as: [num_pages, num_kv_heads, page_size, bytes]
+        self._bytes = tuple(x.view(torch.uint8) for x in (*self._keys, *self._values))
 
     def key(self, layer: int) -> Tensor:
-        return self._keys[layer]  # [num_pages, num_kv_heads, page_size, head_dim]
+        return self._keys[layer]  # [num_pages, num_kv_heads, page_size, row]
 
     def value(self, layer: int) -> Tensor:
-        return self._values[layer]  # [num_pages, num_kv_heads, page_size, head_dim]
+        return self._values[layer]  # [num_pages, num_kv_heads, page_size, row]
+
+    def copy_pages(self, copies: Sequence[PartialCopy]) -> None:
+        """In every layer, one copy after the other."""
+        for copy in copies:
+            self._check_pages(copy.source, copy.target)
+            if not 0 <= copy.length <= self.page_size:
+                raise ValueError(f"copy_pages: {copy.length} positions of {self.page_size}")
+            for pages in self._bytes:
+                pages[copy.target, :, : copy.length] = pages[copy.source, :, : copy.length]
+
+    def move_pages(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Page `source` of each (source, target) becomes page `target`, all of them at once.
+
+        Pages that are only sources keep what they hold. Takes memory for the moved pages of one
+        layer's keys or values at a time.
+        """
+        if not moves:
+            return
+        sources, targets = zip(*moves, strict=True)
+        self._check_pages(*sources, *targets)
+        if len(set(targets)) < len(targets):
+            raise ValueError(f"move_pages: two moves to one page ({moves})")
+        from_ids, to_ids = torch.tensor(sources), torch.tensor(targets)
+        for pages in self._bytes:
+            pages.index_copy_(0, to_ids, pages.index_select(0, from_ids))
+
+    def _pages(self, rows: RowFormat) -> Tensor:
+        dtype = _DTYPES[rows]
+        row_size = rows.row_bytes(self.head_dim) // dtype.itemsize
+        return _zeros_when_touched(
+            (self.num_pages, self.num_kv_heads, self.page_size, row_size), dtype
+        )
+
+    def _check_pages(self, *page_ids: int) -> None:
+        for page_id in page_ids:
+            if not 0 <= page_id < self.num_pages:
+                raise ValueError(f"no such page: {page_id} of {self.num_pages}")
 
 
 def _check_fits(store: KVStore, available_bytes: int | None) -> None:

@@ -16,7 +16,7 @@ from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
 from exl_core.model.embedded import EMBEDDED_FROM
-from exl_core.model.segment import LogitRows, Segment
+from exl_core.model.segment import LogitRows, PageCopy, Segment
 from exl_core.ops.table import OpTable
 
 
@@ -126,6 +126,10 @@ class Runner:
         self.store = store
 
     @torch.inference_mode()
-    def run(self, segments: Sequence[Segment]) -> Tensor:
-        """Logits of the rows that the segments ask for, in order: [n, vocab_size]."""
+    def run(self, segments: Sequence[Segment], copies: Sequence[PageCopy] = ()) -> Tensor:
+        """Logits of the rows that the segments ask for, in order: [n, vocab_size].
+
+        `copies` between pages come first.
+        """
+        self.store.copy_pages(copies)
         return self.model.forward(make_batch(segments, self.store.page_size), self.store)

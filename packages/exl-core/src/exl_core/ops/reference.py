@@ -13,7 +13,6 @@ from torch import Tensor, dtype
 from exl_core.ops.checks import OpInputError, check, check_contiguous, check_range
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_core.ops.reference_attention import (
-    CACHE_TYPES,
     F32,
     PlainBatch,
     Sequences,
@@ -21,6 +20,7 @@ from exl_core.ops.reference_attention import (
     gather,
     split_heads,
 )
+from exl_core.ops.reference_cache import check_caches, store_rows
 from exl_core.ops.reference_quantized import PlainQuantized, fill_quantized, new_quantized
 from exl_core.ops.reference_sampling import sample
 from exl_core.ops.table import AttentionBatch, GateKind, PackedLinear
@@ -231,16 +231,13 @@ class ReferenceTable:
         check_contiguous("write_kv", "key", key, 1)
         check_contiguous("write_kv", "value", value, 1)
         rows, heads, d = key.shape
-        check("write_kv", "key_cache", key_cache, CACHE_TYPES, None, heads, None, d)
-        check("write_kv", "value_cache", value_cache, (key_cache.dtype,), *key_cache.shape)
-        check_contiguous("write_kv", "key_cache", key_cache)
-        check_contiguous("write_kv", "value_cache", value_cache)
+        check_caches("write_kv", key_cache, value_cache, (None, heads, None), d)
         check("write_kv", "slots", slots, (torch.int64,), rows)
         page_size = key_cache.shape[2]
         check_range("write_kv", "slots", slots, key_cache.shape[0] * page_size)
         page, offset = slots // page_size, slots % page_size
-        key_cache[page, :, offset] = key.to(key_cache.dtype)
-        value_cache[page, :, offset] = value.to(value_cache.dtype)
+        store_rows(key_cache, page, offset, key)
+        store_rows(value_cache, page, offset, value)
 
     def attention_batch(  # noqa: PLR0917 - what a batch is made of
         self,
@@ -283,7 +280,7 @@ class ReferenceTable:
     ) -> None:
         if not isinstance(batch, PlainBatch):
             raise OpInputError("attend_: batch (expected one of the reference table)")
-        q, k, v = split_heads(qkv, batch, key_cache)
+        q, k, v = split_heads(qkv, batch, key_cache, value_cache)
         for norm, heads in ((q_norm, q), (k_norm, k)):
             if norm is not None:
                 self.rms_norm_heads_(heads, norm, eps)

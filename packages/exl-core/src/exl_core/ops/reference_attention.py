@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.checks import OpInputError, check, check_contiguous, check_range
+from exl_core.ops.reference_cache import check_caches, decode_rows, head_dim_of
 
 F32 = (torch.float32,)
-CACHE_TYPES = (torch.float16, torch.float32)
 
 
 class Sequences(NamedTuple):
@@ -56,18 +56,21 @@ class PlainBatch(NamedTuple):
 def gather(cache: Tensor, page_ids: Tensor, end: int) -> Tensor:
     """The first `end` positions of a sequence: float64 [kv_heads, end, d]."""
     pages = -(-end // cache.shape[2])
-    rows = cache[page_ids[:pages].long()]  # [pages, kv_heads, page_size, d]
-    return rows.transpose(0, 1).flatten(1, 2)[:, :end].double()
+    rows = torch.stack([cache[page_id] for page_id in page_ids[:pages].tolist()])
+    return decode_rows(rows.transpose(0, 1).flatten(1, 2)[:, :end])
 
 
-def split_heads(qkv: Tensor, batch: PlainBatch, key_cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(
+    qkv: Tensor, batch: PlainBatch, key_cache: Tensor, value_cache: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Views of queries, keys and values in a fused projection, [rows, heads, d] each."""
     op, pages, page_size = "attend_", batch.num_pages, batch.page_size
     check(op, "qkv", qkv, F32, batch.slots.shape[0], None)
     check_contiguous(op, "qkv", qkv, 1)
-    check(op, "key_cache", key_cache, CACHE_TYPES, pages, None, page_size, None)
+    d = head_dim_of(key_cache)
+    check_caches(op, key_cache, value_cache, (pages, None, page_size), d)
     rows, width = qkv.shape
-    kv_heads, d = key_cache.shape[1], key_cache.shape[3]
+    kv_heads = key_cache.shape[1]
     q_heads = width // d - 2 * kv_heads if d > 0 else 0
     if kv_heads < 1 or d < 1 or width % d != 0 or q_heads < 1 or q_heads % kv_heads != 0:
         raise OpInputError(
@@ -86,10 +89,7 @@ def check_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, of: Seque
     check(op, "q", q, F32, None, None, None)
     check_contiguous(op, "q", q, 1)
     rows, heads, d = q.shape
-    check(op, "key_cache", key_cache, CACHE_TYPES, None, None, None, d)
-    check(op, "value_cache", value_cache, (key_cache.dtype,), *key_cache.shape)
-    check_contiguous(op, "key_cache", key_cache)
-    check_contiguous(op, "value_cache", value_cache)
+    check_caches(op, key_cache, value_cache, (None, None, None), d)
     num_pages, kv_heads, page_size, _ = key_cache.shape
     if kv_heads < 1 or heads % kv_heads != 0:
         raise OpInputError(f"{op}: {kv_heads} kv heads do not divide {heads} query heads")

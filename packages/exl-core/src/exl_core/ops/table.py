@@ -155,9 +155,13 @@ class OpTable(Protocol):
         value_cache: Tensor,
         slots: Tensor,
     ) -> None:
-        """key, value [rows, kv_heads, d] strided rows -> caches [pages, kv_heads, page_size, d].
+        """key, value [rows, kv_heads, d] strided rows -> caches [pages, kv_heads, page_size, row].
 
-        Caches are float16 or float32; slots int64 [rows] are page_id * page_size + offset.
+        slots int64 [rows] are page_id * page_size + offset. A cache's type says how it stores a
+        row: float32, float16 and float8_e5m2 (float16 cut off) its d values; int8 and uint8 codes
+        of 8 and 4 bits and their scales, as csrc/include/exl/formats/kv.h has them. Keys and
+        values are stored alike, but that 8-bit keys may come with 4-bit values. Codes are the same
+        to the bit in every table.
         """
         ...
 
@@ -180,7 +184,8 @@ class OpTable(Protocol):
         of sequence s has position p = past_lens[s] + r - row_starts[s] and sees keys j <= p, of
         these only j > p - window if window > 0. Scores are scaled, then capped to
         softcap * tanh(score / softcap) if softcap > 0, then masked. Query head h reads kv head
-        h // (q_heads // kv_heads). The keys of this pass are already in the cache.
+        h // (q_heads // kv_heads). The keys of this pass are already in the cache, as `write_kv`
+        stores them; codes count as what they stand for, without a decoder's roundings.
         """
         ...
 

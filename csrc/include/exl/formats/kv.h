@@ -1,0 +1,48 @@
+// Rows of the key-value cache: how one head's key or value at one position is stored.
+//
+//   f32, f16   d values
+//   f8e5m2     d values: the upper byte of the float16, the lower one cut off
+//   i8         d codes of 8 bits, then d / 32 float16 scales
+//   u8         d / 2 bytes of two 4-bit codes, the even element low, then d / 32 float16 scales
+//
+// The type says how a row is stored; i8 and u8 rows are bytes, whatever sign the type has.
+//
+// Codes stand for a rotated row y. Units of 64 elements, inside the head; the last 32 elements of a
+// head that is no multiple of 64 are a unit of their own. Elements of even and of odd index are
+// rotated apart, by an unnormalised Walsh-Hadamard transform H of half a unit (n = 32 or 16 points,
+// natural order, every stage rounded to float16). Each 32 consecutive elements of y share a scale:
+//
+//   A = max |y|    code = clamp(rint(fp16(fp16(y / A) * h + h)), 0, 2 h - 1)    scale = fp16(A / h)
+//   x = H ((code - h) * scale) / n
+//
+// with h = 128 or 8. All zeros: scale 0, codes 0. A value that is not finite makes the scales of its
+// unit NaN.
+#pragma once
+
+#include <cstdint>
+
+#include "exl/tensor_view.h"
+
+namespace exl {
+
+constexpr int64_t kKvUnit = 64;
+constexpr int64_t kKvGroup = 32;  // elements that share a scale
+
+// Functions are static: shared ones would be merged across instruction sets.
+static constexpr bool is_packed_kv(DType dtype) { return dtype == DType::i8 || dtype == DType::u8; }
+
+static constexpr int64_t kv_code_bytes(DType dtype, int64_t d) { return dtype == DType::i8 ? d : d / 2; }
+
+// Elements of the tensor that one row takes.
+static constexpr int64_t kv_row_size(DType dtype, int64_t d) {
+    return is_packed_kv(dtype) ? kv_code_bytes(dtype, d) + d / kKvGroup * 2 : d;
+}
+
+// The inverse; -1 where no head has such rows.
+static constexpr int64_t kv_head_dim(DType dtype, int64_t row_size) {
+    if (!is_packed_kv(dtype)) return row_size;
+    const int64_t group = kv_row_size(dtype, kKvGroup);
+    return row_size % group == 0 ? row_size / group * kKvGroup : -1;
+}
+
+}  // namespace exl

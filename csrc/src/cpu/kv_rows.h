@@ -1,0 +1,133 @@
+// Packed rows of the cache: rotating, rounding to codes, and reading codes as numbers.
+//
+// Layout and formulas: include/exl/formats/kv.h. The two interleaved transforms of a unit are one
+// over the index bits 1 and up: butterflies of elements 2, 4, 8 .. apart.
+#pragma once
+
+#include "cpu/vec.h"
+#include "exl/formats/kv.h"
+
+namespace exl::EXL_ISA {
+
+template <bool Rounds>
+static inline Vec settled(Vec v) {
+    if constexpr (Rounds) return round_half(v);
+    return v;
+}
+
+// One stage of butterflies within each vector.
+template <bool Rounds, int Stride, int N>
+static inline void stage_within(Vec (&v)[N]) {
+    if constexpr (Stride < kLanes) {
+#pragma GCC unroll 8
+        for (int i = 0; i < N; ++i) {
+            v[i] = settled<Rounds>(add(swap_lanes<Stride>(v[i]), flip_signs<Stride>(v[i])));
+        }
+    }
+}
+
+// The transform of a unit of `Size` elements, in place.
+template <bool Rounds, int Size>
+static inline void rotate_unit(float* x) {
+    constexpr int kCount = Size / kLanes;
+    Vec v[kCount];
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) v[i] = load(x + i * kLanes);
+    stage_within<Rounds, 2>(v);
+    stage_within<Rounds, 4>(v);
+    stage_within<Rounds, 8>(v);
+#pragma GCC unroll 8
+    for (int stride = kLanes > 2 ? 1 : 2; stride < kCount; stride *= 2) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kCount; ++i) {
+            if ((i & stride) != 0) continue;
+            const Vec low = v[i];
+            const Vec high = v[i + stride];
+            v[i] = settled<Rounds>(add(low, high));
+            v[i + stride] = settled<Rounds>(sub(low, high));
+        }
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < kCount; ++i) store(x + i * kLanes, v[i]);
+}
+
+// H x / n of each unit of a row: takes queries to where codes live, and sums of codes back.
+static inline void rotate_row(float* x, int64_t d) {
+    int64_t unit = 0;
+    for (; unit + kKvUnit <= d; unit += kKvUnit) rotate_unit<false, kKvUnit>(x + unit);
+    for (int64_t i = 0; i < unit; i += kLanes) store(x + i, mul(load(x + i), set1(2.0f / kKvUnit)));
+    if (unit == d) return;
+    rotate_unit<false, kKvGroup>(x + unit);
+    for (int64_t i = unit; i < d; i += kLanes) {
+        store(x + i, mul(load(x + i), set1(2.0f / kKvGroup)));
+    }
+}
+
+// Codes and scale of kKvGroup rotated elements.
+template <int Bits>
+static inline void round_group(const float* y, uint8_t* codes, uint8_t* scale) {
+    constexpr float kHalfRange = 1 << (Bits - 1);
+    Vec top = set1(0.0f);
+    Vec odd = set1(0.0f);  // stays zero while all are finite
+    for (int64_t i = 0; i < kKvGroup; i += kLanes) {
+        top = max(abs(load(y + i)), top);
+        odd = fma(load(y + i), set1(0.0f), odd);
+    }
+    const Vec largest_one = set1(sum(odd) == 0.0f ? largest(top) : __builtin_nanf(""));
+    float rounded[kKvGroup];
+    for (int64_t i = 0; i < kKvGroup; i += kLanes) {
+        const Vec ratio = round_half(div(load(y + i), largest_one));
+        const Vec code = round_half(fma(ratio, set1(kHalfRange), set1(kHalfRange)));
+        // In this order NaN, which zeros divided by zero are, becomes 0.
+        const Vec not_below = max(round_even(code), set1(0.0f));
+        store(rounded + i, min(not_below, set1(2.0f * kHalfRange - 1.0f)));
+    }
+    for (int i = 0; i < kKvGroup; i += 8 / Bits) {
+        const int low = static_cast<int>(rounded[i]);
+        const int high = Bits == 4 ? static_cast<int>(rounded[i + 1]) << 4 : 0;
+        codes[i * Bits / 8] = static_cast<uint8_t>(low | high);
+    }
+    Half stored[kLanes];
+    store(stored, mul(largest_one, set1(1.0f / kHalfRange)));
+    std::memcpy(scale, stored, 2);
+}
+
+template <int Bits>
+static inline void pack_row(const float* x, int64_t d, uint8_t* row) {
+    uint8_t* scales = row + d * Bits / 8;
+    for (int64_t unit = 0; unit < d; unit += kKvUnit) {
+        const int64_t size = smaller(kKvUnit, d - unit);
+        float y[kKvUnit];
+        for (int64_t i = 0; i < size; i += kLanes) store(y + i, round_half(load(x + unit + i)));
+        if (size == kKvUnit) {
+            rotate_unit<true, kKvUnit>(y);
+        } else {
+            rotate_unit<true, kKvGroup>(y);
+        }
+        for (int64_t i = 0; i < size; i += kKvGroup) {
+            const int64_t at = unit + i;
+            round_group<Bits>(y + i, row + at * Bits / 8, scales + at / kKvGroup * 2);
+        }
+    }
+}
+
+// Rotated elements (code - h) * scale of rows that lie together, exactly: to[count][d].
+template <int Bits>
+static inline void unpack_rows(const uint8_t* rows, int64_t count, int64_t row_size, int64_t d,
+                               float* to) {
+    constexpr float kHalfRange = 1 << (Bits - 1);
+    for (int64_t j = 0; j < count; ++j, rows += row_size, to += d) {
+        const uint8_t* scales = rows + d * Bits / 8;
+        for (int64_t group = 0; group < d; group += kKvGroup) {
+            const Vec scale = broadcast_half(scales + group / kKvGroup * 2);
+            const Vec base = mul(scale, set1(-kHalfRange));
+#pragma GCC unroll 4
+            for (int64_t i = group; i < group + kKvGroup; i += kLanes) {
+                const Vec code = Bits == 8 ? codes8(rows, i) : codes4(rows, i);
+                store(to + i, fma(code, scale, base));
+            }
+        }
+    }
+}
+
+}  // namespace exl::EXL_ISA

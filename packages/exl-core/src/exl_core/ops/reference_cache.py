@@ -1,0 +1,114 @@
+"""Rows of the key-value cache as the reference table stores, reads and checks them.
+
+Codes are the format's to the bit: torch's float16 arithmetic rounds once after every step, as the
+format demands. Reading is exact in float64: the roundings of a decoder are not part of what codes
+mean; with `torch.float16` they are done all the same, as the format lists them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, dtype
+
+from exl_core.ops.checks import OpInputError, check, check_contiguous
+
+CODE_BITS = {torch.int8: 8, torch.uint8: 4}
+PLAIN_TYPES = (torch.float32, torch.float16, torch.float8_e5m2)
+UNIT, GROUP = 64, 32
+
+
+def row_size(cache_type: dtype, head_dim: int) -> int:
+    """Elements of one row."""
+    bits = CODE_BITS.get(cache_type)
+    return head_dim if bits is None else head_dim * bits // 8 + head_dim // GROUP * 2
+
+
+def head_dim_of(cache: Tensor) -> int:
+    """What rows of that length hold; 0 where they hold nothing."""
+    size = cache.shape[-1]
+    if cache.dtype not in CODE_BITS:
+        return size
+    group = row_size(cache.dtype, GROUP)
+    return size // group * GROUP if size % group == 0 else 0
+
+
+def check_caches(
+    op: str,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    shape: tuple[int | None, int | None, int | None],
+    head_dim: int,
+) -> None:
+    """`shape`: pages, heads and page size, where they are known."""
+    types = (*PLAIN_TYPES, *CODE_BITS)
+    check(op, "key_cache", key_cache, types, *shape, None)
+    kinds = (key_cache.dtype, torch.uint8)[: 2 if key_cache.dtype == torch.int8 else 1]
+    check(op, "value_cache", value_cache, kinds, *key_cache.shape[:3], None)
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        if cache.dtype in CODE_BITS and head_dim % GROUP != 0:
+            raise OpInputError(f"{op}: {name} (codes of heads of {head_dim})")
+        check(op, name, cache, (cache.dtype,), None, None, None, row_size(cache.dtype, head_dim))
+        check_contiguous(op, name, cache)
+
+
+def store_rows(cache: Tensor, page: Tensor, offset: Tensor, x: Tensor) -> None:
+    """x [rows, heads, d] to cache[page, :, offset]."""
+    rows = encode_rows(x, cache.dtype)
+    if cache.dtype == torch.float8_e5m2:  # which torch can copy, but not scatter
+        cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
+    cache[page, :, offset] = rows
+
+
+def encode_rows(x: Tensor, cache_type: dtype) -> Tensor:
+    """x [..., d] -> [..., row] as the cache stores it."""
+    if cache_type == torch.float8_e5m2:
+        upper = x.half().contiguous().view(torch.uint8)[..., 1::2]  # little-endian
+        return upper.contiguous().view(torch.float8_e5m2)
+    if cache_type not in CODE_BITS:
+        return x.to(cache_type)
+    return _encode_codes(x.half(), CODE_BITS[cache_type]).view(cache_type)
+
+
+def decode_rows(rows: Tensor, number: dtype = torch.float64) -> Tensor:
+    """[..., row] -> [..., d]; in `number` arithmetic where rows are codes."""
+    if rows.dtype not in CODE_BITS:
+        return rows.to(number)
+    bits, d = CODE_BITS[rows.dtype], head_dim_of(rows)
+    rows = rows.contiguous().view(torch.uint8)
+    codes, scales = rows[..., : d * bits // 8], rows[..., d * bits // 8 :]
+    if bits == 4:
+        codes = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)
+    scale = scales.contiguous().view(torch.float16).to(number).repeat_interleave(GROUP, dim=-1)
+    y = (codes.to(number) - 2 ** (bits - 1)) * scale  # [..., d]
+    return torch.cat([rotate(unit) * (2 / unit.shape[-1]) for unit in _units(y)], dim=-1)
+
+
+def rotate(x: Tensor) -> Tensor:
+    """The unnormalised transforms of the even and of the odd elements of a unit [..., n]."""
+    stride = 2
+    while stride < x.shape[-1]:
+        pairs = x.unflatten(-1, (-1, 2, stride))
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        x = torch.stack([a + b, a - b], dim=-2).flatten(-3)
+        stride *= 2
+    return x
+
+
+def _units(x: Tensor) -> list[Tensor]:
+    whole = x.shape[-1] // UNIT * UNIT
+    return [part for part in (*x[..., :whole].split(UNIT, -1), x[..., whole:]) if part.shape[-1]]
+
+
+def _encode_codes(x: Tensor, bits: int) -> Tensor:
+    """float16 [..., d] -> bytes [..., row]."""
+    half_range = 2 ** (bits - 1)
+    y = torch.cat([rotate(unit) for unit in _units(x)], dim=-1).unflatten(-1, (-1, GROUP))
+    largest = y.abs().amax(-1, keepdim=True)  # float16 [..., d / 32, 1]; NaN where one is
+    largest = torch.where(largest.isfinite(), largest, torch.nan)
+    ratio = y / largest
+    code = (ratio.float() * half_range + half_range).half().round()  # the product is exact
+    codes = code.nan_to_num(nan=0.0).clamp(0, 2 * half_range - 1).to(torch.uint8).flatten(-2)
+    if bits == 4:
+        codes = codes[..., 0::2] | codes[..., 1::2] << 4
+    scales = (largest / half_range).squeeze(-1).contiguous().view(torch.uint8)
+    return torch.cat([codes, scales], dim=-1)
