@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from exl_core.cache.format import KVFormat
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
 from exl_core.settings import MAX_THREADS
@@ -79,6 +80,15 @@ Exact = Annotated[
     typer.Option(
         "--exact",
         help="Dequantize the weights to float16 and compute in float32: slower, for comparison.",
+        rich_help_panel=_RUNNING,
+    ),
+]
+CacheType = Annotated[
+    str,
+    typer.Option(
+        "--cache-type",
+        metavar="TYPE",
+        help="Precision of the key-value cache: fp16, fp8, q8, q6 or q4, from largest to smallest.",
         rich_help_panel=_RUNNING,
     ),
 ]
@@ -184,6 +194,16 @@ def sampler_params(
         repetition_penalty=repeat_penalty,
         seed=secrets.randbits(31) if seed is None else seed,
     )
+
+
+def cache_format(name: str) -> KVFormat:
+    """What --cache-type means."""
+    known = {kv_format.value: kv_format for kv_format in KVFormat if kv_format is not KVFormat.FP32}
+    if name not in known:
+        raise RequestError(
+            "no such cache type", where="--cache-type", expected=", ".join(known), got=name
+        )
+    return known[name]
 
 
 def token_limit(max_tokens: int) -> int | None:
