@@ -160,6 +160,7 @@ UNUSABLE: list[tuple[Constraint, str]] = [
     (JsonSchema({"type": "colour"}), "colour"),
     (JsonSchema({"$ref": "#/$defs/nowhere"}), "nowhere"),
     (JsonSchema({"$ref": "#"}), "cannot be satisfied"),
+    (JsonSchema({"type": "array", "minItems": 1, "items": {"$ref": "#"}}), "never ends"),
     (JsonSchema({"$ref": "https://example.org/schema"}), "example.org"),
 ]
 
