@@ -138,6 +138,13 @@ def test_no_text_constraint_lets_a_special_token_through() -> None:
 UNUSABLE: list[tuple[Constraint, str]] = [
     (Regex("(a"), "unclosed group"),
     (Regex("(?=a)b"), "look-around"),
+    (Regex("a\\"), "backslash"),
+    (Regex("a\\\\\\"), "backslash"),
+    (Regex("\ud800"), "surrogate"),
+    (Grammar('start: "\ud800"'), "surrogate"),
+    (JsonSchema('{"const": "\\ud800"}'), "hex escape"),
+    (JsonSchema('{"const": NaN}'), "not a JSON value"),
+    (JsonSchema("[" * 100_000), "is not JSON"),
     (Regex(r"[^\s\S]"), "cannot be satisfied"),
     (Grammar("start: foo"), "unknown name"),
     (Grammar("start: ("), "Expected token"),
@@ -160,6 +167,7 @@ UNUSABLE: list[tuple[Constraint, str]] = [
     (JsonSchema({"type": "colour"}), "colour"),
     (JsonSchema({"$ref": "#/$defs/nowhere"}), "nowhere"),
     (JsonSchema({"$ref": "#"}), "cannot be satisfied"),
+    (JsonSchema({"type": "array", "minItems": 1, "items": {"$ref": "#"}}), "never ends"),
     (JsonSchema({"$ref": "https://example.org/schema"}), "example.org"),
 ]
 

@@ -23,7 +23,7 @@ from support.real_models import smollm2_gguf
 from support.schemas import SCHEMAS
 
 DOCUMENTS = 10  # for each of the twenty schemas
-LONGEST = 800  # tokens; the longest of the 200 documents has less than half of that
+LONGEST = 400  # tokens; the longest of the 200 documents has 90
 HURRY_AFTER = 60  # tokens, from where on nothing is opened that need not be
 
 

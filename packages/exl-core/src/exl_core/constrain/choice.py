@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from exl_core.constrain.filter import ConstraintError, Filter
+from exl_core.constrain.filter import ConstraintError, Filter, check_text
 from exl_core.constrain.vocabulary import Vocabulary
 
 Text = tuple[tuple[bytes, ...], ...]
@@ -190,12 +190,7 @@ def _checked(texts: Iterable[str], what: str) -> tuple[str, ...]:
     if not found or not all(isinstance(text, str) for text in found):
         raise ConstraintError(f"the {what} are no texts", expected="at least one", got=repr(texts))
     for text in found:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ConstraintError(
-                f"one of the {what} holds half of a surrogate pair", got=ascii(text)
-            ) from error
+        check_text(text, f"one of the {what}")
     return tuple(dict.fromkeys(found))
 
 

@@ -21,6 +21,14 @@ class ConstraintError(RequestError):
     """A constraint that cannot be read or met, or that this reply can no longer meet."""
 
 
+def check_text(text: str, what: str) -> None:
+    """Text that cannot be written as UTF-8 can be no part of a constraint."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConstraintError(f"{what} holds half of a surrogate pair", got=ascii(text)) from error
+
+
 class Filter(ABC):
     """One constraint in one reply. Used by one thread at a time, not always by the same one."""
 

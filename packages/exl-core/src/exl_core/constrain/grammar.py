@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from exl_core.constrain.filter import Filter
+from exl_core.constrain.filter import Filter, check_text
 from exl_core.constrain.guided import guided_filter
 from exl_core.constrain.vocabulary import Vocabulary
+
+_WHAT = "the grammar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,4 +22,5 @@ class Grammar:
     lark: str
 
     def filter(self, vocabulary: Vocabulary) -> Filter:
-        return guided_filter(self.lark, vocabulary, what="the grammar", names_place=True)
+        check_text(self.lark, _WHAT)
+        return guided_filter(self.lark, vocabulary, what=_WHAT, names_place=True)

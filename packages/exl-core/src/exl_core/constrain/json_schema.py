@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from exl_core.constrain.filter import ConstraintError, Filter
 from exl_core.constrain.guided import guided_filter
+from exl_core.constrain.json_recursion import has_finite_document
 from exl_core.constrain.vocabulary import Vocabulary
 
 _WHAT = "the JSON schema"
@@ -44,8 +45,8 @@ class JsonSchema:
                 schema = {**schema, "x-guidance": {**layout, **own}}
         lark = f"start: %json {_text_of(schema)}"
         guided = guided_filter(lark, vocabulary, what=_WHAT, names_place=False)
-        if guided.is_complete:  # no document is empty: the schema only refers to itself
-            raise ConstraintError(f"{_WHAT} cannot be satisfied: it describes no document")
+        if not has_finite_document(schema):
+            raise ConstraintError(f"{_WHAT} cannot be satisfied: its recursion never ends")
         return guided
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from exl_core.constrain.filter import Filter
+from exl_core.constrain.filter import ConstraintError, Filter, check_text
 from exl_core.constrain.guided import guided_filter
 from exl_core.constrain.vocabulary import Vocabulary
 
-_ANCHOR_AT_END = re.compile(r"(?<!\\)((?:\\\\)*)\$$")
+_WHAT = "the regular expression"
+_ANCHOR_AT_END = re.compile(r"(?<!\\)((?:\\\\)*)\$\Z")
+_ESCAPE_AT_END = re.compile(r"(?<!\\)(?:\\\\)*\\\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,10 @@ class Regex:
     def filter(self, vocabulary: Vocabulary) -> Filter:
         from llguidance import regex_to_lark
 
+        check_text(self.pattern, _WHAT)
         bare = _ANCHOR_AT_END.sub(r"\1", self.pattern.removeprefix("^"))
+        if _ESCAPE_AT_END.search(bare):  # it would take the end of the literal with it
+            raise ConstraintError(f"{_WHAT} ends in a backslash", got=repr(self.pattern[-60:]))
         # An empty expression would read as the beginning of a comment.
         body = f"/{regex_to_lark(bare, '')}/" if bare else '""'
-        return guided_filter(
-            f"start: {body}", vocabulary, what="the regular expression", names_place=False
-        )
+        return guided_filter(f"start: {body}", vocabulary, what=_WHAT, names_place=False)
