@@ -13,12 +13,14 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from exl_core.errors import AdapterError, ModelError, OutOfMemoryError
-from exl_core.load import load_model
+from exl_core.errors import AdapterError, ModelError, OutOfMemoryError, RequestError
+from exl_core.load import LoadOptions, load_model
 from exl_core.lora import reader
 from exl_core.lora.adapter import load_adapter
 from exl_core.lora.config import read_adapter_config
 from exl_core.lora.targets import find_target, take_apart
+from exl_core.model.adapters import AdapterUse
+from exl_core.model.context import Context
 from exl_core.model.transformer import Transformer
 from support.adapters import PREFIX, write_adapter
 from support.tiny_models import save, tiny_gemma3, tiny_llama
@@ -226,3 +228,13 @@ def test_a_damaged_file_is_an_error_of_the_model(model: Transformer, tmp_path: P
             load_adapter(folder, model)
     save_file(GOOD, file)
     load_adapter(folder, model)
+
+
+def test_an_adapter_of_another_model_is_not_applied(model: Transformer, tmp_path: Path) -> None:
+    use = AdapterUse(load_adapter(write_adapter(tmp_path / "a", GOOD), model))
+    deeper = load_model(str(save(tiny_llama(num_hidden_layers=4), tmp_path / "model"))).model
+    with pytest.raises(RequestError, match="loaded for another model"):
+        Context(deeper, 8).feed([[5]], adapters=[use])
+    longer = load_model(str(tmp_path / "model"), LoadOptions(max_seq_len=77)).model
+    own = AdapterUse(load_adapter(tmp_path / "a", deeper))
+    Context(longer, 8).feed([[5]], adapters=[own])  # what does not matter may differ

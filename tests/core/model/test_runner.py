@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from exl_core.arch.spec import ModelConfig
 from exl_core.model.adapters import AdapterUse, Delta, Matrix
 from exl_core.model.runner import make_batch
 from exl_core.model.segment import LogitRows, Segment
@@ -43,6 +44,9 @@ class Nothing:
 
     def deltas(self, layer: int, matrix: Matrix) -> tuple[Delta, ...]:
         return ()
+
+    def fits(self, config: ModelConfig) -> bool:
+        return True
 
 
 def test_neighbors_under_the_same_adapters_are_one_range() -> None:

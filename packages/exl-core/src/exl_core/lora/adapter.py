@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.lora.config import AdapterConfig, read_adapter_config
@@ -20,6 +21,9 @@ from exl_core.lora.reader import AdapterFile, Pair
 from exl_core.model.adapters import Delta, Ends, Matrix
 from exl_core.model.transformer import Transformer
 from exl_core.ops.table import OpTable
+
+if TYPE_CHECKING:
+    from exl_core.model.adapters import Adapter
 
 _serials = count(1)
 
@@ -58,6 +62,9 @@ class LoraAdapter:
     def deltas(self, layer: int, matrix: Matrix) -> tuple[Delta, ...]:
         return self.layer_deltas.get((layer, matrix), ())
 
+    def fits(self, config: ModelConfig) -> bool:
+        return _sizes(self.model_config) == _sizes(config)
+
 
 def load_adapter(path: str | Path, model: Transformer) -> LoraAdapter:
     """The adapter in a directory, ready for `model`; AdapterError for what does not fit it.
@@ -73,6 +80,19 @@ def load_adapter(path: str | Path, model: Transformer) -> LoraAdapter:
         deltas[place] = (*deltas.get(place, ()), _delta(file, pair, target.first_out))
     ends = _ends(file, model.ops)
     return LoraAdapter(directory, config, model.config, file.modules, deltas, ends)
+
+
+def _sizes(config: ModelConfig) -> tuple[object, ...]:
+    """What an adapter depends on."""
+    return (
+        config.arch.name,
+        config.num_layers,
+        config.hidden_size,
+        config.intermediate_size,
+        config.q_size,
+        config.kv_size,
+        config.vocab_size,
+    )
 
 
 def _delta(file: AdapterFile, pair: Pair, first_out: int = 0) -> Delta:
@@ -92,3 +112,9 @@ def _ends(file: AdapterFile, ops: OpTable) -> Ends | None:
         whole[end] = ops.new_linear(values.shape[0], values.shape[1], values.dtype)
         ops.fill_linear(whole[end], 0, values, None)
     return Ends(whole.get("embed"), whole.get("head"), deltas.get("embed"), deltas.get("head"))
+
+
+if TYPE_CHECKING:
+
+    def _is_an_adapter(adapter: LoraAdapter) -> Adapter:
+        return adapter

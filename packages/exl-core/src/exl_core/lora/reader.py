@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -46,6 +46,7 @@ class AdapterFile:
         self.whole: dict[End, str] = {}
         self._config = config
         self._stored = {tensor.name: tensor for tensor, _ in read_header(self.path)}
+        self._file = _opened(self.path)
         self._halves: dict[str, dict[str, str]] = {}
         for tensor in self._stored.values():
             self._place(tensor, take_apart(tensor.name), model)
@@ -67,11 +68,7 @@ class AdapterFile:
         return self.read_as_stored(name).to(torch.float32, copy=True)
 
     def read_as_stored(self, name: str) -> Tensor:
-        try:
-            with safe_open(self.path, framework="pt") as file:
-                values: Tensor = file.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise AdapterError("cannot be read", where=self.path, got=error) from error
+        values: Tensor = self._file.get_tensor(name)
         if not torch.isfinite(values).all():
             raise AdapterError(f"tensor {name!r} holds NaN or infinity", where=self.path)
         return values
@@ -169,6 +166,14 @@ class AdapterFile:
         return AdapterError(
             f"tensor {tensor.name!r} {what}", where=self.path, expected=expected, got=got
         )
+
+
+def _opened(path: Path) -> Any:
+    """The library's view of a file, which it maps: closed when nobody holds it any more."""
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise AdapterError("cannot be opened", where=path, got=error) from error
 
 
 def _find_file(directory: Path) -> Path:

@@ -11,6 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from exl_core.arch.spec import ModelConfig
 from exl_core.ops.table import PackedLinear
 
 Matrix = Literal["qkv", "output", "gate_up", "down"]
@@ -56,6 +57,10 @@ class Adapter(Protocol):
     @property
     def ends(self) -> Ends | None:
         """None for an adapter that leaves embedding and head alone."""
+        ...
+
+    def fits(self, config: ModelConfig) -> bool:
+        """Whether the model has the matrices that the adapter changes, in their sizes."""
         ...
 
 

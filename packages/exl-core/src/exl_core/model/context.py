@@ -129,6 +129,7 @@ class Context:
         tokens, so feed a long text in pieces.
         """
         self._check(token_ids)
+        self.model.check_adapters(adapters)
         segments = [
             Segment(
                 tuple(ids),

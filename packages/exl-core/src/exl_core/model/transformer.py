@@ -9,6 +9,7 @@ heads, D head dimension.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +25,7 @@ from exl_core.model.adapted import (
     head_rows,
     is_adapted,
 )
-from exl_core.model.adapters import Matrix
+from exl_core.model.adapters import AdapterUse, Matrix
 from exl_core.model.batch import AdapterRows, Batch
 from exl_core.model.observe import Observer, Part, taken_on
 from exl_core.model.rotation import RotationTable
@@ -85,6 +86,13 @@ class Transformer:
         """What the first block gets for token_ids int64 [n]: float32 [n, hidden_size]."""
         x = self.ops.embedding(token_ids, self._weights.embed)
         return self._scaled(x)
+
+    def check_adapters(self, uses: Iterable[AdapterUse]) -> None:
+        """RequestError for an adapter that was made for a model of other sizes."""
+        if not all(use.adapter.fits(self.config) for use in uses):
+            raise RequestError(
+                "an adapter was loaded for another model", next_step="Load it for this one."
+            )
 
     def _scaled(self, x: Tensor) -> Tensor:
         if self.config.arch.embed_scale is EmbedScale.SQRT_HIDDEN:
