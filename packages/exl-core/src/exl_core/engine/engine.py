@@ -12,12 +12,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
 from exl_core.cache.page_pool import PagePool
 from exl_core.cache.store import KVStore
-from exl_core.engine.events import Event, FailEvent, FinishEvent, TextEvent
+from exl_core.engine.events import Event, FailEvent, FinishEvent
 from exl_core.engine.output import Detokenizes, Output
 from exl_core.engine.plan import BatchPlan
 from exl_core.engine.request import Request
@@ -148,27 +146,32 @@ class Engine:
         now = self._clock()
         for sequence in plan.sequences:
             self._outputs[sequence.request_id].mark_started(now)
+        for source, target, length in plan.copies:
+            for layer in range(self._runner.store.num_layers):
+                for memory in (self._runner.store.key(layer), self._runner.store.value(layer)):
+                    memory[target, :, :length] = memory[source, :, :length]
         logits = self._runner.run(plan.segments)
-        self.scheduler.advance(plan)
         sampling = [
             sequence
             for sequence, segment in zip(plan.sequences, plan.segments, strict=True)
             if segment.logit_rows is not LogitRows.NONE
         ]
+        sampled: list[tuple[Output, int]] = []
         for sequence, row in zip(sampling, logits, strict=True):
-            self._consume(self._outputs[sequence.request_id], row)
+            output = self._outputs[sequence.request_id]
+            try:
+                sampled.append((output, output.sample(row)))
+            except LogitsError as error:
+                # The others' logits may be fine, so they go on; what this one cached is not reused.
+                self._events.append(FailEvent(sequence.request_id, error))
+                self.scheduler.remove(sequence, is_trusted=False)
+                del self._outputs[sequence.request_id]
+        self.scheduler.advance(plan)
+        for output, token_id in sampled:
+            self._consume(output, token_id)
 
-    def _consume(self, output: Output, logits: Tensor) -> None:
+    def _consume(self, output: Output, token_id: int) -> None:
         request_id = output.sequence.request_id
-        events: list[TextEvent | FinishEvent]
-        try:
-            token_id = output.sample(logits)
-        except LogitsError as error:
-            # The others' logits may be fine, so they go on; what this one cached is not reused.
-            self._events.append(FailEvent(request_id, error))
-            self.scheduler.remove(output.sequence, is_trusted=False)
-            del self._outputs[request_id]
-            return
         events = output.consume(token_id, self._clock())
         self._events += events
         if events and isinstance(events[-1], FinishEvent):

@@ -63,7 +63,7 @@ class Output:
     def sample(self, logits: Tensor) -> int:
         """Draw the next token from `logits` [vocab_size] and append it to the sequence."""
         banned: frozenset[int] = frozenset()
-        if self.sequence.num_generated < self._request.min_tokens:
+        if len(self.sequence.token_ids) - len(self._request.prompt_ids) < self._request.min_tokens:
             banned = self._banned_at_first
         token_ids = self.sequence.token_ids
         token_id = self._sampler.sample(logits[: self._vocab_size], token_ids, banned)

@@ -12,7 +12,9 @@ from exl_core.model.segment import PageCopy, Segment
 class BatchPlan:
     """The segments of one pass, decoding sequences first, each group in order of arrival.
 
-    `sequences` says whose the segments are, one by one. `copies` come before the pass, in order.
+    `sequences` says whose the segments are, one by one. Where the segment of a guided sequence asks
+    for logits, the next segment is its twin's and does, too. `copies` come before the pass, one
+    after the other: a page may be copied to and then from, or copied from and then written.
     """
 
     segments: tuple[Segment, ...]

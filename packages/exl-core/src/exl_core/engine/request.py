@@ -9,9 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TYPE_CHECKING
 
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
+
+if TYPE_CHECKING:
+    from exl_core.model.adapters import AdapterUse
+    from exl_core.model.embedded import EmbeddedSpan
 
 _serials = count()
 
@@ -30,6 +35,8 @@ class Request:
     stop_strings  strings that end the reply, wherever the token borders fall; neither they nor
                   anything after them is part of the text
     min_tokens    until so many are generated, stop tokens are not sampled (stop strings still stop)
+    adapters      low-rank additions that the model runs under
+    embeddings    vectors that stand in the prompt in place of tokens
     """
 
     prompt_ids: tuple[int, ...]
@@ -38,6 +45,8 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
     min_tokens: int = 0
+    adapters: tuple[AdapterUse, ...] = ()
+    embeddings: tuple[EmbeddedSpan, ...] = ()
     request_id: str = field(default_factory=next_request_id)
 
     def __post_init__(self) -> None:

@@ -9,18 +9,27 @@ A reply that grows into a new page when none is left takes the pages of the youn
 sequence, which goes back to the head of the queue with all it has generated and is computed again
 later. Since a sequence is queued only if it fits the whole pool alone (`check_fits`), the oldest
 one always makes progress: nothing deadlocks and nothing fails for lack of pages.
+
+A guided sequence and its twin start, wait and end together and count as two in the batch; the rows
+of both that give logits are in one pass. `running` and `waiting` list the guided one only.
+
+The caller's order: `prepare`, `drafting` and `reserve` if it drafts, `plan`; then it does the
+copies and the pass, appends what it sampled (the same to a twin), and calls `advance`; only then
+`rewind` and `remove` (which may come earlier for a sequence whose pass is not to be trusted).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
 from exl_core.cache.format import PAGE_SIZE, pages_for
 from exl_core.cache.page_pool import PagePool
+from exl_core.engine.paging import Paging
 from exl_core.engine.plan import BatchPlan
 from exl_core.engine.sequence import Sequence
 from exl_core.errors import RequestError
-from exl_core.model.segment import LogitRows, Segment
+from exl_core.model.segment import LogitRows, PageCopy, Segment
 
 
 class Scheduler:
@@ -34,125 +43,242 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self.waiting: deque[Sequence] = deque()  # likewise; all arrived after those that run
         self.num_requeued = 0
+        self._paging = Paging(pool, page_size)
+        self._is_prepared = False
 
     @property
     def capacity(self) -> int:
         """Tokens that the whole pool holds."""
         return self.pool.num_pages * self.page_size
 
-    def check_fits(self, request_id: str, num_tokens: int) -> None:
-        """Refuse what could not run even alone. The last token is sampled and never cached."""
-        needed = pages_for(num_tokens - 1, self.page_size)
+    @property
+    def pending_copies(self) -> tuple[PageCopy, ...]:
+        """What the next plan begins with; nothing reads what they make before."""
+        return tuple(self._paging.copies)
+
+    def check_fits(self, request_id: str, num_tokens: int, twin_tokens: int | None = None) -> None:
+        """Refuse what could not run even alone. The last token is sampled and never cached.
+
+        `twin_tokens` is the length of its twin. A draft never goes beyond these lengths.
+        """
+        lengths = [num_tokens] if twin_tokens is None else [num_tokens, twin_tokens]
+        needed = sum(pages_for(length - 1, self.page_size) for length in lengths)
         if needed > self.pool.num_pages:
+            total, most = sum(lengths), self.capacity + len(lengths)
             raise RequestError(
-                f"prompt and reply of {num_tokens} tokens do not fit the cache",
+                f"prompt and reply of {total} tokens do not fit the cache",
                 where=request_id,
-                expected=f"at most {self.capacity + 1} tokens ({self.pool.num_pages} pages)",
-                got=f"{num_tokens} ({needed} pages)",
+                expected=f"at most {most} tokens ({self.pool.num_pages} pages)",
+                got=f"{total} ({needed} pages)",
                 next_step="Ask for fewer tokens, or make the cache larger.",
             )
+        if len(lengths) > self.max_batch:
+            raise RequestError(
+                "guidance runs two sequences at once",
+                where=request_id,
+                expected=f"at most max_batch, {self.max_batch}",
+                got=len(lengths),
+                next_step="Make max_batch 2 or more.",
+            )
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Sequence, twin: Sequence | None = None) -> None:
+        """Queue it. Both must have passed `check_fits`."""
+        if twin is not None:
+            sequence.twin = twin
         self.waiting.append(sequence)
+        self._is_prepared = False
 
     def remove(self, sequence: Sequence, *, is_trusted: bool = True) -> None:
         """Done or cancelled: its pages are given back; those of a trusted one may be reused."""
-        if not is_trusted:
-            self.pool.forget(sequence.page_ids)
         if sequence in self.running:
             self.running.remove(sequence)
-            self._release(sequence)
+            self._lift(sequence, is_trusted=is_trusted)
         else:
             self.waiting.remove(sequence)
+        self._is_prepared = False
+
+    def rewind(self, sequence: Sequence, length: int) -> None:
+        """Cut it to its first `length` tokens, and as many from its twin. What is cached of these
+        is kept, but for the last: it is computed again, for its logits."""
+        num_cut = len(sequence.token_ids) - length
+        for member in sequence.members:
+            keep = len(member.token_ids) - num_cut
+            if num_cut < 0 or keep < 1:
+                raise AssertionError(f"{sequence.request_id}: no rewinding to {keep} tokens")
+            self._paging.rewind(member, keep)
+        self._is_prepared = False
 
     def fail_running(self) -> list[Sequence]:
         """After a pass that broke off: what ran is dropped, and no page's content is trusted."""
         failed = self.running
         self.running = []
         for sequence in failed:
-            sequence.page_ids, sequence.past_len = [], 0
+            for member in sequence.members:
+                member.page_ids, member.past_len = [], 0
+        self._paging.copies.clear()
         self.pool.reset()
+        self._is_prepared = False
         return failed
 
-    def plan(self) -> BatchPlan:
-        """Decide the next pass. It is empty only when there is nothing to do."""
+    def defragment(self, *, is_forced: bool = False) -> list[tuple[int, int]]:
+        """When nothing is left to do: moves of pages (from, to), all at once, if they pay.
+
+        They are in the pool's books already; whoever has the memory does them before the next pass.
+        """
+        if self.running or self.waiting:
+            return []
+        self._paging.drop_copies()
+        if not is_forced and not self.pool.defragmentation_pays():
+            return []
+        return self.pool.defragment()
+
+    def prepare(self) -> None:
+        """Pages for those that run, at the cost of the youngest; then start those that wait."""
         self._secure_pages()
         self._admit()
+        self._is_prepared = True
+
+    def drafting(self) -> list[Sequence]:
+        """Sequences whose next rows could be a draft: they decode, and have no twin."""
+        self._ensure_prepared()
+        return [s for s in self.running if s.twin is None and s.num_missing == 1]
+
+    def reserve(self, sequence: Sequence, count: int) -> int:
+        """Pages for a draft of `count` tokens behind what the sequence has; how many find room.
+
+        At nobody's cost: no page is taken that another running sequence needs for its next token.
+        What the draft leaves unused is given back by `advance`.
+        """
+        count = min(count, sequence.max_len - len(sequence.token_ids) - 1)
+        if count <= 0:
+            return 0
+        needs = sum(
+            self._paging.num_wanted(member, 1)
+            for other in self.running
+            if other is not sequence
+            for member in other.members
+            if self._paging.num_wanted(member, 1) > 0
+        )
+        spare = self.pool.num_available - needs
+        more = min(self._paging.num_wanted(sequence, count), spare)
+        if more > 0:
+            self._paging.extend(sequence, more)
+        return min(count, self._draft_room(sequence))
+
+    def plan(self, drafts: Mapping[str, tuple[int, ...]] | None = None) -> BatchPlan:
+        """Decide the next pass. It is empty only when there is nothing to do.
+
+        `drafts` by request id; of each, as much is taken as `reserve` found room for.
+        """
+        self._ensure_prepared()
+        self._is_prepared = False
         decoding: list[tuple[Sequence, Segment]] = []
         prefilling: list[tuple[Sequence, Segment]] = []
         budget = self.prefill_chunk
         for sequence in self.running:
-            if sequence.num_missing == 1:
-                decoding.append((sequence, self._segment(sequence, 1)))
-            elif budget:
-                count = min(budget, sequence.num_missing)
-                budget -= count
-                prefilling.append((sequence, self._segment(sequence, count)))
+            members = sequence.members
+            missing = [member.num_missing for member in members]
+            if max(missing) > 1:
+                counts = _share(budget, missing)
+                budget -= sum(counts)
+                prefilling += [
+                    (member, self._segment(member, count))
+                    for member, count in zip(members, counts, strict=True)
+                    if count
+                ]
+            else:
+                draft = drafts.get(sequence.request_id, ()) if drafts and len(members) == 1 else ()
+                decoding += [(member, self._segment(member, 1, draft)) for member in members]
         chosen = decoding + prefilling
-        return BatchPlan(tuple(s for _, s in chosen), tuple(s for s, _ in chosen))
+        return BatchPlan(
+            segments=tuple(segment for _, segment in chosen),
+            sequences=tuple(sequence for sequence, _ in chosen),
+            copies=self.pending_copies,
+        )
 
     def advance(self, plan: BatchPlan) -> None:
-        """The pass is done: its tokens are in the cache, and pages that it filled can be found."""
-        for sequence, segment in zip(plan.sequences, plan.segments, strict=True):
-            count = len(segment.token_ids)
-            first = sequence.past_len // self.page_size
-            sequence.past_len += count
-            last = sequence.past_len // self.page_size
-            if last > first:
-                keys = sequence.extend_keys(last, self.page_size)
-                for i in range(first, last):
-                    sequence.page_ids[i] = self.pool.register(sequence.page_ids[i], keys[i])
+        """The pass is done, and what was sampled from it is appended.
 
-    def _segment(self, sequence: Sequence, count: int) -> Segment:
+        What it computed of the tokens that stand is in the cache, but never the newest token, which
+        the next pass starts with. Pages that it filled can be found.
+        """
+        del self._paging.copies[: len(plan.copies)]
+        running = {id(member) for sequence in self.running for member in sequence.members}
+        for sequence, segment in zip(plan.sequences, plan.segments, strict=True):
+            if id(sequence) not in running:
+                continue
+            count = len(segment.token_ids)
+            sequence.past_len = min(segment.past_len + count, len(sequence.token_ids) - 1)
+            self._paging.register(sequence, segment.past_len // self.page_size)
+            if count > 1 and segment.logit_rows is not LogitRows.ALL:
+                self._paging.note(sequence)
+            self._paging.trim(sequence)
+
+    def _ensure_prepared(self) -> None:
+        if not self._is_prepared:
+            self.prepare()
+
+    def _draft_room(self, sequence: Sequence) -> int:
+        """Tokens behind the newest one for which it has pages."""
+        return len(sequence.page_ids) * self.page_size - len(sequence.token_ids)
+
+    def _segment(self, sequence: Sequence, count: int, draft: tuple[int, ...] = ()) -> Segment:
         past_len = sequence.past_len
         end = past_len + count
+        room = min(self._draft_room(sequence), sequence.max_len - len(sequence.token_ids) - 1)
+        draft = draft[: max(room, 0)]
+        if draft:
+            logit_rows = LogitRows.ALL
+        else:
+            logit_rows = LogitRows.LAST if end == len(sequence.token_ids) else LogitRows.NONE
         return Segment(
-            token_ids=tuple(sequence.token_ids[past_len:end]),
+            token_ids=(*sequence.token_ids[past_len:end], *draft),
             past_len=past_len,
-            page_ids=tuple(sequence.page_ids[: pages_for(end, self.page_size)]),
-            logit_rows=LogitRows.LAST if end == len(sequence.token_ids) else LogitRows.NONE,
+            page_ids=tuple(sequence.page_ids[: pages_for(end + len(draft), self.page_size)]),
+            logit_rows=logit_rows,
+            adapters=sequence.request.adapters,
+            embeddings=sequence.request.embeddings,
         )
 
     def _secure_pages(self) -> None:
         """A page for every token that runs now, oldest first, at the cost of the youngest."""
         i = 0
         while i < len(self.running):  # the list shrinks from its end meanwhile
-            sequence = self.running[i]
-            needed = pages_for(len(sequence.token_ids), self.page_size) - len(sequence.page_ids)
-            page_ids = self.pool.allocate(needed)
-            if page_ids is None:
-                self._requeue(self.running.pop())  # perhaps `sequence` itself: then we are done
-                continue
-            sequence.page_ids += page_ids
-            i += 1
+            members = self.running[i].members
+            if all(self._paging.extend(m, max(self._paging.num_wanted(m), 0)) for m in members):
+                i += 1
+            else:
+                self._requeue(self.running.pop())  # perhaps this one itself: then we are done
 
     def _requeue(self, sequence: Sequence) -> None:
-        self._release(sequence)
+        self._lift(sequence)
         self.waiting.appendleft(sequence)
         self.num_requeued += 1
 
-    def _admit(self) -> None:
-        while self.waiting and len(self.running) < self.max_batch:
-            sequence = self.waiting[0]
-            num_tokens = len(sequence.token_ids)
-            # At least the last token is computed: its logits are what the reply starts from.
-            num_full = (num_tokens - 1) // self.page_size
-            found = self.pool.find(sequence.extend_keys(num_full, self.page_size))
-            needed = pages_for(num_tokens, self.page_size) - len(found)
-            taken = len(found) - self.pool.num_held_among(found) + needed
-            spare = 1 if self.running else 0
-            if taken + spare > self.pool.num_available:
-                return
-            self.waiting.popleft()
-            self.pool.hold(found)  # first, so that they are not evicted to make room
-            fresh = self.pool.allocate(needed)
-            assert fresh is not None, "the pages were counted just above"
-            sequence.page_ids = found + fresh
-            sequence.past_len = len(found) * self.page_size
-            if sequence.cached_tokens is None:
-                sequence.cached_tokens = sequence.past_len
-            self.running.append(sequence)
+    def _lift(self, sequence: Sequence, *, is_trusted: bool = True) -> None:
+        for member in sequence.members:
+            self._paging.lift(member, is_trusted=is_trusted)
 
-    def _release(self, sequence: Sequence) -> None:
-        self.pool.release(sequence.page_ids)
-        sequence.page_ids, sequence.past_len = [], 0
+    def _admit(self) -> None:
+        num_running = sum(len(sequence.members) for sequence in self.running)
+        while self.waiting:
+            members = self.waiting[0].members
+            num_running += len(members)
+            spare = 1 if self.running else 0
+            if num_running > self.max_batch or not self._paging.place(members, spare=spare):
+                return
+            self.running.append(self.waiting.popleft())
+
+
+def _share(budget: int, missing: list[int]) -> list[int]:
+    """How many rows each member of a group computes now.
+
+    The last row of each, which gives logits, only together with those of the others.
+    """
+    if sum(missing) <= budget:
+        return missing
+    counts = []
+    for num_missing in missing:
+        counts.append(min(budget, num_missing - 1))
+        budget -= counts[-1]
+    return counts

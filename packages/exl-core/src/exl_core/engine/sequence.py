@@ -5,10 +5,27 @@ Text, sampling and times are the engine's. No torch.
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
-from exl_core.cache.page_pool import NO_KEY, PageKey, page_key
+from exl_core.cache.page_pool import NO_KEY, PageContents, PageKey, page_key
 from exl_core.engine.request import Request
+
+if TYPE_CHECKING:
+    from exl_core.model.adapters import AdapterUse
+
+
+def root_key(adapters: Iterable[AdapterUse]) -> PageKey:
+    """What stands before the first page: keys and values computed under other adapters differ.
+
+    Their order counts, since it may change how sums are rounded.
+    """
+    uses = [struct.pack("<qd", use.adapter.serial, use.scale) for use in adapters]
+    return blake2b(b"".join(uses), digest_size=16).digest() if uses else NO_KEY
 
 
 @dataclass(slots=True, eq=False)
@@ -16,22 +33,38 @@ class Sequence:
     """`max_len` is where it must end at the latest, prompt included.
 
     Tokens `[0, past_len)` are in the cache, on the pages `page_ids`. A sequence that waits, for the
-    first time or because its pages were needed elsewhere, has neither.
+    first time or because its pages were needed elsewhere, has neither. The engine appends to
+    `token_ids`; nobody but the scheduler takes tokens away.
+
+    `twin` is the negative prompt of a guided sequence: it runs in the same passes and gets the same
+    tokens, one by one.
     """
 
     request: Request
     max_len: int
     token_ids: list[int]
+    twin: Sequence | None = None
     past_len: int = 0
     page_ids: list[int] = field(default_factory=list)
     keys: list[PageKey] = field(default_factory=list)
     """Of the full pages of `token_ids`, as far as anyone asked."""
     cached_tokens: int | None = None
     """Found in the cache when it first ran; None before."""
+    cached_pages: int | None = None
+    """Full pages among them, which are shared and not copied."""
+    key_root: PageKey = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key_root = root_key(self.request.adapters)
 
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def members(self) -> tuple[Sequence, ...]:
+        """Those that run together: itself and its twin."""
+        return (self,) if self.twin is None else (self, self.twin)
 
     @property
     def num_missing(self) -> int:
@@ -39,13 +72,32 @@ class Sequence:
         return len(self.token_ids) - self.past_len
 
     @property
-    def num_generated(self) -> int:
-        return len(self.token_ids) - len(self.request.prompt_ids)
+    def num_jumps(self) -> int:
+        """Pages that do not lie right behind the one before."""
+        return sum(page != before + 1 for before, page in pairwise(self.page_ids))
 
     def extend_keys(self, num_pages: int, page_size: int) -> list[PageKey]:
         """Keys of the first `num_pages` pages, all of them full."""
         while len(self.keys) < num_pages:
             start = len(self.keys) * page_size
-            previous = self.keys[-1] if self.keys else NO_KEY
+            previous = self.keys[-1] if self.keys else self.key_root
             self.keys.append(page_key(previous, self.token_ids[start : start + page_size]))
         return self.keys[:num_pages]
+
+    def key_before(self, page: int, page_size: int) -> PageKey:
+        """Key of all that lies before this page of the sequence."""
+        return self.extend_keys(page, page_size)[-1] if page else self.key_root
+
+    def contents(self, page: int, length: int, page_size: int) -> PageContents:
+        """What the first `length` positions of this page of the sequence hold."""
+        start = page * page_size
+        token_ids = tuple(self.token_ids[start : start + length])
+        previous = self.key_before(page, page_size)
+        if length == page_size:
+            return PageContents(previous, token_ids, self.extend_keys(page + 1, page_size)[page])
+        return PageContents.of(previous, token_ids)
+
+    def cut(self, length: int, page_size: int) -> None:
+        """Only the first `length` tokens remain; pages and `past_len` are as they were."""
+        del self.token_ids[length:]
+        del self.keys[length // page_size :]

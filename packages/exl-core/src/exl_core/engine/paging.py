@@ -1,0 +1,138 @@
+"""How sequences lie on pages: which pages a sequence gets, shares, copies and gives back.
+
+Between the pool, which knows no sequences, and the scheduler, which knows no page numbers.
+
+Nobody writes to a page that is shared, or to positions that the pool knows: a sequence that must go
+on in the middle of such a page gets a copy of what lies before. Copies are listed in order and run
+before the next pass, so that a page may be copied from, given away and written within one plan. A
+copy stays listed until its pass is over (`Scheduler.advance`): a plan that never ran loses none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as List
+
+from exl_core.cache.format import pages_for
+from exl_core.cache.page_pool import PagePool
+from exl_core.engine.sequence import Sequence
+from exl_core.model.segment import PageCopy
+
+
+class Paging:
+    def __init__(self, pool: PagePool, page_size: int) -> None:
+        self.pool = pool
+        self.page_size = page_size
+        self.copies: list[PageCopy] = []  # not yet done
+
+    def num_wanted(self, sequence: Sequence, more: int = 0) -> int:
+        """Pages that it does not have yet for its tokens and `more` of them."""
+        return pages_for(len(sequence.token_ids) + more, self.page_size) - len(sequence.page_ids)
+
+    def place(self, members: tuple[Sequence, ...], *, spare: int) -> bool:
+        """Give all of these their pages, and begin with what is cached of them; False: too few.
+
+        `spare` pages are left for others.
+        """
+        found = [self._known_prefix(sequence) for sequence in members]
+        distinct = {page_id for page_ids in found for page_id in page_ids}
+        wanted = [
+            self.num_wanted(sequence) - len(page_ids)
+            for sequence, page_ids in zip(members, found, strict=True)
+        ]
+        taken = len(distinct) - self.pool.num_held_among(distinct) + sum(wanted)
+        if taken + spare > self.pool.num_available:
+            return False
+        for page_ids in found:
+            self.pool.hold(page_ids)  # first, so that they are not evicted to make room
+        for sequence, page_ids, count in zip(members, found, wanted, strict=True):
+            self._place(sequence, page_ids, count)
+        return True
+
+    def extend(self, sequence: Sequence, count: int) -> bool:
+        """`count` more pages, if there are as many."""
+        page_ids = self.pool.allocate(count)
+        if page_ids is None:
+            return False
+        sequence.page_ids += page_ids
+        return True
+
+    def trim(self, sequence: Sequence) -> None:
+        """Give back pages behind its last token."""
+        keep = pages_for(len(sequence.token_ids), self.page_size)
+        self.pool.release(sequence.page_ids[keep:])
+        del sequence.page_ids[keep:]
+
+    def lift(self, sequence: Sequence, *, is_trusted: bool = True) -> None:
+        """Give back all its pages; what it computed can be found again if it is trusted."""
+        if is_trusted:
+            self.note(sequence)
+        else:
+            self.pool.forget(sequence.page_ids)
+        self.pool.release(sequence.page_ids)
+        sequence.page_ids, sequence.past_len = [], 0
+
+    def register(self, sequence: Sequence, first_page: int) -> None:
+        """Let others find its full pages, from this one on."""
+        for i in range(first_page, sequence.past_len // self.page_size):
+            contents = sequence.contents(i, self.page_size, self.page_size)
+            sequence.page_ids[i] = self.pool.register(sequence.page_ids[i], contents)
+
+    def note(self, sequence: Sequence) -> None:
+        """Let others copy what it has on its last page, which is not full."""
+        page, length = divmod(sequence.past_len, self.page_size)
+        if length:
+            contents = sequence.contents(page, length, self.page_size)
+            self.pool.note(sequence.page_ids[page], contents)
+
+    def rewind(self, sequence: Sequence, length: int) -> None:
+        """Cut the sequence to `length` tokens. The last of them is to be computed once more."""
+        sequence.cut(length, self.page_size)
+        self.trim(sequence)
+        sequence.past_len = min(sequence.past_len, length - 1)
+        page, offset = divmod(sequence.past_len, self.page_size)
+        if page >= len(sequence.page_ids):
+            return
+        page_id = sequence.page_ids[page]
+        if not self.pool.is_shared(page_id):
+            self.pool.forget((page_id,))
+            return
+        fresh = self.pool.allocate(1)
+        if fresh is None:  # from the page's start, then, when there is one to be had
+            self.pool.release(sequence.page_ids[page:])
+            del sequence.page_ids[page:]
+            sequence.past_len = page * self.page_size
+            return
+        sequence.page_ids[page] = fresh[0]
+        self._copy(page_id, fresh[0], offset)
+        self.pool.release((page_id,))
+
+    def drop_copies(self) -> None:
+        """Forget copies that no pass needs any more, and with them what they would have made."""
+        self.pool.forget(copy.target for copy in self.copies)
+        self.copies.clear()
+
+    def _known_prefix(self, sequence: Sequence) -> List[int]:
+        # At least the last token is computed: its logits are what the reply starts from.
+        num_full = (len(sequence.token_ids) - 1) // self.page_size
+        return self.pool.find(sequence.extend_keys(num_full, self.page_size))
+
+    def _place(self, sequence: Sequence, found: List[int], count: int) -> None:
+        start = len(found) * self.page_size
+        end = min(start + self.page_size, len(sequence.token_ids) - 1)
+        previous = sequence.key_before(len(found), self.page_size)
+        run = self.pool.find_run(previous, sequence.token_ids[start:end])
+        fresh = self.pool.allocate(count)
+        assert fresh, "the pages were counted before, and the last token always needs one"
+        sequence.page_ids = [*found, *fresh]
+        sequence.past_len = start
+        if run is not None:
+            self._copy(run.page_id, fresh[0], run.length)
+            sequence.past_len += run.length
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.past_len
+            sequence.cached_pages = len(found)
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        # The pool may have handed out the very page that was to be copied: then all is there.
+        if length and source != target:
+            self.copies.append(PageCopy(source, target, length))
