@@ -9,7 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from exl_core.cache.page_pool import PagePool, page_key, page_keys
+from exl_core.cache.page_pool import PageContents, PagePool, page_key, page_keys
+
+
+def contents(text: str) -> PageContents:
+    """Of the last page of a prefix with one letter a page."""
+    return PageContents(text[:-1].encode(), (ord(text[-1]),), text.encode())
 
 
 def test_keys_name_whole_prefixes() -> None:
@@ -35,8 +40,8 @@ def test_allocation_is_all_or_nothing() -> None:
 def test_pages_given_back_are_found_again() -> None:
     pool = PagePool(4)
     pages = pool.allocate(2) or []
-    for page, key in zip(pages, (b"a", b"ab"), strict=True):
-        assert pool.register(page, key) == page
+    for page, text in zip(pages, ("a", "ab"), strict=True):
+        assert pool.register(page, contents(text)) == page
     pool.release(pages)
     assert pool.find([b"a", b"ab", b"abc"]) == pages
     assert pool.find([b"x", b"ab"]) == [], "a page without its predecessor is no prefix"
@@ -47,8 +52,8 @@ def test_pages_given_back_are_found_again() -> None:
 def test_the_least_recently_used_is_evicted_and_a_prefix_from_its_end() -> None:
     pool = PagePool(4)
     old, new = pool.allocate(2) or [], pool.allocate(2) or []
-    for page, key in zip(old + new, (b"o", b"oo", b"n", b"nn"), strict=True):
-        pool.register(page, key)
+    for page, text in zip(old + new, ("o", "oo", "n", "nn"), strict=True):
+        pool.register(page, contents(text))
     pool.release(old)
     pool.release(new)
     assert pool.allocate(1) == [old[1]]
@@ -64,8 +69,8 @@ def test_equal_contents_are_kept_once() -> None:
     pool = PagePool(3)
     (mine,) = pool.allocate(1) or []
     (yours,) = pool.allocate(1) or []
-    assert pool.register(mine, b"k") == mine
-    assert pool.register(yours, b"k") == mine
+    assert pool.register(mine, contents("k")) == mine
+    assert pool.register(yours, contents("k")) == mine
     assert dict(pool.held_pages) == {mine: 2}
     assert yours in pool.free_pages
 
@@ -73,8 +78,8 @@ def test_equal_contents_are_kept_once() -> None:
 def test_forgotten_pages_are_not_found() -> None:
     pool = PagePool(2)
     pages = pool.allocate(2) or []
-    pool.register(pages[0], b"k")
-    pool.register(pages[1], b"l")
+    pool.register(pages[0], contents("k"))
+    pool.register(pages[1], contents("l"))
     pool.release(pages[:1])
     pool.forget(pages)
     assert pool.find([b"k"]) == []
@@ -86,9 +91,9 @@ def test_forgotten_pages_are_not_found() -> None:
 def test_a_page_cannot_have_two_keys() -> None:
     pool = PagePool(1)
     (page,) = pool.allocate(1) or []
-    pool.register(page, b"k")
+    pool.register(page, contents("k"))
     with pytest.raises(AssertionError, match="second key"):
-        pool.register(page, b"l")
+        pool.register(page, contents("l"))
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -117,7 +122,7 @@ class PoolMachine(RuleBasedStateMachine):
         pages = list(found)
         for i, page in enumerate(fresh, start=len(found)):
             self.contents[page] = text[: i + 1]
-            pages.append(self.pool.register(page, keys[i]))
+            pages.append(self.pool.register(page, contents(text[: i + 1])))
         self.holders.append((text, pages))
 
     @precondition(lambda self: self.holders)
@@ -153,8 +158,8 @@ class PoolMachine(RuleBasedStateMachine):
 
     @invariant()
     def cached_pages_have_keys_and_free_ones_none(self) -> None:
-        assert all(self.pool.key_of(page) for page in self.pool.cached_pages)
-        assert not any(self.pool.key_of(page) for page in self.pool.free_pages)
+        assert all(self.pool.contents_of(page) for page in self.pool.cached_pages)
+        assert not any(self.pool.contents_of(page) for page in self.pool.free_pages)
 
     def teardown(self) -> None:
         for _, pages in self.holders:

@@ -2,55 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import pytest
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from exl_core.cache.page_pool import PagePool
-from exl_core.engine.plan import BatchPlan
-from exl_core.engine.request import Request
-from exl_core.engine.scheduler import Scheduler
-from exl_core.engine.sequence import Sequence
 from exl_core.errors import RequestError
-from exl_core.model.segment import LogitRows
-
-PAGE = 4
-
-
-def scheduler(pages: int, *, max_batch: int = 8, prefill_chunk: int = 8) -> Scheduler:
-    pool = PagePool(pages)
-    return Scheduler(pool, max_batch=max_batch, prefill_chunk=prefill_chunk, page_size=PAGE)
-
-
-def sequence(prompt: list[int], more: int = 4) -> Sequence:
-    return Sequence(Request(tuple(prompt)), len(prompt) + more, list(prompt))
-
-
-def shape(plan: BatchPlan) -> list[tuple[str, int, int, LogitRows]]:
-    return [
-        (sequence.request_id, s.past_len, len(s.token_ids), s.logit_rows)
-        for sequence, s in zip(plan.sequences, plan.segments, strict=True)
-    ]
+from exl_core.model.segment import LogitRows, PageCopy
+from support.scheduling import finish, run, scheduler, sequence, shape, use
 
 
 def test_a_long_prompt_goes_in_chunks_beside_decoding() -> None:
     s = scheduler(20, prefill_chunk=8)
-    first, second = sequence([1, 2, 3]), sequence(list(range(10, 30)))
+    first, second = sequence([1, 2, 3]), sequence(range(10, 30))
     s.add(first)
     s.add(second)
     a, b = first.request_id, second.request_id
     plan = s.plan()
     assert shape(plan) == [(a, 0, 3, LogitRows.LAST), (b, 0, 5, LogitRows.NONE)]
-    s.advance(plan)
-    first.token_ids.append(4)
+    finish(s, plan)
     plan = s.plan()
     assert shape(plan) == [(a, 3, 1, LogitRows.LAST), (b, 5, 8, LogitRows.NONE)]
     assert plan.num_rows == 9
-    s.advance(plan)
-    first.token_ids.append(5)
+    finish(s, plan)
     plan = s.plan()
     assert shape(plan)[1] == (b, 13, 7, LogitRows.LAST)
     assert plan.segments[1].token_ids == tuple(range(23, 30))
@@ -75,21 +46,18 @@ def test_no_more_than_max_batch_run() -> None:
 
 
 def test_the_youngest_gives_way_and_comes_back_with_what_it_has() -> None:
-    s = scheduler(4)
+    s = scheduler(4, prefill_chunk=16)
     old, young = sequence([1] * 7, more=9), sequence([2] * 3, more=9)
     s.add(old)
     s.add(young)
-    for _ in range(2):
-        plan = s.plan()
-        s.advance(plan)
-        for r in s.running:
-            r.token_ids.append(9)
+    run(s, 2)
     # old: 9 tokens, 3 pages; young: 5 tokens, 2 pages; one page too few
     plan = s.plan()
     assert [r.request_id for r in s.running] == [old.request_id]
     assert list(s.waiting) == [young]
     assert (young.past_len, young.page_ids, young.token_ids[-2:]) == (0, [], [9, 9])
     assert s.num_requeued == 1
+    finish(s, plan)
     s.remove(old)
     plan = s.plan()
     assert shape(plan) == [(young.request_id, 4, 1, LogitRows.LAST)], "its full page was kept"
@@ -97,29 +65,18 @@ def test_the_youngest_gives_way_and_comes_back_with_what_it_has() -> None:
 
 def test_a_known_prefix_is_not_computed_again_but_for_its_last_token() -> None:
     s = scheduler(10, prefill_chunk=64)
-    first, same = sequence(list(range(8))), sequence(list(range(8)))
-    longer = sequence(list(range(11)))
+    first, same, longer = sequence(range(8)), sequence(range(8)), sequence(range(11))
     s.add(first)
-    s.advance(s.plan())
-    first.token_ids.append(77)
+    finish(s, s.plan(), token=77)
     s.add(same)
     s.add(longer)
     plan = s.plan()
-    assert [segment.past_len for segment in plan.segments] == [8, 4, 8]
-    assert (same.cached_tokens, longer.cached_tokens) == (4, 8)
+    assert [segment.past_len for segment in plan.segments] == [8, 7, 8]
+    assert (same.cached_tokens, longer.cached_tokens) == (7, 8)
+    assert (same.cached_pages, longer.cached_pages) == (1, 2)
     assert longer.page_ids[:2] == first.page_ids[:2], "pages are shared while they are held"
-    s.advance(plan)
-    assert same.page_ids == first.page_ids[:2], "and again once their contents turn out equal"
-
-
-def test_pages_that_are_not_full_are_not_shared() -> None:
-    s = scheduler(10)
-    s.add(sequence([1, 2, 3]))
-    s.advance(s.plan())
-    other = sequence([1, 2, 3])
-    s.add(other)
-    s.plan()
-    assert other.cached_tokens == 0
+    finish(s, plan)
+    assert same.page_ids[:2] == first.page_ids[:2], "and again once their contents turn out equal"
 
 
 def test_what_can_never_fit_is_refused_with_numbers() -> None:
@@ -129,6 +86,12 @@ def test_what_can_never_fit_is_refused_with_numbers() -> None:
         s.check_fits("r", 14)
     assert "14 tokens" in str(caught.value)
     assert "at most 13 tokens (3 pages)" in str(caught.value)
+    s.check_fits("r", 9, twin_tokens=5)
+    with pytest.raises(RequestError, match="15 tokens") as caught:
+        s.check_fits("r", 9, twin_tokens=6)
+    assert "15 (4 pages)" in str(caught.value)
+    with pytest.raises(RequestError, match="max_batch"):
+        scheduler(3, max_batch=1).check_fits("r", 2, twin_tokens=2)
 
 
 def test_a_failed_pass_frees_everything_and_keeps_those_that_wait() -> None:
@@ -147,106 +110,103 @@ def test_nothing_to_do_is_an_empty_plan() -> None:
     assert scheduler(1).plan().segments == ()
 
 
-class SchedulerMachine(RuleBasedStateMachine):
-    """Arrivals, passes, cancellations and failures in any order. Tokens come from two letters, so
-    that prefixes are shared all the time."""
-
-    @initialize(
-        pages=st.integers(2, 8), max_batch=st.integers(1, 4), prefill_chunk=st.integers(1, 9)
-    )
-    def start(self, pages: int, max_batch: int, prefill_chunk: int) -> None:
-        self.s = scheduler(pages, max_batch=max_batch, prefill_chunk=prefill_chunk)
-        self.live: list[Sequence] = []
-        self.arrivals: dict[str, int] = {}
-
-    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=20), more=st.integers(1, 12))
-    def arrive(self, prompt: list[int], more: int) -> None:
-        new = sequence(prompt, more)
-        try:
-            self.s.check_fits(new.request_id, new.max_len)
-        except RequestError:
-            assert new.max_len - 1 > self.s.capacity
-            return
-        self.arrivals[new.request_id] = len(self.arrivals)
-        self.live.append(new)
-        self.s.add(new)
-
-    @rule(token=st.integers(0, 1))
-    def step(self, token: int) -> None:
-        plan = self.s.plan()
-        assert bool(plan.segments) == bool(self.live), "never idle while there is work"
-        self.check_plan(plan)
-        self.s.advance(plan)
-        for runner, segment in zip(plan.sequences, plan.segments, strict=True):
-            if segment.logit_rows is LogitRows.LAST:
-                runner.token_ids.append(token)
-                if len(runner.token_ids) == runner.max_len:
-                    self.s.remove(runner)
-                    self.live.remove(runner)
-
-    def check_plan(self, plan: BatchPlan) -> None:
-        written = Counter[int]()
-        prefill_rows = 0
-        for runner, segment in zip(plan.sequences, plan.segments, strict=True):
-            end = segment.past_len + len(segment.token_ids)
-            assert segment.past_len == runner.past_len
-            assert list(segment.token_ids) == runner.token_ids[segment.past_len : end]
-            assert len(segment.page_ids) == -(-end // PAGE)
-            is_end = end == len(runner.token_ids)
-            assert (segment.logit_rows is LogitRows.LAST) == is_end
-            if runner.num_missing > 1:
-                prefill_rows += len(segment.token_ids)
-            for position in range(segment.past_len, end):
-                page = segment.page_ids[position // PAGE]
-                written[page * PAGE + position % PAGE] += 1
-                assert self.s.pool.held_pages[page] == 1, "nobody writes into a shared page"
-                assert self.s.pool.key_of(page) is None, "nor into one that others may find"
-        assert all(count == 1 for count in written.values())
-        assert prefill_rows <= self.s.prefill_chunk
-        oldest = min(self.arrivals[r.request_id] for r in self.live) if self.live else None
-        if oldest is not None:
-            assert oldest in {self.arrivals[x.request_id] for x in plan.sequences}
-
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), is_trusted=st.booleans())
-    def cancel(self, data: st.DataObject, is_trusted: bool) -> None:
-        gone = data.draw(st.sampled_from(self.live))
-        self.s.remove(gone, is_trusted=is_trusted)
-        self.live.remove(gone)
-
-    @rule()
-    def fail(self) -> None:
-        self.s.plan()
-        for gone in self.s.fail_running():
-            self.live.remove(gone)
-
-    @invariant()
-    def pages_are_held_by_those_that_run_and_once_each(self) -> None:
-        pool = self.s.pool
-        counts = Counter(page for r in self.s.running for page in r.page_ids)
-        assert dict(pool.held_pages) == dict(counts)
-        everywhere = [*pool.free_pages, *pool.cached_pages, *pool.held_pages]
-        assert sorted(everywhere) == list(range(pool.num_pages))
-        assert not any(r.page_ids or r.past_len for r in self.s.waiting)
-
-    @invariant()
-    def order_is_kept(self) -> None:
-        queue = [*self.s.running, *self.s.waiting]
-        places = [self.arrivals[r.request_id] for r in queue]
-        assert places == sorted(places)
-        assert len(self.s.running) <= self.s.max_batch
-        assert {r.request_id for r in queue} == {r.request_id for r in self.live}
-
-    def teardown(self) -> None:
-        if not hasattr(self, "s"):
-            return
-        for _ in range(2000):
-            if not self.live:
-                break
-            self.step(0)
-        assert not self.live, "everything ends"
-        assert self.s.pool.num_available == self.s.pool.num_pages
+def test_what_was_computed_under_other_adapters_is_not_reused() -> None:
+    s = scheduler(20)
+    one, half, two = (use(1),), (use(1, 0.5),), (use(1), use(2))
+    for adapters in ((), one, half, two):
+        cold = sequence(range(8), adapters=adapters)
+        s.add(cold)
+        plan = s.plan()
+        assert (cold.cached_tokens, plan.segments[0].adapters) == (0, adapters)
+        finish(s, plan)
+        s.remove(cold)
+        warm = sequence(range(8), adapters=adapters)
+        s.add(warm)
+        run(s)
+        assert warm.cached_tokens == 7
+        s.remove(warm)
 
 
-TestSchedulerMachine = SchedulerMachine.TestCase
-TestSchedulerMachine.settings = settings(max_examples=120, stateful_step_count=40, deadline=None)
+def test_an_incomplete_page_is_copied_for_the_next_turn() -> None:
+    s = scheduler(10, prefill_chunk=64)
+    first = sequence([1, 2, 3, 4, 5], more=3)
+    s.add(first)
+    run(s, 3)
+    assert first.token_ids == [1, 2, 3, 4, 5, 9, 9, 9]
+    source = first.page_ids[1]
+    s.remove(first)
+    second = sequence([1, 2, 3, 4, 5, 9, 9, 9, 7, 7])
+    s.add(second)
+    plan = s.plan()
+    assert plan.copies == (PageCopy(source, second.page_ids[1], 3),), "the last was not computed"
+    assert plan.segments[0].past_len == second.cached_tokens == 7
+    assert second.cached_pages == 1
+    finish(s, plan)
+    assert s.plan().copies == ()
+    assert source in s.pool.free_pages, "what is in the longer page is not kept twice"
+
+
+def test_of_several_continuations_the_longest_common_run_is_copied() -> None:
+    s = scheduler(20)
+    for tail in ([5, 5, 5, 5, 1], [5, 6, 7, 7, 1], [5, 6, 6, 6, 1]):
+        s.add(sequence([1, 2, 3, 4, *tail]))
+        run(s)
+        s.remove(s.running[0])
+    new = sequence([1, 2, 3, 4, 5, 6, 7, 8])
+    s.add(new)
+    plan = s.plan()
+    assert new.past_len == 7
+    (copy,) = plan.copies
+    known = s.pool.contents_of(copy.source)
+    assert known is not None
+    assert known.token_ids == (5, 6, 7, 7)
+    finish(s, plan)
+    short = sequence([1, 2, 3, 4, 5, 8, 8])
+    s.add(short)
+    assert s.plan().copies == (), "one position is not worth a copy"
+    assert short.past_len == 4
+
+
+def test_a_running_sequence_lends_the_beginning_of_its_last_page() -> None:
+    s = scheduler(10)
+    first, second = sequence([1, 2, 3]), sequence([1, 2, 5])
+    s.add(first)
+    run(s)
+    s.add(second)
+    plan = s.plan()
+    assert plan.copies == (PageCopy(first.page_ids[0], second.page_ids[0], 2),)
+    assert shape(plan)[1] == (second.request_id, 2, 1, LogitRows.LAST)
+
+
+def test_copies_wait_for_a_pass() -> None:
+    s = scheduler(10)
+    s.add(sequence([1, 2, 3]))
+    run(s)
+    second = sequence([1, 2, 5])
+    s.add(second)
+    copies = s.plan().copies  # this plan is never run
+    assert len(copies) == 1
+    s.remove(second)
+    s.add(sequence([1, 2, 6]))
+    assert s.plan().copies[0] == copies[0], "the second's page may be what is copied next"
+
+
+def test_cached_pages_move_together_when_nothing_is_left_to_do() -> None:
+    s = scheduler(8)
+    a, b = sequence([1] * 3, more=30), sequence([2] * 3, more=30)
+    s.add(a)
+    s.add(b)
+    run(s, 12)  # pages of the two take turns
+    assert a.num_jumps > 0
+    assert s.defragment() == [], "not while they run"
+    tokens = list(a.token_ids)
+    s.remove(b)
+    s.remove(a)
+    assert s.defragment(), "all eight pages were handed out once"
+    assert s.defragment() == [], "and not again, now"
+    again = sequence([*tokens, 5])
+    s.add(again)
+    plan = s.plan()
+    assert again.page_ids[:3] == list(range(again.page_ids[0], again.page_ids[0] + 3))
+    assert plan.copies[0].source == again.page_ids[0] + 3, "what is incomplete follows, too"
+    assert again.cached_tokens == len(tokens) - 1

@@ -1,0 +1,140 @@
+"""Whatever comes, goes, stops and is evicted: no page is lost, none holds what it should not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from support.scheduling import Simulation
+
+NUM_EVENTS = 10_000
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
+
+
+def simulate(num_events: int, seed: int) -> Counter[str]:
+    """Random arrivals and what follows, in pools of all sizes, until so much has happened."""
+    random = Random(seed)
+    total = Counter[str]()
+    while total["events"] < num_events:
+        sim = Simulation(
+            random.randint(2, 12), random.randint(1, 6), random.randint(1, 12), random.randint(0, 6)
+        )
+        num_events_here = random.randint(50, 600)
+        arrivals = random.uniform(0.05, 0.6)  # from mostly idle to crowded
+        num_turns = 0
+        while sim.num_events() < num_events_here:
+            num_turns += 1
+            assert num_turns < 50 * num_events_here, "something happens"
+            happen(sim, random, arrivals)
+        sim.drain()
+        total += sim.count
+        stats = sim.s.pool.stats
+        total["requeued"] += sim.s.num_requeued
+        total["evicted"] += stats.evicted
+        total["hits"] += stats.hits
+        total["partial hits"] += stats.partial_hits
+        total["events"] += sim.num_events()
+    return total
+
+
+def happen(sim: Simulation, random: Random, arrivals: float) -> None:
+    luck = random.random()
+    if luck < arrivals and len(sim.live) < 8:
+        negative = tokens(random) if random.random() < 0.2 else None
+        serial = random.choice((0, 0, 0, 1, 2))
+        sim.arrive(tokens(random), random.randint(1, 12), serial, negative)
+    elif luck < arrivals + 0.03 and sim.live:
+        sim.cancel(random.randrange(len(sim.live)), is_trusted=random.random() < 0.7)
+    elif luck > 0.997:
+        sim.fail()
+    else:
+        sim.step(random)
+    if not sim.live:
+        sim.defragment(is_forced=random.random() < 0.1)
+
+
+def tokens(random: Random) -> list[int]:
+    """Mostly of one letter, so that many begin alike."""
+    return [int(random.random() < 0.1) for _ in range(random.randint(1, 20))]
+
+
+def check_that_all_happened(total: Counter[str]) -> None:
+    assert {
+        *("arrival", "cancellation", "stop", "failure", "rewind", "pair", "refusal"),
+        *("drafted", "accepted", "defragmentation", "requeued", "evicted", "hits", "partial hits"),
+    } <= {kind for kind, count in total.items() if count >= total["events"] / 1000}, total
+
+
+def test_ten_thousand_events_lose_no_page() -> None:
+    total = simulate(NUM_EVENTS, seed=1)
+    assert total["events"] >= NUM_EVENTS
+    check_that_all_happened(total)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2, 12))
+def test_many_more_events_lose_no_page(seed: int) -> None:
+    check_that_all_happened(simulate(5 * NUM_EVENTS, seed))
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """The same, but looking for the smallest failure."""
+
+    @initialize(
+        pages=st.integers(2, 8),
+        max_batch=st.integers(1, 5),
+        prefill_chunk=st.integers(1, 9),
+        max_draft=st.integers(0, 5),
+    )
+    def start(self, pages: int, max_batch: int, prefill_chunk: int, max_draft: int) -> None:
+        self.sim = Simulation(pages, max_batch, prefill_chunk, max_draft)
+
+    @rule(
+        prompt=TOKENS,
+        more=st.integers(1, 12),
+        serial=st.integers(0, 1),
+        negative=st.none() | TOKENS,
+    )
+    def arrive(self, prompt: list[int], more: int, serial: int, negative: list[int] | None) -> None:
+        self.sim.arrive(prompt, more, serial, negative)
+
+    @rule(seed=st.integers(0, 1000))
+    def step(self, seed: int) -> None:
+        self.sim.step(Random(seed))
+
+    @precondition(lambda self: self.sim.live)
+    @rule(data=st.data(), is_trusted=st.booleans())
+    def cancel(self, data: st.DataObject, is_trusted: bool) -> None:
+        i = data.draw(st.integers(0, len(self.sim.live) - 1))
+        self.sim.cancel(i, is_trusted=is_trusted)
+
+    @precondition(lambda self: self.sim.live)
+    @rule(data=st.data())
+    def rewind(self, data: st.DataObject) -> None:
+        """At any time between two passes, not only after one."""
+        runner = data.draw(st.sampled_from(self.sim.live))
+        num_new = len(runner.token_ids) - len(runner.request.prompt_ids)
+        self.sim.s.rewind(runner, len(runner.token_ids) - data.draw(st.integers(0, num_new)))
+        self.sim.check()
+
+    @rule(luck=st.integers(0, 9))
+    def fail(self, luck: int) -> None:
+        if luck == 9:  # mostly things go well
+            self.sim.fail()
+
+    @rule(is_forced=st.booleans())
+    def defragment(self, is_forced: bool) -> None:
+        self.sim.defragment(is_forced=is_forced)
+
+    def teardown(self) -> None:
+        if hasattr(self, "sim"):
+            self.sim.drain()
+
+
+TestSchedulerMachine = SchedulerMachine.TestCase
+TestSchedulerMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

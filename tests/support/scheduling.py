@@ -1,0 +1,334 @@
+"""Drive a scheduler without a model: small pages, and a memory that knows what each place holds.
+
+A place's value stands for the adapters and for all tokens up to its position, as keys and values
+do. It is made from the value that really lies at the position before, so that one wrong copy, stale
+page or page shared by mistake shows in everything computed from it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from itertools import pairwise
+from random import Random
+
+from exl_core.cache.page_pool import PageKey, PagePool, page_keys
+from exl_core.engine.plan import BatchPlan
+from exl_core.engine.request import Request
+from exl_core.engine.scheduler import Scheduler
+from exl_core.engine.sequence import Sequence, root_key
+from exl_core.errors import RequestError
+from exl_core.model.adapters import Adapter, AdapterUse
+from exl_core.model.segment import LogitRows, PageCopy, Segment
+
+PAGE = 4
+Values = dict[tuple[int, int], int]
+
+
+class NamedAdapter:
+    """An adapter as far as the scheduler looks at it."""
+
+    def __init__(self, serial: int) -> None:
+        self.serial = serial
+
+    def deltas(self, layer: int, matrix: str) -> tuple[()]:
+        return ()
+
+
+def use(serial: int, scale: float = 1.0) -> AdapterUse:
+    adapter: Adapter = NamedAdapter(serial)
+    return AdapterUse(adapter, scale)
+
+
+def scheduler(pages: int, *, max_batch: int = 8, prefill_chunk: int = 8) -> Scheduler:
+    pool = PagePool(pages)
+    return Scheduler(pool, max_batch=max_batch, prefill_chunk=prefill_chunk, page_size=PAGE)
+
+
+def sequence(
+    prompt: Iterable[int], more: int = 4, adapters: tuple[AdapterUse, ...] = ()
+) -> Sequence:
+    ids = list(prompt)
+    return Sequence(Request(tuple(ids), adapters=adapters), len(ids) + more, ids)
+
+
+def shape(plan: BatchPlan) -> list[tuple[str, int, int, LogitRows]]:
+    return [
+        (sequence.request_id, s.past_len, len(s.token_ids), s.logit_rows)
+        for sequence, s in zip(plan.sequences, plan.segments, strict=True)
+    ]
+
+
+def finish(s: Scheduler, plan: BatchPlan, token: int = 9) -> None:
+    """The pass is run, and each sequence whose prompt is through gets this token."""
+    for runner, segment in zip(plan.sequences, plan.segments, strict=True):
+        if segment.logit_rows is not LogitRows.NONE:
+            runner.token_ids.append(token)
+    s.advance(plan)
+
+
+def run(s: Scheduler, times: int = 1, token: int = 9) -> None:
+    for _ in range(times):
+        finish(s, s.plan(), token)
+
+
+def chain(before: int, token_ids: Iterable[int]) -> list[int]:
+    """Values of consecutive positions."""
+    values = []
+    for token_id in token_ids:
+        before = hash((before, token_id))
+        values.append(before)
+    return values
+
+
+class Memory:
+    def __init__(self) -> None:
+        self.values: Values = {}
+
+    def after(self, copies: Iterable[PageCopy]) -> Values:
+        """What would be there after these, one by one."""
+        values = dict(self.values)
+        for source, target, length in copies:
+            for i in range(length):
+                values[target, i] = values.get((source, i), 0)
+        return values
+
+    def move(self, moves: Iterable[tuple[int, int]]) -> None:
+        before = dict(self.values)
+        for source, target in moves:
+            for i in range(PAGE):
+                self.values[target, i] = before.get((source, i), 0)
+
+    def run(self, plan: BatchPlan) -> None:
+        """A pass: every segment finds what is to be before it, and still does when all is done."""
+        self.values = self.after(plan.copies)
+        pairs = list(zip(plan.sequences, plan.segments, strict=True))
+        for runner, segment in pairs:
+            self.check_past(runner, segment)
+        for runner, segment in pairs:
+            past_len = segment.past_len
+            last = (segment.page_ids[(past_len - 1) // PAGE], (past_len - 1) % PAGE)
+            before = self.values[last] if past_len else root_value(runner.key_root)
+            for i, value in enumerate(chain(before, segment.token_ids), start=past_len):
+                self.values[segment.page_ids[i // PAGE], i % PAGE] = value
+        for runner, segment in pairs:
+            self.check_past(runner, segment)
+
+    def check_past(self, runner: Sequence, segment: Segment) -> None:
+        past = runner.token_ids[: segment.past_len]
+        for i, value in enumerate(chain(root_value(runner.key_root), past)):
+            place = (segment.page_ids[i // PAGE], i % PAGE)
+            assert self.values.get(place) == value, f"position {i} of {runner.request_id}"
+
+
+def root_value(root: PageKey) -> int:
+    return hash(root)
+
+
+class Simulation:
+    """Everything that an engine does to a scheduler, checked after each thing that happens.
+
+    Tokens come from two letters, so that prefixes are shared, drafts accepted and copies possible
+    all the time.
+    """
+
+    def __init__(self, pages: int, max_batch: int, prefill_chunk: int, max_draft: int) -> None:
+        self.s = scheduler(pages, max_batch=max_batch, prefill_chunk=prefill_chunk)
+        self.max_draft = max_draft
+        self.memory = Memory()
+        self.live: list[Sequence] = []  # in order of arrival
+        self.count = Counter[str]()
+        self.value_of_key: dict[PageKey, int] = {}
+
+    def num_events(self) -> int:
+        kinds = ("arrival", "cancellation", "stop", "failure", "rewind")
+        stats = self.s.pool.stats
+        return sum(self.count[k] for k in kinds) + stats.evicted + self.s.num_requeued
+
+    def arrive(self, prompt: list[int], more: int, serial: int, negative: list[int] | None) -> None:
+        adapters = (use(serial),) if serial else ()
+        new = sequence(prompt, more, adapters)
+        twin = None
+        if negative is not None:
+            twin = Sequence(new.request, len(negative) + more, list(negative))
+        try:
+            twin_len = None if twin is None else twin.max_len
+            self.s.check_fits(new.request_id, new.max_len, twin_len)
+        except RequestError:
+            self.count["refusal"] += 1
+            return
+        self.value_of_key.setdefault(root_key(adapters), root_value(root_key(adapters)))
+        self.live.append(new)
+        self.s.add(new, twin)
+        self.count["arrival"] += 1
+        self.count["pair"] += twin is not None
+        self.check()
+
+    def step(self, random: Random) -> None:
+        self.s.prepare()
+        self.check()
+        plan = self.s.plan(self.draft(random))
+        assert bool(plan.segments) == bool(self.live), "never idle while there is work"
+        self.check_plan(plan)
+        self.memory.run(plan)
+        rewinds: list[tuple[Sequence, int]] = []
+        for runner, segment in zip(plan.sequences, plan.segments, strict=True):
+            if segment.logit_rows is LogitRows.NONE or runner not in self.live:
+                continue
+            self.sample(runner, segment, random)
+            num_new = len(runner.token_ids) - len(runner.request.prompt_ids)
+            if random.random() < 0.06 and num_new:
+                rewinds.append((runner, random.randint(0, num_new)))
+        for runner in plan.sequences:
+            root = runner.key_root
+            keys = page_keys(runner.token_ids, PAGE, root=root)
+            values = chain(root_value(root), runner.token_ids)
+            for i, key in enumerate(keys):
+                self.value_of_key[key] = values[(i + 1) * PAGE - 1]
+        self.s.advance(plan)
+        self.check()
+        for runner, num_cut in rewinds:
+            self.s.rewind(runner, len(runner.token_ids) - num_cut)
+            self.count["rewind"] += 1
+            self.check()
+        for runner in [r for r in self.live if len(r.token_ids) >= r.max_len]:
+            self.end(runner, is_trusted=True)
+            self.count["stop"] += 1
+
+    def draft(self, random: Random) -> dict[str, tuple[int, ...]]:
+        drafts = {}
+        for runner in self.s.drafting():
+            available, had = self.s.pool.num_available, len(runner.page_ids)
+            wanted = random.randint(0, self.max_draft)
+            granted = self.s.reserve(runner, wanted)
+            assert 0 <= granted <= wanted
+            self.check()
+            others = [m for r in self.s.running if r is not runner for m in r.members]
+            needs = sum(max(0, len(m.token_ids) // PAGE + 1 - len(m.page_ids)) for m in others)
+            taken = len(runner.page_ids) - had
+            assert not taken or available - taken >= needs, "others keep what they need"
+            length = random.randint(0, granted + 1)  # one too long, now and then
+            drafts[runner.request_id] = tuple(random.randint(0, 1) for _ in range(length))
+        return drafts
+
+    def sample(self, runner: Sequence, segment: Segment, random: Random) -> None:
+        """Accept a draft while what is drawn equals it."""
+        draft = segment.token_ids[1:] if segment.logit_rows is LogitRows.ALL else ()
+        for drafted in (*draft, None):
+            token = random.randint(0, 1)
+            for member in runner.members:
+                member.token_ids.append(token)
+            self.count["drafted"] += drafted is not None
+            if token != drafted:
+                break
+            self.count["accepted"] += 1
+        assert len(runner.token_ids) <= runner.max_len
+
+    def cancel(self, i: int, *, is_trusted: bool) -> None:
+        self.end(self.live[i], is_trusted=is_trusted)
+        self.count["cancellation"] += 1
+
+    def end(self, runner: Sequence, *, is_trusted: bool) -> None:
+        self.s.remove(runner, is_trusted=is_trusted)
+        self.live.remove(runner)
+        self.check()
+
+    def fail(self) -> None:
+        """A pass breaks off: whatever it wrote, nobody may find it."""
+        self.s.plan()
+        self.memory.values.clear()
+        for gone in self.s.fail_running():
+            self.live.remove(gone)
+        self.count["failure"] += 1
+        self.check()
+
+    def defragment(self, *, is_forced: bool) -> None:
+        before = {self.s.pool.contents_of(page) for page in self.s.pool.cached_pages}
+        moves = self.s.defragment(is_forced=is_forced)
+        assert not (moves and self.live), "pages that are in use stay where they are"
+        self.memory.move(moves)
+        if moves:
+            self.count["defragmentation"] += 1
+            cached = self.s.pool.cached_pages
+            assert sorted(cached) == list(range(len(cached)))
+            assert {self.s.pool.contents_of(page) for page in cached} <= before
+        self.check()
+
+    def drain(self) -> None:
+        random = Random(0)
+        for _ in range(5000):
+            if not self.live:
+                break
+            self.step(random)
+        assert not self.live, "everything ends"
+        pool = self.s.pool
+        assert pool.num_available == pool.num_pages, "and no page is lost"
+
+    def check_plan(self, plan: BatchPlan) -> None:
+        written = Counter[tuple[int, int]]()
+        prefill_rows = 0
+        pool = self.s.pool
+        for runner, segment in zip(plan.sequences, plan.segments, strict=True):
+            past_len, count = segment.past_len, len(segment.token_ids)
+            end = past_len + count
+            assert past_len == runner.past_len
+            is_draft = segment.logit_rows is LogitRows.ALL
+            tokens = segment.token_ids[:1] if is_draft else segment.token_ids
+            assert list(tokens) == runner.token_ids[past_len : past_len + len(tokens)]
+            assert len(segment.page_ids) == -(-end // PAGE)
+            if is_draft:
+                assert count > 1
+                assert runner.num_missing == 1
+                assert end < runner.max_len
+            else:
+                is_end = end == len(runner.token_ids)
+                assert (segment.logit_rows is LogitRows.LAST) == is_end
+            if runner.num_missing > 1:
+                prefill_rows += count
+            for position in range(past_len, end):
+                page, offset = segment.page_ids[position // PAGE], position % PAGE
+                written[page, offset] += 1
+                assert pool.held_pages[page] == 1, "nobody writes into a shared page"
+                known = pool.contents_of(page)
+                assert known is None or offset >= len(known.token_ids), "nor where others read"
+        assert all(count == 1 for count in written.values())
+        assert prefill_rows <= self.s.prefill_chunk
+        self.check_pairs(plan)
+        if self.live:
+            assert {id(m) for m in self.live[0].members} & {id(x) for x in plan.sequences}
+
+    def check_pairs(self, plan: BatchPlan) -> None:
+        rows = list(zip(plan.sequences, plan.segments, strict=True))
+        ends = [runner for runner, segment in rows if segment.logit_rows is not LogitRows.NONE]
+        twins = {id(r.twin): r for r in plan.sequences if r.twin is not None}
+        for before, runner in pairwise([None, *ends]):
+            if id(runner) in twins:
+                assert before is twins[id(runner)], "a twin's logits follow its own sequence's"
+        for runner in ends:
+            assert runner.twin is None or runner.twin in ends
+        assert all(runner in self.live or id(runner) in twins for runner in ends)
+
+    def check(self) -> None:
+        pool = self.s.pool
+        members = [m for r in self.s.running for m in r.members]
+        counts = Counter(page for m in members for page in m.page_ids)
+        assert dict(pool.held_pages) == dict(counts), "held by those that run"
+        everywhere = [*pool.free_pages, *pool.cached_pages, *pool.held_pages]
+        assert sorted(everywhere) == list(range(pool.num_pages)), "each page is somewhere, once"
+        assert not any(m.page_ids or m.past_len for r in self.s.waiting for m in r.members)
+        assert [*self.s.running, *self.s.waiting] == self.live, "in order of arrival"
+        assert len(members) <= self.s.max_batch
+        values = self.memory.after(self.s.pending_copies)
+        for member in members:
+            assert len(set(member.page_ids)) == len(member.page_ids)
+            past = member.token_ids[: member.past_len]
+            for i, value in enumerate(chain(root_value(member.key_root), past)):
+                assert values.get((member.page_ids[i // PAGE], i % PAGE)) == value
+        for page in everywhere:
+            known = pool.contents_of(page)
+            assert known is not None or page not in pool.cached_pages
+            if known is not None:
+                assert page not in pool.free_pages
+                before = self.value_of_key[known.previous]
+                for i, value in enumerate(chain(before, known.token_ids)):
+                    assert values.get((page, i)) == value, "what the pool knows is true"
