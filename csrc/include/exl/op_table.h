@@ -5,6 +5,7 @@
 #include "exl/ops/elementwise.h"
 #include "exl/ops/linear.h"
 #include "exl/ops/quantized.h"
+#include "exl/ops/sample.h"
 #include "exl/thread_pool.h"
 
 namespace exl {
@@ -19,6 +20,7 @@ struct OpTable {
     void (*write_kv)(ThreadPool&, const WriteKvArgs&);
     void (*paged_attention)(ThreadPool&, const AttentionArgs&);
     void (*quant_linear)(ThreadPool&, const QuantLinearArgs&);
+    SampleResult (*sample)(const SampleArgs&);
 };
 
 // Tables this processor and operating system can run, slowest first; scalar is always there.

@@ -124,3 +124,16 @@ class Table:
         window: int,
         softcap: float,
     ) -> None: ...
+    def sample(
+        self,
+        logits: _Tensor,
+        mask: _Tensor | None,
+        ids: _Tensor | None,
+        values: _Tensor | None,
+        temperature: float,
+        top_k: int,
+        top_p: float,
+        min_p: float,
+        uniform: float,
+        num_top: int,
+    ) -> tuple[int, float, list[tuple[int, float]]]: ...

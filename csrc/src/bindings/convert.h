@@ -90,5 +90,6 @@ void bind_weights(py::module_& module);
 void bind_linear(py::class_<Table>& table);
 void bind_elementwise(py::class_<Table>& table);
 void bind_attention(py::class_<Table>& table);
+void bind_sample(py::class_<Table>& table);
 
 }  // namespace exl

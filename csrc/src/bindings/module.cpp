@@ -46,4 +46,5 @@ PYBIND11_MODULE(_C, module) {
     bind_linear(table);
     bind_elementwise(table);
     bind_attention(table);
+    bind_sample(table);
 }

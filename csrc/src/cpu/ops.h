@@ -13,6 +13,7 @@ void gated_activation(ThreadPool& pool, const GatedActivationArgs& args);
 void write_kv(ThreadPool& pool, const WriteKvArgs& args);
 void paged_attention(ThreadPool& pool, const AttentionArgs& args);
 void quant_linear(ThreadPool& pool, const QuantLinearArgs& args);
+SampleResult sample(const SampleArgs& args);
 
 // Activations that one core handles before sharing pays: 1 to 3 us of work.
 constexpr int64_t kValuesPerChunk = 4096;

@@ -9,6 +9,7 @@ extern const OpTable op_table;
 const OpTable op_table = {
     EXL_NAME_OF(EXL_ISA), linear,   embedding,       rms_norm, rope,
     gated_activation,     write_kv, paged_attention, quant_linear,
+    sample,
 };
 
 }  // namespace exl::EXL_ISA

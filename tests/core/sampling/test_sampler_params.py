@@ -3,19 +3,58 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields, replace
 
 import pytest
 
 from exl_core.errors import RequestError
-from exl_core.sampling.params import SamplerParams
+from exl_core.sampling.params import SamplerParams, TokenBias
 
+NO_NUMBERS = (math.nan, math.inf, -math.inf, "1", True)
+NO_IDS = (3, "12", {-1}, {0.5}, {"a"}, {True}, {2**31})
 BAD = {
-    "temperature": (-0.1, math.nan, math.inf, -math.inf, 101, "1", None, True),
+    "temperature": (-0.1, 101, None, *NO_NUMBERS),
+    "temperature_last": (1, None, "yes"),
+    "min_temp": (-0.1, 101, *NO_NUMBERS),
+    "max_temp": (-0.1, 101, *NO_NUMBERS),
+    "temp_exponent": (-0.1, 101, *NO_NUMBERS),
+    "smoothing_factor": (-0.1, 101, *NO_NUMBERS),
     "top_k": (-1, 1.5, math.nan, "4", True),
-    "top_p": (0, -0.5, 1.01, math.nan, math.inf, None),
-    "min_p": (-0.1, 1.5, math.nan, math.inf),
-    "repetition_penalty": (0, -1, math.nan, math.inf, 1e9),
-    "repetition_range": (0, -1, 2.5, math.nan),
+    "top_p": (0, -0.5, 1.01, None, *NO_NUMBERS),
+    "top_a": (-0.1, 1.5, *NO_NUMBERS),
+    "min_p": (-0.1, 1.5, *NO_NUMBERS),
+    "tfs": (0, 1.01, *NO_NUMBERS),
+    "typical": (0, 1.01, *NO_NUMBERS),
+    "skew": (-21, 21, *NO_NUMBERS),
+    "xtc_probability": (-0.1, 1.5, *NO_NUMBERS),
+    "xtc_threshold": (-0.1, 1.5, *NO_NUMBERS),
+    "xtc_protected": (None, *NO_IDS),
+    "mirostat_tau": (-1, 101, *NO_NUMBERS),
+    "mirostat_eta": (-0.1, 1.5, None, *NO_NUMBERS),
+    "repetition_penalty": (0, -1, 1e9, *NO_NUMBERS),
+    "frequency_penalty": (-101, 101, *NO_NUMBERS),
+    "presence_penalty": (-101, 101, *NO_NUMBERS),
+    "penalty_range": (-1, 2.5, math.nan, True),
+    "penalty_decay": (-1, 2.5, None, True),
+    "dry_multiplier": (-0.1, 101, *NO_NUMBERS),
+    "dry_base": (-0.1, 101, *NO_NUMBERS),
+    "dry_allowed_length": (-1, 2.5, None),
+    "dry_range": (-1, 2.5, None, 1, 20),
+    "dry_max_ngram": (-1, 0, 1, 2.5, None),
+    "dry_breakers": (None, *NO_IDS),
+    "token_bias": (
+        None,
+        3,
+        {-1: 1.0},
+        {"a": 1.0},
+        {1: math.nan},
+        {1: math.inf},
+        {1: "x"},
+        {1: True},
+    ),
+    "allowed_tokens": (set(), *NO_IDS),
+    "banned_tokens": (None, *NO_IDS),
+    "cfg_scale": (-1, 101, *NO_NUMBERS),
     "seed": (-1, 2**63, 0.5, math.nan, True),
 }
 
@@ -25,13 +64,69 @@ def test_out_of_range_values_are_refused_by_name(name: str, value: object) -> No
     with pytest.raises(RequestError) as caught:
         SamplerParams(**{name: value})  # type: ignore[arg-type]
     assert caught.value.what.startswith(name)
-    assert caught.value.got == repr(value)
+    assert caught.value.got is not None
     assert caught.value.expected
+
+
+def test_every_setting_is_checked() -> None:
+    assert set(BAD) == {field.name for field in fields(SamplerParams)}
 
 
 def test_the_ends_of_the_ranges_are_allowed() -> None:
     SamplerParams(temperature=0, top_k=0, top_p=1, min_p=0, repetition_penalty=1, seed=0)
-    SamplerParams(temperature=100, top_p=1e-9, min_p=1, repetition_range=1, seed=2**63 - 1)
+    SamplerParams(temperature=100, top_p=1e-9, min_p=1, penalty_range=0, seed=2**63 - 1)
+    SamplerParams(tfs=1e-9, typical=1, skew=-20, top_a=1, mirostat_tau=0, dry_range=21, cfg_scale=0)
+    SamplerParams(token_bias={3: -math.inf}, allowed_tokens=frozenset({0, 2**31 - 1}))
+
+
+def test_settings_are_values_and_keep_nothing_that_can_change() -> None:
+    bias, banned = {7: 1.5, 2: -1.0}, {4, 5}
+    params = SamplerParams(token_bias=bias, banned_tokens=banned)  # type: ignore[arg-type]
+    bias[7] = 9.0
+    banned.add(6)
+    same = SamplerParams(token_bias={2: -1.0, 7: 1.5}, banned_tokens=frozenset({4, 5}))
+    assert params == same
+    assert hash(params) == hash(same)
+    assert params != replace(same, token_bias={2: -1.0})
+    assert dict(params.token_bias) == {2: -1.0, 7: 1.5}
+    assert eval(repr(params)) == params
+    assert repr(params.token_bias) == repr(TokenBias({2: -1.0, 7: 1.5}))
+
+
+def test_nothing_is_left_to_draw() -> None:
+    with pytest.raises(RequestError, match="allowed_tokens"):
+        SamplerParams(allowed_tokens=frozenset({1, 2}), banned_tokens=frozenset({1, 2, 3}))
+
+
+def test_settings_by_name_as_a_file_has_them() -> None:
+    params = SamplerParams.from_mapping(
+        {"top_k": 5, "banned_tokens": [1, 2, 2], "token_bias": {"12": -1, 3: 2.0}}
+    )
+    assert params == SamplerParams(
+        top_k=5, banned_tokens=frozenset({1, 2}), token_bias={12: -1, 3: 2.0}
+    )
+    assert SamplerParams.from_mapping({}) == SamplerParams()
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("top-k", "top_k"),
+        ("temprature", "temperature"),
+        ("repetition_penality", "repetition_penalty"),
+        ("dry_multiplyer", "dry_multiplier"),
+    ],
+)
+def test_an_unknown_setting_is_named_with_the_nearest_known_one(name: str, nearest: str) -> None:
+    with pytest.raises(RequestError, match=f"{name}.*{nearest}"):
+        SamplerParams.from_mapping({"top_p": 0.5, name: 1})
+
+
+def test_values_by_name_are_checked_too() -> None:
+    with pytest.raises(RequestError, match="token_bias"):
+        SamplerParams.from_mapping({"token_bias": {"x": 1.0}})
+    with pytest.raises(RequestError, match="top_p"):
+        SamplerParams.from_mapping({"top_p": "0.5"})
 
 
 @pytest.mark.parametrize(
@@ -42,7 +137,18 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
         (SamplerParams(temperature=0.009), True),
         (SamplerParams(temperature=0.01), False),
         (SamplerParams(top_k=1), True),
+        (SamplerParams(temperature=0, temperature_last=True), True),
+        (SamplerParams(temperature=0, max_temp=2.0), True),
+        # Dynamic temperature takes the place of the last one.
+        (SamplerParams(temperature=0, temperature_last=True, max_temp=2.0), False),
     ],
 )
 def test_greedy_is_temperature_zero_or_top_k_one(params: SamplerParams, is_greedy: bool) -> None:
     assert params.is_greedy is is_greedy
+
+
+def test_the_largest_id_is_found_wherever_it_is_named() -> None:
+    assert SamplerParams().largest_id == -1
+    for name in ("xtc_protected", "dry_breakers", "banned_tokens", "allowed_tokens"):
+        assert SamplerParams(**{name: {3, 9}}).largest_id == 9  # type: ignore[arg-type]
+    assert SamplerParams(token_bias={12: 1.0}, banned_tokens=frozenset({3})).largest_id == 12

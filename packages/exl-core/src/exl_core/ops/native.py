@@ -14,8 +14,7 @@ from torch import Tensor, dtype
 
 from exl_core.errors import BackendError
 from exl_core.ops.quantized import QuantColumns, QuantLayout
-from exl_core.ops.reference_sampling import sample
-from exl_core.ops.table import AttentionBatch, GateKind, PackedLinear
+from exl_core.ops.table import AttentionBatch, Drawn, GateKind, PackedLinear
 
 KERNELS_VERSION = "0.1.0"
 INSTALL = "Install it with: python -m pip install ./csrc (from the repository's root)."
@@ -50,8 +49,6 @@ def native_isas() -> tuple[str, ...]:
 
 class NativeTable:
     """OpTable over the kernels of one instruction set and their threads."""
-
-    sample = staticmethod(sample)
 
     def __init__(self, isa: str | None, threads: int) -> None:
         isas = native_isas()
@@ -229,6 +226,26 @@ class NativeTable:
         bound = cast(exl_kernels.Table.AttentionBatch, batch)
         self._ops.attend_(
             qkv, bound, key_cache, value_cache, q_norm, k_norm, eps, scale, window, softcap
+        )
+
+    def sample(
+        self,
+        logits: Tensor,
+        mask: Tensor | None = None,
+        ids: Tensor | None = None,
+        values: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        uniform: float = 0.0,
+        num_top: int = 0,
+    ) -> Drawn:
+        return Drawn._make(
+            self._ops.sample(
+                logits, mask, ids, values, temperature, top_k, top_p, min_p, uniform, num_top
+            )
         )
 
 

@@ -40,7 +40,7 @@ class TokenBias(Mapping[int, float]):
         return hash(tuple(self._bias.items()))
 
     def __repr__(self) -> str:
-        return repr(self._bias)
+        return f"TokenBias({self._bias!r})"
 
 
 @dataclass(frozen=True, slots=True)

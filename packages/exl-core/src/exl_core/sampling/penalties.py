@@ -6,15 +6,15 @@ logits of few tokens; the sampler calls these with a history that it keeps as an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from exl_core.sampling.params import TokenBias
 from exl_core.sampling.steps import DROPPED, as_ids
 
 Ids = npt.NDArray[np.int64]
@@ -78,7 +78,7 @@ class Mask:
 class Bias:
     """Add to the logits of these tokens."""
 
-    bias: Mapping[int, float] = field(default_factory=lambda: TokenBias({}))
+    bias: Mapping[int, float]
 
     def __call__(self, logits: Tensor) -> Tensor:
         ids, bias = bias_tensors(self.bias, len(logits))
@@ -164,11 +164,17 @@ def dry_losses(history: Ids, rule: Dry, vocab_size: int) -> tuple[Tensor, Tensor
     if len(ends) == 0 or length < allowed:
         return torch.empty(0, dtype=torch.int64), torch.empty(0)
     ids, counts = np.unique(history[ends + 1], return_counts=True)
-    loss = np.float64(rule.multiplier) * np.float64(rule.base) ** (length - allowed)
-    return torch.from_numpy(ids), torch.from_numpy((loss * counts).astype(np.float32))
+    try:
+        loss = rule.multiplier * math.pow(rule.base, length - allowed)
+    except OverflowError:
+        loss = _LARGEST_LOSS
+    # Finite, so that a token remains where all that may come would go on with a repetition.
+    losses = np.minimum(loss * counts, _LARGEST_LOSS).astype(np.float32)
+    return torch.from_numpy(ids), torch.from_numpy(losses)
 
 
 _NONE = np.empty(0, dtype=np.int64)
+_LARGEST_LOSS = 1e30
 
 
 def _reach(history: Ids, rule: Dry, vocab_size: int) -> int:

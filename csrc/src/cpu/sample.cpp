@@ -1,0 +1,288 @@
+// Drawing a token without sorting the vocabulary.
+//
+// Contract   include/exl/ops/sample.h.
+// Algorithm  The largest value of each block of 64 tokens is found first: the k-th largest of these
+//            bounds the k-th largest of all from below, so that the k likeliest tokens are among the
+//            few above it, and only these are sorted. A nucleus is looked for among the likeliest
+//            tokens in the same way; one that is wider is found by bisection over its border, each
+//            step a vectorised sum, and only the tokens at the border are sorted.
+// Accuracy   Weights of few tokens are fp64, of all tokens fp32 (1 ulp) summed in fp64 by blocks.
+#include "cpu/ops.h"
+#include "cpu/sample_select.h"
+
+namespace exl::EXL_ISA {
+
+namespace {
+
+constexpr double kNucleusFloor = 1e-6;
+
+void write_edited(const SampleArgs& args) {
+    float* to = args.edited;
+    if (args.mask == nullptr) {
+        std::memcpy(to, args.logits, sizeof(float) * static_cast<size_t>(args.vocab));
+    } else {
+        const int64_t whole = args.vocab / 32;
+        for (int64_t word = 0; word < whole; ++word) {
+            const uint32_t bits = static_cast<uint32_t>(args.mask[word]);
+            for (uint32_t j = 0; j < 32; ++j) {
+                const int64_t i = word * 32 + j;
+                to[i] = (bits & (1u << j)) != 0 ? args.logits[i] : -kInf;
+            }
+        }
+        for (int64_t i = whole * 32; i < args.vocab; ++i) {
+            to[i] = (args.mask[whole] >> (i % 32) & 1) != 0 ? args.logits[i] : -kInf;
+        }
+    }
+    for (int64_t i = 0; i < args.changes; ++i) {
+        const int64_t id = args.ids[i];
+        if (args.mask != nullptr && (args.mask[id / 32] >> (id % 32) & 1) == 0) continue;
+        to[id] = args.new_values[i];
+    }
+}
+
+// Every y and weight; sums[b] is the weight of block b. Returns the total.
+double weigh(const Row& row, const Scale& scale, float floor, const SampleArgs& args) {
+    const Vec shift = set1(scale.largest), divisor = set1(scale.temperature);
+    const Vec top = set1(scale.top()), least = set1(floor), none = set1(0.0f);
+    double total = 0.0;
+    for (int64_t b = 0; b < row.blocks; ++b) {
+        const float* from = row.block(b);
+        Vec sum_here = none;
+        for (int64_t i = 0; i < kBlock; i += kLanes) {
+            Vec y = load(from + i);
+            if (!scale.is_plain) y = div(sub(y, shift), divisor);
+            const Vec x = sub(y, top);
+            const Vec weight = select(less(x, least), none, exp(x));
+            store(args.scaled + b * kBlock + i, y);
+            store(args.weights + b * kBlock + i, weight);
+            sum_here = add(sum_here, weight);
+        }
+        args.sums[b] = static_cast<double>(sum(sum_here));
+        total += args.sums[b];
+    }
+    return total;
+}
+
+// Total weight of y >= least.
+double weight_from(const SampleArgs& args, int64_t blocks, float least) {
+    const Vec border = set1(least), none = set1(0.0f);
+    double total = 0.0;
+    for (int64_t b = 0; b < blocks; ++b) {
+        Vec sum_here = none;
+        for (int64_t i = b * kBlock; i < (b + 1) * kBlock; i += kLanes) {
+            const Vec below = load(args.weights + i);
+            sum_here = add(sum_here, select(less(load(args.scaled + i), border), none, below));
+        }
+        total += static_cast<double>(sum(sum_here));
+    }
+    return total;
+}
+
+// Keeps keys up to `border` of y - top >= floor; weights and sums follow. Returns the total.
+double cut(const SampleArgs& args, int64_t blocks, uint64_t border, float top, float floor) {
+    double total = 0.0;
+    for (int64_t b = 0; b < blocks; ++b) {
+        double sum_here = 0.0;
+        for (int64_t i = b * kBlock; args.sums[b] > 0.0 && i < (b + 1) * kBlock; ++i) {
+            const float y = args.scaled[i];
+            const bool is_kept = key_of(y, i) <= border && y - top >= floor;
+            args.weights[i] = is_kept ? args.weights[i] : 0.0f;
+            sum_here += static_cast<double>(args.weights[i]);
+        }
+        args.sums[b] = sum_here;
+        total += sum_here;
+    }
+    return total;
+}
+
+// The last key of a nucleus wider than what was tried before. `wanted` and `least` are weights.
+uint64_t wide_border(const SampleArgs& args, const Row& row, const Scale& scale, double wanted,
+                     double least) {
+    // Above `high` all are kept, and from `low` down none or not all are.
+    float low = scale.top() + static_cast<float>(::log(least)) - 1e-3f, high = scale.top();
+    double above = 0.0;  // weight of y >= high, but for the first, open end
+    bool is_open = true;
+    for (int pass = 0; pass < 14; ++pass) {
+        const float middle = low + (high - low) * 0.5f;
+        if (!(middle > low && middle < high)) break;
+        const double sum_here = weight_from(args, row.blocks, middle);
+        if (sum_here <= wanted) {
+            high = middle;
+            above = sum_here;
+            is_open = false;
+        } else {
+            low = middle;
+        }
+    }
+    int64_t n = 0;
+    for (int64_t i = 0; i < row.count; ++i) {
+        const float y = args.scaled[i];
+        if (y >= low && (is_open || y < high)) args.keys[n++] = key_of(y, i);
+    }
+    sort_keys(args.keys, args.keys + row.blocks * kBlock, n);
+    uint64_t border = is_open ? args.keys[0] : key_of(high, row.count);
+    for (int64_t i = 0; i < n; ++i) {
+        const double weight = static_cast<double>(args.weights[id_of(args.keys[i])]);
+        above += weight;
+        if (above > wanted || weight < least) break;
+        border = args.keys[i];
+    }
+    return border;
+}
+
+// How many of the n likeliest tokens, of these fp64 weights, are in the nucleus; n if no end was
+// found.
+int64_t nucleus(const double* weights, int64_t n, double top_p, double total) {
+    double running = 0.0;
+    for (int64_t i = 0; i < n; ++i) {
+        running += weights[i];
+        if (running > top_p * total || weights[i] < kNucleusFloor * total) return larger(i, 1);
+    }
+    return n;
+}
+
+// Draws among n sorted keys of these weights.
+SampleResult draw_few(const SampleArgs& args, const Row& row, int64_t n, const double* weights) {
+    double total = 0.0;
+    for (int64_t i = 0; i < n; ++i) total += weights[i];
+    const int64_t num_top = smaller(args.num_top, n);
+    for (int64_t i = 0; i < num_top; ++i) {
+        args.top_ids[i] = id_of(args.keys[i]);
+        args.top_probabilities[i] = weights[i] / total;
+    }
+    // By id, remembering the place among the likeliest.
+    for (int64_t i = 0; i < n; ++i) {
+        args.keys[i] = args.keys[i] << 32 | static_cast<uint64_t>(i);
+    }
+    sort_keys(args.keys, args.keys + row.blocks * kBlock, n);
+    double running = 0.0;
+    int64_t place = 0;
+    for (int64_t i = 0; i < n; ++i) {
+        place = i;
+        running += weights[id_of(args.keys[i])];
+        if (running > args.uniform * total) break;
+    }
+    const uint64_t chosen = args.keys[place];
+    return {static_cast<int64_t>(chosen >> 32), weights[id_of(chosen)] / total, num_top};
+}
+
+// Draws among all tokens by their fp32 weights.
+SampleResult draw_all(const SampleArgs& args, int64_t blocks, double total) {
+    const double target = args.uniform * total;
+    double running = 0.0;
+    int64_t b = 0;
+    for (int64_t i = 0; i < blocks; ++i) {
+        if (args.sums[i] == 0.0) continue;
+        b = i;
+        if (running + args.sums[i] > target) break;
+        running += args.sums[i];
+    }
+    int64_t token = -1;
+    for (int64_t i = b * kBlock; i < (b + 1) * kBlock; ++i) {
+        if (args.weights[i] == 0.0f) continue;
+        token = i;  // where rounding leaves none, the last that can come at all
+        running += static_cast<double>(args.weights[i]);
+        if (running > target) break;
+    }
+    return {token, static_cast<double>(args.weights[token]) / total, 0};
+}
+
+struct Few {
+    int64_t count;
+    bool is_all;  // of the row
+};
+
+// Sorted keys and weights of at least the k likeliest tokens.
+Few likeliest(const SampleArgs& args, const Row& row, const Scale& scale, int64_t k) {
+    const float bound = bound_of(row, args.maxima, args.maxima + row.blocks, k);
+    const int64_t n = collect(row, args.maxima, scale, bound, args.keys);
+    sort_keys(args.keys, args.keys + row.blocks * kBlock, n);
+    return {n, bound == -kInf};
+}
+
+void weigh_few(const SampleArgs& args, const Row& row, const Scale& scale, int64_t n,
+               double* weights) {
+    for (int64_t i = 0; i < n; ++i) {
+        weights[i] = scale.weight(scale(row.values[id_of(args.keys[i])]));
+    }
+}
+
+// The least y - largest y that min_p allows, rounded up: no float lies between.
+float floor_of(double min_p) {
+    if (min_p <= 0.0) return -kInf;
+    const double exact = ::log(min_p);
+    const float rounded = static_cast<float>(exact);
+    return static_cast<double>(rounded) < exact ? ::nextafterf(rounded, kInf) : rounded;
+}
+
+SampleResult finish_few(const SampleArgs& args, const Row& row, const Scale& scale, float floor,
+                        int64_t n, const double* weights) {
+    while (n > 1 && scale(row.values[id_of(args.keys[n - 1])]) - scale.top() < floor) --n;
+    return draw_few(args, row, n, weights);
+}
+
+}  // namespace
+
+SampleResult sample(const SampleArgs& args) {
+    const Row given(args.logits, args.vocab);
+    if (!survey(given, args.maxima)) return {-1, 0.0, 0};
+    const bool is_edited = args.mask != nullptr || args.changes > 0;
+    if (is_edited) write_edited(args);
+    const Row row(is_edited ? args.edited : args.logits, args.vocab);
+    if (is_edited && !survey(row, args.maxima)) return {-1, 0.0, 0};
+    int64_t best = 0;
+    for (int64_t b = 1; b < row.blocks; ++b) {
+        if (args.maxima[b] > args.maxima[best]) best = b;
+    }
+    const float largest = args.maxima[best];
+    if (largest == -kInf) return {-1, 0.0, 0};
+    if (args.top_k == 1) {
+        int64_t token = best * kBlock;
+        while (row.values[token] != largest) ++token;
+        if (args.num_top > 0) {
+            args.top_ids[0] = token;
+            args.top_probabilities[0] = 1.0;
+        }
+        return {token, 1.0, smaller(args.num_top, 1)};
+    }
+    const Scale scale{largest, args.temperature, args.temperature == 1.0f};
+    const float floor = floor_of(args.min_p);
+    double* weights = args.sums + row.blocks;
+    if (args.top_k > 0 && args.top_k < args.vocab) {
+        int64_t n = smaller(likeliest(args, row, scale, args.top_k).count, args.top_k);
+        weigh_few(args, row, scale, n, weights);
+        if (args.top_p < 1.0) {
+            double total = 0.0;
+            for (int64_t i = 0; i < n; ++i) total += weights[i];
+            n = nucleus(weights, n, args.top_p, total);
+        }
+        return finish_few(args, row, scale, floor, n, weights);
+    }
+    double total = weigh(row, scale, args.top_p < 1.0 ? -kInf : floor, args);
+    uint64_t border = ~uint64_t{0};
+    if (args.top_p < 1.0) {
+        for (const int64_t k : {int64_t{32}, int64_t{512}}) {
+            const Few few = likeliest(args, row, scale, k);
+            weigh_few(args, row, scale, few.count, weights);
+            const int64_t n = nucleus(weights, few.count, args.top_p, total);
+            if (n == few.count && !few.is_all) continue;
+            return finish_few(args, row, scale, floor, n, weights);
+        }
+        border = wide_border(args, row, scale, args.top_p * total, kNucleusFloor * total);
+        total = cut(args, row.blocks, border, scale.top(), floor);
+    }
+    SampleResult result = draw_all(args, row.blocks, total);
+    if (args.num_top > 0) {
+        const int64_t n = likeliest(args, row, scale, smaller(args.num_top, args.vocab)).count;
+        for (int64_t i = 0; i < smaller(n, args.num_top); ++i) {
+            const int64_t id = id_of(args.keys[i]);
+            if (args.weights[id] == 0.0f) break;
+            args.top_ids[i] = id;
+            args.top_probabilities[i] = static_cast<double>(args.weights[id]) / total;
+            result.num_top = i + 1;
+        }
+    }
+    return result;
+}
+
+}  // namespace exl::EXL_ISA
