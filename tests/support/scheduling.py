@@ -164,9 +164,13 @@ class Simulation:
         self.count["pair"] += twin is not None
         self.check()
 
-    def step(self, random: Random) -> None:
+    def prepare(self) -> None:
+        """More may happen before the next plan."""
         self.s.prepare()
         self.check()
+
+    def step(self, random: Random) -> None:
+        self.prepare()
         if self.live and random.random() < 0.05:  # somebody goes before the pass
             self.cancel(random.randrange(len(self.live)), is_trusted=True)
         plan = self.s.plan(self.draft(random))

@@ -44,6 +44,8 @@ def simulate(num_events: int, seed: int) -> Counter[str]:
 
 def happen(sim: Simulation, random: Random, arrivals: float) -> None:
     luck = random.random()
+    if random.random() < 0.1:
+        sim.prepare()
     if luck < arrivals and len(sim.live) < 8:
         for _ in range(random.choice((1, 1, 1, 2, 3, 5))):
             negative = tokens(random) if random.random() < 0.2 else None
@@ -104,6 +106,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def arrive(self, prompt: list[int], more: int, serial: int, negative: list[int] | None) -> None:
         self.sim.arrive(prompt, more, serial, negative)
+
+    @rule()
+    def prepare(self) -> None:
+        self.sim.prepare()
 
     @rule(seed=st.integers(0, 1000))
     def step(self, seed: int) -> None:
