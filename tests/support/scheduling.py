@@ -164,9 +164,15 @@ class Simulation:
         self.count["pair"] += twin is not None
         self.check()
 
-    def step(self, random: Random) -> None:
+    def prepare(self) -> None:
+        """More may happen before the next plan."""
         self.s.prepare()
         self.check()
+
+    def step(self, random: Random) -> None:
+        self.prepare()
+        if self.live and random.random() < 0.05:  # somebody goes before the pass
+            self.cancel(random.randrange(len(self.live)), is_trusted=True)
         plan = self.s.plan(self.draft(random))
         assert bool(plan.segments) == bool(self.live), "never idle while there is work"
         self.check_plan(plan)
@@ -185,8 +191,11 @@ class Simulation:
             values = chain(root_value(root), runner.token_ids)
             for i, key in enumerate(keys):
                 self.value_of_key[key] = values[(i + 1) * PAGE - 1]
+        if self.live and random.random() < 0.02:  # its logits were bad
+            self.distrust(self.live[0], rewinds)
         self.s.advance(plan)
         self.check()
+        assert not any(self.draft_room(m) >= PAGE for r in self.s.running for m in r.members)
         for runner, num_cut in rewinds:
             self.s.rewind(runner, len(runner.token_ids) - num_cut)
             self.count["rewind"] += 1
@@ -224,8 +233,22 @@ class Simulation:
             self.count["accepted"] += 1
         assert len(runner.token_ids) <= runner.max_len
 
+    def draft_room(self, member: Sequence) -> int:
+        return len(member.page_ids) * PAGE - len(member.token_ids)
+
+    def distrust(self, runner: Sequence, rewinds: list[tuple[Sequence, int]]) -> None:
+        """Between pass and `advance`."""
+        page_ids = [page for member in runner.members for page in member.page_ids]
+        self.s.remove(runner, is_trusted=False)
+        self.live.remove(runner)
+        assert not any(self.s.pool.contents_of(page) for page in page_ids)
+        rewinds[:] = [rewind for rewind in rewinds if rewind[0] is not runner]
+        self.count["cancellation"] += 1
+
     def cancel(self, i: int, *, is_trusted: bool) -> None:
+        page_ids = list(self.live[i].page_ids)
         self.end(self.live[i], is_trusted=is_trusted)
+        assert is_trusted or not any(self.s.pool.contents_of(page) for page in page_ids)
         self.count["cancellation"] += 1
 
     def end(self, runner: Sequence, *, is_trusted: bool) -> None:
@@ -239,6 +262,7 @@ class Simulation:
         self.memory.values.clear()
         for gone in self.s.fail_running():
             self.live.remove(gone)
+        assert not self.s.pending_copies
         self.count["failure"] += 1
         self.check()
 
@@ -268,6 +292,8 @@ class Simulation:
         written = Counter[tuple[int, int]]()
         prefill_rows = 0
         pool = self.s.pool
+        assert all(copy.length and copy.source != copy.target for copy in plan.copies)
+        self.count["plans of several copies"] += len(plan.copies) > 1
         for runner, segment in zip(plan.sequences, plan.segments, strict=True):
             past_len, count = segment.past_len, len(segment.token_ids)
             end = past_len + count
@@ -332,3 +358,18 @@ class Simulation:
                 before = self.value_of_key[known.previous]
                 for i, value in enumerate(chain(before, known.token_ids)):
                     assert values.get((page, i)) == value, "what the pool knows is true"
+        self.check_that_no_cached_page_is_useless()
+
+    def check_that_no_cached_page_is_useless(self) -> None:
+        pool = self.s.pool
+        known = {page: pool.contents_of(page) for page in range(pool.num_pages)}
+        for page in pool.cached_pages:
+            contents = known[page]
+            assert contents is not None
+            for other, others in known.items():
+                assert (
+                    other == page
+                    or others is None
+                    or others.previous != contents.previous
+                    or not contents.begins(others)
+                )

@@ -9,7 +9,15 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from exl_core.cache.page_pool import PageContents, PagePool, page_key, page_keys
+from exl_core.cache.page_pool import (
+    NO_KEY,
+    PageContents,
+    PagePool,
+    PageRun,
+    PoolStats,
+    page_key,
+    page_keys,
+)
 
 
 def contents(text: str) -> PageContents:
@@ -94,6 +102,103 @@ def test_a_page_cannot_have_two_keys() -> None:
     pool.register(page, contents("k"))
     with pytest.raises(AssertionError, match="second key"):
         pool.register(page, contents("l"))
+
+
+def test_the_longest_run_behind_a_prefix_is_found() -> None:
+    pool = PagePool(4)
+    pages = pool.allocate(4) or []
+    first = PageContents.of(NO_KEY, (1, 2, 3, 4))
+    pool.register(pages[0], first)
+    pool.note(pages[1], PageContents.of(first.key, (5, 6)))
+    pool.note(pages[2], PageContents.of(first.key, (5, 7, 8)))
+    pool.note(pages[3], PageContents.of(first.key, (9,)))
+    assert pool.find_run(first.key, (5, 7, 8, 8)) == PageRun(pages[2], 3)
+    assert pool.find_run(first.key, (5, 7, 9)) == PageRun(pages[2], 2)
+    assert pool.find_run(first.key, (5, 6)) == PageRun(pages[1], 2)
+    assert pool.find_run(NO_KEY, (1, 2, 9)) == PageRun(pages[0], 2)
+    assert pool.find_run(first.key, (5, 9)) is None, "one position is not worth a copy"
+    assert pool.find_run(first.key, (9, 9)) is None
+    assert pool.find_run(b"x", (5, 6)) is None
+    assert pool.find([NO_KEY]) == []
+    assert pool.stats == PoolStats(allocated=4, partial_hits=4)
+
+
+def test_what_is_copied_from_counts_as_used() -> None:
+    pool = PagePool(2)
+    a, b = pool.allocate(2) or []
+    pool.note(a, PageContents.of(NO_KEY, (1, 1)))
+    pool.note(b, PageContents.of(NO_KEY, (2, 2)))
+    pool.release([a])
+    pool.release([b])
+    pool.find_run(NO_KEY, (1, 1))
+    assert pool.allocate(1) == [b]
+    assert pool.stats.evicted == 1
+
+
+def test_a_cached_page_is_not_kept_beside_one_that_has_more() -> None:
+    pool = PagePool(3)
+    a, b, c = pool.allocate(3) or []
+    pool.note(a, PageContents.of(NO_KEY, (1, 2)))
+    pool.release([a])
+    pool.note(b, PageContents.of(NO_KEY, (1, 2, 3)))
+    assert pool.free_pages == {a}
+    pool.note(c, PageContents.of(NO_KEY, (1, 2, 3)))
+    assert pool.contents_of(c) is None
+    pool.note(c, PageContents.of(NO_KEY, (1, 2, 4)))
+    pool.release([b, c])
+    assert pool.cached_pages == (c, b)
+
+
+def test_pages_are_described_by_a_character_each() -> None:
+    pool = PagePool(4)
+    a, b, c = pool.allocate(3) or []
+    for page, text in ((a, "a"), (b, "b")):
+        pool.register(page, contents(text))
+    pool.release([a])
+    for _ in range(9):
+        pool.hold([b])
+    pool.hold([c])
+    assert pool.describe() == "0+2."
+
+
+def test_chains_of_cached_pages_are_put_side_by_side_by_age() -> None:
+    pool = PagePool(8)
+    pages = pool.allocate(8) or []
+    texts = ("z", "b", "o", "abc", "a", "ax", "oo", "ab")
+    for page, text in zip(pages, texts, strict=True):
+        pool.register(page, contents(text))
+    page_of = dict(zip(texts, pages, strict=True))
+    pool.forget([page_of["z"]])
+    for chain in (["z"], ["a", "ax"], ["o", "oo"], ["b"], ["a", "ab", "abc"]):
+        if chain[-1] == "abc":
+            pool.hold([page_of["a"]])
+        pool.release([page_of[text] for text in chain])
+    assert pool.defragmentation_pays()
+    moves = dict(pool.defragment())
+    order = ["ax", "o", "oo", "b", "a", "ab", "abc"]
+    for place, text in enumerate(order):
+        assert moves.get(page_of[text], page_of[text]) == place
+        assert pool.contents_of(place) == contents(text)
+    assert pool.cached_pages == (0, 2, 1, 3, 6, 5, 4), "who is evicted first has not changed"
+    assert pool.free_pages == {7}
+    assert pool.find([b"a", b"ab", b"abc"]) == [4, 5, 6]
+    assert not pool.defragmentation_pays()
+    assert pool.defragment() == []
+
+
+def test_defragmentation_waits_until_it_pays() -> None:
+    pool = PagePool(20)
+    pool.release(pool.allocate(10) or [])
+    pages = pool.allocate(10) or []
+    assert not pool.defragmentation_pays(), "pages are held"
+    with pytest.raises(AssertionError, match="held"):
+        pool.defragment()
+    for page, text in zip(pages[7:], ("a", "ab", "abc"), strict=True):
+        pool.register(page, contents(text))
+    pool.release(pages)
+    assert pool.defragmentation_pays(), "20 allocations, and three of 20 pages would move"
+    pool.forget(pool.find([b"a", b"ab", b"abc"])[2:])
+    assert not pool.defragmentation_pays(), "two of 20 are 10 %, not more"
 
 
 class PoolMachine(RuleBasedStateMachine):

@@ -191,6 +191,35 @@ def test_copies_wait_for_a_pass() -> None:
     assert s.plan().copies[0] == copies[0], "the second's page may be what is copied next"
 
 
+def test_copies_are_in_order() -> None:
+    s = scheduler(3)
+    for token in (1, 2, 3):
+        s.add(sequence([token] * 3))
+        run(s)
+        s.remove(s.running[0])
+    x, y = sequence([1, 1, 9]), sequence([3, 3, 9])
+    s.add(x)
+    s.prepare()
+    s.add(y)
+    first, second = s.plan().copies
+    assert (first.target, second.target) == (x.page_ids[0], y.page_ids[0])
+    assert first.source == second.target, "copied from before it is copied to"
+
+
+def test_what_a_copy_would_have_made_is_not_known_if_it_is_never_done() -> None:
+    s = scheduler(4)
+    a, x = sequence([1, 2, 3]), sequence([1, 2, 9])
+    s.add(a)
+    run(s)
+    s.add(x)
+    s.prepare()
+    s.remove(a, is_trusted=False)
+    s.remove(x)
+    assert (len(s.pending_copies), s.pool.describe().count("0")) == (1, 1)
+    s.defragment(is_forced=True)
+    assert (len(s.pending_copies), s.pool.describe()) == (0, "....")
+
+
 def test_cached_pages_move_together_when_nothing_is_left_to_do() -> None:
     s = scheduler(8)
     a, b = sequence([1] * 3, more=30), sequence([2] * 3, more=30)

@@ -44,10 +44,13 @@ def simulate(num_events: int, seed: int) -> Counter[str]:
 
 def happen(sim: Simulation, random: Random, arrivals: float) -> None:
     luck = random.random()
+    if random.random() < 0.1:
+        sim.prepare()
     if luck < arrivals and len(sim.live) < 8:
-        negative = tokens(random) if random.random() < 0.2 else None
-        serial = random.choice((0, 0, 0, 1, 2))
-        sim.arrive(tokens(random), random.randint(1, 12), serial, negative)
+        for _ in range(random.choice((1, 1, 1, 2, 3, 5))):
+            negative = tokens(random) if random.random() < 0.2 else None
+            serial = random.choice((0, 0, 0, 0, 1, 2))
+            sim.arrive(tokens(random), random.randint(1, 12), serial, negative)
     elif luck < arrivals + 0.03 and sim.live:
         sim.cancel(random.randrange(len(sim.live)), is_trusted=random.random() < 0.7)
     elif luck > 0.997:
@@ -67,6 +70,7 @@ def check_that_all_happened(total: Counter[str]) -> None:
     assert {
         *("arrival", "cancellation", "stop", "failure", "rewind", "pair", "refusal"),
         *("drafted", "accepted", "defragmentation", "requeued", "evicted", "hits", "partial hits"),
+        "plans of several copies",
     } <= {kind for kind, count in total.items() if count >= total["events"] / 1000}, total
 
 
@@ -102,6 +106,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     )
     def arrive(self, prompt: list[int], more: int, serial: int, negative: list[int] | None) -> None:
         self.sim.arrive(prompt, more, serial, negative)
+
+    @rule()
+    def prepare(self) -> None:
+        self.sim.prepare()
 
     @rule(seed=st.integers(0, 1000))
     def step(self, seed: int) -> None:

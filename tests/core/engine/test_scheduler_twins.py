@@ -165,6 +165,21 @@ def test_rewinding_into_a_shared_page_goes_on_in_a_copy() -> None:
     assert dict(s.pool.held_pages)[shared] == 1
 
 
+def test_rewinding_to_the_start_of_a_shared_page_copies_nothing() -> None:
+    s = scheduler(10)
+    a, b = sequence([1, 2], more=20), sequence([1, 2], more=20)
+    s.add(a)
+    s.add(b)
+    run(s, 7)
+    assert a.page_ids == b.page_ids
+    s.rewind(a, 5)
+    plan = s.plan()
+    assert plan.copies == ()
+    assert shape(plan)[0] == (a.request_id, 4, 1, LogitRows.LAST)
+    assert a.page_ids[0] == b.page_ids[0]
+    assert a.page_ids[1] != b.page_ids[1]
+
+
 def test_rewinding_into_a_shared_page_without_a_page_to_spare() -> None:
     s = scheduler(4)
     a, b = sequence([1, 2], more=9), sequence([1, 2], more=9)

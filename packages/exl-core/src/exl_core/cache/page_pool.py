@@ -228,7 +228,6 @@ class PagePool:
             return page_id
         if known is not None:
             self._hold(known)
-            self._unlearn(page_id)
             self.release((page_id,))
             return known
         self._learn(page_id, contents)
