@@ -201,6 +201,15 @@ def test_costs_follow_a_growing_context_at_every_number_of_rows() -> None:
     assert 0.018 < costs.seconds(4) < 0.026, "measured for one row only, it takes longer too"
 
 
+@pytest.mark.parametrize("seconds", [0.0, 5e-324, -1.0])
+def test_a_clock_that_stands_still_tells_nothing(seconds: float) -> None:
+    costs = PassCosts()
+    costs.record(2, seconds)
+    costs.record(1, 0.010)
+    costs.record(1, seconds)
+    assert costs.seconds(1) == pytest.approx(0.010)
+
+
 def test_one_disturbed_pass_changes_little() -> None:
     costs = PassCosts()
     for _ in range(20):
