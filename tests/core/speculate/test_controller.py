@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl_core.speculate.controller import DraftController, PassCosts
@@ -126,6 +126,7 @@ def test_a_step_in_the_costs_is_respected() -> None:
     assert sum(length == 3 for length in lengths) > 0.6 * len(lengths)
 
 
+@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(
@@ -199,6 +200,15 @@ def test_costs_follow_a_growing_context_at_every_number_of_rows() -> None:
         costs.record(1, 0.020)
     assert costs.seconds(1) == pytest.approx(0.020, rel=0.01)
     assert 0.018 < costs.seconds(4) < 0.026, "measured for one row only, it takes longer too"
+
+
+@pytest.mark.parametrize("seconds", [0.0, 5e-324, -1.0])
+def test_a_clock_that_stands_still_tells_nothing(seconds: float) -> None:
+    costs = PassCosts()
+    costs.record(2, seconds)
+    costs.record(1, 0.010)
+    costs.record(1, seconds)
+    assert costs.seconds(1) == pytest.approx(0.010)
 
 
 def test_one_disturbed_pass_changes_little() -> None:

@@ -58,7 +58,7 @@ tokens_of = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 orders = st.permutations(range(NUM_PAGES))
 
 
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(
     st.lists(
         st.tuples(tokens_of, st.lists(st.integers(0, 1), max_size=5), orders, orders),

@@ -23,6 +23,7 @@ _LEVEL_RATE = 0.3
 """Contexts grow and machines are shared: all passes slow down together, and at once ..."""
 _SHAPE_RATE = 0.1
 """... while their proportions change slowly."""
+_SHORTEST_S = 1e-9
 _LARGEST_STEP = math.log(2.0)
 """A pass that took far longer than the last ones was disturbed by something else."""
 
@@ -37,7 +38,7 @@ class PassCosts:
 
     def record(self, rows: int, seconds: float) -> None:
         """A pass was run. The clock of a test may stand still: that tells nothing."""
-        if seconds <= 0.0 or not 1 <= rows <= _LARGEST:
+        if seconds < _SHORTEST_S or not 1 <= rows <= _LARGEST:
             return
         if self._level is None:
             self._level = seconds / _prior_shape(rows)
