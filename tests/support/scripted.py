@@ -59,6 +59,7 @@ class ScriptedShape:
     vocab_size: int = VOCAB_SIZE
     max_seq_len: int = 2048  # half precision counts positions exactly up to here
     num_layers: int = 1
+    hidden_size: int = 1
     num_kv_heads: int = 1
     head_dim: int = 1
 

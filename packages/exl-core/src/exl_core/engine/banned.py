@@ -3,7 +3,7 @@
 Upper and lower case are the same. Text is held back token by token, from the token in which a
 banned string may have begun: if it does come up, that whole token is taken back, and none of its
 text has been shown. A string that is there already wins over one that may yet come, and of several
-the one that began first.
+the one that began first. What stays after that is held on to if it may still become one.
 """
 
 from __future__ import annotations
@@ -42,27 +42,34 @@ class BannedStrings(Generic[State]):
         """Tokens, the newest ones, that may still be taken back."""
         return len(self._held)
 
+    @property
+    def held(self) -> str:
+        """Their text."""
+        return "".join(held.text for held in self._held)
+
     def feed(self, place: int, text: str, state: State) -> tuple[str, Rewind[State] | None]:
         """The text that is safe now. `state` is that before the token."""
         self._held.append(_Held(place, text, state))
-        joined = fold("".join(held.text for held in self._held))
+        joined = fold(self.held)
         found = [at for at in map(joined.find, self._strings) if at >= 0]
-        if found:
-            first = self._token_at(min(found))
-            safe = self._release(first)
-            back = self._held[0]
-            taken = "".join(held.text for held in self._held)
-            self._held.clear()
-            return safe, Rewind(back.place, back.state, taken)
-        starts = [
-            at
-            for at in range(len(joined))
-            if any(string.startswith(joined[at:]) for string in self._strings)
-        ]
-        return self._release(self._token_at(starts[0]) if starts else len(self._held)), None
+        if not found:
+            return self._release_safe(), None
+        first = self._token_at(min(found))
+        back = self._held[first]
+        taken = "".join(held.text for held in self._held[first:])
+        del self._held[first:]
+        return self._release_safe(), Rewind(back.place, back.state, taken)
 
     def flush(self) -> str:
         """Nothing follows: what was held is safe."""
+        return self._release(len(self._held))
+
+    def _release_safe(self) -> str:
+        """All before the token in which a banned string may have begun."""
+        joined = fold(self.held)
+        for at in range(len(joined)):
+            if any(string.startswith(joined[at:]) for string in self._strings):
+                return self._release(self._token_at(at))
         return self._release(len(self._held))
 
     def _token_at(self, at: int) -> int:
