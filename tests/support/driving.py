@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 from exl_core.engine.engine import Engine, EngineOptions
@@ -30,12 +31,13 @@ def engine_for(
     max_seq_len: int = 2048,
     tokenizer: Tokenizer | None = None,
     drafter: Drafter | None = None,
+    clock: Callable[[], float] = perf_counter,
     **options: object,
 ) -> Engine:
     tokenizer = tokenizer or ByteTokenizer()
     model = ScriptedModel(rule, ScriptedShape(tokenizer.vocab_size, max_seq_len))
     known = EngineOptions(**options)  # type: ignore[arg-type]
-    return Engine(model, tokenizer, known, drafter=drafter)
+    return Engine(model, tokenizer, known, drafter=drafter, clock=clock)
 
 
 def ask(

@@ -158,11 +158,10 @@ class Output:
         if self._banned is None:
             return self._read(self._decoder.feed(token_id), now)
         before = self._decoder.copy()
-        text, rewind = self._banned.feed(place, self._decoder.feed(token_id), before)
-        if rewind is None:
-            return self._read(text, now)
-        taken = self._go_back(rewind)
-        return [*self._show(text, now), taken]
+        found = self._banned.feed(place, self._decoder.feed(token_id), before)
+        if isinstance(found, Rewind):
+            return [self._go_back(found)]
+        return self._read(found, now)
 
     def cancel(self, now: float) -> FinishEvent:
         """End it as it stands: text that is held back stays so."""
@@ -257,23 +256,16 @@ class Output:
         where = f"{self._request.request_id}, token {self.num_generated} of the reply"
         return RequestError(what, where=where, expected=expected, got=got)
 
-    def _show(self, text: str, now: float) -> list[Event]:
-        """More of the text, up to a stop string."""
+    def _read(self, text: str, now: float) -> list[Event]:
+        """More of the text, up to a stop string, and whether it ends here."""
         match = self._matcher.feed(text)
         events = self._emit(match.text)
         if match.stopped_by is not None:
             self._end_at(match, now)
-        return events
-
-    def _read(self, text: str, now: float) -> list[Event]:
-        """More of the text, and whether it ends here."""
-        events = self._show(text, now)
-        if self.end is not None:
-            return events
-        if self.filters is not None and self.filters.is_finished:
-            return [*events, *self._finish(FinishReason.CONSTRAINT, None, now)]
-        if len(self.sequence.token_ids) >= self.sequence.max_len:
-            return [*events, *self._finish(FinishReason.LENGTH, None, now)]
+        elif self.filters is not None and self.filters.is_finished:
+            events += self._finish(FinishReason.CONSTRAINT, None, now)
+        elif len(self.sequence.token_ids) >= self.sequence.max_len:
+            events += self._finish(FinishReason.LENGTH, None, now)
         return events
 
     def _go_back(self, rewind: Rewind[TextDecoder]) -> RewindEvent:
@@ -333,7 +325,7 @@ class Output:
             reason=reason,
             stopped_by=stopped_by,
             text="".join(self._text),
-            token_ids=tuple(self.sequence.token_ids[prompt_tokens : self.rewind_to]),
+            token_ids=tuple(self.sequence.token_ids[prompt_tokens:]),
             prompt_tokens=prompt_tokens,
             cached_tokens=self.sequence.cached_tokens or 0,
             queued_s=started - self._submitted_at,
