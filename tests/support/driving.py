@@ -2,20 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import Any
 
 from exl_core.engine.engine import Engine, EngineOptions
-from exl_core.engine.events import Event, FinishEvent, PrefillEvent, StartEvent, TextEvent
+from exl_core.engine.events import (
+    Event,
+    FailEvent,
+    FinishEvent,
+    PrefillEvent,
+    RewindEvent,
+    StartEvent,
+    TextEvent,
+)
 from exl_core.engine.request import Request
 from exl_core.sampling.params import SamplerParams
+from exl_core.speculate.drafter import Drafter
+from exl_core.tokenizer.base import Tokenizer
 from support.scripted import EOS_ID, ByteTokenizer, Rule, ScriptedModel, ScriptedShape
 
 GREEDY = SamplerParams(temperature=0)
 
 
-def engine_for(rule: Rule, *, max_seq_len: int = 2048, **options: object) -> Engine:
-    model = ScriptedModel(rule, ScriptedShape(max_seq_len=max_seq_len))
-    return Engine(model, ByteTokenizer(), EngineOptions(**options))  # type: ignore[arg-type]
+def engine_for(
+    rule: Rule,
+    *,
+    max_seq_len: int = 2048,
+    tokenizer: Tokenizer | None = None,
+    drafter: Drafter | None = None,
+    clock: Callable[[], float] = perf_counter,
+    **options: object,
+) -> Engine:
+    tokenizer = tokenizer or ByteTokenizer()
+    model = ScriptedModel(rule, ScriptedShape(tokenizer.vocab_size, max_seq_len))
+    known = EngineOptions(**options)  # type: ignore[arg-type]
+    return Engine(model, tokenizer, known, drafter=drafter, clock=clock)
 
 
 def ask(
@@ -26,6 +48,7 @@ def ask(
     sampler: SamplerParams = GREEDY,
     min_tokens: int = 0,
     stop_ids: frozenset[int] = frozenset({EOS_ID}),
+    **rest: Any,
 ) -> Request:
     ids = tuple(prompt.encode()) if isinstance(prompt, str) else tuple(prompt)
     return Request(
@@ -35,6 +58,7 @@ def ask(
         stop_ids=stop_ids,
         stop_strings=stop_strings,
         min_tokens=min_tokens,
+        **rest,
     )
 
 
@@ -55,12 +79,19 @@ def run_all(engine: Engine, limit: int = 5000) -> list[Event]:
 
 def run_one(engine: Engine, request: Request) -> tuple[list[str], FinishEvent]:
     engine.submit(request)
-    events = run_all(engine)
+    return texts_and_end(engine, run_all(engine))
+
+
+def texts_and_end(engine: Engine, events: list[Event]) -> tuple[list[str], FinishEvent]:
+    """Of one request, after checks that hold of every reply."""
     end = events.pop()
     assert isinstance(end, FinishEvent)
     texts = []
     reported: list[int] = []
     for event in events:
+        if isinstance(event, RewindEvent):
+            assert event.token_ids
+            continue
         assert isinstance(event, TextEvent)
         assert event.text
         texts.append(event.text)
@@ -69,3 +100,14 @@ def run_one(engine: Engine, request: Request) -> tuple[list[str], FinishEvent]:
     assert tuple(reported) == end.token_ids[: len(reported)]
     assert engine.pool.num_available == engine.pool.num_pages, "every page was given back"
     return texts, end
+
+
+def run_to_failure(engine: Engine, request: Request) -> BaseException:
+    """What made the request fail; the engine is empty after it."""
+    engine.submit(request)
+    events = run_all(engine)
+    ends = [event for event in events if isinstance(event, FailEvent | FinishEvent)]
+    assert len(ends) == 1, "every request has one end"
+    assert isinstance(ends[0], FailEvent)
+    assert engine.pool.num_available == engine.pool.num_pages, "every page was given back"
+    return ends[0].error

@@ -54,11 +54,45 @@ class ByteTokenizer(Tokenizer):
         return bytes([token_id]) if token_id < BOS_ID else None
 
 
+class PieceTokenizer(ByteTokenizer):
+    """Has longer tokens too, from id 258 on, and takes the longest that fits."""
+
+    def __init__(self, *pieces: str, leading_spaces_dropped: int = 0) -> None:
+        super().__init__()
+        self._pieces = [piece.encode() for piece in pieces]
+        self._leading_spaces_dropped = leading_spaces_dropped
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB_SIZE + len(self._pieces)
+
+    @property
+    def leading_spaces_dropped(self) -> int:
+        return self._leading_spaces_dropped
+
+    def id_of(self, piece: str) -> int:
+        return VOCAB_SIZE + self._pieces.index(piece.encode())
+
+    def _encode(self, text: str, *, allow_special: bool) -> list[int]:
+        data, ids = text.encode(), []
+        while data:
+            fitting = [piece for piece in self._pieces if data.startswith(piece)]
+            longest = max(fitting, key=len, default=data[:1])
+            ids.append(self.id_of(longest.decode()) if fitting else longest[0])
+            data = data[len(longest) :]
+        return ids
+
+    def _piece(self, token_id: int) -> bytes | None:
+        known = token_id >= VOCAB_SIZE
+        return self._pieces[token_id - VOCAB_SIZE] if known else super()._piece(token_id)
+
+
 @dataclass(frozen=True, slots=True)
 class ScriptedShape:
     vocab_size: int = VOCAB_SIZE
     max_seq_len: int = 2048  # half precision counts positions exactly up to here
     num_layers: int = 1
+    hidden_size: int = 1
     num_kv_heads: int = 1
     head_dim: int = 1
 
@@ -124,7 +158,9 @@ def certain(token_id: int, vocab_size: int = VOCAB_SIZE) -> Tensor:
     return logits
 
 
-def reply_with(reply: str | bytes | Sequence[int], then: int = EOS_ID) -> Rule:
+def reply_with(
+    reply: str | bytes | Sequence[int], then: int = EOS_ID, vocab_size: int = VOCAB_SIZE
+) -> Rule:
     """Whatever the prompt, continue with `reply`, and after it with `then`.
 
     How far the reply has come is read off the end of the history, so a prompt must not end with a
@@ -137,7 +173,7 @@ def reply_with(reply: str | bytes | Sequence[int], then: int = EOS_ID) -> Rule:
         tail = tuple(history[-len(script) :])
         for done in range(min(len(script) - 1, len(tail)), 0, -1):
             if tail[-done:] == script[:done]:
-                return certain(script[done])
-        return certain(script[0])
+                return certain(script[done], vocab_size)
+        return certain(script[0], vocab_size)
 
     return rule

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
+import pytest
+import torch
+
+from exl_core.constrain.choice import StartsWith
+from exl_core.constrain.json_schema import JsonSchema
+from exl_core.constrain.regex import Regex
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FinishEvent
-from exl_core.engine.request import Request
+from exl_core.engine.request import Report, Request
 from exl_core.errors import OutOfMemoryError, RequestError
+from exl_core.model.embedded import EmbeddedSpan
+from exl_core.sampling.params import SamplerParams
+from exl_core.speculate.compatible import check_same_vocabulary
 from support.driving import ask, engine_for, run_all, run_one
-from support.scripted import ByteTokenizer, ScriptedModel, ScriptedShape, reply_with
+from support.scripted import (
+    ByteTokenizer,
+    PieceTokenizer,
+    ScriptedModel,
+    ScriptedShape,
+    reply_with,
+)
+
+SPAN, WIDE = EmbeddedSpan(torch.zeros(2, 1)), EmbeddedSpan(torch.zeros(2, 3))
+GUIDANCE = {"sampler": SamplerParams(cfg_scale=2), "negative_prompt_ids": (1,)}
 
 
 @pytest.mark.parametrize(
@@ -17,17 +35,104 @@ from support.scripted import ByteTokenizer, ScriptedModel, ScriptedShape, reply_
     [
         (ask([65] * 100), ("100 tokens", "context 100", "at most 99")),
         (ask([65, 258]), ("prompt token 1", "below 258", "258")),
+        (ask([65, SPAN.first_id + 2]), ("prompt token 1", "stands for no vector")),
+        (ask(SPAN.token_ids), ("prompt token 0", "Give the span with the request")),
+        (ask(SPAN.token_ids, embeddings=(WIDE,)), ("prompt token 0", "stands for no vector")),
+        (ask(WIDE.token_ids, embeddings=(WIDE,)), ("another model", "[n, 1]", "[2, 3]")),
+        (ask(sampler=SamplerParams(allowed_tokens=frozenset({300}))), ("allowed", "below 258")),
+        (
+            ask(sampler=SamplerParams(allowed_tokens=[1, 258], banned_tokens=[1])),  # type: ignore[arg-type]
+            ("allowed", "below 258"),
+        ),
+        (ask(constraints=(Regex("["),)), ("regular expression",)),
+        (ask(constraints=(JsonSchema("{"),)), ("JSON",)),
+        (ask(constraints=(StartsWith("a"), Regex("("))), ("regular expression",)),
     ],
-    ids=["longer than the context", "outside the vocabulary"],
+    ids=[
+        "longer than the context",
+        "outside the vocabulary",
+        "behind a span",
+        "no span",
+        "another span",
+        "wide vectors",
+        "nothing allowed",
+        "nothing left of what is allowed",
+        "no regex",
+        "no schema",
+        "one of two",
+    ],
 )
 def test_requests_that_the_model_cannot_serve(request_: Request, numbers: tuple[str, ...]) -> None:
     engine = engine_for(reply_with("ok"), max_seq_len=100)
-    with pytest.raises(RequestError) as caught:
-        engine.submit(request_)
-    for number in numbers:
-        assert number in str(caught.value)
+    for call in (engine.check, engine.submit):
+        with pytest.raises(RequestError) as caught:
+            call(request_)
+        for number in numbers:
+            assert number in str(caught.value)
     assert engine.is_idle
     assert run_one(engine, ask())[1].text == "ok"
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"stop_strings": ("",)}, "stop_strings .* no text can match"),
+        ({"stop_strings": ("a", 5)}, "stop_strings .* no text can match"),
+        ({"banned_strings": ("ok", "")}, "banned_strings .* no text can match"),
+        ({"max_tokens": -1}, "max_tokens is out of range"),
+        ({"max_tokens": 2.5}, "max_tokens is out of range"),
+        ({"max_tokens": True}, "max_tokens is out of range"),
+        ({"min_tokens": -1}, "min_tokens is out of range"),
+        ({"min_tokens": 51}, "min_tokens is more than max_tokens"),
+        ({"prompt": []}, "prompt is empty"),
+        ({"prompt": [-1]}, "no token id"),
+        ({"prompt": [1.0]}, "no token id"),
+        ({"stop_ids": frozenset({-5})}, "stop_ids holds"),
+        ({"hooks": (3,)}, "hook cannot be called"),
+        ({"prefer_eos": True, "stop_ids": frozenset()}, "no stop token to prefer"),
+        ({"negative_prompt_ids": (1,)}, "negative prompt and a scale"),
+        ({"sampler": SamplerParams(cfg_scale=2)}, "negative prompt and a scale"),
+        ({**GUIDANCE, "negative_prompt_ids": ()}, "prompt is empty"),
+        ({**GUIDANCE, "token_healing": True}, "healing does not go with guidance"),
+    ],
+)
+def test_requests_that_cannot_be_made(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        ask(**settings)
+    with pytest.raises(TypeError, match="max_tokenz"):
+        ask(max_tokenz=3)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperatur": 1.0}, "unknown setting 'temperatur'.*temperature"),
+        ({"temperature": -1}, "temperature is out of range"),
+        ({"top_p": 0}, "top_p is out of range"),
+        ({"top_p": float("nan")}, "top_p is out of range"),
+        ({"seed": "7"}, "seed is out of range"),
+        ({"cfg_scale": -1}, "cfg_scale is out of range"),
+        ({"allowed_tokens": []}, "allowed_tokens is out of range"),
+        ({"token_bias": {"a": 1}}, "token_bias is out of range"),
+    ],
+)
+def test_sampler_settings_that_mean_nothing(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        SamplerParams.from_mapping(settings)
+    with pytest.raises(RequestError, match="top_tokens is out of range"):
+        Report(top_tokens=-1)
+
+
+def test_vectors_that_come_with_their_span_are_served() -> None:
+    request = ask([65, *SPAN.token_ids, 66], embeddings=(SPAN,), token_healing=True)
+    _, end = run_one(engine_for(reply_with("Bok")), request)
+    assert (end.text, end.prompt_tokens) == ("ok", 4)
+
+
+def test_a_draft_model_with_another_vocabulary() -> None:
+    check_same_vocabulary(PieceTokenizer("ab", "cd"), PieceTokenizer("ab"))
+    with pytest.raises(RequestError, match="another vocabulary: token 258 differs"):
+        check_same_vocabulary(PieceTokenizer("ab"), PieceTokenizer("ba"))
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 300])
@@ -46,9 +151,25 @@ def test_an_id_that_is_still_live_is_refused() -> None:
     engine.submit(request)
     with pytest.raises(RequestError, match="has not ended"):
         engine.submit(request)
+    engine.cancel(request.request_id)
+    with pytest.raises(RequestError, match="has not ended"):
+        engine.submit(request)  # nobody was told of its end yet
     run_all(engine)
     engine.submit(request)
     assert isinstance(run_all(engine)[-1], FinishEvent)
+
+
+def test_the_cache_is_left_alone_while_requests_run() -> None:
+    engine = engine_for(reply_with("ok"))
+    request = ask()
+    engine.submit(request)
+    for call in (engine.defragment, engine.forget_cache):
+        with pytest.raises(RequestError, match="cache is in use"):
+            call()
+    run_all(engine)
+    engine.forget_cache()
+    assert engine.defragment() == 0
+    assert run_one(engine, ask())[1].cached_tokens == 0
 
 
 @pytest.mark.parametrize(

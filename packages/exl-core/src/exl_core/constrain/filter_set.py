@@ -60,15 +60,16 @@ class FilterSet:
         if self._background is not None and self._pending is None and not self._has_mask:
             self._pending = self._background.submit(self._masks, in_background=True)
 
-    def mask(self) -> Tensor | None:
+    def mask(self, *, may_end: bool = True) -> Tensor | None:
         """Packed bits of the tokens that may come next, None: any may. Read it, do not write it.
 
-        `ConstraintError` where nothing may come.
+        Without `may_end` EOS may not come, complete or not; as long as the same tokens were
+        accepted, all calls say the same. `ConstraintError` where nothing may come.
         """
         if not self._has_mask:
             pending, self._pending = self._pending, None
             masks = self._masks(in_background=True) if pending is None else pending.result()
-            self._mask = self._combined(masks + self._masks(in_background=False))
+            self._mask = self._combined(masks + self._masks(in_background=False), may_end)
             self._has_mask = True
         return self._mask
 
@@ -103,8 +104,8 @@ class FilterSet:
     def _masks(self, *, in_background: bool) -> list[Tensor | None]:
         return [f.mask() for f in self._filters if f.runs_in_background == in_background]
 
-    def _combined(self, masks: list[Tensor | None]) -> Tensor | None:
-        may_end = all(f.is_complete for f in self._filters)
+    def _combined(self, masks: list[Tensor | None], may_end: bool) -> Tensor | None:
+        may_end = may_end and all(f.is_complete for f in self._filters)
         if may_end and self._prefer_eos and bool(self._eos_mask.any()):
             return self._eos_mask
         combined: Tensor | None = None

@@ -4,6 +4,9 @@ Upper and lower case are the same. Text is held back token by token, from the to
 banned string may have begun: if it does come up, that whole token is taken back, and none of its
 text has been shown. A string that is there already wins over one that may yet come, and of several
 the one that began first.
+
+What later tokens made harmless is still held while these may be taken back themselves: shown text
+never ends with the beginning of a banned string.
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ class BannedStrings(Generic[State]):
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self._strings = tuple(fold(string) for string in strings)
+        self._longest = max(map(len, self._strings), default=0)
         self._held: list[_Held[State]] = []
 
     @property
@@ -42,28 +46,38 @@ class BannedStrings(Generic[State]):
         """Tokens, the newest ones, that may still be taken back."""
         return len(self._held)
 
-    def feed(self, place: int, text: str, state: State) -> tuple[str, Rewind[State] | None]:
-        """The text that is safe now. `state` is that before the token."""
+    @property
+    def held(self) -> str:
+        """Their text."""
+        return "".join(held.text for held in self._held)
+
+    def feed(self, place: int, text: str, state: State) -> str | Rewind[State]:
+        """The text that is safe now, or a banned string. `state` is that before the token."""
         self._held.append(_Held(place, text, state))
-        joined = fold("".join(held.text for held in self._held))
+        joined = fold(self.held)
         found = [at for at in map(joined.find, self._strings) if at >= 0]
-        if found:
-            first = self._token_at(min(found))
-            safe = self._release(first)
-            back = self._held[0]
-            taken = "".join(held.text for held in self._held)
-            self._held.clear()
-            return safe, Rewind(back.place, back.state, taken)
-        starts = [
-            at
-            for at in range(len(joined))
-            if any(string.startswith(joined[at:]) for string in self._strings)
-        ]
-        return self._release(self._token_at(starts[0]) if starts else len(self._held)), None
+        if not found:
+            return self._release(self._num_safe())
+        first = self._token_at(min(found))
+        back = self._held[first]
+        taken = "".join(held.text for held in self._held[first:])
+        del self._held[first:]  # what is left of it was not safe before, and is not now
+        return Rewind(back.place, back.state, taken)
 
     def flush(self) -> str:
         """Nothing follows: what was held is safe."""
         return self._release(len(self._held))
+
+    def _num_safe(self) -> int:
+        """How many tokens can be shown: the most that no banned string begins at the end of."""
+        joined = fold(self.held)
+        end = len(joined)
+        for count in range(len(self._held), 0, -1):
+            tails = [joined[at:end] for at in range(max(0, end - self._longest + 1), end)]
+            if not any(string.startswith(tail) for tail in tails for string in self._strings):
+                return count
+            end -= len(self._held[count - 1].text)
+        return 0
 
     def _token_at(self, at: int) -> int:
         """Which held token has the character."""

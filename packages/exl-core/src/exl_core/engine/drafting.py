@@ -26,8 +26,10 @@ class _Record:
 
 
 class Drafting:
-    def __init__(self, drafter: Drafter, clock: Callable[[], float]) -> None:
+    def __init__(self, drafter: Drafter, vocab_size: int, clock: Callable[[], float]) -> None:
+        """`vocab_size`: a draft ends before the first id that is not below."""
         self._drafter = drafter
+        self._vocab_size = vocab_size
         self._clock = clock
         self._costs = PassCosts()
         self._records: dict[str, _Record] = {}
@@ -63,23 +65,29 @@ class Drafting:
         each = (self._clock() - started) / len(jobs)
         for job in jobs:
             self._record(job.request_id).draft_s = each
-        return {
-            job.request_id: draft
+        cut = {
+            job.request_id: self._cut(draft, job.max_tokens)
             for job, draft in zip(jobs, drafts, strict=True)
-            if draft.token_ids
         }
+        return {request_id: draft for request_id, draft in cut.items() if draft.token_ids}
 
     def passed(self, rows: int, seconds: float) -> None:
         """A forward pass took so long; told before what came of it."""
         self._costs.record(rows, seconds)
 
     def verified(
-        self, request_id: str, *, drafted: int, emitted: int, rows: int, sequences: int
+        self,
+        request_id: str,
+        *,
+        drafted: int,
+        accepted: int,
+        emitted: int,
+        rows: int,
+        sequences: int,
     ) -> None:
-        """A pass of `rows` gave a request `emitted` tokens, of which all but the last were drafted,
-        and the last too where the reply ended with it."""
+        """A pass of `rows` gave a request `emitted` tokens, of which the first `accepted` were
+        drafted: all but the last, and the last too where nothing more was taken from the pass."""
         record = self._record(request_id)
-        accepted = min(emitted - 1, drafted)
         record.stats = record.stats.with_round(drafted=drafted, accepted=accepted, emitted=emitted)
         record.controller.record(
             drafted=drafted,
@@ -92,7 +100,8 @@ class Drafting:
         record.draft_s = 0.0
 
     def stats(self, request_id: str) -> DraftStats:
-        return self._record(request_id).stats
+        known = self._records.get(request_id)
+        return DraftStats() if known is None else known.stats
 
     def forget(self, request_id: str) -> None:
         self._records.pop(request_id, None)
@@ -100,6 +109,13 @@ class Drafting:
 
     def moved(self, moves: Sequence[tuple[int, int]]) -> None:
         self._drafter.moved(moves)
+
+    def _cut(self, draft: Draft, max_tokens: int) -> Draft:
+        """What of it can go into the pass: a drafter may know more ids than the model draws."""
+        token_ids = draft.token_ids[:max_tokens]
+        strange = (i for i, token_id in enumerate(token_ids) if token_id >= self._vocab_size)
+        count = next(strange, len(token_ids))
+        return Draft(token_ids[:count], draft.probabilities)
 
     def _record(self, request_id: str) -> _Record:
         known = self._records.get(request_id)

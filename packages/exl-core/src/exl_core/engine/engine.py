@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -21,9 +22,9 @@ from exl_core.cache.page_pool import PagePool
 from exl_core.cache.store import KVStore
 from exl_core.constrain.filter_set import FilterSet
 from exl_core.constrain.vocabulary import Vocabulary
-from exl_core.engine.admission import check_tokens, max_len
+from exl_core.engine.admission import check_ids, room_for
 from exl_core.engine.drafting import Drafting
-from exl_core.engine.events import Event, FailEvent, FinishEvent, PrefillEvent, StartEvent
+from exl_core.engine.events import Event, FailEvent, FinishEvent
 from exl_core.engine.healing import healing_of
 from exl_core.engine.output import Output
 from exl_core.engine.plan import BatchPlan
@@ -33,7 +34,7 @@ from exl_core.engine.sequence import Sequence
 from exl_core.errors import ExlError, RequestError
 from exl_core.model.runner import Model, Runner
 from exl_core.model.segment import LogitRows, Segment
-from exl_core.sampling.sampler import Sampler, guide
+from exl_core.sampling.sampler import Sampler
 from exl_core.speculate.drafter import Draft, Drafter
 from exl_core.tokenizer.base import Tokenizer
 
@@ -62,6 +63,14 @@ class EngineOptions:
             _check_at_least("cache_tokens", self.cache_tokens, PAGE_SIZE)
         _check_at_least("max_batch", self.max_batch, 1)
         _check_at_least("prefill_chunk", self.prefill_chunk, 1)
+
+
+class _Taken(NamedTuple):
+    """What one request took from a pass: `emitted` tokens, the first `accepted` as drafted."""
+
+    drafted: int
+    accepted: int
+    emitted: int
 
 
 class Engine:
@@ -98,7 +107,7 @@ class Engine:
         )
         self._runner = Runner(model, self.store)
         self._clock = clock
-        self._drafting = None if drafter is None else Drafting(drafter, clock)
+        self._drafting = None if drafter is None else Drafting(drafter, self.vocab_size, clock)
         self._outputs: dict[str, Output] = {}
         self._events: list[Event] = []  # that the next step hands out
 
@@ -130,7 +139,7 @@ class Engine:
         sequence, twin = self._checked(request)
         output = self._output(sequence, self._clock())
         if request.max_tokens == 0:
-            self._events.append(output.finish_empty(self._clock()))
+            self._events.append(self._with_drafts(output.finish_empty(self._clock())))
             return sequence
         self._outputs[request_id] = output
         self.scheduler.add(sequence, twin)
@@ -147,11 +156,11 @@ class Engine:
 
     def token_ids_of(self, request_id: str) -> tuple[int, ...]:
         """Prompt and reply so far of a live request."""
-        return tuple(self._outputs[request_id].sequence.token_ids)
+        return tuple(self._live(request_id).sequence.token_ids)
 
     def ban_next(self, request_id: str, token_ids: frozenset[int]) -> None:
         """The next token of a live request will be none of these."""
-        self._outputs[request_id].ban_next(token_ids)
+        self._live(request_id).ban_next(token_ids)
 
     def discard_events(self, request_id: str) -> None:
         """Nobody listens to this request any more: drop what the next step would hand out of it."""
@@ -178,21 +187,27 @@ class Engine:
 
         Refused while requests run. `step` does it by itself now and then, when the last one ends.
         """
-        if self._outputs:
-            raise RequestError(
-                "the cache is in use", expected="no live requests", got=len(self._outputs)
-            )
+        self._check_unused()
         moves = self.scheduler.defragment(is_forced=True)
         self._move(moves)
         return len(moves)
 
     def forget_cache(self) -> None:
         """Nothing that was computed is reused from here on. Refused while requests run."""
+        self._check_unused()
+        self.pool.reset()
+
+    def _check_unused(self) -> None:
         if self._outputs:
             raise RequestError(
                 "the cache is in use", expected="no live requests", got=len(self._outputs)
             )
-        self.pool.reset()
+
+    def _live(self, request_id: str) -> Output:
+        output = self._outputs.get(request_id)
+        if output is None:
+            raise RequestError("no live request has this id", where=request_id)
+        return output
 
     def _move(self, moves: list[tuple[int, int]]) -> None:
         if moves:
@@ -212,79 +227,75 @@ class Engine:
 
     def _run(self, plan: BatchPlan, drafts: dict[str, Draft]) -> None:
         now = self._clock()
-        for sequence, segment in zip(plan.sequences, plan.segments, strict=True):
-            output = self._outputs[sequence.request_id]
-            if sequence is not output.sequence:  # a twin
-                continue
-            if output.mark_started(now):
-                self._events.append(_started(output))
+        outputs = [self._outputs[sequence.request_id] for sequence in plan.sequences]
+        for output, segment in zip(outputs, plan.segments, strict=True):
+            self._events += output.start(now)
             if segment.logit_rows is not LogitRows.NONE:
                 output.start_mask()
         logits = self._runner.run(plan.segments, plan.copies)
         if self._drafting is not None:
             self._drafting.passed(plan.num_rows, self._clock() - now)
-        turned: list[tuple[Output, int]] = []
+        turned: list[tuple[Output, _Taken]] = []
         row = 0
-        for sequence, segment in zip(plan.sequences, plan.segments, strict=True):
-            count = _num_logit_rows(segment)
-            rows = logits[row : row + count]
-            row += count
-            output = self._outputs[sequence.request_id]
-            if sequence is not output.sequence:
+        for sequence, segment, output in zip(plan.sequences, plan.segments, outputs, strict=True):
+            rows = logits[row : row + _num_logit_rows(segment)]
+            row += len(rows)
+            if len(rows) == 0 or sequence is not output.sequence:
                 continue
-            if count == 0:
-                self._events.append(_progress(sequence, segment))
-                continue
-            scale = sequence.request.sampler.cfg_scale
-            if scale is not None:  # the twin's row comes next
-                rows = guide(rows[0], logits[row], scale)[None]
-            taken = self._take(output, rows, drafts.get(sequence.request_id))
+            # The twin's row comes next.
+            unwanted = None if sequence.twin is None else logits[row]
+            draft = drafts.get(sequence.request_id)
+            drawn_from = None if draft is None else draft.probabilities
+            proposals = segment.token_ids[1:] if segment.logit_rows is LogitRows.ALL else ()
+            taken = self._take(output, rows, unwanted, proposals, drawn_from)
             turned.append((output, taken))
         self.scheduler.advance(plan)
+        for output in dict.fromkeys(outputs):
+            self._events += output.progress()
         for output, taken in turned:
-            if self._drafting is not None and taken:
-                draft = drafts.get(output.sequence.request_id)
+            if self._drafting is not None and output.error is None:
                 self._drafting.verified(
                     output.sequence.request_id,
-                    drafted=0 if draft is None else len(draft.token_ids),
-                    emitted=taken,
+                    **taken._asdict(),
                     rows=plan.num_rows,
                     sequences=len(turned),
                 )
             self._turn(output)
 
-    def _take(self, output: Output, rows: Tensor, draft: Draft | None) -> int:
-        """The tokens that a pass gave one request: one, and one for each proposal that holds.
-
-        Returns how many.
-        """
+    def _take(
+        self,
+        output: Output,
+        rows: Tensor,
+        unwanted: Tensor | None,
+        proposals: tuple[int, ...],
+        drawn_from: tuple[Tensor, ...] | None,
+    ) -> _Taken:
+        """The tokens that a pass gave one request: one, and one for each proposal that holds."""
         sequence = output.sequence
-        proposals = draft.token_ids if draft is not None else ()
-        taken = 0
+        emitted = accepted = 0
         try:
             for i, logits in enumerate(rows):
-                proposal = proposals[i] if i < len(proposals) else None
-                drawn_from = None
-                if draft is not None and draft.probabilities is not None and proposal is not None:
-                    drawn_from = draft.probabilities[i]
+                drawn = None
+                if drawn_from is not None and i < len(proposals):
+                    drawn = (proposals[i], drawn_from[i])
                 now = self._clock()
-                self._events += output.take(logits, now, proposal, drawn_from)
-                taken += 1
+                self._events += output.take(logits, now, unwanted=unwanted, drawn=drawn)
+                emitted += 1
                 if sequence.twin is not None:
                     sequence.twin.token_ids.append(sequence.token_ids[-1])
-                if output.end is not None or output.rewind_to is not None:
-                    break
-                if sequence.token_ids[-1] != proposal:
+                is_accepted = i < len(proposals) and sequence.token_ids[-1] == proposals[i]
+                accepted += is_accepted
+                if not is_accepted or output.end is not None or output.rewind_to is not None:
                     break
         except ExlError as error:
             # The others' logits may be fine, so they go on; what this one cached is not reused.
-            self._events.append(FailEvent(sequence.request_id, error))
             output.error = error
-        return taken
+        return _Taken(len(proposals), accepted, emitted)
 
     def _turn(self, output: Output) -> None:
         """After the pass is booked: what has ended leaves, what went back is cut."""
         if output.error is not None:
+            self._events.append(FailEvent(output.sequence.request_id, output.error))
             self._drop(output, is_trusted=False)
         elif output.end is not None:
             self._events.append(self._with_drafts(output.end))
@@ -306,36 +317,32 @@ class Engine:
         return replace(event, drafting=self._drafting.stats(event.request_id))
 
     def _fail_running(self, error: BaseException) -> None:
-        for sequence in self.scheduler.fail_running():
-            if self._outputs.pop(sequence.request_id, None) is not None:
-                self._events.append(FailEvent(sequence.request_id, error))
-                if self._drafting is not None:
-                    self._drafting.forget(sequence.request_id)
+        self.scheduler.fail_running()
+        waiting = {sequence.request_id for sequence in self.scheduler.waiting}
+        failed = [request_id for request_id in self._outputs if request_id not in waiting]
+        for request_id in failed:
+            output = self._outputs.pop(request_id)
+            self._events.append(FailEvent(request_id, output.error or error))
+        if self._drafting is not None:
+            for request_id in failed:
+                self._drafting.forget(request_id)
 
     def _checked(self, request: Request) -> tuple[Sequence, Sequence | None]:
         """The request's sequences, which this model and this cache can serve."""
-        check_tokens(request, self.model.config.vocab_size)
-        sequence, twin = self._sequences(request)
+        shape = self.model.config
+        check_ids(request, shape, self.vocab_size)
+        room = room_for(request, shape, self.pool.num_pages)
+        prompt_ids, negative = request.prompt_ids, request.negative_prompt_ids
+        is_healed = request.token_healing and healing_of(prompt_ids, self.vocabulary) is not None
+        token_ids = list(prompt_ids[:-1] if is_healed else prompt_ids)
+        sequence = Sequence(request, len(prompt_ids) + room, token_ids)
+        twin = None
+        if negative is not None:
+            twin = Sequence(request, len(negative) + room, list(negative))
         self.scheduler.check_fits(
             request.request_id, sequence.max_len, None if twin is None else twin.max_len
         )
         return sequence, twin
-
-    def _sequences(self, request: Request) -> tuple[Sequence, Sequence | None]:
-        shape, capacity = self.model.config, self.scheduler.capacity
-        prompt_ids, negative = request.prompt_ids, request.negative_prompt_ids
-        if negative is None:
-            end = max_len(request, len(prompt_ids), shape, capacity)
-            healed = healing_of(prompt_ids, self.vocabulary) if request.token_healing else None
-            token_ids = list(prompt_ids if healed is None else prompt_ids[:-1])
-            return Sequence(request, end, token_ids), None
-        half = capacity // 2
-        room = min(
-            max_len(request, len(prompt_ids), shape, half) - len(prompt_ids),
-            max_len(request, len(negative), shape, half) - len(negative),
-        )
-        sequence = Sequence(request, len(prompt_ids) + room, list(prompt_ids))
-        return sequence, Sequence(request, len(negative) + room, list(negative))
 
     def _output(self, sequence: Sequence, now: float) -> Output:
         request = sequence.request
@@ -371,26 +378,6 @@ class Engine:
     def _executor(self) -> ThreadPoolExecutor:
         """Works out which tokens the constraints allow, beside the forward pass."""
         return ThreadPoolExecutor(1, thread_name_prefix="exl-constraints")
-
-
-def _started(output: Output) -> StartEvent:
-    sequence = output.sequence
-    return StartEvent(
-        sequence.request_id,
-        sequence.cached_tokens or 0,
-        sequence.cached_pages or 0,
-        output.queued_s,
-    )
-
-
-def _progress(sequence: Sequence, segment: Segment) -> PrefillEvent:
-    """Counted before the pass is booked."""
-    done = segment.past_len + len(segment.token_ids)
-    total = len(sequence.token_ids)
-    if sequence.twin is not None:
-        done += sequence.twin.past_len
-        total += len(sequence.twin.token_ids)
-    return PrefillEvent(sequence.request_id, done, total)
 
 
 def _num_logit_rows(segment: Segment) -> int:

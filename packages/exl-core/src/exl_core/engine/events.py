@@ -48,7 +48,10 @@ class StartEvent:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEvent:
-    """So many tokens of the prompt (of both, with guidance) are in the cache; more are to come."""
+    """So many tokens of the prompt (of both, with guidance) are in the cache; more are to come.
+
+    `done` grows from event to event. What is computed again later, for lack of pages, is not told.
+    """
 
     request_id: str
     done: int
@@ -59,8 +62,9 @@ class PrefillEvent:
 class TextEvent:
     """New text, never empty, never half a character, never the beginning of a stop string.
 
-    `token_ids` are the tokens sampled since the event before. The last of them may be ahead of the
-    text: what could still become a stop string is held back and comes with a later event.
+    `token_ids` are the tokens sampled since the event before; a stop token is none of them, nor is
+    a healed one. The last of them may be ahead of the text: what could still become a stop string
+    is held back and comes with a later event.
     """
 
     request_id: str
@@ -85,7 +89,9 @@ class FinishEvent:
 
     stopped_by     the stop token's id, or the stop string, that ended it; else None
     text           all of it, without the stop
-    token_ids      every token that was sampled, a stop token and the tokens of a stop string too
+    token_ids      every token that was sampled and not taken back, a stop token and the tokens of
+                   a stop string too, the healed token not
+    healed_id      what the last token of the prompt became; None where it was not healed
     held_text      what was generated and is no part of the text: the stop string and what follows
     tokens         what was asked to be told of the tokens that no `TextEvent` reported
     cached_tokens  tokens of the prompt that were found in the cache and not computed
@@ -110,6 +116,7 @@ class FinishEvent:
     tokens: tuple[SampledToken, ...] = ()
     cached_pages: int = 0
     drafting: DraftStats | None = None
+    healed_id: int | None = None
 
     @property
     def completion_tokens(self) -> int:

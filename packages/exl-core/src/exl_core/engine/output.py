@@ -6,6 +6,7 @@ order: stop token, end of the constraints, banned string, stop string, length.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Protocol
 
@@ -17,15 +18,20 @@ from exl_core.engine.events import (
     Event,
     FinishEvent,
     FinishReason,
+    PrefillEvent,
     RewindEvent,
     SampledToken,
+    StartEvent,
     TextEvent,
 )
 from exl_core.engine.healing import Healing
 from exl_core.engine.sequence import Sequence
 from exl_core.engine.stop import StopMatch, StopMatcher
-from exl_core.errors import ExlError
-from exl_core.sampling.sampler import Sample, Sampler
+from exl_core.errors import ExlError, RequestError
+from exl_core.sampling.sampler import LogitsError, Sample, Sampler, guide
+
+Drawn = tuple[int, Tensor]
+"""A proposal, and the distribution that it was drawn from."""
 
 
 class TextDecoder(Protocol):
@@ -74,11 +80,13 @@ class Output:
             if self._request.banned_strings
             else None
         )
+        self._healed_id: int | None = None
         self._tried: dict[int, set[int]] = {}  # by place: tokens that began a banned string
         self._banned_next: frozenset[int] = frozenset()
         self._matcher = StopMatcher(self._request.stop_strings)
         self._text: list[str] = []
         self._unreported: list[SampledToken] = []
+        self._progress = 0  # tokens of the prompt that were reported as cached
         self._submitted_at = now
         self._started_at: float | None = None
         self._first_token_at: float | None = None
@@ -93,16 +101,24 @@ class Output:
         """The next token grows the prompt's last one."""
         return self._healing is not None
 
-    @property
-    def queued_s(self) -> float:
-        return 0.0 if self._started_at is None else self._started_at - self._submitted_at
-
-    def mark_started(self, now: float) -> bool:
-        """Its first pass begins; False in later calls, which change nothing."""
+    def start(self, now: float) -> list[Event]:
+        """A pass begins that it is part of; later calls change nothing."""
         if self._started_at is not None:
-            return False
+            return []
         self._started_at = now
-        return True
+        sequence = self.sequence
+        cached = (sequence.cached_tokens or 0, sequence.cached_pages or 0)
+        return [StartEvent(sequence.request_id, *cached, now - self._submitted_at)]
+
+    def progress(self) -> list[Event]:
+        """A pass is booked that it was part of."""
+        members = self.sequence.members
+        done = sum(member.past_len for member in members)
+        if self._first_token_at is not None or done <= self._progress:
+            return []
+        self._progress = done
+        total = sum(len(member.token_ids) for member in members)
+        return [PrefillEvent(self.sequence.request_id, done, total)]
 
     def ban_next(self, token_ids: frozenset[int]) -> None:
         self._banned_next = token_ids
@@ -116,109 +132,140 @@ class Output:
         self,
         logits: Tensor,
         now: float,
-        proposal: int | None = None,
-        drawn_from: Tensor | None = None,
+        *,
+        unwanted: Tensor | None = None,
+        drawn: Drawn | None = None,
     ) -> list[Event]:
-        """The next token, drawn from `logits` [vocab_size] and appended, and what comes of it.
+        """The next token, from `logits` [vocab_size], is appended, and what comes of it.
 
-        A `proposal` is verified: it was drawn from the distribution `drawn_from`, or is certain.
+        `unwanted`: the logits of the negative prompt, where there is one. `drawn`: a proposal that
+        another distribution made; one that was certain is no business of the sampler's.
         """
         if self._first_token_at is None:
             self._first_token_at = now
-        token = self._draw(logits[: self._vocab_size], proposal, drawn_from)
-        place = len(self.sequence.token_ids)
-        self.sequence.token_ids.append(token.token_id)
-        self._unreported.append(token)
-        token_id = token.token_id
+        token = self._draw(logits, unwanted, drawn)
+        token_id, place = token.token_id, len(self.sequence.token_ids)
+        self.sequence.token_ids.append(token_id)
         if self._healing is not None:
             piece, self._healing = self._healing.grown_by(token_id), None
+            self._healed_id = token_id
             return self._read(self._decoder.feed_bytes(piece), now)
         if token_id in self._request.stop_ids:
-            return self._finish(FinishReason.STOP, token_id, now)
+            return self._finish(FinishReason.STOP, token_id, now, token)
+        self._unreported.append(token)
         if self.filters is not None:
             self.filters.accept(token_id)
         if self._banned is None:
             return self._read(self._decoder.feed(token_id), now)
         before = self._decoder.copy()
-        text, rewind = self._banned.feed(place, self._decoder.feed(token_id), before)
-        if rewind is None:
-            return self._read(text, now)
-        taken = self._go_back(rewind)
-        events = self._show(text, now)
-        return events if self.end is not None else [*events, taken]
+        found = self._banned.feed(place, self._decoder.feed(token_id), before)
+        if isinstance(found, Rewind):
+            return [self._go_back(found)]
+        return self._read(found, now)
 
     def cancel(self, now: float) -> FinishEvent:
         """End it as it stands: text that is held back stays so."""
-        return self._end(FinishReason.CANCELLED, None, now, self._matcher.held)
+        held = self._matcher.held + ("" if self._banned is None else self._banned.held)
+        return self._end(FinishReason.CANCELLED, None, now, held)
 
     def finish_empty(self, now: float) -> FinishEvent:
         """The end of a request for no tokens."""
         return self._end(FinishReason.LENGTH, None, now)
 
-    def _draw(
-        self, logits: Tensor, proposal: int | None, drawn_from: Tensor | None
-    ) -> SampledToken:
-        report, history = self._request.report, self.sequence.token_ids
-        banned = self._banned_next.union(self._tried.get(len(history), ()))
+    def _draw(self, logits: Tensor, unwanted: Tensor | None, drawn: Drawn | None) -> SampledToken:
+        own = logits[: self._vocab_size]
+        scale = self._request.sampler.cfg_scale
+        guided = own
+        if unwanted is not None and scale is not None:
+            guided = guide(logits, unwanted, scale)[: self._vocab_size]
+        sample = self._sample(guided, drawn)
+        report = self._request.report
+        token = SampledToken(
+            sample.token_id, sample.probability, sample.top, own.clone() if report.logits else None
+        )
+        if self._healing is None and self._request.hooks:
+            token = self._hooked(token)
+            if token.token_id != sample.token_id:
+                sample = Sample(token.token_id, None, sample.top)
+        self._sampler.accept(sample)
+        return token
+
+    def _sample(self, logits: Tensor, drawn: Drawn | None) -> Sample:
+        request, history = self._request, self.sequence.token_ids
+        tried = self._tried.get(len(history), set())
+        banned = self._banned_next.union(tried)
         self._banned_next = frozenset()
-        if self.num_generated < self._request.min_tokens:
+        may_stop = self.num_generated >= request.min_tokens
+        if not may_stop:
             banned = banned | self._banned_at_first
         mask = None
         if self._healing is not None:
             mask = self._healing.mask
         elif self.filters is not None:
-            mask = self.filters.mask()
-        if proposal is None:
-            sample = self._sampler.sample(
+            mask = self.filters.mask(may_end=may_stop)
+        num_top, wanted = request.report.top_tokens, request.report.probabilities
+        try:
+            if drawn is None:
+                return self._sampler.sample(
+                    logits,
+                    history,
+                    banned=banned,
+                    mask=mask,
+                    num_top=num_top,
+                    want_probability=wanted,
+                )
+            return self._sampler.verify(
                 logits,
                 history,
+                *drawn,
                 banned=banned,
                 mask=mask,
-                num_top=report.top_tokens,
-                want_probability=report.probabilities,
+                num_top=num_top,
+                want_probability=wanted,
             )
-        else:
-            sample = self._sampler.verify(
-                logits,
-                history,
-                proposal,
-                drawn_from,
-                banned=banned,
-                mask=mask,
-                num_top=report.top_tokens,
-                want_probability=report.probabilities,
-            )
-        token = SampledToken(
-            sample.token_id,
-            sample.probability,
-            sample.top,
-            logits.clone() if report.logits else None,
-        )
+        except LogitsError as error:
+            if tried and math.isfinite(float(logits.amax())):
+                raise self._error(
+                    f"a banned string begins with each of the {len(tried)} tokens that may come"
+                ) from error
+            raise
+
+    def _hooked(self, token: SampledToken) -> SampledToken:
+        """What the hooks make of it."""
         for hook in self._request.hooks:
-            other = hook(token)
-            if other is not None and other != token.token_id:
-                token = replace(token, token_id=other, probability=None)
-                sample = Sample(other, None, sample.top)
-        self._sampler.accept(sample)
+            try:
+                other = hook(token)
+            except ExlError:
+                raise
+            except Exception as error:  # a stranger's failure is this request's alone
+                raise self._error("a hook failed", got=repr(error)[:200]) from error
+            if other is None or other == token.token_id:
+                continue
+            if not isinstance(other, int) or not 0 <= other < self._vocab_size:
+                expected = f"an id below {self._vocab_size}, or None"
+                raise self._error("a hook gave no token", expected=expected, got=repr(other)[:200])
+            token = replace(token, token_id=other, probability=None)
+        if token.token_id in self._tried.get(len(self.sequence.token_ids), ()):
+            # Or it would be taken back for ever.
+            raise self._error(
+                "a hook insists on a token that begins a banned string", got=token.token_id
+            )
         return token
 
-    def _show(self, text: str, now: float) -> list[Event]:
-        """More of the text, up to a stop string."""
+    def _error(self, what: str, *, expected: object = None, got: object = None) -> RequestError:
+        where = f"{self._request.request_id}, token {self.num_generated} of the reply"
+        return RequestError(what, where=where, expected=expected, got=got)
+
+    def _read(self, text: str, now: float) -> list[Event]:
+        """More of the text, up to a stop string, and whether it ends here."""
         match = self._matcher.feed(text)
         events = self._emit(match.text)
         if match.stopped_by is not None:
             self._end_at(match, now)
-        return events
-
-    def _read(self, text: str, now: float) -> list[Event]:
-        """More of the text, and whether it ends here."""
-        events = self._show(text, now)
-        if self.end is not None:
-            return events
-        if self.filters is not None and self.filters.is_finished:
-            return [*events, *self._finish(FinishReason.CONSTRAINT, None, now)]
-        if len(self.sequence.token_ids) >= self.sequence.max_len:
-            return [*events, *self._finish(FinishReason.LENGTH, None, now)]
+        elif self.filters is not None and self.filters.is_finished:
+            events += self._finish(FinishReason.CONSTRAINT, None, now)
+        elif len(self.sequence.token_ids) >= self.sequence.max_len:
+            events += self._finish(FinishReason.LENGTH, None, now)
         return events
 
     def _go_back(self, rewind: Rewind[TextDecoder]) -> RewindEvent:
@@ -234,11 +281,19 @@ class Output:
         self.rewind_to = rewind.place
         return RewindEvent(self._request.request_id, rewind.text, taken)
 
-    def _finish(self, reason: FinishReason, stopped_by: int | None, now: float) -> list[Event]:
+    def _finish(
+        self,
+        reason: FinishReason,
+        stopped_by: int | None,
+        now: float,
+        stop: SampledToken | None = None,
+    ) -> list[Event]:
         """Nothing follows: what was held back is text after all, or completes a stop string."""
         held = "" if self._banned is None else self._banned.flush()
         match = self._matcher.finish(held + self._decoder.flush())
         events = self._emit(match.text)
+        if stop is not None:
+            self._unreported.append(stop)
         if match.stopped_by is not None:
             self._end_at(match, now)
         else:
@@ -279,5 +334,6 @@ class Output:
             held_text=held,
             tokens=() if self._request.report.is_empty else tuple(self._unreported),
             cached_pages=self.sequence.cached_pages or 0,
+            healed_id=self._healed_id,
         )
         return self.end

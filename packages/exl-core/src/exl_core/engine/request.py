@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from exl_core.model.embedded import EmbeddedSpan
 
 Hook = Callable[["SampledToken"], int | None]
-"""Called with every sampled token before it is taken; an id that it returns is taken instead."""
+"""Called with every sampled token before it is taken; an id that it returns is taken instead.
+
+An exception ends the request, and no other.
+"""
 
 _serials = count()
 
@@ -37,7 +40,7 @@ class Report:
 
     probabilities  of the token itself, after all steps of sampling
     top_tokens     so many of the likeliest, with their probabilities
-    logits         as the model gave them, float32 [vocab_size]
+    logits         as the model gave them for the prompt, float32 [vocab_size]
     """
 
     probabilities: bool = False
@@ -71,7 +74,7 @@ class Request:
     negative_prompt_ids  what guidance steers away from; goes with `sampler.cfg_scale`
     adapters             low-rank adapters, applied to this request alone
     embeddings           spans of vectors whose ids stand in `prompt_ids`
-    hooks                called in order with every sampled token
+    hooks                called in order with every sampled token, but for a healed one
     report               what is told of each token beside its id
     show_special         special tokens show their text
     allow_drafts         where the engine has a drafter
@@ -103,6 +106,9 @@ class Request:
             object.__setattr__(self, name, _strings(name, getattr(self, name)))
         for name in ("constraints", "adapters", "embeddings", "hooks"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
+        for hook in self.hooks:
+            if not callable(hook):
+                raise RequestError("a hook cannot be called", got=repr(hook))
         if self.max_tokens is not None:
             _check_count("max_tokens", self.max_tokens)
         _check_count("min_tokens", self.min_tokens)

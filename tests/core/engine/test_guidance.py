@@ -1,0 +1,187 @@
+"""Guidance: two prompts, one reply, and the tokens of a loop that does it by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core.engine.events import (
+    FinishEvent,
+    FinishReason,
+    PrefillEvent,
+    StartEvent,
+    TextEvent,
+)
+from exl_core.engine.request import Report, Request
+from exl_core.errors import RequestError
+from exl_core.ops.table import get_table
+from exl_core.sampling.params import SamplerParams
+from exl_core.sampling.sampler import Sampler, guide
+from support.driving import ask, engine_for, run_all, run_one
+from support.guessing import ScriptedDrafter, right
+from support.scripted import VOCAB_SIZE, HashRule, ScriptedModel, certain
+
+RULE = HashRule(4, spread=2.0)
+
+
+def guided(
+    positive: Sequence[int], negative: Sequence[int], *, scale: float = 1.5, **rest: object
+) -> Request:
+    sampler = SamplerParams(
+        temperature=0.9, top_k=20, repetition_penalty=1.1, seed=7, cfg_scale=scale
+    )
+    return ask(
+        positive,
+        negative_prompt_ids=tuple(negative),
+        sampler=sampler,
+        stop_ids=frozenset(),
+        **{"max_tokens": 20, **rest},  # type: ignore[arg-type]
+    )
+
+
+def by_hand(request: Request, count: int) -> tuple[int, ...]:
+    """One token after the other, from two histories."""
+    assert request.negative_prompt_ids is not None
+    assert request.sampler.cfg_scale is not None
+    wanted, unwanted = list(request.prompt_ids), list(request.negative_prompt_ids)
+    sampler = Sampler(request.sampler, get_table("reference", threads=1))
+    for _ in range(count):
+        logits = guide(RULE(wanted), RULE(unwanted), request.sampler.cfg_scale)
+        sample = sampler.sample(logits, wanted)
+        sampler.accept(sample)
+        wanted.append(sample.token_id)
+        unwanted.append(sample.token_id)
+    return tuple(wanted[len(request.prompt_ids) :])
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 1.5, 4.0])
+@pytest.mark.parametrize(
+    ("positive", "negative"),
+    [([1, 2, 3], [4]), ([9], [5] * 300), ([6] * 520, [7] * 254), ([8] * 250, [8] * 250)],
+)
+def test_the_tokens_are_those_of_a_loop_by_hand(
+    positive: list[int], negative: list[int], scale: float
+) -> None:
+    request = guided(positive, negative, scale=scale)
+    engine = engine_for(RULE, prefill_chunk=100)
+    _, end = run_one(engine, request)
+    assert end.token_ids == by_hand(request, 20)
+    assert end.prompt_tokens == len(positive)
+
+
+def test_under_page_pressure_and_beside_others() -> None:
+    requests = [guided([10 + i] * 200, [20 + i] * (240 - i), max_tokens=80) for i in range(4)]
+    plain = ask([3] * 200, max_tokens=80, stop_ids=frozenset())
+    drafter = ScriptedDrafter(right(RULE))
+    engine = engine_for(RULE, cache_tokens=7 * 256, drafter=drafter, clock=lambda: 0.0)
+    for request in (*requests[:2], plain, *requests[2:]):
+        engine.submit(request)
+    ends = {e.request_id: e for e in run_all(engine) if isinstance(e, FinishEvent)}
+    for request in requests:
+        assert ends[request.request_id].token_ids == by_hand(request, 80)
+    assert ends[plain.request_id].token_ids == run_one(engine_for(RULE), plain)[1].token_ids
+    assert engine.scheduler.num_requeued > 0, "or this tested little"
+    assert engine.pool.num_available == engine.pool.num_pages
+
+
+def test_no_drafts_for_two_prompts() -> None:
+    drafter = ScriptedDrafter(right(RULE))
+    engine = engine_for(RULE, drafter=drafter, clock=lambda: 0.0)
+    _, end = run_one(engine, guided([1, 2], [3]))
+    assert drafter.num_proposed == 0
+    assert end.drafting is not None
+    assert (end.drafting.rounds, end.drafting.drafted) == (20, 0)
+
+
+def test_cancel_gives_back_the_pages_of_both() -> None:
+    engine = engine_for(RULE, prefill_chunk=64)
+    for steps in (1, 5, 12):
+        request = guided([1] * 300, [2] * 200)
+        engine.submit(request)
+        for _ in range(steps):
+            engine.step()
+        assert engine.cancel(request.request_id)
+        *_, end = run_all(engine)
+        assert isinstance(end, FinishEvent)
+        assert end.reason is FinishReason.CANCELLED
+        assert end.token_ids == by_hand(request, len(end.token_ids))
+        assert not engine.pool.held_pages
+
+
+@pytest.mark.parametrize(
+    ("lengths", "chunk"), [((300, 200), 64), ((1, 300), 64), ((300, 1), 64), ((70, 70), 128)]
+)
+def test_progress_counts_both_prompts_and_rises(lengths: tuple[int, int], chunk: int) -> None:
+    engine = engine_for(RULE, prefill_chunk=chunk)
+    engine.submit(guided([1] * lengths[0], [2] * lengths[1], max_tokens=2))
+    events = [event for _ in range(12) for event in engine.step()]
+    assert isinstance(events[0], StartEvent), "with the first pass, whichever prompt is in it"
+    assert sum(isinstance(event, StartEvent) for event in events) == 1
+    progress = [event for event in events if isinstance(event, PrefillEvent)]
+    done = [event.done for event in progress]
+    assert done == sorted(set(done))
+    assert done[0] == chunk
+    assert {event.total for event in progress} == {sum(lengths)}
+    assert done[-1] < sum(lengths)
+    assert isinstance(events[-1], FinishEvent)
+
+
+def test_what_is_reported_is_drawn_from_both_and_the_logits_are_the_prompts() -> None:
+    request = guided([1, 2], [3], max_tokens=1, report=Report(probabilities=True, logits=True))
+    engine = engine_for(RULE)
+    engine.submit(request)
+    (token,) = [t for e in run_all(engine) for t in getattr(e, "tokens", ())]
+    assert torch.equal(token.logits, RULE([1, 2]))
+    sampler = Sampler(request.sampler, get_table("reference", threads=1))
+    spread = sampler.probabilities(guide(RULE([1, 2]), RULE([3]), 1.5), [1, 2])
+    assert token.probability == pytest.approx(float(spread[token.token_id]), rel=1e-5)
+
+
+def test_guidance_with_banned_strings_goes_back_in_both() -> None:
+    """`b` comes up wherever it can; where it went, the negative history has it neither."""
+    seen: list[tuple[int, ...]] = []
+
+    def rule(history: Sequence[int]) -> Tensor:
+        seen.append(tuple(history))
+        logits = certain(98)
+        logits[99] = 20.0
+        return logits
+
+    engine = engine_for(rule)
+    request = guided([1], [2], banned_strings=("b",), max_tokens=3)
+    engine.submit(request)
+    events = run_all(engine)
+    end = events[-1]
+    assert isinstance(end, FinishEvent)
+    assert end.text == "ccc"
+    assert "".join(e.text for e in events if isinstance(e, TextEvent)) == "ccc"
+    ends = {history[1:] for history in seen if history[0] == 2}
+    assert ends == {(), (99,), (99, 99)}
+
+
+@pytest.mark.parametrize("pages", [2, 3, 5])
+def test_without_a_limit_both_fill_the_cache(pages: int) -> None:
+    engine = engine_for(RULE, cache_tokens=pages * 256)
+    request = guided([1] * 200, [2] * 100, max_tokens=None, scale=1.0)
+    _, end = run_one(engine, request)
+    longest = max(  # of both, all but the newest token lie on pages
+        room for room in range(1, 1200) if -(-(199 + room) // 256) + -(-(99 + room) // 256) <= pages
+    )
+    assert len(end.token_ids) == longest
+
+
+def test_refusals() -> None:
+    with pytest.raises(RequestError, match="max_batch 2 or more"):
+        engine_for(RULE, max_batch=1).submit(guided([1], [2]))
+    with pytest.raises(RequestError, match="do not fit the cache"):
+        engine_for(RULE, cache_tokens=512).submit(guided([1] * 200, [2] * 200, max_tokens=60))
+    with pytest.raises(RequestError, match="negative prompt has 300 tokens"):
+        engine_for(RULE, max_seq_len=300).submit(guided([1], [2] * 300))
+    engine = engine_for(RULE, max_batch=2)
+    with pytest.raises(RequestError, match="negative prompt token 1 is not in the vocabulary"):
+        engine.submit(guided([1], [2, VOCAB_SIZE]))
+    assert isinstance(engine.model, ScriptedModel)
+    assert len(run_one(engine, guided([1], [2]))[1].token_ids) == 20

@@ -1,0 +1,206 @@
+"""What is told of each token, and what may be done to it before it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from exl_core.engine.engine import Engine
+from exl_core.engine.events import (
+    FinishEvent,
+    FinishReason,
+    RewindEvent,
+    SampledToken,
+    TextEvent,
+)
+from exl_core.engine.request import Report
+from exl_core.errors import RequestError
+from exl_core.ops.table import get_table
+from exl_core.sampling.params import SamplerParams
+from exl_core.sampling.sampler import Sampler
+from support.driving import ask, engine_for, run_all, run_one, run_to_failure
+from support.guessing import ScriptedDrafter, right
+from support.scripted import EOS_ID, VOCAB_SIZE, HashRule, reply_with
+
+RULE = HashRule(2, spread=1.5)
+EVERYTHING = Report(probabilities=True, top_tokens=3, logits=True)
+SEEDED = SamplerParams(temperature=0.8, top_k=9, seed=4)
+
+
+def run(engine: Engine, **rest: Any) -> tuple[list[TextEvent], FinishEvent]:
+    engine.submit(ask(**rest))
+    *events, end = run_all(engine)
+    assert isinstance(end, FinishEvent)
+    return [event for event in events if isinstance(event, TextEvent)], end
+
+
+def told(texts: Sequence[TextEvent], end: FinishEvent) -> list[SampledToken]:
+    """All of it, after a look at where each part came."""
+    for event in texts:
+        assert tuple(token.token_id for token in event.tokens) == event.token_ids
+    tokens = [token for event in texts for token in event.tokens] + list(end.tokens)
+    assert tuple(token.token_id for token in tokens) == end.token_ids
+    return tokens
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {},
+        {"stop_strings": ("q", "!", "Zz", "\x07")},
+        {"banned_strings": ("e", "T", "a0", "\x01")},
+        {"stop_ids": frozenset(range(60, 70))},
+    ],
+    ids=["plain", "held for a stop", "taken back", "stop token"],
+)
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_what_is_told_is_what_the_sampler_says(extra: dict[str, Any], has_drafts: bool) -> None:
+    drafter = ScriptedDrafter(right(RULE)) if has_drafts else None
+    engine = engine_for(RULE, drafter=drafter, clock=lambda: 0.0)
+    rest = {"stop_ids": frozenset(), "max_tokens": 40, **extra}
+    texts, end = run(engine, sampler=SEEDED, report=EVERYTHING, **rest)
+    tokens = told(texts, end)
+    sampler = Sampler(SEEDED, get_table("reference", threads=1))
+    history = list(b"Q:")
+    for token in tokens:
+        logits = RULE(history)
+        assert token.logits is not None
+        assert torch.equal(token.logits, logits)
+        if "banned_strings" not in extra:  # there, what was tried before is out of the question
+            spread = sampler.probabilities(logits, history)
+            assert token.probability == pytest.approx(float(spread[token.token_id]), rel=1e-5)
+            likeliest = spread.sort(descending=True, stable=True)
+            assert [i for i, _ in token.top] == likeliest.indices[:3].tolist()
+            top = [p for _, p in token.top]
+            assert top == pytest.approx(likeliest.values[:3].tolist(), rel=1e-5)
+        history.append(token.token_id)
+
+
+def test_nothing_is_told_unless_it_is_asked_for() -> None:
+    texts, end = run(engine_for(RULE), max_tokens=5, stop_ids=frozenset())
+    assert all(event.tokens == () for event in texts)
+    assert end.tokens == ()
+    texts, end = run(engine_for(RULE), max_tokens=5, report=Report(top_tokens=2))
+    assert {(t.probability, t.logits) for t in told(texts, end)} == {(None, None)}
+
+
+def test_a_stop_token_is_told_with_the_end_and_never_with_text() -> None:
+    engine = engine_for(reply_with("one EN"))
+    texts, end = run(engine, stop_strings=("END",), report=Report(probabilities=True))
+    assert (texts[-1].text, bytes(texts[-1].token_ids)) == ("EN", b"EN"), "held back until the end"
+    assert [token.token_id for token in end.tokens] == [EOS_ID]
+
+
+def test_the_tokens_of_a_stop_string_are_told() -> None:
+    texts, end = run(engine_for(reply_with("aSTOP")), stop_strings=("STOP",), report=EVERYTHING)
+    assert bytes(t.token_id for t in told(texts, end)) == b"aSTOP"
+    assert bytes(t.token_id for t in end.tokens) == b"STOP"
+
+
+def test_what_is_taken_back_is_not_told() -> None:
+    engine = engine_for(RULE)
+    engine.submit(
+        ask(banned_strings=("e", "T", "a0"), max_tokens=60, report=EVERYTHING, stop_ids=frozenset())
+    )
+    *events, end = run_all(engine)
+    assert isinstance(end, FinishEvent)
+    told([event for event in events if isinstance(event, TextEvent)], end)
+    assert any(isinstance(event, RewindEvent) for event in events), "or this tested nothing"
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_hooks_see_every_token_and_may_replace_it(has_drafts: bool) -> None:
+    seen: list[int] = []
+
+    def upper(token: SampledToken) -> int | None:
+        seen.append(token.token_id)
+        return token.token_id - 32 if 97 <= token.token_id <= 122 else None
+
+    def ends(token: SampledToken) -> int | None:
+        assert not 97 <= token.token_id <= 122, "it comes second"
+        return EOS_ID if token.token_id == ord("D") else None
+
+    rule = reply_with("abcdef")
+    drafter = ScriptedDrafter(right(rule)) if has_drafts else None
+    engine = engine_for(
+        lambda history: rule([i + 32 if 65 <= i <= 90 and i != 81 else i for i in history]),
+        drafter=drafter,
+        clock=lambda: 0.0,
+    )
+    texts, end = run(engine, hooks=(upper, ends), report=Report(probabilities=True))
+    assert (end.text, end.stopped_by) == ("ABC", EOS_ID)
+    assert bytes(seen) == b"abcd", "each once"
+    assert [token.probability for token in told(texts, end)] == [None] * 4
+
+
+def test_a_hook_that_returns_the_same_token_changes_nothing() -> None:
+    texts, end = run(engine_for(reply_with("ab")), hooks=(lambda t: t.token_id,), report=EVERYTHING)
+    assert [token.probability for token in told(texts, end)] == [1.0] * 3
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (lambda _: VOCAB_SIZE, "a hook gave no token .*below 258.*258"),
+        (lambda _: -1, "a hook gave no token"),
+        (lambda _: "x", "a hook gave no token"),
+        (lambda _: 1 / 0, "a hook failed .*ZeroDivisionError"),
+    ],
+)
+def test_a_hook_that_fails_ends_its_request_alone(hook: Any, message: str) -> None:
+    engine = engine_for(reply_with("hello"))
+    other = ask()
+    engine.submit(other)
+    engine.submit(ask(hooks=(hook,)))
+    events = run_all(engine)
+    (failure,) = [e for e in events if hasattr(e, "error")]
+    with pytest.raises(RequestError, match=message):
+        raise failure.error
+    end = next(e for e in events if isinstance(e, FinishEvent))
+    assert (end.request_id, end.text) == (other.request_id, "hello")
+    assert run_one(engine, ask())[1].text == "hello"
+
+
+def test_a_hook_that_insists_on_what_is_banned_does_not_run_for_ever() -> None:
+    engine = engine_for(reply_with("hello"))
+    request = ask(hooks=(lambda _: 120,), banned_strings=("xx",))
+    assert "a hook insists" in str(run_to_failure(engine, request))
+
+
+def test_tokens_banned_for_one_step() -> None:
+    engine = engine_for(reply_with("ab"))
+    request = ask(max_tokens=3)
+    engine.submit(request)
+    engine.ban_next(request.request_id, frozenset({97, VOCAB_SIZE + 5}))
+    events = [event for _ in range(2) for event in engine.step()]
+    end = [*events, *run_all(engine)][-1]
+    assert isinstance(end, FinishEvent)
+    assert end.token_ids[0] != 97
+    assert end.token_ids[1] == 97, "of the next token only"
+    assert end.reason is FinishReason.LENGTH
+    for call in (lambda: engine.ban_next("x", frozenset()), lambda: engine.token_ids_of("x")):
+        with pytest.raises(RequestError, match="no live request"):
+            call()
+
+
+def test_the_state_of_a_sampler_is_its_requests_own() -> None:
+    """Mirostat and DRY, side by side and one after the other, from one settings object."""
+    for sampler in (
+        SamplerParams(mirostat_tau=1.5, mirostat_eta=0.5, seed=6),
+        SamplerParams(dry_multiplier=3.0, dry_allowed_length=1, dry_base=2.0, seed=6, top_k=3),
+    ):
+        rest = {"sampler": sampler, "max_tokens": 40, "stop_ids": frozenset()}
+        prompts = ["ababab", "cdcd", "ababab"]
+        alone = [run_one(engine_for(RULE), ask(p, **rest))[1].token_ids for p in prompts]
+        assert alone[0] == alone[2]
+        engine = engine_for(RULE)
+        after = [run_one(engine, ask(p, **rest))[1].token_ids for p in prompts]
+        requests = [ask(p, **rest) for p in prompts]
+        for request in requests:
+            engine.submit(request)
+        ends = {e.request_id: e for e in run_all(engine) if isinstance(e, FinishEvent)}
+        assert after == alone
+        assert [ends[request.request_id].token_ids for request in requests] == alone

@@ -1,0 +1,82 @@
+"""Drafters whose every guess is known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from exl_core.speculate.drafter import Draft, DraftJob
+from support.scripted import Rule
+
+Guess = Callable[[Sequence[int]], int]
+"""From all tokens so far to what the next one is said to be."""
+
+
+@dataclass
+class ScriptedDrafter:
+    """`excess`: so many tokens more than it was allowed. `failure`, once set, is raised by the next
+    call. `known`: requests that it was asked for and not yet told to forget."""
+
+    guess: Guess
+    max_tokens: int = 4
+    excess: int = 0
+    failure: BaseException | None = None
+    known: set[str] = field(default_factory=set)
+    num_proposed: int = 0
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Draft]:
+        assert len({job.request_id for job in jobs}) == len(jobs)
+        self.known |= {job.request_id for job in jobs}
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+        return [self._propose(job) for job in jobs]
+
+    def forget(self, request_id: str) -> None:
+        self.known.discard(request_id)
+
+    def moved(self, moves: Iterable[tuple[int, int]]) -> None:
+        pass
+
+    def _propose(self, job: DraftJob) -> Draft:
+        room = len(job.page_ids) * 256 - len(job.token_ids)
+        assert 1 <= job.max_tokens <= min(room, self.max_tokens)
+        token_ids = list(job.token_ids)
+        for _ in range(job.max_tokens + self.excess):
+            token_ids.append(self.guess(token_ids))
+        self.num_proposed += 1
+        return Draft(tuple(token_ids[len(job.token_ids) :]))
+
+
+@dataclass
+class DrawingDrafter(ScriptedDrafter):
+    """Draws from one distribution, whatever came before."""
+
+    spread: Tensor = field(default_factory=lambda: torch.ones(1))
+
+    def __post_init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(5)
+
+    def _propose(self, job: DraftJob) -> Draft:
+        drawn = torch.multinomial(
+            self.spread, job.max_tokens, replacement=True, generator=self._generator
+        )
+        self.num_proposed += 1
+        return Draft(tuple(drawn.tolist()), (self.spread,) * job.max_tokens)
+
+
+def right(rule: Rule) -> Guess:
+    """What the model finds likeliest."""
+    return lambda history: int(rule(history).argmax())
+
+
+def half_right(rule: Rule) -> Guess:
+    """At some places, which depend on the history, another one."""
+    return lambda history: int(rule(history).argmax()) ^ (sum(history[-3:]) % 3 == 0)
+
+
+def wrong(rule: Rule) -> Guess:
+    return lambda history: int(rule(history).argmin())
