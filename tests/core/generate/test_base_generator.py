@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from generate_support import GREEDY, SMALL, Counter, loaded_around
 
 from exl_core.cache.format import KVFormat
 from exl_core.constrain.choice import OneOf
@@ -21,7 +22,6 @@ from exl_core.load import LoadedModel, load_model
 from exl_core.lora.adapter import load_adapter
 from exl_core.model.adapters import AdapterUse
 from exl_core.sampling.params import SamplerParams
-from generate_support import GREEDY, SMALL, Counter, loaded_around
 from support import tiny_models
 from support.adapters import random_pairs, stored, write_adapter
 from support.scripted import EOS_ID, HashRule, Rule, reply_with

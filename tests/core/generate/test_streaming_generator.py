@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
+from generate_support import GREEDY, SMALL, loaded_around
 
 from exl_core.constrain.regex import Regex
 from exl_core.engine.engine import EngineOptions
@@ -19,7 +20,6 @@ from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError
 from exl_core.speculate.drafter import Draft, DraftJob
 from exl_core.speculate.stats import DraftStats
-from generate_support import GREEDY, SMALL, loaded_around
 from support.scripted import EOS_ID, Rule, certain, reply_with
 
 
