@@ -87,7 +87,7 @@ def test_text_generation_with_one_or_several_prompts(smollm2: LoadedModel) -> No
     texts = generator.generate(
         ["Once upon a time,", "The capital of France is"],
         max_tokens=12,
-        samplers=[GREEDY, SamplerParams(temperature=0.9)],
+        each=[{"sampler": GREEDY}, {"sampler": SamplerParams(temperature=0.9)}],
         seed=3,
         stop=["\n", *generator.eos_ids],
         add_bos=True,

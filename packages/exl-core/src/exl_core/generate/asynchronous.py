@@ -1,65 +1,94 @@
 """The dynamic generator for asyncio: jobs are awaited, steps run on a thread of their own.
 
-All calls come from one event loop; what they ask of the engine is done between two steps. A
-consumer that goes away, cancelled or by leaving its loop, takes its job with it and nothing else; a
-slow one holds nobody up. A step that fails ends the jobs that ran with its error; later ones run.
+All calls come from one event loop. What touches the engine runs on that one thread, in the order
+in which it was asked for: enqueue, cancel, step. The loop's side knows which jobs are live and what
+they were told. A consumer that goes away, cancelled or by leaving its loop, takes its job with it
+and nothing else; a slow one holds nobody up. A step that fails ends the jobs that ran with its
+error; later ones run.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
+from typing import Any
 
 from exl_core.engine.request import Request
-from exl_core.errors import RequestError
-from exl_core.generate.dynamic import DynamicGenerator, Job, Result
+from exl_core.errors import ExlError, RequestError
+from exl_core.generate.dynamic import DynamicGenerator, Job, Result, Stage
 
 
 class AsyncJob:
     """Results of one request: `async for result in job`, once.
 
     The last result has `finish`. Raises what made the job fail. Ends early where `cancel` was
-    called.
+    called, or the generator was closed. Nobody has to listen: the job runs to its end.
     """
 
     def __init__(self, generator: AsyncGenerator, job: Job) -> None:
         self.job = job
+        self.has_ended = False
+        """Nothing is added to what waits here."""
         self._generator = generator
-        self._results: asyncio.Queue[Result | None] = asyncio.Queue()
+        self._results: deque[Result] = deque()
+        self._news = asyncio.Event()
 
     async def __aiter__(self) -> AsyncIterator[Result]:
         try:
-            while (result := await self._results.get()) is not None:
-                if result.error is not None:
-                    raise result.error
-                yield result
-                if result.is_end:
+            while True:
+                while self._results:
+                    result = self._results.popleft()
+                    if result.error is not None:
+                        raise _raisable(result.error)
+                    yield result
+                if self.has_ended:
                     return
+                self._news.clear()
+                await self._news.wait()
         finally:
             self.cancel()
 
     def cancel(self) -> None:
         """No more results, and a consumer that waits goes on. No effect on a job that ended."""
-        self._generator.drop(self)
-        self._results.put_nowait(None)
+        if not self.has_ended:
+            self._results.clear()
+            self.abandon()
+            self._generator.drop(self)
+
+    def abandon(self) -> None:
+        """Nothing more comes. What came can still be read."""
+        self.has_ended = True
+        self._news.set()
 
     def deliver(self, result: Result) -> None:
-        self._results.put_nowait(result)
+        if self.has_ended:
+            return  # cancelled while the step ran
+        self._results.append(result)
+        self.has_ended = result.is_end
+        self._news.set()
 
 
 class AsyncGenerator:
-    """`async with AsyncGenerator(generator) as jobs`; leaving it drops all jobs."""
+    """`async with AsyncGenerator(generator) as jobs`; leaving it drops all jobs.
+
+    The generator is not to be used otherwise meanwhile, but for making requests.
+    """
 
     def __init__(self, generator: DynamicGenerator) -> None:
         self.generator = generator
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="exl-engine")
-        self._turn = asyncio.Lock()  # whoever holds it may touch the generator
-        self._jobs: dict[str, AsyncJob] = {}
-        self._dropped: list[Job] = []
-        self._loop_task: asyncio.Task[None] | None = None
         self._is_closed = False
+        # The loop's side.
+        self._live: set[AsyncJob] = set()
+        self._starting: set[asyncio.Future[AsyncJob]] = set()
+        self._steps: asyncio.Task[None] | None = None
+        # The engine's side: these, but for `_dropped`, belong to its thread until that is gone.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="exl-engine")
+        self._is_thread_gone = False
+        self._faces: dict[Job, AsyncJob] = {}
+        self._dropped: deque[Job] = deque()  # handed over from one side to the other
 
     async def __aenter__(self) -> AsyncGenerator:
         return self
@@ -72,53 +101,123 @@ class AsyncGenerator:
     ) -> None:
         await self.close()
 
+    @property
+    def num_remaining_jobs(self) -> int:
+        """Live jobs, waiting or running."""
+        return len(self._live)
+
     async def submit(self, request: Request, identifier: object = None) -> AsyncJob:
         """Check and queue; raises what the engine has against the request."""
+        self._check_open(request)
+        loop = asyncio.get_running_loop()
+        starting = loop.run_in_executor(self._thread, self._enqueue, request, identifier)
+        self._starting.add(starting)
+        starting.add_done_callback(self._starting.discard)
+        try:
+            job = await asyncio.shield(starting)
+        except asyncio.CancelledError:  # the thread goes on all the same
+            starting.add_done_callback(_abandon)
+            raise
         if self._is_closed:
-            raise RequestError("the generator is closed", where=request.request_id)
-        async with self._turn:
-            loop = asyncio.get_running_loop()
-            job = await loop.run_in_executor(
-                self._thread, self.generator.enqueue, request, identifier
-            )
-            job_face = AsyncJob(self, job)
-            self._jobs[request.request_id] = job_face
-        if self._loop_task is None or self._loop_task.done():
-            self._loop_task = asyncio.create_task(self._run())
-        return job_face
+            job.cancel()
+        self._check_open(request)
+        if not job.has_ended:  # the first step may have been quicker
+            self._live.add(job)
+            self._wake()
+        return job
 
-    def drop(self, job_face: AsyncJob) -> None:
-        """Forget the job; the engine does before its next step."""
-        if self._jobs.pop(job_face.job.request.request_id, None) is not None:
-            self._dropped.append(job_face.job)
+    def drop(self, job: AsyncJob) -> None:
+        """Forget a job that has no consumer; the engine does before its next step."""
+        self._live.discard(job)
+        self._dropped.append(job.job)
+        self._wake()
 
     async def close(self) -> None:
         """Drop all jobs and stop. May be called again."""
         self._is_closed = True
-        for job_face in list(self._jobs.values()):
-            job_face.cancel()
-        if self._loop_task is not None:
-            await self._loop_task
-        self._thread.shutdown(wait=True)
+        for job in list(self._live):
+            job.cancel()
+        while pending := self._pending():
+            await asyncio.wait(pending)
+        self._thread.shutdown()
+        self._is_thread_gone = True
+        self._discard()
+
+    def _check_open(self, request: Request) -> None:
+        if self._is_closed:
+            raise RequestError("the generator is closed", where=request.request_id)
+
+    def _pending(self) -> set[asyncio.Future[Any]]:
+        """What has not returned from the engine's thread."""
+        pending: set[asyncio.Future[Any]] = {*self._starting}
+        if self._steps is not None and not self._steps.done():
+            pending.add(self._steps)
+        return pending
+
+    def _wake(self) -> None:
+        """Whatever was asked for will be done."""
+        if self._is_thread_gone:
+            self._discard()
+        elif self._steps is None or self._steps.done():
+            self._steps = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
-        """Steps until no job is left."""
+        """Steps until no job is left. Nothing is awaited between the last look and the return, so
+        that whoever comes later finds it done and starts it again."""
         loop = asyncio.get_running_loop()
-        while self._jobs or self._dropped:
-            async with self._turn:
-                results = await loop.run_in_executor(self._thread, self._step)
-            for result in results:
-                job_face = self._jobs.get(result.job.request.request_id)
-                if job_face is None:
-                    continue  # cancelled while the step ran
-                if result.is_end:
-                    del self._jobs[result.job.request.request_id]
-                job_face.deliver(result)
-
-    def _step(self) -> list[Result]:
-        while self._dropped:
-            self.generator.cancel(self._dropped.pop())
         try:
-            return self.generator.iterate()
-        except Exception:  # noqa: BLE001 - the next step hands it to every job that ran
-            return []
+            while self._live or self._dropped:
+                for job, result in await loop.run_in_executor(self._thread, self._step):
+                    job.deliver(result)
+                    if result.is_end:
+                        self._live.discard(job)
+        finally:
+            left, self._live = self._live, set()
+            for job in left:  # there are some only if this task was cancelled
+                self._dropped.append(job.job)
+                job.abandon()
+
+    def _enqueue(self, request: Request, identifier: object) -> AsyncJob:
+        self._discard()  # a dropped job's request id may be used again
+        job = self.generator.enqueue(request, identifier)
+        face = self._faces[job] = AsyncJob(self, job)
+        return face
+
+    def _step(self) -> list[tuple[AsyncJob, Result]]:
+        self._discard()
+        engine = self.generator.engine
+        before = engine.live_requests
+        try:
+            results = self.generator.iterate()
+        except BaseException as error:  # noqa: BLE001 - handed to the jobs, by now or by the next step
+            if engine.live_requests != before:
+                return []  # the next step tells those that ran
+            results = [Result(job, Stage.STREAMING, error=error) for job in self._faces]
+            for job in self._faces:
+                self.generator.cancel(job)
+        news = [(self._faces[one.job], one) for one in results if one.job in self._faces]
+        for result in results:
+            if result.is_end:
+                self._faces.pop(result.job, None)
+        return news
+
+    def _discard(self) -> None:
+        while self._dropped:
+            job = self._dropped.popleft()
+            self._faces.pop(job, None)
+            self.generator.cancel(job)
+
+
+def _abandon(starting: asyncio.Future[AsyncJob]) -> None:
+    """Whoever asked for the job was cancelled before they got it."""
+    if not starting.cancelled() and starting.exception() is None:
+        starting.result().cancel()
+
+
+def _raisable(error: BaseException) -> BaseException:
+    """An interrupt of the engine's thread must not be taken for one of the consumer's task."""
+    if isinstance(error, Exception):
+        return error
+    wrapped = ExlError("the engine was interrupted", got=repr(error))
+    wrapped.__cause__ = error
+    return wrapped

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from threading import Event as Flag
 from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
-from exl_core.engine.events import FailEvent, FinishEvent
+from exl_core.engine.events import FailEvent, FinishEvent, FinishReason
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError
-from exl_core.generate.generator import Generator, RequestFields
+from exl_core.generate.generator import Generator
+from exl_core.generate.settings import RequestFields, check_names, seeded
 from exl_core.model.embedded import EMBEDDED_FROM, EmbeddedSpan
 from exl_core.sampling.params import SamplerParams
 
@@ -78,13 +78,15 @@ class BaseGenerator(Generator):
                           context loses its beginning
         seed              prompt i gets `seed + i`
         stop_token        "eos": the model's; None: nothing stops it; an id: that one
-        abort             cleared at first; once set, the text so far is what is returned
+        abort             cleared at first; once set, the text so far is what is returned, and of a
+                          prompt that got no token yet, ""
         input_embeddings  [prompts, n, hidden_size]: vectors in place of `EMBED_MARKER`, which each
                           prompt contains once; they have no text
         """
         if abort is not None:
             abort.clear()
-        prompts = prompt if isinstance(prompt, list) else [prompt]
+        _check_settings(settings, self.generate_simple)
+        prompts = _prompts(prompt)
         spans = _spans(input_embeddings, prompts)
         sampler = settings.get("sampler", SamplerParams())
         requests = []
@@ -96,7 +98,7 @@ class BaseGenerator(Generator):
                 embeddings=embeddings,
             )
             settings["max_tokens"] = num_tokens
-            settings["sampler"] = sampler if seed is None else replace(sampler, seed=seed + i)
+            settings["sampler"] = seeded(sampler, seed, i)
             requests.append(
                 self.request(
                     self._cut(ids, num_tokens),
@@ -106,12 +108,8 @@ class BaseGenerator(Generator):
                 )
             )
         replies = self._run(requests, abort)
-        self.sequence_ids = tuple(
-            request.prompt_ids + reply.token_ids
-            for request, reply in zip(requests, replies, strict=True)
-        )
         texts = [
-            reply.text if completion_only else self._shown(request) + reply.text
+            self._text(request, reply, completion_only=completion_only)
             for request, reply in zip(requests, replies, strict=True)
         ]
         return texts if isinstance(prompt, list) else texts[0]
@@ -123,33 +121,47 @@ class BaseGenerator(Generator):
 
     def _cut(self, ids: list[int], num_tokens: int) -> list[int]:
         """The end of the prompt that leaves room for the reply."""
-        room = self.loaded.config.max_seq_len - num_tokens
-        if room < 1:
+        context = self.loaded.config.max_seq_len
+        is_count = isinstance(num_tokens, int) and not isinstance(num_tokens, bool)
+        if not is_count or not 0 <= num_tokens < context:
             raise RequestError(
-                "num_tokens leaves no room for a prompt",
-                expected=f"less than the context, {self.loaded.config.max_seq_len}",
-                got=num_tokens,
+                "num_tokens is out of range, or leaves no room for a prompt",
+                expected=f"a whole number from 0, less than the context, {context}",
+                got=repr(num_tokens),
             )
-        return ids[-room:]
+        return ids[max(num_tokens, 1) - context :]
 
     def _stops(self, stop_token: StopToken) -> frozenset[int]:
         if stop_token is None:
             return frozenset()
-        return self.eos_ids if stop_token == "eos" else frozenset((stop_token,))
+        if stop_token == "eos":
+            return self.eos_ids
+        if not isinstance(stop_token, int) or isinstance(stop_token, bool) or stop_token < 0:
+            raise RequestError(
+                "stop_token is no token",
+                expected='"eos", None or a token id',
+                got=repr(stop_token),
+            )
+        return frozenset((stop_token,))
 
-    def _shown(self, request: Request) -> str:
-        """The prompt as its tokens read; vectors have no text."""
-        ids = (i for i in request.prompt_ids if i < EMBEDDED_FROM)
-        return self.tokenizer.decode(ids, skip_special=not request.show_special)
+    def _text(self, request: Request, reply: FinishEvent, *, completion_only: bool) -> str:
+        if completion_only or (reply.reason is FinishReason.CANCELLED and not reply.token_ids):
+            return reply.text
+        ids = (i for i in request.prompt_ids if i < EMBEDDED_FROM)  # vectors have no text
+        return self.tokenizer.decode(ids, skip_special=not request.show_special) + reply.text
 
     def _run(self, requests: Sequence[Request], abort: Flag | None) -> list[FinishEvent]:
         """All of them to their end, or to where `abort` stops them."""
-        for request in requests:
-            self.engine.check(request)
+        if self.engine.live_requests:
+            raise RequestError(
+                "the engine is busy",
+                expected="no live requests",
+                got=", ".join(sorted(self.engine.live_requests)),
+                next_step="Let them end, or take a DynamicGenerator.",
+            )
         finished: dict[str, FinishEvent] = {}
         try:
-            for request in requests:
-                self.engine.submit(request)
+            sequences = [self.engine.submit(request) for request in requests]
             while len(finished) < len(requests):
                 if abort is not None and abort.is_set():
                     for request in requests:
@@ -163,18 +175,36 @@ class BaseGenerator(Generator):
             for request in requests:
                 self.engine.cancel(request.request_id)
                 self.engine.discard_events(request.request_id)
+        # Not prompt and reply: a healed token takes the place of the prompt's last one.
+        self.sequence_ids = tuple(tuple(sequence.token_ids) for sequence in sequences)
         return [finished[request.request_id] for request in requests]
+
+
+def _check_settings(settings: RequestFields, call: Callable[..., object]) -> None:
+    if "max_tokens" in settings:
+        raise RequestError(
+            "generate_simple has num_tokens for that", got=f"max_tokens={settings['max_tokens']!r}"
+        )
+    check_names(settings, call)
+
+
+def _prompts(prompt: str | list[str]) -> list[str]:
+    prompts = prompt if isinstance(prompt, list) else [prompt]
+    for number, text in enumerate(prompts):
+        if not isinstance(text, str):
+            raise RequestError(f"prompt {number} is not a text", got=type(text).__name__)
+    return prompts
 
 
 def _spans(vectors: Tensor | None, prompts: Sequence[str]) -> list[dict[str, EmbeddedSpan] | None]:
     """One span for each prompt, by the text that stands for it."""
     if vectors is None:
         return [None] * len(prompts)
-    if vectors.dim() != 3 or len(vectors) != len(prompts):
+    if not isinstance(vectors, Tensor) or vectors.dim() != 3 or len(vectors) != len(prompts):
         raise RequestError(
             "input_embeddings has another shape",
             expected=f"[{len(prompts)}, n, hidden_size]",
-            got=list(vectors.shape),
+            got=list(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__,
         )
     for number, text in enumerate(prompts):
         if text.count(EMBED_MARKER) != 1:

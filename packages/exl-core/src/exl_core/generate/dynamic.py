@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import count
@@ -20,7 +20,9 @@ from exl_core.engine.events import (
     TextEvent,
 )
 from exl_core.engine.request import Request
-from exl_core.generate.generator import Generator, RequestFields, Stop
+from exl_core.errors import RequestError
+from exl_core.generate.generator import Generator
+from exl_core.generate.settings import RequestFields, Stops, check_names, seeded
 from exl_core.load import LoadedModel
 from exl_core.model.embedded import EmbeddedSpan
 from exl_core.sampling.params import SamplerParams
@@ -49,10 +51,13 @@ class Job:
     """Reason, counts and times, once it has ended."""
     error: BaseException | None = None
     """What made it fail."""
+    is_dropped: bool = False
+    """It was cancelled before its end."""
 
     @property
     def is_finished(self) -> bool:
-        return self.finish is not None or self.error is not None
+        """No result of it comes any more."""
+        return self.finish is not None or self.error is not None or self.is_dropped
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +115,22 @@ class DynamicGenerator(Generator):
     ) -> Job | list[Job]:
         """Check and queue; of a list all or none."""
         if isinstance(request, Request):
-            self.engine.submit(request)
-            job = Job(request, next(self._serials), identifier)
-            self.jobs[request.request_id] = job
-            return job
-        for one in request:
-            self.engine.check(one)
-        return [self.enqueue(one, identifier) for one in request]
+            return self._enqueue(request, identifier)
+        jobs: list[Job] = []
+        try:
+            for one in request:
+                jobs.append(self._enqueue(one, identifier))
+        except BaseException:
+            for job in jobs:
+                self.cancel(job)
+            raise
+        return jobs
 
     def iterate(self) -> list[Result]:
-        """One step of all jobs, and what it brought. Call it while there are jobs left."""
+        """One step of all jobs, and what it brought. Call it while there are jobs left.
+
+        Raises what broke a pass off; the next call gives every job that was in it its end.
+        """
         results = [self._result(event) for event in self.engine.step()]
         return [result for result in results if result is not None]
 
@@ -130,10 +141,13 @@ class DynamicGenerator(Generator):
 
     def cancel(self, job: Job) -> bool:
         """Drop it; no result of it comes any more. False: it had ended already."""
-        if self.jobs.pop(job.request.request_id, None) is None:
+        request_id = job.request.request_id
+        if self.jobs.get(request_id) is not job:
             return False
-        self.engine.cancel(job.request.request_id)
-        self.engine.discard_events(job.request.request_id)
+        del self.jobs[request_id]
+        job.is_dropped = True
+        self.engine.cancel(request_id)
+        self.engine.discard_events(request_id)
         return True
 
     def clear_queue(self) -> None:
@@ -150,7 +164,7 @@ class DynamicGenerator(Generator):
         self,
         prompt: str | Pair,
         *,
-        stop: Stop | Iterable[Stop] = ...,
+        stop: Stops = ...,
         add_bos: bool | None = ...,
         parse_special: bool = ...,
         completion_only: bool = ...,
@@ -164,8 +178,8 @@ class DynamicGenerator(Generator):
         self,
         prompt: list[str] | list[Pair],
         *,
-        samplers: Sequence[SamplerParams] | None = ...,
-        stop: Stop | Iterable[Stop] = ...,
+        each: Sequence[RequestFields] | None = ...,
+        stop: Stops = ...,
         add_bos: bool | None = ...,
         parse_special: bool = ...,
         completion_only: bool = ...,
@@ -178,8 +192,8 @@ class DynamicGenerator(Generator):
         self,
         prompt: str | Pair | list[str] | list[Pair],
         *,
-        samplers: Sequence[SamplerParams] | None = None,
-        stop: Stop | Iterable[Stop] = (),
+        each: Sequence[RequestFields] | None = None,
+        stop: Stops = (),
         add_bos: bool | None = False,
         parse_special: bool = False,
         completion_only: bool = False,
@@ -191,17 +205,18 @@ class DynamicGenerator(Generator):
         """Complete one prompt, or all of a list side by side.
 
         Without `stop` nothing but `max_tokens` ends a reply, not even EOS (`eos_ids` has those).
-        The text of a prompt comes first, unless `completion_only`. Prompt i gets the seed
-        `seed + i`, or `samplers[i]`. Once `abort` is set all jobs are dropped: None. The jobs
-        of `last_jobs` tell the rest.
+        The text of a prompt comes first, unless `completion_only`. Prompt i gets the settings
+        `each[i]` over the shared ones, and the seed `seed + i`. Once `abort` is set these jobs are
+        dropped: None. `last_jobs` tell the rest. Jobs that were queued before go on meanwhile.
         """
+        check_names(settings, self.generate)
         prompts = prompt if isinstance(prompt, list) else [prompt]
-        shared = settings.get("sampler", SamplerParams())
         requests = []
-        for i, one in enumerate(prompts):
-            positive, negative = one if isinstance(one, tuple) else (one, None)
-            sampler = shared if samplers is None else samplers[i]
-            settings["sampler"] = sampler if seed is None else replace(sampler, seed=seed + i)
+        for number, (one, own) in enumerate(zip(prompts, _own(each, len(prompts)), strict=True)):
+            positive, negative = _pair(one, number)
+            check_names(own)
+            fields: RequestFields = {**settings, **own}
+            fields["sampler"] = seeded(fields.get("sampler", SamplerParams()), seed, number)
             requests.append(
                 self.request(
                     positive,
@@ -210,30 +225,43 @@ class DynamicGenerator(Generator):
                     add_bos=add_bos,
                     parse_special=parse_special,
                     embeddings=embeddings,
-                    **settings,
+                    **fields,
                 )
             )
         self.last_jobs = self.enqueue(requests)
-        if not self._run(self.last_jobs, abort):
-            return None
+        self._run(self.last_jobs, abort)
         texts = []
         for one, job in zip(prompts, self.last_jobs, strict=True):
             if job.error is not None:
                 raise job.error
+            if job.finish is None:
+                return None
             shown = one[0] if isinstance(one, tuple) else one
             texts.append(job.text if completion_only else shown + job.text)
         return texts if isinstance(prompt, list) else texts[0]
 
-    def _run(self, jobs: Sequence[Job], abort: Flag | None) -> bool:
+    def _enqueue(self, request: Request, identifier: object) -> Job:
+        if not isinstance(request, Request):
+            raise RequestError(
+                "not a request",
+                got=type(request).__name__,
+                next_step="Make one of a prompt with the generator's request().",
+            )
+        self.engine.submit(request)
+        job = Job(request, next(self._serials), identifier)
+        self.jobs[request.request_id] = job
+        return job
+
+    def _run(self, jobs: Sequence[Job], abort: Flag | None) -> None:
+        """Until all are finished; on the way out none is left in the engine."""
         try:
             while not all(job.is_finished for job in jobs):
                 if abort is not None and abort.is_set():
-                    return False
+                    return
                 self.iterate()
         finally:  # also where a step raised
             for job in jobs:
                 self.cancel(job)
-        return True
 
     def _result(self, event: Event) -> Result | None:
         job = self.jobs.get(event.request_id)
@@ -258,3 +286,28 @@ class DynamicGenerator(Generator):
         else:
             job.error = event.error
         return replace(streaming, finish=job.finish, error=job.error)
+
+
+def _own(each: Sequence[RequestFields] | None, num_prompts: int) -> Sequence[RequestFields]:
+    if each is None:
+        return [{}] * num_prompts
+    if len(each) != num_prompts:
+        raise RequestError(
+            "`each` has settings for another number of prompts",
+            expected=num_prompts,
+            got=len(each),
+        )
+    return each
+
+
+def _pair(prompt: str | Pair, number: int) -> tuple[str, str | None]:
+    """The prompt, and the one that guidance steers away from, if any."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if isinstance(prompt, tuple) and [type(text) for text in prompt] == [str, str]:
+        return prompt
+    raise RequestError(
+        f"prompt {number} is neither a text nor a pair of texts",
+        got=repr(prompt)[:100],
+        next_step="For token ids there are request() and enqueue().",
+    )

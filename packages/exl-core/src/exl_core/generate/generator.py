@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
-from difflib import get_close_matches
-from typing import TypedDict, Unpack
+from typing import Unpack
 
-from exl_core.constrain.filter import Constraint
 from exl_core.engine.engine import Engine, EngineOptions
-from exl_core.engine.request import Hook, Report, Request
+from exl_core.engine.request import Request
 from exl_core.errors import RequestError
+from exl_core.generate.settings import RequestFields, Stops, as_fields, check_names, split_stops
 from exl_core.generate.stream import generate
 from exl_core.load import LoadedModel, stop_ids
-from exl_core.model.adapters import AdapterUse
 from exl_core.model.embedded import EmbeddedSpan
-from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.drafter import Drafter
 from exl_core.tokenizer.batch import encode_with_aliases
 
-Stop = int | str
 Prompt = str | Sequence[int]
-
-
-class RequestFields(TypedDict, total=False):
-    """What else a request may say; `Request` explains each."""
-
-    max_tokens: int | None
-    sampler: SamplerParams
-    min_tokens: int
-    banned_strings: tuple[str, ...]
-    constraints: tuple[Constraint, ...]
-    prefer_eos: bool
-    token_healing: bool
-    adapters: tuple[AdapterUse, ...]
-    hooks: tuple[Hook, ...]
-    report: Report
-    show_special: bool
-    allow_drafts: bool
-    request_id: str
 
 
 class Generator:
@@ -74,26 +51,30 @@ class Generator:
         parse_special  the text of a special token becomes that token
         embeddings     spans of vectors by the text that stands for them in the prompt
         """
-        if not isinstance(prompt, str):
-            return list(prompt)
-        aliases = {alias: span.token_ids for alias, span in (embeddings or {}).items()}
-        return encode_with_aliases(
-            self.tokenizer, prompt, aliases, allow_special=parse_special, add_bos=add_bos
-        )
+        if isinstance(prompt, str):
+            aliases = {alias: span.token_ids for alias, span in (embeddings or {}).items()}
+            return encode_with_aliases(
+                self.tokenizer, prompt, aliases, allow_special=parse_special, add_bos=add_bos
+            )
+        if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
+            raise RequestError(
+                "the prompt is neither a text nor token ids", got=type(prompt).__name__
+            )
+        return list(prompt)
 
     def request(
         self,
         prompt: Prompt,
         *,
         negative: Prompt | None = None,
-        stop: Stop | Iterable[Stop] = (),
+        stop: Stops = (),
         add_bos: bool | None = False,
         parse_special: bool = False,
         embeddings: Mapping[str, EmbeddedSpan] | None = None,
         **settings: Unpack[RequestFields],
     ) -> Request:
         """A request for this model. `negative` is the prompt that guidance steers away from."""
-        check_names(settings)
+        check_names(settings, self.request)
 
         def encoded(text: Prompt) -> tuple[int, ...]:
             return tuple(
@@ -109,36 +90,14 @@ class Generator:
             stop_ids=ids,
             stop_strings=strings,
             embeddings=tuple((embeddings or {}).values()),
-            **settings,
+            **as_fields(settings),
         )
 
     def warmup(self) -> None:
-        """A short reply, forgotten at once: what is slow only the first time is behind you."""
+        """A short reply, forgotten at once: what is slow only the first time is behind you.
+
+        Refused while requests run.
+        """
         ids = self.tokenizer.encode("warm-up") or [0]
         generate(self.engine, Request(tuple(ids), max_tokens=4))
         self.engine.forget_cache()
-
-
-def split_stops(stop: Stop | Iterable[Stop]) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Token ids and strings apart; a bare one is a list of one."""
-    listed = (stop,) if isinstance(stop, int | str) else tuple(stop)
-    ids = frozenset(item for item in listed if isinstance(item, int))
-    strings = tuple(item for item in listed if isinstance(item, str))
-    for item in listed:
-        if not isinstance(item, int | str) or isinstance(item, bool):
-            raise RequestError("a stop condition is neither a token id nor a text", got=repr(item))
-    return ids, strings
-
-
-def check_names(settings: Mapping[str, object]) -> None:
-    """A setting that does not exist is the caller's slip, and is told with the nearest name."""
-    known = [field.name for field in fields(Request)]
-    for name in settings:
-        if name not in known:
-            near = get_close_matches(name, [*known, "stop", "negative", "add_bos"], n=1)
-            raise RequestError(
-                f"no such setting: {name}",
-                expected=", ".join(sorted(known)),
-                got=name,
-                next_step=f"Did you mean {near[0]!r}?" if near else None,
-            )

@@ -1,0 +1,153 @@
+"""What a caller says of a request by name: which names there are, and what is no such thing.
+
+`Request` checks values; here is what it takes for granted, so that a slip is told at the call and
+never shows as a TypeError from within.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, replace
+from difflib import get_close_matches
+from typing import Any, TypedDict
+
+from exl_core.constrain.filter import Constraint
+from exl_core.engine.request import Hook, Report
+from exl_core.errors import RequestError
+from exl_core.model.adapters import Adapter, AdapterUse
+from exl_core.sampling.params import SamplerParams
+
+Stop = int | str
+Stops = Stop | Iterable[Stop] | None
+
+
+class RequestFields(TypedDict, total=False):
+    """What else a request may say; `Request` explains each.
+
+    One constraint, adapter, hook or string needs no tuple around it. An adapter by itself is used
+    at full strength.
+    """
+
+    max_tokens: int | None
+    sampler: SamplerParams
+    min_tokens: int
+    banned_strings: str | Iterable[str]
+    constraints: Constraint | Iterable[Constraint]
+    prefer_eos: bool
+    token_healing: bool
+    adapters: Adapter | AdapterUse | Iterable[Adapter | AdapterUse]
+    hooks: Hook | Iterable[Hook]
+    report: Report
+    show_special: bool
+    allow_drafts: bool
+    request_id: str
+
+
+def as_fields(settings: Mapping[str, object]) -> dict[str, Any]:
+    """Arguments of `Request`. The names have been checked."""
+    values: dict[str, Any] = dict(settings)
+    for name, kind in _KINDS.items():
+        if name in values and not isinstance(values[name], kind):
+            raise _wrong(name, f"a {kind.__name__}", values[name])
+    for name, (is_one, what) in _LISTS.items():
+        if name in values:
+            values[name] = _listed(name, values[name], is_one, what)
+    if "adapters" in values:
+        values["adapters"] = tuple(
+            one if isinstance(one, AdapterUse) else AdapterUse(one) for one in values["adapters"]
+        )
+    return values
+
+
+def check_names(settings: Mapping[str, object], *calls: Callable[..., object]) -> None:
+    """A setting that does not exist is the caller's slip, and is told with the nearest name.
+
+    `calls`: whose arguments the settings came beside.
+    """
+    known = set(RequestFields.__annotations__)
+    for call in calls:
+        known |= set(inspect.signature(call).parameters) - {"settings"}
+    sampling = {field.name for field in fields(SamplerParams)}
+    for name in settings:
+        if name in RequestFields.__annotations__:
+            continue
+        near = get_close_matches(name, [name] if name in sampling else [*known, *sampling], n=1)
+        found = near[0] if near else None
+        raise RequestError(
+            f"no such setting: {name}",
+            expected=", ".join(sorted(known)),
+            got=name,
+            next_step=None
+            if found is None
+            else f"Did you mean {found!r}?"
+            if found in known
+            else f"Settings of sampling come as sampler=SamplerParams({found}=...).",
+        )
+
+
+def split_stops(stop: object) -> tuple[frozenset[int], tuple[str, ...]]:
+    """Token ids and strings of `Stops` apart; a bare one is a list of one, None is none."""
+    if isinstance(stop, str | bytes) or not isinstance(stop, Iterable):
+        stop = () if stop is None else (stop,)
+    ids, strings = set(), []
+    for item in stop:
+        if isinstance(item, str):
+            strings.append(item)
+        elif isinstance(item, int) and not isinstance(item, bool):
+            ids.add(item)
+        else:
+            raise RequestError(
+                "a stop condition is neither a token id nor a text", got=repr(item)[:100]
+            )
+    return frozenset(ids), tuple(strings)
+
+
+def seeded(sampler: SamplerParams, seed: int | None, number: int) -> SamplerParams:
+    """The settings of prompt `number`; without a seed as they are."""
+    if not isinstance(sampler, SamplerParams):
+        raise _wrong("sampler", "a SamplerParams", sampler)
+    if seed is None:
+        return sampler
+    if not isinstance(seed, int) or isinstance(seed, bool):
+        raise _wrong("seed", "a whole number from 0", seed)
+    return replace(sampler, seed=seed + number)
+
+
+def _listed(
+    name: str, value: object, is_one: Callable[[object], bool], what: str
+) -> tuple[object, ...]:
+    if is_one(value):
+        return (value,)
+    listed = tuple(value) if isinstance(value, Iterable) else (value,)
+    for one in listed:
+        if not is_one(one):
+            raise _wrong(name, what, one)
+    return listed
+
+
+def _wrong(name: str, expected: str, got: object) -> RequestError:
+    return RequestError(f"{name} is something else", expected=expected, got=repr(got)[:100])
+
+
+_KINDS: dict[str, type] = {
+    "sampler": SamplerParams,
+    "report": Report,
+    "prefer_eos": bool,
+    "token_healing": bool,
+    "show_special": bool,
+    "allow_drafts": bool,
+    "request_id": str,
+}
+_LISTS: dict[str, tuple[Callable[[object], bool], str]] = {
+    "constraints": (
+        lambda one: not isinstance(one, type) and callable(getattr(one, "filter", None)),
+        "constraints such as JsonSchema(...)",
+    ),
+    "adapters": (
+        lambda one: isinstance(one, AdapterUse) or hasattr(one, "deltas"),
+        "adapters that load_adapter made, or AdapterUse(adapter, scale)",
+    ),
+    "hooks": (callable, "callables that take a SampledToken"),
+    "banned_strings": (lambda one: isinstance(one, str), "strings"),
+}

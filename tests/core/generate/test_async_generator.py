@@ -1,0 +1,387 @@
+"""The asyncio face: consumers that come, go, and go wrong. Every wait has a limit."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, cast
+
+import pytest
+from generate_support import GREEDY, loaded_around
+
+from exl_core.constrain.regex import Regex
+from exl_core.engine.engine import EngineOptions
+from exl_core.errors import ExlError, RequestError
+from exl_core.generate.asynchronous import AsyncGenerator, AsyncJob
+from exl_core.generate.dynamic import DynamicGenerator, Stage
+from support.scripted import EOS_ID, HashRule, always, certain, reply_with
+
+LIMIT_S = 20.0
+
+
+def generator_for(rule: Any = None, **options: Any) -> DynamicGenerator:
+    settings = {"cache_tokens": 2048, "max_batch": 4, **options}
+    return DynamicGenerator(loaded_around(rule or reply_with("hello")), EngineOptions(**settings))
+
+
+def endless(**options: Any) -> DynamicGenerator:
+    return generator_for(always(certain(ord("a"))), **options)
+
+
+def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    complaints: list[dict[str, Any]] = []
+
+    async def limited() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, what: complaints.append(what))
+        async with asyncio.timeout(LIMIT_S):
+            await story()
+        for _ in range(3):
+            await asyncio.sleep(0)
+        left = asyncio.all_tasks() - {cast(Any, asyncio.current_task())}
+        assert not left, "no task is left behind"
+
+    asyncio.run(limited())
+    gc.collect()  # a coroutine or an exception that nobody waited for would show here
+    assert not complaints
+
+
+async def text_of(job: AsyncJob) -> str:
+    return "".join([result.text async for result in job])
+
+
+async def submit(jobs: AsyncGenerator, prompt: str = "Q:", **settings: Any) -> AsyncJob:
+    settings = {"stop": EOS_ID, "sampler": GREEDY, "max_tokens": 40, **settings}
+    return await jobs.submit(jobs.generator.request(prompt, **settings))
+
+
+def assert_empty(generator: DynamicGenerator) -> None:
+    assert generator.num_remaining_jobs == 0
+    assert generator.engine.is_idle
+    assert not generator.engine.pool.held_pages
+
+
+def test_several_consumers_each_get_their_own_in_order() -> None:
+    generator = generator_for(HashRule(5))
+    alone = [
+        generator.generate(f"{i}:", max_tokens=15, sampler=GREEDY, completion_only=True)
+        for i in range(9)
+    ]
+
+    async def consume(jobs: AsyncGenerator, number: int) -> str:
+        job = await jobs.submit(
+            jobs.generator.request(f"{number}:", max_tokens=15, sampler=GREEDY), identifier=number
+        )
+        results = [result async for result in job]
+        assert {result.job.identifier for result in results} == {number}
+        assert [result.stage for result in results] == sorted(
+            (result.stage for result in results), key=list(Stage).index
+        )
+        assert [result.is_end for result in results].index(True) == len(results) - 1
+        assert results[-1].finish is not None
+        assert results[-1].finish.text == "".join(result.text for result in results)
+        return results[-1].finish.text
+
+    async def story() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            texts = await asyncio.gather(*(consume(jobs, i) for i in range(9)))
+            assert texts == alone
+            assert jobs.num_remaining_jobs == 0
+
+    run(story)
+    assert_empty(generator)
+
+
+def test_a_cancelled_consumer_takes_its_job_with_it_and_nothing_else() -> None:
+    generator = endless()
+
+    async def story() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            seen = asyncio.Event()
+
+            async def consume() -> None:
+                async for result in await submit(jobs, "x" * 300, max_tokens=900):
+                    if result.text:
+                        seen.set()
+
+            task = asyncio.create_task(consume())
+            other = await submit(jobs, max_tokens=60)
+            await seen.wait()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert await text_of(other) == "a" * 60
+            assert jobs.num_remaining_jobs == 0
+            assert_empty(generator)
+
+    run(story)
+
+
+def test_a_consumer_that_leaves_its_loop_takes_its_job_with_it() -> None:
+    generator = endless()
+
+    async def story() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            async for result in await submit(jobs, max_tokens=900):
+                if result.text:
+                    break
+            with pytest.raises(ZeroDivisionError):
+                async for _ in await submit(jobs, max_tokens=900):
+                    raise ZeroDivisionError
+            while jobs.num_remaining_jobs:
+                await asyncio.sleep(0.001)
+            assert await text_of(await submit(jobs, max_tokens=5)) == "aaaaa"
+            assert_empty(generator)
+
+    run(story)
+
+
+def test_who_never_reads_holds_nobody_up_and_can_read_later() -> None:
+    generator = generator_for()
+
+    async def story() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            late = await submit(jobs)
+            await submit(jobs)  # nobody keeps this one
+            assert await text_of(await submit(jobs)) == "hello"
+            while not late.has_ended:
+                await asyncio.sleep(0.001)
+            late.cancel()  # has no effect: it has ended
+            assert await text_of(late) == "hello"
+            assert await text_of(late) == "", "once"
+
+    run(story)
+    assert_empty(generator)
+
+
+def test_a_job_is_cancelled_from_another_task_twice() -> None:
+    generator = endless()
+
+    async def story() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            job = await submit(jobs, max_tokens=900)
+            reading = asyncio.create_task(text_of(job))
+            while not job.job.text:
+                await asyncio.sleep(0.001)
+            job.cancel()
+            job.cancel()
+            assert set(await reading) <= {"a"}
+            assert job.job.finish is None
+            unread = await submit(jobs, max_tokens=900)
+            unread.cancel()
+            assert await text_of(unread) == ""
+            ended = await submit(jobs, max_tokens=2)
+            assert await text_of(ended) == "aa"
+            ended.cancel()
+            ended.cancel()
+
+    run(story)
+    assert_empty(generator)
+
+
+def test_a_request_id_can_be_used_again_right_after_cancelling() -> None:
+    generator = generator_for()
+
+    async def story() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            for _ in range(20):
+                job = await submit(jobs, request_id="mine")
+                with pytest.raises(RequestError, match="this id"):
+                    await submit(jobs, request_id="mine")
+                job.cancel()
+            assert await text_of(await submit(jobs, request_id="mine")) == "hello"
+
+    run(story)
+    assert_empty(generator)
+
+
+def test_a_failing_step_reaches_every_job_that_ran_and_later_ones_run() -> None:
+    generator = endless(max_batch=2)
+    failure = RuntimeError("broken")
+
+    async def story() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            ran = [await submit(jobs, max_tokens=900) for _ in range(2)]
+            waits = await submit(jobs, max_tokens=3)
+            while not all(job.job.text for job in ran):
+                await asyncio.sleep(0.001)
+            cast(Any, generator.loaded.model).failure = failure
+            for job in ran:
+                with pytest.raises(RuntimeError, match="broken"):
+                    await text_of(job)
+                assert job.job.error is failure
+            assert await text_of(waits) == "aaa"
+            assert await text_of(await submit(jobs, max_tokens=4)) == "aaaa"
+
+    run(story)
+    assert_empty(generator)
+
+
+def test_an_engine_that_is_broken_for_good_leaves_nobody_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = generator_for()
+
+    def broken() -> None:
+        raise RuntimeError("for good")
+
+    async def story() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            with monkeypatch.context() as patch:
+                patch.setattr(generator.engine.scheduler, "prepare", broken)
+                waiting = [await submit(jobs) for _ in range(3)]
+                for job in waiting:
+                    with pytest.raises(RuntimeError, match="for good"):
+                        await text_of(job)
+                with pytest.raises(RuntimeError, match="for good"):
+                    await text_of(await submit(jobs))
+            assert await text_of(await submit(jobs)) == "hello"
+
+    run(story)
+    assert_empty(generator)
+
+
+def test_an_interrupt_within_the_engine_is_an_error_of_its_jobs() -> None:
+    generator = generator_for()
+
+    def interrupt(_token: object) -> None:
+        raise KeyboardInterrupt
+
+    async def story() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            with pytest.raises(ExlError, match="interrupted"):
+                await text_of(await submit(jobs, hooks=interrupt))
+            assert await text_of(await submit(jobs)) == "hello"
+
+    run(story)
+
+
+def test_a_bad_request_is_refused_where_it_is_submitted() -> None:
+    generator = generator_for()
+
+    async def story() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            for wrong in ({"prompt": "x" * 3000}, {"constraints": Regex("[")}):
+                with pytest.raises(RequestError):
+                    await submit(jobs, **cast(Any, wrong))
+            with pytest.raises(RequestError, match="not a request"):
+                await jobs.submit(cast(Any, "text"))
+            assert jobs.num_remaining_jobs == 0
+            assert await text_of(await submit(jobs)) == "hello"
+
+    run(story)
+    assert_empty(generator)
+
+
+def test_closing_ends_those_that_wait_and_refuses_those_that_come() -> None:
+    generator = endless()
+
+    async def story() -> None:
+        jobs = AsyncGenerator(generator)
+        reading = [
+            asyncio.create_task(text_of(await submit(jobs, max_tokens=900))) for _ in range(6)
+        ]
+        await asyncio.sleep(0.01)
+        await asyncio.gather(jobs.close(), jobs.close())
+        for task in reading:
+            assert set(await task) <= {"a"}
+        with pytest.raises(RequestError, match="closed"):
+            await submit(jobs)
+        await jobs.close()
+
+    run(story)
+    assert_empty(generator)
+    assert generator.generate("Q:", max_tokens=3) == "Q:aaa", "the generator itself goes on"
+
+
+def test_whoever_submits_while_it_closes_is_refused() -> None:
+    generator = endless()
+
+    async def story() -> None:
+        jobs = AsyncGenerator(generator)
+        await submit(jobs, max_tokens=900)
+        coming = [asyncio.create_task(submit(jobs)) for _ in range(5)]
+        await asyncio.sleep(0)
+        await jobs.close()
+        for outcome in await asyncio.gather(*coming, return_exceptions=True):
+            assert isinstance(outcome, RequestError)
+
+    run(story)
+    assert_empty(generator)
+
+
+def test_a_cancelled_submit_leaves_no_job() -> None:
+    generator = endless()
+
+    async def story() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            for rounds in range(6):
+                task = asyncio.create_task(submit(jobs, max_tokens=900))
+                for _ in range(rounds):
+                    await asyncio.sleep(0)
+                if rounds == 5:  # it is done in the engine, and the task has not heard of it
+                    while not generator.num_remaining_jobs:
+                        threading.Event().wait(0.001)
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            while generator.num_remaining_jobs:
+                await asyncio.sleep(0.001)
+            assert await text_of(await submit(jobs, max_tokens=2)) == "aa"
+
+    run(story)
+    assert_empty(generator)
+
+
+def test_a_job_that_ends_at_once_is_not_waited_for() -> None:
+    generator = generator_for()
+
+    async def story() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            for _ in range(50):  # the steps end between two of them, or not
+                assert await text_of(await submit(jobs, max_tokens=0)) == ""
+                assert await text_of(await submit(jobs, max_tokens=1)) == "h"
+                await asyncio.sleep(0)
+
+    run(story)
+    assert_empty(generator)
+
+
+def test_jobs_come_and_go_at_random() -> None:
+    generator = endless(max_batch=3)
+
+    async def live(jobs: AsyncGenerator, number: int) -> None:
+        for turn in range(4):
+            job = await submit(jobs, "x" * (number * 40 + turn), max_tokens=4 + 7 * turn)
+            count = 0
+            async for result in job:
+                count += len(result.text)
+                if count > 5 + number:
+                    break
+            if (number + turn) % 3 == 0:
+                await asyncio.sleep(0)
+
+    async def story() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            tasks = [asyncio.create_task(live(jobs, i)) for i in range(12)]
+            for i, task in enumerate(tasks):
+                await asyncio.sleep(0.002)
+                if i % 4 == 3:
+                    task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    run(story)
+    assert_empty(generator)
+
+
+def test_one_face_serves_one_event_loop_after_another() -> None:
+    generator = generator_for()
+    jobs = AsyncGenerator(generator)
+
+    async def story() -> None:
+        assert await text_of(await submit(jobs)) == "hello"
+
+    run(story)
+    run(story)
+    run(jobs.close)

@@ -1,0 +1,324 @@
+"""The base generator: prompts in, completions out."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from generate_support import GREEDY, SMALL, Counter, loaded_around
+
+from exl_core.cache.format import KVFormat
+from exl_core.constrain.choice import OneOf
+from exl_core.constrain.regex import Regex
+from exl_core.engine.engine import EngineOptions
+from exl_core.engine.events import SampledToken
+from exl_core.errors import RequestError
+from exl_core.generate.base import EMBED_MARKER, BaseGenerator
+from exl_core.load import LoadedModel, load_model
+from exl_core.lora.adapter import load_adapter
+from exl_core.model.adapters import AdapterUse
+from exl_core.sampling.params import SamplerParams
+from support import tiny_models
+from support.adapters import random_pairs, stored, write_adapter
+from support.scripted import EOS_ID, HashRule, Rule, reply_with
+
+
+def base(rule: Rule, *, max_seq_len: int = 1024) -> BaseGenerator:
+    return BaseGenerator(loaded_around(rule, max_seq_len=max_seq_len), SMALL)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
+    folder = tiny_models.save(tiny_models.tiny_llama(), tmp_path_factory.mktemp("tiny"))
+    return load_model(str(folder))
+
+
+def test_the_prompt_comes_first_unless_the_completion_alone_is_wanted() -> None:
+    generator = base(reply_with("hello"))
+    assert generator.generate_simple("Q:", num_tokens=20, sampler=GREEDY) == "Q:hello"
+    text = generator.generate_simple("Q:", num_tokens=20, sampler=GREEDY, completion_only=True)
+    assert text == "hello"
+    assert generator.sequence_ids == ((*b"Q:hello", EOS_ID),)
+    assert not generator.full()
+
+
+def test_a_list_gives_a_list_and_an_empty_one_nothing() -> None:
+    generator = base(reply_with("hello"))
+    assert generator.generate_simple(["A", "BB"], num_tokens=20) == ["Ahello", "BBhello"]
+    assert generator.generate_simple([], num_tokens=20) == []
+
+
+def test_seeds_count_up_and_repeat() -> None:
+    generator = base(HashRule(1, spread=0.5))
+    texts = generator.generate_simple(["Q:"] * 3, num_tokens=8, seed=5, stop_token=None)
+    ids = generator.sequence_ids
+    assert len(set(ids)) == 3
+    assert generator.generate_simple("Q:", num_tokens=8, seed=6, stop_token=None) == texts[1]
+    assert generator.sequence_ids == (ids[1],)
+
+
+def test_a_long_prompt_loses_its_beginning() -> None:
+    generator = base(reply_with("hello"), max_seq_len=16)
+    assert generator.generate_simple("0123456789ABCDEF", num_tokens=6) == "6789ABCDEFhello"
+    text = generator.generate_simple("0123456789", num_tokens=6, completion_only=True)
+    assert text == "hello"
+    assert generator.full()
+    assert generator.generate_simple("0123456789ABCDEF", num_tokens=0) == "123456789ABCDEF"
+
+
+@pytest.mark.parametrize("num_tokens", [16, -1, True, "six", 2.5])
+def test_num_tokens_must_leave_room(num_tokens: Any) -> None:
+    with pytest.raises(RequestError, match="num_tokens"):
+        base(reply_with("x"), max_seq_len=16).generate_simple("Q", num_tokens=num_tokens)
+
+
+def test_what_stops_a_reply() -> None:
+    def run(**how: Any) -> str:
+        return base(reply_with("hello")).generate_simple(
+            "Q:", num_tokens=9, sampler=GREEDY, completion_only=True, **how
+        )
+
+    assert run() == "hello"
+    assert run(stop_token=ord("l")) == "he"
+    assert run(stop_token=None) == "hellohel", "EOS gives no text and stops nothing"
+    assert run(stop_token=None, show_special=True) == "hello<eos>hel"
+    for wrong in (-1, "EOS", True, [5]):
+        with pytest.raises(RequestError, match="stop_token"):
+            run(stop_token=wrong)
+
+
+def test_abort_keeps_the_text_so_far_and_is_cleared_at_first() -> None:
+    abort = threading.Event()
+    abort.set()
+    generator = base(reply_with("hello"))
+    assert generator.generate_simple("Q:", num_tokens=9, abort=abort) == "Q:hello"
+    text = generator.generate_simple(
+        "Q:", num_tokens=9, abort=abort, hooks=Counter(3, abort.set), sampler=GREEDY
+    )
+    assert text == "Q:hel"
+    assert generator.engine.is_idle
+    assert not generator.engine.pool.held_pages
+
+
+def test_abort_amid_the_prompt_gives_nothing() -> None:
+    loaded = loaded_around(reply_with("hello"))
+    abort = threading.Event()
+    generator = BaseGenerator(loaded, EngineOptions(cache_tokens=1024, prefill_chunk=8))
+    scripted = cast(Any, loaded.model)
+    forward = scripted.forward
+
+    def forward_then_abort(*args: Any) -> Any:
+        abort.set()
+        return forward(*args)
+
+    scripted.forward = forward_then_abort
+    assert generator.generate_simple(["Q:", "x" * 40], num_tokens=9, abort=abort) == ["Q:h", ""]
+    assert len(scripted.rows_of_pass) == 1
+    scripted.forward = forward
+    assert generator.generate_simple("Q:", num_tokens=9) == "Q:hello"
+
+
+def test_hooks_see_and_replace_tokens() -> None:
+    seen: list[int] = []
+
+    def shout(token: SampledToken) -> int | None:
+        seen.append(token.token_id)
+        return ord("L") if token.token_id == ord("l") else None
+
+    generator = base(reply_with("hello"))
+    text = generator.generate_simple("Q:", num_tokens=4, hooks=[shout, lambda _: None])
+    assert text == "Q:heLh", "the script starts anew after what it did not say"
+    assert bytes(seen) == b"helh"
+
+
+def test_constraints_hold_and_end_the_reply() -> None:
+    generator = base(HashRule(2))
+    text = generator.generate_simple(
+        "Q:", num_tokens=20, constraints=Regex("[0-9]{4}"), completion_only=True
+    )
+    assert text.isdigit()
+    assert len(text) == 4
+    both = (Regex("[a-z]+"), OneOf(("yes", "No", "maybe")))
+    text = generator.generate_simple("Q:", num_tokens=20, constraints=both, completion_only=True)
+    assert text in ("yes", "maybe")
+
+
+def test_a_constraint_that_cannot_be_met_is_refused_and_the_next_call_works() -> None:
+    generator = base(reply_with("hello"))
+    with pytest.raises(RequestError, match="regular expression"):
+        generator.generate_simple(["A", "B"], num_tokens=5, constraints=Regex("(("))
+    assert generator.engine.is_idle
+    assert generator.generate_simple("Q:", num_tokens=9) == "Q:hello"
+
+
+def test_healing_gives_only_what_is_beyond_the_old_token() -> None:
+    generator = base(reply_with("hello"))
+    text = generator.generate_simple(
+        "Q:", num_tokens=9, token_healing=True, sampler=GREEDY, completion_only=True
+    )
+    assert text == "hello"
+    assert generator.sequence_ids == ((*b"Q:hello", EOS_ID),)
+
+
+def test_a_healed_token_takes_the_place_of_the_prompts_last_one(smollm2: LoadedModel) -> None:
+    generator = BaseGenerator(smollm2, SMALL)
+    prompt = "The capital of France is Par"
+    text = generator.generate_simple(prompt, num_tokens=4, token_healing=True, sampler=GREEDY)
+    assert text.startswith(prompt + "is")
+    (ids,) = generator.sequence_ids
+    assert smollm2.tokenizer.decode(ids) == text
+    assert len(ids) == len(smollm2.tokenizer.encode(prompt)) + 4
+    only = generator.generate_simple(
+        prompt, num_tokens=4, token_healing=True, sampler=GREEDY, completion_only=True
+    )
+    assert prompt + only == text
+
+
+def rows_of(model: Any, ids: Sequence[int]) -> torch.Tensor:
+    return cast(torch.Tensor, model.model.embed_tokens.weight[torch.tensor(ids)].detach())
+
+
+def test_embeddings_of_tokens_are_as_good_as_the_tokens(tiny: LoadedModel) -> None:
+    generator = BaseGenerator(tiny, SMALL)
+    model = tiny_models.tiny_llama()
+    inner = tiny.tokenizer.encode("middle")
+    prompts = [f"first \t{EMBED_MARKER} last", f"{EMBED_MARKER}!"]
+    vectors = torch.stack([rows_of(model, inner), rows_of(model, inner)])
+    texts = generator.generate_simple(
+        prompts,
+        num_tokens=12,
+        sampler=GREEDY,
+        input_embeddings=vectors,
+        completion_only=True,
+        stop_token=None,
+    )
+    plain = generator.generate_simple(
+        ["firstmiddlelast", "middle!"],
+        num_tokens=12,
+        sampler=GREEDY,
+        completion_only=True,
+        stop_token=None,
+    )
+    assert texts == plain
+    whole = generator.generate_simple(
+        prompts[0], num_tokens=12, sampler=GREEDY, input_embeddings=vectors[:1], stop_token=None
+    )
+    assert whole == "firstlast" + plain[0], "vectors have no text"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shape", "words"),
+    [
+        ("none", (1, 2, 72), "0 times"),
+        (EMBED_MARKER * 2, (1, 2, 72), "2 times"),
+        (EMBED_MARKER, (2, 72), "another shape"),
+        ([EMBED_MARKER], (2, 2, 72), "another shape"),
+        (EMBED_MARKER, (1, 2, 71), "72"),
+    ],
+)
+def test_embeddings_must_fit(tiny: LoadedModel, prompt: Any, shape: Any, words: str) -> None:
+    generator = BaseGenerator(tiny, SMALL)
+    with pytest.raises(RequestError, match=words):
+        generator.generate_simple(prompt, num_tokens=2, input_embeddings=torch.zeros(shape))
+    assert generator.engine.is_idle
+
+
+def test_an_adapter_changes_the_text_while_it_is_given(tiny: LoadedModel, tmp_path: Path) -> None:
+    pairs = random_pairs(tiny_models.tiny_llama())
+    adapter = load_adapter(write_adapter(tmp_path / "one", stored(pairs)), tiny.model)
+    generator = BaseGenerator(tiny, SMALL)
+
+    def run(**how: Any) -> str:
+        return generator.generate_simple(
+            "Tell me:", num_tokens=12, sampler=GREEDY, stop_token=None, **how
+        )
+
+    plain, adapted = run(), run(adapters=adapter)
+    assert plain != adapted
+    assert run(adapters=(AdapterUse(adapter),)) == adapted
+    assert run(adapters=[AdapterUse(adapter, 0.0)]) == plain
+    assert run() == plain, "nothing that was cached under the adapter is used without it"
+
+
+def test_warmup_leaves_nothing_behind(tiny: LoadedModel) -> None:
+    generator = BaseGenerator(tiny, EngineOptions(cache_tokens=512, kv_format=KVFormat.FP8))
+    generator.warmup()
+    assert generator.engine.is_idle
+    assert len(generator.engine.pool.free_pages) == 2
+    assert generator.sequence_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"temprature": 1}, "sampler=SamplerParams.temperature="),
+        ({"top_p": 0.5}, "sampler=SamplerParams.top_p="),
+        ({"stop_tokens": 1}, "Did you mean 'stop_token'"),
+        ({"compleetion_only": True}, "Did you mean 'completion_only'"),
+        ({"filters": ()}, "no such setting: filters"),
+        ({"max_tokens": 5}, "num_tokens"),
+        ({"stop_ids": ()}, "no such setting"),
+        ({"prompt_ids": ()}, "no such setting"),
+        ({"sampler": {"temperature": 0}}, "a SamplerParams"),
+        ({"sampler": None}, "a SamplerParams"),
+        ({"report": True}, "a Report"),
+        ({"seed": "1"}, "seed is something else"),
+        ({"seed": -1}, "seed is out of range"),
+        ({"constraints": "[0-9]"}, "constraints is something else"),
+        ({"constraints": Regex}, "constraints is something else"),
+        ({"adapters": "folder"}, "load_adapter"),
+        ({"hooks": 5}, "callables"),
+        ({"banned_strings": 5}, "strings"),
+        ({"banned_strings": ("",)}, "at least one character"),
+        ({"token_healing": "yes"}, "a bool"),
+        ({"prefer_eos": True, "stop_token": None}, "prefer_eos"),
+        ({"min_tokens": 6}, "min_tokens is more"),
+        ({"request_id": 3}, "a str"),
+    ],
+)
+def test_slips_are_told_at_the_call(settings: dict[str, Any], words: str) -> None:
+    generator = base(reply_with("hello"))
+    with pytest.raises(RequestError, match=words):
+        generator.generate_simple("Q:", **{"num_tokens": 5, **settings})
+    assert generator.generate_simple("Q:", num_tokens=5) == "Q:hello"
+
+
+@pytest.mark.parametrize("prompt", [None, 5, b"Q:", [1, 2], ["Q:", None], ("a", "b"), "", [""]])
+def test_prompts_are_texts(prompt: Any) -> None:
+    with pytest.raises(RequestError, match="prompt"):
+        base(reply_with("hello")).generate_simple(prompt, num_tokens=5)
+
+
+def test_one_id_for_several_prompts_is_refused_whole() -> None:
+    generator = base(reply_with("hello"))
+    with pytest.raises(RequestError, match="this id"):
+        generator.generate_simple(["A", "B"], num_tokens=5, request_id="same")
+    assert generator.engine.is_idle
+
+
+def test_a_failing_pass_leaves_it_usable() -> None:
+    generator = base(reply_with("hello"))
+    cast(Any, generator.loaded.model).failure = RuntimeError("broken")
+    with pytest.raises(RuntimeError, match="broken"):
+        generator.generate_simple(["A", "B"], num_tokens=9)
+    assert generator.engine.is_idle
+    assert generator.generate_simple("Q:", num_tokens=9) == "Q:hello"
+
+
+def test_a_busy_engine_is_refused() -> None:
+    generator = base(reply_with("hello"))
+    generator.engine.submit(generator.request("other", request_id="other"))
+    with pytest.raises(RequestError, match="busy"):
+        generator.generate_simple("Q:", num_tokens=9)
+    assert generator.engine.live_requests == {"other"}
+
+
+def test_guidance_of_a_setting_needs_its_other_prompt() -> None:
+    with pytest.raises(RequestError, match="guidance"):
+        base(reply_with("x")).generate_simple(
+            "Q:", num_tokens=5, sampler=SamplerParams(cfg_scale=2.0)
+        )
