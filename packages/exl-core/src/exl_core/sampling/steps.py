@@ -20,6 +20,7 @@ from torch import Tensor
 DROPPED = -math.inf
 LogitStep = Callable[[Tensor], Tensor]
 
+WEIGHT_FLOOR = -87.33654
 TOP_P_FLOOR = 1e-6
 """Tokens less likely than this are no part of any nucleus."""
 
@@ -176,8 +177,8 @@ class ExcludeTop:
 
     def __call__(self, logits: Tensor) -> Tensor:
         p = softmax(logits)
-        order = descending(logits)[: count_kept(logits)]
-        likeliest = order[(p[order] >= self.threshold) & (p[order] > 0)]
+        likeliest = ((p >= self.threshold) & (p > 0)).nonzero().squeeze(1)
+        likeliest = likeliest[descending(logits[likeliest])]
         if self.protected:
             is_open = ~torch.isin(likeliest, as_ids(self.protected, len(logits)))
             likeliest = likeliest[is_open]
@@ -196,8 +197,12 @@ def descending(logits: Tensor) -> Tensor:
 
 
 def weights(logits: Tensor) -> Tensor:
-    """Probabilities but for a common factor, float64; the likeliest token has 1."""
-    return (logits - logits.amax()).double().exp_()
+    """Probabilities but for a common factor, float64; the likeliest token has 1.
+
+    As in the kernels, what is below the range of float32 is 0: it cannot be drawn.
+    """
+    below = logits - logits.amax()
+    return below.double().exp_().masked_fill_(below < WEIGHT_FLOOR, 0.0)
 
 
 def softmax(logits: Tensor) -> Tensor:
