@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.ops.table import NOTHING_DRAWN, Drawn, OpTable, get_table
+from exl_core.ops.table import NOTHING_DRAWN, Drawn, OpTable, available_isas, get_table
 
 REFERENCE = get_table("reference", threads=1)
+# The sets beyond avx512 have its kernel.
+KERNELS = {isa: get_table("cpu", isa=isa, threads=1) for isa in available_isas()[:3]}
 UNIFORMS = (0.0, 0.31, 0.77, 0.999, 1 - 1e-9)
 
 CHAINS: dict[str, dict[str, float]] = {
@@ -60,16 +62,16 @@ def random_mask(rng: torch.Generator, vocab: int) -> Tensor:
 def assert_same(got: Drawn, wanted: Drawn, hint: object) -> None:
     """Tokens exactly; probabilities but for the rounding of float32 sums."""
     assert got.token_id == wanted.token_id, hint
-    assert got.probability == pytest.approx(wanted.probability, rel=1e-5), hint
+    assert math.isclose(got.probability, wanted.probability, rel_tol=1e-5), hint
     assert [i for i, _ in got.top] == [i for i, _ in wanted.top], hint
-    expected = pytest.approx([p for _, p in wanted.top], rel=1e-5)
-    assert [p for _, p in got.top] == expected, hint
+    for (_, p), (_, q) in zip(got.top, wanted.top, strict=True):
+        assert math.isclose(p, q, rel_tol=1e-5), hint
 
 
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS.keys())
-@pytest.mark.parametrize("vocab", [1, 5, 64, 65, 257, 2100])
+@pytest.mark.parametrize("vocab", [1, 5, 65, 257, 2100])
 def test_kernels_draw_what_the_reference_draws(
-    kernels: OpTable, rng: torch.Generator, vocab: int, chain: dict[str, float]
+    rng: torch.Generator, vocab: int, chain: dict[str, float]
 ) -> None:
     for (name, logits), is_masked in product(rows(rng, vocab).items(), (False, True)):
         mask = random_mask(rng, vocab) if is_masked and vocab > 1 else None
@@ -81,23 +83,26 @@ def test_kernels_draw_what_the_reference_draws(
             plain = (logits, mask, None, None)
             for operands in (plain, (logits, mask, ids, values)):
                 before = logits.clone()
-                got = kernels.sample(*operands, **settings)  # type: ignore[arg-type]
                 wanted = REFERENCE.sample(*operands, **settings)  # type: ignore[arg-type]
-                assert_same(got, wanted, (name, uniform, is_masked))
+                for isa, kernels in KERNELS.items():
+                    got = kernels.sample(*operands, **settings)  # type: ignore[arg-type]
+                    assert_same(got, wanted, (isa, name, uniform, is_masked))
                 assert torch.equal(logits, before)
 
 
 @pytest.mark.parametrize("vocab", [49152, 262144])
 @pytest.mark.parametrize("name", ["broad", "peaked", "levels", "dropped"])
-def test_large_vocabularies(kernels: OpTable, rng: torch.Generator, vocab: int, name: str) -> None:
+def test_large_vocabularies(rng: torch.Generator, vocab: int, name: str) -> None:
     logits = rows(rng, vocab)[name]
     mask = random_mask(rng, vocab)
     for chain, uniform in zip(
         ("plain", "top-k", "wide top-k", "top-p", "wide", "usual"), (0.3, 0.9) * 3, strict=True
     ):
         settings = dict(CHAINS[chain], uniform=uniform, num_top=3)
-        got = kernels.sample(logits, mask, **settings)  # type: ignore[arg-type]
-        assert_same(got, REFERENCE.sample(logits, mask, **settings), chain)  # type: ignore[arg-type]
+        wanted = REFERENCE.sample(logits, mask, **settings)  # type: ignore[arg-type]
+        for isa, kernels in KERNELS.items():
+            got = kernels.sample(logits, mask, **settings)  # type: ignore[arg-type]
+            assert_same(got, wanted, (isa, chain))
 
 
 def test_the_tokens_at_the_borders_are_the_documented_ones(table: OpTable) -> None:

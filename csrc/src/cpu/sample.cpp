@@ -125,6 +125,27 @@ double cut(const SampleArgs& args, int64_t blocks, Border border, float top, flo
     return total;
 }
 
+// Keys of low <= y < high, few of them, in the order of ids.
+int64_t collect_between(const SampleArgs& args, int64_t blocks, float low, float high) {
+    const Vec from = set1(low), to = set1(high), none = set1(0.0f), one = set1(1.0f);
+    int64_t n = 0;
+    for (int64_t b = 0; b < blocks; ++b) {
+        const float* y = args.scaled + b * kBlock;
+        Vec inside = none;
+        for (int64_t i = 0; i < kBlock; i += kLanes) {
+            const Vec here = load(y + i);
+            inside = max(inside, select(less(here, from), none, select(less(here, to), one, none)));
+        }
+        if (largest(inside) == 0.0f) continue;
+        for (int64_t i = 0; i < kBlock; ++i) {
+            // No branch: whether a single token lies inside cannot be foreseen.
+            args.keys[n] = key_of(y[i], b * kBlock + i);
+            n += static_cast<int64_t>(y[i] >= low) & static_cast<int64_t>(y[i] < high);
+        }
+    }
+    return n;
+}
+
 // Where a nucleus ends that is wider than what was tried before. `wanted` and `least` are weights.
 Border wide_border(const SampleArgs& args, const Row& row, const Scale& scale, double wanted,
                      double least) {
@@ -144,14 +165,7 @@ Border wide_border(const SampleArgs& args, const Row& row, const Scale& scale, d
             low = middle;
         }
     }
-    int64_t n = 0;
-    for (int64_t b = 0; b < row.blocks; ++b) {
-        if (scale(args.maxima[b]) < low) continue;
-        for (int64_t i = b * kBlock; i < (b + 1) * kBlock; ++i) {
-            const float y = args.scaled[i];
-            if (y >= low && (is_open || y < high)) args.keys[n++] = key_of(y, i);
-        }
-    }
+    const int64_t n = collect_between(args, row.blocks, low, is_open ? kInf : high);
     sort_keys(args.keys, args.keys + row.blocks * kBlock, n);
     Border border{high, row.count};
     for (int64_t i = 0; i < n; ++i) {
