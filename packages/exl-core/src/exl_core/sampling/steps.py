@@ -196,6 +196,13 @@ def descending(logits: Tensor) -> Tensor:
     return torch.sort(logits, descending=True, stable=True).indices
 
 
+def likeliest(probability: Tensor, count: int) -> Tensor:
+    """The first `count` of `descending`, without those of probability 0."""
+    bound = probability.topk(min(count, len(probability))).values[-1]
+    few = ((probability >= bound) & (probability > 0)).nonzero().squeeze(1)
+    return few[descending(probability[few])][:count]
+
+
 def weights(logits: Tensor) -> Tensor:
     """Probabilities but for a common factor, float64; the likeliest token has 1.
 
