@@ -21,7 +21,15 @@ from exl_core.sampling.chain import is_common, later_steps, scaling
 from exl_core.sampling.edits import Edits
 from exl_core.sampling.feedback import Mirostat
 from exl_core.sampling.params import SamplerParams
-from exl_core.sampling.steps import DROPPED, descending, draw, likeliest, skewed, softmax
+from exl_core.sampling.steps import (
+    DROPPED,
+    descending,
+    draw,
+    likeliest,
+    skewed,
+    skewed_shares,
+    softmax,
+)
 
 
 class LogitsError(ExlError):
@@ -45,11 +53,12 @@ class _Final:
     ids: Tensor | None
     probability: Tensor
 
-    def spread(self, vocab_size: int) -> Tensor:
-        """Float32 [vocab_size]."""
+    def spread(self, vocab_size: int, skew: float) -> Tensor:
+        """How likely each token is drawn: float32 [vocab_size]."""
+        shares = self.probability if skew == 0.0 else skewed_shares(self.probability, skew)
         if self.ids is None:
-            return self.probability.float()
-        return torch.zeros(vocab_size).index_copy_(0, self.ids, self.probability.float())
+            return shares.float()
+        return torch.zeros(vocab_size).index_copy_(0, self.ids, shares.float())
 
     def id_at(self, place: int) -> int:
         return place if self.ids is None else int(self.ids[place])
@@ -121,9 +130,9 @@ class Sampler:
         banned: Collection[int] = (),
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The final distribution, that `sample` draws from: float32 [vocab_size]."""
+        """The distribution that `sample` draws from, skewed or not: float32 [vocab_size]."""
         self._length = len(history)
-        return self._final(logits, history, banned, mask).spread(len(logits))
+        return self._final(logits, history, banned, mask).spread(len(logits), self.params.skew)
 
     def verify(
         self,
@@ -154,7 +163,7 @@ class Sampler:
             )
         self._length = len(history)
         final = self._final(logits, history, banned, mask)
-        wanted = final.spread(len(logits))
+        wanted = final.spread(len(logits), self.params.skew)
         shared = min(len(wanted), len(drawn_from))
         p, q = (float(x[proposal]) if proposal < len(x) else 0.0 for x in (wanted, drawn_from))
         uniform = self._uniform()

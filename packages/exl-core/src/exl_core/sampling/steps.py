@@ -253,3 +253,10 @@ def draw(weight: Tensor, uniform: float) -> int:
 def skewed(uniform: float, skew: float) -> float:
     """The number to draw with from the likeliest token down: above 0, rare tokens gain."""
     return min(math.pow(uniform, math.exp(-skew)), math.nextafter(1.0, 0.0))
+
+
+def skewed_shares(probability: Tensor, skew: float) -> Tensor:
+    """How likely each token is drawn with a skewed number: float64."""
+    order = descending(probability)
+    edges = probability[order].double().cumsum(0).clamp_(max=1.0) ** math.exp(skew)
+    return torch.zeros_like(edges).index_copy_(0, order, edges.diff(prepend=edges.new_zeros(1)))
