@@ -40,6 +40,18 @@ void write_edited(const SampleArgs& args) {
     }
 }
 
+// The weight of a block, in fp64: of a block's rare tokens nothing may be lost beside a likely one.
+double sum_block(const float* weights) {
+    constexpr int kSums = 8;  // as many as the compiler keeps in vectors
+    double sums[kSums] = {};
+    for (int64_t i = 0; i < kBlock; i += kSums) {
+        for (int j = 0; j < kSums; ++j) sums[j] += static_cast<double>(weights[i + j]);
+    }
+    double total = 0.0;
+    for (int j = 0; j < kSums; ++j) total += sums[j];
+    return total;
+}
+
 // Every y and weight; sums[b] is the weight of block b. Returns the total.
 double weigh(const Row& row, const Scale& scale, float floor, const SampleArgs& args) {
     const Vec shift = set1(scale.largest), divisor = set1(scale.temperature);
@@ -47,7 +59,6 @@ double weigh(const Row& row, const Scale& scale, float floor, const SampleArgs& 
     double total = 0.0;
     for (int64_t b = 0; b < row.blocks; ++b) {
         const float* from = row.block(b);
-        Vec sum_here = none;
         for (int64_t i = 0; i < kBlock; i += kLanes) {
             Vec y = load(from + i);
             if (!scale.is_plain) y = div(sub(y, shift), divisor);
@@ -55,9 +66,8 @@ double weigh(const Row& row, const Scale& scale, float floor, const SampleArgs& 
             const Vec weight = select(less(x, least), none, exp(x));
             store(args.scaled + b * kBlock + i, y);
             store(args.weights + b * kBlock + i, weight);
-            sum_here = add(sum_here, weight);
         }
-        args.sums[b] = static_cast<double>(sum(sum_here));
+        args.sums[b] = sum_block(args.weights + b * kBlock);
         total += args.sums[b];
     }
     return total;
@@ -65,44 +75,85 @@ double weigh(const Row& row, const Scale& scale, float floor, const SampleArgs& 
 
 // Total weight of y >= least.
 double weight_from(const SampleArgs& args, int64_t blocks, float least) {
+    constexpr int64_t kGroup = 8 * kBlock;
     const Vec border = set1(least), none = set1(0.0f);
     double total = 0.0;
-    for (int64_t b = 0; b < blocks; ++b) {
-        Vec sum_here = none;
-        for (int64_t i = b * kBlock; i < (b + 1) * kBlock; i += kLanes) {
-            const Vec below = load(args.weights + i);
-            sum_here = add(sum_here, select(less(load(args.scaled + i), border), none, below));
+    for (int64_t first = 0; first < blocks * kBlock; first += kGroup) {
+        const int64_t last = smaller(first + kGroup, blocks * kBlock);
+        Vec even = none, odd = none;
+        for (int64_t i = first; i < last; i += 2 * kLanes) {
+            const Vec a = load(args.weights + i), b = load(args.weights + i + kLanes);
+            even = add(even, select(less(load(args.scaled + i), border), none, a));
+            odd = add(odd, select(less(load(args.scaled + i + kLanes), border), none, b));
         }
-        total += static_cast<double>(sum(sum_here));
+        total += static_cast<double>(sum(add(even, odd)));
     }
     return total;
 }
 
-// Keeps keys up to `border` of y - top >= floor; weights and sums follow. Returns the total.
-double cut(const SampleArgs& args, int64_t blocks, uint64_t border, float top, float floor) {
+// A token by its y and id, and with it all that come before it.
+struct Border {
+    float y;
+    int64_t id;
+
+    bool keeps(float other, int64_t other_id) const {
+        return other > y || (other == y && other_id <= id);
+    }
+};
+
+// Keeps what the border keeps of y - top >= floor; weights and sums follow. Returns the total.
+double cut(const SampleArgs& args, int64_t blocks, Border border, float top, float floor) {
+    const Vec edge = set1(border.y), shift = set1(top), least = set1(floor), none = set1(0.0f);
     double total = 0.0;
     for (int64_t b = 0; b < blocks; ++b) {
-        double sum_here = 0.0;
-        for (int64_t i = b * kBlock; args.sums[b] > 0.0 && i < (b + 1) * kBlock; ++i) {
-            const float y = args.scaled[i];
-            const bool is_kept = key_of(y, i) <= border && y - top >= floor;
-            args.weights[i] = is_kept ? args.weights[i] : 0.0f;
-            sum_here += static_cast<double>(args.weights[i]);
+        const bool is_before = (b + 1) * kBlock <= border.id, is_after = b * kBlock > border.id;
+        for (int64_t i = b * kBlock; i < (b + 1) * kBlock; i += kLanes) {
+            const Vec y = load(args.scaled + i);
+            Vec weight = select(less(sub(y, shift), least), none, load(args.weights + i));
+            if (is_before) weight = select(less(y, edge), none, weight);
+            if (is_after) weight = select(less(edge, y), weight, none);
+            store(args.weights + i, weight);
+            if (!is_before && !is_after) {
+                for (int64_t j = i; j < i + kLanes; ++j) {
+                    if (!border.keeps(args.scaled[j], j)) args.weights[j] = 0.0f;
+                }
+            }
         }
-        args.sums[b] = sum_here;
-        total += sum_here;
+        args.sums[b] = sum_block(args.weights + b * kBlock);
+        total += args.sums[b];
     }
     return total;
 }
 
-// The last key of a nucleus wider than what was tried before. `wanted` and `least` are weights.
-uint64_t wide_border(const SampleArgs& args, const Row& row, const Scale& scale, double wanted,
+// Keys of low <= y < high, few of them, in the order of ids.
+int64_t collect_between(const SampleArgs& args, int64_t blocks, float low, float high) {
+    const Vec from = set1(low), to = set1(high), none = set1(0.0f), one = set1(1.0f);
+    int64_t n = 0;
+    for (int64_t b = 0; b < blocks; ++b) {
+        const float* y = args.scaled + b * kBlock;
+        Vec inside = none;
+        for (int64_t i = 0; i < kBlock; i += kLanes) {
+            const Vec here = load(y + i);
+            inside = max(inside, select(less(here, from), none, select(less(here, to), one, none)));
+        }
+        if (largest(inside) == 0.0f) continue;
+        for (int64_t i = 0; i < kBlock; ++i) {
+            // No branch: whether a single token lies inside cannot be foreseen.
+            args.keys[n] = key_of(y[i], b * kBlock + i);
+            n += static_cast<int64_t>(y[i] >= low) & static_cast<int64_t>(y[i] < high);
+        }
+    }
+    return n;
+}
+
+// Where a nucleus ends that is wider than what was tried before. `wanted` and `least` are weights.
+Border wide_border(const SampleArgs& args, const Row& row, const Scale& scale, double wanted,
                      double least) {
     // Above `high` all are kept, and from `low` down none or not all are.
     float low = scale.top() + static_cast<float>(::log(least)) - 1e-3f, high = scale.top();
     double above = 0.0;  // weight of y >= high, but for the first, open end
     bool is_open = true;
-    for (int pass = 0; pass < 14; ++pass) {
+    for (int pass = 0; pass < 10; ++pass) {
         const float middle = low + (high - low) * 0.5f;
         if (!(middle > low && middle < high)) break;
         const double sum_here = weight_from(args, row.blocks, middle);
@@ -114,18 +165,16 @@ uint64_t wide_border(const SampleArgs& args, const Row& row, const Scale& scale,
             low = middle;
         }
     }
-    int64_t n = 0;
-    for (int64_t i = 0; i < row.count; ++i) {
-        const float y = args.scaled[i];
-        if (y >= low && (is_open || y < high)) args.keys[n++] = key_of(y, i);
-    }
+    const int64_t n = collect_between(args, row.blocks, low, is_open ? kInf : high);
     sort_keys(args.keys, args.keys + row.blocks * kBlock, n);
-    uint64_t border = is_open ? args.keys[0] : key_of(high, row.count);
+    Border border{high, row.count};
     for (int64_t i = 0; i < n; ++i) {
-        const double weight = static_cast<double>(args.weights[id_of(args.keys[i])]);
+        const int64_t id = id_of(args.keys[i]);
+        const double weight = static_cast<double>(args.weights[id]);
         above += weight;
-        if (above > wanted || weight < least) break;
-        border = args.keys[i];
+        const bool is_first = is_open && i == 0;
+        if (!is_first && (above > wanted || weight < least)) break;
+        border = {args.scaled[id], id};
     }
     return border;
 }
@@ -259,9 +308,9 @@ SampleResult sample(const SampleArgs& args) {
         return finish_few(args, row, scale, floor, n, weights);
     }
     double total = weigh(row, scale, args.top_p < 1.0 ? -kInf : floor, args);
-    uint64_t border = ~uint64_t{0};
+    Border border{-kInf, row.count};
     if (args.top_p < 1.0) {
-        for (const int64_t k : {int64_t{32}, int64_t{512}}) {
+        for (const int64_t k : {int64_t{32}, int64_t{128}}) {
             const Few few = likeliest(args, row, scale, k);
             weigh_few(args, row, scale, few.count, weights);
             const int64_t n = nucleus(weights, few.count, args.top_p, total);
@@ -276,7 +325,8 @@ SampleResult sample(const SampleArgs& args) {
         const int64_t n = likeliest(args, row, scale, smaller(args.num_top, args.vocab)).count;
         for (int64_t i = 0; i < smaller(n, args.num_top); ++i) {
             const int64_t id = id_of(args.keys[i]);
-            if (args.weights[id] == 0.0f) break;
+            const float y = scale(row.values[id]);
+            if (!border.keeps(y, id) || y - scale.top() < floor) break;
             args.top_ids[i] = id;
             args.top_probabilities[i] = static_cast<double>(args.weights[id]) / total;
             result.num_top = i + 1;

@@ -41,7 +41,11 @@ struct Scale {
     float operator()(float value) const {
         return is_plain ? value : (value - largest) / temperature;
     }
-    double weight(float y) const { return ::exp(static_cast<double>(y - top())); }
+    // 0 where the vectors' exp is.
+    double weight(float y) const {
+        const float x = y - top();
+        return x < kWeightFloor ? 0.0 : ::exp(static_cast<double>(x));
+    }
 };
 
 // Largest value of each block. False if a value is NaN or plus infinity.

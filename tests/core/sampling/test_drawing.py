@@ -122,7 +122,13 @@ def test_a_skewed_draw_runs_from_the_likeliest_down(skew: float) -> None:
     for token in (1, 3, 2, 0):
         share = min(edge + p[token], 1.0) ** math.exp(skew) - edge ** math.exp(skew)
         assert abs(counts[token] / draws - share) <= 4.5 * math.sqrt(share * (1 - share) / draws)
+        assert float(sampler.probabilities(logits, [])[token]) == pytest.approx(share, abs=1e-6)
         edge += p[token]
+    offer = torch.full((4,), 0.25)
+    verified = Counter(
+        sampler.verify(logits, [], turn % 4, offer).token_id for turn in range(draws)
+    )
+    assert_frequencies(verified, sampler.probabilities(logits, []))
 
 
 OFFERS = {

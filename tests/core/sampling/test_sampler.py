@@ -59,7 +59,7 @@ def random_logits(seed: int, count: int, spread: float = 3.0) -> Tensor:
 
 def by_steps(
     params: SamplerParams, logits: Tensor, history: Sequence[int], uniform: float, num_top: int
-) -> tuple[int, list[float], list[int]]:
+) -> tuple[int, Tensor, list[int]]:
     """The token, all probabilities, and the likeliest tokens."""
     for step in steps_for(params, history):
         logits = step(logits)
@@ -71,10 +71,10 @@ def by_steps(
         token = int(order[draw(p[order], skewed(uniform, params.skew))])
     else:
         token = draw(p, uniform)
-    return token, p.tolist(), [i for i in order[:num_top].tolist() if p[i] > 0]
+    return token, p, [i for i in order[:num_top].tolist() if p[i] > 0]
 
 
-@pytest.mark.parametrize("count", [5, 50, 257, 5000, 30_000])
+@pytest.mark.parametrize("count", [5, 50, 257, 3000])
 @pytest.mark.parametrize("params", CHAINS, ids=lambda p: f"chain{CHAINS.index(p)}")
 def test_a_sample_is_what_its_steps_say(params: SamplerParams, count: int) -> None:
     history = [1, 5, 7, 3, 5, 7]
@@ -91,13 +91,29 @@ def test_a_sample_is_what_its_steps_say(params: SamplerParams, count: int) -> No
             for sampler in samplers:
                 got = sampler.sample(logits, history, num_top=3, want_probability=True)
                 assert got.token_id == token
-                assert got.probability == pytest.approx(p[token], rel=1e-5)
-                assert [i for i, _ in got.top] == top
-                assert [q for _, q in got.top] == pytest.approx([p[i] for i in top], rel=1e-5)
+                assert got.probability == pytest.approx(float(p[token]), rel=1e-5)
+                assert [i for i, q in got.top if q > 0] == top
+                shares = [q for _, q in got.top if q > 0]
+                assert shares == pytest.approx(p[top].tolist(), rel=1e-5)
         spread_out = samplers[0].probabilities(logits, history)
         assert spread_out.dtype == torch.float32
-        assert spread_out.tolist() == pytest.approx(p, rel=1e-5, abs=1e-12)
+        if params.skew == 0.0:
+            assert torch.allclose(spread_out.double(), p, rtol=1e-5, atol=1e-12)
         assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("params", CHAINS, ids=lambda p: f"chain{CHAINS.index(p)}")
+def test_logits_of_a_forward_pass_are_read_like_any_others(params: SamplerParams) -> None:
+    """They are made in inference mode, and a row of several."""
+    with torch.inference_mode():
+        logits = random_logits(7, 200).repeat(3, 1)
+    plain = random_logits(7, 200)
+    one, other = (Sampler(replace(params, seed=1), OPS) for _ in range(2))
+    q = torch.full((200,), 1 / 200)
+    for history in ([], [1, 2, 3, 1, 2]):
+        assert one.sample(logits[1], history) == other.sample(plain, history)
+        assert one.verify(logits[2], history, 5, q) == other.verify(plain, history, 5, q)
+    assert torch.equal(logits[0], plain)
 
 
 def test_what_is_not_asked_for_is_not_given() -> None:
@@ -184,7 +200,7 @@ def test_mirostat_keeps_its_own_cut_and_takes_it_back() -> None:
         wanted = softmax(expected)
         sample = sampler.sample(logits, history)
         assert sample.probability == pytest.approx(float(wanted[sample.token_id]), rel=1e-6)
-        assert p is None or p == pytest.approx(wanted.tolist())
+        assert p is None or torch.allclose(p, wanted)
         sampler.accept(sample)
         trace.append(mu)
         history.append(sample.token_id)

@@ -10,7 +10,7 @@ namespace exl {
 //   y = temperature == 1 ? value : (value - largest) / temperature, each operation rounded to fp32
 //   the top_k tokens of the largest y (0: all)
 //   with top_p < 1 the longest run of descending y whose weights e^(y - largest y) sum to at most
-//   top_p of the total and are at least 1e-6 of it each
+//   top_p of the total and are at least 1e-6 of it each; weights below e^kWeightFloor are 0
 //   with min_p > 0 the tokens of y - largest y >= ln(min_p)
 // The token is the first whose running weight, by id, exceeds uniform times the total.
 struct SampleArgs {
@@ -39,6 +39,7 @@ struct SampleArgs {
 };
 
 constexpr int64_t kSampleBlock = 64;
+constexpr float kWeightFloor = -87.33654f;
 
 // token_id -1: a logit is NaN or plus infinity, or no token is left.
 struct SampleResult {

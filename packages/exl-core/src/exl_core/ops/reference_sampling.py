@@ -11,6 +11,7 @@ from exl_core.ops.checks import OpInputError, check, check_contiguous, check_ran
 from exl_core.ops.table import NOTHING_DRAWN, Drawn
 
 _NUCLEUS_FLOOR = 1e-6
+_WEIGHT_FLOOR = -87.33654  # of e^x: beyond lies what float32 cannot hold
 
 
 def sample(
@@ -53,8 +54,9 @@ def sample(
     order = order[: int((x > -math.inf).sum())]
     if top_k > 0:
         order = order[:top_k]
-    below = (x[order] - x.max()).double()
-    weight = below.exp()
+    difference = x[order] - x.max()
+    below = difference.double()
+    weight = below.exp().masked_fill(difference < _WEIGHT_FLOOR, 0.0)
     if top_p < 1.0:
         total = weight.sum()
         is_kept = (weight.cumsum(0) <= top_p * total) & (weight >= _NUCLEUS_FLOOR * total)

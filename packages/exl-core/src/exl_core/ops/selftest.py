@@ -190,6 +190,19 @@ def _attend(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     return [qkv[:, :80], keys, values]
 
 
+def _sample(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    logits = _normal(generator, 3000) * 3
+    mask = torch.full((94,), 0x5F3759DF, dtype=torch.int32)
+    changed = torch.tensor([5, 2999]), torch.tensor([9.0, 8.0])
+    outputs = []
+    for top_k, top_p, uniform in ((0, 1.0, 0.3), (0, 0.6, 0.9), (0, 0.99, 0.5), (40, 0.9, 0.7)):
+        drawn = table.sample(
+            logits, mask, *changed, temperature=0.8, top_k=top_k, top_p=top_p, uniform=uniform
+        )
+        outputs += [torch.tensor([drawn.token_id]), torch.tensor([drawn.probability])]
+    return outputs
+
+
 # A sum of k products of normal values is off by at most k roundings of values of its size, and in
 # practice by about sqrt(k); a fourth of the former is far from both noise and any real defect.
 CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]]] = {
@@ -205,4 +218,5 @@ CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]
     "write_kv": (0.0, _write_kv),
     "paged_attention": (32 * EPS, _paged_attention),
     "attend_": (32 * EPS, _attend),
+    "sample": (32 * EPS, _sample),
 }

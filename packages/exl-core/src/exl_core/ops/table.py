@@ -251,8 +251,9 @@ class OpTable(Protocol):
         top_p and has no token below 1e-6 (1: off), and of these the ones at least min_p times as
         likely as the likeliest (0: off). The likeliest always stays; equals go by id. The token is
         the first at which the running sum by id exceeds uniform. `top` are the num_top likeliest
-        of those that are left, with their probabilities. Nothing can be drawn if logits hold a NaN
-        or an infinity above zero, or if no finite one is left.
+        of those that are left, with their probabilities. A token e^-87.3 times as likely as the
+        likeliest or less counts as impossible. Nothing can be drawn if logits hold a NaN or an
+        infinity above zero, or if no finite one is left.
         """
         ...
 

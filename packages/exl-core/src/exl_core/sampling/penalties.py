@@ -18,6 +18,7 @@ from torch import Tensor
 from exl_core.sampling.steps import DROPPED, as_ids
 
 Ids = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,28 +117,31 @@ def penalized(logits: Tensor, history: Ids, rule: Penalties) -> tuple[Tensor, Te
     vocab_size = len(logits)
     if rule.sustain is not None:
         history = history[max(0, len(history) - rule.sustain - rule.decay) :]
-    ids = torch.from_numpy(history)
-    weight: Tensor | None = None
+    weight: Floats | None = None
     if rule.sustain is not None and rule.decay > 0:
-        distance = torch.arange(len(ids) - 1, -1, -1, dtype=torch.float32)
-        weight = (1.0 - (distance - rule.sustain) / rule.decay).clamp_(0.0, 1.0)
+        distance = np.arange(len(history) - 1, -1, -1, dtype=np.float32)
+        weight = np.clip(1.0 - (distance - rule.sustain) / rule.decay, 0.0, 1.0)
     if len(history) > 0 and int(history.max()) >= vocab_size:
-        is_token = ids < vocab_size
-        ids = ids[is_token]
+        is_token = history < vocab_size
+        history = history[is_token]
         weight = None if weight is None else weight[is_token]
-    was = logits[ids]
-    factor: Tensor | float = rule.repetition
-    presence: Tensor | float = rule.presence
+    factor: np.float32 | Floats = np.float32(rule.repetition)
+    presence: np.float32 | Floats = np.float32(rule.presence)
     if weight is not None:
-        newest = torch.zeros(vocab_size).scatter_reduce_(0, ids, weight, "amax")[ids]
-        factor = 1.0 + (rule.repetition - 1.0) * newest
-        presence = rule.presence * newest
-    values = torch.where(was > 0, was / factor, was * factor) - presence
+        spread = np.zeros(vocab_size, dtype=np.float32)
+        spread[history] = weight  # of equal ids the last one counts, which is the newest
+        newest = spread[history]
+        factor = np.float32(1.0) + np.float32(rule.repetition - 1.0) * newest
+        presence = presence * newest
+    was = logits.numpy()[history]
+    with np.errstate(over="ignore"):  # of what is not chosen
+        values = np.where(was > 0.0, was / factor, was * factor)
+    if rule.presence != 0.0:
+        values -= presence
     if rule.frequency != 0.0:
-        weight = torch.ones(len(ids)) if weight is None else weight
-        count = torch.zeros(vocab_size).index_add_(0, ids, weight)[ids]
-        values -= rule.frequency * count
-    return ids, values
+        count = np.bincount(history, weights=weight, minlength=vocab_size)[history]
+        values -= (rule.frequency * count).astype(np.float32)
+    return torch.from_numpy(history), torch.from_numpy(values)
 
 
 def dry_losses(history: Ids, rule: Dry, vocab_size: int) -> tuple[Tensor, Tensor]:

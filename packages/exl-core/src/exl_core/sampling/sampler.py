@@ -21,7 +21,15 @@ from exl_core.sampling.chain import is_common, later_steps, scaling
 from exl_core.sampling.edits import Edits
 from exl_core.sampling.feedback import Mirostat
 from exl_core.sampling.params import SamplerParams
-from exl_core.sampling.steps import DROPPED, descending, draw, greedy, skewed, softmax
+from exl_core.sampling.steps import (
+    DROPPED,
+    descending,
+    draw,
+    likeliest,
+    skewed,
+    skewed_shares,
+    softmax,
+)
 
 
 class LogitsError(ExlError):
@@ -40,10 +48,23 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class _Final:
-    """What is left in the end: ids, ascending, and their probabilities, float64."""
+    """What is left in the end: ids, ascending, and their probabilities. No ids: all tokens."""
 
-    ids: Tensor
+    ids: Tensor | None
     probability: Tensor
+
+    def spread(self, vocab_size: int, skew: float) -> Tensor:
+        """How likely each token is drawn: float32 [vocab_size]."""
+        shares = self.probability if skew == 0.0 else skewed_shares(self.probability, skew)
+        if self.ids is None:
+            return shares.float()
+        return torch.zeros(vocab_size).index_copy_(0, self.ids, shares.float())
+
+    def id_at(self, place: int) -> int:
+        return place if self.ids is None else int(self.ids[place])
+
+    def place_of(self, token_id: int) -> int:
+        return token_id if self.ids is None else int(torch.searchsorted(self.ids, token_id))
 
 
 def guide(positive: Tensor, negative: Tensor, scale: float) -> Tensor:
@@ -96,25 +117,8 @@ class Sampler:
         if not self._is_common:
             final = self._final(logits, history, banned, mask)
             return self._sample(final, self._uniform(), num_top, want_probability)
-        params = self.params
-        edited, ids, values = self._edits.sparse(logits, history, banned)
-        mask = self._edits.allowed(mask, len(logits))
-        if params.is_greedy:
-            drawn = self._ops.sample(edited, mask, ids, values, top_k=1, num_top=num_top)
-        else:
-            drawn = self._ops.sample(
-                edited,
-                mask,
-                ids,
-                values,
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                uniform=self._uniform(),
-                num_top=num_top,
-            )
-        _check(drawn, logits)
+        uniform = 0.0 if self.params.is_greedy else self._uniform()
+        drawn = self._drawn(logits, history, banned, mask, uniform=uniform, num_top=num_top)
         probability = drawn.probability if want_probability else None
         return Sample(drawn.token_id, probability, tuple(drawn.top))
 
@@ -126,12 +130,9 @@ class Sampler:
         banned: Collection[int] = (),
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The final distribution, that `sample` draws from: float32 [vocab_size]."""
+        """The distribution that `sample` draws from, skewed or not: float32 [vocab_size]."""
         self._length = len(history)
-        final = self._final(logits, history, banned, mask)
-        spread = torch.zeros(len(logits))
-        spread[final.ids] = final.probability.float()
-        return spread
+        return self._final(logits, history, banned, mask).spread(len(logits), self.params.skew)
 
     def verify(
         self,
@@ -162,20 +163,18 @@ class Sampler:
             )
         self._length = len(history)
         final = self._final(logits, history, banned, mask)
-        wanted = torch.zeros(len(logits), dtype=torch.float64)
-        wanted[final.ids] = final.probability
-        offered = torch.zeros_like(wanted)
-        shared = min(len(offered), len(drawn_from))
-        offered[:shared] = drawn_from[:shared]
-        p = float(wanted[proposal]) if proposal < len(wanted) else 0.0
-        q = float(offered[proposal]) if proposal < len(offered) else 0.0
+        wanted = final.spread(len(logits), self.params.skew)
+        shared = min(len(wanted), len(drawn_from))
+        p, q = (float(x[proposal]) if proposal < len(x) else 0.0 for x in (wanted, drawn_from))
         uniform = self._uniform()
         if uniform * q < p:
             return self._result(final, proposal, num_top, want_probability)
         # Rejected: the number lies in [p / q, 1), evenly, and is stretched to be used again.
         share = p / q if q > 0.0 else 0.0
         uniform = min((uniform - share) / (1.0 - share), math.nextafter(1.0, 0.0))
-        missing = (wanted - offered).clamp_(min=0.0)
+        missing = wanted.clone()
+        missing[:shared] -= drawn_from[:shared]
+        missing.clamp_(min=0.0)
         # Only rounding leaves nothing missing: then both are the same distribution.
         token_id = draw(missing if bool(missing.any()) else wanted, uniform)
         return self._result(final, token_id, num_top, want_probability)
@@ -191,6 +190,39 @@ class Sampler:
         if self._mirostat is not None:
             self._mirostat.rewind(length)
 
+    def _drawn(
+        self,
+        logits: Tensor,
+        history: Sequence[int],
+        banned: Collection[int],
+        mask: Tensor | None,
+        *,
+        uniform: float,
+        num_top: int,
+    ) -> Drawn:
+        """The kernel's answer, where it knows the whole chain."""
+        params = self.params
+        edited, ids, values = self._edits.sparse(logits, history, banned)
+        mask = self._edits.allowed(mask, len(logits))
+        if params.is_greedy:
+            drawn = self._ops.sample(edited, mask, ids, values, top_k=1, num_top=num_top)
+        else:
+            drawn = self._ops.sample(
+                edited,
+                mask,
+                ids,
+                values,
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                uniform=uniform,
+                num_top=num_top,
+            )
+        if drawn.token_id < 0:
+            raise _error(logits)
+        return drawn
+
     def _final(
         self,
         logits: Tensor,
@@ -198,32 +230,34 @@ class Sampler:
         banned: Collection[int],
         mask: Tensor | None,
     ) -> _Final:
-        params = self.params
+        params, vocab_size = self.params, len(logits)
+        is_cut = 0 < params.top_k < vocab_size or params.top_p < 1.0
+        if self._is_common and (params.is_greedy or is_cut):
+            drawn = self._drawn(logits, history, banned, mask, uniform=0.0, num_top=vocab_size)
+            ids, probability = zip(*sorted(drawn.top), strict=True)
+            return _Final(torch.tensor(ids), torch.tensor(probability, dtype=torch.float64))
         edited = self._edits.dense(logits, history, banned, mask)
         if not math.isfinite(edited.amax()) or not math.isfinite(logits.amax()):
             raise _error(logits)
-        if params.is_greedy:
-            ids = torch.tensor([greedy(edited)])
-            return _Final(ids, torch.ones(1, dtype=torch.float64))
         for step in scaling(params):
             edited = step(edited)
-        kept, few = self._few(edited)
+        kept, few = self._few(edited) if is_cut else (None, edited)
         protected = params.xtc_protected
         if kept is not None and protected:
             ids_left = kept.tolist()
             protected = frozenset(i for i, token in enumerate(ids_left) if token in protected)
         mu = None if self._mirostat is None else self._mirostat.mu
-        for step in later_steps(params, mu, protected):
+        steps = later_steps(params, mu, protected)
+        if kept is None and not steps:
+            return _Final(None, few.softmax(0))
+        for step in steps:
             few = step(few)
         left = (few > DROPPED).nonzero().squeeze(1)
-        probability = softmax(few)[left]
-        return _Final(left if kept is None else kept[left], probability)
+        return _Final(left if kept is None else kept[left], softmax(few)[left])
 
-    def _few(self, logits: Tensor) -> tuple[Tensor | None, Tensor]:
-        """Ids, ascending, and logits of what top-k and top-p leave; all, and no ids, without."""
+    def _few(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Ids, ascending, and logits of what top-k and top-p leave."""
         top_k, top_p = self.params.top_k, self.params.top_p
-        if (top_k == 0 or top_k >= len(logits)) and top_p == 1.0:
-            return None, logits
         drawn = self._ops.sample(logits, top_k=top_k, top_p=top_p, num_top=len(logits))
         ids = torch.tensor(sorted(token_id for token_id, _ in drawn.top))
         return ids, logits[ids]
@@ -237,27 +271,20 @@ class Sampler:
         else:
             order = descending(final.probability)
             index = int(order[draw(final.probability[order], skewed(uniform, skew))])
-        return self._result(final, int(final.ids[index]), num_top, want_probability)
+        return self._result(final, final.id_at(index), num_top, want_probability)
 
     def _result(self, final: _Final, token_id: int, num_top: int, want_probability: bool) -> Sample:
         probability: float | None = None
         if want_probability or self._mirostat is not None:
-            place = int(torch.searchsorted(final.ids, token_id))
-            probability = float(final.probability[place])
+            probability = float(final.probability[final.place_of(token_id)])
         top: tuple[tuple[int, float], ...] = ()
         if num_top > 0:
-            order = descending(final.probability)[:num_top]
-            ids, likely = final.ids[order].tolist(), final.probability[order].tolist()
-            top = tuple(zip(ids, likely, strict=True))
+            likely = likeliest(final.probability, num_top)
+            top = tuple((final.id_at(i), float(final.probability[i])) for i in likely.tolist())
         return Sample(token_id, probability, top)
 
     def _uniform(self) -> float:
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
-
-
-def _check(drawn: Drawn, logits: Tensor) -> None:
-    if drawn.token_id < 0:
-        raise _error(logits)
 
 
 def _error(logits: Tensor) -> LogitsError:

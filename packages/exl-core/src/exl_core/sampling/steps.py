@@ -20,6 +20,7 @@ from torch import Tensor
 DROPPED = -math.inf
 LogitStep = Callable[[Tensor], Tensor]
 
+WEIGHT_FLOOR = -87.33654
 TOP_P_FLOOR = 1e-6
 """Tokens less likely than this are no part of any nucleus."""
 
@@ -176,8 +177,8 @@ class ExcludeTop:
 
     def __call__(self, logits: Tensor) -> Tensor:
         p = softmax(logits)
-        order = descending(logits)[: count_kept(logits)]
-        likeliest = order[(p[order] >= self.threshold) & (p[order] > 0)]
+        likeliest = ((p >= self.threshold) & (p > 0)).nonzero().squeeze(1)
+        likeliest = likeliest[descending(logits[likeliest])]
         if self.protected:
             is_open = ~torch.isin(likeliest, as_ids(self.protected, len(logits)))
             likeliest = likeliest[is_open]
@@ -195,9 +196,20 @@ def descending(logits: Tensor) -> Tensor:
     return torch.sort(logits, descending=True, stable=True).indices
 
 
+def likeliest(probability: Tensor, count: int) -> Tensor:
+    """The first `count` of `descending`, without those of probability 0."""
+    bound = probability.topk(min(count, len(probability))).values[-1]
+    few = ((probability >= bound) & (probability > 0)).nonzero().squeeze(1)
+    return few[descending(probability[few])][:count]
+
+
 def weights(logits: Tensor) -> Tensor:
-    """Probabilities but for a common factor, float64; the likeliest token has 1."""
-    return (logits - logits.amax()).double().exp_()
+    """Probabilities but for a common factor, float64; the likeliest token has 1.
+
+    As in the kernels, what is below the range of float32 is 0: it cannot be drawn.
+    """
+    below = logits - logits.amax()
+    return below.double().exp_().masked_fill_(below < WEIGHT_FLOOR, 0.0)
 
 
 def softmax(logits: Tensor) -> Tensor:
@@ -241,3 +253,10 @@ def draw(weight: Tensor, uniform: float) -> int:
 def skewed(uniform: float, skew: float) -> float:
     """The number to draw with from the likeliest token down: above 0, rare tokens gain."""
     return min(math.pow(uniform, math.exp(-skew)), math.nextafter(1.0, 0.0))
+
+
+def skewed_shares(probability: Tensor, skew: float) -> Tensor:
+    """How likely each token is drawn with a skewed number: float64."""
+    order = descending(probability)
+    edges = probability[order].double().cumsum(0).clamp_(max=1.0) ** math.exp(skew)
+    return torch.zeros_like(edges).index_copy_(0, order, edges.diff(prepend=edges.new_zeros(1)))
