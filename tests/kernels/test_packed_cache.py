@@ -315,7 +315,7 @@ def test_rows_that_cannot_be_are_refused(table: OpTable, d, key_cache, value_cac
     with pytest.raises(ValueError, match=names):
         table.paged_attention(x, key_cache, value_cache, *sequences, scale=1.0)
     batch = table.attention_batch(
-        *sequences, torch.arange(2), x[:, 0, :2], x[:, 0, :2], num_pages=2, page_size=16
+        *sequences, torch.arange(2), *torch.zeros(2, 2, 2), num_pages=2, page_size=16
     )
     with pytest.raises(ValueError, match=r"qkv|cache"):
         table.attend_(torch.zeros(2, 3 * d), batch, key_cache, value_cache, None, None, 1e-5, 1.0)
