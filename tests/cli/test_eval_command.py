@@ -52,6 +52,18 @@ def test_bos_rules_differ(perplexity) -> None:
     assert len({result["perplexity"] for result in figures.values()}) == 3
 
 
+def test_caches_differ_and_decoding_agrees(perplexity) -> None:
+    def run(*args: str) -> dict[str, object]:
+        return json.loads(perplexity("--ctx", 64, "--windows", 1, "--json", *args).out)
+
+    wide, narrow = run(), run("--cache-type", "fp8")
+    assert (wide["kv_format"], narrow["kv_format"]) == ("fp16", "fp8")
+    assert narrow["perplexity"] == pytest.approx(wide["perplexity"], rel=0.05)
+    assert narrow["perplexity"] != wide["perplexity"]
+    decoded = run("--cache-type", "fp8", "--token-by-token")
+    assert decoded["perplexity"] == pytest.approx(narrow["perplexity"], rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
@@ -59,6 +71,8 @@ def test_bos_rules_differ(perplexity) -> None:
         (("--ctx", 513), "2 to 512"),
         (("--ctx", 64, "--windows", 100), "fewer windows"),
         (("--bos", "sometimes"), "sometimes"),
+        (("--cache-type", "q5"), "fp16 or fp8 or q8 or q6 or q4"),
+        (("--cache-type", "q8"), "multiple of 32"),  # the tiny model's heads are no such
     ],
 )
 def test_what_cannot_be_measured(args: tuple[object, ...], expected: str, perplexity) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exl_core.ops.reference_cache import decode_rows, encode_rows, row_size
 from exl_core.ops.table import OpTable, PackedLinear
 
 UNIT = 2.0**-24  # half a unit in the last place of float32: the error of one rounding
@@ -52,9 +53,14 @@ class PagedBatch:
 
     def rows_of(self, cache: Tensor, seq: int, end: int) -> Tensor:
         """The first `end` positions of a sequence: float64 [kv_heads, end, d]."""
+        return decode_rows(self.stored_rows_of(cache, seq, end))
+
+    def stored_rows_of(self, cache: Tensor, seq: int, end: int) -> Tensor:
+        """The same as they lie: [kv_heads, end, row]."""
         at, page_size = torch.arange(end), cache.shape[2]
         pages = self.page_table[seq].long()[at // page_size]
-        return cache[pages, :, at % page_size].transpose(0, 1).double()
+        rows = cache.view(torch.uint8)[pages, :, at % page_size]
+        return rows.transpose(0, 1).contiguous().view(cache.dtype)
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return (
@@ -74,14 +80,22 @@ def paged_batch(
     head_dim: int,
     page_size: int,
     dtype: torch.dtype,
+    value_dtype: torch.dtype | None = None,
 ) -> PagedBatch:
-    """Pages are handed out in random order; whatever no sequence has written yet is NaN."""
+    """Pages are handed out in random order; whatever no sequence has written yet is NaN.
+
+    `value_dtype`: of the value cache, where it differs from the key cache's.
+    """
     counts = [-(-(past + rows) // page_size) for past, rows in sequences]
     num_pages = sum(counts) + 2
     order = torch.randperm(num_pages, generator=rng).int()
     page_table = torch.zeros(len(sequences), max(counts), dtype=torch.int32)
-    shape = (num_pages, kv_heads, page_size, head_dim)
-    caches = [torch.full(shape, torch.nan, dtype=dtype) for _ in range(2)]
+    caches = []
+    for cache_type in (dtype, value_dtype or dtype):
+        shape = (num_pages, kv_heads, page_size, row_size(cache_type, head_dim))
+        # All ones is NaN in every type, and in the scales of codes.
+        ones = torch.full((*shape[:3], shape[3] * cache_type.itemsize), 255, dtype=torch.uint8)
+        caches.append(ones.view(cache_type))
     used = 0
     for seq, (past, rows) in enumerate(sequences):
         pages = order[used : used + counts[seq]]
@@ -89,8 +103,9 @@ def paged_batch(
         page_table[seq, : len(pages)] = pages
         at = torch.arange(past + rows)
         for cache in caches:
-            fresh = normal(rng, past + rows, kv_heads, head_dim).to(dtype)
-            cache[pages.long()[at // page_size], :, at % page_size] = fresh
+            fresh = encode_rows(normal(rng, past + rows, kv_heads, head_dim), cache.dtype)
+            place = pages.long()[at // page_size], slice(None), at % page_size
+            cache.view(torch.uint8)[place] = fresh.view(torch.uint8)
     starts = torch.tensor([0, *(rows for _, rows in sequences)]).cumsum(0)
     return PagedBatch(
         *caches,

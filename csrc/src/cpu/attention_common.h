@@ -64,9 +64,9 @@ struct PagedRows {
     const Value* read(const Cell* rows, int64_t count, float* room) const {
         if constexpr (Stored<T>::kIsPacked) {
             if (dtype == DType::i8) {
-                unpack_rows<8>(rows, count, row_size, d, room);
+                unpack_rows<Scaled8>(rows, count, row_size, d, room);
             } else {
-                unpack_rows<4>(rows, count, row_size, d, room);
+                unpack_rows<Scaled4>(rows, count, row_size, d, room);
             }
             return room;
         } else {

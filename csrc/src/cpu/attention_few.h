@@ -128,7 +128,8 @@ static inline void with_vectors(int64_t vectors, Fn&& fn) {
 }
 
 static inline int64_t few_scratch_floats(int64_t vectors, int64_t d, bool is_packed) {
-    return vectors * (padded(d) + kKeyBlock + 1) + 64 + (is_packed ? kKeyBlock * d : 0);
+    return ceil_div(vectors * (padded(d) + kKeyBlock + 1), 16) * 16 + 64 +
+           (is_packed ? kKeyBlock * d : 0);
 }
 
 // Rows that will be needed next, in both caches: nothing has touched them since the last step.
@@ -167,7 +168,8 @@ static void attend_few(const AttentionArgs& args, const Work& work, int64_t kv_h
     float* scores = scratch;
     float* queries = scores + vectors * kKeyBlock;
     float* factors = queries + vectors * width;
-    float* room = factors + vectors;  // of a block's rows, once unpacked
+    // Of a block's rows, once unpacked; on a cache line, as the other parts need not be.
+    float* room = scores + ceil_div(factors + vectors - scores, 16) * 16;
     load_queries(args, work, kv_head, queries);
     const PagedRows<T> keys = paged_keys<T>(args, work, kv_head);
     const PagedRows<T> values = paged_values<T>(args, work, kv_head);

@@ -111,20 +111,35 @@ static inline void pack_row(const float* x, int64_t d, uint8_t* row) {
     }
 }
 
-// Rotated elements (code - h) * scale of rows that lie together, exactly: to[count][d].
-template <int Bits>
-static inline void unpack_rows(const uint8_t* rows, int64_t count, int64_t row_size, int64_t d,
-                               float* to) {
-    constexpr float kHalfRange = 1 << (Bits - 1);
+// (code - 128) * scale of 8-bit codes.
+struct Scaled8 {
+    Vec scale;
+    Vec base;
+
+    explicit Scaled8(float by) : scale(set1(by)), base(set1(-128.0f * by)) {}
+    Vec at(const uint8_t* row, int64_t i) const { return fma(codes8(row, i), scale, base); }
+};
+
+// Rotated elements of rows that lie together, exactly: to[count][d].
+// Not inlined: its loops want the registers for themselves.
+template <class Scaled>
+static __attribute__((noinline)) void unpack_rows(const uint8_t* rows, int64_t count,
+                                                  int64_t row_size, int64_t d, float* to) {
+    constexpr int64_t kScales = 8;  // widened at once
+    const int64_t groups = d / kKvGroup;
     for (int64_t j = 0; j < count; ++j, rows += row_size, to += d) {
-        const uint8_t* scales = rows + d * Bits / 8;
-        for (int64_t group = 0; group < d; group += kKvGroup) {
-            const Vec scale = broadcast_half(scales + group / kKvGroup * 2);
-            const Vec base = mul(scale, set1(-kHalfRange));
+        const uint8_t* scales = rows + row_size - 2 * groups;
+        for (int64_t first = 0; first < groups; first += kScales) {
+            const int64_t many = smaller(kScales, groups - first);
+            float widened[kScales];
+            widen_last(scales + 2 * (first + many), many, widened);
+            for (int64_t g = 0; g < many; ++g) {
+                const Scaled scaled(widened[kScales - many + g]);
+                const int64_t begin = (first + g) * kKvGroup;
 #pragma GCC unroll 4
-            for (int64_t i = group; i < group + kKvGroup; i += kLanes) {
-                const Vec code = Bits == 8 ? codes8(rows, i) : codes4(rows, i);
-                store(to + i, fma(code, scale, base));
+                for (int v = 0; v < kKvGroup / kLanes; ++v) {
+                    store(to + begin + v * kLanes, scaled.at(rows, begin + v * kLanes));
+                }
             }
         }
     }

@@ -33,7 +33,13 @@ static inline void store(Half* p, Vec v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
 static inline void store(Fp8* p, Vec v) {
-    const __m128i upper = _mm_srli_epi16(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), 8);
+    const __m128i half = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
+    const __m128i most = _mm_set1_epi16(0x7fff);
+    const __m128i odd = _mm_and_si128(_mm_srli_epi16(half, 8), _mm_set1_epi16(1));
+    const __m128i up = _mm_add_epi16(odd, _mm_set1_epi16(0x7f));
+    // NaN may grow beyond itself.
+    const __m128i size = _mm_min_epu16(_mm_add_epi16(_mm_and_si128(half, most), up), most);
+    const __m128i upper = _mm_srli_epi16(_mm_or_si128(size, _mm_andnot_si128(most, half)), 8);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(upper, upper));
 }
 // Partial forms, 0 < count < kLanes; missing lanes read as zero and are not written.
@@ -113,24 +119,30 @@ static inline void transpose_block(const Vec in[kLanes], float* out, int64_t str
         store(out + (i + 4) * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
     }
 }
-// Codes of the elements i .. i + kLanes of a row, as numbers.
+// Codes of 8 bits of the elements i .. i + kLanes of a row, as numbers.
 static inline Vec codes8(const uint8_t* row, int64_t i) {
     return _mm256_cvtepi32_ps(
         _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + i))));
 }
-static inline Vec codes4(const uint8_t* row, int64_t i) {
-    // A byte in each lane of 64 bits: its low half stays, its high half goes to the next 32 bits.
-    int32_t raw;
-    std::memcpy(&raw, row + i / 2, 4);
-    const __m256i bytes = _mm256_cvtepu8_epi64(_mm_cvtsi32_si128(raw));
-    const __m256i halves = _mm256_or_si256(bytes, _mm256_slli_epi64(bytes, 28));
-    return _mm256_cvtepi32_ps(_mm256_and_si256(halves, _mm256_set1_epi32(15)));
-}
-// The Half at any address, in every lane.
-static inline Vec broadcast_half(const uint8_t* p) {
-    uint16_t bits;
-    std::memcpy(&bits, p, 2);
-    return _mm256_cvtph_ps(_mm_set1_epi16(static_cast<int16_t>(bits)));
+// (code - 8) * scale of 4-bit codes.
+struct Scaled4 {
+    Vec scale;
+    Vec base;
+
+    explicit Scaled4(float by) : scale(set1(by)), base(set1(-8.0f * by)) {}
+    Vec at(const uint8_t* row, int64_t i) const {
+        int32_t raw;
+        std::memcpy(&raw, row + (i >> 1), 4);
+        const __m256i shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+        const __m256i moved = _mm256_srlv_epi32(_mm256_set1_epi32(raw), shifts);
+        const __m256i codes = _mm256_and_si256(moved, _mm256_set1_epi32(15));
+        return fma(_mm256_cvtepi32_ps(codes), scale, base);
+    }
+};
+// The `count` halves before `end`, at most 8, to the last places of `to`; reads 16 bytes.
+static inline void widen_last(const uint8_t* end, int64_t, float to[8]) {
+    _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128(
+                             reinterpret_cast<const __m128i*>(end - 16))));
 }
 static inline Vec round_half(Vec v) {
     return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));

@@ -38,8 +38,15 @@ static inline void store(Half* p, Vec v) {
                         _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
 static inline __m128i to_fp8(Vec v) {
-    return _mm256_cvtepi16_epi8(
-        _mm256_srli_epi16(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), 8));
+    const __m256i half = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
+    const __m256i most = _mm256_set1_epi16(0x7fff);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(half, 8), _mm256_set1_epi16(1));
+    const __m256i up = _mm256_add_epi16(odd, _mm256_set1_epi16(0x7f));
+    // NaN may grow beyond itself.
+    const __m256i size =
+        _mm256_min_epu16(_mm256_add_epi16(_mm256_and_si256(half, most), up), most);
+    const __m256i sign = _mm256_andnot_si256(most, half);
+    return _mm256_cvtepi16_epi8(_mm256_srli_epi16(_mm256_or_si256(size, sign), 8));
 }
 static inline void store(Fp8* p, Vec v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_fp8(v));
@@ -127,23 +134,33 @@ static inline void transpose_block(const Vec in[kLanes], float* out, int64_t str
         store(out + (12 + c) * stride, _mm512_shuffle_f32x4(low13, high13, 0xdd));
     }
 }
-// Codes of the elements i .. i + kLanes of a row, as numbers.
+// Codes of 8 bits of the elements i .. i + kLanes of a row, as numbers.
 static inline Vec codes8(const uint8_t* row, int64_t i) {
     return _mm512_cvtepi32_ps(
         _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i))));
 }
-static inline Vec codes4(const uint8_t* row, int64_t i) {
-    // A byte in each lane of 64 bits: its low half stays, its high half goes to the next 32 bits.
-    const __m512i bytes =
-        _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + i / 2)));
-    const __m512i halves = _mm512_or_si512(bytes, _mm512_slli_epi64(bytes, 28));
-    return _mm512_cvtepi32_ps(_mm512_and_si512(halves, _mm512_set1_epi32(15)));
-}
-// The Half at any address, in every lane.
-static inline Vec broadcast_half(const uint8_t* p) {
-    uint16_t bits;
-    std::memcpy(&bits, p, 2);
-    return _mm512_cvtph_ps(_mm256_set1_epi16(static_cast<int16_t>(bits)));
+// (code - 8) * scale of 4-bit codes.
+struct Scaled4 {
+    Vec table;
+
+    explicit Scaled4(float scale)
+        : table(mul(_mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7),
+                    set1(scale))) {}
+    Vec at(const uint8_t* row, int64_t i) const {
+        // Four bytes in each lane of a half, each lane's code then shifted to the lowest bits,
+        // which are all that the permutation looks at.
+        const uint8_t* p = row + (i >> 1);
+        const __m512i low = _mm512_broadcastd_epi32(_mm_loadu_si32(p));
+        const __m512i both = _mm512_mask_broadcastd_epi32(low, 0xff00, _mm_loadu_si32(p + 4));
+        const __m512i shifts =
+            _mm512_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28, 0, 4, 8, 12, 16, 20, 24, 28);
+        return _mm512_permutexvar_ps(_mm512_srlv_epi32(both, shifts), table);
+    }
+};
+// The `count` halves before `end`, at most 8, to the last places of `to`; reads 16 bytes.
+static inline void widen_last(const uint8_t* end, int64_t, float to[8]) {
+    _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128(
+                             reinterpret_cast<const __m128i*>(end - 16))));
 }
 static inline Vec round_half(Vec v) {
     return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));

@@ -51,7 +51,11 @@ static inline Vec load(const BFloat* p) { return from_bits(uint32_t(p->bits) << 
 static inline Vec load(const Fp8* p) { return half_to_float(uint16_t(p->bits << 8)); }
 static inline void store(float* p, Vec v) { *p = v; }
 static inline void store(Half* p, Vec v) { p->bits = float_to_half(v); }
-static inline void store(Fp8* p, Vec v) { p->bits = uint8_t(float_to_half(v) >> 8); }
+static inline void store(Fp8* p, Vec v) {
+    const uint16_t half = float_to_half(v);
+    const int size = (half & 0x7fff) + 0x7f + (half >> 8 & 1);
+    p->bits = uint8_t((size > 0x7fff ? 0x7fff : size) >> 8 | (half >> 8 & 0x80));  // NaN may grow
+}
 // Partial forms, 0 < count < kLanes: never called with one lane.
 template <class T>
 static inline Vec load_n(const T* p, int) {
@@ -91,16 +95,24 @@ static inline void sum4(const Vec v[4], float out[4]) {
     for (int i = 0; i < 4; ++i) out[i] = v[i];
 }
 static inline void transpose_block(const Vec in[kLanes], float* out, int64_t) { *out = in[0]; }
-// Codes of the elements i .. i + kLanes of a row, as numbers.
+// Codes of 8 bits of the elements i .. i + kLanes of a row, as numbers.
 static inline Vec codes8(const uint8_t* row, int64_t i) { return float(row[i]); }
-static inline Vec codes4(const uint8_t* row, int64_t i) {
-    return float(row[i / 2] >> (i % 2 * 4) & 15);
-}
-// The Half at any address, in every lane.
-static inline Vec broadcast_half(const uint8_t* p) {
-    uint16_t bits;
-    std::memcpy(&bits, p, 2);
-    return half_to_float(bits);
+// (code - 8) * scale of 4-bit codes.
+struct Scaled4 {
+    float scale;
+
+    explicit Scaled4(float by) : scale(by) {}
+    Vec at(const uint8_t* row, int64_t i) const {
+        return float((row[i / 2] >> (i % 2 * 4) & 15) - 8) * scale;
+    }
+};
+// The `count` halves before `end`, at most 8, to the last places of `to`.
+static inline void widen_last(const uint8_t* end, int64_t count, float to[8]) {
+    for (int64_t i = 8 - count; i < 8; ++i) {
+        uint16_t bits;
+        std::memcpy(&bits, end - 2 * (8 - i), 2);
+        to[i] = half_to_float(bits);
+    }
 }
 static inline Vec round_half(Vec v) { return half_to_float(float_to_half(v)); }
 static inline void prefetch(const void*) {}

@@ -6,11 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from exl_core.cache.format import PAGE_SIZE, KVFormat, kv_bytes_per_token, pages_for
+from exl_core.cache.format import (
+    PAGE_SIZE,
+    KVFormat,
+    kv_bytes_per_token,
+    pages_for,
+    parse_cache_type,
+)
 from exl_core.cache.memory import available_memory_bytes
 from exl_core.cache.store import KVStore
 from exl_core.errors import OutOfMemoryError, RequestError
+from exl_core.model.segment import PageCopy
 
 
 def resident_bytes() -> int:
@@ -25,19 +34,114 @@ def test_sizes_follow_the_shape() -> None:
     assert [pages_for(n) for n in (0, 1, 256, 257)] == [0, 1, 1, 2]
 
 
+# Bits of an element, its share of a scale of 16 bits for 32 elements included: key, value.
+BITS = {
+    KVFormat.FP32: (32, 32),
+    KVFormat.FP16: (16, 16),
+    KVFormat.FP8: (8, 8),
+    KVFormat.Q8: (8.5, 8.5),
+    KVFormat.Q6: (8.5, 4.5),
+    KVFormat.Q4: (4.5, 4.5),
+}
+
+
+@pytest.mark.parametrize("kv_format", list(KVFormat))
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
+def test_bytes_are_the_bits_of_the_format(kv_format: KVFormat, head_dim: int) -> None:
+    key, value = (bits * head_dim / 8 for bits in BITS[kv_format])
+    assert kv_format.key_rows.row_bytes(head_dim) == key
+    assert kv_format.value_rows.row_bytes(head_dim) == value
+    assert kv_bytes_per_token(7, 3, head_dim, kv_format) == 7 * 3 * (key + value)
+
+
+@pytest.mark.parametrize("kv_format", [KVFormat.Q8, KVFormat.Q6, KVFormat.Q4])
+@pytest.mark.parametrize("head_dim", [16, 40, 80])
+def test_codes_need_heads_of_whole_groups(kv_format: KVFormat, head_dim: int) -> None:
+    with pytest.raises(RequestError, match=rf"multiple of 32, got {head_dim}.*fp16 or fp8"):
+        kv_bytes_per_token(1, 1, head_dim, kv_format)
+    with pytest.raises(RequestError, match="multiple of 32"):
+        KVStore(kv_format, 1, 1, head_dim, 1)
+    assert KVStore(KVFormat.FP8, 1, 1, head_dim, 1).bytes_per_token == 2 * head_dim
+
+
+def test_cache_types_have_names() -> None:
+    names = ("fp16", "fp8", "q8", "q6", "q4")
+    assert [parse_cache_type(name).value for name in names] == list(names)
+    for name in ("fp32", "Q8", "q5", ""):
+        with pytest.raises(RequestError, match="fp16 or fp8 or q8 or q6 or q4"):
+            parse_cache_type(name)
+
+
 @pytest.mark.parametrize("kv_format", list(KVFormat))
 def test_tensors_have_the_promised_shape_and_size(kv_format: KVFormat) -> None:
-    store = KVStore(kv_format, num_layers=2, num_kv_heads=3, head_dim=16, num_pages=4)
+    store = KVStore(kv_format, num_layers=2, num_kv_heads=3, head_dim=64, num_pages=4)
     tensors = [store.key(0), store.key(1), store.value(0), store.value(1)]
+    sizes = {torch.int8: 68, torch.uint8: 36}
     for tensor in tensors:
-        assert tensor.shape == (4, 3, PAGE_SIZE, 16)
-        assert tensor.element_size() == kv_format.bytes_per_value
+        assert tensor.shape == (4, 3, PAGE_SIZE, sizes.get(tensor.dtype, 64))
         assert tensor.is_contiguous()
     assert sum(t.nbytes for t in tensors) == store.size_bytes
-    assert store.size_bytes == 4 * PAGE_SIZE * kv_bytes_per_token(2, 3, 16, kv_format)
-    store.key(0)[1, 2, 3, 4] = 1.5
-    assert float(store.key(0).sum()) == 1.5, "what was not written reads as zero"
-    assert all(float(t.sum()) == 0 for t in tensors[1:])
+    assert store.size_bytes == 4 * PAGE_SIZE * kv_bytes_per_token(2, 3, 64, kv_format)
+    as_bytes = [tensor.view(torch.uint8) for tensor in tensors]
+    as_bytes[0][1, 2, 3, 4] = 7
+    assert int(as_bytes[0].sum()) == 7, "what was not written reads as zero"
+    assert not any(t.any() for t in as_bytes[1:])
+
+
+def numbered_store(kv_format: KVFormat, num_pages: int) -> tuple[KVStore, dict[int, int]]:
+    """Every byte of page i is i + 1, in all layers; and the same as a plain table."""
+    store = KVStore(kv_format, num_layers=2, num_kv_heads=2, head_dim=32, num_pages=num_pages)
+    for tensor in tensors_of(store):
+        tensor.copy_(torch.arange(1, num_pages + 1).view(-1, 1, 1, 1).expand(tensor.shape))
+    return store, {page: page + 1 for page in range(num_pages)}
+
+
+def tensors_of(store: KVStore) -> list[torch.Tensor]:
+    layers = range(store.num_layers)
+    return [of(i).view(torch.uint8) for of in (store.key, store.value) for i in layers]
+
+
+@pytest.mark.parametrize("kv_format", list(KVFormat))
+def test_the_start_of_a_page_is_copied_in_every_layer(kv_format: KVFormat) -> None:
+    store, _ = numbered_store(kv_format, 4)
+    # In order: page 3 gets what page 0 has by then.
+    store.copy_pages([PageCopy(1, 0, 5), PageCopy(0, 3, 8), PageCopy(2, 2, 9), PageCopy(1, 2, 0)])
+    for tensor in tensors_of(store):
+        runs = [page.flatten(2)[0, :, 0].tolist() for page in tensor]
+        assert runs == [
+            [2] * 5 + [1] * (PAGE_SIZE - 5),
+            [2] * PAGE_SIZE,
+            [3] * PAGE_SIZE,
+            [2] * 5 + [1] * 3 + [4] * (PAGE_SIZE - 8),
+        ]
+        assert all((page == page[:1, :, :1]).all() for page in tensor)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_moves_happen_all_at_once(data: st.DataObject) -> None:
+    """Rows of a cycle, a chain or a copy alike: against a dictionary."""
+    store, model = numbered_store(data.draw(st.sampled_from([KVFormat.FP8, KVFormat.Q6])), 8)
+    pages = st.integers(0, 7)
+    for _ in range(3):
+        targets = data.draw(st.lists(pages, unique=True))
+        sources = data.draw(st.lists(pages, min_size=len(targets), max_size=len(targets)))
+        moves = list(zip(sources, targets, strict=True))
+        store.move_pages(moves)
+        model |= {target: model[source] for source, target in moves}
+    for tensor in tensors_of(store):
+        assert tensor[:, 0, 0, 0].tolist() == list(model.values())
+        assert (tensor == tensor[:, :1, :1, :1]).all()
+
+
+def test_pages_that_are_not_there_are_a_bug() -> None:
+    store, _ = numbered_store(KVFormat.FP16, 2)
+    for copy in (PageCopy(2, 0, 1), PageCopy(0, -1, 1), PageCopy(0, 1, 257), PageCopy(0, 1, -1)):
+        with pytest.raises(ValueError, match=r"copy_pages|no such page"):
+            store.copy_pages([copy])
+    for moves in ([(0, 2)], [(-1, 0)], [(0, 1), (1, 1)]):
+        with pytest.raises(ValueError, match=r"two moves|no such page"):
+            store.move_pages(moves)
 
 
 def test_memory_is_taken_when_written() -> None:

@@ -75,6 +75,17 @@ Threads = Annotated[
         rich_help_panel=_RUNNING,
     ),
 ]
+CacheType = Annotated[
+    str,
+    typer.Option(
+        "--cache-type",
+        metavar="TYPE",
+        help="Precision of cached keys and values: fp16; fp8: half the memory; q8: a little more "
+        "than half, and closer to fp16; q6: 8-bit keys, 4-bit values; q4: little more than a "
+        "quarter.",
+        rich_help_panel=_RUNNING,
+    ),
+]
 Exact = Annotated[
     bool,
     typer.Option(

@@ -25,6 +25,7 @@ from exl_core.tokenizer.base import Tokenizer
 from exl_eval.result import PerplexityResult
 
 STYLE = "paper"
+CHUNK_ROWS = 512
 MEAN_NLL_MAX = 700.0  # e to the power of it is close to the largest double
 
 OnWindow = Callable[[int, int, float], None]
@@ -46,12 +47,14 @@ BOS_CHOICES = ("default", *(rule.value for rule in BosRule))
 @dataclass(frozen=True, slots=True)
 class PerplexityOptions:
     """`windows` None: all that the text holds. `bos` is one of BOS_CHOICES; `default` is ONCE for a
-    tokenizer that adds BOS by itself and NONE for one that does not."""
+    tokenizer that adds BOS by itself and NONE for one that does not. With `token_by_token` the
+    model runs as when it decodes, a pass for every token."""
 
     ctx: int = 2048
     windows: int | None = None
     bos: str = "default"
     kv_format: KVFormat = KVFormat.FP16
+    token_by_token: bool = False
 
 
 class RunningNll:
@@ -129,7 +132,14 @@ def measure_perplexity(
     started = time.perf_counter()
     nll = RunningNll()
     for number, window in enumerate(windows, start=1):
-        nll.add(score_tokens(loaded.model, window, kv_format=options.kv_format))
+        nll.add(
+            score_tokens(
+                loaded.model,
+                window,
+                kv_format=options.kv_format,
+                chunk_rows=1 if options.token_by_token else CHUNK_ROWS,
+            )
+        )
         _check_figure(nll.mean, f"{loaded.name}, window {number}")
         if on_window is not None:
             on_window(number, len(windows), nll.perplexity)

@@ -12,6 +12,7 @@ import typer
 
 from exl_cli import options, output, prompts
 from exl_cli.interrupt import exits_at_once
+from exl_core.cache.format import parse_cache_type
 
 if TYPE_CHECKING:
     from exl_eval.result import PerplexityResult
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 EXAMPLES = (
     ("exl eval perplexity --text wiki.txt --windows 20", "the default model, 20 windows"),
     ("exl eval perplexity gemma.gguf --text wiki.txt --bos each", "Gemma needs BOS"),
+    ("exl eval perplexity -m model --text wiki.txt --cache-type q4", "what a small cache costs"),
     ("exl eval perplexity -m model --text wiki.txt --json", "for a program to read"),
 )
 
@@ -49,6 +51,14 @@ def perplexity(
     json: options.Json = False,
     quiet: options.Quiet = False,
     threads: options.Threads = None,
+    cache_type: options.CacheType = "fp16",
+    token_by_token: Annotated[
+        bool,
+        typer.Option(
+            "--token-by-token",
+            help="A pass for every token, as in decoding, in place of passes of 512: slower.",
+        ),
+    ] = False,
     exact: options.Exact = False,
 ) -> None:
     """Perplexity of a text, with its standard error.
@@ -58,13 +68,16 @@ def perplexity(
     context and BOS rule agree: they are printed with it.
     """
     spec = options.pick_model(model, model_option)
+    kv_format = parse_cache_type(cache_type)
     content = prompts.read_text_file(text)
     with exits_at_once():
         from exl_cli.load import load_quietly
         from exl_cli.render import windows_progress
         from exl_eval.perplexity import PerplexityOptions, measure_perplexity
     loaded = load_quietly(spec, threads, is_quiet=quiet, exact=exact)
-    choices = PerplexityOptions(ctx=ctx, windows=windows, bos=bos)
+    choices = PerplexityOptions(
+        ctx=ctx, windows=windows, bos=bos, kv_format=kv_format, token_by_token=token_by_token
+    )
     with windows_progress(is_quiet=quiet) as on_window:
         result = measure_perplexity(loaded, content, choices, on_window)
     if json:

@@ -1,0 +1,93 @@
+"""What caches of lower precision cost: SmolLM2 on WikiText, against its fp16 cache."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core.cache.format import KVFormat
+from exl_core.engine.score import score_tokens
+from exl_core.load import LoadedModel, load_model
+from exl_eval.perplexity import PerplexityOptions, measure_perplexity
+
+# By how much perplexity may rise.
+LIMITS = {KVFormat.Q8: 0.002, KVFormat.Q6: 0.007, KVFormat.FP8: 0.02, KVFormat.Q4: 0.03}
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path) -> LoadedModel:
+    return load_model(str(smollm2_path))
+
+
+@pytest.fixture(scope="module")
+def text(wikitext_path: Path) -> str:
+    return wikitext_path.read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def scores(smollm2: LoadedModel, text: str) -> dict[KVFormat, Tensor]:
+    """Log probabilities of the same tokens through every cache, in two passes."""
+    ids = smollm2.tokenizer.encode(text[:6000], add_bos=False)[:1025]
+    return {
+        kv_format: score_tokens(smollm2.model, ids, kv_format=kv_format)
+        for kv_format in (KVFormat.FP16, *LIMITS)
+    }
+
+
+@pytest.mark.parametrize("kv_format", list(LIMITS))
+def test_a_thousand_tokens_are_about_as_likely(
+    scores: dict[KVFormat, Tensor], kv_format: KVFormat
+) -> None:
+    """Token by token the caches differ by far less than tokens do: their difference is judged."""
+    loss = scores[KVFormat.FP16] - scores[kv_format]
+    stderr = float(loss.std()) / math.sqrt(len(loss))
+    print(f"{kv_format.value}: nll {float(loss.mean()):+.5f} +- {stderr:.5f}")
+    assert 0 < stderr < 0.01
+    assert float(loss.mean()) <= math.log1p(LIMITS[kv_format]) + 3 * stderr
+
+
+def test_more_bits_are_closer(scores: dict[KVFormat, Tensor]) -> None:
+    order = (KVFormat.Q8, KVFormat.Q6, KVFormat.Q4)
+    away = [float((scores[KVFormat.FP16] - scores[kind]).abs().mean()) for kind in order]
+    assert 0 < away[0] < away[1] < away[2]
+
+
+@pytest.mark.parametrize("kv_format", list(LIMITS))
+def test_decoding_reads_what_a_chunk_reads(
+    smollm2: LoadedModel, text: str, kv_format: KVFormat
+) -> None:
+    """Up to the rounding of activations, which is what chunks of fp16 differ by too."""
+    ids = smollm2.tokenizer.encode(text[:600], add_bos=False)[:65]
+
+    def by_chunk_size(kind: KVFormat) -> list[Tensor]:
+        return [score_tokens(smollm2.model, ids, kv_format=kind, chunk_rows=n) for n in (1, 512)]
+
+    decoded, chunked = by_chunk_size(kv_format)
+    assert float((decoded - chunked).abs().mean()) < 0.02
+    assert not torch.equal(chunked, by_chunk_size(KVFormat.FP16)[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("ctx", "token_by_token"), [(512, True), (2048, False)], ids=["decoded", "chunks"]
+)
+def test_ten_windows_stay_within_the_limits(
+    smollm2: LoadedModel, text: str, ctx: int, token_by_token: bool
+) -> None:
+    def perplexity(kv_format: KVFormat) -> float:
+        options = PerplexityOptions(
+            ctx=ctx, windows=10, kv_format=kv_format, token_by_token=token_by_token
+        )
+        return measure_perplexity(smollm2, text, options).perplexity
+
+    base = perplexity(KVFormat.FP16)
+    print(f"fp16: {base:.4f}")
+    rises = {kv_format: perplexity(kv_format) / base - 1 for kv_format in LIMITS}
+    for kv_format, rise in rises.items():
+        print(f"{kv_format.value}: {rise:+.3%}")
+    assert {kind for kind, rise in rises.items() if rise > LIMITS[kind]} == set()
