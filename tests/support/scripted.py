@@ -2,8 +2,8 @@
 
 The model computes nothing clever, but it takes the long way round: it writes each token and its
 position into the pages that the batch names, and decides the next token only from what it reads
-back through the page table. A page that was mixed up, evicted or shared wrongly changes the reply
-or is noticed at once.
+back through the page table; rows under adapters are marked. A page that was mixed up, evicted or
+shared wrongly changes the reply or is noticed at once.
 """
 
 from __future__ import annotations
@@ -116,8 +116,11 @@ class ScriptedModel:
             failure, self.failure = self.failure, None
             keys[pages, 0, offsets, 0] = 0
             raise failure
+        marks = torch.ones_like(batch.positions)
+        for part in batch.adapters:
+            marks[part.first_row : part.last_row] = -1
         keys[pages, 0, offsets, 0] = batch.token_ids.to(keys.dtype)
-        values[pages, 0, offsets, 0] = batch.positions.to(values.dtype)
+        values[pages, 0, offsets, 0] = (marks * (batch.positions + 1)).to(values.dtype)
         wanted = set(batch.logit_rows.tolist())
         logits = []
         for seq, (first, last) in enumerate(pairwise(batch.row_starts.tolist())):
@@ -126,7 +129,8 @@ class ScriptedModel:
             table = batch.page_table[seq, : -(-length // store.page_size)].long()
             history = keys[table, 0].flatten()[:length].long().tolist()
             positions = values[table, 0].flatten()[:length].long()
-            assert torch.equal(positions, torch.arange(length)), "a page holds other positions"
+            expected = marks[first] * torch.arange(1, length + 1)
+            assert torch.equal(positions, expected), "a page holds other positions or adapters"
             for row in range(first, last):
                 if row in wanted:
                     logits.append(self.rule(history[: past_len + row - first + 1]))
