@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import threading
+from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
+import torch
+from generate_support import Counter
 
 from exl_core.cache.format import KVFormat
+from exl_core.constrain.json_schema import JsonSchema
 from exl_core.engine.engine import EngineOptions
 from exl_core.engine.events import FinishReason
 from exl_core.generate.base import BaseGenerator
 from exl_core.generate.dynamic import DynamicGenerator, Stage
 from exl_core.generate.streaming import StreamingGenerator
 from exl_core.load import LoadedModel
+from exl_core.lora.adapter import load_adapter
 from exl_core.sampling.params import SamplerParams
+from exl_core.speculate.compatible import check_same_vocabulary
+from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.ngram import NgramDrafter
+from support.adapters import stored, write_adapter
 
 GREEDY = SamplerParams(temperature=0)
 OPTIONS = EngineOptions(cache_tokens=4096)
@@ -168,3 +179,89 @@ def test_a_speculative_stream_gives_the_same_text(smollm2: LoadedModel, several:
     assert stats.emitted == 24
     assert stats.accepted > 4
     assert steps < plain_steps if several else steps >= 24
+
+
+def test_a_draft_model_gives_the_same_text_in_fewer_passes(smollm2: LoadedModel) -> None:
+    """The model drafts for itself: whatever it guesses is right."""
+    prompt = "The quick brown fox"
+    check_same_vocabulary(smollm2.tokenizer, smollm2.tokenizer)
+    plain = StreamingGenerator(smollm2, OPTIONS)
+    plain.begin(prompt, sampler=GREEDY, max_tokens=16, stop=())
+    drafter = ModelDrafter(
+        smollm2.model,
+        num_pages=plain.engine.pool.num_pages,
+        max_tokens=5,
+        vocab_size=smollm2.config.vocab_size,
+    )
+    drafted = StreamingGenerator(smollm2, OPTIONS, drafter=drafter, several_tokens=True)
+    drafted.begin(prompt, sampler=GREEDY, max_tokens=16, stop=())
+    texts = []
+    for generator in (plain, drafted):
+        chunks = []
+        while True:
+            result = generator.step()
+            chunks.append(result.chunk)
+            if result.is_end:
+                break
+        texts.append("".join(chunks))
+    assert texts[0] == texts[1]
+    stats = drafted.draft_stats
+    assert stats.drafted > 0
+    assert (stats.accepted, stats.rejected, stats.emitted) == (stats.drafted, 0, 16)
+
+
+def test_generation_with_an_adapter_and_abort(smollm2: LoadedModel, tmp_path: Path) -> None:
+    shapes = {"q_proj": (576, 576), "v_proj": (576, 192)}
+    pairs = {
+        f"model.layers.{layer}.self_attn.{name}": (
+            torch.full((4, inputs), 0.01),
+            torch.full((outputs, 4), 0.5),
+        )
+        for layer in range(30)
+        for name, (inputs, outputs) in shapes.items()
+    }
+    adapter = load_adapter(write_adapter(tmp_path / "adapter", stored(pairs)), smollm2.model)
+    generator = BaseGenerator(smollm2, OPTIONS)
+    abort = threading.Event()
+
+    def tell(**settings: Any) -> str:
+        return generator.generate_simple(
+            "Tell me a story:",
+            sampler=GREEDY,
+            num_tokens=8,
+            stop_token=None,
+            completion_only=True,
+            **settings,
+        )
+
+    assert tell() != tell(adapters=adapter)
+    output = tell(adapters=adapter, abort=abort, hooks=Counter(3, abort.set))
+    assert output
+    (ids,) = generator.sequence_ids
+    assert len(ids) == len(smollm2.tokenizer.encode("Tell me a story:")) + 3
+
+
+def test_a_reply_that_is_json_whatever_the_model_thinks(smollm2: LoadedModel) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        },
+        "required": ["name", "age"],
+        "additionalProperties": False,
+    }
+    generator = DynamicGenerator(smollm2, OPTIONS)
+    texts = generator.generate(
+        ["A person: ", "Another person: "],
+        max_tokens=60,
+        sampler=SamplerParams(temperature=0.8),
+        seed=11,
+        constraints=JsonSchema(schema, compact=True),
+        completion_only=True,
+    )
+    assert texts is not None
+    for text, job in zip(texts, generator.last_jobs, strict=True):
+        jsonschema.validate(json.loads(text), schema)
+        assert job.finish is not None
+        assert job.finish.reason is FinishReason.CONSTRAINT

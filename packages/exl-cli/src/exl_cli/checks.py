@@ -24,6 +24,7 @@ LIBRARIES = {
     "tokenizers": "tokenizers",
     "sentencepiece": "sentencepiece",
     "jinja2": "jinja2",
+    "llguidance": "llguidance",
     "huggingface-hub": "huggingface_hub",
     "prompt-toolkit": "prompt_toolkit",
 }

@@ -5,6 +5,9 @@ Declarations and what they mean; no torch until something is opened.
 
 from __future__ import annotations
 
+import json
+import math
+import os.path
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from exl_cli import prompts
+from exl_cli.interrupt import exits_at_once
 from exl_core.cache.format import KVFormat
 from exl_core.errors import RequestError
 
@@ -30,8 +34,8 @@ DraftModel = Annotated[
     typer.Option(
         "--draft-model",
         metavar="MODEL",
-        help="A smaller model with the same vocabulary that guesses ahead; the text stays the "
-        "same, and comes faster where the guesses are good.",
+        help="A smaller model with the same vocabulary that guesses ahead, for the model to check: "
+        "faster where the guesses are good, and with --temp 0 the same text.",
         rich_help_panel=_DRAFTS,
     ),
 ]
@@ -51,8 +55,8 @@ Ngram = Annotated[
     bool,
     typer.Option(
         "--ngram",
-        help="Guess ahead from what stands in the text already: no second model; good for text "
-        "that repeats itself.",
+        help="Guess ahead from what stands in the text already, without a second model: good for "
+        "text that repeats itself.",
         rich_help_panel=_DRAFTS,
     ),
 ]
@@ -61,8 +65,10 @@ Lora = Annotated[
     typer.Option(
         "--lora",
         metavar="DIR",
-        help="A PEFT adapter; DIR=0.5 applies it at half strength. May be given several times.",
+        help="A LoRA adapter, as PEFT saves it; DIR=0.5 applies it at half strength. May be given "
+        "several times.",
         show_default=False,
+        rich_help_panel="Adapters",
     ),
 ]
 JsonSchema = Annotated[
@@ -70,7 +76,7 @@ JsonSchema = Annotated[
     typer.Option(
         "--json-schema",
         metavar="FILE",
-        help="The text is JSON that this schema allows.",
+        help="The text is JSON that the schema in FILE allows.",
         rich_help_panel=_CONSTRAINTS,
     ),
 ]
@@ -88,7 +94,7 @@ Grammar = Annotated[
     typer.Option(
         "--grammar",
         metavar="FILE",
-        help="The text is one that this Lark grammar derives.",
+        help="The text is one that the Lark grammar in FILE derives; its first rule is 'start'.",
         rich_help_panel=_CONSTRAINTS,
     ),
 ]
@@ -123,33 +129,52 @@ def parse_loras(given: Sequence[str] | None) -> tuple[tuple[Path, float], ...]:
     parsed = []
     for text in given or ():
         folder, mark, scale = text.rpartition("=")
-        if not mark or Path(text).exists():
+        if not mark or os.path.exists(text):  # noqa: PTH110 - Path raises for names that are too long
             parsed.append((Path(text), 1.0))
             continue
-        try:
-            parsed.append((Path(folder), float(scale)))
-        except ValueError as error:
-            raise RequestError(
-                "--lora has no number after '='", expected="DIR=SCALE", got=text
-            ) from error
+        if not folder:
+            raise RequestError("--lora names no directory", expected="DIR or DIR=SCALE", got=text)
+        parsed.append((Path(folder), _scale(text, scale)))
     return tuple(parsed)
+
+
+def _scale(text: str, scale: str) -> float:
+    try:
+        value = float(scale)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise RequestError("--lora has no number after '='", expected="DIR or DIR=SCALE", got=text)
+    return value
 
 
 def constraints_of(
     json_schema: str | None, regex: str | None, grammar: str | None
 ) -> tuple[Constraint, ...]:
-    """What the text must look like; files are read here."""
-    constraints: list[Constraint] = []
-    if json_schema is not None:
-        from exl_core.constrain.json_schema import JsonSchema
-
-        constraints.append(JsonSchema(prompts.read_text_file(Path(json_schema))))
-    if regex is not None:
-        from exl_core.constrain.regex import Regex
-
-        constraints.append(Regex(regex))
-    if grammar is not None:
+    """What the text must look like. Files are read here; what of them only a model can tell, such
+    as whether its tokens can write it, comes later."""
+    schema_text = None if json_schema is None else _schema_text(Path(json_schema))
+    grammar_text = None if grammar is None else prompts.read_text_file(Path(grammar))
+    if schema_text is None and regex is None and grammar_text is None:
+        return ()
+    with exits_at_once():
         from exl_core.constrain.grammar import Grammar
-
-        constraints.append(Grammar(prompts.read_text_file(Path(grammar))))
+        from exl_core.constrain.json_schema import JsonSchema
+        from exl_core.constrain.regex import Regex
+    constraints: list[Constraint] = []
+    if schema_text is not None:
+        constraints.append(JsonSchema(schema_text))
+    if regex is not None:
+        constraints.append(Regex(regex))
+    if grammar_text is not None:
+        constraints.append(Grammar(grammar_text))
     return tuple(constraints)
+
+
+def _schema_text(path: Path) -> str:
+    text = prompts.read_text_file(path)
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise RequestError("the JSON schema is not JSON", where=path, got=str(error)) from error
+    return text

@@ -6,28 +6,40 @@ bar, on a terminal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from exl_cli.engine_options import DEFAULT_DRAFT_TOKENS, DEFAULT_NGRAM_TOKENS, EngineChoices
 from exl_cli.render import bytes_progress
-from exl_core.cache.format import PAGE_SIZE, pages_for
+from exl_core.cache.format import PAGE_SIZE, KVFormat, kv_bytes_per_token, pages_for
+from exl_core.cache.memory import available_memory_bytes
 from exl_core.constrain.filter import Constraint
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
-from exl_core.errors import RequestError, TemplateError
-from exl_core.load import LoadedModel, LoadOptions, load_model, open_checkpoint, stop_ids
+from exl_core.errors import OutOfMemoryError, RequestError, TemplateError
+from exl_core.load import (
+    LoadedModel,
+    LoadOptions,
+    gguf_fields,
+    load_model,
+    open_checkpoint,
+    stop_ids,
+)
 from exl_core.lora.adapter import load_adapter
+from exl_core.lora.config import read_adapter_config
 from exl_core.model.adapters import AdapterUse
 from exl_core.prompt.template import ChatTemplate
 from exl_core.resolve import resolve_model
 from exl_core.sampling.params import SamplerParams
-from exl_core.speculate.compatible import check_same_vocabulary
+from exl_core.speculate.compatible import check_same_vocabulary, draft_rope_alpha
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
+from exl_core.tokenizer.detect import load_tokenizer
 
 DEFAULT_CTX_LIMIT = 8192
 """A context that nobody asked for must not cost gigabytes of cache on a 128k model."""
@@ -103,16 +115,21 @@ class Runtime:
 
 
 def load_quietly(
-    spec: str | None, threads: int | None, *, is_quiet: bool, exact: bool
+    spec: str | None,
+    threads: int | None,
+    *,
+    is_quiet: bool,
+    exact: bool,
+    options: LoadOptions | None = None,
 ) -> LoadedModel:
-    """Load with a progress bar where somebody watches.
+    """Load with a progress bar where somebody watches; `options` takes the place of the others.
 
     Torch gets one thread: the kernels have threads of their own, and what is left to torch is
     small, so that a second set of threads would only take the cores from the first.
     """
     torch.set_num_threads(1)
     with bytes_progress("loading", is_quiet=is_quiet) as progress:
-        return load_model(spec, LoadOptions(threads=threads, exact=exact), progress)
+        return load_model(spec, options or LoadOptions(threads=threads, exact=exact), progress)
 
 
 def open_runtime(
@@ -124,7 +141,11 @@ def open_runtime(
     is_quiet: bool,
     exact: bool,
 ) -> Runtime:
-    if ctx_size is not None:  # the headers tell whether it can be had; loading takes a while
+    """What can be told without loading, which takes a while, is told before."""
+    draft_path = None if choices.draft_model is None else resolve_model(choices.draft_model)
+    for folder, _ in choices.loras:
+        read_adapter_config(folder)
+    if ctx_size is not None:
         path = resolve_model(spec)
         settle_ctx_size(ctx_size, open_checkpoint(path)[1].max_seq_len)
         spec = str(path)
@@ -134,33 +155,79 @@ def open_runtime(
         AdapterUse(load_adapter(folder, loaded.model), scale) for folder, scale in choices.loras
     )
     cache_tokens = max(ctx, PAGE_SIZE)
-    drafter = _drafter(choices, loaded, cache_tokens, threads=threads, is_quiet=is_quiet)
     options = EngineOptions(cache_tokens=cache_tokens, max_batch=1, kv_format=choices.kv_format)
-    engine = Engine(loaded.model, loaded.tokenizer, options, drafter=drafter)
+    drafter: Drafter | None = None
+    if choices.ngram:
+        drafter = NgramDrafter(max_tokens=choices.draft_tokens or DEFAULT_NGRAM_TOKENS)
+    elif draft_path is not None:
+        draft = _load_draft(draft_path, loaded, ctx, threads=threads, is_quiet=is_quiet)
+        with _naming_cheaper_caches(draft, choices.kv_format, cache_tokens):
+            drafter = ModelDrafter(
+                draft.model,
+                num_pages=pages_for(cache_tokens),
+                kv_format=choices.kv_format,
+                max_tokens=choices.draft_tokens or DEFAULT_DRAFT_TOKENS,
+                vocab_size=loaded.config.vocab_size,
+            )
+    with _naming_cheaper_caches(loaded, choices.kv_format, cache_tokens):
+        engine = Engine(loaded.model, loaded.tokenizer, options, drafter=drafter)
     return Runtime(loaded, engine, ctx, adapters)
 
 
-def _drafter(
-    choices: EngineChoices,
-    loaded: LoadedModel,
-    cache_tokens: int,
-    *,
-    threads: int | None,
-    is_quiet: bool,
-) -> Drafter | None:
-    if choices.ngram:
-        return NgramDrafter(max_tokens=choices.draft_tokens or DEFAULT_NGRAM_TOKENS)
-    if choices.draft_model is None:
-        return None
-    draft = load_quietly(choices.draft_model, threads, is_quiet=is_quiet, exact=False)
-    check_same_vocabulary(loaded.tokenizer, draft.tokenizer)
-    return ModelDrafter(
-        draft.model,
-        num_pages=pages_for(cache_tokens),
-        kv_format=choices.kv_format,
-        max_tokens=choices.draft_tokens or DEFAULT_DRAFT_TOKENS,
-        vocab_size=loaded.config.vocab_size,
-    )
+def _load_draft(
+    path: Path, loaded: LoadedModel, ctx: int, *, threads: int | None, is_quiet: bool
+) -> LoadedModel:
+    """The draft model, stretched to the context of the model that checks where its own is less."""
+    source, config, _ = open_checkpoint(path)
+    check_same_vocabulary(loaded.tokenizer, load_tokenizer(path, gguf_fields(source)))
+    options = LoadOptions(threads=threads)
+    if config.max_seq_len < ctx:
+        alpha = draft_rope_alpha(ctx, config.max_seq_len)
+        options = LoadOptions(threads=threads, max_seq_len=ctx, rope_alpha=alpha)
+    return load_quietly(str(path), threads, is_quiet=is_quiet, exact=False, options=options)
+
+
+@contextmanager
+def _naming_cheaper_caches(
+    loaded: LoadedModel, kv_format: KVFormat, cache_tokens: int
+) -> Iterator[None]:
+    """Whoever has no room for a cache learns which ones there would be room for."""
+    try:
+        yield
+    except OutOfMemoryError as error:
+        free = available_memory_bytes()
+        if error.where != "cache" or free is None:
+            raise
+        config = loaded.config
+
+        def size(wanted: KVFormat) -> int:
+            shape = config.num_layers, config.num_kv_heads, config.head_dim
+            return kv_bytes_per_token(*shape, wanted) * pages_for(cache_tokens) * PAGE_SIZE
+
+        fitting = [
+            cheaper.value
+            for cheaper in KVFormat
+            if _can_hold(config.head_dim, cheaper)
+            and size(cheaper) <= min(free, size(kv_format) - 1)
+        ]
+        advice = [f"--cache-type {' or '.join(fitting)} would fit."] if fitting else []
+        if error.next_step is not None:
+            advice.append(error.next_step.replace("would fit", "would fit too (--ctx-size)"))
+        raise OutOfMemoryError(
+            error.what,
+            where=error.where,
+            expected=error.expected,
+            got=error.got,
+            next_step=" ".join(advice) or None,
+        ) from error
+
+
+def _can_hold(head_dim: int, kv_format: KVFormat) -> bool:
+    try:
+        kv_format.bytes_per_head(head_dim)
+    except RequestError:
+        return False
+    return True
 
 
 def settle_ctx_size(wanted: int | None, model_max: int) -> int:

@@ -8,7 +8,6 @@ from typing import Annotated
 
 import typer
 
-from exl_core.cache.format import KVFormat
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
 from exl_core.settings import MAX_THREADS
@@ -205,16 +204,6 @@ def sampler_params(
         repetition_penalty=repeat_penalty,
         seed=secrets.randbits(31) if seed is None else seed,
     )
-
-
-def cache_format(name: str) -> KVFormat:
-    """What --cache-type means."""
-    known = {kv_format.value: kv_format for kv_format in KVFormat if kv_format is not KVFormat.FP32}
-    if name not in known:
-        raise RequestError(
-            "no such cache type", where="--cache-type", expected=", ".join(known), got=name
-        )
-    return known[name]
 
 
 def token_limit(max_tokens: int) -> int | None:

@@ -119,6 +119,8 @@ def print_speed(reply: FinishEvent, load_s: float | None) -> None:
     ]
     if reply.cached_tokens:
         parts.insert(1, f"{reply.cached_tokens} of them cached")
+    if reply.drafting is not None:
+        parts.append(f"{reply.drafting.accepted} of {reply.drafting.drafted} guesses right")
     if load_s is not None:
         parts.append(f"loaded in {load_s:.2f} s")
     parts.append(f"finish: {reply.reason.value}")

@@ -1,15 +1,17 @@
-"""One reply of the engine, streamed: what came, and how fast.
+"""One reply of the engine, streamed: what came, how fast, and whether it is what was asked for.
 
 The text so far and its token ids survive a Ctrl-C, because the loop stops between two steps.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 
 from exl_cli.interrupt import Interrupt
+from exl_cli.load import Runtime
 from exl_core.engine.engine import Engine
-from exl_core.engine.events import FailEvent, FinishEvent, TextEvent
+from exl_core.engine.events import FailEvent, FinishEvent, FinishReason, TextEvent
 from exl_core.engine.request import Request
 
 
@@ -30,6 +32,29 @@ def stream_reply(
                         return event
                     case FailEvent():
                         raise event.error
-    except BaseException:  # a closed pipe, a second Ctrl-C: the engine must not keep the sequence
+    finally:  # a closed pipe, a second Ctrl-C, a pass that broke off: the next reply starts clean
         engine.cancel(request.request_id)
-        raise
+        engine.discard_events(request.request_id)
+
+
+def note_unmet(runtime: Runtime, request: Request, reply: FinishEvent) -> None:
+    """Say on stderr that a constrained text ended too early: half a document looks like one."""
+    if not request.constraints or sys.stderr is None:
+        return
+    if isinstance(reply.stopped_by, str):
+        print("exl: note: --stop ended the text, whatever it was to look like", file=sys.stderr)
+    elif reply.reason is FinishReason.LENGTH and not _is_met(runtime, request, reply):
+        print(
+            f"exl: note: cut off after {len(reply.token_ids)} tokens (-n, -c): the text is not "
+            "yet what it was to look like",
+            file=sys.stderr,
+        )
+
+
+def _is_met(runtime: Runtime, request: Request, reply: FinishEvent) -> bool:
+    vocabulary = runtime.engine.vocabulary
+    filters = [constraint.filter(vocabulary) for constraint in request.constraints]
+    for one in filters:
+        for token_id in reply.token_ids:
+            one.accept(token_id)
+    return all(one.is_complete for one in filters)

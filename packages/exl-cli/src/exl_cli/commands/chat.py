@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from exl_cli import engine_options, options, output, prompts
 from exl_cli.conversation import Conversation
 from exl_cli.interrupt import Interrupt, exits_at_once
+from exl_core.cache.format import parse_cache_type
 from exl_core.errors import ExlError, printable
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def chat(
     )
     limit = options.token_limit(max_tokens)
     choices = engine_options.EngineChoices(
-        options.cache_format(cache_type),
+        parse_cache_type(cache_type),
         draft_model,
         draft_tokens,
         ngram,

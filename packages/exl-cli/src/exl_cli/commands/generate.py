@@ -8,6 +8,7 @@ import typer
 
 from exl_cli import engine_options, options, output, prompts
 from exl_cli.interrupt import Interrupt, exits_at_once
+from exl_core.cache.format import parse_cache_type
 
 if TYPE_CHECKING:
     from exl_cli.load import Runtime
@@ -87,7 +88,7 @@ def generate(
     )
     limit = options.token_limit(max_tokens)
     choices = engine_options.EngineChoices(
-        options.cache_format(cache_type),
+        parse_cache_type(cache_type),
         draft_model,
         draft_tokens,
         ngram,
@@ -111,7 +112,7 @@ def generate(
 
 def _run(runtime: Runtime, request: Request, *, is_json: bool, is_quiet: bool) -> None:
     from exl_cli.render import is_watched, print_speed
-    from exl_cli.reply import stream_reply
+    from exl_cli.reply import note_unmet, stream_reply
 
     with Interrupt() as interrupt:
         reply = stream_reply(
@@ -121,6 +122,8 @@ def _run(runtime: Runtime, request: Request, *, is_json: bool, is_quiet: bool) -
         output.write_json(describe_reply(runtime, reply, request.sampler.seed))
     else:
         output.end_line_on_terminal()
+    if not is_quiet:
+        note_unmet(runtime, request, reply)
     if is_watched(is_quiet=is_quiet):
         print_speed(reply, runtime.load_s)
     if interrupt.is_set:
