@@ -1,4 +1,4 @@
-"""The real model writes documents for twenty schemas of growing difficulty; all of them validate."""
+"""The real model writes documents for twenty schemas of growing difficulty; all validate."""
 
 from __future__ import annotations
 

@@ -93,15 +93,6 @@ Exact = Annotated[
         rich_help_panel=_RUNNING,
     ),
 ]
-CacheType = Annotated[
-    str,
-    typer.Option(
-        "--cache-type",
-        metavar="TYPE",
-        help="Precision of the key-value cache: fp16, fp8, q8, q6 or q4, from largest to smallest.",
-        rich_help_panel=_RUNNING,
-    ),
-]
 Temperature = Annotated[
     float,
     typer.Option(

@@ -150,10 +150,10 @@ def _write_kv(table: OpTable, generator: torch.Generator) -> list[Tensor]:
         (20, torch.float8_e5m2, torch.float8_e5m2),
         (96, *PACKED_TYPES),
     ):
-        caches = [torch.zeros(3, 2, 8, row_size(kind, d), dtype=kind) for kind in types]
+        keys, values = (torch.zeros(3, 2, 8, row_size(kind, d), dtype=kind) for kind in types)
         key, value = _normal(generator, 4, 2, d), _normal(generator, 4, 2, d)
-        table.write_kv(key, value, *caches, torch.tensor([23, 0, 9, 10]))
-        outputs += caches
+        table.write_kv(key, value, keys, values, torch.tensor([23, 0, 9, 10]))
+        outputs += [keys, values]
     return outputs
 
 
