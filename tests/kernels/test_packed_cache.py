@@ -8,11 +8,14 @@ from kernel_support import UNIT, PagedBatch, assert_within, normal, paged_batch,
 from torch import Tensor
 
 from exl_core.ops.reference_cache import decode_rows, encode_rows, row_size
-from exl_core.ops.table import OpTable
+from exl_core.ops.table import OpTable, available_isas, get_table
+
+# The others share their attention with avx512; a machine without that has nothing they add.
+SHARED = {"avx512vnni", "amx"}
 
 FP8, CODES8, CODES4 = torch.float8_e5m2, torch.int8, torch.uint8
 KINDS = {"fp8": (FP8, FP8), "q8": (CODES8, CODES8), "q6": (CODES8, CODES4), "q4": (CODES4, CODES4)}
-MIXED = [(0, 1), (7, 1), (299, 1), (0, 37), (45, 70), (131, 2), (600, 1), (0, 9)]
+MIXED = [(0, 1), (7, 1), (299, 1), (45, 70), (131, 2), (0, 9)]
 
 HALF_UNIT = 2.0**-11  # the error of one float16 rounding
 
@@ -26,6 +29,15 @@ VECTOR_DECODED = {
     CODES4: (0xC250, 0xBBE4, 0x3D86, 0xC0BC),
     CODES8: (0xC23E, 0xBA91, 0x3E04, 0xC0F8),
 }
+
+
+@pytest.fixture(
+    scope="module", params=["reference", *(isa for isa in available_isas() if isa not in SHARED)]
+)
+def table(request: pytest.FixtureRequest) -> OpTable:
+    is_reference = request.param == "reference"
+    name, isa = ("reference", None) if is_reference else ("cpu", request.param)
+    return get_table(name, isa=isa, threads=2)
 
 
 def written(

@@ -87,7 +87,7 @@ def rotate(x: Tensor) -> Tensor:
     """The unnormalised transforms of the even and of the odd elements of a unit [..., n]."""
     stride = 2
     while stride < x.shape[-1]:
-        pairs = x.unflatten(-1, (-1, 2, stride))
+        pairs = x.reshape(*x.shape[:-1], -1, 2, stride)
         a, b = pairs[..., 0, :], pairs[..., 1, :]
         x = torch.stack([a + b, a - b], dim=-2).flatten(-3)
         stride *= 2
@@ -96,13 +96,15 @@ def rotate(x: Tensor) -> Tensor:
 
 def _units(x: Tensor) -> list[Tensor]:
     whole = x.shape[-1] // UNIT * UNIT
-    return [part for part in (*x[..., :whole].split(UNIT, -1), x[..., whole:]) if part.shape[-1]]
+    units = [x[..., start : start + UNIT] for start in range(0, whole, UNIT)]
+    return units if whole == x.shape[-1] else [*units, x[..., whole:]]
 
 
 def _encode_codes(x: Tensor, bits: int) -> Tensor:
     """float16 [..., d] -> bytes [..., row]."""
     half_range = 2 ** (bits - 1)
-    y = torch.cat([rotate(unit) for unit in _units(x)], dim=-1).unflatten(-1, (-1, GROUP))
+    y = torch.cat([rotate(unit) for unit in _units(x)], dim=-1)
+    y = y.view(*y.shape[:-1], -1, GROUP)
     largest = y.abs().amax(-1, keepdim=True)  # float16 [..., d / 32, 1]; NaN where one is
     largest = torch.where(largest.isfinite(), largest, torch.nan)
     ratio = y / largest

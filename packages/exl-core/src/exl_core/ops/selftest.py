@@ -14,6 +14,7 @@ from torch import Tensor
 
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 from exl_core.ops.reference import ReferenceTable
+from exl_core.ops.reference_cache import encode_rows, row_size
 from exl_core.ops.table import OpTable, PackedLinear
 
 EPS = 2.0**-23
@@ -139,11 +140,21 @@ def _gated_activation(table: OpTable, generator: torch.Generator) -> list[Tensor
     return [table.gated_activation(gate_up, kind) for kind in ("silu", "gelu_tanh")]
 
 
+PACKED_TYPES = (torch.int8, torch.uint8)  # of keys, of values
+
+
 def _write_kv(table: OpTable, generator: torch.Generator) -> list[Tensor]:
-    keys, values = (torch.zeros(3, 2, 8, 20, dtype=torch.float16) for _ in range(2))
-    key, value = _normal(generator, 4, 2, 20), _normal(generator, 4, 2, 20)
-    table.write_kv(key, value, keys, values, torch.tensor([23, 0, 9, 10]))
-    return [keys, values]
+    outputs = []
+    for d, types in (
+        (20, (torch.float16, torch.float16)),
+        (20, (torch.float8_e5m2, torch.float8_e5m2)),
+        (96, PACKED_TYPES),
+    ):
+        keys, values = (torch.zeros(3, 2, 8, row_size(kind, d), dtype=kind) for kind in types)
+        key, value = _normal(generator, 4, 2, d), _normal(generator, 4, 2, d)
+        table.write_kv(key, value, keys, values, torch.tensor([23, 0, 9, 10]))
+        outputs += [keys, values]
+    return outputs
 
 
 def _paged_attention(table: OpTable, generator: torch.Generator) -> list[Tensor]:
@@ -151,10 +162,14 @@ def _paged_attention(table: OpTable, generator: torch.Generator) -> list[Tensor]
     row_starts = torch.tensor([0, 1, 1, 34], dtype=torch.int32)  # a decode, nothing, a prefill
     past_lens = torch.tensor([300, 0, 9], dtype=torch.int32)
     page_table = torch.tensor([[*range(20, 1, -1)], [0] * 19, [21, 1, 0] + [0] * 16])
-    for cache_type in (torch.float16, torch.float32):
-        keys, values = (_normal(generator, 22, 2, 16, 24).to(cache_type) for _ in range(2))
+    for d, types in (
+        (24, (torch.float16, torch.float16)),
+        (24, (torch.float32, torch.float32)),
+        (96, PACKED_TYPES),
+    ):
+        keys, values = (encode_rows(_normal(generator, 22, 2, 16, d), kind) for kind in types)
         for window, softcap in ((0, 0.0), (13, 20.0)):
-            q = _normal(generator, 34, 6, 24)
+            q = _normal(generator, 34, 6, d)
             outputs.append(
                 table.paged_attention(
                     q,
@@ -163,7 +178,7 @@ def _paged_attention(table: OpTable, generator: torch.Generator) -> list[Tensor]
                     page_table.int(),
                     row_starts,
                     past_lens,
-                    scale=24**-0.5,
+                    scale=d**-0.5,
                     window=window,
                     softcap=softcap,
                 )
