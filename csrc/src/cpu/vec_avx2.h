@@ -33,13 +33,7 @@ static inline void store(Half* p, Vec v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
 static inline void store(Fp8* p, Vec v) {
-    const __m128i half = _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
-    const __m128i most = _mm_set1_epi16(0x7fff);
-    const __m128i odd = _mm_and_si128(_mm_srli_epi16(half, 8), _mm_set1_epi16(1));
-    const __m128i up = _mm_add_epi16(odd, _mm_set1_epi16(0x7f));
-    // NaN may grow beyond itself.
-    const __m128i size = _mm_min_epu16(_mm_add_epi16(_mm_and_si128(half, most), up), most);
-    const __m128i upper = _mm_srli_epi16(_mm_or_si128(size, _mm_andnot_si128(most, half)), 8);
+    const __m128i upper = _mm_srli_epi16(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), 8);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(upper, upper));
 }
 // Partial forms, 0 < count < kLanes; missing lanes read as zero and are not written.

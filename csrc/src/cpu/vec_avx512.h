@@ -38,15 +38,8 @@ static inline void store(Half* p, Vec v) {
                         _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
 static inline __m128i to_fp8(Vec v) {
-    const __m256i half = _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
-    const __m256i most = _mm256_set1_epi16(0x7fff);
-    const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(half, 8), _mm256_set1_epi16(1));
-    const __m256i up = _mm256_add_epi16(odd, _mm256_set1_epi16(0x7f));
-    // NaN may grow beyond itself.
-    const __m256i size =
-        _mm256_min_epu16(_mm256_add_epi16(_mm256_and_si256(half, most), up), most);
-    const __m256i sign = _mm256_andnot_si256(most, half);
-    return _mm256_cvtepi16_epi8(_mm256_srli_epi16(_mm256_or_si256(size, sign), 8));
+    return _mm256_cvtepi16_epi8(
+        _mm256_srli_epi16(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), 8));
 }
 static inline void store(Fp8* p, Vec v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_fp8(v));

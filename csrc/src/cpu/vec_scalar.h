@@ -51,11 +51,7 @@ static inline Vec load(const BFloat* p) { return from_bits(uint32_t(p->bits) << 
 static inline Vec load(const Fp8* p) { return half_to_float(uint16_t(p->bits << 8)); }
 static inline void store(float* p, Vec v) { *p = v; }
 static inline void store(Half* p, Vec v) { p->bits = float_to_half(v); }
-static inline void store(Fp8* p, Vec v) {
-    const uint16_t half = float_to_half(v);
-    const int size = (half & 0x7fff) + 0x7f + (half >> 8 & 1);
-    p->bits = uint8_t((size > 0x7fff ? 0x7fff : size) >> 8 | (half >> 8 & 0x80));  // NaN may grow
-}
+static inline void store(Fp8* p, Vec v) { p->bits = uint8_t(float_to_half(v) >> 8); }
 // Partial forms, 0 < count < kLanes: never called with one lane.
 template <class T>
 static inline Vec load_n(const T* p, int) {

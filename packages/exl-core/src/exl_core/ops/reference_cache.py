@@ -96,16 +96,15 @@ def rotate(x: Tensor) -> Tensor:
 
 def _units(x: Tensor) -> list[Tensor]:
     whole = x.shape[-1] // UNIT * UNIT
-    return [
-        part for part in (*torch.split(x[..., :whole], UNIT, -1), x[..., whole:]) if part.shape[-1]
-    ]
+    units = [x[..., start : start + UNIT] for start in range(0, whole, UNIT)]
+    return units if whole == x.shape[-1] else [*units, x[..., whole:]]
 
 
 def _encode_codes(x: Tensor, bits: int) -> Tensor:
     """float16 [..., d] -> bytes [..., row]."""
     half_range = 2 ** (bits - 1)
     y = torch.cat([rotate(unit) for unit in _units(x)], dim=-1)
-    y = y.reshape(*x.shape[:-1], -1, GROUP)
+    y = y.view(*y.shape[:-1], -1, GROUP)
     largest = y.abs().amax(-1, keepdim=True)  # float16 [..., d / 32, 1]; NaN where one is
     largest = torch.where(largest.isfinite(), largest, torch.nan)
     ratio = y / largest

@@ -140,15 +140,15 @@ def _gated_activation(table: OpTable, generator: torch.Generator) -> list[Tensor
     return [table.gated_activation(gate_up, kind) for kind in ("silu", "gelu_tanh")]
 
 
-PACKED_TYPES = torch.int8, torch.uint8  # of keys, of values
+PACKED_TYPES = (torch.int8, torch.uint8)  # of keys, of values
 
 
 def _write_kv(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     outputs = []
-    for d, *types in (
-        (20, torch.float16, torch.float16),
-        (20, torch.float8_e5m2, torch.float8_e5m2),
-        (96, *PACKED_TYPES),
+    for d, types in (
+        (20, (torch.float16, torch.float16)),
+        (20, (torch.float8_e5m2, torch.float8_e5m2)),
+        (96, PACKED_TYPES),
     ):
         keys, values = (torch.zeros(3, 2, 8, row_size(kind, d), dtype=kind) for kind in types)
         key, value = _normal(generator, 4, 2, d), _normal(generator, 4, 2, d)
@@ -162,10 +162,10 @@ def _paged_attention(table: OpTable, generator: torch.Generator) -> list[Tensor]
     row_starts = torch.tensor([0, 1, 1, 34], dtype=torch.int32)  # a decode, nothing, a prefill
     past_lens = torch.tensor([300, 0, 9], dtype=torch.int32)
     page_table = torch.tensor([[*range(20, 1, -1)], [0] * 19, [21, 1, 0] + [0] * 16])
-    for d, *types in (
-        (24, torch.float16, torch.float16),
-        (24, torch.float32, torch.float32),
-        (96, *PACKED_TYPES),
+    for d, types in (
+        (24, (torch.float16, torch.float16)),
+        (24, (torch.float32, torch.float32)),
+        (96, PACKED_TYPES),
     ):
         keys, values = (encode_rows(_normal(generator, 22, 2, 16, d), kind) for kind in types)
         for window, softcap in ((0, 0.0), (13, 20.0)):
@@ -205,19 +205,6 @@ def _attend(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     return [qkv[:, :80], keys, values]
 
 
-def _sample(table: OpTable, generator: torch.Generator) -> list[Tensor]:
-    logits = _normal(generator, 3000) * 3
-    mask = torch.full((94,), 0x5F3759DF, dtype=torch.int32)
-    changed = torch.tensor([5, 2999]), torch.tensor([9.0, 8.0])
-    outputs = []
-    for top_k, top_p, uniform in ((0, 1.0, 0.3), (0, 0.6, 0.9), (0, 0.99, 0.5), (40, 0.9, 0.7)):
-        drawn = table.sample(
-            logits, mask, *changed, temperature=0.8, top_k=top_k, top_p=top_p, uniform=uniform
-        )
-        outputs += [torch.tensor([drawn.token_id]), torch.tensor([drawn.probability])]
-    return outputs
-
-
 # A sum of k products of normal values is off by at most k roundings of values of its size, and in
 # practice by about sqrt(k); a fourth of the former is far from both noise and any real defect.
 CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]]] = {
@@ -233,5 +220,4 @@ CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]
     "write_kv": (0.0, _write_kv),
     "paged_attention": (32 * EPS, _paged_attention),
     "attend_": (32 * EPS, _attend),
-    "sample": (32 * EPS, _sample),
 }
