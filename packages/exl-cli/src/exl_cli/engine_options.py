@@ -17,7 +17,7 @@ import typer
 
 from exl_cli import prompts
 from exl_cli.interrupt import exits_at_once
-from exl_core.cache.format import KVFormat
+from exl_core.cache.format import KVFormat, parse_cache_type
 from exl_core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -122,6 +122,20 @@ class EngineChoices:
                 "--draft-tokens without anything that guesses",
                 next_step="Add --ngram, or --draft-model MODEL.",
             )
+
+
+def choices_of(
+    cache_type: str,
+    lora: Sequence[str] | None,
+    draft_model: str | None,
+    draft_tokens: int | None,
+    *,
+    ngram: bool,
+) -> EngineChoices:
+    """What the options say, taken apart."""
+    return EngineChoices(
+        parse_cache_type(cache_type), draft_model, draft_tokens, ngram, parse_loras(lora)
+    )
 
 
 def parse_loras(given: Sequence[str] | None) -> tuple[tuple[Path, float], ...]:

@@ -87,7 +87,7 @@ CacheType = Annotated[
     typer.Option(
         "--cache-type",
         metavar="TYPE",
-        help="Precision of the key-value cache: fp16, fp8, q8, q6 or q4, from largest to smallest.",
+        help="Precision of the key-value cache: fp16, q8, fp8, q6 or q4, from largest to smallest.",
         rich_help_panel=_RUNNING,
     ),
 ]
