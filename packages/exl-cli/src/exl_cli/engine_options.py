@@ -179,6 +179,7 @@ def constraints_of(
     if schema_text is not None:
         constraints.append(JsonSchema(schema_text))
     if regex is not None:
+        prompts.check_encodable(regex, "the regular expression")
         constraints.append(Regex(regex))
     if grammar_text is not None:
         constraints.append(Grammar(grammar_text))
