@@ -109,7 +109,9 @@ def test_bad_constraints_are_one_line(
     assert not [word for word in words if word not in line], line
 
 
-@pytest.mark.parametrize("pattern", ["(", "[z-a]", "a{3,1}", "(?=a)b", "[0-9&&[a-z]]"])
+@pytest.mark.parametrize(
+    "pattern", ["(", "[z-a]", "a{3,1}", "(?=a)b", "[0-9&&[a-z]]", "a\udcff"], ids=ascii
+)
 def test_bad_patterns_are_one_line(generate, pattern: str) -> None:
     assert "regular expression" in generate("--regex", pattern).error_line(2)
 

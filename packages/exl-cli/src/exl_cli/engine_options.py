@@ -17,7 +17,7 @@ import typer
 
 from exl_cli import prompts
 from exl_cli.interrupt import exits_at_once
-from exl_core.cache.format import KVFormat
+from exl_core.cache.format import KVFormat, parse_cache_type
 from exl_core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -124,6 +124,20 @@ class EngineChoices:
             )
 
 
+def choices_of(
+    cache_type: str,
+    lora: Sequence[str] | None,
+    draft_model: str | None,
+    draft_tokens: int | None,
+    *,
+    ngram: bool,
+) -> EngineChoices:
+    """What the options say, taken apart."""
+    return EngineChoices(
+        parse_cache_type(cache_type), draft_model, draft_tokens, ngram, parse_loras(lora)
+    )
+
+
 def parse_loras(given: Sequence[str] | None) -> tuple[tuple[Path, float], ...]:
     """DIR or DIR=SCALE each. A directory whose name holds '=' is given with its scale."""
     parsed = []
@@ -165,6 +179,7 @@ def constraints_of(
     if schema_text is not None:
         constraints.append(JsonSchema(schema_text))
     if regex is not None:
+        prompts.check_encodable(regex, "the regular expression")
         constraints.append(Regex(regex))
     if grammar_text is not None:
         constraints.append(Grammar(grammar_text))

@@ -79,17 +79,7 @@ CacheType = Annotated[
     typer.Option(
         "--cache-type",
         metavar="TYPE",
-        help="Precision of cached keys and values: fp16; fp8: half the memory; q8: a little more "
-        "than half, and closer to fp16; q6: 8-bit keys, 4-bit values; q4: little more than a "
-        "quarter.",
-        rich_help_panel=_RUNNING,
-    ),
-]
-Exact = Annotated[
-    bool,
-    typer.Option(
-        "--exact",
-        help="Dequantize the weights to float16 and compute in float32: slower, for comparison.",
+        help="Precision of the key-value cache: fp16, q8, fp8, q6 or q4, from largest to smallest.",
         rich_help_panel=_RUNNING,
     ),
 ]

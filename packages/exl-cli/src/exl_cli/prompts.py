@@ -38,7 +38,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
             expected="text",
             next_step="Give some with -p TEXT or -f FILE, or pipe it in.",
         )
-    _check_encodable(text)
+    check_encodable(text, "the prompt")
     return text
 
 
@@ -114,13 +114,13 @@ def decode(data: bytes, where: str) -> str:
         ) from error
 
 
-def _check_encodable(text: str) -> None:
+def check_encodable(text: str, what: str) -> None:
     """Bytes on the command line that are not UTF-8 arrive as lone surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise RequestError(
-            "the prompt is not valid text",
+            f"{what} is not valid text",
             expected="UTF-8",
             got=f"a stray byte at character {error.start}",
         ) from error

@@ -8,7 +8,6 @@ import typer
 
 from exl_cli import engine_options, options, output, prompts
 from exl_cli.interrupt import Interrupt, exits_at_once
-from exl_core.cache.format import parse_cache_type
 
 if TYPE_CHECKING:
     from exl_cli.load import Runtime
@@ -79,21 +78,10 @@ def generate(
     """
     spec = options.pick_model(model, model_option)
     sampler = options.sampler_params(
-        temp=temp,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repeat_penalty=repeat_penalty,
-        seed=seed,
+        temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty, seed=seed
     )
     limit = options.token_limit(max_tokens)
-    choices = engine_options.EngineChoices(
-        parse_cache_type(cache_type),
-        draft_model,
-        draft_tokens,
-        ngram,
-        engine_options.parse_loras(lora),
-    )
+    choices = engine_options.choices_of(cache_type, lora, draft_model, draft_tokens, ngram=ngram)
     constraints = engine_options.constraints_of(json_schema, regex, grammar)
     prompts.check_chat_options(chat, system, parse_special)
     text = prompts.read_prompt(prompt, file)
