@@ -110,6 +110,7 @@ class ScriptedModel:
 
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
         self.rows_of_pass.append(len(batch.token_ids))
+        assert int(batch.token_ids.max()) < self.config.vocab_size
         keys, values = store.key(0), store.value(0)  # [pages, 1, page_size, 1]
         pages, offsets = batch.slots // store.page_size, batch.slots % store.page_size
         if self.failure is not None:

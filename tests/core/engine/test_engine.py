@@ -11,7 +11,15 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import Engine, EngineOptions
-from exl_core.engine.events import FailEvent, FinishEvent, FinishReason, TextEvent
+from exl_core.engine.events import (
+    Event,
+    FailEvent,
+    FinishEvent,
+    FinishReason,
+    PrefillEvent,
+    StartEvent,
+    TextEvent,
+)
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError
 from support.driving import ask, engine_for, news, run_all, run_one
@@ -204,6 +212,28 @@ def test_cancel_in_the_middle_of_a_prompt_and_of_a_reply() -> None:
     assert engine.cancel("nobody") is False
 
 
+def test_progress_rises_and_what_is_computed_again_is_not_told() -> None:
+    engine = engine_for(always(certain(97)), cache_tokens=5 * 256, prefill_chunk=60)
+    requests = [ask([65 + i] * 250, max_tokens=30) for i in range(2)]
+    requests.append(ask([67] * 500, max_tokens=2))  # gives way as the others grow into new pages
+    for request in requests:
+        engine.submit(request)
+    events: list[Event] = []
+    while not engine.is_idle:
+        events += engine.step()
+    assert engine.scheduler.num_requeued == 1, "or this tested nothing"
+    rows = engine.model.rows_of_pass  # type: ignore[attr-defined]
+    assert sum(rows) > 2 * 279 + 501, "or nothing was computed again"
+    starts = [event.request_id for event in events if isinstance(event, StartEvent)]
+    assert starts == [request.request_id for request in requests]
+    last = requests[-1].request_id
+    told = [e for e in events if isinstance(e, PrefillEvent) and e.request_id == last]
+    done = [event.done for event in told]
+    assert done == sorted(set(done))
+    assert 256 < done[-1] < 500
+    assert {event.total for event in told} == {500}
+
+
 def test_cancel_of_one_that_waits() -> None:
     engine = engine_for(reply_with("hello"), max_batch=1)
     first, second = ask(), ask()
@@ -238,6 +268,31 @@ def test_a_pass_that_fails_leaves_the_engine_usable(error: BaseException) -> Non
         _, end = run_one(engine, ask(prompt, max_tokens=5, stop_ids=frozenset()))
         _, fresh = run_one(engine_for(HashRule()), ask(prompt, max_tokens=5, stop_ids=frozenset()))
         assert end.token_ids == fresh.token_ids
+
+
+def test_a_request_that_is_lost_between_two_queues_gets_an_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ctrl-C may come anywhere, also where a request waits no more and does not run yet."""
+    engine = engine_for(reply_with("hello"))
+    lost, waiting = ask(), ask()
+    engine.submit(lost)
+    engine.submit(waiting)
+
+    def interrupted() -> None:
+        engine.scheduler.waiting.popleft()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine.scheduler, "prepare", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    monkeypatch.undo()
+    assert engine.live_requests == {waiting.request_id}
+    ends = [e for e in run_all(engine) if isinstance(e, FailEvent | FinishEvent)]
+    assert [(type(e), e.request_id) for e in ends] == [
+        (FailEvent, lost.request_id),
+        (FinishEvent, waiting.request_id),
+    ]
 
 
 def test_logits_that_are_no_numbers_end_their_request_and_no_other() -> None:

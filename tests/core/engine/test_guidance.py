@@ -173,6 +173,13 @@ def test_without_a_limit_both_fill_the_cache(pages: int) -> None:
     assert len(end.token_ids) == longest
 
 
+def test_the_longer_prompt_ends_the_reply_with_the_context() -> None:
+    for lengths in ((10, 280), (280, 10)):
+        request = guided([1] * lengths[0], [2] * lengths[1], max_tokens=None)
+        _, end = run_one(engine_for(RULE, max_seq_len=300, cache_tokens=1024), request)
+        assert end.token_ids == by_hand(request, 20)
+
+
 def test_refusals() -> None:
     with pytest.raises(RequestError, match="max_batch 2 or more"):
         engine_for(RULE, max_batch=1).submit(guided([1], [2]))

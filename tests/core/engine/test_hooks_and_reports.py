@@ -10,6 +10,7 @@ import torch
 
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import (
+    FailEvent,
     FinishEvent,
     FinishReason,
     RewindEvent,
@@ -23,7 +24,7 @@ from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import Sampler
 from support.driving import ask, engine_for, run_all, run_one, run_to_failure
 from support.guessing import ScriptedDrafter, right
-from support.scripted import EOS_ID, VOCAB_SIZE, HashRule, reply_with
+from support.scripted import EOS_ID, VOCAB_SIZE, HashRule, always, reply_with
 
 RULE = HashRule(2, spread=1.5)
 EVERYTHING = Report(probabilities=True, top_tokens=3, logits=True)
@@ -164,6 +165,25 @@ def test_a_hook_that_fails_ends_its_request_alone(hook: Any, message: str) -> No
     assert run_one(engine, ask())[1].text == "hello"
 
 
+def test_ctrl_c_in_a_hook_leaves_each_request_one_end() -> None:
+    """One has failed in the same pass already, and one was done."""
+
+    def interrupt(_: SampledToken) -> None:
+        raise KeyboardInterrupt
+
+    engine = engine_for(reply_with("hello"))
+    bad, done, broken = ask(hooks=(lambda _: -1,)), ask(max_tokens=1), ask(hooks=(interrupt,))
+    for request in (bad, done, broken):
+        engine.submit(request)
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    ends = [e for e in run_all(engine) if isinstance(e, FailEvent | FinishEvent)]
+    assert [e.request_id for e in ends] == [r.request_id for r in (bad, done, broken)]
+    errors = [e.error for e in ends if isinstance(e, FailEvent)]
+    assert [type(error) for error in errors] == [RequestError, KeyboardInterrupt, KeyboardInterrupt]
+    assert run_one(engine, ask())[1].text == "hello"
+
+
 def test_a_hook_that_insists_on_what_is_banned_does_not_run_for_ever() -> None:
     engine = engine_for(reply_with("hello"))
     request = ask(hooks=(lambda _: 120,), banned_strings=("xx",))
@@ -204,3 +224,30 @@ def test_the_state_of_a_sampler_is_its_requests_own() -> None:
         ends = {e.request_id: e for e in run_all(engine) if isinstance(e, FinishEvent)}
         assert after == alone
         assert [ends[request.request_id].token_ids for request in requests] == alone
+
+
+def test_a_sampler_goes_back_with_its_reply() -> None:
+    """Mirostat's cut is what it was before the tokens that are taken back."""
+    logits = torch.full((VOCAB_SIZE,), -30.0)
+    logits[97:105] = torch.linspace(1, 0, 8)
+    params = SamplerParams(mirostat_tau=2.5, mirostat_eta=0.9, seed=5)
+    request = ask(sampler=params, banned_strings=("bc", "ad"), max_tokens=60, stop_ids=frozenset())
+    engine = engine_for(always(logits))
+    engine.submit(request)
+    *events, end = run_all(engine)
+    assert isinstance(end, FinishEvent)
+    assert sum(isinstance(event, RewindEvent) for event in events) > 3, "or this tested nothing"
+    sampler = Sampler(params, get_table("reference", threads=1))
+    history, tried = list(b"Q:"), {}
+    while len(history) < 62:
+        banned = tried.get(len(history), set())
+        sample = sampler.sample(logits, history, banned=banned)
+        sampler.accept(sample)
+        history.append(sample.token_id)
+        if bytes(history[-2:]) in (b"bc", b"ad"):
+            place = len(history) - 2
+            tried = {at: ids for at, ids in tried.items() if at <= place}
+            tried.setdefault(place, set()).add(history[place])
+            del history[place:]
+            sampler.rewind(place)
+    assert end.token_ids == tuple(history[2:])

@@ -57,27 +57,24 @@ class BannedStrings(Generic[State]):
         joined = fold(self.held)
         found = [at for at in map(joined.find, self._strings) if at >= 0]
         if not found:
-            return self._release(self._num_safe())
+            # All or nothing: what was held before was not safe by itself, and is not now.
+            return "" if self._is_beginning(joined) else self.flush()
         first = self._token_at(min(found))
         back = self._held[first]
         taken = "".join(held.text for held in self._held[first:])
-        del self._held[first:]  # what is left of it was not safe before, and is not now
+        del self._held[first:]
         return Rewind(back.place, back.state, taken)
 
     def flush(self) -> str:
         """Nothing follows: what was held is safe."""
-        return self._release(len(self._held))
+        text = self.held
+        self._held.clear()
+        return text
 
-    def _num_safe(self) -> int:
-        """How many tokens can be shown: the most that no banned string begins at the end of."""
-        joined = fold(self.held)
-        end = len(joined)
-        for count in range(len(self._held), 0, -1):
-            tails = [joined[at:end] for at in range(max(0, end - self._longest + 1), end)]
-            if not any(string.startswith(tail) for tail in tails for string in self._strings):
-                return count
-            end -= len(self._held[count - 1].text)
-        return 0
+    def _is_beginning(self, joined: str) -> bool:
+        """A banned string may have begun at the end of it."""
+        tails = [joined[at:] for at in range(max(0, len(joined) - self._longest + 1), len(joined))]
+        return any(string.startswith(tail) for tail in tails for string in self._strings)
 
     def _token_at(self, at: int) -> int:
         """Which held token has the character."""
@@ -87,11 +84,6 @@ class BannedStrings(Generic[State]):
             if at < end:
                 return number
         raise AssertionError("the character is in the held text")
-
-    def _release(self, count: int) -> str:
-        text = "".join(held.text for held in self._held[:count])
-        del self._held[:count]
-        return text
 
 
 def fold(text: str) -> str:

@@ -218,11 +218,7 @@ class Engine:
     def _propose(self) -> dict[str, Draft]:
         if self._drafting is None:
             return {}
-        wanting = [
-            sequence
-            for sequence in self.scheduler.drafting()
-            if sequence.request.allow_drafts and not self._outputs[sequence.request_id].is_healing
-        ]
+        wanting = [s for s in self.scheduler.drafting() if s.request.allow_drafts]
         return self._drafting.propose(wanting, self.scheduler.reserve)
 
     def _run(self, plan: BatchPlan, drafts: dict[str, Draft]) -> None:

@@ -31,7 +31,7 @@ class Healing:
 def healing_of(prompt_ids: Sequence[int], vocabulary: Vocabulary) -> Healing | None:
     """None where there is nothing to heal: a single token, or one at the end that is no text."""
     tokenizer, last = vocabulary.tokenizer, prompt_ids[-1]
-    if len(prompt_ids) < 2 or last >= tokenizer.vocab_size or tokenizer.is_special(last):
+    if len(prompt_ids) < 2 or last >= tokenizer.vocab_size:
         return None
-    piece = tokenizer.token_bytes(last)
+    piece = tokenizer.token_bytes(last)  # of a special token, nothing
     return Healing(piece, vocabulary.starting_with(piece), tokenizer) if piece else None

@@ -96,11 +96,6 @@ class Output:
         """-1 before the last token of the prompt is healed."""
         return len(self.sequence.token_ids) - len(self._request.prompt_ids)
 
-    @property
-    def is_healing(self) -> bool:
-        """The next token grows the prompt's last one."""
-        return self._healing is not None
-
     def start(self, now: float) -> list[Event]:
         """A pass begins that it is part of; later calls change nothing."""
         if self._started_at is not None:
