@@ -83,6 +83,14 @@ CacheType = Annotated[
         rich_help_panel=_RUNNING,
     ),
 ]
+Exact = Annotated[
+    bool,
+    typer.Option(
+        "--exact",
+        help="Dequantize the weights to float16 and compute in float32: slower, for comparison.",
+        rich_help_panel=_RUNNING,
+    ),
+]
 Temperature = Annotated[
     float,
     typer.Option(
