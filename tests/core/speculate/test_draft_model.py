@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from exl_core.cache.format import KVFormat
-from exl_core.cache.page_pool import PagePool, page_keys
+from exl_core.cache.page_pool import NO_KEY, PageContents, PagePool, page_keys
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.draft_model import ModelDrafter
@@ -344,8 +344,12 @@ class Life:
             self.pool.release(found)
             return False
         pages += [*found, *rest]
+        previous = NO_KEY
         for index, key in enumerate(keys):
-            pages[index] = self.pool.register(pages[index], key)
+            filled = tuple(tokens[index * PAGE : (index + 1) * PAGE])
+            contents = PageContents(previous, filled, key)
+            pages[index] = self.pool.register(pages[index], contents)
+            previous = key
         return True
 
 
