@@ -6,11 +6,11 @@
 
 namespace exl {
 
-enum class DType : int { f32 = 0, f16, bf16, i32, i64, u8, i8, f8e5m2 };
+enum class DType : int { f32 = 0, f16, bf16, i32, i64, u8, i8, f8e4m3 };
 
 inline const char* dtype_name(DType dtype) {
     constexpr const char* names[] = {"float32", "float16", "bfloat16", "int32",
-                                     "int64",   "uint8",   "int8",     "float8_e5m2"};
+                                     "int64",   "uint8",   "int8",     "float8_e4m3fn"};
     return names[static_cast<int>(dtype)];
 }
 

@@ -36,14 +36,14 @@ DType learn_dtype(Operand operand, py::handle object) {
     const std::string text = py::str(object);
     const std::string name = text.substr(text.find_last_of('.') + 1);
     for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::i32, DType::i64, DType::u8,
-                              DType::i8, DType::f8e5m2}) {
+                              DType::i8, DType::f8e4m3}) {
         if (name != dtype_name(dtype)) continue;
         if (known_dtype_count < known_dtypes.size()) {
             known_dtypes[known_dtype_count++] = {object.inc_ref().ptr(), dtype};
         }
         return dtype;
     }
-    fail(operand, "float32, float16, bfloat16, int32, int64, uint8, int8 or float8_e5m2", name);
+    fail(operand, "float32, float16, bfloat16, int32, int64, uint8, int8 or float8_e4m3fn", name);
 }
 
 py::object attribute(Operand operand, py::handle tensor, PyObject* name) {
@@ -126,7 +126,7 @@ Caches view_caches(const char* op, py::handle keys, py::handle values, int64_t p
     const Operand key_operand{op, "key_cache"};
     const Operand value_operand{op, "value_cache"};
     const TensorView k = view_of(
-        key_operand, keys, {DType::f32, DType::f16, DType::f8e5m2, DType::i8, DType::u8},
+        key_operand, keys, {DType::f32, DType::f16, DType::f8e4m3, DType::i8, DType::u8},
         {pages, heads, page_size, kAnySize}, 0);
     if (d == kAnySize) {
         d = kv_head_dim(k.dtype, k.shape[3]);

@@ -205,7 +205,7 @@ void paged_attention(ThreadPool& pool, const AttentionArgs& args) {
         attend<Packed>(pool, args);
     } else if (args.key_dtype == DType::f16) {
         attend<Half>(pool, args);
-    } else if (args.key_dtype == DType::f8e5m2) {
+    } else if (args.key_dtype == DType::f8e4m3) {
         attend<Fp8>(pool, args);
     } else {
         attend<float>(pool, args);

@@ -18,7 +18,8 @@ struct Half {
 struct BFloat {
     uint16_t bits;
 };
-// The upper byte of a Half; storing rounds to Half and cuts off the lower one.
+// E4M3 (exl/formats/kv.h). Its bits are those of a float16 of 1/256 of the value, from the sign on,
+// without the upper bit of the exponent and the lower seven of the mantissa.
 struct Fp8 {
     uint8_t bits;
 };

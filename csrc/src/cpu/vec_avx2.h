@@ -26,15 +26,41 @@ static inline Vec load(const BFloat* p) {
 }
 static inline Vec load(const Fp8* p) {
     const __m128i raw = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-    return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(raw), 8));
+    const __m128i wide = _mm_cvtepu8_epi16(raw);
+    const __m128i low = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
+    const __m128i half =
+        _mm_or_si128(_mm_slli_epi16(_mm_xor_si128(wide, low), 8), _mm_slli_epi16(low, 7));
+    const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(low, _mm_set1_epi16(0x7f)),
+                                      _mm_set1_epi16(0x7e00));
+    return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(half, nan)), _mm256_set1_ps(256.0f));
 }
 static inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
 static inline void store(Half* p, Vec v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
+// The nearest E4M3, even in ties, at most 448; NaN for what is not finite.
 static inline void store(Fp8* p, Vec v) {
-    const __m128i upper = _mm_srli_epi16(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), 8);
-    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(upper, upper));
+    const Vec near = _mm256_max_ps(_mm256_min_ps(v, _mm256_set1_ps(448.0f)), _mm256_set1_ps(-448.0f));
+    const __m256i bits = _mm256_castps_si256(near);
+    const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 20), _mm256_set1_epi32(1));
+    const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7ffff)), odd);
+    const __m256i normal = _mm256_and_si256(up, _mm256_set1_epi32(static_cast<int>(0xfff00000)));
+    const Vec shift = _mm256_set1_ps(24576.0f);  // to multiples of 2^-9
+    const Vec small = _mm256_sub_ps(_mm256_add_ps(near, shift), shift);
+    const Vec magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), near);
+    const Vec is_small = _mm256_cmp_ps(magnitude, _mm256_set1_ps(0.015625f), _CMP_LT_OQ);
+    const Vec rounded = _mm256_add_ps(
+        _mm256_blendv_ps(_mm256_castsi256_ps(normal), small, is_small), _mm256_sub_ps(v, v));
+    const Vec scaled = _mm256_mul_ps(rounded, _mm256_set1_ps(1.0f / 256));
+    const Vec sign_bit = _mm256_set1_ps(-0.0f);
+    const Vec signed_again =
+        _mm256_or_ps(_mm256_andnot_ps(sign_bit, scaled), _mm256_and_ps(v, sign_bit));
+    const __m128i half = _mm256_cvtps_ph(signed_again, _MM_FROUND_TO_NEAREST_INT);
+    const __m128i sign = _mm_and_si128(_mm_srli_epi16(half, 8), _mm_set1_epi16(0x80));
+    const __m128i size = _mm_and_si128(half, _mm_set1_epi16(0x7fff));
+    const __m128i low = _mm_min_epi16(_mm_srli_epi16(size, 7), _mm_set1_epi16(0x7f));
+    const __m128i codes = _mm_or_si128(sign, low);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(codes, codes));
 }
 // Partial forms, 0 < count < kLanes; missing lanes read as zero and are not written.
 template <class T>

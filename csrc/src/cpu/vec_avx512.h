@@ -27,7 +27,14 @@ static inline Vec load(const BFloat* p) {
     return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 static inline Vec from_fp8(__m128i raw) {
-    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(raw), 8));
+    const __m256i wide = _mm256_cvtepu8_epi16(raw);
+    const __m256i low = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
+    const __m256i half = _mm256_or_si256(
+        _mm256_slli_epi16(_mm256_xor_si256(wide, low), 8), _mm256_slli_epi16(low, 7));
+    const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(low, _mm256_set1_epi16(0x7f));
+    return _mm512_mul_ps(
+        _mm512_cvtph_ps(_mm256_mask_mov_epi16(half, is_nan, _mm256_set1_epi16(0x7e00))),
+        _mm512_set1_ps(256.0f));
 }
 static inline Vec load(const Fp8* p) {
     return from_fp8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -37,9 +44,27 @@ static inline void store(Half* p, Vec v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                         _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
+// The nearest E4M3, even in ties, at most 448; NaN for what is not finite.
 static inline __m128i to_fp8(Vec v) {
-    return _mm256_cvtepi16_epi8(
-        _mm256_srli_epi16(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT), 8));
+    const Vec near = _mm512_max_ps(_mm512_min_ps(v, _mm512_set1_ps(448.0f)), _mm512_set1_ps(-448.0f));
+    const __m512i bits = _mm512_castps_si512(near);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 20), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7ffff)), odd);
+    const __m512i normal = _mm512_and_si512(up, _mm512_set1_epi32(static_cast<int>(0xfff00000)));
+    const Vec shift = _mm512_set1_ps(24576.0f);  // to multiples of 2^-9
+    const Vec small = _mm512_sub_ps(_mm512_add_ps(near, shift), shift);
+    const Mask is_small =
+        _mm512_cmp_ps_mask(_mm512_abs_ps(near), _mm512_set1_ps(0.015625f), _CMP_LT_OQ);
+    const Vec rounded = _mm512_add_ps(
+        _mm512_mask_mov_ps(_mm512_castsi512_ps(normal), is_small, small), _mm512_sub_ps(v, v));
+    const Vec scaled = _mm512_mul_ps(rounded, _mm512_set1_ps(1.0f / 256));
+    const Vec signs = _mm512_and_ps(v, _mm512_set1_ps(-0.0f));
+    const __m256i half = _mm512_cvtps_ph(_mm512_or_ps(_mm512_abs_ps(scaled), signs),
+                                         _MM_FROUND_TO_NEAREST_INT);
+    const __m256i sign = _mm256_and_si256(_mm256_srli_epi16(half, 8), _mm256_set1_epi16(0x80));
+    const __m256i size = _mm256_and_si256(half, _mm256_set1_epi16(0x7fff));
+    const __m256i low = _mm256_min_epi16(_mm256_srli_epi16(size, 7), _mm256_set1_epi16(0x7f));
+    return _mm256_cvtepi16_epi8(_mm256_or_si256(sign, low));
 }
 static inline void store(Fp8* p, Vec v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), to_fp8(v));

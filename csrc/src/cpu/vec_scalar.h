@@ -44,14 +44,33 @@ static inline uint16_t float_to_half(float x) {
     return uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + odd) >> 13));
 }
 
+// The nearest value of E4M3, even in ties, at most 448; NaN for what is not finite.
+static inline float to_fp8_values(float x) {
+    const float near = x > 448.0f ? 448.0f : x < -448.0f ? -448.0f : x;
+    const uint32_t bits = bits_of(near);
+    const float normal = from_bits((bits + 0x7ffff + (bits >> 20 & 1)) & 0xfff00000);
+    const float small = near + 24576.0f - 24576.0f;  // to multiples of 2^-9
+    const float magnitude = near < 0.0f ? -near : near;
+    const float rounded = (magnitude < 0.015625f ? small : normal) + (x - x);
+    return from_bits((bits_of(rounded) & 0x7fffffff) | (bits_of(x) & 0x80000000));
+}
+
 static inline Vec set1(float x) { return x; }
 static inline Vec load(const float* p) { return *p; }
 static inline Vec load(const Half* p) { return half_to_float(p->bits); }
 static inline Vec load(const BFloat* p) { return from_bits(uint32_t(p->bits) << 16); }
-static inline Vec load(const Fp8* p) { return half_to_float(uint16_t(p->bits << 8)); }
+static inline Vec load(const Fp8* p) {
+    const uint32_t low = p->bits & 0x7f;
+    const uint32_t nan = low == 0x7f ? 0x7e00 : 0;
+    return half_to_float(uint16_t((p->bits & 0x80) << 8 | low << 7 | nan)) * 256.0f;
+}
 static inline void store(float* p, Vec v) { *p = v; }
 static inline void store(Half* p, Vec v) { p->bits = float_to_half(v); }
-static inline void store(Fp8* p, Vec v) { p->bits = uint8_t(float_to_half(v) >> 8); }
+static inline void store(Fp8* p, Vec v) {
+    const uint16_t h = float_to_half(to_fp8_values(v) * (1.0f / 256));
+    const bool is_number = (h & 0x7fff) <= 0x3f00;
+    p->bits = uint8_t((h >> 8 & 0x80) | (is_number ? h >> 7 & 0x7f : 0x7f));
+}
 // Partial forms, 0 < count < kLanes: never called with one lane.
 template <class T>
 static inline Vec load_n(const T* p, int) {

@@ -69,7 +69,7 @@ void write_kv(ThreadPool& pool, const WriteKvArgs& args) {
                    packed_writer(args.value_cache, args.value_dtype, args.d));
     } else if (args.key_dtype == DType::f16) {
         write_plain<Half>(pool, args);
-    } else if (args.key_dtype == DType::f8e5m2) {
+    } else if (args.key_dtype == DType::f8e4m3) {
         write_plain<Fp8>(pool, args);
     } else {
         write_plain<float>(pool, args);

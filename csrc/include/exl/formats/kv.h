@@ -1,7 +1,8 @@
 // Rows of the key-value cache: how one head's key or value at one position is stored.
 //
 //   f32, f16   d values
-//   f8e5m2     d values: the upper byte of the float16, the lower one cut off
+//   f8e4m3     d values: sign, 4 bits of exponent (bias 7), 3 of mantissa; the nearest, even in ties,
+//              at most 448; 0x7f and 0xff are NaN, which is also what is not finite becomes
 //   i8         d codes of 8 bits, then d / 32 float16 scales
 //   u8         d / 2 bytes of two 4-bit codes, the even element low, then d / 32 float16 scales
 //

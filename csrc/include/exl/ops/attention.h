@@ -25,7 +25,7 @@ struct AttentionArgs {
     int64_t d;
     const void* key_cache;  // [pages, kv_heads, page_size, row]
     const void* value_cache;
-    DType key_dtype;  // f32, f16 or f8e5m2, and both alike; or each i8 or u8
+    DType key_dtype;  // f32, f16 or f8e4m3, and both alike; or each i8 or u8
     DType value_dtype;
     int64_t page_size;
     const int32_t* page_table;  // [seqs, table_width]

@@ -58,7 +58,7 @@ struct WriteKvArgs {
     int64_t d;
     void* key_cache;  // [pages, heads, page_size, row]
     void* value_cache;
-    DType key_dtype;  // f32, f16 or f8e5m2, and both alike; or each i8 or u8
+    DType key_dtype;  // f32, f16 or f8e4m3, and both alike; or each i8 or u8
     DType value_dtype;
     int64_t page_size;
     const int64_t* slots;  // [rows]

@@ -52,7 +52,7 @@ class RowFormat(Enum):
 class KVFormat(Enum):
     """Precision of a cache; the names are those of `--cache-type`, but for fp32.
 
-    FP8 is E5M2, truncated; Q6 has keys of 8 bits and values of 4.
+    FP8 is E4M3, the nearest value, at most 448; Q6 has keys of 8 bits and values of 4.
     """
 
     FP32 = "fp32"

@@ -4,7 +4,7 @@ Knows shapes and precision, neither sequences nor which page holds what (`page_p
 reads as zero and takes up room only once it is written: a cache for a long context costs what is
 used of it. Asking for more than the machine has is an error before anything is taken.
 
-The type of a tensor says how its rows are stored: float32, float16 and float8_e5m2 hold the head's
+The type of a tensor says how its rows are stored: float32, float16 and float8_e4m3fn hold the head's
 values; int8 (codes of 8 bits) and uint8 (of 4 bits) hold bytes, the codes first, then the scales.
 """
 
@@ -24,7 +24,7 @@ from exl_core.errors import OutOfMemoryError, RequestError
 _DTYPES = {
     RowFormat.FP32: torch.float32,
     RowFormat.FP16: torch.float16,
-    RowFormat.FP8: torch.float8_e5m2,
+    RowFormat.FP8: torch.float8_e4m3fn,
     RowFormat.CODES8: torch.int8,
     RowFormat.CODES4: torch.uint8,
 }

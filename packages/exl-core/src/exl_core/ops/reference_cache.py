@@ -13,7 +13,7 @@ from torch import Tensor, dtype
 from exl_core.ops.checks import OpInputError, check, check_contiguous
 
 CODE_BITS = {torch.int8: 8, torch.uint8: 4}
-PLAIN_TYPES = (torch.float32, torch.float16, torch.float8_e5m2)
+PLAIN_TYPES = (torch.float32, torch.float16, torch.float8_e4m3fn)
 UNIT, GROUP = 64, 32
 
 
@@ -54,16 +54,16 @@ def check_caches(
 def store_rows(cache: Tensor, page: Tensor, offset: Tensor, x: Tensor) -> None:
     """x [rows, heads, d] to cache[page, :, offset]."""
     rows = encode_rows(x, cache.dtype)
-    if cache.dtype == torch.float8_e5m2:  # which torch can copy, but not scatter
+    if cache.dtype == torch.float8_e4m3fn:  # which torch can copy, but not scatter
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
     cache[page, :, offset] = rows
 
 
 def encode_rows(x: Tensor, cache_type: dtype) -> Tensor:
     """x [..., d] -> [..., row] as the cache stores it."""
-    if cache_type == torch.float8_e5m2:
-        upper = x.half().contiguous().view(torch.uint8)[..., 1::2]  # little-endian
-        return upper.contiguous().view(torch.float8_e5m2)
+    if cache_type == torch.float8_e4m3fn:
+        none = torch.full_like(x, torch.nan).copysign(x)
+        return torch.where(x.isfinite(), x.clamp(-448, 448), none).to(cache_type)
     if cache_type not in CODE_BITS:
         return x.to(cache_type)
     return _encode_codes(x.half(), CODE_BITS[cache_type]).view(cache_type)

@@ -147,7 +147,7 @@ def _write_kv(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     outputs = []
     for d, types in (
         (20, (torch.float16, torch.float16)),
-        (20, (torch.float8_e5m2, torch.float8_e5m2)),
+        (20, (torch.float8_e4m3fn, torch.float8_e4m3fn)),
         (96, PACKED_TYPES),
     ):
         keys, values = (torch.zeros(3, 2, 8, row_size(kind, d), dtype=kind) for kind in types)

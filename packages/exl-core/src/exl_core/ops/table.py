@@ -158,7 +158,7 @@ class OpTable(Protocol):
         """key, value [rows, kv_heads, d] strided rows -> caches [pages, kv_heads, page_size, row].
 
         slots int64 [rows] are page_id * page_size + offset. A cache's type says how it stores a
-        row: float32, float16 and float8_e5m2 (float16 cut off) its d values; int8 and uint8 codes
+        row: float32, float16 and float8_e4m3fn its d values; int8 and uint8 codes
         of 8 and 4 bits and their scales, as csrc/include/exl/formats/kv.h has them. Keys and
         values are stored alike, but that 8-bit keys may come with 4-bit values. Codes are the same
         to the bit in every table.
