@@ -25,13 +25,21 @@ from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.ngram import NgramDrafter
 
 TOKENS = 192
+Figures = dict[str, float]
 GREEDY = SamplerParams(temperature=0)
 REPETITIVE = (
     "Repeat this list three times.\n"
     "apples, pears, plums, cherries, grapes, figs, dates, lemons, limes, melons\n"
 ) + "apples, pears, plums, cherries, grapes, figs, dates, lemons, limes, melons\n" * 2
 UNPREDICTABLE = "Here is a list of unusual words, none of them twice:\n"
-LIST_SCHEMA = {"type": "array", "items": {"type": "string", "maxLength": 30}, "minItems": 1000}
+LISTS = {
+    "json_strings": {"type": "array", "items": {"type": "string"}, "minItems": 1000},
+    "json_short_strings": {
+        "type": "array",
+        "items": {"type": "string", "maxLength": 30},
+        "minItems": 1000,
+    },
+}
 
 
 def engine_of(loaded: LoadedModel, *, drafts: bool = False) -> Engine:
@@ -39,7 +47,9 @@ def engine_of(loaded: LoadedModel, *, drafts: bool = False) -> Engine:
     return Engine(loaded.model, loaded.tokenizer, EngineOptions(cache_tokens=8192), drafter=drafter)
 
 
-def measure(plain: Callable[[int], FinishEvent], other: Callable[[int], FinishEvent], rounds: int):
+def measure(
+    plain: Callable[[int], FinishEvent], other: Callable[[int], FinishEvent], rounds: int
+) -> Figures:
     """Seconds a token of both, alternating: the median ratio plain / other, and the rates."""
     ratios, rates = [], []
     for number in range(rounds + 1):
@@ -56,7 +66,7 @@ def measure(plain: Callable[[int], FinishEvent], other: Callable[[int], FinishEv
     }
 
 
-def drafting(loaded: LoadedModel, text: str, sampler: SamplerParams, rounds: int):
+def drafting(loaded: LoadedModel, text: str, sampler: SamplerParams, rounds: int) -> Figures:
     engines = engine_of(loaded), engine_of(loaded, drafts=True)
     ids = tuple(loaded.tokenizer.encode(text))
 
@@ -72,7 +82,7 @@ def drafting(loaded: LoadedModel, text: str, sampler: SamplerParams, rounds: int
     return measure(run(engines[0]), run(engines[1]), rounds)
 
 
-def constraint(loaded: LoadedModel, rounds: int):
+def constraint(loaded: LoadedModel, schema: dict[str, object], rounds: int) -> Figures:
     engine = engine_of(loaded)
     ids = tuple(loaded.tokenizer.encode("A list of English words, in JSON: "))
 
@@ -80,9 +90,7 @@ def constraint(loaded: LoadedModel, rounds: int):
         return generate(engine, Request(ids, max_tokens=TOKENS, sampler=GREEDY))
 
     def constrained(_: int) -> FinishEvent:
-        request = Request(
-            ids, max_tokens=TOKENS, sampler=GREEDY, constraints=(JsonSchema(LIST_SCHEMA),)
-        )
+        request = Request(ids, max_tokens=TOKENS, sampler=GREEDY, constraints=(JsonSchema(schema),))
         return generate(engine, request)
 
     return measure(plain, constrained, rounds)
@@ -121,7 +129,7 @@ def main() -> None:
         "threads": loaded.model.ops.threads,
         "ngram_repetitive": drafting(loaded, REPETITIVE, GREEDY, rounds),
         "ngram_unpredictable": drafting(loaded, UNPREDICTABLE, hot, rounds),
-        "json_schema": constraint(loaded, rounds),
+        **{name: constraint(loaded, schema, rounds) for name, schema in LISTS.items()},
         "prompt_cache": prompt_cache(loaded, rounds),
     }
     for name, figures in result.items():

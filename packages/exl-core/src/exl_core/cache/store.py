@@ -4,8 +4,9 @@ Knows shapes and precision, neither sequences nor which page holds what (`page_p
 reads as zero and takes up room only once it is written: a cache for a long context costs what is
 used of it. Asking for more than the machine has is an error before anything is taken.
 
-The type of a tensor says how its rows are stored: float32, float16 and float8_e4m3fn hold the head's
-values; int8 (codes of 8 bits) and uint8 (of 4 bits) hold bytes, the codes first, then the scales.
+The type of a tensor says how its rows are stored: float32, float16 and float8_e4m3fn hold the
+head's values; int8 (codes of 8 bits) and uint8 (of 4 bits) hold bytes, the codes first, then the
+scales.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from concurrent.futures import Executor, Future
 
+import torch
 from torch import Tensor
 
 from exl_core.constrain.filter import ConstraintError, Filter
@@ -36,6 +37,7 @@ class FilterSet:
         self._eos_ids = frozenset(eos_ids)
         self._vocabulary = vocabulary
         self._eos_mask = vocabulary.mask_of(self._eos_ids)
+        self._no_eos = ~self._eos_mask.numpy()
         self._prefer_eos = prefer_eos
         self._background = executor if any(f.runs_in_background for f in filters) else None
         self._pending: Future[list[Tensor | None]] | None = None
@@ -108,21 +110,22 @@ class FilterSet:
         may_end = may_end and all(f.is_complete for f in self._filters)
         if may_end and self._prefer_eos and bool(self._eos_mask.any()):
             return self._eos_mask
-        combined: Tensor | None = None
-        for mask in masks:
-            if mask is not None:
-                combined = mask.clone() if combined is None else combined.bitwise_and_(mask)
-        if combined is None:
+        # In numpy: on tensors as small as these torch takes several times as long.
+        given = [mask.numpy() for mask in masks if mask is not None]
+        if not given:
             if may_end:
                 return None
-            combined = self._vocabulary.everything()
-        combined.bitwise_and_(~self._eos_mask)
+            given = [self._vocabulary.everything().numpy()]
+        combined = given[0].copy()
+        for words in given[1:]:
+            combined &= words
+        combined &= self._no_eos
         if may_end:
-            combined.bitwise_or_(self._eos_mask)
-        if not bool(combined.any()):
+            combined |= self._eos_mask.numpy()
+        if not combined.any():
             raise ConstraintError(
                 "no token may come next under the constraints of this reply",
                 where=f"token {len(self._was_fed)} of the reply",
                 next_step="Do the constraints contradict each other, or this vocabulary?",
             )
-        return combined
+        return torch.from_numpy(combined)

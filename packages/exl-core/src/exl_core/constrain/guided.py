@@ -11,6 +11,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -80,16 +81,15 @@ class GuidedFilter(Filter):
 
     @property
     def is_finished(self) -> bool:
-        return self.is_complete and (self._matcher.is_stopped() or not bool(self.mask().any()))
+        return self.is_complete and (self._matcher.is_stopped() or not self.mask().numpy().any())
 
     def _compute(self) -> Tensor:
         size = self._vocabulary.size  # and the library's own EOS behind it
-        words = torch.zeros(-(-(size + 1) // WORD_BITS), dtype=torch.int32)
-        self._matcher.unsafe_compute_mask_ptr(words.data_ptr(), 4 * len(words))
-        eos_bit = 1 << size % WORD_BITS
-        words[size // WORD_BITS] &= ~eos_bit
+        words = np.zeros(-(-(size + 1) // WORD_BITS), dtype=np.uint32)
+        self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, 4 * len(words))
+        words[size // WORD_BITS] &= ~np.uint32(1 << size % WORD_BITS)
         self._check_error()
-        return words[: self._vocabulary.num_words]
+        return torch.from_numpy(words[: self._vocabulary.num_words].view(np.int32))
 
     def _check_error(self) -> None:
         message = self._matcher.get_error()

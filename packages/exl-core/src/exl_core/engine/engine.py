@@ -35,6 +35,7 @@ from exl_core.errors import ExlError, RequestError
 from exl_core.model.runner import Model, Runner
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.sampling.sampler import Sampler
+from exl_core.settings import available_cpus
 from exl_core.speculate.drafter import Draft, Drafter
 from exl_core.tokenizer.base import Tokenizer
 
@@ -245,11 +246,18 @@ class Engine:
             proposals = segment.token_ids[1:] if segment.logit_rows is LogitRows.ALL else ()
             taken = self._take(output, rows, unwanted, proposals, drawn_from)
             turned.append((output, taken))
+        for output in dict.fromkeys(outputs):
+            if output.error is not None:  # it goes before anything of it is registered
+                self._events.append(FailEvent(output.sequence.request_id, output.error))
+                self._drop(output, is_trusted=False)
         self.scheduler.advance(plan)
         for output in dict.fromkeys(outputs):
-            self._events += output.progress()
+            if output.error is None:
+                self._events += output.progress()
         for output, taken in turned:
-            if self._drafting is not None and output.error is None:
+            if output.error is not None:
+                continue
+            if self._drafting is not None:
                 self._drafting.verified(
                     output.sequence.request_id,
                     **taken._asdict(),
@@ -290,10 +298,7 @@ class Engine:
 
     def _turn(self, output: Output) -> None:
         """After the pass is booked: what has ended leaves, what went back is cut."""
-        if output.error is not None:
-            self._events.append(FailEvent(output.sequence.request_id, output.error))
-            self._drop(output, is_trusted=False)
-        elif output.end is not None:
+        if output.end is not None:
             self._events.append(self._with_drafts(output.end))
             self._drop(output)
         elif output.rewind_to is not None:
@@ -371,8 +376,14 @@ class Engine:
         )
 
     @cached_property
-    def _executor(self) -> ThreadPoolExecutor:
-        """Works out which tokens the constraints allow, beside the forward pass."""
+    def _executor(self) -> ThreadPoolExecutor | None:
+        """Works out which tokens the constraints allow, beside the forward pass.
+
+        None where the kernels' threads have every core: a thread more makes one of them wait for
+        its turn, and the pass with it, which takes far longer than the masks do.
+        """
+        if available_cpus() <= self.model.ops.threads:
+            return None
         return ThreadPoolExecutor(1, thread_name_prefix="exl-constraints")
 
 
