@@ -167,7 +167,7 @@ def open_runtime(
                 num_pages=pages_for(cache_tokens),
                 kv_format=choices.kv_format,
                 max_tokens=choices.draft_tokens or DEFAULT_DRAFT_TOKENS,
-                vocab_size=loaded.config.vocab_size,
+                vocab_size=min(loaded.config.vocab_size, loaded.tokenizer.vocab_size),
             )
     with _naming_cheaper_caches(loaded, choices.kv_format, cache_tokens):
         engine = Engine(loaded.model, loaded.tokenizer, options, drafter=drafter)
