@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from exl_core.ops.masks import pack, unpack
 from exl_core.sampling.chain import steps_for
 from exl_core.sampling.edits import Edits
 from exl_core.sampling.history import History
 from exl_core.sampling.params import SamplerParams, TokenBias
-from exl_core.sampling.penalties import Allow, Ban, Bias, Dry, Mask, Penalties, pack, unpack
+from exl_core.sampling.penalties import Allow, Ban, Bias, Dry, Mask, Penalties
 
 VOCAB = 32
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from exl_core.constrain.filter import ConstraintError, Filter
-from exl_core.constrain.vocabulary import WORD_BITS, Vocabulary
+from exl_core.constrain.vocabulary import Vocabulary
+from exl_core.ops.masks import WORD_BITS
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher

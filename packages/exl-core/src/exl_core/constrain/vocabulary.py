@@ -13,16 +13,14 @@ from collections.abc import Callable, Iterable
 from threading import Lock
 from typing import TYPE_CHECKING, TypeVar
 
-import numpy as np
-import torch
 from torch import Tensor
 
+from exl_core.ops.masks import WORD_BITS, pack, unpack
 from exl_core.tokenizer.base import Tokenizer
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-WORD_BITS = 32
 T = TypeVar("T")
 
 
@@ -74,10 +72,7 @@ class Vocabulary:
 
     def mask_of(self, ids: Iterable[int]) -> Tensor:
         """The mask of these ids; ids that are no tokens of the model are left out."""
-        bits = np.zeros(self.num_words * WORD_BITS, dtype=np.uint8)
-        wanted = np.fromiter(ids, dtype=np.int64)
-        bits[wanted[(wanted >= 0) & (wanted < self.num_tokens)]] = 1
-        return torch.from_numpy(np.packbits(bits, bitorder="little").view(np.int32))
+        return pack((i for i in ids if i < self.num_tokens), self.size)
 
     def everything(self) -> Tensor:
         """The mask of all tokens, special ones and EOS among them."""
@@ -89,8 +84,7 @@ class Vocabulary:
 
     def ids_of(self, mask: Tensor) -> list[int]:
         """The ids in a mask, ascending."""
-        bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
-        found: list[int] = np.flatnonzero(bits).tolist()
+        found: list[int] = unpack(mask, len(mask) * WORD_BITS).nonzero().flatten().tolist()
         return found
 
 

@@ -25,7 +25,7 @@ from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.engine.admission import check_ids, room_for
 from exl_core.engine.drafting import Drafting
 from exl_core.engine.events import Event, FailEvent, FinishEvent
-from exl_core.engine.healing import healing_of
+from exl_core.engine.healing import Healing, healing_of
 from exl_core.engine.output import Output
 from exl_core.engine.plan import BatchPlan
 from exl_core.engine.request import Request
@@ -137,8 +137,8 @@ class Engine:
         request_id = request.request_id
         if request_id in self._outputs or any(e.request_id == request_id for e in self._events):
             raise RequestError("a request with this id has not ended yet", where=request_id)
-        sequence, twin = self._checked(request)
-        output = self._output(sequence, self._clock())
+        sequence, twin, healing = self._checked(request)
+        output = self._output(sequence, healing, self._clock())
         if request.max_tokens == 0:
             self._events.append(self._with_drafts(output.finish_empty(self._clock())))
             return sequence
@@ -328,14 +328,14 @@ class Engine:
             for request_id in failed:
                 self._drafting.forget(request_id)
 
-    def _checked(self, request: Request) -> tuple[Sequence, Sequence | None]:
-        """The request's sequences, which this model and this cache can serve."""
+    def _checked(self, request: Request) -> tuple[Sequence, Sequence | None, Healing | None]:
+        """The request's sequences, which this model and this cache can serve, and its healing."""
         shape = self.model.config
         check_ids(request, shape, self.vocab_size)
         room = room_for(request, shape, self.pool.num_pages)
         prompt_ids, negative = request.prompt_ids, request.negative_prompt_ids
-        is_healed = request.token_healing and healing_of(prompt_ids, self.vocabulary) is not None
-        token_ids = list(prompt_ids[:-1] if is_healed else prompt_ids)
+        healing = healing_of(prompt_ids, self.vocabulary) if request.token_healing else None
+        token_ids = list(prompt_ids if healing is None else prompt_ids[:-1])
         sequence = Sequence(request, len(prompt_ids) + room, token_ids)
         twin = None
         if negative is not None:
@@ -343,9 +343,9 @@ class Engine:
         self.scheduler.check_fits(
             request.request_id, sequence.max_len, None if twin is None else twin.max_len
         )
-        return sequence, twin
+        return sequence, twin, healing
 
-    def _output(self, sequence: Sequence, now: float) -> Output:
+    def _output(self, sequence: Sequence, healing: Healing | None, now: float) -> Output:
         request = sequence.request
         decoder = self.tokenizer.stream_decoder(skip_special=not request.show_special)
         # The reply continues the prompt: its first character may begin in it, and a space at the
@@ -353,7 +353,6 @@ class Engine:
         for token_id in request.prompt_ids:
             if token_id < self.tokenizer.vocab_size:
                 decoder.feed(token_id)
-        is_healed = len(sequence.token_ids) < len(request.prompt_ids)
         return Output(
             sequence,
             Sampler(request.sampler, self.model.ops),
@@ -361,7 +360,7 @@ class Engine:
             self.vocab_size,
             now,
             filters=self._filters(request),
-            healing=healing_of(request.prompt_ids, self.vocabulary) if is_healed else None,
+            healing=healing,
         )
 
     def _filters(self, request: Request) -> FilterSet | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -199,20 +200,13 @@ class Output:
         elif self.filters is not None:
             mask = self.filters.mask(may_end=may_stop)
         num_top, wanted = request.report.top_tokens, request.report.probabilities
+        draw = self._sampler.sample
+        if drawn is not None:
+            draw = partial(self._sampler.verify, proposal=drawn[0], drawn_from=drawn[1])
         try:
-            if drawn is None:
-                return self._sampler.sample(
-                    logits,
-                    history,
-                    banned=banned,
-                    mask=mask,
-                    num_top=num_top,
-                    want_probability=wanted,
-                )
-            return self._sampler.verify(
+            return draw(
                 logits,
                 history,
-                *drawn,
                 banned=banned,
                 mask=mask,
                 num_top=num_top,

@@ -11,10 +11,11 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
+from exl_core.ops.masks import pack, unpack
 from exl_core.sampling.chain import dry_of, penalties_of
 from exl_core.sampling.history import History
 from exl_core.sampling.params import SamplerParams
-from exl_core.sampling.penalties import bias_tensors, dry_losses, pack, penalized, unpack
+from exl_core.sampling.penalties import bias_tensors, dry_losses, penalized
 from exl_core.sampling.steps import DROPPED, as_ids
 
 _Edit = Callable[[Tensor], tuple[Tensor, Tensor]]

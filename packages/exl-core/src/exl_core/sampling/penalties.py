@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from exl_core.ops.masks import unpack
 from exl_core.sampling.steps import DROPPED, as_ids
 
 Ids = npt.NDArray[np.int64]
@@ -193,19 +194,6 @@ def _reach(history: Ids, rule: Dry, vocab_size: int) -> int:
 def bias_tensors(bias: Mapping[int, float], vocab_size: int) -> tuple[Tensor, Tensor]:
     ids = as_ids(frozenset(bias), vocab_size)
     return ids, torch.tensor([bias[i] for i in ids.tolist()], dtype=torch.float32)
-
-
-def pack(token_ids: frozenset[int], vocab_size: int) -> Tensor:
-    """The words of a `Mask` that lets these tokens through: int32 [ceil(vocab_size / 32)]."""
-    flags = np.zeros(-(-vocab_size // 32) * 32, dtype=np.bool_)
-    flags[as_ids(token_ids, vocab_size).numpy()] = True
-    return torch.from_numpy(np.packbits(flags, bitorder="little").view("<i4").astype(np.int32))
-
-
-def unpack(words: Tensor, vocab_size: int) -> Tensor:
-    """Which tokens a mask lets through: bool [vocab_size]."""
-    shifts = torch.arange(32, dtype=torch.int32)
-    return ((words[:, None] >> shifts) & 1).flatten()[:vocab_size].bool()
 
 
 def _put(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
