@@ -1,0 +1,174 @@
+// What every kernel file uses: launching, the order of kernels in a stream, asynchronous copies,
+// matrix instructions, conversions. Compiled for 7.5 and later; what a processor lacks has a
+// slower equivalent of the same result.
+#pragma once
+
+#include <cuda_fp16.h>
+#include <cuda_bf16.h>
+#include <cuda_fp8.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "exl/cuda.h"
+
+namespace exl::cuda {
+
+constexpr int kWarp = 32;
+
+// As exl::DType.
+enum Type : int { kF32 = 0, kF16 = 1, kBf16 = 2, kI32 = 3, kI64 = 4, kU8 = 5, kI8 = 6, kF8e4m3 = 7 };
+
+// ---- host ------------------------------------------------------------------------------------
+
+struct DeviceInfo {
+    int device = -1;
+    int multiprocessors = 0;
+    int capability = 0;        // 90 for 9.0
+    int shared_per_block = 0;  // the most that a block may ask for
+};
+
+// Of the current device; read once for each device (device.cu).
+cudaError_t device_info(DeviceInfo* info);
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Launches a kernel that may begin before the one ahead of it has ended, where the device can do so
+// (9.0 and later); the kernel calls `wait_for_inputs` first.
+template <class... Params, class... Args>
+cudaError_t launch(
+    void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, Args... args
+) {
+    DeviceInfo info;
+    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
+    if (shared_bytes > 48 * 1024) {
+        const cudaError_t error = cudaFuncSetAttribute(
+            reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+            static_cast<int>(shared_bytes)
+        );
+        if (error != cudaSuccess) return error;
+    }
+    cudaLaunchAttribute attribute = {};
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = static_cast<cudaStream_t>(stream);
+    config.attrs = &attribute;
+    config.numAttrs = info.capability >= 90 ? 1 : 0;
+    const cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
+    if (error != cudaSuccess) cudaGetLastError();  // it is reported, and not to be seen again
+    return error;
+}
+
+#ifdef __CUDACC__
+
+// ---- order -------------------------------------------------------------------------------------
+
+// The next kernel of the stream may be started now; call it first.
+__device__ __forceinline__ void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// What earlier kernels wrote can be read from here on. Every block calls it, whatever it does.
+__device__ __forceinline__ void wait_for_inputs() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// ---- copies ------------------------------------------------------------------------------------
+
+// 16 bytes from global to shared memory, past the registers and the first-level cache.
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
+#if __CUDA_ARCH__ >= 800
+    const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+#else
+    *static_cast<uint4*>(shared) = *static_cast<const uint4*>(global);
+#endif
+}
+__device__ __forceinline__ void commit_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+// Until at most `pending` of the committed groups are on their way.
+template <int pending>
+__device__ __forceinline__ void wait_copies() {
+#if __CUDA_ARCH__ >= 800
+    asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+#endif
+}
+
+// ---- matrix instructions -----------------------------------------------------------------------
+
+// c [16, 8] float32 += a [16, 16] float16 (rows) * b [16, 8] float16 (columns).
+__device__ __forceinline__ void mma_16816(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+#if __CUDA_ARCH__ >= 800
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1)
+    );
+#else
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b0)
+    );
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[2]), "r"(a[3]), "r"(b1)
+    );
+#endif
+}
+
+// ---- numbers -----------------------------------------------------------------------------------
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+template <class T>
+__device__ __forceinline__ T from_float(float x);
+template <>
+__device__ __forceinline__ float from_float<float>(float x) {
+    return x;
+}
+// Past float16's range a value becomes the largest one, so that one outlier does not make a row NaN;
+// NaN stays.
+template <>
+__device__ __forceinline__ __half from_float<__half>(float x) {
+    const float bounded = fminf(fmaxf(x, -65504.0f), 65504.0f);
+    return __float2half_rn(x != x ? x : bounded);
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2) x += __shfl_xor_sync(0xffffffffu, x, step);
+    return x;
+}
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2) {
+        x = fmaxf(x, __shfl_xor_sync(0xffffffffu, x, step));
+    }
+    return x;
+}
+
+// Gates of gated activations, as the reference table has them.
+__device__ __forceinline__ float gate_of(int kind, float x) {
+    if (kind == EXL_GATE_SILU) return x / (1.0f + __expf(-x));
+    const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
+    return 0.5f * x * (1.0f + tanhf(inner));
+}
+
+#endif  // __CUDACC__
+
+}  // namespace exl::cuda
