@@ -1,0 +1,294 @@
+"""The CUDA library, through ctypes: structs and functions of `exl/cuda.h`, and its errors.
+
+Importing this loads nothing; `load` does, once. Pointers are integers (`Tensor.data_ptr()`), and a
+struct keeps no tensor alive: whoever fills it does. All calls release the interpreter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+ABI = 1
+LIBRARY = Path(__file__).with_name("libexl_cuda.so")
+
+OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2}
+PACKINGS = {"words": 0, "bytes": 1, "q4_0": 2, "q4_1": 3, "q5_0": 4, "q5_1": 5, "q8_0": 6}
+GATES = {"silu": 0, "gelu_tanh": 1}
+STORE, ADD, GATED = 0, 1, 2
+UNIT_BYTES = 12  # of ExlQuantUnit
+MAX_PARTS = 3
+CHUNK_ROWS = 32  # of prepared inputs
+
+
+class CudaError(RuntimeError):
+    """A call that failed: `code` is a cudaError_t."""
+
+    def __init__(self, call: str, code: int, name: str, text: str) -> None:
+        super().__init__(f"{call}: {name} ({text})")
+        self.call, self.code, self.name, self.text = call, code, name, text
+
+
+class QuantMatrix(Structure):
+    _fields_ = (
+        ("tiles", c_void_p),
+        ("units", c_void_p),
+        ("order", c_void_p),
+        ("bias", c_void_p),
+        ("strip_bytes", c_int64),
+        ("n", c_int32),
+        ("k", c_int32),
+        ("num_units", c_int32),
+        ("num_blocks", c_int32),
+        ("scale_dtype", c_int32),
+        ("offset_kind", c_int32),
+    )
+
+
+class QuantColumns(Structure):
+    _fields_ = (
+        ("packing", c_int32),
+        ("first_column", c_int32),
+        ("columns", c_int32),
+        ("scale_dtype", c_int32),
+        ("codes", c_void_p),
+        ("row_stride", c_int64),
+        ("stored_rows", c_void_p),
+        ("source_rows", c_void_p),
+        ("bit_offsets", c_void_p),
+        ("scales", c_void_p),
+        ("offsets", c_void_p),
+    )
+
+
+class Prepared(Structure):
+    _fields_ = (
+        ("order", c_void_p),
+        ("out", c_void_p),
+        ("num_blocks", c_int32),
+        ("plain", c_int32),
+    )
+
+
+class Prepare(Structure):
+    _fields_ = (
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("norm", c_void_p),
+        ("eps", c_float),
+        ("x_dtype", c_int32),
+        ("m", c_int32),
+        ("k", c_int32),
+        ("count", c_int32),
+        ("to", Prepared * MAX_PARTS),
+    )
+
+
+class QuantLinear(Structure):
+    _fields_ = (
+        ("parts", POINTER(QuantMatrix) * MAX_PARTS),
+        ("inputs", c_void_p * MAX_PARTS),
+        ("y", c_void_p),
+        ("y_stride", c_int64),
+        ("count", c_int32),
+        ("m", c_int32),
+        ("y_dtype", c_int32),
+        ("epilogue", c_int32),
+        ("gate", c_int32),
+        ("reserved", c_int32),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
+    )
+
+
+class Cache(Structure):
+    _fields_ = (
+        ("key_cache", c_void_p),
+        ("value_cache", c_void_p),
+        ("key_dtype", c_int32),
+        ("value_dtype", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("page_size", c_int32),
+        ("num_pages", c_int32),
+    )
+
+
+class RopeWrite(Structure):
+    _fields_ = (
+        ("qkv", c_void_p),
+        ("qkv_stride", c_int64),
+        ("qkv_dtype", c_int32),
+        ("rows", c_int32),
+        ("q_heads", c_int32),
+        ("rotary_half", c_int32),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("eps", c_float),
+        ("reserved", c_float),
+        ("slots", c_void_p),
+    )
+
+
+class Attention(Structure):
+    _fields_ = (
+        ("q", c_void_p),
+        ("q_stride", c_int64),
+        ("out", c_void_p),
+        ("out_stride", c_int64),
+        ("dtype", c_int32),
+        ("rows", c_int32),
+        ("q_heads", c_int32),
+        ("seqs", c_int32),
+        ("page_table", c_void_p),
+        ("row_starts", c_void_p),
+        ("past_lens", c_void_p),
+        ("table_stride", c_int32),
+        ("max_rows", c_int32),
+        ("max_keys", c_int32),
+        ("window", c_int32),
+        ("scale", c_float),
+        ("softcap", c_float),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
+    )
+
+
+class SampleRow(Structure):
+    _fields_ = (
+        ("temperature", c_float),
+        ("top_p", c_float),
+        ("min_p", c_float),
+        ("uniform", c_float),
+        ("top_k", c_int32),
+        ("num_top", c_int32),
+        ("first_edit", c_int32),
+        ("last_edit", c_int32),
+        ("mask", c_int64),
+    )
+
+
+class Sample(Structure):
+    _fields_ = (
+        ("logits", c_void_p),
+        ("logits_stride", c_int64),
+        ("rows", c_int32),
+        ("vocab", c_int32),
+        ("settings", c_void_p),
+        ("edit_ids", c_void_p),
+        ("edit_values", c_void_p),
+        ("masks", c_void_p),
+        ("max_top", c_int32),
+        ("reserved", c_int32),
+        ("token_ids", c_void_p),
+        ("probabilities", c_void_p),
+        ("top_ids", c_void_p),
+        ("top_probabilities", c_void_p),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_int64),
+    )
+
+
+_P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
+
+# Of functions that return an error: their operands, the stream last.
+_CALLS: dict[str, tuple[object, ...]] = {
+    "prepare_device": (),
+    "quant_pack": (POINTER(QuantMatrix), POINTER(QuantColumns), _P),
+    "quant_unpack": (POINTER(QuantMatrix), _I, _I, _P, _L, _P),
+    "quant_embedding": (POINTER(QuantMatrix), _P, _I, _P, _P),
+    "prepare": (POINTER(Prepare), _P),
+    "quant_linear": (POINTER(QuantLinear), _P),
+    "rms_norm": (_P, _I, _L, _P, _F, _I, _I, _P, _I, _L, _P),
+    "rms_norm_heads": (_P, _I, _L, _P, _F, _I, _I, _I, _P),
+    "rope": (_P, _I, _L, _P, _P, _I, _I, _I, _I, _P),
+    "gated_activation": (_P, _I, _L, _I, _I, _I, _P, _I, _L, _P),
+    "embedding": (_P, _I, _P, _I, _I, _P, _P),
+    "write_kv": (POINTER(Cache), _P, _P, _I, _L, _P, _I, _P),
+    "rope_write": (POINTER(RopeWrite), POINTER(Cache), _P),
+    "attention": (POINTER(Attention), POINTER(Cache), _P),
+    "sample": (POINTER(Sample), _P),
+}
+_SIZES: dict[str, tuple[object, ...]] = {
+    "quant_linear_workspace": (_I, _I),
+    "attention_workspace": (_I, _I, _I),
+    "sample_workspace": (_I, _I),
+}
+
+
+class CudaLibrary:
+    """The loaded library. OSError where it is missing or cannot be loaded."""
+
+    def __init__(self, path: Path = LIBRARY) -> None:
+        self.path = path
+        self._library = ctypes.CDLL(str(path))
+        for name, operands in _CALLS.items():
+            self._declare(name, c_int, operands)
+        for name, operands in _SIZES.items():
+            self._declare(name, c_int64, operands)
+        self._declare("abi", c_int, ())
+        self._declare("error_name", c_char_p, (c_int,))
+        self._declare("error_text", c_char_p, (c_int,))
+        self._declare("versions", c_int, (POINTER(c_int), POINTER(c_int)))
+        self._declare("architectures", c_char_p, ())
+        if self.abi != ABI:
+            raise OSError(f"{path}: interface {self.abi} of the CUDA library, expected {ABI}")
+
+    @property
+    def abi(self) -> int:
+        return int(self._library.exl_cuda_abi())
+
+    @property
+    def architectures(self) -> tuple[int, ...]:
+        """Compute capabilities with machine code, times ten: 90 for 9.0."""
+        return tuple(int(name) for name in self._library.exl_cuda_architectures().split())
+
+    def versions(self) -> tuple[int, int]:
+        """CUDA of the driver, 0 without one, and of the library: 13000 for 13.0."""
+        driver, runtime = c_int(0), c_int(0)
+        self._check("versions", self._library.exl_cuda_versions(byref(driver), byref(runtime)))
+        return driver.value, runtime.value
+
+    def call(self, name: str, *operands: object) -> None:
+        """`exl_cuda_<name>`; structs are passed by reference. CudaError if it fails."""
+        passed = [byref(one) if isinstance(one, Structure) else one for one in operands]
+        self._check(name, getattr(self._library, f"exl_cuda_{name}")(*passed))
+
+    def size(self, name: str, *operands: int) -> int:
+        """`exl_cuda_<name>` of those that answer with bytes."""
+        return int(getattr(self._library, f"exl_cuda_{name}")(*operands))
+
+    def _declare(self, name: str, result: object, operands: tuple[object, ...]) -> None:
+        function = getattr(self._library, f"exl_cuda_{name}")
+        function.restype, function.argtypes = result, operands
+
+    def _check(self, name: str, code: int) -> None:
+        if code != 0:
+            library = self._library
+            raise CudaError(
+                f"exl_cuda_{name}",
+                code,
+                library.exl_cuda_error_name(code).decode(),
+                library.exl_cuda_error_text(code).decode(),
+            )
+
+
+def prepared_halves(rows: int, num_blocks: int) -> int:
+    """float16 numbers of `rows` prepared inputs; `exl_cuda_prepared_halves`."""
+
+    def chunk(count: int) -> int:
+        padded = 1 if count == 1 else 8 if count <= 8 else 16 if count <= 16 else CHUNK_ROWS
+        return num_blocks * 32 * padded
+
+    whole, rest = divmod(rows, CHUNK_ROWS)
+    return whole * chunk(CHUNK_ROWS) + (chunk(rest) if rest else 0)
+
+
+@cache
+def load() -> CudaLibrary:
+    """The library that was built with this package."""
+    return CudaLibrary()
