@@ -4,8 +4,8 @@ The command line turns an `ExlError` into one line on stderr and the class's exi
 exception is a bug and shows its traceback.
 
 Exit codes: 1 a failure while running, 2 a request that cannot be served as written, 3 a model that
-cannot be found, read or trusted, 4 not enough memory. (130 is Ctrl-C and 141 a closed pipe; the
-command line owns those.)
+cannot be found, read or trusted, 4 not enough memory, 5 no GPU that can be used. (130 is Ctrl-C and
+141 a closed pipe; the command line owns those.)
 """
 
 from __future__ import annotations
@@ -63,6 +63,12 @@ class ExlError(Exception):
 
 class BackendError(ExlError):
     """The kernel library is missing, does not match, or lacks what was asked of it."""
+
+
+class DeviceError(BackendError):
+    """No GPU where one was asked for, one that cannot be used, or one that failed."""
+
+    exit_code = 5
 
 
 class RequestError(ExlError):

@@ -12,7 +12,7 @@ from exl_core.arch.gguf_config import read_gguf_config
 from exl_core.arch.hf_config import read_hf_config
 from exl_core.arch.quantization import Quantization, read_quantization
 from exl_core.arch.spec import ModelConfig, RopeMethod
-from exl_core.cache.memory import available_memory_bytes
+from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.model.build import build_weights
 from exl_core.model.transformer import Transformer
@@ -35,6 +35,7 @@ class LoadOptions:
     """Choices of a run. None leaves the choice to the model, the settings or the machine."""
 
     backend: str = "cpu"
+    """`cpu`, `cuda`, `cuda:1` or `reference`."""
     isa: str | None = None
     threads: int | None = None
     max_seq_len: int | None = None
@@ -80,8 +81,9 @@ def load_model(
     fields = gguf_fields(source)
     tokenizer = load_tokenizer(path, fields)
     check_vocab(tokenizer, config.vocab_size, path)
-    check_memory(checkpoint.packed_bytes, available_memory_bytes(), path)
-    ops = get_table(options.backend, isa=options.isa or settings.isa, threads=threads)
+    isa = options.isa or (settings.isa if options.backend == "cpu" else None)
+    ops = get_table(options.backend, isa=isa, threads=threads)
+    check_memory(checkpoint.packed_bytes, free_memory_bytes(ops.device), path)
     weights = build_weights(config, checkpoint, ops, threads=threads, progress=progress)
     model = Transformer(config, weights, ops)
     return LoadedModel(

@@ -231,6 +231,7 @@ class _Bench:
             config.num_kv_heads,
             config.head_dim,
             batch * each,
+            device=self._model.ops.device,
         )
         pages = [tuple(range(owner * each, (owner + 1) * each)) for owner in range(batch)]
         return Runner(self._model, store), pages

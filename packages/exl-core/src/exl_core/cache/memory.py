@@ -1,11 +1,25 @@
-"""How much memory this process may still take. Linux; elsewhere the answer is None: not known."""
+"""How much memory this process may still take, of the machine or of a GPU.
+
+The machine's is known on Linux; elsewhere the answer is None.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+def free_memory_bytes(device: torch.device) -> int | None:
+    """Of the machine for the CPU; of a GPU what is free and what torch holds there unused."""
+    if device.type == "cpu":
+        return available_memory_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(free) + int(held)
 
 
 def available_memory_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat, RowFormat, kv_bytes_per_token
-from exl_core.cache.memory import available_memory_bytes
+from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import OutOfMemoryError, RequestError
 
 _DTYPES = {
@@ -55,13 +55,16 @@ class KVStore:
         num_pages: int,
         *,
         available_bytes: int | None = None,
+        device: torch.device | None = None,
     ) -> None:
-        """`available_bytes`: memory that may be taken; by default the system is asked."""
+        """`available_bytes`: memory that may be taken; by default the system, or the GPU, is asked.
+        `device`: the CPU by default."""
         if min(num_layers, num_kv_heads, head_dim, num_pages) < 1:
             raise RequestError(
                 "a cache needs at least one page, layer, head and dimension",
                 got=f"{num_pages} pages, {num_layers} layers, {num_kv_heads} heads of {head_dim}",
             )
+        self.device = torch.device("cpu") if device is None else device
         self.kv_format = kv_format
         self.num_layers = num_layers
         self.num_kv_heads = num_kv_heads
@@ -75,6 +78,11 @@ class KVStore:
         self._values = tuple(self._pages(kv_format.value_rows) for _ in range(num_layers))
         # As bytes, which every type can be copied as: [num_pages, num_kv_heads, page_size, bytes]
         self._bytes = tuple(x.view(torch.uint8) for x in (*self._keys, *self._values))
+
+    @property
+    def spare_page(self) -> int:
+        """Holds nothing of anybody's: rows that only fill up a batch write there. On a GPU only."""
+        return self.num_pages
 
     def key(self, layer: int) -> Tensor:
         return self._keys[layer]  # [num_pages, num_kv_heads, page_size, row]
@@ -103,16 +111,18 @@ class KVStore:
         self._check_pages(*sources, *targets)
         if len(set(targets)) < len(targets):
             raise ValueError(f"move_pages: two moves to one page ({moves})")
-        from_ids, to_ids = torch.tensor(sources), torch.tensor(targets)
+        from_ids = torch.tensor(sources, device=self.device)
+        to_ids = torch.tensor(targets, device=self.device)
         for pages in self._bytes:
             pages.index_copy_(0, to_ids, pages.index_select(0, from_ids))
 
     def _pages(self, rows: RowFormat) -> Tensor:
         dtype = _DTYPES[rows]
         row_size = rows.row_bytes(self.head_dim) // dtype.itemsize
-        return _zeros_when_touched(
-            (self.num_pages, self.num_kv_heads, self.page_size, row_size), dtype
-        )
+        page = (self.num_kv_heads, self.page_size, row_size)
+        if self.device.type == "cpu":
+            return _zeros_when_touched((self.num_pages, *page), dtype)
+        return torch.zeros((self.num_pages + 1, *page), dtype=dtype, device=self.device)
 
     def _check_pages(self, *page_ids: int) -> None:
         for page_id in page_ids:
@@ -121,7 +131,9 @@ class KVStore:
 
 
 def _check_fits(store: KVStore, available_bytes: int | None) -> None:
-    available = available_memory_bytes() if available_bytes is None else available_bytes
+    available = available_bytes
+    if available is None:
+        available = free_memory_bytes(store.device)
     if available is None or store.size_bytes <= available:
         return
     tokens = store.num_pages * PAGE_SIZE

@@ -99,6 +99,7 @@ class Engine:
             config.num_kv_heads,
             config.head_dim,
             num_pages,
+            device=model.ops.device,
         )
         self.pool = PagePool(num_pages)
         self.scheduler = Scheduler(

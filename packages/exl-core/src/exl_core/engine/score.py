@@ -43,7 +43,12 @@ def score_tokens(
     num_rows = len(ids) - 1  # the last token is predicted, and predicts nothing
     page_ids = tuple(range(pages_for(num_rows)))
     store = KVStore(
-        kv_format, config.num_layers, config.num_kv_heads, config.head_dim, len(page_ids)
+        kv_format,
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        len(page_ids),
+        device=model.ops.device,
     )
     runner = Runner(model, store)
     scores = torch.empty(num_rows, dtype=torch.float64)
@@ -57,7 +62,7 @@ def score_tokens(
             logit_rows=LogitRows.ALL,
         )
         logits = runner.run((chunk,))  # [rows, vocab_size]
-        targets = torch.tensor(ids[start + 1 : end + 1], dtype=torch.int64)
+        targets = torch.tensor(ids[start + 1 : end + 1], dtype=torch.int64, device=logits.device)
         scores[start:end] = _log_probabilities(logits, targets)
         if on_progress is not None:
             on_progress(end, num_rows)

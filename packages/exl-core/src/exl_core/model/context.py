@@ -62,6 +62,7 @@ class Context:
             config.num_kv_heads,
             config.head_dim,
             batch_size * self._pages_each,
+            device=model.ops.device,
         )
         self._lengths = [0] * batch_size
 

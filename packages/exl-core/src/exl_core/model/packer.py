@@ -67,7 +67,7 @@ class Packer:
         """A norm's factors, read at once."""
         weight = self._checkpoint.norm(name)
         self._report(self._checkpoint.stored[name].size_bytes)
-        return weight
+        return weight.to(self._ops.device)
 
     def _start_part(self, name: str) -> list[Future[PackedLinear]]:
         if not self._checkpoint.is_quantized(name):

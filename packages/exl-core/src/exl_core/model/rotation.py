@@ -16,28 +16,37 @@ _GROWTH = 1024  # positions at least; also how many are computed at a time, in f
 
 
 class RotationTable:
-    """Rows of one RoPE setting, float32 [positions, rotary_dim / 2]."""
+    """Rows of one RoPE setting, float32 [positions, rotary_dim / 2], on one device."""
 
-    def __init__(self, rope: RopeConfig) -> None:
+    def __init__(self, rope: RopeConfig, device: torch.device) -> None:
         frequencies, self._multiplier = inverse_frequencies(rope)
         # float64, because position * frequency reaches 1e5 radians in long contexts.
         self._frequencies = torch.tensor(frequencies, dtype=torch.float64)
-        empty = torch.empty(0, len(frequencies))
+        self._device = device
+        empty = torch.empty(0, len(frequencies), device=device)
         self._rows = empty, empty  # cos and sin, replaced together
 
+    def reserve(self, end: int) -> None:
+        """Positions below `end` are computed, where they are not yet."""
+        if end > self._rows[0].shape[0]:
+            self._rows = self._grown(end)
+
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin, float32 [R, rotary_dim / 2], for int64 positions [R]."""
-        end = max(positions.tolist(), default=-1) + 1
+        """cos and sin, float32 [R, rotary_dim / 2], for int64 positions [R].
+
+        Positions that lie on a GPU are not looked at: they must be below what `reserve` was told.
+        """
+        if positions.device.type == "cpu":
+            self.reserve(max(positions.tolist(), default=-1) + 1)
+            positions = positions.to(self._device)
         cos, sin = self._rows
-        if end > cos.shape[0]:
-            cos, sin = self._rows = self._grown(end)
         return cos.index_select(0, positions), sin.index_select(0, positions)
 
     def _grown(self, end: int) -> tuple[Tensor, Tensor]:
         old_cos, old_sin = self._rows
         known = old_cos.shape[0]
         size = -(-max(end, known * 3 // 2) // _GROWTH) * _GROWTH
-        cos, sin = (torch.empty(size, old_cos.shape[1]) for _ in range(2))
+        cos, sin = (torch.empty(size, old_cos.shape[1], device=self._device) for _ in range(2))
         cos[:known], sin[:known] = old_cos, old_sin
         for first in range(known, size, _GROWTH):
             at = torch.arange(first, first + _GROWTH, dtype=torch.float64)

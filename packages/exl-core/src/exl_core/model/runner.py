@@ -15,6 +15,7 @@ from exl_core.cache.format import PAGE_SIZE
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
+from exl_core.model.decode_graphs import DecodeGraphs
 from exl_core.model.embedded import EMBEDDED_FROM
 from exl_core.model.segment import LogitRows, PageCopy, Segment
 from exl_core.ops.table import OpTable
@@ -45,6 +46,7 @@ class Model(Protocol):
     @property
     def ops(self) -> OpTable: ...
     def forward(self, batch: Batch, store: KVStore) -> Tensor: ...
+    def reserve_positions(self, end: int) -> None: ...
 
 
 def make_batch(segments: Sequence[Segment], page_size: int = PAGE_SIZE) -> Batch:
@@ -126,12 +128,15 @@ class Runner:
     def __init__(self, model: Model, store: KVStore) -> None:
         self.model = model
         self.store = store
+        self._graphs = DecodeGraphs(model, store) if store.device.type == "cuda" else None
 
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment], copies: Sequence[PageCopy] = ()) -> Tensor:
-        """Logits of the rows that the segments ask for, in order: [n, vocab_size].
+        """Logits of the rows that the segments ask for, in order: [n, vocab_size], until the next run.
 
         `copies` between pages come first.
         """
         self.store.copy_pages(copies)
+        if self._graphs is not None and self._graphs.can_run(segments):
+            return self._graphs.run(segments)
         return self.model.forward(make_batch(segments, self.store.page_size), self.store)

@@ -62,8 +62,10 @@ class Transformer:
         self._weights = weights
         self._activation = ACTIVATIONS[config.arch.activation]
         self._windows = tuple(config.window_of(layer) for layer in range(config.num_layers))
-        self._rope = RotationTable(config.rope)
-        self._local_rope = RotationTable(config.local_rope) if config.local_rope else None
+        self._rope = RotationTable(config.rope, ops.device)
+        self._local_rope = (
+            RotationTable(config.local_rope, ops.device) if config.local_rope else None
+        )
 
     @torch.inference_mode()
     def forward(self, batch: Batch, store: KVStore, observe: Observer | None = None) -> Tensor:
@@ -78,14 +80,20 @@ class Transformer:
             x = self._observed_blocks(x, current, observe)
 
         if batch.logit_rows.shape[0] < x.shape[0]:  # else it lists every row
-            x = x.index_select(0, batch.logit_rows)  # [n, hidden]
+            x = x.index_select(0, batch.logit_rows.to(x.device))  # [n, hidden]
         return self._logits(x, batch, observe)  # [n, vocab]
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
         """What the first block gets for token_ids int64 [n]: float32 [n, hidden_size]."""
-        x = self.ops.embedding(token_ids, self._weights.embed)
+        x = self.ops.embedding(token_ids.to(self.ops.device), self._weights.embed)
         return self._scaled(x)
+
+    def reserve_positions(self, end: int) -> None:
+        """Passes over positions below `end` may come as tensors on a GPU from now on."""
+        for rope in (self._rope, self._local_rope):
+            if rope is not None:
+                rope.reserve(end)
 
     def check_adapters(self, uses: Iterable[AdapterUse]) -> None:
         """RequestError for an adapter that was made for a model of other sizes."""
@@ -100,7 +108,8 @@ class Transformer:
         return x
 
     def _embedding(self, batch: Batch) -> Tensor:
-        x = self.ops.embedding(batch.token_ids, self._weights.embed)  # [R, hidden]
+        token_ids = batch.token_ids.to(self.ops.device)
+        x = self.ops.embedding(token_ids, self._weights.embed)  # [R, hidden]
         if batch.adapters:
             adapt_embedding_(x, batch, self.ops)
         x = self._scaled(x)
@@ -112,7 +121,7 @@ class Transformer:
                     expected=x.shape[1],
                     got=vectors.shape[1],
                 )
-            x.index_copy_(0, rows, vectors)  # final: not scaled
+            x.index_copy_(0, rows.to(x.device), vectors.to(x.device))  # final: not scaled
         return x
 
     def _logits(self, x: Tensor, batch: Batch, observe: Observer | None) -> Tensor:
@@ -168,14 +177,14 @@ class Transformer:
         everywhere = bound(self._rope)
         local = bound(self._local_rope) if self._local_rope else everywhere
         rows, config = batch.token_ids.shape[0], self.config
-        qkv = torch.empty(rows, config.q_size + 2 * config.kv_size)
+        qkv = self.ops.activations(rows, config.q_size + 2 * config.kv_size)
         return _Pass(
             store,
             batch.adapters,
             {Window.GLOBAL: everywhere, Window.LOCAL: local},
             qkv,
             qkv[:, : config.q_size],
-            torch.empty(rows, config.intermediate_size),
+            self.ops.activations(rows, config.intermediate_size),
         )
 
     def _attend(self, x: Tensor, layer: int, current: _Pass) -> None:

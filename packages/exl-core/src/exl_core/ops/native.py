@@ -50,6 +50,8 @@ def native_isas() -> tuple[str, ...]:
 class NativeTable:
     """OpTable over the kernels of one instruction set and their threads."""
 
+    device = torch.device("cpu")
+
     def __init__(self, isa: str | None, threads: int) -> None:
         isas = native_isas()
         if isa is not None and isa not in isas:
@@ -67,6 +69,9 @@ class NativeTable:
     @property
     def threads(self) -> int:
         return self._ops.threads
+
+    def activations(self, rows: int, columns: int) -> Tensor:
+        return torch.empty(rows, columns)
 
     def new_linear(
         self, out_features: int, in_features: int, dtype: dtype, has_bias: bool = False

@@ -88,10 +88,14 @@ class ReferenceTable:
     """OpTable by the book. `threads` is carried only: torch's own setting is the process's."""
 
     name = "reference"
+    device = torch.device("cpu")
     sample = staticmethod(sample)
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
+
+    def activations(self, rows: int, columns: int) -> Tensor:
+        return torch.empty(rows, columns)
 
     def new_linear(
         self, out_features: int, in_features: int, dtype: dtype, has_bias: bool = False

@@ -1,10 +1,12 @@
 """The ops that a model is made of, as one protocol; which tables there are, and picking one.
 
 Every table computes the same functions: `reference` in plain torch, `cpu` in compiled kernels for
-one instruction set. A table knows tensors, never layers or models.
+one instruction set, `cuda` in those for one GPU. A table knows tensors, never layers or models.
 
-Activations are float32 on the CPU with a contiguous last dimension; "strided rows" means that the
-rows may lie further apart than their length, as in a view into a fused projection's output.
+Tensors lie on the table's device, with a contiguous last dimension; "strided rows" means that the
+rows may lie further apart than their length, as in a view into a fused projection's output. What
+has no type below is float32; on a GPU, activations between two fused ops (`activations`) are
+float16, and an `out` or an input of either type is taken.
 An operand that breaks an op's contract is the caller's bug and raises ValueError.
 """
 
@@ -13,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, Protocol
 
-from torch import Tensor, dtype
+from torch import Tensor, device, dtype
 
 from exl_core.errors import BackendError, RequestError
 from exl_core.ops.quantized import QuantColumns, QuantLayout
@@ -54,6 +56,15 @@ class OpTable(Protocol):
     @property
     def name(self) -> str:
         """`reference`, or `cpu-` and the instruction set."""
+        ...
+
+    @property
+    def device(self) -> device:
+        """Where operands lie; those of `attention_batch` may lie on the CPU as well."""
+        ...
+
+    def activations(self, rows: int, columns: int) -> Tensor:
+        """Room for what one fused op leaves to the next: [rows, columns], not cleared."""
         ...
 
     @property
@@ -204,7 +215,9 @@ class OpTable(Protocol):
         """Operands of `rope_`, `write_kv` and `paged_attention` that all layers of a pass share.
 
         Checked here, once, against caches of num_pages pages. Leave the operands as they are while
-        the batch lives: not every table copies them.
+        the batch lives: not every table copies them. On a GPU, operands that lie there already are
+        taken as they are, unchecked, for sequences of one row each and of any length that the page
+        table has room for: so a captured graph reads what is written there later.
         """
         ...
 
@@ -267,7 +280,10 @@ def available_isas() -> tuple[str, ...]:
 
 
 def get_table(name: str, *, isa: str | None = None, threads: int) -> OpTable:
-    """`reference`, or `cpu` with the best instruction set unless one is named."""
+    """`reference`, `cpu` with the best instruction set unless one is named, or `cuda` or `cuda:1`.
+
+    DeviceError for a GPU that is not there or cannot be used.
+    """
     if not 1 <= threads <= MAX_THREADS:
         raise RequestError("not a thread count", expected=f"1 to {MAX_THREADS}", got=threads)
     if name == "reference":
@@ -280,4 +296,9 @@ def get_table(name: str, *, isa: str | None = None, threads: int) -> OpTable:
         from exl_core.ops.native import NativeTable
 
         return NativeTable(isa, threads)
-    raise BackendError("no such backend", expected="cpu or reference", got=name)
+    if name.partition(":")[0] == "cuda":
+        from exl_core.ops.cuda.device import open_device
+        from exl_core.ops.cuda.table import CudaTable
+
+        return CudaTable(open_device(name), threads)
+    raise BackendError("no such backend", expected="cpu, cuda or reference", got=name)

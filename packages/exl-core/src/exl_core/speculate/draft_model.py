@@ -75,7 +75,12 @@ class ModelDrafter:
         self.model = model
         config = model.config
         self.store = KVStore(
-            kv_format, config.num_layers, config.num_kv_heads, config.head_dim, num_pages
+            kv_format,
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            num_pages,
+            device=model.ops.device,
         )
         self._runner = Runner(model, self.store)
         self._pages = DraftPages(num_pages, self.store.page_size)

@@ -1,0 +1,135 @@
+"""Which GPU, whether it can be used, and what its failures mean: no kernel is called from here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from exl_core.errors import BackendError, DeviceError, OutOfMemoryError, RequestError
+from exl_kernels import cuda
+
+OLDEST = 75
+"""Compute capability, times ten, of the oldest GPUs that the kernels know."""
+
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+_MIB = 1 << 20
+_WITHOUT = "Without a GPU: --device cpu."
+
+
+def default_device() -> str:
+    """`cuda` if there is a GPU that the installed torch and kernels can use, else `cpu`."""
+    return "cuda" if torch.cuda.is_available() and cuda.LIBRARY.is_file() else "cpu"
+
+
+def parse_device(name: str) -> str:
+    """`cpu`, `cuda` or `cuda:N` as it is, `auto` decided; RequestError for anything else."""
+    if name == "auto":
+        return default_device()
+    kind, colon, index = name.partition(":")
+    is_index = index.isascii() and index.isdecimal() and len(index) < 4
+    if name == "cpu" or (kind == "cuda" and (is_index or not colon)):
+        return name
+    raise RequestError(
+        "no such device", expected="auto, cpu, cuda or cuda:N", got=name or "nothing"
+    )
+
+
+def open_device(name: str) -> torch.device:
+    """The GPU that `cuda` or `cuda:N` means, with the library loaded and able to run on it."""
+    library = _open_library()
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "no GPU can be used", where=name, got=_why_none(library), next_step=_WITHOUT
+        )
+    count = torch.cuda.device_count()
+    index = int(name.partition(":")[2] or 0)
+    if index >= count:
+        raise DeviceError(
+            "no such GPU",
+            where=name,
+            expected=" or ".join(f"cuda:{i}" for i in range(count)),
+            next_step=_WITHOUT,
+        )
+    major, minor = torch.cuda.get_device_capability(index)
+    capability, made_for = 10 * major + minor, library.architectures
+    if capability < OLDEST:
+        raise DeviceError(
+            f"{torch.cuda.get_device_name(index)} is too old",
+            where=name,
+            expected=f"compute capability {OLDEST / 10} or later",
+            got=f"{capability / 10}",
+            next_step=_WITHOUT,
+        )
+    if not any(capability >= one for one in made_for):
+        raise DeviceError(
+            "the CUDA library was built for later GPUs",
+            where=name,
+            expected=f"code for compute capability {capability / 10}",
+            got=", ".join(f"{one / 10}" for one in made_for),
+            next_step="Install exl-kernels with EXL_CUDA_ARCH naming it, or unset.",
+        )
+    device = torch.device("cuda", index)
+    with failures("the GPU's start"), torch.cuda.device(device):
+        library.call("prepare_device")
+    return device
+
+
+@contextmanager
+def failures(doing: str) -> Iterator[None]:
+    """What CUDA and torch raise inside becomes OutOfMemoryError, with numbers, or DeviceError."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise _no_memory(doing) from error
+    except cuda.CudaError as error:
+        if error.code == _OUT_OF_MEMORY:
+            raise _no_memory(doing) from error
+        raise DeviceError(
+            f"{doing} failed on the GPU",
+            where=error.call,
+            got=f"{error.name}: {error.text}",
+            next_step="'exl doctor' tests the kernels of this machine.",
+        ) from error
+
+
+def _no_memory(doing: str) -> OutOfMemoryError:
+    free, total = torch.cuda.mem_get_info()
+    return OutOfMemoryError(
+        f"{doing} does not fit into the GPU's memory",
+        got=f"{free / _MIB:.0f} MiB free of {total / _MIB:.0f}",
+        next_step="Take a smaller --ctx-size, a smaller --cache-type, or --device cpu.",
+    )
+
+
+def _open_library() -> cuda.CudaLibrary:
+    try:
+        return cuda.load()
+    except OSError as error:
+        missing = not cuda.LIBRARY.is_file()
+        raise BackendError(
+            "this install has no CUDA kernels" if missing else "the CUDA kernels cannot be loaded",
+            where="exl_kernels",
+            got=None if missing else error,
+            next_step="Install exl-kernels where nvcc is on PATH (python -m pip install ./csrc). "
+            + _WITHOUT,
+        ) from error
+
+
+def _why_none(library: cuda.CudaLibrary) -> str:
+    if torch.version.cuda is None:
+        return "a torch that was built without CUDA"
+    try:
+        driver, runtime = library.versions()
+    except cuda.CudaError as error:
+        return error.text
+    if driver == 0:
+        return "no NVIDIA driver"
+    if driver < runtime // 1000 * 1000:
+        return f"a driver for CUDA {_version(driver)}, older than the kernels' {_version(runtime)}"
+    return f"no device, with a driver for CUDA {_version(driver)}"
+
+
+def _version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"

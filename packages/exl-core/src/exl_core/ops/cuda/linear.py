@@ -1,0 +1,265 @@
+"""Matrices on the GPU and what is done with them.
+
+A linear of few rows reads its quantized codes directly. Of many rows, so that the weights are read
+once for all of them, it is dequantized to float16 in slices that a scratch buffer holds, and
+multiplied by torch. Inputs are float32 or float16, outputs either.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from exl_core.errors import BackendError
+from exl_core.ops.checks import OpInputError
+from exl_core.ops.cuda.library import TYPES, Gpu
+from exl_core.ops.cuda.quantized import CudaQuantLinear
+from exl_core.ops.quantized import QuantColumns, QuantLayout
+from exl_core.ops.table import GateKind, PackedLinear
+from exl_kernels import cuda
+
+FEW_ROWS = 128
+"""Up to so many rows the codes are read directly; 128 is also the kernel's limit."""
+
+SCRATCH_HALVES = 32 << 20
+"""Of weights dequantized at a time: 64 MiB."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaLinear:
+    """Weights [n, k], float16, on the GPU."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+
+Part = CudaLinear | CudaQuantLinear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaJoined:
+    """Linears of one input, their outputs one after the other."""
+
+    parts: tuple[Part, ...]
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].in_features
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.parts)
+
+
+class Norm(NamedTuple):
+    """RMS norm of the inputs, before they are multiplied."""
+
+    weight: Tensor
+    eps: float
+
+
+class Linears:
+    """Makes matrices, fills them and multiplies by them."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self._gpu = gpu
+        self._max_n = 1
+
+    def new_dense(self, out_features: int, in_features: int, has_bias: bool) -> CudaLinear:
+        if out_features < 1 or in_features < 1:
+            raise OpInputError(f"PackedLinear: {out_features} x {in_features}")
+        device = self._gpu.device
+        bias = torch.zeros(out_features, device=device) if has_bias else None
+        weight = torch.zeros(out_features, in_features, dtype=torch.float16, device=device)
+        return CudaLinear(weight, bias)
+
+    @staticmethod
+    def fill_dense(w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None) -> None:
+        dense = cast(CudaLinear, w)
+        rows = slice(row_offset, row_offset + weight.shape[0])
+        halves = weight.half()
+        if weight.dtype is not torch.float16 and not halves.isfinite().all():
+            raise BackendError(
+                "weights are too large for float16, which the GPU computes with",
+                got=float(weight.abs().amax()),
+                next_step="Take --device cpu.",
+            )
+        dense.weight[rows].copy_(halves)
+        if dense.bias is not None and bias is not None:
+            dense.bias[rows].copy_(bias)
+
+    def new_quantized(self, layout: QuantLayout) -> CudaQuantLinear:
+        self._max_n = max(self._max_n, layout.out_features)
+        return CudaQuantLinear(layout, self._gpu)
+
+    @staticmethod
+    def fill_quantized(w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
+        cast(CudaQuantLinear, w).fill(first_column, columns)
+
+    def multiply(
+        self,
+        x: Tensor,
+        w: PackedLinear,
+        out: Tensor,
+        *,
+        norm: Norm | None = None,
+        is_added: bool = False,
+    ) -> None:
+        """out [m, n] = x [m, k] @ w, or += where `is_added`, which takes float32."""
+        if x.shape[0] == 0:
+            return
+        parts = parts_of(w)
+        quantized = _all_quantized(parts)
+        is_few = x.shape[0] <= FEW_ROWS
+        if quantized is not None and is_few and len(parts) <= cuda.MAX_PARTS:
+            self._few(x, quantized, out, norm, cuda.ADD if is_added else cuda.STORE)
+            return
+        plain = self._plain(x, norm)
+        first = 0
+        for part in parts:
+            columns = out[:, first : first + part.out_features]
+            first += part.out_features
+            if isinstance(part, CudaQuantLinear) and is_few:
+                self._few(plain, (part,), columns, None, cuda.ADD if is_added else cuda.STORE)
+                continue  # with its bias
+            if isinstance(part, CudaQuantLinear):
+                self._many(plain, part, columns, is_added)
+            else:
+                _product(plain, part.weight.T, columns, is_added)
+            if part.bias is not None:
+                columns += part.bias
+
+    def multiply_gated(
+        self, x: Tensor, w: PackedLinear, out: Tensor, norm: Norm, kind: GateKind
+    ) -> None:
+        """out [m, n / 2] = act(gate) * up, of rms_norm(x) @ w, gate first."""
+        rows, columns = out.shape
+        if rows == 0:
+            return
+        quantized = _all_quantized(parts_of(w))
+        is_pair = quantized is not None and [p.out_features for p in quantized] == [columns] * 2
+        if quantized is not None and is_pair and rows <= FEW_ROWS:
+            self._few(x, quantized, out, norm, cuda.GATED, kind)
+            return
+        gate_up = self._gpu.empty(rows, 2 * columns, dtype=torch.float16)
+        self.multiply(x, w, gate_up, norm=norm)
+        self.gate(gate_up, kind, out)
+
+    def gate(self, gate_up: Tensor, kind: GateKind, out: Tensor) -> None:
+        rows, columns = out.shape
+        if rows == 0:
+            return
+        source = gate_up.data_ptr(), TYPES[gate_up.dtype], gate_up.stride(0), cuda.GATES[kind]
+        target = out.data_ptr(), TYPES[out.dtype], out.stride(0)
+        self._gpu.call("gated_activation", *source, rows, columns, *target)
+
+    def _few(  # noqa: PLR0917 - what the kernel needs
+        self,
+        x: Tensor,
+        parts: tuple[CudaQuantLinear, ...],
+        out: Tensor,
+        norm: Norm | None,
+        epilogue: int,
+        gate: GateKind = "silu",
+    ) -> None:
+        rows, gpu = x.shape[0], self._gpu
+        workspace = gpu.workspace("quant_linear", self._max_n, FEW_ROWS)
+        args = cuda.QuantLinear(
+            y=out.data_ptr(),
+            y_stride=out.stride(0),
+            y_dtype=TYPES[out.dtype],
+            count=len(parts),
+            m=rows,
+            epilogue=epilogue,
+            gate=cuda.GATES[gate],
+            workspace=workspace.data_ptr(),
+            workspace_bytes=workspace.numel(),
+        )
+        prepare = _prepare(x, norm)
+        forms: dict[int, Tensor] = {}  # parts whose rows are in one order share their inputs
+        for i, part in enumerate(parts):
+            args.parts[i] = ctypes.pointer(part.matrix)
+            order = part.order.data_ptr()
+            if order not in forms:
+                halves = cuda.prepared_halves(rows, part.num_blocks)
+                forms[order] = gpu.empty(halves, dtype=torch.float16)
+                form = cuda.Prepared(order, forms[order].data_ptr(), part.num_blocks, 0)
+                prepare.to[prepare.count] = form
+                prepare.count += 1
+            args.inputs[i] = forms[order].data_ptr()
+        gpu.call("prepare", prepare)
+        gpu.call("quant_linear", args)
+
+    def _many(self, x: Tensor, part: CudaQuantLinear, out: Tensor, is_added: bool) -> None:
+        """x float16 [m, k]; the matrix is dequantized in slices of columns."""
+        rows, columns = part.in_features, part.out_features
+        count = -(-columns * rows // SCRATCH_HALVES)
+        width = -(-columns // count // 128) * 128
+        scratch = self._gpu.room("dequantized", 2 * width * rows).view(torch.float16)
+        for first in range(0, columns, width):
+            last = min(first + width, columns)
+            dense = scratch[: rows * (last - first)].view(rows, last - first)
+            part.unpack(first, last - first, dense)
+            _product(x, dense, out[:, first:last], is_added)
+
+    def _plain(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """x, normed if so, as float16 [m, k], contiguous."""
+        if norm is None and x.dtype is torch.float16 and x.is_contiguous():
+            return x
+        out = self._gpu.empty(*x.shape, dtype=torch.float16)
+        prepare = _prepare(x, norm)
+        prepare.to[0] = cuda.Prepared(None, out.data_ptr(), 0, 1)
+        prepare.count = 1
+        self._gpu.call("prepare", prepare)
+        return out
+
+
+def parts_of(w: PackedLinear) -> tuple[Part, ...]:
+    return w.parts if isinstance(w, CudaJoined) else (cast(Part, w),)
+
+
+def _all_quantized(parts: Sequence[Part]) -> tuple[CudaQuantLinear, ...] | None:
+    found = tuple(part for part in parts if isinstance(part, CudaQuantLinear))
+    return found if len(found) == len(parts) else None
+
+
+def _prepare(x: Tensor, norm: Norm | None) -> cuda.Prepare:
+    """Inputs named, and no form of them yet."""
+    rows, columns = x.shape
+    args = cuda.Prepare(
+        x=x.data_ptr(), x_stride=x.stride(0), x_dtype=TYPES[x.dtype], m=rows, k=columns
+    )
+    if norm is not None:
+        args.norm, args.eps = norm.weight.data_ptr(), norm.eps
+    return args
+
+
+def _product(x: Tensor, weight: Tensor, out: Tensor, is_added: bool) -> None:
+    """out = x [m, k] @ weight [k, n], summed in float32; out float16 or float32."""
+    if is_added:
+        out += x @ weight
+    elif out.dtype is torch.float16:
+        torch.mm(x, weight, out=out)
+    else:
+        out.copy_(torch.mm(x, weight, out_dtype=torch.float32))

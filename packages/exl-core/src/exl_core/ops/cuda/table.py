@@ -1,0 +1,360 @@
+"""The ops on one GPU: allocates outputs with torch and passes them to the kernels.
+
+Nothing here waits for the GPU, and operands are not looked at: whoever builds a batch checks it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from exl_core.ops.checks import OpInputError
+from exl_core.ops.cuda.library import TYPES, Gpu
+from exl_core.ops.cuda.linear import CudaJoined, Linears, Norm, parts_of
+from exl_core.ops.cuda.quantized import CudaQuantLinear
+from exl_core.ops.quantized import QuantColumns, QuantLayout
+from exl_core.ops.reference_cache import head_dim_of
+from exl_core.ops.table import AttentionBatch, GateKind, PackedLinear
+from exl_kernels import cuda
+
+if TYPE_CHECKING:
+    from exl_core.ops.table import OpTable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaBatch:
+    """What `attention_batch` was given, on the GPU, and its bounds."""
+
+    page_table: Tensor
+    row_starts: Tensor
+    past_lens: Tensor
+    slots: Tensor
+    cos: Tensor
+    sin: Tensor
+    max_rows: int  # of one sequence
+    max_keys: int  # of one sequence, or more
+
+
+class CudaTable:
+    """OpTable over one GPU. `threads` are those that fill matrices."""
+
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self.device = device
+        self.threads = threads
+        self._gpu = Gpu(device)
+        self._linears = Linears(self._gpu)
+
+    @property
+    def name(self) -> str:
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return f"cuda-{major}.{minor}"
+
+    def activations(self, rows: int, columns: int) -> Tensor:
+        return self._gpu.empty(rows, columns, dtype=torch.float16)
+
+    def new_linear(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,  # noqa: ARG002 - they are kept as float16
+        has_bias: bool = False,
+    ) -> PackedLinear:
+        return self._linears.new_dense(out_features, in_features, has_bias)
+
+    def fill_linear(
+        self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        self._linears.fill_dense(w, row_offset, weight, bias)
+
+    def new_quantized(self, layout: QuantLayout) -> PackedLinear:
+        return self._linears.new_quantized(layout)
+
+    def fill_quantized(self, w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
+        self._linears.fill_quantized(w, first_column, columns)
+
+    def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
+        return CudaJoined(tuple(part for w in parts for part in parts_of(w)))
+
+    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
+        out = self._gpu.empty(x.shape[0], w.out_features)
+        self._linears.multiply(x, w, out)
+        return out
+
+    def linear_add_(self, x: Tensor, w: PackedLinear, residual: Tensor) -> None:
+        self._linears.multiply(x, w, residual, is_added=True)
+
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, out: Tensor | None = None
+    ) -> Tensor:
+        if out is None:
+            out = self._gpu.empty(x.shape[0], w.out_features)
+        self._linears.multiply(x, w, out, norm=Norm(norm, eps))
+        return out
+
+    def norm_gated_linear(  # noqa: PLR0917 - two ops' operands
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        w: PackedLinear,
+        kind: GateKind,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        if out is None:
+            out = self._gpu.empty(x.shape[0], w.out_features // 2)
+        self._linears.multiply_gated(x, w, out, Norm(norm, eps), kind)
+        return out
+
+    def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
+        rows = token_ids.shape[0]
+        out = self._gpu.empty(rows, w.in_features)
+        (part,) = parts_of(w)
+        if rows == 0:
+            return out
+        ids, to = token_ids.data_ptr(), out.data_ptr()
+        if isinstance(part, CudaQuantLinear):
+            self._gpu.call("quant_embedding", part.matrix, ids, rows, to)
+        else:
+            weight = part.weight
+            source = weight.data_ptr(), TYPES[weight.dtype]
+            self._gpu.call("embedding", *source, ids, rows, w.in_features, to)
+        return out
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows, columns = x.shape
+        out = self._gpu.empty(rows, columns)
+        if rows:
+            source = x.data_ptr(), TYPES[x.dtype], x.stride(0), weight.data_ptr(), eps
+            target = out.data_ptr(), TYPES[out.dtype], out.stride(0)
+            self._gpu.call("rms_norm", *source, rows, columns, *target)
+        return out
+
+    def rms_norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        if x.numel():
+            operands = x.data_ptr(), TYPES[x.dtype], x.stride(0), weight.data_ptr(), eps
+            self._gpu.call("rms_norm_heads", *operands, *x.shape)
+
+    def rope_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        if x.numel():
+            operands = x.data_ptr(), TYPES[x.dtype], x.stride(0), cos.data_ptr(), sin.data_ptr()
+            self._gpu.call("rope", *operands, cos.shape[1], *x.shape)
+
+    def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:
+        out = self._gpu.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        self._linears.gate(gate_up, kind, out)
+        return out
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slots: Tensor,
+    ) -> None:
+        if key.shape[0] == 0:
+            return
+        if key.stride(0) != value.stride(0) or key.dtype is not value.dtype:
+            raise OpInputError("write_kv: key and value (expected rows laid out alike)")
+        self._gpu.call(
+            "write_kv",
+            _cache(key_cache, value_cache),
+            key.data_ptr(),
+            value.data_ptr(),
+            TYPES[key.dtype],
+            key.stride(0),
+            slots.data_ptr(),
+            key.shape[0],
+        )
+
+    def paged_attention(  # noqa: PLR0917 - the op's operands
+        self,
+        q: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        page_table: Tensor,
+        row_starts: Tensor,
+        past_lens: Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        rows, heads, head_dim = q.shape
+        out = self._gpu.empty(rows, heads * head_dim, dtype=q.dtype)
+        none = self._gpu.empty(0)
+        batch = self._bind(page_table, row_starts, past_lens, none, none, none)
+        self._attend(
+            q.data_ptr(),
+            q.stride(0),
+            out,
+            heads,
+            batch,
+            key_cache,
+            value_cache,
+            scale,
+            window,
+            softcap,
+        )
+        return out
+
+    def attention_batch(  # noqa: PLR0917 - what a batch is made of
+        self,
+        page_table: Tensor,
+        row_starts: Tensor,
+        past_lens: Tensor,
+        slots: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        num_pages: int,
+        page_size: int,
+    ) -> AttentionBatch:
+        if page_table.is_cuda:
+            max_keys = page_table.shape[1] * page_size
+            return CudaBatch(page_table, row_starts, past_lens, slots, cos, sin, 1, max_keys)
+        if page_table.numel() and int(page_table.amax()) >= num_pages:
+            raise OpInputError(
+                f"attention_batch: page_table (expected ids within [0, {num_pages}))"
+            )
+        return self._bind(page_table, row_starts, past_lens, slots, cos, sin)
+
+    def _bind(  # noqa: PLR0917 - what a batch is made of
+        self,
+        page_table: Tensor,
+        row_starts: Tensor,
+        past_lens: Tensor,
+        slots: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+    ) -> CudaBatch:
+        starts = row_starts.tolist()
+        counts = [last - first for first, last in itertools.pairwise(starts)]
+        lengths = [past + n for past, n in zip(past_lens.tolist(), counts, strict=True)]
+
+        def upload(x: Tensor) -> Tensor:
+            return x.to(self.device, non_blocking=True)
+
+        return CudaBatch(
+            page_table=upload(page_table),
+            row_starts=upload(row_starts),
+            past_lens=upload(past_lens),
+            slots=upload(slots),
+            cos=upload(cos),
+            sin=upload(sin),
+            max_rows=max(counts, default=0),
+            max_keys=max(lengths, default=0),
+        )
+
+    def attend_(  # noqa: PLR0917 - the op's operands
+        self,
+        qkv: Tensor,
+        batch: AttentionBatch,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> None:
+        bound = cast(CudaBatch, batch)
+        rows, width = qkv.shape
+        if rows == 0:
+            return
+        head_dim, kv_heads = head_dim_of(key_cache), key_cache.shape[1]
+        q_heads = width // head_dim - 2 * kv_heads
+        args = cuda.RopeWrite(
+            qkv=qkv.data_ptr(),
+            qkv_stride=qkv.stride(0),
+            qkv_dtype=TYPES[qkv.dtype],
+            rows=rows,
+            q_heads=q_heads,
+            rotary_half=bound.cos.shape[1],
+            cos=bound.cos.data_ptr(),
+            sin=bound.sin.data_ptr(),
+            q_norm=None if q_norm is None else q_norm.data_ptr(),
+            k_norm=None if k_norm is None else k_norm.data_ptr(),
+            eps=eps,
+            slots=bound.slots.data_ptr(),
+        )
+        self._gpu.call("rope_write", args, _cache(key_cache, value_cache))
+        mixed = qkv[:, : q_heads * head_dim]
+        self._attend(
+            qkv.data_ptr(),
+            qkv.stride(0),
+            mixed,
+            q_heads,
+            bound,
+            key_cache,
+            value_cache,
+            scale,
+            window,
+            softcap,
+        )
+
+    def _attend(  # noqa: PLR0917 - the op's operands
+        self,
+        q: int,
+        q_stride: int,
+        out: Tensor,
+        heads: int,
+        batch: CudaBatch,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        scale: float,
+        window: int,
+        softcap: float,
+    ) -> None:
+        rows = out.shape[0]
+        if rows == 0:
+            return
+        workspace = self._gpu.workspace("attention", rows, heads, head_dim_of(key_cache))
+        args = cuda.Attention(
+            q=q,
+            q_stride=q_stride,
+            out=out.data_ptr(),
+            out_stride=out.stride(0),
+            dtype=TYPES[out.dtype],
+            rows=rows,
+            q_heads=heads,
+            seqs=batch.past_lens.shape[0],
+            page_table=batch.page_table.data_ptr(),
+            row_starts=batch.row_starts.data_ptr(),
+            past_lens=batch.past_lens.data_ptr(),
+            table_stride=batch.page_table.shape[1],
+            max_rows=batch.max_rows,
+            max_keys=batch.max_keys,
+            window=window,
+            scale=scale,
+            softcap=softcap,
+            workspace=workspace.data_ptr(),
+            workspace_bytes=workspace.numel(),
+        )
+        self._gpu.call("attention", args, _cache(key_cache, value_cache))
+
+
+def _cache(key_cache: Tensor, value_cache: Tensor) -> cuda.Cache:
+    pages, kv_heads, page_size, _ = key_cache.shape
+    return cuda.Cache(
+        key_cache.data_ptr(),
+        value_cache.data_ptr(),
+        TYPES[key_cache.dtype],
+        TYPES[value_cache.dtype],
+        kv_heads,
+        head_dim_of(key_cache),
+        page_size,
+        pages,
+    )
+
+
+if TYPE_CHECKING:
+
+    def _is_an_op_table(table: CudaTable) -> OpTable:
+        return table
