@@ -52,8 +52,8 @@ class Spread:
 @dataclass(frozen=True, slots=True)
 class SpeedRun:
     """One prompt length with one batch size. Rates are tokens a second of all `batch` sequences
-    together; `bytes_per_token` is what a decode step reads, divided by its tokens. `launches` is what
-    a GPU is given to do for one decode step; None on a CPU."""
+    together; `bytes_per_token` is what a decode step reads, divided by its tokens. `launches`
+    counts what a GPU is given to do for one decode step; None on a CPU."""
 
     prompt_tokens: int
     decode_tokens: int
