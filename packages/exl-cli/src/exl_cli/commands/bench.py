@@ -80,6 +80,7 @@ def bench(
     kernels: Kernels = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    device: options.Device = "auto",
     threads: options.Threads = None,
     exact: options.Exact = False,
     cache_type: options.CacheType = "fp16",
@@ -111,7 +112,7 @@ def bench(
     path = resolve_model(spec)
     choices = SpeedOptions(prompts, decode, batches, repeat, kv_format, depth, chunk or PASS_ROWS)
     check_options(choices, open_checkpoint(path)[1])  # the headers tell; loading takes a while
-    loaded = load_quietly(str(path), threads, exact=exact, is_quiet=quiet)
+    loaded = load_quietly(str(path), device=device, threads=threads, exact=exact, is_quiet=quiet)
     with repeats_progress(is_quiet=quiet) as on_measured:
         if kernels:
             found = measure_kernels(loaded, choices, on_measured=on_measured)
