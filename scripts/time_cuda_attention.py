@@ -32,7 +32,7 @@ Q_HEADS, KV_HEADS, D, PAGE = 32, 8, 128, 256
 DECODE = [(1, 256), (1, 1024), (1, 32768), (8, 1024), (32, 1024)]
 
 
-def milliseconds(work: Callable[[], None], repeats: int) -> float:
+def milliseconds(work: Callable[[], object], repeats: int) -> float:
     """Median."""
     for _ in range(3):
         work()
@@ -44,7 +44,7 @@ def milliseconds(work: Callable[[], None], repeats: int) -> float:
         end.record()
         end.synchronize()
         times.append(begin.elapsed_time(end))
-    return sorted(times)[len(times) // 2]
+    return float(sorted(times)[len(times) // 2])
 
 
 def copy_bandwidth() -> float:

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from exl_core.ops.cuda.library import TYPES, Gpu
 from exl_core.ops.reference import ReferenceTable
-from exl_core.ops.reference_cache import head_dim_of
+from exl_core.ops.reference_cache import decode_rows, encode_rows, head_dim_of, row_size
 from exl_kernels import cuda
-from kernels.kernel_support import PagedBatch, paged_batch
 
 pytestmark = pytest.mark.cuda
 
+DEVICE = "cuda"
 F32, F16, F8 = torch.float32, torch.float16, torch.float8_e4m3fn
 FORMATS = {
     "f32": (F32, F32),
@@ -34,20 +34,85 @@ MIXED = [(0, 1), (7, 1), (299, 1), (0, 37), (45, 70), (131, 2), (9, 0), (600, 1)
 def rng() -> torch.Generator:
     seed = torch.seed() % 2**31
     print(f"seed {seed}")
-    return torch.Generator().manual_seed(seed)
+    return torch.Generator(DEVICE).manual_seed(seed)
 
 
 @pytest.fixture(scope="module")
 def gpu() -> Gpu:
-    return Gpu(torch.device("cuda"))
+    return Gpu(torch.device(DEVICE))
+
+
+@dataclass(frozen=True)
+class PagedBatch:
+    """Sequences of (past length, rows), their pages scattered over the cache."""
+
+    key_cache: Tensor
+    value_cache: Tensor
+    page_table: Tensor
+    row_starts: Tensor
+    past_lens: Tensor
+    sequences: list[tuple[int, int]]
+
+    @property
+    def rows(self) -> int:
+        return sum(rows for _, rows in self.sequences)
+
+    def rows_of(self, cache: Tensor, seq: int) -> Tensor:
+        """All positions of a sequence: float64 [kv_heads, end, d]."""
+        at, page_size = torch.arange(sum(self.sequences[seq]), device=DEVICE), cache.shape[2]
+        pages = self.page_table[seq].long()[at // page_size]
+        stored = cache.view(torch.uint8)[pages, :, at % page_size]
+        return decode_rows(stored.transpose(0, 1).contiguous().view(cache.dtype))
+
+    def only(self, seq: int) -> PagedBatch:
+        """One of the sequences, by itself."""
+        rows = self.sequences[seq][1]
+        return replace(
+            self,
+            page_table=self.page_table[seq : seq + 1].contiguous(),
+            row_starts=torch.tensor([0, rows], dtype=torch.int32, device=DEVICE),
+            past_lens=self.past_lens[seq : seq + 1].contiguous(),
+            sequences=[self.sequences[seq]],
+        )
+
+
+def paged_batch(
+    rng: torch.Generator, sequences: list[tuple[int, int]], name: str, d: int, *, kv_heads: int,
+    page_size: int,
+) -> PagedBatch:  # fmt: skip
+    """Pages are handed out in random order; what no sequence has written is NaN."""
+    counts = [-(-(past + rows) // page_size) for past, rows in sequences]
+    num_pages = sum(counts) + 2
+    order = torch.randperm(num_pages, generator=rng, device=DEVICE)
+    page_table = torch.zeros(len(sequences), max(counts), dtype=torch.int32, device=DEVICE)
+    caches = []
+    for cache_type in FORMATS[name]:
+        shape = (num_pages, kv_heads, page_size, row_size(cache_type, d) * cache_type.itemsize)
+        # All ones is NaN in every type, and in the scales of codes.
+        ones = torch.full(shape, 255, dtype=torch.uint8, device=DEVICE)
+        caches.append(ones.view(cache_type))
+    used = 0
+    for seq, (past, rows) in enumerate(sequences):
+        pages = order[used : used + counts[seq]]
+        used += counts[seq]
+        page_table[seq, : len(pages)] = pages.int()
+        at = torch.arange(past + rows, device=DEVICE)
+        for cache in caches:
+            fresh = torch.randn(past + rows, kv_heads, d, generator=rng, device=DEVICE)
+            place = pages[at // page_size], slice(None), at % page_size
+            cache.view(torch.uint8)[place] = encode_rows(fresh, cache.dtype).view(torch.uint8)
+    starts = torch.tensor([0, *(rows for _, rows in sequences)]).cumsum(0)
+    past_lens = torch.tensor([past for past, _ in sequences], dtype=torch.int32, device=DEVICE)
+    return PagedBatch(
+        caches[0], caches[1], page_table, starts.int().to(DEVICE), past_lens, sequences
+    )
 
 
 @dataclass(frozen=True)
 class Case:
-    """A batch, here and on the GPU, and what attention is asked to do with it."""
+    """A batch, and what attention is asked to do with it."""
 
     batch: PagedBatch
-    there: PagedBatch
     q: Tensor  # [rows, q_heads, d], of float16 or float32
     window: int = 0
     softcap: float = 0.0
@@ -58,24 +123,36 @@ class Case:
         return float(self.q.shape[2] ** -0.5)
 
     def exact(self) -> Tensor:
-        return (
-            ReferenceTable(1)
-            .paged_attention(
-                self.q.float(),
-                *self.batch.operands(),
-                scale=self.scale,
-                window=self.window,
-                softcap=self.softcap,
+        """As the reference table has it, in float64, on the GPU."""
+        out = torch.empty(self.q.shape, dtype=torch.float64, device=DEVICE)
+        first = 0
+        for seq, (past, rows) in enumerate(self.batch.sequences):
+            if rows == 0:
+                continue
+            keys, values = (
+                self.batch.rows_of(cache, seq)
+                for cache in (self.batch.key_cache, self.batch.value_cache)
             )
-            .view(self.q.shape)
-            .double()
-        )
+            group = self.q.shape[1] // keys.shape[0]
+            queries = (
+                self.q[first : first + rows].double().transpose(0, 1)
+            queries = queries.reshape(-1, group, rows, queries.shape[2])
+            )
+            scores = queries @ keys[:, None].transpose(2, 3) * self.scale
+            if self.softcap > 0:
+                scores = self.softcap * torch.tanh(scores / self.softcap)
+            at = torch.arange(past + rows, device=DEVICE)
+            ages = at[past:, None] - at
+            seen = (ages >= 0) & (ages < (self.window or past + rows))
+            weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
+            out[first : first + rows] = (weights @ values[:, None]).flatten(0, 1).transpose(0, 1)
+            first += rows
+        return out
 
     def call(self, gpu: Gpu, q: Tensor, q_stride: int, out: Tensor, out_stride: int) -> None:
-        keys, values, page_table, row_starts, past_lens = self.there.operands()
+        keys, values = self.batch.key_cache, self.batch.value_cache
         rows, q_heads, d = self.q.shape
-        counts = self.batch.row_starts.diff()
-        longest = int((counts + self.batch.past_lens).max())
+        longest = max(sum(sequence) for sequence in self.batch.sequences)
         workspace = gpu.workspace("attention", rows, q_heads, d)
         args = cuda.Attention(
             q=q.data_ptr(),
@@ -85,12 +162,12 @@ class Case:
             dtype=TYPES[q.dtype],
             rows=rows,
             q_heads=q_heads,
-            seqs=past_lens.shape[0],
-            page_table=page_table.data_ptr(),
-            row_starts=row_starts.data_ptr(),
-            past_lens=past_lens.data_ptr(),
-            table_stride=page_table.shape[1],
-            max_rows=int(counts.max()),
+            seqs=len(self.batch.sequences),
+            page_table=self.batch.page_table.data_ptr(),
+            row_starts=self.batch.row_starts.data_ptr(),
+            past_lens=self.batch.past_lens.data_ptr(),
+            table_stride=self.batch.page_table.shape[1],
+            max_rows=max(rows for _, rows in self.batch.sequences),
             max_keys=max(self.max_keys, longest),
             window=self.window,
             scale=self.scale,
@@ -115,9 +192,9 @@ class Case:
         """[rows, q_heads, d] on the GPU, from queries in a row of other things."""
         rows, q_heads, d = self.q.shape
         width = q_heads * d
-        wide = torch.full((rows, width + 64), torch.nan, dtype=self.q.dtype, device="cuda")
-        wide[:, 32 : 32 + width] = self.q.view(rows, width).cuda()
-        out = torch.full((rows, width + 8), torch.nan, dtype=self.q.dtype, device="cuda")
+        wide = torch.full((rows, width + 64), torch.nan, dtype=self.q.dtype, device=DEVICE)
+        wide[:, 32 : 32 + width] = self.q.view(rows, width)
+        out = torch.full((rows, width + 8), torch.nan, dtype=self.q.dtype, device=DEVICE)
         self.call(gpu, wide[:, 32:], wide.stride(0), out, out.stride(0))
         assert out[:, width:].isnan().all()
         return out[:, :width].reshape(rows, q_heads, d)
@@ -137,21 +214,16 @@ def make_case(
     loud: float = 1.0,
 ) -> Case:
     q_heads, kv_heads = heads
-    key_type, value_type = FORMATS[name]
-    batch = paged_batch(
-        rng, sequences, kv_heads=kv_heads, head_dim=d, page_size=page_size, dtype=key_type,
-        value_dtype=value_type,
-    )  # fmt: skip
-    there = PagedBatch(*(x.cuda() for x in batch.operands()), batch.rows)
-    q = (loud * torch.randn(batch.rows, q_heads, d, generator=rng)).to(dtype)
-    return Case(batch, there, q, window, softcap)
+    batch = paged_batch(rng, sequences, name, d, kv_heads=kv_heads, page_size=page_size)
+    q = (loud * torch.randn(batch.rows, q_heads, d, generator=rng, device=DEVICE)).to(dtype)
+    return Case(batch, q, window, softcap)
 
 
 def check(gpu: Gpu, case: Case, bound: float = 2e-3) -> Tensor:
     """As a whole within the bound, and no vector far off."""
     out = case.run(gpu)
     exact = case.exact()
-    error = out.cpu().double() - exact
+    error = out.double() - exact
     assert error.norm() <= bound * exact.norm(), float(error.norm() / exact.norm())
     each = error.norm(dim=-1) / exact.norm(dim=-1)
     assert each.max() <= 6 * bound, float(each.max())
@@ -235,9 +307,9 @@ def test_results_may_replace_the_queries(
 ) -> None:
     case = make_case(rng, sequences, name, 128, (8, 2))
     rows, q_heads, d = case.q.shape
-    qkv = torch.randn(rows, (q_heads + 4) * d, generator=rng).half().cuda()
+    qkv = torch.randn(rows, (q_heads + 4) * d, generator=rng, device=DEVICE).half()
     before = qkv.clone()
-    qkv[:, : q_heads * d] = case.q.view(rows, -1).cuda()
+    qkv[:, : q_heads * d] = case.q.view(rows, -1)
 
     case.call(gpu, qkv, qkv.stride(0), qkv, qkv.stride(0))
 
@@ -251,7 +323,7 @@ def test_a_nan_in_the_cache_is_not_hidden(
     gpu: Gpu, rng: torch.Generator, rows: int, which: str
 ) -> None:
     case = make_case(rng, [(5, rows)], "f16", 64, (2, 1), page_size=16)
-    getattr(case.there, which)[int(case.batch.page_table[0, 0]), 0, 2, 3] = torch.nan
+    getattr(case.batch, which)[int(case.batch.page_table[0, 0]), 0, 2, 3] = torch.nan
 
     out = case.run(gpu)
 
@@ -262,9 +334,9 @@ def test_a_captured_graph_follows_the_lengths(gpu: Gpu, rng: torch.Generator) ->
     """What is captured for short sequences is right for long ones."""
     case = make_case(rng, [(3000, 1), (700, 1), (1, 1)], "f16", 128, (8, 2))
     exact = case.run(gpu)
-    q = case.q.cuda()
+    q = case.q
     out = torch.full_like(q, torch.nan)
-    past = case.there.past_lens
+    past = case.batch.past_lens
     right = past.clone()
     past.zero_()
     loose = replace(case, max_keys=8192)
@@ -285,23 +357,29 @@ def test_a_sequence_does_not_depend_on_its_neighbours(gpu: Gpu, rng: torch.Gener
     """Up to how its keys are split, which follows the number of sequences."""
     case = make_case(rng, MIXED, "q8", 128)
     together = case.run(gpu)
-    starts = case.batch.row_starts.tolist()
-    for seq in range(len(MIXED)):
-        rows = slice(starts[seq], starts[seq + 1])
-        if rows.stop == rows.start:
+    first = 0
+    for seq, (_, rows) in enumerate(MIXED):
+        if rows == 0:
             continue
+        own = slice(first, first + rows)
+        one = replace(case, batch=case.batch.only(seq), q=case.q[own].contiguous()).run(gpu)
+        assert (one - together[own]).double().norm() <= 1e-3 * one.double().norm()
+        first += rows
 
-        def alone(batch: PagedBatch, seq: int = seq, rows: slice = rows) -> PagedBatch:
-            table = batch.page_table[seq : seq + 1].contiguous()
-            ends = torch.tensor([0, rows.stop - rows.start], dtype=torch.int32)
-            return PagedBatch(
-                batch.key_cache,
-                batch.value_cache,
-                table,
-                ends.to(table.device),
-                batch.past_lens[seq : seq + 1].contiguous(),
-                rows.stop - rows.start,
-            )
 
-        one = Case(alone(case.batch), alone(case.there), case.q[rows].contiguous()).run(gpu)
-        assert (one - together[rows]).double().norm() <= 1e-3 * one.double().norm()
+def test_the_bound_is_the_references(rng: torch.Generator) -> None:
+    """What these tests compare with is what the reference table computes."""
+    case = make_case(rng, [(9, 1), (30, 20)], "q6", 64, page_size=16, window=13, softcap=9.0)
+    batch = case.batch
+    right = ReferenceTable(1).paged_attention(
+        case.q.float().cpu(),
+        batch.key_cache.cpu(),
+        batch.value_cache.cpu(),
+        batch.page_table.cpu(),
+        batch.row_starts.cpu(),
+        batch.past_lens.cpu(),
+        scale=case.scale,
+        window=13,
+        softcap=9.0,
+    )
+    assert (case.exact().cpu().flatten(1) - right).norm() <= 1e-6 * right.norm()
