@@ -22,6 +22,9 @@ namespace exl::cuda {
 
 namespace {
 
+#ifndef EXL_TUNE_MINB
+#define EXL_TUNE_MINB 2
+#endif
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kChunkRows = 32;
@@ -80,6 +83,49 @@ __device__ __forceinline__ void add_step(
     }
 }
 
+#ifndef EXL_TUNE_PIPE
+template <int kCount, int kBits, int kTiles, bool kHasOffsets>
+__device__ __forceinline__ void add_some(
+    Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const uint8_t* blocks, const __half* x,
+    int block_halves, int lane
+) {
+    InputRows<kTiles> rows[kCount];
+    BlockCodes<kBits> codes[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        rows[i].load(x + i * block_halves);
+        codes[i].load(blocks + i * 128 * kBits, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        add_step<0, BlockCodes<kBits>, kTiles, kHasOffsets>(sums, input_sums, codes[i], rows[i]);
+        add_step<1, BlockCodes<kBits>, kTiles, kHasOffsets>(sums, input_sums, codes[i], rows[i]);
+    }
+}
+
+template <int kBits, int kTiles, bool kHasOffsets>
+__device__ __forceinline__ void add_blocks(
+    Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const uint8_t* blocks, int count,
+    const __half* x, int block_halves, int lane
+) {
+    constexpr int kAtOnce = 4 / kTiles;
+    if constexpr (kAtOnce > 1) {
+        for (; count >= kAtOnce; count -= kAtOnce) {
+            add_some<kAtOnce, kBits, kTiles, kHasOffsets>(
+                sums, input_sums, blocks, x, block_halves, lane
+            );
+            blocks += kAtOnce * 128 * kBits;
+            x += kAtOnce * block_halves;
+        }
+    }
+#pragma unroll 1
+    for (; count > 0; --count) {
+        add_some<1, kBits, kTiles, kHasOffsets>(sums, input_sums, blocks, x, block_halves, lane);
+        blocks += 128 * kBits;
+        x += block_halves;
+    }
+}
+#else
 template <int kBits, int kTiles, bool kHasOffsets>
 __device__ __forceinline__ void add_blocks(
     Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const uint8_t* blocks, int count,
@@ -102,6 +148,8 @@ __device__ __forceinline__ void add_blocks(
         codes = next_codes;
     }
 }
+
+#endif
 
 // Scales or minimums of the lane's columns g, g + 8, g + 16, g + 24.
 __device__ __forceinline__ void load_factors(
@@ -288,7 +336,7 @@ __device__ void finish_tile(
 // ---- the kernel ----------------------------------------------------------------------------------
 
 template <int kTiles, bool kHasOffsets>
-__global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
+__global__ void __launch_bounds__(kThreads, kTiles == 4 ? 2 : EXL_TUNE_MINB) quant_linear_kernel(
     const __grid_constant__ QuantLinearArgs args
 ) {
     extern __shared__ __align__(128) uint8_t shared[];
