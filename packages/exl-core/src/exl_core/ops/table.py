@@ -13,6 +13,7 @@ An operand that breaks an op's contract is the caller's bug and raises ValueErro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor, device, dtype
@@ -269,6 +270,15 @@ class OpTable(Protocol):
         infinity above zero, or if no finite one is left.
         """
         ...
+
+
+def device_failures(on: device, doing: str) -> AbstractContextManager[None]:
+    """What a GPU's failures raise inside becomes DeviceError, or OutOfMemoryError with numbers."""
+    if on.type == "cpu":
+        return nullcontext()
+    from exl_core.ops.cuda.device import failures
+
+    return failures(doing)
 
 
 def available_isas() -> tuple[str, ...]:
