@@ -1,131 +1,59 @@
 // The kernel of attention_decode.cuh's plan, and its launch.
 #pragma once
 
-#include "attention_decode.cuh"
+#include "attention_decode_step.cuh"
 
 namespace exl::cuda {
 
-constexpr int kDecodeWarps = 4;
-
-// Steps of 32 keys where a row of codes is short, so that the bookkeeping of a step is paid for.
-template <int key_type, int value_type>
-constexpr int kStepChunks = key_type == kU8 && value_type == kU8 ? 2 : 1;
-
-template <int key_type, int value_type, int width, int tiles>
-struct DecodeShape {
-    static constexpr int kQueries = 8 * tiles;
-    static constexpr int kChunks = kStepChunks<key_type, value_type>;
-    static constexpr int kKeys = kChunks * kChunk;  // of a step
-    static constexpr int kKeyBytes = kKeys * staged_bytes(key_type, width);
-    static constexpr int kStepBytes = kKeyBytes + kKeys * staged_bytes(value_type, width);
-    static constexpr int kQueryStride = width + 8;  // float16
-    static constexpr int kQueryBytes = kQueries * kQueryStride * 2;
-    static constexpr int kResultStride = width + 4;  // float32
-    // Peaks and weights of queries, of each warp or of each split.
-    static constexpr int kStatBytes = kMaxSplits * kQueries * 4;
-    static constexpr int result_bytes(int warps) { return warps * kQueries * kResultStride * 4; }
+// A block's rows and keys. Nothing to do where `splits` is 0.
+struct Piece {
+    int first_row;  // of the pass
+    int vectors;    // rows times the group's heads
+    int first_position;
+    int rows;
+    int begin_key;  // what any of the rows sees
+    int end_key;
+    int splits;  // that share these keys
+    int begin;   // steps of this one
+    int end;
 };
 
-// A warp's running result: peak and weight of the queries 2 t, 2 t + 1 of each tile (the weight of
-// this lane's keys only), and sums of values.
-template <int width, int tiles>
-struct Running {
-    float peak[tiles][2];
-    float weight[tiles][2];
-    float sums[width / 16][tiles][4];
-};
-
-// One step of keys, staged at `rows`; positions of the queries decide what they see, where `masked`.
-template <int key_type, int value_type, int width, int tiles>
-__device__ __forceinline__ void attend_step(
-    const AttentionParams& params, const uint8_t* rows, int first_key, bool masked,
-    const int (&positions)[tiles][2], const uint32_t (&q)[tiles][width / 16][2],
-    Running<width, tiles>& run, int lane
+__device__ __forceinline__ Piece piece_of(
+    const AttentionParams& params, int queries, int step_keys, int warps
 ) {
-    using Shape = DecodeShape<key_type, value_type, width, tiles>;
-    using Keys = KeyFragments<key_type, width>;
-    using Values = ValueFragments<value_type, width>;
-    constexpr int kChunks = Shape::kChunks;
-    float s[kChunks][tiles][4] = {};
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-        Keys::for_each(rows + c * kChunk * Keys::kStride, lane, [&](int k, const uint32_t (&a)[4]) {
-#pragma unroll
-            for (int n = 0; n < tiles; ++n) mma_16816(s[c][n], a, q[n][k][0], q[n][k][1]);
-        });
-    }
-    float peak[tiles][2];
-    bool moved = false;
-#pragma unroll
-    for (int n = 0; n < tiles; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            peak[n][j] = run.peak[n][j];
-#pragma unroll
-            for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float& x = s[c][n][2 * h + j];
-                    x = score_of(x, params.scale, params.softcap);
-                    if (masked) {
-                        const int age = positions[n][j] - (first_key + c * kChunk + lane / 4 + 8 * h);
-                        if (age < 0 || (params.window > 0 && age >= params.window)) x = -INFINITY;
-                    }
-                    peak[n][j] = fmaxf(peak[n][j], x);
-                }
-            }
-#pragma unroll
-            for (int step = 4; step < kWarp; step *= 2) {
-                peak[n][j] = fmaxf(peak[n][j], __shfl_xor_sync(0xffffffffu, peak[n][j], step));
-            }
-            moved |= peak[n][j] != run.peak[n][j];
-        }
-    }
-    if (__any_sync(0xffffffffu, moved)) {
-#pragma unroll
-        for (int n = 0; n < tiles; ++n) {
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                // A peak of -infinity has no sums yet; subtracting it from itself would invent NaN.
-                const float factor =
-                    peak[n][j] == -INFINITY ? 1.0f : exp2_of(run.peak[n][j] - peak[n][j]);
-                run.peak[n][j] = peak[n][j];
-                run.weight[n][j] *= factor;
-#pragma unroll
-                for (int tile = 0; tile < width / 16; ++tile) {
-                    run.sums[tile][n][j] *= factor;
-                    run.sums[tile][n][2 + j] *= factor;
-                }
-            }
-        }
-    }
-    uint32_t p[kChunks][tiles][2];
-#pragma unroll
-    for (int n = 0; n < tiles; ++n) {
-        const float base[2] = {peak[n][0] == -INFINITY ? 0.0f : peak[n][0],
-                               peak[n][1] == -INFINITY ? 0.0f : peak[n][1]};
-#pragma unroll
-        for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const float x = exp2_of(s[c][n][2 * h] - base[0]);
-                const float y = exp2_of(s[c][n][2 * h + 1] - base[1]);
-                run.weight[n][0] += x;
-                run.weight[n][1] += y;
-                const uint32_t two = bits_of(__floats2half2_rn(x, y));
-                asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
-                             : "=r"(p[c][n][h]) : "r"(two));
-            }
-        }
-    }
-#pragma unroll
-    for (int c = 0; c < kChunks; ++c) {
-        const uint8_t* values = rows + Shape::kKeyBytes + c * kChunk * Values::kStride;
-        Values::for_each(values, lane, [&](int tile, const uint32_t (&a)[4]) {
-#pragma unroll
-            for (int n = 0; n < tiles; ++n) mma_16816(run.sums[tile][n], a, p[c][n][0], p[c][n][1]);
-        });
-    }
+    Piece piece = {};
+    const int seq = static_cast<int>(blockIdx.z) / params.row_tiles;
+    const int tile_rows = queries / params.group;
+    const int seq_begin = params.row_starts[seq];
+    const int seq_rows = params.row_starts[seq + 1] - seq_begin;
+    const int first = static_cast<int>(blockIdx.z) % params.row_tiles * tile_rows;
+    if (seq_rows > kFewRows || first >= seq_rows) return piece;
+    piece.first_row = seq_begin + first;
+    piece.rows = min(tile_rows, seq_rows - first);
+    piece.vectors = piece.rows * params.group;
+    piece.first_position = params.past_lens[seq] + first;
+    piece.end_key = piece.first_position + piece.rows;
+    piece.begin_key = params.window > 0 ? max(0, piece.first_position - params.window + 1) : 0;
+    const int first_step = piece.begin_key / step_keys;
+    const int64_t steps = (piece.end_key + step_keys - 1) / step_keys - first_step;
+    const int splits = min(params.splits, (static_cast<int>(steps) + warps - 1) / warps);
+    const int split = blockIdx.x;
+    if (split >= splits) return piece;
+    piece.splits = splits;
+    piece.begin = first_step + static_cast<int>(steps * split / splits);
+    piece.end = first_step + static_cast<int>(steps * (split + 1) / splits);
+    return piece;
+}
+
+// Address of query vector v in rows of `stride`.
+__device__ __forceinline__ uint8_t* vector_at(
+    const AttentionParams& params, const Piece& piece, const void* base, int64_t stride, int v
+) {
+    const int64_t row = piece.first_row + v / params.group;
+    const int head = static_cast<int>(blockIdx.y) * params.group + v % params.group;
+    const int64_t at = row * stride + static_cast<int64_t>(head) * params.d;
+    return const_cast<uint8_t*>(static_cast<const uint8_t*>(base)) +
+           at * (params.dtype == kF16 ? 2 : 4);
 }
 
 __device__ __forceinline__ void wait_for_stage(int stages) {
@@ -139,6 +67,143 @@ __device__ __forceinline__ void wait_for_stage(int stages) {
     __syncwarp();
 }
 
+// The warps' results to shared memory, side by side.
+template <int value_type, int width, int tiles>
+__device__ __forceinline__ void store_results(
+    const Running<width, tiles>& run, float* results, float* stats, int warp, int lane
+) {
+    constexpr int kQueries = 8 * tiles;
+#pragma unroll
+    for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            float weight = run.weight[n][j];
+#pragma unroll
+            for (int step = 4; step < kWarp; step *= 2) {
+                weight += __shfl_xor_sync(0xffffffffu, weight, step);
+            }
+            const int v = 8 * n + lane % 4 * 2 + j;
+            if (lane < 4) {
+                stats[2 * warp * kQueries + v] = run.peak[n][j];
+                stats[(2 * warp + 1) * kQueries + v] = weight;
+            }
+            float* to = results + (warp * kQueries + v) * (width + 4);
+#pragma unroll
+            for (int tile = 0; tile < width / 16; ++tile) {
+                using Values = ValueFragments<value_type, width>;
+                to[Values::element(tile, lane / 4, 0)] = run.sums[tile][n][j];
+                to[Values::element(tile, lane / 4, 1)] = run.sums[tile][n][2 + j];
+            }
+        }
+    }
+}
+
+// Adds the warps' results: to the first one's place, divided by their weight, or, where `partials` is
+// not null, there, with peak and weight.
+template <int width, int queries>
+__device__ __forceinline__ void merge_warps(
+    float* results, const float* stats, int vectors, float* partials, float2* partial_stats, int warp,
+    int warps, int lane
+) {
+    for (int v = warp; v < vectors; v += warps) {
+        float peak = -INFINITY;
+        for (int w = 0; w < warps; ++w) peak = fmaxf(peak, stats[2 * w * queries + v]);
+        const float base = peak == -INFINITY ? 0.0f : peak;
+        float factors[kDecodeWarps];
+        float weight = 0.0f;
+#pragma unroll
+        for (int w = 0; w < kDecodeWarps; ++w) {
+            factors[w] = 0.0f;
+            if (w >= warps) continue;
+            factors[w] = exp2_of(stats[2 * w * queries + v] - base);
+            weight += factors[w] * stats[(2 * w + 1) * queries + v];
+        }
+        const float by = partials == nullptr ? 1.0f / weight : 1.0f;
+        for (int i = 4 * lane; i < width; i += 4 * kWarp) {
+            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+            for (int w = 0; w < kDecodeWarps; ++w) {
+                if (w >= warps) continue;
+                const float4 x = *reinterpret_cast<const float4*>(
+                    results + (w * queries + v) * (width + 4) + i
+                );
+                sum.x += factors[w] * x.x;
+                sum.y += factors[w] * x.y;
+                sum.z += factors[w] * x.z;
+                sum.w += factors[w] * x.w;
+            }
+            sum = make_float4(sum.x * by, sum.y * by, sum.z * by, sum.w * by);
+            // Nobody else reads this query's results, and this lane has read what it overwrites.
+            float* to = partials == nullptr ? results + v * (width + 4) : partials + v * width;
+            *reinterpret_cast<float4*>(to + i) = sum;
+        }
+        if (partials != nullptr && lane == 0) partial_stats[v] = make_float2(peak, weight);
+    }
+}
+
+// Whether this block is the last of those that share `counter`; their partial results can be read.
+__device__ __forceinline__ bool arrives_last(unsigned* counter, int splits) {
+    __shared__ bool is_last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        is_last = atomicAdd(counter, 1u) == static_cast<unsigned>(splits) - 1;
+        if (is_last) *counter = 0;
+    }
+    __syncthreads();
+    __threadfence();
+    return is_last;
+}
+
+// Adds the splits' partial results, in their order, to `results`.
+template <int width, int queries>
+__device__ __forceinline__ void add_splits(
+    float* results, float* shares, int vectors, const float* partials, const float2* partial_stats,
+    int splits, int warp, int warps, int lane
+) {
+    for (int v = warp; v < vectors; v += warps) {
+        float2 mine[kMaxSplits / kWarp];
+        float peak = -INFINITY;
+#pragma unroll
+        for (int i = 0; i < kMaxSplits / kWarp; ++i) {
+            const int split = i * kWarp + lane;
+            mine[i] = make_float2(-INFINITY, 0.0f);
+            if (split < splits) mine[i] = __ldcg(partial_stats + split * queries + v);
+            peak = fmaxf(peak, mine[i].x);
+        }
+        peak = warp_max(peak);
+        const float base = peak == -INFINITY ? 0.0f : peak;
+        float weight = 0.0f;
+#pragma unroll
+        for (int i = 0; i < kMaxSplits / kWarp; ++i) {
+            mine[i].x = exp2_of(mine[i].x - base);
+            weight += mine[i].x * mine[i].y;
+        }
+        weight = warp_sum(weight);
+#pragma unroll
+        for (int i = 0; i < kMaxSplits / kWarp; ++i) {
+            const int split = i * kWarp + lane;
+            if (split < splits) shares[split * queries + v] = mine[i].x / weight;
+        }
+    }
+    __syncthreads();
+    for (int i = threadIdx.x; i < vectors * (width / 4); i += blockDim.x) {
+        const int v = i / (width / 4);
+        const auto* from = reinterpret_cast<const float4*>(partials) + i;
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 8
+        for (int s = 0; s < splits; ++s) {
+            const float4 x = __ldcg(from + s * (queries * width / 4));
+            const float share = shares[s * queries + v];
+            sum.x += share * x.x;
+            sum.y += share * x.y;
+            sum.z += share * x.z;
+            sum.w += share * x.w;
+        }
+        *reinterpret_cast<float4*>(results + v * (width + 4) + i % (width / 4) * 4) = sum;
+    }
+}
+
 template <int key_type, int value_type, int width, int tiles>
 __global__ void __launch_bounds__(kDecodeWarps * kWarp) decode_kernel(const AttentionParams params) {
     using Shape = DecodeShape<key_type, value_type, width, tiles>;
@@ -147,35 +212,15 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp) decode_kernel(const Atte
     constexpr int kQueries = Shape::kQueries;
     constexpr int kStep = Shape::kKeys;
     extern __shared__ __align__(16) uint8_t shared[];
-    __shared__ bool is_last;
     let_next_begin();
     wait_for_inputs();
     const int warps = blockDim.x / kWarp;
     const int warp = threadIdx.x / kWarp;
     const int lane = threadIdx.x % kWarp;
-    const int seq = blockIdx.z / params.row_tiles;
+    const Piece piece = piece_of(params, kQueries, kStep, warps);
+    if (piece.splits == 0) return;
     const int kv_head = blockIdx.y;
     const int d = params.d;
-
-    // Which rows, and which keys they see.
-    const int tile_rows = kQueries / params.group;
-    const int seq_begin = params.row_starts[seq];
-    const int seq_rows = params.row_starts[seq + 1] - seq_begin;
-    const int first_row = static_cast<int>(blockIdx.z) % params.row_tiles * tile_rows;
-    if (seq_rows > kFewRows || first_row >= seq_rows) return;
-    const int rows = min(tile_rows, seq_rows - first_row);
-    const int first_position = params.past_lens[seq] + first_row;
-    const int end_key = first_position + rows;
-    const int begin_key = params.window > 0 ? max(0, first_position - params.window + 1) : 0;
-
-    // This block's share of the steps.
-    const int steps_begin = begin_key / kStep;
-    const int steps = (end_key + kStep - 1) / kStep - steps_begin;
-    const int splits = min(params.splits, (steps + warps - 1) / warps);
-    const int split = blockIdx.x;
-    if (split >= splits) return;
-    const int begin = steps_begin + static_cast<int>(static_cast<int64_t>(steps) * split / splits);
-    const int end = steps_begin + static_cast<int>(static_cast<int64_t>(steps) * (split + 1) / splits);
 
     uint8_t* queries = shared;
     float* stats = reinterpret_cast<float*>(shared + Shape::kQueryBytes);
@@ -185,14 +230,15 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp) decode_kernel(const Atte
         clear(staged, params.stages * Shape::kStepBytes, lane, kWarp);
         __syncwarp();
     }
-    const int32_t* pages = params.page_table + static_cast<int64_t>(seq) * params.table_stride;
+    const int32_t* pages =
+        params.page_table + static_cast<int64_t>(blockIdx.z / params.row_tiles) * params.table_stride;
     const auto copy_step = [&](int step, int stage) {
-        if (step < end) {
+        if (step < piece.end) {
             uint8_t* to = staged + stage * Shape::kStepBytes;
 #pragma unroll
             for (int c = 0; c < Shape::kChunks; ++c) {
                 const int position = step * kStep + c * kChunk;
-                if (position >= end_key || position + kChunk <= begin_key) continue;
+                if (position >= piece.end_key || position + kChunk <= piece.begin_key) continue;
                 copy_chunk<key_type, width>(
                     to + c * kChunk * Keys::kStride,
                     chunk_rows<key_type>(params, params.key_cache, pages, kv_head, position), d, lane
@@ -206,19 +252,15 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp) decode_kernel(const Atte
         }
         commit_copies();
     };
-    int next = begin + warp;
+    int next = piece.begin + warp;
     for (int stage = 0; stage + 1 < params.stages; ++stage, next += warps) copy_step(next, stage);
 
     // Queries as float16 to shared memory, from there as fragments to registers.
-    const int vectors = rows * params.group;
     for (int v = warp; v < kQueries; v += warps) {
         Row x = {};
-        if (v < vectors) {
-            const int64_t row = seq_begin + first_row + v / params.group;
-            const int head = kv_head * params.group + v % params.group;
-            const int64_t at = row * params.q_stride + static_cast<int64_t>(head) * d;
-            const int bytes = params.dtype == kF16 ? 2 : 4;
-            load_row(x, static_cast<const uint8_t*>(params.q) + at * bytes, params.dtype, d, lane);
+        if (v < piece.vectors) {
+            const auto* from = vector_at(params, piece, params.q, params.q_stride, v);
+            load_row(x, from, params.dtype, d, lane);
             if (is_codes(key_type)) rotate_row(x, d, lane);
         }
         store_row(queries + v * Shape::kQueryStride * 2, x, kF16, width, lane);
@@ -242,184 +284,70 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp) decode_kernel(const Atte
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const int v = 8 * n + lane % 4 * 2 + j;
-            positions[n][j] = first_position + min(v / params.group, rows - 1);
+            positions[n][j] = piece.first_position + min(v / params.group, piece.rows - 1);
         }
     }
 
     Running<width, tiles> run;
-#pragma unroll
-    for (int n = 0; n < tiles; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            run.peak[n][j] = -INFINITY;
-            run.weight[n][j] = 0.0f;
-        }
-#pragma unroll
-        for (int tile = 0; tile < width / 16; ++tile) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) run.sums[tile][n][i] = 0.0f;
-        }
-    }
-    // Keys that all rows see need no masks.
+    run.start();
+    // From this key on every row's window has begun.
     const int all_begin =
-        params.window > 0 ? max(0, first_position + rows - params.window) : 0;
+        params.window > 0 ? max(0, piece.first_position + piece.rows - params.window) : 0;
     int stage = 0;
     int free_stage = params.stages - 1;
-    for (int step = begin + warp; step < end; step += warps, next += warps) {
+    for (int step = piece.begin + warp; step < piece.end; step += warps, next += warps) {
         copy_step(next, free_stage);
         wait_for_stage(params.stages);
-        uint8_t* rows_at = staged + stage * Shape::kStepBytes;
+        uint8_t* rows = staged + stage * Shape::kStepBytes;
         const int first_key = step * kStep;
-        if (first_key < begin_key || first_key + kStep > end_key) {
-            clear_hidden(rows_at + Shape::kKeyBytes, Values::kStride, kStep, begin_key - first_key,
-                         end_key - first_key, lane, kWarp);
+        if (first_key < piece.begin_key || first_key + kStep > piece.end_key) {
+            clear_hidden(rows + Shape::kKeyBytes, Values::kStride, kStep, piece.begin_key - first_key,
+                         piece.end_key - first_key, lane, kWarp);
             __syncwarp();
         }
-        const bool masked = first_key < all_begin || first_key + kStep > first_position + 1;
+        const bool masked =
+            first_key < all_begin || first_key + kStep > piece.first_position + 1;
         attend_step<key_type, value_type, width, tiles>(
-            params, rows_at, first_key, masked, positions, q, run, lane
+            params, rows, first_key, masked, positions, q, run, lane
         );
         __syncwarp();
         stage = stage + 1 == params.stages ? 0 : stage + 1;
         free_stage = free_stage + 1 == params.stages ? 0 : free_stage + 1;
     }
     wait_copies<0>();
-    __syncthreads();
+    __syncthreads();  // the warps' results take the place of what was staged
 
-    // The warps' results, side by side.
     float* results = reinterpret_cast<float*>(staged_all);
-#pragma unroll
-    for (int n = 0; n < tiles; ++n) {
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            float weight = run.weight[n][j];
-#pragma unroll
-            for (int step = 4; step < kWarp; step *= 2) {
-                weight += __shfl_xor_sync(0xffffffffu, weight, step);
-            }
-            const int v = 8 * n + lane % 4 * 2 + j;
-            if (lane < 4) {
-                stats[(2 * warp) * kQueries + v] = run.peak[n][j];
-                stats[(2 * warp + 1) * kQueries + v] = weight;
-            }
-            float* to = results + (warp * kQueries + v) * Shape::kResultStride;
-#pragma unroll
-            for (int tile = 0; tile < width / 16; ++tile) {
-                to[Values::element(tile, lane / 4, 0)] = run.sums[tile][n][j];
-                to[Values::element(tile, lane / 4, 1)] = run.sums[tile][n][2 + j];
-            }
-        }
+    store_results<value_type, width, tiles>(run, results, stats, warp, lane);
+    __syncthreads();
+    if (piece.splits == 1) {
+        merge_warps<width, kQueries>(
+            results, stats, piece.vectors, nullptr, nullptr, warp, warps, lane
+        );
+    } else {
+        const int64_t item = static_cast<int64_t>(blockIdx.z) * gridDim.y + kv_head;
+        const int64_t split = blockIdx.x;
+        float* partials = params.partials + item * params.splits * kQueries * (width + 2);
+        auto* partial_stats = reinterpret_cast<float2*>(
+            partials + static_cast<int64_t>(params.splits) * kQueries * width
+        );
+        merge_warps<width, kQueries>(
+            results, stats, piece.vectors, partials + split * kQueries * width,
+            partial_stats + split * kQueries, warp, warps, lane
+        );
+        if (!arrives_last(params.counters + item, piece.splits)) return;
+        add_splits<width, kQueries>(
+            results, stats, piece.vectors, partials, partial_stats, piece.splits, warp, warps, lane
+        );
     }
     __syncthreads();
-    const int64_t item = static_cast<int64_t>(blockIdx.z) * gridDim.y + kv_head;
-    float* partials = params.partials + item * params.splits * kQueries * (width + 2);
-    float* partial_stats = partials + static_cast<int64_t>(params.splits) * kQueries * width;
-    for (int v = warp; v < vectors; v += warps) {
-        float peak = -INFINITY;
-        for (int w = 0; w < warps; ++w) peak = fmaxf(peak, stats[2 * w * kQueries + v]);
-        const float base = peak == -INFINITY ? 0.0f : peak;
-        float factors[kDecodeWarps];
-        float weight = 0.0f;
-#pragma unroll
-        for (int w = 0; w < kDecodeWarps; ++w) {
-            factors[w] = 0.0f;
-            if (w >= warps) continue;
-            factors[w] = exp2_of(stats[2 * w * kQueries + v] - base);
-            weight += factors[w] * stats[(2 * w + 1) * kQueries + v];
-        }
-        const float by = splits == 1 ? 1.0f / weight : 1.0f;
-        for (int i = 4 * lane; i < width; i += 4 * kWarp) {
-            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-            for (int w = 0; w < kDecodeWarps; ++w) {
-                if (w >= warps) continue;
-                const float4 x = *reinterpret_cast<const float4*>(
-                    results + (w * kQueries + v) * Shape::kResultStride + i
-                );
-                sum.x += factors[w] * x.x;
-                sum.y += factors[w] * x.y;
-                sum.z += factors[w] * x.z;
-                sum.w += factors[w] * x.w;
-            }
-            sum = make_float4(sum.x * by, sum.y * by, sum.z * by, sum.w * by);
-            // Nobody else reads this query's results, and this lane has read what it overwrites.
-            float* to = splits == 1 ? results + v * Shape::kResultStride
-                                    : partials + (split * kQueries + v) * width;
-            *reinterpret_cast<float4*>(to + i) = sum;
-        }
-        if (splits > 1 && lane == 0) {
-            *reinterpret_cast<float2*>(partial_stats + (split * kQueries + v) * 2) =
-                make_float2(peak, weight);
-        }
-    }
-    if (splits > 1) {
-        __threadfence();
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            is_last = atomicAdd(params.counters + item, 1u) == static_cast<unsigned>(splits) - 1;
-            if (is_last) params.counters[item] = 0;
-        }
-        __syncthreads();
-        if (!is_last) return;
-        __threadfence();
-        // Shares of the splits, then their sum.
-        for (int v = warp; v < vectors; v += warps) {
-            float2 mine[kMaxSplits / kWarp];
-            float peak = -INFINITY;
-#pragma unroll
-            for (int i = 0; i < kMaxSplits / kWarp; ++i) {
-                const int from = i * kWarp + lane;
-                mine[i] = make_float2(-INFINITY, 0.0f);
-                if (from < splits) {
-                    mine[i] = __ldcg(reinterpret_cast<const float2*>(partial_stats) +
-                                     from * kQueries + v);
-                }
-                peak = fmaxf(peak, mine[i].x);
-            }
-            peak = warp_max(peak);
-            const float base = peak == -INFINITY ? 0.0f : peak;
-            float weight = 0.0f;
-#pragma unroll
-            for (int i = 0; i < kMaxSplits / kWarp; ++i) {
-                mine[i].x = exp2_of(mine[i].x - base);
-                weight += mine[i].x * mine[i].y;
-            }
-            weight = warp_sum(weight);
-#pragma unroll
-            for (int i = 0; i < kMaxSplits / kWarp; ++i) {
-                const int from = i * kWarp + lane;
-                if (from < splits) stats[from * kQueries + v] = mine[i].x / weight;
-            }
-        }
-        __syncthreads();
-        for (int i = threadIdx.x; i < vectors * (width / 4); i += blockDim.x) {
-            const int v = i / (width / 4);
-            const auto* from = reinterpret_cast<const float4*>(partials) + i;
-            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-            for (int s = 0; s < splits; ++s) {
-                const float4 x = __ldcg(from + s * (kQueries * width / 4));
-                const float share = stats[s * kQueries + v];
-                sum.x += share * x.x;
-                sum.y += share * x.y;
-                sum.z += share * x.z;
-                sum.w += share * x.w;
-            }
-            *reinterpret_cast<float4*>(
-                results + v * Shape::kResultStride + i % (width / 4) * 4
-            ) = sum;
-        }
-    }
-    __syncthreads();
-    for (int v = warp; v < vectors; v += warps) {
+    for (int v = warp; v < piece.vectors; v += warps) {
         Row x;
-        load_row(x, results + v * Shape::kResultStride, kF32, d, lane);
+        load_row(x, results + v * (width + 4), kF32, d, lane);
         if (is_codes(value_type)) rotate_row(x, d, lane);
-        const int64_t row = seq_begin + first_row + v / params.group;
-        const int head = kv_head * params.group + v % params.group;
-        const int64_t at = row * params.out_stride + static_cast<int64_t>(head) * d;
-        const int bytes = params.dtype == kF16 ? 2 : 4;
-        store_row(static_cast<uint8_t*>(params.out) + at * bytes, x, params.dtype, d, lane);
+        store_row(
+            vector_at(params, piece, params.out, params.out_stride, v), x, params.dtype, d, lane
+        );
     }
 }
 
@@ -432,7 +360,7 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     constexpr int kFixed = Shape::kQueryBytes + Shape::kStatBytes;
     const auto bytes_of = [&](int warps, int stages) {
         const int staged = warps * stages * Shape::kStepBytes;
-        const int result = Shape::result_bytes(warps);
+        const int result = warps * Shape::kQueries * (width + 4) * 4;
         return kFixed + (staged > result ? staged : result);
     };
     int warps = kDecodeWarps;

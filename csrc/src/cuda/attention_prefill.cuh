@@ -112,8 +112,16 @@ struct WarpRows {
     float sums[width / 8][4];
     float peak[2];
     float weight[2];  // of this lane's columns
+    // Queries as fragments, where there are registers for them.
+    static constexpr bool kHolds = width <= 128;
+    uint32_t held[kHolds ? width / 16 : 1][4];
 
-    __device__ __forceinline__ void start() {
+    // `queries` are this warp's, in shared memory.
+    __device__ __forceinline__ void start(const uint8_t* queries, int lane) {
+        if constexpr (kHolds) {
+#pragma unroll
+            for (int k = 0; k < width / 16; ++k) load_query(held[k], queries, k, lane);
+        }
 #pragma unroll
         for (int n = 0; n < width / 8; ++n) {
 #pragma unroll
@@ -126,6 +134,12 @@ struct WarpRows {
         }
     }
 
+    static __device__ __forceinline__ void load_query(
+        uint32_t (&to)[4], const uint8_t* queries, int k, int lane
+    ) {
+        load_matrices(to, queries + lane % 16 * (2 * width + 16) + lane / 16 * 16 + 32 * k);
+    }
+
     // `position` is that of row lane / 4, `first_key` that of the tile.
     __device__ __forceinline__ void attend(
         const AttentionParams& params, const uint8_t* queries, const uint8_t* key_rows,
@@ -133,12 +147,12 @@ struct WarpRows {
     ) {
         constexpr int kStride = 2 * width + 16;
         float s[keys / 8][4] = {};
-        const uint8_t* q_at = queries + lane % 16 * kStride + lane / 16 * 16;
         const uint8_t* k_at = key_rows + (lane % 8 + lane / 16 * 8) * kStride + lane / 8 % 2 * 16;
 #pragma unroll
         for (int k = 0; k < width / 16; ++k) {
-            uint32_t a[4];
-            load_matrices(a, q_at + 32 * k);
+            uint32_t loaded[4];
+            if constexpr (!kHolds) load_query(loaded, queries, k, lane);
+            const uint32_t(&a)[4] = kHolds ? held[kHolds ? k : 0] : loaded;
 #pragma unroll
             for (int n = 0; n < keys / 16; ++n) {
                 uint32_t b[4];  // keys 0 to 7 and 8 to 15 of the 16, low and high half of step k
@@ -290,7 +304,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const Atten
     __syncwarp();
 
     WarpRows<width, kKeys> run;
-    run.start();
+    run.start(own_queries, lane);
     const int warp_position = first_position + warp * 16;
     for (int tile = begin; tile < end; ++tile) {
         const int stage = params.stages > 1 ? (tile - begin) % 2 : 0;

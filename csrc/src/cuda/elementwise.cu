@@ -21,15 +21,16 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(
     float squares = 0.0f;
     for (int i = kVector * threadIdx.x; i < d; i += kVector * kThreads) {
         float values[kVector];
-        load_vector(row + i, d - i, is_aligned, values);
+        load_floats(row + i, d - i, is_aligned, values);
 #pragma unroll
         for (int j = 0; j < kVector; ++j) squares += values[j] * values[j];
     }
     const float factor = rsqrtf(block_sum<kWarps>(squares, partial) / d + eps);
     for (int i = kVector * threadIdx.x; i < d; i += kVector * kThreads) {
         float values[kVector], weights[kVector];
-        load_vector(row + i, d - i, is_aligned, values);
-        load_vector(weight + i, d - i, is_aligned, weights);
+        const Vector<In> vector = load_vector(row + i, d - i, is_aligned);
+        load_floats(weight + i, d - i, is_aligned, weights);
+        vector.to_floats(values);
 #pragma unroll
         for (int j = 0; j < kVector; ++j) values[j] *= factor * weights[j];
         store_vector(to + i, d - i, is_aligned, values);
@@ -76,10 +77,10 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(
     first[half] = from_float<T>(b * c + a * s);
 }
 
-template <class In, class Out>
+template <class In, class Out, bool is_aligned>
 __global__ void __launch_bounds__(kThreads) gated_activation_kernel(
     const In* gate_up, int64_t x_stride, int gate, int d, int blocks_per_row, Out* out,
-    int64_t out_stride, bool is_aligned
+    int64_t out_stride
 ) {
     let_next_begin();
     wait_for_inputs();
@@ -88,8 +89,10 @@ __global__ void __launch_bounds__(kThreads) gated_activation_kernel(
     if (i >= d) return;
     const In* from = gate_up + row * x_stride + i;
     float gates[kVector], ups[kVector];
-    load_vector(from, d - i, is_aligned, gates);
-    load_vector(from + d, d - i, is_aligned, ups);
+    const Vector<In> first = load_vector(from, d - i, is_aligned);
+    const Vector<In> second = load_vector(from + d, d - i, is_aligned);
+    first.to_floats(gates);
+    second.to_floats(ups);
 #pragma unroll
     for (int j = 0; j < kVector; ++j) ups[j] *= gate_of(gate, gates[j]);
     store_vector(out + row * out_stride + i, d - i, is_aligned, ups);
@@ -104,7 +107,7 @@ __global__ void __launch_bounds__(kThreads) embedding_kernel(
     const int i = kVector * (blockIdx.y * kThreads + threadIdx.x);
     if (i >= k) return;
     float values[kVector];
-    load_vector(weight + token_ids[blockIdx.x] * k + i, k - i, is_aligned, values);
+    load_floats(weight + token_ids[blockIdx.x] * k + i, k - i, is_aligned, values);
     store_vector(y + static_cast<int64_t>(blockIdx.x) * k + i, k - i, is_aligned, values);
 }
 
@@ -117,9 +120,9 @@ static cudaError_t rms_norm(
     const void* x, int64_t x_stride, const float* weight, float eps, int m, int d, void* out,
     int64_t out_stride, void* stream
 ) {
-    const bool is_aligned = rows_are_aligned(x, x_stride, sizeof(In)) &&
-                            rows_are_aligned(out, out_stride, sizeof(Out)) &&
-                            rows_are_aligned(weight, 0, sizeof(float));
+    const bool is_aligned = rows_are_aligned(x, d, x_stride, sizeof(In)) &&
+                            rows_are_aligned(out, d, out_stride, sizeof(Out)) &&
+                            rows_are_aligned(weight, d, 0, sizeof(float));
     return launch(
         rms_norm_kernel<In, Out>, dim3(m), dim3(kThreads), 0, stream, static_cast<const In*>(x),
         x_stride, weight, eps, d, static_cast<Out*>(out), out_stride, is_aligned
@@ -131,15 +134,16 @@ static cudaError_t gated_activation(
     const void* gate_up, int64_t x_stride, int gate, int m, int d, void* out, int64_t out_stride,
     void* stream
 ) {
-    const bool is_aligned = rows_are_aligned(gate_up, x_stride, sizeof(In)) &&
-                            rows_are_aligned(out, out_stride, sizeof(Out)) && d % kVector == 0;
+    const bool is_aligned = rows_are_aligned(gate_up, d, x_stride, sizeof(In)) &&
+                            rows_are_aligned(out, d, out_stride, sizeof(Out));
     const int blocks_per_row = static_cast<int>(ceil_div(d, kVector * kThreads));
     const int64_t blocks = static_cast<int64_t>(m) * blocks_per_row;
     if (blocks > INT32_MAX) return cudaErrorInvalidValue;
     return launch(
-        gated_activation_kernel<In, Out>, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0,
-        stream, static_cast<const In*>(gate_up), x_stride, gate, d, blocks_per_row,
-        static_cast<Out*>(out), out_stride, is_aligned
+        is_aligned ? gated_activation_kernel<In, Out, true> : gated_activation_kernel<In, Out, false>,
+        dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream,
+        static_cast<const In*>(gate_up), x_stride, gate, d, blocks_per_row, static_cast<Out*>(out),
+        out_stride
     );
 }
 
@@ -147,7 +151,8 @@ template <class T>
 static cudaError_t embedding(
     const void* weight, const int64_t* token_ids, int m, int k, float* y, void* stream
 ) {
-    const bool is_aligned = rows_are_aligned(weight, k, sizeof(T)) && rows_are_aligned(y, k, 4);
+    const bool is_aligned =
+        rows_are_aligned(weight, k, k, sizeof(T)) && rows_are_aligned(y, k, k, sizeof(float));
     const dim3 grid(m, static_cast<unsigned>(ceil_div(k, kVector * kThreads)));
     return launch(
         embedding_kernel<T>, grid, dim3(kThreads), 0, stream, static_cast<const T*>(weight),

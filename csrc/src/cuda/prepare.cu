@@ -51,6 +51,7 @@ __device__ __forceinline__ void prefetch_norm(const float* norm, float* row, int
     }
     commit_copies();
     if (whole % kThreads == static_cast<int>(threadIdx.x)) {
+#pragma unroll 1
         for (int i = kVector * whole; i < k; ++i) row[i] = norm[i];
     }
 }
@@ -69,9 +70,9 @@ __device__ __forceinline__ int2 positions(const ExlPrepared& to, int position, i
 }
 
 // The row is kept as T: float with the norm's weights multiplied in, or float16 as it is.
-template <class X, class T>
+template <class X, class T, bool is_aligned>
 __global__ void __launch_bounds__(kThreads) prepare_kernel(
-    const ExlPrepare args, const Slices slices, bool is_aligned
+    const ExlPrepare args, const Slices slices
 ) {
     extern __shared__ uint4 shared[];
     __shared__ float partial[kWarps];
@@ -100,30 +101,32 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
     float squares = 0.0f;
     for (int start = kVector * threadIdx.x; !is_padding && start < args.k;
          start += kInFlight * kStride) {
-        float values[kInFlight][kVector];
+        Vector<X> vectors[kInFlight];
 #pragma unroll
         for (int n = 0; n < kInFlight; ++n) {
             const int i = start + n * kStride;
-            load_vector(x + i, args.k - i, is_aligned, values[n]);
+            if (i < args.k) vectors[n] = load_vector(x + i, args.k - i, is_aligned);
         }
         if constexpr (has_norm) wait_copies<0>();
 #pragma unroll
         for (int n = 0; n < kInFlight; ++n) {
             const int i = start + n * kStride;
             if (i >= args.k) break;
+            float values[kVector];
+            vectors[n].to_floats(values);
             if constexpr (has_norm) {
                 float weights[kVector];
-                load_vector(row + i, kVector, true, weights);
+                load_floats(row + i, kVector, true, weights);
 #pragma unroll
                 for (int j = 0; j < kVector; ++j) {
-                    squares += values[n][j] * values[n][j];
-                    values[n][j] *= weights[j];
+                    squares += values[j] * values[j];
+                    values[j] *= weights[j];
                 }
             } else if (to.plain) {
-                store_vector(plain + i, args.k - i, args.k % kVector == 0, values[n]);
+                store_vector(plain + i, args.k - i, is_aligned, values);
                 continue;
             }
-            store_vector(row + i, kVector, true, values[n]);
+            store_vector(row + i, kVector, true, values);
         }
     }
     if (!has_norm && to.plain) return;
@@ -137,10 +140,10 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
     if (to.plain) {
         for (int i = kVector * threadIdx.x; i < args.k; i += kStride) {
             float values[kVector];
-            load_vector(row + i, kVector, true, values);
+            load_floats(row + i, kVector, true, values);
 #pragma unroll
             for (int j = 0; j < kVector; ++j) values[j] *= factor;
-            store_vector(plain + i, args.k - i, args.k % kVector == 0, values);
+            store_vector(plain + i, args.k - i, is_aligned, values);
         }
         return;
     }
@@ -172,9 +175,10 @@ static cudaError_t prepare(const ExlPrepare& args, int multiprocessors, int rows
     bool needs_row = args.norm != nullptr;
     for (int form = 0; form < args.count; ++form) needs_row |= !args.to[form].plain;
     const int64_t row_bytes = needs_row ? ceil_div(args.k, kVector) * kVector * sizeof(T) : 0;
+    const bool is_aligned = rows_are_aligned(args.x, args.k, args.x_stride, sizeof(X));
     return launch(
-        prepare_kernel<X, T>, dim3(rows, total), dim3(kThreads), static_cast<size_t>(row_bytes),
-        stream, args, slices, rows_are_aligned(args.x, args.x_stride, sizeof(X))
+        is_aligned ? prepare_kernel<X, T, true> : prepare_kernel<X, T, false>, dim3(rows, total),
+        dim3(kThreads), static_cast<size_t>(row_bytes), stream, args, slices
     );
 }
 

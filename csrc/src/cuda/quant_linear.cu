@@ -13,6 +13,8 @@
 //            a product with ones yields.
 // Overlap    Weights fill the rings before the kernel ahead has ended, and a block leaves half of a
 //            multiprocessor to the next kernel, which does the same.
+#include <algorithm>
+
 #include "quant_decode.cuh"
 #include "quant_stream.cuh"
 
@@ -20,6 +22,9 @@ namespace exl::cuda {
 
 namespace {
 
+#ifndef EXL_TUNE_MINB
+#define EXL_TUNE_MINB 2
+#endif
 constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kChunkRows = 32;
@@ -78,25 +83,73 @@ __device__ __forceinline__ void add_step(
     }
 }
 
+#ifndef EXL_TUNE_PIPE
+template <int kCount, int kBits, int kTiles, bool kHasOffsets>
+__device__ __forceinline__ void add_some(
+    Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const uint8_t* blocks, const __half* x,
+    int block_halves, int lane
+) {
+    InputRows<kTiles> rows[kCount];
+    BlockCodes<kBits> codes[kCount];
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        rows[i].load(x + i * block_halves);
+        codes[i].load(blocks + i * 128 * kBits, lane);
+    }
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+        add_step<0, BlockCodes<kBits>, kTiles, kHasOffsets>(sums, input_sums, codes[i], rows[i]);
+        add_step<1, BlockCodes<kBits>, kTiles, kHasOffsets>(sums, input_sums, codes[i], rows[i]);
+    }
+}
+
+template <int kBits, int kTiles, bool kHasOffsets>
+__device__ __forceinline__ void add_blocks(
+    Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const uint8_t* blocks, int count,
+    const __half* x, int block_halves, int lane
+) {
+    constexpr int kAtOnce = 4 / kTiles;
+    if constexpr (kAtOnce > 1) {
+        for (; count >= kAtOnce; count -= kAtOnce) {
+            add_some<kAtOnce, kBits, kTiles, kHasOffsets>(
+                sums, input_sums, blocks, x, block_halves, lane
+            );
+            blocks += kAtOnce * 128 * kBits;
+            x += kAtOnce * block_halves;
+        }
+    }
+#pragma unroll 1
+    for (; count > 0; --count) {
+        add_some<1, kBits, kTiles, kHasOffsets>(sums, input_sums, blocks, x, block_halves, lane);
+        blocks += 128 * kBits;
+        x += block_halves;
+    }
+}
+#else
 template <int kBits, int kTiles, bool kHasOffsets>
 __device__ __forceinline__ void add_blocks(
     Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const uint8_t* blocks, int count,
     const __half* x, int block_halves, int lane
 ) {
     InputRows<kTiles> rows, next_rows;
+    BlockCodes<kBits> codes, next_codes;
     rows.load(x);
+    codes.load(blocks, lane);
 #pragma unroll 2
-    for (int i = 0; i < count; ++i) {
-        BlockCodes<kBits> codes;
-        codes.load(blocks, lane);
-        blocks += 128 * kBits;
-        if (i + 1 < count) x += block_halves;
+    for (int left = count - 1; left >= 0; --left) {
+        // The next block's, or once more the last one's.
+        x += left > 0 ? block_halves : 0;
+        blocks += left > 0 ? 128 * kBits : 0;
         next_rows.load(x);
+        next_codes.load(blocks, lane);
         add_step<0, BlockCodes<kBits>, kTiles, kHasOffsets>(sums, input_sums, codes, rows);
         add_step<1, BlockCodes<kBits>, kTiles, kHasOffsets>(sums, input_sums, codes, rows);
         rows = next_rows;
+        codes = next_codes;
     }
 }
+
+#endif
 
 // Scales or minimums of the lane's columns g, g + 8, g + 16, g + 24.
 __device__ __forceinline__ void load_factors(
@@ -251,16 +304,15 @@ __device__ void finish_tile(
     const QuantLinearArgs& args, const TileWalk& walk, const WarpSums<kTiles>& warps,
     bool* is_last_to_come
 ) {
-    const int length = args.groups[walk.group].length, end = walk.end(args);
+    const uint32_t length = args.groups[walk.group].length, end = walk.end(args);
     TileSums<kTiles> sums = {&warps, nullptr, 0, 0, args.wide, args.m};
     if (walk.begin > 0 || end < length) {
-        int64_t start = static_cast<int64_t>(walk.tile) * length;
-        for (int i = 0; i < walk.group; ++i) {
-            start += static_cast<int64_t>(args.groups[i].tiles) * args.groups[i].length;
+        uint32_t start = walk.tile * length;
+        for (uint32_t i = 0; i < walk.group; ++i) {
+            start += args.groups[i].tiles * args.groups[i].length;
         }
         const int block = blockIdx.x, size = args.wide * args.m * 32;
-        const int first = walk.begin == 0 ? block : block_at(args, start);
-        const int last = end == length ? block : block_at(args, start + length - 1);
+        const int first = start / args.run, last = (start + length - 1) / args.run;
         float* to = args.partials + static_cast<int64_t>(2 * block + (block == first)) * size;
         for (int i = threadIdx.x; i < size; i += kThreads) {
             to[i] = warps.sum(i / 32 / args.m, args.wide, i / 32 % args.m, i % 32);
@@ -284,7 +336,7 @@ __device__ void finish_tile(
 // ---- the kernel ----------------------------------------------------------------------------------
 
 template <int kTiles, bool kHasOffsets>
-__global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
+__global__ void __launch_bounds__(kThreads, kTiles == 4 ? 2 : EXL_TUNE_MINB) quant_linear_kernel(
     const __grid_constant__ QuantLinearArgs args
 ) {
     extern __shared__ __align__(128) uint8_t shared[];
@@ -296,14 +348,15 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 
     let_next_begin();
-    UnitStream<kRing, kWarps> stream(args, states + warp, rings + warp * kRing, warp, lane);
+    TileWalk walk(args, blockIdx.x);
+    UnitStream<kRing, kWarps> stream(args, walk, states + warp, rings + warp * kRing, warp, lane);
     stream.fill();
     wait_for_inputs();
 
     // One row of inputs has no tile: all columns of B are that row, and column 0 is kept.
     const int block_halves = args.m == 1 ? 32 : kTiles * 8 * 32;
     const int lane_halves = 8 * (lane % 4) + (args.m == 1 ? 0 : 32 * (lane / 4));
-    for (TileWalk walk(args, blockIdx.x); walk.left > 0; walk.advance(args)) {
+    for (; walk.left > 0; walk.advance(args)) {
         const StripPlace place(args, walk.group, walk.tile, warp % args.wide);
         const QuantPart& part = args.parts[place.part];
         const __half* x = part.inputs + lane_halves;
@@ -331,6 +384,10 @@ template <int kTiles>
 cudaError_t launch_rows(
     const QuantLinearArgs& args, int blocks, bool has_offsets, cudaStream_t stream
 ) {
+#ifdef EXL_TUNE_CARVE
+    for (auto* k : {quant_linear_kernel<kTiles, true>, quant_linear_kernel<kTiles, false>})
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(k), cudaFuncAttributePreferredSharedMemoryCarveout, 100);
+#endif
     auto* kernel = has_offsets ? quant_linear_kernel<kTiles, true> : quant_linear_kernel<kTiles, false>;
     return launch(kernel, dim3(blocks), dim3(kThreads), shared_bytes(kTiles), stream, args);
 }
@@ -355,19 +412,26 @@ QuantPart part_of(const ExlQuantMatrix& w, const void* inputs, int first_column)
     return part;
 }
 
-// Blocks of a grid: one for each multiprocessor, fewer where that saves the sharing of tiles or
-// where a warp would have less than 1 KiB.
-int grid_blocks(const QuantLinearArgs& args, int multiprocessors) {
-    int64_t blocks = multiprocessors < kCounters ? multiprocessors : kCounters;
+// Shares the tiles out to at most `blocks` blocks: fewer where that saves the sharing of tiles or
+// where a warp would have less than 1 KiB. The number of blocks.
+int share_out(QuantLinearArgs& args, int64_t blocks) {
     const int64_t least = 1024 * kWarps / args.wide;
-    if (args.length / least < blocks) blocks = args.length / least;
-    if (blocks < 1) return 1;
+    blocks = std::max<int64_t>(1, std::min(blocks, args.length / least));
     const int64_t tiles = args.groups[0].tiles;
     if (args.num_groups == 1 && tiles <= blocks) {
         const int64_t even = tiles * (blocks / tiles);
         if (10 * even >= 9 * blocks) blocks = even;
     }
-    return static_cast<int>(blocks);
+    args.run = static_cast<uint32_t>(ceil_div(args.length, blocks));
+    return static_cast<int>(ceil_div(args.length, args.run));
+}
+
+// The most blocks of a grid: one for each multiprocessor.
+int64_t most_blocks(const DeviceInfo& info) {
+#ifndef EXL_TUNE_BLOCKS
+#define EXL_TUNE_BLOCKS 1
+#endif
+    return std::min(info.multiprocessors * EXL_TUNE_BLOCKS, kCounters);
 }
 
 }  // namespace
@@ -381,8 +445,7 @@ int64_t exl_cuda_quant_linear_workspace(int32_t, int32_t max_m) {
     DeviceInfo info;
     if (device_info(&info) != cudaSuccess) return 0;
     const int64_t rows = max_m < kChunkRows ? max_m : kChunkRows;
-    const int64_t blocks = info.multiprocessors < kCounters ? info.multiprocessors : kCounters;
-    return kCounters * sizeof(uint32_t) + blocks * 2 * kMostWide * 32 * rows * sizeof(float);
+    return kCounters * sizeof(uint32_t) + most_blocks(info) * 2 * kMostWide * 32 * rows * sizeof(float);
 }
 
 int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
@@ -415,20 +478,22 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
         args.m = of->m - first < kChunkRows ? of->m - first : kChunkRows;
         args.y = static_cast<uint8_t*>(of->y) + first * of->y_stride * (of->y_dtype == kF16 ? 2 : 4);
         args.wide = args.m > 8 ? 4 : args.m > 1 || is_gated ? 2 : 1;
-        args.length = 0;
-        for (int i = 0; i < args.num_groups; ++i) {
+        int64_t length = 0;
+        for (uint32_t i = 0; i < args.num_groups; ++i) {
             const int strips = args.parts[i].strips;
             args.groups[i].length = args.parts[i].strip_bytes;
             args.groups[i].tiles =
                 static_cast<int>(ceil_div(strips, is_gated ? args.wide / 2 : args.wide));
-            args.length += static_cast<int64_t>(args.groups[i].tiles) * args.groups[i].length;
+            length += static_cast<int64_t>(args.groups[i].tiles) * args.groups[i].length;
         }
+        if (length > UINT32_MAX) return cudaErrorInvalidValue;
+        args.length = static_cast<uint32_t>(length);
         for (int i = 0; i < of->count; ++i) {
             args.parts[i].inputs =
                 static_cast<const __half*>(of->inputs[i]) +
                 first / kChunkRows * exl_cuda_chunk_halves(kChunkRows, of->parts[i]->num_blocks);
         }
-        const int blocks = grid_blocks(args, info.multiprocessors);
+        const int blocks = share_out(args, most_blocks(info));
         const auto to = static_cast<cudaStream_t>(stream);
         const int row_tiles = exl_cuda_row_tiles(args.m);
         const cudaError_t error = row_tiles == 1   ? launch_rows<1>(args, blocks, has_offsets, to)

@@ -38,9 +38,10 @@ class UnitStream {
 
 public:
     __device__ __forceinline__ UnitStream(
-        const QuantLinearArgs& args, RingState* state, uint8_t* ring, int warp, int lane
+        const QuantLinearArgs& args, const TileWalk& walk, RingState* state, uint8_t* ring,
+        int warp, int lane
     )
-        : args_(args), walk_(args, blockIdx.x), state_(state), ring_(ring), warp_(warp),
+        : args_(args), walk_(walk), state_(state), ring_(ring), warp_(warp),
           lane_(lane) {
 #if __CUDA_ARCH__ >= 800
         if (lane < kRingSlots) {
@@ -86,7 +87,7 @@ public:
     // The next unit, or the mark of a share without any; its bytes have come.
     __device__ __forceinline__ RingEntry front() {
         __syncwarp();
-        const int slot = taken_ % kRingSlots;
+        const uint32_t slot = taken_ % kRingSlots;
         const RingEntry entry = state_->entries[slot];
         if (entry.unit != 0) wait(slot);
         return entry;
@@ -110,16 +111,16 @@ private:
 
     // This warp's share of the tile that the walk is at; the walk goes on to the next one.
     __device__ void open_share() {
-        const int along_k = kWarps / args_.wide;
-        const int across = warp_ % args_.wide, along = warp_ / args_.wide;
-        const int length = args_.groups[walk_.group].length;
-        const int begin = walk_.begin, share = walk_.end(args_) - begin;
+        const uint32_t along_k = kWarps / args_.wide;
+        const uint32_t across = warp_ % args_.wide, along = warp_ / args_.wide;
+        const uint32_t length = args_.groups[walk_.group].length;
+        const uint32_t begin = walk_.begin, share = walk_.end(args_) - begin;
         const StripPlace place(args_, walk_.group, walk_.tile, across);
         const QuantPart& part = args_.parts[place.part];
         if (share != length || walk_.group != whole_group_) {
             first_ = unit_of(part, begin + share * along / along_k, length);
             last_ = unit_of(part, begin + share * (along + 1) / along_k, length);
-            whole_group_ = share == length ? walk_.group : -1;
+            whole_group_ = share == length ? walk_.group : ~0u;
         }
         walk_.advance(args_);
         left_ = place.strip < part.strips ? last_ - first_ : 0;
@@ -132,9 +133,11 @@ private:
     }
 
     // Lengths of a gated pair are its gate's; its up part may have other widths.
-    __device__ __forceinline__ int unit_of(const QuantPart& part, int place, int length) const {
+    __device__ __forceinline__ int unit_of(
+        const QuantPart& part, uint32_t place, uint32_t length
+    ) const {
         if (part.strip_bytes != length) {
-            place = static_cast<int>(static_cast<int64_t>(place) * part.strip_bytes / length);
+            place = static_cast<uint64_t>(place) * part.strip_bytes / length;
         }
         return first_unit_at(part, place, lane_);
     }
@@ -171,7 +174,7 @@ private:
 #endif
     }
 
-    __device__ __forceinline__ void wait(int slot) {
+    __device__ __forceinline__ void wait(uint32_t slot) {
 #if __CUDA_ARCH__ >= 800
         const uint32_t barrier = shared_address(&state_->barriers[slot]);
         const uint32_t phase = (rounds_ >> slot & 1) ^ 1;  // a slot's first copy has phase 0
@@ -204,15 +207,17 @@ private:
     TileWalk walk_;  // of the tile to copy from next
     RingState* state_;
     uint8_t* ring_;
-    int warp_, lane_;
+    uint32_t warp_;
+    int lane_;
     // The share that is being copied.
     const uint8_t* from_ = nullptr;
     const ExlQuantUnit* next_ = nullptr;
     uint32_t unit_ = 0;
     int left_ = 0, header_bytes_ = 0;
-    int first_ = 0, last_ = 0, whole_group_ = -1;  // units of the last share; of a whole tile's
+    int first_ = 0, last_ = 0;         // its units
+    uint32_t whole_group_ = ~0u;       // they are those of any whole tile of that group
     // The ring.
-    int issued_ = 0, taken_ = 0;
+    uint32_t issued_ = 0, taken_ = 0;
     int write_ = 0, read_ = 0;
     bool is_ahead_ = false;  // writing has begun again at 0, reading not yet
     uint32_t rounds_ = 0;    // bit of each slot: the number of its copies, modulo 2

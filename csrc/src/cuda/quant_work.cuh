@@ -15,7 +15,7 @@ struct QuantPart {
     const ExlQuantUnit* units;
     const float* bias;
     const __half* inputs;
-    int32_t strip_bytes;
+    uint32_t strip_bytes;
     int32_t strips;
     int32_t num_units;
     int32_t n;
@@ -27,19 +27,20 @@ struct QuantPart {
 
 // Tiles of one layout: a part, or of a gated pair both (gate strips first, then up strips).
 struct TileGroup {
-    int32_t tiles;
-    int32_t length;  // of one tile
+    uint32_t tiles;
+    uint32_t length;  // of one tile
 };
 
 struct QuantLinearArgs {
     QuantPart parts[3];
     TileGroup groups[3];
-    int64_t length;  // of all tiles
     void* y;
     int64_t y_stride;
     uint32_t* counters;  // [grid] blocks that have added to the tile that this block begins
     float* partials;     // [grid][2][wide * 32 * m]
-    int32_t num_groups;
+    uint32_t length;  // of all tiles
+    uint32_t run;     // of a block; the last one's may be shorter
+    uint32_t num_groups;
     int32_t wide;  // strips of a tile: 1, 2 or 4
     int32_t m;     // rows of this launch, at most 32
     int32_t y_dtype;
@@ -49,37 +50,25 @@ struct QuantLinearArgs {
 
 #ifdef __CUDACC__
 
-__device__ __forceinline__ int64_t block_start(const QuantLinearArgs& args, int block) {
-    return args.length * block / static_cast<int>(gridDim.x);
-}
-// The block whose run holds that place.
-__device__ __forceinline__ int block_at(const QuantLinearArgs& args, int64_t place) {
-    int block = static_cast<int>(place * static_cast<int>(gridDim.x) / args.length);
-    while (block_start(args, block) > place) --block;
-    while (block_start(args, block + 1) <= place) ++block;
-    return block;
-}
-
 // A block's share of the tile that it is at, and what is left of its run.
 struct TileWalk {
-    int group;
-    int tile;
-    int begin;  // of the share, in the tile
-    int left;   // of the run, this tile's share included
+    uint32_t group;
+    uint32_t tile;
+    uint32_t begin;  // of the share, in the tile
+    uint32_t left;   // of the run, this tile's share included
 
-    __device__ __forceinline__ TileWalk(const QuantLinearArgs& args, int block) {
-        int64_t place = block_start(args, block);
-        left = static_cast<int>(block_start(args, block + 1) - place);
+    __device__ __forceinline__ TileWalk(const QuantLinearArgs& args, uint32_t block) {
+        uint32_t place = block * args.run;
+        left = min(args.run, args.length - place);
         for (group = 0; group + 1 < args.num_groups; ++group) {
-            const TileGroup& of = args.groups[group];
-            const int64_t length = static_cast<int64_t>(of.tiles) * of.length;
+            const uint32_t length = args.groups[group].tiles * args.groups[group].length;
             if (place < length) break;
             place -= length;
         }
-        tile = static_cast<int>(place / args.groups[group].length);
-        begin = static_cast<int>(place % args.groups[group].length);
+        tile = place / args.groups[group].length;
+        begin = place % args.groups[group].length;
     }
-    __device__ __forceinline__ int end(const QuantLinearArgs& args) const {
+    __device__ __forceinline__ uint32_t end(const QuantLinearArgs& args) const {
         return min(args.groups[group].length, begin + left);
     }
     __device__ __forceinline__ void advance(const QuantLinearArgs& args) {
@@ -106,13 +95,12 @@ struct StripPlace {
 };
 
 // The first unit that begins at that byte of a strip or later. All lanes of a warp ask together.
-__device__ __forceinline__ int first_unit_at(const QuantPart& part, int byte, int lane) {
+__device__ __forceinline__ int first_unit_at(const QuantPart& part, uint32_t byte, int lane) {
     int low = 0, high = part.num_units;  // the answer is in low .. high
     while (low < high) {
         const int step = (high - low + kWarp - 1) / kWarp;
         const int probe = low + lane * step;
-        const bool is_before =
-            probe < high && static_cast<int>(__ldg(&part.units[probe].offset)) < byte;
+        const bool is_before = probe < high && __ldg(&part.units[probe].offset) < byte;
         const int before = __popc(__ballot_sync(0xffffffffu, is_before));
         if (before == 0) return low;
         high = min(high, low + before * step);

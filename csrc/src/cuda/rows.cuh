@@ -9,31 +9,47 @@ constexpr int kVector = 8;  // values that a thread takes at a time: 16 bytes of
 
 #ifdef __CUDACC__
 
-// `count` (at most 8) values as float, zeros after them. Whole and aligned to 16 bytes they are read
-// 16 bytes at a time.
+// Eight values as they came, so that several loads can be on their way before the first is used.
 template <class T>
-__device__ __forceinline__ void load_vector(
-    const T* from, int count, bool is_aligned, float (&to)[kVector]
-) {
-    if (is_aligned && count >= kVector) {
-        constexpr int kLoads = kVector * sizeof(T) / 16;
-        uint4 raw[kLoads];
-#pragma unroll
-        for (int i = 0; i < kLoads; ++i) raw[i] = reinterpret_cast<const uint4*>(from)[i];
+struct Vector {
+    uint4 raw[kVector * sizeof(T) / 16];
+
+    __device__ __forceinline__ void to_floats(float (&to)[kVector]) const {
         const T* values = reinterpret_cast<const T*>(raw);
 #pragma unroll
         for (int i = 0; i < kVector; ++i) to[i] = to_float(values[i]);
-        return;
     }
+};
+
+// Rows that are aligned (`rows_are_aligned`) are read 16 bytes at a time, of others `count` values,
+// at most 8, and zeros after them.
+template <class T>
+__device__ __forceinline__ Vector<T> load_vector(const T* from, int count, bool is_aligned) {
+    Vector<T> vector;
+    if (is_aligned) {
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) to[i] = i < count ? to_float(from[i]) : 0.0f;
+        for (int i = 0; i < static_cast<int>(sizeof(vector.raw) / 16); ++i) {
+            vector.raw[i] = reinterpret_cast<const uint4*>(from)[i];
+        }
+        return vector;
+    }
+    T* values = reinterpret_cast<T*>(vector.raw);
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) values[i] = i < count ? from[i] : T(0.0f);
+    return vector;
+}
+template <class T>
+__device__ __forceinline__ void load_floats(
+    const T* from, int count, bool is_aligned, float (&to)[kVector]
+) {
+    load_vector(from, count, is_aligned).to_floats(to);
 }
 
 template <class T>
 __device__ __forceinline__ void store_vector(
     T* to, int count, bool is_aligned, const float (&from)[kVector]
 ) {
-    if (is_aligned && count >= kVector) {
+    if (is_aligned) {
         constexpr int kStores = kVector * sizeof(T) / 16;
         alignas(16) T values[kVector];
 #pragma unroll
@@ -63,11 +79,10 @@ __device__ __forceinline__ float block_sum(float x, float* partial) {
 
 #endif  // __CUDACC__
 
-// Can rows `stride` elements of `bytes` apart be read 16 bytes at a time?
-inline bool rows_are_aligned(const void* first, int64_t stride, int64_t bytes) {
-    return reinterpret_cast<uintptr_t>(first) % 16 == 0 && stride * bytes % 16 == 0;
+// Do rows of `size` elements, `stride` of `bytes` each apart, consist of whole vectors at addresses
+// that are multiples of 16?
+inline bool rows_are_aligned(const void* first, int64_t size, int64_t stride, int64_t bytes) {
+    return reinterpret_cast<uintptr_t>(first) % 16 == 0 && stride * bytes % 16 == 0 &&
+           size % kVector == 0;
 }
-
-inline int64_t float_bytes(int type) { return type == kF32 ? 4 : 2; }
-
 }  // namespace exl::cuda
