@@ -86,8 +86,9 @@ def faults_of(module: str, path: Path) -> Iterator[str]:
             continue
         if DISTRIBUTION_RANK[top] > DISTRIBUTION_RANK[own]:
             yield f"{module} imports {imported}: upwards"
-        if top == "exl_kernels" and own != top and module != "exl_core.ops.native":
-            yield f"{module} imports {imported}: only exl_core.ops.native may"
+        may_call = module.startswith(("exl_core.ops.native", "exl_core.ops.cuda."))
+        if top == "exl_kernels" and own != top and not may_call:
+            yield f"{module} imports {imported}: only exl_core.ops.native and ops.cuda may"
         if own == top == "exl_core":
             here, there = core_package(module), core_package(imported)
             if here != there and CORE_RANK[there] >= CORE_RANK[here]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from exl_cli.engine_options import DEFAULT_DRAFT_TOKENS, DEFAULT_NGRAM_TOKENS, EngineChoices
 from exl_cli.render import bytes_progress
 from exl_core.cache.format import PAGE_SIZE, KVFormat, kv_bytes_per_token, pages_for
-from exl_core.cache.memory import available_memory_bytes
+from exl_core.cache.memory import free_memory_bytes
 from exl_core.constrain.filter import Constraint
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
@@ -32,6 +32,7 @@ from exl_core.load import (
 from exl_core.lora.adapter import load_adapter
 from exl_core.lora.config import read_adapter_config
 from exl_core.model.adapters import AdapterUse
+from exl_core.ops.cuda.device import parse_device
 from exl_core.prompt.template import ChatTemplate
 from exl_core.resolve import resolve_model
 from exl_core.sampling.params import SamplerParams
@@ -116,20 +117,38 @@ class Runtime:
 
 def load_quietly(
     spec: str | None,
-    threads: int | None,
     *,
+    device: str = "auto",
+    threads: int | None,
     is_quiet: bool,
     exact: bool,
     options: LoadOptions | None = None,
 ) -> LoadedModel:
-    """Load with a progress bar where somebody watches; `options` takes the place of the others.
+    """Load with a progress bar where somebody watches; `options` are the others, and more.
 
     Torch gets one thread: the kernels have threads of their own, and what is left to torch is
     small, so that a second set of threads would only take the cores from the first.
     """
     torch.set_num_threads(1)
+    chosen = replace(
+        options or LoadOptions(),
+        backend=backend_of(device, exact=exact),
+        threads=threads,
+        exact=exact,
+    )
     with bytes_progress("loading", is_quiet=is_quiet) as progress:
-        return load_model(spec, options or LoadOptions(threads=threads, exact=exact), progress)
+        return load_model(spec, chosen, progress)
+
+
+def backend_of(device: str, *, exact: bool) -> str:
+    """What `--device` means here: `cpu`, `cuda` or `cuda:N`."""
+    if not exact:
+        return parse_device(device)
+    if device not in ("auto", "cpu"):
+        raise RequestError(
+            "--exact computes in float32, on the CPU", expected="--device cpu", got=device
+        )
+    return "cpu"
 
 
 def open_runtime(
@@ -137,6 +156,7 @@ def open_runtime(
     choices: EngineChoices,
     *,
     ctx_size: int | None,
+    device: str = "auto",
     threads: int | None,
     is_quiet: bool,
     exact: bool,
@@ -149,7 +169,7 @@ def open_runtime(
         path = resolve_model(spec)
         settle_ctx_size(ctx_size, open_checkpoint(path)[1].max_seq_len)
         spec = str(path)
-    loaded = load_quietly(spec, threads, is_quiet=is_quiet, exact=exact)
+    loaded = load_quietly(spec, device=device, threads=threads, is_quiet=is_quiet, exact=exact)
     ctx = settle_ctx_size(ctx_size, loaded.config.max_seq_len)
     adapters = tuple(
         AdapterUse(load_adapter(folder, loaded.model), scale) for folder, scale in choices.loras
@@ -160,7 +180,9 @@ def open_runtime(
     if choices.ngram:
         drafter = NgramDrafter(max_tokens=choices.draft_tokens or DEFAULT_NGRAM_TOKENS)
     elif draft_path is not None:
-        draft = _load_draft(draft_path, loaded, ctx, threads=threads, is_quiet=is_quiet)
+        draft = _load_draft(
+            draft_path, loaded, ctx, device=device, threads=threads, is_quiet=is_quiet
+        )
         with _naming_cheaper_caches(draft, choices.kv_format, cache_tokens):
             drafter = ModelDrafter(
                 draft.model,
@@ -175,16 +197,24 @@ def open_runtime(
 
 
 def _load_draft(
-    path: Path, loaded: LoadedModel, ctx: int, *, threads: int | None, is_quiet: bool
+    path: Path,
+    loaded: LoadedModel,
+    ctx: int,
+    *,
+    device: str,
+    threads: int | None,
+    is_quiet: bool,
 ) -> LoadedModel:
     """The draft model, stretched to the context of the model that checks where its own is less."""
     source, config, _ = open_checkpoint(path)
     check_same_vocabulary(loaded.tokenizer, load_tokenizer(path, gguf_fields(source)))
-    options = LoadOptions(threads=threads)
+    options = LoadOptions()
     if config.max_seq_len < ctx:
         alpha = draft_rope_alpha(ctx, config.max_seq_len)
-        options = LoadOptions(threads=threads, max_seq_len=ctx, rope_alpha=alpha)
-    return load_quietly(str(path), threads, is_quiet=is_quiet, exact=False, options=options)
+        options = LoadOptions(max_seq_len=ctx, rope_alpha=alpha)
+    return load_quietly(
+        str(path), device=device, threads=threads, is_quiet=is_quiet, exact=False, options=options
+    )
 
 
 @contextmanager
@@ -195,7 +225,7 @@ def _naming_cheaper_caches(
     try:
         yield
     except OutOfMemoryError as error:
-        free = available_memory_bytes()
+        free = free_memory_bytes(loaded.model.ops.device)
         if error.where != "cache" or free is None:
             raise
         config = loaded.config

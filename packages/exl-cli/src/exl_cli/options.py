@@ -74,6 +74,15 @@ Threads = Annotated[
         rich_help_panel=_RUNNING,
     ),
 ]
+Device = Annotated[
+    str,
+    typer.Option(
+        "--device",
+        metavar="DEVICE",
+        help="cpu, cuda or cuda:N. Without it: cuda where a GPU can be used, else cpu.",
+        rich_help_panel=_RUNNING,
+    ),
+]
 CacheType = Annotated[
     str,
     typer.Option(

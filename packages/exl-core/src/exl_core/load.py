@@ -16,7 +16,7 @@ from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.model.build import build_weights
 from exl_core.model.transformer import Transformer
-from exl_core.ops.table import get_table
+from exl_core.ops.table import device_failures, get_table
 from exl_core.prompt.detect import load_template
 from exl_core.prompt.template import ChatTemplate
 from exl_core.resolve import resolve_model
@@ -84,7 +84,8 @@ def load_model(
     isa = options.isa or (settings.isa if options.backend == "cpu" else None)
     ops = get_table(options.backend, isa=isa, threads=threads)
     check_memory(checkpoint.packed_bytes, free_memory_bytes(ops.device), path)
-    weights = build_weights(config, checkpoint, ops, threads=threads, progress=progress)
+    with device_failures(ops.device, "loading the weights"):
+        weights = build_weights(config, checkpoint, ops, threads=threads, progress=progress)
     model = Transformer(config, weights, ops)
     return LoadedModel(
         name=model_name(path),

@@ -50,6 +50,7 @@ def bench(
     ] = 3,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    device: options.Device = "auto",
     threads: options.Threads = None,
     exact: options.Exact = False,
 ) -> None:
@@ -73,7 +74,7 @@ def bench(
     path = resolve_model(spec)
     choices = SpeedOptions(prefill=prompts, decode=decode, batch=batches, repeat=repeat)
     check_options(choices, open_checkpoint(path)[1])  # the headers tell; loading takes a while
-    loaded = load_quietly(str(path), threads, exact=exact, is_quiet=quiet)
+    loaded = load_quietly(str(path), device=device, threads=threads, exact=exact, is_quiet=quiet)
     with repeats_progress(is_quiet=quiet) as on_measured:
         result = measure_speed(loaded, choices, start_memory_bytes=before, on_measured=on_measured)
     if json:

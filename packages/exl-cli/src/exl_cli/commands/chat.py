@@ -45,6 +45,7 @@ def chat(
     repeat_penalty: options.RepeatPenalty = options.DEFAULT_REPEAT_PENALTY,
     seed: options.Seed = None,
     ctx_size: options.CtxSize = None,
+    device: options.Device = "auto",
     threads: options.Threads = None,
     exact: options.Exact = False,
     cache_type: options.CacheType = "fp16",
@@ -69,7 +70,13 @@ def chat(
         from exl_cli.load import open_runtime
         from exl_cli.terminal import Terminal
     runtime = open_runtime(
-        spec, choices, ctx_size=ctx_size, threads=threads, is_quiet=quiet, exact=exact
+        spec,
+        choices,
+        ctx_size=ctx_size,
+        device=device,
+        threads=threads,
+        is_quiet=quiet,
+        exact=exact,
     )
     runtime.require_template()
     terminal = Terminal() if Terminal.is_there() else None

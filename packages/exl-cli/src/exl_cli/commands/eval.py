@@ -50,6 +50,7 @@ def perplexity(
     ] = "default",
     json: options.Json = False,
     quiet: options.Quiet = False,
+    device: options.Device = "auto",
     threads: options.Threads = None,
     cache_type: options.CacheType = "fp16",
     token_by_token: Annotated[
@@ -74,7 +75,7 @@ def perplexity(
         from exl_cli.load import load_quietly
         from exl_cli.render import windows_progress
         from exl_eval.perplexity import PerplexityOptions, measure_perplexity
-    loaded = load_quietly(spec, threads, is_quiet=quiet, exact=exact)
+    loaded = load_quietly(spec, device=device, threads=threads, is_quiet=quiet, exact=exact)
     choices = PerplexityOptions(
         ctx=ctx, windows=windows, bos=bos, kv_format=kv_format, token_by_token=token_by_token
     )

@@ -60,6 +60,7 @@ def generate(
     repeat_penalty: options.RepeatPenalty = options.DEFAULT_REPEAT_PENALTY,
     seed: options.Seed = None,
     ctx_size: options.CtxSize = None,
+    device: options.Device = "auto",
     threads: options.Threads = None,
     exact: options.Exact = False,
     cache_type: options.CacheType = "fp16",
@@ -88,7 +89,13 @@ def generate(
     with exits_at_once():
         from exl_cli.load import open_runtime
     runtime = open_runtime(
-        spec, choices, ctx_size=ctx_size, threads=threads, is_quiet=quiet, exact=exact
+        spec,
+        choices,
+        ctx_size=ctx_size,
+        device=device,
+        threads=threads,
+        is_quiet=quiet,
+        exact=exact,
     )
     if chat:
         token_ids = runtime.encode_chat(prompts.as_messages(text, system))

@@ -15,6 +15,8 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import torch
+
 from exl_core.arch.spec import ModelConfig
 from exl_core.lora.config import AdapterConfig, read_adapter_config
 from exl_core.lora.reader import AdapterFile, Pair
@@ -77,7 +79,8 @@ def load_adapter(path: str | Path, model: Transformer) -> LoraAdapter:
     deltas: dict[tuple[int, Matrix], tuple[Delta, ...]] = {}
     for target, pair in file.layer_pairs.items():
         place = target.layer, target.matrix
-        deltas[place] = (*deltas.get(place, ()), _delta(file, pair, target.first_out))
+        delta = _delta(file, pair, model.ops.device, target.first_out)
+        deltas[place] = (*deltas.get(place, ()), delta)
     ends = _ends(file, model.ops)
     return LoraAdapter(directory, config, model.config, file.modules, deltas, ends)
 
@@ -95,17 +98,17 @@ def _sizes(config: ModelConfig) -> tuple[object, ...]:
     )
 
 
-def _delta(file: AdapterFile, pair: Pair, first_out: int = 0) -> Delta:
+def _delta(file: AdapterFile, pair: Pair, device: torch.device, first_out: int = 0) -> Delta:
     """B A, transposed for rows from the left, with the scale in what was B."""
     down = file.read(pair.down).T.contiguous()  # [in_features, r]
     up = file.read(pair.up).T.contiguous()  # [r, out_features]
-    return Delta(first_out, down, up.mul_(pair.scale))
+    return Delta(first_out, down.to(device), up.mul_(pair.scale).to(device))
 
 
 def _ends(file: AdapterFile, ops: OpTable) -> Ends | None:
     if not file.end_pairs and not file.whole:
         return None
-    deltas = {end: _delta(file, pair) for end, pair in file.end_pairs.items()}
+    deltas = {end: _delta(file, pair, ops.device) for end, pair in file.end_pairs.items()}
     whole = {}
     for end, name in file.whole.items():
         values = file.read_as_stored(name)

@@ -30,7 +30,7 @@ def add_deltas_(
         part = slice(first_row, last_row)
         for adapter, scale in ((use.adapter, use.scale) for use in uses):
             for delta in adapter.deltas(layer, matrix):
-                _add(y[part], x[part] @ delta.down, delta, scale)
+                _add(y[part], x[part].to(delta.down.dtype) @ delta.down, delta, scale)
 
 
 def adapt_embedding_(x: Tensor, batch: Batch, ops: OpTable) -> None:
@@ -38,15 +38,16 @@ def adapt_embedding_(x: Tensor, batch: Batch, ops: OpTable) -> None:
 
     Of several adapters with an embedding of their own, the first one's is used.
     """
+    token_ids = batch.token_ids.to(x.device)
     for first_row, last_row, uses in batch.adapters:
         part = slice(first_row, last_row)
         ends = [(use.adapter.ends, use.scale) for use in uses]
         own = next((e.embed for e, _ in ends if e is not None and e.embed is not None), None)
         if own is not None:
-            x[part] = ops.embedding(batch.token_ids[part], own)
+            x[part] = ops.embedding(token_ids[part], own)
         for end, scale in ends:
             if end is not None and end.embed_delta is not None:
-                picked = end.embed_delta.down.index_select(0, batch.token_ids[part])
+                picked = end.embed_delta.down.index_select(0, token_ids[part])
                 _add(x[part], picked, end.embed_delta, scale)
 
 
@@ -97,4 +98,7 @@ def add_to_logits_(logits: Tensor, x: Tensor, deltas: Sequence[tuple[Delta, floa
 def _add(y: Tensor, h: Tensor, delta: Delta, scale: float) -> None:
     """y [m, out_features] += scale * (h [m, r] @ up), in the columns of the delta."""
     columns = y[:, delta.first_out : delta.first_out + delta.up.shape[1]]
-    columns.addmm_(h, delta.up, alpha=scale)
+    if columns.dtype is h.dtype:
+        columns.addmm_(h, delta.up, alpha=scale)
+    else:
+        columns += (h @ delta.up).mul_(scale)

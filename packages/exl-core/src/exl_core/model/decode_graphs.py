@@ -1,7 +1,7 @@
 """Decoding steps on a GPU as captured graphs: one launch for a whole pass.
 
-A pass of a few hundred kernels takes the host longer to launch than the GPU to run. A graph of it is
-captured once for each bucket of batch sizes and replayed; what differs between steps, tokens and
+A pass of a few hundred kernels takes the host longer to launch than the GPU to run. A graph of it
+is captured once for each bucket of batch sizes and replayed; what differs between steps, tokens and
 where their pages are, is written into the graph's inputs with one copy. Rows that only fill up a
 bucket write to the store's spare page.
 """

@@ -23,12 +23,15 @@ class RotationTable:
         # float64, because position * frequency reaches 1e5 radians in long contexts.
         self._frequencies = torch.tensor(frequencies, dtype=torch.float64)
         self._device = device
+        self._retired: list[tuple[Tensor, Tensor]] = []  # captured graphs may still read them
         empty = torch.empty(0, len(frequencies), device=device)
         self._rows = empty, empty  # cos and sin, replaced together
 
     def reserve(self, end: int) -> None:
         """Positions below `end` are computed, where they are not yet."""
         if end > self._rows[0].shape[0]:
+            if self._device.type != "cpu":
+                self._retired.append(self._rows)
             self._rows = self._grown(end)
 
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:

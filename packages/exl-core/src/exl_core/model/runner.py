@@ -18,7 +18,7 @@ from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
 from exl_core.model.decode_graphs import DecodeGraphs
 from exl_core.model.embedded import EMBEDDED_FROM
 from exl_core.model.segment import LogitRows, PageCopy, Segment
-from exl_core.ops.table import OpTable
+from exl_core.ops.table import OpTable, device_failures
 
 
 class ModelShape(Protocol):
@@ -132,10 +132,17 @@ class Runner:
 
     @torch.inference_mode()
     def run(self, segments: Sequence[Segment], copies: Sequence[PageCopy] = ()) -> Tensor:
-        """Logits of the rows that the segments ask for, in order: [n, vocab_size], until the next run.
+        """Logits of the rows that the segments ask for, in order: [n, vocab_size]. The next run may
+        overwrite them.
 
         `copies` between pages come first.
         """
+        if self._graphs is None:
+            return self._run(segments, copies)
+        with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
+            return self._run(segments, copies)
+
+    def _run(self, segments: Sequence[Segment], copies: Sequence[PageCopy]) -> Tensor:
         self.store.copy_pages(copies)
         if self._graphs is not None and self._graphs.can_run(segments):
             return self._graphs.run(segments)

@@ -13,6 +13,7 @@ An operand that breaks an op's contract is the caller's bug and raises ValueErro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor, device, dtype
@@ -309,6 +310,15 @@ class OpTable(Protocol):
         with them which token a number falls to, are rounded differently there.
         """
         ...
+
+
+def device_failures(on: device, doing: str) -> AbstractContextManager[None]:
+    """What a GPU's failures raise inside becomes DeviceError, or OutOfMemoryError with numbers."""
+    if on.type == "cpu":
+        return nullcontext()
+    from exl_core.ops.cuda.device import failures
+
+    return failures(doing)
 
 
 def available_isas() -> tuple[str, ...]:

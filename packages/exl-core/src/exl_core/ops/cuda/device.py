@@ -83,15 +83,20 @@ def failures(doing: str) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         raise _no_memory(doing) from error
+    except torch.AcceleratorError as error:
+        raise _failed(doing, str(error).partition("\n")[0]) from error
     except cuda.CudaError as error:
         if error.code == _OUT_OF_MEMORY:
             raise _no_memory(doing) from error
-        raise DeviceError(
-            f"{doing} failed on the GPU",
-            where=error.call,
-            got=f"{error.name}: {error.text}",
-            next_step="'exl doctor' tests the kernels of this machine.",
-        ) from error
+        raise _failed(doing, f"{error.call}: {error.name}, {error.text}") from error
+
+
+def _failed(doing: str, why: str) -> DeviceError:
+    return DeviceError(
+        f"{doing} failed on the GPU",
+        got=why,
+        next_step="'exl doctor' tests the kernels of this machine.",
+    )
 
 
 def _no_memory(doing: str) -> OutOfMemoryError:
