@@ -40,7 +40,7 @@ class CountingTable(ReferenceTable):
         self.widths.add(logits.shape[1])
         return ReferenceTable.sample_rows(logits, rows)
 
-    def sample(self, *operands: Any, **settings: Any) -> Drawn:  # type: ignore[override]
+    def sample(self, *operands: Any, **settings: Any) -> Drawn:
         self.alone += 1
         return ReferenceTable.sample(*operands, **settings)
 
@@ -96,7 +96,7 @@ def test_replies_are_those_of_requests_that_draw_alone(
     has_drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = {"drafter": ScriptedDrafter(right(RULE))} if has_drafts else {}
-    rest = {"clock": lambda: 0.0, **drafter}
+    rest: dict[str, Any] = {"clock": lambda: 0.0, **drafter}
     together = replies(counting_engine(**rest)[0])
     assert any("RewindEvent" in events for events in together.values())
     monkeypatch.setattr(Sampler, "can_begin", False)
