@@ -303,14 +303,14 @@ typedef struct {
     int32_t num_top;
     int32_t first_edit;  // logits[edit_ids[i]] = edit_values[i] for i in first_edit .. last_edit - 1
     int32_t last_edit;
-    int32_t reserved;
+    int32_t row;         // of the logits
     int64_t mask;        // words from the start of `masks`, or -1: none
 } ExlSampleRow;
 
 typedef struct {
-    const float* logits;  // [rows, vocab], left as they are
+    const float* logits;  // [, vocab], left as they are
     int64_t logits_stride;
-    int32_t rows;
+    int32_t rows;         // that are drawn from
     int32_t vocab;        // at most 262144
     const ExlSampleRow* settings;  // [rows]
     const int64_t* edit_ids;

@@ -1,13 +1,13 @@
 // One token for each row of logits: `sample` of exl_core/ops/table.py.
 //
-// Two kernels. `survey` reads every logit once, with blocks of 2048 tokens over the whole device: the
-// largest of each group of 64, where it matters the group's weight, and of a row with edits or a mask
-// a copy with both applied. `finish` has one block for each row and looks only where the groups say
-// that something likely is.
+// Two kernels. `survey` reads every logit once, with blocks of 2048 tokens over the whole device:
+// the largest of each group of 64, where it matters the group's weight, and of a row with edits or a
+// mask a copy with both applied. `finish` has one block for each row and looks only where the groups
+// say that something likely is.
 //
-// Floor      The logits once, 0.5 MB for a vocabulary of 128256: 0.12 us at 4.2 TB/s, and most often
-//            they are still in the second-level cache. What counts is latency: two launches, and
-//            some ten dependent reads and thirty barriers in `finish`.
+// Floor      The logits once, 0.5 MB for a vocabulary of 128256: 0.12 us at 4.2 TB/s, and most
+//            often they are still in the second-level cache. What counts is latency: two launches,
+//            and some ten dependent reads and thirty barriers in `finish`.
 // Accuracy   Weights of up to 512 tokens are float64; of more, float32 summed in float64.
 #include "sample_draw.cuh"
 
@@ -26,8 +26,8 @@ struct Workspace {
     int pitch;
 };
 
-__host__ __device__ inline int64_t groups_of(int64_t vocab) { return (vocab + kGroup - 1) / kGroup; }
-__host__ __device__ inline int64_t pitch_of(int64_t vocab) { return (groups_of(vocab) + 3) / 4 * 4; }
+int64_t groups_of(int64_t vocab) { return ceil_div(vocab, kGroup); }
+int64_t pitch_of(int64_t vocab) { return ceil_div(groups_of(vocab), 4) * 4; }
 
 __device__ bool is_edited(const ExlSampleRow& set) {
     return set.mask >= 0 || set.last_edit > set.first_edit;
@@ -41,7 +41,7 @@ __device__ bool is_allowed(const ExlSample& args, const ExlSampleRow& set, int64
     return set.mask < 0 || (args.masks[set.mask + id / 32] >> (id % 32) & 1) != 0;
 }
 
-// ---- survey --------------------------------------------------------------------------------------
+// ---- survey ------------------------------------------------------------------------------------
 
 struct Edits {
     float values[kTile];
@@ -94,7 +94,7 @@ __global__ void __launch_bounds__(kSurveyThreads) survey(ExlSample args, Workspa
     wait_for_inputs();
     const int64_t row = blockIdx.y, first = static_cast<int64_t>(blockIdx.x) * kTile;
     const ExlSampleRow set = args.settings[row];
-    const float* logits = args.logits + row * args.logits_stride;
+    const float* logits = args.logits + set.row * args.logits_stride;
     const Row given{logits, args.vocab, work.groups, reinterpret_cast<uintptr_t>(logits) % 16 == 0};
     const int own = 4 * static_cast<int>(threadIdx.x);
     float4 mine[2];
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kSurveyThreads) survey(ExlSample args, Workspa
     }
 }
 
-// ---- finish --------------------------------------------------------------------------------------
+// ---- finish ------------------------------------------------------------------------------------
 
 __global__ void __launch_bounds__(kThreads, 1) finish(ExlSample args, Workspace work) {
     extern __shared__ __align__(16) unsigned char memory[];
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kThreads, 1) finish(ExlSample args, Workspace 
     const int64_t index = blockIdx.x;
     const ExlSampleRow set = args.settings[index];
     const float* logits = is_edited(set) ? work.edited + index * work.groups * kGroup
-                                         : args.logits + index * args.logits_stride;
+                                         : args.logits + set.row * args.logits_stride;
     const Row row{logits, args.vocab, work.groups, reinterpret_cast<uintptr_t>(logits) % 16 == 0};
     const Result result{
         args.token_ids + index, args.probabilities + index, args.top_ids + index * args.max_top,
@@ -224,7 +224,9 @@ __global__ void __launch_bounds__(kThreads, 1) finish(ExlSample args, Workspace 
         if (has_nucleus) {
             sum_groups(row, scale, cut, s);
             double part = 0.0;
-            for (int g = thread; g < row.groups; g += kThreads) part += static_cast<double>(s.sums[g]);
+            for (int g = thread; g < row.groups; g += kThreads) {
+                part += static_cast<double>(s.sums[g]);
+            }
             total = block_sum(part, s);
         }
     }
@@ -248,8 +250,8 @@ extern "C" {
 
 int64_t exl_cuda_sample_workspace(int32_t rows, int32_t vocab) {
     if (rows < 1 || vocab < 1) return 0;
-    const int64_t floats = 2 * sampling::pitch_of(vocab) + sampling::groups_of(vocab) * sampling::kGroup;
-    return rows * floats * static_cast<int64_t>(sizeof(float));
+    const int64_t edited = sampling::groups_of(vocab) * sampling::kGroup;
+    return rows * (2 * sampling::pitch_of(vocab) + edited) * static_cast<int64_t>(sizeof(float));
 }
 
 int exl_cuda_sample(const ExlSample* args, void* stream) {

@@ -113,7 +113,8 @@ static __device__ __noinline__ uint64_t nucleus_border(
         uint32_t counts[kSplits] = {}, ends[kSplits];
 #pragma unroll
         for (int i = 0; i < kSplits; ++i) {
-            ends[i] = low + static_cast<uint32_t>(static_cast<uint64_t>(high - low) * (i + 1) / kSplits);
+            const uint64_t share = static_cast<uint64_t>(high - low) * (i + 1) / kSplits;
+            ends[i] = low + static_cast<uint32_t>(share);
         }
         for_tokens(row, scale, s, high, [&](uint32_t order, int id) {
             if (order <= low || !cut.keeps(scale, order, id)) return;
@@ -148,8 +149,8 @@ static __device__ __noinline__ uint64_t nucleus_border(
         if (!is_found) return cut.last;
         low = next_low, high = next_high, above = next_above, count = next_count;
         if (inside <= kFew) {
-            const uint64_t through = last_key(high);
-            const int n = collect(row, scale, s, last_key(low), through < cut.last ? through : cut.last);
+            const uint64_t end = last_key(high) < cut.last ? last_key(high) : cut.last;
+            const int n = collect(row, scale, s, last_key(low), end);
             sort_few(s, n);
             weigh_few(scale, s, n);
             const int kept = kept_few(s, n, above, wanted, 0.0);

@@ -1,5 +1,5 @@
-// Choosing tokens of one row by one thread block: keys that order tokens, the few likeliest of them,
-// the n-th, and running sums. Nothing is sorted but the few that are left.
+// Choosing tokens of one row by one thread block: keys that order tokens, the few likeliest of
+// them, the n-th, and running sums. Nothing is sorted but the few that are left.
 //
 // The row's tokens lie in groups of 64, and the likeliest token of each group is known: what cannot
 // reach a border is not read. Sums are taken in a fixed order: the same inputs give the same bits.
@@ -48,7 +48,7 @@ struct Scale {
     float temperature;
     bool is_plain;
 
-    static constexpr float kWeightFloor = -87.33654f;  // of e^x: beyond lies what float32 cannot hold
+    static constexpr float kWeightFloor = -87.33654f;  // of e^x: beyond is what float32 cannot hold
 
     __device__ float y(float logit) const {
         return is_plain ? logit : (logit - largest) / temperature;
@@ -219,8 +219,8 @@ __device__ inline uint64_t nth_token(
     });
 }
 
-// s.keys become those of the tokens after `first` up to `last`; their number, above kFew if there are
-// too many.
+// s.keys become those of the tokens after `first` up to `last`; their number, above kFew if there
+// are too many.
 __device__ inline int collect(
     const Row& row, const Scale& scale, Shared& s, uint64_t first, uint64_t last
 ) {

@@ -14,7 +14,7 @@ from torch import Tensor, dtype
 
 from exl_core.errors import BackendError
 from exl_core.ops.quantized import QuantColumns, QuantLayout
-from exl_core.ops.table import AttentionBatch, Drawn, GateKind, PackedLinear
+from exl_core.ops.table import AttentionBatch, Drawn, GateKind, PackedLinear, RowSettings
 
 KERNELS_VERSION = "0.1.0"
 INSTALL = "Install it with: python -m pip install ./csrc (from the repository's root)."
@@ -252,6 +252,9 @@ class NativeTable:
                 logits, mask, ids, values, temperature, top_k, top_p, min_p, uniform, num_top
             )
         )
+
+    def sample_rows(self, logits: Tensor, rows: Sequence[RowSettings]) -> list[Drawn]:
+        return [settings.draw(self.sample, logits[settings.row]) for settings in rows]
 
 
 if TYPE_CHECKING:

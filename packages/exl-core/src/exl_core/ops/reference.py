@@ -22,7 +22,7 @@ from exl_core.ops.reference_attention import (
 )
 from exl_core.ops.reference_cache import check_caches, store_rows
 from exl_core.ops.reference_quantized import PlainQuantized, fill_quantized, new_quantized
-from exl_core.ops.reference_sampling import sample
+from exl_core.ops.reference_sampling import sample, sample_rows
 from exl_core.ops.table import AttentionBatch, GateKind, PackedLinear
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -90,6 +90,7 @@ class ReferenceTable:
     name = "reference"
     device = torch.device("cpu")
     sample = staticmethod(sample)
+    sample_rows = staticmethod(sample_rows)
 
     def __init__(self, threads: int) -> None:
         self.threads = threads

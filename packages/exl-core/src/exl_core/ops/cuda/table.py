@@ -18,9 +18,11 @@ from exl_core.ops.checks import OpInputError
 from exl_core.ops.cuda.library import TYPES, Gpu
 from exl_core.ops.cuda.linear import CudaJoined, Linears, Norm, parts_of
 from exl_core.ops.cuda.quantized import CudaQuantLinear
+from exl_core.ops.cuda.sampling import RowSampler
+from exl_core.ops.native import NativeTable
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_core.ops.reference_cache import head_dim_of
-from exl_core.ops.table import AttentionBatch, GateKind, PackedLinear
+from exl_core.ops.table import AttentionBatch, Drawn, GateKind, PackedLinear, RowSettings
 from exl_kernels import cuda
 
 if TYPE_CHECKING:
@@ -53,6 +55,8 @@ class CudaTable:
         self.threads = threads
         self._gpu = Gpu(device)
         self._linears = Linears(self._gpu)
+        self._row_sampler = RowSampler(self._gpu)
+        self.sample = NativeTable(None, threads=1).sample
 
     @property
     def name(self) -> str:
@@ -353,6 +357,16 @@ class CudaTable:
             workspace_bytes=workspace.numel(),
         )
         self._gpu.call("attention", args, _cache(key_cache, value_cache))
+
+    def sample_rows(self, logits: Tensor, rows: Sequence[RowSettings]) -> list[Drawn]:
+        known = [settings for settings in rows if settings.num_top <= cuda.MAX_TOP]
+        drawn = iter(self._row_sampler.draw(logits, known))
+        return [
+            next(drawn)
+            if settings.num_top <= cuda.MAX_TOP
+            else settings.draw(self.sample, logits[settings.row].cpu())
+            for settings in rows
+        ]
 
 
 def _attend_from_start(
