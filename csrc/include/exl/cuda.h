@@ -295,14 +295,15 @@ EXL_CUDA_API int exl_cuda_attention(
 
 // Settings of one row, on the device; `sample` of exl_core/ops/table.py says what they mean.
 typedef struct {
+    double top_p;
+    double min_p;
+    double uniform;
     float temperature;  // > 0
-    float top_p;
-    float min_p;
-    float uniform;
     int32_t top_k;
     int32_t num_top;
     int32_t first_edit;  // logits[edit_ids[i]] = edit_values[i] for i in first_edit .. last_edit - 1
     int32_t last_edit;
+    int32_t reserved;
     int64_t mask;        // words from the start of `masks`, or -1: none
 } ExlSampleRow;
 
@@ -310,12 +311,12 @@ typedef struct {
     const float* logits;  // [rows, vocab], left as they are
     int64_t logits_stride;
     int32_t rows;
-    int32_t vocab;
+    int32_t vocab;        // at most 262144
     const ExlSampleRow* settings;  // [rows]
     const int64_t* edit_ids;
     const float* edit_values;
     const uint32_t* masks;
-    int32_t max_top;
+    int32_t max_top;         // at most 512; no num_top is above it
     int32_t reserved;
     int32_t* token_ids;      // [rows], -1: nothing can be drawn
     float* probabilities;    // [rows]

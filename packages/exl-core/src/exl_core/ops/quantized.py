@@ -25,6 +25,9 @@ Packing = Literal["words", "bytes", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 
+FILL_STEP = 32
+"""Every table fills columns in ranges that begin at multiples of it (some at finer ones)."""
+
 
 class GroupRun(NamedTuple):
     """Consecutive groups of one width and size; a shorter last group is a run of its own."""

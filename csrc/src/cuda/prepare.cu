@@ -1,0 +1,207 @@
+// Inputs of quantized linears: normed, rounded to float16, and laid out as the kernel for few rows
+// reads them (cuda.h, exl_cuda_prepare).
+//
+// A block takes one row of the batch and a slice of one form. It reads the whole row, 16 bytes at a
+// time, as every block of that row does (a row is some 16 KB and lies in the second-level cache),
+// sums its squares in an order that depends on k alone, and keeps the row in shared memory, from
+// where it gathers what its slice wants. With few rows a form has many slices, since the gather is
+// what takes time then: random words of shared memory, some 3.5 to a bank and cycle.
+//
+// Floor for few rows: a launch, one read from the second-level cache and one barrier, about 2 us.
+// Orders and norm weights are asked for before the wait, as they come from memory. For many rows:
+// the bytes.
+#include "rows.cuh"
+
+namespace exl::cuda {
+
+constexpr int kThreads = 512;
+constexpr int kWarps = kThreads / kWarp;
+constexpr int kChunkRows = 32;
+constexpr int kStride = kThreads * kVector;    // values that a block reads at a time
+constexpr int kInFlight = 4;                   // such readings before the first is used
+constexpr int kPair = 2;                       // positions that a thread gathers at a time
+constexpr int kSlice = kThreads * kPair;       // the least positions of a block
+
+// A form's slices are blocks slices[form - 1] .. slices[form] - 1 of the grid's second dimension.
+struct Slices {
+    int end[3];
+};
+
+// Where a row of the batch lies in a prepared form.
+struct Place {
+    int64_t first;  // halves before position 0
+    int pitch;      // halves from one block of 32 positions to the next
+};
+
+__device__ __forceinline__ Place place_of(int row, int m, int num_blocks) {
+    const int chunk = row / kChunkRows;
+    const int rows = min(m - chunk * kChunkRows, kChunkRows);
+    const int64_t first = static_cast<int64_t>(chunk) * num_blocks * 32 * kChunkRows;
+    if (rows == 1) return {first, 32};
+    const int tiles = rows <= 8 ? 1 : rows <= 16 ? 2 : 4;
+    return {first + row % kChunkRows * 32, tiles * 8 * 32};
+}
+
+// Each thread fetches the weights of the vectors that it will read of the row.
+__device__ __forceinline__ void prefetch_norm(const float* norm, float* row, int k) {
+    const int whole = k / kVector;
+    for (int i = threadIdx.x; i < whole; i += kThreads) {
+        copy_async_16(row + kVector * i, norm + kVector * i);
+        copy_async_16(row + kVector * i + 4, norm + kVector * i + 4);
+    }
+    commit_copies();
+    if (whole % kThreads == static_cast<int>(threadIdx.x)) {
+#pragma unroll 1
+        for (int i = kVector * whole; i < k; ++i) row[i] = norm[i];
+    }
+}
+
+// Two positions of a form: features `which`, -1 for padding.
+template <class T>
+__device__ __forceinline__ __half2 gather(const T* row, int2 which, float factor) {
+    const float first = which.x < 0 ? 0.0f : to_float(row[which.x]) * factor;
+    const float second = which.y < 0 ? 0.0f : to_float(row[which.y]) * factor;
+    return __halves2half2(from_float<__half>(first), from_float<__half>(second));
+}
+
+__device__ __forceinline__ int2 positions(const ExlPrepared& to, int position, int k) {
+    if (to.order != nullptr) return *reinterpret_cast<const int2*>(to.order + position);
+    return make_int2(position < k ? position : -1, position + 1 < k ? position + 1 : -1);
+}
+
+// The row is kept as T: float with the norm's weights multiplied in, or float16 as it is.
+template <class X, class T, bool is_aligned>
+__global__ void __launch_bounds__(kThreads) prepare_kernel(
+    const ExlPrepare args, const Slices slices
+) {
+    extern __shared__ uint4 shared[];
+    __shared__ float partial[kWarps];
+    constexpr bool has_norm = sizeof(T) == sizeof(float);
+    T* row = reinterpret_cast<T*>(shared);
+    let_next_begin();
+
+    const int slice = blockIdx.y;
+    const int form = slice < slices.end[0] ? 0 : slice < slices.end[1] ? 1 : 2;
+    const ExlPrepared to = form == 0 ? args.to[0] : form == 1 ? args.to[1] : args.to[2];
+    const int first_slice = form == 0 ? 0 : form == 1 ? slices.end[0] : slices.end[1];
+    const int last_slice = form == 0 ? slices.end[0] : form == 1 ? slices.end[1] : slices.end[2];
+    const int step = (last_slice - first_slice) * kSlice;
+    const int count = to.plain ? 0 : 32 * to.num_blocks;
+    int position = (slice - first_slice) * kSlice + kPair * threadIdx.x;
+    int2 which = make_int2(-1, -1);
+    if (position < count) which = positions(to, position, args.k);
+    if constexpr (has_norm) prefetch_norm(args.norm, row, args.k);
+    wait_for_inputs();
+
+    const int batch_row = blockIdx.x;
+    const bool is_padding = batch_row >= args.m;
+    if (is_padding && to.plain) return;
+    const X* x = static_cast<const X*>(args.x) + batch_row * args.x_stride;
+    __half* plain = static_cast<__half*>(to.out) + static_cast<int64_t>(batch_row) * args.k;
+    float squares = 0.0f;
+    for (int start = kVector * threadIdx.x; !is_padding && start < args.k;
+         start += kInFlight * kStride) {
+        Vector<X> vectors[kInFlight];
+#pragma unroll
+        for (int n = 0; n < kInFlight; ++n) {
+            const int i = start + n * kStride;
+            if (i < args.k) vectors[n] = load_vector(x + i, args.k - i, is_aligned);
+        }
+        if constexpr (has_norm) wait_copies<0>();
+#pragma unroll
+        for (int n = 0; n < kInFlight; ++n) {
+            const int i = start + n * kStride;
+            if (i >= args.k) break;
+            float values[kVector];
+            vectors[n].to_floats(values);
+            if constexpr (has_norm) {
+                float weights[kVector];
+                load_floats(row + i, kVector, true, weights);
+#pragma unroll
+                for (int j = 0; j < kVector; ++j) {
+                    squares += values[j] * values[j];
+                    values[j] *= weights[j];
+                }
+            } else if (to.plain) {
+                store_vector(plain + i, args.k - i, is_aligned, values);
+                continue;
+            }
+            store_vector(row + i, kVector, true, values);
+        }
+    }
+    if (!has_norm && to.plain) return;
+    float factor = 1.0f;
+    if constexpr (has_norm) {
+        factor = rsqrtf(block_sum<kWarps>(squares, partial) / args.k + args.eps);
+    } else {
+        __syncthreads();
+    }
+
+    if (to.plain) {
+        for (int i = kVector * threadIdx.x; i < args.k; i += kStride) {
+            float values[kVector];
+            load_floats(row + i, kVector, true, values);
+#pragma unroll
+            for (int j = 0; j < kVector; ++j) values[j] *= factor;
+            store_vector(plain + i, args.k - i, is_aligned, values);
+        }
+        return;
+    }
+    const Place place = place_of(batch_row, args.m, to.num_blocks);
+    __half* out = static_cast<__half*>(to.out) + place.first;
+    while (position < count) {
+        const __half2 values =
+            is_padding ? __half2half2(__ushort_as_half(0)) : gather(row, which, factor);
+        const int64_t at = static_cast<int64_t>(position / 32) * place.pitch + position % 32;
+        *reinterpret_cast<__half2*>(out + at) = values;
+        position += step;
+        if (position < count) which = positions(to, position, args.k);
+    }
+}
+
+template <class X, class T>
+static cudaError_t prepare(const ExlPrepare& args, int multiprocessors, int rows, void* stream) {
+    Slices slices = {};
+    int total = 0;
+    for (int form = 0; form < 3; ++form) {
+        if (form < args.count) {
+            // About two blocks to a multiprocessor, unless that would take more work than there is.
+            const int wanted = 2 * multiprocessors / (rows * args.count);
+            const int most = static_cast<int>(ceil_div(32 * args.to[form].num_blocks, kSlice));
+            total += args.to[form].plain ? 1 : wanted < 1 ? 1 : wanted < most ? wanted : most;
+        }
+        slices.end[form] = total;
+    }
+    bool needs_row = args.norm != nullptr;
+    for (int form = 0; form < args.count; ++form) needs_row |= !args.to[form].plain;
+    const int64_t row_bytes = needs_row ? ceil_div(args.k, kVector) * kVector * sizeof(T) : 0;
+    const bool is_aligned = rows_are_aligned(args.x, args.k, args.x_stride, sizeof(X));
+    return launch(
+        is_aligned ? prepare_kernel<X, T, true> : prepare_kernel<X, T, false>, dim3(rows, total),
+        dim3(kThreads), static_cast<size_t>(row_bytes), stream, args, slices
+    );
+}
+
+}  // namespace exl::cuda
+
+extern "C" int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
+    using namespace exl::cuda;
+    const bool fits = args->count >= 1 && args->count <= 3 && args->m >= 0 && args->k >= 1 &&
+                      (args->x_dtype == kF32 || args->x_dtype == kF16);
+    if (!fits) return cudaErrorInvalidValue;
+    if (args->m == 0) return cudaSuccess;
+    int rows = args->m;
+    for (int form = 0; form < args->count; ++form) {
+        const ExlPrepared& to = args->to[form];
+        if (!to.plain && to.num_blocks < 1) return cudaErrorInvalidValue;
+        const int rest = args->m % kChunkRows;
+        if (!to.plain && rest > 1) rows = args->m - rest + 8 * exl_cuda_row_tiles(rest);
+    }
+    DeviceInfo info;
+    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
+    const bool is_float = args->x_dtype == kF32;
+    const auto run = args->norm != nullptr
+                         ? (is_float ? prepare<float, float> : prepare<__half, float>)
+                         : (is_float ? prepare<float, __half> : prepare<__half, __half>);
+    return run(*args, info.multiprocessors, rows, stream);
+}

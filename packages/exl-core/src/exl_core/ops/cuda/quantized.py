@@ -1,0 +1,199 @@
+"""Quantized matrices on the GPU: where everything lies in their tiles, and filling them.
+
+The layout is that of `exl/cuda.h`: strips of 32 columns, all alike; in a strip, units of up to four
+blocks of 32 rows of one group. What it depends on is worked out here, once, from the `QuantLayout`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from threading import Lock
+from typing import NamedTuple
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from exl_core.ops.checks import OpInputError
+from exl_core.ops.cuda.library import TYPES, Gpu
+from exl_core.ops.cuda.upload import upload
+from exl_core.ops.quantized import FILL_STEP, GroupRun, Offset, QuantColumns, QuantLayout
+from exl_kernels import cuda
+
+STRIP = 32  # columns
+BLOCK_ROWS = 32
+UNIT_BLOCKS = 4
+MAX_BLOCKS = 1 << 16  # a unit names its first block in 16 bits
+
+_UNIT = np.dtype(
+    [
+        ("offset", "<u4"),
+        ("first_block", "<u2"),
+        ("bits", "u1"),
+        ("blocks", "u1"),
+        ("group", "<u4"),
+    ]
+)
+assert _UNIT.itemsize == cuda.UNIT_BYTES
+
+
+class TilePlan(NamedTuple):
+    """What a matrix's tiles look like, apart from their columns."""
+
+    units: NDArray[np.void]
+    stored_rows: NDArray[np.int32]  # of each padded row, -1: padding
+    bit_offsets: NDArray[np.int64]  # of each unit's first row, in a column's stream of bits
+    strip_bytes: int
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.stored_rows) // BLOCK_ROWS
+
+
+def plan_tiles(runs: tuple[GroupRun, ...], offset: Offset, scale_bytes: int) -> TilePlan:
+    head = STRIP * (scale_bytes + {"middle": 0, "zeros": 1, "minimums": scale_bytes}[offset])
+    units, rows, bits = [], [], []
+    block = group = row = bit = place = 0
+    for run in runs:
+        blocks = -(-run.rows // BLOCK_ROWS)
+        in_group = np.arange(0, blocks, UNIT_BLOCKS)
+        part = np.zeros((run.groups, len(in_group)), _UNIT)
+        part["bits"] = run.bits
+        part["blocks"] = np.minimum(blocks - in_group, UNIT_BLOCKS)
+        part["group"] = group + np.arange(run.groups)[:, None]
+        part["first_block"] = block + np.arange(run.groups)[:, None] * blocks + in_group
+        sizes = (
+            head + part["blocks"].astype(np.int64) * (STRIP * BLOCK_ROWS * run.bits // 8)
+        ).ravel()
+        part["offset"] = (place + np.cumsum(sizes) - sizes).reshape(part.shape)
+        units.append(part.ravel())
+
+        first_rows = np.arange(run.groups)[:, None] * run.rows
+        of_block = np.arange(blocks * BLOCK_ROWS)
+        stored = np.where(of_block < run.rows, row + first_rows + of_block, -1)
+        rows.append(stored.ravel().astype(np.int32))
+        bits.append((bit + run.bits * (first_rows + in_group * BLOCK_ROWS)).ravel())
+
+        block += run.groups * blocks
+        group += run.groups
+        row += run.groups * run.rows
+        bit += run.groups * run.rows * run.bits
+        place += int(sizes.sum())
+    if block > MAX_BLOCKS:
+        raise OpInputError(f"new_quantized: {block} blocks of rows (expected at most {MAX_BLOCKS})")
+    return TilePlan(
+        np.concatenate(units), np.concatenate(rows), np.concatenate(bits).astype(np.int64), place
+    )
+
+
+class CudaQuantLinear:
+    """A PackedLinear on the GPU; `matrix` is what kernels take, and points into the tensors here.
+
+    Matrices whose rows are in the same order share one `order`.
+    """
+
+    def __init__(self, layout: QuantLayout, gpu: Gpu) -> None:
+        plan = plan_tiles(layout.runs, layout.offset, layout.scale_dtype.itemsize)
+        stored, features = plan.stored_rows, layout.features
+        order = stored if features is None else np.where(stored < 0, -1, features.numpy()[stored])
+        strips = -(-layout.out_features // STRIP)
+        device = gpu.device
+        self.layout = layout
+        self._gpu = gpu
+        self.num_blocks = plan.num_blocks
+        self.order = _shared(device, order.astype(np.int32))
+        self.bias = torch.zeros(layout.out_features, device=device) if layout.has_bias else None
+        self._units = _shared(device, plan.units.view(np.uint8))
+        self._stored_rows = _shared(device, stored)
+        self._bit_offsets = _shared(device, plan.bit_offsets)
+        self._tiles = gpu.empty(strips * plan.strip_bytes, dtype=torch.uint8)
+        self.matrix = cuda.QuantMatrix(
+            tiles=self._tiles.data_ptr(),
+            units=self._units.data_ptr(),
+            order=self.order.data_ptr(),
+            bias=None if self.bias is None else self.bias.data_ptr(),
+            strip_bytes=plan.strip_bytes,
+            n=layout.out_features,
+            k=layout.in_features,
+            num_units=len(plan.units),
+            num_blocks=plan.num_blocks,
+            scale_dtype=TYPES[layout.scale_dtype],
+            offset_kind=cuda.OFFSETS[layout.offset],
+        )
+
+    @property
+    def out_features(self) -> int:
+        return self.layout.out_features
+
+    @property
+    def in_features(self) -> int:
+        return self.layout.in_features
+
+    @property
+    def size_bytes(self) -> int:
+        """Without what it may share with others."""
+        return self._tiles.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def fill(self, first_column: int, columns: QuantColumns) -> None:
+        """Repacks columns first_column ..; their parts may lie in any memory."""
+        is_words = columns.packing in ("words", "bytes")
+        count = columns.codes.shape[1 if is_words else 0]
+        last = first_column + count
+        is_whole = first_column % FILL_STEP == 0 and count > 0
+        if not is_whole or (count % FILL_STEP and last != self.out_features):
+            raise OpInputError(
+                f"fill_quantized: first_column (expected whole strips of {FILL_STEP} columns, got"
+                f" {count} at {first_column})"
+            )
+        if columns.codes.stride(1) != 1:
+            raise OpInputError("fill_quantized: codes (expected rows without gaps)")
+        device = self._gpu.device
+        codes = upload(columns.codes, device)
+        beside = [
+            None if part is None else upload(part, device)
+            for part in (columns.source_rows, columns.scales, columns.offsets)
+        ]
+        source_rows, scales, offsets = (
+            None if part is None else part.data_ptr() for part in beside
+        )
+        operands = cuda.QuantColumns(
+            packing=cuda.PACKINGS[columns.packing],
+            first_column=first_column,
+            columns=count,
+            scale_dtype=TYPES[self.layout.scale_dtype],
+            codes=codes.data_ptr(),
+            row_stride=codes.stride(0),
+            stored_rows=self._stored_rows.data_ptr(),
+            source_rows=source_rows,
+            bit_offsets=self._bit_offsets.data_ptr(),
+            scales=scales,
+            offsets=offsets,
+        )
+        self._gpu.call("quant_pack", self.matrix, operands)
+        if self.bias is not None and columns.bias is not None:
+            self.bias[first_column:last].copy_(columns.bias)
+
+    def unpack(self, first: int, columns: int, out: Tensor) -> None:
+        """out float16 [in_features, columns] = the weights, features in their own order.
+
+        `first` is a multiple of 32; rows of `out` may lie apart.
+        """
+        self._gpu.call("quant_unpack", self.matrix, first, columns, out.data_ptr(), out.stride(0))
+
+
+_tables: WeakValueDictionary[tuple[torch.device, bytes], Tensor] = WeakValueDictionary()
+_tables_lock = Lock()
+
+
+def _shared(device: torch.device, table: NDArray[np.generic]) -> Tensor:
+    """The table on the device: one tensor for all who have the same, while any of them lives."""
+    values = np.ascontiguousarray(table)
+    digest = hashlib.blake2b(values.tobytes(), person=values.dtype.str.encode()).digest()
+    with _tables_lock:
+        held = _tables.get((device, digest))
+        if held is None:
+            held = torch.from_numpy(values.copy()).to(device)
+            _tables[device, digest] = held
+        return held

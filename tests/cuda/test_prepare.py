@@ -1,0 +1,188 @@
+"""Prepared inputs: every form has its values where `exl/cuda.h` says, and zeros elsewhere."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core.ops.cuda.library import TYPES, Gpu
+from exl_kernels import cuda
+
+pytestmark = pytest.mark.cuda
+
+ROWS = [1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 64, 127, 130]
+DIMS = [32, 576, 1536, 4096, 11008]
+EPS = 1e-5
+LARGEST = 65504.0
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Gpu:
+    return Gpu(torch.device("cuda", 0))
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> torch.Generator:
+    return torch.Generator().manual_seed(sum(request.node.nodeid.encode()))
+
+
+@dataclass(frozen=True)
+class Form:
+    """`order` int32 on the CPU, or None for features in their order; -1 is padding."""
+
+    num_blocks: int
+    order: Tensor | None = None
+    is_plain: bool = False
+
+
+def permuted(rng: torch.Generator, k: int, padding: int) -> Form:
+    """An order with `padding` blocks' worth of padding somewhere in it."""
+    num_blocks = -(-k // 32) + padding
+    order = torch.full((32 * num_blocks,), -1, dtype=torch.int32)
+    places = torch.randperm(32 * num_blocks, generator=rng)[:k]
+    order[places] = torch.randperm(k, generator=rng).int()
+    return Form(num_blocks, order)
+
+
+def prepare(gpu: Gpu, x: Tensor, norm: Tensor | None, forms: list[Form]) -> list[Tensor]:
+    """The prepared halves of each form."""
+    args = cuda.Prepare(
+        x=x.data_ptr(),
+        x_stride=x.stride(0),
+        x_dtype=TYPES[x.dtype],
+        norm=None if norm is None else norm.data_ptr(),
+        eps=EPS,
+        m=x.shape[0],
+        k=x.shape[1],
+        count=len(forms),
+    )
+    outs, orders = [], []
+    for i, form in enumerate(forms):
+        halves = x.numel() if form.is_plain else cuda.prepared_halves(len(x), form.num_blocks)
+        outs.append(torch.full((halves,), torch.nan, dtype=torch.float16, device=x.device))
+        orders.append(None if form.order is None else form.order.to(x.device))
+        order = orders[i]
+        args.to[i] = cuda.Prepared(
+            None if order is None else order.data_ptr(),
+            outs[i].data_ptr(),
+            form.num_blocks,
+            int(form.is_plain),
+        )
+    gpu.call("prepare", args)
+    return [out.cpu() for out in outs]
+
+
+def normed(x: Tensor, norm: Tensor | None) -> Tensor:
+    """float64 [m, k]."""
+    values = x.double()
+    if norm is None:
+        return values
+    return values / (values.square().mean(1, keepdim=True) + EPS).sqrt() * norm.double()
+
+
+def laid_out(values: Tensor, form: Form) -> Tensor:
+    """By the words of cuda.h: chunks of 32 rows, tiles of 8 rows unless there is one alone."""
+    rows, k = values.shape
+    if form.is_plain:
+        return values.flatten()
+    order = torch.arange(32 * form.num_blocks) if form.order is None else form.order.long()
+    is_padding = (order < 0) | (order >= k)
+    stored = torch.where(is_padding, 0.0, values[:, order.clamp(0, k - 1)])  # [m, padded]
+    chunks = []
+    for first in range(0, rows, 32):
+        chunk = stored[first : first + 32].view(-1, form.num_blocks, 32)
+        if len(chunk) > 1:
+            tiles = 1 if len(chunk) <= 8 else 2 if len(chunk) <= 16 else 4
+            full = torch.zeros(8 * tiles, form.num_blocks, 32, dtype=values.dtype)
+            full[: len(chunk)] = chunk
+            chunk = full.view(tiles, 8, form.num_blocks, 32).permute(2, 0, 1, 3)
+        chunks.append(chunk.flatten())
+    return torch.cat(chunks)
+
+
+def random_x(rng: torch.Generator, rows: int, k: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
+    """Rows of different sizes, `gap` elements apart."""
+    wide = torch.randn(rows, k + gap, generator=rng) * torch.rand(rows, 1, generator=rng) * 5
+    return wide.to(dtype)[:, :k]
+
+
+def assert_prepared(got: Tensor, expected: Tensor, is_exact: bool) -> None:
+    if is_exact:
+        assert torch.equal(got, expected.half())
+        return
+    assert bool(got.isfinite().all())
+    error = (got.double() - expected).norm() / expected.norm().clamp_min(1e-30)
+    assert error < 4e-4  # of rounding to float16: 2^-12 on average
+
+
+@pytest.mark.parametrize("k", DIMS)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["f16", "f32"])
+def test_one_order_without_norm_is_exact(
+    gpu: Gpu, rng: torch.Generator, rows: int, k: int, dtype: torch.dtype
+) -> None:
+    x = random_x(rng, rows, k, dtype)
+    form = permuted(rng, k, padding=1)
+    (got,) = prepare(gpu, x.to(gpu.device), None, [form])
+    assert_prepared(got, laid_out(x.double(), form), is_exact=True)
+
+
+@pytest.mark.parametrize("k", DIMS)
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["f16", "f32"])
+def test_normed_to_three_orders(
+    gpu: Gpu, rng: torch.Generator, rows: int, k: int, dtype: torch.dtype
+) -> None:
+    x = random_x(rng, rows, k, dtype)
+    norm = torch.randn(k, generator=rng)
+    forms = [permuted(rng, k, 2), Form(-(-k // 32)), permuted(rng, k, 0)]
+    outs = prepare(gpu, x.to(gpu.device), norm.to(gpu.device), forms)
+    for got, form in zip(outs, forms, strict=True):
+        assert_prepared(got, laid_out(normed(x, norm), form), is_exact=False)
+
+
+@pytest.mark.parametrize("rows", [1, 5, 33, 300])
+@pytest.mark.parametrize("k", [32, 576, 1540, 14336])
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_plain_beside_an_order(
+    gpu: Gpu, rng: torch.Generator, rows: int, k: int, has_norm: bool
+) -> None:
+    x = random_x(rng, rows, k, torch.float32, gap=3)
+    norm = torch.randn(k, generator=rng) if has_norm else None
+    forms = [Form(0, is_plain=True), permuted(rng, k, 1)]
+    x_gpu = torch.empty(rows, k + 3, device=gpu.device)[:, :k]
+    x_gpu.copy_(x)
+    outs = prepare(gpu, x_gpu, None if norm is None else norm.to(gpu.device), forms)
+    for got, form in zip(outs, forms, strict=True):
+        assert_prepared(got, laid_out(normed(x, norm), form), is_exact=not has_norm)
+
+
+@pytest.mark.parametrize("has_norm", [False, True])
+def test_plain_alone_of_rows_that_lie_apart(gpu: Gpu, rng: torch.Generator, has_norm: bool) -> None:
+    wide = random_x(rng, 40, 3 * 576, torch.float16)
+    x, x_gpu = wide[:, 576:1152], wide.to(gpu.device)[:, 576:1152]
+    norm = torch.randn(576, generator=rng) if has_norm else None
+    on_gpu = None if norm is None else norm.to(gpu.device)
+    (got,) = prepare(gpu, x_gpu, on_gpu, [Form(0, is_plain=True)])
+    assert_prepared(got, normed(x, norm).flatten(), is_exact=not has_norm)
+
+
+def test_a_row_does_not_depend_on_the_others(gpu: Gpu, rng: torch.Generator) -> None:
+    x = random_x(rng, 33, 4096, torch.float32)
+    norm = torch.randn(4096, generator=rng).to(gpu.device)
+    form = permuted(rng, 4096, 1)
+    (all_rows,) = prepare(gpu, x.to(gpu.device), norm, [form])
+    (alone,) = prepare(gpu, x[5:6].to(gpu.device), norm, [form, form])[:1]
+    size = cuda.prepared_halves(32, form.num_blocks)
+    of_row = all_rows[:size].view(form.num_blocks, 4, 8, 32)[:, 0, 5]
+    assert torch.equal(of_row.flatten(), alone)
+    assert torch.equal(prepare(gpu, x[32:].to(gpu.device), norm, [form])[0], all_rows[size:])
+
+
+def test_values_beyond_float16_become_the_largest(gpu: Gpu) -> None:
+    x = torch.tensor([[1e6, -1e6] + [1.0] * 30], device=gpu.device)
+    (got,) = prepare(gpu, x, None, [Form(1)])
+    assert got[:3].tolist() == [LARGEST, -LARGEST, 1.0]

@@ -1,0 +1,345 @@
+"""Packed and made dense again, matrices are what the reference says, to the bit; tiles are laid out
+as `exl/cuda.h` has it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+from torch import Tensor
+
+from exl_core.codecs import exl2, gptq
+from exl_core.codecs.exl2_runtime import Exl2Matrix
+from exl_core.codecs.gptq_runtime import GptqMatrix
+from exl_core.codecs.runtime import RuntimeMatrix
+from exl_core.ops.checks import OpInputError
+from exl_core.ops.cuda.library import Gpu
+from exl_core.ops.cuda.quantized import CudaQuantLinear, plan_tiles
+from exl_core.ops.quantized import GroupRun, Offset, Packing, QuantColumns, QuantLayout
+from exl_core.ops.reference_quantized import BLOCKS, PlainQuantized, fill_quantized, new_quantized
+
+pytestmark = pytest.mark.cuda
+
+PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+
+
+@dataclass(frozen=True)
+class Case:
+    runs: tuple[tuple[int, int, int], ...]  # bits, groups, rows
+    n: int
+    packing: Packing
+    offset: Offset = "middle"
+    scale_dtype: torch.dtype = torch.float16
+    permuted: bool = False
+    shuffled: bool = False  # rows of codes lie anywhere
+    has_bias: bool = False
+
+    def __str__(self) -> str:
+        runs = "+".join(f"{bits}b{groups}x{rows}" for bits, groups, rows in self.runs)
+        extras = "-permuted" * self.permuted + "-shuffled" * self.shuffled
+        scales = str(self.scale_dtype).removeprefix("torch.float")
+        return f"{runs}-n{self.n}-{self.packing}-{self.offset}{scales}{extras}"
+
+
+MIXED = ((8, 1, 32), (6, 2, 64), (5, 3, 128), (4, 2, 256), (3, 1, 96), (2, 2, 128), (2, 1, 32))
+CASES = [
+    *(Case(((bits, 3, 128),), 96, "words") for bits in PLANES),
+    *(Case(((bits, 2, 160), (bits, 1, 64)), 8, "words", "zeros") for bits in PLANES),
+    *(Case(((bits, 3, 128),), 100, "bytes", "zeros") for bits in PLANES),
+    Case(MIXED, 320, "words", permuted=True),
+    Case(((4, 1, 1056), (3, 1, 480)), 160, "words", permuted=True),
+    Case(((4, 18, 32),), 33, "words", "zeros"),
+    Case(((4, 3, 50), (4, 1, 42)), 64, "words"),  # words are cut, and blocks padded
+    Case(((3, 4, 32), (3, 1, 7)), 40, "words", "zeros", has_bias=True),
+    *(
+        Case(((bits, 8, 72),), 136, "words", "zeros", permuted=True, shuffled=True)
+        for bits in PLANES
+    ),
+    Case(((4, 5, 128), (4, 1, 20)), 70, "bytes", shuffled=True),
+    Case(((4, 43, 256),), 32, "bytes", "minimums", torch.float32),
+    Case(((5, 18, 32),), 130, "bytes", "minimums", torch.float32, permuted=True),
+    Case(((5, 18, 32),), 49152, "bytes", "minimums"),
+    Case(((6, 4, 96),), 65, "bytes", "zeros", torch.float32),
+    Case(((8, 4, 96),), 1, "words", "middle", torch.float32),
+    Case(((4, 18, 32),), 100, "q4_0"),
+    Case(((4, 1, 32),), 32, "q4_1", "minimums"),
+    Case(((5, 48, 32),), 224, "q5_0"),
+    Case(((5, 18, 32),), 49, "q5_1", "minimums"),
+    Case(((8, 18, 32),), 1000, "q8_0"),
+]
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Gpu:
+    return Gpu(torch.device("cuda", 0))
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> np.random.Generator:
+    return np.random.default_rng(list(request.node.nodeid.encode()))
+
+
+@dataclass(frozen=True, eq=False)
+class Made:
+    layout: QuantLayout
+    whole: QuantColumns
+
+    def columns(self, first: int, last: int) -> QuantColumns:
+        """Views whose rows lie apart, as a file has them."""
+
+        def part(grid: Tensor | None) -> Tensor | None:
+            return None if grid is None else grid[:, first:last].contiguous()
+
+        whole = self.whole
+        in_blocks = whole.packing in BLOCKS
+        return QuantColumns(
+            whole.packing,
+            whole.codes[first:last] if in_blocks else whole.codes[:, first:last],
+            whole.source_rows,
+            part(whole.scales),
+            part(whole.offsets),
+            None if whole.bias is None else whole.bias[first:last].clone(),
+        )
+
+
+def make(rng: np.random.Generator, case: Case) -> Made:
+    runs = tuple(GroupRun(*run) for run in case.runs)
+    k, n = sum(run.groups * run.rows for run in runs), case.n
+    features = torch.from_numpy(rng.permutation(k).astype(np.int32)) if case.permuted else None
+    layout = QuantLayout(n, k, runs, features, case.scale_dtype, case.offset, case.has_bias)
+    if case.packing in BLOCKS:
+        return Made(layout, QuantColumns(case.packing, ggml_blocks(rng, case.packing, n, k // 32)))
+    row_bits = np.concatenate([np.full(run.groups * run.rows, run.bits) for run in runs])
+    codes = rng.integers(0, 1 << row_bits[:, None], (k, n)).astype(np.uint8)
+    source_rows = None
+    if case.shuffled:
+        source = rng.permutation(k)
+        codes[source] = codes.copy()
+        source_rows = torch.from_numpy(source.astype(np.int32))
+    group_bits = np.concatenate([np.full(run.groups, run.bits) for run in runs])
+    scales = rng.normal(size=(len(group_bits), n)) / 2.0 ** group_bits[:, None]
+    offsets = None
+    if case.offset == "zeros":
+        offsets = torch.from_numpy(
+            rng.integers(0, 1 << group_bits[:, None], scales.shape).astype(np.uint8)
+        )
+    elif case.offset == "minimums":
+        offsets = torch.from_numpy(rng.normal(size=scales.shape)).to(case.scale_dtype)
+    packed = torch.from_numpy(codes if case.packing == "bytes" else words_of(codes, row_bits))
+    bias = torch.from_numpy(rng.normal(size=n)).float() if case.has_bias else None
+    scale = torch.from_numpy(scales).to(case.scale_dtype)
+    return Made(layout, QuantColumns(case.packing, packed, source_rows, scale, offsets, bias))
+
+
+def words_of(codes: NDArray[np.uint8], bits: NDArray[np.int64]) -> NDArray[np.int32]:
+    """The stream of bits of each column, int32 [words, n]."""
+    planes = [(codes[row][None] >> np.arange(width)[:, None]) & 1 for row, width in enumerate(bits)]
+    stream = np.concatenate(planes).astype(np.uint8)
+    stream = np.pad(stream, ((0, -len(stream) % 32), (0, 0)))
+    packed = np.packbits(stream, axis=0, bitorder="little")
+    return np.ascontiguousarray(np.ascontiguousarray(packed.T).view("<i4").T)
+
+
+def ggml_blocks(rng: np.random.Generator, packing: Packing, n: int, count: int) -> Tensor:
+    form = BLOCKS[packing]
+    blocks = rng.integers(0, 256, (n, count, form.bytes), dtype=np.uint8)
+    heads = 2 if form.has_minimum else 1
+    factors = rng.normal(size=(n, count, heads)).astype(np.float16)
+    blocks[..., : 2 * heads] = factors.view(np.uint8)
+    return torch.from_numpy(blocks.reshape(n, -1))
+
+
+def reference_of(made: Made) -> PlainQuantized:
+    plain = new_quantized(made.layout)
+    fill_quantized(plain, 0, made.columns(0, made.layout.out_features))
+    return plain
+
+
+def packed_on(gpu: Gpu, made: Made, cuts: list[int]) -> CudaQuantLinear:
+    matrix = CudaQuantLinear(made.layout, gpu)
+    matrix._tiles.fill_(0xA5)
+    ends = [*cuts, made.layout.out_features]
+    for first, last in zip([0, *cuts], ends, strict=True):
+        matrix.fill(first, made.columns(first, last))
+    return matrix
+
+
+def unpacked(gpu: Gpu, matrix: CudaQuantLinear, first: int, columns: int, stride: int) -> Tensor:
+    """float16 [k, columns], in rows of `stride`; nothing else of them is written."""
+    room = torch.full(
+        (matrix.in_features, stride), torch.nan, dtype=torch.float16, device=gpu.device
+    )
+    matrix.unpack(first, columns, room)
+    assert room[:, columns:].isnan().all()
+    return room[:, :columns].cpu()
+
+
+def expected_tiles(plain: PlainQuantized) -> NDArray[np.uint8]:
+    """By the words of cuda.h alone: [strips, strip_bytes]."""
+    layout = plain.layout
+    strips = -(-layout.out_features // 32)
+    width = ((0, 0), (0, 32 * strips - layout.out_features))
+    codes, scales = np.pad(plain.codes.numpy(), width), np.pad(plain.scales.numpy(), width)
+    offsets = None if plain.offsets is None else np.pad(plain.offsets.numpy(), width)
+    place = [0] * 32  # of each column among a unit's scales
+    for c in range(32):
+        place[4 * (c % 8) + c // 8] = c
+    parts: list[NDArray[np.uint8]] = []
+    row = group = 0
+    for run in layout.runs:
+        for _ in range(run.groups):
+            rows = np.zeros((-(-run.rows // 32) * 32, 32 * strips), np.uint8)
+            rows[: run.rows] = codes[row : row + run.rows]
+            for first in range(0, len(rows), 128):
+                for grid in (scales, offsets):
+                    if grid is not None:
+                        ordered = np.ascontiguousarray(grid[group].reshape(strips, 32)[:, place])
+                        parts.append(ordered.view(np.uint8))
+                for block in range(first, min(first + 128, len(rows)), 32):
+                    parts.extend(planes_of(rows[block : block + 32], run.bits))
+            row += run.rows
+            group += 1
+    return np.concatenate(parts, axis=1)
+
+
+def planes_of(rows: NDArray[np.uint8], bits: int) -> list[NDArray[np.uint8]]:
+    strips = rows.shape[1] // 32
+    columns = rows.reshape(32, strips, 32).transpose(1, 0, 2).astype(np.uint32)
+    planes, low = [], 0
+    for p in PLANES[bits]:
+        words = np.zeros((strips, 32, p), np.uint32)
+        for lane in range(32):
+            g, t = divmod(lane, 4)
+            for pair in range(16):
+                i, s, r = pair // 8, pair // 4 % 2, pair % 4
+                for h in range(2):
+                    row, column = 8 * t + 4 * s + 2 * (r >> 1) + h, 16 * i + 8 * (r & 1) + g
+                    field = columns[:, row, column] >> low & (1 << p) - 1
+                    shift = 16 * h + p * (pair % (16 // p))
+                    words[:, lane, pair // (16 // p)] |= field << shift
+        if p == 8:  # words 0 .. 3 of all lanes come first
+            words = words.reshape(strips, 32, 2, 4).transpose(0, 2, 1, 3)
+        planes.append(np.ascontiguousarray(words).reshape(strips, -1).view(np.uint8))
+        low += p
+    return planes
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_dense_again_is_the_reference_rounded_once(
+    gpu: Gpu, rng: np.random.Generator, case: Case
+) -> None:
+    made = make(rng, case)
+    exact = reference_of(made).matrix().T.half()  # [k, n]
+    matrix = packed_on(gpu, made, [])
+    n = case.n
+    assert torch.equal(unpacked(gpu, matrix, 0, n, -(-n // 8) * 8), exact)
+    assert torch.equal(unpacked(gpu, matrix, 0, n, n + 3), exact)  # rows without alignment
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_tiles_are_those_of_the_interface(gpu: Gpu, rng: np.random.Generator, case: Case) -> None:
+    made = make(rng, case)
+    expected = expected_tiles(reference_of(made))
+    tiles = packed_on(gpu, made, [])._tiles.cpu().numpy()
+    np.testing.assert_array_equal(tiles.reshape(expected.shape), expected)
+
+
+@pytest.mark.parametrize("case", [CASES[6], CASES[18], CASES[20], CASES[-1]], ids=str)
+def test_columns_filled_apart(gpu: Gpu, rng: np.random.Generator, case: Case) -> None:
+    made = make(rng, case)
+    n = case.n
+    cuts = [cut for cut in (32, 96, 128) if cut < n]
+    whole, parts = packed_on(gpu, made, []), packed_on(gpu, made, cuts)
+    assert torch.equal(whole._tiles, parts._tiles)
+    exact = reference_of(made).matrix().T.half()
+    for first in cuts:
+        some = unpacked(gpu, whole, first, n - first, n)
+        assert torch.equal(some, exact[:, first:])
+    assert torch.equal(unpacked(gpu, whole, 0, min(n, 5), 8), exact[:, :5])
+
+
+def test_bias_and_size(gpu: Gpu, rng: np.random.Generator) -> None:
+    case = next(case for case in CASES if case.has_bias)
+    made = make(rng, case)
+    matrix = packed_on(gpu, made, [32])
+    assert matrix.bias is not None
+    assert torch.equal(matrix.bias.cpu(), cast(Tensor, made.whole.bias))
+    assert matrix.size_bytes == matrix._tiles.nbytes + 4 * case.n
+
+
+@pytest.mark.parametrize("first, count", [(16, 16), (0, 16), (-32, 32)])
+def test_ranges_that_cut_strips_are_refused(
+    gpu: Gpu, rng: np.random.Generator, first: int, count: int
+) -> None:
+    made = make(rng, CASES[0])
+    with pytest.raises(OpInputError, match="first_column"):
+        CudaQuantLinear(made.layout, gpu).fill(first, made.columns(0, count))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("rows", [1, 17])
+def test_embedding_rows(gpu: Gpu, rng: np.random.Generator, case: Case, rows: int) -> None:
+    made = make(rng, case)
+    matrix = packed_on(gpu, made, [])
+    ids = torch.from_numpy(rng.integers(0, case.n, rows)).to(gpu.device)
+    y = torch.full((rows, matrix.in_features), torch.nan, device=gpu.device)
+    gpu.call("quant_embedding", matrix.matrix, ids.data_ptr(), rows, y.data_ptr())
+    exact = reference_of(made).matrix()[ids.cpu()]
+    torch.testing.assert_close(y.cpu(), exact.float(), rtol=2.0**-23, atol=0)
+
+
+def test_orders_are_shared(gpu: Gpu) -> None:
+    def layout(n: int) -> QuantLayout:
+        return QuantLayout(n, 256, (GroupRun(4, 2, 128),), None, torch.float16, "middle")
+
+    first, second = CudaQuantLinear(layout(32), gpu), CudaQuantLinear(layout(64), gpu)
+    assert first.order.data_ptr() == second.order.data_ptr()
+
+
+def test_a_group_of_many_blocks_has_several_units() -> None:
+    plan = plan_tiles((GroupRun(4, 1, 300), GroupRun(3, 2, 64)), "zeros", 2)
+    assert plan.units["blocks"].tolist() == [4, 4, 2, 2, 2]
+    assert plan.units["first_block"].tolist() == [0, 4, 8, 10, 12]
+    assert plan.units["group"].tolist() == [0, 0, 0, 1, 2]
+    assert plan.bit_offsets.tolist() == [0, 512, 1024, 1200, 1392]
+    assert plan.strip_bytes == 5 * 96 + 10 * 512 + 4 * 384
+    assert plan.stored_rows[[299, 300, 319, 320]].tolist() == [299, -1, -1, 300]
+
+
+def assert_dense(gpu: Gpu, matrix: RuntimeMatrix) -> None:
+    """Filled from the codec's columns, in ranges, it is the codec's exact float16 matrix."""
+    n = matrix.layout.out_features
+    packed = CudaQuantLinear(matrix.layout, gpu)
+    for first in range(0, n, 256):
+        packed.fill(first, matrix.columns(first, min(first + 256, n)))
+    assert torch.equal(unpacked(gpu, packed, 0, n, n), matrix.dense(0, n).T)
+
+
+def test_golden_exl2_matrices(gpu: Gpu, shared_dir: Path) -> None:
+    tensors = load_file(shared_dir / "golden/exl2_reference.safetensors")
+    stems = sorted(name.removesuffix(".dense") for name in tensors if name.endswith(".dense"))
+    assert len(stems) == 4
+    for stem in stems:
+        parts = {part: tensors[f"{stem}.{part}"] for part in exl2.PARTS}
+        matrix = Exl2Matrix(exl2.check(parts, stem), tensors[f"{stem}.dense"].shape[1])
+        assert_dense(gpu, matrix)
+
+
+def test_golden_gptq_matrices(gpu: Gpu, shared_dir: Path) -> None:
+    tensors = load_file(shared_dir / "golden/gptq_reference.safetensors")
+    variants = json.loads((shared_dir / "golden/gptq_reference.json").read_text())
+    stems = sorted(name.removesuffix(".dense") for name in tensors if name.endswith(".dense"))
+    assert len(stems) >= 8
+    for stem in stems:
+        names = (f"{stem}.{part}" for part in gptq.PARTS)
+        parts = {name.removeprefix(f"{stem}."): tensors[name] for name in names if name in tensors}
+        settings = gptq.parse_settings(variants[stem.split("/")[0]], "test")
+        layer = gptq.check(parts, settings, stem)
+        assert_dense(gpu, GptqMatrix(layer, layer.out_features))
