@@ -5,13 +5,14 @@ Nothing here waits for the GPU, and operands are not looked at: whoever builds a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
 
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.cuda.library import TYPES, Gpu
@@ -24,6 +25,9 @@ from exl_kernels import cuda
 
 if TYPE_CHECKING:
     from exl_core.ops.table import OpTable
+
+MANY_QUERIES = 256
+"""From so many rows of one sequence on, torch's attention is faster where it can be used."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,6 +42,7 @@ class CudaBatch:
     sin: Tensor
     max_rows: int  # of one sequence
     max_keys: int  # of one sequence, or more
+    starts: tuple[int, ...] | None = None  # first rows, where no sequence has anything cached
 
 
 class CudaTable:
@@ -234,7 +239,7 @@ class CudaTable:
         sin: Tensor,
     ) -> CudaBatch:
         starts = row_starts.tolist()
-        counts = [last - first for first, last in itertools.pairwise(starts)]
+        counts = [last - first for first, last in pairwise(starts)]
         lengths = [past + n for past, n in zip(past_lens.tolist(), counts, strict=True)]
 
         def upload(x: Tensor) -> Tensor:
@@ -249,6 +254,7 @@ class CudaTable:
             sin=upload(sin),
             max_rows=max(counts, default=0),
             max_keys=max(lengths, default=0),
+            starts=tuple(starts) if lengths == counts else None,
         )
 
     def attend_(  # noqa: PLR0917 - the op's operands
@@ -286,6 +292,15 @@ class CudaTable:
         )
         self._gpu.call("rope_write", args, _cache(key_cache, value_cache))
         mixed = qkv[:, : q_heads * head_dim]
+        is_plain = key_cache.dtype is qkv.dtype and not softcap
+        if (
+            is_plain
+            and bound.starts is not None
+            and bound.max_rows >= MANY_QUERIES
+            and (window == 0 or window >= bound.max_rows)
+        ):
+            _attend_from_start(qkv.view(rows, -1, head_dim), q_heads, kv_heads, bound.starts, scale)
+            return
         self._attend(
             qkv.data_ptr(),
             qkv.stride(0),
@@ -338,6 +353,24 @@ class CudaTable:
             workspace_bytes=workspace.numel(),
         )
         self._gpu.call("attention", args, _cache(key_cache, value_cache))
+
+
+def _attend_from_start(
+    heads: Tensor, q_heads: int, kv_heads: int, starts: Sequence[int], scale: float
+) -> None:
+    """heads [rows, q_heads + 2 kv_heads, d]: each sequence by itself; results replace queries.
+
+    The keys and values of this pass are all there are, and are cached as they lie here.
+    """
+    for first, last in pairwise(starts):
+        if first == last:
+            continue
+        own = heads[first:last].transpose(0, 1).unsqueeze(0)  # [1, heads, rows, d]
+        q, k, v = own[:, :q_heads], own[:, q_heads:-kv_heads], own[:, -kv_heads:]
+        mixed = scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q_heads > kv_heads
+        )
+        q.copy_(mixed)
 
 
 def _cache(key_cache: Tensor, value_cache: Tensor) -> cuda.Cache:
