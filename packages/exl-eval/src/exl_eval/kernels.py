@@ -6,9 +6,9 @@ calls as there are layers.
 
 On a CPU the noted calls are made again in their order, each under the clock, so that the weights of
 one come from memory and not from a cache that the op itself has just filled. On a GPU, where
-single calls are too short for that, all calls of a line are timed at once, in a graph where few rows
-make them short: they read the matrices of all layers in turn, which together are larger than the
-GPU's cache for any model that needs one.
+single calls are too short for that, all calls of a line are timed at once, in a graph where rows
+are few: they read the matrices of all layers in turn, which together are larger than the GPU's
+cache for any model that needs one.
 
 Bytes are those that must move: packed weights, inputs and outputs, keys and values that are seen.
 Compare the pass with the sum of its ops: what is between them is the interpreter, or gaps.
