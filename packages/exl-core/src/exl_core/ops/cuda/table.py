@@ -17,6 +17,7 @@ from exl_core.ops.checks import OpInputError
 from exl_core.ops.cuda.library import TYPES, Gpu
 from exl_core.ops.cuda.linear import CudaJoined, Linears, Norm, parts_of
 from exl_core.ops.cuda.quantized import CudaQuantLinear
+from exl_core.ops.cuda.upload import upload
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_core.ops.reference_cache import head_dim_of
 from exl_core.ops.table import AttentionBatch, GateKind, PackedLinear
@@ -53,6 +54,9 @@ class CudaTable:
     def name(self) -> str:
         major, minor = torch.cuda.get_device_capability(self.device)
         return f"cuda-{major}.{minor}"
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        return upload(tensor, self.device)
 
     def activations(self, rows: int, columns: int) -> Tensor:
         return self._gpu.empty(rows, columns, dtype=torch.float16)
