@@ -70,6 +70,10 @@ class NativeTable:
     def threads(self) -> int:
         return self._ops.threads
 
+    @staticmethod
+    def bring(tensor: Tensor) -> Tensor:
+        return tensor
+
     def activations(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns)
 

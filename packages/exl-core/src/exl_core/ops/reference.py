@@ -95,6 +95,10 @@ class ReferenceTable:
     def __init__(self, threads: int) -> None:
         self.threads = threads
 
+    @staticmethod
+    def bring(tensor: Tensor) -> Tensor:
+        return tensor
+
     def activations(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns)
 

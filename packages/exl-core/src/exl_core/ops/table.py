@@ -94,6 +94,10 @@ class OpTable(Protocol):
         """Where operands lie; those of `attention_batch` may lie on the CPU as well."""
         ...
 
+    def bring(self, tensor: Tensor) -> Tensor:
+        """The tensor on the table's device, by the fastest way there; itself if it is there."""
+        ...
+
     def activations(self, rows: int, columns: int) -> Tensor:
         """Room for what one fused op leaves to the next: [rows, columns], not cleared."""
         ...

@@ -20,6 +20,7 @@ from exl_core.ops.cuda.linear import CudaJoined, Linears, Norm, parts_of
 from exl_core.ops.cuda.quantized import CudaQuantLinear
 from exl_core.ops.cuda.sampling import RowSampler
 from exl_core.ops.native import NativeTable
+from exl_core.ops.cuda.upload import upload
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_core.ops.reference_cache import head_dim_of
 from exl_core.ops.table import AttentionBatch, Drawn, GateKind, PackedLinear, RowSettings
@@ -62,6 +63,9 @@ class CudaTable:
     def name(self) -> str:
         major, minor = torch.cuda.get_device_capability(self.device)
         return f"cuda-{major}.{minor}"
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        return upload(tensor, self.device)
 
     def activations(self, rows: int, columns: int) -> Tensor:
         return self._gpu.empty(rows, columns, dtype=torch.float16)
