@@ -26,6 +26,10 @@ come from a short text."""
 
 _MOST = 8.0
 
+FITTED_POSITIONS = 2048
+"""The text's tokens are turned as if they lay evenly among so many: elements that turn slowly would
+otherwise look as constant as those that do not turn at all."""
+
 
 class HeadFit(NamedTuple):
     """After RoPE, query and key heads of a layer become x * scale + shift.
@@ -69,7 +73,7 @@ class HeadMeasure(Observer):
         ops: OpTable,
         rotation: Callable[[int], tuple[Tensor, Tensor]],
     ) -> None:
-        """`rotation`: of a layer, cos and sin of the pass's rows."""
+        """`rotation`: of a layer, cos and sin to turn the pass's rows by."""
         self.fits: list[HeadFit] = []
         self._config = config
         self._weights = weights

@@ -29,7 +29,7 @@ from exl_core.model.adapted import (
 )
 from exl_core.model.adapters import AdapterUse, Matrix
 from exl_core.model.batch import AdapterRows, Batch
-from exl_core.model.head_fit import HeadFit, HeadMeasure
+from exl_core.model.head_fit import FITTED_POSITIONS, HeadFit, HeadMeasure
 from exl_core.model.observe import Observer, Part, taken_on
 from exl_core.model.rotation import RotationTable
 from exl_core.model.runner import make_batch
@@ -210,7 +210,9 @@ class Transformer:
         )
         batch = make_batch((text,), store.page_size)
         rotations = {Window.GLOBAL: self._rope, Window.LOCAL: self._local_rope or self._rope}
-        turns = {window: rope.at(batch.positions) for window, rope in rotations.items()}
+        end = min(FITTED_POSITIONS, config.max_seq_len) - 1
+        positions = torch.linspace(0, end, len(ids), dtype=torch.float64).long()
+        turns = {window: rope.at(positions) for window, rope in rotations.items()}
         measure = HeadMeasure(
             config, self._weights, self.ops, lambda layer: turns[config.layer_windows[layer]]
         )
