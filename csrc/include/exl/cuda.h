@@ -246,8 +246,8 @@ EXL_CUDA_API int exl_cuda_write_kv(
 );
 
 // Queries, keys and values of rows side by side, [rows, (q_heads + 2 kv_heads) d], in place: head
-// norms where there are any, rope of queries and keys, then keys and values go to the cache. Keys and
-// values in qkv stay as they were.
+// norms where there are any, rope of queries and keys, x * scale + shift of each of their elements
+// where that is asked for; then keys and values go to the cache.
 typedef struct {
     void* qkv;
     int64_t qkv_stride;
@@ -259,6 +259,8 @@ typedef struct {
     const float* sin;
     const float* q_norm;  // [d], or null
     const float* k_norm;
+    const float* head_scale;  // [(q_heads + kv_heads) d], or null; and then head_shift too
+    const float* head_shift;
     float eps;
     float reserved;
     const int64_t* slots;
