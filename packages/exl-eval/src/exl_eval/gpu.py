@@ -84,7 +84,7 @@ def count_launches(run: Callable[[], object], device: torch.device) -> int | Non
     """Kernels, copies and fills that the device runs for one `run`; None where nobody counts."""
     run()
     torch.cuda.synchronize(device)
-    with profile(activities=[ProfilerActivity.CUDA]) as found:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:
         run()
         torch.cuda.synchronize(device)
     return sum(event.device_type.name == "CUDA" for event in found.events() or ()) or None
