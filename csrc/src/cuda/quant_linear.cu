@@ -22,23 +22,27 @@ namespace exl::cuda {
 
 namespace {
 
-#ifndef EXL_TUNE_MINB
-#define EXL_TUNE_MINB 2
+#ifndef EXL_TUNE_W1
+#define EXL_TUNE_W1 8
 #endif
-constexpr int kWarps = 8;
-constexpr int kThreads = kWarps * kWarp;
+#ifndef EXL_TUNE_R1
+#define EXL_TUNE_R1 10880
+#endif
 constexpr int kChunkRows = 32;
 constexpr int kPitch = 36;  // of a row of sums in shared memory: its lanes fall on 32 banks
 constexpr int kCounters = 1024;  // of the workspace, and the most blocks of a grid
 constexpr int kMostWide = 4;
 
 // As much as leaves room for two blocks on a multiprocessor (228 KiB on 9.0, 164 KiB on 8.0).
-__host__ __device__ constexpr int ring_bytes(int row_tiles) { return row_tiles == 4 ? 8960 : 10880; }
+__host__ __device__ constexpr int block_warps(int row_tiles) { return row_tiles == 1 ? EXL_TUNE_W1 : 8; }
+__host__ __device__ constexpr int ring_bytes(int row_tiles) {
+    return row_tiles == 1 ? EXL_TUNE_R1 : row_tiles == 2 ? 10880 : 8960;
+}
 constexpr int sums_bytes(int row_tiles) {
-    return kWarps * 8 * row_tiles * kPitch * static_cast<int>(sizeof(float));
+    return block_warps(row_tiles) * 8 * row_tiles * kPitch * static_cast<int>(sizeof(float));
 }
 constexpr int shared_bytes(int row_tiles) {
-    return kWarps * (static_cast<int>(sizeof(RingState)) + ring_bytes(row_tiles)) +
+    return block_warps(row_tiles) * (static_cast<int>(sizeof(RingState)) + ring_bytes(row_tiles)) +
            sums_bytes(row_tiles);
 }
 
@@ -226,6 +230,7 @@ __device__ __forceinline__ void add_unit(
 
 template <int kTiles>
 struct WarpSums {
+    static constexpr int kWarps = block_warps(kTiles);
     float of[kWarps][8 * kTiles][kPitch];
 
     __device__ __forceinline__ void put(const Sums<kTiles>& total, int warp, int lane, int m) {
@@ -282,7 +287,7 @@ __device__ void write_tile(
 ) {
     const bool is_gated = args.epilogue == EXL_EPILOGUE_GATED;
     const int strips = is_gated ? args.wide / 2 : args.wide;
-    for (int i = threadIdx.x; i < strips * args.m * 32; i += kThreads) {
+    for (int i = threadIdx.x; i < strips * args.m * 32; i += blockDim.x) {
         const int lane = i % 32, row = i / 32 % args.m, across = i / 32 / args.m;
         const StripPlace place(args, group, tile, across);
         const QuantPart& part = args.parts[place.part];
@@ -314,7 +319,7 @@ __device__ void finish_tile(
         const int block = blockIdx.x, size = args.wide * args.m * 32;
         const int first = start / args.run, last = (start + length - 1) / args.run;
         float* to = args.partials + static_cast<int64_t>(2 * block + (block == first)) * size;
-        for (int i = threadIdx.x; i < size; i += kThreads) {
+        for (int i = threadIdx.x; i < size; i += blockDim.x) {
             to[i] = warps.sum(i / 32 / args.m, args.wide, i / 32 % args.m, i % 32);
         }
         __threadfence();
@@ -336,12 +341,12 @@ __device__ void finish_tile(
 // ---- the kernel ----------------------------------------------------------------------------------
 
 template <int kTiles, bool kHasOffsets>
-__global__ void __launch_bounds__(kThreads, kTiles == 4 ? 2 : EXL_TUNE_MINB) quant_linear_kernel(
+__global__ void __launch_bounds__(block_warps(kTiles) * kWarp, 2) quant_linear_kernel(
     const __grid_constant__ QuantLinearArgs args
 ) {
     extern __shared__ __align__(128) uint8_t shared[];
     __shared__ bool is_last_to_come;
-    constexpr int kRing = ring_bytes(kTiles);
+    constexpr int kRing = ring_bytes(kTiles), kWarps = block_warps(kTiles);
     uint8_t* rings = shared;
     auto& warps = *reinterpret_cast<WarpSums<kTiles>*>(rings + kWarps * kRing);
     auto* states = reinterpret_cast<RingState*>(&warps + 1);
@@ -389,7 +394,7 @@ cudaError_t launch_rows(
         cudaFuncSetAttribute(reinterpret_cast<const void*>(k), cudaFuncAttributePreferredSharedMemoryCarveout, 100);
 #endif
     auto* kernel = has_offsets ? quant_linear_kernel<kTiles, true> : quant_linear_kernel<kTiles, false>;
-    return launch(kernel, dim3(blocks), dim3(kThreads), shared_bytes(kTiles), stream, args);
+    return launch(kernel, dim3(blocks), dim3(block_warps(kTiles) * kWarp), shared_bytes(kTiles), stream, args);
 }
 
 QuantPart part_of(const ExlQuantMatrix& w, const void* inputs, int first_column) {
@@ -414,8 +419,8 @@ QuantPart part_of(const ExlQuantMatrix& w, const void* inputs, int first_column)
 
 // Shares the tiles out to at most `blocks` blocks: fewer where that saves the sharing of tiles or
 // where a warp would have less than 1 KiB. The number of blocks.
-int share_out(QuantLinearArgs& args, int64_t blocks) {
-    const int64_t least = 1024 * kWarps / args.wide;
+int share_out(QuantLinearArgs& args, int row_tiles, int64_t blocks) {
+    const int64_t least = 1024 * block_warps(row_tiles) / args.wide;
     blocks = std::max<int64_t>(1, std::min(blocks, args.length / least));
     const int64_t tiles = args.groups[0].tiles;
     if (args.num_groups == 1 && tiles <= blocks) {
@@ -493,9 +498,9 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
                 static_cast<const __half*>(of->inputs[i]) +
                 first / kChunkRows * exl_cuda_chunk_halves(kChunkRows, of->parts[i]->num_blocks);
         }
-        const int blocks = share_out(args, most_blocks(info));
-        const auto to = static_cast<cudaStream_t>(stream);
         const int row_tiles = exl_cuda_row_tiles(args.m);
+        const int blocks = share_out(args, row_tiles, most_blocks(info));
+        const auto to = static_cast<cudaStream_t>(stream);
         const cudaError_t error = row_tiles == 1   ? launch_rows<1>(args, blocks, has_offsets, to)
                                   : row_tiles == 2 ? launch_rows<2>(args, blocks, has_offsets, to)
                                                    : launch_rows<4>(args, blocks, has_offsets, to);

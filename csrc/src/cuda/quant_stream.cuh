@@ -34,7 +34,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 
 template <int kRingBytes, int kWarps>
 class UnitStream {
-    static_assert(kRingBytes >= 2 * kMostUnitBytes, "else a unit may never find room");
+    static_assert(kRingBytes >= kMostUnitBytes, "else a unit may never find room");
 
 public:
     __device__ __forceinline__ UnitStream(
@@ -100,7 +100,7 @@ public:
         __syncwarp();
         if (entry.at < read_) is_ahead_ = false;
         read_ = entry.end;
-        ++taken_;
+        if (++taken_ == issued_) write_ = read_ = 0, is_ahead_ = false;
         fill();
     }
 
