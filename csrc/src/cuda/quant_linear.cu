@@ -88,16 +88,18 @@ __device__ __forceinline__ void add_step(
 }
 
 #ifndef EXL_TUNE_PIPE
-template <int kCount, int kBits, int kTiles, bool kHasOffsets>
+template <int kCount, int kBits, int kTiles, bool kHasOffsets, class Stream>
 __device__ __forceinline__ void add_some(
-    Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const uint8_t* blocks, const __half* x,
-    int block_halves, int lane
+    Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const Stream& stream, const uint8_t* blocks,
+    const __half* x, int block_halves, int lane
 ) {
     InputRows<kTiles> rows[kCount];
     BlockCodes<kBits> codes[kCount];
 #pragma unroll
+    for (int i = 0; i < kCount; ++i) rows[i].load(x + i * block_halves);
+    stream.wait();
+#pragma unroll
     for (int i = 0; i < kCount; ++i) {
-        rows[i].load(x + i * block_halves);
         codes[i].load(blocks + i * 128 * kBits, lane);
     }
 #pragma unroll
@@ -107,16 +109,16 @@ __device__ __forceinline__ void add_some(
     }
 }
 
-template <int kBits, int kTiles, bool kHasOffsets>
+template <int kBits, int kTiles, bool kHasOffsets, class Stream>
 __device__ __forceinline__ void add_blocks(
-    Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const uint8_t* blocks, int count,
+    Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const Stream& stream, const uint8_t* blocks, int count,
     const __half* x, int block_halves, int lane
 ) {
     constexpr int kAtOnce = 4 / kTiles;
     if constexpr (kAtOnce > 1) {
         for (; count >= kAtOnce; count -= kAtOnce) {
             add_some<kAtOnce, kBits, kTiles, kHasOffsets>(
-                sums, input_sums, blocks, x, block_halves, lane
+                sums, input_sums, stream, blocks, x, block_halves, lane
             );
             blocks += kAtOnce * 128 * kBits;
             x += kAtOnce * block_halves;
@@ -124,20 +126,23 @@ __device__ __forceinline__ void add_blocks(
     }
 #pragma unroll 1
     for (; count > 0; --count) {
-        add_some<1, kBits, kTiles, kHasOffsets>(sums, input_sums, blocks, x, block_halves, lane);
+        add_some<1, kBits, kTiles, kHasOffsets>(
+            sums, input_sums, stream, blocks, x, block_halves, lane
+        );
         blocks += 128 * kBits;
         x += block_halves;
     }
 }
 #else
-template <int kBits, int kTiles, bool kHasOffsets>
+template <int kBits, int kTiles, bool kHasOffsets, class Stream>
 __device__ __forceinline__ void add_blocks(
-    Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const uint8_t* blocks, int count,
+    Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const Stream& stream, const uint8_t* blocks, int count,
     const __half* x, int block_halves, int lane
 ) {
     InputRows<kTiles> rows, next_rows;
     BlockCodes<kBits> codes, next_codes;
     rows.load(x);
+    stream.wait();
     codes.load(blocks, lane);
 #pragma unroll 2
     for (int left = count - 1; left >= 0; --left) {
@@ -171,11 +176,13 @@ __device__ __forceinline__ void load_factors(
 }
 
 // total += the unit at `bytes`, times the inputs at `x` (of this lane in block 0 of the matrix).
-template <int kTiles, bool kHasOffsets>
+template <int kTiles, bool kHasOffsets, class Stream>
 __device__ __forceinline__ void add_unit(
-    Sums<kTiles>& total, const QuantPart& part, uint32_t unit, const uint8_t* bytes,
+    Sums<kTiles>& total, const QuantPart& part, const Stream& stream, const RingEntry& entry,
     const __half* x, int block_halves, int lane
 ) {
+    const uint32_t unit = entry.unit;
+    const uint8_t* bytes = stream.bytes(entry);
     const int count = unit >> 24, bits = unit >> 16 & 0xff, first_block = unit & 0xffff;
     const uint8_t* blocks = bytes + part.header_bytes;
     x += first_block * block_halves;
@@ -185,7 +192,7 @@ __device__ __forceinline__ void add_unit(
 #define EXL_WIDTH(width)                                                                        \
     case width:                                                                                 \
         add_blocks<width, kTiles, kHasOffsets>(                                                 \
-            sums, input_sums, blocks, count, x, block_halves, lane                              \
+            sums, input_sums, stream, blocks, count, x, block_halves, lane                              \
         );                                                                                      \
         break;
         EXL_WIDTH(2)
@@ -371,7 +378,7 @@ __global__ void __launch_bounds__(block_warps(kTiles) * kWarp, 2) quant_linear_k
             entry = stream.front();
             if (entry.unit != 0) {
                 add_unit<kTiles, kHasOffsets>(
-                    total, part, entry.unit, stream.bytes(entry), x, block_halves, lane
+                    total, part, stream, entry, x, block_halves, lane
                 );
             }
             stream.pop(entry);

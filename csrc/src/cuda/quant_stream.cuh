@@ -84,14 +84,13 @@ public:
         }
     }
 
-    // The next unit, or the mark of a share without any; its bytes have come.
-    __device__ __forceinline__ RingEntry front() {
+    // The next unit, whose bytes may be on their way, or the mark of a share without any.
+    __device__ __forceinline__ RingEntry front() const {
         __syncwarp();
-        const uint32_t slot = taken_ % kRingSlots;
-        const RingEntry entry = state_->entries[slot];
-        if (entry.unit != 0) wait(slot);
-        return entry;
+        return state_->entries[taken_ % kRingSlots];
     }
+    // Until the bytes of `front` have come.
+    __device__ __forceinline__ void wait() const { wait(taken_ % kRingSlots); }
     __device__ __forceinline__ const uint8_t* bytes(const RingEntry& entry) const {
         return ring_ + entry.at;
     }
@@ -174,7 +173,7 @@ private:
 #endif
     }
 
-    __device__ __forceinline__ void wait(uint32_t slot) {
+    __device__ __forceinline__ void wait(uint32_t slot) const {
 #if __CUDA_ARCH__ >= 800
         const uint32_t barrier = shared_address(&state_->barriers[slot]);
         const uint32_t phase = (rounds_ >> slot & 1) ^ 1;  // a slot's first copy has phase 0
