@@ -14,6 +14,7 @@
 // Overlap    Weights fill the rings before the kernel ahead has ended, and a block leaves half of a
 //            multiprocessor to the next kernel, which does the same.
 #include <algorithm>
+#include <cstdlib>
 
 #include "quant_decode.cuh"
 #include "quant_stream.cuh"
@@ -22,11 +23,14 @@ namespace exl::cuda {
 
 namespace {
 
+#ifndef EXL_TUNE_MINB
+#define EXL_TUNE_MINB 3
+#endif
 #ifndef EXL_TUNE_W1
 #define EXL_TUNE_W1 8
 #endif
 #ifndef EXL_TUNE_R1
-#define EXL_TUNE_R1 10880
+#define EXL_TUNE_R1 7424
 #endif
 constexpr int kChunkRows = 32;
 constexpr int kPitch = 36;  // of a row of sums in shared memory: its lanes fall on 32 banks
@@ -87,7 +91,6 @@ __device__ __forceinline__ void add_step(
     }
 }
 
-#ifndef EXL_TUNE_PIPE
 template <int kCount, int kBits, int kTiles, bool kHasOffsets, class Stream>
 __device__ __forceinline__ void add_some(
     Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const Stream& stream, const uint8_t* blocks,
@@ -110,32 +113,7 @@ __device__ __forceinline__ void add_some(
 }
 
 template <int kBits, int kTiles, bool kHasOffsets, class Stream>
-__device__ __forceinline__ void add_blocks(
-    Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const Stream& stream, const uint8_t* blocks, int count,
-    const __half* x, int block_halves, int lane
-) {
-    constexpr int kAtOnce = 4 / kTiles;
-    if constexpr (kAtOnce > 1) {
-        for (; count >= kAtOnce; count -= kAtOnce) {
-            add_some<kAtOnce, kBits, kTiles, kHasOffsets>(
-                sums, input_sums, stream, blocks, x, block_halves, lane
-            );
-            blocks += kAtOnce * 128 * kBits;
-            x += kAtOnce * block_halves;
-        }
-    }
-#pragma unroll 1
-    for (; count > 0; --count) {
-        add_some<1, kBits, kTiles, kHasOffsets>(
-            sums, input_sums, stream, blocks, x, block_halves, lane
-        );
-        blocks += 128 * kBits;
-        x += block_halves;
-    }
-}
-#else
-template <int kBits, int kTiles, bool kHasOffsets, class Stream>
-__device__ __forceinline__ void add_blocks(
+__device__ __forceinline__ void add_blocks_ahead(
     Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const Stream& stream, const uint8_t* blocks, int count,
     const __half* x, int block_halves, int lane
 ) {
@@ -158,7 +136,36 @@ __device__ __forceinline__ void add_blocks(
     }
 }
 
+template <int kBits, int kTiles, bool kHasOffsets, class Stream>
+__device__ __forceinline__ void add_blocks(
+    Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const Stream& stream, const uint8_t* blocks, int count,
+    const __half* x, int block_halves, int lane
+) {
+#ifdef EXL_TUNE_PIPE4
+    if constexpr (kTiles == 4) {
+        add_blocks_ahead<kBits, kTiles, kHasOffsets>(sums, input_sums, stream, blocks, count, x, block_halves, lane);
+        return;
+    }
 #endif
+    constexpr int kAtOnce = 4 / kTiles;
+    if constexpr (kAtOnce > 1) {
+        for (; count >= kAtOnce; count -= kAtOnce) {
+            add_some<kAtOnce, kBits, kTiles, kHasOffsets>(
+                sums, input_sums, stream, blocks, x, block_halves, lane
+            );
+            blocks += kAtOnce * 128 * kBits;
+            x += kAtOnce * block_halves;
+        }
+    }
+#pragma unroll 1
+    for (; count > 0; --count) {
+        add_some<1, kBits, kTiles, kHasOffsets>(
+            sums, input_sums, stream, blocks, x, block_halves, lane
+        );
+        blocks += 128 * kBits;
+        x += block_halves;
+    }
+}
 
 // Scales or minimums of the lane's columns g, g + 8, g + 16, g + 24.
 __device__ __forceinline__ void load_factors(
@@ -188,21 +195,19 @@ __device__ __forceinline__ void add_unit(
     x += first_block * block_halves;
     Sums<kTiles> sums = {};
     float input_sums[kTiles][4] = {};
-    switch (bits) {
 #define EXL_WIDTH(width)                                                                        \
-    case width:                                                                                 \
+    if (bits == width) {                                                                        \
         add_blocks<width, kTiles, kHasOffsets>(                                                 \
             sums, input_sums, stream, blocks, count, x, block_halves, lane                              \
         );                                                                                      \
-        break;
-        EXL_WIDTH(2)
-        EXL_WIDTH(3)
-        EXL_WIDTH(4)
-        EXL_WIDTH(5)
-        EXL_WIDTH(6)
-        EXL_WIDTH(8)
+    } else
+    EXL_WIDTH(4)
+    EXL_WIDTH(3)
+    EXL_WIDTH(5)
+    EXL_WIDTH(6)
+    EXL_WIDTH(8)
+    EXL_WIDTH(2) {}
 #undef EXL_WIDTH
-    }
     float scales[4], offsets[4];
     load_factors(scales, bytes, part.scale_bytes, lane / 4);
     if constexpr (kHasOffsets) {
@@ -235,10 +240,14 @@ __device__ __forceinline__ void add_unit(
 
 // ---- the end of a tile ---------------------------------------------------------------------------
 
+__device__ __forceinline__ void add(float4& to, const float4& x) {
+    to.x += x.x, to.y += x.y, to.z += x.z, to.w += x.w;
+}
+
 template <int kTiles>
 struct WarpSums {
     static constexpr int kWarps = block_warps(kTiles);
-    float of[kWarps][8 * kTiles][kPitch];
+    alignas(16) float of[kWarps][8 * kTiles][kPitch];
 
     __device__ __forceinline__ void put(const Sums<kTiles>& total, int warp, int lane, int m) {
 #pragma unroll
@@ -250,9 +259,13 @@ struct WarpSums {
             }
         }
     }
-    __device__ __forceinline__ float sum(int across, int wide, int row, int column) const {
-        float result = 0.0f;
-        for (int warp = across; warp < kWarps; warp += wide) result += of[warp][row][column];
+    // Columns quad, quad + 1, quad + 2 and quad + 3.
+    __device__ __forceinline__ float4 sum(int across, int wide, int row, int quad) const {
+        float4 result = {};
+#pragma unroll 4
+        for (int warp = across; warp < kWarps; warp += wide) {
+            add(result, *reinterpret_cast<const float4*>(&of[warp][row][quad]));
+        }
         return result;
     }
 };
@@ -265,13 +278,14 @@ struct TileSums {
     int first_block, last_block;
     int wide, m;
 
-    __device__ __forceinline__ float at(int across, int row, int column) const {
-        if (partials == nullptr) return warps->sum(across, wide, row, column);
-        const int size = wide * m * 32;
-        const float* from = partials + (across * m + row) * 32 + column;
-        float result = __ldcg(from + static_cast<int64_t>(2 * first_block + 1) * size);
+    __device__ __forceinline__ float4 at(int across, int row, int quad) const {
+        if (partials == nullptr) return warps->sum(across, wide, row, quad);
+        const int64_t size = wide * m * 32;
+        const float* from = partials + (across * m + row) * 32 + quad;
+        float4 result = __ldcg(reinterpret_cast<const float4*>(from + (2 * first_block + 1) * size));
+#pragma unroll 4
         for (int block = first_block + 1; block <= last_block; ++block) {
-            result += __ldcg(from + static_cast<int64_t>(2 * block) * size);
+            add(result, __ldcg(reinterpret_cast<const float4*>(from + 2 * block * size)));
         }
         return result;
     }
@@ -281,8 +295,6 @@ __device__ __forceinline__ void store(const QuantLinearArgs& args, int row, int 
     const int64_t at = row * args.y_stride + column;
     if (args.y_dtype == kF16) {
         static_cast<__half*>(args.y)[at] = from_float<__half>(y);
-    } else if (args.epilogue == EXL_EPILOGUE_ADD) {
-        static_cast<float*>(args.y)[at] += y;
     } else {
         static_cast<float*>(args.y)[at] = y;
     }
@@ -294,19 +306,34 @@ __device__ void write_tile(
 ) {
     const bool is_gated = args.epilogue == EXL_EPILOGUE_GATED;
     const int strips = is_gated ? args.wide / 2 : args.wide;
-    for (int i = threadIdx.x; i < strips * args.m * 32; i += blockDim.x) {
-        const int lane = i % 32, row = i / 32 % args.m, across = i / 32 / args.m;
+    for (int i = threadIdx.x; i < strips * args.m * 8; i += blockDim.x) {
+        const int quad = 4 * (i % 8), row = i / 8 % args.m, across = i / 8 / args.m;
         const StripPlace place(args, group, tile, across);
         const QuantPart& part = args.parts[place.part];
-        const int column = 32 * place.strip + lane;
-        if (column >= part.n) continue;
-        float y = sums.at(across, row, lane) + (part.bias ? part.bias[column] : 0.0f);
-        if (is_gated) {
-            const float* bias = args.parts[1].bias;
-            const float up = sums.at(across + strips, row, lane) + (bias ? bias[column] : 0.0f);
-            y = gate_of(args.gate, y) * up;
+        const int first = 32 * place.strip + quad;
+        const int count = min(4, part.n - first);
+        if (count <= 0) continue;
+        const float4 own = sums.at(across, row, quad);
+        const float4 up = is_gated ? sums.at(across + strips, row, quad) : float4{};
+        const float* y_before = static_cast<const float*>(args.y) + row * args.y_stride +
+                                part.first_column + first;
+        float values[4] = {own.x, own.y, own.z, own.w};
+        const float ups[4] = {up.x, up.y, up.z, up.w};
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            if (c >= count) break;
+            if (part.bias != nullptr) values[c] += part.bias[first + c];
+            if (args.epilogue == EXL_EPILOGUE_ADD) values[c] += y_before[c];
+            if (is_gated) {
+                const float* bias = args.parts[1].bias;
+                values[c] = gate_of(args.gate, values[c]) *
+                            (ups[c] + (bias != nullptr ? bias[first + c] : 0.0f));
+            }
         }
-        store(args, row, part.first_column + column, y);
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            if (c < count) store(args, row, part.first_column + first + c, values[c]);
+        }
     }
 }
 
@@ -326,8 +353,9 @@ __device__ void finish_tile(
         const int block = blockIdx.x, size = args.wide * args.m * 32;
         const int first = start / args.run, last = (start + length - 1) / args.run;
         float* to = args.partials + static_cast<int64_t>(2 * block + (block == first)) * size;
-        for (int i = threadIdx.x; i < size; i += blockDim.x) {
-            to[i] = warps.sum(i / 32 / args.m, args.wide, i / 32 % args.m, i % 32);
+        for (int i = threadIdx.x; i < size / 4; i += blockDim.x) {
+            reinterpret_cast<float4*>(to)[i] =
+                warps.sum(i / 8 / args.m, args.wide, i / 8 % args.m, 4 * (i % 8));
         }
         __threadfence();
         __syncthreads();
@@ -348,7 +376,7 @@ __device__ void finish_tile(
 // ---- the kernel ----------------------------------------------------------------------------------
 
 template <int kTiles, bool kHasOffsets>
-__global__ void __launch_bounds__(block_warps(kTiles) * kWarp, 2) quant_linear_kernel(
+__global__ void __launch_bounds__(block_warps(kTiles) * kWarp, kTiles == 1 ? EXL_TUNE_MINB : 2) quant_linear_kernel(
     const __grid_constant__ QuantLinearArgs args
 ) {
     extern __shared__ __align__(128) uint8_t shared[];
@@ -440,10 +468,8 @@ int share_out(QuantLinearArgs& args, int row_tiles, int64_t blocks) {
 
 // The most blocks of a grid: one for each multiprocessor.
 int64_t most_blocks(const DeviceInfo& info) {
-#ifndef EXL_TUNE_BLOCKS
-#define EXL_TUNE_BLOCKS 1
-#endif
-    return std::min(info.multiprocessors * EXL_TUNE_BLOCKS, kCounters);
+    const char* e = getenv("EXL_TUNE_BLOCKS");
+    return std::min(info.multiprocessors * (e ? atoi(e) : 1), kCounters);
 }
 
 }  // namespace

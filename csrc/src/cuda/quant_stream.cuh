@@ -61,26 +61,7 @@ public:
 
     // Begins as many copies as there is room for.
     __device__ __forceinline__ void fill() {
-        while (issued_ - taken_ < kRingSlots) {
-            if (left_ == 0) {
-                if (walk_.left == 0) return;
-                open_share();
-                if (left_ == 0) {
-                    push(0, write_, write_, 1);
-                    continue;
-                }
-            }
-            const int blocks = unit_ >> 24, bits = unit_ >> 16 & 0xff;
-            const int size = header_bytes_ + 128 * bits * blocks;
-            const bool wraps = write_ + size > kRingBytes;
-            const int at = wraps ? 0 : write_;
-            if (is_ahead_ ? wraps || at + size > read_ : wraps && size > read_) return;
-            copy(at, size);
-            push(unit_, at, at + size, left_ == 1);
-            is_ahead_ |= wraps;
-            write_ = at + size;
-            from_ += size;
-            if (--left_ > 0) unit_ = unit_word(++next_);
+        while (issue()) {
         }
     }
 
@@ -100,12 +81,38 @@ public:
         if (entry.at < read_) is_ahead_ = false;
         read_ = entry.end;
         if (++taken_ == issued_) write_ = read_ = 0, is_ahead_ = false;
-        fill();
+        // One unit's room is mostly one unit's worth; a ring that runs low is filled up.
+        if (issue() && issued_ - taken_ < 3) fill();
     }
 
 private:
     __device__ __forceinline__ static uint32_t unit_word(const ExlQuantUnit* unit) {
         return __ldg(reinterpret_cast<const uint32_t*>(unit) + 1);
+    }
+
+    // Begins one copy, if there is something to copy and room for it.
+    __device__ __forceinline__ bool issue() {
+        if (issued_ - taken_ >= kRingSlots) return false;
+        if (left_ == 0) {
+            if (walk_.left == 0) return false;
+            open_share();
+            if (left_ == 0) {
+                push(0, write_, write_, 1);
+                return true;
+            }
+        }
+        const int blocks = unit_ >> 24, bits = unit_ >> 16 & 0xff;
+        const int size = header_bytes_ + 128 * bits * blocks;
+        const bool wraps = write_ + size > kRingBytes;
+        const int at = wraps ? 0 : write_;
+        if (is_ahead_ ? wraps || at + size > read_ : wraps && size > read_) return false;
+        copy(at, size);
+        push(unit_, at, at + size, left_ == 1);
+        is_ahead_ |= wraps;
+        write_ = at + size;
+        from_ += size;
+        if (--left_ > 0) unit_ = unit_word(++next_);
+        return true;
     }
 
     // This warp's share of the tile that the walk is at; the walk goes on to the next one.
