@@ -14,7 +14,6 @@
 // Overlap    Weights fill the rings before the kernel ahead has ended, and a block leaves half of a
 //            multiprocessor to the next kernel, which does the same.
 #include <algorithm>
-#include <cstdlib>
 
 #include "quant_decode.cuh"
 #include "quant_stream.cuh"
@@ -24,13 +23,13 @@ namespace exl::cuda {
 namespace {
 
 #ifndef EXL_TUNE_MINB
-#define EXL_TUNE_MINB 3
+#define EXL_TUNE_MINB 2
 #endif
 #ifndef EXL_TUNE_W1
 #define EXL_TUNE_W1 8
 #endif
 #ifndef EXL_TUNE_R1
-#define EXL_TUNE_R1 7424
+#define EXL_TUNE_R1 9728
 #endif
 constexpr int kChunkRows = 32;
 constexpr int kPitch = 36;  // of a row of sums in shared memory: its lanes fall on 32 banks
@@ -40,10 +39,12 @@ constexpr int kMostWide = 4;
 // As much as leaves room for two blocks on a multiprocessor (228 KiB on 9.0, 164 KiB on 8.0).
 __host__ __device__ constexpr int block_warps(int row_tiles) { return row_tiles == 1 ? EXL_TUNE_W1 : 8; }
 __host__ __device__ constexpr int ring_bytes(int row_tiles) {
-    return row_tiles == 1 ? EXL_TUNE_R1 : row_tiles == 2 ? 10880 : 8960;
+    return row_tiles == 1 ? EXL_TUNE_R1 : row_tiles == 2 ? 8832 : 8960;
 }
+// Sums of a tile and of the next: with 32 rows there is no room for two.
+__host__ __device__ constexpr int sums_buffers(int row_tiles) { return row_tiles == 4 ? 1 : 2; }
 constexpr int sums_bytes(int row_tiles) {
-    return block_warps(row_tiles) * 8 * row_tiles * kPitch * static_cast<int>(sizeof(float));
+    return sums_buffers(row_tiles) * block_warps(row_tiles) * 8 * row_tiles * kPitch * static_cast<int>(sizeof(float));
 }
 constexpr int shared_bytes(int row_tiles) {
     return block_warps(row_tiles) * (static_cast<int>(sizeof(RingState)) + ring_bytes(row_tiles)) +
@@ -383,8 +384,9 @@ __global__ void __launch_bounds__(block_warps(kTiles) * kWarp, kTiles == 1 ? EXL
     __shared__ bool is_last_to_come;
     constexpr int kRing = ring_bytes(kTiles), kWarps = block_warps(kTiles);
     uint8_t* rings = shared;
-    auto& warps = *reinterpret_cast<WarpSums<kTiles>*>(rings + kWarps * kRing);
-    auto* states = reinterpret_cast<RingState*>(&warps + 1);
+    constexpr int kBuffers = sums_buffers(kTiles);
+    auto* warps = reinterpret_cast<WarpSums<kTiles>*>(rings + kWarps * kRing);
+    auto* states = reinterpret_cast<RingState*>(warps + kBuffers);
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 
     let_next_begin();
@@ -396,6 +398,7 @@ __global__ void __launch_bounds__(block_warps(kTiles) * kWarp, kTiles == 1 ? EXL
     // One row of inputs has no tile: all columns of B are that row, and column 0 is kept.
     const int block_halves = args.m == 1 ? 32 : kTiles * 8 * 32;
     const int lane_halves = 8 * (lane % 4) + (args.m == 1 ? 0 : 32 * (lane / 4));
+    int buffer = 0;
     for (; walk.left > 0; walk.advance(args)) {
         const StripPlace place(args, walk.group, walk.tile, warp % args.wide);
         const QuantPart& part = args.parts[place.part];
@@ -411,10 +414,13 @@ __global__ void __launch_bounds__(block_warps(kTiles) * kWarp, kTiles == 1 ? EXL
             }
             stream.pop(entry);
         } while (!entry.is_last);
-        warps.put(total, warp, lane, args.m);
+        warps[buffer].put(total, warp, lane, args.m);
         __syncthreads();
-        finish_tile(args, walk, warps, &is_last_to_come);
-        __syncthreads();
+        finish_tile(args, walk, warps[buffer], &is_last_to_come);
+        // Of two buffers the next tile takes the other; this one is written again only behind
+        // that tile's barrier.
+        if (kBuffers == 1) __syncthreads();
+        buffer = (buffer + 1) % kBuffers;
     }
 }
 
@@ -452,10 +458,15 @@ QuantPart part_of(const ExlQuantMatrix& w, const void* inputs, int first_column)
     return part;
 }
 
+// The most blocks of a grid: as many as run at once.
+int64_t most_blocks(int64_t multiprocessors) { return std::min<int64_t>(2 * multiprocessors, kCounters); }
+
 // Shares the tiles out to at most `blocks` blocks: fewer where that saves the sharing of tiles or
 // where a warp would have less than 1 KiB. The number of blocks.
-int share_out(QuantLinearArgs& args, int row_tiles, int64_t blocks) {
+int share_out(QuantLinearArgs& args, int row_tiles, int64_t multiprocessors) {
     const int64_t least = 1024 * block_warps(row_tiles) / args.wide;
+    const bool is_small = row_tiles == 1 && args.length * int64_t{args.wide} < (80 << 10) * multiprocessors;
+    int64_t blocks = most_blocks(multiprocessors) / (is_small ? 2 : 1);
     blocks = std::max<int64_t>(1, std::min(blocks, args.length / least));
     const int64_t tiles = args.groups[0].tiles;
     if (args.num_groups == 1 && tiles <= blocks) {
@@ -464,12 +475,6 @@ int share_out(QuantLinearArgs& args, int row_tiles, int64_t blocks) {
     }
     args.run = static_cast<uint32_t>(ceil_div(args.length, blocks));
     return static_cast<int>(ceil_div(args.length, args.run));
-}
-
-// The most blocks of a grid: one for each multiprocessor.
-int64_t most_blocks(const DeviceInfo& info) {
-    const char* e = getenv("EXL_TUNE_BLOCKS");
-    return std::min(info.multiprocessors * (e ? atoi(e) : 1), kCounters);
 }
 
 }  // namespace
@@ -483,7 +488,7 @@ int64_t exl_cuda_quant_linear_workspace(int32_t, int32_t max_m) {
     DeviceInfo info;
     if (device_info(&info) != cudaSuccess) return 0;
     const int64_t rows = max_m < kChunkRows ? max_m : kChunkRows;
-    return kCounters * sizeof(uint32_t) + most_blocks(info) * 2 * kMostWide * 32 * rows * sizeof(float);
+    return kCounters * sizeof(uint32_t) + most_blocks(info.multiprocessors) * 2 * kMostWide * 32 * rows * sizeof(float);
 }
 
 int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
@@ -532,7 +537,7 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
                 first / kChunkRows * exl_cuda_chunk_halves(kChunkRows, of->parts[i]->num_blocks);
         }
         const int row_tiles = exl_cuda_row_tiles(args.m);
-        const int blocks = share_out(args, row_tiles, most_blocks(info));
+        const int blocks = share_out(args, row_tiles, info.multiprocessors);
         const auto to = static_cast<cudaStream_t>(stream);
         const cudaError_t error = row_tiles == 1   ? launch_rows<1>(args, blocks, has_offsets, to)
                                   : row_tiles == 2 ? launch_rows<2>(args, blocks, has_offsets, to)
