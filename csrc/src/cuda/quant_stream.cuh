@@ -11,7 +11,8 @@
 namespace exl::cuda {
 
 constexpr int kRingSlots = 16;           // units on their way or in use, of one warp
-constexpr int kMostUnitBytes = 4096 + 256;  // 4 blocks of 8 bits, float32 scales and minimums
+// What a ring must hold: 4 blocks of 8 bits, float32 scales and minimums.
+constexpr int kMostUnitBytes = 4096 + 256;
 
 struct RingEntry {
     uint32_t unit;  // as ExlQuantUnit has it: first_block, bits, blocks; 0: no unit, a share's end
@@ -32,10 +33,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-template <int kRingBytes, int kWarps>
+template <int kWarps>
 class UnitStream {
-    static_assert(kRingBytes >= kMostUnitBytes, "else a unit may never find room");
-
 public:
     __device__ __forceinline__ UnitStream(
         const QuantLinearArgs& args, const TileWalk& walk, RingState* state, uint8_t* ring,
@@ -103,7 +102,7 @@ private:
         }
         const int blocks = unit_ >> 24, bits = unit_ >> 16 & 0xff;
         const int size = header_bytes_ + 128 * bits * blocks;
-        const bool wraps = write_ + size > kRingBytes;
+        const bool wraps = write_ + size > args_.ring_bytes;
         const int at = wraps ? 0 : write_;
         if (is_ahead_ ? wraps || at + size > read_ : wraps && size > read_) return false;
         copy(at, size);
