@@ -1,7 +1,7 @@
 // The end of a column tile: sums of a block's warps, of the blocks that share the tile, then y.
 //
-// Always in the order of the split, so that the same inputs give the same bits: the block that comes
-// last adds up what all have left in the workspace, itself included.
+// Always in the order of the split, so that the same inputs give the same bits: the block that
+// comes last adds up what all have left in the workspace, itself included.
 #pragma once
 
 #include "quant_unit.cuh"
