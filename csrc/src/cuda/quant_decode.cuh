@@ -11,7 +11,9 @@
 namespace exl::cuda {
 
 // Bits of the low plane of a code; the rest are the high plane.
-__host__ __device__ constexpr int low_plane(int bits) { return bits == 3 ? 2 : bits == 5 || bits == 6 ? 4 : bits; }
+__host__ __device__ constexpr int low_plane(int bits) {
+    return bits == 3 ? 2 : bits == 5 || bits == 6 ? 4 : bits;
+}
 
 // The float16 of that value in both halves; for values of at most 11 significant bits, normal.
 __host__ __device__ constexpr uint32_t half_twice(double value) {
@@ -44,7 +46,9 @@ __device__ __forceinline__ uint32_t add_pair(uint32_t a, uint32_t b) {
 
 // A lane's words of a plane of `bits` bits, 128 * bits bytes of shared memory.
 template <int bits>
-__device__ __forceinline__ void load_plane(uint32_t (&words)[bits], const uint8_t* plane, int lane) {
+__device__ __forceinline__ void load_plane(
+    uint32_t (&words)[bits], const uint8_t* plane, int lane
+) {
     if constexpr (bits == 8) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {

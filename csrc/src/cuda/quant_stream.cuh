@@ -11,7 +11,8 @@
 namespace exl::cuda {
 
 constexpr int kRingSlots = 16;           // units on their way or in use, of one warp
-constexpr int kMostUnitBytes = 4096 + 256;  // 4 blocks of 8 bits, float32 scales and minimums
+// What a ring must hold: 4 blocks of 8 bits, float32 scales and minimums.
+constexpr int kMostUnitBytes = 4096 + 256;
 
 struct RingEntry {
     uint32_t unit;  // as ExlQuantUnit has it: first_block, bits, blocks; 0: no unit, a share's end
@@ -32,10 +33,8 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-template <int kRingBytes, int kWarps>
+template <int kWarps>
 class UnitStream {
-    static_assert(kRingBytes >= 2 * kMostUnitBytes, "else a unit may never find room");
-
 public:
     __device__ __forceinline__ UnitStream(
         const QuantLinearArgs& args, const TileWalk& walk, RingState* state, uint8_t* ring,
@@ -61,37 +60,17 @@ public:
 
     // Begins as many copies as there is room for.
     __device__ __forceinline__ void fill() {
-        while (issued_ - taken_ < kRingSlots) {
-            if (left_ == 0) {
-                if (walk_.left == 0) return;
-                open_share();
-                if (left_ == 0) {
-                    push(0, write_, write_, 1);
-                    continue;
-                }
-            }
-            const int blocks = unit_ >> 24, bits = unit_ >> 16 & 0xff;
-            const int size = header_bytes_ + 128 * bits * blocks;
-            const bool wraps = write_ + size > kRingBytes;
-            const int at = wraps ? 0 : write_;
-            if (is_ahead_ ? wraps || at + size > read_ : wraps && size > read_) return;
-            copy(at, size);
-            push(unit_, at, at + size, left_ == 1);
-            is_ahead_ |= wraps;
-            write_ = at + size;
-            from_ += size;
-            if (--left_ > 0) unit_ = unit_word(++next_);
+        while (issue()) {
         }
     }
 
-    // The next unit, or the mark of a share without any; its bytes have come.
-    __device__ __forceinline__ RingEntry front() {
+    // The next unit, whose bytes may be on their way, or the mark of a share without any.
+    __device__ __forceinline__ RingEntry front() const {
         __syncwarp();
-        const uint32_t slot = taken_ % kRingSlots;
-        const RingEntry entry = state_->entries[slot];
-        if (entry.unit != 0) wait(slot);
-        return entry;
+        return state_->entries[taken_ % kRingSlots];
     }
+    // Until the bytes of `front` have come.
+    __device__ __forceinline__ void wait() const { wait(taken_ % kRingSlots); }
     __device__ __forceinline__ const uint8_t* bytes(const RingEntry& entry) const {
         return ring_ + entry.at;
     }
@@ -100,13 +79,39 @@ public:
         __syncwarp();
         if (entry.at < read_) is_ahead_ = false;
         read_ = entry.end;
-        ++taken_;
-        fill();
+        if (++taken_ == issued_) write_ = read_ = 0, is_ahead_ = false;
+        // One unit's room is mostly one unit's worth; a ring that runs low is filled up.
+        if (issue() && issued_ - taken_ < 3) fill();
     }
 
 private:
     __device__ __forceinline__ static uint32_t unit_word(const ExlQuantUnit* unit) {
         return __ldg(reinterpret_cast<const uint32_t*>(unit) + 1);
+    }
+
+    // Begins one copy, if there is something to copy and room for it.
+    __device__ __forceinline__ bool issue() {
+        if (issued_ - taken_ >= kRingSlots) return false;
+        if (left_ == 0) {
+            if (walk_.left == 0) return false;
+            open_share();
+            if (left_ == 0) {
+                push(0, write_, write_, 1);
+                return true;
+            }
+        }
+        const int blocks = unit_ >> 24, bits = unit_ >> 16 & 0xff;
+        const int size = header_bytes_ + 128 * bits * blocks;
+        const bool wraps = write_ + size > args_.ring_bytes;
+        const int at = wraps ? 0 : write_;
+        if (is_ahead_ ? wraps || at + size > read_ : wraps && size > read_) return false;
+        copy(at, size);
+        push(unit_, at, at + size, left_ == 1);
+        is_ahead_ |= wraps;
+        write_ = at + size;
+        from_ += size;
+        if (--left_ > 0) unit_ = unit_word(++next_);
+        return true;
     }
 
     // This warp's share of the tile that the walk is at; the walk goes on to the next one.
@@ -174,7 +179,7 @@ private:
 #endif
     }
 
-    __device__ __forceinline__ void wait(uint32_t slot) {
+    __device__ __forceinline__ void wait(uint32_t slot) const {
 #if __CUDA_ARCH__ >= 800
         const uint32_t barrier = shared_address(&state_->barriers[slot]);
         const uint32_t phase = (rounds_ >> slot & 1) ^ 1;  // a slot's first copy has phase 0

@@ -46,6 +46,8 @@ struct QuantLinearArgs {
     int32_t y_dtype;
     int32_t epilogue;
     int32_t gate;
+    int32_t ring_bytes;    // of each warp
+    int32_t block_halves;  // of the prepared inputs
 };
 
 #ifdef __CUDACC__
