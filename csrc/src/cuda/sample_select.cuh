@@ -96,6 +96,7 @@ struct Shared {
     int count;
     int first, last;
     double before;
+    float floor, guess;
 };
 
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
