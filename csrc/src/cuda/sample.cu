@@ -1,9 +1,9 @@
 // One token for each row of logits: `sample` of exl_core/ops/table.py.
 //
 // Two kernels. `survey` reads every logit once, with blocks of 2048 tokens over the whole device:
-// the largest of each group of 64, where it matters the group's weight, and of a row with edits or a
-// mask a copy with both applied. `finish` has one block for each row and looks only where the groups
-// say that something likely is.
+// the largest of each group of 64, where it matters the group's weight, and of a row with edits or
+// a mask a copy with both applied. `finish` has one block for each row and looks only where the
+// groups say that something likely is.
 //
 // Floor      The logits once, 0.5 MB for a vocabulary of 128256: 0.12 us at 4.2 TB/s, and most
 //            often they are still in the second-level cache. What counts is latency: two launches,

@@ -7,7 +7,7 @@
 namespace exl::cuda::sampling {
 
 constexpr int kSplits = 4;  // of an interval, in one reading of the row: more need more registers
-constexpr float kGuessError = 0.01f;
+constexpr float kMostError = 0.05f;  // of a guess
 constexpr double kNucleusFloor = 1e-6;
 
 struct Result {
@@ -100,19 +100,23 @@ __device__ inline uint32_t last_within(const Scale& scale, float floor) {
     return low;
 }
 
-// About how far below the likeliest a nucleus ends: from the number of tokens in each of 256 steps.
-__device__ inline float nucleus_guess(
+// s.guess becomes about how far below the likeliest a nucleus ends: from the weight of the tokens
+// in each of 256 steps, as whole numbers, so that the order of the sums does not count.
+__device__ inline void guess_nucleus(
     const Row& row, const Scale& scale, Shared& s, uint64_t last, double wanted
 ) {
+    constexpr float kPart = 8192.0f;  // a token's weight within its step: at most 2^31 for 2^18
     const float deepest = fminf(scale.below(value_of(order_in(last))), -1e-6f);
     const float steps = -256.0f / deepest;
     __syncthreads();
     if (threadIdx.x < 256) s.bins[threadIdx.x] = 0;
-    if (threadIdx.x == 0) s.guess = deepest;
+    if (threadIdx.x == 0) s.guess = deepest, s.guess_error = 0.0f;
     __syncthreads();
     for_tokens(row, scale, s, order_in(last), [&](uint32_t order, int) {
-        const int bin = static_cast<int>(-scale.below(value_of(order)) * steps);
-        atomicAdd(&s.bins[bin < 255 ? bin : 255], 1u);
+        const float place = -scale.below(value_of(order)) * steps;
+        const int bin = place < 255.0f ? static_cast<int>(place) : 255;
+        const float part = kPart * expf((static_cast<float>(bin) - place) / steps);
+        atomicAdd(&s.bins[bin], static_cast<uint32_t>(part + 0.5f));
     });
     __syncthreads();
     if (warp_id() == 0) {
@@ -120,7 +124,7 @@ __device__ inline float nucleus_guess(
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const int bin = lane_id() * 8 + i;
-            weights[i] = s.bins[bin] * static_cast<double>(expf((bin + 0.5f) / -steps));
+            weights[i] = s.bins[bin] * static_cast<double>(expf(bin / -steps) / kPart);
             here += weights[i];
         }
         double before = warp_scan(here) - here;
@@ -128,25 +132,62 @@ __device__ inline float nucleus_guess(
             if (before <= wanted && wanted < before + weights[i]) {
                 const float part = static_cast<float>((wanted - before) / weights[i]);
                 s.guess = (lane_id() * 8 + i + part) / -steps;
+                // About kFew / 2 tokens lie within the error to both sides.
+                s.guess_error =
+                    fminf(kFew / 4 * kPart / (s.bins[lane_id() * 8 + i] * steps), kMostError);
             }
             before += weights[i];
         }
     }
     __syncthreads();
-    return s.guess;
+}
+
+// The border of a nucleus, see below, if it lies close to the guess; else 0.
+__device__ inline uint64_t border_near(
+    const Row& row, const Scale& scale, Shared& s, uint64_t last, double wanted
+) {
+    const auto order_at = [&](float below) {
+        return order_of(scale.is_plain ? scale.largest + below : below);
+    };
+    const float high = s.guess + s.guess_error, low = s.guess - s.guess_error;
+    const uint64_t first = high < 0.0f ? last_key(order_at(high)) : 0;
+    uint64_t end = last_key(order_at(low));
+    end = end < last ? end : last;
+    __syncthreads();
+    if (threadIdx.x == 0) s.count = 0;
+    __syncthreads();
+    double above = 0.0;
+    for_tokens(row, scale, s, order_in(end), [&](uint32_t order, int id) {
+        const uint64_t key = key_of(order, id);
+        if (key <= first) {
+            above += static_cast<double>(scale.weight(value_of(order)));
+        } else if (key <= end) {
+            push(s, key);
+        }
+    });
+    above = block_sum(above, s);
+    const int n = s.count;
+    if (n == 0 || n > kFew || above > wanted) return 0;
+    sort_few(s, n);
+    weigh_few(scale, s, n);
+    const int kept = kept_few(s, n, above, wanted, 0.0);
+    if (kept == n && end < last) return 0;
+    return kept > 0 ? s.sorted[kept - 1] : above > 0.0 ? first : s.sorted[0];
 }
 
 // Where the longest run of descending tokens up to `last` ends that weighs at most `wanted`.
 //
-// The interval of orders in which the border lies is split with each reading of the row, first around
-// a guess, until few tokens are in it, or one value.
+// Where a guess is far off, the interval of orders in which the border lies is split with each
+// reading of the row, until few tokens are in it, or one value.
 static __device__ __noinline__ uint64_t nucleus_border(
     const Row& row, const Scale& scale, Shared& s, uint64_t last, double wanted
 ) {
     uint32_t low = order_of(scale.y(scale.largest)) - 1, high = order_in(last);
     double above = 0.0;  // weight of the orders up to `low`
     uint32_t count = 0;  // and their number
-    const float guess = nucleus_guess(row, scale, s, last, wanted);
+    guess_nucleus(row, scale, s, last, wanted);
+    const uint64_t near = border_near(row, scale, s, last, wanted);
+    if (near != 0) return near;
     for (bool is_first = true;; is_first = false) {
         double sums[kSplits] = {};
         uint32_t counts[kSplits] = {}, ends[kSplits];
@@ -154,11 +195,6 @@ static __device__ __noinline__ uint64_t nucleus_border(
         for (int i = 0; i < kSplits; ++i) {
             const uint64_t share = static_cast<uint64_t>(high - low) * (i + 1) / kSplits;
             ends[i] = low + static_cast<uint32_t>(share);
-            if (is_first && i < kSplits - 1) {
-                const float below = guess + kGuessError * static_cast<float>(kSplits / 2 - 1 - i);
-                const uint32_t end = order_of(scale.is_plain ? scale.largest + below : below);
-                ends[i] = end < low ? low : end > high ? high : end;
-            }
         }
         for_tokens(row, scale, s, high, [&](uint32_t order, int id) {
             if (order <= low || key_of(order, id) > last) return;

@@ -110,6 +110,19 @@ class SampleBuffers:
         self._probabilities = drawn.part(np.dtype(np.float32), rows, drawn.host)
         self._top_ids = drawn.part(np.dtype(np.int32), rows * top, drawn.host)
         self._top_probabilities = drawn.part(np.dtype(np.float32), rows * top, drawn.host)
+        self._sliced = self._copied, self._given
+        self._args = cuda.Sample(
+            vocab=vocab_size,
+            settings=self._rows.address,
+            edit_ids=self._edit_ids.address,
+            edit_values=self._edit_values.address,
+            masks=self._masks.address,
+            max_top=top,
+            token_ids=self._token_ids.address,
+            probabilities=self._probabilities.address,
+            top_ids=self._top_ids.address,
+            top_probabilities=self._top_probabilities.address,
+        )
 
     def fill(self, rows: Sequence[RowSettings]) -> int:
         """Settings of the coming rows, on the host; of how many bytes `enqueue` has to copy.
@@ -135,27 +148,20 @@ class SampleBuffers:
 
     def enqueue(self, logits: Tensor, num_rows: int, size_bytes: int | None = None) -> None:
         """Copies the settings, all of them unless a size is given, and draws."""
-        size_bytes = self._masks.end if size_bytes is None else size_bytes
-        self._copied[:size_bytes].copy_(self._given[:size_bytes], non_blocking=True)
+        to, source = self._copies(self._masks.end if size_bytes is None else size_bytes)
+        to.copy_(source, non_blocking=True)
         workspace = self._gpu.workspace("sample", num_rows, self._vocab_size)
-        args = cuda.Sample(
-            logits=logits.data_ptr(),
-            logits_stride=logits.stride(0),
-            rows=num_rows,
-            vocab=self._vocab_size,
-            settings=self._rows.address,
-            edit_ids=self._edit_ids.address,
-            edit_values=self._edit_values.address,
-            masks=self._masks.address,
-            max_top=self.capacity.top,
-            token_ids=self._token_ids.address,
-            probabilities=self._probabilities.address,
-            top_ids=self._top_ids.address,
-            top_probabilities=self._top_probabilities.address,
-            workspace=workspace.data_ptr(),
-            workspace_bytes=workspace.numel(),
-        )
+        args = self._args
+        args.logits, args.logits_stride = logits.data_ptr(), logits.stride(0)
+        args.rows = num_rows
+        args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
         self._gpu.call("sample", args)
+
+    def _copies(self, size_bytes: int) -> tuple[Tensor, Tensor]:
+        """Of so many bytes: to where, and from where; most often as many as the last time."""
+        if self._sliced[0].numel() != size_bytes:
+            self._sliced = self._copied[:size_bytes], self._given[:size_bytes]
+        return self._sliced
 
     def read(self, rows: Sequence[RowSettings]) -> list[Drawn]:
         """What was drawn, after a wait for the stream."""
@@ -167,10 +173,12 @@ class SampleBuffers:
         ]
 
     def _top(self, i: int, num_top: int) -> list[tuple[int, float]]:
-        first = i * self.capacity.top
-        ids = self._top_ids.host[first : first + num_top].tolist()
-        probabilities = self._top_probabilities.host[first : first + num_top].tolist()
-        return [(one, p) for one, p in zip(ids, probabilities, strict=True) if one >= 0]
+        if num_top == 0:
+            return []
+        part = slice(i * self.capacity.top, i * self.capacity.top + num_top)
+        ids, probabilities = self._top_ids.host[part], self._top_probabilities.host[part]
+        pairs = zip(ids.tolist(), probabilities.tolist(), strict=True)
+        return [(token_id, p) for token_id, p in pairs if token_id >= 0]
 
 
 class RowSampler:
