@@ -44,26 +44,36 @@ print(";".join(sorted({"%d.%d" % torch.cuda.get_device_capability(i) for i in ra
 
 export PYTHONPATH="$PWD/csrc/python:$PWD/packages/exl-core/src:$PWD/packages/exl-eval/src:$PWD/packages/exl-cli/src${PYTHONPATH:+:$PYTHONPATH}"
 
+# Whether the extension that lies here is for this Python and newer than all it is made of.
+is_built() {
+  local built
+  built=$("$python" -c 'import exl_kernels._C as built; print(built.__file__)' 2>/dev/null) || return 1
+  [ -z "$(find csrc/setup.py csrc/include csrc/src -name '*.cu*' -prune -o -type f -newer "$built" -print)" ]
+}
+
 if [ $build = 1 ]; then
-  has setuptools || fail "$python has no setuptools to build with"
-  beside=""
-  if ! has pybind11; then # torch has its headers
-    beside=$(mktemp -d)
-    trap 'rm -rf "$beside"' EXIT
-    cat >"$beside/pybind11.py" <<'PYTHON'
+  export EXL_CUDA_ARCH=${EXL_CUDA_ARCH:-$capabilities}
+  if is_built; then
+    "$python" csrc/build_cuda.py csrc/python/exl_kernels >&2
+  else
+    has setuptools || fail "$python has no setuptools to build with"
+    beside=""
+    if ! has pybind11; then # torch has its headers
+      beside=$(mktemp -d)
+      trap 'rm -rf "$beside"' EXIT
+      cat >"$beside/pybind11.py" <<'PYTHON'
 import importlib.util
 from pathlib import Path
 
-HEADERS = Path(importlib.util.find_spec("torch").origin).parent / "include"
 __version__ = "torch's"
 
 
 def get_include():
-    return str(HEADERS)
+    return str(Path(importlib.util.find_spec("torch").origin).parent / "include")
 PYTHON
+    fi
+    (cd csrc && PYTHONPATH="$beside${beside:+:}$PYTHONPATH" "$python" setup.py -q build_ext --inplace) >&2
   fi
-  export EXL_CUDA_ARCH=${EXL_CUDA_ARCH:-$capabilities}
-  (cd csrc && PYTHONPATH="$beside${beside:+:}$PYTHONPATH" "$python" setup.py -q build_ext --inplace) >&2
 fi
 
 status=0

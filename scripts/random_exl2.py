@@ -148,7 +148,7 @@ class GptqWriter:
 
     def linear(self, name: str, rows: int, columns: int, source: str) -> Parts:
         if name == "lm_head":
-            return {"weight": (torch.randn(columns, rows) / rows**0.5).half()}
+            return {"weight": halves(columns, rows, rows**-0.5)}
         groups, step = rows // GROUP, 32 // self.bits
         if (source, rows) not in self._orders:
             self._orders[source, rows] = (torch.randperm(rows) // GROUP).int()
@@ -169,11 +169,19 @@ def group_widths(groups: int, mix: list[tuple[int, float]]) -> list[int]:
 
 
 def words(rows: int, columns: int) -> Tensor:
-    """Random bits, int32 [rows, columns]; a GPU makes gigabytes of them at once."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    return (
-        torch.empty(rows, columns, dtype=torch.int32, device=device).random_(-(2**31), 2**31).cpu()
-    )
+    """Random bits, int32 [rows, columns]."""
+    empty = torch.empty(rows, columns, dtype=torch.int32, device=fast_device())
+    return empty.random_(-(2**31), 2**31).cpu()
+
+
+def halves(rows: int, columns: int, scale: float = 1.0) -> Tensor:
+    """Normally distributed, float16 [rows, columns]."""
+    return (torch.randn(rows, columns, device=fast_device()) * scale).half().cpu()
+
+
+def fast_device() -> str:
+    """A GPU makes gigabytes at once."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def linears(size: Size) -> Iterator[tuple[str, int, int, str]]:
@@ -201,7 +209,7 @@ def write_model(out: Path, size: Size, writer: Exl2Writer | GptqWriter) -> dict[
         parts = writer.linear(name, rows, columns, source)
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
     read = sum(tensor.nbytes for tensor in tensors.values())
-    tensors["model.embed_tokens.weight"] = torch.randn(size.vocab_size, hidden).half()
+    tensors["model.embed_tokens.weight"] = halves(size.vocab_size, hidden)
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / writer.file_name, metadata={"format": "pt"})
     config = {

@@ -134,10 +134,8 @@ class Case:
                 for cache in (self.batch.key_cache, self.batch.value_cache)
             )
             group = self.q.shape[1] // keys.shape[0]
-            queries = (
-                self.q[first : first + rows].double().transpose(0, 1)
+            queries = self.q[first : first + rows].double().transpose(0, 1)
             queries = queries.reshape(-1, group, rows, queries.shape[2])
-            )
             scores = queries @ keys[:, None].transpose(2, 3) * self.scale
             if self.softcap > 0:
                 scores = self.softcap * torch.tanh(scores / self.softcap)

@@ -11,17 +11,20 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
 from exl_core.codecs import exl2, gptq
 from exl_core.codecs.exl2_runtime import Exl2Matrix
+from exl_core.codecs.gguf_runtime import columns_of
 from exl_core.codecs.gptq_runtime import GptqMatrix
-from exl_core.codecs.runtime import RuntimeMatrix
+from exl_core.codecs.runtime import Move, RuntimeMatrix, stay
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.cuda.library import Gpu
 from exl_core.ops.cuda.quantized import CudaQuantLinear, plan_tiles
+from exl_core.ops.cuda.upload import BUFFER_BYTES, upload
 from exl_core.ops.quantized import GroupRun, Offset, Packing, QuantColumns, QuantLayout
 from exl_core.ops.reference_quantized import BLOCKS, PlainQuantized, fill_quantized, new_quantized
 
@@ -314,12 +317,18 @@ def test_a_group_of_many_blocks_has_several_units() -> None:
 
 
 def assert_dense(gpu: Gpu, matrix: RuntimeMatrix) -> None:
-    """Filled from the codec's columns, in ranges, it is the codec's exact float16 matrix."""
+    """Filled from the codec's columns, in ranges, it is the codec's exact float16 matrix.
+
+    Scales are unpacked on the CPU first, then on the GPU.
+    """
     n = matrix.layout.out_features
-    packed = CudaQuantLinear(matrix.layout, gpu)
-    for first in range(0, n, 256):
-        packed.fill(first, matrix.columns(first, min(first + 256, n)))
-    assert torch.equal(unpacked(gpu, packed, 0, n, n), matrix.dense(0, n).T)
+    exact = matrix.dense(0, n).T
+    moves: tuple[Move, ...] = (stay, lambda tensor: upload(tensor, gpu.device))
+    for move in moves:
+        packed = CudaQuantLinear(matrix.layout, gpu)
+        for first in range(0, n, 256):
+            packed.fill(first, matrix.columns(first, min(first + 256, n), move))
+        assert torch.equal(unpacked(gpu, packed, 0, n, n), exact)
 
 
 def test_golden_exl2_matrices(gpu: Gpu, shared_dir: Path) -> None:
@@ -343,3 +352,25 @@ def test_golden_gptq_matrices(gpu: Gpu, shared_dir: Path) -> None:
         settings = gptq.parse_settings(variants[stem.split("/")[0]], "test")
         layer = gptq.check(parts, settings, stem)
         assert_dense(gpu, GptqMatrix(layer, layer.out_features))
+
+
+@pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K])
+def test_superblocks_are_taken_apart_on_the_gpu(
+    gpu: Gpu, rng: np.random.Generator, kind: GGMLQuantizationType
+) -> None:
+    block_bytes = GGML_QUANT_SIZES[kind][1]
+    raw = torch.from_numpy(rng.integers(0, 256, (96, 3, block_bytes), dtype=np.uint8))
+    raw[..., :4] = torch.from_numpy(rng.normal(size=(96, 3, 2)).astype("<f2").view(np.uint8))
+    there, here = (columns_of(one.view(96, -1), kind) for one in (raw.to(gpu.device), raw))
+    for part in ("codes", "scales", "offsets"):
+        assert torch.equal(getattr(there, part).cpu(), getattr(here, part))
+
+
+def test_uploads_of_every_shape(gpu: Gpu, rng: np.random.Generator) -> None:
+    values = torch.from_numpy(rng.integers(0, 1 << 30, 3 * BUFFER_BYTES // 4 + 1000))
+    grid = values[: len(values) // 1000 * 1000].view(-1, 1000)
+    for tensor in (values, values.int(), grid, grid[:, 100:900], grid.T, grid[:3], grid.T[1:2]):
+        there = upload(tensor, gpu.device)
+        assert there.is_contiguous()
+        assert torch.equal(there.cpu(), tensor)
+    assert upload(there, gpu.device) is there

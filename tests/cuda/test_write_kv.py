@@ -103,7 +103,7 @@ def test_stored_bits_are_the_references(  # noqa: PLR0917 - one axis each
     values = there.data_ptr() + kv_heads * d * dtype.itemsize
     gpu.call(
         "write_kv",
-        cache_struct(*on_gpu, d),
+        cache_struct(on_gpu[0], on_gpu[1], d),
         there.data_ptr(),
         values,
         TYPES[dtype],
@@ -132,10 +132,9 @@ def test_what_is_not_finite_or_too_large_is_stored_as_in_the_reference(
 
     ReferenceTable(1).write_kv(key, key, *stored, slots)
     there, at = key.cuda(), slots.cuda()
-    gpu.call(
-        "write_kv", cache_struct(*on_gpu, d), there.data_ptr(), there.data_ptr(), TYPES[F32], d,
-        at.data_ptr(), rows,
-    )  # fmt: skip
+    cache = cache_struct(on_gpu[0], on_gpu[1], d)
+    pointer = there.data_ptr()
+    gpu.call("write_kv", cache, pointer, pointer, TYPES[F32], d, at.data_ptr(), rows)
 
     for got, expected in zip(on_gpu, stored, strict=True):
         assert_same_bits(got, expected, d)
@@ -182,14 +181,14 @@ def test_norms_and_rope_come_before_the_cache(  # noqa: PLR0917 - one axis each
         eps=1e-5,
         slots=at.data_ptr(),
     )
-    gpu.call("rope_write", args, cache_struct(*on_gpu, d))
+    gpu.call("rope_write", args, cache_struct(on_gpu[0], on_gpu[1], d))
 
     table = ReferenceTable(1)
     wide = qkv.float()
-    q, k, v = (
-        part.reshape(rows, -1, d)
-        for part in wide.split([q_heads * d, kv_heads * d, kv_heads * d], 1)
-    )
+    first_value = (q_heads + kv_heads) * d
+    q = wide[:, : q_heads * d].reshape(rows, -1, d)
+    k = wide[:, q_heads * d : first_value].reshape(rows, -1, d)
+    v = wide[:, first_value:].reshape(rows, -1, d)
     for x, norm in zip((q, k), norms, strict=True):
         if norm is not None:
             table.rms_norm_heads_(x, norm, 1e-5)

@@ -140,6 +140,8 @@ class RopeWrite(Structure):
         ("sin", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("head_scale", c_void_p),
+        ("head_shift", c_void_p),
         ("eps", c_float),
         ("reserved", c_float),
         ("slots", c_void_p),

@@ -12,9 +12,7 @@
 
 namespace exl::cuda {
 
-constexpr int kPrefillWarps = 8;
-constexpr int kPrefillThreads = kPrefillWarps * kWarp;
-constexpr int kPrefillRows = 16 * kPrefillWarps;
+constexpr int kPrefillWarps = 8;  // fewer where the queries of so many do not fit
 
 template <int key_type, int value_type, int width>
 struct PrefillShape {
@@ -24,8 +22,10 @@ struct PrefillShape {
     static constexpr int kTileBytes = kKeys * kStride;
     static constexpr int kKeyBytes = kKeys * staged_bytes(key_type, width);
     static constexpr int kStageBytes = kKeyBytes + kKeys * staged_bytes(value_type, width);
-    static constexpr int kQueryBytes = kPrefillRows * kStride;
-    static constexpr int kFixedBytes = kQueryBytes + (kConverts ? 2 * kTileBytes : 0);
+    static constexpr int kConvertedBytes = kConverts ? 2 * kTileBytes : 0;
+    static constexpr int bytes(int warps, int stages) {
+        return 16 * warps * kStride + kConvertedBytes + stages * kStageBytes;
+    }
 };
 
 // Rows of codes or f8e4m3 in `staged` as float16 rows; those outside [first, last) as zeros.
@@ -37,7 +37,7 @@ __device__ __forceinline__ void convert_tile(
     constexpr int kElements = type == kU8 ? 8 : 4;  // of a word
     constexpr int kToStride = 2 * width + 16;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < keys * kWords; i += kPrefillThreads) {
+    for (int i = threadIdx.x; i < keys * kWords; i += blockDim.x) {
         const int row = i / kWords;
         const int word = i % kWords;
         const uint8_t* from = staged + row * staged_bytes(type, width);
@@ -229,12 +229,13 @@ struct WarpRows {
 };
 
 template <int key_type, int value_type, int width>
-__global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const AttentionParams params) {
+__global__ void __launch_bounds__(kPrefillWarps * kWarp, 1) prefill_kernel(const AttentionParams params) {
     using Shape = PrefillShape<key_type, value_type, width>;
     constexpr int kKeys = Shape::kKeys;
     extern __shared__ __align__(16) uint8_t shared[];
     let_next_begin();
     wait_for_inputs();
+    const int warps = blockDim.x / kWarp;
     const int warp = threadIdx.x / kWarp;
     const int lane = threadIdx.x % kWarp;
     const int head = blockIdx.x;
@@ -244,9 +245,9 @@ __global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const Atten
     const int seq_begin = params.row_starts[seq];
     const int seq_rows = params.row_starts[seq + 1] - seq_begin;
     // Last rows, which see the most keys, first.
-    const int first_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * kPrefillRows;
+    const int first_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * 16 * warps;
     if (seq_rows <= kFewRows || first_row >= seq_rows) return;
-    const int rows = min(kPrefillRows, seq_rows - first_row);
+    const int rows = min(16 * warps, seq_rows - first_row);
     const int first_position = params.past_lens[seq] + first_row;
     const int end_key = first_position + rows;
     const int begin_key = params.window > 0 ? max(0, first_position - params.window + 1) : 0;
@@ -254,10 +255,10 @@ __global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const Atten
     const int end = (end_key + kKeys - 1) / kKeys;
 
     uint8_t* queries = shared;
-    uint8_t* converted = shared + Shape::kQueryBytes;
-    uint8_t* staged = shared + Shape::kFixedBytes;
+    uint8_t* converted = queries + 16 * warps * Shape::kStride;
+    uint8_t* staged = converted + Shape::kConvertedBytes;
     if (d != width) {
-        clear(staged, params.stages * Shape::kStageBytes, threadIdx.x, kPrefillThreads);
+        clear(staged, params.stages * Shape::kStageBytes, threadIdx.x, blockDim.x);
         __syncthreads();
     }
     const int32_t* pages = params.page_table + static_cast<int64_t>(seq) * params.table_stride;
@@ -265,7 +266,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const Atten
     const auto copy_tile = [&](int tile, int stage) {
         if (tile < end) {
             uint8_t* to = staged + stage * Shape::kStageBytes;
-            for (int i = warp; i < 2 * kKeys / kChunk; i += kPrefillWarps) {
+            for (int i = warp; i < 2 * kKeys / kChunk; i += warps) {
                 const int c = i / 2;
                 const int position = tile * kKeys + c * kChunk;
                 if (position >= end_key || position + kChunk <= begin_key) continue;
@@ -329,7 +330,7 @@ __global__ void __launch_bounds__(kPrefillThreads, 1) prefill_kernel(const Atten
             __syncthreads();
         } else if (first_key < begin_key || first_key + kKeys > end_key) {
             clear_hidden(value_rows, Shape::kStride, kKeys, begin_key - first_key,
-                         end_key - first_key, threadIdx.x, kPrefillThreads);
+                         end_key - first_key, threadIdx.x, blockDim.x);
             __syncthreads();
         }
         if (first_key <= warp_position + 15 && warp * 16 < rows) {
@@ -376,16 +377,17 @@ cudaError_t launch_prefill(AttentionParams params, const AttentionSize& size, vo
     using Shape = PrefillShape<key_type, value_type, width>;
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    params.stages = Shape::kFixedBytes + 2 * Shape::kStageBytes <= info.shared_per_block ? 2 : 1;
-    const int bytes = Shape::kFixedBytes + params.stages * Shape::kStageBytes;
+    int warps = kPrefillWarps;
+    while (warps > 1 && Shape::bytes(warps, 1) > info.shared_per_block) warps /= 2;
+    params.stages = Shape::bytes(warps, 2) <= info.shared_per_block ? 2 : 1;
     const dim3 grid(
         static_cast<unsigned>(params.q_heads),
-        static_cast<unsigned>(ceil_div(size.max_rows, kPrefillRows)),
+        static_cast<unsigned>(ceil_div(size.max_rows, 16 * warps)),
         static_cast<unsigned>(size.seqs)
     );
     return launch(
-        prefill_kernel<key_type, value_type, width>, grid, dim3(kPrefillThreads), bytes, stream,
-        params
+        prefill_kernel<key_type, value_type, width>, grid, dim3(warps * kWarp),
+        Shape::bytes(warps, params.stages), stream, params
     );
 }
 

@@ -18,7 +18,6 @@ constexpr int kThreads = 512;
 constexpr int kWarps = kThreads / kWarp;
 constexpr int kChunkRows = 32;
 constexpr int kStride = kThreads * kVector;    // values that a block reads at a time
-constexpr int kInFlight = 4;                   // such readings before the first is used
 constexpr int kPair = 2;                       // positions that a thread gathers at a time
 constexpr int kSlice = kThreads * kPair;       // the least positions of a block
 
@@ -42,20 +41,6 @@ __device__ __forceinline__ Place place_of(int row, int m, int num_blocks) {
     return {first + row % kChunkRows * 32, tiles * 8 * 32};
 }
 
-// Each thread fetches the weights of the vectors that it will read of the row.
-__device__ __forceinline__ void prefetch_norm(const float* norm, float* row, int k) {
-    const int whole = k / kVector;
-    for (int i = threadIdx.x; i < whole; i += kThreads) {
-        copy_async_16(row + kVector * i, norm + kVector * i);
-        copy_async_16(row + kVector * i + 4, norm + kVector * i + 4);
-    }
-    commit_copies();
-    if (whole % kThreads == static_cast<int>(threadIdx.x)) {
-#pragma unroll 1
-        for (int i = kVector * whole; i < k; ++i) row[i] = norm[i];
-    }
-}
-
 // Two positions of a form: features `which`, -1 for padding.
 template <class T>
 __device__ __forceinline__ __half2 gather(const T* row, int2 which, float factor) {
@@ -77,6 +62,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
     extern __shared__ uint4 shared[];
     __shared__ float partial[kWarps];
     constexpr bool has_norm = sizeof(T) == sizeof(float);
+    constexpr int kInFlight = has_norm ? 2 : 4;  // vectors of a thread before the first is used
     T* row = reinterpret_cast<T*>(shared);
     let_next_begin();
 
@@ -90,7 +76,15 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
     int position = (slice - first_slice) * kSlice + kPair * threadIdx.x;
     int2 which = make_int2(-1, -1);
     if (position < count) which = positions(to, position, args.k);
-    if constexpr (has_norm) prefetch_norm(args.norm, row, args.k);
+    Vector<float> weights[kInFlight];
+    const auto load_weights = [&](int start) {
+#pragma unroll
+        for (int n = 0; has_norm && n < kInFlight; ++n) {
+            const int i = start + n * kStride;
+            if (i < args.k) weights[n] = load_vector(args.norm + i, args.k - i, is_aligned);
+        }
+    };
+    load_weights(kVector * threadIdx.x);
     wait_for_inputs();
 
     const int batch_row = blockIdx.x;
@@ -107,7 +101,6 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
             const int i = start + n * kStride;
             if (i < args.k) vectors[n] = load_vector(x + i, args.k - i, is_aligned);
         }
-        if constexpr (has_norm) wait_copies<0>();
 #pragma unroll
         for (int n = 0; n < kInFlight; ++n) {
             const int i = start + n * kStride;
@@ -115,12 +108,12 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
             float values[kVector];
             vectors[n].to_floats(values);
             if constexpr (has_norm) {
-                float weights[kVector];
-                load_floats(row + i, kVector, true, weights);
+                float factors[kVector];
+                weights[n].to_floats(factors);
 #pragma unroll
                 for (int j = 0; j < kVector; ++j) {
                     squares += values[j] * values[j];
-                    values[j] *= weights[j];
+                    values[j] *= factors[j];
                 }
             } else if (to.plain) {
                 store_vector(plain + i, args.k - i, is_aligned, values);
@@ -128,6 +121,7 @@ __global__ void __launch_bounds__(kThreads) prepare_kernel(
             }
             store_vector(row + i, kVector, true, values);
         }
+        load_weights(start + kInFlight * kStride);
     }
     if (!has_norm && to.plain) return;
     float factor = 1.0f;

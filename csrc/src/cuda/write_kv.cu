@@ -25,7 +25,10 @@ struct WriteArgs {
     const float* sin;
     const float* q_norm;
     const float* k_norm;
+    const float* head_scale;  // of query and key heads, or null
+    const float* head_shift;
     float eps;
+    bool is_in_place;  // keys are written back, as queries are
     const int64_t* slots;
     ExlCache cache;
 };
@@ -41,6 +44,18 @@ __device__ __forceinline__ void norm_row(Row& x, const float* weight, float eps,
         if (i >= d) break;
         x[u].x *= factor * weight[i];
         x[u].y *= factor * weight[i + 1];
+    }
+}
+
+__device__ __forceinline__ void fit_row(
+    Row& x, const float* scale, const float* shift, int d, int lane
+) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+        const int i = u * kUnit + 2 * lane;
+        if (i >= d) break;
+        x[u].x = fmaf(x[u].x, scale[i], shift[i]);
+        x[u].y = fmaf(x[u].y, scale[i + 1], shift[i + 1]);
     }
 }
 
@@ -109,9 +124,12 @@ __global__ void __launch_bounds__(kWarps * kWarp) write_kernel(const WriteArgs a
             rope_row(x, args.cos + angles, args.sin + angles, args.rotary_half, d, room[warp], lane);
         }
     }
-    if (is_query) {
+    if ((is_query || is_key) && args.head_scale != nullptr) {
+        fit_row(x, args.head_scale + head * d, args.head_shift + head * d, d, lane);
+    }
+    if (is_query || (is_key && args.is_in_place)) {
         store_row(const_cast<void*>(from), x, args.dtype, d, lane);
-        return;
+        if (is_query) return;
     }
     const int type = is_key ? args.cache.key_dtype : args.cache.value_dtype;
     void* cache = is_key ? args.cache.key_cache : args.cache.value_cache;
@@ -173,6 +191,9 @@ extern "C" int exl_cuda_rope_write(
     args.sin = rope->sin;
     args.q_norm = rope->q_norm;
     args.k_norm = rope->k_norm;
+    args.head_scale = rope->head_scale;
+    args.head_shift = rope->head_shift;
+    args.is_in_place = true;
     args.eps = rope->eps;
     args.slots = rope->slots;
     args.cache = *cache;

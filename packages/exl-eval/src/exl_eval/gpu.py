@@ -1,7 +1,8 @@
 """What a GPU allows, and what is asked of it: copy bandwidth, times of calls, launches.
 
-Knows no models. Times are the device's own, by events, of calls that are captured in a graph, so
-that neither the interpreter nor the gaps between single launches count.
+Knows no models. Times are the device's own, by events, and of many calls at once: captured in a
+graph, so that neither the interpreter nor the gaps between single launches count, or launched one
+after the other, which serves where calls are long.
 """
 
 from __future__ import annotations
@@ -49,6 +50,18 @@ def graph_seconds(
         run()
     seconds = _event_seconds(graph.replay, device, repeat)
     return [each / (rounds * len(calls)) for each in seconds]
+
+
+def queued_seconds(
+    calls: Sequence[Callable[[], object]], device: torch.device, repeat: int
+) -> list[float]:
+    """As `graph_seconds`, of calls that cannot be captured."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return [each / len(calls) for each in _event_seconds(run, device, repeat)]
 
 
 def _event_seconds(

@@ -6,9 +6,9 @@ calls as there are layers.
 
 On a CPU the noted calls are made again in their order, each under the clock, so that the weights of
 one come from memory and not from a cache that the op itself has just filled. On a GPU, where
-single calls are too short for that, all calls of a line are captured in one graph: they read the
-matrices of all layers in turn, which together are larger than the GPU's cache for any model that
-needs one.
+single calls are too short for that, all calls of a line are timed at once, in a graph where rows
+are few: they read the matrices of all layers in turn, which together are larger than the GPU's
+cache for any model that needs one.
 
 Bytes are those that must move: packed weights, inputs and outputs, keys and values that are seen.
 Compare the pass with the sum of its ops: what is between them is the interpreter, or gaps.
@@ -31,11 +31,12 @@ from torch import Tensor
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat
 from exl_core.load import LoadedModel
+from exl_core.model.decode_graphs import BUCKETS
 from exl_core.model.runner import make_batch
 from exl_core.model.segment import Segment
 from exl_core.model.transformer import Transformer
 from exl_core.ops.table import OpTable
-from exl_eval.gpu import count_launches, graph_seconds
+from exl_eval.gpu import count_launches, graph_seconds, queued_seconds
 from exl_eval.result import KernelPass, KernelResult, KernelRun
 from exl_eval.speed import OnMeasured, SpeedOptions, check_options, device_name, memory_bandwidth
 from exl_eval.workload import Workload
@@ -165,8 +166,9 @@ def _measure_pass(model: Transformer, this: _Pass, repeat: int, bandwidth: float
     for call in calls:
         lines.setdefault(_line_of(call, this), []).append(call)
     if is_gpu:
+        timed = graph_seconds if this.batch * this.rows <= BUCKETS[-1] else queued_seconds
         seconds = {
-            line: median(graph_seconds([call.again for call in alike], device, repeat))
+            line: median(timed([call.again for call in alike], device, repeat))
             for line, alike in lines.items()
         }
     else:

@@ -59,7 +59,8 @@ def unpack(words: Tensor, bits: int, dtype: torch.dtype = torch.uint8) -> Tensor
     blocks, columns = words.shape[0] // block.words, words.shape[1]
     assert blocks * block.words == words.shape[0], "a block was cut"
     source = words.reshape(blocks, block.words, columns)
-    codes = torch.empty(blocks, len(block.fields), columns, dtype=dtype)
+    shape = blocks, len(block.fields), columns
+    codes = torch.empty(shape, dtype=dtype, device=words.device)
     for i, (word, shift, bits_here) in enumerate(block.fields):
         # The shift drags the sign along; the mask drops it again.
         code = (source[:, word] >> shift).bitwise_and_((1 << bits_here) - 1)

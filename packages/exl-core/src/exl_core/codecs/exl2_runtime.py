@@ -8,6 +8,7 @@ Columns that the writer added are never handed out.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from exl_core.codecs import exl2
 from exl_core.codecs.exl2 import COLUMN_STEP, Exl2Group, Exl2Linear
+from exl_core.codecs.runtime import Move, stay
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 
 
@@ -41,10 +43,11 @@ class Exl2Matrix:
             offset="middle",
         )
 
-    def columns(self, first: int, last: int) -> QuantColumns:
+    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
         part, inner = _slice(self._linear, self._first + first, self._first + last)
-        scales = exl2.unpack_scales(part, prescale=self._prescale)
-        return QuantColumns("words", part.q_weight[:, inner], scales=scales[:, inner].contiguous())
+        there = replace(part, q_scale=move(part.q_scale), q_scale_max=move(part.q_scale_max))
+        scales = exl2.unpack_scales(there, prescale=self._prescale)[:, inner].contiguous()
+        return QuantColumns("words", move(part.q_weight[:, inner]), scales=scales)
 
     def dense(self, first: int, last: int) -> Tensor:
         part, inner = _slice(self._linear, self._first + first, self._first + last)

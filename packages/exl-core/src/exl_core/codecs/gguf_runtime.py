@@ -108,6 +108,9 @@ def _unpack_codes(blocks: Tensor, kind: GGMLQuantizationType) -> Tensor:
     codes = torch.cat([pairs & 15, pairs >> 4], dim=-2)  # [columns, blocks, 4, 2, 32]
     codes = codes.view(columns, count, SUPERBLOCK_GROUPS, GROUP_ROWS)
     if kind is GGMLQuantizationType.Q5_K:  # bit g of byte r is the fifth bit of group g's row r
-        high = blocks[:, :, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None]
+        high = (
+            blocks[:, :, None, 16:48]
+            >> torch.arange(8, dtype=torch.uint8, device=blocks.device)[:, None]
+        )
         codes |= (high & 1) << 4
     return codes

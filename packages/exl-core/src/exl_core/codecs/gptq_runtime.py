@@ -13,6 +13,7 @@ from torch import Tensor
 
 from exl_core.codecs import gptq
 from exl_core.codecs.gptq import GptqLinear
+from exl_core.codecs.runtime import Move, stay
 from exl_core.ops.quantized import GroupRun, Offset, QuantColumns, QuantLayout
 
 COLUMN_STEP = 32  # so many zero points of any width take whole words
@@ -41,11 +42,11 @@ class GptqMatrix:
             offset=offset,
         )
 
-    def columns(self, first: int, last: int) -> QuantColumns:
+    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
         wanted = slice(self._first + first, self._first + last)
         return QuantColumns(
             "words",
-            self._linear.qweight[:, wanted],
+            move(self._linear.qweight[:, wanted]),
             source_rows=self._order,
             scales=self._linear.scales[:, wanted].contiguous(),
             offsets=None if self._zeros is None else self._zeros[:, wanted].contiguous(),

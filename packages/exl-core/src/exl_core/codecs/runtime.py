@@ -8,6 +8,7 @@ judged by.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -18,14 +19,26 @@ BLOCK_ROWS = 32  # tables round groups up to so many rows
 PANEL_COLUMNS = 16  # and matrices to so many columns
 
 
+Move = Callable[[Tensor], Tensor]
+"""Takes what a file holds to where it is unpacked and computed with."""
+
+
+def stay(tensor: Tensor) -> Tensor:
+    """The move to nowhere."""
+    return tensor
+
+
 class RuntimeMatrix(Protocol):
     """A matrix [in_features, out_features] without padding; ranges of columns, one at a time."""
 
     @property
     def layout(self) -> QuantLayout: ...
 
-    def columns(self, first: int, last: int) -> QuantColumns:
-        """Columns first .. last - 1; `first` is a multiple of 16."""
+    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
+        """Columns first .. last - 1; `first` is a multiple of 16.
+
+        What is large is moved as the file has it, before anything is unpacked.
+        """
         ...
 
     def dense(self, first: int, last: int) -> Tensor:

@@ -30,7 +30,7 @@ from exl_core.engine.request import Request
 from exl_core.engine.scheduler import Scheduler
 from exl_core.engine.sequence import Sequence
 from exl_core.engine.shares import draw_together, shares_of
-from exl_core.errors import RequestError
+from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.model.runner import Model, Runner
 from exl_core.model.segment import LogitRows
 from exl_core.sampling.sampler import Sampler
@@ -221,7 +221,12 @@ class Engine:
             self._events += output.start(now)
             if segment.logit_rows is not LogitRows.NONE:
                 output.start_mask()
-        logits = PassLogits(self._runner.run(plan.segments, plan.copies))
+        try:
+            logits = PassLogits(self._runner.run(plan.segments, plan.copies))
+        except OutOfMemoryError:
+            if self.scheduler.make_smaller(plan):
+                return  # nothing was booked: the next step plans anew
+            raise
         if self._drafting is not None:
             self._drafting.passed(plan.num_rows, self._clock() - now)
         shares = shares_of(plan, outputs, logits, drafts)

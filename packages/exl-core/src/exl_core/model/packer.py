@@ -24,6 +24,7 @@ P = ParamSpec("P")
 
 CHUNK_VALUES = 1 << 20  # of a quantized matrix repacked at a time: half a MiB of 4-bit codes
 SPLIT_VALUES = 1 << 22  # from twice as many on, several threads share one matrix
+FAR_CHUNK_VALUES = 1 << 25  # both of them on a GPU, where a chunk costs some dozens of launches
 
 
 class Packer:
@@ -42,6 +43,9 @@ class Packer:
         self._parts: dict[str, list[list[Future[PackedLinear]]]] = {}
         self._done_bytes = 0
         self._lock = Lock()
+        is_near = ops.device.type == "cpu"
+        self._chunk_values = CHUNK_VALUES if is_near else FAR_CHUNK_VALUES
+        self._split_values = SPLIT_VALUES if is_near else FAR_CHUNK_VALUES
 
     def __enter__(self) -> Packer:
         return self
@@ -72,14 +76,14 @@ class Packer:
     def _start_part(self, name: str) -> list[Future[PackedLinear]]:
         if not self._checkpoint.is_quantized(name):
             return [self._submit(self._pack_dense, [name])]
-        if self._checkpoint.stored[name].num_values < 2 * SPLIT_VALUES:
+        if self._checkpoint.stored[name].num_values < 2 * self._split_values:
             return [self._submit(self._pack_quantized, name)]
         matrix = self._open(name)
         packed = self._ops.new_quantized(matrix.layout)
         rows, columns = matrix.layout.in_features, matrix.layout.out_features
         jobs = [
             self._submit(self._fill, name, matrix, packed, first, last)
-            for first, last in row_ranges(columns, rows, SPLIT_VALUES)
+            for first, last in row_ranges(columns, rows, self._split_values)
         ]
 
         def release_at_last(_: Future[PackedLinear]) -> None:
@@ -120,8 +124,8 @@ class Packer:
     ) -> PackedLinear:
         """Columns first .. last - 1; returns the matrix, filled as far as that."""
         tensor = self._checkpoint.stored[name]
-        for start, stop in row_ranges(last - first, tensor.shape[1], CHUNK_VALUES):
-            columns = matrix.columns(first + start, first + stop)
+        for start, stop in row_ranges(last - first, tensor.shape[1], self._chunk_values):
+            columns = matrix.columns(first + start, first + stop, self._ops.bring)
             self._ops.fill_quantized(packed, first + start, columns)
             self._checkpoint.release(name, slice(first + start, first + stop))
             self._report(share(tensor.size_bytes, first + start, first + stop, tensor.shape[0]))

@@ -70,6 +70,10 @@ class NativeTable:
     def threads(self) -> int:
         return self._ops.threads
 
+    @staticmethod
+    def bring(tensor: Tensor) -> Tensor:
+        return tensor
+
     def activations(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns)
 
@@ -227,10 +231,23 @@ class NativeTable:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        head_scale: Tensor | None = None,
+        head_shift: Tensor | None = None,
     ) -> None:
         bound = cast(exl_kernels.Table.AttentionBatch, batch)
         self._ops.attend_(
-            qkv, bound, key_cache, value_cache, q_norm, k_norm, eps, scale, window, softcap
+            qkv,
+            bound,
+            key_cache,
+            value_cache,
+            q_norm,
+            k_norm,
+            eps,
+            scale,
+            window,
+            softcap,
+            head_scale,
+            head_shift,
         )
 
     def sample(

@@ -18,6 +18,7 @@ from exl_core.ops.reference_attention import (
     Sequences,
     check_attention,
     gather,
+    scale_heads_,
     split_heads,
 )
 from exl_core.ops.reference_cache import check_caches, store_rows
@@ -94,6 +95,10 @@ class ReferenceTable:
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
+
+    @staticmethod
+    def bring(tensor: Tensor) -> Tensor:
+        return tensor
 
     def activations(self, rows: int, columns: int) -> Tensor:
         return torch.empty(rows, columns)
@@ -282,6 +287,8 @@ class ReferenceTable:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        head_scale: Tensor | None = None,
+        head_shift: Tensor | None = None,
     ) -> None:
         if not isinstance(batch, PlainBatch):
             raise OpInputError("attend_: batch (expected one of the reference table)")
@@ -291,6 +298,7 @@ class ReferenceTable:
                 self.rms_norm_heads_(heads, norm, eps)
         self.rope_(q, batch.cos, batch.sin)
         self.rope_(k, batch.cos, batch.sin)
+        scale_heads_(q, k, head_scale, head_shift)
         self.write_kv(k, v, key_cache, value_cache, batch.slots)
         mixed = self.paged_attention(
             q, key_cache, value_cache, *batch.sequences, scale=scale, window=window, softcap=softcap

@@ -94,6 +94,10 @@ class OpTable(Protocol):
         """Where operands lie; those of `attention_batch` may lie on the CPU as well."""
         ...
 
+    def bring(self, tensor: Tensor) -> Tensor:
+        """The tensor on the table's device, by the fastest way there; itself if it is there."""
+        ...
+
     def activations(self, rows: int, columns: int) -> Tensor:
         """Room for what one fused op leaves to the next: [rows, columns], not cleared."""
         ...
@@ -264,12 +268,15 @@ class OpTable(Protocol):
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        head_scale: Tensor | None = None,
+        head_shift: Tensor | None = None,
     ) -> None:
         """All of attention between its two projections; the result replaces the queries.
 
         qkv [rows, (q_heads + 2 kv_heads) * d] strided rows: queries, keys, values. In this order:
-        rms_norm_heads_ of queries and keys where there are norms [d], rope_ of both, write_kv,
-        paged_attention. Leaves keys and values in qkv undefined.
+        rms_norm_heads_ of queries and keys where there are norms [d], rope_ of both, x * head_scale
+        + head_shift of both where these are given (float32 [(q_heads + kv_heads) * d], both or
+        neither), write_kv, paged_attention. Leaves keys and values in qkv undefined.
         """
         ...
 

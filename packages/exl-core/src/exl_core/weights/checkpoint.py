@@ -17,7 +17,7 @@ from torch import Tensor
 from exl_core.arch.key_map import bias_of, expected_tensors, rotated_head_count
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig, Norm
-from exl_core.codecs.runtime import RuntimeMatrix, packed_bytes
+from exl_core.codecs.runtime import Move, RuntimeMatrix, packed_bytes, stay
 from exl_core.errors import UnsupportedModelError, WeightValueError
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 from exl_core.weights.locate import Located, locate, share
@@ -229,8 +229,8 @@ class _WithBias:
         self._bias = bias
         self.layout: QuantLayout = replace(matrix.layout, has_bias=True)
 
-    def columns(self, first: int, last: int) -> QuantColumns:
-        return replace(self._matrix.columns(first, last), bias=self._bias[first:last])
+    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
+        return replace(self._matrix.columns(first, last, move), bias=self._bias[first:last])
 
     def dense(self, first: int, last: int) -> Tensor:
         return self._matrix.dense(first, last)

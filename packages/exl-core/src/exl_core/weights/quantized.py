@@ -21,7 +21,7 @@ from exl_core.arch.quantization import Quantization
 from exl_core.codecs import exl2, gguf_blocks, gguf_runtime, gptq
 from exl_core.codecs.exl2_runtime import Exl2Matrix, runs_of
 from exl_core.codecs.gptq_runtime import GptqMatrix, group_runs
-from exl_core.codecs.runtime import RuntimeMatrix
+from exl_core.codecs.runtime import Move, RuntimeMatrix, stay
 from exl_core.errors import ConfigError, WeightShapeError, WeightValueError
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 from exl_core.weights.source import StoredTensor, TensorSource
@@ -183,8 +183,8 @@ class BlockMatrix:
     def _kind(self) -> GGMLQuantizationType:
         return GGMLQuantizationType[self._tensor.storage]
 
-    def columns(self, first: int, last: int) -> QuantColumns:
-        raw = self._source.read_raw(self._tensor.name)[self._rows(first, last)]
+    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
+        raw = move(self._source.read_raw(self._tensor.name)[self._rows(first, last)])
         bad = gguf_runtime.bad_blocks(raw, self._kind)
         if bad:
             raise WeightValueError(
