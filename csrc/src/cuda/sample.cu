@@ -1,9 +1,9 @@
 // One token for each row of logits: `sample` of exl_core/ops/table.py.
 //
 // Two kernels. `survey` reads every logit once, with blocks of 2048 tokens over the whole device:
-// the largest of each group of 64, where it matters the group's weight, and of a row with edits or a
-// mask a copy with both applied. `finish` has one block for each row and looks only where the groups
-// say that something likely is.
+// the largest of each group of 64, where it matters the group's weight, and of a row with edits or
+// a mask a copy with both applied. `finish` has one block for each row and looks only where the
+// groups say that something likely is.
 //
 // Floor      The logits once, 0.5 MB for a vocabulary of 128256: 0.12 us at 4.2 TB/s, and most
 //            often they are still in the second-level cache. What counts is latency: two launches,
@@ -139,6 +139,8 @@ __global__ void __launch_bounds__(kSurveyThreads) survey(ExlSample args, Workspa
 
 // ---- finish ------------------------------------------------------------------------------------
 
+__device__ uint64_t least_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
+
 __global__ void __launch_bounds__(kThreads, 1) finish(ExlSample args, Workspace work) {
     extern __shared__ __align__(16) unsigned char memory[];
     Shared& s = *reinterpret_cast<Shared*>(memory);
@@ -155,15 +157,17 @@ __global__ void __launch_bounds__(kThreads, 1) finish(ExlSample args, Workspace 
         args.top_probabilities + index * args.max_top, args.max_top
     };
     const float* maxima = work.maxima + index * work.pitch;
+    // By a warp that would wait: a logarithm in float64 is slow.
+    if (thread == kThreads - 1) s.floor = log_up(set.min_p);
     uint64_t first = ~0ull;  // order and number of the first group that has the largest logit
     for (int g = thread; g < row.groups; g += kThreads) {
         const float largest = maxima[g];
         const uint32_t order = largest == largest ? order_of(largest) : 0;  // NaN comes first
         const uint64_t mine = static_cast<uint64_t>(order) << 32 | static_cast<uint32_t>(g);
-        first = mine < first ? mine : first;
+        first = least_of(mine, first);
         s.orders[g] = order;
     }
-    first = block_reduce(first, s.best, [](uint64_t a, uint64_t b) { return a < b ? a : b; });
+    first = block_reduce(first, s.best, least_of);
     const uint32_t largest_order = static_cast<uint32_t>(first >> 32);
     if (largest_order == 0 || largest_order > kLastOrder) {
         if (thread == 0) result.put(-1, 0.0);
@@ -198,13 +202,13 @@ __global__ void __launch_bounds__(kThreads, 1) finish(ExlSample args, Workspace 
     }
     __syncthreads();
     if (has_sums) total = block_sum(total, s);
-    const float floor = log_up(set.min_p);
+    const float floor = s.floor;
     const bool has_nucleus = set.top_p < 1.0;
-    Cut cut{last_key(kLastOrder), -INFINITY};
+    uint64_t last = last_key(kLastOrder);
     const int top_k = has_sums ? 0 : set.top_k;
     const int tried = top_k > 0 ? top_k : has_nucleus ? kTried : 0;
     if (0 < tried && tried <= kFew) {
-        int n = likeliest(row, scale, s, tried, cut.last);
+        int n = likeliest(row, scale, s, tried, last);
         const bool is_all = top_k > 0 || n < tried;
         if (top_k > 0 && top_k < n) n = top_k;
         weigh_few(scale, s, n);
@@ -219,10 +223,10 @@ __global__ void __launch_bounds__(kThreads, 1) finish(ExlSample args, Workspace 
         int finite = 0;
         for_tokens(row, scale, s, kLastOrder, [&](uint32_t, int) { ++finite; });
         if (block_sum(static_cast<double>(finite), s) > top_k) {
-            cut.last = nth_token(row, scale, s, cut.last, static_cast<uint32_t>(top_k));
+            last = nth_token(row, scale, s, last, static_cast<uint32_t>(top_k));
         }
         if (has_nucleus) {
-            sum_groups(row, scale, cut, s);
+            sum_groups(row, scale, s, last);
             double part = 0.0;
             for (int g = thread; g < row.groups; g += kThreads) {
                 part += static_cast<double>(s.sums[g]);
@@ -231,14 +235,13 @@ __global__ void __launch_bounds__(kThreads, 1) finish(ExlSample args, Workspace 
         }
     }
     if (has_nucleus) {
-        cut.floor = log_up(kNucleusFloor * total);
-        const uint32_t best = order_of(scale.y(scale.largest));
-        cut.last = nucleus_border(row, scale, cut, s, best, set.top_p * total);
+        last = least_of(last, last_key(last_within(scale, log_up(kNucleusFloor * total))));
+        last = nucleus_border(row, scale, s, last, set.top_p * total);
     }
-    cut.floor = fmaxf(cut.floor, floor);
-    if (top_k > 0 || has_nucleus || cut.floor > -INFINITY) sum_groups(row, scale, cut, s);
-    total = draw_groups(row, scale, cut, set.uniform, s, result);
-    put_top_of_all(row, scale, cut, set.num_top, total, s, result);
+    if (floor > -INFINITY) last = least_of(last, last_key(last_within(scale, floor)));
+    if (!has_sums || last < last_key(kLastOrder)) sum_groups(row, scale, s, last);
+    total = draw_groups(row, scale, s, last, set.uniform, result);
+    put_top_of_all(row, scale, s, last, set.num_top, total, result);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 namespace exl::cuda::sampling {
 
 constexpr int kSplits = 4;  // of an interval, in one reading of the row: more need more registers
+constexpr float kMostError = 0.05f;  // of a guess
 constexpr double kNucleusFloor = 1e-6;
 
 struct Result {
@@ -85,30 +86,109 @@ __device__ inline void draw_few(
     if (thread == place) result.put(static_cast<int>(s.sorted[place] >> 32), weight / total);
 }
 
-// Tokens that are left of a row: keys up to `last`, and not too far below the likeliest.
-struct Cut {
-    uint64_t last;
-    float floor;
-
-    __device__ bool keeps(const Scale& scale, uint32_t order, int id) const {
-        return key_of(order, id) <= last && scale.below(value_of(order)) >= floor;
+// The last order that weighs at least e^floor, relative to the likeliest token.
+__device__ inline uint32_t last_within(const Scale& scale, float floor) {
+    uint32_t low = order_of(scale.y(scale.largest)), high = kLastOrder;
+    while (low < high) {
+        const uint32_t middle = low + (high - low) / 2 + 1;
+        if (scale.below(value_of(middle)) >= floor) {
+            low = middle;
+        } else {
+            high = middle - 1;
+        }
     }
-    __device__ bool keeps_some(const Scale& scale, uint32_t order) const {
-        return order <= order_in(last) && scale.below(value_of(order)) >= floor;
-    }
-};
+    return low;
+}
 
-// Where the longest run of descending tokens within `cut` ends that weighs at most `wanted`.
-//
-// The interval of orders in which the border lies is split with each reading of the row, until few
-// tokens are in it, or one value.
-static __device__ __noinline__ uint64_t nucleus_border(
-    const Row& row, const Scale& scale, const Cut& cut, Shared& s, uint32_t best, double wanted
+// s.guess becomes about how far below the likeliest a nucleus ends: from the weight of the tokens
+// in each of 256 steps, as whole numbers, so that the order of the sums does not count.
+__device__ inline void guess_nucleus(
+    const Row& row, const Scale& scale, Shared& s, uint64_t last, double wanted
 ) {
-    uint32_t low = best - 1, high = order_in(cut.last);
+    constexpr float kPart = 8192.0f;  // a token's weight within its step: at most 2^31 for 2^18
+    const float deepest = fminf(scale.below(value_of(order_in(last))), -1e-6f);
+    const float steps = -256.0f / deepest;
+    __syncthreads();
+    if (threadIdx.x < 256) s.bins[threadIdx.x] = 0;
+    if (threadIdx.x == 0) s.guess = deepest, s.guess_error = 0.0f;
+    __syncthreads();
+    for_tokens(row, scale, s, order_in(last), [&](uint32_t order, int) {
+        const float place = -scale.below(value_of(order)) * steps;
+        const int bin = place < 255.0f ? static_cast<int>(place) : 255;
+        const float part = kPart * expf((static_cast<float>(bin) - place) / steps);
+        atomicAdd(&s.bins[bin], static_cast<uint32_t>(part + 0.5f));
+    });
+    __syncthreads();
+    if (warp_id() == 0) {
+        double weights[8], here = 0.0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+            const int bin = lane_id() * 8 + i;
+            weights[i] = s.bins[bin] * static_cast<double>(expf(bin / -steps) / kPart);
+            here += weights[i];
+        }
+        double before = warp_scan(here) - here;
+        for (int i = 0; i < 8; ++i) {
+            if (before <= wanted && wanted < before + weights[i]) {
+                const float part = static_cast<float>((wanted - before) / weights[i]);
+                s.guess = (lane_id() * 8 + i + part) / -steps;
+                // About kFew / 2 tokens lie within the error to both sides.
+                s.guess_error =
+                    fminf(kFew / 4 * kPart / (s.bins[lane_id() * 8 + i] * steps), kMostError);
+            }
+            before += weights[i];
+        }
+    }
+    __syncthreads();
+}
+
+// The border of a nucleus, see below, if it lies close to the guess; else 0.
+__device__ inline uint64_t border_near(
+    const Row& row, const Scale& scale, Shared& s, uint64_t last, double wanted
+) {
+    const auto order_at = [&](float below) {
+        return order_of(scale.is_plain ? scale.largest + below : below);
+    };
+    const float high = s.guess + s.guess_error, low = s.guess - s.guess_error;
+    const uint64_t first = high < 0.0f ? last_key(order_at(high)) : 0;
+    uint64_t end = last_key(order_at(low));
+    end = end < last ? end : last;
+    __syncthreads();
+    if (threadIdx.x == 0) s.count = 0;
+    __syncthreads();
+    double above = 0.0;
+    for_tokens(row, scale, s, order_in(end), [&](uint32_t order, int id) {
+        const uint64_t key = key_of(order, id);
+        if (key <= first) {
+            above += static_cast<double>(scale.weight(value_of(order)));
+        } else if (key <= end) {
+            push(s, key);
+        }
+    });
+    above = block_sum(above, s);
+    const int n = s.count;
+    if (n == 0 || n > kFew || above > wanted) return 0;
+    sort_few(s, n);
+    weigh_few(scale, s, n);
+    const int kept = kept_few(s, n, above, wanted, 0.0);
+    if (kept == n && end < last) return 0;
+    return kept > 0 ? s.sorted[kept - 1] : above > 0.0 ? first : s.sorted[0];
+}
+
+// Where the longest run of descending tokens up to `last` ends that weighs at most `wanted`.
+//
+// Where a guess is far off, the interval of orders in which the border lies is split with each
+// reading of the row, until few tokens are in it, or one value.
+static __device__ __noinline__ uint64_t nucleus_border(
+    const Row& row, const Scale& scale, Shared& s, uint64_t last, double wanted
+) {
+    uint32_t low = order_of(scale.y(scale.largest)) - 1, high = order_in(last);
     double above = 0.0;  // weight of the orders up to `low`
     uint32_t count = 0;  // and their number
-    for (bool is_open = true;; is_open = false) {
+    guess_nucleus(row, scale, s, last, wanted);
+    const uint64_t near = border_near(row, scale, s, last, wanted);
+    if (near != 0) return near;
+    for (bool is_first = true;; is_first = false) {
         double sums[kSplits] = {};
         uint32_t counts[kSplits] = {}, ends[kSplits];
 #pragma unroll
@@ -117,7 +197,7 @@ static __device__ __noinline__ uint64_t nucleus_border(
             ends[i] = low + static_cast<uint32_t>(share);
         }
         for_tokens(row, scale, s, high, [&](uint32_t order, int id) {
-            if (order <= low || !cut.keeps(scale, order, id)) return;
+            if (order <= low || key_of(order, id) > last) return;
             const double weight = static_cast<double>(scale.weight(value_of(order)));
 #pragma unroll
             for (int i = 0; i < kSplits; ++i) {
@@ -136,7 +216,7 @@ static __device__ __noinline__ uint64_t nucleus_border(
                 count + static_cast<uint32_t>(block_sum(static_cast<double>(counts[i]), s));
             if (is_found) continue;
             // The last part has the border, unless the whole row may stay.
-            if (sum > wanted || (i == kSplits - 1 && !is_open)) {
+            if (sum > wanted || (i == kSplits - 1 && !is_first)) {
                 is_found = true;
                 next_high = ends[i];
                 inside = through - next_count;
@@ -146,10 +226,10 @@ static __device__ __noinline__ uint64_t nucleus_border(
                 next_count = through;
             }
         }
-        if (!is_found) return cut.last;
+        if (!is_found) return last;
         low = next_low, high = next_high, above = next_above, count = next_count;
         if (inside <= kFew) {
-            const uint64_t end = last_key(high) < cut.last ? last_key(high) : cut.last;
+            const uint64_t end = last_key(high) < last ? last_key(high) : last;
             const int n = collect(row, scale, s, last_key(low), end);
             sort_few(s, n);
             weigh_few(scale, s, n);
@@ -162,22 +242,22 @@ static __device__ __noinline__ uint64_t nucleus_border(
             const double room = floor((wanted - above) / scale.exact_weight(value_of(high)));
             const uint32_t fitting = room < inside ? static_cast<uint32_t>(room) : inside;
             const uint32_t kept = count + fitting > 0 ? count + fitting : 1;
-            return nth_token(row, scale, s, cut.last, kept);
+            return nth_token(row, scale, s, last, kept);
         }
     }
 }
 
 // s.sums become the weights of what is left of each group.
-__device__ inline void sum_groups(const Row& row, const Scale& scale, const Cut& cut, Shared& s) {
+__device__ inline void sum_groups(const Row& row, const Scale& scale, Shared& s, uint64_t last) {
     __syncthreads();
     for (int group = warp_id(); group < row.groups; group += kWarps) {
         float sum = 0.0f;
-        if (cut.keeps_some(scale, s.orders[group])) {
+        if (s.orders[group] <= order_in(last)) {
             const int first = group * kGroup;
             for (int id = first + lane_id(); id < first + kGroup; id += kWarp) {
                 if (id >= row.vocab) continue;
                 const uint32_t order = order_of(scale.y(row.logits[id]));
-                if (cut.keeps(scale, order, id)) sum += scale.weight(value_of(order));
+                if (key_of(order, id) <= last) sum += scale.weight(value_of(order));
             }
             sum = warp_sum(sum);
         }
@@ -188,7 +268,7 @@ __device__ inline void sum_groups(const Row& row, const Scale& scale, const Cut&
 
 // Draws by the groups' sums, then within a group. Returns the total weight.
 __device__ inline double draw_groups(
-    const Row& row, const Scale& scale, const Cut& cut, double uniform, Shared& s,
+    const Row& row, const Scale& scale, Shared& s, uint64_t last, double uniform,
     const Result& result
 ) {
     const int share = (row.groups + kThreads - 1) / kThreads;
@@ -227,10 +307,11 @@ __device__ inline double draw_groups(
             const int id = group * kGroup + 2 * lane_id() + i;
             const uint32_t order =
                 id < row.vocab ? order_of(scale.y(row.logits[id])) : order_of(-INFINITY);
-            weights[i] = cut.keeps(scale, order, id) ? scale.exact_weight(value_of(order)) : 0.0;
+            weights[i] = key_of(order, id) <= last ? scale.exact_weight(value_of(order)) : 0.0;
         }
-        double past = s.before + warp_scan(weights[0] + weights[1]);
-        const double middle = past - weights[1];
+        double ahead = __shfl_up_sync(kAll, warp_scan(weights[0] + weights[1]), 1);
+        ahead = s.before + (lane_id() == 0 ? 0.0 : ahead);
+        const double middle = ahead + weights[0], past = middle + weights[1];
         const bool has = weights[0] > 0.0 || weights[1] > 0.0;
         const bool passes = has && ((weights[0] > 0.0 && middle > target) || past > target);
         const uint32_t passing = __ballot_sync(kAll, passes), having = __ballot_sync(kAll, has);
@@ -248,16 +329,14 @@ __device__ inline double draw_groups(
 }
 
 __device__ inline void put_top_of_all(
-    const Row& row, const Scale& scale, const Cut& cut, int num_top, double total, Shared& s,
+    const Row& row, const Scale& scale, Shared& s, uint64_t last, int num_top, double total,
     const Result& result
 ) {
     if (num_top <= 0) return result.put_top(0);
     const int wanted = num_top < row.vocab ? num_top : row.vocab;
     const int thread = static_cast<int>(threadIdx.x);
-    const int n = likeliest(row, scale, s, wanted, cut.last);
-    const int count = __syncthreads_count(
-        thread < n && thread < wanted && scale.below(y_of(s.sorted[thread])) >= cut.floor
-    );
+    const int n = likeliest(row, scale, s, wanted, last);
+    const int count = n < wanted ? n : wanted;
     if (thread < count) {
         const uint64_t key = s.sorted[thread];
         result.put_top(thread, id_in(key), scale.exact_weight(y_of(key)) / total);

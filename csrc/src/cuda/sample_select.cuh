@@ -96,6 +96,7 @@ struct Shared {
     int count;
     int first, last;
     double before;
+    float floor, guess, guess_error;
 };
 
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
@@ -219,6 +220,13 @@ __device__ inline uint64_t nth_token(
     });
 }
 
+// Adds to s.keys, of which s.count tells the number: above kFew if there are too many.
+__device__ inline void push(Shared& s, uint64_t key) {
+    if (*static_cast<volatile int*>(&s.count) > kFew) return;
+    const int place = atomicAdd(&s.count, 1);
+    if (place < kFew) s.keys[place] = key;
+}
+
 // s.keys become those of the tokens after `first` up to `last`; their number, above kFew if there
 // are too many.
 __device__ inline int collect(
@@ -229,10 +237,7 @@ __device__ inline int collect(
     __syncthreads();
     for_tokens(row, scale, s, order_in(last), [&](uint32_t order, int id) {
         const uint64_t key = key_of(order, id);
-        if (key > last || key <= first) return;
-        if (*static_cast<volatile int*>(&s.count) > kFew) return;
-        const int place = atomicAdd(&s.count, 1);
-        if (place < kFew) s.keys[place] = key;
+        if (first < key && key <= last) push(s, key);
     });
     __syncthreads();
     return s.count;

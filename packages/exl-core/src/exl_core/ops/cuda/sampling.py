@@ -1,4 +1,4 @@
-"""Drawing tokens on the GPU: settings of all rows go there in one copy, tokens come back in one.
+"""Drawing tokens on the GPU: the settings of all rows go there in one copy.
 
 `RowSampler` draws and waits. What it is made of, `SampleBuffers`, has fixed memory on both sides
 and so can be part of a captured graph: `fill` writes on the host, `enqueue` is what a graph
@@ -69,33 +69,26 @@ def wanted_capacity(rows: Sequence[RowSettings], vocab_size: int) -> Capacity:
 
 
 class _Part(NamedTuple):
-    """Some of a buffer, on both sides: the host's as an array, the GPU's as an address."""
+    """Some of a buffer: as the host's array, and as an address for the GPU."""
 
     host: np.ndarray[tuple[int], np.dtype[np.generic]]
     address: int
     end: int  # in bytes from the buffer's start
 
 
-class _Mirror:
-    """One buffer, pinned on the host and on the GPU, that is handed out part by part."""
+class _Pinned:
+    """Memory of the host that the GPU can reach, or has a copy of, handed out part by part."""
 
-    def __init__(self, gpu: Gpu, size_bytes: int) -> None:
-        self._host = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
-        self._device = gpu.empty(size_bytes, dtype=torch.uint8)
-        self._bytes = self._host.numpy()
+    def __init__(self, size_bytes: int) -> None:
+        self.host = torch.zeros(size_bytes + 4 * _ALIGNMENT, dtype=torch.uint8, pin_memory=True)
+        self._bytes = self.host.numpy()
         self._end = 0
 
-    def part(self, dtype: np.dtype[np.generic], count: int) -> _Part:
+    def part(self, dtype: np.dtype[np.generic], count: int, on_gpu: Tensor) -> _Part:
         start = -(-self._end // _ALIGNMENT) * _ALIGNMENT
         self._end = start + count * dtype.itemsize
         host = self._bytes[start : self._end].view(dtype)
-        return _Part(host, self._device.data_ptr() + start, self._end)
-
-    def upload(self, size_bytes: int) -> None:
-        self._device[:size_bytes].copy_(self._host[:size_bytes], non_blocking=True)
-
-    def download(self) -> None:
-        self._host.copy_(self._device, non_blocking=True)
+        return _Part(host, on_gpu.data_ptr() + start, self._end)
 
 
 class SampleBuffers:
@@ -104,18 +97,32 @@ class SampleBuffers:
         self.capacity = capacity
         self._vocab_size = vocab_size
         rows, edits, words, top = capacity
-        given = _ROW.itemsize * rows + 12 * edits + 4 * words
-        self._settings = _Mirror(gpu, given + 4 * _ALIGNMENT)
-        self._rows = self._settings.part(_ROW, rows)
-        self._edit_ids = self._settings.part(np.dtype(np.int64), edits)
-        self._edit_values = self._settings.part(np.dtype(np.float32), edits)
+        given = _Pinned(_ROW.itemsize * rows + 12 * edits + 4 * words)
+        self._given, self._copied = given.host, torch.empty_like(given.host, device=gpu.device)
+        self._rows = given.part(_ROW, rows, self._copied)
+        self._edit_ids = given.part(np.dtype(np.int64), edits, self._copied)
+        self._edit_values = given.part(np.dtype(np.float32), edits, self._copied)
         # Last, as they are large and most often there are none: then they are not copied.
-        self._masks = self._settings.part(np.dtype(np.uint32), words)
-        self._results = _Mirror(gpu, 8 * rows * (1 + top) + 4 * _ALIGNMENT)
-        self._token_ids = self._results.part(np.dtype(np.int32), rows)
-        self._probabilities = self._results.part(np.dtype(np.float32), rows)
-        self._top_ids = self._results.part(np.dtype(np.int32), rows * top)
-        self._top_probabilities = self._results.part(np.dtype(np.float32), rows * top)
+        self._masks = given.part(np.dtype(np.uint32), words, self._copied)
+        # Written by the kernel straight to the host: a few words, and nobody waits for a copy.
+        drawn = _Pinned(8 * rows * (1 + top))
+        self._token_ids = drawn.part(np.dtype(np.int32), rows, drawn.host)
+        self._probabilities = drawn.part(np.dtype(np.float32), rows, drawn.host)
+        self._top_ids = drawn.part(np.dtype(np.int32), rows * top, drawn.host)
+        self._top_probabilities = drawn.part(np.dtype(np.float32), rows * top, drawn.host)
+        self._sliced = self._copied, self._given
+        self._args = cuda.Sample(
+            vocab=vocab_size,
+            settings=self._rows.address,
+            edit_ids=self._edit_ids.address,
+            edit_values=self._edit_values.address,
+            masks=self._masks.address,
+            max_top=top,
+            token_ids=self._token_ids.address,
+            probabilities=self._probabilities.address,
+            top_ids=self._top_ids.address,
+            top_probabilities=self._top_probabilities.address,
+        )
 
     def fill(self, rows: Sequence[RowSettings]) -> int:
         """Settings of the coming rows, on the host; of how many bytes `enqueue` has to copy.
@@ -123,7 +130,8 @@ class SampleBuffers:
         Nothing that was enqueued before may still read them.
         """
         edits = words = 0
-        for i, row in enumerate(rows):
+        packed = []
+        for row in rows:
             first_edit, mask = edits, -1
             if row.ids is not None and row.values is not None:
                 edits += len(row.ids)
@@ -132,43 +140,28 @@ class SampleBuffers:
             if row.mask is not None:
                 mask, words = words, words + -(-self._vocab_size // 32)
                 self._masks.host[mask:words] = row.mask.numpy()[: words - mask].view(np.uint32)
-            self._rows.host[i] = (
-                row.top_p,
-                row.min_p,
-                row.uniform,
-                row.temperature,
-                min(row.top_k, self._vocab_size),
-                row.num_top,
-                first_edit,
-                edits,
-                row.row,
-                mask,
-            )
+            top_k = min(row.top_k, self._vocab_size)
+            chain = row.top_p, row.min_p, row.uniform, row.temperature, top_k, row.num_top
+            packed.append((*chain, first_edit, edits, row.row, mask))
+        self._rows.host[: len(rows)] = packed
         return self._masks.end if words else self._edit_values.end if edits else self._rows.end
 
     def enqueue(self, logits: Tensor, num_rows: int, size_bytes: int | None = None) -> None:
-        """Copies the settings, all of them unless a size is given, draws, and copies the tokens."""
-        self._settings.upload(self._masks.end if size_bytes is None else size_bytes)
+        """Copies the settings, all of them unless a size is given, and draws."""
+        to, source = self._copies(self._masks.end if size_bytes is None else size_bytes)
+        to.copy_(source, non_blocking=True)
         workspace = self._gpu.workspace("sample", num_rows, self._vocab_size)
-        args = cuda.Sample(
-            logits=logits.data_ptr(),
-            logits_stride=logits.stride(0),
-            rows=num_rows,
-            vocab=self._vocab_size,
-            settings=self._rows.address,
-            edit_ids=self._edit_ids.address,
-            edit_values=self._edit_values.address,
-            masks=self._masks.address,
-            max_top=self.capacity.top,
-            token_ids=self._token_ids.address,
-            probabilities=self._probabilities.address,
-            top_ids=self._top_ids.address,
-            top_probabilities=self._top_probabilities.address,
-            workspace=workspace.data_ptr(),
-            workspace_bytes=workspace.numel(),
-        )
+        args = self._args
+        args.logits, args.logits_stride = logits.data_ptr(), logits.stride(0)
+        args.rows = num_rows
+        args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
         self._gpu.call("sample", args)
-        self._results.download()
+
+    def _copies(self, size_bytes: int) -> tuple[Tensor, Tensor]:
+        """Of so many bytes: to where, and from where; most often as many as the last time."""
+        if self._sliced[0].numel() != size_bytes:
+            self._sliced = self._copied[:size_bytes], self._given[:size_bytes]
+        return self._sliced
 
     def read(self, rows: Sequence[RowSettings]) -> list[Drawn]:
         """What was drawn, after a wait for the stream."""
@@ -180,10 +173,12 @@ class SampleBuffers:
         ]
 
     def _top(self, i: int, num_top: int) -> list[tuple[int, float]]:
-        first = i * self.capacity.top
-        ids = self._top_ids.host[first : first + num_top].tolist()
-        probabilities = self._top_probabilities.host[first : first + num_top].tolist()
-        return [(one, p) for one, p in zip(ids, probabilities, strict=True) if one >= 0]
+        if num_top == 0:
+            return []
+        part = slice(i * self.capacity.top, i * self.capacity.top + num_top)
+        ids, probabilities = self._top_ids.host[part], self._top_probabilities.host[part]
+        pairs = zip(ids.tolist(), probabilities.tolist(), strict=True)
+        return [(token_id, p) for token_id, p in pairs if token_id >= 0]
 
 
 class RowSampler:
