@@ -186,7 +186,8 @@ static cudaError_t prepare(const ExlPrepare& args, int multiprocessors, int rows
 template <class X>
 static cudaError_t prepare(const ExlPrepare& args, int multiprocessors, int rows, void* stream) {
     if (args.norm != nullptr) return prepare<X, float, 512>(args, multiprocessors, rows, stream);
-    if (rows == 1) return prepare<X, __half, 512>(args, multiprocessors, rows, stream);
+    const bool is_short = rows == 1 || args.to[0].plain;
+    if (is_short) return prepare<X, __half, 512>(args, multiprocessors, rows, stream);
     return prepare<X, __half, 1024>(args, multiprocessors, rows, stream);
 }
 
@@ -204,6 +205,12 @@ extern "C" int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
         if (!to.plain && to.num_blocks < 1) return cudaErrorInvalidValue;
         const int rest = args->m % kChunkRows;
         if (!to.plain && rest > 1) rows = args->m - rest + 8 * exl_cuda_row_tiles(rest);
+    }
+    if (args->norm != nullptr && args->count == 1 && args->to[0].plain) {  // no need of the row
+        return exl_cuda_rms_norm(
+            args->x, args->x_dtype, args->x_stride, args->norm, args->eps, args->m, args->k,
+            args->to[0].out, kF16, args->k, stream
+        );
     }
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
