@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 from pathlib import Path
 
 import nox
@@ -22,8 +23,12 @@ TEST_TOOLS = ("pytest", "pytest-timeout", "hypothesis", "transformers", "jsonsch
 DEMO_QUESTION = "Explain in two sentences why the sky is blue."
 
 
-def install_exl(session: nox.Session, *extra: str) -> None:
-    """The kernel library, the three packages, and what a session needs besides; torch is pinned."""
+def install_exl(session: nox.Session, *extra: str, cuda: str = "none") -> None:
+    """The kernel library, the three packages, and what a session needs besides; torch is pinned.
+
+    With the CUDA library only where a session or EXL_CUDA_ARCH asks for it: nvcc takes minutes.
+    """
+    session.env.setdefault("EXL_CUDA_ARCH", os.environ.get("EXL_CUDA_ARCH") or cuda)
     for stale in Path("packages").glob("*/build"):
         shutil.rmtree(stale)  # setuptools would put modules into the wheel that are gone by now
     session.install("-c", "constraints.txt", *PARTS, *extra, silent=False)
@@ -91,13 +96,27 @@ def docs(session: nox.Session) -> None:
 
 
 @nox.session
+def cuda(session: nox.Session) -> None:
+    """The tests that need a GPU, of a build for the GPUs that are here; needs nvcc."""
+    install_exl(session, *TEST_TOOLS, cuda=capabilities())
+    install_models(session, *DEFAULT_MODEL, *TEST_MODELS)
+    session.run("python", "-m", "pytest", "-m", "cuda", *session.posargs)
+
+
+@nox.session
 def cuda_build(session: nox.Session) -> None:
-    """Compile whatever CUDA sources there are; needs nvcc, no GPU. Nothing is linked or run."""
-    out = Path(session.create_tmp())
-    sources = sorted(Path("csrc/src/cuda").glob("**/*.cu"))
-    if not sources:
-        session.log("no CUDA sources yet")
-    for source in sources:
-        target = out / f"{source.stem}.o"
-        flags = ("-std=c++17", "-arch=sm_80", "-Icsrc/include", "-c")
-        session.run("nvcc", *flags, str(source), "-o", str(target), external=True)
+    """Build the CUDA library for 8.0 and 9.0 as the package does; needs nvcc, no GPU."""
+    out = session.create_tmp()
+    options = ("--objects", out, "--strict")
+    env = {"EXL_CUDA_ARCH": os.environ.get("EXL_CUDA_ARCH") or "8.0;9.0"}
+    session.run("python", "csrc/build_cuda.py", out, *options, env=env)
+
+
+def capabilities() -> str:
+    """Of the GPUs in this machine, as EXL_CUDA_ARCH has them; all where nobody says."""
+    query = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return "all"
+    return ";".join(sorted(set(done.stdout.split()))) or "all"

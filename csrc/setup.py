@@ -1,5 +1,5 @@
 """Builds the extension: the CPU sources once for each instruction set that they differ in,
-the bindings once.
+the bindings once. Beside it comes the CUDA library (`build_cuda.py`), where there is an nvcc.
 
 Objects are compiled side by side and kept: one is made anew when its source or a header is newer.
 Each compiler, its flags and the version have an object folder of their own, so that builds of
@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import subprocess
+import sys
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,10 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
+sys.path.insert(0, str(ROOT))  # an isolated build does not look beside this file
+
+import build_cuda  # noqa: E402
+
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 
 COMMON_FLAGS = ["-std=c++20", "-O3", "-fvisibility=hidden", "-Wall", "-Wextra", "-pthread"]
@@ -88,22 +93,16 @@ def compiler_macros(command: list[str]) -> str:
     return done.stdout
 
 
-def usable_cores() -> int:
-    # Not everywhere (macOS) can a process ask which cores it may use.
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def sources(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
 
 class BuildPerSet(build_ext):
-    """One object per source and instruction set, then one link."""
+    """One object per source and instruction set, then one link; then the CUDA library."""
 
     def build_extension(self, ext: Extension) -> None:
         os.chdir(ROOT)
+        cuda = build_cuda.choose_target(os.environ)  # what is amiss is told first
         object_dir = self._object_dir()
         newest_header = max(
             path.stat().st_mtime
@@ -118,7 +117,8 @@ class BuildPerSet(build_ext):
             ]
         # Slowest first, so that the two compilers finish together.
         jobs.sort(key=lambda job: -Path(job[0]).stat().st_size)
-        with ThreadPoolExecutor(max_workers=min(usable_cores(), 8)) as pool:
+        workers = min(build_cuda.usable_cores(), 8)
+        with ThreadPoolExecutor(max_workers=workers) as pool:
             objects = list(
                 pool.map(lambda job: self._compile(job, object_dir, newest_header), jobs)
             )
@@ -130,6 +130,10 @@ class BuildPerSet(build_ext):
             objects, str(fresh), extra_postargs=["-pthread"], target_lang="c++"
         )
         fresh.replace(target)  # a running process keeps the old library
+        object_root = Path(self.build_temp).absolute()
+        build_cuda.build_library(
+            target.parent.absolute(), object_root, cuda, jobs=workers, force=bool(self.force)
+        )
 
     def _object_dir(self) -> Path:
         """One per compiler, flags and version. LDFLAGS do not count: objects do not see them."""

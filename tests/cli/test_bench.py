@@ -59,6 +59,40 @@ def test_exact_weights_are_larger_in_memory(exl, tmp_path: Path) -> None:
     assert sizes["--exact",] > 2 * sizes[()]
 
 
+def test_ops_for_people_and_for_programs(exl, tiny_llama_dir: Path) -> None:
+    asked = ("bench", tiny_llama_dir, *QUICK, "--kernels", "--batch", "1,2", "--depth", 9)
+    done = exl(*asked)
+    assert (done.code, done.err) == (0, "")
+    titles = [line for line in done.out.splitlines() if " calls of ops" in line]
+    assert [title.partition(":")[0] for title in titles] == [
+        "a decode step of one token, 9 cached before",
+        "a decode step of 2 tokens, 9 cached before",
+        "a prompt of 24 tokens",
+    ]
+    assert done.out.count("norm_gated_linear") == 3
+
+    done = exl(*asked, "--json")
+    assert (done.code, done.err) == (0, "")
+    result = json.loads(done.out)
+    assert result["bytes_per_s"] > 0
+    for one in result["passes"]:
+        assert one["calls"] == sum(run["calls"] for run in one["kernels"])
+        for key in ("op", "shape", "bytes", "seconds", "share"):
+            assert all(run[key] for run in one["kernels"])
+
+
+def test_a_longer_context_and_a_smaller_cache(exl, tiny_llama_dir: Path) -> None:
+    read = {}
+    for options in ((), ("--depth", 100), ("--depth", 100, "--cache-type", "fp8")):
+        done = exl("bench", tiny_llama_dir, *QUICK, *options, "--chunk", 7, "--json")
+        assert (done.code, done.err) == (0, "")
+        result = json.loads(done.out)
+        read[options] = result["bytes_per_token"] - result["decode_weight_bytes"]
+    short, long, packed = read.values()
+    assert long > 10 * short
+    assert packed == long / 2
+
+
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
@@ -72,6 +106,10 @@ def test_exact_weights_are_larger_in_memory(exl, tmp_path: Path) -> None:
         (("--decode", 512), "--decode of 1 to 511"),
         (("--decode", 0), "--decode"),
         (("--repeat", 0), "--repeat"),
+        (("--depth", 0), "--depth"),
+        (("--depth", 512), "--depth of 1 to 511"),
+        (("--chunk", 0), "--chunk"),
+        (("--cache-type", "fp7"), "no such cache type"),
     ],
 )
 def test_what_cannot_be_measured(

@@ -13,9 +13,8 @@ from exl_core.engine.score import score_tokens
 from exl_core.load import LoadedModel, LoadOptions, load_model
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
 
-# By how much perplexity may rise. Keys of 4 bits cost a model this small more than the 3 % that
-# they should: 4.7 % were measured, and attention in torch over the decoded rows loses as much.
-LIMITS = {KVFormat.Q8: 0.002, KVFormat.Q6: 0.007, KVFormat.FP8: 0.02, KVFormat.Q4: 0.055}
+# By how much perplexity may rise.
+LIMITS = {KVFormat.Q8: 0.002, KVFormat.Q6: 0.007, KVFormat.FP8: 0.02, KVFormat.Q4: 0.03}
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from exl_core.errors import RequestError
 from exl_core.load import LoadedModel, load_model
 from exl_core.model.batch import Batch
 from exl_core.model.segment import LogitRows
-from exl_eval import speed
+from exl_eval import speed, workload
 from exl_eval.machine import peak_memory_bytes, read_bandwidth
 from exl_eval.result import SpeedResult, SpeedRun, Spread
 from exl_eval.speed import SpeedOptions, check_options, measure_speed
@@ -57,9 +57,10 @@ def test_each_repetition_is_the_work_that_was_asked_for(
 ) -> None:
     measure(tiny, prefill=(530,), decode=5, batch=(3,), repeat=2)
 
-    decode, prefill = batches[: 3 * 6], batches[3 * 6 :]
+    fill, decode, prefill = batches[0], batches[1 : 1 + 3 * 5], batches[1 + 3 * 5 :]
+    assert (fill.past_lens.tolist(), len(fill.token_ids)) == ([0], 1)  # the others get copies
     for number, batch in enumerate(decode):
-        step = number % 6  # one unmeasured repetition and two; a prompt of one token and five steps
+        step = 1 + number % 5  # one unmeasured repetition and two
         assert batch.past_lens.tolist() == [step] * 3
         assert len(batch.logit_rows) == len(batch.token_ids) == 3
         assert len(set(batch.slots.tolist())) == 3
@@ -77,7 +78,8 @@ def test_prefill_ends_with_the_logits_of_generation(
     ids = batches[-1].token_ids.tolist()
     assert ids == [(100 + i) % 300 for i in range(PAGE_SIZE + 3)]
     assert batches[-1].logit_rows.tolist() == [len(ids) - 1]
-    assert batches[0].token_ids.tolist() == batches[1].token_ids.tolist() == ids[:1]
+    decoded = batches[: 1 + 2 * 1]  # the cached one, then a step for each repetition
+    assert [batch.token_ids.tolist() for batch in decoded] == [ids[:1], ids[1:2], ids[1:2]]
 
 
 @given(
@@ -89,8 +91,8 @@ def test_passes_cover_every_prompt_once_and_in_order(
     prompt: int, batch: int, pass_rows: int
 ) -> None:
     pages = [tuple(range(owner * 4, owner * 4 + 4)) for owner in range(batch)]
-    tokens = speed.fixed_tokens(prompt, 1000)
-    passes = list(speed.prefill_passes(tokens, pages, pass_rows))
+    tokens = workload.fixed_tokens(prompt, 1000)
+    passes = list(workload.prefill_passes(tokens, pages, pass_rows))
 
     assert all(sum(len(s.token_ids) for s in segments) == pass_rows for segments in passes[:-1])
     assert 0 < sum(len(s.token_ids) for s in passes[-1]) <= pass_rows
@@ -151,6 +153,10 @@ def test_local_layers_read_no_more_than_their_window(tmp_path: Path) -> None:
         ({"prefill": (601,)}, "--prefill of 1 to 600"),
         ({"prefill": (1, 0)}, "--prefill of 1 to 600"),
         ({"decode": 600}, "--decode of 1 to 599"),
+        ({"decode": 600 - 256, "depth": 257}, "--decode of 1 to 343"),
+        ({"depth": 600}, "--depth of 1 to 599"),
+        ({"pass_rows": 0}, "--chunk"),
+        ({"kv_format": KVFormat.Q8}, "--cache-type fp16 or fp8"),
         ({"decode": 0}, "--decode of 1 to 599"),
         ({"batch": (1, 0)}, "--batch"),
         ({"repeat": 0}, "--repeat"),
@@ -168,6 +174,34 @@ def test_the_longest_that_fits_is_not_refused(tiny: LoadedModel) -> None:
     check_options(SpeedOptions(prefill=(600,), decode=599), tiny.config)
 
 
+def test_each_step_is_fed_with_what_the_one_before_drew(
+    tiny: LoadedModel, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[list[int]] = []
+    step = workload.Workload.step
+
+    def record(self, newest, past_len):
+        assert list(newest) == (drawn[-1] if past_len > 40 else [140, 140])
+        drawn.append(step(self, newest, past_len))
+        return drawn[-1]
+
+    monkeypatch.setattr(workload.Workload, "step", record)
+    measure(tiny, prefill=(1,), decode=8, batch=(2,), repeat=1, depth=40)
+    assert len(drawn) == 2 * 8
+    assert drawn[:8] == drawn[8:]
+    assert all(one == two for one, two in drawn)  # copies of one sequence
+    decoded = [batch for batch in batches if len(batch.token_ids) == 2]
+    assert [batch.past_lens.tolist() for batch in decoded[:8]] == [[n, n] for n in range(40, 48)]
+
+
+def test_depth_counts_as_cache_that_is_read(tiny: LoadedModel, batches: list[Batch]) -> None:
+    result = measure(tiny, prefill=(4,), decode=2, batch=(1,), repeat=1, depth=300)
+    (run,) = result.runs
+    positions = (301 + 302) / 2
+    assert run.bytes_per_token - result.decode_weight_bytes == 3 * 2 * 2 * 20 * 2 * positions
+    assert (result.depth, result.device, run.launches) == (300, "cpu", None)
+
+
 def test_progress_counts_every_repetition(tiny: LoadedModel, batches: list[Batch]) -> None:
     calls: list[tuple[int, int, str]] = []
     measure_speed(
@@ -183,7 +217,7 @@ def test_progress_counts_every_repetition(tiny: LoadedModel, batches: list[Batch
 def test_a_single_run_stands_beside_the_facts() -> None:
     rate = Spread(2.0, 1.0, 3.0)
     run = SpeedRun(512, 128, 4, rate, rate, 50.5, 100.0, 0.02)
-    facts = ("m", "avx2", 2, "fp16", False, 3, 10, 10, 1e9, 0.5, 100, 200)
+    facts = ("m", "cpu", "avx2", 2, "fp16", 1, False, 3, 10, 10, 1e9, 0.5, 100, 200, None, None)
     single, grid = SpeedResult(*facts, (run,)).as_dict(), SpeedResult(*facts, (run, run)).as_dict()
     assert single["runs"] == [run.as_dict()]
     assert (single["decode_tok_s"], single["decode_tok_s_per_sequence"]) == (2.0, 0.5)

@@ -79,6 +79,65 @@ def test_attend_is_norms_rope_write_and_attention(  # noqa: PLR0917 - one axis e
         assert torch.equal(written.nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=["floats", "codes"])
+def test_heads_are_scaled_and_shifted_behind_rope(table: OpTable, rng, dtype) -> None:
+    heads, kv_heads, d = 4, 2, 32
+    batch = paged_batch(rng, MIXED, kv_heads=kv_heads, head_dim=d, page_size=16, dtype=dtype)
+    slots, (cos, sin) = slots_of(batch), angles(rng, batch.rows, 9)
+    qkv = strided_rows(rng, batch.rows, (heads + 2 * kv_heads) * d)
+    scale, shift = 1 + normal(rng, (heads + kv_heads) * d) / 4, normal(rng, (heads + kv_heads) * d)
+
+    turned = qkv.clone()
+    q, k, v = turned.view(batch.rows, -1, d).split([heads, kv_heads, kv_heads], dim=1)
+    both = turned.view(batch.rows, -1, d)[:, : heads + kv_heads]
+    table.rope_(both, cos, sin)
+    both.copy_(both.double() * scale.view(-1, d) + shift.view(-1, d))
+    caches = [batch.key_cache.clone(), batch.value_cache.clone()]
+    table.write_kv(k, v, *caches, slots)
+    expected = table.paged_attention(q, *caches, *batch.operands()[2:], scale=0.3)
+
+    bound = bound_batch(table, batch, slots, cos, sin)
+    table.attend_(
+        qkv,
+        bound,
+        batch.key_cache,
+        batch.value_cache,
+        None,
+        None,
+        EPS,
+        0.3,
+        head_scale=scale,
+        head_shift=shift,
+    )
+
+    torch.testing.assert_close(qkv[:, : heads * d], expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(batch.value_cache.nan_to_num(nan=7.0), caches[1].nan_to_num(nan=7.0))
+
+
+def test_what_keys_share_and_what_queries_take_over_changes_nothing(table: OpTable, rng) -> None:
+    """Softmax does not see the one, and a product not the other."""
+    heads, kv_heads, d = 4, 2, 16
+    sequences = [(0, 37), (0, 1), (0, 9)]  # all keys are of this pass
+    batch = paged_batch(
+        rng, sequences, kv_heads=kv_heads, head_dim=d, page_size=16, dtype=torch.float32
+    )
+    slots, (cos, sin) = slots_of(batch), angles(rng, batch.rows, 8)
+    qkv = normal(rng, batch.rows, (heads + 2 * kv_heads) * d)
+    divisor = 0.5 + torch.rand(kv_heads, d, generator=rng)
+    of_queries = divisor.repeat_interleave(heads // kv_heads, dim=0)
+    scale = torch.cat([of_queries, 1 / divisor]).flatten()
+    shift = torch.cat([torch.zeros_like(of_queries), normal(rng, kv_heads, d)]).flatten()
+
+    def attended(**fit: Tensor) -> Tensor:
+        x, bound = qkv.clone(), bound_batch(table, batch, slots, cos, sin)
+        caches = (batch.key_cache, batch.value_cache)
+        table.attend_(x, bound, *caches, None, None, EPS, 0.25, **fit)
+        return x[:, : heads * d]
+
+    fitted = attended(head_scale=scale, head_shift=shift)
+    torch.testing.assert_close(fitted, attended(), rtol=1e-4, atol=1e-4)
+
+
 def test_one_batch_serves_every_layer(table: OpTable, rng) -> None:
     """And what it was made from may change afterwards, but of the reference table."""
     batch = paged_batch(
@@ -191,6 +250,11 @@ def test_a_batch_that_would_miss_the_cache_is_refused(table: OpTable, change, na
         ({"k_norm": torch.ones(8).half()}, "k_norm|weight"),
         ({"window": -1}, "window"),
         ({"softcap": torch.nan}, "softcap"),
+        ({"head_scale": torch.ones(48), "head_shift": torch.ones(47)}, "head_shift"),
+        ({"head_scale": torch.ones(48).half(), "head_shift": torch.ones(48)}, "head_scale"),
+        ({"head_scale": torch.ones(6, 8), "head_shift": torch.ones(48)}, "head_scale"),
+        ({"head_scale": torch.ones(48)}, "head_shift"),
+        ({"head_shift": torch.ones(48)}, "head_shift"),
     ],
 )
 def test_attend_refuses_what_does_not_fit_its_batch(table: OpTable, change, names) -> None:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
 from importlib import metadata, util
 from pathlib import Path
 
@@ -25,6 +26,14 @@ while [ $# -gt 0 ]; do
     if [ "$1" = -o ]; then : > "$2"; fi
     shift
 done
+"""
+
+PRETENDER_NVCC = """#!/bin/sh
+case "$1" in
+--version) echo "Cuda compilation tools, release 12.4, V12.4.1" ;;
+--list-gpu-arch) echo compute_90 ;;
+*) while [ $# -gt 0 ]; do if [ "$1" = -o ]; then : > "$2"; fi; shift; done ;;
+esac
 """
 
 
@@ -53,7 +62,7 @@ class Tree:
     def build(self, **env: str) -> subprocess.CompletedProcess[str]:
         clean = {k: v for k, v in os.environ.items() if not k.endswith("FLAGS")}
         fixed = {"CXX": str(self.compiler), "NOTES": str(self.notes)}
-        told = {"STANDARD": "202002", "RELEASE": "12.2.0"}
+        told = {"STANDARD": "202002", "RELEASE": "12.2.0", "EXL_CUDA_ARCH": "none"}
         return subprocess.run(
             [sys.executable, "setup.py", "-q", "build_ext"],
             cwd=self.csrc,
@@ -96,6 +105,41 @@ def test_objects_are_reused_by_a_build_of_the_same_kind_only(tree) -> None:
     assert tree.compiled() == 0
     tree.set_version("0.1.1")
     assert tree.compiled() == every
+
+
+def test_a_wrong_choice_of_cuda_is_told_before_anything_is_compiled(tree) -> None:
+    done = tree.build(EXL_CUDA_ARCH="tomorrow")
+    assert done.returncode != 0
+    (line,) = done.stderr.strip().splitlines()
+    assert "EXL_CUDA_ARCH is a list such as" in line
+    assert not tree.notes.exists()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="how a link looks")
+def test_the_cuda_library_comes_beside_the_extension(tree, monkeypatch) -> None:
+    tools = tree.csrc.parent / "tools"
+    tools.mkdir()
+    (tools / "nvcc").write_text(PRETENDER_NVCC)
+    (tools / "nvcc").chmod(0o755)
+    env = {"PATH": f"{tools}:{os.environ['PATH']}", "CUDA_HOME": ""}
+    tree.compiled(EXL_CUDA_ARCH="9.0", **env)
+    (library,) = tree.csrc.glob("build/lib*/exl_kernels/libexl_cuda.so")
+    assert list(library.parent.glob("_C*.so"))
+    tree.compiled(EXL_CUDA_ARCH="none", **env)  # what lies there now goes into the next wheel
+    assert not library.exists()
+
+
+def test_a_source_distribution_can_build_all(tree) -> None:
+    command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", "dist", "--formats=tar"]
+    subprocess.run(command, cwd=tree.csrc, check=True, capture_output=True, timeout=60)
+    (archive,) = tree.csrc.glob("dist/*.tar")
+    with tarfile.open(archive) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    wanted = ("setup.py", "*.cpp", "*.h", "*.cu", "*.cuh", "build_cuda.py")
+    sources = {
+        str(path.relative_to(tree.csrc)) for pattern in wanted for path in tree.csrc.rglob(pattern)
+    }
+    assert not sources - names
 
 
 @pytest.mark.parametrize(

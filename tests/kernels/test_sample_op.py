@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.ops.table import NOTHING_DRAWN, Drawn, OpTable, available_isas, get_table
+from exl_core.ops.table import (
+    NOTHING_DRAWN,
+    Drawn,
+    OpTable,
+    RowSettings,
+    available_isas,
+    get_table,
+)
 
 REFERENCE = get_table("reference", threads=1)
 # The sets beyond avx512 have its kernel.
@@ -163,6 +170,28 @@ def test_without_a_token_nothing_is_drawn(table: OpTable, settings: dict[str, in
     assert table.sample(nothing, **settings) == NOTHING_DRAWN
     closed = torch.zeros(3, dtype=torch.int32)
     assert table.sample(torch.zeros(70), closed, **settings) == NOTHING_DRAWN
+
+
+def test_rows_are_drawn_each_by_its_own_settings(table: OpTable, rng: torch.Generator) -> None:
+    vocab = 300
+    wide = torch.stack([*rows(rng, vocab + 5).values(), torch.full((vocab + 5,), math.nan)])
+    logits = wide[:, :vocab]  # strided
+    settings = []
+    for i, chain in enumerate(CHAINS.values()):
+        one = RowSettings(i * 5 % len(wide), uniform=0.06 * i, num_top=i % 3)
+        if i % 2:
+            one = one._replace(mask=random_mask(rng, vocab))
+        if i % 4 > 1:
+            ids = torch.randint(0, vocab, (9,), generator=rng)
+            one = one._replace(ids=ids, values=torch.randn(9, generator=rng) * 4)
+        settings.append(one._replace(**chain))  # type: ignore[arg-type]
+    drawn = table.sample_rows(logits, settings)
+    for one, got in zip(settings, drawn, strict=True):
+        operands = one._asdict()
+        row = logits[operands.pop("row")]
+        assert got == table.sample(row, **operands)
+    assert NOTHING_DRAWN in drawn
+    assert table.sample_rows(logits, []) == []
 
 
 F, L = torch.zeros(40), torch.zeros(2, dtype=torch.int64)

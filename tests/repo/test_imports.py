@@ -31,7 +31,7 @@ CORE_RANK = {
     "engine": 7,
     **dict.fromkeys(("generate", "convert"), 8),
 }
-LOAD_FILES = ("load", "describe", "resolve")  # one package in three files
+LOAD_FILES = ("load", "describe", "placement", "resolve")  # one package in four files
 CLI_ONLY = ("typer", "click", "rich", "prompt_toolkit", "starlette", "fastapi", "uvicorn")
 WITHOUT_TORCH = (
     "exl_core.errors",

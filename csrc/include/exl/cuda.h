@@ -226,7 +226,7 @@ EXL_CUDA_API int exl_cuda_embedding(
 // ---- cache and attention -------------------------------------------------------------------------
 //
 // Caches are [pages][kv_heads][page_size][row]; rows as exl/formats/kv.h has them, codes the same to
-// the bit as on the CPU.
+// the bit as on the CPU. head_dim is a multiple of 8 (of 32 where there are codes) up to 256.
 
 typedef struct {
     void* key_cache;
@@ -246,7 +246,8 @@ EXL_CUDA_API int exl_cuda_write_kv(
 );
 
 // Queries, keys and values of rows side by side, [rows, (q_heads + 2 kv_heads) d], in place: head
-// norms where there are any, rope of queries and keys, then keys and values go to the cache.
+// norms where there are any, rope of queries and keys, x * scale + shift of each of their elements
+// where that is asked for; then keys and values go to the cache.
 typedef struct {
     void* qkv;
     int64_t qkv_stride;
@@ -258,13 +259,16 @@ typedef struct {
     const float* sin;
     const float* q_norm;  // [d], or null
     const float* k_norm;
+    const float* head_scale;  // [(q_heads + kv_heads) d], or null; and then head_shift too
+    const float* head_shift;
     float eps;
     float reserved;
     const int64_t* slots;
 } ExlRopeWrite;
 EXL_CUDA_API int exl_cuda_rope_write(const ExlRopeWrite* args, const ExlCache* cache, void* stream);
 
-// paged_attention of exl_core/ops/table.py. q and out may be the same memory.
+// paged_attention of exl_core/ops/table.py. q and out may be the same memory. The page size is a power
+// of two from 16, and a kv head has at most 16 query heads.
 typedef struct {
     const void* q;
     int64_t q_stride;  // of rows, in elements; heads lie d apart
@@ -283,7 +287,7 @@ typedef struct {
     int32_t window;
     float scale;
     float softcap;
-    void* workspace;
+    void* workspace;   // zero when first passed in, and left zero where it must be
     int64_t workspace_bytes;
 } ExlAttention;
 EXL_CUDA_API int64_t exl_cuda_attention_workspace(int32_t rows, int32_t q_heads, int32_t head_dim);
@@ -295,27 +299,28 @@ EXL_CUDA_API int exl_cuda_attention(
 
 // Settings of one row, on the device; `sample` of exl_core/ops/table.py says what they mean.
 typedef struct {
+    double top_p;
+    double min_p;
+    double uniform;
     float temperature;  // > 0
-    float top_p;
-    float min_p;
-    float uniform;
     int32_t top_k;
     int32_t num_top;
     int32_t first_edit;  // logits[edit_ids[i]] = edit_values[i] for i in first_edit .. last_edit - 1
     int32_t last_edit;
+    int32_t row;         // of the logits
     int64_t mask;        // words from the start of `masks`, or -1: none
 } ExlSampleRow;
 
 typedef struct {
-    const float* logits;  // [rows, vocab], left as they are
+    const float* logits;  // [, vocab], left as they are
     int64_t logits_stride;
-    int32_t rows;
-    int32_t vocab;
+    int32_t rows;         // that are drawn from
+    int32_t vocab;        // at most 262144
     const ExlSampleRow* settings;  // [rows]
     const int64_t* edit_ids;
     const float* edit_values;
     const uint32_t* masks;
-    int32_t max_top;
+    int32_t max_top;         // at most 512; no num_top is above it
     int32_t reserved;
     int32_t* token_ids;      // [rows], -1: nothing can be drawn
     float* probabilities;    // [rows]

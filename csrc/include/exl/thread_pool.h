@@ -1,8 +1,8 @@
 // Worker threads that share numbered chunks of work with the caller.
 //
 // The caller takes part, so a pool of n has n - 1 workers; they start with the first parallel call.
-// A worker that runs out of work spins for kSpinNs and then sleeps: within a decode step the next
-// op finds it awake, and an idle process costs nothing. Results never depend on the number of
+// A worker that runs out of work spins for kSpinNs and then sleeps: the next op of a pass, and the
+// next pass, find it awake, and an idle process costs nothing. Results never depend on the number of
 // threads, because no sum depends on how the work is cut and each chunk writes its own outputs.
 // Two Python threads may use one pool: the second runs its chunks itself. After fork the child
 // starts workers of its own. Where the system refuses threads, the pool says so on stderr and goes on

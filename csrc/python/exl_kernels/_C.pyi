@@ -123,6 +123,8 @@ class Table:
         scale: float,
         window: int,
         softcap: float,
+        head_scale: _Tensor | None,
+        head_shift: _Tensor | None,
     ) -> None: ...
     def sample(
         self,

@@ -7,7 +7,18 @@ struct keeps no tensor alive: whoever fills it does. All calls release the inter
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, byref, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import (
+    POINTER,
+    Structure,
+    byref,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_void_p,
+)
 from functools import cache
 from pathlib import Path
 
@@ -21,6 +32,7 @@ STORE, ADD, GATED = 0, 1, 2
 UNIT_BYTES = 12  # of ExlQuantUnit
 MAX_PARTS = 3
 CHUNK_ROWS = 32  # of prepared inputs
+MAX_TOP = 512  # likeliest tokens that a sample can name
 
 
 class CudaError(RuntimeError):
@@ -128,6 +140,8 @@ class RopeWrite(Structure):
         ("sin", c_void_p),
         ("q_norm", c_void_p),
         ("k_norm", c_void_p),
+        ("head_scale", c_void_p),
+        ("head_shift", c_void_p),
         ("eps", c_float),
         ("reserved", c_float),
         ("slots", c_void_p),
@@ -160,14 +174,15 @@ class Attention(Structure):
 
 class SampleRow(Structure):
     _fields_ = (
+        ("top_p", c_double),
+        ("min_p", c_double),
+        ("uniform", c_double),
         ("temperature", c_float),
-        ("top_p", c_float),
-        ("min_p", c_float),
-        ("uniform", c_float),
         ("top_k", c_int32),
         ("num_top", c_int32),
         ("first_edit", c_int32),
         ("last_edit", c_int32),
+        ("row", c_int32),
         ("mask", c_int64),
     )
 

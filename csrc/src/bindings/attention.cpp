@@ -191,9 +191,17 @@ static const float* view_norm(const char* name, py::handle norm, int64_t d) {
     return view_of({"attend_", name}, norm, {DType::f32}, {d}, 0).as<float>();
 }
 
+// The scale or shift of query and key heads; null for None.
+static const float* view_of_heads(const char* name, py::handle given, const AttendViews& views) {
+    if (given.is_none()) return nullptr;
+    const int64_t size = (views.q_heads + views.kv_heads) * views.d;
+    return view_of({"attend_", name}, given, {DType::f32}, {size}, 0).as<float>();
+}
+
 // What comes before the mixing: head norms, RoPE, and the new keys and values into the caches.
 static void norm_turn_write(Table& table, const AttendViews& views, const AttentionBatch& batch,
-                            const float* q_weight, const float* k_weight, float eps) {
+                            const float* q_weight, const float* k_weight, float eps,
+                            const float* scale, const float* shift) {
     const auto& [x, kc, vc, q_heads, kv_heads, d] = views;
     const OpTable& ops = *table.ops;
     const int64_t rows = batch.rows;
@@ -209,18 +217,24 @@ static void norm_turn_write(Table& table, const AttendViews& views, const Attent
     }
     // Query and key heads lie side by side, and are turned alike.
     ops.rope(table.pool, {q, rows, stride, q_heads + kv_heads, d, 2 * batch.pairs,
-                          batch.cos.data(), batch.sin.data()});
+                          batch.cos.data(), batch.sin.data(), scale, shift});
     ops.write_kv(table.pool, {k, v, rows, stride, stride, kv_heads, d, kc.data, vc.data, kc.dtype,
                               vc.dtype, batch.page_size, batch.slots.data()});
 }
 
 static void attend(Table& table, py::handle qkv, const AttentionBatch& batch, py::handle key_cache,
                    py::handle value_cache, py::handle q_norm, py::handle k_norm, float eps,
-                   float scale, int64_t window, float softcap) {
+                   float scale, int64_t window, float softcap, py::handle head_scale,
+                   py::handle head_shift) {
     const AttendViews views = view_attend(batch, qkv, key_cache, value_cache);
     const auto& [x, kc, vc, q_heads, kv_heads, d] = views;
     const float* q_weight = view_norm("q_norm", q_norm, d);
     const float* k_weight = view_norm("k_norm", k_norm, d);
+    const float* factors = view_of_heads("head_scale", head_scale, views);
+    const float* terms = view_of_heads("head_shift", head_shift, views);
+    if ((factors == nullptr) != (terms == nullptr)) {
+        fail({"attend_", "head_shift"}, "given where head_scale is, and only there", "one of two");
+    }
     check_limits("attend_", window, softcap);
 
     const AttentionArgs mix{x.as<float>(),
@@ -245,7 +259,7 @@ static void attend(Table& table, py::handle qkv, const AttentionBatch& batch, py
                             x.as<float>(),
                             x.stride[0]};
     py::gil_scoped_release release;
-    norm_turn_write(table, views, batch, q_weight, k_weight, eps);
+    norm_turn_write(table, views, batch, q_weight, k_weight, eps, factors, terms);
     table.ops->paged_attention(table.pool, mix);
 }
 
@@ -256,7 +270,8 @@ void bind_attention(py::class_<Table>& table) {
              py::arg("num_pages"), py::arg("page_size"));
     table.def("attend_", &attend, py::arg("qkv"), py::arg("batch"), py::arg("key_cache"),
               py::arg("value_cache"), py::arg("q_norm"), py::arg("k_norm"), py::arg("eps"),
-              py::arg("scale"), py::arg("window"), py::arg("softcap"));
+              py::arg("scale"), py::arg("window"), py::arg("softcap"), py::arg("head_scale"),
+              py::arg("head_shift"));
     table.def("paged_attention", &paged_attention, py::arg("q"), py::arg("key_cache"),
               py::arg("value_cache"), py::arg("page_table"), py::arg("row_starts"),
               py::arg("past_lens"), py::arg("scale"), py::arg("window"), py::arg("softcap"),

@@ -63,6 +63,14 @@ void rope(ThreadPool& pool, const RopeArgs& args) {
                     store_some(x + i, fnma(b, s, mul(a, c)), count);
                     store_some(x + half + i, fma(a, s, mul(b, c)), count);
                 });
+                if (args.scale == nullptr) continue;
+                const float* scale = args.scale + head * args.d;
+                const float* shift = args.shift + head * args.d;
+                for_lanes(args.d, [&](int64_t i, int count) {
+                    const Vec factor = load_some(scale + i, count);
+                    const Vec term = load_some(shift + i, count);
+                    store_some(x + i, fma(load_some(x + i, count), factor, term), count);
+                });
             }
         }
     });

@@ -40,6 +40,37 @@ void write_edited(const SampleArgs& args) {
     }
 }
 
+// The likeliest token that the mask lets through, -1 if each of them is minus infinity. Few blocks are
+// looked at: those whose largest value, allowed or not, exceeds what was found before.
+int64_t best_allowed(const SampleArgs& args, int64_t blocks) {
+    constexpr int64_t kWord = 32;
+    float largest = -kInf;
+    int64_t token = -1;
+    for (int64_t b = 0; b < blocks; ++b) {
+        if (args.maxima[b] <= largest) continue;
+        const int64_t last = smaller((b + 1) * kBlock, args.vocab);
+        for (int64_t first = b * kBlock; first < last; first += kWord) {
+            uint32_t bits = static_cast<uint32_t>(args.mask[first / kWord]);
+            for (; bits != 0; bits &= bits - 1) {
+                const int64_t i = first + __builtin_ctz(bits);
+                if (i >= args.vocab) break;
+                if (args.logits[i] <= largest) continue;
+                largest = args.logits[i];
+                token = i;
+            }
+        }
+    }
+    return token;
+}
+
+SampleResult certain(const SampleArgs& args, int64_t token) {
+    if (args.num_top > 0) {
+        args.top_ids[0] = token;
+        args.top_probabilities[0] = 1.0;
+    }
+    return {token, 1.0, smaller(args.num_top, 1)};
+}
+
 // The weight of a block, in fp64: of a block's rare tokens nothing may be lost beside a likely one.
 double sum_block(const float* weights) {
     constexpr int kSums = 8;  // as many as the compiler keeps in vectors
@@ -275,6 +306,10 @@ SampleResult finish_few(const SampleArgs& args, const Row& row, const Scale& sca
 SampleResult sample(const SampleArgs& args) {
     const Row given(args.logits, args.vocab);
     if (!survey(given, args.maxima)) return {-1, 0.0, 0};
+    if (args.top_k == 1 && args.mask != nullptr && args.changes == 0) {
+        const int64_t token = best_allowed(args, given.blocks);
+        return token < 0 ? SampleResult{-1, 0.0, 0} : certain(args, token);
+    }
     const bool is_edited = args.mask != nullptr || args.changes > 0;
     if (is_edited) write_edited(args);
     const Row row(is_edited ? args.edited : args.logits, args.vocab);
@@ -288,11 +323,7 @@ SampleResult sample(const SampleArgs& args) {
     if (args.top_k == 1) {
         int64_t token = best * kBlock;
         while (row.values[token] != largest) ++token;
-        if (args.num_top > 0) {
-            args.top_ids[0] = token;
-            args.top_probabilities[0] = 1.0;
-        }
-        return {token, 1.0, smaller(args.num_top, 1)};
+        return certain(args, token);
     }
     const Scale scale{largest, args.temperature, args.temperature == 1.0f};
     const float floor = floor_of(args.min_p);

@@ -25,9 +25,10 @@
 
 namespace exl {
 
-// Long enough to bridge the interpreter's work between two ops of a decode step (about 10 us),
-// short enough that a finished request burns no visible time.
-constexpr int64_t kSpinNs = 60'000;
+// Long enough to bridge what lies between two passes (sampling, constraints and the next plan take
+// 150 to 500 us, and waking up costs the next pass as much again), short enough that a finished
+// request burns no visible time.
+constexpr int64_t kSpinNs = 500'000;
 
 static void pause_cpu() {
 #if defined(__x86_64__)

@@ -82,6 +82,36 @@ def test_a_filter_that_lets_all_come_but_is_not_complete_keeps_eos_out() -> None
     assert allowed(filters) == [*range(257)]
 
 
+class Fixed(Filter):
+    """Lets through what a mask says, whatever was accepted."""
+
+    is_complete = False
+    is_finished = False
+
+    def __init__(self, own: Tensor) -> None:
+        self.own = own
+
+    def mask(self) -> Tensor:
+        return self.own
+
+    def accept(self, token_id: int) -> None:
+        """Nothing changes."""
+
+    def rewind(self, count: int) -> None:
+        """Nothing changes."""
+
+
+@pytest.mark.parametrize("is_complete", [False, True])
+@pytest.mark.parametrize("ids", [{97}, {97, EOS_ID}, {97, BOS_ID}, {97, BOS_ID, EOS_ID}])
+def test_a_mask_of_the_filters_is_never_written(ids: set[int], is_complete: bool) -> None:
+    """Whether EOS is in it or not: it is the filter's own."""
+    fixed = Fixed(BYTES.mask_of(ids))
+    fixed.is_complete = is_complete
+    filters = FilterSet([fixed], (EOS_ID, BOS_ID), BYTES)
+    assert allowed(filters) == [97, *sorted((EOS_ID, BOS_ID) if is_complete else ())]
+    assert BYTES.ids_of(fixed.own) == sorted(ids)
+
+
 def test_a_contradiction_is_an_error_where_it_is_met() -> None:
     filters = together(Regex("a[bc]"), Regex("a[de]"))
     assert allowed(filters) == [ord("a")]

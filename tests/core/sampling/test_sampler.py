@@ -116,6 +116,35 @@ def test_logits_of_a_forward_pass_are_read_like_any_others(params: SamplerParams
     assert torch.equal(logits[0], plain)
 
 
+@pytest.mark.parametrize("params", CHAINS, ids=lambda p: f"chain{CHAINS.index(p)}")
+def test_what_is_begun_is_drawn_like_a_sample(params: SamplerParams) -> None:
+    vocab = 200
+    logits = torch.stack([random_logits(i, vocab) for i in range(3)])
+    one, other = (Sampler(replace(params, seed=1), OPS) for _ in range(2))
+    reads = params in RARE or params.has_penalties or bool(params.token_bias)
+    assert one.can_begin is not reads
+    mask = pack(range(0, vocab, 3), vocab)
+    for i in range(3) if one.can_begin else ():
+        rest = {"banned": {3, 30}, "mask": mask, "num_top": i}
+        begun = one.begin(i, vocab, [1, 2, 3], **rest)  # type: ignore[arg-type]
+        drawn = OPS.sample_rows(logits, [begun])[0]
+        got = one.finish(drawn, lambda: pytest.fail("read"), want_probability=i > 0)
+        assert got == other.sample(
+            logits[i],
+            [1, 2, 3],
+            want_probability=i > 0,
+            **rest,  # type: ignore[arg-type]
+        )
+
+
+def test_what_was_begun_in_vain_says_why() -> None:
+    sampler = Sampler(SamplerParams(), OPS)
+    logits = torch.full((1, 9), math.nan)
+    drawn = OPS.sample_rows(logits, [sampler.begin(0, 9, [])])[0]
+    with pytest.raises(LogitsError, match="NaN"):
+        sampler.finish(drawn, lambda: logits[0])
+
+
 def test_what_is_not_asked_for_is_not_given() -> None:
     logits = random_logits(1, 100)
     assert Sampler(SamplerParams(seed=1), OPS).sample(logits, []).probability is None

@@ -22,7 +22,8 @@ struct RmsNormArgs {
     int64_t y_stride;
 };
 
-// In place, pairs (i, i + rotated/2): (a, b) -> (a cos - b sin, b cos + a sin).
+// In place, pairs (i, i + rotated/2): (a, b) -> (a cos - b sin, b cos + a sin). Where there is a
+// scale, the heads so turned are then x * scale + shift.
 struct RopeArgs {
     float* x;  // [rows, heads, d]
     int64_t rows;
@@ -32,6 +33,8 @@ struct RopeArgs {
     int64_t rotated;    // even, <= d; the rest stays
     const float* cos;  // [rows, rotated / 2]
     const float* sin;
+    const float* scale = nullptr;  // [heads, d], and so is shift
+    const float* shift = nullptr;
 };
 
 enum class Gate : int { silu = 0, gelu_tanh = 1 };

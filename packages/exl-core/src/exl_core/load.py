@@ -15,6 +15,7 @@ from exl_core.arch.spec import ModelConfig, RopeMethod
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.model.build import build_weights
+from exl_core.model.sample_text import SAMPLE_TEXT
 from exl_core.model.transformer import Transformer
 from exl_core.ops.table import device_failures, get_table
 from exl_core.prompt.detect import load_template
@@ -86,7 +87,8 @@ def load_model(
     check_memory(checkpoint.packed_bytes, free_memory_bytes(ops.device), path)
     with device_failures(ops.device, "loading the weights"):
         weights = build_weights(config, checkpoint, ops, threads=threads, progress=progress)
-    model = Transformer(config, weights, ops)
+    sample_ids = tuple(tokenizer.encode(SAMPLE_TEXT, add_bos=False))
+    model = Transformer(config, weights, ops, sample_ids)
     return LoadedModel(
         name=model_name(path),
         path=path,

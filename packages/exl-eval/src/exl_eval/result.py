@@ -52,7 +52,8 @@ class Spread:
 @dataclass(frozen=True, slots=True)
 class SpeedRun:
     """One prompt length with one batch size. Rates are tokens a second of all `batch` sequences
-    together; `bytes_per_token` is what a decode step reads, divided by its tokens."""
+    together; `bytes_per_token` is what a decode step reads, divided by its tokens. `launches`
+    counts what a GPU is given to do for one decode step; None on a CPU."""
 
     prompt_tokens: int
     decode_tokens: int
@@ -62,6 +63,7 @@ class SpeedRun:
     bytes_per_token: float
     floor_tok_s: float
     floor_share: float
+    launches: int | None = None
 
     def as_dict(self) -> dict[str, object]:
         return {
@@ -78,6 +80,7 @@ class SpeedRun:
             "bytes_per_token": round(self.bytes_per_token),
             "floor_tok_s": self.floor_tok_s,
             "floor_share": self.floor_share,
+            "launches": self.launches,
         }
 
 
@@ -85,12 +88,15 @@ class SpeedRun:
 class SpeedResult:
     """`decode_weight_bytes` are the weights that one decode step reads, `weights_bytes` all that
     are in memory; `peak_memory_bytes` is the process's, `start_memory_bytes` what that was before
-    the model was loaded: the interpreter and its libraries."""
+    the model was loaded: the interpreter and its libraries. Of a GPU: `device_peak_bytes` is the
+    most that torch took, `device_working_bytes` the most in use beside weights and cache."""
 
     model: str
+    device: str
     instruction_set: str
     threads: int
     kv_format: str
+    depth: int
     exact: bool
     repeat: int
     weights_bytes: int
@@ -99,6 +105,8 @@ class SpeedResult:
     load_s: float
     start_memory_bytes: int
     peak_memory_bytes: int
+    device_peak_bytes: int | None
+    device_working_bytes: int | None
     runs: tuple[SpeedRun, ...]
 
     def as_dict(self) -> dict[str, object]:
@@ -107,3 +115,64 @@ class SpeedResult:
         facts = {key: value for key, value in asdict(self).items() if key != "runs"}
         single = runs[0] if len(runs) == 1 else {}
         return {"schema_version": SCHEMA_VERSION, **facts, **single, "runs": runs}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelRun:
+    """One op at one shape: `calls` of it in a pass. `bytes`, `operations` and `seconds` are of one
+    call: weights and cache that it reads, its inputs and outputs; multiplications and additions;
+    the median. `share` is of the time that the bytes take at the measured bandwidth."""
+
+    op: str
+    shape: str
+    calls: int
+    bytes: int
+    operations: int
+    seconds: float
+    share: float
+    launches: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class KernelPass:
+    """A pass of `rows` tokens, of `batch` sequences alike, each with `past_len` in the cache.
+
+    `seconds` is the whole pass by the wall clock, from tokens to the likeliest next ones."""
+
+    rows: int
+    batch: int
+    past_len: int
+    seconds: float
+    launches: int | None
+    kernels: tuple[KernelRun, ...]
+
+    @property
+    def calls(self) -> int:
+        return sum(kernel.calls for kernel in self.kernels)
+
+    @property
+    def kernel_seconds(self) -> float:
+        return sum(kernel.calls * kernel.seconds for kernel in self.kernels)
+
+    def as_dict(self) -> dict[str, object]:
+        sums = {"calls": self.calls, "kernel_seconds": self.kernel_seconds}
+        return {**asdict(self), **sums}
+
+
+@dataclass(frozen=True, slots=True)
+class KernelResult:
+    """`bytes_per_s`: what this many threads read, or what a copy on the GPU reads and writes."""
+
+    model: str
+    device: str
+    instruction_set: str
+    threads: int
+    kv_format: str
+    exact: bool
+    repeat: int
+    bytes_per_s: float
+    passes: tuple[KernelPass, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        passes = [one.as_dict() for one in self.passes]
+        return {"schema_version": SCHEMA_VERSION, **asdict(self), "passes": passes}

@@ -1,43 +1,43 @@
 """How fast a model runs: prompts in, tokens out, and how near the memory's floor that is.
 
 What is timed, by the wall clock: calls of the engine's `Runner`, that is laying out the batch and
-the forward pass, as generation runs them. Not in it: loading, tokenizing, scheduling and sampling.
+the forward pass, as generation runs them, and reading back the likeliest next tokens. Not in it:
+loading, tokenizing, scheduling, and any other way of sampling.
 
-  prefill   `batch` prompts of N tokens from an empty cache to the logits of each one's last token,
-            in passes of at most PASS_ROWS tokens, as the engine cuts them
-  decode    after a prompt of one token, N steps of one token for each of `batch` sequences, each
-            with its logits; every sequence has pages of its own
+  prefill   `batch` prompts of N tokens from an empty cache to the token that follows each, in
+            passes of at most `pass_rows` tokens, as the engine cuts them
+  decode    after `depth` tokens, N steps of one token for each of `batch` sequences, each step fed
+            with what the one before drew; every sequence has pages of its own
 
-The tokens are fixed. Every measurement runs once unmeasured, then `repeat` times; the median is the
-figure and the extremes are kept. Decoding does not depend on the length of the prompts, so it is
-measured once for each batch size.
+Every measurement runs once unmeasured, then `repeat` times; the median is the figure and the
+extremes are kept. Decoding does not depend on the length of the prompts, so it is measured once for
+each batch size.
 
 The floor: a decode step cannot take less time than reading the weights that it needs and the keys
-and values that it looks at, at the bandwidth that `machine.read_bandwidth` finds.
+and values that it looks at, at the bandwidth of memory that is measured along with it: of reading
+by the CPU's threads, of a copy within a GPU.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import product
 from statistics import median
 
+import torch
+
 from exl_core.arch.spec import ModelConfig
-from exl_core.cache.format import KVFormat, pages_for
-from exl_core.cache.store import KVStore
-from exl_core.engine.engine import EngineOptions
+from exl_core.cache.format import KVFormat
 from exl_core.errors import RequestError
 from exl_core.load import LoadedModel
-from exl_core.model.runner import Runner
-from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
+from exl_core.ops.table import OpTable
+from exl_eval.gpu import copy_bandwidth, count_launches
 from exl_eval.machine import peak_memory_bytes, read_bandwidth
 from exl_eval.result import SpeedResult, SpeedRun, Spread
-
-PASS_ROWS = EngineOptions().prefill_chunk
-"""The engine's own limit on prompt tokens in a pass."""
+from exl_eval.workload import PASS_ROWS, Workload
 
 OnMeasured = Callable[[int, int, str], None]
 """Called before each repetition: repetitions done, repetitions in all, what is measured."""
@@ -45,13 +45,16 @@ OnMeasured = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class SpeedOptions:
-    """Every length of `prefill` with every size of `batch`; `decode` steps for each batch size."""
+    """Every length of `prefill` with every size of `batch`; `decode` steps for each batch size,
+    with `depth` tokens in the cache before them; prompts in passes of `pass_rows`."""
 
     prefill: tuple[int, ...] = (512,)
     decode: int = 128
     batch: tuple[int, ...] = (1,)
     repeat: int = 3
     kv_format: KVFormat = KVFormat.FP16
+    depth: int = 1
+    pass_rows: int = PASS_ROWS
 
 
 def check_options(options: SpeedOptions, config: ModelConfig) -> None:
@@ -59,7 +62,8 @@ def check_options(options: SpeedOptions, config: ModelConfig) -> None:
     limit = config.max_seq_len
     lengths = (
         *(("a prompt", "--prefill", count, limit) for count in options.prefill),
-        ("a decoded sequence after its first token", "--decode", options.decode, limit - 1),
+        ("what is in the cache before decoding", "--depth", options.depth, limit - 1),
+        ("a decoded sequence", "--decode", options.decode, max(1, limit - options.depth)),
     )
     for what, option, count, longest in lengths:
         if not 1 <= count <= longest:
@@ -68,12 +72,17 @@ def check_options(options: SpeedOptions, config: ModelConfig) -> None:
                 expected=f"{option} of 1 to {longest}",
                 got=count,
             )
-    counts = (*(("--batch", size) for size in options.batch), ("--repeat", options.repeat))
+    counts = (
+        *(("--batch", size) for size in options.batch),
+        ("--repeat", options.repeat),
+        ("--chunk", options.pass_rows),
+    )
     for option, count in counts:
         if count < 1:
             raise RequestError(f"{option} is too small", expected="at least 1", got=count)
     if not options.prefill or not options.batch:
         raise RequestError("nothing to measure", expected="a prompt length and a batch size")
+    options.kv_format.bytes_per_head(config.head_dim)  # not every format holds every head
 
 
 def measure_speed(
@@ -86,14 +95,14 @@ def measure_speed(
     """`start_memory_bytes`: the peak of this process before the model was loaded."""
     config, ops = loaded.config, loaded.model.ops
     check_options(options, config)
-    bench = _Bench(loaded.model, options, on_measured)
+    bench = _Bench(loaded, options, on_measured)
     decoded = {size: bench.decode(size) for size in dict.fromkeys(options.batch)}
     grid = [
         (prompt, size, bench.prefill(prompt, size))
         for prompt, size in product(options.prefill, options.batch)
     ]
     peak = peak_memory_bytes()  # before the buffer of the next line
-    bandwidth = read_bandwidth(ops.threads)
+    bandwidth = memory_bandwidth(ops)
     weights = loaded.model.decode_weight_bytes
     cache_bytes = kv_read_bytes(config, options)
     runs = []
@@ -106,17 +115,20 @@ def measure_speed(
                 decode_tokens=options.decode,
                 batch=size,
                 prefill=prefill,
-                decode=decoded[size],
+                decode=decoded[size].rate,
                 bytes_per_token=step_bytes / size,
                 floor_tok_s=floor,
-                floor_share=decoded[size].median / floor,
+                floor_share=decoded[size].rate.median / floor,
+                launches=decoded[size].launches,
             )
         )
     return SpeedResult(
         model=loaded.name,
+        device=device_name(ops),
         instruction_set=ops.name.removeprefix("cpu-"),
         threads=ops.threads,
         kv_format=options.kv_format.value,
+        depth=options.depth,
         exact=loaded.exact,
         repeat=options.repeat,
         weights_bytes=loaded.weights_bytes,
@@ -125,6 +137,8 @@ def measure_speed(
         load_s=loaded.load_s,
         start_memory_bytes=start_memory_bytes,
         peak_memory_bytes=peak,
+        device_peak_bytes=bench.device_peak_bytes,
+        device_working_bytes=bench.device_working_bytes,
         runs=tuple(runs),
     )
 
@@ -134,107 +148,105 @@ def kv_read_bytes(config: ModelConfig, options: SpeedOptions) -> int:
     seen = 0
     for layer in range(config.num_layers):
         window = config.window_of(layer) or config.max_seq_len
-        # Step i sees the prompt's one token, the i decoded ones before it, and itself.
-        seen += sum(min(i + 2, window) for i in range(options.decode))
+        # Step i sees what was there before, the i decoded ones before it, and itself.
+        seen += sum(min(options.depth + i + 1, window) for i in range(options.decode))
     per_position = config.num_kv_heads * options.kv_format.bytes_per_head(config.head_dim)
     return seen * per_position // options.decode
 
 
-def fixed_tokens(count: int, vocab_size: int) -> tuple[int, ...]:
-    """What every sequence consists of; llama.cpp is measured on the same."""
-    return tuple((100 + i % 20000) % vocab_size for i in range(count))
+def memory_bandwidth(ops: OpTable) -> float:
+    """Bytes a second: what the table's threads read, or what a copy on its GPU moves."""
+    return read_bandwidth(ops.threads) if ops.device.type == "cpu" else copy_bandwidth(ops.device)
 
 
-def prefill_passes(
-    prompt: Sequence[int], pages: Sequence[tuple[int, ...]], pass_rows: int = PASS_ROWS
-) -> Iterator[list[Segment]]:
-    """One prompt for each entry of `pages`, as the passes of at most `pass_rows` tokens."""
-    current: list[Segment] = []
-    room = pass_rows
-    for page_ids in pages:
-        start = 0
-        while start < len(prompt):
-            end = min(start + room, len(prompt))
-            logit_rows = LogitRows.LAST if end == len(prompt) else LogitRows.NONE
-            chunk, held = tuple(prompt[start:end]), page_ids[: pages_for(end)]
-            current.append(Segment(chunk, start, held, logit_rows))
-            room -= end - start
-            start = end
-            if room == 0:
-                yield current
-                current, room = [], pass_rows
-    if current:
-        yield current
+def device_name(ops: OpTable) -> str:
+    """`cpu`, or the GPU's index and name."""
+    if ops.device.type == "cpu":
+        return "cpu"
+    return f"{ops.device}, {torch.cuda.get_device_name(ops.device)}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Decoded:
+    """Tokens a second of all sequences together; what one step launches on a GPU."""
+
+    rate: Spread
+    launches: int | None
 
 
 class _Bench:
     """Runs each measurement once unmeasured and then `repeat` times."""
 
     def __init__(
-        self, model: Transformer, options: SpeedOptions, on_measured: OnMeasured | None
+        self,
+        loaded: LoadedModel,
+        options: SpeedOptions,
+        on_measured: OnMeasured | None,
     ) -> None:
-        self._model = model
+        self._model: Transformer = loaded.model
+        self._device = loaded.model.ops.device
+        self._weights_bytes = loaded.weights_bytes
         self._options = options
         self._on_measured = on_measured
         sizes = len(dict.fromkeys(options.batch))
         measurements = len(options.prefill) * len(options.batch) + sizes
         self._total = measurements * (options.repeat + 1)
         self._done = 0
+        self.device_peak_bytes: int | None = None
+        self.device_working_bytes: int | None = None
 
     def prefill(self, prompt_tokens: int, batch: int) -> Spread:
         """Prompt tokens a second, of all sequences together."""
-        runner, pages = self._runner(prompt_tokens, batch)
-        prompt = fixed_tokens(prompt_tokens, self._model.config.vocab_size)
+        work = self._workload(prompt_tokens, batch)
 
         def once() -> float:
             started = time.perf_counter()
-            for segments in prefill_passes(prompt, pages):
-                runner.run(segments)
+            work.prefill(prompt_tokens)
             return batch * prompt_tokens / (time.perf_counter() - started)
 
-        return self._repeated(once, f"prefill of {prompt_tokens} tokens, batch {batch}")
+        rate = self._repeated(once, f"prefill of {prompt_tokens} tokens, batch {batch}")
+        self._note_memory(work)
+        return rate
 
-    def decode(self, batch: int) -> Spread:
-        """Decoded tokens a second, of all sequences together."""
-        steps = self._options.decode
-        runner, pages = self._runner(steps + 1, batch)
-        tokens = fixed_tokens(steps, self._model.config.vocab_size)
-
-        def step(token_id: int, past_len: int) -> None:
-            runner.run(
-                [
-                    Segment(
-                        token_ids=(token_id,),
-                        past_len=past_len,
-                        page_ids=page_ids[: pages_for(past_len + 1)],
-                        logit_rows=LogitRows.LAST,
-                    )
-                    for page_ids in pages
-                ]
-            )
+    def decode(self, batch: int) -> _Decoded:
+        steps, depth = self._options.decode, self._options.depth
+        work = self._workload(depth + steps, batch)
+        first = work.fill(depth)
 
         def once() -> float:
-            step(tokens[0], 0)
+            newest = first
             started = time.perf_counter()
-            for number, token_id in enumerate(tokens, start=1):
-                step(token_id, number)
+            for past_len in range(depth, depth + steps):
+                newest = work.step(newest, past_len)
             return batch * steps / (time.perf_counter() - started)
 
-        return self._repeated(once, f"decode of {steps} tokens, batch {batch}")
+        rate = self._repeated(once, f"decode of {steps} tokens, batch {batch}")
+        self._note_memory(work)
+        launches = None
+        if self._device.type == "cuda":
+            launches = count_launches(lambda: work.step(first, depth), self._device)
+        return _Decoded(rate, launches)
 
-    def _runner(self, tokens: int, batch: int) -> tuple[Runner, list[tuple[int, ...]]]:
-        """A cache with room for `batch` sequences of that many tokens, and each one's pages."""
-        config, each = self._model.config, pages_for(tokens)
-        store = KVStore(
-            self._options.kv_format,
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            batch * each,
-            device=self._model.ops.device,
+    def _workload(self, tokens: int, batch: int) -> Workload:
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        options = self._options
+        return Workload(
+            self._model,
+            options.kv_format,
+            tokens=tokens,
+            batch=batch,
+            pass_rows=options.pass_rows,
         )
-        pages = [tuple(range(owner * each, (owner + 1) * each)) for owner in range(batch)]
-        return Runner(self._model, store), pages
+
+    def _note_memory(self, work: Workload) -> None:
+        if self._device.type != "cuda":
+            return
+        taken = torch.cuda.max_memory_reserved(self._device)
+        in_use = torch.cuda.max_memory_allocated(self._device)
+        working = in_use - self._weights_bytes - work.store.size_bytes
+        self.device_peak_bytes = max(taken, self.device_peak_bytes or 0)
+        self.device_working_bytes = max(working, self.device_working_bytes or 0)
 
     def _repeated(self, once: Callable[[], float], what: str) -> Spread:
         rates = []

@@ -1,7 +1,7 @@
 """`exl bench`: prefill and decode speed, and how near they come to the memory's floor.
 
-What is measured, and how, lives in `exl_eval/speed.py`; this module takes the lists apart and shows
-the result.
+What is measured, and how, lives in `exl_eval/speed.py` and, of single ops, `exl_eval/kernels.py`;
+this module takes the lists apart and shows the result.
 """
 
 from __future__ import annotations
@@ -12,73 +12,118 @@ import typer
 
 from exl_cli import options, output
 from exl_cli.interrupt import exits_at_once
+from exl_core.cache.format import parse_cache_type
 from exl_core.errors import RequestError
 
 if TYPE_CHECKING:
-    from exl_eval.result import SpeedResult, Spread
+    from exl_eval.result import KernelPass, KernelResult, SpeedResult, Spread
 
 EXAMPLES = (
     ("exl bench", "the default model: 512 tokens of prompt, 128 decoded"),
     ("exl bench -m model --prefill 128,512,2048 --batch 1,4,16", "a grid"),
+    ("exl bench -m model --depth 4000 --cache-type q4", "with a long context"),
+    ("exl bench -m model --kernels --batch 1,8", "where the time goes, op by op"),
     ("exl bench -m model --threads 2 --repeat 5 --json", "for a program to read"),
 )
 _MAX_DIGITS = 9  # a longer number is no count of tokens, and Python would take its time over it
+
+
+Prefill = Annotated[
+    str, typer.Option("--prefill", metavar="N[,N...]", help="Tokens of a prompt; one or several.")
+]
+Decode = Annotated[int, typer.Option("--decode", metavar="N", min=1, help="Tokens to decode.")]
+Depth = Annotated[
+    int,
+    typer.Option(
+        "--depth", metavar="N", min=1, help="Tokens in the cache before the first is decoded."
+    ),
+]
+Batch = Annotated[
+    str,
+    typer.Option(
+        "--batch", metavar="N[,N...]", help="Sequences that run together; one or several."
+    ),
+]
+Repeat = Annotated[
+    int,
+    typer.Option("--repeat", metavar="N", min=1, help="Repetitions of each, after one unmeasured."),
+]
+Kernels = Annotated[
+    bool,
+    typer.Option(
+        "--kernels",
+        help="Time each op of a decode step of each batch size, and of the first pass of each "
+        "prompt.",
+    ),
+]
+Chunk = Annotated[
+    int | None,
+    typer.Option(
+        "--chunk",
+        metavar="N",
+        min=1,
+        help="Most prompt tokens in a pass. Without it: as in generation.",
+        rich_help_panel="Running",
+    ),
+]
 
 
 def bench(
     *,
     model: options.ModelArgument = None,
     model_option: options.ModelOption = None,
-    prefill: Annotated[
-        str,
-        typer.Option("--prefill", metavar="N[,N...]", help="Tokens of a prompt; one or several."),
-    ] = "512",
-    decode: Annotated[
-        int, typer.Option("--decode", metavar="N", min=1, help="Tokens to decode.")
-    ] = 128,
-    batch: Annotated[
-        str,
-        typer.Option(
-            "--batch", metavar="N[,N...]", help="Sequences that run together; one or several."
-        ),
-    ] = "1",
-    repeat: Annotated[
-        int,
-        typer.Option(
-            "--repeat", metavar="N", min=1, help="Repetitions of each, after one unmeasured."
-        ),
-    ] = 3,
+    prefill: Prefill = "512",
+    decode: Decode = 128,
+    depth: Depth = 1,
+    batch: Batch = "1",
+    repeat: Repeat = 3,
+    kernels: Kernels = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
     device: options.Device = "auto",
     threads: options.Threads = None,
     exact: options.Exact = False,
+    cache_type: options.CacheType = "fp16",
+    chunk: Chunk = None,
 ) -> None:
     """Prefill and decode speed by prompt length and batch size, and the share of the floor.
 
-    Prefill: from an empty cache to the logits of each prompt's last token. Decode: one token at a
-    time after a prompt of one, with the logits of each. Rates are of all sequences together, the
-    median of the repetitions with the lowest and the highest. The floor is what reading the weights
-    and the cache would take at the memory bandwidth that is measured along with it.
+    Prefill: from an empty cache to the token after each prompt. Decode: one token at a time, each
+    the likeliest after the one before. Rates are of all sequences together, the median of the
+    repetitions with the lowest and the highest. The floor is what reading the weights and the cache
+    would take at the memory bandwidth that is measured along with it.
+
+    With --kernels: the time of each op, the bytes that it must move, and the share of the bandwidth
+    that it reaches so.
     """
     spec = options.pick_model(model, model_option)
     prompts, batches = _counts("--prefill", prefill), _counts("--batch", batch)
+    kv_format = parse_cache_type(cache_type)
     with exits_at_once():
         from exl_cli.load import load_quietly
         from exl_cli.render import repeats_progress
         from exl_core.load import open_checkpoint
         from exl_core.resolve import resolve_model
+        from exl_eval.kernels import measure_kernels
         from exl_eval.machine import peak_memory_bytes
         from exl_eval.speed import SpeedOptions, check_options, measure_speed
+        from exl_eval.workload import PASS_ROWS
     before = peak_memory_bytes()  # the libraries; from here on it is the model
     path = resolve_model(spec)
-    choices = SpeedOptions(prefill=prompts, decode=decode, batch=batches, repeat=repeat)
+    choices = SpeedOptions(prompts, decode, batches, repeat, kv_format, depth, chunk or PASS_ROWS)
     check_options(choices, open_checkpoint(path)[1])  # the headers tell; loading takes a while
     loaded = load_quietly(str(path), device=device, threads=threads, exact=exact, is_quiet=quiet)
     with repeats_progress(is_quiet=quiet) as on_measured:
-        result = measure_speed(loaded, choices, start_memory_bytes=before, on_measured=on_measured)
+        if kernels:
+            found = measure_kernels(loaded, choices, on_measured=on_measured)
+        else:
+            result = measure_speed(
+                loaded, choices, start_memory_bytes=before, on_measured=on_measured
+            )
     if json:
-        output.write_json(result.as_dict())
+        output.write_json(found.as_dict() if kernels else result.as_dict())
+    elif kernels:
+        _show_kernels(found)
     else:
         _show(result)
 
@@ -104,10 +149,12 @@ def _show(result: SpeedResult) -> None:
         {
             "model": f"{result.model}, {format_bytes(result.weights_bytes)} in memory, "
             f"{result.kv_format} cache{', exact' * result.exact}, loaded in {result.load_s:.2f} s",
-            "machine": f"{result.instruction_set}, {result.threads} threads, "
-            f"reads {format_bytes(result.read_bytes_per_s)}/s",
+            "machine": f"{_machine(result.device, result.instruction_set, result.threads)}, "
+            f"{'reads' if result.device == 'cpu' else 'copies'} "
+            f"{format_bytes(result.read_bytes_per_s)}/s",
             "memory": f"{format_bytes(result.peak_memory_bytes)} at most, "
             f"{format_bytes(beyond)} of it since the libraries were loaded",
+            **_device_memory(result),
             "repeated": f"{result.repeat} times; the median (lowest-highest)",
         }
     )
@@ -125,6 +172,64 @@ def _show(result: SpeedResult) -> None:
             f"{run.floor_share:.1%}",
         )
     print_answer(facts, "", table)
+
+
+def _device_memory(result: SpeedResult) -> dict[str, str]:
+    from exl_cli.render import format_bytes
+
+    if result.device_peak_bytes is None or result.device_working_bytes is None:
+        return {}
+    launches = ", ".join(f"{run.launches} at batch {run.batch}" for run in result.runs)
+    return {
+        "device memory": f"{format_bytes(result.device_peak_bytes)} at most; beside weights and "
+        f"cache {format_bytes(result.device_working_bytes)}",
+        "launches": f"in a decode step {launches}",
+    }
+
+
+def _show_kernels(result: KernelResult) -> None:
+    from exl_cli.render import columns_table, facts_table, format_bytes, format_count, print_answer
+
+    does = "reads" if result.device == "cpu" else "copies"
+    facts = facts_table(
+        {
+            "model": f"{result.model}, {result.kv_format} cache{', exact' * result.exact}",
+            "machine": f"{_machine(result.device, result.instruction_set, result.threads)}, "
+            f"{does} {format_bytes(result.bytes_per_s)}/s",
+        }
+    )
+    print_answer(facts)
+    for one in result.passes:
+        table = columns_table(
+            "op", "size", "calls", "bytes each", "us each", "of bandwidth", "op/s", "of the pass"
+        )
+        for run in one.kernels:
+            table.add_row(
+                run.op,
+                run.shape,
+                f"{run.calls}",
+                format_bytes(run.bytes),
+                f"{run.seconds * 1e6:.1f}",
+                f"{run.share:.1%}",
+                format_count(run.operations / run.seconds) if run.operations else "",
+                f"{run.calls * run.seconds / one.seconds:.1%}",
+            )
+        print_answer("", _pass_title(one), table)
+
+
+def _pass_title(one: KernelPass) -> str:
+    what = "a decode step of " if one.past_len else "a prompt of "
+    what += f"{one.rows} tokens" if one.rows > 1 else "one token"
+    cached = f", {one.past_len} cached before" if one.past_len else ""
+    launches = f" ({one.launches} launches)" if one.launches else ""
+    return (
+        f"{what}{cached}: {one.seconds * 1e3:.3f} ms, of which {one.kernel_seconds * 1e3:.3f} in "
+        f"{one.calls} calls of ops{launches}"
+    )
+
+
+def _machine(device: str, instruction_set: str, threads: int) -> str:
+    return f"{instruction_set}, {threads} threads" if device == "cpu" else device
 
 
 def _spread(rate: Spread, digits: int) -> str:

@@ -24,6 +24,7 @@ EXAMPLES = (
     ("exl inspect model model.gguf --tensors", "every tensor, with shape and type"),
     ("exl inspect model path/to/model --verify", "read all of it; exit code 3 if it is damaged"),
     ("exl inspect model path/to/model --ctx 32768 --json", "memory at a context, for a program"),
+    ("exl inspect model path/to/model --fit", "which devices have room for it, and how much"),
 )
 SCHEMA_VERSION = 1
 _TABLE_CTX = (2048, 4096, 8192, 32768, 131072)
@@ -44,6 +45,12 @@ def inspect_model(
             "--verify", help="Read and check all weights instead, and print what is wrong."
         ),
     ] = False,
+    fit: Annotated[
+        bool,
+        typer.Option(
+            "--fit", help="Show where the model fits, and the longest context of each cache type."
+        ),
+    ] = False,
     json: options.Json = False,
 ) -> None:
     """Architecture, sizes, bits per weight, tokenizer, memory and backends of a model.
@@ -53,16 +60,19 @@ def inspect_model(
     weight.
     """
     spec = options.pick_model(model, model_option)
-    if verify and (tensors or ctx is not None):
-        raise RequestError("--verify stands alone", got="--tensors" if tensors else "--ctx")
+    if verify and (tensors or fit or ctx is not None):
+        other = "--tensors" if tensors else "--fit" if fit else "--ctx"
+        raise RequestError("--verify stands alone", got=other)
     with exits_at_once():
-        from exl_cli import verification
+        from exl_cli import placement, verification
         from exl_core.describe import describe_model
     if verify:
         verification.run(spec, is_json=json)
         return
     description = describe_model(spec)
-    if json:
+    if fit:
+        placement.run(description, ctx, is_json=json)
+    elif json:
         output.write_json(as_dict(description, ctx, with_tensors=tensors))
     else:
         _show(description, ctx, with_tensors=tensors)

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from concurrent.futures import Executor, Future
+from functools import reduce
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,7 +39,8 @@ class FilterSet:
         self._eos_ids = frozenset(eos_ids)
         self._vocabulary = vocabulary
         self._eos_mask = vocabulary.mask_of(self._eos_ids)
-        self._no_eos = ~self._eos_mask.numpy()
+        words = self._eos_mask.numpy().view(np.uint32)
+        self._eos_words = [(int(place), int(words[place])) for place in words.nonzero()[0]]
         self._prefer_eos = prefer_eos
         self._background = executor if any(f.runs_in_background for f in filters) else None
         self._pending: Future[list[Tensor | None]] | None = None
@@ -108,24 +111,31 @@ class FilterSet:
 
     def _combined(self, masks: list[Tensor | None], may_end: bool) -> Tensor | None:
         may_end = may_end and all(f.is_complete for f in self._filters)
-        if may_end and self._prefer_eos and bool(self._eos_mask.any()):
+        if may_end and self._prefer_eos and self._eos_words:
             return self._eos_mask
-        # In numpy: on tensors as small as these torch takes several times as long.
-        given = [mask.numpy() for mask in masks if mask is not None]
+        given = [mask for mask in masks if mask is not None]
         if not given:
             if may_end:
                 return None
-            given = [self._vocabulary.everything().numpy()]
-        combined = given[0].copy()
-        for words in given[1:]:
-            combined &= words
-        combined &= self._no_eos
-        if may_end:
-            combined |= self._eos_mask.numpy()
-        if not combined.any():
+            given = [self._vocabulary.everything()]
+        combined = self._with_eos(reduce(Tensor.bitwise_and, given), may_end)
+        if not combined.numpy().any():
             raise ConstraintError(
                 "no token may come next under the constraints of this reply",
                 where=f"token {len(self._was_fed)} of the reply",
                 next_step="Do the constraints contradict each other, or this vocabulary?",
             )
-        return torch.from_numpy(combined)
+        return combined
+
+    def _with_eos(self, mask: Tensor, may_end: bool) -> Tensor:
+        """The mask with all of EOS, or none of it; the mask itself where that is so already."""
+        # In numpy, and only in the words of EOS: a pass leaves nothing of a mask in the caches, and
+        # on tensors as small as these torch takes several times as long.
+        words = mask.numpy().view(np.uint32)
+        found = [(place, int(words[place]), eos) for place, eos in self._eos_words]
+        if all(word & eos == (eos if may_end else 0) for _, word, eos in found):
+            return mask
+        words = words.copy()
+        for place, word, eos in found:
+            words[place] = word | eos if may_end else word & ~eos
+        return torch.from_numpy(words.view(np.int32))

@@ -88,7 +88,8 @@ class GuidedFilter(Filter):
         size = self._vocabulary.size  # and the library's own EOS behind it
         words = np.zeros(-(-(size + 1) // WORD_BITS), dtype=np.uint32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, 4 * len(words))
-        words[size // WORD_BITS] &= ~np.uint32(1 << size % WORD_BITS)
+        if size % WORD_BITS:  # else that EOS is alone in the word that is left out below
+            words[-1] &= np.uint32((1 << size % WORD_BITS) - 1)
         self._check_error()
         return torch.from_numpy(words[: self._vocabulary.num_words].view(np.int32))
 

@@ -13,9 +13,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
-
-from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
 from exl_core.cache.page_pool import PagePool
@@ -26,14 +23,16 @@ from exl_core.engine.admission import check_ids, room_for
 from exl_core.engine.drafting import Drafting
 from exl_core.engine.events import Event, FailEvent, FinishEvent
 from exl_core.engine.healing import Healing, healing_of
+from exl_core.engine.logits import PassLogits
 from exl_core.engine.output import Output
 from exl_core.engine.plan import BatchPlan
 from exl_core.engine.request import Request
 from exl_core.engine.scheduler import Scheduler
 from exl_core.engine.sequence import Sequence
-from exl_core.errors import ExlError, RequestError
+from exl_core.engine.shares import draw_together, shares_of
+from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.model.runner import Model, Runner
-from exl_core.model.segment import LogitRows, Segment
+from exl_core.model.segment import LogitRows
 from exl_core.sampling.sampler import Sampler
 from exl_core.settings import available_cpus
 from exl_core.speculate.drafter import Draft, Drafter
@@ -64,14 +63,6 @@ class EngineOptions:
             _check_at_least("cache_tokens", self.cache_tokens, PAGE_SIZE)
         _check_at_least("max_batch", self.max_batch, 1)
         _check_at_least("prefill_chunk", self.prefill_chunk, 1)
-
-
-class _Taken(NamedTuple):
-    """What one request took from a pass: `emitted` tokens, the first `accepted` as drafted."""
-
-    drafted: int
-    accepted: int
-    emitted: int
 
 
 class Engine:
@@ -230,23 +221,17 @@ class Engine:
             self._events += output.start(now)
             if segment.logit_rows is not LogitRows.NONE:
                 output.start_mask()
-        logits = self._runner.run(plan.segments, plan.copies)
+        try:
+            logits = PassLogits(self._runner.run(plan.segments, plan.copies))
+        except OutOfMemoryError:
+            if self.scheduler.make_smaller(plan):
+                return  # nothing was booked: the next step plans anew
+            raise
         if self._drafting is not None:
             self._drafting.passed(plan.num_rows, self._clock() - now)
-        turned: list[tuple[Output, _Taken]] = []
-        row = 0
-        for sequence, segment, output in zip(plan.sequences, plan.segments, outputs, strict=True):
-            rows = logits[row : row + _num_logit_rows(segment)]
-            row += len(rows)
-            if len(rows) == 0 or sequence is not output.sequence:
-                continue
-            # The twin's row comes next.
-            unwanted = None if sequence.twin is None else logits[row]
-            draft = drafts.get(sequence.request_id)
-            drawn_from = None if draft is None else draft.probabilities
-            proposals = segment.token_ids[1:] if segment.logit_rows is LogitRows.ALL else ()
-            taken = self._take(output, rows, unwanted, proposals, drawn_from)
-            turned.append((output, taken))
+        shares = shares_of(plan, outputs, logits, drafts)
+        draw_together(shares, logits, self.model.ops, self.vocab_size)
+        turned = [(share.output, share.take(self._events, self._clock)) for share in shares]
         for output in dict.fromkeys(outputs):
             if output.error is not None:  # it goes before anything of it is registered
                 self._events.append(FailEvent(output.sequence.request_id, output.error))
@@ -266,36 +251,6 @@ class Engine:
                     sequences=len(turned),
                 )
             self._turn(output)
-
-    def _take(
-        self,
-        output: Output,
-        rows: Tensor,
-        unwanted: Tensor | None,
-        proposals: tuple[int, ...],
-        drawn_from: tuple[Tensor, ...] | None,
-    ) -> _Taken:
-        """The tokens that a pass gave one request: one, and one for each proposal that holds."""
-        sequence = output.sequence
-        emitted = accepted = 0
-        try:
-            for i, logits in enumerate(rows):
-                drawn = None
-                if drawn_from is not None and i < len(proposals):
-                    drawn = (proposals[i], drawn_from[i])
-                now = self._clock()
-                self._events += output.take(logits, now, unwanted=unwanted, drawn=drawn)
-                emitted += 1
-                if sequence.twin is not None:
-                    sequence.twin.token_ids.append(sequence.token_ids[-1])
-                is_accepted = i < len(proposals) and sequence.token_ids[-1] == proposals[i]
-                accepted += is_accepted
-                if not is_accepted or output.end is not None or output.rewind_to is not None:
-                    break
-        except ExlError as error:
-            # The others' logits may be fine, so they go on; what this one cached is not reused.
-            output.error = error
-        return _Taken(len(proposals), accepted, emitted)
 
     def _turn(self, output: Output) -> None:
         """After the pass is booked: what has ended leaves, what went back is cut."""
@@ -385,12 +340,6 @@ class Engine:
         if available_cpus() <= self.model.ops.threads:
             return None
         return ThreadPoolExecutor(1, thread_name_prefix="exl-constraints")
-
-
-def _num_logit_rows(segment: Segment) -> int:
-    if segment.logit_rows is LogitRows.NONE:
-        return 0
-    return len(segment.token_ids) if segment.logit_rows is LogitRows.ALL else 1
 
 
 def _check_at_least(name: str, value: int, low: int) -> None:

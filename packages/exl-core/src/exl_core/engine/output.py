@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -26,13 +25,22 @@ from exl_core.engine.events import (
     TextEvent,
 )
 from exl_core.engine.healing import Healing
+from exl_core.engine.logits import LogitRow
 from exl_core.engine.sequence import Sequence
 from exl_core.engine.stop import StopMatch, StopMatcher
 from exl_core.errors import ExlError, RequestError
+from exl_core.ops.table import Drawn, RowSettings
 from exl_core.sampling.sampler import LogitsError, Sample, Sampler, guide
 
-Drawn = tuple[int, Tensor]
-"""A proposal, and the distribution that it was drawn from."""
+Proposal = tuple[int, Tensor]
+"""A proposed token, and the distribution that it was drawn from."""
+
+
+class _Allowed(NamedTuple):
+    """What may come next."""
+
+    banned: frozenset[int]
+    mask: Tensor | None
 
 
 class TextDecoder(Protocol):
@@ -124,22 +132,41 @@ class Output:
         if self.filters is not None and self._healing is None:
             self.filters.start()
 
+    def begin(self, row: int) -> RowSettings | None:
+        """What draws the next token from that row of the pass; `take` is told what it drew.
+
+        None: `take` draws by itself.
+        """
+        if not self._sampler.can_begin:
+            return None
+        allowed = self._next_allowed()
+        return self._sampler.begin(
+            row,
+            self._vocab_size,
+            self.sequence.token_ids,
+            banned=allowed.banned,
+            mask=allowed.mask,
+            num_top=self._request.report.top_tokens,
+        )
+
     def take(
         self,
-        logits: Tensor,
+        logits: LogitRow,
         now: float,
         *,
-        unwanted: Tensor | None = None,
+        unwanted: LogitRow | None = None,
+        proposal: Proposal | None = None,
         drawn: Drawn | None = None,
     ) -> list[Event]:
         """The next token, from `logits` [vocab_size], is appended, and what comes of it.
 
-        `unwanted`: the logits of the negative prompt, where there is one. `drawn`: a proposal that
-        another distribution made; one that was certain is no business of the sampler's.
+        `unwanted`: the logits of the negative prompt, where there is one. `proposal`: what another
+        distribution made; one that was certain is no business of the sampler's. `drawn`: what the
+        settings of `begin` drew.
         """
         if self._first_token_at is None:
             self._first_token_at = now
-        token = self._draw(logits, unwanted, drawn)
+        token = self._draw(logits, unwanted, proposal, drawn)
         token_id, place = token.token_id, len(self.sequence.token_ids)
         self.sequence.token_ids.append(token_id)
         if self._healing is not None:
@@ -168,16 +195,33 @@ class Output:
         """The end of a request for no tokens."""
         return self._end(FinishReason.LENGTH, None, now)
 
-    def _draw(self, logits: Tensor, unwanted: Tensor | None, drawn: Drawn | None) -> SampledToken:
-        own = logits[: self._vocab_size]
-        scale = self._request.sampler.cfg_scale
-        guided = own
-        if unwanted is not None and scale is not None:
-            guided = guide(logits, unwanted, scale)[: self._vocab_size]
-        sample = self._sample(guided, drawn)
-        report = self._request.report
+    def _draw(
+        self,
+        logits: LogitRow,
+        unwanted: LogitRow | None,
+        proposal: Proposal | None,
+        drawn: Drawn | None,
+    ) -> SampledToken:
+        try:
+            if drawn is None:
+                sample = self._sample(logits, unwanted, proposal)
+            else:
+                wanted = self._request.report.probabilities
+                sample = self._sampler.finish(
+                    drawn, lambda: self._own(logits), want_probability=wanted
+                )
+        except LogitsError as error:
+            tried = self._tried.get(len(self.sequence.token_ids), ())
+            if tried and math.isfinite(float(self._guided(logits, unwanted).amax())):
+                raise self._error(
+                    f"a banned string begins with each of the {len(tried)} tokens that may come"
+                ) from error
+            raise
         token = SampledToken(
-            sample.token_id, sample.probability, sample.top, own.clone() if report.logits else None
+            sample.token_id,
+            sample.probability,
+            sample.top,
+            self._own(logits).clone() if self._request.report.logits else None,
         )
         if self._healing is None and self._request.hooks:
             token = self._hooked(token)
@@ -186,38 +230,53 @@ class Output:
         self._sampler.accept(sample)
         return token
 
-    def _sample(self, logits: Tensor, drawn: Drawn | None) -> Sample:
-        request, history = self._request, self.sequence.token_ids
-        tried = self._tried.get(len(history), set())
-        banned = self._banned_next.union(tried)
+    def _own(self, logits: LogitRow) -> Tensor:
+        return logits.read()[: self._vocab_size]
+
+    def _guided(self, logits: LogitRow, unwanted: LogitRow | None) -> Tensor:
+        scale = self._request.sampler.cfg_scale
+        if unwanted is None or scale is None:
+            return self._own(logits)
+        return guide(logits.read(), unwanted.read(), scale)[: self._vocab_size]
+
+    def _sample(
+        self, logits: LogitRow, unwanted: LogitRow | None, proposal: Proposal | None
+    ) -> Sample:
+        report, history = self._request.report, self.sequence.token_ids
+        allowed = self._next_allowed()
+        guided = self._guided(logits, unwanted)
+        if proposal is None:
+            return self._sampler.sample(
+                guided,
+                history,
+                banned=allowed.banned,
+                mask=allowed.mask,
+                num_top=report.top_tokens,
+                want_probability=report.probabilities,
+            )
+        return self._sampler.verify(
+            guided,
+            history,
+            *proposal,
+            banned=allowed.banned,
+            mask=allowed.mask,
+            num_top=report.top_tokens,
+            want_probability=report.probabilities,
+        )
+
+    def _next_allowed(self) -> _Allowed:
+        """Asked for once for each token."""
+        banned = self._banned_next.union(self._tried.get(len(self.sequence.token_ids), ()))
         self._banned_next = frozenset()
-        may_stop = self.num_generated >= request.min_tokens
+        may_stop = self.num_generated >= self._request.min_tokens
         if not may_stop:
-            banned = banned | self._banned_at_first
+            banned |= self._banned_at_first
         mask = None
         if self._healing is not None:
             mask = self._healing.mask
         elif self.filters is not None:
             mask = self.filters.mask(may_end=may_stop)
-        num_top, wanted = request.report.top_tokens, request.report.probabilities
-        draw = self._sampler.sample
-        if drawn is not None:
-            draw = partial(self._sampler.verify, proposal=drawn[0], drawn_from=drawn[1])
-        try:
-            return draw(
-                logits,
-                history,
-                banned=banned,
-                mask=mask,
-                num_top=num_top,
-                want_probability=wanted,
-            )
-        except LogitsError as error:
-            if tried and math.isfinite(float(logits.amax())):
-                raise self._error(
-                    f"a banned string begins with each of the {len(tried)} tokens that may come"
-                ) from error
-            raise
+        return _Allowed(banned, mask)
 
     def _hooked(self, token: SampledToken) -> SampledToken:
         """What the hooks make of it."""

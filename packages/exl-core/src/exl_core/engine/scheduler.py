@@ -31,6 +31,9 @@ from exl_core.engine.sequence import Sequence
 from exl_core.errors import RequestError
 from exl_core.model.segment import LogitRows, PageCopy, Segment
 
+LEAST_CHUNK = 32
+"""Tokens of prompts; a pass that has no memory for so few has none for a sequence."""
+
 
 class Scheduler:
     def __init__(
@@ -43,6 +46,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of arrival
         self.waiting: deque[Sequence] = deque()  # likewise; all arrived after those that run
         self.num_requeued = 0
+        self._most_running = max_batch  # beside others, for as long as memory is short
         self._paging = Paging(pool, page_size)
         self._is_prepared = False
 
@@ -119,6 +123,21 @@ class Scheduler:
         self.pool.reset()
         self._is_prepared = False
         return failed
+
+    def make_smaller(self, plan: BatchPlan) -> bool:
+        """There was no memory for that pass: the next ones have half as many tokens of prompts, or
+        else a sequence less. False if it had but one sequence, which nothing makes smaller."""
+        rows = [len(s.token_ids) for s in plan.segments if s.logit_rows is not LogitRows.ALL]
+        longest = max(rows, default=1)
+        if longest > LEAST_CHUNK:
+            self.prefill_chunk = max(LEAST_CHUNK, min(self.prefill_chunk, longest) // 2)
+        elif len(self.running) > 1:
+            self._requeue(self.running.pop())
+            self._most_running = sum(len(sequence.members) for sequence in self.running)
+        else:
+            return False
+        self._is_prepared = False
+        return True
 
     def defragment(self, *, is_forced: bool = False) -> list[tuple[int, int]]:
         """When nothing is left to do: moves of pages (from, to), all at once, if they pay.
@@ -265,7 +284,8 @@ class Scheduler:
             members = self.waiting[0].members
             num_running += len(members)
             spare = 1 if self.running else 0
-            if num_running > self.max_batch or not self._paging.place(members, spare=spare):
+            most = min(self.max_batch, self._most_running) if self.running else self.max_batch
+            if num_running > most or not self._paging.place(members, spare=spare):
                 return
             self.running.append(self.waiting.popleft())
 

@@ -47,9 +47,9 @@ class _Inputs:
         self._device = torch.zeros_like(self._host, device=store.device)
 
         def parts(memory: Tensor) -> tuple[Tensor, ...]:
-            first, second = memory[: 8 * wide].view(torch.int64), memory[8 * wide :]
-            lengths, table = second.view(torch.int32).split([rows, rows * pages])
-            return (*first.split(rows), lengths, table.view(rows, pages))
+            first = memory[: 8 * wide].view(torch.int64).view(3, rows)
+            second = memory[8 * wide :].view(torch.int32)
+            return (*first.unbind(), second[:rows], second[rows:].view(rows, pages))
 
         token_ids, positions, slots, past_lens, page_table = parts(self._device)
         self.batch = Batch(
@@ -65,7 +65,7 @@ class _Inputs:
         self._spare = store.spare_page
         self._fields[2][:] = self._spare * self._page_size
         self._fields[4][:] = self._spare
-        self._is_free = torch.cuda.Event()
+        self._is_free = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def fill(self, segments: Sequence[Segment]) -> None:
         self._is_free.synchronize()  # the copy before this one has read the host's memory
@@ -93,7 +93,6 @@ class DecodeGraphs:
         self._store = store
         self._pages = min(pages_for(model.config.max_seq_len), store.num_pages)
         self._graphs: dict[int, tuple[_Inputs, torch.cuda.CUDAGraph, Tensor]] = {}
-        self._pool: tuple[int, int] | None = None
 
     def can_run(self, segments: Sequence[Segment]) -> bool:
         """Whether each segment is one token that wants logits, and nothing but a token."""
@@ -126,7 +125,7 @@ class DecodeGraphs:
         model.forward(inputs.batch, store)  # loads kernels and workspaces, which a capture cannot
         torch.cuda.synchronize(store.device)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        pool = next((held.pool() for _, held, _ in self._graphs.values()), None)
+        with torch.cuda.graph(graph, pool=pool):
             logits = model.forward(inputs.batch, store)
-        self._pool = graph.pool()
         return inputs, graph, logits

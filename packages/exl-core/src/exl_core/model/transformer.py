@@ -11,11 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
 from exl_core.arch.spec import Activation, EmbedScale, ModelConfig, Window
+from exl_core.cache.format import KVFormat, RowFormat, pages_for
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.model.adapted import (
@@ -27,8 +29,11 @@ from exl_core.model.adapted import (
 )
 from exl_core.model.adapters import AdapterUse, Matrix
 from exl_core.model.batch import AdapterRows, Batch
+from exl_core.model.head_fit import FITTED_POSITIONS, HeadFit, HeadMeasure
 from exl_core.model.observe import Observer, Part, taken_on
 from exl_core.model.rotation import RotationTable
+from exl_core.model.runner import make_batch
+from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.weights import ModelWeights
 from exl_core.ops.table import AttentionBatch, GateKind, OpTable, PackedLinear
 
@@ -46,6 +51,7 @@ class _Pass:
     store: KVStore
     adapters: tuple[AdapterRows, ...]
     rows: dict[Window, AttentionBatch]
+    fits: tuple[HeadFit | tuple[None, None], ...]  # by layer
     qkv: Tensor  # [R, (H + 2K) * D]
     mixed: Tensor  # [R, H * D], of qkv: attention puts its result where the queries were
     gated: Tensor  # [R, intermediate]
@@ -54,7 +60,15 @@ class _Pass:
 class Transformer:
     """A model ready to run on one backend."""
 
-    def __init__(self, config: ModelConfig, weights: ModelWeights, ops: OpTable) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        ops: OpTable,
+        sample_ids: tuple[int, ...] = (),
+    ) -> None:
+        """`sample_ids`: a text to fit the heads to where keys are stored in 4 bits; none: they are
+        stored as they are."""
         self.config = config
         self.ops = ops
         self.weights_bytes = weights.size_bytes
@@ -66,6 +80,7 @@ class Transformer:
         self._local_rope = (
             RotationTable(config.local_rope, ops.device) if config.local_rope else None
         )
+        self._sample_ids = sample_ids[: config.max_seq_len]
 
     @torch.inference_mode()
     def forward(self, batch: Batch, store: KVStore, observe: Observer | None = None) -> Tensor:
@@ -178,14 +193,45 @@ class Transformer:
         local = bound(self._local_rope) if self._local_rope else everywhere
         rows, config = batch.token_ids.shape[0], self.config
         qkv = self.ops.activations(rows, config.q_size + 2 * config.kv_size)
+        fits: tuple[HeadFit | tuple[None, None], ...] = ((None, None),) * config.num_layers
+        if store.kv_format.key_rows is RowFormat.CODES4 and len(self._sample_ids) > 1:
+            fits = self._head_fits
         return _Pass(
             store,
             batch.adapters,
             {Window.GLOBAL: everywhere, Window.LOCAL: local},
+            fits,
             qkv,
             qkv[:, : config.q_size],
             self.ops.activations(rows, config.intermediate_size),
         )
+
+    @cached_property
+    def _head_fits(self) -> tuple[HeadFit, ...]:
+        """Measured by the first pass that needs them, and fixed from then on."""
+        config, ids = self.config, self._sample_ids
+        num_pages = pages_for(len(ids))
+        text = Segment(
+            token_ids=ids, past_len=0, page_ids=tuple(range(num_pages)), logit_rows=LogitRows.LAST
+        )
+        store = KVStore(
+            KVFormat.FP32,
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            num_pages,
+            device=self.ops.device,
+        )
+        batch = make_batch((text,), store.page_size)
+        rotations = {Window.GLOBAL: self._rope, Window.LOCAL: self._local_rope or self._rope}
+        end = min(FITTED_POSITIONS, config.max_seq_len) - 1
+        positions = torch.linspace(0, end, len(ids), dtype=torch.float64).long()
+        turns = {window: rope.at(positions) for window, rope in rotations.items()}
+        measure = HeadMeasure(
+            config, self._weights, self.ops, lambda layer: turns[config.layer_windows[layer]]
+        )
+        self.forward(batch, store, measure)
+        return tuple(measure.fits)
 
     def _attend(self, x: Tensor, layer: int, current: _Pass) -> None:
         """x [R, hidden] += attention of the layer."""
@@ -207,6 +253,7 @@ class Transformer:
             config.attention_scale,
             self._windows[layer],
             config.attention_softcap or 0.0,
+            *current.fits[layer],
         )
         h, post_norm = current.mixed, block.attention_post_norm
         self._add(x, h, attention.output, post_norm, adapters, layer, "output")

@@ -14,7 +14,7 @@ from torch import Tensor, dtype
 
 from exl_core.errors import BackendError
 from exl_core.ops.quantized import QuantColumns, QuantLayout
-from exl_core.ops.table import AttentionBatch, Drawn, GateKind, PackedLinear
+from exl_core.ops.table import AttentionBatch, Drawn, GateKind, PackedLinear, RowSettings
 
 KERNELS_VERSION = "0.1.0"
 INSTALL = "Install it with: python -m pip install ./csrc (from the repository's root)."
@@ -231,10 +231,23 @@ class NativeTable:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        head_scale: Tensor | None = None,
+        head_shift: Tensor | None = None,
     ) -> None:
         bound = cast(exl_kernels.Table.AttentionBatch, batch)
         self._ops.attend_(
-            qkv, bound, key_cache, value_cache, q_norm, k_norm, eps, scale, window, softcap
+            qkv,
+            bound,
+            key_cache,
+            value_cache,
+            q_norm,
+            k_norm,
+            eps,
+            scale,
+            window,
+            softcap,
+            head_scale,
+            head_shift,
         )
 
     def sample(
@@ -256,6 +269,9 @@ class NativeTable:
                 logits, mask, ids, values, temperature, top_k, top_p, min_p, uniform, num_top
             )
         )
+
+    def sample_rows(self, logits: Tensor, rows: Sequence[RowSettings]) -> list[Drawn]:
+        return [settings.draw(self.sample, logits[settings.row]) for settings in rows]
 
 
 if TYPE_CHECKING:

@@ -18,11 +18,12 @@ from exl_core.ops.reference_attention import (
     Sequences,
     check_attention,
     gather,
+    scale_heads_,
     split_heads,
 )
 from exl_core.ops.reference_cache import check_caches, store_rows
 from exl_core.ops.reference_quantized import PlainQuantized, fill_quantized, new_quantized
-from exl_core.ops.reference_sampling import sample
+from exl_core.ops.reference_sampling import sample, sample_rows
 from exl_core.ops.table import AttentionBatch, GateKind, PackedLinear
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -90,6 +91,7 @@ class ReferenceTable:
     name = "reference"
     device = torch.device("cpu")
     sample = staticmethod(sample)
+    sample_rows = staticmethod(sample_rows)
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -285,6 +287,8 @@ class ReferenceTable:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        head_scale: Tensor | None = None,
+        head_shift: Tensor | None = None,
     ) -> None:
         if not isinstance(batch, PlainBatch):
             raise OpInputError("attend_: batch (expected one of the reference table)")
@@ -294,6 +298,7 @@ class ReferenceTable:
                 self.rms_norm_heads_(heads, norm, eps)
         self.rope_(q, batch.cos, batch.sin)
         self.rope_(k, batch.cos, batch.sin)
+        scale_heads_(q, k, head_scale, head_shift)
         self.write_kv(k, v, key_cache, value_cache, batch.slots)
         mixed = self.paged_attention(
             q, key_cache, value_cache, *batch.sequences, scale=scale, window=window, softcap=softcap

@@ -84,6 +84,22 @@ def split_heads(
     )
 
 
+def scale_heads_(q: Tensor, k: Tensor, scale: Tensor | None, shift: Tensor | None) -> None:
+    """Queries and keys [rows, heads, d] become x * scale + shift, both [heads of both * d]."""
+    op = "attend_"
+    if scale is None or shift is None:
+        if scale is not shift:
+            raise OpInputError(f"{op}: head_scale and head_shift (expected both or neither)")
+        return
+    heads, d = q.shape[1] + k.shape[1], q.shape[2]
+    for name, given in (("head_scale", scale), ("head_shift", shift)):
+        check(op, name, given, F32, heads * d)
+        check_contiguous(op, name, given)
+    factors, terms = (given.double().view(heads, d) for given in (scale, shift))
+    for x, own in ((q, slice(q.shape[1])), (k, slice(q.shape[1], heads))):
+        x.copy_(x.double() * factors[own] + terms[own])
+
+
 def check_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, of: Sequences) -> None:
     op = "paged_attention"
     check(op, "q", q, F32, None, None, None)

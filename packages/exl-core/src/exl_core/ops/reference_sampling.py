@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from exl_core.ops.checks import OpInputError, check, check_contiguous, check_range
-from exl_core.ops.table import NOTHING_DRAWN, Drawn
+from exl_core.ops.table import NOTHING_DRAWN, Drawn, RowSettings
 
 _NUCLEUS_FLOOR = 1e-6
 _WEIGHT_FLOOR = -87.33654  # of e^x: beyond lies what float32 cannot hold
@@ -72,6 +73,10 @@ def sample(
     place = int(by_id[int(above[0]) if len(above) > 0 else -1])
     top = zip(order[:num_top].tolist(), probability[:num_top].tolist(), strict=True)
     return Drawn(int(order[place]), float(probability[place]), list(top))
+
+
+def sample_rows(logits: Tensor, rows: Sequence[RowSettings]) -> list[Drawn]:
+    return [settings.draw(sample, logits[settings.row]) for settings in rows]
 
 
 def _check(logits: Tensor, mask: Tensor | None, ids: Tensor | None, values: Tensor | None) -> None:

@@ -12,7 +12,7 @@ An operand that breaks an op's contract is the caller's bug and raises ValueErro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, Protocol
 
@@ -49,6 +49,36 @@ class Drawn(NamedTuple):
 
 
 NOTHING_DRAWN = Drawn(-1, 0.0, [])
+
+
+class RowSettings(NamedTuple):
+    """Operands of `sample` for one row of `sample_rows`; mask, ids and values lie on the CPU."""
+
+    row: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    uniform: float = 0.0
+    num_top: int = 0
+    mask: Tensor | None = None
+    ids: Tensor | None = None
+    values: Tensor | None = None
+
+    def draw(self, sample: Callable[..., Drawn], logits: Tensor) -> Drawn:
+        """By a table's `sample`, from that row's logits."""
+        return sample(
+            logits,
+            self.mask,
+            self.ids,
+            self.values,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            uniform=self.uniform,
+            num_top=self.num_top,
+        )
 
 
 class OpTable(Protocol):
@@ -238,12 +268,15 @@ class OpTable(Protocol):
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        head_scale: Tensor | None = None,
+        head_shift: Tensor | None = None,
     ) -> None:
         """All of attention between its two projections; the result replaces the queries.
 
         qkv [rows, (q_heads + 2 kv_heads) * d] strided rows: queries, keys, values. In this order:
-        rms_norm_heads_ of queries and keys where there are norms [d], rope_ of both, write_kv,
-        paged_attention. Leaves keys and values in qkv undefined.
+        rms_norm_heads_ of queries and keys where there are norms [d], rope_ of both, x * head_scale
+        + head_shift of both where these are given (float32 [(q_heads + kv_heads) * d], both or
+        neither), write_kv, paged_attention. Leaves keys and values in qkv undefined.
         """
         ...
 
@@ -272,6 +305,16 @@ class OpTable(Protocol):
         of those that are left, with their probabilities. A token e^-87.3 times as likely as the
         likeliest or less counts as impossible. Nothing can be drawn if logits hold a NaN or an
         infinity above zero, or if no finite one is left.
+
+        All operands lie on the CPU, whatever the table's device: `sample_rows` is what draws there.
+        """
+        ...
+
+    def sample_rows(self, logits: Tensor, rows: Sequence[RowSettings]) -> list[Drawn]:
+        """`sample` of those rows of logits [n, vocab], strided rows on the table's device.
+
+        Rows do not depend on one another. On a GPU all of them cost one wait; probabilities, and
+        with them which token a number falls to, are rounded differently there.
         """
         ...
 

@@ -36,6 +36,20 @@ class Edits:
         self._banned: tuple[frozenset[int], Tensor] | None = None
         self._allowed: Tensor | None = None
 
+    @property
+    def read_logits(self) -> bool:
+        """Whether any value depends on the logit that it replaces."""
+        return self._needs_history or bool(self._params.token_bias)
+
+    def fixed(
+        self, banned: Collection[int], vocab_size: int
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Ids and values that depend on no logits: those of bans."""
+        if not (self._params.banned_tokens or banned):
+            return None, None
+        dropped = self._banned_ids(banned, vocab_size)
+        return dropped, torch.full((len(dropped),), DROPPED)
+
     def sparse(
         self, logits: Tensor, history: Sequence[int], banned: Collection[int]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -51,11 +65,11 @@ class Edits:
                 ids, values = edit(logits)
                 logits[ids] = values
             ids = values = None
-        if self._params.banned_tokens or banned:
-            dropped = self._banned_ids(banned, len(logits))
-            infinite = torch.full((len(dropped),), DROPPED)
-            ids = dropped if ids is None else torch.cat((ids, dropped))
-            values = infinite if values is None else torch.cat((values, infinite))
+        dropped, infinite = self.fixed(banned, len(logits))
+        if ids is None or values is None:
+            return logits, dropped, infinite
+        if dropped is not None and infinite is not None:
+            ids, values = torch.cat((ids, dropped)), torch.cat((values, infinite))
         return logits, ids, values
 
     def dense(

@@ -3,20 +3,21 @@
 Knows neither text nor filters; tokens that must not come are given with the call. Nothing here
 depends on what else is in the batch, so the same seed gives the same tokens from the same logits.
 What a sample means is said by `steps_for` in `chain.py`; the sampler computes the same with the
-kernel of `ops.sample`, or with the steps over the few tokens that it leaves.
+kernel of `ops.sample`, or with the steps over the few tokens that it leaves. Where that kernel
+needs nothing but settings, `begin` gives them, so that samples of many requests are drawn at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from exl_core.errors import ExlError
-from exl_core.ops.table import Drawn, OpTable
+from exl_core.ops.table import Drawn, OpTable, RowSettings
 from exl_core.sampling.chain import is_common, later_steps, scaling
 from exl_core.sampling.edits import Edits
 from exl_core.sampling.feedback import Mirostat
@@ -80,7 +81,8 @@ def guide(positive: Tensor, negative: Tensor, scale: float) -> Tensor:
 
 class Sampler:
     """`history` is prompt and reply; it grows at its end and is cut back only through `rewind`.
-    Logits are float32 [vocab_size] and are left as they are; ids beyond them are ignored.
+    Logits are float32 [vocab_size], on the CPU, and are left as they are; ids beyond them are
+    ignored.
 
     The random stream gives one number for each token that is drawn, verified ones and those taken
     back later included, and none where the settings are greedy: so it depends only on how many
@@ -119,8 +121,40 @@ class Sampler:
             return self._sample(final, self._uniform(), num_top, want_probability)
         uniform = 0.0 if self.params.is_greedy else self._uniform()
         drawn = self._drawn(logits, history, banned, mask, uniform=uniform, num_top=num_top)
-        probability = drawn.probability if want_probability else None
-        return Sample(drawn.token_id, probability, tuple(drawn.top))
+        return _sample_of(drawn, want_probability)
+
+    @property
+    def can_begin(self) -> bool:
+        """Whether settings say all that the kernel has to know."""
+        return self._is_common and not self._edits.read_logits
+
+    def begin(
+        self,
+        row: int,
+        vocab_size: int,
+        history: Sequence[int],
+        *,
+        banned: Collection[int] = (),
+        mask: Tensor | None = None,
+        num_top: int = 0,
+    ) -> RowSettings:
+        """What draws the token that `sample` would give, from that row of logits; then `finish`.
+
+        Only if it `can_begin`. The number of the random stream is taken here.
+        """
+        self._length = len(history)
+        uniform = 0.0 if self.params.is_greedy else self._uniform()
+        ids, values = self._edits.fixed(banned, vocab_size)
+        mask = self._edits.allowed(mask, vocab_size)
+        return self._settings(row, mask, ids, values, uniform=uniform, num_top=num_top)
+
+    def finish(
+        self, drawn: Drawn, read_logits: Callable[[], Tensor], *, want_probability: bool = False
+    ) -> Sample:
+        """The sample that `begin` began; the logits are read only to say why there is none."""
+        if drawn.token_id < 0:
+            raise _error(read_logits())
+        return _sample_of(drawn, want_probability)
 
     def probabilities(
         self,
@@ -201,27 +235,39 @@ class Sampler:
         num_top: int,
     ) -> Drawn:
         """The kernel's answer, where it knows the whole chain."""
-        params = self.params
         edited, ids, values = self._edits.sparse(logits, history, banned)
         mask = self._edits.allowed(mask, len(logits))
-        if params.is_greedy:
-            drawn = self._ops.sample(edited, mask, ids, values, top_k=1, num_top=num_top)
-        else:
-            drawn = self._ops.sample(
-                edited,
-                mask,
-                ids,
-                values,
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                uniform=uniform,
-                num_top=num_top,
-            )
+        settings = self._settings(0, mask, ids, values, uniform=uniform, num_top=num_top)
+        drawn = settings.draw(self._ops.sample, edited)
         if drawn.token_id < 0:
             raise _error(logits)
         return drawn
+
+    def _settings(
+        self,
+        row: int,
+        mask: Tensor | None,
+        ids: Tensor | None,
+        values: Tensor | None,
+        *,
+        uniform: float,
+        num_top: int,
+    ) -> RowSettings:
+        params = self.params
+        if params.is_greedy:
+            return RowSettings(row, top_k=1, num_top=num_top, mask=mask, ids=ids, values=values)
+        return RowSettings(
+            row,
+            params.temperature,
+            params.top_k,
+            params.top_p,
+            params.min_p,
+            uniform,
+            num_top,
+            mask,
+            ids,
+            values,
+        )
 
     def _final(
         self,
@@ -285,6 +331,10 @@ class Sampler:
 
     def _uniform(self) -> float:
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
+
+
+def _sample_of(drawn: Drawn, want_probability: bool) -> Sample:
+    return Sample(drawn.token_id, drawn.probability if want_probability else None, tuple(drawn.top))
 
 
 def _error(logits: Tensor) -> LogitsError:

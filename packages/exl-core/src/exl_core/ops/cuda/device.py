@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-from exl_core.errors import BackendError, DeviceError, OutOfMemoryError, RequestError
+from exl_core.errors import DeviceError, OutOfMemoryError, RequestError
 from exl_kernels import cuda
 
 OLDEST = 75
@@ -38,11 +38,9 @@ def parse_device(name: str) -> str:
 
 def open_device(name: str) -> torch.device:
     """The GPU that `cuda` or `cuda:N` means, with the library loaded and able to run on it."""
-    library = _open_library()
     if not torch.cuda.is_available():
-        raise DeviceError(
-            "no GPU can be used", where=name, got=_why_none(library), next_step=_WITHOUT
-        )
+        raise DeviceError("no GPU can be used", where=name, got=_why_none(), next_step=_WITHOUT)
+    library = _open_library()
     count = torch.cuda.device_count()
     index = int(name.partition(":")[2] or 0)
     if index >= count:
@@ -113,7 +111,7 @@ def _open_library() -> cuda.CudaLibrary:
         return cuda.load()
     except OSError as error:
         missing = not cuda.LIBRARY.is_file()
-        raise BackendError(
+        raise DeviceError(
             "this install has no CUDA kernels" if missing else "the CUDA kernels cannot be loaded",
             where="exl_kernels",
             got=None if missing else error,
@@ -122,19 +120,12 @@ def _open_library() -> cuda.CudaLibrary:
         ) from error
 
 
-def _why_none(library: cuda.CudaLibrary) -> str:
+def _why_none() -> str:
+    """What keeps torch from a GPU."""
     if torch.version.cuda is None:
         return "a torch that was built without CUDA"
     try:
-        driver, runtime = library.versions()
-    except cuda.CudaError as error:
-        return error.text
-    if driver == 0:
-        return "no NVIDIA driver"
-    if driver < runtime // 1000 * 1000:
-        return f"a driver for CUDA {_version(driver)}, older than the kernels' {_version(runtime)}"
-    return f"no device, with a driver for CUDA {_version(driver)}"
-
-
-def _version(number: int) -> str:
-    return f"{number // 1000}.{number % 1000 // 10}"
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+    except (RuntimeError, AssertionError) as error:  # its words name the driver's version
+        return str(error).partition("\n")[0]
+    return "no device"

@@ -8,8 +8,9 @@ multiplied by torch. Inputs are float32 or float16, outputs either.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import NamedTuple, cast
 
 import torch
@@ -19,6 +20,7 @@ from exl_core.errors import BackendError
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.cuda.library import TYPES, Gpu
 from exl_core.ops.cuda.quantized import CudaQuantLinear
+from exl_core.ops.cuda.slices import Slices
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_core.ops.table import GateKind, PackedLinear
 from exl_kernels import cuda
@@ -26,8 +28,8 @@ from exl_kernels import cuda
 FEW_ROWS = 128
 """Up to so many rows the codes are read directly; 128 is also the kernel's limit."""
 
-SCRATCH_HALVES = 32 << 20
-"""Of weights dequantized at a time: 64 MiB."""
+SCRATCH_HALVES = 64 << 20
+"""Of weights dequantized at a time: 128 MiB, and as much again for the slice after it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -85,6 +87,7 @@ class Linears:
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._max_n = 1
+        self._slices = Slices(gpu)
 
     def new_dense(self, out_features: int, in_features: int, has_bias: bool) -> CudaLinear:
         if out_features < 1 or in_features < 1:
@@ -137,18 +140,19 @@ class Linears:
             return
         plain = self._plain(x, norm)
         first = 0
-        for part in parts:
-            columns = out[:, first : first + part.out_features]
-            first += part.out_features
-            if isinstance(part, CudaQuantLinear) and is_few:
-                self._few(plain, (part,), columns, None, cuda.ADD if is_added else cuda.STORE)
-                continue  # with its bias
-            if isinstance(part, CudaQuantLinear):
-                self._many(plain, part, columns, is_added)
+        for is_quantized, group in groupby(parts, lambda part: isinstance(part, CudaQuantLinear)):
+            alike = tuple(group)
+            last = first + sum(part.out_features for part in alike)
+            columns = out[:, first:last]
+            if not is_quantized:
+                self._dense(plain, alike, columns, is_added)
+            elif is_few:
+                for part, own in _split(alike, columns):
+                    kind = cuda.ADD if is_added else cuda.STORE
+                    self._few(plain, (cast(CudaQuantLinear, part),), own, None, kind)
             else:
-                _product(plain, part.weight.T, columns, is_added)
-            if part.bias is not None:
-                columns += part.bias
+                self._many(plain, cast(tuple[CudaQuantLinear, ...], alike), columns, is_added)
+            first = last
 
     def multiply_gated(
         self, x: Tensor, w: PackedLinear, out: Tensor, norm: Norm, kind: GateKind
@@ -211,21 +215,38 @@ class Linears:
         gpu.call("prepare", prepare)
         gpu.call("quant_linear", args)
 
-    def _many(self, x: Tensor, part: CudaQuantLinear, out: Tensor, is_added: bool) -> None:
-        """x float16 [m, k]; the matrix is dequantized in slices of columns."""
-        rows, columns = part.in_features, part.out_features
+    @staticmethod
+    def _dense(x: Tensor, parts: tuple[Part, ...], out: Tensor, is_added: bool) -> None:
+        for part, columns in _split(parts, out):
+            _product(x, cast(CudaLinear, part).weight.T, columns, is_added)
+            if part.bias is not None:
+                columns.add_(part.bias)
+
+    def _many(
+        self, x: Tensor, parts: tuple[CudaQuantLinear, ...], out: Tensor, is_added: bool
+    ) -> None:
+        """x float16 [m, k]; the matrices are dequantized in slices of columns.
+
+        Dequantizing is bound by memory and multiplying is not, so the next slice is dequantized
+        beside the product of this one, in a stream of its own.
+        """
+        rows, columns = x.shape[1], out.shape[1]
         count = -(-columns * rows // SCRATCH_HALVES)
         width = -(-columns // count // 128) * 128
-        scratch = self._gpu.room("dequantized", 2 * width * rows).view(torch.float16)
         for first in range(0, columns, width):
             last = min(first + width, columns)
-            dense = scratch[: rows * (last - first)].view(rows, last - first)
-            part.unpack(first, last - first, dense)
-            _product(x, dense, out[:, first:last], is_added)
+            with self._slices.next(rows * (last - first)) as slice_:
+                dense = slice_.memory.view(rows, last - first)
+                with slice_.filling():
+                    _unpack(parts, first, last, dense)
+                _product(x, dense, out[:, first:last], is_added)
+        for part, own in _split(parts, out):
+            if part.bias is not None:
+                own.add_(part.bias)
 
     def _plain(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """x, normed if so, as float16 [m, k], contiguous."""
-        if norm is None and x.dtype is torch.float16 and x.is_contiguous():
+        """x, normed if so, as float16 [m, k]; rows may lie apart."""
+        if norm is None and x.dtype is torch.float16:
             return x
         out = self._gpu.empty(*x.shape, dtype=torch.float16)
         prepare = _prepare(x, norm)
@@ -237,6 +258,26 @@ class Linears:
 
 def parts_of(w: PackedLinear) -> tuple[Part, ...]:
     return w.parts if isinstance(w, CudaJoined) else (cast(Part, w),)
+
+
+def _split(parts: Sequence[Part], out: Tensor) -> Iterator[tuple[Part, Tensor]]:
+    """Each part with its columns of out."""
+    first = 0
+    for part in parts:
+        yield part, out[:, first : first + part.out_features]
+        first += part.out_features
+
+
+def _unpack(parts: Sequence[CudaQuantLinear], first: int, last: int, dense: Tensor) -> None:
+    """dense [k, last - first] = columns first .. last - 1 of the parts side by side."""
+    start = 0
+    for part in parts:
+        inner = max(first - start, 0), min(last - start, part.out_features)
+        if inner[0] < inner[1]:
+            place = start + inner[0] - first
+            width = inner[1] - inner[0]
+            part.unpack(inner[0], width, dense[:, place : place + width])
+        start += part.out_features
 
 
 def _all_quantized(parts: Sequence[Part]) -> tuple[CudaQuantLinear, ...] | None:
@@ -258,7 +299,7 @@ def _prepare(x: Tensor, norm: Norm | None) -> cuda.Prepare:
 def _product(x: Tensor, weight: Tensor, out: Tensor, is_added: bool) -> None:
     """out = x [m, k] @ weight [k, n], summed in float32; out float16 or float32."""
     if is_added:
-        out += x @ weight
+        torch.addmm(out, x, weight, out_dtype=torch.float32, out=out)
     elif out.dtype is torch.float16:
         torch.mm(x, weight, out=out)
     else:

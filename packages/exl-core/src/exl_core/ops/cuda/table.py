@@ -5,40 +5,26 @@ Nothing here waits for the GPU, and operands are not looked at: whoever builds a
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
 
 from exl_core.ops.checks import OpInputError
+from exl_core.ops.cuda.attention import Attention, CudaBatch, Scoring
 from exl_core.ops.cuda.library import TYPES, Gpu
 from exl_core.ops.cuda.linear import CudaJoined, Linears, Norm, parts_of
 from exl_core.ops.cuda.quantized import CudaQuantLinear
+from exl_core.ops.cuda.sampling import RowSampler
 from exl_core.ops.cuda.upload import upload
+from exl_core.ops.native import NativeTable
 from exl_core.ops.quantized import QuantColumns, QuantLayout
-from exl_core.ops.reference_cache import head_dim_of
-from exl_core.ops.table import AttentionBatch, GateKind, PackedLinear
+from exl_core.ops.table import AttentionBatch, Drawn, GateKind, PackedLinear, RowSettings
 from exl_kernels import cuda
 
 if TYPE_CHECKING:
     from exl_core.ops.table import OpTable
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class CudaBatch:
-    """What `attention_batch` was given, on the GPU, and its bounds."""
-
-    page_table: Tensor
-    row_starts: Tensor
-    past_lens: Tensor
-    slots: Tensor
-    cos: Tensor
-    sin: Tensor
-    max_rows: int  # of one sequence
-    max_keys: int  # of one sequence, or more
 
 
 class CudaTable:
@@ -49,6 +35,9 @@ class CudaTable:
         self.threads = threads
         self._gpu = Gpu(device)
         self._linears = Linears(self._gpu)
+        self._attention = Attention(self._gpu)
+        self._row_sampler = RowSampler(self._gpu)
+        self.sample = NativeTable(None, threads=1).sample
 
     @property
     def name(self) -> str:
@@ -161,20 +150,9 @@ class CudaTable:
         value_cache: Tensor,
         slots: Tensor,
     ) -> None:
-        if key.shape[0] == 0:
-            return
-        if key.stride(0) != value.stride(0) or key.dtype is not value.dtype:
+        if key.shape[0] and (key.stride(0) != value.stride(0) or key.dtype is not value.dtype):
             raise OpInputError("write_kv: key and value (expected rows laid out alike)")
-        self._gpu.call(
-            "write_kv",
-            _cache(key_cache, value_cache),
-            key.data_ptr(),
-            value.data_ptr(),
-            TYPES[key.dtype],
-            key.stride(0),
-            slots.data_ptr(),
-            key.shape[0],
-        )
+        self._attention.write(key, value, key_cache, value_cache, slots)
 
     def paged_attention(  # noqa: PLR0917 - the op's operands
         self,
@@ -192,19 +170,10 @@ class CudaTable:
         rows, heads, head_dim = q.shape
         out = self._gpu.empty(rows, heads * head_dim, dtype=q.dtype)
         none = self._gpu.empty(0)
-        batch = self._bind(page_table, row_starts, past_lens, none, none, none)
-        self._attend(
-            q.data_ptr(),
-            q.stride(0),
-            out,
-            heads,
-            batch,
-            key_cache,
-            value_cache,
-            scale,
-            window,
-            softcap,
-        )
+        batch = self._attention.bind(page_table, row_starts, past_lens, none, none, none)
+        scoring = Scoring(scale, window, softcap)
+        if rows:
+            self._attention.mix(q, out, heads, batch, key_cache, value_cache, scoring)
         return out
 
     def attention_batch(  # noqa: PLR0917 - what a batch is made of
@@ -226,34 +195,7 @@ class CudaTable:
             raise OpInputError(
                 f"attention_batch: page_table (expected ids within [0, {num_pages}))"
             )
-        return self._bind(page_table, row_starts, past_lens, slots, cos, sin)
-
-    def _bind(  # noqa: PLR0917 - what a batch is made of
-        self,
-        page_table: Tensor,
-        row_starts: Tensor,
-        past_lens: Tensor,
-        slots: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> CudaBatch:
-        starts = row_starts.tolist()
-        counts = [last - first for first, last in itertools.pairwise(starts)]
-        lengths = [past + n for past, n in zip(past_lens.tolist(), counts, strict=True)]
-
-        def upload(x: Tensor) -> Tensor:
-            return x.to(self.device, non_blocking=True)
-
-        return CudaBatch(
-            page_table=upload(page_table),
-            row_starts=upload(row_starts),
-            past_lens=upload(past_lens),
-            slots=upload(slots),
-            cos=upload(cos),
-            sin=upload(sin),
-            max_rows=max(counts, default=0),
-            max_keys=max(lengths, default=0),
-        )
+        return self._attention.bind(page_table, row_starts, past_lens, slots, cos, sin)
 
     def attend_(  # noqa: PLR0917 - the op's operands
         self,
@@ -267,95 +209,30 @@ class CudaTable:
         scale: float,
         window: int = 0,
         softcap: float = 0.0,
+        head_scale: Tensor | None = None,
+        head_shift: Tensor | None = None,
     ) -> None:
-        bound = cast(CudaBatch, batch)
-        rows, width = qkv.shape
-        if rows == 0:
-            return
-        head_dim, kv_heads = head_dim_of(key_cache), key_cache.shape[1]
-        q_heads = width // head_dim - 2 * kv_heads
-        args = cuda.RopeWrite(
-            qkv=qkv.data_ptr(),
-            qkv_stride=qkv.stride(0),
-            qkv_dtype=TYPES[qkv.dtype],
-            rows=rows,
-            q_heads=q_heads,
-            rotary_half=bound.cos.shape[1],
-            cos=bound.cos.data_ptr(),
-            sin=bound.sin.data_ptr(),
-            q_norm=None if q_norm is None else q_norm.data_ptr(),
-            k_norm=None if k_norm is None else k_norm.data_ptr(),
-            eps=eps,
-            slots=bound.slots.data_ptr(),
-        )
-        self._gpu.call("rope_write", args, _cache(key_cache, value_cache))
-        mixed = qkv[:, : q_heads * head_dim]
-        self._attend(
-            qkv.data_ptr(),
-            qkv.stride(0),
-            mixed,
-            q_heads,
-            bound,
-            key_cache,
-            value_cache,
-            scale,
-            window,
-            softcap,
-        )
+        if qkv.shape[0]:
+            self._attention.attend(
+                qkv,
+                cast(CudaBatch, batch),
+                key_cache,
+                value_cache,
+                (q_norm, k_norm),
+                eps,
+                Scoring(scale, window, softcap),
+                (head_scale, head_shift),
+            )
 
-    def _attend(  # noqa: PLR0917 - the op's operands
-        self,
-        q: int,
-        q_stride: int,
-        out: Tensor,
-        heads: int,
-        batch: CudaBatch,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        scale: float,
-        window: int,
-        softcap: float,
-    ) -> None:
-        rows = out.shape[0]
-        if rows == 0:
-            return
-        workspace = self._gpu.workspace("attention", rows, heads, head_dim_of(key_cache))
-        args = cuda.Attention(
-            q=q,
-            q_stride=q_stride,
-            out=out.data_ptr(),
-            out_stride=out.stride(0),
-            dtype=TYPES[out.dtype],
-            rows=rows,
-            q_heads=heads,
-            seqs=batch.past_lens.shape[0],
-            page_table=batch.page_table.data_ptr(),
-            row_starts=batch.row_starts.data_ptr(),
-            past_lens=batch.past_lens.data_ptr(),
-            table_stride=batch.page_table.shape[1],
-            max_rows=batch.max_rows,
-            max_keys=batch.max_keys,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            workspace=workspace.data_ptr(),
-            workspace_bytes=workspace.numel(),
-        )
-        self._gpu.call("attention", args, _cache(key_cache, value_cache))
-
-
-def _cache(key_cache: Tensor, value_cache: Tensor) -> cuda.Cache:
-    pages, kv_heads, page_size, _ = key_cache.shape
-    return cuda.Cache(
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        TYPES[key_cache.dtype],
-        TYPES[value_cache.dtype],
-        kv_heads,
-        head_dim_of(key_cache),
-        page_size,
-        pages,
-    )
+    def sample_rows(self, logits: Tensor, rows: Sequence[RowSettings]) -> list[Drawn]:
+        known = [settings for settings in rows if settings.num_top <= cuda.MAX_TOP]
+        drawn = iter(self._row_sampler.draw(logits, known))
+        return [
+            next(drawn)
+            if settings.num_top <= cuda.MAX_TOP
+            else settings.draw(self.sample, logits[settings.row].cpu())
+            for settings in rows
+        ]
 
 
 if TYPE_CHECKING:

@@ -1,0 +1,242 @@
+"""Builds `libexl_cuda.so`: every CUDA source once, for all architectures, then one link.
+
+The library has a C interface (`include/exl/cuda.h`) and the CUDA runtime inside. It knows neither
+Python nor torch, so that neither is needed to build it; `setup.py` calls this, and so may anybody:
+
+    EXL_CUDA_ARCH=9.0 python csrc/build_cuda.py csrc/python/exl_kernels
+
+EXL_CUDA_ARCH says what machine code is made for:
+
+    all        7.5, 8.0, 8.6, 8.9 and 9.0, and PTX of 9.0 for what comes later
+    8.0;9.0    these, with ';', ',' or spaces between; 80 and 90 mean the same
+    none       nothing: the library is not built
+
+Unset, it is `all` where there is an nvcc (in CUDA_HOME/bin or on PATH) and `none` where there is
+not; set to more than `none`, a missing nvcc is an error. Objects are kept as those of the CPU are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+LIBRARY = "libexl_cuda.so"
+VARIABLE = "EXL_CUDA_ARCH"
+
+ALL = (75, 80, 86, 89, 90)
+PTX = 90  # what a processor that came later compiles for itself
+OLDEST = 75
+NEWEST_NEEDED = (11, 8)  # the first nvcc that knows 9.0, dependent launches and float8
+
+# For a profiler that shows source lines: NVCC_APPEND_FLAGS=-lineinfo, which doubles the library.
+FLAGS = [
+    *("-std=c++17", "-O3", "-Iinclude", "-Isrc"),
+    *("-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"),
+    *("-Xfatbin", "-compress-all"),  # to a quarter
+]
+STRICT_FLAGS = ["-Werror", "all-warnings"]
+LINK_FLAGS = [
+    *("-shared", "-cudart", "static", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
+    *("-Xlinker", "--no-undefined"),
+]
+
+FORMS = f"{VARIABLE} is a list such as '8.0;9.0' or '80,90', of 7.5 or later, or 'all' or 'none'"
+
+
+@dataclass(frozen=True)
+class Target:
+    """What to build with, and for: compute capabilities times ten."""
+
+    nvcc: str
+    version: str  # what nvcc says of itself
+    capabilities: tuple[int, ...]
+    has_ptx: bool
+
+    @property
+    def code_flags(self) -> list[str]:
+        flags = [f"-gencode=arch=compute_{name},code=sm_{name}" for name in self._names]
+        if self.has_ptx:
+            flags.append(f"-gencode=arch=compute_{PTX},code=compute_{PTX}")
+        return flags
+
+    @property
+    def _names(self) -> list[str]:
+        # 9.0a has Hopper's own matrix instructions; its code runs on every 9.0.
+        return ["90a" if one == 90 else str(one) for one in self.capabilities]
+
+
+def parse_architectures(text: str) -> tuple[int, ...] | None:
+    """Capabilities times ten, ascending; None for all of them, nothing for `none`."""
+    wanted = text.strip().lower()
+    if wanted == "all":
+        return None
+    if wanted == "none":
+        return ()
+    found = set()
+    for part in re.split(r"[;,\s]+", wanted):
+        match = re.fullmatch(r"(\d{1,2})\.?(\d)", part)
+        number = 10 * int(match[1]) + int(match[2]) if match else 0
+        if number < OLDEST:
+            raise SystemExit(f"exl-kernels: {FORMS}, but not {text[:100]!r}")
+        found.add(number)
+    return tuple(sorted(found))
+
+
+def choose_target(environ: Mapping[str, str]) -> Target | None:
+    """What the environment asks for; None, and a line that says so, to build without CUDA."""
+    asked = environ.get(VARIABLE) or None  # set to nothing is not set
+    wanted = None if asked is None else parse_architectures(asked)
+    if wanted == ():
+        return None
+    nvcc = find_nvcc(environ)
+    version = None if nvcc is None else nvcc_says(nvcc, "--version")
+    if nvcc is None or version is None:
+        place = "in CUDA_HOME/bin or on PATH" if nvcc is None else f"that runs ({nvcc} does not)"
+        return _without(asked, f"there is no nvcc {place}")
+    release = re.search(r"release (\d+)\.(\d+)", version)
+    if release is None or (int(release[1]), int(release[2])) < NEWEST_NEEDED:
+        said = release[0] if release else "an unknown release"
+        return _without(asked, f"{nvcc} is {said}, and 11.8 is the oldest that will do")
+    known = {int(name) for name in re.findall(r"compute_(\d+)$", _architectures(nvcc), re.M)}
+    if wanted is None:
+        kept = tuple(one for one in ALL if one in known)
+        return Target(nvcc, version, kept, has_ptx=True)
+    unknown = [f"{one / 10:.1f}" for one in wanted if one not in known]
+    if unknown:
+        makes = ", ".join(f"{one / 10:.1f}" for one in sorted(known))
+        raise SystemExit(
+            f"exl-kernels: {VARIABLE} asks for {', '.join(unknown)}, but {nvcc} makes code for "
+            f"{makes or 'nothing'} only"
+        )
+    return Target(nvcc, version, wanted, has_ptx=False)
+
+
+def _without(asked: str | None, why: str) -> None:
+    if asked is not None:
+        raise SystemExit(
+            f"exl-kernels: {VARIABLE} is {asked!r}, but {why}. Install the CUDA toolkit, set "
+            f"CUDA_HOME to it, or set {VARIABLE}=none to build without CUDA."
+        )
+    print(f"exl-kernels: without CUDA, since {why}")
+
+
+def find_nvcc(environ: Mapping[str, str]) -> str | None:
+    home = environ.get("CUDA_HOME")
+    named = shutil.which("nvcc", path=str(Path(home, "bin"))) if home else None
+    return named or shutil.which("nvcc", path=environ.get("PATH", os.defpath))
+
+
+def nvcc_says(nvcc: str, option: str) -> str | None:
+    """None where it cannot be run or fails."""
+    try:
+        done = subprocess.run([nvcc, option], capture_output=True, text=True, check=False)
+    except OSError:
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+def _architectures(nvcc: str) -> str:
+    return nvcc_says(nvcc, "--list-gpu-arch") or ""
+
+
+def build_library(
+    folder: Path,
+    object_root: Path,
+    target: Target | None,
+    *,
+    jobs: int,
+    strict: bool = False,
+    force: bool = False,
+) -> Path | None:
+    """The library in `folder`; without a target an earlier one goes, so that none is out of date.
+
+    `strict` makes warnings errors. Ends with a line where a compilation fails.
+    """
+    library = folder / LIBRARY
+    if target is None:
+        library.unlink(missing_ok=True)
+        return None
+    flags = [*FLAGS, *target.code_flags, *(STRICT_FLAGS if strict else [])]
+    objects = _object_dir(object_root, target, flags)
+    objects.mkdir(parents=True, exist_ok=True)
+    newest_header = max(
+        path.stat().st_mtime
+        for path in [*ROOT.glob("include/**/*.h"), *ROOT.glob("src/**/*.cuh"), Path(__file__)]
+    )
+    # Slowest first, so that the compilers finish together.
+    sources = sorted(ROOT.glob("src/cuda/**/*.cu"), key=lambda path: -path.stat().st_size)
+
+    def compiled(source: Path) -> str:
+        made = objects / source.relative_to(ROOT / "src/cuda").with_suffix(".o")
+        newest = max(newest_header, source.stat().st_mtime)
+        if force or not made.exists() or made.stat().st_mtime <= newest:
+            name = str(source.relative_to(ROOT))
+            names = " ".join(map(str, target.capabilities))
+            define = [f'-DEXL_CUDA_ARCHITECTURES="{names}"'] if source.stem == "device" else []
+            made.parent.mkdir(parents=True, exist_ok=True)
+            fresh = made.with_suffix(".new.o")  # one that was cut off is never taken for whole
+            _run([target.nvcc, *flags, *define, "-c", name, "-o", str(fresh)])
+            fresh.replace(made)
+        return str(made)
+
+    with ThreadPoolExecutor(max_workers=max(1, jobs)) as pool:
+        made = list(pool.map(compiled, sources))
+    folder.mkdir(parents=True, exist_ok=True)
+    fresh = folder / f"{LIBRARY}.new"
+    _run([target.nvcc, *LINK_FLAGS, *target.code_flags, *made, "-o", str(fresh)])
+    fresh.replace(library)  # a running process keeps the old library
+    return library
+
+
+def _object_dir(root: Path, target: Target, flags: list[str]) -> Path:
+    """One per compiler and flags, those that nvcc takes from the environment among them."""
+    told = [os.environ.get(f"NVCC_{name}", "") for name in ("PREPEND_FLAGS", "APPEND_FLAGS")]
+    parts = [target.nvcc, target.version, *flags, *told]
+    digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
+    return root / f"cuda-{digest[:12]}"
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    sys.stderr.write(done.stdout + done.stderr)  # at once, so that two compilers' do not mix
+    if done.returncode != 0:
+        what = next((one for one in command if one.endswith(".cu")), LIBRARY)
+        raise SystemExit(f"exl-kernels: nvcc failed on {what} (exit status {done.returncode})")
+
+
+def usable_cores() -> int:
+    # Not everywhere (macOS) can a process ask which cores it may use.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("folder", type=Path, help=f"where {LIBRARY} goes")
+    parser.add_argument("--objects", type=Path, default=ROOT / "build", help="where objects stay")
+    parser.add_argument("--strict", action="store_true", help="warnings are errors")
+    args = parser.parse_args()
+    library = build_library(
+        args.folder.resolve(),
+        args.objects.resolve(),
+        choose_target(os.environ),
+        jobs=usable_cores(),
+        strict=args.strict,
+    )
+    if library is not None:
+        print(f"{library}: {library.stat().st_size / 1e6:.1f} MB")
+
+
+if __name__ == "__main__":
+    main()

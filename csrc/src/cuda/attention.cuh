@@ -1,0 +1,173 @@
+// What the two attention kernels share: their operands, cache rows on their way to shared memory,
+// matrix fragments.
+//
+// Shared memory holds tiles of cache rows as they are stored, in chunks of 16 rows: a chunk lies in
+// one page, and where the head is as wide as the kernel was made for, rows of codes are copied as one
+// run. Narrower heads are spread to the width, whose rest is zero.
+#pragma once
+
+#include "kv_rows.cuh"
+
+namespace exl::cuda {
+
+constexpr int kChunk = 16;      // rows of the cache that are copied together
+constexpr int kFewRows = 16;    // a sequence of at most as many rows is attention_decode's
+constexpr float kLog2e = 1.4426950408889634f;
+
+struct AttentionParams {
+    const void* q;
+    void* out;
+    int64_t q_stride;
+    int64_t out_stride;
+    int dtype;
+    int q_heads;
+    int kv_heads;
+    int group;  // query heads to a kv head
+    int d;
+    const uint8_t* key_cache;
+    const uint8_t* value_cache;
+    int page_bits;  // log2 of the page size
+    const int32_t* page_table;
+    const int32_t* row_starts;
+    const int32_t* past_lens;
+    int table_stride;
+    int window;
+    float scale;
+    float softcap;
+    // attention_decode's own
+    int row_tiles;
+    int splits;
+    int stages;
+    unsigned* counters;
+    float* partials;
+};
+
+struct AttentionSize {  // what grids come from
+    int seqs;
+    int max_rows;
+    int max_keys;
+    int key_dtype;
+    int value_dtype;
+    void* workspace;
+    int64_t workspace_bytes;
+};
+
+// Counters come first in the workspace, one for each split piece of work; partial results follow.
+constexpr int64_t kCounters = 16384;
+constexpr int64_t kPartialVectors = 16384;
+
+cudaError_t attend_few(AttentionParams params, const AttentionSize& size, void* stream);
+cudaError_t attend_many(const AttentionParams& params, const AttentionSize& size, void* stream);
+
+// Float16 and float32 rows are both staged as float16.
+__host__ __device__ constexpr bool is_plain(int type) { return type == kF16 || type == kF32; }
+// Bytes between rows in shared memory: odd multiples of 16 where rows are values, so that eight of
+// them meet different banks; codes as they come.
+__host__ __device__ constexpr int staged_bytes(int type, int width) {
+    return is_plain(type) ? 2 * width + 16 : type == kF8e4m3 ? width + 16 : row_bytes(type, width);
+}
+
+#ifdef __CUDACC__
+
+__device__ __forceinline__ uint32_t shared_address(const void* p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ void load_matrices(uint32_t (&to)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+__device__ __forceinline__ void load_transposed(uint32_t (&to)[4], const void* row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+__device__ __forceinline__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+// Scores in powers of two.
+__device__ __forceinline__ float score_of(float dot, float scale, float softcap) {
+    if (softcap <= 0.0f) return dot * (scale * kLog2e);
+    const float x = dot * scale / softcap;
+    return softcap * kLog2e * (1.0f - 2.0f / (exp2_of(2.0f * kLog2e * x) + 1.0f));
+}
+
+// Where the chunk of rows at `position` begins, for one kv head.
+template <int type>
+__device__ __forceinline__ const uint8_t* chunk_rows(
+    const AttentionParams& params, const uint8_t* cache, const int32_t* pages, int kv_head,
+    int position
+) {
+    const int64_t page = pages[position >> params.page_bits];
+    const int offset = position & ((1 << params.page_bits) - 1);
+    const int64_t row = ((page * params.kv_heads + kv_head) << params.page_bits) + offset;
+    return cache + row * row_bytes(type, params.d);
+}
+
+__device__ __forceinline__ uint4 rounded8(const float4& a, const float4& b) {
+    const auto two = [](float x, float y) {
+        return bits_of(__halves2half2(from_float<__half>(x), from_float<__half>(y)));
+    };
+    return make_uint4(two(a.x, a.y), two(a.z, a.w), two(b.x, b.y), two(b.z, b.w));
+}
+
+// One warp begins to copy a chunk of rows of d elements.
+template <int type, int width>
+__device__ __forceinline__ void copy_chunk(uint8_t* to, const uint8_t* from, int d, int lane) {
+    constexpr int kStride = staged_bytes(type, width);
+    if constexpr (type == kF32) {
+        const int parts = d / 8;
+        for (int i = lane; i < kChunk * parts; i += kWarp) {
+            const auto* eight = reinterpret_cast<const float4*>(from + 32 * static_cast<int64_t>(i));
+            *reinterpret_cast<uint4*>(to + i / parts * kStride + i % parts * 16) =
+                rounded8(eight[0], eight[1]);
+        }
+    } else if (d == width) {
+        constexpr int kParts = is_codes(type) ? kStride * kChunk / 16 : value_bytes(type, width) / 16;
+        constexpr int kRows = is_codes(type) ? 1 : kChunk;
+#pragma unroll
+        for (int first = 0; first < kRows * kParts; first += kWarp) {
+            const int i = first + lane;
+            if (kRows * kParts % kWarp != 0 && i >= kRows * kParts) break;
+            copy_async_16(to + i / kParts * kStride + i % kParts * 16, from + 16 * i);
+        }
+    } else if constexpr (type == kF16) {
+        const int parts = d / 8;
+        for (int i = lane; i < kChunk * parts; i += kWarp) {
+            copy_async_16(to + i / parts * kStride + i % parts * 16, from + 16 * i);
+        }
+    } else {
+        const int bytes = row_bytes(type, d);
+        const int values = value_bytes(type, d);
+        for (int i = lane; i < kChunk * bytes / 2; i += kWarp) {
+            const int at = 2 * i % bytes;
+            const int moved = at < values ? at : at - values + value_bytes(type, width);
+            *reinterpret_cast<uint16_t*>(to + 2 * i / bytes * kStride + moved) =
+                reinterpret_cast<const uint16_t*>(from)[i];
+        }
+    }
+}
+
+// Zeros, for `threads` of which this is `thread`; whole words.
+__device__ __forceinline__ void clear(uint8_t* from, int bytes, int thread, int threads) {
+    for (int i = thread; i < bytes / 4; i += threads) reinterpret_cast<uint32_t*>(from)[i] = 0;
+}
+
+// Rows outside [first, last) of `count` become zeros: what no query sees may be NaN, and 0 * NaN is.
+__device__ __forceinline__ void clear_hidden(
+    uint8_t* rows, int stride, int count, int first, int last, int thread, int threads
+) {
+    if (first > 0) clear(rows, min(first, count) * stride, thread, threads);
+    if (last < count) {
+        const int begin = max(last, 0);
+        clear(rows + begin * stride, (count - begin) * stride, thread, threads);
+    }
+}
+
+#endif  // __CUDACC__
+
+}  // namespace exl::cuda

@@ -1,0 +1,14 @@
+// attention_decode.cuh's kernel for caches of codes.
+#include "attention_decode_kernel.cuh"
+
+namespace exl::cuda {
+
+cudaError_t attend_few_codes(
+    const AttentionParams& params, const AttentionSize& size, void* stream
+) {
+    if (size.key_dtype == kU8) return decode_with<kU8, kU8>(params, size, stream);
+    if (size.value_dtype == kU8) return decode_with<kI8, kU8>(params, size, stream);
+    return decode_with<kI8, kI8>(params, size, stream);
+}
+
+}  // namespace exl::cuda

@@ -1,0 +1,145 @@
+// One step of a warp in attention_decode_kernel.cuh: 16 or 32 keys against its queries.
+#pragma once
+
+#include "attention_decode.cuh"
+
+namespace exl::cuda {
+
+constexpr int kDecodeWarps = 4;
+
+// Steps of 32 keys where a row of codes is short, so that the bookkeeping of a step is paid for.
+template <int key_type, int value_type>
+constexpr int kStepChunks = key_type == kU8 && value_type == kU8 ? 2 : 1;
+
+template <int key_type, int value_type, int width, int tiles>
+struct DecodeShape {
+    static constexpr int kQueries = 8 * tiles;
+    static constexpr int kChunks = kStepChunks<key_type, value_type>;
+    static constexpr int kKeys = kChunks * kChunk;  // of a step
+    static constexpr int kKeyBytes = kKeys * staged_bytes(key_type, width);
+    static constexpr int kStepBytes = kKeyBytes + kKeys * staged_bytes(value_type, width);
+    static constexpr int kQueryStride = width + 8;  // float16
+    static constexpr int kQueryBytes = kQueries * kQueryStride * 2;
+    // Peaks and weights of queries for each warp, then shares for each split.
+    static constexpr int kStatBytes = kMaxSplits * kQueries * 4;
+};
+
+// A warp's running result: peak and weight of the queries 2 t, 2 t + 1 of each tile (the weight of
+// this lane's keys only), and sums of values.
+template <int width, int tiles>
+struct Running {
+    float peak[tiles][2];
+    float weight[tiles][2];
+    float sums[width / 16][tiles][4];
+
+    __device__ __forceinline__ void start() {
+#pragma unroll
+        for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                peak[n][j] = -INFINITY;
+                weight[n][j] = 0.0f;
+            }
+#pragma unroll
+            for (int tile = 0; tile < width / 16; ++tile) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[tile][n][i] = 0.0f;
+            }
+        }
+    }
+};
+
+// One step of keys, staged at `rows`; positions of the queries decide what they see, where `masked`.
+template <int key_type, int value_type, int width, int tiles>
+__device__ __forceinline__ void attend_step(
+    const AttentionParams& params, const uint8_t* rows, int first_key, bool masked,
+    const int (&positions)[tiles][2], const uint32_t (&q)[tiles][width / 16][2],
+    Running<width, tiles>& run, int lane
+) {
+    using Shape = DecodeShape<key_type, value_type, width, tiles>;
+    using Keys = KeyFragments<key_type, width>;
+    using Values = ValueFragments<value_type, width>;
+    constexpr int kChunks = Shape::kChunks;
+    float s[kChunks][tiles][4] = {};
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+        Keys::for_each(rows + c * kChunk * Keys::kStride, lane, [&](int k, const uint32_t (&a)[4]) {
+#pragma unroll
+            for (int n = 0; n < tiles; ++n) mma_16816(s[c][n], a, q[n][k][0], q[n][k][1]);
+        });
+    }
+    float peak[tiles][2];
+    bool moved = false;
+#pragma unroll
+    for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            peak[n][j] = run.peak[n][j];
+#pragma unroll
+            for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float& x = s[c][n][2 * h + j];
+                    x = score_of(x, params.scale, params.softcap);
+                    if (masked) {
+                        const int age = positions[n][j] - (first_key + c * kChunk + lane / 4 + 8 * h);
+                        if (age < 0 || (params.window > 0 && age >= params.window)) x = -INFINITY;
+                    }
+                    peak[n][j] = fmaxf(peak[n][j], x);
+                }
+            }
+#pragma unroll
+            for (int step = 4; step < kWarp; step *= 2) {
+                peak[n][j] = fmaxf(peak[n][j], __shfl_xor_sync(0xffffffffu, peak[n][j], step));
+            }
+            moved |= peak[n][j] != run.peak[n][j];
+        }
+    }
+    if (__any_sync(0xffffffffu, moved)) {
+#pragma unroll
+        for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                // A peak of -infinity has no sums yet; subtracting it from itself would invent NaN.
+                const float factor =
+                    peak[n][j] == -INFINITY ? 1.0f : exp2_of(run.peak[n][j] - peak[n][j]);
+                run.peak[n][j] = peak[n][j];
+                run.weight[n][j] *= factor;
+#pragma unroll
+                for (int tile = 0; tile < width / 16; ++tile) {
+                    run.sums[tile][n][j] *= factor;
+                    run.sums[tile][n][2 + j] *= factor;
+                }
+            }
+        }
+    }
+    uint32_t p[kChunks][tiles][2];
+#pragma unroll
+    for (int n = 0; n < tiles; ++n) {
+        const float base[2] = {peak[n][0] == -INFINITY ? 0.0f : peak[n][0],
+                               peak[n][1] == -INFINITY ? 0.0f : peak[n][1]};
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float x = exp2_of(s[c][n][2 * h] - base[0]);
+                const float y = exp2_of(s[c][n][2 * h + 1] - base[1]);
+                run.weight[n][0] += x;
+                run.weight[n][1] += y;
+                const uint32_t two = bits_of(__floats2half2_rn(x, y));
+                asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
+                             : "=r"(p[c][n][h]) : "r"(two));
+            }
+        }
+    }
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+        const uint8_t* values = rows + Shape::kKeyBytes + c * kChunk * Values::kStride;
+        Values::for_each(values, lane, [&](int tile, const uint32_t (&a)[4]) {
+#pragma unroll
+            for (int n = 0; n < tiles; ++n) mma_16816(run.sums[tile][n], a, p[c][n][0], p[c][n][1]);
+        });
+    }
+}
+
+}  // namespace exl::cuda

@@ -1,0 +1,182 @@
+// Rows of the key-value cache on the device: rotating and encoding them, reading codes as float16.
+//
+// Layout and formulas: exl/formats/kv.h; codes are the reference's to the bit, so every stage rounds
+// to float16. A warp holds a row of up to 256 elements as `Row`: lane l has elements 2 l and 2 l + 1
+// of each unit of 64, so that a unit's two transforms are butterflies between lanes.
+#pragma once
+
+#include "common.cuh"
+
+namespace exl::cuda {
+
+constexpr int kMaxHead = 256;
+constexpr int kUnit = 64;
+constexpr int kUnits = kMaxHead / kUnit;
+constexpr int kScaleGroup = 32;  // elements that share a scale
+
+__host__ __device__ constexpr bool is_codes(int type) { return type == kI8 || type == kU8; }
+// Bytes of a row's values or codes, without scales.
+__host__ __device__ constexpr int value_bytes(int type, int d) {
+    return type == kF32 ? 4 * d : type == kF16 ? 2 * d : type == kU8 ? d / 2 : d;
+}
+__host__ __device__ constexpr int row_bytes(int type, int d) {
+    return value_bytes(type, d) + (is_codes(type) ? d / kScaleGroup * 2 : 0);
+}
+
+#ifdef __CUDACC__
+
+using Row = float2[kUnits];
+
+// Elements of one lane: `to` past the row's end is zero. `d` and addresses are even.
+__device__ __forceinline__ void load_row(Row& to, const void* from, int type, int d, int lane) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+        const int i = u * kUnit + 2 * lane;
+        to[u] = make_float2(0.0f, 0.0f);
+        if (i >= d) continue;
+        if (type == kF16) {
+            to[u] = __half22float2(*reinterpret_cast<const __half2*>(
+                static_cast<const __half*>(from) + i
+            ));
+        } else {
+            to[u] = *reinterpret_cast<const float2*>(static_cast<const float*>(from) + i);
+        }
+    }
+}
+
+__device__ __forceinline__ void store_row(void* to, const Row& x, int type, int d, int lane) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+        const int i = u * kUnit + 2 * lane;
+        if (i >= d) continue;
+        if (type == kF16) {
+            *reinterpret_cast<__half2*>(static_cast<__half*>(to) + i) =
+                __halves2half2(from_float<__half>(x[u].x), from_float<__half>(x[u].y));
+        } else {
+            *reinterpret_cast<float2*>(static_cast<float*>(to) + i) = x[u];
+        }
+    }
+}
+
+// H x / n of each unit: takes queries to where codes live, and sums of codes back.
+__device__ __forceinline__ void rotate_row(Row& x, int d, int lane) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+        if (u * kUnit >= d) break;
+        const int points = d - u * kUnit >= kUnit ? 32 : 16;
+        for (int step = 1; step < points; step *= 2) {
+            const float a = __shfl_xor_sync(0xffffffffu, x[u].x, step);
+            const float b = __shfl_xor_sync(0xffffffffu, x[u].y, step);
+            const bool upper = (lane & step) != 0;
+            x[u].x = upper ? a - x[u].x : x[u].x + a;
+            x[u].y = upper ? b - x[u].y : x[u].y + b;
+        }
+        const float norm = 1.0f / static_cast<float>(points);
+        x[u].x *= norm;
+        x[u].y *= norm;
+    }
+}
+
+__device__ __forceinline__ uint8_t to_f8e4m3(float x) {
+    if (!isfinite(x)) return signbit(x) ? 0xff : 0x7f;
+    return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
+}
+
+// round(fp16(fp16(y / largest) * h + h)) within codes' range; NaN, as 0 / 0 is, becomes 0.
+__device__ __forceinline__ int code_of(float y, float largest, float half_range) {
+    const float ratio = __half2float(__float2half_rn(__fdiv_rn(y, largest)));
+    const float code = __half2float(__float2half_rn(__fadd_rn(ratio * half_range, half_range)));
+    return static_cast<int>(fminf(fmaxf(rintf(code), 0.0f), 2.0f * half_range - 1.0f));
+}
+
+// One unit of a row, `points` pairs of it, as codes of `bits` bits and scales.
+template <int bits>
+__device__ __forceinline__ void encode_unit(
+    uint8_t* row, float2 x, int unit, int points, int d, int lane
+) {
+    constexpr float kHalfRange = 1 << (bits - 1);
+    __half2 y = __floats2half2_rn(x.x, x.y);
+    for (int step = 1; step < points; step *= 2) {
+        const __half2 other = __shfl_xor_sync(0xffffffffu, y, step);
+        y = (lane & step) != 0 ? __hsub2_rn(other, y) : __hadd2_rn(y, other);
+    }
+    const float2 wide = __half22float2(y);
+    const bool finite = isfinite(wide.x) && isfinite(wide.y);
+    float largest = finite ? fmaxf(fabsf(wide.x), fabsf(wide.y)) : INFINITY;
+#pragma unroll
+    for (int step = 1; step < kScaleGroup / 2; step *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+    }
+    if (lane >= points) return;
+    if (largest == INFINITY) largest = NAN;
+    const int even = code_of(wide.x, largest, kHalfRange);
+    const int odd = code_of(wide.y, largest, kHalfRange);
+    if (bits == 4) {
+        row[unit * kUnit / 2 + lane] = static_cast<uint8_t>(even | odd << 4);
+    } else {
+        reinterpret_cast<uint16_t*>(row)[unit * kUnit / 2 + lane] =
+            static_cast<uint16_t>(even | odd << 8);
+    }
+    if (lane % 16 == 0) {
+        uint8_t* scales = row + d * bits / 8;
+        reinterpret_cast<__half*>(scales)[unit * 2 + lane / 16] =
+            __float2half_rn(largest * (1.0f / kHalfRange));
+    }
+}
+
+// A row as the cache stores it. What is beyond float16's range becomes infinite there, as it does
+// in the reference.
+__device__ __forceinline__ void encode_row(uint8_t* row, const Row& x, int type, int d, int lane) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+        if (u * kUnit >= d) break;
+        const int points = d - u * kUnit >= kUnit ? 32 : 16;
+        const int i = u * kUnit + 2 * lane;
+        if (type == kU8) {
+            encode_unit<4>(row, x[u], u, points, d, lane);
+        } else if (type == kI8) {
+            encode_unit<8>(row, x[u], u, points, d, lane);
+        } else if (i >= d) {
+            continue;
+        } else if (type == kF16) {
+            reinterpret_cast<__half2*>(row)[i / 2] = __floats2half2_rn(x[u].x, x[u].y);
+        } else if (type == kF32) {
+            reinterpret_cast<float2*>(row)[i / 2] = x[u];
+        } else {
+            reinterpret_cast<uint16_t*>(row)[i / 2] =
+                static_cast<uint16_t>(to_f8e4m3(x[u].x) | to_f8e4m3(x[u].y) << 8);
+        }
+    }
+}
+
+// ---- codes as float16 ---------------------------------------------------------------------------
+
+__device__ __forceinline__ uint32_t bits_of(__half2 x) { return *reinterpret_cast<uint32_t*>(&x); }
+__device__ __forceinline__ __half2 halves(uint32_t x) { return *reinterpret_cast<__half2*>(&x); }
+
+// Codes of the 4 low bits of each half of w, and of the 4 next ones, less 8, exactly. 0x6400 is 1024,
+// whose last bit is 1; bits 4 and up of it count 16.
+__device__ __forceinline__ __half2 low_codes(uint32_t w) {
+    return __hsub2(halves((w & 0x000f000fu) | 0x64006400u), __half2half2(__ushort_as_half(0x6408)));
+}
+__device__ __forceinline__ __half2 next_codes(uint32_t w) {
+    const __half2 sixteenth = __half2half2(__ushort_as_half(0x2c00));
+    const __half2 offset = __half2half2(__ushort_as_half(0xd480));  // -72 = -(1024 / 16 + 8)
+    return __hfma2(halves((w & 0x00f000f0u) | 0x64006400u), sixteenth, offset);
+}
+// 8-bit codes at bytes 0 and 1, or 2 and 3, of w, less 128, exactly.
+template <int pair>
+__device__ __forceinline__ __half2 byte_codes(uint32_t w) {
+    const uint32_t wide = __byte_perm(w, 0x64646464u, pair == 0 ? 0x4140 : 0x4342);
+    return __hsub2(halves(wide), __half2half2(__ushort_as_half(0x6480)));
+}
+// f8e4m3 at bytes 0 and 1, or 2 and 3, of w.
+template <int pair>
+__device__ __forceinline__ __half2 byte_floats(uint32_t w) {
+    const auto two = static_cast<__nv_fp8x2_storage_t>(pair == 0 ? w & 0xffffu : w >> 16);
+    return static_cast<__half2>(__nv_cvt_fp8x2_to_halfraw2(two, __NV_E4M3));
+}
+
+#endif  // __CUDACC__
+
+}  // namespace exl::cuda

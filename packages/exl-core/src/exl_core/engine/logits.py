@@ -1,0 +1,42 @@
+"""The logits of one pass: they stay where they were computed until somebody reads one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from torch import Tensor
+
+from exl_core.ops.table import Drawn, OpTable, RowSettings
+
+
+class PassLogits:
+    """Of the rows that a pass was asked for, in order."""
+
+    def __init__(self, computed: Tensor) -> None:
+        """`computed`: [n, vocab_size], on the model's device."""
+        self._computed = computed
+
+    @cached_property
+    def _on_cpu(self) -> Tensor:
+        return self._computed.cpu()  # all at once: most often, where one row is read, others are
+
+    def read(self, number: int) -> Tensor:
+        """One row, on the CPU."""
+        return self._on_cpu[number]
+
+    def draw(self, ops: OpTable, rows: Sequence[RowSettings], vocab_size: int) -> list[Drawn]:
+        """A token for each of these rows, below `vocab_size`, drawn where the logits lie."""
+        return ops.sample_rows(self._computed[:, :vocab_size], rows) if rows else []
+
+
+class LogitRow(NamedTuple):
+    """One row of a pass."""
+
+    logits: PassLogits
+    number: int
+
+    def read(self) -> Tensor:
+        """float32 [vocab_size], on the CPU."""
+        return self.logits.read(self.number)

@@ -1,0 +1,125 @@
+"""What one pass computed for each request, and the tokens that come of it.
+
+The first tokens of all requests whose settings say everything are drawn at once; whatever depends
+on another token of the same pass, or on more than settings, is drawn by its request's own sampler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from exl_core.engine.events import Event
+from exl_core.engine.logits import LogitRow, PassLogits
+from exl_core.engine.output import Output
+from exl_core.engine.plan import BatchPlan
+from exl_core.errors import ExlError
+from exl_core.model.segment import LogitRows, Segment
+from exl_core.ops.table import Drawn, OpTable
+from exl_core.speculate.drafter import Draft
+
+
+class Taken(NamedTuple):
+    """What one request took from a pass: `emitted` tokens, the first `accepted` as drafted."""
+
+    drafted: int
+    accepted: int
+    emitted: int
+
+
+@dataclass(slots=True)
+class Share:
+    """One request's part of a pass. An ExlError ends in `output.error`: the others go on."""
+
+    output: Output
+    rows: list[LogitRow]  # of the next token, and after each proposal
+    unwanted: LogitRow | None  # of the negative prompt
+    proposals: tuple[int, ...]
+    drawn_from: tuple[Tensor, ...] | None  # the proposals, None: they are certain
+    drawn: Drawn | None = None  # the next token
+
+    def take(self, events: list[Event], clock: Callable[[], float]) -> Taken:
+        """One token, and one for each proposal that holds."""
+        emitted = accepted = 0
+        try:
+            for i, row in enumerate(self.rows if self.output.error is None else ()):
+                events += self._take_one(i, row, clock())
+                emitted += 1
+                sequence = self.output.sequence
+                if sequence.twin is not None:
+                    sequence.twin.token_ids.append(sequence.token_ids[-1])
+                is_accepted = i < len(self.proposals) and (
+                    sequence.token_ids[-1] == self.proposals[i]
+                )
+                accepted += is_accepted
+                has_turned = self.output.end is not None or self.output.rewind_to is not None
+                if not is_accepted or has_turned:
+                    break
+        except ExlError as error:
+            # The others' logits may be fine, so they go on; what this one cached is not reused.
+            self.output.error = error
+        return Taken(len(self.proposals), accepted, emitted)
+
+    def _take_one(self, i: int, row: LogitRow, now: float) -> list[Event]:
+        proposal = None
+        if self.drawn_from is not None and i < len(self.proposals):
+            proposal = (self.proposals[i], self.drawn_from[i])
+        return self.output.take(
+            row,
+            now,
+            unwanted=self.unwanted,
+            proposal=proposal,
+            drawn=self.drawn if i == 0 else None,
+        )
+
+
+def shares_of(
+    plan: BatchPlan, outputs: list[Output], logits: PassLogits, drafts: dict[str, Draft]
+) -> list[Share]:
+    """Of those whose next token the pass gives; `outputs` go with the plan's segments."""
+    shares = []
+    row = 0
+    for sequence, segment, output in zip(plan.sequences, plan.segments, outputs, strict=True):
+        rows = [LogitRow(logits, i) for i in range(row, row + _num_rows(segment))]
+        row += len(rows)
+        if not rows or sequence is not output.sequence:
+            continue
+        draft = drafts.get(sequence.request_id)
+        shares.append(
+            Share(
+                output,
+                rows,
+                # The twin's row comes next.
+                unwanted=None if sequence.twin is None else LogitRow(logits, row),
+                proposals=segment.token_ids[1:] if segment.logit_rows is LogitRows.ALL else (),
+                drawn_from=None if draft is None else draft.probabilities,
+            )
+        )
+    return shares
+
+
+def draw_together(shares: list[Share], logits: PassLogits, ops: OpTable, vocab_size: int) -> None:
+    """The next token of all whose settings say everything, by one call."""
+    begun = []
+    for share in shares:
+        if share.unwanted is not None or (share.drawn_from is not None and share.proposals):
+            continue
+        try:
+            settings = share.output.begin(share.rows[0].number)
+        except ExlError as error:
+            share.output.error = error
+            continue
+        if settings is not None:
+            begun.append((share, settings))
+    drawn = logits.draw(ops, [settings for _, settings in begun], vocab_size)
+    for (share, _), one in zip(begun, drawn, strict=True):
+        share.drawn = one
+
+
+def _num_rows(segment: Segment) -> int:
+    if segment.logit_rows is LogitRows.NONE:
+        return 0
+    return len(segment.token_ids) if segment.logit_rows is LogitRows.ALL else 1

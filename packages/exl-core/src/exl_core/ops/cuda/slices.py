@@ -1,0 +1,63 @@
+"""Dequantized slices of weights: while one is multiplied, the next is written beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from exl_core.ops.cuda.library import Gpu
+
+
+class Slice:
+    """A scratch buffer between the stream that fills it and the one that reads it."""
+
+    def __init__(self, gpu: Gpu, filler: torch.cuda.Stream) -> None:
+        self._gpu = gpu
+        self._filler = filler
+        self._is_filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._is_read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._held = gpu.empty(0, dtype=torch.float16)
+        self.memory = self._held
+
+    def take(self, size: int) -> None:
+        if self._held.numel() < size:
+            # The stream that fills it may still be at the old one.
+            torch.cuda.current_stream(self._gpu.device).wait_stream(self._filler)
+            self._held = self._gpu.empty(size, dtype=torch.float16)
+            self._held.record_stream(self._filler)
+            self._is_read.record(torch.cuda.current_stream(self._gpu.device))
+        self.memory = self._held[:size]
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """What is launched inside runs as soon as the buffer has been read; readers wait for it."""
+        self._filler.wait_event(self._is_read)
+        with torch.cuda.stream(self._filler):
+            yield
+            self._is_filled.record(self._filler)
+        torch.cuda.current_stream(self._gpu.device).wait_event(self._is_filled)
+
+    def release(self) -> None:
+        self._is_read.record(torch.cuda.current_stream(self._gpu.device))
+
+
+class Slices:
+    """Two buffers that take turns."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        filler = torch.cuda.Stream(gpu.device)  # type: ignore[no-untyped-call]
+        self._pair = Slice(gpu, filler), Slice(gpu, filler)
+        self._turn = 0
+
+    @contextmanager
+    def next(self, size: int) -> Iterator[Slice]:
+        """The buffer whose turn it is, with room for so many numbers; free again afterwards."""
+        taken = self._pair[self._turn]
+        self._turn = 1 - self._turn
+        taken.take(size)
+        try:
+            yield taken
+        finally:
+            taken.release()

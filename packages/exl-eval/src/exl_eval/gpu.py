@@ -1,0 +1,90 @@
+"""What a GPU allows, and what is asked of it: copy bandwidth, times of calls, launches.
+
+Knows no models. Times are the device's own, by events, and of many calls at once: captured in a
+graph, so that neither the interpreter nor the gaps between single launches count, or launched one
+after the other, which serves where calls are long.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+COPY_BYTES = 1 << 30
+"""Larger than any GPU's cache by far."""
+
+CALLS_IN_GRAPH = 32
+"""At least so many calls are timed at once: a single one is shorter than a graph's launch."""
+
+
+def copy_bandwidth(device: torch.device, *, repeat: int = 20) -> float:
+    """Bytes a second that a large copy within the device reads and writes together: the best."""
+    free, _ = torch.cuda.mem_get_info(device)
+    size = min(COPY_BYTES, free // 4)
+    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
+    target = torch.empty_like(source)
+    seconds = _event_seconds(lambda: target.copy_(source), device, repeat)
+    return 2 * size / min(seconds)
+
+
+def graph_seconds(
+    calls: Sequence[Callable[[], object]], device: torch.device, repeat: int
+) -> list[float]:
+    """Seconds that one of these calls takes, on average over all of them: `repeat` times."""
+    rounds = -(-CALLS_IN_GRAPH // len(calls))
+
+    def run() -> None:
+        for _ in range(rounds):
+            for call in calls:
+                call()
+
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call] # torch's, as below
+    side.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(side):
+        run()  # workspaces grow before the capture
+    torch.cuda.current_stream(device).wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.device(device), torch.cuda.graph(graph):
+        run()
+    seconds = _event_seconds(graph.replay, device, repeat)
+    return [each / (rounds * len(calls)) for each in seconds]
+
+
+def queued_seconds(
+    calls: Sequence[Callable[[], object]], device: torch.device, repeat: int
+) -> list[float]:
+    """As `graph_seconds`, of calls that cannot be captured."""
+
+    def run() -> None:
+        for call in calls:
+            call()
+
+    return [each / len(calls) for each in _event_seconds(run, device, repeat)]
+
+
+def _event_seconds(
+    run: Callable[[], object], device: torch.device, repeat: int, warm_up: int = 3
+) -> list[float]:
+    seconds = []
+    for number in range(warm_up + repeat):
+        begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        begin.record(torch.cuda.current_stream(device))
+        run()
+        end.record(torch.cuda.current_stream(device))
+        end.synchronize()
+        if number >= warm_up:
+            seconds.append(begin.elapsed_time(end) / 1000)
+    return seconds
+
+
+def count_launches(run: Callable[[], object], device: torch.device) -> int | None:
+    """Kernels, copies and fills that the device runs for one `run`; None where nobody counts."""
+    run()
+    torch.cuda.synchronize(device)
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run()
+        torch.cuda.synchronize(device)
+    return sum(event.device_type.name == "CUDA" for event in found.events() or ()) or None

@@ -1,0 +1,261 @@
+"""Where the time of a pass goes: each op of it, its bytes, and its share of the memory's ceiling.
+
+A pass of the model is run once with a table of ops that notes every call; the calls are then timed.
+Calls of one op at one shape are counted together: what each layer does once is a line with as many
+calls as there are layers.
+
+On a CPU the noted calls are made again in their order, each under the clock, so that the weights of
+one come from memory and not from a cache that the op itself has just filled. On a GPU, where
+single calls are too short for that, all calls of a line are timed at once, in a graph where rows
+are few: they read the matrices of all layers in turn, which together are larger than the GPU's
+cache for any model that needs one.
+
+Bytes are those that must move: packed weights, inputs and outputs, keys and values that are seen.
+Compare the pass with the sum of its ops: what is between them is the interpreter, or gaps.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from exl_core.arch.spec import ModelConfig
+from exl_core.cache.format import KVFormat
+from exl_core.load import LoadedModel
+from exl_core.model.decode_graphs import BUCKETS
+from exl_core.model.runner import make_batch
+from exl_core.model.segment import Segment
+from exl_core.model.transformer import Transformer
+from exl_core.ops.table import OpTable
+from exl_eval.gpu import count_launches, graph_seconds, queued_seconds
+from exl_eval.result import KernelPass, KernelResult, KernelRun
+from exl_eval.speed import OnMeasured, SpeedOptions, check_options, device_name, memory_bandwidth
+from exl_eval.workload import Workload
+
+MATRIX_OPERAND = {
+    "embedding": 1,
+    "linear": 1,
+    "linear_add_": 1,
+    "norm_linear": 3,
+    "norm_gated_linear": 3,
+}
+"""Where an op takes its packed matrix."""
+
+OTHER_OPS = ("attend_", "gated_activation", "rms_norm", "rms_norm_heads_", "rope_")
+MIN_SECONDS = 0.2
+"""Passes on a CPU are repeated for so long at least: a short one is half noise."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """`batch` sequences, each with `rows` new tokens after `past_len` cached ones."""
+
+    config: ModelConfig
+    kv_format: KVFormat
+    batch: int
+    rows: int
+    past_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of an op, ready to be made again."""
+
+    op: str
+    operands: tuple[Any, ...]
+    result: Any
+    again: Callable[[], object]
+
+
+@dataclass(frozen=True, slots=True)
+class _Line:
+    """Calls that move and compute the same count together."""
+
+    op: str
+    shape: str
+    bytes: int
+    operations: int
+
+
+class _Notes:
+    """An op table that notes the calls of another one's ops."""
+
+    def __init__(self, ops: OpTable) -> None:
+        self._ops = ops
+        self.calls: list[_Call] = []
+
+    def __getattr__(self, name: str) -> Any:
+        made = getattr(self._ops, name)
+        if name not in MATRIX_OPERAND and name not in OTHER_OPS:
+            return made
+
+        def noted(*operands: Any, **named: Any) -> Any:
+            result = made(*operands, **named)
+            again = partial(made, *operands, **named)
+            self.calls.append(_Call(name, (*operands, *named.values()), result, again))
+            return result
+
+        return noted
+
+
+@torch.inference_mode()
+def measure_kernels(
+    loaded: LoadedModel, options: SpeedOptions, *, on_measured: OnMeasured | None = None
+) -> KernelResult:
+    """For each batch size a decode step of so many sequences after `depth` tokens, for each prompt
+    length a pass of its first tokens, at most `pass_rows`; `decode` is not used."""
+    model, ops = loaded.model, loaded.model.ops
+    check_options(options, loaded.config)
+
+    def one(batch: int, rows: int, past_len: int) -> _Pass:
+        return _Pass(loaded.config, options.kv_format, batch, rows, past_len)
+
+    wanted = [one(size, 1, options.depth) for size in dict.fromkeys(options.batch)]
+    prompts = dict.fromkeys(min(prompt, options.pass_rows) for prompt in options.prefill)
+    wanted += [one(1, rows, 0) for rows in prompts]
+    bandwidth = memory_bandwidth(ops)
+    passes = []
+    for number, each in enumerate(wanted):
+        if on_measured is not None:
+            what = f"a step of {each.batch}" if each.past_len else f"a prompt of {each.rows}"
+            on_measured(number, len(wanted), what)
+        passes.append(_measure_pass(model, each, options.repeat, bandwidth))
+    return KernelResult(
+        model=loaded.name,
+        device=device_name(ops),
+        instruction_set=ops.name.removeprefix("cpu-"),
+        threads=ops.threads,
+        kv_format=options.kv_format.value,
+        exact=loaded.exact,
+        repeat=options.repeat,
+        bytes_per_s=bandwidth,
+        passes=tuple(passes),
+    )
+
+
+def _measure_pass(model: Transformer, this: _Pass, repeat: int, bandwidth: float) -> KernelPass:
+    device, is_gpu = model.ops.device, model.ops.device.type == "cuda"
+    work = Workload(
+        model,
+        this.kv_format,
+        tokens=this.past_len + this.rows,
+        batch=this.batch,
+        pass_rows=this.rows,
+    )
+    run: Callable[[], object]
+    if this.past_len:
+        newest = work.fill(this.past_len)
+        segments = work.decode_segments(newest, this.past_len)
+        run = partial(work.step, newest, this.past_len)
+    else:
+        segments = work.prompt_segments(this.rows)
+        run = partial(work.prefill, this.rows)
+    run()
+    whole = median(_wall_seconds(run) for _ in range(repeat))
+    calls = _noted_calls(model, segments, work)
+    lines: dict[_Line, list[_Call]] = {}
+    for call in calls:
+        lines.setdefault(_line_of(call, this), []).append(call)
+    if is_gpu:
+        timed = graph_seconds if this.batch * this.rows <= BUCKETS[-1] else queued_seconds
+        seconds = {
+            line: median(timed([call.again for call in alike], device, repeat))
+            for line, alike in lines.items()
+        }
+    else:
+        seconds = _seconds_in_order(calls, this, repeat)
+    kernels = tuple(
+        KernelRun(
+            op=line.op,
+            shape=line.shape,
+            calls=len(alike),
+            bytes=line.bytes,
+            operations=line.operations,
+            seconds=seconds[line],
+            share=line.bytes / bandwidth / seconds[line],
+            launches=count_launches(alike[0].again, device) if is_gpu else None,
+        )
+        for line, alike in lines.items()
+    )
+    launches = count_launches(run, device) if is_gpu else None
+    rows = this.batch * this.rows
+    return KernelPass(rows, this.batch, this.past_len, whole, launches, kernels)
+
+
+def _noted_calls(model: Transformer, segments: list[Segment], work: Workload) -> list[_Call]:
+    """The ops of one pass, in order."""
+    notes = _Notes(model.ops)
+    noting = copy.copy(model)
+    noting.ops = cast(OpTable, notes)
+    noting.forward(make_batch(segments), work.store)
+    return notes.calls
+
+
+def _seconds_in_order(calls: list[_Call], this: _Pass, repeat: int) -> dict[_Line, float]:
+    """The median over repetitions of what a call of each line takes on average."""
+    lines = [_line_of(call, this) for call in calls]
+    counts = Counter(lines)
+    found: dict[_Line, list[float]] = {line: [] for line in counts}
+    done, deadline = 0, time.perf_counter() + MIN_SECONDS
+    while done <= repeat or time.perf_counter() < deadline:
+        total = dict.fromkeys(found, 0.0)
+        for line, call in zip(lines, calls, strict=True):
+            total[line] += _wall_seconds(call.again)
+        for line, spent in total.items():
+            found[line].append(spent / counts[line])
+        done += 1
+    return {line: median(spent[1:]) for line, spent in found.items()}  # the first warms up
+
+
+def _wall_seconds(run: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    run()
+    return time.perf_counter() - started
+
+
+def _line_of(call: _Call, this: _Pass) -> _Line:
+    if call.op == "attend_":
+        return _attention_line(call, this)
+    tensors = [one for one in call.operands if isinstance(one, Tensor)]
+    if isinstance(call.result, Tensor) and all(call.result is not one for one in tensors):
+        tensors.append(call.result)
+    moved = sum(map(_size, tensors))
+    if call.op.endswith("_"):  # read and written
+        moved += _size(tensors[-1] if call.op == "linear_add_" else tensors[0])
+    if call.op not in MATRIX_OPERAND:
+        return _Line(call.op, " x ".join(map(str, tensors[0].shape)), moved, 0)
+    rows, matrix = tensors[0].shape[0], call.operands[MATRIX_OPERAND[call.op]]
+    inputs, outputs = matrix.in_features, matrix.out_features
+    if call.op == "embedding":  # rows of it, not all
+        return _Line(
+            call.op, f"{outputs} x {inputs}", moved + rows * matrix.size_bytes // outputs, 0
+        )
+    shape, operations = f"{inputs} -> {outputs}", 2 * rows * inputs * outputs
+    return _Line(call.op, shape, moved + matrix.size_bytes, operations)
+
+
+def _attention_line(call: _Call, this: _Pass) -> _Line:
+    """Of each sequence what its rows see is read once; every row adds a key and a value."""
+    config, qkv, window = this.config, call.operands[0], call.operands[8]
+    ends = [this.past_len + row + 1 for row in range(this.rows)]
+    seen = [min(end, window) if window else end for end in ends]
+    held = min(ends[-1], window + this.rows - 1) if window else ends[-1]
+    per_position = config.num_kv_heads * this.kv_format.bytes_per_head(config.head_dim)
+    queries = this.batch * this.rows * config.q_size * qkv.element_size()
+    cached = this.batch * (held + this.rows) * per_position
+    operations = 4 * this.batch * sum(seen) * config.q_size
+    shape = f"{config.num_q_heads} heads of {config.head_dim}, {held} keys"
+    return _Line(call.op, shape, _size(qkv) + queries + cached, operations)
+
+
+def _size(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

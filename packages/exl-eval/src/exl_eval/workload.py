@@ -1,0 +1,117 @@
+"""The work that is timed: sequences alike in a cache of their own, prompts in, tokens out.
+
+Runs what the engine runs, calls of its `Runner`, with the likeliest token of each row read back:
+no scheduling, no text. Every sequence has the same tokens, and pages of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from exl_core.cache.format import KVFormat, pages_for
+from exl_core.cache.store import KVStore
+from exl_core.engine.engine import EngineOptions
+from exl_core.model.runner import Runner
+from exl_core.model.segment import LogitRows, PageCopy, Segment
+from exl_core.model.transformer import Transformer
+
+PASS_ROWS = EngineOptions().prefill_chunk
+"""The engine's own limit on prompt tokens in a pass."""
+
+
+def fixed_tokens(count: int, vocab_size: int) -> tuple[int, ...]:
+    """What every sequence begins with; llama.cpp is measured on the same."""
+    return tuple((100 + i % 20000) % vocab_size for i in range(count))
+
+
+def prefill_passes(
+    prompt: Sequence[int], pages: Sequence[tuple[int, ...]], pass_rows: int = PASS_ROWS
+) -> Iterator[list[Segment]]:
+    """One prompt for each entry of `pages`, as the passes of at most `pass_rows` tokens."""
+    current: list[Segment] = []
+    room = pass_rows
+    for page_ids in pages:
+        start = 0
+        while start < len(prompt):
+            end = min(start + room, len(prompt))
+            logit_rows = LogitRows.LAST if end == len(prompt) else LogitRows.NONE
+            chunk, held = tuple(prompt[start:end]), page_ids[: pages_for(end)]
+            current.append(Segment(chunk, start, held, logit_rows))
+            room -= end - start
+            start = end
+            if room == 0:
+                yield current
+                current, room = [], pass_rows
+    if current:
+        yield current
+
+
+class Workload:
+    """`batch` sequences of up to `tokens` tokens each."""
+
+    def __init__(
+        self,
+        model: Transformer,
+        kv_format: KVFormat,
+        *,
+        tokens: int,
+        batch: int,
+        pass_rows: int = PASS_ROWS,
+    ) -> None:
+        config, each = model.config, pages_for(tokens)
+        self.batch = batch
+        self.store = KVStore(
+            kv_format,
+            config.num_layers,
+            config.num_kv_heads,
+            config.head_dim,
+            batch * each,
+            device=model.ops.device,
+        )
+        self.pages = [tuple(range(owner * each, (owner + 1) * each)) for owner in range(batch)]
+        self._runner = Runner(model, self.store)
+        self._tokens = fixed_tokens(tokens, config.vocab_size)
+        self._pass_rows = pass_rows
+
+    def prefill(self, prompt_tokens: int) -> None:
+        """From nothing to the token that follows each prompt, read back."""
+        self._prefill(prompt_tokens, self.pages)
+
+    def fill(self, depth: int) -> list[int]:
+        """Caches `depth` tokens of each sequence; what `step` takes then: the next token of each.
+
+        Computes one sequence; the others get copies.
+        """
+        self._prefill(depth, self.pages[:1])
+        copies = []
+        for page_ids in self.pages[1:]:
+            held = pages_for(depth)
+            for source, target in zip(self.pages[0][:held], page_ids[:held], strict=True):
+                copies.append(PageCopy(source, target, self.store.page_size))
+        self.store.copy_pages(copies)
+        return [self._tokens[depth]] * self.batch
+
+    def step(self, newest: Sequence[int], past_len: int) -> list[int]:
+        """Decodes one token of each sequence; the likeliest ones after them, read back."""
+        return self._next(self.decode_segments(newest, past_len))
+
+    def decode_segments(self, newest: Sequence[int], past_len: int) -> list[Segment]:
+        held = pages_for(past_len + 1)
+        return [
+            Segment((token_id,), past_len, page_ids[:held], LogitRows.LAST)
+            for token_id, page_ids in zip(newest, self.pages, strict=True)
+        ]
+
+    def prompt_segments(self, rows: int) -> list[Segment]:
+        """The first `rows` tokens of the first sequence, as one pass."""
+        held = self.pages[0][: pages_for(rows)]
+        return [Segment(self._tokens[:rows], 0, held, LogitRows.LAST)]
+
+    def _prefill(self, prompt_tokens: int, pages: Sequence[tuple[int, ...]]) -> None:
+        for segments in prefill_passes(self._tokens[:prompt_tokens], pages, self._pass_rows):
+            newest = self._runner.run(segments).argmax(-1)
+        newest.tolist()  # has the last pass ended, as far as anybody can see
+
+    def _next(self, segments: Sequence[Segment]) -> list[int]:
+        newest: list[int] = self._runner.run(segments).argmax(-1).tolist()
+        return newest

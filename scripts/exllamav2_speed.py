@@ -1,0 +1,94 @@
+"""What exllamav2 does with an EXL2 or GPTQ directory. Usage: exllamav2_speed.py DIR [--batch 1,8]
+
+Times what `exl bench` times. Decode: `--decode` steps after `--depth` cached tokens, each fed with
+the likeliest tokens of the one before, which are read back. Prefill: from an empty cache, without
+logits but of the last token. One repetition goes unmeasured; the last line is JSON. Needs a GPU and
+exllamav2 0.3.2, which compiles its extension when it is first imported. Without flash-attn its
+prefill attends wrongly unless EXLLAMA_NO_SDPA=1 is set; unset is faster, and so what is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+from exllamav2 import ExLlamaV2, ExLlamaV2Cache, ExLlamaV2Config
+from exllamav2.version import __version__
+
+Rates = dict[str, float]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition(". Usage")[0])
+    parser.add_argument("model", metavar="DIR")
+    parser.add_argument("--batch", default="1,2,4,8,16,32")
+    parser.add_argument("--prefill", default="512,2048,4096")
+    parser.add_argument("--decode", type=int, default=128)
+    parser.add_argument("--depth", type=int, default=16)
+    parser.add_argument("--repeat", type=int, default=3)
+    args = parser.parse_args()
+    batches, prompts = ([int(n) for n in text.split(",")] for text in (args.batch, args.prefill))
+    config = ExLlamaV2Config(args.model)
+    config.max_batch_size = max(batches)
+    config.max_seq_len = max(*prompts, args.depth + args.decode)
+    started = time.perf_counter()
+    model = ExLlamaV2(config)
+    model.load()
+    torch.cuda.synchronize()
+    load_s = time.perf_counter() - started
+    with torch.inference_mode():
+        steps = args.depth, args.decode, args.repeat
+        decode = {f"{size}": decode_rate(model, size, *steps) for size in batches}
+        prefill = {f"{count}": prefill_rate(model, count, args.repeat) for count in prompts}
+    result: dict[str, Any] = {"version": __version__, "load_s": load_s}
+    print(json.dumps({**result, "decode_tok_s": decode, "prefill_tok_s": prefill}))
+    return 0
+
+
+def decode_rate(model: ExLlamaV2, batch: int, depth: int, decode: int, repeat: int) -> float:
+    """Tokens a second of all sequences together."""
+    cache = ExLlamaV2Cache(model, batch_size=batch, max_seq_len=depth + decode)
+    first = torch.full((batch, 1), 100)
+    for _ in range(depth):
+        model.forward(first, cache)
+
+    def once() -> None:
+        cache.current_seq_len = depth
+        newest = first
+        for _ in range(decode):
+            logits = model.forward(newest, cache)
+            newest = logits[:, -1:].argmax(-1).cpu()
+
+    return batch * decode / seconds(once, repeat)
+
+
+def prefill_rate(model: ExLlamaV2, count: int, repeat: int) -> float:
+    cache = ExLlamaV2Cache(model, max_seq_len=count)
+    prompt = torch.tensor([[100 + i % 1000 for i in range(count)]])
+
+    def once() -> None:
+        cache.current_seq_len = 0
+        model.forward(prompt, cache, last_id_only=True)[:, -1].argmax(-1).cpu()
+
+    return count / seconds(once, repeat)
+
+
+def seconds(once: Callable[[], None], repeat: int) -> float:
+    found = []
+    for _ in range(repeat + 1):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        once()
+        torch.cuda.synchronize()
+        found.append(time.perf_counter() - started)
+    return median(found[1:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""Write a Llama-shaped model with random quantized weights. Usage: random_exl2.py OUT [--size 8b]
+
+Speed depends on shapes and widths, not on values, so that no download is needed to measure it. As
+converters write them, matrices that read the same input have their features in one order, the
+head has a width of its own, and embedding and norms are float16. `--mix` gives the shares of input
+features by width, the widest first; `--format gptq` writes 4 bits in groups of 128 with act-order
+and a float16 head instead. The last line printed is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+GROUP = 128
+MIXES = {
+    "3": "3:0.5,2:0.5",
+    "4": "5:0.05,4:0.85,3:0.10",
+    "5": "6:0.25,5:0.75",
+    "8": "8:1",
+}
+"""By the width that dominates; 4 is what a converter makes of about 4.0 bits a weight."""
+
+SCALE = 0.004  # of the largest scale code: states stay of order one through dozens of layers
+
+
+class Size(NamedTuple):
+    """The numbers of `config.json` that differ."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    vocab_size: int
+
+
+SIZES = {
+    "8b": Size(4096, 14336, 32, 32, 8, 128256),
+    "1b": Size(2048, 8192, 16, 32, 8, 128256),
+    "tiny": Size(256, 512, 2, 4, 2, 512),
+}
+
+Parts = dict[str, Tensor]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n\n")[0])
+    parser.add_argument("out", metavar="OUT", type=Path)
+    parser.add_argument("--size", choices=SIZES, default="8b")
+    parser.add_argument("--format", choices=("exl2", "gptq"), default="exl2")
+    parser.add_argument(
+        "--mix", default="4", help=f"{', '.join(MIXES)}, or BITS:SHARE,... (default: 4)"
+    )
+    parser.add_argument("--head-bits", type=int, default=6)
+    parser.add_argument("--own-orders", action="store_true", help="an order for every matrix")
+    args = parser.parse_args()
+    if args.out.exists() and (not args.out.is_dir() or any(args.out.iterdir())):
+        parser.error(f"{args.out} is in use")
+    try:
+        mix = parse_mix(MIXES.get(args.mix, args.mix))
+    except ValueError:
+        parser.error(f"--mix is not a list such as {MIXES['4']}: {args.mix}")
+    size = SIZES[args.size]
+    writer = (
+        GptqWriter()
+        if args.format == "gptq"
+        else Exl2Writer(mix, args.head_bits, has_own_orders=args.own_orders)
+    )
+    print(json.dumps(write_model(args.out, size, writer)))
+    return 0
+
+
+def parse_mix(text: str) -> list[tuple[int, float]]:
+    """Pairs of width and share, the widest first."""
+    pairs = [part.split(":") for part in text.split(",")]
+    mix = [(int(bits), float(share)) for bits, share in pairs]
+    if any(bits not in (2, 3, 4, 5, 6, 8) or share <= 0 for bits, share in mix):
+        raise ValueError(text)
+    return sorted(mix, reverse=True)
+
+
+class Exl2Writer:
+    """Tensors of one linear at a time, with random codes."""
+
+    file_name = "output.safetensors"
+
+    def __init__(
+        self, mix: list[tuple[int, float]], head_bits: int, *, has_own_orders: bool
+    ) -> None:
+        self._mix, self._head_bits = mix, head_bits
+        self._has_own_orders = has_own_orders
+        self._orders: dict[tuple[str, int], Tensor] = {}
+        self.settings: dict[str, Any] = {
+            "quant_method": "exl2",
+            "version": "0.3.2",
+            "bits": round(sum(b * s for b, s in mix) / sum(s for _, s in mix), 2),
+            "head_bits": head_bits,
+            "calibration": {"rows": 0, "length": 0, "dataset": "(none: random)"},
+        }
+
+    def linear(self, name: str, rows: int, columns: int, source: str) -> Parts:
+        """`source` says which input is read: who shares it shares the order of features."""
+        mix = [(self._head_bits, 1.0)] if name == "lm_head" else self._mix
+        widths = group_widths(rows // GROUP, mix)
+        table, packed = [], 0
+        for bits in widths:
+            table += [bits, packed]
+            packed += GROUP * bits // 32
+        source = name if self._has_own_orders else source
+        key = (source, rows)
+        if key not in self._orders:
+            self._orders[key] = torch.randperm(rows).int()
+        return {
+            "q_weight": words(packed, columns),
+            "q_scale": words(len(widths), columns // 8),
+            "q_scale_max": torch.full((len(widths),), SCALE, dtype=torch.float16),
+            "q_groups": torch.tensor(table, dtype=torch.int16),
+            "q_invperm": self._orders[key].clone(),
+        }
+
+
+class GptqWriter:
+    """4 bits in groups of 128 with act-order; the head stays float16."""
+
+    file_name = "model.safetensors"
+    bits = 4
+
+    def __init__(self) -> None:
+        self._orders: dict[tuple[str, int], Tensor] = {}
+        self.settings: dict[str, Any] = {
+            "quant_method": "gptq",
+            "bits": self.bits,
+            "group_size": GROUP,
+            "sym": True,
+            "desc_act": True,
+            "checkpoint_format": "gptq",
+        }
+
+    def linear(self, name: str, rows: int, columns: int, source: str) -> Parts:
+        if name == "lm_head":
+            return {"weight": halves(columns, rows, rows**-0.5)}
+        groups, step = rows // GROUP, 32 // self.bits
+        if (source, rows) not in self._orders:
+            self._orders[source, rows] = (torch.randperm(rows) // GROUP).int()
+        return {
+            "qweight": words(rows // step, columns),
+            # Symmetric: a zero point of 8 in every field, stored as one less.
+            "qzeros": torch.full((groups, columns // step), 0x77777777, dtype=torch.int32),
+            "scales": (torch.rand(groups, columns) * SCALE).half(),
+            "g_idx": self._orders[source, rows].clone(),
+        }
+
+
+def group_widths(groups: int, mix: list[tuple[int, float]]) -> list[int]:
+    widths: list[int] = []
+    for bits, share in mix[:-1]:
+        widths += [bits] * min(round(groups * share), groups - len(widths))
+    return widths + [mix[-1][0]] * (groups - len(widths))
+
+
+def words(rows: int, columns: int) -> Tensor:
+    """Random bits, int32 [rows, columns]."""
+    empty = torch.empty(rows, columns, dtype=torch.int32, device=fast_device())
+    return empty.random_(-(2**31), 2**31).cpu()
+
+
+def halves(rows: int, columns: int, scale: float = 1.0) -> Tensor:
+    """Normally distributed, float16 [rows, columns]."""
+    return (torch.randn(rows, columns, device=fast_device()) * scale).half().cpu()
+
+
+def fast_device() -> str:
+    """A GPU makes gigabytes at once."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def linears(size: Size) -> Iterator[tuple[str, int, int, str]]:
+    """Name, input features, output features and input of every linear."""
+    hidden, inner = size.hidden_size, size.intermediate_size
+    kv = hidden // size.num_attention_heads * size.num_key_value_heads
+    for layer in range(size.num_hidden_layers):
+        prefix = f"model.layers.{layer}."
+        for name, columns in (("q_proj", hidden), ("k_proj", kv), ("v_proj", kv)):
+            yield f"{prefix}self_attn.{name}", hidden, columns, f"{prefix}attention"
+        yield f"{prefix}self_attn.o_proj", hidden, hidden, f"{prefix}mixed"
+        for name in ("gate_proj", "up_proj"):
+            yield f"{prefix}mlp.{name}", hidden, inner, f"{prefix}mlp"
+        yield f"{prefix}mlp.down_proj", inner, hidden, f"{prefix}gated"
+    yield "lm_head", hidden, size.vocab_size, "head"
+
+
+def write_model(out: Path, size: Size, writer: Exl2Writer | GptqWriter) -> dict[str, object]:
+    hidden = size.hidden_size
+    tensors: Parts = {"model.norm.weight": torch.ones(hidden, dtype=torch.float16)}
+    for layer in range(size.num_hidden_layers):
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            tensors[f"model.layers.{layer}.{norm}.weight"] = torch.ones(hidden).half()
+    for name, rows, columns, source in linears(size):
+        parts = writer.linear(name, rows, columns, source)
+        tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
+    read = sum(tensor.nbytes for tensor in tensors.values())
+    tensors["model.embed_tokens.weight"] = halves(size.vocab_size, hidden)
+    out.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, out / writer.file_name, metadata={"format": "pt"})
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "max_position_embeddings": 131072,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "attention_bias": False,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "torch_dtype": "float16",
+        **size._asdict(),
+        "quantization_config": writer.settings,
+    }
+    (out / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    byte_tokenizer().save(str(out / "tokenizer.json"))
+    return {"out": str(out), **size._asdict(), **writer.settings, "bytes_read_per_token": read}
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Three special tokens, then one token for each byte; the rest of the vocabulary is unused."""
+    special = ["<unk>", "<s>", "</s>"]
+    names = [*special, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=special[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+if __name__ == "__main__":
+    sys.exit(main())

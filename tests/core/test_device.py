@@ -1,0 +1,115 @@
+"""A GPU that is not there or cannot be used: one error that says what to do, before any loading."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from exl_core.errors import DeviceError, OutOfMemoryError, RequestError
+from exl_core.ops.cuda import device
+from exl_core.ops.table import device_failures, get_table
+from exl_kernels import cuda
+
+
+class FakeLibrary:
+    architectures = (80, 90)
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A machine with one GPU of capability 9.0, as far as anybody asks."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Some GPU")
+    monkeypatch.setattr(cuda, "load", FakeLibrary)
+    return monkeypatch
+
+
+def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    with pytest.raises(
+        DeviceError, match=r"torch that was built without CUDA.*--device cpu"
+    ) as error:
+        get_table("cuda", threads=1)
+    assert error.value.exit_code == 5
+
+
+def test_a_driver_that_is_too_old_is_named_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init() -> None:
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\n..")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "init", init)
+    with pytest.raises(DeviceError, match=r"too old \(found version 11040\)"):
+        device.open_device("cuda")
+
+
+def test_an_index_that_does_not_exist(one_gpu: pytest.MonkeyPatch) -> None:
+    with pytest.raises(DeviceError, match=r"cuda:3: no such GPU \(expected cuda:0\)"):
+        device.open_device("cuda:3")
+
+
+def test_an_install_without_cuda_kernels(one_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def missing() -> None:
+        raise OSError("no such file")
+
+    one_gpu.setattr(cuda, "load", missing)
+    one_gpu.setattr(cuda, "LIBRARY", tmp_path / "libexl_cuda.so")
+    with pytest.raises(DeviceError, match=r"no CUDA kernels.*nvcc is on PATH"):
+        device.open_device("cuda")
+
+
+def test_a_gpu_that_is_too_old(one_gpu: pytest.MonkeyPatch) -> None:
+    one_gpu.setattr(torch.cuda, "get_device_capability", lambda _: (6, 1))
+    with pytest.raises(
+        DeviceError, match=r"Some GPU is too old \(expected .* 7.5 or later, got 6.1\)"
+    ):
+        device.open_device("cuda")
+
+
+def test_kernels_that_were_built_for_later_gpus(one_gpu: pytest.MonkeyPatch) -> None:
+    one_gpu.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(
+        DeviceError, match=r"built for later GPUs .*7.5, got 8.0, 9.0.*EXL_CUDA_ARCH"
+    ):
+        device.open_device("cuda")
+
+
+@pytest.mark.parametrize(
+    "name", ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:0:1", "CUDA", "cuda:9999"]
+)
+def test_names_that_mean_nothing(name: str) -> None:
+    with pytest.raises(RequestError, match="expected auto, cpu, cuda or cuda:N"):
+        device.parse_device(name)
+
+
+def test_auto_is_the_cpu_without_kernels(one_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    one_gpu.setattr(cuda, "LIBRARY", tmp_path / "libexl_cuda.so")
+    assert device.parse_device("auto") == "cpu"
+    (tmp_path / "libexl_cuda.so").touch()
+    assert device.parse_device("auto") == "cuda"
+    assert device.parse_device("cuda:1") == "cuda:1"
+
+
+def test_failures_on_the_gpu_are_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 20, 8 << 20))
+    gpu = torch.device("cuda", 0)
+    short = pytest.raises(OutOfMemoryError, match=r"a pass does not fit .*3 MiB free of 8")
+    with short, device_failures(gpu, "a pass"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
+    assert OutOfMemoryError.exit_code == 4
+    with pytest.raises(OutOfMemoryError), device_failures(gpu, "a pass"):
+        raise cuda.CudaError("exl_cuda_prepare", 2, "cudaErrorMemoryAllocation", "out of memory")
+    failed = pytest.raises(DeviceError, match=r"a pass failed .*cudaErrorLaunchFailure.*exl doctor")
+    with failed, device_failures(gpu, "a pass"):
+        raise cuda.CudaError("exl_cuda_prepare", 719, "cudaErrorLaunchFailure", "launch failed")
+
+
+def test_on_the_cpu_errors_are_left_alone() -> None:
+    with pytest.raises(RuntimeError, match="as it was"), device_failures(torch.device("cpu"), "x"):
+        raise RuntimeError("as it was")
