@@ -239,7 +239,8 @@ def unpack_scale_codes(linear: Exl2Linear) -> Tensor:
     shifts = torch.arange(
         0, bitstream.WORD_BITS, SCALE_BITS, dtype=words.dtype, device=words.device
     )
-    return ((words >> shifts) & 2**SCALE_BITS - 1).flatten(1).to(torch.uint8)
+    codes: Tensor = (words >> shifts) & 2**SCALE_BITS - 1
+    return codes.flatten(1).to(torch.uint8)
 
 
 def unpack_scales(linear: Exl2Linear, *, prescale: float = 1.0) -> Tensor:
