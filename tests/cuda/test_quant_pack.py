@@ -147,7 +147,7 @@ def words_of(codes: NDArray[np.uint8], bits: NDArray[np.int64]) -> NDArray[np.in
     stream = np.concatenate(planes).astype(np.uint8)
     stream = np.pad(stream, ((0, -len(stream) % 32), (0, 0)))
     packed = np.packbits(stream, axis=0, bitorder="little")
-    return np.ascontiguousarray(np.ascontiguousarray(packed.T).view("<i4").T)
+    return np.ascontiguousarray(packed.T).view("<i4").T.copy()
 
 
 def ggml_blocks(rng: np.random.Generator, packing: Packing, n: int, count: int) -> Tensor:

@@ -140,7 +140,8 @@ static cudaError_t gated_activation(
     const int64_t blocks = static_cast<int64_t>(m) * blocks_per_row;
     if (blocks > INT32_MAX) return cudaErrorInvalidValue;
     return launch(
-        is_aligned ? gated_activation_kernel<In, Out, true> : gated_activation_kernel<In, Out, false>,
+        is_aligned ? gated_activation_kernel<In, Out, true>
+                   : gated_activation_kernel<In, Out, false>,
         dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, stream,
         static_cast<const In*>(gate_up), x_stride, gate, d, blocks_per_row, static_cast<Out*>(out),
         out_stride

@@ -189,9 +189,10 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(
         }
     } else {
         const auto write = [&](const void* grid, int bytes, uint8_t* at) {
-            if (bytes == 1) write_grid(static_cast<const uint8_t*>(grid), index, is_inside, at, lane);
-            if (bytes == 2) write_grid(static_cast<const uint16_t*>(grid), index, is_inside, at, lane);
-            if (bytes == 4) write_grid(static_cast<const uint32_t*>(grid), index, is_inside, at, lane);
+            const auto as = [&](auto* numbers) { write_grid(numbers, index, is_inside, at, lane); };
+            if (bytes == 1) as(static_cast<const uint8_t*>(grid));
+            if (bytes == 2) as(static_cast<const uint16_t*>(grid));
+            if (bytes == 4) as(static_cast<const uint32_t*>(grid));
         };
         write(from.scales, head.scale_bytes, to);
         if (head.offset_kind != EXL_OFFSET_MIDDLE) {

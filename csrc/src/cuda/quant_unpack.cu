@@ -7,7 +7,10 @@
 // A weight is scale * (code - zero) with one rounding: both factors are exact in float16, so that
 // their product in float16 is the rounded one; other scales and minimums go through float32.
 //
-// Floor: bits / 8 + 2 bytes a weight: 34 us for 4 bits at 4096 x 14336 and 4.26 TB/s.
+// Floor: bits / 8 + 2 bytes a weight. Most of them are written, and an H200 writes 3.15 TB/s (it
+// copies 4.23): 37 us of 4096 x 14336, and 6 more to read 4 bits each. It takes 43.
+#include <type_traits>
+
 #include "quant_tiles.cuh"
 
 namespace exl::cuda {
@@ -16,7 +19,7 @@ constexpr int kWarps = 4;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kGroupColumns = 8;  // what a thread writes of a row: 16 bytes
 constexpr int kGroups = kWarps * kStripColumns / kGroupColumns;
-constexpr int kGroupPairs = 16 * kGroupColumns + 4;  // pairs of rows; 4: 8 groups meet no bank twice
+constexpr int kGroupPairs = 16 * kGroupColumns + 4;  // of rows; 4: 8 groups meet no bank twice
 
 // How codes become weights.
 enum Form { kHalves, kFloats };
@@ -141,29 +144,29 @@ __device__ __forceinline__ void write_tile(
     }
 }
 
-template <Form form, int bits>
+template <Form form, int most_blocks, int bits>
 __device__ __forceinline__ void unpack_unit(
     const ExlQuantMatrix& w, const ExlQuantUnit& unit, UnitHead head, int64_t strip, bool has_strip,
-    int column, const Output& out, Tile (&tiles)[2]
+    int column, const Output& out, Tile* tiles
 ) {
     constexpr int low = low_plane(bits), high = high_plane(bits);
     const int lane = threadIdx.x % kWarp;
     const uint8_t* from = w.tiles + strip * w.strip_bytes + unit.offset;
     Factors<form> factors;
-    uint32_t low_words[kUnitBlocks][low];
-    uint32_t high_words[kUnitBlocks][high > 0 ? high : 1];
+    uint32_t low_words[most_blocks][low];
+    uint32_t high_words[most_blocks][high > 0 ? high : 1];
     const int pair = threadIdx.x / 8;  // of rows, that this thread writes
     const int32_t* order = w.order + static_cast<int64_t>(unit.first_block) * kBlockRows;
-    int2 features[kUnitBlocks];
+    int2 features[most_blocks];
 #pragma unroll
-    for (int b = 0; b < kUnitBlocks; ++b) {
+    for (int b = 0; b < most_blocks; ++b) {
         if (b < unit.blocks) features[b] = reinterpret_cast<const int2*>(order)[16 * b + pair];
     }
     if (has_strip) {
         load_factors(from, w, head, bits, lane, factors);
         const uint8_t* block = from + head.blocks();
 #pragma unroll
-        for (int b = 0; b < kUnitBlocks; ++b, block += 128 * bits) {
+        for (int b = 0; b < most_blocks; ++b, block += 128 * bits) {
             if (b >= unit.blocks) break;
             load_words<low>(block, lane, low_words[b]);
             if constexpr (high > 0) load_words<high>(block + 128 * low, lane, high_words[b]);
@@ -172,7 +175,7 @@ __device__ __forceinline__ void unpack_unit(
     wait_for_inputs();
     const int group = threadIdx.x / kWarp * 4;  // the strip's first
 #pragma unroll
-    for (int b = 0; b < kUnitBlocks; ++b) {
+    for (int b = 0; b < most_blocks; ++b) {
         if (b >= unit.blocks) break;
         Tile& tile = tiles[b % 2];
         if (has_strip) {
@@ -188,33 +191,40 @@ __device__ __forceinline__ void unpack_unit(
                 }
                 // Column `lane / 4` of the group, pairs 4 t and up.
                 const int at = (group + quarter) * kGroupPairs + 4 * lane;
-                *reinterpret_cast<uint4*>(&tile[at]) = make_uint4(rows[0], rows[1], rows[2], rows[3]);
+                *reinterpret_cast<uint4*>(&tile[at]) =
+                    make_uint4(rows[0], rows[1], rows[2], rows[3]);
             }
         }
-        // Two tiles: whoever writes one again has passed the barrier after its last reading.
+        // Of two tiles: whoever writes one again has passed the barrier after its last reading.
         __syncthreads();
         write_tile(tile, pair, features[b], column, out);
     }
 }
 
-template <Form form>
-__global__ void __launch_bounds__(kThreads) unpack_kernel(
+// `most_blocks`: of a unit, 1 or 4. With 1, fewer registers are taken, and so more thread blocks to
+// a multiprocessor have about as much on its way: a tenth less time for groups of 32.
+template <Form form, int most_blocks>
+__global__ void __launch_bounds__(kThreads, 8) unpack_kernel(
     const ExlQuantMatrix w, int64_t first_strip, const Output out, UnitHead head
 ) {
-    __shared__ alignas(16) Tile tiles[2];
+    __shared__ alignas(16) Tile tiles[most_blocks == 1 ? 1 : 2];
     let_next_begin();
     const ExlQuantUnit unit = w.units[blockIdx.y];
     const int column = blockIdx.x * kWarps * kStripColumns;
     const int own = column + threadIdx.x / kWarp * kStripColumns;
     const int64_t strip = first_strip + own / kStripColumns;
     const bool has_strip = own < out.columns;
+    const auto unpack = [&](auto width) {
+        constexpr int bits = decltype(width)::value;
+        unpack_unit<form, most_blocks, bits>(w, unit, head, strip, has_strip, column, out, tiles);
+    };
     switch (unit.bits) {
-        case 2: unpack_unit<form, 2>(w, unit, head, strip, has_strip, column, out, tiles); break;
-        case 3: unpack_unit<form, 3>(w, unit, head, strip, has_strip, column, out, tiles); break;
-        case 4: unpack_unit<form, 4>(w, unit, head, strip, has_strip, column, out, tiles); break;
-        case 5: unpack_unit<form, 5>(w, unit, head, strip, has_strip, column, out, tiles); break;
-        case 6: unpack_unit<form, 6>(w, unit, head, strip, has_strip, column, out, tiles); break;
-        default: unpack_unit<form, 8>(w, unit, head, strip, has_strip, column, out, tiles); break;
+        case 2: unpack(std::integral_constant<int, 2>()); break;
+        case 3: unpack(std::integral_constant<int, 3>()); break;
+        case 4: unpack(std::integral_constant<int, 4>()); break;
+        case 5: unpack(std::integral_constant<int, 5>()); break;
+        case 6: unpack(std::integral_constant<int, 6>()); break;
+        default: unpack(std::integral_constant<int, 8>()); break;
     }
 }
 
@@ -287,9 +297,12 @@ extern "C" int exl_cuda_quant_unpack(
         static_cast<unsigned>(ceil_div(columns, kWarps * kStripColumns)), w->num_units
     );
     const bool in_halves = w->scale_dtype == kF16 && w->offset_kind != EXL_OFFSET_MINIMUMS;
+    const auto of_one = in_halves ? unpack_kernel<kHalves, 1> : unpack_kernel<kFloats, 1>;
+    const auto of_more = in_halves ? unpack_kernel<kHalves, kUnitBlocks>
+                                   : unpack_kernel<kFloats, kUnitBlocks>;
+    const auto kernel = w->num_units == w->num_blocks ? of_one : of_more;
     return launch(
-        in_halves ? unpack_kernel<kHalves> : unpack_kernel<kFloats>, grid, dim3(kThreads), 0, stream,
-        *w, first_column / kStripColumns, to, head_of(*w)
+        kernel, grid, dim3(kThreads), 0, stream, *w, first_column / kStripColumns, to, head_of(*w)
     );
 }
 

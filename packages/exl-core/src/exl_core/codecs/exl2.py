@@ -235,7 +235,12 @@ def _may_overflow(linear: Exl2Linear, prescale: float) -> bool:
 
 def unpack_scale_codes(linear: Exl2Linear) -> Tensor:
     """Scale codes 0 .. 15 as stored, uint8 [groups, out_features]."""
-    return bitstream.unpack(linear.q_scale.T, SCALE_BITS).T.contiguous()
+    words = linear.q_scale[:, :, None]  # [G, N / 8, 1]
+    shifts = torch.arange(
+        0, bitstream.WORD_BITS, SCALE_BITS, dtype=words.dtype, device=words.device
+    )
+    codes: Tensor = (words >> shifts) & 2**SCALE_BITS - 1
+    return codes.flatten(1).to(torch.uint8)
 
 
 def unpack_scales(linear: Exl2Linear, *, prescale: float = 1.0) -> Tensor:

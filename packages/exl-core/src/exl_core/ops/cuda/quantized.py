@@ -142,10 +142,11 @@ class CudaQuantLinear:
         count = columns.codes.shape[1 if is_words else 0]
         last = first_column + count
         is_whole = first_column % FILL_STEP == 0 and count > 0
-        if not is_whole or (count % FILL_STEP and last != self.out_features):
+        is_whole = is_whole and (count % FILL_STEP == 0 or last == self.out_features)
+        if not is_whole or not 0 <= first_column < last <= self.out_features:
             raise OpInputError(
-                f"fill_quantized: first_column (expected whole strips of {FILL_STEP} columns, got"
-                f" {count} at {first_column})"
+                f"fill_quantized: first_column (expected whole strips of {FILL_STEP} columns"
+                f" within [0, {self.out_features}), got {count} at {first_column})"
             )
         if columns.codes.stride(1) != 1:
             raise OpInputError("fill_quantized: codes (expected rows without gaps)")

@@ -12,7 +12,7 @@ from threading import local
 import torch
 from torch import Tensor
 
-BUFFER_BYTES = 4 << 20
+BUFFER_BYTES = 8 << 20
 SMALL_BYTES = 64 << 10  # up to so many bytes the driver's own copy is as fast
 
 
