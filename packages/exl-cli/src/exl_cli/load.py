@@ -154,10 +154,10 @@ def backend_of(device: str, *, exact: bool) -> str:
 def open_runtime(
     spec: str | None,
     choices: EngineChoices,
-    *,
     ctx_size: int | None,
-    device: str = "auto",
+    device: str,
     threads: int | None,
+    *,
     is_quiet: bool,
     exact: bool,
 ) -> Runtime:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from exl_core.arch.checks import check_config
 from exl_core.arch.gguf_config import read_gguf_config
 from exl_core.arch.hf_config import read_hf_config
@@ -87,6 +89,8 @@ def load_model(
     check_memory(checkpoint.packed_bytes, free_memory_bytes(ops.device), path)
     with device_failures(ops.device, "loading the weights"):
         weights = build_weights(config, checkpoint, ops, threads=threads, progress=progress)
+        if ops.device.type == "cuda":
+            torch.cuda.synchronize(ops.device)  # kernels read weights before what is ahead has ended
     sample_ids = tuple(tokenizer.encode(SAMPLE_TEXT, add_bos=False))
     model = Transformer(config, weights, ops, sample_ids)
     return LoadedModel(

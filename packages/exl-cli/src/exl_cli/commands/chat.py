@@ -69,15 +69,7 @@ def chat(
     with exits_at_once():
         from exl_cli.load import open_runtime
         from exl_cli.terminal import Terminal
-    runtime = open_runtime(
-        spec,
-        choices,
-        ctx_size=ctx_size,
-        device=device,
-        threads=threads,
-        is_quiet=quiet,
-        exact=exact,
-    )
+    runtime = open_runtime(spec, choices, ctx_size, device, threads, is_quiet=quiet, exact=exact)
     runtime.require_template()
     terminal = Terminal() if Terminal.is_there() else None
     if terminal is not None and not quiet:

@@ -88,15 +88,7 @@ def generate(
     text = prompts.read_prompt(prompt, file)
     with exits_at_once():
         from exl_cli.load import open_runtime
-    runtime = open_runtime(
-        spec,
-        choices,
-        ctx_size=ctx_size,
-        device=device,
-        threads=threads,
-        is_quiet=quiet,
-        exact=exact,
-    )
+    runtime = open_runtime(spec, choices, ctx_size, device, threads, is_quiet=quiet, exact=exact)
     if chat:
         token_ids = runtime.encode_chat(prompts.as_messages(text, system))
     else:

@@ -235,8 +235,9 @@ class Linears:
         width = -(-columns // count // 128) * 128
         for first in range(0, columns, width):
             last = min(first + width, columns)
-            with self._slices.next(rows * (last - first)) as slice_:
-                dense = slice_.memory.view(rows, last - first)
+            pitch = -(-(last - first) // 8) * 8  # rows of whole 16 bytes
+            with self._slices.next(rows * pitch) as slice_:
+                dense = slice_.memory.view(rows, pitch)[:, : last - first]
                 with slice_.filling():
                     _unpack(parts, first, last, dense)
                 _product(x, dense, out[:, first:last], is_added)
