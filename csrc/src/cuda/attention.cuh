@@ -89,11 +89,23 @@ __device__ __forceinline__ float exp2_of(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// Scores in powers of two.
-__device__ __forceinline__ float score_of(float dot, float scale, float softcap) {
-    if (softcap <= 0.0f) return dot * (scale * kLog2e);
-    const float x = dot * scale / softcap;
-    return softcap * kLog2e * (1.0f - 2.0f / (exp2_of(2.0f * kLog2e * x) + 1.0f));
+// Dot products become scores in powers of two; the branch is around all of them, not in each.
+template <class Scores>
+__device__ __forceinline__ void scale_scores(Scores& scores, const AttentionParams& params) {
+    auto* s = reinterpret_cast<float*>(&scores);
+    constexpr int kCount = sizeof(Scores) / sizeof(float);
+    if (params.softcap <= 0.0f) {
+        const float scale = params.scale * kLog2e;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) s[i] *= scale;
+    } else {  // c tanh(x / c) with tanh(y) = 1 - 2 / (e^2y + 1)
+        const float scale = 2.0f * kLog2e * params.scale / params.softcap;
+        const float cap = kLog2e * params.softcap;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            s[i] = cap * (1.0f - 2.0f / (exp2_of(scale * s[i]) + 1.0f));
+        }
+    }
 }
 
 // Where the chunk of rows at `position` begins, for one kv head.

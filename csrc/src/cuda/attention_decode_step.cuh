@@ -5,7 +5,8 @@
 
 namespace exl::cuda {
 
-constexpr int kDecodeWarps = 4;
+constexpr int kDecodeWarps = 8;
+constexpr int kLeastSteps = 4;  // of a block: fewer do not pay for adding up its part
 
 // Steps of 32 keys where a row of codes is short, so that the bookkeeping of a step is paid for.
 template <int key_type, int value_type>
@@ -68,6 +69,22 @@ __device__ __forceinline__ void attend_step(
             for (int n = 0; n < tiles; ++n) mma_16816(s[c][n], a, q[n][k][0], q[n][k][1]);
         });
     }
+    scale_scores(s, params);
+    if (masked) {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+            for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int key = first_key + c * kChunk + lane / 4 + i / 2 * 8;
+                    const int age = positions[n][i % 2] - key;
+                    const bool seen = age >= 0 && (params.window <= 0 || age < params.window);
+                    s[c][n][i] = seen ? s[c][n][i] : -INFINITY;
+                }
+            }
+        }
+    }
     float peak[tiles][2];
     bool moved = false;
 #pragma unroll
@@ -77,16 +94,7 @@ __device__ __forceinline__ void attend_step(
             peak[n][j] = run.peak[n][j];
 #pragma unroll
             for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float& x = s[c][n][2 * h + j];
-                    x = score_of(x, params.scale, params.softcap);
-                    if (masked) {
-                        const int age = positions[n][j] - (first_key + c * kChunk + lane / 4 + 8 * h);
-                        if (age < 0 || (params.window > 0 && age >= params.window)) x = -INFINITY;
-                    }
-                    peak[n][j] = fmaxf(peak[n][j], x);
-                }
+                peak[n][j] = fmaxf(peak[n][j], fmaxf(s[c][n][j], s[c][n][2 + j]));
             }
 #pragma unroll
             for (int step = 4; step < kWarp; step *= 2) {

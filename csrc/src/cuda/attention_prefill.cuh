@@ -186,21 +186,25 @@ struct WarpRows {
         const AttentionParams& params, float (&s)[keys / 8][4], int first_key, bool masked,
         int position, int lane
     ) {
+        scale_scores(s, params);
+        if (masked) {
+#pragma unroll
+            for (int n = 0; n < keys / 8; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int key = first_key + 8 * n + lane % 4 * 2 + i % 2;
+                    const int age = position + i / 2 * 8 - key;
+                    const bool seen = age >= 0 && (params.window <= 0 || age < params.window);
+                    s[n][i] = seen ? s[n][i] : -INFINITY;
+                }
+            }
+        }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float top = peak[h];
 #pragma unroll
             for (int n = 0; n < keys / 8; ++n) {
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    float& x = s[n][2 * h + j];
-                    x = score_of(x, params.scale, params.softcap);
-                    if (masked) {
-                        const int age = position + 8 * h - (first_key + 8 * n + lane % 4 * 2 + j);
-                        if (age < 0 || (params.window > 0 && age >= params.window)) x = -INFINITY;
-                    }
-                    top = fmaxf(top, x);
-                }
+                top = fmaxf(top, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
             }
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
