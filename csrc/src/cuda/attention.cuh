@@ -89,6 +89,20 @@ __device__ __forceinline__ float exp2_of(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+// As mma_16816, but free to move: what it reads and writes are registers.
+__device__ __forceinline__ void multiply(
+    float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
+) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    mma_16816(c, a, b0, b1);
+#endif
+}
+
 // Dot products become scores in powers of two; the branch is around all of them, not in each.
 template <class Scores>
 __device__ __forceinline__ void scale_scores(Scores& scores, const AttentionParams& params) {

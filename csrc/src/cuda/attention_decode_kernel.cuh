@@ -223,7 +223,8 @@ __device__ __forceinline__ void add_splits(
 }
 
 template <int key_type, int value_type, int width, int tiles>
-__global__ void __launch_bounds__(kDecodeWarps * kWarp) decode_kernel(const AttentionParams params) {
+__global__ void __launch_bounds__(kDecodeWarps * kWarp, width * tiles <= 128 ? 2 : 1)
+decode_kernel(const AttentionParams params) {
     using Shape = DecodeShape<key_type, value_type, width, tiles>;
     using Keys = KeyFragments<key_type, width>;
     using Values = ValueFragments<value_type, width>;
@@ -391,19 +392,22 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
         const int result = warps * Shape::kQueries * (width + 4) * 4;
         return kFixed + (staged > result ? staged : result);
     };
-    int warps = kDecodeWarps;
+    const int tile_rows = Shape::kQueries / params.group;
+    const int most_rows = size.max_rows < kFewRows ? size.max_rows : kFewRows;
+    params.row_tiles = static_cast<int>(ceil_div(most_rows, tile_rows));
+    const int64_t items = static_cast<int64_t>(size.seqs) * params.row_tiles * params.kv_heads;
+    // Wide blocks where each multiprocessor gets one at most, so that few results are to be added.
+    int warps = items > info.multiprocessors ? kDecodeWarps / 2 : kDecodeWarps;
     params.stages = 3;
     while (params.stages > 1 && bytes_of(warps, params.stages) > info.shared_per_block) {
         --params.stages;
     }
     while (warps > 1 && bytes_of(warps, params.stages) > info.shared_per_block) warps /= 2;
     const int bytes = bytes_of(warps, params.stages);
-    const int resident = 2 * (bytes + 1024) <= info.shared_per_block + 1024 ? 2 : 1;
+    const int by_registers = (width * tiles <= 128 ? 16 : 8) / warps;
+    const int by_shared = (info.shared_per_block + 1024) / (bytes + 1024);
+    const int resident = by_shared < by_registers ? by_shared : by_registers;
 
-    const int tile_rows = Shape::kQueries / params.group;
-    const int most_rows = size.max_rows < kFewRows ? size.max_rows : kFewRows;
-    params.row_tiles = static_cast<int>(ceil_div(most_rows, tile_rows));
-    const int64_t items = static_cast<int64_t>(size.seqs) * params.row_tiles * params.kv_heads;
     // Enough blocks for every place on the device; where those do not come out even, twice as many.
     const int64_t places = static_cast<int64_t>(info.multiprocessors) * resident;
     int64_t splits = places / items;

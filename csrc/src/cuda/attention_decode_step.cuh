@@ -64,10 +64,27 @@ __device__ __forceinline__ void attend_step(
     float s[kChunks][tiles][4] = {};
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-        Keys::for_each(rows + c * kChunk * Keys::kStride, lane, [&](int k, const uint32_t (&a)[4]) {
+        const uint8_t* keys = rows + c * kChunk * Keys::kStride;
+        if constexpr (is_codes(key_type)) {
+            // Sums of codes first, scales after: fewer products, and short chains of sums.
+            Keys::for_each_group(
+                keys, lane, [&](int k, const uint32_t (&a)[2][4], float low, float high) {
 #pragma unroll
-            for (int n = 0; n < tiles; ++n) mma_16816(s[c][n], a, q[n][k][0], q[n][k][1]);
-        });
+                    for (int n = 0; n < tiles; ++n) {
+                        float sum[4] = {};
+                        multiply(sum, a[0], q[n][k][0], q[n][k][1]);
+                        multiply(sum, a[1], q[n][k + 1][0], q[n][k + 1][1]);
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) s[c][n][i] += sum[i] * (i < 2 ? low : high);
+                    }
+                }
+            );
+        } else {
+            Keys::for_each(keys, lane, [&](int k, const uint32_t (&a)[4]) {
+#pragma unroll
+                for (int n = 0; n < tiles; ++n) multiply(s[c][n], a, q[n][k][0], q[n][k][1]);
+            });
+        }
     }
     scale_scores(s, params);
     if (masked) {
@@ -135,7 +152,7 @@ __device__ __forceinline__ void attend_step(
                 run.weight[n][0] += x;
                 run.weight[n][1] += y;
                 const uint32_t two = bits_of(__floats2half2_rn(x, y));
-                asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
+                asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
                              : "=r"(p[c][n][h]) : "r"(two));
             }
         }
@@ -145,7 +162,7 @@ __device__ __forceinline__ void attend_step(
         const uint8_t* values = rows + Shape::kKeyBytes + c * kChunk * Values::kStride;
         Values::for_each(values, lane, [&](int tile, const uint32_t (&a)[4]) {
 #pragma unroll
-            for (int n = 0; n < tiles; ++n) mma_16816(run.sums[tile][n], a, p[c][n][0], p[c][n][1]);
+            for (int n = 0; n < tiles; ++n) multiply(run.sums[tile][n], a, p[c][n][0], p[c][n][1]);
         });
     }
 }

@@ -157,8 +157,8 @@ struct WarpRows {
             for (int n = 0; n < keys / 16; ++n) {
                 uint32_t b[4];  // keys 0 to 7 and 8 to 15 of the 16, low and high half of step k
                 load_matrices(b, k_at + n * 16 * kStride + 32 * k);
-                mma_16816(s[2 * n], a, b[0], b[1]);
-                mma_16816(s[2 * n + 1], a, b[2], b[3]);
+                multiply(s[2 * n], a, b[0], b[1]);
+                multiply(s[2 * n + 1], a, b[2], b[3]);
             }
         }
         softmax(params, s, first_key, masked, position, lane);
@@ -175,8 +175,8 @@ struct WarpRows {
             for (int n = 0; n < width / 16; ++n) {
                 uint32_t b[4];  // elements 0 to 7 and 8 to 15 of the 16, low and high keys of step k
                 load_transposed(b, v_at + k * 16 * kStride + 32 * n);
-                mma_16816(sums[2 * n], a, b[0], b[1]);
-                mma_16816(sums[2 * n + 1], a, b[2], b[3]);
+                multiply(sums[2 * n], a, b[0], b[1]);
+                multiply(sums[2 * n + 1], a, b[2], b[3]);
             }
         }
     }
