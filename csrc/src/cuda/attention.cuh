@@ -122,16 +122,13 @@ __device__ __forceinline__ void scale_scores(Scores& scores, const AttentionPara
     }
 }
 
-// Where the chunk of rows at `position` begins, for one kv head.
-template <int type>
-__device__ __forceinline__ const uint8_t* chunk_rows(
-    const AttentionParams& params, const uint8_t* cache, const int32_t* pages, int kv_head,
-    int position
+// Which row of the cache `position` is, for one kv head.
+__device__ __forceinline__ int64_t cache_row(
+    const AttentionParams& params, const int32_t* pages, int kv_head, int position
 ) {
     const int64_t page = pages[position >> params.page_bits];
     const int offset = position & ((1 << params.page_bits) - 1);
-    const int64_t row = ((page * params.kv_heads + kv_head) << params.page_bits) + offset;
-    return cache + row * row_bytes(type, params.d);
+    return ((page * params.kv_heads + kv_head) << params.page_bits) + offset;
 }
 
 __device__ __forceinline__ uint4 rounded8(const float4& a, const float4& b) {
@@ -141,30 +138,20 @@ __device__ __forceinline__ uint4 rounded8(const float4& a, const float4& b) {
     return make_uint4(two(a.x, a.y), two(a.z, a.w), two(b.x, b.y), two(b.z, b.w));
 }
 
-// One warp begins to copy a chunk of rows of d elements.
+// A chunk of rows that have to be converted or spread. Not inlined: it is rare, and long.
 template <int type, int width>
-__device__ __forceinline__ void copy_chunk(uint8_t* to, const uint8_t* from, int d, int lane) {
+__device__ __noinline__ void spread_chunk(uint8_t* to, const uint8_t* from, int d, int lane) {
     constexpr int kStride = staged_bytes(type, width);
-    if constexpr (type == kF32) {
+    if constexpr (is_plain(type)) {
         const int parts = d / 8;
         for (int i = lane; i < kChunk * parts; i += kWarp) {
-            const auto* eight = reinterpret_cast<const float4*>(from + 32 * static_cast<int64_t>(i));
-            *reinterpret_cast<uint4*>(to + i / parts * kStride + i % parts * 16) =
-                rounded8(eight[0], eight[1]);
-        }
-    } else if (d == width) {
-        constexpr int kParts = is_codes(type) ? kStride * kChunk / 16 : value_bytes(type, width) / 16;
-        constexpr int kRows = is_codes(type) ? 1 : kChunk;
-#pragma unroll
-        for (int first = 0; first < kRows * kParts; first += kWarp) {
-            const int i = first + lane;
-            if (kRows * kParts % kWarp != 0 && i >= kRows * kParts) break;
-            copy_async_16(to + i / kParts * kStride + i % kParts * 16, from + 16 * i);
-        }
-    } else if constexpr (type == kF16) {
-        const int parts = d / 8;
-        for (int i = lane; i < kChunk * parts; i += kWarp) {
-            copy_async_16(to + i / parts * kStride + i % parts * 16, from + 16 * i);
+            uint8_t* at = to + i / parts * kStride + i % parts * 16;
+            if constexpr (type == kF32) {
+                const auto* eight = reinterpret_cast<const float4*>(from) + 2 * i;
+                *reinterpret_cast<uint4*>(at) = rounded8(eight[0], eight[1]);
+            } else {
+                copy_async_16(at, from + 16 * i);
+            }
         }
     } else {
         const int bytes = row_bytes(type, d);
@@ -175,6 +162,27 @@ __device__ __forceinline__ void copy_chunk(uint8_t* to, const uint8_t* from, int
             *reinterpret_cast<uint16_t*>(to + 2 * i / bytes * kStride + moved) =
                 reinterpret_cast<const uint16_t*>(from)[i];
         }
+    }
+}
+
+// One warp begins to copy a chunk of rows of d elements, from row `row` on.
+template <int type, int width>
+__device__ __forceinline__ void copy_chunk(
+    uint8_t* to, const uint8_t* cache, int64_t row, int d, int lane
+) {
+    constexpr int kStride = staged_bytes(type, width);
+    if (type == kF32 || d != width) {
+        spread_chunk<type, width>(to, cache + row * row_bytes(type, d), d, lane);
+        return;
+    }
+    constexpr int kParts = is_codes(type) ? kStride * kChunk / 16 : value_bytes(type, width) / 16;
+    constexpr int kRows = is_codes(type) ? 1 : kChunk;
+    const uint8_t* from = cache + row * row_bytes(type, width) + 16 * lane;
+#pragma unroll
+    for (int first = 0; first < kRows * kParts; first += kWarp) {
+        const int i = first + lane;
+        if (kRows * kParts % kWarp != 0 && i >= kRows * kParts) break;
+        copy_async_16(to + i / kParts * kStride + i % kParts * 16, from + 16 * first);
     }
 }
 

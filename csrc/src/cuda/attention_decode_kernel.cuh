@@ -253,21 +253,27 @@ decode_kernel(const AttentionParams params) {
     }
     const int32_t* pages =
         params.page_table + static_cast<int64_t>(blockIdx.z / params.row_tiles) * params.table_stride;
+    const auto copy_rows = [&](uint8_t* to, int64_t row, int c) {
+        copy_chunk<key_type, width>(
+            to + c * kChunk * Keys::kStride, params.key_cache, row, d, lane
+        );
+        copy_chunk<value_type, width>(
+            to + Shape::kKeyBytes + c * kChunk * Values::kStride, params.value_cache, row, d, lane
+        );
+    };
     const auto copy_step = [&](int step, int stage) {
         if (step >= piece.end) return;
         uint8_t* to = staged + stage * Shape::kStepBytes;
+        if (1 << params.page_bits >= kStep) {  // all of it in one page
+            const int64_t row = cache_row(params, pages, kv_head, step * kStep);
 #pragma unroll
+            for (int c = 0; c < Shape::kChunks; ++c) copy_rows(to, row + c * kChunk, c);
+            return;
+        }
         for (int c = 0; c < Shape::kChunks; ++c) {
             const int position = step * kStep + c * kChunk;
             if (position >= piece.end_key || position + kChunk <= piece.begin_key) continue;
-            copy_chunk<key_type, width>(
-                to + c * kChunk * Keys::kStride,
-                chunk_rows<key_type>(params, params.key_cache, pages, kv_head, position), d, lane
-            );
-            copy_chunk<value_type, width>(
-                to + Shape::kKeyBytes + c * kChunk * Values::kStride,
-                chunk_rows<value_type>(params, params.value_cache, pages, kv_head, position), d, lane
-            );
+            copy_rows(to, cache_row(params, pages, kv_head, position), c);
         }
     };
     // What earlier passes wrote is on its way before this pass's rows are there.
@@ -396,9 +402,11 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     const int most_rows = size.max_rows < kFewRows ? size.max_rows : kFewRows;
     params.row_tiles = static_cast<int>(ceil_div(most_rows, tile_rows));
     const int64_t items = static_cast<int64_t>(size.seqs) * params.row_tiles * params.kv_heads;
-    // Wide blocks where each multiprocessor gets one at most, so that few results are to be added.
-    int warps = items > info.multiprocessors ? kDecodeWarps / 2 : kDecodeWarps;
+    // Wide blocks, so that few results are to be added; half as wide where only one would fit on a
+    // multiprocessor and there are more than that, so that one's end is another's beginning.
+    int warps = kDecodeWarps;
     params.stages = 3;
+    if (items > info.multiprocessors && 2 * bytes_of(warps, 3) > info.shared_per_block) warps /= 2;
     while (params.stages > 1 && bytes_of(warps, params.stages) > info.shared_per_block) {
         --params.stages;
     }

@@ -274,17 +274,16 @@ __global__ void __launch_bounds__(kPrefillWarps * kWarp, 1) prefill_kernel(const
                 const int c = i / 2;
                 const int position = tile * kKeys + c * kChunk;
                 if (position >= end_key || position + kChunk <= begin_key) continue;
+                const int64_t row = cache_row(params, pages, kv_head, position);
                 if (i % 2 == 0) {
                     copy_chunk<key_type, width>(
-                        to + c * kChunk * staged_bytes(key_type, width),
-                        chunk_rows<key_type>(params, params.key_cache, pages, kv_head, position), d,
+                        to + c * kChunk * staged_bytes(key_type, width), params.key_cache, row, d,
                         lane
                     );
                 } else {
                     copy_chunk<value_type, width>(
                         to + Shape::kKeyBytes + c * kChunk * staged_bytes(value_type, width),
-                        chunk_rows<value_type>(params, params.value_cache, pages, kv_head, position),
-                        d, lane
+                        params.value_cache, row, d, lane
                     );
                 }
             }
