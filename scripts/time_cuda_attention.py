@@ -195,6 +195,10 @@ def time_decode(gpu: Gpu, name: str, batch: int, keys: int, bandwidth: float) ->
     layers = [
         make_layer(gpu, name, batch, keys - 1, 1, max_keys=max(keys, 8192)) for _ in range(count)
     ]
+    for layer in layers[1:]:  # what layers of a model share
+        layer.page_table, layer.slots = layers[0].page_table, layers[0].slots
+        layer.row_starts, layer.past_lens = layers[0].row_starts, layers[0].past_lens
+        layer.cos, layer.sin = layers[0].cos, layers[0].sin
     times = {}
     for label, parts in (
         ("both", (Layer.write, Layer.attend)),

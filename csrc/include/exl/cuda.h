@@ -11,7 +11,10 @@
 //
 // Every kernel may begin before the one before it in the stream has ended (programmatic dependent
 // launch): until it has waited (griddepcontrol.wait) it touches nothing but weights, which no
-// kernel writes once a model runs, and every block waits before it ends.
+// kernel writes once a model runs, and every block waits before it ends. Cache kernels also read
+// ahead what no function of this library writes (page tables, lengths, slots, cosines and sines) and
+// keys and values of earlier passes: between the passes of one cache the stream does something else,
+// such as a copy of the next tokens, or begins another graph.
 #pragma once
 
 #include <stddef.h>

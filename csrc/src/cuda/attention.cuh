@@ -89,23 +89,46 @@ __device__ __forceinline__ float exp2_of(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// Scores in powers of two.
-__device__ __forceinline__ float score_of(float dot, float scale, float softcap) {
-    if (softcap <= 0.0f) return dot * (scale * kLog2e);
-    const float x = dot * scale / softcap;
-    return softcap * kLog2e * (1.0f - 2.0f / (exp2_of(2.0f * kLog2e * x) + 1.0f));
+// As mma_16816, but free to move: what it reads and writes are registers.
+__device__ __forceinline__ void multiply(
+    float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
+) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+#else
+    mma_16816(c, a, b0, b1);
+#endif
 }
 
-// Where the chunk of rows at `position` begins, for one kv head.
-template <int type>
-__device__ __forceinline__ const uint8_t* chunk_rows(
-    const AttentionParams& params, const uint8_t* cache, const int32_t* pages, int kv_head,
-    int position
+// Dot products become scores in powers of two; the branch is around all of them, not in each.
+template <class Scores>
+__device__ __forceinline__ void scale_scores(Scores& scores, const AttentionParams& params) {
+    auto* s = reinterpret_cast<float*>(&scores);
+    constexpr int kCount = sizeof(Scores) / sizeof(float);
+    if (params.softcap <= 0.0f) {
+        const float scale = params.scale * kLog2e;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) s[i] *= scale;
+    } else {  // c tanh(x / c) with tanh(y) = 1 - 2 / (e^2y + 1)
+        const float scale = 2.0f * kLog2e * params.scale / params.softcap;
+        const float cap = kLog2e * params.softcap;
+#pragma unroll
+        for (int i = 0; i < kCount; ++i) {
+            s[i] = cap * (1.0f - 2.0f / (exp2_of(scale * s[i]) + 1.0f));
+        }
+    }
+}
+
+// Which row of the cache `position` is, for one kv head.
+__device__ __forceinline__ int64_t cache_row(
+    const AttentionParams& params, const int32_t* pages, int kv_head, int position
 ) {
     const int64_t page = pages[position >> params.page_bits];
     const int offset = position & ((1 << params.page_bits) - 1);
-    const int64_t row = ((page * params.kv_heads + kv_head) << params.page_bits) + offset;
-    return cache + row * row_bytes(type, params.d);
+    return ((page * params.kv_heads + kv_head) << params.page_bits) + offset;
 }
 
 __device__ __forceinline__ uint4 rounded8(const float4& a, const float4& b) {
@@ -115,30 +138,20 @@ __device__ __forceinline__ uint4 rounded8(const float4& a, const float4& b) {
     return make_uint4(two(a.x, a.y), two(a.z, a.w), two(b.x, b.y), two(b.z, b.w));
 }
 
-// One warp begins to copy a chunk of rows of d elements.
+// A chunk of rows that have to be converted or spread. Not inlined: it is rare, and long.
 template <int type, int width>
-__device__ __forceinline__ void copy_chunk(uint8_t* to, const uint8_t* from, int d, int lane) {
+__device__ __noinline__ void spread_chunk(uint8_t* to, const uint8_t* from, int d, int lane) {
     constexpr int kStride = staged_bytes(type, width);
-    if constexpr (type == kF32) {
+    if constexpr (is_plain(type)) {
         const int parts = d / 8;
         for (int i = lane; i < kChunk * parts; i += kWarp) {
-            const auto* eight = reinterpret_cast<const float4*>(from + 32 * static_cast<int64_t>(i));
-            *reinterpret_cast<uint4*>(to + i / parts * kStride + i % parts * 16) =
-                rounded8(eight[0], eight[1]);
-        }
-    } else if (d == width) {
-        constexpr int kParts = is_codes(type) ? kStride * kChunk / 16 : value_bytes(type, width) / 16;
-        constexpr int kRows = is_codes(type) ? 1 : kChunk;
-#pragma unroll
-        for (int first = 0; first < kRows * kParts; first += kWarp) {
-            const int i = first + lane;
-            if (kRows * kParts % kWarp != 0 && i >= kRows * kParts) break;
-            copy_async_16(to + i / kParts * kStride + i % kParts * 16, from + 16 * i);
-        }
-    } else if constexpr (type == kF16) {
-        const int parts = d / 8;
-        for (int i = lane; i < kChunk * parts; i += kWarp) {
-            copy_async_16(to + i / parts * kStride + i % parts * 16, from + 16 * i);
+            uint8_t* at = to + i / parts * kStride + i % parts * 16;
+            if constexpr (type == kF32) {
+                const auto* eight = reinterpret_cast<const float4*>(from) + 2 * i;
+                *reinterpret_cast<uint4*>(at) = rounded8(eight[0], eight[1]);
+            } else {
+                copy_async_16(at, from + 16 * i);
+            }
         }
     } else {
         const int bytes = row_bytes(type, d);
@@ -149,6 +162,27 @@ __device__ __forceinline__ void copy_chunk(uint8_t* to, const uint8_t* from, int
             *reinterpret_cast<uint16_t*>(to + 2 * i / bytes * kStride + moved) =
                 reinterpret_cast<const uint16_t*>(from)[i];
         }
+    }
+}
+
+// One warp begins to copy a chunk of rows of d elements, from row `row` on.
+template <int type, int width>
+__device__ __forceinline__ void copy_chunk(
+    uint8_t* to, const uint8_t* cache, int64_t row, int d, int lane
+) {
+    constexpr int kStride = staged_bytes(type, width);
+    if (type == kF32 || d != width) {
+        spread_chunk<type, width>(to, cache + row * row_bytes(type, d), d, lane);
+        return;
+    }
+    constexpr int kParts = is_codes(type) ? kStride * kChunk / 16 : value_bytes(type, width) / 16;
+    constexpr int kRows = is_codes(type) ? 1 : kChunk;
+    const uint8_t* from = cache + row * row_bytes(type, width) + 16 * lane;
+#pragma unroll
+    for (int first = 0; first < kRows * kParts; first += kWarp) {
+        const int i = first + lane;
+        if (kRows * kParts % kWarp != 0 && i >= kRows * kParts) break;
+        copy_async_16(to + i / kParts * kStride + i % kParts * 16, from + 16 * first);
     }
 }
 

@@ -32,6 +32,7 @@ struct KeyFragments {
     // Calls body(k, fragment) for each step.
     template <class Body>
     static __device__ __forceinline__ void for_each(const uint8_t* rows, int lane, Body&& body) {
+        static_assert(!is_codes(type));
         if constexpr (is_plain(type)) {
             const uint8_t* row = rows + lane % 16 * kStride + lane / 16 * 16;
 #pragma unroll
@@ -41,60 +42,56 @@ struct KeyFragments {
                 body(k, a);
             }
         } else {
-            from_words(rows, lane, body);
-        }
-    }
-
-private:
-    template <class Body>
-    static __device__ __forceinline__ void from_words(const uint8_t* rows, int lane, Body&& body) {
-        const int g = lane / 4, t = lane % 4;
-        const auto* low = reinterpret_cast<const uint32_t*>(rows + g * kStride);
-        const auto* high = reinterpret_cast<const uint32_t*>(rows + (g + 8) * kStride);
-        if constexpr (type == kF8e4m3) {
+            const auto* low = reinterpret_cast<const uint32_t*>(rows + lane / 4 * kStride);
+            const auto* high = low + 8 * kStride / 4;
 #pragma unroll
             for (int k = 0; k < width / 16; ++k) {
-                const uint32_t x = low[4 * k + t], y = high[4 * k + t];
+                const uint32_t x = low[4 * k + lane % 4], y = high[4 * k + lane % 4];
                 const uint32_t a[4] = {bits_of(byte_floats<0>(x)), bits_of(byte_floats<0>(y)),
                                        bits_of(byte_floats<1>(x)), bits_of(byte_floats<1>(y))};
                 body(k, a);
             }
-        } else {
-            constexpr int kScales = value_bytes(type, width) / 4;  // word of the first two
+        }
+    }
+    // Calls body(k, fragments of codes of steps k and k + 1, scales of keys g and g + 8) for each
+    // group of elements that share a scale.
+    template <class Body>
+    static __device__ __forceinline__ void for_each_group(
+        const uint8_t* rows, int lane, Body&& body
+    ) {
+        static_assert(is_codes(type));
+        constexpr int kScales = value_bytes(type, width) / 4;  // word of the first two
+        const int t = lane % 4;
+        const auto* low = reinterpret_cast<const uint32_t*>(rows + lane / 4 * kStride);
+        const auto* high = low + 8 * kStride / 4;
 #pragma unroll
-            for (int two = 0; two < width / 64; ++two) {
-                const __half2 low_scales = halves(low[kScales + two]);
-                const __half2 high_scales = halves(high[kScales + two]);
+        for (int two = 0; two < width / 64; ++two) {
+            const float2 low_scales = __half22float2(halves(low[kScales + two]));
+            const float2 high_scales = __half22float2(halves(high[kScales + two]));
 #pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int group = 2 * two + half;
-                    const __half2 sx = half == 0 ? __low2half2(low_scales) : __high2half2(low_scales);
-                    const __half2 sy =
-                        half == 0 ? __low2half2(high_scales) : __high2half2(high_scales);
+            for (int half = 0; half < 2; ++half) {
+                const int group = 2 * two + half;
+                uint32_t a[2][4];
+#pragma unroll
+                for (int s = 0; s < 2; ++s) {
                     if constexpr (type == kU8) {
-                        const uint32_t x = low[4 * group + t], y = high[4 * group + t];
-#pragma unroll
-                        for (int s = 0; s < 2; ++s) {
-                            const uint32_t v = x >> 8 * s, w = y >> 8 * s;
-                            const uint32_t a[4] = {bits_of(__hmul2(low_codes(v), sx)),
-                                                   bits_of(__hmul2(low_codes(w), sy)),
-                                                   bits_of(__hmul2(next_codes(v), sx)),
-                                                   bits_of(__hmul2(next_codes(w), sy))};
-                            body(2 * group + s, a);
-                        }
+                        const uint32_t x = low[4 * group + t] >> 8 * s;
+                        const uint32_t y = high[4 * group + t] >> 8 * s;
+                        a[s][0] = bits_of(low_codes(x));
+                        a[s][1] = bits_of(low_codes(y));
+                        a[s][2] = bits_of(next_codes(x));
+                        a[s][3] = bits_of(next_codes(y));
                     } else {
-#pragma unroll
-                        for (int s = 0; s < 2; ++s) {
-                            const int k = 2 * group + s;
-                            const uint32_t x = low[4 * k + t], y = high[4 * k + t];
-                            const uint32_t a[4] = {bits_of(__hmul2(byte_codes<0>(x), sx)),
-                                                   bits_of(__hmul2(byte_codes<0>(y), sy)),
-                                                   bits_of(__hmul2(byte_codes<1>(x), sx)),
-                                                   bits_of(__hmul2(byte_codes<1>(y), sy))};
-                            body(k, a);
-                        }
+                        const uint32_t x = low[4 * (2 * group + s) + t];
+                        const uint32_t y = high[4 * (2 * group + s) + t];
+                        a[s][0] = bits_of(byte_codes<0>(x));
+                        a[s][1] = bits_of(byte_codes<0>(y));
+                        a[s][2] = bits_of(byte_codes<1>(x));
+                        a[s][3] = bits_of(byte_codes<1>(y));
                     }
                 }
+                body(2 * group, a, half == 0 ? low_scales.x : low_scales.y,
+                     half == 0 ? high_scales.x : high_scales.y);
             }
         }
     }

@@ -13,6 +13,7 @@ struct Piece {
     int rows;
     int begin_key;  // what any of the rows sees
     int end_key;
+    int known;   // keys before this one are of earlier passes
     int splits;  // that share these keys
     int begin;   // steps of this one
     int end;
@@ -31,12 +32,14 @@ __device__ __forceinline__ Piece piece_of(
     piece.first_row = seq_begin + first;
     piece.rows = min(tile_rows, seq_rows - first);
     piece.vectors = piece.rows * params.group;
-    piece.first_position = params.past_lens[seq] + first;
+    piece.known = params.past_lens[seq];
+    piece.first_position = piece.known + first;
     piece.end_key = piece.first_position + piece.rows;
     piece.begin_key = params.window > 0 ? max(0, piece.first_position - params.window + 1) : 0;
     const int first_step = piece.begin_key / step_keys;
     const int64_t steps = (piece.end_key + step_keys - 1) / step_keys - first_step;
-    const int splits = min(params.splits, (static_cast<int>(steps) + warps - 1) / warps);
+    const int least = min(kLeastSteps, warps);
+    const int splits = min(params.splits, (static_cast<int>(steps) + least - 1) / least);
     const int split = blockIdx.x;
     if (split >= splits) return piece;
     piece.splits = splits;
@@ -144,14 +147,15 @@ __device__ __forceinline__ void merge_warps(
 // Whether this block is the last of those that share `counter`; their partial results can be read.
 __device__ __forceinline__ bool arrives_last(unsigned* counter, int splits) {
     __shared__ bool is_last;
-    __threadfence();
     __syncthreads();
     if (threadIdx.x == 0) {
-        is_last = atomicAdd(counter, 1u) == static_cast<unsigned>(splits) - 1;
+        unsigned before;
+        asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
+                     : "=r"(before) : "l"(counter) : "memory");
+        is_last = before == static_cast<unsigned>(splits) - 1;
         if (is_last) *counter = 0;
     }
     __syncthreads();
-    __threadfence();
     return is_last;
 }
 
@@ -161,6 +165,18 @@ __device__ __forceinline__ void add_splits(
     float* results, float* shares, int vectors, const float* partials, const float2* partial_stats,
     int splits, int warp, int warps, int lane
 ) {
+    constexpr int kAhead = 16;  // loads on their way at once
+    const int quads = vectors * (width / 4);
+    const auto load = [&](float4 (&to)[kAhead], int quad, int first) {
+        const auto* from = reinterpret_cast<const float4*>(partials) + quad;
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+            if (first + i < splits) to[i] = __ldcg(from + (first + i) * (queries * width / 4));
+        }
+    };
+    float4 x[kAhead];
+    int quad = threadIdx.x;
+    if (quad < quads) load(x, quad, 0);  // while shares are worked out
     for (int v = warp; v < vectors; v += warps) {
         float2 mine[kMaxSplits / kWarp];
         float peak = -INFINITY;
@@ -187,25 +203,28 @@ __device__ __forceinline__ void add_splits(
         }
     }
     __syncthreads();
-    for (int i = threadIdx.x; i < vectors * (width / 4); i += blockDim.x) {
-        const int v = i / (width / 4);
-        const auto* from = reinterpret_cast<const float4*>(partials) + i;
+    for (; quad < quads; quad += blockDim.x) {
+        const int v = quad / (width / 4);
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-        for (int s = 0; s < splits; ++s) {
-            const float4 x = __ldcg(from + s * (queries * width / 4));
-            const float share = shares[s * queries + v];
-            sum.x += share * x.x;
-            sum.y += share * x.y;
-            sum.z += share * x.z;
-            sum.w += share * x.w;
+        for (int first = 0; first < splits; first += kAhead) {
+            if (first > 0 || quad >= static_cast<int>(blockDim.x)) load(x, quad, first);
+#pragma unroll
+            for (int i = 0; i < kAhead; ++i) {
+                if (first + i >= splits) continue;
+                const float share = shares[(first + i) * queries + v];
+                sum.x += share * x[i].x;
+                sum.y += share * x[i].y;
+                sum.z += share * x[i].z;
+                sum.w += share * x[i].w;
+            }
         }
-        *reinterpret_cast<float4*>(results + v * (width + 4) + i % (width / 4) * 4) = sum;
+        *reinterpret_cast<float4*>(results + v * (width + 4) + quad % (width / 4) * 4) = sum;
     }
 }
 
 template <int key_type, int value_type, int width, int tiles>
-__global__ void __launch_bounds__(kDecodeWarps * kWarp) decode_kernel(const AttentionParams params) {
+__global__ void __launch_bounds__(kDecodeWarps * kWarp, width * tiles <= 128 ? 2 : 1)
+decode_kernel(const AttentionParams params) {
     using Shape = DecodeShape<key_type, value_type, width, tiles>;
     using Keys = KeyFragments<key_type, width>;
     using Values = ValueFragments<value_type, width>;
@@ -213,12 +232,14 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp) decode_kernel(const Atte
     constexpr int kStep = Shape::kKeys;
     extern __shared__ __align__(16) uint8_t shared[];
     let_next_begin();
-    wait_for_inputs();
     const int warps = blockDim.x / kWarp;
     const int warp = threadIdx.x / kWarp;
     const int lane = threadIdx.x % kWarp;
     const Piece piece = piece_of(params, kQueries, kStep, warps);
-    if (piece.splits == 0) return;
+    if (piece.splits == 0) {
+        wait_for_inputs();
+        return;
+    }
     const int kv_head = blockIdx.y;
     const int d = params.d;
 
@@ -232,28 +253,41 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp) decode_kernel(const Atte
     }
     const int32_t* pages =
         params.page_table + static_cast<int64_t>(blockIdx.z / params.row_tiles) * params.table_stride;
-    const auto copy_step = [&](int step, int stage) {
-        if (step < piece.end) {
-            uint8_t* to = staged + stage * Shape::kStepBytes;
-#pragma unroll
-            for (int c = 0; c < Shape::kChunks; ++c) {
-                const int position = step * kStep + c * kChunk;
-                if (position >= piece.end_key || position + kChunk <= piece.begin_key) continue;
-                copy_chunk<key_type, width>(
-                    to + c * kChunk * Keys::kStride,
-                    chunk_rows<key_type>(params, params.key_cache, pages, kv_head, position), d, lane
-                );
-                copy_chunk<value_type, width>(
-                    to + Shape::kKeyBytes + c * kChunk * Values::kStride,
-                    chunk_rows<value_type>(params, params.value_cache, pages, kv_head, position), d,
-                    lane
-                );
-            }
-        }
-        commit_copies();
+    const auto copy_rows = [&](uint8_t* to, int64_t row, int c) {
+        copy_chunk<key_type, width>(
+            to + c * kChunk * Keys::kStride, params.key_cache, row, d, lane
+        );
+        copy_chunk<value_type, width>(
+            to + Shape::kKeyBytes + c * kChunk * Values::kStride, params.value_cache, row, d, lane
+        );
     };
+    const auto copy_step = [&](int step, int stage) {
+        if (step >= piece.end) return;
+        uint8_t* to = staged + stage * Shape::kStepBytes;
+        if (1 << params.page_bits >= kStep) {  // all of it in one page
+            const int64_t row = cache_row(params, pages, kv_head, step * kStep);
+#pragma unroll
+            for (int c = 0; c < Shape::kChunks; ++c) copy_rows(to, row + c * kChunk, c);
+            return;
+        }
+        for (int c = 0; c < Shape::kChunks; ++c) {
+            const int position = step * kStep + c * kChunk;
+            if (position >= piece.end_key || position + kChunk <= piece.begin_key) continue;
+            copy_rows(to, cache_row(params, pages, kv_head, position), c);
+        }
+    };
+    // What earlier passes wrote is on its way before this pass's rows are there.
+    const int ahead = params.stages - 1;
     int next = piece.begin + warp;
-    for (int stage = 0; stage + 1 < params.stages; ++stage, next += warps) copy_step(next, stage);
+    for (int stage = 0; stage < ahead; ++stage) {
+        const int step = next + stage * warps;
+        if ((step + 1) * kStep <= piece.known) copy_step(step, stage);
+    }
+    wait_for_inputs();
+    for (int stage = 0; stage < ahead; ++stage, next += warps) {
+        if ((next + 1) * kStep > piece.known) copy_step(next, stage);
+        commit_copies();
+    }
 
     // Queries as float16 to shared memory, from there as fragments to registers.
     for (int v = warp; v < kQueries; v += warps) {
@@ -297,6 +331,7 @@ __global__ void __launch_bounds__(kDecodeWarps * kWarp) decode_kernel(const Atte
     int free_stage = params.stages - 1;
     for (int step = piece.begin + warp; step < piece.end; step += warps, next += warps) {
         copy_step(next, free_stage);
+        commit_copies();
         wait_for_stage(params.stages);
         uint8_t* rows = staged + stage * Shape::kStepBytes;
         const int first_key = step * kStep;
@@ -356,36 +391,37 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     using Shape = DecodeShape<key_type, value_type, width, tiles>;
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    // Two steps ahead for each warp, two blocks or more on a multiprocessor; less where less fits.
+    // Two steps ahead for each warp, and two blocks on a multiprocessor, where they fit.
     constexpr int kFixed = Shape::kQueryBytes + Shape::kStatBytes;
     const auto bytes_of = [&](int warps, int stages) {
         const int staged = warps * stages * Shape::kStepBytes;
         const int result = warps * Shape::kQueries * (width + 4) * 4;
         return kFixed + (staged > result ? staged : result);
     };
+    const int tile_rows = Shape::kQueries / params.group;
+    const int most_rows = size.max_rows < kFewRows ? size.max_rows : kFewRows;
+    params.row_tiles = static_cast<int>(ceil_div(most_rows, tile_rows));
+    const int64_t items = static_cast<int64_t>(size.seqs) * params.row_tiles * params.kv_heads;
+    // Wide blocks, so that few results are to be added; half as wide where only one would fit on a
+    // multiprocessor and there are more than that, so that one's end is another's beginning.
     int warps = kDecodeWarps;
     params.stages = 3;
-    while (params.stages > 2 && 2 * bytes_of(warps, params.stages) > info.shared_per_block) {
-        --params.stages;
-    }
+    if (items > info.multiprocessors && 2 * bytes_of(warps, 3) > info.shared_per_block) warps /= 2;
     while (params.stages > 1 && bytes_of(warps, params.stages) > info.shared_per_block) {
         --params.stages;
     }
     while (warps > 1 && bytes_of(warps, params.stages) > info.shared_per_block) warps /= 2;
     const int bytes = bytes_of(warps, params.stages);
-    const int resident = bytes > 0 && info.shared_per_block / bytes >= 4 ? 4
-                         : info.shared_per_block / bytes >= 1 ? info.shared_per_block / bytes : 1;
+    const int by_registers = (width * tiles <= 128 ? 16 : 8) / warps;
+    const int by_shared = (info.shared_per_block + 1024) / (bytes + 1024);
+    const int resident = by_shared < by_registers ? by_shared : by_registers;
 
-    const int tile_rows = Shape::kQueries / params.group;
-    const int most_rows = size.max_rows < kFewRows ? size.max_rows : kFewRows;
-    params.row_tiles = static_cast<int>(ceil_div(most_rows, tile_rows));
-    const int64_t items = static_cast<int64_t>(size.seqs) * params.row_tiles * params.kv_heads;
     // Enough blocks for every place on the device; where those do not come out even, twice as many.
     const int64_t places = static_cast<int64_t>(info.multiprocessors) * resident;
     int64_t splits = places / items;
     if (splits * items * 5 < places * 4) splits = ceil_div(2 * places, items);
     const int64_t most_steps = ceil_div(size.max_keys, Shape::kKeys) + 1;
-    const int64_t useful = ceil_div(most_steps, warps);
+    const int64_t useful = ceil_div(most_steps, warps < kLeastSteps ? warps : kLeastSteps);
     if (splits > useful) splits = useful;
     if (splits > kMaxSplits) splits = kMaxSplits;
     const int64_t room = (size.workspace_bytes - kCounters * 4) / 4;

@@ -5,7 +5,8 @@
 
 namespace exl::cuda {
 
-constexpr int kDecodeWarps = 4;
+constexpr int kDecodeWarps = 8;
+constexpr int kLeastSteps = 4;  // of a block: fewer do not pay for adding up its part
 
 // Steps of 32 keys where a row of codes is short, so that the bookkeeping of a step is paid for.
 template <int key_type, int value_type>
@@ -63,10 +64,43 @@ __device__ __forceinline__ void attend_step(
     float s[kChunks][tiles][4] = {};
 #pragma unroll
     for (int c = 0; c < kChunks; ++c) {
-        Keys::for_each(rows + c * kChunk * Keys::kStride, lane, [&](int k, const uint32_t (&a)[4]) {
+        const uint8_t* keys = rows + c * kChunk * Keys::kStride;
+        if constexpr (is_codes(key_type)) {
+            // Sums of codes first, scales after: fewer products, and short chains of sums.
+            Keys::for_each_group(
+                keys, lane, [&](int k, const uint32_t (&a)[2][4], float low, float high) {
 #pragma unroll
-            for (int n = 0; n < tiles; ++n) mma_16816(s[c][n], a, q[n][k][0], q[n][k][1]);
-        });
+                    for (int n = 0; n < tiles; ++n) {
+                        float sum[4] = {};
+                        multiply(sum, a[0], q[n][k][0], q[n][k][1]);
+                        multiply(sum, a[1], q[n][k + 1][0], q[n][k + 1][1]);
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) s[c][n][i] += sum[i] * (i < 2 ? low : high);
+                    }
+                }
+            );
+        } else {
+            Keys::for_each(keys, lane, [&](int k, const uint32_t (&a)[4]) {
+#pragma unroll
+                for (int n = 0; n < tiles; ++n) multiply(s[c][n], a, q[n][k][0], q[n][k][1]);
+            });
+        }
+    }
+    scale_scores(s, params);
+    if (masked) {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+            for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int key = first_key + c * kChunk + lane / 4 + i / 2 * 8;
+                    const int age = positions[n][i % 2] - key;
+                    const bool seen = age >= 0 && (params.window <= 0 || age < params.window);
+                    s[c][n][i] = seen ? s[c][n][i] : -INFINITY;
+                }
+            }
+        }
     }
     float peak[tiles][2];
     bool moved = false;
@@ -77,16 +111,7 @@ __device__ __forceinline__ void attend_step(
             peak[n][j] = run.peak[n][j];
 #pragma unroll
             for (int c = 0; c < kChunks; ++c) {
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float& x = s[c][n][2 * h + j];
-                    x = score_of(x, params.scale, params.softcap);
-                    if (masked) {
-                        const int age = positions[n][j] - (first_key + c * kChunk + lane / 4 + 8 * h);
-                        if (age < 0 || (params.window > 0 && age >= params.window)) x = -INFINITY;
-                    }
-                    peak[n][j] = fmaxf(peak[n][j], x);
-                }
+                peak[n][j] = fmaxf(peak[n][j], fmaxf(s[c][n][j], s[c][n][2 + j]));
             }
 #pragma unroll
             for (int step = 4; step < kWarp; step *= 2) {
@@ -127,7 +152,7 @@ __device__ __forceinline__ void attend_step(
                 run.weight[n][0] += x;
                 run.weight[n][1] += y;
                 const uint32_t two = bits_of(__floats2half2_rn(x, y));
-                asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
+                asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
                              : "=r"(p[c][n][h]) : "r"(two));
             }
         }
@@ -137,7 +162,7 @@ __device__ __forceinline__ void attend_step(
         const uint8_t* values = rows + Shape::kKeyBytes + c * kChunk * Values::kStride;
         Values::for_each(values, lane, [&](int tile, const uint32_t (&a)[4]) {
 #pragma unroll
-            for (int n = 0; n < tiles; ++n) mma_16816(run.sums[tile][n], a, p[c][n][0], p[c][n][1]);
+            for (int n = 0; n < tiles; ++n) multiply(run.sums[tile][n], a, p[c][n][0], p[c][n][1]);
         });
     }
 }

@@ -157,8 +157,8 @@ struct WarpRows {
             for (int n = 0; n < keys / 16; ++n) {
                 uint32_t b[4];  // keys 0 to 7 and 8 to 15 of the 16, low and high half of step k
                 load_matrices(b, k_at + n * 16 * kStride + 32 * k);
-                mma_16816(s[2 * n], a, b[0], b[1]);
-                mma_16816(s[2 * n + 1], a, b[2], b[3]);
+                multiply(s[2 * n], a, b[0], b[1]);
+                multiply(s[2 * n + 1], a, b[2], b[3]);
             }
         }
         softmax(params, s, first_key, masked, position, lane);
@@ -175,8 +175,8 @@ struct WarpRows {
             for (int n = 0; n < width / 16; ++n) {
                 uint32_t b[4];  // elements 0 to 7 and 8 to 15 of the 16, low and high keys of step k
                 load_transposed(b, v_at + k * 16 * kStride + 32 * n);
-                mma_16816(sums[2 * n], a, b[0], b[1]);
-                mma_16816(sums[2 * n + 1], a, b[2], b[3]);
+                multiply(sums[2 * n], a, b[0], b[1]);
+                multiply(sums[2 * n + 1], a, b[2], b[3]);
             }
         }
     }
@@ -186,21 +186,25 @@ struct WarpRows {
         const AttentionParams& params, float (&s)[keys / 8][4], int first_key, bool masked,
         int position, int lane
     ) {
+        scale_scores(s, params);
+        if (masked) {
+#pragma unroll
+            for (int n = 0; n < keys / 8; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int key = first_key + 8 * n + lane % 4 * 2 + i % 2;
+                    const int age = position + i / 2 * 8 - key;
+                    const bool seen = age >= 0 && (params.window <= 0 || age < params.window);
+                    s[n][i] = seen ? s[n][i] : -INFINITY;
+                }
+            }
+        }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             float top = peak[h];
 #pragma unroll
             for (int n = 0; n < keys / 8; ++n) {
-#pragma unroll
-                for (int j = 0; j < 2; ++j) {
-                    float& x = s[n][2 * h + j];
-                    x = score_of(x, params.scale, params.softcap);
-                    if (masked) {
-                        const int age = position + 8 * h - (first_key + 8 * n + lane % 4 * 2 + j);
-                        if (age < 0 || (params.window > 0 && age >= params.window)) x = -INFINITY;
-                    }
-                    top = fmaxf(top, x);
-                }
+                top = fmaxf(top, fmaxf(s[n][2 * h], s[n][2 * h + 1]));
             }
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
@@ -270,17 +274,16 @@ __global__ void __launch_bounds__(kPrefillWarps * kWarp, 1) prefill_kernel(const
                 const int c = i / 2;
                 const int position = tile * kKeys + c * kChunk;
                 if (position >= end_key || position + kChunk <= begin_key) continue;
+                const int64_t row = cache_row(params, pages, kv_head, position);
                 if (i % 2 == 0) {
                     copy_chunk<key_type, width>(
-                        to + c * kChunk * staged_bytes(key_type, width),
-                        chunk_rows<key_type>(params, params.key_cache, pages, kv_head, position), d,
+                        to + c * kChunk * staged_bytes(key_type, width), params.key_cache, row, d,
                         lane
                     );
                 } else {
                     copy_chunk<value_type, width>(
                         to + Shape::kKeyBytes + c * kChunk * staged_bytes(value_type, width),
-                        chunk_rows<value_type>(params, params.value_cache, pages, kv_head, position),
-                        d, lane
+                        params.value_cache, row, d, lane
                     );
                 }
             }

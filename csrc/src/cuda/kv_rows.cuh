@@ -156,13 +156,19 @@ __device__ __forceinline__ __half2 halves(uint32_t x) { return *reinterpret_cast
 
 // Codes of the 4 low bits of each half of w, and of the 4 next ones, less 8, exactly. 0x6400 is 1024,
 // whose last bit is 1; bits 4 and up of it count 16.
+template <uint32_t mask>
+__device__ __forceinline__ __half2 masked_codes(uint32_t w) {
+    uint32_t x;  // (w & mask) | 1024s, which the compiler would do in two instructions
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(x) : "r"(w), "n"(mask), "r"(0x64006400u));
+    return halves(x);
+}
 __device__ __forceinline__ __half2 low_codes(uint32_t w) {
-    return __hsub2(halves((w & 0x000f000fu) | 0x64006400u), __half2half2(__ushort_as_half(0x6408)));
+    return __hsub2(masked_codes<0x000f000fu>(w), __half2half2(__ushort_as_half(0x6408)));
 }
 __device__ __forceinline__ __half2 next_codes(uint32_t w) {
     const __half2 sixteenth = __half2half2(__ushort_as_half(0x2c00));
     const __half2 offset = __half2half2(__ushort_as_half(0xd480));  // -72 = -(1024 / 16 + 8)
-    return __hfma2(halves((w & 0x00f000f0u) | 0x64006400u), sixteenth, offset);
+    return __hfma2(masked_codes<0x00f000f0u>(w), sixteenth, offset);
 }
 // 8-bit codes at bytes 0 and 1, or 2 and 3, of w, less 128, exactly.
 template <int pair>

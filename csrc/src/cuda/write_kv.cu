@@ -59,9 +59,27 @@ __device__ __forceinline__ void fit_row(
     }
 }
 
+// Cosines and signed sines of a lane's elements: 1 and 0 where nothing turns.
+__device__ __forceinline__ void load_angles(
+    Row& cos, Row& sin, const float* cos_from, const float* sin_from, int half, int lane
+) {
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+        float c[2], s[2];
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+            const int i = u * kUnit + 2 * lane + e;
+            c[e] = i < half ? cos_from[i] : i < 2 * half ? cos_from[i - half] : 1.0f;
+            s[e] = i < half ? -sin_from[i] : i < 2 * half ? sin_from[i - half] : 0.0f;
+        }
+        cos[u] = make_float2(c[0], c[1]);
+        sin[u] = make_float2(s[0], s[1]);
+    }
+}
+
 // Partners are `half` apart, wherever that is: through `room`, the warp's own.
 __device__ __forceinline__ void rope_row(
-    Row& x, const float* cos, const float* sin, int half, int d, float* room, int lane
+    Row& x, const Row& cos, const Row& sin, int half, int d, float* room, int lane
 ) {
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
@@ -69,17 +87,13 @@ __device__ __forceinline__ void rope_row(
         if (i < d) *reinterpret_cast<float2*>(room + i) = x[u];
     }
     __syncwarp();
-    const auto turned = [&](float mine, int i) {
-        if (i >= 2 * half) return mine;
-        if (i < half) return mine * cos[i] - room[i + half] * sin[i];
-        return mine * cos[i - half] + room[i - half] * sin[i - half];
-    };
+    const auto partner = [&](int i) { return i >= 2 * half ? 0.0f : room[i < half ? i + half : i - half]; };
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
         const int i = u * kUnit + 2 * lane;
         if (i >= d) break;
-        x[u].x = turned(x[u].x, i);
-        x[u].y = turned(x[u].y, i + 1);
+        x[u].x = x[u].x * cos[u].x + partner(i) * sin[u].x;
+        x[u].y = x[u].y * cos[u].y + partner(i + 1) * sin[u].y;
     }
 }
 
@@ -98,17 +112,28 @@ __device__ __forceinline__ const void* element(const void* base, int type, int64
 __global__ void __launch_bounds__(kWarps * kWarp) write_kernel(const WriteArgs args) {
     __shared__ float room[kWarps][kMaxHead];
     let_next_begin();
-    wait_for_inputs();
     const int warp = threadIdx.x / kWarp;
     const int lane = threadIdx.x % kWarp;
     const int heads = args.q_heads + 2 * args.cache.kv_heads;
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
-    if (index >= static_cast<int64_t>(args.rows) * heads) return;
+    if (index >= static_cast<int64_t>(args.rows) * heads) {
+        wait_for_inputs();
+        return;
+    }
     const int row = static_cast<int>(index / heads);
     const int head = static_cast<int>(index % heads);
     const int d = args.cache.head_dim;
     const bool is_query = head < args.q_heads;
     const bool is_key = !is_query && head < args.q_heads + args.cache.kv_heads;
+    // What the pass is made of was there before it began.
+    const int64_t slot = is_query ? 0 : args.slots[row];
+    const bool turns = (is_query || is_key) && args.rotary_half > 0;
+    Row cos, sin;
+    if (turns) {
+        const int64_t angles = static_cast<int64_t>(row) * args.rotary_half;
+        load_angles(cos, sin, args.cos + angles, args.sin + angles, args.rotary_half, lane);
+    }
+    wait_for_inputs();
 
     const int kv_head = (head - args.q_heads) % args.cache.kv_heads;
     const void* base = is_query ? args.queries : is_key ? args.keys : args.values;
@@ -119,11 +144,8 @@ __global__ void __launch_bounds__(kWarps * kWarp) write_kernel(const WriteArgs a
     if (is_query || is_key) {
         const float* weight = is_query ? args.q_norm : args.k_norm;
         if (weight != nullptr) norm_row(x, weight, args.eps, d, lane);
-        if (args.rotary_half > 0) {
-            const int64_t angles = static_cast<int64_t>(row) * args.rotary_half;
-            rope_row(x, args.cos + angles, args.sin + angles, args.rotary_half, d, room[warp], lane);
-        }
     }
+    if (turns) rope_row(x, cos, sin, args.rotary_half, d, room[warp], lane);
     if ((is_query || is_key) && args.head_scale != nullptr) {
         fit_row(x, args.head_scale + head * d, args.head_shift + head * d, d, lane);
     }
@@ -133,7 +155,7 @@ __global__ void __launch_bounds__(kWarps * kWarp) write_kernel(const WriteArgs a
     }
     const int type = is_key ? args.cache.key_dtype : args.cache.value_dtype;
     void* cache = is_key ? args.cache.key_cache : args.cache.value_cache;
-    encode_row(cache_row(cache, type, args.cache, args.slots[row], kv_head), x, type, d, lane);
+    encode_row(cache_row(cache, type, args.cache, slot, kv_head), x, type, d, lane);
 }
 
 bool fits(const ExlCache& cache, int dtype) {

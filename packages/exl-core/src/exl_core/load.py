@@ -90,7 +90,9 @@ def load_model(
     with device_failures(ops.device, "loading the weights"):
         weights = build_weights(config, checkpoint, ops, threads=threads, progress=progress)
         if ops.device.type == "cuda":
-            torch.cuda.synchronize(ops.device)  # kernels read weights before what is ahead has ended
+            torch.cuda.synchronize(
+                ops.device
+            )  # kernels read weights before what is ahead has ended
     sample_ids = tuple(tokenizer.encode(SAMPLE_TEXT, add_bos=False))
     model = Transformer(config, weights, ops, sample_ids)
     return LoadedModel(
