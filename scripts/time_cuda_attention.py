@@ -38,7 +38,7 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
         work()
     times = []
     for _ in range(repeats):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         work()
         end.record()

@@ -156,7 +156,7 @@ def test_a_cache_that_does_not_fit_names_cheaper_ones(
     kib = 2 * 2 * 20 * 3 * 2 * 512 // 1024  # keys and values of 2 heads of 20 in 3 layers, fp16
     for module in (load, "exl_core.cache.store"):
         name = module if isinstance(module, str) else module.__name__
-        monkeypatch.setattr(f"{name}.available_memory_bytes", lambda: (kib - 1) * 1024)
+        monkeypatch.setattr(f"{name}.free_memory_bytes", lambda _: (kib - 1) * 1024)
     line = generate().error_line(4)
     assert "fp16 cache of 512 tokens" in line
     assert "--cache-type fp8 would fit." in line

@@ -59,6 +59,7 @@ class TableModel:
             num_kv_heads=1,
             head_dim=8,
         )
+        self.ops = SimpleNamespace(device=torch.device("cpu"))
 
     def forward(self, batch: Any, store: Any) -> torch.Tensor:
         return self.table[batch.token_ids[batch.logit_rows]]

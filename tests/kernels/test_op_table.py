@@ -28,7 +28,7 @@ def test_the_best_set_is_the_default() -> None:
 @pytest.mark.parametrize(
     ("name", "isa", "threads", "says"),
     [
-        ("cuda", None, 1, "expected cpu or reference, got cuda"),
+        ("metal", None, 1, "expected cpu, cuda or reference, got metal"),
         ("cpu", "avx9", 1, "scalar.*got avx9"),
         ("reference", "avx2", 1, "no instruction sets"),
     ],

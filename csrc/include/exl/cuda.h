@@ -12,9 +12,9 @@
 // Every kernel may begin before the one before it in the stream has ended (programmatic dependent
 // launch): until it has waited (griddepcontrol.wait) it touches nothing but weights, which no
 // kernel writes once a model runs, and every block waits before it ends. Cache kernels also read
-// ahead what no function of this library writes (page tables, lengths, slots, cosines and sines) and
-// keys and values of earlier passes: between the passes of one cache the stream does something else,
-// such as a copy of the next tokens, or begins another graph.
+// ahead what no function of this library writes (page tables, lengths, slots, cosines and sines)
+// and keys and values of earlier passes: between the passes of one cache the stream does something
+// else, such as a copy of the next tokens, or begins another graph.
 #pragma once
 
 #include <stddef.h>
@@ -270,8 +270,8 @@ typedef struct {
 } ExlRopeWrite;
 EXL_CUDA_API int exl_cuda_rope_write(const ExlRopeWrite* args, const ExlCache* cache, void* stream);
 
-// paged_attention of exl_core/ops/table.py. q and out may be the same memory. The page size is a power
-// of two from 16, and a kv head has at most 16 query heads.
+// paged_attention of exl_core/ops/table.py. q and out may be the same memory. The page size is a
+// power of two from 16, and a kv head has at most 16 query heads.
 typedef struct {
     const void* q;
     int64_t q_stride;  // of rows, in elements; heads lie d apart

@@ -2,8 +2,8 @@
 // matrix fragments.
 //
 // Shared memory holds tiles of cache rows as they are stored, in chunks of 16 rows: a chunk lies in
-// one page, and where the head is as wide as the kernel was made for, rows of codes are copied as one
-// run. Narrower heads are spread to the width, whose rest is zero.
+// one page, and where the head is as wide as the kernel was made for, rows of codes are copied as
+// one run. Narrower heads are spread to the width, whose rest is zero.
 #pragma once
 
 #include "kv_rows.cuh"
@@ -191,7 +191,7 @@ __device__ __forceinline__ void clear(uint8_t* from, int bytes, int thread, int 
     for (int i = thread; i < bytes / 4; i += threads) reinterpret_cast<uint32_t*>(from)[i] = 0;
 }
 
-// Rows outside [first, last) of `count` become zeros: what no query sees may be NaN, and 0 * NaN is.
+// Rows outside [first, last) of `count` become zeros: what no query sees may be NaN, so 0 * it is.
 __device__ __forceinline__ void clear_hidden(
     uint8_t* rows, int stride, int count, int first, int last, int thread, int threads
 ) {
@@ -199,6 +199,47 @@ __device__ __forceinline__ void clear_hidden(
     if (last < count) {
         const int begin = max(last, 0);
         clear(rows + begin * stride, (count - begin) * stride, thread, threads);
+    }
+}
+
+// Rows of codes or f8e4m3 in `staged` as float16 rows; those outside [first, last) as zeros.
+template <int type, int width, int keys>
+__device__ __forceinline__ void convert_tile(
+    uint8_t* to, const uint8_t* staged, int first, int last
+) {
+    constexpr int kWords = value_bytes(type, width) / 4;
+    constexpr int kElements = type == kU8 ? 8 : 4;  // of a word
+    constexpr int kToStride = 2 * width + 16;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < keys * kWords; i += blockDim.x) {
+        const int row = i / kWords;
+        const int word = i % kWords;
+        const uint8_t* from = staged + row * staged_bytes(type, width);
+        const bool seen = row >= first && row < last;
+        const uint32_t w = seen ? reinterpret_cast<const uint32_t*>(from)[word] : 0;
+        uint8_t* at = to + row * kToStride + word * kElements * 2;
+        if constexpr (type == kF8e4m3) {
+            *reinterpret_cast<uint2*>(at) =
+                make_uint2(bits_of(byte_floats<0>(w)), bits_of(byte_floats<1>(w)));
+        } else {
+            const int group = word * kElements / kScaleGroup;
+            const __half stored = reinterpret_cast<const __half*>(from + 4 * kWords)[group];
+            const __half2 scale = __half2half2(seen ? stored : __ushort_as_half(0));
+            if constexpr (type == kU8) {
+                const uint32_t a = bits_of(__hmul2(low_codes(w), scale));        // 0, 4
+                const uint32_t b = bits_of(__hmul2(next_codes(w), scale));       // 1, 5
+                const uint32_t c = bits_of(__hmul2(low_codes(w >> 8), scale));   // 2, 6
+                const uint32_t e = bits_of(__hmul2(next_codes(w >> 8), scale));  // 3, 7
+                *reinterpret_cast<uint4*>(at) =
+                    make_uint4(__byte_perm(a, b, 0x5410), __byte_perm(c, e, 0x5410),
+                               __byte_perm(a, b, 0x7632), __byte_perm(c, e, 0x7632));
+            } else {
+                *reinterpret_cast<uint2*>(at) = make_uint2(
+                    bits_of(__hmul2(byte_codes<0>(w), scale)),
+                    bits_of(__hmul2(byte_codes<1>(w), scale))
+                );
+            }
+        }
     }
 }
 

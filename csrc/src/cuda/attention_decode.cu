@@ -1,5 +1,5 @@
 // attention_decode.cuh's kernel for caches of values; attention_decode_codes.cu has it for codes.
-#include "attention_decode_kernel.cuh"
+#include "attention_decode_launch.cuh"
 
 namespace exl::cuda {
 

@@ -3,13 +3,14 @@
 // Floor: the keys and values once, at the memory's bandwidth; with few keys, latency.
 // Work       A block has one kv head of one sequence, up to 8 or 16 query vectors (rows times the
 //            query heads of the group), and its share of the keys, worked out from the real length.
-//            Each warp takes its own steps of keys, copies ahead by itself and keeps its own running
-//            result, so that nothing but the end of a block is synchronized.
-// Matrices   S [keys, queries] = K Q^T, O [elements, queries] = V^T P^T: keys, then elements, are the
-//            16 rows of an mma, queries its 8 columns. Codes go from words in shared memory to
+//            Each warp takes its own steps of keys, copies ahead by itself and keeps its own
+//            running result, so that nothing but the end of a block is synchronized.
+// Matrices   S [keys, queries] = K Q^T, O [elements, queries] = V^T P^T: keys, then elements, are
+//            the 16 rows of an mma, queries its 8 columns. Codes go from words in shared memory to
 //            fragments; which element meets which k is free, so a lane takes whole words.
-// Splits     Blocks write partial results; the last one of them to arrive adds them, in the order of
-//            the splits, and leaves its counter at zero.
+// Order      What earlier passes wrote is copied before the kernel ahead has ended.
+// Splits     Blocks write partial results; the last one of them to arrive adds them, in the order
+//            of the splits, and leaves its counter at zero.
 #pragma once
 
 #include "attention.cuh"

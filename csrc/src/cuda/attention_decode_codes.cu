@@ -1,5 +1,5 @@
 // attention_decode.cuh's kernel for caches of codes.
-#include "attention_decode_kernel.cuh"
+#include "attention_decode_launch.cuh"
 
 namespace exl::cuda {
 

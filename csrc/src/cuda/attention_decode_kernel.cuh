@@ -1,4 +1,4 @@
-// The kernel of attention_decode.cuh's plan, and its launch.
+// The kernel of attention_decode.cuh's plan.
 #pragma once
 
 #include "attention_decode_step.cuh"
@@ -101,12 +101,12 @@ __device__ __forceinline__ void store_results(
     }
 }
 
-// Adds the warps' results: to the first one's place, divided by their weight, or, where `partials` is
-// not null, there, with peak and weight.
+// Adds the warps' results: to the first one's place, divided by their weight, or, where `partials`
+// is not null, there, with peak and weight.
 template <int width, int queries>
 __device__ __forceinline__ void merge_warps(
-    float* results, const float* stats, int vectors, float* partials, float2* partial_stats, int warp,
-    int warps, int lane
+    float* results, const float* stats, int vectors, float* partials, float2* partial_stats,
+    int warp, int warps, int lane
 ) {
     for (int v = warp; v < vectors; v += warps) {
         float peak = -INFINITY;
@@ -251,8 +251,8 @@ decode_kernel(const AttentionParams params) {
         clear(staged, params.stages * Shape::kStepBytes, lane, kWarp);
         __syncwarp();
     }
-    const int32_t* pages =
-        params.page_table + static_cast<int64_t>(blockIdx.z / params.row_tiles) * params.table_stride;
+    const int seq = static_cast<int>(blockIdx.z) / params.row_tiles;
+    const int32_t* pages = params.page_table + static_cast<int64_t>(seq) * params.table_stride;
     const auto copy_rows = [&](uint8_t* to, int64_t row, int c) {
         copy_chunk<key_type, width>(
             to + c * kChunk * Keys::kStride, params.key_cache, row, d, lane
@@ -336,8 +336,8 @@ decode_kernel(const AttentionParams params) {
         uint8_t* rows = staged + stage * Shape::kStepBytes;
         const int first_key = step * kStep;
         if (first_key < piece.begin_key || first_key + kStep > piece.end_key) {
-            clear_hidden(rows + Shape::kKeyBytes, Values::kStride, kStep, piece.begin_key - first_key,
-                         piece.end_key - first_key, lane, kWarp);
+            clear_hidden(rows + Shape::kKeyBytes, Values::kStride, kStep,
+                         piece.begin_key - first_key, piece.end_key - first_key, lane, kWarp);
             __syncwarp();
         }
         const bool masked =
@@ -384,77 +384,6 @@ decode_kernel(const AttentionParams params) {
             vector_at(params, piece, params.out, params.out_stride, v), x, params.dtype, d, lane
         );
     }
-}
-
-template <int key_type, int value_type, int width, int tiles>
-cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, void* stream) {
-    using Shape = DecodeShape<key_type, value_type, width, tiles>;
-    DeviceInfo info;
-    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    // Two steps ahead for each warp, and two blocks on a multiprocessor, where they fit.
-    constexpr int kFixed = Shape::kQueryBytes + Shape::kStatBytes;
-    const auto bytes_of = [&](int warps, int stages) {
-        const int staged = warps * stages * Shape::kStepBytes;
-        const int result = warps * Shape::kQueries * (width + 4) * 4;
-        return kFixed + (staged > result ? staged : result);
-    };
-    const int tile_rows = Shape::kQueries / params.group;
-    const int most_rows = size.max_rows < kFewRows ? size.max_rows : kFewRows;
-    params.row_tiles = static_cast<int>(ceil_div(most_rows, tile_rows));
-    const int64_t items = static_cast<int64_t>(size.seqs) * params.row_tiles * params.kv_heads;
-    // Wide blocks, so that few results are to be added; half as wide where only one would fit on a
-    // multiprocessor and there are more than that, so that one's end is another's beginning.
-    int warps = kDecodeWarps;
-    params.stages = 3;
-    if (items > info.multiprocessors && 2 * bytes_of(warps, 3) > info.shared_per_block) warps /= 2;
-    while (params.stages > 1 && bytes_of(warps, params.stages) > info.shared_per_block) {
-        --params.stages;
-    }
-    while (warps > 1 && bytes_of(warps, params.stages) > info.shared_per_block) warps /= 2;
-    const int bytes = bytes_of(warps, params.stages);
-    const int by_registers = (width * tiles <= 128 ? 16 : 8) / warps;
-    const int by_shared = (info.shared_per_block + 1024) / (bytes + 1024);
-    const int resident = by_shared < by_registers ? by_shared : by_registers;
-
-    // Enough blocks for every place on the device; where those do not come out even, twice as many.
-    const int64_t places = static_cast<int64_t>(info.multiprocessors) * resident;
-    int64_t splits = places / items;
-    if (splits * items * 5 < places * 4) splits = ceil_div(2 * places, items);
-    const int64_t most_steps = ceil_div(size.max_keys, Shape::kKeys) + 1;
-    const int64_t useful = ceil_div(most_steps, warps < kLeastSteps ? warps : kLeastSteps);
-    if (splits > useful) splits = useful;
-    if (splits > kMaxSplits) splits = kMaxSplits;
-    const int64_t room = (size.workspace_bytes - kCounters * 4) / 4;
-    const int64_t each = items * Shape::kQueries * (width + 2);
-    if (splits * each > room) splits = room / each;
-    if (items > kCounters || splits < 1) splits = 1;
-    params.splits = static_cast<int>(splits);
-    params.counters = static_cast<unsigned*>(size.workspace);
-    params.partials = reinterpret_cast<float*>(params.counters + kCounters);
-    const dim3 grid(
-        static_cast<unsigned>(splits), static_cast<unsigned>(params.kv_heads),
-        static_cast<unsigned>(size.seqs * params.row_tiles)
-    );
-    return launch(
-        decode_kernel<key_type, value_type, width, tiles>, grid, dim3(warps * kWarp), bytes, stream,
-        params
-    );
-}
-
-// One query tile where all vectors fit, or where two would not fit the registers.
-template <int key_type, int value_type>
-cudaError_t decode_with(const AttentionParams& params, const AttentionSize& size, void* stream) {
-    const bool two = params.group > 8 || (params.group * size.max_rows > 8 && params.d <= 128);
-    if (params.d <= 64) {
-        return two ? launch_decode<key_type, value_type, 64, 2>(params, size, stream)
-                   : launch_decode<key_type, value_type, 64, 1>(params, size, stream);
-    }
-    if (params.d <= 128) {
-        return two ? launch_decode<key_type, value_type, 128, 2>(params, size, stream)
-                   : launch_decode<key_type, value_type, 128, 1>(params, size, stream);
-    }
-    return two ? launch_decode<key_type, value_type, 256, 2>(params, size, stream)
-               : launch_decode<key_type, value_type, 256, 1>(params, size, stream);
 }
 
 }  // namespace exl::cuda

@@ -50,7 +50,7 @@ struct Running {
     }
 };
 
-// One step of keys, staged at `rows`; positions of the queries decide what they see, where `masked`.
+// One step of keys, staged at `rows`; where `masked`, queries see what their positions let them.
 template <int key_type, int value_type, int width, int tiles>
 __device__ __forceinline__ void attend_step(
     const AttentionParams& params, const uint8_t* rows, int first_key, bool masked,

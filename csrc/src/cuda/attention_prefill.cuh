@@ -28,48 +28,7 @@ struct PrefillShape {
     }
 };
 
-// Rows of codes or f8e4m3 in `staged` as float16 rows; those outside [first, last) as zeros.
-template <int type, int width, int keys>
-__device__ __forceinline__ void convert_tile(
-    uint8_t* to, const uint8_t* staged, int first, int last
-) {
-    constexpr int kWords = value_bytes(type, width) / 4;
-    constexpr int kElements = type == kU8 ? 8 : 4;  // of a word
-    constexpr int kToStride = 2 * width + 16;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < keys * kWords; i += blockDim.x) {
-        const int row = i / kWords;
-        const int word = i % kWords;
-        const uint8_t* from = staged + row * staged_bytes(type, width);
-        const bool seen = row >= first && row < last;
-        const uint32_t w = seen ? reinterpret_cast<const uint32_t*>(from)[word] : 0;
-        uint8_t* at = to + row * kToStride + word * kElements * 2;
-        if constexpr (type == kF8e4m3) {
-            *reinterpret_cast<uint2*>(at) =
-                make_uint2(bits_of(byte_floats<0>(w)), bits_of(byte_floats<1>(w)));
-        } else {
-            const int group = word * kElements / kScaleGroup;
-            const __half stored = reinterpret_cast<const __half*>(from + 4 * kWords)[group];
-            const __half2 scale = __half2half2(seen ? stored : __ushort_as_half(0));
-            if constexpr (type == kU8) {
-                const uint32_t a = bits_of(__hmul2(low_codes(w), scale));        // 0, 4
-                const uint32_t b = bits_of(__hmul2(next_codes(w), scale));       // 1, 5
-                const uint32_t c = bits_of(__hmul2(low_codes(w >> 8), scale));   // 2, 6
-                const uint32_t e = bits_of(__hmul2(next_codes(w >> 8), scale));  // 3, 7
-                *reinterpret_cast<uint4*>(at) =
-                    make_uint4(__byte_perm(a, b, 0x5410), __byte_perm(c, e, 0x5410),
-                               __byte_perm(a, b, 0x7632), __byte_perm(c, e, 0x7632));
-            } else {
-                *reinterpret_cast<uint2*>(at) = make_uint2(
-                    bits_of(__hmul2(byte_codes<0>(w), scale)),
-                    bits_of(__hmul2(byte_codes<1>(w), scale))
-                );
-            }
-        }
-    }
-}
-
-// H x / n of result rows as accumulators hold them: element 8 n + 2 t + e of a unit at column tile n.
+// H x / n of result rows as accumulators hold them: element 8 n + 2 t + e of a unit at tile n.
 template <int width>
 __device__ __forceinline__ void rotate_sums(float (&sums)[width / 8][4], int d, int lane) {
 #pragma unroll
@@ -173,7 +132,7 @@ struct WarpRows {
             };
 #pragma unroll
             for (int n = 0; n < width / 16; ++n) {
-                uint32_t b[4];  // elements 0 to 7 and 8 to 15 of the 16, low and high keys of step k
+                uint32_t b[4];  // elements 0 to 7 and 8 to 15 of the 16, low and high keys of k
                 load_transposed(b, v_at + k * 16 * kStride + 32 * n);
                 multiply(sums[2 * n], a, b[0], b[1]);
                 multiply(sums[2 * n + 1], a, b[2], b[3]);
@@ -233,7 +192,8 @@ struct WarpRows {
 };
 
 template <int key_type, int value_type, int width>
-__global__ void __launch_bounds__(kPrefillWarps * kWarp, 1) prefill_kernel(const AttentionParams params) {
+__global__ void __launch_bounds__(kPrefillWarps * kWarp, 1)
+prefill_kernel(const AttentionParams params) {
     using Shape = PrefillShape<key_type, value_type, width>;
     constexpr int kKeys = Shape::kKeys;
     extern __shared__ __align__(16) uint8_t shared[];
@@ -326,7 +286,8 @@ __global__ void __launch_bounds__(kPrefillWarps * kWarp, 1) prefill_kernel(const
         if constexpr (Shape::kConverts) {
             convert_tile<key_type, width, kKeys>(converted, key_rows, 0, kKeys);
             convert_tile<value_type, width, kKeys>(
-                converted + Shape::kTileBytes, value_rows, begin_key - first_key, end_key - first_key
+                converted + Shape::kTileBytes, value_rows, begin_key - first_key,
+                end_key - first_key
             );
             key_rows = converted;
             value_rows = converted + Shape::kTileBytes;

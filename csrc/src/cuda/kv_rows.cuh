@@ -1,8 +1,8 @@
 // Rows of the key-value cache on the device: rotating and encoding them, reading codes as float16.
 //
-// Layout and formulas: exl/formats/kv.h; codes are the reference's to the bit, so every stage rounds
-// to float16. A warp holds a row of up to 256 elements as `Row`: lane l has elements 2 l and 2 l + 1
-// of each unit of 64, so that a unit's two transforms are butterflies between lanes.
+// Layout and formulas: exl/formats/kv.h; codes are the reference's to the bit, so every stage
+// rounds to float16. A warp holds a row of up to 256 elements as `Row`: lane l has elements 2 l and
+// 2 l + 1 of each unit of 64, so that a unit's two transforms are butterflies between lanes.
 #pragma once
 
 #include "common.cuh"
@@ -154,8 +154,8 @@ __device__ __forceinline__ void encode_row(uint8_t* row, const Row& x, int type,
 __device__ __forceinline__ uint32_t bits_of(__half2 x) { return *reinterpret_cast<uint32_t*>(&x); }
 __device__ __forceinline__ __half2 halves(uint32_t x) { return *reinterpret_cast<__half2*>(&x); }
 
-// Codes of the 4 low bits of each half of w, and of the 4 next ones, less 8, exactly. 0x6400 is 1024,
-// whose last bit is 1; bits 4 and up of it count 16.
+// Codes of the 4 low bits of each half of w, and of the 4 next ones, less 8, exactly. 0x6400 is
+// 1024, whose last bit is 1; bits 4 and up of it count 16.
 template <uint32_t mask>
 __device__ __forceinline__ __half2 masked_codes(uint32_t w) {
     uint32_t x;  // (w & mask) | 1024s, which the compiler would do in two instructions

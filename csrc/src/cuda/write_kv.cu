@@ -1,8 +1,9 @@
-// Keys and values into the cache, and all that happens to queries, keys and values before attention.
+// Keys and values into the cache, and all that happens to them and to queries before attention.
 //
 // One warp for each head of each row: head norm, rope, then queries go back to where they were and
-// keys and values to the cache. Sums and rotations are float32; codes are rounded as the format says.
-// Floor: the bytes of qkv read and those of queries and cache rows written; for few rows latency.
+// keys and values to the cache. Sums and rotations are float32; codes are rounded as the format
+// says. Floor: the bytes of qkv read and those of queries and cache rows written; for few rows
+// latency.
 #include "kv_rows.cuh"
 
 namespace exl::cuda {
@@ -87,7 +88,9 @@ __device__ __forceinline__ void rope_row(
         if (i < d) *reinterpret_cast<float2*>(room + i) = x[u];
     }
     __syncwarp();
-    const auto partner = [&](int i) { return i >= 2 * half ? 0.0f : room[i < half ? i + half : i - half]; };
+    const auto partner = [&](int i) {
+        return i >= 2 * half ? 0.0f : room[i < half ? i + half : i - half];
+    };
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
         const int i = u * kUnit + 2 * lane;
