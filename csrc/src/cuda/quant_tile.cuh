@@ -131,16 +131,17 @@ __device__ void finish_tile(
             reinterpret_cast<float4*>(to)[i] =
                 warps.sum(i / 8 / args.m, args.wide, i / 8 % args.m, 4 * (i % 8));
         }
-        __threadfence();
         __syncthreads();
         if (threadIdx.x == 0) {
-            // Counts up to the number of blocks and back to zero.
+            // The fences of one thread order what the barriers have ordered for it. The count goes
+            // up to the number of blocks and back to zero.
             const uint32_t others = last - first;
+            __threadfence();
             *is_last_to_come = atomicInc(&args.counters[first], others) == others;
+            __threadfence();
         }
         __syncthreads();
         if (!*is_last_to_come) return;
-        __threadfence();
         sums.partials = args.partials;
         sums.first_block = first, sums.last_block = last;
     }
