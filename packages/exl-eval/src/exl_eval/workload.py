@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 
 from exl_core.cache.format import KVFormat, pages_for
 from exl_core.cache.store import KVStore
-from exl_core.engine.engine import EngineOptions
+from exl_core.engine.engine import PREFILL_CHUNK
 from exl_core.model.runner import Runner
 from exl_core.model.segment import LogitRows, PageCopy, Segment
 from exl_core.model.transformer import Transformer
 
-PASS_ROWS = EngineOptions().prefill_chunk
+PASS_ROWS = PREFILL_CHUNK["cpu"]
 """The engine's own limit on prompt tokens in a pass."""
 
 

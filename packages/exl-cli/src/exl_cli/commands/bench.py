@@ -100,17 +100,18 @@ def bench(
     prompts, batches = _counts("--prefill", prefill), _counts("--batch", batch)
     kv_format = parse_cache_type(cache_type)
     with exits_at_once():
-        from exl_cli.load import load_quietly
+        from exl_cli.load import backend_of, load_quietly
         from exl_cli.render import repeats_progress
+        from exl_core.engine.engine import PREFILL_CHUNK
         from exl_core.load import open_checkpoint
         from exl_core.resolve import resolve_model
         from exl_eval.kernels import measure_kernels
         from exl_eval.machine import peak_memory_bytes
         from exl_eval.speed import SpeedOptions, check_options, measure_speed
-        from exl_eval.workload import PASS_ROWS
     before = peak_memory_bytes()  # the libraries; from here on it is the model
     path = resolve_model(spec)
-    choices = SpeedOptions(prompts, decode, batches, repeat, kv_format, depth, chunk or PASS_ROWS)
+    rows = chunk or PREFILL_CHUNK[backend_of(device, exact=exact).partition(":")[0]]
+    choices = SpeedOptions(prompts, decode, batches, repeat, kv_format, depth, rows)
     check_options(choices, open_checkpoint(path)[1])  # the headers tell; loading takes a while
     loaded = load_quietly(str(path), device=device, threads=threads, exact=exact, is_quiet=quiet)
     with repeats_progress(is_quiet=quiet) as on_measured:

@@ -41,6 +41,10 @@ from exl_core.tokenizer.base import Tokenizer
 DEFAULT_CACHE_TOKENS = 32768
 """Of a model with a longer context, unless more is asked for; pages cost nothing until used."""
 
+PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
+"""Most prompt tokens in one pass, by type of device: what they wait for each other beside what a
+pass costs whatever its size."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
@@ -49,20 +53,21 @@ class EngineOptions:
     cache_tokens   tokens that all running requests share, rounded up to whole pages; None: the
                    model's context, but at most 32768
     max_batch      most requests in one pass
-    prefill_chunk  most prompt tokens in one pass
+    prefill_chunk  most prompt tokens in one pass; None: 512 on the CPU, 2048 on a GPU
     kv_format      precision of the cache
     """
 
     cache_tokens: int | None = None
     max_batch: int = 16
-    prefill_chunk: int = 512
+    prefill_chunk: int | None = None
     kv_format: KVFormat = KVFormat.FP16
 
     def __post_init__(self) -> None:
         if self.cache_tokens is not None:
             _check_at_least("cache_tokens", self.cache_tokens, PAGE_SIZE)
         _check_at_least("max_batch", self.max_batch, 1)
-        _check_at_least("prefill_chunk", self.prefill_chunk, 1)
+        if self.prefill_chunk is not None:
+            _check_at_least("prefill_chunk", self.prefill_chunk, 1)
 
 
 class Engine:
@@ -96,7 +101,7 @@ class Engine:
         self.scheduler = Scheduler(
             self.pool,
             max_batch=self.options.max_batch,
-            prefill_chunk=self.options.prefill_chunk,
+            prefill_chunk=self.options.prefill_chunk or PREFILL_CHUNK[model.ops.device.type],
         )
         self._runner = Runner(model, self.store)
         self._clock = clock

@@ -28,8 +28,8 @@ from exl_kernels import cuda
 FEW_ROWS = 128
 """Up to so many rows the codes are read directly; 128 is also the kernel's limit."""
 
-SCRATCH_HALVES = 64 << 20
-"""Of weights dequantized at a time: 128 MiB, and as much again for the slice after it."""
+SCRATCH_HALVES = 48 << 20
+"""Of weights dequantized at a time: 96 MiB, and as much again for the slice after it."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
