@@ -142,6 +142,7 @@ def test_what_is_not_finite_or_too_large_is_stored_as_in_the_reference(
 
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
 @pytest.mark.parametrize("has_norms", [False, True])
+@pytest.mark.parametrize("is_fitted", [False, True])
 @pytest.mark.parametrize(
     ("name", "d", "half"),
     [("f32", 128, 64), ("f32", 64, 32), ("f32", 256, 128), ("f32", 80, 16), ("f32", 96, 48),
@@ -154,11 +155,18 @@ def test_norms_and_rope_come_before_the_cache(  # noqa: PLR0917 - one axis each
     d: int,
     half: int,
     has_norms: bool,
+    is_fitted: bool,
     dtype: torch.dtype,
 ) -> None:
     rows, q_heads, kv_heads, page_size, pages = 9, 4, 2, 16, 3
     stored = caches(rng, name, d, pages=pages, kv_heads=kv_heads, page_size=page_size)
     on_gpu = [x.cuda() for x in stored]
+    num_fitted = (q_heads + kv_heads) * d
+    scale, shift = (
+        torch.rand(num_fitted, generator=rng) + 0.5,
+        torch.randn(num_fitted, generator=rng),
+    )
+    scale_there, shift_there = scale.cuda(), shift.cuda()
     qkv = torch.randn(rows, (q_heads + 2 * kv_heads) * d, generator=rng).to(dtype)
     angles = torch.randn(rows, half, generator=rng) * 10
     cos, sin = angles.cos(), angles.sin()
@@ -178,6 +186,8 @@ def test_norms_and_rope_come_before_the_cache(  # noqa: PLR0917 - one axis each
         sin=sin_there.data_ptr(),
         q_norm=None if norms_there[0] is None else norms_there[0].data_ptr(),
         k_norm=None if norms_there[1] is None else norms_there[1].data_ptr(),
+        head_scale=scale_there.data_ptr() if is_fitted else None,
+        head_shift=shift_there.data_ptr() if is_fitted else None,
         eps=1e-5,
         slots=at.data_ptr(),
     )
@@ -194,9 +204,15 @@ def test_norms_and_rope_come_before_the_cache(  # noqa: PLR0917 - one axis each
             table.rms_norm_heads_(x, norm, 1e-5)
         if half:
             table.rope_(x, cos, sin)
+    if is_fitted:
+        q = q * scale[: q_heads * d].view(-1, d) + shift[: q_heads * d].view(-1, d)
+        k = k * scale[q_heads * d :].view(-1, d) + shift[q_heads * d :].view(-1, d)
     table.write_kv(k, v, *stored, slots)
     got_q = there[:, : q_heads * d].cpu().double().view(rows, q_heads, d)
-    assert (got_q - q.double()).norm() <= (5e-4 if dtype == F16 else 1e-6) * q.norm()
+    rounding = 5e-4 if dtype == F16 else 1e-6
+    assert (got_q - q.double()).norm() <= rounding * q.norm()
+    got_k = there[:, q_heads * d : first_value].cpu().double().view(rows, kv_heads, d)
+    assert (got_k - k.double()).norm() <= rounding * k.norm()
     # Keys differ by a rounding of float32 before they are stored: by a code's last step here and
     # there. Values do not.
     step = {"f32": 1e-6, "f16": 1e-3, "f8": 2e-2, "q8": 2e-3, "q4": 2e-2}[name]

@@ -122,14 +122,18 @@ def _chosen_isa(forced: str | None, isas: Sequence[str]) -> Check:
 def _gpus() -> Check:
     import torch
 
+    from exl_core.ops.cuda.device import open_device
+
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        return Check("GPUs", "note", f"{', '.join(names)}; this version computes on the CPU")
+        try:
+            open_device("cuda")
+        except ExlError as error:
+            return Check("GPUs", "note", f"{', '.join(names)}; not used: {error}")
+        return Check("GPUs", "ok", f"{', '.join(names)}; in use unless --device cpu")
     listed = _nvidia_smi()
     if listed:
-        return Check(
-            "GPUs", "note", f"{listed}; this torch build cannot use them, nor does exl yet"
-        )
+        return Check("GPUs", "note", f"{listed}; this torch build cannot use them")
     return Check("GPUs", "ok", "none; exl computes on the CPU")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
 from exl_core.load import gguf_fields, model_name, open_checkpoint, stop_ids
+from exl_core.ops.cuda.device import default_device
 from exl_core.ops.quantized import GroupRun
 from exl_core.ops.table import available_isas
 from exl_core.prompt.detect import load_template
@@ -174,5 +175,5 @@ def _backends() -> dict[str, str]:
     return {
         "cpu": f"all layers ({', '.join(sets)})",
         "reference": "all layers (torch, slow, for checking)",
-        "cuda": "not available in this version",
+        "cuda": "all layers" if default_device() == "cuda" else "no GPU, or no kernels for one",
     }
