@@ -161,57 +161,45 @@ def test_norms_and_rope_come_before_the_cache(  # noqa: PLR0917 - one axis each
     rows, q_heads, kv_heads, page_size, pages = 9, 4, 2, 16, 3
     stored = caches(rng, name, d, pages=pages, kv_heads=kv_heads, page_size=page_size)
     on_gpu = [x.cuda() for x in stored]
-    num_fitted = (q_heads + kv_heads) * d
-    scale, shift = (
-        torch.rand(num_fitted, generator=rng) + 0.5,
-        torch.randn(num_fitted, generator=rng),
-    )
-    scale_there, shift_there = scale.cuda(), shift.cuda()
+    fit = torch.randn(2, (q_heads + kv_heads) * d, generator=rng)
     qkv = torch.randn(rows, (q_heads + 2 * kv_heads) * d, generator=rng).to(dtype)
-    angles = torch.randn(rows, half, generator=rng) * 10
-    cos, sin = angles.cos(), angles.sin()
-    norms = [torch.rand(d, generator=rng) + 0.5 for _ in range(2)] if has_norms else [None, None]
+    cos, sin = torch.rand(2, rows, half, generator=rng)
+    norms = [torch.rand(d, generator=rng) + 0.5 for _ in range(2)]
     slots = torch.randperm(pages * page_size, generator=rng)[:rows]
-    there, at, cos_there, sin_there = qkv.cuda(), slots.cuda(), cos.cuda(), sin.cuda()
-    norms_there = [None if x is None else x.cuda() for x in norms]
-
+    there = {"qkv": qkv.cuda(), "cos": cos.cuda(), "sin": sin.cuda(), "slots": slots.cuda()}
+    if has_norms:
+        there |= {"q_norm": norms[0].cuda(), "k_norm": norms[1].cuda()}
+    if is_fitted:
+        there |= {"head_scale": fit[0].cuda(), "head_shift": fit[1].cuda()}
     args = cuda.RopeWrite(
-        qkv=there.data_ptr(),
         qkv_stride=qkv.shape[1],
         qkv_dtype=TYPES[dtype],
         rows=rows,
         q_heads=q_heads,
         rotary_half=half,
-        cos=cos_there.data_ptr(),
-        sin=sin_there.data_ptr(),
-        q_norm=None if norms_there[0] is None else norms_there[0].data_ptr(),
-        k_norm=None if norms_there[1] is None else norms_there[1].data_ptr(),
-        head_scale=scale_there.data_ptr() if is_fitted else None,
-        head_shift=shift_there.data_ptr() if is_fitted else None,
         eps=1e-5,
-        slots=at.data_ptr(),
+        **{name: operand.data_ptr() for name, operand in there.items()},
     )
     gpu.call("rope_write", args, cache_struct(on_gpu[0], on_gpu[1], d))
 
     table = ReferenceTable(1)
     wide = qkv.float()
     first_value = (q_heads + kv_heads) * d
-    q = wide[:, : q_heads * d].reshape(rows, -1, d)
-    k = wide[:, q_heads * d : first_value].reshape(rows, -1, d)
-    v = wide[:, first_value:].reshape(rows, -1, d)
+    q, k, v = wide.view(rows, -1, d).split([q_heads, kv_heads, kv_heads], dim=1)
+    q, k = q.contiguous(), k.contiguous()
     for x, norm in zip((q, k), norms, strict=True):
-        if norm is not None:
+        if has_norms:
             table.rms_norm_heads_(x, norm, 1e-5)
         if half:
             table.rope_(x, cos, sin)
     if is_fitted:
-        q = q * scale[: q_heads * d].view(-1, d) + shift[: q_heads * d].view(-1, d)
-        k = k * scale[q_heads * d :].view(-1, d) + shift[q_heads * d :].view(-1, d)
+        scale, shift = fit.view(2, -1, d)
+        q, k = q * scale[:q_heads] + shift[:q_heads], k * scale[q_heads:] + shift[q_heads:]
     table.write_kv(k, v, *stored, slots)
-    got_q = there[:, : q_heads * d].cpu().double().view(rows, q_heads, d)
+    got_q = there["qkv"][:, : q_heads * d].cpu().double().view(rows, q_heads, d)
     rounding = 5e-4 if dtype == F16 else 1e-6
     assert (got_q - q.double()).norm() <= rounding * q.norm()
-    got_k = there[:, q_heads * d : first_value].cpu().double().view(rows, kv_heads, d)
+    got_k = there["qkv"][:, q_heads * d : first_value].cpu().double().view(rows, kv_heads, d)
     assert (got_k - k.double()).norm() <= rounding * k.norm()
     # Keys differ by a rounding of float32 before they are stored: by a code's last step here and
     # there. Values do not.
