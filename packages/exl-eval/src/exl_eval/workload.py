@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from exl_core.cache.format import KVFormat, pages_for
-from exl_core.cache.store import KVStore
 from exl_core.engine.engine import PREFILL_CHUNK
-from exl_core.model.runner import Runner
+from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, PageCopy, Segment
 from exl_core.model.transformer import Transformer
 
@@ -60,14 +59,7 @@ class Workload:
     ) -> None:
         config, each = model.config, pages_for(tokens)
         self.batch = batch
-        self.store = KVStore(
-            kv_format,
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            batch * each,
-            device=model.ops.device,
-        )
+        self.store = store_for(model, kv_format, batch * each)
         self.pages = [tuple(range(owner * each, (owner + 1) * each)) for owner in range(batch)]
         self._runner = Runner(model, self.store)
         self._tokens = fixed_tokens(tokens, config.vocab_size)

@@ -16,7 +16,6 @@ from functools import cached_property
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
 from exl_core.cache.page_pool import PagePool
-from exl_core.cache.store import KVStore
 from exl_core.constrain.filter_set import FilterSet
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.engine.admission import check_ids, room_for
@@ -31,7 +30,7 @@ from exl_core.engine.scheduler import Scheduler
 from exl_core.engine.sequence import Sequence
 from exl_core.engine.shares import draw_together, shares_of
 from exl_core.errors import OutOfMemoryError, RequestError
-from exl_core.model.runner import Model, Runner
+from exl_core.model.runner import Model, Runner, store_for
 from exl_core.model.segment import LogitRows
 from exl_core.sampling.sampler import Sampler
 from exl_core.settings import available_cpus
@@ -89,14 +88,7 @@ class Engine:
         self.vocab_size = min(config.vocab_size, tokenizer.vocab_size)
         wanted = self.options.cache_tokens or min(config.max_seq_len, DEFAULT_CACHE_TOKENS)
         num_pages = pages_for(wanted)
-        self.store = KVStore(
-            self.options.kv_format,
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            num_pages,
-            device=model.ops.device,
-        )
+        self.store = store_for(model, self.options.kv_format, num_pages)
         self.pool = PagePool(num_pages)
         self.scheduler = Scheduler(
             self.pool,

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from exl_core.cache.format import KVFormat, pages_for
-from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
-from exl_core.model.runner import Model, Runner
+from exl_core.model.runner import Model, Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.sampling.sampler import LogitsError
 
@@ -42,14 +41,7 @@ def score_tokens(
     config = model.config
     num_rows = len(ids) - 1  # the last token is predicted, and predicts nothing
     page_ids = tuple(range(pages_for(num_rows)))
-    store = KVStore(
-        kv_format,
-        config.num_layers,
-        config.num_kv_heads,
-        config.head_dim,
-        len(page_ids),
-        device=model.ops.device,
-    )
+    store = store_for(model, kv_format, len(page_ids))
     runner = Runner(model, store)
     scores = torch.empty(num_rows, dtype=torch.float64)
     chunk_rows = max(1, min(chunk_rows, _LOGIT_BYTES // (4 * config.vocab_size)))

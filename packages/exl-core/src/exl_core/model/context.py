@@ -21,12 +21,11 @@ import torch
 from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
-from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.model.adapters import AdapterUse
 from exl_core.model.embedded import EMBEDDED_FROM, EmbeddedSpan
 from exl_core.model.observe import Observer
-from exl_core.model.runner import make_batch
+from exl_core.model.runner import make_batch, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
 
@@ -50,20 +49,12 @@ class Context:
                 "a context needs at least one row and one token",
                 got=f"{batch_size} rows of {max_len} tokens",
             )
-        config = model.config
         self.model = model
         self.max_len = max_len
         self.batch_size = batch_size
         self.kv_format = kv_format
         self._pages_each = pages_for(max_len)
-        self.store = KVStore(
-            kv_format,
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            batch_size * self._pages_each,
-            device=model.ops.device,
-        )
+        self.store = store_for(model, kv_format, batch_size * self._pages_each)
         self._lengths = [0] * batch_size
 
     @property

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -22,17 +22,10 @@ from exl_core.model.embedded import EMBEDDED_FROM
 from exl_core.model.segment import LogitRows, Segment
 
 if TYPE_CHECKING:
-    from exl_core.model.runner import ModelShape
+    from exl_core.model.runner import Model
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 """Close together where most batches are: a row too many costs little, a graph some memory."""
-
-
-class _Model(Protocol):
-    @property
-    def config(self) -> ModelShape: ...
-    def forward(self, batch: Batch, store: KVStore) -> Tensor: ...
-    def reserve_positions(self, end: int) -> None: ...
 
 
 class _Inputs:
@@ -88,7 +81,7 @@ class _Inputs:
 class DecodeGraphs:
     """Passes of one row a sequence over one model and one store."""
 
-    def __init__(self, model: _Model, store: KVStore) -> None:
+    def __init__(self, model: Model, store: KVStore) -> None:
         self._model = model
         self._store = store
         self._pages = min(pages_for(model.config.max_seq_len), store.num_pages)

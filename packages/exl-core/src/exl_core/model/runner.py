@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from exl_core.cache.format import PAGE_SIZE
+from exl_core.cache.format import PAGE_SIZE, KVFormat
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
@@ -47,6 +47,19 @@ class Model(Protocol):
     def ops(self) -> OpTable: ...
     def forward(self, batch: Batch, store: KVStore) -> Tensor: ...
     def reserve_positions(self, end: int) -> None: ...
+
+
+def store_for(model: Model, kv_format: KVFormat, num_pages: int) -> KVStore:
+    """A store for keys and values of that model, on its device."""
+    config = model.config
+    return KVStore(
+        kv_format,
+        config.num_layers,
+        config.num_kv_heads,
+        config.head_dim,
+        num_pages,
+        device=model.ops.device,
+    )
 
 
 def make_batch(segments: Sequence[Segment], page_size: int = PAGE_SIZE) -> Batch:
@@ -137,13 +150,8 @@ class Runner:
 
         `copies` between pages come first.
         """
-        if self._graphs is None:
-            return self._run(segments, copies)
         with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
-            return self._run(segments, copies)
-
-    def _run(self, segments: Sequence[Segment], copies: Sequence[PageCopy]) -> Tensor:
-        self.store.copy_pages(copies)
-        if self._graphs is not None and self._graphs.can_run(segments):
-            return self._graphs.run(segments)
-        return self.model.forward(make_batch(segments, self.store.page_size), self.store)
+            self.store.copy_pages(copies)
+            if self._graphs is not None and self._graphs.can_run(segments):
+                return self._graphs.run(segments)
+            return self.model.forward(make_batch(segments, self.store.page_size), self.store)

@@ -32,7 +32,7 @@ from exl_core.model.batch import AdapterRows, Batch
 from exl_core.model.head_fit import FITTED_POSITIONS, HeadFit, HeadMeasure
 from exl_core.model.observe import Observer, Part, taken_on
 from exl_core.model.rotation import RotationTable
-from exl_core.model.runner import make_batch
+from exl_core.model.runner import make_batch, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.weights import ModelWeights
 from exl_core.ops.table import AttentionBatch, GateKind, OpTable, PackedLinear
@@ -214,14 +214,7 @@ class Transformer:
         text = Segment(
             token_ids=ids, past_len=0, page_ids=tuple(range(num_pages)), logit_rows=LogitRows.LAST
         )
-        store = KVStore(
-            KVFormat.FP32,
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            num_pages,
-            device=self.ops.device,
-        )
+        store = store_for(self, KVFormat.FP32, num_pages)
         batch = make_batch((text,), store.page_size)
         rotations = {Window.GLOBAL: self._rope, Window.LOCAL: self._local_rope or self._rope}
         end = min(FITTED_POSITIONS, config.max_seq_len) - 1

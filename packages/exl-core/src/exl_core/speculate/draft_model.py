@@ -22,9 +22,8 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat, pages_for
 from exl_core.cache.page_pool import PageKey
-from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
-from exl_core.model.runner import Model, Runner
+from exl_core.model.runner import Model, Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.ops.table import OpTable
 from exl_core.sampling.params import SamplerParams
@@ -73,15 +72,7 @@ class ModelDrafter:
         self.max_tokens = max_tokens
         self.min_probability = min_probability
         self.model = model
-        config = model.config
-        self.store = KVStore(
-            kv_format,
-            config.num_layers,
-            config.num_kv_heads,
-            config.head_dim,
-            num_pages,
-            device=model.ops.device,
-        )
+        self.store = store_for(model, kv_format, num_pages)
         self._runner = Runner(model, self.store)
         self._pages = DraftPages(num_pages, self.store.page_size)
         self._vocab_size = vocab_size
