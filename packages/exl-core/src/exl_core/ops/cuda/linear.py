@@ -21,6 +21,7 @@ from exl_core.ops.checks import OpInputError
 from exl_core.ops.cuda.library import TYPES, Gpu
 from exl_core.ops.cuda.quantized import CudaQuantLinear
 from exl_core.ops.cuda.slices import Slices
+from exl_core.ops.cuda.upload import upload
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_core.ops.table import GateKind, PackedLinear
 from exl_kernels import cuda
@@ -97,11 +98,12 @@ class Linears:
         weight = torch.zeros(out_features, in_features, dtype=torch.float16, device=device)
         return CudaLinear(weight, bias)
 
-    @staticmethod
-    def fill_dense(w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None) -> None:
+    def fill_dense(
+        self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None
+    ) -> None:
         dense = cast(CudaLinear, w)
         rows = slice(row_offset, row_offset + weight.shape[0])
-        halves = weight.half()
+        halves = upload(weight, self._gpu.device).half()
         if weight.dtype is not torch.float16 and not halves.isfinite().all():
             raise BackendError(
                 "weights are too large for float16, which the GPU computes with",
