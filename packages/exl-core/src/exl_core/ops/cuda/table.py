@@ -189,8 +189,9 @@ class CudaTable:
         page_size: int,
     ) -> AttentionBatch:
         if page_table.is_cuda:
-            max_keys = page_table.shape[1] * page_size
-            return CudaBatch(page_table, row_starts, past_lens, slots, cos, sin, 1, max_keys)
+            rows, (seqs, pages) = slots.shape[0], page_table.shape
+            most = 1 if rows == seqs else rows, pages * page_size
+            return CudaBatch(page_table, row_starts, past_lens, slots, cos, sin, *most)
         if page_table.numel() and int(page_table.amax()) >= num_pages:
             raise OpInputError(
                 f"attention_batch: page_table (expected ids within [0, {num_pages}))"
