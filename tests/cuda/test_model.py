@@ -41,8 +41,10 @@ BUILD: dict[str, Callable[[Path], Path]] = {
     "exl2": lambda folder: quantized_llama("exl2", folder),
     "gptq": lambda folder: quantized_llama("gptq", folder),
 }
-# Of the logits. Caches of few bits differ by a code here and there, where a key lies between two.
-TOLERANCE = {KVFormat.FP16: 2e-3, KVFormat.Q8: 6e-3, KVFormat.Q4: 4e-2}
+# Of the logits. Activations are float16 here and float32 there, which these small models, all
+# noise, blow up; codes differ here and there where a key lies between two. A wrong page, position
+# or order makes an error of order one.
+TOLERANCE = {KVFormat.FP16: 6e-3, KVFormat.Q8: 2e-2, KVFormat.Q4: 1e-1}
 
 
 class Pair:
@@ -111,14 +113,20 @@ def generator_of(loaded: LoadedModel, **changes: Any) -> DynamicGenerator:
     return DynamicGenerator(loaded, options, drafter=drafter)
 
 
-def assert_alike(pair: Pair, prompt: list[int], near: list[int], far: list[int]) -> None:
+def assert_alike(
+    pair: Pair,
+    prompt: list[int],
+    near: list[int],
+    far: list[int],
+    adapters: tuple[AdapterUse, ...] = (),
+) -> None:
     """The same tokens, or another where the first two are as good as equal."""
     first = next((i for i, (a, b) in enumerate(zip(near, far, strict=False)) if a != b), None)
     if first is None:
         assert len(near) == len(far)
         return
     runner, _ = pair.runners(KVFormat.FP16)
-    known = Segment(tuple(prompt + near[:first]), 0, tuple(range(PAGES)), LAST)
+    known = Segment(tuple(prompt + near[:first]), 0, tuple(range(PAGES)), LAST, adapters)
     logits: Tensor = runner.run([known])[0]
     assert logits[near[first]] - logits[far[first]] < 0.02 * logits.std(), f"token {first}"
 
@@ -159,17 +167,20 @@ def test_drafts_change_nothing(pair: Pair, kind: str) -> None:
     assert_alike(pair, asked[0], plain[0], drafted[0])
 
 
-def test_adapters_and_guidance(tmp_path: Path) -> None:
+def test_adapters(tmp_path: Path) -> None:
     model = tiny_llama(**SIZES)
     pair = Pair(save(model, tmp_path / "model"))
     folder = write_adapter(tmp_path / "adapter", stored(random_pairs(model)))
     asked = prompts(2)
     plain = replies(generator_of(pair.far), asked, max_tokens=20)
-    both = []
-    for one in (pair.near, pair.far):
-        uses = (AdapterUse(load_adapter(folder, one.model), 1.0),)
-        both.append(replies(generator_of(one), asked, max_tokens=20, adapters=uses))
-    assert both[0] == both[1] != plain
+    uses = [(AdapterUse(load_adapter(folder, one.model)),) for one in (pair.near, pair.far)]
+    near, far = (
+        replies(generator_of(one), asked, max_tokens=20, adapters=use)
+        for one, use in zip((pair.near, pair.far), uses, strict=True)
+    )
+    assert far != plain
+    for prompt, *both in zip(asked, near, far, strict=True):
+        assert_alike(pair, prompt, *both, adapters=uses[0])
 
 
 def test_random_jobs_leave_nothing_behind(pair: Pair) -> None:
@@ -214,3 +225,21 @@ def test_memory_of_a_model_comes_back(tmp_path: Path) -> None:
 
     before = life()
     assert [life() for _ in range(3)] == [before] * 3
+
+
+def test_guidance(pair: Pair) -> None:
+    """Two sequences to a reply, and logits that are mixed before a token is drawn."""
+    ask, avoid = prompts(2)
+    sampler = SamplerParams(temperature=0, cfg_scale=1.5)
+    both = []
+    for one in (pair.near, pair.far):
+        generator = generator_of(one)
+        job = generator.enqueue(
+            generator.request(ask, negative=avoid, sampler=sampler, stop=[], max_tokens=12)
+        )
+        while generator.num_remaining_jobs:
+            generator.iterate()
+        assert job.finish is not None
+        both.append(job.finish.token_ids)
+    assert both[0][:4] == both[1][:4]
+    assert list(both[1]) != replies(generator_of(pair.far), [ask], max_tokens=12)[0]

@@ -119,7 +119,7 @@ class ModelDrafter:
             segments, chosen = self._missing(waiting)
             if not segments:
                 break
-            logits = iter(self._runner.run(segments))
+            logits = iter(self._logits(segments))
             for each, segment in zip(chosen, segments, strict=True):
                 self._wrote(each, segment)
                 if segment.logit_rows is LogitRows.LAST:
@@ -161,9 +161,13 @@ class ModelDrafter:
             past_len = len(each.job.token_ids) + len(each.token_ids) - 1
             pages = each.job.page_ids[: pages_for(past_len + 1, self.store.page_size)]
             segments.append(Segment((each.token_ids[-1],), past_len, pages, LogitRows.LAST))
-        for each, segment, row in zip(active, segments, self._runner.run(segments), strict=True):
+        for each, segment, row in zip(active, segments, self._logits(segments), strict=True):
             self._wrote(each, segment)
             each.logits = row
+
+    def _logits(self, segments: Sequence[Segment]) -> Tensor:
+        """On the CPU, where they are drawn from, and out of reach of the next pass."""
+        return self._runner.run(segments).cpu()
 
     def _wrote(self, each: _Drawing, segment: Segment) -> None:
         self._pages.write(segment.past_len, segment.token_ids, segment.page_ids, each.keys)

@@ -26,8 +26,8 @@ from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_core.ops.table import GateKind, PackedLinear
 from exl_kernels import cuda
 
-FEW_ROWS = 128
-"""Up to so many rows the codes are read directly; 128 is also the kernel's limit."""
+FEW_ROWS = 96
+"""Up to so many rows the codes are read directly; the kernel's own limit is 128."""
 
 SCRATCH_HALVES = 48 << 20
 """Of weights dequantized at a time: 96 MiB, and as much again for the slice after it."""
