@@ -17,6 +17,7 @@ from exl_core.arch.key_map import bias_of, packed_together
 from exl_core.codecs.runtime import RuntimeMatrix
 from exl_core.errors import BackendError
 from exl_core.ops.table import OpTable, PackedLinear
+from exl_core.weights.checkpoint import CHUNK_VALUES as DENSE_VALUES
 from exl_core.weights.checkpoint import Checkpoint, row_ranges
 from exl_core.weights.locate import share
 from exl_core.weights.source import Progress
@@ -26,6 +27,8 @@ P = ParamSpec("P")
 CHUNK_VALUES = 1 << 20  # of a quantized matrix repacked at a time: half a MiB of 4-bit codes
 SPLIT_VALUES = 1 << 22  # from twice as many on, several threads share one matrix
 FAR_CHUNK_VALUES = 1 << 25  # both of them on a GPU, where a chunk costs some dozens of launches
+FAR_DENSE_VALUES = 1 << 22  # of other matrices there, in place of `DENSE_VALUES`
+FAR_THREADS = 4  # more of them wait for the interpreter: 1.4 s with two or four, 1.8 with eight
 
 
 class Packer:
@@ -40,11 +43,12 @@ class Packer:
         self._checkpoint = checkpoint
         self._ops = ops
         self._progress = progress
-        self._pool = ThreadPoolExecutor(threads)
         self._parts: dict[str, list[list[Future[PackedLinear]]]] = {}
         self._done_bytes = 0
         self._lock = Lock()
         is_near = ops.device.type == "cpu"
+        self._pool = ThreadPoolExecutor(threads if is_near else min(threads, FAR_THREADS))
+        self._dense_values = DENSE_VALUES if is_near else FAR_DENSE_VALUES
         self._chunk_values = CHUNK_VALUES if is_near else FAR_CHUNK_VALUES
         self._split_values = SPLIT_VALUES if is_near else FAR_CHUNK_VALUES
 
@@ -177,7 +181,8 @@ class Packer:
             bias = checkpoint.vector(bias_of(name))
             if within is None or within[0] == 0:
                 self._report(checkpoint.stored[bias_of(name)].size_bytes)
-        for chunk in checkpoint.chunks(name, checkpoint.dtype(name), within):
+        dtype, values = checkpoint.dtype(name), self._dense_values
+        for chunk in checkpoint.chunks(name, dtype, within, values):
             rows = slice(chunk.first_row, chunk.first_row + chunk.values.shape[0])
             part = None if bias is None else bias[rows]
             self._ops.fill_linear(packed, first_row + chunk.first_row, chunk.values, part)

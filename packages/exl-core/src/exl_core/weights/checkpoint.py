@@ -151,10 +151,14 @@ class Checkpoint:
         return [part.name for part in matrix.parts.values()]
 
     def chunks(
-        self, name: str, dtype: torch.dtype, within: tuple[int, int] | None = None
+        self,
+        name: str,
+        dtype: torch.dtype,
+        within: tuple[int, int] | None = None,
+        values: int = CHUNK_VALUES,
     ) -> Iterator[Chunk]:
-        """The rows of a matrix or a bias, a few at a time (multiples of 32), as `dtype`; all of
-        them, or those `within` first and last.
+        """The rows of a matrix or a bias, about `values` values at a time (multiples of 32 rows),
+        as `dtype`; all of them, or those `within` first and last.
 
         The memory of what has been read is released on the way.
         """
@@ -165,18 +169,18 @@ class Checkpoint:
         values_a_row = max(1, tensor.num_values // num_rows)
         matrix = self._matrix(name) if located.matrix is not None else None
         order = self._row_order(name)
-        for first, last in row_ranges(last_row - first_row, values_a_row, CHUNK_VALUES):
+        for first, last in row_ranges(last_row - first_row, values_a_row, values):
             start, stop = first_row + first, first_row + last
             if matrix is not None:
-                values = matrix.dense(start, stop)
+                part = matrix.dense(start, stop)
             else:
                 rows = slice(located.first_row + start, located.first_row + stop)
-                values = self._source.read(tensor.name, rows if order is None else order[rows])
-            _check_finite(tensor, values, "The file is damaged or its conversion failed")
-            if values.dtype is not dtype:
-                values = values.to(dtype)
-                _check_finite(tensor, values, f"As {dtype} they overflow")
-            yield Chunk(start, values, share(tensor.size_bytes, start, stop, num_rows))
+                part = self._source.read(tensor.name, rows if order is None else order[rows])
+            _check_finite(tensor, part, "The file is damaged or its conversion failed")
+            if part.dtype is not dtype:
+                part = part.to(dtype)
+                _check_finite(tensor, part, f"As {dtype} they overflow")
+            yield Chunk(start, part, share(tensor.size_bytes, start, stop, num_rows))
             self.release(name, slice(start, stop))
         if within is None:
             self.release(name)
