@@ -16,8 +16,8 @@ from exl_core.cache.format import PAGE_SIZE, KVFormat
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
-from exl_core.model.decode_graphs import DecodeGraphs
 from exl_core.model.embedded import EMBEDDED_FROM
+from exl_core.model.pass_graphs import PassGraphs
 from exl_core.model.segment import LogitRows, PageCopy, Segment
 from exl_core.ops.table import OpTable, device_failures
 
@@ -142,7 +142,7 @@ class Runner:
     def __init__(self, model: Model, store: KVStore) -> None:
         self.model = model
         self.store = store
-        self._graphs = DecodeGraphs(model, store) if store.device.type == "cuda" else None
+        self._graphs = PassGraphs(model, store) if store.device.type == "cuda" else None
 
     @torch.inference_mode()
     def run(
@@ -160,7 +160,8 @@ class Runner:
         """
         with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
             self.store.copy_pages(copies)
-            if self._graphs is not None and self._graphs.can_run(segments):
-                return self._graphs.run(segments)
+            logits = None if self._graphs is None else self._graphs.run(segments)
+            if logits is not None:
+                return logits
             batch = make_batch(segments, self.store.page_size)
             return self.model.forward(replace(batch, logits=room), self.store)
