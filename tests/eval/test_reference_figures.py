@@ -6,11 +6,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from exl_core.load import LoadOptions, load_model
-from exl_eval.perplexity import PerplexityOptions, measure_perplexity, score_text
+from exl_eval.perplexity import PerplexityOptions, measure_perplexity
 
 
 @pytest.mark.timeout(900)
@@ -49,31 +47,6 @@ def test_smollm2_20_windows_on_the_exact_path(smollm2_path: Path, wikitext_path:
         PerplexityOptions(windows=20),
     )
     assert result.perplexity == pytest.approx(16.390, rel=0.001)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_smollm2_token_by_token_as_transformers_computes_it(
-    smollm2_path: Path, wikitext_path: Path
-) -> None:
-    """Two windows, transformers on the weights that it dequantizes from the same file."""
-    scored = score_text(
-        load_model(str(smollm2_path), LoadOptions(exact=True)),
-        wikitext_path.read_text(encoding="utf-8"),
-        PerplexityOptions(ctx=1024, windows=2),
-    )
-    model = AutoModelForCausalLM.from_pretrained(
-        smollm2_path.parent, gguf_file=smollm2_path.name, dtype=torch.float32
-    )
-    parts = []
-    with torch.inference_mode():
-        for window in scored.layout.windows:
-            ids = torch.tensor([window.token_ids])
-            log_probs = model(ids).logits[0, :-1].log_softmax(-1)
-            parts.append(-log_probs.gather(1, ids[0, 1:, None]).squeeze(1).double())
-    nll = torch.cat(parts)
-    assert float(nll.mean().exp()) == pytest.approx(scored.result.perplexity, rel=0.001)
-    assert float((nll - scored.nll).abs().mean()) < 0.005
 
 
 # Printed by llama-perplexity of llama.cpp (in llama-cpp-python 0.3.36) for the same files:
