@@ -5,98 +5,34 @@ from __future__ import annotations
 import hashlib
 import math
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from exl_core.errors import ExlError, RequestError
-from exl_core.tokenizer.base import ControlIds, Tokenizer
-from exl_eval.perplexity import (
-    BosRule,
-    PerplexityOptions,
-    RunningNll,
-    cut_windows,
-    hash_tokenizer,
-    measure_perplexity,
-    settle_bos,
-)
+from exl_eval.perplexity import PerplexityOptions, measure_perplexity
+from exl_eval.styles import WindowOptions, lay_out, settle_bos
+from exl_eval.texts import as_text
+from exl_eval.vocabulary import hash_tokenizer
+from exl_eval.windows import Window
+from support.tables import VOCAB_SIZE, ByteTokenizer, loaded_with, random_table
 
-VOCAB_SIZE = 260
-BOS = 256
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
-
-
-class ByteTokenizer(Tokenizer):
-    """A token for each byte, and four more; the first of those is BOS."""
-
-    kind = "bytes"
-
-    def __init__(self, *, adds_bos: bool = False, bos_id: int | None = BOS) -> None:
-        super().__init__(ControlIds(bos_id=bos_id, adds_bos=adds_bos), {}, "test")
-
-    @property
-    def vocab_size(self) -> int:
-        return VOCAB_SIZE
-
-    def _encode(self, text: str, *, allow_special: bool) -> list[int]:
-        return list(text.encode())
-
-    def _piece(self, token_id: int) -> bytes | None:
-        return bytes([token_id]) if token_id < 256 else None
-
-
-class TableModel:
-    """The next token depends on the present one alone: its logits are a row of a table."""
-
-    def __init__(self, table: torch.Tensor, max_seq_len: int = 512) -> None:
-        self.table = table
-        self.config = SimpleNamespace(
-            vocab_size=VOCAB_SIZE,
-            max_seq_len=max_seq_len,
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=8,
-        )
-        self.ops = SimpleNamespace(device=torch.device("cpu"))
-
-    def forward(self, batch: Any, store: Any) -> torch.Tensor:
-        return self.table[batch.token_ids[batch.logit_rows]]
-
-
-def loaded_with(table: torch.Tensor, tokenizer: Tokenizer | None = None) -> Any:
-    model = TableModel(table)
-    return SimpleNamespace(
-        model=model,
-        config=model.config,
-        tokenizer=tokenizer or ByteTokenizer(),
-        name="table",
-        weights_bytes=table.nbytes,
-        exact=False,
-    )
 
 
 @pytest.fixture
 def table() -> torch.Tensor:
-    return torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(5)) * 2
+    return random_table(5)
 
 
-def nll_by_hand(table: torch.Tensor, windows: list[list[int]]) -> list[float]:
+def nll_by_hand(table: torch.Tensor, windows: list[Window]) -> list[float]:
     log_probs = table.double().log_softmax(1)
-    return [-float(log_probs[a, b]) for ids in windows for a, b in pairwise(ids)]
+    return [-float(log_probs[a, b]) for window in windows for a, b in pairwise(window.token_ids)]
 
 
-def test_windows_are_disjoint_and_drop_the_tail() -> None:
-    assert cut_windows(range(11), 4, BosRule.NONE, None) == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def test_bos_once_counts_as_a_token_of_the_first_window() -> None:
-    assert cut_windows(range(7), 4, BosRule.ONCE, 99) == [[99, 0, 1, 2], [3, 4, 5, 6]]
-
-
-def test_bos_each_replaces_the_last_token_of_every_window() -> None:
-    assert cut_windows(range(9), 4, BosRule.EACH, 99) == [[99, 0, 1, 2], [99, 4, 5, 6]]
+def windows_of(ctx: int, bos: str) -> list[Window]:
+    options = WindowOptions(ctx=ctx, bos=bos)
+    return list(lay_out(as_text(TEXT), ByteTokenizer(), options, 512).windows)
 
 
 @pytest.mark.parametrize("ctx", [2, 16, 33])
@@ -108,14 +44,14 @@ def test_figure_and_error_follow_the_formulas(table: torch.Tensor, ctx: int, bos
         loaded_with(table), TEXT, options, lambda *progress: seen.append(progress)
     )
 
-    windows = cut_windows(list(TEXT.encode()), ctx, BosRule(bos), BOS)
+    windows = windows_of(ctx, bos)
     nll = nll_by_hand(table, windows)
     mean = math.fsum(nll) / len(nll)
     variance = math.fsum((value - mean) ** 2 for value in nll) / len(nll)
     stderr = math.sqrt(variance / (len(nll) - 1))
 
     assert result.tokens == len(nll) == len(windows) * (ctx - 1)
-    assert result.windows == len(windows)
+    assert result.text.windows == len(windows)
     assert result.nll == pytest.approx(mean, rel=1e-6)
     assert result.nll_stderr == pytest.approx(stderr, rel=1e-5)
     assert result.perplexity == pytest.approx(math.exp(mean), rel=1e-5)
@@ -134,7 +70,7 @@ def test_a_model_that_knows_nothing_scores_the_size_of_its_vocabulary() -> None:
 
 def test_windows_limits_how_many(table: torch.Tensor) -> None:
     result = measure_perplexity(loaded_with(table), TEXT, PerplexityOptions(ctx=16, windows=3))
-    assert (result.windows, result.tokens) == (3, 45)
+    assert (result.text.windows, result.tokens) == (3, 45)
 
 
 def test_the_record_holds_every_choice(table: torch.Tensor) -> None:
@@ -158,19 +94,8 @@ def test_tokenizer_hash_tells_vocabularies_apart() -> None:
     assert hash_tokenizer(ByteTokenizer()) != hash_tokenizer(Swapped())
 
 
-@pytest.mark.parametrize(("adds_bos", "rule"), [(True, BosRule.ONCE), (False, BosRule.NONE)])
-def test_default_bos_does_what_the_tokenizer_does(adds_bos: bool, rule: BosRule) -> None:
-    assert settle_bos("default", ByteTokenizer(adds_bos=adds_bos)) is rule
-
-
-@pytest.mark.parametrize("choice", ["once", "each"])
-def test_bos_without_a_bos_token_is_refused(choice: str) -> None:
-    with pytest.raises(RequestError, match="no BOS token"):
-        settle_bos(choice, ByteTokenizer(bos_id=None))
-
-
 def test_unknown_bos_rule_is_refused() -> None:
-    with pytest.raises(RequestError, match="none or once or each"):
+    with pytest.raises(RequestError, match="default or none or once or each"):
         settle_bos("twice", ByteTokenizer())
 
 
@@ -196,13 +121,3 @@ def test_an_impossible_token_is_an_error_and_no_figure() -> None:
     table[:, ord("x")] = 1e5
     with pytest.raises(ExlError, match="probability"):
         measure_perplexity(loaded_with(table), TEXT, PerplexityOptions(ctx=16))
-
-
-def test_running_sums_agree_with_all_values_at_once() -> None:
-    values = torch.rand(1000, dtype=torch.float64) * 5
-    running = RunningNll()
-    for part in (-values).split(77):
-        running.add(part)
-    assert running.count == 1000
-    assert running.mean == pytest.approx(float(values.mean()))
-    assert running.stderr == pytest.approx(float(values.std(correction=0)) / math.sqrt(999))

@@ -6,6 +6,7 @@ Knows what the model wants of a batch, and nothing of requests, pages' owners or
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -144,15 +145,23 @@ class Runner:
         self._graphs = PassGraphs(model, store) if store.device.type == "cuda" else None
 
     @torch.inference_mode()
-    def run(self, segments: Sequence[Segment], copies: Sequence[PageCopy] = ()) -> Tensor:
+    def run(
+        self,
+        segments: Sequence[Segment],
+        copies: Sequence[PageCopy] = (),
+        room: Tensor | None = None,
+    ) -> Tensor:
         """Logits of the rows that the segments ask for, in order: [n, vocab_size]. The next run may
         overwrite them.
 
-        `copies` between pages come first.
+        `copies` between pages come first. The logits are put into `room`, float32
+        [n or more, vocab_size], where that is possible: memory that is new each time costs a CPU
+        about as much as computing what goes into it.
         """
         with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
             self.store.copy_pages(copies)
             logits = None if self._graphs is None else self._graphs.run(segments)
             if logits is not None:
                 return logits
-            return self.model.forward(make_batch(segments, self.store.page_size), self.store)
+            batch = make_batch(segments, self.store.page_size)
+            return self.model.forward(replace(batch, logits=room), self.store)

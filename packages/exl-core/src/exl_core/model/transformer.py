@@ -143,7 +143,8 @@ class Transformer:
     def _logits(self, x: Tensor, batch: Batch, observe: Observer | None) -> Tensor:
         config, weights, ops = self.config, self._weights, self.ops
         if observe is None and not batch.adapters:
-            logits = ops.norm_linear(x, weights.final_norm, config.norm_eps, weights.head)
+            room = None if batch.logits is None else batch.logits[: len(x)]
+            logits = ops.norm_linear(x, weights.final_norm, config.norm_eps, weights.head, room)
         else:
             x = ops.rms_norm(x, weights.final_norm, config.norm_eps)
             if observe is not None:
