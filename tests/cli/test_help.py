@@ -14,6 +14,7 @@ VERBS = (
     ("generate",),
     ("chat",),
     ("eval", "perplexity"),
+    ("eval", "acceptance"),
     ("bench",),
     ("inspect", "model"),
     ("doctor",),

@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from exl_cli import options
-from exl_cli.commands import bench, chat, doctor, eval, generate, inspect
+from exl_cli.commands import bench, chat, doctor, eval, eval_acceptance, generate, inspect
 from exl_cli.machine import closed_stdout, machine_failure
 from exl_cli.output import ClosedPipeError
 from exl_core.errors import ExlError, printable
@@ -68,15 +68,13 @@ app.command("generate", epilog=options.examples(generate.EXAMPLES))(generate.gen
 app.command("chat", epilog=options.examples(chat.EXAMPLES))(chat.chat)
 app.add_typer(eval_app, name="eval")
 eval_app.command("perplexity", epilog=options.examples(eval.EXAMPLES))(eval.perplexity)
+eval_app.command("acceptance", epilog=options.examples(eval_acceptance.EXAMPLES))(
+    eval_acceptance.acceptance
+)
 app.command("bench", epilog=options.examples(bench.EXAMPLES))(bench.bench)
 app.add_typer(inspect_app, name="inspect")
 inspect_app.command("model", epilog=options.examples(inspect.EXAMPLES))(inspect.inspect_model)
 app.command("doctor", epilog=options.examples(doctor.EXAMPLES))(doctor.doctor)
-
-
-@eval_app.callback()
-def _eval() -> None:
-    """Keeps `perplexity` a verb of its own while it is the only one."""
 
 
 @inspect_app.callback()
