@@ -15,6 +15,7 @@ VERBS = (
     ("chat",),
     ("eval", "perplexity"),
     ("eval", "acceptance"),
+    ("eval", "throughput"),
     ("bench",),
     ("inspect", "model"),
     ("doctor",),

@@ -17,7 +17,16 @@ import typer
 from typer.main import get_command
 
 from exl_cli import options
-from exl_cli.commands import bench, chat, doctor, eval, eval_acceptance, generate, inspect
+from exl_cli.commands import (
+    bench,
+    chat,
+    doctor,
+    eval,
+    eval_acceptance,
+    eval_throughput,
+    generate,
+    inspect,
+)
 from exl_cli.machine import closed_stdout, machine_failure
 from exl_cli.output import ClosedPipeError
 from exl_core.errors import ExlError, printable
@@ -70,6 +79,9 @@ app.add_typer(eval_app, name="eval")
 eval_app.command("perplexity", epilog=options.examples(eval.EXAMPLES))(eval.perplexity)
 eval_app.command("acceptance", epilog=options.examples(eval_acceptance.EXAMPLES))(
     eval_acceptance.acceptance
+)
+eval_app.command("throughput", epilog=options.examples(eval_throughput.EXAMPLES))(
+    eval_throughput.throughput
 )
 app.command("bench", epilog=options.examples(bench.EXAMPLES))(bench.bench)
 app.add_typer(inspect_app, name="inspect")
