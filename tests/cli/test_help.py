@@ -16,6 +16,7 @@ VERBS = (
     ("eval", "perplexity"),
     ("eval", "acceptance"),
     ("eval", "throughput"),
+    ("eval", "tasks"),
     ("bench",),
     ("inspect", "model"),
     ("doctor",),
