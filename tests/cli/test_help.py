@@ -17,6 +17,7 @@ VERBS = (
     ("eval", "acceptance"),
     ("eval", "throughput"),
     ("eval", "tasks"),
+    ("eval", "report"),
     ("bench",),
     ("inspect", "model"),
     ("doctor",),

@@ -23,6 +23,7 @@ from exl_cli.commands import (
     doctor,
     eval,
     eval_acceptance,
+    eval_report,
     eval_tasks,
     eval_throughput,
     generate,
@@ -84,6 +85,7 @@ eval_app.command("acceptance", epilog=options.examples(eval_acceptance.EXAMPLES)
 eval_app.command("throughput", epilog=options.examples(eval_throughput.EXAMPLES))(
     eval_throughput.throughput
 )
+eval_app.command("report", epilog=options.examples(eval_report.EXAMPLES))(eval_report.report)
 eval_app.command("tasks", epilog=options.examples(eval_tasks.EXAMPLES))(eval_tasks.tasks)
 app.command("bench", epilog=options.examples(bench.EXAMPLES))(bench.bench)
 app.add_typer(inspect_app, name="inspect")

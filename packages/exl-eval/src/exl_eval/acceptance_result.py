@@ -155,7 +155,12 @@ class AcceptanceResult:
     def as_dict(self) -> dict[str, object]:
         facts = {key: value for key, value in asdict(self).items() if key != "samplers"}
         samplers = [one.as_dict() for one in self.samplers]
-        return {"schema_version": SCHEMA_VERSION, **facts, "samplers": samplers}
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "measurement": "acceptance",
+            **facts,
+            "samplers": samplers,
+        }
 
 
 def figures_of(

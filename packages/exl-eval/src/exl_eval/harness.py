@@ -78,7 +78,7 @@ class TasksResult:
     tasks: tuple[TaskResult, ...]
 
     def as_dict(self) -> dict[str, object]:
-        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        return {"schema_version": SCHEMA_VERSION, "measurement": "tasks", **asdict(self)}
 
 
 class HarnessModel(TemplateLM):

@@ -101,7 +101,7 @@ class ThroughputResult:
     by_request: tuple[RequestTimes, ...]
 
     def as_dict(self) -> dict[str, object]:
-        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        return {"schema_version": SCHEMA_VERSION, "measurement": "throughput", **asdict(self)}
 
 
 @dataclass(slots=True)
