@@ -81,7 +81,7 @@ def test_help_starts_in_well_under_a_second() -> None:
         (["generate", "--temp", "warm", "-p", "x"], "--temp"),
         (["generate", "-n", "-2", "-p", "x"], "--max-tokens"),
         (["eval"], "Missing command"),
-        (["eval", "perplexity"], "--text"),
+        (["eval", "divergence"], "CANDIDATE"),
         (["serve"], "serve"),
     ],
 )

@@ -17,17 +17,15 @@ import typer
 from typer.main import get_command
 
 from exl_cli import options
-from exl_cli.commands import (
-    bench,
-    chat,
-    doctor,
-    eval,
-    eval_acceptance,
-    eval_report,
-    eval_tasks,
-    eval_throughput,
-    generate,
-    inspect,
+from exl_cli.commands import bench, chat, doctor, generate, inspect
+from exl_cli.commands.eval import (
+    acceptance,
+    compare,
+    divergence,
+    perplexity,
+    report,
+    tasks,
+    throughput,
 )
 from exl_cli.machine import closed_stdout, machine_failure
 from exl_cli.output import ClosedPipeError
@@ -78,15 +76,13 @@ def _root(
 app.command("generate", epilog=options.examples(generate.EXAMPLES))(generate.generate)
 app.command("chat", epilog=options.examples(chat.EXAMPLES))(chat.chat)
 app.add_typer(eval_app, name="eval")
-eval_app.command("perplexity", epilog=options.examples(eval.EXAMPLES))(eval.perplexity)
-eval_app.command("acceptance", epilog=options.examples(eval_acceptance.EXAMPLES))(
-    eval_acceptance.acceptance
-)
-eval_app.command("throughput", epilog=options.examples(eval_throughput.EXAMPLES))(
-    eval_throughput.throughput
-)
-eval_app.command("report", epilog=options.examples(eval_report.EXAMPLES))(eval_report.report)
-eval_app.command("tasks", epilog=options.examples(eval_tasks.EXAMPLES))(eval_tasks.tasks)
+eval_app.command("perplexity", epilog=options.examples(perplexity.EXAMPLES))(perplexity.perplexity)
+eval_app.command("divergence", epilog=options.examples(divergence.EXAMPLES))(divergence.divergence)
+eval_app.command("compare", epilog=options.examples(compare.EXAMPLES))(compare.compare)
+eval_app.command("acceptance", epilog=options.examples(acceptance.EXAMPLES))(acceptance.acceptance)
+eval_app.command("throughput", epilog=options.examples(throughput.EXAMPLES))(throughput.throughput)
+eval_app.command("report", epilog=options.examples(report.EXAMPLES))(report.report)
+eval_app.command("tasks", epilog=options.examples(tasks.EXAMPLES))(tasks.tasks)
 app.command("bench", epilog=options.examples(bench.EXAMPLES))(bench.bench)
 app.add_typer(inspect_app, name="inspect")
 inspect_app.command("model", epilog=options.examples(inspect.EXAMPLES))(inspect.inspect_model)

@@ -1,6 +1,6 @@
-"""Reading small files that a stranger wrote, so that a damaged one is an error and not a crash.
+"""Reading files that a stranger wrote, so that a damaged one is an error and not a crash.
 
-Knows JSON and sizes, and nothing of what the contents mean.
+Knows JSON, UTF-8 and sizes, and nothing of what the contents mean.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import json
 import stat
 from pathlib import Path
 
-from exl_core.errors import ModelError
+from exl_core.errors import ModelError, RequestError
 
 CONFIG_LIMIT_BYTES = 16 * 2**20
 """Real configurations take kilobytes; those with a vocabulary or a chat template, a few MiB."""
@@ -70,3 +70,27 @@ def parse_json_object(data: bytes, error: type[ModelError], where: object) -> di
     if not isinstance(value, dict):
         raise error("holds no JSON object", where=where, got=type(value).__name__)
     return value
+
+
+def read_text_file(path: Path) -> str:
+    """A UTF-8 file that a user names, whole; line ends stay as they are."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RequestError(
+            "the file cannot be read", where=path, got=error.strerror, next_step="Check the path."
+        ) from error
+    return decode_text(data, str(path))
+
+
+def decode_text(data: bytes, where: str) -> str:
+    """UTF-8, or an error that says which byte is not."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            "the text is not UTF-8",
+            where=where,
+            got=f"byte 0x{data[error.start]:02x} at offset {error.start}",
+            next_step="Convert it first, for example with iconv.",
+        ) from error

@@ -23,6 +23,7 @@ from exl_eval.machine import peak_memory_bytes
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
 from exl_eval.result import SCHEMA_VERSION
 from exl_eval.speed import SpeedOptions, measure_speed
+from exl_eval.texts import Text
 
 OnStep = Callable[[int, int, str], None]
 """Called before each part: parts done, parts in all, what is measured."""
@@ -35,9 +36,8 @@ class ReportOptions:
     """`text` is scored in the `paper` style; `machine` says what ran, and how: a record of another
     machine is not taken for one of this."""
 
-    text: str
-    text_name: str
-    ctx: int = 2048
+    text: Text
+    ctx: int | None = None
     windows: int | None = None
     bos: str = "default"
     speed: SpeedOptions = field(default_factory=SpeedOptions)
@@ -76,8 +76,8 @@ class Report:
         return {
             "schema_version": SCHEMA_VERSION,
             "measurement": "report",
-            "text": options.text_name,
-            "text_sha256": _hash(options.text),
+            "text": options.text.name,
+            "text_sha256": options.text.sha256,
             "ctx": options.ctx,
             "windows": options.windows,
             "bos": options.bos,
@@ -198,7 +198,7 @@ class _Work:
     def _key(self, identity: str) -> str:
         options = self._options
         defining = (
-            *(SCHEMA_VERSION, identity, self._reference_key, _hash(options.text), options.ctx),
+            *(SCHEMA_VERSION, identity, self._reference_key, options.text.sha256, options.ctx),
             *(options.windows, options.bos, repr(options.speed), options.machine),
         )
         return _hash(json.dumps(defining))[:16]

@@ -46,13 +46,14 @@ def render_page(report: Report, created: str) -> str:
 
 def _title(report: Report) -> str:
     count = len(report.rows)
-    return f"{count} model{'s' * (count != 1)} on {printable(report.options.text_name)}"
+    text = report.options.text.name.rpartition("/")[-1]
+    return f"{count} model{'s' * (count != 1)} on {printable(text)}"
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
     """What defines the figures, from a record: what was asked for may be a default."""
     options = report.options
-    facts = [("Text", printable(options.text_name))]
+    facts = [("Text", printable(options.text.name))]
     for row in report.rows:
         record = row.parts.get("perplexity")
         if record is not None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl_cli import options, output, prompts
+from exl_cli import eval_options, options, output
 from exl_cli.interrupt import exits_at_once
 from exl_core.errors import RequestError
 
@@ -26,21 +26,12 @@ EXAMPLES = (
 )
 
 Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models to compare.")]
-TextFile = Annotated[Path, typer.Option("--text", metavar="FILE", help="UTF-8 text to score.")]
 Reference = Annotated[
     str | None,
     typer.Option(
         "--reference", metavar="MODEL", help="The unquantized model that divergence is from."
     ),
 ]
-Ctx = Annotated[int, typer.Option("--ctx", metavar="N", min=2, help="Tokens in a window.")]
-Windows = Annotated[
-    int | None,
-    typer.Option(
-        "--windows", metavar="N", min=1, help="Only the first N windows. Without it: all."
-    ),
-]
-Bos = Annotated[str, typer.Option("--bos", metavar="RULE", help="As in 'exl eval perplexity'.")]
 Out = Annotated[
     Path,
     typer.Option(
@@ -59,11 +50,15 @@ Decode = Annotated[int, typer.Option("--decode", metavar="N", min=1, help="Token
 def report(
     *,
     models: Models,
-    text: TextFile,
     reference: Reference = None,
-    ctx: Ctx = 2048,
-    windows: Windows = None,
-    bos: Bos = "default",
+    text: eval_options.TextFile = None,
+    dataset: eval_options.Dataset = None,
+    split: eval_options.Split = None,
+    column: eval_options.Column = "text",
+    rows: eval_options.Rows = None,
+    ctx: eval_options.StyleCtx = None,
+    windows: eval_options.Windows = None,
+    bos: eval_options.Bos = "default",
     prefill: Prefill = 512,
     decode: Decode = 128,
     out: Out = Path("exl-report"),
@@ -78,10 +73,10 @@ def report(
     The page needs no network and no other file. A model that cannot be measured is a row with its
     reason. Each part is kept as soon as it is known: the same command goes on where it was stopped.
     """
-    content = prompts.read_text_file(text)
     repeated = sorted({model for model in models if models.count(model) > 1})
     if repeated:
         raise RequestError("a model is given twice", got=", ".join(repeated))
+    content = eval_options.read(text, dataset, split=split, column=column, rows=rows)
     with exits_at_once():
         from exl_cli.load import backend_of, load_quietly
         from exl_cli.machine import machine_failure
@@ -94,7 +89,6 @@ def report(
     machine = backend if backend != "cpu" else f"cpu, {threads or available_cpus()} threads"
     choices = ReportOptions(
         text=content,
-        text_name=text.name,
         ctx=ctx,
         windows=windows,
         bos=bos,
