@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ from exl_core.errors import RequestError
 from exl_eval.texts import KNOWN_DATASETS, Text, read_dataset, read_text
 
 if TYPE_CHECKING:
+    from exl_core.load import LoadedModel
     from exl_eval.result import ModelFacts, TextFacts
 
 _TEXT = "Text"
@@ -91,6 +93,27 @@ Resume = Annotated[
         help="Keep each window that is done in FILE, and go on from there if it has some.",
     ),
 ]
+
+
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How the models of a command are loaded."""
+
+    device: str
+    threads: int | None
+    is_quiet: bool
+    exact: bool
+
+    def load(self, spec: str | None) -> LoadedModel:
+        from exl_cli.load import load_quietly
+
+        return load_quietly(
+            spec,
+            device=self.device,
+            threads=self.threads,
+            is_quiet=self.is_quiet,
+            exact=self.exact,
+        )
 
 
 def read(
