@@ -6,9 +6,12 @@ and messages come from files that a stranger wrote.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from jinja2 import StrictUndefined
@@ -16,7 +19,7 @@ from jinja2.sandbox import SandboxedEnvironment
 from markupsafe import Markup
 
 from exl_core.errors import printable
-from exl_eval.report import Report, Row
+from exl_eval.report import Report, Row, write_atomically
 from exl_eval.report_plots import Line, Point, bars, color_index, scatter, steps
 
 
@@ -27,6 +30,15 @@ class Plot:
     title: str
     svg: Markup
     note: str
+
+
+def write_report(report: Report, folder: Path) -> dict[str, object]:
+    """`report.html` and `report.json` in the folder; returns what the latter holds."""
+    created = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
+    record = {**report.as_dict(), "created": created}
+    write_atomically(folder / "report.json", json.dumps(record, allow_nan=False) + "\n")
+    write_atomically(folder / "report.html", render_page(report, created))
+    return record
 
 
 def render_page(report: Report, created: str) -> str:

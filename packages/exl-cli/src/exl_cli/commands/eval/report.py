@@ -5,8 +5,6 @@ What is measured and kept lives in `exl_eval/report.py`, the page in `exl_eval/r
 
 from __future__ import annotations
 
-import json as json_format
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -78,22 +76,19 @@ def report(
         raise RequestError("a model is given twice", got=", ".join(repeated))
     content = eval_options.read(text, dataset, split=split, column=column, rows=rows)
     with exits_at_once():
-        from exl_cli.load import backend_of, load_quietly
+        from exl_cli.load import load_quietly
         from exl_cli.machine import machine_failure
         from exl_cli.render import repeats_progress
-        from exl_core.settings import available_cpus
-        from exl_eval.report import ReportOptions, make_report, write_atomically
-        from exl_eval.report_page import render_page
+        from exl_eval.report import ReportOptions, make_report
+        from exl_eval.report_page import write_report
         from exl_eval.speed import SpeedOptions
-    backend = backend_of(device, exact=exact)
-    machine = backend if backend != "cpu" else f"cpu, {threads or available_cpus()} threads"
     choices = ReportOptions(
         text=content,
         ctx=ctx,
         windows=windows,
         bos=bos,
         speed=SpeedOptions(prefill=(prefill,), decode=decode),
-        machine=machine + ", exact" * exact,
+        machine=_machine(device, threads, exact=exact),
     )
     with repeats_progress(is_quiet=quiet) as on_step:
         found = make_report(
@@ -107,14 +102,21 @@ def report(
             known_failure=machine_failure,
             on_step=on_step,
         )
-    created = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    record = {**found.as_dict(), "created": created}
-    write_atomically(out / "report.json", json_format.dumps(record, allow_nan=False) + "\n")
-    write_atomically(out / "report.html", render_page(found, created))
+    record = write_report(found, out)
     if json:
         output.write_json(record)
     else:
         _show(found, out)
+
+
+def _machine(device: str, threads: int | None, *, exact: bool) -> str:
+    """What runs, and how: speeds and, by a little, figures depend on it."""
+    from exl_cli.load import backend_of
+    from exl_core.settings import available_cpus
+
+    backend = backend_of(device, exact=exact)
+    shown = backend if backend != "cpu" else f"cpu, {threads or available_cpus()} threads"
+    return shown + ", exact" * exact
 
 
 def _show(found: Report, out: Path) -> None:
