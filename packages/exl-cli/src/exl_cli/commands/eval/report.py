@@ -5,6 +5,7 @@ What is measured and kept lives in `exl_eval/report.py`, the page in `exl_eval/r
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -71,9 +72,7 @@ def report(
     The page needs no network and no other file. A model that cannot be measured is a row with its
     reason. Each part is kept as soon as it is known: the same command goes on where it was stopped.
     """
-    repeated = sorted({model for model in models if models.count(model) > 1})
-    if repeated:
-        raise RequestError("a model is given twice", got=", ".join(repeated))
+    _check_each_once(models)
     content = eval_options.read(text, dataset, split=split, column=column, rows=rows)
     with exits_at_once():
         from exl_cli.load import load_quietly
@@ -107,6 +106,12 @@ def report(
         output.write_json(record)
     else:
         _show(found, out)
+
+
+def _check_each_once(models: Sequence[str]) -> None:
+    repeated = sorted({model for model in models if models.count(model) > 1})
+    if repeated:
+        raise RequestError("a model is given twice", got=", ".join(repeated))
 
 
 def _machine(device: str, threads: int | None, *, exact: bool) -> str:
