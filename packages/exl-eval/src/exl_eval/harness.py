@@ -8,9 +8,11 @@ is used, and only there.
 from __future__ import annotations
 
 import difflib
+import logging
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from io import StringIO
@@ -276,13 +278,8 @@ def run_tasks(
         is_watched=is_watched,
     )
     manager = _manager(options)
-    silence = StringIO()
-    with redirect_stdout(silence):
-        if is_watched:
-            found = _evaluate(model, options, manager)
-        else:
-            with redirect_stderr(silence):
-                found = _evaluate(model, options, manager)
+    with _quiet(is_watched=is_watched):
+        found = _evaluate(model, options, manager)
     return TasksResult(
         model=loaded.name,
         kv_format=options.kv_format.value,
@@ -293,6 +290,23 @@ def run_tasks(
         lm_eval_version=version("lm-eval"),
         tasks=tuple(_task_result(name, found) for name in found["results"]),
     )
+
+
+@contextmanager
+def _quiet(*, is_watched: bool) -> Iterator[None]:
+    """What the harness and its libraries say goes nowhere; to stderr where somebody watches, but
+    for the hub's repeated attempts, which end in one error or in none."""
+    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "lm_eval", "datasets")]
+    levels = [logger.level for logger in loggers]
+    silence = StringIO()
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with redirect_stdout(silence), redirect_stderr(sys.stderr if is_watched else silence):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _evaluate(model: HarnessModel, options: TaskOptions, manager: TaskManager) -> dict[str, Any]:
