@@ -49,8 +49,15 @@ def test_usage(args: tuple[str, ...], expected: str, exl, tiny_llama_dir: Path) 
     assert expected in exl("eval", "tasks", tiny_llama_dir, *args).error_line(2)
 
 
-def test_a_task_of_ones_own(exl_process, tiny_llama_dir: Path, own_task: Path) -> None:
+def test_a_task_of_ones_own(
+    exl_process,
+    tiny_llama_dir: Path,
+    own_task: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is optional: pip install lm-eval")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))  # what is cached goes there
     args = ("eval", "tasks", tiny_llama_dir, "--tasks", "mine", "--include", own_task, "--limit", 3)
     done = exl_process(*args, "--json")
     assert (done.code, done.err) == (0, "")
