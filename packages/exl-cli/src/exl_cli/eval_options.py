@@ -129,6 +129,7 @@ def read(
         raise RequestError(
             "no text" if text is None else "two texts are given",
             expected="--text FILE or --dataset NAME",
+            next_step="--help shows both.",
         )
     if dataset is not None:
         return read_dataset(dataset, split=split, column=column, rows=rows)
