@@ -204,7 +204,7 @@ def open_runtime(
     if choices.ngram:
         drafter = NgramDrafter(max_tokens=choices.draft_tokens or DEFAULT_NGRAM_TOKENS)
     elif draft_path is not None:
-        draft = _load_draft(
+        draft = load_draft(
             draft_path, loaded, ctx, device=device, threads=threads, is_quiet=is_quiet
         )
         with _naming_cheaper_caches(draft, choices.kv_format, cache_tokens):
@@ -220,7 +220,7 @@ def open_runtime(
     return Runtime(loaded, engine, ctx, adapters)
 
 
-def _load_draft(
+def load_draft(
     path: Path,
     loaded: LoadedModel,
     ctx: int,

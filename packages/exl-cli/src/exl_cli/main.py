@@ -18,7 +18,15 @@ from typer.main import get_command
 
 from exl_cli import options
 from exl_cli.commands import bench, chat, doctor, generate, inspect
-from exl_cli.commands.eval import compare, divergence, perplexity
+from exl_cli.commands.eval import (
+    acceptance,
+    compare,
+    divergence,
+    perplexity,
+    report,
+    tasks,
+    throughput,
+)
 from exl_cli.machine import closed_stdout, machine_failure
 from exl_cli.output import ClosedPipeError
 from exl_core.errors import ExlError, printable
@@ -71,6 +79,10 @@ app.add_typer(eval_app, name="eval")
 eval_app.command("perplexity", epilog=options.examples(perplexity.EXAMPLES))(perplexity.perplexity)
 eval_app.command("divergence", epilog=options.examples(divergence.EXAMPLES))(divergence.divergence)
 eval_app.command("compare", epilog=options.examples(compare.EXAMPLES))(compare.compare)
+eval_app.command("acceptance", epilog=options.examples(acceptance.EXAMPLES))(acceptance.acceptance)
+eval_app.command("throughput", epilog=options.examples(throughput.EXAMPLES))(throughput.throughput)
+eval_app.command("report", epilog=options.examples(report.EXAMPLES))(report.report)
+eval_app.command("tasks", epilog=options.examples(tasks.EXAMPLES))(tasks.tasks)
 app.command("bench", epilog=options.examples(bench.EXAMPLES))(bench.bench)
 app.add_typer(inspect_app, name="inspect")
 inspect_app.command("model", epilog=options.examples(inspect.EXAMPLES))(inspect.inspect_model)

@@ -87,6 +87,13 @@ class Workload:
         """Decodes one token of each sequence; the likeliest ones after them, read back."""
         return self._next(self.decode_segments(newest, past_len))
 
+    def check(self, rows: int, past_len: int) -> list[int]:
+        """Runs a token of the first sequence with `rows - 1` drafted ones behind it; the likeliest
+        one after each, read back."""
+        held = self.pages[0][: pages_for(past_len + rows)]
+        drafted = self._tokens[past_len : past_len + rows]
+        return self._next([Segment(drafted, past_len, held, LogitRows.ALL)])
+
     def decode_segments(self, newest: Sequence[int], past_len: int) -> list[Segment]:
         held = pages_for(past_len + 1)
         return [

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from exl_core.engine.sequence import Sequence as Running
-from exl_core.speculate.controller import DraftController, PassCosts
+from exl_core.speculate.controller import DraftController, PassCosts, SteadyDrafts
 from exl_core.speculate.drafter import Draft, Drafter, DraftJob
 from exl_core.speculate.stats import DraftStats
 
@@ -19,18 +19,27 @@ from exl_core.speculate.stats import DraftStats
 class _Record:
     """Of one live request."""
 
-    controller: DraftController
+    controller: DraftController | SteadyDrafts
     stats: DraftStats = field(default_factory=DraftStats)
     draft_s: float = 0.0
     """Its share of the time that proposing for the coming pass took."""
 
 
 class Drafting:
-    def __init__(self, drafter: Drafter, vocab_size: int, clock: Callable[[], float]) -> None:
-        """`vocab_size`: a draft ends before the first id that is not below."""
+    def __init__(
+        self,
+        drafter: Drafter,
+        vocab_size: int,
+        clock: Callable[[], float],
+        *,
+        is_adaptive: bool = True,
+    ) -> None:
+        """`vocab_size`: a draft ends before the first id that is not below. Not adaptive: drafts
+        are as long as the drafter makes them, whether they pay or not."""
         self._drafter = drafter
         self._vocab_size = vocab_size
         self._clock = clock
+        self._is_adaptive = is_adaptive
         self._costs = PassCosts()
         self._records: dict[str, _Record] = {}
 
@@ -120,6 +129,11 @@ class Drafting:
     def _record(self, request_id: str) -> _Record:
         known = self._records.get(request_id)
         if known is None:
-            known = _Record(DraftController(self._costs, self._drafter.max_tokens))
+            longest = self._drafter.max_tokens
+            known = _Record(
+                DraftController(self._costs, longest)
+                if self._is_adaptive
+                else SteadyDrafts(longest)
+            )
             self._records[request_id] = known
         return known

@@ -54,12 +54,14 @@ class EngineOptions:
     max_batch      most requests in one pass
     prefill_chunk  most prompt tokens in one pass; None: 512 on the CPU, 2048 on a GPU
     kv_format      precision of the cache
+    adapt_drafts   drafts get shorter, or pause, where they do not pay; False: for measuring them
     """
 
     cache_tokens: int | None = None
     max_batch: int = 16
     prefill_chunk: int | None = None
     kv_format: KVFormat = KVFormat.FP16
+    adapt_drafts: bool = True
 
     def __post_init__(self) -> None:
         if self.cache_tokens is not None:
@@ -97,7 +99,10 @@ class Engine:
         )
         self._runner = Runner(model, self.store)
         self._clock = clock
-        self._drafting = None if drafter is None else Drafting(drafter, self.vocab_size, clock)
+        self._drafting: Drafting | None = None
+        if drafter is not None:
+            adapt = self.options.adapt_drafts
+            self._drafting = Drafting(drafter, self.vocab_size, clock, is_adaptive=adapt)
         self._outputs: dict[str, Output] = {}
         self._events: list[Event] = []  # that the next step hands out
 

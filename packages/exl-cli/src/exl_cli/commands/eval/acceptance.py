@@ -1,0 +1,170 @@
+"""`exl eval acceptance`: speculative decoding, counted, timed and compared with theory.
+
+What is measured lives in `exl_eval/acceptance.py`; this module opens the models and shows the
+figures.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exl_cli import engine_options, options, output
+from exl_cli.interrupt import exits_at_once
+from exl_core.cache.format import parse_cache_type
+from exl_core.errors import RequestError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from exl_eval.acceptance_result import AcceptanceResult, Estimate, SamplerFigures
+
+EXAMPLES = (
+    ("exl eval acceptance --ngram", "guesses looked up in the text, with the default model"),
+    ("exl eval acceptance -m model --draft-model small --draft-tokens 6", "a draft model"),
+    ("exl eval acceptance -m model --ngram -n 128 --json", "for a program to read"),
+)
+
+Replies = Annotated[
+    int, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="Most tokens of a reply.")
+]
+Prompts = Annotated[
+    int,
+    typer.Option("--prompts", metavar="N", min=1, max=4, help="Prompts of each category."),
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the random draws.")]
+
+
+def acceptance(
+    *,
+    model: options.ModelArgument = None,
+    model_option: options.ModelOption = None,
+    draft_model: engine_options.DraftModel = None,
+    ngram: engine_options.Ngram = False,
+    draft_tokens: engine_options.DraftTokens = None,
+    max_tokens: Replies = 64,
+    prompts: Prompts = 4,
+    seed: Seed = 1,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    exact: options.Exact = False,
+    cache_type: options.CacheType = "fp16",
+) -> None:
+    """How well guesses are accepted, by kind of text, and whether they pay.
+
+    Prompts of four categories come with the command; each is answered greedily and at temperature
+    1. Counted are rounds N (passes of the model), drafted tokens D, accepted ones A, rounds that
+    ended in a rejection R, and emitted tokens E. alpha is exact, from both distributions; A/(A+R)
+    estimates it. Speed-ups are of decoding, with drafts of the full length, and as generation
+    drafts: shorter, or not at all, where it does not pay. 'best' is the length of a draft that
+    would give most tokens in the least time.
+    """
+    spec = options.pick_model(model, model_option)
+    if draft_model is None and not ngram:
+        raise RequestError(
+            "nothing guesses ahead", expected="--ngram or --draft-model MODEL", got="neither"
+        )
+    choices = engine_options.EngineChoices(
+        parse_cache_type(cache_type), draft_model, draft_tokens, ngram
+    )
+    with exits_at_once():
+        from exl_cli.load import load_draft, load_quietly
+        from exl_cli.render import repeats_progress
+        from exl_core.resolve import resolve_model
+        from exl_eval.acceptance import AcceptanceOptions, measure_acceptance
+    path = None if draft_model is None else resolve_model(draft_model)
+    default = engine_options.DEFAULT_NGRAM_TOKENS if ngram else engine_options.DEFAULT_DRAFT_TOKENS
+    loaded = load_quietly(spec, device=device, threads=threads, is_quiet=quiet, exact=exact)
+    draft = None
+    if path is not None:
+        ctx = loaded.config.max_seq_len
+        draft = load_draft(path, loaded, ctx, device=device, threads=threads, is_quiet=quiet)
+    measured = AcceptanceOptions(
+        draft_tokens or default, max_tokens, prompts, seed, choices.kv_format
+    )
+    with repeats_progress(is_quiet=quiet) as on_reply:
+        result = measure_acceptance(loaded, draft, measured, on_reply)
+    if json:
+        output.write_json(result.as_dict())
+    else:
+        _show(result)
+
+
+def _show(result: AcceptanceResult) -> None:
+    from exl_cli.render import facts_table, print_answer
+
+    drafter = "n-grams" if result.draft_model is None else result.draft_model
+    machine = f"{result.threads} threads" if result.device == "cpu" else result.device
+    facts = facts_table(
+        {
+            "model": f"{result.model}, {result.kv_format} cache{', exact' * result.exact}, "
+            f"{machine}",
+            "drafts": f"{drafter}, at most {result.draft_tokens} tokens",
+            "prompts": f"{result.prompts} of each category, replies of at most "
+            f"{result.max_tokens} tokens, seed {result.seed}",
+        }
+    )
+    print_answer(facts)
+    for sampler in result.samplers:
+        print_answer("", *_tables(sampler))
+
+
+def _tables(sampler: SamplerFigures) -> tuple[str, Table, Table]:
+    from exl_cli.render import columns_table
+
+    counts = columns_table(
+        *("", "N", "D", "A", "R", "E", "A/D", "tau", "A/N", "E/N(g+1)", "alpha", "A/(A+R)"),
+        "by position",
+    )
+    speeds = columns_table(
+        *("", "theory", "predicted", "measured", "as generated", "break-even tau", "best"),
+    )
+    groups = {**sampler.categories, "all": sampler.overall}
+    for name, group in groups.items():
+        stats = group.stats
+        counts.add_row(
+            name,
+            *(f"{n}" for n in (stats.rounds, stats.drafted, stats.accepted)),
+            *(f"{n}" for n in (stats.rejected, stats.emitted)),
+            _number(stats.utilization),
+            _estimate(group.tau),
+            _number(stats.mean_accepted),
+            _number(group.system_efficiency),
+            _estimate(group.alpha),
+            _estimate(group.alpha_estimate),
+            " ".join(f"{rate:.2f}" for rate in stats.position_rates),
+        )
+        rates = group.speeds.as_dict()
+        best = f"{group.best_length} ({group.best_speed_up:.2f})" if group.best_length else "none"
+        speeds.add_row(
+            name,
+            *(_number(figure) for figure in (group.theory_speed_up, group.predicted_speed_up)),
+            _number(rates["measured_speed_up"]),
+            _number(rates["adaptive_speed_up"]),
+            _number(group.break_even_tau),
+            best,
+        )
+    costs = sampler.costs
+    longest = len(costs.pass_s)
+    title = (
+        f"{sampler.name}: a plain pass {_ms(costs.plain_s)}, of {longest} rows "
+        f"{_ms(costs.pass_s[-1])}, a drafted token {_ms(costs.draft_s)}"
+    )
+    return title, counts, speeds
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _estimate(value: Estimate) -> str:
+    if value.mean is None:
+        return "-"
+    return f"{value.mean:.2f}" + ("" if value.stderr is None else f" ±{value.stderr:.2f}")
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.2f} ms"

@@ -1,0 +1,148 @@
+"""`exl eval report`: one HTML page and one JSON file for a set of models.
+
+What is measured and kept lives in `exl_eval/report.py`, the page in `exl_eval/report_page.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exl_cli import eval_options, options, output
+from exl_cli.interrupt import exits_at_once
+from exl_core.errors import RequestError
+
+if TYPE_CHECKING:
+    from exl_eval.report import Report
+
+EXAMPLES = (
+    ("exl eval report q4.gguf q8.gguf --text wiki.txt --windows 20", "two models on a page"),
+    ("exl eval report 3bit 4bit --reference fp16 --text wiki.txt", "and how far from a third"),
+    ("exl eval report models/* --text wiki.txt --out today --json", "for a program to read"),
+)
+
+Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models to compare.")]
+Reference = Annotated[
+    str | None,
+    typer.Option(
+        "--reference", metavar="MODEL", help="The unquantized model that divergence is from."
+    ),
+]
+Out = Annotated[
+    Path,
+    typer.Option(
+        "--out",
+        metavar="DIR",
+        help="Where report.html, report.json and the records go; what is recorded there is not "
+        "measured again.",
+    ),
+]
+Prefill = Annotated[
+    int, typer.Option("--prefill", metavar="N", min=1, help="Tokens of the prompt that is timed.")
+]
+Decode = Annotated[int, typer.Option("--decode", metavar="N", min=1, help="Tokens to decode.")]
+
+
+def report(
+    *,
+    models: Models,
+    reference: Reference = None,
+    text: eval_options.TextFile = None,
+    dataset: eval_options.Dataset = None,
+    split: eval_options.Split = None,
+    column: eval_options.Column = "text",
+    rows: eval_options.Rows = None,
+    ctx: eval_options.StyleCtx = None,
+    windows: eval_options.Windows = None,
+    bos: eval_options.Bos = "default",
+    prefill: Prefill = 512,
+    decode: Decode = 128,
+    out: Out = Path("exl-report"),
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    exact: options.Exact = False,
+) -> None:
+    """Size, perplexity, divergence, speed and bits by layer of several models, on one page.
+
+    The page needs no network and no other file. A model that cannot be measured is a row with its
+    reason. Each part is kept as soon as it is known: the same command goes on where it was stopped.
+    """
+    _check_each_once(models)
+    content = eval_options.read(text, dataset, split=split, column=column, rows=rows)
+    with exits_at_once():
+        from exl_cli.load import load_quietly
+        from exl_cli.machine import machine_failure
+        from exl_cli.render import repeats_progress
+        from exl_eval.report import ReportOptions, make_report
+        from exl_eval.report_page import write_report
+        from exl_eval.speed import SpeedOptions
+    choices = ReportOptions(
+        text=content,
+        ctx=ctx,
+        windows=windows,
+        bos=bos,
+        speed=SpeedOptions(prefill=(prefill,), decode=decode),
+        machine=_machine(device, threads, exact=exact),
+    )
+    with repeats_progress(is_quiet=quiet) as on_step:
+        found = make_report(
+            models,
+            reference,
+            choices,
+            out / "records",
+            open_model=lambda spec: load_quietly(
+                spec, device=device, threads=threads, is_quiet=True, exact=exact
+            ),
+            known_failure=machine_failure,
+            on_step=on_step,
+        )
+    record = write_report(found, out)
+    if json:
+        output.write_json(record)
+    else:
+        _show(found, out)
+
+
+def _check_each_once(models: Sequence[str]) -> None:
+    repeated = sorted({model for model in models if models.count(model) > 1})
+    if repeated:
+        raise RequestError("a model is given twice", got=", ".join(repeated))
+
+
+def _machine(device: str, threads: int | None, *, exact: bool) -> str:
+    """What runs, and how: speeds and, by a little, figures depend on it."""
+    from exl_cli.load import backend_of
+    from exl_core.settings import available_cpus
+
+    backend = backend_of(device, exact=exact)
+    shown = backend if backend != "cpu" else f"cpu, {threads or available_cpus()} threads"
+    return shown + ", exact" * exact
+
+
+def _show(found: Report, out: Path) -> None:
+    from exl_cli.render import columns_table, from_file, print_answer
+
+    table = columns_table("model", "MB", "bits", "perplexity", "mean KL", "decode tok/s", "failure")
+    for row in found.rows:
+        described = row.parts.get("description", {})
+        text, against = row.parts.get("perplexity", {}), row.parts.get("divergence")
+        kld = against["kld"] if against is not None else None
+        table.add_row(
+            from_file(row.name),
+            _number(described.get("file_bytes"), 1, 1e-6),
+            _number(described.get("bits_per_weight"), 2),
+            _number(text.get("perplexity"), 4),
+            _number(kld["mean"] if isinstance(kld, dict) else None, 5),
+            _number(row.parts.get("speed", {}).get("decode_tok_s"), 1),
+            from_file(row.failure or ""),
+        )
+    print_answer(table, f"{out / 'report.html'} and {out / 'report.json'}")
+
+
+def _number(value: object, digits: int, factor: float = 1.0) -> str:
+    return f"{value * factor:.{digits}f}" if isinstance(value, int | float) else "-"

@@ -1,0 +1,127 @@
+"""`exl eval tasks`: task accuracy through lm-evaluation-harness, in this process.
+
+The adapter lives in `exl_eval/harness.py`; this module says what is missing and shows the metrics.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exl_cli import options, output
+from exl_cli.interrupt import exits_at_once
+from exl_core.cache.format import parse_cache_type
+from exl_core.errors import ExlError, RequestError
+
+if TYPE_CHECKING:
+    from exl_eval.harness import TasksResult
+
+EXAMPLES = (
+    ("exl eval tasks --tasks arc_easy,piqa -m model --limit 200", "two tasks, 200 documents each"),
+    ("exl eval tasks --tasks mine --include my_tasks", "a task file of your own, no network"),
+    ("exl eval tasks --tasks gsm8k -m model --chat --json", "through the chat template"),
+)
+INSTALL = "pip install 'lm-eval>=0.4.13'"
+
+Tasks = Annotated[
+    str, typer.Option("--tasks", metavar="NAME[,NAME...]", help="Tasks or groups of lm-eval.")
+]
+Include = Annotated[
+    Path | None,
+    typer.Option("--include", metavar="DIR", help="Task files (YAML) of your own."),
+]
+Fewshot = Annotated[
+    int | None,
+    typer.Option(
+        "--fewshot", metavar="N", min=0, help="Examples in the prompt. Without it: as a task says."
+    ),
+]
+Limit = Annotated[
+    int | None,
+    typer.Option("--limit", metavar="N", min=1, help="Only the first N documents of each task."),
+]
+Chat = Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the random draws.")]
+
+
+def tasks(
+    *,
+    model: options.ModelArgument = None,
+    model_option: options.ModelOption = None,
+    names: Tasks,
+    include: Include = None,
+    fewshot: Fewshot = None,
+    limit: Limit = None,
+    chat: Chat = False,
+    seed: Seed = 1234,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    exact: options.Exact = False,
+    cache_type: options.CacheType = "fp16",
+) -> None:
+    """Accuracy on tasks of lm-evaluation-harness, which must be installed (pip install lm-eval).
+
+    The harness runs in this process: its tasks, prompts, metrics and standard errors, over this
+    model. Most tasks fetch their data from the hub once. Compare figures only where the harness's
+    version, the task's version, the examples in the prompt and the chat template agree.
+    """
+    spec = options.pick_model(model, model_option)
+    kv_format = parse_cache_type(cache_type)
+    listed = tuple(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    if not listed:
+        raise RequestError("no task is named", expected="--tasks NAME[,NAME...]", got=repr(names))
+    if include is not None and not include.is_dir():
+        raise RequestError("is no directory", where=include, next_step="Check --include.")
+    with exits_at_once():
+        try:
+            from exl_eval.harness import TaskOptions, run_tasks
+        except ModuleNotFoundError as error:
+            raise ExlError(
+                "lm-eval is not installed",
+                got=f"no module {error.name!r}",
+                next_step=f"Install it with: {INSTALL}",
+            ) from error
+        from exl_cli.load import load_quietly
+        from exl_cli.render import is_watched
+    loaded = load_quietly(spec, device=device, threads=threads, is_quiet=quiet, exact=exact)
+    choices = TaskOptions(
+        listed, fewshot, limit, include, chat=chat, kv_format=kv_format, seed=seed
+    )
+    result = run_tasks(loaded, choices, is_watched=is_watched(is_quiet=quiet))
+    if json:
+        output.write_json(result.as_dict())
+    else:
+        _show(result)
+
+
+def _show(result: TasksResult) -> None:
+    from exl_cli.render import columns_table, facts_table, from_file, print_answer
+
+    facts = facts_table(
+        {
+            "model": f"{result.model}, {result.kv_format} cache{', exact' * result.exact}"
+            f"{', chat template' * result.chat}",
+            "harness": f"lm-eval {result.lm_eval_version}, seed {result.seed}",
+        }
+    )
+    table = columns_table("task", "version", "examples", "documents", "metric", "value", "stderr")
+    for task in result.tasks:
+        for key, value in task.metrics.items():
+            metric, _, kind = key.partition(",")
+            if metric.endswith("_stderr"):
+                continue
+            stderr = task.metrics.get(f"{metric}_stderr,{kind}")
+            table.add_row(
+                from_file(task.name),
+                from_file(task.version),
+                f"{task.fewshot}",
+                f"{task.documents}",
+                from_file(metric if kind == "none" else f"{metric} ({kind})"),
+                "-" if value is None else f"{value:.4f}",
+                "-" if stderr is None else f"{stderr:.4f}",
+            )
+    print_answer(facts, "", table)

@@ -1,0 +1,127 @@
+"""`exl eval throughput`: what a stream of requests gets from one engine.
+
+What is measured lives in `exl_eval/throughput.py`; this module reads the options and shows it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exl_cli import options, output
+from exl_cli.interrupt import exits_at_once
+from exl_core.cache.format import parse_cache_type
+
+if TYPE_CHECKING:
+    from exl_eval.throughput import ThroughputResult
+
+EXAMPLES = (
+    ("exl eval throughput", "the default model under a small workload that comes along"),
+    ("exl eval throughput requests.jsonl -m model", "requests of your own"),
+    ("exl eval throughput requests.jsonl -m model --max-batch 4 --json", "for a program to read"),
+)
+
+Workload = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="WORKLOAD",
+        help="JSON lines: arrival_s, prompt or prompt_tokens, max_tokens, temperature. Without it: "
+        "a small example.",
+        show_default=False,
+    ),
+]
+Model = Annotated[
+    str | None, typer.Option("-m", "--model", metavar="MODEL", help=options.MODEL_HELP)
+]
+MaxBatch = Annotated[
+    int,
+    typer.Option(
+        "--max-batch",
+        metavar="N",
+        min=1,
+        help="Most requests in one pass; the others wait.",
+        rich_help_panel="Running",
+    ),
+]
+CacheTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--cache-tokens",
+        metavar="N",
+        min=256,
+        help="Tokens of cache that all requests share. Without it: the model's context, at most "
+        "32768.",
+        rich_help_panel="Running",
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the random draws.")]
+
+
+def throughput(
+    *,
+    workload: Workload = None,
+    model: Model = None,
+    seed: Seed = 1,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    exact: options.Exact = False,
+    cache_type: options.CacheType = "fp16",
+    max_batch: MaxBatch = 16,
+    cache_tokens: CacheTokens = None,
+) -> None:
+    """Waiting times and rates under a workload of requests that arrive over time.
+
+    Requests are submitted when their time has come, whether the engine keeps up or not. Every reply
+    has the tokens that the workload says: nothing ends it earlier. The time to the first token and
+    the end-to-end time count from the arrival of a request, waiting included.
+    """
+    kv_format = parse_cache_type(cache_type)
+    from exl_eval.requests_file import read_workload
+
+    requests = read_workload(workload)
+    with exits_at_once():
+        from exl_cli.load import load_quietly
+        from exl_cli.render import repeats_progress
+        from exl_eval.throughput import ThroughputOptions, measure_throughput
+    loaded = load_quietly(model, device=device, threads=threads, is_quiet=quiet, exact=exact)
+    choices = ThroughputOptions(max_batch, cache_tokens, kv_format, seed)
+    with repeats_progress(is_quiet=quiet) as on_tokens:
+        result = measure_throughput(loaded, requests, choices, on_tokens)
+    if json:
+        output.write_json(result.as_dict())
+    else:
+        _show(result)
+
+
+def _show(result: ThroughputResult) -> None:
+    from exl_cli.render import columns_table, facts_table, print_answer
+
+    machine = f"{result.threads} threads" if result.device == "cpu" else result.device
+    offered = "all at once" if result.offered_per_s is None else f"{result.offered_per_s:.2f}/s"
+    facts = facts_table(
+        {
+            "model": f"{result.model}, {result.kv_format} cache{', exact' * result.exact}, "
+            f"{machine}",
+            "requests": f"{result.requests}, offered {offered}, done {result.requests_per_s:.2f}/s "
+            f"in {result.seconds:.2f} s; at most {result.most_running} at once "
+            f"(limit {result.max_batch})",
+            "prompts": f"{result.prompt_tokens} tokens, {result.cached_tokens} of them cached",
+            "generated": f"{result.generated_tokens} tokens in {result.passes} passes, "
+            f"{result.generated_tok_s:.1f} tok/s; with prompts {result.total_tok_s:.1f} tok/s",
+        }
+    )
+    table = columns_table("ms", "mean", "50 %", "90 %", "95 %", "99 %", "largest")
+    tails = {
+        "first token": result.first_token,
+        "inter-token": result.inter_token,
+        "end to end": result.end_to_end,
+    }
+    for name, tail in tails.items():
+        if tail is not None:
+            seconds = (tail.mean, tail.p50, tail.p90, tail.p95, tail.p99, tail.max)
+            table.add_row(name, *(f"{value * 1e3:.1f}" for value in seconds))
+    print_answer(facts, "", table)

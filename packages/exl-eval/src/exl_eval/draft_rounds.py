@@ -1,0 +1,151 @@
+"""One reply with drafts, taken apart into its rounds: what was drafted, what of it stayed, and how
+likely that was.
+
+A round is a pass of the target that gives tokens; the pass that computes the prompt is none. At the
+drafted positions that were looked at (those before a round's first rejection, and the rejected one)
+the target's distribution p and the draft's q are both known, so beside the coin that was thrown
+stands the chance that it had: the sum over x of min(p(x), q(x)). Its mean is alpha without the
+noise of the coins. A guess that nobody drew is a distribution of one token, and so is p where the
+request is greedy.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from exl_core.engine.engine import Engine
+from exl_core.engine.events import FinishEvent, SampledToken
+from exl_core.engine.request import Request
+from exl_core.errors import RequestError
+from exl_core.generate.stream import stream
+from exl_core.speculate.drafter import Draft, Drafter, DraftJob
+from exl_core.speculate.stats import DraftStats
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """`chances`: of each drafted token that was looked at, how likely it was to be accepted."""
+
+    drafted: int
+    accepted: int
+    emitted: int
+    chances: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """`end.drafting` counts the pass of the prompt as a round of one token; `rounds` do not."""
+
+    rounds: tuple[Round, ...]
+    end: FinishEvent
+
+
+class RecordingDrafter:
+    """Another drafter, whose every draft is kept, and how long it took."""
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+        self._drafts: dict[str, dict[int, Draft]] = {}
+        self.seconds_per_token: list[float] = []
+        """Of each draft but the first of a request, which may have computed the prompt."""
+
+    @property
+    def max_tokens(self) -> int:
+        return self._drafter.max_tokens
+
+    def propose(self, jobs: Sequence[DraftJob]) -> list[Draft]:
+        started = time.perf_counter()
+        drafts = self._drafter.propose(jobs)
+        seconds = (time.perf_counter() - started) / len(jobs)
+        for job, draft in zip(jobs, drafts, strict=True):
+            known = self._drafts.setdefault(job.request_id, {})
+            if known and draft.token_ids:
+                self.seconds_per_token.append(seconds / len(draft.token_ids))
+            known[len(job.token_ids)] = draft
+        return drafts
+
+    def forget(self, request_id: str) -> None:
+        self._drafter.forget(request_id)
+
+    def moved(self, moves: Iterable[tuple[int, int]]) -> None:
+        self._drafter.moved(moves)
+
+    def take(self, request_id: str) -> dict[int, Draft]:
+        """The drafts of a request by where they began; they are kept no longer."""
+        return self._drafts.pop(request_id, {})
+
+
+def record_reply(engine: Engine, recorder: RecordingDrafter, request: Request) -> Recorded:
+    """Runs the request alone; `recorder` is the engine's drafter.
+
+    A request that is not greedy has temperature 1 and no other setting, and reports its logits.
+    """
+    sampler = request.sampler
+    if not sampler.is_greedy and (sampler.temperature != 1.0 or not request.report.logits):
+        raise RequestError(
+            "chances are known for greedy requests, and for temperature 1 with logits reported",
+            got=f"temperature {sampler.temperature:g}",
+        )
+    tokens: list[SampledToken] = []
+    end: FinishEvent | None = None
+    for event in stream(engine, request):
+        tokens += event.tokens
+        if isinstance(event, FinishEvent):
+            end = event
+    assert end is not None
+    rows = None if sampler.is_greedy else [token.logits for token in tokens]
+    drafts = recorder.take(request.request_id)
+    rounds = list(_rounds_of(drafts, end.token_ids, len(request.prompt_ids), rows))
+    return Recorded(tuple(rounds), end)
+
+
+def count(rounds: Iterable[Round]) -> DraftStats:
+    total = DraftStats()
+    for one in rounds:
+        total = total.with_round(drafted=one.drafted, accepted=one.accepted, emitted=one.emitted)
+    return total
+
+
+def _rounds_of(
+    drafts: dict[int, Draft],
+    reply: Sequence[int],
+    prompt_tokens: int,
+    rows: list[Tensor | None] | None,
+) -> Iterable[Round]:
+    """`rows` are the logits of each token of the reply; None: it is greedy."""
+    place = 0  # in the reply
+    while place < len(reply):
+        draft = drafts.get(prompt_tokens + place, Draft())
+        guesses = draft.token_ids[: len(reply) - place]
+        accepted = 0
+        chances = []
+        for offset, guess in enumerate(guesses):
+            chances.append(_chance(draft, offset, reply[place + offset], rows, place + offset))
+            if guess != reply[place + offset]:
+                break
+            accepted += 1
+        emitted = min(accepted + 1, len(reply) - place)
+        if place > 0 or draft.token_ids:
+            yield Round(len(draft.token_ids), accepted, emitted, tuple(chances))
+        place += emitted
+
+
+def _chance(
+    draft: Draft, offset: int, token_id: int, rows: list[Tensor | None] | None, place: int
+) -> float:
+    """That the guess is accepted, before it is drawn."""
+    guess = draft.token_ids[offset]
+    if rows is None:
+        return float(guess == token_id)
+    logits = rows[place]
+    assert logits is not None
+    wanted = logits.double().softmax(0)  # [vocab_size]
+    if draft.probabilities is None:
+        return float(wanted[guess])
+    drawn_from = draft.probabilities[offset].double()
+    shared = min(len(wanted), len(drawn_from))
+    return float(wanted[:shared].minimum(drawn_from[:shared]).sum())

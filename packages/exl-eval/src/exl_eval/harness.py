@@ -1,0 +1,367 @@
+"""Task accuracy: EleutherAI's lm-evaluation-harness in this process, over one of our models.
+
+The harness has the tasks, the prompts, the metrics and their errors; `HarnessModel` is the model
+that it asks. Needs the package lm-eval, which nothing else here does: import this module where it
+is used, and only there.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.evaluator import simple_evaluate
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.tasks import TaskManager
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+from exl_core.cache.format import KVFormat
+from exl_core.engine.engine import Engine, EngineOptions
+from exl_core.engine.events import FailEvent, FinishEvent
+from exl_core.engine.request import Request
+from exl_core.errors import RequestError, TemplateError
+from exl_core.load import LoadedModel, stop_ids
+from exl_core.sampling.params import SamplerParams
+from exl_eval.continuations import Pair, score_continuations
+from exl_eval.result import SCHEMA_VERSION
+
+DEFAULT_REPLY_TOKENS = 256
+_SAMPLER_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskOptions:
+    """`fewshot` None: as each task says; `limit`: documents of each task, None: all. `include` has
+    task files of one's own. With `chat` prompts go through the model's chat template."""
+
+    tasks: tuple[str, ...]
+    fewshot: int | None = None
+    limit: int | None = None
+    include: Path | None = None
+    chat: bool = False
+    max_batch: int = 16
+    kv_format: KVFormat = KVFormat.FP16
+    seed: int = 1234
+
+
+@dataclass(frozen=True, slots=True)
+class TaskResult:
+    """`metrics` as the harness names them, `acc,none` for accuracy without a filter; None where
+    there is no number."""
+
+    name: str
+    metrics: dict[str, float | None]
+    fewshot: int
+    documents: int
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class TasksResult:
+    model: str
+    kv_format: str
+    exact: bool
+    chat: bool
+    limit: int | None
+    seed: int
+    lm_eval_version: str
+    tasks: tuple[TaskResult, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        return {"schema_version": SCHEMA_VERSION, "measurement": "tasks", **asdict(self)}
+
+
+class HarnessModel(TemplateLM):
+    """What the harness asks for, from one engine and one scorer.
+
+    Texts are tokenized with special tokens read, and with BOS where the model's own tokenizer puts
+    it, unless the text brings its own. Of a context that is too long the end is kept.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        max_batch: int = 16,
+        kv_format: KVFormat = KVFormat.FP16,
+        seed: int = 1234,
+        is_watched: bool = False,
+    ) -> None:
+        super().__init__()
+        self._loaded = loaded
+        self._kv_format = kv_format
+        self._seed = seed
+        self._is_watched = is_watched
+        self._ends = stop_ids(loaded.tokenizer, loaded.config)
+        options = EngineOptions(max_batch=max_batch, kv_format=kv_format)
+        self._engine = Engine(loaded.model, loaded.tokenizer, options)
+
+    @property
+    def max_length(self) -> int:
+        return self._loaded.config.max_seq_len
+
+    @property
+    def eot_token_id(self) -> int:
+        if not self._ends:
+            raise RequestError("the model has no token that ends a text", where=self._loaded.path)
+        return min(self._ends)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What comes before a text that nothing comes before."""
+        bos = self._loaded.tokenizer.bos_id
+        return self.eot_token_id if bos is None else bos
+
+    @property
+    def tokenizer_name(self) -> str:
+        return self._loaded.name
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:  # noqa: ARG002
+        template = self._loaded.template
+        return None if template is None else template.source
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        template = self._loaded.template
+        if template is None:
+            raise TemplateError("the model has no chat template", where=self._loaded.path)
+        if add_generation_prompt:
+            return template.render(chat_history)
+        # The reply is begun already: nothing may stand between its text and what continues it.
+        *before, begun = chat_history
+        return template.render(before, add_generation_prompt=True) + begun["content"]
+
+    def tok_encode(
+        self,
+        string: str,
+        add_special_tokens: bool | None = None,
+        **kwargs: Any,  # noqa: ARG002 - others' settings
+    ) -> list[int]:
+        tokenizer = self._loaded.tokenizer
+        ids = tokenizer.encode(string, allow_special=True, add_bos=False)
+        wants_bos = tokenizer.adds_bos if add_special_tokens is None else add_special_tokens
+        bos = tokenizer.bos_id
+        if not wants_bos or bos is None or ids[:1] == [bos]:
+            return ids
+        return [bos, *ids]
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[float]:
+        pairs: list[tuple[tuple[str, str], list[int], list[int]]] = []
+        counts = []
+        for (text,) in (request.args for request in requests):
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(text, add_special_tokens=False),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            cut = [make_disjoint_window(window) for window in windows]
+            pairs += [(("", ""), context, continuation) for context, continuation in cut]
+            counts.append(len(cut))
+        scores = iter(self._loglikelihood_tokens(pairs, disable_tqdm=disable_tqdm))
+        sums = [sum(next(scores)[0] for _ in range(count)) for count in counts]
+        for request, total in zip(requests, sums, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return sums
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,  # noqa: ARG002
+    ) -> list[tuple[float, bool]]:
+        asked = [(context, tail) for _, context, tail in requests]
+        pairs = [self._pair(context, tail) for context, tail in asked if tail]
+        with self._bar(len(pairs), "scoring", disable_tqdm) as bar:
+            scored = iter(
+                score_continuations(
+                    self._loaded.model, pairs, kv_format=self._kv_format, on_scored=bar.update
+                )
+            )
+        answers = []
+        for text, _, tail in requests:
+            one = next(scored) if tail else None  # nothing is certain to follow
+            answer = (0.0, True) if one is None else (one.log_prob, one.is_greedy)
+            if text != ("", ""):
+                self.cache_hook.add_partial("loglikelihood", text, answer)
+            answers.append(answer)
+        return answers
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        engine = self._engine
+        places: dict[str, int] = {}
+        for number, request in enumerate(requests):
+            context, settings = request.args
+            asked = self._request(context, settings, number)
+            places[asked.request_id] = number
+            engine.submit(asked)
+        replies = [""] * len(requests)
+        with self._bar(len(requests), "generating", disable_tqdm) as bar:
+            while not engine.is_idle:
+                for event in engine.step():
+                    if isinstance(event, FailEvent):
+                        raise event.error
+                    if isinstance(event, FinishEvent):
+                        number = places[event.request_id]
+                        replies[number] = event.text
+                        args = requests[number].args
+                        self.cache_hook.add_partial("generate_until", args, event.text)
+                        bar.update(1)
+        return replies
+
+    def _pair(self, context: Sequence[int], continuation: Sequence[int]) -> Pair:
+        room = self.max_length + 1 - len(continuation)
+        if room < 1:
+            raise RequestError(
+                "a continuation is longer than the model's context",
+                expected=f"at most {self.max_length} tokens",
+                got=len(continuation),
+            )
+        return Pair(tuple(context[-room:]), tuple(continuation))
+
+    def _request(self, context: str, settings: Mapping[str, Any], number: int) -> Request:
+        known = dict(normalize_gen_kwargs(dict(settings), DEFAULT_REPLY_TOKENS))
+        until = [text for text in known.pop("until") if text]
+        max_tokens = known.pop("max_gen_toks")
+        if not known.pop("do_sample"):
+            known["temperature"] = 0.0
+        strange = [name for name in known if name not in _SAMPLER_SETTINGS]
+        if strange:
+            raise RequestError(
+                f"a task asks for a setting of generation that does not exist here: {strange[0]}",
+                expected=", ".join(("until", "max_gen_toks", "do_sample", *_SAMPLER_SETTINGS)),
+            )
+        room = self.max_length - max_tokens
+        if room < 1:
+            raise RequestError(
+                "a task asks for replies as long as the model's context",
+                expected=f"max_gen_toks below {self.max_length}",
+                got=max_tokens,
+            )
+        ids = self.tok_encode(context) or [self.prefix_token_id]
+        return Request(
+            tuple(ids[-room:]),
+            max_tokens=max_tokens,
+            sampler=SamplerParams(**known, seed=self._seed + number),
+            stop_ids=self._ends,
+            stop_strings=tuple(until),
+        )
+
+    def _bar(self, total: int, what: str, disable_tqdm: bool) -> Any:
+        return tqdm(total=total, desc=what, disable=disable_tqdm or not self._is_watched)
+
+
+def run_tasks(
+    loaded: LoadedModel, options: TaskOptions, *, is_watched: bool = False
+) -> TasksResult:
+    """`is_watched`: progress may go to stderr. Nothing of the harness's goes to stdout."""
+    model = HarnessModel(
+        loaded,
+        max_batch=options.max_batch,
+        kv_format=options.kv_format,
+        seed=options.seed,
+        is_watched=is_watched,
+    )
+    manager = _manager(options)
+    with _quiet(is_watched=is_watched):
+        found = _evaluate(model, options, manager)
+    return TasksResult(
+        model=loaded.name,
+        kv_format=options.kv_format.value,
+        exact=loaded.exact,
+        chat=options.chat,
+        limit=options.limit,
+        seed=options.seed,
+        lm_eval_version=version("lm-eval"),
+        tasks=tuple(_task_result(name, found) for name in found["results"]),
+    )
+
+
+@contextmanager
+def _quiet(*, is_watched: bool) -> Iterator[None]:
+    """What the harness and its libraries say goes nowhere; to stderr where somebody watches, but
+    for the hub's repeated attempts, which end in one error or in none."""
+    loggers = [logging.getLogger(name) for name in ("huggingface_hub", "lm_eval", "datasets")]
+    levels = [logger.level for logger in loggers]
+    silence = StringIO()
+    try:
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        with redirect_stdout(silence), redirect_stderr(sys.stderr if is_watched else silence):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _evaluate(model: HarnessModel, options: TaskOptions, manager: TaskManager) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] | None = simple_evaluate(
+            model,
+            tasks=list(options.tasks),
+            num_fewshot=options.fewshot,
+            limit=options.limit,
+            apply_chat_template=options.chat,
+            task_manager=manager,
+            log_samples=False,
+            random_seed=options.seed,
+            numpy_random_seed=options.seed,
+            torch_random_seed=options.seed,
+            fewshot_random_seed=options.seed,
+        )
+    except OSError as error:  # what datasets and the hub raise where they cannot be reached
+        raise RequestError(
+            "the data of a task cannot be read",
+            where=", ".join(options.tasks),
+            got=f"{type(error).__name__}: {str(error)[:300]}",
+            next_step="Most tasks fetch their data from the hub once; task files of your own "
+            "(--include) may name local files.",
+        ) from error
+    assert found is not None
+    return found
+
+
+def _task_result(name: str, found: Mapping[str, Any]) -> TaskResult:
+    metrics = {
+        key: float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+        for key, value in found["results"][name].items()
+        if "," in key
+    }
+    samples = found["n-samples"].get(name, {})
+    return TaskResult(
+        name=name,
+        metrics=metrics,
+        fewshot=int(found["n-shot"].get(name) or 0),
+        documents=int(samples.get("effective", 0)),
+        version=str(found["versions"].get(name)),
+    )
+
+
+def _manager(options: TaskOptions) -> TaskManager:
+    """Reading the thousands of tasks that the harness has takes seconds; one's own may do."""
+    if options.include is not None:
+        own = TaskManager(include_path=str(options.include), include_defaults=False)
+        if set(options.tasks) <= set(own.all_tasks):
+            return own
+    manager = TaskManager(include_path=None if options.include is None else str(options.include))
+    for name in options.tasks:
+        if name not in manager.all_tasks:
+            nearest = difflib.get_close_matches(name, manager.all_tasks, n=3)
+            advice = f"Near it: {', '.join(nearest)}." if nearest else "--include DIR adds some."
+            raise RequestError(f"no task {name!r}", expected="a task of lm-eval", next_step=advice)
+    return manager

@@ -1,0 +1,19 @@
+"""The prompts that drafting is measured on, by category; written for this project.
+
+Plain data that comes with the package (`data/prompts.json`): what is drafted well depends on the
+text, so figures are kept apart by what the text is. No torch.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+
+CATEGORIES = ("code", "chat", "translation", "repetition")
+
+
+def prompt_set() -> dict[str, tuple[str, ...]]:
+    """The prompts of each category, in the order of `CATEGORIES`."""
+    data = files("exl_eval").joinpath("data/prompts.json").read_text(encoding="utf-8")
+    listed: dict[str, list[str]] = json.loads(data)
+    return {category: tuple(listed[category]) for category in CATEGORIES}

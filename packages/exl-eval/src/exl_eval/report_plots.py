@@ -1,0 +1,205 @@
+"""The plots of a report, as SVG that goes into a page: scatter, bars and steps.
+
+Colors are the page's own (`var(--ink)`, `var(--s0)`, ...), so a plot follows it into dark mode and
+onto paper; text is text, in the page's font. A model is a number and a color, the same everywhere.
+Knows plain points; matplotlib is imported by this module alone.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
+
+NUM_COLORS = 8
+_INK, _GRID, _PAPER = "#010101", "#020202", "#030303"
+_SERIES = tuple(f"#0a00{i:02x}" for i in range(NUM_COLORS))
+_VARIABLES = {
+    _INK: "var(--ink)",
+    _GRID: "var(--grid)",
+    _PAPER: "var(--card)",
+    **{color: f"var(--s{i})" for i, color in enumerate(_SERIES)},
+}
+"""Colors that nobody would choose, each in place of one of the page's."""
+
+_NEAR = 0.04
+"""Of the width: a point that has another so close at its right gets its number at the left."""
+_FAR_APART = 3.0
+_LABEL_HEIGHT = 0.055
+"""Of the height: numbers at the ends of lines keep this distance."""
+
+_SIZE_IN = (4.4, 3.2)
+"""So that text of 9 points is of reading size on a phone, where a plot is as wide as the screen."""
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """`number` of the model, from 1. `error`: of y, drawn both ways."""
+
+    number: int
+    x: float
+    y: float
+    error: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """`number` of the model, from 1; y at 0, 1, 2, ..."""
+
+    number: int
+    y: tuple[float, ...]
+
+
+def scatter(points: Sequence[Point], *, x_label: str, y_label: str) -> str:
+    """Numbers beside points. The y axis is logarithmic where values are far apart."""
+    with _styled():
+        figure, axes = _axes(x_label, y_label)
+        right = max(point.x for point in points)
+        for point in points:
+            color = _color(point.number)
+            error = point.error or None
+            axes.errorbar(
+                point.x, point.y, error, fmt="o", color=color, markersize=7, capsize=3, elinewidth=1
+            )
+            crowded = [other for other in points if 0 < other.x - point.x < _NEAR * right]
+            axes.annotate(
+                f"{point.number}",
+                (point.x, point.y),
+                xytext=(-7, 5) if crowded else (7, 5),
+                textcoords="offset points",
+                ha="right" if crowded else "left",
+                color=color,
+                fontweight="bold",
+            )
+        values = [point.y for point in points]
+        if max(values) > _FAR_APART * min(values):
+            _make_log(axes)
+        axes.margins(x=0.15, y=0.2)
+        axes.set_xlim(left=0.0)  # sizes are compared by their distance from nothing
+        axes.grid(visible=True)
+        return _svg(figure, f"{x_label} and {y_label}")
+
+
+def bars(points: Sequence[Point], *, label: str) -> str:
+    """One bar a model, its `x`, with the value beside it; `y` is not looked at."""
+    with _styled():
+        height = max(1.2, 0.5 + 0.34 * len(points))
+        figure = Figure(figsize=(_SIZE_IN[0], height), layout="constrained")
+        axes = figure.add_subplot()
+        places = range(len(points))
+        axes.barh(
+            places,
+            [point.x for point in points],
+            color=[_color(p.number) for p in points],
+            height=0.66,
+        )
+        for place, point in zip(places, points, strict=True):
+            text = f"{point.x:,.0f}" if point.x >= 100 else f"{point.x:.1f}"
+            axes.annotate(
+                text, (point.x, place), xytext=(4, 0), textcoords="offset points", va="center"
+            )
+        axes.set_yticks(places, [f"{point.number}" for point in points], fontweight="bold")
+        axes.invert_yaxis()
+        axes.set_xlabel(label)
+        axes.margins(x=0.16)
+        axes.tick_params(axis="y", length=0)
+        axes.spines["left"].set_visible(False)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        return _svg(figure, label)
+
+
+def steps(lines: Sequence[Line], *, x_label: str, y_label: str) -> str:
+    """One line a model, its number at the right end."""
+    with _styled():
+        figure, axes = _axes(x_label, y_label)
+        longest = max(len(line.y) for line in lines)
+        highest = max(max(line.y) for line in lines)
+        place = -1.0
+        for line in sorted(lines, key=lambda line: line.y[-1]):
+            color = _color(line.number)
+            axes.plot(range(len(line.y)), line.y, color=color, drawstyle="steps-mid")
+            place = max(line.y[-1], place + _LABEL_HEIGHT * highest)
+            axes.annotate(
+                f"{line.number}",
+                (longest - 1, place),
+                xytext=(6, 0),
+                textcoords="offset points",
+                va="center",
+                color=color,
+                fontweight="bold",
+            )
+        axes.set_ylim(0.0, 1.08 * max(highest, place))
+        axes.margins(x=0.02)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(visible=True, axis="y")
+        return _svg(figure, f"{y_label} by {x_label}")
+
+
+def color_index(number: int) -> int:
+    """Which of the page's series colors a model has."""
+    return (number - 1) % NUM_COLORS
+
+
+def _styled() -> AbstractContextManager[None]:
+    return rc_context(
+        {
+            "svg.fonttype": "none",
+            "font.family": "sans-serif",
+            "font.size": 9,
+            "axes.edgecolor": _INK,
+            "axes.labelcolor": _INK,
+            "axes.spines.top": False,
+            "axes.spines.right": False,
+            "axes.linewidth": 0.8,
+            "axes.axisbelow": True,
+            "grid.color": _GRID,
+            "grid.linewidth": 0.6,
+            "text.color": _INK,
+            "text.parse_math": False,
+            "xtick.color": _INK,
+            "ytick.color": _INK,
+        }
+    )
+
+
+def _color(number: int) -> str:
+    return _SERIES[color_index(number)]
+
+
+def _axes(x_label: str, y_label: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=_SIZE_IN, layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    return figure, axes
+
+
+def _make_log(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _svg(figure: Figure, label: str) -> str:
+    """The element alone, as wide as its place; ids differ from plot to plot."""
+    buffer = io.StringIO()
+    with rc_context({"svg.hashsalt": label}):
+        figure.savefig(
+            buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None}
+        )
+    text = buffer.getvalue()
+    text = text[text.index("<svg") :].rstrip()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.S)
+    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
+    text = re.sub(r'(<svg[^>]*?) (?:width|height)="[^"]*"', r"\1", text)
+    for color, variable in _VARIABLES.items():
+        text = text.replace(color, variable)
+    return text.replace("<svg", '<svg role="img"', 1)

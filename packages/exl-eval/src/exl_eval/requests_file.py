@@ -1,0 +1,116 @@
+"""A workload as a file of requests: one JSON object a line, when each arrives and what it asks for.
+
+  arrival_s      seconds after the start; 0 if it is left out
+  prompt         text, given to the model as it is, or
+  prompt_tokens  so many made-up tokens, other ones on every line
+  max_tokens     tokens of the reply, exactly: nothing ends it earlier
+  temperature    0, the likeliest tokens, if it is left out
+
+A line that says anything else is refused by its number. No torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+from exl_core.errors import RequestError
+
+FILE_LIMIT_BYTES = 256 * 2**20
+_KEYS = ("arrival_s", "prompt", "prompt_tokens", "max_tokens", "temperature")
+
+
+@dataclass(frozen=True, slots=True)
+class TimedRequest:
+    """`prompt` is a text, or how many tokens to make up; `line` counts from 1."""
+
+    line: int
+    arrival_s: float
+    prompt: str | int
+    max_tokens: int
+    temperature: float = 0.0
+
+
+def read_workload(path: Path | None) -> list[TimedRequest]:
+    """In the order of arrival; None: the small example that comes with the package."""
+    if path is None:
+        data = files("exl_eval").joinpath("data/workload.jsonl").read_bytes()
+        return parse_workload(data, "the example workload")
+    try:
+        if path.stat().st_size > FILE_LIMIT_BYTES:
+            raise RequestError(
+                "the workload is too large",
+                where=path,
+                expected=f"at most {FILE_LIMIT_BYTES} bytes",
+                got=path.stat().st_size,
+            )
+        data = path.read_bytes()
+    except OSError as error:
+        raise RequestError("the workload cannot be read", where=path, got=error.strerror) from error
+    return parse_workload(data, str(path))
+
+
+def parse_workload(data: bytes, where: str) -> list[TimedRequest]:
+    """Empty lines are skipped, and count."""
+    requests = [
+        _parse_line(line, number, f"{where}, line {number}")
+        for number, line in enumerate(data.splitlines(), start=1)
+        if line.strip()
+    ]
+    if not requests:
+        raise RequestError("the workload holds no requests", where=where)
+    return sorted(requests, key=lambda request: request.arrival_s)
+
+
+def _parse_line(line: bytes, number: int, where: str) -> TimedRequest:
+    try:
+        fields = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RequestError("is not valid JSON", where=where, got=str(error)[:200]) from error
+    if not isinstance(fields, dict):
+        raise RequestError("is no JSON object", where=where, got=type(fields).__name__)
+    for key in fields:
+        if key not in _KEYS:
+            nearest = difflib.get_close_matches(key, _KEYS, n=1, cutoff=0.0)[0]
+            advice = f"The nearest known one is {nearest}."
+            raise RequestError(f"unknown field {key[:80]!r}", where=where, next_step=advice)
+    if ("prompt" in fields) == ("prompt_tokens" in fields):
+        raise RequestError(
+            "a request has one prompt", where=where, expected="prompt or prompt_tokens"
+        )
+    prompt: object = fields.get("prompt")
+    if "prompt" not in fields:
+        prompt = _count(fields, "prompt_tokens", where)
+    elif not isinstance(prompt, str) or not prompt:
+        raise RequestError("prompt is no text", where=where, got=repr(prompt)[:80])
+    assert isinstance(prompt, str | int)
+    return TimedRequest(
+        line=number,
+        arrival_s=_number(fields, "arrival_s", where),
+        prompt=prompt,
+        max_tokens=_count(fields, "max_tokens", where),
+        temperature=_number(fields, "temperature", where),
+    )
+
+
+def _count(fields: dict[str, object], key: str, where: str) -> int:
+    value = fields.get(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise RequestError(
+            f"{key} is no count", where=where, expected="1 or more", got=repr(value)[:80]
+        )
+    return value
+
+
+def _number(fields: dict[str, object], key: str, where: str) -> float:
+    value = fields.get(key, 0.0)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0.0 <= value < math.inf:  # type: ignore[operator]
+        raise RequestError(
+            f"{key} is out of range", where=where, expected="0 or more", got=repr(value)[:80]
+        )
+    return float(value)  # type: ignore[arg-type]

@@ -1,0 +1,57 @@
+"""`exl eval report`: the command around the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+TEXT = "The quick brown fox jumps over the lazy dog. " * 8
+SMALL = ("--ctx", 64, "--windows", 1, "--prefill", 8, "--decode", 4)
+
+
+@pytest.fixture
+def report(exl, tmp_path: Path):
+    """`report(*args)` of a short text, into `out`."""
+    text = tmp_path / "fox.txt"
+    text.write_text(TEXT, encoding="utf-8")
+    out = tmp_path / "out"
+    return lambda *args: exl("eval", "report", *args, "--text", text, "--out", out, *SMALL)
+
+
+def test_page_and_json(report, tiny_llama_dir: Path, damaged_dir: Path, tmp_path: Path) -> None:
+    (damaged_dir / "config.json").write_text("{", encoding="utf-8")
+    done = report(tiny_llama_dir, damaged_dir, "--reference", tiny_llama_dir, "--json")
+    assert (done.code, done.err) == (0, "")
+    result = json.loads(done.out)
+    good, bad = result["models"]
+    assert good["perplexity"]["windows"] == 1
+    assert good["speed"]["decode_tok_s"] > 0
+    assert (good["is_reference"], good["divergence"], good["failure"]) == (True, None, None)
+    assert "config.json" in bad["failure"]
+    out = tmp_path / "out"
+    assert json.loads((out / "report.json").read_bytes()) == result
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert "2 models on fox.txt" in page
+    assert "is not valid JSON" in page
+    assert not list(out.rglob("*.partial"))
+
+
+def test_the_table_for_people(report, tiny_llama_dir: Path) -> None:
+    done = report(tiny_llama_dir)
+    assert (done.code, done.err) == (0, "")
+    assert tiny_llama_dir.name in done.out
+    assert "report.html" in done.out
+
+
+@pytest.mark.parametrize(
+    ("args", "expected", "code"),
+    [
+        (("a", "a"), "given twice", 2),
+        (("/no/model", "--reference", "/no/such/reference"), "/no/such/reference", 3),
+        ((), "MODEL", 2),
+    ],
+)
+def test_what_cannot_be_reported(args: tuple[str, ...], expected: str, code: int, report) -> None:
+    assert expected in report(*args).error_line(code)

@@ -1,0 +1,68 @@
+"""`exl eval tasks`: the command around the harness, with it and without it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def own_task(tmp_path: Path) -> Path:
+    folder = tmp_path / "tasks"
+    folder.mkdir()
+    docs = [{"text": f"text number {i}"} for i in range(4)]
+    data = folder / "docs.jsonl"
+    data.write_text("\n".join(json.dumps(doc) for doc in docs), encoding="utf-8")
+    (folder / "mine.yaml").write_text(
+        "task: mine\ndataset_path: json\n"
+        f"dataset_kwargs:\n  data_files:\n    test: {data}\n"
+        "test_split: test\noutput_type: multiple_choice\ndoc_to_text: '{{text}}'\n"
+        "doc_to_choice: [' yes', ' no']\ndoc_to_target: 0\nmetric_list:\n  - metric: acc\n",
+        encoding="utf-8",
+    )
+    return folder
+
+
+def test_without_the_harness_one_line_says_what_to_install(
+    exl, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "exl_eval.harness", raising=False)
+    for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    line = exl("eval", "tasks", tiny_llama_dir, "--tasks", "piqa").error_line(1)
+    assert "pip install 'lm-eval>=0.4.13'" in line
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (("--tasks", ","), "no task is named"),
+        (("--tasks", "x", "--include", "/no/such/dir"), "/no/such/dir"),
+        ((), "--tasks"),
+    ],
+)
+def test_usage(args: tuple[str, ...], expected: str, exl, tiny_llama_dir: Path) -> None:
+    assert expected in exl("eval", "tasks", tiny_llama_dir, *args).error_line(2)
+
+
+def test_a_task_of_ones_own(
+    exl_process,
+    tiny_llama_dir: Path,
+    own_task: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is optional: pip install lm-eval")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))  # what is cached goes there
+    args = ("eval", "tasks", tiny_llama_dir, "--tasks", "mine", "--include", own_task, "--limit", 3)
+    done = exl_process(*args, "--json")
+    assert (done.code, done.err) == (0, "")
+    result = json.loads(done.out)
+    (task,) = result["tasks"]
+    assert (task["name"], task["documents"], task["fewshot"]) == ("mine", 3, 0)
+    assert task["metrics"]["acc,none"] in (0.0, 1 / 3, 2 / 3, 1.0)
+    assert result["lm_eval_version"]
