@@ -26,7 +26,10 @@ from exl_core.tokenizer.hf_json import LibraryTokenizer
 from exl_core.tokenizer.spm import SentencePieceTokenizer
 from exl_core.weights.source import TensorSource
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
+WEIGHT_SUFFIXES = (
+    *(".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"),
+    *(".gguf", ".pt", ".pth"),
+)
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",
     "  two spaces,\n\n\ttabs and 1234567890 digits; don't stop!  ",
@@ -80,13 +83,16 @@ def check(folder: Path, path: Path, source: TensorSource, config: ModelConfig) -
     found, wanted = (replace(c, eos_ids=(), arch=config.arch) for c in (ours, config))
     if found != wanted or not set(config.eos_ids) <= set(ours.eos_ids):
         raise ConfigError("config.json reads back differently", expected=wanted, got=found)
-    ours, theirs = load_tokenizer(folder), load_tokenizer(path, gguf_fields(source))
-    facts = [
+    _check_tokenizer(load_tokenizer(folder), load_tokenizer(path, gguf_fields(source)))
+
+
+def _check_tokenizer(ours: Tokenizer, theirs: Tokenizer) -> None:
+    roles, wanted_roles = (
         (t.bos_id, set(t.eos_ids), t.control.adds_bos, t.control.adds_eos) for t in (ours, theirs)
-    ]
-    if facts[0] != facts[1]:
+    )
+    if roles != wanted_roles:
         raise TokenizerError(
-            "control tokens read back differently", expected=facts[1], got=facts[0]
+            "control tokens read back differently", expected=wanted_roles, got=roles
         )
     for text in PROBES:
         for allow_special in (False, True):
@@ -165,11 +171,11 @@ def _tokenizer_file(tokenizer: Tokenizer) -> dict[str, bytes]:
     """The library's own file: it has been built from the metadata already."""
     match tokenizer:
         case LibraryTokenizer():
-            backend = Backend.from_str(tokenizer._backend.to_str())
+            backend = Backend.from_str(tokenizer.as_json())
             backend.decoder = decoders.ByteLevel()
             return {TOKENIZER_JSON: backend.to_str(pretty=True).encode()}
         case SentencePieceTokenizer():
-            return {TOKENIZER_MODEL: tokenizer._processor.serialized_model_proto()}
+            return {TOKENIZER_MODEL: tokenizer.as_model()}
     raise TokenizerError("this tokenizer cannot be written", where=tokenizer.where)
 
 
