@@ -1,15 +1,20 @@
-"""Reading small files that a stranger wrote, so that a damaged one is an error and not a crash.
+"""Reading small files that a stranger wrote, so that a damaged one is an error and not a crash; and
+writing files so that nobody ever finds a part of one.
 
 Knows JSON and sizes, and nothing of what the contents mean.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from exl_core.errors import ModelError
+from exl_core.errors import DiskFullError, ExlError, ModelError
 
 CONFIG_LIMIT_BYTES = 16 * 2**20
 """Real configurations take kilobytes; those with a vocabulary or a chat template, a few MiB."""
@@ -70,3 +75,55 @@ def parse_json_object(data: bytes, error: type[ModelError], where: object) -> di
     if not isinstance(value, dict):
         raise error("holds no JSON object", where=where, got=type(value).__name__)
     return value
+
+
+TEMPORARY_SUFFIX = ".tmp"
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def write_atomically(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """`path` holds all of `pieces`, on the disk, or it holds what it held before.
+
+    Whatever happens in between: a full disk (`DiskFullError`), another failure of it (`ExlError`),
+    a killed process, which may leave a file with `TEMPORARY_SUFFIX`. One writer at a time.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    with naming_disk_failures(path):
+        try:
+            with temporary.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Mapping[str, object]) -> None:
+    """The same with an object as JSON, for people to read too."""
+    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+    write_atomically(path, [text.encode("utf-8"), b"\n"])
+
+
+def sync_folder(folder: Path) -> None:
+    """Names in the folder, new and gone, are on the disk from now on."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def naming_disk_failures(path: Path) -> Iterator[None]:
+    """Failures of the file system in the block become typed errors about `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise DiskFullError(
+                "there is no space left", where=path, got=error.strerror
+            ) from error
+        raise ExlError("cannot be written", where=path, got=error.strerror or error) from error
