@@ -1,8 +1,8 @@
 """What a conversion decides, as plain data: layouts, what was measured, what was chosen.
 
 A layout says how the stored rows of one matrix are cut into groups and how wide their codes are.
-Its cost in bits is counted as the format's own converter counts it, so that a rate means the same for
-both. Everything here goes to JSON and back unchanged. Knows neither tensors nor files.
+Its cost in bits is counted as the format's own converter counts it, so that a rate means the same
+for both. Everything here goes to JSON and back unchanged. Knows neither tensors nor files.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ def quantize_layer(
     config: ModelConfig,
     allocation: Allocation,
     states: States,
+    *,
     sensitivity: Sensitivity,
     options: ConvertOptions,
 ) -> QuantizedPart:

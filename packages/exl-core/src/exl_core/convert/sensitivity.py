@@ -19,6 +19,7 @@ def measure_sensitivity(
     checkpoint: Checkpoint,
     config: ModelConfig,
     token_ids: Tensor,
+    *,
     options: ConvertOptions,
     on_row: Callable[[int, int], None] | None = None,
 ) -> Sensitivity:

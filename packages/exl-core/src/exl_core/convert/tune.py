@@ -16,6 +16,7 @@ def tune_model(
     config: ModelConfig,
     tensors: Mapping[str, Tensor],
     token_ids: Tensor,
+    *,
     options: ConvertOptions,
     on_step: Callable[[int, int], None] | None = None,
 ) -> dict[str, Tensor]:
