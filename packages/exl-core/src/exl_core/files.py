@@ -14,13 +14,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from exl_core.errors import DiskFullError, ExlError, ModelError
+from exl_core.errors import DiskFullError, ExlError
 
 CONFIG_LIMIT_BYTES = 16 * 2**20
 """Real configurations take kilobytes; those with a vocabulary or a chat template, a few MiB."""
 
 
-def is_present(path: Path, error: type[ModelError]) -> bool:
+def is_present(path: Path, error: type[ExlError]) -> bool:
     """Whether there is a file; anything else by that name is an error, not its absence."""
     try:
         path.lstat()
@@ -37,12 +37,12 @@ def is_present(path: Path, error: type[ModelError]) -> bool:
     return True
 
 
-def read_optional_json_object(path: Path, error: type[ModelError]) -> dict[str, object]:
+def read_optional_json_object(path: Path, error: type[ExlError]) -> dict[str, object]:
     """The object in a JSON file; {} when there is no such file."""
     return read_json_object(path, error) if is_present(path, error) else {}
 
 
-def read_bytes(path: Path, error: type[ModelError], limit_bytes: int) -> bytes:
+def read_bytes(path: Path, error: type[ExlError], limit_bytes: int) -> bytes:
     """The whole file, which must not be larger than `limit_bytes`."""
     try:
         with path.open("rb") as file:
@@ -60,13 +60,13 @@ def read_bytes(path: Path, error: type[ModelError], limit_bytes: int) -> bytes:
 
 
 def read_json_object(
-    path: Path, error: type[ModelError], limit_bytes: int = CONFIG_LIMIT_BYTES
+    path: Path, error: type[ExlError], limit_bytes: int = CONFIG_LIMIT_BYTES
 ) -> dict[str, object]:
     """The JSON object that a file holds; raises `error` for anything else."""
     return parse_json_object(read_bytes(path, error, limit_bytes), error, path)
 
 
-def parse_json_object(data: bytes, error: type[ModelError], where: object) -> dict[str, object]:
+def parse_json_object(data: bytes, error: type[ExlError], where: object) -> dict[str, object]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as cause:
@@ -123,7 +123,5 @@ def naming_disk_failures(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno in _NO_SPACE:
-            raise DiskFullError(
-                "there is no space left", where=path, got=error.strerror
-            ) from error
+            raise DiskFullError("there is no space left", where=path, got=error.strerror) from error
         raise ExlError("cannot be written", where=path, got=error.strerror or error) from error

@@ -83,4 +83,4 @@ def _file_pieces(entries: Sequence[Entry]) -> Iterator[bytes | memoryview]:
 def as_bytes(tensor: Tensor) -> memoryview:
     """The values in memory order, without a copy where they lie so already; on the CPU."""
     flat = tensor.detach().cpu().contiguous().flatten()
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
