@@ -7,8 +7,7 @@ what does not come out the same is an error, never a file that is nearly right.
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tokenizers import decoders
 from exl_core.arch.hf_config import ACTIVATIONS, LAYER_TYPES, read_hf_config
 from exl_core.arch.spec import ModelConfig, RopeMethod, Window
 from exl_core.errors import ConfigError, TokenizerError, UnsupportedModelError
-from exl_core.files import read_json_object
+from exl_core.files import read_json_object, write_atomically
 from exl_core.load import gguf_fields
 from exl_core.tokenizer.base import Tokenizer
 from exl_core.tokenizer.detect import TOKENIZER_JSON, TOKENIZER_MODEL, load_tokenizer
@@ -30,6 +29,7 @@ WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"),
     *(".gguf", ".pt", ".pth"),
 )
+_COPIED_AT_ONCE = 1 << 20
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",
     "  two spaces,\n\n\ttabs and 1234567890 digits; don't stop!  ",
@@ -47,11 +47,23 @@ class SideFiles:
     copied: tuple[Path, ...]
     written: Mapping[str, bytes]
 
+    @property
+    def size_bytes(self) -> int:
+        copied = sum(path.stat().st_size for path in self.copied)
+        return copied + sum(len(content) for content in self.written.values())
+
     def write(self, folder: Path) -> None:
         for path in self.copied:
-            shutil.copyfile(path, folder / path.name)
+            if path.name not in self.written:
+                write_atomically(folder / path.name, _pieces(path))
         for name, content in self.written.items():
-            (folder / name).write_bytes(content)
+            write_atomically(folder / name, [content])
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(_COPIED_AT_ONCE):
+            yield piece
 
 
 def collect(
