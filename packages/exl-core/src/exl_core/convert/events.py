@@ -8,8 +8,8 @@ from enum import Enum
 
 
 class Stage(Enum):
-    """In their order. CHECK reads the source before anything is computed; GATE compares the result with the source,
-    on a text of its own."""
+    """In their order. CHECK reads the source before anything is computed; GATE compares the result
+    with the source, on a text of its own."""
 
     CHECK = "check"
     CALIBRATE = "calibrate"
