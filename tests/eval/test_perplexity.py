@@ -5,98 +5,44 @@ from __future__ import annotations
 import hashlib
 import math
 from itertools import pairwise
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from exl_core.errors import ExlError, RequestError
-from exl_core.tokenizer.base import ControlIds, Tokenizer
-from exl_eval.perplexity import (
-    BosRule,
-    PerplexityOptions,
-    RunningNll,
-    cut_windows,
-    hash_tokenizer,
-    measure_perplexity,
-    settle_bos,
-)
+from exl_eval.perplexity import PerplexityOptions, RunningNll, measure_perplexity
+from exl_eval.vocabulary import hash_tokenizer
+from exl_eval.windows import BosRule, Window, cut_windows, settle_bos
+from support.tables import BOS, VOCAB_SIZE, ByteTokenizer, loaded_with, random_table
 
-VOCAB_SIZE = 260
-BOS = 256
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
-
-
-class ByteTokenizer(Tokenizer):
-    """A token for each byte, and four more; the first of those is BOS."""
-
-    kind = "bytes"
-
-    def __init__(self, *, adds_bos: bool = False, bos_id: int | None = BOS) -> None:
-        super().__init__(ControlIds(bos_id=bos_id, adds_bos=adds_bos), {}, "test")
-
-    @property
-    def vocab_size(self) -> int:
-        return VOCAB_SIZE
-
-    def _encode(self, text: str, *, allow_special: bool) -> list[int]:
-        return list(text.encode())
-
-    def _piece(self, token_id: int) -> bytes | None:
-        return bytes([token_id]) if token_id < 256 else None
-
-
-class TableModel:
-    """The next token depends on the present one alone: its logits are a row of a table."""
-
-    def __init__(self, table: torch.Tensor, max_seq_len: int = 512) -> None:
-        self.table = table
-        self.config = SimpleNamespace(
-            vocab_size=VOCAB_SIZE,
-            max_seq_len=max_seq_len,
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=8,
-        )
-        self.ops = SimpleNamespace(device=torch.device("cpu"))
-
-    def forward(self, batch: Any, store: Any) -> torch.Tensor:
-        return self.table[batch.token_ids[batch.logit_rows]]
-
-
-def loaded_with(table: torch.Tensor, tokenizer: Tokenizer | None = None) -> Any:
-    model = TableModel(table)
-    return SimpleNamespace(
-        model=model,
-        config=model.config,
-        tokenizer=tokenizer or ByteTokenizer(),
-        name="table",
-        weights_bytes=table.nbytes,
-        exact=False,
-    )
 
 
 @pytest.fixture
 def table() -> torch.Tensor:
-    return torch.randn(VOCAB_SIZE, VOCAB_SIZE, generator=torch.Generator().manual_seed(5)) * 2
+    return random_table(5)
 
 
-def nll_by_hand(table: torch.Tensor, windows: list[list[int]]) -> list[float]:
+def nll_by_hand(table: torch.Tensor, windows: list[Window]) -> list[float]:
     log_probs = table.double().log_softmax(1)
-    return [-float(log_probs[a, b]) for ids in windows for a, b in pairwise(ids)]
+    return [-float(log_probs[a, b]) for window in windows for a, b in pairwise(window.token_ids)]
+
+
+def given(windows: list[Window]) -> list[tuple[int, ...]]:
+    assert {window.first for window in windows} == {1}
+    return [window.token_ids for window in windows]
 
 
 def test_windows_are_disjoint_and_drop_the_tail() -> None:
-    assert cut_windows(range(11), 4, BosRule.NONE, None) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert given(cut_windows(range(11), 4, BosRule.NONE, None)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
 def test_bos_once_counts_as_a_token_of_the_first_window() -> None:
-    assert cut_windows(range(7), 4, BosRule.ONCE, 99) == [[99, 0, 1, 2], [3, 4, 5, 6]]
+    assert given(cut_windows(range(7), 4, BosRule.ONCE, 99)) == [(99, 0, 1, 2), (3, 4, 5, 6)]
 
 
 def test_bos_each_replaces_the_last_token_of_every_window() -> None:
-    assert cut_windows(range(9), 4, BosRule.EACH, 99) == [[99, 0, 1, 2], [99, 4, 5, 6]]
+    assert given(cut_windows(range(9), 4, BosRule.EACH, 99)) == [(99, 0, 1, 2), (99, 4, 5, 6)]
 
 
 @pytest.mark.parametrize("ctx", [2, 16, 33])

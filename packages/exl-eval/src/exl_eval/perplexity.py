@@ -11,37 +11,24 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
 
 import torch
 
 from exl_core.cache.format import KVFormat
-from exl_core.engine.score import score_tokens
-from exl_core.errors import ExlError, RequestError
+from exl_core.engine.score import CHUNK_ROWS, TextPasses
+from exl_core.errors import ExlError
 from exl_core.load import LoadedModel
-from exl_core.tokenizer.base import Tokenizer
 from exl_eval.result import PerplexityResult
+from exl_eval.vocabulary import hash_tokenizer
+from exl_eval.windows import check_ctx, cut_windows, first_windows, settle_bos
 
 STYLE = "paper"
-CHUNK_ROWS = 512
 MEAN_NLL_MAX = 700.0  # e to the power of it is close to the largest double
 
 OnWindow = Callable[[int, int, float], None]
 """Called after each window: windows done, windows in all, the perplexity so far."""
-
-
-class BosRule(Enum):
-    """NONE: no BOS anywhere. ONCE: before the whole text, as part of the first window. EACH: the
-    model sees BOS and the first ctx - 1 tokens of every window, and those are what is scored."""
-
-    NONE = "none"
-    ONCE = "once"
-    EACH = "each"
-
-
-BOS_CHOICES = ("default", *(rule.value for rule in BosRule))
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,31 +75,6 @@ class RunningNll:
         return math.exp(self.mean)
 
 
-def settle_bos(choice: str, tokenizer: Tokenizer) -> BosRule:
-    if choice not in BOS_CHOICES:
-        raise RequestError("no such BOS rule", expected=" or ".join(BOS_CHOICES), got=choice)
-    if choice == "default":
-        return BosRule.ONCE if tokenizer.adds_bos else BosRule.NONE
-    rule = BosRule(choice)
-    if rule is not BosRule.NONE and tokenizer.bos_id is None:
-        raise RequestError(
-            "the tokenizer has no BOS token", expected="--bos none or default", got=choice
-        )
-    return rule
-
-
-def cut_windows(
-    text_ids: Sequence[int], ctx: int, rule: BosRule, bos_id: int | None
-) -> list[list[int]]:
-    """What the model is given, window by window; all tokens of it but the first are scored."""
-    head = [] if bos_id is None else [bos_id]
-    ids = [*head, *text_ids] if rule is BosRule.ONCE else list(text_ids)
-    windows = [ids[start : start + ctx] for start in range(0, len(ids) - ctx + 1, ctx)]
-    if rule is BosRule.EACH:
-        windows = [[*head, *window[:-1]] for window in windows]
-    return windows
-
-
 def measure_perplexity(
     loaded: LoadedModel,
     text: str,
@@ -121,25 +83,23 @@ def measure_perplexity(
 ) -> PerplexityResult:
     tokenizer = loaded.tokenizer
     rule = settle_bos(options.bos, tokenizer)
-    _check_ctx(options.ctx, loaded.config.max_seq_len)
+    check_ctx(options.ctx, loaded.config.max_seq_len)
     # Special tokens that the text spells out count as themselves, as in every published figure:
     # WikiText's "<unk>" is one token of Gemma's, and 30 becomes 12 when it is three.
     text_ids = tokenizer.encode(text, allow_special=True, add_bos=False)
-    windows = cut_windows(text_ids, options.ctx, rule, tokenizer.bos_id)
-    _check_windows(len(windows), len(text_ids), options)
-    windows = windows[: options.windows]
+    cut = cut_windows(text_ids, options.ctx, rule, tokenizer.bos_id)
+    windows = first_windows(cut, options.windows, ctx=options.ctx, text_tokens=len(text_ids))
 
     started = time.perf_counter()
     nll = RunningNll()
+    passes = TextPasses(
+        loaded.model,
+        options.ctx,
+        kv_format=options.kv_format,
+        chunk_rows=1 if options.token_by_token else CHUNK_ROWS,
+    )
     for number, window in enumerate(windows, start=1):
-        nll.add(
-            score_tokens(
-                loaded.model,
-                window,
-                kv_format=options.kv_format,
-                chunk_rows=1 if options.token_by_token else CHUNK_ROWS,
-            )
-        )
+        nll.add(passes.score(window.token_ids, window.first))
         _check_figure(nll.mean, f"{loaded.name}, window {number}")
         if on_window is not None:
             on_window(number, len(windows), nll.perplexity)
@@ -167,40 +127,6 @@ def measure_perplexity(
         seconds=seconds,
         tokens_per_s=nll.count / seconds,
     )
-
-
-def hash_tokenizer(tokenizer: Tokenizer) -> str:
-    """Of the kind and of every token's bytes in the order of ids: equal for equal vocabularies."""
-    digest = hashlib.sha256(tokenizer.kind.encode())
-    for token_id in range(tokenizer.vocab_size):
-        piece = tokenizer.token_bytes(token_id, skip_special=False)
-        digest.update(len(piece).to_bytes(4, "little") + piece)
-    return digest.hexdigest()
-
-
-def _check_ctx(ctx: int, model_max: int) -> None:
-    if not 2 <= ctx <= model_max:
-        raise RequestError(
-            "the window does not fit the model",
-            expected=f"--ctx of 2 to {model_max}",
-            got=ctx,
-        )
-
-
-def _check_windows(available: int, text_tokens: int, options: PerplexityOptions) -> None:
-    if available == 0:
-        raise RequestError(
-            "the text is shorter than one window",
-            expected=f"at least {options.ctx} tokens",
-            got=text_tokens,
-            next_step="Take a longer text or a smaller --ctx.",
-        )
-    if options.windows is not None and options.windows > available:
-        raise RequestError(
-            "the text holds fewer windows than were asked for",
-            expected=f"--windows of at most {available}",
-            got=options.windows,
-        )
 
 
 def _check_figure(mean_nll: float, where: str) -> None:

@@ -6,6 +6,7 @@ here; two speeds only on one machine, minutes apart.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 SCHEMA_VERSION = 1
@@ -38,6 +39,61 @@ class PerplexityResult:
 
     def as_dict(self) -> dict[str, object]:
         return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class ConfidenceBand:
+    """The positions where the reference's likeliest token has a probability of `above` to
+    `up_to`; no figures where there are none."""
+
+    above: float
+    up_to: float
+    tokens: int
+    kld: float | None
+    same_top: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class DivergenceResult:
+    """How far a candidate is from its reference on one text, by position.
+
+    `kld` is KL(reference || candidate) in nats: mean, stderr, median, percentiles (`p99`), max.
+    `same_top` is the share of positions with the same likeliest token. `delta_p` is the candidate's
+    probability of the true token less the reference's: mean, stderr, rms, percentiles.
+    `ln_ppl_ratio` is ln(candidate's perplexity / reference's), its error that of paired
+    differences. `vocab_size` counts the tokens that both models have logits for."""
+
+    kld: Mapping[str, float]
+    same_top: float
+    same_top_stderr: float
+    delta_p: Mapping[str, float]
+    ln_ppl_ratio: float
+    ln_ppl_ratio_stderr: float
+    perplexity: float
+    reference_perplexity: float
+    by_confidence: tuple[ConfidenceBand, ...]
+    tokens: int
+    windows: int
+    ctx: int
+    style: str
+    bos: str
+    text_sha256: str
+    text_bytes: int
+    text_tokens: int
+    tokenizer_sha256: str
+    vocab_size: int
+    model: str
+    weights_bytes: int
+    reference: str
+    reference_weights_bytes: int
+    kv_format: str
+    exact: bool
+    reference_exact: bool
+    seconds: float
+
+    def as_dict(self) -> dict[str, object]:
+        facts = {"schema_version": SCHEMA_VERSION, "direction": "KL(reference || candidate)"}
+        return {**facts, **asdict(self)}
 
 
 @dataclass(frozen=True, slots=True)

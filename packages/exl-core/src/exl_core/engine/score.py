@@ -5,7 +5,7 @@ Goes through the paged cache in chunks, as generation does, so that what is meas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -16,11 +16,77 @@ from exl_core.model.runner import Model, Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.sampling.sampler import LogitsError
 
+CHUNK_ROWS = 512
 _LOGIT_BYTES = 256 * 1024 * 1024
 """Most memory for the logits of one chunk; a vocabulary of 262144 gets chunks of 256 rows."""
 
-_ROWS_AT_ONCE = 32
-"""Of the reduction over the vocabulary: its copies of the logits stay small."""
+_BLOCK_BYTES = {"cpu": 2 * 1024 * 1024, "cuda": 64 * 1024 * 1024}
+"""Of the logits that are reduced at once: on a CPU they and their copies stay in its cache."""
+
+
+class TextPasses:
+    """A model's predictions along texts, one text after another, in one cache."""
+
+    def __init__(
+        self,
+        model: Model,
+        longest: int,
+        *,
+        kv_format: KVFormat = KVFormat.FP16,
+        chunk_rows: int = CHUNK_ROWS,
+    ) -> None:
+        """For texts of at most `longest` tokens, in passes of at most `chunk_rows`."""
+        if chunk_rows < 1:
+            raise RequestError("chunk_rows is too small", expected="at least 1", got=chunk_rows)
+        config = model.config
+        self.model = model
+        self._chunk_rows = max(1, min(chunk_rows, _LOGIT_BYTES // (4 * config.vocab_size)))
+        num_pages = pages_for(min(longest, config.max_seq_len))
+        self._runner = Runner(model, store_for(model, kv_format, num_pages))
+
+    def logits(self, token_ids: Sequence[int], first: int = 1) -> Iterator[tuple[int, Tensor]]:
+        """Predictions of tokens `first` and later, each from the tokens before it: `start`, and
+        logits float32 [n, vocab_size] whose row i is the prediction of token start + i.
+
+        The next pass may overwrite them. The text starts with an empty cache.
+        """
+        ids = tuple(token_ids)
+        _check(self.model, ids, first)
+        rows = len(ids) - 1  # the last token is predicted, and predicts nothing
+        start = 0
+        while start < rows:
+            is_scored = start >= first - 1
+            end = min(start + self._chunk_rows, rows if is_scored else first - 1)
+            chunk = Segment(
+                token_ids=ids[start:end],
+                past_len=start,
+                page_ids=tuple(range(pages_for(end))),
+                logit_rows=LogitRows.ALL if is_scored else LogitRows.NONE,
+            )
+            logits = self._runner.run((chunk,))  # [rows, vocab_size]
+            if is_scored:
+                yield start + 1, logits
+            start = end
+
+    def score(
+        self,
+        token_ids: Sequence[int],
+        first: int = 1,
+        on_progress: Callable[[int, int], None] | None = None,
+    ) -> Tensor:
+        """Natural logarithms of p(x_i | x_0 .. x_(i-1)) for i from `first` on: float64 [n - first].
+
+        `on_progress(done, total)` is called after each pass that scores.
+        """
+        scores = []
+        for start, logits in self.logits(token_ids, first):
+            targets = torch.tensor(token_ids[start : start + len(logits)], dtype=torch.int64)
+            scores.append(log_probabilities(logits, targets.to(logits.device)).cpu())
+            if on_progress is not None:
+                on_progress(start + len(logits) - 1, len(token_ids) - 1)
+        found = torch.cat(scores)
+        _check_scores(found, first)
+        return found
 
 
 def score_tokens(
@@ -28,7 +94,7 @@ def score_tokens(
     token_ids: Sequence[int],
     *,
     kv_format: KVFormat = KVFormat.FP16,
-    chunk_rows: int = 512,
+    chunk_rows: int = CHUNK_ROWS,
     on_progress: Callable[[int, int], None] | None = None,
 ) -> Tensor:
     """Natural logarithms of p(x_i | x_0 .. x_(i-1)) for every token but the first: float64 [n - 1].
@@ -37,47 +103,30 @@ def score_tokens(
     `chunk_rows`, apart from the rounding of the model's own matrix products.
     """
     ids = tuple(token_ids)
-    _check(model, ids, chunk_rows)
-    config = model.config
-    num_rows = len(ids) - 1  # the last token is predicted, and predicts nothing
-    page_ids = tuple(range(pages_for(num_rows)))
-    store = store_for(model, kv_format, len(page_ids))
-    runner = Runner(model, store)
-    scores = torch.empty(num_rows, dtype=torch.float64)
-    chunk_rows = max(1, min(chunk_rows, _LOGIT_BYTES // (4 * config.vocab_size)))
-    for start in range(0, num_rows, chunk_rows):
-        end = min(start + chunk_rows, num_rows)
-        chunk = Segment(
-            token_ids=ids[start:end],
-            past_len=start,
-            page_ids=page_ids[: pages_for(end)],
-            logit_rows=LogitRows.ALL,
-        )
-        logits = runner.run((chunk,))  # [rows, vocab_size]
-        targets = torch.tensor(ids[start + 1 : end + 1], dtype=torch.int64, device=logits.device)
-        scores[start:end] = _log_probabilities(logits, targets)
-        if on_progress is not None:
-            on_progress(end, num_rows)
-    _check_scores(scores)
-    return scores
+    _check(model, ids, 1)
+    passes = TextPasses(model, len(ids), kv_format=kv_format, chunk_rows=chunk_rows)
+    return passes.score(ids, on_progress=on_progress)
 
 
-def _log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
-    """log softmax at the targets; exponentials in float32, their sums in float64."""
+def blocks_of_rows(logits: Tensor) -> Iterator[slice]:
+    """The rows of logits [rows, vocab_size], as many at once as should be reduced together."""
+    rows = max(1, _BLOCK_BYTES[logits.device.type] // (4 * logits.shape[1]))
+    for start in range(0, len(logits), rows):
+        yield slice(start, min(start + rows, len(logits)))
+
+
+def log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
+    """log softmax of logits float32 [rows, vocab_size] at targets int64 [rows]: float64 [rows]."""
     parts = []
-    for start in range(0, len(targets), _ROWS_AT_ONCE):
-        rows = logits[start : start + _ROWS_AT_ONCE]  # [rows, vocab_size]
-        ids = targets[start : start + _ROWS_AT_ONCE]  # [rows]
-        largest = rows.amax(1, keepdim=True)  # [rows, 1]
-        total = (rows - largest).exp_().sum(1, dtype=torch.float64)  # [rows]
-        target = (rows.gather(1, ids[:, None]) - largest).squeeze(1)  # [rows]
-        parts.append(target.double() - total.log())
-    return torch.cat(parts)
+    for block in blocks_of_rows(logits):
+        log_probs = logits[block].log_softmax(1)  # [block, vocab_size]
+        parts.append(log_probs.gather(1, targets[block, None]).squeeze(1))
+    return torch.cat(parts).double()
 
 
-def _check(model: Model, ids: tuple[int, ...], chunk_rows: int) -> None:
-    if chunk_rows < 1:
-        raise RequestError("chunk_rows is too small", expected="at least 1", got=chunk_rows)
+def _check(model: Model, ids: tuple[int, ...], first: int) -> None:
+    if not 1 <= first < max(2, len(ids)):
+        raise ValueError(f"scoring cannot start at token {first} of {len(ids)}")
     if len(ids) < 2:
         raise RequestError(
             "too few tokens to score", expected="at least 2, a first and one after it", got=len(ids)
@@ -98,11 +147,11 @@ def _check(model: Model, ids: tuple[int, ...], chunk_rows: int) -> None:
         )
 
 
-def _check_scores(scores: Tensor) -> None:
+def _check_scores(scores: Tensor, first: int) -> None:
     bad = (~scores.isfinite()).nonzero()
     if len(bad):
         raise LogitsError(
-            f"the probability of token {int(bad[0]) + 1} is not a number above zero",
+            f"the probability of token {int(bad[0]) + first} is not a number above zero",
             where="score",
             expected="finite logits",
             got=f"log p = {float(scores[bad[0]])}",

@@ -1,0 +1,68 @@
+"""Models that are a table: the next token depends on the present one alone."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from exl_core.tokenizer.base import ControlIds, Tokenizer
+
+VOCAB_SIZE = 260
+BOS = 256
+
+
+class ByteTokenizer(Tokenizer):
+    """A token for each byte, and four more; the first of those is BOS."""
+
+    kind = "bytes"
+
+    def __init__(self, *, adds_bos: bool = False, bos_id: int | None = BOS) -> None:
+        super().__init__(ControlIds(bos_id=bos_id, adds_bos=adds_bos), {}, "test")
+
+    @property
+    def vocab_size(self) -> int:
+        return VOCAB_SIZE
+
+    def _encode(self, text: str, *, allow_special: bool) -> list[int]:
+        return list(text.encode())
+
+    def _piece(self, token_id: int) -> bytes | None:
+        return bytes([token_id]) if token_id < 256 else None
+
+
+class TableModel:
+    """Its logits are a row of a table [vocab_size, vocab_size]."""
+
+    def __init__(self, table: torch.Tensor, max_seq_len: int = 512) -> None:
+        self.table = table
+        self.config = SimpleNamespace(
+            vocab_size=table.shape[1],
+            max_seq_len=max_seq_len,
+            num_layers=1,
+            num_kv_heads=1,
+            head_dim=8,
+        )
+        self.ops = SimpleNamespace(device=torch.device("cpu"))
+
+    def forward(self, batch: Any, store: Any) -> torch.Tensor:
+        return self.table[batch.token_ids[batch.logit_rows]]
+
+
+def random_table(seed: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(VOCAB_SIZE, vocab_size, generator=generator) * 2
+
+
+def loaded_with(table: torch.Tensor, tokenizer: Tokenizer | None = None) -> Any:
+    """What `load_model` gives, as far as the evaluation looks at it."""
+    model = TableModel(table)
+    return SimpleNamespace(
+        model=model,
+        config=model.config,
+        tokenizer=tokenizer or ByteTokenizer(),
+        name="table",
+        weights_bytes=table.nbytes,
+        exact=False,
+    )
