@@ -56,7 +56,8 @@ _COMPILED, _GATE, _PUBLISHING = "compiled.json", "gate.json", "publishing.json"
 class Conversion:
     """What is asked for. All of it but the places decides about the bytes of the output.
 
-    `calibration` says where the rows come from, for the record; `measurement` is a file to use in
+    `calibration` says where the rows come from, and `calibration_sha256` of which text, where one
+    was given; `measurement` is a file to use in
     place of measuring. `work` None: beside `out`, and gone at the end.
     """
 
@@ -69,6 +70,7 @@ class Conversion:
     shard_bytes: int
     threads: int
     stages: ConvertOptions
+    calibration_sha256: str | None = None
     measurement: Path | None = None
     work: Path | None = None
 
@@ -86,6 +88,7 @@ class Conversion:
             "rows": self.rows,
             "length": self.length,
             "calibration": self.calibration,
+            "calibration_sha256": self.calibration_sha256,
             "measurement_sha256": None
             if given is None
             else hashlib.sha256(given.read_bytes()).hexdigest(),

@@ -119,7 +119,8 @@ def check_work(folder: Path, options: Facts, *, resume: bool, command: str) -> N
 def _require_empty(folder: Path) -> None:
     if not folder.is_dir():
         raise RequestError("the work directory is something else", where=folder)
-    names = sorted(path.name for path in folder.iterdir() if path.name != LOCK_NAME)
+    ours = (LOCK_NAME, JOB_NAME + TEMPORARY_SUFFIX)  # of one that was killed at once
+    names = sorted(path.name for path in folder.iterdir() if path.name not in ours)
     if names:
         raise RequestError(
             "the work directory holds something else",
