@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import stub_stages
-from job_support import SHAPE
 
-from support import tiny_models
+from support import stub_stages, tiny_models
+from support.conversions import SHAPE
 
 
 @pytest.fixture(scope="session")

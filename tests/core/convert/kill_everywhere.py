@@ -15,8 +15,8 @@ import signal
 import sys
 from pathlib import Path
 
-import stub_stages
-from job_support import content, conversion, run
+from support import stub_stages
+from support.conversions import content, conversion, run
 
 
 def attempt(source: Path, folder: Path, kill_at: int | None, *, resume: bool) -> int:

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from job_support import COMMAND, content, conversion, run
 
 from exl_core.errors import DiskFullError, ExlError
+from support.conversions import COMMAND, content, conversion, run
 
 PROGRAM = Path(__file__).with_name("kill_everywhere.py")
 SUPPORT = Path(__file__).resolve().parents[2]

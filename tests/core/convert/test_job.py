@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from job_support import COMMAND, content, conversion, hooks, recorder, run
 from safetensors.torch import load_file
 
 from exl_core.convert.events import ConversionStopped, Stage
@@ -17,6 +16,7 @@ from exl_core.convert.work import open_work
 from exl_core.errors import ExlError, QualityError, RequestError
 from exl_core.load import open_checkpoint
 from exl_core.weights.verify import verify
+from support.conversions import COMMAND, content, conversion, hooks, recorder, run
 
 pytestmark = pytest.mark.usefixtures("stubs")
 

@@ -27,9 +27,9 @@ CODE_CLOSED_PIPE = 141
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a failure while running; 2 a request that cannot be served as written; "
-    "3 a model that cannot be found, read or trusted; 4 not enough memory; 5 no GPU that can be used; "
-    "6 no space on a disk; 7 a converted model that is too far from its source; 130 stopped by "
-    "Ctrl-C; 141 the reader of the output went away."
+    "3 a model that cannot be found, read or trusted; 4 not enough memory; 5 no GPU that can be "
+    "used; 6 no space on a disk; 7 a converted model that is too far from its source; 130 stopped "
+    "by Ctrl-C; 141 the reader of the output went away."
 )
 
 app = typer.Typer(

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from exl_core.errors import DiskFullError, ExlError
+from exl_core.errors import DiskFullError, ExlError, RequestError
 
 CONFIG_LIMIT_BYTES = 16 * 2**20
 """Real configurations take kilobytes; those with a vocabulary or a chat template, a few MiB."""
@@ -125,3 +125,27 @@ def naming_disk_failures(path: Path) -> Iterator[None]:
         if error.errno in _NO_SPACE:
             raise DiskFullError("there is no space left", where=path, got=error.strerror) from error
         raise ExlError("cannot be written", where=path, got=error.strerror or error) from error
+
+
+def read_text_file(path: Path) -> str:
+    """A UTF-8 file that a user names, whole; line ends stay as they are."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RequestError(
+            "the file cannot be read", where=path, got=error.strerror, next_step="Check the path."
+        ) from error
+    return decode_text(data, str(path))
+
+
+def decode_text(data: bytes, where: str) -> str:
+    """UTF-8, or an error that says which byte is not."""
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise RequestError(
+            "the text is not UTF-8",
+            where=where,
+            got=f"byte 0x{data[error.start]:02x} at offset {error.start}",
+            next_step="Convert it first, for example with iconv.",
+        ) from error

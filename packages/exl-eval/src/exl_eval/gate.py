@@ -42,7 +42,7 @@ def limit_nats(bits: float, head_bits: int) -> float:
     twice that, and a quarter of it for the head, which is one matrix of many.
     """
     body, head = 1.6 * 4.0 ** (3.0 - bits), 0.4 * 4.0 ** (3.0 - head_bits)
-    return min(MOST_NATS, body + head) + NOISE_NATS
+    return float(min(MOST_NATS, body + head)) + NOISE_NATS
 
 
 def measure_gate(

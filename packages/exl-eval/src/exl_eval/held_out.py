@@ -57,8 +57,8 @@ Answer: The journey takes 3 hours and 25 minutes, which is 205 minutes. The stop
 in all, so the train moves for 190 minutes, or 3 hours and 10 minutes.
 
 Dear Ms. Alvarez,
-Thank you for your letter of 3 June. We are sorry that the second parcel arrived damaged. A new one \
-was sent today and should reach you by the end of the week; please keep the old box until our \
+Thank you for your letter of 3 June. We are sorry that the second parcel arrived damaged. A new \
+one was sent today and should reach you by the end of the week; please keep the old box until our \
 driver collects it. You will not be charged for either delivery.
 With kind regards,
 T. Okafor, Customer Service
@@ -72,9 +72,9 @@ T. Okafor, Customer Service
 
 The committee met for the first time in the spring and agreed on very little. Some of its members \
 wanted the old market hall to be torn down at once; others, among them the only architect, argued \
-that the iron frame was sound and that a new roof would cost less than a new building. The vote was \
-put off twice. When it was finally taken, on a wet evening in November, the hall was saved by a \
-single voice, and the mayor, who had not voted, said that he had expected nothing else.
+that the iron frame was sound and that a new roof would cost less than a new building. The \
+vote was put off twice. When it was finally taken, on a wet evening in November, the hall was \
+saved by a single voice, and the mayor, who had not voted, said that he had expected nothing else.
 
 Im Herbst zieht der Nebel durch das Tal, und die Kinder gehen mit Laternen zur Schule. Am \
 Nachmittag, wenn die Sonne kommt, sieht man vom Berg aus bis zum See. La boulangerie ouvre à sept \

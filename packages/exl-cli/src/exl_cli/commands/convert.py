@@ -20,10 +20,7 @@ from exl_core.errors import RequestError
 EXAMPLES = (
     ("exl convert model -o model-4.0 --bits 4.0", "calibrated on what the model itself writes"),
     ("exl convert model.gguf -o out --bits 3.5 --calibration texts.jsonl", "on texts of yours"),
-    (
-        "exl convert model -o out-5.0 --bits 5 --measurement out/exl_measurement.json",
-        "again, faster",
-    ),
+    ("exl convert model -o out-5 --bits 5 --measurement out/exl_measurement.json", "another rate"),
     ("exl convert model -o model-4.0 --bits 4.0 --resume", "go on after a kill or a full disk"),
     ("exl convert model -o out --bits 4 --json", "events for a program, one a line"),
 )
@@ -97,7 +94,7 @@ MeasurementFile = Annotated[
     typer.Option(
         "--measurement",
         metavar="FILE",
-        help="The exl_measurement.json of an earlier conversion of this model: nothing is measured.",
+        help="The exl_measurement.json of another conversion of this model: nothing is measured.",
         rich_help_panel=_JOB,
     ),
 ]

@@ -7,11 +7,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import stub_stages
-
 from exl_core.convert.events import Event
 from exl_core.convert.job import Conversion, GateOutcome, Hooks, convert_model
 from exl_core.convert.plan import ConvertOptions
+from support import stub_stages
 
 SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
 COMMAND = "exl convert again --resume"

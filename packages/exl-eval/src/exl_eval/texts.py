@@ -1,0 +1,168 @@
+"""Where a text comes from: a plain file, rows of a JSONL or parquet file, a data set of the hub.
+
+A text is a list of documents: a plain file is one, a data set has one in each row. Rows are read
+one by one and none is kept on the disk. Knows neither tokens nor models; `datasets` is imported
+only where a parquet file or a data set is asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from exl_core.errors import ExlError, RequestError
+from exl_core.files import read_text_file
+
+SEPARATOR = "\n\n"
+"""Between documents where they are read as one text, as papers join the rows of WikiText."""
+
+JSONL_SUFFIXES = (".jsonl", ".ndjson")
+PARQUET_SUFFIXES = (".parquet",)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Documents in their order, and what they are called."""
+
+    documents: tuple[str, ...]
+    name: str
+
+    @cached_property
+    def joined(self) -> str:
+        return SEPARATOR.join(self.documents)
+
+    @cached_property
+    def sha256(self) -> str:
+        """Of the joined text, as UTF-8."""
+        return hashlib.sha256(self.joined.encode("utf-8")).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class HubText:
+    """A data set of the hub, and its part that is read where nobody says which."""
+
+    path: str
+    config: str | None
+    split: str
+
+
+KNOWN_DATASETS: Mapping[str, HubText] = {
+    "wikitext": HubText("Salesforce/wikitext", "wikitext-2-raw-v1", "test"),
+    "c4": HubText("allenai/c4", "en", "validation"),
+}
+
+
+def as_text(text: str | Text) -> Text:
+    """A string is one document without a name."""
+    return Text((text,), "text") if isinstance(text, str) else text
+
+
+def read_text(path: Path, *, column: str = "text", rows: int | None = None) -> Text:
+    """By the file's suffix: the first `rows` rows (None: all) of a JSONL or parquet file, else
+    UTF-8. Empty rows are no documents. RequestError says where a file is not what it should be."""
+    if path.suffix in PARQUET_SUFFIXES:
+        found = _dataset_rows(column, path="parquet", data_files=str(path), split="train")
+        return _text_of(found, rows, path)
+    if path.suffix in JSONL_SUFFIXES:
+        return _text_of(_jsonl_rows(path, column), rows, path)
+    if rows is not None:
+        raise RequestError(
+            "a plain text has no rows", where=path, expected="a JSONL or parquet file"
+        )
+    return Text((read_text_file(path),), str(path))
+
+
+def read_dataset(
+    name: str, *, split: str | None = None, column: str = "text", rows: int | None = None
+) -> Text:
+    """The first `rows` rows of a data set: a name of KNOWN_DATASETS, `owner/name` or
+    `owner/name:config`. ExlError where the hub cannot be reached."""
+    path, _, config = name.partition(":")
+    known = KNOWN_DATASETS.get(path, HubText(path, None, "test"))
+    found = _dataset_rows(
+        column, path=known.path, name=config or known.config, split=split or known.split
+    )
+    label = ":".join(part for part in (known.path, config or known.config) if part)
+    return _text_of(found, rows, f"{label}, {split or known.split}")
+
+
+def _text_of(found: Iterator[str], rows: int | None, where: object) -> Text:
+    documents = tuple(row for row in islice(found, rows) if row.strip())
+    if not documents:
+        raise RequestError("there is no text", where=where, expected="a row that is not empty")
+    return Text(documents, str(where))
+
+
+def _jsonl_rows(path: Path, column: str) -> Iterator[str]:
+    for number, line in enumerate(read_text_file(path).split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise RequestError("is not valid JSON", where=where, got=str(error)[:200]) from error
+        if not isinstance(row, dict):
+            raise RequestError("holds no JSON object", where=where, got=type(row).__name__)
+        yield _cell(row, column, where)
+
+
+def _cell(row: Mapping[str, Any], column: str, where: object) -> str:
+    """The text of a row; nothing at all counts as empty."""
+    if column not in row:
+        raise RequestError(
+            f"there is no column {column!r}",
+            where=where,
+            expected=f"--column {' or '.join(map(str, row)) or 'of a row that has any'}",
+        )
+    value = row[column]
+    if value is not None and not isinstance(value, str):
+        raise RequestError(
+            f"column {column!r} holds no text", where=where, got=type(value).__name__
+        )
+    return value or ""
+
+
+def _dataset_rows(column: str, **source: Any) -> Iterator[str]:
+    """Through `datasets`, streamed: of a large data set only what is read is fetched."""
+    where = source.get("data_files", source["path"])
+    try:
+        import datasets
+    except ImportError as error:
+        raise ExlError(
+            "the package 'datasets' is not installed, which reads parquet files and data sets",
+            where=where,
+            next_step="Install it with 'pip install datasets', or give a text or JSONL file.",
+        ) from error
+    for name in ("datasets", "huggingface_hub"):  # they would log what is an error in a moment
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    try:
+        found = datasets.load_dataset(**source, streaming=True)
+        for number, row in enumerate(found, start=1):
+            yield _cell(row, column, f"{where}, row {number}")
+    except FileNotFoundError as error:
+        raise RequestError(
+            "there is no such data set", where=where, got=_first_line(error)
+        ) from error
+    except ConnectionError as error:
+        raise ExlError(
+            "the hub cannot be reached",
+            where=where,
+            got=_first_line(error),
+            next_step="A file needs no hub: --text FILE.parquet or FILE.jsonl.",
+        ) from error
+    except (OSError, ValueError) as error:
+        raise RequestError(
+            "the data set cannot be read", where=where, got=_first_line(error)
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
