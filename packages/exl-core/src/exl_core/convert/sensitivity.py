@@ -1,18 +1,37 @@
-"""How much the loss feels an error in each output of each matrix, from gradients of the source."""
+"""How much the loss feels an error in each output of each matrix, from gradients of the source.
+
+The source's own predictions are the truth here: one token is drawn from each, and the gradients of
+its loss say how far a change of an output moves them (Fisher's information). The expected loss
+that an error E of a matrix costs is then half the sum over outputs n of mean(g_n^2) * E_n' H E_n.
+
+Gradients go from the last layer to the first, one layer in memory at a time; states between layers
+wait in files.
+"""
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
+from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, layer_prefix
 from exl_core.arch.spec import ModelConfig
+from exl_core.convert.block import MATRICES, rms_norm
+from exl_core.convert.layers import LayerSource, compute_type, embed_rows, read_layer, read_tensor
+from exl_core.convert.parallel import Workers, workers
 from exl_core.convert.plan import ConvertOptions
 from exl_core.weights.checkpoint import Checkpoint
 
 Sensitivity = Mapping[str, Tensor]
-"""By the names of matrices; what the tensors mean is this package's business. Fit for a safetensors
-file. An empty one means that nothing is known: errors are then taken relative to each output."""
+"""By the names of matrices: float32 [out], the mean square of the gradient of each output, in
+nats^2. Fit for a safetensors file. An empty one means that nothing is known."""
+
+_HEAD_ROWS = 256  # of states whose logits exist at a time
 
 
 def measure_sensitivity(
@@ -22,6 +41,114 @@ def measure_sensitivity(
     *,
     options: ConvertOptions,
     on_row: Callable[[int, int], None] | None = None,
+    scratch: Path | None = None,
 ) -> Sensitivity:
-    """Of a model that fits into memory twice over; empty for one that does not."""
-    raise NotImplementedError
+    """On rows token_ids int64 [rows, length]. `scratch` is where states wait: 2 bytes a value of
+    rows * length * hidden * layers. `on_row` gets layers done and all, forth and
+    back."""
+    device = torch.device(options.device)
+    total = 2 * config.num_layers
+    found: dict[str, Tensor] = {}
+    with tempfile.TemporaryDirectory(dir=scratch) as folder, workers(device) as crew:
+        states = embed_rows(checkpoint, config, token_ids)
+        for layer in range(config.num_layers):
+            _save(states, Path(folder, str(layer)))
+            source = read_layer(checkpoint, config, layer, device)
+            _forward(source, config, states, crew)
+            if on_row is not None:
+                on_row(layer + 1, total)
+        gradient = _head_gradient(checkpoint, config, states, options, crew)
+        for layer in reversed(range(config.num_layers)):
+            source = read_layer(checkpoint, config, layer, device)
+            states = _load(Path(folder, str(layer)), states.shape)
+            squares = _backward(source, config, states, gradient, crew)
+            for part, mean in squares.items():
+                found[f"{layer_prefix(layer)}{part}.weight"] = mean.cpu()
+            if on_row is not None:
+                on_row(total - layer, total)
+    return found
+
+
+def _forward(source: LayerSource, config: ModelConfig, states: Tensor, crew: Workers) -> None:
+    block, product = source.block(config), source.products()
+
+    def run(row: int) -> None:
+        x = states[row : row + 1].to(source.device)
+        states[row : row + 1] = block.run(x, product).cpu()
+
+    with torch.no_grad():
+        crew.each(run, range(len(states)))
+
+
+def _head_gradient(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    states: Tensor,
+    options: ConvertOptions,
+    crew: Workers,
+) -> Tensor:
+    """Of the summed loss of drawn tokens, by the states after the last layer."""
+    device = torch.device(options.device)
+    norm = read_tensor(checkpoint, FINAL_NORM).to(device)
+    head = read_tensor(checkpoint, EMBED if config.has_tied_embeddings else HEAD).to(device)
+    head = head.to(compute_type(device))
+    gradient = torch.empty_like(states)
+
+    def run(row: int) -> None:
+        generator = torch.Generator().manual_seed(options.seed + row)
+        for first in range(0, states.shape[1], _HEAD_ROWS):
+            span = slice(first, first + _HEAD_ROWS)
+            x = states[row, span].to(device).requires_grad_()
+            normed = rms_norm(x, norm, config.norm_eps)
+            logits = linear(normed.to(head.dtype), head).float()
+            if config.final_softcap is not None:
+                logits = torch.tanh(logits / config.final_softcap) * config.final_softcap
+            log_p = logits.log_softmax(-1)
+            # The largest of log p + Gumbel noise is a draw from p; one number a row would not do.
+            draws = torch.rand(len(x), 1, generator=generator, dtype=torch.float64).to(device)
+            sums = log_p.detach().double().exp().cumsum(-1)
+            drawn = torch.searchsorted(sums, draws * sums[:, -1:]).clamp(max=log_p.shape[1] - 1)
+            loss = -log_p.gather(1, drawn).sum()
+            (of_states,) = torch.autograd.grad(loss, x)
+            gradient[row, span] = of_states.cpu()
+
+    crew.each(run, range(len(states)))
+    return gradient
+
+
+def _backward(
+    source: LayerSource, config: ModelConfig, states: Tensor, gradient: Tensor, crew: Workers
+) -> dict[str, Tensor]:
+    """Mean squares of the gradients of all outputs [out]; `gradient` becomes that of `states`."""
+    block, product = source.block(config), source.products()
+
+    def run(row: int) -> dict[str, Tensor]:
+        outputs: dict[str, Tensor] = {}
+
+        def watched(part: str, x: Tensor) -> Tensor:
+            outputs[part] = product(part, x)
+            return outputs[part]
+
+        x = states[row : row + 1].to(source.device).requires_grad_()
+        y = block.run(x, watched)
+        wanted = [x, *(outputs[part] for part in MATRICES)]
+        of_y = gradient[row : row + 1].to(source.device)
+        of_x, *of_outputs = torch.autograd.grad(y, wanted, of_y)
+        gradient[row : row + 1] = of_x.cpu()
+        return {
+            part: g.float().square().sum((0, 1))
+            for part, g in zip(MATRICES, of_outputs, strict=True)
+        }
+
+    rows = crew.each(run, range(len(states)))
+    count = states.shape[0] * states.shape[1]
+    return {part: torch.stack([row[part] for row in rows]).sum(0) / count for part in MATRICES}
+
+
+def _save(states: Tensor, path: Path) -> None:
+    states.to(torch.bfloat16).view(torch.int16).numpy().tofile(path)
+
+
+def _load(path: Path, shape: torch.Size) -> Tensor:
+    values = torch.from_numpy(np.fromfile(path, dtype=np.int16))
+    return values.view(torch.bfloat16).view(shape).float()

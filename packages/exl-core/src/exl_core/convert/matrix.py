@@ -1,0 +1,93 @@
+"""One matrix: from the source's weights and the moments of its inputs to the tensors of EXL2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exl_core.codecs import exl2, exl2_writer
+from exl_core.convert.gptq import DAMPING, Factor, factorize, plain_factor, quantize_columns
+from exl_core.convert.moments import Moments
+from exl_core.convert.plan import Incident, Layout, MatrixReport
+
+TRIALS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """`packed` on the CPU; `weight` [out, in] as readers compute it, without padded columns."""
+
+    packed: exl2.Exl2Linear
+    weight: Tensor
+    report: MatrixReport
+
+
+class MatrixQuantizer:
+    """For matrices that read the same input."""
+
+    def __init__(self, moments: Moments) -> None:
+        self._moments = moments
+        self._factor = factorize(moments.hessian)
+        self._solver = None if self._factor is None else _solver(moments.hessian, self._factor)
+
+    def quantize(
+        self, name: str, weight: Tensor, layout: Layout, *, has_bias: bool = False
+    ) -> QuantizedMatrix:
+        """`weight` float32 [out, in]. Where the moments are no use it is rounded as it is."""
+        source = weight.T.contiguous()  # [in, out]
+        k, n = source.shape
+        factor, incidents = self._factor or plain_factor(k, weight.device), self._incidents(name)
+        groups = layout.groups(k)
+        rounded = quantize_columns(self._target(source)[factor.order], factor, groups, TRIALS)
+        invperm = factor.order.argsort()
+        packed = exl2_writer.pack(
+            rounded.codes.cpu(),
+            groups=groups,
+            scale_codes=rounded.scale_codes.cpu(),
+            scale_max=rounded.scale_max.cpu(),
+            invperm=invperm.cpu(),
+        )
+        result = rounded.weight[invperm].half().float()  # [in, out]
+        report = MatrixReport(
+            name,
+            str(layout),
+            layout.cost_bits(k, n, has_bias=has_bias),
+            relative_error(result, source, self._moments.hessian),
+            incidents,
+        )
+        return QuantizedMatrix(packed, result.T.contiguous(), report)
+
+    def _target(self, source: Tensor) -> Tensor:
+        """What gives, on the inputs that come, closest to the source's outputs (`moments.py`)."""
+        moments, solver, factor = self._moments, self._solver, self._factor
+        if moments.cross is None or solver is None or factor is None:
+            return source
+        moved = (moments.cross - moments.hessian).double() @ source.double()
+        return source + torch.cholesky_solve(moved, solver).float()
+
+    def _incidents(self, name: str) -> tuple[Incident, ...]:
+        if self._factor is None:
+            reason = "no damping makes the moments of its inputs positive definite"
+            return (Incident(name, "rounded", reason),)
+        if self._factor.damping > DAMPING:
+            reason = f"{self._factor.damping:g} of the mean diagonal was added to its moments"
+            return (Incident(name, "damped", reason),)
+        return ()
+
+
+def _solver(hessian: Tensor, factor: Factor) -> Tensor:
+    """Cholesky factor of the damped moments, in the features' own order, float64."""
+    damped = hessian.double()  # a copy
+    damped.diagonal().add_(float(hessian.diagonal().double().mean()) * factor.damping)
+    solver: Tensor = torch.linalg.cholesky(damped)
+    return solver
+
+
+def relative_error(result: Tensor, source: Tensor, hessian: Tensor) -> float:
+    """Energy of the outputs' errors over that of the outputs; both matrices [in, out]."""
+    error = result - source
+    energy = float((source * (hessian @ source)).sum(dtype=torch.float64))
+    lost = float((error * (hessian @ error)).sum(dtype=torch.float64))
+    return lost / energy if energy > 0 else 0.0
