@@ -25,7 +25,6 @@ def conversion(source: Path, folder: Path, **changes: Any) -> Conversion:
         length=20,
         calibration="numbers",
         shard_bytes=1 << 17,
-        threads=1,
         stages=ConvertOptions(),
     )
     return replace(wanted, **changes)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from exl_eval.texts import Text, read_dataset, read_text
 
 from exl_cli import output
 from exl_cli.interrupt import Interrupt
@@ -40,9 +39,9 @@ from exl_core.files import read_json_object
 from exl_core.load import LoadOptions, gguf_fields, load_model, open_checkpoint
 from exl_core.ops.cuda.device import parse_device
 from exl_core.resolve import resolve_model
-from exl_core.settings import read_settings
 from exl_core.tokenizer.detect import load_tokenizer
 from exl_eval.gate import figures_of, measure_gate
+from exl_eval.texts import Text, read_dataset, read_text
 
 ROWS, FAST_ROWS = 64, 16
 DATASET_ROWS = 4096
@@ -69,7 +68,6 @@ class Wish:
     work: Path | None
     shard_bytes: int
     device: str
-    threads: int | None
 
 
 def run(
@@ -79,7 +77,7 @@ def run(
     started = time.monotonic()
     text = None if wish.calibration == SELF else calibration_text(wish.calibration)
     wanted = _conversion(wish, text)
-    torch.set_num_threads(wanted.threads)
+    torch.set_num_threads(1)  # kernels and stages have threads of their own
     with _saying(is_json=is_json, is_quiet=is_quiet) as say, Interrupt() as interrupt:
         hooks = Hooks(
             make_rows=lambda step: _rows(wanted, text, step),
@@ -127,7 +125,6 @@ def _conversion(wish: Wish, text: Text | None) -> Conversion:
         calibration=SELF if text is None else text.name,
         calibration_sha256=None if text is None else text.sha256,
         shard_bytes=wish.shard_bytes,
-        threads=wish.threads or read_settings().threads,
         stages=ConvertOptions(
             device=parse_device(wish.device),
             head_bits=wish.head_bits,
@@ -149,16 +146,14 @@ def _rows(
         return rows_of_texts(
             text.documents, tokenizer, rows=wanted.rows, length=wanted.length, name=text.name
         )
-    with _kernels_alone(wanted.threads):
-        backend = wanted.stages.device
-        loaded = load_model(str(path), LoadOptions(backend=backend, threads=wanted.threads))
-        return rows_of_model(
-            loaded,
-            rows=wanted.rows,
-            length=wanted.length,
-            seed=wanted.stages.seed,
-            on_progress=step,
-        )
+    loaded = load_model(str(path), LoadOptions(backend=wanted.stages.device))
+    return rows_of_model(
+        loaded,
+        rows=wanted.rows,
+        length=wanted.length,
+        seed=wanted.stages.seed,
+        on_progress=step,
+    )
 
 
 def _gate(wanted: Conversion, source: Path, candidate: Path, say: Say) -> GateOutcome:
@@ -167,26 +162,15 @@ def _gate(wanted: Conversion, source: Path, candidate: Path, say: Say) -> GateOu
     def on_window(done: int, total: int, kld: float) -> None:
         say(Event("step", Stage.GATE, done, total, {"kld": kld}))
 
-    how = LoadOptions(backend=wanted.stages.device, threads=wanted.threads, streamed=True)
-    with _kernels_alone(wanted.threads):
-        result = measure_gate(
-            load_model(str(candidate), how),
-            load_model(str(source), how),
-            bits=wanted.bits,
-            head_bits=wanted.stages.head_bits,
-            on_window=on_window,
-        )
+    how = LoadOptions(backend=wanted.stages.device, streamed=True)
+    result = measure_gate(
+        load_model(str(candidate), how),
+        load_model(str(source), how),
+        bits=wanted.bits,
+        head_bits=wanted.stages.head_bits,
+        on_window=on_window,
+    )
     return GateOutcome(figures_of(result), result.fault)
-
-
-@contextmanager
-def _kernels_alone(threads: int) -> Iterator[None]:
-    """Torch gets one thread while the kernels compute, which have theirs."""
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 @contextmanager

@@ -152,7 +152,6 @@ def convert(
     json: Events = False,
     quiet: options.Quiet = False,
     device: options.Device = "auto",
-    threads: options.Threads = None,
 ) -> None:
     """Convert a model to EXL2: from safetensors in 16 or 32 bits, or GGUF.
 
@@ -179,7 +178,6 @@ def convert(
             work=work,
             shard_bytes=_size(shard_size),
             device=device,
-            threads=threads,
         ),
         command=_command(ctx),
         resume=resume,

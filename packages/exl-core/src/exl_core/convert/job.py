@@ -16,6 +16,7 @@ import torch
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.convert import preflight, side_files
+from exl_core.convert.allocate import allocate
 from exl_core.convert.events import Event, OnEvent, Stage
 from exl_core.convert.measurement import Measurement
 from exl_core.convert.plan import ConvertOptions
@@ -68,7 +69,6 @@ class Conversion:
     length: int
     calibration: str
     shard_bytes: int
-    threads: int
     stages: ConvertOptions
     calibration_sha256: str | None = None
     measurement: Path | None = None
@@ -93,7 +93,6 @@ class Conversion:
             if given is None
             else hashlib.sha256(given.read_bytes()).hexdigest(),
             "shard_bytes": self.shard_bytes,
-            "threads": self.threads,
             "torch": torch.__version__,
             **asdict(self.stages),
         }
@@ -179,7 +178,7 @@ def _prepare(wanted: Conversion, hooks: Hooks, *, resume: bool) -> _Ready:
     is_begun = resume and (work / JOB_NAME).is_file()
     sha256 = preflight.hash_source(wanted.source, source, progress)
     problems: list[ExlError] = []
-    problems += preflight.rate_problems(wanted.bits, wanted.stages.head_bits)
+    problems += preflight.rate_problems(config, wanted.bits, wanted.stages)
     if not is_begun:  # else the same bytes have been looked at before
         problems += preflight.model_problems(wanted.source, source, config, quantization, progress)
     is_done = is_begun and (work / _PUBLISHING).is_file() and not partial_of(wanted.out).exists()
@@ -191,6 +190,7 @@ def _prepare(wanted: Conversion, hooks: Hooks, *, resume: bool) -> _Ready:
         if wanted.measurement is not None:
             given = Measurement.read(wanted.measurement)
             given.check(config, sha256, wanted.measurement)
+            allocate(given.layers, wanted.bits)
         facts = wanted.facts(sha256)
         check_work(work, facts, resume=resume, command=hooks.command)
     except ExlError as error:

@@ -7,6 +7,7 @@ that is collected.
 from __future__ import annotations
 
 import hashlib
+import math
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -18,8 +19,9 @@ from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import available_memory_bytes
 from exl_core.codecs.exl2 import MAX_IN_FEATURES, ROW_STEP
+from exl_core.convert.measure import CANDIDATES, FAST_CANDIDATES
 from exl_core.convert.measurement import matrix_shapes
-from exl_core.convert.plan import HEAD_LAYOUTS, Layout, padded
+from exl_core.convert.plan import HEAD_LAYOUTS, ConvertOptions, Layout, padded
 from exl_core.convert.publish import partial_of
 from exl_core.errors import (
     DiskFullError,
@@ -33,8 +35,6 @@ from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.source import Progress, TensorSource
 from exl_core.weights.verify import verify
 
-MIN_BITS, MAX_BITS = 2.0, 8.5
-"""What the smallest and the largest layouts take, about: below and above, nothing can be chosen."""
 DISK_MARGIN = 1.05  # group tables, scales, headers, records
 HASH_BYTES = 1 << 22  # read at a time
 
@@ -104,11 +104,21 @@ def shape_problems(path: Path, config: ModelConfig) -> Iterator[ExlError]:
             )
 
 
-def rate_problems(bits: float, head_bits: int) -> Iterator[ExlError]:
-    if not MIN_BITS <= bits <= MAX_BITS:
+def rate_problems(config: ModelConfig, bits: float, options: ConvertOptions) -> Iterator[ExlError]:
+    """Of what is asked for: more than the largest layouts take, or less than the smallest."""
+    texts = FAST_CANDIDATES if options.fast else CANDIDATES
+    layouts = [Layout.parse(text) for text in texts]
+    costs = [
+        [layout.cost_bits(columns, rows) for layout in layouts]
+        for rows, columns in matrix_shapes(config).values()
+    ]
+    numel = sum(padded(rows) * columns for rows, columns in matrix_shapes(config).values())
+    least, most = (sum(map(of, costs)) / numel for of in (min, max))
+    head_bits = options.head_bits
+    if not least <= bits <= most:
         yield RequestError(
-            "no layouts have so many bits a weight",
-            expected=f"--bits of {MIN_BITS:g} to {MAX_BITS:g}",
+            "the layouts of this model cannot have so many bits a weight",
+            expected=f"--bits of {math.ceil(least * 1000) / 1000:g} to {int(most * 1000) / 1000:g}",
             got=bits,
         )
     if head_bits not in HEAD_LAYOUTS:
@@ -184,10 +194,12 @@ def space_needed(
     # Weights with what is tried in their place; Hessian, factors and their workspace.
     of_layer = 4 * layer + 6 * 4 * widest**2
     of_head = 3 * 4 * vocab * hidden + 6 * 4 * hidden**2
-    memory = 2 * states + max(of_layer, of_head)
+    inputs = 2 * 2 * tokens * widest  # of one matrix, of two streams, in two bytes each
+    memory = 2 * states + inputs + max(of_layer, of_head)
     if loads_source:
         memory = max(memory, checkpoint.packed_bytes)
-    return Space(out, out + 2 * 2 * states, memory)
+    gradients = 2 * tokens * hidden * config.num_layers  # states between layers wait for them
+    return Space(out, out + max(2 * 2 * states, gradients), memory)
 
 
 def space_problems(space: Space, out: Path, work: Path) -> Iterator[ExlError]:

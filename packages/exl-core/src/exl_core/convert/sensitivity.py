@@ -26,6 +26,7 @@ from exl_core.convert.layers import LayerSource, compute_type, embed_rows, read_
 from exl_core.convert.parallel import Workers, workers
 from exl_core.convert.plan import ConvertOptions
 from exl_core.weights.checkpoint import Checkpoint
+from exl_core.weights.safetensors_writer import as_bytes
 
 Sensitivity = Mapping[str, Tensor]
 """By the names of matrices: float32 [out], the mean square of the gradient of each output, in
@@ -146,7 +147,7 @@ def _backward(
 
 
 def _save(states: Tensor, path: Path) -> None:
-    states.to(torch.bfloat16).view(torch.int16).numpy().tofile(path)
+    path.write_bytes(as_bytes(states.to(torch.bfloat16)))
 
 
 def _load(path: Path, shape: torch.Size) -> Tensor:

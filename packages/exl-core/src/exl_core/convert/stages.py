@@ -27,7 +27,7 @@ from exl_core.convert.plan import Allocation, ConvertOptions, LayerMeasurement
 from exl_core.convert.publish import digest
 from exl_core.convert.quantize import QuantizedPart, quantize_ends, quantize_layer
 from exl_core.convert.sensitivity import Sensitivity, measure_sensitivity
-from exl_core.convert.tune import tune_model
+from exl_core.convert.tune import has_room, tune_model
 from exl_core.convert.work import WorkDir
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.safetensors_writer import Entry
@@ -36,6 +36,7 @@ CALIBRATION, CALIBRATION_FACTS = "calibration.safetensors", "calibration.json"
 SENSITIVITY = "sensitivity.safetensors"
 MEASUREMENT = "measurement.json"
 ENDS, ENDS_FACTS = "ends.safetensors", "ends.json"
+TUNING = "tuning.json"
 TUNED, TUNED_FACTS = "tuned.safetensors", "tuned.json"
 CHECKPOINT_S = 30.0
 """Of work that a kill may cost, and a layer: states are large, and not worth writing more often."""
@@ -73,6 +74,7 @@ class Stages:
 
     def run(self) -> Computed:
         """All stages up to the tensors of the output, which are then in the work directory."""
+        self._tunes()
         rows = self._calibrate()
         sensitivity = self._sense(rows.token_ids)
         measurement = self.given or self._measure(rows, sensitivity)
@@ -94,10 +96,18 @@ class Stages:
         return CalibrationRows(token_ids, str(facts["sha256"]), str(facts["description"]))
 
     def _sense(self, token_ids: Tensor) -> Sensitivity:
+        """None is needed where nothing is measured."""
+        if self.given is not None:
+            return {}
         if not self.work.has(SENSITIVITY):
-            with self._stage(Stage.SENSITIVITY) as step:
+            with self._stage(Stage.SENSITIVITY) as step, self.work.scratch() as scratch:
                 found = measure_sensitivity(
-                    self.checkpoint, self.config, token_ids, options=self.options, on_row=step
+                    self.checkpoint,
+                    self.config,
+                    token_ids,
+                    options=self.options,
+                    on_row=step,
+                    scratch=scratch,
                 )
             self.work.write_tensors(SENSITIVITY, found)
         return self.work.read_tensors(SENSITIVITY)
@@ -164,6 +174,10 @@ class Stages:
     def _tune(self, token_ids: Tensor) -> None:
         if self.work.has(TUNED_FACTS):
             return
+        if not self._tunes():
+            self.work.write_tensors(TUNED, {})
+            self.work.write_facts(TUNED_FACTS, {"digests": {}})
+            return
         with self._stage(Stage.TUNE) as step:
             tensors = TensorFiles(part_entries(self.work, self.config.num_layers))
             tuned = tune_model(
@@ -176,6 +190,13 @@ class Stages:
             )
         self.work.write_tensors(TUNED, tuned)
         self.work.write_facts(TUNED_FACTS, {"digests": digests_of(tuned)})
+
+    def _tunes(self) -> bool:
+        """Decided once: what memory is free may be another figure after a kill."""
+        if not self.work.has(TUNING):
+            room = has_room(self.config, self._device)
+            self.work.write_facts(TUNING, {"has_room": room})
+        return bool(self.work.read_facts(TUNING)["has_room"])
 
     @property
     def _device(self) -> torch.device:
@@ -289,4 +310,4 @@ def matrix_reports(work: WorkDir, num_layers: int) -> list[dict[str, object]]:
 def stage_files(work: WorkDir) -> list[str]:
     """What is of no use once the output is there, as calibration rows and measurement are."""
     parts = [path.name for path in work.folder.glob("layer-*")]
-    return [*parts, SENSITIVITY, ENDS, ENDS_FACTS, TUNED, TUNED_FACTS]
+    return [*parts, SENSITIVITY, ENDS, ENDS_FACTS, TUNED, TUNED_FACTS, TUNING]

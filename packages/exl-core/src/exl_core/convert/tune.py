@@ -51,9 +51,9 @@ def tune_model(
     on_step: Callable[[int, int], None] | None = None,
 ) -> dict[str, Tensor]:
     """New values for some of `tensors` (all of the output, by name), of unchanged shapes and types:
-    norms and `q_scale_max`. Empty for a model that is too large for the memory that is free."""
+    norms and `q_scale_max`. For models that `has_room` has room for; none with `fast`."""
     device = torch.device(options.device)
-    if options.fast or not _has_room(config, device):
+    if options.fast:
         return {}
     length = min(LENGTH, token_ids.shape[1])
     token_ids = token_ids[:, : token_ids.shape[1] // length * length].reshape(-1, length)
@@ -82,7 +82,7 @@ def tune_model(
     return model.stored(tensors)
 
 
-def _has_room(config: ModelConfig, device: torch.device) -> bool:
+def has_room(config: ModelConfig, device: torch.device) -> bool:
     """Whether weights in bfloat16 and some activations fit into half of what is free."""
     layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size)
     layer += 3 * config.hidden_size * config.intermediate_size

@@ -30,7 +30,7 @@ from exl_core.weights.safetensors import ELEMENT_TYPES, read_header
 from exl_core.weights.safetensors_writer import Entry, whole, write_safetensors
 from exl_core.weights.source import StoredTensor
 
-JOB_NAME, LOCK_NAME = "job.json", "lock"
+JOB_NAME, LOCK_NAME, SCRATCH_NAME = "job.json", "lock", "scratch"
 SCHEMA_VERSION = 1
 Facts = Mapping[str, object]
 
@@ -75,6 +75,17 @@ class WorkDir:
             for tensor, offset in read_header(path)
         ]
 
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A directory for what is not worth keeping."""
+        folder = self.folder / SCRATCH_NAME
+        with naming_disk_failures(folder):
+            folder.mkdir()
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder)
+
     def remove(self, *names: str) -> None:
         with naming_disk_failures(self.folder):
             for name in names:
@@ -98,6 +109,7 @@ def open_work(folder: Path, options: Facts, *, resume: bool, command: str) -> It
     with _locked(folder):
         for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):
             leftover.unlink()  # of a process that was killed while it wrote
+        shutil.rmtree(folder / SCRATCH_NAME, ignore_errors=True)
         job = folder / JOB_NAME
         if not job.is_file():
             _require_empty(folder)
