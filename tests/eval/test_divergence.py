@@ -51,7 +51,7 @@ def test_every_figure_follows_its_formula(pair: tuple[Tensor, Tensor]) -> None:
     exact = by_hand(reference, candidate)
     count = len(exact["kld"])
 
-    assert (got.tokens, got.windows) == (count, count // 15)
+    assert (got.tokens, got.text.windows) == (count, count // 15)
     kld = exact["kld"].numpy()
     assert got.kld["mean"] == pytest.approx(kld.mean(), rel=1e-5)
     assert got.kld["stderr"] == pytest.approx(kld.std() / math.sqrt(count - 1), rel=1e-5)
@@ -142,7 +142,7 @@ def run_with(candidate: ByteTokenizer) -> Any:
 def test_another_tokenizer_is_refused() -> None:
     with pytest.raises(RequestError, match=r"token 65 differs \(expected b'A', got b'B'\)"):
         run_with(OtherByteTokenizer())
-    with pytest.raises(RequestError, match="cut in another way from token 1 on"):
+    with pytest.raises(RequestError, match="from token 1 of window 1 on"):
         run_with(UppercaseTokenizer())
     assert run_with(LongerTokenizer()).kld["max"] == 0
 
@@ -150,7 +150,7 @@ def test_another_tokenizer_is_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("", OPTIONS, "shorter than one window"),
+        ("", OPTIONS, "the text is empty"),
         (TEXT, DivergenceOptions(ctx=256), "shorter than one window"),
         (TEXT, DivergenceOptions(ctx=513), "2 to 512"),
         (TEXT, DivergenceOptions(ctx=16, windows=1000), "fewer windows"),

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from exl_core.errors import ExlError, RequestError
-from exl_eval.perplexity import PerplexityOptions, RunningNll, measure_perplexity
+from exl_eval.perplexity import PerplexityOptions, measure_perplexity
+from exl_eval.styles import BosRule, WindowOptions, lay_out, settle_bos
+from exl_eval.texts import as_text
 from exl_eval.vocabulary import hash_tokenizer
-from exl_eval.windows import BosRule, Window, cut_windows, settle_bos
-from support.tables import BOS, VOCAB_SIZE, ByteTokenizer, loaded_with, random_table
+from exl_eval.windows import Window
+from support.tables import VOCAB_SIZE, ByteTokenizer, loaded_with, random_table
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 4
 
@@ -28,21 +30,9 @@ def nll_by_hand(table: torch.Tensor, windows: list[Window]) -> list[float]:
     return [-float(log_probs[a, b]) for window in windows for a, b in pairwise(window.token_ids)]
 
 
-def given(windows: list[Window]) -> list[tuple[int, ...]]:
-    assert {window.first for window in windows} == {1}
-    return [window.token_ids for window in windows]
-
-
-def test_windows_are_disjoint_and_drop_the_tail() -> None:
-    assert given(cut_windows(range(11), 4, BosRule.NONE, None)) == [(0, 1, 2, 3), (4, 5, 6, 7)]
-
-
-def test_bos_once_counts_as_a_token_of_the_first_window() -> None:
-    assert given(cut_windows(range(7), 4, BosRule.ONCE, 99)) == [(99, 0, 1, 2), (3, 4, 5, 6)]
-
-
-def test_bos_each_replaces_the_last_token_of_every_window() -> None:
-    assert given(cut_windows(range(9), 4, BosRule.EACH, 99)) == [(99, 0, 1, 2), (99, 4, 5, 6)]
+def windows_of(ctx: int, bos: str) -> list[Window]:
+    options = WindowOptions(ctx=ctx, bos=bos)
+    return list(lay_out(as_text(TEXT), ByteTokenizer(), options, 512).windows)
 
 
 @pytest.mark.parametrize("ctx", [2, 16, 33])
@@ -54,14 +44,14 @@ def test_figure_and_error_follow_the_formulas(table: torch.Tensor, ctx: int, bos
         loaded_with(table), TEXT, options, lambda *progress: seen.append(progress)
     )
 
-    windows = cut_windows(list(TEXT.encode()), ctx, BosRule(bos), BOS)
+    windows = windows_of(ctx, bos)
     nll = nll_by_hand(table, windows)
     mean = math.fsum(nll) / len(nll)
     variance = math.fsum((value - mean) ** 2 for value in nll) / len(nll)
     stderr = math.sqrt(variance / (len(nll) - 1))
 
     assert result.tokens == len(nll) == len(windows) * (ctx - 1)
-    assert result.windows == len(windows)
+    assert result.text.windows == len(windows)
     assert result.nll == pytest.approx(mean, rel=1e-6)
     assert result.nll_stderr == pytest.approx(stderr, rel=1e-5)
     assert result.perplexity == pytest.approx(math.exp(mean), rel=1e-5)
@@ -80,7 +70,7 @@ def test_a_model_that_knows_nothing_scores_the_size_of_its_vocabulary() -> None:
 
 def test_windows_limits_how_many(table: torch.Tensor) -> None:
     result = measure_perplexity(loaded_with(table), TEXT, PerplexityOptions(ctx=16, windows=3))
-    assert (result.windows, result.tokens) == (3, 45)
+    assert (result.text.windows, result.tokens) == (3, 45)
 
 
 def test_the_record_holds_every_choice(table: torch.Tensor) -> None:
@@ -116,7 +106,7 @@ def test_bos_without_a_bos_token_is_refused(choice: str) -> None:
 
 
 def test_unknown_bos_rule_is_refused() -> None:
-    with pytest.raises(RequestError, match="none or once or each"):
+    with pytest.raises(RequestError, match="default or none or once or each"):
         settle_bos("twice", ByteTokenizer())
 
 
@@ -142,13 +132,3 @@ def test_an_impossible_token_is_an_error_and_no_figure() -> None:
     table[:, ord("x")] = 1e5
     with pytest.raises(ExlError, match="probability"):
         measure_perplexity(loaded_with(table), TEXT, PerplexityOptions(ctx=16))
-
-
-def test_running_sums_agree_with_all_values_at_once() -> None:
-    values = torch.rand(1000, dtype=torch.float64) * 5
-    running = RunningNll()
-    for part in (-values).split(77):
-        running.add(part)
-    assert running.count == 1000
-    assert running.mean == pytest.approx(float(values.mean()))
-    assert running.stderr == pytest.approx(float(values.std(correction=0)) / math.sqrt(999))

@@ -19,7 +19,7 @@ def test_smollm2_20_windows_without_bos(smollm2_path: Path, wikitext_path: Path)
         PerplexityOptions(ctx=2048, windows=20),
         lambda done, _total, perplexity: figures.update({done: perplexity}),
     )
-    assert result.bos == "none"  # this tokenizer adds none
+    assert result.text.bos == "none"  # this tokenizer adds none
     assert result.tokens == 20 * 2047
     assert figures[10] == pytest.approx(14.942, rel=0.005)
     assert result.perplexity == pytest.approx(16.390, rel=0.005)

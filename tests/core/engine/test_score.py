@@ -11,7 +11,7 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine import score
-from exl_core.engine.score import score_tokens
+from exl_core.engine.score import TextPasses, score_tokens
 from exl_core.errors import RequestError
 from exl_core.sampling.sampler import LogitsError
 from support.scripted import VOCAB_SIZE, HashRule, ScriptedModel, ScriptedShape, certain
@@ -58,7 +58,7 @@ def test_chunks_are_cut_to_bound_the_memory_of_logits(monkeypatch: pytest.Monkey
     [
         ([], "too few"),
         ([1], "too few"),
-        ([1] * 101, "too many"),
+        ([1] * 102, "too many"),
         ([1, 258], "not in the vocabulary"),
         ([1, -1], "not in the vocabulary"),
     ],
@@ -73,7 +73,7 @@ def test_what_cannot_be_scored(token_ids: list[int], words: str) -> None:
 
 def test_a_whole_context_can_be_scored() -> None:
     model = ScriptedModel(HashRule(), ScriptedShape(max_seq_len=100))
-    assert score_tokens(model, TEXT[:100]).shape == (99,)
+    assert score_tokens(model, TEXT[:101]).shape == (100,)  # the last one is only predicted
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -86,3 +86,19 @@ def test_logits_that_are_no_numbers_are_an_error(value: float) -> None:
 
     with pytest.raises(LogitsError, match="token 3"):
         score_tokens(ScriptedModel(rule), [98] * 5)
+
+
+@pytest.mark.parametrize("first", [1, 2, 40, 299])
+def test_tokens_before_the_first_scored_one_are_only_read(first: int) -> None:
+    model = ScriptedModel(HashRule())
+    passes = TextPasses(model, 300, chunk_rows=64)
+    assert torch.allclose(
+        passes.score(TEXT[:300], first), direct(TEXT[:300])[first - 1 :], rtol=0, atol=1e-5
+    )
+    assert sum(model.rows_of_pass) == 299
+
+
+def test_texts_follow_each_other_through_one_cache() -> None:
+    passes = TextPasses(ScriptedModel(HashRule()), 300)
+    for text in (TEXT[:300], TEXT[100:200], TEXT[7:9]):
+        assert torch.allclose(passes.score(text), direct(text), rtol=0, atol=1e-5)

@@ -48,6 +48,9 @@ DATASET_ROWS = 4096
 """Of a data set: more than calibration takes, of documents of any length."""
 
 SCHEMA_VERSION = 1
+MANY_STEPS, SECONDS_BETWEEN_STEPS = 500, 1.0
+"""Of a stage with more steps than that, one a second is told: they are tokens or bytes."""
+
 Say = Callable[[Event], None]
 
 
@@ -178,7 +181,18 @@ def _saying(*, is_json: bool, is_quiet: bool) -> Iterator[Say]:
     """Where events go: to stdout as JSON, or to a bar where somebody watches."""
     started = time.monotonic()
     if is_json:
-        yield lambda event: _write_event(event.kind, started, _facts(event))
+        last = -SECONDS_BETWEEN_STEPS
+
+        def write(event: Event) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if event.kind == "step" and event.total > MANY_STEPS:
+                if now - last < SECONDS_BETWEEN_STEPS:
+                    return
+                last = now
+            _write_event(event.kind, started, _facts(event))
+
+        yield write
         return
     with stages_progress(is_quiet=is_quiet) as show:
 

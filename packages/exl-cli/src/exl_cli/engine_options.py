@@ -19,6 +19,7 @@ from exl_cli import prompts
 from exl_cli.interrupt import exits_at_once
 from exl_core.cache.format import KVFormat, parse_cache_type
 from exl_core.errors import RequestError
+from exl_core.files import read_text_file
 
 if TYPE_CHECKING:
     from exl_core.constrain.filter import Constraint
@@ -168,7 +169,7 @@ def constraints_of(
     """What the text must look like. Files are read here; what of them only a model can tell, such
     as whether its tokens can write it, comes later."""
     schema_text = None if json_schema is None else _schema_text(Path(json_schema))
-    grammar_text = None if grammar is None else prompts.read_text_file(Path(grammar))
+    grammar_text = None if grammar is None else read_text_file(Path(grammar))
     if schema_text is None and regex is None and grammar_text is None:
         return ()
     with exits_at_once():
@@ -187,7 +188,7 @@ def constraints_of(
 
 
 def _schema_text(path: Path) -> str:
-    text = prompts.read_text_file(path)
+    text = read_text_file(path)
     try:
         json.loads(text)
     except (ValueError, RecursionError) as error:

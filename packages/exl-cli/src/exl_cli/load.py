@@ -15,6 +15,7 @@ import torch
 
 from exl_cli.engine_options import DEFAULT_DRAFT_TOKENS, DEFAULT_NGRAM_TOKENS, EngineChoices
 from exl_cli.render import bytes_progress
+from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import PAGE_SIZE, KVFormat, kv_bytes_per_token, pages_for
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.constrain.filter import Constraint
@@ -26,6 +27,7 @@ from exl_core.load import (
     LoadOptions,
     gguf_fields,
     load_model,
+    model_name,
     open_checkpoint,
     stop_ids,
 )
@@ -40,6 +42,8 @@ from exl_core.speculate.compatible import check_same_vocabulary, draft_rope_alph
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
+from exl_core.tokenizer.base import Tokenizer
+from exl_core.tokenizer.check import check_vocab
 from exl_core.tokenizer.detect import load_tokenizer
 
 DEFAULT_CTX_LIMIT = 8192
@@ -140,6 +144,26 @@ def load_quietly(
         return load_model(spec, chosen, progress)
 
 
+@dataclass(frozen=True, slots=True)
+class Headers:
+    """What can be told of a model without loading it. `size_bytes` are all tensors in its files."""
+
+    path: Path
+    name: str
+    config: ModelConfig
+    tokenizer: Tokenizer
+    size_bytes: int
+
+
+def read_headers(spec: str | None) -> Headers:
+    path = resolve_model(spec)
+    source, config, _ = open_checkpoint(path)
+    tokenizer = load_tokenizer(path, gguf_fields(source))
+    check_vocab(tokenizer, config.vocab_size, path)
+    size_bytes = sum(tensor.size_bytes for tensor in source.tensors.values())
+    return Headers(path, model_name(path), config, tokenizer, size_bytes)
+
+
 def backend_of(device: str, *, exact: bool) -> str:
     """What `--device` means here: `cpu`, `cuda` or `cuda:N`."""
     if not exact:
@@ -206,11 +230,11 @@ def _load_draft(
     is_quiet: bool,
 ) -> LoadedModel:
     """The draft model, stretched to the context of the model that checks where its own is less."""
-    source, config, _ = open_checkpoint(path)
-    check_same_vocabulary(loaded.tokenizer, load_tokenizer(path, gguf_fields(source)))
+    headers = read_headers(str(path))
+    check_same_vocabulary(loaded.tokenizer, headers.tokenizer)
     options = LoadOptions()
-    if config.max_seq_len < ctx:
-        alpha = draft_rope_alpha(ctx, config.max_seq_len)
+    if headers.config.max_seq_len < ctx:
+        alpha = draft_rope_alpha(ctx, headers.config.max_seq_len)
         options = LoadOptions(max_seq_len=ctx, rope_alpha=alpha)
     return load_quietly(
         str(path), device=device, threads=threads, is_quiet=is_quiet, exact=False, options=options

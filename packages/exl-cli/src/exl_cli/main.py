@@ -17,7 +17,8 @@ import typer
 from typer.main import get_command
 
 from exl_cli import options
-from exl_cli.commands import bench, chat, convert, doctor, eval, generate, inspect
+from exl_cli.commands import bench, chat, convert, doctor, generate, inspect
+from exl_cli.commands.eval import compare, divergence, perplexity
 from exl_cli.machine import closed_stdout, machine_failure
 from exl_cli.output import ClosedPipeError
 from exl_core.errors import ExlError, ProblemsError, printable
@@ -69,16 +70,13 @@ app.command("generate", epilog=options.examples(generate.EXAMPLES))(generate.gen
 app.command("chat", epilog=options.examples(chat.EXAMPLES))(chat.chat)
 app.command("convert", epilog=options.examples(convert.EXAMPLES))(convert.convert)
 app.add_typer(eval_app, name="eval")
-eval_app.command("perplexity", epilog=options.examples(eval.EXAMPLES))(eval.perplexity)
+eval_app.command("perplexity", epilog=options.examples(perplexity.EXAMPLES))(perplexity.perplexity)
+eval_app.command("divergence", epilog=options.examples(divergence.EXAMPLES))(divergence.divergence)
+eval_app.command("compare", epilog=options.examples(compare.EXAMPLES))(compare.compare)
 app.command("bench", epilog=options.examples(bench.EXAMPLES))(bench.bench)
 app.add_typer(inspect_app, name="inspect")
 inspect_app.command("model", epilog=options.examples(inspect.EXAMPLES))(inspect.inspect_model)
 app.command("doctor", epilog=options.examples(doctor.EXAMPLES))(doctor.doctor)
-
-
-@eval_app.callback()
-def _eval() -> None:
-    """Keeps `perplexity` a verb of its own while it is the only one."""
 
 
 @inspect_app.callback()

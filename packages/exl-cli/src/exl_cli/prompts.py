@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from exl_core.errors import RequestError
+from exl_core.files import decode_text, read_text_file
 
 STDIN = "-"
 _NOTICE_AFTER_S = 2.0
@@ -57,17 +58,6 @@ def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
     return [*messages, {"role": "user", "content": text}]
 
 
-def read_text_file(path: Path) -> str:
-    """A UTF-8 file, whole; line ends stay as they are."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise RequestError(
-            "the file cannot be read", where=path, got=error.strerror, next_step="Check the path."
-        ) from error
-    return decode(data, str(path))
-
-
 def _read_file(path: Path) -> str:
     return read_text_file(path).removesuffix("\n")
 
@@ -88,7 +78,7 @@ def _read_stdin(*, is_required: bool) -> str:
         data = stdin.buffer.read()
     except OSError as error:
         raise RequestError("stdin cannot be read", got=error.strerror) from error
-    return decode(data, "stdin").removesuffix("\n")
+    return decode_text(data, "stdin").removesuffix("\n")
 
 
 def _tell_that_it_waits(descriptor: int, *, is_required: bool) -> None:
@@ -99,19 +89,6 @@ def _tell_that_it_waits(descriptor: int, *, is_required: bool) -> None:
     if not ready and sys.stderr is not None:
         hint = "" if is_required else "; if nothing is meant to come, add '< /dev/null'"
         print(f"exl: waiting for text on stdin{hint}", file=sys.stderr, flush=True)
-
-
-def decode(data: bytes, where: str) -> str:
-    """UTF-8, or an error that says which byte is not."""
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise RequestError(
-            "the text is not UTF-8",
-            where=where,
-            got=f"byte 0x{data[error.start]:02x} at offset {error.start}",
-            next_step="Convert it first, for example with iconv.",
-        ) from error
 
 
 def check_encodable(text: str, what: str) -> None:

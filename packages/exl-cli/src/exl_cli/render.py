@@ -78,7 +78,9 @@ def bytes_progress(what: str, *, is_quiet: bool) -> Iterator[ByteProgress | None
 
 
 @contextmanager
-def windows_progress(*, is_quiet: bool) -> Iterator[Callable[[int, int, float], None] | None]:
+def windows_progress(
+    figure: str, *, is_quiet: bool
+) -> Iterator[Callable[[int, int, float], None] | None]:
     """A bar over windows with the figure so far and the time left; None where nobody watches."""
     columns = (
         SpinnerColumn(),
@@ -89,10 +91,10 @@ def windows_progress(*, is_quiet: bool) -> Iterator[Callable[[int, int, float], 
     )
     with _bar("first window", *columns, is_quiet=is_quiet) as update:
         yield update and (
-            lambda done, total, perplexity: update(
+            lambda done, total, value: update(
                 completed=done,
                 total=total,
-                description=f"window {done}/{total}, perplexity {perplexity:.3f}",
+                description=f"window {done}/{total}, {figure} {value:.4g}",
             )
         )
 

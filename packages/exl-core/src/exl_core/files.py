@@ -1,7 +1,7 @@
-"""Reading small files that a stranger wrote, so that a damaged one is an error and not a crash; and
+"""Reading files that a stranger wrote, so that a damaged one is an error and not a crash; and
 writing files so that nobody ever finds a part of one.
 
-Knows JSON and sizes, and nothing of what the contents mean.
+Knows JSON, UTF-8 and sizes, and nothing of what the contents mean.
 """
 
 from __future__ import annotations

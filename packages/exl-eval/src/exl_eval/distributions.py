@@ -1,12 +1,14 @@
 """How far one distribution of the next token is from another, position by position.
 
 P is the reference, Q the candidate; the formulas are computed on logits, in blocks that stay in a
-CPU's cache: exponentials and differences in float32, their sums in float64. Knows neither models
-nor texts.
+CPU's cache: exponentials and differences in float32, their sums in float64. Both are distributions
+over the first `vocab_size` tokens, those that both models know; padding has no part in it. Knows
+neither models nor texts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple, Self
 
 import torch
@@ -14,49 +16,103 @@ from torch import Tensor
 
 from exl_core.engine.score import blocks_of_rows
 
+_LEAST = 1e-30
+"""Probability of a tail that has none, so that its logarithm is a number."""
+
 
 class Positions(NamedTuple):
     """One value for each scored position, float64 [n] each, on the CPU.
 
-    `kld`: sum over v of P(v) (log P(v) - log Q(v)), in nats, over the common vocabulary.
-    `reference_nll`, `nll`: -log P(x) and -log Q(x) of the true token x. `same_top`: 1 where P and Q
-    have the same likeliest token, else 0. `confidence`: the largest P(v)."""
+    `kld`: sum over v of P(v) (log P(v) - log Q(v)), in nats. `reference_nll`, `nll`: -log P(x) and
+    -log Q(x) of the true token x. `same_top`: 1 where P and Q have the same likeliest token, else
+    0. `confidence`: the largest P(v). `kld_variance`: the squared standard error of `kld` where P
+    is a `CompactRows`, else 0."""
 
     kld: Tensor
     reference_nll: Tensor
     nll: Tensor
     same_top: Tensor
     confidence: Tensor
+    kld_variance: Tensor
 
     @classmethod
-    def join(cls, parts: list[Self]) -> Self:
+    def join(cls, parts: Iterable[Self]) -> Self:
         return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
 
-def compare_logits(reference: Tensor, candidate: Tensor, targets: Tensor) -> Positions:
-    """Of logits float32 [n, vocab] of both models and the true tokens int64 [n].
+class CompactRows(NamedTuple):
+    """Distributions in a form that is small enough to keep: per row, the likeliest tokens, and a
+    sample of all the others that was drawn by their probabilities.
 
-    A vocabulary that is padded at its end is cut to the shorter one. The candidate's device
-    computes.
-    """
-    common = min(reference.shape[1], candidate.shape[1])
+    `top_ids` int32 and `top_log_probs` float32 [n, top], likeliest first; `tail` float64 [n], the
+    probability of all other tokens together; `tail_ids` int32 and `tail_log_probs` float32
+    [n, samples]; `true_log_probs` float64 [n], of the true tokens."""
+
+    top_ids: Tensor
+    top_log_probs: Tensor
+    tail: Tensor
+    tail_ids: Tensor
+    tail_log_probs: Tensor
+    true_log_probs: Tensor
+
+    @classmethod
+    def join(cls, parts: Iterable[Self]) -> Self:
+        return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+    def rows(self, start: int, end: int) -> CompactRows:
+        return CompactRows(*(column[start:end] for column in self))
+
+
+def compare_logits(
+    reference: Tensor, candidate: Tensor, targets: Tensor, vocab_size: int
+) -> Positions:
+    """Of logits float32 [n, any number of columns from vocab_size on] of both models and the true
+    tokens int64 [n]. The candidate's device computes."""
     parts = []
     for block in blocks_of_rows(candidate):
-        p = reference[block, :common].to(candidate.device)
-        parts.append(_compare_block(p, candidate[block, :common], targets[block]))
+        p = reference[block, :vocab_size].to(candidate.device)
+        parts.append(_compare_block(p, candidate[block, :vocab_size], targets[block]))
     return Positions.join(parts)
 
 
+def compare_compact(
+    reference: CompactRows, candidate: Tensor, targets: Tensor, vocab_size: int
+) -> Positions:
+    """The same with a reference that was kept. Exact but for the divergence within the tail, which
+    is estimated from the sample; that estimate is unbiased and never below 0."""
+    parts = []
+    for block in blocks_of_rows(candidate):
+        rows = reference.rows(block.start, block.stop)
+        parts.append(_compare_compact_block(rows, candidate[block, :vocab_size], targets[block]))
+    return Positions.join(parts)
+
+
+def compact_rows(
+    logits: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    generator: torch.Generator,
+    *,
+    top: int,
+    samples: int,
+) -> CompactRows:
+    """Of logits float32 [n, any number of columns from vocab_size on]; `generator` is the CPU's."""
+    parts = []
+    for block in blocks_of_rows(logits):
+        rows = logits[block, :vocab_size].cpu()
+        parts.append(_compact_block(rows, targets[block], generator, min(top, vocab_size), samples))
+    return CompactRows.join(parts)
+
+
 def _compare_block(p: Tensor, q: Tensor, targets: Tensor) -> Positions:
-    """Of logits [rows, common] and targets [rows]."""
+    """Of logits [rows, vocab] and targets [rows]."""
     ids = targets.to(q.device)[:, None]
     top_p, likeliest_p = p.max(1, keepdim=True)
     top_q, likeliest_q = q.max(1, keepdim=True)
     p, q = p - top_p, q - top_q
     weights = p.exp()
     sum_p = weights.sum(1, dtype=torch.float64)
-    sum_q = q.exp().sum(1, dtype=torch.float64)
-    log_p, log_q = sum_p.log(), sum_q.log()
+    log_p, log_q = sum_p.log(), q.exp().sum(1, dtype=torch.float64).log()
     # The true divergence is at least 0; what rounding leaves below is not.
     kld = ((weights * (p - q)).sum(1, dtype=torch.float64) / sum_p - log_p + log_q).clamp_(min=0)
     return Positions(
@@ -65,4 +121,62 @@ def _compare_block(p: Tensor, q: Tensor, targets: Tensor) -> Positions:
         nll=(log_q - q.gather(1, ids).squeeze(1)).cpu(),
         same_top=(likeliest_p == likeliest_q).squeeze(1).double().cpu(),
         confidence=(1.0 / sum_p).cpu(),
+        kld_variance=torch.zeros(len(p), dtype=torch.float64),
+    )
+
+
+def _compact_block(
+    logits: Tensor, targets: Tensor, generator: torch.Generator, top: int, samples: int
+) -> CompactRows:
+    """Of logits [rows, vocab]."""
+    shifted = logits - logits.amax(1, keepdim=True)
+    weights = shifted.exp()
+    total = weights.sum(1, dtype=torch.float64)  # [rows]
+    log_total = total.log().float()[:, None]
+    top_logits, top_ids = shifted.topk(top, 1)  # [rows, top]
+    rest = weights.scatter(1, top_ids, 0.0)  # [rows, vocab]
+    tail = rest.sum(1, dtype=torch.float64) / total
+    rest[tail <= _LEAST] = 1.0  # nothing to draw from: what is drawn will count for nothing
+    tail_ids = torch.multinomial(rest, samples, replacement=True, generator=generator)
+    return CompactRows(
+        top_ids=top_ids.int(),
+        top_log_probs=top_logits - log_total,
+        tail=tail,
+        tail_ids=tail_ids.int(),
+        tail_log_probs=shifted.gather(1, tail_ids) - log_total,
+        true_log_probs=shifted.gather(1, targets[:, None]).squeeze(1).double() - total.log(),
+    )
+
+
+def _compare_compact_block(p: CompactRows, logits: Tensor, targets: Tensor) -> Positions:
+    """KL = sum over the top of P log(P / Q) + t log(t / u) + t KL(tail of P || tail of Q), with the
+    tails' probabilities t and u. With r = (Q(x) / u) / (P(x) / t) for x drawn from P's tail, the
+    last divergence is the mean of r - 1 - log r, because the mean of r is 1."""
+    device = logits.device
+    top_ids, tail_ids = p.top_ids.long().to(device), p.tail_ids.long().to(device)
+    top_q, likeliest_q = logits.max(1, keepdim=True)
+    q = logits - top_q
+    weights = q.exp()
+    total = weights.sum(1, dtype=torch.float64)  # [rows]
+    log_total = total.log()
+    rest = weights.scatter(1, top_ids, 0.0).sum(1, dtype=torch.float64)
+    log_u = (rest / total).clamp(min=_LEAST).log()
+    tail = p.tail.to(device)
+    log_t = tail.clamp(min=_LEAST).log()
+
+    top_p = p.top_log_probs.double().to(device)  # [rows, top]
+    log_ratio = top_p - (q.gather(1, top_ids).double() - log_total[:, None])
+    kld = (top_p.exp() * log_ratio).sum(1) + tail * (log_t - log_u)
+    tail_q = q.gather(1, tail_ids).double() - log_total[:, None]  # [rows, samples]
+    log_r = (tail_q - log_u[:, None]) - (p.tail_log_probs.double().to(device) - log_t[:, None])
+    estimates = log_r.exp() - 1 - log_r
+    kld = kld.clamp(min=0) + tail * estimates.mean(1)
+    nll = log_total - q.gather(1, targets.to(device)[:, None]).squeeze(1)
+    return Positions(
+        kld=kld.cpu(),
+        reference_nll=-p.true_log_probs,
+        nll=nll.cpu(),
+        same_top=(top_ids[:, :1] == likeliest_q).squeeze(1).double().cpu(),
+        confidence=top_p[:, 0].exp().cpu(),
+        kld_variance=(tail.square() * estimates.var(1) / estimates.shape[1]).cpu(),
     )

@@ -1,33 +1,37 @@
 """How far a model is from a reference: Kullback-Leibler divergence and what belongs to it.
 
-Both models read the same windows, one chunk of a window after the other, so that neither a window's
-logits nor anything on a disk is needed. Knows models and tokenizers; neither progress bars nor
-options of a command.
+Both models read the same windows, one pass of a window after the other, so that neither a window's
+logits nor anything on a disk is needed; or the reference's predictions come from a file
+(`reference_file.py`). Knows models and tokenizers; neither progress bars nor options of a command.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine.score import TextPasses
-from exl_core.errors import ExlError
+from exl_core.errors import ExlError, RequestError
 from exl_core.load import LoadedModel
+from exl_core.tokenizer.base import Tokenizer
 from exl_eval.distributions import Positions, compare_logits
 from exl_eval.estimates import mean_and_error, percentiles
-from exl_eval.result import ConfidenceBand, DivergenceResult
-from exl_eval.vocabulary import check_same_tokens, hash_tokenizer
-from exl_eval.windows import Window, check_ctx, cut_windows, first_windows, settle_bos
+from exl_eval.perplexity import check_mean_nll, file_header, model_facts
+from exl_eval.reference_file import targets_of
+from exl_eval.result import ConfidenceBand, DivergenceResult, ModelFacts, ReferenceFacts
+from exl_eval.styles import Layout, WindowOptions, lay_out
+from exl_eval.texts import Text, as_text
+from exl_eval.vocabulary import check_same_vocabulary, check_same_windows, hash_tokenizer
+from exl_eval.window_file import each_window, opened
 
-STYLE = "paper"
 CONFIDENCE_EDGES = (0.0, 0.25, 0.5, 0.75, 0.95, 1.0)
 
 OnWindow = Callable[[int, int, float], None]
@@ -35,97 +39,138 @@ OnWindow = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class DivergenceOptions:
-    """`windows` None: all that the text holds. `bos` is one of BOS_CHOICES; `default` follows the
-    reference's tokenizer. `kv_format` is the candidate's; the reference has an fp16 cache."""
+class DivergenceOptions(WindowOptions):
+    """`kv_format` is the candidate's; the reference has an fp16 cache. The BOS rule `default`
+    follows the reference's tokenizer."""
 
-    ctx: int = 2048
-    windows: int | None = None
-    bos: str = "default"
     kv_format: KVFormat = KVFormat.FP16
+
+
+class Reference(Protocol):
+    """What a candidate is compared with: P over its first `vocab_size` tokens."""
+
+    @property
+    def facts(self) -> ReferenceFacts: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def compare(self, number: int, candidate: TextPasses) -> Positions:
+        """Both along window `number` of the layout."""
+        ...
 
 
 def measure_divergence(
     candidate: LoadedModel,
     reference: LoadedModel,
-    text: str,
+    text: str | Text,
     options: DivergenceOptions | None = None,
     on_window: OnWindow | None = None,
 ) -> DivergenceResult:
     """KL(reference || candidate) and the other figures of `DivergenceResult` on `text`.
 
-    RequestError where the two tokenizers differ on the text or the text holds too few windows.
+    RequestError where the two tokenizers differ or the text holds too few windows.
     """
     options = options or DivergenceOptions()
-    check_ctx(options.ctx, min(candidate.config.max_seq_len, reference.config.max_seq_len))
-    text_ids = check_same_tokens(reference.tokenizer, candidate.tokenizer, text)
-    rule = settle_bos(options.bos, reference.tokenizer)
-    cut = cut_windows(text_ids, options.ctx, rule, reference.tokenizer.bos_id)
-    windows = first_windows(cut, options.windows, ctx=options.ctx, text_tokens=len(text_ids))
+    longest = min(candidate.config.max_seq_len, reference.config.max_seq_len)
+    tokenizers = reference.tokenizer, candidate.tokenizer
+    layout = lay_out_for_both(*tokenizers, as_text(text), options, longest)
+    running = RunningReference(reference, layout, candidate.config.vocab_size)
+    return measure_against(running, candidate, layout, options.kv_format, on_window)
 
-    started = time.perf_counter()
-    passes = (
-        TextPasses(reference.model, options.ctx),
-        TextPasses(candidate.model, options.ctx, kv_format=options.kv_format),
-    )
+
+def measure_against(
+    reference: Reference,
+    candidate: LoadedModel,
+    layout: Layout,
+    kv_format: KVFormat = KVFormat.FP16,
+    on_window: OnWindow | None = None,
+    *,
+    resume: Path | None = None,
+) -> DivergenceResult:
+    """With `resume`, windows are kept in that file as they are done, and those of an earlier run
+    with the same text, models and options are taken from it."""
+    if reference.vocab_size > candidate.config.vocab_size:
+        raise RequestError(
+            "the candidate's vocabulary is smaller than the reference's",
+            where=candidate.name,
+            expected=f"at least {reference.vocab_size}",
+            got=candidate.config.vocab_size,
+        )
+    model = model_facts(candidate, kv_format)
+    header = {**file_header("divergence", layout, model), **asdict(reference.facts)}
+    passes = TextPasses(candidate.model, longest_of(layout), kv_format=kv_format)
+
+    def find(number: int) -> dict[str, Tensor]:
+        return reference.compare(number, passes)._asdict()
+
     parts: list[Positions] = []
-    for number, window in enumerate(windows, start=1):
-        parts.append(compare_window(*passes, window))
-        _check_finite(parts[-1], candidate.name, number)
-        if on_window is not None:
-            so_far = sum(float(part.kld.sum()) for part in parts)
-            on_window(number, len(windows), so_far / sum(len(part.kld) for part in parts))
+    kept_windows, total, count = 0, 0.0, 0
+    started = time.perf_counter()
+    with opened(resume, header) as file:
+        for number, (found, was_kept) in enumerate(
+            each_window(layout.facts.windows, find, file), start=1
+        ):
+            parts.append(Positions(**found))
+            _check_finite(parts[-1], candidate.name, number)
+            kept_windows += was_kept
+            total, count = total + float(parts[-1].kld.sum()), count + len(parts[-1].kld)
+            if on_window is not None:
+                on_window(number, layout.facts.windows, total / count)
+    facts = replace(reference.facts, cache_stderr=_cache_stderr(parts))
     seconds = time.perf_counter() - started
-
-    data = text.encode("utf-8")
-    positions = Positions.join(parts)
-    log_ratio, log_ratio_error = mean_and_error(positions.nll - positions.reference_nll)
-    same_top = float(positions.same_top.mean())
-    return DivergenceResult(
-        kld=summarize_kld(positions.kld),
-        same_top=same_top,
-        same_top_stderr=math.sqrt(same_top * (1 - same_top) / len(positions.kld)),
-        delta_p=summarize_delta_p((-positions.nll).exp() - (-positions.reference_nll).exp()),
-        ln_ppl_ratio=log_ratio,
-        ln_ppl_ratio_stderr=log_ratio_error,
-        perplexity=math.exp(float(positions.nll.mean())),
-        reference_perplexity=math.exp(float(positions.reference_nll.mean())),
-        by_confidence=split_by_confidence(positions),
-        tokens=len(positions.kld),
-        windows=len(windows),
-        ctx=options.ctx,
-        style=STYLE,
-        bos=rule.value,
-        text_sha256=hashlib.sha256(data).hexdigest(),
-        text_bytes=len(data),
-        text_tokens=len(text_ids),
-        tokenizer_sha256=hash_tokenizer(reference.tokenizer),
-        vocab_size=min(candidate.config.vocab_size, reference.config.vocab_size),
-        model=candidate.name,
-        weights_bytes=candidate.weights_bytes,
-        reference=reference.name,
-        reference_weights_bytes=reference.weights_bytes,
-        kv_format=options.kv_format.value,
-        exact=candidate.exact,
-        reference_exact=reference.exact,
+    return _result(
+        parts,
+        layout,
+        model,
+        facts,
+        vocab_size=reference.vocab_size,
+        kept_windows=kept_windows,
         seconds=seconds,
     )
 
 
-def compare_window(reference: TextPasses, candidate: TextPasses, window: Window) -> Positions:
-    """Both models along one window, a pass of each in turn."""
-    ids = torch.tensor(window.token_ids, dtype=torch.int64)
-    parts = []
-    theirs = _Rows(reference.logits(window.token_ids, window.first))
-    for start, logits in candidate.logits(window.token_ids, window.first):
-        done = 0
-        while done < len(logits):  # vocabularies of other sizes have passes of other lengths
-            expected = theirs.take(len(logits) - done)
-            at = start + done
-            got = logits[done : done + len(expected)]
-            parts.append(compare_logits(expected, got, ids[at : at + len(expected)]))
-            done += len(expected)
-    return Positions.join(parts)
+def lay_out_for_both(
+    reference: Tokenizer,
+    candidate: Tokenizer,
+    text: Text,
+    options: WindowOptions,
+    model_max: int,
+) -> Layout:
+    """The windows that both models read; RequestError where their tokenizers differ."""
+    layout = lay_out(text, reference, options, model_max)
+    if hash_tokenizer(candidate) != layout.facts.tokenizer_sha256:
+        check_same_vocabulary(reference, candidate)
+    same = replace(options, bos=layout.facts.bos)
+    theirs = lay_out(text, candidate, same, model_max)
+    check_same_windows(layout.windows, theirs.windows, candidate.where)
+    return layout
+
+
+def longest_of(layout: Layout) -> int:
+    return max(len(window.token_ids) for window in layout.windows)
+
+
+class RunningReference:
+    """A loaded model as what a candidate is compared with, a pass of each in turn."""
+
+    def __init__(self, loaded: LoadedModel, layout: Layout, candidate_vocab_size: int) -> None:
+        self.facts = ReferenceFacts(loaded.name, loaded.exact)
+        self.vocab_size = min(loaded.tokenizer.vocab_size, candidate_vocab_size)
+        self._windows = layout.windows
+        self._passes = TextPasses(loaded.model, longest_of(layout))
+
+    def compare(self, number: int, candidate: TextPasses) -> Positions:
+        window = self._windows[number]
+        rows = _Rows(self._passes.logits(window.token_ids, window.first))
+        parts = []
+        for start, logits in candidate.logits(window.token_ids, window.first):
+            done = 0
+            while done < len(logits):  # vocabularies of other sizes have passes of other lengths
+                p = rows.take(len(logits) - done)
+                targets = targets_of(window, start + done, len(p))
+                q = logits[done : done + len(p)]
+                parts.append(compare_logits(p, q, targets, self.vocab_size))
+                done += len(p)
+        return Positions.join(parts)
 
 
 class _Rows:
@@ -141,6 +186,43 @@ class _Rows:
             _, self._left = next(self._passes)
         taken, self._left = self._left[:most], self._left[most:]
         return taken
+
+
+def _result(
+    parts: list[Positions],
+    layout: Layout,
+    model: ModelFacts,
+    reference: ReferenceFacts,
+    **run: Any,
+) -> DivergenceResult:
+    positions = Positions.join(parts)
+    count = len(positions.kld)
+    log_ratio, log_ratio_error = mean_and_error(positions.nll - positions.reference_nll)
+    same_top = float(positions.same_top.mean())
+    return DivergenceResult(
+        kld=summarize_kld(positions.kld),
+        same_top=same_top,
+        same_top_stderr=math.sqrt(same_top * (1 - same_top) / count),
+        delta_p=summarize_delta_p((-positions.nll).exp() - (-positions.reference_nll).exp()),
+        ln_ppl_ratio=log_ratio,
+        ln_ppl_ratio_stderr=log_ratio_error,
+        perplexity=_perplexity(positions.nll, model.model),
+        reference_perplexity=_perplexity(positions.reference_nll, reference.reference),
+        by_confidence=split_by_confidence(positions),
+        tokens=count,
+        text=layout.facts,
+        model=model,
+        reference=reference,
+        window_kld=tuple(float(part.kld.sum()) for part in parts),
+        window_tokens=tuple(len(part.kld) for part in parts),
+        **run,
+    )
+
+
+def _cache_stderr(parts: list[Positions]) -> float | None:
+    """Of the mean divergence; None where nothing was estimated from a sample."""
+    variance = sum(float(part.kld_variance.sum()) for part in parts)
+    return math.sqrt(variance) / sum(len(part.kld) for part in parts) if variance else None
 
 
 def summarize_kld(kld: Tensor) -> dict[str, float]:
@@ -173,6 +255,12 @@ def split_by_confidence(
         same_top = float(positions.same_top[is_in].mean()) if count else None
         bands.append(ConfidenceBand(above, up_to, count, kld, same_top))
     return tuple(bands)
+
+
+def _perplexity(nll: Tensor, where: str) -> float:
+    mean = float(nll.mean())
+    check_mean_nll(mean, where)
+    return math.exp(mean)
 
 
 def _check_finite(positions: Positions, name: str, number: int) -> None:

@@ -1,30 +1,31 @@
-"""Perplexity of a text under a model, in the style of the papers.
+"""Perplexity of a text under a model, in any of the styles.
 
-The text is tokenized once, with no special tokens added, and cut into disjoint windows of `ctx`
-tokens; what is left at the end is dropped. Of each window all tokens but the first are scored, each
-given the ones before it in its window. Where BOS goes is a choice of its own (`BosRule`). Knows the
-scorer and the tokenizer; neither progress bars nor options.
+Knows the scorer and the layout of a text (`styles.py`); neither progress bars nor options of a
+command.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine.score import CHUNK_ROWS, TextPasses
 from exl_core.errors import ExlError
 from exl_core.load import LoadedModel
-from exl_eval.result import PerplexityResult
-from exl_eval.vocabulary import hash_tokenizer
-from exl_eval.windows import check_ctx, cut_windows, first_windows, settle_bos
+from exl_eval.estimates import mean_and_error
+from exl_eval.result import ModelFacts, PerplexityPair, PerplexityResult
+from exl_eval.styles import Layout, WindowOptions, lay_out
+from exl_eval.texts import Text, as_text
+from exl_eval.vocabulary import check_same_windows
+from exl_eval.window_file import each_window, opened
 
-STYLE = "paper"
 MEAN_NLL_MAX = 700.0  # e to the power of it is close to the largest double
 
 OnWindow = Callable[[int, int, float], None]
@@ -32,104 +33,103 @@ OnWindow = Callable[[int, int, float], None]
 
 
 @dataclass(frozen=True, slots=True)
-class PerplexityOptions:
-    """`windows` None: all that the text holds. `bos` is one of BOS_CHOICES; `default` is ONCE for a
-    tokenizer that adds BOS by itself and NONE for one that does not. With `token_by_token` the
-    model runs as when it decodes, a pass for every token."""
+class PerplexityOptions(WindowOptions):
+    """With `token_by_token` the model runs as when it decodes, a pass for every token."""
 
-    ctx: int = 2048
-    windows: int | None = None
-    bos: str = "default"
     kv_format: KVFormat = KVFormat.FP16
     token_by_token: bool = False
 
 
-class RunningNll:
-    """Sums of the negative log-likelihood and its square, in double precision."""
+@dataclass(frozen=True, slots=True)
+class ScoredText:
+    """The figure, and what it is made of: `nll` float64 [tokens], in the order of the windows."""
 
-    def __init__(self) -> None:
-        self.count = 0
-        self._sum = 0.0
-        self._sum_of_squares = 0.0
-
-    def add(self, log_probs: torch.Tensor) -> None:
-        nll = -log_probs.double()
-        self.count += nll.numel()
-        self._sum += float(nll.sum())
-        self._sum_of_squares += float(nll.square().sum())
-
-    @property
-    def mean(self) -> float:
-        return self._sum / self.count
-
-    @property
-    def stderr(self) -> float:
-        """Of the mean: sqrt((mean of squares - square of mean) / (T - 1))."""
-        if self.count < 2:
-            return math.inf
-        variance = self._sum_of_squares / self.count - self.mean**2
-        return math.sqrt(max(variance, 0.0) / (self.count - 1))
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(self.mean)
+    result: PerplexityResult
+    layout: Layout
+    nll: Tensor
 
 
 def measure_perplexity(
     loaded: LoadedModel,
-    text: str,
-    options: PerplexityOptions,
+    text: str | Text,
+    options: PerplexityOptions | None = None,
     on_window: OnWindow | None = None,
 ) -> PerplexityResult:
-    tokenizer = loaded.tokenizer
-    rule = settle_bos(options.bos, tokenizer)
-    check_ctx(options.ctx, loaded.config.max_seq_len)
-    # Special tokens that the text spells out count as themselves, as in every published figure:
-    # WikiText's "<unk>" is one token of Gemma's, and 30 becomes 12 when it is three.
-    text_ids = tokenizer.encode(text, allow_special=True, add_bos=False)
-    cut = cut_windows(text_ids, options.ctx, rule, tokenizer.bos_id)
-    windows = first_windows(cut, options.windows, ctx=options.ctx, text_tokens=len(text_ids))
+    """RequestError where the text holds too few windows or an option does not fit the style."""
+    return score_text(loaded, text, options, on_window).result
 
-    started = time.perf_counter()
-    nll = RunningNll()
+
+def score_text(
+    loaded: LoadedModel,
+    text: str | Text,
+    options: PerplexityOptions | None = None,
+    on_window: OnWindow | None = None,
+    *,
+    resume: Path | None = None,
+) -> ScoredText:
+    """As `measure_perplexity`. With `resume`, windows are kept in that file as they are done, and
+    those of an earlier run with the same text, model and options are taken from it."""
+    options = options or PerplexityOptions()
+    layout = lay_out(as_text(text), loaded.tokenizer, options, loaded.config.max_seq_len)
+    windows = layout.windows
+    model = model_facts(loaded, options.kv_format, token_by_token=options.token_by_token)
     passes = TextPasses(
         loaded.model,
-        options.ctx,
+        max(len(window.token_ids) for window in windows),
         kv_format=options.kv_format,
         chunk_rows=1 if options.token_by_token else CHUNK_ROWS,
     )
-    for number, window in enumerate(windows, start=1):
-        nll.add(passes.score(window.token_ids, window.first))
-        _check_figure(nll.mean, f"{loaded.name}, window {number}")
-        if on_window is not None:
-            on_window(number, len(windows), nll.perplexity)
-    seconds = time.perf_counter() - started
 
-    data = text.encode("utf-8")
-    return PerplexityResult(
-        perplexity=nll.perplexity,
-        stderr=nll.perplexity * nll.stderr,
-        nll=nll.mean,
-        nll_stderr=nll.stderr,
-        tokens=nll.count,
-        windows=len(windows),
-        ctx=options.ctx,
-        style=STYLE,
-        bos=rule.value,
-        text_sha256=hashlib.sha256(data).hexdigest(),
-        text_bytes=len(data),
-        text_tokens=len(text_ids),
-        tokenizer_sha256=hash_tokenizer(tokenizer),
+    def find(number: int) -> dict[str, Tensor]:
+        window = windows[number]
+        return {"nll": -passes.score(window.token_ids, window.first)}
+
+    parts: list[Tensor] = []
+    kept_windows, total, count = 0, 0.0, 0
+    started = time.perf_counter()
+    with opened(resume, file_header("perplexity", layout, model)) as file:
+        for number, (found, was_kept) in enumerate(each_window(len(windows), find, file), start=1):
+            parts.append(found["nll"])
+            kept_windows += was_kept
+            total, count = total + float(parts[-1].sum()), count + len(parts[-1])
+            check_mean_nll(total / count, f"{loaded.name}, window {number}")
+            if on_window is not None:
+                on_window(number, len(windows), math.exp(total / count))
+    seconds = time.perf_counter() - started
+    result = _result(layout, model, parts, kept_windows, seconds)
+    return ScoredText(result, layout, torch.cat(parts))
+
+
+def compare_scored(first: ScoredText, second: ScoredText) -> PerplexityPair:
+    """Of one text in the same tokens; RequestError where the windows differ."""
+    where = f"{second.result.model.model} beside {first.result.model.model}"
+    check_same_windows(first.layout.windows, second.layout.windows, where)
+    difference, stderr = mean_and_error(first.nll - second.nll)
+    return PerplexityPair(first.result, second.result, difference, stderr)
+
+
+def model_facts(
+    loaded: LoadedModel, kv_format: KVFormat, *, token_by_token: bool = False
+) -> ModelFacts:
+    return ModelFacts(
         model=loaded.name,
         weights_bytes=loaded.weights_bytes,
-        kv_format=options.kv_format.value,
+        kv_format=kv_format.value,
         exact=loaded.exact,
-        seconds=seconds,
-        tokens_per_s=nll.count / seconds,
+        device=str(loaded.model.ops.device),
+        token_by_token=token_by_token,
     )
 
 
-def _check_figure(mean_nll: float, where: str) -> None:
+def file_header(measurement: str, layout: Layout, *facts: ModelFacts) -> dict[str, object]:
+    """What a file of windows is of. Not how many: the first ones of a longer run are the same."""
+    header: dict[str, object] = {"measurement": measurement, **asdict(layout.facts)}
+    for one in facts:
+        header.update(asdict(one))
+    return {name: value for name, value in header.items() if name not in ("windows", "text")}
+
+
+def check_mean_nll(mean_nll: float, where: str) -> None:
     if not mean_nll < MEAN_NLL_MAX:  # NaN fails too
         raise ExlError(
             "the model gives the text no probability at all",
@@ -138,3 +138,35 @@ def _check_figure(mean_nll: float, where: str) -> None:
             got=f"a mean negative log-likelihood of {mean_nll}",
             next_step="The weights may be damaged; 'exl doctor' tests the kernels.",
         )
+
+
+def _result(
+    layout: Layout, model: ModelFacts, parts: list[Tensor], kept_windows: int, seconds: float
+) -> PerplexityResult:
+    nll = torch.cat(parts)
+    mean, stderr = mean_and_error(nll)
+    words = sum(window.words for window in layout.windows)
+    size_bytes = sum(window.size_bytes for window in layout.windows)
+    total = mean * len(nll)
+    word_nll = total / words if words else math.inf
+    bits = 1 / (size_bytes * math.log(2)) if size_bytes else math.inf
+    scored_now = sum(len(part) for part in parts[kept_windows:])
+    return PerplexityResult(
+        perplexity=math.exp(mean),
+        stderr=math.exp(mean) * stderr,
+        nll=mean,
+        nll_stderr=stderr,
+        word_perplexity=math.exp(word_nll) if word_nll < MEAN_NLL_MAX else None,
+        bits_per_byte=total * bits,
+        bits_per_byte_stderr=stderr * len(nll) * bits,
+        tokens=len(nll),
+        words=words,
+        bytes=size_bytes,
+        text=layout.facts,
+        model=model,
+        kept_windows=kept_windows,
+        seconds=seconds,
+        tokens_per_s=scored_now / seconds if scored_now else None,
+        window_nll=tuple(float(part.sum()) for part in parts),
+        window_tokens=tuple(len(part) for part in parts),
+    )

@@ -13,44 +13,108 @@ SCHEMA_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
+class TextFacts:
+    """Everything of a text and its layout that defines a figure. `text_tokens` and `text_bytes` are
+    the whole text's; `bos_id` is the token that `bos` puts in front, None where it puts none."""
+
+    style: str
+    ctx: int
+    stride: int | None
+    bos: str
+    bos_id: int | None
+    special_text: bool
+    windows: int
+    text: str
+    text_sha256: str
+    text_bytes: int
+    text_tokens: int
+    documents: int
+    tokenizer_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """A model and how it ran. `token_by_token`: a pass for every token, as in decoding."""
+
+    model: str
+    weights_bytes: int
+    kv_format: str
+    exact: bool
+    device: str
+    token_by_token: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class PerplexityResult:
     """`nll` is the mean negative log-likelihood of a scored token, in nats; `stderr` belongs to
-    `perplexity`, `nll_stderr` to `nll`. `tokens` counts the scored ones."""
+    `perplexity`, `nll_stderr` to `nll`, `bits_per_byte_stderr` to `bits_per_byte`. `tokens`,
+    `words` and `bytes` count what is scored; without words there is no `word_perplexity`.
+    `window_nll` has each window's sum and `window_tokens` its count, so that two records can be
+    compared window by window. `kept_windows` came from an earlier run that was stopped; `seconds`
+    and `tokens_per_s` are of the others."""
 
     perplexity: float
     stderr: float
     nll: float
     nll_stderr: float
+    word_perplexity: float | None
+    bits_per_byte: float
+    bits_per_byte_stderr: float
     tokens: int
-    windows: int
-    ctx: int
-    style: str
-    bos: str
-    text_sha256: str
-    text_bytes: int
-    text_tokens: int
-    tokenizer_sha256: str
-    model: str
-    weights_bytes: int
-    kv_format: str
-    exact: bool
+    words: int
+    bytes: int
+    text: TextFacts
+    model: ModelFacts
+    kept_windows: int
     seconds: float
-    tokens_per_s: float
+    tokens_per_s: float | None
+    window_nll: tuple[float, ...]
+    window_tokens: tuple[int, ...]
 
     def as_dict(self) -> dict[str, object]:
-        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+        return _record("perplexity", self)
+
+
+@dataclass(frozen=True, slots=True)
+class PerplexityPair:
+    """Two models on the same tokens: `ln_ppl_ratio` is ln(first perplexity / second), the mean of
+    the differences token by token; its error, sd / sqrt(tokens), is that of the differences."""
+
+    first: PerplexityResult
+    second: PerplexityResult
+    ln_ppl_ratio: float
+    ln_ppl_ratio_stderr: float
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            **self.first.as_dict(),
+            "compared_to": self.second.as_dict(),
+            "ln_ppl_ratio": self.ln_ppl_ratio,
+            "ln_ppl_ratio_stderr": self.ln_ppl_ratio_stderr,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceBand:
-    """The positions where the reference's likeliest token has a probability of `above` to
-    `up_to`; no figures where there are none."""
+    """The positions where the reference's likeliest token has a probability of more than `above`
+    and at most `up_to`; no figures where there are none."""
 
     above: float
     up_to: float
     tokens: int
     kld: float | None
     same_top: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceFacts:
+    """What a candidate was compared with. `cache_stderr` is the error of the mean divergence that
+    comes from the compact form in which a file has the reference; None where the model itself
+    ran."""
+
+    reference: str
+    reference_exact: bool
+    cache_stderr: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +125,8 @@ class DivergenceResult:
     `same_top` is the share of positions with the same likeliest token. `delta_p` is the candidate's
     probability of the true token less the reference's: mean, stderr, rms, percentiles.
     `ln_ppl_ratio` is ln(candidate's perplexity / reference's), its error that of paired
-    differences. `vocab_size` counts the tokens that both models have logits for."""
+    differences. `vocab_size` counts the tokens that are compared: those of the reference's
+    tokenizer. `window_kld` has each window's sum, `window_tokens` its count."""
 
     kld: Mapping[str, float]
     same_top: float
@@ -73,27 +138,28 @@ class DivergenceResult:
     reference_perplexity: float
     by_confidence: tuple[ConfidenceBand, ...]
     tokens: int
-    windows: int
-    ctx: int
-    style: str
-    bos: str
-    text_sha256: str
-    text_bytes: int
-    text_tokens: int
-    tokenizer_sha256: str
     vocab_size: int
-    model: str
-    weights_bytes: int
-    reference: str
-    reference_weights_bytes: int
-    kv_format: str
-    exact: bool
-    reference_exact: bool
+    text: TextFacts
+    model: ModelFacts
+    reference: ReferenceFacts
+    kept_windows: int
     seconds: float
+    window_kld: tuple[float, ...]
+    window_tokens: tuple[int, ...]
 
     def as_dict(self) -> dict[str, object]:
-        facts = {"schema_version": SCHEMA_VERSION, "direction": "KL(reference || candidate)"}
-        return {**facts, **asdict(self)}
+        return {"direction": "KL(reference || candidate)", **_record("divergence", self)}
+
+
+def _record(measurement: str, result: PerplexityResult | DivergenceResult) -> dict[str, object]:
+    """Flat: the facts stand beside the figures."""
+    record: dict[str, object] = {"schema_version": SCHEMA_VERSION, "measurement": measurement}
+    for name, value in asdict(result).items():
+        if name in ("text", "model", "reference"):
+            record.update(value)
+        else:
+            record[name] = value
+    return record
 
 
 @dataclass(frozen=True, slots=True)

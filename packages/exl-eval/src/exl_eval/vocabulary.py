@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 from exl_core.errors import RequestError
 from exl_core.tokenizer.base import REPLACEMENT, Tokenizer
+from exl_eval.windows import Window
 
 _NO_TOKEN = REPLACEMENT.encode()
+_ADVICE = (
+    "Predictions cannot be compared token by token; take models of one family, or compare bits per "
+    "byte of 'exl eval perplexity'."
+)
 
 
 def hash_tokenizer(tokenizer: Tokenizer) -> str:
@@ -19,45 +25,42 @@ def hash_tokenizer(tokenizer: Tokenizer) -> str:
     return digest.hexdigest()
 
 
-def check_same_tokens(reference: Tokenizer, candidate: Tokenizer, text: str) -> list[int]:
-    """The ids of `text`, which both tokenizers must cut alike, with every id meaning the same.
-
-    Ids that only one of the two has are padding. Special tokens that the text spells out count as
-    themselves, as in every published figure.
-    """
-    shared = min(reference.vocab_size, candidate.vocab_size)
-    for token_id in range(shared):
-        expected = reference.token_bytes(token_id, skip_special=False)
-        got = candidate.token_bytes(token_id, skip_special=False)
-        is_padding = _NO_TOKEN in (expected, got) and not (
-            reference.is_special(token_id) and candidate.is_special(token_id)
-        )
-        if expected != got and not is_padding:
-            raise _other_vocabulary(
-                f"token {token_id} differs", candidate, repr(expected), repr(got)
+def check_same_vocabulary(first: Tokenizer, second: Tokenizer) -> None:
+    """An id must mean the same to both. Ids that only one of them has are padding."""
+    for token_id in range(min(first.vocab_size, second.vocab_size)):
+        expected = first.token_bytes(token_id, skip_special=False)
+        got = second.token_bytes(token_id, skip_special=False)
+        is_special = first.is_special(token_id) and second.is_special(token_id)
+        if expected != got and (is_special or _NO_TOKEN not in (expected, got)):
+            raise RequestError(
+                f"the two models have different tokenizers: token {token_id} differs",
+                where=second.where,
+                expected=repr(expected),
+                got=repr(got),
+                next_step=_ADVICE,
             )
-    ids = reference.encode(text, allow_special=True)
-    others = candidate.encode(text, allow_special=True)
-    if ids != others:
-        place = next(
-            (i for i, (a, b) in enumerate(zip(ids, others, strict=False)) if a != b),
-            min(len(ids), len(others)),
-        )
-        raise _other_vocabulary(
-            f"the text is cut in another way from token {place} on",
-            candidate,
-            f"{ids[place : place + 4]} of {len(ids)}",
-            f"{others[place : place + 4]} of {len(others)}",
-        )
-    return ids
 
 
-def _other_vocabulary(what: str, candidate: Tokenizer, expected: str, got: str) -> RequestError:
-    return RequestError(
-        f"the two models have different tokenizers: {what}",
-        where=candidate.where,
-        expected=expected,
-        got=got,
-        next_step="Their predictions cannot be compared token by token; take a reference of the "
-        "same family, or compare bits per byte of 'exl eval perplexity'.",
-    )
+def check_same_windows(first: Sequence[Window], second: Sequence[Window], where: object) -> None:
+    """The same text must be the same tokens to both, in the same windows."""
+    for number, (ours, theirs) in enumerate(zip(first, second, strict=False), start=1):
+        if ours.token_ids == theirs.token_ids:
+            continue
+        pairs = enumerate(zip(ours.token_ids, theirs.token_ids, strict=False))
+        place = next((i for i, (a, b) in pairs if a != b), 0)
+        raise RequestError(
+            f"the two tokenizers cut the text in different ways, from token {place} of window "
+            f"{number} on",
+            where=where,
+            expected=list(ours.token_ids[place : place + 4]),
+            got=list(theirs.token_ids[place : place + 4]),
+            next_step=_ADVICE,
+        )
+    if len(first) != len(second):
+        raise RequestError(
+            "the two tokenizers cut the text into different numbers of windows",
+            where=where,
+            expected=len(first),
+            got=len(second),
+            next_step=_ADVICE,
+        )

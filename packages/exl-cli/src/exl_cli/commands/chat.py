@@ -6,10 +6,11 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from exl_cli import engine_options, options, output, prompts
+from exl_cli import engine_options, options, output
 from exl_cli.conversation import Conversation
 from exl_cli.interrupt import Interrupt, exits_at_once
 from exl_core.errors import ExlError, printable
+from exl_core.files import decode_text
 
 if TYPE_CHECKING:
     from exl_cli.load import Runtime
@@ -199,4 +200,4 @@ def _piped() -> Iterator[str]:
     if sys.stdin is None:
         return
     for number, line in enumerate(sys.stdin.buffer, start=1):
-        yield prompts.decode(line, f"stdin, line {number}")
+        yield decode_text(line, f"stdin, line {number}")

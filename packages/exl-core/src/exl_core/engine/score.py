@@ -35,13 +35,13 @@ class TextPasses:
         kv_format: KVFormat = KVFormat.FP16,
         chunk_rows: int = CHUNK_ROWS,
     ) -> None:
-        """For texts of at most `longest` tokens, in passes of at most `chunk_rows`."""
+        """For texts of at most `longest` tokens, in passes of at most `chunk_rows` of them."""
         if chunk_rows < 1:
             raise RequestError("chunk_rows is too small", expected="at least 1", got=chunk_rows)
         config = model.config
         self.model = model
         self._chunk_rows = max(1, min(chunk_rows, _LOGIT_BYTES // (4 * config.vocab_size)))
-        num_pages = pages_for(min(longest, config.max_seq_len))
+        num_pages = pages_for(min(max(1, longest - 1), config.max_seq_len))
         self._runner = Runner(model, store_for(model, kv_format, num_pages))
 
     def logits(self, token_ids: Sequence[int], first: int = 1) -> Iterator[tuple[int, Tensor]]:
@@ -131,10 +131,10 @@ def _check(model: Model, ids: tuple[int, ...], first: int) -> None:
         raise RequestError(
             "too few tokens to score", expected="at least 2, a first and one after it", got=len(ids)
         )
-    if len(ids) > model.config.max_seq_len:
+    if len(ids) - 1 > model.config.max_seq_len:
         raise RequestError(
             "too many tokens to score at once",
-            expected=f"at most the context, {model.config.max_seq_len}",
+            expected=f"at most the context, {model.config.max_seq_len}, and one after it",
             got=len(ids),
             next_step="Cut the text into windows.",
         )

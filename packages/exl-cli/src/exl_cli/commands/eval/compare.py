@@ -1,0 +1,84 @@
+"""`exl eval compare`: two records side by side, as far as they are about the same thing."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from exl_cli import options, output
+from exl_core.errors import RequestError
+from exl_core.files import read_text_file
+
+if TYPE_CHECKING:
+    from exl_eval.compare import Comparison
+
+EXAMPLES = (
+    ("exl eval perplexity -m a --text wiki.txt --json > a.json", "a record"),
+    ("exl eval compare a.json b.json", "what may be compared, why, and the difference"),
+)
+
+
+def compare(
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="A record: what --json printed.")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
+    *,
+    json: options.Json = False,
+) -> None:
+    """What of two records of 'exl eval' may be compared, why the rest may not, and the difference.
+
+    Perplexities compare where text, style, context, BOS rule and tokenizer agree, bits per byte
+    where the text does; divergences where the reference does as well. Errors of a difference are
+    paired, window by window, wherever both read the same windows.
+    """
+    from exl_eval.compare import compare_records
+
+    found = compare_records(_read(a), _read(b))
+    if json:
+        output.write_json(found.as_dict())
+    else:
+        _show(found, a, b)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        record = json_module.loads(read_text_file(path))
+    except (ValueError, RecursionError) as error:
+        raise RequestError("is not valid JSON", where=path, got=str(error)[:200]) from error
+    if not isinstance(record, dict):
+        raise RequestError("holds no record", where=path, got=type(record).__name__)
+    return record
+
+
+def _show(found: Comparison, a: Path, b: Path) -> None:
+    from rich.table import Table
+
+    from exl_cli.render import columns_table, facts_table, from_file, print_answer
+
+    verdict = "yes" if found.is_comparable else "no" if not found.differences else "in part"
+    parts: list[Table | str] = [
+        facts_table(
+            {"A": str(a), "B": str(b), "measurement": found.measurement, "comparable": verdict}
+        )
+    ]
+    if found.obstacles:
+        table = columns_table("differs", "A", "B", "so")
+        for each in found.obstacles:
+            cells = (each.field, str(each.a), str(each.b), each.why)
+            table.add_row(*(from_file(cell) for cell in cells))
+        parts += ["", table]
+    if found.differing:
+        table = columns_table("compared", "A", "B")
+        for name, (ours, theirs) in found.differing.items():
+            table.add_row(name, from_file(str(ours)), from_file(str(theirs)))
+        parts += ["", table]
+    if found.differences:
+        table = columns_table("figure", "A", "B", "A - B", "standard error")
+        for one in found.differences:
+            how = "paired" if one.is_paired else "of both, independent"
+            values = (f"{one.a:.6g}", f"{one.b:.6g}", f"{one.difference:+.6g}")
+            table.add_row(one.figure, *values, f"{one.stderr:.2g}, {how}")
+        parts += ["", table]
+    print_answer(*parts)

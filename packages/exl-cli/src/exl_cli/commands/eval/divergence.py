@@ -1,0 +1,150 @@
+"""`exl eval divergence`: how far a model is from the one that it was made from.
+
+What is computed lives in `exl_eval`; this module says which model is loaded when.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exl_cli import eval_options, options, output
+from exl_cli.interrupt import exits_at_once
+from exl_core.cache.format import parse_cache_type
+
+if TYPE_CHECKING:
+    from exl_cli.load import Headers
+    from exl_core.load import LoadedModel
+    from exl_eval.divergence import Reference
+    from exl_eval.result import DivergenceResult
+
+EXAMPLES = (
+    ("exl eval divergence q4.gguf --reference f16 --text wiki.txt --windows 20", "of a pair"),
+    ("exl eval divergence a --reference f16 --text wiki.txt --json", "for a program to read"),
+    (
+        "exl eval divergence a --reference f16 --text wiki.txt --cache-reference f16.ref",
+        "one model in memory at a time; the reference is run once",
+    ),
+)
+
+
+def divergence(
+    candidate: Annotated[
+        str, typer.Argument(metavar="CANDIDATE", help=options.MODEL_HELP, show_default=False)
+    ],
+    *,
+    reference: Annotated[
+        str,
+        typer.Option("--reference", metavar="MODEL", help="What it should be like: P."),
+    ],
+    text: eval_options.TextFile = None,
+    dataset: eval_options.Dataset = None,
+    split: eval_options.Split = None,
+    column: eval_options.Column = "text",
+    rows: eval_options.Rows = None,
+    ctx: eval_options.StyleCtx = None,
+    windows: eval_options.Windows = None,
+    bos: eval_options.Bos = "default",
+    cache_reference: Annotated[
+        Path | None,
+        typer.Option(
+            "--cache-reference",
+            metavar="FILE",
+            help="Keep the reference's predictions in FILE, 2.6 kB a token, and load one model at "
+            "a time; if FILE has them, the reference is not loaded.",
+        ),
+    ] = None,
+    resume: eval_options.Resume = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    cache_type: options.CacheType = "fp16",
+    exact: options.Exact = False,
+) -> None:
+    """Kullback-Leibler divergence of a model from its reference, with what belongs to it.
+
+    KL(reference || candidate) in nats by position, how often both find the same token likeliest,
+    what became of the true token's probability, and the ratio of the perplexities, all on the
+    same windows. Both must have the same tokenizer. --cache-type is the candidate's.
+    """
+    kv_format = parse_cache_type(cache_type)
+    content = eval_options.read(text, dataset, split=split, column=column, rows=rows)
+    with exits_at_once():
+        from exl_cli.load import load_quietly, read_headers
+        from exl_cli.render import windows_progress
+        from exl_eval.divergence import (
+            DivergenceOptions,
+            RunningReference,
+            lay_out_for_both,
+            measure_against,
+        )
+        from exl_eval.reference_file import KeptReference, keep_reference, reference_header
+        from exl_eval.result import ReferenceFacts
+        from exl_eval.window_file import WindowFile
+    theirs, ours = read_headers(reference), read_headers(candidate)
+    choices = DivergenceOptions(ctx=ctx, windows=windows, bos=bos, kv_format=kv_format)
+    longest = min(theirs.config.max_seq_len, ours.config.max_seq_len)
+    layout = lay_out_for_both(theirs.tokenizer, ours.tokenizer, content, choices, longest)
+
+    def load(model: Headers) -> LoadedModel:
+        path = str(model.path)
+        return load_quietly(path, device=device, threads=threads, is_quiet=quiet, exact=exact)
+
+    def measured(against: Reference) -> DivergenceResult:
+        loaded = load(ours)
+        with (
+            eval_options.saying_what_is_kept(resume),
+            windows_progress("divergence", is_quiet=quiet) as on_window,
+        ):
+            return measure_against(against, loaded, layout, kv_format, on_window, resume=resume)
+
+    if cache_reference is None:
+        result = measured(RunningReference(load(theirs), layout, ours.config.vocab_size))
+    else:
+        vocab_size, facts = theirs.tokenizer.vocab_size, ReferenceFacts(theirs.name, exact)
+        header = reference_header(layout, facts, vocab_size, theirs.size_bytes)
+        with WindowFile(cache_reference, header) as file:
+            if len(file) < len(layout.windows):
+                with (
+                    eval_options.saying_what_is_kept(cache_reference),
+                    windows_progress("reference's perplexity", is_quiet=quiet) as on_window,
+                ):
+                    keep_reference(load(theirs), layout, vocab_size, file, on_window)
+            result = measured(KeptReference(file, layout, facts, vocab_size))
+    if json:
+        output.write_json(result.as_dict())
+    else:
+        _show(result)
+
+
+def _show(result: DivergenceResult) -> None:
+    from exl_cli.render import columns_table, facts_table, print_answer
+
+    kld, delta_p, reference = result.kld, result.delta_p, result.reference
+    bands = columns_table("reference's confidence", "tokens", "KL", "same top")
+    for band in result.by_confidence:
+        shown = ("", "") if band.kld is None else (f"{band.kld:.6f}", f"{band.same_top:.2%}")
+        bands.add_row(f"{band.above:g} to {band.up_to:g}", str(band.tokens), *shown)
+    facts = {
+        "KL": f"{kld['mean']:.6f} ± {kld['stderr']:.6f} nats, KL(reference || candidate)",
+        "percentiles": "  ".join(
+            f"{name} {kld[name]:.5f}" for name in ("median", "p90", "p95", "p99", "p99.9", "max")
+        ),
+        "same top": f"{result.same_top:.3%} ± {result.same_top_stderr:.3%}",
+        "delta p": f"mean {delta_p['mean']:+.4%}, RMS {delta_p['rms']:.3%}; "
+        + "  ".join(f"{name} {delta_p[name]:+.2%}" for name in ("p1", "p5", "p95", "p99")),
+        "ln ratio": f"{result.ln_ppl_ratio:+.6f} ± {result.ln_ppl_ratio_stderr:.6f}, paired: "
+        f"perplexity {result.perplexity:.4f} to {result.reference_perplexity:.4f}",
+        "scored": f"{result.tokens} tokens in {eval_options.windows_text(result.text)}",
+        "candidate": eval_options.model_text(result.model),
+        "reference": reference.reference + ", exact" * reference.reference_exact,
+    }
+    if reference.cache_stderr is not None:
+        facts["from a file"] = f"which adds an error of {reference.cache_stderr:.2g} to the mean KL"
+    if result.kept_windows:
+        facts["kept"] = f"{result.kept_windows} windows of an earlier run"
+    facts["time"] = f"{result.seconds:.1f} s"
+    print_answer(facts_table({**facts, **eval_options.text_facts(result.text)}), "", bands)

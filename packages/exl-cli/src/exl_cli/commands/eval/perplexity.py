@@ -1,0 +1,179 @@
+"""`exl eval perplexity`: the figure, its error, and every choice it depends on.
+
+What is computed lives in `exl_eval`; this module reads the text and shows the result.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exl_cli import eval_options, options, output
+from exl_cli.interrupt import exits_at_once
+from exl_core.cache.format import parse_cache_type
+
+if TYPE_CHECKING:
+    from exl_eval.perplexity import PerplexityOptions, ScoredText
+    from exl_eval.result import PerplexityPair, PerplexityResult
+    from exl_eval.texts import Text
+
+EXAMPLES = (
+    ("exl eval perplexity --text wiki.txt --windows 20", "the default model, 20 windows"),
+    ("exl eval perplexity gemma.gguf --text wiki.txt --bos each", "Gemma needs BOS"),
+    ("exl eval perplexity m.gguf --text wiki.txt --style llama.cpp", "as llama-perplexity does it"),
+    ("exl eval perplexity -m model --dataset wikitext", "test part of WikiText-2, from the hub"),
+    ("exl eval perplexity -m model --text wiki.txt --cache-type q4", "what a small cache costs"),
+    ("exl eval perplexity a --compare-to b --text wiki.txt", "two models, paired errors"),
+    ("exl eval perplexity -m model --text wiki.txt --json", "for 'exl eval compare', or a program"),
+)
+
+
+def perplexity(
+    *,
+    model: options.ModelArgument = None,
+    model_option: options.ModelOption = None,
+    text: eval_options.TextFile = None,
+    dataset: eval_options.Dataset = None,
+    split: eval_options.Split = None,
+    column: eval_options.Column = "text",
+    rows: eval_options.Rows = None,
+    style: Annotated[
+        str,
+        typer.Option(
+            "--style",
+            metavar="NAME",
+            help="paper: disjoint windows of 2048; exl3: the first 100 of those, no BOS; "
+            "hf-stride: windows of the whole context, overlapping; llama.cpp: second halves of "
+            "windows of 512; per-document: each row by itself, every token.",
+        ),
+    ] = "paper",
+    ctx: eval_options.StyleCtx = None,
+    stride: Annotated[
+        int | None,
+        typer.Option("--stride", metavar="N", min=1, help="Of hf-stride. Without it: 512 tokens."),
+    ] = None,
+    windows: eval_options.Windows = None,
+    bos: eval_options.Bos = "default",
+    compare_to: Annotated[
+        str | None,
+        typer.Option(
+            "--compare-to",
+            metavar="MODEL",
+            help="Score this one too, and give the ratio with the error of paired differences.",
+        ),
+    ] = None,
+    resume: eval_options.Resume = None,
+    json: options.Json = False,
+    quiet: options.Quiet = False,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    cache_type: options.CacheType = "fp16",
+    token_by_token: Annotated[
+        bool,
+        typer.Option(
+            "--token-by-token",
+            help="A pass for every token, as in decoding, in place of passes of 512: slower.",
+        ),
+    ] = False,
+    exact: options.Exact = False,
+) -> None:
+    """Perplexity of a text, with its standard error, word perplexity and bits per byte.
+
+    Five styles are in use; they differ by tens of per cent. Compare figures only where style, text,
+    tokenizer, context and BOS rule agree: they are printed with it, and 'exl eval compare' checks
+    them. Only bits per byte and word perplexity compare across tokenizers.
+    """
+    spec = options.pick_model(model, model_option)
+    kv_format = parse_cache_type(cache_type)
+    content = eval_options.read(text, dataset, split=split, column=column, rows=rows)
+    with exits_at_once():
+        from exl_cli.load import load_quietly
+        from exl_cli.render import windows_progress
+        from exl_eval.perplexity import PerplexityOptions, compare_scored, score_text
+    choices = PerplexityOptions(
+        style, ctx, stride, windows, bos, kv_format=kv_format, token_by_token=token_by_token
+    )
+    if compare_to is not None:
+        choices = _agreed(spec, compare_to, content, choices)
+
+    def scored(model: str | None, file: Path | None) -> ScoredText:
+        loaded = load_quietly(model, device=device, threads=threads, is_quiet=quiet, exact=exact)
+        with (
+            eval_options.saying_what_is_kept(file),
+            windows_progress("perplexity", is_quiet=quiet) as on_window,
+        ):
+            return score_text(loaded, content, choices, on_window, resume=file)
+
+    first = scored(spec, resume)
+    if compare_to is None:
+        _show(first.result, is_json=json)
+        return
+    beside = None if resume is None else resume.with_name(f"{resume.name}.compare-to")
+    pair = compare_scored(first, scored(compare_to, beside))
+    _show_pair(pair, is_json=json)
+
+
+def _agreed(
+    spec: str | None, other: str, text: Text, choices: PerplexityOptions
+) -> PerplexityOptions:
+    """Two models must be given the same windows; what cannot be is told before they are loaded."""
+    from dataclasses import replace
+
+    from exl_cli.load import read_headers
+    from exl_eval.divergence import lay_out_for_both
+
+    first, second = read_headers(spec), read_headers(other)
+    longest = min(first.config.max_seq_len, second.config.max_seq_len)
+    facts = lay_out_for_both(first.tokenizer, second.tokenizer, text, choices, longest).facts
+    return replace(choices, ctx=facts.ctx, bos=facts.bos)
+
+
+def _show(result: PerplexityResult, *, is_json: bool) -> None:
+    from exl_cli.render import facts_table, print_answer
+
+    if is_json:
+        output.write_json(result.as_dict())
+    else:
+        print_answer(facts_table({**_figures(result), **eval_options.text_facts(result.text)}))
+
+
+def _show_pair(pair: PerplexityPair, *, is_json: bool) -> None:
+    from math import exp
+
+    from exl_cli.render import facts_table, print_answer
+
+    if is_json:
+        output.write_json(pair.as_dict())
+        return
+    ratio = exp(pair.ln_ppl_ratio)
+    facts = {
+        "ratio": f"{ratio:.5f} ± {ratio * pair.ln_ppl_ratio_stderr:.5f}, first to second",
+        "ln ratio": f"{pair.ln_ppl_ratio:+.6f} ± {pair.ln_ppl_ratio_stderr:.6f}, paired by token",
+    }
+    print_answer(
+        facts_table(facts),
+        "",
+        facts_table(_figures(pair.first)),
+        "",
+        facts_table({**_figures(pair.second), **eval_options.text_facts(pair.first.text)}),
+    )
+
+
+def _figures(result: PerplexityResult) -> dict[str, str]:
+    words = result.word_perplexity
+    facts = {
+        "perplexity": f"{result.perplexity:.4f} ± {result.stderr:.4f}",
+        "nll": f"{result.nll:.5f} ± {result.nll_stderr:.5f} nats a token",
+        "word perplexity": "none: too few words" if words is None else f"{words:.4f}",
+        "bits per byte": f"{result.bits_per_byte:.5f} ± {result.bits_per_byte_stderr:.5f}",
+        "scored": f"{result.tokens} tokens, {result.words} words, {result.bytes} bytes in "
+        f"{eval_options.windows_text(result.text)}",
+        "model": eval_options.model_text(result.model),
+    }
+    if result.tokens_per_s is not None:
+        facts["time"] = f"{result.seconds:.1f} s, {result.tokens_per_s:.0f} tokens/s"
+    if result.kept_windows:
+        facts["kept"] = f"{result.kept_windows} windows of an earlier run"
+    return facts

@@ -1,0 +1,196 @@
+"""What of two records may be compared, what may not, and why; and the differences.
+
+Works on records as they were printed (`--json`), by the fields that define their figures. Plain
+data without torch: neither models nor texts are needed any more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from exl_core.errors import RequestError
+from exl_eval.result import SCHEMA_VERSION
+
+Record = Mapping[str, Any]
+
+TEXT_FIELDS: Mapping[str, str] = {
+    "text_sha256": "another text",
+    "style": "another way of cutting and scoring",
+    "ctx": "predictions from more or fewer tokens",
+    "stride": "windows that overlap by another amount",
+    "bos": "another rule for BOS",
+    "bos_id": "another token in front",
+    "special_text": "special tokens in the text are read in another way",
+    "documents": "another number of documents",
+    "tokens": "other tokens are scored",
+    "windows": "other tokens are scored",
+    "tokenizer_sha256": "another vocabulary: a token is not the same amount of text",
+}
+"""What must agree, and what it means where it does not."""
+
+REFERENCE_FIELDS: Mapping[str, str] = {
+    "reference": "a distance from another model",
+    "reference_exact": "a distance from another computation",
+    "vocab_size": "distributions over another vocabulary",
+}
+MODEL_FIELDS = ("model", "weights_bytes", "kv_format", "exact", "device", "token_by_token")
+"""What may differ: it is what a comparison is for."""
+
+SAME_BYTES = 0.01
+"""Scored parts of one text that differ by less are as good as the same, per byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Obstacle:
+    """A field that differs and keeps figures from being compared."""
+
+    field: str
+    a: object
+    b: object
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A figure of A less that of B, with the standard error of the difference. `is_paired`: from
+    the differences window by window, which is far tighter than two separate errors."""
+
+    figure: str
+    a: float
+    b: float
+    difference: float
+    stderr: float
+    is_paired: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """`is_comparable`: the main figures of the two are about the same thing."""
+
+    measurement: str
+    is_comparable: bool
+    obstacles: tuple[Obstacle, ...]
+    differing: Mapping[str, tuple[object, object]]
+    differences: tuple[Difference, ...]
+
+    def as_dict(self) -> dict[str, object]:
+        return {"schema_version": SCHEMA_VERSION, **asdict(self)}
+
+
+def compare_records(a: Record, b: Record) -> Comparison:
+    """RequestError where they are not two perplexities or two divergences."""
+    measurement = _measurement(a, "A")
+    if _measurement(b, "B") != measurement:
+        raise RequestError(
+            "the two records are of different measurements",
+            expected=measurement,
+            got=b["measurement"],
+        )
+    fields = dict(TEXT_FIELDS)
+    if measurement == "divergence":
+        fields.update(REFERENCE_FIELDS)
+    obstacles = tuple(
+        Obstacle(name, a.get(name), b.get(name), why)
+        for name, why in fields.items()
+        if a.get(name) != b.get(name)
+    )
+    try:
+        differences = _differences(measurement, a, b, obstacles)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        raise RequestError(
+            "a record is not complete", expected="what --json printed", got=repr(error)
+        ) from error
+    return Comparison(
+        measurement=measurement,
+        is_comparable=not obstacles,
+        obstacles=obstacles,
+        differing={
+            name: (a.get(name), b.get(name)) for name in MODEL_FIELDS if a.get(name) != b.get(name)
+        },
+        differences=tuple(differences),
+    )
+
+
+def _measurement(record: Record, which: str) -> str:
+    measurement = record.get("measurement")
+    if measurement not in ("perplexity", "divergence"):
+        raise RequestError(
+            "no record that can be compared",
+            where=f"record {which}",
+            expected="what 'exl eval perplexity --json' or 'exl eval divergence --json' printed",
+            got=measurement or f"an object with {', '.join(list(record)[:4])}",
+            next_step="Speeds are compared on one machine, minutes apart, by running both again.",
+        )
+    if record.get("schema_version") != SCHEMA_VERSION:
+        raise RequestError(
+            "the record is of another version",
+            where=f"record {which}",
+            expected=SCHEMA_VERSION,
+            got=record.get("schema_version"),
+        )
+    return str(measurement)
+
+
+def _differences(
+    measurement: str, a: Record, b: Record, obstacles: Sequence[Obstacle]
+) -> list[Difference]:
+    if measurement == "divergence":
+        if obstacles:
+            return []
+        kld = _paired("kld", a, b, "window_kld", (a["kld"]["mean"], b["kld"]["mean"]))
+        top = _separate("same_top", a, b)
+        return [kld, top, _separate("ln_ppl_ratio", a, b)]
+    if not obstacles:
+        nll = _paired("nll", a, b, "window_nll", (a["nll"], b["nll"]))
+        return [
+            nll,
+            _separate("perplexity", a, b, stderr="stderr"),
+            _separate("bits_per_byte", a, b),
+        ]
+    return [_separate("bits_per_byte", a, b)] if _is_same_part(a, b) else []
+
+
+def _is_same_part(a: Record, b: Record) -> bool:
+    """Whether two perplexities are of about the same part of one text: then bits per byte may be
+    compared, whatever the tokens are."""
+    if a["text_sha256"] != b["text_sha256"]:
+        return False
+    sizes = int(a["bytes"]), int(b["bytes"])
+    return abs(sizes[0] - sizes[1]) <= SAME_BYTES * max(sizes)
+
+
+def _separate(figure: str, a: Record, b: Record, *, stderr: str = "") -> Difference:
+    """Two figures, each with its own error."""
+    error = stderr or f"{figure}_stderr"
+    return Difference(
+        figure,
+        float(a[figure]),
+        float(b[figure]),
+        float(a[figure] - b[figure]),
+        math.hypot(a[error], b[error]),
+        is_paired=False,
+    )
+
+
+def _paired(figure: str, a: Record, b: Record, sums: str, means: tuple[float, float]) -> Difference:
+    """Means over the same tokens. With D_w the difference of window w's sums, T_w its tokens and
+    d = sum(D) / sum(T): the error is sqrt(W / (W - 1) sum((D_w - d T_w)^2)) / sum(T)."""
+    tokens = a["window_tokens"]
+    if tokens != b["window_tokens"] or len(tokens) != len(a[sums]) or len(tokens) != len(b[sums]):
+        raise ValueError("the two have other windows")
+    by_window = [x - y for x, y in zip(a[sums], b[sums], strict=True)]
+    total, count = sum(tokens), len(tokens)
+    mean = math.fsum(by_window) / total
+    if count < 2:  # one window says nothing of how windows vary
+        own = (
+            (a["kld"]["stderr"], b["kld"]["stderr"])
+            if figure == "kld"
+            else (a["nll_stderr"], b["nll_stderr"])
+        )
+        return Difference(figure, *means, mean, math.hypot(*own), is_paired=False)
+    squares = math.fsum((d - mean * t) ** 2 for d, t in zip(by_window, tokens, strict=True))
+    stderr = math.sqrt(count / (count - 1) * squares) / total
+    return Difference(figure, *means, mean, stderr, is_paired=True)
