@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from exl_core.convert.scales import group_scales, zero_point
+from exl_core.convert.scales import GroupScales, group_scales, zero_point
 
 ROW_STEP = 32
 DAMPING = 0.01
@@ -70,42 +70,89 @@ def plain_factor(features: int, device: torch.device) -> Factor:
     return Factor(torch.arange(features, device=device), eye, eye.diagonal(), 0.0)
 
 
+class Variant(NamedTuple):
+    """Columns that share their groups, and the largest scale of each: one matrix in one layout.
+    `groups` are pairs (bits, rows)."""
+
+    columns: slice
+    groups: Sequence[tuple[int, int]]
+
+
 class Rounded(NamedTuple):
-    """Codes uint8 [K, N] and scale codes uint8 [G, N] of stored rows, largest scales float16 [G],
-    weights as read back float32 [K, N], and the cost of each column [N]."""
+    """Codes uint8 [K, N] of stored rows; of each variant, scale codes uint8 [G, n] and largest
+    scales float16 [G]; weights as they are read back, before their last rounding, float32 [K, N];
+    and what the errors that are left cost, in every 32 rows, [K / 32, variants]."""
 
     codes: Tensor
-    scale_codes: Tensor
-    scale_max: Tensor
+    scales: list[tuple[Tensor, Tensor]]
     weight: Tensor
     cost: Tensor
 
 
 def quantize_columns(
-    weight: Tensor, factor: Factor, groups: Sequence[tuple[int, int]], trials: int
+    weight: Tensor,
+    factor: Factor,
+    variants: Sequence[Variant],
+    trials: int,
+    column_weights: Tensor | None = None,
 ) -> Rounded:
-    """`weight` [K, N] in the order of stored rows; `groups` are pairs (bits, rows)."""
+    """`weight` [K, N] in the order of stored rows; the variants' columns are all of them.
+
+    `trials`: scales that are tried for each group and column. `column_weights` [N], how much the
+    columns count, change `cost` and nothing else.
+    """
     rest = weight.clone()
+    features, columns = weight.shape
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     rounded = torch.empty_like(weight)
-    cost = torch.zeros(weight.shape[1], device=weight.device)
-    scale_codes, scale_max = [], []
-    row = 0
+    grid = _Grid(*(weight.new_empty(columns) for _ in range(3)))
+    starts = [_starts(variant.groups) for variant in variants]
+    found: list[list[GroupScales]] = [[] for _ in variants]
+    costs = []
+    for first in range(0, features, ROW_STEP):
+        block = slice(first, min(first + ROW_STEP, features))
+        for variant, groups, scales in zip(variants, starts, found, strict=True):
+            if first in groups:
+                bits, stop = groups[first]
+                span, own = slice(first, stop), variant.columns
+                scales.append(group_scales(rest[span, own], factor.curvature[span], bits, trials))
+                grid.set(own, scales[-1].scales, zero_point(bits))
+        work = _Block(rest[block], codes[block], rounded[block], factor.feedback[block, block])
+        errors = _round_block(work, grid)
+        left = factor.curvature[block] @ errors.square()  # [N]
+        if column_weights is not None:
+            left = left * column_weights
+        costs.append(torch.stack([left[variant.columns].sum() for variant in variants]))
+        if block.stop < features:
+            after = factor.feedback[block, block.stop :]
+            rest[block.stop :].addmm_(after.T, errors, alpha=-1)
+    scales_of = [
+        (torch.stack([s.codes for s in scales]), torch.stack([s.largest for s in scales]))
+        for scales in found
+    ]
+    return Rounded(codes, scales_of, rounded, torch.stack(costs))
+
+
+def _starts(groups: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    """By a group's first row: its width, and the row after its last."""
+    starts, row = {}, 0
     for bits, rows in groups:
-        span = slice(row, row + rows)
-        found = group_scales(rest[span], factor.curvature[span], bits, trials)
-        scale_codes.append(found.codes)
-        scale_max.append(found.largest)
-        for first in range(row, row + rows, ROW_STEP):
-            block = slice(first, min(first + ROW_STEP, row + rows))
-            work = _Block(rest[block], codes[block], rounded[block], factor.feedback[block, block])
-            errors = _round_block(work, found.scales, bits)
-            cost += (errors.square() * factor.curvature[block, None]).sum(0)
-            if block.stop < len(rest):
-                after = factor.feedback[block, block.stop :]
-                rest[block.stop :].addmm_(after.T, errors, alpha=-1)
+        starts[row] = bits, row + rows
         row += rows
-    return Rounded(codes, torch.stack(scale_codes), torch.stack(scale_max), rounded, cost)
+    return starts
+
+
+class _Grid(NamedTuple):
+    """Of each column [N]: the current scale, its inverse (0 for none), and the code of 0."""
+
+    scale: Tensor
+    inverse: Tensor
+    zero: Tensor
+
+    def set(self, columns: slice, scale: Tensor, zero: int) -> None:
+        self.scale[columns] = scale
+        self.inverse[columns] = torch.where(scale > 0, 1 / scale, 0.0)
+        self.zero[columns] = zero
 
 
 class _Block(NamedTuple):
@@ -118,17 +165,17 @@ class _Block(NamedTuple):
     feedback: Tensor
 
 
-def _round_block(block: _Block, scales: Tensor, bits: int) -> Tensor:
+def _round_block(block: _Block, grid: _Grid) -> Tensor:
     """The errors that are left in the rows [rows, N]."""
-    zero = zero_point(bits)
-    inverse = torch.where(scales > 0, 1 / scales, 0.0)
     weight, feedback = block.weight, block.feedback
     errors, steps = torch.empty_like(weight), torch.empty_like(weight)
+    lowest, highest = -grid.zero, grid.zero - 1
     for i in range(len(weight)):
-        step = torch.mul(weight[i], inverse, out=steps[i]).round_().clamp_(-zero, zero - 1)
-        error = torch.addcmul(weight[i], step, scales, value=-1, out=errors[i])
+        step = torch.mul(weight[i], grid.inverse, out=steps[i]).round_()
+        torch.clamp(step, lowest, highest, out=step)
+        error = torch.addcmul(weight[i], step, grid.scale, value=-1, out=errors[i])
         if i + 1 < len(weight):
             weight[i + 1 :].addr_(feedback[i, i + 1 :], error, alpha=-1)
-    torch.mul(steps, scales, out=block.rounded)
-    block.codes.copy_(steps.add_(zero))
+    torch.mul(steps, grid.scale, out=block.rounded)
+    block.codes.copy_(steps.add_(grid.zero))
     return errors

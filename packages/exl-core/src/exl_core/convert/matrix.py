@@ -8,7 +8,14 @@ import torch
 from torch import Tensor
 
 from exl_core.codecs import exl2, exl2_writer
-from exl_core.convert.gptq import DAMPING, Factor, factorize, plain_factor, quantize_columns
+from exl_core.convert.gptq import (
+    DAMPING,
+    Factor,
+    Variant,
+    factorize,
+    plain_factor,
+    quantize_columns,
+)
 from exl_core.convert.moments import Moments
 from exl_core.convert.plan import Incident, Layout, MatrixReport
 
@@ -40,13 +47,15 @@ class MatrixQuantizer:
         k, n = source.shape
         factor, incidents = self._factor or plain_factor(k, weight.device), self._incidents(name)
         groups = layout.groups(k)
-        rounded = quantize_columns(self._target(source)[factor.order], factor, groups, TRIALS)
+        target = self._target(source)[factor.order]
+        rounded = quantize_columns(target, factor, [Variant(slice(n), groups)], TRIALS)
+        scale_codes, scale_max = rounded.scales[0]
         invperm = factor.order.argsort()
         packed = exl2_writer.pack(
             rounded.codes.cpu(),
             groups=groups,
-            scale_codes=rounded.scale_codes.cpu(),
-            scale_max=rounded.scale_max.cpu(),
+            scale_codes=scale_codes.cpu(),
+            scale_max=scale_max.cpu(),
             invperm=invperm.cpu(),
         )
         result = rounded.weight[invperm].half().float()  # [in, out]

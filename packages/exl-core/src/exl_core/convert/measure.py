@@ -2,47 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from exl_core.arch.key_map import layer_prefix
 from exl_core.arch.spec import ModelConfig
-from exl_core.convert.gptq import factorize, plain_factor, quantize_columns
+from exl_core.convert.candidates import Costs, cost_of, layouts_for
+from exl_core.convert.gptq import Variant, factorize, plain_factor, quantize_columns
 from exl_core.convert.layers import LayerSource
 from exl_core.convert.moments import measure_moments
 from exl_core.convert.parallel import Workers, workers
 from exl_core.convert.plan import (
+    GROUP_SIZES,
+    WIDTHS,
     Candidate,
     ConvertOptions,
     LayerMeasurement,
     Layout,
     MatrixMeasurement,
+    Section,
     padded,
 )
 from exl_core.convert.sensitivity import Sensitivity
 from exl_core.convert.stream import Stream
 
 TRIALS = 8
-
-CANDIDATES = (
-    *("2:100/128", "2:100/64", "3:5/64 2:95/64", "3:10/64 2:90/64", "3:25/64 2:75/64"),
-    *("6:5/32 3:20/64 2:75/64", "3:50/64 2:50/64", "3:75/64 2:25/64", "3:100/128", "3:100/64"),
-    *("3:100/32", "5:5/32 3:95/32", "8:5/32 3:95/64", "4:10/128 3:90/128", "4:10/64 3:90/64"),
-    *("4:10/32 3:90/32", "8:5/32 4:10/128 3:85/128", "8:5/32 4:10/32 3:85/32"),
-    *("4:25/128 3:75/128", "4:25/32 3:75/32", "4:50/128 3:50/128", "4:75/128 3:25/128"),
-    *("4:100/128", "4:100/64", "4:100/32", "5:10/128 4:90/128", "5:10/32 4:90/32"),
-    *("5:5/32 4:95/32", "8:5/32 4:95/128", "8:5/32 4:95/32", "8:5/32 5:10/128 4:85/128"),
-    *("5:25/128 4:75/128", "5:50/128 4:50/128", "5:75/128 4:25/128", "5:100/128", "5:100/64"),
-    *("5:100/32", "8:5/32 5:95/128", "6:10/128 5:90/128", "6:25/128 5:75/128", "6:50/128 5:50/128"),
-    *("8:5/32 6:10/128 5:85/128", "6:100/128", "6:100/32", "8:5/32 6:95/128"),
-    *("8:15/128 6:85/128", "8:50/128 6:50/128", "8:100/128", "8:100/32"),
-)
-FAST_CANDIDATES = (
-    *("2:100/64", "3:10/64 2:90/64", "3:25/64 2:75/64", "6:5/32 3:20/64 2:75/64"),
-    *("3:50/64 2:50/64", "3:100/64", "3:100/32", "4:10/64 3:90/64", "4:25/128 3:75/128"),
-    *("4:50/128 3:50/128", "4:100/128", "4:100/32", "5:25/128 4:75/128", "5:50/128 4:50/128"),
-    *("5:100/128", "5:100/32", "6:25/128 5:75/128", "6:100/128", "8:15/128 6:85/128", "8:100/128"),
-)
+COLUMNS_AT_ONCE = 4096  # forms of a matrix are tried side by side: 32 rows then fill a cache
+FAST_SIZES = dict.fromkeys(WIDTHS, (64,)) | {4: GROUP_SIZES}
+"""Group sizes that are tried at each width; others follow from how 4 bits fare with them."""
 
 
 @torch.no_grad()
@@ -76,27 +65,53 @@ def _measure(
 ) -> list[MatrixMeasurement]:
     """`parts` read the same input, of second moments `hessian`."""
     factor = factorize(hessian) or plain_factor(len(hessian), hessian.device)
-    texts = FAST_CANDIDATES if options.fast else CANDIDATES
-    jobs = [(part, text) for part in parts for text in texts]
+    prefix = layer_prefix(source.layer)
+    sizes = FAST_SIZES if options.fast else dict.fromkeys(WIDTHS, GROUP_SIZES)
+    forms = [(bits, size) for bits in WIDTHS for size in sizes[bits]]
 
-    def run(job: tuple[str, str]) -> Candidate:
-        part, text = job
-        weight = source.matrix(part).T[factor.order].contiguous()  # [in, out]
-        layout = Layout.parse(text)
+    def run(job: tuple[str, Sequence[tuple[int, int]]]) -> list[list[float]]:
+        part, tried = job
+        weight = source.matrix(part).T[factor.order]  # [in, out]
         k, n = weight.shape
-        rounded = quantize_columns(weight, factor, layout.groups(k), TRIALS)
-        name = f"{layer_prefix(source.layer)}{part}.weight"
-        weights = sensitivity[name].to(weight.device)
-        error = float((rounded.cost.double() * weights).sum()) / 2
-        return Candidate(
-            text, layout.cost_bits(k, n, has_bias=source.bias(part) is not None), error
-        )
+        variants = [
+            Variant(slice(i * n, i * n + n), Layout((Section(bits, 100, size),)).groups(k))
+            for i, (bits, size) in enumerate(tried)
+        ]
+        weights = sensitivity[f"{prefix}{part}.weight"].to(weight.device).repeat(len(tried))
+        weight = weight.repeat(1, len(tried))
+        cost = quantize_columns(weight, factor, variants, TRIALS, weights).cost / 2
+        return [one.tolist() for one in cost.T]
 
-    results = iter(crew.each(run, jobs))
+    jobs = []
+    for part in parts:
+        step = max(1, COLUMNS_AT_ONCE // len(source.matrix(part)))
+        jobs += [(part, forms[i : i + step]) for i in range(0, len(forms), step)]
+    found = (costs for results in crew.each(run, jobs) for costs in results)
     measured = []
     for part in parts:
-        k, n = source.matrix(part).T.shape
-        name = f"{layer_prefix(source.layer)}{part}.weight"
-        candidates = tuple(next(results) for _ in texts)
-        measured.append(MatrixMeasurement(name, k * padded(n), candidates))
+        costs = _all_sizes({form: next(found) for form in forms})
+        n, k = source.matrix(part).shape
+        has_bias = source.bias(part) is not None
+        candidates = tuple(
+            Candidate(
+                str(layout), layout.cost_bits(k, n, has_bias=has_bias), cost_of(layout, k, costs)
+            )
+            for layout in layouts_for(k)
+        )
+        measured.append(MatrixMeasurement(f"{prefix}{part}.weight", k * padded(n), candidates))
     return measured
+
+
+def _all_sizes(costs: dict[tuple[int, int], list[float]]) -> Costs:
+    """Fills in the group sizes that were left out: they change costs as they do at 4 bits."""
+    filled = dict(costs)
+    for bits in WIDTHS:
+        for size in GROUP_SIZES:
+            if (bits, size) not in filled:
+                filled[bits, size] = [
+                    cost * other / known if known > 0 else cost
+                    for cost, other, known in zip(
+                        costs[bits, 64], costs[4, size], costs[4, 64], strict=True
+                    )
+                ]
+    return filled
