@@ -75,6 +75,8 @@ def test_a_source_of_every_form(make: Any, tmp_path: Path) -> None:
     if make is sharded:
         assert len(list(source.glob("model-*.safetensors"))) > 1
     out = convert(source, tmp_path)
+    if make is tied:
+        assert content(convert(source, tmp_path, out=tmp_path / "again")) == content(out)
     names = {path.name for path in out.iterdir()}
     assert {"config.json", "tokenizer.json", "exl_conversion.json"} <= names
     assert "model.safetensors" not in names
@@ -114,6 +116,7 @@ def test_a_source_of_every_form(make: Any, tmp_path: Path) -> None:
     assert float((scores[0] - scores[1]).abs().mean()) < 0.3
 
 
+@pytest.mark.slow
 def test_two_conversions_are_equal_to_the_byte(tmp_path: Path) -> None:
     source = tied(tmp_path / "source")
     options = ConvertOptions()  # nothing left out

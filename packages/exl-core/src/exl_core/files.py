@@ -101,9 +101,9 @@ def write_atomically(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
         sync_folder(path.parent)
 
 
-def write_json(path: Path, value: Mapping[str, object]) -> None:
-    """The same with an object as JSON, for people to read too."""
-    text = json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False)
+def write_json(path: Path, value: Mapping[str, object], indent: int | None = 2) -> None:
+    """The same with an object as JSON, by default for people to read too."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
     write_atomically(path, [text.encode("utf-8"), b"\n"])
 
 

@@ -178,7 +178,7 @@ def _prepare(wanted: Conversion, hooks: Hooks, *, resume: bool) -> _Ready:
     is_begun = resume and (work / JOB_NAME).is_file()
     sha256 = preflight.hash_source(wanted.source, source, progress)
     problems: list[ExlError] = []
-    problems += preflight.rate_problems(config, wanted.bits, wanted.stages)
+    problems += preflight.rate_problems(config, wanted.bits, wanted.stages.head_bits)
     if not is_begun:  # else the same bytes have been looked at before
         problems += preflight.model_problems(wanted.source, source, config, quantization, progress)
     is_done = is_begun and (work / _PUBLISHING).is_file() and not partial_of(wanted.out).exists()
@@ -266,7 +266,7 @@ def _pass_gate(
     gate = work.read_facts(_GATE)
     hooks.on_event(Event("gate", Stage.GATE, facts=gate))
     record = _record(wanted, ready, work, computed)
-    write_json(folder / MEASUREMENT_NAME, computed.measurement.to_json())
+    write_json(folder / MEASUREMENT_NAME, computed.measurement.to_json(), indent=None)
     is_forced = force and gate["fault"] is not None
     write_json(folder / RECORD_NAME, {**record, "gate": gate, "is_forced": is_forced})
     if gate["fault"] is not None and not force:

@@ -19,9 +19,9 @@ from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import available_memory_bytes
 from exl_core.codecs.exl2 import MAX_IN_FEATURES, ROW_STEP
-from exl_core.convert.measure import CANDIDATES, FAST_CANDIDATES
+from exl_core.convert.candidates import layouts_for
 from exl_core.convert.measurement import matrix_shapes
-from exl_core.convert.plan import HEAD_LAYOUTS, ConvertOptions, Layout, padded
+from exl_core.convert.plan import HEAD_LAYOUTS, Layout, padded
 from exl_core.convert.publish import partial_of
 from exl_core.errors import (
     DiskFullError,
@@ -104,17 +104,15 @@ def shape_problems(path: Path, config: ModelConfig) -> Iterator[ExlError]:
             )
 
 
-def rate_problems(config: ModelConfig, bits: float, options: ConvertOptions) -> Iterator[ExlError]:
+def rate_problems(config: ModelConfig, bits: float, head_bits: int) -> Iterator[ExlError]:
     """Of what is asked for: more than the largest layouts take, or less than the smallest."""
-    texts = FAST_CANDIDATES if options.fast else CANDIDATES
-    layouts = [Layout.parse(text) for text in texts]
+    shapes = matrix_shapes(config).values()
     costs = [
-        [layout.cost_bits(columns, rows) for layout in layouts]
-        for rows, columns in matrix_shapes(config).values()
+        [layout.cost_bits(columns, rows) for layout in layouts_for(columns)]
+        for rows, columns in shapes
     ]
-    numel = sum(padded(rows) * columns for rows, columns in matrix_shapes(config).values())
+    numel = sum(padded(rows) * columns for rows, columns in shapes)
     least, most = (sum(map(of, costs)) / numel for of in (min, max))
-    head_bits = options.head_bits
     if not least <= bits <= most:
         yield RequestError(
             "the layouts of this model cannot have so many bits a weight",

@@ -49,7 +49,7 @@ class WorkDir:
         return (self.folder / name).is_file()
 
     def write_facts(self, name: str, facts: Facts) -> None:
-        write_json(self.folder / name, facts)
+        write_json(self.folder / name, facts, indent=None)
 
     def read_facts(self, name: str) -> dict[str, Any]:
         return read_json_object(self.folder / name, WorkFileError, limit_bytes=1 << 30)
