@@ -12,7 +12,7 @@ import pytest
 from support import tiny_models
 
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_attention_heads": 4}
-LAYERS = (6, 24)
+LAYERS = (4, 16)
 MIB = 2**20
 
 PROGRAM = (  # VmHWM counts this program alone, while ru_maxrss remembers what it was forked from
@@ -32,7 +32,7 @@ def peak_bytes(folder: Path, layers: int) -> tuple[int, int]:
     text = folder / "text.txt"
     text.write_text("A text that is neither short nor long. " * 60, encoding="utf-8")
     args = [source, "-o", folder / f"out-{layers}", "--calibration", text, "--fast", "--json"]
-    sizes = ["--rows", 4, "--length", 256, "--bits", 4.5, "--force"]
+    sizes = ["--rows", 2, "--length", 128, "--bits", 4.5, "--force"]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "convert", *map(str, args), *map(str, sizes)],
         capture_output=True,
@@ -44,11 +44,12 @@ def peak_bytes(folder: Path, layers: int) -> tuple[int, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
     (few, small), (many, large) = (peak_bytes(tmp_path, layers) for layers in LAYERS)
     print(
         f"peak {few / MIB:.0f} MiB of {LAYERS[0]} layers, {many / MIB:.0f} of {LAYERS[1]}; "
         f"sources {small / MIB:.0f} and {large / MIB:.0f} MiB"
     )
-    assert large - small > 50 * MIB
+    assert large - small > 35 * MIB
     assert many - few < (large - small) / 8

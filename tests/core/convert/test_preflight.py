@@ -26,7 +26,7 @@ from exl_core.errors import (
     RequestError,
 )
 from support import tiny_models
-from support.conversions import conversion, hooks, recorder, run
+from support.conversions import SHAPE, conversion, hooks, recorder, run
 from support.quantized_models import quantized_llama
 
 pytestmark = pytest.mark.usefixtures("stubs")
@@ -93,6 +93,25 @@ def test_a_model_that_is_quantized_already(tmp_path: Path) -> None:
     error = refused(source, tmp_path)
     assert "quantized already, as EXL2" in str(error)
     assert error.exit_code == ModelError.exit_code
+
+
+def test_a_language_model_within_a_larger_one(tmp_path: Path, source_dir: Path) -> None:
+    model = tiny_models.tiny_gemma3(**SHAPE)
+    source = tiny_models.save(model, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    save_file(
+        {f"language_model.{name}": tensor for name, tensor in tensors.items()},
+        source / "model.safetensors",
+    )
+    error = refused(source, tmp_path)
+    assert "part of a larger one" in str(error)
+    assert error.exit_code == ModelError.exit_code
+
+
+def test_a_source_without_a_tokenizer(source_dir: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(source_dir, tmp_path / "source"))
+    (source / "tokenizer.json").unlink()
+    assert "tokenizer" in str(refused(source, tmp_path))
 
 
 def test_problems_of_every_kind_are_listed_together(

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from exl_core.arch.key_map import layer_of
+from exl_core.arch.key_map import EMBED, checkpoint_names, gguf_name, layer_of
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import available_memory_bytes
 from exl_core.codecs.exl2 import MAX_IN_FEATURES, ROW_STEP
+from exl_core.convert import side_files
 from exl_core.convert.candidates import layouts_for
 from exl_core.convert.measurement import matrix_shapes
 from exl_core.convert.plan import HEAD_LAYOUTS, Layout, padded
@@ -31,6 +32,9 @@ from exl_core.errors import (
     UnsupportedModelError,
 )
 from exl_core.files import naming_disk_failures
+from exl_core.load import gguf_fields
+from exl_core.tokenizer.check import check_vocab
+from exl_core.tokenizer.detect import load_tokenizer
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.source import Progress, TensorSource
 from exl_core.weights.verify import verify
@@ -83,8 +87,31 @@ def model_problems(
         )
         return
     yield from shape_problems(path, config)
+    yield from tokenizer_problems(path, source, config)
+    names = {checkpoint_names(config.arch, EMBED)[0], gguf_name(config.arch, EMBED)}
+    if not names & set(source.tensors):
+        yield UnsupportedModelError(
+            "a language model that is part of a larger one cannot be converted",
+            where=path,
+            expected=f"a tensor {EMBED!r}",
+            next_step="Save the language model alone.",
+        )
+        return
     for problem in verify(source, config, quantization, progress).problems:
         yield problem.error
+
+
+def tokenizer_problems(path: Path, source: TensorSource, config: ModelConfig) -> Iterator[ExlError]:
+    """Of what goes beside the weights: without a tokenizer nothing could be compared at the end."""
+    try:
+        tokenizer = load_tokenizer(path, gguf_fields(source))
+        check_vocab(tokenizer, config.vocab_size, path)
+        if source.format == "gguf":
+            with tempfile.TemporaryDirectory() as folder:
+                side_files.collect(path, source, config, {}).write(Path(folder))
+                side_files.check(Path(folder), path, source, config)
+    except ExlError as error:
+        yield error
 
 
 def shape_problems(path: Path, config: ModelConfig) -> Iterator[ExlError]:

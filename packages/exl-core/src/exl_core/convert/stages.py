@@ -96,9 +96,6 @@ class Stages:
         return CalibrationRows(token_ids, str(facts["sha256"]), str(facts["description"]))
 
     def _sense(self, token_ids: Tensor) -> Sensitivity:
-        """None is needed where nothing is measured."""
-        if self.given is not None:
-            return {}
         if not self.work.has(SENSITIVITY):
             with self._stage(Stage.SENSITIVITY) as step, self.work.scratch() as scratch:
                 found = measure_sensitivity(
