@@ -25,7 +25,7 @@ from exl_core.convert.plan import (
     Section,
     padded,
 )
-from exl_core.convert.sensitivity import Sensitivity
+from exl_core.convert.sensitivity import Sensitivity, token_counts
 from exl_core.convert.stream import Stream
 
 TRIALS = 8
@@ -47,7 +47,8 @@ def measure_layer(
     with workers(source.device) as crew:
         stream = Stream(source.block(config), source.products(), states, source.device, crew)
         for parts in stream.steps():
-            hessian = measure_moments(stream.inputs, None, crew).hessian
+            counts = token_counts(sensitivity, source.layer, parts)
+            hessian = measure_moments(stream.inputs, None, counts, crew).hessian
             measured += _measure(
                 source, parts, hessian, sensitivity=sensitivity, options=options, crew=crew
             )

@@ -11,7 +11,7 @@ wait in files.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -28,8 +28,11 @@ from exl_core.convert.plan import ConvertOptions
 from exl_core.weights.checkpoint import Checkpoint
 
 Sensitivity = Mapping[str, Tensor]
-"""By the names of matrices: float32 [out], the mean square of the gradient of each output, in
-nats^2. Fit for a safetensors file. An empty one means that nothing is known."""
+"""By the names of matrices, float32, fit for a safetensors file: under NAME [out], the mean square
+of the gradient of each output, in nats^2; under NAME.tokens [rows, length], how much the tokens'
+outputs count, 1 on average. An empty one means that nothing is known."""
+
+LEAST_COUNT = 0.02  # of a token: gradients of single draws are noisy, and none is of no use at all
 
 _HEAD_ROWS = 256  # of states whose logits exist at a time
 
@@ -61,9 +64,7 @@ def measure_sensitivity(
         for layer in reversed(range(config.num_layers)):
             source = read_layer(checkpoint, config, layer, device)
             states = _load(Path(folder, str(layer)), states.shape)
-            squares = _backward(source, config, states, gradient, crew)
-            for part, mean in squares.items():
-                found[f"{layer_prefix(layer)}{part}.weight"] = mean.cpu()
+            found |= _backward(source, config, states, gradient, crew)
             if on_row is not None:
                 on_row(total - layer, total)
     return found
@@ -119,10 +120,10 @@ def _head_gradient(
 def _backward(
     source: LayerSource, config: ModelConfig, states: Tensor, gradient: Tensor, crew: Workers
 ) -> dict[str, Tensor]:
-    """Mean squares of the gradients of all outputs [out]; `gradient` becomes that of `states`."""
+    """What becomes known of the layer's matrices; `gradient` becomes that of `states`."""
     block, product = source.block(config), source.products()
 
-    def run(row: int) -> dict[str, Tensor]:
+    def run(row: int) -> list[tuple[Tensor, Tensor]]:
         outputs: dict[str, Tensor] = {}
 
         def watched(part: str, x: Tensor) -> Tensor:
@@ -134,15 +135,29 @@ def _backward(
         wanted = [x, *(outputs[part] for part in MATRICES)]
         of_y = gradient[row : row + 1].to(source.device)
         of_x, *of_outputs = torch.autograd.grad(y, wanted, of_y)
-        gradient[row : row + 1] = of_x.cpu()
-        return {
-            part: g.float().square().sum((0, 1))
-            for part, g in zip(MATRICES, of_outputs, strict=True)
-        }
+        gradient[row : row + 1] = of_x.to(gradient.device)
+        squares = (g[0].float().square() for g in of_outputs)  # [T, out] each
+        return [(square.sum(0).cpu(), square.sum(1).cpu()) for square in squares]
 
     rows = crew.each(run, range(len(states)))
-    count = states.shape[0] * states.shape[1]
-    return {part: torch.stack([row[part] for row in rows]).sum(0) / count for part in MATRICES}
+    found: dict[str, Tensor] = {}
+    for place, part in enumerate(MATRICES):
+        name = f"{layer_prefix(source.layer)}{part}.weight"
+        by_output = torch.stack([row[place][0] for row in rows]).sum(0)
+        by_token = torch.stack([row[place][1] for row in rows])  # [rows, T]
+        found[name] = by_output / by_token.numel()
+        mean = by_token.mean().clamp(min=torch.finfo(torch.float32).tiny)
+        counts = (by_token / mean).clamp(min=LEAST_COUNT)
+        found[f"{name}.tokens"] = counts / counts.mean()
+    return found
+
+
+def token_counts(sensitivity: Sensitivity, layer: int, parts: Sequence[str]) -> Tensor | None:
+    """How much tokens count for matrices of one input together, [rows, length]; None: not known."""
+    names = [f"{layer_prefix(layer)}{part}.weight.tokens" for part in parts]
+    if not all(name in sensitivity for name in names):
+        return None
+    return torch.stack([sensitivity[name] for name in names]).mean(0)
 
 
 def _save(states: Tensor, path: Path) -> None:
