@@ -109,7 +109,7 @@ def test_every_tensor_of_the_model_is_there(llama: Source, measured: list) -> No
 def test_measurements_go_to_json_and_back(measured: list[LayerMeasurement]) -> None:
     assert [LayerMeasurement.from_json(layer.to_json()) for layer in measured] == measured
     for matrix in measured[0].matrices:
-        assert len(matrix.candidates) > 50
+        assert len(matrix.candidates) > 20
         assert all(candidate.error >= 0 for candidate in matrix.candidates)
 
 
