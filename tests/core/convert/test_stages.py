@@ -149,10 +149,6 @@ def test_a_family_with_norms_everywhere(tmp_path: Path) -> None:
 def test_sensitivity_is_the_mean_square_of_gradients(llama: Source) -> None:
     """Of the last layer's down projection the gradient is that of the states after it."""
     name = "model.layers.2.mlp.down_proj.weight"
-    counts = llama.sensitivity[f"{name}.tokens"]
-    assert counts.shape == llama.token_ids.shape
-    assert float(counts.mean()) == pytest.approx(1.0, abs=1e-4)
-    assert float(counts.min()) >= sensitivity_module.LEAST_COUNT * 0.5
     states = embed_rows(llama.checkpoint, llama.config, llama.token_ids)
     for layer in range(llama.config.num_layers):
         measure(llama, layer, states)

@@ -25,10 +25,11 @@ from exl_core.convert.plan import (
     Section,
     padded,
 )
-from exl_core.convert.sensitivity import Sensitivity, token_counts
+from exl_core.convert.sensitivity import Sensitivity
 from exl_core.convert.stream import Stream
 
 TRIALS = 8
+MEASURED_ROWS = 16  # layouts are compared with each other, and that takes fewer than codes do
 COLUMNS_AT_ONCE = 4096  # forms of a matrix are tried side by side: 32 rows then fill a cache
 FAST_SIZES = dict.fromkeys(WIDTHS, (64,)) | {4: GROUP_SIZES}
 """Group sizes that are tried at each width; others follow from how 4 bits fare with them."""
@@ -42,13 +43,14 @@ def measure_layer(
     sensitivity: Sensitivity,
     options: ConvertOptions,
 ) -> LayerMeasurement:
-    """`states` float32 [rows, length, hidden] become those after the (unquantized) layer."""
+    """`states` float32 [rows, length, hidden], or those of the first MEASURED_ROWS rows, become
+    those after the (unquantized) layer."""
+    states = states[:MEASURED_ROWS]
     measured: list[MatrixMeasurement] = []
     with workers(source.device) as crew:
         stream = Stream(source.block(config), source.products(), states, source.device, crew)
         for parts in stream.steps():
-            counts = token_counts(sensitivity, source.layer, parts)
-            hessian = measure_moments(stream.inputs, None, counts, crew).hessian
+            hessian = measure_moments(stream.inputs, None, crew).hessian
             measured += _measure(
                 source, parts, hessian, sensitivity=sensitivity, options=options, crew=crew
             )

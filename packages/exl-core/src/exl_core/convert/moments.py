@@ -33,11 +33,9 @@ class Moments:
 def measure_moments(
     inputs: Sequence[Tensor],
     sources: Sequence[Tensor] | None,
-    weights: Tensor | None,
     crew: Workers,
 ) -> Moments:
-    """`inputs` and `sources`: of each row [1, T, K], in any float type. `weights` [rows, T]: how
-    much each token counts; None: all the same."""
+    """`inputs` and `sources`: of each row [1, T, K], in any float type."""
     features = inputs[0].shape[-1]
     step = -(-features // _SPLITS)
     spans = [slice(first, first + step) for first in range(0, features, step)]
@@ -47,11 +45,8 @@ def measure_moments(
         total = torch.zeros(features, features, device=inputs[0].device)
 
         def fill(span: slice) -> None:
-            for row, (x, other) in enumerate(zip(inputs, others, strict=True)):
-                part = x[0, :, span].float()
-                if weights is not None:
-                    part *= weights[row, :, None].to(x.device)
-                total[span].addmm_(part.T, other[0].float())
+            for x, other in zip(inputs, others, strict=True):
+                total[span].addmm_(x[0, :, span].float().T, other[0].float())
 
         with coarse_products():  # the inputs are hardly better than bfloat16 anyway
             crew.each(fill, spans)

@@ -32,7 +32,7 @@ from exl_core.convert.plan import (
     Layout,
     MatrixReport,
 )
-from exl_core.convert.sensitivity import Sensitivity, token_counts
+from exl_core.convert.sensitivity import Sensitivity
 from exl_core.convert.stream import Stream
 from exl_core.weights.checkpoint import Checkpoint
 
@@ -52,11 +52,11 @@ def quantize_layer(
     allocation: Allocation,
     states: States,
     *,
-    sensitivity: Sensitivity,
+    sensitivity: Sensitivity,  # noqa: ARG001 - every stage after it has it
     options: ConvertOptions,  # noqa: ARG001 - every stage has them
 ) -> QuantizedPart:
     """All tensors of one layer. `states` become those after it."""
-    done = _quantize_matrices(source, config, allocation, states, sensitivity)
+    done = _quantize_matrices(source, config, allocation, states)
     prefix = layer_prefix(source.layer)
     tensors: dict[str, Tensor] = {}
     for name, values in source.tensors.items():
@@ -75,7 +75,6 @@ def _quantize_matrices(
     config: ModelConfig,
     allocation: Allocation,
     states: States,
-    sensitivity: Sensitivity,
 ) -> dict[str, QuantizedMatrix]:
     """By their parts; each on what comes out of those before it."""
     device, dtype = source.device, compute_type(source.device)
@@ -93,8 +92,7 @@ def _quantize_matrices(
             source.block(config, is_stored=True), product, states.quantized, device, crew
         )
         for parts, _ in zip(quantized.steps(), original.steps(), strict=True):
-            counts = token_counts(sensitivity, source.layer, parts)
-            moments = measure_moments(quantized.inputs, original.inputs, counts, crew)
+            moments = measure_moments(quantized.inputs, original.inputs, crew)
             quantizer = MatrixQuantizer(moments)
 
             def quantize(part: str, quantizer: MatrixQuantizer = quantizer) -> QuantizedMatrix:
@@ -128,7 +126,7 @@ def quantize_ends(
             return crew.each(lambda x: rms_norm(x, factor, eps).to(dtype), rows)
 
         inputs = normed(states.quantized, as_factor(config, stored))
-        moments = measure_moments(inputs, normed(states.source, norm), None, crew)
+        moments = measure_moments(inputs, normed(states.source, norm), crew)
         layout = Layout.parse(HEAD_LAYOUTS[options.head_bits])
         matrix = MatrixQuantizer(moments).quantize(HEAD, head.to(device), layout)
     tensors = {EMBED: embed.half(), FINAL_NORM: stored}

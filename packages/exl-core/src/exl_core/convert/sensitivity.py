@@ -11,7 +11,7 @@ wait in files.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -28,11 +28,10 @@ from exl_core.convert.plan import ConvertOptions
 from exl_core.weights.checkpoint import Checkpoint
 
 Sensitivity = Mapping[str, Tensor]
-"""By the names of matrices, float32, fit for a safetensors file: under NAME [out], the mean square
-of the gradient of each output, in nats^2; under NAME.tokens [rows, length], how much the tokens'
-outputs count, 1 on average. An empty one means that nothing is known."""
+"""By the names of matrices, float32 [out]: the mean square of the gradient of each output, in
+nats^2. Fit for a safetensors file."""
 
-LEAST_COUNT = 0.02  # of a token: gradients of single draws are noisy, and none is of no use at all
+ROWS = 8  # whose gradients are taken: each of their tokens tells of all outputs of all matrices
 
 _HEAD_ROWS = 256  # of states whose logits exist at a time
 
@@ -46,12 +45,12 @@ def measure_sensitivity(
     on_row: Callable[[int, int], None] | None = None,
     scratch: Path | None = None,
 ) -> Sensitivity:
-    """On rows token_ids int64 [rows, length]. `scratch` is where states wait: 2 bytes a value of
-    rows * length * hidden * layers. `on_row` gets layers done and all, forth and
-    back."""
+    """On the first rows of token_ids int64 [rows, length]. `scratch` is where states wait: 2 bytes a
+    value of ROWS * length * hidden * layers. `on_row` gets layers done and all, forth and back."""
     device = torch.device(options.device)
     total = 2 * config.num_layers
     found: dict[str, Tensor] = {}
+    token_ids = token_ids[:ROWS]
     with tempfile.TemporaryDirectory(dir=scratch) as folder, workers(device) as crew:
         states = embed_rows(checkpoint, config, token_ids)
         for layer in range(config.num_layers):
@@ -123,7 +122,7 @@ def _backward(
     """What becomes known of the layer's matrices; `gradient` becomes that of `states`."""
     block, product = source.block(config), source.products()
 
-    def run(row: int) -> list[tuple[Tensor, Tensor]]:
+    def run(row: int) -> list[Tensor]:
         outputs: dict[str, Tensor] = {}
 
         def watched(part: str, x: Tensor) -> Tensor:
@@ -136,28 +135,13 @@ def _backward(
         of_y = gradient[row : row + 1].to(source.device)
         of_x, *of_outputs = torch.autograd.grad(y, wanted, of_y)
         gradient[row : row + 1] = of_x.to(gradient.device)
-        squares = (g[0].float().square() for g in of_outputs)  # [T, out] each
-        return [(square.sum(0).cpu(), square.sum(1).cpu()) for square in squares]
+        return [g[0].float().square().mean(0).cpu() for g in of_outputs]  # [out] each
 
     rows = crew.each(run, range(len(states)))
-    found: dict[str, Tensor] = {}
-    for place, part in enumerate(MATRICES):
-        name = f"{layer_prefix(source.layer)}{part}.weight"
-        by_output = torch.stack([row[place][0] for row in rows]).sum(0)
-        by_token = torch.stack([row[place][1] for row in rows])  # [rows, T]
-        found[name] = by_output / by_token.numel()
-        mean = by_token.mean().clamp(min=torch.finfo(torch.float32).tiny)
-        counts = (by_token / mean).clamp(min=LEAST_COUNT)
-        found[f"{name}.tokens"] = counts / counts.mean()
-    return found
-
-
-def token_counts(sensitivity: Sensitivity, layer: int, parts: Sequence[str]) -> Tensor | None:
-    """How much tokens count for matrices of one input together, [rows, length]; None: not known."""
-    names = [f"{layer_prefix(layer)}{part}.weight.tokens" for part in parts]
-    if not all(name in sensitivity for name in names):
-        return None
-    return torch.stack([sensitivity[name] for name in names]).mean(0)
+    return {
+        f"{layer_prefix(source.layer)}{part}.weight": torch.stack(means).mean(0)
+        for part, means in zip(MATRICES, zip(*rows, strict=True), strict=True)
+    }
 
 
 def _save(states: Tensor, path: Path) -> None:
