@@ -12,6 +12,7 @@ from exl_core.convert.gptq import (
     DAMPING,
     Factor,
     Variant,
+    damped,
     factorize,
     plain_factor,
     quantize_columns,
@@ -88,9 +89,7 @@ class MatrixQuantizer:
 
 def _solver(hessian: Tensor, factor: Factor) -> Tensor:
     """Cholesky factor of the damped moments, in the features' own order, float64."""
-    damped = hessian.double()  # a copy
-    damped.diagonal().add_(float(hessian.diagonal().double().mean()) * factor.damping)
-    solver: Tensor = torch.linalg.cholesky(damped)
+    solver: Tensor = torch.linalg.cholesky(damped(hessian.double(), factor.damping))
     return solver
 
 

@@ -29,6 +29,7 @@ from exl_core.convert.sensitivity import Sensitivity
 from exl_core.convert.stream import Stream
 
 TRIALS = 8
+MEASURED_ROWS = 16  # layouts are compared with each other, and that takes fewer than codes do
 COLUMNS_AT_ONCE = 4096  # forms of a matrix are tried side by side: 32 rows then fill a cache
 FAST_SIZES = dict.fromkeys(WIDTHS, (64,)) | {4: GROUP_SIZES}
 """Group sizes that are tried at each width; others follow from how 4 bits fare with them."""
@@ -42,7 +43,9 @@ def measure_layer(
     sensitivity: Sensitivity,
     options: ConvertOptions,
 ) -> LayerMeasurement:
-    """`states` float32 [rows, length, hidden] become those after the (unquantized) layer."""
+    """`states` float32 [rows, length, hidden], or those of the first MEASURED_ROWS rows, become
+    those after the (unquantized) layer."""
+    states = states[:MEASURED_ROWS]
     measured: list[MatrixMeasurement] = []
     with workers(source.device) as crew:
         stream = Stream(source.block(config), source.products(), states, source.device, crew)

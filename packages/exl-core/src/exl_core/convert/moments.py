@@ -31,7 +31,9 @@ class Moments:
 
 
 def measure_moments(
-    inputs: Sequence[Tensor], sources: Sequence[Tensor] | None, crew: Workers
+    inputs: Sequence[Tensor],
+    sources: Sequence[Tensor] | None,
+    crew: Workers,
 ) -> Moments:
     """`inputs` and `sources`: of each row [1, T, K], in any float type."""
     features = inputs[0].shape[-1]

@@ -52,8 +52,8 @@ def quantize_layer(
     allocation: Allocation,
     states: States,
     *,
-    sensitivity: Sensitivity,
-    options: ConvertOptions,
+    sensitivity: Sensitivity,  # noqa: ARG001 - every stage after it has it
+    options: ConvertOptions,  # noqa: ARG001 - every stage has them
 ) -> QuantizedPart:
     """All tensors of one layer. `states` become those after it."""
     done = _quantize_matrices(source, config, allocation, states)
@@ -71,7 +71,10 @@ def quantize_layer(
 
 
 def _quantize_matrices(
-    source: LayerSource, config: ModelConfig, allocation: Allocation, states: States
+    source: LayerSource,
+    config: ModelConfig,
+    allocation: Allocation,
+    states: States,
 ) -> dict[str, QuantizedMatrix]:
     """By their parts; each on what comes out of those before it."""
     device, dtype = source.device, compute_type(source.device)

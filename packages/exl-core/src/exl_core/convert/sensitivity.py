@@ -29,8 +29,10 @@ from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.safetensors_writer import as_bytes
 
 Sensitivity = Mapping[str, Tensor]
-"""By the names of matrices: float32 [out], the mean square of the gradient of each output, in
-nats^2. Fit for a safetensors file. An empty one means that nothing is known."""
+"""By the names of matrices, float32 [out]: the mean square of the gradient of each output, in
+nats^2. Fit for a safetensors file."""
+
+ROWS = 8  # whose gradients are taken: each of their tokens tells of all outputs of all matrices
 
 _HEAD_ROWS = 256  # of states whose logits exist at a time
 
@@ -44,12 +46,13 @@ def measure_sensitivity(
     on_row: Callable[[int, int], None] | None = None,
     scratch: Path | None = None,
 ) -> Sensitivity:
-    """On rows token_ids int64 [rows, length]. `scratch` is where states wait: 2 bytes a value of
-    rows * length * hidden * layers. `on_row` gets layers done and all, forth and
-    back."""
+    """On the first rows of token_ids int64 [rows, length]. `scratch` is where states wait: 2 bytes a
+    value of ROWS * length * hidden * layers. `on_row` gets layers done and all, both
+    ways."""
     device = torch.device(options.device)
     total = 2 * config.num_layers
     found: dict[str, Tensor] = {}
+    token_ids = token_ids[:ROWS]
     with tempfile.TemporaryDirectory(dir=scratch) as folder, workers(device) as crew:
         states = embed_rows(checkpoint, config, token_ids)
         for layer in range(config.num_layers):
@@ -62,9 +65,7 @@ def measure_sensitivity(
         for layer in reversed(range(config.num_layers)):
             source = read_layer(checkpoint, config, layer, device)
             states = _load(Path(folder, str(layer)), states.shape)
-            squares = _backward(source, config, states, gradient, crew)
-            for part, mean in squares.items():
-                found[f"{layer_prefix(layer)}{part}.weight"] = mean.cpu()
+            found |= _backward(source, config, states, gradient, crew)
             if on_row is not None:
                 on_row(total - layer, total)
     return found
@@ -120,10 +121,10 @@ def _head_gradient(
 def _backward(
     source: LayerSource, config: ModelConfig, states: Tensor, gradient: Tensor, crew: Workers
 ) -> dict[str, Tensor]:
-    """Mean squares of the gradients of all outputs [out]; `gradient` becomes that of `states`."""
+    """What becomes known of the layer's matrices; `gradient` becomes that of `states`."""
     block, product = source.block(config), source.products()
 
-    def run(row: int) -> dict[str, Tensor]:
+    def run(row: int) -> list[Tensor]:
         outputs: dict[str, Tensor] = {}
 
         def watched(part: str, x: Tensor) -> Tensor:
@@ -135,15 +136,14 @@ def _backward(
         wanted = [x, *(outputs[part] for part in MATRICES)]
         of_y = gradient[row : row + 1].to(source.device)
         of_x, *of_outputs = torch.autograd.grad(y, wanted, of_y)
-        gradient[row : row + 1] = of_x.cpu()
-        return {
-            part: g.float().square().sum((0, 1))
-            for part, g in zip(MATRICES, of_outputs, strict=True)
-        }
+        gradient[row : row + 1] = of_x.to(gradient.device)
+        return [g[0].float().square().mean(0).cpu() for g in of_outputs]  # [out] each
 
     rows = crew.each(run, range(len(states)))
-    count = states.shape[0] * states.shape[1]
-    return {part: torch.stack([row[part] for row in rows]).sum(0) / count for part in MATRICES}
+    return {
+        f"{layer_prefix(source.layer)}{part}.weight": torch.stack(means).mean(0)
+        for part, means in zip(MATRICES, zip(*rows, strict=True), strict=True)
+    }
 
 
 def _save(states: Tensor, path: Path) -> None:

@@ -57,6 +57,7 @@ def tune_model(
         return {}
     length = min(LENGTH, token_ids.shape[1])
     token_ids = token_ids[:, : token_ids.shape[1] // length * length].reshape(-1, length)
+    token_ids = token_ids[: STEPS * ROWS_A_STEP]
     with workers(device) as crew:
         with torch.no_grad():
             wanted = _source_states(checkpoint, config, token_ids, device, crew)
