@@ -104,7 +104,10 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
     if len(checkpoint.stored[name].shape) == 1 and name.endswith("norm.weight"):
         values = checkpoint.norm(name)
     else:
-        values = torch.cat([chunk.values for chunk in checkpoint.chunks(name, torch.float32)])
+        values = torch.empty(checkpoint.stored[name].shape)
+        for chunk in checkpoint.chunks(name, torch.float32):
+            # Copied one by one: a chunk can be the file itself, which is let go of after it.
+            values[chunk.first_row : chunk.first_row + len(chunk.values)] = chunk.values
     largest = float(values.abs().max())
     if not largest <= LARGEST_FP16:
         raise WeightValueError(
