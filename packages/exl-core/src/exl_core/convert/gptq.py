@@ -22,7 +22,6 @@ from exl_core.convert.scales import GroupScales, group_scales, zero_point
 
 ROW_STEP = 32
 DAMPING = 0.1  # of the mean diagonal; less does better on the calibration text and worse on others
-SHRINKAGE = 0.0  # of each input's own energy: correlations of one text hold for others in part only
 DAMPING_STEPS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 
@@ -64,9 +63,8 @@ def factorize(hessian: Tensor, damping: float = DAMPING) -> Factor | None:
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
-    """A copy of float64 moments with more on their diagonal."""
-    diagonal = hessian.diagonal()
-    return hessian + torch.diag(diagonal * SHRINKAGE + diagonal.mean() * damping)
+    """Moments with that share of their mean diagonal on the diagonal."""
+    return hessian + torch.eye(len(hessian)).to(hessian) * hessian.diagonal().mean() * damping
 
 
 def plain_factor(features: int, device: torch.device) -> Factor:

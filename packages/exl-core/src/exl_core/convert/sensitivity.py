@@ -46,9 +46,11 @@ def measure_sensitivity(
     on_row: Callable[[int, int], None] | None = None,
     scratch: Path | None = None,
 ) -> Sensitivity:
-    """On the first rows of token_ids int64 [rows, length]. `scratch` is where states wait: 2 bytes a
-    value of ROWS * length * hidden * layers. `on_row` gets layers done and all, both
-    ways."""
+    """On the first rows of token_ids int64 [rows, length].
+
+    `scratch` is where states wait: 2 bytes a value of ROWS * length * hidden * layers. `on_row`
+    gets layers done and all, both ways.
+    """
     device = torch.device(options.device)
     total = 2 * config.num_layers
     found: dict[str, Tensor] = {}
