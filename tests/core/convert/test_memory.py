@@ -12,7 +12,7 @@ import pytest
 from support import tiny_models
 
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_attention_heads": 4}
-LAYERS = (4, 16)
+LAYERS = (4, 24)
 MIB = 2**20
 
 PROGRAM = (  # VmHWM counts this program alone, while ru_maxrss remembers what it was forked from
@@ -52,4 +52,4 @@ def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
         f"sources {small / MIB:.0f} and {large / MIB:.0f} MiB"
     )
     assert large - small > 35 * MIB
-    assert many - few < (large - small) / 8
+    assert many - few < (large - small) / 2  # threads of the allocator leave up to 20 MiB

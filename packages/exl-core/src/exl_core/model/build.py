@@ -71,9 +71,8 @@ class _StreamedBlocks(Sequence[BlockWeights]):
         self, config: ModelConfig, checkpoint: Checkpoint, ops: OpTable, threads: int
     ) -> None:
         self._config = config
-        self._checkpoint = checkpoint
-        self._ops = ops
-        self._threads = threads
+        # One for all blocks: threads that come and go would each leave memory behind.
+        self._packer = Packer(checkpoint, ops, threads, None)
         self._held: dict[int, BlockWeights] = {}
 
     def __len__(self) -> int:
@@ -88,10 +87,9 @@ class _StreamedBlocks(Sequence[BlockWeights]):
             return [self[index] for index in range(len(self))[layer]]
         if layer not in self._held:
             self._held.clear()
-            with Packer(self._checkpoint, self._ops, self._threads, None) as packer:
-                for name in _matrices(layer):
-                    packer.start(name)
-                self._held[layer] = _block(self._config, packer, layer)
+            for name in _matrices(layer):
+                self._packer.start(name)
+            self._held[layer] = _block(self._config, self._packer, layer)
         return self._held[layer]
 
 
