@@ -1,4 +1,4 @@
-"""`exl eval perplexity`: the command around the figure."""
+"""`exl eval perplexity`: the command around the figure, and where its text comes from."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from torch import Tensor
+
+from exl_core.engine.score import TextPasses
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 
@@ -71,6 +74,11 @@ def test_caches_differ_and_decoding_agrees(perplexity) -> None:
         (("--ctx", 513), "2 to 512"),
         (("--ctx", 64, "--windows", 100), "fewer windows"),
         (("--bos", "sometimes"), "sometimes"),
+        (("--style", "papers"), "paper or exl3 or hf-stride or llama.cpp or per-document"),
+        (("--ctx", 64, "--stride", 8), "has no stride"),
+        (("--rows", 3), "has no rows"),
+        (("--split", "test"), "--split with --dataset"),
+        (("--dataset", "wikitext"), "two texts are given"),
         (("--cache-type", "q5"), "fp16 or fp8 or q8 or q6 or q4"),
         (
             ("--ctx", 64, "--cache-type", "q8"),
@@ -89,3 +97,85 @@ def test_a_text_that_cannot_be_read(exl, tmp_path: Path) -> None:
     latin.write_bytes("Grüße".encode("latin-1"))
     line = exl("eval", "perplexity", "--text", latin).error_line(2)
     assert "offset 2" in line
+
+
+def test_no_text_at_all(exl, tiny_llama_dir: Path) -> None:
+    line = exl("eval", "perplexity", tiny_llama_dir).error_line(2)
+    assert "--text FILE or --dataset NAME" in line
+
+
+def test_an_empty_text(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.txt"
+    empty.touch()
+    line = exl("eval", "perplexity", tiny_llama_dir, "--text", empty, "--ctx", 64).error_line(2)
+    assert "the text is empty" in line
+
+
+@pytest.mark.parametrize("style", ["paper", "exl3", "hf-stride", "llama.cpp", "per-document"])
+def test_everything_that_defines_the_figure_is_printed(style: str, perplexity) -> None:
+    stride = ("--stride", 16) if style == "hf-stride" else ()
+    result = json.loads(perplexity("--style", style, "--ctx", 64, *stride, "--json").out)
+    page = perplexity("--style", style, "--ctx", 64, *stride).out
+    assert f"style             {style}, context 64" in page
+    for name in ("text_sha256", "tokenizer_sha256", "text_tokens", "tokens", "words", "bytes"):
+        assert str(result[name]) in page
+    assert f"{result['windows']} windows of 64" in page
+    assert f"BOS {result['bos']}" in page
+    assert ("stride 16" in page) == (result["stride"] == 16) == (style == "hf-stride")
+    assert ("special tokens are read as text" in page) == (not result["special_text"])
+    assert f"{result['bits_per_byte']:.5f}" in page
+    assert result["measurement"] == "perplexity"
+
+
+def test_rows_of_a_file_are_documents(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"body": text}) + "\n" for text in (TEXT, "", "short")))
+    args = ("--text", rows, "--column", "body", "--style", "per-document", "--json")
+    result = json.loads(exl("eval", "perplexity", tiny_llama_dir, *args).out)
+    assert (result["documents"], result["tokens"]) == (2, len(TEXT) + len("short"))
+    assert (result["words"], result["bytes"]) == (73, len(TEXT) + len("short"))
+
+
+def test_two_models_beside_each_other(perplexity, tiny_llama_dir: Path) -> None:
+    args = ("--ctx", 64, "--compare-to", tiny_llama_dir)
+    result = json.loads(perplexity(*args, "--json").out)
+    assert (result["ln_ppl_ratio"], result["ln_ppl_ratio_stderr"]) == (0.0, 0.0)
+    assert result["compared_to"]["perplexity"] == result["perplexity"]
+    assert "1.00000 ± 0.00000, first to second" in perplexity(*args).out
+
+
+def test_another_tokenizer_beside_it_is_refused_before_anything_runs(
+    perplexity, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("exl_cli.load.load_model", None)
+    line = perplexity("--ctx", 64, "--compare-to", smollm2_path).error_line(2)
+    assert "different tokenizers" in line
+
+
+def test_a_run_goes_on_where_it_was_stopped(
+    perplexity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = tmp_path / "kept"
+    whole = json.loads(perplexity("--ctx", 64, "--json").out)
+    with monkeypatch.context() as patch:
+        patch.setattr("exl_core.engine.score.TextPasses.score", stopping_after(2))
+        stopped = perplexity("--ctx", 64, "--resume", kept)
+    assert (stopped.code, stopped.out) == (130, "")
+    assert f"the same command goes on: {kept}" in stopped.err
+    resumed = json.loads(perplexity("--ctx", 64, "--resume", kept, "--json").out)
+    assert resumed["kept_windows"] == 2
+    assert resumed["window_nll"] == whole["window_nll"]
+    assert "bos differs" in perplexity("--bos", "each", "--ctx", 64, "--resume", kept).error_line(2)
+
+
+def stopping_after(count: int):
+    """`TextPasses.score` that works so often; then somebody presses Ctrl-C."""
+    score, calls = TextPasses.score, []
+
+    def run(self: TextPasses, *args: object) -> Tensor:
+        calls.append(args)
+        if len(calls) > count:
+            raise KeyboardInterrupt
+        return score(self, *args)
+
+    return run

@@ -11,7 +11,7 @@ import torch
 
 from exl_core.errors import ExlError, RequestError
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
-from exl_eval.styles import BosRule, WindowOptions, lay_out, settle_bos
+from exl_eval.styles import WindowOptions, lay_out, settle_bos
 from exl_eval.texts import as_text
 from exl_eval.vocabulary import hash_tokenizer
 from exl_eval.windows import Window
@@ -92,17 +92,6 @@ def test_tokenizer_hash_tells_vocabularies_apart() -> None:
 
     assert hash_tokenizer(ByteTokenizer()) == hash_tokenizer(ByteTokenizer(adds_bos=True))
     assert hash_tokenizer(ByteTokenizer()) != hash_tokenizer(Swapped())
-
-
-@pytest.mark.parametrize(("adds_bos", "rule"), [(True, BosRule.ONCE), (False, BosRule.NONE)])
-def test_default_bos_does_what_the_tokenizer_does(adds_bos: bool, rule: BosRule) -> None:
-    assert settle_bos("default", ByteTokenizer(adds_bos=adds_bos)) is rule
-
-
-@pytest.mark.parametrize("choice", ["once", "each"])
-def test_bos_without_a_bos_token_is_refused(choice: str) -> None:
-    with pytest.raises(RequestError, match="no BOS token"):
-        settle_bos(choice, ByteTokenizer(bos_id=None))
 
 
 def test_unknown_bos_rule_is_refused() -> None:

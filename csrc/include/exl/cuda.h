@@ -149,6 +149,11 @@ static inline int64_t exl_cuda_prepared_halves(int rows, int num_blocks) {
            (rows % 32 ? exl_cuda_chunk_halves(rows % 32, num_blocks) : 0);
 }
 
+// Attention and gated products can leave their result prepared for the linear behind them: up to 8
+// rows, where every padded row is a feature. `places` [k] is then the row in the matrix's order of
+// each feature. What lies in rows of a tile past the batch's is of no consequence.
+enum { EXL_MOST_PLACED_ROWS = 8 };
+
 typedef struct {
     const int32_t* order;  // [32 * num_blocks], -1: zero; null: row r is feature r
     void* out;             // prepared halves
@@ -194,6 +199,7 @@ typedef struct {
     int32_t reserved;
     void* workspace;        // zero when first passed in, and left zero where it must be
     int64_t workspace_bytes;
+    const int32_t* places;  // [n], gated: y is prepared inputs of float16; or null
 } ExlQuantLinear;
 EXL_CUDA_API int64_t exl_cuda_quant_linear_workspace(int32_t max_n, int32_t max_m);
 EXL_CUDA_API int exl_cuda_quant_linear(const ExlQuantLinear* args, void* stream);
@@ -292,6 +298,7 @@ typedef struct {
     float softcap;
     void* workspace;   // zero when first passed in, and left zero where it must be
     int64_t workspace_bytes;
+    const int32_t* places;  // [q_heads * d]: out is prepared inputs of float16; or null
 } ExlAttention;
 EXL_CUDA_API int64_t exl_cuda_attention_workspace(int32_t rows, int32_t q_heads, int32_t head_dim);
 EXL_CUDA_API int exl_cuda_attention(

@@ -98,6 +98,9 @@ class Prepare(Structure):
     )
 
 
+MOST_PLACED_ROWS = 8
+
+
 class QuantLinear(Structure):
     _fields_ = (
         ("parts", POINTER(QuantMatrix) * MAX_PARTS),
@@ -112,6 +115,7 @@ class QuantLinear(Structure):
         ("reserved", c_int32),
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
+        ("places", c_void_p),
     )
 
 
@@ -169,6 +173,7 @@ class Attention(Structure):
         ("softcap", c_float),
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
+        ("places", c_void_p),
     )
 
 

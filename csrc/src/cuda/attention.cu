@@ -19,7 +19,10 @@ bool is_taken(const ExlAttention& args, const ExlCache& cache) {
     const bool pages = cache.page_size >= kChunk && (cache.page_size & (cache.page_size - 1)) == 0;
     const bool group = cache.kv_heads > 0 && args.q_heads % cache.kv_heads == 0 &&
                        args.q_heads / cache.kv_heads <= 16;
-    return types && head && pages && group && (args.dtype == kF16 || args.dtype == kF32) &&
+    const bool placed = args.places == nullptr ||
+                        (args.rows <= EXL_MOST_PLACED_ROWS && args.dtype == kF16);
+    return types && head && pages && group && placed &&
+           (args.dtype == kF16 || args.dtype == kF32) &&
            args.workspace_bytes >= exl_cuda_attention_workspace(args.rows, args.q_heads, d);
 }
 
@@ -41,6 +44,8 @@ extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cach
     AttentionParams params = {};
     params.q = args->q;
     params.out = args->out;
+    params.places = args->places;
+    params.rows = args->rows;
     params.q_stride = args->q_stride;
     params.out_stride = args->out_stride;
     params.dtype = args->dtype;

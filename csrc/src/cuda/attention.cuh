@@ -17,6 +17,8 @@ constexpr float kLog2e = 1.4426950408889634f;
 struct AttentionParams {
     const void* q;
     void* out;
+    const int32_t* places;  // null, or out is prepared inputs of `rows` rows
+    int rows;
     int64_t q_stride;
     int64_t out_stride;
     int dtype;

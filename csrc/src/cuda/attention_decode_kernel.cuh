@@ -380,9 +380,14 @@ decode_kernel(const AttentionParams params) {
         Row x;
         load_row(x, results + v * (width + 4), kF32, d, lane);
         if (is_codes(value_type)) rotate_row(x, d, lane);
-        store_row(
-            vector_at(params, piece, params.out, params.out_stride, v), x, params.dtype, d, lane
-        );
+        if (params.places == nullptr) {
+            store_row(
+                vector_at(params, piece, params.out, params.out_stride, v), x, params.dtype, d, lane
+            );
+        } else {
+            const int head = kv_head * params.group + v % params.group;
+            place_row(params, piece.first_row + v / params.group, head, x, lane);
+        }
     }
 }
 

@@ -167,4 +167,19 @@ __device__ __forceinline__ void attend_step(
     }
 }
 
+// A head's result to where the linear behind attention looks for its inputs.
+__device__ __forceinline__ void place_row(
+    const AttentionParams& params, int row, int head, const Row& x, int lane
+) {
+    auto* to = static_cast<__half*>(params.out);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) {
+        const int i = u * kUnit + 2 * lane;
+        if (i >= params.d) continue;
+        const auto two = *reinterpret_cast<const int2*>(params.places + head * params.d + i);
+        to[prepared_at(params.rows, row, two.x)] = from_float<__half>(x[u].x);
+        to[prepared_at(params.rows, row, two.y)] = from_float<__half>(x[u].y);
+    }
+}
+
 }  // namespace exl::cuda

@@ -162,6 +162,11 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
+// Where prepared inputs of up to 8 rows have one: `place` is its row in the order of the matrix.
+__device__ __forceinline__ int prepared_at(int rows, int row, int place) {
+    return rows == 1 ? place : place / 32 * 256 + row * 32 + place % 32;
+}
+
 // Gates of gated activations, as the reference table has them.
 __device__ __forceinline__ float gate_of(int kind, float x) {
     if (kind == EXL_GATE_SILU) return x / (1.0f + __expf(-x));

@@ -189,6 +189,8 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
     if (of->count < 1 || of->count > 3 || of->m < 1 || of->m > 128 ||
         (is_gated && of->count != 2) ||
         (is_gated && of->parts[0]->n != of->parts[1]->n) ||
+        (of->places != nullptr &&
+         (!is_gated || of->y_dtype != kF16 || of->m > EXL_MOST_PLACED_ROWS)) ||
         (of->y_dtype != kF32 && (of->y_dtype != kF16 || of->epilogue == EXL_EPILOGUE_ADD)) ||
         of->workspace_bytes < exl_cuda_quant_linear_workspace(0, of->m)) {
         return cudaErrorInvalidValue;
@@ -204,6 +206,7 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
         has_offsets |= of->parts[i]->offset_kind != EXL_OFFSET_MIDDLE;
     }
     args.y_stride = of->y_stride;
+    args.places = of->places;
     args.counters = static_cast<uint32_t*>(of->workspace);
     args.partials = reinterpret_cast<float*>(args.counters + kCounters);
     args.num_groups = is_gated ? 1 : of->count;

@@ -66,7 +66,8 @@ struct TileSums {
 };
 
 __device__ __forceinline__ void store(const QuantLinearArgs& args, int row, int column, float y) {
-    const int64_t at = row * args.y_stride + column;
+    const int64_t at = args.places != nullptr ? prepared_at(args.m, row, args.places[column])
+                                              : row * args.y_stride + column;
     if (args.y_dtype == kF16) {
         static_cast<__half*>(args.y)[at] = from_float<__half>(y);
     } else {

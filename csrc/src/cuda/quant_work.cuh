@@ -35,6 +35,7 @@ struct QuantLinearArgs {
     QuantPart parts[3];
     TileGroup groups[3];
     void* y;
+    const int32_t* places;  // null, or y is prepared inputs
     int64_t y_stride;
     uint32_t* counters;  // [grid] blocks that have added to the tile that this block begins
     float* partials;     // [grid][2][wide * 32 * m]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -17,6 +18,7 @@ from exl_core.errors import RequestError
 from exl_eval.texts import KNOWN_DATASETS, Text, read_dataset, read_text
 
 if TYPE_CHECKING:
+    from exl_core.load import LoadedModel
     from exl_eval.result import ModelFacts, TextFacts
 
 _TEXT = "Text"
@@ -93,6 +95,27 @@ Resume = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True)
+class Loading:
+    """How the models of a command are loaded."""
+
+    device: str
+    threads: int | None
+    is_quiet: bool
+    exact: bool
+
+    def load(self, spec: str | None) -> LoadedModel:
+        from exl_cli.load import load_quietly
+
+        return load_quietly(
+            spec,
+            device=self.device,
+            threads=self.threads,
+            is_quiet=self.is_quiet,
+            exact=self.exact,
+        )
+
+
 def read(
     text: Path | None,
     dataset: str | None,
@@ -106,6 +129,7 @@ def read(
         raise RequestError(
             "no text" if text is None else "two texts are given",
             expected="--text FILE or --dataset NAME",
+            next_step="--help shows both.",
         )
     if dataset is not None:
         return read_dataset(dataset, split=split, column=column, rows=rows)

@@ -43,6 +43,9 @@ class TextPasses:
         self._chunk_rows = max(1, min(chunk_rows, _LOGIT_BYTES // (4 * config.vocab_size)))
         num_pages = pages_for(min(max(1, longest - 1), config.max_seq_len))
         self._runner = Runner(model, store_for(model, kv_format, num_pages))
+        self._room: Tensor | None = None
+        if model.ops.device.type == "cpu":  # a GPU's memory is kept by torch itself
+            self._room = torch.empty(self._chunk_rows, config.vocab_size)
 
     def logits(self, token_ids: Sequence[int], first: int = 1) -> Iterator[tuple[int, Tensor]]:
         """Predictions of tokens `first` and later, each from the tokens before it: `start`, and
@@ -63,7 +66,7 @@ class TextPasses:
                 page_ids=tuple(range(pages_for(end))),
                 logit_rows=LogitRows.ALL if is_scored else LogitRows.NONE,
             )
-            logits = self._runner.run((chunk,))  # [rows, vocab_size]
+            logits = self._runner.run((chunk,), room=self._room)  # [rows, vocab_size]
             if is_scored:
                 yield start + 1, logits
             start = end

@@ -42,6 +42,7 @@ class Batch:
     logit_rows   int64 [n]           rows whose logits are wanted, ascending
     adapters     rows that have any, ascending
     embedded     rows whose token id is a stand-in (any valid one), or None
+    logits       room for the logits, float32 [n or more, vocab_size]; None: the model takes some
     """
 
     token_ids: Tensor
@@ -53,3 +54,4 @@ class Batch:
     logit_rows: Tensor
     adapters: tuple[AdapterRows, ...] = ()
     embedded: EmbeddedRows | None = None
+    logits: Tensor | None = None

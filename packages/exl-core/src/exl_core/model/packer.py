@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from threading import Lock
 from typing import ParamSpec
 
@@ -58,7 +59,7 @@ class Packer:
         checkpoint, names = self._checkpoint, packed_together(name)
         is_plain = not any(checkpoint.is_quantized(part) for part in names)
         if is_plain and len({checkpoint.dtype(part) for part in names}) == 1:
-            self._parts[name] = [[self._submit(self._pack_dense, names)]]
+            self._parts[name] = [self._start_dense(names)]
         else:
             self._parts[name] = [self._start_part(part) for part in names]
 
@@ -75,16 +76,31 @@ class Packer:
 
     def _start_part(self, name: str) -> list[Future[PackedLinear]]:
         if not self._checkpoint.is_quantized(name):
-            return [self._submit(self._pack_dense, [name])]
+            return self._start_dense([name])
         if self._checkpoint.stored[name].num_values < 2 * self._split_values:
             return [self._submit(self._pack_quantized, name)]
         matrix = self._open(name)
         packed = self._ops.new_quantized(matrix.layout)
-        rows, columns = matrix.layout.in_features, matrix.layout.out_features
-        jobs = [
-            self._submit(self._fill, name, matrix, packed, first, last)
-            for first, last in row_ranges(columns, rows, self._split_values)
-        ]
+        return self._start_pieces(
+            name, lambda first, last: self._submit(self._fill, name, matrix, packed, first, last)
+        )
+
+    def _start_dense(self, names: Sequence[str]) -> list[Future[PackedLinear]]:
+        """One matrix from the rows of several tensors."""
+        if len(names) > 1 or self._checkpoint.stored[names[0]].num_values < 2 * self._split_values:
+            return [self._submit(self._pack_dense, names)]
+        packed = self._new_dense(names)
+        return self._start_pieces(
+            names[0],
+            lambda first, last: self._submit(self._fill_dense, packed, names[0], 0, (first, last)),
+        )
+
+    def _start_pieces(
+        self, name: str, start: Callable[[int, int], Future[PackedLinear]]
+    ) -> list[Future[PackedLinear]]:
+        """Jobs for ranges of a large tensor's rows; the last to end lets go of the tensor."""
+        rows, *columns = self._checkpoint.stored[name].shape
+        jobs = [start(*piece) for piece in row_ranges(rows, prod(columns), self._split_values)]
 
         def release_at_last(_: Future[PackedLinear]) -> None:
             if all(job.done() for job in jobs):
@@ -132,26 +148,40 @@ class Packer:
         return packed
 
     def _pack_dense(self, names: Sequence[str]) -> PackedLinear:
-        """One matrix from the rows of several tensors; its biases too, where there are any."""
-        checkpoint = self._checkpoint
-        stored = [checkpoint.stored[name] for name in names]
-        dtype = checkpoint.dtype(names[0])
-        has_bias = bias_of(names[0]) in checkpoint.stored
-        packed = self._ops.new_linear(
-            sum(tensor.shape[0] for tensor in stored), stored[0].shape[1], dtype, has_bias=has_bias
-        )
+        packed = self._new_dense(names)
         first_row = 0
         for name in names:
-            bias = None
-            if has_bias:
-                bias = checkpoint.vector(bias_of(name))
+            self._fill_dense(packed, name, first_row)
+            first_row += self._checkpoint.stored[name].shape[0]
+        return packed
+
+    def _new_dense(self, names: Sequence[str]) -> PackedLinear:
+        stored = [self._checkpoint.stored[name] for name in names]
+        return self._ops.new_linear(
+            sum(tensor.shape[0] for tensor in stored),
+            stored[0].shape[1],
+            self._checkpoint.dtype(names[0]),
+            has_bias=bias_of(names[0]) in self._checkpoint.stored,
+        )
+
+    def _fill_dense(
+        self,
+        packed: PackedLinear,
+        name: str,
+        first_row: int,
+        within: tuple[int, int] | None = None,
+    ) -> PackedLinear:
+        """Rows of a tensor, its bias too where it has one, behind `first_row` of the matrix."""
+        checkpoint, bias = self._checkpoint, None
+        if bias_of(name) in checkpoint.stored:
+            bias = checkpoint.vector(bias_of(name))
+            if within is None or within[0] == 0:
                 self._report(checkpoint.stored[bias_of(name)].size_bytes)
-            for chunk in checkpoint.chunks(name, dtype):
-                rows = slice(chunk.first_row, chunk.first_row + chunk.values.shape[0])
-                part = None if bias is None else bias[rows]
-                self._ops.fill_linear(packed, first_row + chunk.first_row, chunk.values, part)
-                self._report(chunk.size_bytes)
-            first_row += checkpoint.stored[name].shape[0]
+        for chunk in checkpoint.chunks(name, checkpoint.dtype(name), within):
+            rows = slice(chunk.first_row, chunk.first_row + chunk.values.shape[0])
+            part = None if bias is None else bias[rows]
+            self._ops.fill_linear(packed, first_row + chunk.first_row, chunk.values, part)
+            self._report(chunk.size_bytes)
         return packed
 
     def _report(self, size_bytes: int) -> None:

@@ -6,6 +6,7 @@ Knows what the model wants of a batch, and nothing of requests, pages' owners or
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -15,8 +16,8 @@ from exl_core.cache.format import PAGE_SIZE, KVFormat
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
-from exl_core.model.decode_graphs import DecodeGraphs
 from exl_core.model.embedded import EMBEDDED_FROM
+from exl_core.model.pass_graphs import PassGraphs
 from exl_core.model.segment import LogitRows, PageCopy, Segment
 from exl_core.ops.table import OpTable, device_failures
 
@@ -141,17 +142,26 @@ class Runner:
     def __init__(self, model: Model, store: KVStore) -> None:
         self.model = model
         self.store = store
-        self._graphs = DecodeGraphs(model, store) if store.device.type == "cuda" else None
+        self._graphs = PassGraphs(model, store) if store.device.type == "cuda" else None
 
     @torch.inference_mode()
-    def run(self, segments: Sequence[Segment], copies: Sequence[PageCopy] = ()) -> Tensor:
+    def run(
+        self,
+        segments: Sequence[Segment],
+        copies: Sequence[PageCopy] = (),
+        room: Tensor | None = None,
+    ) -> Tensor:
         """Logits of the rows that the segments ask for, in order: [n, vocab_size]. The next run may
         overwrite them.
 
-        `copies` between pages come first.
+        `copies` between pages come first. The logits are put into `room`, float32
+        [n or more, vocab_size], where that is possible: memory that is new each time costs a CPU
+        about as much as computing what goes into it.
         """
         with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
             self.store.copy_pages(copies)
-            if self._graphs is not None and self._graphs.can_run(segments):
-                return self._graphs.run(segments)
-            return self.model.forward(make_batch(segments, self.store.page_size), self.store)
+            logits = None if self._graphs is None else self._graphs.run(segments)
+            if logits is not None:
+                return logits
+            batch = make_batch(segments, self.store.page_size)
+            return self.model.forward(replace(batch, logits=room), self.store)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ from exl_core.model.rotation import RotationTable
 from exl_core.model.runner import make_batch, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.weights import ModelWeights
-from exl_core.ops.table import AttentionBatch, GateKind, OpTable, PackedLinear
+from exl_core.ops.table import AttentionBatch, GateKind, Inputs, OpTable, PackedLinear
 
 ACTIVATIONS: dict[Activation, GateKind] = {
     Activation.SILU: "silu",
@@ -142,7 +143,8 @@ class Transformer:
     def _logits(self, x: Tensor, batch: Batch, observe: Observer | None) -> Tensor:
         config, weights, ops = self.config, self._weights, self.ops
         if observe is None and not batch.adapters:
-            logits = ops.norm_linear(x, weights.final_norm, config.norm_eps, weights.head)
+            room = None if batch.logits is None else batch.logits[: len(x)]
+            logits = ops.norm_linear(x, weights.final_norm, config.norm_eps, weights.head, room)
         else:
             x = ops.rms_norm(x, weights.final_norm, config.norm_eps)
             if observe is not None:
@@ -235,6 +237,11 @@ class Transformer:
         if adapters and is_adapted(adapters, layer, "qkv"):
             normed = ops.rms_norm(x, block.attention_norm, eps)
             add_deltas_(current.qkv, normed, adapters, layer, "qkv")
+        h: Inputs = current.mixed
+        post_norm = block.attention_post_norm
+        head_scale, head_shift = current.fits[layer]
+        if post_norm is None and not adapters:
+            h = ops.inputs_for(attention.output, current.mixed)
         ops.attend_(
             current.qkv,
             current.rows[config.layer_windows[layer]],
@@ -246,15 +253,17 @@ class Transformer:
             config.attention_scale,
             self._windows[layer],
             config.attention_softcap or 0.0,
-            *current.fits[layer],
+            head_scale,
+            head_shift,
+            None if isinstance(h, Tensor) else h,
         )
-        h, post_norm = current.mixed, block.attention_post_norm
         self._add(x, h, attention.output, post_norm, adapters, layer, "output")
 
     def _transform(self, x: Tensor, layer: int, current: _Pass) -> None:
         """x [R, hidden] += MLP of the layer."""
         eps, ops, block = self.config.norm_eps, self.ops, self._weights.blocks[layer]
         mlp, adapters = block.mlp, current.adapters
+        h: Inputs = current.gated
 
         if adapters and is_adapted(adapters, layer, "gate_up"):
             gate_up = ops.norm_linear(x, block.mlp_norm, eps, mlp.gate_up)  # [R, 2 * intermediate]
@@ -262,14 +271,15 @@ class Transformer:
             add_deltas_(gate_up, normed, adapters, layer, "gate_up")
             h = ops.gated_activation(gate_up, self._activation)
         else:
-            h = current.gated
+            if block.mlp_post_norm is None and not adapters:
+                h = ops.inputs_for(mlp.down, current.gated)
             ops.norm_gated_linear(x, block.mlp_norm, eps, mlp.gate_up, self._activation, h)
         self._add(x, h, mlp.down, block.mlp_post_norm, adapters, layer, "down")
 
     def _add(  # noqa: PLR0917 - a matrix, and what is done around it
         self,
         x: Tensor,
-        h: Tensor,
+        h: Inputs,
         w: PackedLinear,
         post_norm: Tensor | None,
         adapters: tuple[AdapterRows, ...],
@@ -279,8 +289,10 @@ class Transformer:
         """x += h @ w, and what adapters add; normed before it is added where the family says so."""
         if post_norm is None:
             self.ops.linear_add_(h, w, x)
-            add_deltas_(x, h, adapters, layer, matrix)
+            if adapters:
+                add_deltas_(x, cast(Tensor, h), adapters, layer, matrix)
         else:
-            y = self.ops.linear(h, w)
-            add_deltas_(y, h, adapters, layer, matrix)
+            plain = cast(Tensor, h)
+            y = self.ops.linear(plain, w)
+            add_deltas_(y, plain, adapters, layer, matrix)
             x.add_(self.ops.rms_norm(y, post_norm, self.config.norm_eps))

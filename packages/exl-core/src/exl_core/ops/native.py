@@ -14,7 +14,15 @@ from torch import Tensor, dtype
 
 from exl_core.errors import BackendError
 from exl_core.ops.quantized import QuantColumns, QuantLayout
-from exl_core.ops.table import AttentionBatch, Drawn, GateKind, PackedLinear, RowSettings
+from exl_core.ops.table import (
+    AttentionBatch,
+    Drawn,
+    GateKind,
+    Inputs,
+    PackedLinear,
+    PreparedInputs,
+    RowSettings,
+)
 
 KERNELS_VERSION = "0.1.0"
 INSTALL = "Install it with: python -m pip install ./csrc (from the repository's root)."
@@ -117,8 +125,11 @@ class NativeTable:
         self._ops.linear(x, cast(exl_kernels.Linear, w), out)
         return out
 
-    def linear_add_(self, x: Tensor, w: PackedLinear, residual: Tensor) -> None:
-        self._ops.linear_add_(x, cast(exl_kernels.Linear, w), residual)
+    def inputs_for(self, w: PackedLinear, plain: Tensor) -> Tensor:  # noqa: ARG002
+        return plain
+
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> None:
+        self._ops.linear_add_(cast(Tensor, x), cast(exl_kernels.Linear, w), residual)
 
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, out: Tensor | None = None
@@ -135,10 +146,11 @@ class NativeTable:
         eps: float,
         w: PackedLinear,
         kind: GateKind,
-        out: Tensor | None = None,
+        out: Inputs | None = None,
     ) -> Tensor:
         if out is None:
             out = torch.empty(x.shape[0], w.out_features // 2, dtype=torch.float32)
+        out = cast(Tensor, out)
         self._ops.norm_gated_linear(x, norm, eps, cast(exl_kernels.Linear, w), kind, out)
         return out
 
@@ -233,6 +245,7 @@ class NativeTable:
         softcap: float = 0.0,
         head_scale: Tensor | None = None,
         head_shift: Tensor | None = None,
+        out: PreparedInputs | None = None,  # noqa: ARG002 - there is none in this table
     ) -> None:
         bound = cast(exl_kernels.Table.AttentionBatch, batch)
         self._ops.attend_(

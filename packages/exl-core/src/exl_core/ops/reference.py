@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, dtype
@@ -24,7 +24,7 @@ from exl_core.ops.reference_attention import (
 from exl_core.ops.reference_cache import check_caches, store_rows
 from exl_core.ops.reference_quantized import PlainQuantized, fill_quantized, new_quantized
 from exl_core.ops.reference_sampling import sample, sample_rows
-from exl_core.ops.table import AttentionBatch, GateKind, PackedLinear
+from exl_core.ops.table import AttentionBatch, GateKind, Inputs, PackedLinear, PreparedInputs
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -154,8 +154,11 @@ class ReferenceTable:
     def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
         return _linear("linear", x, w).float()
 
-    def linear_add_(self, x: Tensor, w: PackedLinear, residual: Tensor) -> None:
-        y = _linear("linear_add_", x, w)
+    def inputs_for(self, w: PackedLinear, plain: Tensor) -> Tensor:  # noqa: ARG002
+        return plain
+
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> None:
+        y = _linear("linear_add_", cast(Tensor, x), w)
         check("linear_add_", "residual", residual, F32, *y.shape)
         check_contiguous("linear_add_", "residual", residual)
         residual.copy_(residual + y)
@@ -172,12 +175,13 @@ class ReferenceTable:
         eps: float,
         w: PackedLinear,
         kind: GateKind,
-        out: Tensor | None = None,
+        out: Inputs | None = None,
     ) -> Tensor:
         op = "norm_gated_linear"
         if w.out_features % 2 != 0:
             raise OpInputError(f"{op}: w ({w.out_features} are no two halves)")
-        return _put(op, self.gated_activation(_norm_linear(op, x, norm, eps, w), kind), out)
+        y = self.gated_activation(_norm_linear(op, x, norm, eps, w), kind)
+        return _put(op, y, cast(Tensor | None, out))
 
     def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
         check("embedding", "token_ids", token_ids, (torch.int64,), None)
@@ -289,6 +293,7 @@ class ReferenceTable:
         softcap: float = 0.0,
         head_scale: Tensor | None = None,
         head_shift: Tensor | None = None,
+        out: PreparedInputs | None = None,  # noqa: ARG002 - there is none in this table
     ) -> None:
         if not isinstance(batch, PlainBatch):
             raise OpInputError("attend_: batch (expected one of the reference table)")

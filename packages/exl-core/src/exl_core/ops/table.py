@@ -36,6 +36,14 @@ class PackedLinear(Protocol):
     def size_bytes(self) -> int: ...
 
 
+class PreparedInputs(Protocol):
+    """Room for the inputs of one linear, as its kernel reads them; the business of its table."""
+
+
+Inputs = Tensor | PreparedInputs
+"""[rows, in_features], or what `inputs_for` made of that."""
+
+
 class AttentionBatch(Protocol):
     """The rows of one pass as `attend_` wants them; only the table that made it can read it."""
 
@@ -148,7 +156,12 @@ class OpTable(Protocol):
         """
         ...
 
-    def linear_add_(self, x: Tensor, w: PackedLinear, residual: Tensor) -> None:
+    def inputs_for(self, w: PackedLinear, plain: Tensor) -> Inputs:
+        """Room for m rows of inputs of `w`, for ops with an `out` to write and `linear_add_` to
+        read: `plain` [m, k], or where it pays something of the table's own."""
+        ...
+
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> None:
         """residual [m, n] contiguous += linear(x, w)."""
         ...
 
@@ -165,11 +178,11 @@ class OpTable(Protocol):
         eps: float,
         w: PackedLinear,
         kind: GateKind,
-        out: Tensor | None = None,
+        out: Inputs | None = None,
     ) -> Tensor:
         """gated_activation(norm_linear(x, norm, eps, w), kind): [m, n / 2], w gate first.
 
-        In `out` if there is one.
+        In `out` if there is one; what is returned then is its memory.
         """
         ...
 
@@ -270,8 +283,10 @@ class OpTable(Protocol):
         softcap: float = 0.0,
         head_scale: Tensor | None = None,
         head_shift: Tensor | None = None,
+        out: PreparedInputs | None = None,
     ) -> None:
-        """All of attention between its two projections; the result replaces the queries.
+        """All of attention between its two projections; the result replaces the queries, or goes
+        to `out` where this table has made one.
 
         qkv [rows, (q_heads + 2 kv_heads) * d] strided rows: queries, keys, values. In this order:
         rms_norm_heads_ of queries and keys where there are norms [d], rope_ of both, x * head_scale

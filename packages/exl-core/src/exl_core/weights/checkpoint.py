@@ -160,18 +160,23 @@ class Checkpoint:
             return [self.stored[name].name]
         return [part.name for part in matrix.parts.values()]
 
-    def chunks(self, name: str, dtype: torch.dtype) -> Iterator[Chunk]:
-        """The rows of a matrix or a bias, a few at a time (multiples of 32), as `dtype`.
+    def chunks(
+        self, name: str, dtype: torch.dtype, within: tuple[int, int] | None = None
+    ) -> Iterator[Chunk]:
+        """The rows of a matrix or a bias, a few at a time (multiples of 32), as `dtype`; all of
+        them, or those `within` first and last.
 
         The memory of what has been read is released on the way.
         """
         self._prefetch(name)
         located, tensor = self._located[name], self.stored[name]
         num_rows = tensor.shape[0]
+        first_row, last_row = within or (0, num_rows)
         values_a_row = max(1, tensor.num_values // num_rows)
         matrix = self._matrix(name) if located.matrix is not None else None
         order = self._row_order(name)
-        for start, stop in row_ranges(num_rows, values_a_row, CHUNK_VALUES):
+        for first, last in row_ranges(last_row - first_row, values_a_row, CHUNK_VALUES):
+            start, stop = first_row + first, first_row + last
             if matrix is not None:
                 values = matrix.dense(start, stop)
             else:
@@ -183,7 +188,8 @@ class Checkpoint:
                 _check_finite(tensor, values, f"As {dtype} they overflow")
             yield Chunk(start, values, share(tensor.size_bytes, start, stop, num_rows))
             self.release(name, slice(start, stop))
-        self.release(name)
+        if within is None:
+            self.release(name)
 
     def vector(self, name: str) -> Tensor:
         """A bias, float32 [rows]."""

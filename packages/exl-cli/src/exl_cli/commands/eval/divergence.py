@@ -5,6 +5,7 @@ What is computed lives in `exl_eval`; this module says which model is loaded whe
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -16,9 +17,10 @@ from exl_core.cache.format import parse_cache_type
 
 if TYPE_CHECKING:
     from exl_cli.load import Headers
-    from exl_core.load import LoadedModel
+    from exl_core.cache.format import KVFormat
     from exl_eval.divergence import Reference
     from exl_eval.result import DivergenceResult
+    from exl_eval.styles import Layout
 
 EXAMPLES = (
     ("exl eval divergence q4.gguf --reference f16 --text wiki.txt --windows 20", "of a pair"),
@@ -30,15 +32,27 @@ EXAMPLES = (
 )
 
 
+Candidate = Annotated[
+    str, typer.Argument(metavar="CANDIDATE", help=options.MODEL_HELP, show_default=False)
+]
+ReferenceModel = Annotated[
+    str, typer.Option("--reference", metavar="MODEL", help="What it should be like: P.")
+]
+CacheReference = Annotated[
+    Path | None,
+    typer.Option(
+        "--cache-reference",
+        metavar="FILE",
+        help="Keep the reference's predictions in FILE, 2.6 kB a token, and load one model at a "
+        "time; if FILE has them, the reference is not loaded.",
+    ),
+]
+
+
 def divergence(
-    candidate: Annotated[
-        str, typer.Argument(metavar="CANDIDATE", help=options.MODEL_HELP, show_default=False)
-    ],
+    candidate: Candidate,
     *,
-    reference: Annotated[
-        str,
-        typer.Option("--reference", metavar="MODEL", help="What it should be like: P."),
-    ],
+    reference: ReferenceModel,
     text: eval_options.TextFile = None,
     dataset: eval_options.Dataset = None,
     split: eval_options.Split = None,
@@ -47,15 +61,7 @@ def divergence(
     ctx: eval_options.StyleCtx = None,
     windows: eval_options.Windows = None,
     bos: eval_options.Bos = "default",
-    cache_reference: Annotated[
-        Path | None,
-        typer.Option(
-            "--cache-reference",
-            metavar="FILE",
-            help="Keep the reference's predictions in FILE, 2.6 kB a token, and load one model at "
-            "a time; if FILE has them, the reference is not loaded.",
-        ),
-    ] = None,
+    cache_reference: CacheReference = None,
     resume: eval_options.Resume = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
@@ -73,51 +79,72 @@ def divergence(
     kv_format = parse_cache_type(cache_type)
     content = eval_options.read(text, dataset, split=split, column=column, rows=rows)
     with exits_at_once():
-        from exl_cli.load import load_quietly, read_headers
-        from exl_cli.render import windows_progress
-        from exl_eval.divergence import (
-            DivergenceOptions,
-            RunningReference,
-            lay_out_for_both,
-            measure_against,
-        )
-        from exl_eval.reference_file import KeptReference, keep_reference, reference_header
-        from exl_eval.result import ReferenceFacts
-        from exl_eval.window_file import WindowFile
+        from exl_cli.load import read_headers
+        from exl_eval.divergence import DivergenceOptions, RunningReference, lay_out_for_both
     theirs, ours = read_headers(reference), read_headers(candidate)
     choices = DivergenceOptions(ctx=ctx, windows=windows, bos=bos, kv_format=kv_format)
     longest = min(theirs.config.max_seq_len, ours.config.max_seq_len)
     layout = lay_out_for_both(theirs.tokenizer, ours.tokenizer, content, choices, longest)
-
-    def load(model: Headers) -> LoadedModel:
-        path = str(model.path)
-        return load_quietly(path, device=device, threads=threads, is_quiet=quiet, exact=exact)
-
-    def measured(against: Reference) -> DivergenceResult:
-        loaded = load(ours)
-        with (
-            eval_options.saying_what_is_kept(resume),
-            windows_progress("divergence", is_quiet=quiet) as on_window,
-        ):
-            return measure_against(against, loaded, layout, kv_format, on_window, resume=resume)
-
+    run = _Run(
+        eval_options.Loading(device, threads, quiet, exact), layout, theirs, ours, kv_format, resume
+    )
     if cache_reference is None:
-        result = measured(RunningReference(load(theirs), layout, ours.config.vocab_size))
+        loaded = run.loading.load(str(theirs.path))
+        result = run.measure(RunningReference(loaded, layout, ours.config.vocab_size))
     else:
-        vocab_size, facts = theirs.tokenizer.vocab_size, ReferenceFacts(theirs.name, exact)
-        header = reference_header(layout, facts, vocab_size, theirs.size_bytes)
-        with WindowFile(cache_reference, header) as file:
-            if len(file) < len(layout.windows):
-                with (
-                    eval_options.saying_what_is_kept(cache_reference),
-                    windows_progress("reference's perplexity", is_quiet=quiet) as on_window,
-                ):
-                    keep_reference(load(theirs), layout, vocab_size, file, on_window)
-            result = measured(KeptReference(file, layout, facts, vocab_size))
+        result = run.measure_by_file(cache_reference)
     if json:
         output.write_json(result.as_dict())
     else:
         _show(result)
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """A pair of models, and the windows that both read."""
+
+    loading: eval_options.Loading
+    layout: Layout
+    reference: Headers
+    candidate: Headers
+    kv_format: KVFormat
+    resume: Path | None
+
+    def measure(self, reference: Reference) -> DivergenceResult:
+        from exl_cli.render import windows_progress
+        from exl_eval.divergence import measure_against
+
+        loaded = self.loading.load(str(self.candidate.path))
+        with (
+            eval_options.saying_what_is_kept(self.resume),
+            windows_progress("divergence", is_quiet=self.loading.is_quiet) as on_window,
+        ):
+            return measure_against(
+                reference, loaded, self.layout, self.kv_format, on_window, resume=self.resume
+            )
+
+    def measure_by_file(self, path: Path) -> DivergenceResult:
+        """The reference is loaded only for windows that the file does not have, and let go of."""
+        from exl_cli.render import windows_progress
+        from exl_eval.reference_file import KeptReference, keep_reference, reference_header
+        from exl_eval.result import ReferenceFacts
+        from exl_eval.window_file import WindowFile
+
+        layout, vocab_size = self.layout, self.reference.tokenizer.vocab_size
+        facts = ReferenceFacts(self.reference.name, self.loading.exact)
+        header = reference_header(layout, facts, vocab_size, self.reference.size_bytes)
+        with WindowFile(path, header) as file:
+            if len(file) < len(layout.windows):
+                loaded = self.loading.load(str(self.reference.path))
+                with (
+                    eval_options.saying_what_is_kept(path),
+                    windows_progress(
+                        "reference's perplexity", is_quiet=self.loading.is_quiet
+                    ) as on_window,
+                ):
+                    keep_reference(loaded, layout, vocab_size, file, on_window)
+                del loaded
+            return self.measure(KeptReference(file, layout, facts, vocab_size))
 
 
 def _show(result: DivergenceResult) -> None:

@@ -30,6 +30,38 @@ EXAMPLES = (
 )
 
 
+Style = Annotated[
+    str,
+    typer.Option(
+        "--style",
+        metavar="NAME",
+        help="paper: disjoint windows of 2048; exl3: the first 100 of those, no BOS; hf-stride: "
+        "windows of the whole context, overlapping; llama.cpp: second halves of windows of 512; "
+        "per-document: each row by itself, every token.",
+    ),
+]
+Stride = Annotated[
+    int | None,
+    typer.Option("--stride", metavar="N", min=1, help="Of hf-stride. Without it: 512 tokens."),
+]
+CompareTo = Annotated[
+    str | None,
+    typer.Option(
+        "--compare-to",
+        metavar="MODEL",
+        help="Score this one too, and give the ratio with the error of paired differences. With "
+        "--resume, its windows are kept in FILE.compare-to.",
+    ),
+]
+TokenByToken = Annotated[
+    bool,
+    typer.Option(
+        "--token-by-token",
+        help="A pass for every token, as in decoding, in place of passes of 512: slower.",
+    ),
+]
+
+
 def perplexity(
     *,
     model: options.ModelArgument = None,
@@ -39,44 +71,19 @@ def perplexity(
     split: eval_options.Split = None,
     column: eval_options.Column = "text",
     rows: eval_options.Rows = None,
-    style: Annotated[
-        str,
-        typer.Option(
-            "--style",
-            metavar="NAME",
-            help="paper: disjoint windows of 2048; exl3: the first 100 of those, no BOS; "
-            "hf-stride: windows of the whole context, overlapping; llama.cpp: second halves of "
-            "windows of 512; per-document: each row by itself, every token.",
-        ),
-    ] = "paper",
+    style: Style = "paper",
     ctx: eval_options.StyleCtx = None,
-    stride: Annotated[
-        int | None,
-        typer.Option("--stride", metavar="N", min=1, help="Of hf-stride. Without it: 512 tokens."),
-    ] = None,
+    stride: Stride = None,
     windows: eval_options.Windows = None,
     bos: eval_options.Bos = "default",
-    compare_to: Annotated[
-        str | None,
-        typer.Option(
-            "--compare-to",
-            metavar="MODEL",
-            help="Score this one too, and give the ratio with the error of paired differences.",
-        ),
-    ] = None,
+    compare_to: CompareTo = None,
     resume: eval_options.Resume = None,
     json: options.Json = False,
     quiet: options.Quiet = False,
     device: options.Device = "auto",
     threads: options.Threads = None,
     cache_type: options.CacheType = "fp16",
-    token_by_token: Annotated[
-        bool,
-        typer.Option(
-            "--token-by-token",
-            help="A pass for every token, as in decoding, in place of passes of 512: slower.",
-        ),
-    ] = False,
+    token_by_token: TokenByToken = False,
     exact: options.Exact = False,
 ) -> None:
     """Perplexity of a text, with its standard error, word perplexity and bits per byte.
@@ -89,30 +96,38 @@ def perplexity(
     kv_format = parse_cache_type(cache_type)
     content = eval_options.read(text, dataset, split=split, column=column, rows=rows)
     with exits_at_once():
-        from exl_cli.load import load_quietly
-        from exl_cli.render import windows_progress
-        from exl_eval.perplexity import PerplexityOptions, compare_scored, score_text
+        from exl_eval.perplexity import PerplexityOptions, compare_scored
     choices = PerplexityOptions(
         style, ctx, stride, windows, bos, kv_format=kv_format, token_by_token=token_by_token
     )
-    if compare_to is not None:
-        choices = _agreed(spec, compare_to, content, choices)
-
-    def scored(model: str | None, file: Path | None) -> ScoredText:
-        loaded = load_quietly(model, device=device, threads=threads, is_quiet=quiet, exact=exact)
-        with (
-            eval_options.saying_what_is_kept(file),
-            windows_progress("perplexity", is_quiet=quiet) as on_window,
-        ):
-            return score_text(loaded, content, choices, on_window, resume=file)
-
-    first = scored(spec, resume)
+    loading = eval_options.Loading(device, threads, quiet, exact)
     if compare_to is None:
-        _show(first.result, is_json=json)
+        _show(_scored(loading, spec, content, choices, resume).result, is_json=json)
         return
+    choices = _agreed(spec, compare_to, content, choices)
+    first = _scored(loading, spec, content, choices, resume)
     beside = None if resume is None else resume.with_name(f"{resume.name}.compare-to")
-    pair = compare_scored(first, scored(compare_to, beside))
-    _show_pair(pair, is_json=json)
+    second = _scored(loading, compare_to, content, choices, beside)
+    _show_pair(compare_scored(first, second), is_json=json)
+
+
+def _scored(
+    loading: eval_options.Loading,
+    spec: str | None,
+    text: Text,
+    choices: PerplexityOptions,
+    file: Path | None,
+) -> ScoredText:
+    """By a model that is loaded for as long as it takes."""
+    from exl_cli.render import windows_progress
+    from exl_eval.perplexity import score_text
+
+    loaded = loading.load(spec)
+    with (
+        eval_options.saying_what_is_kept(file),
+        windows_progress("perplexity", is_quiet=loading.is_quiet) as on_window,
+    ):
+        return score_text(loaded, text, choices, on_window, resume=file)
 
 
 def _agreed(

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from exl_core.ops.cuda.library import TYPES, Gpu
+from exl_core.ops.cuda.linear import CudaInputs
 from exl_core.ops.reference_cache import head_dim_of
 from exl_kernels import cuda
 
@@ -104,6 +105,7 @@ class Attention:
         eps: float,
         scoring: Scoring,
         fit: tuple[Tensor | None, Tensor | None],
+        to: CudaInputs | None,
     ) -> None:
         rows, width = qkv.shape
         head_dim, kv_heads = head_dim_of(key_cache), key_cache.shape[1]
@@ -132,7 +134,7 @@ class Attention:
             _attend_from_start(heads, q_heads, kv_heads, batch.starts, scoring.scale)
             return
         queries = qkv[:, : q_heads * head_dim]
-        self.mix(queries, queries, q_heads, batch, key_cache, value_cache, scoring)
+        self.mix(queries, queries, q_heads, batch, key_cache, value_cache, scoring, to)
 
     def mix(  # noqa: PLR0917 - the op's operands
         self,
@@ -143,14 +145,17 @@ class Attention:
         key_cache: Tensor,
         value_cache: Tensor,
         scoring: Scoring,
+        to: CudaInputs | None = None,
     ) -> None:
-        """out [rows, heads * d]; q [rows, ...] with heads d apart, perhaps the same memory."""
+        """out [rows, heads * d]; q [rows, ...] with heads d apart, perhaps the same memory. With
+        `to` the result is left there, and `out` stays as it is."""
         rows = out.shape[0]
         workspace = self._gpu.workspace("attention", rows, heads, head_dim_of(key_cache))
         args = cuda.Attention(
             q=q.data_ptr(),
             q_stride=q.stride(0),
-            out=out.data_ptr(),
+            out=out.data_ptr() if to is None else to.memory.data_ptr(),
+            places=None if to is None else to.places,
             out_stride=out.stride(0),
             dtype=TYPES[out.dtype],
             rows=rows,

@@ -21,6 +21,7 @@ from exl_core.ops.checks import OpInputError
 from exl_core.ops.cuda.library import TYPES, Gpu
 from exl_core.ops.cuda.quantized import CudaQuantLinear
 from exl_core.ops.cuda.slices import Slices
+from exl_core.ops.cuda.upload import upload
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_core.ops.table import GateKind, PackedLinear
 from exl_kernels import cuda
@@ -74,6 +75,26 @@ class CudaJoined:
         return sum(part.size_bytes for part in self.parts)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class CudaInputs:
+    """Inputs of one quantized linear, in the order of its rows: what kernels leave there that know
+    the linear behind them, so that nothing has to be moved in between."""
+
+    w: CudaQuantLinear
+    rows: int
+    memory: Tensor  # float16, prepared
+
+    @property
+    def places(self) -> int:
+        """Address of the row of each feature."""
+        return cast(Tensor, self.w.places).data_ptr()
+
+    @property
+    def form(self) -> cuda.Prepared:
+        order = self.w.order.data_ptr()
+        return cuda.Prepared(order, self.memory.data_ptr(), self.w.num_blocks, 0)
+
+
 class Norm(NamedTuple):
     """RMS norm of the inputs, before they are multiplied."""
 
@@ -97,11 +118,12 @@ class Linears:
         weight = torch.zeros(out_features, in_features, dtype=torch.float16, device=device)
         return CudaLinear(weight, bias)
 
-    @staticmethod
-    def fill_dense(w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None) -> None:
+    def fill_dense(
+        self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None
+    ) -> None:
         dense = cast(CudaLinear, w)
         rows = slice(row_offset, row_offset + weight.shape[0])
-        halves = weight.half()
+        halves = upload(weight, self._gpu.device).half()
         if weight.dtype is not torch.float16 and not halves.isfinite().all():
             raise BackendError(
                 "weights are too large for float16, which the GPU computes with",
@@ -119,6 +141,22 @@ class Linears:
     @staticmethod
     def fill_quantized(w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
         cast(CudaQuantLinear, w).fill(first_column, columns)
+
+    def inputs_for(self, w: PackedLinear, rows: int) -> CudaInputs | None:
+        """Room for them, where kernels can fill it."""
+        part, *others = parts_of(w)
+        if others or not isinstance(part, CudaQuantLinear) or part.places is None:
+            return None
+        if not 0 < rows <= cuda.MOST_PLACED_ROWS:
+            return None
+        halves = cuda.prepared_halves(rows, part.num_blocks)
+        return CudaInputs(part, rows, self._gpu.empty(halves, dtype=torch.float16))
+
+    def multiply_prepared(self, x: CudaInputs, residual: Tensor) -> None:
+        """residual [m, n] float32 += x @ w."""
+        args = self._arguments((x.w,), residual, cuda.ADD)
+        args.inputs[0] = x.memory.data_ptr()
+        self._gpu.call("quant_linear", args)
 
     def multiply(
         self,
@@ -155,16 +193,21 @@ class Linears:
             first = last
 
     def multiply_gated(
-        self, x: Tensor, w: PackedLinear, out: Tensor, norm: Norm, kind: GateKind
+        self, x: Tensor, w: PackedLinear, out: Tensor | CudaInputs, norm: Norm, kind: GateKind
     ) -> None:
         """out [m, n / 2] = act(gate) * up, of rms_norm(x) @ w, gate first."""
-        rows, columns = out.shape
+        rows, columns = x.shape[0], w.out_features // 2
         if rows == 0:
             return
         quantized = _all_quantized(parts_of(w))
         is_pair = quantized is not None and [p.out_features for p in quantized] == [columns] * 2
         if quantized is not None and is_pair and rows <= FEW_ROWS:
             self._few(x, quantized, out, norm, cuda.GATED, kind)
+            return
+        if isinstance(out, CudaInputs):
+            plain = self._gpu.empty(rows, columns, dtype=torch.float16)
+            self.multiply_gated(x, w, plain, norm, kind)
+            self._prepare_for(out, plain)
             return
         gate_up = self._gpu.empty(rows, 2 * columns, dtype=torch.float16)
         self.multiply(x, w, gate_up, norm=norm)
@@ -182,28 +225,20 @@ class Linears:
         self,
         x: Tensor,
         parts: tuple[CudaQuantLinear, ...],
-        out: Tensor,
+        out: Tensor | CudaInputs,
         norm: Norm | None,
         epilogue: int,
         gate: GateKind = "silu",
     ) -> None:
         rows, gpu = x.shape[0], self._gpu
-        workspace = gpu.workspace("quant_linear", self._max_n, FEW_ROWS)
-        args = cuda.QuantLinear(
-            y=out.data_ptr(),
-            y_stride=out.stride(0),
-            y_dtype=TYPES[out.dtype],
-            count=len(parts),
-            m=rows,
-            epilogue=epilogue,
-            gate=cuda.GATES[gate],
-            workspace=workspace.data_ptr(),
-            workspace_bytes=workspace.numel(),
-        )
+        if isinstance(out, CudaInputs):
+            args = self._arguments(parts, out.memory.view(1, -1), epilogue, gate)
+            args.m, args.places = rows, out.places
+        else:
+            args = self._arguments(parts, out, epilogue, gate)
         prepare = _prepare(x, norm)
         forms: dict[int, Tensor] = {}  # parts whose rows are in one order share their inputs
         for i, part in enumerate(parts):
-            args.parts[i] = ctypes.pointer(part.matrix)
             order = part.order.data_ptr()
             if order not in forms:
                 halves = cuda.prepared_halves(rows, part.num_blocks)
@@ -214,6 +249,36 @@ class Linears:
             args.inputs[i] = forms[order].data_ptr()
         gpu.call("prepare", prepare)
         gpu.call("quant_linear", args)
+
+    def _prepare_for(self, to: CudaInputs, x: Tensor) -> None:
+        prepare = _prepare(x, None)
+        prepare.to[0] = to.form
+        prepare.count = 1
+        self._gpu.call("prepare", prepare)
+
+    def _arguments(
+        self,
+        parts: tuple[CudaQuantLinear, ...],
+        out: Tensor,
+        epilogue: int,
+        gate: GateKind = "silu",
+    ) -> cuda.QuantLinear:
+        """All but the inputs."""
+        workspace = self._gpu.workspace("quant_linear", self._max_n, FEW_ROWS)
+        args = cuda.QuantLinear(
+            y=out.data_ptr(),
+            y_stride=out.stride(0),
+            y_dtype=TYPES[out.dtype],
+            count=len(parts),
+            m=out.shape[0],
+            epilogue=epilogue,
+            gate=cuda.GATES[gate],
+            workspace=workspace.data_ptr(),
+            workspace_bytes=workspace.numel(),
+        )
+        for i, part in enumerate(parts):
+            args.parts[i] = ctypes.pointer(part.matrix)
+        return args
 
     @staticmethod
     def _dense(x: Tensor, parts: tuple[Part, ...], out: Tensor, is_added: bool) -> None:

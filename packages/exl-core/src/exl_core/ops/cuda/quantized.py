@@ -104,6 +104,10 @@ class CudaQuantLinear:
         self._gpu = gpu
         self.num_blocks = plan.num_blocks
         self.order = _shared(device, order.astype(np.int32))
+        self.places: Tensor | None = None
+        """Of each feature its row in `order`, where no row is padding."""
+        if len(order) == layout.in_features:
+            self.places = _shared(device, np.argsort(order).astype(np.int32))
         self.bias = torch.zeros(layout.out_features, device=device) if layout.has_bias else None
         self._units = _shared(device, plan.units.view(np.uint8))
         self._stored_rows = _shared(device, stored)

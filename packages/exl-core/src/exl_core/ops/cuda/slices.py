@@ -16,19 +16,35 @@ class Slice:
     def __init__(self, gpu: Gpu, filler: torch.cuda.Stream) -> None:
         self._gpu = gpu
         self._filler = filler
-        self._is_filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._is_read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._is_captured = self._is_in_graphs = False
+        self._make_events()
         self._held = gpu.empty(0, dtype=torch.float16)
+        self._retired: list[torch.Tensor] = []  # captured graphs may still use them
         self.memory = self._held
 
     def take(self, size: int) -> None:
+        stream = torch.cuda.current_stream(self._gpu.device)
+        is_captured = torch.cuda.is_current_stream_capturing()
+        if is_captured is not self._is_captured:
+            # Events mean something within a capture or outside of it; this is where one begins.
+            self._is_captured = is_captured
+            self._make_events()
+            self._is_read.record(stream)
         if self._held.numel() < size:
             # The stream that fills it may still be at the old one.
-            torch.cuda.current_stream(self._gpu.device).wait_stream(self._filler)
+            stream.wait_stream(self._filler)
+            if self._is_in_graphs:
+                self._retired.append(self._held)
+                self._is_in_graphs = False
             self._held = self._gpu.empty(size, dtype=torch.float16)
             self._held.record_stream(self._filler)
-            self._is_read.record(torch.cuda.current_stream(self._gpu.device))
+            self._is_read.record(stream)
+        self._is_in_graphs |= is_captured
         self.memory = self._held[:size]
+
+    def _make_events(self) -> None:
+        self._is_filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._is_read = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def filling(self) -> Iterator[None]:

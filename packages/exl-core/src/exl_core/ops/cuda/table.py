@@ -14,13 +14,21 @@ from torch import Tensor
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.cuda.attention import Attention, CudaBatch, Scoring
 from exl_core.ops.cuda.library import TYPES, Gpu
-from exl_core.ops.cuda.linear import CudaJoined, Linears, Norm, parts_of
+from exl_core.ops.cuda.linear import CudaInputs, CudaJoined, Linears, Norm, parts_of
 from exl_core.ops.cuda.quantized import CudaQuantLinear
 from exl_core.ops.cuda.sampling import RowSampler
 from exl_core.ops.cuda.upload import upload
 from exl_core.ops.native import NativeTable
 from exl_core.ops.quantized import QuantColumns, QuantLayout
-from exl_core.ops.table import AttentionBatch, Drawn, GateKind, PackedLinear, RowSettings
+from exl_core.ops.table import (
+    AttentionBatch,
+    Drawn,
+    GateKind,
+    Inputs,
+    PackedLinear,
+    PreparedInputs,
+    RowSettings,
+)
 from exl_kernels import cuda
 
 if TYPE_CHECKING:
@@ -78,7 +86,14 @@ class CudaTable:
         self._linears.multiply(x, w, out)
         return out
 
-    def linear_add_(self, x: Tensor, w: PackedLinear, residual: Tensor) -> None:
+    def inputs_for(self, w: PackedLinear, plain: Tensor) -> Inputs:
+        return self._linears.inputs_for(w, plain.shape[0]) or plain
+
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> None:
+        if isinstance(x, CudaInputs):
+            self._linears.multiply_prepared(x, residual)
+            return
+        x = cast(Tensor, x)
         self._linears.multiply(x, w, residual, is_added=True)
 
     def norm_linear(
@@ -96,12 +111,14 @@ class CudaTable:
         eps: float,
         w: PackedLinear,
         kind: GateKind,
-        out: Tensor | None = None,
+        out: Inputs | None = None,
     ) -> Tensor:
-        if out is None:
-            out = self._gpu.empty(x.shape[0], w.out_features // 2)
-        self._linears.multiply_gated(x, w, out, Norm(norm, eps), kind)
-        return out
+        if isinstance(out, CudaInputs):
+            self._linears.multiply_gated(x, w, out, Norm(norm, eps), kind)
+            return out.memory
+        to = self._gpu.empty(x.shape[0], w.out_features // 2) if out is None else cast(Tensor, out)
+        self._linears.multiply_gated(x, w, to, Norm(norm, eps), kind)
+        return to
 
     def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
         rows = token_ids.shape[0]
@@ -189,8 +206,9 @@ class CudaTable:
         page_size: int,
     ) -> AttentionBatch:
         if page_table.is_cuda:
-            max_keys = page_table.shape[1] * page_size
-            return CudaBatch(page_table, row_starts, past_lens, slots, cos, sin, 1, max_keys)
+            rows, (seqs, pages) = slots.shape[0], page_table.shape
+            most = 1 if rows == seqs else rows, pages * page_size
+            return CudaBatch(page_table, row_starts, past_lens, slots, cos, sin, *most)
         if page_table.numel() and int(page_table.amax()) >= num_pages:
             raise OpInputError(
                 f"attention_batch: page_table (expected ids within [0, {num_pages}))"
@@ -211,6 +229,7 @@ class CudaTable:
         softcap: float = 0.0,
         head_scale: Tensor | None = None,
         head_shift: Tensor | None = None,
+        out: PreparedInputs | None = None,
     ) -> None:
         if qkv.shape[0]:
             self._attention.attend(
@@ -222,6 +241,7 @@ class CudaTable:
                 eps,
                 Scoring(scale, window, softcap),
                 (head_scale, head_shift),
+                cast(CudaInputs | None, out),
             )
 
     def sample_rows(self, logits: Tensor, rows: Sequence[RowSettings]) -> list[Drawn]:

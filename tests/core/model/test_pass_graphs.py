@@ -1,0 +1,104 @@
+"""Buckets of passes: padded to one, a pass gives the logits that it gives by itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from exl_core.cache.format import PAGE_SIZE, KVFormat
+from exl_core.load import load_model
+from exl_core.model.batch import Batch
+from exl_core.model.pass_graphs import Inputs, Shape, asked_for, shape_of
+from exl_core.model.runner import Runner, store_for
+from exl_core.model.segment import LogitRows, Segment
+from exl_core.model.transformer import Transformer
+from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
+
+ALL, LAST, NONE = LogitRows.ALL, LogitRows.LAST, LogitRows.NONE
+PAGES = 12
+
+
+def segment(rows: int, past: int, pages: tuple[int, ...], logit_rows: LogitRows) -> Segment:
+    generator = torch.Generator().manual_seed(100 * rows + past + pages[0])
+    ids = torch.randint(3, VOCAB_SIZE, (rows,), generator=generator).tolist()
+    return Segment(tuple(ids), past, pages, logit_rows)
+
+
+@pytest.fixture(scope="module", params=[tiny_llama, tiny_gemma3])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Transformer:
+    return load_model(str(save(request.param(), tmp_path_factory.mktemp("model")))).model
+
+
+def without_padding(inputs: Inputs, segments: list[Segment]) -> Batch:
+    """Kernels of the CPU do not take rows that belong to no sequence."""
+    batch, rows = inputs.batch, sum(len(one.token_ids) for one in segments)
+    if inputs.shape.is_decoding:
+        return batch
+    assert batch.slots[rows:].eq(PAGES * PAGE_SIZE).all()
+    assert batch.row_starts[len(segments) :].eq(rows).all()
+    return replace(
+        batch,
+        token_ids=batch.token_ids[:rows],
+        positions=batch.positions[:rows],
+        slots=batch.slots[:rows],
+        logit_rows=batch.logit_rows[batch.logit_rows < rows],
+    )
+
+
+PASSES = [
+    ([segment(1, 40, (3,), LAST)], Shape(1, 1, 1)),
+    ([segment(1, 9, (i,), LAST) for i in range(5)], Shape(6, 6, 6)),
+    ([segment(1, 9, (i,), ALL) for i in range(3)], Shape(3, 3, 3)),
+    ([segment(5, 30, (2,), ALL)], Shape(6, 1, 6)),
+    ([segment(2, 250, (2, 5), ALL)], Shape(2, 1, 2)),
+    ([segment(4, 30, (2,), ALL), segment(1, 7, (1,), LAST)], Shape(6, 4, 6)),
+    ([segment(200, 60, (2, 4), LAST)], Shape(256, 1, 1)),
+    ([segment(200, 60, (2, 4), NONE)], Shape(256, 1, 1)),
+    (
+        [segment(130, 0, (6,), NONE)] + [segment(1, 20, (i,), LAST) for i in range(4)],
+        Shape(192, 16, 16),
+    ),
+    ([segment(3, 3, (1,), LAST), segment(1, 7, (2,), NONE)], Shape(4, 3, 3)),
+]
+
+
+@pytest.mark.parametrize(("segments", "shape"), PASSES)
+def test_a_padded_pass_is_the_pass(
+    model: Transformer, segments: list[Segment], shape: Shape
+) -> None:
+    assert shape_of(segments, PAGES) == shape
+    plain, padded = (store_for(model, KVFormat.FP32, PAGES + 1) for _ in range(2))
+    history = [segment(one.past_len, 0, one.page_ids, NONE) for one in segments if one.past_len > 0]
+    for store in (plain, padded):
+        if history:
+            Runner(model, store).run(history)
+    expected = Runner(model, plain).run(segments)
+    inputs = Inputs(shape, PAGES, padded, spare_page=PAGES)
+    for others in PASSES[0][0], segments:  # what was there before leaves nothing behind
+        inputs.fill(others if len(others) <= shape.sequences else segments)
+    logits = asked_for(model.forward(without_padding(inputs, segments), padded), shape, segments)
+    assert logits.shape == expected.shape
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    for layer in range(model.config.num_layers):
+        for one in segments:
+            pages = list(one.page_ids)
+            torch.testing.assert_close(
+                padded.key(layer)[pages], plain.key(layer)[pages], rtol=1e-4, atol=1e-4
+            )
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [
+        [segment(1025, 0, tuple(range(5)), LAST)],
+        [segment(129, 0, (1,), ALL)],
+        [segment(1, 0, (1,), LAST)] * 129,
+        [segment(1, 0, (1,), LAST), segment(1, 0, (1,), NONE)],
+        [segment(2, 0, tuple(range(PAGES + 1)), LAST)],
+        [Segment((1 << 40,), 0, (1,), LAST)],
+    ],
+)
+def test_what_no_bucket_holds(segments: list[Segment]) -> None:
+    assert shape_of(segments, PAGES) is None

@@ -1,0 +1,216 @@
+"""Whole models on a GPU against the exact path of the CPU: every way a pass can run, all that the
+engine does around it, and what is left of the memory afterwards."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core.cache.format import KVFormat
+from exl_core.engine.engine import EngineOptions
+from exl_core.generate.dynamic import DynamicGenerator
+from exl_core.load import LoadedModel, LoadOptions, load_model
+from exl_core.lora.adapter import load_adapter
+from exl_core.model.adapters import AdapterUse
+from exl_core.model.pass_graphs import MEETINGS
+from exl_core.model.runner import Runner, store_for
+from exl_core.model.segment import LogitRows, Segment
+from exl_core.sampling.params import SamplerParams
+from exl_core.speculate.draft_model import ModelDrafter
+from exl_core.speculate.drafter import Drafter
+from exl_core.speculate.ngram import NgramDrafter
+from support.adapters import random_pairs, stored, write_adapter
+from support.quantized_models import SIZES, quantized_llama
+from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
+
+pytestmark = pytest.mark.cuda
+
+ALL, LAST, NONE = LogitRows.ALL, LogitRows.LAST, LogitRows.NONE
+PAGES = 24
+GREEDY = SamplerParams(temperature=0)
+BUILD: dict[str, Callable[[Path], Path]] = {
+    "llama": lambda folder: save(tiny_llama(**SIZES), folder),
+    "gemma3": lambda folder: save(tiny_gemma3(**SIZES, query_pre_attn_scalar=32), folder),
+    "exl2": lambda folder: quantized_llama("exl2", folder),
+    "gptq": lambda folder: quantized_llama("gptq", folder),
+}
+# Of the logits. Caches of few bits differ by a code here and there, where a key lies between two.
+TOLERANCE = {KVFormat.FP16: 2e-3, KVFormat.Q8: 6e-3, KVFormat.Q4: 4e-2}
+
+
+class Pair:
+    """One model on both sides."""
+
+    def __init__(self, path: Path) -> None:
+        self.near = load_model(str(path), LoadOptions(exact=True))
+        self.far = load_model(str(path), LoadOptions(backend="cuda"))
+
+    def runners(self, kv_format: KVFormat) -> tuple[Runner, Runner]:
+        first, second = (
+            Runner(one.model, store_for(one.model, kv_format, PAGES))
+            for one in (self.near, self.far)
+        )
+        return first, second
+
+
+@pytest.fixture(scope="module", params=list(BUILD))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(BUILD[request.param](tmp_path_factory.mktemp("models") / request.param))
+
+
+class Sequences:
+    """Random tokens of a few sequences; what both sides make of them is compared."""
+
+    def __init__(self, pair: Pair, kv_format: KVFormat) -> None:
+        self._runners = pair.runners(kv_format)
+        self._limit = TOLERANCE[kv_format]
+        self._random = torch.Generator().manual_seed(8)
+        self._lengths = [0] * 4
+
+    def feed(self, **counts: tuple[int, LogitRows]) -> None:
+        """`s2=(5, ALL)`: five tokens more of sequence 2."""
+        segments = []
+        for name, (count, logit_rows) in counts.items():
+            i = int(name[1:])
+            ids = torch.randint(3, VOCAB_SIZE, (count,), generator=self._random).tolist()
+            pages = tuple(range(6 * i, 6 * i + 6))
+            segments.append(Segment(tuple(ids), self._lengths[i], pages, logit_rows))
+            self._lengths[i] += count
+        near, far = (runner.run(segments) for runner in self._runners)
+        assert far.shape == near.shape
+        if near.numel():
+            error = (far.float().cpu() - near).norm() / near.norm()
+            assert error < self._limit, f"{counts}: {error:.1e}"
+
+
+@pytest.mark.parametrize("kv_format", list(TOLERANCE), ids=lambda kind: kind.value)
+def test_passes_of_every_shape(pair: Pair, kv_format: KVFormat) -> None:
+    run = Sequences(pair, kv_format)
+    run.feed(s0=(1, LAST))  # decoding from nothing
+    run.feed(s1=(300, LAST), s2=(37, ALL))  # torch's attention, for a plain cache
+    run.feed(s1=(300, NONE))  # the kernel's, behind a past
+    run.feed(s3=(700, LAST))
+    for i in range(MEETINGS + 2):  # by and by as graphs
+        run.feed(s0=(1, LAST), s1=(1, LAST), s2=(1, LAST))
+        run.feed(s0=(4 + i % 2, ALL))
+        run.feed(s1=(130 - i, LAST), s0=(1, LAST), s2=(1, LAST))
+        run.feed(s2=(20, LAST))
+    run.feed(s0=(1, LAST), s3=(1, LAST))
+
+
+def generator_of(loaded: LoadedModel, **changes: Any) -> DynamicGenerator:
+    drafter = changes.pop("drafter", None)
+    options = EngineOptions(**{"cache_tokens": 4096, "max_batch": 8, **changes})
+    return DynamicGenerator(loaded, options, drafter=drafter)
+
+
+def assert_alike(pair: Pair, prompt: list[int], near: list[int], far: list[int]) -> None:
+    """The same tokens, or another where the first two are as good as equal."""
+    first = next((i for i, (a, b) in enumerate(zip(near, far, strict=False)) if a != b), None)
+    if first is None:
+        assert len(near) == len(far)
+        return
+    runner, _ = pair.runners(KVFormat.FP16)
+    known = Segment(tuple(prompt + near[:first]), 0, tuple(range(PAGES)), LAST)
+    logits: Tensor = runner.run([known])[0]
+    assert logits[near[first]] - logits[far[first]] < 0.02 * logits.std(), f"token {first}"
+
+
+def replies(generator: DynamicGenerator, prompts: list[list[int]], **fields: Any) -> list[Any]:
+    jobs = [
+        generator.enqueue(generator.request(prompt, sampler=GREEDY, stop=[], **fields))
+        for prompt in prompts
+    ]
+    while generator.num_remaining_jobs:
+        generator.iterate()
+    for job in jobs:
+        assert job.error is None
+    return [list(job.finish.token_ids) for job in jobs if job.finish is not None]
+
+
+def prompts(count: int) -> list[list[int]]:
+    source = random.Random(4)
+    return [[source.randrange(3, VOCAB_SIZE) for _ in range(9 + 40 * i)] for i in range(count)]
+
+
+def test_greedy_replies(pair: Pair) -> None:
+    asked = prompts(5)
+    near, far = (replies(generator_of(one), asked, max_tokens=40) for one in (pair.near, pair.far))
+    for prompt, *both in zip(asked, near, far, strict=True):
+        assert_alike(pair, prompt, *both)
+
+
+@pytest.mark.parametrize("kind", ["ngram", "model"])
+def test_drafts_change_nothing(pair: Pair, kind: str) -> None:
+    (prompt,) = prompts(1)
+    asked = [prompt * 6]  # something to look up
+    plain = replies(generator_of(pair.far), asked, max_tokens=40)
+    drafter: Drafter = NgramDrafter()
+    if kind == "model":
+        drafter = ModelDrafter(pair.far.model, vocab_size=VOCAB_SIZE, num_pages=16)
+    drafted = replies(generator_of(pair.far, drafter=drafter), asked, max_tokens=40)
+    assert_alike(pair, asked[0], plain[0], drafted[0])
+
+
+def test_adapters_and_guidance(tmp_path: Path) -> None:
+    model = tiny_llama(**SIZES)
+    pair = Pair(save(model, tmp_path / "model"))
+    folder = write_adapter(tmp_path / "adapter", stored(random_pairs(model)))
+    asked = prompts(2)
+    plain = replies(generator_of(pair.far), asked, max_tokens=20)
+    both = []
+    for one in (pair.near, pair.far):
+        uses = (AdapterUse(load_adapter(folder, one.model), 1.0),)
+        both.append(replies(generator_of(one), asked, max_tokens=20, adapters=uses))
+    assert both[0] == both[1] != plain
+
+
+def test_random_jobs_leave_nothing_behind(pair: Pair) -> None:
+    """Jobs of all kinds, some of them cancelled: pages and memory come back."""
+    source = random.Random(9)
+    generator = generator_of(pair.far, cache_tokens=2048)
+
+    def round_of_jobs() -> int:
+        jobs = []
+        for _ in range(30):
+            length = source.choice((1, 5, 60, 200, 400))
+            prompt = [source.randrange(3, VOCAB_SIZE) for _ in range(length)]
+            sampler = SamplerParams(temperature=source.choice((0, 1.0)), top_k=40)
+            request = generator.request(prompt, sampler=sampler, max_tokens=source.randrange(1, 60))
+            jobs.append(generator.enqueue(request))
+        while generator.num_remaining_jobs:
+            generator.iterate()
+            if source.random() < 0.05:
+                generator.cancel(source.choice(jobs))
+        assert all(job.error is None for job in jobs)
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    for _ in range(4):
+        round_of_jobs()  # graphs and workspaces are made
+    before = round_of_jobs()
+    after = [round_of_jobs() for _ in range(3)]
+    assert max(after) <= before + (1 << 20), f"{before} bytes, then {after}"
+
+
+def test_memory_of_a_model_comes_back(tmp_path: Path) -> None:
+    path = str(quantized_llama("exl2", tmp_path))
+
+    def life() -> int:
+        loaded = load_model(path, LoadOptions(backend="cuda"))
+        replies(generator_of(loaded), prompts(2), max_tokens=5)
+        del loaded
+        gc.collect()
+        torch.cuda.synchronize()
+        return torch.cuda.memory_allocated()
+
+    before = life()
+    assert [life() for _ in range(3)] == [before] * 3

@@ -1,0 +1,147 @@
+"""Records side by side: what may be compared, why not, and errors against a simulation."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from exl_core.errors import RequestError
+from exl_eval.compare import compare_records
+from exl_eval.divergence import DivergenceOptions, measure_divergence
+from exl_eval.estimates import mean_and_error
+from exl_eval.perplexity import PerplexityOptions, compare_scored, measure_perplexity, score_text
+from support.tables import loaded_with, random_table
+
+TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen jugs. " * 6
+
+
+def record(seed: int = 5, text: str = TEXT, style: str = "paper", **options: Any) -> dict[str, Any]:
+    """As a program reads it."""
+    options = {"ctx": 16, **options}
+    result = measure_perplexity(
+        loaded_with(random_table(seed)), text, PerplexityOptions(style, **options)
+    )
+    return json.loads(json.dumps(result.as_dict()))
+
+
+def divergence_record(seed: int, reference: int = 5, **options: Any) -> dict[str, Any]:
+    models = loaded_with(random_table(seed)), loaded_with(random_table(reference))
+    result = measure_divergence(*models, TEXT, DivergenceOptions(**{"ctx": 16, **options}))
+    return json.loads(json.dumps(result.as_dict()))
+
+
+def test_one_text_and_two_models_give_a_paired_difference() -> None:
+    a, b = record(5), record(6)
+    found = compare_records(a, b)
+    assert (found.is_comparable, found.obstacles) == (True, ())
+    nll, perplexity, bits = found.differences
+    assert (nll.figure, nll.is_paired) == ("nll", True)
+    assert nll.difference == pytest.approx(a["nll"] - b["nll"])
+    by_window = [
+        (x - y) / t
+        for x, y, t in zip(a["window_nll"], b["window_nll"], a["window_tokens"], strict=True)
+    ]
+    spread = torch.tensor(by_window, dtype=torch.float64).std()
+    assert nll.stderr == pytest.approx(float(spread) / math.sqrt(len(by_window)))
+    assert perplexity.stderr == pytest.approx(math.hypot(a["stderr"], b["stderr"]))
+    assert (bits.figure, bits.is_paired) == ("bits_per_byte", False)
+
+
+def test_pairs_are_tighter_than_two_separate_errors() -> None:
+    table = random_table(5)
+    near = table + 0.05 * random_table(6)
+    records = [
+        measure_perplexity(loaded_with(one), TEXT, PerplexityOptions(ctx=16)).as_dict()
+        for one in (table, near)
+    ]
+    nll = compare_records(*records).differences[0]
+    assert nll.stderr < 0.2 * math.hypot(*(float(one["nll_stderr"]) for one in records))
+
+
+def test_pairs_by_token_follow_the_formula() -> None:
+    models = [loaded_with(random_table(seed)) for seed in (5, 6)]
+    first, second = (score_text(one, TEXT, PerplexityOptions(ctx=16)) for one in models)
+    pair = compare_scored(first, second)
+    difference = first.nll - second.nll
+    assert pair.ln_ppl_ratio == pytest.approx(float(difference.mean()))
+    assert pair.ln_ppl_ratio_stderr == pytest.approx(mean_and_error(difference)[1])
+    assert math.exp(pair.ln_ppl_ratio) == pytest.approx(
+        first.result.perplexity / second.result.perplexity
+    )
+    found = pair.as_dict()
+    assert found["compared_to"]["perplexity"] == second.result.perplexity
+
+
+@pytest.mark.parametrize(
+    ("other", "fields"),
+    [
+        ({"text": TEXT + "."}, {"text_sha256"}),
+        ({"ctx": 32}, {"ctx", "tokens", "windows"}),
+        ({"bos": "each"}, {"bos", "bos_id"}),
+        ({"style": "llama.cpp"}, {"style", "special_text", "tokens"}),
+        ({"windows": 3}, {"tokens", "windows"}),
+    ],
+    ids=["text", "context", "BOS", "style", "windows"],
+)
+def test_what_defines_the_figure_must_agree(other: dict[str, Any], fields: set[str]) -> None:
+    found = compare_records(record(), record(6, **other))
+    assert not found.is_comparable
+    assert fields <= {obstacle.field for obstacle in found.obstacles}
+    assert all(obstacle.why for obstacle in found.obstacles)
+    figures = {one.figure for one in found.differences}
+    assert figures == ({"bits_per_byte"} if "ctx" in other or "bos" in other else set())
+
+
+def test_another_tokenizer_leaves_bits_per_byte() -> None:
+    a = record()
+    b = {**record(6), "tokenizer_sha256": "0" * 64}
+    found = compare_records(a, b)
+    assert [obstacle.field for obstacle in found.obstacles] == ["tokenizer_sha256"]
+    (bits,) = found.differences
+    assert bits.difference == pytest.approx(a["bits_per_byte"] - b["bits_per_byte"])
+
+
+def test_what_is_compared_is_named() -> None:
+    found = compare_records(record(), {**record(6), "model": "other", "kv_format": "q4"})
+    assert found.differing == {"model": ("table", "other"), "kv_format": ("fp16", "q4")}
+    assert found.is_comparable
+
+
+def test_divergences_need_the_same_reference() -> None:
+    a, b = divergence_record(6), divergence_record(7)
+    found = compare_records(a, b)
+    assert found.is_comparable
+    kld = found.differences[0]
+    assert kld.difference == pytest.approx(a["kld"]["mean"] - b["kld"]["mean"])
+    assert (kld.is_paired, kld.stderr > 0) == (True, True)
+    other = compare_records(a, {**b, "reference": "another"})
+    assert (other.is_comparable, other.differences) == (False, ())
+    assert other.obstacles[0].field == "reference"
+
+
+def test_a_single_window_has_no_pairs() -> None:
+    nll = compare_records(record(windows=1), record(6, windows=1)).differences[0]
+    assert not nll.is_paired
+    assert nll.stderr > 0
+
+
+@pytest.mark.parametrize(
+    ("b", "message"),
+    [
+        ({"schema_version": 1, "decode_tok_s": 5}, "record B: no record that can be compared"),
+        ({}, "record B: no record"),
+        (divergence_record(6), "different measurements"),
+        ({**record(), "schema_version": 99}, "record B: the record is of another version"),
+        ({key: value for key, value in record().items() if key != "nll"}, "not complete"),
+        ({**record(), "window_nll": None}, "not complete"),
+        ({**record(), "window_tokens": [1]}, "not complete"),
+    ],
+    ids=["speed", "nothing", "divergence", "version", "missing", "no windows", "other windows"],
+)
+def test_what_is_no_such_record_is_refused(b: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        compare_records(record(), b)
