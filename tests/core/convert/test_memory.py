@@ -11,8 +11,8 @@ import pytest
 
 from support import tiny_models
 
-SIZES = {"hidden_size": 256, "intermediate_size": 768, "head_dim": 64, "num_attention_heads": 4}
-LAYERS = (4, 24)
+SIZES = {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 64, "num_attention_heads": 8}
+LAYERS = (3, 11)
 MIB = 2**20
 
 PROGRAM = (  # VmHWM counts this program alone, while ru_maxrss remembers what it was forked from
@@ -52,4 +52,5 @@ def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
         f"sources {small / MIB:.0f} and {large / MIB:.0f} MiB"
     )
     assert large - small > 35 * MIB
-    assert many - few < (large - small) / 2  # threads of the allocator leave up to 20 MiB
+    # Python objects of each layer, its candidates above all, take about 2 MiB at any width.
+    assert many - few < (large - small) / 3
