@@ -24,10 +24,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-import hf_side_files
 from exl_core.arch.key_map import EMBED, HEAD, packed_together
 from exl_core.arch.spec import ModelConfig, Norm
 from exl_core.codecs import exl2, exl2_writer
+from exl_core.convert import side_files
 from exl_core.errors import ExlError, RequestError, UnsupportedModelError
 from exl_core.load import open_checkpoint
 from exl_core.resolve import resolve_model
@@ -74,7 +74,7 @@ def write_model(spec: str, out: Path, body: Format, head: Format) -> dict[str, o
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RequestError("the output directory is in use", where=out, expected="an empty one")
     checkpoint = Checkpoint(source, config, quantization)
-    side_files = hf_side_files.collect(path, source, config, _settings(body, head))
+    beside = side_files.collect(path, source, config, _settings(body, head))
     tensors: dict[str, Tensor] = {}
     bits = weights = 0
     for name, part in model_tensors(checkpoint, config, body, head):
@@ -88,8 +88,8 @@ def write_model(spec: str, out: Path, body: Format, head: Format) -> dict[str, o
         print(f"{name}: {describe(part)}")
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "output.safetensors")
-    side_files.write(out)
-    hf_side_files.check(out, path, source, config)
+    beside.write(out)
+    side_files.check(out, path, source, config)
     return {
         "model": str(path),
         "out": str(out),

@@ -13,6 +13,7 @@ from exl_cli.main import main
 VERBS = (
     ("generate",),
     ("chat",),
+    ("convert",),
     ("eval", "perplexity"),
     ("eval", "acceptance"),
     ("eval", "throughput"),

@@ -29,7 +29,8 @@ CORE_RANK = {
     **dict.fromkeys(("placement", "lora"), 5),
     **dict.fromkeys(("load", "speculate"), 6),
     "engine": 7,
-    **dict.fromkeys(("generate", "convert"), 8),
+    "generate": 8,
+    "convert": 9,
 }
 LOAD_FILES = ("load", "describe", "placement", "resolve")  # one package in four files
 CLI_ONLY = ("typer", "click", "rich", "prompt_toolkit", "starlette", "fastapi", "uvicorn")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -16,7 +14,6 @@ from safetensors.torch import load_file
 
 from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, expected_tensors
 from exl_core.codecs import exl2
-from exl_core.errors import ConfigError, TokenizerError
 from exl_core.load import LoadOptions, load_model, open_checkpoint
 from exl_core.weights.checkpoint import Checkpoint
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
@@ -127,29 +124,3 @@ def test_what_cannot_be_written(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "in use" in done.stderr
     assert [path.name for path in (tmp_path / "used").iterdir()] == ["notes.txt"]
-
-
-def test_a_configuration_that_reads_back_differently_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(SCRIPT.parent)
-    hf_side_files = importlib.import_module("hf_side_files")
-    gguf = write_gguf(tiny_models.tiny_llama(**SHAPE), tmp_path / "tiny.gguf")
-    source, config, _ = open_checkpoint(gguf)
-    files = hf_side_files.collect(gguf, source, config, {"quant_method": "exl2"})
-    folder = tmp_path / "out"
-    folder.mkdir()
-    files.write(folder)
-    hf_side_files.check(folder, gguf, source, config)
-
-    changed = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    (folder / "config.json").write_text(json.dumps({**changed, "rope_theta": 5.0}))
-    with pytest.raises(ConfigError, match="differently"):
-        hf_side_files.check(folder, gguf, source, config)
-    files.write(folder)
-    shutil.copyfile(
-        tiny_models.save(tiny_models.tiny_llama(), tmp_path / "o") / "tokenizer.json",
-        folder / "tokenizer.json",
-    )  # without the merge of 'ab'
-    with pytest.raises(TokenizerError, match="differently"):
-        hf_side_files.check(folder, gguf, source, config)

@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from exl_cli import options
-from exl_cli.commands import bench, chat, doctor, generate, inspect
+from exl_cli.commands import bench, chat, convert, doctor, generate, inspect
 from exl_cli.commands.eval import (
     acceptance,
     compare,
@@ -29,20 +29,21 @@ from exl_cli.commands.eval import (
 )
 from exl_cli.machine import closed_stdout, machine_failure
 from exl_cli.output import ClosedPipeError
-from exl_core.errors import ExlError, printable
+from exl_core.errors import ExlError, ProblemsError, printable
 
 CODE_INTERRUPTED = 130
 CODE_CLOSED_PIPE = 141
 
 EXIT_CODES = (
     "Exit codes: 0 done; 1 a failure while running; 2 a request that cannot be served as written; "
-    "3 a model that cannot be found, read or trusted; 4 not enough memory; 130 stopped by Ctrl-C; "
-    "141 the reader of the output went away."
+    "3 a model that cannot be found, read or trusted; 4 not enough memory; 5 no GPU that can be "
+    "used; 6 no space on a disk; 7 a converted model that is too far from its source; 130 stopped "
+    "by Ctrl-C; 141 the reader of the output went away."
 )
 
 app = typer.Typer(
     name="exl",
-    help="Run, chat with, inspect and evaluate quantized language models.",
+    help="Run, chat with, convert, inspect and evaluate quantized language models.",
     epilog=EXIT_CODES,
     rich_markup_mode="rich",
     add_completion=False,
@@ -75,6 +76,7 @@ def _root(
 
 app.command("generate", epilog=options.examples(generate.EXAMPLES))(generate.generate)
 app.command("chat", epilog=options.examples(chat.EXAMPLES))(chat.chat)
+app.command("convert", epilog=options.examples(convert.EXAMPLES))(convert.convert)
 app.add_typer(eval_app, name="eval")
 eval_app.command("perplexity", epilog=options.examples(perplexity.EXAMPLES))(perplexity.perplexity)
 eval_app.command("divergence", epilog=options.examples(divergence.EXAMPLES))(divergence.divergence)
@@ -129,7 +131,8 @@ def _run(args: Sequence[str]) -> object:
 
 def _fail(error: ExlError) -> int:
     _discard_stdout()
-    _complain(str(error))
+    for line in error.problems if isinstance(error, ProblemsError) else (error,):
+        _complain(str(line))
     return error.exit_code
 
 

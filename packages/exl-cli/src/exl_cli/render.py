@@ -17,6 +17,7 @@ from rich.console import Console, RenderableType
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     ProgressColumn,
     SpinnerColumn,
@@ -112,6 +113,34 @@ def repeats_progress(*, is_quiet: bool) -> Iterator[Callable[[int, int, str], No
         yield update and (
             lambda done, total, what: update(completed=done, total=total, description=what)
         )
+
+
+@contextmanager
+def stages_progress(*, is_quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
+    """A bar for one stage after the other, with the time left of it; None where nobody watches."""
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        TextColumn("so far"),
+        TimeElapsedColumn(),
+    )
+    if not is_watched(is_quiet=is_quiet):
+        yield None
+        return
+    bar = Progress(*columns, console=stderr_console(), transient=True, refresh_per_second=2)
+    with bar:
+        task = bar.add_task("starting", total=None)
+
+        def show(what: str, done: int, total: int) -> None:
+            if bar.tasks[0].description != what:  # its speed says nothing about this one's
+                bar.reset(task, description=what, total=total or None)
+            bar.update(task, completed=done, total=total or None)
+
+        yield show
 
 
 def print_speed(reply: FinishEvent, load_s: float | None) -> None:

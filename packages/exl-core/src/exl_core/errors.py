@@ -4,13 +4,15 @@ The command line turns an `ExlError` into one line on stderr and the class's exi
 exception is a bug and shows its traceback.
 
 Exit codes: 1 a failure while running, 2 a request that cannot be served as written, 3 a model that
-cannot be found, read or trusted, 4 not enough memory, 5 no GPU that can be used. (130 is Ctrl-C and
-141 a closed pipe; the command line owns those.)
+cannot be found, read or trusted, 4 not enough memory, 5 no GPU that can be used, 6 no space on a
+disk, 7 a result that is not good enough to be published. (130 is Ctrl-C and 141 a closed pipe; the
+command line owns those.)
 """
 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Sequence
 
 
 def printable(text: str) -> str:
@@ -127,3 +129,24 @@ class OutOfMemoryError(ExlError):
     """It does not fit; the message has the numbers."""
 
     exit_code = 4
+
+
+class DiskFullError(ExlError):
+    """A file does not fit its file system, or is longer than files may be here."""
+
+    exit_code = 6
+
+
+class QualityError(ExlError):
+    """A converted model that is further from its source than conversions at its rate are."""
+
+    exit_code = 7
+
+
+class ProblemsError(ExlError):
+    """Several failures that were found at once; the exit code is that of the first."""
+
+    def __init__(self, problems: Sequence[ExlError]) -> None:
+        self.problems = tuple(problems)
+        self.exit_code = problems[0].exit_code
+        super().__init__("; ".join(str(problem) for problem in problems))

@@ -1,21 +1,26 @@
-"""Reading files that a stranger wrote, so that a damaged one is an error and not a crash.
+"""Reading files that a stranger wrote, so that a damaged one is an error and not a crash; and
+writing files so that nobody ever finds a part of one.
 
 Knows JSON, UTF-8 and sizes, and nothing of what the contents mean.
 """
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import stat
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from exl_core.errors import ModelError, RequestError
+from exl_core.errors import DiskFullError, ExlError, RequestError
 
 CONFIG_LIMIT_BYTES = 16 * 2**20
 """Real configurations take kilobytes; those with a vocabulary or a chat template, a few MiB."""
 
 
-def is_present(path: Path, error: type[ModelError]) -> bool:
+def is_present(path: Path, error: type[ExlError]) -> bool:
     """Whether there is a file; anything else by that name is an error, not its absence."""
     try:
         path.lstat()
@@ -32,12 +37,12 @@ def is_present(path: Path, error: type[ModelError]) -> bool:
     return True
 
 
-def read_optional_json_object(path: Path, error: type[ModelError]) -> dict[str, object]:
+def read_optional_json_object(path: Path, error: type[ExlError]) -> dict[str, object]:
     """The object in a JSON file; {} when there is no such file."""
     return read_json_object(path, error) if is_present(path, error) else {}
 
 
-def read_bytes(path: Path, error: type[ModelError], limit_bytes: int) -> bytes:
+def read_bytes(path: Path, error: type[ExlError], limit_bytes: int) -> bytes:
     """The whole file, which must not be larger than `limit_bytes`."""
     try:
         with path.open("rb") as file:
@@ -55,13 +60,13 @@ def read_bytes(path: Path, error: type[ModelError], limit_bytes: int) -> bytes:
 
 
 def read_json_object(
-    path: Path, error: type[ModelError], limit_bytes: int = CONFIG_LIMIT_BYTES
+    path: Path, error: type[ExlError], limit_bytes: int = CONFIG_LIMIT_BYTES
 ) -> dict[str, object]:
     """The JSON object that a file holds; raises `error` for anything else."""
     return parse_json_object(read_bytes(path, error, limit_bytes), error, path)
 
 
-def parse_json_object(data: bytes, error: type[ModelError], where: object) -> dict[str, object]:
+def parse_json_object(data: bytes, error: type[ExlError], where: object) -> dict[str, object]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as cause:
@@ -70,6 +75,56 @@ def parse_json_object(data: bytes, error: type[ModelError], where: object) -> di
     if not isinstance(value, dict):
         raise error("holds no JSON object", where=where, got=type(value).__name__)
     return value
+
+
+TEMPORARY_SUFFIX = ".tmp"
+_NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+
+
+def write_atomically(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
+    """`path` holds all of `pieces`, on the disk, or it holds what it held before.
+
+    Whatever happens in between: a full disk (`DiskFullError`), another failure of it (`ExlError`),
+    a killed process, which may leave a file with `TEMPORARY_SUFFIX`. One writer at a time.
+    """
+    temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
+    with naming_disk_failures(path):
+        try:
+            with temporary.open("wb") as file:
+                for piece in pieces:
+                    file.write(piece)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Mapping[str, object], indent: int | None = 2) -> None:
+    """The same with an object as JSON, by default for people to read too."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
+    write_atomically(path, [text.encode("utf-8"), b"\n"])
+
+
+def sync_folder(folder: Path) -> None:
+    """Names in the folder, new and gone, are on the disk from now on."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def naming_disk_failures(path: Path) -> Iterator[None]:
+    """Failures of the file system in the block become typed errors about `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in _NO_SPACE:
+            raise DiskFullError("there is no space left", where=path, got=error.strerror) from error
+        raise ExlError("cannot be written", where=path, got=error.strerror or error) from error
 
 
 def read_text_file(path: Path) -> str:

@@ -16,9 +16,10 @@ from exl_core.arch.quantization import Quantization, read_quantization
 from exl_core.arch.spec import ModelConfig, RopeMethod
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import OutOfMemoryError, RequestError
-from exl_core.model.build import build_weights
+from exl_core.model.build import build_weights, stream_weights
 from exl_core.model.sample_text import SAMPLE_TEXT
 from exl_core.model.transformer import Transformer
+from exl_core.model.weights import ModelWeights
 from exl_core.ops.table import device_failures, get_table
 from exl_core.prompt.detect import load_template
 from exl_core.prompt.template import ChatTemplate
@@ -46,6 +47,8 @@ class LoadOptions:
     rope_alpha: float | None = None
     exact: bool = False
     """Compute in float32 with weights dequantized as their format says, to float16."""
+    streamed: bool = False
+    """Read each block anew in every pass: the memory of one, for a few long passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +89,13 @@ def load_model(
     check_vocab(tokenizer, config.vocab_size, path)
     isa = options.isa or (settings.isa if options.backend == "cpu" else None)
     ops = get_table(options.backend, isa=isa, threads=threads)
-    check_memory(checkpoint.packed_bytes, free_memory_bytes(ops.device), path)
+    needed = checkpoint.bytes_at_once if options.streamed else checkpoint.packed_bytes
+    check_memory(needed, free_memory_bytes(ops.device), path)
     with device_failures(ops.device, "loading the weights"):
-        weights = build_weights(config, checkpoint, ops, threads=threads, progress=progress)
+        if options.streamed:
+            weights: ModelWeights = stream_weights(config, checkpoint, ops, threads=threads)
+        else:
+            weights = build_weights(config, checkpoint, ops, threads=threads, progress=progress)
         if ops.device.type == "cuda":
             torch.cuda.synchronize(
                 ops.device

@@ -42,6 +42,12 @@ def layer_prefix(layer: int) -> str:
     return f"model.layers.{layer}."
 
 
+def layer_of(name: str) -> str:
+    """The prefix of the layer that our tensor `name` belongs to; nothing for one of no layer."""
+    match = _LAYER_NAME.fullmatch(name)
+    return layer_prefix(int(match[1])) if match else ""
+
+
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Every tensor that the model needs, with its shape, in the order of the forward pass."""
     hidden = config.hidden_size

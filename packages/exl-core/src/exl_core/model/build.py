@@ -6,6 +6,9 @@ largest come first: what they take of the files in passing is less than what com
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import overload
+
 from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, layer_prefix
 from exl_core.arch.spec import HeadNorm, ModelConfig, Residual
 from exl_core.model.packer import Packer
@@ -14,6 +17,7 @@ from exl_core.model.weights import (
     BlockWeights,
     MlpWeights,
     ModelWeights,
+    StreamedWeights,
 )
 from exl_core.ops.table import OpTable
 from exl_core.weights.checkpoint import Checkpoint
@@ -33,10 +37,9 @@ def build_weights(
     progress: Progress | None = None,
 ) -> ModelWeights:
     """All weights of the model, packed for `ops`. `progress` gets (bytes read, bytes in all)."""
-    matrices = [EMBED] if config.has_tied_embeddings else [EMBED, HEAD]
+    matrices = _ends(config)
     for layer in range(config.num_layers):
-        prefix = layer_prefix(layer)
-        matrices += [prefix + name for name in (_QKV, _OUTPUT, _GATE_UP, _DOWN)]
+        matrices += _matrices(layer)
     with Packer(checkpoint, ops, threads, progress) as packer:
         for name in matrices:
             packer.start(name)
@@ -45,6 +48,57 @@ def build_weights(
         embed = packer.packed(EMBED)
         head = embed if config.has_tied_embeddings else packer.packed(HEAD)
     return ModelWeights(embed, blocks, final_norm, head)
+
+
+def stream_weights(
+    config: ModelConfig, checkpoint: Checkpoint, ops: OpTable, *, threads: int
+) -> StreamedWeights:
+    """The same weights with the memory of one block: each is read when a pass gets to it."""
+    with Packer(checkpoint, ops, threads, None) as packer:
+        for name in _ends(config):
+            packer.start(name)
+        final_norm = packer.norm(FINAL_NORM)
+        embed = packer.packed(EMBED)
+        head = embed if config.has_tied_embeddings else packer.packed(HEAD)
+    blocks = _StreamedBlocks(config, checkpoint, ops, threads)
+    return StreamedWeights(embed, blocks, final_norm, head, checkpoint.packed_bytes)
+
+
+class _StreamedBlocks(Sequence[BlockWeights]):
+    """The last block that was asked for is kept, because a pass asks for each twice."""
+
+    def __init__(
+        self, config: ModelConfig, checkpoint: Checkpoint, ops: OpTable, threads: int
+    ) -> None:
+        self._config = config
+        # One for all blocks: threads that come and go would each leave memory behind.
+        self._packer = Packer(checkpoint, ops, threads, None)
+        self._held: dict[int, BlockWeights] = {}
+
+    def __len__(self) -> int:
+        return self._config.num_layers
+
+    @overload
+    def __getitem__(self, layer: int) -> BlockWeights: ...
+    @overload
+    def __getitem__(self, layer: slice) -> list[BlockWeights]: ...
+    def __getitem__(self, layer: int | slice) -> BlockWeights | list[BlockWeights]:
+        if isinstance(layer, slice):
+            return [self[index] for index in range(len(self))[layer]]
+        if layer not in self._held:
+            self._held.clear()
+            for name in _matrices(layer):
+                self._packer.start(name)
+            self._held[layer] = _block(self._config, self._packer, layer)
+        return self._held[layer]
+
+
+def _ends(config: ModelConfig) -> list[str]:
+    return [EMBED] if config.has_tied_embeddings else [EMBED, HEAD]
+
+
+def _matrices(layer: int) -> list[str]:
+    return [layer_prefix(layer) + name for name in (_QKV, _OUTPUT, _GATE_UP, _DOWN)]
 
 
 def _block(config: ModelConfig, packer: Packer, layer: int) -> BlockWeights:

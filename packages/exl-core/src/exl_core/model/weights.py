@@ -7,6 +7,7 @@ been made whole here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -49,7 +50,7 @@ class ModelWeights:
     """embed and head are the same object in tied models: one copy in memory."""
 
     embed: PackedLinear
-    blocks: tuple[BlockWeights, ...]
+    blocks: Sequence[BlockWeights]
     final_norm: Tensor
     head: PackedLinear
 
@@ -81,3 +82,14 @@ class ModelWeights:
         """What a decode step reads: all but an untied embedding, of which it reads rows."""
         is_tied = self.embed is self.head
         return self.size_bytes - (0 if is_tied else self.embed.size_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedWeights(ModelWeights):
+    """Of which the blocks are not all there at once; `packed_bytes` is what they would take."""
+
+    packed_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.packed_bytes

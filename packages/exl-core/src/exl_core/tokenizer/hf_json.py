@@ -50,6 +50,10 @@ class LibraryTokenizer(Tokenizer):
     def leading_spaces_dropped(self) -> int:
         return self._rule.dropped_spaces
 
+    def as_json(self) -> str:
+        """What `tokenizer.json` would hold."""
+        return str(self._backend.to_str())
+
     def _encode(self, text: str, *, allow_special: bool) -> list[int]:
         ids = self._encode_with(self._backend, text, allow_special=allow_special)
         if allow_special or self._forbidden.isdisjoint(ids):

@@ -74,6 +74,10 @@ class SentencePieceTokenizer(Tokenizer):
             return sys.maxsize
         return 1 if self._adds_space else 0
 
+    def as_model(self) -> bytes:
+        """What `tokenizer.model` would hold: the library's model, without what was added."""
+        return bytes(self._processor.serialized_model_proto())
+
     def _encode(self, text: str, *, allow_special: bool) -> list[int]:
         splitter = self._special_split if allow_special else self._plain_split
         ids: list[int] = []

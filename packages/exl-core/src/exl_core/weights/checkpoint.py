@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from exl_core.arch.key_map import bias_of, expected_tensors, rotated_head_count
+from exl_core.arch.key_map import bias_of, expected_tensors, layer_of, rotated_head_count
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig, Norm
 from exl_core.codecs.runtime import Move, RuntimeMatrix, packed_bytes, stay
@@ -87,6 +87,16 @@ class Checkpoint:
     def packed_bytes(self) -> int:
         """Bytes that the weights will take in memory."""
         return sum(self._packed_bytes(name) for name in self.stored)
+
+    @property
+    def bytes_at_once(self) -> int:
+        """The same with one layer at a time, the largest: beside embedding, head and last norm."""
+        of_layer: dict[str, int] = {}
+        for name in self.stored:
+            layer = layer_of(name)
+            of_layer[layer] = of_layer.get(layer, 0) + self._packed_bytes(name)
+        ends = of_layer.pop("", 0)
+        return ends + max(of_layer.values(), default=0)
 
     def _packed_bytes(self, name: str) -> int:
         layout = None if self._is_exact else self._layout(name)

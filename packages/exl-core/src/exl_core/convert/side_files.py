@@ -7,8 +7,7 @@ what does not come out the same is an error, never a file that is nearly right.
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from tokenizers import decoders
 from exl_core.arch.hf_config import ACTIVATIONS, LAYER_TYPES, read_hf_config
 from exl_core.arch.spec import ModelConfig, RopeMethod, Window
 from exl_core.errors import ConfigError, TokenizerError, UnsupportedModelError
-from exl_core.files import read_json_object
+from exl_core.files import read_json_object, write_atomically
 from exl_core.load import gguf_fields
 from exl_core.tokenizer.base import Tokenizer
 from exl_core.tokenizer.detect import TOKENIZER_JSON, TOKENIZER_MODEL, load_tokenizer
@@ -26,7 +25,11 @@ from exl_core.tokenizer.hf_json import LibraryTokenizer
 from exl_core.tokenizer.spm import SentencePieceTokenizer
 from exl_core.weights.source import TensorSource
 
-WEIGHT_SUFFIXES = (".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json")
+WEIGHT_SUFFIXES = (
+    *(".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"),
+    *(".gguf", ".pt", ".pth"),
+)
+_COPIED_AT_ONCE = 1 << 20
 PROBES = (
     "The quick brown fox jumps over the lazy dog.",
     "  two spaces,\n\n\ttabs and 1234567890 digits; don't stop!  ",
@@ -44,11 +47,23 @@ class SideFiles:
     copied: tuple[Path, ...]
     written: Mapping[str, bytes]
 
+    @property
+    def size_bytes(self) -> int:
+        copied = sum(path.stat().st_size for path in self.copied)
+        return copied + sum(len(content) for content in self.written.values())
+
     def write(self, folder: Path) -> None:
         for path in self.copied:
-            shutil.copyfile(path, folder / path.name)
+            if path.name not in self.written:
+                write_atomically(folder / path.name, _pieces(path))
         for name, content in self.written.items():
-            (folder / name).write_bytes(content)
+            write_atomically(folder / name, [content])
+
+
+def _pieces(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        while piece := file.read(_COPIED_AT_ONCE):
+            yield piece
 
 
 def collect(
@@ -80,13 +95,16 @@ def check(folder: Path, path: Path, source: TensorSource, config: ModelConfig) -
     found, wanted = (replace(c, eos_ids=(), arch=config.arch) for c in (ours, config))
     if found != wanted or not set(config.eos_ids) <= set(ours.eos_ids):
         raise ConfigError("config.json reads back differently", expected=wanted, got=found)
-    ours, theirs = load_tokenizer(folder), load_tokenizer(path, gguf_fields(source))
-    facts = [
+    _check_tokenizer(load_tokenizer(folder), load_tokenizer(path, gguf_fields(source)))
+
+
+def _check_tokenizer(ours: Tokenizer, theirs: Tokenizer) -> None:
+    roles, wanted_roles = (
         (t.bos_id, set(t.eos_ids), t.control.adds_bos, t.control.adds_eos) for t in (ours, theirs)
-    ]
-    if facts[0] != facts[1]:
+    )
+    if roles != wanted_roles:
         raise TokenizerError(
-            "control tokens read back differently", expected=facts[1], got=facts[0]
+            "control tokens read back differently", expected=wanted_roles, got=roles
         )
     for text in PROBES:
         for allow_special in (False, True):
@@ -165,11 +183,11 @@ def _tokenizer_file(tokenizer: Tokenizer) -> dict[str, bytes]:
     """The library's own file: it has been built from the metadata already."""
     match tokenizer:
         case LibraryTokenizer():
-            backend = Backend.from_str(tokenizer._backend.to_str())
+            backend = Backend.from_str(tokenizer.as_json())
             backend.decoder = decoders.ByteLevel()
             return {TOKENIZER_JSON: backend.to_str(pretty=True).encode()}
         case SentencePieceTokenizer():
-            return {TOKENIZER_MODEL: tokenizer._processor.serialized_model_proto()}
+            return {TOKENIZER_MODEL: tokenizer.as_model()}
     raise TokenizerError("this tokenizer cannot be written", where=tokenizer.where)
 
 

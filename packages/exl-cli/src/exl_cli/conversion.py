@@ -1,0 +1,259 @@
+"""From the wish for a converted model to one: calibration text, gate, and what is said on the way.
+
+Imports torch; the verb imports this module when it runs. The order of things is the job's
+(`exl_core/convert/job.py`); what it cannot know, because it lies above it, is put together here.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from exl_cli import output
+from exl_cli.interrupt import Interrupt
+from exl_cli.render import (
+    facts_table,
+    format_bytes,
+    print_answer,
+    stages_progress,
+    stderr_console,
+)
+from exl_core.convert.calibration import CalibrationRows, rows_of_model, rows_of_texts
+from exl_core.convert.events import ConversionStopped, Event, Stage
+from exl_core.convert.job import (
+    RECORD_NAME,
+    SELF,
+    Conversion,
+    GateOutcome,
+    Hooks,
+    convert_model,
+)
+from exl_core.convert.plan import ConvertOptions
+from exl_core.errors import ExlError
+from exl_core.files import read_json_object
+from exl_core.load import LoadOptions, gguf_fields, load_model, open_checkpoint
+from exl_core.ops.cuda.device import parse_device
+from exl_core.resolve import resolve_model
+from exl_core.tokenizer.detect import load_tokenizer
+from exl_eval.gate import figures_of, measure_gate
+from exl_eval.texts import Text, read_dataset, read_text
+
+ROWS, FAST_ROWS = 64, 16
+DATASET_ROWS = 4096
+"""Of a data set: more than calibration takes, of documents of any length."""
+
+SCHEMA_VERSION = 1
+MANY_STEPS, SECONDS_BETWEEN_STEPS = 500, 1.0
+"""Of a stage with more steps than that, one a second is told: they are tokens or bytes."""
+
+Say = Callable[[Event], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """The options of the command; None leaves the choice to this module."""
+
+    spec: str | None
+    out: Path
+    bits: float
+    head_bits: int
+    calibration: str
+    rows: int | None
+    length: int
+    is_fast: bool
+    seed: int
+    measurement: Path | None
+    work: Path | None
+    shard_bytes: int
+    device: str
+
+
+def run(
+    wish: Wish, *, command: str, resume: bool, force: bool, is_json: bool, is_quiet: bool
+) -> None:
+    """The whole command. Ctrl-C ends it between two steps, with what goes on as the last line."""
+    started = time.monotonic()
+    text = None if wish.calibration == SELF else calibration_text(wish.calibration)
+    wanted = _conversion(wish, text)
+    torch.set_num_threads(1)  # kernels and stages have threads of their own
+    with _saying(is_json=is_json, is_quiet=is_quiet) as say, Interrupt() as interrupt:
+        hooks = Hooks(
+            make_rows=lambda step: _rows(wanted, text, step),
+            gate=lambda source, candidate: _gate(wanted, source, candidate, say),
+            on_event=say,
+            should_stop=lambda: interrupt.is_set,
+            command=command,
+        )
+        try:
+            out = convert_model(wanted, hooks, resume=resume, force=force)
+        except (ConversionStopped, KeyboardInterrupt) as stop:
+            if not is_quiet:
+                stderr_console().print(
+                    f"stopped; go on with: {command}", markup=False, soft_wrap=True
+                )
+            raise KeyboardInterrupt from stop
+    record = read_json_object(out / RECORD_NAME, ExlError)
+    if is_json:
+        facts = {"bits_per_weight": record["bits_per_weight"], "gate": record["gate"]}
+        _write_event("done", started, {"out": str(out), **facts})
+    else:
+        _show(out, record, time.monotonic() - started)
+
+
+def calibration_text(spec: str) -> Text:
+    """A file, or the training part of a data set."""
+    path = Path(spec)
+    looks_like_file = path.suffix in (".txt", ".jsonl", ".ndjson", ".parquet", ".md")
+    if path.exists() or looks_like_file or path.is_absolute():
+        found = read_text(path)
+        return Text(found.documents, path.name)
+    return read_dataset(spec, split="train", rows=DATASET_ROWS)
+
+
+def _conversion(wish: Wish, text: Text | None) -> Conversion:
+    path = resolve_model(wish.spec)
+    _, config, _ = open_checkpoint(path)
+    rows = wish.rows or (FAST_ROWS if wish.is_fast else ROWS)
+    return Conversion(
+        source=path,
+        out=wish.out,
+        bits=wish.bits,
+        rows=rows,
+        length=min(wish.length, config.max_seq_len),
+        calibration=SELF if text is None else text.name,
+        calibration_sha256=None if text is None else text.sha256,
+        shard_bytes=wish.shard_bytes,
+        stages=ConvertOptions(
+            device=parse_device(wish.device),
+            head_bits=wish.head_bits,
+            seed=wish.seed,
+            fast=wish.is_fast,
+        ),
+        measurement=wish.measurement,
+        work=wish.work,
+    )
+
+
+def _rows(
+    wanted: Conversion, text: Text | None, step: Callable[[int, int], None]
+) -> CalibrationRows:
+    path = wanted.source
+    if text is not None:
+        source, _, _ = open_checkpoint(path)
+        tokenizer = load_tokenizer(path, gguf_fields(source))
+        return rows_of_texts(
+            text.documents, tokenizer, rows=wanted.rows, length=wanted.length, name=text.name
+        )
+    loaded = load_model(str(path), LoadOptions(backend=wanted.stages.device))
+    return rows_of_model(
+        loaded,
+        rows=wanted.rows,
+        length=wanted.length,
+        seed=wanted.stages.seed,
+        on_progress=step,
+    )
+
+
+def _gate(wanted: Conversion, source: Path, candidate: Path, say: Say) -> GateOutcome:
+    """Both models are streamed, so that two of any size fit."""
+
+    def on_window(done: int, total: int, kld: float) -> None:
+        say(Event("step", Stage.GATE, done, total, {"kld": kld}))
+
+    how = LoadOptions(backend=wanted.stages.device, streamed=True)
+    result = measure_gate(
+        load_model(str(candidate), how),
+        load_model(str(source), how),
+        bits=wanted.bits,
+        head_bits=wanted.stages.head_bits,
+        on_window=on_window,
+    )
+    return GateOutcome(figures_of(result), result.fault)
+
+
+@contextmanager
+def _saying(*, is_json: bool, is_quiet: bool) -> Iterator[Say]:
+    """Where events go: to stdout as JSON, or to a bar where somebody watches."""
+    started = time.monotonic()
+    if is_json:
+        last = -SECONDS_BETWEEN_STEPS
+
+        def write(event: Event) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if event.kind == "step" and event.total > MANY_STEPS:
+                if now - last < SECONDS_BETWEEN_STEPS:
+                    return
+                last = now
+            _write_event(event.kind, started, _facts(event))
+
+        yield write
+        return
+    with stages_progress(is_quiet=is_quiet) as show:
+
+        def say(event: Event) -> None:
+            if show is not None and event.kind in ("stage", "step"):
+                number = list(Stage).index(event.stage) + 1
+                show(f"{number}/{len(Stage)} {event.stage.value}", event.done, event.total)
+            for incident in _incidents(event):
+                if not is_quiet:
+                    stderr_console().print(incident, markup=False, soft_wrap=True)
+
+        yield say
+
+
+def _incidents(event: Event) -> list[str]:
+    found = event.facts.get("incidents", ())
+    assert isinstance(found, list | tuple)
+    return [f"{matrix}: {kind}: {detail}" for matrix, kind, detail in found]
+
+
+def _facts(event: Event) -> dict[str, object]:
+    progress = {"done": event.done, "total": event.total} if event.kind == "step" else {}
+    return {"stage": event.stage.value, **progress, **event.facts}
+
+
+def _write_event(kind: str, started: float, facts: Mapping[str, object]) -> None:
+    seconds = round(time.monotonic() - started, 3)
+    output.write_json(
+        {"schema_version": SCHEMA_VERSION, "event": kind, "seconds": seconds, **facts}
+    )
+
+
+def _show(out: Path, record: Mapping[str, object], seconds: float) -> None:
+    gate, options = record["gate"], record["options"]
+    assert isinstance(gate, dict)
+    assert isinstance(options, dict)
+    figures = gate["figures"]
+    size = sum(path.stat().st_size for path in out.iterdir())
+    kld, ratio = figures["kld"], figures["ln_ppl_ratio"]
+    incidents = sum(len(matrix["incidents"]) for matrix in _matrices(record))
+    print_answer(
+        facts_table(
+            {
+                "model": f"{out}, {format_bytes(size)}",
+                "bits": f"{record['bits_per_weight']:.4f} a weight of the layers, asked for "
+                f"{record['bits']:g}; head {options['head_bits']}",
+                "divergence": f"{kld['mean']:.5f} ± {kld['stderr']:.5f} nats a token from the "
+                f"source (the limit is {figures['limit_nats']:.3g})",
+                "same top": f"{figures['same_top']:.2%} ± {figures['same_top_stderr']:.2%}",
+                "perplexity": f"{figures['perplexity']:.4f}, the source's "
+                f"{figures['reference_perplexity']:.4f}; ln of the ratio {ratio:.5f} ± "
+                f"{figures['ln_ppl_ratio_stderr']:.5f}",
+                "held-out text": f"{figures['tokens']} tokens, sha256 {figures['text_sha256']}",
+                **({"incidents": f"{incidents}, see {RECORD_NAME}"} if incidents else {}),
+                "time": f"{seconds:.0f} s",
+            }
+        )
+    )
+
+
+def _matrices(record: Mapping[str, object]) -> list[dict[str, list[object]]]:
+    found = record["matrices"]
+    assert isinstance(found, list)
+    return found

@@ -1,0 +1,136 @@
+"""One transformer block in plain torch, cut where matrices stand, on rows of whole sequences.
+
+What lies between the matrices: norms, RoPE, attention, gates and residual sums. A caller multiplies
+by whatever weights it has, source or quantized, looks at what goes into them, and may take
+gradients. States between blocks are float32; what products give may be of a smaller type, and then
+attention and gates are of that type too. All rows begin at position 0; there is no cache. R rows,
+T tokens of each, H query heads, K key/value heads, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import gelu, scaled_dot_product_attention, silu
+
+from exl_core.arch.key_map import layer_prefix
+from exl_core.arch.spec import Activation, HeadNorm, ModelConfig, Residual, Window
+from exl_core.model.rotation import RotationTable
+
+Linear = Callable[[str, Tensor], Tensor]
+"""Gets a matrix's name within its layer (`self_attn.q_proj`) and its input; gives its output, of
+whatever float type it computes in."""
+
+QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+OUTPUT = "self_attn.o_proj"
+GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+DOWN = "mlp.down_proj"
+MATRICES = (*QKV, OUTPUT, *GATE_UP, DOWN)
+STEPS = (QKV, (OUTPUT,), GATE_UP, (DOWN,))
+"""Matrices that read the same input, in the order in which those inputs come to be."""
+
+
+class Block:
+    """The parts of one layer that are no matrices. `norms` by name within the layer, as factors."""
+
+    def __init__(self, config: ModelConfig, layer: int, norms: Mapping[str, Tensor]) -> None:
+        self._config = config
+        self._norms = norms
+        self._window = config.window_of(layer)
+        is_local = config.layer_windows[layer] is Window.LOCAL
+        self._rope = config.local_rope if is_local and config.local_rope else config.rope
+        self._rotations: dict[int, tuple[Tensor, Tensor]] = {}
+        self._is_sandwich = config.arch.residual is Residual.SANDWICH
+
+    def qkv_input(self, x: Tensor) -> Tensor:
+        return self._normed(x, "input_layernorm")
+
+    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attention of q [R, T, H * D], k and v [R, T, K * D]: [R, T, H * D]."""
+        config = self._config
+        rows, length, _ = q.shape
+        q, k, v = (x.view(rows, length, -1, config.head_dim).transpose(1, 2) for x in (q, k, v))
+        if config.arch.head_norm is not HeadNorm.NONE:
+            q, k = self._normed(q, "self_attn.q_norm"), self._normed(k, "self_attn.k_norm")
+        q, k = self._turned(q).to(v.dtype), self._turned(k).to(v.dtype)  # [R, heads, T, D]
+        out = _attention(q, k, v, config, self._window)
+        return out.transpose(1, 2).reshape(rows, length, -1)
+
+    def after_attention(self, x: Tensor, output: Tensor) -> Tensor:
+        if self._is_sandwich:
+            output = self._normed(output, "post_attention_layernorm")
+        return x + output
+
+    def gate_up_input(self, x: Tensor) -> Tensor:
+        is_sandwich = self._is_sandwich
+        name = "pre_feedforward_layernorm" if is_sandwich else "post_attention_layernorm"
+        return self._normed(x, name)
+
+    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+        if self._config.arch.activation is Activation.SILU:
+            return silu(gate) * up
+        return gelu(gate, approximate="tanh") * up
+
+    def after_mlp(self, x: Tensor, output: Tensor) -> Tensor:
+        if self._is_sandwich:
+            output = self._normed(output, "post_feedforward_layernorm")
+        return x + output
+
+    def run(self, x: Tensor, linear: Linear) -> Tensor:
+        """The whole layer: x [R, T, hidden] to the states after it."""
+        h = self.qkv_input(x)
+        q, k, v = (linear(name, h) for name in QKV)
+        x = self.after_attention(x, linear(OUTPUT, self.mixed(q, k, v)))
+        h = self.gate_up_input(x)
+        gate, up = (linear(name, h) for name in GATE_UP)
+        return self.after_mlp(x, linear(DOWN, self.gated(gate, up)))
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        return rms_norm(x, self._norms[name], self._config.norm_eps)
+
+    def _turned(self, x: Tensor) -> Tensor:
+        """RoPE of x [R, heads, T, D] in pairs (i, i + rotary_dim / 2)."""
+        half = self._rope.rotary_dim // 2
+        length = x.shape[2]
+        if length not in self._rotations:
+            table = RotationTable(self._rope, torch.device("cpu"))
+            cos, sin = table.at(torch.arange(length))
+            self._rotations = {length: (cos.to(x.device), sin.to(x.device))}
+        cos, sin = self._rotations[length]
+        a, b, rest = x.split_with_sizes([half, half, x.shape[3] - 2 * half], dim=3)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=3)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight along the last dimension."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def part_of(name: str, layer: int) -> str:
+    """`model.layers.3.mlp.up_proj.weight` within its layer: `mlp.up_proj`."""
+    return name.removeprefix(layer_prefix(layer)).removesuffix(".weight")
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig, window: int) -> Tensor:
+    """Causal, over the last `window` keys (0: all): [R, H, T, D]."""
+    length = q.shape[2]
+    is_plain = config.attention_softcap is None
+    if is_plain and (window == 0 or window >= length):
+        return scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=config.attention_scale, enable_gqa=True
+        )
+    back = torch.arange(length, device=q.device)
+    back = back[:, None] - back  # [T, T]
+    is_seen = (back >= 0) & (back < window) if window else back >= 0
+    if is_plain:
+        return scaled_dot_product_attention(
+            q, k, v, attn_mask=is_seen, scale=config.attention_scale, enable_gqa=True
+        )
+    assert config.attention_softcap is not None
+    group = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    scores = q @ k.transpose(2, 3) * config.attention_scale
+    scores = torch.tanh(scores / config.attention_softcap) * config.attention_softcap
+    return scores.masked_fill(~is_seen, -torch.inf).softmax(-1) @ v

@@ -1,0 +1,110 @@
+"""Token ids that a conversion measures on: a text that is given, or one that the model writes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from exl_core.engine.engine import EngineOptions
+from exl_core.engine.request import Request
+from exl_core.errors import RequestError
+from exl_core.generate.dynamic import DynamicGenerator
+from exl_core.load import LoadedModel
+from exl_core.sampling.params import SamplerParams
+from exl_core.tokenizer.base import Tokenizer
+
+OnRow = Callable[[int, int], None]
+"""Called with tokens done and all of them."""
+
+AT_ONCE = 16  # rows that are written side by side
+_MARK = "\u0001"  # stands for what a user says while the template is looked at
+
+
+class CalibrationRows(NamedTuple):
+    """`token_ids` int64 [rows, length]; `sha256` of their little-endian bytes, in hexadecimal."""
+
+    token_ids: Tensor
+    sha256: str
+    description: str
+
+
+def rows_of_texts(
+    texts: Iterable[str], tokenizer: Tokenizer, *, rows: int, length: int, name: str
+) -> CalibrationRows:
+    """The first `rows * length` tokens of the texts, one after the other.
+
+    A RequestError says how many tokens are missing where the texts are too short.
+    """
+    wanted = rows * length
+    ids: list[int] = []
+    for text in texts:
+        ids += tokenizer.encode(text, add_bos=None)
+        if len(ids) >= wanted:
+            break
+    if len(ids) < wanted:
+        raise RequestError(
+            "the calibration text is too short",
+            where=name,
+            expected=f"{wanted} tokens: {rows} rows of {length}",
+            got=len(ids),
+            next_step="Give a longer text, or leave --calibration out: the model then writes it.",
+        )
+    return _made(torch.tensor(ids[:wanted], dtype=torch.int64).view(rows, length), name)
+
+
+def rows_of_model(
+    loaded: LoadedModel, *, rows: int, length: int, seed: int, on_progress: OnRow | None = None
+) -> CalibrationRows:
+    """What the model writes by itself at temperature 1, from its first tokens on.
+
+    Half of the rows begin with BOS; where the model has a chat template, the other half begins
+    where a user speaks. What ends a reply ends nothing here: the model goes on as it does after it.
+    The same for the same model, sizes and seed.
+    """
+    starts = _starts(loaded)
+    options = EngineOptions(cache_tokens=AT_ONCE * (length + 256), max_batch=AT_ONCE)
+    generator = DynamicGenerator(loaded, options)
+    jobs = []
+    for row in range(rows):
+        start = starts[row % len(starts)]
+        sampler = SamplerParams(temperature=1.0, seed=seed + row)
+        request = Request(start, max_tokens=length - len(start), sampler=sampler)
+        jobs.append(generator.enqueue(request))
+    written: dict[int, list[int]] = {job.serial: list(job.request.prompt_ids) for job in jobs}
+    total = sum(length - len(job.request.prompt_ids) for job in jobs)
+    done = 0
+    while generator.num_remaining_jobs:
+        for result in generator.iterate():
+            if result.error is not None:
+                raise result.error
+            written[result.job.serial] += result.token_ids
+            done += len(result.token_ids)
+        if on_progress is not None:
+            on_progress(done, total)
+    ids = torch.tensor([written[job.serial] for job in jobs], dtype=torch.int64)
+    return _made(ids, f"written by the model, seed {seed}")
+
+
+def _starts(loaded: LoadedModel) -> list[tuple[int, ...]]:
+    """Tokens that rows begin with, in turns."""
+    tokenizer = loaded.tokenizer
+    first = tokenizer.bos_id
+    if first is None:
+        first = next(iter(tokenizer.eos_ids), 0)
+    starts: list[tuple[int, ...]] = [(first,)]
+    if loaded.template is not None:
+        text = loaded.template.render([{"role": "user", "content": _MARK}])
+        before = text.partition(_MARK)[0]
+        ids = tokenizer.encode(before, add_bos=False, allow_special=True)
+        if ids:
+            starts.append(tuple(ids))
+    return starts
+
+
+def _made(token_ids: Tensor, description: str) -> CalibrationRows:
+    digest = hashlib.sha256(token_ids.numpy().astype("<i8").tobytes()).hexdigest()
+    return CalibrationRows(token_ids, digest, description)

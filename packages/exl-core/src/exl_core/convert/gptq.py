@@ -1,0 +1,184 @@
+"""Codes of one matrix, so that its outputs change least on given inputs.
+
+GPTQ (Frantar et al. 2022, arXiv 2210.17323) in the order of the inputs' energy: rows are rounded
+one after the other, and what a row gets wrong is made up for by the rows after it. With inputs'
+second moments H and the error E of the weights the cost is tr(E' H E); H = R R' with R upper
+triangular makes it a sum over rows of (error left in the row)^2 * R_ii^2. Matrices of the same
+inputs, and candidates of one matrix, are columns side by side: nothing but H couples rows, and
+nothing couples columns but the largest scale of a group.
+
+K input features, N columns. All tensors are float32 on one device unless said otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from exl_core.convert.scales import GroupScales, group_scales, zero_point
+
+ROW_STEP = 32
+DAMPING = 0.1  # of the mean diagonal; less does better on the calibration text and worse on others
+DAMPING_STEPS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+
+class Factor(NamedTuple):
+    """H + damping in the order of stored rows, taken apart.
+
+    order      int64 [K]: the feature of each stored row
+    feedback   [K, K] upper: row i tells how an error of stored row i is made up for by the others
+    curvature  [K]: R_ii^2, the cost of a unit error that is left in a stored row
+    damping    what was added to the diagonal, as a share of its mean
+    """
+
+    order: Tensor
+    feedback: Tensor
+    curvature: Tensor
+    damping: float
+
+
+def factorize(hessian: Tensor, damping: float = DAMPING) -> Factor | None:
+    """None if no damping of `DAMPING_STEPS` makes it positive definite. `hessian` [K, K]."""
+    diagonal = hessian.diagonal()
+    order = diagonal.argsort(descending=True, stable=True)
+    mean = float(diagonal.double().mean())
+    if not mean > 0 or not torch.isfinite(hessian).all():
+        return None
+    # R R' = H, R upper triangular: Cholesky from the last row to the first.
+    flipped = order.flip(0)
+    base = hessian.double()[flipped][:, flipped]
+    for step in DAMPING_STEPS:
+        lower, info = torch.linalg.cholesky_ex(damped(base, damping * step))
+        if int(info) == 0 and bool(torch.isfinite(lower).all()):
+            upper = lower.flip(0, 1)  # [K, K], R
+            size = upper.diagonal()
+            eye = torch.eye(len(size), dtype=upper.dtype, device=upper.device)
+            inverse = torch.linalg.solve_triangular(upper, eye, upper=True)  # R^-1
+            feedback = (inverse * size[:, None]).float()
+            return Factor(order, feedback, size.square().float(), damping * step)
+    return None
+
+
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    """Moments with that share of their mean diagonal on the diagonal."""
+    return hessian + torch.eye(len(hessian)).to(hessian) * hessian.diagonal().mean() * damping
+
+
+def plain_factor(features: int, device: torch.device) -> Factor:
+    """Of inputs that nothing is known of: rounding to nearest, in the features' own order."""
+    eye = torch.eye(features, device=device)
+    return Factor(torch.arange(features, device=device), eye, eye.diagonal(), 0.0)
+
+
+class Variant(NamedTuple):
+    """Columns that share their groups, and the largest scale of each: one matrix in one layout.
+    `groups` are pairs (bits, rows)."""
+
+    columns: slice
+    groups: Sequence[tuple[int, int]]
+
+
+class Rounded(NamedTuple):
+    """Codes uint8 [K, N] of stored rows; of each variant, scale codes uint8 [G, n] and largest
+    scales float16 [G]; weights as they are read back, before their last rounding, float32 [K, N];
+    and what the errors that are left cost, in every 32 rows, [K / 32, variants]."""
+
+    codes: Tensor
+    scales: list[tuple[Tensor, Tensor]]
+    weight: Tensor
+    cost: Tensor
+
+
+def quantize_columns(
+    weight: Tensor,
+    factor: Factor,
+    variants: Sequence[Variant],
+    trials: int,
+    column_weights: Tensor | None = None,
+) -> Rounded:
+    """`weight` [K, N] in the order of stored rows; the variants' columns are all of them.
+
+    `trials`: scales that are tried for each group and column. `column_weights` [N], how much the
+    columns count, change `cost` and nothing else.
+    """
+    rest = weight.clone()
+    features, columns = weight.shape
+    codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
+    rounded = torch.empty_like(weight)
+    grid = _Grid(*(weight.new_empty(columns) for _ in range(3)))
+    starts = [_starts(variant.groups) for variant in variants]
+    found: list[list[GroupScales]] = [[] for _ in variants]
+    costs = []
+    for first in range(0, features, ROW_STEP):
+        block = slice(first, min(first + ROW_STEP, features))
+        for variant, groups, scales in zip(variants, starts, found, strict=True):
+            if first in groups:
+                bits, stop = groups[first]
+                span, own = slice(first, stop), variant.columns
+                scales.append(group_scales(rest[span, own], factor.curvature[span], bits, trials))
+                grid.set(own, scales[-1].scales, zero_point(bits))
+        work = _Block(rest[block], codes[block], rounded[block], factor.feedback[block, block])
+        errors = _round_block(work, grid)
+        left = factor.curvature[block] @ errors.square()  # [N]
+        if column_weights is not None:
+            left = left * column_weights
+        costs.append(torch.stack([left[variant.columns].sum() for variant in variants]))
+        if block.stop < features:
+            after = factor.feedback[block, block.stop :]
+            rest[block.stop :].addmm_(after.T, errors, alpha=-1)
+    scales_of = [
+        (torch.stack([s.codes for s in scales]), torch.stack([s.largest for s in scales]))
+        for scales in found
+    ]
+    return Rounded(codes, scales_of, rounded, torch.stack(costs))
+
+
+def _starts(groups: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]]:
+    """By a group's first row: its width, and the row after its last."""
+    starts, row = {}, 0
+    for bits, rows in groups:
+        starts[row] = bits, row + rows
+        row += rows
+    return starts
+
+
+class _Grid(NamedTuple):
+    """Of each column [N]: the current scale, its inverse (0 for none), and the code of 0."""
+
+    scale: Tensor
+    inverse: Tensor
+    zero: Tensor
+
+    def set(self, columns: slice, scale: Tensor, zero: int) -> None:
+        self.scale[columns] = scale
+        self.inverse[columns] = torch.where(scale > 0, 1 / scale, 0.0)
+        self.zero[columns] = zero
+
+
+class _Block(NamedTuple):
+    """Rows that are rounded in turn: their weights, room for codes and what they are read back as,
+    and their feedback on each other."""
+
+    weight: Tensor
+    codes: Tensor
+    rounded: Tensor
+    feedback: Tensor
+
+
+def _round_block(block: _Block, grid: _Grid) -> Tensor:
+    """The errors that are left in the rows [rows, N]."""
+    weight, feedback = block.weight, block.feedback
+    errors, steps = torch.empty_like(weight), torch.empty_like(weight)
+    lowest, highest = -grid.zero, grid.zero - 1
+    for i in range(len(weight)):
+        step = torch.mul(weight[i], grid.inverse, out=steps[i]).round_()
+        torch.clamp(step, lowest, highest, out=step)
+        error = torch.addcmul(weight[i], step, grid.scale, value=-1, out=errors[i])
+        if i + 1 < len(weight):
+            weight[i + 1 :].addr_(feedback[i, i + 1 :], error, alpha=-1)
+    torch.mul(steps, grid.scale, out=block.rounded)
+    block.codes.copy_(steps.add_(grid.zero))
+    return errors

@@ -1,0 +1,325 @@
+"""A whole conversion: from a model and a wish to a directory under its final name.
+
+Owns what happens before and after the stages that compute (`stages.py`): the checks, the work
+directory, the files of the output, the gate, the last rename. The gate itself comes from outside,
+because what it measures is not this package's to know.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from exl_core.arch.spec import ModelConfig
+from exl_core.convert import preflight, side_files
+from exl_core.convert.allocate import allocate
+from exl_core.convert.events import Event, OnEvent, Stage
+from exl_core.convert.measurement import Measurement
+from exl_core.convert.plan import ConvertOptions
+from exl_core.convert.publish import (
+    check_written,
+    partial_of,
+    publish,
+    quantization_settings,
+    write_weights,
+)
+from exl_core.convert.stages import (
+    CHECKPOINT_S,
+    Computed,
+    MakeRows,
+    Stages,
+    finished_digests,
+    finished_entries,
+    matrix_reports,
+    stage_files,
+)
+from exl_core.convert.work import JOB_NAME, WorkDir, check_work, open_work
+from exl_core.errors import DiskFullError, ExlError, ProblemsError, QualityError
+from exl_core.files import write_json
+from exl_core.load import model_name, open_checkpoint
+from exl_core.weights.checkpoint import Checkpoint
+from exl_core.weights.source import TensorSource
+
+WORK_SUFFIX = ".work"
+RECORD_NAME, MEASUREMENT_NAME = "exl_conversion.json", "exl_measurement.json"
+SELF = "self"
+"""The `calibration` of a model that writes its own text."""
+
+SCHEMA_VERSION = 1
+_COMPILED, _GATE, _PUBLISHING = "compiled.json", "gate.json", "publishing.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What is asked for. All of it but the places decides about the bytes of the output.
+
+    `calibration` says where the rows come from, and `calibration_sha256` of which text, where one
+    was given; `measurement` is a file to use in
+    place of measuring. `work` None: beside `out`, and gone at the end.
+    """
+
+    source: Path
+    out: Path
+    bits: float
+    rows: int
+    length: int
+    calibration: str
+    shard_bytes: int
+    stages: ConvertOptions
+    calibration_sha256: str | None = None
+    measurement: Path | None = None
+    work: Path | None = None
+
+    @property
+    def work_folder(self) -> Path:
+        return self.work or self.out.with_name(self.out.name + WORK_SUFFIX)
+
+    def facts(self, source_sha256: str) -> dict[str, object]:
+        """What must agree between a conversion and one that goes on with it, by option."""
+        given = self.measurement
+        return {
+            "source_sha256": source_sha256,
+            "out": str(self.out.resolve()),
+            "bits": self.bits,
+            "rows": self.rows,
+            "length": self.length,
+            "calibration": self.calibration,
+            "calibration_sha256": self.calibration_sha256,
+            "measurement_sha256": None
+            if given is None
+            else hashlib.sha256(given.read_bytes()).hexdigest(),
+            "shard_bytes": self.shard_bytes,
+            "torch": torch.__version__,
+            **asdict(self.stages),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class GateOutcome:
+    """`figures` go to the record; `fault` says what they exceed, None for a result that passes."""
+
+    figures: Mapping[str, object]
+    fault: str | None
+
+
+Gate = Callable[[Path, Path], GateOutcome]
+"""Compares the model at the second path with the one at the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hooks:
+    """What a conversion calls. `command` is what goes on with it, for messages."""
+
+    make_rows: MakeRows
+    gate: Gate
+    on_event: OnEvent
+    should_stop: Callable[[], bool]
+    command: str
+
+
+def convert_model(
+    wanted: Conversion,
+    hooks: Hooks,
+    *,
+    resume: bool = False,
+    force: bool = False,
+    checkpoint_s: float = CHECKPOINT_S,
+) -> Path:
+    """Converts, or goes on converting, and returns the directory under its final name.
+
+    Raises a ProblemsError before any work for all that is wrong from the start; QualityError for a
+    result that is too far from its source, which stays under its partial name unless `force`;
+    DiskFullError and whatever a stage raises leave what is finished for `resume`.
+    """
+    ready = _prepare(wanted, hooks, resume=resume)
+    folder = wanted.work_folder
+    try:
+        with open_work(folder, ready.facts, resume=resume, command=hooks.command) as work:
+            if not _is_published(wanted, work):
+                computed = _stages(wanted, hooks, ready, work, checkpoint_s).run()
+                _write(wanted, hooks, ready, work)
+                _pass_gate(wanted, hooks, ready, work, computed, force=force)
+            _clean(wanted, work)
+    except DiskFullError as error:
+        raise DiskFullError(
+            error.what,
+            where=error.where,
+            got=error.got,
+            next_step=f"Free some, then go on with: {hooks.command}",
+        ) from error
+    return wanted.out
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """The source, opened and checked."""
+
+    source: TensorSource
+    config: ModelConfig
+    checkpoint: Checkpoint
+    files: side_files.SideFiles
+    source_sha256: str
+    facts: dict[str, object]
+    given: Measurement | None
+
+
+def _prepare(wanted: Conversion, hooks: Hooks, *, resume: bool) -> _Ready:
+    source, config, quantization = open_checkpoint(wanted.source)
+    hooks.on_event(Event("stage", Stage.CHECK))
+
+    def progress(done: int, total: int) -> None:
+        hooks.on_event(Event("step", Stage.CHECK, done, total))
+
+    work = wanted.work_folder
+    is_begun = resume and (work / JOB_NAME).is_file()
+    sha256 = preflight.hash_source(wanted.source, source, progress)
+    problems: list[ExlError] = []
+    problems += preflight.rate_problems(config, wanted.bits, wanted.stages.head_bits)
+    if not is_begun:  # else the same bytes have been looked at before
+        problems += preflight.model_problems(wanted.source, source, config, quantization, progress)
+    is_done = is_begun and (work / _PUBLISHING).is_file() and not partial_of(wanted.out).exists()
+    if not is_done:
+        problems += preflight.output_problems(wanted.out, wanted.source, work, is_begun=is_begun)
+    problems += preflight.shard_problems(config, wanted.shard_bytes)
+    given: Measurement | None = None
+    try:
+        if wanted.measurement is not None:
+            given = Measurement.read(wanted.measurement)
+            given.check(config, sha256, wanted.measurement)
+            allocate(given.layers, wanted.bits)
+        facts = wanted.facts(sha256)
+        check_work(work, facts, resume=resume, command=hooks.command)
+    except ExlError as error:
+        problems.append(error)
+    _raise(problems)
+    checkpoint = Checkpoint(source, config, quantization)
+    files = side_files.collect(wanted.source, source, config, _settings(wanted))
+    space = preflight.space_needed(
+        config,
+        checkpoint,
+        bits=wanted.bits,
+        head_bits=wanted.stages.head_bits,
+        tokens=wanted.rows * wanted.length,
+        loads_source=wanted.calibration == SELF,
+    )
+    space = replace(space, out=space.out + files.size_bytes)
+    _raise(list(preflight.space_problems(space, wanted.out, work)))
+    return _Ready(source, config, checkpoint, files, sha256, facts, given)
+
+
+def _raise(problems: list[ExlError]) -> None:
+    if len(problems) == 1:
+        raise problems[0]
+    if problems:
+        raise ProblemsError(problems)
+
+
+def _stages(
+    wanted: Conversion, hooks: Hooks, ready: _Ready, work: WorkDir, checkpoint_s: float
+) -> Stages:
+    return Stages(
+        work=work,
+        checkpoint=ready.checkpoint,
+        config=ready.config,
+        options=wanted.stages,
+        bits=wanted.bits,
+        source_sha256=ready.source_sha256,
+        make_rows=hooks.make_rows,
+        on_event=hooks.on_event,
+        should_stop=hooks.should_stop,
+        given=ready.given,
+        checkpoint_s=checkpoint_s,
+    )
+
+
+def _write(wanted: Conversion, hooks: Hooks, ready: _Ready, work: WorkDir) -> None:
+    """The output under its partial name, read back whole."""
+    folder, layers = partial_of(wanted.out), ready.config.num_layers
+    hooks.on_event(Event("stage", Stage.WRITE))
+    if not (work.has(_COMPILED) and folder.is_dir()):
+        work.remove(_COMPILED)
+        write_weights(folder, finished_entries(work, layers), wanted.shard_bytes)
+        ready.files.write(folder)
+        work.write_facts(_COMPILED, {})
+    check_written(folder, finished_digests(work, layers))
+    side_files.check(folder, wanted.source, ready.source, ready.config)
+
+
+def _pass_gate(
+    wanted: Conversion,
+    hooks: Hooks,
+    ready: _Ready,
+    work: WorkDir,
+    computed: Computed,
+    *,
+    force: bool,
+) -> None:
+    folder = partial_of(wanted.out)
+    if not work.has(_GATE):
+        hooks.on_event(Event("stage", Stage.GATE))
+        outcome = hooks.gate(wanted.source, folder)
+        work.write_facts(_GATE, {"figures": dict(outcome.figures), "fault": outcome.fault})
+    gate = work.read_facts(_GATE)
+    hooks.on_event(Event("gate", Stage.GATE, facts=gate))
+    record = _record(wanted, ready, work, computed)
+    write_json(folder / MEASUREMENT_NAME, computed.measurement.to_json(), indent=None)
+    is_forced = force and gate["fault"] is not None
+    write_json(folder / RECORD_NAME, {**record, "gate": gate, "is_forced": is_forced})
+    if gate["fault"] is not None and not force:
+        raise QualityError(
+            f"the result is too far from its source and has not been published: {gate['fault']}",
+            where=folder,
+            next_step="Take more bits or another calibration text; to publish it as it is: "
+            f"{hooks.command} --force",
+        )
+    work.write_facts(_PUBLISHING, {})
+    publish(folder, wanted.out)
+
+
+def _record(
+    wanted: Conversion, ready: _Ready, work: WorkDir, computed: Computed
+) -> dict[str, object]:
+    """What was decided, and everything that it depends on; nothing of when or where."""
+    allocation = computed.allocation
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "source": {"name": model_name(wanted.source), "sha256": ready.source_sha256},
+        "bits": wanted.bits,
+        "bits_per_weight": allocation.bits_per_weight,
+        "options": {key: value for key, value in ready.facts.items() if key != "out"},
+        "calibration": {
+            "description": computed.rows.description,
+            "sha256": computed.rows.sha256,
+            "rows": computed.rows.token_ids.shape[0],
+            "length": computed.rows.token_ids.shape[1],
+        },
+        "expected_error": allocation.error,
+        "matrices": matrix_reports(work, ready.config.num_layers),
+    }
+
+
+def _settings(wanted: Conversion) -> dict[str, object]:
+    return quantization_settings(
+        bits=wanted.bits,
+        head_bits=wanted.stages.head_bits,
+        rows=wanted.rows,
+        length=wanted.length,
+        dataset=wanted.calibration,
+    )
+
+
+def _is_published(wanted: Conversion, work: WorkDir) -> bool:
+    """Whether all that was left to do before a kill was to clean up."""
+    return work.has(_PUBLISHING) and wanted.out.is_dir() and not partial_of(wanted.out).exists()
+
+
+def _clean(wanted: Conversion, work: WorkDir) -> None:
+    """A directory that was asked for keeps the measurement and the calibration rows."""
+    if wanted.work is None:
+        work.remove_all()
+    else:
+        work.remove(*stage_files(work), _COMPILED, _GATE)

@@ -1,0 +1,142 @@
+"""One layer's weights as a checkpoint has them, in float32, and the states that layers exchange."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from exl_core.arch.key_map import EMBED, expected_tensors, layer_prefix
+from exl_core.arch.spec import EmbedScale, ModelConfig, Norm
+from exl_core.convert.block import MATRICES, Block, Linear
+from exl_core.errors import WeightValueError
+from exl_core.weights.checkpoint import Checkpoint
+
+LARGEST_FP16 = 65504.0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSource:
+    """Tensors of one layer by their names within it (`mlp.up_proj.weight`), float32: matrices
+    [out, in], biases, and norms as factors. All of them are finite."""
+
+    layer: int
+    tensors: Mapping[str, Tensor]
+
+    def matrix(self, part: str) -> Tensor:
+        return self.tensors[f"{part}.weight"]
+
+    def bias(self, part: str) -> Tensor | None:
+        return self.tensors.get(f"{part}.bias")
+
+    @property
+    def device(self) -> torch.device:
+        return next(iter(self.tensors.values())).device
+
+    def block(self, config: ModelConfig, *, is_stored: bool = False) -> Block:
+        """What lies between the matrices; with `is_stored`, norms as EXL2 files hold them."""
+        norms = {
+            name.removesuffix(".weight"): x for name, x in self.tensors.items() if "norm" in name
+        }
+        if is_stored:
+            norms = {
+                name: as_factor(config, stored_norm(config, name, x)) for name, x in norms.items()
+            }
+        return Block(config, self.layer, norms)
+
+    def products(self) -> Linear:
+        """The source's matrices, ready for `Block.run`."""
+        dtype = compute_type(self.device)
+        weights = {part: self.matrix(part).to(dtype) for part in MATRICES}
+        biases = {
+            part: bias.to(dtype) for part in MATRICES if (bias := self.bias(part)) is not None
+        }
+
+        def product(part: str, x: Tensor) -> Tensor:
+            return linear(x.to(dtype), weights[part], biases.get(part))
+
+        return product
+
+
+def stored_norm(config: ModelConfig, name: str, factor: Tensor) -> Tensor:
+    """A norm as EXL2 files have it, float16: rounded as a factor, and head norms once for every
+    head."""
+    rounded = factor.half()
+    norm = (rounded - 1).half() if config.arch.norm is Norm.RMS_PLUS_ONE else rounded
+    heads = {"q_norm": config.num_q_heads, "k_norm": config.num_kv_heads}
+    for part, count in heads.items():
+        if f".{part}" in name:
+            return norm.expand(count, -1).contiguous()
+    return norm
+
+
+def as_factor(config: ModelConfig, stored: Tensor) -> Tensor:
+    """The inverse of `stored_norm`, float32 and of one dimension."""
+    values = (stored if stored.dim() == 1 else stored[0]).float()
+    return values + 1 if config.arch.norm is Norm.RMS_PLUS_ONE else values
+
+
+def compute_type(device: torch.device) -> torch.dtype:
+    """What matrix products of states are computed in: bfloat16 where that is fast."""
+    if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.float32
+    return torch.bfloat16
+
+
+def read_layer(
+    checkpoint: Checkpoint, config: ModelConfig, layer: int, device: torch.device
+) -> LayerSource:
+    """Raises WeightValueError, by name, for tensors that are not finite or exceed float16."""
+    prefix = layer_prefix(layer)
+    tensors = {}
+    for name in expected_tensors(config):
+        if name.startswith(prefix):
+            tensors[name.removeprefix(prefix)] = read_tensor(checkpoint, name).to(device)
+    return LayerSource(layer, tensors)
+
+
+def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A matrix [out, in], a bias, or a norm's factors, float32, on the CPU."""
+    if len(checkpoint.stored[name].shape) == 1 and name.endswith("norm.weight"):
+        values = checkpoint.norm(name)
+    else:
+        values = torch.empty(checkpoint.stored[name].shape)
+        for chunk in checkpoint.chunks(name, torch.float32):
+            # Copied one by one: a chunk can be the file itself, which is let go of after it.
+            values[chunk.first_row : chunk.first_row + len(chunk.values)] = chunk.values
+    largest = float(values.abs().max())
+    if not largest <= LARGEST_FP16:
+        raise WeightValueError(
+            f"tensor {name!r} has values that EXL2 cannot hold",
+            where=checkpoint.stored[name].file,
+            expected=f"up to {LARGEST_FP16:.0f}, which is what float16 reaches",
+            got=f"{largest:g}",
+        )
+    return values
+
+
+def embed_rows(checkpoint: Checkpoint, config: ModelConfig, token_ids: Tensor) -> Tensor:
+    """What the first layer gets for token_ids int64 [rows, length]: float32 [rows, length, hidden],
+    with the embedding as it will be stored, in float16."""
+    table = read_tensor(checkpoint, EMBED).half()  # [vocab, hidden]
+    x = table[token_ids].float()
+    if config.arch.embed_scale is EmbedScale.SQRT_HIDDEN:
+        x *= math.sqrt(config.hidden_size)
+    return x
+
+
+@dataclass(slots=True)
+class States:
+    """Hidden states of the calibration rows between two layers, on the CPU, float32 [rows, length,
+    hidden] each: as the source's layers made them, and as the quantized ones did.
+
+    Together with the finished tensors they are all that a later layer depends on. The stages
+    overwrite them in place; they may lie in mapped files.
+    """
+
+    source: Tensor
+    quantized: Tensor

@@ -1,0 +1,103 @@
+"""One matrix: from the source's weights and the moments of its inputs to the tensors of EXL2."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from exl_core.codecs import exl2, exl2_writer
+from exl_core.convert.gptq import (
+    DAMPING,
+    Variant,
+    damped,
+    factorize,
+    plain_factor,
+    quantize_columns,
+)
+from exl_core.convert.moments import Moments
+from exl_core.convert.plan import Incident, Layout, MatrixReport
+
+TRIALS = 16  # scales that are tried for each group and column
+RIDGE = 6.0
+"""Of the mean diagonal, where a matrix is moved to make up for earlier errors: only along what its
+inputs have in common. With little of it the calibration text fares better and others much worse."""
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """`packed` on the CPU; `weight` [out, in] as readers compute it, without padded columns."""
+
+    packed: exl2.Exl2Linear
+    weight: Tensor
+    report: MatrixReport
+
+
+class MatrixQuantizer:
+    """For matrices that read the same input."""
+
+    def __init__(self, moments: Moments) -> None:
+        self._moments = moments
+        self._factor = factorize(moments.hessian)
+        self._solver = None if self._factor is None else _solver(moments.hessian)
+
+    def quantize(
+        self, name: str, weight: Tensor, layout: Layout, *, has_bias: bool = False
+    ) -> QuantizedMatrix:
+        """`weight` float32 [out, in]. Where the moments are no use it is rounded as it is."""
+        source = weight.T.contiguous()  # [in, out]
+        k, n = source.shape
+        factor, incidents = self._factor or plain_factor(k, weight.device), self._incidents(name)
+        groups = layout.groups(k)
+        target = self._target(source)[factor.order]
+        rounded = quantize_columns(target, factor, [Variant(slice(n), groups)], TRIALS)
+        scale_codes, scale_max = rounded.scales[0]
+        invperm = factor.order.argsort()
+        packed = exl2_writer.pack(
+            rounded.codes.cpu(),
+            groups=groups,
+            scale_codes=scale_codes.cpu(),
+            scale_max=scale_max.cpu(),
+            invperm=invperm.cpu(),
+        )
+        result = rounded.weight[invperm].half().float()  # [in, out]
+        report = MatrixReport(
+            name,
+            str(layout),
+            layout.cost_bits(k, n, has_bias=has_bias),
+            relative_error(result, source, self._moments.hessian),
+            incidents,
+        )
+        return QuantizedMatrix(packed, result.T.contiguous(), report)
+
+    def _target(self, source: Tensor) -> Tensor:
+        """What gives, on the inputs that come, closest to the source's outputs (`moments.py`)."""
+        moments, solver, factor = self._moments, self._solver, self._factor
+        if moments.cross is None or solver is None or factor is None:
+            return source
+        moved = (moments.cross - moments.hessian).double() @ source.double()
+        return source + torch.cholesky_solve(moved, solver).float()
+
+    def _incidents(self, name: str) -> tuple[Incident, ...]:
+        if self._factor is None:
+            reason = "no damping makes the moments of its inputs positive definite"
+            return (Incident(name, "rounded", reason),)
+        if self._factor.damping > DAMPING:
+            reason = f"{self._factor.damping:g} of the mean diagonal was added to its moments"
+            return (Incident(name, "damped", reason),)
+        return ()
+
+
+def _solver(hessian: Tensor) -> Tensor:
+    """Cholesky factor of the moments and the ridge, in the features' own order, float64."""
+    solver: Tensor = torch.linalg.cholesky(damped(hessian.double(), RIDGE))
+    return solver
+
+
+def relative_error(result: Tensor, source: Tensor, hessian: Tensor) -> float:
+    """Energy of the outputs' errors over that of the outputs; both matrices [in, out]."""
+    error = result - source
+    energy = float((source * (hessian @ source)).sum(dtype=torch.float64))
+    lost = float((error * (hessian @ error)).sum(dtype=torch.float64))
+    return lost / energy if energy > 0 else 0.0

@@ -1,0 +1,102 @@
+"""What was measured of a model, as a file: good for any rate, and for this model only."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from exl_core.arch.key_map import expected_tensors, layer_of
+from exl_core.arch.spec import ModelConfig
+from exl_core.convert.plan import LayerMeasurement, Layout, padded
+from exl_core.errors import RequestError
+from exl_core.files import read_json_object
+
+SCHEMA_VERSION = 1
+LIMIT_BYTES = 1 << 30  # of a hundred layers of hundreds of matrices: far less
+
+_TEXTS = ("source_sha256", "calibration_sha256", "calibration")
+
+
+class MeasurementError(RequestError):
+    """A file that holds no measurement, a damaged one, or one of another model."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """`source_sha256` says of which weights, `calibration_sha256` on which text."""
+
+    source_sha256: str
+    calibration_sha256: str
+    calibration: str
+    layers: tuple[LayerMeasurement, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "source_sha256": self.source_sha256,
+            "calibration_sha256": self.calibration_sha256,
+            "calibration": self.calibration,
+            "layers": [layer.to_json() for layer in self.layers],
+        }
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        content = read_json_object(path, MeasurementError, LIMIT_BYTES)
+        if content.get("schema_version") != SCHEMA_VERSION:
+            raise MeasurementError(
+                "is no measurement that this version of exl can read",
+                where=path,
+                expected=f"schema_version {SCHEMA_VERSION}",
+                got=content.get("schema_version"),
+            )
+        try:
+            found: Any = content["layers"]
+            layers = tuple(LayerMeasurement.from_json(layer) for layer in found)
+            source, rows, text = (content[key] for key in _TEXTS)
+        except (KeyError, TypeError, ValueError, AttributeError, RequestError) as error:
+            raise MeasurementError(
+                "is damaged", where=path, got=f"{type(error).__name__}: {error}"
+            ) from error
+        return cls(str(source), str(rows), str(text), layers)
+
+    def check(self, config: ModelConfig, source_sha256: str, where: Path) -> None:
+        """Raises if it is not of this model, or says of a matrix what cannot be."""
+        if self.source_sha256 != source_sha256:
+            raise MeasurementError(
+                "was measured on another model",
+                where=where,
+                expected=f"sha256 {source_sha256[:16]}",
+                got=self.source_sha256[:16],
+                next_step="Convert without --measurement.",
+            )
+        shapes = matrix_shapes(config)
+        found = [matrix for layer in self.layers for matrix in layer.matrices]
+        if {matrix.name for matrix in found} != set(shapes) or len(found) != len(shapes):
+            raise MeasurementError(
+                "is damaged: it is not about each matrix of the model once",
+                where=where,
+                expected=f"{len(shapes)} matrices",
+                got=len(found),
+            )
+        for matrix in found:
+            out_features, in_features = shapes[matrix.name]
+            numel = padded(out_features) * in_features
+            bad = [
+                candidate
+                for candidate in matrix.candidates
+                if not 0.0 <= candidate.error < float("inf")
+                or candidate.bits < numel  # no code is of a single bit
+                or not Layout.parse(candidate.layout).fits(in_features)
+            ]
+            if matrix.numel != numel or not matrix.candidates or bad:
+                raise MeasurementError(f"is damaged at matrix {matrix.name!r}", where=where)
+
+
+def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
+    """The matrices of all layers, [out_features, in_features], by our names."""
+    return {
+        name: (shape[0], shape[1])
+        for name, shape in expected_tensors(config).items()
+        if layer_of(name) and name.endswith("_proj.weight")
+    }

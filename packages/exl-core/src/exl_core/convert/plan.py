@@ -1,0 +1,215 @@
+"""What a conversion decides, as plain data: layouts, what was measured, what was chosen.
+
+A layout says how the stored rows of one matrix are cut into groups and how wide their codes are.
+Its cost in bits is counted as the format's own converter counts it, so that a rate means the same
+for both. Everything here goes to JSON and back unchanged. Knows neither tensors nor files.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import Any, NamedTuple, Self
+
+from exl_core.errors import RequestError
+
+WIDTHS = (2, 3, 4, 5, 6, 8)
+GROUP_SIZES = (32, 64, 128)
+COLUMN_STEP = 32  # out_features are padded to a multiple of it
+MAX_FIRST_WORD = 32767  # offsets of groups are stored as signed 16-bit numbers
+_SCALE_MAX_BITS, _TABLE_BITS, _SCALE_BITS, _ROW_BITS, _BIAS_BITS = 16, 32, 4, 32, 16
+
+
+class Section(NamedTuple):
+    """A share of a matrix's stored rows with codes of one width, in groups of one size."""
+
+    bits: int
+    percent: int
+    group_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Sections of falling width; together they take 100 per cent of the rows."""
+
+    sections: tuple[Section, ...]
+
+    def __post_init__(self) -> None:
+        widths = [section.bits for section in self.sections]
+        is_falling = all(wide > narrow for wide, narrow in itertools.pairwise(widths))
+        known = all(s.bits in WIDTHS and s.group_size in GROUP_SIZES for s in self.sections)
+        shares = [section.percent for section in self.sections]
+        if not (known and is_falling and sum(shares) == 100 and min(shares) > 0):
+            raise RequestError(
+                "a layout that EXL2 does not have",
+                expected="sections 'bits:per cent/group size' of falling width, such as "
+                "'4:10/64 3:90/64'",
+                got=str(self),
+            )
+
+    def __str__(self) -> str:
+        return " ".join(f"{bits}:{percent}/{size}" for bits, percent, size in self.sections)
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The inverse of `str`."""
+        sections = []
+        for part in text.split():
+            bits, _, rest = part.partition(":")
+            percent, _, size = rest.partition("/")
+            if not (bits.isdecimal() and percent.isdecimal() and size.isdecimal()):
+                raise RequestError("not a layout", expected="such as '4:10/64 3:90/64'", got=text)
+            sections.append(Section(int(bits), int(percent), int(size)))
+        return cls(tuple(sections))
+
+    def groups(self, in_features: int) -> list[tuple[int, int]]:
+        """Pairs (bits, rows) that cover all rows; only the last may be shorter than its kind."""
+        groups: list[tuple[int, int]] = []
+        left = in_features
+        for bits, percent, size in self.sections:
+            wanted = min(in_features * percent, left * 100)  # in hundredths of a row
+            for _ in range(-(-wanted // (100 * size))):
+                groups.append((bits, min(size, left)))
+                left -= groups[-1][1]
+        return groups
+
+    def cost_bits(self, in_features: int, out_features: int, *, has_bias: bool = False) -> int:
+        """Of the whole matrix with scales, group table and row order; padded columns count."""
+        columns = padded(out_features)
+        groups = self.groups(in_features)
+        codes = sum(bits * rows for bits, rows in groups) * columns
+        scales = len(groups) * (_SCALE_MAX_BITS + _TABLE_BITS + _SCALE_BITS * columns)
+        return codes + scales + _ROW_BITS * in_features + _BIAS_BITS * columns * has_bias
+
+    def fits(self, in_features: int) -> bool:
+        """Whether the group table can say where the last group begins."""
+        words = [bits * rows // 32 for bits, rows in self.groups(in_features)]
+        return sum(words[:-1]) <= MAX_FIRST_WORD
+
+
+def padded(out_features: int) -> int:
+    """Columns of a matrix as EXL2 stores it."""
+    return out_features + -out_features % COLUMN_STEP
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One layout of one matrix: `bits` in all, and `error`, what it is expected to add to the mean
+    loss in nats a token. Errors of different matrices and layers add up."""
+
+    layout: str
+    bits: int
+    error: float
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixMeasurement:
+    """All candidates of one matrix (`name` ends with `.weight`); `numel` with padded columns."""
+
+    name: str
+    numel: int
+    candidates: tuple[Candidate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerMeasurement:
+    """Of the matrices of one decoder layer, in the order of the forward pass."""
+
+    layer: int
+    matrices: tuple[MatrixMeasurement, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Self:
+        """Raises KeyError, TypeError or ValueError for what `to_json` did not write."""
+        matrices = tuple(
+            MatrixMeasurement(
+                str(matrix["name"]),
+                int(matrix["numel"]),
+                tuple(
+                    Candidate(str(Layout.parse(c["layout"])), int(c["bits"]), float(c["error"]))
+                    for c in matrix["candidates"]
+                ),
+            )
+            for matrix in value["matrices"]
+        )
+        return cls(int(value["layer"]), matrices)
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """The chosen layout of every matrix. `budget_bits` is the most that `bits` may be; `error` is
+    the sum of the chosen candidates' errors."""
+
+    layouts: Mapping[str, str]
+    bits: int
+    budget_bits: int
+    numel: int
+    error: float
+
+    @property
+    def bits_per_weight(self) -> float:
+        return self.bits / self.numel
+
+    def layout(self, name: str) -> Layout:
+        return Layout.parse(self.layouts[name])
+
+
+def budget(layers: Sequence[LayerMeasurement], bits: float) -> tuple[int, int]:
+    """The most bits that the layers may take at a rate, and their number of weights."""
+    numel = sum(matrix.numel for layer in layers for matrix in layer.matrices)
+    return math.floor(Fraction(str(bits)) * numel), numel
+
+
+class Incident(NamedTuple):
+    """Something about one matrix that a user should know of: `kind` is `damped`, for a Hessian that
+    took more damping than usual, or `rounded`, for a matrix that was rounded plainly."""
+
+    matrix: str
+    kind: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixReport:
+    """How quantizing one matrix went; `error` is relative: of the outputs' energy on its inputs."""
+
+    name: str
+    layout: str
+    bits: int
+    error: float
+    incidents: tuple[Incident, ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ConvertOptions:
+    """Choices of all stages. `fast` shortens everything that only makes the result better.
+
+    device       what computes: `cpu`, `cuda`, `cuda:1`
+    head_bits    2, 3, 4, 5, 6 or 8
+    seed         of whatever is drawn
+    """
+
+    device: str = "cpu"
+    head_bits: int = 6
+    seed: int = 0
+    fast: bool = False
+
+
+HEAD_LAYOUTS = {
+    2: "4:30/32 2:70/32",
+    3: "4:15/32 3:85/32",
+    4: "6:15/32 4:85/32",
+    5: "6:15/128 5:85/128",
+    6: "8:15/128 6:85/128",
+    8: "8:100/128",
+}
+"""By what `--head-bits` says; the budget of the layers does not include the head."""

@@ -1,0 +1,272 @@
+"""What can be told before the first hour of a conversion: all that would make it fail, at once.
+
+Reads the whole source once. What cannot be opened at all is raised as it is met; everything after
+that is collected.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import shutil
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from exl_core.arch.key_map import EMBED, checkpoint_names, gguf_name, layer_of
+from exl_core.arch.quantization import Quantization
+from exl_core.arch.spec import ModelConfig
+from exl_core.cache.memory import available_memory_bytes
+from exl_core.codecs.exl2 import MAX_IN_FEATURES, ROW_STEP
+from exl_core.convert import side_files
+from exl_core.convert.candidates import layouts_for
+from exl_core.convert.measurement import matrix_shapes
+from exl_core.convert.plan import HEAD_LAYOUTS, Layout, padded
+from exl_core.convert.publish import partial_of
+from exl_core.errors import (
+    DiskFullError,
+    ExlError,
+    OutOfMemoryError,
+    RequestError,
+    UnsupportedModelError,
+)
+from exl_core.files import naming_disk_failures
+from exl_core.load import gguf_fields
+from exl_core.tokenizer.check import check_vocab
+from exl_core.tokenizer.detect import load_tokenizer
+from exl_core.weights.checkpoint import Checkpoint
+from exl_core.weights.source import Progress, TensorSource
+from exl_core.weights.verify import verify
+
+DISK_MARGIN = 1.05  # group tables, scales, headers, records
+HASH_BYTES = 1 << 22  # read at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """Bytes that a conversion needs at most: of the output, of the work files beside it (both on
+    disks), and of memory at once."""
+
+    out: int
+    work: int
+    memory: int
+
+
+def hash_source(path: Path, source: TensorSource, progress: Progress | None = None) -> str:
+    """Of the configuration and of every weight file, whole."""
+    files = sorted({tensor.file for tensor in source.tensors.values()})
+    if path.is_dir():
+        files.insert(0, path / "config.json")
+    total, done = sum(file.stat().st_size for file in files), 0
+    found = hashlib.sha256()
+    for file in files:
+        found.update(f"{file.name} {file.stat().st_size}\n".encode())
+        with file.open("rb") as opened:
+            while piece := opened.read(HASH_BYTES):
+                found.update(piece)
+                done += len(piece)
+                if progress is not None:
+                    progress(done, total)
+    return found.hexdigest()
+
+
+def model_problems(
+    path: Path,
+    source: TensorSource,
+    config: ModelConfig,
+    quantization: Quantization | None,
+    progress: Progress | None = None,
+) -> Iterator[ExlError]:
+    """Of the source: of a kind that cannot be converted, and every tensor that is not sound."""
+    if quantization is not None:
+        yield UnsupportedModelError(
+            f"the model is quantized already, as {quantization.method.upper()}",
+            where=path,
+            next_step="Convert the model that it was made from.",
+        )
+        return
+    yield from shape_problems(path, config)
+    yield from tokenizer_problems(path, source, config)
+    names = {checkpoint_names(config.arch, EMBED)[0], gguf_name(config.arch, EMBED)}
+    if not names & set(source.tensors):
+        yield UnsupportedModelError(
+            "a language model that is part of a larger one cannot be converted",
+            where=path,
+            expected=f"a tensor {EMBED!r}",
+            next_step="Save the language model alone.",
+        )
+        return
+    for problem in verify(source, config, quantization, progress).problems:
+        yield problem.error
+
+
+def tokenizer_problems(path: Path, source: TensorSource, config: ModelConfig) -> Iterator[ExlError]:
+    """Of what goes beside the weights: without a tokenizer nothing could be compared at the end."""
+    try:
+        tokenizer = load_tokenizer(path, gguf_fields(source))
+        check_vocab(tokenizer, config.vocab_size, path)
+        if source.format == "gguf":
+            with tempfile.TemporaryDirectory() as folder:
+                side_files.collect(path, source, config, {}).write(Path(folder))
+                side_files.check(Path(folder), path, source, config)
+    except ExlError as error:
+        yield error
+
+
+def shape_problems(path: Path, config: ModelConfig) -> Iterator[ExlError]:
+    """Sizes that EXL2 has no room for; the same one only once."""
+    widths = {
+        "the hidden size": config.hidden_size,
+        "the width of the attention": config.q_size,
+        "the intermediate size": config.intermediate_size,
+    }
+    for what, width in widths.items():
+        if width % ROW_STEP or width > MAX_IN_FEATURES:
+            yield UnsupportedModelError(
+                f"{what} cannot be stored as EXL2",
+                where=path,
+                expected=f"a multiple of {ROW_STEP}, at most {MAX_IN_FEATURES}",
+                got=width,
+            )
+
+
+def rate_problems(config: ModelConfig, bits: float, head_bits: int) -> Iterator[ExlError]:
+    """Of what is asked for: more than the largest layouts take, or less than the smallest."""
+    shapes = matrix_shapes(config).values()
+    costs = [
+        [layout.cost_bits(columns, rows) for layout in layouts_for(columns)]
+        for rows, columns in shapes
+    ]
+    numel = sum(padded(rows) * columns for rows, columns in shapes)
+    least, most = (sum(map(of, costs)) / numel for of in (min, max))
+    if not least <= bits <= most:
+        yield RequestError(
+            "the layouts of this model cannot have so many bits a weight",
+            expected=f"--bits of {math.ceil(least * 1000) / 1000:g} to {int(most * 1000) / 1000:g}",
+            got=bits,
+        )
+    if head_bits not in HEAD_LAYOUTS:
+        yield RequestError(
+            "the head cannot have so many bits",
+            expected=f"--head-bits {', '.join(map(str, HEAD_LAYOUTS))}",
+            got=head_bits,
+        )
+
+
+def output_problems(out: Path, source: Path, work: Path, *, is_begun: bool) -> Iterator[ExlError]:
+    """Of the final name. `is_begun`: what lies beside it is of this conversion."""
+    try:
+        is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+        is_inside = source.resolve() in (out.resolve(), *out.resolve().parents)
+    except OSError as error:
+        yield RequestError("the output cannot be looked at", where=out, got=error.strerror)
+        return
+    if not is_free:
+        yield RequestError(
+            "the output exists already",
+            where=out,
+            expected="a new name, or an empty directory",
+            next_step="Choose another -o, or remove it.",
+        )
+    if is_inside and source.is_dir():
+        yield RequestError("the output lies in the source", where=out, next_step="Move it.")
+    if work.resolve() in (out.resolve(), partial_of(out).resolve()):
+        yield RequestError("the work directory is the output", where=work)
+    if partial_of(out).exists() and not is_begun:
+        yield RequestError(
+            "another conversion has left its output here",
+            where=partial_of(out),
+            next_step="Go on with that one (--resume), or remove it.",
+        )
+    for folder in dict.fromkeys((out.parent, work.parent)):
+        yield from writing_problems(folder)
+
+
+def writing_problems(folder: Path) -> Iterator[ExlError]:
+    """Of a directory that new ones are to be made in."""
+    if not folder.is_dir():
+        yield RequestError("no such directory", where=folder, next_step="Make it first.")
+        return
+    try:
+        with naming_disk_failures(folder), tempfile.TemporaryDirectory(dir=folder):
+            pass
+    except ExlError as error:
+        yield error
+
+
+def space_needed(
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    *,
+    bits: float,
+    head_bits: int,
+    tokens: int,
+    loads_source: bool,
+) -> Space:
+    """Estimates, rather too much than too little. `tokens` are those of all calibration rows;
+    `loads_source` says whether the source is loaded whole, for the model to write them itself."""
+    shapes = matrix_shapes(config)
+    numel = sum(rows * columns for rows, columns in shapes.values())
+    hidden, vocab = config.hidden_size, padded(config.vocab_size)
+    head = Layout.parse(HEAD_LAYOUTS[head_bits]).cost_bits(hidden, config.vocab_size)
+    out = int(DISK_MARGIN * (numel * bits + head + 16 * vocab * hidden) / 8)
+    states = 4 * tokens * hidden
+    layer = 4 * sum(
+        rows * columns for name, (rows, columns) in shapes.items() if layer_of(name).endswith(".0.")
+    )
+    widest = max(config.hidden_size, config.intermediate_size, config.q_size)
+    # Weights with what is tried in their place; Hessian, factors and their workspace.
+    of_layer = 4 * layer + 6 * 4 * widest**2
+    of_head = 3 * 4 * vocab * hidden + 6 * 4 * hidden**2
+    inputs = 2 * 2 * tokens * widest  # of one matrix, of two streams, in two bytes each
+    memory = 2 * states + inputs + max(of_layer, of_head)
+    if loads_source:
+        memory = max(memory, checkpoint.packed_bytes)
+    gradients = 2 * tokens * hidden * config.num_layers  # states between layers wait for them
+    return Space(out, out + max(2 * 2 * states, gradients), memory)
+
+
+def space_problems(space: Space, out: Path, work: Path) -> Iterator[ExlError]:
+    """Of disks, each asked for all that it will hold, and of memory."""
+    wanted: dict[int, tuple[Path, int]] = {}
+    held = sum(file.stat().st_size for file in work.rglob("*") if file.is_file())
+    for folder, size in ((out.parent, space.out), (work.parent, max(0, space.work - held))):
+        if folder.is_dir():
+            device = folder.stat().st_dev
+            first, before = wanted.get(device, (folder, 0))
+            wanted[device] = (first, before + size)
+    for folder, size in wanted.values():
+        free = shutil.disk_usage(folder).free
+        if size > free:
+            yield DiskFullError(
+                "there is not enough space for the conversion",
+                where=folder,
+                expected=f"about {_mib(size)}",
+                got=f"{_mib(free)} free",
+                next_step="Free some, or put the work files elsewhere with --work.",
+            )
+    free_memory = available_memory_bytes()
+    if free_memory is not None and space.memory > free_memory:
+        yield OutOfMemoryError(
+            "there is not enough memory for the conversion",
+            expected=f"about {_mib(space.memory)}",
+            got=f"{_mib(free_memory)} free",
+            next_step="Calibrate on fewer --rows, or free some memory.",
+        )
+
+
+def shard_problems(config: ModelConfig, shard_bytes: int) -> Iterator[ExlError]:
+    """A file holds whole tensors: the largest is the embedding, in float16, or one of the codes."""
+    largest = 2 * config.vocab_size * config.hidden_size
+    largest = max(largest, *(rows * columns for rows, columns in matrix_shapes(config).values()))
+    if shard_bytes < largest:
+        yield RequestError(
+            "a file would be smaller than the largest tensor",
+            expected=f"--shard-size of at least {_mib(largest)}",
+            got=_mib(shard_bytes),
+        )
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:.0f} MiB" if size >= 2**20 else f"{size} bytes"

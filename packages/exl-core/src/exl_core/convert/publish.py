@@ -1,0 +1,138 @@
+"""From finished tensors to a directory that can be loaded, and to its final name.
+
+Everything goes to a directory beside the final one, is read back from the disk and compared with
+what was decided; only then may it have the name. Files as the format's own converter names them,
+with an index for other readers. Knows nothing of how the tensors came about.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torch import Tensor
+
+from exl_core.errors import ExlError, RequestError
+from exl_core.files import naming_disk_failures, sync_folder, write_json
+from exl_core.load import open_checkpoint
+from exl_core.weights.safetensors import INDEX_NAME, SafetensorsSource
+from exl_core.weights.safetensors_writer import Entry, as_bytes, write_safetensors
+from exl_core.weights.verify import verify
+
+PARTIAL_SUFFIX = ".partial"
+WEIGHTS_STEM = "output"
+
+
+class ReadBackError(ExlError):
+    """What was read back from the disk is not what was written."""
+
+
+def partial_of(out: Path) -> Path:
+    """Where a directory is put together before it gets the name `out`; on the same file system."""
+    return out.with_name(out.name + PARTIAL_SUFFIX)
+
+
+def digest(tensor: Tensor) -> str:
+    """Of type, shape and values."""
+    found = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
+    found.update(as_bytes(tensor))
+    return found.hexdigest()
+
+
+def plan_shards(entries: Sequence[Entry], limit_bytes: int) -> list[list[Entry]]:
+    """The tensors in order, in files of at most that many bytes of values."""
+    shards: list[list[Entry]] = [[]]
+    size = 0
+    for entry in entries:
+        if entry.size_bytes > limit_bytes:
+            raise RequestError(
+                f"tensor {entry.name!r} is larger than a shard may be",
+                expected=f"a shard size of at least {entry.size_bytes} bytes",
+                got=limit_bytes,
+            )
+        if size + entry.size_bytes > limit_bytes:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += entry.size_bytes
+    return shards
+
+
+def shard_names(count: int) -> list[str]:
+    if count == 1:
+        return [f"{WEIGHTS_STEM}.safetensors"]
+    return [f"{WEIGHTS_STEM}-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+
+
+def write_weights(folder: Path, entries: Sequence[Entry], limit_bytes: int) -> None:
+    """Shards and their index, into a directory of their own that is made anew."""
+    with naming_disk_failures(folder):
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True)
+    shards = plan_shards(entries, limit_bytes)
+    weight_map: dict[str, str] = {}
+    for name, shard in zip(shard_names(len(shards)), shards, strict=True):
+        write_safetensors(folder / name, shard)
+        weight_map |= {entry.name: name for entry in shard}
+    total = sum(entry.size_bytes for entry in entries)
+    write_json(folder / INDEX_NAME, {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+def check_written(folder: Path, digests: Mapping[str, str]) -> None:
+    """Reads all weights back, from the disk where the system lets go of its copies, and compares
+    them with what was decided; then looks at the model as a loader does."""
+    for path in folder.glob("*.safetensors"):
+        _drop_from_memory(path)
+    source = SafetensorsSource(folder)
+    if set(source.tensors) != set(digests):
+        odd = sorted(set(source.tensors) ^ set(digests))
+        raise ReadBackError("holds other tensors than were written", where=folder, got=odd[0])
+    for name, wanted in digests.items():
+        found = digest(source.read_raw(name))
+        source.release(name)
+        if found != wanted:
+            raise ReadBackError(
+                f"tensor {name!r} reads back differently",
+                where=source.tensors[name].file,
+                expected=f"sha256 {wanted[:16]}",
+                got=found[:16],
+                next_step="The disk or the memory of this machine is faulty; run it again with "
+                "--resume.",
+            )
+    report = verify(*open_checkpoint(folder))
+    if report.problems:
+        raise ReadBackError(
+            f"cannot be loaded: {report.problems[0]}",
+            where=folder,
+            got=f"{len(report.problems)} problems",
+        )
+
+
+def _drop_from_memory(path: Path) -> None:
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def publish(folder: Path, out: Path) -> None:
+    """`folder` becomes `out`, which must not be there, or be empty."""
+    with naming_disk_failures(out):
+        sync_folder(folder)
+        folder.replace(out)
+        sync_folder(out.parent)
+
+
+def quantization_settings(
+    *, bits: float, head_bits: int, rows: int, length: int, dataset: str
+) -> dict[str, object]:
+    """`quantization_config` as the format's own converter writes it; no reader needs it."""
+    return {
+        "quant_method": "exl2",
+        "version": "0.3.2",
+        "bits": bits,
+        "head_bits": head_bits,
+        "calibration": {"rows": rows, "length": length, "dataset": dataset},
+    }

@@ -1,0 +1,138 @@
+"""Quantizing one layer, and the head, on what the quantized layers before them give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, pad
+
+from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, layer_prefix
+from exl_core.arch.spec import ModelConfig
+from exl_core.codecs import exl2
+from exl_core.convert.block import MATRICES, rms_norm
+from exl_core.convert.layers import (
+    LayerSource,
+    States,
+    as_factor,
+    compute_type,
+    read_tensor,
+    stored_norm,
+)
+from exl_core.convert.matrix import MatrixQuantizer, QuantizedMatrix
+from exl_core.convert.moments import measure_moments
+from exl_core.convert.parallel import workers
+from exl_core.convert.plan import (
+    COLUMN_STEP,
+    HEAD_LAYOUTS,
+    Allocation,
+    ConvertOptions,
+    Layout,
+    MatrixReport,
+)
+from exl_core.convert.sensitivity import Sensitivity
+from exl_core.convert.stream import Stream
+from exl_core.weights.checkpoint import Checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedPart:
+    """Tensors as the file will hold them, by their names there, in its order; on the CPU."""
+
+    tensors: Mapping[str, Tensor]
+    reports: tuple[MatrixReport, ...]
+
+
+@torch.no_grad()
+def quantize_layer(
+    source: LayerSource,
+    config: ModelConfig,
+    allocation: Allocation,
+    states: States,
+    *,
+    sensitivity: Sensitivity,  # noqa: ARG001 - every stage after it has it
+    options: ConvertOptions,  # noqa: ARG001 - every stage has them
+) -> QuantizedPart:
+    """All tensors of one layer. `states` become those after it."""
+    done = _quantize_matrices(source, config, allocation, states)
+    prefix = layer_prefix(source.layer)
+    tensors: dict[str, Tensor] = {}
+    for name, values in source.tensors.items():
+        if name.endswith(".bias"):
+            tensors[prefix + name] = pad(values, (0, -len(values) % COLUMN_STEP)).half().cpu()
+        elif values.dim() == 1:
+            tensors[prefix + name] = stored_norm(config, name, values).cpu()
+        else:
+            part = name.removesuffix(".weight")
+            tensors |= _pieces(prefix + part, done[part])
+    return QuantizedPart(tensors, tuple(done[part].report for part in MATRICES))
+
+
+def _quantize_matrices(
+    source: LayerSource,
+    config: ModelConfig,
+    allocation: Allocation,
+    states: States,
+) -> dict[str, QuantizedMatrix]:
+    """By their parts; each on what comes out of those before it."""
+    device, dtype = source.device, compute_type(source.device)
+    done: dict[str, QuantizedMatrix] = {}
+    weights: dict[str, Tensor] = {}
+
+    def product(part: str, x: Tensor) -> Tensor:
+        bias = source.bias(part)
+        return linear(x.to(dtype), weights[part], None if bias is None else bias.to(dtype))
+
+    with workers(device) as crew:
+        block = source.block(config)
+        original = Stream(block, source.products(), states.source, device, crew)
+        quantized = Stream(
+            source.block(config, is_stored=True), product, states.quantized, device, crew
+        )
+        for parts, _ in zip(quantized.steps(), original.steps(), strict=True):
+            moments = measure_moments(quantized.inputs, original.inputs, crew)
+            quantizer = MatrixQuantizer(moments)
+
+            def quantize(part: str, quantizer: MatrixQuantizer = quantizer) -> QuantizedMatrix:
+                name = f"{layer_prefix(source.layer)}{part}.weight"
+                has_bias = source.bias(part) is not None
+                layout = allocation.layout(name)
+                return quantizer.quantize(name, source.matrix(part), layout, has_bias=has_bias)
+
+            for part, matrix in zip(parts, crew.each(quantize, parts), strict=True):
+                done[part], weights[part] = matrix, matrix.weight.to(dtype)
+    return done
+
+
+@torch.no_grad()
+def quantize_ends(
+    checkpoint: Checkpoint, config: ModelConfig, states: States, options: ConvertOptions
+) -> QuantizedPart:
+    """Embedding, final norm and head, from the states after the last layer. A tied model gets a
+    head of its own."""
+    device = torch.device(options.device)
+    embed = read_tensor(checkpoint, EMBED)
+    head = embed if config.has_tied_embeddings else read_tensor(checkpoint, HEAD)
+    norm = read_tensor(checkpoint, FINAL_NORM)
+    stored = stored_norm(config, FINAL_NORM, norm)
+    dtype, eps = compute_type(device), config.norm_eps
+    with workers(device) as crew:
+
+        def normed(of: Tensor, factor: Tensor) -> list[Tensor]:
+            factor = factor.to(device)
+            rows = (of[row : row + 1].to(device) for row in range(len(of)))
+            return crew.each(lambda x: rms_norm(x, factor, eps).to(dtype), rows)
+
+        inputs = normed(states.quantized, as_factor(config, stored))
+        moments = measure_moments(inputs, normed(states.source, norm), crew)
+        layout = Layout.parse(HEAD_LAYOUTS[options.head_bits])
+        matrix = MatrixQuantizer(moments).quantize(HEAD, head.to(device), layout)
+    tensors = {EMBED: embed.half(), FINAL_NORM: stored}
+    tensors |= _pieces(HEAD.removesuffix(".weight"), matrix)
+    return QuantizedPart(tensors, (matrix.report,))
+
+
+def _pieces(stem: str, matrix: QuantizedMatrix) -> dict[str, Tensor]:
+    return {f"{stem}.{piece}": getattr(matrix.packed, piece) for piece in exl2.PARTS}

@@ -1,0 +1,157 @@
+"""How much the loss feels an error in each output of each matrix, from gradients of the source.
+
+The source's own predictions are the truth here: one token is drawn from each, and the gradients of
+its loss say how far a change of an output moves them (Fisher's information). The expected loss
+that an error E of a matrix costs is then half the sum over outputs n of mean(g_n^2) * E_n' H E_n.
+
+Gradients go from the last layer to the first, one layer in memory at a time; states between layers
+wait in files.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, layer_prefix
+from exl_core.arch.spec import ModelConfig
+from exl_core.convert.block import MATRICES, rms_norm
+from exl_core.convert.layers import LayerSource, compute_type, embed_rows, read_layer, read_tensor
+from exl_core.convert.parallel import Workers, workers
+from exl_core.convert.plan import ConvertOptions
+from exl_core.weights.checkpoint import Checkpoint
+from exl_core.weights.safetensors_writer import as_bytes
+
+Sensitivity = Mapping[str, Tensor]
+"""By the names of matrices, float32 [out]: the mean square of the gradient of each output, in
+nats^2. Fit for a safetensors file."""
+
+ROWS = 8  # whose gradients are taken: each of their tokens tells of all outputs of all matrices
+
+_HEAD_ROWS = 256  # of states whose logits exist at a time
+
+
+def measure_sensitivity(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    token_ids: Tensor,
+    *,
+    options: ConvertOptions,
+    on_row: Callable[[int, int], None] | None = None,
+    scratch: Path | None = None,
+) -> Sensitivity:
+    """On the first rows of token_ids int64 [rows, length].
+
+    `scratch` is where states wait: 2 bytes a value of ROWS * length * hidden * layers. `on_row`
+    gets layers done and all, both ways.
+    """
+    device = torch.device(options.device)
+    total = 2 * config.num_layers
+    found: dict[str, Tensor] = {}
+    token_ids = token_ids[:ROWS]
+    with tempfile.TemporaryDirectory(dir=scratch) as folder, workers(device) as crew:
+        states = embed_rows(checkpoint, config, token_ids)
+        for layer in range(config.num_layers):
+            _save(states, Path(folder, str(layer)))
+            source = read_layer(checkpoint, config, layer, device)
+            _forward(source, config, states, crew)
+            if on_row is not None:
+                on_row(layer + 1, total)
+        gradient = _head_gradient(checkpoint, config, states, options, crew)
+        for layer in reversed(range(config.num_layers)):
+            source = read_layer(checkpoint, config, layer, device)
+            states = _load(Path(folder, str(layer)), states.shape)
+            found |= _backward(source, config, states, gradient, crew)
+            if on_row is not None:
+                on_row(total - layer, total)
+    return found
+
+
+def _forward(source: LayerSource, config: ModelConfig, states: Tensor, crew: Workers) -> None:
+    block, product = source.block(config), source.products()
+
+    def run(row: int) -> None:
+        x = states[row : row + 1].to(source.device)
+        states[row : row + 1] = block.run(x, product).cpu()
+
+    with torch.no_grad():
+        crew.each(run, range(len(states)))
+
+
+def _head_gradient(
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    states: Tensor,
+    options: ConvertOptions,
+    crew: Workers,
+) -> Tensor:
+    """Of the summed loss of drawn tokens, by the states after the last layer."""
+    device = torch.device(options.device)
+    norm = read_tensor(checkpoint, FINAL_NORM).to(device)
+    head = read_tensor(checkpoint, EMBED if config.has_tied_embeddings else HEAD).to(device)
+    head = head.to(compute_type(device))
+    gradient = torch.empty_like(states)
+
+    def run(row: int) -> None:
+        generator = torch.Generator().manual_seed(options.seed + row)
+        for first in range(0, states.shape[1], _HEAD_ROWS):
+            span = slice(first, first + _HEAD_ROWS)
+            x = states[row, span].to(device).requires_grad_()
+            normed = rms_norm(x, norm, config.norm_eps)
+            logits = linear(normed.to(head.dtype), head).float()
+            if config.final_softcap is not None:
+                logits = torch.tanh(logits / config.final_softcap) * config.final_softcap
+            log_p = logits.log_softmax(-1)
+            # The largest of log p + Gumbel noise is a draw from p; one number a row would not do.
+            draws = torch.rand(len(x), 1, generator=generator, dtype=torch.float64).to(device)
+            sums = log_p.detach().double().exp().cumsum(-1)
+            drawn = torch.searchsorted(sums, draws * sums[:, -1:]).clamp(max=log_p.shape[1] - 1)
+            loss = -log_p.gather(1, drawn).sum()
+            (of_states,) = torch.autograd.grad(loss, x)
+            gradient[row, span] = of_states.cpu()
+
+    crew.each(run, range(len(states)))
+    return gradient
+
+
+def _backward(
+    source: LayerSource, config: ModelConfig, states: Tensor, gradient: Tensor, crew: Workers
+) -> dict[str, Tensor]:
+    """What becomes known of the layer's matrices; `gradient` becomes that of `states`."""
+    block, product = source.block(config), source.products()
+
+    def run(row: int) -> list[Tensor]:
+        outputs: dict[str, Tensor] = {}
+
+        def watched(part: str, x: Tensor) -> Tensor:
+            outputs[part] = product(part, x)
+            return outputs[part]
+
+        x = states[row : row + 1].to(source.device).requires_grad_()
+        y = block.run(x, watched)
+        wanted = [x, *(outputs[part] for part in MATRICES)]
+        of_y = gradient[row : row + 1].to(source.device)
+        of_x, *of_outputs = torch.autograd.grad(y, wanted, of_y)
+        gradient[row : row + 1] = of_x.to(gradient.device)
+        return [g[0].float().square().mean(0).cpu() for g in of_outputs]  # [out] each
+
+    rows = crew.each(run, range(len(states)))
+    return {
+        f"{layer_prefix(source.layer)}{part}.weight": torch.stack(means).mean(0)
+        for part, means in zip(MATRICES, zip(*rows, strict=True), strict=True)
+    }
+
+
+def _save(states: Tensor, path: Path) -> None:
+    path.write_bytes(as_bytes(states.to(torch.bfloat16)))
+
+
+def _load(path: Path, shape: torch.Size) -> Tensor:
+    values = torch.from_numpy(np.fromfile(path, dtype=np.int16))
+    return values.view(torch.bfloat16).view(shape).float()

@@ -1,0 +1,310 @@
+"""The stages that compute, one after the other, each from where it was left.
+
+Owns their order and what of them lies in the work directory; knows neither how a stage computes nor
+the form of the output. A stage is a function of the files before it, so that whoever
+kills the process changes nothing: what is on the disk is used, the rest is made again, the same.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from exl_core.arch.spec import ModelConfig
+from exl_core.convert.allocate import allocate
+from exl_core.convert.calibration import CalibrationRows
+from exl_core.convert.events import ConversionStopped, Event, OnEvent, Stage
+from exl_core.convert.layers import States, embed_rows, read_layer
+from exl_core.convert.measure import measure_layer
+from exl_core.convert.measurement import Measurement
+from exl_core.convert.plan import Allocation, ConvertOptions, LayerMeasurement
+from exl_core.convert.publish import digest
+from exl_core.convert.quantize import QuantizedPart, quantize_ends, quantize_layer
+from exl_core.convert.sensitivity import Sensitivity, measure_sensitivity
+from exl_core.convert.tune import has_room, tune_model
+from exl_core.convert.work import WorkDir
+from exl_core.weights.checkpoint import Checkpoint
+from exl_core.weights.safetensors_writer import Entry
+
+CALIBRATION, CALIBRATION_FACTS = "calibration.safetensors", "calibration.json"
+SENSITIVITY = "sensitivity.safetensors"
+MEASUREMENT = "measurement.json"
+ENDS, ENDS_FACTS = "ends.safetensors", "ends.json"
+TUNING = "tuning.json"
+TUNED, TUNED_FACTS = "tuned.safetensors", "tuned.json"
+CHECKPOINT_S = 30.0
+"""Of work that a kill may cost, and a layer: states are large, and not worth writing more often."""
+
+MakeRows = Callable[[Callable[[int, int], None]], CalibrationRows]
+
+
+class Computed(NamedTuple):
+    """What the output's record tells beside the matrices."""
+
+    rows: CalibrationRows
+    measurement: Measurement
+    allocation: Allocation
+
+
+@dataclass(slots=True)
+class Stages:
+    """The computing part of a conversion, of one source, in one work directory.
+
+    `make_rows` gives the calibration rows, once; `should_stop` is asked between layers.
+    """
+
+    work: WorkDir
+    checkpoint: Checkpoint
+    config: ModelConfig
+    options: ConvertOptions
+    bits: float
+    source_sha256: str
+    make_rows: MakeRows
+    on_event: OnEvent
+    should_stop: Callable[[], bool]
+    given: Measurement | None = None
+    checkpoint_s: float = CHECKPOINT_S
+    _saved_at: float = field(default_factory=time.monotonic)
+
+    def run(self) -> Computed:
+        """All stages up to the tensors of the output, which are then in the work directory."""
+        self._tunes()
+        rows = self._calibrate()
+        sensitivity = self._sense(rows.token_ids)
+        measurement = self.given or self._measure(rows, sensitivity)
+        allocation = allocate(measurement.layers, self.bits)
+        self._quantize(rows.token_ids, allocation, sensitivity)
+        self._tune(rows.token_ids)
+        return Computed(rows, measurement, allocation)
+
+    def _calibrate(self) -> CalibrationRows:
+        work = self.work
+        if not work.has(CALIBRATION_FACTS):
+            with self._stage(Stage.CALIBRATE) as step:
+                rows = self.make_rows(step)
+            work.write_tensors(CALIBRATION, {"token_ids": rows.token_ids})
+            facts = {"sha256": rows.sha256, "description": rows.description}
+            work.write_facts(CALIBRATION_FACTS, facts)
+        facts = work.read_facts(CALIBRATION_FACTS)
+        token_ids = work.read_tensors(CALIBRATION)["token_ids"]
+        return CalibrationRows(token_ids, str(facts["sha256"]), str(facts["description"]))
+
+    def _sense(self, token_ids: Tensor) -> Sensitivity:
+        if not self.work.has(SENSITIVITY):
+            with self._stage(Stage.SENSITIVITY) as step, self.work.scratch() as scratch:
+                found = measure_sensitivity(
+                    self.checkpoint,
+                    self.config,
+                    token_ids,
+                    options=self.options,
+                    on_row=step,
+                    scratch=scratch,
+                )
+            self.work.write_tensors(SENSITIVITY, found)
+        return self.work.read_tensors(SENSITIVITY)
+
+    def _measure(self, rows: CalibrationRows, sensitivity: Sensitivity) -> Measurement:
+        work, count = self.work, self.config.num_layers
+        if not work.has(MEASUREMENT):
+            with self._stage(Stage.MEASURE) as step:
+                first, held = self._resume_states("measure")
+                states = held["states"] if held else self._embed(rows.token_ids)
+                for layer in range(first, count):
+                    step(layer, count)
+                    found = measure_layer(
+                        read_layer(self.checkpoint, self.config, layer, self._device),
+                        self.config,
+                        states,
+                        sensitivity,
+                        self.options,
+                    )
+                    work.write_facts(f"measured-{layer:05d}.json", found.to_json())
+                    self._save_states("measure", layer + 1, {"states": states})
+            layers = [
+                LayerMeasurement.from_json(work.read_facts(f"measured-{layer:05d}.json"))
+                for layer in range(count)
+            ]
+            found_all = Measurement(
+                self.source_sha256, rows.sha256, rows.description, tuple(layers)
+            )
+            work.write_facts(MEASUREMENT, found_all.to_json())
+        self._drop_states("measure")
+        work.remove(*(f"measured-{layer:05d}.json" for layer in range(count)))
+        return Measurement.read(work.folder / MEASUREMENT)
+
+    def _quantize(
+        self, token_ids: Tensor, allocation: Allocation, sensitivity: Sensitivity
+    ) -> None:
+        if self.work.has(ENDS_FACTS):
+            return
+        count = self.config.num_layers
+        with self._stage(Stage.QUANTIZE) as step:
+            first, held = self._resume_states("quantize")
+            if held:
+                states = States(held["source"], held["quantized"])
+            else:
+                states = States(*(self._embed(token_ids) for _ in range(2)))
+            for layer in range(first, count):
+                step(layer, count)
+                part = quantize_layer(
+                    read_layer(self.checkpoint, self.config, layer, self._device),
+                    self.config,
+                    allocation,
+                    states,
+                    sensitivity=sensitivity,
+                    options=self.options,
+                )
+                self._save_part(*layer_files(layer), part, Stage.QUANTIZE)
+                both = {"source": states.source, "quantized": states.quantized}
+                self._save_states("quantize", layer + 1, both)
+        with self._stage(Stage.ENDS):
+            part = quantize_ends(self.checkpoint, self.config, states, self.options)
+            self._save_part(ENDS, ENDS_FACTS, part, Stage.ENDS)
+        self._drop_states("quantize")
+
+    def _tune(self, token_ids: Tensor) -> None:
+        if self.work.has(TUNED_FACTS):
+            return
+        if not self._tunes():
+            self.work.write_tensors(TUNED, {})
+            self.work.write_facts(TUNED_FACTS, {"digests": {}})
+            return
+        with self._stage(Stage.TUNE) as step:
+            tensors = TensorFiles(part_entries(self.work, self.config.num_layers))
+            tuned = tune_model(
+                self.checkpoint,
+                self.config,
+                tensors,
+                token_ids,
+                options=self.options,
+                on_step=step,
+            )
+        self.work.write_tensors(TUNED, tuned)
+        self.work.write_facts(TUNED_FACTS, {"digests": digests_of(tuned)})
+
+    def _tunes(self) -> bool:
+        """Decided once: what memory is free may be another figure after a kill."""
+        if not self.work.has(TUNING):
+            room = has_room(self.config, self._device)
+            self.work.write_facts(TUNING, {"has_room": room})
+        return bool(self.work.read_facts(TUNING)["has_room"])
+
+    @property
+    def _device(self) -> torch.device:
+        return torch.device(self.options.device)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        return embed_rows(self.checkpoint, self.config, token_ids)
+
+    @contextmanager
+    def _stage(self, stage: Stage) -> Iterator[Callable[[int, int], None]]:
+        """What is to be called with steps done and all of them; it raises when asked to stop."""
+
+        def step(done: int, total: int) -> None:
+            if self.should_stop():
+                raise ConversionStopped
+            self.on_event(Event("step", stage, done, total))
+
+        self.on_event(Event("stage", stage))
+        yield step
+        if self.should_stop():
+            raise ConversionStopped
+
+    def _save_states(self, stage: str, layer: int, states: Mapping[str, Tensor]) -> None:
+        """The states before `layer`, where it is time to, or where it might be the last chance."""
+        is_due = time.monotonic() - self._saved_at >= self.checkpoint_s
+        if is_due or layer == self.config.num_layers or self.should_stop():
+            self.work.write_tensors(f"{stage}-{layer:05d}.safetensors", states)
+            older = [name for at, name in self._states_files(stage) if at < layer]
+            self.work.remove(*older)
+            self._saved_at = time.monotonic()
+
+    def _resume_states(self, stage: str) -> tuple[int, dict[str, Tensor]]:
+        """The layer to go on with, and the states before it; none before the first."""
+        files = self._states_files(stage)
+        if not files:
+            return 0, {}
+        layer, name = max(files)
+        return layer, self.work.read_tensors(name)
+
+    def _drop_states(self, stage: str) -> None:
+        self.work.remove(*(name for _, name in self._states_files(stage)))
+
+    def _states_files(self, stage: str) -> list[tuple[int, str]]:
+        paths = self.work.folder.glob(f"{stage}-*.safetensors")
+        return [(int(path.stem.rpartition("-")[2]), path.name) for path in paths]
+
+    def _save_part(self, name: str, facts_name: str, part: QuantizedPart, stage: Stage) -> None:
+        self.work.write_tensors(name, part.tensors)
+        reports = [report.to_json() for report in part.reports]
+        facts = {"digests": digests_of(part.tensors), "reports": reports}
+        self.work.write_facts(facts_name, facts)
+        for report in reports:
+            self.on_event(Event("matrix", stage, facts=report))
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """Tensors that are read when they are looked at, in the order of the output."""
+
+    def __init__(self, entries: Sequence[Entry]) -> None:
+        self._entries = {entry.name: entry for entry in entries}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return torch.cat(list(self._entries[name].pieces()))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: digest(tensor) for name, tensor in tensors.items()}
+
+
+def layer_files(layer: int) -> tuple[str, str]:
+    """Tensors and facts of a finished layer."""
+    return f"layer-{layer:05d}.safetensors", f"layer-{layer:05d}.json"
+
+
+def part_files(num_layers: int) -> list[tuple[str, str]]:
+    """The same of all parts of the model."""
+    return [*(layer_files(layer) for layer in range(num_layers)), (ENDS, ENDS_FACTS)]
+
+
+def part_entries(work: WorkDir, num_layers: int) -> list[Entry]:
+    """All tensors of the output, before they were tuned."""
+    return [entry for name, _ in part_files(num_layers) for entry in work.entries(name)]
+
+
+def finished_entries(work: WorkDir, num_layers: int) -> list[Entry]:
+    """All tensors of the output."""
+    tuned = {entry.name: entry for entry in work.entries(TUNED)}
+    return [tuned.get(entry.name, entry) for entry in part_entries(work, num_layers)]
+
+
+def finished_digests(work: WorkDir, num_layers: int) -> dict[str, str]:
+    """By name, as they were when each tensor had been decided, before it was written anywhere."""
+    found: dict[str, str] = {}
+    for facts in (*(facts for _, facts in part_files(num_layers)), TUNED_FACTS):
+        found |= work.read_facts(facts)["digests"]
+    return found
+
+
+def matrix_reports(work: WorkDir, num_layers: int) -> list[dict[str, object]]:
+    """What was decided about each matrix, and how it went."""
+    facts = [work.read_facts(facts) for _, facts in part_files(num_layers)]
+    return [report for one in facts for report in one["reports"]]
+
+
+def stage_files(work: WorkDir) -> list[str]:
+    """What is of no use once the output is there, as calibration rows and measurement are."""
+    parts = [path.name for path in work.folder.glob("layer-*")]
+    return [*parts, SENSITIVITY, ENDS, ENDS_FACTS, TUNED, TUNED_FACTS, TUNING]

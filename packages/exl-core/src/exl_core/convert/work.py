@@ -1,0 +1,198 @@
+"""The work directory of a conversion: what has been done so far, on the disk, file by file.
+
+Every file is written whole or not at all, so that a process can be killed anywhere: what is there
+is finished, and what is missing is made again, to the same bytes. The job file says what the
+directory belongs to; a lock keeps a second process out. Knows neither models nor stages.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exl_core.errors import ExlError, RequestError
+from exl_core.files import (
+    TEMPORARY_SUFFIX,
+    naming_disk_failures,
+    read_json_object,
+    write_json,
+)
+from exl_core.weights.mapped import MappedFile
+from exl_core.weights.safetensors import ELEMENT_TYPES, read_header
+from exl_core.weights.safetensors_writer import Entry, whole, write_safetensors
+from exl_core.weights.source import StoredTensor
+
+JOB_NAME, LOCK_NAME, SCRATCH_NAME = "job.json", "lock", "scratch"
+SCHEMA_VERSION = 1
+Facts = Mapping[str, object]
+
+
+class WorkFileError(RequestError):
+    """A file of the work directory that cannot be what a conversion left there."""
+
+
+class WorkDir:
+    """A directory that this process has for itself, from `open_work` to the end of its block."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def has(self, name: str) -> bool:
+        return (self.folder / name).is_file()
+
+    def write_facts(self, name: str, facts: Facts) -> None:
+        write_json(self.folder / name, facts, indent=None)
+
+    def read_facts(self, name: str) -> dict[str, Any]:
+        return read_json_object(self.folder / name, WorkFileError, limit_bytes=1 << 30)
+
+    def write_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        write_safetensors(self.folder / name, [whole(*item) for item in tensors.items()])
+
+    def read_tensors(self, name: str) -> dict[str, Tensor]:
+        """Copies, aligned as new tensors are: what is computed with them comes out the same."""
+        return {entry.name: torch.cat(list(entry.pieces())) for entry in self.entries(name)}
+
+    def entries(self, name: str) -> list[Entry]:
+        """The tensors of a file, read when they are written elsewhere."""
+        path = self.folder / name
+        file = MappedFile(path)
+        return [
+            Entry(
+                tensor.name,
+                ELEMENT_TYPES[tensor.storage],
+                tensor.shape,
+                partial(_view, file, tensor, offset),
+            )
+            for tensor, offset in read_header(path)
+        ]
+
+    @contextmanager
+    def scratch(self) -> Iterator[Path]:
+        """A directory for what is not worth keeping."""
+        folder = self.folder / SCRATCH_NAME
+        with naming_disk_failures(folder):
+            folder.mkdir()
+            try:
+                yield folder
+            finally:
+                shutil.rmtree(folder)
+
+    def remove(self, *names: str) -> None:
+        with naming_disk_failures(self.folder):
+            for name in names:
+                (self.folder / name).unlink(missing_ok=True)
+
+    def remove_all(self) -> None:
+        """The directory goes, if all that is in it is the conversion's own."""
+        with naming_disk_failures(self.folder):
+            shutil.rmtree(self.folder)
+
+
+@contextmanager
+def open_work(folder: Path, options: Facts, *, resume: bool, command: str) -> Iterator[WorkDir]:
+    """The work directory of the conversion that `options` (plain JSON values) describe.
+
+    A directory that holds another conversion, or this one without `resume`, is a RequestError that
+    says what differs, or `command`, which goes on with it. So is one that another process has.
+    """
+    with naming_disk_failures(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):
+            leftover.unlink()  # of a process that was killed while it wrote
+        shutil.rmtree(folder / SCRATCH_NAME, ignore_errors=True)
+        job = folder / JOB_NAME
+        if not job.is_file():
+            _require_empty(folder)
+            write_json(job, {"schema_version": SCHEMA_VERSION, "options": dict(options)})
+        else:
+            _require_same(job, options, resume=resume, command=command)
+        yield WorkDir(folder)
+
+
+def check_work(folder: Path, options: Facts, *, resume: bool, command: str) -> None:
+    """What `open_work` would raise about a directory that is there, without touching it."""
+    job = folder / JOB_NAME
+    if job.is_file():
+        _require_same(job, options, resume=resume, command=command)
+    elif folder.exists():
+        _require_empty(folder)
+
+
+def _require_empty(folder: Path) -> None:
+    if not folder.is_dir():
+        raise RequestError("the work directory is something else", where=folder)
+    ours = (LOCK_NAME, JOB_NAME + TEMPORARY_SUFFIX)  # of one that was killed at once
+    names = sorted(path.name for path in folder.iterdir() if path.name not in ours)
+    if names:
+        raise RequestError(
+            "the work directory holds something else",
+            where=folder,
+            expected="a new directory, or one of a conversion",
+            got=names[0],
+            next_step="Choose another one with --work.",
+        )
+
+
+def _require_same(job: Path, options: Facts, *, resume: bool, command: str) -> None:
+    written = read_json_object(job, WorkFileError)
+    if written.get("schema_version") != SCHEMA_VERSION:
+        raise WorkFileError(
+            "was written by another version of exl",
+            where=job,
+            next_step="Remove the directory, or finish with the version that began.",
+        )
+    before = written.get("options")
+    before = before if isinstance(before, dict) else {}
+    differing = [name for name in {**before, **options} if before.get(name) != options.get(name)]
+    if differing:
+        name = differing[0]
+        raise RequestError(
+            f"the work directory belongs to a conversion with another {name}",
+            where=job.parent,
+            expected=before.get(name),
+            got=options.get(name),
+            next_step="Convert with the same options, choose another directory with --work, or "
+            "remove this one.",
+        )
+    if not resume:
+        raise RequestError(
+            "a conversion with these options has been started already",
+            where=job.parent,
+            next_step=f"Go on with it: {command}",
+        )
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The system drops the lock when the process ends, however it ends."""
+    with naming_disk_failures(folder):
+        file = (folder / LOCK_NAME).open("ab")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RequestError(
+                "another process is converting in this work directory",
+                where=folder,
+                next_step="Wait for it, or choose another directory with --work.",
+            ) from error
+        except OSError as error:
+            raise ExlError("cannot be locked", where=folder, got=error.strerror) from error
+        yield
+
+
+def _view(file: MappedFile, tensor: StoredTensor, offset: int) -> Iterator[Tensor]:
+    """The whole tensor as it lies in the file; its memory is let go of after it has been used."""
+    dtype = ELEMENT_TYPES[tensor.storage]
+    yield file.view(offset, tensor.size_bytes, dtype).view(tensor.shape)
+    file.release(offset, tensor.size_bytes)

@@ -1,0 +1,86 @@
+"""Writing safetensors files of any size with the memory of one piece.
+
+The safetensors library wants all tensors of a file at once, which for a shard of 8 GB is 8 GB; this
+writes the header first and then takes tensor after tensor, each in as many pieces as its owner
+likes (format: safetensors documentation, "Format"). What reads them is the library.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from exl_core.files import write_atomically
+
+TYPE_NAMES = {
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.uint8: "U8",
+}
+_ALIGNMENT = 8  # of the data, so that every element type can be read in place
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A tensor to be written. `pieces` gives its values in order, when they are wanted."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[Tensor]]
+
+    @property
+    def size_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+def whole(name: str, tensor: Tensor) -> Entry:
+    """Of a tensor that is there."""
+    return Entry(name, tensor.dtype, tuple(tensor.shape), lambda: (tensor,))
+
+
+def write_safetensors(path: Path, entries: Sequence[Entry]) -> None:
+    """The file, all of it or none; equal entries give equal bytes. Errors: `write_atomically`."""
+    write_atomically(path, _file_pieces(entries))
+
+
+def _file_pieces(entries: Sequence[Entry]) -> Iterator[bytes | memoryview]:
+    header: dict[str, object] = {}
+    offset = 0
+    for entry in entries:
+        if entry.name in header:
+            raise ValueError(f"two tensors are called {entry.name}")
+        header[entry.name] = {
+            "dtype": TYPE_NAMES[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.size_bytes],
+        }
+        offset += entry.size_bytes
+    text = json.dumps(header, separators=(",", ":")).encode("utf-8")
+    text += b" " * (-len(text) % _ALIGNMENT)
+    yield len(text).to_bytes(8, "little")
+    yield text
+    for entry in entries:
+        left = entry.size_bytes
+        for piece in entry.pieces():
+            left -= piece.nbytes
+            if piece.dtype is not entry.dtype or left < 0:
+                raise ValueError(f"the pieces of {entry.name} are not what was announced")
+            yield as_bytes(piece)
+        if left:
+            raise ValueError(f"the pieces of {entry.name} are {left} bytes short")
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The values in memory order, without a copy where they lie so already; on the CPU."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return flat.view(torch.uint8).numpy().data

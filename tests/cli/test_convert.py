@@ -1,0 +1,195 @@
+"""`exl convert`: options, what is said on the way, exit codes. Stages that take no time."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from exl_cli import conversion
+from exl_core.convert.calibration import CalibrationRows
+from exl_eval import gate
+from support import stub_stages, tiny_models
+from support.conversions import SHAPE, content
+
+EVENTS = ["check", "calibrate", "sensitivity", "measure", "quantize", "ends", "tune", "write"]
+
+
+def take_rows(texts: Any, tokenizer: Any, *, rows: int, length: int, name: str) -> CalibrationRows:
+    ids = [i for text in texts for i in tokenizer.encode(text)][: rows * length]
+    return CalibrationRows(torch.tensor(ids).view(rows, length), "7" * 64, name)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save(
+        tiny_models.tiny_llama(**SHAPE), tmp_path_factory.mktemp("convert-source")
+    )
+
+
+@pytest.fixture
+def convert(exl, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """`convert(*args)` of the source to tmp_path/out, on a text."""
+    stub_stages.install(monkeypatch.setattr)
+    monkeypatch.setattr(conversion, "rows_of_texts", take_rows)
+    monkeypatch.setattr(gate, "HELD_OUT_TEXT", gate.HELD_OUT_TEXT[:1600])  # bytes are tokens here
+    text = tmp_path / "text.txt"
+    text.write_text("Some text to be calibrated on. " * 100, encoding="utf-8")
+
+    def run(*args: object, out: str = "out") -> Any:
+        fixed = ("--calibration", text, "--rows", 2, "--length", 64, "--bits", 8.25)
+        return exl("convert", source, "-o", tmp_path / out, *fixed, *args)
+
+    return run
+
+
+def events_of(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def steps_of(events: list[dict[str, Any]], stage: str) -> list[tuple[int, int]]:
+    found = [event for event in events if event["event"] == "step" and event["stage"] == stage]
+    return [(event["done"], event["total"]) for event in found]
+
+
+def test_the_page_for_people(convert, tmp_path: Path) -> None:
+    done = convert()
+    assert (done.code, done.err) == (0, "")
+    for word in ("8.2", "divergence", "±", "perplexity", "held-out text", str(tmp_path / "out")):
+        assert word in done.out, word
+    assert (tmp_path / "out/config.json").is_file()
+
+
+def test_events_for_a_program(convert, tmp_path: Path) -> None:
+    done = convert("--json", "--head-bits", 8)
+    assert (done.code, done.err) == (0, "")
+    events = events_of(done.out)
+    assert [e["stage"] for e in events if e["event"] == "stage"] == [*EVENTS, "gate"]
+    matrices = [event for event in events if event["event"] == "matrix"]
+    assert matrices[0]["name"] == "model.layers.0.self_attn.q_proj.weight"
+    assert {"layout", "bits", "error", "incidents", "seconds"} < set(matrices[0])
+    assert steps_of(events, "measure") == [(0, 3), (1, 3), (2, 3)]
+    last = events[-1]
+    assert (last["event"], last["out"]) == ("done", str(tmp_path / "out"))
+    figures = last["gate"]["figures"]
+    assert last["gate"]["fault"] is None
+    assert 0 < figures["kld"]["mean"] < figures["limit_nats"]
+    assert 0 < figures["kld"]["stderr"] < figures["kld"]["mean"]
+    assert 0.5 < figures["same_top"] < 1
+    assert figures["tokens"] > 1000
+
+
+def test_the_result_runs(convert, exl, tmp_path: Path) -> None:
+    assert convert().code == 0
+    done = exl("inspect", "model", "--verify", tmp_path / "out")
+    assert done.code == 0
+    assert "no problems" in done.out
+    done = exl("generate", tmp_path / "out", "-p", "Some", "-n", 4, "--temp", 0)
+    assert done.code == 0
+
+
+def test_a_result_that_is_too_far_off(convert, tmp_path: Path, monkeypatch) -> None:
+    real = stub_stages.rounded
+
+    def poor(name: str, weight: torch.Tensor, *args: Any) -> dict[str, torch.Tensor]:
+        return real(name, weight.flip(0) if "o_proj" in name else weight, *args)
+
+    monkeypatch.setattr(stub_stages, "rounded", poor)
+    done = convert("--quiet")
+    line = done.error_line(7)
+    assert "the limit" in line
+    assert str(tmp_path / "out.partial") in line
+    assert "--force" in line
+    assert not (tmp_path / "out").exists()
+    record = json.loads((tmp_path / "out.partial/exl_conversion.json").read_text())
+    assert record["gate"]["fault"]
+    done = convert("--resume", "--force", "--json")
+    assert done.code == 0
+    assert events_of(done.out)[-1]["gate"]["fault"] == record["gate"]["fault"]
+    assert json.loads((tmp_path / "out/exl_conversion.json").read_text())["is_forced"]
+
+
+def test_the_command_that_goes_on_is_the_command_again(convert, source, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/letter.txt").touch()
+    assert "exists already" in convert().error_line(2)
+    work = tmp_path / "kept"
+    assert convert("--work", work, out="b").code == 0
+    done = convert("--work", work, out="b")
+    assert done.code == 2
+    exists, begun = done.err.splitlines()
+    assert "exists already" in exists
+    command = begun.partition("Go on with it: ")[2]
+    assert command.startswith("exl convert --output")
+    assert f"--work {work}" in command
+    assert command.endswith(" --resume")
+    again = convert("--work", work, "--json", "--resume", out="b")
+    assert events_of(again.out)[-1]["event"] == "done"
+    other = convert("--work", work, "--seed", 5, "--resume", out="b")
+    assert "another seed (expected 0, got 5)" in other.error_line(2)
+
+
+def test_several_problems_are_several_lines(convert, tmp_path: Path) -> None:
+    done = convert("--head-bits", 7, "--shard-size", "1kB", "--measurement", tmp_path / "none")
+    assert (done.code, done.out) == (2, "")
+    lines = done.err.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("exl: error: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "expected"),
+    [
+        (("--shard-size", "many"), 2, "--shard-size"),
+        (("--shard-size", "0"), 2, "--shard-size"),
+        (("--calibration", "no/such.jsonl"), 2, "no/such.jsonl"),
+        (("--device", "tpu"), 2, "tpu"),
+        (("--model", "other"), 2, "two models"),
+        (("--bits", "nan"), 2, "--bits"),
+    ],
+)
+def test_what_cannot_be_asked(args: tuple[str, ...], code: int, expected: str, convert) -> None:
+    assert expected in convert(*args).error_line(code)
+
+
+def test_ctrl_c_ends_it_and_says_how_to_go_on(convert, source: Path, tmp_path: Path) -> None:
+    """As a process that is told between two layers; another one goes on to the same bytes."""
+    program = (
+        "import os, signal, sys\n"
+        "from cli import test_convert\n"
+        "from exl_cli import conversion, main\n"
+        "from support import stub_stages\n"
+        "stub_stages.install()\n"
+        "conversion.rows_of_texts = test_convert.take_rows\n"
+        "real = conversion._write_event\n"
+        "def event(kind, started, facts):\n"
+        "    real(kind, started, facts)\n"
+        "    if (facts.get('stage'), facts.get('done')) == ('quantize', 1):\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "conversion._write_event = event\n"
+        "sys.exit(main.main(sys.argv[1:]))\n"
+    )
+    args = ["convert", source, "-o", tmp_path / "out", "--calibration", tmp_path / "text.txt"]
+    args += ["--rows", "2", "--length", "64", "--bits", "8.25", "--json"]
+    stopped = subprocess.run(
+        [sys.executable, "-c", program, *map(str, args)],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).resolve().parents[1],
+        check=False,
+    )
+    assert stopped.returncode == 128 + signal.SIGINT == 130
+    assert f"go on with: exl convert --output {tmp_path / 'out'} {source}" in stopped.stderr
+    assert stopped.stderr.strip().endswith("--resume")
+    assert not (tmp_path / "out").exists()
+    went_on = convert("--json", "--resume")
+    assert went_on.code == 0
+    assert steps_of(events_of(went_on.out), "quantize") == [(2, 3)]  # two layers were there
+    assert convert(out="whole").code == 0
+    assert content(tmp_path / "out") == content(tmp_path / "whole")

@@ -1,0 +1,213 @@
+"""GPTQ against a slow reference, and on inputs that defeat it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core.convert.gptq import DAMPING, Variant, factorize, plain_factor, quantize_columns
+from exl_core.convert.matrix import MatrixQuantizer
+from exl_core.convert.moments import Moments
+from exl_core.convert.plan import Layout
+from exl_core.convert.scales import exact_scales
+
+TRIALS = 8
+
+
+def correlated_moments(features: int, seed: int = 0, tokens: int = 2000) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    mixing = torch.randn(features, features, generator=generator) / features**0.5
+    spread = torch.rand(features, generator=generator).mul(3).exp()
+    x = torch.randn(tokens, features, generator=generator) @ (mixing + torch.eye(features)) * spread
+    return x.T @ x / tokens
+
+
+def random_weight(out_features: int, in_features: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(out_features, in_features, generator=generator)
+
+
+def outputs_error(weight: Tensor, source: Tensor, hessian: Tensor) -> float:
+    """tr(E H E'), both [out, in]."""
+    error = (weight - source).double()
+    return float(((error @ hessian.double()) * error).sum())
+
+
+def reference_gptq(source: Tensor, hessian: Tensor, order: Tensor, scales: Tensor, zero: int):
+    """By the definition, in float64: after each row, the best values of all rows after it."""
+    h = hessian.double()[order][:, order]
+    h = h + torch.eye(len(h)) * h.diagonal().mean() * DAMPING
+    wanted = source.double()[order]  # [in, out]
+    codes = torch.empty(source.shape, dtype=torch.int64)
+    current = wanted.clone()
+    for row in range(len(h)):
+        step = (current[row] / scales[row]).round().clamp(-zero, zero - 1)
+        codes[row] = step.long() + zero
+        error = current[row] - step * scales[row]
+        rest = h[row + 1 :, row + 1 :]
+        if len(rest):
+            current[row + 1 :] += torch.linalg.solve(rest, h[row + 1 :, row : row + 1]) * error
+        current[row] = step * scales[row]
+    return codes
+
+
+def test_codes_are_those_of_the_definition() -> None:
+    k, n = 96, 24
+    hessian, weight = correlated_moments(k), random_weight(n, k).T.contiguous()
+    factor = factorize(hessian)
+    assert factor is not None
+    groups = [(4, 32), (3, 64)]
+    rounded = quantize_columns(weight[factor.order], factor, [Variant(slice(n), groups)], TRIALS)
+    scale_codes, scale_max = rounded.scales[0]
+    scales = exact_scales(scale_max[:, None], scale_codes).double()
+    # The same scales, row by row: first group 4 bits, the second 3.
+    first = reference_gptq(weight, hessian, factor.order, scales[0].expand(k, n), 8)
+    assert (rounded.codes[:32].long() == first[:32]).float().mean() > 0.999
+
+
+def test_the_cost_is_that_of_the_damped_moments() -> None:
+    k, n = 128, 40
+    hessian, weight = correlated_moments(k), random_weight(n, k).T.contiguous()
+    factor = factorize(hessian)
+    assert factor is not None
+    variant = Variant(slice(n), [(3, 64), (3, 64)])
+    rounded = quantize_columns(weight[factor.order], factor, [variant], TRIALS)
+    damped = hessian + torch.eye(k) * hessian.diagonal().mean() * DAMPING
+    read = rounded.weight[factor.order.argsort()].T
+    assert float(rounded.cost.sum()) == pytest.approx(
+        outputs_error(read, weight.T, damped), rel=1e-3
+    )
+
+
+def test_it_beats_rounding_by_much() -> None:
+    k, n = 192, 64
+    hessian, weight = correlated_moments(k), random_weight(n, k)
+    layout = Layout.parse("3:100/64")
+    good = MatrixQuantizer(Moments(hessian, None)).quantize("good", weight, layout)
+    plain = plain_factor(k, torch.device("cpu"))
+    rounded = quantize_columns(
+        weight.T.contiguous(), plain, [Variant(slice(n), layout.groups(k))], TRIALS
+    )
+    rtn = outputs_error(rounded.weight.T, weight, hessian)
+    assert outputs_error(good.weight, weight, hessian) < 0.6 * rtn
+
+
+@pytest.mark.parametrize("in_features", [576, 96])
+def test_more_bits_err_less(in_features: int) -> None:
+    hessian, weight = correlated_moments(in_features), random_weight(40, in_features)
+    quantizer = MatrixQuantizer(Moments(hessian, None))
+    layouts = ["2:100/64", "3:25/64 2:75/64", "3:100/64", "4:100/64", "5:100/64", "6:100/64"]
+    reports = [quantizer.quantize("w", weight, Layout.parse(text)).report for text in layouts]
+    errors = [report.error for report in reports]
+    assert errors == sorted(errors, reverse=True)
+    assert [r.bits for r in reports] == sorted(r.bits for r in reports)
+
+
+def test_variants_side_by_side_are_what_each_is_alone() -> None:
+    k, n = 96, 32
+    hessian, weight = correlated_moments(k), random_weight(n, k).T.contiguous()
+    factor = factorize(hessian)
+    assert factor is not None
+    forms = [[(2, 32)] * 3, [(6, 64), (3, 32)], [(8, 96)]]
+    variants = [Variant(slice(i * n, i * n + n), groups) for i, groups in enumerate(forms)]
+    stored = weight[factor.order]
+    together = quantize_columns(stored.repeat(1, 3), factor, variants, TRIALS)
+    for variant, groups in zip(variants, forms, strict=True):
+        alone = quantize_columns(stored, factor, [Variant(slice(n), groups)], TRIALS)
+        assert torch.equal(together.codes[:, variant.columns], alone.codes)
+
+
+def test_quantized_inputs_are_made_up_for() -> None:
+    """With the cross moments the outputs come closer to the source's than without: here inputs lie
+    mostly along one direction, and have become shorter along it."""
+    k, n, tokens = 64, 48, 4000
+    generator = torch.Generator().manual_seed(5)
+    source_x = torch.randn(tokens, k, generator=generator)
+    source_x += 3 * torch.randn(1, k, generator=torch.Generator().manual_seed(6))
+    x = source_x * 0.9 + 0.1 * torch.randn(tokens, k, generator=generator)
+    weight, layout = random_weight(n, k), Layout.parse("4:100/32")
+    hessian, cross = x.T @ x / tokens, x.T @ source_x / tokens
+    wanted = source_x @ weight.T
+
+    def error(moments: Moments) -> float:
+        quantized = MatrixQuantizer(moments).quantize("w", weight, layout)
+        return float((x @ quantized.weight.T - wanted).square().mean())
+
+    assert error(Moments(hessian, cross)) < 0.9 * error(Moments(hessian, None))
+
+
+def one_rank(k: int) -> Tensor:
+    x = torch.randn(1, k, generator=torch.Generator().manual_seed(2))
+    return x.T @ x
+
+
+def dead_inputs(k: int) -> Tensor:
+    hessian = correlated_moments(k)
+    hessian[:32], hessian[:, :32] = 0, 0
+    return hessian
+
+
+@pytest.mark.parametrize("make", [one_rank, dead_inputs], ids=["rank one", "dead inputs"])
+def test_singular_moments_still_give_a_matrix(make) -> None:
+    k, n = 96, 32
+    hessian, weight = make(k), random_weight(n, k)
+    matrix = MatrixQuantizer(Moments(hessian, None)).quantize("w", weight, Layout.parse("4:100/32"))
+    assert matrix.weight.isfinite().all()
+    assert matrix.report.error < 0.02
+    assert not [one for one in matrix.report.incidents if one.kind == "rounded"]
+
+
+def test_damping_is_raised_and_told() -> None:
+    k = 64
+    hessian = correlated_moments(k)
+    hessian[0, 1] = hessian[1, 0] = 1.1 * (hessian[0, 0] * hessian[1, 1]).sqrt()  # indefinite
+    quantizer = MatrixQuantizer(Moments(hessian, None))
+    report = quantizer.quantize("w", random_weight(32, k), Layout.parse("4:100/32")).report
+    assert [one.kind for one in report.incidents] == ["damped"]
+    assert "mean diagonal" in report.incidents[0].detail
+
+
+@pytest.mark.parametrize("fill", [0.0, float("nan")], ids=["nothing came in", "not a number"])
+def test_useless_moments_mean_plain_rounding(fill: float) -> None:
+    k, n = 64, 32
+    weight = random_weight(n, k)
+    quantizer = MatrixQuantizer(Moments(torch.full((k, k), fill), None))
+    matrix = quantizer.quantize("w", weight, Layout.parse("6:100/32"))
+    assert [one.kind for one in matrix.report.incidents] == ["rounded"]
+    assert (matrix.weight - weight).abs().max() < 0.1
+    assert matrix.report.error == matrix.report.error  # a number, fit for JSON
+
+
+def test_zero_matrix_and_constant_column() -> None:
+    k, n = 96, 32
+    hessian = correlated_moments(k)
+    layout = Layout.parse("3:100/32")
+    zero = MatrixQuantizer(Moments(hessian, None)).quantize("w", torch.zeros(n, k), layout)
+    assert not zero.weight.any()
+    weight = random_weight(n, k)
+    weight[:, 7] = 0.5  # one input feature has the same weight everywhere
+    weight[3] = 0.25  # and so has one output
+    constant = MatrixQuantizer(Moments(hessian, None)).quantize("w", weight, layout)
+    assert constant.report.error < 0.1
+
+
+def test_same_input_same_bytes() -> None:
+    k, n = 160, 48
+    hessian, weight = correlated_moments(k), random_weight(n, k)
+    layout = Layout.parse("4:25/64 3:75/64")
+    one, two = (
+        MatrixQuantizer(Moments(hessian.clone(), hessian * 0.9)).quantize("w", weight, layout)
+        for _ in range(2)
+    )
+    for piece in ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm"):
+        assert torch.equal(getattr(one.packed, piece), getattr(two.packed, piece))
+
+
+def test_unpadded_outputs_and_a_short_last_group() -> None:
+    k, n = 160, 20  # groups of 64, 64 and 32; 12 columns are added
+    hessian, weight = correlated_moments(k), random_weight(n, k)
+    matrix = MatrixQuantizer(Moments(hessian, None)).quantize("w", weight, Layout.parse("5:100/64"))
+    assert matrix.packed.out_features == 32
+    assert [group.rows for group in matrix.packed.groups] == [64, 64, 32]
+    assert matrix.weight.shape == (n, k)

@@ -1,0 +1,217 @@
+"""The job around the stages: what it leaves, what it refuses, and how it goes on."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from exl_core.convert.events import ConversionStopped, Stage
+from exl_core.convert.job import MEASUREMENT_NAME, RECORD_NAME, GateOutcome
+from exl_core.convert.work import open_work
+from exl_core.errors import ExlError, QualityError, RequestError
+from exl_core.load import open_checkpoint
+from exl_core.weights.verify import verify
+from support.conversions import COMMAND, content, conversion, hooks, recorder, run
+
+pytestmark = pytest.mark.usefixtures("stubs")
+
+
+def test_what_is_published(source_dir: Path, tmp_path: Path) -> None:
+    events, on_event = recorder()
+    out = run(conversion(source_dir, tmp_path), hooks(on_event=on_event))
+
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing else is left
+    files = {path.name for path in out.iterdir()}
+    shards = sorted(name for name in files if name.endswith(".safetensors"))
+    count = len(shards)
+    assert count > 1
+    assert shards == [f"output-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)]
+    assert all((out / name).stat().st_size < (1 << 17) + 8192 for name in shards)
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    tensors = {name: load_file(out / name) for name in shards}
+    assert index["weight_map"] == {key: name for name in shards for key in tensors[name]}
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for part in tensors.values() for tensor in part.values()
+    )
+    assert {"config.json", "tokenizer.json", "notes.md", RECORD_NAME, MEASUREMENT_NAME} < files
+    assert "model.safetensors" not in files
+    assert not verify(*open_checkpoint(out)).problems
+    seen = [event.stage for event in events if event.kind == "stage"]
+    assert seen == list(Stage)
+    matrices = [event.facts["name"] for event in events if event.kind == "matrix"]
+    assert len(matrices) == 3 * 7 + 1
+
+
+def test_the_configuration_is_the_source_with_what_exllamav2_adds(
+    source_dir: Path, tmp_path: Path
+) -> None:
+    out = run(conversion(source_dir, tmp_path))
+    text = (out / "config.json").read_text(encoding="utf-8")
+    written, before = json.loads(text), json.loads((source_dir / "config.json").read_text())
+    assert written.pop("quantization_config") == {
+        "quant_method": "exl2",
+        "version": "0.3.2",
+        "bits": 6.5,
+        "head_bits": 6,
+        "calibration": {"rows": 3, "length": 20, "dataset": "numbers"},
+    }
+    assert written == before
+    assert text.startswith("{\n    ")
+
+
+def test_the_record_says_what_was_decided(source_dir: Path, tmp_path: Path) -> None:
+    out = run(conversion(source_dir, tmp_path))
+    record = json.loads((out / RECORD_NAME).read_text())
+    assert record["gate"] == {"figures": {"kld": 0.01}, "fault": None}
+    assert record["calibration"]["sha256"] == "5" * 64
+    assert len(record["matrices"]) == 3 * 7 + 1
+    assert record["matrices"][0]["layout"] == "6:100/64"
+    assert 6 < record["bits_per_weight"] < 8
+    assert str(tmp_path) not in (out / RECORD_NAME).read_text()
+
+
+def test_a_measurement_serves_another_rate(source_dir: Path, tmp_path: Path) -> None:
+    first = run(conversion(source_dir, tmp_path))
+    events, on_event = recorder()
+    again = conversion(
+        source_dir, tmp_path, out=tmp_path / "b", bits=8.25, measurement=first / MEASUREMENT_NAME
+    )
+    out = run(again, hooks(on_event=on_event))
+    assert Stage.MEASURE not in {event.stage for event in events}
+    record = json.loads((out / RECORD_NAME).read_text())
+    assert {matrix["layout"] for matrix in record["matrices"][:-1]} == {"8:100/32"}
+    assert (out / MEASUREMENT_NAME).read_bytes() == (first / MEASUREMENT_NAME).read_bytes()
+
+
+def test_two_runs_are_equal_wherever_they_go(source_dir: Path, tmp_path: Path) -> None:
+    first = run(conversion(source_dir, tmp_path))
+    other = conversion(source_dir, tmp_path, out=tmp_path / "b", work=tmp_path / "w")
+    assert content(run(other)) == content(first)
+    kept = {path.name for path in (tmp_path / "w").iterdir()}
+    assert {"measurement.json", "calibration.safetensors"} < kept
+    assert not any(name.startswith(("layer", "quantize", "measure-")) for name in kept)
+    assert content(run(other, resume=True)) == content(first)  # nothing is left to do
+
+
+def test_asked_to_stop_it_stops_after_a_layer_and_goes_on(source_dir: Path, tmp_path: Path) -> None:
+    whole = content(run(conversion(source_dir, tmp_path, out=tmp_path / "whole")))
+    wanted, stops = conversion(source_dir, tmp_path), 0
+    while not wanted.out.exists():
+        asked = iter([False] * 3 + [True] * 1000)
+        try:
+            run(wanted, hooks(should_stop=lambda asked=asked: next(asked)), resume=stops > 0)
+        except ConversionStopped:
+            stops += 1
+            assert not wanted.out.exists()
+    assert stops > 2
+    assert content(wanted.out) == whole
+
+
+def test_resuming_is_asked_for(source_dir: Path, tmp_path: Path) -> None:
+    wanted = conversion(source_dir, tmp_path)
+    with pytest.raises(ConversionStopped):
+        run(wanted, hooks(should_stop=lambda: True))
+    with pytest.raises(RequestError, match=COMMAND):
+        run(wanted)
+    other = conversion(source_dir, tmp_path, length=10)
+    with pytest.raises(RequestError, match=r"another length \(expected 20, got 10\)"):
+        run(other, resume=True)
+
+
+def test_a_source_that_has_changed_is_another_one(source_dir: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(source_dir, tmp_path / "source"))
+    wanted = conversion(source, tmp_path)
+    with pytest.raises(ConversionStopped):
+        run(wanted, hooks(should_stop=lambda: True))
+    path = source / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(RequestError, match="another source_sha256"):
+        run(wanted, resume=True)
+
+
+def test_two_jobs_do_not_share_a_work_directory(source_dir: Path, tmp_path: Path) -> None:
+    wanted = conversion(source_dir, tmp_path, work=tmp_path / "w")
+    facts = wanted.facts("x")
+    with (
+        open_work(tmp_path / "w", facts, resume=False, command="c"),
+        pytest.raises(RequestError, match="another process"),
+        open_work(tmp_path / "w", facts, resume=True, command="c"),
+    ):
+        pass
+
+
+def test_a_result_that_is_too_far_off_is_kept_but_not_published(
+    source_dir: Path, tmp_path: Path
+) -> None:
+    wanted = conversion(source_dir, tmp_path)
+    poor = hooks(gate=lambda *_: GateOutcome({"kld": 9.0}, "a divergence of 9 nats"))
+    with pytest.raises(QualityError, match="9 nats") as caught:
+        run(wanted, poor)
+    assert f"{COMMAND} --force" in str(caught.value)
+    assert caught.value.where == str(tmp_path / "out.partial")
+    assert caught.value.exit_code == 7
+    assert not wanted.out.exists()
+    partial = tmp_path / "out.partial"
+    assert json.loads((partial / RECORD_NAME).read_text())["gate"]["figures"] == {"kld": 9.0}
+    with pytest.raises(QualityError):  # the verdict stands
+        run(wanted, resume=True)
+    out = run(wanted, resume=True, force=True)
+    assert json.loads((out / RECORD_NAME).read_text())["is_forced"] is True
+    assert not partial.exists()
+
+
+def test_what_reads_back_differently_is_never_published(
+    source_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from exl_core.convert import job
+
+    real = job.write_weights
+
+    def damaging(folder: Path, *args: object) -> None:
+        real(folder, *args)  # type: ignore[arg-type]
+        path = sorted(folder.glob("*.safetensors"))[-1]
+        data = bytearray(path.read_bytes())
+        data[-5] ^= 4
+        path.write_bytes(data)
+
+    monkeypatch.setattr(job, "write_weights", damaging)
+    wanted = conversion(source_dir, tmp_path)
+    with pytest.raises(ExlError, match="reads back differently"):
+        run(wanted)
+    assert not wanted.out.exists()
+    monkeypatch.setattr(job, "write_weights", real)
+    with pytest.raises(ExlError, match="reads back differently"):  # it is looked at each time
+        run(wanted, resume=True)
+    shutil.rmtree(tmp_path / "out.partial")
+    assert run(wanted, resume=True).is_dir()
+
+
+@pytest.mark.parametrize("name", ["measured-00001.json", "layer-00001.safetensors"])
+def test_a_work_file_that_is_damaged_is_named(name: str, source_dir: Path, tmp_path: Path) -> None:
+    wanted = conversion(source_dir, tmp_path)
+    stop = hooks(should_stop=(wanted.work_folder / name).is_file)
+    with pytest.raises(ConversionStopped):
+        run(wanted, stop)
+    (wanted.work_folder / name).write_bytes(b"{")
+    with pytest.raises(ExlError, match=name):
+        run(wanted, resume=True)
+    assert not wanted.out.exists()
+
+
+def test_other_sizes_of_shards_hold_the_same(source_dir: Path, tmp_path: Path) -> None:
+    many = run(conversion(source_dir, tmp_path))
+    one = run(conversion(source_dir, tmp_path, out=tmp_path / "one", shard_bytes=1 << 30))
+    (single,) = one.glob("*.safetensors")
+    assert single.name == "output.safetensors"
+    tensors = load_file(single)
+    for path in many.glob("*.safetensors"):
+        for name, tensor in load_file(path).items():
+            assert torch.equal(tensor, tensors.pop(name))
+    assert not tensors

@@ -1,0 +1,96 @@
+"""Layers as they are read and computed for a conversion, against an independent implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import linear
+
+from exl_core.arch.key_map import FINAL_NORM
+from exl_core.convert.block import rms_norm
+from exl_core.convert.layers import LayerSource, as_factor, embed_rows, read_layer, stored_norm
+from exl_core.errors import WeightValueError
+from exl_core.load import open_checkpoint
+from exl_core.weights.checkpoint import Checkpoint
+from support.quantized_models import SIZES
+from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
+
+CPU = torch.device("cpu")
+
+
+def opened(folder: Path) -> tuple[Checkpoint, Any]:
+    source, config, quantization = open_checkpoint(folder)
+    return Checkpoint(source, config, quantization, is_exact=True), config
+
+
+def plain_product(source: LayerSource) -> Callable[[str, Tensor], Tensor]:
+    return lambda part, x: linear(x, source.matrix(part), source.bias(part))
+
+
+def biased_llama(**sizes: Any) -> Any:
+    return tiny_llama(**sizes, attention_bias=True, mlp_bias=True)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, biased_llama, tiny_gemma3])
+def test_layers_give_the_states_of_an_independent_implementation(
+    tmp_path: Path, build: Callable[..., Any]
+) -> None:
+    model = build(**SIZES)
+    checkpoint, config = opened(save(model, tmp_path))
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.randint(3, VOCAB_SIZE, (2, 64), generator=generator)  # beyond the sliding window
+    with torch.inference_mode():
+        expected = model(ids, output_hidden_states=True).hidden_states
+        x = embed_rows(checkpoint, config, ids)
+        assert (x - expected[0]).abs().max() < 2e-3  # the embedding is rounded to float16
+        x = expected[0]
+        for layer in range(config.num_layers):
+            source = read_layer(checkpoint, config, layer, CPU)
+            y = source.block(config).run(x, plain_product(source))
+            last = layer == config.num_layers - 1
+            if last:  # what transformers lists last is normed already
+                y = rms_norm(y, checkpoint.norm(FINAL_NORM), config.norm_eps)
+            assert (y - expected[layer + 1]).abs().max() < 1e-4 * expected[layer + 1].abs().max()
+            x = expected[layer + 1]
+
+
+def test_products_in_the_computing_type_are_close(tmp_path: Path) -> None:
+    checkpoint, config = opened(save(tiny_llama(**SIZES), tmp_path))
+    source = read_layer(checkpoint, config, 1, CPU)
+    x = torch.randn(1, 20, config.hidden_size, generator=torch.Generator().manual_seed(1))
+    block = source.block(config)
+    exact, fast = block.run(x, plain_product(source)), block.run(x, source.products())
+    assert (exact - fast).norm() < 0.02 * (exact - x).norm()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e5])
+def test_values_that_exl2_cannot_hold_are_refused_by_name(tmp_path: Path, value: float) -> None:
+    folder = save(tiny_llama(**SIZES), tmp_path)
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(folder / "model.safetensors")
+    tensors[name][3, 5] = value
+    save_file(tensors, folder / "model.safetensors")
+    checkpoint, config = opened(folder)
+    read_layer(checkpoint, config, 0, CPU)
+    with pytest.raises(WeightValueError, match=name):
+        read_layer(checkpoint, config, 1, CPU)
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_gemma3])
+def test_norms_come_back_from_the_form_that_files_hold(
+    tmp_path: Path, build: Callable[..., Any]
+) -> None:
+    checkpoint, config = opened(save(build(**SIZES), tmp_path))
+    source = read_layer(checkpoint, config, 0, CPU)
+    for name, factor in source.tensors.items():
+        if "norm" in name:
+            stored = stored_norm(config, name, factor)
+            assert stored.dtype is torch.float16
+            assert stored.dim() == (2 if "q_norm" in name or "k_norm" in name else 1)
+            assert (as_factor(config, stored) - factor).abs().max() < 2e-3

@@ -1,0 +1,250 @@
+"""What is told before any work: everything that is wrong, at once, by cause."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from exl_core.convert import preflight
+from exl_core.convert.events import Stage
+from exl_core.convert.job import MEASUREMENT_NAME
+from exl_core.convert.plan import ConvertOptions
+from exl_core.errors import (
+    DiskFullError,
+    ExlError,
+    ModelError,
+    OutOfMemoryError,
+    ProblemsError,
+    RequestError,
+)
+from support import tiny_models
+from support.conversions import SHAPE, conversion, hooks, recorder, run
+from support.quantized_models import quantized_llama
+
+pytestmark = pytest.mark.usefixtures("stubs")
+
+
+def refused(source: Path, folder: Path, **changes: Any) -> ExlError:
+    """What is said of a conversion that must not begin."""
+    before = sorted(path.name for path in folder.iterdir())
+    events, on_event = recorder()
+    with pytest.raises(ExlError) as caught:
+        run(conversion(source, folder, **changes), hooks(on_event=on_event))
+    assert {event.stage for event in events} <= {Stage.CHECK}
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert "\n" not in str(caught.value)
+    return caught.value
+
+
+@pytest.fixture
+def damaged(source_dir: Path, tmp_path: Path) -> Callable[..., Path]:
+    """A copy of the source in which some tensors were changed."""
+
+    def make(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Path:
+        folder = Path(shutil.copytree(source_dir, tmp_path / "damaged"))
+        tensors = load_file(folder / "model.safetensors")
+        for name, change in changes.items():
+            tensors[name.replace("_dot_", ".")] = change(tensors[name.replace("_dot_", ".")])
+        save_file(tensors, folder / "model.safetensors")
+        return folder
+
+    return make
+
+
+def test_all_tensors_that_are_not_finite_are_named(
+    damaged: Callable[..., Path], tmp_path: Path
+) -> None:
+    def put(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+        return lambda tensor: (
+            tensor.flatten().index_fill(0, torch.tensor([7]), value).view_as(tensor)
+        )
+
+    up, norm = "model.layers.1.mlp.up_proj.weight", "model.layers.2.input_layernorm.weight"
+    source = damaged(**{up: put(float("nan")), norm: put(float("inf"))})
+    error = refused(source, tmp_path)
+    assert isinstance(error, ProblemsError)
+    assert error.exit_code == ModelError.exit_code
+    said = [str(problem) for problem in error.problems]
+    assert len(said) == 2
+    assert up in said[0]
+    assert norm in said[1]
+
+
+def test_sizes_that_the_format_has_no_room_for(tmp_path: Path) -> None:
+    source = tiny_models.save(tiny_models.tiny_llama(), tmp_path / "odd")
+    error = refused(source, tmp_path)
+    assert isinstance(error, ProblemsError)
+    found = " ".join(str(problem) for problem in error.problems)
+    assert all(text in found for text in ("hidden size", "attention", "intermediate size"))
+    assert "multiple of 32" in found
+    assert error.exit_code == ModelError.exit_code
+
+
+def test_a_model_that_is_quantized_already(tmp_path: Path) -> None:
+    source = quantized_llama("exl2", tmp_path / "source")
+    error = refused(source, tmp_path)
+    assert "quantized already, as EXL2" in str(error)
+    assert error.exit_code == ModelError.exit_code
+
+
+def test_a_language_model_within_a_larger_one(tmp_path: Path, source_dir: Path) -> None:
+    model = tiny_models.tiny_gemma3(**SHAPE)
+    source = tiny_models.save(model, tmp_path / "source")
+    tensors = load_file(source / "model.safetensors")
+    save_file(
+        {f"language_model.{name}": tensor for name, tensor in tensors.items()},
+        source / "model.safetensors",
+    )
+    error = refused(source, tmp_path)
+    assert "part of a larger one" in str(error)
+    assert error.exit_code == ModelError.exit_code
+
+
+def test_a_source_without_a_tokenizer(source_dir: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(source_dir, tmp_path / "source"))
+    (source / "tokenizer.json").unlink()
+    assert "tokenizer" in str(refused(source, tmp_path))
+
+
+def test_problems_of_every_kind_are_listed_together(
+    damaged: Callable[..., Path], tmp_path: Path
+) -> None:
+    source = damaged(**{"model.norm.weight": lambda tensor: tensor * float("nan")})
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/notes.txt").write_text("mine", encoding="utf-8")
+    measurement = tmp_path / "none.json"
+    options = ConvertOptions(head_bits=7)
+    error = refused(
+        source, tmp_path, bits=1.5, stages=options, measurement=measurement, shard_bytes=100
+    )
+    assert isinstance(error, ProblemsError)
+    said = [str(problem) for problem in error.problems]
+    wanted = ("--bits", "--head-bits", "model.norm.weight", "exists already", "--shard-size")
+    assert all(any(text in line for line in said) for text in (*wanted, "none.json")), said
+    assert len(said) == 6
+    assert (tmp_path / "out/notes.txt").read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize(
+    ("out", "expected"),
+    [("missing/out", "no such directory"), ("model.safetensors/out", "no such directory")],
+)
+def test_outputs_that_cannot_be(out: str, expected: str, source_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("a file", encoding="utf-8")
+    error = refused(source_dir, tmp_path, out=tmp_path / out)
+    assert expected in str(error)
+    assert error.exit_code == RequestError.exit_code
+
+
+def test_an_output_inside_of_the_source(source_dir: Path, tmp_path: Path) -> None:
+    source = Path(shutil.copytree(source_dir, tmp_path / "source"))
+    assert "lies in the source" in str(refused(source, tmp_path, out=source / "out"))
+
+
+def test_a_directory_that_nobody_may_write_to(source_dir: Path, tmp_path: Path) -> None:
+    error = refused(source_dir, tmp_path, out=Path("/proc/out"), work=tmp_path / "w")
+    assert "/proc" in str(error)
+    assert "cannot be written" in str(error)
+
+
+def test_what_another_conversion_left(source_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.partial").mkdir()
+    assert "another conversion" in str(refused(source_dir, tmp_path))
+    (tmp_path / "out.partial").rmdir()
+    (tmp_path / "out.work").mkdir()
+    (tmp_path / "out.work/letters").write_text("mine", encoding="utf-8")
+    assert "holds something else" in str(refused(source_dir, tmp_path))
+    assert "is the output" in str(refused(source_dir, tmp_path, work=tmp_path / "out.partial"))
+
+
+def test_an_empty_output_directory_is_taken(source_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert run(conversion(source_dir, tmp_path)).is_dir()
+
+
+def test_a_disk_and_a_memory_that_are_too_small(
+    source_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = namedtuple("usage", ["total", "used", "free"])
+    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage(10, 5, 5000))
+    error = refused(source_dir, tmp_path)
+    assert isinstance(error, DiskFullError)
+    assert "5000 bytes free" in str(error)
+    monkeypatch.setattr(preflight, "available_memory_bytes", lambda: 1000)
+    both = refused(source_dir, tmp_path)
+    assert isinstance(both, ProblemsError)
+    assert [type(problem) for problem in both.problems] == [DiskFullError, OutOfMemoryError]
+    assert both.exit_code == DiskFullError.exit_code == 6
+
+
+@pytest.fixture
+def measured(source_dir: Path, tmp_path: Path) -> Path:
+    out = run(conversion(source_dir, tmp_path, out=tmp_path / "first"))
+    return out / MEASUREMENT_NAME
+
+
+def change(path: Path, *keys: Any, to: Any) -> Path:
+    content = json.loads(path.read_text(encoding="utf-8"))
+    place = content
+    for key in keys[:-1]:
+        place = place[key]
+    if to is None:
+        del place[keys[-1]]
+    else:
+        place[keys[-1]] = to
+    path.write_text(json.dumps(content), encoding="utf-8")
+    return path
+
+
+_MATRIX = ("layers", 1, "matrices", 2)
+
+
+@pytest.mark.parametrize(
+    ("keys", "to"),
+    [
+        (("layers",), []),
+        (("layers", 0), None),
+        (("layers", 0, "matrices"), "none"),
+        ((*_MATRIX, "name"), "model.layers.9.mlp.up_proj.weight"),
+        ((*_MATRIX, "numel"), 12),
+        ((*_MATRIX, "candidates"), []),
+        ((*_MATRIX, "candidates", 0, "error"), -1.0),
+        ((*_MATRIX, "candidates", 0, "bits"), 5),
+        ((*_MATRIX, "candidates", 0, "layout"), "9:100/7"),
+        ((*_MATRIX, "candidates", 0, "layout"), 5),
+        (("calibration",), None),
+    ],
+)
+def test_a_measurement_that_is_damaged(
+    keys: tuple[Any, ...], to: Any, measured: Path, source_dir: Path, tmp_path: Path
+) -> None:
+    path = change(measured, *keys, to=to)
+    error = refused(source_dir, tmp_path, measurement=path)
+    assert "is damaged" in str(error)
+    assert str(path) in str(error)
+    assert error.exit_code == RequestError.exit_code
+
+
+def test_files_that_are_no_measurement(measured: Path, source_dir: Path, tmp_path: Path) -> None:
+    path = change(measured, "schema_version", to=9)
+    assert "schema_version" in str(refused(source_dir, tmp_path, measurement=path))
+    path.write_text("[", encoding="utf-8")
+    assert "not valid JSON" in str(refused(source_dir, tmp_path, measurement=path))
+
+
+def test_a_measurement_of_another_model(measured: Path, tmp_path: Path) -> None:
+    other = tiny_models.tiny_llama(
+        hidden_size=96, intermediate_size=160, head_dim=32, tie_word_embeddings=True
+    )
+    source = tiny_models.save(other, tmp_path / "other")
+    error = refused(source, tmp_path, measurement=measured)
+    assert "another model" in str(error)
+    assert error.exit_code == RequestError.exit_code

@@ -1,0 +1,203 @@
+"""Stages of a conversion on tiny models: what they give, and that they give it again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core.arch.key_map import EMBED, expected_tensors
+from exl_core.codecs import exl2
+from exl_core.convert import sensitivity as sensitivity_module
+from exl_core.convert.allocate import allocate
+from exl_core.convert.layers import States, embed_rows, read_layer
+from exl_core.convert.measure import measure_layer
+from exl_core.convert.plan import ConvertOptions, LayerMeasurement
+from exl_core.convert.quantize import quantize_ends, quantize_layer
+from exl_core.convert.sensitivity import Sensitivity, measure_sensitivity
+from exl_core.convert.tune import tune_model
+from exl_core.load import open_checkpoint
+from exl_core.settings import Settings
+from exl_core.weights.checkpoint import Checkpoint
+from support.quantized_models import SIZES
+from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
+
+CPU = torch.device("cpu")
+OPTIONS = ConvertOptions(fast=True)
+FULL = ConvertOptions()
+
+
+class Source(NamedTuple):
+    checkpoint: Checkpoint
+    config: Any
+    token_ids: Tensor
+    sensitivity: Sensitivity
+
+
+def make_source(folder: Path, build: Callable[..., Any], **options: Any) -> Source:
+    source, config, quantization = open_checkpoint(save(build(**SIZES, **options), folder))
+    checkpoint = Checkpoint(source, config, quantization, is_exact=True)
+    ids = torch.randint(3, VOCAB_SIZE, (4, 96), generator=torch.Generator().manual_seed(9))
+    sensitivity = measure_sensitivity(checkpoint, config, ids, options=OPTIONS)
+    return Source(checkpoint, config, ids, sensitivity)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Source:
+    return make_source(tmp_path_factory.mktemp("llama"), tiny_llama, tie_word_embeddings=True)
+
+
+@pytest.fixture(scope="module")
+def measured(llama: Source) -> list[LayerMeasurement]:
+    states = embed_rows(llama.checkpoint, llama.config, llama.token_ids)
+    return [measure(llama, layer, states) for layer in range(llama.config.num_layers)]
+
+
+def measure(source: Source, layer: int, states: Tensor) -> LayerMeasurement:
+    weights = read_layer(source.checkpoint, source.config, layer, CPU)
+    return measure_layer(weights, source.config, states, source.sensitivity, OPTIONS)
+
+
+def convert(source: Source, layers: list[LayerMeasurement], bits: float) -> dict[str, Tensor]:
+    allocation = allocate(layers, bits)
+    states = States(
+        *(embed_rows(source.checkpoint, source.config, source.token_ids) for _ in range(2))
+    )
+    tensors: dict[str, Tensor] = {}
+    for layer in range(source.config.num_layers):
+        weights = read_layer(source.checkpoint, source.config, layer, CPU)
+        part = quantize_layer(
+            weights,
+            source.config,
+            allocation,
+            states,
+            sensitivity=source.sensitivity,
+            options=OPTIONS,
+        )
+        tensors |= part.tensors
+        assert [r.layout for r in part.reports] == [
+            allocation.layouts[report.name] for report in part.reports
+        ]
+    ends = quantize_ends(source.checkpoint, source.config, states, OPTIONS)
+    return tensors | dict(ends.tensors)
+
+
+def test_every_tensor_of_the_model_is_there(llama: Source, measured: list) -> None:
+    tensors = convert(llama, measured, 4.0)
+    matrices = 0
+    for name in expected_tensors(llama.config):
+        stem = name.removesuffix(".weight")
+        if f"{stem}.q_weight" in tensors:
+            exl2.check({piece: tensors[f"{stem}.{piece}"] for piece in exl2.PARTS}, stem)
+            matrices += 1
+        else:
+            assert tensors[name].dtype is torch.float16
+    assert matrices == 7 * llama.config.num_layers
+    head = exl2.check({piece: tensors[f"lm_head.{piece}"] for piece in exl2.PARTS}, "head")
+    assert head.out_features == VOCAB_SIZE + -VOCAB_SIZE % 32  # tied, and no multiple of 32
+    assert tensors[EMBED].shape == (VOCAB_SIZE, llama.config.hidden_size)
+    dense = exl2.dequantize(head).T.float()
+    assert not dense[VOCAB_SIZE:].any()
+    likeness = torch.cosine_similarity(dense[:VOCAB_SIZE], tensors[EMBED].float())
+    assert likeness.min() > 0.9  # not the same: it makes up for errors of the layers before it
+
+
+def test_measurements_go_to_json_and_back(measured: list[LayerMeasurement]) -> None:
+    assert [LayerMeasurement.from_json(layer.to_json()) for layer in measured] == measured
+    for matrix in measured[0].matrices:
+        assert len(matrix.candidates) > 20
+        assert all(candidate.error >= 0 for candidate in matrix.candidates)
+
+
+def test_measured_errors_fall_with_the_width(measured: list[LayerMeasurement]) -> None:
+    for layer in measured:
+        for matrix in layer.matrices:
+            errors = {c.layout: c.error for c in matrix.candidates}
+            pure = [errors[f"{bits}:100/64"] for bits in (2, 3, 4, 5, 6, 8)]
+            assert pure == sorted(pure, reverse=True)
+
+
+def test_the_whole_is_the_same_whatever_the_number_of_threads(
+    llama: Source, measured: list[LayerMeasurement], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = convert(llama, measured, 3.0)
+    monkeypatch.setattr(
+        "exl_core.convert.parallel.read_settings", lambda: Settings(isa=None, threads=3)
+    )
+    states = embed_rows(llama.checkpoint, llama.config, llama.token_ids)
+    assert measure(llama, 0, states) == measured[0]
+    second = convert(llama, measured, 3.0)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_family_with_norms_everywhere(tmp_path: Path) -> None:
+    gemma = make_source(tmp_path, tiny_gemma3, tie_word_embeddings=True)
+    states = embed_rows(gemma.checkpoint, gemma.config, gemma.token_ids)
+    layers = [measure(gemma, layer, states) for layer in range(gemma.config.num_layers)]
+    tensors = convert(gemma, layers, 5.0)
+    assert tensors["model.layers.0.self_attn.q_norm.weight"].shape == (
+        gemma.config.num_q_heads,
+        gemma.config.head_dim,
+    )
+
+
+def test_sensitivity_is_the_mean_square_of_gradients(llama: Source) -> None:
+    """Of the last layer's down projection the gradient is that of the states after it."""
+    name = "model.layers.2.mlp.down_proj.weight"
+    states = embed_rows(llama.checkpoint, llama.config, llama.token_ids)
+    for layer in range(llama.config.num_layers):
+        measure(llama, layer, states)
+    gradient = sensitivity_module._head_gradient(
+        llama.checkpoint, llama.config, states, OPTIONS, _Alone()
+    )
+    expected = gradient.square().mean((0, 1))
+    assert torch.allclose(llama.sensitivity[name], expected, rtol=0.05)
+
+
+class _Alone:
+    """Workers that do one thing after the other."""
+
+    def each(self, work: Callable[[int], Any], items: Any) -> list[Any]:
+        return [work(item) for item in items]
+
+
+def test_tuning_brings_the_predictions_closer(
+    llama: Source, measured: list[LayerMeasurement], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = convert(llama, measured, 2.6)
+    monkeypatch.setattr("exl_core.convert.tune.STEPS", 10)
+    losses: list[float] = []
+    tuned = tune_model(
+        llama.checkpoint,
+        llama.config,
+        tensors,
+        llama.token_ids,
+        options=FULL,
+        on_step=lambda done, total: losses.append(done / total),
+    )
+    assert losses[-1] == 1.0
+    assert tuned
+    for name, value in tuned.items():
+        assert value.shape == tensors[name].shape
+        assert value.dtype is tensors[name].dtype
+        assert name.endswith(("norm.weight", ".q_scale_max"))
+    before, after = divergence(llama, tensors), divergence(llama, tensors | tuned)
+    assert after < 0.99 * before
+    again = tune_model(llama.checkpoint, llama.config, tensors, llama.token_ids, options=FULL)
+    assert all(torch.equal(tuned[name], again[name]) for name in tuned)
+
+
+def divergence(source: Source, tensors: dict[str, Tensor]) -> float:
+    from exl_core.convert import tune
+    from exl_core.convert.parallel import workers
+
+    with workers(CPU) as crew, torch.no_grad():
+        wanted = tune._source_states(source.checkpoint, source.config, source.token_ids, CPU, crew)
+        model = tune._Tuned.of(source.checkpoint, source.config, tensors, CPU)
+    rows = range(len(source.token_ids))
+    return sum(model.gradients(source.token_ids[row], wanted[row])[0] for row in rows) / len(rows)
