@@ -31,7 +31,7 @@ def test_json(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
     for name in ("first_token", "inter_token", "end_to_end"):
         found = result[name]
         assert 0 < found["p50"] <= found["p90"] <= found["p95"] <= found["p99"] <= found["max"]
-    assert result["first_token"]["max"] < result["end_to_end"]["max"] <= result["seconds"]
+    assert result["first_token"]["max"] <= result["end_to_end"]["max"] <= result["seconds"]
 
 
 def test_the_page_for_people(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
