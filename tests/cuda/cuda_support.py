@@ -20,7 +20,7 @@ from exl_kernels import cuda
 BLOCK_ROWS = 32
 UNIT_BLOCKS = 4
 STRIP = 32
-CHUNK_ROWS = 32
+CHUNK_ROWS = 64
 PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 TYPES = {torch.float32: 0, torch.float16: 1}
 
@@ -229,18 +229,23 @@ def packed(plain: PlainQuantized) -> DeviceMatrix:
 
 
 def prepare(x: Tensor, order: Tensor) -> Tensor:
-    """x [m, k] -> inputs as the kernel for few rows reads them: float16, flat, in chunks."""
+    """x [m, k] -> inputs as the kernels for few rows read them: float16, flat, in chunks."""
     gathered = x.half()[:, order.long().clamp(min=0)]  # [m, 32 * blocks]
     gathered[:, order < 0] = 0
-    return torch.cat([_prepared_chunk(chunk) for chunk in gathered.split(CHUNK_ROWS)])
+    return torch.cat([prepared_chunk(chunk) for chunk in gathered.split(CHUNK_ROWS)])
 
 
-def _prepared_chunk(rows: Tensor) -> Tensor:
+def prepared_chunk(rows: Tensor) -> Tensor:
+    """rows [m, 32 * blocks] in a matrix's order, m up to 64 -> flat, as cuda.h has a chunk."""
     m, padded_k = rows.shape
     if m == 1:
         return rows.flatten()
-    tiles = 1 if m <= 8 else 2 if m <= 16 else 4
-    full = rows.new_zeros(8 * tiles, padded_k)
+    padded_m = next(count for count in (8, 16, 32, 64) if count >= m)
+    blocks = padded_k // BLOCK_ROWS
+    full = rows.new_zeros(padded_m, padded_k)
     full[:m] = rows
-    in_blocks = full.reshape(tiles, 8, padded_k // BLOCK_ROWS, BLOCK_ROWS)
-    return in_blocks.permute(2, 0, 1, 3).flatten()
+    if padded_m > 8 and torch.cuda.get_device_capability() == (9, 0):
+        # block, 8 t + 4 s + 2 h + e -> block, 2 s + h, row, 2 t + e
+        split = full.reshape(padded_m, blocks, 4, 4, 2)
+        return split.permute(1, 3, 0, 2, 4).flatten()
+    return full.reshape(padded_m, blocks, BLOCK_ROWS).transpose(0, 1).flatten()

@@ -137,16 +137,23 @@ EXL_CUDA_API int exl_cuda_quant_embedding(
     const ExlQuantMatrix* w, const int64_t* token_ids, int32_t m, float* y, void* stream
 );
 
-// Inputs as the kernel for few rows reads them: float16, in the matrix's order, in chunks of up to
-// 32 rows of the batch, one after the other. A chunk of one row is [num_blocks][32]; of more rows
-// [num_blocks][T][8][32] with T = 1, 2 or 4 tiles of 8 rows, those past the last row zero.
-static inline int exl_cuda_row_tiles(int rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
+// Inputs as the kernels for few rows read them: float16, in the matrix's order, in chunks of up to
+// 64 rows of the batch, one after the other. A chunk of one row is [num_blocks][32]; of more rows
+// [num_blocks][T][8][32] with T = 1, 2, 4 or 8 tiles of 8 rows, those past the last row zero. With
+// T of 2 and more on compute capability 9.0 it is [num_blocks][4][8 T][8]: the 8 halves numbered
+// 2 s + h (s: which k16 step, h: which half of it) are rows 8 t + 4 s + 2 h and the one after it of
+// the block, t = 0 .. 3.
+#define EXL_CUDA_CHUNK_ROWS 64
+static inline int exl_cuda_row_tiles(int rows) {
+    return rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
+}
 static inline int64_t exl_cuda_chunk_halves(int rows, int num_blocks) {
     return (int64_t)num_blocks * 32 * (rows == 1 ? 1 : 8 * exl_cuda_row_tiles(rows));
 }
 static inline int64_t exl_cuda_prepared_halves(int rows, int num_blocks) {
-    return rows / 32 * exl_cuda_chunk_halves(32, num_blocks) +
-           (rows % 32 ? exl_cuda_chunk_halves(rows % 32, num_blocks) : 0);
+    const int whole = rows / EXL_CUDA_CHUNK_ROWS, rest = rows % EXL_CUDA_CHUNK_ROWS;
+    return whole * exl_cuda_chunk_halves(EXL_CUDA_CHUNK_ROWS, num_blocks) +
+           (rest ? exl_cuda_chunk_halves(rest, num_blocks) : 0);
 }
 
 typedef struct {

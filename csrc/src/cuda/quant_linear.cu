@@ -16,12 +16,13 @@
 #include <algorithm>
 
 #include "quant_tile.cuh"
+#include "quant_wide.cuh"
 
 namespace exl::cuda {
 
 namespace {
 
-constexpr int kChunkRows = 32;
+constexpr int kMostRows = 32;  // of a launch
 constexpr int kCounters = 1024;  // of the workspace, and the most blocks of a grid
 constexpr int kMostWide = 4;
 
@@ -178,9 +179,11 @@ int64_t exl_cuda_quant_linear_workspace(int32_t, int32_t max_m) {
     using namespace exl::cuda;
     DeviceInfo info;
     if (device_info(&info) != cudaSuccess) return 0;
-    const int64_t rows = max_m < kChunkRows ? max_m : kChunkRows;
+    const int64_t rows = max_m < kMostRows ? max_m : kMostRows;
     const int64_t partials = most_blocks(info.multiprocessors) * 2 * kMostWide * 32 * rows;
-    return kCounters * sizeof(uint32_t) + partials * sizeof(float);
+    const int64_t bytes = partials * sizeof(float);
+    const int64_t wide = is_wide(info, max_m) ? quant_wide_workspace(info, max_m) : 0;
+    return kCounters * sizeof(uint32_t) + std::max(bytes, wide);
 }
 
 int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
@@ -210,12 +213,19 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
     args.y_dtype = of->y_dtype;
     args.epilogue = of->epilogue;
     args.gate = of->gate;
+    constexpr int kChunkRows = EXL_CUDA_CHUNK_ROWS;
     for (int first = 0; first < of->m; first += kChunkRows) {
         const int rows = std::min(of->m - first, kChunkRows);
+        if (is_wide(info, rows)) {
+            const cudaError_t error =
+                quant_wide(*of, first, rows, args.counters, args.partials, info, stream);
+            if (error != cudaSuccess) return error;
+            continue;
+        }
         const int chunk_tiles = exl_cuda_row_tiles(rows);
         args.block_halves = rows == 1 ? 32 : chunk_tiles * 8 * 32;
-        // A block of a small device takes fewer rows at once.
-        int tiles = chunk_tiles;
+        // A launch takes 32 rows at most, and a block of a small device fewer.
+        int tiles = std::min(chunk_tiles, kMostRows / 8);
         while (tiles > 1 && ring_bytes(tiles, info) < kMostUnitBytes) tiles /= 2;
         for (int tile = 0; 8 * tile < rows; tile += tiles) {
             for (int i = 0; i < of->count; ++i) {
