@@ -8,9 +8,9 @@
 //            rows of prepared inputs (quant_unit.cuh). Warps beside each other in a tile of several
 //            strips read the same inputs at about the same time, through the first-level cache.
 // Sums       float32. A unit is summed up before its scale is applied, units along a warp's share,
-//            then warps, then blocks, always in this order (quant_tile.cuh). Codes count from
-//            2^(bits - 1); zeros and minimums become one more number a column, times the sum of a
-//            unit's inputs, which a product with ones yields.
+//            then warps, then blocks, always in this order (quant_tile.cuh). Zeros and minimums
+//            become one more number a column, times the sum of a unit's inputs, which a product
+//            with ones yields.
 // Overlap    Weights fill the rings before the kernel ahead has ended. Two blocks fit on a
 //            multiprocessor of 9.0: both of a large launch, or one of a small one and the next's.
 #include <algorithm>
@@ -42,7 +42,7 @@ int ring_bytes(int row_tiles, const DeviceInfo& info) {
 
 // ---- the kernel --------------------------------------------------------------------------------
 
-template <int kTiles, bool kHasOffsets>
+template <int kTiles>
 __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
     const __grid_constant__ QuantLinearArgs args
 ) {
@@ -76,9 +76,7 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
         do {
             entry = stream.front();
             if (entry.unit != 0) {
-                add_unit<kTiles, kHasOffsets>(
-                    total, part, stream, entry, x, block_halves, lane
-                );
+                add_unit<kTiles>(total, part, stream, entry, x, block_halves, lane);
             }
             stream.pop(entry);
         } while (!entry.is_last);
@@ -139,7 +137,7 @@ int share_out(QuantLinearArgs& args, int row_tiles, int64_t multiprocessors) {
 
 // One launch, of args.m rows.
 cudaError_t launch_rows(
-    QuantLinearArgs& args, int row_tiles, bool has_offsets, const DeviceInfo& info, void* stream
+    QuantLinearArgs& args, int row_tiles, const DeviceInfo& info, void* stream
 ) {
     const bool is_gated = args.epilogue == EXL_EPILOGUE_GATED;
     args.wide = args.m > 8 ? 4 : args.m > 1 || is_gated ? 2 : 1;
@@ -156,14 +154,9 @@ cudaError_t launch_rows(
     if (length > UINT32_MAX) return cudaErrorInvalidValue;
     args.length = static_cast<uint32_t>(length);
     const int blocks = share_out(args, row_tiles, info.multiprocessors);
-    auto* kernel = quant_linear_kernel<4, false>;
-    if (row_tiles == 1) {
-        kernel = has_offsets ? quant_linear_kernel<1, true> : quant_linear_kernel<1, false>;
-    } else if (row_tiles == 2) {
-        kernel = has_offsets ? quant_linear_kernel<2, true> : quant_linear_kernel<2, false>;
-    } else if (has_offsets) {
-        kernel = quant_linear_kernel<4, true>;
-    }
+    auto* kernel = row_tiles == 1   ? quant_linear_kernel<1>
+                   : row_tiles == 2 ? quant_linear_kernel<2>
+                                    : quant_linear_kernel<4>;
     const int shared = kWarps * (args.ring_bytes + static_cast<int>(sizeof(RingState))) +
                        sums_bytes(row_tiles);
     return launch(kernel, dim3(blocks), dim3(kThreads), shared, stream, args);
@@ -199,12 +192,10 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     QuantLinearArgs args = {};
-    bool has_offsets = false;
     int columns = 0;
     for (int i = 0; i < of->count; ++i) {
         args.parts[i] = part_of(*of->parts[i], of->inputs[i], is_gated ? 0 : columns);
         columns += of->parts[i]->n;
-        has_offsets |= of->parts[i]->offset_kind != EXL_OFFSET_MIDDLE;
     }
     args.y_stride = of->y_stride;
     args.counters = static_cast<uint32_t*>(of->workspace);
@@ -236,7 +227,7 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
             args.m = std::min(rows - 8 * tile, 8 * tiles);
             args.y = static_cast<uint8_t*>(of->y) +
                      (first + 8 * tile) * of->y_stride * (of->y_dtype == kF16 ? 2 : 4);
-            const cudaError_t error = launch_rows(args, tiles, has_offsets, info, stream);
+            const cudaError_t error = launch_rows(args, tiles, info, stream);
             if (error != cudaSuccess) return error;
         }
     }

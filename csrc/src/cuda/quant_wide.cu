@@ -26,7 +26,7 @@ constexpr int kMostBlocks = 1024;  // of a grid: as many counters as the workspa
 
 constexpr int blocks_per_multiprocessor(int rows) { return rows <= 32 ? 2 : 1; }
 
-template <int kRows, bool kHasOffsets>
+template <int kRows>
 __global__ void __launch_bounds__(kWideThreads, blocks_per_multiprocessor(kRows))
     quant_wide_kernel(const __grid_constant__ WideArgs args) {
 #if EXL_IS_HOPPER
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kWideThreads, blocks_per_multiprocessor(kRows)
     }
     __syncthreads();
     if (warp == kConsumers) {
-        WideProducer<kRows, kHasOffsets>(args, ring, shared, lane).run();
+        WideProducer<kRows>(args, ring, shared, lane).run();
         return;
     }
     wait_for_inputs();
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kWideThreads, blocks_per_multiprocessor(kRows)
                 barrier_wait(&ring.full[slot], parity);
                 entry = ring.entries[slot];
                 if (entry.blocks() > 0) {
-                    add_wide_unit<kRows, kHasOffsets>(
+                    add_wide_unit<kRows>(
                         total, part, entry, shared, ring, slot, parity, warp, lane
                     );
                 }
@@ -123,9 +123,7 @@ int share_out(WideArgs& args, int64_t blocks) {
 }
 
 template <int kRows>
-cudaError_t launch_wide(
-    WideArgs& args, bool has_offsets, const DeviceInfo& info, void* stream
-) {
+cudaError_t launch_wide(WideArgs& args, const DeviceInfo& info, void* stream) {
     const int resident = blocks_per_multiprocessor(kRows);
     const int share = 228 * 1024 / resident - 1024;
     const int state = static_cast<int>(sizeof(WideRing<kRows>));
@@ -133,10 +131,8 @@ cudaError_t launch_wide(
     if (int kib = tuned("EXL_WIDE_RING", 0)) args.ring_bytes = std::min(args.ring_bytes, kib * 1024);
     const int64_t per = std::min(resident, tuned("EXL_WIDE_BLOCKS", 1));
     const int blocks = share_out(args, std::min<int64_t>(per * info.multiprocessors, kMostBlocks));
-    const auto kernel =
-        has_offsets ? quant_wide_kernel<kRows, true> : quant_wide_kernel<kRows, false>;
     return launch(
-        kernel, dim3(blocks), dim3(kWideThreads), args.ring_bytes + state, stream, args
+        quant_wide_kernel<kRows>, dim3(blocks), dim3(kWideThreads), args.ring_bytes + state, stream, args
     );
 }
 
@@ -155,7 +151,6 @@ cudaError_t quant_wide(
 ) {
     WideArgs args = {};
     const bool is_gated = of.epilogue == EXL_EPILOGUE_GATED;
-    bool has_offsets = false;
     int columns = 0;
     args.epilogue = of.epilogue;
     args.groups = is_gated ? 1 : of.count;
@@ -166,7 +161,6 @@ cudaError_t quant_wide(
                                  exl_cuda_chunk_halves(EXL_CUDA_CHUNK_ROWS, w.num_blocks);
         args.parts[i] = wide_part(w, inputs, is_gated ? 0 : columns);
         columns += w.n;
-        has_offsets |= w.offset_kind != EXL_OFFSET_MIDDLE;
         args.tiles[i] = static_cast<uint32_t>(ceil_div(args.parts[i].strips, kTileStrips));
     }
     int64_t length = 0;
@@ -181,9 +175,9 @@ cudaError_t quant_wide(
     args.counters = counters;
     args.partials = partials;
     args.block_halves = 8 * exl_cuda_row_tiles(rows) * 32;
-    if (rows <= 16) return launch_wide<16>(args, has_offsets, info, stream);
-    if (rows <= 32) return launch_wide<32>(args, has_offsets, info, stream);
-    return launch_wide<64>(args, has_offsets, info, stream);
+    if (rows <= 16) return launch_wide<16>(args, info, stream);
+    if (rows <= 32) return launch_wide<32>(args, info, stream);
+    return launch_wide<64>(args, info, stream);
 }
 
 }  // namespace exl::cuda

@@ -2,8 +2,8 @@
 //
 // One warp copies: a unit of each strip, and the prepared inputs of the unit's rows behind them.
 // The ring holds as many units as fit, laid without wrapping. Of each unit two barriers: all bytes
-// have come; all warps are done. Where zeros or minimums want them, the copying warp also sums up
-// the inputs of each unit, and a third barrier says that this is done.
+// have come; all warps are done. The copying warp also sums up the inputs of each unit,
+// and a third barrier says that this is done.
 #pragma once
 
 #include "hopper.cuh"
@@ -43,7 +43,7 @@ struct WideRing {
 
 #if EXL_IS_HOPPER
 
-template <int kRows, bool kHasOffsets>
+template <int kRows>
 class WideProducer {
 public:
     static constexpr int kBlockBytes = 64 * kRows;  // of the inputs
@@ -62,7 +62,7 @@ public:
             make_room(true);
             issue(true);
         }
-        if constexpr (kHasOffsets) sum_up_to(issued_);
+        sum_up_to(issued_);
     }
 
 private:
@@ -114,7 +114,7 @@ private:
                 if (fits) return true;
             }
             if (!may_wait) return false;
-            if constexpr (kHasOffsets) sum_up_to(min(freed_ + 2, issued_));
+            sum_up_to(min(freed_ + 2, issued_));
             const uint32_t slot = freed_ % kRingUnits;
             barrier_wait(&ring_.empty[slot], freed_ / kRingUnits & 1);
             if (ring_.entries[slot].at < read_) is_ahead_ = false;
@@ -184,7 +184,7 @@ private:
             for (int step = 0; step < 2 * entry.blocks(); ++step) {
 #pragma unroll
                 for (int i = 0; i < kRows / 8; ++i) {
-                    constexpr uint32_t kOnes = half_twice(1);
+                    constexpr uint32_t kOnes = 0x3c003c00;
                     const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
                     mma_16816(sums[i], ones, words[32 * i], words[32 * i + 4 * kRows]);
                 }

@@ -65,8 +65,23 @@ __device__ __forceinline__ void add_columns(
     }
 }
 
+// What a lane's columns g, g + 8, g + 16, g + 24 add for each input.
+__device__ __forceinline__ void load_offsets(
+    float (&to)[4], const float (&scales)[4], const WidePart& part, int bits, const uint8_t* from,
+    int g
+) {
+    if (part.offset_kind == EXL_OFFSET_MINIMUMS) {
+        load_factors(to, from, part.scale_bytes, g);
+        return;
+    }
+    uint32_t zeros = (1u << (bits - 1)) * 0x01010101u;
+    if (part.offset_kind == EXL_OFFSET_ZEROS) zeros = reinterpret_cast<const uint32_t*>(from)[g];
+#pragma unroll
+    for (int q = 0; q < 4; ++q) to[q] = -scales[q] * static_cast<float>(zeros >> 8 * q & 255);
+}
+
 // total += the unit, whose bytes have come, times its inputs.
-template <int kRows, bool kHasOffsets>
+template <int kRows>
 __device__ __forceinline__ void add_wide_unit(
     WideSums<kRows>& total, const WidePart& part, const WideEntry& entry, const uint8_t* ring,
     WideRing<kRows>& state, uint32_t slot, uint32_t parity, int warp, int lane
@@ -77,8 +92,11 @@ __device__ __forceinline__ void add_wide_unit(
     // The same for all lanes, and known to be.
     const int inputs_at = __shfl_sync(0xffffffffu, entry.end - 64 * kRows * count, 0);
     const uint64_t inputs = matrix_descriptor(ring + inputs_at, 16 * kRows);
-    float scales[4];
+    float scales[4], offsets[4];
     load_factors(scales, head, part.scale_bytes, lane / 4);
+    load_offsets(offsets, scales, part, bits, head + 32 * part.scale_bytes, lane / 4);
+#pragma unroll
+    for (int q = 0; q < 4; ++q) scales[q] *= unit_of_code(bits, q);
 // The commonest width first.
 #define EXL_WIDTH(width)                                                            \
     if (bits == width) {                                                            \
@@ -92,36 +110,18 @@ __device__ __forceinline__ void add_wide_unit(
     EXL_WIDTH(8)
     EXL_WIDTH(2) {}
 #undef EXL_WIDTH
-    if constexpr (kHasOffsets) {
-        float offsets[4] = {};
-        const uint8_t* from = head + 32 * part.scale_bytes;
-        const float middle = static_cast<float>(1 << (bits - 1));
-        if (part.offset_kind == EXL_OFFSET_MIDDLE) return;
-        if (part.offset_kind == EXL_OFFSET_MINIMUMS) {
-            load_factors(offsets, from, part.scale_bytes, lane / 4);
+    barrier_wait(&state.summed[slot], parity);
 #pragma unroll
-            for (int i = 0; i < 4; ++i) offsets[i] += scales[i] * middle;
-        } else {
-            const uchar4 zeros = reinterpret_cast<const uchar4*>(from)[lane / 4];
-            offsets[0] = scales[0] * (middle - zeros.x);
-            offsets[1] = scales[1] * (middle - zeros.y);
-            offsets[2] = scales[2] * (middle - zeros.z);
-            offsets[3] = scales[3] * (middle - zeros.w);
-        }
-        barrier_wait(&state.summed[slot], parity);
+    for (int q = 0; q < kRows / 8; ++q) {
+        const float2 of_inputs =
+            *reinterpret_cast<const float2*>(&state.input_sums[slot][8 * q + 2 * (lane % 4)]);
 #pragma unroll
-        for (int q = 0; q < kRows / 8; ++q) {
-            const float2 of_inputs = *reinterpret_cast<const float2*>(
-                &state.input_sums[slot][8 * q + 2 * (lane % 4)]
-            );
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float* to = total[i] + 4 * q;
-                to[0] = fmaf(offsets[2 * i], of_inputs.x, to[0]);
-                to[1] = fmaf(offsets[2 * i], of_inputs.y, to[1]);
-                to[2] = fmaf(offsets[2 * i + 1], of_inputs.x, to[2]);
-                to[3] = fmaf(offsets[2 * i + 1], of_inputs.y, to[3]);
-            }
+        for (int i = 0; i < 2; ++i) {
+            float* to = total[i] + 4 * q;
+            to[0] = fmaf(offsets[2 * i], of_inputs.x, to[0]);
+            to[1] = fmaf(offsets[2 * i], of_inputs.y, to[1]);
+            to[2] = fmaf(offsets[2 * i + 1], of_inputs.x, to[2]);
+            to[3] = fmaf(offsets[2 * i + 1], of_inputs.y, to[3]);
         }
     }
 }
