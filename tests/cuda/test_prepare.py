@@ -86,7 +86,7 @@ def normed(x: Tensor, norm: Tensor | None) -> Tensor:
 
 def laid_out(values: Tensor, form: Form) -> Tensor:
     """By the words of cuda.h."""
-    rows, k = values.shape
+    k = values.shape[1]
     if form.is_plain:
         return values.flatten()
     order = torch.arange(32 * form.num_blocks) if form.order is None else form.order.long()

@@ -4,7 +4,7 @@
 
 #include "common.cuh"
 
-// Machine code of 9.0a; other passes of the compiler leave the bodies of kernels that need it empty.
+// Machine code of 9.0a; in other passes of the compiler kernels that need it are empty.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define EXL_IS_HOPPER 1
 #else
@@ -52,10 +52,21 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
         );
     }
 }
+
 // Of `threads` threads that name the same one of the block's barriers.
 template <int id, int threads>
 __device__ __forceinline__ void named_barrier() {
     asm volatile("bar.sync %0, %1;" ::"n"(id), "n"(threads) : "memory");
+}
+// Counts up to `most` and back to 0, in order with what the block's threads wrote ahead of the
+// barrier before it, and with what they read behind the one after it. The count before.
+__device__ __forceinline__ uint32_t ordered_increment(uint32_t* counter, uint32_t most) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(counter), "r"(most)
+                 : "memory");
+    return before;
 }
 
 // ---- copies ------------------------------------------------------------------------------------
@@ -74,11 +85,12 @@ __device__ __forceinline__ void copy_bulk(
 
 // ---- products of four warps ----------------------------------------------------------------------
 
-// B [16 along k, rows] in shared memory without swizzle: matrices of 8 rows of 16 bytes, each 128
-// bytes on end, `k_stride` bytes apart along k and 128 bytes along the rows.
+// B [16 along k, rows] in shared memory without swizzle: matrices of 8 rows of 16 bytes, each of
+// them 128 bytes on end, `k_stride` bytes apart along k and 128 bytes along the rows.
 __device__ __forceinline__ uint64_t matrix_descriptor(const void* shared, uint32_t k_stride) {
     const uint64_t start = (shared_offset(shared) & 0x3ffff) >> 4;
-    return start | static_cast<uint64_t>(k_stride >> 4) << 16 | static_cast<uint64_t>(128 >> 4) << 32;
+    constexpr uint64_t kRowStride = 128 >> 4;
+    return start | static_cast<uint64_t>(k_stride >> 4) << 16 | kRowStride << 32;
 }
 
 // Fragments that were written can be read by products that follow.

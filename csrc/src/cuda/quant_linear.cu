@@ -1,5 +1,5 @@
 // y[m, n] = x[m, k] @ w (+ bias), of quantized matrices, for few rows: weights are read once for
-// every 32 rows of the batch.
+// every 32 rows of the batch. More than 8 rows on 9.0 have a kernel of their own (quant_wide.cu).
 //
 // Floor      strips * strip_bytes bytes over the memory's bandwidth.
 // Mapping    The grid covers the multiprocessors once and shares out the bytes (quant_work.cuh).

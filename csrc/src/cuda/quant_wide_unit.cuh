@@ -58,10 +58,13 @@ __device__ __forceinline__ void add_columns(
             );
         }
     }
+    const float factors[2] = {
+        scales[2 * kColumns] * unit_of_code(kBits, 2 * kColumns),
+        scales[2 * kColumns + 1] * unit_of_code(kBits, 2 * kColumns + 1)
+    };
 #pragma unroll
     for (int n = 0; n < kRows / 2; ++n) {
-        float& to = total[kColumns][n];
-        to = fmaf(scales[2 * kColumns + n % 4 / 2], sums[n], to);
+        total[kColumns][n] = fmaf(factors[n % 4 / 2], sums[n], total[kColumns][n]);
     }
 }
 
@@ -84,19 +87,15 @@ __device__ __forceinline__ void load_offsets(
 template <int kRows>
 __device__ __forceinline__ void add_wide_unit(
     WideSums<kRows>& total, const WidePart& part, const WideEntry& entry, const uint8_t* ring,
-    WideRing<kRows>& state, uint32_t slot, uint32_t parity, int warp, int lane
+    WideState<kRows>& state, uint32_t slot, uint32_t parity, int warp, int lane
 ) {
     const int count = entry.blocks(), bits = entry.bits();
     const uint8_t* head = ring + entry.at + warp * (part.header_bytes + 128 * bits * count);
     const uint8_t* blocks = head + part.header_bytes;
-    // The same for all lanes, and known to be.
-    const int inputs_at = __shfl_sync(0xffffffffu, entry.end - 64 * kRows * count, 0);
-    const uint64_t inputs = matrix_descriptor(ring + inputs_at, 16 * kRows);
+    const uint64_t inputs = matrix_descriptor(ring + entry.inputs, 16 * kRows);
     float scales[4], offsets[4];
     load_factors(scales, head, part.scale_bytes, lane / 4);
     load_offsets(offsets, scales, part, bits, head + 32 * part.scale_bytes, lane / 4);
-#pragma unroll
-    for (int q = 0; q < 4; ++q) scales[q] *= unit_of_code(bits, q);
 // The commonest width first.
 #define EXL_WIDTH(width)                                                            \
     if (bits == width) {                                                            \
@@ -111,10 +110,10 @@ __device__ __forceinline__ void add_wide_unit(
     EXL_WIDTH(2) {}
 #undef EXL_WIDTH
     barrier_wait(&state.summed[slot], parity);
+    const float* input_sums = state.input_sums[slot] + 2 * (lane % 4);
 #pragma unroll
     for (int q = 0; q < kRows / 8; ++q) {
-        const float2 of_inputs =
-            *reinterpret_cast<const float2*>(&state.input_sums[slot][8 * q + 2 * (lane % 4)]);
+        const float2 of_inputs = *reinterpret_cast<const float2*>(input_sums + 8 * q);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float* to = total[i] + 4 * q;

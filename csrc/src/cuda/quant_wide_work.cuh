@@ -34,12 +34,11 @@ struct WideArgs {
     void* y;
     int64_t y_stride;
     uint32_t* counters;  // [grid] blocks that have added to the tile that this block begins
-    float* partials;     // [grid][2][2][kTileStrips * 32 * N]
+    float* partials;     // [grid][2][2] shares of a tile, see partial_of
     uint32_t length;     // of all tiles
     uint32_t run;        // of a block; the last one's may be shorter
     int32_t groups;      // parts, or 1 of a gated pair
     int32_t m;           // rows of this launch
-    int32_t block_halves;  // of the prepared inputs
     int32_t y_dtype;
     int32_t epilogue;
     int32_t gate;
