@@ -31,7 +31,7 @@ GATES = {"silu": 0, "gelu_tanh": 1}
 STORE, ADD, GATED = 0, 1, 2
 UNIT_BYTES = 12  # of ExlQuantUnit
 MAX_PARTS = 3
-CHUNK_ROWS = 32  # of prepared inputs
+CHUNK_ROWS = 64  # of prepared inputs
 MAX_TOP = 512  # likeliest tokens that a sample can name
 
 
@@ -301,8 +301,8 @@ def prepared_halves(rows: int, num_blocks: int) -> int:
     """float16 numbers of `rows` prepared inputs; `exl_cuda_prepared_halves`."""
 
     def chunk(count: int) -> int:
-        padded = 1 if count == 1 else 8 if count <= 8 else 16 if count <= 16 else CHUNK_ROWS
-        return num_blocks * 32 * padded
+        fitting = (rows for rows in (1, 8, 16, 32, CHUNK_ROWS) if rows >= count)
+        return num_blocks * 32 * next(fitting)
 
     whole, rest = divmod(rows, CHUNK_ROWS)
     return whole * chunk(CHUNK_ROWS) + (chunk(rest) if rest else 0)

@@ -1,5 +1,5 @@
 // y[m, n] = x[m, k] @ w (+ bias), of quantized matrices, for few rows: weights are read once for
-// every 32 rows of the batch.
+// every 32 rows of the batch. More than 8 rows on 9.0 have a kernel of their own (quant_wide.cu).
 //
 // Floor      strips * strip_bytes bytes over the memory's bandwidth.
 // Mapping    The grid covers the multiprocessors once and shares out the bytes (quant_work.cuh).
@@ -8,20 +8,21 @@
 //            rows of prepared inputs (quant_unit.cuh). Warps beside each other in a tile of several
 //            strips read the same inputs at about the same time, through the first-level cache.
 // Sums       float32. A unit is summed up before its scale is applied, units along a warp's share,
-//            then warps, then blocks, always in this order (quant_tile.cuh). Codes count from
-//            2^(bits - 1); zeros and minimums become one more number a column, times the sum of a
-//            unit's inputs, which a product with ones yields.
+//            then warps, then blocks, always in this order (quant_tile.cuh). Zeros and minimums
+//            become one more number a column, times the sum of a unit's inputs, which a product
+//            with ones yields.
 // Overlap    Weights fill the rings before the kernel ahead has ended. Two blocks fit on a
 //            multiprocessor of 9.0: both of a large launch, or one of a small one and the next's.
 #include <algorithm>
 
 #include "quant_tile.cuh"
+#include "quant_wide.cuh"
 
 namespace exl::cuda {
 
 namespace {
 
-constexpr int kChunkRows = 32;
+constexpr int kMostRows = 32;  // of a launch
 constexpr int kCounters = 1024;  // of the workspace, and the most blocks of a grid
 constexpr int kMostWide = 4;
 
@@ -41,7 +42,7 @@ int ring_bytes(int row_tiles, const DeviceInfo& info) {
 
 // ---- the kernel --------------------------------------------------------------------------------
 
-template <int kTiles, bool kHasOffsets>
+template <int kTiles>
 __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
     const __grid_constant__ QuantLinearArgs args
 ) {
@@ -75,9 +76,7 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
         do {
             entry = stream.front();
             if (entry.unit != 0) {
-                add_unit<kTiles, kHasOffsets>(
-                    total, part, stream, entry, x, block_halves, lane
-                );
+                add_unit<kTiles>(total, part, stream, entry, x, block_halves, lane);
             }
             stream.pop(entry);
         } while (!entry.is_last);
@@ -138,7 +137,7 @@ int share_out(QuantLinearArgs& args, int row_tiles, int64_t multiprocessors) {
 
 // One launch, of args.m rows.
 cudaError_t launch_rows(
-    QuantLinearArgs& args, int row_tiles, bool has_offsets, const DeviceInfo& info, void* stream
+    QuantLinearArgs& args, int row_tiles, const DeviceInfo& info, void* stream
 ) {
     const bool is_gated = args.epilogue == EXL_EPILOGUE_GATED;
     args.wide = args.m > 8 ? 4 : args.m > 1 || is_gated ? 2 : 1;
@@ -155,14 +154,9 @@ cudaError_t launch_rows(
     if (length > UINT32_MAX) return cudaErrorInvalidValue;
     args.length = static_cast<uint32_t>(length);
     const int blocks = share_out(args, row_tiles, info.multiprocessors);
-    auto* kernel = quant_linear_kernel<4, false>;
-    if (row_tiles == 1) {
-        kernel = has_offsets ? quant_linear_kernel<1, true> : quant_linear_kernel<1, false>;
-    } else if (row_tiles == 2) {
-        kernel = has_offsets ? quant_linear_kernel<2, true> : quant_linear_kernel<2, false>;
-    } else if (has_offsets) {
-        kernel = quant_linear_kernel<4, true>;
-    }
+    auto* kernel = row_tiles == 1   ? quant_linear_kernel<1>
+                   : row_tiles == 2 ? quant_linear_kernel<2>
+                                    : quant_linear_kernel<4>;
     const int shared = kWarps * (args.ring_bytes + static_cast<int>(sizeof(RingState))) +
                        sums_bytes(row_tiles);
     return launch(kernel, dim3(blocks), dim3(kThreads), shared, stream, args);
@@ -178,9 +172,11 @@ int64_t exl_cuda_quant_linear_workspace(int32_t, int32_t max_m) {
     using namespace exl::cuda;
     DeviceInfo info;
     if (device_info(&info) != cudaSuccess) return 0;
-    const int64_t rows = max_m < kChunkRows ? max_m : kChunkRows;
+    const int64_t rows = max_m < kMostRows ? max_m : kMostRows;
     const int64_t partials = most_blocks(info.multiprocessors) * 2 * kMostWide * 32 * rows;
-    return kCounters * sizeof(uint32_t) + partials * sizeof(float);
+    const int64_t bytes = partials * sizeof(float);
+    const int64_t wide = is_wide(info, max_m) ? quant_wide_workspace(info, max_m) : 0;
+    return kCounters * sizeof(uint32_t) + std::max(bytes, wide);
 }
 
 int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
@@ -198,12 +194,10 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     QuantLinearArgs args = {};
-    bool has_offsets = false;
     int columns = 0;
     for (int i = 0; i < of->count; ++i) {
         args.parts[i] = part_of(*of->parts[i], of->inputs[i], is_gated ? 0 : columns);
         columns += of->parts[i]->n;
-        has_offsets |= of->parts[i]->offset_kind != EXL_OFFSET_MIDDLE;
     }
     args.y_stride = of->y_stride;
     args.places = of->places;
@@ -213,12 +207,19 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
     args.y_dtype = of->y_dtype;
     args.epilogue = of->epilogue;
     args.gate = of->gate;
+    constexpr int kChunkRows = EXL_CUDA_CHUNK_ROWS;
     for (int first = 0; first < of->m; first += kChunkRows) {
         const int rows = std::min(of->m - first, kChunkRows);
+        if (is_wide(info, rows)) {
+            const cudaError_t error =
+                quant_wide(*of, first, rows, args.counters, args.partials, info, stream);
+            if (error != cudaSuccess) return error;
+            continue;
+        }
         const int chunk_tiles = exl_cuda_row_tiles(rows);
         args.block_halves = rows == 1 ? 32 : chunk_tiles * 8 * 32;
-        // A block of a small device takes fewer rows at once.
-        int tiles = chunk_tiles;
+        // A launch takes 32 rows at most, and a block of a small device fewer.
+        int tiles = std::min(chunk_tiles, kMostRows / 8);
         while (tiles > 1 && ring_bytes(tiles, info) < kMostUnitBytes) tiles /= 2;
         for (int tile = 0; 8 * tile < rows; tile += tiles) {
             for (int i = 0; i < of->count; ++i) {
@@ -229,7 +230,7 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
             args.m = std::min(rows - 8 * tile, 8 * tiles);
             args.y = static_cast<uint8_t*>(of->y) +
                      (first + 8 * tile) * of->y_stride * (of->y_dtype == kF16 ? 2 : 4);
-            const cudaError_t error = launch_rows(args, tiles, has_offsets, info, stream);
+            const cudaError_t error = launch_rows(args, tiles, info, stream);
             if (error != cudaSuccess) return error;
         }
     }

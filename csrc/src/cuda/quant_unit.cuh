@@ -1,7 +1,7 @@
 // A unit of a quantized matrix times the inputs' rows that meet it, by one warp.
 //
-// total += scale * (codes - 2^(bits - 1)) @ x + offset * sum(x), for 32 columns and 8 rows of the
-// batch or a few times 8; the sum of inputs, of matrices that need it, is a product with ones.
+// total += scale * codes @ x + offset * sum(x), for 32 columns and 8 rows of the batch or a few times
+// 8; the offset is -scale * zero or a minimum, the sum of inputs a product with ones.
 #pragma once
 
 #include "quant_decode.cuh"
@@ -28,7 +28,7 @@ struct InputRows {
     }
 };
 
-template <int kStep, class Codes, int kTiles, bool kHasOffsets>
+template <int kStep, class Codes, int kTiles>
 __device__ __forceinline__ void add_step(
     Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const Codes& codes,
     const InputRows<kTiles>& rows
@@ -42,15 +42,13 @@ __device__ __forceinline__ void add_step(
         const uint32_t b0 = kStep ? of.z : of.x, b1 = kStep ? of.w : of.y;
         mma_16816(sums[i][0], left, b0, b1);
         mma_16816(sums[i][1], right, b0, b1);
-        if constexpr (kHasOffsets) {
-            constexpr uint32_t kOnes = half_twice(1);
-            const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
-            mma_16816(input_sums[i], ones, b0, b1);
-        }
+        constexpr uint32_t kOnes = 0x3c003c00;
+        const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+        mma_16816(input_sums[i], ones, b0, b1);
     }
 }
 
-template <int kCount, int kBits, int kTiles, bool kHasOffsets, class Stream>
+template <int kCount, int kBits, int kTiles, class Stream>
 __device__ __forceinline__ void add_some(
     Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const Stream& stream, const uint8_t* blocks,
     const __half* x, int block_halves, int lane
@@ -66,12 +64,12 @@ __device__ __forceinline__ void add_some(
     }
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-        add_step<0, BlockCodes<kBits>, kTiles, kHasOffsets>(sums, input_sums, codes[i], rows[i]);
-        add_step<1, BlockCodes<kBits>, kTiles, kHasOffsets>(sums, input_sums, codes[i], rows[i]);
+        add_step<0, BlockCodes<kBits>, kTiles>(sums, input_sums, codes[i], rows[i]);
+        add_step<1, BlockCodes<kBits>, kTiles>(sums, input_sums, codes[i], rows[i]);
     }
 }
 
-template <int kBits, int kTiles, bool kHasOffsets, class Stream>
+template <int kBits, int kTiles, class Stream>
 __device__ __forceinline__ void add_blocks(
     Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const Stream& stream, const uint8_t* blocks,
     int count, const __half* x, int block_halves, int lane
@@ -79,7 +77,7 @@ __device__ __forceinline__ void add_blocks(
     constexpr int kAtOnce = 4 / kTiles;
     if constexpr (kAtOnce > 1) {
         for (; count >= kAtOnce; count -= kAtOnce) {
-            add_some<kAtOnce, kBits, kTiles, kHasOffsets>(
+            add_some<kAtOnce, kBits, kTiles>(
                 sums, input_sums, stream, blocks, x, block_halves, lane
             );
             blocks += kAtOnce * 128 * kBits;
@@ -88,7 +86,7 @@ __device__ __forceinline__ void add_blocks(
     }
 #pragma unroll 1
     for (; count > 0; --count) {
-        add_some<1, kBits, kTiles, kHasOffsets>(
+        add_some<1, kBits, kTiles>(
             sums, input_sums, stream, blocks, x, block_halves, lane
         );
         blocks += 128 * kBits;
@@ -112,7 +110,7 @@ __device__ __forceinline__ void load_factors(
 }
 
 // total += the unit at `bytes`, times the inputs at `x` (of this lane in block 0 of the matrix).
-template <int kTiles, bool kHasOffsets, class Stream>
+template <int kTiles, class Stream>
 __device__ __forceinline__ void add_unit(
     Sums<kTiles>& total, const QuantPart& part, const Stream& stream, const RingEntry& entry,
     const __half* x, int block_halves, int lane
@@ -127,7 +125,7 @@ __device__ __forceinline__ void add_unit(
 // The commonest width first.
 #define EXL_WIDTH(width)                                                             \
     if (bits == width) {                                                             \
-        add_blocks<width, kTiles, kHasOffsets>(                                      \
+        add_blocks<width, kTiles>(                                      \
             sums, input_sums, stream, blocks, count, x, block_halves, lane           \
         );                                                                           \
     } else
@@ -140,30 +138,28 @@ __device__ __forceinline__ void add_unit(
 #undef EXL_WIDTH
     float scales[4], offsets[4];
     load_factors(scales, bytes, part.scale_bytes, lane / 4);
-    if constexpr (kHasOffsets) {
-        const uint8_t* from = bytes + 32 * part.scale_bytes;
-        const float middle = static_cast<float>(1 << (bits - 1));
-        if (part.offset_kind == EXL_OFFSET_MINIMUMS) {
-            load_factors(offsets, from, part.scale_bytes, lane / 4);
+    const uint8_t* from = bytes + 32 * part.scale_bytes;
+    if (part.offset_kind == EXL_OFFSET_MINIMUMS) {
+        load_factors(offsets, from, part.scale_bytes, lane / 4);
+    } else {
+        uint32_t zeros = (1u << (bits - 1)) * 0x01010101u;
+        if (part.offset_kind == EXL_OFFSET_ZEROS) {
+            zeros = reinterpret_cast<const uint32_t*>(from)[lane / 4];
+        }
 #pragma unroll
-            for (int i = 0; i < 4; ++i) offsets[i] += scales[i] * middle;
-        } else if (part.offset_kind == EXL_OFFSET_ZEROS) {
-            const uchar4 zeros = reinterpret_cast<const uchar4*>(from)[lane / 4];
-            offsets[0] = scales[0] * (middle - zeros.x);
-            offsets[1] = scales[1] * (middle - zeros.y);
-            offsets[2] = scales[2] * (middle - zeros.z);
-            offsets[3] = scales[3] * (middle - zeros.w);
-        } else {
-            offsets[0] = offsets[1] = offsets[2] = offsets[3] = 0.0f;
+        for (int q = 0; q < 4; ++q) {
+            offsets[q] = -scales[q] * static_cast<float>(zeros >> 8 * q & 255);
         }
     }
+#pragma unroll
+    for (int q = 0; q < 4; ++q) scales[q] *= unit_of_code(bits, q);
 #pragma unroll
     for (int i = 0; i < kTiles; ++i) {
 #pragma unroll
         for (int c = 0; c < 8; ++c) {
             float& to = total[i][c / 4][c % 4];
             to = fmaf(scales[c / 2], sums[i][c / 4][c % 4], to);
-            if constexpr (kHasOffsets) to = fmaf(offsets[c / 2], input_sums[i][c % 2], to);
+            to = fmaf(offsets[c / 2], input_sums[i][c % 2], to);
         }
     }
 }
