@@ -24,8 +24,9 @@ namespace exl::cuda {
 namespace {
 
 constexpr int kChunkRows = 32;
-constexpr int kMostSplitBits = 3;
 constexpr int kRingBytes = 10752;  // of a warp, where there is room
+// Of a thread block, so that two fit on a multiprocessor of 9.0 (228 KiB, 1 of each block's unseen).
+constexpr int kHalfOfShared = 113 << 10;
 
 // Sums of a tile and of the next: with 32 rows there is no room for two.
 template <class Shape>
@@ -123,22 +124,20 @@ constexpr int shared_beside_rings() {
 
 // Slots of a ring, of which the launch takes as many as fit and no more than are of use.
 int slots_for(int slot_bytes, int beside, const DeviceInfo& info) {
-    const int room = std::min(kRingBytes, (info.shared_per_block - beside) / kWarps);
+    const int shared = std::min(kHalfOfShared, info.shared_per_block);
+    const int room = std::min(kRingBytes, (shared - beside) / kWarps);
     return std::min(kMostSlots, room / slot_bytes);
 }
 
-// How many thread blocks share a tile: what makes the slowest of them done soonest, in units of a
-// warp. The end of a tile takes as long as one of them, that of a shared one as long as two.
+// Whether two thread blocks share a tile, as what makes the slowest of them done soonest, in units
+// of a warp: the end of a tile takes as long as one of them, and sharing it as long as three more.
 int split_bits_for(const QuantLinearArgs& args, int slots, const DeviceInfo& info) {
-    double best_cost = 0;
-    int best = 0;
-    for (int bits = 0; bits <= (info.capability >= 90 ? kMostSplitBits : 0); ++bits) {
-        const double units = static_cast<double>(args.parts[0].num_units) * args.wide() / kWarps;
+    const double units = static_cast<double>(args.parts[0].num_units) * args.wide() / kWarps;
+    const auto cost = [&](int bits) {
         const auto rounds = static_cast<double>(ceil_div(args.tiles, std::max(1, slots >> bits)));
-        const double cost = rounds * (units / (1 << bits) + (bits == 0 ? 1 : 2));
-        if (bits == 0 || cost < best_cost) best = bits, best_cost = cost;
-    }
-    return best;
+        return rounds * (units / (1 << bits) + 1 + 3 * bits);
+    };
+    return info.capability >= 90 && cost(1) < cost(0);
 }
 
 template <class Shape>
@@ -158,14 +157,18 @@ cudaError_t launch_shape(QuantLinearArgs& args, const DeviceInfo& info, void* st
 cudaError_t launch_rows(
     QuantLinearArgs& args, int row_tiles, const DeviceInfo& info, void* stream
 ) {
+    // Strips beside each other share inputs: more of them for more rows, unless that leaves
+    // multiprocessors without a tile.
     args.wide_bits = args.m > 8 ? 2 : args.m > 1 || args.is_gated() ? 1 : 0;
-    args.tiles = 0;
-    for (int i = 0; i < args.num_groups; ++i) {
-        args.group_tiles[i] = static_cast<uint32_t>(
-            ceil_div(args.parts[i].strips, 1 << args.part_bits())
-        );
-        args.tiles += args.group_tiles[i];
-    }
+    const auto cut = [&] {
+        args.tiles = 0;
+        for (int i = 0; i < args.num_groups; ++i) {
+            const int64_t tiles = ceil_div(args.parts[i].strips, 1 << args.part_bits());
+            args.tiles += args.group_tiles[i] = static_cast<uint32_t>(tiles);
+        }
+        return static_cast<int>(args.tiles);
+    };
+    while (cut() < info.multiprocessors && args.part_bits() > 0) --args.wide_bits;
     if (args.m == 1 && args.block_halves == 32) {
         return launch_shape<RowShape<1, true>>(args, info, stream);
     }
