@@ -69,7 +69,7 @@ def plan_tiles(runs: tuple[GroupRun, ...], offset: Offset, scale_bytes: int) -> 
     head = STRIP * (scale_bytes + {"middle": 0, "zeros": 1, "minimums": scale_bytes}[offset])
     units, rows, bits = [], [], []
     described = np.zeros(len(runs), _RUN)
-    block = group = row = bit = place = 0
+    unit = block = group = row = bit = place = 0
     for i, run in enumerate(runs):
         blocks = -(-run.rows // BLOCK_ROWS)
         in_group = np.arange(0, blocks, UNIT_BLOCKS)
@@ -82,11 +82,12 @@ def plan_tiles(runs: tuple[GroupRun, ...], offset: Offset, scale_bytes: int) -> 
             head + part["blocks"].astype(np.int64) * (STRIP * BLOCK_ROWS * run.bits // 8)
         ).ravel()
         part["offset"] = (place + np.cumsum(sizes) - sizes).reshape(part.shape)
-        described["first_unit"][i] = sum(map(len, units))
+        described["first_unit"][i] = unit
         described["offset"][i], described["first_block"][i] = place, block
         described["bits"][i], described["group_units"][i] = run.bits, len(in_group)
         described["last_blocks"][i] = blocks - in_group[-1]
         units.append(part.ravel())
+        unit += part.size
 
         first_rows = np.arange(run.groups)[:, None] * run.rows
         of_block = np.arange(blocks * BLOCK_ROWS)
