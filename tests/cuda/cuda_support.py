@@ -149,6 +149,22 @@ def pack(plain: PlainQuantized) -> tuple[Plan, Tensor]:
     return where, tiles
 
 
+def run_table(layout: QuantLayout, where: Plan) -> Tensor:
+    rows = []
+    unit = 0
+    for run in layout.runs:
+        first = where.units[unit]
+        group_units = -(-run.rows // (BLOCK_ROWS * UNIT_BLOCKS))
+        last = where.units[unit + group_units - 1].blocks
+        rows.append(
+            struct.pack(
+                "<IIHHBBH", unit, first.offset, first.first_block, group_units, run.bits, last, 0
+            )
+        )
+        unit += run.groups * group_units
+    return torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
+
+
 def unit_table(units: Sequence[Unit]) -> Tensor:
     rows = (
         struct.pack("<IHBBI", u.offset, u.first_block, u.bits, u.blocks, u.group) for u in units
@@ -162,6 +178,7 @@ class DeviceMatrix:
 
     tiles: Tensor
     units: Tensor
+    runs: tuple[Tensor, Tensor]  # here and on the device
     order: Tensor
     bias: Tensor | None
     struct: cuda.QuantMatrix = field(repr=False)
@@ -181,10 +198,14 @@ def on_device(
     order[where.stored_rows < 0] = -1
     device = tiles.device
     units = unit_table(where.units).to(device)
+    runs = run_table(layout, where)
+    device_runs = runs.to(device)
     order = order.to(device, torch.int32)
     described = cuda.QuantMatrix(
         tiles.data_ptr(),
         units.data_ptr(),
+        runs.data_ptr(),
+        device_runs.data_ptr(),
         order.data_ptr(),
         None if bias is None else bias.data_ptr(),
         where.strip_bytes,
@@ -192,10 +213,11 @@ def on_device(
         layout.in_features,
         len(where.units),
         order.numel() // BLOCK_ROWS,
+        len(layout.runs),
         TYPES[layout.scale_dtype],
         cuda.OFFSETS[layout.offset],
     )
-    return DeviceMatrix(tiles, units, order, bias, described)
+    return DeviceMatrix(tiles, units, (runs, device_runs), order, bias, described)
 
 
 def random_plain(

@@ -160,6 +160,15 @@ def test_gated_pairs_whose_units_differ(n, m):
     assert error(y, activated * exact(up, x)) < FLOAT32_BOUND
 
 
+@pytest.mark.parametrize("m", [1, 8])
+def test_more_runs_than_come_with_a_launch(m):
+    plain = random_plain(8, [(4, 1, 160), (3, 2, 40), (5, 1, 32)] * 6, 72, offset="zeros")
+    matrix, workspace = packed(plain), Workspace(72)
+    x, y = inputs(m, plain.in_features), poisoned(m, 72)
+    run_linear([matrix], x, y, workspace)
+    assert error(y, exact(plain, x)) < FLOAT32_BOUND
+
+
 def test_units_come_in_the_order_of_their_groups():
     """The plan that the other tests rest on: a group of 5 blocks is a unit of 4 and one of 1."""
     layout = random_plain(0, [(4, 1, 150)], 32).layout

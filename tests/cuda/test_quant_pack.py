@@ -306,6 +306,8 @@ def test_a_group_of_many_blocks_has_several_units() -> None:
     assert plan.units["group"].tolist() == [0, 0, 0, 1, 2]
     assert plan.bit_offsets.tolist() == [0, 512, 1024, 1200, 1392]
     assert plan.strip_bytes == 5 * 96 + 10 * 512 + 4 * 384
+    runs = [(0, 0, 0, 3, 4, 2, 0), (3, 3 * 96 + 10 * 512, 10, 1, 3, 2, 0)]
+    assert plan.runs.tolist() == runs
     assert plan.stored_rows[[299, 300, 319, 320]].tolist() == [299, -1, -1, 300]
 
 

@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 #define EXL_CUDA_API __attribute__((visibility("default")))
-#define EXL_CUDA_ABI 1
+#define EXL_CUDA_ABI 2
 
 // ---- the library and its devices -------------------------------------------------------------
 
@@ -98,9 +98,23 @@ typedef struct {
     uint32_t group;
 } ExlQuantUnit;
 
+// Groups of one width and one number of rows, one after the other: what the kernel for few rows
+// reads instead of units.
+typedef struct {
+    uint32_t first_unit;
+    uint32_t offset;       // bytes from the start of a strip
+    uint16_t first_block;  // of the matrix
+    uint16_t group_units;  // units of a group: all but the last one have 4 blocks
+    uint8_t bits;
+    uint8_t last_blocks;   // of a group's last unit
+    uint16_t reserved;
+} ExlQuantRun;
+
 typedef struct {
     uint8_t* tiles;
     const ExlQuantUnit* units;  // [num_units]
+    const ExlQuantRun* runs;    // [num_runs], in the host's memory
+    const ExlQuantRun* device_runs;
     const int32_t* order;       // [32 * num_blocks] input feature of each padded row, -1: padding
     const float* bias;          // [n], or null
     int64_t strip_bytes;        // a multiple of 32
@@ -108,8 +122,10 @@ typedef struct {
     int32_t k;
     int32_t num_units;
     int32_t num_blocks;
+    int32_t num_runs;
     int32_t scale_dtype;
     int32_t offset_kind;
+    int32_t reserved;
 } ExlQuantMatrix;
 
 // Some columns as a file holds them, on the device; QuantColumns of exl_core/ops/quantized.py.
