@@ -74,7 +74,7 @@ __device__ __forceinline__ void load_offsets(
     int g
 ) {
     if (part.offset_kind == EXL_OFFSET_MINIMUMS) {
-        load_factors(to, from, part.scale_bytes, g);
+        load_factors(to, from, part.scale_bytes == 4, g);
         return;
     }
     uint32_t zeros = (1u << (bits - 1)) * 0x01010101u;
@@ -94,7 +94,7 @@ __device__ __forceinline__ void add_wide_unit(
     const uint8_t* blocks = head + part.header_bytes;
     const uint64_t inputs = matrix_descriptor(ring + entry.inputs, 16 * kRows);
     float scales[4], offsets[4];
-    load_factors(scales, head, part.scale_bytes, lane / 4);
+    load_factors(scales, head, part.scale_bytes == 4, lane / 4);
     load_offsets(offsets, scales, part, bits, head + 32 * part.scale_bytes, lane / 4);
 // The commonest width first.
 #define EXL_WIDTH(width)                                                            \
