@@ -20,8 +20,24 @@ from exl_kernels import cuda
 BLOCK_ROWS = 32
 UNIT_BLOCKS = 4
 STRIP = 32
-CHUNK_ROWS = 32
-PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
+CHUNK_ROWS = 64
+WIDTHS = (2, 3, 4, 5, 6, 8)
+# Where the code of each pair begins: word and bit. What comes in pieces is in PIECES.
+PLACES = {
+    2: "0.0 0.8 1.0 1.8 0.2 0.10 1.2 1.10 0.4 0.12 1.4 1.12 0.6 0.14 1.6 1.14",
+    3: "0.0 0.3 1.0 2.0 1.3 1.9 2.3 2.9 0.6 0.9 0.12 1.6 1.12 2.6 2.12",
+    4: "0.0 1.0 2.0 3.0 0.4 1.4 2.4 3.4 0.8 1.8 2.8 3.8 0.12 1.12 2.12 3.12",
+    5: "0.0 1.0 2.0 3.0 4.0 0.10 1.10 2.10 0.5 1.5 2.5 3.5 4.5 3.10 4.10",
+    6: "0.0 1.0 2.0 3.0 4.0 5.0 0.10 1.10 2.10 3.10 4.10 5.10",
+    8: "0.0 1.0 2.0 3.0 0.8 1.8 2.8 3.8 4.0 5.0 6.0 7.0 4.8 5.8 6.8 7.8",
+}
+# Pair, first bit of the code, bits, word and bit.
+PIECES = {
+    3: [(15, i, 1, i, 15) for i in range(3)],
+    5: [(15, i, 1, i, 15) for i in range(5)],
+    6: [(12 + i, 0, 2, 4 + i // 2, 6 + i % 2 * 2) for i in range(4)]
+    + [(12 + i, 2, 4, i, 6) for i in range(4)],
+}
 TYPES = {torch.float32: 0, torch.float16: 1}
 
 Runs = Sequence[tuple[int, int, int]]  # bits, groups, rows of each
@@ -66,29 +82,35 @@ def plan(layout: QuantLayout) -> Plan:
     return Plan(units, torch.tensor(rows), offset)
 
 
+def pieces(bits: int) -> list[tuple[int, int, int, int, int]]:
+    """Pair, first bit of the code, bits, word and bit of all pieces of a lane's codes."""
+    whole = (place.split(".") for place in PLACES[bits].split())
+    found = [(pair, 0, bits, int(word), int(bit)) for pair, (word, bit) in enumerate(whole)]
+    return found + PIECES.get(bits, [])
+
+
 def _places() -> tuple[Tensor, Tensor]:
     """Row of the block and column of the strip of [lane, pair, half]."""
     lane = torch.arange(32)[:, None, None]
     pair = torch.arange(16)[None, :, None]
     half = torch.arange(2)[None, None, :]
     g, t = lane // 4, lane % 4
-    i, s, r = pair // 8, pair // 4 % 2, pair % 4
-    column = 16 * i + 8 * (r & 1) + g + 0 * half
-    row = 8 * t + 4 * s + 2 * (r >> 1) + half
-    return row, column
+    q, j = pair // 4, pair % 4
+    return 8 * t + 2 * j + half, 8 * q + g + 0 * half
 
 
-def _plane(codes: Tensor, bits: int) -> Tensor:
+def _block(codes: Tensor, bits: int) -> Tensor:
     """codes [strips, lane, pair, half], each below 2^bits -> bytes [strips, 128 * bits]."""
-    strips, per_word = codes.shape[0], 16 // bits
-    split = codes.reshape(strips, 32, bits, per_word, 2).long()
-    shifts = bits * torch.arange(per_word)[:, None] + 16 * torch.arange(2)[None, :]
-    words = (split << shifts.to(codes.device)).sum((-1, -2))  # [strips, lane, word]
-    if bits == 8:  # words 0..3 of all lanes, then words 4..7
-        words = words.reshape(strips, 32, 2, 4).transpose(1, 2)
-    words = words.reshape(strips, -1)
-    as_bytes = words[..., None] >> torch.arange(0, 32, 8, device=codes.device) & 0xFF
-    return as_bytes.reshape(strips, -1).to(torch.uint8)
+    pairs = codes.long()
+    words = torch.zeros(len(codes), 32, bits, dtype=torch.long, device=codes.device)
+    for pair, first, count, word, bit in pieces(bits):
+        for half in range(2):
+            field = pairs[:, :, pair, half] >> first & (1 << count) - 1
+            words[:, :, word] |= field << (16 * half + bit)
+    most = 2 if bits < 4 else 4
+    in_order = torch.cat([words[:, :, :most].flatten(1), words[:, :, most:].flatten(1)], 1)
+    as_bytes = in_order[..., None] >> torch.arange(0, 32, 8, device=codes.device) & 0xFF
+    return as_bytes.flatten(1).to(torch.uint8)
 
 
 def _in_tile_order(values: Tensor) -> Tensor:
@@ -114,20 +136,33 @@ def pack(plain: PlainQuantized) -> tuple[Plan, Tensor]:
     scales = padded(plain.scales)
     offsets = None if plain.offsets is None else padded(plain.offsets)
     row, column = (place.to(device) for place in _places())
-    pieces: list[Tensor] = []
+    parts: list[Tensor] = []
     for unit in where.units:
         heads = [scales[unit.group]] + ([] if offsets is None else [offsets[unit.group]])
-        pieces += [_in_tile_order(head).contiguous().view(torch.uint8) for head in heads]
+        parts += [_in_tile_order(head).contiguous().view(torch.uint8) for head in heads]
         for block in range(unit.first_block, unit.first_block + unit.blocks):
             rows = codes[block * BLOCK_ROWS : (block + 1) * BLOCK_ROWS].transpose(0, 1)
             of_lanes = rows[:, row, column]  # [strips, lane, pair, half]
-            done = 0
-            for bits in PLANES[unit.bits]:
-                pieces.append(_plane(of_lanes >> done & (1 << bits) - 1, bits))
-                done += bits
-    tiles = torch.cat(pieces, 1)
+            parts.append(_block(of_lanes, unit.bits))
+    tiles = torch.cat(parts, 1)
     assert tiles.shape == (strips, where.strip_bytes)
     return where, tiles
+
+
+def run_table(layout: QuantLayout, where: Plan) -> Tensor:
+    rows = []
+    unit = 0
+    for run in layout.runs:
+        first = where.units[unit]
+        group_units = -(-run.rows // (BLOCK_ROWS * UNIT_BLOCKS))
+        last = where.units[unit + group_units - 1].blocks
+        rows.append(
+            struct.pack(
+                "<IIHHBBH", unit, first.offset, first.first_block, group_units, run.bits, last, 0
+            )
+        )
+        unit += run.groups * group_units
+    return torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
 
 
 def unit_table(units: Sequence[Unit]) -> Tensor:
@@ -143,6 +178,7 @@ class DeviceMatrix:
 
     tiles: Tensor
     units: Tensor
+    runs: tuple[Tensor, Tensor]  # here and on the device
     order: Tensor
     bias: Tensor | None
     struct: cuda.QuantMatrix = field(repr=False)
@@ -162,10 +198,14 @@ def on_device(
     order[where.stored_rows < 0] = -1
     device = tiles.device
     units = unit_table(where.units).to(device)
+    runs = run_table(layout, where)
+    device_runs = runs.to(device)
     order = order.to(device, torch.int32)
     described = cuda.QuantMatrix(
         tiles.data_ptr(),
         units.data_ptr(),
+        runs.data_ptr(),
+        device_runs.data_ptr(),
         order.data_ptr(),
         None if bias is None else bias.data_ptr(),
         where.strip_bytes,
@@ -173,10 +213,11 @@ def on_device(
         layout.in_features,
         len(where.units),
         order.numel() // BLOCK_ROWS,
+        len(layout.runs),
         TYPES[layout.scale_dtype],
         cuda.OFFSETS[layout.offset],
     )
-    return DeviceMatrix(tiles, units, order, bias, described)
+    return DeviceMatrix(tiles, units, (runs, device_runs), order, bias, described)
 
 
 def random_plain(
@@ -229,18 +270,23 @@ def packed(plain: PlainQuantized) -> DeviceMatrix:
 
 
 def prepare(x: Tensor, order: Tensor) -> Tensor:
-    """x [m, k] -> inputs as the kernel for few rows reads them: float16, flat, in chunks."""
+    """x [m, k] -> inputs as the kernels for few rows read them: float16, flat, in chunks."""
     gathered = x.half()[:, order.long().clamp(min=0)]  # [m, 32 * blocks]
     gathered[:, order < 0] = 0
-    return torch.cat([_prepared_chunk(chunk) for chunk in gathered.split(CHUNK_ROWS)])
+    return torch.cat([prepared_chunk(chunk) for chunk in gathered.split(CHUNK_ROWS)])
 
 
-def _prepared_chunk(rows: Tensor) -> Tensor:
+def prepared_chunk(rows: Tensor) -> Tensor:
+    """rows [m, 32 * blocks] in a matrix's order, m up to 64 -> flat, as cuda.h has a chunk."""
     m, padded_k = rows.shape
     if m == 1:
         return rows.flatten()
-    tiles = 1 if m <= 8 else 2 if m <= 16 else 4
-    full = rows.new_zeros(8 * tiles, padded_k)
+    padded_m = next(count for count in (8, 16, 32, 64) if count >= m)
+    blocks = padded_k // BLOCK_ROWS
+    full = rows.new_zeros(padded_m, padded_k)
     full[:m] = rows
-    in_blocks = full.reshape(tiles, 8, padded_k // BLOCK_ROWS, BLOCK_ROWS)
-    return in_blocks.permute(2, 0, 1, 3).flatten()
+    if padded_m > 8 and torch.cuda.get_device_capability() == (9, 0):
+        # block, 8 t + 4 s + 2 h + e -> block, 2 s + h, row, 2 t + e
+        split = full.reshape(padded_m, blocks, 4, 4, 2)
+        return split.permute(1, 3, 0, 2, 4).flatten()
+    return full.reshape(padded_m, blocks, BLOCK_ROWS).transpose(0, 1).flatten()

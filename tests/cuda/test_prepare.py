@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from cuda_support import CHUNK_ROWS, prepared_chunk
 from torch import Tensor
 
 from exl_core.ops.cuda.library import TYPES, Gpu
@@ -84,23 +85,14 @@ def normed(x: Tensor, norm: Tensor | None) -> Tensor:
 
 
 def laid_out(values: Tensor, form: Form) -> Tensor:
-    """By the words of cuda.h: chunks of 32 rows, tiles of 8 rows unless there is one alone."""
-    rows, k = values.shape
+    """By the words of cuda.h."""
+    k = values.shape[1]
     if form.is_plain:
         return values.flatten()
     order = torch.arange(32 * form.num_blocks) if form.order is None else form.order.long()
     is_padding = (order < 0) | (order >= k)
     stored = torch.where(is_padding, 0.0, values[:, order.clamp(0, k - 1)])  # [m, padded]
-    chunks = []
-    for first in range(0, rows, 32):
-        chunk = stored[first : first + 32].view(-1, form.num_blocks, 32)
-        if len(chunk) > 1:
-            tiles = 1 if len(chunk) <= 8 else 2 if len(chunk) <= 16 else 4
-            full = torch.zeros(8 * tiles, form.num_blocks, 32, dtype=values.dtype)
-            full[: len(chunk)] = chunk
-            chunk = full.view(tiles, 8, form.num_blocks, 32).permute(2, 0, 1, 3)
-        chunks.append(chunk.flatten())
-    return torch.cat(chunks)
+    return torch.cat([prepared_chunk(chunk) for chunk in stored.split(CHUNK_ROWS)])
 
 
 def random_x(rng: torch.Generator, rows: int, k: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
@@ -171,15 +163,13 @@ def test_plain_alone_of_rows_that_lie_apart(gpu: Gpu, rng: torch.Generator, has_
 
 
 def test_a_row_does_not_depend_on_the_others(gpu: Gpu, rng: torch.Generator) -> None:
-    x = random_x(rng, 33, 4096, torch.float32)
+    x = random_x(rng, 65, 4096, torch.float32)
     norm = torch.randn(4096, generator=rng).to(gpu.device)
     form = permuted(rng, 4096, 1)
     (all_rows,) = prepare(gpu, x.to(gpu.device), norm, [form])
-    (alone,) = prepare(gpu, x[5:6].to(gpu.device), norm, [form, form])[:1]
-    size = cuda.prepared_halves(32, form.num_blocks)
-    of_row = all_rows[:size].view(form.num_blocks, 4, 8, 32)[:, 0, 5]
-    assert torch.equal(of_row.flatten(), alone)
-    assert torch.equal(prepare(gpu, x[32:].to(gpu.device), norm, [form])[0], all_rows[size:])
+    each = [prepare(gpu, row[None].to(gpu.device), norm, [form, form])[0] for row in x]
+    chunks = [prepared_chunk(torch.stack(some)) for some in (each[:CHUNK_ROWS], each[CHUNK_ROWS:])]
+    assert torch.equal(all_rows, torch.cat(chunks))
 
 
 def test_values_beyond_float16_become_the_largest(gpu: Gpu) -> None:

@@ -129,6 +129,46 @@ def test_shapes_from_tiny_to_large(runs, n):
         assert error(y, exact(plain, x)) < FLOAT32_BOUND
 
 
+@pytest.mark.parametrize(
+    ("runs", "n"),
+    [
+        ([(4, 1, 7)], 8),
+        ([(3, 5, 17), (8, 1, 1)], 100),
+        ([(5, 1, 64), (4, 11, 128), (3, 1, 64)], 576),
+        ([(6, 11, 128), (2, 3, 96)], 1000),
+        ([(2, 1, 2048)], 257),
+        ([(8, 4, 128), (4, 30, 32)], 2300),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("m", [9, 24, 40, 64, 72, 128])
+def test_awkward_shapes_of_more_rows_than_a_tile(runs, n, m):
+    plain = random_plain(n, runs, n, offset="minimums" if n == 576 else "middle")
+    x, y = inputs(m, plain.in_features), poisoned(m, n)
+    run_linear([packed(plain)], x, y, Workspace(n))
+    assert error(y, exact(plain, x)) < FLOAT32_BOUND
+
+
+@pytest.mark.parametrize("m", [12, 30, 64, 100])
+@pytest.mark.parametrize("n", [40, 1536])
+def test_gated_pairs_whose_units_differ(n, m):
+    gate = random_plain(3, [(5, 1, 128), (4, 21, 32), (6, 1, 224)], n, offset="zeros")
+    up = random_plain(4, [(8, 2, 256), (3, 4, 128)], n, has_bias=True)
+    x, y = inputs(m, 1024), poisoned(m, n)
+    run_linear([packed(gate), packed(up)], x, y, Workspace(2 * n), cuda.GATED)
+    activated = torch.nn.functional.silu(exact(gate, x))
+    assert error(y, activated * exact(up, x)) < FLOAT32_BOUND
+
+
+@pytest.mark.parametrize("m", [1, 8])
+def test_more_runs_than_come_with_a_launch(m):
+    plain = random_plain(8, [(4, 1, 160), (3, 2, 40), (5, 1, 32)] * 6, 72, offset="zeros")
+    matrix, workspace = packed(plain), Workspace(72)
+    x, y = inputs(m, plain.in_features), poisoned(m, 72)
+    run_linear([matrix], x, y, workspace)
+    assert error(y, exact(plain, x)) < FLOAT32_BOUND
+
+
 def test_units_come_in_the_order_of_their_groups():
     """The plan that the other tests rest on: a group of 5 blocks is a unit of 4 and one of 1."""
     layout = random_plain(0, [(4, 1, 150)], 32).layout

@@ -11,6 +11,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from cuda_support import WIDTHS, pieces
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from numpy.typing import NDArray
 from safetensors.torch import load_file
@@ -29,8 +30,6 @@ from exl_core.ops.quantized import GroupRun, Offset, Packing, QuantColumns, Quan
 from exl_core.ops.reference_quantized import BLOCKS, PlainQuantized, fill_quantized, new_quantized
 
 pytestmark = pytest.mark.cuda
-
-PLANES = {2: (2,), 3: (2, 1), 4: (4,), 5: (4, 1), 6: (4, 2), 8: (8,)}
 
 
 @dataclass(frozen=True)
@@ -53,9 +52,9 @@ class Case:
 
 MIXED = ((8, 1, 32), (6, 2, 64), (5, 3, 128), (4, 2, 256), (3, 1, 96), (2, 2, 128), (2, 1, 32))
 CASES = [
-    *(Case(((bits, 3, 128),), 96, "words") for bits in PLANES),
-    *(Case(((bits, 2, 160), (bits, 1, 64)), 8, "words", "zeros") for bits in PLANES),
-    *(Case(((bits, 3, 128),), 100, "bytes", "zeros") for bits in PLANES),
+    *(Case(((bits, 3, 128),), 96, "words") for bits in WIDTHS),
+    *(Case(((bits, 2, 160), (bits, 1, 64)), 8, "words", "zeros") for bits in WIDTHS),
+    *(Case(((bits, 3, 128),), 100, "bytes", "zeros") for bits in WIDTHS),
     Case(MIXED, 320, "words", permuted=True),
     Case(((4, 1, 1056), (3, 1, 480)), 160, "words", permuted=True),
     Case(((4, 18, 32),), 33, "words", "zeros"),
@@ -63,7 +62,7 @@ CASES = [
     Case(((3, 4, 32), (3, 1, 7)), 40, "words", "zeros", has_bias=True),
     *(
         Case(((bits, 8, 72),), 136, "words", "zeros", permuted=True, shuffled=True)
-        for bits in PLANES
+        for bits in WIDTHS
     ),
     Case(((4, 5, 128), (4, 1, 20)), 70, "bytes", shuffled=True),
     Case(((4, 43, 256),), 32, "bytes", "minimums", torch.float32),
@@ -206,32 +205,26 @@ def expected_tiles(plain: PlainQuantized) -> NDArray[np.uint8]:
                         ordered = np.ascontiguousarray(grid[group].reshape(strips, 32)[:, place])
                         parts.append(ordered.view(np.uint8))
                 for block in range(first, min(first + 128, len(rows)), 32):
-                    parts.extend(planes_of(rows[block : block + 32], run.bits))
+                    parts.append(words_of_block(rows[block : block + 32], run.bits))
             row += run.rows
             group += 1
     return np.concatenate(parts, axis=1)
 
 
-def planes_of(rows: NDArray[np.uint8], bits: int) -> list[NDArray[np.uint8]]:
+def words_of_block(rows: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
     strips = rows.shape[1] // 32
     columns = rows.reshape(32, strips, 32).transpose(1, 0, 2).astype(np.uint32)
-    planes, low = [], 0
-    for p in PLANES[bits]:
-        words = np.zeros((strips, 32, p), np.uint32)
-        for lane in range(32):
-            g, t = divmod(lane, 4)
-            for pair in range(16):
-                i, s, r = pair // 8, pair // 4 % 2, pair % 4
-                for h in range(2):
-                    row, column = 8 * t + 4 * s + 2 * (r >> 1) + h, 16 * i + 8 * (r & 1) + g
-                    field = columns[:, row, column] >> low & (1 << p) - 1
-                    shift = 16 * h + p * (pair % (16 // p))
-                    words[:, lane, pair // (16 // p)] |= field << shift
-        if p == 8:  # words 0 .. 3 of all lanes come first
-            words = words.reshape(strips, 32, 2, 4).transpose(0, 2, 1, 3)
-        planes.append(np.ascontiguousarray(words).reshape(strips, -1).view(np.uint8))
-        low += p
-    return planes
+    words = np.zeros((strips, 32, bits), np.uint32)
+    for lane in range(32):
+        g, t = divmod(lane, 4)
+        for pair, first, count, word, bit in pieces(bits):
+            q, j = divmod(pair, 4)
+            for h in range(2):
+                field = columns[:, 8 * t + 2 * j + h, 8 * q + g] >> first & (1 << count) - 1
+                words[:, lane, word] |= field << (16 * h + bit)
+    most = 2 if bits < 4 else 4
+    in_order = [words[:, :, :most].reshape(strips, -1), words[:, :, most:].reshape(strips, -1)]
+    return np.concatenate(in_order, 1).view(np.uint8)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -313,6 +306,8 @@ def test_a_group_of_many_blocks_has_several_units() -> None:
     assert plan.units["group"].tolist() == [0, 0, 0, 1, 2]
     assert plan.bit_offsets.tolist() == [0, 512, 1024, 1200, 1392]
     assert plan.strip_bytes == 5 * 96 + 10 * 512 + 4 * 384
+    runs = [(0, 0, 0, 3, 4, 2, 0), (3, 3 * 96 + 10 * 512, 10, 1, 3, 2, 0)]
+    assert plan.runs.tolist() == runs
     assert plan.stored_rows[[299, 300, 319, 320]].tolist() == [299, -1, -1, 300]
 
 

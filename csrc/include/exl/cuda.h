@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 #define EXL_CUDA_API __attribute__((visibility("default")))
-#define EXL_CUDA_ABI 1
+#define EXL_CUDA_ABI 2
 
 // ---- the library and its devices -------------------------------------------------------------
 
@@ -54,20 +54,27 @@ EXL_CUDA_API int exl_cuda_prepare_device(void);
 //   scales     32 of scale_dtype (float16 or float32); that of column c at index 4 (c % 8) + c / 8
 //   offsets    in that order: zeros 32 uint8; minimums 32 of scale_dtype; middle none, where the
 //              zero is 2^(bits - 1)
-//   blocks     128 * bits bytes each: planes of 1, 2, 4 or 8 bits, low bits first, as on the CPU:
-//              2 = 2, 3 = 2 + 1, 4 = 4, 5 = 4 + 1, 6 = 4 + 2, 8 = 8
+//   blocks     128 * bits bytes each
 //
-// In a plane of p bits each of the 32 lanes of a warp has 32 codes in p words of 32 bits: those that
-// it feeds to two rows of mma.m16n8k16 tiles, columns as m. Lane 4 g + t, with 16 pairs numbered
-// P = 8 i + 4 s + r and two codes h in each:
+// In a block each of the 32 lanes of a warp has 32 codes in `bits` words of 32 bits: those that it
+// feeds to two rows of mma.m16n8k16 tiles, columns as m. Lane 4 g + t has, numbered n = 4 q + j, 16
+// pairs of two codes h: column 8 q + g, row of the block 8 t + 2 j + h. So q / 2 says which m16 tile,
+// q % 2 and j % 2 which A register, j / 2 which k16 step. Of pair n the code h begins at this bit of
+// this word (w.bit), 16 h later:
 //
-//   column        16 i + 8 (r & 1) + g            i: which m16 tile       r: which A register
-//   row of block  8 t + 4 s + 2 (r >> 1) + h      s: which k16 step       h: which half of it
-//   word          P / (16 / p)
-//   bits          16 h + p (P % (16 / p)) and up
+//   bits  n = 0      1     2     3     4     5     6     7     8     9     10    11    12    13    14
+//   2     0.0   0.8   1.0   1.8   and 2 bits up for each q
+//   3     0.0   0.3   1.0   2.0   1.3   1.9   2.3   2.9   0.6   0.9   0.12  1.6   1.12  2.6   2.12
+//   4     0.0   1.0   2.0   3.0   and 4 bits up for each q
+//   5     0.0   1.0   2.0   3.0   4.0   0.10  1.10  2.10  0.5   1.5   2.5   3.5   4.5   3.10  4.10
+//   6     0.0   1.0   2.0   3.0   4.0   5.0   0.10  1.10  2.10  3.10  4.10  5.10
+//   8     0.0   1.0   2.0   3.0   q = 1: 8 bits up; q = 2, 3: 4 words on
 //
-// Words of a lane lie together, at 4 p bytes per lane; with p = 8, words 0..3 of all lanes come
-// first (512 bytes), then words 4..7.
+// The rest is cut up. Pair 15: with 3 bits, bit i at i.15, and so with 5. Pairs 12, 13, 14, 15 of 6:
+// their two low bits at 4.6, 4.8, 5.6, 5.8, their four high ones at 0.6, 1.6, 2.6, 3.6.
+//
+// Of words the first 2 (2 and 3 bits) or 4 (others) of all lanes come first, those of a lane
+// together; then, in the same way, the rest.
 //
 // So lane 4 g + t needs of the inputs rows 8 t .. 8 t + 7 of a block, 16 bytes, for row g of the
 // batch: halves 4 s, 4 s + 1 are b0 and 4 s + 2, 4 s + 3 are b1 of step s.
@@ -91,9 +98,23 @@ typedef struct {
     uint32_t group;
 } ExlQuantUnit;
 
+// Groups of one width and one number of rows, one after the other: what the kernel for few rows
+// reads instead of units.
+typedef struct {
+    uint32_t first_unit;
+    uint32_t offset;       // bytes from the start of a strip
+    uint16_t first_block;  // of the matrix
+    uint16_t group_units;  // units of a group: all but the last one have 4 blocks
+    uint8_t bits;
+    uint8_t last_blocks;   // of a group's last unit
+    uint16_t reserved;
+} ExlQuantRun;
+
 typedef struct {
     uint8_t* tiles;
     const ExlQuantUnit* units;  // [num_units]
+    const ExlQuantRun* runs;    // [num_runs], in the host's memory
+    const ExlQuantRun* device_runs;
     const int32_t* order;       // [32 * num_blocks] input feature of each padded row, -1: padding
     const float* bias;          // [n], or null
     int64_t strip_bytes;        // a multiple of 32
@@ -101,8 +122,10 @@ typedef struct {
     int32_t k;
     int32_t num_units;
     int32_t num_blocks;
+    int32_t num_runs;
     int32_t scale_dtype;
     int32_t offset_kind;
+    int32_t reserved;
 } ExlQuantMatrix;
 
 // Some columns as a file holds them, on the device; QuantColumns of exl_core/ops/quantized.py.
@@ -137,16 +160,23 @@ EXL_CUDA_API int exl_cuda_quant_embedding(
     const ExlQuantMatrix* w, const int64_t* token_ids, int32_t m, float* y, void* stream
 );
 
-// Inputs as the kernel for few rows reads them: float16, in the matrix's order, in chunks of up to
-// 32 rows of the batch, one after the other. A chunk of one row is [num_blocks][32]; of more rows
-// [num_blocks][T][8][32] with T = 1, 2 or 4 tiles of 8 rows, those past the last row zero.
-static inline int exl_cuda_row_tiles(int rows) { return rows <= 8 ? 1 : rows <= 16 ? 2 : 4; }
+// Inputs as the kernels for few rows read them: float16, in the matrix's order, in chunks of up to
+// 64 rows of the batch, one after the other. A chunk of one row is [num_blocks][32]; of more rows
+// [num_blocks][T][8][32] with T = 1, 2, 4 or 8 tiles of 8 rows, those past the last row zero. With
+// T of 2 and more on compute capability 9.0 it is [num_blocks][4][8 T][8]: the 8 halves numbered
+// 2 s + h (s: which k16 step, h: which half of it) are rows 8 t + 4 s + 2 h and the one after it of
+// the block, t = 0 .. 3.
+#define EXL_CUDA_CHUNK_ROWS 64
+static inline int exl_cuda_row_tiles(int rows) {
+    return rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
+}
 static inline int64_t exl_cuda_chunk_halves(int rows, int num_blocks) {
     return (int64_t)num_blocks * 32 * (rows == 1 ? 1 : 8 * exl_cuda_row_tiles(rows));
 }
 static inline int64_t exl_cuda_prepared_halves(int rows, int num_blocks) {
-    return rows / 32 * exl_cuda_chunk_halves(32, num_blocks) +
-           (rows % 32 ? exl_cuda_chunk_halves(rows % 32, num_blocks) : 0);
+    const int whole = rows / EXL_CUDA_CHUNK_ROWS, rest = rows % EXL_CUDA_CHUNK_ROWS;
+    return whole * exl_cuda_chunk_halves(EXL_CUDA_CHUNK_ROWS, num_blocks) +
+           (rest ? exl_cuda_chunk_halves(rest, num_blocks) : 0);
 }
 
 // Attention and gated products can leave their result prepared for the linear behind them: up to 8

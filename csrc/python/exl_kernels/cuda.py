@@ -22,7 +22,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-ABI = 1
+ABI = 2
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2}
@@ -30,8 +30,9 @@ PACKINGS = {"words": 0, "bytes": 1, "q4_0": 2, "q4_1": 3, "q5_0": 4, "q5_1": 5, 
 GATES = {"silu": 0, "gelu_tanh": 1}
 STORE, ADD, GATED = 0, 1, 2
 UNIT_BYTES = 12  # of ExlQuantUnit
+RUN_BYTES = 16  # of ExlQuantRun
 MAX_PARTS = 3
-CHUNK_ROWS = 32  # of prepared inputs
+CHUNK_ROWS = 64  # of prepared inputs
 MAX_TOP = 512  # likeliest tokens that a sample can name
 
 
@@ -47,6 +48,8 @@ class QuantMatrix(Structure):
     _fields_ = (
         ("tiles", c_void_p),
         ("units", c_void_p),
+        ("runs", c_void_p),
+        ("device_runs", c_void_p),
         ("order", c_void_p),
         ("bias", c_void_p),
         ("strip_bytes", c_int64),
@@ -54,8 +57,10 @@ class QuantMatrix(Structure):
         ("k", c_int32),
         ("num_units", c_int32),
         ("num_blocks", c_int32),
+        ("num_runs", c_int32),
         ("scale_dtype", c_int32),
         ("offset_kind", c_int32),
+        ("reserved", c_int32),
     )
 
 
@@ -301,8 +306,8 @@ def prepared_halves(rows: int, num_blocks: int) -> int:
     """float16 numbers of `rows` prepared inputs; `exl_cuda_prepared_halves`."""
 
     def chunk(count: int) -> int:
-        padded = 1 if count == 1 else 8 if count <= 8 else 16 if count <= 16 else CHUNK_ROWS
-        return num_blocks * 32 * padded
+        fitting = (rows for rows in (1, 8, 16, 32, CHUNK_ROWS) if rows >= count)
+        return num_blocks * 32 * next(fitting)
 
     whole, rest = divmod(rows, CHUNK_ROWS)
     return whole * chunk(CHUNK_ROWS) + (chunk(rest) if rest else 0)

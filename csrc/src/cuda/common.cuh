@@ -33,10 +33,12 @@ cudaError_t device_info(DeviceInfo* info);
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Launches a kernel that may begin before the one ahead of it has ended, where the device can do so
-// (9.0 and later); the kernel calls `wait_for_inputs` first.
+// (9.0 and later); the kernel calls `wait_for_inputs` first. A cluster has so many thread blocks, 1
+// before 9.0.
 template <class... Params, class... Args>
-cudaError_t launch(
-    void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, Args... args
+cudaError_t launch_clusters(
+    void (*kernel)(Params...), dim3 grid, dim3 block, int cluster, size_t shared_bytes,
+    void* stream, Args... args
 ) {
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
@@ -47,19 +49,28 @@ cudaError_t launch(
         );
         if (error != cudaSuccess) return error;
     }
-    cudaLaunchAttribute attribute = {};
-    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchAttribute attributes[2] = {};
+    attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[0].val.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = cudaLaunchAttributeClusterDimension;
+    attributes[1].val.clusterDim = {static_cast<unsigned>(cluster), 1, 1};
     cudaLaunchConfig_t config = {};
     config.gridDim = grid;
     config.blockDim = block;
     config.dynamicSmemBytes = shared_bytes;
     config.stream = static_cast<cudaStream_t>(stream);
-    config.attrs = &attribute;
-    config.numAttrs = info.capability >= 90 ? 1 : 0;
+    config.attrs = attributes;
+    config.numAttrs = info.capability < 90 ? 0 : cluster > 1 ? 2 : 1;
     const cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
     if (error != cudaSuccess) cudaGetLastError();  // it is reported, and not to be seen again
     return error;
+}
+
+template <class... Params, class... Args>
+cudaError_t launch(
+    void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, Args... args
+) {
+    return launch_clusters(kernel, grid, block, 1, shared_bytes, stream, args...);
 }
 
 #ifdef __CUDACC__

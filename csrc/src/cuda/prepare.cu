@@ -13,11 +13,11 @@
 // the bytes.
 #include <algorithm>
 
+#include "quant_wide.cuh"
 #include "rows.cuh"
 
 namespace exl::cuda {
 
-constexpr int kChunkRows = 32;
 constexpr int kBlockRows = 32;
 constexpr int kPair = 2;  // positions that a thread gathers at a time
 
@@ -30,15 +30,26 @@ struct Slices {
 struct Place {
     int64_t first;  // halves before position 0
     int pitch;      // halves from one block of 32 positions to the next
+    int spread;     // halves from one group of 8 to the next, where a block's are laid out wide
+
+    // Halves before an even position, with which the next one goes.
+    __device__ __forceinline__ int64_t at(int position) const {
+        const int in_block = position % 32;
+        const int of_block = spread == 0 ? in_block
+                                         : in_block / 2 % 4 * spread + in_block / 8 * 2;
+        return first + static_cast<int64_t>(position / 32) * pitch + of_block;
+    }
 };
 
-__device__ __forceinline__ Place place_of(int row, int m, int num_blocks) {
-    const int chunk = row / kChunkRows;
+__device__ __forceinline__ Place place_of(int row, int m, int num_blocks, bool may_be_wide) {
+    constexpr int kChunkRows = EXL_CUDA_CHUNK_ROWS;
+    const int chunk = row / kChunkRows, of_chunk = row % kChunkRows;
     const int rows = min(m - chunk * kChunkRows, kChunkRows);
     const int64_t first = static_cast<int64_t>(chunk) * num_blocks * 32 * kChunkRows;
-    if (rows == 1) return {first, 32};
-    const int tiles = rows <= 8 ? 1 : rows <= 16 ? 2 : 4;
-    return {first + row % kChunkRows * 32, tiles * 8 * 32};
+    if (rows == 1) return {first, 32, 0};
+    const int padded = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+    if (rows > 8 && may_be_wide) return {first + of_chunk * 8, padded * 32, padded * 8};
+    return {first + of_chunk * 32, padded * 32, 0};
 }
 
 // Two positions of a form: features `which`, -1 for padding.
@@ -57,7 +68,7 @@ __device__ __forceinline__ int2 positions(const ExlPrepared& to, int position, i
 // The row is kept as T: float with the norm's weights multiplied in, or float16 as it is.
 template <class X, class T, bool is_aligned, int threads>
 __global__ void __launch_bounds__(threads) prepare_kernel(
-    const ExlPrepare args, const Slices slices
+    const ExlPrepare args, const Slices slices, const bool may_be_wide
 ) {
     extern __shared__ uint4 shared[];
     __shared__ float partial[threads / kWarp];
@@ -143,20 +154,19 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
         }
         return;
     }
-    const Place place = place_of(batch_row, args.m, to.num_blocks);
-    __half* out = static_cast<__half*>(to.out) + place.first;
+    const Place place = place_of(batch_row, args.m, to.num_blocks, may_be_wide);
+    __half* out = static_cast<__half*>(to.out);
     while (position < count) {
         const __half2 values =
             is_padding ? __half2half2(__ushort_as_half(0)) : gather(row, which, factor);
-        const int64_t at = static_cast<int64_t>(position / 32) * place.pitch + position % 32;
-        *reinterpret_cast<__half2*>(out + at) = values;
+        *reinterpret_cast<__half2*>(out + place.at(position)) = values;
         position += step;
         if (position < count) which = positions(to, position, args.k);
     }
 }
 
 template <class X, class T, int threads>
-static cudaError_t prepare(const ExlPrepare& args, int multiprocessors, int rows, void* stream) {
+static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int rows, void* stream) {
     Slices slices = {};
     int total = 0;
     for (int form = 0; form < 3; ++form) {
@@ -164,7 +174,7 @@ static cudaError_t prepare(const ExlPrepare& args, int multiprocessors, int rows
             ++total;
         } else if (form < args.count) {
             // 1024 threads to a multiprocessor, unless that would take more work than there is.
-            const int wanted = multiprocessors * 1024 / threads / (rows * args.count);
+            const int wanted = info.multiprocessors * 1024 / threads / (rows * args.count);
             const int positions = kBlockRows * args.to[form].num_blocks;
             const int most = static_cast<int>(ceil_div(positions, threads * kPair));
             total += std::clamp(wanted, 1, most);
@@ -177,18 +187,19 @@ static cudaError_t prepare(const ExlPrepare& args, int multiprocessors, int rows
     const bool is_aligned = rows_are_aligned(args.x, args.k, args.x_stride, sizeof(X));
     return launch(
         is_aligned ? prepare_kernel<X, T, true, threads> : prepare_kernel<X, T, false, threads>,
-        dim3(rows, total), dim3(threads), static_cast<size_t>(row_bytes), stream, args, slices
+        dim3(rows, total), dim3(threads), static_cast<size_t>(row_bytes), stream, args, slices,
+        is_wide(info, EXL_CUDA_CHUNK_ROWS)
     );
 }
 
 // With a norm the sum of squares must not depend on the number of rows, and so neither may that of
 // threads: 512 are the quicker ones for a single row, 1024 for more.
 template <class X>
-static cudaError_t prepare(const ExlPrepare& args, int multiprocessors, int rows, void* stream) {
-    if (args.norm != nullptr) return prepare<X, float, 512>(args, multiprocessors, rows, stream);
+static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int rows, void* stream) {
+    if (args.norm != nullptr) return prepare<X, float, 512>(args, info, rows, stream);
     const bool is_short = rows == 1 || args.to[0].plain;
-    if (is_short) return prepare<X, __half, 512>(args, multiprocessors, rows, stream);
-    return prepare<X, __half, 1024>(args, multiprocessors, rows, stream);
+    if (is_short) return prepare<X, __half, 512>(args, info, rows, stream);
+    return prepare<X, __half, 1024>(args, info, rows, stream);
 }
 
 }  // namespace exl::cuda
@@ -203,7 +214,7 @@ extern "C" int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
     for (int form = 0; form < args->count; ++form) {
         const ExlPrepared& to = args->to[form];
         if (!to.plain && to.num_blocks < 1) return cudaErrorInvalidValue;
-        const int rest = args->m % kChunkRows;
+        const int rest = args->m % EXL_CUDA_CHUNK_ROWS;
         if (!to.plain && rest > 1) rows = args->m - rest + 8 * exl_cuda_row_tiles(rest);
     }
     if (args->norm != nullptr && args->count == 1 && args->to[0].plain) {  // no need of the row
@@ -215,5 +226,5 @@ extern "C" int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     const auto run = args->x_dtype == kF32 ? prepare<float> : prepare<__half>;
-    return run(*args, info.multiprocessors, rows, stream);
+    return run(*args, info, rows, stream);
 }

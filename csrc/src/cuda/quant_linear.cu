@@ -1,94 +1,87 @@
 // y[m, n] = x[m, k] @ w (+ bias), of quantized matrices, for few rows: weights are read once for
-// every 32 rows of the batch.
+// every 32 rows of the batch. More than 8 rows on 9.0 have a kernel of their own (quant_wide.cu).
 //
 // Floor      strips * strip_bytes bytes over the memory's bandwidth.
-// Mapping    The grid covers the multiprocessors once and shares out the bytes (quant_work.cuh).
+// Mapping    The grid covers the multiprocessors twice and takes column tiles (quant_work.cuh).
 //            Every warp streams units through a ring of its own (quant_stream.cuh), turns codes
-//            into A fragments in registers (quant_decode.cuh) and multiplies them with 8, 16 or 32
-//            rows of prepared inputs (quant_unit.cuh). Warps beside each other in a tile of several
-//            strips read the same inputs at about the same time, through the first-level cache.
+//            into A fragments in registers (quant_decode.cuh) and multiplies them with 1, 8, 16 or
+//            32 rows of prepared inputs (quant_unit.cuh). Warps beside each other in a tile of
+//            several strips read the same inputs at about the same time, through the first-level
+//            cache.
 // Sums       float32. A unit is summed up before its scale is applied, units along a warp's share,
-//            then warps, then blocks, always in this order (quant_tile.cuh). Codes count from
-//            2^(bits - 1); zeros and minimums become one more number a column, times the sum of a
-//            unit's inputs, which a product with ones yields.
-// Overlap    Weights fill the rings before the kernel ahead has ended. Two blocks fit on a
-//            multiprocessor of 9.0: both of a large launch, or one of a small one and the next's.
+//            then warps, then thread blocks of a cluster, always in this order (quant_tile.cuh).
+//            Zeros and minimums become one more number a column, times the sum of a unit's inputs,
+//            which a product with ones yields.
+// Overlap    Weights fill the rings before the kernel ahead has ended, since addresses of all of
+//            them come with the launch. Two thread blocks fit on a multiprocessor of 9.0: both of a
+//            large launch, or one of a small one and the next's.
 #include <algorithm>
 
 #include "quant_tile.cuh"
+#include "quant_wide.cuh"
 
 namespace exl::cuda {
 
 namespace {
 
-constexpr int kChunkRows = 32;
-constexpr int kCounters = 1024;  // of the workspace, and the most blocks of a grid
-constexpr int kMostWide = 4;
+constexpr int kMostRows = 32;       // of a launch
+constexpr int kCounters = 1024;     // at the head of the workspace
+constexpr int kRingBytes = 10752;  // of a warp, where there is room
+// Of a thread block, so that two fit on a multiprocessor of 9.0 (228 KiB, 1 of each block's unseen).
+constexpr int kHalfOfShared = 113 << 10;
 
 // Sums of a tile and of the next: with 32 rows there is no room for two.
-__host__ __device__ constexpr int sums_buffers(int row_tiles) { return row_tiles == 4 ? 1 : 2; }
-constexpr int sums_bytes(int row_tiles) {
-    const int rows = sums_buffers(row_tiles) * kWarps * 8 * row_tiles;
-    return rows * kPitch * static_cast<int>(sizeof(float));
-}
-// Of each warp: what leaves room for two blocks on a multiprocessor of 9.0, where that is allowed.
-int ring_bytes(int row_tiles, const DeviceInfo& info) {
-    const int best = row_tiles == 1 ? 9728 : row_tiles == 2 ? 8832 : 8960;
-    const int most = (info.shared_per_block - 64 - sums_bytes(row_tiles)) / kWarps -
-                     static_cast<int>(sizeof(RingState));
-    return std::min(best, most / 128 * 128);
-}
+template <class Shape>
+constexpr int kBuffers = Shape::kTiles == 4 ? 1 : 2;
 
 // ---- the kernel --------------------------------------------------------------------------------
 
-template <int kTiles, bool kHasOffsets>
+template <class Shape>
 __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
     const __grid_constant__ QuantLinearArgs args
 ) {
     extern __shared__ __align__(128) uint8_t shared[];
-    __shared__ bool is_last_to_come;
-    const int ring_bytes = args.ring_bytes;
-    uint8_t* rings = shared;
-    constexpr int kBuffers = sums_buffers(kTiles);
-    auto* warps = reinterpret_cast<WarpSums<kTiles>*>(rings + kWarps * ring_bytes);
-    auto* states = reinterpret_cast<RingState*>(warps + kBuffers);
+    auto* sums = reinterpret_cast<WarpSums<Shape>*>(shared + kWarps * args.slots * args.slot_bytes);
+    auto* states = reinterpret_cast<RingState*>(sums + kBuffers<Shape>);
     const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
 
     let_next_begin();
-    TileWalk walk(args, blockIdx.x);
-    UnitStream<kWarps> stream(
-        args, walk, states + warp, rings + warp * ring_bytes, warp, lane
+    ChunkStream stream(
+        args, states + warp, shared + warp * args.slots * args.slot_bytes, warp, lane
     );
-    stream.fill();
     wait_for_inputs();
 
-    // One row of inputs has no tile: all columns of B are that row, and column 0 is kept.
-    const int block_halves = args.block_halves;
-    const int lane_halves = 8 * (lane % 4) + (block_halves == 32 ? 0 : 32 * (lane / 4));
+    const InputReader inputs(args, lane);
+    Chunk chunk = stream.front();
+    ChunkRows<Shape> rows;
+    if constexpr (Shape::kIsAhead) load_rows<Shape>(rows, chunk, inputs);
     int buffer = 0;
-    for (; walk.left > 0; walk.advance(args)) {
-        const StripPlace place(args, walk.group, walk.tile, warp % args.wide);
-        const QuantPart& part = args.parts[place.part];
-        const __half* x = part.inputs + lane_halves;
-        Sums<kTiles> total = {};
-        RingEntry entry;
+    for (uint32_t tile = blockIdx.x >> args.split_bits; tile < args.tiles;
+         tile += gridDim.x >> args.split_bits) {
+        Sums<Shape> total = {};
+        bool is_last;
         do {
-            entry = stream.front();
-            if (entry.unit != 0) {
-                add_unit<kTiles, kHasOffsets>(
-                    total, part, stream, entry, x, block_halves, lane
-                );
+            Chunk next = stream.next();
+            stream.wait();
+            add_chunk<Shape>(total, rows, chunk, next, stream.bytes(), inputs, lane);
+            stream.pop();
+            if (args.slots == 1) next = stream.front();
+            if constexpr (Shape::kIsAhead) {
+                if (args.slots == 1 || chunk.units() == 0) load_rows<Shape>(rows, next, inputs);
             }
-            stream.pop(entry);
-        } while (!entry.is_last);
-        warps[buffer].put(total, warp, lane, args.m);
-        __syncthreads();
-        finish_tile(args, walk, warps[buffer], &is_last_to_come);
+            is_last = chunk.is_last();
+            chunk = next;
+        } while (!is_last);
+        sums[buffer].put(total, warp, lane, args.m);
+        wait_for_cluster(args);
+        write_tile<Shape>(args, tile, sums[buffer]);
         // Of two buffers the next tile takes the other; this one is written again only behind
         // that tile's barrier.
-        if (kBuffers == 1) __syncthreads();
-        buffer = (buffer + 1) % kBuffers;
+        if (kBuffers<Shape> == 1) wait_for_cluster(args);
+        buffer = (buffer + 1) % kBuffers<Shape>;
     }
+    // Another thread block may still be reading this one's sums.
+    if (args.split_bits > 0) wait_for_cluster(args);
 }
 
 // ---- host --------------------------------------------------------------------------------------
@@ -96,76 +89,102 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
 QuantPart part_of(const ExlQuantMatrix& w, const void* inputs, int first_column) {
     QuantPart part = {};
     part.tiles = w.tiles;
-    part.units = w.units;
+    part.runs = w.device_runs;
     part.bias = w.bias;
     part.inputs = static_cast<const __half*>(inputs);
-    part.strip_bytes = static_cast<int>(w.strip_bytes);
+    part.strip_bytes = static_cast<uint32_t>(w.strip_bytes);
     part.strips = static_cast<int>(ceil_div(w.n, 32));
-    part.num_units = w.num_units;
+    part.num_units = static_cast<uint32_t>(w.num_units);
+    part.num_runs = w.num_runs;
     part.n = w.n;
     part.first_column = first_column;
-    part.scale_bytes = w.scale_dtype == kF16 ? 2 : 4;
+    part.scale_dtype = w.scale_dtype;
     part.offset_kind = w.offset_kind;
-    const int offset_bytes = w.offset_kind == EXL_OFFSET_MIDDLE  ? 0
-                             : w.offset_kind == EXL_OFFSET_ZEROS ? 1
-                                                                 : part.scale_bytes;
-    part.header_bytes = 32 * (part.scale_bytes + offset_bytes);
+    const int scale_bytes = static_cast<int>(scale_bytes_of(w.scale_dtype));
+    part.header_bytes = UnitHead{scale_bytes, w.offset_kind}.blocks();
+    if (w.num_runs <= kFewRuns) std::copy_n(w.runs, w.num_runs, part.few_runs);
     return part;
 }
 
-// The most blocks of a grid: as many as run at once.
-int64_t most_blocks(int64_t multiprocessors) {
-    return std::min<int64_t>(2 * multiprocessors, kCounters);
+// Of the largest chunk of a matrix.
+int chunk_bytes(const ExlQuantMatrix& w, int header_bytes) {
+    int most = 0;
+    for (int i = 0; i < w.num_runs; ++i) {
+        const ExlQuantRun& run = w.runs[i];
+        const int blocks = run.group_units > 1 ? kChunkBlocks : run.last_blocks;
+        const int units = kChunkBlocks / blocks;
+        most = std::max(most, units * (header_bytes + 128 * run.bits * blocks));
+    }
+    return most;
 }
 
-// Shares the tiles out to as many blocks as run at once: fewer where that saves the sharing of
-// tiles or where a warp would have less than 1 KiB. The number of blocks.
-int share_out(QuantLinearArgs& args, int row_tiles, int64_t multiprocessors) {
-    const int64_t least = 1024 * kWarps / args.wide;
-    // Little work is done sooner by half as many blocks, beside which the next kernel begins.
-    const int64_t bytes = args.length * int64_t{args.wide};
-    const bool is_small = row_tiles == 1 && bytes < (80 << 10) * multiprocessors;
-    int64_t blocks = most_blocks(multiprocessors) / (is_small ? 2 : 1);
-    blocks = std::max<int64_t>(1, std::min(blocks, args.length / least));
-    const int64_t tiles = args.groups[0].tiles;
-    if (args.num_groups == 1 && tiles <= blocks) {
-        const int64_t even = tiles * (blocks / tiles);
-        if (10 * even >= 9 * blocks) blocks = even;
-    }
-    args.run = static_cast<uint32_t>(ceil_div(args.length, blocks));
-    return static_cast<int>(ceil_div(args.length, args.run));
+template <class Shape>
+constexpr int shared_beside_rings() {
+    return kBuffers<Shape> * static_cast<int>(sizeof(WarpSums<Shape>)) +
+           kWarps * static_cast<int>(sizeof(RingState));
+}
+
+// Slots of a ring, of which the launch takes as many as fit and no more than are of use.
+int slots_for(int slot_bytes, int beside, const DeviceInfo& info) {
+    const int shared = std::min(kHalfOfShared, info.shared_per_block);
+    const int room = std::min(kRingBytes, (shared - beside) / kWarps);
+    return std::min(kMostSlots, room / slot_bytes);
+}
+
+// Whether two thread blocks share a tile, as what makes the slowest of them done soonest, in units
+// of a warp: the end of a tile takes as long as one of them, and sharing it as long as three more.
+int split_bits_for(const QuantLinearArgs& args, int slots, const DeviceInfo& info) {
+    const double units = static_cast<double>(args.parts[0].num_units) * args.wide() / kWarps;
+    const auto cost = [&](int bits) {
+        const auto rounds = static_cast<double>(ceil_div(args.tiles, std::max(1, slots >> bits)));
+        return rounds * (units / (1 << bits) + 1 + 3 * bits);
+    };
+    return info.capability >= 90 && cost(1) < cost(0);
+}
+
+template <class Shape>
+cudaError_t launch_shape(QuantLinearArgs& args, const DeviceInfo& info, void* stream) {
+    constexpr int kBeside = shared_beside_rings<Shape>();
+    args.slots = slots_for(args.slot_bytes, kBeside, info);
+    const int slots = 2 * info.multiprocessors;
+    args.split_bits = split_bits_for(args, slots, info);
+    const int64_t clusters = std::min<int64_t>(args.tiles, std::max(1, slots >> args.split_bits));
+    return launch_clusters(
+        quant_linear_kernel<Shape>, dim3(static_cast<unsigned>(clusters << args.split_bits)),
+        dim3(kThreads), args.splits(), kWarps * args.slots * args.slot_bytes + kBeside, stream, args
+    );
 }
 
 // One launch, of args.m rows.
 cudaError_t launch_rows(
-    QuantLinearArgs& args, int row_tiles, bool has_offsets, const DeviceInfo& info, void* stream
+    QuantLinearArgs& args, int row_tiles, const DeviceInfo& info, void* stream
 ) {
-    const bool is_gated = args.epilogue == EXL_EPILOGUE_GATED;
-    args.wide = args.m > 8 ? 4 : args.m > 1 || is_gated ? 2 : 1;
-    args.ring_bytes = ring_bytes(row_tiles, info);
-    int64_t length = 0;
-    for (uint32_t i = 0; i < args.num_groups; ++i) {
-        TileGroup& group = args.groups[i];
-        group.length = args.parts[i].strip_bytes;
-        group.tiles = static_cast<uint32_t>(
-            ceil_div(args.parts[i].strips, is_gated ? args.wide / 2 : args.wide)
-        );
-        length += static_cast<int64_t>(group.tiles) * group.length;
+    // Strips beside each other share inputs: more of them for more rows, unless that leaves
+    // multiprocessors without a tile.
+    args.wide_bits = args.m > 8 ? 2 : args.m > 1 || args.is_gated() ? 1 : 0;
+    const auto cut = [&] {
+        args.tiles = 0;
+        for (int i = 0; i < args.num_groups; ++i) {
+            const int64_t tiles = ceil_div(args.parts[i].strips, 1 << args.part_bits());
+            args.tiles += args.group_tiles[i] = static_cast<uint32_t>(tiles);
+        }
+        return static_cast<int>(args.tiles);
+    };
+    while (cut() < info.multiprocessors && args.part_bits() > 0) --args.wide_bits;
+    if (args.m == 1 && args.block_halves == 32) {
+        return launch_shape<RowShape<1, true>>(args, info, stream);
     }
-    if (length > UINT32_MAX) return cudaErrorInvalidValue;
-    args.length = static_cast<uint32_t>(length);
-    const int blocks = share_out(args, row_tiles, info.multiprocessors);
-    auto* kernel = quant_linear_kernel<4, false>;
-    if (row_tiles == 1) {
-        kernel = has_offsets ? quant_linear_kernel<1, true> : quant_linear_kernel<1, false>;
-    } else if (row_tiles == 2) {
-        kernel = has_offsets ? quant_linear_kernel<2, true> : quant_linear_kernel<2, false>;
-    } else if (has_offsets) {
-        kernel = quant_linear_kernel<4, true>;
-    }
-    const int shared = kWarps * (args.ring_bytes + static_cast<int>(sizeof(RingState))) +
-                       sums_bytes(row_tiles);
-    return launch(kernel, dim3(blocks), dim3(kThreads), shared, stream, args);
+    if (row_tiles == 1) return launch_shape<RowShape<1, false>>(args, info, stream);
+    if (row_tiles == 2) return launch_shape<RowShape<2, false>>(args, info, stream);
+    return launch_shape<RowShape<4, false>>(args, info, stream);
+}
+
+// The most tiles of 8 rows that a thread block of a device has room for, of `tiles`.
+int tiles_that_fit(int tiles, int slot_bytes, const DeviceInfo& info) {
+    const auto fits = [&](int beside) { return slots_for(slot_bytes, beside, info) > 0; };
+    if (tiles == 4 && !fits(shared_beside_rings<RowShape<4, false>>())) tiles = 2;
+    if (tiles == 2 && !fits(shared_beside_rings<RowShape<2, false>>())) tiles = 1;
+    return tiles;
 }
 
 }  // namespace
@@ -177,10 +196,8 @@ extern "C" {
 int64_t exl_cuda_quant_linear_workspace(int32_t, int32_t max_m) {
     using namespace exl::cuda;
     DeviceInfo info;
-    if (device_info(&info) != cudaSuccess) return 0;
-    const int64_t rows = max_m < kChunkRows ? max_m : kChunkRows;
-    const int64_t partials = most_blocks(info.multiprocessors) * 2 * kMostWide * 32 * rows;
-    return kCounters * sizeof(uint32_t) + partials * sizeof(float);
+    if (device_info(&info) != cudaSuccess || !is_wide(info, max_m)) return 0;
+    return kCounters * sizeof(uint32_t) + quant_wide_workspace(info, max_m);
 }
 
 int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
@@ -198,28 +215,35 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     QuantLinearArgs args = {};
-    bool has_offsets = false;
     int columns = 0;
     for (int i = 0; i < of->count; ++i) {
         args.parts[i] = part_of(*of->parts[i], of->inputs[i], is_gated ? 0 : columns);
         columns += of->parts[i]->n;
-        has_offsets |= of->parts[i]->offset_kind != EXL_OFFSET_MIDDLE;
+        const int most = chunk_bytes(*of->parts[i], args.parts[i].header_bytes);
+        args.slot_bytes = std::max(args.slot_bytes, static_cast<int>(ceil_div(most, 128) * 128));
     }
     args.y_stride = of->y_stride;
     args.places = of->places;
-    args.counters = static_cast<uint32_t*>(of->workspace);
-    args.partials = reinterpret_cast<float*>(args.counters + kCounters);
+    auto* counters = static_cast<uint32_t*>(of->workspace);
+    auto* partials = reinterpret_cast<float*>(counters + kCounters);
     args.num_groups = is_gated ? 1 : of->count;
     args.y_dtype = of->y_dtype;
     args.epilogue = of->epilogue;
     args.gate = of->gate;
+    constexpr int kChunkRows = EXL_CUDA_CHUNK_ROWS;
     for (int first = 0; first < of->m; first += kChunkRows) {
         const int rows = std::min(of->m - first, kChunkRows);
+        if (is_wide(info, rows)) {
+            const cudaError_t error =
+                quant_wide(*of, first, rows, counters, partials, info, stream);
+            if (error != cudaSuccess) return error;
+            continue;
+        }
         const int chunk_tiles = exl_cuda_row_tiles(rows);
         args.block_halves = rows == 1 ? 32 : chunk_tiles * 8 * 32;
-        // A block of a small device takes fewer rows at once.
-        int tiles = chunk_tiles;
-        while (tiles > 1 && ring_bytes(tiles, info) < kMostUnitBytes) tiles /= 2;
+        // A launch takes 32 rows at most, and a block of a small device fewer.
+        const int most_tiles = std::min(chunk_tiles, kMostRows / 8);
+        const int tiles = tiles_that_fit(most_tiles, args.slot_bytes, info);
         for (int tile = 0; 8 * tile < rows; tile += tiles) {
             for (int i = 0; i < of->count; ++i) {
                 const int64_t chunk = exl_cuda_chunk_halves(kChunkRows, of->parts[i]->num_blocks);
@@ -229,7 +253,7 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
             args.m = std::min(rows - 8 * tile, 8 * tiles);
             args.y = static_cast<uint8_t*>(of->y) +
                      (first + 8 * tile) * of->y_stride * (of->y_dtype == kF16 ? 2 : 4);
-            const cudaError_t error = launch_rows(args, tiles, has_offsets, info, stream);
+            const cudaError_t error = launch_rows(args, tiles, info, stream);
             if (error != cudaSuccess) return error;
         }
     }

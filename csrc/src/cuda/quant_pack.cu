@@ -3,7 +3,7 @@
 // A warp takes the blocks of one unit in one strip. First, lane = column, it brings a block's codes
 // into shared memory as a little stream of bits for each column: the file's words as they are where
 // the rows lie in order, else one byte a code. Then, lane = lane of the tile, each picks its 32
-// codes and writes whole words of each plane. The four warps of a thread block take adjacent
+// codes and writes whole words. The four warps of a thread block take adjacent
 // strips, so that a row of words is read 512 bytes at a time.
 //
 // Floor: the codes read and written once, 1.1 GB in 0.5 ms; picking takes some 300 instructions for
@@ -107,49 +107,39 @@ __device__ __forceinline__ void stage_rows(
     }
 }
 
-template <int p>
-__device__ __forceinline__ void write_plane(
-    const uint32_t (&pairs)[16], int low_bit, uint8_t* to, int lane
+template <int bits>
+__device__ __forceinline__ void write_words(
+    const uint32_t (&pairs)[kPairs], uint8_t* block, int lane
 ) {
-    constexpr int kPerWord = 16 / p;
-    constexpr uint32_t kMask = ((1u << p) - 1) * 0x00010001u;
-    uint32_t words[p] = {};
+    uint32_t words[bits] = {};
 #pragma unroll
-    for (int pair = 0; pair < 16; ++pair) {
-        words[pair / kPerWord] |= (pairs[pair] >> low_bit & kMask) << p * (pair % kPerWord);
+    for (int pair = 0; pair < kPairs; ++pair) {
+#pragma unroll
+        for (int i = 0; i < 5; ++i) {
+            if (i >= num_pieces(bits, pair)) break;
+            const Piece piece = piece_of(bits, pair, i);
+            const uint32_t mask = ((1u << piece.bits) - 1) * 0x00010001u;
+            words[piece.word] |= (pairs[pair] >> piece.first & mask) << piece.at;
+        }
     }
-    store_words<p>(words, to, lane);
+    store_words<bits>(words, block, lane);
 }
 
 __device__ __forceinline__ void write_block(const Stage& stage, int bits, uint8_t* to, int lane) {
     const int g = lane / 4, t = lane % 4;
-    uint32_t pairs[16];  // two codes each, in 16 bits each
+    uint32_t pairs[kPairs];  // two codes each, in 16 bits each
 #pragma unroll
-    for (int quarter = 0; quarter < 4; ++quarter) {
-#pragma unroll
-        for (int rows = 0; rows < 4; ++rows) {
-            const int row = 8 * t + 2 * rows, column = 8 * quarter + g;
-            pairs[pair_of(quarter, rows)] =
-                stage.code(row, column) | stage.code(row + 1, column) << 16;
-        }
+    for (int pair = 0; pair < kPairs; ++pair) {
+        const int row = 8 * t + 2 * (pair % 4), column = 8 * (pair / 4) + g;
+        pairs[pair] = stage.code(row, column) | stage.code(row + 1, column) << 16;
     }
-    constexpr int kPlaneBytes = 128;  // for each bit
     switch (bits) {
-        case 2: write_plane<2>(pairs, 0, to, lane); break;
-        case 3:
-            write_plane<2>(pairs, 0, to, lane);
-            write_plane<1>(pairs, 2, to + 2 * kPlaneBytes, lane);
-            break;
-        case 4: write_plane<4>(pairs, 0, to, lane); break;
-        case 5:
-            write_plane<4>(pairs, 0, to, lane);
-            write_plane<1>(pairs, 4, to + 4 * kPlaneBytes, lane);
-            break;
-        case 6:
-            write_plane<4>(pairs, 0, to, lane);
-            write_plane<2>(pairs, 4, to + 4 * kPlaneBytes, lane);
-            break;
-        default: write_plane<8>(pairs, 0, to, lane); break;
+        case 2: write_words<2>(pairs, to, lane); break;
+        case 3: write_words<3>(pairs, to, lane); break;
+        case 4: write_words<4>(pairs, to, lane); break;
+        case 5: write_words<5>(pairs, to, lane); break;
+        case 6: write_words<6>(pairs, to, lane); break;
+        default: write_words<8>(pairs, to, lane); break;
     }
 }
 

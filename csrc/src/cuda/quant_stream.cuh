@@ -1,30 +1,49 @@
-// Units of quantized strips through a ring in shared memory, one ring for each warp.
+// Chunks of quantized strips through a ring in shared memory, one ring for each warp.
 //
-// A warp copies whole units ahead of their use, as many as its ring holds, across the ends of
-// strips; nothing but that warp waits for them. Units lie in the ring without wrapping: what does
-// not fit before its end begins at 0. A unit's copy is one bulk copy on 9.0 and 16 bytes a lane
-// before; either way a barrier in shared memory says when its bytes have come.
+// A chunk is one unit, or several short ones: up to four blocks of 32 rows. A warp has as many on
+// their way as its ring has slots, across the ends of tiles; nothing but that warp waits for them.
+// A chunk's copy is one bulk copy on 9.0 and 16 bytes a lane before; either way a barrier in shared
+// memory says when its bytes have come. What a chunk is lies beside it.
 #pragma once
 
 #include "quant_work.cuh"
 
 namespace exl::cuda {
 
-constexpr int kRingSlots = 16;           // units on their way or in use, of one warp
-// What a ring must hold: 4 blocks of 8 bits, float32 scales and minimums.
-constexpr int kMostUnitBytes = 4096 + 256;
+constexpr int kWarpBits = 3;
+constexpr int kWarps = 1 << kWarpBits;  // of a thread block
+constexpr int kMostSlots = 8;
+constexpr int kChunkBlocks = 4;
 
-struct RingEntry {
-    uint32_t unit;  // as ExlQuantUnit has it: first_block, bits, blocks; 0: no unit, a share's end
-    int32_t at;
-    int32_t end;
-    int32_t is_last;  // of the warp's share of a tile
+struct Chunk {
+    uint32_t what;
+    uint32_t block;  // its first one, of the matrix
+
+    static constexpr uint32_t kIsLast = 1u << 20;  // of the warp's share of a tile
+
+    __device__ __forceinline__ static uint32_t of(const QuantPart& part, int index) {
+        return index << 12 | part.offset_kind << 16 | (part.scale_dtype == kF32) << 18;
+    }
+    __device__ __forceinline__ static uint32_t of(int bits, int units, int blocks) {
+        return bits | units << 4 | blocks << 8;
+    }
+    __device__ __forceinline__ int bits() const { return what & 15; }
+    __device__ __forceinline__ int units() const { return what >> 4 & 15; }
+    __device__ __forceinline__ int unit_blocks() const { return what >> 8 & 15; }
+    __device__ __forceinline__ int blocks() const { return units() * unit_blocks(); }
+    __device__ __forceinline__ int part() const { return what >> 12 & 3; }
+    __device__ __forceinline__ int offset_kind() const { return what >> 16 & 3; }
+    __device__ __forceinline__ bool has_floats() const { return what >> 18 & 1; }
+    __device__ __forceinline__ bool is_last() const { return what & kIsLast; }
+    __device__ __forceinline__ bool is_empty() const { return units() == 0; }
+    // One unit of four blocks, as most are.
+    __device__ __forceinline__ bool is_whole() const { return (what & 0xff0) == 0x410; }
 };
 
 // Shared memory of one warp ahead of its ring.
 struct RingState {
-    RingEntry entries[kRingSlots];
-    uint64_t barriers[kRingSlots];
+    Chunk chunks[kMostSlots];
+    uint64_t barriers[kMostSlots];
 };
 
 #ifdef __CUDACC__
@@ -33,17 +52,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-template <int kWarps>
-class UnitStream {
+class ChunkStream {
 public:
-    __device__ __forceinline__ UnitStream(
-        const QuantLinearArgs& args, const TileWalk& walk, RingState* state, uint8_t* ring,
-        int warp, int lane
+    __device__ __forceinline__ ChunkStream(
+        const QuantLinearArgs& args, RingState* state, uint8_t* ring, int warp, int lane
     )
-        : args_(args), walk_(walk), state_(state), ring_(ring), warp_(warp),
-          lane_(lane) {
+        : args_(args), state_(state), ring_(ring), warp_(warp), lane_(lane),
+          tile_(blockIdx.x >> args.split_bits) {
 #if __CUDA_ARCH__ >= 800
-        if (lane < kRingSlots) {
+        if (lane < kMostSlots) {
             constexpr int kArrivals = __CUDA_ARCH__ >= 900 ? 1 : kWarp;
             asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(
                              shared_address(&state->barriers[lane])
@@ -56,133 +73,28 @@ public:
 #endif
 #endif
         __syncwarp();
+        if (tile_ < args.tiles) open_share();
+        for (int slot = 0; slot < args.slots; ++slot) issue(slot);
     }
 
-    // Begins as many copies as there is room for.
-    __device__ __forceinline__ void fill() {
-        while (issue()) {
-        }
-    }
-
-    // The next unit, whose bytes may be on their way, or the mark of a share without any.
-    __device__ __forceinline__ RingEntry front() const {
+    // What the chunk at hand is; its bytes may be on their way. Units of 0 mark the end.
+    __device__ __forceinline__ Chunk front() const {
         __syncwarp();
-        return state_->entries[taken_ % kRingSlots];
+        return state_->chunks[slot_];
     }
-    // Until the bytes of `front` have come.
-    __device__ __forceinline__ void wait() const { wait(taken_ % kRingSlots); }
-    __device__ __forceinline__ const uint8_t* bytes(const RingEntry& entry) const {
-        return ring_ + entry.at;
-    }
-    // Gives that unit's room back.
-    __device__ __forceinline__ void pop(const RingEntry& entry) {
+    // The one after it, where the ring has several slots.
+    __device__ __forceinline__ Chunk next() const {
+        if (args_.slots == 1) return {0, 0};
         __syncwarp();
-        if (entry.at < read_) is_ahead_ = false;
-        read_ = entry.end;
-        if (++taken_ == issued_) write_ = read_ = 0, is_ahead_ = false;
-        // One unit's room is mostly one unit's worth; a ring that runs low is filled up.
-        if (issue() && issued_ - taken_ < 3) fill();
+        return state_->chunks[slot_ + 1 == args_.slots ? 0 : slot_ + 1];
     }
-
-private:
-    __device__ __forceinline__ static uint32_t unit_word(const ExlQuantUnit* unit) {
-        return __ldg(reinterpret_cast<const uint32_t*>(unit) + 1);
+    __device__ __forceinline__ const uint8_t* bytes() const {
+        return ring_ + slot_ * args_.slot_bytes;
     }
-
-    // Begins one copy, if there is something to copy and room for it.
-    __device__ __forceinline__ bool issue() {
-        if (issued_ - taken_ >= kRingSlots) return false;
-        if (left_ == 0) {
-            if (walk_.left == 0) return false;
-            open_share();
-            if (left_ == 0) {
-                push(0, write_, write_, 1);
-                return true;
-            }
-        }
-        const int blocks = unit_ >> 24, bits = unit_ >> 16 & 0xff;
-        const int size = header_bytes_ + 128 * bits * blocks;
-        const bool wraps = write_ + size > args_.ring_bytes;
-        const int at = wraps ? 0 : write_;
-        if (is_ahead_ ? wraps || at + size > read_ : wraps && size > read_) return false;
-        copy(at, size);
-        push(unit_, at, at + size, left_ == 1);
-        is_ahead_ |= wraps;
-        write_ = at + size;
-        from_ += size;
-        if (--left_ > 0) unit_ = unit_word(++next_);
-        return true;
-    }
-
-    // This warp's share of the tile that the walk is at; the walk goes on to the next one.
-    __device__ void open_share() {
-        const uint32_t along_k = kWarps / args_.wide;
-        const uint32_t across = warp_ % args_.wide, along = warp_ / args_.wide;
-        const uint32_t length = args_.groups[walk_.group].length;
-        const uint32_t begin = walk_.begin, share = walk_.end(args_) - begin;
-        const StripPlace place(args_, walk_.group, walk_.tile, across);
-        const QuantPart& part = args_.parts[place.part];
-        if (share != length || walk_.group != whole_group_) {
-            first_ = unit_of(part, begin + share * along / along_k, length);
-            last_ = unit_of(part, begin + share * (along + 1) / along_k, length);
-            whole_group_ = share == length ? walk_.group : ~0u;
-        }
-        walk_.advance(args_);
-        left_ = place.strip < part.strips ? last_ - first_ : 0;
-        if (left_ == 0) return;
-        next_ = part.units + first_;
-        unit_ = unit_word(next_);
-        header_bytes_ = part.header_bytes;
-        from_ = part.tiles + static_cast<int64_t>(place.strip) * part.strip_bytes +
-                __ldg(&next_->offset);
-    }
-
-    // Lengths of a gated pair are its gate's; its up part may have other widths.
-    __device__ __forceinline__ int unit_of(
-        const QuantPart& part, uint32_t place, uint32_t length
-    ) const {
-        if (part.strip_bytes != length) {
-            place = static_cast<uint64_t>(place) * part.strip_bytes / length;
-        }
-        return first_unit_at(part, place, lane_);
-    }
-
-    __device__ __forceinline__ void push(uint32_t unit, int at, int end, int is_last) {
-        if (lane_ == 0) state_->entries[issued_ % kRingSlots] = {unit, at, end, is_last};
-        // A mark has no bytes and its barrier no arrival: `rounds_` tells each slot's phase.
-        if (unit != 0) rounds_ ^= 1u << issued_ % kRingSlots;
-        ++issued_;
-    }
-
-    __device__ __forceinline__ void copy(int at, int size) {
-        const uint32_t to = shared_address(ring_ + at);
-        const uint32_t barrier = shared_address(&state_->barriers[issued_ % kRingSlots]);
-#if __CUDA_ARCH__ >= 900
-        if (lane_ == 0) {
-            asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier),
-                         "r"(size)
-                         : "memory");
-            asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, "
-                "[%3];" ::"r"(to),
-                "l"(from_), "r"(size), "r"(barrier)
-                : "memory"
-            );
-        }
-#else
-        for (int byte = 16 * lane_; byte < size; byte += 16 * kWarp) {
-            copy_async_16(ring_ + at + byte, from_ + byte);
-        }
+    // Until its bytes have come.
+    __device__ __forceinline__ void wait() const {
 #if __CUDA_ARCH__ >= 800
-        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
-#endif
-#endif
-    }
-
-    __device__ __forceinline__ void wait(uint32_t slot) const {
-#if __CUDA_ARCH__ >= 800
-        const uint32_t barrier = shared_address(&state_->barriers[slot]);
-        const uint32_t phase = (rounds_ >> slot & 1) ^ 1;  // a slot's first copy has phase 0
+        const uint32_t barrier = shared_address(&state_->barriers[slot_]);
         uint32_t is_done = 0;
         while (!is_done) {
 #if __CUDA_ARCH__ >= 900
@@ -191,41 +103,152 @@ private:
                 " mbarrier.try_wait.parity.shared.b64 done, [%1], %2;\n"
                 " selp.u32 %0, 1, 0, done;\n}"
                 : "=r"(is_done)
-                : "r"(barrier), "r"(phase)
+                : "r"(barrier), "r"(phase_)
                 : "memory"
             );
 #else
             asm volatile(
-                "{\n .reg .pred done;\n .reg .b64 state;\n"
+                "{\n .reg .pred done;\n"
                 " mbarrier.test_wait.parity.shared.b64 done, [%1], %2;\n"
                 " selp.u32 %0, 1, 0, done;\n}"
                 : "=r"(is_done)
-                : "r"(barrier), "r"(phase)
+                : "r"(barrier), "r"(phase_)
                 : "memory"
             );
 #endif
         }
 #endif
     }
+    // Gives its slot to the next copy; all its bytes have been read.
+    __device__ __forceinline__ void pop() {
+        __syncwarp();
+        issue(slot_);
+        if (++slot_ == args_.slots) slot_ = 0, phase_ ^= 1;
+    }
+
+private:
+    // Begins the copy of the next chunk, if there is one.
+    __device__ __forceinline__ void issue(int slot) {
+        Chunk chunk = {0, block_};
+        if (tile_ < args_.tiles) {
+            int units = 1, blocks = last_blocks_;
+            if (group_units_ > 1) {
+                const bool is_last = ++in_group_ == group_units_;
+                if (is_last) in_group_ = 0;
+                if (!is_last) blocks = kChunkBlocks;
+            } else {
+                units = min(chunk_units_, run_left_);
+            }
+            const int size = units * (header_bytes_ + 128 * bits_ * blocks);
+            copy(slot, size);
+            chunk.what = part_word_ | Chunk::of(bits_, units, blocks);
+            from_ += size;
+            block_ += units * blocks;
+            run_left_ -= units;
+            if (run_left_ == 0) {
+                if (left_ > 0) {
+                    const QuantPart& part = args_.parts[part_];
+                    ++run_;
+                    open_run(part, run_at(part, run_).first_unit);
+                    in_group_ = 0;
+                } else {
+                    chunk.what |= Chunk::kIsLast;
+                    tile_ += gridDim.x >> args_.split_bits;
+                    if (tile_ < args_.tiles) open_share();
+                }
+            }
+        }
+        if (lane_ == 0) state_->chunks[slot] = chunk;
+    }
+
+    // This warp's share of the tile.
+    __device__ __forceinline__ void open_share() {
+        const StripPlace place(args_, TilePlace(args_, tile_), warp_ & (args_.wide() - 1));
+        const QuantPart& part = args_.parts[place.part];
+        const int slice_bits = kWarpBits - args_.wide_bits + args_.split_bits;
+        const uint32_t rank = blockIdx.x & (args_.splits() - 1);
+        const uint32_t slice = (rank << kWarpBits | warp_) >> args_.wide_bits;
+        const uint32_t first = part.num_units * slice >> slice_bits;
+        left_ = static_cast<int>((part.num_units * (slice + 1) >> slice_bits) - first);
+        if (place.strip >= part.strips) left_ = 0;
+        part_ = place.part;
+        part_word_ = Chunk::of(part, place.part);
+        header_bytes_ = part.header_bytes;
+        if (left_ == 0) {  // a chunk of no units
+            run_left_ = chunk_units_ = 0, group_units_ = 1;
+            return;
+        }
+        run_ = run_of(part, first);
+        const ExlQuantRun run = run_at(part, run_);
+        const uint32_t in_run = first - run.first_unit;
+        const uint32_t groups = run.group_units == 1 ? in_run : in_run / run.group_units;
+        const uint32_t in_group = in_run - groups * run.group_units;
+        const uint32_t group_blocks = (run.group_units - 1) * kChunkBlocks + run.last_blocks;
+        const uint32_t blocks = groups * group_blocks + in_group * kChunkBlocks;
+        block_ = run.first_block + blocks;
+        from_ = part.tiles + static_cast<int64_t>(place.strip) * part.strip_bytes + run.offset +
+                in_run * header_bytes_ + blocks * 128 * run.bits;
+        open_run(part, first);
+        in_group_ = static_cast<int>(in_group);
+    }
+
+    // The run `run_` of the share's part, from that unit on.
+    __device__ __forceinline__ void open_run(const QuantPart& part, uint32_t unit) {
+        const ExlQuantRun run = run_at(part, run_);
+        const uint32_t end =
+            run_ + 1 < part.num_runs ? run_at(part, run_ + 1).first_unit : part.num_units;
+        bits_ = run.bits;
+        group_units_ = run.group_units;
+        last_blocks_ = run.last_blocks;
+        chunk_units_ = last_blocks_ == 1 ? 4 : last_blocks_ == 2 ? 2 : 1;  // kChunkBlocks in all
+        run_left_ = min(static_cast<int>(end - unit), left_);
+        left_ -= run_left_;
+    }
+
+    __device__ __forceinline__ void copy(int slot, int size) {
+        const uint32_t to = shared_address(ring_ + slot * args_.slot_bytes);
+        const uint32_t barrier = shared_address(&state_->barriers[slot]);
+#if __CUDA_ARCH__ >= 900
+        if (lane_ == 0) {
+            asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier),
+                         "r"(size)
+                         : "memory");
+            if (size > 0) {
+                asm volatile(
+                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], "
+                    "%2, [%3];" ::"r"(to),
+                    "l"(from_), "r"(size), "r"(barrier)
+                    : "memory"
+                );
+            }
+        }
+#else
+        for (int byte = 16 * lane_; byte < size; byte += 16 * kWarp) {
+            copy_async_16(ring_ + slot * args_.slot_bytes + byte, from_ + byte);
+        }
+#if __CUDA_ARCH__ >= 800
+        asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
+#endif
+#endif
+    }
 
     const QuantLinearArgs& args_;
-    TileWalk walk_;  // of the tile to copy from next
     RingState* state_;
     uint8_t* ring_;
     uint32_t warp_;
     int lane_;
-    // The share that is being copied.
+    // What is copied next: of a tile, and what is left of the warp's share past the run at hand.
+    uint32_t tile_;
+    uint32_t part_word_ = 0;
+    int part_ = 0, header_bytes_ = 0, left_ = 0;
     const uint8_t* from_ = nullptr;
-    const ExlQuantUnit* next_ = nullptr;
-    uint32_t unit_ = 0;
-    int left_ = 0, header_bytes_ = 0;
-    int first_ = 0, last_ = 0;         // its units
-    uint32_t whole_group_ = ~0u;       // they are those of any whole tile of that group
-    // The ring.
-    uint32_t issued_ = 0, taken_ = 0;
-    int write_ = 0, read_ = 0;
-    bool is_ahead_ = false;  // writing has begun again at 0, reading not yet
-    uint32_t rounds_ = 0;    // bit of each slot: the number of its copies, modulo 2
+    uint32_t block_ = 0;
+    // Of the run.
+    int run_ = 0, run_left_ = 0, bits_ = 0, group_units_ = 1, last_blocks_ = 1, chunk_units_ = 0;
+    int in_group_ = 0;  // units that have passed of a group of several
+    // The slot at hand.
+    int slot_ = 0;
+    uint32_t phase_ = 0;
 };
 
 #endif  // __CUDACC__

@@ -1,65 +1,79 @@
-// The end of a column tile: sums of a block's warps, of the blocks that share the tile, then y.
+// The end of a column tile: sums of the warps of a cluster, then y.
 //
-// Always in the order of the split, so that the same inputs give the same bits: the block that
-// comes last adds up what all have left in the workspace, itself included.
+// Always in the order of the split, so that the same inputs give the same bits. Thread blocks of a
+// cluster read each other's shared memory.
 #pragma once
 
 #include "quant_unit.cuh"
 
 namespace exl::cuda {
 
-constexpr int kWarps = 8;
 constexpr int kThreads = kWarps * kWarp;
 constexpr int kPitch = 36;  // of a row of sums in shared memory: its lanes fall on 32 banks
 
 #ifdef __CUDACC__
 
-__device__ __forceinline__ void add(float4& to, const float4& x) {
-    to.x += x.x, to.y += x.y, to.z += x.z, to.w += x.w;
+// Until all threads of the cluster have come, and what they wrote can be read.
+__device__ __forceinline__ void wait_for_cluster(const QuantLinearArgs& args) {
+    if (args.split_bits == 0) {
+        __syncthreads();
+        return;
+    }
+#if __CUDA_ARCH__ >= 900
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
 }
 
-template <int kTiles>
-struct WarpSums {
-    alignas(16) float of[kWarps][8 * kTiles][kPitch];
+// Four numbers of this thread block's shared memory, or from the same place in that of another one.
+__device__ __forceinline__ float4 load_sums(
+    const QuantLinearArgs& args, const float* from, int rank
+) {
+#if __CUDA_ARCH__ >= 900
+    if (args.split_bits > 0) {
+        float4 four;
+        uint32_t address;
+        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                     : "=r"(address)
+                     : "r"(shared_address(from)), "r"(rank));
+        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                     : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+                     : "r"(address)
+                     : "memory");
+        return four;
+    }
+#endif
+    return *reinterpret_cast<const float4*>(from);
+}
 
-    __device__ __forceinline__ void put(const Sums<kTiles>& total, int warp, int lane, int m) {
+template <class Shape>
+struct WarpSums {
+    alignas(16) float of[kWarps][Shape::kRows][kPitch];
+
+    __device__ __forceinline__ void put(const Sums<Shape>& total, int warp, int lane, int m) {
+        if (Shape::kIsOneRow && lane % 4 != 0) return;
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
+        for (int i = 0; i < Shape::kTiles; ++i) {
 #pragma unroll
-            for (int c = 0; c < 8; ++c) {
-                const int row = 8 * i + 2 * (lane % 4) + c % 2;
-                if (row < m) of[warp][row][8 * (c / 2) + lane / 4] = total[i][c / 4][c % 4];
+            for (int c = 0; c < Shape::kKept; ++c) {
+                const int row = 8 * i + 2 * (lane % 4) + c;
+                if (row >= m) continue;
+#pragma unroll
+                for (int q = 0; q < 4; ++q) of[warp][row][8 * q + lane / 4] = total[i][q][c];
             }
         }
     }
-    // Columns quad, quad + 1, quad + 2 and quad + 3.
-    __device__ __forceinline__ float4 sum(int across, int wide, int row, int quad) const {
+    // Columns quad, quad + 1, quad + 2 and quad + 3, of all the cluster's warps.
+    __device__ __forceinline__ float4 sum(
+        const QuantLinearArgs& args, int across, int row, int quad
+    ) const {
         float4 result = {};
+        for (int rank = 0; rank < args.splits(); ++rank) {
 #pragma unroll 4
-        for (int warp = across; warp < kWarps; warp += wide) {
-            add(result, *reinterpret_cast<const float4*>(&of[warp][row][quad]));
-        }
-        return result;
-    }
-};
-
-// Where the sums of a tile come from: the block's warps, or the blocks that share it.
-template <int kTiles>
-struct TileSums {
-    const WarpSums<kTiles>* warps;
-    const float* partials;  // null: `warps` has them all
-    int first_block, last_block;
-    int wide, m;
-
-    __device__ __forceinline__ float4 at(int across, int row, int quad) const {
-        if (partials == nullptr) return warps->sum(across, wide, row, quad);
-        const int64_t size = wide * m * 32;
-        const float* from = partials + (across * m + row) * 32 + quad;
-        const auto* first = reinterpret_cast<const float4*>(from + (2 * first_block + 1) * size);
-        float4 result = __ldcg(first);
-#pragma unroll 4
-        for (int block = first_block + 1; block <= last_block; ++block) {
-            add(result, __ldcg(reinterpret_cast<const float4*>(from + 2 * block * size)));
+            for (int warp = across; warp < kWarps; warp += args.wide()) {
+                const float4 x = load_sums(args, &of[warp][row][quad], rank);
+                result.x += x.x, result.y += x.y, result.z += x.z, result.w += x.w;
+            }
         }
         return result;
     }
@@ -75,21 +89,23 @@ __device__ __forceinline__ void store(const QuantLinearArgs& args, int row, int 
     }
 }
 
-template <int kTiles>
-__device__ void write_tile(
-    const QuantLinearArgs& args, int group, int tile, const TileSums<kTiles>& sums
+// The cluster's sums of a tile to y.
+template <class Shape>
+__device__ __forceinline__ void write_tile(
+    const QuantLinearArgs& args, uint32_t tile, const WarpSums<Shape>& sums
 ) {
-    const bool is_gated = args.epilogue == EXL_EPILOGUE_GATED;
-    const int strips = is_gated ? args.wide / 2 : args.wide;
-    for (int i = threadIdx.x; i < strips * args.m * 8; i += kThreads) {
+    const int strips = 1 << args.part_bits(), rank = blockIdx.x & (args.splits() - 1);
+    const TilePlace tile_place(args, tile);
+    for (int i = rank * kThreads + threadIdx.x; i < strips * args.m * 8;
+         i += args.splits() * kThreads) {
         const int quad = 4 * (i % 8), row = i / 8 % args.m, across = i / 8 / args.m;
-        const StripPlace place(args, group, tile, across);
+        const StripPlace place(args, tile_place, across);
         const QuantPart& part = args.parts[place.part];
         const int first = 32 * place.strip + quad;
         const int count = min(4, part.n - first);
         if (count <= 0) continue;
-        const float4 own = sums.at(across, row, quad);
-        const float4 up = is_gated ? sums.at(across + strips, row, quad) : float4{};
+        const float4 own = sums.sum(args, across, row, quad);
+        const float4 up = args.is_gated() ? sums.sum(args, across + strips, row, quad) : float4{};
         const float* y_before = static_cast<const float*>(args.y) + row * args.y_stride +
                                 part.first_column + first;
         float values[4] = {own.x, own.y, own.z, own.w};
@@ -99,7 +115,7 @@ __device__ void write_tile(
             if (c >= count) break;
             if (part.bias != nullptr) values[c] += part.bias[first + c];
             if (args.epilogue == EXL_EPILOGUE_ADD) values[c] += y_before[c];
-            if (is_gated) {
+            if (args.is_gated()) {
                 const float* bias = args.parts[1].bias;
                 values[c] = gate_of(args.gate, values[c]) *
                             (ups[c] + (bias != nullptr ? bias[first + c] : 0.0f));
@@ -110,43 +126,6 @@ __device__ void write_tile(
             if (c < count) store(args, row, part.first_column + first + c, values[c]);
         }
     }
-}
-
-// Sums of a block's share of a tile to y; or to the workspace, and the last block to come adds up.
-template <int kTiles>
-__device__ void finish_tile(
-    const QuantLinearArgs& args, const TileWalk& walk, const WarpSums<kTiles>& warps,
-    bool* is_last_to_come
-) {
-    const uint32_t length = args.groups[walk.group].length, end = walk.end(args);
-    TileSums<kTiles> sums = {&warps, nullptr, 0, 0, args.wide, args.m};
-    if (walk.begin > 0 || end < length) {
-        uint32_t start = walk.tile * length;
-        for (uint32_t i = 0; i < walk.group; ++i) {
-            start += args.groups[i].tiles * args.groups[i].length;
-        }
-        const int block = blockIdx.x, size = args.wide * args.m * 32;
-        const int first = start / args.run, last = (start + length - 1) / args.run;
-        float* to = args.partials + static_cast<int64_t>(2 * block + (block == first)) * size;
-        for (int i = threadIdx.x; i < size / 4; i += kThreads) {
-            reinterpret_cast<float4*>(to)[i] =
-                warps.sum(i / 8 / args.m, args.wide, i / 8 % args.m, 4 * (i % 8));
-        }
-        __syncthreads();
-        if (threadIdx.x == 0) {
-            // The fences of one thread order what the barriers have ordered for it. The count goes
-            // up to the number of blocks and back to zero.
-            const uint32_t others = last - first;
-            __threadfence();
-            *is_last_to_come = atomicInc(&args.counters[first], others) == others;
-            __threadfence();
-        }
-        __syncthreads();
-        if (!*is_last_to_come) return;
-        sums.partials = args.partials;
-        sums.first_block = first, sums.last_block = last;
-    }
-    write_tile(args, walk.group, walk.tile, sums);
 }
 
 #endif  // __CUDACC__

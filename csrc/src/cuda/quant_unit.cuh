@@ -1,8 +1,10 @@
-// A unit of a quantized matrix times the inputs' rows that meet it, by one warp.
+// A chunk of units of a quantized matrix times the inputs' rows that meet it, by one warp.
 //
-// total += scale * (codes - 2^(bits - 1)) @ x + offset * sum(x), for 32 columns and 8 rows of the
-// batch or a few times 8; the sum of inputs, of matrices that need it, is a product with ones.
+// total += scale * codes @ x + offset * sum(x) for each unit, for 32 columns and 1 row of the batch
+// or some times 8; the offset is -scale * zero or a minimum, the sum of inputs a product with ones.
 #pragma once
+
+#include <type_traits>
 
 #include "quant_decode.cuh"
 #include "quant_stream.cuh"
@@ -11,9 +13,20 @@
 
 namespace exl::cuda {
 
-// Sums of 32 columns and 8 * kTiles rows of the batch, as the C fragments lie.
-template <int kTiles>
-using Sums = float[kTiles][2][4];
+// Rows of the batch of one launch: one, or so many tiles of 8. One row fills all columns of B.
+template <int tiles, bool is_one_row>
+struct RowShape {
+    static constexpr int kTiles = tiles;
+    static constexpr bool kIsOneRow = is_one_row;
+    static constexpr int kKept = is_one_row ? 1 : 2;  // of the two adjacent columns of a C fragment
+    static constexpr int kRows = is_one_row ? 1 : 8 * tiles;
+    // Inputs of the next chunk are asked for a chunk ahead, where there are registers for them.
+    static constexpr bool kIsAhead = tiles == 1;
+};
+
+// Sums of 32 columns, as the C fragments lie: [tile of 8 rows][8 columns][row of two].
+template <class Shape>
+using Sums = float[Shape::kTiles][4][Shape::kKept];
 
 // Rows of a block of the inputs, for this lane: 8 halves of each tile.
 template <int kTiles>
@@ -28,79 +41,11 @@ struct InputRows {
     }
 };
 
-template <int kStep, class Codes, int kTiles, bool kHasOffsets>
-__device__ __forceinline__ void add_step(
-    Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const Codes& codes,
-    const InputRows<kTiles>& rows
-) {
-    uint32_t left[4], right[4];
-    codes.template fragment<0, kStep>(left);
-    codes.template fragment<1, kStep>(right);
-#pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-        const uint4& of = rows.of_tile[i];
-        const uint32_t b0 = kStep ? of.z : of.x, b1 = kStep ? of.w : of.y;
-        mma_16816(sums[i][0], left, b0, b1);
-        mma_16816(sums[i][1], right, b0, b1);
-        if constexpr (kHasOffsets) {
-            constexpr uint32_t kOnes = half_twice(1);
-            const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
-            mma_16816(input_sums[i], ones, b0, b1);
-        }
-    }
-}
-
-template <int kCount, int kBits, int kTiles, bool kHasOffsets, class Stream>
-__device__ __forceinline__ void add_some(
-    Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const Stream& stream, const uint8_t* blocks,
-    const __half* x, int block_halves, int lane
-) {
-    InputRows<kTiles> rows[kCount];
-    BlockCodes<kBits> codes[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) rows[i].load(x + i * block_halves);
-    stream.wait();
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        codes[i].load(blocks + i * 128 * kBits, lane);
-    }
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        add_step<0, BlockCodes<kBits>, kTiles, kHasOffsets>(sums, input_sums, codes[i], rows[i]);
-        add_step<1, BlockCodes<kBits>, kTiles, kHasOffsets>(sums, input_sums, codes[i], rows[i]);
-    }
-}
-
-template <int kBits, int kTiles, bool kHasOffsets, class Stream>
-__device__ __forceinline__ void add_blocks(
-    Sums<kTiles>& sums, float (&input_sums)[kTiles][4], const Stream& stream, const uint8_t* blocks,
-    int count, const __half* x, int block_halves, int lane
-) {
-    constexpr int kAtOnce = 4 / kTiles;
-    if constexpr (kAtOnce > 1) {
-        for (; count >= kAtOnce; count -= kAtOnce) {
-            add_some<kAtOnce, kBits, kTiles, kHasOffsets>(
-                sums, input_sums, stream, blocks, x, block_halves, lane
-            );
-            blocks += kAtOnce * 128 * kBits;
-            x += kAtOnce * block_halves;
-        }
-    }
-#pragma unroll 1
-    for (; count > 0; --count) {
-        add_some<1, kBits, kTiles, kHasOffsets>(
-            sums, input_sums, stream, blocks, x, block_halves, lane
-        );
-        blocks += 128 * kBits;
-        x += block_halves;
-    }
-}
-
 // Scales or minimums of the lane's columns g, g + 8, g + 16, g + 24.
 __device__ __forceinline__ void load_factors(
-    float (&to)[4], const uint8_t* from, int scale_bytes, int g
+    float (&to)[4], const uint8_t* from, bool has_floats, int g
 ) {
-    if (scale_bytes == 4) {
+    if (has_floats) {
         const float4 four = reinterpret_cast<const float4*>(from)[g];
         to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
     } else {
@@ -111,60 +56,188 @@ __device__ __forceinline__ void load_factors(
     }
 }
 
-// total += the unit at `bytes`, times the inputs at `x` (of this lane in block 0 of the matrix).
-template <int kTiles, bool kHasOffsets, class Stream>
-__device__ __forceinline__ void add_unit(
-    Sums<kTiles>& total, const QuantPart& part, const Stream& stream, const RingEntry& entry,
-    const __half* x, int block_halves, int lane
-) {
-    const uint32_t unit = entry.unit;
-    const uint8_t* bytes = stream.bytes(entry);
-    const int count = unit >> 24, bits = unit >> 16 & 0xff, first_block = unit & 0xffff;
-    const uint8_t* blocks = bytes + part.header_bytes;
-    x += first_block * block_halves;
-    Sums<kTiles> sums = {};
-    float input_sums[kTiles][4] = {};
-// The commonest width first.
-#define EXL_WIDTH(width)                                                             \
-    if (bits == width) {                                                             \
-        add_blocks<width, kTiles, kHasOffsets>(                                      \
-            sums, input_sums, stream, blocks, count, x, block_halves, lane           \
-        );                                                                           \
-    } else
-    EXL_WIDTH(4)
-    EXL_WIDTH(3)
-    EXL_WIDTH(5)
-    EXL_WIDTH(6)
-    EXL_WIDTH(8)
-    EXL_WIDTH(2) {}
-#undef EXL_WIDTH
+// What the sums of a unit are multiplied with, of this lane's columns.
+struct UnitFactors {
     float scales[4], offsets[4];
-    load_factors(scales, bytes, part.scale_bytes, lane / 4);
-    if constexpr (kHasOffsets) {
-        const uint8_t* from = bytes + 32 * part.scale_bytes;
-        const float middle = static_cast<float>(1 << (bits - 1));
-        if (part.offset_kind == EXL_OFFSET_MINIMUMS) {
-            load_factors(offsets, from, part.scale_bytes, lane / 4);
+
+    __device__ __forceinline__ void load(const uint8_t* unit, Chunk chunk, int bits, int lane) {
+        const bool has_floats = chunk.has_floats();
+        load_factors(scales, unit, has_floats, lane / 4);
+        const uint8_t* from = unit + (has_floats ? 128 : 64);
+        if (chunk.offset_kind() == EXL_OFFSET_MINIMUMS) {
+            load_factors(offsets, from, has_floats, lane / 4);
+        } else if (chunk.offset_kind() == EXL_OFFSET_ZEROS) {
+            const uint32_t zeros = reinterpret_cast<const uint32_t*>(from)[lane / 4];
 #pragma unroll
-            for (int i = 0; i < 4; ++i) offsets[i] += scales[i] * middle;
-        } else if (part.offset_kind == EXL_OFFSET_ZEROS) {
-            const uchar4 zeros = reinterpret_cast<const uchar4*>(from)[lane / 4];
-            offsets[0] = scales[0] * (middle - zeros.x);
-            offsets[1] = scales[1] * (middle - zeros.y);
-            offsets[2] = scales[2] * (middle - zeros.z);
-            offsets[3] = scales[3] * (middle - zeros.w);
+            for (int q = 0; q < 4; ++q) {
+                offsets[q] = -scales[q] * static_cast<float>(zeros >> 8 * q & 255);
+            }
         } else {
-            offsets[0] = offsets[1] = offsets[2] = offsets[3] = 0.0f;
+#pragma unroll
+            for (int q = 0; q < 4; ++q) offsets[q] = -scales[q] * static_cast<float>(1 << (bits - 1));
         }
     }
+};
+
+// Sums of a unit, before its factors.
+template <class Shape>
+struct UnitSums {
+    float codes[Shape::kTiles][2][4] = {};
+    float inputs[Shape::kTiles][4] = {};
+
+    template <int kStep, class Codes>
+    __device__ __forceinline__ void add_step(
+        const Codes& of, const InputRows<Shape::kTiles>& rows
+    ) {
+        constexpr uint32_t kOnes = 0x3c003c00;
+        const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+        uint32_t left[4], right[4];
+        of.template fragment<0, kStep>(left);
+        of.template fragment<1, kStep>(right);
 #pragma unroll
-    for (int i = 0; i < kTiles; ++i) {
-#pragma unroll
-        for (int c = 0; c < 8; ++c) {
-            float& to = total[i][c / 4][c % 4];
-            to = fmaf(scales[c / 2], sums[i][c / 4][c % 4], to);
-            if constexpr (kHasOffsets) to = fmaf(offsets[c / 2], input_sums[i][c % 2], to);
+        for (int i = 0; i < Shape::kTiles; ++i) {
+            const uint4& x = rows.of_tile[i];
+            const uint32_t b0 = kStep ? x.z : x.x, b1 = kStep ? x.w : x.y;
+            mma_16816(codes[i][0], left, b0, b1);
+            mma_16816(codes[i][1], right, b0, b1);
+            mma_16816(inputs[i], ones, b0, b1);
         }
+    }
+    template <class Codes>
+    __device__ __forceinline__ void add(const Codes& of, const InputRows<Shape::kTiles>& rows) {
+        add_step<0>(of, rows);
+        add_step<1>(of, rows);
+    }
+
+    template <int kBits>
+    __device__ __forceinline__ void flush(Sums<Shape>& total, const UnitFactors& factors) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const float scale = factors.scales[q] * unit_of_code(kBits, q);
+#pragma unroll
+            for (int i = 0; i < Shape::kTiles; ++i) {
+#pragma unroll
+                for (int c = 0; c < Shape::kKept; ++c) {
+                    float& to = total[i][q][c];
+                    to = fmaf(scale, codes[i][q / 2][2 * (q % 2) + c], to);
+                    to = fmaf(factors.offsets[q], inputs[i][c], to);
+                }
+            }
+        }
+        *this = {};
+    }
+};
+
+// Inputs of the launch, as a lane of a warp reads them.
+struct InputReader {
+    const QuantLinearArgs& args;
+    int lane_halves;
+
+    __device__ __forceinline__ InputReader(const QuantLinearArgs& args, int lane)
+        : args(args), lane_halves(8 * (lane % 4) + (args.block_halves == 32 ? 0 : 32 * (lane / 4))) {
+    }
+    __device__ __forceinline__ const __half* at(Chunk chunk) const {
+        return args.parts[chunk.part()].inputs + (chunk.block * args.block_halves + lane_halves);
+    }
+    template <class Shape>
+    __device__ __forceinline__ int pitch() const {
+        return Shape::kIsOneRow ? 32 : args.block_halves;
+    }
+};
+
+template <class Shape>
+using ChunkRows = InputRows<Shape::kTiles>[Shape::kIsAhead ? kChunkBlocks : 1];
+
+template <class Shape>
+__device__ __forceinline__ void load_rows(
+    ChunkRows<Shape>& rows, Chunk chunk, const InputReader& inputs
+) {
+    const __half* x = inputs.at(chunk);
+#pragma unroll
+    for (int i = 0; i < kChunkBlocks; ++i) {
+        if (i < chunk.blocks()) rows[i].load(x + i * inputs.pitch<Shape>());
+    }
+}
+
+// One unit of four blocks; inputs of the next chunk are asked for as those of this one have been used.
+template <int kBits, class Shape>
+__device__ __forceinline__ void add_whole(
+    Sums<Shape>& total, ChunkRows<Shape>& rows, Chunk chunk, Chunk next, const uint8_t* bytes,
+    const InputReader& inputs, int lane
+) {
+    const uint8_t* from = bytes + inputs.args.parts[chunk.part()].header_bytes;
+    const __half* x = inputs.at(next);
+    UnitSums<Shape> sums;
+#pragma unroll
+    for (int i = 0; i < kChunkBlocks; ++i) {
+        BlockCodes<kBits> codes;
+        codes.load(from + i * 128 * kBits, lane);
+        sums.add(codes, rows[i]);
+        if (i < next.blocks()) rows[i].load(x + i * inputs.pitch<Shape>());
+    }
+    UnitFactors factors;
+    factors.load(bytes, chunk, kBits, lane);
+    sums.template flush<kBits>(total, factors);
+}
+
+// Any units, block by block.
+template <int kBits, class Shape>
+__device__ __forceinline__ void add_blocks(
+    Sums<Shape>& total, ChunkRows<Shape>& rows, Chunk chunk, Chunk next, const uint8_t* bytes,
+    const InputReader& inputs, int lane
+) {
+    const int header = inputs.args.parts[chunk.part()].header_bytes;
+    const int blocks = chunk.blocks(), unit_blocks = chunk.unit_blocks();
+    const __half* x = inputs.at(Shape::kIsAhead ? next : chunk);
+    UnitSums<Shape> sums;
+    const uint8_t* unit = bytes;
+    int in_unit = 0;
+#pragma unroll(Shape::kIsAhead ? kChunkBlocks : 1)
+    for (int i = 0; i < kChunkBlocks; ++i) {
+        InputRows<Shape::kTiles>& own = rows[Shape::kIsAhead ? i : 0];
+        if (i < blocks) {
+            if (in_unit == 0) unit = bytes, bytes += header;
+            BlockCodes<kBits> codes;
+            codes.load(bytes, lane);
+            bytes += 128 * kBits;
+            if constexpr (!Shape::kIsAhead) own.load(x + i * inputs.pitch<Shape>());
+            sums.add(codes, own);
+            if (++in_unit == unit_blocks) {
+                UnitFactors factors;
+                factors.load(unit, chunk, kBits, lane);
+                sums.template flush<kBits>(total, factors);
+                in_unit = 0;
+            }
+        }
+        if (Shape::kIsAhead && i < next.blocks()) own.load(x + i * inputs.pitch<Shape>());
+    }
+}
+
+// total += the chunk whose bytes are there. `rows` are the inputs that meet it, and then those of the
+// next one, where they are read ahead.
+template <class Shape>
+__device__ __forceinline__ void add_chunk(
+    Sums<Shape>& total, ChunkRows<Shape>& rows, Chunk chunk, Chunk next, const uint8_t* bytes,
+    const InputReader& inputs, int lane
+) {
+    const auto add = [&](auto width) {
+        constexpr int kBits = decltype(width)::value;
+        if constexpr (Shape::kIsAhead) {
+            if (chunk.is_whole()) {
+                add_whole<kBits, Shape>(total, rows, chunk, next, bytes, inputs, lane);
+                return;
+            }
+        }
+        add_blocks<kBits, Shape>(total, rows, chunk, next, bytes, inputs, lane);
+    };
+    switch (chunk.bits()) {
+        case 2: add(std::integral_constant<int, 2>()); break;
+        case 3: add(std::integral_constant<int, 3>()); break;
+        case 4: add(std::integral_constant<int, 4>()); break;
+        case 5: add(std::integral_constant<int, 5>()); break;
+        case 6: add(std::integral_constant<int, 6>()); break;
+        case 8: add(std::integral_constant<int, 8>()); break;
+        default: break;
     }
 }
 

@@ -149,12 +149,10 @@ __device__ __forceinline__ void unpack_unit(
     const ExlQuantMatrix& w, const ExlQuantUnit& unit, UnitHead head, int64_t strip, bool has_strip,
     int column, const Output& out, Tile* tiles
 ) {
-    constexpr int low = low_plane(bits), high = high_plane(bits);
     const int lane = threadIdx.x % kWarp;
     const uint8_t* from = w.tiles + strip * w.strip_bytes + unit.offset;
     Factors<form> factors;
-    uint32_t low_words[most_blocks][low];
-    uint32_t high_words[most_blocks][high > 0 ? high : 1];
+    uint32_t words[most_blocks][bits];
     const int pair = threadIdx.x / 8;  // of rows, that this thread writes
     const int32_t* order = w.order + static_cast<int64_t>(unit.first_block) * kBlockRows;
     int2 features[most_blocks];
@@ -168,8 +166,7 @@ __device__ __forceinline__ void unpack_unit(
 #pragma unroll
         for (int b = 0; b < most_blocks; ++b, block += 128 * bits) {
             if (b >= unit.blocks) break;
-            load_words<low>(block, lane, low_words[b]);
-            if constexpr (high > 0) load_words<high>(block + 128 * low, lane, high_words[b]);
+            load_words<bits>(words[b], block, lane);
         }
     }
     wait_for_inputs();
@@ -184,10 +181,7 @@ __device__ __forceinline__ void unpack_unit(
                 uint32_t rows[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
-                    const int pair = pair_of(quarter, i);
-                    uint32_t codes = codes_of<low>(low_words[b], pair);
-                    if constexpr (high > 0) codes |= codes_of<high>(high_words[b], pair) << low;
-                    rows[i] = factors.weights(codes, quarter);
+                    rows[i] = factors.weights(codes_of<bits>(words[b], 4 * quarter + i), quarter);
                 }
                 // Column `lane / 4` of the group, pairs 4 t and up.
                 const int at = (group + quarter) * kGroupPairs + 4 * lane;
@@ -228,14 +222,22 @@ __global__ void __launch_bounds__(kThreads, 8) unpack_kernel(
     }
 }
 
-// One code out of a plane of p bits, p known only now.
-__device__ __forceinline__ uint32_t code_at(const uint8_t* plane, int p, int row, int column) {
-    const int lane = 4 * (column % 8) + row / 8;
-    const int pair = pair_of(column / 8, row % 8 / 2);
-    const int per_word = 16 / p, word = pair / per_word;
-    const int at = p == 8 ? 128 * (word / 4) + 4 * lane + word % 4 : p * lane + word;
-    const uint32_t codes = reinterpret_cast<const uint32_t*>(plane)[at];
-    return codes >> (16 * (row % 2) + p * (pair % per_word)) & ((1u << p) - 1);
+// One code of a block, its width known only now.
+__device__ __forceinline__ uint32_t code_at(const uint8_t* block, int bits, int row, int column) {
+    const int lane = 4 * (column % 8) + row / 8, pair = 4 * (column / 8) + row % 8 / 2;
+    const int most = first_words(bits);
+    const auto* words = reinterpret_cast<const uint32_t*>(block);
+    uint32_t code = 0;
+    for (int i = 0; i < num_pieces(bits, pair); ++i) {
+        const Piece piece = piece_of(bits, pair, i);
+        const bool is_first = piece.word < most;
+        const uint32_t word = is_first ? words[lane * most + piece.word]
+                                       : words[kWarp * most + lane * (bits - most) +
+                                               piece.word - most];
+        const uint32_t mask = (1u << piece.bits) - 1;
+        code |= (word >> (piece.at + 16 * (row % 2)) & mask) << piece.first;
+    }
+    return code;
 }
 
 // A warp takes a unit of one column, a lane a row of each block.
@@ -261,12 +263,10 @@ __global__ void __launch_bounds__(kThreads) embedding_kernel(
     if (w.offset_kind == EXL_OFFSET_MINIMUMS) {
         minimum = scale_at(offsets, w.scale_dtype, scale_index(column));
     }
-    const int low = low_plane(unit.bits), high = high_plane(unit.bits);
     const int32_t* order = w.order + static_cast<int64_t>(unit.first_block) * kBlockRows;
     const uint8_t* block = from + head.blocks();
     for (int b = 0; b < unit.blocks; ++b, block += 128 * unit.bits) {
-        uint32_t code = code_at(block, low, row, column);
-        if (high > 0) code |= code_at(block + 128 * low, high, row, column) << low;
+        const uint32_t code = code_at(block, unit.bits, row, column);
         const int feature = order[b * kBlockRows + row];
         if (feature < 0) continue;
         y[static_cast<int64_t>(blockIdx.x) * w.k + feature] =

@@ -37,12 +37,25 @@ _UNIT = np.dtype(
     ]
 )
 assert _UNIT.itemsize == cuda.UNIT_BYTES
+_RUN = np.dtype(
+    [
+        ("first_unit", "<u4"),
+        ("offset", "<u4"),
+        ("first_block", "<u2"),
+        ("group_units", "<u2"),
+        ("bits", "u1"),
+        ("last_blocks", "u1"),
+        ("reserved", "<u2"),
+    ]
+)
+assert _RUN.itemsize == cuda.RUN_BYTES
 
 
 class TilePlan(NamedTuple):
     """What a matrix's tiles look like, apart from their columns."""
 
     units: NDArray[np.void]
+    runs: NDArray[np.void]
     stored_rows: NDArray[np.int32]  # of each padded row, -1: padding
     bit_offsets: NDArray[np.int64]  # of each unit's first row, in a column's stream of bits
     strip_bytes: int
@@ -55,8 +68,9 @@ class TilePlan(NamedTuple):
 def plan_tiles(runs: tuple[GroupRun, ...], offset: Offset, scale_bytes: int) -> TilePlan:
     head = STRIP * (scale_bytes + {"middle": 0, "zeros": 1, "minimums": scale_bytes}[offset])
     units, rows, bits = [], [], []
-    block = group = row = bit = place = 0
-    for run in runs:
+    described = np.zeros(len(runs), _RUN)
+    unit = block = group = row = bit = place = 0
+    for i, run in enumerate(runs):
         blocks = -(-run.rows // BLOCK_ROWS)
         in_group = np.arange(0, blocks, UNIT_BLOCKS)
         part = np.zeros((run.groups, len(in_group)), _UNIT)
@@ -68,7 +82,12 @@ def plan_tiles(runs: tuple[GroupRun, ...], offset: Offset, scale_bytes: int) -> 
             head + part["blocks"].astype(np.int64) * (STRIP * BLOCK_ROWS * run.bits // 8)
         ).ravel()
         part["offset"] = (place + np.cumsum(sizes) - sizes).reshape(part.shape)
+        described["first_unit"][i] = unit
+        described["offset"][i], described["first_block"][i] = place, block
+        described["bits"][i], described["group_units"][i] = run.bits, len(in_group)
+        described["last_blocks"][i] = blocks - in_group[-1]
         units.append(part.ravel())
+        unit += part.size
 
         first_rows = np.arange(run.groups)[:, None] * run.rows
         of_block = np.arange(blocks * BLOCK_ROWS)
@@ -84,7 +103,11 @@ def plan_tiles(runs: tuple[GroupRun, ...], offset: Offset, scale_bytes: int) -> 
     if block > MAX_BLOCKS:
         raise OpInputError(f"new_quantized: {block} blocks of rows (expected at most {MAX_BLOCKS})")
     return TilePlan(
-        np.concatenate(units), np.concatenate(rows), np.concatenate(bits).astype(np.int64), place
+        np.concatenate(units),
+        described,
+        np.concatenate(rows),
+        np.concatenate(bits).astype(np.int64),
+        place,
     )
 
 
@@ -110,12 +133,15 @@ class CudaQuantLinear:
             self.places = _shared(device, np.argsort(order).astype(np.int32))
         self.bias = torch.zeros(layout.out_features, device=device) if layout.has_bias else None
         self._units = _shared(device, plan.units.view(np.uint8))
+        self._runs, self._device_runs = plan.runs, _shared(device, plan.runs.view(np.uint8))
         self._stored_rows = _shared(device, stored)
         self._bit_offsets = _shared(device, plan.bit_offsets)
         self._tiles = gpu.empty(strips * plan.strip_bytes, dtype=torch.uint8)
         self.matrix = cuda.QuantMatrix(
             tiles=self._tiles.data_ptr(),
             units=self._units.data_ptr(),
+            runs=self._runs.ctypes.data,
+            device_runs=self._device_runs.data_ptr(),
             order=self.order.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),
             strip_bytes=plan.strip_bytes,
@@ -123,6 +149,7 @@ class CudaQuantLinear:
             k=layout.in_features,
             num_units=len(plan.units),
             num_blocks=plan.num_blocks,
+            num_runs=len(plan.runs),
             scale_dtype=TYPES[layout.scale_dtype],
             offset_kind=cuda.OFFSETS[layout.offset],
         )

@@ -1,0 +1,20 @@
+// Quantized linears of more rows than a tile on compute capability 9.0 (quant_wide.cu).
+#pragma once
+
+#include "common.cuh"
+
+namespace exl::cuda {
+
+// Whether chunks of so many rows go to the wide kernel, and their inputs are laid out for it.
+inline bool is_wide(const DeviceInfo& info, int rows) { return info.capability == 90 && rows > 8; }
+
+int64_t quant_wide_workspace(const DeviceInfo& info, int rows);
+
+// Rows first .. first + rows - 1 of the batch, which are a chunk; counters and partials lie in the
+// workspace.
+cudaError_t quant_wide(
+    const ExlQuantLinear& of, int first, int rows, uint32_t* counters, float* partials,
+    const DeviceInfo& info, void* stream
+);
+
+}  // namespace exl::cuda

@@ -1,0 +1,266 @@
+// Units of eight neighbouring strips and the inputs that meet them, through one ring for a block.
+//
+// One warp copies: a unit of each strip, and the prepared inputs of the unit's rows behind them.
+// The ring holds as many units as fit, laid without wrapping. Each unit has three barriers: all its
+// bytes have come; its inputs are summed up, which another warp does; all warps are done with it.
+#pragma once
+
+#include "hopper.cuh"
+#include "quant_decode.cuh"
+#include "quant_wide_work.cuh"
+
+#if defined(__CUDACC__)
+
+namespace exl::cuda {
+
+constexpr int kRingUnits = 8;   // on their way or in use
+constexpr int kMultipliers = 8;  // warps, a strip each; then one that copies and one that sums
+constexpr int kMultiplierThreads = kMultipliers * kWarp;
+constexpr int kWideThreads = kMultiplierThreads + 2 * kWarp;
+
+constexpr uint32_t kLastOfShare = 1u << 31;  // beside the unit's blocks
+
+struct WideEntry {
+    uint32_t unit;  // as ExlQuantUnit has it: first_block, bits, blocks; blocks 0: no unit
+    int32_t at;
+    int32_t inputs;  // where they begin
+    int32_t end;
+
+    __device__ __forceinline__ int blocks() const { return unit >> 24 & 0x7f; }
+    __device__ __forceinline__ int bits() const { return unit >> 16 & 0xff; }
+    __device__ __forceinline__ bool is_last() const { return unit & kLastOfShare; }
+};
+
+// Shared memory ahead of the ring.
+template <int kRows>
+struct WideState {
+    alignas(128) float input_sums[kRingUnits][kRows];
+    WideEntry entries[kRingUnits];
+    uint64_t full[kRingUnits];
+    uint64_t summed[kRingUnits];
+    uint64_t empty[kRingUnits];
+    uint32_t is_last_to_come;
+
+#if EXL_IS_HOPPER
+    __device__ __forceinline__ void begin() {
+        const int warp = threadIdx.x / kWarp;
+        if (threadIdx.x % kWarp != 0 || warp >= kRingUnits) return;
+        barrier_init(&full[warp], 1);
+        barrier_init(&summed[warp], 1);
+        barrier_init(&empty[warp], kMultipliers);
+        fence_barrier_init();
+    }
+#endif
+};
+
+#if EXL_IS_HOPPER
+
+// What the copying warp does.
+template <int kRows>
+class WideCopies {
+public:
+    static constexpr int kBlockBytes = 64 * kRows;  // of the inputs
+
+    __device__ __forceinline__ WideCopies(
+        const WideArgs& args, WideState<kRows>& state, uint8_t* ring, int lane
+    )
+        : args_(args), walk_(args, blockIdx.x), state_(state), ring_(ring), lane_(lane) {}
+
+    __device__ __forceinline__ void run() {
+        // Weights before the kernel ahead has ended, and their inputs once it has.
+        while (open_share() && make_room(false)) issue(false);
+        wait_for_inputs();
+        if (issued_ > 0) copy_first_inputs();
+        while (open_share()) {
+            make_room(true);
+            issue(true);
+        }
+    }
+
+private:
+    // The share that is being copied, or the next one that is not empty; false at the end.
+    __device__ __forceinline__ bool open_share() {
+        if (is_open_) return true;
+        WideShare share;
+        uint32_t tile;
+        do {
+            if (walk_.left == 0) return false;
+            share = walk_.share(args_, half_);
+            tile = walk_.tile;
+            half_ = args_.is_gated() ? 1 - half_ : 0;
+            if (half_ == 0) walk_.advance(args_);
+        } while (share.begin == share.end);
+        const WidePart& part = args_.parts[share.part];
+        next_ = first_unit_from(part, share.begin, lane_);
+        last_ = first_unit_from(part, share.end, lane_);
+        const int first_strip = kTileStrips * static_cast<int>(tile);
+        units_ = part.units;
+        inputs_ = part.inputs;
+        header_bytes_ = part.header_bytes;
+        strips_ = min(kTileStrips, part.strips - first_strip);
+        from_ = part.tiles + (first_strip + lane_) * part.strip_bytes;
+        is_open_ = true;
+        read_unit();
+        return true;
+    }
+
+    __device__ __forceinline__ void read_unit() {
+        unit_ = 0;
+        if (next_ < last_) {
+            offset_ = __ldg(&units_[next_].offset);
+            unit_ = __ldg(reinterpret_cast<const uint32_t*>(&units_[next_]) + 1);
+        }
+    }
+
+    // Bytes of the unit in a strip, and of its inputs.
+    __device__ __forceinline__ int strip_size() const {
+        const int blocks = unit_ >> 24, bits = unit_ >> 16 & 0xff;
+        return blocks == 0 ? 0 : header_bytes_ + 128 * bits * blocks;
+    }
+    __device__ __forceinline__ int inputs_size() const { return kBlockBytes * (unit_ >> 24); }
+
+    __device__ __forceinline__ bool make_room(bool may_wait) {
+        const int size = kTileStrips * strip_size() + inputs_size();
+        for (;;) {
+            if (issued_ - freed_ < kRingUnits) {
+                const bool wraps = write_ + size > args_.ring_bytes;
+                if (is_ahead_ ? !wraps && write_ + size <= read_ : !wraps || size <= read_) {
+                    return true;
+                }
+            }
+            if (!may_wait) return false;
+            const uint32_t slot = freed_ % kRingUnits;
+            barrier_wait(&state_.empty[slot], freed_ / kRingUnits & 1);
+            if (state_.entries[slot].at < read_) is_ahead_ = false;
+            read_ = state_.entries[slot].end;
+            if (++freed_ == issued_) write_ = read_ = 0, is_ahead_ = false;
+        }
+    }
+
+    // Begins the copies of the unit, for which there is room.
+    __device__ __forceinline__ void issue(bool with_inputs) {
+        const uint32_t slot = issued_ % kRingUnits;
+        const int size = strip_size(), inputs_bytes = inputs_size();
+        const int whole = kTileStrips * size + inputs_bytes;
+        const bool wraps = write_ + whole > args_.ring_bytes;
+        const int at = wraps ? 0 : write_;
+        const bool is_last = next_ + 1 >= last_;
+        uint64_t* barrier = &state_.full[slot];
+        if (lane_ == 0) {
+            const uint32_t flags = is_last ? kLastOfShare : 0;
+            state_.entries[slot] = {unit_ | flags, at, at + whole - inputs_bytes, at + whole};
+            barrier_arrive_expecting(barrier, strips_ * size + inputs_bytes);
+        }
+        __syncwarp();
+        if (size > 0) {
+            if (lane_ < strips_) {
+                copy_bulk(ring_ + at + lane_ * size, from_ + offset_, size, barrier);
+            } else if (lane_ == kTileStrips && with_inputs) {
+                const __half* inputs = inputs_ + (unit_ & 0xffff) * (kBlockBytes / 2);
+                copy_bulk(ring_ + at + whole - inputs_bytes, inputs, inputs_bytes, barrier);
+            }
+            // A lane of its own to each of the first units.
+            if (!with_inputs && lane_ == static_cast<int>(issued_)) {
+                first_inputs_ = inputs_ + (unit_ & 0xffff) * (kBlockBytes / 2);
+            }
+        }
+        is_ahead_ |= wraps;
+        write_ = at + whole;
+        ++issued_;
+        ++next_;
+        is_open_ = !is_last;
+        if (is_open_) read_unit();
+    }
+
+    __device__ __forceinline__ void copy_first_inputs() {
+        __syncwarp();
+        if (first_inputs_ != nullptr) {
+            const WideEntry entry = state_.entries[lane_];
+            copy_bulk(
+                ring_ + entry.inputs, first_inputs_, entry.end - entry.inputs, &state_.full[lane_]
+            );
+        }
+        __syncwarp();
+    }
+
+    const WideArgs& args_;
+    WideWalk walk_;  // of the share to open next
+    WideState<kRows>& state_;
+    uint8_t* ring_;
+    int lane_;
+    int half_ = 0;
+    // The share that is being copied, and its next unit.
+    bool is_open_ = false;
+    const ExlQuantUnit* units_ = nullptr;
+    const __half* inputs_ = nullptr;
+    const uint8_t* from_ = nullptr;  // of the lane's strip
+    int header_bytes_ = 0, strips_ = 0;
+    int next_ = 0, last_ = 0;
+    uint32_t unit_ = 0, offset_ = 0;
+    // The ring.
+    const __half* first_inputs_ = nullptr;
+    uint32_t issued_ = 0, freed_ = 0;
+    int write_ = 0, read_ = 0;
+    bool is_ahead_ = false;  // writing has begun again at 0, reading not yet
+};
+
+// Sums of a unit's inputs by row of the batch: a product with ones.
+template <int kRows>
+__device__ __forceinline__ void sum_inputs(
+    WideState<kRows>& state, const WideEntry& entry, const uint8_t* ring, uint32_t slot, int lane
+) {
+    const auto* words = reinterpret_cast<const uint32_t*>(ring + entry.inputs) + lane;
+    float sums[kRows / 8][4] = {};
+#pragma unroll 1
+    for (int i = 0; i < entry.blocks(); ++i) {
+        constexpr uint32_t kOnes = 0x3c003c00;
+        const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+#pragma unroll
+        for (int step = 0; step < 2; ++step) {
+#pragma unroll
+            for (int q = 0; q < kRows / 8; ++q) {
+                const uint32_t* of = words + 8 * kRows * step + 32 * q;
+                mma_16816(sums[q], ones, of[0], of[4 * kRows]);
+            }
+        }
+        words += 16 * kRows;
+    }
+    if (lane < 4) {
+#pragma unroll
+        for (int q = 0; q < kRows / 8; ++q) {
+            *reinterpret_cast<float2*>(&state.input_sums[slot][8 * q + 2 * lane]) =
+                make_float2(sums[q][0], sums[q][1]);
+        }
+    }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(&state.summed[slot]);
+}
+
+// What the summing warp does.
+template <int kRows>
+__device__ __forceinline__ void sum_all_inputs(
+    const WideArgs& args, WideState<kRows>& state, const uint8_t* ring, int lane
+) {
+    wait_for_inputs();
+    uint32_t taken = 0;
+    for (WideWalk walk(args, blockIdx.x); walk.left > 0; walk.advance(args)) {
+        for (int half = 0; half < (args.is_gated() ? 2 : 1); ++half) {
+            const WideShare share = walk.share(args, half);
+            if (share.begin == share.end) continue;
+            WideEntry entry;
+            do {
+                const uint32_t slot = taken % kRingUnits;
+                barrier_wait(&state.full[slot], taken / kRingUnits & 1);
+                entry = state.entries[slot];
+                sum_inputs<kRows>(state, entry, ring, slot, lane);
+                ++taken;
+            } while (!entry.is_last());
+        }
+    }
+}
+
+#endif  // EXL_IS_HOPPER
+
+}  // namespace exl::cuda
+
+#endif  // __CUDACC__
