@@ -9,7 +9,8 @@ loading, tokenizing, scheduling, and any other way of sampling.
   decode    after `depth` tokens, N steps of one token for each of `batch` sequences, each step fed
             with what the one before drew; every sequence has pages of its own
 
-Every measurement runs once unmeasured, then `repeat` times; the median is the figure and the
+Every measurement runs unmeasured first, once, or on a GPU until passes of its shape have become
+graphs; then `repeat` times. The median is the figure and the
 extremes are kept. Decoding does not depend on the length of the prompts, so it is measured once for
 each batch size.
 
@@ -32,6 +33,7 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat
 from exl_core.errors import RequestError
 from exl_core.load import LoadedModel
+from exl_core.model.pass_graphs import MEETINGS
 from exl_core.model.transformer import Transformer
 from exl_core.ops.table import OpTable
 from exl_eval.gpu import copy_bandwidth, count_launches
@@ -175,7 +177,7 @@ class _Decoded:
 
 
 class _Bench:
-    """Runs each measurement once unmeasured and then `repeat` times."""
+    """Runs each measurement unmeasured first and then `repeat` times."""
 
     def __init__(
         self,
@@ -190,7 +192,8 @@ class _Bench:
         self._on_measured = on_measured
         sizes = len(dict.fromkeys(options.batch))
         measurements = len(options.prefill) * len(options.batch) + sizes
-        self._total = measurements * (options.repeat + 1)
+        self._unmeasured = 1 if self._device.type == "cpu" else MEETINGS
+        self._total = measurements * (options.repeat + self._unmeasured)
         self._done = 0
         self.device_peak_bytes: int | None = None
         self.device_working_bytes: int | None = None
@@ -250,10 +253,11 @@ class _Bench:
 
     def _repeated(self, once: Callable[[], float], what: str) -> Spread:
         rates = []
-        for _ in range(self._options.repeat + 1):
+        for _ in range(self._options.repeat + self._unmeasured):
             if self._on_measured is not None:
                 self._on_measured(self._done, self._total, what)
             rates.append(once())
             self._done += 1
-        measured = rates[1:]  # the first warms caches, clocks and the allocator
+        # The first warms caches, clocks and the allocator.
+        measured = rates[self._unmeasured :]
         return Spread(median(measured), min(measured), max(measured))
