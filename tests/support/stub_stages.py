@@ -89,7 +89,7 @@ def allocate(layers: Any, bits: float) -> Allocation:
 
 
 def quantize_layer(
-    source: LayerSource, config: Any, allocation: Allocation, states: Any, **_: Any
+    source: LayerSource, config: Any, allocation: Allocation, states: Any
 ) -> QuantizedPart:
     states.source.mul_(0.9)
     states.quantized.mul_(0.9).add_(0.001 * source.layer)

@@ -75,8 +75,6 @@ def convert(source: Source, layers: list[LayerMeasurement], bits: float) -> dict
             source.config,
             allocation,
             states,
-            sensitivity=source.sensitivity,
-            options=OPTIONS,
         )
         tensors |= part.tensors
         assert [r.layout for r in part.reports] == [

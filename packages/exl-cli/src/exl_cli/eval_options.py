@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 
@@ -85,6 +85,7 @@ Bos = Annotated[
         "a tokenizer that adds BOS by itself, or with one that does not.",
     ),
 ]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the random draws.")]
 Resume = Annotated[
     Path | None,
     typer.Option(
@@ -172,6 +173,26 @@ def text_facts(text: TextFacts) -> dict[str, str]:
 
 def windows_text(text: TextFacts) -> str:
     return f"{text.windows} {'window' if text.windows == 1 else 'windows'} of {text.ctx}"
+
+
+class Run(Protocol):
+    """What a record of a run says of what ran, and on what."""
+
+    @property
+    def model(self) -> str: ...
+    @property
+    def kv_format(self) -> str: ...
+    @property
+    def exact(self) -> bool: ...
+    @property
+    def device(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+
+
+def running_text(run: Run) -> str:
+    machine = f"{run.threads} threads" if run.device == "cpu" else run.device
+    return f"{run.model}, {run.kv_format} cache{', exact' * run.exact}, {machine}"
 
 
 def model_text(model: ModelFacts) -> str:

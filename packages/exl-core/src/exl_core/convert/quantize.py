@@ -32,7 +32,6 @@ from exl_core.convert.plan import (
     Layout,
     MatrixReport,
 )
-from exl_core.convert.sensitivity import Sensitivity
 from exl_core.convert.stream import Stream
 from exl_core.weights.checkpoint import Checkpoint
 
@@ -51,9 +50,6 @@ def quantize_layer(
     config: ModelConfig,
     allocation: Allocation,
     states: States,
-    *,
-    sensitivity: Sensitivity,  # noqa: ARG001 - every stage after it has it
-    options: ConvertOptions,  # noqa: ARG001 - every stage has them
 ) -> QuantizedPart:
     """All tensors of one layer. `states` become those after it."""
     done = _quantize_matrices(source, config, allocation, states)

@@ -76,10 +76,9 @@ class Stages:
         """All stages up to the tensors of the output, which are then in the work directory."""
         self._tunes()
         rows = self._calibrate()
-        sensitivity = self._sense(rows.token_ids)
-        measurement = self.given or self._measure(rows, sensitivity)
+        measurement = self.given or self._measure(rows)
         allocation = allocate(measurement.layers, self.bits)
-        self._quantize(rows.token_ids, allocation, sensitivity)
+        self._quantize(rows.token_ids, allocation)
         self._tune(rows.token_ids)
         return Computed(rows, measurement, allocation)
 
@@ -109,9 +108,10 @@ class Stages:
             self.work.write_tensors(SENSITIVITY, found)
         return self.work.read_tensors(SENSITIVITY)
 
-    def _measure(self, rows: CalibrationRows, sensitivity: Sensitivity) -> Measurement:
+    def _measure(self, rows: CalibrationRows) -> Measurement:
         work, count = self.work, self.config.num_layers
         if not work.has(MEASUREMENT):
+            sensitivity = self._sense(rows.token_ids)
             with self._stage(Stage.MEASURE) as step:
                 first, held = self._resume_states("measure")
                 states = held["states"] if held else self._embed(rows.token_ids)
@@ -138,9 +138,7 @@ class Stages:
         work.remove(*(f"measured-{layer:05d}.json" for layer in range(count)))
         return Measurement.read(work.folder / MEASUREMENT)
 
-    def _quantize(
-        self, token_ids: Tensor, allocation: Allocation, sensitivity: Sensitivity
-    ) -> None:
+    def _quantize(self, token_ids: Tensor, allocation: Allocation) -> None:
         if self.work.has(ENDS_FACTS):
             return
         count = self.config.num_layers
@@ -157,8 +155,6 @@ class Stages:
                     self.config,
                     allocation,
                     states,
-                    sensitivity=sensitivity,
-                    options=self.options,
                 )
                 self._save_part(*layer_files(layer), part, Stage.QUANTIZE)
                 both = {"source": states.source, "quantized": states.quantized}

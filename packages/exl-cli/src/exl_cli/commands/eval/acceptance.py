@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl_cli import engine_options, options, output
+from exl_cli import engine_options, eval_options, options, output
 from exl_cli.interrupt import exits_at_once
 from exl_core.cache.format import parse_cache_type
 from exl_core.errors import RequestError
@@ -33,7 +33,6 @@ Prompts = Annotated[
     int,
     typer.Option("--prompts", metavar="N", min=1, max=4, help="Prompts of each category."),
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the random draws.")]
 
 
 def acceptance(
@@ -45,7 +44,7 @@ def acceptance(
     draft_tokens: engine_options.DraftTokens = None,
     max_tokens: Replies = 64,
     prompts: Prompts = 4,
-    seed: Seed = 1,
+    seed: eval_options.Seed = 1,
     json: options.Json = False,
     quiet: options.Quiet = False,
     device: options.Device = "auto",
@@ -97,11 +96,9 @@ def _show(result: AcceptanceResult) -> None:
     from exl_cli.render import facts_table, print_answer
 
     drafter = "n-grams" if result.draft_model is None else result.draft_model
-    machine = f"{result.threads} threads" if result.device == "cpu" else result.device
     facts = facts_table(
         {
-            "model": f"{result.model}, {result.kv_format} cache{', exact' * result.exact}, "
-            f"{machine}",
+            "model": eval_options.running_text(result),
             "drafts": f"{drafter}, at most {result.draft_tokens} tokens",
             "prompts": f"{result.prompts} of each category, replies of at most "
             f"{result.max_tokens} tokens, seed {result.seed}",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl_cli import options, output
+from exl_cli import eval_options, options, output
 from exl_cli.interrupt import exits_at_once
 from exl_core.cache.format import parse_cache_type
 from exl_core.errors import ExlError, RequestError
@@ -43,7 +43,6 @@ Limit = Annotated[
     typer.Option("--limit", metavar="N", min=1, help="Only the first N documents of each task."),
 ]
 Chat = Annotated[bool, typer.Option("--chat", help="Apply the model's chat template.")]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the random draws.")]
 
 
 def tasks(
@@ -55,7 +54,7 @@ def tasks(
     fewshot: Fewshot = None,
     limit: Limit = None,
     chat: Chat = False,
-    seed: Seed = 1234,
+    seed: eval_options.Seed = 1234,
     json: options.Json = False,
     quiet: options.Quiet = False,
     device: options.Device = "auto",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl_cli import options, output
+from exl_cli import eval_options, options, output
 from exl_cli.interrupt import exits_at_once
 from exl_core.cache.format import parse_cache_type
 
@@ -56,14 +56,13 @@ CacheTokens = Annotated[
         rich_help_panel="Running",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the random draws.")]
 
 
 def throughput(
     *,
     workload: Workload = None,
     model: Model = None,
-    seed: Seed = 1,
+    seed: eval_options.Seed = 1,
     json: options.Json = False,
     quiet: options.Quiet = False,
     device: options.Device = "auto",
@@ -100,12 +99,10 @@ def throughput(
 def _show(result: ThroughputResult) -> None:
     from exl_cli.render import columns_table, facts_table, print_answer
 
-    machine = f"{result.threads} threads" if result.device == "cpu" else result.device
     offered = "all at once" if result.offered_per_s is None else f"{result.offered_per_s:.2f}/s"
     facts = facts_table(
         {
-            "model": f"{result.model}, {result.kv_format} cache{', exact' * result.exact}, "
-            f"{machine}",
+            "model": eval_options.running_text(result),
             "requests": f"{result.requests}, offered {offered}, done {result.requests_per_s:.2f}/s "
             f"in {result.seconds:.2f} s; at most {result.most_running} at once "
             f"(limit {result.max_batch})",
