@@ -10,7 +10,7 @@ from exl_core.convert.gptq import DAMPING, Variant, factorize, plain_factor, qua
 from exl_core.convert.matrix import MatrixQuantizer
 from exl_core.convert.moments import Moments
 from exl_core.convert.plan import Layout
-from exl_core.convert.scales import exact_scales
+from exl_core.convert.scales import exact_scales, group_scales
 
 TRIALS = 8
 
@@ -211,3 +211,17 @@ def test_unpadded_outputs_and_a_short_last_group() -> None:
     assert matrix.packed.out_features == 32
     assert [group.rows for group in matrix.packed.groups] == [64, 64, 32]
     assert matrix.weight.shape == (n, k)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(32, 7), (64, 33), (5, 1)])
+def test_scales_of_variants_at_once_are_those_of_each_alone(rows: int, columns: int) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    bits = (2, 5, 3, 8, 3)
+    values = torch.randn(rows, len(bits), columns, generator=generator)
+    values[:, 4] = 0  # a variant without any scale
+    curvature = torch.rand(rows, generator=generator)
+    together = group_scales(values, curvature, bits, TRIALS)
+    for i, width in enumerate(bits):
+        alone = group_scales(values[:, i : i + 1], curvature, (width,), TRIALS)
+        for all_of_them, one in zip(together, alone, strict=True):
+            assert torch.equal(all_of_them[i], one[0])

@@ -12,7 +12,7 @@ K input features, N columns. All tensors are float32 on one device unless said o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -114,12 +114,14 @@ def quantize_columns(
     costs = []
     for first in range(0, features, ROW_STEP):
         block = slice(first, min(first + ROW_STEP, features))
-        for variant, groups, scales in zip(variants, starts, found, strict=True):
-            if first in groups:
-                bits, stop = groups[first]
-                span, own = slice(first, stop), variant.columns
-                scales.append(group_scales(rest[span, own], factor.curvature[span], bits, trials))
-                grid.set(own, scales[-1].scales, zero_point(bits))
+        for stop, places in _beginning(variants, starts, first, weight):
+            span = slice(first, stop)
+            bits = [starts[place][first][0] for place in places]
+            values = torch.stack([rest[span, variants[place].columns] for place in places], 1)
+            scales = group_scales(values, factor.curvature[span], bits, trials)
+            for i, place in enumerate(places):
+                found[place].append(GroupScales(*(part[i] for part in scales)))
+                grid.set(variants[place].columns, scales.scales[i], zero_point(bits[i]))
         work = _Block(rest[block], codes[block], rounded[block], factor.feedback[block, block])
         errors = _round_block(work, grid)
         left = factor.curvature[block] @ errors.square()  # [N]
@@ -134,6 +136,24 @@ def quantize_columns(
         for scales in found
     ]
     return Rounded(codes, scales_of, rounded, torch.stack(costs))
+
+
+def _beginning(
+    variants: Sequence[Variant],
+    starts: Sequence[Mapping[int, tuple[int, int]]],
+    first: int,
+    weight: Tensor,
+) -> list[tuple[int, list[int]]]:
+    """Where a group begins at row `first`: the row after it, and the variants' places. Those of
+    one size are one piece of work on a GPU, which would wait for each launch; on a CPU each is
+    one alone, for its cache."""
+    alike: dict[tuple[int, int, int], list[int]] = {}
+    for place, (variant, groups) in enumerate(zip(variants, starts, strict=True)):
+        if first in groups:
+            stop, columns = groups[first][1], weight[first, variant.columns].numel()
+            key = (stop, columns, 0 if weight.is_cuda else place)
+            alike.setdefault(key, []).append(place)
+    return [(stop, places) for (stop, _, _), places in alike.items()]
 
 
 def _starts(groups: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]]:

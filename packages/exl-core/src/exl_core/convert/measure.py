@@ -30,7 +30,10 @@ from exl_core.convert.stream import Stream
 
 TRIALS = 8
 MEASURED_ROWS = 16  # layouts are compared with each other, and that takes fewer than codes do
-COLUMNS_AT_ONCE = 4096  # forms of a matrix are tried side by side: 32 rows then fill a cache
+CPU_COLUMNS, GPU_VALUES = 4096, 1 << 28
+"""Forms of a matrix are tried side by side. 32 rows of so many columns fill a CPU's cache; a GPU is
+the faster the wider they are, up to a copy of the matrix in all its forms of 1 GB."""
+
 FAST_SIZES = dict.fromkeys(WIDTHS, (64,)) | {4: GROUP_SIZES}
 """Group sizes that are tried at each width; others follow from how 4 bits fare with them."""
 
@@ -43,9 +46,7 @@ def measure_layer(
     sensitivity: Sensitivity,
     options: ConvertOptions,
 ) -> LayerMeasurement:
-    """`states` float32 [rows, length, hidden], or those of the first MEASURED_ROWS rows, become
-    those after the (unquantized) layer."""
-    states = states[:MEASURED_ROWS]
+    """`states` float32 [rows, length, hidden] become those after the (unquantized) layer."""
     measured: list[MatrixMeasurement] = []
     with workers(source.device) as crew:
         stream = Stream(source.block(config), source.products(), states, source.device, crew)
@@ -85,9 +86,10 @@ def _measure(
         cost = quantize_columns(weight, factor, variants, TRIALS, weights).cost / 2
         return [one.tolist() for one in cost.T]
 
+    columns = GPU_VALUES // len(hessian) if hessian.is_cuda else CPU_COLUMNS
     jobs = []
     for part in parts:
-        step = max(1, COLUMNS_AT_ONCE // len(source.matrix(part)))
+        step = max(1, columns // len(source.matrix(part)))
         jobs += [(part, forms[i : i + step]) for i in range(0, len(forms), step)]
     found = (costs for results in crew.each(run, jobs) for costs in results)
     measured = []

@@ -6,18 +6,23 @@ rows count by their curvature (`gptq.py`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 SMALLEST = {2: 0.3, 3: 0.45, 4: 0.6, 5: 0.7, 6: 0.75, 8: 0.85}
 """By width: the smallest scale that may be best, as a share of one that cuts no value off."""
+Zero = Any
+"""An int, or int-valued [V, 1] where variants differ: clamping to numbers is faster on a CPU."""
+
 LARGEST_TRIED = (1.0, 0.94)  # of the best scale of all columns: the codes' grid moves with it
 
 
 class GroupScales(NamedTuple):
-    """Codes uint8 [N], exact scales float32 [N], and the largest one, a float16 scalar."""
+    """Of V variants: codes uint8 [V, N], exact scales float32 [V, N], and of each variant the
+    largest one, float16 [V]."""
 
     codes: Tensor
     scales: Tensor
@@ -35,43 +40,52 @@ def exact_scales(largest: Tensor, codes: Tensor) -> Tensor:
     return ((codes.float() + 1).square() * step).half().float()
 
 
-def group_scales(values: Tensor, curvature: Tensor, bits: int, trials: int) -> GroupScales:
-    """The best of `trials` scales for each column of values [rows, N], rows weighted by
-    curvature [rows], brought to codes that all columns share."""
-    zero = zero_point(bits)
-    whole = torch.maximum(values.amax(0) / (zero - 1), -values.amin(0) / zero)  # [N]
+def group_scales(
+    values: Tensor, curvature: Tensor, bits: Sequence[int], trials: int
+) -> GroupScales:
+    """The best of `trials` scales for each column of values [rows, V, N], rows weighted by
+    curvature [rows], brought to codes that the N columns of a variant share. The V variants have
+    widths of their own, `bits`."""
+    zero: Zero = zero_point(bits[0])
+    if len(set(bits)) > 1:
+        zero = values.new_tensor([[zero_point(width)] for width in bits])  # [V, 1]
+    smallest = [torch.linspace(1.0, SMALLEST[width], trials) for width in bits]
+    shares = torch.stack(smallest, 1)[:, :, None].to(values.device)  # [trials, V, 1]
+    whole = torch.maximum(values.amax(0) / (zero - 1), -values.amin(0) / zero)  # [V, N]
     weights = curvature / curvature.sum().clamp(min=torch.finfo(torch.float32).tiny)
-    best, chosen = torch.full_like(whole, torch.inf), whole.clone()
-    for share in torch.linspace(1.0, SMALLEST[bits], trials).tolist():
-        scale = whole * share
-        error = _error(values, weights, scale, zero)
-        is_better = error < best
-        best = torch.where(is_better, error, best)
-        chosen = torch.where(is_better, scale, chosen)
+    best, chosen = torch.full_like(whole, torch.inf), whole
+    at_once = trials if values.is_cuda else 1  # what a GPU waits for is launches
+    for some in torch.split(shares, at_once):
+        scales = whole * some
+        errors, places = _errors(values, weights, scales, zero).min(0)
+        chosen = torch.where(errors < best, scales.gather(0, places[None])[0], chosen)
+        best = torch.minimum(errors, best)
     return _coded(values, weights, chosen, zero)
 
 
-def _coded(values: Tensor, weights: Tensor, wanted: Tensor, zero: int) -> GroupScales:
-    """The codes next to the wanted scales [N] that err least."""
-    least: Tensor | None = None
-    for share in LARGEST_TRIED:
-        largest = (wanted.max() * share).clamp(max=65504.0).half()
-        step = (largest.float() / 256).half().float()
-        root = (wanted / (256 * step)).nan_to_num(0.0, 1.0, 0.0).sqrt() * 16 - 1  # [N]
-        low = root.floor().clamp(0, 15)
-        high = (low + 1).clamp(max=15)
-        errors = [_error(values, weights, exact_scales(largest, c), zero) for c in (low, high)]
-        codes = torch.where(errors[1] < errors[0], high, low)
-        total = torch.minimum(*errors).sum()
-        if least is None or bool(total < least):
-            least, found = total, (codes, largest)
-    codes, largest = found
-    return GroupScales(codes.to(torch.uint8), exact_scales(largest, codes), largest)
+def _coded(values: Tensor, weights: Tensor, wanted: Tensor, zero: Zero) -> GroupScales:
+    """The codes next to the wanted scales [V, N] that err least."""
+    tried = [(wanted.amax(1) * share).clamp(max=65504.0).half() for share in LARGEST_TRIED]
+    largest = torch.stack(tried)[:, :, None]  # [L, V, 1]
+    step = (largest.float() / 256).half().float()
+    root = (wanted / (256 * step)).nan_to_num(0.0, 1.0, 0.0).sqrt() * 16 - 1
+    low = root.floor().clamp(0, 15)  # [L, V, N]
+    codes = torch.stack((low, (low + 1).clamp(max=15)))  # [2, L, V, N]
+    scales = exact_scales(largest, codes)
+    errors = _errors(values, weights, scales.flatten(0, 1), zero).view_as(codes)
+    is_higher = errors[1] < errors[0]
+    totals = torch.where(is_higher, errors[1], errors[0]).sum(2)  # [L, V]
+    best = totals.argmin(0)  # [V]
+    variants = torch.arange(len(best), device=best.device)
+    chosen = torch.where(is_higher, codes[1], codes[0])[best, variants]  # [V, N]
+    largest = largest[best, variants]  # [V, 1]
+    return GroupScales(chosen.to(torch.uint8), exact_scales(largest, chosen), largest[:, 0])
 
 
-def _error(values: Tensor, weights: Tensor, scale: Tensor, zero: int) -> Tensor:
-    """Weighted squared error of rounding at a scale [N]: [N]."""
-    inverse = torch.where(scale > 0, 1 / scale, 0.0)
-    step = (values * inverse).round_().clamp_(-zero, zero - 1)
-    error = step.mul_(scale).sub_(values).square_()
-    return weights @ error
+def _errors(values: Tensor, weights: Tensor, scales: Tensor, zero: Zero) -> Tensor:
+    """Weighted squared error of rounding values [rows, V, N] at scales [C, V, N]: [C, V, N]."""
+    values = values[:, None]
+    inverse = torch.where(scales > 0, 1 / scales, 0.0)
+    step = (values * inverse).round_().clamp_(-zero, zero - 1)  # [rows, C, V, N]
+    error = step.mul_(scales).sub_(values).square_()
+    return (weights @ error.flatten(1)).view_as(scales)

@@ -21,7 +21,7 @@ from exl_core.convert.allocate import allocate
 from exl_core.convert.calibration import CalibrationRows
 from exl_core.convert.events import ConversionStopped, Event, OnEvent, Stage
 from exl_core.convert.layers import States, embed_rows, read_layer
-from exl_core.convert.measure import measure_layer
+from exl_core.convert.measure import MEASURED_ROWS, measure_layer
 from exl_core.convert.measurement import Measurement
 from exl_core.convert.plan import Allocation, ConvertOptions, LayerMeasurement
 from exl_core.convert.publish import digest
@@ -114,7 +114,7 @@ class Stages:
             sensitivity = self._sense(rows.token_ids)
             with self._stage(Stage.MEASURE) as step:
                 first, held = self._resume_states("measure")
-                states = held["states"] if held else self._embed(rows.token_ids)
+                states = held["states"] if held else self._embed(rows.token_ids[:MEASURED_ROWS])
                 for layer in range(first, count):
                     step(layer, count)
                     found = measure_layer(
