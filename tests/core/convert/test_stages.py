@@ -197,5 +197,4 @@ def divergence(source: Source, tensors: dict[str, Tensor]) -> float:
     with workers(CPU) as crew, torch.no_grad():
         wanted = tune._source_states(source.checkpoint, source.config, source.token_ids, CPU, crew)
         model = tune._Tuned.of(source.checkpoint, source.config, tensors, CPU)
-    rows = range(len(source.token_ids))
-    return sum(model.gradients(source.token_ids[row], wanted[row])[0] for row in rows) / len(rows)
+    return model.gradients(source.token_ids, wanted)[0]

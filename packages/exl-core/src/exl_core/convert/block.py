@@ -10,13 +10,14 @@ T tokens of each, H query heads, K key/value heads, D head dimension.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
 from exl_core.arch.key_map import layer_prefix
-from exl_core.arch.spec import Activation, HeadNorm, ModelConfig, Residual, Window
+from exl_core.arch.spec import Activation, HeadNorm, ModelConfig, Residual, RopeConfig, Window
 from exl_core.model.rotation import RotationTable
 
 Linear = Callable[[str, Tensor], Tensor]
@@ -41,7 +42,6 @@ class Block:
         self._window = config.window_of(layer)
         is_local = config.layer_windows[layer] is Window.LOCAL
         self._rope = config.local_rope if is_local and config.local_rope else config.rope
-        self._rotations: dict[int, tuple[Tensor, Tensor]] = {}
         self._is_sandwich = config.arch.residual is Residual.SANDWICH
 
     def qkv_input(self, x: Tensor) -> Tensor:
@@ -93,14 +93,15 @@ class Block:
     def _turned(self, x: Tensor) -> Tensor:
         """RoPE of x [R, heads, T, D] in pairs (i, i + rotary_dim / 2)."""
         half = self._rope.rotary_dim // 2
-        length = x.shape[2]
-        if length not in self._rotations:
-            table = RotationTable(self._rope, torch.device("cpu"))
-            cos, sin = table.at(torch.arange(length))
-            self._rotations = {length: (cos.to(x.device), sin.to(x.device))}
-        cos, sin = self._rotations[length]
+        cos, sin = _rotations(self._rope, x.shape[2], x.device)
         a, b, rest = x.split_with_sizes([half, half, x.shape[3] - 2 * half], dim=3)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=3)
+
+
+@lru_cache(maxsize=4)  # layers of two kinds, and two lengths
+def _rotations(rope: RopeConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    cos, sin = RotationTable(rope, torch.device("cpu")).at(torch.arange(length))
+    return cos.to(device), sin.to(device)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -34,6 +34,9 @@ CPU_COLUMNS, GPU_VALUES = 4096, 1 << 28
 """Forms of a matrix are tried side by side. 32 rows of so many columns fill a CPU's cache; a GPU is
 the faster the wider they are, up to a copy of the matrix in all its forms of 1 GB."""
 
+_Job = list[tuple[str, tuple[int, int]]]
+"""Matrices, each in a form: its width and group size."""
+
 FAST_SIZES = dict.fromkeys(WIDTHS, (64,)) | {4: GROUP_SIZES}
 """Group sizes that are tried at each width; others follow from how 4 bits fare with them."""
 
@@ -73,24 +76,25 @@ def _measure(
     sizes = FAST_SIZES if options.fast else dict.fromkeys(WIDTHS, GROUP_SIZES)
     forms = [(bits, size) for bits in WIDTHS for size in sizes[bits]]
 
-    def run(job: tuple[str, Sequence[tuple[int, int]]]) -> list[list[float]]:
-        part, tried = job
-        weight = source.matrix(part).T[factor.order]  # [in, out]
-        k, n = weight.shape
-        variants = [
-            Variant(slice(i * n, i * n + n), Layout((Section(bits, 100, size),)).groups(k))
-            for i, (bits, size) in enumerate(tried)
-        ]
-        weights = sensitivity[f"{prefix}{part}.weight"].to(weight.device).repeat(len(tried))
-        weight = weight.repeat(1, len(tried))
-        cost = quantize_columns(weight, factor, variants, TRIALS, weights).cost / 2
+    def run(job: _Job) -> list[list[float]]:
+        stored = {part: source.matrix(part).T[factor.order] for part, _ in job}  # [in, out]
+        felt = [sensitivity[f"{prefix}{part}.weight"].to(hessian.device) for part, _ in job]
+        variants, first = [], 0
+        for part, (bits, size) in job:
+            k, n = stored[part].shape
+            groups = Layout((Section(bits, 100, size),)).groups(k)
+            variants.append(Variant(slice(first, first + n), groups))
+            first += n
+        weight = torch.cat([stored[part] for part, _ in job], 1)
+        cost = quantize_columns(weight, factor, variants, TRIALS, torch.cat(felt)).cost / 2
         return [one.tolist() for one in cost.T]
 
     columns = GPU_VALUES // len(hessian) if hessian.is_cuda else CPU_COLUMNS
-    jobs = []
-    for part in parts:
-        step = max(1, columns // len(source.matrix(part)))
-        jobs += [(part, forms[i : i + step]) for i in range(0, len(forms), step)]
+    jobs = _side_by_side(
+        [(part, form) for part in parts for form in forms],
+        [len(source.matrix(part)) for part in parts for _ in forms],
+        columns,
+    )
     found = (costs for results in crew.each(run, jobs) for costs in results)
     measured = []
     for part in parts:
@@ -105,6 +109,19 @@ def _measure(
         )
         measured.append(MatrixMeasurement(f"{prefix}{part}.weight", k * padded(n), candidates))
     return measured
+
+
+def _side_by_side(tried: _Job, widths: Sequence[int], columns: int) -> list[_Job]:
+    """Cut, in order, into jobs of at most so many columns, or of one matrix."""
+    jobs: list[_Job] = []
+    room = 0
+    for one, width in zip(tried, widths, strict=True):
+        if not jobs or width > room:
+            jobs.append([])
+            room = columns
+        jobs[-1].append(one)
+        room -= width
+    return jobs
 
 
 def _all_sizes(costs: dict[tuple[int, int], list[float]]) -> Costs:

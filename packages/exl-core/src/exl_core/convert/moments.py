@@ -35,18 +35,18 @@ def measure_moments(
     sources: Sequence[Tensor] | None,
     crew: Workers,
 ) -> Moments:
-    """`inputs` and `sources`: of each row [1, T, K], in any float type."""
+    """`inputs` and `sources`: [R, T, K] of some rows each, in any float type."""
     features = inputs[0].shape[-1]
     step = -(-features // _SPLITS)
     spans = [slice(first, first + step) for first in range(0, features, step)]
-    count = sum(x.shape[1] for x in inputs)
+    count = sum(x.shape[0] * x.shape[1] for x in inputs)
 
     def products(others: Sequence[Tensor]) -> Tensor:
         total = torch.zeros(features, features, device=inputs[0].device)
 
         def fill(span: slice) -> None:
             for x, other in zip(inputs, others, strict=True):
-                total[span].addmm_(x[0, :, span].float().T, other[0].float())
+                total[span].addmm_(x.flatten(0, 1)[:, span].float().T, other.flatten(0, 1).float())
 
         with coarse_products():  # the inputs are hardly better than bfloat16 anyway
             crew.each(fill, spans)

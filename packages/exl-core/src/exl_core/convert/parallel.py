@@ -2,7 +2,7 @@
 
 torch's own threads wait for each other after every small step, and split sums by their number. Here
 each piece has one thread, and what pieces give is put together in their order. On a GPU the pieces
-run one after the other.
+are larger and run one after the other.
 """
 
 from __future__ import annotations
@@ -20,11 +20,16 @@ Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
+GPU_ROWS = 8
+
+
 class Workers:
-    """Threads of one stage; see `workers`."""
+    """Threads of one stage; see `workers`. `rows_at_once`: of calibration rows, how many make one
+    piece of work."""
 
     def __init__(self, pool: ThreadPoolExecutor | None) -> None:
         self._pool = pool
+        self.rows_at_once = GPU_ROWS if pool is None else 1
 
     def each(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         """Results in the order of `items`; the first exception of any is raised."""

@@ -118,8 +118,8 @@ def quantize_ends(
 
         def normed(of: Tensor, factor: Tensor) -> list[Tensor]:
             factor = factor.to(device)
-            rows = (of[row : row + 1].to(device) for row in range(len(of)))
-            return crew.each(lambda x: rms_norm(x, factor, eps).to(dtype), rows)
+            pieces = (some.to(device) for some in torch.split(of, crew.rows_at_once))
+            return crew.each(lambda x: rms_norm(x, factor, eps).to(dtype), pieces)
 
         inputs = normed(states.quantized, as_factor(config, stored))
         moments = measure_moments(inputs, normed(states.source, norm), crew)

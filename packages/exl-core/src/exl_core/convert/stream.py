@@ -15,8 +15,8 @@ from exl_core.convert.parallel import Workers
 class Stream:
     """`states` float32 [rows, T, hidden], on the CPU, become those after the layer.
 
-    `steps` yields the matrices that come next; their inputs, [1, T, K] of each row, are then in
-    `inputs`. `product` is asked for a matrix only after that.
+    `steps` yields the matrices that come next; their inputs are then in `inputs`, [R, T, K] of some
+    rows each. `product` is asked for a matrix only after that.
     """
 
     def __init__(
@@ -32,33 +32,37 @@ class Stream:
 
     def steps(self) -> Iterator[tuple[str, ...]]:
         block = self._block
-        self._advance(lambda row: block.qkv_input(self._at(row)))
+        self._advance(lambda piece: block.qkv_input(self._at(piece)))
         yield QKV
-        self._advance(lambda row: block.mixed(*self._outputs(row, QKV)))
+        self._advance(lambda piece: block.mixed(*self._outputs(piece, QKV)))
         yield (OUTPUT,)
         self._advance(self._to_mlp)
         yield GATE_UP
-        self._advance(lambda row: block.gated(*self._outputs(row, GATE_UP)))
+        self._advance(lambda piece: block.gated(*self._outputs(piece, GATE_UP)))
         yield (DOWN,)
         self._advance(self._to_end)
         self.inputs = []
 
     def _advance(self, work: Callable[[int], Tensor]) -> None:
-        rows = range(len(self._states))
-        self.inputs = self._crew.each(lambda row: work(row).to(self._dtype), rows)
+        pieces = range(-(-len(self._states) // self._crew.rows_at_once))
+        self.inputs = self._crew.each(lambda piece: work(piece).to(self._dtype), pieces)
 
-    def _at(self, row: int) -> Tensor:
-        return self._states[row : row + 1].to(self._device)
+    def _rows(self, piece: int) -> slice:
+        step = self._crew.rows_at_once
+        return slice(piece * step, piece * step + step)
 
-    def _outputs(self, row: int, parts: tuple[str, ...]) -> list[Tensor]:
-        return [self._product(part, self.inputs[row]) for part in parts]
+    def _at(self, piece: int) -> Tensor:
+        return self._states[self._rows(piece)].to(self._device)
 
-    def _to_mlp(self, row: int) -> Tensor:
-        x = self._block.after_attention(self._at(row), *self._outputs(row, (OUTPUT,)))
-        self._states[row : row + 1] = x.to(self._states.device)
+    def _outputs(self, piece: int, parts: tuple[str, ...]) -> list[Tensor]:
+        return [self._product(part, self.inputs[piece]) for part in parts]
+
+    def _to_mlp(self, piece: int) -> Tensor:
+        x = self._block.after_attention(self._at(piece), *self._outputs(piece, (OUTPUT,)))
+        self._states[self._rows(piece)] = x.to(self._states.device)
         return self._block.gate_up_input(x)
 
-    def _to_end(self, row: int) -> Tensor:
-        x = self._block.after_mlp(self._at(row), *self._outputs(row, (DOWN,)))
-        self._states[row : row + 1] = x.to(self._states.device)
+    def _to_end(self, piece: int) -> Tensor:
+        x = self._block.after_mlp(self._at(piece), *self._outputs(piece, (DOWN,)))
+        self._states[self._rows(piece)] = x.to(self._states.device)
         return x[:, :0]

@@ -73,7 +73,8 @@ def tune_model(
                 RATE * min(1.0, share * 8) * (1 + math.cos(math.pi * share)) / 2
             )
             rows = [int(order[(step * ROWS_A_STEP + i) % len(order)]) for i in range(ROWS_A_STEP)]
-            found = crew.each(lambda row: model.gradients(token_ids[row], wanted[row]), rows)
+            pieces = torch.split(torch.tensor(rows), min(crew.rows_at_once, ROWS_A_STEP))
+            found = crew.each(lambda some: model.gradients(token_ids[some], wanted[some]), pieces)
             for place, knob in enumerate(knobs):
                 knob.grad = torch.stack([grads[place] for _, grads in found]).mean(0)
             adam.step()
@@ -169,18 +170,18 @@ class _Tuned:
         )
 
     def gradients(self, token_ids: Tensor, wanted: Tensor) -> tuple[float, list[Tensor]]:
-        """Mean divergence over a row's tokens, and its gradient by every knob."""
+        """Mean divergence over the tokens [R, T] of some rows, and its gradient by every knob."""
         config = self.config
         with torch.enable_grad():
             x = self._states(token_ids)
             norm = self.norms[FINAL_NORM] * self.knobs[FINAL_NORM].exp()
-            x = self._scaled("lm_head", rms_norm(x, norm, config.norm_eps))[0]
-            loss, of_x = self._divergence(x.detach(), wanted.to(self.device))
+            x = self._scaled("lm_head", rms_norm(x, norm, config.norm_eps)).flatten(0, 1)
+            loss, of_x = self._divergence(x.detach(), wanted.flatten(0, 1).to(self.device))
             grads = torch.autograd.grad(x, list(self.knobs.values()), of_x)
         return loss, list(grads)
 
     def _states(self, token_ids: Tensor) -> Tensor:
-        x = self.embed[token_ids].float()[None].to(self.device)
+        x = self.embed[token_ids].float().to(self.device)
         if self.config.arch.embed_scale is EmbedScale.SQRT_HIDDEN:
             x = x * math.sqrt(self.config.hidden_size)
         for layer in range(self.config.num_layers):
