@@ -22,6 +22,7 @@ from exl_core.model.adapters import AdapterUse
 from exl_core.model.pass_graphs import MEETINGS
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
+from exl_core.ops.cuda.attention import MET
 from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
@@ -76,6 +77,10 @@ class Sequences:
         self._random = torch.Generator().manual_seed(8)
         self._lengths = [0] * 4
 
+    def forget(self, i: int) -> None:
+        """The sequence begins anew, in the pages that it had."""
+        self._lengths[i] = 0
+
     def feed(self, **counts: tuple[int, LogitRows]) -> None:
         """`s2=(5, ALL)`: five tokens more of sequence 2."""
         segments = []
@@ -96,9 +101,14 @@ class Sequences:
 def test_passes_of_every_shape(pair: Pair, kv_format: KVFormat) -> None:
     run = Sequences(pair, kv_format)
     run.feed(s0=(1, LAST))  # decoding from nothing
-    run.feed(s1=(300, LAST), s2=(37, ALL))  # torch's attention, for a plain cache
-    run.feed(s1=(300, NONE))  # the kernel's, behind a past
-    run.feed(s3=(700, LAST))
+    run.feed(s1=(300, LAST), s2=(37, ALL))  # the kernel's attention: short rows come last
+    run.feed(s2=(1, ALL), s1=(300, ALL))  # torch's, for a plain cache, of long rows behind a past
+    for _ in range(MET + 1):  # and of those from the start; at last by another of its ways
+        run.forget(3)
+        run.feed(s0=(2, ALL), s3=(700, ALL))
+    run.feed(s3=(257, LAST), s1=(256, LAST))
+    run.forget(1)
+    run.feed(s1=(300, LAST))
     for i in range(MEETINGS + 2):  # by and by as graphs
         run.feed(s0=(1, LAST), s1=(1, LAST), s2=(1, LAST))
         run.feed(s0=(4 + i % 2, ALL))

@@ -1,16 +1,21 @@
 """Cache writing and attention on the GPU.
 
-A few rows of a sequence and any past go to the library's kernels, which read every cache format. A
-long first chunk over a float16 cache goes to torch's attention, which is faster there.
+A few rows of a sequence and any past go to the library's kernels, which read every cache format.
+Many rows over a float16 cache go to torch's attention, which is faster there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from itertools import pairwise
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from exl_core.ops.cuda.library import TYPES, Gpu
@@ -20,6 +25,27 @@ from exl_kernels import cuda
 
 MANY_QUERIES = 256
 """From so many rows of one sequence on, torch's attention is faster where it can be used."""
+
+GATHERED_BYTES = 128 << 20
+"""Most memory for the keys and values of one sequence that are brought together from their pages
+for it; with more than that behind them, rows go to the library's kernel."""
+
+MET = 2
+"""So often a number of rows has come before cuDNN may take them: half the time of flash attention,
+once it has spent 40 ms on a plan for just that number."""
+
+UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
+class Long(NamedTuple):
+    """Many rows of one sequence: `place` in the batch, first row and the one after the last, tokens
+    cached before them, and whether as many have come before."""
+
+    place: int
+    first: int
+    last: int
+    past: int
+    is_met: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +60,8 @@ class CudaBatch:
     sin: Tensor
     max_rows: int  # of one sequence
     max_keys: int  # of one sequence, or more
-    starts: tuple[int, ...] | None = None  # first rows, where no sequence has anything cached
+    long: tuple[Long, ...] = ()  # the sequences of many rows, where only those come last
+    short: CudaBatch | None = None  # those before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +78,7 @@ class Attention:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
+        self._met: Counter[int] = Counter()  # numbers of rows, of sequences with nothing cached
 
     def bind(  # noqa: PLR0917 - what a batch is made of
         self,
@@ -62,14 +90,14 @@ class Attention:
         sin: Tensor,
     ) -> CudaBatch:
         """Of tensors on the CPU: looked at, then uploaded."""
-        starts = row_starts.tolist()
+        starts, pasts = row_starts.tolist(), past_lens.tolist()
         counts = [last - first for first, last in pairwise(starts)]
-        lengths = [past + n for past, n in zip(past_lens.tolist(), counts, strict=True)]
+        lengths = [past + n for past, n in zip(pasts, counts, strict=True)]
 
         def upload(x: Tensor) -> Tensor:
             return x.to(self._gpu.device, non_blocking=True)
 
-        return CudaBatch(
+        batch = CudaBatch(
             page_table=upload(page_table),
             row_starts=upload(row_starts),
             past_lens=upload(past_lens),
@@ -78,8 +106,27 @@ class Attention:
             sin=upload(sin),
             max_rows=max(counts, default=0),
             max_keys=max(lengths, default=0),
-            starts=tuple(starts) if lengths == counts else None,
         )
+        cut = next((i for i, n in enumerate(counts) if n >= MANY_QUERIES), len(counts))
+        if cut == len(counts) or min(counts[cut:]) < MANY_QUERIES:
+            return batch
+        long = []
+        for i in range(cut, len(counts)):
+            is_met = pasts[i] == 0 and self._met[counts[i]] >= MET
+            if pasts[i] == 0:
+                self._met[counts[i]] += 1
+            long.append(Long(i, starts[i], starts[i + 1], pasts[i], is_met))
+        short = None
+        if starts[cut]:
+            short = replace(
+                batch,
+                page_table=batch.page_table[:cut],
+                row_starts=batch.row_starts[: cut + 1],
+                past_lens=batch.past_lens[:cut],
+                max_rows=max(counts[:cut]),
+                max_keys=max(lengths[:cut]),
+            )
+        return replace(batch, long=tuple(long), short=short)
 
     def write(
         self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
@@ -127,13 +174,20 @@ class Attention:
             slots=batch.slots.data_ptr(),
         )
         self._gpu.call("rope_write", args, _cache(key_cache, value_cache))
-        is_plain = key_cache.dtype is qkv.dtype and not scoring.softcap
-        sees_all = scoring.window == 0 or scoring.window >= batch.max_rows
-        if is_plain and sees_all and batch.starts is not None and batch.max_rows >= MANY_QUERIES:
-            heads = qkv.view(rows, -1, head_dim)
-            _attend_from_start(heads, q_heads, kv_heads, batch.starts, scoring.scale)
-            return
         queries = qkv[:, : q_heads * head_dim]
+        if _is_torchs(batch, scoring, qkv, key_cache):
+            if batch.short is not None:
+                few = queries[: batch.long[0].first]
+                self.mix(few, few, q_heads, batch.short, key_cache, value_cache, scoring)
+            heads = qkv.view(rows, -1, head_dim)
+            for one in batch.long:
+                own = heads[one.first : one.last]
+                if one.past:
+                    pages = batch.page_table[one.place]
+                    _attend_behind(own[:, :q_heads], key_cache, value_cache, pages, one, scoring)
+                else:
+                    _attend_from_start(own, q_heads, kv_heads, one, scoring)
+            return
         self.mix(queries, queries, q_heads, batch, key_cache, value_cache, scoring, to)
 
     def mix(  # noqa: PLR0917 - the op's operands
@@ -176,22 +230,61 @@ class Attention:
         self._gpu.call("attention", args, _cache(key_cache, value_cache))
 
 
+def _is_torchs(batch: CudaBatch, scoring: Scoring, qkv: Tensor, key_cache: Tensor) -> bool:
+    """Whether torch's attention can take the long sequences of a batch, and does not gather more
+    than it may."""
+    if not batch.long or key_cache.dtype is not qkv.dtype or scoring.softcap:
+        return False
+    behind = max((one.last - one.first + one.past for one in batch.long if one.past), default=0)
+    key_bytes = key_cache.shape[1] * key_cache.shape[3] * key_cache.element_size()
+    if behind and (key_cache.dtype is not torch.float16 or 2 * behind * key_bytes > GATHERED_BYTES):
+        return False
+    longest = max(behind, *(one.last - one.first for one in batch.long))
+    return scoring.window == 0 or scoring.window >= longest
+
+
 def _attend_from_start(
-    heads: Tensor, q_heads: int, kv_heads: int, starts: Sequence[int], scale: float
+    heads: Tensor, q_heads: int, kv_heads: int, rows: Long, scoring: Scoring
 ) -> None:
-    """heads [rows, q_heads + 2 kv_heads, d]: each sequence by itself; results replace queries.
+    """heads [rows, q_heads + 2 kv_heads, d] of a sequence: results replace queries.
 
     The keys and values of this pass are all there are, and are cached as they lie here.
     """
-    for first, last in pairwise(starts):
-        if first == last:
-            continue
-        own = heads[first:last].transpose(0, 1).unsqueeze(0)  # [1, heads, rows, d]
-        q, k, v = own[:, :q_heads], own[:, q_heads:-kv_heads], own[:, -kv_heads:]
+    own = heads.transpose(0, 1).unsqueeze(0)  # [1, heads, rows, d]
+    q, k, v = own[:, :q_heads], own[:, q_heads:-kv_heads], own[:, -kv_heads:]
+    with nullcontext() if rows.is_met else sdpa_kernel(UNPLANNED):
         mixed = scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q_heads > kv_heads
+            q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=q_heads > kv_heads
         )
-        q.copy_(mixed)
+    q.copy_(mixed)
+
+
+def _attend_behind(  # noqa: PLR0917 - the operands of attention
+    queries: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    pages: Tensor,
+    rows: Long,
+    scoring: Scoring,
+) -> None:
+    """queries [rows, heads, d] of a sequence with `rows.past` tokens before them: results replace
+    them. Keys and values are brought together from the sequence's pages."""
+    page_size, count = key_cache.shape[2], rows.past + rows.last - rows.first
+    pages = pages[: -(-count // page_size)].long()
+
+    def gathered(cache: Tensor) -> Tensor:  # [1, kv_heads, keys, d]
+        return cache.transpose(0, 1).index_select(1, pages).flatten(1, 2)[None, :, :count]
+
+    q, k, v = queries.transpose(0, 1)[None], gathered(key_cache), gathered(value_cache)
+    mixed = scaled_dot_product_attention(
+        q,
+        k,
+        v,
+        attn_mask=causal_lower_right(q.shape[2], count),
+        scale=scoring.scale,
+        enable_gqa=q.shape[1] > k.shape[1],
+    )
+    q.copy_(mixed)
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
