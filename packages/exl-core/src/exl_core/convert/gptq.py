@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from exl_core.convert.replay import Replay
 from exl_core.convert.scales import GroupScales, group_scales, zero_point
 
 ROW_STEP = 32
@@ -111,6 +112,7 @@ def quantize_columns(
     grid = _Grid(*(weight.new_empty(columns) for _ in range(3)))
     starts = [_starts(variant.groups) for variant in variants]
     found: list[list[GroupScales]] = [[] for _ in variants]
+    positions = torch.arange(columns, device=weight.device)
     costs = []
     for first in range(0, features, ROW_STEP):
         block = slice(first, min(first + ROW_STEP, features))
@@ -121,13 +123,12 @@ def quantize_columns(
             scales = group_scales(values, factor.curvature[span], bits, trials)
             for i, place in enumerate(places):
                 found[place].append(GroupScales(*(part[i] for part in scales)))
-                grid.set(variants[place].columns, scales.scales[i], zero_point(bits[i]))
-        work = _Block(rest[block], codes[block], rounded[block], factor.feedback[block, block])
-        errors = _round_block(work, grid)
-        left = factor.curvature[block] @ errors.square()  # [N]
-        if column_weights is not None:
-            left = left * column_weights
-        costs.append(torch.stack([left[variant.columns].sum() for variant in variants]))
+            own = torch.cat([positions[variants[place].columns] for place in places])
+            grid.set(own, scales.scales, bits)
+        errors, steps = _round_block(rest[block], factor.feedback[block, block], *grid)
+        torch.mul(steps, grid.scale, out=rounded[block])
+        codes[block].copy_(steps.add_(grid.zero))
+        costs.append(factor.curvature[block] @ errors.square())  # [N]
         if block.stop < features:
             after = factor.feedback[block, block.stop :]
             rest[block.stop :].addmm_(after.T, errors, alpha=-1)
@@ -135,7 +136,11 @@ def quantize_columns(
         (torch.stack([s.codes for s in scales]), torch.stack([s.largest for s in scales]))
         for scales in found
     ]
-    return Rounded(codes, scales_of, rounded, torch.stack(costs))
+    left = torch.stack(costs)  # [K / 32, N]
+    if column_weights is not None:
+        left *= column_weights
+    cost = torch.stack([left[:, variant.columns].sum(1) for variant in variants], 1)
+    return Rounded(codes, scales_of, rounded, cost)
 
 
 def _beginning(
@@ -172,33 +177,27 @@ class _Grid(NamedTuple):
     inverse: Tensor
     zero: Tensor
 
-    def set(self, columns: slice, scale: Tensor, zero: int) -> None:
-        self.scale[columns] = scale
-        self.inverse[columns] = torch.where(scale > 0, 1 / scale, 0.0)
-        self.zero[columns] = zero
+    def set(self, columns: Tensor, scales: Tensor, bits: Sequence[int]) -> None:
+        """Of variants of `bits`, scales [V, n] of the columns int64 [V * n]."""
+        zeros = torch.tensor([zero_point(width) for width in bits], dtype=scales.dtype)
+        inverse = torch.where(scales > 0, 1 / scales, 0.0)
+        zero = zeros.to(scales.device)[:, None].expand_as(scales)
+        for own, values in zip(self, (scales, inverse, zero), strict=True):
+            own.index_copy_(0, columns, values.flatten())
 
 
-class _Block(NamedTuple):
-    """Rows that are rounded in turn: their weights, room for codes and what they are read back as,
-    and their feedback on each other."""
-
-    weight: Tensor
-    codes: Tensor
-    rounded: Tensor
-    feedback: Tensor
-
-
-def _round_block(block: _Block, grid: _Grid) -> Tensor:
-    """The errors that are left in the rows [rows, N]."""
-    weight, feedback = block.weight, block.feedback
+@Replay
+def _round_block(
+    weight: Tensor, feedback: Tensor, scale: Tensor, inverse: Tensor, zero: Tensor
+) -> tuple[Tensor, ...]:
+    """Rows [rows, N] rounded in turn, each making up for the errors of those before it by
+    `feedback` [rows, rows]: the errors that are left, and codes less the code of 0."""
     errors, steps = torch.empty_like(weight), torch.empty_like(weight)
-    lowest, highest = -grid.zero, grid.zero - 1
+    lowest, highest = -zero, zero - 1
     for i in range(len(weight)):
-        step = torch.mul(weight[i], grid.inverse, out=steps[i]).round_()
+        step = torch.mul(weight[i], inverse, out=steps[i]).round_()
         torch.clamp(step, lowest, highest, out=step)
-        error = torch.addcmul(weight[i], step, grid.scale, value=-1, out=errors[i])
+        error = torch.addcmul(weight[i], step, scale, value=-1, out=errors[i])
         if i + 1 < len(weight):
             weight[i + 1 :].addr_(feedback[i, i + 1 :], error, alpha=-1)
-    torch.mul(steps, grid.scale, out=block.rounded)
-    block.codes.copy_(steps.add_(grid.zero))
-    return errors
+    return errors, steps

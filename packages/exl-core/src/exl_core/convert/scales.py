@@ -7,10 +7,13 @@ rows count by their curvature (`gptq.py`).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from exl_core.convert.replay import Replay
 
 SMALLEST = {2: 0.3, 3: 0.45, 4: 0.6, 5: 0.7, 6: 0.75, 8: 0.85}
 """By width: the smallest scale that may be best, as a share of one that cuts no value off."""
@@ -46,11 +49,26 @@ def group_scales(
     """The best of `trials` scales for each column of values [rows, V, N], rows weighted by
     curvature [rows], brought to codes that the N columns of a variant share. The V variants have
     widths of their own, `bits`."""
+    found = _group_scales(values, curvature, choices=(tuple(bits), trials))
+    return GroupScales(*(part.clone() if values.is_cuda else part for part in found))
+
+
+@cache  # for good: no capture may find it gone
+def _tried(bits: tuple[int, ...], trials: int, device: torch.device) -> tuple[Zero, Tensor]:
+    """The code of 0, and the shares of the largest scale that are tried, [trials, V, 1]."""
     zero: Zero = zero_point(bits[0])
     if len(set(bits)) > 1:
-        zero = values.new_tensor([[zero_point(width)] for width in bits])  # [V, 1]
-    smallest = [torch.linspace(1.0, SMALLEST[width], trials) for width in bits]
-    shares = torch.stack(smallest, 1)[:, :, None].to(values.device)  # [trials, V, 1]
+        points = [[zero_point(width)] for width in bits]
+        zero = torch.tensor(points, dtype=torch.float32, device=device)  # [V, 1]
+    shares = [torch.linspace(1.0, SMALLEST[width], trials) for width in bits]
+    return zero, torch.stack(shares, 1)[:, :, None].to(device)
+
+
+@Replay
+def _group_scales(
+    values: Tensor, curvature: Tensor, bits: tuple[int, ...], trials: int
+) -> tuple[Tensor, ...]:
+    zero, shares = _tried(bits, trials, values.device)
     whole = torch.maximum(values.amax(0) / (zero - 1), -values.amin(0) / zero)  # [V, N]
     weights = curvature / curvature.sum().clamp(min=torch.finfo(torch.float32).tiny)
     best, chosen = torch.full_like(whole, torch.inf), whole

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from exl_core.arch.spec import ModelConfig
+from exl_core.cache.memory import free_memory_bytes
 from exl_core.convert.allocate import allocate
 from exl_core.convert.calibration import CalibrationRows
 from exl_core.convert.events import ConversionStopped, Event, OnEvent, Stage
@@ -114,7 +115,11 @@ class Stages:
             sensitivity = self._sense(rows.token_ids)
             with self._stage(Stage.MEASURE) as step:
                 first, held = self._resume_states("measure")
-                states = held["states"] if held else self._embed(rows.token_ids[:MEASURED_ROWS])
+                states = (
+                    self._kept(held["states"])
+                    if held
+                    else self._embed(rows.token_ids[:MEASURED_ROWS])
+                )
                 for layer in range(first, count):
                     step(layer, count)
                     found = measure_layer(
@@ -145,7 +150,7 @@ class Stages:
         with self._stage(Stage.QUANTIZE) as step:
             first, held = self._resume_states("quantize")
             if held:
-                states = States(held["source"], held["quantized"])
+                states = States(self._kept(held["source"]), self._kept(held["quantized"]))
             else:
                 states = States(*(self._embed(token_ids) for _ in range(2)))
             for layer in range(first, count):
@@ -196,7 +201,13 @@ class Stages:
         return torch.device(self.options.device)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        return embed_rows(self.checkpoint, self.config, token_ids)
+        return self._kept(embed_rows(self.checkpoint, self.config, token_ids))
+
+    def _kept(self, states: Tensor) -> Tensor:
+        """On the computing device where they take but little of its memory, else on the CPU."""
+        free = free_memory_bytes(self._device)
+        has_room = free is not None and states.nbytes <= free // 16
+        return states.to(self._device) if has_room else states
 
     @contextmanager
     def _stage(self, stage: Stage) -> Iterator[Callable[[int, int], None]]:
@@ -216,7 +227,8 @@ class Stages:
         """The states before `layer`, where it is time to, or where it might be the last chance."""
         is_due = time.monotonic() - self._saved_at >= self.checkpoint_s
         if is_due or layer == self.config.num_layers or self.should_stop():
-            self.work.write_tensors(f"{stage}-{layer:05d}.safetensors", states)
+            near = {name: x.cpu() for name, x in states.items()}
+            self.work.write_tensors(f"{stage}-{layer:05d}.safetensors", near)
             older = [name for at, name in self._states_files(stage) if at < layer]
             self.work.remove(*older)
             self._saved_at = time.monotonic()

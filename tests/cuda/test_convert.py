@@ -1,0 +1,53 @@
+"""The converter's inner loops on a GPU, as single launches and as graphs, against the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from exl_core.convert.gptq import Factor, Variant, factorize, quantize_columns
+from exl_core.convert.replay import MEETINGS
+from exl_core.convert.scales import group_scales
+
+pytestmark = pytest.mark.cuda
+
+TRIALS = 8
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(32, 7), (64, 333), (17, 1)])
+@pytest.mark.parametrize("bits", [(4,), (2, 5, 3, 8, 3)], ids=str)
+def test_scales(rows: int, columns: int, bits: tuple[int, ...]) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    for _ in range(MEETINGS + 2):
+        values = torch.randn(rows, len(bits), columns, generator=generator)
+        curvature = torch.rand(rows, generator=generator)
+        near = group_scales(values, curvature, bits, TRIALS)
+        far = group_scales(values.cuda(), curvature.cuda(), bits, TRIALS)
+        assert (near.codes == far.codes.cpu()).float().mean() > 0.97  # sums of another order
+        assert (near.largest == far.largest.cpu()).float().mean() > 0.7
+
+
+def test_columns_come_out_the_same_each_time() -> None:
+    k, n = 96, 40
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(400, k, generator=generator) * torch.rand(k, generator=generator).mul(3).exp()
+    factor = factorize(x.T @ x / len(x))
+    assert factor is not None
+    far_factor = Factor(*(part.cuda() for part in factor[:3]), factor.damping)
+    forms = [[(2, 32)] * 3, [(6, 64), (3, 32)], [(4, 96)]]
+    variants = [Variant(slice(i * n, i * n + n), groups) for i, groups in enumerate(forms)]
+    weight = torch.randn(k, n, generator=generator).repeat(1, len(forms))
+    near = quantize_columns(weight, factor, variants, TRIALS)
+    first = quantize_columns(weight.cuda(), far_factor, variants, TRIALS)
+    assert (near.codes == first.codes.cpu()).float().mean() > 0.97
+    torch.testing.assert_close(first.cost.cpu().sum(0), near.cost.sum(0), rtol=2e-2, atol=0)
+    for _ in range(MEETINGS + 1):
+        again = quantize_columns(weight.cuda(), far_factor, variants, TRIALS)
+        assert torch.equal(again.codes, first.codes)
+        assert torch.equal(again.cost, first.cost)
+        assert torch.equal(again.weight, first.weight)
+        for (codes, largest), (old_codes, old_largest) in zip(
+            again.scales, first.scales, strict=True
+        ):
+            assert torch.equal(codes, old_codes)
+            assert torch.equal(largest, old_largest)
