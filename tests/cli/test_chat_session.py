@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from exl_core.engine.engine import Engine
 from exl_core.engine.request import Request
 from exl_core.prompt.formats import find_format
 from exl_core.prompt.template import ChatTemplate
+from exl_core.speculate.ngram import NgramDrafter
 from support.driving import engine_for
 from support.scripted import EOS_ID, ByteTokenizer, Rule, reply_with
 
@@ -62,10 +64,11 @@ class Chat:
         prompt_format: str | None = None,
         system: str | None = None,
         no_system: bool = False,
+        drafter: NgramDrafter | None = None,
         **chat: Any,
     ) -> None:
         tokenizer = ByteTokenizer()
-        engine = engine_for(rule, max_seq_len=ctx_size)
+        engine = engine_for(rule, max_seq_len=ctx_size, drafter=drafter)
         loaded: Any = SimpleNamespace(
             name="scripted",
             path=Path("scripted"),
@@ -239,6 +242,17 @@ def test_ctrl_c_keeps_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chat.typist.notes[0] == "Stopped."
     assert chat.said[1] in chat.prompts[1]
     assert any(note.startswith("context ") and "tok/s" in note for note in chat.typist.notes)
+
+
+def test_statistics_say_what_drafts_came_to() -> None:
+    rule = reply_with("one two three one two three one two three. ")
+    chat = Chat(rule, ["Hello"], stats=True, drafter=NgramDrafter(max_tokens=4)).run()
+    (figures,) = chat.typist.notes
+    found = re.search(r"reply (\d+) tokens .* (\d+) of (\d+) guesses right · efficiency", figures)
+    assert found is not None
+    reply, right, guessed = map(int, found.groups())
+    assert 0 < right <= guessed
+    assert reply == 44  # with the one that ended it
 
 
 def test_a_named_format_brings_its_stop_and_its_system_prompt() -> None:

@@ -46,11 +46,14 @@ class Terminal:
     def ask(self, draft: str = "") -> str:
         """One message, `draft` to begin with; fences around it are dropped.
 
-        Raises EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C.
+        Bytes that are no text are question marks, as they are shown. Raises EOFError on Ctrl-D and
+        KeyboardInterrupt on Ctrl-C.
         """
         if is_dumb_terminal():
-            return self._ask_plainly(draft)
-        text = self._session.prompt(PROMPT, default=draft).strip()
+            text = self._ask_plainly(draft)
+        else:
+            text = self._session.prompt(PROMPT, default=draft)
+        text = text.encode("utf-8", errors="replace").decode("utf-8").strip()
         if text.startswith(FENCE):
             text = text.removeprefix(FENCE).removesuffix(FENCE).strip("\n")
         return text
@@ -64,7 +67,7 @@ class Terminal:
         line = sys.stdin.readline()
         if not line:
             raise EOFError
-        return line.strip()
+        return line
 
     def note(self, text: str) -> None:
         self._console.print(text, style="dim", markup=False, soft_wrap=True)

@@ -10,6 +10,7 @@ import typer
 from exl_cli import options, output
 from exl_cli.interrupt import exits_at_once
 from exl_cli.option_groups import RunningOptions, spread
+from exl_cli.prompts import check_encodable
 from exl_cli.sampling_options import SamplingOptions
 from exl_core.errors import ExlError, RequestError, printable
 from exl_core.prompt.formats import all_formats, find_format
@@ -126,6 +127,7 @@ def _system_prompt(style: PromptStyle, system: str | None, *, no_system: bool) -
         return style.no_system()
     if system is None:
         return style.default_system()
+    check_encodable(system, "the system prompt")
     style.text([{"role": "system", "content": system}, {"role": "user", "content": "Hello"}])
     return system  # a template that knows no system role has refused it by now
 
