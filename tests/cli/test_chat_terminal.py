@@ -38,7 +38,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def leave(chat: Terminal) -> str:
-    """Ctrl-D ends it well; all that was seen, without colors."""
+    """Ctrl-D ends it well, once it asks again; all that was seen, without colors."""
+    chat.expect(">>>")
     chat.type("\x04")
     assert chat.wait() == 0
     seen = without_colors(chat.seen)
@@ -127,7 +128,6 @@ def test_a_terminal_without_colors_gets_plain_text(start: Start, env: dict[str, 
     chat.type("Write a Python function that adds two numbers, in a code block.\r")
     reply = chat.expect(r"```[^`]*```")
     assert "\x1b[" not in reply.partition("```")[2]
-    chat.expect(">>>")
     leave(chat)
 
 
@@ -140,6 +140,5 @@ def test_what_was_said_is_what_a_pipe_gets(start: Start, exl_process) -> None:
     chat = start()
     chat.type(question + "\r")
     chat.expect(r"```[^`]*```")
-    chat.expect(">>>")
     assert piped.out in leave(chat)  # colors apart
     assert "\x1b[94mdef" in chat.seen

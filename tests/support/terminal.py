@@ -48,20 +48,26 @@ class Terminal:
         """Wait until the pattern comes after what was expected before; what came until then."""
         deadline = time.monotonic() + WAIT_S
         while (match := re.search(pattern, self.seen[self._position :])) is None:
-            ready, _, _ = select.select([self._ours], [], [], deadline - time.monotonic())
-            assert ready, f"no {pattern!r} in {self.seen[self._position :]!r}"
-            self.seen += self._read()
+            piece = self._read(deadline, pattern)
+            assert piece, f"it ended without {pattern!r}: {self.seen[self._position :]!r}"
+            self.seen += piece
         passed = self.seen[self._position : self._position + match.end()]
         self._position += match.end()
         return passed
 
     def wait(self) -> int:
         """Read on until the program ends; its exit code."""
-        while piece := self._read():
+        deadline = time.monotonic() + WAIT_S
+        while piece := self._read(deadline):
             self.seen += piece
         return self._process.wait(WAIT_S)
 
-    def _read(self) -> str:
+    def _read(self, deadline: float, pattern: str = "") -> str:
+        left = max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select([self._ours], [], [], left)
+        assert ready, (
+            f"nothing came, neither an end nor {pattern!r}, in {self.seen[self._position :]!r}"
+        )
         try:
             return os.read(self._ours, 65536).decode(errors="replace")
         except OSError:  # how Linux says that the other side is closed
