@@ -286,6 +286,7 @@ def test_a_format_that_differs_from_the_template_says_where() -> None:
     assert "'<think>" in said
     no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
     assert disagreement(no_system + chatml, "chatml") is None
+    assert disagreement("{{ raise_exception('never') }}", "chatml") is None
 
 
 @pytest.mark.parametrize(

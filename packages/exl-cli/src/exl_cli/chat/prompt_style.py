@@ -6,6 +6,7 @@ Knows messages and the loaded model; neither terminal nor turns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from exl_core.engine.request import Request
@@ -92,19 +93,21 @@ class PromptStyle:
         return "" if len(empty) < len(self.text([user])) else None
 
     def disagreement(self) -> str | None:
-        """How the format differs from the model's own template; None if it does not."""
+        """How the format differs from the model's own template; None if it does not, or if the
+        template writes no such conversation: that may be why a format is asked for."""
         if self._format is None or self._template is None:
             return None
-        probe: Messages = _PROBE
-        try:
-            template_text = self._template.render(probe)
-        except TemplateError:
-            probe = _PROBE[1:]
-            template_text = self._template.render(probe)
-        theirs = self._tokenizer.encode(template_text, allow_special=True, add_bos=False)
-        ours = self.encode(probe)
+        for probe in (_PROBE, _PROBE[1:]):  # some know no system role
+            with suppress(TemplateError):
+                text = self._template.render(probe)
+                theirs = self._tokenizer.encode(text, allow_special=True, add_bos=False)
+                return self._first_difference(self.encode(probe), theirs)
+        return None
+
+    def _first_difference(self, ours: list[int], theirs: list[int]) -> str | None:
         if ours == theirs:
             return None
+        assert self._format is not None
         at = next(
             (at for at, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other),
             min(len(ours), len(theirs)),

@@ -10,7 +10,7 @@ import re
 import sys
 import time
 
-from rich.console import Console
+from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
 
 from exl_cli import output
@@ -27,7 +27,8 @@ class ReplyScreen:
     def __init__(self, *, shows_reasoning: bool) -> None:
         stdout = Console(highlight=False)
         self._is_watched = sys.stdout is not None and sys.stdout.isatty()
-        self._colors = None if stdout.no_color else stdout._color_system
+        system = None if stdout.no_color else stdout.color_system
+        self._colors = None if system is None else COLOR_SYSTEMS[system]
         self._markdown = None if self._colors is None else MarkdownStream(self._emit)
         self._notes = stderr_console()
         self._shows_reasoning = shows_reasoning
@@ -78,7 +79,7 @@ class ReplyScreen:
         if self._shows_reasoning:
             self._notes.print("\n")
         elif self._notes.is_terminal:
-            self._draw_count(f"thought for {self._thought_tokens} tokens (/set reasoning on)")
+            self._draw_count(f"thought for {self._thought_tokens} tokens (/set reasoning show)")
             self._notes.print()
 
     def _draw_count(self, text: str) -> None:
