@@ -33,6 +33,7 @@ class ChatSession:
         system: str | None,
         stop: Sequence[str],
         terminal: Terminal | None,
+        is_quiet: bool = False,
     ) -> None:
         self.style = style
         self.settings = settings
@@ -40,6 +41,7 @@ class ChatSession:
         self._runtime = runtime
         self._stop = stop
         self._terminal = terminal
+        self._is_quiet = is_quiet
         self._lines = _piped()
 
     @property
@@ -113,7 +115,7 @@ class ChatSession:
         """Stream one. Where the context fills up on the way, room is made and it goes on."""
         limit, params = self.settings.max_tokens, self.settings.params()
         prompt_ids = self._fit(limit)
-        screen = ReplyScreen(shows_reasoning=self.settings.chat.reasoning)
+        screen = ReplyScreen(shows_reasoning=self.settings.chat.reasoning, is_quiet=self._is_quiet)
         writer = ReplyWriter(screen, self.style.splitter(self.conversation.messages))
         reply = writer.reply
         with writer, Interrupt() as interrupt:
@@ -122,7 +124,9 @@ class ChatSession:
                 ids = [*prompt_ids, *reply.token_ids]
                 request = self._runtime.request(ids, left, params, self._stop)
                 request = self.style.adapt(request)
-                part = stream_reply(self._runtime.engine, request, interrupt, writer.write)
+                part = stream_reply(
+                    self._runtime.engine, request, interrupt, writer.write, writer.note_progress
+                )
                 reply.add(part)
                 is_full = part.reason is FinishReason.LENGTH and reply.has_room(limit)
                 reply.was_stopped = interrupt.is_set

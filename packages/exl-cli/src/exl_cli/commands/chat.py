@@ -83,7 +83,8 @@ def chat(
 
     On a terminal Ctrl-C stops the reply, Ctrl-D leaves, and /help lists the commands. Over a pipe
     each line is a prompt, and stdout gets the replies and nothing else. When the context is full
-    the oldest turns are dropped; the system prompt stays.
+    the oldest turns are dropped; the system prompt stays. What is typed on a terminal is kept in
+    exl/chat-history in XDG_STATE_HOME (without it: ~/.local/state), for its owner alone.
     """
     if list_formats:
         _show_formats(is_json=json)
@@ -116,6 +117,7 @@ def chat(
         system=_system_prompt(style, system, no_system=no_system),
         stop=stop or (),
         terminal=terminal,
+        is_quiet=quiet,
     )
     unanswered = session.run()
     if unanswered:
