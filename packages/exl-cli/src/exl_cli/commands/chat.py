@@ -105,7 +105,7 @@ def chat(
         from exl_cli.chat.terminal import Terminal
     runtime = running.open(spec, choices, is_quiet=quiet)
     style = PromptStyle(runtime.loaded, prompt_format)
-    _warn_of_disagreement(style)
+    _warn_of_disagreement(style, uses_default=system is None and not no_system)
     terminal = Terminal(state_folder() / HISTORY_FILE) if Terminal.is_there() else None
     if terminal is not None and not quiet:
         terminal.note(GREETING.format(printable(runtime.name), runtime.ctx_size))
@@ -134,8 +134,8 @@ def _system_prompt(style: PromptStyle, system: str | None, *, no_system: bool) -
     return system  # a template that knows no system role has refused it by now
 
 
-def _warn_of_disagreement(style: PromptStyle) -> None:
-    disagreement = style.disagreement()
+def _warn_of_disagreement(style: PromptStyle, *, uses_default: bool) -> None:
+    disagreement = style.disagreement(uses_default=uses_default)
     if disagreement is not None and sys.stderr is not None:
         print(f"exl: warning: {printable(disagreement)}", file=sys.stderr, flush=True)
 
