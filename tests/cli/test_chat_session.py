@@ -68,7 +68,7 @@ class Chat:
         **chat: Any,
     ) -> None:
         tokenizer = ByteTokenizer()
-        engine = engine_for(rule, max_seq_len=ctx_size, drafter=drafter)
+        engine = engine_for(rule, max_seq_len=ctx_size, drafter=drafter, adapt_drafts=False)
         loaded: Any = SimpleNamespace(
             name="scripted",
             path=Path("scripted"),
@@ -133,12 +133,27 @@ def test_commands_that_cannot_be_are_told_and_the_chat_goes_on(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     lines = ["/retry", "/undo", "/edit", "/save", f"/load {tmp_path / 'none'}", "/set", "/set temp"]
-    lines += ["/set temp x", "/nonsense", f"/save {tmp_path}/no/folder", "Hello", "/bye", "Again"]
+    lines += [
+        "/set temp x",
+        "/nonsense",
+        f"/save {tmp_path}/no/folder",
+        "Hello",
+        "/oops",
+        "",
+        "/bye",
+    ]
     chat = Chat(reply_with("Yes"), lines).run()
     errors = capfd.readouterr().err.splitlines()
-    assert len(errors) == 9
+    assert len(errors) == 10
     assert all(line.startswith("exl: error: ") for line in errors)
     assert chat.said == ["Hello", "Yes"]
+    assert not any(chat.typist.drafts)
+
+
+def test_a_message_that_does_not_fit_can_be_shortened() -> None:
+    chat = Chat(reply_with("Yes"), ["Hello", "x" * 300, "Again"], ctx_size=200).run()
+    assert chat.typist.drafts == ["", "", "x" * 300, ""]
+    assert chat.said == ["Hello", "Yes", "Again", "Yes"]
 
 
 def test_the_system_prompt_can_be_changed() -> None:

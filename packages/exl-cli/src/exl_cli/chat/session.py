@@ -57,8 +57,9 @@ class ChatSession:
                 text = self._read(outcome.draft)
             except EOFError:
                 break
+            is_edit, outcome = outcome.is_edit, Outcome()
             try:
-                outcome = self._obey(text, is_edit=outcome.is_edit)
+                outcome = self._obey(text, is_edit=is_edit)
                 if outcome.message is not None:
                     self._answer(outcome.message)
             except ExlError as error:
