@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from exl_cli.conversation import Conversation
+from exl_cli.chat.conversation import Conversation
 from exl_core.errors import RequestError
 
 
@@ -50,6 +50,24 @@ def test_a_message_that_never_fits_is_refused_with_numbers(long: Conversation) -
     with pytest.raises(RequestError, match=r"at most 9 tokens.*got 10"):
         long.fit(encode, 10, 5)
     assert "question0" in text(long)
+
+
+def test_a_very_long_conversation_is_not_encoded_turn_by_turn() -> None:
+    conversation = Conversation("SYSTEM")
+    for number in range(1000):
+        conversation.say(f"question{number:04}")
+        conversation.answer(f"answer{number:04}")
+    conversation.say("last")
+    calls = 0
+
+    def counted(messages) -> list[int]:
+        nonlocal calls
+        calls += 1
+        return encode(messages)
+
+    assert len(conversation.fit(counted, 200, 50)) <= 150
+    assert conversation.dropped_turns == 1000 - 6  # 6 for the system prompt, 4 the last, 22 each
+    assert calls < 15
 
 
 def test_take_back_leaves_what_was_before() -> None:
