@@ -1,0 +1,245 @@
+"""`exl serve-lite`: an OpenAI-compatible HTTP server over one engine, and a chat page."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exl_cli import engine_options, options
+from exl_cli.interrupt import exits_at_once
+from exl_core.errors import RequestError, printable
+from exl_core.files import read_text_file
+
+if TYPE_CHECKING:
+    from exl_cli.load import Runtime
+
+EXAMPLES = (
+    ("exl serve-lite", "the default model on http://127.0.0.1:8080"),
+    ("exl serve-lite -m model.gguf --port 9000 --ngram", "another model, with drafts"),
+    ("exl serve-lite --models-dir models", "any model of a folder, one at a time"),
+    ("EXL_API_KEY=secret exl serve-lite --host 0.0.0.0", "for other machines, with a key"),
+)
+DEFAULT_CACHE_TOKENS = 32768
+_SERVER = "Server"
+_LIMITS = "Limits"
+
+ModelOption = Annotated[
+    str | None, typer.Option("-m", "--model", metavar="MODEL", help=options.MODEL_HELP)
+]
+Host = Annotated[
+    str,
+    typer.Option(
+        "--host",
+        metavar="ADDRESS",
+        help="Where to listen. Beyond this machine only with a key.",
+        rich_help_panel=_SERVER,
+    ),
+]
+Port = Annotated[
+    int,
+    typer.Option("--port", metavar="N", min=0, max=65535, help="0: any.", rich_help_panel=_SERVER),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        envvar="EXL_API_KEY",
+        show_envvar=True,
+        help="Clients have to send it. Other users of this machine see a key on a command line; "
+        "the environment or a file keeps it from them.",
+        rich_help_panel=_SERVER,
+    ),
+]
+ApiKeyFile = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key-file",
+        metavar="FILE",
+        help="Keys, one a line.",
+        rich_help_panel=_SERVER,
+    ),
+]
+ServedName = Annotated[
+    str | None,
+    typer.Option(
+        "--served-model-name",
+        metavar="NAME",
+        help="What clients call the model. Without it: the name of its file or directory.",
+        rich_help_panel=_SERVER,
+    ),
+]
+ModelsDir = Annotated[
+    str | None,
+    typer.Option(
+        "--models-dir",
+        metavar="DIR",
+        help="Clients may ask for any model of this folder by name; one is loaded at a time. "
+        "Without -m the first of them is loaded to begin with.",
+        rich_help_panel=_SERVER,
+    ),
+]
+MaxBatch = Annotated[
+    int,
+    typer.Option(
+        "--max-batch",
+        metavar="N",
+        min=1,
+        max=1024,
+        help="Replies that run side by side; others wait.",
+        rich_help_panel=_LIMITS,
+    ),
+]
+CacheTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--cache-tokens",
+        metavar="N",
+        min=256,
+        help="Tokens that all requests share in the cache. Without it: the context, at least "
+        f"{DEFAULT_CACHE_TOKENS}.",
+        rich_help_panel=_LIMITS,
+    ),
+]
+MaxQueue = Annotated[
+    int,
+    typer.Option(
+        "--max-queue",
+        metavar="N",
+        min=0,
+        help="Replies that may wait; who comes then is told to come again (429).",
+        rich_help_panel=_LIMITS,
+    ),
+]
+MaxBody = Annotated[
+    int,
+    typer.Option(
+        "--max-body",
+        metavar="MIB",
+        min=1,
+        max=1024,
+        help="Largest request.",
+        rich_help_panel=_LIMITS,
+    ),
+]
+StallSeconds = Annotated[
+    float,
+    typer.Option(
+        "--stall-seconds",
+        metavar="S",
+        min=1,
+        help="/health says 503 when nothing was generated for so long with work to do.",
+        rich_help_panel=_LIMITS,
+    ),
+]
+
+
+def serve_lite(
+    *,
+    model: ModelOption = None,
+    host: Host = "127.0.0.1",
+    port: Port = 8080,
+    api_key: ApiKey = None,
+    api_key_file: ApiKeyFile = None,
+    served_model_name: ServedName = None,
+    models_dir: ModelsDir = None,
+    quiet: options.Quiet = False,
+    max_batch: MaxBatch = 16,
+    max_queue: MaxQueue = 256,
+    max_body: MaxBody = 8,
+    stall_seconds: StallSeconds = 60.0,
+    cache_tokens: CacheTokens = None,
+    ctx_size: options.CtxSize = None,
+    device: options.Device = "auto",
+    threads: options.Threads = None,
+    exact: options.Exact = False,
+    cache_type: options.CacheType = "fp16",
+    lora: engine_options.Lora = None,
+    draft_model: engine_options.DraftModel = None,
+    draft_tokens: engine_options.DraftTokens = None,
+    ngram: engine_options.Ngram = False,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's clients expect it, with a chat page at /.
+
+    Ctrl-C or SIGTERM ends it when what runs is done, a second one at once. What the server does
+    not support is refused by name, never ignored. There is no TLS: put a proxy in front of it
+    where the network is not trusted.
+    """
+    choices = engine_options.choices_of(cache_type, lora, draft_model, draft_tokens, ngram=ngram)
+    if models_dir is not None and (choices.loras or choices.draft_model):
+        raise RequestError(
+            "an adapter or a draft model belongs to one model",
+            expected="--models-dir without --lora and --draft-model",
+        )
+    keys = _keys(api_key, api_key_file)
+    with exits_at_once():
+        from exl_cli.load import open_runtime
+        from exl_cli.server.app import Access, create_app
+        from exl_cli.server.limits import Limits, check_bind, hosts_of
+        from exl_cli.server.models import ModelHost, models_in
+        from exl_cli.server.run import listen, make_server, url_of
+
+    check_bind(host, has_key=bool(keys))
+    others = {} if models_dir is None else models_in(Path(models_dir))
+    spec, name = _first(model, served_model_name, others)
+
+    def opener(path: Path | str | None, *, is_quiet: bool = True) -> Runtime:
+        return open_runtime(
+            None if path is None else str(path),
+            choices,
+            ctx_size,
+            device,
+            threads,
+            is_quiet=is_quiet,
+            exact=exact,
+            max_batch=max_batch,
+            cache_tokens=cache_tokens or DEFAULT_CACHE_TOKENS,
+        )
+
+    listening = listen(host, port)  # before a model is loaded for nothing
+    with closing(listening):
+        runtime = opener(spec, is_quiet=quiet)
+        if models_dir is not None:
+            name = name or runtime.name
+            others.setdefault(name, runtime.loaded.path)
+        limits = Limits(body_bytes=max_body * 2**20, max_queue=max_queue, stall_s=stall_seconds)
+        served = ModelHost(runtime, name=name, others=others, opener=opener)
+        app = create_app(served, limits=limits, access=Access(keys, hosts_of(host, keys)))
+        if not quiet:
+            typer.echo(f"{printable(served.default)} at {url_of(listening)}", err=True)
+        make_server(app, limits).run(sockets=[listening])
+
+
+def _keys(api_key: str | None, api_key_file: str | None) -> frozenset[str]:
+    """From the option or the environment, and from the file."""
+    lines = [] if api_key is None else [api_key]
+    if api_key_file is not None:
+        found = read_text_file(Path(api_key_file)).split()
+        if not found:
+            raise RequestError("no key in the file", where=api_key_file)
+        lines += found
+    for line in lines:
+        if not line or not line.isascii() or not line.isprintable() or " " in line:
+            raise RequestError(
+                "a key is not one that a client could send",
+                where="--api-key",
+                expected="printable ASCII without spaces",
+            )
+    return frozenset(lines)
+
+
+def _first(
+    model: str | None, served_name: str | None, others: dict[str, Path]
+) -> tuple[str | None, str | None]:
+    """What to load to begin with, and its name where that is not the file's."""
+    if others and served_name is not None:
+        raise RequestError(
+            "models of a folder are called by their names there",
+            expected="--models-dir or --served-model-name",
+        )
+    if others and model is None:
+        model = next(iter(others))
+    return (str(others[model]), model) if model in others else (model, served_name)
