@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -32,6 +33,9 @@ class Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         # Unlike uvicorn's own it does not raise the signal again: a server that was asked to end
         # and did so has not failed.
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
         handled = (signal.SIGINT, signal.SIGTERM)
         previous = {one: signal.signal(one, self.handle_exit) for one in handled}
         try:

@@ -96,7 +96,9 @@ class ToolSplitter:
         if self._format is ToolFormat.LLAMA and not held.lstrip().startswith(_LLAMA_STARTS):
             return [held]
         calls = self._parsed(held.strip().removeprefix(_PYTHON_TAG))
-        return [*calls] or [self._as_text(held)]
+        if not calls:
+            return [self._as_text(held)]
+        return list(calls)
 
     def _feed_llama(self) -> list[str | ToolCall]:
         """A reply is a call or a text, from its first character on."""
