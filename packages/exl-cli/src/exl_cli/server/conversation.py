@@ -78,7 +78,7 @@ def chat_prompt(loaded: LoadedModel, body: ChatBody) -> ChatPrompt:
     if is_call:
         assert tool_format is not None, "tools are offered"
         functions = [one.model_dump(exclude_none=True) for one in offered]
-        only_one = body.parallel_tool_calls is False
+        only_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
         schema = call_schema(functions, tool_format, only_one=only_one)
         constraints = (JsonSchema(schema),)
     begins_inside = ends_inside(text)

@@ -30,6 +30,7 @@ class ToolFormat(Enum):
         return "parameters" if self is ToolFormat.LLAMA else "arguments"
 
 
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _PYTHON_TAG = "<|python_tag|>"
 _LLAMA_STARTS = ("{", _PYTHON_TAG)
 
@@ -174,7 +175,7 @@ def call_schema(
     calls: list[dict[str, object]] = []
     for number, tool in enumerate(tools):
         home = f"#/$defs/tool{number}"
-        schema = tool.get("parameters") or {"type": "object", "properties": {}}
+        schema = tool.get("parameters") or _NO_ARGUMENTS
         definitions[f"tool{number}"] = _moved(schema, home)
         key = tool_format.arguments_key
         calls.append(
