@@ -97,7 +97,9 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def _bug(_request: Request, _error: Exception) -> Response:
-        return ApiError(500, "internal error", kind="server_error").response()
+        # uvicorn hangs up after this, and clients should know.
+        headers = {"Connection": "close"}
+        return ApiError(500, "internal error", kind="server_error", headers=headers).response()
 
 
 def _http_error(request: Request, error: HTTPException) -> ApiError:

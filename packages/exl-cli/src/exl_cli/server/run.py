@@ -23,6 +23,7 @@ from exl_cli.server.limits import MAX_HEAD_BYTES, Limits
 from exl_core.errors import RequestError
 
 _KEEP_ALIVE_S = 30
+_LINGER_S = 1.0
 _CODE_INTERRUPTED = 130
 
 
@@ -104,9 +105,12 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_timer: asyncio.TimerHandle | None = None
+        self._is_refused = False
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
         super().data_received(data)
         self._watch_head()
 
@@ -126,13 +130,16 @@ class LimitedProtocol(H11Protocol):
         answer = ApiError(status, msg, code="invalid_http")
         self._unwatch_head()
         if self.conn.our_state is h11.IDLE:
-            self._send_error(answer)
-        self.transport.close()
+            self._refuse(answer)
+        else:
+            self.transport.close()
 
     def _watch_head(self) -> None:
         """A request that has begun is given so long for its head; a connection likewise."""
-        is_waiting = self.conn.their_state is h11.IDLE and (
-            self.cycle is None or bool(self.conn.trailing_data[0])
+        is_waiting = (
+            not self._is_refused
+            and self.conn.their_state is h11.IDLE
+            and (self.cycle is None or bool(self.conn.trailing_data[0]))
         )
         if not is_waiting:
             self._unwatch_head()
@@ -149,10 +156,13 @@ class LimitedProtocol(H11Protocol):
         if not self.transport.is_closing():
             message = f"the head of the request did not arrive within {self.header_s:g} s"
             if self.conn.trailing_data[0]:
-                self._send_error(ApiError(408, message, code="request_timeout"))
-            self.transport.close()
+                self._refuse(ApiError(408, message, code="request_timeout"))
+            else:
+                self.transport.close()
 
-    def _send_error(self, answer: ApiError) -> None:
+    def _refuse(self, answer: ApiError) -> None:
+        """Answer, and hang up a moment later: a client that still writes would not read it else."""
+        self._is_refused = True
         body = to_json(answer.body)
         headers: list[Any] = [
             (b"content-type", b"application/json"),
@@ -167,3 +177,6 @@ class LimitedProtocol(H11Protocol):
             sent = self.conn.send(event)
             if sent:
                 self.transport.write(sent)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.close)
