@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -85,6 +87,16 @@ def test_streams_of_several_replies_are_told_apart(client: Any) -> None:
     assert texts == whole
 
 
+def test_the_example_of_the_readme(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    readme = Path(__file__).resolve().parents[2] / "README.md"
+    examples = re.findall(r"```python\n(.+?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
+    (example,) = [one for one in examples if "openai" in one]
+    local: dict[str, Any] = {}
+    exec(example.replace("http://127.0.0.1:8080", server.url), local)
+    local["client"].close()
+    assert "three" in capsys.readouterr().out
+
+
 def test_stops_seeds_and_biases(client: Any, smollm2: LoadedModel) -> None:
     stopped = complete(client, "One, two, three,", stop=[" six"], max_tokens=20).choices[0]
     assert (stopped.text, stopped.finish_reason) == (" four, five,", "stop")
@@ -140,7 +152,7 @@ def test_scores_alone(client: Any) -> None:
 
 def test_scores_do_not_depend_on_the_cache_or_on_chunks(smollm2: LoadedModel) -> None:
     """A long prompt is computed in several passes, and again when all of it is cached."""
-    ids = [(7 * i) % 4000 + 100 for i in range(700)]
+    ids = [(7 * i) % 4000 + 100 for i in range(400)]
     runtime = runtime_of(smollm2, ctx_size=1024, max_batch=2, cache_tokens=2048)
     runtime.engine.scheduler.score_chunk = 128
     exact = score_tokens(smollm2.model, ids).tolist()

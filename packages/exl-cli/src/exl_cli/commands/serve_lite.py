@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +17,7 @@ from exl_core.files import read_text_file
 
 if TYPE_CHECKING:
     from exl_cli.load import Runtime
+    from exl_cli.server.limits import Limits
 
 EXAMPLES = (
     ("exl serve-lite", "the default model on http://127.0.0.1:8080"),
@@ -177,14 +180,7 @@ def serve_lite(
     keys = _keys(api_key, api_key_file)
     with exits_at_once():
         from exl_cli.load import open_runtime
-        from exl_cli.server.app import Access, create_app
-        from exl_cli.server.limits import Limits, check_bind, hosts_of
-        from exl_cli.server.models import ModelHost, models_in
-        from exl_cli.server.run import listen, make_server, url_of
-
-    check_bind(host, has_key=bool(keys))
-    others = {} if models_dir is None else models_in(Path(models_dir))
-    spec, name = _first(model, served_model_name, others)
+        from exl_cli.server.limits import Limits
 
     def opener(path: Path | str | None, *, is_quiet: bool = True) -> Runtime:
         return open_runtime(
@@ -199,17 +195,55 @@ def serve_lite(
             cache_tokens=cache_tokens or DEFAULT_CACHE_TOKENS,
         )
 
-    listening = listen(host, port)  # before a model is loaded for nothing
-    with closing(listening):
-        runtime = opener(spec, is_quiet=quiet)
-        if models_dir is not None:
+    limits = Limits(body_bytes=max_body * 2**20, max_queue=max_queue, stall_s=stall_seconds)
+    served = _Served(model, served_model_name, models_dir)
+    _serve(served, opener, _Place(host, port, keys), limits, is_quiet=quiet)
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """As the options of these names say."""
+
+    model: str | None
+    served_model_name: str | None
+    models_dir: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    host: str
+    port: int
+    keys: frozenset[str]
+
+
+def _serve(
+    served: _Served,
+    opener: Callable[..., Runtime],
+    place: _Place,
+    limits: Limits,
+    *,
+    is_quiet: bool,
+) -> None:
+    """Until a signal ends it."""
+    with exits_at_once():
+        from exl_cli.server.app import Access, create_app
+        from exl_cli.server.limits import check_bind, hosts_of
+        from exl_cli.server.models import ModelHost, models_in
+        from exl_cli.server.run import listen, make_server, url_of
+
+    check_bind(place.host, has_key=bool(place.keys))
+    others = {} if served.models_dir is None else models_in(Path(served.models_dir))
+    spec, name = _first(served.model, served.served_model_name, others)
+    with closing(listen(place.host, place.port)) as listening:  # before a model is loaded for it
+        runtime = opener(spec, is_quiet=is_quiet)
+        if others:
             name = name or runtime.name
             others.setdefault(name, runtime.loaded.path)
-        limits = Limits(body_bytes=max_body * 2**20, max_queue=max_queue, stall_s=stall_seconds)
-        served = ModelHost(runtime, name=name, others=others, opener=opener)
-        app = create_app(served, limits=limits, access=Access(keys, hosts_of(host, keys)))
-        if not quiet:
-            typer.echo(f"{printable(served.default)} at {url_of(listening)}", err=True)
+        host = ModelHost(runtime, name=name, others=others, opener=opener)
+        access = Access(place.keys, hosts_of(place.host, place.keys))
+        app = create_app(host, limits=limits, access=access)
+        if not is_quiet:
+            typer.echo(f"{printable(host.default)} at {url_of(listening)}", err=True)
         make_server(app, limits).run(sockets=[listening])
 
 

@@ -6,6 +6,7 @@ A client that has gone, in the middle of a stream or before its answer, takes it
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
@@ -44,18 +45,28 @@ class EventStream(Response):
         self._events = events
         self._stack = stack
         self._send_s = send_s
+        self._sending_since: float | None = None
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         async with self._stack:
+            watching = asyncio.create_task(self._watch())
             try:
-                await _first(asyncio.create_task(self._write(send)), receive)
-            except (ClientGoneError, TimeoutError):
+                writing = asyncio.create_task(self._write(send))
+                await _first(writing, receive, watching)
+            except ClientGoneError:
                 return
+
+    async def _watch(self) -> None:
+        """Until a client has not taken a piece in time. A timer for each piece would cost more than
+        the rest of it."""
+        while self._sending_since is None or time.monotonic() - self._sending_since < self._send_s:
+            await asyncio.sleep(self._send_s / 8)
 
     async def _write(self, send: Send) -> None:
         async def put(data: bytes, *, more: bool = True) -> None:
-            async with asyncio.timeout(self._send_s):
-                await send({"type": "http.response.body", "body": data, "more_body": more})
+            self._sending_since = time.monotonic()
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+            self._sending_since = None
 
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
@@ -64,8 +75,6 @@ class EventStream(Response):
             async with aclosing(self._events) as events:  # type: ignore[type-var]
                 async for event in events:
                     await put(b"data: " + to_json(event) + b"\n\n")
-        except TimeoutError:
-            raise
         except Exception as error:  # noqa: BLE001 - `failure_of` raises again what is a bug
             await put(b"data: " + to_json(failure_of(error).body) + b"\n\n", more=False)
             return
@@ -81,17 +90,18 @@ async def closing(stack: AsyncExitStack, make: Callable[[], Coroutine[Any, Any, 
         raise
 
 
-async def _first(work: asyncio.Task[T], receive: Receive) -> T:
-    leaving = asyncio.create_task(_left(receive))
+async def _first(work: asyncio.Task[T], receive: Receive, *ends: asyncio.Task[None]) -> T:
+    """The outcome of `work`, unless the client leaves or one of `ends` comes before."""
+    tasks: list[asyncio.Task[Any]] = [work, asyncio.create_task(_left(receive)), *ends]
     try:
-        await asyncio.wait((work, leaving), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
             return work.result()
         raise ClientGoneError
     finally:
-        work.cancel()
-        leaving.cancel()
-        await asyncio.gather(work, leaving, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _left(receive: Receive) -> None:

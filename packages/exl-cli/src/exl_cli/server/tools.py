@@ -130,7 +130,9 @@ class ToolSplitter:
             if not found:
                 return
             calls = self._parsed(inside.strip())
-            yield from calls or [self._as_text(inside + found)]
+            yield from calls
+            if not calls:
+                yield self._as_text(inside + found)
             self._held, self._is_inside = rest.lstrip(), False
 
     def _may_begin_marker(self) -> int:
