@@ -77,6 +77,15 @@ def test_what_is_not_json_is_refused(one: Running, body: bytes) -> None:
     error_of(one.http.post(TEXT, content=body, headers=headers), 400)
 
 
+def test_nesting_has_an_end(one: Running) -> None:
+    deep: Any = {}
+    for _ in range(400):
+        deep = {"properties": {"a": deep}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": deep}}
+    answer = one.post(CHAT, {"messages": HI, "response_format": wanted, "max_tokens": 5})
+    assert answer.status_code in (200, 400), answer.text
+
+
 def test_half_a_surrogate_pair_comes_back_in_one_piece(one: Running) -> None:
     body = '{"prompt": "\\ud800"}'
     headers = {"content-type": "application/json"}

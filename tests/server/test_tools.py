@@ -184,3 +184,12 @@ def test_tools_that_cannot_be_are_refused() -> None:
             ask(rule, HERMES, **settings)
     with pytest.raises(BadRequestError, match="has no tools"):
         ask(rule, "{{ messages[0].content }}")
+
+
+def test_parameters_that_are_nested_too_deeply_are_refused() -> None:
+    deep: dict[str, Any] = {"type": "object"}
+    for _ in range(450):
+        deep = {"properties": {"a": deep}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    with pytest.raises(BadRequestError):
+        ask(reply_with("ok"), "{{ tools }} <tool_call>", tools=tools, tool_choice="required")

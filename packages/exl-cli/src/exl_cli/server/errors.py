@@ -95,6 +95,10 @@ def install_handlers(app: FastAPI) -> None:
     async def _http(request: Request, error: HTTPException) -> Response:
         return _http_error(request, error).response()
 
+    @app.exception_handler(RecursionError)
+    async def _deep(_request: Request, _error: RecursionError) -> Response:
+        return ApiError(400, "the body is nested too deeply", code="invalid_json").response()
+
     @app.exception_handler(Exception)
     async def _bug(_request: Request, _error: Exception) -> Response:
         # uvicorn hangs up after this, and clients should know.

@@ -13,7 +13,7 @@ MAX_TOP_LOGPROBS = 20
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(fail_fast=True)]
-StopText = Annotated[str, Field(min_length=1)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class Body(BaseModel):
@@ -38,7 +38,9 @@ class SamplingFields(Body):
     frequency_penalty: float | None = Field(None, ge=-100, le=100)
     presence_penalty: float | None = Field(None, ge=-100, le=100)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = Field(
+        None, max_length=2048
+    )
     stop: StopText | Annotated[list[StopText], Field(max_length=64, fail_fast=True)] | None = None
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
