@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+
+from exl_core.prompt.formats import all_formats
 
 
 @pytest.fixture
@@ -68,3 +71,76 @@ def test_a_line_that_is_no_text_is_an_error(chat) -> None:
 def test_a_model_without_template_is_refused(exl, damaged_dir: Path) -> None:
     (damaged_dir / "chat_template.jinja").unlink()
     assert "no chat template" in exl("chat", damaged_dir, stdin=b"Hello\n").error_line(3)
+
+
+def test_the_formats_are_listed(exl) -> None:
+    told = json.loads(exl("chat", "--list-formats", "--json").out)
+    assert [one["name"] for one in told["formats"]] == list(all_formats())
+    table = exl("chat", "--list-formats")
+    assert (table.code, table.err) == (0, "")
+    assert all(name in table.out for name in ("llama3", "command-r", "teknium/OpenHermes-2.5"))
+
+
+def test_a_format_that_differs_from_the_template_is_a_warning(chat) -> None:
+    done = chat(b"Hello\n", "--format", "vicuna")
+    assert done.code == 0
+    assert done.out != chat(b"Hello\n").out
+    assert done.err.startswith(
+        "exl: warning: --format vicuna and the model's own template disagree"
+    )
+    assert done.err.count("\n") == 1
+
+
+def test_a_format_takes_the_place_of_a_template_that_is_missing(exl, damaged_dir: Path) -> None:
+    (damaged_dir / "chat_template.jinja").unlink()
+    args = ("chat", damaged_dir, "--temp", "0", "-n", 6)
+    done = exl(*args, "--format", "llama2", stdin=b"Hello\n")
+    assert (done.code, done.err) == (0, "")
+    assert len(done.out) > 1
+    assert "--format NAME" in exl(*args, stdin=b"Hello\n").error_line(3)
+
+
+def test_amnesia_answers_each_prompt_by_itself(chat) -> None:
+    assert chat(b"Hello\nHello\n", "--amnesia").out == 2 * chat(b"Hello\n").out
+
+
+def test_every_setting_of_the_sampler_is_an_option(chat) -> None:
+    text = chat(b"Hello\n").out
+    assert chat(b"Hello\n", "--frequency-penalty", "50", "-n", 30).out != text
+    for option in ("--dry-multiplier 1 --dry-base 2", "--mirostat 5", "--typical 0.5", "--tfs 0.9"):
+        assert chat(b"Hello\n", "--temp", "1", "--seed", 1, *option.split()).code == 0
+
+
+def test_max_tokens_is_the_same_option(exl, tiny_llama_dir: Path) -> None:
+    args = ("chat", "-m", tiny_llama_dir, "--temp", "0")
+    names = ("-n", "--max-tokens", "--max-response-tokens")
+    outs = {exl(*args, name, "5", stdin=b"Hello\n").out for name in names}
+    assert len(outs) == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (("--format", "lama3"), "llama3"),
+        (("--system", "x", "--no-system"), "--no-system"),
+        (("--json",), "--list-formats"),
+        (("--dynatemp", "2"), "--dynatemp"),
+        (("--repeat-penalty", "0"), "repetition_penalty"),
+        (("--typical", "0"), "--typical"),
+        (("-n", "0"), "-n"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_model_is_looked_for(
+    exl, args: tuple[str, ...], expected: str
+) -> None:
+    assert expected in exl("chat", "-m", "no-such-model", *args, stdin=b"Hello\n").error_line(2)
+
+
+def test_a_template_without_system_role_refuses_a_system_prompt(exl, damaged_dir: Path) -> None:
+    template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('No system!') }}{% endif %}x"
+    )
+    (damaged_dir / "chat_template.jinja").write_text(template, encoding="utf-8")
+    line = exl("chat", damaged_dir, "--system", "Be brief.", stdin=b"Hello\n").error_line(3)
+    assert "No system!" in line
+    assert exl("chat", damaged_dir, "-n", 2, "--no-system", stdin=b"Hello\n").code == 0

@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import pty
 import re
-import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from support.terminal import WAIT_S, Terminal
 
 COMMAND = (sys.executable, "-m", "exl_cli")
 LONG = ("-p", "Once upon a time", "-n", "2000", "--temp", "0")
 MEMORY_LIMIT_MB = 700
 LOAD_LIMIT_S = 3.0
-WAIT_S = 60
 
 PEAK = (  # VmHWM counts this program alone, while ru_maxrss remembers what it was forked from
     "import re, sys\n"
     "def peak_mb():\n"
     "    status = open('/proc/self/status').read()\n"
     "    return int(re.search(r'VmHWM:\\s+(\\d+) kB', status)[1]) / 1000\n"
-)
-TAKE_TERMINAL = (  # the session's controlling terminal, which is where Ctrl-C becomes a signal
-    "import fcntl, os, sys, termios\n"
-    "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
-    "os.execv(sys.argv[1], sys.argv[1:])\n"
 )
 
 
@@ -140,86 +130,6 @@ def test_a_full_disk_is_one_line() -> None:
     assert done.returncode == 1
     assert done.stderr.startswith("exl: error: stdout: ")
     assert done.stderr.count("\n") == 1
-
-
-class Terminal:
-    """A program on a pseudo-terminal of its own, as a person would have it."""
-
-    def __init__(self, *args: str) -> None:
-        self._ours, theirs = pty.openpty()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", TAKE_TERMINAL, *COMMAND, *args],
-            stdin=theirs,
-            stdout=theirs,
-            stderr=theirs,
-            start_new_session=True,
-            env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
-        )
-        os.close(theirs)
-        self.seen = ""
-        self._position = 0
-
-    def type(self, keys: str) -> None:
-        os.write(self._ours, keys.encode())
-
-    def expect(self, pattern: str) -> str:
-        """Wait until the pattern comes after what was expected before; what came until then."""
-        deadline = time.monotonic() + WAIT_S
-        while (match := re.search(pattern, self.seen[self._position :])) is None:
-            ready, _, _ = select.select([self._ours], [], [], deadline - time.monotonic())
-            assert ready, f"no {pattern!r} in {self.seen[self._position :]!r}"
-            self.seen += self._read()
-        passed = self.seen[self._position : self._position + match.end()]
-        self._position += match.end()
-        return passed
-
-    def wait(self) -> int:
-        """Read on until the program ends; its exit code."""
-        while piece := self._read():
-            self.seen += piece
-        return self._process.wait(WAIT_S)
-
-    def _read(self) -> str:
-        try:
-            return os.read(self._ours, 65536).decode(errors="replace")
-        except OSError:  # how Linux says that the other side is closed
-            return ""
-
-    def close(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        os.close(self._ours)
-
-
-@pytest.fixture
-def chat() -> Iterator[Terminal]:
-    terminal = Terminal("chat", "--temp", "0")
-    yield terminal
-    terminal.close()
-
-
-def test_chat_on_a_terminal(chat: Terminal) -> None:
-    chat.expect("Ctrl-D leaves")
-    chat.expect(">>>")
-    chat.type("Write a very long story about a dragon.\r")
-    chat.expect(r"dragon\.[^\n]*\n")
-    chat.expect(r"[A-Za-z]{3}")  # the reply streams
-    chat.type("\x03")
-    chat.expect("Stopped")
-    chat.expect(">>>")
-    chat.type("half a line\x03")
-    chat.expect("Ctrl-D leaves")
-    chat.expect(">>>")
-    chat.type("/stats\r")
-    chat.expect("Speed is shown")
-    chat.expect(">>>")
-    chat.type("Say hello.\r")
-    chat.expect(r"tok/s")
-    chat.expect(">>>")
-    chat.type("\x04")
-    assert chat.wait() == 0
-    assert "Traceback" not in chat.seen
 
 
 def test_generate_on_a_terminal_shows_progress_and_speed() -> None:

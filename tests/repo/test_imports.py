@@ -48,7 +48,7 @@ WITHOUT_TORCH = (
     "exl_core.engine.events",
     "exl_eval.result",
     "exl_cli.main",
-    "exl_cli.conversation",
+    "exl_cli.chat.conversation",
 )
 
 

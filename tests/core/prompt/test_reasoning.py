@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from exl_core.prompt.reasoning import Piece, ReasoningSplitter, ends_inside
+from exl_core.prompt.reasoning import Piece, ReasoningSplitter, ends_inside, find_tags
 
 PARTS = ["<think>", "</think>", "<", "</", "think>", "<thi", "nk>", " ", "\n", "a", "bé", "> "]
 TEXTS = st.lists(st.sampled_from(PARTS), max_size=12).map("".join)
@@ -109,3 +109,9 @@ def test_a_prompt_that_ends_inside() -> None:
     assert not ends_inside("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert not ends_inside("What does <think> mean?<|im_end|>\n<|im_start|>assistant\n")
     assert ends_inside("Go on.[THINK]", "[THINK]")
+
+
+def test_tags_that_a_template_speaks_of() -> None:
+    assert find_tags("") == ("<think>", "</think>")
+    assert find_tags("{{ content.split('</think>')[-1] }} [THINK]") == ("<think>", "</think>")
+    assert find_tags("{{ '[THINK]' }}") == ("[THINK]", "[/THINK]")

@@ -1,32 +1,19 @@
-"""Options that several verbs share, and their limits. Declarations only; no torch."""
+"""Options that several verbs share, and their limits. Declarations only; no torch.
+
+Those of the sampler are in `sampling_options.py`, those of the engine in `engine_options.py`.
+"""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
 from typing import Annotated
 
 import typer
 
 from exl_core.errors import RequestError
-from exl_core.sampling.params import SamplerParams
 from exl_core.settings import MAX_THREADS
 
-DEFAULT_TEMPERATURE = 0.8
-DEFAULT_TOP_K = 40
-DEFAULT_TOP_P = 0.95
-DEFAULT_MIN_P = 0.05
-DEFAULT_REPEAT_PENALTY = 1.0
-
-_SAMPLING = "Sampling"
 _RUNNING = "Running"
-
-
-def _check_share(share: float) -> float:
-    """A range without its lower end, which typer's min and max cannot say."""
-    if not 0.0 < share <= 1.0:
-        raise typer.BadParameter(f"{share:g} is not above 0 and at most 1.")
-    return share
 
 
 MODEL_HELP = (
@@ -100,66 +87,6 @@ Exact = Annotated[
         rich_help_panel=_RUNNING,
     ),
 ]
-Temperature = Annotated[
-    float,
-    typer.Option(
-        "--temp",
-        "--temperature",
-        metavar="T",
-        min=0.0,
-        help="0 always takes the likeliest token; higher is more varied.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-TopK = Annotated[
-    int,
-    typer.Option(
-        "--top-k",
-        metavar="K",
-        min=0,
-        help="Only the K likeliest tokens; 0: all.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-TopP = Annotated[
-    float,
-    typer.Option(
-        "--top-p",
-        metavar="P",
-        callback=_check_share,
-        help="Only the likeliest tokens that together hold the share P, above 0; 1: all.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-MinP = Annotated[
-    float,
-    typer.Option(
-        "--min-p",
-        metavar="P",
-        min=0.0,
-        max=1.0,
-        help="Only tokens at least P times as likely as the likeliest; 0: all.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-RepeatPenalty = Annotated[
-    float,
-    typer.Option(
-        "--repeat-penalty",
-        metavar="X",
-        help="Make tokens that have occurred less likely; 1: no penalty.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
-Seed = Annotated[
-    int | None,
-    typer.Option(
-        "--seed",
-        metavar="N",
-        help="The same seed repeats the same text. Without it: a random one, shown by --json.",
-        rich_help_panel=_SAMPLING,
-    ),
-]
 Stop = Annotated[
     list[str] | None,
     typer.Option(
@@ -188,20 +115,6 @@ def pick_model(argument: str | None, option: str | None) -> str | None:
             next_step="Keep one; a prompt goes with -p.",
         )
     return argument if option is None else option
-
-
-def sampler_params(
-    *, temp: float, top_k: int, top_p: float, min_p: float, repeat_penalty: float, seed: int | None
-) -> SamplerParams:
-    """Without a seed one is drawn here, so that --json can name it and the run can be repeated."""
-    return SamplerParams(
-        temperature=temp,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repeat_penalty,
-        seed=secrets.randbits(31) if seed is None else seed,
-    )
 
 
 def token_limit(max_tokens: int) -> int | None:

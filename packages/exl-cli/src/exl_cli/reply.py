@@ -16,7 +16,10 @@ from exl_core.engine.request import Request
 
 
 def stream_reply(
-    engine: Engine, request: Request, interrupt: Interrupt, write: Callable[[str], None] | None
+    engine: Engine,
+    request: Request,
+    interrupt: Interrupt,
+    write: Callable[[TextEvent], None] | None,
 ) -> FinishEvent:
     """Run one request to its end, or until `interrupt`; `write` gets each piece as it comes."""
     engine.submit(request)
@@ -27,7 +30,7 @@ def stream_reply(
             for event in engine.step():
                 match event:
                     case TextEvent() if write is not None:
-                        write(event.text)
+                        write(event)
                     case FinishEvent():
                         return event
                     case FailEvent():

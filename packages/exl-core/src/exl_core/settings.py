@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 from exl_core.errors import RequestError
 
@@ -32,6 +33,14 @@ def read_settings() -> Settings:
     text = os.environ.get("EXL_THREADS")
     threads = _as_thread_count(text) if text else min(available_cpus(), MAX_THREADS)
     return Settings(isa=isa, threads=threads)
+
+
+def state_folder() -> Path:
+    """Where a program of a user keeps what it remembers: `XDG_STATE_HOME`, else below the home."""
+    base = Path(os.environ.get("XDG_STATE_HOME") or "")
+    if not base.is_absolute():
+        base = Path(os.path.expanduser("~/.local/state"))  # noqa: PTH111 - never raises
+    return base / "exl"
 
 
 def available_cpus() -> int:

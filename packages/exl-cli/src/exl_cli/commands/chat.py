@@ -3,87 +3,118 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
-from exl_cli import engine_options, options, output
-from exl_cli.conversation import Conversation
-from exl_cli.interrupt import Interrupt, exits_at_once
-from exl_core.errors import ExlError, printable
-from exl_core.files import decode_text
+import typer
+
+from exl_cli import options, output
+from exl_cli.interrupt import exits_at_once
+from exl_cli.option_groups import RunningOptions, spread
+from exl_cli.prompts import check_encodable
+from exl_cli.sampling_options import SamplingOptions
+from exl_core.errors import ExlError, RequestError, printable
+from exl_core.prompt.formats import all_formats, find_format
+from exl_core.settings import state_folder
 
 if TYPE_CHECKING:
-    from exl_cli.load import Runtime
-    from exl_cli.terminal import Terminal
-    from exl_core.engine.events import FinishEvent
-    from exl_core.sampling.params import SamplerParams
+    from exl_cli.chat.prompt_style import PromptStyle
 
 EXAMPLES = (
     ("exl chat", "talk to the default model"),
     ('exl chat model.gguf --system "Answer in one sentence."', "another model, and a manner"),
+    ("exl chat base-model --format alpaca", "a model without a template of its own"),
     ("printf 'Hi!\\nAnd in French?\\n' | exl chat --temp 0", "a prompt a line, replies to stdout"),
 )
-HELP = """/help   this list
-/clear  forget the conversation; the system prompt stays
-/stats  show or hide the speed after each reply
-/bye    leave (so do /exit and Ctrl-D)
-Ctrl-C stops a reply, and the conversation goes on."""
-LEAVE = ("/bye", "/exit")
+SCHEMA_VERSION = 1
+HISTORY_FILE = "chat-history"
+GREETING = "{}, context of {} tokens. /help lists the commands, Ctrl-D leaves."
+
+MaxResponseTokens = Annotated[
+    int,
+    typer.Option(
+        "-n",
+        "--max-response-tokens",
+        "--max-tokens",
+        metavar="N",
+        min=-1,
+        help="Cut a reply off after N tokens; -1: when nothing more fits into the context.",
+    ),
+]
+Format = Annotated[
+    str | None,
+    typer.Option(
+        "--format",
+        metavar="NAME",
+        help="Write the conversation in this prompt format instead of the model's own template.",
+    ),
+]
+ListFormats = Annotated[
+    bool, typer.Option("--list-formats", help="Show the prompt formats and leave.")
+]
+NoSystem = Annotated[
+    bool, typer.Option("--no-system", help="No system prompt, not even the usual one.")
+]
+Amnesia = Annotated[
+    bool, typer.Option("--amnesia", help="Forget each turn as soon as it is answered.")
+]
+Stats = Annotated[bool, typer.Option("--stats", help="Show the speed after each reply.")]
+Json = Annotated[bool, typer.Option("--json", help="With --list-formats: one JSON object.")]
 
 
+@spread
 def chat(
     *,
     model: options.ModelArgument = None,
     model_option: options.ModelOption = None,
     system: options.System = None,
-    max_tokens: options.MaxTokens = 1024,
+    no_system: NoSystem = False,
+    format: Format = None,
+    max_response_tokens: MaxResponseTokens = 1000,
     stop: options.Stop = None,
+    amnesia: Amnesia = False,
+    stats: Stats = False,
+    list_formats: ListFormats = False,
+    json: Json = False,
     quiet: options.Quiet = False,
-    temp: options.Temperature = options.DEFAULT_TEMPERATURE,
-    top_k: options.TopK = options.DEFAULT_TOP_K,
-    top_p: options.TopP = options.DEFAULT_TOP_P,
-    min_p: options.MinP = options.DEFAULT_MIN_P,
-    repeat_penalty: options.RepeatPenalty = options.DEFAULT_REPEAT_PENALTY,
-    seed: options.Seed = None,
-    ctx_size: options.CtxSize = None,
-    device: options.Device = "auto",
-    threads: options.Threads = None,
-    exact: options.Exact = False,
-    cache_type: options.CacheType = "fp16",
-    lora: engine_options.Lora = None,
-    draft_model: engine_options.DraftModel = None,
-    draft_tokens: engine_options.DraftTokens = None,
-    ngram: engine_options.Ngram = False,
+    sampling: SamplingOptions,
+    running: RunningOptions,
 ) -> None:
-    """Talk to a model, with its own chat template.
+    """Talk to a model, with its own chat template or in a prompt format by name.
 
     On a terminal Ctrl-C stops the reply, Ctrl-D leaves, and /help lists the commands. Over a pipe
     each line is a prompt, and stdout gets the replies and nothing else. When the context is full
     the oldest turns are dropped; the system prompt stays.
     """
+    if list_formats:
+        _show_formats(is_json=json)
+        return
+    if json:
+        raise RequestError("--json goes with --list-formats", next_step="Drop it.")
+    if system is not None and no_system:
+        raise RequestError("a system prompt and none are asked for", got="--system and --no-system")
     spec = options.pick_model(model, model_option)
-    sampler = options.sampler_params(
-        temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty, seed=seed
-    )
-    limit = options.token_limit(max_tokens)
-    choices = engine_options.choices_of(cache_type, lora, draft_model, draft_tokens, ngram=ngram)
+    prompt_format = None if format is None else find_format(format)
+    sampling.params()  # what is out of range is told before anything is loaded
+    options.token_limit(max_response_tokens)
+    choices = running.choices()
     with exits_at_once():
-        from exl_cli.load import open_runtime
-        from exl_cli.terminal import Terminal
-    runtime = open_runtime(spec, choices, ctx_size, device, threads, is_quiet=quiet, exact=exact)
-    runtime.require_template()
-    terminal = Terminal() if Terminal.is_there() else None
+        from exl_cli.chat.prompt_style import PromptStyle
+        from exl_cli.chat.session import ChatSession
+        from exl_cli.chat.settings import ChatOptions, ChatSettings
+        from exl_cli.chat.terminal import Terminal
+    runtime = running.open(spec, choices, is_quiet=quiet)
+    style = PromptStyle(runtime.loaded, prompt_format)
+    _warn_of_disagreement(style)
+    terminal = Terminal(state_folder() / HISTORY_FILE) if Terminal.is_there() else None
     if terminal is not None and not quiet:
-        terminal.note(
-            f"{printable(runtime.name)}, context of {runtime.ctx_size} tokens. "
-            "/help lists the commands, Ctrl-D leaves."
-        )
+        terminal.note(GREETING.format(printable(runtime.name), runtime.ctx_size))
+    behaviour = ChatOptions(max_response_tokens=max_response_tokens, stats=stats, amnesia=amnesia)
     session = ChatSession(
         runtime,
-        sampler=sampler,
-        max_tokens=limit,
+        style,
+        ChatSettings(sampling, behaviour),
+        system=_system_prompt(style, system, no_system=no_system),
         stop=stop or (),
-        system=system,
         terminal=terminal,
     )
     unanswered = session.run()
@@ -91,113 +122,34 @@ def chat(
         raise ExlError(f"{unanswered} of the prompts could not be answered; see above")
 
 
-class ChatSession:
-    """Read, answer, remember. One engine serves all turns, so that its prompt cache works."""
-
-    def __init__(
-        self,
-        runtime: Runtime,
-        *,
-        sampler: SamplerParams,
-        max_tokens: int | None,
-        stop: Sequence[str],
-        system: str | None,
-        terminal: Terminal | None,
-    ) -> None:
-        self._runtime = runtime
-        self._sampler = sampler
-        self._max_tokens = max_tokens
-        self._stop = stop
-        self._conversation = Conversation(system)
-        self._terminal = terminal
-        self._shows_stats = False
-
-    def run(self) -> int:
-        """Until the input ends. The number of prompts over a pipe that got no answer."""
-        unanswered = 0
-        for line in _typed(self._terminal) if self._terminal is not None else _piped():
-            text = line.strip()
-            if text in LEAVE:
-                break
-            if not text or self._obey(text):
-                continue
-            self._conversation.say(text)
-            try:
-                self._answer()
-            except ExlError as error:
-                self._conversation.take_back()
-                print(f"exl: error: {error}", file=sys.stderr, flush=True)
-                unanswered += self._terminal is None
-        return unanswered
-
-    def _obey(self, text: str) -> bool:
-        """Carry out a slash command. Any other text is for the model, slash or not."""
-        if text == "/clear":
-            self._conversation.clear()
-        elif text == "/stats":
-            self._shows_stats = not self._shows_stats
-        elif text != "/help":
-            return False
-        if self._terminal is not None:
-            notes = {
-                "/clear": "The conversation is forgotten.",
-                "/stats": f"Speed is {'shown' if self._shows_stats else 'hidden'}.",
-                "/help": HELP,
-            }
-            self._terminal.note(notes[text])
-        return True
-
-    def _answer(self) -> None:
-        token_ids = self._fit()
-        request = self._runtime.request(token_ids, self._max_tokens, self._sampler, self._stop)
-        from exl_cli.reply import stream_reply
-
-        with Interrupt() as interrupt:
-            reply = stream_reply(self._runtime.engine, request, interrupt, output.write_text)
-        output.write_text("\n")
-        if interrupt.is_set and self._terminal is None:
-            raise KeyboardInterrupt
-        if reply.text:
-            self._conversation.answer(reply.text)
-        else:
-            self._conversation.take_back()
-        self._comment(reply, was_stopped=interrupt.is_set)
-
-    def _fit(self) -> list[int]:
-        ctx = self._runtime.ctx_size
-        reserve = min(self._max_tokens or ctx, ctx // 4)
-        dropped = self._conversation.dropped_turns
-        token_ids = self._conversation.fit(self._runtime.encode_chat, ctx, reserve)
-        dropped = self._conversation.dropped_turns - dropped
-        if dropped and self._terminal is not None:
-            self._terminal.note(f"The context is full: {dropped} of the oldest turns were dropped.")
-        return token_ids
-
-    def _comment(self, reply: FinishEvent, *, was_stopped: bool) -> None:
-        if self._terminal is None:
-            return
-        if was_stopped:
-            self._terminal.note("Stopped.")
-        elif reply.reason.value == "length":
-            self._terminal.note("Cut off: the limit of tokens is reached (-n, -c).")
-        if self._shows_stats:
-            from exl_cli.render import print_speed
-
-            print_speed(reply, None)
+def _system_prompt(style: PromptStyle, system: str | None, *, no_system: bool) -> str | None:
+    if no_system:
+        return style.no_system()
+    if system is None:
+        return style.default_system()
+    check_encodable(system, "the system prompt")
+    style.text([{"role": "system", "content": system}, {"role": "user", "content": "Hello"}])
+    return system  # a template that knows no system role has refused it by now
 
 
-def _typed(terminal: Terminal) -> Iterator[str]:
-    while True:
-        try:
-            yield terminal.ask()
-        except KeyboardInterrupt:
-            terminal.note("Ctrl-D leaves.")
-        except EOFError:
-            return
+def _warn_of_disagreement(style: PromptStyle) -> None:
+    disagreement = style.disagreement()
+    if disagreement is not None and sys.stderr is not None:
+        print(f"exl: warning: {printable(disagreement)}", file=sys.stderr, flush=True)
 
 
-def _piped() -> Iterator[str]:
-    if sys.stdin is None:
+def _show_formats(*, is_json: bool) -> None:
+    formats = all_formats().values()
+    if is_json:
+        described = [
+            {"name": one.name, "also": list(one.also), "for": one.about, "card": one.model}
+            for one in formats
+        ]
+        output.write_json({"schema_version": SCHEMA_VERSION, "formats": described})
         return
-    for number, line in enumerate(sys.stdin.buffer, start=1):
-        yield decode_text(line, f"stdin, line {number}")
+    from exl_cli.render import columns_table, print_answer
+
+    table = columns_table("format", "for", "card")
+    for one in formats:
+        table.add_row(", ".join((one.name, *one.also)), one.about, one.model or "")
+    print_answer(table)

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from exl_cli import engine_options, options, output, prompts
-from exl_cli.interrupt import Interrupt, exits_at_once
+from exl_cli.interrupt import Interrupt
+from exl_cli.option_groups import RunningOptions, spread
+from exl_cli.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
     from exl_cli.load import Runtime
-    from exl_core.engine.events import FinishEvent
+    from exl_core.engine.events import FinishEvent, TextEvent
     from exl_core.engine.request import Request
 
 EXAMPLES = (
@@ -40,6 +42,7 @@ SpecialOption = Annotated[
 ]
 
 
+@spread
 def generate(
     *,
     model: options.ModelArgument = None,
@@ -53,21 +56,8 @@ def generate(
     parse_special: SpecialOption = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
-    temp: options.Temperature = options.DEFAULT_TEMPERATURE,
-    top_k: options.TopK = options.DEFAULT_TOP_K,
-    top_p: options.TopP = options.DEFAULT_TOP_P,
-    min_p: options.MinP = options.DEFAULT_MIN_P,
-    repeat_penalty: options.RepeatPenalty = options.DEFAULT_REPEAT_PENALTY,
-    seed: options.Seed = None,
-    ctx_size: options.CtxSize = None,
-    device: options.Device = "auto",
-    threads: options.Threads = None,
-    exact: options.Exact = False,
-    cache_type: options.CacheType = "fp16",
-    lora: engine_options.Lora = None,
-    draft_model: engine_options.DraftModel = None,
-    draft_tokens: engine_options.DraftTokens = None,
-    ngram: engine_options.Ngram = False,
+    sampling: SamplingOptions,
+    running: RunningOptions,
     json_schema: engine_options.JsonSchema = None,
     regex: engine_options.Regex = None,
     grammar: engine_options.Grammar = None,
@@ -78,17 +68,12 @@ def generate(
     newline at the end of a file or of piped text is dropped.
     """
     spec = options.pick_model(model, model_option)
-    sampler = options.sampler_params(
-        temp=temp, top_k=top_k, top_p=top_p, min_p=min_p, repeat_penalty=repeat_penalty, seed=seed
-    )
+    sampler, choices = sampling.params(), running.choices()
     limit = options.token_limit(max_tokens)
-    choices = engine_options.choices_of(cache_type, lora, draft_model, draft_tokens, ngram=ngram)
     constraints = engine_options.constraints_of(json_schema, regex, grammar)
     prompts.check_chat_options(chat, system, parse_special)
     text = prompts.read_prompt(prompt, file)
-    with exits_at_once():
-        from exl_cli.load import open_runtime
-    runtime = open_runtime(spec, choices, ctx_size, device, threads, is_quiet=quiet, exact=exact)
+    runtime = running.open(spec, choices, is_quiet=quiet)
     if chat:
         token_ids = runtime.encode_chat(prompts.as_messages(text, system))
     else:
@@ -102,9 +87,7 @@ def _run(runtime: Runtime, request: Request, *, is_json: bool, is_quiet: bool) -
     from exl_cli.reply import note_unmet, stream_reply
 
     with Interrupt() as interrupt:
-        reply = stream_reply(
-            runtime.engine, request, interrupt, None if is_json else output.write_text
-        )
+        reply = stream_reply(runtime.engine, request, interrupt, None if is_json else _write)
     if is_json:
         output.write_json(describe_reply(runtime, reply, request.sampler.seed))
     else:
@@ -115,6 +98,10 @@ def _run(runtime: Runtime, request: Request, *, is_json: bool, is_quiet: bool) -
         print_speed(reply, runtime.load_s)
     if interrupt.is_set:
         raise KeyboardInterrupt
+
+
+def _write(event: TextEvent) -> None:
+    output.write_text(event.text)
 
 
 def describe_reply(runtime: Runtime, reply: FinishEvent, seed: int | None) -> dict[str, object]:

@@ -13,6 +13,12 @@ from enum import Enum, auto
 
 OPENING = "<think>"
 CLOSING = "</think>"
+_OTHER_TAGS = (
+    ("[THINK]", "[/THINK]"),  # Magistral
+    ("<seed:think>", "</seed:think>"),  # Seed-OSS
+    ("<thought>", "</thought>"),  # EXAONE Deep
+    ("<reasoning>", "</reasoning>"),  # Reka Flash
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +32,13 @@ class Piece:
 def ends_inside(prompt: str, opening: str = OPENING) -> bool:
     """Does a rendered prompt end with an opened tag, so that the reply begins with reasoning?"""
     return prompt.rstrip().endswith(opening)
+
+
+def find_tags(template: str) -> tuple[str, str]:
+    """The tags that a chat template, as its source, speaks of; where it says nothing, the usual."""
+    named = (tags for tags in _OTHER_TAGS if tags[1] in template or tags[0] in template)
+    usual = (OPENING, CLOSING)
+    return usual if CLOSING in template else next(named, usual)
 
 
 class _Stage(Enum):

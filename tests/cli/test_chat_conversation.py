@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from exl_cli.conversation import Conversation
+from exl_cli.chat.conversation import Conversation
 from exl_core.errors import RequestError
 
 

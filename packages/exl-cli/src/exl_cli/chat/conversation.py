@@ -1,0 +1,86 @@
+"""The turns of a chat, and which of them still fit.
+
+Knows messages and a function that turns them into token ids; neither model nor terminal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from exl_core.errors import RequestError
+
+Message = dict[str, str]
+"""`role`, `content`, and of a reply that was reasoned about `reasoning_content`."""
+Encode = Callable[[Sequence[Mapping[str, object]]], list[int]]
+
+
+class Conversation:
+    """System prompt and turns. When the context is full, the oldest turns go out of it first; they
+    stay part of the conversation."""
+
+    def __init__(self, system: str | None) -> None:
+        self.system = system
+        self.turns: list[Message] = []
+        self._first = 0  # of those in the context; even, a message of the user
+
+    @property
+    def messages(self) -> list[Message]:
+        """What is in the context."""
+        return self._with_system(self._first)
+
+    @property
+    def dropped_turns(self) -> int:
+        """Pairs of a message and its reply that are no longer in the context."""
+        return self._first // 2
+
+    def clear(self) -> None:
+        self.replace(())
+
+    def replace(self, turns: Iterable[Message]) -> None:
+        self.turns = list(turns)
+        self._first = 0
+
+    def say(self, text: str) -> None:
+        self.turns.append({"role": "user", "content": text})
+
+    def answer(self, text: str, reasoning: str = "") -> None:
+        message = {"role": "assistant", "content": text}
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        self.turns.append(message)
+
+    def take_back(self) -> str | None:
+        """Forget the last message of the user, with its reply if there is one; None without any."""
+        if not self.turns:
+            return None
+        last = self.turns.pop()
+        if last["role"] != "user":
+            last = self.turns.pop()
+        self._first = min(self._first, len(self.turns))
+        return last["content"]
+
+    def fit(self, encode: Encode, ctx_size: int, reserve: int) -> list[int]:
+        """Token ids of the conversation with room for a reply of `reserve` tokens.
+
+        Drops whole turns (a user message and its reply) from the front. The last user message is
+        never dropped: where it alone is too long, less room for the reply is taken, and where it
+        does not fit at all the error has the numbers and nothing is forgotten.
+        """
+        first = self._first
+        token_ids = encode(self._with_system(first))
+        while len(token_ids) + reserve > ctx_size and first + 2 < len(self.turns):
+            first += 2
+            token_ids = encode(self._with_system(first))
+        if len(token_ids) + 1 > ctx_size:
+            raise RequestError(
+                "the message does not fit into the context",
+                expected=f"at most {ctx_size - 1} tokens with its template",
+                got=len(token_ids),
+                next_step="Shorten it, or give more room with --ctx-size.",
+            )
+        self._first = first
+        return token_ids
+
+    def _with_system(self, first: int) -> list[Message]:
+        head = [] if self.system is None else [{"role": "system", "content": self.system}]
+        return [*head, *self.turns[first:]]

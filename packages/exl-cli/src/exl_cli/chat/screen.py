@@ -1,0 +1,93 @@
+"""One reply on its way to whoever reads it: colored where a terminal shows colors, bare elsewhere.
+
+stdout gets the reply and nothing else. Reasoning goes to stderr, and only to a terminal: as one
+line that counts, or in full. A terminal gets no control characters but line ends and tabs.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+
+from rich.console import Console
+from rich.style import Style
+
+from exl_cli import output
+from exl_cli.chat.markdown import MarkdownStream
+from exl_cli.render import stderr_console
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_REDRAW_S = 0.1
+
+
+class ReplyScreen:
+    """Takes a reply piece by piece: `think` and `say`, then `close`."""
+
+    def __init__(self, *, shows_reasoning: bool) -> None:
+        stdout = Console(highlight=False)
+        self._is_watched = sys.stdout is not None and sys.stdout.isatty()
+        self._colors = None if stdout.no_color else stdout._color_system
+        self._markdown = None if self._colors is None else MarkdownStream(self._emit)
+        self._notes = stderr_console()
+        self._shows_reasoning = shows_reasoning
+        self._thought_tokens = 0
+        self._drawn_at = -_REDRAW_S
+        self._is_thinking = False
+        self._has_said = False
+
+    def think(self, text: str, tokens: int) -> None:
+        """Some reasoning, of so many tokens."""
+        self._thought_tokens += tokens
+        self._is_thinking = True
+        if self._shows_reasoning:
+            self._notes.print(
+                _CONTROL.sub("", text), style="dim", markup=False, end="", soft_wrap=True
+            )
+        elif self._notes.is_terminal and not self._notes.is_dumb_terminal:
+            now = time.monotonic()
+            if now - self._drawn_at >= _REDRAW_S:
+                self._drawn_at = now
+                self._draw_count(f"thinking... {self._thought_tokens} tokens")
+
+    def say(self, text: str) -> None:
+        """Some of the answer."""
+        self._stop_thinking()
+        if not self._has_said:
+            text = text.lstrip()
+        if not text:
+            return
+        self._has_said = True
+        if self._is_watched:
+            text = _CONTROL.sub("", text)
+        if self._markdown is None:
+            output.write_text(text)
+        else:
+            self._markdown.feed(text)
+
+    def close(self) -> None:
+        self._stop_thinking()
+        if self._markdown is not None:
+            self._markdown.close()
+        output.write_text("\n")
+
+    def _stop_thinking(self) -> None:
+        if not self._is_thinking:
+            return
+        self._is_thinking = False
+        if self._shows_reasoning:
+            self._notes.print("\n")
+        elif self._notes.is_terminal:
+            self._draw_count(f"thought for {self._thought_tokens} tokens (/set reasoning on)")
+            self._notes.print()
+
+    def _draw_count(self, text: str) -> None:
+        """On one line, which is short enough for a narrow window."""
+        shown = text[: max(1, self._notes.width - 1)]
+        start = "" if self._notes.is_dumb_terminal else "\r\x1b[K"
+        self._notes.file.write(start)
+        self._notes.print(shown, style="dim", markup=False, end="")
+        self._notes.file.flush()
+
+    def _emit(self, text: str, style: Style) -> None:
+        output.write_text(style.render(text, color_system=self._colors))

@@ -1,0 +1,177 @@
+"""A chat: read, answer, remember. One engine serves all turns, so that its prompt cache works."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from exl_cli.chat import commands
+from exl_cli.chat.commands import Outcome
+from exl_cli.chat.conversation import Conversation
+from exl_cli.chat.prompt_style import PromptStyle
+from exl_cli.chat.reply import Reply, ReplyWriter
+from exl_cli.chat.screen import ReplyScreen
+from exl_cli.chat.settings import ChatSettings
+from exl_cli.chat.terminal import Terminal
+from exl_cli.interrupt import Interrupt
+from exl_cli.load import Runtime
+from exl_cli.reply import stream_reply
+from exl_core.engine.events import FinishReason
+from exl_core.errors import ExlError, RequestError
+from exl_core.files import decode_text
+
+
+class ChatSession:
+    """`terminal` None: prompts come over a pipe, a line each."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        style: PromptStyle,
+        settings: ChatSettings,
+        *,
+        system: str | None,
+        stop: Sequence[str],
+        terminal: Terminal | None,
+    ) -> None:
+        self.style = style
+        self.settings = settings
+        self.conversation = Conversation(system)
+        self._runtime = runtime
+        self._stop = stop
+        self._terminal = terminal
+        self._lines = _piped()
+
+    @property
+    def model_name(self) -> str:
+        return self._runtime.name
+
+    def run(self) -> int:
+        """Until the input ends. The number of prompts over a pipe that got no answer."""
+        unanswered = 0
+        outcome = Outcome()
+        while not outcome.leaves:
+            try:
+                text = self._read(outcome.draft)
+            except EOFError:
+                break
+            try:
+                outcome = self._obey(text, is_edit=outcome.is_edit)
+                if outcome.message is not None:
+                    self._answer(outcome.message)
+            except ExlError as error:
+                outcome = Outcome(draft=outcome.message or "")
+                print(f"exl: error: {error}", file=sys.stderr, flush=True)
+                unanswered += self._terminal is None
+        return unanswered
+
+    def _read(self, draft: str) -> str:
+        """One message or command, which may be empty. Raises EOFError at the end."""
+        if self._terminal is None:
+            text = next(self._lines, None)
+            if text is None:
+                raise EOFError
+            return text.strip()
+        try:
+            return self._terminal.ask(draft)
+        except KeyboardInterrupt:
+            self._terminal.note("Ctrl-D leaves.")
+            return ""
+
+    def _obey(self, text: str, *, is_edit: bool) -> Outcome:
+        """Carry out a slash command; any other text is a message."""
+        command = commands.parse(text, is_piped=self._terminal is None)
+        if command is None:
+            if text and is_edit:
+                self.conversation.take_back()
+            return Outcome(message=text or None)
+        name, argument = command
+        outcome = commands.COMMANDS[name].run(self, argument)
+        if outcome.note is not None:
+            self._note(outcome.note)
+        return outcome
+
+    def _answer(self, message: str) -> None:
+        self.conversation.say(message)
+        dropped = self.conversation.dropped_turns
+        try:
+            reply = self._reply()
+        except ExlError:
+            self.conversation.take_back()
+            raise
+        if reply.text or reply.reasoning:
+            self.conversation.answer(reply.text, reply.reasoning)
+        else:
+            self.conversation.take_back()
+        self._comment(reply, self.conversation.dropped_turns - dropped)
+        if self.settings.chat.amnesia:
+            self.conversation.clear()
+        if reply.was_stopped and self._terminal is None:
+            raise KeyboardInterrupt
+
+    def _reply(self) -> Reply:
+        """Stream one. Where the context fills up on the way, room is made and it goes on."""
+        limit, params = self.settings.max_tokens, self.settings.params()
+        prompt_ids = self._fit(limit)
+        screen = ReplyScreen(shows_reasoning=self.settings.chat.reasoning)
+        writer = ReplyWriter(screen, self.style.splitter(self.conversation.messages))
+        reply = writer.reply
+        with writer, Interrupt() as interrupt:
+            while True:
+                left = None if limit is None else limit - len(reply.token_ids)
+                ids = [*prompt_ids, *reply.token_ids]
+                request = self._runtime.request(ids, left, params, self._stop)
+                request = self.style.adapt(request)
+                part = stream_reply(self._runtime.engine, request, interrupt, writer.write)
+                reply.add(part)
+                is_full = part.reason is FinishReason.LENGTH and reply.has_room(limit)
+                reply.was_stopped = interrupt.is_set
+                if not is_full or interrupt.is_set:
+                    return reply
+                writer.drop_half_character(self._runtime.loaded.tokenizer)
+                more = self._make_room(len(reply.token_ids), limit)
+                if more is None:
+                    return reply
+                prompt_ids = more
+
+    def _fit(self, limit: int | None) -> list[int]:
+        ctx = self._runtime.ctx_size
+        return self.conversation.fit(self.style.encode, ctx, min(limit or ctx, ctx // 4))
+
+    def _make_room(self, reply_tokens: int, limit: int | None) -> list[int] | None:
+        """The prompt with fewer turns, for a reply that has filled the context; None if none can
+        be dropped."""
+        ctx = self._runtime.ctx_size
+        dropped = self.conversation.dropped_turns
+        reserve = min(ctx if limit is None else limit - reply_tokens, ctx // 4)
+        try:
+            ids = self.conversation.fit(self.style.encode, ctx - reply_tokens, reserve)
+        except RequestError:  # the last message and the reply fill the context by themselves
+            return None
+        return ids if self.conversation.dropped_turns > dropped else None
+
+    def _comment(self, reply: Reply, dropped: int) -> None:
+        if dropped:
+            self._note(f"The context was full: {dropped} of the oldest turns left it.")
+        if reply.was_stopped:
+            self._note("Stopped.")
+        elif reply.is_cut_off:
+            self._note("Cut off: the limit of tokens is reached (-n, -c).")
+        if reply.reasoning and not reply.text and self._terminal is None:
+            print(
+                "exl: note: the reply ended within its reasoning, so there is no answer",
+                file=sys.stderr,
+            )
+        if self.settings.chat.stats:
+            self._note(reply.statistics())
+
+    def _note(self, text: str) -> None:
+        if self._terminal is not None:
+            self._terminal.note(text)
+
+
+def _piped() -> Iterator[str]:
+    if sys.stdin is None:
+        return
+    for number, line in enumerate(sys.stdin.buffer, start=1):
+        yield decode_text(line, f"stdin, line {number}")

@@ -1,0 +1,100 @@
+"""What `/set` changes: the sampler's options by their names, and how a chat behaves."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, fields, replace
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from exl_cli import options
+from exl_cli.sampling_options import SamplingOptions
+from exl_core.errors import RequestError
+from exl_core.sampling.params import SamplerParams
+
+ON = ("on", "yes", "true")
+OFF = ("off", "no", "false")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChatOptions:
+    """Beside the sampler's. `max_response_tokens` -1: until the context is full."""
+
+    max_response_tokens: int = 1000
+    reasoning: bool = False
+    """Whether reasoning is shown; otherwise one line says that there is some."""
+    stats: bool = False
+    amnesia: bool = False
+
+
+SAMPLING = get_type_hints(SamplingOptions)
+CHAT = get_type_hints(ChatOptions)
+
+
+class ChatSettings:
+    """Both together, by name."""
+
+    def __init__(self, sampling: SamplingOptions, chat: ChatOptions) -> None:
+        self.sampling = sampling
+        self.chat = chat
+        self._replies = 0
+
+    @property
+    def max_tokens(self) -> int | None:
+        return options.token_limit(self.chat.max_response_tokens)
+
+    def params(self) -> SamplerParams:
+        """Of the next reply: with a seed, each reply gets one of its own from it, so that one that
+        is asked for again is another."""
+        params = self.sampling.params()
+        if self.sampling.seed is not None:
+            params = replace(params, seed=(self.sampling.seed + self._replies) % 2**63)
+        self._replies += 1
+        return params
+
+    def shown(self) -> dict[str, str]:
+        """Every setting with its value, as `set` would take it."""
+        return {
+            field.name.replace("_", "-"): _shown(getattr(group, field.name))
+            for group in (self.chat, self.sampling)
+            for field in fields(group)
+        }
+
+    def set(self, name: str, text: str) -> None:
+        """Raises RequestError for an unknown name and for a value out of range."""
+        key = name.replace("-", "_").lstrip("_")
+        if key in SAMPLING:
+            sampling = replace(self.sampling, **{key: _parsed(name, text, SAMPLING[key])})
+            sampling.params()
+            self.sampling = sampling
+            return
+        if key in CHAT:
+            chat = replace(self.chat, **{key: _parsed(name, text, CHAT[key])})
+            options.token_limit(chat.max_response_tokens)
+            self.chat = chat
+            return
+        near = difflib.get_close_matches(name, self.shown(), n=1, cutoff=0.0)[0]
+        raise RequestError(f"there is no setting {name!r}", next_step=f"The nearest is {near}.")
+
+
+def _parsed(name: str, text: str, hint: object) -> Any:
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    if NoneType in kinds and text in OFF:
+        return None
+    if bool in kinds:
+        if text in (*ON, *OFF):
+            return text in ON
+        raise RequestError(f"{name} is a switch", expected="on or off", got=text)
+    for kind, what in ((int, "a whole number"), (float, "a number")):
+        if kind in kinds:
+            try:
+                return kind(text)
+            except ValueError:
+                raise RequestError(f"{name} takes {what}", got=text) from None
+    return text
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return "on" if value else "off"
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,83 @@
+"""Options in groups: a verb that takes a group takes all of it, so that two verbs never differ.
+
+A group is a dataclass whose fields are options. `spread` turns a parameter of such a type into the
+options of the group, for the command line to see. No torch.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from exl_cli import engine_options, options
+from exl_cli.engine_options import EngineChoices
+from exl_cli.interrupt import exits_at_once
+
+if TYPE_CHECKING:
+    from exl_cli.load import Runtime
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningOptions:
+    """How a model is run: room, device, cache, adapters, drafts."""
+
+    ctx_size: options.CtxSize = None
+    device: options.Device = "auto"
+    threads: options.Threads = None
+    exact: options.Exact = False
+    cache_type: options.CacheType = "fp16"
+    lora: engine_options.Lora = None
+    draft_model: engine_options.DraftModel = None
+    draft_tokens: engine_options.DraftTokens = None
+    ngram: engine_options.Ngram = False
+
+    def choices(self) -> EngineChoices:
+        return engine_options.choices_of(
+            self.cache_type, self.lora, self.draft_model, self.draft_tokens, ngram=self.ngram
+        )
+
+    def open(self, spec: str | None, choices: EngineChoices, *, is_quiet: bool) -> Runtime:
+        with exits_at_once():
+            from exl_cli.load import open_runtime
+        return open_runtime(
+            spec,
+            choices,
+            self.ctx_size,
+            self.device,
+            self.threads,
+            is_quiet=is_quiet,
+            exact=self.exact,
+        )
+
+
+def spread(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb as a function of single options, each of which goes to its group."""
+    groups: dict[str, type] = {}
+    shown: list[inspect.Parameter] = []
+    for parameter in inspect.signature(verb, eval_str=True).parameters.values():
+        group = parameter.annotation
+        if not (isinstance(group, type) and is_dataclass(group)):
+            shown.append(parameter)
+            continue
+        groups[parameter.name] = group
+        hints = get_type_hints(group, include_extras=True)
+        shown += [
+            parameter.replace(name=field.name, default=field.default, annotation=hints[field.name])
+            for field in fields(group)
+        ]
+
+    def command(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
+        verb(**given)
+
+    command.__name__, command.__doc__, command.__module__ = (
+        verb.__name__,
+        verb.__doc__,
+        verb.__module__,
+    )
+    command.__signature__ = inspect.Signature(shown)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in shown}
+    return command

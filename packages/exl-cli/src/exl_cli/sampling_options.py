@@ -1,0 +1,366 @@
+"""Options of the sampler, one for each of its settings that a person would turn. No torch."""
+
+from __future__ import annotations
+
+import secrets
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from exl_core.errors import RequestError
+from exl_core.sampling.params import SamplerParams
+
+_COMMON = "Sampling"
+_CUTS = "Sampling: further cuts"
+_TEMPERATURE = "Sampling: temperature"
+_REPETITION = "Sampling: repetition"
+
+
+def _check_share(share: float) -> float:
+    """A range without its lower end, which typer's min and max cannot say."""
+    if not 0.0 < share <= 1.0:
+        raise typer.BadParameter(f"{share:g} is not above 0 and at most 1.")
+    return share
+
+
+Temperature = Annotated[
+    float,
+    typer.Option(
+        "--temp",
+        "--temperature",
+        metavar="T",
+        min=0.0,
+        help="0 always takes the likeliest token; higher is more varied.",
+        rich_help_panel=_COMMON,
+    ),
+]
+TopK = Annotated[
+    int,
+    typer.Option(
+        "--top-k",
+        metavar="K",
+        min=0,
+        help="Only the K likeliest tokens; 0: all.",
+        rich_help_panel=_COMMON,
+    ),
+]
+TopP = Annotated[
+    float,
+    typer.Option(
+        "--top-p",
+        metavar="P",
+        callback=_check_share,
+        help="Only the likeliest tokens that together hold the share P, above 0; 1: all.",
+        rich_help_panel=_COMMON,
+    ),
+]
+MinP = Annotated[
+    float,
+    typer.Option(
+        "--min-p",
+        metavar="P",
+        min=0.0,
+        max=1.0,
+        help="Only tokens at least P times as likely as the likeliest; 0: all.",
+        rich_help_panel=_COMMON,
+    ),
+]
+RepeatPenalty = Annotated[
+    float,
+    typer.Option(
+        "--repeat-penalty",
+        metavar="X",
+        help="Make tokens that have occurred less likely; 1: no penalty.",
+        rich_help_panel=_COMMON,
+    ),
+]
+Seed = Annotated[
+    int | None,
+    typer.Option(
+        "--seed",
+        metavar="N",
+        help="The same seed repeats the same text. Without it: a random one, shown by --json.",
+        rich_help_panel=_COMMON,
+    ),
+]
+TopA = Annotated[
+    float,
+    typer.Option(
+        "--top-a",
+        metavar="A",
+        min=0.0,
+        max=1.0,
+        help="Only tokens of at least A times the square of the likeliest's share; 0: all.",
+        rich_help_panel=_CUTS,
+    ),
+]
+Typical = Annotated[
+    float,
+    typer.Option(
+        "--typical",
+        metavar="P",
+        callback=_check_share,
+        help="Only tokens about as surprising as expected, of the share P together; 1: all.",
+        rich_help_panel=_CUTS,
+    ),
+]
+TailFree = Annotated[
+    float,
+    typer.Option(
+        "--tfs",
+        metavar="Z",
+        callback=_check_share,
+        help="Cut the tail off where the curve of shares turns flat; 1: no cut.",
+        rich_help_panel=_CUTS,
+    ),
+]
+XtcProbability = Annotated[
+    float,
+    typer.Option(
+        "--xtc-probability",
+        metavar="P",
+        min=0.0,
+        max=1.0,
+        help="How often the likeliest tokens are left out, all but the last of them; 0: never.",
+        rich_help_panel=_CUTS,
+    ),
+]
+XtcThreshold = Annotated[
+    float,
+    typer.Option(
+        "--xtc-threshold",
+        metavar="P",
+        min=0.0,
+        max=1.0,
+        help="The share from which a token is among these likeliest.",
+        rich_help_panel=_CUTS,
+    ),
+]
+Mirostat = Annotated[
+    float | None,
+    typer.Option(
+        "--mirostat",
+        metavar="TAU",
+        min=0.0,
+        max=100.0,
+        help="Keep the surprise near TAU bits with a cut that moves. Without it: off.",
+        show_default=False,
+        rich_help_panel=_CUTS,
+    ),
+]
+MirostatEta = Annotated[
+    float,
+    typer.Option(
+        "--mirostat-eta",
+        metavar="ETA",
+        min=0.0,
+        max=1.0,
+        help="How fast that cut moves.",
+        rich_help_panel=_CUTS,
+    ),
+]
+Skew = Annotated[
+    float,
+    typer.Option(
+        "--skew",
+        metavar="X",
+        min=-20.0,
+        max=20.0,
+        help="Above 0 rare tokens are favoured, below 0 likely ones.",
+        rich_help_panel=_CUTS,
+    ),
+]
+Dynatemp = Annotated[
+    str | None,
+    typer.Option(
+        "--dynatemp",
+        metavar="MIN,MAX[,EXP]",
+        help="A temperature from MIN to MAX by how open the choice is, on a curve of exponent EXP. "
+        "Comes on top of --temp.",
+        show_default=False,
+        rich_help_panel=_TEMPERATURE,
+    ),
+]
+Smoothing = Annotated[
+    float,
+    typer.Option(
+        "--smoothing",
+        metavar="X",
+        min=0.0,
+        max=100.0,
+        help="Logits fall with the square of their distance from the largest; 0: off.",
+        rich_help_panel=_TEMPERATURE,
+    ),
+]
+TempLast = Annotated[
+    bool,
+    typer.Option(
+        "--temp-last",
+        help="Apply the temperature after the cuts instead of before.",
+        rich_help_panel=_TEMPERATURE,
+    ),
+]
+FrequencyPenalty = Annotated[
+    float,
+    typer.Option(
+        "--frequency-penalty",
+        metavar="X",
+        help="Taken from a token's logit for each time it occurred.",
+        rich_help_panel=_REPETITION,
+    ),
+]
+PresencePenalty = Annotated[
+    float,
+    typer.Option(
+        "--presence-penalty",
+        metavar="X",
+        help="Taken once from the logit of each token that occurred.",
+        rich_help_panel=_REPETITION,
+    ),
+]
+RepeatRange = Annotated[
+    int | None,
+    typer.Option(
+        "--repeat-range",
+        metavar="N",
+        min=0,
+        help="The three penalties look at the latest N tokens, the prompt's too. Without it: all.",
+        show_default=False,
+        rich_help_panel=_REPETITION,
+    ),
+]
+RepeatDecay = Annotated[
+    int,
+    typer.Option(
+        "--repeat-decay",
+        metavar="N",
+        min=0,
+        help="Over how many tokens before these the penalties fade away.",
+        rich_help_panel=_REPETITION,
+    ),
+]
+DryMultiplier = Annotated[
+    float,
+    typer.Option(
+        "--dry-multiplier",
+        metavar="X",
+        min=0.0,
+        max=100.0,
+        help="Size of the penalty on going on with what was said before; 0: off.",
+        rich_help_panel=_REPETITION,
+    ),
+]
+DryBase = Annotated[
+    float,
+    typer.Option(
+        "--dry-base",
+        metavar="X",
+        min=0.0,
+        max=100.0,
+        help="It grows by this factor with each token of the repetition.",
+        rich_help_panel=_REPETITION,
+    ),
+]
+DryAllowedLength = Annotated[
+    int,
+    typer.Option(
+        "--dry-allowed-length",
+        metavar="N",
+        min=0,
+        help="The longest repetition that costs no more than the multiplier.",
+        rich_help_panel=_REPETITION,
+    ),
+]
+DryRange = Annotated[
+    int,
+    typer.Option(
+        "--dry-range",
+        metavar="N",
+        min=0,
+        help="Search only the latest N tokens; 0: all.",
+        rich_help_panel=_REPETITION,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingOptions:
+    """What the command line says of sampling. `params` is what the engine makes of it."""
+
+    temp: Temperature = 0.8
+    top_k: TopK = 40
+    top_p: TopP = 0.95
+    min_p: MinP = 0.05
+    repeat_penalty: RepeatPenalty = 1.0
+    seed: Seed = None
+    top_a: TopA = 0.0
+    typical: Typical = 1.0
+    tfs: TailFree = 1.0
+    xtc_probability: XtcProbability = 0.0
+    xtc_threshold: XtcThreshold = 0.1
+    mirostat: Mirostat = None
+    mirostat_eta: MirostatEta = 0.1
+    skew: Skew = 0.0
+    dynatemp: Dynatemp = None
+    smoothing: Smoothing = 0.0
+    temp_last: TempLast = False
+    frequency_penalty: FrequencyPenalty = 0.0
+    presence_penalty: PresencePenalty = 0.0
+    repeat_range: RepeatRange = None
+    repeat_decay: RepeatDecay = 0
+    dry_multiplier: DryMultiplier = 0.0
+    dry_base: DryBase = 1.75
+    dry_allowed_length: DryAllowedLength = 2
+    dry_range: DryRange = 0
+
+    def params(self) -> SamplerParams:
+        """Without a seed one is drawn here, so that it can be shown and the run be repeated."""
+        min_temp, max_temp, exponent = _dynatemp(self.dynatemp)
+        return SamplerParams(
+            temperature=self.temp,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            repetition_penalty=self.repeat_penalty,
+            seed=secrets.randbits(31) if self.seed is None else self.seed,
+            top_a=self.top_a,
+            typical=self.typical,
+            tfs=self.tfs,
+            xtc_probability=self.xtc_probability,
+            xtc_threshold=self.xtc_threshold,
+            mirostat_tau=self.mirostat,
+            mirostat_eta=self.mirostat_eta,
+            skew=self.skew,
+            min_temp=min_temp,
+            max_temp=max_temp,
+            temp_exponent=exponent,
+            smoothing_factor=self.smoothing,
+            temperature_last=self.temp_last,
+            frequency_penalty=self.frequency_penalty,
+            presence_penalty=self.presence_penalty,
+            penalty_range=self.repeat_range,
+            penalty_decay=self.repeat_decay,
+            dry_multiplier=self.dry_multiplier,
+            dry_base=self.dry_base,
+            dry_allowed_length=self.dry_allowed_length,
+            dry_range=self.dry_range,
+        )
+
+
+def _dynatemp(text: str | None) -> tuple[float, float, float]:
+    """MIN, MAX and the exponent. `SamplerParams` checks their ranges."""
+    if text is None:
+        return 0.0, 0.0, 1.0
+    parts = text.split(",")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (2, 3) or not numbers[0] < numbers[1]:
+        raise RequestError(
+            "--dynatemp is no range of temperatures",
+            expected="MIN,MAX or MIN,MAX,EXPONENT with MIN below MAX, such as 0.5,1.5",
+            got=text,
+        )
+    return numbers[0], numbers[1], numbers[2] if len(numbers) == 3 else 1.0

@@ -1,0 +1,162 @@
+"""Transcripts, settings and slash commands of a chat, each by itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from exl_cli.chat import commands, transcript
+from exl_cli.chat.conversation import Conversation
+from exl_cli.chat.settings import ChatOptions, ChatSettings
+from exl_cli.sampling_options import SamplingOptions
+from exl_core.errors import ExlError, RequestError
+
+TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+GOOD = {
+    "format": "exl-chat",
+    "version": 1,
+    "system": None,
+    "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+}
+
+
+@pytest.fixture
+def settings() -> ChatSettings:
+    return ChatSettings(SamplingOptions(), ChatOptions())
+
+
+# Transcripts
+
+
+@given(st.none() | TEXT, st.lists(st.tuples(TEXT, TEXT, TEXT), max_size=4))
+def test_a_transcript_loads_back_exactly(
+    tmp_path_factory: pytest.TempPathFactory, system: str | None, said: list[tuple[str, str, str]]
+) -> None:
+    conversation = Conversation(system)
+    for question, answer, reasoning in said:
+        conversation.say(question)
+        conversation.answer(answer, reasoning)
+    path = tmp_path_factory.mktemp("chat") / "chat.json"
+    transcript.save(conversation, path, "a model")
+    assert transcript.load(path) == (system, conversation.turns)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"format": "other"},
+        {"version": 2},
+        {"system": 7},
+        {"messages": None},
+        {"messages": GOOD["messages"][:1]},  # type: ignore[index]
+        {"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant"}]},
+        {"messages": [{"role": "user", "content": 1}, {"role": "assistant", "content": "b"}]},
+        {"messages": ["a", "b"]},
+    ],
+    ids=str,
+)
+def test_a_bad_transcript_is_one_clear_line(tmp_path: Path, change: dict[str, object]) -> None:
+    path = tmp_path / "chat.json"
+    path.write_text(json.dumps({**GOOD, **change}), encoding="utf-8")
+    with pytest.raises(RequestError) as caught:
+        transcript.load(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"\xff", b"[" * 100_000])
+def test_what_is_no_json_object_is_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "chat.json"
+    path.write_bytes(data)
+    with pytest.raises(RequestError):
+        transcript.load(path)
+    with pytest.raises(ExlError, match="no-such-file"):
+        transcript.load(tmp_path / "no-such-file")
+
+
+# Settings
+
+
+def test_every_setting_can_be_set_to_what_it_shows(settings: ChatSettings) -> None:
+    before = settings.shown()
+    assert {"temp", "xtc-probability", "dry-base", "max-response-tokens", "stats"} <= set(before)
+    for name, value in before.items():
+        settings.set(name, value)
+    assert settings.shown() == before
+
+
+def test_settings_reach_the_sampler(settings: ChatSettings) -> None:
+    for name, value in {"temp": "0.5", "top-k": "7", "mirostat": "5", "dynatemp": "0.5,2"}.items():
+        settings.set(name, value)
+    settings.set("temp_last", "on")
+    params = settings.params()
+    assert (params.temperature, params.top_k, params.mirostat_tau) == (0.5, 7, 5.0)
+    assert (params.min_temp, params.max_temp, params.temperature_last) == (0.5, 2.0, True)
+    settings.set("mirostat", "off")
+    assert settings.params().mirostat_tau is None
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("tmep", "1", "nearest is temp"),
+        ("temp", "warm", "a number"),
+        ("temp", "-1", "out of range"),
+        ("top-k", "1.5", "a whole number"),
+        ("stats", "maybe", "on or off"),
+        ("dynatemp", "2,1", "range of temperatures"),
+        ("max-response-tokens", "0", "no token"),
+        ("__class__", "x", "no setting"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_refused(
+    settings: ChatSettings, name: str, value: str, message: str
+) -> None:
+    before = settings.shown()
+    with pytest.raises(RequestError, match=message):
+        settings.set(name, value)
+    assert settings.shown() == before
+
+
+def test_each_reply_has_its_own_seed() -> None:
+    def seeds() -> list[int | None]:
+        settings = ChatSettings(SamplingOptions(seed=2**63 - 1), ChatOptions())
+        return [settings.params().seed for _ in range(3)]
+
+    assert seeds() == seeds() == [2**63 - 1, 0, 1]
+
+
+# Commands
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("/help", ("help", "")),
+        ("/?", ("help", "")),
+        ("/exit", ("bye", "")),
+        ("/set temp 0.5", ("set", "temp 0.5")),
+        ("/system two\nlines", ("system", "two\nlines")),
+        ("/etc/hosts", None),
+        ("/ help", None),
+        ("hello /help", None),
+    ],
+)
+def test_what_is_a_command(text: str, command: tuple[str, str] | None) -> None:
+    assert commands.parse(text, is_piped=False) == command
+
+
+def test_a_slip_is_told_the_nearest() -> None:
+    with pytest.raises(RequestError, match="/retry"):
+        commands.parse("/rety", is_piped=False)
+
+
+@pytest.mark.parametrize("text", ["/save x", "/load x", "/set temp 0", "/hlep", "/system x"])
+def test_over_a_pipe_a_prompt_writes_no_file(text: str) -> None:
+    assert commands.parse(text, is_piped=True) is None
+    assert commands.parse("/clear", is_piped=True) == ("clear", "")

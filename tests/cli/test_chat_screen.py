@@ -1,0 +1,59 @@
+"""How a reply looks on its way: reasoning in one line, control characters nowhere."""
+
+from __future__ import annotations
+
+import io
+import re
+
+import pytest
+from rich.console import Console
+
+from exl_cli.chat import screen
+from exl_cli.chat.screen import ReplyScreen
+
+
+@pytest.fixture
+def notes(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
+    """What goes to stderr, as to a terminal of twenty columns."""
+    seen = io.StringIO()
+    console = Console(file=seen, force_terminal=True, width=20, highlight=False)
+    monkeypatch.setattr(screen, "stderr_console", lambda: console)
+    return seen
+
+
+def test_reasoning_is_one_line_that_counts(
+    notes: io.StringIO, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = iter(range(1000))
+    monkeypatch.setattr(screen.time, "monotonic", lambda: next(clock))
+    reply = ReplyScreen(shows_reasoning=False)
+    for _ in range(7):
+        reply.think("so ", 2)
+    reply.say("\n\nYes.")
+    reply.close()
+    seen = re.sub(r"\x1b\[[0-9;]*[mK]", "", notes.getvalue())
+    *counts, last = seen.split("\r")[1:]
+    assert [line.split()[1] for line in counts] == ["2", "4", "6", "8", "10", "12", "14"]
+    assert all(len(line) < 20 for line in counts)
+    assert last.startswith("thought for 14")
+    assert seen.count("\n") == 1
+    assert capfd.readouterr().out == "Yes.\n"
+
+
+def test_reasoning_in_full(notes: io.StringIO, capfd: pytest.CaptureFixture[str]) -> None:
+    reply = ReplyScreen(shows_reasoning=True)
+    reply.think("Is it [bold]? \x1b[2J", 1)
+    reply.say("Yes.")
+    reply.close()
+    seen = re.sub(r"\x1b\[[0-9;]*m", "", notes.getvalue())
+    assert seen == "Is it [bold]? [2J\n\n"
+    assert capfd.readouterr().out == "Yes.\n"
+
+
+def test_a_reader_that_is_no_terminal_gets_the_reply_as_it_is(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    reply = ReplyScreen(shows_reasoning=False)
+    reply.say("a \x1b[31m **b**")
+    reply.close()
+    assert capfd.readouterr().out == "a \x1b[31m **b**\n"

@@ -1,0 +1,309 @@
+"""A chat with a model whose replies are known: turns, commands, reasoning, a context that fills."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from exl_cli.chat.prompt_style import PromptStyle
+from exl_cli.chat.session import ChatSession
+from exl_cli.chat.settings import ChatOptions, ChatSettings
+from exl_cli.load import Runtime
+from exl_cli.sampling_options import SamplingOptions
+from exl_core.engine.engine import Engine
+from exl_core.engine.request import Request
+from exl_core.prompt.formats import find_format
+from exl_core.prompt.template import ChatTemplate
+from exl_core.speculate.ngram import NgramDrafter
+from support.driving import engine_for
+from support.scripted import EOS_ID, ByteTokenizer, Rule, reply_with
+
+TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+class Typist:
+    """Types what it was given, then leaves; keeps the notes and the drafts that it got."""
+
+    def __init__(self, lines: Iterable[str | type[BaseException]]) -> None:
+        self._lines = iter(lines)
+        self.notes: list[str] = []
+        self.drafts: list[str] = []
+
+    def ask(self, draft: str = "") -> str:
+        self.drafts.append(draft)
+        line = next(self._lines, EOFError)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+class Chat:
+    """A session on a scripted model, with the text of each prompt that the engine got."""
+
+    def __init__(
+        self,
+        rule: Rule,
+        lines: Iterable[str | type[BaseException]],
+        *,
+        ctx_size: int = 2048,
+        template: str = TEMPLATE,
+        prompt_format: str | None = None,
+        system: str | None = None,
+        no_system: bool = False,
+        drafter: NgramDrafter | None = None,
+        **chat: Any,
+    ) -> None:
+        tokenizer = ByteTokenizer()
+        engine = engine_for(rule, max_seq_len=ctx_size, drafter=drafter)
+        loaded: Any = SimpleNamespace(
+            name="scripted",
+            path=Path("scripted"),
+            tokenizer=tokenizer,
+            config=SimpleNamespace(eos_ids=(EOS_ID,), max_seq_len=ctx_size),
+            template=ChatTemplate(template, bos_token="", eos_token="", where="made"),
+        )
+        known = None if prompt_format is None else find_format(prompt_format)
+        self.typist: Any = Typist(lines)
+        self.style = PromptStyle(loaded, known)
+        self.session = ChatSession(
+            Runtime(loaded, engine, ctx_size),
+            self.style,
+            ChatSettings(SamplingOptions(temp=0), ChatOptions(**chat)),
+            system=self.style.no_system() if no_system else system,
+            stop=(),
+            terminal=self.typist,
+        )
+        self.prompts: list[str] = []
+        submit = engine.submit
+
+        def remember(request: Request) -> object:
+            self.prompts.append(tokenizer.decode(request.prompt_ids, skip_special=False))
+            return submit(request)
+
+        engine.submit = remember  # type: ignore[method-assign, assignment]
+
+    def run(self) -> Chat:
+        assert self.session.run() == 0
+        return self
+
+    @property
+    def said(self) -> list[str]:
+        return [turn["content"] for turn in self.session.conversation.turns]
+
+
+def test_turns_are_remembered_with_the_system_prompt(capfd: pytest.CaptureFixture[str]) -> None:
+    chat = Chat(reply_with("Fine."), ["Hello", "", "Again"], system="Be kind.").run()
+    first = "[system]Be kind.[user]Hello[assistant]"
+    assert chat.prompts == [first, first + "Fine.[user]Again[assistant]"]
+    assert chat.said == ["Hello", "Fine.", "Again", "Fine."]
+    assert capfd.readouterr().out == "Fine.\nFine.\n"
+
+
+def test_amnesia_forgets_each_turn() -> None:
+    chat = Chat(reply_with("Fine."), ["Hello", "Again"], system="S", amnesia=True).run()
+    assert chat.prompts == [f"[system]S[user]{text}[assistant]" for text in ("Hello", "Again")]
+
+
+def test_retry_undo_edit_and_clear() -> None:
+    lines = ["One", "Two", "/retry", "/undo", "/edit", "Uno", "/edit", KeyboardInterrupt]
+    chat = Chat(reply_with("Yes"), lines).run()
+    one, two = "[user]One[assistant]", "Yes[user]Two[assistant]"
+    assert chat.prompts == [one, one + two, one + two, "[user]Uno[assistant]"]
+    assert chat.typist.drafts[5] == "One"
+    assert chat.said == ["Uno", "Yes"]  # what was begun and left changes nothing
+    chat = Chat(reply_with("Yes"), ["One", "/clear", "Two"], system="S").run()
+    assert chat.prompts[-1] == "[system]S[user]Two[assistant]"
+
+
+def test_commands_that_cannot_be_are_told_and_the_chat_goes_on(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    lines = ["/retry", "/undo", "/edit", "/save", f"/load {tmp_path / 'none'}", "/set", "/set temp"]
+    lines += ["/set temp x", "/nonsense", f"/save {tmp_path}/no/folder", "Hello", "/bye", "Again"]
+    chat = Chat(reply_with("Yes"), lines).run()
+    errors = capfd.readouterr().err.splitlines()
+    assert len(errors) == 9
+    assert all(line.startswith("exl: error: ") for line in errors)
+    assert chat.said == ["Hello", "Yes"]
+
+
+def test_the_system_prompt_can_be_changed() -> None:
+    lines = ["/system Rhyme.", "One", "/system", "/system none", "Two"]
+    chat = Chat(reply_with("Yes"), lines).run()
+    assert chat.prompts[0] == "[system]Rhyme.[user]One[assistant]"
+    assert chat.prompts[1].startswith("[user]One")
+    assert "Rhyme." in chat.typist.notes
+
+
+def test_a_saved_chat_goes_on_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "chat.json"
+    first = Chat(reply_with("Yes"), ["One", f"/save {path}"], system="S").run()
+    second = Chat(reply_with("Yes"), [f"/load {path}", "Two"]).run()
+    assert second.prompts == [first.prompts[0] + "Yes[user]Two[assistant]"]
+    assert json.loads(path.read_text(encoding="utf-8"))["model"] == "scripted"
+
+
+def test_reasoning_is_shown_apart_and_leaves_the_context(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    rule = reply_with("<think>Hm, two?</think>\n\nTwo.")
+    chat = Chat(rule, ["1+1?", "Sure?"]).run()
+    out, err = capfd.readouterr()
+    assert out == "Two.\nTwo.\n"
+    assert "Hm" not in out + err
+    assert chat.prompts[1] == "[user]1+1?[assistant]Two.[user]Sure?[assistant]"
+    assert chat.session.conversation.turns[1]["reasoning_content"] == "Hm, two?"
+    Chat(rule, ["1+1?"], reasoning=True).run()
+    assert "Hm, two?" in capfd.readouterr().err
+
+
+def test_a_template_may_keep_the_reasoning() -> None:
+    keeping = TEMPLATE.replace(
+        "{{ message.content }}", "({{ message.reasoning_content }}){{ message.content }}"
+    )
+    chat = Chat(reply_with("<think>Hm</think>Two."), ["1+1?", "Sure?"], template=keeping).run()
+    assert "[assistant](Hm)Two.[user]" in chat.prompts[1]
+
+
+def test_a_prompt_may_open_the_reasoning(capfd: pytest.CaptureFixture[str]) -> None:
+    opening = TEMPLATE.replace("[assistant]", "[assistant]<think>\n")
+    chat = Chat(reply_with("Hm</think>Two."), ["1+1?"], template=opening).run()
+    assert chat.said == ["1+1?", "Two."]
+    assert capfd.readouterr().out == "Two.\n"
+
+
+STORY = "".join(f"{number:02} éüöä " for number in range(40)) + "Ende ü."
+
+
+def story_for_c(history: Sequence[int]) -> Tensor:
+    """A long reply to a message of many "c", a short one to others."""
+    last = bytes(history).rpartition(b"[user]")[2]
+    return reply_with(STORY if last.startswith(b"c") else "short")(history)
+
+
+@pytest.mark.parametrize("beyond", range(4))  # the context may end within a character
+def test_a_reply_that_fills_the_context_goes_on_with_fewer_turns(
+    beyond: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    ctx_size = len(STORY.encode()) + 210 + beyond
+    lines = ["a" * 120, "b" * 120, "c" * 10]
+    chat = Chat(story_for_c, lines, ctx_size=ctx_size, system="Be kind.").run()
+    assert chat.said[-1] == STORY
+    assert capfd.readouterr().out.endswith(f"{STORY}\n")
+    assert len(chat.prompts) > 3  # the last reply took more than one request
+    assert all(prompt.startswith("[system]Be kind.") for prompt in chat.prompts)
+    assert "[user]aaa" not in chat.prompts[-1]
+    assert any("left it" in note for note in chat.typist.notes)
+    assert chat.said[0] == "a" * 120  # out of the context, not out of the conversation
+
+
+def test_a_reply_that_alone_fills_the_context_is_cut_off() -> None:
+    chat = Chat(reply_with(STORY), ["Hello"], ctx_size=300).run()
+    assert 180 < len(chat.said[1]) < 300
+    assert STORY.startswith(chat.said[1])
+    assert any("Cut off" in note for note in chat.typist.notes)
+
+
+def test_the_limit_of_a_reply_is_that_of_all_its_requests() -> None:
+    rule = reply_with("abcdefgh" * 100)
+    chat = Chat(rule, ["A" * 30, "B"], ctx_size=400, max_response_tokens=220).run()
+    assert [len(text) for text in chat.said] == [30, 220, 1, 220]
+    assert len(chat.prompts) > 2
+
+
+def test_ctrl_c_keeps_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, count = Engine.step, iter(range(1000))
+
+    def interrupted(engine: Engine) -> Any:
+        events = step(engine)
+        if next(count) == 10:
+            signal.raise_signal(signal.SIGINT)
+        return events
+
+    monkeypatch.setattr(Engine, "step", interrupted)
+    chat = Chat(
+        reply_with(STORY), ["Hello", "/stats", "/set max-response-tokens 20", "Go on"]
+    ).run()
+    assert chat.said[1] and STORY.startswith(chat.said[1])
+    assert chat.typist.notes[0] == "Stopped."
+    assert chat.said[1] in chat.prompts[1]
+    assert any(note.startswith("context ") and "tok/s" in note for note in chat.typist.notes)
+
+
+def test_statistics_say_what_drafts_came_to() -> None:
+    rule = reply_with("one two three one two three one two three. ")
+    chat = Chat(rule, ["Hello"], stats=True, drafter=NgramDrafter(max_tokens=4)).run()
+    (figures,) = chat.typist.notes
+    found = re.search(r"reply (\d+) tokens .* (\d+) of (\d+) guesses right · efficiency", figures)
+    assert found is not None
+    reply, right, guessed = map(int, found.groups())
+    assert 0 < right <= guessed
+    assert reply == 44  # with the one that ended it
+
+
+def test_a_named_format_brings_its_stop_and_its_system_prompt() -> None:
+    chat = Chat(
+        reply_with("Yes.<|im_end|>never"),
+        ["Hello", "Again"],
+        prompt_format="smollm2",
+        system=find_format("smollm2").default_system,
+    ).run()
+    assert chat.said == ["Hello", "Yes.", "Again", "Yes."]
+    assert chat.prompts[1].endswith(
+        "Yes.<|im_end|>\n<|im_start|>user\nAgain<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert "named SmolLM" in chat.prompts[0]
+
+
+def disagreement(template: str, prompt_format: str) -> str | None:
+    return Chat(
+        reply_with("x"), [], template=template, prompt_format=prompt_format
+    ).style.disagreement()
+
+
+def test_a_format_that_differs_from_the_template_says_where() -> None:
+    chatml = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{{ '<|im_start|>assistant\n' }}"
+    )
+    assert disagreement(chatml, "chatml") is None
+    said = disagreement(chatml, "qwq")
+    assert said is not None
+    assert "'<think>" in said
+    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+    assert disagreement(no_system + chatml, "chatml") is None
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        (TEMPLATE, "[user]Hi[assistant]"),
+        (
+            "{% if messages[0].role != 'system' %}[system]Usual.{% endif %}" + TEMPLATE,
+            "[system][user]Hi[assistant]",
+        ),
+        (
+            "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
+            + TEMPLATE,
+            "[user]Hi[assistant]",
+        ),
+    ],
+    ids=["none of its own", "one of its own", "none allowed"],
+)
+def test_no_system_prompt_means_none(template: str, expected: str) -> None:
+    chat = Chat(reply_with("Yes"), ["Hi"], template=template, no_system=True).run()
+    assert chat.prompts == [expected]

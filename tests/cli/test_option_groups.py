@@ -1,0 +1,65 @@
+"""Verbs that take a group of options take all of it."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import fields
+
+from typer.main import get_command
+
+from exl_cli.commands.chat import chat
+from exl_cli.commands.generate import generate
+from exl_cli.main import app
+from exl_cli.option_groups import RunningOptions
+from exl_cli.sampling_options import SamplingOptions
+from exl_core.sampling.params import SamplerParams
+
+NOT_OPTIONS = {  # sets of tokens, and guidance, which takes a second prompt
+    "token_bias",
+    "allowed_tokens",
+    "banned_tokens",
+    "xtc_protected",
+    "dry_breakers",
+    "dry_max_ngram",
+    "cfg_scale",
+}
+
+
+def test_generate_and_chat_have_the_same_options_with_the_same_defaults() -> None:
+    shared = {field.name for group in (SamplingOptions, RunningOptions) for field in fields(group)}
+    taken = []
+    for verb in (generate, chat):
+        parameters = inspect.signature(verb).parameters
+        assert shared <= set(parameters)
+        taken.append(
+            {name: (parameters[name].annotation, parameters[name].default) for name in shared}
+        )
+    assert taken[0] == taken[1]
+
+
+def test_every_setting_of_the_sampler_has_an_option() -> None:
+    changed = SamplingOptions(
+        **{  # type: ignore[arg-type]  # another value for each
+            "temp": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.5, "repeat_penalty": 2.0, "seed": 3,
+            "top_a": 0.5, "typical": 0.5, "tfs": 0.5, "xtc_probability": 0.5, "xtc_threshold": 0.5,
+            "mirostat": 5.0, "mirostat_eta": 0.5, "skew": 1.0, "dynatemp": "0.5,2,3",
+            "smoothing": 1.0, "temp_last": True, "frequency_penalty": 1.0, "presence_penalty": 1.0,
+            "repeat_range": 5, "repeat_decay": 5, "dry_multiplier": 1.0, "dry_base": 2.0,
+            "dry_allowed_length": 5, "dry_range": 50,
+        }
+    )  # fmt: skip
+    default, params = SamplingOptions(seed=1), changed.params()
+    assert all(getattr(changed, one.name) != getattr(default, one.name) for one in fields(changed))
+    same = {
+        field.name
+        for field in fields(SamplerParams)
+        if getattr(params, field.name) == getattr(default.params(), field.name)
+    }
+    assert same == NOT_OPTIONS
+
+
+def test_the_further_settings_have_panels_of_their_own() -> None:
+    commands = get_command(app).commands  # type: ignore[attr-defined]
+    for verb in ("generate", "chat"):
+        panels = {option.rich_help_panel for option in commands[verb].params[1:]}
+        assert {"Sampling", "Sampling: repetition", "Running", "Drafts"} <= panels

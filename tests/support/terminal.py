@@ -1,0 +1,90 @@
+"""The command on a pseudo-terminal of its own, typed to and read as by a person."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Mapping
+
+COMMAND = (sys.executable, "-m", "exl_cli")
+WAIT_S = 60
+TAKE_TERMINAL = (  # the session's controlling terminal, which is where Ctrl-C becomes a signal
+    "import fcntl, os, sys, termios\n"
+    "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
+    "os.execv(sys.argv[1], sys.argv[1:])\n"
+)
+
+
+class Terminal:
+    """A program on a pseudo-terminal of its own, as a person would have it."""
+
+    def __init__(self, *args: str, env: Mapping[str, str] | None = None) -> None:
+        self._ours, theirs = pty.openpty()
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", TAKE_TERMINAL, *COMMAND, *args],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1", **(env or {})},
+        )
+        os.close(theirs)
+        self.seen = ""
+        self._position = 0
+
+    def type(self, keys: str) -> None:
+        os.write(self._ours, keys.encode())
+
+    def expect(self, pattern: str) -> str:
+        """Wait until the pattern comes after what was expected before; what came until then."""
+        deadline = time.monotonic() + WAIT_S
+        while (match := re.search(pattern, self.seen[self._position :])) is None:
+            piece = self._read(deadline, pattern)
+            assert piece, f"it ended without {pattern!r}: {self.seen[self._position :]!r}"
+            self.seen += piece
+        passed = self.seen[self._position : self._position + match.end()]
+        self._position += match.end()
+        return passed
+
+    def wait(self) -> int:
+        """Read on until the program ends; its exit code."""
+        deadline = time.monotonic() + WAIT_S
+        while piece := self._read(deadline):
+            self.seen += piece
+        return self._process.wait(WAIT_S)
+
+    def _read(self, deadline: float, pattern: str = "") -> str:
+        left = max(0.0, deadline - time.monotonic())
+        ready, _, _ = select.select([self._ours], [], [], left)
+        assert ready, (
+            f"nothing came, neither an end nor {pattern!r}, in {self.seen[self._position :]!r}"
+        )
+        try:
+            return os.read(self._ours, 65536).decode(errors="replace")
+        except OSError:  # how Linux says that the other side is closed
+            return ""
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        os.close(self._ours)
+
+    def resize(self, rows: int, columns: int) -> None:
+        """The window gets another size, of which the program is told."""
+        fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        os.killpg(self._process.pid, signal.SIGWINCH)
+
+
+def without_colors(seen: str) -> str:
+    """The text alone, with plain line ends."""
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen).replace("\r\n", "\n")
