@@ -150,6 +150,7 @@ def test_a_folder_of_models_is_served_by_name(folder: Path) -> None:
             ("two", False),
         ]
         first, second = (one.ask(model=name, max_tokens=8).json() for name in ("one", "two"))
+        assert "error" not in first and "error" not in second, (first, second)
         assert (first["model"], second["model"]) == ("one", "two")
         assert first["choices"] != second["choices"]
         assert "draft_n" in first["timings"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,14 +9,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from exl_cli import engine_options, options
+from exl_cli import options
 from exl_cli.interrupt import exits_at_once
+from exl_cli.option_groups import RunningOptions, spread
 from exl_core.errors import RequestError, printable
 from exl_core.files import read_text_file
 
 if TYPE_CHECKING:
+    from socket import socket
+
     from exl_cli.load import Runtime
     from exl_cli.server.limits import Limits
+    from exl_cli.server.models import ModelHost
 
 EXAMPLES = (
     ("exl serve-lite", "the default model on http://127.0.0.1:8080"),
@@ -140,30 +143,37 @@ StallSeconds = Annotated[
 ]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What is served, where, and to whom."""
+
+    model: ModelOption = None
+    host: Host = "127.0.0.1"
+    port: Port = 8080
+    api_key: ApiKey = None
+    api_key_file: ApiKeyFile = None
+    served_model_name: ServedName = None
+    models_dir: ModelsDir = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOptions:
+    """How much at once."""
+
+    max_batch: MaxBatch = 16
+    max_queue: MaxQueue = 256
+    max_body: MaxBody = 8
+    stall_seconds: StallSeconds = 60.0
+    cache_tokens: CacheTokens = None
+
+
+@spread
 def serve_lite(
     *,
-    model: ModelOption = None,
-    host: Host = "127.0.0.1",
-    port: Port = 8080,
-    api_key: ApiKey = None,
-    api_key_file: ApiKeyFile = None,
-    served_model_name: ServedName = None,
-    models_dir: ModelsDir = None,
+    server: ServerOptions,
     quiet: options.Quiet = False,
-    max_batch: MaxBatch = 16,
-    max_queue: MaxQueue = 256,
-    max_body: MaxBody = 8,
-    stall_seconds: StallSeconds = 60.0,
-    cache_tokens: CacheTokens = None,
-    ctx_size: options.CtxSize = None,
-    device: options.Device = "auto",
-    threads: options.Threads = None,
-    exact: options.Exact = False,
-    cache_type: options.CacheType = "fp16",
-    lora: engine_options.Lora = None,
-    draft_model: engine_options.DraftModel = None,
-    draft_tokens: engine_options.DraftTokens = None,
-    ngram: engine_options.Ngram = False,
+    limits: LimitOptions,
+    running: RunningOptions,
 ) -> None:
     """Serve a model over HTTP, as OpenAI's clients expect it, with a chat page at /.
 
@@ -171,80 +181,62 @@ def serve_lite(
     not support is refused by name, never ignored. There is no TLS: put a proxy in front of it
     where the network is not trusted.
     """
-    choices = engine_options.choices_of(cache_type, lora, draft_model, draft_tokens, ngram=ngram)
-    if models_dir is not None and (choices.loras or choices.draft_model):
+    choices = running.choices()
+    if server.models_dir is not None and (choices.loras or choices.draft_model):
         raise RequestError(
             "an adapter or a draft model belongs to one model",
             expected="--models-dir without --lora and --draft-model",
         )
-    keys = _keys(api_key, api_key_file)
+    keys = _keys(server.api_key, server.api_key_file)
     with exits_at_once():
-        from exl_cli.load import open_runtime
-        from exl_cli.server.limits import Limits
+        from exl_cli.server.limits import Limits, check_bind
+        from exl_cli.server.models import ModelHost, models_in
+        from exl_cli.server.run import listen
 
     def opener(path: Path | str | None, *, is_quiet: bool = True) -> Runtime:
-        return open_runtime(
+        return running.open(
             None if path is None else str(path),
             choices,
-            ctx_size,
-            device,
-            threads,
             is_quiet=is_quiet,
-            exact=exact,
-            max_batch=max_batch,
-            cache_tokens=cache_tokens or DEFAULT_CACHE_TOKENS,
+            max_batch=limits.max_batch,
+            cache_tokens=limits.cache_tokens or DEFAULT_CACHE_TOKENS,
         )
 
-    limits = Limits(body_bytes=max_body * 2**20, max_queue=max_queue, stall_s=stall_seconds)
-    served = _Served(model, served_model_name, models_dir)
-    _serve(served, opener, _Place(host, port, keys), limits, is_quiet=quiet)
-
-
-@dataclass(frozen=True, slots=True)
-class _Served:
-    """As the options of these names say."""
-
-    model: str | None
-    served_model_name: str | None
-    models_dir: str | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    host: str
-    port: int
-    keys: frozenset[str]
+    check_bind(server.host, has_key=bool(keys))
+    others = {} if server.models_dir is None else models_in(Path(server.models_dir))
+    spec, name = _first(server.model, server.served_model_name, others)
+    with closing(listen(server.host, server.port)) as listening:  # before a model is loaded for it
+        runtime = opener(spec, is_quiet=quiet)
+        if others:
+            name = name or runtime.name
+            others.setdefault(name, runtime.loaded.path)
+        known = Limits(
+            body_bytes=limits.max_body * 2**20,
+            max_queue=limits.max_queue,
+            stall_s=limits.stall_seconds,
+        )
+        host = ModelHost(runtime, name=name, others=others, opener=opener)
+        _serve(host, listening, known, keys, server.host, is_quiet=quiet)
 
 
 def _serve(
-    served: _Served,
-    opener: Callable[..., Runtime],
-    place: _Place,
+    host: ModelHost,
+    listening: socket,
     limits: Limits,
+    keys: frozenset[str],
+    address: str,
     *,
     is_quiet: bool,
 ) -> None:
     """Until a signal ends it."""
     with exits_at_once():
         from exl_cli.server.app import Access, create_app
-        from exl_cli.server.limits import check_bind, hosts_of
-        from exl_cli.server.models import ModelHost, models_in
-        from exl_cli.server.run import listen, make_server, url_of
-
-    check_bind(place.host, has_key=bool(place.keys))
-    others = {} if served.models_dir is None else models_in(Path(served.models_dir))
-    spec, name = _first(served.model, served.served_model_name, others)
-    with closing(listen(place.host, place.port)) as listening:  # before a model is loaded for it
-        runtime = opener(spec, is_quiet=is_quiet)
-        if others:
-            name = name or runtime.name
-            others.setdefault(name, runtime.loaded.path)
-        host = ModelHost(runtime, name=name, others=others, opener=opener)
-        access = Access(place.keys, hosts_of(place.host, place.keys))
-        app = create_app(host, limits=limits, access=access)
-        if not is_quiet:
-            typer.echo(f"{printable(host.default)} at {url_of(listening)}", err=True)
-        make_server(app, limits).run(sockets=[listening])
+        from exl_cli.server.limits import hosts_of
+        from exl_cli.server.run import make_server, url_of
+    app = create_app(host, limits=limits, access=Access(keys, hosts_of(address, keys)))
+    if not is_quiet:
+        typer.echo(f"{printable(host.default)} at {url_of(listening)}", err=True)
+    make_server(app, limits).run(sockets=[listening])
 
 
 def _keys(api_key: str | None, api_key_file: str | None) -> frozenset[str]:
