@@ -143,6 +143,13 @@ def test_what_is_no_http_is_told_so_in_json(one: Running) -> None:
     answer = raw(one, b"\x16\x03\x01 nonsense\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+    chunk = raw(
+        one,
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    )
+    assert chunk.startswith(b"HTTP/1.1 400")
+    assert json.loads(chunk.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
     flood = raw(one, b"GET / HTTP/1.1\r\n" + b"X: " + b"a" * 300_000)
     assert flood.startswith(b"HTTP/1.1 431")
 

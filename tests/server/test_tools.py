@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
 from openai import BadRequestError
-from server_support import running, scripted_runtime
+from server_support import Running, running, scripted_runtime
 
 from exl_cli.server.tools import ToolCall, ToolFormat, ToolSplitter, call_schema, format_of
 from support.scripted import HashRule, Rule, reply_with
@@ -103,12 +104,15 @@ def test_references_within_a_schema_still_lead_somewhere() -> None:
     assert schema["$defs"]["tool0"]["$defs"]["c"] == {"type": "string"}
 
 
-def ask(rule: Rule, template: str, **settings: Any) -> Any:
-    with running(scripted_runtime(rule, template=template)) as one:
-        fields = {"model": None, "temperature": 0, "max_tokens": 300, "tools": TOOLS, **settings}
-        fields.setdefault("messages", ASK)
-        reply: Any = one.openai().chat.completions.create(**fields)
-        return list(reply) if settings.get("stream") else reply
+def serving(rule: Rule, template: str) -> AbstractContextManager[Running]:
+    return running(scripted_runtime(rule, template=template))
+
+
+def ask(one: Running, **settings: Any) -> Any:
+    fields = {"model": None, "temperature": 0, "max_tokens": 300, "tools": TOOLS, **settings}
+    fields.setdefault("messages", ASK)
+    reply: Any = one.openai().chat.completions.create(**fields)
+    return list(reply) if settings.get("stream") else reply
 
 
 @pytest.mark.parametrize(
@@ -116,37 +120,35 @@ def ask(rule: Rule, template: str, **settings: Any) -> Any:
     [(HERMES, ToolFormat.HERMES), (LLAMA, ToolFormat.LLAMA), (MISTRAL, ToolFormat.MISTRAL)],
 )
 def test_calls_reach_the_client(template: str, tool_format: ToolFormat) -> None:
-    rule = reply_with(REPLIES[tool_format])
-    (choice,) = ask(rule, template).choices
+    with serving(reply_with(REPLIES[tool_format]), template) as one:
+        (choice,) = ask(one).choices
+        chunks = ask(one, stream=True)
+        alone = ask(one, parallel_tool_calls=False).choices[0].message.tool_calls
     assert choice.finish_reason == "tool_calls"
     calls = choice.message.tool_calls
     assert [call.function.name for call in calls] == ["weather", "now"]
     assert json.loads(calls[0].function.arguments) == {"city": "Oslo"}
     assert len({call.id for call in calls}) == 2
-    chunks = ask(rule, template, stream=True)
     told = [one for c in chunks for one in c.choices[0].delta.tool_calls or []]
     assert [(one.index, one.function.name) for one in told] == [(0, "weather"), (1, "now")]
     assert json.loads(told[0].function.arguments) == {"city": "Oslo"}
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
-    one_call = ask(rule, template, parallel_tool_calls=False).choices[0].message.tool_calls
-    assert [call.function.name for call in one_call] == ["weather"]
+    assert [call.function.name for call in alone] == ["weather"]
 
 
 @pytest.mark.parametrize("template", [HERMES, LLAMA, MISTRAL])
 def test_a_required_call_comes_whatever_the_model_would_say(template: str) -> None:
     """The model's logits are random: what it writes is a call because nothing else may be."""
-    for seed in range(3):
-        rule = HashRule(seed)
-        named = {"type": "function", "function": {"name": "weather"}}
-        (choice,) = ask(rule, template, tool_choice=named).choices
-        (call,) = choice.message.tool_calls[:1]
-        assert call.function.name == "weather"
-        assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
-        assert choice.finish_reason == "tool_calls"
-    (choice,) = ask(
-        HashRule(9), template, tool_choice="required", parallel_tool_calls=False
-    ).choices
-    assert choice.message.tool_calls[0].function.name in NAMES
+    with serving(HashRule(3), template) as one:
+        for seed in range(3):
+            named = {"type": "function", "function": {"name": "weather"}}
+            (choice,) = ask(one, tool_choice=named, temperature=1, seed=seed).choices
+            (call,) = choice.message.tool_calls
+            assert call.function.name == "weather"
+            assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
+            assert choice.finish_reason == "tool_calls"
+        (choice,) = ask(one, tool_choice="required", parallel_tool_calls=False).choices
+        assert choice.message.tool_calls[0].function.name in NAMES
 
 
 def test_results_of_tools_go_back_through_the_template() -> None:
@@ -157,39 +159,36 @@ def test_results_of_tools_go_back_through_the_template() -> None:
         seen.append(bytes(history).decode())
         return rule(history)
 
-    call = {
-        "id": "c1",
-        "type": "function",
-        "function": {"name": "weather", "arguments": '{"city": "Rome"}'},
-    }
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    call = {"id": "c1", "type": "function", "function": function}
     messages = [
         *ASK,
         {"role": "assistant", "content": None, "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
     ]
-    reply = ask(echo, HERMES, messages=messages, tool_choice="none")
+    with serving(echo, HERMES) as one:
+        reply = ask(one, messages=messages, tool_choice="none")
     assert reply.choices[0].message.content == "ok"
     assert seen[0] == "[user]Weather?[assistant](weather Rome)[tool]sunny[assistant]"
 
 
 def test_tools_that_cannot_be_are_refused() -> None:
-    rule = reply_with("ok")
+    deep: dict[str, Any] = {"type": "object"}
+    for _ in range(450):
+        deep = {"properties": {"a": deep}}
+    nested = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
     refused: list[tuple[dict[str, Any], str]] = [
         ({"tool_choice": {"type": "function", "function": {"name": "zzz"}}}, "no tool 'zzz'"),
         ({"tools": [], "tool_choice": "required"}, "without tools"),
         ({"response_format": {"type": "json_object"}}, "contradict"),
+        ({"tools": nested, "tool_choice": "required"}, ""),
     ]
-    for settings, said in refused:
-        with pytest.raises(BadRequestError, match=said):
-            ask(rule, HERMES, **settings)
-    with pytest.raises(BadRequestError, match="has no tools"):
-        ask(rule, "{{ messages[0].content }}")
-
-
-def test_parameters_that_are_nested_too_deeply_are_refused() -> None:
-    deep: dict[str, Any] = {"type": "object"}
-    for _ in range(450):
-        deep = {"properties": {"a": deep}}
-    tools = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
-    with pytest.raises(BadRequestError):
-        ask(reply_with("ok"), "{{ tools }} <tool_call>", tools=tools, tool_choice="required")
+    with serving(reply_with("ok"), HERMES) as one:
+        for settings, said in refused:
+            with pytest.raises(BadRequestError, match=said):
+                ask(one, **settings)
+    with (
+        serving(reply_with("ok"), "{{ messages[0].content }}") as one,
+        pytest.raises(BadRequestError, match="has no tools"),
+    ):
+        ask(one)

@@ -131,9 +131,12 @@ class LimitedProtocol(H11Protocol):
             status = error.error_status_hint
         answer = ApiError(status, msg, code="invalid_http")
         self._unwatch_head()
-        if self.conn.our_state is h11.IDLE:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # whoever waits for the rest of a body
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(answer)
-        else:
+        else:  # an answer is under way
             self.transport.close()
 
     def _watch_head(self) -> None:
