@@ -54,7 +54,8 @@ class ToolCall:
 
     name: str
     arguments: str
-    call_id: str = field(default_factory=lambda: f"call_{uuid.uuid4().hex[:24]}")
+    # Mistral's templates refuse any other form, and the others take this one too.
+    call_id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])
 
     def told(self, index: int | None = None) -> dict[str, object]:
         call: dict[str, object] = {
