@@ -81,12 +81,14 @@ def test_what_is_no_call_stays_text(tool_format: ToolFormat, size: int, reply: s
     assert "".join(text.split()) == "".join(reply.split()), "nothing is lost"
 
 
-def test_newer_mistral_writes_the_name_before_the_arguments() -> None:
-    for reply in (
-        '[TOOL_CALLS]weather[ARGS]{"city": "Rome"}',
-        '[TOOL_CALLS]weather{"city": "Rome"}',
-    ):
-        assert split(ToolFormat.MISTRAL, reply, 5)[1] == [("weather", {"city": "Rome"})]
+@pytest.mark.parametrize("between", ["[ARGS]", "", "[CALL_ID]a1b2c3d4e[ARGS]"])
+def test_newer_mistral_writes_the_name_before_the_arguments(between: str) -> None:
+    one = f'[TOOL_CALLS]weather{between}{{"city": "Rome"}}'
+    two = f"{one}[TOOL_CALLS]now{between}{{}}"
+    assert split(ToolFormat.MISTRAL, one, 5)[1] == [("weather", {"city": "Rome"})]
+    assert split(ToolFormat.MISTRAL, two, 5)[1] == [("weather", {"city": "Rome"}), ("now", {})]
+    broken = two.removesuffix("}")
+    assert split(ToolFormat.MISTRAL, broken, 5) == (broken, [])
 
 
 def test_formats_are_told_by_the_template() -> None:

@@ -149,11 +149,8 @@ class ToolSplitter:
 
     def _parsed(self, text: str) -> list[ToolCall]:
         """The calls; none unless all of it is calls of tools that there are."""
-        if self._format is ToolFormat.MISTRAL and not text.startswith(("[", "{")):
-            name, _, arguments = text.partition("[ARGS]" if "[ARGS]" in text else "{")
-            arguments = arguments if "[ARGS]" in text else "{" + arguments
-            text = f'{{"name": {json.dumps(name.strip())}, "arguments": {arguments}}}'
-        values = _values_of(text)
+        is_named = self._format is ToolFormat.MISTRAL and not text.startswith(("[", "{"))
+        values = _named_values(text) if is_named else _values_of(text)
         calls = [self._call(one) for one in values or ()]
         known = [call for call in calls if call is not None]
         return known if len(known) == len(calls) else []
@@ -222,4 +219,18 @@ def _values_of(text: str) -> list[object] | None:
             text = text[end:].lstrip().removeprefix(";").lstrip()
     except (ValueError, RecursionError):
         return None
+    return values
+
+
+def _named_values(text: str) -> list[object] | None:
+    """Newer Mistral models write the name before the arguments: `name[ARGS]{...}`, and the marker
+    before each further call."""
+    values: list[object] = []
+    for part in text.split(ToolFormat.MISTRAL.opening):
+        name = part.partition("{")[0]
+        arguments = _values_of(part[len(name) :])
+        if arguments is None or len(arguments) != 1:
+            return None
+        bare = name.partition("[ARGS]")[0].partition("[CALL_ID]")[0]
+        values.append({"name": bare.strip(), "arguments": arguments[0]})
     return values
