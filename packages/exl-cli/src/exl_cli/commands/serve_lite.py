@@ -234,9 +234,12 @@ def _serve(
         from exl_cli.server.limits import hosts_of
         from exl_cli.server.run import make_server, url_of
     app = create_app(host, limits=limits, access=Access(keys, hosts_of(address, keys)))
-    if not is_quiet:
-        typer.echo(f"{printable(host.default)} at {url_of(listening)}", err=True)
-    make_server(app, limits).run(sockets=[listening])
+
+    def announce() -> None:
+        if not is_quiet:
+            typer.echo(f"{printable(host.default)} at {url_of(listening)}", err=True)
+
+    make_server(app, limits, announce).run(sockets=[listening])
 
 
 def _keys(api_key: str | None, api_key_file: str | None) -> frozenset[str]:

@@ -70,7 +70,8 @@ class LegacyLogprobs:
     def __post_init__(self) -> None:
         self._echo = self.tokenizer.stream_decoder(skip_special=False)
         self._reply = self.tokenizer.stream_decoder()
-        self._reply.feed_all(self.prompt_ids)
+        # What the reply begins in: a character, or nothing. Not worth the whole of a long prompt.
+        self._reply.feed_all(self.prompt_ids[-16:])
 
     def begin_echo(self, *, is_hidden: bool) -> None:
         """The first token of the prompt; a BOS that the text did not spell out takes no room."""

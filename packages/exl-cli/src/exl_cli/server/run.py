@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
@@ -28,7 +28,16 @@ _CODE_INTERRUPTED = 130
 
 
 class Server(uvicorn.Server):
-    """The first signal ends it when what runs is done; the second at once."""
+    """The first signal ends it when what runs is done; the second at once. `announce` is called
+    once clients can connect."""
+
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._announce()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -51,7 +60,9 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def make_server(app: FastAPI, limits: Limits) -> Server:
+def make_server(
+    app: FastAPI, limits: Limits, announce: Callable[[], None] = lambda: None
+) -> Server:
     class Protocol(LimitedProtocol):
         header_s = limits.header_s
 
@@ -69,7 +80,7 @@ def make_server(app: FastAPI, limits: Limits) -> Server:
         h11_max_incomplete_event_size=MAX_HEAD_BYTES,
         backlog=1024,
     )
-    return Server(config)
+    return Server(config, announce)
 
 
 def listen(host: str, port: int) -> socket.socket:
