@@ -14,6 +14,7 @@ from exl_cli.interrupt import exits_at_once
 from exl_cli.option_groups import RunningOptions, spread
 from exl_core.errors import RequestError, printable
 from exl_core.files import read_text_file
+from exl_core.settings import server_key
 
 if TYPE_CHECKING:
     from socket import socket
@@ -53,10 +54,8 @@ ApiKey = Annotated[
     typer.Option(
         "--api-key",
         metavar="KEY",
-        envvar="EXL_API_KEY",
-        show_envvar=True,
-        help="Clients have to send it. Other users of this machine see a key on a command line; "
-        "the environment or a file keeps it from them.",
+        help="Clients have to send it. Without it: the environment's EXL_API_KEY, which other users "
+        "of this machine do not see, as they do a command line.",
         rich_help_panel=_SERVER,
     ),
 ]
@@ -187,7 +186,7 @@ def serve_lite(
             "an adapter or a draft model belongs to one model",
             expected="--models-dir without --lora and --draft-model",
         )
-    keys = _keys(server.api_key, server.api_key_file)
+    keys = _keys(server.api_key or server_key(), server.api_key_file)
     with exits_at_once():
         from exl_cli.server.limits import Limits, check_bind
         from exl_cli.server.models import ModelHost, models_in

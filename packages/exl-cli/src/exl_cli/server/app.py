@@ -17,7 +17,7 @@ from importlib.resources import files
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse
+from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from exl_cli.server import metrics
 from exl_cli.server.chat import Chat
@@ -46,6 +46,11 @@ _REFUSALS: dict[int | str, dict[str, Any]] = {
         (500, "A failure while running"),
         (503, "Not now"),
     )
+}
+
+
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}}
 }
 
 
@@ -103,12 +108,12 @@ def _add_generation(app: FastAPI, service: Service) -> None:
         except ClientGoneError:
             return Response(status_code=_CLIENT_GONE)
 
-    @app.post("/v1/completions", tags=["generation"])
+    @app.post("/v1/completions", tags=["generation"], responses=_ANSWERS)
     async def completions(body: CompletionBody, request: Request) -> Response:
         """Go on with a text, or with several."""
         return await answer(Completion(service, body), request, is_stream=bool(body.stream))
 
-    @app.post("/v1/chat/completions", tags=["generation"])
+    @app.post("/v1/chat/completions", tags=["generation"], responses=_ANSWERS)
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """Answer the last message of a conversation."""
         return await answer(Chat(service, body), request, is_stream=bool(body.stream))
@@ -212,7 +217,7 @@ def _add_watching(app: FastAPI, service: Service) -> None:
             )
         return json_reply({"status": "ok", "model": resident.name})
 
-    @app.get("/metrics", tags=["watching"])
+    @app.get("/metrics", tags=["watching"], response_class=PlainTextResponse)
     async def metrics_text() -> Response:
         """Figures for Prometheus."""
         service.observe()
