@@ -168,6 +168,7 @@ def test_a_key_from_the_environment_or_a_file(folder: Path, tmp_path: Path) -> N
     [
         (("--host", "0.0.0.0"), "for this machine only"),
         (("--models-dir", "missing"), "no such folder"),
+        (("--api-key", ""), "not one that a client could send"),
         (("--api-key", "two words"), "not one that a client could send"),
         (("--models-dir", ".", "--lora", "x"), "belongs to one model"),
         (("--host", "192.0.2.1", "--api-key", "k"), "no server can listen there"),

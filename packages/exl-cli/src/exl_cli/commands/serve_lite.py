@@ -54,8 +54,8 @@ ApiKey = Annotated[
     typer.Option(
         "--api-key",
         metavar="KEY",
-        help="Clients have to send it. Without it: the environment's EXL_API_KEY, which other users "
-        "of this machine do not see, as they do a command line.",
+        help="Clients have to send it. Without it: the environment's EXL_API_KEY, which other "
+        "users of this machine do not see, as they do a command line.",
         rich_help_panel=_SERVER,
     ),
 ]
@@ -186,7 +186,8 @@ def serve_lite(
             "an adapter or a draft model belongs to one model",
             expected="--models-dir without --lora and --draft-model",
         )
-    keys = _keys(server.api_key or server_key(), server.api_key_file)
+    key = server_key() if server.api_key is None else server.api_key
+    keys = _keys(key, server.api_key_file)
     with exits_at_once():
         from exl_cli.server.limits import Limits, check_bind
         from exl_cli.server.models import ModelHost, models_in
