@@ -180,10 +180,13 @@ def test_tools_that_cannot_be_are_refused() -> None:
     for _ in range(450):
         deep = {"properties": {"a": deep}}
     nested = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    strict = {"type": "function", "function": {"name": "f", "parameters": CITY, "strict": True}}
     refused: list[tuple[dict[str, Any], str]] = [
         ({"tool_choice": {"type": "function", "function": {"name": "zzz"}}}, "no tool 'zzz'"),
         ({"tools": [], "tool_choice": "required"}, "without tools"),
         ({"response_format": {"type": "json_object"}}, "contradict"),
+        ({"tools": [], "parallel_tool_calls": True}, "without tools"),
+        ({"tools": [strict]}, "where a call is required"),
         ({"tools": nested, "tool_choice": "required"}, "ecursion|deep"),
     ]
     with serving(reply_with("ok"), HERMES) as one:

@@ -144,9 +144,20 @@ def _offered(body: ChatBody) -> tuple[list[Function], bool]:
     if not functions:
         if choice not in (None, "none"):
             raise ApiError(400, "tool_choice without tools", param="tool_choice")
+        if body.parallel_tool_calls is not None:
+            raise ApiError(400, "parallel_tool_calls without tools", param="parallel_tool_calls")
         return [], False
     if choice == "none":
         return [], False
+    is_free = choice in (None, "auto")
+    if is_free and any(one.strict for one in functions):
+        raise ApiError(
+            400,
+            "strict: arguments follow their schema where a call is required (tool_choice "
+            "'required', or a tool by name); a call that the model may make is only parsed",
+            param="tools",
+            code="unsupported_parameter",
+        )
     if isinstance(choice, NamedTool):
         named = [one for one in functions if one.name == choice.function.name]
         if not named:
