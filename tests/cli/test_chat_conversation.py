@@ -52,6 +52,24 @@ def test_a_message_that_never_fits_is_refused_with_numbers(long: Conversation) -
     assert "question0" in text(long)
 
 
+def test_a_very_long_conversation_is_not_encoded_turn_by_turn() -> None:
+    conversation = Conversation("SYSTEM")
+    for number in range(1000):
+        conversation.say(f"question{number:04}")
+        conversation.answer(f"answer{number:04}")
+    conversation.say("last")
+    calls = 0
+
+    def counted(messages) -> list[int]:
+        nonlocal calls
+        calls += 1
+        return encode(messages)
+
+    assert len(conversation.fit(counted, 200, 50)) <= 150
+    assert conversation.dropped_turns == 1000 - 6  # 6 for the system prompt, 4 the last, 22 each
+    assert calls < 15
+
+
 def test_take_back_leaves_what_was_before() -> None:
     conversation = Conversation(None)
     conversation.say("a")

@@ -40,6 +40,27 @@ def test_reasoning_is_one_line_that_counts(
     assert capfd.readouterr().out == "Yes.\n"
 
 
+def test_reading_is_shown_until_something_is_said(
+    notes: io.StringIO, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reply = ReplyScreen(shows_reasoning=False)
+    reply.read(512, 2000)
+    reply.read(1024, 2000)
+    reply.say("Yes")
+    reply.read(512, 3000)  # the context was full: nothing is drawn over the reply
+    reply.close()
+    assert notes.getvalue().split("\r\x1b[K")[1:3] == [
+        "\x1b[2mreading... 512 of 2\x1b[0m",
+        "\x1b[2mreading... 1024 of \x1b[0m",
+    ]
+    assert notes.getvalue().endswith("\r\x1b[K")
+    quiet = ReplyScreen(shows_reasoning=False, is_quiet=True)
+    seen = notes.getvalue()
+    quiet.read(512, 2000)
+    assert notes.getvalue() == seen
+    assert capfd.readouterr().out == "Yes\n"
+
+
 def test_reasoning_in_full(notes: io.StringIO, capfd: pytest.CaptureFixture[str]) -> None:
     reply = ReplyScreen(shows_reasoning=True)
     reply.think("Is it [bold]? \x1b[2J", 1)

@@ -68,7 +68,7 @@ class Chat:
         **chat: Any,
     ) -> None:
         tokenizer = ByteTokenizer()
-        engine = engine_for(rule, max_seq_len=ctx_size, drafter=drafter)
+        engine = engine_for(rule, max_seq_len=ctx_size, drafter=drafter, adapt_drafts=False)
         loaded: Any = SimpleNamespace(
             name="scripted",
             path=Path("scripted"),
@@ -133,12 +133,27 @@ def test_commands_that_cannot_be_are_told_and_the_chat_goes_on(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     lines = ["/retry", "/undo", "/edit", "/save", f"/load {tmp_path / 'none'}", "/set", "/set temp"]
-    lines += ["/set temp x", "/nonsense", f"/save {tmp_path}/no/folder", "Hello", "/bye", "Again"]
+    lines += [
+        "/set temp x",
+        "/nonsense",
+        f"/save {tmp_path}/no/folder",
+        "Hello",
+        "/oops",
+        "",
+        "/bye",
+    ]
     chat = Chat(reply_with("Yes"), lines).run()
     errors = capfd.readouterr().err.splitlines()
-    assert len(errors) == 9
+    assert len(errors) == 10
     assert all(line.startswith("exl: error: ") for line in errors)
     assert chat.said == ["Hello", "Yes"]
+    assert not any(chat.typist.drafts)
+
+
+def test_a_message_that_does_not_fit_can_be_shortened() -> None:
+    chat = Chat(reply_with("Yes"), ["Hello", "x" * 300, "Again"], ctx_size=200).run()
+    assert chat.typist.drafts == ["", "", "x" * 300, ""]
+    assert chat.said == ["Hello", "Yes", "Again", "Yes"]
 
 
 def test_the_system_prompt_can_be_changed() -> None:
@@ -269,23 +284,32 @@ def test_a_named_format_brings_its_stop_and_its_system_prompt() -> None:
     assert "named SmolLM" in chat.prompts[0]
 
 
-def disagreement(template: str, prompt_format: str) -> str | None:
-    return Chat(
-        reply_with("x"), [], template=template, prompt_format=prompt_format
-    ).style.disagreement()
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{{ '<|im_start|>assistant\n' }}"
+)
+REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
 
 
-def test_a_format_that_differs_from_the_template_says_where() -> None:
-    chatml = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-        "{{ '<|im_start|>assistant\n' }}"
-    )
-    assert disagreement(chatml, "chatml") is None
-    said = disagreement(chatml, "qwq")
-    assert said is not None
-    assert "'<think>" in said
-    no_system = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}"
-    assert disagreement(no_system + chatml, "chatml") is None
+@pytest.mark.parametrize(
+    ("template", "prompt_format", "uses_default", "expected"),
+    [
+        (CHATML, "chatml", True, None),
+        (CHATML, "qwq", True, "'<think>"),
+        (REFUSING + CHATML, "chatml", True, None),
+        (REFUSING + CHATML, "phi4", True, "im_sep"),
+        ("{{ raise_exception('never') }}", "chatml", True, None),
+        (CHATML, "smollm2", True, "AI assistant"),  # of the format's own accord
+        (CHATML, "smollm2", False, None),
+    ],
+)
+def test_a_format_that_differs_from_the_template_says_where(
+    template: str, prompt_format: str, uses_default: bool, expected: str | None
+) -> None:
+    chat = Chat(reply_with("x"), [], template=template, prompt_format=prompt_format)
+    said = chat.style.disagreement(uses_default=uses_default)
+    assert (said is None) == (expected is None), said
+    assert said is None or (expected is not None and expected in said)
 
 
 @pytest.mark.parametrize(

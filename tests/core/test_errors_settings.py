@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
 from exl_core.errors import ExlError, RequestError, printable
-from exl_core.settings import MAX_THREADS, available_cpus, read_settings
+from exl_core.settings import MAX_THREADS, available_cpus, read_settings, state_folder
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +70,17 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("EXL_ISA", "foo")
     with pytest.raises(RequestError, match=r"EXL_ISA .*got foo"):
         read_settings()
+
+
+@pytest.mark.parametrize("given", [None, "", "not/absolute"])
+def test_what_is_remembered_has_a_folder(
+    monkeypatch: pytest.MonkeyPatch, given: str | None
+) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert state_folder() == Path("/state/exl")
+    if given is None:
+        monkeypatch.delenv("XDG_STATE_HOME")
+    else:
+        monkeypatch.setenv("XDG_STATE_HOME", given)
+    assert state_folder() == Path("/home/somebody/.local/state/exl")

@@ -11,7 +11,13 @@ from collections.abc import Callable
 from exl_cli.interrupt import Interrupt
 from exl_cli.load import Runtime
 from exl_core.engine.engine import Engine
-from exl_core.engine.events import FailEvent, FinishEvent, FinishReason, TextEvent
+from exl_core.engine.events import (
+    FailEvent,
+    FinishEvent,
+    FinishReason,
+    PrefillEvent,
+    TextEvent,
+)
 from exl_core.engine.request import Request
 
 
@@ -20,8 +26,10 @@ def stream_reply(
     request: Request,
     interrupt: Interrupt,
     write: Callable[[TextEvent], None] | None,
+    note_progress: Callable[[PrefillEvent], None] | None = None,
 ) -> FinishEvent:
-    """Run one request to its end, or until `interrupt`; `write` gets each piece as it comes."""
+    """Run one request to its end, or until `interrupt`; `write` gets each piece as it comes, and
+    `note_progress` what comes before, where the prompt is long."""
     engine.submit(request)
     try:
         while True:
@@ -31,6 +39,8 @@ def stream_reply(
                 match event:
                     case TextEvent() if write is not None:
                         write(event)
+                    case PrefillEvent() if note_progress is not None:
+                        note_progress(event)
                     case FinishEvent():
                         return event
                     case FailEvent():

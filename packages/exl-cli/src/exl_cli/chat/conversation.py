@@ -5,6 +5,7 @@ Knows messages and a function that turns them into token ids; neither model nor 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from exl_core.errors import RequestError
@@ -68,8 +69,13 @@ class Conversation:
         """
         first = self._first
         token_ids = encode(self._with_system(first))
-        while len(token_ids) + reserve > ctx_size and first + 2 < len(self.turns):
-            first += 2
+        later = range(first + 2, len(self.turns), 2)
+        if len(token_ids) + reserve > ctx_size and later:
+
+            def fits(candidate: int) -> bool:
+                return len(encode(self._with_system(candidate))) + reserve <= ctx_size
+
+            first = later[min(bisect_left(later, True, key=fits), len(later) - 1)]
             token_ids = encode(self._with_system(first))
         if len(token_ids) + 1 > ctx_size:
             raise RequestError(

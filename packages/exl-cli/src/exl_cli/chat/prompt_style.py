@@ -6,6 +6,7 @@ Knows messages and the loaded model; neither terminal nor turns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from exl_core.engine.request import Request
@@ -91,20 +92,32 @@ class PromptStyle:
             return None
         return "" if len(empty) < len(self.text([user])) else None
 
-    def disagreement(self) -> str | None:
-        """How the format differs from the model's own template; None if it does not."""
+    def disagreement(self, *, uses_default: bool) -> str | None:
+        """How the format differs from the model's own template; None if it does not, or if the
+        template writes no such conversation: that may be why a format is asked for.
+
+        Looked at with a system prompt, and where the default of either `uses_default`, with that.
+        """
         if self._format is None or self._template is None:
             return None
-        probe: Messages = _PROBE
-        try:
-            template_text = self._template.render(probe)
-        except TemplateError:
-            probe = _PROBE[1:]
-            template_text = self._template.render(probe)
-        theirs = self._tokenizer.encode(template_text, allow_special=True, add_bos=False)
-        ours = self.encode(probe)
+        default = self._format.default_system
+        ours = [] if default is None else [{"role": "system", "content": default}]
+        probes: list[tuple[Messages, Messages]] = [(_PROBE, _PROBE)]
+        if uses_default:
+            probes.append(((*ours, *_PROBE[1:]), _PROBE[1:]))
+        for for_format, for_template in probes:
+            with suppress(TemplateError):  # some know no system role
+                text = self._template.render(for_template)
+                theirs = self._tokenizer.encode(text, allow_special=True, add_bos=False)
+                difference = self._first_difference(self.encode(for_format), theirs)
+                if difference is not None:
+                    return difference
+        return None
+
+    def _first_difference(self, ours: list[int], theirs: list[int]) -> str | None:
         if ours == theirs:
             return None
+        assert self._format is not None
         at = next(
             (at for at, (one, other) in enumerate(zip(ours, theirs, strict=False)) if one != other),
             min(len(ours), len(theirs)),

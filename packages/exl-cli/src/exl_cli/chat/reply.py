@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import Self
 
 from exl_cli.chat.screen import ReplyScreen
-from exl_core.engine.events import FinishEvent, FinishReason, TextEvent
+from exl_core.engine.events import FinishEvent, FinishReason, PrefillEvent, TextEvent
 from exl_core.prompt.reasoning import Piece, ReasoningSplitter
 from exl_core.speculate.stats import DraftStats
 from exl_core.tokenizer.base import REPLACEMENT, Tokenizer
@@ -82,6 +82,9 @@ class ReplyWriter:
         whole = text.rstrip(REPLACEMENT)
         self._half = text[len(whole) :]
         self._take(self._splitter.feed(whole), len(event.token_ids))
+
+    def note_progress(self, event: PrefillEvent) -> None:
+        self._screen.read(event.done, event.total)
 
     def drop_half_character(self, tokenizer: Tokenizer) -> None:
         """Between two requests: the tokens of a character that is not whole are sampled again."""

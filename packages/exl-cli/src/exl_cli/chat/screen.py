@@ -10,7 +10,7 @@ import re
 import sys
 import time
 
-from rich.console import Console
+from rich.console import COLOR_SYSTEMS, Console
 from rich.style import Style
 
 from exl_cli import output
@@ -22,29 +22,40 @@ _REDRAW_S = 0.1
 
 
 class ReplyScreen:
-    """Takes a reply piece by piece: `think` and `say`, then `close`."""
+    """Takes a reply piece by piece: `read`, `think` and `say`, then `close`."""
 
-    def __init__(self, *, shows_reasoning: bool) -> None:
+    def __init__(self, *, shows_reasoning: bool, is_quiet: bool = False) -> None:
         stdout = Console(highlight=False)
         self._is_watched = sys.stdout is not None and sys.stdout.isatty()
-        self._colors = None if stdout.no_color else stdout._color_system
+        system = None if stdout.no_color else stdout.color_system
+        self._colors = None if system is None else COLOR_SYSTEMS[system]
         self._markdown = None if self._colors is None else MarkdownStream(self._emit)
         self._notes = stderr_console()
+        self._can_redraw = self._notes.is_terminal and not self._notes.is_dumb_terminal
+        self._shows_progress = self._can_redraw and not is_quiet
         self._shows_reasoning = shows_reasoning
         self._thought_tokens = 0
         self._drawn_at = -_REDRAW_S
+        self._is_reading = False
         self._is_thinking = False
         self._has_said = False
 
+    def read(self, done: int, total: int) -> None:
+        """So much of a long prompt is computed. Within a reply nothing is shown of it."""
+        if self._shows_progress and not (self._is_thinking or self._has_said):
+            self._is_reading = True
+            self._draw_count(f"reading... {done} of {total} tokens")
+
     def think(self, text: str, tokens: int) -> None:
         """Some reasoning, of so many tokens."""
+        self._stop_reading()
         self._thought_tokens += tokens
         self._is_thinking = True
         if self._shows_reasoning:
             self._notes.print(
                 _CONTROL.sub("", text), style="dim", markup=False, end="", soft_wrap=True
             )
-        elif self._notes.is_terminal and not self._notes.is_dumb_terminal:
+        elif self._can_redraw:
             now = time.monotonic()
             if now - self._drawn_at >= _REDRAW_S:
                 self._drawn_at = now
@@ -52,6 +63,7 @@ class ReplyScreen:
 
     def say(self, text: str) -> None:
         """Some of the answer."""
+        self._stop_reading()
         self._stop_thinking()
         if not self._has_said:
             text = text.lstrip()
@@ -66,10 +78,16 @@ class ReplyScreen:
             self._markdown.feed(text)
 
     def close(self) -> None:
+        self._stop_reading()
         self._stop_thinking()
         if self._markdown is not None:
             self._markdown.close()
         output.write_text("\n")
+
+    def _stop_reading(self) -> None:
+        if self._is_reading:
+            self._is_reading = False
+            self._draw_count("")
 
     def _stop_thinking(self) -> None:
         if not self._is_thinking:
@@ -78,14 +96,13 @@ class ReplyScreen:
         if self._shows_reasoning:
             self._notes.print("\n")
         elif self._notes.is_terminal:
-            self._draw_count(f"thought for {self._thought_tokens} tokens (/set reasoning on)")
+            self._draw_count(f"thought for {self._thought_tokens} tokens (/set reasoning show)")
             self._notes.print()
 
     def _draw_count(self, text: str) -> None:
         """On one line, which is short enough for a narrow window."""
         shown = text[: max(1, self._notes.width - 1)]
-        start = "" if self._notes.is_dumb_terminal else "\r\x1b[K"
-        self._notes.file.write(start)
+        self._notes.file.write("\r\x1b[K" if self._can_redraw else "")
         self._notes.print(shown, style="dim", markup=False, end="")
         self._notes.file.flush()
 

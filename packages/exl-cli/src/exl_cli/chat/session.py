@@ -33,6 +33,7 @@ class ChatSession:
         system: str | None,
         stop: Sequence[str],
         terminal: Terminal | None,
+        is_quiet: bool = False,
     ) -> None:
         self.style = style
         self.settings = settings
@@ -40,6 +41,7 @@ class ChatSession:
         self._runtime = runtime
         self._stop = stop
         self._terminal = terminal
+        self._is_quiet = is_quiet
         self._lines = _piped()
 
     @property
@@ -55,8 +57,9 @@ class ChatSession:
                 text = self._read(outcome.draft)
             except EOFError:
                 break
+            is_edit, outcome = outcome.is_edit, Outcome()
             try:
-                outcome = self._obey(text, is_edit=outcome.is_edit)
+                outcome = self._obey(text, is_edit=is_edit)
                 if outcome.message is not None:
                     self._answer(outcome.message)
             except ExlError as error:
@@ -113,7 +116,7 @@ class ChatSession:
         """Stream one. Where the context fills up on the way, room is made and it goes on."""
         limit, params = self.settings.max_tokens, self.settings.params()
         prompt_ids = self._fit(limit)
-        screen = ReplyScreen(shows_reasoning=self.settings.chat.reasoning)
+        screen = ReplyScreen(shows_reasoning=self.settings.chat.reasoning, is_quiet=self._is_quiet)
         writer = ReplyWriter(screen, self.style.splitter(self.conversation.messages))
         reply = writer.reply
         with writer, Interrupt() as interrupt:
@@ -122,7 +125,9 @@ class ChatSession:
                 ids = [*prompt_ids, *reply.token_ids]
                 request = self._runtime.request(ids, left, params, self._stop)
                 request = self.style.adapt(request)
-                part = stream_reply(self._runtime.engine, request, interrupt, writer.write)
+                part = stream_reply(
+                    self._runtime.engine, request, interrupt, writer.write, writer.note_progress
+                )
                 reply.add(part)
                 is_full = part.reason is FinishReason.LENGTH and reply.has_room(limit)
                 reply.was_stopped = interrupt.is_set

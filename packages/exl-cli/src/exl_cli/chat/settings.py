@@ -12,8 +12,8 @@ from exl_cli.sampling_options import SamplingOptions
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
 
-ON = ("on", "yes", "true")
-OFF = ("off", "no", "false")
+ON = ("on", "yes", "true", "show")
+OFF = ("off", "no", "false", "fold", "hide", "none")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -83,7 +83,8 @@ def chat(
 
     On a terminal Ctrl-C stops the reply, Ctrl-D leaves, and /help lists the commands. Over a pipe
     each line is a prompt, and stdout gets the replies and nothing else. When the context is full
-    the oldest turns are dropped; the system prompt stays.
+    the oldest turns are dropped; the system prompt stays. What is typed on a terminal is kept in
+    exl/chat-history in XDG_STATE_HOME (without it: ~/.local/state), for its owner alone.
     """
     if list_formats:
         _show_formats(is_json=json)
@@ -104,7 +105,7 @@ def chat(
         from exl_cli.chat.terminal import Terminal
     runtime = running.open(spec, choices, is_quiet=quiet)
     style = PromptStyle(runtime.loaded, prompt_format)
-    _warn_of_disagreement(style)
+    _warn_of_disagreement(style, uses_default=system is None and not no_system)
     terminal = Terminal(state_folder() / HISTORY_FILE) if Terminal.is_there() else None
     if terminal is not None and not quiet:
         terminal.note(GREETING.format(printable(runtime.name), runtime.ctx_size))
@@ -116,6 +117,7 @@ def chat(
         system=_system_prompt(style, system, no_system=no_system),
         stop=stop or (),
         terminal=terminal,
+        is_quiet=quiet,
     )
     unanswered = session.run()
     if unanswered:
@@ -132,8 +134,8 @@ def _system_prompt(style: PromptStyle, system: str | None, *, no_system: bool) -
     return system  # a template that knows no system role has refused it by now
 
 
-def _warn_of_disagreement(style: PromptStyle) -> None:
-    disagreement = style.disagreement()
+def _warn_of_disagreement(style: PromptStyle, *, uses_default: bool) -> None:
+    disagreement = style.disagreement(uses_default=uses_default)
     if disagreement is not None and sys.stderr is not None:
         print(f"exl: warning: {printable(disagreement)}", file=sys.stderr, flush=True)
 
