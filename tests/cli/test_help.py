@@ -13,6 +13,7 @@ from exl_cli.main import main
 VERBS = (
     ("generate",),
     ("chat",),
+    ("serve-lite",),
     ("convert",),
     ("eval", "perplexity"),
     ("eval", "acceptance"),

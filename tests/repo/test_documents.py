@@ -39,7 +39,8 @@ def test_readme_sets_up_with_sessions_that_exist() -> None:
 def test_the_python_example_prints_what_the_readme_says(
     smollm2_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (example,) = re.findall(r"```python\n(.+?)```", read("README.md"), re.S)
+    examples = re.findall(r"```python\n(.+?)```", read("README.md"), re.S)
+    (example,) = [one for one in examples if "exl_core" in one]  # the other needs a server
     exec(compile(example, "README.md", "exec"), {})
     assert f"# {capsys.readouterr().out.strip()}\n" in example
 

@@ -83,6 +83,8 @@ def faults_of(module: str, path: Path) -> Iterator[str]:
         top = imported.partition(".")[0]
         if top in CLI_ONLY and own != "exl_cli":
             yield f"{module} imports {imported}: only exl_cli may"
+        if module.startswith("exl_cli.server") and imported.startswith("exl_cli.commands"):
+            yield f"{module} imports {imported}: the server knows no verbs"
         if top not in DISTRIBUTION_RANK:
             continue
         if DISTRIBUTION_RANK[top] > DISTRIBUTION_RANK[own]:
@@ -109,6 +111,7 @@ def test_imports_point_down() -> None:
         ("exl_core.cache.store", "from exl_core.engine.events import TextEvent", "rank 2"),
         ("exl_core.arch.spec", "import exl_core.tokenizer.base", "rank 1"),
         ("exl_core.engine.engine", "import rich", "only exl_cli"),
+        ("exl_cli.server.app", "from exl_cli.commands import chat", "knows no verbs"),
         ("exl_eval.result", "from exl_cli.main import app", "upwards"),
         ("exl_core.model.weights", "def f():\n    import exl_kernels", "only exl_core.ops.native"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
@@ -19,7 +20,13 @@ _CODE_INTERRUPTED = 130
 
 @contextmanager
 def exits_at_once() -> Iterator[None]:
-    """Around heavy imports: a library that is interrupted half way raises what it likes."""
+    """Around heavy imports: a library that is interrupted half way raises what it likes.
+
+    Signals are the main thread's; on another one this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
 
     def leave(_number: int, _frame: FrameType | None) -> None:
         os._exit(_CODE_INTERRUPTED)

@@ -52,7 +52,7 @@ DEFAULT_CTX_LIMIT = 8192
 
 @dataclass(slots=True)
 class Runtime:
-    """A loaded model with an engine of one sequence at a time."""
+    """A loaded model with an engine."""
 
     loaded: LoadedModel
     engine: Engine
@@ -184,8 +184,13 @@ def open_runtime(
     *,
     is_quiet: bool,
     exact: bool,
+    max_batch: int = 1,
+    cache_tokens: int | None = None,
 ) -> Runtime:
-    """What can be told without loading, which takes a while, is told before."""
+    """What can be told without loading, which takes a while, is told before.
+
+    `cache_tokens`: what all requests share; None: one context.
+    """
     draft_path = None if choices.draft_model is None else resolve_model(choices.draft_model)
     for folder, _ in choices.loras:
         read_adapter_config(folder)
@@ -198,8 +203,10 @@ def open_runtime(
     adapters = tuple(
         AdapterUse(load_adapter(folder, loaded.model), scale) for folder, scale in choices.loras
     )
-    cache_tokens = max(ctx, PAGE_SIZE)
-    options = EngineOptions(cache_tokens=cache_tokens, max_batch=1, kv_format=choices.kv_format)
+    cache_tokens = max(ctx, PAGE_SIZE, cache_tokens or 0)
+    options = EngineOptions(
+        cache_tokens=cache_tokens, max_batch=max_batch, kv_format=choices.kv_format
+    )
     drafter: Drafter | None = None
     if choices.ngram:
         drafter = NgramDrafter(max_tokens=choices.draft_tokens or DEFAULT_NGRAM_TOKENS)

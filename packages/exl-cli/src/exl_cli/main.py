@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from exl_cli import options
-from exl_cli.commands import bench, chat, convert, doctor, generate, inspect
+from exl_cli.commands import bench, chat, convert, doctor, generate, inspect, serve_lite
 from exl_cli.commands.eval import (
     acceptance,
     compare,
@@ -43,7 +43,7 @@ EXIT_CODES = (
 
 app = typer.Typer(
     name="exl",
-    help="Run, chat with, convert, inspect and evaluate quantized language models.",
+    help="Run, chat with, serve, convert, inspect and evaluate quantized language models.",
     epilog=EXIT_CODES,
     rich_markup_mode="rich",
     add_completion=False,
@@ -76,6 +76,7 @@ def _root(
 
 app.command("generate", epilog=options.examples(generate.EXAMPLES))(generate.generate)
 app.command("chat", epilog=options.examples(chat.EXAMPLES))(chat.chat)
+app.command("serve-lite", epilog=options.examples(serve_lite.EXAMPLES))(serve_lite.serve_lite)
 app.command("convert", epilog=options.examples(convert.EXAMPLES))(convert.convert)
 app.add_typer(eval_app, name="eval")
 eval_app.command("perplexity", epilog=options.examples(perplexity.EXAMPLES))(perplexity.perplexity)

@@ -38,7 +38,16 @@ class RunningOptions:
             self.cache_type, self.lora, self.draft_model, self.draft_tokens, ngram=self.ngram
         )
 
-    def open(self, spec: str | None, choices: EngineChoices, *, is_quiet: bool) -> Runtime:
+    def open(
+        self,
+        spec: str | None,
+        choices: EngineChoices,
+        *,
+        is_quiet: bool,
+        max_batch: int = 1,
+        cache_tokens: int | None = None,
+    ) -> Runtime:
+        """`cache_tokens`: what all requests share; None: one context."""
         with exits_at_once():
             from exl_cli.load import open_runtime
         return open_runtime(
@@ -49,6 +58,8 @@ class RunningOptions:
             self.threads,
             is_quiet=is_quiet,
             exact=self.exact,
+            max_batch=max_batch,
+            cache_tokens=cache_tokens,
         )
 
 

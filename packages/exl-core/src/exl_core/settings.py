@@ -35,6 +35,11 @@ def read_settings() -> Settings:
     return Settings(isa=isa, threads=threads)
 
 
+def server_key() -> str | None:
+    """`EXL_API_KEY`: what clients of a server have to send, where no option says it."""
+    return os.environ.get("EXL_API_KEY") or None
+
+
 def state_folder() -> Path:
     """Where a program of a user keeps what it remembers: `XDG_STATE_HOME`, else below the home."""
     base = Path(os.environ.get("XDG_STATE_HOME") or "")

@@ -22,6 +22,7 @@ from exl_core.engine.admission import check_ids, room_for
 from exl_core.engine.drafting import Drafting
 from exl_core.engine.events import Event, FailEvent, FinishEvent
 from exl_core.engine.healing import Healing, healing_of
+from exl_core.engine.log_probs import rows_of_logits
 from exl_core.engine.logits import PassLogits
 from exl_core.engine.output import Output
 from exl_core.engine.plan import BatchPlan
@@ -96,6 +97,7 @@ class Engine:
             self.pool,
             max_batch=self.options.max_batch,
             prefill_chunk=self.options.prefill_chunk or PREFILL_CHUNK[model.ops.device.type],
+            score_chunk=rows_of_logits(config.vocab_size),
         )
         self._runner = Runner(model, self.store)
         self._clock = clock
@@ -231,7 +233,7 @@ class Engine:
             raise
         if self._drafting is not None:
             self._drafting.passed(plan.num_rows, self._clock() - now)
-        shares = shares_of(plan, outputs, logits, drafts)
+        shares = shares_of(plan, outputs, logits, drafts, self._events)
         draw_together(shares, logits, self.model.ops, self.vocab_size)
         turned = [(share.output, share.take(self._events, self._clock)) for share in shares]
         for output in dict.fromkeys(outputs):

@@ -28,12 +28,15 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token, and what was asked to be told of it (`Report`); `top` is likeliest first."""
+    """A token, and what was asked to be told of it (`Report`); `top`, `top_log_probs` are likeliest
+    first."""
 
     token_id: int
     probability: float | None = None
     top: tuple[tuple[int, float], ...] = ()
     logits: Tensor | None = None
+    log_prob: float | None = None
+    top_log_probs: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +59,17 @@ class PrefillEvent:
     request_id: str
     done: int
     total: int
+
+
+@dataclass(frozen=True, slots=True)
+class ScoreEvent:
+    """How likely the model found the next tokens of the prompt, where `Report.prompt` asks for it.
+
+    All of a request's, in order, are all tokens of the prompt but the first.
+    """
+
+    request_id: str
+    tokens: tuple[SampledToken, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +155,7 @@ class FailEvent:
     error: BaseException
 
 
-Event = StartEvent | PrefillEvent | TextEvent | RewindEvent | FinishEvent | FailEvent
+Event = StartEvent | PrefillEvent | ScoreEvent | TextEvent | RewindEvent | FinishEvent | FailEvent
 
 
 def _rate(count: int, seconds: float) -> float:

@@ -26,6 +26,10 @@ class PassLogits:
         """One row, on the CPU."""
         return self._on_cpu[number]
 
+    def block(self, first: int, last: int) -> Tensor:
+        """Rows `first` to `last` - 1, where they were computed."""
+        return self._computed[first:last]
+
     def draw(self, ops: OpTable, rows: Sequence[RowSettings], vocab_size: int) -> list[Drawn]:
         """A token for each of these rows, below `vocab_size`, drawn where the logits lie."""
         return ops.sample_rows(self._computed[:, :vocab_size], rows) if rows else []

@@ -25,6 +25,7 @@ from exl_core.engine.events import (
     TextEvent,
 )
 from exl_core.engine.healing import Healing
+from exl_core.engine.log_probs import with_log_probs
 from exl_core.engine.logits import LogitRow
 from exl_core.engine.sequence import Sequence
 from exl_core.engine.stop import StopMatch, StopMatcher
@@ -217,16 +218,19 @@ class Output:
                     f"a banned string begins with each of the {len(tried)} tokens that may come"
                 ) from error
             raise
+        report = self._request.report
         token = SampledToken(
             sample.token_id,
             sample.probability,
             sample.top,
-            self._own(logits).clone() if self._request.report.logits else None,
+            self._own(logits).clone() if report.logits else None,
         )
         if self._healing is None and self._request.hooks:
             token = self._hooked(token)
             if token.token_id != sample.token_id:
                 sample = Sample(token.token_id, None, sample.top)
+        if report.log_probs is not None:
+            token = with_log_probs([token], logits.read()[None], report.log_probs)[0]
         self._sampler.accept(sample)
         return token
 

@@ -112,13 +112,12 @@ class Paging:
         self.copies.clear()
 
     def _known_prefix(self, sequence: Sequence) -> List[int]:
-        # At least the last token is computed: its logits are what the reply starts from.
-        num_full = (len(sequence.token_ids) - 1) // self.page_size
+        num_full = sequence.reusable_len // self.page_size
         return self.pool.find(sequence.extend_keys(num_full, self.page_size))
 
     def _place(self, sequence: Sequence, found: List[int], count: int) -> None:
         start = len(found) * self.page_size
-        end = min(start + self.page_size, len(sequence.token_ids) - 1)
+        end = min(start + self.page_size, sequence.reusable_len)
         previous = sequence.key_before(len(found), self.page_size)
         run = self.pool.find_run(previous, sequence.token_ids[start:end])
         fresh = self.pool.allocate(count)

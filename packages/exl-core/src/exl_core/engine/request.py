@@ -41,18 +41,32 @@ class Report:
     probabilities  of the token itself, after all steps of sampling
     top_tokens     so many of the likeliest, with their probabilities
     logits         as the model gave them for the prompt, float32 [vocab_size]
+    log_probs      natural logarithms of what the model itself gives, before any step of sampling:
+                   of the token, and of so many of the likeliest
+    prompt         these logarithms of the prompt's tokens too, but for the first, which nothing
+                   predicts (`ScoreEvent`). All of the prompt is computed then, cached or not
     """
 
     probabilities: bool = False
     top_tokens: int = 0
     logits: bool = False
+    log_probs: int | None = None
+    prompt: bool = False
 
     def __post_init__(self) -> None:
         _check_count("top_tokens", self.top_tokens)
+        if self.log_probs is not None:
+            _check_count("log_probs", self.log_probs)
+        elif self.prompt:
+            raise RequestError(
+                "a report on the prompt has nothing to tell", expected="log_probs", got="None"
+            )
 
     @property
     def is_empty(self) -> bool:
-        return not (self.probabilities or self.top_tokens or self.logits)
+        return not (
+            self.probabilities or self.top_tokens or self.logits or self.log_probs is not None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +158,15 @@ class Request:
                 "token healing does not go with guidance: two prompts end in two tokens",
                 where=self.request_id,
                 next_step="Turn one of the two off.",
+            )
+        if self.report.prompt and (
+            self.negative_prompt_ids is not None or self.token_healing or self.embeddings
+        ):
+            raise RequestError(
+                "the tokens of this prompt cannot be scored",
+                where=self.request_id,
+                expected="one prompt of tokens, as it stands",
+                got="guidance, token healing or embeddings",
             )
         if self.prefer_eos and not self.stop_ids:
             raise RequestError(

@@ -37,12 +37,20 @@ LEAST_CHUNK = 32
 
 class Scheduler:
     def __init__(
-        self, pool: PagePool, *, max_batch: int, prefill_chunk: int, page_size: int = PAGE_SIZE
+        self,
+        pool: PagePool,
+        *,
+        max_batch: int,
+        prefill_chunk: int,
+        page_size: int = PAGE_SIZE,
+        score_chunk: int | None = None,
     ) -> None:
+        """`score_chunk`: most tokens of prompts in one pass that give logits; None: any number."""
         self.pool = pool
         self.max_batch = max_batch
         self.prefill_chunk = prefill_chunk
         self.page_size = page_size
+        self.score_chunk = prefill_chunk if score_chunk is None else score_chunk
         self.running: list[Sequence] = []  # in order of arrival
         self.waiting: deque[Sequence] = deque()  # likewise; all arrived after those that run
         self.num_requeued = 0
@@ -127,7 +135,11 @@ class Scheduler:
     def make_smaller(self, plan: BatchPlan) -> bool:
         """There was no memory for that pass: the next ones have half as many tokens of prompts, or
         else a sequence less. False if it had but one sequence, which nothing makes smaller."""
-        rows = [len(s.token_ids) for s in plan.segments if s.logit_rows is not LogitRows.ALL]
+        rows = [
+            len(segment.token_ids)
+            for sequence, segment in zip(plan.sequences, plan.segments, strict=True)
+            if sequence.is_scored or segment.logit_rows is not LogitRows.ALL
+        ]
         longest = max(rows, default=1)
         if longest > LEAST_CHUNK:
             self.prefill_chunk = max(LEAST_CHUNK, min(self.prefill_chunk, longest) // 2)
@@ -193,13 +205,15 @@ class Scheduler:
         self._is_prepared = False
         decoding: list[tuple[Sequence, Segment]] = []
         prefilling: list[tuple[Sequence, Segment]] = []
-        budget = self.prefill_chunk
+        budget, score_budget = self.prefill_chunk, self.score_chunk
         for sequence in self.running:
             members = sequence.members
             missing = [member.num_missing for member in members]
             if max(missing) > 1:
-                counts = _share(budget, missing)
+                room = min(budget, score_budget) if sequence.is_scored else budget
+                counts = _share(room, missing)
                 budget -= sum(counts)
+                score_budget -= sum(counts) if sequence.is_scored else 0
                 prefilling += [
                     (member, self._segment(member, count))
                     for member, count in zip(members, counts, strict=True)
@@ -246,7 +260,7 @@ class Scheduler:
         end = past_len + count
         room = min(self._draft_room(sequence), sequence.max_len - len(sequence.token_ids) - 1)
         draft = draft[: max(room, 0)]
-        if draft:
+        if draft or sequence.is_scored:
             logit_rows = LogitRows.ALL
         else:
             logit_rows = LogitRows.LAST if end == len(sequence.token_ids) else LogitRows.NONE

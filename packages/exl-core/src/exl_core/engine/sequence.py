@@ -52,6 +52,8 @@ class Sequence:
     """Found in the cache when it first ran; None before."""
     cached_pages: int | None = None
     """Full pages among them, which are shared and not copied."""
+    scored_len: int = 1
+    """Tokens of the prompt whose predictions were told, where they are; the first has none."""
     key_root: PageKey = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,6 +67,17 @@ class Sequence:
     def members(self) -> tuple[Sequence, ...]:
         """Those that run together: itself and its twin."""
         return (self,) if self.twin is None else (self, self.twin)
+
+    @property
+    def is_scored(self) -> bool:
+        """Predictions of its prompt are yet to be told."""
+        return self.request.report.prompt and self.scored_len < len(self.request.prompt_ids)
+
+    @property
+    def reusable_len(self) -> int:
+        """How much of it may come from the cache. Its last token is computed, for the logits that
+        the reply goes on from, and whatever predicts a token that is to be scored."""
+        return (self.scored_len if self.is_scored else len(self.token_ids)) - 1
 
     @property
     def num_missing(self) -> int:

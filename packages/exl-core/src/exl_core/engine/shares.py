@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from exl_core.engine.events import Event
+from exl_core.engine.log_probs import score_prompt
 from exl_core.engine.logits import LogitRow, PassLogits
 from exl_core.engine.output import Output
 from exl_core.engine.plan import BatchPlan
@@ -77,9 +78,14 @@ class Share:
 
 
 def shares_of(
-    plan: BatchPlan, outputs: list[Output], logits: PassLogits, drafts: dict[str, Draft]
+    plan: BatchPlan,
+    outputs: list[Output],
+    logits: PassLogits,
+    drafts: dict[str, Draft],
+    events: list[Event],
 ) -> list[Share]:
-    """Of those whose next token the pass gives; `outputs` go with the plan's segments."""
+    """Of those whose next token the pass gives; `outputs` go with the plan's segments. What prompts
+    were scored is added to `events`."""
     shares = []
     row = 0
     for sequence, segment, output in zip(plan.sequences, plan.segments, outputs, strict=True):
@@ -87,6 +93,15 @@ def shares_of(
         row += len(rows)
         if not rows or sequence is not output.sequence:
             continue
+        is_scored = sequence.is_scored
+        if is_scored:
+            try:
+                events += score_prompt(sequence, segment, logits.block(row - len(rows), row))
+            except ExlError as error:
+                output.error = error
+            if segment.past_len + len(segment.token_ids) < len(sequence.token_ids):
+                continue
+            rows = rows[-1:]
         draft = drafts.get(sequence.request_id)
         shares.append(
             Share(
@@ -94,7 +109,9 @@ def shares_of(
                 rows,
                 # The twin's row comes next.
                 unwanted=None if sequence.twin is None else LogitRow(logits, row),
-                proposals=segment.token_ids[1:] if segment.logit_rows is LogitRows.ALL else (),
+                proposals=()
+                if is_scored or segment.logit_rows is not LogitRows.ALL
+                else segment.token_ids[1:],
                 drawn_from=None if draft is None else draft.probabilities,
             )
         )

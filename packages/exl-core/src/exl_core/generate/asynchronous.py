@@ -10,6 +10,7 @@ error; later ones run.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
@@ -84,6 +85,7 @@ class AsyncGenerator:
         self._live: set[AsyncJob] = set()
         self._starting: set[asyncio.Future[AsyncJob]] = set()
         self._steps: asyncio.Task[None] | None = None
+        self._moved_at = time.monotonic()
         # The engine's side: these, but for `_dropped`, belong to its thread until that is gone.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="exl-engine")
         self._is_thread_gone = False
@@ -106,10 +108,17 @@ class AsyncGenerator:
         """Live jobs, waiting or running."""
         return len(self._live)
 
+    @property
+    def stalled_s(self) -> float:
+        """Seconds since the engine's thread last came back, while something is asked of it."""
+        return time.monotonic() - self._moved_at if self._pending() else 0.0
+
     async def submit(self, request: Request, identifier: object = None) -> AsyncJob:
         """Check and queue; raises what the engine has against the request."""
         self._check_open(request)
         loop = asyncio.get_running_loop()
+        if not self._pending():
+            self._moved_at = time.monotonic()
         starting = loop.run_in_executor(self._thread, self._enqueue, request, identifier)
         self._starting.add(starting)
         starting.add_done_callback(self._starting.discard)
@@ -166,11 +175,13 @@ class AsyncGenerator:
         that whoever comes later finds it done and starts it again."""
         loop = asyncio.get_running_loop()
         try:
+            self._moved_at = time.monotonic()
             while self._live or self._dropped:
                 for job, result in await loop.run_in_executor(self._thread, self._step):
                     job.deliver(result)
                     if result.is_end:
                         self._live.discard(job)
+                self._moved_at = time.monotonic()
         finally:
             left, self._live = self._live, set()
             for job in left:  # there are some only if this task was cancelled

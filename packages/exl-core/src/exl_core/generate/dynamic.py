@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 from threading import Event as Flag
 from typing import Unpack, overload
 
-from exl_core.engine.engine import EngineOptions
+from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import (
     Event,
     FinishEvent,
     PrefillEvent,
     RewindEvent,
     SampledToken,
+    ScoreEvent,
     StartEvent,
     TextEvent,
 )
@@ -67,6 +68,7 @@ class Result:
     text, token_ids   new ones; empty where nothing is certain yet
     tokens            the same tokens with what `Request.report` asked to be told of them
     done, total       PREFILL: tokens of the prompt in the cache, and all of them
+    scores            PREFILL: the next tokens of the prompt, where `Report.prompt` asks for them
     suppressed        text of a banned string that was taken back
     finish            the end: reason, counts, times
     error             the end of a job that failed
@@ -79,6 +81,7 @@ class Result:
     tokens: tuple[SampledToken, ...] = ()
     done: int = 0
     total: int = 0
+    scores: tuple[SampledToken, ...] = ()
     suppressed: str = ""
     finish: FinishEvent | None = None
     error: BaseException | None = None
@@ -98,8 +101,9 @@ class DynamicGenerator(Generator):
         options: EngineOptions | None = None,
         *,
         drafter: Drafter | None = None,
+        engine: Engine | None = None,
     ) -> None:
-        super().__init__(loaded, options, drafter=drafter)
+        super().__init__(loaded, options, drafter=drafter, engine=engine)
         self.jobs: dict[str, Job] = {}
         """The live ones, by request id."""
         self.last_jobs: list[Job] = []
@@ -267,25 +271,29 @@ class DynamicGenerator(Generator):
         job = self.jobs.get(event.request_id)
         if job is None:  # of a request that went to the engine past this generator
             return None
-        streaming = Result(job, Stage.STREAMING)
         match event:
             case StartEvent():
                 return Result(job, Stage.STARTED)
             case PrefillEvent():
                 return Result(job, Stage.PREFILL, done=event.done, total=event.total)
-            case TextEvent():
-                job.text += event.text
-                return replace(
-                    streaming, text=event.text, token_ids=event.token_ids, tokens=event.tokens
-                )
-            case RewindEvent():
-                return replace(streaming, suppressed=event.text)
+            case ScoreEvent():
+                return Result(job, Stage.PREFILL, scores=event.tokens)
+            case TextEvent() | RewindEvent():
+                return self._streamed(job, event)
         del self.jobs[event.request_id]
         if isinstance(event, FinishEvent):
             job.finish = event
         else:
             job.error = event.error
-        return replace(streaming, finish=job.finish, error=job.error)
+        return Result(job, Stage.STREAMING, finish=job.finish, error=job.error)
+
+    @staticmethod
+    def _streamed(job: Job, event: TextEvent | RewindEvent) -> Result:
+        if isinstance(event, RewindEvent):
+            return Result(job, Stage.STREAMING, suppressed=event.text)
+        job.text += event.text
+        text, ids, tokens = event.text, event.token_ids, event.tokens
+        return Result(job, Stage.STREAMING, text=text, token_ids=ids, tokens=tokens)
 
 
 def _own(each: Sequence[RequestFields] | None, num_prompts: int) -> Sequence[RequestFields]:

@@ -27,10 +27,12 @@ class Generator:
         options: EngineOptions | None = None,
         *,
         drafter: Drafter | None = None,
+        engine: Engine | None = None,
     ) -> None:
+        """`engine`: one of this model that is there already; the other arguments made it."""
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
-        self.engine = Engine(loaded.model, loaded.tokenizer, options, drafter=drafter)
+        self.engine = engine or Engine(loaded.model, loaded.tokenizer, options, drafter=drafter)
 
     @property
     def eos_ids(self) -> frozenset[int]:

@@ -1,0 +1,274 @@
+"""`exl serve-lite`: an OpenAI-compatible HTTP server over one engine, and a chat page."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from exl_cli import options
+from exl_cli.interrupt import exits_at_once
+from exl_cli.option_groups import RunningOptions, spread
+from exl_core.errors import RequestError, printable
+from exl_core.files import read_text_file
+from exl_core.settings import server_key
+
+if TYPE_CHECKING:
+    from socket import socket
+
+    from exl_cli.load import Runtime
+    from exl_cli.server.limits import Limits
+    from exl_cli.server.models import ModelHost
+
+EXAMPLES = (
+    ("exl serve-lite", "the default model on http://127.0.0.1:8080"),
+    ("exl serve-lite -m model.gguf --port 9000 --ngram", "another model, with drafts"),
+    ("exl serve-lite --models-dir models", "any model of a folder, one at a time"),
+    ("EXL_API_KEY=secret exl serve-lite --host 0.0.0.0", "for other machines, with a key"),
+)
+DEFAULT_CACHE_TOKENS = 32768
+_SERVER = "Server"
+_LIMITS = "Limits"
+
+ModelOption = Annotated[
+    str | None, typer.Option("-m", "--model", metavar="MODEL", help=options.MODEL_HELP)
+]
+Host = Annotated[
+    str,
+    typer.Option(
+        "--host",
+        metavar="ADDRESS",
+        help="Where to listen. Beyond this machine only with a key.",
+        rich_help_panel=_SERVER,
+    ),
+]
+Port = Annotated[
+    int,
+    typer.Option("--port", metavar="N", min=0, max=65535, help="0: any.", rich_help_panel=_SERVER),
+]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key",
+        metavar="KEY",
+        help="Clients have to send it. Without it: the environment's EXL_API_KEY, which other "
+        "users of this machine do not see, as they do a command line.",
+        rich_help_panel=_SERVER,
+    ),
+]
+ApiKeyFile = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key-file",
+        metavar="FILE",
+        help="Keys, one a line.",
+        rich_help_panel=_SERVER,
+    ),
+]
+ServedName = Annotated[
+    str | None,
+    typer.Option(
+        "--served-model-name",
+        metavar="NAME",
+        help="What clients call the model. Without it: the name of its file or directory.",
+        rich_help_panel=_SERVER,
+    ),
+]
+ModelsDir = Annotated[
+    str | None,
+    typer.Option(
+        "--models-dir",
+        metavar="DIR",
+        help="Clients may ask for any model of this folder by name; one is loaded at a time. "
+        "Without -m the first of them is loaded to begin with.",
+        rich_help_panel=_SERVER,
+    ),
+]
+MaxBatch = Annotated[
+    int,
+    typer.Option(
+        "--max-batch",
+        metavar="N",
+        min=1,
+        max=1024,
+        help="Replies that run side by side; others wait.",
+        rich_help_panel=_LIMITS,
+    ),
+]
+CacheTokens = Annotated[
+    int | None,
+    typer.Option(
+        "--cache-tokens",
+        metavar="N",
+        min=256,
+        help="Tokens that all requests share in the cache. Without it: the context, at least "
+        f"{DEFAULT_CACHE_TOKENS}.",
+        rich_help_panel=_LIMITS,
+    ),
+]
+MaxQueue = Annotated[
+    int,
+    typer.Option(
+        "--max-queue",
+        metavar="N",
+        min=0,
+        help="Replies that may wait; who comes then is told to come again (429).",
+        rich_help_panel=_LIMITS,
+    ),
+]
+MaxBody = Annotated[
+    int,
+    typer.Option(
+        "--max-body",
+        metavar="MIB",
+        min=1,
+        max=1024,
+        help="Largest request.",
+        rich_help_panel=_LIMITS,
+    ),
+]
+StallSeconds = Annotated[
+    float,
+    typer.Option(
+        "--stall-seconds",
+        metavar="S",
+        min=1,
+        help="/health says 503 when nothing was generated for so long with work to do.",
+        rich_help_panel=_LIMITS,
+    ),
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerOptions:
+    """What is served, where, and to whom."""
+
+    model: ModelOption = None
+    host: Host = "127.0.0.1"
+    port: Port = 8080
+    api_key: ApiKey = None
+    api_key_file: ApiKeyFile = None
+    served_model_name: ServedName = None
+    models_dir: ModelsDir = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LimitOptions:
+    """How much at once."""
+
+    max_batch: MaxBatch = 16
+    max_queue: MaxQueue = 256
+    max_body: MaxBody = 8
+    stall_seconds: StallSeconds = 60.0
+    cache_tokens: CacheTokens = None
+
+
+@spread
+def serve_lite(
+    *,
+    server: ServerOptions,
+    quiet: options.Quiet = False,
+    limits: LimitOptions,
+    running: RunningOptions,
+) -> None:
+    """Serve a model over HTTP, as OpenAI's clients expect it, with a chat page at /.
+
+    Ctrl-C or SIGTERM ends it when what runs is done, a second one at once. What the server does
+    not support is refused by name, never ignored. There is no TLS: put a proxy in front of it
+    where the network is not trusted.
+    """
+    choices = running.choices()
+    if server.models_dir is not None and (choices.loras or choices.draft_model):
+        raise RequestError(
+            "an adapter or a draft model belongs to one model",
+            expected="--models-dir without --lora and --draft-model",
+        )
+    key = server_key() if server.api_key is None else server.api_key
+    keys = _keys(key, server.api_key_file)
+    with exits_at_once():
+        from exl_cli.server.limits import Limits, check_bind
+        from exl_cli.server.models import ModelHost, models_in
+        from exl_cli.server.run import listen
+
+    def opener(path: Path | str | None, *, is_quiet: bool = True) -> Runtime:
+        return running.open(
+            None if path is None else str(path),
+            choices,
+            is_quiet=is_quiet,
+            max_batch=limits.max_batch,
+            cache_tokens=limits.cache_tokens or DEFAULT_CACHE_TOKENS,
+        )
+
+    check_bind(server.host, has_key=bool(keys))
+    others = {} if server.models_dir is None else models_in(Path(server.models_dir))
+    spec, name = _first(server.model, server.served_model_name, others)
+    with closing(listen(server.host, server.port)) as listening:  # before a model is loaded for it
+        runtime = opener(spec, is_quiet=quiet)
+        if others:
+            name = name or runtime.name
+            others.setdefault(name, runtime.loaded.path)
+        known = Limits(
+            body_bytes=limits.max_body * 2**20,
+            max_queue=limits.max_queue,
+            stall_s=limits.stall_seconds,
+        )
+        host = ModelHost(runtime, name=name, others=others, opener=opener)
+        _serve(host, listening, known, keys, server.host, is_quiet=quiet)
+
+
+def _serve(
+    host: ModelHost,
+    listening: socket,
+    limits: Limits,
+    keys: frozenset[str],
+    address: str,
+    *,
+    is_quiet: bool,
+) -> None:
+    """Until a signal ends it."""
+    with exits_at_once():
+        from exl_cli.server.app import Access, create_app
+        from exl_cli.server.limits import hosts_of
+        from exl_cli.server.run import make_server, url_of
+    app = create_app(host, limits=limits, access=Access(keys, hosts_of(address, keys)))
+
+    def announce() -> None:
+        if not is_quiet:
+            typer.echo(f"{printable(host.default)} at {url_of(listening)}", err=True)
+
+    make_server(app, limits, announce).run(sockets=[listening])
+
+
+def _keys(api_key: str | None, api_key_file: str | None) -> frozenset[str]:
+    """From the option or the environment, and from the file."""
+    lines = [] if api_key is None else [api_key]
+    if api_key_file is not None:
+        found = read_text_file(Path(api_key_file)).split()
+        if not found:
+            raise RequestError("no key in the file", where=api_key_file)
+        lines += found
+    for line in lines:
+        if not line or not line.isascii() or not line.isprintable() or " " in line:
+            raise RequestError(
+                "a key is not one that a client could send",
+                where="--api-key",
+                expected="printable ASCII without spaces",
+            )
+    return frozenset(lines)
+
+
+def _first(
+    model: str | None, served_name: str | None, others: dict[str, Path]
+) -> tuple[str | None, str | None]:
+    """What to load to begin with, and its name where that is not the file's."""
+    if others and served_name is not None:
+        raise RequestError(
+            "models of a folder are called by their names there",
+            expected="--models-dir or --served-model-name",
+        )
+    if others and model is None:
+        model = next(iter(others))
+    return (str(others[model]), model) if model in others else (model, served_name)

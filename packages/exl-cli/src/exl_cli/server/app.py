@@ -1,0 +1,266 @@
+"""The application: paths, and what each answers. Takes a model that is loaded already.
+
+    app = create_app(ModelHost(runtime))
+
+Knows neither options nor sockets (`run.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from base64 import b64encode
+from collections.abc import AsyncIterator, Collection
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from hashlib import sha256
+from importlib.resources import files
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import HTMLResponse, PlainTextResponse
+
+from exl_cli.server import metrics
+from exl_cli.server.chat import Chat
+from exl_cli.server.completions import Completion, as_prompt
+from exl_cli.server.errors import ApiError, install_handlers, json_reply
+from exl_cli.server.limits import Gate, Limits
+from exl_cli.server.models import ModelHost
+from exl_cli.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from exl_cli.server.service import Service, in_thread
+from exl_cli.server.streaming import ClientGoneError, EventStream, closing, unless_gone
+
+_CLIENT_GONE = 499  # nginx's number; nobody reads it
+_INLINE = re.compile(r"<(script|style)\b[^>]*>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
+_REFUSALS: dict[int | str, dict[str, Any]] = {
+    status: {"description": what, "content": {"application/json": {"schema": {"type": "object"}}}}
+    for status, what in (
+        (400, "The request cannot be served as written"),
+        (401, "No key, or a wrong one"),
+        (403, "Not served under this name"),
+        (404, "No such model or path"),
+        (408, "The body did not arrive in time"),
+        (413, "The body is too long"),
+        (415, "The body is not marked as JSON"),
+        (429, "The queue is full"),
+        (431, "The head is too long"),
+        (500, "A failure while running"),
+        (503, "Not now"),
+    )
+}
+
+
+_ANSWERS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"application/json": {}, "text/event-stream": {}}}
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """`api_keys` empty: everybody may ask. `hosts`: names that the server answers to, None: any."""
+
+    api_keys: frozenset[str] = frozenset()
+    hosts: Collection[str] | None = None
+
+
+def create_app(
+    host: ModelHost, *, limits: Limits | None = None, access: Access | None = None
+) -> FastAPI:
+    limits, access = limits or Limits(), access or Access()
+    service = Service(host, limits)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await host.close()
+
+    app = FastAPI(
+        title="exl",
+        description="OpenAI-compatible API over one model.",
+        docs_url=None,
+        redoc_url=None,
+        lifespan=lifespan,
+        responses=_REFUSALS,
+        redirect_slashes=False,
+    )
+    install_handlers(app)
+    _add_generation(app, service)
+    _add_models(app, service)
+    _add_tokenizer(app, service)
+    _add_watching(app, service)
+    _add_page(app)
+    _without_422(app)
+    paths = frozenset(getattr(route, "path", "") for route in app.routes)
+    app.add_middleware(Gate, limits=limits, api_keys=access.api_keys, hosts=access.hosts)
+    app.add_middleware(metrics.CountAnswers, metrics=service.metrics, paths=paths)
+    return app
+
+
+def _add_generation(app: FastAPI, service: Service) -> None:
+    async def answer(work: Chat | Completion, request: Request, *, is_stream: bool) -> Response:
+        stack = AsyncExitStack()
+        try:
+            if is_stream:
+                started = closing(stack, lambda: work.start(stack))
+                choices: Any = await unless_gone(request, started)
+                return EventStream(work.events(choices), stack, service.limits.send_s)
+            async with stack:
+                return json_reply(await unless_gone(request, work.whole(stack)))
+        except ClientGoneError:
+            return Response(status_code=_CLIENT_GONE)
+
+    @app.post("/v1/completions", tags=["generation"], responses=_ANSWERS)
+    async def completions(body: CompletionBody, request: Request) -> Response:
+        """Go on with a text, or with several."""
+        return await answer(Completion(service, body), request, is_stream=bool(body.stream))
+
+    @app.post("/v1/chat/completions", tags=["generation"], responses=_ANSWERS)
+    async def chat_completions(body: ChatBody, request: Request) -> Response:
+        """Answer the last message of a conversation."""
+        return await answer(Chat(service, body), request, is_stream=bool(body.stream))
+
+
+def _add_models(app: FastAPI, service: Service) -> None:
+    host = service.host
+
+    def told(name: str) -> dict[str, object]:
+        resident = host.resident
+        is_loaded = resident is not None and resident.name == name
+        model: dict[str, object] = {
+            "id": name,
+            "object": "model",
+            "created": host.created,
+            "owned_by": "exl",
+            "loaded": is_loaded,
+        }
+        if resident is not None and is_loaded:
+            model["max_model_len"] = resident.runtime.ctx_size
+        return model
+
+    @app.get("/v1/models", tags=["models"])
+    async def models() -> Response:
+        """The models that may be asked for."""
+        return json_reply({"object": "list", "data": [told(name) for name in host.names]})
+
+    @app.get("/v1/models/{name:path}", tags=["models"])
+    async def model(name: str) -> Response:
+        """One of them."""
+        if name not in host.names:
+            raise ApiError(404, f"no model {name[:200]!r}", param="model", code="model_not_found")
+        return json_reply(told(name))
+
+
+def _add_tokenizer(app: FastAPI, service: Service) -> None:
+    host = service.host
+
+    @app.post("/tokenize", tags=["tokenizer"])
+    async def tokenize(body: TokenizeBody) -> Response:
+        """Token ids of a text; what spells a special token is one."""
+        async with host.use(body.model) as resident:
+            tokenizer = resident.runtime.loaded.tokenizer
+            add_bos = None if body.add_special_tokens else False
+            prompt = await in_thread(lambda: as_prompt(tokenizer, body.prompt, add_bos=add_bos))
+            ids, longest = prompt.token_ids, resident.runtime.ctx_size
+        return json_reply({"tokens": ids, "count": len(ids), "max_model_len": longest})
+
+    @app.post("/detokenize", tags=["tokenizer"])
+    async def detokenize(body: DetokenizeBody) -> Response:
+        """The text of token ids, special ones included."""
+        async with host.use(body.model) as resident:
+            tokenizer = resident.runtime.loaded.tokenizer
+            if body.tokens and max(body.tokens) >= tokenizer.vocab_size:
+                raise ApiError(
+                    400,
+                    f"tokens: ids go up to {tokenizer.vocab_size - 1}",
+                    param="tokens",
+                    code="invalid_value",
+                )
+            text = await in_thread(lambda: tokenizer.decode(body.tokens, skip_special=False))
+        return json_reply({"prompt": text})
+
+    @app.get("/tokenizer_info", tags=["tokenizer"])
+    async def tokenizer_info() -> Response:
+        """What a client needs to build prompts itself."""
+        async with host.use(None) as resident:
+            loaded = resident.runtime.loaded
+        tokenizer, template = loaded.tokenizer, loaded.template
+
+        def text(token_id: int | None) -> str | None:
+            return None if token_id is None else tokenizer.token_text(token_id)
+
+        return json_reply(
+            {
+                "bos_token": text(tokenizer.bos_id),
+                "eos_token": text(next(iter(tokenizer.eos_ids), None)),
+                "pad_token": text(tokenizer.pad_id),
+                "unk_token": text(tokenizer.unk_id),
+                "add_bos_token": tokenizer.adds_bos,
+                "vocab_size": tokenizer.vocab_size,
+                "chat_template": None if template is None else template.source,
+            }
+        )
+
+
+def _add_watching(app: FastAPI, service: Service) -> None:
+    @app.get("/health", tags=["watching"])
+    async def health() -> Response:
+        """200 while generation makes progress, or has nothing to do; 503 once it is stuck."""
+        resident = service.host.resident
+        if resident is None:
+            return json_reply({"status": "loading"})
+        stalled_s = resident.jobs.stalled_s
+        if stalled_s > service.limits.stall_s:
+            raise ApiError(
+                503,
+                f"generation has made no progress for {stalled_s:.0f} s",
+                kind="server_error",
+                code="stalled",
+            )
+        return json_reply({"status": "ok", "model": resident.name})
+
+    @app.get("/metrics", tags=["watching"], response_class=PlainTextResponse)
+    async def metrics_text() -> Response:
+        """Figures for Prometheus."""
+        service.observe()
+        return Response(service.metrics.text(), media_type=metrics.CONTENT_TYPE)
+
+
+def _add_page(app: FastAPI) -> None:
+    html = (files("exl_cli.server") / "page.html").read_text(encoding="utf-8")
+    headers = {
+        "Content-Security-Policy": content_policy(html),
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        return HTMLResponse(html, headers=headers)
+
+
+def content_policy(html: str) -> str:
+    """The page's own scripts and styles, by their hashes, and requests to this server; no more."""
+    allowed: dict[str, list[str]] = {"script": [], "style": []}
+    for kind, text in _INLINE.findall(html):
+        digest = b64encode(sha256(text.encode()).digest()).decode()
+        allowed[kind.lower()].append(f"'sha256-{digest}'")
+    sources = {kind: " ".join(hashes) or "'none'" for kind, hashes in allowed.items()}
+    return (
+        f"default-src 'none'; script-src {sources['script']}; style-src {sources['style']}; "
+        "img-src data:; connect-src 'self'; form-action 'none'; frame-ancestors 'none'; "
+        "base-uri 'none'"
+    )
+
+
+def _without_422(app: FastAPI) -> None:
+    """What is not valid is answered with 400, as OpenAI does."""
+    make = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        document = make()
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        return document
+
+    app.openapi = openapi  # type: ignore[method-assign]

@@ -1,0 +1,213 @@
+"""`POST /v1/completions`: texts that go on, scored where somebody asks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from exl_cli.server.errors import ApiError
+from exl_cli.server.logprobs import LegacyLogprobs
+from exl_cli.server.schema import CompletionBody
+from exl_cli.server.service import (
+    Service,
+    check_stream,
+    in_thread,
+    make_requests,
+    results_of,
+    timings_of,
+    usage_of,
+    wants_usage_chunk,
+)
+from exl_core.engine.events import FinishEvent, FinishReason
+from exl_core.engine.request import Report
+from exl_core.generate.asynchronous import AsyncJob
+from exl_core.generate.dynamic import Result
+from exl_core.tokenizer.base import Tokenizer
+
+DEFAULT_MAX_TOKENS = 16
+END_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.CONSTRAINT: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "stop",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """`text` is what an echo shows; `hides_bos`: its first token is a BOS that the text does not
+    spell out."""
+
+    token_ids: list[int]
+    text: str
+    hides_bos: bool = False
+
+
+class Completion:
+    """One request, from its body to its choices."""
+
+    def __init__(self, service: Service, body: CompletionBody) -> None:
+        check_stream(body)
+        self._service = service
+        self._body = body
+        self._n = body.n or 1
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._model = ""
+        self._prompts: list[Prompt] = []
+        self._scores_only = _is_scores_only(body)
+
+    async def start(self, stack: AsyncExitStack) -> list[_Choice]:
+        """Its choices, at work until the stack is closed."""
+        body = self._body
+        given = _listed(body)
+        resident = await self._service.enter(stack, body.model, len(given) * self._n)
+        self._model = resident.name
+        tokenizer = resident.runtime.loaded.tokenizer
+        add_bos = None if body.add_special_tokens else False
+        self._prompts = await in_thread(
+            lambda: [as_prompt(tokenizer, one, add_bos=add_bos) for one in given]
+        )
+        vocab_size = resident.runtime.engine.vocab_size
+        for prompt in self._prompts:
+            if prompt.token_ids and max(prompt.token_ids) >= vocab_size:
+                raise ApiError(
+                    400,
+                    f"prompt: token ids go up to {vocab_size - 1}",
+                    param="prompt",
+                    code="invalid_value",
+                )
+        max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        is_echoed = bool(body.echo) and body.logprobs is not None
+        requests = make_requests(
+            resident,
+            body,
+            [prompt.token_ids for prompt in self._prompts],
+            max_tokens=1 if self._scores_only else max_tokens,
+            report=Report(log_probs=body.logprobs, prompt=is_echoed),
+        )
+        jobs = await self._service.submit(stack, resident, requests)
+        return [
+            _Choice(i, job, self._prompts[i // self._n], body, tokenizer)
+            for i, job in enumerate(jobs)
+        ]
+
+    async def whole(self, stack: AsyncExitStack) -> dict[str, object]:
+        choices = await self.start(stack)
+        async for number, result in results_of([choice.job for choice in choices]):
+            choices[number].take(result)
+        ends = self._ends(choices)
+        return {
+            **self._head(),
+            "choices": [choice.told() for choice in choices],
+            "usage": usage_of(ends, self._n, no_reply=self._scores_only),
+            "timings": timings_of(ends),
+        }
+
+    async def events(self, choices: Sequence[_Choice]) -> AsyncIterator[dict[str, object]]:
+        left = len(choices)
+        wants_usage = wants_usage_chunk(self._body)
+        async for number, result in results_of([choice.job for choice in choices]):
+            choice = choices[number]
+            choice.take(result)
+            if not choice.has_news:
+                continue
+            chunk: dict[str, object] = {**self._head(), "choices": [choice.told()]}
+            left -= choice.end is not None
+            if not left and not wants_usage:
+                chunk["timings"] = timings_of(self._ends(choices))
+            yield chunk
+        if wants_usage or left:
+            ends = self._ends(choices)
+            usage = usage_of(ends, self._n, no_reply=self._scores_only)
+            yield {**self._head(), "choices": [], "usage": usage, "timings": timings_of(ends)}
+
+    def _ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
+        return self._service.ends_of([choice.end for choice in choices])
+
+    def _head(self) -> dict[str, object]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self._model,
+        }
+
+
+class _Choice:
+    """One reply, told whole or piece by piece: `told` gives what came since the last time."""
+
+    def __init__(
+        self,
+        index: int,
+        job: AsyncJob,
+        prompt: Prompt,
+        body: CompletionBody,
+        tokenizer: Tokenizer,
+    ) -> None:
+        self.job = job
+        self.end: FinishEvent | None = None
+        self._index = index
+        self._text = prompt.text if body.echo else ""
+        self._scores_only = _is_scores_only(body)
+        self._logprobs: LegacyLogprobs | None = None
+        if body.logprobs is not None:
+            self._logprobs = LegacyLogprobs(tokenizer, body.logprobs, prompt.token_ids)
+            if body.echo:
+                self._logprobs.begin_echo(is_hidden=prompt.hides_bos)
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._text) or self.end is not None
+
+    def take(self, result: Result) -> None:
+        if result.finish is not None:
+            self.end = result.finish
+        if self._logprobs is not None:
+            self._logprobs.echo(result.scores)
+        if self._scores_only:
+            return
+        self._text += result.text
+        if self._logprobs is not None:
+            self._logprobs.add(result.tokens)
+            if self.end is not None:
+                self._logprobs.add(self.end.tokens)
+
+    def told(self) -> dict[str, object]:
+        text, self._text = self._text, ""
+        return {
+            "index": self._index,
+            "text": text,
+            "logprobs": None if self._logprobs is None else self._logprobs.take(),
+            "finish_reason": None if self.end is None else END_REASONS[self.end.reason],
+        }
+
+
+def as_prompt(tokenizer: Tokenizer, given: str | list[int], *, add_bos: bool | None) -> Prompt:
+    """Token ids stay as they are. A text is read with its special tokens, and gets BOS where its
+    tokenizer adds one and it does not begin with it."""
+    if not isinstance(given, str):
+        return Prompt(given, tokenizer.decode(given, skip_special=False))
+    ids = tokenizer.encode(given, allow_special=True, add_bos=False)
+    wants_bos = tokenizer.adds_bos if add_bos is None else add_bos
+    bos = tokenizer.bos_id
+    if not wants_bos or bos is None or ids[:1] == [bos]:
+        return Prompt(ids, given)
+    return Prompt([bos, *ids], given, hides_bos=True)
+
+
+def _is_scores_only(body: CompletionBody) -> bool:
+    """A token is computed all the same then, of which scores are a by-product, and not shown."""
+    return body.max_tokens == 0 and bool(body.echo) and body.logprobs is not None
+
+
+def _listed(body: CompletionBody) -> list[str] | list[list[int]]:
+    prompt = body.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if isinstance(prompt[0], int):
+        return [[one for one in prompt if isinstance(one, int)]]
+    return prompt

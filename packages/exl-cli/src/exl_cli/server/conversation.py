@@ -1,0 +1,197 @@
+"""From the messages, tools and formats of a chat request to the prompt, and to what constrains the
+reply."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from exl_cli.server.errors import ApiError
+from exl_cli.server.schema import (
+    ChatBody,
+    Function,
+    JsonObjectFormat,
+    JsonSchemaFormat,
+    Message,
+    NamedTool,
+    TextPart,
+)
+from exl_cli.server.tools import ToolFormat, call_schema, format_of
+from exl_core.constrain.filter import Constraint
+from exl_core.constrain.json_schema import JsonSchema
+from exl_core.load import LoadedModel
+from exl_core.prompt.reasoning import CLOSING, ends_inside
+from exl_core.prompt.template import ChatTemplate
+
+_RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """What the model reads, and how its reply is to be read.
+
+    tools           names that a reply may call
+    is_call         the reply is a call, whatever the model would rather say
+    begins_inside   the prompt has opened the reasoning
+    is_constrained  the reply is JSON from its first character to its last
+    """
+
+    token_ids: list[int]
+    tool_format: ToolFormat | None = None
+    tools: tuple[str, ...] = ()
+    is_call: bool = False
+    begins_inside: bool = False
+    constraints: tuple[Constraint, ...] = ()
+
+    @property
+    def is_constrained(self) -> bool:
+        return bool(self.constraints)
+
+
+def chat_prompt(loaded: LoadedModel, body: ChatBody) -> ChatPrompt:
+    """Renders and tokenizes: takes a while for long conversations."""
+    if loaded.template is None:
+        raise ApiError(
+            400,
+            f"the model {loaded.name!r} has no chat template; /v1/completions takes plain text",
+            param="messages",
+            code="no_chat_template",
+        )
+    extra = body.chat_template_kwargs or {}
+    for name in _RESERVED:
+        if name in extra:
+            raise ApiError(
+                400, f"chat_template_kwargs may not set {name}", param="chat_template_kwargs"
+            )
+    offered, is_call = _offered(body)
+    tool_format = _tool_format(loaded.template, body) if body.tools else None
+    text = loaded.template.render(
+        [as_message(message) for message in body.messages],
+        add_generation_prompt=True,
+        tools=[tool.model_dump(exclude_none=True) for tool in body.tools or ()]
+        if offered
+        else None,
+        **extra,
+    )
+    constraints = _format_constraints(body, has_tools=bool(offered))
+    if is_call:
+        assert tool_format is not None, "tools are offered"
+        functions = [one.model_dump(exclude_none=True) for one in offered]
+        only_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
+        schema = call_schema(functions, tool_format, only_one=only_one)
+        constraints = (JsonSchema(schema),)
+    begins_inside = ends_inside(text)
+    if begins_inside and constraints:  # JSON is no part of the reasoning
+        text, begins_inside = f"{text}\n{CLOSING}\n\n", False
+    if is_call and tool_format is not None:
+        text += tool_format.opening
+    return ChatPrompt(
+        loaded.tokenizer.encode(text, allow_special=True, add_bos=False),
+        tool_format=tool_format if offered else None,
+        tools=tuple(one.name for one in offered),
+        is_call=is_call,
+        begins_inside=begins_inside,
+        constraints=constraints,
+    )
+
+
+def as_message(message: Message) -> dict[str, object]:
+    """As templates expect it: text in one piece, arguments of calls as values."""
+    told: dict[str, object] = {
+        "role": "system" if message.role == "developer" else message.role,
+        "content": _text_of(message.content),
+    }
+    for name in ("name", "reasoning_content", "tool_call_id"):
+        value = getattr(message, name)
+        if value is not None:
+            told[name] = value
+    if message.tool_calls:
+        told["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": _arguments(call.function.arguments),
+                },
+            }
+            for call in message.tool_calls
+        ]
+    return told
+
+
+def _text_of(content: str | Sequence[TextPart] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    return "".join(part.text for part in content)
+
+
+def _arguments(text: str) -> object:
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError) as error:
+        raise ApiError(
+            400, "arguments of a tool call are not JSON", param="messages", code="invalid_value"
+        ) from error
+    return value if isinstance(value, Mapping) else text
+
+
+def _offered(body: ChatBody) -> tuple[list[Function], bool]:
+    """The functions that the reply may call, and whether it has to."""
+    choice = body.tool_choice
+    functions = [tool.function for tool in body.tools or ()]
+    if not functions:
+        if choice not in (None, "none"):
+            raise ApiError(400, "tool_choice without tools", param="tool_choice")
+        if body.parallel_tool_calls is not None:
+            raise ApiError(400, "parallel_tool_calls without tools", param="parallel_tool_calls")
+        return [], False
+    if choice == "none":
+        return [], False
+    is_free = choice in (None, "auto")
+    if is_free and any(one.strict for one in functions):
+        raise ApiError(
+            400,
+            "strict: arguments follow their schema where a call is required (tool_choice "
+            "'required', or a tool by name); a call that the model may make is only parsed",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    if isinstance(choice, NamedTool):
+        named = [one for one in functions if one.name == choice.function.name]
+        if not named:
+            raise ApiError(
+                400, f"tool_choice: no tool {choice.function.name[:64]!r}", param="tool_choice"
+            )
+        return named[:1], True
+    return functions, choice == "required"
+
+
+def _tool_format(template: ChatTemplate, body: ChatBody) -> ToolFormat | None:
+    if body.tool_choice == "none":
+        return None
+    found = format_of(template.source)
+    if found is None:
+        raise ApiError(
+            400,
+            "this model's chat template has no tools, or in a format that is not known here",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    return found
+
+
+def _format_constraints(body: ChatBody, *, has_tools: bool) -> tuple[Constraint, ...]:
+    wanted = body.response_format
+    if not isinstance(wanted, JsonObjectFormat | JsonSchemaFormat):
+        return ()
+    if has_tools:
+        raise ApiError(
+            400,
+            "response_format and tools contradict each other; tool_choice 'none' turns tools off",
+            param="response_format",
+        )
+    if isinstance(wanted, JsonObjectFormat):
+        return (JsonSchema({"type": "object"}),)
+    return (JsonSchema(wanted.json_schema.json_schema),)

@@ -1,0 +1,139 @@
+"""Every refusal in the shape that OpenAI's clients read, and what becomes of an exception.
+
+`{"error": {"message", "type", "param", "code"}}`, on every path and for every status, those that
+the framework or the HTTP parser decide on too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import Response
+from starlette.exceptions import HTTPException
+
+from exl_core.errors import ExlError, OutOfMemoryError, RequestError, TemplateError, printable
+
+INVALID = "invalid_request_error"
+
+
+class ApiError(Exception):
+    """A request that gets no answer: `status`, and the fields of the error object."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    @property
+    def body(self) -> dict[str, object]:
+        return {
+            "error": {
+                "message": printable(self.message),
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        return json_reply(self.body, self.status, self.headers)
+
+
+def to_json(value: object) -> bytes:
+    """UTF-8; half a surrogate pair, which a client may have sent, as the escape that it came as."""
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode("utf-8", "backslashreplace")
+
+
+def json_reply(
+    value: object, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(to_json(value), status, headers, media_type="application/json")
+
+
+def api_error_of(error: ExlError) -> ApiError:
+    """What a failure of the engine is to a client."""
+    if isinstance(error, RequestError | TemplateError):
+        return ApiError(400, str(error), code="invalid_value")
+    if isinstance(error, OutOfMemoryError):
+        return ApiError(503, str(error), kind="server_error", code="out_of_memory")
+    return ApiError(500, str(error), kind="server_error")
+
+
+def install_handlers(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def _api(_request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(ExlError)
+    async def _exl(_request: Request, error: ExlError) -> Response:
+        return api_error_of(error).response()
+
+    @app.exception_handler(RequestValidationError)
+    async def _invalid(_request: Request, error: RequestValidationError) -> Response:
+        return _refusal(error.errors()).response()
+
+    @app.exception_handler(HTTPException)
+    async def _http(request: Request, error: HTTPException) -> Response:
+        return _http_error(request, error).response()
+
+    @app.exception_handler(RecursionError)
+    async def _deep(_request: Request, _error: RecursionError) -> Response:
+        return ApiError(400, "the body is nested too deeply", code="invalid_json").response()
+
+    @app.exception_handler(Exception)
+    async def _bug(_request: Request, _error: Exception) -> Response:
+        # uvicorn hangs up after this, and clients should know.
+        headers = {"Connection": "close"}
+        return ApiError(500, "internal error", kind="server_error", headers=headers).response()
+
+
+def _http_error(request: Request, error: HTTPException) -> ApiError:
+    message = str(error.detail)
+    if error.status_code == HTTPStatus.NOT_FOUND:
+        message = f"no such path: {request.method} {request.url.path[:200]}"
+    elif error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+        message = f"{request.url.path[:200]} does not take {request.method}"
+    return ApiError(error.status_code, message, headers=error.headers)
+
+
+def _refusal(problems: Sequence[Any]) -> ApiError:
+    """What is wrong with the first field that is. A union tells a problem for each of its members:
+    what all of them lie in is the parameter."""
+    first = problems[0]
+    kind, path = first["type"], first["loc"][1:]
+    if kind == "json_invalid":
+        reason = first.get("ctx", {}).get("error", "")
+        return ApiError(400, f"the body is not JSON: {reason}", code="invalid_json")
+    if not path:
+        return ApiError(400, "the body is not a JSON object", code="invalid_json")
+    same = [one for one in problems if one["loc"][1:2] == path[:1]]
+    shared = path
+    for one in same[1:]:
+        shared = tuple(a for a, b in zip(shared, one["loc"][1:], strict=False) if a == b)
+    param = ".".join(map(str, shared))[:200]
+    if kind == "extra_forbidden" and len(same) == 1:
+        return ApiError(
+            400, f"unsupported parameter: {param}", param=param, code="unsupported_parameter"
+        )
+    messages = dict.fromkeys(str(one["msg"]) for one in same)
+    code = "missing_required_parameter" if kind == "missing" else "invalid_value"
+    return ApiError(400, f"{param}: {'; or: '.join(list(messages)[:4])}", param=param, code=code)

@@ -1,0 +1,205 @@
+"""Which models there are, and the one that is loaded.
+
+One is resident at a time. Requests for another wait until the one that is there has nothing left to
+do; then it goes and the other is loaded. Whoever waits is served in order of arrival, and all that
+wait for the model just loaded at once, so that nobody waits for ever and nobody swaps for each
+request. Everything here runs on the event loop but the loading itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from exl_cli.load import Runtime
+from exl_cli.server.errors import ApiError, api_error_of
+from exl_core.errors import ExlError, ModelNotFoundError, RequestError
+from exl_core.generate.asynchronous import AsyncGenerator
+from exl_core.generate.dynamic import DynamicGenerator
+from exl_core.load import model_name
+
+Opener = Callable[[Path], Runtime]
+"""Loads a model; runs on a thread of its own."""
+
+
+@dataclass(eq=False)
+class Resident:
+    """A loaded model at work."""
+
+    name: str
+    runtime: Runtime
+    jobs: AsyncGenerator = field(init=False)
+
+    def __post_init__(self) -> None:
+        loaded, engine = self.runtime.loaded, self.runtime.engine
+        self.jobs = AsyncGenerator(DynamicGenerator(loaded, engine=engine))
+
+    @property
+    def max_batch(self) -> int:
+        return self.runtime.engine.options.max_batch
+
+
+@dataclass(eq=False)
+class _Waiter:
+    name: str
+    granted: asyncio.Future[Resident]
+
+
+class ModelHost:
+    """`others`: models by name that `opener` can load in place of the first."""
+
+    def __init__(
+        self,
+        first: Runtime,
+        *,
+        name: str | None = None,
+        others: Mapping[str, Path] | None = None,
+        opener: Opener | None = None,
+    ) -> None:
+        self.created = int(time.time())
+        self.default = name or first.name
+        self.others = dict(others or {})
+        self._opener = opener
+        self._resident: Resident | None = Resident(self.default, first)
+        self._in_use = 0
+        self._waiting: deque[_Waiter] = deque()
+        self._swap: asyncio.Task[None] | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys((self.default, *self.others)))
+
+    @property
+    def resident(self) -> Resident | None:
+        """None while one goes and another comes."""
+        return self._resident
+
+    @property
+    def is_loading(self) -> bool:
+        return self._swap is not None
+
+    @asynccontextmanager
+    async def use(self, name: str | None) -> AsyncIterator[Resident]:
+        """The model of this name, None: the one that is there, for as long as the block runs."""
+        resident = await self._acquire(self._known(name))
+        try:
+            yield resident
+        finally:
+            self._in_use -= 1
+            self._pump()
+
+    async def close(self) -> None:
+        if self._swap is not None:
+            await asyncio.wait({self._swap})
+        if self._resident is not None:
+            await self._resident.jobs.close()
+
+    def _known(self, name: str | None) -> str:
+        if name is None:
+            return self.default if self._resident is None else self._resident.name
+        if name not in self.others and name != self.default:
+            raise ApiError(
+                404,
+                f"no model {name[:200]!r}; /v1/models lists those that there are",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    async def _acquire(self, name: str) -> Resident:
+        waiter = _Waiter(name, asyncio.get_running_loop().create_future())
+        self._waiting.append(waiter)
+        self._pump()
+        try:
+            return await waiter.granted
+        except asyncio.CancelledError:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
+            elif _was_granted(waiter):
+                self._in_use -= 1
+            self._pump()
+            raise
+
+    def _pump(self) -> None:
+        """Let in whoever may be, or begin a swap."""
+        while self._waiting and self._swap is None:
+            first = self._waiting[0]
+            if self._resident is not None and first.name == self._resident.name:
+                self._grant(self._waiting.popleft(), self._resident)
+            elif self._in_use == 0:
+                self._swap = asyncio.get_running_loop().create_task(self._change_to(first.name))
+            else:
+                return
+
+    def _grant(self, waiter: _Waiter, resident: Resident) -> None:
+        if not waiter.granted.done():
+            self._in_use += 1
+            waiter.granted.set_result(resident)
+
+    async def _change_to(self, name: str) -> None:
+        old, self._resident = self._resident, None
+        error: Exception | None = None
+        try:
+            if old is not None:
+                await old.jobs.close()
+                del old
+            await asyncio.to_thread(_free_memory)
+            self._resident = Resident(name, await asyncio.to_thread(self._load, name))
+        except ExlError as failure:
+            error = api_error_of(failure)
+        except Exception as failure:  # noqa: BLE001 - handed to those who wait
+            error = failure
+        self._swap = None
+        served = [waiter for waiter in self._waiting if waiter.name == name]
+        self._waiting = deque(waiter for waiter in self._waiting if waiter.name != name)
+        for waiter in served:
+            if self._resident is not None:
+                self._grant(waiter, self._resident)
+            elif error is not None and not waiter.granted.done():
+                waiter.granted.set_exception(error)
+        self._pump()
+
+    def _load(self, name: str) -> Runtime:
+        assert self._opener is not None, "there are others only with an opener"
+        return self._opener(self.others[name])
+
+
+def _was_granted(waiter: _Waiter) -> bool:
+    granted = waiter.granted
+    return granted.done() and not granted.cancelled() and granted.exception() is None
+
+
+def models_in(folder: Path) -> dict[str, Path]:
+    """The models that lie in a folder, by name: directories with a config.json, and .gguf files."""
+    if not folder.is_dir():
+        raise ModelNotFoundError("no such folder of models", where=folder)
+    found: dict[str, Path] = {}
+    for path in sorted(folder.iterdir()):
+        is_file = path.suffix.lower() == ".gguf" and path.is_file()
+        if not is_file and not (path / "config.json").is_file():
+            continue
+        name = path.name if not is_file else model_name(path)
+        if name in found:
+            raise RequestError("two models have one name", where=folder, got=name)
+        found[name] = path
+    if not found:
+        raise ModelNotFoundError(
+            "no models in this folder",
+            where=folder,
+            expected=".gguf files, or directories with a config.json",
+        )
+    return found
+
+
+def _free_memory() -> None:
+    import torch
+
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

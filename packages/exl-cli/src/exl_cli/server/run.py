@@ -1,0 +1,198 @@
+"""The server in a process: its socket, its signals, what it does with slow and broken clients."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import h11
+import uvicorn
+from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from exl_cli.server.errors import ApiError, to_json
+from exl_cli.server.limits import MAX_HEAD_BYTES, Limits
+from exl_core.errors import RequestError
+
+_KEEP_ALIVE_S = 30
+_LINGER_S = 1.0
+_CODE_INTERRUPTED = 130
+
+
+class Server(uvicorn.Server):
+    """The first signal ends it when what runs is done; the second at once. `announce` is called
+    once clients can connect."""
+
+    def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._announce = announce
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._announce()
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        # Unlike uvicorn's own it does not raise the signal again: a server that was asked to end
+        # and did so has not failed.
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        handled = (signal.SIGINT, signal.SIGTERM)
+        previous = {one: signal.signal(one, self.handle_exit) for one in handled}
+        try:
+            yield
+        finally:
+            for one, handler in previous.items():
+                signal.signal(one, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        if self.should_exit:
+            os._exit(_CODE_INTERRUPTED)  # a step of the engine may take long
+        self.should_exit = True
+
+
+def make_server(
+    app: FastAPI, limits: Limits, announce: Callable[[], None] = lambda: None
+) -> Server:
+    class Protocol(LimitedProtocol):
+        header_s = limits.header_s
+
+    config = uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="on",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        h11_max_incomplete_event_size=MAX_HEAD_BYTES,
+        backlog=1024,
+    )
+    return Server(config, announce)
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that waits for clients; port 0 takes any that is free."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with ExitStack() as undo:
+            listening = undo.enter_context(socket.socket(family, kind, protocol))
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            undo.pop_all()
+    except (OSError, UnicodeError) as error:
+        raise RequestError(
+            "no server can listen there",
+            where=f"--host {host} --port {port}",
+            got=error,
+            next_step="Another --port may be free; 0 takes any.",
+        ) from error
+    return listening
+
+
+def url_of(listening: socket.socket) -> str:
+    host, port, *_ = listening.getsockname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class LimitedProtocol(H11Protocol):
+    """The head of each request has `header_s` seconds to arrive; what is no HTTP is told so in the
+    shape of every other error."""
+
+    header_s = 10.0
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._head_timer: asyncio.TimerHandle | None = None
+        self._is_refused = False
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_refused:
+            return
+        super().data_received(data)
+        self._watch_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unwatch_head()
+        super().connection_lost(exc)
+
+    def send_400_response(self, msg: str) -> None:
+        error = sys.exception()
+        status = 400
+        if isinstance(error, h11.RemoteProtocolError):
+            status = error.error_status_hint
+        answer = ApiError(status, msg, code="invalid_http")
+        self._unwatch_head()
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True  # whoever waits for the rest of a body
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            self._refuse(answer)
+        else:  # an answer is under way
+            self.transport.close()
+
+    def _watch_head(self) -> None:
+        """A request that has begun is given so long for its head; a connection likewise."""
+        is_waiting = (
+            not self._is_refused
+            and self.conn.their_state is h11.IDLE
+            and (self.cycle is None or bool(self.conn.trailing_data[0]))
+        )
+        if not is_waiting:
+            self._unwatch_head()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(self.header_s, self._too_slow)
+
+    def _unwatch_head(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _too_slow(self) -> None:
+        self._head_timer = None
+        if not self.transport.is_closing():
+            message = f"the head of the request did not arrive within {self.header_s:g} s"
+            if self.conn.trailing_data[0]:
+                self._refuse(ApiError(408, message, code="request_timeout"))
+            else:
+                self.transport.close()
+
+    def _refuse(self, answer: ApiError) -> None:
+        """Answer, and hang up a moment later: a client that still writes would not read it else."""
+        self._is_refused = True
+        body = to_json(answer.body)
+        headers: list[Any] = [
+            (b"content-type", b"application/json"),
+            (b"content-length", str(len(body)).encode()),
+            (b"connection", b"close"),
+        ]
+        for event in (
+            h11.Response(status_code=answer.status, headers=headers),
+            h11.Data(data=body),
+            h11.EndOfMessage(),
+        ):
+            sent = self.conn.send(event)
+            if sent:
+                self.transport.write(sent)
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.loop.call_later(_LINGER_S, self.transport.close)

@@ -1,0 +1,258 @@
+"""What all answers share: models, the limit of the queue, requests and their settings, counts."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from typing import TypeVar
+
+from exl_cli.server.errors import ApiError, api_error_of
+from exl_cli.server.limits import Limits
+from exl_cli.server.metrics import Metrics
+from exl_cli.server.models import ModelHost, Resident
+from exl_cli.server.schema import SamplingFields
+from exl_core.constrain.filter import Constraint
+from exl_core.engine.events import FinishEvent
+from exl_core.engine.request import Report, Request
+from exl_core.errors import ExlError
+from exl_core.generate.asynchronous import AsyncJob
+from exl_core.generate.dynamic import Result
+from exl_core.load import stop_ids
+from exl_core.sampling.params import SamplerParams, TokenBias
+
+T = TypeVar("T")
+
+
+class Service:
+    def __init__(self, host: ModelHost, limits: Limits) -> None:
+        self.host = host
+        self.limits = limits
+        self.metrics = Metrics()
+        self._admitted = 0  # replies that run or wait, for the engine or for their model
+        self._mean_s = 1.0  # of a request, the latest counting most
+
+    @contextmanager
+    def admit(self, count: int) -> Iterator[None]:
+        """Room for so many replies, or a refusal that says when to come again."""
+        resident = self.host.resident
+        batch = 1 if resident is None else resident.max_batch
+        most = batch + self.limits.max_queue
+        if count > most:
+            raise ApiError(400, f"{count} replies are asked for at once, at most {most} may be")
+        if self._admitted + count > most:
+            wait_s = math.ceil(self._mean_s * self._admitted / batch)
+            raise ApiError(
+                429,
+                f"{self._admitted} replies run or wait already; come again later",
+                kind="rate_limit_error",
+                code="queue_full",
+                headers={"Retry-After": str(min(max(wait_s, 1), 60))},
+            )
+        self._admitted += count
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._admitted -= count
+            self._mean_s += 0.2 * (time.monotonic() - started - self._mean_s)
+
+    async def enter(self, stack: AsyncExitStack, model: str | None, count: int) -> Resident:
+        """Room in the queue, and the model, until the stack is closed."""
+        stack.enter_context(self.admit(count))
+        return await stack.enter_async_context(self.host.use(model))
+
+    async def submit(
+        self, stack: AsyncExitStack, resident: Resident, requests: Sequence[Request]
+    ) -> list[AsyncJob]:
+        """All of them or none; whatever runs when the stack is closed is dropped."""
+        jobs = []
+        for request in requests:
+            job = await resident.jobs.submit(request)
+            stack.callback(job.cancel)
+            jobs.append(job)
+        return jobs
+
+    def ends_of(self, ends: Sequence[FinishEvent | None]) -> list[FinishEvent]:
+        """All replies came to their ends, which are counted here."""
+        found = [end for end in ends if end is not None]
+        for end in found:
+            self.metrics.took(end)
+        if len(found) < len(ends):
+            raise ApiError(503, "the server is shutting down", kind="server_error")
+        return found
+
+    def observe(self) -> None:
+        """Take the gauges' figures."""
+        resident = self.host.resident
+        running = pages = held = 0
+        if resident is not None:
+            engine = resident.runtime.engine
+            running, pages = len(engine.scheduler.running), engine.pool.num_pages
+            held = pages - engine.pool.num_available
+        self.metrics.running.set(running)
+        self.metrics.waiting.set(max(self._admitted - running, 0))
+        self.metrics.pages.set(pages)
+        self.metrics.pages_in_use.set(held)
+
+
+def make_requests(
+    resident: Resident,
+    fields: SamplingFields,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int | None,
+    report: Report,
+    constraints: tuple[Constraint, ...] = (),
+    stop: Sequence[str] = (),
+    show_special: bool = False,
+) -> list[Request]:
+    """`n` requests for each prompt, in order. A reply never outgrows the context."""
+    runtime = resident.runtime
+    ends = stop_ids(runtime.loaded.tokenizer, runtime.loaded.config)
+    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    requests: list[Request] = []
+    for prompt_ids in prompts:
+        room = runtime.ctx_size - len(prompt_ids)
+        if room < 1:
+            raise ApiError(
+                400,
+                f"the prompt has {len(prompt_ids)} tokens and the context {runtime.ctx_size}: "
+                "there is no room for a reply",
+                param="messages" if "messages" in type(fields).model_fields else "prompt",
+                code="context_length_exceeded",
+            )
+        for _ in range(fields.n or 1):
+            requests.append(
+                Request(
+                    prompt_ids=tuple(prompt_ids),
+                    max_tokens=room if max_tokens is None else min(max_tokens, room),
+                    sampler=sampler_of(fields, len(requests)),
+                    stop_ids=ends,
+                    stop_strings=(*stops, *stop),
+                    constraints=constraints,
+                    adapters=runtime.adapters,
+                    report=report,
+                    show_special=show_special,
+                )
+            )
+    return requests
+
+
+def check_stream(fields: SamplingFields) -> None:
+    if fields.stream_options is not None and not fields.stream:
+        raise ApiError(400, "stream_options without stream", param="stream_options")
+
+
+def wants_usage_chunk(fields: SamplingFields) -> bool:
+    return fields.stream_options is not None and fields.stream_options.include_usage
+
+
+def sampler_of(fields: SamplingFields, number: int) -> SamplerParams:
+    """Settings of reply `number`: with a seed, each has its own."""
+    given = {
+        name: getattr(fields, name)
+        for name in (
+            *("temperature", "top_p", "top_k", "min_p"),
+            *("repetition_penalty", "frequency_penalty", "presence_penalty"),
+        )
+    }
+    settings = {name: value for name, value in given.items() if value is not None}
+    if fields.seed is not None:
+        settings["seed"] = (fields.seed + number) % 2**63
+    try:
+        # JSON knows no other keys than strings.
+        bias = {int(key): value for key, value in (fields.logit_bias or {}).items()}
+    except ValueError as error:
+        raise ApiError(
+            400, "logit_bias: keys are token ids", param="logit_bias", code="invalid_value"
+        ) from error
+    return SamplerParams(**settings, token_bias=TokenBias(bias))
+
+
+async def results_of(jobs: Sequence[AsyncJob]) -> AsyncIterator[tuple[int, Result]]:
+    """Results of all jobs as they come, with the job's number."""
+    if len(jobs) == 1:
+        async for result in jobs[0]:
+            yield 0, result
+        return
+    news: asyncio.Queue[tuple[int, Result] | BaseException | None] = asyncio.Queue()
+
+    async def listen(number: int, job: AsyncJob) -> None:
+        try:
+            async for result in job:
+                news.put_nowait((number, result))
+            news.put_nowait(None)
+        except Exception as error:  # noqa: BLE001 - raised where the results are read
+            news.put_nowait(error)
+
+    listeners = [asyncio.create_task(listen(i, job)) for i, job in enumerate(jobs)]
+    try:
+        left = len(jobs)
+        while left:
+            one = await news.get()
+            if isinstance(one, BaseException):
+                raise one
+            if one is None:
+                left -= 1
+            else:
+                yield one
+    finally:
+        for listener in listeners:
+            listener.cancel()
+        await asyncio.gather(*listeners, return_exceptions=True)
+
+
+async def in_thread(work: Callable[[], T]) -> T:
+    """Tokenizing and templates take long for long texts; the loop goes on meanwhile."""
+    return await asyncio.to_thread(work)
+
+
+def usage_of(ends: Sequence[FinishEvent], n: int, *, no_reply: bool = False) -> dict[str, object]:
+    """`ends` of all replies in order, `n` of each prompt. A prompt counts once."""
+    firsts = ends[::n]
+    prompt = sum(end.prompt_tokens for end in firsts)
+    reply = 0 if no_reply else sum(end.completion_tokens for end in ends)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": reply,
+        "total_tokens": prompt + reply,
+        "prompt_tokens_details": {"cached_tokens": sum(end.cached_tokens for end in firsts)},
+    }
+
+
+def timings_of(ends: Sequence[FinishEvent]) -> dict[str, object]:
+    """By llama.cpp's names. Of several replies, which ran side by side: all tokens, the longest
+    time."""
+    computed = sum(end.prompt_tokens - end.cached_tokens for end in ends)
+    decoded = sum(end.completion_tokens for end in ends)
+    prompt_s = max(end.prefill_s for end in ends)
+    # The first token of a reply comes with its prompt's last pass.
+    later = sum(max(end.completion_tokens - 1, 0) for end in ends)
+    reply_s = max(end.decode_s for end in ends)
+    timings: dict[str, object] = {
+        "cache_n": sum(end.cached_tokens for end in ends),
+        "prompt_n": computed,
+        "prompt_ms": round(1000 * prompt_s, 3),
+        "prompt_per_second": round(computed / prompt_s, 2) if prompt_s > 0 else 0.0,
+        "predicted_n": decoded,
+        "predicted_ms": round(1000 * reply_s, 3),
+        "predicted_per_second": round(later / reply_s, 2) if reply_s > 0 else 0.0,
+        "queued_ms": round(1000 * max(end.queued_s for end in ends), 3),
+    }
+    drafting = [end.drafting for end in ends if end.drafting is not None]
+    if drafting:
+        timings["draft_n"] = sum(one.drafted for one in drafting)
+        timings["draft_n_accepted"] = sum(one.accepted for one in drafting)
+    return timings
+
+
+def failure_of(error: Exception) -> ApiError:
+    """What a stream that has begun can still say."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, ExlError):
+        return api_error_of(error)
+    raise error

@@ -1,0 +1,109 @@
+"""Server-sent events, and clients that leave.
+
+A client that has gone, in the middle of a stream or before its answer, takes its work with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, aclosing
+from typing import Any, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from exl_cli.server.errors import to_json
+from exl_cli.server.service import failure_of
+
+T = TypeVar("T")
+
+
+class ClientGoneError(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The outcome of `work`, which is dropped once the client has left."""
+    return await _first(asyncio.create_task(work), request.receive)
+
+
+class EventStream(Response):
+    """`events` as JSON, and `[DONE]`. The stack is closed at the end, whatever that was."""
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncIterator[dict[str, object]], stack: AsyncExitStack, send_s: float
+    ) -> None:
+        self.status_code = 200
+        self.background = None
+        # No proxy is to keep events back.
+        self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
+        self._events = events
+        self._stack = stack
+        self._send_s = send_s
+        self._sending_since: float | None = None
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._stack:
+            watching = asyncio.create_task(self._watch())
+            try:
+                writing = asyncio.create_task(self._write(send))
+                await _first(writing, receive, watching)
+            except ClientGoneError:
+                return
+
+    async def _watch(self) -> None:
+        """Until a client has not taken a piece in time. A timer for each piece would cost more than
+        the rest of it."""
+        while self._sending_since is None or time.monotonic() - self._sending_since < self._send_s:
+            await asyncio.sleep(self._send_s / 8)
+
+    async def _write(self, send: Send) -> None:
+        async def put(data: bytes, *, more: bool = True) -> None:
+            self._sending_since = time.monotonic()
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+            self._sending_since = None
+
+        await send(
+            {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
+        )
+        try:
+            async with aclosing(self._events) as events:  # type: ignore[type-var]
+                async for event in events:
+                    await put(b"data: " + to_json(event) + b"\n\n")
+        except Exception as error:  # noqa: BLE001 - `failure_of` raises again what is a bug
+            await put(b"data: " + to_json(failure_of(error).body) + b"\n\n", more=False)
+            return
+        await put(b"data: [DONE]\n\n", more=False)
+
+
+async def closing(stack: AsyncExitStack, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """What `make` gives; if it fails, the stack is closed."""
+    try:
+        return await make()
+    except BaseException:
+        await stack.aclose()
+        raise
+
+
+async def _first(work: asyncio.Task[T], receive: Receive, *ends: asyncio.Task[None]) -> T:
+    """The outcome of `work`, unless the client leaves or one of `ends` comes before."""
+    tasks: list[asyncio.Task[Any]] = [work, asyncio.create_task(_left(receive)), *ends]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            return work.result()
+        raise ClientGoneError
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

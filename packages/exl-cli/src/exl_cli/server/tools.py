@@ -1,0 +1,236 @@
+"""Calls of tools in a reply, in the format that the model's own template teaches it.
+
+Three families: Hermes and Qwen write JSON between `<tool_call>` tags, Llama 3.1 writes a bare JSON
+object, Mistral a marker and a list. What looks like a call and is none stays text: nothing is lost.
+Knows neither tokens nor HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+
+class ToolFormat(Enum):
+    HERMES = "hermes"
+    LLAMA = "llama"
+    MISTRAL = "mistral"
+
+    @property
+    def opening(self) -> str:
+        """What stands before the JSON of a call; put into the prompt where a call is required."""
+        return {"hermes": "<tool_call>\n", "llama": "", "mistral": "[TOOL_CALLS]"}[self.value]
+
+    @property
+    def arguments_key(self) -> str:
+        return "parameters" if self is ToolFormat.LLAMA else "arguments"
+
+
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
+_PYTHON_TAG = "<|python_tag|>"
+_LLAMA_STARTS = ("{", _PYTHON_TAG)
+
+
+def format_of(template: str) -> ToolFormat | None:
+    """By what the template writes; None: it knows no tools, or in a way that is not known here."""
+    if "tools" not in template:
+        return None
+    if "<tool_call>" in template and "<function=" not in template:
+        return ToolFormat.HERMES
+    if "[TOOL_CALLS]" in template:
+        return ToolFormat.MISTRAL
+    if "ipython" in template or _PYTHON_TAG in template:
+        return ToolFormat.LLAMA
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """`arguments` is JSON text, as OpenAI has it."""
+
+    name: str
+    arguments: str
+    # Mistral's templates refuse any other form, and the others take this one too.
+    call_id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])
+
+    def told(self, index: int | None = None) -> dict[str, object]:
+        call: dict[str, object] = {
+            "id": self.call_id,
+            "type": "function",
+            "function": {"name": self.name, "arguments": self.arguments},
+        }
+        return call if index is None else {"index": index, **call}
+
+
+class ToolSplitter:
+    """Takes the calls out of a reply while it streams. `names`: the tools that there are."""
+
+    def __init__(
+        self, tool_format: ToolFormat, names: Sequence[str], *, begins_inside: bool = False
+    ) -> None:
+        """`begins_inside`: the prompt ended with the opening already."""
+        self._format = tool_format
+        self._names = frozenset(names)
+        self._marker = tool_format.opening.strip()
+        self._is_inside = begins_inside
+        self._wrote_marker = not begins_inside
+        self._held = ""
+        self._has_text = False
+
+    def feed(self, text: str) -> list[str | ToolCall]:
+        """What is certain, now that `text` has come."""
+        self._held += text
+        if self._format is ToolFormat.LLAMA:
+            return self._feed_llama()
+        return list(self._feed_marked())
+
+    def finish(self) -> list[str | ToolCall]:
+        """What was held back, at the end of the reply."""
+        held, self._held = self._held, ""
+        if not held:
+            return []
+        if not self._is_inside and self._format is not ToolFormat.LLAMA:
+            return [held]
+        if self._format is ToolFormat.LLAMA and not held.lstrip().startswith(_LLAMA_STARTS):
+            return [held]
+        calls = self._parsed(held.strip().removeprefix(_PYTHON_TAG))
+        if not calls:
+            return [self._as_text(held)]
+        return list(calls)
+
+    def _feed_llama(self) -> list[str | ToolCall]:
+        """A reply is a call or a text, from its first character on."""
+        said = self._held.lstrip()
+        may_be_call = any(said.startswith(one) or one.startswith(said) for one in _LLAMA_STARTS)
+        if not self._has_text and may_be_call:
+            return []
+        self._has_text = True
+        text, self._held = self._held, ""
+        return [text] if text else []
+
+    def _feed_marked(self) -> Iterator[str | ToolCall]:
+        while self._held:
+            if not self._is_inside:
+                text, found, rest = self._held.partition(self._marker)
+                if not found:
+                    size = len(self._held) - self._may_begin_marker()
+                    text, self._held = self._held[:size], self._held[size:]
+                    if text:
+                        yield text
+                    return
+                if text.strip():
+                    yield text
+                self._held, self._is_inside, self._wrote_marker = rest, True, True
+            if self._format is ToolFormat.MISTRAL:
+                return  # the list ends with the reply
+            inside, found, rest = self._held.partition("</tool_call>")
+            if not found:
+                return
+            calls = self._parsed(inside.strip())
+            yield from calls
+            if not calls:
+                yield self._as_text(inside + found)
+            self._held, self._is_inside = rest.lstrip(), False
+
+    def _may_begin_marker(self) -> int:
+        """Characters at the end that may turn out to be the marker, with the space before it."""
+        for size in range(min(len(self._marker) - 1, len(self._held)), 0, -1):
+            if self._marker.startswith(self._held[-size:]):
+                kept = self._held[: len(self._held) - size]
+                return len(self._held) - len(kept.rstrip())
+        return len(self._held) - len(self._held.rstrip())
+
+    def _as_text(self, held: str) -> str:
+        return (self._marker if self._wrote_marker else "") + held
+
+    def _parsed(self, text: str) -> list[ToolCall]:
+        """The calls; none unless all of it is calls of tools that there are."""
+        is_named = self._format is ToolFormat.MISTRAL and not text.startswith(("[", "{"))
+        values = _named_values(text) if is_named else _values_of(text)
+        calls = [self._call(one) for one in values or ()]
+        known = [call for call in calls if call is not None]
+        return known if len(known) == len(calls) else []
+
+    def _call(self, value: object) -> ToolCall | None:
+        if not isinstance(value, Mapping) or value.get("name") not in self._names:
+            return None
+        arguments = value.get(self._format.arguments_key, value.get("arguments", {}))
+        if isinstance(arguments, str):
+            return ToolCall(value["name"], arguments)
+        if not isinstance(arguments, Mapping):
+            return None
+        return ToolCall(value["name"], json.dumps(arguments, ensure_ascii=False))
+
+
+def call_schema(
+    tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat, *, only_one: bool
+) -> dict[str, object]:
+    """The JSON that calls one of these functions, in the family's form. References within a
+    function's own schema go on leading where they led."""
+    definitions: dict[str, object] = {}
+    calls: list[dict[str, object]] = []
+    for number, tool in enumerate(tools):
+        home = f"#/$defs/tool{number}"
+        schema = tool.get("parameters") or _NO_ARGUMENTS
+        definitions[f"tool{number}"] = _moved(schema, home)
+        key = tool_format.arguments_key
+        calls.append(
+            {
+                "type": "object",
+                "properties": {"name": {"const": tool["name"]}, key: {"$ref": home}},
+                "required": ["name", key],
+                "additionalProperties": False,
+            }
+        )
+    one: dict[str, object] = calls[0] if len(calls) == 1 else {"anyOf": calls}
+    if tool_format is not ToolFormat.MISTRAL:
+        return {**one, "$defs": definitions}
+    listed: dict[str, object] = {"type": "array", "items": one, "minItems": 1}
+    if only_one:
+        listed["maxItems"] = 1
+    return {**listed, "$defs": definitions}
+
+
+def _moved(schema: object, home: str) -> object:
+    if isinstance(schema, Mapping):
+        return {
+            key: home + value[1:]
+            if key == "$ref" and isinstance(value, str) and value.startswith("#")
+            else _moved(value, home)
+            for key, value in schema.items()
+        }
+    return [_moved(one, home) for one in schema] if isinstance(schema, list) else schema
+
+
+def _values_of(text: str) -> list[object] | None:
+    """JSON values one after the other, with nothing or a semicolon between; of a list its
+    elements."""
+    decoder = json.JSONDecoder()
+    values: list[object] = []
+    text = text.strip()
+    try:
+        while text:
+            value, end = decoder.raw_decode(text)
+            values += value if isinstance(value, list) else [value]
+            text = text[end:].lstrip().removeprefix(";").lstrip()
+    except (ValueError, RecursionError):
+        return None
+    return values
+
+
+def _named_values(text: str) -> list[object] | None:
+    """Newer Mistral models write the name before the arguments: `name[ARGS]{...}`, and the marker
+    before each further call."""
+    values: list[object] = []
+    for part in text.split(ToolFormat.MISTRAL.opening):
+        name = part.partition("{")[0]
+        arguments = _values_of(part[len(name) :])
+        if arguments is None or len(arguments) != 1:
+            return None
+        bare = name.partition("[ARGS]")[0].partition("[CALL_ID]")[0]
+        values.append({"name": bare.strip(), "arguments": arguments[0]})
+    return values

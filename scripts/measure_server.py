@@ -1,0 +1,143 @@
+"""What the HTTP server costs beside the engine alone, on one model, in one run.
+
+    python scripts/measure_server.py [MODEL] [--rounds N] [--clients N] [--tokens N] [--threads N]
+
+The server is a process of its own, the clients are in this one, and so is the engine that it is
+compared with; they alternate, and ratios are medians of the rounds. The last line is one JSON
+object:
+
+    throughput_ratio      tokens a second of all clients together, by those of the engine at the
+                          same batch
+    added_ms_per_token    of one client, from sending the request to the last token, beyond what the
+                          engine alone takes for the same reply
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from statistics import median
+
+import torch
+
+from exl_core.engine.engine import EngineOptions
+from exl_core.generate.dynamic import DynamicGenerator
+from exl_core.load import LoadedModel, LoadOptions, load_model
+from exl_core.sampling.params import SamplerParams
+
+CACHE_TOKENS = 32768
+
+
+def prompts_of(count: int, number: int) -> list[str]:
+    """Alike in length, and none the beginning of another."""
+    return [f"{number} {i}: Here is a long story about the sea. " for i in range(count)]
+
+
+def engine_s(generator: DynamicGenerator, prompts: list[str], tokens: int) -> float:
+    started = time.perf_counter()
+    generator.generate(prompts, max_tokens=tokens, sampler=SamplerParams(temperature=0))
+    return time.perf_counter() - started
+
+
+async def clients_s(port: int, prompts: list[str], tokens: int) -> float:
+    """All at once, streaming; checks that each got its reply."""
+
+    async def ask(prompt: str) -> None:
+        body = json.dumps(
+            {
+                "prompt": prompt,
+                "max_tokens": tokens,
+                "temperature": 0,
+                "stream": True,
+                "stream_options": {"include_usage": True},
+                "logit_bias": {str(i): -100 for i in (0, 2)},  # SmolLM2's ends of text
+            }
+        ).encode()
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        )
+        last = b""
+        while piece := await reader.read(65536):
+            last = (last + piece)[-2000:]
+        writer.close()
+        found = re.search(rb'"completion_tokens":(\d+)', last)
+        assert found and int(found[1]) == tokens, last
+
+    started = time.perf_counter()
+    await asyncio.gather(*map(ask, prompts))
+    return time.perf_counter() - started
+
+
+@contextmanager
+def serving(arguments: argparse.Namespace) -> Iterator[int]:
+    command = [sys.executable, "-m", "exl_cli", "serve-lite", "--port", "0", "--max-batch"]
+    command += [str(arguments.clients), "--cache-tokens", str(CACHE_TOKENS)]
+    command += [] if arguments.model is None else ["-m", arguments.model]
+    command += [] if arguments.threads is None else ["--threads", str(arguments.threads)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stderr is not None
+            line = process.stderr.readline()
+            found = re.search(r"http://[^:]+:(\d+)", line)
+            if found is None:
+                raise SystemExit(line + process.stderr.read())
+            yield int(found[1])
+        finally:
+            process.terminate()
+
+
+def measure(loaded: LoadedModel, port: int, arguments: argparse.Namespace) -> dict[str, object]:
+    options = EngineOptions(cache_tokens=CACHE_TOKENS, max_batch=arguments.clients)
+    generator = DynamicGenerator(loaded, options)
+    tokens = arguments.tokens
+    ratios, rates, added = [], [], []
+    for number in range(arguments.rounds + 1):
+        many, one = prompts_of(arguments.clients, number), prompts_of(1, 1000 + number)
+        alone_s = engine_s(generator, many, tokens)
+        served_s = asyncio.run(clients_s(port, many, tokens))
+        single_s = engine_s(generator, one, tokens)
+        served_single_s = asyncio.run(clients_s(port, one, tokens))
+        if number:  # the first round warms up
+            ratios.append(alone_s / served_s)
+            rates.append([arguments.clients * tokens / s for s in (alone_s, served_s)])
+            added.append(1000 * (served_single_s - single_s) / tokens)
+    return {
+        "model": loaded.name,
+        "threads": loaded.model.ops.threads,
+        "clients": arguments.clients,
+        "tokens": tokens,
+        "rounds": arguments.rounds,
+        "throughput_ratio": round(median(ratios), 3),
+        "throughput_ratios": [round(ratio, 3) for ratio in ratios],
+        "engine_tok_s": round(median(rate for rate, _ in rates), 1),
+        "server_tok_s": round(median(rate for _, rate in rates), 1),
+        "added_ms_per_token": round(median(added), 3),
+        "added_ms_of_rounds": [round(ms, 3) for ms in added],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("model", nargs="?")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--clients", type=int, default=16)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--threads", type=int)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    loaded = load_model(arguments.model, LoadOptions(threads=arguments.threads))
+    with serving(arguments) as port:
+        print(json.dumps(measure(loaded, port, arguments)))
+
+
+if __name__ == "__main__":
+    main()

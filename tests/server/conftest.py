@@ -1,0 +1,22 @@
+"""One server over the default model for all tests that only ask."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from server_support import Running, running, runtime_of
+
+from exl_core.load import LoadedModel, load_model
+from support.real_models import smollm2_gguf
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> LoadedModel:
+    return load_model(str(smollm2_gguf()))
+
+
+@pytest.fixture(scope="session")
+def server(smollm2: LoadedModel) -> Iterator[Running]:
+    with running(runtime_of(smollm2, ctx_size=1024, max_batch=16, cache_tokens=16384)) as one:
+        yield one

@@ -1,0 +1,230 @@
+"""What is refused, and how: OpenAI's error shape everywhere, with the parameter's name."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from typing import Any
+
+import pytest
+from openai import AuthenticationError, BadRequestError, NotFoundError
+from server_support import LIMIT_S, Running, error_of, running, scripted_runtime
+
+from exl_cli.server.app import Access, content_policy, create_app
+from exl_cli.server.limits import Limits, check_bind, hosts_of
+from exl_cli.server.models import ModelHost
+from exl_core.errors import RequestError
+from support.scripted import reply_with
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+HI = [{"role": "user", "content": "hi"}]
+
+
+@pytest.fixture(scope="module")
+def one() -> Any:
+    limits = Limits(body_bytes=20_000, header_s=0.5, body_s=0.5)
+    with running(scripted_runtime(reply_with("hello"), ctx_size=256), limits=limits) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "code"),
+    [
+        (TEXT, {"prompt": "a", "suffix": "b"}, "suffix", "unsupported_parameter"),
+        (TEXT, {"prompt": "a", "mirostat": 2}, "mirostat", "unsupported_parameter"),
+        (TEXT, {"prompt": "a", "best_of": 2}, "best_of", "invalid_value"),
+        (TEXT, {"prompt": "a", "temperature": "hot"}, "temperature", "invalid_value"),
+        (TEXT, {"prompt": "a", "temperature": -1}, "temperature", "invalid_value"),
+        (TEXT, {"prompt": "a", "n": 0}, "n", "invalid_value"),
+        (TEXT, {"prompt": "a", "stop": [""]}, "stop", "invalid_value"),
+        (TEXT, {"prompt": "a", "logprobs": 21}, "logprobs", "invalid_value"),
+        (TEXT, {"prompt": ["a", 1]}, "prompt", "invalid_value"),
+        (TEXT, {"prompt": []}, "prompt", "invalid_value"),
+        (TEXT, {"prompt": [258]}, "prompt", "invalid_value"),
+        (TEXT, {"prompt": [True]}, "prompt", "invalid_value"),
+        (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+        (TEXT, {}, "prompt", "missing_required_parameter"),
+        (TEXT, {"prompt": "a" * 300}, "prompt", "context_length_exceeded"),
+        (CHAT, {"messages": HI, "functions": []}, "functions", "unsupported_parameter"),
+        (CHAT, {"messages": HI * 200}, "messages", "context_length_exceeded"),
+        (CHAT, {"messages": [{"role": "robot"}]}, "messages.0.role", "invalid_value"),
+        (CHAT, {"messages": HI, "top_logprobs": 2}, "top_logprobs", None),
+        (CHAT, {"messages": HI, "stream_options": {}}, "stream_options", None),
+        (CHAT, [], None, "invalid_json"),
+        ("/detokenize", {"tokens": [10**6]}, "tokens", "invalid_value"),
+    ],
+)
+def test_a_wrong_field_is_named(
+    one: Running, path: str, body: Any, param: str | None, code: str | None
+) -> None:
+    error = error_of(one.post(path, body), 400)
+    assert (error["param"], error["code"]) == (param, code), error
+    assert error["type"] == "invalid_request_error"
+
+
+def test_an_image_is_refused_by_its_place(one: Running) -> None:
+    parts = [{"type": "image_url", "image_url": {"url": "data:"}}]
+    error = error_of(one.post(CHAT, {"messages": [{"role": "user", "content": parts}]}), 400)
+    assert error["param"] == "messages.0.content"
+    assert "'text'" in error["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b'{"prompt": "\xff"}', b"[" * 15_000, b"NaN"])
+def test_what_is_not_json_is_refused(one: Running, body: bytes) -> None:
+    headers = {"content-type": "application/json"}
+    error_of(one.http.post(TEXT, content=body, headers=headers), 400)
+
+
+def test_nesting_has_an_end(one: Running) -> None:
+    deep: Any = {}
+    for _ in range(400):
+        deep = {"properties": {"a": deep}}
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": deep}}
+    answer = one.post(CHAT, {"messages": HI, "response_format": wanted, "max_tokens": 5})
+    assert answer.status_code in (200, 400), answer.text
+
+
+def test_half_a_surrogate_pair_comes_back_in_one_piece(one: Running) -> None:
+    body = '{"prompt": "\\ud800"}'
+    headers = {"content-type": "application/json"}
+    error = error_of(one.http.post(TEXT, content=body, headers=headers), 400)
+    assert "surrogate" in error["message"]
+    error_of(one.http.post(TEXT, content='{"prompt": "a", "\\ud800": 1}', headers=headers), 400)
+
+
+def test_paths_methods_and_kinds(one: Running) -> None:
+    assert "no such path" in error_of(one.http.get("/v1/nothing"), 404)["message"]
+    assert error_of(one.http.get("/v1/models/none"), 404)["code"] == "model_not_found"
+    assert "GET" in error_of(one.http.get(TEXT), 405)["message"]
+    for kind in ("text/plain", "application/x-www-form-urlencoded"):
+        sent = one.http.post(TEXT, content=b'{"prompt": "a"}', headers={"content-type": kind})
+        error_of(sent, 415)
+    error_of(one.http.get("/docs"), 404)
+    long = one.http.get("/health", headers={"x-long": "a" * 66_000})
+    error_of(long, 431)
+    for name in ("../../etc/passwd", "/etc/passwd", "..", ""):
+        error = error_of(one.post(TEXT, {"prompt": "a", "model": name}), 404)
+        assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+def test_bodies_have_limits(one: Running) -> None:
+    headers = {"content-type": "application/json"}
+    for content in (b" " * 30_000, iter([b" " * 10_000] * 3)):
+        error = error_of(one.http.post(TEXT, content=content, headers=headers), 413)
+        assert "20000" in error["message"]
+
+
+def raw(one: Running, data: bytes) -> bytes:
+    """What comes back of these bytes until the server hangs up."""
+    host, port = one.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=LIMIT_S) as connection:
+        connection.sendall(data)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def test_slow_clients_are_hung_up_on(one: Running) -> None:
+    started = time.monotonic()
+    assert raw(one, b"") == b""
+    head = raw(one, b"GET /health HTTP/1.1\r\nHost: x")
+    assert head.startswith(b"HTTP/1.1 408")
+    body = raw(
+        one,
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        b"Content-Length: 100\r\n\r\n{",
+    )
+    assert body.startswith(b"HTTP/1.1 408")
+    assert json.loads(body.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
+    assert time.monotonic() - started < 10
+
+
+def test_what_is_no_http_is_told_so_in_json(one: Running) -> None:
+    answer = raw(one, b"\x16\x03\x01 nonsense\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+    chunk = raw(
+        one,
+        b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\nzz\r\n",
+    )
+    assert chunk.startswith(b"HTTP/1.1 400")
+    assert json.loads(chunk.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
+    flood = raw(one, b"GET / HTTP/1.1\r\n" + b"X: " + b"a" * 300_000)
+    assert flood.startswith(b"HTTP/1.1 431")
+
+
+def test_other_sites_cannot_use_a_server_without_a_key() -> None:
+    access = Access(hosts=hosts_of("127.0.0.1", ()))
+    with running(scripted_runtime(reply_with("x")), access=access) as one:
+        assert one.http.get("/v1/models").status_code == 200
+        error = error_of(one.http.get("/v1/models", headers={"host": "evil.example"}), 403)
+        assert "evil.example" in error["message"]
+        answer = one.http.get("/health", headers={"origin": "https://evil.example"})
+        assert "access-control-allow-origin" not in answer.headers
+
+
+def test_keys() -> None:
+    access = Access(frozenset({"sesame", "second"}))
+    with running(scripted_runtime(reply_with("x")), access=access) as one:
+        with pytest.raises(AuthenticationError) as caught:
+            one.openai(api_key="wrong").models.list()
+        assert caught.value.code == "invalid_api_key"
+        for key in ("sesame", "second"):
+            assert one.openai(api_key=key).models.list().data[0].id == "scripted"
+        error_of(one.http.get("/metrics"), 401)
+        error_of(one.http.get("/openapi.json"), 401)
+        error_of(one.http.get("/health/"), 401)
+        assert one.http.get("/health").status_code == 200
+        assert one.http.get("/").status_code == 200
+
+
+def test_binding_beyond_this_machine_needs_a_key() -> None:
+    for host in ("127.0.0.1", "localhost", "::1"):
+        check_bind(host, has_key=False)
+    check_bind("0.0.0.0", has_key=True)
+    for host in ("0.0.0.0", "::", "not a host"):
+        with pytest.raises(RequestError):
+            check_bind(host, has_key=False)
+
+
+def test_the_clients_own_errors(one: Running) -> None:
+    client = one.openai()
+    with pytest.raises(NotFoundError, match="no model"):
+        client.completions.create(model="gpt-5", prompt="a")
+    with pytest.raises(BadRequestError, match="unsupported parameter: suffix"):
+        client.completions.create(model="scripted", prompt="a", suffix="b")
+
+
+def test_a_bug_is_an_error_and_the_server_goes_on(one: Running, monkeypatch: Any) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError("oops")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("exl_cli.server.completions.make_requests", fail)
+        error = error_of(one.post(TEXT, {"prompt": "a"}), 500)
+        assert error["message"] == "internal error"
+    assert one.post(TEXT, {"prompt": "a"}).status_code == 200
+
+
+def test_the_document_of_the_api_is_complete(one: Running) -> None:
+    document = one.http.get("/openapi.json").json()
+    assert {TEXT, CHAT, "/tokenize", "/health", "/v1/models/{name}"} <= set(document["paths"])
+    responses = document["paths"][TEXT]["post"]["responses"]
+    assert "422" not in responses and {"400", "401", "413", "429"} <= set(responses)
+    body = document["components"]["schemas"]["CompletionBody"]
+    assert body["additionalProperties"] is False
+
+
+def test_the_page_may_run_its_own_scripts_only(one: Running) -> None:
+    answer = one.http.get("/")
+    assert answer.headers["content-type"].startswith("text/html")
+    policy = answer.headers["content-security-policy"]
+    assert policy.startswith("default-src 'none'") and "unsafe" not in policy
+    found = content_policy("<style>a{}</style><script>x()</script>")
+    assert "script-src 'sha256-" in found and "style-src 'sha256-" in found
+
+
+def test_an_application_needs_no_more_than_a_model() -> None:
+    app = create_app(ModelHost(scripted_runtime(reply_with("x"))))
+    assert app.title == "exl"

@@ -1,0 +1,183 @@
+"""`exl serve-lite` as a process: its signals, its refusals, its return after a kill."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from exl_cli.main import main
+from support import tiny_models
+
+COMMAND = (sys.executable, "-m", "exl_cli", "serve-lite", "--port", "0", "--threads", "1")
+WAIT_S = 60.0
+LONG = {
+    "prompt": "Once upon a time",
+    "max_tokens": 1900,
+    "temperature": 0,
+    "logit_bias": {"2": -100},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two tiny models."""
+    home = tmp_path_factory.mktemp("models")
+    for name, layers in (("one", 2), ("two", 1)):
+        (home / name).mkdir()
+        tiny_models.save(tiny_models.tiny_llama(num_hidden_layers=layers), home / name)
+    return home
+
+
+class Process:
+    def __init__(self, *args: str, env: dict[str, str] | None = None) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, *args],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, **(env or {})},
+        )
+        assert self.process.stderr is not None
+        line = self.process.stderr.readline().decode()
+        found = re.search(r" at (http://\S+)", line)
+        assert found, line + self.process.stderr.read().decode()
+        self.http = httpx2.Client(base_url=found[1], timeout=WAIT_S)
+        assert self.http.get("/health").status_code == 200
+
+    def ask(self, **fields: Any) -> httpx2.Response:
+        return self.http.post("/v1/completions", json={**LONG, **fields})
+
+    def end(self) -> tuple[int, bytes]:
+        code = self.process.wait(WAIT_S)
+        assert self.process.stderr is not None and self.process.stdout is not None
+        assert self.process.stdout.read() == b""
+        return code, self.process.stderr.read()
+
+
+@contextmanager
+def serving(*args: str, env: dict[str, str] | None = None) -> Iterator[Process]:
+    one = Process(*args, env=env)
+    try:
+        with closing(one.http):
+            yield one
+    finally:
+        one.process.kill()
+        one.process.wait()
+        for pipe in (one.process.stdout, one.process.stderr):
+            assert pipe is not None
+            pipe.close()
+
+
+def wait_until_running(one: Process) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while "exl_running_replies 0.0" in one.http.get("/metrics").text:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+)
+def test_the_first_signal_lets_what_runs_finish(folder: Path, number: signal.Signals) -> None:
+    answers: list[httpx2.Response] = []
+    with serving("-m", str(folder / "one")) as one:
+        asking = threading.Thread(target=lambda: answers.append(one.ask(max_tokens=600)))
+        asking.start()
+        wait_until_running(one)
+        one.process.send_signal(number)
+        asking.join(WAIT_S)
+        assert answers[0].json()["usage"]["completion_tokens"] == 600
+        assert one.end() == (0, b"")
+
+
+@pytest.mark.slow
+def test_the_second_signal_does_not_wait(folder: Path) -> None:
+    with serving("-m", str(folder / "one")) as one:
+
+        def ask() -> None:
+            with pytest.raises(httpx2.TransportError):
+                one.ask()
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        wait_until_running(one)
+        one.process.send_signal(signal.SIGTERM)
+        time.sleep(0.2)
+        assert one.process.poll() is None, "it still finishes what runs"
+        one.process.send_signal(signal.SIGTERM)
+        assert one.end() == (130, b"")
+        asking.join(WAIT_S)
+
+
+@pytest.mark.slow
+def test_killed_in_the_middle_it_comes_back_clean(folder: Path) -> None:
+    with serving("-m", str(folder / "one")) as one:
+        expected = one.ask(max_tokens=5).json()["choices"]
+        with one.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as reply:
+            next(reply.iter_lines())
+            port = str(one.http.base_url.port)
+            one.process.kill()
+        one.process.wait()
+    with serving("-m", str(folder / "one"), "--port", port) as again:
+        assert again.ask(max_tokens=5).json()["choices"] == expected
+
+
+@pytest.mark.slow
+def test_a_folder_of_models_is_served_by_name(folder: Path) -> None:
+    with serving("--models-dir", str(folder), "--ngram") as one:
+        listed = one.http.get("/v1/models").json()["data"]
+        assert [(model["id"], model["loaded"]) for model in listed] == [
+            ("one", True),
+            ("two", False),
+        ]
+        first, second = (one.ask(model=name, max_tokens=8).json() for name in ("one", "two"))
+        assert "error" not in first and "error" not in second, (first, second)
+        assert (first["model"], second["model"]) == ("one", "two")
+        assert first["choices"] != second["choices"]
+        assert "draft_n" in first["timings"]
+        assert one.ask(model="one", max_tokens=8).json()["choices"] == first["choices"]
+        assert one.ask(model="../one").status_code == 404
+
+
+@pytest.mark.slow
+def test_a_key_from_the_environment_or_a_file(folder: Path, tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("first\nsecond\n")
+    args = ("-m", str(folder / "one"), "--host", "0.0.0.0", "--api-key-file", str(keys))
+    with serving(*args, env={"EXL_API_KEY": "third"}) as one:
+        assert one.ask(max_tokens=1).status_code == 401
+        for key in ("first", "second", "third"):
+            headers = {"authorization": f"Bearer {key}"}
+            assert one.http.get("/v1/models", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("--host", "0.0.0.0"), "for this machine only"),
+        (("--models-dir", "missing"), "no such folder"),
+        (("--api-key", ""), "not one that a client could send"),
+        (("--api-key", "two words"), "not one that a client could send"),
+        (("--models-dir", ".", "--lora", "x"), "belongs to one model"),
+        (("--host", "192.0.2.1", "--api-key", "k"), "no server can listen there"),
+        (("-m", "missing-model"), "no such model"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(
+    args: tuple[str, ...], said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["serve-lite", "--port", "0", *args]) in (2, 3)
+    err = capfd.readouterr().err
+    assert said in err and err.count("\n") == 1, err

@@ -1,0 +1,299 @@
+"""Clients that come and go: queue, cancellation, health, models in turn, and many at once."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+from openai import InternalServerError, RateLimitError
+from server_support import LIMIT_S, error_of, running, scripted_runtime
+
+from exl_cli.load import Runtime
+from exl_cli.server.limits import Limits
+from exl_cli.server.models import ModelHost, models_in
+from exl_core.cache.format import KVFormat
+from exl_core.engine.engine import Engine, EngineOptions
+from exl_core.errors import ExlError, ModelNotFoundError
+from exl_core.load import LoadOptions, load_model
+from support.real_models import smollm2_gguf
+from support.scripted import HashRule, always, certain, reply_with
+
+ENDLESS = always(certain(ord("a")))
+
+
+def slowly(rule: Any, seconds: float = 0.005) -> Any:
+    def slow(history: Any) -> Any:
+        time.sleep(seconds)
+        return rule(history)
+
+    return slow
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def in_background(work: Callable[[], Any]) -> threading.Thread:
+    thread = threading.Thread(target=work)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_whoever_leaves_takes_their_work_along(is_stream: bool) -> None:
+    with running(scripted_runtime(slowly(ENDLESS))) as one:
+        body = {"prompt": "Q", "max_tokens": 900, "stream": is_stream, "n": 3}
+        with httpx2.Client(base_url=one.url, timeout=0.5) as client:
+            if is_stream:
+                with client.stream("POST", "/v1/completions", json=body) as reply:
+                    next(reply.iter_lines())
+            else:
+                with pytest.raises(httpx2.ReadTimeout):
+                    client.post("/v1/completions", json=body)
+        one.wait_until_idle()
+        resident = one.host.resident
+        assert resident is not None
+        pool = resident.runtime.engine.pool
+        wait_until(lambda: pool.num_available == pool.num_pages)
+        assert one.http.get("/health").json()["status"] == "ok"
+
+
+def test_a_full_queue_says_when_to_come_again() -> None:
+    runtime = scripted_runtime(slowly(ENDLESS), max_batch=1)
+    with running(runtime, limits=Limits(max_queue=1)) as one:
+        client = one.openai()
+        body: Any = {"model": "scripted", "prompt": "Q", "max_tokens": 900}
+        with ThreadPoolExecutor(2) as pool:
+            streams = [client.completions.create(**body, stream=True) for _ in range(2)]
+            next(iter(streams[0]))
+            with pytest.raises(RateLimitError) as caught:
+                client.completions.create(**body)
+            assert caught.value.code == "queue_full"
+            assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
+            error_of(one.post("/v1/completions", {"prompt": ["a"] * 3}), 400)
+            for stream in streams:
+                stream.close()
+            pool.shutdown()
+        one.wait_until_idle()
+        wait_until(lambda: one.post("/v1/completions", {"prompt": "Q"}).status_code == 200)
+
+
+def test_health_tells_a_stalled_engine_from_an_idle_one() -> None:
+    gate = threading.Event()
+
+    def stuck(history: Any) -> Any:
+        gate.wait(LIMIT_S)
+        return certain(ord("a"))
+
+    with running(scripted_runtime(stuck), limits=Limits(stall_s=0.3)) as one:
+        time.sleep(0.5)
+        assert one.http.get("/health").status_code == 200, "idle is not stalled"
+        asking = in_background(lambda: one.post("/v1/completions", {"prompt": "Q"}))
+        wait_until(lambda: one.http.get("/health").status_code == 503)
+        assert error_of(one.http.get("/health"), 503)["code"] == "stalled"
+        gate.set()
+        asking.join(LIMIT_S)
+        wait_until(lambda: one.http.get("/health").status_code == 200)
+
+
+def test_a_pass_that_fails_is_an_error_and_the_next_is_served() -> None:
+    runtime = scripted_runtime(reply_with("fine"))
+    model: Any = runtime.loaded.model
+    with running(runtime) as one:
+        client = one.openai()
+        for is_stream in (False, True):
+            model.failure = ExlError("the device is gone")
+            with pytest.raises(Exception, match="the device is gone") as caught:
+                list(client.completions.create(model="scripted", prompt="Q", stream=is_stream))
+            if not is_stream:
+                assert isinstance(caught.value, InternalServerError)
+        assert one.post("/v1/completions", {"prompt": "Q"}).json()["choices"][0]["text"] == "fine"
+
+
+def test_metrics_count(monkeypatch: Any) -> None:
+    with running(scripted_runtime(reply_with("fine"))) as one:
+        one.post("/v1/completions", {"prompt": "Q:"})
+        one.http.get("/v1/nothing")
+        text = one.http.get("/metrics").text
+        assert 'exl_http_answers_total{path="/v1/completions",status="200"} 1.0' in text
+        assert 'exl_http_answers_total{path="other",status="404"} 1.0' in text
+        assert "exl_prompt_tokens_total 2.0" in text
+        assert "exl_reply_tokens_total 5.0" in text
+        assert 'exl_replies_total{end="stop"} 1.0' in text
+        assert "exl_running_replies 0.0" in text
+
+
+class Folder:
+    """Models that say their own names, and how many of them were loaded."""
+
+    def __init__(self) -> None:
+        self.loaded: list[str] = []
+        self.most_at_once = 0
+        self.living: list[str] = []
+
+    def open(self, path: Path) -> Runtime:
+        if path.name == "broken":
+            raise ModelNotFoundError("no such model", where=path)
+        self.loaded.append(path.name)
+        return scripted_runtime(slowly(reply_with(f"I am {path.name}."), 0.001), name=path.name)
+
+
+def test_models_take_turns() -> None:
+    folder = Folder()
+    others = {name: Path(name) for name in ("a", "b", "broken")}
+    host = ModelHost(folder.open(Path("a")), others=others, opener=folder.open)
+    with running(host) as one:
+        listed = [model.id for model in one.openai().models.list()]
+        assert listed == ["a", "b", "broken"]
+
+        def ask(name: str) -> str:
+            reply = one.post("/v1/completions", {"model": name, "prompt": "Q", "max_tokens": 50})
+            text: str = reply.json()["choices"][0]["text"]
+            return text
+
+        names = ["a", "b", "a", "b", "b", "a"] * 3
+        with ThreadPoolExecutor(len(names)) as pool:
+            assert list(pool.map(ask, names)) == [f"I am {name}." for name in names]
+        assert len(folder.loaded) < 10, "those that wait for one model are served together"
+        before = ask("a")
+        error = error_of(one.post("/v1/completions", {"model": "broken", "prompt": "Q"}), 500)
+        assert "no such model" in error["message"]
+        assert ask("a") == before
+        current = {
+            model["id"]: model["loaded"] for model in one.http.get("/v1/models").json()["data"]
+        }
+        assert current == {"a": True, "b": False, "broken": False}
+
+
+def test_whoever_leaves_while_waiting_for_a_model_holds_up_nobody() -> None:
+    folder = Folder()
+    host = ModelHost(
+        scripted_runtime(slowly(ENDLESS), name="a"), others={"b": Path("b")}, opener=folder.open
+    )
+    with running(host) as one:
+        body = {"model": "a", "prompt": "Q", "max_tokens": 200}
+        asking = in_background(lambda: one.post("/v1/completions", body))
+        wait_until(lambda: not one.is_idle())
+        with pytest.raises(httpx2.ReadTimeout):
+            httpx2.post(
+                f"{one.url}/v1/completions", json={"model": "b", "prompt": "Q"}, timeout=0.2
+            )
+        reply = one.post("/v1/completions", {**body, "max_tokens": 3})
+        assert reply.status_code == 200 and folder.loaded == []
+        asking.join(LIMIT_S)
+
+
+def test_a_folder_of_models(tmp_path: Path) -> None:
+    with pytest.raises(ModelNotFoundError, match="no models"):
+        models_in(tmp_path)
+    (tmp_path / "one.gguf").write_bytes(b"")
+    (tmp_path / "two").mkdir()
+    (tmp_path / "two" / "config.json").write_text("{}")
+    (tmp_path / "notes.txt").write_text("")
+    assert models_in(tmp_path) == {"one": tmp_path / "one.gguf", "two": tmp_path / "two"}
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one" / "config.json").write_text("{}")
+    with pytest.raises(ExlError, match="one name"):
+        models_in(tmp_path)
+
+
+async def _storm(url: str, expected: list[str], bodies: list[dict[str, Any]], seed: int) -> int:
+    """As many clients as bodies; half leave at a random moment. How many stayed."""
+    random_moment = random.Random(seed)
+    limits = httpx2.Limits(max_connections=None)
+    healthy = []
+    async with httpx2.AsyncClient(base_url=url, timeout=240, limits=limits) as client:
+
+        async def ask(number: int) -> bool:
+            leaves = number % 2 == 1
+            body = bodies[number]
+            text = ""
+            await asyncio.sleep(random_moment.random() * 0.5)
+            try:
+                async with asyncio.timeout(random_moment.random() * 3 if leaves else None):
+                    if not body["stream"]:
+                        reply = await client.post("/v1/completions", json=body)
+                        text = reply.json()["choices"][0]["text"]
+                    else:
+                        async with client.stream("POST", "/v1/completions", json=body) as lines:
+                            text = await _joined(lines)
+            except TimeoutError:
+                return False
+            assert text == expected[number]
+            return True
+
+        async def watch() -> None:
+            while True:
+                healthy.append((await client.get("/health")).status_code)
+                await asyncio.sleep(0.2)
+
+        watching = asyncio.create_task(watch())
+        stayed = await asyncio.gather(*map(ask, range(len(bodies))))
+        watching.cancel()
+    assert healthy and set(healthy) == {200}
+    return sum(stayed)
+
+
+async def _joined(reply: httpx2.Response) -> str:
+    text = ""
+    async for line in reply.aiter_lines():
+        if line.startswith("data: {"):
+            text += json.loads(line[6:])["choices"][0]["text"]
+    return text
+
+
+def storm(runtime: Runtime, num_clients: int) -> None:
+    """Every reply is the one that the same request gets alone, whatever runs beside it."""
+    with running(runtime, limits=Limits(max_queue=num_clients)) as one:
+        bodies = [
+            {
+                "prompt": f"{'Once upon a time, ' * (i % 7)}number {i % 10} was",
+                "max_tokens": 4 + i % 13,
+                "temperature": 0 if i % 3 else 1,
+                "top_k": 20,  # in the tail of a distribution a rounding is worth a token
+                "seed": i % 10,
+                "stream": i % 4 != 0,
+            }
+            for i in range(num_clients)
+        ]
+        alone: dict[str, str] = {}
+        for body in bodies:
+            if (key := repr(sorted(body.items()))) not in alone:
+                reply = one.post("/v1/completions", {**body, "stream": False})
+                alone[key] = reply.json()["choices"][0]["text"]
+        expected = [alone[repr(sorted(body.items()))] for body in bodies]
+        stayed = asyncio.run(_storm(one.url, expected, bodies, seed=num_clients))
+        assert stayed >= num_clients // 2
+        one.wait_until_idle()
+        resident = one.host.resident
+        assert resident is not None
+        pool = resident.runtime.engine.pool
+        wait_until(lambda: pool.num_available == pool.num_pages)
+        assert one.http.get("/health").status_code == 200
+
+
+def test_clients_at_once_of_which_half_leave() -> None:
+    """The scripted model's next token depends on all before it: a mixed-up page would show."""
+    rule = slowly(HashRule(5), 0.002)
+    storm(scripted_runtime(rule, ctx_size=512, max_batch=16, cache_tokens=4096), 60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_200_clients_of_a_real_model_of_which_half_leave() -> None:
+    """On the exact path, where a reply does not depend on what else is in the batch."""
+    loaded = load_model(str(smollm2_gguf()), LoadOptions(exact=True))
+    options = EngineOptions(cache_tokens=4096, max_batch=16, kv_format=KVFormat.FP32)
+    storm(Runtime(loaded, Engine(loaded.model, loaded.tokenizer, options), 512), 200)

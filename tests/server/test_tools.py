@@ -1,0 +1,200 @@
+"""Tools: what the template families write, whole and streamed, and calls that are required."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+from openai import BadRequestError
+from server_support import Running, running, scripted_runtime
+
+from exl_cli.server.tools import ToolCall, ToolFormat, ToolSplitter, call_schema, format_of
+from support.scripted import HashRule, Rule, reply_with
+
+HERMES = (
+    "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}{% for m in messages %}"
+    "[{{ m.role }}]{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "({{ c.function.name }} {{ c.function.arguments.city }}){% endfor %}{% endfor %}[assistant]"
+)
+LLAMA = HERMES.replace("<tool_call>", "ipython")
+MISTRAL = HERMES.replace("<tool_call>", "[TOOL_CALLS]")
+CITY = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "weather", "parameters": CITY}},
+    {"type": "function", "function": {"name": "now", "description": "The time"}},
+]
+ASK: Any = [{"role": "user", "content": "Weather?"}]
+NAMES = ("weather", "now")
+OSLO = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+NOW = '{"name": "now", "arguments": {}}'
+REPLIES = {
+    ToolFormat.HERMES: f"Let me see.\n<tool_call>\n{OSLO}\n</tool_call>\n"
+    f"<tool_call>{NOW}</tool_call>",
+    ToolFormat.LLAMA: OSLO.replace("arguments", "parameters") + "; " + NOW,
+    ToolFormat.MISTRAL: f"[TOOL_CALLS][{OSLO}, {NOW}]",
+}
+
+
+def split(tool_format: ToolFormat, reply: str, size: int) -> tuple[str, list[tuple[str, Any]]]:
+    splitter = ToolSplitter(tool_format, NAMES)
+    parts: list[str | ToolCall] = []
+    for start in range(0, len(reply), size):
+        parts += splitter.feed(reply[start : start + size])
+    parts += splitter.finish()
+    text = "".join(part for part in parts if isinstance(part, str))
+    calls = [part for part in parts if isinstance(part, ToolCall)]
+    return text, [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize("tool_format", list(ToolFormat))
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_calls_are_found_however_the_reply_is_cut(tool_format: ToolFormat, size: int) -> None:
+    text, calls = split(tool_format, REPLIES[tool_format], size)
+    assert calls == [("weather", {"city": "Oslo"}), ("now", {})]
+    assert text.strip() == ("Let me see." if tool_format is ToolFormat.HERMES else "")
+
+
+@pytest.mark.parametrize("tool_format", list(ToolFormat))
+@pytest.mark.parametrize("size", [1, 4, 1000])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        "Plain text, < and [TOOL and <tool_ and {.",
+        '{"name": "nothing", "arguments": {}}',
+        "<tool_call>\nnot JSON</tool_call> and on",
+        '<tool_call>{"name": "weather", "arguments": 3}</tool_call>',
+        "[TOOL_CALLS][1, 2",
+        '<tool_call>{"name": "now"',
+        "  spaces  around  ",
+    ],
+)
+def test_what_is_no_call_stays_text(tool_format: ToolFormat, size: int, reply: str) -> None:
+    text, calls = split(tool_format, reply, size)
+    assert calls == []
+    assert "".join(text.split()) == "".join(reply.split()), "nothing is lost"
+
+
+@pytest.mark.parametrize("between", ["[ARGS]", "", "[CALL_ID]a1b2c3d4e[ARGS]"])
+def test_newer_mistral_writes_the_name_before_the_arguments(between: str) -> None:
+    one = f'[TOOL_CALLS]weather{between}{{"city": "Rome"}}'
+    two = f"{one}[TOOL_CALLS]now{between}{{}}"
+    assert split(ToolFormat.MISTRAL, one, 5)[1] == [("weather", {"city": "Rome"})]
+    assert split(ToolFormat.MISTRAL, two, 5)[1] == [("weather", {"city": "Rome"}), ("now", {})]
+    broken = two.removesuffix("}")
+    assert split(ToolFormat.MISTRAL, broken, 5) == (broken, [])
+
+
+def test_formats_are_told_by_the_template() -> None:
+    assert format_of(HERMES) is ToolFormat.HERMES
+    assert format_of(LLAMA) is ToolFormat.LLAMA
+    assert format_of(MISTRAL) is ToolFormat.MISTRAL
+    assert format_of("{{ messages }}") is None
+    assert format_of("{{ tools }}") is None
+
+
+def test_references_within_a_schema_still_lead_somewhere() -> None:
+    own = {"$defs": {"c": {"type": "string"}}, "properties": {"x": {"$ref": "#/$defs/c"}}}
+    schema: Any = call_schema([{"name": "f", "parameters": own}], ToolFormat.HERMES, only_one=True)
+    assert schema["$defs"]["tool0"]["properties"]["x"] == {"$ref": "#/$defs/tool0/$defs/c"}
+    assert schema["$defs"]["tool0"]["$defs"]["c"] == {"type": "string"}
+
+
+def serving(rule: Rule, template: str) -> AbstractContextManager[Running]:
+    return running(scripted_runtime(rule, template=template))
+
+
+def ask(one: Running, **settings: Any) -> Any:
+    fields = {"model": None, "temperature": 0, "max_tokens": 300, "tools": TOOLS, **settings}
+    fields.setdefault("messages", ASK)
+    reply: Any = one.openai().chat.completions.create(**fields)
+    return list(reply) if settings.get("stream") else reply
+
+
+@pytest.mark.parametrize(
+    ("template", "tool_format"),
+    [(HERMES, ToolFormat.HERMES), (LLAMA, ToolFormat.LLAMA), (MISTRAL, ToolFormat.MISTRAL)],
+)
+def test_calls_reach_the_client(template: str, tool_format: ToolFormat) -> None:
+    with serving(reply_with(REPLIES[tool_format]), template) as one:
+        (choice,) = ask(one).choices
+        chunks = ask(one, stream=True)
+        alone = ask(one, parallel_tool_calls=False).choices[0].message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    calls = choice.message.tool_calls
+    assert [call.function.name for call in calls] == ["weather", "now"]
+    assert json.loads(calls[0].function.arguments) == {"city": "Oslo"}
+    assert len({call.id for call in calls}) == 2
+    assert all(len(call.id) == 9 and call.id.isalnum() for call in calls), "as Mistral's want them"
+    told = [one for c in chunks for one in c.choices[0].delta.tool_calls or []]
+    assert [(one.index, one.function.name) for one in told] == [(0, "weather"), (1, "now")]
+    assert json.loads(told[0].function.arguments) == {"city": "Oslo"}
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    assert [call.function.name for call in alone] == ["weather"]
+
+
+@pytest.mark.parametrize("template", [HERMES, LLAMA, MISTRAL])
+def test_a_required_call_comes_whatever_the_model_would_say(template: str) -> None:
+    """The model's logits are random: what it writes is a call because nothing else may be."""
+    with serving(HashRule(3), template) as one:
+        for seed in range(3):
+            named = {"type": "function", "function": {"name": "weather"}}
+            (choice,) = ask(one, tool_choice=named, temperature=1, seed=seed).choices
+            (call,) = choice.message.tool_calls
+            assert call.function.name == "weather"
+            assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
+            assert choice.finish_reason == "tool_calls"
+        (choice,) = ask(one, tool_choice="required", parallel_tool_calls=False).choices
+        assert choice.message.tool_calls[0].function.name in NAMES
+
+
+def test_results_of_tools_go_back_through_the_template() -> None:
+    seen: list[str] = []
+    rule = reply_with("ok")
+
+    def echo(history: Any) -> Any:
+        seen.append(bytes(history).decode())
+        return rule(history)
+
+    function = {"name": "weather", "arguments": '{"city": "Rome"}'}
+    call = {"id": "c1", "type": "function", "function": function}
+    messages = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    with serving(echo, HERMES) as one:
+        reply = ask(one, messages=messages, tool_choice="none")
+    assert reply.choices[0].message.content == "ok"
+    assert seen[0] == "[user]Weather?[assistant](weather Rome)[tool]sunny[assistant]"
+
+
+def test_tools_that_cannot_be_are_refused() -> None:
+    deep: dict[str, Any] = {"type": "object"}
+    for _ in range(450):
+        deep = {"properties": {"a": deep}}
+    nested = [{"type": "function", "function": {"name": "f", "parameters": deep}}]
+    strict = {"type": "function", "function": {"name": "f", "parameters": CITY, "strict": True}}
+    refused: list[tuple[dict[str, Any], str]] = [
+        ({"tool_choice": {"type": "function", "function": {"name": "zzz"}}}, "no tool 'zzz'"),
+        ({"tools": [], "tool_choice": "required"}, "without tools"),
+        ({"response_format": {"type": "json_object"}}, "contradict"),
+        ({"tools": [], "parallel_tool_calls": True}, "without tools"),
+        ({"tools": [strict]}, "where a call is required"),
+        ({"tools": nested, "tool_choice": "required"}, "ecursion|deep"),
+    ]
+    with serving(reply_with("ok"), HERMES) as one:
+        for settings, said in refused:
+            with pytest.raises(BadRequestError, match=said):
+                ask(one, **settings)
+    with (
+        serving(reply_with("ok"), "{{ messages[0].content }}") as one,
+        pytest.raises(BadRequestError, match="has no tools"),
+    ):
+        ask(one)
