@@ -1,7 +1,7 @@
-// The end of a column tile of the wide kernel: sums of the blocks that share it, then y.
+// The end of a column tile of the wide kernel: sums of the cluster's thread blocks and teams, then y.
 //
-// A block leaves its share of a shared tile in the workspace, as its lanes have it, and the block
-// that comes last adds up what all have left, itself included, in the order of the split.
+// Each thread leaves its sums in shared memory. The blocks of the cluster then divide the tile among
+// them and read what all have left of their piece, always in the order of the split.
 #pragma once
 
 #include "quant_wide_unit.cuh"
@@ -10,147 +10,143 @@
 
 namespace exl::cuda {
 
-
-// Of one block and share in the workspace: [2][kRows / 8][threads] of 4 numbers.
+// Sums of a block, as its threads have them: [kRows / 4][kMultiplierThreads] of 4 numbers. Number 4 i
+// and up of a thread is of columns first + 16 (i / (kRows / 8)) and the eighth after it, where its
+// first is lane / 4 of its strip, and of rows 8 (i % (kRows / 8)) + 2 (lane % 4) and the one after it.
 template <int kRows>
-__device__ __forceinline__ float4* partial_of(
-    const WideArgs& args, int block, bool is_first, int half
-) {
-    const int64_t share = (2 * static_cast<int64_t>(block) + is_first) * 2 + half;
-    return reinterpret_cast<float4*>(args.partials) + share * (kRows / 4) * kMultiplierThreads +
-           threadIdx.x;
+constexpr int kSumsBytes = kRows / 4 * kMultiplierThreads * 16;
+
+template <int kRows>
+__device__ __forceinline__ float4 four_of(const WideSums<kRows>& sums, int i) {
+    const float* four = &sums[i / (kRows / 8)][4 * (i % (kRows / 8))];
+    return make_float4(four[0], four[1], four[2], four[3]);
 }
 
 template <int kRows>
 __device__ __forceinline__ void leave(const WideSums<kRows>& sums, float4* to) {
 #pragma unroll
     for (int i = 0; i < kRows / 4; ++i) {
-        const float* four = &sums[i / (kRows / 8)][4 * (i % (kRows / 8))];
-        __stcg(to + i * kMultiplierThreads, make_float4(four[0], four[1], four[2], four[3]));
+        to[i * kMultiplierThreads + threadIdx.x] = four_of<kRows>(sums, i);
     }
 }
 
-// What blocks first .. last have left of a tile's part, of columns 16 `columns` and up.
-template <int kRows>
-__device__ __forceinline__ void gather_left(
-    float (&sums)[kRows / 2], const WideArgs& args, int tile_block, int first, int last, int half,
-    int columns
-) {
-    constexpr int kAtOnce = kRows == 16 ? 8 : kRows == 32 ? 3 : 2;  // what registers allow
-    constexpr int kFours = kRows / 8;
-#pragma unroll
-    for (int i = 0; i < kRows / 2; ++i) sums[i] = 0.0f;
-    for (int block = first; block <= last; block += kAtOnce) {
-        float4 fours[kAtOnce][kFours];
+// What all teams of the cluster have left there.
+__device__ __forceinline__ float4 gather(const WideArgs& args, const float4* from) {
+    constexpr int kAtOnce = 8;
+    const int sources = args.splits * args.teams, team_threads = args.tile_strips() * kWarp;
+    float4 sum = {};
+#pragma unroll 1
+    for (int first = 0; first < sources; first += kAtOnce) {
+        float4 fours[kAtOnce];
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-            const int other = min(block + j, last);
-            const float4* from = partial_of<kRows>(args, other, other == tile_block, half) +
-                                 columns * kFours * kMultiplierThreads;
-#pragma unroll
-            for (int i = 0; i < kFours; ++i) fours[j][i] = __ldcg(from + i * kMultiplierThreads);
+            const int source = first + j;
+            if (source >= sources) break;
+            fours[j] = load_cluster(
+                from + source % args.teams * team_threads, source / args.teams
+            );
         }
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-            if (block + j > last) break;
+            if (first + j >= sources) break;
+            sum.x += fours[j].x, sum.y += fours[j].y, sum.z += fours[j].z, sum.w += fours[j].w;
+        }
+    }
+    return sum;
+}
+
+// Four numbers of y, those of a thread's number i; of a gated pair `ups` are the second part's sums.
+struct WidePlace {
+    int row, column;  // the other ones are row + 1 and column + 8
+    int64_t at;
+
+    template <int kRows>
+    __device__ __forceinline__ static WidePlace of(
+        const WideArgs& args, const WideWalk& walk, int i, int thread
+    ) {
+        const int strip = args.tile_strips() * static_cast<int>(walk.tile) + thread / kWarp;
+        const int lane = thread % kWarp;
+        const int row = 8 * (i % (kRows / 8)) + 2 * (lane % 4);
+        const int column = 32 * strip + 16 * (i / (kRows / 8)) + lane / 4;
+        return {row, column, row * args.y_stride + args.parts[walk.group].first_column + column};
+    }
+    __device__ __forceinline__ bool has(const WideArgs& args, const WidePart& part, int c) const {
+        return row + c % 2 < args.m && column + 8 * (c / 2) < part.n;
+    }
+    __device__ __forceinline__ int64_t at_number(const WideArgs& args, int c) const {
+        return at + c % 2 * args.y_stride + 8 * (c / 2);
+    }
+    __device__ __forceinline__ void load(
+        float (&before)[4], const WideArgs& args, const WidePart& part
+    ) const {
+        const bool is_added = args.epilogue == EXL_EPILOGUE_ADD;
 #pragma unroll
-            for (int i = 0; i < kFours; ++i) {
-                sums[4 * i] += fours[j][i].x, sums[4 * i + 1] += fours[j][i].y;
-                sums[4 * i + 2] += fours[j][i].z, sums[4 * i + 3] += fours[j][i].w;
+        for (int c = 0; c < 4; ++c) {
+            before[c] = is_added && has(args, part, c)
+                            ? static_cast<const float*>(args.y)[at_number(args, c)]
+                            : 0.0f;
+        }
+    }
+    __device__ __forceinline__ void store(
+        const WideArgs& args, const WidePart& part, const float (&before)[4], const float4& own,
+        const float4& ups
+    ) const {
+        const float sums[4] = {own.x, own.y, own.z, own.w}, up[4] = {ups.x, ups.y, ups.z, ups.w};
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            if (!has(args, part, c)) continue;
+            const int of_part = column + 8 * (c / 2);
+            float y = sums[c] + before[c] + (part.bias != nullptr ? part.bias[of_part] : 0.0f);
+            if (args.is_gated()) {
+                const float* bias = args.parts[1].bias;
+                y = gate_of(args.gate, y) * (up[c] + (bias != nullptr ? bias[of_part] : 0.0f));
+            }
+            if (args.y_dtype == kF16) {
+                static_cast<__half*>(args.y)[at_number(args, c)] = from_float<__half>(y);
+            } else {
+                static_cast<float*>(args.y)[at_number(args, c)] = y;
             }
         }
     }
-}
+};
 
-// y of this warp's columns 16 `columns` and up; of a gated pair `ups` are the second part's sums.
+// A tile that is one team's: `sums` are all there is, or the second part's of a pair.
 template <int kRows>
-__device__ __forceinline__ void write_columns(
-    const WideArgs& args, const WideWalk& walk, float (&sums)[kRows / 2],
-    const float (&ups)[kRows / 2], int columns, int warp, int lane
+__device__ __forceinline__ void write_own_tile(
+    const WideArgs& args, const WideWalk& walk, const WideSums<kRows>& sums, const float4* gates
 ) {
     const WidePart& part = args.parts[walk.group];
-    const int strip = kTileStrips * static_cast<int>(walk.tile) + warp;
-    const int first = 32 * strip + 16 * columns + lane / 4;
-    const int64_t at = (2 * (lane % 4)) * args.y_stride + part.first_column + first;
-    // Number n is of column first + 8 * (n % 4 / 2) and of row 2 * (lane % 4) + row_of(n).
-    const auto row_of = [](int n) { return 8 * (n / 4) + n % 2; };
-    const int rows = args.m - 2 * (lane % 4);
-    const bool is_there[2] = {first < part.n, first + 8 < part.n};
-    const auto add_bias = [&](const float* bias, int n) {
-        return bias != nullptr && is_there[n % 4 / 2] ? bias[first + 8 * (n % 4 / 2)] : 0.0f;
-    };
-    if (args.epilogue == EXL_EPILOGUE_ADD) {  // all at once, ahead of what is written
-        float before[kRows / 2];
 #pragma unroll
-        for (int n = 0; n < kRows / 2; ++n) {
-            const float* y = static_cast<const float*>(args.y) + at + row_of(n) * args.y_stride +
-                             8 * (n % 4 / 2);
-            before[n] = row_of(n) < rows && is_there[n % 4 / 2] ? *y : 0.0f;
-        }
-#pragma unroll
-        for (int n = 0; n < kRows / 2; ++n) sums[n] += before[n];
-    }
-    const float bias[2] = {add_bias(part.bias, 0), add_bias(part.bias, 2)};
-#pragma unroll
-    for (int n = 0; n < kRows / 2; ++n) sums[n] += bias[n % 4 / 2];
-    if (args.is_gated()) {
-        const float* of_ups = args.parts[1].bias;
-        const float up_bias[2] = {add_bias(of_ups, 0), add_bias(of_ups, 2)};
-#pragma unroll
-        for (int n = 0; n < kRows / 2; ++n) {
-            sums[n] = gate_of(args.gate, sums[n]) * (ups[n] + up_bias[n % 4 / 2]);
-        }
-    }
-#pragma unroll
-    for (int n = 0; n < kRows / 2; ++n) {
-        if (row_of(n) >= rows || !is_there[n % 4 / 2]) continue;
-        const int64_t to = at + row_of(n) * args.y_stride + 8 * (n % 4 / 2);
-        if (args.y_dtype == kF16) {
-            static_cast<__half*>(args.y)[to] = from_float<__half>(sums[n]);
-        } else {
-            static_cast<float*>(args.y)[to] = sums[n];
-        }
+    for (int i = 0; i < kRows / 4; ++i) {
+        const WidePlace place = WidePlace::of<kRows>(args, walk, i, threadIdx.x);
+        float before[4];
+        place.load(before, args, part);
+        float4 own = four_of<kRows>(sums, i), ups = own;
+        if (args.is_gated()) own = gates[i * kMultiplierThreads + threadIdx.x];
+        place.store(args, part, before, own, ups);
     }
 }
 
-// Sums of a block's share of a tile to y, once all that share it have left theirs; a tile that is
-// the block's alone is in `sums`, and a pair in the workspace too.
+// This block's piece of a tile that is shared, from what is left in `sums`, of a gated pair the
+// second part's. All of it is there.
 template <int kRows>
-__device__ __forceinline__ void finish_wide_tile(
-    const WideArgs& args, const WideWalk& walk, const WideSums<kRows>& sums,
-    uint32_t& is_last_to_come, int warp, int lane
+__device__ __forceinline__ void write_shared_tile(
+    const WideArgs& args, const WideWalk& walk, const float4* sums, const float4* gates
 ) {
-    const uint32_t length = args.tile_length(walk.group);
-    const int first = walk.start / args.run, last = (walk.start + length - 1) / args.run;
-    if (first < last) {
-        named_barrier<1, kMultiplierThreads>();
-        if (threadIdx.x == 0) {
-            // Up to the number of blocks and back to zero.
-            const uint32_t others = last - first;
-            is_last_to_come = ordered_increment(&args.counters[first], others) == others;
-        }
-        named_barrier<1, kMultiplierThreads>();
-        if (!is_last_to_come) return;
-    }
-    float own[kRows / 2], ups[kRows / 2];
-    if (first == last && !args.is_gated()) {
+    const WidePart& part = args.parts[walk.group];
+    const int team_threads = args.tile_strips() * kWarp, rank = blockIdx.x % args.splits;
+    const int all = kRows / 4 * team_threads, each = (all + args.splits - 1) / args.splits;
+    const int end = min(all, (rank + 1) * each);
 #pragma unroll 1
-        for (int i = 0; i < 2; ++i) {
-#pragma unroll
-            for (int n = 0; n < kRows / 2; ++n) own[n] = i == 0 ? sums[0][n] : sums[1][n];
-            write_columns<kRows>(args, walk, own, ups, i, warp, lane);
-        }
-        return;
-    }
-    const uint32_t middle = walk.start + args.parts[0].num_blocks;  // of a pair
-    const int last_own = args.is_gated() ? (middle - 1) / args.run : last;
-#pragma unroll 1
-    for (int i = 0; i < 2; ++i) {
-        gather_left<kRows>(own, args, first, first, last_own, 0, i);
-        if (args.is_gated()) {
-            gather_left<kRows>(ups, args, first, middle / args.run, last, 1, i);
-        }
-        write_columns<kRows>(args, walk, own, ups, i, warp, lane);
+    for (int n = rank * each + threadIdx.x; n < end; n += kMultiplierThreads) {
+        const int i = n / team_threads, thread = n % team_threads;
+        const WidePlace place = WidePlace::of<kRows>(args, walk, i, thread);
+        float before[4];
+        place.load(before, args, part);
+        const int at = i * kMultiplierThreads + thread;
+        const float4 last = gather(args, sums + at);
+        const float4 own = args.is_gated() ? gather(args, gates + at) : last;
+        place.store(args, part, before, own, last);
     }
 }
 
