@@ -167,11 +167,7 @@ private:
                 open_run(part, run_at(part, run_).first_unit);
                 in_group_ = 0;
             } else {
-                uint32_t first = turn_first_;
-                left_ = turn_units_;
-                turn_units_ = 0;
-                if (is_at_end_) first = open_share();
-                if (left_ > 0) open_units(first);
+                open_share();
             }
         }
         int units = 1, blocks = last_blocks_, count = 1;
@@ -190,44 +186,35 @@ private:
         series_left_ = count;
         size_ = units * (header_bytes_ + 128 * bits_ * blocks);
         run_left_ -= count * units;
-        is_at_end_ = run_left_ == 0 && left_ == 0 && turn_units_ == 0;
-        if (is_at_end_) tile_ += gridDim.x >> args_.split_bits;
+        const bool is_at_end = run_left_ == 0 && left_ == 0;
+        if (is_at_end) tile_ += gridDim.x >> args_.split_bits;
         if (lane_ == 0) {
             const uint32_t what = Chunks::of(units > 0 ? bits_ : 0, units, blocks);
             state_->chunks[slot] = {
-                part_word_ | what | (is_at_end_ ? Chunks::kIsLast : 0),
+                part_word_ | what | (is_at_end ? Chunks::kIsLast : 0),
                 Chunks::place_of(block_, count)
             };
         }
         block_ += count * units * blocks;
     }
 
-    // This warp's share of the tile: the first unit of its second part, which comes first. Where that
-    // begins is another place for neighbouring tiles, so that not all thread blocks of a launch ask
-    // for the same inputs at a time.
-    __device__ __forceinline__ uint32_t open_share() {
+    // This warp's share of the tile.
+    __device__ __forceinline__ void open_share() {
         const StripPlace place(args_, TilePlace(args_, tile_), warp_ & (args_.wide() - 1));
         const QuantPart& part = args_.parts[place.part];
         const int slice_bits = kWarpBits - args_.wide_bits + args_.split_bits;
         const uint32_t rank = blockIdx.x & (args_.splits() - 1);
         const uint32_t slice = (rank << kWarpBits | warp_) >> args_.wide_bits;
         const uint32_t first = part.num_units * slice >> slice_bits;
-        uint32_t units = (part.num_units * (slice + 1) >> slice_bits) - first;
-        if (place.strip >= part.strips) units = 0;
+        left_ = static_cast<int>((part.num_units * (slice + 1) >> slice_bits) - first);
+        if (place.strip >= part.strips) left_ = 0;
         part_ = place.part;
         part_word_ = Chunks::of(part, place.part);
         header_bytes_ = part.header_bytes;
-        strip_ = part.tiles + static_cast<int64_t>(place.strip) * part.strip_bytes;
-        turn_first_ = first;
-        turn_units_ = units > 0 ? static_cast<int>(tile_ % units) : 0;
-        left_ = static_cast<int>(units) - turn_units_;
-        chunk_units_ = 0, group_units_ = 1;  // of no units, a chunk of none
-        return first + turn_units_;
-    }
-
-    // The `left_` units from that one on.
-    __device__ __forceinline__ void open_units(uint32_t first) {
-        const QuantPart& part = args_.parts[part_];
+        if (left_ == 0) {  // a chunk of no units
+            chunk_units_ = 0, group_units_ = 1;
+            return;
+        }
         run_ = run_of(part, first);
         const ExlQuantRun run = run_at(part, run_);
         const uint32_t in_run = first - run.first_unit;
@@ -236,7 +223,8 @@ private:
         const uint32_t group_blocks = (run.group_units - 1) * kChunkBlocks + run.last_blocks;
         const uint32_t blocks = groups * group_blocks + in_group * kChunkBlocks;
         block_ = run.first_block + blocks;
-        from_ = strip_ + run.offset + in_run * header_bytes_ + blocks * 128 * run.bits;
+        from_ = part.tiles + static_cast<int64_t>(place.strip) * part.strip_bytes + run.offset +
+                in_run * header_bytes_ + blocks * 128 * run.bits;
         open_run(part, first);
         in_group_ = static_cast<int>(in_group);
     }
@@ -292,15 +280,11 @@ private:
     int part_ = 0, header_bytes_ = 0, left_ = 0;
     const uint8_t* from_ = nullptr;
     uint32_t block_ = 0;
-    const uint8_t* strip_ = nullptr;
-    uint32_t turn_first_ = 0;  // of the share's first part, which comes last
-    int turn_units_ = 0;       // what is left to do of it
     // Of the run.
     int run_ = 0, run_left_ = 0, bits_ = 0, group_units_ = 1, last_blocks_ = 1, chunk_units_ = 0;
     int in_group_ = 0;  // units that have passed of a group of several
     // Of the series: chunks to copy, and the bytes of each.
     int series_left_ = 0, size_ = 0;
-    bool is_at_end_ = true;  // it is the last one of a share
     // The slot at hand.
     int slot_ = 0;
     uint32_t phase_ = 0;

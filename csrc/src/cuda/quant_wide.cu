@@ -24,14 +24,15 @@ constexpr int blocks_per_multiprocessor(int rows) { return rows <= 32 ? 2 : 1; }
 
 #if EXL_IS_HOPPER
 
-// What the multiplying warps do: all tiles of the block. Sums of a shared one are left in the ring,
-// those of a pair's first part behind the state.
+// What the multiplying warps do: all tiles of the block. Each thread's sums are left in
+// shared memory.
 template <int kRows>
 __device__ __forceinline__ void multiply_all(
     const WideArgs& args, WideState<kRows>& state, uint8_t* ring, int warp, int lane
 ) {
     const int strip = warp % args.tile_strips(), team = warp / args.tile_strips();
-    auto* gates = reinterpret_cast<float4*>(&state + 1);
+    auto* gates = reinterpret_cast<float4*>(ring + args.gates_at);
+    auto* sums = reinterpret_cast<float4*>(ring + args.sums_at);
     uint32_t taken = 0;
     for (WideWalk walk(args); !walk.is_over(args); walk.advance(args)) {
         WideSums<kRows> total;
@@ -61,12 +62,10 @@ __device__ __forceinline__ void multiply_all(
             }
             taken += count;
         }
-        if (!args.is_shared()) {
-            write_own_tile<kRows>(args, walk, total, gates);
-            continue;
-        }
-        named_barrier<1, kMultiplierThreads>();  // nobody reads the ring any more
-        leave<kRows>(total, reinterpret_cast<float4*>(ring));
+        if (args.sums_at == 0) named_barrier<1, kMultiplierThreads>();  // done with the ring
+        leave<kRows>(total, sums);
+        if (args.is_shared()) cluster_barrier();
+        write_wide_tile<kRows>(args, walk, sums, gates);
     }
 }
 
@@ -91,20 +90,12 @@ __global__ void __launch_bounds__(kWideThreads, blocks_per_multiprocessor(kRows)
         wait_for_inputs();
         multiply_all<kRows>(args, state, shared, warp, lane);
     }
-    // Until what this block has left is there, and has been read.
+    if (!args.is_shared()) return;
+    // Other blocks of the cluster may still be reading this one's sums. What copies and sums up the
+    // inputs has come to the first barrier by coming here.
     __syncwarp();
-    if (args.is_shared()) {
-        cluster_barrier();
-        if (warp < kMultipliers) {
-            const WideWalk walk(args);
-            const auto* gates = reinterpret_cast<const float4*>(&state + 1);
-            write_shared_tile<kRows>(
-                args, walk, reinterpret_cast<const float4*>(shared), gates
-            );
-        }
-        __syncwarp();
-        cluster_barrier();
-    }
+    if (warp >= kMultipliers) cluster_barrier();
+    cluster_barrier();
 #endif
 }
 
@@ -142,12 +133,48 @@ int cut_tiles(WideArgs& args, int teams) {
     return static_cast<int>(args.tiles);
 }
 
+constexpr int kMostSplits = 8;
+
+// How many clusters of 1 .. 8 blocks run at once; asked once for each device.
+struct ClusterRoom {
+    int device = -1;
+    int at_once[kMostSplits + 1];
+};
+template <int kRows>
+cudaError_t cluster_room(ClusterRoom* room, const DeviceInfo& info, int shared_bytes) {
+    thread_local ClusterRoom known;
+    if (known.device != info.device) {
+        cudaError_t error = cudaFuncSetAttribute(
+            quant_wide_kernel<kRows>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes
+        );
+        for (int splits = 1; splits <= kMostSplits && error == cudaSuccess; ++splits) {
+            cudaLaunchAttribute cluster = {};
+            cluster.id = cudaLaunchAttributeClusterDimension;
+            cluster.val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
+            cudaLaunchConfig_t config = {};
+            config.gridDim = dim3(static_cast<unsigned>(splits));
+            config.blockDim = dim3(kWideThreads);
+            config.dynamicSmemBytes = shared_bytes;
+            config.attrs = &cluster;
+            config.numAttrs = 1;
+            error = cudaOccupancyMaxActiveClusters(
+                &known.at_once[splits], quant_wide_kernel<kRows>, &config
+            );
+        }
+        if (error != cudaSuccess) {
+            cudaGetLastError();  // it is reported, and not to be seen again
+            return error;
+        }
+        known.device = info.device;
+    }
+    *room = known;
+    return cudaSuccess;
+}
+
 // Teams and blocks of a cluster, as what makes the slowest block done soonest, in units of a team
-// alone on its multiprocessor: two blocks on one slow each other down by a third, and sums of
-// several take as long as a unit.
-void share_out(WideArgs& args, int resident, int multiprocessors) {
-    constexpr int kMostSplits = 8;
-    const int slots = resident * multiprocessors;
+// alone on its multiprocessor: two blocks on one slow each other down by a third, two teams that
+// read inputs of their own by a tenth, and sums of several take as long as a unit.
+void share_out(WideArgs& args, const ClusterRoom& room, int multiprocessors) {
     int64_t units = 0;
     for (int i = 0; i < args.groups; ++i) units = std::max<int64_t>(units, args.parts[i].num_units);
     if (args.is_gated()) units += args.parts[1].num_units;
@@ -157,11 +184,12 @@ void share_out(WideArgs& args, int resident, int multiprocessors) {
         const int tiles = cut_tiles(args, teams);
         for (int splits = 1; splits <= kMostSplits; ++splits) {
             const bool is_shared = teams * splits > 1;
-            if (is_shared && tiles * splits > slots) break;
-            const int64_t rounds = ceil_div(tiles, slots / splits);
-            const double alone = tiles * splits <= multiprocessors ? 1.0 : 1.33;
-            const auto own = static_cast<double>(ceil_div(units, teams * splits) * rounds);
-            const double cost = own * alone + is_shared;
+            const int at_once = std::max(1, room.at_once[splits]);
+            if (is_shared && tiles > at_once) continue;
+            const int64_t own = ceil_div(units, teams * splits) * ceil_div(tiles, at_once);
+            const double slower = (tiles * splits <= multiprocessors ? 1.0 : 1.33) *
+                                  (teams == 2 ? 1.1 : 1.0);
+            const double cost = static_cast<double>(own) * slower + is_shared;
             if (best_teams == 0 || cost < least) {
                 least = cost, best_teams = teams, args.splits = splits;
             }
@@ -175,14 +203,21 @@ cudaError_t launch_wide(WideArgs& args, const DeviceInfo& info, void* stream) {
     const int resident = blocks_per_multiprocessor(kRows);
     const int share = std::min(228 * 1024 / resident - 1024, info.shared_per_block);
     const int state = static_cast<int>(sizeof(WideState<kRows>));
-    const int gates = args.is_gated() ? kRows * 4 * kMultiplierThreads : 0;
-    args.ring_bytes = (share - state - gates) / 128 * 128;
-    share_out(args, resident, info.multiprocessors);
-    const auto clusters =
-        std::min<int64_t>(args.tiles, resident * info.multiprocessors / args.splits);
+    ClusterRoom room;
+    const cudaError_t error = cluster_room<kRows>(&room, info, share);
+    if (error != cudaSuccess) return error;
+    share_out(args, room, info.multiprocessors);
+    const int at_once = std::max(1, room.at_once[args.splits]);
+    const bool has_one = args.tiles <= static_cast<uint32_t>(at_once);
+    const int gates = args.is_gated() ? kSumsBytes<kRows> : 0;
+    const int sums = has_one ? 0 : kSumsBytes<kRows>;
+    args.ring_bytes = (share - state - gates - sums) / 128 * 128;
+    args.gates_at = args.ring_bytes + state;
+    args.sums_at = has_one ? 0 : args.gates_at + gates;
+    const int clusters = std::min(static_cast<int>(args.tiles), at_once);
     return launch_clusters(
         quant_wide_kernel<kRows>, dim3(static_cast<unsigned>(clusters * args.splits)),
-        dim3(kWideThreads), args.splits, args.ring_bytes + state + gates, stream, args
+        dim3(kWideThreads), args.splits, args.ring_bytes + state + gates + sums, stream, args
     );
 }
 

@@ -49,6 +49,12 @@ struct WideState {
 #endif
 };
 
+// Sums of a block, as its threads have them: [kRows / 4][kMultiplierThreads] of 4 numbers. Number 4 i
+// and up of a thread is of columns first + 16 (i / (kRows / 8)) and the eighth after it, where its
+// first is lane / 4 of its strip, and of rows 8 (i % (kRows / 8)) + 2 (lane % 4) and the one after it.
+template <int kRows>
+constexpr int kSumsBytes = kRows / 4 * kMultiplierThreads * 16;
+
 #if EXL_IS_HOPPER
 
 // What the copying warp does.
@@ -87,12 +93,8 @@ private:
             if (half_ == 0) walk_.advance(args_);
         } while (share.begin == share.end);
         const WidePart& part = args_.parts[share.part];
-        // Another place for neighbouring tiles, so that not all blocks of a launch ask for the same
-        // inputs at a time.
-        first_ = static_cast<int>(share.begin);
+        next_ = static_cast<int>(share.begin);
         last_ = static_cast<int>(share.end);
-        left_ = last_ - first_;
-        next_ = first_ + static_cast<int>(tile % left_);
         const int first_strip = args_.tile_strips() * static_cast<int>(tile);
         units_ = part.units;
         inputs_ = part.inputs;
@@ -160,8 +162,7 @@ private:
         is_ahead_ |= wraps;
         write_ = at + whole;
         ++issued_;
-        if (++next_ == last_) next_ = first_;
-        is_open_ = --left_ > 0;
+        is_open_ = ++next_ < last_;
         if (is_open_) read_unit();
     }
 
@@ -188,7 +189,7 @@ private:
     const __half* inputs_ = nullptr;
     const uint8_t* from_ = nullptr;  // of the lane's strip
     int header_bytes_ = 0, strips_ = 0;
-    int first_ = 0, last_ = 0, next_ = 0, left_ = 0;  // units of the share; the one to copy next
+    int next_ = 0, last_ = 0;  // units: the one to copy next, and the share's end
     uint32_t unit_ = 0, offset_ = 0;
     // The ring.
     const __half* first_inputs_ = nullptr;

@@ -42,10 +42,12 @@ struct WideArgs {
     int32_t epilogue;
     int32_t gate;
     int32_t ring_bytes;
+    int32_t sums_at;   // in shared memory; in the ring where a block has one tile
+    int32_t gates_at;  // those of a pair's first part
 
     __host__ __device__ bool is_gated() const { return epilogue == EXL_EPILOGUE_GATED; }
     __host__ __device__ int tile_strips() const { return kTileStrips / teams; }
-    // Whether sums of a tile come together in shared memory.
+    // Whether several blocks or teams share a tile; then a block has only the one.
     __host__ __device__ bool is_shared() const { return splits * teams > 1; }
 };
 
