@@ -64,6 +64,17 @@ __device__ __forceinline__ void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
     asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
+// Which of the launch's clusters this is, and which of its blocks.
+__device__ __forceinline__ uint32_t cluster_index() {
+    uint32_t index;
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+    return index;
+}
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
 // From this place in the shared memory of the cluster's block `rank`.
 __device__ __forceinline__ float4 load_cluster(const float4* from, int rank) {
     float4 four;

@@ -30,7 +30,8 @@ template <int kRows>
 __device__ __forceinline__ void multiply_all(
     const WideArgs& args, WideState<kRows>& state, uint8_t* ring, int warp, int lane
 ) {
-    const int strip = warp % args.tile_strips(), team = warp / args.tile_strips();
+    const int strip = warp & (args.tile_strips() - 1);
+    const int team = warp * args.teams() / kTileStrips;
     auto* gates = reinterpret_cast<float4*>(ring + args.gates_at);
     auto* sums = reinterpret_cast<float4*>(ring + args.sums_at);
     uint32_t taken = 0;
@@ -46,7 +47,7 @@ __device__ __forceinline__ void multiply_all(
                 for (int n = 0; n < kRows / 2; ++n) total[i][n] = 0.0f;
             }
             const uint32_t count = share.end - share.begin;
-            for (uint32_t unit = team; unit < count; unit += args.teams) {
+            for (uint32_t unit = team; unit < count; unit += args.teams()) {
                 const uint32_t slot = (taken + unit) % kRingUnits;
                 const uint32_t parity = (taken + unit) / kRingUnits & 1;
                 barrier_wait(&state.full[slot], parity);
@@ -80,7 +81,7 @@ __global__ void __launch_bounds__(kWideThreads, blocks_per_multiprocessor(kRows)
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
 
     let_next_begin();
-    state.begin(args.teams);
+    state.begin(args.teams());
     __syncthreads();
     if (warp == kMultipliers) {
         WideCopies<kRows>(args, state, shared, lane).run();
@@ -109,7 +110,7 @@ WidePart wide_part(const ExlQuantMatrix& w, const void* inputs, int first_column
     part.inputs = static_cast<const __half*>(inputs);
     part.strip_bytes = w.strip_bytes;
     part.strips = static_cast<int>(ceil_div(w.n, 32));
-    part.num_units = w.num_units;
+    part.num_units = static_cast<uint32_t>(w.num_units);
     part.n = w.n;
     part.first_column = first_column;
     part.scale_bytes = w.scale_dtype == kF16 ? 2 : 4;
@@ -121,9 +122,9 @@ WidePart wide_part(const ExlQuantMatrix& w, const void* inputs, int first_column
     return part;
 }
 
-// Tiles of the launch, for so many teams.
-int cut_tiles(WideArgs& args, int teams) {
-    args.teams = teams;
+// Tiles of the launch, for 2^team_bits teams.
+int cut_tiles(WideArgs& args, int team_bits) {
+    args.team_bits = team_bits;
     args.tiles = 0;
     for (int i = 0; i < args.groups; ++i) {
         args.group_tiles[i] =
@@ -179,9 +180,9 @@ void share_out(WideArgs& args, const ClusterRoom& room, int multiprocessors) {
     for (int i = 0; i < args.groups; ++i) units = std::max<int64_t>(units, args.parts[i].num_units);
     if (args.is_gated()) units += args.parts[1].num_units;
     double least = 0;
-    int best_teams = 0;
-    for (int teams = 1; teams <= (args.is_gated() ? 1 : 2); ++teams) {
-        const int tiles = cut_tiles(args, teams);
+    int best = -1;
+    for (int bits = 0; bits <= (args.is_gated() ? 0 : 1); ++bits) {
+        const int tiles = cut_tiles(args, bits), teams = args.teams();
         for (int splits = 1; splits <= kMostSplits; ++splits) {
             const bool is_shared = teams * splits > 1;
             const int at_once = std::max(1, room.at_once[splits]);
@@ -190,12 +191,12 @@ void share_out(WideArgs& args, const ClusterRoom& room, int multiprocessors) {
             const double slower = (tiles * splits <= multiprocessors ? 1.0 : 1.33) *
                                   (teams == 2 ? 1.1 : 1.0);
             const double cost = static_cast<double>(own) * slower + is_shared;
-            if (best_teams == 0 || cost < least) {
-                least = cost, best_teams = teams, args.splits = splits;
+            if (best < 0 || cost < least) {
+                least = cost, best = bits, args.splits = splits;
             }
         }
     }
-    cut_tiles(args, best_teams);
+    cut_tiles(args, best);
 }
 
 template <int kRows>
@@ -214,9 +215,14 @@ cudaError_t launch_wide(WideArgs& args, const DeviceInfo& info, void* stream) {
     args.ring_bytes = (share - state - gates - sums) / 128 * 128;
     args.gates_at = args.ring_bytes + state;
     args.sums_at = has_one ? 0 : args.gates_at + gates;
-    const int clusters = std::min(static_cast<int>(args.tiles), at_once);
+    args.clusters = std::min(args.tiles, static_cast<uint32_t>(at_once));
+    for (WidePart& part : args.parts) {
+        part.share_units = static_cast<uint32_t>(ceil_div(part.num_units, args.splits));
+    }
+    args.piece =
+        static_cast<int>(ceil_div(kRows / 4 * args.tile_strips() * kWarp, args.splits));
     return launch_clusters(
-        quant_wide_kernel<kRows>, dim3(static_cast<unsigned>(clusters * args.splits)),
+        quant_wide_kernel<kRows>, dim3(args.clusters * args.splits),
         dim3(kWideThreads), args.splits, args.ring_bytes + state + gates + sums, stream, args
     );
 }

@@ -27,23 +27,23 @@ __device__ __forceinline__ void leave(const WideSums<kRows>& sums, float4* to) {
 // What all teams of the cluster have left there.
 __device__ __forceinline__ float4 gather(const WideArgs& args, const float4* from) {
     constexpr int kAtOnce = 4;
-    const int sources = args.splits * args.teams, team_threads = args.tile_strips() * kWarp;
+    const int sources = args.splits << args.team_bits, team_threads = args.tile_strips() * kWarp;
     float4 sum = {};
 #pragma unroll 1
     for (int first = 0; first < sources; first += kAtOnce) {
-        float4 fours[kAtOnce];
+        float4 fours[kAtOnce] = {};
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
             const int source = first + j;
-            if (source >= sources) break;
-            fours[j] = load_cluster(
-                from + source % args.teams * team_threads, source / args.teams
-            );
+            if (source < sources) {
+                fours[j] = load_cluster(
+                    from + (source & args.team_bits) * team_threads, source >> args.team_bits
+                );
+            }
         }
 #pragma unroll
-        for (int j = 0; j < kAtOnce; ++j) {
-            if (first + j >= sources) break;
-            sum.x += fours[j].x, sum.y += fours[j].y, sum.z += fours[j].z, sum.w += fours[j].w;
+        for (const float4& four : fours) {
+            sum.x += four.x, sum.y += four.y, sum.z += four.z, sum.w += four.w;
         }
     }
     return sum;
@@ -57,25 +57,26 @@ __device__ __forceinline__ void write_wide_tile(
     const WideArgs& args, const WideWalk& walk, const float4* sums, const float4* gates
 ) {
     const WidePart& part = args.parts[walk.group];
-    const int team_threads = args.tile_strips() * kWarp, rank = blockIdx.x % args.splits;
-    const int all = kRows / 4 * team_threads, each = (all + args.splits - 1) / args.splits;
-    const int end = min(all, (rank + 1) * each);
+    const int team_threads = args.tile_strips() * kWarp;
+    const int begin = static_cast<int>(cluster_rank()) * args.piece;
+    const int end = min(kRows / 4 * team_threads, begin + args.piece);
     const bool is_added = args.epilogue == EXL_EPILOGUE_ADD;
 #pragma unroll 1
-    for (int n = rank * each + threadIdx.x; n < end; n += kMultiplierThreads) {
-        const int i = n / team_threads, thread = n % team_threads, lane = thread % kWarp;
+    for (int n = begin + threadIdx.x; n < end; n += kMultiplierThreads) {
+        const int i = n * args.teams() / kMultiplierThreads, thread = n & (team_threads - 1);
+        const int lane = thread % kWarp;
         const int strip = args.tile_strips() * static_cast<int>(walk.tile) + thread / kWarp;
         const int row = 8 * (i % (kRows / 8)) + 2 * (lane % 4);
         const int column = 32 * strip + 16 * (i / (kRows / 8)) + lane / 4;
         const int64_t first = row * args.y_stride + part.first_column + column;
-        bool is_there[4];
-        int64_t at[4];
+        const auto is_there = [&](int c) {
+            return row + c % 2 < args.m && column + 8 * (c / 2) < part.n;
+        };
+        const auto at = [&](int c) { return first + c % 2 * args.y_stride + 8 * (c / 2); };
         float y[4];
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            is_there[c] = row + c % 2 < args.m && column + 8 * (c / 2) < part.n;
-            at[c] = first + c % 2 * args.y_stride + 8 * (c / 2);
-            y[c] = is_added && is_there[c] ? static_cast<const float*>(args.y)[at[c]] : 0.0f;
+            y[c] = is_added && is_there(c) ? static_cast<const float*>(args.y)[at(c)] : 0.0f;
         }
         const float4 last = gather(args, sums + i * kMultiplierThreads + thread);
         float4 own = last;
@@ -84,7 +85,7 @@ __device__ __forceinline__ void write_wide_tile(
         if (part.bias != nullptr) {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                if (is_there[c]) y[c] += part.bias[column + 8 * (c / 2)];
+                if (is_there(c)) y[c] += part.bias[column + 8 * (c / 2)];
             }
         }
         if (args.is_gated()) {
@@ -92,19 +93,19 @@ __device__ __forceinline__ void write_wide_tile(
             const float* bias = args.parts[1].bias;
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                if (bias != nullptr && is_there[c]) ups[c] += bias[column + 8 * (c / 2)];
+                if (bias != nullptr && is_there(c)) ups[c] += bias[column + 8 * (c / 2)];
                 y[c] = gate_of(args.gate, y[c]) * ups[c];
             }
         }
         if (args.y_dtype == kF16) {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                if (is_there[c]) static_cast<__half*>(args.y)[at[c]] = from_float<__half>(y[c]);
+                if (is_there(c)) static_cast<__half*>(args.y)[at(c)] = from_float<__half>(y[c]);
             }
         } else {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                if (is_there[c]) static_cast<float*>(args.y)[at[c]] = y[c];
+                if (is_there(c)) static_cast<float*>(args.y)[at(c)] = y[c];
             }
         }
     }

@@ -7,7 +7,7 @@
 // more tiles than one.
 #pragma once
 
-#include "common.cuh"
+#include "hopper.cuh"
 
 namespace exl::cuda {
 
@@ -20,7 +20,8 @@ struct WidePart {
     const __half* inputs;
     int64_t strip_bytes;
     int32_t strips;
-    int32_t num_units;
+    uint32_t num_units;
+    uint32_t share_units;  // of a block; the last ones may have fewer
     int32_t n;
     int32_t first_column;  // of y
     int32_t header_bytes;  // of a unit, ahead of its blocks
@@ -32,8 +33,10 @@ struct WideArgs {
     WidePart parts[3];
     uint32_t group_tiles[3];  // of each part, or of a gated pair both
     uint32_t tiles;           // of all
-    int32_t teams;   // 2 with tiles of 4 strips, else 1
-    int32_t splits;  // thread blocks of a cluster, 1 to 8
+    int32_t team_bits;  // 1 with tiles of 4 strips and two teams, else 0
+    int32_t splits;     // thread blocks of a cluster, 1 to 8
+    uint32_t clusters;
+    int32_t piece;  // of a tile that a block writes: so many times four numbers
     void* y;
     int64_t y_stride;
     int32_t groups;      // parts, or 1 of a gated pair
@@ -46,12 +49,13 @@ struct WideArgs {
     int32_t gates_at;  // those of a pair's first part
 
     __host__ __device__ bool is_gated() const { return epilogue == EXL_EPILOGUE_GATED; }
-    __host__ __device__ int tile_strips() const { return kTileStrips / teams; }
+    __host__ __device__ int teams() const { return 1 << team_bits; }
+    __host__ __device__ int tile_strips() const { return kTileStrips >> team_bits; }
     // Whether several blocks or teams share a tile; then a block has only the one.
-    __host__ __device__ bool is_shared() const { return splits * teams > 1; }
+    __host__ __device__ bool is_shared() const { return splits * teams() > 1; }
 };
 
-#ifdef __CUDACC__
+#if EXL_IS_HOPPER
 
 // Units of one part in a tile: begin .. end - 1.
 struct WideShare {
@@ -66,21 +70,22 @@ struct WideWalk {
     uint32_t tile;
 
     __device__ __forceinline__ explicit WideWalk(const WideArgs& args)
-        : of_all(blockIdx.x / args.splits) {
+        : of_all(cluster_index()) {
         find(args);
     }
     __device__ __forceinline__ bool is_over(const WideArgs& args) const {
         return of_all >= args.tiles;
     }
     __device__ __forceinline__ void advance(const WideArgs& args) {
-        of_all += gridDim.x / args.splits;
+        of_all += args.clusters;
         find(args);
     }
     // Of the tile's only part, or of the first or second of a pair.
     __device__ __forceinline__ WideShare share(const WideArgs& args, int half) const {
         const int part = args.is_gated() ? half : group;
-        const uint32_t units = args.parts[part].num_units, rank = blockIdx.x % args.splits;
-        return {part, units * rank / args.splits, units * (rank + 1) / args.splits};
+        const uint32_t units = args.parts[part].num_units, each = args.parts[part].share_units;
+        const uint32_t begin = min(units, cluster_rank() * each);
+        return {part, begin, min(units, begin + each)};
     }
 
 private:
@@ -92,6 +97,6 @@ private:
     }
 };
 
-#endif  // __CUDACC__
+#endif  // EXL_IS_HOPPER
 
 }  // namespace exl::cuda
