@@ -4,7 +4,7 @@
 // their way as its ring has slots, across the ends of tiles; nothing but that warp waits for them.
 // A chunk's copy is one bulk copy on 9.0 and 16 bytes a lane before; either way a barrier in shared
 // memory says when its bytes have come. Chunks that are alike and follow each other are a series:
-// what it is lies beside the slot that it begins in, and is worked out and read once for all of them.
+// what it is lies beside the slot that it begins in, and is worked out once for all of them.
 #pragma once
 
 #include "quant_work.cuh"
