@@ -101,20 +101,27 @@ class Sequences:
 def test_passes_of_every_shape(pair: Pair, kv_format: KVFormat) -> None:
     run = Sequences(pair, kv_format)
     run.feed(s0=(1, LAST))  # decoding from nothing
-    run.feed(s1=(300, LAST), s2=(37, ALL))  # the kernel's attention: short rows come last
-    run.feed(s2=(1, ALL), s1=(300, ALL))  # torch's, for a plain cache, of long rows behind a past
-    for _ in range(MET + 1):  # and of those from the start; at last by another of its ways
-        run.forget(3)
-        run.feed(s0=(2, ALL), s3=(700, ALL))
-    run.feed(s3=(257, LAST), s1=(256, LAST))
-    run.forget(1)
-    run.feed(s1=(300, LAST))
+    run.feed(s1=(300, LAST), s2=(37, ALL))
+    run.feed(s1=(300, NONE))
+    run.feed(s3=(700, LAST))
     for i in range(MEETINGS + 2):  # by and by as graphs
         run.feed(s0=(1, LAST), s1=(1, LAST), s2=(1, LAST))
         run.feed(s0=(4 + i % 2, ALL))
         run.feed(s1=(130 - i, LAST), s0=(1, LAST), s2=(1, LAST))
         run.feed(s2=(20, LAST))
     run.feed(s0=(1, LAST), s3=(1, LAST))
+
+
+def test_long_rows(pair: Pair) -> None:
+    """They go to torch's attention, where nothing else comes behind them."""
+    run = Sequences(pair, KVFormat.FP16)
+    run.feed(s1=(300, LAST), s2=(37, ALL))
+    run.feed(s2=(1, ALL), s1=(300, ALL))  # behind a past
+    for _ in range(MET + 1):  # from the start; at last by another of torch's ways
+        run.forget(3)
+        run.feed(s0=(2, ALL), s3=(700, ALL))
+    run.feed(s3=(257, LAST), s1=(256, LAST))
+    run.feed(s0=(1, LAST), s3=(1, LAST), s1=(1, ALL))
 
 
 def generator_of(loaded: LoadedModel, **changes: Any) -> DynamicGenerator:

@@ -218,7 +218,7 @@ def test_gated_pairs(kind, m, n):
     assert error(y, activated * exact(up, x)) < FLOAT16_BOUND
 
 
-def test_the_same_inputs_give_the_same_bits_and_the_workspace_stays_fit():
+def test_the_same_inputs_give_the_same_bits():
     small = random_plain(1, MIXED, 72)
     large = random_plain(2, [(4, 32, 128)], 4128)
     workspace = Workspace(4128)
@@ -231,7 +231,6 @@ def test_the_same_inputs_give_the_same_bits_and_the_workspace_stays_fit():
                 run_linear([matrices[which]], x, y, workspace)
                 first = seen.setdefault((which, m), y.clone())
                 assert torch.equal(first, y)
-    assert workspace.memory[: 4 * 1024].count_nonzero() == 0  # the counters
 
 
 def test_a_row_counts_the_same_in_whatever_chunk_it_is():

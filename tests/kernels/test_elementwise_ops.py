@@ -1,4 +1,4 @@
-"""Norms, RoPE and gated activations, against float64 and against torch's own functions."""
+"""Norms, RoPE, gated activations and sums of exponentials, against float64 and torch."""
 
 from __future__ import annotations
 
@@ -112,3 +112,32 @@ def test_gated_activation_agrees_with_torch_at_the_edges(table: OpTable, kind) -
     act = torch.nn.functional.silu if silu else torch.nn.functional.gelu
     expected = act(gate.double(), **({} if silu else {"approximate": "tanh"})).float()
     torch.testing.assert_close(y, expected, rtol=1e-6, atol=1e-36, equal_nan=True)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("n", [1, 7, 33, 100, 1025, 49152])
+@pytest.mark.parametrize("spread", [0.01, 4.0, 100.0])
+def test_log_sum_exp_matches_float64(table: OpTable, rng, rows, n, spread) -> None:
+    x = spread * strided_rows(rng, rows, n) + 30
+
+    y = table.log_sum_exp(x)
+
+    exact = x.double().logsumexp(1)
+    # Each term and each run of a sum is rounded; the difference to the largest is, too.
+    assert_within(y, exact, 40 * UNIT + 2 * UNIT * exact.abs())
+
+
+@pytest.mark.parametrize("n", [1, 16, 40, 3000])
+def test_log_sum_exp_at_the_edges(table: OpTable, rng, n) -> None:
+    x = normal(rng, 5, n)
+    x[0, n - 1], x[1, 0], x[2, n // 2] = torch.nan, torch.nan, torch.inf
+    x[3] = -torch.inf
+    assert table.log_sum_exp(x).isnan().tolist() == [True, True, True, True, False]
+    x[4, 0] = 1e30
+    x[4, 1:] = -torch.inf
+    assert table.log_sum_exp(x)[4] == torch.tensor(1e30)
+
+
+def test_log_sum_exp_refuses_rows_of_nothing(table: OpTable) -> None:
+    with pytest.raises(ValueError, match="log_sum_exp: x"):
+        table.log_sum_exp(torch.zeros(2, 0))

@@ -137,6 +137,7 @@ def outputs(table: OpTable, seed: int) -> list[torch.Tensor]:
     results = [table.linear(normal(rng, m, 500), w) for m in (1, 9, 200)]
     results.append(table.rms_norm(normal(rng, 300, 400), normal(rng, 400), 1e-5))
     results.append(table.gated_activation(normal(rng, 90, 4000), "silu"))
+    results.append(table.log_sum_exp(normal(rng, 90, 4000)))
     batch = paged_batch(
         rng, [(900, 1), (0, 100)], kv_heads=2, head_dim=32, page_size=64, dtype=torch.float16
     )

@@ -227,7 +227,7 @@ typedef struct {
     int32_t epilogue;
     int32_t gate;
     int32_t reserved;
-    void* workspace;        // zero when first passed in, and left zero where it must be
+    void* workspace;        // none is needed: of no bytes
     int64_t workspace_bytes;
     const int32_t* places;  // [n], gated: y is prepared inputs of float16; or null
 } ExlQuantLinear;

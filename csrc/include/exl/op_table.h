@@ -17,6 +17,7 @@ struct OpTable {
     void (*rms_norm)(ThreadPool&, const RmsNormArgs&);
     void (*rope)(ThreadPool&, const RopeArgs&);
     void (*gated_activation)(ThreadPool&, const GatedActivationArgs&);
+    void (*log_sum_exp)(ThreadPool&, const LogSumExpArgs&);
     void (*write_kv)(ThreadPool&, const WriteKvArgs&);
     void (*paged_attention)(ThreadPool&, const AttentionArgs&);
     void (*quant_linear)(ThreadPool&, const QuantLinearArgs&);

@@ -1,4 +1,4 @@
-// Norms, RoPE, gated activations, cache writes.
+// Norms, RoPE, gated activations, sums of exponentials, cache writes.
 #include "bindings/convert.h"
 
 namespace exl {
@@ -68,6 +68,17 @@ static void gated_activation(Table& table, py::handle x, const std::string& kind
     table.ops->gated_activation(table.pool, args);
 }
 
+static void log_sum_exp(Table& table, py::handle x, py::handle y) {
+    const Operand x_operand{"log_sum_exp", "x"};
+    const TensorView from = view_of(x_operand, x, {DType::f32}, {kAnySize, kAnySize}, 1);
+    if (from.shape[1] == 0) fail(x_operand, "rows of at least one value", "0");
+    const TensorView to = view_of({"log_sum_exp", "out"}, y, {DType::f32}, {from.shape[0]}, 0);
+    const LogSumExpArgs args{from.as<float>(), from.shape[0], from.stride[0], from.shape[1],
+                             to.as<float>()};
+    py::gil_scoped_release release;
+    table.ops->log_sum_exp(table.pool, args);
+}
+
 static void write_kv(Table& table, py::handle key, py::handle value, py::handle key_cache,
                      py::handle value_cache, py::handle slots) {
     const TensorView k = view_of({"write_kv", "key"}, key, {DType::f32},
@@ -95,6 +106,7 @@ void bind_elementwise(py::class_<Table>& table) {
     table.def("rope_", &rope, py::arg("x"), py::arg("cos"), py::arg("sin"));
     table.def("gated_activation", &gated_activation, py::arg("gate_up"), py::arg("kind"),
               py::arg("out"));
+    table.def("log_sum_exp", &log_sum_exp, py::arg("x"), py::arg("out"));
     table.def("write_kv", &write_kv, py::arg("key"), py::arg("value"), py::arg("key_cache"),
               py::arg("value_cache"), py::arg("slots"));
 }

@@ -10,6 +10,7 @@ void embedding(ThreadPool& pool, const EmbeddingArgs& args);
 void rms_norm(ThreadPool& pool, const RmsNormArgs& args);
 void rope(ThreadPool& pool, const RopeArgs& args);
 void gated_activation(ThreadPool& pool, const GatedActivationArgs& args);
+void log_sum_exp(ThreadPool& pool, const LogSumExpArgs& args);
 void write_kv(ThreadPool& pool, const WriteKvArgs& args);
 void paged_attention(ThreadPool& pool, const AttentionArgs& args);
 void quant_linear(ThreadPool& pool, const QuantLinearArgs& args);

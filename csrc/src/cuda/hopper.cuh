@@ -58,15 +58,35 @@ template <int id, int threads>
 __device__ __forceinline__ void named_barrier() {
     asm volatile("bar.sync %0, %1;" ::"n"(id), "n"(threads) : "memory");
 }
-// Counts up to `most` and back to 0, in order with what the block's threads wrote ahead of the
-// barrier before it, and with what they read behind the one after it. The count before.
-__device__ __forceinline__ uint32_t ordered_increment(uint32_t* counter, uint32_t most) {
-    uint32_t before;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                 : "=r"(before)
-                 : "l"(counter), "r"(most)
+// Until all threads of the cluster have come, and what they wrote can be read. A block that was
+// launched alone is a cluster.
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// Which of the launch's clusters this is, and which of its blocks.
+__device__ __forceinline__ uint32_t cluster_index() {
+    uint32_t index;
+    asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+    return index;
+}
+__device__ __forceinline__ uint32_t cluster_rank() {
+    uint32_t rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+// From this place in the shared memory of the cluster's block `rank`.
+__device__ __forceinline__ float4 load_cluster(const float4* from, int rank) {
+    float4 four;
+    uint32_t address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(address)
+                 : "r"(shared_offset(from)), "r"(rank));
+    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+                 : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
+                 : "r"(address)
                  : "memory");
-    return before;
+    return four;
 }
 
 // ---- copies ------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ namespace exl::cuda {
 namespace {
 
 constexpr int kMostRows = 32;       // of a launch
-constexpr int kCounters = 1024;     // at the head of the workspace
 constexpr int kRingBytes = 10752;  // of a warp, where there is room
 // Of a thread block, so that two fit on a multiprocessor of 9.0 (228 KiB, 1 of each block's unseen).
 constexpr int kHalfOfShared = 113 << 10;
@@ -52,26 +51,14 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
     wait_for_inputs();
 
     const InputReader inputs(args, lane);
-    Chunk chunk = stream.front();
+    Chunks chunks = stream.front();
     ChunkRows<Shape> rows;
-    if constexpr (Shape::kIsAhead) load_rows<Shape>(rows, chunk, inputs);
+    if constexpr (Shape::kIsAhead) load_rows<Shape>(rows, chunks, inputs);
     int buffer = 0;
     for (uint32_t tile = blockIdx.x >> args.split_bits; tile < args.tiles;
          tile += gridDim.x >> args.split_bits) {
         Sums<Shape> total = {};
-        bool is_last;
-        do {
-            Chunk next = stream.next();
-            stream.wait();
-            add_chunk<Shape>(total, rows, chunk, next, stream.bytes(), inputs, lane);
-            stream.pop();
-            if (args.slots == 1) next = stream.front();
-            if constexpr (Shape::kIsAhead) {
-                if (args.slots == 1 || chunk.units() == 0) load_rows<Shape>(rows, next, inputs);
-            }
-            is_last = chunk.is_last();
-            chunk = next;
-        } while (!is_last);
+        while (!add_chunks<Shape>(total, rows, chunks, stream, inputs, lane)) {}
         sums[buffer].put(total, warp, lane, args.m);
         wait_for_cluster(args);
         write_tile<Shape>(args, tile, sums[buffer]);
@@ -193,12 +180,7 @@ int tiles_that_fit(int tiles, int slot_bytes, const DeviceInfo& info) {
 
 extern "C" {
 
-int64_t exl_cuda_quant_linear_workspace(int32_t, int32_t max_m) {
-    using namespace exl::cuda;
-    DeviceInfo info;
-    if (device_info(&info) != cudaSuccess || !is_wide(info, max_m)) return 0;
-    return kCounters * sizeof(uint32_t) + quant_wide_workspace(info, max_m);
-}
+int64_t exl_cuda_quant_linear_workspace(int32_t, int32_t) { return 0; }
 
 int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
     using namespace exl::cuda;
@@ -224,8 +206,6 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
     }
     args.y_stride = of->y_stride;
     args.places = of->places;
-    auto* counters = static_cast<uint32_t*>(of->workspace);
-    auto* partials = reinterpret_cast<float*>(counters + kCounters);
     args.num_groups = is_gated ? 1 : of->count;
     args.y_dtype = of->y_dtype;
     args.epilogue = of->epilogue;
@@ -234,8 +214,7 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
     for (int first = 0; first < of->m; first += kChunkRows) {
         const int rows = std::min(of->m - first, kChunkRows);
         if (is_wide(info, rows)) {
-            const cudaError_t error =
-                quant_wide(*of, first, rows, counters, partials, info, stream);
+            const cudaError_t error = quant_wide(*of, first, rows, info, stream);
             if (error != cudaSuccess) return error;
             continue;
         }

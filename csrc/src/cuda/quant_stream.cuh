@@ -3,7 +3,8 @@
 // A chunk is one unit, or several short ones: up to four blocks of 32 rows. A warp has as many on
 // their way as its ring has slots, across the ends of tiles; nothing but that warp waits for them.
 // A chunk's copy is one bulk copy on 9.0 and 16 bytes a lane before; either way a barrier in shared
-// memory says when its bytes have come. What a chunk is lies beside it.
+// memory says when its bytes have come. Chunks that are alike and follow each other are a series:
+// what it is lies beside the slot that it begins in, and is worked out once for all of them.
 #pragma once
 
 #include "quant_work.cuh"
@@ -15,9 +16,10 @@ constexpr int kWarps = 1 << kWarpBits;  // of a thread block
 constexpr int kMostSlots = 8;
 constexpr int kChunkBlocks = 4;
 
-struct Chunk {
+// Chunks that are alike, one after the other; or the first one of them.
+struct Chunks {
     uint32_t what;
-    uint32_t block;  // its first one, of the matrix
+    uint32_t place;
 
     static constexpr uint32_t kIsLast = 1u << 20;  // of the warp's share of a tile
 
@@ -26,6 +28,9 @@ struct Chunk {
     }
     __device__ __forceinline__ static uint32_t of(int bits, int units, int blocks) {
         return bits | units << 4 | blocks << 8;
+    }
+    __device__ __forceinline__ static uint32_t place_of(uint32_t block, uint32_t count) {
+        return block | count << 16;
     }
     __device__ __forceinline__ int bits() const { return what & 15; }
     __device__ __forceinline__ int units() const { return what >> 4 & 15; }
@@ -36,13 +41,19 @@ struct Chunk {
     __device__ __forceinline__ bool has_floats() const { return what >> 18 & 1; }
     __device__ __forceinline__ bool is_last() const { return what & kIsLast; }
     __device__ __forceinline__ bool is_empty() const { return units() == 0; }
-    // One unit of four blocks, as most are.
+    // Of one unit of four blocks, as most are.
     __device__ __forceinline__ bool is_whole() const { return (what & 0xff0) == 0x410; }
+    __device__ __forceinline__ uint32_t block() const { return place & 0xffff; }  // of the matrix
+    __device__ __forceinline__ int count() const { return place >> 16; }
+    // The last `left` ones of them.
+    __device__ __forceinline__ Chunks last(int left) const {
+        return {what, place_of(block() + (count() - left) * blocks(), left)};
+    }
 };
 
 // Shared memory of one warp ahead of its ring.
 struct RingState {
-    Chunk chunks[kMostSlots];
+    Chunks chunks[kMostSlots];  // where a series begins
     uint64_t barriers[kMostSlots];
 };
 
@@ -73,17 +84,20 @@ public:
 #endif
 #endif
         __syncwarp();
-        if (tile_ < args.tiles) open_share();
-        for (int slot = 0; slot < args.slots; ++slot) issue(slot);
+        for (int slot = 0; slot < args.slots; ++slot) {
+            if (must_open()) open_series(slot);
+            issue(slot);
+        }
     }
 
-    // What the chunk at hand is; its bytes may be on their way. Units of 0 mark the end.
-    __device__ __forceinline__ Chunk front() const {
+    // The series that begins with the chunk at hand, whose bytes may be on their way. Units of 0
+    // mark the end.
+    __device__ __forceinline__ Chunks front() const {
         __syncwarp();
         return state_->chunks[slot_];
     }
-    // The one after it, where the ring has several slots.
-    __device__ __forceinline__ Chunk next() const {
+    // The one that begins with the chunk after it, where the ring has several slots.
+    __device__ __forceinline__ Chunks next() const {
         if (args_.slots == 1) return {0, 0};
         __syncwarp();
         return state_->chunks[slot_ + 1 == args_.slots ? 0 : slot_ + 1];
@@ -119,9 +133,15 @@ public:
         }
 #endif
     }
+    // Whether `pop` has a series to open, which it is told apart for: that is a lot of code.
+    __device__ __forceinline__ bool must_open() const {
+        return series_left_ == 0 && tile_ < args_.tiles;
+    }
     // Gives its slot to the next copy; all its bytes have been read.
+    template <bool may_open>
     __device__ __forceinline__ void pop() {
         __syncwarp();
+        if (may_open && must_open()) open_series(slot_);
         issue(slot_);
         if (++slot_ == args_.slots) slot_ = 0, phase_ ^= 1;
     }
@@ -129,36 +149,53 @@ public:
 private:
     // Begins the copy of the next chunk, if there is one.
     __device__ __forceinline__ void issue(int slot) {
-        Chunk chunk = {0, block_};
-        if (tile_ < args_.tiles) {
-            int units = 1, blocks = last_blocks_;
-            if (group_units_ > 1) {
-                const bool is_last = ++in_group_ == group_units_;
-                if (is_last) in_group_ = 0;
-                if (!is_last) blocks = kChunkBlocks;
+        if (series_left_ == 0) {
+            if (lane_ == 0) state_->chunks[slot] = {0, 0};
+            return;
+        }
+        --series_left_;
+        copy(slot, size_);
+        from_ += size_;
+    }
+
+    // The next chunks that are alike.
+    __device__ __forceinline__ void open_series(int slot) {
+        if (run_left_ == 0) {
+            if (left_ > 0) {
+                const QuantPart& part = args_.parts[part_];
+                ++run_;
+                open_run(part, run_at(part, run_).first_unit);
+                in_group_ = 0;
             } else {
-                units = min(chunk_units_, run_left_);
-            }
-            const int size = units * (header_bytes_ + 128 * bits_ * blocks);
-            copy(slot, size);
-            chunk.what = part_word_ | Chunk::of(bits_, units, blocks);
-            from_ += size;
-            block_ += units * blocks;
-            run_left_ -= units;
-            if (run_left_ == 0) {
-                if (left_ > 0) {
-                    const QuantPart& part = args_.parts[part_];
-                    ++run_;
-                    open_run(part, run_at(part, run_).first_unit);
-                    in_group_ = 0;
-                } else {
-                    chunk.what |= Chunk::kIsLast;
-                    tile_ += gridDim.x >> args_.split_bits;
-                    if (tile_ < args_.tiles) open_share();
-                }
+                open_share();
             }
         }
-        if (lane_ == 0) state_->chunks[slot] = chunk;
+        int units = 1, blocks = last_blocks_, count = 1;
+        if (group_units_ == 1) {
+            units = min(chunk_units_, run_left_);
+            if (units > 0) count = run_left_ / units;
+        } else if (last_blocks_ == kChunkBlocks) {
+            count = run_left_;
+        } else if (in_group_ + 1 < group_units_) {
+            blocks = kChunkBlocks;
+            count = min(group_units_ - 1 - in_group_, run_left_);
+            in_group_ += count;
+        } else {
+            in_group_ = 0;
+        }
+        series_left_ = count;
+        size_ = units * (header_bytes_ + 128 * bits_ * blocks);
+        run_left_ -= count * units;
+        const bool is_at_end = run_left_ == 0 && left_ == 0;
+        if (is_at_end) tile_ += gridDim.x >> args_.split_bits;
+        if (lane_ == 0) {
+            const uint32_t what = Chunks::of(units > 0 ? bits_ : 0, units, blocks);
+            state_->chunks[slot] = {
+                part_word_ | what | (is_at_end ? Chunks::kIsLast : 0),
+                Chunks::place_of(block_, count)
+            };
+        }
+        block_ += count * units * blocks;
     }
 
     // This warp's share of the tile.
@@ -172,10 +209,10 @@ private:
         left_ = static_cast<int>((part.num_units * (slice + 1) >> slice_bits) - first);
         if (place.strip >= part.strips) left_ = 0;
         part_ = place.part;
-        part_word_ = Chunk::of(part, place.part);
+        part_word_ = Chunks::of(part, place.part);
         header_bytes_ = part.header_bytes;
         if (left_ == 0) {  // a chunk of no units
-            run_left_ = chunk_units_ = 0, group_units_ = 1;
+            chunk_units_ = 0, group_units_ = 1;
             return;
         }
         run_ = run_of(part, first);
@@ -246,6 +283,8 @@ private:
     // Of the run.
     int run_ = 0, run_left_ = 0, bits_ = 0, group_units_ = 1, last_blocks_ = 1, chunk_units_ = 0;
     int in_group_ = 0;  // units that have passed of a group of several
+    // Of the series: chunks to copy, and the bytes of each.
+    int series_left_ = 0, size_ = 0;
     // The slot at hand.
     int slot_ = 0;
     uint32_t phase_ = 0;

@@ -25,25 +25,17 @@ __device__ __forceinline__ void wait_for_cluster(const QuantLinearArgs& args) {
 #endif
 }
 
-// Four numbers of this thread block's shared memory, or from the same place in that of another one.
-__device__ __forceinline__ float4 load_sums(
-    const QuantLinearArgs& args, const float* from, int rank
-) {
+// A number of this thread block's shared memory, or from the same place in that of another one.
+__device__ __forceinline__ float load_cluster(const float* from, int rank) {
+    float x = 0.0f;
 #if __CUDA_ARCH__ >= 900
-    if (args.split_bits > 0) {
-        float4 four;
-        uint32_t address;
-        asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                     : "=r"(address)
-                     : "r"(shared_address(from)), "r"(rank));
-        asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                     : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
-                     : "r"(address)
-                     : "memory");
-        return four;
-    }
+    uint32_t address;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
+                 : "=r"(address)
+                 : "r"(shared_address(from)), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
 #endif
-    return *reinterpret_cast<const float4*>(from);
+    return x;
 }
 
 template <class Shape>
@@ -63,67 +55,59 @@ struct WarpSums {
             }
         }
     }
-    // Columns quad, quad + 1, quad + 2 and quad + 3, of all the cluster's warps.
-    __device__ __forceinline__ float4 sum(
-        const QuantLinearArgs& args, int across, int row, int quad
+    // Of a strip's column, of all the cluster's warps.
+    __device__ __forceinline__ float sum(
+        const QuantLinearArgs& args, int across, int row, int column
     ) const {
-        float4 result = {};
+        float result = 0.0f;
+        if (args.split_bits == 0) {
+#pragma unroll 4
+            for (int warp = across; warp < kWarps; warp += args.wide()) {
+                result += of[warp][row][column];
+            }
+            return result;
+        }
         for (int rank = 0; rank < args.splits(); ++rank) {
 #pragma unroll 4
             for (int warp = across; warp < kWarps; warp += args.wide()) {
-                const float4 x = load_sums(args, &of[warp][row][quad], rank);
-                result.x += x.x, result.y += x.y, result.z += x.z, result.w += x.w;
+                result += load_cluster(&of[warp][row][column], rank);
             }
         }
         return result;
     }
 };
 
-__device__ __forceinline__ void store(const QuantLinearArgs& args, int row, int column, float y) {
-    const int64_t at = args.places != nullptr ? prepared_at(args.m, row, args.places[column])
-                                              : row * args.y_stride + column;
-    if (args.y_dtype == kF16) {
-        static_cast<__half*>(args.y)[at] = from_float<__half>(y);
-    } else {
-        static_cast<float*>(args.y)[at] = y;
-    }
-}
-
-// The cluster's sums of a tile to y.
+// The cluster's sums of a tile to y. Little code: most of it runs once in a launch, and what takes
+// the time then is to fetch it.
 template <class Shape>
 __device__ __forceinline__ void write_tile(
     const QuantLinearArgs& args, uint32_t tile, const WarpSums<Shape>& sums
 ) {
     const int strips = 1 << args.part_bits(), rank = blockIdx.x & (args.splits() - 1);
     const TilePlace tile_place(args, tile);
-    for (int i = rank * kThreads + threadIdx.x; i < strips * args.m * 8;
+#pragma unroll 1
+    for (int i = rank * kThreads + threadIdx.x; i < strips * args.m * 32;
          i += args.splits() * kThreads) {
-        const int quad = 4 * (i % 8), row = i / 8 % args.m, across = i / 8 / args.m;
+        const int across = i / 32 / args.m, row = i / 32 - across * args.m;
         const StripPlace place(args, tile_place, across);
         const QuantPart& part = args.parts[place.part];
-        const int first = 32 * place.strip + quad;
-        const int count = min(4, part.n - first);
-        if (count <= 0) continue;
-        const float4 own = sums.sum(args, across, row, quad);
-        const float4 up = args.is_gated() ? sums.sum(args, across + strips, row, quad) : float4{};
-        const float* y_before = static_cast<const float*>(args.y) + row * args.y_stride +
-                                part.first_column + first;
-        float values[4] = {own.x, own.y, own.z, own.w};
-        const float ups[4] = {up.x, up.y, up.z, up.w};
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            if (c >= count) break;
-            if (part.bias != nullptr) values[c] += part.bias[first + c];
-            if (args.epilogue == EXL_EPILOGUE_ADD) values[c] += y_before[c];
-            if (args.is_gated()) {
-                const float* bias = args.parts[1].bias;
-                values[c] = gate_of(args.gate, values[c]) *
-                            (ups[c] + (bias != nullptr ? bias[first + c] : 0.0f));
-            }
+        const int of_part = 32 * place.strip + i % 32, column = part.first_column + of_part;
+        if (of_part >= part.n) continue;
+        int64_t at = row * args.y_stride + column;
+        float y = 0.0f;
+        if (args.epilogue == EXL_EPILOGUE_ADD) y = static_cast<const float*>(args.y)[at];
+        if (args.places != nullptr) at = prepared_at(args.m, row, args.places[column]);
+        if (part.bias != nullptr) y += part.bias[of_part];
+        y += sums.sum(args, across, row, i % 32);
+        if (args.is_gated()) {
+            float up = sums.sum(args, across + strips, row, i % 32);
+            if (args.parts[1].bias != nullptr) up += args.parts[1].bias[of_part];
+            y = gate_of(args.gate, y) * up;
         }
-#pragma unroll
-        for (int c = 0; c < 4; ++c) {
-            if (c < count) store(args, row, part.first_column + first + c, values[c]);
+        if (args.y_dtype == kF16) {
+            static_cast<__half*>(args.y)[at] = from_float<__half>(y);
+        } else {
+            static_cast<float*>(args.y)[at] = y;
         }
     }
 }

@@ -60,7 +60,7 @@ __device__ __forceinline__ void load_factors(
 struct UnitFactors {
     float scales[4], offsets[4];
 
-    __device__ __forceinline__ void load(const uint8_t* unit, Chunk chunk, int bits, int lane) {
+    __device__ __forceinline__ void load(const uint8_t* unit, const Chunks& chunk, int bits, int lane) {
         const bool has_floats = chunk.has_floats();
         load_factors(scales, unit, has_floats, lane / 4);
         const uint8_t* from = unit + (has_floats ? 128 : 64);
@@ -136,8 +136,8 @@ struct InputReader {
     __device__ __forceinline__ InputReader(const QuantLinearArgs& args, int lane)
         : args(args), lane_halves(8 * (lane % 4) + (args.block_halves == 32 ? 0 : 32 * (lane / 4))) {
     }
-    __device__ __forceinline__ const __half* at(Chunk chunk) const {
-        return args.parts[chunk.part()].inputs + (chunk.block * args.block_halves + lane_halves);
+    __device__ __forceinline__ const __half* at(const Chunks& chunk) const {
+        return args.parts[chunk.part()].inputs + (chunk.block() * args.block_halves + lane_halves);
     }
     template <class Shape>
     __device__ __forceinline__ int pitch() const {
@@ -150,7 +150,7 @@ using ChunkRows = InputRows<Shape::kTiles>[Shape::kIsAhead ? kChunkBlocks : 1];
 
 template <class Shape>
 __device__ __forceinline__ void load_rows(
-    ChunkRows<Shape>& rows, Chunk chunk, const InputReader& inputs
+    ChunkRows<Shape>& rows, const Chunks& chunk, const InputReader& inputs
 ) {
     const __half* x = inputs.at(chunk);
 #pragma unroll
@@ -159,32 +159,56 @@ __device__ __forceinline__ void load_rows(
     }
 }
 
-// One unit of four blocks; inputs of the next chunk are asked for as those of this one have been used.
+// Chunks of one unit of four blocks, up to the end of the series or until the stream has a new one to
+// open, all popped but the last. Inputs of the next chunk are asked for as those of this one have been
+// used. `chunks` becomes what follows; whether the series is over.
 template <int kBits, class Shape>
-__device__ __forceinline__ void add_whole(
-    Sums<Shape>& total, ChunkRows<Shape>& rows, Chunk chunk, Chunk next, const uint8_t* bytes,
+__device__ __forceinline__ bool add_whole(
+    Sums<Shape>& total, ChunkRows<Shape>& rows, Chunks& chunks, ChunkStream& stream,
     const InputReader& inputs, int lane
 ) {
-    const uint8_t* from = bytes + inputs.args.parts[chunk.part()].header_bytes;
-    const __half* x = inputs.at(next);
-    UnitSums<Shape> sums;
+    const Chunks own = chunks;
+    const int header = inputs.args.parts[own.part()].header_bytes;
+    const int pitch = inputs.pitch<Shape>();
+    const __half* x = inputs.at(own);
+    int left = own.count();
+#pragma unroll 1
+    for (;;) {
+        --left;
+        int ahead = kChunkBlocks;
+        x += kChunkBlocks * pitch;
+        if (left == 0) {
+            chunks = stream.next();
+            ahead = chunks.blocks();
+            x = inputs.at(chunks);
+        }
+        stream.wait();
+        const uint8_t* bytes = stream.bytes();
+        UnitFactors factors;
+        factors.load(bytes, own, kBits, lane);
+        UnitSums<Shape> sums;
 #pragma unroll
-    for (int i = 0; i < kChunkBlocks; ++i) {
-        BlockCodes<kBits> codes;
-        codes.load(from + i * 128 * kBits, lane);
-        sums.add(codes, rows[i]);
-        if (i < next.blocks()) rows[i].load(x + i * inputs.pitch<Shape>());
+        for (int i = 0; i < kChunkBlocks; ++i) {
+            BlockCodes<kBits> codes;
+            codes.load(bytes + header + i * 128 * kBits, lane);
+            sums.add(codes, rows[i]);
+            if (i < ahead) rows[i].load(x + i * pitch);
+        }
+        sums.template flush<kBits>(total, factors);
+        if (left == 0) return true;
+        if (stream.must_open()) {
+            chunks = own.last(left);
+            return false;
+        }
+        stream.pop<false>();
     }
-    UnitFactors factors;
-    factors.load(bytes, chunk, kBits, lane);
-    sums.template flush<kBits>(total, factors);
 }
 
-// Any units, block by block.
+// One chunk of any units, block by block.
 template <int kBits, class Shape>
 __device__ __forceinline__ void add_blocks(
-    Sums<Shape>& total, ChunkRows<Shape>& rows, Chunk chunk, Chunk next, const uint8_t* bytes,
-    const InputReader& inputs, int lane
+    Sums<Shape>& total, ChunkRows<Shape>& rows, const Chunks& chunk, const Chunks& next,
+    const uint8_t* bytes, const InputReader& inputs, int lane
 ) {
     const int header = inputs.args.parts[chunk.part()].header_bytes;
     const int blocks = chunk.blocks(), unit_blocks = chunk.unit_blocks();
@@ -213,32 +237,46 @@ __device__ __forceinline__ void add_blocks(
     }
 }
 
-// total += the chunk whose bytes are there. `rows` are the inputs that meet it, and then those of the
-// next one, where they are read ahead.
+// total += chunks of the series at the front of the stream; whether a warp's share ends with them.
+// `rows` are the inputs that meet the next chunk, where they are read ahead; `chunks` becomes what
+// comes next.
 template <class Shape>
-__device__ __forceinline__ void add_chunk(
-    Sums<Shape>& total, ChunkRows<Shape>& rows, Chunk chunk, Chunk next, const uint8_t* bytes,
+__device__ __forceinline__ bool add_chunks(
+    Sums<Shape>& total, ChunkRows<Shape>& rows, Chunks& chunks, ChunkStream& stream,
     const InputReader& inputs, int lane
 ) {
+    const Chunks own = chunks;
+    bool is_over = own.count() == 1;
     const auto add = [&](auto width) {
         constexpr int kBits = decltype(width)::value;
         if constexpr (Shape::kIsAhead) {
-            if (chunk.is_whole()) {
-                add_whole<kBits, Shape>(total, rows, chunk, next, bytes, inputs, lane);
+            if (own.is_whole()) {
+                is_over = add_whole<kBits, Shape>(total, rows, chunks, stream, inputs, lane);
                 return;
             }
         }
-        add_blocks<kBits, Shape>(total, rows, chunk, next, bytes, inputs, lane);
+        chunks = is_over ? stream.next() : own.last(own.count() - 1);
+        stream.wait();
+        add_blocks<kBits, Shape>(total, rows, own, chunks, stream.bytes(), inputs, lane);
     };
-    switch (chunk.bits()) {
+    switch (own.bits()) {
         case 2: add(std::integral_constant<int, 2>()); break;
         case 3: add(std::integral_constant<int, 3>()); break;
         case 4: add(std::integral_constant<int, 4>()); break;
         case 5: add(std::integral_constant<int, 5>()); break;
         case 6: add(std::integral_constant<int, 6>()); break;
         case 8: add(std::integral_constant<int, 8>()); break;
-        default: break;
+        default:
+            chunks = stream.next();
+            stream.wait();
     }
+    stream.pop<true>();
+    const bool has_one_slot = inputs.args.slots == 1;
+    if (has_one_slot && is_over) chunks = stream.front();
+    if constexpr (Shape::kIsAhead) {
+        if (has_one_slot || own.is_empty()) load_rows<Shape>(rows, chunks, inputs);
+    }
+    return is_over && own.is_last();
 }
 
 }  // namespace exl::cuda

@@ -2,13 +2,13 @@
 // 9.0: weights are read once.
 //
 // Floor      strips * strip_bytes bytes over the memory's bandwidth.
-// Mapping    The grid covers the multiprocessors once, or twice where there is much to do, and
-//            shares out the blocks of rows (quant_wide_work.cuh). One warp copies units of eight
-//            strips and their inputs ahead, one sums up the inputs (quant_wide_ring.cuh); eight
-//            multiply, four of them as one, which read the inputs from shared memory
-//            (quant_wide_unit.cuh).
-// Sums       float32. A unit is summed up before its scale is applied, then units along a block's
-//            share, then blocks, always in this order (quant_wide_tile.cuh).
+// Mapping    The grid covers the multiprocessors once or twice; a tile of columns is the work of a
+//            cluster of up to eight thread blocks (quant_wide_work.cuh). One warp of each copies
+//            units of neighbouring strips and their inputs ahead, one sums up the inputs
+//            (quant_wide_ring.cuh); eight multiply, four of them as one, which read the inputs from
+//            shared memory (quant_wide_unit.cuh).
+// Sums       float32. A unit is summed up before its scale is applied, then units along a team's
+//            share, then teams and blocks, always in this order (quant_wide_tile.cuh).
 // Overlap    Weights fill the ring before the kernel ahead has ended; with up to 32 rows two blocks
 //            fit on a multiprocessor, of one launch or of this one and the next.
 #include <algorithm>
@@ -20,9 +20,57 @@ namespace exl::cuda {
 
 namespace {
 
-constexpr int kTileColumns = 32 * kTileStrips;
-
 constexpr int blocks_per_multiprocessor(int rows) { return rows <= 32 ? 2 : 1; }
+
+#if EXL_IS_HOPPER
+
+// What the multiplying warps do: all tiles of the block. Each thread's sums are left in
+// shared memory.
+template <int kRows>
+__device__ __forceinline__ void multiply_all(
+    const WideArgs& args, WideState<kRows>& state, uint8_t* ring, int warp, int lane
+) {
+    const int strip = warp & (args.tile_strips() - 1);
+    const int team = warp * args.teams() / kTileStrips;
+    auto* gates = reinterpret_cast<float4*>(ring + args.gates_at);
+    auto* sums = reinterpret_cast<float4*>(ring + args.sums_at);
+    uint32_t taken = 0;
+    for (WideWalk walk(args); !walk.is_over(args); walk.advance(args)) {
+        WideSums<kRows> total;
+        for (int half = 0; half < (args.is_gated() ? 2 : 1); ++half) {
+            const WideShare share = walk.share(args, half);
+            const WidePart& part = args.parts[share.part];
+            if (half == 1) leave<kRows>(total, gates);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                for (int n = 0; n < kRows / 2; ++n) total[i][n] = 0.0f;
+            }
+            const uint32_t count = share.end - share.begin;
+            for (uint32_t unit = team; unit < count; unit += args.teams()) {
+                const uint32_t slot = (taken + unit) % kRingUnits;
+                const uint32_t parity = (taken + unit) / kRingUnits & 1;
+                barrier_wait(&state.full[slot], parity);
+                WideEntry entry = state.entries[slot];
+                // The same for all lanes, and known to be.
+                entry.unit = __shfl_sync(0xffffffffu, entry.unit, 0);
+                entry.inputs = __shfl_sync(0xffffffffu, entry.inputs, 0);
+                add_wide_unit<kRows>(
+                    total, part, entry, ring, state, slot, parity, strip, lane
+                );
+                __syncwarp();
+                if (lane == 0) barrier_arrive(&state.empty[slot]);
+            }
+            taken += count;
+        }
+        if (args.sums_at == 0) named_barrier<1, kMultiplierThreads>();  // done with the ring
+        leave<kRows>(total, sums);
+        if (args.is_shared()) cluster_barrier();
+        write_wide_tile<kRows>(args, walk, sums, gates);
+    }
+}
+
+#endif
 
 template <int kRows>
 __global__ void __launch_bounds__(kWideThreads, blocks_per_multiprocessor(kRows))
@@ -33,53 +81,22 @@ __global__ void __launch_bounds__(kWideThreads, blocks_per_multiprocessor(kRows)
     const int warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
 
     let_next_begin();
-    state.begin();
+    state.begin(args.teams());
     __syncthreads();
     if (warp == kMultipliers) {
         WideCopies<kRows>(args, state, shared, lane).run();
-        return;
-    }
-    if (warp > kMultipliers) {
+    } else if (warp > kMultipliers) {
         sum_all_inputs<kRows>(args, state, shared, lane);
-        return;
+    } else {
+        wait_for_inputs();
+        multiply_all<kRows>(args, state, shared, warp, lane);
     }
-    wait_for_inputs();
-    uint32_t taken = 0;
-    for (WideWalk walk(args, blockIdx.x); walk.left > 0; walk.advance(args)) {
-        WideSums<kRows> total;
-        for (int half = 0; half < (args.is_gated() ? 2 : 1); ++half) {
-            const WideShare share = walk.share(args, half);
-            if (share.begin == share.end) continue;
-            const WidePart& part = args.parts[share.part];
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-#pragma unroll
-                for (int n = 0; n < kRows / 2; ++n) total[i][n] = 0.0f;
-            }
-            WideEntry entry;
-            do {
-                const uint32_t slot = taken % kRingUnits, parity = taken / kRingUnits & 1;
-                barrier_wait(&state.full[slot], parity);
-                entry = state.entries[slot];
-                // The same for all lanes, and known to be.
-                entry.unit = __shfl_sync(0xffffffffu, entry.unit, 0);
-                entry.inputs = __shfl_sync(0xffffffffu, entry.inputs, 0);
-                if (entry.blocks() > 0) {
-                    add_wide_unit<kRows>(
-                        total, part, entry, shared, state, slot, parity, warp, lane
-                    );
-                }
-                __syncwarp();
-                if (lane == 0) barrier_arrive(&state.empty[slot]);
-                ++taken;
-            } while (!entry.is_last());
-            const bool is_shared = walk.begin > 0 || walk.end(args) < args.tile_length(walk.group);
-            if (is_shared || args.is_gated()) {
-                leave<kRows>(total, partial_of<kRows>(args, blockIdx.x, walk.begin == 0, half));
-            }
-        }
-        finish_wide_tile<kRows>(args, walk, total, state.is_last_to_come, warp, lane);
-    }
+    if (!args.is_shared()) return;
+    // Other blocks of the cluster may still be reading this one's sums. What copies and sums up the
+    // inputs has come to the first barrier by coming here.
+    __syncwarp();
+    if (warp >= kMultipliers) cluster_barrier();
+    cluster_barrier();
 #endif
 }
 
@@ -93,8 +110,7 @@ WidePart wide_part(const ExlQuantMatrix& w, const void* inputs, int first_column
     part.inputs = static_cast<const __half*>(inputs);
     part.strip_bytes = w.strip_bytes;
     part.strips = static_cast<int>(ceil_div(w.n, 32));
-    part.num_units = w.num_units;
-    part.num_blocks = w.num_blocks;
+    part.num_units = static_cast<uint32_t>(w.num_units);
     part.n = w.n;
     part.first_column = first_column;
     part.scale_bytes = w.scale_dtype == kF16 ? 2 : 4;
@@ -106,15 +122,81 @@ WidePart wide_part(const ExlQuantMatrix& w, const void* inputs, int first_column
     return part;
 }
 
-// Shares the tiles out, in whole units of 4 blocks, to the multiprocessors, or to as many blocks as
-// run at once where each of these has 5 units. The number of blocks.
-int share_out(WideArgs& args, int resident, int multiprocessors) {
-    constexpr int kUnit = 4, kFewest = 2 * kUnit;
-    const int64_t most = resident * multiprocessors;
-    const int64_t blocks = args.length >= 5 * kUnit * most ? most : multiprocessors;
-    const int64_t run = std::max<int64_t>(ceil_div(args.length, blocks), kFewest);
-    args.run = static_cast<uint32_t>(ceil_div(run, kUnit) * kUnit);
-    return static_cast<int>(ceil_div(args.length, args.run));
+// Tiles of the launch, for 2^team_bits teams.
+int cut_tiles(WideArgs& args, int team_bits) {
+    args.team_bits = team_bits;
+    args.tiles = 0;
+    for (int i = 0; i < args.groups; ++i) {
+        args.group_tiles[i] =
+            static_cast<uint32_t>(ceil_div(args.parts[i].strips, args.tile_strips()));
+        args.tiles += args.group_tiles[i];
+    }
+    return static_cast<int>(args.tiles);
+}
+
+constexpr int kMostSplits = 8;
+
+// How many clusters of 1 .. 8 blocks run at once; asked once for each device.
+struct ClusterRoom {
+    int device = -1;
+    int at_once[kMostSplits + 1];
+};
+template <int kRows>
+cudaError_t cluster_room(ClusterRoom* room, const DeviceInfo& info, int shared_bytes) {
+    thread_local ClusterRoom known;
+    if (known.device != info.device) {
+        cudaError_t error = cudaFuncSetAttribute(
+            quant_wide_kernel<kRows>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes
+        );
+        for (int splits = 1; splits <= kMostSplits && error == cudaSuccess; ++splits) {
+            cudaLaunchAttribute cluster = {};
+            cluster.id = cudaLaunchAttributeClusterDimension;
+            cluster.val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
+            cudaLaunchConfig_t config = {};
+            config.gridDim = dim3(static_cast<unsigned>(splits));
+            config.blockDim = dim3(kWideThreads);
+            config.dynamicSmemBytes = shared_bytes;
+            config.attrs = &cluster;
+            config.numAttrs = 1;
+            error = cudaOccupancyMaxActiveClusters(
+                &known.at_once[splits], quant_wide_kernel<kRows>, &config
+            );
+        }
+        if (error != cudaSuccess) {
+            cudaGetLastError();  // it is reported, and not to be seen again
+            return error;
+        }
+        known.device = info.device;
+    }
+    *room = known;
+    return cudaSuccess;
+}
+
+// Teams and blocks of a cluster, as what makes the slowest block done soonest, in units of a team
+// alone on its multiprocessor: two blocks on one slow each other down by a third, two teams that
+// read inputs of their own by a tenth, and sums of several take as long as a unit.
+void share_out(WideArgs& args, const ClusterRoom& room, int multiprocessors) {
+    int64_t units = 0;
+    for (int i = 0; i < args.groups; ++i) units = std::max<int64_t>(units, args.parts[i].num_units);
+    if (args.is_gated()) units += args.parts[1].num_units;
+    double least = 0;
+    int best = -1;
+    for (int bits = 0; bits <= (args.is_gated() ? 0 : 1); ++bits) {
+        const int tiles = cut_tiles(args, bits), teams = args.teams();
+        for (int splits = 1; splits <= kMostSplits; ++splits) {
+            const bool is_shared = teams * splits > 1;
+            const int at_once = std::max(1, room.at_once[splits]);
+            if (is_shared && tiles > at_once) continue;
+            const int64_t own = ceil_div(units, teams * splits) * ceil_div(tiles, at_once);
+            const double slower = (tiles * splits <= multiprocessors ? 1.0 : 1.33) *
+                                  (teams == 2 ? 1.1 : 1.0);
+            const double cost = static_cast<double>(own) * slower + is_shared;
+            if (best < 0 || cost < least) {
+                least = cost, best = bits, args.splits = splits;
+            }
+        }
+    }
+    cut_tiles(args, best);
 }
 
 template <int kRows>
@@ -122,25 +204,33 @@ cudaError_t launch_wide(WideArgs& args, const DeviceInfo& info, void* stream) {
     const int resident = blocks_per_multiprocessor(kRows);
     const int share = std::min(228 * 1024 / resident - 1024, info.shared_per_block);
     const int state = static_cast<int>(sizeof(WideState<kRows>));
-    args.ring_bytes = (share - state) / 128 * 128;
-    const int blocks = share_out(args, resident, info.multiprocessors);
-    return launch(
-        quant_wide_kernel<kRows>, dim3(blocks), dim3(kWideThreads), args.ring_bytes + state, stream,
-        args
+    ClusterRoom room;
+    const cudaError_t error = cluster_room<kRows>(&room, info, share);
+    if (error != cudaSuccess) return error;
+    share_out(args, room, info.multiprocessors);
+    const int at_once = std::max(1, room.at_once[args.splits]);
+    const bool has_one = args.tiles <= static_cast<uint32_t>(at_once);
+    const int gates = args.is_gated() ? kSumsBytes<kRows> : 0;
+    const int sums = has_one ? 0 : kSumsBytes<kRows>;
+    args.ring_bytes = (share - state - gates - sums) / 128 * 128;
+    args.gates_at = args.ring_bytes + state;
+    args.sums_at = has_one ? 0 : args.gates_at + gates;
+    args.clusters = std::min(args.tiles, static_cast<uint32_t>(at_once));
+    for (WidePart& part : args.parts) {
+        part.share_units = static_cast<uint32_t>(ceil_div(part.num_units, args.splits));
+    }
+    args.piece =
+        static_cast<int>(ceil_div(kRows / 4 * args.tile_strips() * kWarp, args.splits));
+    return launch_clusters(
+        quant_wide_kernel<kRows>, dim3(args.clusters * args.splits),
+        dim3(kWideThreads), args.splits, args.ring_bytes + state + gates + sums, stream, args
     );
 }
 
 }  // namespace
 
-int64_t quant_wide_workspace(const DeviceInfo& info, int rows) {
-    const int padded = rows <= 16 ? 16 : 32;  // with 64 there are half as many blocks
-    const int64_t blocks = blocks_per_multiprocessor(padded) * info.multiprocessors;
-    return blocks * 4 * kTileColumns * padded * static_cast<int64_t>(sizeof(float));
-}
-
 cudaError_t quant_wide(
-    const ExlQuantLinear& of, int first, int rows, uint32_t* counters, float* partials,
-    const DeviceInfo& info, void* stream
+    const ExlQuantLinear& of, int first, int rows, const DeviceInfo& info, void* stream
 ) {
     WideArgs args = {};
     const bool is_gated = of.epilogue == EXL_EPILOGUE_GATED;
@@ -154,19 +244,12 @@ cudaError_t quant_wide(
                                  exl_cuda_chunk_halves(EXL_CUDA_CHUNK_ROWS, w.num_blocks);
         args.parts[i] = wide_part(w, inputs, is_gated ? 0 : columns);
         columns += w.n;
-        args.tiles[i] = static_cast<uint32_t>(ceil_div(args.parts[i].strips, kTileStrips));
     }
-    int64_t length = 0;
-    for (int i = 0; i < args.groups; ++i) length += int64_t{args.tiles[i]} * args.tile_length(i);
-    if (length > INT32_MAX) return cudaErrorInvalidValue;
-    args.length = static_cast<uint32_t>(length);
     args.y = static_cast<uint8_t*>(of.y) + first * of.y_stride * (of.y_dtype == kF16 ? 2 : 4);
     args.y_stride = of.y_stride;
     args.y_dtype = of.y_dtype;
     args.gate = of.gate;
     args.m = rows;
-    args.counters = counters;
-    args.partials = partials;
     if (rows <= 16) return launch_wide<16>(args, info, stream);
     if (rows <= 32) return launch_wide<32>(args, info, stream);
     return launch_wide<64>(args, info, stream);

@@ -1,4 +1,4 @@
-// Units of eight neighbouring strips and the inputs that meet them, through one ring for a block.
+// Units of neighbouring strips and the inputs that meet them, through one ring for a block.
 //
 // One warp copies: a unit of each strip, and the prepared inputs of the unit's rows behind them.
 // The ring holds as many units as fit, laid without wrapping. Each unit has three barriers: all its
@@ -18,17 +18,14 @@ constexpr int kMultipliers = 8;  // warps, a strip each; then one that copies an
 constexpr int kMultiplierThreads = kMultipliers * kWarp;
 constexpr int kWideThreads = kMultiplierThreads + 2 * kWarp;
 
-constexpr uint32_t kLastOfShare = 1u << 31;  // beside the unit's blocks
-
 struct WideEntry {
-    uint32_t unit;  // as ExlQuantUnit has it: first_block, bits, blocks; blocks 0: no unit
+    uint32_t unit;  // as ExlQuantUnit has it: first_block, bits, blocks
     int32_t at;
     int32_t inputs;  // where they begin
     int32_t end;
 
-    __device__ __forceinline__ int blocks() const { return unit >> 24 & 0x7f; }
+    __device__ __forceinline__ int blocks() const { return unit >> 24; }
     __device__ __forceinline__ int bits() const { return unit >> 16 & 0xff; }
-    __device__ __forceinline__ bool is_last() const { return unit & kLastOfShare; }
 };
 
 // Shared memory ahead of the ring.
@@ -39,19 +36,24 @@ struct WideState {
     uint64_t full[kRingUnits];
     uint64_t summed[kRingUnits];
     uint64_t empty[kRingUnits];
-    uint32_t is_last_to_come;
 
 #if EXL_IS_HOPPER
-    __device__ __forceinline__ void begin() {
+    __device__ __forceinline__ void begin(int teams) {
         const int warp = threadIdx.x / kWarp;
         if (threadIdx.x % kWarp != 0 || warp >= kRingUnits) return;
         barrier_init(&full[warp], 1);
         barrier_init(&summed[warp], 1);
-        barrier_init(&empty[warp], kMultipliers);
+        barrier_init(&empty[warp], kMultipliers / teams);
         fence_barrier_init();
     }
 #endif
 };
+
+// Sums of a block, as its threads have them: [kRows / 4][kMultiplierThreads] of 4 numbers. Number 4 i
+// and up of a thread is of columns first + 16 (i / (kRows / 8)) and the eighth after it, where its
+// first is lane / 4 of its strip, and of rows 8 (i % (kRows / 8)) + 2 (lane % 4) and the one after it.
+template <int kRows>
+constexpr int kSumsBytes = kRows / 4 * kMultiplierThreads * 16;
 
 #if EXL_IS_HOPPER
 
@@ -64,7 +66,7 @@ public:
     __device__ __forceinline__ WideCopies(
         const WideArgs& args, WideState<kRows>& state, uint8_t* ring, int lane
     )
-        : args_(args), walk_(args, blockIdx.x), state_(state), ring_(ring), lane_(lane) {}
+        : args_(args), walk_(args), state_(state), ring_(ring), lane_(lane) {}
 
     __device__ __forceinline__ void run() {
         // Weights before the kernel ahead has ended, and their inputs once it has.
@@ -84,20 +86,20 @@ private:
         WideShare share;
         uint32_t tile;
         do {
-            if (walk_.left == 0) return false;
+            if (walk_.is_over(args_)) return false;
             share = walk_.share(args_, half_);
             tile = walk_.tile;
             half_ = args_.is_gated() ? 1 - half_ : 0;
             if (half_ == 0) walk_.advance(args_);
         } while (share.begin == share.end);
         const WidePart& part = args_.parts[share.part];
-        next_ = first_unit_from(part, share.begin, lane_);
-        last_ = first_unit_from(part, share.end, lane_);
-        const int first_strip = kTileStrips * static_cast<int>(tile);
+        next_ = static_cast<int>(share.begin);
+        last_ = static_cast<int>(share.end);
+        const int first_strip = args_.tile_strips() * static_cast<int>(tile);
         units_ = part.units;
         inputs_ = part.inputs;
         header_bytes_ = part.header_bytes;
-        strips_ = min(kTileStrips, part.strips - first_strip);
+        strips_ = min(args_.tile_strips(), part.strips - first_strip);
         from_ = part.tiles + (first_strip + lane_) * part.strip_bytes;
         is_open_ = true;
         read_unit();
@@ -105,22 +107,19 @@ private:
     }
 
     __device__ __forceinline__ void read_unit() {
-        unit_ = 0;
-        if (next_ < last_) {
-            offset_ = __ldg(&units_[next_].offset);
-            unit_ = __ldg(reinterpret_cast<const uint32_t*>(&units_[next_]) + 1);
-        }
+        offset_ = __ldg(&units_[next_].offset);
+        unit_ = __ldg(reinterpret_cast<const uint32_t*>(&units_[next_]) + 1);
     }
 
     // Bytes of the unit in a strip, and of its inputs.
     __device__ __forceinline__ int strip_size() const {
         const int blocks = unit_ >> 24, bits = unit_ >> 16 & 0xff;
-        return blocks == 0 ? 0 : header_bytes_ + 128 * bits * blocks;
+        return header_bytes_ + 128 * bits * blocks;
     }
     __device__ __forceinline__ int inputs_size() const { return kBlockBytes * (unit_ >> 24); }
 
     __device__ __forceinline__ bool make_room(bool may_wait) {
-        const int size = kTileStrips * strip_size() + inputs_size();
+        const int size = args_.tile_strips() * strip_size() + inputs_size();
         for (;;) {
             if (issued_ - freed_ < kRingUnits) {
                 const bool wraps = write_ + size > args_.ring_bytes;
@@ -141,34 +140,29 @@ private:
     __device__ __forceinline__ void issue(bool with_inputs) {
         const uint32_t slot = issued_ % kRingUnits;
         const int size = strip_size(), inputs_bytes = inputs_size();
-        const int whole = kTileStrips * size + inputs_bytes;
+        const int whole = args_.tile_strips() * size + inputs_bytes;
         const bool wraps = write_ + whole > args_.ring_bytes;
         const int at = wraps ? 0 : write_;
-        const bool is_last = next_ + 1 >= last_;
         uint64_t* barrier = &state_.full[slot];
         if (lane_ == 0) {
-            const uint32_t flags = is_last ? kLastOfShare : 0;
-            state_.entries[slot] = {unit_ | flags, at, at + whole - inputs_bytes, at + whole};
+            state_.entries[slot] = {unit_, at, at + whole - inputs_bytes, at + whole};
             barrier_arrive_expecting(barrier, strips_ * size + inputs_bytes);
         }
         __syncwarp();
-        if (size > 0) {
-            if (lane_ < strips_) {
-                copy_bulk(ring_ + at + lane_ * size, from_ + offset_, size, barrier);
-            } else if (lane_ == kTileStrips && with_inputs) {
-                const __half* inputs = inputs_ + (unit_ & 0xffff) * (kBlockBytes / 2);
-                copy_bulk(ring_ + at + whole - inputs_bytes, inputs, inputs_bytes, barrier);
-            }
-            // A lane of its own to each of the first units.
-            if (!with_inputs && lane_ == static_cast<int>(issued_)) {
-                first_inputs_ = inputs_ + (unit_ & 0xffff) * (kBlockBytes / 2);
-            }
+        if (lane_ < strips_) {
+            copy_bulk(ring_ + at + lane_ * size, from_ + offset_, size, barrier);
+        } else if (lane_ == kTileStrips && with_inputs) {
+            const __half* inputs = inputs_ + (unit_ & 0xffff) * (kBlockBytes / 2);
+            copy_bulk(ring_ + at + whole - inputs_bytes, inputs, inputs_bytes, barrier);
+        }
+        // A lane of its own to each of the first units.
+        if (!with_inputs && lane_ == static_cast<int>(issued_)) {
+            first_inputs_ = inputs_ + (unit_ & 0xffff) * (kBlockBytes / 2);
         }
         is_ahead_ |= wraps;
         write_ = at + whole;
         ++issued_;
-        ++next_;
-        is_open_ = !is_last;
+        is_open_ = ++next_ < last_;
         if (is_open_) read_unit();
     }
 
@@ -189,13 +183,13 @@ private:
     uint8_t* ring_;
     int lane_;
     int half_ = 0;
-    // The share that is being copied, and its next unit.
+    // The share that is being copied.
     bool is_open_ = false;
     const ExlQuantUnit* units_ = nullptr;
     const __half* inputs_ = nullptr;
     const uint8_t* from_ = nullptr;  // of the lane's strip
     int header_bytes_ = 0, strips_ = 0;
-    int next_ = 0, last_ = 0;
+    int next_ = 0, last_ = 0;  // units: the one to copy next, and the share's end
     uint32_t unit_ = 0, offset_ = 0;
     // The ring.
     const __half* first_inputs_ = nullptr;
@@ -243,18 +237,15 @@ __device__ __forceinline__ void sum_all_inputs(
 ) {
     wait_for_inputs();
     uint32_t taken = 0;
-    for (WideWalk walk(args, blockIdx.x); walk.left > 0; walk.advance(args)) {
+    for (WideWalk walk(args); !walk.is_over(args); walk.advance(args)) {
         for (int half = 0; half < (args.is_gated() ? 2 : 1); ++half) {
             const WideShare share = walk.share(args, half);
-            if (share.begin == share.end) continue;
-            WideEntry entry;
-            do {
+            for (uint32_t unit = share.begin; unit < share.end; ++unit, ++taken) {
                 const uint32_t slot = taken % kRingUnits;
                 barrier_wait(&state.full[slot], taken / kRingUnits & 1);
-                entry = state.entries[slot];
+                const WideEntry entry = state.entries[slot];
                 sum_inputs<kRows>(state, entry, ring, slot, lane);
-                ++taken;
-            } while (!entry.is_last());
+            }
         }
     }
 }

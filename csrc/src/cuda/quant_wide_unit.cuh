@@ -1,4 +1,4 @@
-// A unit of eight strips times the inputs that meet it, a strip to a warp.
+// A unit of some strips times the inputs that meet it, a strip to a warp.
 //
 // Four neighbouring warps work as one: a strip's columns 0 .. 15 of each of them are the rows of
 // one product of 64 rows, and columns 16 .. 31 those of another. Codes become fragments in
@@ -87,10 +87,10 @@ __device__ __forceinline__ void load_offsets(
 template <int kRows>
 __device__ __forceinline__ void add_wide_unit(
     WideSums<kRows>& total, const WidePart& part, const WideEntry& entry, const uint8_t* ring,
-    WideState<kRows>& state, uint32_t slot, uint32_t parity, int warp, int lane
+    WideState<kRows>& state, uint32_t slot, uint32_t parity, int strip, int lane
 ) {
     const int count = entry.blocks(), bits = entry.bits();
-    const uint8_t* head = ring + entry.at + warp * (part.header_bytes + 128 * bits * count);
+    const uint8_t* head = ring + entry.at + strip * (part.header_bytes + 128 * bits * count);
     const uint8_t* blocks = head + part.header_bytes;
     const uint64_t inputs = matrix_descriptor(ring + entry.inputs, 16 * kRows);
     float scales[4], offsets[4];

@@ -1,16 +1,17 @@
-// How a launch of the wide kernel divides its matrices: column tiles, ranges of blocks of rows.
+// How a launch of the wide kernel divides its matrices: column tiles, shares of their units.
 //
-// The columns of each part are cut into tiles of 8 strips, laid end to end; each tile counts the
-// blocks of 32 rows of its part. Of a gated pair a tile has the same strips of both, gate first.
-// Every block of the grid gets an equal run of that length, which may begin and end within a tile.
-// A unit belongs to the run in which it begins.
+// The columns of each part are cut into tiles of 8 strips or 4, laid end to end; of a gated pair a tile
+// has the same strips of both, gate first. A tile is the work of one cluster of thread blocks, which
+// takes every so many of them; its units are shared out to the blocks in equal numbers, and in tiles
+// of 4 strips to the block's two teams of four warps in turns. Only a block alone, of one team, has
+// more tiles than one.
 #pragma once
 
-#include "common.cuh"
+#include "hopper.cuh"
 
 namespace exl::cuda {
 
-constexpr int kTileStrips = 8;
+constexpr int kTileStrips = 8;  // at most
 
 struct WidePart {
     const uint8_t* tiles;
@@ -19,8 +20,8 @@ struct WidePart {
     const __half* inputs;
     int64_t strip_bytes;
     int32_t strips;
-    int32_t num_units;
-    uint32_t num_blocks;
+    uint32_t num_units;
+    uint32_t share_units;  // of a block; the last ones may have fewer
     int32_t n;
     int32_t first_column;  // of y
     int32_t header_bytes;  // of a unit, ahead of its blocks
@@ -30,92 +31,72 @@ struct WidePart {
 
 struct WideArgs {
     WidePart parts[3];
-    uint32_t tiles[3];  // of each part; of a gated pair the first number counts
+    uint32_t group_tiles[3];  // of each part, or of a gated pair both
+    uint32_t tiles;           // of all
+    int32_t team_bits;  // 1 with tiles of 4 strips and two teams, else 0
+    int32_t splits;     // thread blocks of a cluster, 1 to 8
+    uint32_t clusters;
+    int32_t piece;  // of a tile that a block writes: so many times four numbers
     void* y;
     int64_t y_stride;
-    uint32_t* counters;  // [grid] blocks that have added to the tile that this block begins
-    float* partials;     // [grid][2][2] shares of a tile, see partial_of
-    uint32_t length;     // of all tiles
-    uint32_t run;        // of a block; the last one's may be shorter
     int32_t groups;      // parts, or 1 of a gated pair
     int32_t m;           // rows of this launch
     int32_t y_dtype;
     int32_t epilogue;
     int32_t gate;
     int32_t ring_bytes;
+    int32_t sums_at;   // in shared memory; in the ring where a block has one tile
+    int32_t gates_at;  // those of a pair's first part
 
     __host__ __device__ bool is_gated() const { return epilogue == EXL_EPILOGUE_GATED; }
-    __host__ __device__ uint32_t tile_length(int group) const {
-        return parts[group].num_blocks + (is_gated() ? parts[1].num_blocks : 0);
-    }
+    __host__ __device__ int teams() const { return 1 << team_bits; }
+    __host__ __device__ int tile_strips() const { return kTileStrips >> team_bits; }
+    // Whether several blocks or teams share a tile; then a block has only the one.
+    __host__ __device__ bool is_shared() const { return splits * teams() > 1; }
 };
 
-#ifdef __CUDACC__
+#if EXL_IS_HOPPER
 
-// Rows of one part in a tile: blocks begin .. end - 1.
+// Units of one part in a tile: begin .. end - 1.
 struct WideShare {
     int part;
     uint32_t begin, end;
 };
 
-// A block's share of the tile that it is at, and what is left of its run.
+// The tile that a block is at.
 struct WideWalk {
-    int group = 0;
-    uint32_t tile = 0;
-    uint32_t start = 0;  // of the tile, in the length of all
-    uint32_t begin;      // of the share, in the tile
-    uint32_t left;       // of the run, this tile's share included
+    uint32_t of_all;
+    int group;
+    uint32_t tile;
 
-    __device__ __forceinline__ WideWalk(const WideArgs& args, uint32_t block) {
-        const uint32_t place = block * args.run;
-        left = min(args.run, args.length - place);
-        while (group + 1 < args.groups) {
-            const uint32_t length = args.tiles[group] * args.tile_length(group);
-            if (place - start < length) break;
-            start += length;
-            ++group;
-        }
-        const uint32_t length = args.tile_length(group);
-        tile = (place - start) / length;
-        start += tile * length;
-        begin = place - start;
+    __device__ __forceinline__ explicit WideWalk(const WideArgs& args)
+        : of_all(cluster_index()) {
+        find(args);
     }
-    __device__ __forceinline__ uint32_t end(const WideArgs& args) const {
-        return min(args.tile_length(group), begin + left);
+    __device__ __forceinline__ bool is_over(const WideArgs& args) const {
+        return of_all >= args.tiles;
     }
     __device__ __forceinline__ void advance(const WideArgs& args) {
-        left -= end(args) - begin;
-        start += args.tile_length(group);
-        begin = 0;
-        if (++tile == args.tiles[group] && group + 1 < args.groups) ++group, tile = 0;
+        of_all += args.clusters;
+        find(args);
     }
-    // Of the first or second part of the tile; empty where the block has nothing of it.
+    // Of the tile's only part, or of the first or second of a pair.
     __device__ __forceinline__ WideShare share(const WideArgs& args, int half) const {
         const int part = args.is_gated() ? half : group;
-        const uint32_t first = half == 0 ? 0 : args.parts[0].num_blocks;
-        const uint32_t last = first + args.parts[part].num_blocks;
-        const uint32_t from = max(begin, first), to = min(end(args), last);
-        return from < to ? WideShare{part, from - first, to - first} : WideShare{part, 0, 0};
+        const uint32_t units = args.parts[part].num_units, each = args.parts[part].share_units;
+        const uint32_t begin = min(units, cluster_rank() * each);
+        return {part, begin, min(units, begin + each)};
+    }
+
+private:
+    __device__ __forceinline__ void find(const WideArgs& args) {
+        group = 0, tile = of_all;
+        while (group + 1 < args.groups && tile >= args.group_tiles[group]) {
+            tile -= args.group_tiles[group++];
+        }
     }
 };
 
-// The first unit that begins at that block of rows or later. All lanes of a warp ask together.
-__device__ __forceinline__ int first_unit_from(const WidePart& part, uint32_t block, int lane) {
-    if (block == 0) return 0;
-    if (block >= part.num_blocks) return part.num_units;
-    int low = 0, high = part.num_units;  // the answer is in low .. high
-    while (low < high) {
-        const int step = (high - low + kWarp - 1) / kWarp;
-        const int probe = low + lane * step;
-        const bool is_before = probe < high && __ldg(&part.units[probe].first_block) < block;
-        const int before = __popc(__ballot_sync(0xffffffffu, is_before));
-        if (before == 0) return low;
-        high = min(high, low + before * step);
-        low += (before - 1) * step + 1;
-    }
-    return low;
-}
-
-#endif  // __CUDACC__
+#endif  // EXL_IS_HOPPER
 
 }  // namespace exl::cuda

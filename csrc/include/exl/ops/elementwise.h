@@ -1,4 +1,5 @@
-// Ops that touch each activation once: norms, rotary positions, gated activations, cache writes.
+// Ops that touch each activation once: norms, rotary positions, gated activations, cache writes,
+// sums of exponentials.
 // All activations are fp32; the last dimension is contiguous.
 #pragma once
 
@@ -47,6 +48,16 @@ struct GatedActivationArgs {
     int64_t d;
     Gate gate;
     float* y;  // [m, d]
+};
+
+// y = log(sum(exp(x))) over the last dimension; NaN where a value is NaN or plus infinity, or all
+// are minus infinity.
+struct LogSumExpArgs {
+    const float* x;  // [m, n], n > 0
+    int64_t m;
+    int64_t x_stride;
+    int64_t n;
+    float* y;  // [m]
 };
 
 // Key and value rows to their slots, stored as formats/kv.h says; slot = page * page_size + offset,

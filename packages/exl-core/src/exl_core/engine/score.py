@@ -14,6 +14,7 @@ from exl_core.cache.format import KVFormat, pages_for
 from exl_core.errors import RequestError
 from exl_core.model.runner import Model, Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
+from exl_core.ops.table import OpTable
 from exl_core.sampling.sampler import LogitsError
 
 CHUNK_ROWS = 512
@@ -84,7 +85,7 @@ class TextPasses:
         scores = []
         for start, logits in self.logits(token_ids, first):
             targets = torch.tensor(token_ids[start : start + len(logits)], dtype=torch.int64)
-            scores.append(log_probabilities(logits, targets.to(logits.device)).cpu())
+            scores.append(log_probabilities(self.model.ops, logits, targets).cpu())
             if on_progress is not None:
                 on_progress(start + len(logits) - 1, len(token_ids) - 1)
         found = torch.cat(scores)
@@ -118,13 +119,10 @@ def blocks_of_rows(logits: Tensor) -> Iterator[slice]:
         yield slice(start, min(start + rows, len(logits)))
 
 
-def log_probabilities(logits: Tensor, targets: Tensor) -> Tensor:
+def log_probabilities(ops: OpTable, logits: Tensor, targets: Tensor) -> Tensor:
     """log softmax of logits float32 [rows, vocab_size] at targets int64 [rows]: float64 [rows]."""
-    parts = []
-    for block in blocks_of_rows(logits):
-        log_probs = logits[block].log_softmax(1)  # [block, vocab_size]
-        parts.append(log_probs.gather(1, targets[block, None]).squeeze(1))
-    return torch.cat(parts).double()
+    chosen = logits.gather(1, targets[:, None].to(logits.device)).squeeze(1)
+    return chosen.double() - ops.log_sum_exp(logits).double()
 
 
 def _check(model: Model, ids: tuple[int, ...], first: int) -> None:

@@ -176,6 +176,11 @@ class NativeTable:
         self._ops.gated_activation(gate_up, kind, out)
         return out
 
+    def log_sum_exp(self, x: Tensor) -> Tensor:
+        out = torch.empty(x.shape[0], dtype=torch.float32)
+        self._ops.log_sum_exp(x, out)
+        return out
+
     def write_kv(
         self,
         key: Tensor,

@@ -232,6 +232,14 @@ class ReferenceTable:
             active = gate * torch.sigmoid(2 * u)
         return (active * up).float()
 
+    def log_sum_exp(self, x: Tensor) -> Tensor:
+        check("log_sum_exp", "x", x, F32, None, None)
+        check_contiguous("log_sum_exp", "x", x, 1)
+        if x.shape[1] == 0:
+            raise OpInputError("log_sum_exp: x (expected rows of at least one value, got 0)")
+        found = x.double().logsumexp(1).float()
+        return found.masked_fill(found.isinf(), torch.nan)
+
     def write_kv(
         self,
         key: Tensor,

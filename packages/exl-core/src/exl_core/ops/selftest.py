@@ -140,6 +140,10 @@ def _gated_activation(table: OpTable, generator: torch.Generator) -> list[Tensor
     return [table.gated_activation(gate_up, kind) for kind in ("silu", "gelu_tanh")]
 
 
+def _log_sum_exp(table: OpTable, generator: torch.Generator) -> list[Tensor]:
+    return [table.log_sum_exp(8 * _normal(generator, 5, 199) + 3)]
+
+
 PACKED_TYPES = (torch.int8, torch.uint8)  # of keys, of values
 
 
@@ -217,6 +221,7 @@ CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]
     "rms_norm_heads_": (8 * EPS, _rms_norm_heads),
     "rope_": (4 * EPS, _rope),
     "gated_activation": (8 * EPS, _gated_activation),
+    "log_sum_exp": (8 * EPS, _log_sum_exp),
     "write_kv": (0.0, _write_kv),
     "paged_attention": (32 * EPS, _paged_attention),
     "attend_": (32 * EPS, _attend),

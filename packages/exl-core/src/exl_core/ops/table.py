@@ -206,6 +206,11 @@ class OpTable(Protocol):
         """gate_up [m, 2d] strided rows -> act(first half) * second half [m, d]."""
         ...
 
+    def log_sum_exp(self, x: Tensor) -> Tensor:
+        """log(sum(exp(x))) of each of x [m, n] strided rows, float32: [m]. NaN where a value is
+        NaN or plus infinity, or all are minus infinity."""
+        ...
+
     def write_kv(
         self,
         key: Tensor,

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
     from exl_core.ops.table import OpTable
 
 
+LOG_SUM_VALUES = 1 << 24  # of logits whose exponentials exist at a time
+
+
 class CudaTable:
     """OpTable over one GPU. `threads` are those that fill matrices."""
 
@@ -158,6 +161,10 @@ class CudaTable:
         out = self._gpu.empty(gate_up.shape[0], gate_up.shape[1] // 2)
         self._linears.gate(gate_up, kind, out)
         return out
+
+    def log_sum_exp(self, x: Tensor) -> Tensor:
+        rows = max(1, LOG_SUM_VALUES // max(1, x.shape[1]))  # torch makes a copy of them
+        return torch.cat([part.float().logsumexp(1) for part in torch.split(x, rows)])
 
     def write_kv(
         self,
