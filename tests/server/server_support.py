@@ -110,11 +110,15 @@ class Running:
 
 @contextmanager
 def running(
-    served: Runtime | ModelHost, *, limits: Limits | None = None, access: Access | None = None
+    served: Runtime | ModelHost,
+    *,
+    limits: Limits | None = None,
+    access: Access | None = None,
+    port: int = 0,
 ) -> Iterator[Running]:
     host = served if isinstance(served, ModelHost) else ModelHost(served)
     limits = limits or Limits()
-    listening = listen("127.0.0.1", 0)
+    listening = listen("127.0.0.1", port)
     server = make_server(create_app(host, limits=limits, access=access), limits)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
     thread.start()

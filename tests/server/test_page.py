@@ -1,0 +1,263 @@
+"""The chat page in headless Chromium. Playwright drives it; a browser has to be there already."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+from server_support import Running, running, scripted_runtime
+from torch import Tensor
+
+from exl_cli.chat.settings import ChatOptions
+from exl_cli.sampling_options import SamplingOptions
+from exl_cli.server.app import Access
+from exl_cli.server.models import ModelHost
+from support.scripted import Rule, reply_with
+
+playwright = pytest.importorskip("playwright.sync_api", reason="no playwright, no browser")
+expect = playwright.expect
+Page = Any
+
+STEP_S = 0.02
+REPLY = (
+    "<think>hm, *so*</think># Heading\n\nSome **bold**, *italic* and `code`.\n"
+    "Again: <img src=x onerror=alert(1)>\n\n"
+    "- one\n  - inner\n- two\n\n3. three\n\n```python\nprint('**no**')\n```\n"
+    "[good](https://example.com/a) [bad](javascript:alert(1))"
+)
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    chromium = shutil.which("chromium") or shutil.which("google-chrome")
+    if chromium is None:
+        pytest.skip("no Chromium on this machine")
+    with playwright.sync_playwright() as driver:
+        one = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield one
+        one.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Page]:
+    context = browser.new_context(viewport={"width": 360, "height": 740})
+    context.set_default_timeout(10_000)
+    one = context.new_page()
+    problems: list[str] = []
+    one.on("pageerror", lambda error: problems.append(str(error)))
+    one.on("console", lambda said: problems.append(said.text) if "Policy" in said.text else None)
+    yield one
+    context.close()
+    assert not problems
+
+
+def slowly(rule: Rule) -> Rule:
+    def slow(history: Sequence[int]) -> Tensor:
+        time.sleep(STEP_S)
+        return rule(history)
+
+    return slow
+
+
+@pytest.fixture(scope="module")
+def quick() -> Iterator[Running]:
+    with running(scripted_runtime(reply_with(REPLY))) as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Running]:
+    with running(scripted_runtime(slowly(reply_with("abc " * 200)))) as one:
+        yield one
+
+
+def ask(page: Page, text: str) -> None:
+    page.get_by_label("Message").fill(text)
+    page.keyboard.press("Enter")
+
+
+def finished(page: Page) -> None:
+    expect(page.get_by_role("button", name="Retry")).to_be_visible()
+
+
+def test_a_reply_is_shown_as_markdown_and_never_as_html(page: Page, quick: Running) -> None:
+    page.goto(quick.url)
+    ask(page, "Hello & <b>you</b>")
+    finished(page)
+    assert page.locator(".ask").inner_text() == "Hello & <b>you</b>"
+    reply = page.locator(".reply")
+    assert reply.locator("h2").inner_text() == "Heading"
+    assert reply.locator("strong").inner_text() == "bold"
+    assert reply.locator("em").inner_text() == "italic"
+    assert reply.locator("p code").inner_text() == "code"
+    assert reply.locator("pre").inner_text() == "print('**no**')"
+    assert reply.locator("ul > li").count() == 3 and reply.locator("li li").inner_text() == "inner"
+    assert reply.locator("ol").get_attribute("start") == "3"
+    assert "<img src=x onerror=alert(1)>" in reply.inner_text()
+    assert reply.locator("img").count() == 0
+    links = reply.locator("a")
+    assert [link.get_attribute("href") for link in links.all()] == ["https://example.com/a"]
+    assert page.locator(".reasoning").is_hidden()
+    page.get_by_text("Reasoning").click()
+    assert page.locator(".reasoning").inner_text() == "hm, *so*"
+    assert re.fullmatch(r"\d+ tokens · [\d.]+ tokens/s · prompt \d+.*", about(page))
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+
+
+def about(page: Page) -> str:
+    found: str = page.locator("article:last-child .about").inner_text()
+    return found
+
+
+def test_code_is_copied(page: Page, quick: Running) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=quick.url)
+    page.goto(quick.url)
+    ask(page, "code")
+    finished(page)
+    page.get_by_role("button", name="Copy").click()
+    expect(page.get_by_role("button", name="Copied")).to_be_visible()
+    assert page.evaluate("navigator.clipboard.readText()") == "print('**no**')"
+
+
+@pytest.mark.parametrize("how", ["Escape", "button"])
+def test_it_streams_and_stops(page: Page, slow: Running, how: str) -> None:
+    page.goto(slow.url)
+    ask(page, "go")
+    expect(page.locator(".reply")).to_contain_text("abc abc")
+    assert page.locator(".reply").locator("xpath=..").get_attribute("aria-busy") == "true"
+    if how == "Escape":
+        page.keyboard.press("Escape")
+    else:
+        page.get_by_role("button", name="Stop").click()
+    finished(page)
+    slow.wait_until_idle()
+    assert about(page) == "stopped"
+    assert 8 <= len(page.locator(".reply").inner_text()) < 780
+    assert page.evaluate("document.activeElement.id") == "input"
+
+
+def test_retry_edit_undo_and_new(page: Page, quick: Running) -> None:
+    sent: list[Any] = []
+    page.on("request", lambda one: sent.append(one.post_data_json) if one.post_data else None)
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.goto(quick.url)
+    page.get_by_text("Settings").click()
+    page.get_by_label("System prompt").fill("Be brief.")
+    page.get_by_label("Temperature").fill("")
+    page.get_by_label("Seed").fill("7")
+    ask(page, "first")
+    finished(page)
+    page.get_by_role("button", name="Retry").click()
+    finished(page)
+    assert sent[0] == sent[1]
+    assert sent[0]["seed"] == 7 and "temperature" not in sent[0] and "model" not in sent[0]
+    roles = [message["role"] for message in sent[0]["messages"]]
+    assert roles == ["system", "user"]
+    ask(page, "second")
+    finished(page)
+    roles = [message["role"] for message in sent[2]["messages"]]
+    assert roles == ["system", "user", "assistant", "user"]
+    assert "<think>" not in sent[2]["messages"][2]["content"]
+    page.get_by_role("button", name="Edit").click()
+    assert page.get_by_label("Message").input_value() == "second"
+    assert page.locator("article").count() == 1
+    page.get_by_role("button", name="Undo").click()
+    assert page.locator("article").count() == 0
+    ask(page, "third")
+    finished(page)
+    assert [message["content"] for message in sent[3]["messages"]] == ["Be brief.", "third"]
+    page.get_by_role("button", name="New chat").click()
+    assert page.locator("article").count() == 0
+    page.reload()
+    assert page.locator("article").count() == 0
+    assert page.get_by_label("System prompt").input_value() == "Be brief."
+
+
+def test_it_survives_a_reload_in_the_middle_of_a_reply(page: Page, slow: Running) -> None:
+    page.goto(slow.url)
+    ask(page, "go")
+    expect(page.locator(".reply")).to_contain_text("abc abc")
+    page.get_by_label("Message").fill("not sent yet")
+    page.reload()
+    assert page.locator(".ask").inner_text() == "go"
+    assert page.locator(".reply").inner_text().startswith("abc abc")
+    assert about(page) == "interrupted"
+    assert page.get_by_label("Message").input_value() == "not sent yet"
+    slow.wait_until_idle()
+
+
+def test_it_survives_a_restart_of_the_server(page: Page) -> None:
+    with running(scripted_runtime(reply_with("before"))) as one:
+        page.goto(one.url)
+        ask(page, "one")
+        finished(page)
+        port = int(one.url.rpartition(":")[2])
+    ask(page, "two")
+    expect(page.locator(".error:visible")).to_contain_text("The server does not answer")
+    finished(page)
+    assert page.locator(".ask").all_inner_texts() == ["one", "two"]
+    with running(scripted_runtime(reply_with("after"), name="other"), port=port):
+        page.get_by_role("button", name="Retry").click()
+        expect(page.locator(".reply").last).to_have_text("after")
+        assert page.locator(".error:visible").count() == 0
+        page.reload()
+        assert page.locator(".reply").all_inner_texts() == ["before", "after"]
+        expect(page.locator("#name")).to_have_text("other")
+
+
+def test_a_refusal_is_told_in_its_own_words(page: Page, quick: Running) -> None:
+    page.goto(quick.url)
+    page.get_by_text("Settings").click()
+    page.get_by_label("Top-p").fill("0")
+    ask(page, "hi")
+    expect(page.locator(".error")).to_contain_text("top_p")
+    page.get_by_label("Top-p").fill("7")
+    page.get_by_role("button", name="Edit").click()
+    page.keyboard.press("Enter")
+    assert page.locator("article").count() == 0, "what the form knows to be wrong is not sent"
+
+
+def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page) -> None:
+    with running(scripted_runtime(reply_with("yes")), access=Access(frozenset({"key"}))) as one:
+        page.goto(one.url)
+        expect(page.get_by_label("This server wants a key")).to_be_focused()
+        page.keyboard.type("key")
+        page.keyboard.press("Enter")
+        expect(page.locator("#key")).to_be_hidden()
+        ask(page, "hi")
+        expect(page.locator(".reply")).to_have_text("yes")
+        page.reload()
+        expect(page.locator("#name")).to_have_text("scripted")
+        assert "key" not in str(page.evaluate("Object.values(localStorage).join()")).split('"')
+
+
+def test_a_model_is_chosen_where_there_are_several(page: Page, tmp_path: Any) -> None:
+    first = scripted_runtime(reply_with("of the first"))
+    other = scripted_runtime(reply_with("of the other"), name="other")
+    host = ModelHost(first, others={"other": tmp_path}, opener=lambda _: other)
+    with running(host) as one:
+        page.goto(one.url)
+        page.get_by_label("Model").select_option("other")
+        ask(page, "hi")
+        expect(page.locator(".reply")).to_have_text("of the other")
+        page.reload()
+        expect(page.get_by_label("Model")).to_have_value("other")
+
+
+def test_it_begins_with_the_settings_of_the_terminal(page: Page, quick: Running) -> None:
+    page.goto(quick.url)
+    sampling, chat = SamplingOptions(), ChatOptions()
+    expected = {
+        "temperature": sampling.temp,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k,
+        "min_p": sampling.min_p,
+        "repetition_penalty": sampling.repeat_penalty,
+        "max_tokens": chat.max_response_tokens,
+    }
+    shown = {name: float(page.locator(f"[name={name}]").input_value()) for name in expected}
+    assert shown == expected
