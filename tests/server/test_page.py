@@ -261,3 +261,20 @@ def test_it_begins_with_the_settings_of_the_terminal(page: Page, quick: Running)
     }
     shown = {name: float(page.locator(f"[name={name}]").input_value()) for name in expected}
     assert shown == expected
+
+
+HARMFUL = ["- ", "*a", "**", "`", "[", "_a ", "# ", "  - a\n    ", "```", "1. ", "http://", " \t"]
+
+
+def test_markdown_that_means_harm_is_shown_in_time(page: Page, quick: Running) -> None:
+    page.goto(quick.url)
+    took_ms = page.evaluate(
+        """(texts) => texts.map((text) => {
+            const start = performance.now();
+            showMarkdown(document.createElement("div"), text);
+            return performance.now() - start;
+        })""",
+        [piece * 20_000 for piece in HARMFUL],
+    )
+    slow = {piece: ms for piece, ms in zip(HARMFUL, took_ms, strict=True) if ms > 3000}
+    assert not slow
