@@ -177,6 +177,22 @@ def test_retry_edit_undo_and_new(page: Page, quick: Running) -> None:
     assert page.get_by_label("System prompt").input_value() == "Be brief."
 
 
+def test_a_new_chat_in_the_middle_of_a_reply_stops_it(page: Page, slow: Running) -> None:
+    page.on("dialog", lambda dialog: dialog.accept())
+    page.goto(slow.url)
+    ask(page, "go")
+    expect(page.locator(".reply")).to_contain_text("abc")
+    page.get_by_role("button", name="New chat").click()
+    slow.wait_until_idle()
+    expect(page.get_by_role("button", name="Send")).to_be_visible()
+    assert page.locator("article").count() == 0
+    ask(page, "again")
+    expect(page.locator(".reply")).to_contain_text("abc")
+    page.keyboard.press("Escape")
+    finished(page)
+    slow.wait_until_idle()
+
+
 def test_it_survives_a_reload_in_the_middle_of_a_reply(page: Page, slow: Running) -> None:
     page.goto(slow.url)
     ask(page, "go")
@@ -261,3 +277,20 @@ def test_it_begins_with_the_settings_of_the_terminal(page: Page, quick: Running)
     }
     shown = {name: float(page.locator(f"[name={name}]").input_value()) for name in expected}
     assert shown == expected
+
+
+HARMFUL = ["- ", "*a", "**", "`", "[", "_a ", "# ", "  - a\n    ", "```", "1. ", "http://", " \t"]
+
+
+def test_markdown_that_means_harm_is_shown_in_time(page: Page, quick: Running) -> None:
+    page.goto(quick.url)
+    took_ms = page.evaluate(
+        """(texts) => texts.map((text) => {
+            const start = performance.now();
+            showMarkdown(document.createElement("div"), text);
+            return performance.now() - start;
+        })""",
+        [piece * 20_000 for piece in HARMFUL],
+    )
+    slow = {piece: ms for piece, ms in zip(HARMFUL, took_ms, strict=True) if ms > 3000}
+    assert not slow

@@ -24,7 +24,7 @@ from exl_core.load import LoadedModel
 from exl_core.prompt.reasoning import CLOSING, ends_inside
 from exl_core.prompt.template import ChatTemplate
 
-_RESERVED = ("messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
+_RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,222 @@
+"""Bodies made of the API's own document, and clients and templates that mean harm: an answer in the
+right shape to each, no failure of the server's own, and the server goes on."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+from server_support import LIMIT_S, Running, error_of, running, scripted_runtime
+
+from exl_cli.server.app import create_app
+from exl_cli.server.models import ModelHost
+from support.scripted import reply_with
+
+CHAT = "/v1/chat/completions"
+HI = [{"role": "user", "content": "hi"}]
+CTX_SIZE = 96
+DOCUMENT = create_app(ModelHost(scripted_runtime(reply_with("x")))).openapi()
+POST_PATHS = sorted(path for path, item in DOCUMENT["paths"].items() if "post" in item)
+NASTY_TEXTS = st.sampled_from(["", "\0", "\ud800", "💥", "<eos>", "../..", "{{ 1 }}", "a" * 200])
+JUNK = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | NASTY_TEXTS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NASTY_TEXTS, inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Running]:
+    with running(scripted_runtime(reply_with("hello"), ctx_size=CTX_SIZE)) as server:
+        yield server
+
+
+def values(schema: dict[str, Any]) -> SearchStrategy[Any]:
+    """What the document allows; now and then, at any depth, what it may not."""
+    return st.integers(0, 24).flatmap(lambda n: JUNK if n == 0 else _valid(schema))
+
+
+def _valid(schema: dict[str, Any]) -> SearchStrategy[Any]:
+    if "$ref" in schema:
+        return values(DOCUMENT["components"]["schemas"][schema["$ref"].rpartition("/")[2]])
+    members = schema.get("anyOf") or schema.get("oneOf")
+    if members:
+        return st.one_of([values(member) for member in members])
+    if "enum" in schema or "const" in schema:
+        return st.sampled_from(schema.get("enum") or [schema["const"]])
+    low, high, kind = schema.get("minimum"), schema.get("maximum"), schema["type"]
+    if kind in ("object", "array"):
+        return _objects(schema) if kind == "object" else _lists(schema)
+    return {
+        "string": st.text(min_size=schema.get("minLength", 0), max_size=12) | NASTY_TEXTS,
+        "boolean": st.booleans(),
+        "integer": st.integers(-1 if low is None else low, min(high or 300, 300)),
+        "number": st.floats(low, high, allow_nan=False),
+        "null": st.none(),
+    }[kind]
+
+
+def _lists(schema: dict[str, Any]) -> SearchStrategy[Any]:
+    return st.lists(values(schema["items"]), min_size=schema.get("minItems", 0), max_size=3)
+
+
+def _objects(schema: dict[str, Any]) -> SearchStrategy[Any]:
+    if "properties" not in schema:
+        inner = schema.get("additionalProperties")
+        names = st.text(max_size=4) | st.integers(0, 300).map(str)
+        return st.dictionaries(
+            names, values(inner) if isinstance(inner, dict) else JUNK, max_size=3
+        )
+    fields = {name: values(one) for name, one in schema["properties"].items()}
+    needed = {name: fields.pop(name) for name in schema.get("required", ())}
+    return st.fixed_dictionaries(needed, optional=fields).flatmap(_fewer)
+
+
+def _fewer(body: dict[str, Any]) -> SearchStrategy[dict[str, Any]]:
+    """Most bodies have few fields: with all of them, one is always wrong."""
+    few = st.sets(st.sampled_from(sorted(body)), max_size=4) if body else st.just(set())
+    needed = {"prompt", "messages", "tokens", "role", "content", "type", "text", "name", "id"}
+    return few.map(lambda kept: {k: v for k, v in body.items() if k in kept | needed})
+
+
+def check(one: Running, path: str, body: Any) -> int:
+    content = json.dumps(body).encode()
+    answer = one.http.post(path, content=content, headers={"content-type": "application/json"})
+    assert answer.status_code < 500, answer.text
+    if answer.status_code != 200:
+        error_of(answer, answer.status_code)
+    elif answer.headers["content-type"].startswith("text/event-stream"):
+        *events, last = answer.text.strip().split("\n\n")
+        told = [json.loads(event.removeprefix("data: ")) for event in events]
+        assert last == "data: [DONE]" and not any("error" in event for event in told), last
+    else:
+        assert "error" not in answer.json()
+    return answer.status_code
+
+
+@pytest.mark.parametrize("path", POST_PATHS)
+def test_no_body_of_the_documents_making_breaks_the_server(one: Running, path: str) -> None:
+    schema = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
+    statuses: list[int] = []
+
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    @given(values(schema))
+    def ask(body: Any) -> None:
+        statuses.append(check(one, path, body))
+
+    ask()
+    assert set(statuses) >= {200, 400}, "some are served, and some are refused"
+    assert one.http.get("/health").status_code == 200
+    one.wait_until_idle()
+
+
+def raw(one: Running, *lines: bytes) -> tuple[int, bytes]:
+    """Status and body of what comes back of a head that no client library would write."""
+    host, port = one.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=LIMIT_S) as connection:
+        connection.sendall(b"\r\n".join((*lines, b"Connection: close", b"", b"")))
+        answer = b"".join(iter(lambda: connection.recv(65536), b""))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), body
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        b"/..%2f..%2fetc/passwd",
+        b"/../../etc/passwd",
+        b"//etc/passwd",
+        b"//",
+        b"/%2e%2e/%2e%2e/etc/passwd",
+        b"/v1/models/..%2f..%2f..%2fetc%2fpasswd",
+        b"/v1/models//etc/passwd",
+        b"/v1/models/%00",
+        b"/v1/models/\\..\\..",
+        b"/page.html",
+        b"/%ff%fe",
+        b"/health/..;/metrics",
+        b"/?/../../etc/passwd%00" + b"/",
+    ],
+)
+def test_paths_lead_nowhere(one: Running, path: bytes) -> None:
+    status, body = raw(one, b"GET " + path + b" HTTP/1.1", b"Host: 127.0.0.1")
+    assert b"root:" not in body
+    if path.startswith(b"/?"):
+        assert status == 200 and body.startswith(b"<!doctype html>")
+    else:
+        assert status in (400, 404)
+        assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        [b"X-%d: a" % number for number in range(20_000)],
+        [b"Authorization: Bearer x"] * 4_000,
+        [b"Cookie: " + b"a=b; " * 20_000],
+    ],
+    ids=["many", "same", "long"],
+)
+def test_floods_of_headers_are_refused(one: Running, headers: list[bytes]) -> None:
+    status, body = raw(one, b"GET /v1/models HTTP/1.1", b"Host: 127.0.0.1", *headers)
+    assert status == 431
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    assert one.http.get("/v1/models").status_code == 200
+
+
+@pytest.mark.parametrize("length", [b"-1", b"1e3", b"99999999999999999999999", b"1, 2"])
+def test_lengths_that_are_none(one: Running, length: bytes) -> None:
+    status, body = raw(
+        one,
+        b"POST /v1/completions HTTP/1.1",
+        b"Host: 127.0.0.1",
+        b"Content-Type: application/json",
+        b"Expect: 100-continue",
+        b"Content-Length: " + length,
+    )
+    assert status in (400, 413) and "error" in json.loads(body)
+
+
+ESCAPES = [
+    "{{ x.__class__.__mro__[1].__subclasses__() }}",
+    "{{ (x|attr('__class__'))['__mro__'] }}",
+    "{{ '{0.__class__.__mro__}'.format(x).y.z }}",
+    "{% include '/etc/passwd' %}",
+    "{% for a in range(10**9) %}{% for b in range(10**9) %}{% endfor %}{% endfor %}",
+    "{{ 'a' * 10**12 }}",
+    "{{ 9**9**9**9 }}",
+    "{{ messages.append(messages).y.z }}",
+]
+
+
+@pytest.mark.parametrize("template", ESCAPES)
+def test_a_strangers_template_fails_as_a_request_does(template: str) -> None:
+    with running(scripted_runtime(reply_with("hello"), template=template)) as one:
+        answer = one.post(CHAT, {"messages": HI, "chat_template_kwargs": {"x": "y"}})
+        message = error_of(answer, 400)["message"]
+        assert "root:" not in message and "<class" not in message
+        assert one.http.get("/health").json()["status"] == "ok"
+
+
+TEMPLATE = (
+    "{{ range(2)|list|length }}{{ raise_exception is defined }}{{ x }}{{ messages[0].content }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "status"),
+    [("x", 200), ("raise_exception", 200), ("range", 400), ("self", 400), ("messages", 400)],
+)
+def test_variables_of_templates_are_texts_and_no_more(name: str, status: int) -> None:
+    with running(scripted_runtime(reply_with("hello"), template=TEMPLATE)) as one:
+        hostile = {name: "{{ ''.__class__ }}{% include '/etc/passwd' %}"}
+        answer = one.post(CHAT, {"messages": HI, "chat_template_kwargs": hostile})
+        assert answer.status_code == status, answer.text
+        if status != 200:
+            error_of(answer, status)
