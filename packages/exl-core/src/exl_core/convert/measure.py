@@ -77,7 +77,8 @@ def _measure(
     forms = [(bits, size) for bits in WIDTHS for size in sizes[bits]]
 
     def run(job: _Job) -> list[list[float]]:
-        stored = {part: source.matrix(part).T[factor.order] for part, _ in job}  # [in, out]
+        wanted = {part for part, _ in job}
+        stored = {part: source.matrix(part).T[factor.order] for part in wanted}  # [in, out]
         felt = [sensitivity[f"{prefix}{part}.weight"].to(hessian.device) for part, _ in job]
         variants, first = [], 0
         for part, (bits, size) in job:
