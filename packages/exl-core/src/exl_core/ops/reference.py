@@ -23,7 +23,7 @@ from exl_core.ops.reference_attention import (
 )
 from exl_core.ops.reference_cache import check_caches, store_rows
 from exl_core.ops.reference_quantized import PlainQuantized, fill_quantized, new_quantized
-from exl_core.ops.reference_sampling import sample, sample_rows
+from exl_core.ops.reference_sampling import log_sum_exp, sample, sample_rows
 from exl_core.ops.table import AttentionBatch, GateKind, Inputs, PackedLinear, PreparedInputs
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -90,6 +90,7 @@ class ReferenceTable:
 
     name = "reference"
     device = torch.device("cpu")
+    log_sum_exp = staticmethod(log_sum_exp)
     sample = staticmethod(sample)
     sample_rows = staticmethod(sample_rows)
 
@@ -231,14 +232,6 @@ class ReferenceTable:
             u = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
             active = gate * torch.sigmoid(2 * u)
         return (active * up).float()
-
-    def log_sum_exp(self, x: Tensor) -> Tensor:
-        check("log_sum_exp", "x", x, F32, None, None)
-        check_contiguous("log_sum_exp", "x", x, 1)
-        if x.shape[1] == 0:
-            raise OpInputError("log_sum_exp: x (expected rows of at least one value, got 0)")
-        found = x.double().logsumexp(1).float()
-        return found.masked_fill(found.isinf(), torch.nan)
 
     def write_kv(
         self,

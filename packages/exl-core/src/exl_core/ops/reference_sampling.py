@@ -1,4 +1,4 @@
-"""Drawing a token in plain torch: everything sorted, everything in float64."""
+"""What is done with logits, in plain torch: everything sorted, everything in float64."""
 
 from __future__ import annotations
 
@@ -13,6 +13,15 @@ from exl_core.ops.table import NOTHING_DRAWN, Drawn, RowSettings
 
 _NUCLEUS_FLOOR = 1e-6
 _WEIGHT_FLOOR = -87.33654  # of e^x: beyond lies what float32 cannot hold
+
+
+def log_sum_exp(x: Tensor) -> Tensor:
+    check("log_sum_exp", "x", x, (torch.float32,), None, None)
+    check_contiguous("log_sum_exp", "x", x, 1)
+    if x.shape[1] == 0:
+        raise OpInputError("log_sum_exp: x (expected rows of at least one value, got 0)")
+    found = x.double().logsumexp(1).float()
+    return found.masked_fill(found.isinf(), torch.nan)
 
 
 def sample(
