@@ -170,6 +170,20 @@ def test_floods_of_headers_are_refused(one: Running, headers: list[bytes]) -> No
     assert one.http.get("/v1/models").status_code == 200
 
 
+@pytest.mark.parametrize("prompt", [[1] * 1_000_000, "a " * 1_000_000], ids=["ids", "text"])
+def test_a_million_tokens_are_more_than_a_context(one: Running, prompt: Any) -> None:
+    error = error_of(one.post("/v1/completions", {"prompt": prompt}), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert one.is_idle()
+
+
+def test_a_hundred_megabytes_are_not_kept(one: Running) -> None:
+    pieces = iter([b" " * 2**20] * 100)
+    headers = {"content-type": "application/json"}
+    error = error_of(one.http.post(CHAT, content=pieces, headers=headers), 413)
+    assert error["code"] == "request_too_large"
+
+
 @pytest.mark.parametrize("length", [b"-1", b"1e3", b"99999999999999999999999", b"1, 2"])
 def test_lengths_that_are_none(one: Running, length: bytes) -> None:
     status, body = raw(
