@@ -15,11 +15,11 @@ from exl_cli.server.schema import ChatBody
 from exl_cli.server.service import (
     Service,
     check_stream,
+    figures_of,
     in_thread,
     make_requests,
     results_of,
     timings_of,
-    usage_of,
     wants_usage_chunk,
 )
 from exl_cli.server.tools import ToolCall, ToolSplitter
@@ -80,12 +80,10 @@ class Chat:
         choices = await self.start(stack)
         async for number, result in results_of([choice.job for choice in choices]):
             choices[number].take(result)
-        ends = self._ends(choices)
         return {
             **self._head("chat.completion"),
             "choices": [choice.message() for choice in choices],
-            "usage": usage_of(ends, self._n),
-            "timings": timings_of(ends),
+            **figures_of(self._ends(choices), self._n),
         }
 
     async def events(self, choices: Sequence[_Choice]) -> AsyncIterator[dict[str, object]]:
@@ -105,13 +103,7 @@ class Chat:
                     last["timings"] = timings_of(self._ends(choices))
                 yield last
         if wants_usage or left:
-            ends = self._ends(choices)
-            yield {
-                **head,
-                "choices": [],
-                "usage": usage_of(ends, self._n),
-                "timings": timings_of(ends),
-            }
+            yield {**head, "choices": [], **figures_of(self._ends(choices), self._n)}
 
     def _ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
         return self._service.ends_of([choice.end for choice in choices])

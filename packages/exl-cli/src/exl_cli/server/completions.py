@@ -14,11 +14,11 @@ from exl_cli.server.schema import CompletionBody
 from exl_cli.server.service import (
     Service,
     check_stream,
+    figures_of,
     in_thread,
     make_requests,
     results_of,
     timings_of,
-    usage_of,
     wants_usage_chunk,
 )
 from exl_core.engine.events import FinishEvent, FinishReason
@@ -99,12 +99,10 @@ class Completion:
         choices = await self.start(stack)
         async for number, result in results_of([choice.job for choice in choices]):
             choices[number].take(result)
-        ends = self._ends(choices)
         return {
             **self._head(),
             "choices": [choice.told() for choice in choices],
-            "usage": usage_of(ends, self._n, no_reply=self._scores_only),
-            "timings": timings_of(ends),
+            **self._figures(choices),
         }
 
     async def events(self, choices: Sequence[_Choice]) -> AsyncIterator[dict[str, object]]:
@@ -121,9 +119,10 @@ class Completion:
                 chunk["timings"] = timings_of(self._ends(choices))
             yield chunk
         if wants_usage or left:
-            ends = self._ends(choices)
-            usage = usage_of(ends, self._n, no_reply=self._scores_only)
-            yield {**self._head(), "choices": [], "usage": usage, "timings": timings_of(ends)}
+            yield {**self._head(), "choices": [], **self._figures(choices)}
+
+    def _figures(self, choices: Sequence[_Choice]) -> dict[str, object]:
+        return figures_of(self._ends(choices), self._n, no_reply=self._scores_only)
 
     def _ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
         return self._service.ends_of([choice.end for choice in choices])

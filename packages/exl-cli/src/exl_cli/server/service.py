@@ -106,13 +106,12 @@ def make_requests(
     max_tokens: int | None,
     report: Report,
     constraints: tuple[Constraint, ...] = (),
-    stop: Sequence[str] = (),
     show_special: bool = False,
 ) -> list[Request]:
     """`n` requests for each prompt, in order. A reply never outgrows the context."""
     runtime = resident.runtime
     ends = stop_ids(runtime.loaded.tokenizer, runtime.loaded.config)
-    stops = [fields.stop] if isinstance(fields.stop, str) else fields.stop or []
+    stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     requests: list[Request] = []
     for prompt_ids in prompts:
         room = runtime.ctx_size - len(prompt_ids)
@@ -131,7 +130,7 @@ def make_requests(
                     max_tokens=room if max_tokens is None else min(max_tokens, room),
                     sampler=sampler_of(fields, len(requests)),
                     stop_ids=ends,
-                    stop_strings=(*stops, *stop),
+                    stop_strings=stops,
                     constraints=constraints,
                     adapters=runtime.adapters,
                     report=report,
@@ -208,6 +207,11 @@ async def results_of(jobs: Sequence[AsyncJob]) -> AsyncIterator[tuple[int, Resul
 async def in_thread(work: Callable[[], T]) -> T:
     """Tokenizing and templates take long for long texts; the loop goes on meanwhile."""
     return await asyncio.to_thread(work)
+
+
+def figures_of(ends: Sequence[FinishEvent], n: int, *, no_reply: bool = False) -> dict[str, object]:
+    """What an answer tells of all its replies, `n` of each prompt, when they have ended."""
+    return {"usage": usage_of(ends, n, no_reply=no_reply), "timings": timings_of(ends)}
 
 
 def usage_of(ends: Sequence[FinishEvent], n: int, *, no_reply: bool = False) -> dict[str, object]:
