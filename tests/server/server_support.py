@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -86,13 +86,14 @@ class Running:
     host: ModelHost
     server: Server
     http: httpx2.Client = field(init=False)
+    clients: ExitStack = field(init=False, default_factory=ExitStack)
 
     def __post_init__(self) -> None:
         self.http = httpx2.Client(base_url=self.url, timeout=LIMIT_S)
 
     def openai(self, **options: Any) -> OpenAI:
         settings = {"api_key": "none", "max_retries": 0, "timeout": LIMIT_S, **options}
-        return OpenAI(base_url=f"{self.url}/v1", **settings)
+        return self.clients.enter_context(OpenAI(base_url=f"{self.url}/v1", **settings))
 
     def post(self, path: str, body: object) -> httpx2.Response:
         return self.http.post(path, json=body)
@@ -129,7 +130,7 @@ def running(
             assert thread.is_alive() and time.monotonic() < deadline, "the server does not start"
             time.sleep(0.005)
         one = Running(url, host, server)
-        with one.http:
+        with one.http, one.clients:
             yield one
     finally:
         server.should_exit = True
