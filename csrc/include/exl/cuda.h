@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 #define EXL_CUDA_API __attribute__((visibility("default")))
-#define EXL_CUDA_ABI 2
+#define EXL_CUDA_ABI 3
 
 // ---- the library and its devices -------------------------------------------------------------
 
@@ -36,6 +36,9 @@ EXL_CUDA_API const char* exl_cuda_error_text(int code);
 EXL_CUDA_API int exl_cuda_versions(int* driver, int* runtime);
 // Space-separated compute capabilities that machine code was made for, as in "80 86 89 90".
 EXL_CUDA_API const char* exl_cuda_architectures(void);
+// Starts a device: its context, which all libraries of the process share. The calling thread's
+// current device is that one from here on.
+EXL_CUDA_API int exl_cuda_open_device(int device);
 // Opens the current device for the library: function attributes, the number of multiprocessors.
 // Done by the first call that needs it; calling it ahead keeps it out of a graph's capture.
 EXL_CUDA_API int exl_cuda_prepare_device(void);

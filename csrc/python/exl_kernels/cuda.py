@@ -22,7 +22,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-ABI = 2
+ABI = 3
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2}
@@ -222,6 +222,7 @@ _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 
 # Of functions that return an error: their operands, the stream last.
 _CALLS: dict[str, tuple[object, ...]] = {
+    "open_device": (c_int,),
     "prepare_device": (),
     "quant_pack": (POINTER(QuantMatrix), POINTER(QuantColumns), _P),
     "quant_unpack": (POINTER(QuantMatrix), _I, _I, _P, _L, _P),

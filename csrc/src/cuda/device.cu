@@ -60,6 +60,14 @@ int exl_cuda_versions(int* driver, int* runtime) {
 
 const char* exl_cuda_architectures(void) { return EXL_CUDA_ARCHITECTURES; }
 
+int exl_cuda_open_device(int device) {
+    if (cudaError_t error = cudaSetDevice(device); error != cudaSuccess) {
+        cudaGetLastError();  // it is reported, and not to be seen again
+        return error;
+    }
+    return cudaFree(nullptr);  // before CUDA 12 the first call of this kind makes the context
+}
+
 int exl_cuda_prepare_device(void) {
     exl::cuda::DeviceInfo info;
     return exl::cuda::device_info(&info);

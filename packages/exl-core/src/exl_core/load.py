@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -20,7 +22,7 @@ from exl_core.model.build import build_weights, stream_weights
 from exl_core.model.sample_text import SAMPLE_TEXT
 from exl_core.model.transformer import Transformer
 from exl_core.model.weights import ModelWeights
-from exl_core.ops.table import device_failures, get_table
+from exl_core.ops.table import OpTable, device_failures, get_table
 from exl_core.prompt.detect import load_template
 from exl_core.prompt.template import ChatTemplate
 from exl_core.resolve import resolve_model
@@ -80,15 +82,16 @@ def load_model(
     options = options or LoadOptions()
     settings = read_settings()
     threads = options.threads or settings.threads
+    isa = options.isa or (settings.isa if options.backend == "cpu" else None)
     path = resolve_model(spec)
+    table = _opening(options.backend, isa, threads)
     source, config, quantization = open_checkpoint(path)
     config = _with_options(config, options)
     checkpoint = Checkpoint(source, config, quantization, is_exact=options.exact)
     fields = gguf_fields(source)
     tokenizer = load_tokenizer(path, fields)
     check_vocab(tokenizer, config.vocab_size, path)
-    isa = options.isa or (settings.isa if options.backend == "cpu" else None)
-    ops = get_table(options.backend, isa=isa, threads=threads)
+    ops = table()
     needed = checkpoint.bytes_at_once if options.streamed else checkpoint.packed_bytes
     check_memory(needed, free_memory_bytes(ops.device), path)
     with device_failures(ops.device, "loading the weights"):
@@ -113,6 +116,18 @@ def load_model(
         load_s=time.perf_counter() - started,
         exact=options.exact,
     )
+
+
+def _opening(backend: str, isa: str | None, threads: int) -> Callable[[], OpTable]:
+    """What gets the op table. A GPU's start takes a third of a second and no interpreter: it is
+    begun at once, beside headers and tokenizer."""
+    make = partial(get_table, backend, isa=isa, threads=threads)
+    if backend.partition(":")[0] != "cuda":
+        return make
+    opener = ThreadPoolExecutor(1, thread_name_prefix="exl-device")
+    opened = opener.submit(make)
+    opener.shutdown(wait=False)
+    return opened.result
 
 
 def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Quantization | None]:

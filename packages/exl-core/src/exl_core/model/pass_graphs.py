@@ -83,9 +83,40 @@ class Inputs:
         )
         self._fields = tuple(part.numpy() for part in parts(self._host))
         self._spare = spare_page
+        self._decoded: list[tuple[int, ...]] = []  # pages in the table, of passes that decode
+        if shape.is_decoding:
+            self._fill_any(())
 
     def fill(self, segments: Sequence[Segment]) -> None:
         """Begins the copy; the host's memory must have been read by the one before it."""
+        if self.shape.is_decoding:
+            self._fill_decoding(segments)
+        else:
+            self._fill_any(segments)
+        self._device.copy_(self._host, non_blocking=True)
+
+    def _fill_decoding(self, segments: Sequence[Segment]) -> None:
+        """One row each, of mostly the same sequences as in the pass before."""
+        token_ids, positions, slots, _, _, past_lens, table = self._fields
+        count, size, held = len(segments), self._page_size, self._decoded
+        past = [one.past_len for one in segments]
+        token_ids[:count] = [one.token_ids[0] for one in segments]
+        positions[:count] = past_lens[:count] = past
+        slots[:count] = [
+            one.page_ids[position // size] * size + position % size
+            for one, position in zip(segments, past, strict=True)
+        ]
+        if count < len(held):
+            unused = slice(count, len(held))
+            token_ids[unused] = positions[unused] = past_lens[unused] = 0
+            slots[unused], table[unused] = self._spare * size, self._spare
+            del held[count:]
+        held += [()] * (count - len(held))
+        for i, one in enumerate(segments):
+            if one.page_ids != held[i]:
+                table[i, : len(one.page_ids)] = held[i] = one.page_ids
+
+    def _fill_any(self, segments: Sequence[Segment]) -> None:
         token_ids, positions, slots, logit_rows, row_starts, past_lens, table = self._fields
         wants_all = self.shape.logits == self.shape.rows
         row = asked = 0
@@ -112,7 +143,6 @@ class Inputs:
             logit_rows[:] = range(self.shape.rows)
         else:
             logit_rows[asked:] = 0
-        self._device.copy_(self._host, non_blocking=True)
 
 
 class PassGraphs:
@@ -165,17 +195,19 @@ class PassGraphs:
 def shape_of(segments: Sequence[Segment], pages: int) -> Shape | None:
     """The bucket of a pass over up to `pages` pages each; None where no graph can stand for it."""
     counts = [len(one.token_ids) for one in segments]
-    rows, wanted = sum(counts), {one.logit_rows for one in segments}
+    rows = sum(counts)
     is_small = 0 < rows <= PROMPT_BUCKETS[-1] and len(counts) <= SEQUENCE_BUCKETS[-1]
     if not is_small or not all(_is_plain(one, pages) for one in segments):
         return None
-    if max(counts) == min(counts) == 1 and LogitRows.NONE not in wanted:
+    is_decoding = max(counts) == min(counts) == 1
+    if is_decoding and not any(one.logit_rows is LogitRows.NONE for one in segments):
         bucket = BUCKETS[bisect_left(BUCKETS, rows)]
         return Shape(bucket, bucket, bucket)
     bucket = PROMPT_BUCKETS[bisect_left(PROMPT_BUCKETS, rows)]
     sequences = SEQUENCE_BUCKETS[bisect_left(SEQUENCE_BUCKETS, len(counts))]
     sequences = min(sequences, bucket - 1)  # as many as rows would be decoding
-    logits = bucket if LogitRows.ALL in wanted else sequences
+    wants_all = any(one.logit_rows is LogitRows.ALL for one in segments)
+    logits = bucket if wants_all else sequences
     if len(counts) >= rows or logits > BUCKETS[-1]:
         return None
     return Shape(bucket, sequences, logits)
@@ -189,6 +221,8 @@ def _is_plain(one: Segment, pages: int) -> bool:
 
 def asked_for(logits: Tensor, shape: Shape, segments: Sequence[Segment]) -> Tensor:
     """The rows that the segments ask for, in order, of a bucket's."""
+    if shape.is_decoding:
+        return logits[: len(segments)]
     if shape.logits != shape.rows:
         return logits[: sum(one.logit_rows is LogitRows.LAST for one in segments)]
     rows: list[int] = []

@@ -50,6 +50,8 @@ def open_device(name: str) -> torch.device:
             expected=" or ".join(f"cuda:{i}" for i in range(count)),
             next_step=_WITHOUT,
         )
+    with failures("the GPU's start"):
+        library.call("open_device", index)
     major, minor = torch.cuda.get_device_capability(index)
     capability, made_for = 10 * major + minor, library.architectures
     if capability < OLDEST:

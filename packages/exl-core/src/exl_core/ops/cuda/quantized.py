@@ -7,6 +7,7 @@ blocks of 32 rows of one group. What it depends on is worked out here, once, fro
 from __future__ import annotations
 
 import hashlib
+from functools import lru_cache
 from threading import Lock
 from typing import NamedTuple
 from weakref import WeakValueDictionary
@@ -65,7 +66,9 @@ class TilePlan(NamedTuple):
         return len(self.stored_rows) // BLOCK_ROWS
 
 
+@lru_cache(maxsize=64)
 def plan_tiles(runs: tuple[GroupRun, ...], offset: Offset, scale_bytes: int) -> TilePlan:
+    """The same plan for matrices whose rows are laid out alike: most of a model's are."""
     head = STRIP * (scale_bytes + {"middle": 0, "zeros": 1, "minimums": scale_bytes}[offset])
     units, rows, bits = [], [], []
     described = np.zeros(len(runs), _RUN)
@@ -130,7 +133,9 @@ class CudaQuantLinear:
         self.places: Tensor | None = None
         """Of each feature its row in `order`, where no row is padding."""
         if len(order) == layout.in_features:
-            self.places = _shared(device, np.argsort(order).astype(np.int32))
+            places = np.empty(len(order), np.int32)
+            places[order] = np.arange(len(order), dtype=np.int32)
+            self.places = _shared(device, places)
         self.bias = torch.zeros(layout.out_features, device=device) if layout.has_bias else None
         self._units = _shared(device, plan.units.view(np.uint8))
         self._runs, self._device_runs = plan.runs, _shared(device, plan.runs.view(np.uint8))
