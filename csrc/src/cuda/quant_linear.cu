@@ -48,6 +48,9 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
     ChunkStream stream(
         args, states + warp, shared + warp * args.slots * args.slot_bytes, warp, lane
     );
+    uint32_t tile = blockIdx.x >> args.split_bits;
+    const int own = (blockIdx.x & (args.splits() - 1)) * kThreads + threadIdx.x;
+    TileNumber<Shape> number(args, tile, own);
     wait_for_inputs();
 
     const InputReader inputs(args, lane);
@@ -55,13 +58,22 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
     ChunkRows<Shape> rows;
     if constexpr (Shape::kIsAhead) load_rows<Shape>(rows, chunks, inputs);
     int buffer = 0;
-    for (uint32_t tile = blockIdx.x >> args.split_bits; tile < args.tiles;
-         tile += gridDim.x >> args.split_bits) {
+    for (;;) {
+        number.read(args);
         Sums<Shape> total = {};
         while (!add_chunks<Shape>(total, rows, chunks, stream, inputs, lane)) {}
         sums[buffer].put(total, warp, lane, args.m);
         wait_for_cluster(args);
-        write_tile<Shape>(args, tile, sums[buffer]);
+        number.write(args, sums[buffer]);
+        const int stride = args.splits() * kThreads;
+        for (int i = own + stride; i < 32 * args.m << args.part_bits(); i += stride) {
+            TileNumber<Shape> other(args, tile, i);
+            other.read(args);
+            other.write(args, sums[buffer]);
+        }
+        tile += gridDim.x >> args.split_bits;
+        if (tile >= args.tiles) break;
+        number = TileNumber<Shape>(args, tile, own);
         // Of two buffers the next tile takes the other; this one is written again only behind
         // that tile's barrier.
         if (kBuffers<Shape> == 1) wait_for_cluster(args);

@@ -55,62 +55,74 @@ struct WarpSums {
             }
         }
     }
-    // Of a strip's column, of all the cluster's warps.
-    __device__ __forceinline__ float sum(
-        const QuantLinearArgs& args, int across, int row, int column
-    ) const {
+    // Of a strip's column, of all the cluster's warps; `from` is its number of the strip's first warp.
+    __device__ __forceinline__ float sum(const QuantLinearArgs& args, const float* from) const {
         float result = 0.0f;
         if (args.split_bits == 0) {
 #pragma unroll 4
-            for (int warp = across; warp < kWarps; warp += args.wide()) {
-                result += of[warp][row][column];
+            for (int n = 0; n < kWarps >> args.wide_bits; ++n) {
+                result += from[n * kWarpFloats << args.wide_bits];
             }
             return result;
         }
         for (int rank = 0; rank < args.splits(); ++rank) {
 #pragma unroll 4
-            for (int warp = across; warp < kWarps; warp += args.wide()) {
-                result += load_cluster(&of[warp][row][column], rank);
+            for (int n = 0; n < kWarps >> args.wide_bits; ++n) {
+                result += load_cluster(from + (n * kWarpFloats << args.wide_bits), rank);
             }
         }
         return result;
     }
+    static constexpr int kWarpFloats = Shape::kRows * kPitch;
 };
 
-// The cluster's sums of a tile to y. Little code: most of it runs once in a launch, and what takes
-// the time then is to fetch it.
+// A number of a tile, row by row of each strip, and what it needs beside the sums. Little code is
+// left for the end of the tile: it runs once in most launches, and what takes the time then is to
+// fetch it.
 template <class Shape>
-__device__ __forceinline__ void write_tile(
-    const QuantLinearArgs& args, uint32_t tile, const WarpSums<Shape>& sums
-) {
-    const int strips = 1 << args.part_bits(), rank = blockIdx.x & (args.splits() - 1);
-    const TilePlace tile_place(args, tile);
-#pragma unroll 1
-    for (int i = rank * kThreads + threadIdx.x; i < strips * args.m * 32;
-         i += args.splits() * kThreads) {
-        const int across = i / 32 / args.m, row = i / 32 - across * args.m;
-        const StripPlace place(args, tile_place, across);
+struct TileNumber {
+    void* to = nullptr;  // null: there is no such number
+    int from = 0;        // of WarpSums
+    float bias = 0.0f, up_bias = 0.0f;
+    float before = 0.0f;
+
+    // Reads nothing that earlier kernels write.
+    __device__ __forceinline__ TileNumber(const QuantLinearArgs& args, uint32_t tile, int i) {
+        if (i >= 32 * args.m << args.part_bits()) return;
+        int across = 0, row = i / 32;
+        for (; row >= args.m; row -= args.m) ++across;  // four strips at most
+        const StripPlace place(args, TilePlace(args, tile), across);
         const QuantPart& part = args.parts[place.part];
         const int of_part = 32 * place.strip + i % 32, column = part.first_column + of_part;
-        if (of_part >= part.n) continue;
+        if (of_part >= part.n) return;
         int64_t at = row * args.y_stride + column;
-        float y = 0.0f;
-        if (args.epilogue == EXL_EPILOGUE_ADD) y = static_cast<const float*>(args.y)[at];
         if (args.places != nullptr) at = prepared_at(args.m, row, args.places[column]);
-        if (part.bias != nullptr) y += part.bias[of_part];
-        y += sums.sum(args, across, row, i % 32);
+        to = static_cast<uint8_t*>(args.y) + (args.y_dtype == kF16 ? 2 : 4) * at;
+        from = (across * Shape::kRows + row) * kPitch + i % 32;
+        if (part.bias != nullptr) bias = part.bias[of_part];
+        if (args.is_gated() && args.parts[1].bias != nullptr) up_bias = args.parts[1].bias[of_part];
+    }
+    // Asks for what is added to.
+    __device__ __forceinline__ void read(const QuantLinearArgs& args) {
+        if (to != nullptr && args.epilogue == EXL_EPILOGUE_ADD) before = *static_cast<float*>(to);
+    }
+    __device__ __forceinline__ void write(
+        const QuantLinearArgs& args, const WarpSums<Shape>& sums
+    ) const {
+        if (to == nullptr) return;
+        const float* own = &sums.of[0][0][0] + from;
+        float y = before + bias + sums.sum(args, own);
         if (args.is_gated()) {
-            float up = sums.sum(args, across + strips, row, i % 32);
-            if (args.parts[1].bias != nullptr) up += args.parts[1].bias[of_part];
+            const float up = up_bias + sums.sum(args, own + (sums.kWarpFloats << args.part_bits()));
             y = gate_of(args.gate, y) * up;
         }
         if (args.y_dtype == kF16) {
-            static_cast<__half*>(args.y)[at] = from_float<__half>(y);
+            *static_cast<__half*>(to) = from_float<__half>(y);
         } else {
-            static_cast<float*>(args.y)[at] = y;
+            *static_cast<float*>(to) = y;
         }
     }
-}
+};
 
 #endif  // __CUDACC__
 
