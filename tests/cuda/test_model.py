@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -200,12 +201,17 @@ def test_adapters(tmp_path: Path) -> None:
         assert_alike(pair, prompt, *both, adapters=uses[0])
 
 
-def test_random_jobs_leave_nothing_behind(pair: Pair) -> None:
-    """Jobs of all kinds, some of them cancelled: pages and memory come back."""
-    source = random.Random(9)
-    generator = generator_of(pair.far, cache_tokens=2048)
+class RandomJobs:
+    """Rounds of jobs of all kinds, some of them cancelled."""
 
-    def round_of_jobs() -> int:
+    def __init__(self, generator: DynamicGenerator, seed: int) -> None:
+        self.generator = generator
+        self.random = random.Random(seed)
+        self.jobs = self.steps = 0
+
+    def round(self) -> int:
+        """Bytes in use after it."""
+        generator, source = self.generator, self.random
         jobs = []
         for _ in range(30):
             length = source.choice((1, 5, 60, 200, 400))
@@ -215,18 +221,47 @@ def test_random_jobs_leave_nothing_behind(pair: Pair) -> None:
             jobs.append(generator.enqueue(request))
         while generator.num_remaining_jobs:
             generator.iterate()
+            self.steps += 1
             if source.random() < 0.05:
                 generator.cancel(source.choice(jobs))
         assert all(job.error is None for job in jobs)
+        self.jobs += len(jobs)
         gc.collect()
         torch.cuda.synchronize()
         return torch.cuda.memory_allocated()
 
+
+def test_random_jobs_leave_nothing_behind(pair: Pair) -> None:
+    """Pages and memory come back."""
+    jobs = RandomJobs(generator_of(pair.far, cache_tokens=2048), seed=9)
     for _ in range(4):
-        round_of_jobs()  # graphs and workspaces are made
-    before = round_of_jobs()
-    after = [round_of_jobs() for _ in range(3)]
+        jobs.round()  # graphs and workspaces are made
+    before = jobs.round()
+    after = [jobs.round() for _ in range(3)]
     assert max(after) <= before + (1 << 20), f"{before} bytes, then {after}"
+
+
+LONG_S = 240.0
+"""At some 3000 steps a second: as many as a model of 8 billion weights takes in half an hour."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(LONG_S + 120)
+def test_half_an_hour_of_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The device has as much free memory after them as before, whoever holds it."""
+    loaded = load_model(str(quantized_llama("exl2", tmp_path)), LoadOptions(backend="cuda"))
+    jobs = RandomJobs(generator_of(loaded, drafter=NgramDrafter(), cache_tokens=2048), seed=10)
+    for _ in range(20):
+        jobs.round()
+    allocated, (free, _) = jobs.round(), torch.cuda.mem_get_info()
+    end = time.monotonic() + LONG_S
+    most = 0
+    while time.monotonic() < end:
+        most = max(most, jobs.round())
+    with capsys.disabled():
+        print(f"\n{jobs.jobs} jobs, {jobs.steps} steps; {allocated} bytes, at most {most}")
+    assert most <= allocated + (1 << 20)
+    assert torch.cuda.mem_get_info()[0] >= free - (8 << 20)
 
 
 def test_memory_of_a_model_comes_back(tmp_path: Path) -> None:
