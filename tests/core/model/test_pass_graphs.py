@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -102,3 +103,25 @@ def test_a_padded_pass_is_the_pass(
 )
 def test_what_no_bucket_holds(segments: list[Segment]) -> None:
     assert shape_of(segments, PAGES) is None
+
+
+def test_steps_that_decode_leave_nothing_behind(model: Transformer) -> None:
+    """Only what changes is written for a step; what is there then is what a first step writes."""
+    store = store_for(model, KVFormat.FP16, PAGES)
+    source = random.Random(4)
+    shape = Shape(6, 6, 6)
+    used = Inputs(shape, PAGES, store, PAGES)
+    for _ in range(200):
+        segments = []
+        for _ in range(source.randint(1, 6)):
+            pages = tuple(source.sample(range(PAGES), source.randint(1, 4)))
+            past = source.randrange(PAGE_SIZE * (len(pages) - 1), PAGE_SIZE * len(pages))
+            segments.append(segment(1, past, pages, source.choice((LAST, ALL))))
+        fresh = Inputs(shape, PAGES, store, PAGES)
+        used.fill(segments)
+        fresh.fill(segments)
+        for name in ("token_ids", "positions", "slots", "row_starts", "past_lens", "logit_rows"):
+            assert torch.equal(getattr(used.batch, name), getattr(fresh.batch, name)), name
+        for i, row in enumerate(used.batch.page_table.tolist()):
+            pages = segments[i].page_ids if i < len(segments) else (PAGES,) * PAGES
+            assert tuple(row[: len(pages)]) == pages

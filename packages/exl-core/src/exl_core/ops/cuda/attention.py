@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from exl_core.ops.cuda.library import TYPES, Gpu
@@ -78,6 +77,7 @@ class Attention:
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
+        self._has_flash = torch.cuda.get_device_capability(gpu.device) >= (8, 0)  # torch's
         self._met: Counter[int] = Counter()  # numbers of rows, of sequences with nothing cached
 
     def bind(  # noqa: PLR0917 - what a batch is made of
@@ -175,7 +175,7 @@ class Attention:
         )
         self._gpu.call("rope_write", args, _cache(key_cache, value_cache))
         queries = qkv[:, : q_heads * head_dim]
-        if _is_torchs(batch, scoring, qkv, key_cache):
+        if _is_torchs(batch, scoring, qkv, key_cache, self._has_flash):
             if batch.short is not None:
                 few = queries[: batch.long[0].first]
                 self.mix(few, few, q_heads, batch.short, key_cache, value_cache, scoring)
@@ -230,14 +230,17 @@ class Attention:
         self._gpu.call("attention", args, _cache(key_cache, value_cache))
 
 
-def _is_torchs(batch: CudaBatch, scoring: Scoring, qkv: Tensor, key_cache: Tensor) -> bool:
+def _is_torchs(
+    batch: CudaBatch, scoring: Scoring, qkv: Tensor, key_cache: Tensor, has_flash: bool
+) -> bool:
     """Whether torch's attention can take the long sequences of a batch, and does not gather more
     than it may."""
     if not batch.long or key_cache.dtype is not qkv.dtype or scoring.softcap:
         return False
     behind = max((one.last - one.first + one.past for one in batch.long if one.past), default=0)
     key_bytes = key_cache.shape[1] * key_cache.shape[3] * key_cache.element_size()
-    if behind and (key_cache.dtype is not torch.float16 or 2 * behind * key_bytes > GATHERED_BYTES):
+    is_known = has_flash and key_cache.dtype is torch.float16
+    if behind and not (is_known and 2 * behind * key_bytes <= GATHERED_BYTES):
         return False
     longest = max(behind, *(one.last - one.first for one in batch.long))
     return scoring.window == 0 or scoring.window >= longest
@@ -276,15 +279,10 @@ def _attend_behind(  # noqa: PLR0917 - the operands of attention
         return cache.transpose(0, 1).index_select(1, pages).flatten(1, 2)[None, :, :count]
 
     q, k, v = queries.transpose(0, 1)[None], gathered(key_cache), gathered(value_cache)
-    mixed = scaled_dot_product_attention(
-        q,
-        k,
-        v,
-        attn_mask=causal_lower_right(q.shape[2], count),
-        scale=scoring.scale,
-        enable_gqa=q.shape[1] > k.shape[1],
-    )
-    q.copy_(mixed)
+    # Of a causal mask this op takes the last row to see the last key. torch.nn.attention.bias says
+    # so in public, and takes seconds to import.
+    flash = torch.ops.aten._scaled_dot_product_flash_attention
+    q.copy_(flash(q, k, v, is_causal=True, scale=scoring.scale)[0])
 
 
 def _pointer(tensor: Tensor | None) -> int | None:
