@@ -107,7 +107,12 @@ def test_amnesia_answers_each_prompt_by_itself(chat) -> None:
 def test_every_setting_of_the_sampler_is_an_option(chat) -> None:
     text = chat(b"Hello\n").out
     assert chat(b"Hello\n", "--frequency-penalty", "50", "-n", 30).out != text
-    for option in ("--dry-multiplier 1 --dry-base 2", "--mirostat 5", "--typical 0.5", "--tfs 0.9"):
+    for option in (
+        "--dry-multiplier 1 --dry-breakers .?",
+        "--mirostat 5",
+        "--typical 0.5",
+        "--tfs 0.9",
+    ):
         assert chat(b"Hello\n", "--temp", "1", "--seed", 1, *option.split()).code == 0
 
 

@@ -11,6 +11,7 @@ from exl_cli import options
 from exl_cli.sampling_options import SamplingOptions
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
+from exl_core.tokenizer.base import Tokenizer
 
 ON = ("on", "yes", "true", "show")
 OFF = ("off", "no", "false", "fold", "hide", "none")
@@ -43,10 +44,10 @@ class ChatSettings:
     def max_tokens(self) -> int | None:
         return options.token_limit(self.chat.max_response_tokens)
 
-    def params(self) -> SamplerParams:
+    def params(self, tokenizer: Tokenizer | None = None) -> SamplerParams:
         """Of the next reply: with a seed, each reply gets one of its own from it, so that one that
         is asked for again is another."""
-        params = self.sampling.params()
+        params = self.sampling.params(tokenizer)
         if self.sampling.seed is not None:
             params = replace(params, seed=(self.sampling.seed + self._replies) % 2**63)
         self._replies += 1
