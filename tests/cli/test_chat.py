@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from exl_cli.chat import transcript
+from exl_cli.chat.conversation import Conversation
 from exl_core.prompt.formats import all_formats
 
 
@@ -100,6 +102,20 @@ def test_a_format_takes_the_place_of_a_template_that_is_missing(exl, damaged_dir
     assert "--format NAME" in exl(*args, stdin=b"Hello\n").error_line(3)
 
 
+def test_a_conversation_goes_on_from_its_file(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
+    args = ("chat", "-m", tiny_llama_dir, "--temp", "0", "-n", 6)
+    whole = exl(*args, "--system", "Be brief.", stdin=b"Hello\nAgain\n").out
+    first = exl(*args, "--system", "Be brief.", stdin=b"Hello\n").out
+    kept = Conversation("Be brief.")
+    kept.say("Hello")
+    kept.answer(first.strip())
+    path = tmp_path / "chat.json"
+    transcript.save(kept, path, "tiny")
+    assert first + exl(*args, "--load", path, stdin=b"Again\n").out == whole
+    other = exl(*args, "--load", path, "--system", "Be long.", stdin=b"Again\n").out
+    assert first + other != whole
+
+
 def test_amnesia_answers_each_prompt_by_itself(chat) -> None:
     assert chat(b"Hello\nHello\n", "--amnesia").out == 2 * chat(b"Hello\n").out
 
@@ -133,6 +149,7 @@ def test_max_tokens_is_the_same_option(exl, tiny_llama_dir: Path) -> None:
         (("--repeat-penalty", "0"), "repetition_penalty"),
         (("--typical", "0"), "--typical"),
         (("-n", "0"), "-n"),
+        (("--load", "no-such-file"), "no-such-file"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_model_is_looked_for(

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 
 from exl_cli.chat import commands, transcript
 from exl_cli.chat.conversation import Conversation
 from exl_cli.chat.settings import ChatOptions, ChatSettings
+from exl_cli.chat.terminal import CommandCompleter
 from exl_cli.sampling_options import SamplingOptions
 from exl_core.errors import ExlError, RequestError
 
@@ -160,3 +163,26 @@ def test_a_slip_is_told_the_nearest() -> None:
 def test_over_a_pipe_a_prompt_writes_no_file(text: str) -> None:
     assert commands.parse(text, is_piped=True) is None
     assert commands.parse("/clear", is_piped=True) == ("clear", "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("/re", ["/retry"]),
+        ("/s", ["/set", "/system", "/save", "/stats"]),
+        ("/set max", ["/set max-response-tokens"]),
+        ("/load cha", ["/load chat.json"]),
+        ("hello", []),
+        ("", []),
+        ("/system max", []),
+    ],
+)
+def test_tab_completes(
+    typed: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.json").touch()
+    document = Document(typed)
+    found = CommandCompleter().get_completions(document, CompleteEvent(completion_requested=True))
+    whole = [typed[: len(typed) + one.start_position] + one.text for one in found]
+    assert whole == expected

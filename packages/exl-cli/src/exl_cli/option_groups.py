@@ -87,6 +87,10 @@ class PromptOptions:
         }
         return tuple(name for name, is_given in named.items() if is_given)
 
+    @property
+    def uses_default_system(self) -> bool:
+        return self.system is None and not self.no_system
+
     def checked_format(self) -> PromptFormat | None:
         """Raises RequestError for what cannot be, before anything is loaded."""
         if self.system is not None:
@@ -102,11 +106,10 @@ class PromptOptions:
         with exits_at_once():
             from exl_cli.chat.prompt_style import PromptStyle
         style = PromptStyle(loaded, self.checked_format())
-        uses_default = self.system is None and not self.no_system
-        disagreement = style.disagreement(uses_default=uses_default)
+        disagreement = style.disagreement(uses_default=self.uses_default_system)
         if disagreement is not None and sys.stderr is not None:
             print(f"exl: warning: {printable(disagreement)}", file=sys.stderr, flush=True)
-        if uses_default:
+        if self.uses_default_system:
             return style, style.default_system()
         return style, style.no_system() if self.system is None else style.usable(self.system)
 

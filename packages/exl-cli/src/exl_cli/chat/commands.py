@@ -160,5 +160,5 @@ COMMANDS = {
 ALIASES = {"?": "help", "exit": "bye", "regen": "retry"}
 KEYS = (
     'Alt-Enter, or Esc and Enter, begins a new line; lines between """ and """ are one message.\n'
-    "Ctrl-C stops a reply, and the conversation goes on."
+    "Ctrl-C stops a reply, and the conversation goes on. Tab completes commands, settings, files."
 )

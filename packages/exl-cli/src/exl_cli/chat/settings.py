@@ -30,6 +30,11 @@ class ChatOptions:
 
 SAMPLING = get_type_hints(SamplingOptions)
 CHAT = get_type_hints(ChatOptions)
+NAMES = tuple(
+    field.name.replace("_", "-")
+    for group in (ChatOptions, SamplingOptions)
+    for field in fields(group)
+)
 
 
 class ChatSettings:

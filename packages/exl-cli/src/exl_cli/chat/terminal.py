@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.utils import is_dumb_terminal
 
+from exl_cli.chat.commands import COMMANDS
+from exl_cli.chat.settings import NAMES
 from exl_cli.render import stderr_console
 
 FENCE = '"""'
@@ -32,6 +37,8 @@ class Terminal:
             multiline=True,
             key_bindings=_key_bindings(),
             prompt_continuation="... ",
+            completer=CommandCompleter(),
+            complete_while_typing=False,
         )
 
     @staticmethod
@@ -84,6 +91,23 @@ class Terminal:
             self.note(f"What is typed is not kept: {path}: {error.strerror}")
             return InMemoryHistory()
         return FileHistory(path)
+
+
+class CommandCompleter(Completer):
+    """What Tab goes on with: commands, names of settings, files."""
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+        command, space, argument = document.text_before_cursor.partition(" ")
+        if command in ("/save", "/load") and space:
+            yield from PathCompleter(expanduser=True).get_completions(Document(argument), event)
+            return
+        known = tuple(f"/{name}" for name in COMMANDS)
+        begun = command
+        if space:
+            known, begun = (NAMES if command == "/set" else ()), argument
+        if begun:
+            fitting = (name for name in known if name.startswith(begun))
+            yield from (Completion(name, -len(begun)) for name in fitting)
 
 
 def _key_bindings() -> KeyBindings:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from exl_cli import options, output
+from exl_cli.chat import transcript
 from exl_cli.interrupt import exits_at_once
 from exl_cli.option_groups import PromptOptions, RunningOptions, spread
 from exl_cli.sampling_options import SamplingOptions
@@ -38,6 +40,10 @@ MaxResponseTokens = Annotated[
 ListFormats = Annotated[
     bool, typer.Option("--list-formats", help="Show the prompt formats and leave.")
 ]
+Load = Annotated[
+    Path | None,
+    typer.Option("--load", metavar="FILE", help="Go on with a conversation that /save wrote."),
+]
 Amnesia = Annotated[
     bool, typer.Option("--amnesia", help="Forget each turn as soon as it is answered.")
 ]
@@ -53,6 +59,7 @@ def chat(
     prompt: PromptOptions,
     max_response_tokens: MaxResponseTokens = 1000,
     stop: options.Stop = None,
+    load: Load = None,
     amnesia: Amnesia = False,
     stats: Stats = False,
     list_formats: ListFormats = False,
@@ -78,12 +85,15 @@ def chat(
     sampling.params()
     options.token_limit(max_response_tokens)
     choices = running.choices()
+    kept = None if load is None else transcript.load(load)
     with exits_at_once():
         from exl_cli.chat.session import ChatSession
         from exl_cli.chat.settings import ChatOptions, ChatSettings
         from exl_cli.chat.terminal import Terminal
     runtime = running.open(spec, choices, is_quiet=quiet)
     style, system = prompt.style(runtime.loaded)
+    if kept is not None and prompt.uses_default_system:
+        system = kept[0]
     terminal = Terminal(state_folder() / HISTORY_FILE) if Terminal.is_there() else None
     if terminal is not None and not quiet:
         terminal.note(GREETING.format(printable(runtime.name), runtime.ctx_size))
@@ -97,6 +107,8 @@ def chat(
         terminal=terminal,
         is_quiet=quiet,
     )
+    if kept is not None:
+        session.conversation.replace(kept[1])
     unanswered = session.run()
     if unanswered:
         raise ExlError(f"{unanswered} of the prompts could not be answered; see above")
