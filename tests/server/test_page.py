@@ -195,6 +195,21 @@ def test_what_was_kept_and_cannot_be_read_is_told(page: Page, quick: Running) ->
     finished(page)
 
 
+def test_what_only_looks_like_emphasis_is_text(page: Page, quick: Running) -> None:
+    page.goto(quick.url)
+    text = "*1. one\n*2. two* 3 * 4 ** 5 ** a_b_c 2*3"
+    shown = page.evaluate(
+        """(text) => {
+            const box = document.createElement("div");
+            showMarkdown(box, text);
+            const marked = [...box.querySelectorAll("em, strong")];
+            return [box.textContent, marked.map((one) => one.textContent)];
+        }""",
+        text,
+    )
+    assert shown == ["*1. one\n2. two 3 * 4 ** 5 ** a_b_c 2*3", ["2. two"]]
+
+
 @pytest.mark.parametrize("how", ["Escape", "button"])
 def test_it_streams_and_stops(page: Page, slow: Running, how: str) -> None:
     page.goto(slow.url)
