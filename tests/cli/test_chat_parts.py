@@ -13,7 +13,7 @@ from prompt_toolkit.document import Document
 
 from exl_cli.chat import commands, transcript
 from exl_cli.chat.conversation import Conversation
-from exl_cli.chat.settings import ChatOptions, ChatSettings
+from exl_cli.chat.settings import NAMES, ChatOptions, ChatSettings
 from exl_cli.chat.terminal import CommandCompleter
 from exl_cli.sampling_options import SamplingOptions
 from exl_core.errors import ExlError, RequestError
@@ -88,6 +88,10 @@ def test_what_is_no_json_object_is_refused(tmp_path: Path, data: bytes) -> None:
 def test_every_setting_can_be_set_to_what_it_shows(settings: ChatSettings) -> None:
     before = settings.shown()
     assert {"temp", "xtc-probability", "dry-base", "max-response-tokens", "stats"} <= set(before)
+    assert tuple(before) == NAMES
+    assert settings.shown("temp") == settings.shown("--temp") == {"temp": "0.8"}
+    with pytest.raises(RequestError, match="nearest is temp"):
+        settings.shown("tmep")
     for name, value in before.items():
         settings.set(name, value)
     assert settings.shown() == before
@@ -143,6 +147,7 @@ def test_each_reply_has_its_own_seed() -> None:
         ("/help", ("help", "")),
         ("/?", ("help", "")),
         ("/exit", ("bye", "")),
+        ("/show temp", ("set", "temp")),
         ("/set temp 0.5", ("set", "temp 0.5")),
         ("/system two\nlines", ("system", "two\nlines")),
         ("/etc/hosts", None),

@@ -58,6 +58,8 @@ def test_there_are_more_than_twenty_and_each_has_its_card() -> None:
     assert set(NAMES) == set(CARDS)
     assert len(NAMES) > 20
     assert all(card["source"] for card in CARDS.values())
+    names = [name for one in all_formats().values() for name in (one.name, *one.also)]
+    assert len(names) == len(set(names))
 
 
 def test_those_that_people_know_are_there() -> None:

@@ -58,13 +58,22 @@ class ChatSettings:
         self._replies += 1
         return params
 
-    def shown(self) -> dict[str, str]:
-        """Every setting with its value, as `set` would take it."""
-        return {
+    def shown(self, name: str = "") -> dict[str, str]:
+        """The setting, or all of them, with the values that `set` would take.
+
+        Raises RequestError for an unknown name.
+        """
+        values = {
             field.name.replace("_", "-"): _shown(getattr(group, field.name))
             for group in (self.chat, self.sampling)
             for field in fields(group)
         }
+        if not name:
+            return values
+        key = name.replace("_", "-").lstrip("-")
+        if key not in values:
+            raise _unknown(name)
+        return {key: values[key]}
 
     def set(self, name: str, text: str) -> None:
         """Raises RequestError for an unknown name and for a value out of range."""
@@ -79,8 +88,12 @@ class ChatSettings:
             options.token_limit(chat.max_response_tokens)
             self.chat = chat
             return
-        near = difflib.get_close_matches(name, self.shown(), n=1, cutoff=0.0)[0]
-        raise RequestError(f"there is no setting {name!r}", next_step=f"The nearest is {near}.")
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> RequestError:
+    near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
+    return RequestError(f"there is no setting {name!r}", next_step=f"The nearest is {near}.")
 
 
 def _parsed(name: str, text: str, hint: object) -> Any:
