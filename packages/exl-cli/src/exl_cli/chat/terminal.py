@@ -113,7 +113,7 @@ class CommandCompleter(Completer):
 def _key_bindings() -> KeyBindings:
     """Enter sends, except within an open fence; Alt-Enter (or Esc, Enter) begins a new line.
 
-    A paste of many lines comes as one piece, so its line ends are no Enter.
+    A paste of many lines comes as one piece, so its line ends are no Enter. Tab completes.
     """
     bindings = KeyBindings()
 
@@ -129,5 +129,17 @@ def _key_bindings() -> KeyBindings:
     @bindings.add("escape", "enter")
     def _break_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
+
+    @bindings.add("tab")
+    def _complete(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        asked = CompleteEvent(completion_requested=True)
+        found = list(CommandCompleter().get_completions(buffer.document, asked))
+        if len(found) == 1:  # at once: an Enter may be next
+            buffer.apply_completion(found[0])
+        elif buffer.complete_state is not None:
+            buffer.complete_next()
+        elif found:
+            buffer.start_completion(insert_common_part=True)
 
     return bindings
