@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -130,6 +131,13 @@ def test_every_setting_of_the_sampler_is_an_option(chat) -> None:
         "--tfs 0.9",
     ):
         assert chat(b"Hello\n", "--temp", "1", "--seed", 1, *option.split()).code == 0
+
+
+def test_the_speed_is_told_apart_from_the_replies(chat) -> None:
+    plain, told = chat(b"Hello\n"), chat(b"Hello\n", "--stats")
+    assert told.out == plain.out
+    assert re.fullmatch(r"exl: context \d+ tokens .* reply 6 tokens at [\d.]+ tok/s\n", told.err)
+    assert chat(b"Hello\n", "--stats", "-q").err == ""
 
 
 def test_max_tokens_is_the_same_option(exl, tiny_llama_dir: Path) -> None:

@@ -168,8 +168,10 @@ class ChatSession:
                 "exl: note: the reply ended within its reasoning, so there is no answer",
                 file=sys.stderr,
             )
-        if self.settings.chat.stats:
-            self._note(reply.statistics())
+        if self.settings.chat.stats and self._terminal is not None:
+            self._terminal.note(reply.statistics())
+        elif self.settings.chat.stats and not self._is_quiet:
+            print(f"exl: {reply.statistics()}", file=sys.stderr, flush=True)
 
     def _note(self, text: str) -> None:
         if self._terminal is not None:

@@ -47,7 +47,7 @@ Load = Annotated[
 Amnesia = Annotated[
     bool, typer.Option("--amnesia", help="Forget each turn as soon as it is answered.")
 ]
-Stats = Annotated[bool, typer.Option("--stats", help="Show the speed after each reply.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Show the speed after each reply, on stderr.")]
 Json = Annotated[bool, typer.Option("--json", help="With --list-formats: one JSON object.")]
 
 
