@@ -10,6 +10,7 @@ import pytest
 
 from exl_core.errors import RequestError, TemplateError
 from exl_core.prompt.formats import PromptFormat, all_formats, find_format
+from exl_core.prompt.reasoning import ReasoningSplitter, ends_inside
 from exl_core.prompt.template import ChatTemplate
 
 CARDS = tomllib.loads((Path(__file__).with_name("card_templates.toml")).read_text("utf-8"))
@@ -51,7 +52,8 @@ def confirmed(name: str, shape: str) -> str:
         where=name,
     )
     text = template.render(SHAPES[shape], **card.get("variables", {}))
-    return re.sub(card["date"], "", text) if "date" in card else text
+    text = re.sub(card["date"], "", text) if "date" in card else text
+    return text + card.get("opened", "")
 
 
 def test_there_are_more_than_twenty_and_each_has_its_card() -> None:
@@ -66,7 +68,7 @@ def test_those_that_people_know_are_there() -> None:
     asked = (
         "raw llama llama3 codellama qwq chatml tinyllama zephyr deepseek solar openchat nous gemma "
         "cohere phi3 granite granite3 glm vicuna mistral qwen2.5 gemma3 llama2 command-r yi hermes "
-        "mistral3 gemma4 falcon3 apertus"
+        "mistral3 gemma4 falcon3 apertus gptoss glm3x"
     )
     assert all(find_format(name) for name in asked.split())
 
@@ -75,6 +77,16 @@ def test_those_that_people_know_are_there() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_conversation_is_written_as_its_source_writes_it(name: str, shape: str) -> None:
     assert written(find_format(name), shape) == confirmed(name, shape)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reasoning_is_told_apart_from_the_answer(name: str) -> None:
+    known = find_format(name)
+    opening, closing = known.reasoning
+    begins_inside = ends_inside(known.render(TURNS), opening)
+    reply = f"{'' if begins_inside else opening} hm {closing} Yes"
+    pieces = ReasoningSplitter(opening, closing, begins_inside).feed(reply)
+    assert [(piece.is_reasoning, piece.text) for piece in pieces] == [(True, "hm"), (False, "Yes")]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -66,7 +66,8 @@ class PromptStyle:
 
     def adapt(self, request: Request) -> Request:
         """The request with what ends a reply here, and with the tags of reasoning visible."""
-        shows_tags = any(tag in self._tokenizer.special_tokens for tag in self._tags)
+        special = self._tokenizer.special_tokens  # a tag is one, or is made of several
+        shows_tags = any(text in tag for tag in self._tags for text in special)
         if self._format is None:
             return replace(request, show_special=shows_tags)
         ids, texts = self._format.stops(self._tokenizer.special_tokens)
