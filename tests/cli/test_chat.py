@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from exl_cli.chat import transcript
+from exl_cli.chat.conversation import Conversation
 from exl_core.prompt.formats import all_formats
 
 
@@ -100,6 +103,20 @@ def test_a_format_takes_the_place_of_a_template_that_is_missing(exl, damaged_dir
     assert "--format NAME" in exl(*args, stdin=b"Hello\n").error_line(3)
 
 
+def test_a_conversation_goes_on_from_its_file(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
+    args = ("chat", "-m", tiny_llama_dir, "--temp", "0", "-n", 6)
+    whole = exl(*args, "--system", "Be brief.", stdin=b"Hello\nAgain\n").out
+    first = exl(*args, "--system", "Be brief.", stdin=b"Hello\n").out
+    kept = Conversation("Be brief.")
+    kept.say("Hello")
+    kept.answer(first.strip())
+    path = tmp_path / "chat.json"
+    transcript.save(kept, path, "tiny")
+    assert first + exl(*args, "--load", path, stdin=b"Again\n").out == whole
+    other = exl(*args, "--load", path, "--system", "Be long.", stdin=b"Again\n").out
+    assert first + other != whole
+
+
 def test_amnesia_answers_each_prompt_by_itself(chat) -> None:
     assert chat(b"Hello\nHello\n", "--amnesia").out == 2 * chat(b"Hello\n").out
 
@@ -107,8 +124,20 @@ def test_amnesia_answers_each_prompt_by_itself(chat) -> None:
 def test_every_setting_of_the_sampler_is_an_option(chat) -> None:
     text = chat(b"Hello\n").out
     assert chat(b"Hello\n", "--frequency-penalty", "50", "-n", 30).out != text
-    for option in ("--dry-multiplier 1 --dry-base 2", "--mirostat 5", "--typical 0.5", "--tfs 0.9"):
+    for option in (
+        "--dry-multiplier 1 --dry-breakers .?",
+        "--mirostat 5",
+        "--typical 0.5",
+        "--tfs 0.9",
+    ):
         assert chat(b"Hello\n", "--temp", "1", "--seed", 1, *option.split()).code == 0
+
+
+def test_the_speed_is_told_apart_from_the_replies(chat) -> None:
+    plain, told = chat(b"Hello\n"), chat(b"Hello\n", "--stats")
+    assert told.out == plain.out
+    assert re.fullmatch(r"exl: context \d+ tokens .* reply 6 tokens at [\d.]+ tok/s\n", told.err)
+    assert chat(b"Hello\n", "--stats", "-q").err == ""
 
 
 def test_max_tokens_is_the_same_option(exl, tiny_llama_dir: Path) -> None:
@@ -128,6 +157,7 @@ def test_max_tokens_is_the_same_option(exl, tiny_llama_dir: Path) -> None:
         (("--repeat-penalty", "0"), "repetition_penalty"),
         (("--typical", "0"), "--typical"),
         (("-n", "0"), "-n"),
+        (("--load", "no-such-file"), "no-such-file"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_model_is_looked_for(

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from prompt_toolkit.completion import CompleteEvent
+from prompt_toolkit.document import Document
 
 from exl_cli.chat import commands, transcript
 from exl_cli.chat.conversation import Conversation
-from exl_cli.chat.settings import ChatOptions, ChatSettings
+from exl_cli.chat.settings import NAMES, ChatOptions, ChatSettings
+from exl_cli.chat.terminal import CommandCompleter
 from exl_cli.sampling_options import SamplingOptions
 from exl_core.errors import ExlError, RequestError
 
@@ -85,6 +88,10 @@ def test_what_is_no_json_object_is_refused(tmp_path: Path, data: bytes) -> None:
 def test_every_setting_can_be_set_to_what_it_shows(settings: ChatSettings) -> None:
     before = settings.shown()
     assert {"temp", "xtc-probability", "dry-base", "max-response-tokens", "stats"} <= set(before)
+    assert tuple(before) == NAMES
+    assert settings.shown("temp") == settings.shown("--temp") == {"temp": "0.8"}
+    with pytest.raises(RequestError, match="nearest is temp"):
+        settings.shown("tmep")
     for name, value in before.items():
         settings.set(name, value)
     assert settings.shown() == before
@@ -140,6 +147,7 @@ def test_each_reply_has_its_own_seed() -> None:
         ("/help", ("help", "")),
         ("/?", ("help", "")),
         ("/exit", ("bye", "")),
+        ("/show temp", ("set", "temp")),
         ("/set temp 0.5", ("set", "temp 0.5")),
         ("/system two\nlines", ("system", "two\nlines")),
         ("/etc/hosts", None),
@@ -160,3 +168,26 @@ def test_a_slip_is_told_the_nearest() -> None:
 def test_over_a_pipe_a_prompt_writes_no_file(text: str) -> None:
     assert commands.parse(text, is_piped=True) is None
     assert commands.parse("/clear", is_piped=True) == ("clear", "")
+
+
+@pytest.mark.parametrize(
+    ("typed", "expected"),
+    [
+        ("/re", ["/retry"]),
+        ("/s", ["/set", "/system", "/save", "/stats"]),
+        ("/set max", ["/set max-response-tokens"]),
+        ("/load cha", ["/load chat.json"]),
+        ("hello", []),
+        ("", []),
+        ("/system max", []),
+    ],
+)
+def test_tab_completes(
+    typed: str, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "chat.json").touch()
+    document = Document(typed)
+    found = CommandCompleter().get_completions(document, CompleteEvent(completion_requested=True))
+    whole = [typed[: len(typed) + one.start_position] + one.text for one in found]
+    assert whole == expected

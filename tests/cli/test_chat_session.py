@@ -132,7 +132,7 @@ def test_retry_undo_edit_and_clear() -> None:
 def test_commands_that_cannot_be_are_told_and_the_chat_goes_on(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    lines = ["/retry", "/undo", "/edit", "/save", f"/load {tmp_path / 'none'}", "/set", "/set temp"]
+    lines = ["/retry", "/undo", "/edit", "/save", f"/load {tmp_path / 'none'}", "/set", "/set tmep"]
     lines += [
         "/set temp x",
         "/nonsense",

@@ -106,6 +106,34 @@ def test_lines_between_fences_and_after_alt_enter_are_one_message(
     assert [turn["content"] for turn in turns[::2]] == ["one\ntwo", "three\nfour and five"]
 
 
+def test_taking_back_keeping_and_going_on(start: Start, tmp_path: Path) -> None:
+    path = tmp_path / "chat-Q.json"
+    chat = start("-n", "3")
+    for message in ("one", "two"):
+        chat.type(message + "\r")
+        chat.expect("Cut off")
+        chat.expect(">>>")
+    chat.type("/retry\r")
+    chat.expect("Cut off")
+    chat.expect(">>>")
+    chat.type(f"/save {path}\r")
+    chat.expect("2 turns are in")
+    chat.expect(">>>")
+    chat.type("/undo\r")
+    chat.expect("are forgotten")
+    chat.expect(">>>")
+    chat.type(f"/load {tmp_path}/ch\t\r")
+    chat.expect("2 turns of")
+    chat.expect(">>>")
+    chat.type("\x1b[A\x1b[A")  # what was typed before the last
+    chat.expect("/undo")
+    chat.type("\r")
+    chat.expect("are forgotten")
+    leave(chat)
+    turns = json.loads(path.read_text(encoding="utf-8"))["messages"]
+    assert [turn["content"] for turn in turns[::2]] == ["one", "two"]
+
+
 def test_a_full_context_keeps_the_system_prompt(start: Start, tmp_path: Path) -> None:
     chat = start("-c", "128", "-n", "40", "--system", "You are a poet.", "--stats")
     for _ in range(3):

@@ -106,6 +106,41 @@ def test_chat_applies_the_template(generate_json) -> None:
     assert system["usage"]["prompt_tokens"] == 1 + len("[system]Be brief[user]Hello[assistant]")
 
 
+def test_a_format_takes_the_templates_place(generate_json, exl, tiny_llama_dir: Path) -> None:
+    chat = ("--chat", "-p", "Hello", "-n", 8, *GREEDY)
+    text = "<s>System:\nBe brief.\n\nQuestion:\nHello\n\nAnswer:\n"
+    plain = generate_json("-p", text, "--parse-special", "-n", 8, *GREEDY)
+    named = exl(
+        "generate", "-m", tiny_llama_dir, *chat, "--format", "granite", "--system", "Be brief.",
+        "--json",
+    )  # fmt: skip
+    assert "--format granite and the model's own template disagree" in named.err
+    told = json.loads(named.out)
+    assert told["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] - 1  # it has no BOS
+    assert generate_json(*chat, "--no-system")["text"] == generate_json(*chat)["text"]
+
+
+def test_a_format_for_a_model_without_a_template_ends_replies(exl, damaged_dir: Path) -> None:
+    (damaged_dir / "chat_template.jinja").unlink()
+    done = exl("generate", damaged_dir, "--chat", "--format", "raw", "-p", "Hello", "-n", 4)
+    assert (done.code, done.err) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("args", "expected"),
+    [
+        (("--format", "llama3"), "--chat"),
+        (("--no-system",), "--chat"),
+        (("--chat", "--format", "lama3"), "llama3"),
+        (("--chat", "--system", "x", "--no-system"), "--no-system"),
+    ],
+)
+def test_how_a_conversation_is_written_is_checked_before_a_model_is_looked_for(
+    exl, args: tuple[str, ...], expected: str
+) -> None:
+    assert expected in exl("generate", "-m", "no-such-model", "-p", "x", *args).error_line(2)
+
+
 def test_special_text_in_a_prompt_is_text(generate_json) -> None:
     assert generate_json("-p", "</s>", "-n", 1)["usage"]["prompt_tokens"] == 4
     special = generate_json("-p", "</s>", "--parse-special", "-n", 1)

@@ -5,16 +5,18 @@ from __future__ import annotations
 import inspect
 from dataclasses import fields
 
+import pytest
 from typer.main import get_command
 
 from exl_cli.commands.chat import chat
 from exl_cli.commands.generate import generate
 from exl_cli.main import app
-from exl_cli.option_groups import RunningOptions
+from exl_cli.option_groups import PromptOptions, RunningOptions
 from exl_cli.sampling_options import SamplingOptions
 from exl_core.sampling.params import SamplerParams
+from support.scripted import ByteTokenizer
 
-NOT_OPTIONS = {  # sets of tokens, and guidance, which takes a second prompt
+NOT_OPTIONS = {  # sets of tokens (breakers need a vocabulary), and guidance by a second prompt
     "token_bias",
     "allowed_tokens",
     "banned_tokens",
@@ -26,7 +28,8 @@ NOT_OPTIONS = {  # sets of tokens, and guidance, which takes a second prompt
 
 
 def test_generate_and_chat_have_the_same_options_with_the_same_defaults() -> None:
-    shared = {field.name for group in (SamplingOptions, RunningOptions) for field in fields(group)}
+    groups = (SamplingOptions, RunningOptions, PromptOptions)
+    shared = {field.name for group in groups for field in fields(group)}
     taken = []
     for verb in (generate, chat):
         parameters = inspect.signature(verb).parameters
@@ -45,7 +48,7 @@ def test_every_setting_of_the_sampler_has_an_option() -> None:
             "mirostat": 5.0, "mirostat_eta": 0.5, "skew": 1.0, "dynatemp": "0.5,2,3",
             "smoothing": 1.0, "temp_last": True, "frequency_penalty": 1.0, "presence_penalty": 1.0,
             "repeat_range": 5, "repeat_decay": 5, "dry_multiplier": 1.0, "dry_base": 2.0,
-            "dry_allowed_length": 5, "dry_range": 50,
+            "dry_allowed_length": 5, "dry_range": 50, "dry_breakers": "?",
         }
     )  # fmt: skip
     default, params = SamplingOptions(seed=1), changed.params()
@@ -63,3 +66,17 @@ def test_the_further_settings_have_panels_of_their_own() -> None:
     for verb in ("generate", "chat"):
         panels = {option.rich_help_panel for option in commands[verb].params[1:]}
         assert {"Sampling", "Sampling: repetition", "Running", "Drafts"} <= panels
+
+
+@pytest.mark.parametrize(
+    ("option", "texts"),
+    [(None, {"\n", ":", '"', "*"}), (r"\tx", {"\t", "x"}), ("", set()), ("none", set())],
+)
+def test_repetitions_end_at_these_characters(option: str | None, texts: set[str]) -> None:
+    tokenizer = ByteTokenizer()
+    chosen = {} if option is None else {"dry_breakers": option}
+    breakers = SamplingOptions(dry_multiplier=1.0, **chosen).params(tokenizer).dry_breakers
+    special = set(tokenizer.special_tokens.values())
+    assert (special <= breakers) == bool(texts)
+    assert {tokenizer.token_text(i) for i in breakers - special} == texts
+    assert SamplingOptions(**chosen).params(tokenizer).dry_breakers == frozenset()

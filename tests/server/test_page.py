@@ -118,9 +118,96 @@ def test_code_is_copied(page: Page, quick: Running) -> None:
     page.goto(quick.url)
     ask(page, "code")
     finished(page)
-    page.get_by_role("button", name="Copy").click()
+    page.get_by_role("button", name="Copy", exact=True).click()
     expect(page.get_by_role("button", name="Copied")).to_be_visible()
     assert page.evaluate("navigator.clipboard.readText()") == "print('**no**')"
+    page.get_by_role("button", name="Copy reply").click()
+    expect(page.get_by_role("button", name="Copied")).to_have_count(2)
+    assert page.evaluate("navigator.clipboard.readText()").startswith("# Heading")
+
+
+TABLE = """Before
+| Name | *Share* | `a\\|b` |
+|:-----|:-------:|--------:|
+| one | 1 | <b>x</b> | too many |
+two | 2
+> a ~~quoted~~ *line*
+> - item
+
+a | b
+not a delimiter"""
+
+
+def test_tables_and_quotations(page: Page) -> None:
+    with running(scripted_runtime(reply_with(TABLE))) as one:
+        page.goto(one.url)
+        ask(page, "table")
+        finished(page)
+    rows = page.locator(".reply table tr")
+    cells = [row.locator("th, td").all_inner_texts() for row in rows.all()]
+    assert cells == [["Name", "Share", "a|b"], ["one", "1", "<b>x</b>"], ["two", "2", ""]]
+    assert rows.nth(0).locator("th em").inner_text() == "Share"
+    sides = (
+        rows.nth(1)
+        .locator("td")
+        .evaluate_all("(cells) => cells.map((cell) => getComputedStyle(cell).textAlign)")
+    )
+    assert sides == ["left", "center", "right"]
+    quotation = page.locator(".reply blockquote")
+    assert quotation.locator("del").inner_text() == "quoted"
+    assert quotation.locator("li").inner_text() == "item"
+    assert page.locator(".reply > p").all_inner_texts() == ["Before", "a | b\nnot a delimiter"]
+
+
+def test_what_is_too_wide_scrolls_by_itself(page: Page) -> None:
+    wide = "| " + " | ".join(f"column{i}" for i in range(20)) + " |\n|" + "---|" * 20
+    with running(scripted_runtime(reply_with(f"{wide}\n\n```\n{'x' * 400}\n```"))) as one:
+        page.goto(one.url)
+        ask(page, "wide")
+        finished(page)
+    assert page.evaluate("document.documentElement.scrollWidth") == 360
+    for part in (".table", "pre"):
+        box = page.locator(f".reply {part}")
+        assert box.evaluate("(box) => box.scrollWidth > box.clientWidth && box.tabIndex === 0")
+
+
+def test_two_tabs_have_a_conversation_each(page: Page, quick: Running) -> None:
+    page.goto(quick.url)
+    ask(page, "first")
+    finished(page)
+    other = page.context.new_page()
+    other.goto(quick.url)
+    assert other.locator(".ask").all_inner_texts() == ["first"]
+    ask(page, "here")
+    ask(other, "there")
+    finished(page)
+    finished(other)
+    for tab, said in ((page, "here"), (other, "there")):
+        tab.reload()
+        assert tab.locator(".ask").all_inner_texts() == ["first", said]
+
+
+def test_what_was_kept_and_cannot_be_read_is_told(page: Page, quick: Running) -> None:
+    page.add_init_script("localStorage.setItem('exl-chat-1', '{')")
+    page.goto(quick.url)
+    expect(page.locator("#hint")).to_contain_text("cannot be read")
+    ask(page, "again")
+    finished(page)
+
+
+def test_what_only_looks_like_emphasis_is_text(page: Page, quick: Running) -> None:
+    page.goto(quick.url)
+    text = "*1. one\n*2. two* 3 * 4 ** 5 ** a_b_c 2*3"
+    shown = page.evaluate(
+        """(text) => {
+            const box = document.createElement("div");
+            showMarkdown(box, text);
+            const marked = [...box.querySelectorAll("em, strong")];
+            return [box.textContent, marked.map((one) => one.textContent)];
+        }""",
+        text,
+    )
+    assert shown == ["*1. one\n2. two 3 * 4 ** 5 ** a_b_c 2*3", ["2. two"]]
 
 
 @pytest.mark.parametrize("how", ["Escape", "button"])
@@ -280,7 +367,10 @@ def test_it_begins_with_the_settings_of_the_terminal(page: Page, quick: Running)
     assert shown == expected
 
 
-HARMFUL = ["- ", "*a", "**", "`", "[", "_a ", "# ", "  - a\n    ", "```", "1. ", "http://", " \t"]
+HARMFUL = (
+    *("- ", "*a", "**", "`", "[", "_a ", "# ", "  - a\n    ", "```", "1. ", "http://", " \t"),
+    *("|", "| -", "|\n", "-|", "> ", ">\n", "~~a", "|a|\n|-|\n"),
+)
 
 
 def test_markdown_that_means_harm_is_shown_in_time(page: Page, quick: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import pytest
 
 from exl_core.errors import RequestError, TemplateError
 from exl_core.prompt.formats import PromptFormat, all_formats, find_format
+from exl_core.prompt.reasoning import ReasoningSplitter, ends_inside
 from exl_core.prompt.template import ChatTemplate
 
 CARDS = tomllib.loads((Path(__file__).with_name("card_templates.toml")).read_text("utf-8"))
@@ -21,65 +23,70 @@ TURNS = [
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
-def source_of(name: str) -> dict[str, str]:
+SHAPES = {"system": [SYSTEM, *TURNS], "one": TURNS[:1], "two": TURNS}
+
+
+def template_card_of(name: str) -> dict[str, str]:
     """The entry that has the template: two formats may be of one."""
     return CARDS[CARDS[name].get("template_of", name)]
 
 
-def with_bos(prompt_format: PromptFormat, messages: list[dict[str, str]]) -> str:
-    """The text that the tokens stand for, BOS included."""
-    bos = source_of(prompt_format.name).get("bos", "") if prompt_format.bos else ""
-    return bos + prompt_format.render(messages)
+def written(known: PromptFormat, shape: str) -> str:
+    """The text that the tokens stand for, BOS included; without a system prompt, the default."""
+    messages = SHAPES[shape]
+    if shape != "system" and known.default_system is not None:
+        messages = [{"role": "system", "content": known.default_system}, *messages]
+    bos = template_card_of(known.name).get("bos", "") if known.bos else ""
+    return bos + known.render(messages)
 
 
-def of_the_card(name: str, messages: list[dict[str, str]]) -> str:
-    """What the card says of the conversation; without a template it says it of one only."""
-    card = CARDS[name]
-    source = source_of(name)
-    if "template" not in source:
-        assert messages == [SYSTEM, *TURNS]
-        return card["expected"]
+def confirmed(name: str, shape: str) -> str:
+    """What the source writes, or the model's own template."""
+    card, template_card = CARDS[name], template_card_of(name)
+    if shape in template_card:
+        return template_card[shape]
     template = ChatTemplate(
-        source["template"],
-        bos_token=source.get("bos", ""),
-        eos_token=source.get("eos", ""),
+        template_card["template"],
+        bos_token=template_card.get("bos", ""),
+        eos_token=template_card.get("eos", ""),
         where=name,
     )
-    return template.render(messages, **card.get("variables", {}))
-
-
-def has_template(name: str) -> bool:
-    return "template" in source_of(name)
+    text = template.render(SHAPES[shape], **card.get("variables", {}))
+    text = re.sub(card["date"], "", text) if "date" in card else text
+    return text + card.get("opened", "")
 
 
 def test_there_are_more_than_twenty_and_each_has_its_card() -> None:
     assert set(NAMES) == set(CARDS)
     assert len(NAMES) > 20
+    assert all(card["source"] for card in CARDS.values())
+    names = [name for one in all_formats().values() for name in (one.name, *one.also)]
+    assert len(names) == len(set(names))
 
 
 def test_those_that_people_know_are_there() -> None:
     asked = (
         "raw llama llama3 codellama qwq chatml tinyllama zephyr deepseek solar openchat nous gemma "
-        "cohere phi3 granite granite3 glm vicuna mistral qwen2.5 gemma3 llama2 command-r yi hermes"
+        "cohere phi3 granite granite3 glm vicuna mistral qwen2.5 gemma3 llama2 command-r yi hermes "
+        "mistral3 gemma4 falcon3 apertus gptoss glm3x"
     )
     assert all(find_format(name) for name in asked.split())
 
 
+@pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_conversation_with_a_system_prompt_is_that_of_the_card(name: str) -> None:
-    messages = [SYSTEM, *TURNS]
-    assert with_bos(find_format(name), messages) == of_the_card(name, messages)
+def test_a_conversation_is_written_as_its_source_writes_it(name: str, shape: str) -> None:
+    assert written(find_format(name), shape) == confirmed(name, shape)
 
 
-@pytest.mark.parametrize("name", [*filter(has_template, NAMES)])
-@pytest.mark.parametrize("messages", [TURNS[:1], TURNS], ids=["one", "two"])
-def test_without_a_system_prompt_the_default_is_that_of_the_card(
-    name: str, messages: list[dict[str, str]]
-) -> None:
+@pytest.mark.parametrize("name", NAMES)
+def test_reasoning_is_told_apart_from_the_answer(name: str) -> None:
     known = find_format(name)
-    default = known.default_system
-    system = [] if default is None else [{"role": "system", "content": default}]
-    assert with_bos(known, [*system, *messages]) == of_the_card(name, messages)
+    opening, closing = known.reasoning
+    begins_inside = ends_inside(known.render(TURNS), opening)
+    reply = f"{'' if begins_inside else opening} hm {closing} Yes"
+    pieces = ReasoningSplitter(opening, closing, begins_inside).feed(reply)
+    assert [(piece.is_reasoning, piece.text) for piece in pieces] == [(True, "hm"), (False, "Yes")]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -6,7 +6,7 @@ bar, on a terminal.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +21,7 @@ from exl_core.cache.memory import free_memory_bytes
 from exl_core.constrain.filter import Constraint
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
-from exl_core.errors import OutOfMemoryError, RequestError, TemplateError
+from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.load import (
     LoadedModel,
     LoadOptions,
@@ -35,7 +35,6 @@ from exl_core.lora.adapter import load_adapter
 from exl_core.lora.config import read_adapter_config
 from exl_core.model.adapters import AdapterUse
 from exl_core.ops.cuda.device import parse_device
-from exl_core.prompt.template import ChatTemplate
 from exl_core.resolve import resolve_model
 from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.compatible import check_same_vocabulary, draft_rope_alpha
@@ -70,20 +69,6 @@ class Runtime:
     def encode_prompt(self, text: str, *, parse_special: bool) -> list[int]:
         """As the tokenizer does by default: with its BOS where it adds one."""
         return self.loaded.tokenizer.encode(text, allow_special=parse_special, add_bos=None)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, object]]) -> list[int]:
-        """Through the template, which writes its control tokens, BOS included, itself."""
-        text = self.require_template().render(messages, add_generation_prompt=True)
-        return self.loaded.tokenizer.encode(text, allow_special=True, add_bos=False)
-
-    def require_template(self) -> ChatTemplate:
-        if self.loaded.template is None:
-            raise TemplateError(
-                "the model has no chat template",
-                where=self.loaded.path,
-                next_step="It may be a base model; use 'exl generate' without --chat.",
-            )
-        return self.loaded.template
 
     def request(
         self,

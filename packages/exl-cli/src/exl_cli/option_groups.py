@@ -7,6 +7,7 @@ options of the group, for the command line to see. No torch.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import TYPE_CHECKING, Any, get_type_hints
@@ -14,9 +15,14 @@ from typing import TYPE_CHECKING, Any, get_type_hints
 from exl_cli import engine_options, options
 from exl_cli.engine_options import EngineChoices
 from exl_cli.interrupt import exits_at_once
+from exl_cli.prompts import check_encodable
+from exl_core.errors import RequestError, printable
+from exl_core.prompt.formats import PromptFormat, find_format
 
 if TYPE_CHECKING:
+    from exl_cli.chat.prompt_style import PromptStyle
     from exl_cli.load import Runtime
+    from exl_core.load import LoadedModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +67,51 @@ class RunningOptions:
             max_batch=max_batch,
             cache_tokens=cache_tokens,
         )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PromptOptions:
+    """How a conversation is written: system prompt and format."""
+
+    system: options.System = None
+    no_system: options.NoSystem = False
+    format: options.Format = None
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The options that say something, by name."""
+        named = {
+            "--system": self.system is not None,
+            "--no-system": self.no_system,
+            "--format": self.format is not None,
+        }
+        return tuple(name for name, is_given in named.items() if is_given)
+
+    @property
+    def uses_default_system(self) -> bool:
+        return self.system is None and not self.no_system
+
+    def checked_format(self) -> PromptFormat | None:
+        """Raises RequestError for what cannot be, before anything is loaded."""
+        if self.system is not None:
+            check_encodable(self.system, "the system prompt")
+            if self.no_system:
+                raise RequestError(
+                    "a system prompt and none are asked for", got="--system and --no-system"
+                )
+        return None if self.format is None else find_format(self.format)
+
+    def style(self, loaded: LoadedModel) -> tuple[PromptStyle, str | None]:
+        """The style and its system prompt; a warning where format and template disagree."""
+        with exits_at_once():
+            from exl_cli.chat.prompt_style import PromptStyle
+        style = PromptStyle(loaded, self.checked_format())
+        disagreement = style.disagreement(uses_default=self.uses_default_system)
+        if disagreement is not None and sys.stderr is not None:
+            print(f"exl: warning: {printable(disagreement)}", file=sys.stderr, flush=True)
+        if self.uses_default_system:
+            return style, style.default_system()
+        return style, style.no_system() if self.system is None else style.usable(self.system)
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:

@@ -97,8 +97,19 @@ Stop = Annotated[
     ),
 ]
 System = Annotated[
+    str | None, typer.Option("--system", metavar="TEXT", help="System prompt of a conversation.")
+]
+NoSystem = Annotated[
+    bool, typer.Option("--no-system", help="No system prompt, not even the usual one.")
+]
+Format = Annotated[
     str | None,
-    typer.Option("--system", metavar="TEXT", help="System prompt for the model's chat template."),
+    typer.Option(
+        "--format",
+        metavar="NAME",
+        help="Write the conversation in this prompt format instead of the model's own template; "
+        "'exl chat --list-formats' shows them.",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Quiet = Annotated[

@@ -9,6 +9,7 @@ import os
 import select
 import stat
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from exl_core.errors import RequestError
@@ -43,10 +44,10 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     return text
 
 
-def check_chat_options(is_chat: bool, system: str | None, parse_special: bool) -> None:
-    """Options that would otherwise be dropped in silence."""
-    if system is not None and not is_chat:
-        raise RequestError("--system needs the chat template", next_step="Add --chat.")
+def check_chat_options(is_chat: bool, given: Sequence[str], parse_special: bool) -> None:
+    """Options that would otherwise be dropped in silence; `given` are those of a conversation."""
+    if given and not is_chat:
+        raise RequestError(f"{given[0]} is for conversations", next_step="Add --chat.")
     if parse_special and is_chat:
         raise RequestError(
             "--parse-special is for prompts without a template", next_step="Drop --chat or it."

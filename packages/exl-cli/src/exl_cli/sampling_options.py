@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import Annotated
+from functools import lru_cache
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
+
+if TYPE_CHECKING:
+    from exl_core.tokenizer.base import Tokenizer
 
 _COMMON = "Sampling"
 _CUTS = "Sampling: further cuts"
@@ -282,6 +286,16 @@ DryRange = Annotated[
         rich_help_panel=_REPETITION,
     ),
 ]
+DryBreakers = Annotated[
+    str,
+    typer.Option(
+        "--dry-breakers",
+        metavar="CHARS",
+        help="A repetition ends at tokens with one of these characters (\\n: line end, \\t: tab), "
+        "and at special ones; none: at none.",
+        rich_help_panel=_REPETITION,
+    ),
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,9 +327,16 @@ class SamplingOptions:
     dry_base: DryBase = 1.75
     dry_allowed_length: DryAllowedLength = 2
     dry_range: DryRange = 0
+    dry_breakers: DryBreakers = r'\n:"*'
 
-    def params(self) -> SamplerParams:
-        """Without a seed one is drawn here, so that it can be shown and the run be repeated."""
+    def params(self, tokenizer: Tokenizer | None = None) -> SamplerParams:
+        """Without a seed one is drawn here, so that it can be shown and the run be repeated.
+
+        Without a tokenizer nothing breaks a repetition: enough to check the other settings.
+        """
+        breakers: frozenset[int] = frozenset()
+        if tokenizer is not None and self.dry_multiplier > 0:
+            breakers = _breakers(tokenizer, self.dry_breakers)
         min_temp, max_temp, exponent = _dynatemp(self.dynatemp)
         return SamplerParams(
             temperature=self.temp,
@@ -345,7 +366,18 @@ class SamplingOptions:
             dry_base=self.dry_base,
             dry_allowed_length=self.dry_allowed_length,
             dry_range=self.dry_range,
+            dry_breakers=breakers,
         )
+
+
+@lru_cache(maxsize=1)
+def _breakers(tokenizer: Tokenizer, option: str) -> frozenset[int]:
+    """Looks at the whole vocabulary, a tenth of a second for a large one; a chat asks each turn."""
+    if option in ("", "none"):
+        return frozenset()
+    characters = option.replace(r"\n", "\n").replace(r"\t", "\t")
+    special = frozenset(tokenizer.special_tokens.values())
+    return tokenizer.tokens_with(characters) | special
 
 
 def _dynatemp(text: str | None) -> tuple[float, float, float]:

@@ -69,11 +69,9 @@ def _help(_session: ChatSession, _argument: str) -> Outcome:
 
 def _set(session: ChatSession, argument: str) -> Outcome:
     name, _, value = argument.partition(" ")
-    if not name:
-        shown = session.settings.shown()
-        return Outcome(note="\n".join(f"{key:<20}{text}" for key, text in shown.items()))
     if not value.strip():
-        raise RequestError(f"/set {name} has no value", expected="/set NAME VALUE")
+        shown = session.settings.shown(name)
+        return Outcome(note="\n".join(f"{key:<20}{text}" for key, text in shown.items()))
     session.settings.set(name, value.strip())
     return Outcome(note=f"{name} is {value.strip()} now.")
 
@@ -146,7 +144,7 @@ def _leave(_session: ChatSession, _argument: str) -> Outcome:
 
 COMMANDS = {
     "help": Command("/help, /?", "this list", _help),
-    "set": Command("/set [NAME VALUE]", "a setting, such as temp; alone: all of them", _set),
+    "set": Command("/set [NAME [VALUE]]", "a setting, such as temp; alone: all of them", _set),
     "system": Command("/system [TEXT]", "another system prompt, or 'none'; alone: which", _system),
     "retry": Command("/retry", "another reply to the last message", _retry),
     "edit": Command("/edit", "change the last message and send it again", _edit),
@@ -157,8 +155,8 @@ COMMANDS = {
     "stats": Command("/stats", "show or hide the speed after each reply", _stats),
     "bye": Command("/bye, /exit", "leave (so does Ctrl-D)", _leave),
 }
-ALIASES = {"?": "help", "exit": "bye", "regen": "retry"}
+ALIASES = {"?": "help", "exit": "bye", "regen": "retry", "show": "set"}
 KEYS = (
     'Alt-Enter, or Esc and Enter, begins a new line; lines between """ and """ are one message.\n'
-    "Ctrl-C stops a reply, and the conversation goes on."
+    "Ctrl-C stops a reply, and the conversation goes on. Tab completes commands, settings, files."
 )

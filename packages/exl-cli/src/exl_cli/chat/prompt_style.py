@@ -35,7 +35,7 @@ class PromptStyle:
                 "the model has no chat template",
                 where=loaded.path,
                 next_step="It may be a base model. --format NAME writes the conversation in a "
-                "format that you choose; --list-formats shows them.",
+                "format that you choose; 'exl chat --list-formats' shows them.",
             )
         self._tokenizer = loaded.tokenizer
         self._template = loaded.template
@@ -66,7 +66,8 @@ class PromptStyle:
 
     def adapt(self, request: Request) -> Request:
         """The request with what ends a reply here, and with the tags of reasoning visible."""
-        shows_tags = any(tag in self._tokenizer.special_tokens for tag in self._tags)
+        special = self._tokenizer.special_tokens  # a tag is one, or is made of several
+        shows_tags = any(text in tag for tag in self._tags for text in special)
         if self._format is None:
             return replace(request, show_special=shows_tags)
         ids, texts = self._format.stops(self._tokenizer.special_tokens)
@@ -91,6 +92,11 @@ class PromptStyle:
         except TemplateError:  # it knows no system role, so there is none to suppress
             return None
         return "" if len(empty) < len(self.text([user])) else None
+
+    def usable(self, system: str) -> str:
+        """The same; raises TemplateError where the template knows no system role."""
+        self.text([{"role": "system", "content": system}, {"role": "user", "content": "Hello"}])
+        return system
 
     def disagreement(self, *, uses_default: bool) -> str | None:
         """How the format differs from the model's own template; None if it does not, or if the

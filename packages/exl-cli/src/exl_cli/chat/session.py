@@ -114,7 +114,8 @@ class ChatSession:
 
     def _reply(self) -> Reply:
         """Stream one. Where the context fills up on the way, room is made and it goes on."""
-        limit, params = self.settings.max_tokens, self.settings.params()
+        tokenizer = self._runtime.loaded.tokenizer
+        limit, params = self.settings.max_tokens, self.settings.params(tokenizer)
         prompt_ids = self._fit(limit)
         screen = ReplyScreen(shows_reasoning=self.settings.chat.reasoning, is_quiet=self._is_quiet)
         writer = ReplyWriter(screen, self.style.splitter(self.conversation.messages))
@@ -133,7 +134,7 @@ class ChatSession:
                 reply.was_stopped = interrupt.is_set
                 if not is_full or interrupt.is_set:
                     return reply
-                writer.drop_half_character(self._runtime.loaded.tokenizer)
+                writer.drop_half_character(tokenizer)
                 more = self._make_room(len(reply.token_ids), limit)
                 if more is None:
                     return reply
@@ -167,8 +168,10 @@ class ChatSession:
                 "exl: note: the reply ended within its reasoning, so there is no answer",
                 file=sys.stderr,
             )
-        if self.settings.chat.stats:
-            self._note(reply.statistics())
+        if self.settings.chat.stats and self._terminal is not None:
+            self._terminal.note(reply.statistics())
+        elif self.settings.chat.stats and not self._is_quiet:
+            print(f"exl: {reply.statistics()}", file=sys.stderr, flush=True)
 
     def _note(self, text: str) -> None:
         if self._terminal is not None:

@@ -11,6 +11,7 @@ from exl_cli import options
 from exl_cli.sampling_options import SamplingOptions
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
+from exl_core.tokenizer.base import Tokenizer
 
 ON = ("on", "yes", "true", "show")
 OFF = ("off", "no", "false", "fold", "hide", "none")
@@ -29,6 +30,11 @@ class ChatOptions:
 
 SAMPLING = get_type_hints(SamplingOptions)
 CHAT = get_type_hints(ChatOptions)
+NAMES = tuple(
+    field.name.replace("_", "-")
+    for group in (ChatOptions, SamplingOptions)
+    for field in fields(group)
+)
 
 
 class ChatSettings:
@@ -43,22 +49,31 @@ class ChatSettings:
     def max_tokens(self) -> int | None:
         return options.token_limit(self.chat.max_response_tokens)
 
-    def params(self) -> SamplerParams:
+    def params(self, tokenizer: Tokenizer | None = None) -> SamplerParams:
         """Of the next reply: with a seed, each reply gets one of its own from it, so that one that
         is asked for again is another."""
-        params = self.sampling.params()
+        params = self.sampling.params(tokenizer)
         if self.sampling.seed is not None:
             params = replace(params, seed=(self.sampling.seed + self._replies) % 2**63)
         self._replies += 1
         return params
 
-    def shown(self) -> dict[str, str]:
-        """Every setting with its value, as `set` would take it."""
-        return {
+    def shown(self, name: str = "") -> dict[str, str]:
+        """The setting, or all of them, with the values that `set` would take.
+
+        Raises RequestError for an unknown name.
+        """
+        values = {
             field.name.replace("_", "-"): _shown(getattr(group, field.name))
             for group in (self.chat, self.sampling)
             for field in fields(group)
         }
+        if not name:
+            return values
+        key = name.replace("_", "-").lstrip("-")
+        if key not in values:
+            raise _unknown(name)
+        return {key: values[key]}
 
     def set(self, name: str, text: str) -> None:
         """Raises RequestError for an unknown name and for a value out of range."""
@@ -73,8 +88,12 @@ class ChatSettings:
             options.token_limit(chat.max_response_tokens)
             self.chat = chat
             return
-        near = difflib.get_close_matches(name, self.shown(), n=1, cutoff=0.0)[0]
-        raise RequestError(f"there is no setting {name!r}", next_step=f"The nearest is {near}.")
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> RequestError:
+    near = difflib.get_close_matches(name, NAMES, n=1, cutoff=0.0)[0]
+    return RequestError(f"there is no setting {name!r}", next_step=f"The nearest is {near}.")
 
 
 def _parsed(name: str, text: str, hint: object) -> Any:

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from prompt_toolkit import PromptSession
+from prompt_toolkit.completion import CompleteEvent, Completer, Completion, PathCompleter
+from prompt_toolkit.document import Document
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import create_output
 from prompt_toolkit.utils import is_dumb_terminal
 
+from exl_cli.chat.commands import COMMANDS
+from exl_cli.chat.settings import NAMES
 from exl_cli.render import stderr_console
 
 FENCE = '"""'
@@ -32,6 +37,8 @@ class Terminal:
             multiline=True,
             key_bindings=_key_bindings(),
             prompt_continuation="... ",
+            completer=CommandCompleter(),
+            complete_while_typing=False,
         )
 
     @staticmethod
@@ -86,10 +93,27 @@ class Terminal:
         return FileHistory(path)
 
 
+class CommandCompleter(Completer):
+    """What Tab goes on with: commands, names of settings, files."""
+
+    def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
+        command, space, argument = document.text_before_cursor.partition(" ")
+        if command in ("/save", "/load") and space:
+            yield from PathCompleter(expanduser=True).get_completions(Document(argument), event)
+            return
+        known = tuple(f"/{name}" for name in COMMANDS)
+        begun = command
+        if space:
+            known, begun = (NAMES if command == "/set" else ()), argument
+        if begun:
+            fitting = (name for name in known if name.startswith(begun))
+            yield from (Completion(name, -len(begun)) for name in fitting)
+
+
 def _key_bindings() -> KeyBindings:
     """Enter sends, except within an open fence; Alt-Enter (or Esc, Enter) begins a new line.
 
-    A paste of many lines comes as one piece, so its line ends are no Enter.
+    A paste of many lines comes as one piece, so its line ends are no Enter. Tab completes.
     """
     bindings = KeyBindings()
 
@@ -105,5 +129,17 @@ def _key_bindings() -> KeyBindings:
     @bindings.add("escape", "enter")
     def _break_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
+
+    @bindings.add("tab")
+    def _complete(event: KeyPressEvent) -> None:
+        buffer = event.current_buffer
+        asked = CompleteEvent(completion_requested=True)
+        found = list(CommandCompleter().get_completions(buffer.document, asked))
+        if len(found) == 1:  # at once: an Enter may be next
+            buffer.apply_completion(found[0])
+        elif buffer.complete_state is not None:
+            buffer.complete_next()
+        elif found:
+            buffer.start_completion(insert_common_part=True)
 
     return bindings

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import sys
-from typing import TYPE_CHECKING, Annotated
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
 from exl_cli import options, output
+from exl_cli.chat import transcript
 from exl_cli.interrupt import exits_at_once
-from exl_cli.option_groups import RunningOptions, spread
-from exl_cli.prompts import check_encodable
+from exl_cli.option_groups import PromptOptions, RunningOptions, spread
 from exl_cli.sampling_options import SamplingOptions
 from exl_core.errors import ExlError, RequestError, printable
-from exl_core.prompt.formats import all_formats, find_format
+from exl_core.prompt.formats import all_formats
 from exl_core.settings import state_folder
-
-if TYPE_CHECKING:
-    from exl_cli.chat.prompt_style import PromptStyle
 
 EXAMPLES = (
     ("exl chat", "talk to the default model"),
@@ -40,24 +37,17 @@ MaxResponseTokens = Annotated[
         help="Cut a reply off after N tokens; -1: when nothing more fits into the context.",
     ),
 ]
-Format = Annotated[
-    str | None,
-    typer.Option(
-        "--format",
-        metavar="NAME",
-        help="Write the conversation in this prompt format instead of the model's own template.",
-    ),
-]
 ListFormats = Annotated[
     bool, typer.Option("--list-formats", help="Show the prompt formats and leave.")
 ]
-NoSystem = Annotated[
-    bool, typer.Option("--no-system", help="No system prompt, not even the usual one.")
+Load = Annotated[
+    Path | None,
+    typer.Option("--load", metavar="FILE", help="Go on with a conversation that /save wrote."),
 ]
 Amnesia = Annotated[
     bool, typer.Option("--amnesia", help="Forget each turn as soon as it is answered.")
 ]
-Stats = Annotated[bool, typer.Option("--stats", help="Show the speed after each reply.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Show the speed after each reply, on stderr.")]
 Json = Annotated[bool, typer.Option("--json", help="With --list-formats: one JSON object.")]
 
 
@@ -66,11 +56,10 @@ def chat(
     *,
     model: options.ModelArgument = None,
     model_option: options.ModelOption = None,
-    system: options.System = None,
-    no_system: NoSystem = False,
-    format: Format = None,
+    prompt: PromptOptions,
     max_response_tokens: MaxResponseTokens = 1000,
     stop: options.Stop = None,
+    load: Load = None,
     amnesia: Amnesia = False,
     stats: Stats = False,
     list_formats: ListFormats = False,
@@ -91,21 +80,20 @@ def chat(
         return
     if json:
         raise RequestError("--json goes with --list-formats", next_step="Drop it.")
-    if system is not None and no_system:
-        raise RequestError("a system prompt and none are asked for", got="--system and --no-system")
     spec = options.pick_model(model, model_option)
-    prompt_format = None if format is None else find_format(format)
-    sampling.params()  # what is out of range is told before anything is loaded
+    prompt.checked_format()  # what is out of range is told before anything is loaded
+    sampling.params()
     options.token_limit(max_response_tokens)
     choices = running.choices()
+    kept = None if load is None else transcript.load(load)
     with exits_at_once():
-        from exl_cli.chat.prompt_style import PromptStyle
         from exl_cli.chat.session import ChatSession
         from exl_cli.chat.settings import ChatOptions, ChatSettings
         from exl_cli.chat.terminal import Terminal
     runtime = running.open(spec, choices, is_quiet=quiet)
-    style = PromptStyle(runtime.loaded, prompt_format)
-    _warn_of_disagreement(style, uses_default=system is None and not no_system)
+    style, system = prompt.style(runtime.loaded)
+    if kept is not None and prompt.uses_default_system:
+        system = kept[0]
     terminal = Terminal(state_folder() / HISTORY_FILE) if Terminal.is_there() else None
     if terminal is not None and not quiet:
         terminal.note(GREETING.format(printable(runtime.name), runtime.ctx_size))
@@ -114,30 +102,16 @@ def chat(
         runtime,
         style,
         ChatSettings(sampling, behaviour),
-        system=_system_prompt(style, system, no_system=no_system),
+        system=system,
         stop=stop or (),
         terminal=terminal,
         is_quiet=quiet,
     )
+    if kept is not None:
+        session.conversation.replace(kept[1])
     unanswered = session.run()
     if unanswered:
         raise ExlError(f"{unanswered} of the prompts could not be answered; see above")
-
-
-def _system_prompt(style: PromptStyle, system: str | None, *, no_system: bool) -> str | None:
-    if no_system:
-        return style.no_system()
-    if system is None:
-        return style.default_system()
-    check_encodable(system, "the system prompt")
-    style.text([{"role": "system", "content": system}, {"role": "user", "content": "Hello"}])
-    return system  # a template that knows no system role has refused it by now
-
-
-def _warn_of_disagreement(style: PromptStyle, *, uses_default: bool) -> None:
-    disagreement = style.disagreement(uses_default=uses_default)
-    if disagreement is not None and sys.stderr is not None:
-        print(f"exl: warning: {printable(disagreement)}", file=sys.stderr, flush=True)
 
 
 def _show_formats(*, is_json: bool) -> None:

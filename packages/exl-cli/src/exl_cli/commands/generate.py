@@ -8,7 +8,7 @@ import typer
 
 from exl_cli import engine_options, options, output, prompts
 from exl_cli.interrupt import Interrupt
-from exl_cli.option_groups import RunningOptions, spread
+from exl_cli.option_groups import PromptOptions, RunningOptions, spread
 from exl_cli.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
@@ -32,7 +32,8 @@ FileOption = Annotated[
     str | None, typer.Option("-f", "--file", metavar="FILE", help="Read the prompt from FILE.")
 ]
 ChatOption = Annotated[
-    bool, typer.Option("--chat", help="Apply the model's chat template to the prompt.")
+    bool,
+    typer.Option("--chat", help="Answer the prompt as a message, in the model's chat template."),
 ]
 SpecialOption = Annotated[
     bool,
@@ -51,7 +52,7 @@ def generate(
     file: FileOption = None,
     max_tokens: options.MaxTokens = 256,
     chat: ChatOption = False,
-    system: options.System = None,
+    conversation: PromptOptions,
     stop: options.Stop = None,
     parse_special: SpecialOption = False,
     json: options.Json = False,
@@ -68,17 +69,23 @@ def generate(
     newline at the end of a file or of piped text is dropped.
     """
     spec = options.pick_model(model, model_option)
-    sampler, choices = sampling.params(), running.choices()
+    sampling.params()  # what is out of range is told before anything is loaded
+    choices = running.choices()
     limit = options.token_limit(max_tokens)
     constraints = engine_options.constraints_of(json_schema, regex, grammar)
-    prompts.check_chat_options(chat, system, parse_special)
+    prompts.check_chat_options(chat, conversation.given, parse_special)
+    conversation.checked_format()
     text = prompts.read_prompt(prompt, file)
     runtime = running.open(spec, choices, is_quiet=quiet)
+    sampler = sampling.params(runtime.loaded.tokenizer)
     if chat:
-        token_ids = runtime.encode_chat(prompts.as_messages(text, system))
+        style, system = conversation.style(runtime.loaded)
+        token_ids = style.encode(prompts.as_messages(text, system))
+        request = runtime.request(token_ids, limit, sampler, stop or [], constraints)
+        request = style.adapt(request)
     else:
         token_ids = runtime.encode_prompt(text, parse_special=parse_special)
-    request = runtime.request(token_ids, limit, sampler, stop or [], constraints)
+        request = runtime.request(token_ids, limit, sampler, stop or [], constraints)
     _run(runtime, request, is_json=json, is_quiet=quiet)
 
 

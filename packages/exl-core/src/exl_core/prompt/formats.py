@@ -23,6 +23,7 @@ A reply in the context has no reasoning in it, so no piece has room for it.
 from __future__ import annotations
 
 import difflib
+import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from exl_core.errors import RequestError, TemplateError
 from exl_core.prompt.reasoning import CLOSING, OPENING
 
 _DATA = "formats.toml"
+_PLACE = re.compile(r"\{(system|user|reply)\}")  # any other brace is text
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +102,7 @@ class PromptFormat:
 
 def _fill(piece: str, **texts: str) -> str:
     """In one go, so that a text may hold what looks like a place for another."""
-    head, mark, tail = piece.partition("{")
-    if not mark:
-        return head
-    name, _, rest = tail.partition("}")
-    return head + texts[name] + _fill(rest, **texts)
+    return _PLACE.sub(lambda place: texts[place[1]], piece)
 
 
 @cache

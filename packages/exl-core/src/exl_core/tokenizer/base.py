@@ -124,6 +124,12 @@ class Tokenizer(ABC):
         piece = self._piece(token_id)
         return _NO_TOKEN if piece is None else piece
 
+    def tokens_with(self, characters: str) -> frozenset[int]:
+        """The ordinary tokens whose text has one of these characters."""
+        wanted = frozenset(characters)
+        ids = (i for i in range(self.vocab_size) if not self.is_special(i) and self.has_token(i))
+        return frozenset(i for i in ids if not wanted.isdisjoint(self.token_text(i)))
+
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_text
 
