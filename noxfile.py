@@ -66,7 +66,7 @@ def slow(session: nox.Session) -> None:
     """The tests that take minutes; arguments after -- go to pytest."""
     install_exl(session, *TEST_TOOLS)
     install_models(session, *DEFAULT_MODEL, *TEST_MODELS)
-    session.run("python", "-m", "pytest", "-m", "slow", *session.posargs)
+    session.run("python", "-m", "pytest", "-m", "slow and not cuda", *session.posargs)
 
 
 @nox.session
@@ -104,7 +104,7 @@ def cuda(session: nox.Session) -> None:
     """The tests that need a GPU, of a build for the GPUs that are here; needs nvcc."""
     install_exl(session, *TEST_TOOLS, cuda=capabilities())
     install_models(session, *DEFAULT_MODEL, *TEST_MODELS)
-    session.run("python", "-m", "pytest", "-m", "cuda", *session.posargs)
+    session.run("python", "-m", "pytest", "-m", "cuda and not slow", *session.posargs)
 
 
 @nox.session
