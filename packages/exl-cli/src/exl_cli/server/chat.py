@@ -22,6 +22,7 @@ from exl_cli.server.service import (
     timings_of,
     wants_usage_chunk,
 )
+from exl_cli.server.streaming import Event, TextEvents
 from exl_cli.server.tools import ToolCall, ToolSplitter
 from exl_core.engine.events import FinishEvent, SampledToken
 from exl_core.engine.request import Report
@@ -29,6 +30,10 @@ from exl_core.generate.asynchronous import AsyncJob
 from exl_core.generate.dynamic import Result
 from exl_core.prompt.reasoning import ReasoningSplitter
 from exl_core.tokenizer.base import Tokenizer
+
+Delta = dict[str, object]
+"""One field, and its value."""
+_TEXTS = ("content", "reasoning_content")
 
 
 class Chat:
@@ -86,16 +91,28 @@ class Chat:
             **figures_of(self._ends(choices), self._n),
         }
 
-    async def events(self, choices: Sequence[_Choice]) -> AsyncIterator[dict[str, object]]:
+    async def events(self, choices: Sequence[_Choice]) -> AsyncIterator[Event]:
         head = self._head("chat.completion.chunk")
+
+        def chunk(choice: _Choice, delta: Delta) -> dict[str, object]:
+            return {**head, "choices": [choice.chunk(delta)]}
+
+        def texts(choice: _Choice, name: str) -> TextEvents:
+            return TextEvents(lambda text: chunk(choice, {name: text}))
+
         for choice in choices:
-            yield {**head, "choices": [choice.chunk({"role": "assistant", "content": ""})]}
+            yield chunk(choice, {"role": "assistant", "content": ""})
+        plain = [{name: texts(choice, name) for name in _TEXTS} for choice in choices]
         left = len(choices)
         wants_usage = wants_usage_chunk(self._body)
         async for number, result in results_of([choice.job for choice in choices]):
             choice = choices[number]
             for delta in choice.take(result):
-                yield {**head, "choices": [choice.chunk(delta)]}
+                ((name, value),) = delta.items()
+                if choice.has_text_only and isinstance(value, str):
+                    yield plain[number][name].of(value)
+                else:
+                    yield chunk(choice, delta)
             if choice.end is not None:
                 left -= 1
                 last: dict[str, object] = {**head, "choices": [choice.chunk({}, is_last=True)]}
@@ -146,13 +163,18 @@ class _Choice:
             )
 
     @property
+    def has_text_only(self) -> bool:
+        """Its texts are told with nothing beside them."""
+        return self._num_top is None
+
+    @property
     def finish_reason(self) -> str | None:
         if self.end is None:
             return None
         reason = END_REASONS[self.end.reason]
         return "tool_calls" if self._calls and reason == "stop" else reason
 
-    def take(self, result: Result) -> list[dict[str, object]]:
+    def take(self, result: Result) -> list[Delta]:
         """The deltas that come of it."""
         self._note(result.tokens)
         deltas = self._read(result.text, is_end=False) if result.text else []
@@ -162,7 +184,7 @@ class _Choice:
             deltas += self._read("", is_end=True)
         return deltas
 
-    def chunk(self, delta: dict[str, object], *, is_last: bool = False) -> dict[str, object]:
+    def chunk(self, delta: Delta, *, is_last: bool = False) -> dict[str, object]:
         told: dict[str, object] | None = None
         if self._num_top is not None and (is_last or "content" in delta):
             told = {"content": self._entries[self._untold :]}
@@ -195,8 +217,8 @@ class _Choice:
         if self._num_top is not None:
             self._entries += [chat_entry(self._tokenizer, one, self._num_top) for one in tokens]
 
-    def _read(self, text: str, *, is_end: bool) -> list[dict[str, object]]:
-        deltas: list[dict[str, object]] = []
+    def _read(self, text: str, *, is_end: bool) -> list[Delta]:
+        deltas: list[Delta] = []
         answers = [text]
         if self._splitter is not None:
             pieces = self._splitter.finish() if is_end else self._splitter.feed(text)
@@ -211,13 +233,13 @@ class _Choice:
             deltas += self._sorted(self._tools.finish())
         return deltas
 
-    def _answer(self, text: str) -> list[dict[str, object]]:
+    def _answer(self, text: str) -> list[Delta]:
         if not text:
             return []
         return self._sorted([text] if self._tools is None else self._tools.feed(text))
 
-    def _sorted(self, parts: Sequence[str | ToolCall]) -> list[dict[str, object]]:
-        deltas: list[dict[str, object]] = []
+    def _sorted(self, parts: Sequence[str | ToolCall]) -> list[Delta]:
+        deltas: list[Delta] = []
         for part in parts:
             if isinstance(part, str):
                 self._content.append(part)

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from exl_cli.server.errors import ApiError
 from exl_cli.server.logprobs import LegacyLogprobs
@@ -21,6 +22,7 @@ from exl_cli.server.service import (
     timings_of,
     wants_usage_chunk,
 )
+from exl_cli.server.streaming import Event, TextEvents
 from exl_core.engine.events import FinishEvent, FinishReason
 from exl_core.engine.request import Report
 from exl_core.generate.asynchronous import AsyncJob
@@ -101,25 +103,36 @@ class Completion:
             choices[number].take(result)
         return {
             **self._head(),
-            "choices": [choice.told() for choice in choices],
+            "choices": [choice.told(choice.take_text()) for choice in choices],
             **self._figures(choices),
         }
 
-    async def events(self, choices: Sequence[_Choice]) -> AsyncIterator[dict[str, object]]:
+    async def events(self, choices: Sequence[_Choice]) -> AsyncIterator[Event]:
         left = len(choices)
         wants_usage = wants_usage_chunk(self._body)
+        plain = {
+            number: TextEvents(partial(self._chunk, choice))
+            for number, choice in enumerate(choices)
+            if choice.is_plain
+        }
         async for number, result in results_of([choice.job for choice in choices]):
             choice = choices[number]
             choice.take(result)
             if not choice.has_news:
                 continue
-            chunk: dict[str, object] = {**self._head(), "choices": [choice.told()]}
+            if choice.is_plain:
+                yield plain[number].of(choice.take_text())
+                continue
+            chunk = self._chunk(choice, choice.take_text())
             left -= choice.end is not None
             if not left and not wants_usage:
                 chunk["timings"] = timings_of(self._ends(choices))
             yield chunk
         if wants_usage or left:
             yield {**self._head(), "choices": [], **self._figures(choices)}
+
+    def _chunk(self, choice: _Choice, text: str) -> dict[str, object]:
+        return {**self._head(), "choices": [choice.told(text)]}
 
     def _figures(self, choices: Sequence[_Choice]) -> dict[str, object]:
         return figures_of(self._ends(choices), self._n, no_reply=self._scores_only)
@@ -137,7 +150,7 @@ class Completion:
 
 
 class _Choice:
-    """One reply, told whole or piece by piece: `told` gives what came since the last time."""
+    """One reply, told whole or piece by piece."""
 
     def __init__(
         self,
@@ -162,6 +175,11 @@ class _Choice:
     def has_news(self) -> bool:
         return bool(self._text) or self.end is not None
 
+    @property
+    def is_plain(self) -> bool:
+        """There is nothing to tell but text."""
+        return self._logprobs is None and self.end is None
+
     def take(self, result: Result) -> None:
         if result.finish is not None:
             self.end = result.finish
@@ -175,8 +193,12 @@ class _Choice:
             if self.end is not None:
                 self._logprobs.add(self.end.tokens)
 
-    def told(self) -> dict[str, object]:
+    def take_text(self) -> str:
+        """What came since the last time."""
         text, self._text = self._text, ""
+        return text
+
+    def told(self, text: str) -> dict[str, object]:
         return {
             "index": self._index,
             "text": text,

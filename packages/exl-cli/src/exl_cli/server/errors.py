@@ -57,10 +57,12 @@ class ApiError(Exception):
         return json_reply(self.body, self.status, self.headers)
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def to_json(value: object) -> bytes:
     """UTF-8; half a surrogate pair, which a client may have sent, as the escape that it came as."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")
+    return _ENCODER.encode(value).encode("utf-8", "backslashreplace")
 
 
 def json_reply(

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing
 from typing import Any, TypeVar
 
@@ -19,6 +20,11 @@ from exl_cli.server.errors import to_json
 from exl_cli.server.service import failure_of
 
 T = TypeVar("T")
+Event = dict[str, object] | bytes
+Put = Callable[[bytes], Awaitable[None]]
+PUT = "exl.put"
+"""Where the state of a request's scope has a `Put` for pieces of a body that has begun, if its
+server is quicker than by `send`."""
 
 
 class ClientGoneError(Exception):
@@ -30,14 +36,25 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     return await _first(asyncio.create_task(work), request.receive)
 
 
+class TextEvents:
+    """Events that differ in one text: what stands around it is written as JSON only once."""
+
+    def __init__(self, make: Callable[[str], object]) -> None:
+        place = uuid.uuid4().hex
+        self._before, _, self._after = to_json(make(place)).partition(to_json(place))
+
+    def of(self, text: str) -> bytes:
+        """What `to_json` of the event with this text gives."""
+        return self._before + to_json(text) + self._after
+
+
 class EventStream(Response):
-    """`events` as JSON, and `[DONE]`. The stack is closed at the end, whatever that was."""
+    """`events`, as JSON or as what becomes JSON, and `[DONE]`. The stack is closed at the end,
+    whatever that was."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncIterator[dict[str, object]], stack: AsyncExitStack, send_s: float
-    ) -> None:
+    def __init__(self, events: AsyncIterator[Event], stack: AsyncExitStack, send_s: float) -> None:
         self.status_code = 200
         self.background = None
         # No proxy is to keep events back.
@@ -47,11 +64,11 @@ class EventStream(Response):
         self._send_s = send_s
         self._sending_since: float | None = None
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._stack:
             watching = asyncio.create_task(self._watch())
             try:
-                writing = asyncio.create_task(self._write(send))
+                writing = asyncio.create_task(self._write(scope, send))
                 await _first(writing, receive, watching)
             except ClientGoneError:
                 return
@@ -62,23 +79,29 @@ class EventStream(Response):
         while self._sending_since is None or time.monotonic() - self._sending_since < self._send_s:
             await asyncio.sleep(self._send_s / 8)
 
-    async def _write(self, send: Send) -> None:
-        async def put(data: bytes, *, more: bool = True) -> None:
-            self._sending_since = time.monotonic()
+    async def _write(self, scope: Scope, send: Send) -> None:
+        async def put_slowly(data: bytes, *, more: bool = True) -> None:
             await send({"type": "http.response.body", "body": data, "more_body": more})
-            self._sending_since = None
 
+        put: Put = scope.get("state", {}).get(PUT, put_slowly)
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
+        last = b"[DONE]"
         try:
             async with aclosing(self._events) as events:  # type: ignore[type-var]
                 async for event in events:
-                    await put(b"data: " + to_json(event) + b"\n\n")
+                    self._sending_since = time.monotonic()
+                    await put(_told(event if isinstance(event, bytes) else to_json(event)))
+                    self._sending_since = None
         except Exception as error:  # noqa: BLE001 - `failure_of` raises again what is a bug
-            await put(b"data: " + to_json(failure_of(error).body) + b"\n\n", more=False)
-            return
-        await put(b"data: [DONE]\n\n", more=False)
+            last = to_json(failure_of(error).body)
+        self._sending_since = time.monotonic()
+        await put_slowly(_told(last), more=False)
+
+
+def _told(event: bytes) -> bytes:
+    return b"data: " + event + b"\n\n"
 
 
 async def closing(stack: AsyncExitStack, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
