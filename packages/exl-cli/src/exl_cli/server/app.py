@@ -102,7 +102,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             if is_stream:
                 started = closing(stack, lambda: work.start(stack))
                 choices: Any = await unless_gone(request, started)
-                return EventStream(work.events(choices), stack, service.limits.send_s)
+                return EventStream(work.events(choices), stack)
             async with stack:
                 return json_reply(await unless_gone(request, work.whole(stack)))
         except ClientGoneError:

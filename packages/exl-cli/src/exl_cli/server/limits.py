@@ -29,7 +29,7 @@ class Limits:
     """body_bytes    largest body of a request
     header_s         time for the head of a request to arrive
     body_s           time for its body
-    send_s           time for a client to take the next piece of a stream
+    send_s           time for a client to take what was sent
     max_queue        most replies that wait beside those that run
     stall_s          after so long without a step /health says that generation is stuck
     """

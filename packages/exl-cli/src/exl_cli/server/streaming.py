@@ -6,7 +6,6 @@ A client that has gone, in the middle of a stream or before its answer, takes it
 from __future__ import annotations
 
 import asyncio
-import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AsyncExitStack, aclosing
@@ -54,30 +53,20 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[Event], stack: AsyncExitStack, send_s: float) -> None:
+    def __init__(self, events: AsyncIterator[Event], stack: AsyncExitStack) -> None:
         self.status_code = 200
         self.background = None
         # No proxy is to keep events back.
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._events = events
         self._stack = stack
-        self._send_s = send_s
-        self._sending_since: float | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._stack:
-            watching = asyncio.create_task(self._watch())
             try:
-                writing = asyncio.create_task(self._write(scope, send))
-                await _first(writing, receive, watching)
+                await _first(asyncio.create_task(self._write(scope, send)), receive)
             except ClientGoneError:
                 return
-
-    async def _watch(self) -> None:
-        """Until a client has not taken a piece in time. A timer for each piece would cost more than
-        the rest of it."""
-        while self._sending_since is None or time.monotonic() - self._sending_since < self._send_s:
-            await asyncio.sleep(self._send_s / 8)
 
     async def _write(self, scope: Scope, send: Send) -> None:
         async def put_slowly(data: bytes, *, more: bool = True) -> None:
@@ -91,12 +80,9 @@ class EventStream(Response):
         try:
             async with aclosing(self._events) as events:  # type: ignore[type-var]
                 async for event in events:
-                    self._sending_since = time.monotonic()
                     await put(_told(event if isinstance(event, bytes) else to_json(event)))
-                    self._sending_since = None
         except Exception as error:  # noqa: BLE001 - `failure_of` raises again what is a bug
             last = to_json(failure_of(error).body)
-        self._sending_since = time.monotonic()
         await put_slowly(_told(last), more=False)
 
 
@@ -113,9 +99,9 @@ async def closing(stack: AsyncExitStack, make: Callable[[], Coroutine[Any, Any, 
         raise
 
 
-async def _first(work: asyncio.Task[T], receive: Receive, *ends: asyncio.Task[None]) -> T:
-    """The outcome of `work`, unless the client leaves or one of `ends` comes before."""
-    tasks: list[asyncio.Task[Any]] = [work, asyncio.create_task(_left(receive)), *ends]
+async def _first(work: asyncio.Task[T], receive: Receive) -> T:
+    """The outcome of `work`, unless the client leaves before."""
+    tasks: list[asyncio.Task[Any]] = [work, asyncio.create_task(_left(receive))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
