@@ -109,6 +109,18 @@ def test_paths_methods_and_kinds(one: Running) -> None:
         assert (error["param"], error["code"]) == ("model", "model_not_found")
 
 
+def test_a_head_is_an_answer_without_its_body(one: Running) -> None:
+    for path in ("/", "/health", "/v1/models", "/v1/models/scripted", "/metrics", "/openapi.json"):
+        got, head = one.http.get(path), one.http.head(path)
+        assert (head.status_code, head.content) == (200, b""), path
+        if path != "/metrics":
+            assert head.headers["content-length"] == str(len(got.content))
+        assert head.headers["content-type"] == got.headers["content-type"]
+    assert one.http.head("/v1/nothing").status_code == 404
+    assert one.http.head(TEXT).status_code == 405
+    assert one.http.get("/health").json()["status"] == "ok", "on the same connection"
+
+
 def test_bodies_have_limits(one: Running) -> None:
     headers = {"content-type": "application/json"}
     for content in (b" " * 30_000, iter([b" " * 10_000] * 3)):

@@ -20,6 +20,7 @@ from exl_cli.server.service import (
     make_requests,
     results_of,
     timings_of,
+    told_with_each,
     wants_usage_chunk,
 )
 from exl_cli.server.streaming import Event, TextEvents
@@ -69,10 +70,11 @@ class Chat:
             body,
             [prompt.token_ids],
             max_tokens=body.max_completion_tokens or body.max_tokens,
+            max_time_s=self._service.limits.reply_s,
             report=Report(log_probs=num_top),
             constraints=prompt.constraints,
-            # The marks of calls may be special tokens.
-            show_special=prompt.tool_format is not None,
+            show_special=prompt.tool_format is not None  # its marks may be special tokens
+            or any(tag in loaded.tokenizer.special_tokens for tag in prompt.tags),
         )
         jobs = await self._service.submit(stack, resident, requests)
         only_one = body.parallel_tool_calls is False
@@ -93,29 +95,33 @@ class Chat:
 
     async def events(self, choices: Sequence[_Choice]) -> AsyncIterator[Event]:
         head = self._head("chat.completion.chunk")
+        jobs = [choice.job for choice in choices]
+        beside = told_with_each(self._body, jobs)
 
-        def chunk(choice: _Choice, delta: Delta) -> dict[str, object]:
-            return {**head, "choices": [choice.chunk(delta)]}
+        def chunk(choice: _Choice, delta: Delta, *, is_last: bool = False) -> dict[str, object]:
+            return {**head, "choices": [choice.chunk(delta, is_last=is_last)], **beside()}
 
-        def texts(choice: _Choice, name: str) -> TextEvents:
+        def quick_of(choice: _Choice, name: str) -> TextEvents:
             return TextEvents(lambda text: chunk(choice, {name: text}))
 
         for choice in choices:
             yield chunk(choice, {"role": "assistant", "content": ""})
-        plain = [{name: texts(choice, name) for name in _TEXTS} for choice in choices]
+        quick: list[dict[str, TextEvents]] = []
+        if not self._body.logprobs and not beside():
+            quick = [{name: quick_of(choice, name) for name in _TEXTS} for choice in choices]
         left = len(choices)
         wants_usage = wants_usage_chunk(self._body)
-        async for number, result in results_of([choice.job for choice in choices]):
+        async for number, result in results_of(jobs):
             choice = choices[number]
             for delta in choice.take(result):
                 ((name, value),) = delta.items()
-                if choice.has_text_only and isinstance(value, str):
-                    yield plain[number][name].of(value)
+                if quick and isinstance(value, str):
+                    yield quick[number][name].of(value)
                 else:
                     yield chunk(choice, delta)
             if choice.end is not None:
                 left -= 1
-                last: dict[str, object] = {**head, "choices": [choice.chunk({}, is_last=True)]}
+                last = chunk(choice, {}, is_last=True)
                 if not left and not wants_usage:
                     last["timings"] = timings_of(self._ends(choices))
                 yield last
@@ -155,17 +161,12 @@ class _Choice:
         self._untold = 0  # from this entry on
         self._splitter: ReasoningSplitter | None = None
         if not prompt.is_constrained:
-            self._splitter = ReasoningSplitter(begins_inside=prompt.begins_inside)
+            self._splitter = ReasoningSplitter(*prompt.tags, prompt.begins_inside)
         self._tools: ToolSplitter | None = None
         if prompt.tool_format is not None:
             self._tools = ToolSplitter(
                 prompt.tool_format, prompt.tools, begins_inside=prompt.is_call
             )
-
-    @property
-    def has_text_only(self) -> bool:
-        """Its texts are told with nothing beside them."""
-        return self._num_top is None
 
     @property
     def finish_reason(self) -> str | None:

@@ -20,6 +20,7 @@ from exl_cli.server.service import (
     make_requests,
     results_of,
     timings_of,
+    told_with_each,
     wants_usage_chunk,
 )
 from exl_cli.server.streaming import Event, TextEvents
@@ -34,6 +35,7 @@ END_REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.CONSTRAINT: "stop",
     FinishReason.LENGTH: "length",
+    FinishReason.TIME: "length",
     FinishReason.CANCELLED: "stop",
 }
 
@@ -89,6 +91,7 @@ class Completion:
             body,
             [prompt.token_ids for prompt in self._prompts],
             max_tokens=1 if self._scores_only else max_tokens,
+            max_time_s=self._service.limits.reply_s,
             report=Report(log_probs=body.logprobs, prompt=is_echoed),
         )
         jobs = await self._service.submit(stack, resident, requests)
@@ -108,31 +111,33 @@ class Completion:
         }
 
     async def events(self, choices: Sequence[_Choice]) -> AsyncIterator[Event]:
+        jobs = [choice.job for choice in choices]
+        beside = told_with_each(self._body, jobs)
+
+        def chunk_of(choice: _Choice, text: str) -> dict[str, object]:
+            return {**self._head(), "choices": [choice.told(text)], **beside()}
+
+        quick: list[TextEvents] = []
+        if self._body.logprobs is None and not beside():
+            quick = [TextEvents(partial(chunk_of, choice)) for choice in choices]
         left = len(choices)
         wants_usage = wants_usage_chunk(self._body)
-        plain = {
-            number: TextEvents(partial(self._chunk, choice))
-            for number, choice in enumerate(choices)
-            if choice.is_plain
-        }
-        async for number, result in results_of([choice.job for choice in choices]):
+        async for number, result in results_of(jobs):
             choice = choices[number]
             choice.take(result)
             if not choice.has_news:
                 continue
-            if choice.is_plain:
-                yield plain[number].of(choice.take_text())
+            text = choice.take_text()
+            if quick and choice.end is None:
+                yield quick[number].of(text)
                 continue
-            chunk = self._chunk(choice, choice.take_text())
+            chunk = chunk_of(choice, text)
             left -= choice.end is not None
             if not left and not wants_usage:
                 chunk["timings"] = timings_of(self._ends(choices))
             yield chunk
         if wants_usage or left:
             yield {**self._head(), "choices": [], **self._figures(choices)}
-
-    def _chunk(self, choice: _Choice, text: str) -> dict[str, object]:
-        return {**self._head(), "choices": [choice.told(text)]}
 
     def _figures(self, choices: Sequence[_Choice]) -> dict[str, object]:
         return figures_of(self._ends(choices), self._n, no_reply=self._scores_only)
@@ -174,11 +179,6 @@ class _Choice:
     @property
     def has_news(self) -> bool:
         return bool(self._text) or self.end is not None
-
-    @property
-    def is_plain(self) -> bool:
-        """There is nothing to tell but text."""
-        return self._logprobs is None and self.end is None
 
     def take(self, result: Result) -> None:
         if result.finish is not None:
