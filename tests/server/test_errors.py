@@ -42,6 +42,7 @@ def one() -> Any:
         (TEXT, {"prompt": "a", "logprobs": 21}, "logprobs", "invalid_value"),
         (TEXT, {"prompt": ["a", 1]}, "prompt", "invalid_value"),
         (TEXT, {"prompt": []}, "prompt", "invalid_value"),
+        (TEXT, {"prompt": ["a", ""]}, "prompt", "invalid_value"),
         (TEXT, {"prompt": [258]}, "prompt", "invalid_value"),
         (TEXT, {"prompt": [True]}, "prompt", "invalid_value"),
         (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
@@ -68,7 +69,7 @@ def test_an_image_is_refused_by_its_place(one: Running) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:"}}]
     error = error_of(one.post(CHAT, {"messages": [{"role": "user", "content": parts}]}), 400)
     assert error["param"] == "messages.0.content"
-    assert "'text'" in error["message"]
+    assert "'image_url' is not supported" in error["message"] and "'text'" in error["message"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"prompt": "\xff"}', b"[" * 15_000, b"NaN"])

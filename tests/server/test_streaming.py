@@ -125,6 +125,21 @@ def test_a_client_without_chunks_gets_the_bare_events(path: str) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_pieces_are_whole_characters_and_no_beginning_of_a_stop(path: str) -> None:
+    """A token is a byte here: most characters and the stop string lie across several events."""
+    with running(scripted_runtime(reply_with("é€💥 a STOP is no ST💥P b"))) as one:
+        body = ask(path, max_tokens=100, stop=["never", "ST💥P"])
+        events = map(json.loads, events_of(joined(answer_to(one, path, body)[1])))
+        choices = [event["choices"][0] for event in events]
+    texts = [
+        choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices
+    ]
+    assert "".join(texts) == "é€💥 a STOP is no "
+    assert "ST" not in texts and "S" not in texts
+    assert choices[-1]["finish_reason"] == "stop"
+
+
 def test_who_does_not_read_is_hung_up_on_and_keeps_nothing() -> None:
     """Also where the answer is complete and only waits to be taken, and when the server ends."""
     with running(

@@ -119,14 +119,17 @@ def make_requests(
     ends = stop_ids(runtime.loaded.tokenizer, runtime.loaded.config)
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     requests: list[Request] = []
+    param = "messages" if "messages" in type(fields).model_fields else "prompt"
     for prompt_ids in prompts:
+        if not prompt_ids:
+            raise ApiError(400, "the prompt is empty", param=param, code="invalid_value")
         room = runtime.ctx_size - len(prompt_ids)
         if room < 1:
             raise ApiError(
                 400,
                 f"the prompt has {len(prompt_ids)} tokens and the context {runtime.ctx_size}: "
                 "there is no room for a reply",
-                param="messages" if "messages" in type(fields).model_fields else "prompt",
+                param=param,
                 code="context_length_exceeded",
             )
         for _ in range(fields.n or 1):
