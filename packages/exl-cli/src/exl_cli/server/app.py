@@ -27,7 +27,7 @@ from exl_cli.server.limits import Gate, Limits
 from exl_cli.server.models import ModelHost
 from exl_cli.server.schema import ChatBody, CompletionBody
 from exl_cli.server.service import Service
-from exl_cli.server.streaming import ClientGoneError, EventStream, closing, unless_gone
+from exl_cli.server.streaming import ClientGoneError, EventStream, Story, closing, unless_gone
 from exl_cli.server.tokenizing import add_tokenizer
 
 _CLIENT_GONE = 499  # nginx's number; nobody reads it
@@ -97,13 +97,15 @@ def create_app(
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
+    async def told(work: Chat | Completion, stack: AsyncExitStack) -> Story:
+        return await work.story(stack)
+
     async def answer(work: Chat | Completion, request: Request, *, is_stream: bool) -> Response:
         stack = AsyncExitStack()
         try:
             if is_stream:
-                started = closing(stack, lambda: work.start(stack))
-                choices: Any = await unless_gone(request, started)
-                return EventStream(work.events(choices), stack)
+                story = closing(stack, lambda: told(work, stack))
+                return EventStream(await unless_gone(request, story), stack)
             async with stack:
                 return json_reply(await unless_gone(request, work.whole(stack)))
         except ClientGoneError:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 
 from exl_cli.server.completions import END_REASONS
@@ -88,51 +88,71 @@ class Chat:
         async for number, result in results_of([choice.job for choice in choices]):
             choices[number].take(result)
         return {
-            **self._head("chat.completion"),
+            **self.head("chat.completion"),
             "choices": [choice.message() for choice in choices],
-            **figures_of(self._ends(choices), self._n),
+            **self.figures(choices),
         }
 
-    async def events(self, choices: Sequence[_Choice]) -> AsyncIterator[Event]:
-        head = self._head("chat.completion.chunk")
-        jobs = [choice.job for choice in choices]
-        beside = told_with_each(self._body, jobs)
+    async def story(self, stack: AsyncExitStack) -> _Story:
+        """What a stream of it tells, while it is at work."""
+        return _Story(self, self._body, await self.start(stack))
 
-        def chunk(choice: _Choice, delta: Delta, *, is_last: bool = False) -> dict[str, object]:
-            return {**head, "choices": [choice.chunk(delta, is_last=is_last)], **beside()}
-
-        def quick_of(choice: _Choice, name: str) -> TextEvents:
-            return TextEvents(lambda text: chunk(choice, {name: text}))
-
-        for choice in choices:
-            yield chunk(choice, {"role": "assistant", "content": ""})
-        quick: list[dict[str, TextEvents]] = []
-        if not self._body.logprobs and not beside():
-            quick = [{name: quick_of(choice, name) for name in _TEXTS} for choice in choices]
-        left = len(choices)
-        wants_usage = wants_usage_chunk(self._body)
-        async for number, result in results_of(jobs):
-            choice = choices[number]
-            for delta in choice.take(result):
-                ((name, value),) = delta.items()
-                if quick and isinstance(value, str):
-                    yield quick[number][name].of(value)
-                else:
-                    yield chunk(choice, delta)
-            if choice.end is not None:
-                left -= 1
-                last = chunk(choice, {}, is_last=True)
-                if not left and not wants_usage:
-                    last["timings"] = timings_of(self._ends(choices))
-                yield last
-        if wants_usage or left:
-            yield {**head, "choices": [], **figures_of(self._ends(choices), self._n)}
-
-    def _ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
+    def ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
         return self._service.ends_of([choice.end for choice in choices])
 
-    def _head(self, kind: str) -> dict[str, object]:
+    def figures(self, choices: Sequence[_Choice]) -> dict[str, object]:
+        return figures_of(self.ends(choices), self._n)
+
+    def head(self, kind: str) -> dict[str, object]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+
+class _Story:
+    """A chat's answer told in events."""
+
+    def __init__(self, chat: Chat, body: ChatBody, choices: Sequence[_Choice]) -> None:
+        self.jobs = [choice.job for choice in choices]
+        self._chat = chat
+        self._head = chat.head("chat.completion.chunk")
+        self._choices = choices
+        self._left = len(choices)
+        self._wants_usage = wants_usage_chunk(body)
+        self._beside = told_with_each(body, self.jobs)
+        self._is_quick = not body.logprobs and not self._beside()
+        self._quick: list[dict[str, TextEvents]] = []
+
+    def begin(self) -> Iterable[Event]:
+        for choice in self._choices:
+            yield self._chunk(choice, {"role": "assistant", "content": ""})
+        if self._is_quick:
+            self._quick = [
+                {name: self._texts(choice, name) for name in _TEXTS} for choice in self._choices
+            ]
+
+    def go_on(self, number: int, result: Result) -> Iterable[Event]:
+        choice = self._choices[number]
+        for delta in choice.take(result):
+            ((name, value),) = delta.items()
+            if self._quick and isinstance(value, str):
+                yield self._quick[number][name].of(value)
+            else:
+                yield self._chunk(choice, delta)
+        if choice.end is not None:
+            self._left -= 1
+            last = self._chunk(choice, {}, is_last=True)
+            if not self._left and not self._wants_usage:
+                last["timings"] = timings_of(self._chat.ends(self._choices))
+            yield last
+
+    def end(self) -> Iterable[Event]:
+        if self._wants_usage or self._left:
+            yield {**self._head, "choices": [], **self._chat.figures(self._choices)}
+
+    def _chunk(self, choice: _Choice, delta: Delta, *, is_last: bool = False) -> dict[str, object]:
+        return {**self._head, "choices": [choice.chunk(delta, is_last=is_last)], **self._beside()}
+
+    def _texts(self, choice: _Choice, name: str) -> TextEvents:
+        return TextEvents(lambda text: self._chunk(choice, {name: text}))
 
 
 class _Choice:

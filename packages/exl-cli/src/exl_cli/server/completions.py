@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -105,53 +105,71 @@ class Completion:
         async for number, result in results_of([choice.job for choice in choices]):
             choices[number].take(result)
         return {
-            **self._head(),
+            **self.head(),
             "choices": [choice.told(choice.take_text()) for choice in choices],
-            **self._figures(choices),
+            **self.figures(choices),
         }
 
-    async def events(self, choices: Sequence[_Choice]) -> AsyncIterator[Event]:
-        jobs = [choice.job for choice in choices]
-        beside = told_with_each(self._body, jobs)
+    async def story(self, stack: AsyncExitStack) -> _Story:
+        """What a stream of it tells, while it is at work."""
+        return _Story(self, self._body, await self.start(stack))
 
-        def chunk_of(choice: _Choice, text: str) -> dict[str, object]:
-            return {**self._head(), "choices": [choice.told(text)], **beside()}
+    def figures(self, choices: Sequence[_Choice]) -> dict[str, object]:
+        return figures_of(self.ends(choices), self._n, no_reply=self._scores_only)
 
-        quick: list[TextEvents] = []
-        if self._body.logprobs is None and not beside():
-            quick = [TextEvents(partial(chunk_of, choice)) for choice in choices]
-        left = len(choices)
-        wants_usage = wants_usage_chunk(self._body)
-        async for number, result in results_of(jobs):
-            choice = choices[number]
-            choice.take(result)
-            if not choice.has_news:
-                continue
-            text = choice.take_text()
-            if quick and choice.end is None:
-                yield quick[number].of(text)
-                continue
-            chunk = chunk_of(choice, text)
-            left -= choice.end is not None
-            if not left and not wants_usage:
-                chunk["timings"] = timings_of(self._ends(choices))
-            yield chunk
-        if wants_usage or left:
-            yield {**self._head(), "choices": [], **self._figures(choices)}
-
-    def _figures(self, choices: Sequence[_Choice]) -> dict[str, object]:
-        return figures_of(self._ends(choices), self._n, no_reply=self._scores_only)
-
-    def _ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
+    def ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
         return self._service.ends_of([choice.end for choice in choices])
 
-    def _head(self) -> dict[str, object]:
+    def head(self) -> dict[str, object]:
         return {
             "id": self._id,
             "object": "text_completion",
             "created": self._created,
             "model": self._model,
         }
+
+
+class _Story:
+    """A completion told in events."""
+
+    def __init__(
+        self, completion: Completion, body: CompletionBody, choices: Sequence[_Choice]
+    ) -> None:
+        self.jobs = [choice.job for choice in choices]
+        self._completion = completion
+        self._choices = choices
+        self._left = len(choices)
+        self._wants_usage = wants_usage_chunk(body)
+        self._beside = told_with_each(body, self.jobs)
+        self._quick: list[TextEvents] = []
+        if body.logprobs is None and not self._beside():
+            self._quick = [TextEvents(partial(self._chunk, choice)) for choice in choices]
+
+    def begin(self) -> Iterable[Event]:
+        return ()
+
+    def go_on(self, number: int, result: Result) -> Iterable[Event]:
+        choice = self._choices[number]
+        choice.take(result)
+        if not choice.has_news:
+            return
+        text = choice.take_text()
+        if self._quick and choice.end is None:
+            yield self._quick[number].of(text)
+            return
+        chunk = self._chunk(choice, text)
+        self._left -= choice.end is not None
+        if not self._left and not self._wants_usage:
+            chunk["timings"] = timings_of(self._completion.ends(self._choices))
+        yield chunk
+
+    def end(self) -> Iterable[Event]:
+        if self._wants_usage or self._left:
+            figures = self._completion.figures(self._choices)
+            yield {**self._completion.head(), "choices": [], **figures}
+
+    def _chunk(self, choice: _Choice, text: str) -> dict[str, object]:
+        return {**self._completion.head(), "choices": [choice.told(text)], **self._beside()}
 
 
 class _Choice:

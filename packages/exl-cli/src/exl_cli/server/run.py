@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from exl_cli.server.errors import ApiError, to_json
 from exl_cli.server.limits import MAX_HEAD_BYTES, Limits
-from exl_cli.server.streaming import PUT
+from exl_cli.server.streaming import PIPE
 from exl_core.errors import RequestError
 
 _KEEP_ALIVE_S = 30
@@ -85,6 +85,27 @@ def make_server(
     return Server(config, announce)
 
 
+class _Pieces:
+    """Pieces of a body as h11 would frame them. Its own way, through what keeps track of both
+    sides, takes longer than all that the application does for an event."""
+
+    def __init__(self, protocol: H11Protocol) -> None:
+        self._protocol = protocol
+
+    @property
+    def is_paused(self) -> bool:
+        return self._protocol.flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        transport = self._protocol.transport
+        if not transport.is_closing():
+            is_chunked = self._protocol.conn.their_http_version == b"1.1"
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
+
+    async def drain(self) -> None:
+        await self._protocol.flow.drain()
+
+
 def listen(host: str, port: int) -> socket.socket:
     """A socket that waits for clients; port 0 takes any that is free."""
     try:
@@ -120,7 +141,7 @@ class LimitedProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.app_state = {**self.app_state, PUT: self._put}
+        self.app_state = {**self.app_state, PIPE: _Pieces(self)}
         transport.set_write_buffer_limits(0)  # what the kernel does not take waits in one piece
         self._send_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
@@ -165,15 +186,6 @@ class LimitedProtocol(H11Protocol):
             self._refuse(answer)
         else:  # an answer is under way
             self.transport.close()
-
-    async def _put(self, data: bytes) -> None:
-        """A piece of a body as h11 would frame it. Its own way, through what keeps track of both
-        sides, takes longer than all that the application does for an event."""
-        if self.flow.write_paused:
-            await self.flow.drain()
-        if not self.transport.is_closing():
-            is_chunked = self.conn.their_http_version == b"1.1"
-            self.transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
 
     def _watch_head(self) -> None:
         """A request that has begun is given so long for its head; a connection likewise."""

@@ -198,36 +198,11 @@ def sampler_of(fields: SamplingFields, number: int) -> SamplerParams:
 
 
 async def results_of(jobs: Sequence[AsyncJob]) -> AsyncIterator[tuple[int, Result]]:
-    """Results of all jobs as they come, with the job's number."""
-    if len(jobs) == 1:
-        async for result in jobs[0]:
-            yield 0, result
-        return
-    news: asyncio.Queue[tuple[int, Result] | BaseException | None] = asyncio.Queue()
-
-    async def listen(number: int, job: AsyncJob) -> None:
-        try:
-            async for result in job:
-                news.put_nowait((number, result))
-            news.put_nowait(None)
-        except Exception as error:  # noqa: BLE001 - raised where the results are read
-            news.put_nowait(error)
-
-    listeners = [asyncio.create_task(listen(i, job)) for i, job in enumerate(jobs)]
-    try:
-        left = len(jobs)
-        while left:
-            one = await news.get()
-            if isinstance(one, BaseException):
-                raise one
-            if one is None:
-                left -= 1
-            else:
-                yield one
-    finally:
-        for listener in listeners:
-            listener.cancel()
-        await asyncio.gather(*listeners, return_exceptions=True)
+    """All results of each job, when it has ended, with its number."""
+    for number, job in enumerate(jobs):
+        await job.ended()
+        while (result := job.take()) is not None:
+            yield number, result
 
 
 async def in_thread(work: Callable[[], T]) -> T:

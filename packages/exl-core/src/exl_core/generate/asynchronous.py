@@ -15,7 +15,7 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -41,22 +41,37 @@ class AsyncJob:
         """Nothing is added to what waits here."""
         self._generator = generator
         self._results: deque[Result] = deque()
-        self._waiting: asyncio.Future[None] | None = None  # whoever reads, for more
+        self._listener: Callable[[], None] | None = None
 
     async def __aiter__(self) -> AsyncIterator[Result]:
         try:
             while True:
-                while self._results:
-                    result = self._results.popleft()
-                    if result.error is not None:
-                        raise _raisable(result.error)
+                while (result := self.take()) is not None:
                     yield result
                 if self.has_ended:
                     return
-                self._waiting = asyncio.get_running_loop().create_future()
-                await self._waiting
+                await self._heard(is_end=False)
         finally:
             self.cancel()
+
+    async def ended(self) -> None:
+        """Until nothing is added any more; what came waits for `take`."""
+        if not self.has_ended:
+            await self._heard(is_end=True)
+
+    def take(self) -> Result | None:
+        """The next result, if it is there. Raises what made the job fail."""
+        if not self._results:
+            return None
+        result = self._results.popleft()
+        if result.error is not None:
+            raise _raisable(result.error)
+        return result
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call it after each result and after the end, from the event loop: cheaper than a task
+        that is woken for each. It must not raise."""
+        self._listener = listener
 
     def cancel(self) -> None:
         """No more results, and a consumer that waits goes on. No effect on a job that ended."""
@@ -68,18 +83,29 @@ class AsyncJob:
     def abandon(self) -> None:
         """Nothing more comes. What came can still be read."""
         self.has_ended = True
-        self._wake()
+        self._tell()
 
     def deliver(self, result: Result) -> None:
         if self.has_ended:
             return  # cancelled while the step ran
         self._results.append(result)
         self.has_ended = result.is_end
-        self._wake()
+        self._tell()
 
-    def _wake(self) -> None:
-        if self._waiting is not None and not self._waiting.done():
-            self._waiting.set_result(None)
+    def _tell(self) -> None:
+        if self._listener is not None:
+            self._listener()
+
+    async def _heard(self, *, is_end: bool) -> None:
+        """Until the next result, or the end."""
+        news = asyncio.get_running_loop().create_future()
+
+        def hear() -> None:
+            if (self.has_ended or not is_end) and not news.done():
+                news.set_result(None)
+
+        self.listen(hear)
+        await news
 
 
 class AsyncGenerator:
