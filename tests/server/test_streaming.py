@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
@@ -11,9 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from server_support import LIMIT_S, Running, running, scripted_runtime
+from starlette.types import Message
 
+from exl_cli.server.app import create_app
 from exl_cli.server.errors import to_json
 from exl_cli.server.limits import Limits
+from exl_cli.server.models import ModelHost
 from exl_cli.server.streaming import TextEvents
 from support.scripted import always, certain, reply_with
 
@@ -123,6 +127,37 @@ def test_a_client_without_chunks_gets_the_bare_events(path: str) -> None:
         for one in (body, joined(chunked))
     ]
     assert texts[0] == texts[1]
+
+
+def test_any_other_server_of_asgi_gets_the_same_by_messages() -> None:
+    runtime = scripted_runtime(reply_with(SAID))
+    body = ask(TEXT, max_tokens=100)
+    with running(runtime) as one:
+        expected = events_of(joined(answer_to(one, TEXT, body)[1]))
+    host = ModelHost(scripted_runtime(reply_with(SAID)))
+    coming: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return coming.pop() if coming else await asyncio.Future()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def story() -> None:
+        scope = {"type": "http", "method": "POST", "path": TEXT, "raw_path": TEXT.encode()}
+        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+        scope |= {"query_string": b"", "headers": headers, "scheme": "http", "http_version": "1.1"}
+        await create_app(host)(scope, receive, send)
+        await host.close()
+
+    asyncio.run(story())
+    assert sent[0]["status"] == 200
+    assert [one["more_body"] for one in sent[1:]] == [True] * (len(sent) - 2) + [False]
+    events = events_of(b"".join(one["body"] for one in sent[1:]))
+    assert [json.loads(event)["choices"] for event in events] == [
+        json.loads(event)["choices"] for event in expected
+    ]
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
