@@ -15,15 +15,17 @@ object:
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import re
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from selectors import EVENT_READ, DefaultSelector
 from statistics import median
+from typing import cast
 
 import torch
 
@@ -46,35 +48,44 @@ def engine_s(generator: DynamicGenerator, prompts: list[str], tokens: int) -> fl
     return time.perf_counter() - started
 
 
-async def clients_s(port: int, prompts: list[str], tokens: int) -> float:
-    """All at once, streaming; checks that each got its reply."""
-
-    async def ask(prompt: str) -> None:
-        body = json.dumps(
-            {
-                "prompt": prompt,
-                "max_tokens": tokens,
-                "temperature": 0,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-                "logit_bias": {str(i): -100 for i in (0, 2)},  # SmolLM2's ends of text
-            }
-        ).encode()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(
-            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
-            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-        )
-        last = b""
-        while piece := await reader.read(65536):
-            last = (last + piece)[-2000:]
-        writer.close()
-        found = re.search(rb'"completion_tokens":(\d+)', last)
-        assert found and int(found[1]) == tokens, last
-
+def clients_s(port: int, prompts: list[str], tokens: int) -> float:
+    """All at once, streaming; checks that each got its reply. They do nothing but read: what they
+    take of the processor the server misses."""
     started = time.perf_counter()
-    await asyncio.gather(*map(ask, prompts))
+    with DefaultSelector() as waiting:
+        for prompt in prompts:
+            connection = socket.create_connection(("127.0.0.1", port))
+            connection.sendall(request_for(prompt, tokens))
+            waiting.register(connection, EVENT_READ, bytearray())
+        while waiting.get_map():
+            for key, _ in waiting.select():
+                connection, last = cast(socket.socket, key.fileobj), key.data
+                piece = connection.recv(65536)
+                last += piece
+                del last[:-2000]
+                if not piece:
+                    waiting.unregister(connection)
+                    connection.close()
+                    found = re.search(rb'"completion_tokens":(\d+)', last)
+                    assert found and int(found[1]) == tokens, last
     return time.perf_counter() - started
+
+
+def request_for(prompt: str, tokens: int) -> bytes:
+    fields = {
+        "prompt": prompt,
+        "max_tokens": tokens,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "logit_bias": {str(i): -100 for i in (0, 2)},  # SmolLM2's ends of text
+    }
+    body = json.dumps(fields).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n"
+        f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body
 
 
 @contextmanager
@@ -99,16 +110,19 @@ def measure(loaded: LoadedModel, port: int, arguments: argparse.Namespace) -> di
     options = EngineOptions(cache_tokens=CACHE_TOKENS, max_batch=arguments.clients)
     generator = DynamicGenerator(loaded, options)
     tokens = arguments.tokens
-    ratios, rates, added = [], [], []
+    ratios, rates, added, clients_cpu_s = [], [], [], []
     for number in range(arguments.rounds + 1):
         many, one = prompts_of(arguments.clients, number), prompts_of(1, 1000 + number)
         alone_s = engine_s(generator, many, tokens)
-        served_s = asyncio.run(clients_s(port, many, tokens))
+        cpu_s = time.thread_time()
+        served_s = clients_s(port, many, tokens)
+        cpu_s = time.thread_time() - cpu_s
         single_s = engine_s(generator, one, tokens)
-        served_single_s = asyncio.run(clients_s(port, one, tokens))
+        served_single_s = clients_s(port, one, tokens)
         if number:  # the first round warms up
             ratios.append(alone_s / served_s)
             rates.append([arguments.clients * tokens / s for s in (alone_s, served_s)])
+            clients_cpu_s.append(cpu_s / served_s)
             added.append(1000 * (served_single_s - single_s) / tokens)
     return {
         "model": loaded.name,
@@ -118,6 +132,7 @@ def measure(loaded: LoadedModel, port: int, arguments: argparse.Namespace) -> di
         "rounds": arguments.rounds,
         "throughput_ratio": round(median(ratios), 3),
         "throughput_ratios": [round(ratio, 3) for ratio in ratios],
+        "clients_share_of_a_core": round(median(clients_cpu_s), 3),
         "engine_tok_s": round(median(rate for rate, _ in rates), 1),
         "server_tok_s": round(median(rate for _, rate in rates), 1),
         "added_ms_per_token": round(median(added), 3),

@@ -11,7 +11,7 @@ import pytest
 from openai import BadRequestError
 from server_support import PLAIN_TEMPLATE, Running, running, scripted_runtime
 
-from support.scripted import reply_with
+from support.scripted import ByteTokenizer, reply_with
 
 PERSON = {
     "type": "object",
@@ -143,6 +143,38 @@ def test_reasoning_that_the_prompt_opened() -> None:
     with running(scripted_runtime(reply_with("why</think>so"), template=template)) as one:
         message = chat(one.openai(), max_tokens=100).choices[0].message
         assert (message.reasoning_content, message.content) == ("why", "so")
+
+
+class ThinkingTokenizer(ByteTokenizer):
+    """Tags of its own, and they are special tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        special = {**self.special_tokens, "[THINK]": 258, "[/THINK]": 259}
+        super(ByteTokenizer, self).__init__(self.control, special, "ThinkingTokenizer")
+
+    @property
+    def vocab_size(self) -> int:
+        return 260
+
+
+@pytest.mark.parametrize("opened", ["", "[THINK]"])
+def test_the_tags_of_reasoning_are_those_of_the_template(opened: str) -> None:
+    template = PLAIN_TEMPLATE.replace("[assistant]", "[assistant]" + opened)
+    template += "{# a reply reasons between [THINK] and [/THINK] #}"
+    said = [*([] if opened else [258]), *b"why <think>", 259, *b"so"]
+    rule = reply_with(said, vocab_size=260)
+    with running(scripted_runtime(rule, template=template, tokenizer=ThinkingTokenizer())) as one:
+        body: Any = {"messages": [{"role": "user", "content": "Q"}]}
+        message = one.post("/v1/chat/completions", body).json()["choices"][0]["message"]
+        assert (message["reasoning_content"], message["content"]) == ("why <think>", "so")
+        client = one.openai().chat.completions
+        deltas = [
+            chunk.choices[0].delta for chunk in client.create(**body, model="scripted", stream=True)
+        ]
+        assert "".join(delta.content or "" for delta in deltas) == "so"
+        told = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+        assert "".join(told) == "why <think>"
 
 
 def test_json_is_no_reasoning() -> None:

@@ -42,6 +42,7 @@ def one() -> Any:
         (TEXT, {"prompt": "a", "logprobs": 21}, "logprobs", "invalid_value"),
         (TEXT, {"prompt": ["a", 1]}, "prompt", "invalid_value"),
         (TEXT, {"prompt": []}, "prompt", "invalid_value"),
+        (TEXT, {"prompt": ["a", ""]}, "prompt", "invalid_value"),
         (TEXT, {"prompt": [258]}, "prompt", "invalid_value"),
         (TEXT, {"prompt": [True]}, "prompt", "invalid_value"),
         (TEXT, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
@@ -68,7 +69,7 @@ def test_an_image_is_refused_by_its_place(one: Running) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:"}}]
     error = error_of(one.post(CHAT, {"messages": [{"role": "user", "content": parts}]}), 400)
     assert error["param"] == "messages.0.content"
-    assert "'text'" in error["message"]
+    assert "'image_url' is not supported" in error["message"] and "'text'" in error["message"]
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"prompt": "\xff"}', b"[" * 15_000, b"NaN"])
@@ -107,6 +108,18 @@ def test_paths_methods_and_kinds(one: Running) -> None:
     for name in ("../../etc/passwd", "/etc/passwd", "..", ""):
         error = error_of(one.post(TEXT, {"prompt": "a", "model": name}), 404)
         assert (error["param"], error["code"]) == ("model", "model_not_found")
+
+
+def test_a_head_is_an_answer_without_its_body(one: Running) -> None:
+    for path in ("/", "/health", "/v1/models", "/v1/models/scripted", "/metrics", "/openapi.json"):
+        got, head = one.http.get(path), one.http.head(path)
+        assert (head.status_code, head.content) == (200, b""), path
+        if path != "/metrics":
+            assert head.headers["content-length"] == str(len(got.content))
+        assert head.headers["content-type"] == got.headers["content-type"]
+    assert one.http.head("/v1/nothing").status_code == 404
+    assert one.http.head(TEXT).status_code == 405
+    assert one.http.get("/health").json()["status"] == "ok", "on the same connection"
 
 
 def test_bodies_have_limits(one: Running) -> None:

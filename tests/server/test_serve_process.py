@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -132,6 +134,100 @@ def test_killed_in_the_middle_it_comes_back_clean(folder: Path) -> None:
         one.process.wait()
     with serving("-m", str(folder / "one"), "--port", port) as again:
         assert again.ask(max_tokens=5).json()["choices"] == expected
+
+
+def ask_until_answered(url: str, body: dict[str, Any], deadline: float) -> tuple[str, int]:
+    """The reply's text, and how often it was asked for: nobody may be there, or break off."""
+    with httpx2.Client(base_url=url, timeout=2 * WAIT_S) as client:
+        tries, reply = 1, None
+        while reply is None:
+            try:
+                reply = client.post("/v1/completions", json=body)
+            except httpx2.TransportError:
+                assert time.monotonic() < deadline, "no answer in time"
+                time.sleep(0.3)
+                tries += 1
+    assert reply.status_code == 200, reply.text
+    if not body["stream"]:
+        text: str = reply.json()["choices"][0]["text"]
+        return text, tries
+    *events, end = reply.text.strip().split("\n\n")
+    assert end == "data: [DONE]", "a stream that broke off raises"
+    texts = [json.loads(event[6:])["choices"][0]["text"] for event in events]
+    return "".join(texts), tries
+
+
+def text_alone(one: Process, body: dict[str, Any]) -> str:
+    text: str = one.ask(**{**body, "stream": False}).json()["choices"][0]["text"]
+    return text
+
+
+def waiting_in(one: Process) -> float:
+    found = re.search(r"exl_waiting_replies ([\d.]+)", one.http.get("/metrics").text)
+    assert found
+    return float(found[1])
+
+
+def bodies_of(num_clients: int) -> list[dict[str, Any]]:
+    return [
+        {
+            **LONG,
+            "prompt": f"{'Once upon a time, ' * (i % 5)}number {i % 10} was",
+            "max_tokens": 60 + 7 * (i % 13),
+            "stream": i % 2 == 0,
+        }
+        for i in range(num_clients)
+    ]
+
+
+EXACT = "--exact"
+"""A reply does not depend on what else is in the batch."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_under_the_load_of_many_it_comes_back_and_serves_them_all(folder: Path) -> None:
+    """Twice; each client asks again until it is answered."""
+    args = ("-m", str(folder / "one"), EXACT)
+    bodies = bodies_of(40)
+    deadline = time.monotonic() + 600
+    with ThreadPoolExecutor(len(bodies)) as clients:
+        with serving(*args) as one:
+            expected = [text_alone(one, body) for body in bodies]
+            url, port = str(one.http.base_url), str(one.http.base_url.port)
+            asked = [clients.submit(ask_until_answered, url, body, deadline) for body in bodies]
+            wait_until_running(one)
+            one.process.kill()
+        with serving(*args, "--port", port) as again:
+            wait_until_running(again)
+            again.process.kill()
+        with serving(*args, "--port", port) as last:
+            answers = [one.result() for one in asked]
+            assert last.http.get("/health").json()["status"] == "ok"
+            metrics = last.http.get("/metrics").text
+            assert "exl_running_replies 0.0" in metrics and "exl_cache_pages_in_use 0.0" in metrics
+    assert [text for text, _ in answers] == expected
+    assert sum(tries > 1 for _, tries in answers) > len(bodies) // 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_signal_under_the_load_of_many_lets_all_of_them_finish(folder: Path) -> None:
+    """Those that run, and those that wait for their turn; who comes later finds nobody."""
+    bodies = [{**body, "max_tokens": 300} for body in bodies_of(30)]
+    with serving("-m", str(folder / "one"), EXACT, "--max-batch", "8") as one:
+        expected = [text_alone(one, body) for body in bodies]
+        url = str(one.http.base_url)
+        with ThreadPoolExecutor(len(bodies)) as clients:
+            asked = [clients.submit(ask_until_answered, url, body, 0.0) for body in bodies]
+            while waiting_in(one) < 30 - 8:
+                assert not all(one.done() for one in asked)
+                time.sleep(0.01)
+            one.process.send_signal(signal.SIGTERM)
+            assert [client.result() for client in asked] == [(text, 1) for text in expected]
+        with pytest.raises(httpx2.TransportError):
+            httpx2.get(f"{url}/health", timeout=WAIT_S)
+        assert one.end() == (0, b"")
 
 
 @pytest.mark.slow

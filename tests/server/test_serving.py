@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -133,6 +134,80 @@ def test_metrics_count(monkeypatch: Any) -> None:
         assert "exl_reply_tokens_total 5.0" in text
         assert 'exl_replies_total{end="stop"} 1.0' in text
         assert "exl_running_replies 0.0" in text
+
+
+def test_a_reply_has_its_time() -> None:
+    with running(scripted_runtime(slowly(ENDLESS)), limits=Limits(reply_s=0.3)) as one:
+        client = one.openai().completions
+        whole = client.create(model="scripted", prompt="Q", max_tokens=900)
+        assert whole.choices[0].finish_reason == "length"
+        assert 1 <= whole.usage.completion_tokens < 100
+        assert whole.choices[0].text == "a" * whole.usage.completion_tokens
+        assert whole.timings["is_out_of_time"]
+        *_, last = client.create(model="scripted", prompt="Q", max_tokens=900, stream=True)
+        assert last.choices[0].finish_reason == "length" and last.timings["is_out_of_time"]
+        short = client.create(model="scripted", prompt="Q", max_tokens=3)
+        assert "is_out_of_time" not in short.timings
+        assert 'exl_replies_total{end="time"} 2.0' in one.http.get("/metrics").text
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_who_stops_a_stream_knows_what_it_used(path: str) -> None:
+    asked = (
+        {"prompt": "Q"} if "chat" not in path else {"messages": [{"role": "user", "content": ""}]}
+    )
+    body = {**asked, "max_tokens": 400, "stream": True, "n": 2}
+    body["stream_options"] = {"continuous_usage_stats": True, "include_usage": True}
+    prompt = 1 if "chat" not in path else len("[user][assistant]")
+    with running(scripted_runtime(slowly(ENDLESS))) as one:
+        usage: dict[str, int] = {}
+        texts = 0
+        with one.http.stream("POST", path, json=body) as reply:
+            for line in reply.iter_lines():
+                if not line:
+                    continue
+                event = json.loads(line.removeprefix("data: "))
+                assert event["usage"]["completion_tokens"] >= usage.get("completion_tokens", 0)
+                usage = event["usage"]
+                (choice,) = event["choices"]
+                texts += len(choice.get("text") or choice.get("delta", {}).get("content") or "")
+                if texts == 10:
+                    break
+        assert usage["prompt_tokens"] == prompt
+        assert 10 <= usage["completion_tokens"] <= 14, "it may be a step ahead"
+        assert usage["total_tokens"] == prompt + usage["completion_tokens"]
+        one.wait_until_idle()
+        metrics = one.http.get("/metrics").text
+        assert 'exl_replies_total{end="cancelled"} 2.0' in metrics
+        found = re.search(r"exl_reply_tokens_total (\d+)", metrics)
+        assert found and 10 <= int(found[1]) < 800
+        short = {**body, "max_tokens": 4}
+        *_, last = [
+            json.loads(line[6:])
+            for line in one.post(path, short).text.splitlines()
+            if line.startswith("data: {")
+        ]
+        assert last["choices"] == [] and last["usage"]["completion_tokens"] == 8
+
+
+def test_several_replies_compute_their_prompt_once() -> None:
+    prompt = "".join(f"{i} and " for i in range(110))  # two passes
+    runtime = scripted_runtime(HashRule(7), max_batch=16, cache_tokens=16384)
+    model: Any = runtime.loaded.model
+    with running(runtime) as one:
+        body = {"prompt": prompt, "max_tokens": 4, "n": 8, "seed": 1, "stop": None}
+        told = one.post("/v1/completions", body).json()
+        alone = [
+            one.post("/v1/completions", {**body, "n": 1, "seed": 1 + i}).json()["choices"][0][
+                "text"
+            ]
+            for i in range(8)
+        ]
+    length = told["usage"]["prompt_tokens"]
+    assert length > 512 and told["usage"]["completion_tokens"] <= 32
+    assert told["timings"]["prompt_n"] <= length + 7 * 64
+    assert [choice["text"] for choice in told["choices"]] == alone
+    assert max(model.rows_of_pass) <= 512
 
 
 class Folder:

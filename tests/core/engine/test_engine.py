@@ -20,6 +20,7 @@ from exl_core.engine.events import (
     StartEvent,
     TextEvent,
 )
+from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError
 from support.driving import ask, engine_for, news, run_all, run_one
@@ -353,3 +354,25 @@ def test_timings_come_from_the_clock() -> None:
     assert isinstance(end, FinishEvent)
     assert (end.queued_s, end.prefill_s, end.decode_s) == (7.0, 2.0, 2.0)
     assert (end.prefill_tok_s, end.decode_tok_s) == (5.0, 2.0)
+
+
+@pytest.mark.parametrize(("limit_s", "length"), [(1.0, 1), (2.0, 1), (2.4, 2), (3.0, 3), (99.0, 5)])
+def test_a_reply_ends_when_its_time_is_over(limit_s: float, length: int) -> None:
+    """It has at least one token, and what was held back for a stop string is text after all."""
+    now = 0.0
+
+    def rule(history: Sequence[int]) -> Tensor:
+        nonlocal now
+        now += 2.0 if len(history) == 10 else 0.5
+        return certain(97)
+
+    model = ScriptedModel(rule)
+    engine = Engine(model, ByteTokenizer(), EngineOptions(cache_tokens=256), clock=lambda: now)
+    engine.submit(ask([65] * 10, max_tokens=5, max_time_s=limit_s, stop_strings=("aaaaaaa",)))
+    now = 7.0  # waiting does not count
+    end = run_all(engine)[-1]
+    assert isinstance(end, FinishEvent)
+    assert end.reason is (FinishReason.TIME if length < 5 else FinishReason.LENGTH)
+    assert end.text == "a" * length and end.held_text == ""
+    with pytest.raises(RequestError, match="max_time_s"):
+        ask([65], max_time_s=0.0)

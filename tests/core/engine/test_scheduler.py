@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from exl_core.engine.scheduler import WORTH_WAITING
 from exl_core.errors import RequestError
 from exl_core.model.segment import LogitRows, PageCopy
 from support.scheduling import finish, run, scheduler, sequence, shape, use
@@ -77,6 +78,45 @@ def test_a_known_prefix_is_not_computed_again_but_for_its_last_token() -> None:
     assert longer.page_ids[:2] == first.page_ids[:2], "pages are shared while they are held"
     finish(s, plan)
     assert same.page_ids[:2] == first.page_ids[:2], "and again once their contents turn out equal"
+
+
+def test_what_is_being_computed_is_waited_for() -> None:
+    s = scheduler(400, prefill_chunk=80)
+    prompts = [range(200), range(200), [*range(150), *range(500, 540)], range(300, 500)]
+    first, same, alike, other = map(sequence, prompts)
+    for one in (first, same, alike, other):
+        s.add(one)
+    rows = 0
+    while any(one.num_missing > 1 for one in (first, same, alike, other)):
+        plan = s.plan()
+        assert same not in plan.sequences or first.num_missing <= WORTH_WAITING
+        rows += plan.num_rows
+        finish(s, plan)
+    decoded = sum(len(one.token_ids) for one in (first, same, alike, other)) - 200 * 3 - 190 - 4
+    assert rows <= 200 + WORTH_WAITING + 190 - 80 + WORTH_WAITING + 200 + decoded
+    assert same.cached_tokens is not None and same.cached_tokens >= 200 - WORTH_WAITING
+
+
+def test_a_short_beginning_in_common_is_not_waited_for() -> None:
+    s = scheduler(400, prefill_chunk=300)
+    first, second = (
+        sequence([*range(60), *range(100, 200)]),
+        sequence([*range(60), *range(300, 400)]),
+    )
+    s.add(first)
+    s.add(second)
+    assert s.plan().sequences == (first, second)
+
+
+def test_whoever_waits_for_one_that_goes_computes_the_rest() -> None:
+    s = scheduler(400, prefill_chunk=80)
+    first, same = sequence(range(200)), sequence(range(200))
+    s.add(first)
+    s.add(same)
+    finish(s, s.plan())
+    assert list(s.waiting) == [same]
+    s.remove(first)
+    assert shape(s.plan()) == [(same.request_id, 80, 80, LogitRows.NONE)]
 
 
 def test_what_can_never_fit_is_refused_with_numbers() -> None:

@@ -110,10 +110,10 @@ def test_text_generation_with_one_or_several_prompts(smollm2: LoadedModel) -> No
 
 def test_jobs_come_go_and_tell_their_stages(smollm2: LoadedModel) -> None:
     generator = DynamicGenerator(smollm2, EngineOptions(cache_tokens=4096, prefill_chunk=64))
-    prompt = "word " * 150
+    prompt = " word" * 150
     jobs = [
         generator.enqueue(
-            generator.request(prompt + extra, max_tokens=4, sampler=GREEDY), identifier=extra
+            generator.request(extra + prompt, max_tokens=4, sampler=GREEDY), identifier=extra
         )
         for extra in ("one", "two")
     ]

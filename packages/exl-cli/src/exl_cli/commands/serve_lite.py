@@ -130,6 +130,16 @@ MaxBody = Annotated[
         rich_help_panel=_LIMITS,
     ),
 ]
+ReplySeconds = Annotated[
+    float,
+    typer.Option(
+        "--reply-seconds",
+        metavar="S",
+        min=1,
+        help="Longest time that one reply may take, from its first pass; it is cut there.",
+        rich_help_panel=_LIMITS,
+    ),
+]
 StallSeconds = Annotated[
     float,
     typer.Option(
@@ -162,6 +172,7 @@ class LimitOptions:
     max_batch: MaxBatch = 16
     max_queue: MaxQueue = 256
     max_body: MaxBody = 8
+    reply_seconds: ReplySeconds = 1800.0
     stall_seconds: StallSeconds = 60.0
     cache_tokens: CacheTokens = None
 
@@ -213,6 +224,7 @@ def serve_lite(
         known = Limits(
             body_bytes=limits.max_body * 2**20,
             max_queue=limits.max_queue,
+            reply_s=limits.reply_seconds,
             stall_s=limits.stall_seconds,
         )
         host = ModelHost(runtime, name=name, others=others, opener=opener)

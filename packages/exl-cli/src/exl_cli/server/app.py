@@ -21,13 +21,14 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from exl_cli.server import metrics
 from exl_cli.server.chat import Chat
-from exl_cli.server.completions import Completion, as_prompt
+from exl_cli.server.completions import Completion
 from exl_cli.server.errors import ApiError, install_handlers, json_reply
 from exl_cli.server.limits import Gate, Limits
 from exl_cli.server.models import ModelHost
-from exl_cli.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
-from exl_cli.server.service import Service, in_thread
-from exl_cli.server.streaming import ClientGoneError, EventStream, closing, unless_gone
+from exl_cli.server.schema import ChatBody, CompletionBody
+from exl_cli.server.service import Service
+from exl_cli.server.streaming import ClientGoneError, EventStream, Story, closing, unless_gone
+from exl_cli.server.tokenizing import add_tokenizer
 
 _CLIENT_GONE = 499  # nginx's number; nobody reads it
 _INLINE = re.compile(r"<(script|style)\b[^>]*>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
@@ -85,7 +86,7 @@ def create_app(
     install_handlers(app)
     _add_generation(app, service)
     _add_models(app, service)
-    _add_tokenizer(app, service)
+    add_tokenizer(app, service)
     _add_watching(app, service)
     _add_page(app)
     _without_422(app)
@@ -96,13 +97,15 @@ def create_app(
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
+    async def told(work: Chat | Completion, stack: AsyncExitStack) -> Story:
+        return await work.story(stack)
+
     async def answer(work: Chat | Completion, request: Request, *, is_stream: bool) -> Response:
         stack = AsyncExitStack()
         try:
             if is_stream:
-                started = closing(stack, lambda: work.start(stack))
-                choices: Any = await unless_gone(request, started)
-                return EventStream(work.events(choices), stack, service.limits.send_s)
+                story = closing(stack, lambda: told(work, stack))
+                return EventStream(await unless_gone(request, story), stack)
             async with stack:
                 return json_reply(await unless_gone(request, work.whole(stack)))
         except ClientGoneError:
@@ -148,54 +151,23 @@ def _add_models(app: FastAPI, service: Service) -> None:
             raise ApiError(404, f"no model {name[:200]!r}", param="model", code="model_not_found")
         return json_reply(told(name))
 
-
-def _add_tokenizer(app: FastAPI, service: Service) -> None:
-    host = service.host
-
-    @app.post("/tokenize", tags=["tokenizer"])
-    async def tokenize(body: TokenizeBody) -> Response:
-        """Token ids of a text; what spells a special token is one."""
-        async with host.use(body.model) as resident:
-            tokenizer = resident.runtime.loaded.tokenizer
-            add_bos = None if body.add_special_tokens else False
-            prompt = await in_thread(lambda: as_prompt(tokenizer, body.prompt, add_bos=add_bos))
-            ids, longest = prompt.token_ids, resident.runtime.ctx_size
-        return json_reply({"tokens": ids, "count": len(ids), "max_model_len": longest})
-
-    @app.post("/detokenize", tags=["tokenizer"])
-    async def detokenize(body: DetokenizeBody) -> Response:
-        """The text of token ids, special ones included."""
-        async with host.use(body.model) as resident:
-            tokenizer = resident.runtime.loaded.tokenizer
-            if body.tokens and max(body.tokens) >= tokenizer.vocab_size:
-                raise ApiError(
-                    400,
-                    f"tokens: ids go up to {tokenizer.vocab_size - 1}",
-                    param="tokens",
-                    code="invalid_value",
-                )
-            text = await in_thread(lambda: tokenizer.decode(body.tokens, skip_special=False))
-        return json_reply({"prompt": text})
-
-    @app.get("/tokenizer_info", tags=["tokenizer"])
-    async def tokenizer_info() -> Response:
-        """What a client needs to build prompts itself."""
+    @app.get("/v1/model", tags=["models"])
+    async def current_model() -> Response:
+        """The one that is loaded, as tabbyAPI's clients ask for it."""
         async with host.use(None) as resident:
-            loaded = resident.runtime.loaded
-        tokenizer, template = loaded.tokenizer, loaded.template
+            return json_reply(told(resident.name))
 
-        def text(token_id: int | None) -> str | None:
-            return None if token_id is None else tokenizer.token_text(token_id)
-
+    @app.get("/props", tags=["models"])
+    async def props() -> Response:
+        """The same as llama.cpp's and tabbyAPI's clients ask for it."""
+        async with host.use(None) as resident:
+            runtime, slots = resident.runtime, resident.max_batch
+        template = runtime.loaded.template
         return json_reply(
             {
-                "bos_token": text(tokenizer.bos_id),
-                "eos_token": text(next(iter(tokenizer.eos_ids), None)),
-                "pad_token": text(tokenizer.pad_id),
-                "unk_token": text(tokenizer.unk_id),
-                "add_bos_token": tokenizer.adds_bos,
-                "vocab_size": tokenizer.vocab_size,
+                "total_slots": slots,
                 "chat_template": None if template is None else template.source,
+                "default_generation_settings": {"n_ctx": runtime.ctx_size},
             }
         )
 

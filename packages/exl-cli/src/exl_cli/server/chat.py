@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 
 from exl_cli.server.completions import END_REASONS
@@ -20,8 +20,10 @@ from exl_cli.server.service import (
     make_requests,
     results_of,
     timings_of,
+    told_with_each,
     wants_usage_chunk,
 )
+from exl_cli.server.streaming import Event, TextEvents
 from exl_cli.server.tools import ToolCall, ToolSplitter
 from exl_core.engine.events import FinishEvent, SampledToken
 from exl_core.engine.request import Report
@@ -29,6 +31,10 @@ from exl_core.generate.asynchronous import AsyncJob
 from exl_core.generate.dynamic import Result
 from exl_core.prompt.reasoning import ReasoningSplitter
 from exl_core.tokenizer.base import Tokenizer
+
+Delta = dict[str, object]
+"""One field, and its value."""
+_TEXTS = ("content", "reasoning_content")
 
 
 class Chat:
@@ -64,10 +70,11 @@ class Chat:
             body,
             [prompt.token_ids],
             max_tokens=body.max_completion_tokens or body.max_tokens,
+            max_time_s=self._service.limits.reply_s,
             report=Report(log_probs=num_top),
             constraints=prompt.constraints,
-            # The marks of calls may be special tokens.
-            show_special=prompt.tool_format is not None,
+            show_special=prompt.tool_format is not None  # its marks may be special tokens
+            or any(tag in loaded.tokenizer.special_tokens for tag in prompt.tags),
         )
         jobs = await self._service.submit(stack, resident, requests)
         only_one = body.parallel_tool_calls is False
@@ -81,35 +88,71 @@ class Chat:
         async for number, result in results_of([choice.job for choice in choices]):
             choices[number].take(result)
         return {
-            **self._head("chat.completion"),
+            **self.head("chat.completion"),
             "choices": [choice.message() for choice in choices],
-            **figures_of(self._ends(choices), self._n),
+            **self.figures(choices),
         }
 
-    async def events(self, choices: Sequence[_Choice]) -> AsyncIterator[dict[str, object]]:
-        head = self._head("chat.completion.chunk")
-        for choice in choices:
-            yield {**head, "choices": [choice.chunk({"role": "assistant", "content": ""})]}
-        left = len(choices)
-        wants_usage = wants_usage_chunk(self._body)
-        async for number, result in results_of([choice.job for choice in choices]):
-            choice = choices[number]
-            for delta in choice.take(result):
-                yield {**head, "choices": [choice.chunk(delta)]}
-            if choice.end is not None:
-                left -= 1
-                last: dict[str, object] = {**head, "choices": [choice.chunk({}, is_last=True)]}
-                if not left and not wants_usage:
-                    last["timings"] = timings_of(self._ends(choices))
-                yield last
-        if wants_usage or left:
-            yield {**head, "choices": [], **figures_of(self._ends(choices), self._n)}
+    async def story(self, stack: AsyncExitStack) -> _Story:
+        """What a stream of it tells, while it is at work."""
+        return _Story(self, self._body, await self.start(stack))
 
-    def _ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
+    def ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
         return self._service.ends_of([choice.end for choice in choices])
 
-    def _head(self, kind: str) -> dict[str, object]:
+    def figures(self, choices: Sequence[_Choice]) -> dict[str, object]:
+        return figures_of(self.ends(choices), self._n)
+
+    def head(self, kind: str) -> dict[str, object]:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
+
+
+class _Story:
+    """A chat's answer told in events."""
+
+    def __init__(self, chat: Chat, body: ChatBody, choices: Sequence[_Choice]) -> None:
+        self.jobs = [choice.job for choice in choices]
+        self._chat = chat
+        self._head = chat.head("chat.completion.chunk")
+        self._choices = choices
+        self._left = len(choices)
+        self._wants_usage = wants_usage_chunk(body)
+        self._beside = told_with_each(body, self.jobs)
+        self._is_quick = not body.logprobs and not self._beside()
+        self._quick: list[dict[str, TextEvents]] = []
+
+    def begin(self) -> Iterable[Event]:
+        for choice in self._choices:
+            yield self._chunk(choice, {"role": "assistant", "content": ""})
+        if self._is_quick:
+            self._quick = [
+                {name: self._texts(choice, name) for name in _TEXTS} for choice in self._choices
+            ]
+
+    def go_on(self, number: int, result: Result) -> Iterable[Event]:
+        choice = self._choices[number]
+        for delta in choice.take(result):
+            ((name, value),) = delta.items()
+            if self._quick and isinstance(value, str):
+                yield self._quick[number][name].of(value)
+            else:
+                yield self._chunk(choice, delta)
+        if choice.end is not None:
+            self._left -= 1
+            last = self._chunk(choice, {}, is_last=True)
+            if not self._left and not self._wants_usage:
+                last["timings"] = timings_of(self._chat.ends(self._choices))
+            yield last
+
+    def end(self) -> Iterable[Event]:
+        if self._wants_usage or self._left:
+            yield {**self._head, "choices": [], **self._chat.figures(self._choices)}
+
+    def _chunk(self, choice: _Choice, delta: Delta, *, is_last: bool = False) -> dict[str, object]:
+        return {**self._head, "choices": [choice.chunk(delta, is_last=is_last)], **self._beside()}
+
+    def _texts(self, choice: _Choice, name: str) -> TextEvents:
+        return TextEvents(lambda text: self._chunk(choice, {name: text}))
 
 
 class _Choice:
@@ -138,7 +181,7 @@ class _Choice:
         self._untold = 0  # from this entry on
         self._splitter: ReasoningSplitter | None = None
         if not prompt.is_constrained:
-            self._splitter = ReasoningSplitter(begins_inside=prompt.begins_inside)
+            self._splitter = ReasoningSplitter(*prompt.tags, prompt.begins_inside)
         self._tools: ToolSplitter | None = None
         if prompt.tool_format is not None:
             self._tools = ToolSplitter(
@@ -152,7 +195,7 @@ class _Choice:
         reason = END_REASONS[self.end.reason]
         return "tool_calls" if self._calls and reason == "stop" else reason
 
-    def take(self, result: Result) -> list[dict[str, object]]:
+    def take(self, result: Result) -> list[Delta]:
         """The deltas that come of it."""
         self._note(result.tokens)
         deltas = self._read(result.text, is_end=False) if result.text else []
@@ -162,7 +205,7 @@ class _Choice:
             deltas += self._read("", is_end=True)
         return deltas
 
-    def chunk(self, delta: dict[str, object], *, is_last: bool = False) -> dict[str, object]:
+    def chunk(self, delta: Delta, *, is_last: bool = False) -> dict[str, object]:
         told: dict[str, object] | None = None
         if self._num_top is not None and (is_last or "content" in delta):
             told = {"content": self._entries[self._untold :]}
@@ -195,8 +238,8 @@ class _Choice:
         if self._num_top is not None:
             self._entries += [chat_entry(self._tokenizer, one, self._num_top) for one in tokens]
 
-    def _read(self, text: str, *, is_end: bool) -> list[dict[str, object]]:
-        deltas: list[dict[str, object]] = []
+    def _read(self, text: str, *, is_end: bool) -> list[Delta]:
+        deltas: list[Delta] = []
         answers = [text]
         if self._splitter is not None:
             pieces = self._splitter.finish() if is_end else self._splitter.feed(text)
@@ -211,13 +254,13 @@ class _Choice:
             deltas += self._sorted(self._tools.finish())
         return deltas
 
-    def _answer(self, text: str) -> list[dict[str, object]]:
+    def _answer(self, text: str) -> list[Delta]:
         if not text:
             return []
         return self._sorted([text] if self._tools is None else self._tools.feed(text))
 
-    def _sorted(self, parts: Sequence[str | ToolCall]) -> list[dict[str, object]]:
-        deltas: list[dict[str, object]] = []
+    def _sorted(self, parts: Sequence[str | ToolCall]) -> list[Delta]:
+        deltas: list[Delta] = []
         for part in parts:
             if isinstance(part, str):
                 self._content.append(part)

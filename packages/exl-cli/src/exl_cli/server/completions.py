@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 
 from exl_cli.server.errors import ApiError
 from exl_cli.server.logprobs import LegacyLogprobs
@@ -19,8 +20,10 @@ from exl_cli.server.service import (
     make_requests,
     results_of,
     timings_of,
+    told_with_each,
     wants_usage_chunk,
 )
+from exl_cli.server.streaming import Event, TextEvents
 from exl_core.engine.events import FinishEvent, FinishReason
 from exl_core.engine.request import Report
 from exl_core.generate.asynchronous import AsyncJob
@@ -32,6 +35,7 @@ END_REASONS = {
     FinishReason.STOP: "stop",
     FinishReason.CONSTRAINT: "stop",
     FinishReason.LENGTH: "length",
+    FinishReason.TIME: "length",
     FinishReason.CANCELLED: "stop",
 }
 
@@ -87,6 +91,7 @@ class Completion:
             body,
             [prompt.token_ids for prompt in self._prompts],
             max_tokens=1 if self._scores_only else max_tokens,
+            max_time_s=self._service.limits.reply_s,
             report=Report(log_probs=body.logprobs, prompt=is_echoed),
         )
         jobs = await self._service.submit(stack, resident, requests)
@@ -100,34 +105,22 @@ class Completion:
         async for number, result in results_of([choice.job for choice in choices]):
             choices[number].take(result)
         return {
-            **self._head(),
-            "choices": [choice.told() for choice in choices],
-            **self._figures(choices),
+            **self.head(),
+            "choices": [choice.told(choice.take_text()) for choice in choices],
+            **self.figures(choices),
         }
 
-    async def events(self, choices: Sequence[_Choice]) -> AsyncIterator[dict[str, object]]:
-        left = len(choices)
-        wants_usage = wants_usage_chunk(self._body)
-        async for number, result in results_of([choice.job for choice in choices]):
-            choice = choices[number]
-            choice.take(result)
-            if not choice.has_news:
-                continue
-            chunk: dict[str, object] = {**self._head(), "choices": [choice.told()]}
-            left -= choice.end is not None
-            if not left and not wants_usage:
-                chunk["timings"] = timings_of(self._ends(choices))
-            yield chunk
-        if wants_usage or left:
-            yield {**self._head(), "choices": [], **self._figures(choices)}
+    async def story(self, stack: AsyncExitStack) -> _Story:
+        """What a stream of it tells, while it is at work."""
+        return _Story(self, self._body, await self.start(stack))
 
-    def _figures(self, choices: Sequence[_Choice]) -> dict[str, object]:
-        return figures_of(self._ends(choices), self._n, no_reply=self._scores_only)
+    def figures(self, choices: Sequence[_Choice]) -> dict[str, object]:
+        return figures_of(self.ends(choices), self._n, no_reply=self._scores_only)
 
-    def _ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
+    def ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
         return self._service.ends_of([choice.end for choice in choices])
 
-    def _head(self) -> dict[str, object]:
+    def head(self) -> dict[str, object]:
         return {
             "id": self._id,
             "object": "text_completion",
@@ -136,8 +129,51 @@ class Completion:
         }
 
 
+class _Story:
+    """A completion told in events."""
+
+    def __init__(
+        self, completion: Completion, body: CompletionBody, choices: Sequence[_Choice]
+    ) -> None:
+        self.jobs = [choice.job for choice in choices]
+        self._completion = completion
+        self._choices = choices
+        self._left = len(choices)
+        self._wants_usage = wants_usage_chunk(body)
+        self._beside = told_with_each(body, self.jobs)
+        self._quick: list[TextEvents] = []
+        if body.logprobs is None and not self._beside():
+            self._quick = [TextEvents(partial(self._chunk, choice)) for choice in choices]
+
+    def begin(self) -> Iterable[Event]:
+        return ()
+
+    def go_on(self, number: int, result: Result) -> Iterable[Event]:
+        choice = self._choices[number]
+        choice.take(result)
+        if not choice.has_news:
+            return
+        text = choice.take_text()
+        if self._quick and choice.end is None:
+            yield self._quick[number].of(text)
+            return
+        chunk = self._chunk(choice, text)
+        self._left -= choice.end is not None
+        if not self._left and not self._wants_usage:
+            chunk["timings"] = timings_of(self._completion.ends(self._choices))
+        yield chunk
+
+    def end(self) -> Iterable[Event]:
+        if self._wants_usage or self._left:
+            figures = self._completion.figures(self._choices)
+            yield {**self._completion.head(), "choices": [], **figures}
+
+    def _chunk(self, choice: _Choice, text: str) -> dict[str, object]:
+        return {**self._completion.head(), "choices": [choice.told(text)], **self._beside()}
+
+
 class _Choice:
-    """One reply, told whole or piece by piece: `told` gives what came since the last time."""
+    """One reply, told whole or piece by piece."""
 
     def __init__(
         self,
@@ -175,8 +211,12 @@ class _Choice:
             if self.end is not None:
                 self._logprobs.add(self.end.tokens)
 
-    def told(self) -> dict[str, object]:
+    def take_text(self) -> str:
+        """What came since the last time."""
         text, self._text = self._text, ""
+        return text
+
+    def told(self, text: str) -> dict[str, object]:
         return {
             "index": self._index,
             "text": text,

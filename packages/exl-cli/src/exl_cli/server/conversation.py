@@ -21,7 +21,7 @@ from exl_cli.server.tools import ToolFormat, call_schema, format_of
 from exl_core.constrain.filter import Constraint
 from exl_core.constrain.json_schema import JsonSchema
 from exl_core.load import LoadedModel
-from exl_core.prompt.reasoning import CLOSING, ends_inside
+from exl_core.prompt.reasoning import ends_inside, find_tags
 from exl_core.prompt.template import ChatTemplate
 
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
@@ -33,11 +33,13 @@ class ChatPrompt:
 
     tools           names that a reply may call
     is_call         the reply is a call, whatever the model would rather say
+    tags            around reasoning
     begins_inside   the prompt has opened the reasoning
     is_constrained  the reply is JSON from its first character to its last
     """
 
     token_ids: list[int]
+    tags: tuple[str, str]
     tool_format: ToolFormat | None = None
     tools: tuple[str, ...] = ()
     is_call: bool = False
@@ -81,13 +83,15 @@ def chat_prompt(loaded: LoadedModel, body: ChatBody) -> ChatPrompt:
         only_one = body.parallel_tool_calls is False or isinstance(body.tool_choice, NamedTool)
         schema = call_schema(functions, tool_format, only_one=only_one)
         constraints = (JsonSchema(schema),)
-    begins_inside = ends_inside(text)
+    tags = find_tags(loaded.template.source)
+    begins_inside = ends_inside(text, tags[0])
     if begins_inside and constraints:  # JSON is no part of the reasoning
-        text, begins_inside = f"{text}\n{CLOSING}\n\n", False
+        text, begins_inside = f"{text}\n{tags[1]}\n\n", False
     if is_call and tool_format is not None:
         text += tool_format.opening
     return ChatPrompt(
         loaded.tokenizer.encode(text, allow_special=True, add_bos=False),
+        tags,
         tool_format=tool_format if offered else None,
         tools=tuple(one.name for one in offered),
         is_call=is_call,

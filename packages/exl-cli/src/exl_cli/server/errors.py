@@ -57,10 +57,12 @@ class ApiError(Exception):
         return json_reply(self.body, self.status, self.headers)
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
 def to_json(value: object) -> bytes:
     """UTF-8; half a surrogate pair, which a client may have sent, as the escape that it came as."""
-    text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.encode("utf-8", "backslashreplace")
+    return _ENCODER.encode(value).encode("utf-8", "backslashreplace")
 
 
 def json_reply(
@@ -134,6 +136,10 @@ def _refusal(problems: Sequence[Any]) -> ApiError:
         return ApiError(
             400, f"unsupported parameter: {param}", param=param, code="unsupported_parameter"
         )
+    kinds = [one for one in same if one["type"] == "literal_error" and one["loc"][-1] == "type"]
+    if len(kinds) == 1:  # whatever else is wrong with it comes of this
+        text = f"{param}: {str(kinds[0]['input'])[:100]!r} is not supported: {kinds[0]['msg']}"
+        return ApiError(400, text, param=param, code="invalid_value")
     messages = dict.fromkeys(str(one["msg"]) for one in same)
     code = "missing_required_parameter" if kind == "missing" else "invalid_value"
     return ApiError(400, f"{param}: {'; or: '.join(list(messages)[:4])}", param=param, code=code)

@@ -29,7 +29,8 @@ class Limits:
     """body_bytes    largest body of a request
     header_s         time for the head of a request to arrive
     body_s           time for its body
-    send_s           time for a client to take the next piece of a stream
+    send_s           time for a client to take what was sent
+    reply_s          time from the first pass of a reply to its end; it is cut there
     max_queue        most replies that wait beside those that run
     stall_s          after so long without a step /health says that generation is stuck
     """
@@ -38,6 +39,7 @@ class Limits:
     header_s: float = 10.0
     body_s: float = 30.0
     send_s: float = 60.0
+    reply_s: float = 1800.0
     max_queue: int = 256
     stall_s: float = 60.0
 
@@ -73,6 +75,8 @@ class Gate:
             return
         if body is None:  # whoever asked is gone
             return
+        if scope["method"] == "HEAD":  # what sends the answer leaves its body out
+            scope = {**scope, "method": "GET"}
         await self.app(scope, _replayed(body, receive), send)
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:

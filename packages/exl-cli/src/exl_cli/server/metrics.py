@@ -13,7 +13,7 @@ from prometheus_client import (
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from exl_core.engine.events import FinishEvent
+from exl_core.engine.events import FinishEvent, FinishReason
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
@@ -66,6 +66,12 @@ class Metrics:
         self.replies.labels(end.reason.value).inc()
         self.queued.observe(end.queued_s)
         self.first_token.observe(end.queued_s + end.prefill_s)
+
+    def dropped(self, prompt_tokens: int, reply_tokens: int) -> None:
+        """A reply was cancelled: nobody waits for the rest."""
+        self.prompt_tokens.inc(prompt_tokens)
+        self.reply_tokens.inc(reply_tokens)
+        self.replies.labels(FinishReason.CANCELLED.value).inc()
 
     def text(self) -> bytes:
         return generate_latest(self._registry)

@@ -20,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from exl_cli.server.errors import ApiError, to_json
 from exl_cli.server.limits import MAX_HEAD_BYTES, Limits
+from exl_cli.server.streaming import PIPE
 from exl_core.errors import RequestError
 
 _KEEP_ALIVE_S = 30
@@ -65,6 +66,7 @@ def make_server(
 ) -> Server:
     class Protocol(LimitedProtocol):
         header_s = limits.header_s
+        send_s = limits.send_s
 
     config = uvicorn.Config(
         app,
@@ -81,6 +83,27 @@ def make_server(
         backlog=1024,
     )
     return Server(config, announce)
+
+
+class _Pieces:
+    """Pieces of a body as h11 would frame them. Its own way, through what keeps track of both
+    sides, takes longer than all that the application does for an event."""
+
+    def __init__(self, protocol: H11Protocol) -> None:
+        self._protocol = protocol
+
+    @property
+    def is_paused(self) -> bool:
+        return self._protocol.flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        transport = self._protocol.transport
+        if not transport.is_closing():
+            is_chunked = self._protocol.conn.their_http_version == b"1.1"
+            transport.write(b"%x\r\n%b\r\n" % (len(data), data) if is_chunked else data)
+
+    async def drain(self) -> None:
+        await self._protocol.flow.drain()
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -110,13 +133,17 @@ def url_of(listening: socket.socket) -> str:
 
 
 class LimitedProtocol(H11Protocol):
-    """The head of each request has `header_s` seconds to arrive; what is no HTTP is told so in the
-    shape of every other error."""
+    """The head of each request has `header_s` seconds to arrive, and what is sent `send_s` to be
+    taken; what is no HTTP is told so in the shape of every other error."""
 
     header_s = 10.0
+    send_s = 60.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.app_state = {**self.app_state, PIPE: _Pieces(self)}
+        transport.set_write_buffer_limits(0)  # what the kernel does not take waits in one piece
+        self._send_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._is_refused = False
         self._watch_head()
@@ -133,7 +160,17 @@ class LimitedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch_head()
+        self._unwatch_sending()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # To close it would wait for the client.
+        self._send_timer = self.loop.call_later(self.send_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        self._unwatch_sending()
+        super().resume_writing()
 
     def send_400_response(self, msg: str) -> None:
         error = sys.exception()
@@ -166,6 +203,11 @@ class LimitedProtocol(H11Protocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
+
+    def _unwatch_sending(self) -> None:
+        if self._send_timer is not None:
+            self._send_timer.cancel()
+            self._send_timer = None
 
     def _too_slow(self) -> None:
         self._head_timer = None

@@ -23,6 +23,9 @@ class Body(BaseModel):
 
 class StreamOptions(Body):
     include_usage: bool = False
+    continuous_usage_stats: bool = Field(
+        False, description="Usage so far with every event, for clients that stop a stream."
+    )
 
 
 class SamplingFields(Body):
@@ -162,3 +165,19 @@ class TokenizeBody(Body):
 class DetokenizeBody(Body):
     tokens: TokenIds
     model: str | None = None
+
+
+class TokenBody(Body):
+    """tabbyAPI has all three settings for both ways; each way heeds its own."""
+
+    add_bos_token: bool = True
+    encode_special_tokens: bool = True
+    decode_special_tokens: bool = True
+
+
+class TokenEncodeBody(TokenBody):
+    text: str
+
+
+class TokenDecodeBody(TokenBody):
+    tokens: TokenIds

@@ -15,7 +15,7 @@ from exl_cli.server.metrics import Metrics
 from exl_cli.server.models import ModelHost, Resident
 from exl_cli.server.schema import SamplingFields
 from exl_core.constrain.filter import Constraint
-from exl_core.engine.events import FinishEvent
+from exl_core.engine.events import FinishEvent, FinishReason
 from exl_core.engine.request import Report, Request
 from exl_core.errors import ExlError
 from exl_core.generate.asynchronous import AsyncJob
@@ -71,9 +71,14 @@ class Service:
         jobs = []
         for request in requests:
             job = await resident.jobs.submit(request)
-            stack.callback(job.cancel)
+            stack.callback(self._drop, job)
             jobs.append(job)
         return jobs
+
+    def _drop(self, job: AsyncJob) -> None:
+        if not job.job.is_finished:
+            self.metrics.dropped(len(job.job.request.prompt_ids), job.job.num_tokens)
+        job.cancel()
 
     def ends_of(self, ends: Sequence[FinishEvent | None]) -> list[FinishEvent]:
         """All replies came to their ends, which are counted here."""
@@ -105,6 +110,7 @@ def make_requests(
     *,
     max_tokens: int | None,
     report: Report,
+    max_time_s: float,
     constraints: tuple[Constraint, ...] = (),
     show_special: bool = False,
 ) -> list[Request]:
@@ -113,14 +119,17 @@ def make_requests(
     ends = stop_ids(runtime.loaded.tokenizer, runtime.loaded.config)
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     requests: list[Request] = []
+    param = "messages" if "messages" in type(fields).model_fields else "prompt"
     for prompt_ids in prompts:
+        if not prompt_ids:
+            raise ApiError(400, "the prompt is empty", param=param, code="invalid_value")
         room = runtime.ctx_size - len(prompt_ids)
         if room < 1:
             raise ApiError(
                 400,
                 f"the prompt has {len(prompt_ids)} tokens and the context {runtime.ctx_size}: "
                 "there is no room for a reply",
-                param="messages" if "messages" in type(fields).model_fields else "prompt",
+                param=param,
                 code="context_length_exceeded",
             )
         for _ in range(fields.n or 1):
@@ -128,6 +137,7 @@ def make_requests(
                 Request(
                     prompt_ids=tuple(prompt_ids),
                     max_tokens=room if max_tokens is None else min(max_tokens, room),
+                    max_time_s=max_time_s,
                     sampler=sampler_of(fields, len(requests)),
                     stop_ids=ends,
                     stop_strings=stops,
@@ -147,6 +157,22 @@ def check_stream(fields: SamplingFields) -> None:
 
 def wants_usage_chunk(fields: SamplingFields) -> bool:
     return fields.stream_options is not None and fields.stream_options.include_usage
+
+
+def told_with_each(
+    fields: SamplingFields, jobs: Sequence[AsyncJob]
+) -> Callable[[], dict[str, object]]:
+    """What every event of a stream holds beside its choice: usage so far, where it is wanted."""
+    if fields.stream_options is None or not fields.stream_options.continuous_usage_stats:
+        return dict
+    prompt = sum(len(job.job.request.prompt_ids) for job in jobs[:: fields.n or 1])
+
+    def usage() -> dict[str, object]:
+        reply = sum(job.job.num_tokens for job in jobs)
+        counts = {"completion_tokens": reply, "total_tokens": prompt + reply}
+        return {"usage": {"prompt_tokens": prompt, **counts}}
+
+    return usage
 
 
 def sampler_of(fields: SamplingFields, number: int) -> SamplerParams:
@@ -172,36 +198,11 @@ def sampler_of(fields: SamplingFields, number: int) -> SamplerParams:
 
 
 async def results_of(jobs: Sequence[AsyncJob]) -> AsyncIterator[tuple[int, Result]]:
-    """Results of all jobs as they come, with the job's number."""
-    if len(jobs) == 1:
-        async for result in jobs[0]:
-            yield 0, result
-        return
-    news: asyncio.Queue[tuple[int, Result] | BaseException | None] = asyncio.Queue()
-
-    async def listen(number: int, job: AsyncJob) -> None:
-        try:
-            async for result in job:
-                news.put_nowait((number, result))
-            news.put_nowait(None)
-        except Exception as error:  # noqa: BLE001 - raised where the results are read
-            news.put_nowait(error)
-
-    listeners = [asyncio.create_task(listen(i, job)) for i, job in enumerate(jobs)]
-    try:
-        left = len(jobs)
-        while left:
-            one = await news.get()
-            if isinstance(one, BaseException):
-                raise one
-            if one is None:
-                left -= 1
-            else:
-                yield one
-    finally:
-        for listener in listeners:
-            listener.cancel()
-        await asyncio.gather(*listeners, return_exceptions=True)
+    """All results of each job, when it has ended, with its number."""
+    for number, job in enumerate(jobs):
+        await job.ended()
+        while (result := job.take()) is not None:
+            yield number, result
 
 
 async def in_thread(work: Callable[[], T]) -> T:
@@ -246,6 +247,8 @@ def timings_of(ends: Sequence[FinishEvent]) -> dict[str, object]:
         "predicted_per_second": round(later / reply_s, 2) if reply_s > 0 else 0.0,
         "queued_ms": round(1000 * max(end.queued_s for end in ends), 3),
     }
+    if any(end.reason is FinishReason.TIME for end in ends):
+        timings["is_out_of_time"] = True
     drafting = [end.drafting for end in ends if end.drafting is not None]
     if drafting:
         timings["draft_n"] = sum(one.drafted for one in drafting)

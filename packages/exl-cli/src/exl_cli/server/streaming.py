@@ -6,10 +6,11 @@ A client that has gone, in the middle of a stream or before its answer, takes it
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import AsyncExitStack, aclosing
-from typing import Any, TypeVar
+import uuid
+from collections import deque
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -17,8 +18,33 @@ from starlette.types import Receive, Scope, Send
 
 from exl_cli.server.errors import to_json
 from exl_cli.server.service import failure_of
+from exl_core.generate.asynchronous import AsyncJob
+from exl_core.generate.dynamic import Result
 
 T = TypeVar("T")
+Event = dict[str, object] | bytes
+PIPE = "exl.pipe"
+"""Where the state of a request's scope has a `Pipe`, if its server is quicker than by `send`."""
+
+
+class Pipe(Protocol):
+    """Takes pieces of a body that has begun. One that is paused takes them too, but keeps them
+    until `drain` has returned."""
+
+    @property
+    def is_paused(self) -> bool: ...
+    def write(self, data: bytes, /) -> None: ...
+    async def drain(self) -> None: ...
+
+
+class Story(Protocol):
+    """What a stream tells: at its beginning, of each result, and when all jobs have ended."""
+
+    @property
+    def jobs(self) -> Sequence[AsyncJob]: ...
+    def begin(self) -> Iterable[Event]: ...
+    def go_on(self, number: int, result: Result, /) -> Iterable[Event]: ...
+    def end(self) -> Iterable[Event]: ...
 
 
 class ClientGoneError(Exception):
@@ -30,55 +56,116 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     return await _first(asyncio.create_task(work), request.receive)
 
 
+class TextEvents:
+    """Events that differ in one text: what stands around it is written as JSON only once."""
+
+    def __init__(self, make: Callable[[str], object]) -> None:
+        place = uuid.uuid4().hex
+        self._before, _, self._after = to_json(make(place)).partition(to_json(place))
+
+    def of(self, text: str) -> bytes:
+        """What `to_json` of the event with this text gives."""
+        return self._before + to_json(text) + self._after
+
+
 class EventStream(Response):
-    """`events` as JSON, and `[DONE]`. The stack is closed at the end, whatever that was."""
+    """A story as events, and `[DONE]`. The stack is closed at the end, whatever that was."""
 
     media_type = "text/event-stream"
 
-    def __init__(
-        self, events: AsyncIterator[dict[str, object]], stack: AsyncExitStack, send_s: float
-    ) -> None:
+    def __init__(self, story: Story, stack: AsyncExitStack) -> None:
         self.status_code = 200
         self.background = None
         # No proxy is to keep events back.
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        self._events = events
+        self._story = story
         self._stack = stack
-        self._send_s = send_s
-        self._sending_since: float | None = None
 
-    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._stack:
-            watching = asyncio.create_task(self._watch())
             try:
-                writing = asyncio.create_task(self._write(send))
-                await _first(writing, receive, watching)
+                await _first(asyncio.create_task(self._write(scope, send)), receive)
             except ClientGoneError:
                 return
 
-    async def _watch(self) -> None:
-        """Until a client has not taken a piece in time. A timer for each piece would cost more than
-        the rest of it."""
-        while self._sending_since is None or time.monotonic() - self._sending_since < self._send_s:
-            await asyncio.sleep(self._send_s / 8)
-
-    async def _write(self, send: Send) -> None:
-        async def put(data: bytes, *, more: bool = True) -> None:
-            self._sending_since = time.monotonic()
-            await send({"type": "http.response.body", "body": data, "more_body": more})
-            self._sending_since = None
-
+    async def _write(self, scope: Scope, send: Send) -> None:
+        pipe: Pipe = scope.get("state", {}).get(PIPE) or _Messages(send)
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
+        last = b"[DONE]"
         try:
-            async with aclosing(self._events) as events:  # type: ignore[type-var]
-                async for event in events:
-                    await put(b"data: " + to_json(event) + b"\n\n")
+            await _Telling(self._story, pipe).run()
         except Exception as error:  # noqa: BLE001 - `failure_of` raises again what is a bug
-            await put(b"data: " + to_json(failure_of(error).body) + b"\n\n", more=False)
+            last = to_json(failure_of(error).body)
+        await pipe.drain()
+        await send({"type": "http.response.body", "body": _told(last), "more_body": False})
+
+
+class _Telling:
+    """Writes what comes as it comes, from within the engine's news and not from a task of its own,
+    for as long as the client keeps up. What comes meanwhile waits where it is, unserialized."""
+
+    def __init__(self, story: Story, pipe: Pipe) -> None:
+        self._story = story
+        self._pipe = pipe
+        self._is_over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+
+    async def run(self) -> None:
+        self._write(self._story.begin())
+        for job in self._story.jobs:
+            job.listen(self._hear)
+        while True:
+            await self._pipe.drain()
+            self._is_over = asyncio.get_running_loop().create_future()
+            self._hear()
+            if await self._is_over:  # else the client is behind
+                break
+        self._write(self._story.end())
+
+    def _hear(self) -> None:
+        if self._is_over.done():
             return
-        await put(b"data: [DONE]\n\n", more=False)
+        try:
+            jobs = self._story.jobs
+            for number, job in enumerate(jobs):
+                while (result := job.take()) is not None:
+                    self._write(self._story.go_on(number, result))
+                    if self._pipe.is_paused:
+                        self._is_over.set_result(False)
+                        return
+            if all(job.has_ended for job in jobs):
+                self._is_over.set_result(True)
+        except Exception as error:  # noqa: BLE001 - raised by `run`
+            self._is_over.set_exception(error)
+
+    def _write(self, events: Iterable[Event]) -> None:
+        for event in events:
+            self._pipe.write(_told(event if isinstance(event, bytes) else to_json(event)))
+
+
+class _Messages:
+    """By ASGI's own messages, for any server."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._held: deque[bytes] = deque()
+
+    @property
+    def is_paused(self) -> bool:
+        return bool(self._held)
+
+    def write(self, data: bytes) -> None:
+        self._held.append(data)
+
+    async def drain(self) -> None:
+        while self._held:
+            body = self._held.popleft()
+            await self._send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _told(event: bytes) -> bytes:
+    return b"data: " + event + b"\n\n"
 
 
 async def closing(stack: AsyncExitStack, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -90,9 +177,9 @@ async def closing(stack: AsyncExitStack, make: Callable[[], Coroutine[Any, Any, 
         raise
 
 
-async def _first(work: asyncio.Task[T], receive: Receive, *ends: asyncio.Task[None]) -> T:
-    """The outcome of `work`, unless the client leaves or one of `ends` comes before."""
-    tasks: list[asyncio.Task[Any]] = [work, asyncio.create_task(_left(receive)), *ends]
+async def _first(work: asyncio.Task[T], receive: Receive) -> T:
+    """The outcome of `work`, unless the client leaves before."""
+    tasks: list[asyncio.Task[Any]] = [work, asyncio.create_task(_left(receive))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if work.done():

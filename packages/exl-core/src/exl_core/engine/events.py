@@ -21,6 +21,8 @@ class FinishReason(Enum):
     """A stop token or a stop string."""
     LENGTH = "length"
     """`max_tokens`, or the end of the context or of the cache."""
+    TIME = "time"
+    """`max_time_s`."""
     CONSTRAINT = "constraint"
     """The constraints leave nothing that could follow."""
     CANCELLED = "cancelled"

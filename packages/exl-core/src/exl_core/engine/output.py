@@ -318,7 +318,12 @@ class Output:
             events += self._finish(FinishReason.CONSTRAINT, None, now)
         elif len(self.sequence.token_ids) >= self.sequence.max_len:
             events += self._finish(FinishReason.LENGTH, None, now)
+        elif self._request.max_time_s is not None and self._run_s(now) >= self._request.max_time_s:
+            events += self._finish(FinishReason.TIME, None, now)
         return events
+
+    def _run_s(self, now: float) -> float:
+        return 0.0 if self._started_at is None else now - self._started_at
 
     def _go_back(self, rewind: Rewind[TextDecoder]) -> RewindEvent:
         token_ids = self.sequence.token_ids

@@ -77,6 +77,8 @@ class Request:
     stop_ids             tokens that end the reply; they are no part of its text
     stop_strings         strings that end the reply, wherever the token borders fall; neither they
                          nor anything after them is part of the text
+    max_time_s           seconds from its first pass after which no token follows; it has at least
+                         one. None: as long as it takes
     min_tokens           until so many are generated, stop tokens are not sampled (stop strings
                          still stop)
     banned_strings       strings that the text will not contain, in upper or lower case: where one
@@ -96,6 +98,7 @@ class Request:
 
     prompt_ids: tuple[int, ...]
     max_tokens: int | None = None
+    max_time_s: float | None = None
     sampler: SamplerParams = field(default_factory=SamplerParams)
     stop_ids: frozenset[int] = frozenset()
     stop_strings: tuple[str, ...] = ()
@@ -125,6 +128,10 @@ class Request:
                 raise RequestError("a hook cannot be called", got=repr(hook))
         if self.max_tokens is not None:
             _check_count("max_tokens", self.max_tokens)
+        if self.max_time_s is not None and not self.max_time_s > 0:
+            raise RequestError(
+                "max_time_s is out of range", expected="more than 0", got=repr(self.max_time_s)
+            )
         _check_count("min_tokens", self.min_tokens)
         if self.negative_prompt_ids is not None:
             ids = _token_ids("negative_prompt_ids", self.negative_prompt_ids)

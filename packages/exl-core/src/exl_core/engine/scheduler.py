@@ -3,7 +3,8 @@
 Sequences run in order of arrival, at most `max_batch` at a time, and none overtakes another. One
 pass takes the newest token of every decoding sequence and, beside them, up to `prefill_chunk`
 tokens of prompts, oldest first. A sequence starts when pages for all its tokens are to be had, with
-one to spare for those that already run; what the cache holds of its prefix is not computed again.
+one to spare for those that already run; what the cache holds of its prefix is not computed again,
+and what another sequence is about to compute of it is waited for.
 
 A reply that grows into a new page when none is left takes the pages of the youngest running
 sequence, which goes back to the head of the queue with all it has generated and is computed again
@@ -33,6 +34,9 @@ from exl_core.model.segment import LogitRows, PageCopy, Segment
 
 LEAST_CHUNK = 32
 """Tokens of prompts; a pass that has no memory for so few has none for a sequence."""
+
+WORTH_WAITING = 64
+"""Tokens of a prompt: to compute fewer twice takes less than a pass."""
 
 
 class Scheduler:
@@ -299,9 +303,31 @@ class Scheduler:
             num_running += len(members)
             spare = 1 if self.running else 0
             most = min(self.max_batch, self._most_running) if self.running else self.max_batch
-            if num_running > most or not self._paging.place(members, spare=spare):
+            if num_running > most or self._comes_soon(members):
+                return
+            if not self._paging.place(members, spare=spare):
                 return
             self.running.append(self.waiting.popleft())
+
+    def _comes_soon(self, members: tuple[Sequence, ...]) -> bool:
+        """More of what one of these begins with is being computed for a sequence that runs."""
+        computing = [
+            other
+            for sequence in self.running
+            for other in sequence.members
+            if other.num_missing >= WORTH_WAITING
+        ]
+        return any(_shares_more(member, other) for member in members for other in computing)
+
+
+def _shares_more(sequence: Sequence, other: Sequence) -> bool:
+    """`other` computes enough beyond what it has that `sequence` could use."""
+    end = other.past_len + WORTH_WAITING
+    return (
+        end <= sequence.reusable_len
+        and sequence.key_root == other.key_root
+        and sequence.token_ids[:end] == other.token_ids[:end]
+    )
 
 
 def _share(budget: int, missing: list[int]) -> list[int]:

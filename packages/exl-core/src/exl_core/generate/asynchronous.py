@@ -1,18 +1,21 @@
 """The dynamic generator for asyncio: jobs are awaited, steps run on a thread of their own.
 
 All calls come from one event loop. What touches the engine runs on that one thread, in the order
-in which it was asked for: enqueue, cancel, step. The loop's side knows which jobs are live and what
-they were told. A consumer that goes away, cancelled or by leaving its loop, takes its job with it
-and nothing else; a slow one holds nobody up. A step that fails ends the jobs that ran with its
-error; later ones run.
+in which it was asked for: enqueue, cancel, step. It goes from one step to the next by itself, at
+most one ahead of what the loop was told: waiting for the loop between two steps would cost every
+one of them two changes of threads. The loop's side knows which jobs are live and what they were
+told. A consumer that goes away, cancelled or by leaving its loop, takes its job with it and nothing
+else; a slow one holds nobody up. A step that fails ends the jobs that ran with its error; later
+ones run.
 """
 
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
@@ -20,6 +23,9 @@ from typing import Any
 from exl_core.engine.request import Request
 from exl_core.errors import ExlError, RequestError
 from exl_core.generate.dynamic import DynamicGenerator, Job, Result, Stage
+
+_LOOK_S = 0.5
+"""Between two looks whether a loop that is not told anything still runs."""
 
 
 class AsyncJob:
@@ -35,22 +41,37 @@ class AsyncJob:
         """Nothing is added to what waits here."""
         self._generator = generator
         self._results: deque[Result] = deque()
-        self._news = asyncio.Event()
+        self._listener: Callable[[], None] | None = None
 
     async def __aiter__(self) -> AsyncIterator[Result]:
         try:
             while True:
-                while self._results:
-                    result = self._results.popleft()
-                    if result.error is not None:
-                        raise _raisable(result.error)
+                while (result := self.take()) is not None:
                     yield result
                 if self.has_ended:
                     return
-                self._news.clear()
-                await self._news.wait()
+                await self._heard(is_end=False)
         finally:
             self.cancel()
+
+    async def ended(self) -> None:
+        """Until nothing is added any more; what came waits for `take`."""
+        if not self.has_ended:
+            await self._heard(is_end=True)
+
+    def take(self) -> Result | None:
+        """The next result, if it is there. Raises what made the job fail."""
+        if not self._results:
+            return None
+        result = self._results.popleft()
+        if result.error is not None:
+            raise _raisable(result.error)
+        return result
+
+    def listen(self, listener: Callable[[], None]) -> None:
+        """Call it after each result and after the end, from the event loop: cheaper than a task
+        that is woken for each. It must not raise."""
+        self._listener = listener
 
     def cancel(self) -> None:
         """No more results, and a consumer that waits goes on. No effect on a job that ended."""
@@ -62,14 +83,29 @@ class AsyncJob:
     def abandon(self) -> None:
         """Nothing more comes. What came can still be read."""
         self.has_ended = True
-        self._news.set()
+        self._tell()
 
     def deliver(self, result: Result) -> None:
         if self.has_ended:
             return  # cancelled while the step ran
         self._results.append(result)
         self.has_ended = result.is_end
-        self._news.set()
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._listener is not None:
+            self._listener()
+
+    async def _heard(self, *, is_end: bool) -> None:
+        """Until the next result, or the end."""
+        news = asyncio.get_running_loop().create_future()
+
+        def hear() -> None:
+            if (self.has_ended or not is_end) and not news.done():
+                news.set_result(None)
+
+        self.listen(hear)
+        await news
 
 
 class AsyncGenerator:
@@ -84,7 +120,7 @@ class AsyncGenerator:
         # The loop's side.
         self._live: set[AsyncJob] = set()
         self._starting: set[asyncio.Future[AsyncJob]] = set()
-        self._steps: asyncio.Task[None] | None = None
+        self._running: asyncio.Task[None] | None = None
         self._moved_at = time.monotonic()
         # The engine's side: these, but for `_dropped`, belong to its thread until that is gone.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="exl-engine")
@@ -159,16 +195,16 @@ class AsyncGenerator:
     def _pending(self) -> set[asyncio.Future[Any]]:
         """What has not returned from the engine's thread."""
         pending: set[asyncio.Future[Any]] = {*self._starting}
-        if self._steps is not None and not self._steps.done():
-            pending.add(self._steps)
+        if self._running is not None and not self._running.done():
+            pending.add(self._running)
         return pending
 
     def _wake(self) -> None:
         """Whatever was asked for will be done."""
         if self._is_thread_gone:
             self._discard()
-        elif self._steps is None or self._steps.done():
-            self._steps = asyncio.get_running_loop().create_task(self._run())
+        elif self._running is None or self._running.done():
+            self._running = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
         """Steps until no job is left. Nothing is awaited between the last look and the return, so
@@ -177,16 +213,34 @@ class AsyncGenerator:
         try:
             self._moved_at = time.monotonic()
             while self._live or self._dropped:
-                for job, result in await loop.run_in_executor(self._thread, self._step):
-                    job.deliver(result)
-                    if result.is_end:
-                        self._live.discard(job)
-                self._moved_at = time.monotonic()
+                self._tell(await loop.run_in_executor(self._thread, self._steps, loop))
         finally:
             left, self._live = self._live, set()
             for job in left:  # there are some only if this task was cancelled
                 self._dropped.append(job.job)
                 job.abandon()
+
+    def _tell(self, news: News, room: threading.Semaphore | None = None) -> None:
+        self._moved_at = time.monotonic()
+        for job, result in news:
+            job.deliver(result)
+            if result.is_end:
+                self._live.discard(job)
+        if room is not None:
+            room.release()
+
+    def _steps(self, loop: asyncio.AbstractEventLoop) -> News:
+        """Until no job is left, or somebody waits for this thread to take a request. The last one's
+        news are returned, those before are told as they come."""
+        room = threading.Semaphore(2)  # for one step that runs, and one that is not told of yet
+        while True:
+            while not room.acquire(timeout=_LOOK_S):
+                if not loop.is_running():
+                    return []  # and may never again
+            news = self._step()
+            if not self._faces or self._starting:
+                return news
+            loop.call_soon_threadsafe(self._tell, news, room)
 
     def _enqueue(self, request: Request, identifier: object) -> AsyncJob:
         self._discard()  # a dropped job's request id may be used again
@@ -194,7 +248,7 @@ class AsyncGenerator:
         face = self._faces[job] = AsyncJob(self, job)
         return face
 
-    def _step(self) -> list[tuple[AsyncJob, Result]]:
+    def _step(self) -> News:
         self._discard()
         engine = self.generator.engine
         before = engine.live_requests
@@ -217,6 +271,9 @@ class AsyncGenerator:
             job = self._dropped.popleft()
             self._faces.pop(job, None)
             self.generator.cancel(job)
+
+
+News = list[tuple[AsyncJob, Result]]
 
 
 def _abandon(starting: asyncio.Future[AsyncJob]) -> None:

@@ -48,6 +48,8 @@ class Job:
     identifier: object = None
     text: str = ""
     """So far."""
+    num_tokens: int = 0
+    """Generated so far, of which was told."""
     finish: FinishEvent | None = None
     """Reason, counts and times, once it has ended."""
     error: BaseException | None = None
@@ -283,6 +285,7 @@ class DynamicGenerator(Generator):
         del self.jobs[event.request_id]
         if isinstance(event, FinishEvent):
             job.finish = event
+            job.num_tokens = event.completion_tokens
         else:
             job.error = event.error
         return Result(job, Stage.STREAMING, finish=job.finish, error=job.error)
@@ -292,6 +295,7 @@ class DynamicGenerator(Generator):
         if isinstance(event, RewindEvent):
             return Result(job, Stage.STREAMING, suppressed=event.text)
         job.text += event.text
+        job.num_tokens += len(event.token_ids)
         text, ids, tokens = event.text, event.token_ids, event.tokens
         return Result(job, Stage.STREAMING, text=text, token_ids=ids, tokens=tokens)
 

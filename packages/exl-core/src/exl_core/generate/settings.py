@@ -30,6 +30,7 @@ class RequestFields(TypedDict, total=False):
     """
 
     max_tokens: int | None
+    max_time_s: float | None
     sampler: SamplerParams
     min_tokens: int
     banned_strings: str | Iterable[str]

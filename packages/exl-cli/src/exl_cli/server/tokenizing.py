@@ -1,0 +1,104 @@
+"""Texts to token ids and back over HTTP, by vLLM's paths and by tabbyAPI's."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fastapi import FastAPI, Response
+
+from exl_cli.server.completions import as_prompt
+from exl_cli.server.errors import ApiError, json_reply
+from exl_cli.server.schema import (
+    DetokenizeBody,
+    TokenDecodeBody,
+    TokenEncodeBody,
+    TokenizeBody,
+)
+from exl_cli.server.service import Service, in_thread
+from exl_core.tokenizer.base import Tokenizer
+
+
+def add_tokenizer(app: FastAPI, service: Service) -> None:
+    _add_vllm(app, service)
+    _add_tabby(app, service)
+
+
+def _add_vllm(app: FastAPI, service: Service) -> None:
+    host = service.host
+
+    @app.post("/tokenize", tags=["tokenizer"])
+    async def tokenize(body: TokenizeBody) -> Response:
+        """Token ids of a text; what spells a special token is one."""
+        async with host.use(body.model) as resident:
+            tokenizer = resident.runtime.loaded.tokenizer
+            add_bos = None if body.add_special_tokens else False
+            prompt = await in_thread(lambda: as_prompt(tokenizer, body.prompt, add_bos=add_bos))
+            ids, longest = prompt.token_ids, resident.runtime.ctx_size
+        return json_reply({"tokens": ids, "count": len(ids), "max_model_len": longest})
+
+    @app.post("/detokenize", tags=["tokenizer"])
+    async def detokenize(body: DetokenizeBody) -> Response:
+        """The text of token ids, special ones included."""
+        async with host.use(body.model) as resident:
+            text = await _text_of(resident.runtime.loaded.tokenizer, body.tokens)
+        return json_reply({"prompt": text})
+
+    @app.get("/tokenizer_info", tags=["tokenizer"])
+    async def tokenizer_info() -> Response:
+        """What a client needs to build prompts itself."""
+        async with host.use(None) as resident:
+            loaded = resident.runtime.loaded
+        tokenizer, template = loaded.tokenizer, loaded.template
+
+        def text(token_id: int | None) -> str | None:
+            return None if token_id is None else tokenizer.token_text(token_id)
+
+        return json_reply(
+            {
+                "bos_token": text(tokenizer.bos_id),
+                "eos_token": text(next(iter(tokenizer.eos_ids), None)),
+                "pad_token": text(tokenizer.pad_id),
+                "unk_token": text(tokenizer.unk_id),
+                "add_bos_token": tokenizer.adds_bos,
+                "vocab_size": tokenizer.vocab_size,
+                "chat_template": None if template is None else template.source,
+            }
+        )
+
+
+def _add_tabby(app: FastAPI, service: Service) -> None:
+    host = service.host
+
+    @app.post("/v1/token/encode", tags=["tokenizer"])
+    async def encode(body: TokenEncodeBody) -> Response:
+        """Token ids of a text."""
+        async with host.use(None) as resident:
+            tokenizer = resident.runtime.loaded.tokenizer
+            special = body.encode_special_tokens
+            ids = await in_thread(lambda: tokenizer.encode(body.text, allow_special=special))
+        bos = tokenizer.bos_id
+        if body.add_bos_token and bos is not None and ids[:1] != [bos]:
+            ids = [bos, *ids]
+        return json_reply({"tokens": ids, "length": len(ids)})
+
+    @app.post("/v1/token/decode", tags=["tokenizer"])
+    async def decode(body: TokenDecodeBody) -> Response:
+        """The text of token ids."""
+        async with host.use(None) as resident:
+            tokenizer = resident.runtime.loaded.tokenizer
+            skip = not body.decode_special_tokens
+            text = await _text_of(tokenizer, body.tokens, skip_special=skip)
+        return json_reply({"text": text})
+
+
+async def _text_of(
+    tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special: bool = False
+) -> str:
+    if token_ids and max(token_ids) >= tokenizer.vocab_size:
+        raise ApiError(
+            400,
+            f"tokens: ids go up to {tokenizer.vocab_size - 1}",
+            param="tokens",
+            code="invalid_value",
+        )
+    return await in_thread(lambda: tokenizer.decode(token_ids, skip_special=skip_special))

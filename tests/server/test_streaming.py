@@ -1,0 +1,201 @@
+"""Streams as bytes: the quick way and the long one, and clients that do not read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import time
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from server_support import LIMIT_S, Running, running, scripted_runtime
+from starlette.types import Message
+
+from exl_cli.server.app import create_app
+from exl_cli.server.errors import to_json
+from exl_cli.server.limits import Limits
+from exl_cli.server.models import ModelHost
+from exl_cli.server.streaming import TextEvents
+from support.scripted import always, certain, reply_with
+
+CHAT = "/v1/chat/completions"
+TEXT = "/v1/completions"
+SAID = 'A "quote", a \\ and a\nline, é, €, 💥, \u2028 and \x7f.'
+TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+def ask(path: str, *, n: int = 1, **fields: Any) -> bytes:
+    asked = {"messages": [{"role": "user", "content": "Q"}]} if path == CHAT else {"prompt": "Q"}
+    return json.dumps({**asked, "stream": True, "n": n, **fields}).encode()
+
+
+def connect(one: Running, path: str, body: bytes, version: bytes = b"1.1") -> socket.socket:
+    """Has asked, and read nothing."""
+    host, port = one.url.removeprefix("http://").split(":")
+    connection = socket.socket()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+    connection.settimeout(LIMIT_S)
+    connection.connect((host, int(port)))
+    connection.sendall(
+        b"POST %b HTTP/%b\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
+        b"Connection: close\r\nContent-Length: %d\r\n\r\n%b"
+        % (path.encode(), version, len(body), body)
+    )
+    return connection
+
+
+def answer_to(one: Running, path: str, body: bytes, version: bytes = b"1.1") -> tuple[bytes, bytes]:
+    """Head, and the body as it was sent."""
+    with connect(one, path, body, version) as connection:
+        answer = rest_of(connection)
+    head, _, rest = answer.partition(b"\r\n\r\n")
+    return head.lower(), rest
+
+
+def rest_of(connection: socket.socket) -> bytes:
+    return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+def joined(chunked: bytes) -> bytes:
+    """The body that came in chunks."""
+    body = b""
+    while chunked:
+        size, _, rest = chunked.partition(b"\r\n")
+        length = int(size, 16)
+        body += rest[:length]
+        assert rest[length : length + 2] == b"\r\n"
+        chunked = rest[length + 2 :]
+    return body
+
+
+def events_of(body: bytes) -> list[bytes]:
+    *events, end = body.split(b"\n\n")
+    assert end == b"" and events[-1] == b"data: [DONE]"
+    return [event.removeprefix(b"data: ") for event in events[:-1]]
+
+
+@given(st.text(st.characters()), st.text(st.characters()))
+def test_what_is_written_once_around_texts_is_what_the_whole_event_gives(
+    text: str, model: str
+) -> None:
+    def event(text: str) -> dict[str, object]:
+        return {"model": model, "choices": [{"delta": {"content": text}, "logprobs": None}]}
+
+    assert TextEvents(event).of(text) == to_json(event(text))
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+@pytest.mark.parametrize("n", [1, 2])
+def test_quick_events_are_those_of_the_whole_serializer(path: str, n: int) -> None:
+    """With log-probabilities events take the long way; but for these they are the same."""
+    reply = f"<think>why{SAID}</think>{SAID}"
+    with running(scripted_runtime(reply_with(reply), template=TEMPLATE)) as one:
+
+        def events(**fields: object) -> list[dict[str, Any]]:
+            body = ask(path, n=n, max_tokens=200, stream_options={"include_usage": True}, **fields)
+            *events, _usage = map(json.loads, events_of(joined(answer_to(one, path, body)[1])))
+            return sorted(events, key=lambda event: event["choices"][0]["index"])
+
+        quick, long = events(), events(logprobs=True if path == CHAT else 0)
+    assert len(quick) == len(long) > 2 * n
+    for event, other in zip(quick, long, strict=True):
+        told, expected = event["choices"][0], other["choices"][0]
+        assert list(event) == list(other) and list(told) == list(expected)
+        assert told["logprobs"] is None
+        assert {**told, "logprobs": 0} == {**expected, "logprobs": 0}
+    name = "text" if path == TEXT else "delta"
+    first = [event["choices"][0] for event in quick if event["choices"][0]["index"] == 0]
+    if path == TEXT:
+        assert "".join(one[name] for one in first) == reply
+    else:
+        assert "".join(one[name].get("content", "") for one in first) == SAID
+        assert "".join(one[name].get("reasoning_content", "") for one in first) == f"why{SAID}"
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_a_client_without_chunks_gets_the_bare_events(path: str) -> None:
+    with running(scripted_runtime(reply_with(SAID))) as one:
+        head, body = answer_to(one, path, ask(path, max_tokens=100), b"1.0")
+        assert b"chunked" not in head and b"connection: close" in head
+        in_chunks, chunked = answer_to(one, path, ask(path, max_tokens=100))
+        assert b"transfer-encoding: chunked" in in_chunks
+    texts = [
+        [json.loads(event)["choices"] for event in events_of(one)]
+        for one in (body, joined(chunked))
+    ]
+    assert texts[0] == texts[1]
+
+
+def test_any_other_server_of_asgi_gets_the_same_by_messages() -> None:
+    runtime = scripted_runtime(reply_with(SAID))
+    body = ask(TEXT, max_tokens=100)
+    with running(runtime) as one:
+        expected = events_of(joined(answer_to(one, TEXT, body)[1]))
+    host = ModelHost(scripted_runtime(reply_with(SAID)))
+    coming: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+    sent: list[Message] = []
+
+    async def receive() -> Message:
+        return coming.pop() if coming else await asyncio.Future()
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    async def story() -> None:
+        scope = {"type": "http", "method": "POST", "path": TEXT, "raw_path": TEXT.encode()}
+        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+        scope |= {"query_string": b"", "headers": headers, "scheme": "http", "http_version": "1.1"}
+        await create_app(host)(scope, receive, send)
+        await host.close()
+
+    asyncio.run(story())
+    assert sent[0]["status"] == 200
+    assert [one["more_body"] for one in sent[1:]] == [True] * (len(sent) - 2) + [False]
+    events = events_of(b"".join(one["body"] for one in sent[1:]))
+    assert [json.loads(event)["choices"] for event in events] == [
+        json.loads(event)["choices"] for event in expected
+    ]
+
+
+@pytest.mark.parametrize("path", [TEXT, CHAT])
+def test_pieces_are_whole_characters_and_no_beginning_of_a_stop(path: str) -> None:
+    """A token is a byte here: most characters and the stop string lie across several events."""
+    with running(scripted_runtime(reply_with("é€💥 a STOP is no ST💥P b"))) as one:
+        body = ask(path, max_tokens=100, stop=["never", "ST💥P"])
+        events = map(json.loads, events_of(joined(answer_to(one, path, body)[1])))
+        choices = [event["choices"][0] for event in events]
+    texts = [
+        choice.get("text") or choice.get("delta", {}).get("content") or "" for choice in choices
+    ]
+    assert "".join(texts) == "é€💥 a STOP is no "
+    assert "ST" not in texts and "S" not in texts
+    assert choices[-1]["finish_reason"] == "stop"
+
+
+def test_who_does_not_read_is_hung_up_on_and_keeps_nothing() -> None:
+    """Also where the answer is complete and only waits to be taken, and when the server ends."""
+    with running(
+        scripted_runtime(always(certain(ord("a")))),
+        limits=Limits(send_s=0.5),
+    ) as one:
+        for listening in one.server.servers[0].sockets:  # those that it accepts get the same
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        long = ask(TEXT, max_tokens=300, logprobs=20, n=4)
+        whole = long.replace(b'"stream": true', b'"stream": false')
+        with connect(one, TEXT, long) as streaming, connect(one, TEXT, whole) as waiting:
+            assert one.http.get("/health").status_code == 200
+            one.wait_until_idle()
+            deadline = time.monotonic() + LIMIT_S
+            while len(one.server.server_state.connections) > 1:  # that of `one.http` is left
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            taken = [rest_of(streaming), rest_of(waiting)]
+            assert not taken[0].endswith(b"0\r\n\r\n") and b"[DONE]" not in taken[0]
+            assert not taken[1].endswith(b"}")
+        resident = one.host.resident
+        assert resident is not None
+        pool = resident.runtime.engine.pool
+        assert pool.num_available == pool.num_pages

@@ -1,0 +1,55 @@
+"""Tokens by vLLM's paths and by tabbyAPI's, and what else their clients ask of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from server_support import PLAIN_TEMPLATE, Running, error_of, running, scripted_runtime
+
+from support.scripted import BOS_ID, EOS_ID, reply_with
+
+
+@pytest.fixture(scope="module")
+def one() -> Iterator[Running]:
+    with running(scripted_runtime(reply_with("x"))) as server:
+        yield server
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "expected"),
+    [
+        ("/tokenize", {"prompt": "ab<eos>"}, {"tokens": [97, 98, EOS_ID], "count": 3}),
+        ("/detokenize", {"tokens": [BOS_ID, 195, 169]}, {"prompt": "<bos>é"}),
+        ("/v1/token/encode", {"text": "ab"}, {"tokens": [BOS_ID, 97, 98], "length": 3}),
+        ("/v1/token/encode", {"text": "<bos>a"}, {"tokens": [BOS_ID, 97], "length": 2}),
+        (
+            "/v1/token/encode",
+            {"text": "<bos>", "add_bos_token": False, "encode_special_tokens": False},
+            {"tokens": list(b"<bos>"), "length": 5},
+        ),
+        ("/v1/token/decode", {"tokens": [BOS_ID, 97]}, {"text": "<bos>a"}),
+        ("/v1/token/decode", {"tokens": [BOS_ID], "decode_special_tokens": False}, {"text": ""}),
+    ],
+)
+def test_texts_and_tokens(one: Running, path: str, body: Any, expected: dict[str, Any]) -> None:
+    told = one.post(path, body).json()
+    assert {name: told[name] for name in expected} == expected
+    assert set(told) - set(expected) <= {"max_model_len"}
+
+
+@pytest.mark.parametrize("path", ["/detokenize", "/v1/token/decode"])
+def test_ids_beyond_the_vocabulary_are_refused(one: Running, path: str) -> None:
+    assert error_of(one.post(path, {"tokens": [258]}), 400)["param"] == "tokens"
+
+
+def test_what_is_loaded(one: Running) -> None:
+    model = one.http.get("/v1/model").json()
+    assert model == one.http.get("/v1/models/scripted").json()
+    assert (model["id"], model["max_model_len"]) == ("scripted", 1024)
+    assert one.http.get("/props").json() == {
+        "total_slots": 8,
+        "chat_template": PLAIN_TEMPLATE,
+        "default_generation_settings": {"n_ctx": 1024},
+    }
