@@ -158,7 +158,10 @@ def test_what_cannot_be_asked(args: tuple[str, ...], code: int, expected: str, c
     assert expected in convert(*args).error_line(code)
 
 
-def test_ctrl_c_ends_it_and_says_how_to_go_on(convert, source: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_it_says_how_to_go_on(
+    number: signal.Signals, convert, source: Path, tmp_path: Path
+) -> None:
     """As a process that is told between two layers; another one goes on to the same bytes."""
     program = (
         "import os, signal, sys\n"
@@ -170,8 +173,8 @@ def test_ctrl_c_ends_it_and_says_how_to_go_on(convert, source: Path, tmp_path: P
         "real = conversion._write_event\n"
         "def event(kind, started, facts):\n"
         "    real(kind, started, facts)\n"
-        "    if (facts.get('stage'), facts.get('done')) == ('quantize', 1):\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "    if (kind, facts.get('stage'), facts.get('done')) == ('step', 'quantize', 1):\n"
+        f"        os.kill(os.getpid(), {int(number)})\n"
         "conversion._write_event = event\n"
         "sys.exit(main.main(sys.argv[1:]))\n"
     )
@@ -184,12 +187,15 @@ def test_ctrl_c_ends_it_and_says_how_to_go_on(convert, source: Path, tmp_path: P
         cwd=Path(__file__).resolve().parents[1],
         check=False,
     )
-    assert stopped.returncode == 128 + signal.SIGINT == 130
+    assert stopped.returncode == 128 + number
+    assert "Traceback" not in stopped.stderr
     assert f"go on with: exl convert --output {tmp_path / 'out'} {source}" in stopped.stderr
     assert stopped.stderr.strip().endswith("--resume")
     assert not (tmp_path / "out").exists()
     went_on = convert("--json", "--resume")
     assert went_on.code == 0
-    assert steps_of(events_of(went_on.out), "quantize") == [(2, 3)]  # two layers were there
+    events = events_of(went_on.out)
+    assert not steps_of(events, "measure")  # finished stages are there
+    assert steps_of(events, "quantize")[-1] == (2, 3)
     assert convert(out="whole").code == 0
     assert content(tmp_path / "out") == content(tmp_path / "whole")

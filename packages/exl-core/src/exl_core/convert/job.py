@@ -28,7 +28,7 @@ from exl_core.convert.publish import (
     write_weights,
 )
 from exl_core.convert.stages import (
-    CHECKPOINT_S,
+    SAVING_SHARE,
     Computed,
     MakeRows,
     Stages,
@@ -127,7 +127,7 @@ def convert_model(
     *,
     resume: bool = False,
     force: bool = False,
-    checkpoint_s: float = CHECKPOINT_S,
+    saving_share: float = SAVING_SHARE,
 ) -> Path:
     """Converts, or goes on converting, and returns the directory under its final name.
 
@@ -140,7 +140,7 @@ def convert_model(
     try:
         with open_work(folder, ready.facts, resume=resume, command=hooks.command) as work:
             if not _is_published(wanted, work):
-                computed = _stages(wanted, hooks, ready, work, checkpoint_s).run()
+                computed = _stages(wanted, hooks, ready, work, saving_share).run()
                 _write(wanted, hooks, ready, work)
                 _pass_gate(wanted, hooks, ready, work, computed, force=force)
             _clean(wanted, work)
@@ -201,10 +201,11 @@ def _prepare(wanted: Conversion, hooks: Hooks, *, resume: bool) -> _Ready:
     space = preflight.space_needed(
         config,
         checkpoint,
+        wanted.stages,
         bits=wanted.bits,
-        head_bits=wanted.stages.head_bits,
-        tokens=wanted.rows * wanted.length,
-        loads_source=wanted.calibration == SELF,
+        rows=wanted.rows,
+        length=wanted.length,
+        writes_rows=wanted.calibration == SELF,
     )
     space = replace(space, out=space.out + files.size_bytes)
     _raise(list(preflight.space_problems(space, wanted.out, work)))
@@ -219,7 +220,7 @@ def _raise(problems: list[ExlError]) -> None:
 
 
 def _stages(
-    wanted: Conversion, hooks: Hooks, ready: _Ready, work: WorkDir, checkpoint_s: float
+    wanted: Conversion, hooks: Hooks, ready: _Ready, work: WorkDir, saving_share: float
 ) -> Stages:
     return Stages(
         work=work,
@@ -232,7 +233,7 @@ def _stages(
         on_event=hooks.on_event,
         should_stop=hooks.should_stop,
         given=ready.given,
-        checkpoint_s=checkpoint_s,
+        saving_share=saving_share,
     )
 
 

@@ -24,6 +24,7 @@ from exl_core.convert.events import ConversionStopped, Event, OnEvent, Stage
 from exl_core.convert.layers import States, embed_rows, read_layer
 from exl_core.convert.measure import MEASURED_ROWS, measure_layer
 from exl_core.convert.measurement import Measurement
+from exl_core.convert.parallel import Workers, workers
 from exl_core.convert.plan import Allocation, ConvertOptions, LayerMeasurement
 from exl_core.convert.publish import digest
 from exl_core.convert.quantize import QuantizedPart, quantize_ends, quantize_layer
@@ -39,8 +40,9 @@ MEASUREMENT = "measurement.json"
 ENDS, ENDS_FACTS = "ends.safetensors", "ends.json"
 TUNING = "tuning.json"
 TUNED, TUNED_FACTS = "tuned.safetensors", "tuned.json"
-CHECKPOINT_S = 30.0
-"""Of work that a kill may cost, and a layer: states are large, and not worth writing more often."""
+SAVING_SHARE = 0.05
+"""Of the time that may go into saving states, which are large. A kill or a stop costs what has been
+done since, and a layer."""
 
 MakeRows = Callable[[Callable[[int, int], None]], CalibrationRows]
 
@@ -57,7 +59,7 @@ class Computed(NamedTuple):
 class Stages:
     """The computing part of a conversion, of one source, in one work directory.
 
-    `make_rows` gives the calibration rows, once; `should_stop` is asked between layers.
+    `make_rows` gives the calibration rows, once; `should_stop` is asked between all pieces of work.
     """
 
     work: WorkDir
@@ -70,17 +72,19 @@ class Stages:
     on_event: OnEvent
     should_stop: Callable[[], bool]
     given: Measurement | None = None
-    checkpoint_s: float = CHECKPOINT_S
+    saving_share: float = SAVING_SHARE
     _saved_at: float = field(default_factory=time.monotonic)
+    _saving_s: float = 0.0
 
     def run(self) -> Computed:
         """All stages up to the tensors of the output, which are then in the work directory."""
         self._tunes()
         rows = self._calibrate()
-        measurement = self.given or self._measure(rows)
-        allocation = allocate(measurement.layers, self.bits)
-        self._quantize(rows.token_ids, allocation)
-        self._tune(rows.token_ids)
+        with workers(self._device, self.should_stop) as crew:
+            measurement = self.given or self._measure(rows, crew)
+            allocation = allocate(measurement.layers, self.bits)
+            self._quantize(rows.token_ids, allocation, crew)
+            self._tune(rows.token_ids, crew)
         return Computed(rows, measurement, allocation)
 
     def _calibrate(self) -> CalibrationRows:
@@ -95,7 +99,7 @@ class Stages:
         token_ids = work.read_tensors(CALIBRATION)["token_ids"]
         return CalibrationRows(token_ids, str(facts["sha256"]), str(facts["description"]))
 
-    def _sense(self, token_ids: Tensor) -> Sensitivity:
+    def _sense(self, token_ids: Tensor, crew: Workers) -> Sensitivity:
         if not self.work.has(SENSITIVITY):
             with self._stage(Stage.SENSITIVITY) as step, self.work.scratch() as scratch:
                 found = measure_sensitivity(
@@ -103,16 +107,17 @@ class Stages:
                     self.config,
                     token_ids,
                     options=self.options,
+                    crew=crew,
                     on_row=step,
                     scratch=scratch,
                 )
             self.work.write_tensors(SENSITIVITY, found)
         return self.work.read_tensors(SENSITIVITY)
 
-    def _measure(self, rows: CalibrationRows) -> Measurement:
+    def _measure(self, rows: CalibrationRows, crew: Workers) -> Measurement:
         work, count = self.work, self.config.num_layers
         if not work.has(MEASUREMENT):
-            sensitivity = self._sense(rows.token_ids)
+            sensitivity = self._sense(rows.token_ids, crew)
             with self._stage(Stage.MEASURE) as step:
                 first, held = self._resume_states("measure")
                 states = (
@@ -127,7 +132,8 @@ class Stages:
                         self.config,
                         states,
                         sensitivity,
-                        self.options,
+                        options=self.options,
+                        crew=crew,
                     )
                     work.write_facts(f"measured-{layer:05d}.json", found.to_json())
                     self._save_states("measure", layer + 1, {"states": states})
@@ -143,7 +149,7 @@ class Stages:
         work.remove(*(f"measured-{layer:05d}.json" for layer in range(count)))
         return Measurement.read(work.folder / MEASUREMENT)
 
-    def _quantize(self, token_ids: Tensor, allocation: Allocation) -> None:
+    def _quantize(self, token_ids: Tensor, allocation: Allocation, crew: Workers) -> None:
         if self.work.has(ENDS_FACTS):
             return
         count = self.config.num_layers
@@ -160,23 +166,24 @@ class Stages:
                     self.config,
                     allocation,
                     states,
+                    crew,
                 )
                 self._save_part(*layer_files(layer), part, Stage.QUANTIZE)
                 both = {"source": states.source, "quantized": states.quantized}
                 self._save_states("quantize", layer + 1, both)
         with self._stage(Stage.ENDS):
-            part = quantize_ends(self.checkpoint, self.config, states, self.options)
+            part = quantize_ends(self.checkpoint, self.config, states, self.options, crew)
             self._save_part(ENDS, ENDS_FACTS, part, Stage.ENDS)
         self._drop_states("quantize")
 
-    def _tune(self, token_ids: Tensor) -> None:
+    def _tune(self, token_ids: Tensor, crew: Workers) -> None:
         if self.work.has(TUNED_FACTS):
             return
         if not self._tunes():
             self.work.write_tensors(TUNED, {})
             self.work.write_facts(TUNED_FACTS, {"digests": {}})
             return
-        with self._stage(Stage.TUNE) as step:
+        with self._stage(Stage.TUNE) as step, self.work.scratch() as scratch:
             tensors = TensorFiles(part_entries(self.work, self.config.num_layers))
             tuned = tune_model(
                 self.checkpoint,
@@ -184,6 +191,8 @@ class Stages:
                 tensors,
                 token_ids,
                 options=self.options,
+                crew=crew,
+                scratch=scratch,
                 on_step=step,
             )
         self.work.write_tensors(TUNED, tuned)
@@ -225,13 +234,15 @@ class Stages:
 
     def _save_states(self, stage: str, layer: int, states: Mapping[str, Tensor]) -> None:
         """The states before `layer`, where it is time to, or where it might be the last chance."""
-        is_due = time.monotonic() - self._saved_at >= self.checkpoint_s
+        began = time.monotonic()
+        is_due = (began - self._saved_at) * self.saving_share >= self._saving_s
         if is_due or layer == self.config.num_layers or self.should_stop():
             near = {name: x.cpu() for name, x in states.items()}
             self.work.write_tensors(f"{stage}-{layer:05d}.safetensors", near)
             older = [name for at, name in self._states_files(stage) if at < layer]
             self.work.remove(*older)
             self._saved_at = time.monotonic()
+            self._saving_s = self._saved_at - began
 
     def _resume_states(self, stage: str) -> tuple[int, dict[str, Tensor]]:
         """The layer to go on with, and the states before it; none before the first."""
