@@ -152,6 +152,8 @@ def test_several_problems_are_several_lines(convert, tmp_path: Path) -> None:
         (("--device", "tpu"), 2, "tpu"),
         (("--model", "other"), 2, "two models"),
         (("--bits", "nan"), 2, "--bits"),
+        (("-o", "."), 2, "-o is not a name"),
+        (("-o", "new/.."), 2, "-o is not a name"),
     ],
 )
 def test_what_cannot_be_asked(args: tuple[str, ...], code: int, expected: str, convert) -> None:

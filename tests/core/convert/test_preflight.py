@@ -165,6 +165,22 @@ def test_what_another_conversion_left(source_dir: Path, tmp_path: Path) -> None:
     assert "is the output" in str(refused(source_dir, tmp_path, work=tmp_path / "out.partial"))
 
 
+def test_an_output_that_cannot_be_renamed_to(
+    source_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would be noticed when all work is done."""
+    link = tmp_path / "link"
+    for target in ("nowhere", "empty"):
+        link.symlink_to(tmp_path / target)
+        assert "exists already" in str(refused(source_dir, tmp_path, out=link))
+        link.unlink()
+        (tmp_path / "empty").mkdir(exist_ok=True)
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "empty")
+    error = refused(source_dir, tmp_path, out=tmp_path / "empty")
+    assert "mounted" in str(error)
+    assert "directory in it" in str(error)
+
+
 def test_an_empty_output_directory_is_taken(source_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert run(conversion(source_dir, tmp_path)).is_dir()

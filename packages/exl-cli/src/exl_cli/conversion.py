@@ -42,7 +42,7 @@ from exl_core.convert.job import (
 )
 from exl_core.convert.plan import ConvertOptions
 from exl_core.convert.preflight import memory_needed
-from exl_core.errors import ExlError
+from exl_core.errors import ExlError, RequestError
 from exl_core.files import read_json_object
 from exl_core.load import LoadOptions, gguf_fields, load_model, open_checkpoint
 from exl_core.ops.cuda.device import parse_device
@@ -124,6 +124,10 @@ def calibration_text(spec: str) -> Text:
 
 
 def _conversion(wish: Wish, text: Text | None) -> Conversion:
+    if wish.out.name in {"", ".."}:
+        raise RequestError(
+            "-o is not a name", where=wish.out, expected="the name of a directory that will be made"
+        )
     path = resolve_model(wish.spec)
     _, config, _ = open_checkpoint(path)
     rows = wish.rows or (FAST_ROWS if wish.is_fast else ROWS)

@@ -37,14 +37,14 @@ from exl_core.convert.stages import (
     matrix_reports,
     stage_files,
 )
-from exl_core.convert.work import JOB_NAME, WorkDir, check_work, open_work
+from exl_core.convert.work import JOB_NAME, WorkDir, check_work, locked, open_work
 from exl_core.errors import DiskFullError, ExlError, ProblemsError, QualityError
 from exl_core.files import write_json
 from exl_core.load import model_name, open_checkpoint
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.source import TensorSource
 
-WORK_SUFFIX = ".work"
+WORK_SUFFIX, LOCK_SUFFIX = ".work", ".lock"
 RECORD_NAME, MEASUREMENT_NAME = "exl_conversion.json", "exl_measurement.json"
 SELF = "self"
 """The `calibration` of a model that writes its own text."""
@@ -139,10 +139,12 @@ def convert_model(
     folder = wanted.work_folder
     try:
         with open_work(folder, ready.facts, resume=resume, command=hooks.command) as work:
-            if not _is_published(wanted, work):
-                computed = _stages(wanted, hooks, ready, work, saving_share).run()
-                _write(wanted, hooks, ready, work)
-                _pass_gate(wanted, hooks, ready, work, computed, force=force)
+            lock = wanted.out.with_name(wanted.out.name + LOCK_SUFFIX)
+            with locked(lock, wanted.out, "to this output"):
+                if not _is_published(wanted, work):
+                    computed = _stages(wanted, hooks, ready, work, saving_share).run()
+                    _write(wanted, hooks, ready, work)
+                    _pass_gate(wanted, hooks, ready, work, computed, force=force)
             _clean(wanted, work)
     except DiskFullError as error:
         raise DiskFullError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -168,7 +169,8 @@ def rate_problems(config: ModelConfig, bits: float, head_bits: int) -> Iterator[
 def output_problems(out: Path, source: Path, work: Path, *, is_begun: bool) -> Iterator[ExlError]:
     """Of the final name. `is_begun`: what lies beside it is of this conversion."""
     try:
-        is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+        is_empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
+        is_free = is_empty or not os.path.lexists(out)
         is_inside = source.resolve() in (out.resolve(), *out.resolve().parents)
     except OSError as error:
         yield RequestError("the output cannot be looked at", where=out, got=error.strerror)
@@ -179,6 +181,12 @@ def output_problems(out: Path, source: Path, work: Path, *, is_begun: bool) -> I
             where=out,
             expected="a new name, or an empty directory",
             next_step="Choose another -o, or remove it.",
+        )
+    if out.is_mount():
+        yield RequestError(
+            "a file system is mounted at the output, which is made elsewhere and renamed",
+            where=out,
+            next_step="Choose a directory in it.",
         )
     if is_inside and source.is_dir():
         yield RequestError("the output lies in the source", where=out, next_step="Move it.")
