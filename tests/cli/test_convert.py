@@ -201,3 +201,11 @@ def test_a_signal_ends_it_and_it_says_how_to_go_on(
     assert steps_of(events, "quantize")[-1] == (2, 3)
     assert convert(out="whole").code == 0
     assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_text_that_is_too_short_leaves_nothing(exl, source: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Hi.", encoding="utf-8")
+    done = exl("convert", source, "-o", tmp_path / "out", "--calibration", text, "--rows", 2)
+    assert "too short" in done.error_line(2)
+    assert not list(tmp_path.glob("out*"))

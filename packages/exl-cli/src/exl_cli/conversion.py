@@ -88,10 +88,11 @@ def run(
     started = time.monotonic()
     text = None if wish.calibration == SELF else calibration_text(wish.calibration)
     wanted = _conversion(wish, text)
+    given = None if text is None else _taken_rows(wanted, text)
     torch.set_num_threads(1)  # kernels and stages have threads of their own
     with _saying(is_json=is_json, is_quiet=is_quiet) as say, StopSignals() as signals:
         hooks = Hooks(
-            make_rows=lambda step: _rows(wanted, text, step),
+            make_rows=lambda step: given or _written_rows(wanted, step),
             gate=lambda source, candidate: _gate(wanted, source, candidate, say),
             on_event=say,
             should_stop=lambda: signals.is_set,
@@ -151,24 +152,26 @@ def _conversion(wish: Wish, text: Text | None) -> Conversion:
     )
 
 
-def _rows(
-    wanted: Conversion, text: Text | None, step: Callable[[int, int], None]
-) -> CalibrationRows:
-    """Where the model writes them, on a CPU with no more memory than one of its layers takes anyway
-    with one thread: rows that are written at once may have a say in the text, threads not."""
-    path, options = wanted.source, wanted.stages
-    source, config, _ = open_checkpoint(path)
-    if text is not None:
-        tokenizer = load_tokenizer(path, gguf_fields(source))
-        return rows_of_texts(
-            text.documents, tokenizer, rows=wanted.rows, length=wanted.length, name=text.name
-        )
+def _taken_rows(wanted: Conversion, text: Text) -> CalibrationRows:
+    """From a text, which may be too short: known before there is anything to go on with."""
+    source, _, _ = open_checkpoint(wanted.source)
+    tokenizer = load_tokenizer(wanted.source, gguf_fields(source))
+    return rows_of_texts(
+        text.documents, tokenizer, rows=wanted.rows, length=wanted.length, name=text.name
+    )
+
+
+def _written_rows(wanted: Conversion, step: Callable[[int, int], None]) -> CalibrationRows:
+    """On a CPU with no more memory than one layer takes anyway with one thread: rows that are
+    written at once may have a say in the text, threads not."""
+    options = wanted.stages
     how, at_once = LoadOptions(backend=options.device), AT_ONCE
     if options.device == "cpu":
+        _, config, _ = open_checkpoint(wanted.source)
         memory = memory_needed(config, wanted.rows * wanted.length, threads=1)
         at_once, cache_bytes = rows_at_once(config, wanted.length, memory)
         how = LoadOptions(held_bytes=max(0, memory - cache_bytes))
-    loaded = load_model(str(path), how)
+    loaded = load_model(str(wanted.source), how)
     return rows_of_model(
         loaded,
         rows=wanted.rows,

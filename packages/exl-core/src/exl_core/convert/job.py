@@ -78,6 +78,10 @@ class Conversion:
     def work_folder(self) -> Path:
         return self.work or self.out.with_name(self.out.name + WORK_SUFFIX)
 
+    @property
+    def lock(self) -> Path:
+        return self.out.with_name(self.out.name + LOCK_SUFFIX)
+
     def facts(self, source_sha256: str) -> dict[str, object]:
         """What must agree between a conversion and one that goes on with it, by option."""
         given = self.measurement
@@ -138,13 +142,14 @@ def convert_model(
     ready = _prepare(wanted, hooks, resume=resume)
     folder = wanted.work_folder
     try:
-        with open_work(folder, ready.facts, resume=resume, command=hooks.command) as work:
-            lock = wanted.out.with_name(wanted.out.name + LOCK_SUFFIX)
-            with locked(lock, wanted.out, "to this output"):
-                if not _is_published(wanted, work):
-                    computed = _stages(wanted, hooks, ready, work, saving_share).run()
-                    _write(wanted, hooks, ready, work)
-                    _pass_gate(wanted, hooks, ready, work, computed, force=force)
+        with (
+            locked(wanted.lock, wanted.out, "to this output"),
+            open_work(folder, ready.facts, resume=resume, command=hooks.command) as work,
+        ):
+            if not _is_published(wanted, work):
+                computed = _stages(wanted, hooks, ready, work, saving_share).run()
+                _write(wanted, hooks, ready, work)
+                _pass_gate(wanted, hooks, ready, work, computed, force=force)
             _clean(wanted, work)
     except DiskFullError as error:
         raise DiskFullError(
@@ -322,6 +327,7 @@ def _is_published(wanted: Conversion, work: WorkDir) -> bool:
 
 def _clean(wanted: Conversion, work: WorkDir) -> None:
     """A directory that was asked for keeps the measurement and the calibration rows."""
+    wanted.lock.unlink(missing_ok=True)  # a kill from now on leaves work files, but not this alone
     if wanted.work is None:
         work.remove_all()
     else:
