@@ -68,14 +68,17 @@ def test_all_tensors_that_are_not_finite_are_named(
         )
 
     up, norm = "model.layers.1.mlp.up_proj.weight", "model.layers.2.input_layernorm.weight"
-    source = damaged(**{up: put(float("nan")), norm: put(float("inf"))})
+    down = "model.layers.0.mlp.down_proj.weight"  # which float32 holds, and float16 does not
+    source = damaged(**{up: put(float("nan")), norm: put(float("inf")), down: put(1e5)})
     error = refused(source, tmp_path)
     assert isinstance(error, ProblemsError)
     assert error.exit_code == ModelError.exit_code
     said = [str(problem) for problem in error.problems]
-    assert len(said) == 2
-    assert up in said[0]
-    assert norm in said[1]
+    assert len(said) == 3
+    assert down in said[0]
+    assert "float16" in said[0]
+    assert up in said[1]
+    assert norm in said[2]
 
 
 def test_sizes_that_the_format_has_no_room_for(tmp_path: Path) -> None:

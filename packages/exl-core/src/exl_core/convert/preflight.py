@@ -109,7 +109,9 @@ def model_problems(
             next_step="Save the language model alone.",
         )
         return
-    for problem in verify(source, config, quantization, progress).problems:
+    # Scales and embedding of EXL2 are float16.
+    report = verify(source, config, quantization, progress, dtype=torch.float16)
+    for problem in report.problems:
         yield problem.error
 
 
