@@ -17,6 +17,7 @@ from exl_core.convert.calibration import CalibrationRows
 from exl_eval import gate
 from support import stub_stages, tiny_models
 from support.conversions import SHAPE, content
+from support.terminal import Terminal
 
 EVENTS = ["check", "calibrate", "sensitivity", "measure", "quantize", "ends", "tune", "write"]
 
@@ -209,3 +210,19 @@ def test_a_text_that_is_too_short_leaves_nothing(exl, source: Path, tmp_path: Pa
     done = exl("convert", source, "-o", tmp_path / "out", "--calibration", text, "--rows", 2)
     assert "too short" in done.error_line(2)
     assert not list(tmp_path.glob("out*"))
+
+
+def test_on_a_terminal_the_bar_is_gone_when_it_says_how_to_go_on(
+    source: Path, tmp_path: Path
+) -> None:
+    terminal = Terminal("convert", str(source), "-o", str(tmp_path / "out"))
+    try:
+        terminal.expect("2/9 calibrate.* left ")
+        terminal.type("\x03")
+        assert terminal.wait() == 130
+    finally:
+        terminal.close()
+    erased, last = terminal.seen.rsplit("\x1b[2K", 1)  # the bar's line
+    assert "\x1b[?25h" in erased  # the cursor is back
+    assert last == f"stopped; go on with: exl convert --output {tmp_path}/out {source} --resume\r\n"
+    assert (tmp_path / "out.work").is_dir()

@@ -21,8 +21,8 @@ from exl_cli.render import (
     facts_table,
     format_bytes,
     print_answer,
+    print_note,
     stages_progress,
-    stderr_console,
 )
 from exl_core.convert.calibration import (
     AT_ONCE,
@@ -90,21 +90,20 @@ def run(
     wanted = _conversion(wish, text)
     given = None if text is None else _taken_rows(wanted, text)
     torch.set_num_threads(1)  # kernels and stages have threads of their own
-    with _saying(is_json=is_json, is_quiet=is_quiet) as say, StopSignals() as signals:
-        hooks = Hooks(
-            make_rows=lambda step: given or _written_rows(wanted, step),
-            gate=lambda source, candidate: _gate(wanted, source, candidate, say),
-            on_event=say,
-            should_stop=lambda: signals.is_set,
-            command=command,
-        )
+    with StopSignals() as signals:
         try:
-            out = convert_model(wanted, hooks, resume=resume, force=force)
+            with _saying(is_json=is_json, is_quiet=is_quiet) as say:
+                hooks = Hooks(
+                    make_rows=lambda step: given or _written_rows(wanted, step),
+                    gate=lambda source, candidate: _gate(wanted, source, candidate, say),
+                    on_event=say,
+                    should_stop=lambda: signals.is_set,
+                    command=command,
+                )
+                out = convert_model(wanted, hooks, resume=resume, force=force)
         except (ConversionStopped, KeyboardInterrupt) as stop:
             if not is_quiet:
-                stderr_console().print(
-                    f"stopped; go on with: {command}", markup=False, soft_wrap=True
-                )
+                print_note(f"stopped; go on with: {command}")
             raise typer.Exit(signals.code) from stop
     record = read_json_object(out / RECORD_NAME, ExlError)
     if is_json:
@@ -225,7 +224,7 @@ def _saying(*, is_json: bool, is_quiet: bool) -> Iterator[Say]:
                 show(f"{number}/{len(Stage)} {event.stage.value}", event.done, event.total)
             for incident in _incidents(event):
                 if not is_quiet:
-                    stderr_console().print(incident, markup=False, soft_wrap=True)
+                    print_note(incident)
 
         yield say
 
