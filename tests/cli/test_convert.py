@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -163,38 +162,26 @@ def test_what_cannot_be_asked(args: tuple[str, ...], code: int, expected: str, c
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_and_it_says_how_to_go_on(
-    number: signal.Signals, convert, source: Path, tmp_path: Path
+    number: signal.Signals, convert, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a process that is told between two layers; another one goes on to the same bytes."""
-    program = (
-        "import os, signal, sys\n"
-        "from cli import test_convert\n"
-        "from exl_cli import conversion, main\n"
-        "from support import stub_stages\n"
-        "stub_stages.install()\n"
-        "conversion.rows_of_texts = test_convert.take_rows\n"
-        "real = conversion._write_event\n"
-        "def event(kind, started, facts):\n"
-        "    real(kind, started, facts)\n"
-        "    if (kind, facts.get('stage'), facts.get('done')) == ('step', 'quantize', 1):\n"
-        f"        os.kill(os.getpid(), {int(number)})\n"
-        "conversion._write_event = event\n"
-        "sys.exit(main.main(sys.argv[1:]))\n"
+    real = conversion._write_event
+
+    def write_event(kind: str, started: float, facts: Any) -> None:
+        real(kind, started, facts)
+        if (kind, facts.get("stage"), facts.get("done")) == ("step", "quantize", 1):
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(conversion, "_write_event", write_event)
+    before = signal.getsignal(number)
+    stopped = convert("--json")
+    assert stopped.code == 128 + number
+    assert signal.getsignal(number) is before
+    assert stopped.err.startswith(
+        f"stopped; go on with: exl convert --output {tmp_path / 'out'} {source}"
     )
-    args = ["convert", source, "-o", tmp_path / "out", "--calibration", tmp_path / "text.txt"]
-    args += ["--rows", "2", "--length", "64", "--bits", "8.25", "--json"]
-    stopped = subprocess.run(
-        [sys.executable, "-c", program, *map(str, args)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).resolve().parents[1],
-        check=False,
-    )
-    assert stopped.returncode == 128 + number
-    assert "Traceback" not in stopped.stderr
-    assert f"go on with: exl convert --output {tmp_path / 'out'} {source}" in stopped.stderr
-    assert stopped.stderr.strip().endswith("--resume")
+    assert stopped.err.endswith(" --resume\n")
     assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(conversion, "_write_event", real)
     went_on = convert("--json", "--resume")
     assert went_on.code == 0
     events = events_of(went_on.out)
