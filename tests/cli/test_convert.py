@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -213,3 +216,46 @@ def test_on_a_terminal_the_bar_is_gone_when_it_says_how_to_go_on(
     assert "\x1b[?25h" in erased  # the cursor is back
     assert last == f"stopped; go on with: exl convert --output {tmp_path}/out {source} --resume\r\n"
     assert (tmp_path / "out.work").is_dir()
+
+
+def processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_real_conversion_is_left_within_seconds(tmp_path: Path) -> None:
+    """At gradients of the head, one piece for each row, and amid layers, with two threads. Seconds
+    are those of a processor, which others may use too."""
+    text = Path(__file__).resolve().parents[2] / "docs/experiments.md"
+    args = ["convert", "smollm2", "-o", str(tmp_path / "out"), "--calibration", str(text), "--json"]
+    args += ["--rows", "8", "--length", "512", "--fast"]
+    resume: list[str] = []
+    for stage, done in (("sensitivity", 30), ("measure", 0), ("measure", 2), ("quantize", 1)):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "exl_cli", *args, *resume],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "EXL_THREADS": "2"},
+        )
+        with process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            for line in process.stdout:
+                event = json.loads(line)
+                if (event.get("stage"), event.get("done")) == (stage, done):
+                    break
+            time.sleep(1.0)
+            asked = time.monotonic(), processor_s(process.pid)
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+            assert process.stderr.read()[-10:] == " --resume\n"
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 130
+        took = used.ru_utime + used.ru_stime - asked[1]
+        print(f"{stage} {done}: {time.monotonic() - asked[0]:.2f} s, {took:.2f} s of processors")
+        assert took < 6.0
+        resume = ["--resume"]

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from exl_core.errors import (
     ProblemsError,
     RequestError,
 )
+from exl_core.load import open_checkpoint
+from exl_core.weights.checkpoint import Checkpoint
 from support import tiny_models
 from support.conversions import SHAPE, conversion, hooks, recorder, run
 from support.quantized_models import quantized_llama
@@ -202,6 +205,23 @@ def test_a_disk_and_a_memory_that_are_too_small(
     assert isinstance(both, ProblemsError)
     assert [type(problem) for problem in both.problems] == [DiskFullError, OutOfMemoryError]
     assert both.exit_code == DiskFullError.exit_code == 6
+
+
+def test_memory_is_that_of_a_layer_and_disk_that_of_all(source_dir: Path) -> None:
+    source, config, quantization = open_checkpoint(source_dir)
+    checkpoint = Checkpoint(source, config, quantization)
+
+    def needed(options: ConvertOptions, **changes: Any) -> preflight.Space:
+        changed = replace(config, **changes)
+        return preflight.space_needed(
+            changed, checkpoint, options, bits=4.0, rows=4, length=64, writes_rows=True
+        )
+
+    few, many = (needed(ConvertOptions(), num_layers=layers) for layers in (3, 30))
+    assert many.memory == few.memory
+    assert many.work > 3 * few.work
+    assert needed(ConvertOptions(fast=True), num_layers=30).work < many.work  # nothing is tuned
+    assert needed(ConvertOptions(), intermediate_size=1 << 14).memory > 2 * few.memory
 
 
 @pytest.fixture

@@ -252,14 +252,14 @@ def space_needed(
     head = Layout.parse(HEAD_LAYOUTS[options.head_bits]).cost_bits(hidden, config.vocab_size)
     out = int(DISK_MARGIN * (numel * bits + head + 16 * vocab * hidden) / 8)
     tokens = rows * length
-    threads = read_settings().threads if options.device == "cpu" else 1
-    memory = memory_needed(config, tokens, threads)
+    is_near = options.device == "cpu"
+    memory = memory_needed(config, tokens, read_settings().threads if is_near else 1)
     if writes_rows:
         memory = max(memory, checkpoint.bytes_at_once + rows_at_once(config, length, 0)[1])
     # What waits between two passes: states before and behind a layer, gradients, what is tuned.
     states = 2 * 2 * 4 * tokens * hidden
     gradients = 2 * ROWS * length * hidden * config.num_layers
-    is_tuned = not options.fast and has_room(config, torch.device(options.device))
+    is_tuned = is_near and not options.fast and has_room(config, torch.device("cpu"))
     tuned = scratch_bytes(config) if is_tuned else 0
     return Space(out, out + max(states, gradients, tuned), memory)
 

@@ -275,7 +275,8 @@ class TensorFiles(Mapping[str, Tensor]):
         self._entries = {entry.name: entry for entry in entries}
 
     def __getitem__(self, name: str) -> Tensor:
-        return torch.cat(list(self._entries[name].pieces()))
+        # Copied one by one: pieces are the file itself, which is let go of after each.
+        return torch.cat([piece.clone() for piece in self._entries[name].pieces()])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
