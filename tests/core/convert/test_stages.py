@@ -189,11 +189,13 @@ def test_tuning_brings_the_predictions_closer(
     tensors = convert(llama, measured, 2.6)
     monkeypatch.setattr(tune, "STEPS", 10)
     monkeypatch.setattr(tune, "LENGTH", llama.token_ids.shape[1])
-    losses: list[float] = []
-    new = tuned(
-        llama, tensors, tmp_path / "a", on_step=lambda done, total: losses.append(done / total)
-    )
-    assert losses[-1] == 1.0
+    told: list[tuple[int, dict[str, Tensor]]] = []
+
+    def on_step(done: int, state: dict[str, Tensor]) -> None:
+        told.append((done, {name: value.clone() for name, value in state.items()}))
+
+    new = tuned(llama, tensors, tmp_path / "a", on_step=on_step)
+    assert [done for done, _ in told] == list(range(1, 11))
     assert new
     for name, value in new.items():
         assert value.shape == tensors[name].shape
@@ -201,8 +203,10 @@ def test_tuning_brings_the_predictions_closer(
         assert name.endswith(("norm.weight", ".q_scale_max"))
     before, after = divergence(llama, tensors), divergence(llama, tensors | new)
     assert after < 0.99 * before
-    again = tuned(llama, tensors, tmp_path / "b")
-    assert all(torch.equal(new[name], again[name]) for name in new)
+    first, held = told[5]
+    for options in ({}, {"first": first, "held": held}):  # again, and going on
+        again = tuned(llama, tensors, tmp_path / f"b{len(options)}", **options)
+        assert all(torch.equal(new[name], again[name]) for name in new)
     waited = sum(path.stat().st_size for path in (tmp_path / "a").iterdir())
     assert waited == pytest.approx(scratch_bytes(llama.config), rel=0.05)
 

@@ -29,7 +29,7 @@ from exl_core.convert.plan import Allocation, ConvertOptions, LayerMeasurement
 from exl_core.convert.publish import digest
 from exl_core.convert.quantize import QuantizedPart, quantize_ends, quantize_layer
 from exl_core.convert.sensitivity import Sensitivity, measure_sensitivity
-from exl_core.convert.tune import has_room, tune_model
+from exl_core.convert.tune import STEPS, has_room, tune_model
 from exl_core.convert.work import WorkDir
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.safetensors_writer import Entry
@@ -136,7 +136,8 @@ class Stages:
                         crew=crew,
                     )
                     work.write_facts(f"measured-{layer:05d}.json", found.to_json())
-                    self._save_states("measure", layer + 1, {"states": states})
+                    is_last = layer + 1 == count
+                    self._save_states("measure", layer + 1, {"states": states}, is_last=is_last)
             layers = [
                 LayerMeasurement.from_json(work.read_facts(f"measured-{layer:05d}.json"))
                 for layer in range(count)
@@ -170,7 +171,7 @@ class Stages:
                 )
                 self._save_part(*layer_files(layer), part, Stage.QUANTIZE)
                 both = {"source": states.source, "quantized": states.quantized}
-                self._save_states("quantize", layer + 1, both)
+                self._save_states("quantize", layer + 1, both, is_last=layer + 1 == count)
         with self._stage(Stage.ENDS):
             part = quantize_ends(self.checkpoint, self.config, states, self.options, crew)
             self._save_part(ENDS, ENDS_FACTS, part, Stage.ENDS)
@@ -185,6 +186,12 @@ class Stages:
             return
         with self._stage(Stage.TUNE) as step, self.work.scratch() as scratch:
             tensors = TensorFiles(part_entries(self.work, self.config.num_layers))
+            first, held = self._resume_states("tune")
+
+            def on_step(done: int, state: Mapping[str, Tensor]) -> None:
+                self._save_states("tune", done, state)
+                step(done, STEPS)
+
             tuned = tune_model(
                 self.checkpoint,
                 self.config,
@@ -193,10 +200,13 @@ class Stages:
                 options=self.options,
                 crew=crew,
                 scratch=scratch,
-                on_step=step,
+                first=first,
+                held=held,
+                on_step=on_step,
             )
         self.work.write_tensors(TUNED, tuned)
         self.work.write_facts(TUNED_FACTS, {"digests": digests_of(tuned)})
+        self._drop_states("tune")
 
     def _tunes(self) -> bool:
         """Decided once: what memory is free may be another figure after a kill."""
@@ -232,20 +242,22 @@ class Stages:
         if self.should_stop():
             raise ConversionStopped
 
-    def _save_states(self, stage: str, layer: int, states: Mapping[str, Tensor]) -> None:
-        """The states before `layer`, where it is time to, or where it might be the last chance."""
+    def _save_states(
+        self, stage: str, at: int, states: Mapping[str, Tensor], *, is_last: bool = False
+    ) -> None:
+        """The states before layer or step `at`, where it is time to, or the last chance."""
         began = time.monotonic()
         is_due = (began - self._saved_at) * self.saving_share >= self._saving_s
-        if is_due or layer == self.config.num_layers or self.should_stop():
+        if is_due or is_last or self.should_stop():
             near = {name: x.cpu() for name, x in states.items()}
-            self.work.write_tensors(f"{stage}-{layer:05d}.safetensors", near)
-            older = [name for at, name in self._states_files(stage) if at < layer]
+            self.work.write_tensors(f"{stage}-{at:05d}.safetensors", near)
+            older = [name for before, name in self._states_files(stage) if before < at]
             self.work.remove(*older)
             self._saved_at = time.monotonic()
             self._saving_s = self._saved_at - began
 
     def _resume_states(self, stage: str) -> tuple[int, dict[str, Tensor]]:
-        """The layer to go on with, and the states before it; none before the first."""
+        """The layer or step to go on with, and the states before it; none before the first."""
         files = self._states_files(stage)
         if not files:
             return 0, {}
@@ -326,5 +338,6 @@ def matrix_reports(work: WorkDir, num_layers: int) -> list[dict[str, object]]:
 
 def stage_files(work: WorkDir) -> list[str]:
     """What is of no use once the output is there, as calibration rows and measurement are."""
-    parts = [path.name for path in work.folder.glob("layer-*")]
+    kinds = ("layer", "measure", "quantize", "tune")
+    parts = [path.name for kind in kinds for path in work.folder.glob(f"{kind}-*")]
     return [*parts, SENSITIVITY, ENDS, ENDS_FACTS, TUNED, TUNED_FACTS, TUNING]

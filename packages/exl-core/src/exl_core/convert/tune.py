@@ -47,8 +47,13 @@ RATE = 0.005
 _HEAD_ROWS = 256  # of states whose logits exist at a time
 _HEAD = HEAD.removesuffix(".weight")
 
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, of each knob
+
 Kept = Callable[[], Tensor]
 """Gives a tensor that has been put aside."""
+
+OnStep = Callable[[int, Mapping[str, Tensor]], None]
+"""Called with steps done, and what to go on with."""
 
 
 def tune_model(
@@ -60,11 +65,14 @@ def tune_model(
     options: ConvertOptions,
     crew: Workers,
     scratch: Path,
-    on_step: Callable[[int, int], None] | None = None,
+    first: int = 0,
+    held: Mapping[str, Tensor] | None = None,
+    on_step: OnStep | None = None,
 ) -> dict[str, Tensor]:
     """New values for some of `tensors` (all of the output, by name), of unchanged shapes and types:
     norms and `q_scale_max`. For models that `has_room` has room for; none with `fast`. What waits
-    in files is in `scratch`: `scratch_bytes`."""
+    in files is in `scratch`: `scratch_bytes`. After `first` steps of an earlier call `held` is what
+    it told of them."""
     device = torch.device(options.device)
     if options.fast:
         return {}
@@ -77,7 +85,9 @@ def tune_model(
     order = torch.randperm(len(token_ids), generator=torch.Generator().manual_seed(options.seed))
     knobs = model.knobs
     adam = torch.optim.Adam(knobs.values(), lr=RATE, betas=(0.9, 0.95))
-    for step in range(STEPS):
+    if held:
+        _restore(adam, knobs, first, held)
+    for step in range(first, STEPS):
         share = (step + 1) / STEPS
         adam.param_groups[0]["lr"] = (
             RATE * min(1.0, share * 8) * (1 + math.cos(math.pi * share)) / 2
@@ -87,8 +97,24 @@ def tune_model(
             knobs[name].grad = gradient
         adam.step()
         if on_step is not None:
-            on_step(step + 1, STEPS)
+            on_step(step + 1, _state(adam, knobs))
     return model.stored(tensors)
+
+
+def _state(adam: torch.optim.Adam, knobs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    found = {f"{name} knob": knob.detach() for name, knob in knobs.items()}
+    for name, knob in knobs.items():
+        found |= {f"{name} {moment}": adam.state[knob][moment] for moment in _MOMENTS}
+    return found
+
+
+def _restore(
+    adam: torch.optim.Adam, knobs: Mapping[str, Tensor], step: int, held: Mapping[str, Tensor]
+) -> None:
+    for name, knob in knobs.items():
+        knob.data.copy_(held[f"{name} knob"])
+        moments = {moment: held[f"{name} {moment}"].to(knob.device) for moment in _MOMENTS}
+        adam.state[knob] = {"step": torch.tensor(float(step)), **moments}
 
 
 def scratch_bytes(config: ModelConfig) -> int:
