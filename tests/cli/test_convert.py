@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from exl_core.convert.calibration import CalibrationRows
 from exl_eval import gate
 from support import stub_stages, tiny_models
 from support.conversions import SHAPE, content
+from support.terminal import Terminal
 
 EVENTS = ["check", "calibrate", "sensitivity", "measure", "quantize", "ends", "tune", "write"]
 
@@ -152,44 +155,107 @@ def test_several_problems_are_several_lines(convert, tmp_path: Path) -> None:
         (("--device", "tpu"), 2, "tpu"),
         (("--model", "other"), 2, "two models"),
         (("--bits", "nan"), 2, "--bits"),
+        (("-o", "."), 2, "-o is not a name"),
+        (("-o", "new/.."), 2, "-o is not a name"),
     ],
 )
 def test_what_cannot_be_asked(args: tuple[str, ...], code: int, expected: str, convert) -> None:
     assert expected in convert(*args).error_line(code)
 
 
-def test_ctrl_c_ends_it_and_says_how_to_go_on(convert, source: Path, tmp_path: Path) -> None:
-    """As a process that is told between two layers; another one goes on to the same bytes."""
-    program = (
-        "import os, signal, sys\n"
-        "from cli import test_convert\n"
-        "from exl_cli import conversion, main\n"
-        "from support import stub_stages\n"
-        "stub_stages.install()\n"
-        "conversion.rows_of_texts = test_convert.take_rows\n"
-        "real = conversion._write_event\n"
-        "def event(kind, started, facts):\n"
-        "    real(kind, started, facts)\n"
-        "    if (facts.get('stage'), facts.get('done')) == ('quantize', 1):\n"
-        "        os.kill(os.getpid(), signal.SIGINT)\n"
-        "conversion._write_event = event\n"
-        "sys.exit(main.main(sys.argv[1:]))\n"
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_and_it_says_how_to_go_on(
+    number: signal.Signals, convert, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = conversion._write_event
+
+    def write_event(kind: str, started: float, facts: Any) -> None:
+        real(kind, started, facts)
+        if (kind, facts.get("stage"), facts.get("done")) == ("step", "quantize", 1):
+            os.kill(os.getpid(), number)
+
+    monkeypatch.setattr(conversion, "_write_event", write_event)
+    before = signal.getsignal(number)
+    stopped = convert("--json")
+    assert stopped.code == 128 + number
+    assert signal.getsignal(number) is before
+    assert stopped.err.startswith(
+        f"stopped; go on with: exl convert --output {tmp_path / 'out'} {source}"
     )
-    args = ["convert", source, "-o", tmp_path / "out", "--calibration", tmp_path / "text.txt"]
-    args += ["--rows", "2", "--length", "64", "--bits", "8.25", "--json"]
-    stopped = subprocess.run(
-        [sys.executable, "-c", program, *map(str, args)],
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).resolve().parents[1],
-        check=False,
-    )
-    assert stopped.returncode == 128 + signal.SIGINT == 130
-    assert f"go on with: exl convert --output {tmp_path / 'out'} {source}" in stopped.stderr
-    assert stopped.stderr.strip().endswith("--resume")
+    assert stopped.err.endswith(" --resume\n")
     assert not (tmp_path / "out").exists()
+    monkeypatch.setattr(conversion, "_write_event", real)
     went_on = convert("--json", "--resume")
     assert went_on.code == 0
-    assert steps_of(events_of(went_on.out), "quantize") == [(2, 3)]  # two layers were there
+    events = events_of(went_on.out)
+    assert not steps_of(events, "measure")  # finished stages are there
+    assert steps_of(events, "quantize")[-1] == (2, 3)
     assert convert(out="whole").code == 0
     assert content(tmp_path / "out") == content(tmp_path / "whole")
+
+
+def test_a_text_that_is_too_short_leaves_nothing(exl, source: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("Hi.", encoding="utf-8")
+    done = exl("convert", source, "-o", tmp_path / "out", "--calibration", text, "--rows", 2)
+    assert "too short" in done.error_line(2)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_on_a_terminal_the_bar_is_gone_when_it_says_how_to_go_on(
+    source: Path, tmp_path: Path
+) -> None:
+    terminal = Terminal("convert", str(source), "-o", str(tmp_path / "out"))
+    try:
+        terminal.expect("2/9 calibrate.* left ")
+        terminal.type("\x03")
+        assert terminal.wait() == 130
+    finally:
+        terminal.close()
+    erased, last = terminal.seen.rsplit("\x1b[2K", 1)  # the bar's line
+    assert "\x1b[?25h" in erased  # the cursor is back
+    assert last == f"stopped; go on with: exl convert --output {tmp_path}/out {source} --resume\r\n"
+    assert (tmp_path / "out.work").is_dir()
+
+
+def processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_real_conversion_is_left_within_seconds(tmp_path: Path) -> None:
+    """At gradients of the head, one piece for each row, and amid layers, with two threads. Seconds
+    are those of a processor, which others may use too."""
+    text = Path(__file__).resolve().parents[2] / "docs/experiments.md"
+    args = ["convert", "smollm2", "-o", str(tmp_path / "out"), "--calibration", str(text), "--json"]
+    args += ["--rows", "8", "--length", "512", "--fast"]
+    resume: list[str] = []
+    for stage, done in (("sensitivity", 30), ("measure", 0), ("measure", 2), ("quantize", 1)):
+        process = subprocess.Popen(
+            [sys.executable, "-m", "exl_cli", *args, *resume],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "EXL_THREADS": "2"},
+        )
+        with process:
+            assert process.stdout is not None
+            assert process.stderr is not None
+            for line in process.stdout:
+                event = json.loads(line)
+                if (event.get("stage"), event.get("done")) == (stage, done):
+                    break
+            time.sleep(1.0)
+            asked = time.monotonic(), processor_s(process.pid)
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+            assert process.stderr.read()[-10:] == " --resume\n"
+            _, status, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        assert process.returncode == 130
+        took = used.ru_utime + used.ru_stime - asked[1]
+        print(f"{stage} {done}: {time.monotonic() - asked[0]:.2f} s, {took:.2f} s of processors")
+        assert took < 6.0
+        resume = ["--resume"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -43,7 +44,7 @@ def hooks(**changes: Any) -> Hooks:
 
 def run(wanted: Conversion, found: Hooks | None = None, **options: Any) -> Path:
     """States are saved at every layer, so that a kill may come between any two."""
-    return convert_model(wanted, found or hooks(), checkpoint_s=0.0, **options)
+    return convert_model(wanted, found or hooks(), saving_share=math.inf, **options)
 
 
 def content(folder: Path) -> dict[str, bytes]:

@@ -61,7 +61,9 @@ def measure_sensitivity(*args: Any, **options: Any) -> dict[str, Tensor]:
     return {"sensitivity": torch.ones(3)}
 
 
-def measure_layer(source: LayerSource, config: Any, states: Tensor, *_: Any) -> LayerMeasurement:
+def measure_layer(
+    source: LayerSource, config: Any, states: Tensor, sensitivity: Any, **_: Any
+) -> LayerMeasurement:
     states.mul_(0.9).add_(0.01 * source.layer)
     trace = float(states.double().mean())
     matrices = []
@@ -89,7 +91,7 @@ def allocate(layers: Any, bits: float) -> Allocation:
 
 
 def quantize_layer(
-    source: LayerSource, config: Any, allocation: Allocation, states: Any
+    source: LayerSource, config: Any, allocation: Allocation, states: Any, crew: Any
 ) -> QuantizedPart:
     states.source.mul_(0.9)
     states.quantized.mul_(0.9).add_(0.001 * source.layer)
@@ -107,7 +109,9 @@ def quantize_layer(
     return QuantizedPart(tensors, tuple(reports))
 
 
-def quantize_ends(checkpoint: Any, config: Any, states: Any, options: Any) -> QuantizedPart:
+def quantize_ends(
+    checkpoint: Any, config: Any, states: Any, options: Any, crew: Any
+) -> QuantizedPart:
     def read(name: str) -> Tensor:
         return torch.cat([chunk.values for chunk in checkpoint.chunks(name, torch.float32)])
 
@@ -122,8 +126,12 @@ def quantize_ends(checkpoint: Any, config: Any, states: Any, options: Any) -> Qu
 def tune_model(
     checkpoint: Any, config: Any, tensors: Mapping[str, Tensor], token_ids: Tensor, **options: Any
 ) -> dict[str, Tensor]:
-    options["on_step"](1, 2)
-    return {FINAL_NORM: tensors[FINAL_NORM] * 1.001}
+    """Three steps; each depends on what those before it left."""
+    factor = options["held"]["factor"] if options["held"] else torch.ones(1)
+    for step in range(options["first"], 3):
+        factor = factor * (1 + step / 1000)
+        options["on_step"](step + 1, {"factor": factor})
+    return {FINAL_NORM: (tensors[FINAL_NORM] * factor).half()}
 
 
 def rounded(name: str, weight: Tensor, layout: Layout, trace: float) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,15 @@ from gguf import GGMLQuantizationType
 
 from exl_core.arch.key_map import EMBED, HEAD, expected_tensors
 from exl_core.convert.calibration import CalibrationRows
+from exl_core.convert.events import ConversionStopped, Stage
+from exl_core.convert.job import convert_model
 from exl_core.convert.plan import ConvertOptions, Layout
 from exl_core.engine.score import score_tokens
 from exl_core.load import load_model, open_checkpoint
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.verify import verify
 from support import tiny_models
-from support.conversions import SHAPE, content, conversion, hooks, run
+from support.conversions import SHAPE, content, conversion, hooks, recorder, run
 from support.exl2_directory import read_model
 from support.gguf_models import write_gguf
 
@@ -114,6 +117,31 @@ def test_a_source_of_every_form(make: Any, tmp_path: Path) -> None:
     ids = torch.arange(10, 90).tolist()
     scores = [score_tokens(load_model(str(path)).model, ids) for path in (out, source)]
     assert float((scores[0] - scores[1]).abs().mean()) < 0.3
+
+
+def test_asked_to_stop_within_a_stage_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+    """Again and again, each time after more pieces of work."""
+    source = tied(tmp_path / "source")
+    whole = content(convert(source, tmp_path, out=tmp_path / "whole"))
+    wanted = conversion(source, tmp_path, bits=6.0, rows=2, length=64, stages=FAST)
+    stages: list[Stage] = []
+    pieces = 0
+    while not wanted.out.exists():
+        pieces += 150
+        asked = count()
+        events, on_event = recorder()
+        found = hooks(
+            make_rows=make_rows,
+            should_stop=lambda asked=asked, most=pieces: next(asked) >= most,
+            on_event=on_event,
+        )
+        try:
+            convert_model(wanted, found, resume=bool(stages))
+        except ConversionStopped:
+            stages.append(events[-1].stage)
+            assert not list(wanted.work_folder.glob("scratch*"))
+    assert {Stage.MEASURE, Stage.QUANTIZE} <= set(stages)
+    assert content(wanted.out) == whole
 
 
 @pytest.mark.slow

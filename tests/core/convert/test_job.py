@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from exl_core.convert.events import ConversionStopped, Stage
+from exl_core.convert.events import ConversionStopped, Event, Stage
 from exl_core.convert.job import MEASUREMENT_NAME, RECORD_NAME, GateOutcome
 from exl_core.convert.work import open_work
 from exl_core.errors import ExlError, QualityError, RequestError
@@ -145,6 +145,26 @@ def test_two_jobs_do_not_share_a_work_directory(source_dir: Path, tmp_path: Path
         open_work(tmp_path / "w", facts, resume=True, command="c"),
     ):
         pass
+
+
+def test_two_jobs_do_not_write_to_one_output(source_dir: Path, tmp_path: Path) -> None:
+    """The second begins while the first computes, before there is anything to be seen of it."""
+    second = conversion(source_dir, tmp_path, work=tmp_path / "w")
+    refusals: list[str] = []
+
+    def begin_another(event: Event) -> None:
+        if (event.kind, event.stage) == ("stage", Stage.QUANTIZE):
+            with pytest.raises(RequestError, match="converting to this output") as caught:
+                run(second)
+            refusals.append(str(caught.value))
+
+    first = conversion(source_dir, tmp_path)
+    out = run(first, hooks(on_event=begin_another))
+    assert len(refusals) == 1
+    assert str(out) in refusals[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    with pytest.raises(RequestError, match="the output exists already"):
+        run(second)
 
 
 def test_a_result_that_is_too_far_off_is_kept_but_not_published(

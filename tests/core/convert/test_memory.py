@@ -1,8 +1,14 @@
-"""The memory of a conversion: that of a layer, not that of all layers."""
+"""The memory of a conversion: that of a layer, not that of all layers.
+
+Of everything that is resident at once, files' pages too, with the model writing its own calibration
+text, and with tuning. One thread: how much several hold at the same moment depends on how busy the
+machine is.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -29,17 +35,18 @@ def peak_bytes(folder: Path, layers: int) -> tuple[int, int]:
     """Of a conversion with so many layers, and the size of its source."""
     model = tiny_models.tiny_llama(**SIZES, num_hidden_layers=layers)
     source = tiny_models.save(model, folder / f"source-{layers}")
-    text = folder / "text.txt"
-    text.write_text("A text that is neither short nor long. " * 60, encoding="utf-8")
-    args = [source, "-o", folder / f"out-{layers}", "--calibration", text, "--fast", "--json"]
-    sizes = ["--rows", 2, "--length", 128, "--bits", 4.5, "--force"]
+    args = [source, "-o", folder / f"out-{layers}", "--json", "--force"]
+    sizes = ["--rows", 2, "--length", 128, "--bits", 4.5]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "convert", *map(str, args), *map(str, sizes)],
         capture_output=True,
         text=True,
         check=True,
+        env={**os.environ, "EXL_THREADS": "1"},
     )
-    assert json.loads(done.stdout.splitlines()[-1])["event"] == "done"
+    events = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {event["stage"] for event in events if event["event"] == "step"} >= {"calibrate", "tune"}
+    assert events[-1]["event"] == "done"
     return int(done.stderr.split()[-1]) * 1024, (source / "model.safetensors").stat().st_size
 
 

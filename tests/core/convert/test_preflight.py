@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import namedtuple
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from exl_core.errors import (
     ProblemsError,
     RequestError,
 )
+from exl_core.load import open_checkpoint
+from exl_core.weights.checkpoint import Checkpoint
 from support import tiny_models
 from support.conversions import SHAPE, conversion, hooks, recorder, run
 from support.quantized_models import quantized_llama
@@ -68,14 +71,17 @@ def test_all_tensors_that_are_not_finite_are_named(
         )
 
     up, norm = "model.layers.1.mlp.up_proj.weight", "model.layers.2.input_layernorm.weight"
-    source = damaged(**{up: put(float("nan")), norm: put(float("inf"))})
+    down = "model.layers.0.mlp.down_proj.weight"  # which float32 holds, and float16 does not
+    source = damaged(**{up: put(float("nan")), norm: put(float("inf")), down: put(1e5)})
     error = refused(source, tmp_path)
     assert isinstance(error, ProblemsError)
     assert error.exit_code == ModelError.exit_code
     said = [str(problem) for problem in error.problems]
-    assert len(said) == 2
-    assert up in said[0]
-    assert norm in said[1]
+    assert len(said) == 3
+    assert down in said[0]
+    assert "float16" in said[0]
+    assert up in said[1]
+    assert norm in said[2]
 
 
 def test_sizes_that_the_format_has_no_room_for(tmp_path: Path) -> None:
@@ -165,6 +171,22 @@ def test_what_another_conversion_left(source_dir: Path, tmp_path: Path) -> None:
     assert "is the output" in str(refused(source_dir, tmp_path, work=tmp_path / "out.partial"))
 
 
+def test_an_output_that_cannot_be_renamed_to(
+    source_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which would be noticed when all work is done."""
+    link = tmp_path / "link"
+    for target in ("nowhere", "empty"):
+        link.symlink_to(tmp_path / target)
+        assert "exists already" in str(refused(source_dir, tmp_path, out=link))
+        link.unlink()
+        (tmp_path / "empty").mkdir(exist_ok=True)
+    monkeypatch.setattr(Path, "is_mount", lambda path: path.name == "empty")
+    error = refused(source_dir, tmp_path, out=tmp_path / "empty")
+    assert "mounted" in str(error)
+    assert "directory in it" in str(error)
+
+
 def test_an_empty_output_directory_is_taken(source_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert run(conversion(source_dir, tmp_path)).is_dir()
@@ -183,6 +205,23 @@ def test_a_disk_and_a_memory_that_are_too_small(
     assert isinstance(both, ProblemsError)
     assert [type(problem) for problem in both.problems] == [DiskFullError, OutOfMemoryError]
     assert both.exit_code == DiskFullError.exit_code == 6
+
+
+def test_memory_is_that_of_a_layer_and_disk_that_of_all(source_dir: Path) -> None:
+    source, config, quantization = open_checkpoint(source_dir)
+    checkpoint = Checkpoint(source, config, quantization)
+
+    def needed(options: ConvertOptions, **changes: Any) -> preflight.Space:
+        changed = replace(config, **changes)
+        return preflight.space_needed(
+            changed, checkpoint, options, bits=4.0, rows=4, length=64, writes_rows=True
+        )
+
+    few, many = (needed(ConvertOptions(), num_layers=layers) for layers in (3, 30))
+    assert many.memory == few.memory
+    assert many.work > 3 * few.work
+    assert needed(ConvertOptions(fast=True), num_layers=30).work < many.work  # nothing is tuned
+    assert needed(ConvertOptions(), intermediate_size=1 << 14).memory > 2 * few.memory
 
 
 @pytest.fixture

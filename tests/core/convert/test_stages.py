@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,16 +12,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.arch.key_map import EMBED, expected_tensors
+from exl_core.arch.key_map import EMBED, FINAL_NORM, expected_tensors
 from exl_core.codecs import exl2
 from exl_core.convert import sensitivity as sensitivity_module
+from exl_core.convert import tune
 from exl_core.convert.allocate import allocate
+from exl_core.convert.block import rms_norm
 from exl_core.convert.layers import States, embed_rows, read_layer
 from exl_core.convert.measure import measure_layer
+from exl_core.convert.parallel import Workers, workers
 from exl_core.convert.plan import ConvertOptions, LayerMeasurement
 from exl_core.convert.quantize import quantize_ends, quantize_layer
 from exl_core.convert.sensitivity import Sensitivity, measure_sensitivity
-from exl_core.convert.tune import tune_model
+from exl_core.convert.tune import scratch_bytes, tune_model
 from exl_core.load import open_checkpoint
 from exl_core.settings import Settings
 from exl_core.weights.checkpoint import Checkpoint
@@ -29,6 +34,10 @@ from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
 CPU = torch.device("cpu")
 OPTIONS = ConvertOptions(fast=True)
 FULL = ConvertOptions()
+
+
+def crew() -> AbstractContextManager[Workers]:
+    return workers(CPU, lambda: False)
 
 
 class Source(NamedTuple):
@@ -42,7 +51,8 @@ def make_source(folder: Path, build: Callable[..., Any], **options: Any) -> Sour
     source, config, quantization = open_checkpoint(save(build(**SIZES, **options), folder))
     checkpoint = Checkpoint(source, config, quantization, is_exact=True)
     ids = torch.randint(3, VOCAB_SIZE, (4, 96), generator=torch.Generator().manual_seed(9))
-    sensitivity = measure_sensitivity(checkpoint, config, ids, options=OPTIONS)
+    with crew() as some:
+        sensitivity = measure_sensitivity(checkpoint, config, ids, options=OPTIONS, crew=some)
     return Source(checkpoint, config, ids, sensitivity)
 
 
@@ -59,7 +69,10 @@ def measured(llama: Source) -> list[LayerMeasurement]:
 
 def measure(source: Source, layer: int, states: Tensor) -> LayerMeasurement:
     weights = read_layer(source.checkpoint, source.config, layer, CPU)
-    return measure_layer(weights, source.config, states, source.sensitivity, OPTIONS)
+    with crew() as some:
+        return measure_layer(
+            weights, source.config, states, source.sensitivity, options=OPTIONS, crew=some
+        )
 
 
 def convert(source: Source, layers: list[LayerMeasurement], bits: float) -> dict[str, Tensor]:
@@ -70,17 +83,14 @@ def convert(source: Source, layers: list[LayerMeasurement], bits: float) -> dict
     tensors: dict[str, Tensor] = {}
     for layer in range(source.config.num_layers):
         weights = read_layer(source.checkpoint, source.config, layer, CPU)
-        part = quantize_layer(
-            weights,
-            source.config,
-            allocation,
-            states,
-        )
+        with crew() as some:
+            part = quantize_layer(weights, source.config, allocation, states, some)
         tensors |= part.tensors
         assert [r.layout for r in part.reports] == [
             allocation.layouts[report.name] for report in part.reports
         ]
-    ends = quantize_ends(source.checkpoint, source.config, states, OPTIONS)
+    with crew() as some:
+        ends = quantize_ends(source.checkpoint, source.config, states, OPTIONS, some)
     return tensors | dict(ends.tensors)
 
 
@@ -150,51 +160,91 @@ def test_sensitivity_is_the_mean_square_of_gradients(llama: Source) -> None:
     states = embed_rows(llama.checkpoint, llama.config, llama.token_ids)
     for layer in range(llama.config.num_layers):
         measure(llama, layer, states)
-    gradient = sensitivity_module._head_gradient(
-        llama.checkpoint, llama.config, states, OPTIONS, _Alone()
-    )
+    with crew() as some:
+        gradient = sensitivity_module._head_gradient(
+            llama.checkpoint, llama.config, states, OPTIONS, some
+        )
     expected = gradient.square().mean((0, 1))
     assert torch.allclose(llama.sensitivity[name], expected, rtol=0.05)
 
 
-class _Alone:
-    """Workers that do one thing after the other."""
-
-    def each(self, work: Callable[[int], Any], items: Any) -> list[Any]:
-        return [work(item) for item in items]
+def tuned(source: Source, tensors: dict[str, Tensor], folder: Path, **options: Any) -> Any:
+    folder.mkdir()
+    with crew() as some:
+        return tune_model(
+            source.checkpoint,
+            source.config,
+            tensors,
+            source.token_ids,
+            options=FULL,
+            crew=some,
+            scratch=folder,
+            **options,
+        )
 
 
 def test_tuning_brings_the_predictions_closer(
-    llama: Source, measured: list[LayerMeasurement], monkeypatch: pytest.MonkeyPatch
+    llama: Source, measured: list[LayerMeasurement], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tensors = convert(llama, measured, 2.6)
-    monkeypatch.setattr("exl_core.convert.tune.STEPS", 10)
-    losses: list[float] = []
-    tuned = tune_model(
-        llama.checkpoint,
-        llama.config,
-        tensors,
-        llama.token_ids,
-        options=FULL,
-        on_step=lambda done, total: losses.append(done / total),
-    )
-    assert losses[-1] == 1.0
-    assert tuned
-    for name, value in tuned.items():
+    monkeypatch.setattr(tune, "STEPS", 10)
+    monkeypatch.setattr(tune, "LENGTH", llama.token_ids.shape[1])
+    told: list[tuple[int, dict[str, Tensor]]] = []
+
+    def on_step(done: int, state: dict[str, Tensor]) -> None:
+        told.append((done, {name: value.clone() for name, value in state.items()}))
+
+    new = tuned(llama, tensors, tmp_path / "a", on_step=on_step)
+    assert [done for done, _ in told] == list(range(1, 11))
+    assert new
+    for name, value in new.items():
         assert value.shape == tensors[name].shape
         assert value.dtype is tensors[name].dtype
         assert name.endswith(("norm.weight", ".q_scale_max"))
-    before, after = divergence(llama, tensors), divergence(llama, tensors | tuned)
+    before, after = divergence(llama, tensors), divergence(llama, tensors | new)
     assert after < 0.99 * before
-    again = tune_model(llama.checkpoint, llama.config, tensors, llama.token_ids, options=FULL)
-    assert all(torch.equal(tuned[name], again[name]) for name in tuned)
+    first, held = told[5]
+    for options in ({}, {"first": first, "held": held}):  # again, and going on
+        again = tuned(llama, tensors, tmp_path / f"b{len(options)}", **options)
+        assert all(torch.equal(new[name], again[name]) for name in new)
+    waited = sum(path.stat().st_size for path in (tmp_path / "a").iterdir())
+    assert waited == pytest.approx(scratch_bytes(llama.config), rel=0.05)
 
 
 def divergence(source: Source, tensors: dict[str, Tensor]) -> float:
-    from exl_core.convert import tune
-    from exl_core.convert.parallel import workers
+    with crew() as some, tempfile.TemporaryDirectory() as folder:
+        model, wanted = open_tuned(source, tensors, Path(folder), some)
+        return model.divergence(source.token_ids, wanted, some)
 
-    with workers(CPU) as crew, torch.no_grad():
-        wanted = tune._source_states(source.checkpoint, source.config, source.token_ids, CPU, crew)
-        model = tune._Tuned.of(source.checkpoint, source.config, tensors, CPU)
-    return model.gradients(source.token_ids, wanted)[0]
+
+def open_tuned(
+    source: Source, tensors: dict[str, Tensor], folder: Path, some: Workers
+) -> tuple[Any, Tensor]:
+    """The model that is tuned, and what the source's head gets."""
+    with torch.no_grad():
+        wanted = tune._source_states(source.checkpoint, source.config, source.token_ids, CPU, some)
+        return tune._Tuned.of(source.checkpoint, source.config, tensors, folder, CPU), wanted
+
+
+def test_gradients_taken_layer_by_layer_are_those_of_the_whole(
+    llama: Source, measured: list[LayerMeasurement], tmp_path: Path
+) -> None:
+    tensors = convert(llama, measured, 3.0)
+    with crew() as some:
+        model, wanted = open_tuned(llama, tensors, tmp_path, some)
+        for n, knob in enumerate(model.knobs.values()):
+            knob.data += 0.01 * n
+        found = model.gradients(llama.token_ids, wanted, some)
+    assert found.keys() == model.knobs.keys()
+    x = tensors[EMBED][llama.token_ids].float()
+    for layer in range(llama.config.num_layers):
+        x = model._layer(layer)(x)
+    norm = model.norms[FINAL_NORM] * model.knobs[FINAL_NORM].exp()
+    x = model._scaled("lm_head", rms_norm(x, norm, llama.config.norm_eps))
+    head = model.matrices["lm_head"].weight()[:VOCAB_SIZE]
+    ours = (x.to(head.dtype) @ head.T).float().log_softmax(-1)
+    theirs = (wanted @ model.source_head.T).float().log_softmax(-1)
+    loss = (theirs.exp() * (theirs - ours)).sum(-1).mean()
+    expected = torch.autograd.grad(loss, list(model.knobs.values()))
+    for name, whole in zip(model.knobs, expected, strict=True):
+        assert float((found[name] - whole).norm()) < 0.02 * float(whole.norm()), name

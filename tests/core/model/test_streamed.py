@@ -16,7 +16,7 @@ def pair(
 ) -> list[LoadedModel]:
     make = {"llama": tiny_models.tiny_llama, "gemma3": tiny_models.tiny_gemma3}[request.param]
     folder = tiny_models.save(make(), tmp_path_factory.mktemp(request.param))
-    return [load_model(str(folder), LoadOptions(streamed=streamed)) for streamed in (True, False)]
+    return [load_model(str(folder), LoadOptions(held_bytes=held)) for held in (0, None)]
 
 
 def test_scores_and_sizes_are_those_of_the_whole_model(pair: list[LoadedModel]) -> None:
@@ -34,3 +34,20 @@ def test_only_one_block_is_held(pair: list[LoadedModel]) -> None:
     assert blocks[1] is not None
     assert blocks[0] is not first
     assert len(blocks[1:]) == len(blocks) - 1
+
+
+def test_the_first_blocks_are_held_where_there_is_room(pair: list[LoadedModel]) -> None:
+    whole = pair[1]
+    sizes = [block.size_bytes for block in whole.model._weights.blocks]
+    beside = whole.weights_bytes - sum(sizes)
+    loaded = load_model(
+        str(whole.path), LoadOptions(held_bytes=beside + sizes[0] + round(1.1 * max(sizes)))
+    )
+    blocks = loaded.model._weights.blocks
+    first, again = ([blocks[layer] for layer in range(len(blocks))] for _ in range(2))
+    assert first[0] is again[0]
+    assert not any(a is b for a, b in zip(first[1:], again[1:], strict=True))
+    ids = torch.arange(40).tolist()
+    assert torch.equal(*(score_tokens(model.model, ids) for model in (loaded, whole)))
+    roomy = load_model(str(whole.path), LoadOptions(held_bytes=1 << 40))
+    assert isinstance(roomy.model._weights.blocks, tuple)

@@ -13,17 +13,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import typer
 
 from exl_cli import output
-from exl_cli.interrupt import Interrupt
+from exl_cli.interrupt import StopSignals
 from exl_cli.render import (
     facts_table,
     format_bytes,
     print_answer,
+    print_note,
     stages_progress,
-    stderr_console,
 )
-from exl_core.convert.calibration import CalibrationRows, rows_of_model, rows_of_texts
+from exl_core.convert.calibration import (
+    AT_ONCE,
+    CalibrationRows,
+    rows_at_once,
+    rows_of_model,
+    rows_of_texts,
+)
 from exl_core.convert.events import ConversionStopped, Event, Stage
 from exl_core.convert.job import (
     RECORD_NAME,
@@ -34,7 +41,8 @@ from exl_core.convert.job import (
     convert_model,
 )
 from exl_core.convert.plan import ConvertOptions
-from exl_core.errors import ExlError
+from exl_core.convert.preflight import memory_needed
+from exl_core.errors import ExlError, RequestError
 from exl_core.files import read_json_object
 from exl_core.load import LoadOptions, gguf_fields, load_model, open_checkpoint
 from exl_core.ops.cuda.device import parse_device
@@ -76,27 +84,27 @@ class Wish:
 def run(
     wish: Wish, *, command: str, resume: bool, force: bool, is_json: bool, is_quiet: bool
 ) -> None:
-    """The whole command. Ctrl-C ends it between two steps, with what goes on as the last line."""
+    """The whole command. Ctrl-C and SIGTERM end it at once, with what goes on as the last line."""
     started = time.monotonic()
     text = None if wish.calibration == SELF else calibration_text(wish.calibration)
     wanted = _conversion(wish, text)
+    given = None if text is None else _taken_rows(wanted, text)
     torch.set_num_threads(1)  # kernels and stages have threads of their own
-    with _saying(is_json=is_json, is_quiet=is_quiet) as say, Interrupt() as interrupt:
-        hooks = Hooks(
-            make_rows=lambda step: _rows(wanted, text, step),
-            gate=lambda source, candidate: _gate(wanted, source, candidate, say),
-            on_event=say,
-            should_stop=lambda: interrupt.is_set,
-            command=command,
-        )
+    with StopSignals() as signals:
         try:
-            out = convert_model(wanted, hooks, resume=resume, force=force)
+            with _saying(is_json=is_json, is_quiet=is_quiet) as say:
+                hooks = Hooks(
+                    make_rows=lambda step: given or _written_rows(wanted, step),
+                    gate=lambda source, candidate: _gate(wanted, source, candidate, say),
+                    on_event=say,
+                    should_stop=lambda: signals.is_set,
+                    command=command,
+                )
+                out = convert_model(wanted, hooks, resume=resume, force=force)
         except (ConversionStopped, KeyboardInterrupt) as stop:
             if not is_quiet:
-                stderr_console().print(
-                    f"stopped; go on with: {command}", markup=False, soft_wrap=True
-                )
-            raise KeyboardInterrupt from stop
+                print_note(f"stopped; go on with: {command}")
+            raise typer.Exit(signals.code) from stop
     record = read_json_object(out / RECORD_NAME, ExlError)
     if is_json:
         facts = {"bits_per_weight": record["bits_per_weight"], "gate": record["gate"]}
@@ -116,6 +124,10 @@ def calibration_text(spec: str) -> Text:
 
 
 def _conversion(wish: Wish, text: Text | None) -> Conversion:
+    if wish.out.name in {"", ".."}:
+        raise RequestError(
+            "-o is not a name", where=wish.out, expected="the name of a directory that will be made"
+        )
     path = resolve_model(wish.spec)
     _, config, _ = open_checkpoint(path)
     rows = wish.rows or (FAST_ROWS if wish.is_fast else ROWS)
@@ -139,22 +151,32 @@ def _conversion(wish: Wish, text: Text | None) -> Conversion:
     )
 
 
-def _rows(
-    wanted: Conversion, text: Text | None, step: Callable[[int, int], None]
-) -> CalibrationRows:
-    path = wanted.source
-    if text is not None:
-        source, _, _ = open_checkpoint(path)
-        tokenizer = load_tokenizer(path, gguf_fields(source))
-        return rows_of_texts(
-            text.documents, tokenizer, rows=wanted.rows, length=wanted.length, name=text.name
-        )
-    loaded = load_model(str(path), LoadOptions(backend=wanted.stages.device))
+def _taken_rows(wanted: Conversion, text: Text) -> CalibrationRows:
+    """From a text, which may be too short: known before there is anything to go on with."""
+    source, _, _ = open_checkpoint(wanted.source)
+    tokenizer = load_tokenizer(wanted.source, gguf_fields(source))
+    return rows_of_texts(
+        text.documents, tokenizer, rows=wanted.rows, length=wanted.length, name=text.name
+    )
+
+
+def _written_rows(wanted: Conversion, step: Callable[[int, int], None]) -> CalibrationRows:
+    """On a CPU with no more memory than one layer takes anyway with one thread: rows that are
+    written at once may have a say in the text, threads not."""
+    options = wanted.stages
+    how, at_once = LoadOptions(backend=options.device), AT_ONCE
+    if options.device == "cpu":
+        _, config, _ = open_checkpoint(wanted.source)
+        memory = memory_needed(config, wanted.rows * wanted.length, threads=1)
+        at_once, cache_bytes = rows_at_once(config, wanted.length, memory)
+        how = LoadOptions(held_bytes=max(0, memory - cache_bytes))
+    loaded = load_model(str(wanted.source), how)
     return rows_of_model(
         loaded,
         rows=wanted.rows,
         length=wanted.length,
-        seed=wanted.stages.seed,
+        seed=options.seed,
+        at_once=at_once,
         on_progress=step,
     )
 
@@ -165,7 +187,7 @@ def _gate(wanted: Conversion, source: Path, candidate: Path, say: Say) -> GateOu
     def on_window(done: int, total: int, kld: float) -> None:
         say(Event("step", Stage.GATE, done, total, {"kld": kld}))
 
-    how = LoadOptions(backend=wanted.stages.device, streamed=True)
+    how = LoadOptions(backend=wanted.stages.device, held_bytes=0)
     result = measure_gate(
         load_model(str(candidate), how),
         load_model(str(source), how),
@@ -202,7 +224,7 @@ def _saying(*, is_json: bool, is_quiet: bool) -> Iterator[Say]:
                 show(f"{number}/{len(Stage)} {event.stage.value}", event.done, event.total)
             for incident in _incidents(event):
                 if not is_quiet:
-                    stderr_console().print(incident, markup=False, soft_wrap=True)
+                    print_note(incident)
 
         yield say
 

@@ -1,8 +1,9 @@
-"""Ctrl-C, in the two ways that a command wants it.
+"""Ctrl-C, in the three ways that a command wants it.
 
 `exits_at_once` while there is nothing to save; `Interrupt` while text is being generated: the
 first Ctrl-C asks the loop to stop after the step that runs, so that the engine stays usable, and a
-second one does not wait.
+second one does not wait. `StopSignals` while work goes on that is safe on the disk, wherever it is
+dropped.
 """
 
 from __future__ import annotations
@@ -36,6 +37,37 @@ def exits_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, previous)
+
+
+class StopSignals:
+    """Context manager: Ctrl-C and SIGTERM raise KeyboardInterrupt where they arrive, and `is_set`
+    from then on, for threads to ask. `code` is what the process should end with."""
+
+    def __init__(self) -> None:
+        self.code = 0
+        self._previous: dict[int, Any] = {}
+
+    @property
+    def is_set(self) -> bool:
+        return self.code != 0
+
+    def __enter__(self) -> Self:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._previous[number] = signal.signal(number, self._on_signal)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
+
+    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+        self.code = 128 + number
+        raise KeyboardInterrupt
 
 
 class Interrupt:

@@ -38,7 +38,7 @@ EXIT_CODES = (
     "Exit codes: 0 done; 1 a failure while running; 2 a request that cannot be served as written; "
     "3 a model that cannot be found, read or trusted; 4 not enough memory; 5 no GPU that can be "
     "used; 6 no space on a disk; 7 a converted model that is too far from its source; 130 stopped "
-    "by Ctrl-C; 141 the reader of the output went away."
+    "by Ctrl-C; 141 the reader of the output went away; 143 a conversion stopped by SIGTERM."
 )
 
 app = typer.Typer(

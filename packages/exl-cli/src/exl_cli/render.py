@@ -48,6 +48,12 @@ def stderr_console() -> Console:
     return Console(stderr=True, highlight=False)
 
 
+def print_note(line: str) -> None:
+    """On stderr, above a bar that is being drawn there: a bar watches the stream, no console's."""
+    if sys.stderr is not None:
+        print(line, file=sys.stderr, flush=True)
+
+
 @contextmanager
 def _bar(
     first: str, *columns: ProgressColumn, is_quiet: bool, per_second: int = 10

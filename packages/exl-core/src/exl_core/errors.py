@@ -5,8 +5,8 @@ exception is a bug and shows its traceback.
 
 Exit codes: 1 a failure while running, 2 a request that cannot be served as written, 3 a model that
 cannot be found, read or trusted, 4 not enough memory, 5 no GPU that can be used, 6 no space on a
-disk, 7 a result that is not good enough to be published. (130 is Ctrl-C and 141 a closed pipe; the
-command line owns those.)
+disk, 7 a result that is not good enough to be published. (130 is Ctrl-C, 141 a closed pipe and
+143 a conversion that SIGTERM stopped; the command line owns those.)
 """
 
 from __future__ import annotations

@@ -49,8 +49,9 @@ class LoadOptions:
     rope_alpha: float | None = None
     exact: bool = False
     """Compute in float32 with weights dequantized as their format says, to float16."""
-    streamed: bool = False
-    """Read each block anew in every pass: the memory of one, for a few long passes."""
+    held_bytes: int | None = None
+    """Most memory for weights; blocks that have no room are read anew in every pass, with the
+    memory of one. None: all are held."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +93,16 @@ def load_model(
     tokenizer = load_tokenizer(path, fields)
     check_vocab(tokenizer, config.vocab_size, path)
     ops = table()
-    needed = checkpoint.bytes_at_once if options.streamed else checkpoint.packed_bytes
+    at_once, needed, held = checkpoint.bytes_at_once, checkpoint.packed_bytes, options.held_bytes
+    is_streamed = held is not None and held < needed
+    if held is not None:
+        needed = min(needed, max(at_once, held))
     check_memory(needed, free_memory_bytes(ops.device), path)
     with device_failures(ops.device, "loading the weights"):
-        if options.streamed:
-            weights: ModelWeights = stream_weights(config, checkpoint, ops, threads=threads)
+        if is_streamed:
+            weights: ModelWeights = stream_weights(
+                config, checkpoint, ops, threads=threads, held_bytes=needed - at_once
+            )
         else:
             weights = build_weights(config, checkpoint, ops, threads=threads, progress=progress)
         if ops.device.type == "cuda":

@@ -156,7 +156,7 @@ def _dataset_rows(column: str, **source: Any) -> Iterator[str]:
             "the hub cannot be reached",
             where=where,
             got=_first_line(error),
-            next_step="A file needs no hub: --text FILE.parquet or FILE.jsonl.",
+            next_step="A file needs no hub: FILE.parquet or FILE.jsonl in its place.",
         ) from error
     except (OSError, ValueError) as error:
         raise RequestError(

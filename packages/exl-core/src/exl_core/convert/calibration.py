@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from exl_core.arch.spec import ModelConfig
+from exl_core.cache.format import PAGE_SIZE, KVFormat, kv_bytes_per_token
 from exl_core.engine.engine import EngineOptions
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError
@@ -20,7 +22,7 @@ from exl_core.tokenizer.base import Tokenizer
 OnRow = Callable[[int, int], None]
 """Called with tokens done and all of them."""
 
-AT_ONCE = 16  # rows that are written side by side
+AT_ONCE = 16  # most rows that are written side by side
 _MARK = "\u0001"  # stands for what a user says while the template is looked at
 
 
@@ -56,8 +58,24 @@ def rows_of_texts(
     return _made(torch.tensor(ids[:wanted], dtype=torch.int64).view(rows, length), name)
 
 
+def rows_at_once(config: ModelConfig, length: int, memory_bytes: int) -> tuple[int, int]:
+    """For a model that writes with so much memory: rows side by side, one at least, and the bytes
+    of their keys and values."""
+    heads = config.num_kv_heads
+    token = kv_bytes_per_token(config.num_layers, heads, config.head_dim, KVFormat.FP16)
+    row = token * (length + PAGE_SIZE)
+    count = max(1, min(AT_ONCE, memory_bytes // row))
+    return count, count * row
+
+
 def rows_of_model(
-    loaded: LoadedModel, *, rows: int, length: int, seed: int, on_progress: OnRow | None = None
+    loaded: LoadedModel,
+    *,
+    rows: int,
+    length: int,
+    seed: int,
+    at_once: int,
+    on_progress: OnRow | None = None,
 ) -> CalibrationRows:
     """What the model writes by itself at temperature 1, from its first tokens on.
 
@@ -66,7 +84,7 @@ def rows_of_model(
     The same for the same model, sizes and seed.
     """
     starts = _starts(loaded)
-    options = EngineOptions(cache_tokens=AT_ONCE * (length + 256), max_batch=AT_ONCE)
+    options = EngineOptions(cache_tokens=at_once * (length + PAGE_SIZE), max_batch=at_once)
     generator = DynamicGenerator(loaded, options)
     jobs = []
     for row in range(rows):

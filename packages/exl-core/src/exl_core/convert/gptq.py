@@ -12,7 +12,7 @@ K input features, N columns. All tensors are float32 on one device unless said o
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -99,11 +99,13 @@ def quantize_columns(
     variants: Sequence[Variant],
     trials: int,
     column_weights: Tensor | None = None,
+    *,
+    check: Callable[[], None] | None = None,
 ) -> Rounded:
     """`weight` [K, N] in the order of stored rows; the variants' columns are all of them.
 
     `trials`: scales that are tried for each group and column. `column_weights` [N], how much the
-    columns count, change `cost` and nothing else.
+    columns count, change `cost` and nothing else. `check` is called every 32 rows, and may raise.
     """
     rest = weight.clone()
     features, columns = weight.shape
@@ -115,6 +117,8 @@ def quantize_columns(
     positions = torch.arange(columns, device=weight.device)
     costs = []
     for first in range(0, features, ROW_STEP):
+        if check is not None:
+            check()
         block = slice(first, min(first + ROW_STEP, features))
         for stop, places in _beginning(variants, starts, first, weight):
             span = slice(first, stop)

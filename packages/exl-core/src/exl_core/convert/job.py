@@ -28,7 +28,7 @@ from exl_core.convert.publish import (
     write_weights,
 )
 from exl_core.convert.stages import (
-    CHECKPOINT_S,
+    SAVING_SHARE,
     Computed,
     MakeRows,
     Stages,
@@ -37,14 +37,14 @@ from exl_core.convert.stages import (
     matrix_reports,
     stage_files,
 )
-from exl_core.convert.work import JOB_NAME, WorkDir, check_work, open_work
+from exl_core.convert.work import JOB_NAME, WorkDir, check_work, locked, open_work
 from exl_core.errors import DiskFullError, ExlError, ProblemsError, QualityError
 from exl_core.files import write_json
 from exl_core.load import model_name, open_checkpoint
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.source import TensorSource
 
-WORK_SUFFIX = ".work"
+WORK_SUFFIX, LOCK_SUFFIX = ".work", ".lock"
 RECORD_NAME, MEASUREMENT_NAME = "exl_conversion.json", "exl_measurement.json"
 SELF = "self"
 """The `calibration` of a model that writes its own text."""
@@ -77,6 +77,10 @@ class Conversion:
     @property
     def work_folder(self) -> Path:
         return self.work or self.out.with_name(self.out.name + WORK_SUFFIX)
+
+    @property
+    def lock(self) -> Path:
+        return self.out.with_name(self.out.name + LOCK_SUFFIX)
 
     def facts(self, source_sha256: str) -> dict[str, object]:
         """What must agree between a conversion and one that goes on with it, by option."""
@@ -127,7 +131,7 @@ def convert_model(
     *,
     resume: bool = False,
     force: bool = False,
-    checkpoint_s: float = CHECKPOINT_S,
+    saving_share: float = SAVING_SHARE,
 ) -> Path:
     """Converts, or goes on converting, and returns the directory under its final name.
 
@@ -138,9 +142,12 @@ def convert_model(
     ready = _prepare(wanted, hooks, resume=resume)
     folder = wanted.work_folder
     try:
-        with open_work(folder, ready.facts, resume=resume, command=hooks.command) as work:
+        with (
+            locked(wanted.lock, wanted.out, "to this output"),
+            open_work(folder, ready.facts, resume=resume, command=hooks.command) as work,
+        ):
             if not _is_published(wanted, work):
-                computed = _stages(wanted, hooks, ready, work, checkpoint_s).run()
+                computed = _stages(wanted, hooks, ready, work, saving_share).run()
                 _write(wanted, hooks, ready, work)
                 _pass_gate(wanted, hooks, ready, work, computed, force=force)
             _clean(wanted, work)
@@ -201,10 +208,11 @@ def _prepare(wanted: Conversion, hooks: Hooks, *, resume: bool) -> _Ready:
     space = preflight.space_needed(
         config,
         checkpoint,
+        wanted.stages,
         bits=wanted.bits,
-        head_bits=wanted.stages.head_bits,
-        tokens=wanted.rows * wanted.length,
-        loads_source=wanted.calibration == SELF,
+        rows=wanted.rows,
+        length=wanted.length,
+        writes_rows=wanted.calibration == SELF,
     )
     space = replace(space, out=space.out + files.size_bytes)
     _raise(list(preflight.space_problems(space, wanted.out, work)))
@@ -219,7 +227,7 @@ def _raise(problems: list[ExlError]) -> None:
 
 
 def _stages(
-    wanted: Conversion, hooks: Hooks, ready: _Ready, work: WorkDir, checkpoint_s: float
+    wanted: Conversion, hooks: Hooks, ready: _Ready, work: WorkDir, saving_share: float
 ) -> Stages:
     return Stages(
         work=work,
@@ -232,7 +240,7 @@ def _stages(
         on_event=hooks.on_event,
         should_stop=hooks.should_stop,
         given=ready.given,
-        checkpoint_s=checkpoint_s,
+        saving_share=saving_share,
     )
 
 
@@ -319,6 +327,7 @@ def _is_published(wanted: Conversion, work: WorkDir) -> bool:
 
 def _clean(wanted: Conversion, work: WorkDir) -> None:
     """A directory that was asked for keeps the measurement and the calibration rows."""
+    wanted.lock.unlink(missing_ok=True)  # a kill from now on leaves work files, but not this alone
     if wanted.work is None:
         work.remove_all()
     else:

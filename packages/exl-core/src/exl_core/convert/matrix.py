@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,10 +36,11 @@ class QuantizedMatrix:
 
 
 class MatrixQuantizer:
-    """For matrices that read the same input."""
+    """For matrices that read the same input. `check` is called now and then, and may raise."""
 
-    def __init__(self, moments: Moments) -> None:
+    def __init__(self, moments: Moments, check: Callable[[], None] | None = None) -> None:
         self._moments = moments
+        self._check = check
         self._factor = factorize(moments.hessian)
         self._solver = None if self._factor is None else _solver(moments.hessian)
 
@@ -51,7 +53,8 @@ class MatrixQuantizer:
         factor, incidents = self._factor or plain_factor(k, weight.device), self._incidents(name)
         groups = layout.groups(k)
         target = self._target(source)[factor.order]
-        rounded = quantize_columns(target, factor, [Variant(slice(n), groups)], TRIALS)
+        variant = Variant(slice(n), groups)
+        rounded = quantize_columns(target, factor, [variant], TRIALS, check=self._check)
         scale_codes, scale_max = rounded.scales[0]
         invperm = factor.order.argsort()
         packed = exl2_writer.pack(

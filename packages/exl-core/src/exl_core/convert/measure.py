@@ -13,7 +13,7 @@ from exl_core.convert.candidates import Costs, cost_of, layouts_for
 from exl_core.convert.gptq import Variant, factorize, plain_factor, quantize_columns
 from exl_core.convert.layers import LayerSource
 from exl_core.convert.moments import measure_moments
-from exl_core.convert.parallel import Workers, workers
+from exl_core.convert.parallel import Workers
 from exl_core.convert.plan import (
     GROUP_SIZES,
     WIDTHS,
@@ -47,17 +47,18 @@ def measure_layer(
     config: ModelConfig,
     states: Tensor,
     sensitivity: Sensitivity,
+    *,
     options: ConvertOptions,
+    crew: Workers,
 ) -> LayerMeasurement:
     """`states` float32 [rows, length, hidden] become those after the (unquantized) layer."""
     measured: list[MatrixMeasurement] = []
-    with workers(source.device) as crew:
-        stream = Stream(source.block(config), source.products(), states, source.device, crew)
-        for parts in stream.steps():
-            hessian = measure_moments(stream.inputs, None, crew).hessian
-            measured += _measure(
-                source, parts, hessian, sensitivity=sensitivity, options=options, crew=crew
-            )
+    stream = Stream(source.block(config), source.products(), states, source.device, crew)
+    for parts in stream.steps():
+        hessian = measure_moments(stream.inputs, None, crew).hessian
+        measured += _measure(
+            source, parts, hessian, sensitivity=sensitivity, options=options, crew=crew
+        )
     return LayerMeasurement(source.layer, tuple(measured))
 
 
@@ -87,8 +88,9 @@ def _measure(
             variants.append(Variant(slice(first, first + n), groups))
             first += n
         weight = torch.cat([stored[part] for part, _ in job], 1)
-        cost = quantize_columns(weight, factor, variants, TRIALS, torch.cat(felt)).cost / 2
-        return [one.tolist() for one in cost.T]
+        weights = torch.cat(felt)
+        rounded = quantize_columns(weight, factor, variants, TRIALS, weights, check=crew.check)
+        return [one.tolist() for one in (rounded.cost / 2).T]
 
     columns = GPU_VALUES // len(hessian) if hessian.is_cuda else CPU_COLUMNS
     jobs = _side_by_side(

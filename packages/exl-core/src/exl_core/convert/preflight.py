@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import torch
 
 from exl_core.arch.key_map import EMBED, checkpoint_names, gguf_name, layer_of
 from exl_core.arch.quantization import Quantization
@@ -20,10 +23,15 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import available_memory_bytes
 from exl_core.codecs.exl2 import MAX_IN_FEATURES, ROW_STEP
 from exl_core.convert import side_files
+from exl_core.convert.block import QKV
+from exl_core.convert.calibration import rows_at_once
 from exl_core.convert.candidates import layouts_for
+from exl_core.convert.measure import CPU_COLUMNS
 from exl_core.convert.measurement import matrix_shapes
-from exl_core.convert.plan import HEAD_LAYOUTS, Layout, padded
+from exl_core.convert.plan import HEAD_LAYOUTS, ConvertOptions, Layout, padded
 from exl_core.convert.publish import partial_of
+from exl_core.convert.sensitivity import HEAD_ROWS, ROWS
+from exl_core.convert.tune import has_room, scratch_bytes
 from exl_core.errors import (
     DiskFullError,
     ExlError,
@@ -33,6 +41,7 @@ from exl_core.errors import (
 )
 from exl_core.files import naming_disk_failures
 from exl_core.load import gguf_fields
+from exl_core.settings import read_settings
 from exl_core.tokenizer.check import check_vocab
 from exl_core.tokenizer.detect import load_tokenizer
 from exl_core.weights.checkpoint import Checkpoint
@@ -40,6 +49,9 @@ from exl_core.weights.source import Progress, TensorSource
 from exl_core.weights.verify import verify
 
 DISK_MARGIN = 1.05  # group tables, scales, headers, records
+MEASURED_COPIES, QUANTIZED_COPIES = 7, 13
+"""Of a matrix, in float32, while layouts of it are tried and while it is quantized."""
+LOGIT_BYTES = 36  # of each logit, while one is drawn and its gradient taken
 HASH_BYTES = 1 << 22  # read at a time
 
 
@@ -97,7 +109,9 @@ def model_problems(
             next_step="Save the language model alone.",
         )
         return
-    for problem in verify(source, config, quantization, progress).problems:
+    # Scales and embedding of EXL2 are float16.
+    report = verify(source, config, quantization, progress, dtype=torch.float16)
+    for problem in report.problems:
         yield problem.error
 
 
@@ -157,7 +171,8 @@ def rate_problems(config: ModelConfig, bits: float, head_bits: int) -> Iterator[
 def output_problems(out: Path, source: Path, work: Path, *, is_begun: bool) -> Iterator[ExlError]:
     """Of the final name. `is_begun`: what lies beside it is of this conversion."""
     try:
-        is_free = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+        is_empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
+        is_free = is_empty or not os.path.lexists(out)
         is_inside = source.resolve() in (out.resolve(), *out.resolve().parents)
     except OSError as error:
         yield RequestError("the output cannot be looked at", where=out, got=error.strerror)
@@ -168,6 +183,12 @@ def output_problems(out: Path, source: Path, work: Path, *, is_begun: bool) -> I
             where=out,
             expected="a new name, or an empty directory",
             next_step="Choose another -o, or remove it.",
+        )
+    if out.is_mount():
+        yield RequestError(
+            "a file system is mounted at the output, which is made elsewhere and renamed",
+            where=out,
+            next_step="Choose a directory in it.",
         )
     if is_inside and source.is_dir():
         yield RequestError("the output lies in the source", where=out, next_step="Move it.")
@@ -195,36 +216,52 @@ def writing_problems(folder: Path) -> Iterator[ExlError]:
         yield error
 
 
+def memory_needed(config: ModelConfig, tokens: int, threads: int) -> int:
+    """Bytes at once, rather too much than too little; of one layer, however many there are.
+    `tokens` are those of all calibration rows."""
+    shapes = matrix_shapes(config)
+    sizes = [rows * cols for name, (rows, cols) in shapes.items() if layer_of(name).endswith(".0.")]
+    hidden, vocab = config.hidden_size, padded(config.vocab_size)
+    widest = max(hidden, config.intermediate_size, config.q_size)
+    tried = MEASURED_COPIES * threads * max(*sizes, CPU_COLUMNS * widest)
+    decided = QUANTIZED_COPIES * min(threads, len(QKV)) * max(sizes)
+    factors = 6 * 8 * widest**2  # in float64
+    of_layer = 4 * (2 * sum(sizes) + max(tried, decided)) + factors
+    of_head = 4 * QUANTIZED_COPIES * vocab * hidden
+    of_logits = LOGIT_BYTES * threads * HEAD_ROWS * vocab
+    states = 4 * tokens * hidden
+    inputs = 2 * 2 * tokens * widest  # of one matrix, of two streams, in two bytes each
+    return 2 * states + inputs + max(of_layer, of_head, of_logits)
+
+
 def space_needed(
     config: ModelConfig,
     checkpoint: Checkpoint,
+    options: ConvertOptions,
     *,
     bits: float,
-    head_bits: int,
-    tokens: int,
-    loads_source: bool,
+    rows: int,
+    length: int,
+    writes_rows: bool,
 ) -> Space:
-    """Estimates, rather too much than too little. `tokens` are those of all calibration rows;
-    `loads_source` says whether the source is loaded whole, for the model to write them itself."""
+    """Estimates, rather too much than too little. `writes_rows`: the model writes the calibration
+    rows itself."""
     shapes = matrix_shapes(config)
     numel = sum(rows * columns for rows, columns in shapes.values())
     hidden, vocab = config.hidden_size, padded(config.vocab_size)
-    head = Layout.parse(HEAD_LAYOUTS[head_bits]).cost_bits(hidden, config.vocab_size)
+    head = Layout.parse(HEAD_LAYOUTS[options.head_bits]).cost_bits(hidden, config.vocab_size)
     out = int(DISK_MARGIN * (numel * bits + head + 16 * vocab * hidden) / 8)
-    states = 4 * tokens * hidden
-    layer = 4 * sum(
-        rows * columns for name, (rows, columns) in shapes.items() if layer_of(name).endswith(".0.")
-    )
-    widest = max(config.hidden_size, config.intermediate_size, config.q_size)
-    # Weights with what is tried in their place; Hessian, factors and their workspace.
-    of_layer = 4 * layer + 6 * 4 * widest**2
-    of_head = 3 * 4 * vocab * hidden + 6 * 4 * hidden**2
-    inputs = 2 * 2 * tokens * widest  # of one matrix, of two streams, in two bytes each
-    memory = 2 * states + inputs + max(of_layer, of_head)
-    if loads_source:
-        memory = max(memory, checkpoint.packed_bytes)
-    gradients = 2 * tokens * hidden * config.num_layers  # states between layers wait for them
-    return Space(out, out + max(2 * 2 * states, gradients), memory)
+    tokens = rows * length
+    is_near = options.device == "cpu"
+    memory = memory_needed(config, tokens, read_settings().threads if is_near else 1)
+    if writes_rows:
+        memory = max(memory, checkpoint.bytes_at_once + rows_at_once(config, length, 0)[1])
+    # What waits between two passes: states before and behind a layer, gradients, what is tuned.
+    states = 2 * 2 * 4 * tokens * hidden
+    gradients = 2 * ROWS * length * hidden * config.num_layers
+    is_tuned = is_near and not options.fast and has_room(config, torch.device("cpu"))
+    tuned = scratch_bytes(config) if is_tuned else 0
+    return Space(out, out + max(states, gradients, tuned), memory)
 
 
 def space_problems(space: Space, out: Path, work: Path) -> Iterator[ExlError]:
@@ -252,7 +289,7 @@ def space_problems(space: Space, out: Path, work: Path) -> Iterator[ExlError]:
             "there is not enough memory for the conversion",
             expected=f"about {_mib(space.memory)}",
             got=f"{_mib(free_memory)} free",
-            next_step="Calibrate on fewer --rows, or free some memory.",
+            next_step="Calibrate on fewer --rows, take fewer threads (EXL_THREADS), or free some.",
         )
 
 

@@ -23,7 +23,7 @@ from exl_core.convert.layers import (
 )
 from exl_core.convert.matrix import MatrixQuantizer, QuantizedMatrix
 from exl_core.convert.moments import measure_moments
-from exl_core.convert.parallel import workers
+from exl_core.convert.parallel import Workers
 from exl_core.convert.plan import (
     COLUMN_STEP,
     HEAD_LAYOUTS,
@@ -50,9 +50,10 @@ def quantize_layer(
     config: ModelConfig,
     allocation: Allocation,
     states: States,
+    crew: Workers,
 ) -> QuantizedPart:
     """All tensors of one layer. `states` become those after it."""
-    done = _quantize_matrices(source, config, allocation, states)
+    done = _quantize_matrices(source, config, allocation, states, crew)
     prefix = layer_prefix(source.layer)
     tensors: dict[str, Tensor] = {}
     for name, values in source.tensors.items():
@@ -71,6 +72,7 @@ def _quantize_matrices(
     config: ModelConfig,
     allocation: Allocation,
     states: States,
+    crew: Workers,
 ) -> dict[str, QuantizedMatrix]:
     """By their parts; each on what comes out of those before it."""
     device, dtype = source.device, compute_type(source.device)
@@ -81,30 +83,33 @@ def _quantize_matrices(
         bias = source.bias(part)
         return linear(x.to(dtype), weights[part], None if bias is None else bias.to(dtype))
 
-    with workers(device) as crew:
-        block = source.block(config)
-        original = Stream(block, source.products(), states.source, device, crew)
-        quantized = Stream(
-            source.block(config, is_stored=True), product, states.quantized, device, crew
-        )
-        for parts, _ in zip(quantized.steps(), original.steps(), strict=True):
-            moments = measure_moments(quantized.inputs, original.inputs, crew)
-            quantizer = MatrixQuantizer(moments)
+    block = source.block(config)
+    original = Stream(block, source.products(), states.source, device, crew)
+    quantized = Stream(
+        source.block(config, is_stored=True), product, states.quantized, device, crew
+    )
+    for parts, _ in zip(quantized.steps(), original.steps(), strict=True):
+        moments = measure_moments(quantized.inputs, original.inputs, crew)
+        quantizer = MatrixQuantizer(moments, crew.check)
 
-            def quantize(part: str, quantizer: MatrixQuantizer = quantizer) -> QuantizedMatrix:
-                name = f"{layer_prefix(source.layer)}{part}.weight"
-                has_bias = source.bias(part) is not None
-                layout = allocation.layout(name)
-                return quantizer.quantize(name, source.matrix(part), layout, has_bias=has_bias)
+        def quantize(part: str, quantizer: MatrixQuantizer = quantizer) -> QuantizedMatrix:
+            name = f"{layer_prefix(source.layer)}{part}.weight"
+            has_bias = source.bias(part) is not None
+            layout = allocation.layout(name)
+            return quantizer.quantize(name, source.matrix(part), layout, has_bias=has_bias)
 
-            for part, matrix in zip(parts, crew.each(quantize, parts), strict=True):
-                done[part], weights[part] = matrix, matrix.weight.to(dtype)
+        for part, matrix in zip(parts, crew.each(quantize, parts), strict=True):
+            done[part], weights[part] = matrix, matrix.weight.to(dtype)
     return done
 
 
 @torch.no_grad()
 def quantize_ends(
-    checkpoint: Checkpoint, config: ModelConfig, states: States, options: ConvertOptions
+    checkpoint: Checkpoint,
+    config: ModelConfig,
+    states: States,
+    options: ConvertOptions,
+    crew: Workers,
 ) -> QuantizedPart:
     """Embedding, final norm and head, from the states after the last layer. A tied model gets a
     head of its own."""
@@ -114,17 +119,16 @@ def quantize_ends(
     norm = read_tensor(checkpoint, FINAL_NORM)
     stored = stored_norm(config, FINAL_NORM, norm)
     dtype, eps = compute_type(device), config.norm_eps
-    with workers(device) as crew:
 
-        def normed(of: Tensor, factor: Tensor) -> list[Tensor]:
-            factor = factor.to(device)
-            pieces = (some.to(device) for some in torch.split(of, crew.rows_at_once))
-            return crew.each(lambda x: rms_norm(x, factor, eps).to(dtype), pieces)
+    def normed(of: Tensor, factor: Tensor) -> list[Tensor]:
+        factor = factor.to(device)
+        pieces = (some.to(device) for some in torch.split(of, crew.rows_at_once))
+        return crew.each(lambda x: rms_norm(x, factor, eps).to(dtype), pieces)
 
-        inputs = normed(states.quantized, as_factor(config, stored))
-        moments = measure_moments(inputs, normed(states.source, norm), crew)
-        layout = Layout.parse(HEAD_LAYOUTS[options.head_bits])
-        matrix = MatrixQuantizer(moments).quantize(HEAD, head.to(device), layout)
+    inputs = normed(states.quantized, as_factor(config, stored))
+    moments = measure_moments(inputs, normed(states.source, norm), crew)
+    layout = Layout.parse(HEAD_LAYOUTS[options.head_bits])
+    matrix = MatrixQuantizer(moments, crew.check).quantize(HEAD, head.to(device), layout)
     tensors = {EMBED: embed.half(), FINAL_NORM: stored}
     tensors |= _pieces(HEAD.removesuffix(".weight"), matrix)
     return QuantizedPart(tensors, (matrix.report,))

@@ -23,7 +23,7 @@ from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, layer_prefix
 from exl_core.arch.spec import ModelConfig
 from exl_core.convert.block import MATRICES, rms_norm
 from exl_core.convert.layers import LayerSource, compute_type, embed_rows, read_layer, read_tensor
-from exl_core.convert.parallel import Workers, workers
+from exl_core.convert.parallel import Workers
 from exl_core.convert.plan import ConvertOptions
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.safetensors_writer import as_bytes
@@ -34,7 +34,7 @@ nats^2. Fit for a safetensors file."""
 
 ROWS = 8  # whose gradients are taken: each of their tokens tells of all outputs of all matrices
 
-_HEAD_ROWS = 256  # of states whose logits exist at a time
+HEAD_ROWS = 256  # of states whose logits exist at a time
 
 
 def measure_sensitivity(
@@ -43,6 +43,7 @@ def measure_sensitivity(
     token_ids: Tensor,
     *,
     options: ConvertOptions,
+    crew: Workers,
     on_row: Callable[[int, int], None] | None = None,
     scratch: Path | None = None,
 ) -> Sensitivity:
@@ -55,7 +56,7 @@ def measure_sensitivity(
     total = 2 * config.num_layers
     found: dict[str, Tensor] = {}
     token_ids = token_ids[:ROWS]
-    with tempfile.TemporaryDirectory(dir=scratch) as folder, workers(device) as crew:
+    with tempfile.TemporaryDirectory(dir=scratch) as folder:
         states = embed_rows(checkpoint, config, token_ids)
         for layer in range(config.num_layers):
             _save(states, Path(folder, str(layer)))
@@ -100,8 +101,9 @@ def _head_gradient(
 
     def run(row: int) -> None:
         generator = torch.Generator().manual_seed(options.seed + row)
-        for first in range(0, states.shape[1], _HEAD_ROWS):
-            span = slice(first, first + _HEAD_ROWS)
+        for first in range(0, states.shape[1], HEAD_ROWS):
+            crew.check()
+            span = slice(first, first + HEAD_ROWS)
             x = states[row, span].to(device).requires_grad_()
             normed = rms_norm(x, norm, config.norm_eps)
             logits = linear(normed.to(head.dtype), head).float()

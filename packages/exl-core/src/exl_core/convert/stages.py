@@ -24,11 +24,12 @@ from exl_core.convert.events import ConversionStopped, Event, OnEvent, Stage
 from exl_core.convert.layers import States, embed_rows, read_layer
 from exl_core.convert.measure import MEASURED_ROWS, measure_layer
 from exl_core.convert.measurement import Measurement
+from exl_core.convert.parallel import Workers, workers
 from exl_core.convert.plan import Allocation, ConvertOptions, LayerMeasurement
 from exl_core.convert.publish import digest
 from exl_core.convert.quantize import QuantizedPart, quantize_ends, quantize_layer
 from exl_core.convert.sensitivity import Sensitivity, measure_sensitivity
-from exl_core.convert.tune import has_room, tune_model
+from exl_core.convert.tune import STEPS, has_room, tune_model
 from exl_core.convert.work import WorkDir
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.safetensors_writer import Entry
@@ -39,8 +40,9 @@ MEASUREMENT = "measurement.json"
 ENDS, ENDS_FACTS = "ends.safetensors", "ends.json"
 TUNING = "tuning.json"
 TUNED, TUNED_FACTS = "tuned.safetensors", "tuned.json"
-CHECKPOINT_S = 30.0
-"""Of work that a kill may cost, and a layer: states are large, and not worth writing more often."""
+SAVING_SHARE = 0.05
+"""Of the time that may go into saving states, which are large. A kill or a stop costs what has been
+done since, and a layer."""
 
 MakeRows = Callable[[Callable[[int, int], None]], CalibrationRows]
 
@@ -57,7 +59,7 @@ class Computed(NamedTuple):
 class Stages:
     """The computing part of a conversion, of one source, in one work directory.
 
-    `make_rows` gives the calibration rows, once; `should_stop` is asked between layers.
+    `make_rows` gives the calibration rows, once; `should_stop` is asked between all pieces of work.
     """
 
     work: WorkDir
@@ -70,17 +72,19 @@ class Stages:
     on_event: OnEvent
     should_stop: Callable[[], bool]
     given: Measurement | None = None
-    checkpoint_s: float = CHECKPOINT_S
+    saving_share: float = SAVING_SHARE
     _saved_at: float = field(default_factory=time.monotonic)
+    _saving_s: float = 0.0
 
     def run(self) -> Computed:
         """All stages up to the tensors of the output, which are then in the work directory."""
         self._tunes()
         rows = self._calibrate()
-        measurement = self.given or self._measure(rows)
-        allocation = allocate(measurement.layers, self.bits)
-        self._quantize(rows.token_ids, allocation)
-        self._tune(rows.token_ids)
+        with workers(self._device, self.should_stop) as crew:
+            measurement = self.given or self._measure(rows, crew)
+            allocation = allocate(measurement.layers, self.bits)
+            self._quantize(rows.token_ids, allocation, crew)
+            self._tune(rows.token_ids, crew)
         return Computed(rows, measurement, allocation)
 
     def _calibrate(self) -> CalibrationRows:
@@ -95,7 +99,7 @@ class Stages:
         token_ids = work.read_tensors(CALIBRATION)["token_ids"]
         return CalibrationRows(token_ids, str(facts["sha256"]), str(facts["description"]))
 
-    def _sense(self, token_ids: Tensor) -> Sensitivity:
+    def _sense(self, token_ids: Tensor, crew: Workers) -> Sensitivity:
         if not self.work.has(SENSITIVITY):
             with self._stage(Stage.SENSITIVITY) as step, self.work.scratch() as scratch:
                 found = measure_sensitivity(
@@ -103,16 +107,17 @@ class Stages:
                     self.config,
                     token_ids,
                     options=self.options,
+                    crew=crew,
                     on_row=step,
                     scratch=scratch,
                 )
             self.work.write_tensors(SENSITIVITY, found)
         return self.work.read_tensors(SENSITIVITY)
 
-    def _measure(self, rows: CalibrationRows) -> Measurement:
+    def _measure(self, rows: CalibrationRows, crew: Workers) -> Measurement:
         work, count = self.work, self.config.num_layers
         if not work.has(MEASUREMENT):
-            sensitivity = self._sense(rows.token_ids)
+            sensitivity = self._sense(rows.token_ids, crew)
             with self._stage(Stage.MEASURE) as step:
                 first, held = self._resume_states("measure")
                 states = (
@@ -127,10 +132,12 @@ class Stages:
                         self.config,
                         states,
                         sensitivity,
-                        self.options,
+                        options=self.options,
+                        crew=crew,
                     )
                     work.write_facts(f"measured-{layer:05d}.json", found.to_json())
-                    self._save_states("measure", layer + 1, {"states": states})
+                    is_last = layer + 1 == count
+                    self._save_states("measure", layer + 1, {"states": states}, is_last=is_last)
             layers = [
                 LayerMeasurement.from_json(work.read_facts(f"measured-{layer:05d}.json"))
                 for layer in range(count)
@@ -143,7 +150,7 @@ class Stages:
         work.remove(*(f"measured-{layer:05d}.json" for layer in range(count)))
         return Measurement.read(work.folder / MEASUREMENT)
 
-    def _quantize(self, token_ids: Tensor, allocation: Allocation) -> None:
+    def _quantize(self, token_ids: Tensor, allocation: Allocation, crew: Workers) -> None:
         if self.work.has(ENDS_FACTS):
             return
         count = self.config.num_layers
@@ -160,34 +167,46 @@ class Stages:
                     self.config,
                     allocation,
                     states,
+                    crew,
                 )
                 self._save_part(*layer_files(layer), part, Stage.QUANTIZE)
                 both = {"source": states.source, "quantized": states.quantized}
-                self._save_states("quantize", layer + 1, both)
+                self._save_states("quantize", layer + 1, both, is_last=layer + 1 == count)
         with self._stage(Stage.ENDS):
-            part = quantize_ends(self.checkpoint, self.config, states, self.options)
+            part = quantize_ends(self.checkpoint, self.config, states, self.options, crew)
             self._save_part(ENDS, ENDS_FACTS, part, Stage.ENDS)
         self._drop_states("quantize")
 
-    def _tune(self, token_ids: Tensor) -> None:
+    def _tune(self, token_ids: Tensor, crew: Workers) -> None:
         if self.work.has(TUNED_FACTS):
             return
         if not self._tunes():
             self.work.write_tensors(TUNED, {})
             self.work.write_facts(TUNED_FACTS, {"digests": {}})
             return
-        with self._stage(Stage.TUNE) as step:
+        with self._stage(Stage.TUNE) as step, self.work.scratch() as scratch:
             tensors = TensorFiles(part_entries(self.work, self.config.num_layers))
+            first, held = self._resume_states("tune")
+
+            def on_step(done: int, state: Mapping[str, Tensor]) -> None:
+                self._save_states("tune", done, state)
+                step(done, STEPS)
+
             tuned = tune_model(
                 self.checkpoint,
                 self.config,
                 tensors,
                 token_ids,
                 options=self.options,
-                on_step=step,
+                crew=crew,
+                scratch=scratch,
+                first=first,
+                held=held,
+                on_step=on_step,
             )
         self.work.write_tensors(TUNED, tuned)
         self.work.write_facts(TUNED_FACTS, {"digests": digests_of(tuned)})
+        self._drop_states("tune")
 
     def _tunes(self) -> bool:
         """Decided once: what memory is free may be another figure after a kill."""
@@ -223,18 +242,22 @@ class Stages:
         if self.should_stop():
             raise ConversionStopped
 
-    def _save_states(self, stage: str, layer: int, states: Mapping[str, Tensor]) -> None:
-        """The states before `layer`, where it is time to, or where it might be the last chance."""
-        is_due = time.monotonic() - self._saved_at >= self.checkpoint_s
-        if is_due or layer == self.config.num_layers or self.should_stop():
+    def _save_states(
+        self, stage: str, at: int, states: Mapping[str, Tensor], *, is_last: bool = False
+    ) -> None:
+        """The states before layer or step `at`, where it is time to, or the last chance."""
+        began = time.monotonic()
+        is_due = (began - self._saved_at) * self.saving_share >= self._saving_s
+        if is_due or is_last or self.should_stop():
             near = {name: x.cpu() for name, x in states.items()}
-            self.work.write_tensors(f"{stage}-{layer:05d}.safetensors", near)
-            older = [name for at, name in self._states_files(stage) if at < layer]
+            self.work.write_tensors(f"{stage}-{at:05d}.safetensors", near)
+            older = [name for before, name in self._states_files(stage) if before < at]
             self.work.remove(*older)
             self._saved_at = time.monotonic()
+            self._saving_s = self._saved_at - began
 
     def _resume_states(self, stage: str) -> tuple[int, dict[str, Tensor]]:
-        """The layer to go on with, and the states before it; none before the first."""
+        """The layer or step to go on with, and the states before it; none before the first."""
         files = self._states_files(stage)
         if not files:
             return 0, {}
@@ -264,7 +287,8 @@ class TensorFiles(Mapping[str, Tensor]):
         self._entries = {entry.name: entry for entry in entries}
 
     def __getitem__(self, name: str) -> Tensor:
-        return torch.cat(list(self._entries[name].pieces()))
+        # Copied one by one: pieces are the file itself, which is let go of after each.
+        return torch.cat([piece.clone() for piece in self._entries[name].pieces()])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -314,5 +338,6 @@ def matrix_reports(work: WorkDir, num_layers: int) -> list[dict[str, object]]:
 
 def stage_files(work: WorkDir) -> list[str]:
     """What is of no use once the output is there, as calibration rows and measurement are."""
-    parts = [path.name for path in work.folder.glob("layer-*")]
+    kinds = ("layer", "measure", "quantize", "tune")
+    parts = [path.name for kind in kinds for path in work.folder.glob(f"{kind}-*")]
     return [*parts, SENSITIVITY, ENDS, ENDS_FACTS, TUNED, TUNED_FACTS, TUNING]

@@ -106,7 +106,7 @@ def open_work(folder: Path, options: Facts, *, resume: bool, command: str) -> It
     """
     with naming_disk_failures(folder):
         folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with locked(folder / LOCK_NAME, folder, "in this work directory"):
         for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):
             leftover.unlink()  # of a process that was killed while it wrote
         shutil.rmtree(folder / SCRATCH_NAME, ignore_errors=True)
@@ -173,22 +173,26 @@ def _require_same(job: Path, options: Facts, *, resume: bool, command: str) -> N
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """The system drops the lock when the process ends, however it ends."""
-    with naming_disk_failures(folder):
-        file = (folder / LOCK_NAME).open("ab")
+def locked(path: Path, place: Path, what: str) -> Iterator[None]:
+    """A file that only one process has, gone at the end. The system drops the lock when the process
+    ends, however it ends. `place` is what it stands for, and `what` that in words."""
+    with naming_disk_failures(path):
+        file = path.open("ab")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             raise RequestError(
-                "another process is converting in this work directory",
-                where=folder,
-                next_step="Wait for it, or choose another directory with --work.",
+                f"another process is converting {what}",
+                where=place,
+                next_step="Wait for it, or choose another directory.",
             ) from error
         except OSError as error:
-            raise ExlError("cannot be locked", where=folder, got=error.strerror) from error
-        yield
+            raise ExlError("cannot be locked", where=path, got=error.strerror) from error
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def _view(file: MappedFile, tensor: StoredTensor, offset: int) -> Iterator[Tensor]:

@@ -51,29 +51,43 @@ def build_weights(
 
 
 def stream_weights(
-    config: ModelConfig, checkpoint: Checkpoint, ops: OpTable, *, threads: int
+    config: ModelConfig,
+    checkpoint: Checkpoint,
+    ops: OpTable,
+    *,
+    threads: int,
+    held_bytes: int = 0,
 ) -> StreamedWeights:
-    """The same weights with the memory of one block: each is read when a pass gets to it."""
+    """The same weights with the memory of one block, and of the first blocks as far as `held_bytes`
+    go: the others are read when a pass gets to them."""
     with Packer(checkpoint, ops, threads, None) as packer:
         for name in _ends(config):
             packer.start(name)
         final_norm = packer.norm(FINAL_NORM)
         embed = packer.packed(EMBED)
         head = embed if config.has_tied_embeddings else packer.packed(HEAD)
-    blocks = _StreamedBlocks(config, checkpoint, ops, threads)
+    blocks = _StreamedBlocks(config, checkpoint, ops, threads, held_bytes)
     return StreamedWeights(embed, blocks, final_norm, head, checkpoint.packed_bytes)
 
 
 class _StreamedBlocks(Sequence[BlockWeights]):
-    """The last block that was asked for is kept, because a pass asks for each twice."""
+    """The last block that was asked for is kept, because a pass asks for each twice, and those that
+    came first while there was room."""
 
     def __init__(
-        self, config: ModelConfig, checkpoint: Checkpoint, ops: OpTable, threads: int
+        self,
+        config: ModelConfig,
+        checkpoint: Checkpoint,
+        ops: OpTable,
+        threads: int,
+        held_bytes: int,
     ) -> None:
         self._config = config
         # One for all blocks: threads that come and go would each leave memory behind.
         self._packer = Packer(checkpoint, ops, threads, None)
+        self._room_bytes = held_bytes
         self._held: dict[int, BlockWeights] = {}
+        self._last: dict[int, BlockWeights] = {}
 
     def __len__(self) -> int:
         return self._config.num_layers
@@ -85,12 +99,18 @@ class _StreamedBlocks(Sequence[BlockWeights]):
     def __getitem__(self, layer: int | slice) -> BlockWeights | list[BlockWeights]:
         if isinstance(layer, slice):
             return [self[index] for index in range(len(self))[layer]]
-        if layer not in self._held:
-            self._held.clear()
+        if layer in self._held:
+            return self._held[layer]
+        if layer not in self._last:
+            self._last.clear()
             for name in _matrices(layer):
                 self._packer.start(name)
-            self._held[layer] = _block(self._config, self._packer, layer)
-        return self._held[layer]
+            block = _block(self._config, self._packer, layer)
+            has_room = block.size_bytes <= self._room_bytes
+            self._room_bytes -= block.size_bytes if has_room else 0
+            (self._held if has_room else self._last)[layer] = block
+            return block
+        return self._last[layer]
 
 
 def _ends(config: ModelConfig) -> list[str]:

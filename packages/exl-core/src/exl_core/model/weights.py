@@ -44,6 +44,17 @@ class BlockWeights:
     mlp: MlpWeights
     mlp_post_norm: Tensor | None
 
+    @property
+    def size_bytes(self) -> int:
+        attention, mlp = self.attention, self.mlp
+        matrices = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
+        norms = (
+            *(self.attention_norm, self.attention_post_norm, attention.q_norm, attention.k_norm),
+            *(self.mlp_norm, self.mlp_post_norm),
+        )
+        size = sum(matrix.size_bytes for matrix in matrices)
+        return size + sum(norm.nbytes for norm in norms if norm is not None)
+
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
@@ -57,25 +68,10 @@ class ModelWeights:
     @property
     def size_bytes(self) -> int:
         """Bytes of all packed matrices and norms, tied ones once."""
-        matrices = {id(self.embed): self.embed, id(self.head): self.head}
-        norms = [self.final_norm]
-        for block in self.blocks:
-            for matrix in (
-                block.attention.qkv,
-                block.attention.output,
-                block.mlp.gate_up,
-                block.mlp.down,
-            ):
-                matrices[id(matrix)] = matrix
-            norms += [block.attention_norm, block.mlp_norm]
-            optional = (
-                block.attention_post_norm,
-                block.mlp_post_norm,
-                block.attention.q_norm,
-                block.attention.k_norm,
-            )
-            norms += [norm for norm in optional if norm is not None]
-        return sum(m.size_bytes for m in matrices.values()) + sum(n.nbytes for n in norms)
+        ends = self.embed.size_bytes + self.final_norm.nbytes
+        if self.head is not self.embed:
+            ends += self.head.size_bytes
+        return ends + sum(block.size_bytes for block in self.blocks)
 
     @property
     def decode_bytes(self) -> int:

@@ -44,8 +44,11 @@ def verify(
     config: ModelConfig,
     quantization: Quantization | None,
     progress: Progress | None = None,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> VerifyReport:
-    """Looks at every tensor that the model needs; `progress` gets bytes read and bytes in all."""
+    """Looks at every tensor that the model needs; `progress` gets bytes read and bytes in all.
+    `dtype`: what the values of matrices must fit into; by default what they are loaded as."""
     problems: dict[str, Problem] = {}  # by text: parts of one stored tensor share its faults
     found: dict[str, Checkpoint] = {}
     for name, shape in expected_tensors(config).items():
@@ -56,7 +59,7 @@ def verify(
     total, done, quantized = sum(one.size_bytes for one in found.values()), 0, 0
     for name, checkpoint in found.items():
         try:
-            _read(checkpoint, name)
+            _read(checkpoint, name, dtype)
         except ModelError as error:
             problems.setdefault(str(error), Problem(name, error))
         quantized += checkpoint.is_quantized(name)
@@ -66,11 +69,12 @@ def verify(
     return VerifyReport(len(found), quantized, total, tuple(problems.values()))
 
 
-def _read(checkpoint: Checkpoint, name: str) -> None:
+def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> None:
     if name.endswith("norm.weight"):
         checkpoint.norm(name)
         return
-    # Codes are multiplied out as float32; what is dequantized at load must fit float16 as well.
-    dtype = torch.float32 if checkpoint.is_quantized(name) else checkpoint.dtype(name)
+    if dtype is None:
+        # Codes are multiplied out as float32; what is dequantized at load must fit float16 as well.
+        dtype = torch.float32 if checkpoint.is_quantized(name) else checkpoint.dtype(name)
     for _ in checkpoint.chunks(name, dtype):
         pass
