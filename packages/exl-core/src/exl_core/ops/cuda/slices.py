@@ -30,17 +30,22 @@ class Slice:
             self._is_captured = is_captured
             self._make_events()
             self._is_read.record(stream)
-        if self._held.numel() < size:
-            # The stream that fills it may still be at the old one.
-            stream.wait_stream(self._filler)
-            if self._is_in_graphs:
-                self._retired.append(self._held)
-                self._is_in_graphs = False
-            self._held = self._gpu.empty(size, dtype=torch.float16)
-            self._held.record_stream(self._filler)
-            self._is_read.record(stream)
         self._is_in_graphs |= is_captured
         self.memory = self._held[:size]
+
+    def grow(self, size: int) -> None:
+        """Room for so many numbers, before `take`."""
+        if self._held.numel() >= size:
+            return
+        stream = torch.cuda.current_stream(self._gpu.device)
+        # The stream that fills it may still be at the old one.
+        stream.wait_stream(self._filler)
+        if self._is_in_graphs:
+            self._retired.append(self._held)
+            self._is_in_graphs = False
+        self._held = self._gpu.empty(size, dtype=torch.float16)
+        self._held.record_stream(self._filler)
+        self._is_read.record(stream)
 
     def _make_events(self) -> None:
         self._is_filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -69,7 +74,13 @@ class Slices:
 
     @contextmanager
     def next(self, size: int) -> Iterator[Slice]:
-        """The buffer whose turn it is, with room for so many numbers; free again afterwards."""
+        """The buffer whose turn it is, with room for so many numbers; free again afterwards.
+
+        Both grow at once: in a capture, which nothing that it has not seen may wait for, the turns
+        may be the other way round than in the pass before it.
+        """
+        for one in self._pair:
+            one.grow(size)
         taken = self._pair[self._turn]
         self._turn = 1 - self._turn
         taken.take(size)
