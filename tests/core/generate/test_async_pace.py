@@ -1,0 +1,95 @@
+"""The engine's thread beside the event loop: how far ahead it goes, and who hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+from generate_support import GREEDY, loaded_around
+
+from exl_core.engine.engine import EngineOptions
+from exl_core.generate.asynchronous import AsyncGenerator, AsyncJob
+from exl_core.generate.dynamic import DynamicGenerator
+from support.scripted import ScriptedModel, always, certain
+
+LIMIT_S = 20.0
+
+
+def endless() -> DynamicGenerator:
+    return DynamicGenerator(
+        loaded_around(always(certain(ord("a")))), EngineOptions(cache_tokens=2048, max_batch=4)
+    )
+
+
+async def submit(jobs: AsyncGenerator, max_tokens: int) -> AsyncJob:
+    return await jobs.submit(jobs.generator.request("Q:", max_tokens=max_tokens, sampler=GREEDY))
+
+
+def taken(job: AsyncJob) -> str:
+    text = ""
+    while (result := job.take()) is not None:
+        text += result.text
+    return text
+
+
+def test_the_engine_is_one_step_ahead_of_a_loop_that_is_busy() -> None:
+    generator = endless()
+    model = generator.loaded.model
+    assert isinstance(model, ScriptedModel)
+
+    async def story() -> None:
+        async with asyncio.timeout(LIMIT_S), AsyncGenerator(generator) as jobs:
+            job = await submit(jobs, 400)
+            while not taken(job):
+                await asyncio.sleep(0.001)
+            before = len(model.rows_of_pass)
+            time.sleep(0.3)  # nobody is told of anything meanwhile
+            assert before < len(model.rows_of_pass) <= before + 3
+            await job.ended()
+            assert job.job.text == "a" * 400
+
+    asyncio.run(story())
+
+
+def test_a_listener_hears_of_every_result_and_of_the_end() -> None:
+    generator = endless()
+
+    async def story() -> None:
+        async with asyncio.timeout(LIMIT_S), AsyncGenerator(generator) as jobs:
+            job = await submit(jobs, 20)
+            text = ""
+            over = asyncio.Event()
+
+            def hear() -> None:
+                nonlocal text
+                assert not over.is_set(), "nothing comes behind the end"
+                text += taken(job)
+                if job.has_ended:
+                    over.set()
+
+            job.listen(hear)
+            await over.wait()
+            assert text == "a" * 20
+            late = await submit(jobs, 5)
+            await late.ended()
+            await late.ended()
+            assert taken(late) == "aaaaa" and taken(late) == ""
+
+    asyncio.run(story())
+
+
+def test_what_made_a_job_fail_is_raised_where_it_is_taken() -> None:
+    generator = endless()
+    model = generator.loaded.model
+    assert isinstance(model, ScriptedModel)
+
+    async def story() -> None:
+        async with asyncio.timeout(LIMIT_S), AsyncGenerator(generator) as jobs:
+            job = await submit(jobs, 900)
+            model.failure = RuntimeError("broken")
+            await job.ended()
+            with pytest.raises(RuntimeError, match="broken"):
+                taken(job)
+
+    asyncio.run(story())
