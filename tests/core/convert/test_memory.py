@@ -1,8 +1,7 @@
 """The memory of a conversion: that of a layer, not that of all layers.
 
 Of everything that is resident at once, files' pages too, with the model writing its own calibration
-text, and with tuning. One thread: how much several hold at the same moment depends on how busy the
-machine is.
+text, and with tuning.
 """
 
 from __future__ import annotations
@@ -20,6 +19,10 @@ from support import tiny_models
 SIZES = {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 64, "num_attention_heads": 8}
 LAYERS = (3, 11)
 MIB = 2**20
+
+# How much several threads hold at the same moment depends on how busy the machine is; and how much
+# the allocator keeps of what has been given back, on the order of things before.
+QUIET = {"EXL_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144"}
 
 PROGRAM = (  # VmHWM counts this program alone, while ru_maxrss remembers what it was forked from
     "import re, sys\n"
@@ -42,7 +45,7 @@ def peak_bytes(folder: Path, layers: int) -> tuple[int, int]:
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "EXL_THREADS": "1"},
+        env={**os.environ, **QUIET},
     )
     events = [json.loads(line) for line in done.stdout.splitlines()]
     assert {event["stage"] for event in events if event["event"] == "step"} >= {"calibrate", "tune"}

@@ -8,6 +8,7 @@ directory belongs to; a lock keeps a second process out. Knows neither models no
 from __future__ import annotations
 
 import fcntl
+import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -181,14 +182,18 @@ def locked(path: Path, place: Path, what: str) -> Iterator[None]:
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
+            # Else its last owner has removed it just now, and the next one makes another.
+            is_ours = os.path.samestat(os.fstat(file.fileno()), path.stat())
+        except (BlockingIOError, FileNotFoundError):
+            is_ours = False
+        except OSError as error:
+            raise ExlError("cannot be locked", where=path, got=error.strerror) from error
+        if not is_ours:
             raise RequestError(
                 f"another process is converting {what}",
                 where=place,
                 next_step="Wait for it, or choose another directory.",
-            ) from error
-        except OSError as error:
-            raise ExlError("cannot be locked", where=path, got=error.strerror) from error
+            )
         try:
             yield
         finally:
