@@ -16,6 +16,9 @@ from exl_kernels import cuda
 class FakeLibrary:
     architectures = (80, 90)
 
+    def call(self, name: str, index: int) -> None:
+        assert (name, index) == ("open_device", 0)
+
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
