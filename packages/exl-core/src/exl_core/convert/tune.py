@@ -35,6 +35,7 @@ from exl_core.convert.layers import (
 )
 from exl_core.convert.parallel import Workers
 from exl_core.convert.plan import ConvertOptions
+from exl_core.convert.sensitivity import HEAD_ROWS
 from exl_core.convert.stream import Stream
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.mapped import MappedFile
@@ -44,7 +45,6 @@ STEPS = 48
 ROWS_A_STEP = 4
 LENGTH = 512
 RATE = 0.005
-_HEAD_ROWS = 256  # of states whose logits exist at a time
 _HEAD = HEAD.removesuffix(".weight")
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, of each knob
@@ -330,9 +330,9 @@ class _Tuned:
         """Of inputs x [T, hidden] of the quantized head from `wanted` of the source's: the mean,
         and its gradient by x."""
         total, parts = 0.0, []
-        for first in range(0, len(x), _HEAD_ROWS):
+        for first in range(0, len(x), HEAD_ROWS):
             crew.check()
-            rows = slice(first, first + _HEAD_ROWS)
+            rows = slice(first, first + HEAD_ROWS)
             ours = self._capped(linear(x[rows], head)).log_softmax(-1)
             theirs = self._capped(linear(wanted[rows], self.source_head)).log_softmax(-1)
             p = theirs.exp()
