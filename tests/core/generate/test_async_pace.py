@@ -16,10 +16,11 @@ from support.scripted import ScriptedModel, always, certain
 LIMIT_S = 20.0
 
 
-def endless() -> DynamicGenerator:
-    return DynamicGenerator(
-        loaded_around(always(certain(ord("a")))), EngineOptions(cache_tokens=2048, max_batch=4)
-    )
+def endless() -> tuple[DynamicGenerator, ScriptedModel]:
+    loaded = loaded_around(always(certain(ord("a"))))
+    assert isinstance(loaded.model, ScriptedModel)
+    options = EngineOptions(cache_tokens=2048, max_batch=4)
+    return DynamicGenerator(loaded, options), loaded.model
 
 
 async def submit(jobs: AsyncGenerator, max_tokens: int) -> AsyncJob:
@@ -34,9 +35,7 @@ def taken(job: AsyncJob) -> str:
 
 
 def test_the_engine_is_one_step_ahead_of_a_loop_that_is_busy() -> None:
-    generator = endless()
-    model = generator.loaded.model
-    assert isinstance(model, ScriptedModel)
+    generator, model = endless()
 
     async def story() -> None:
         async with asyncio.timeout(LIMIT_S), AsyncGenerator(generator) as jobs:
@@ -53,7 +52,7 @@ def test_the_engine_is_one_step_ahead_of_a_loop_that_is_busy() -> None:
 
 
 def test_a_listener_hears_of_every_result_and_of_the_end() -> None:
-    generator = endless()
+    generator, _ = endless()
 
     async def story() -> None:
         async with asyncio.timeout(LIMIT_S), AsyncGenerator(generator) as jobs:
@@ -80,9 +79,7 @@ def test_a_listener_hears_of_every_result_and_of_the_end() -> None:
 
 
 def test_what_made_a_job_fail_is_raised_where_it_is_taken() -> None:
-    generator = endless()
-    model = generator.loaded.model
-    assert isinstance(model, ScriptedModel)
+    generator, model = endless()
 
     async def story() -> None:
         async with asyncio.timeout(LIMIT_S), AsyncGenerator(generator) as jobs:

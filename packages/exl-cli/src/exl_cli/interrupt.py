@@ -39,21 +39,17 @@ def exits_at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-class StopSignals:
-    """Context manager: Ctrl-C and SIGTERM raise KeyboardInterrupt where they arrive, and `is_set`
-    from then on, for threads to ask. `code` is what the process should end with."""
+class _Handler:
+    """Context manager: these signals come to `on_signal`; what had them before has them back."""
+
+    numbers: tuple[int, ...] = (signal.SIGINT,)
 
     def __init__(self) -> None:
-        self.code = 0
         self._previous: dict[int, Any] = {}
 
-    @property
-    def is_set(self) -> bool:
-        return self.code != 0
-
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._on_signal)
+        for number in self.numbers:
+            self._previous[number] = signal.signal(number, self.on_signal)
         return self
 
     def __exit__(
@@ -65,31 +61,37 @@ class StopSignals:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
 
-    def _on_signal(self, number: int, _frame: FrameType | None) -> None:
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
+        raise NotImplementedError
+
+
+class StopSignals(_Handler):
+    """Context manager: Ctrl-C and SIGTERM raise KeyboardInterrupt where they arrive, and `is_set`
+    from then on, for threads to ask. `code` is what the process should end with."""
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.code = 0
+
+    @property
+    def is_set(self) -> bool:
+        return self.code != 0
+
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.code = 128 + number
         raise KeyboardInterrupt
 
 
-class Interrupt:
+class Interrupt(_Handler):
     """Context manager: `is_set` after the first Ctrl-C; the second raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.is_set = False
-        self._previous: Any = None
 
-    def __enter__(self) -> Self:
-        self._previous = signal.signal(signal.SIGINT, self._on_signal)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        signal.signal(signal.SIGINT, self._previous)
-
-    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+    def on_signal(self, number: int, _frame: FrameType | None) -> None:  # noqa: ARG002
         if self.is_set:
             raise KeyboardInterrupt
         self.is_set = True
