@@ -12,8 +12,9 @@ from torch import Tensor
 
 from exl_core.ops.cuda.library import Gpu
 from exl_core.ops.cuda.sampling import Capacity, RowSampler, SampleBuffers
+from exl_core.ops.cuda.table import CudaTable
 from exl_core.ops.reference_sampling import sample
-from exl_core.ops.table import NOTHING_DRAWN, Drawn, RowSettings
+from exl_core.ops.table import NOTHING_DRAWN, Drawn, Onward, RowSettings
 from exl_kernels import cuda
 
 pytestmark = pytest.mark.cuda
@@ -238,6 +239,31 @@ def test_tokens_come_as_often_as_they_are_likely(
     for i, share in enumerate(shares):
         error = math.sqrt(max(share * (1 - share), 1e-9) / draws)
         assert abs(classes[i] / draws - share) < 5 * error, (i, share, classes)
+
+
+def test_tokens_go_on_before_anybody_waits(sampler: RowSampler, random: torch.Generator) -> None:
+    logits = torch.randn(5, 5003, generator=random) * 3
+    logits[3] = math.nan
+    rows = [RowSettings(i, uniform=0.2 * i)._replace(top_k=i % 3) for i in (4, 3, 0, 2)]
+    next_ids = torch.full((6,), -7, device="cuda")
+    behind = []
+    onward = Onward(next_ids[1:5], lambda: behind.append(next_ids.clone()))
+    drawn = [one.token_id for one in sampler.draw(logits.cuda(), rows, onward)]
+    assert drawn == [one.token_id for one in reference(logits, rows)]
+    assert drawn[1] == -1
+    assert [one.tolist() for one in behind] == [[-7, drawn[0], 0, *drawn[2:], -7]]
+
+
+def test_tokens_that_the_host_draws_go_on_as_well() -> None:
+    table = CudaTable(torch.device("cuda", 0), threads=1)
+    logits = torch.randn(2, 5003, generator=torch.Generator().manual_seed(3)).cuda()
+    rows = [RowSettings(0, num_top=cuda.MAX_TOP + 1), RowSettings(1, uniform=0.7)]
+    next_ids = torch.zeros(2, dtype=torch.int64, device="cuda")
+    behind = []
+    drawn = table.sample_rows(
+        logits, rows, Onward(next_ids, lambda: behind.append(next_ids.tolist()))
+    )
+    assert behind == [[one.token_id for one in drawn]]
 
 
 def test_a_captured_graph_draws_by_what_was_filled_in_later(

@@ -14,6 +14,7 @@ from exl_core.cache.format import PAGE_SIZE, KVFormat
 from exl_core.errors import RequestError
 from exl_core.load import LoadedModel, load_model
 from exl_core.model.batch import Batch
+from exl_core.model.runner import Runner
 from exl_core.model.segment import LogitRows
 from exl_eval import speed, workload
 from exl_eval.machine import peak_memory_bytes, read_bandwidth
@@ -178,14 +179,17 @@ def test_each_step_is_fed_with_what_the_one_before_drew(
     tiny: LoadedModel, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[list[int]] = []
-    step = workload.Workload.step
+    run = Runner.run
 
-    def record(self, newest, past_len):
-        assert list(newest) == (drawn[-1] if past_len > 40 else [140, 140])
-        drawn.append(step(self, newest, past_len))
-        return drawn[-1]
+    def record(self, segments, *rest):
+        logits = run(self, segments, *rest)
+        if len(segments) == 2:
+            fed = [token_id for one in segments for token_id in one.token_ids]
+            assert fed == (drawn[-1] if segments[0].past_len > 40 else [140, 140])
+            drawn.append(logits.argmax(-1).tolist())
+        return logits
 
-    monkeypatch.setattr(workload.Workload, "step", record)
+    monkeypatch.setattr(Runner, "run", record)
     measure(tiny, prefill=(1,), decode=8, batch=(2,), repeat=1, depth=40)
     assert len(drawn) == 2 * 8
     assert drawn[:8] == drawn[8:]

@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 #define EXL_CUDA_API __attribute__((visibility("default")))
-#define EXL_CUDA_ABI 3
+#define EXL_CUDA_ABI 4
 
 // ---- the library and its devices -------------------------------------------------------------
 
@@ -366,6 +366,7 @@ typedef struct {
     int32_t max_top;         // at most 512; no num_top is above it
     int32_t reserved;
     int32_t* token_ids;      // [rows], -1: nothing can be drawn
+    int64_t* next_ids;       // [rows], the same with 0 for -1; may be NULL
     float* probabilities;    // [rows]
     int32_t* top_ids;        // [rows, max_top]; past a row's tokens -1
     float* top_probabilities;

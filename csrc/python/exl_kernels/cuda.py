@@ -22,7 +22,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-ABI = 3
+ABI = 4
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2}
@@ -210,6 +210,7 @@ class Sample(Structure):
         ("max_top", c_int32),
         ("reserved", c_int32),
         ("token_ids", c_void_p),
+        ("next_ids", c_void_p),
         ("probabilities", c_void_p),
         ("top_ids", c_void_p),
         ("top_probabilities", c_void_p),

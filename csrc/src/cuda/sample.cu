@@ -153,8 +153,12 @@ __global__ void __launch_bounds__(kThreads, 1) finish(ExlSample args, Workspace 
                                          : args.logits + set.row * args.logits_stride;
     const Row row{logits, args.vocab, work.groups, reinterpret_cast<uintptr_t>(logits) % 16 == 0};
     const Result result{
-        args.token_ids + index, args.probabilities + index, args.top_ids + index * args.max_top,
-        args.top_probabilities + index * args.max_top, args.max_top
+        args.token_ids + index,
+        args.next_ids == nullptr ? nullptr : args.next_ids + index,
+        args.probabilities + index,
+        args.top_ids + index * args.max_top,
+        args.top_probabilities + index * args.max_top,
+        args.max_top
     };
     const float* maxima = work.maxima + index * work.pitch;
     // By a warp that would wait: a logarithm in float64 is slow.

@@ -12,6 +12,7 @@ constexpr double kNucleusFloor = 1e-6;
 
 struct Result {
     int32_t* token_id;
+    int64_t* next_id;  // or NULL
     float* probability;
     int32_t* top_ids;
     float* top_probabilities;
@@ -19,6 +20,7 @@ struct Result {
 
     __device__ void put(int id, double p) const {
         *token_id = id;
+        if (next_id != nullptr) *next_id = id < 0 ? 0 : id;
         *probability = static_cast<float>(p);
     }
     __device__ void put_top(int count) const {  // past those that were written

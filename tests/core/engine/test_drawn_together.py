@@ -15,7 +15,7 @@ from exl_core.engine.events import FailEvent, FinishEvent
 from exl_core.engine.logits import LogitRow, PassLogits
 from exl_core.engine.request import Report, Request
 from exl_core.ops.reference import ReferenceTable
-from exl_core.ops.table import Drawn, RowSettings
+from exl_core.ops.table import Drawn, Onward, RowSettings
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError, Sampler
 from support.driving import ask, run_all
@@ -35,10 +35,12 @@ class CountingTable(ReferenceTable):
         self.widths: set[int] = set()
         self.alone = 0
 
-    def sample_rows(self, logits: Tensor, rows: Sequence[RowSettings]) -> list[Drawn]:
+    def sample_rows(
+        self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
+    ) -> list[Drawn]:
         self.together.append([row.row for row in rows])
         self.widths.add(logits.shape[1])
-        return ReferenceTable.sample_rows(logits, rows)
+        return ReferenceTable.sample_rows(logits, rows, onward)
 
     def sample(self, *operands: Any, **settings: Any) -> Drawn:
         self.alone += 1

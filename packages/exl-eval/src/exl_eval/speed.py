@@ -7,7 +7,8 @@ loading, tokenizing, scheduling, and any other way of sampling.
   prefill   `batch` prompts of N tokens from an empty cache to the token that follows each, in
             passes of at most `pass_rows` tokens, as the engine cuts them
   decode    after `depth` tokens, N steps of one token for each of `batch` sequences, each step fed
-            with what the one before drew; every sequence has pages of its own
+            with what the one before drew; every sequence has pages of its own. A GPU begins a step
+            before the host has read what it is fed with, as it does in generation
 
 Every measurement runs unmeasured first, once, or on a GPU until passes of its shape have become
 graphs; then `repeat` times. The median is the figure and the
@@ -217,10 +218,8 @@ class _Bench:
         first = work.fill(depth)
 
         def once() -> float:
-            newest = first
             started = time.perf_counter()
-            for past_len in range(depth, depth + steps):
-                newest = work.step(newest, past_len)
+            work.decode(first, depth, steps)
             return batch * steps / (time.perf_counter() - started)
 
         rate = self._repeated(once, f"decode of {steps} tokens, batch {batch}")

@@ -6,13 +6,17 @@ no scheduling, no text. Every sequence has the same tokens, and pages of its own
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from torch import Tensor
 
 from exl_core.cache.format import KVFormat, pages_for
 from exl_core.engine.engine import PREFILL_CHUNK
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, PageCopy, Segment
 from exl_core.model.transformer import Transformer
+from exl_core.ops.table import Onward, RowSettings
 
 PASS_ROWS = PREFILL_CHUNK["cpu"]
 """The engine's own limit on prompt tokens in a pass."""
@@ -62,6 +66,8 @@ class Workload:
         self.store = store_for(model, kv_format, batch * each)
         self.pages = [tuple(range(owner * each, (owner + 1) * each)) for owner in range(batch)]
         self._runner = Runner(model, self.store)
+        self._ops = model.ops
+        self._likeliest = [RowSettings(row, top_k=1) for row in range(batch)]
         self._tokens = fixed_tokens(tokens, config.vocab_size)
         self._pass_rows = pass_rows
 
@@ -87,6 +93,23 @@ class Workload:
         """Decodes one token of each sequence; the likeliest ones after them, read back."""
         return self._next(self.decode_segments(newest, past_len))
 
+    def decode(self, newest: Sequence[int], past_len: int, steps: int) -> list[int]:
+        """So many `step`s. As in the engine, a GPU begins each before the tokens of the one before
+        have been read."""
+        newest = list(newest)
+        logits = self._runner.run(self.decode_segments(newest, past_len))
+        for place in range(past_len + 1, past_len + steps):
+            segments = self.decode_segments(newest, place)
+            token_ids = self._runner.next_ids(segments)
+            if token_ids is None:
+                newest = logits.argmax(-1).tolist()
+                logits = self._runner.run(self.decode_segments(newest, place))
+            else:
+                begin = partial(self._runner.run_on, segments)
+                newest, logits = self._draw(logits, token_ids, begin)
+        last: list[int] = logits.argmax(-1).tolist()
+        return last
+
     def check(self, rows: int, past_len: int) -> list[int]:
         """Runs a token of the first sequence with `rows - 1` drafted ones behind it; the likeliest
         one after each, read back."""
@@ -110,6 +133,15 @@ class Workload:
         for segments in prefill_passes(self._tokens[:prompt_tokens], pages, self._pass_rows):
             newest = self._runner.run(segments).argmax(-1)
         newest.tolist()  # has the last pass ended, as far as anybody can see
+
+    def _draw(
+        self, logits: Tensor, token_ids: Tensor, begin: Callable[[], Tensor]
+    ) -> tuple[list[int], Tensor]:
+        """The likeliest tokens, and the logits of the pass that has begun with them."""
+        begun: list[Tensor] = []
+        onward = Onward(token_ids, lambda: begun.append(begin()))
+        drawn = self._ops.sample_rows(logits, self._likeliest, onward)
+        return [one.token_id for one in drawn], begun[0]
 
     def _next(self, segments: Sequence[Segment]) -> list[int]:
         newest: list[int] = self._runner.run(segments).argmax(-1).tolist()

@@ -19,6 +19,7 @@ from exl_core.cache.page_pool import PagePool
 from exl_core.constrain.filter_set import FilterSet
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.engine.admission import check_ids, room_for
+from exl_core.engine.ahead import Ahead
 from exl_core.engine.drafting import Drafting
 from exl_core.engine.events import Event, FailEvent, FinishEvent
 from exl_core.engine.healing import Healing, healing_of
@@ -100,6 +101,7 @@ class Engine:
             score_chunk=rows_of_logits(config.vocab_size),
         )
         self._runner = Runner(model, self.store)
+        self._ahead = Ahead(self._runner, self.scheduler)
         self._clock = clock
         self._drafting: Drafting | None = None
         if drafter is not None:
@@ -167,8 +169,12 @@ class Engine:
         """One forward pass, if there is anything to do, and what came of it."""
         try:
             self.scheduler.prepare()
-            drafts = self._propose()
-            plan = self.scheduler.plan({name: draft.token_ids for name, draft in drafts.items()})
+            drafts: dict[str, Draft] = {}
+            plan = self._ahead.plan()
+            if plan is None:
+                drafts = self._propose()
+                token_ids = {name: draft.token_ids for name, draft in drafts.items()}
+                plan = self.scheduler.plan(token_ids)
             if plan.segments:
                 self._run(plan, drafts)
                 if not self._outputs:
@@ -226,7 +232,9 @@ class Engine:
             if segment.logit_rows is not LogitRows.NONE:
                 output.start_mask()
         try:
-            logits = PassLogits(self._runner.run(plan.segments, plan.copies))
+            logits = self._ahead.take(plan) or PassLogits(
+                self._runner.run(plan.segments, plan.copies)
+            )
         except OutOfMemoryError:
             if self.scheduler.make_smaller(plan):
                 return  # nothing was booked: the next step plans anew
@@ -234,7 +242,13 @@ class Engine:
         if self._drafting is not None:
             self._drafting.passed(plan.num_rows, self._clock() - now)
         shares = shares_of(plan, outputs, logits, drafts, self._events)
-        draw_together(shares, logits, self.model.ops, self.vocab_size)
+        draw_together(
+            shares,
+            logits,
+            self.model.ops,
+            self.vocab_size,
+            onward=lambda: None if self._drafting is not None else self._ahead.onward(plan, logits),
+        )
         turned = [(share.output, share.take(self._events, self._clock)) for share in shares]
         for output in dict.fromkeys(outputs):
             if output.error is not None:  # it goes before anything of it is registered
@@ -278,6 +292,7 @@ class Engine:
         return replace(event, drafting=self._drafting.stats(event.request_id))
 
     def _fail_running(self, error: BaseException) -> None:
+        self._ahead.drop()
         self.scheduler.fail_running()
         waiting = {sequence.request_id for sequence in self.scheduler.waiting}
         failed = [request_id for request_id in self._outputs if request_id not in waiting]

@@ -8,31 +8,49 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from exl_core.ops.table import Drawn, OpTable, RowSettings
+from exl_core.ops.table import Drawn, Onward, OpTable, RowSettings
 
 
 class PassLogits:
     """Of the rows that a pass was asked for, in order."""
 
-    def __init__(self, computed: Tensor) -> None:
-        """`computed`: [n, vocab_size], on the model's device."""
+    def __init__(self, computed: Tensor, rows: Sequence[int] | None = None) -> None:
+        """`computed`: [n, vocab_size], on the model's device. `rows`: those of them that count;
+        None: all."""
         self._computed = computed
+        self._rows = rows
 
     @cached_property
     def _on_cpu(self) -> Tensor:
         return self._computed.cpu()  # all at once: most often, where one row is read, others are
 
+    def keep(self) -> None:
+        """They will not be overwritten by the next pass."""
+        self._computed = self._computed.clone()
+
     def read(self, number: int) -> Tensor:
         """One row, on the CPU."""
-        return self._on_cpu[number]
+        return self._on_cpu[self._place(number)]
 
     def block(self, first: int, last: int) -> Tensor:
-        """Rows `first` to `last` - 1, where they were computed."""
+        """Rows `first` to `last` - 1, which all count, where they were computed."""
         return self._computed[first:last]
 
-    def draw(self, ops: OpTable, rows: Sequence[RowSettings], vocab_size: int) -> list[Drawn]:
+    def draw(
+        self,
+        ops: OpTable,
+        rows: Sequence[RowSettings],
+        vocab_size: int,
+        onward: Onward | None = None,
+    ) -> list[Drawn]:
         """A token for each of these rows, below `vocab_size`, drawn where the logits lie."""
-        return ops.sample_rows(self._computed[:, :vocab_size], rows) if rows else []
+        if not rows:
+            return []
+        rows = [row._replace(row=self._place(row.row)) for row in rows]
+        return ops.sample_rows(self._computed[:, :vocab_size], rows, onward)
+
+    def _place(self, number: int) -> int:
+        return number if self._rows is None else self._rows[number]
 
 
 class LogitRow(NamedTuple):

@@ -22,7 +22,8 @@ copies and the pass, appends what it sampled (the same to a twin), and calls `ad
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from exl_core.cache.format import PAGE_SIZE, pages_for
 from exl_core.cache.page_pool import PagePool
@@ -200,10 +201,15 @@ class Scheduler:
             self._paging.extend(sequence, more)
         return min(count, self._draft_room(sequence))
 
-    def plan(self, drafts: Mapping[str, tuple[int, ...]] | None = None) -> BatchPlan:
+    def plan(
+        self,
+        drafts: Mapping[str, tuple[int, ...]] | None = None,
+        only: Collection[Sequence] | None = None,
+    ) -> BatchPlan:
         """Decide the next pass. It is empty only when there is nothing to do.
 
-        `drafts` by request id; of each, as much is taken as `reserve` found room for.
+        `drafts` by request id; of each, as much is taken as `reserve` found room for. `only`: of
+        these sequences, whose pass is on its way already: what is to be copied waits for the next.
         """
         self._ensure_prepared()
         self._is_prepared = False
@@ -211,6 +217,8 @@ class Scheduler:
         prefilling: list[tuple[Sequence, Segment]] = []
         budget, score_budget = self.prefill_chunk, self.score_chunk
         for sequence in self.running:
+            if only is not None and sequence not in only:
+                continue
             members = sequence.members
             missing = [member.num_missing for member in members]
             if max(missing) > 1:
@@ -230,8 +238,30 @@ class Scheduler:
         return BatchPlan(
             segments=tuple(segment for _, segment in chosen),
             sequences=tuple(sequence for sequence, _ in chosen),
-            copies=self.pending_copies,
+            copies=self.pending_copies if only is None else (),
         )
+
+    def foresee(self, plan: BatchPlan) -> list[Segment] | None:
+        """The pass after this one, all but its tokens: one of each sequence, the one that is drawn
+        for it. None where something else may come: a sequence is about to end or may start, wants
+        another page or is told its token by others."""
+        members = sum(len(sequence.members) for sequence in self.running)
+        if len(plan.sequences) != members or (self.waiting and members < self.max_batch):
+            return None
+        segments = []
+        for sequence, now in zip(plan.sequences, plan.segments, strict=True):
+            past_len, rows = len(sequence.token_ids), len(now.token_ids)
+            if (
+                sequence.request.negative_prompt_ids is not None
+                or sequence.request.hooks
+                or now.logit_rows is not LogitRows.LAST
+                or now.past_len + rows != past_len
+                or past_len + 1 >= sequence.max_len
+                or past_len >= len(sequence.page_ids) * self.page_size
+            ):
+                return None
+            segments.append(replace(now, token_ids=(0,), past_len=past_len))
+        return segments
 
     def advance(self, plan: BatchPlan) -> None:
         """The pass is done, and what was sampled from it is appended.

@@ -19,7 +19,7 @@ from exl_core.engine.output import Output
 from exl_core.engine.plan import BatchPlan
 from exl_core.errors import ExlError
 from exl_core.model.segment import LogitRows, Segment
-from exl_core.ops.table import Drawn, OpTable
+from exl_core.ops.table import Drawn, Onward, OpTable
 from exl_core.speculate.drafter import Draft
 
 
@@ -118,8 +118,15 @@ def shares_of(
     return shares
 
 
-def draw_together(shares: list[Share], logits: PassLogits, ops: OpTable, vocab_size: int) -> None:
-    """The next token of all whose settings say everything, by one call."""
+def draw_together(
+    shares: list[Share],
+    logits: PassLogits,
+    ops: OpTable,
+    vocab_size: int,
+    onward: Callable[[], Onward | None],
+) -> None:
+    """The next token of all whose settings say everything, by one call; where that is all there
+    are, `onward` says what they lead to."""
     begun = []
     for share in shares:
         if share.unwanted is not None or (share.drawn_from is not None and share.proposals):
@@ -131,7 +138,8 @@ def draw_together(shares: list[Share], logits: PassLogits, ops: OpTable, vocab_s
             continue
         if settings is not None:
             begun.append((share, settings))
-    drawn = logits.draw(ops, [settings for _, settings in begun], vocab_size)
+    leads_to = onward() if len(begun) == len(shares) else None
+    drawn = logits.draw(ops, [settings for _, settings in begun], vocab_size, leads_to)
     for (share, _), one in zip(begun, drawn, strict=True):
         share.drawn = one
 

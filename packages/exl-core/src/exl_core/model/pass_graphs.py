@@ -65,6 +65,7 @@ class Inputs:
         is_far = store.device.type != "cpu"
         self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=is_far)
         self._device = torch.zeros_like(self._host, device=store.device)
+        self._but_tokens = self._device[8 * rows :], self._host[8 * rows :]
 
         def parts(memory: Tensor) -> tuple[Tensor, ...]:
             first = memory[: 8 * sum(wide)].view(torch.int64).split_with_sizes(wide)
@@ -87,13 +88,15 @@ class Inputs:
         if shape.is_decoding:
             self._fill_any(())
 
-    def fill(self, segments: Sequence[Segment]) -> None:
-        """Begins the copy; the host's memory must have been read by the one before it."""
+    def fill(self, segments: Sequence[Segment], *, has_tokens: bool = False) -> None:
+        """Begins the copy; the host's memory must have been read by the one before it. With
+        `has_tokens` all but the tokens: those are on the device, or will be."""
         if self.shape.is_decoding:
             self._fill_decoding(segments)
         else:
             self._fill_any(segments)
-        self._device.copy_(self._host, non_blocking=True)
+        to, source = self._but_tokens if has_tokens else (self._device, self._host)
+        to.copy_(source, non_blocking=True)
 
     def _fill_decoding(self, segments: Sequence[Segment]) -> None:
         """One row each, of mostly the same sequences as in the pass before."""
@@ -156,9 +159,17 @@ class PassGraphs:
         self._met: Counter[Shape] = Counter()
         self._is_read = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def run(self, segments: Sequence[Segment]) -> Tensor | None:
+    def next_ids(self, segments: Sequence[Segment]) -> Tensor | None:
+        """Where such a pass reads its tokens, int64 [n] on the device; None unless it is a step of
+        decoding that has a graph."""
+        shape = shape_of(segments, self._pages)
+        if shape is None or not shape.is_decoding or shape not in self._graphs:
+            return None
+        return self._graphs[shape][0].batch.token_ids[: len(segments)]
+
+    def run(self, segments: Sequence[Segment], *, has_tokens: bool = False) -> Tensor | None:
         """Their logits [n, vocab_size], which the next run may overwrite; None where there is no
-        graph for such a pass."""
+        graph for such a pass. `has_tokens`: they are where `next_ids` says, or will be."""
         shape = shape_of(segments, self._pages)
         if shape is None:
             return None
@@ -171,7 +182,7 @@ class PassGraphs:
             self._graphs[shape] = self._capture(shape, segments)
         inputs, graph, logits = self._graphs[shape]
         self._is_read.synchronize()  # the host's memory, by the copy before this one
-        inputs.fill(segments)
+        inputs.fill(segments, has_tokens=has_tokens)
         self._is_read.record(torch.cuda.current_stream(self._store.device))
         graph.replay()
         return asked_for(logits, shape, segments)

@@ -165,3 +165,25 @@ class Runner:
                 return logits
             batch = make_batch(segments, self.store.page_size)
             return self.model.forward(replace(batch, logits=room), self.store)
+
+    @property
+    def has_graphs(self) -> bool:
+        """Of passes that it has met; without them no pass can begin before its tokens are known."""
+        return self._graphs is not None
+
+    def next_ids(self, segments: Sequence[Segment]) -> Tensor | None:
+        """Where `run_on` reads the tokens of these segments: int64 [n] on the device. None where
+        there is no graph of such a pass."""
+        return None if self._graphs is None else self._graphs.next_ids(segments)
+
+    @torch.inference_mode()
+    def run_on(self, segments: Sequence[Segment]) -> Tensor:
+        """`run` of segments of one token each, which whatever the device does before will have put
+        where `next_ids` says: nothing waits for them, and those of the segments do not count."""
+        logits = None
+        if self._graphs is not None:
+            with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
+                logits = self._graphs.run(segments, has_tokens=True)
+        if logits is None:
+            raise AssertionError("run_on: next_ids has no place for the tokens of such a pass")
+        return logits

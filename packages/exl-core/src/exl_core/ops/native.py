@@ -19,6 +19,7 @@ from exl_core.ops.table import (
     Drawn,
     GateKind,
     Inputs,
+    Onward,
     PackedLinear,
     PreparedInputs,
     RowSettings,
@@ -288,8 +289,13 @@ class NativeTable:
             )
         )
 
-    def sample_rows(self, logits: Tensor, rows: Sequence[RowSettings]) -> list[Drawn]:
-        return [settings.draw(self.sample, logits[settings.row]) for settings in rows]
+    def sample_rows(
+        self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
+    ) -> list[Drawn]:
+        drawn = [settings.draw(self.sample, logits[settings.row]) for settings in rows]
+        if onward is not None:
+            onward.take(drawn)
+        return drawn
 
 
 if TYPE_CHECKING:

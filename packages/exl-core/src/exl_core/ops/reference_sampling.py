@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.checks import OpInputError, check, check_contiguous, check_range
-from exl_core.ops.table import NOTHING_DRAWN, Drawn, RowSettings
+from exl_core.ops.table import NOTHING_DRAWN, Drawn, Onward, RowSettings
 
 _NUCLEUS_FLOOR = 1e-6
 _WEIGHT_FLOOR = -87.33654  # of e^x: beyond lies what float32 cannot hold
@@ -84,8 +84,13 @@ def sample(
     return Drawn(int(order[place]), float(probability[place]), list(top))
 
 
-def sample_rows(logits: Tensor, rows: Sequence[RowSettings]) -> list[Drawn]:
-    return [settings.draw(sample, logits[settings.row]) for settings in rows]
+def sample_rows(
+    logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
+) -> list[Drawn]:
+    drawn = [settings.draw(sample, logits[settings.row]) for settings in rows]
+    if onward is not None:
+        onward.take(drawn)
+    return drawn
 
 
 def _check(logits: Tensor, mask: Tensor | None, ids: Tensor | None, values: Tensor | None) -> None:

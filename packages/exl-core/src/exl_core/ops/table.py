@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal, NamedTuple, Protocol
 
-from torch import Tensor, device, dtype
+from torch import Tensor, device, dtype, inference_mode, tensor
 
 from exl_core.errors import BackendError, RequestError
 from exl_core.ops.quantized import QuantColumns, QuantLayout
@@ -57,6 +57,21 @@ class Drawn(NamedTuple):
 
 
 NOTHING_DRAWN = Drawn(-1, 0.0, [])
+
+
+class Onward(NamedTuple):
+    """Where tokens go beside to whoever had them drawn: `token_ids`, int64 [rows] on the table's
+    device, gets them, 0 where nothing could be drawn. Then `begin` is called, on a GPU before
+    anybody has waited for them."""
+
+    token_ids: Tensor
+    begin: Callable[[], None]
+
+    def take(self, drawn: Sequence[Drawn]) -> None:
+        """Of tokens that the host has."""
+        with inference_mode():
+            self.token_ids.copy_(tensor([max(one.token_id, 0) for one in drawn]))
+        self.begin()
 
 
 class RowSettings(NamedTuple):
@@ -330,11 +345,14 @@ class OpTable(Protocol):
         """
         ...
 
-    def sample_rows(self, logits: Tensor, rows: Sequence[RowSettings]) -> list[Drawn]:
+    def sample_rows(
+        self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
+    ) -> list[Drawn]:
         """`sample` of those rows of logits [n, vocab], strided rows on the table's device.
 
         Rows do not depend on one another. On a GPU all of them cost one wait; probabilities, and
-        with them which token a number falls to, are rounded differently there.
+        with them which token a number falls to, are rounded differently there. Where nothing but
+        its tokens keeps the next pass from beginning, `onward` gets them to it.
         """
         ...
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.cuda.library import Gpu
-from exl_core.ops.table import NOTHING_DRAWN, Drawn, RowSettings
+from exl_core.ops.table import NOTHING_DRAWN, Drawn, Onward, RowSettings
 from exl_kernels import cuda
 
 _ROW = np.dtype(
@@ -146,14 +146,22 @@ class SampleBuffers:
         self._rows.host[: len(rows)] = packed
         return self._masks.end if words else self._edit_values.end if edits else self._rows.end
 
-    def enqueue(self, logits: Tensor, num_rows: int, size_bytes: int | None = None) -> None:
-        """Copies the settings, all of them unless a size is given, and draws."""
+    def enqueue(
+        self,
+        logits: Tensor,
+        num_rows: int,
+        size_bytes: int | None = None,
+        next_ids: Tensor | None = None,
+    ) -> None:
+        """Copies the settings, all of them unless a size is given, and draws; the tokens go to
+        `next_ids`, int64 [num_rows] on the GPU, as well."""
         to, source = self._copies(self._masks.end if size_bytes is None else size_bytes)
         to.copy_(source, non_blocking=True)
         workspace = self._gpu.workspace("sample", num_rows, self._vocab_size)
         args = self._args
         args.logits, args.logits_stride = logits.data_ptr(), logits.stride(0)
         args.rows = num_rows
+        args.next_ids = None if next_ids is None else next_ids.data_ptr()
         args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
         self._gpu.call("sample", args)
 
@@ -188,15 +196,23 @@ class RowSampler:
         self._gpu = gpu
         self._buffers: SampleBuffers | None = None
         self._vocab_size = 0
+        self._is_drawn = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def draw(self, logits: Tensor, rows: Sequence[RowSettings]) -> list[Drawn]:
-        """logits [n, vocab], strided rows on the GPU. Waits for them and for the tokens."""
+    def draw(
+        self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
+    ) -> list[Drawn]:
+        """logits [n, vocab], strided rows on the GPU. Waits for them and for the tokens, but not
+        for what `onward` has begun."""
         if not rows:
             return []
         buffers = self._room(rows, logits.shape[1])
         size_bytes = buffers.fill(rows)
-        buffers.enqueue(logits, len(rows), size_bytes)
-        torch.cuda.current_stream(self._gpu.device).synchronize()
+        next_ids = None if onward is None else onward.token_ids
+        buffers.enqueue(logits, len(rows), size_bytes, next_ids)
+        self._is_drawn.record(torch.cuda.current_stream(self._gpu.device))
+        if onward is not None:
+            onward.begin()
+        self._is_drawn.synchronize()
         return buffers.read(rows)
 
     def _room(self, rows: Sequence[RowSettings], vocab_size: int) -> SampleBuffers:

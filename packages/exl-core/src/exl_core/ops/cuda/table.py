@@ -25,6 +25,7 @@ from exl_core.ops.table import (
     Drawn,
     GateKind,
     Inputs,
+    Onward,
     PackedLinear,
     PreparedInputs,
     RowSettings,
@@ -251,15 +252,22 @@ class CudaTable:
                 cast(CudaInputs | None, out),
             )
 
-    def sample_rows(self, logits: Tensor, rows: Sequence[RowSettings]) -> list[Drawn]:
+    def sample_rows(
+        self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
+    ) -> list[Drawn]:
         known = [settings for settings in rows if settings.num_top <= cuda.MAX_TOP]
+        if len(known) == len(rows):
+            return self._row_sampler.draw(logits, rows, onward)
         drawn = iter(self._row_sampler.draw(logits, known))
-        return [
+        all_drawn = [
             next(drawn)
             if settings.num_top <= cuda.MAX_TOP
             else settings.draw(self.sample, logits[settings.row].cpu())
             for settings in rows
         ]
+        if onward is not None:
+            onward.take(all_drawn)
+        return all_drawn
 
 
 if TYPE_CHECKING:

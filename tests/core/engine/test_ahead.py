@@ -1,0 +1,188 @@
+"""Passes that begin before their tokens are read; nobody can tell from the replies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from exl_core.engine.engine import Engine, EngineOptions
+from exl_core.engine.events import FailEvent, FinishEvent, FinishReason
+from exl_core.engine.request import Report, Request
+from exl_core.errors import OutOfMemoryError
+from exl_core.sampling.params import SamplerParams
+from support.driving import ask, engine_for, run_all, run_one
+from support.going_ahead import EagerRunner, go_ahead
+from support.guessing import ScriptedDrafter, right
+from support.scripted import EOS_ID, HashRule, ScriptedModel, always, certain
+
+RULE = HashRule(8, spread=1.5)
+SEEDED = SamplerParams(temperature=0.9, top_k=30, seed=7)
+
+
+def both(**options: Any) -> tuple[Engine, Engine, EagerRunner]:
+    plain, eager = (engine_for(RULE, clock=lambda: 0.0, **options) for _ in range(2))
+    return plain, eager, go_ahead(eager)
+
+
+def ends(engine: Engine, requests: list[Request]) -> list[tuple[str, FinishReason, object]]:
+    for request in requests:
+        engine.submit(request)
+    found = {e.request_id: e for e in run_all(engine) if isinstance(e, FinishEvent)}
+    return [
+        (found[r.request_id].text, found[r.request_id].reason, found[r.request_id].stopped_by)
+        for r in requests
+    ]
+
+
+def passes_of(engine: Engine) -> list[int]:
+    assert isinstance(engine.model, ScriptedModel)
+    return engine.model.rows_of_pass
+
+
+def test_a_reply_takes_the_passes_that_it_takes() -> None:
+    plain, eager, runner = both()
+    request = ask(max_tokens=20, sampler=SEEDED, stop_ids=frozenset())
+    assert run_one(eager, request) == run_one(plain, request)
+    assert passes_of(eager) == passes_of(plain)
+    assert runner.begun == 19  # all but the prompt's
+
+
+def test_rows_that_end_leave_and_the_rest_of_the_pass_counts() -> None:
+    plain, eager, runner = both(max_batch=8)
+    requests = [
+        ask(f"{i}?", sampler=SamplerParams(seed=i), max_tokens=100, stop_ids=frozenset(range(i)))
+        for i in (0, 3, 9, 20, 40)
+    ]
+    assert ends(eager, requests) == ends(plain, requests)
+    assert {reason for _, reason, _ in ends(eager, requests)} > {FinishReason.STOP}
+    # A sequence that stops has computed one row more, nothing else was computed twice.
+    assert sum(passes_of(eager)) <= 2 * (sum(passes_of(plain)) + len(requests))
+    assert runner.begun > len(passes_of(plain)) // 2
+
+
+def test_who_arrives_in_the_meantime_waits_for_one_pass() -> None:
+    engine = engine_for(RULE)
+    runner = go_ahead(engine)
+    engine.submit(ask("first", max_tokens=50, stop_ids=frozenset()))
+    for _ in range(4):
+        engine.step()
+    begun = runner.begun
+    engine.submit(ask("second", max_tokens=50, stop_ids=frozenset()))
+    passes = len(passes_of(engine))
+    engine.step()  # the pass that ran already; nothing new begins ahead of the prompt
+    assert runner.begun == begun
+    assert len(passes_of(engine)) == passes
+    engine.step()
+    assert passes_of(engine)[passes] == len(b"second") + 1
+    run_all(engine)
+
+
+def test_cancelled_while_its_next_pass_runs() -> None:
+    engine = engine_for(RULE)
+    go_ahead(engine)
+    for name in ("a", "b"):
+        engine.submit(ask(name, request_id=name, max_tokens=30, stop_ids=frozenset()))
+    for _ in range(5):
+        engine.step()
+    engine.cancel("a")
+    text = next(
+        e.text for e in run_all(engine) if isinstance(e, FinishEvent) and e.request_id == "b"
+    )
+    assert text == run_one(engine_for(RULE), ask("b", max_tokens=30, stop_ids=frozenset()))[1].text
+    assert engine.pool.num_available == engine.pool.num_pages
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        {"report": Report(logits=True)},
+        {"report": Report(log_probs=3)},
+        {"report": Report(top_tokens=5, probabilities=True)},
+        {"banned_strings": ("a", "e")},
+    ],
+    ids=["logits", "log-probs", "top", "banned"],
+)
+def test_what_is_told_of_tokens_is_of_their_own_pass(rest: dict[str, Any]) -> None:
+    plain, eager, runner = both()
+    request = ask(max_tokens=25, stop_ids=frozenset(), **rest)
+    found = []
+    for engine in (plain, eager):
+        engine.submit(request)
+        found.append([str(e) for e in run_all(engine) if not isinstance(e, FinishEvent)])
+    assert found[0] == found[1]
+    assert runner.begun > 0
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        {"hooks": (lambda _: None,)},
+        {"sampler": SamplerParams(cfg_scale=1.5, seed=1), "negative_prompt_ids": (1, 2)},
+        {"sampler": SamplerParams(repetition_penalty=1.3, seed=3)},
+        {"sampler": SamplerParams(mirostat_tau=3.0, seed=1)},
+    ],
+    ids=["hooks", "guided", "penalties", "mirostat"],
+)
+def test_nothing_begins_whose_tokens_others_decide(rest: dict[str, Any]) -> None:
+    plain, eager, runner = both()
+    request = ask(max_tokens=10, stop_ids=frozenset(), **rest)
+    assert ends(eager, [request]) == ends(plain, [request])
+    assert runner.begun == 0
+
+
+def test_nothing_begins_beside_drafts() -> None:
+    engine = engine_for(RULE, drafter=ScriptedDrafter(right(RULE)))
+    runner = go_ahead(engine)
+    run_one(engine, ask(max_tokens=20, stop_ids=frozenset()))
+    assert runner.begun == 0
+
+
+def test_why_nothing_can_be_drawn_is_read_off_the_pass_that_failed() -> None:
+    logits = certain(EOS_ID)
+    engine = engine_for(always(logits))
+    go_ahead(engine)
+    engine.submit(ask(max_tokens=9, stop_ids=frozenset()))
+    engine.step()
+    logits.fill_(float("nan"))
+    engine.step()  # its pass ran before
+    failure = next(e for e in run_all(engine) if isinstance(e, FailEvent))
+    assert "NaN" in str(failure.error)
+    assert engine.pool.num_available == engine.pool.num_pages
+
+
+def test_a_pass_that_fails_ahead_fails_those_that_run() -> None:
+    engine = engine_for(RULE)
+    go_ahead(engine)
+    engine.submit(ask(max_tokens=9, stop_ids=frozenset()))
+    engine.step()
+    assert isinstance(engine.model, ScriptedModel)
+    engine.model.failure = RuntimeError("scripted")
+    with pytest.raises(RuntimeError, match="scripted"):
+        engine.step()
+    assert isinstance(run_all(engine)[0], FailEvent)
+    _, end = run_one(engine, ask(max_tokens=9, stop_ids=frozenset()))
+    assert end.completion_tokens == 9
+
+
+def test_without_memory_for_the_logits_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    def keep(_: object) -> None:
+        raise OutOfMemoryError("none left")
+
+    monkeypatch.setattr("exl_core.engine.logits.PassLogits.keep", keep)
+    plain, eager, runner = both()
+    request = ask(max_tokens=10, stop_ids=frozenset())
+    assert run_one(eager, request) == run_one(plain, request)
+    assert runner.begun == 0
+
+
+def test_pages_run_out_while_passes_begin_ahead() -> None:
+    options = EngineOptions(cache_tokens=768, max_batch=3)
+    plain, eager, runner = both(cache_tokens=options.cache_tokens, max_batch=options.max_batch)
+    requests = [
+        ask([65 + i] * 200, sampler=SamplerParams(seed=i), max_tokens=220, stop_ids=frozenset())
+        for i in range(3)
+    ]
+    assert ends(eager, requests) == ends(plain, requests)
+    assert eager.scheduler.num_requeued > 0
+    assert runner.begun > 100

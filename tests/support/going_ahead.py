@@ -1,0 +1,50 @@
+"""A runner on the CPU that begins passes before their tokens are known, as one with graphs does."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from exl_core.engine.ahead import Ahead
+from exl_core.engine.engine import Engine
+from exl_core.model.runner import Runner
+from exl_core.model.segment import Segment
+
+
+class EagerRunner(Runner):
+    """`begun`: passes so far that began ahead. Each pass spoils the logits of the one before it."""
+
+    begun = 0
+    has_graphs = True
+    _next_ids: Tensor
+    _logits: Tensor | None = None
+
+    @torch.inference_mode()
+    def run(self, *operands: Any, **rest: Any) -> Tensor:
+        if self._logits is not None:
+            self._logits.fill_(math.nan)
+        self._logits = super().run(*operands, **rest)
+        return self._logits
+
+    def next_ids(self, segments: Sequence[Segment]) -> Tensor:
+        self._next_ids = torch.zeros(len(segments), dtype=torch.int64)
+        return self._next_ids
+
+    def run_on(self, segments: Sequence[Segment]) -> Tensor:
+        self.begun += 1
+        ids = self._next_ids.tolist()
+        return self.run(
+            [replace(one, token_ids=(i,)) for one, i in zip(segments, ids, strict=True)]
+        )
+
+
+def go_ahead(engine: Engine) -> EagerRunner:
+    """From here on that engine does."""
+    runner = EagerRunner(engine.model, engine.store)
+    engine._runner, engine._ahead = runner, Ahead(runner, engine.scheduler)
+    return runner
