@@ -273,8 +273,8 @@ LONG_S = 240.0
 @pytest.mark.slow
 @pytest.mark.timeout(LONG_S + 120)
 def test_half_an_hour_of_jobs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The device has as much free memory after them as after the first quarter, when passes of every
-    shape have their graphs, whoever holds it."""
+    """The device has as much free memory after them, whoever holds the rest, as after the first
+    quarter, when passes of every shape have their graphs."""
     loaded = load_model(str(quantized_llama("exl2", tmp_path)), LoadOptions(backend="cuda"))
     with_drafts, without = (
         RandomJobs(generator_of(loaded, drafter=drafter, cache_tokens=2048), seed=10)
