@@ -39,7 +39,9 @@ __device__ __forceinline__ Piece piece_of(
     const int first_step = piece.begin_key / step_keys;
     const int64_t steps = (piece.end_key + step_keys - 1) / step_keys - first_step;
     const int least = min(kLeastSteps, warps);
-    const int splits = min(params.splits, (static_cast<int>(steps) + least - 1) / least);
+    const bool is_alone = piece.end_key - piece.begin_key <= kAloneKeys;
+    const int splits =
+        is_alone ? 1 : min(params.splits, (static_cast<int>(steps) + least - 1) / least);
     const int split = blockIdx.x;
     if (split >= splits) return piece;
     piece.splits = splits;

@@ -7,6 +7,7 @@ namespace exl::cuda {
 
 constexpr int kDecodeWarps = 8;
 constexpr int kLeastSteps = 4;  // of a block: fewer do not pay for adding up its part
+constexpr int kAloneKeys = 512;  // of a block: so many it has done before others add up their parts
 
 // Steps of 32 keys where a row of codes is short, so that the bookkeeping of a step is paid for.
 template <int key_type, int value_type>

@@ -10,6 +10,7 @@ namespace exl::cuda {
 namespace {
 
 constexpr int kWarps = 4;
+constexpr int kFewRows = 8;
 
 // Heads of a row in the order queries, keys, values; any of them may be none.
 struct WriteArgs {
@@ -136,29 +137,45 @@ __global__ void __launch_bounds__(kWarps * kWarp) write_kernel(const WriteArgs a
         const int64_t angles = static_cast<int64_t>(row) * args.rotary_half;
         load_angles(cos, sin, args.cos + angles, args.sin + angles, args.rotary_half, lane);
     }
-    wait_for_inputs();
-
     const int kv_head = (head - args.q_heads) % args.cache.kv_heads;
     const void* base = is_query ? args.queries : is_key ? args.keys : args.values;
     const int64_t stride = is_query ? args.query_stride : args.key_stride;
-    const void* from = element(base, args.dtype, row * stride + (is_query ? head : kv_head) * d);
-    Row x;
-    load_row(x, from, args.dtype, d, lane);
-    if (is_query || is_key) {
-        const float* weight = is_query ? args.q_norm : args.k_norm;
-        if (weight != nullptr) norm_row(x, weight, args.eps, d, lane);
-    }
-    if (turns) rope_row(x, cos, sin, args.rotary_half, d, room[warp], lane);
-    if ((is_query || is_key) && args.head_scale != nullptr) {
-        fit_row(x, args.head_scale + head * d, args.head_shift + head * d, d, lane);
-    }
-    if (is_query || (is_key && args.is_in_place)) {
-        store_row(const_cast<void*>(from), x, args.dtype, d, lane);
-        if (is_query) return;
-    }
+    void* const from = const_cast<void*>(
+        element(base, args.dtype, row * stride + (is_query ? head : kv_head) * d)
+    );
     const int type = is_key ? args.cache.key_dtype : args.cache.value_dtype;
     void* cache = is_key ? args.cache.key_cache : args.cache.value_cache;
-    encode_row(cache_row(cache, type, args.cache, slot, kv_head), x, type, d, lane);
+    uint8_t* const cached = cache_row(cache, type, args.cache, slot, kv_head);
+    // Of few rows first with zeros and to the warp's room, while the kernel ahead runs: what takes the
+    // time of so few instructions is to fetch them.
+#pragma unroll 1
+    for (bool is_real = args.rows > kFewRows;; is_real = true) {
+        Row x = {};
+        if (is_real) {
+            wait_for_inputs();
+            load_row(x, from, args.dtype, d, lane);
+        }
+        if (is_query || is_key) {
+            const float* weight = is_query ? args.q_norm : args.k_norm;
+            if (weight != nullptr) norm_row(x, weight, args.eps, d, lane);
+        }
+        if (turns) rope_row(x, cos, sin, args.rotary_half, d, room[warp], lane);
+        if ((is_query || is_key) && args.head_scale != nullptr) {
+            fit_row(x, args.head_scale + head * d, args.head_shift + head * d, d, lane);
+        }
+        __syncwarp();
+        void* const nowhere = room[warp];
+        if (is_query || (is_key && args.is_in_place)) {
+            store_row(is_real ? from : nowhere, x, args.dtype, d, lane);
+        }
+        if (!is_query) {
+            encode_row(
+                is_real ? cached : static_cast<uint8_t*>(nowhere), x, type, d, lane
+            );
+        }
+        if (is_real) return;
+        __syncwarp();
+    }
 }
 
 bool fits(const ExlCache& cache, int dtype) {
