@@ -76,6 +76,20 @@ def test_values_that_are_not_finite_are_counted(folder: Path, name: str, value: 
         read_all(folder)
 
 
+def test_what_is_moved_is_checked_and_handed_out(folder: Path) -> None:
+    checkpoint = Checkpoint(*open_checkpoint(folder))
+    moved: list[torch.Tensor] = []
+
+    def double(values: torch.Tensor) -> torch.Tensor:
+        moved.append(values * 2)
+        return moved[-1]
+
+    chunks = list(checkpoint.chunks(GATE, torch.float32, values=72 * 32, move=double))
+    assert [chunk.values is one for chunk, one in zip(chunks, moved, strict=True)] == [True] * 4
+    with pytest.raises(WeightValueError, match=rf"{GATE}.*8064 values that are NaN or infinite"):
+        next(checkpoint.chunks(GATE, torch.float32, move=lambda values: values / 0))
+
+
 def test_values_whose_sum_overflows_are_fine(folder: Path) -> None:
     edit(folder, **{GATE: torch.full((112, 72), 3e38)})
     read_all(folder)

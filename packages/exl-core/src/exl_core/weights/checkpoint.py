@@ -8,6 +8,7 @@ present, of the expected shape, and finite.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -166,11 +167,13 @@ class Checkpoint:
         dtype: torch.dtype,
         within: tuple[int, int] | None = None,
         values: int = CHUNK_VALUES,
+        move: Move = stay,
     ) -> Iterator[Chunk]:
         """The rows of a matrix or a bias, about `values` values at a time (multiples of 32 rows),
         as `dtype`; all of them, or those `within` first and last.
 
-        The memory of what has been read is released on the way.
+        They are checked, and become `dtype`, where `move` takes them. The memory of what has been
+        read is released on the way.
         """
         self._prefetch(name)
         located, tensor = self._located[name], self.stored[name]
@@ -186,6 +189,7 @@ class Checkpoint:
             else:
                 rows = slice(located.first_row + start, located.first_row + stop)
                 part = self._source.read(tensor.name, rows if order is None else order[rows])
+            part = move(part)
             _check_finite(tensor, part, "The file is damaged or its conversion failed")
             if part.dtype is not dtype:
                 part = part.to(dtype)
@@ -264,7 +268,8 @@ def row_ranges(rows: int, values_a_row: int, values: int) -> list[tuple[int, int
 
 def _check_finite(tensor: StoredTensor, values: Tensor, cause: str) -> None:
     # A sum is not finite if any value is not; only then is it worth looking at each.
-    if torch.isfinite(values.sum(dtype=torch.float32)) or torch.isfinite(values).all():
+    is_finite = math.isfinite(values.sum(dtype=torch.float32).item())
+    if is_finite or torch.isfinite(values).all():
         return
     bad = int((~torch.isfinite(values)).sum())
     raise WeightValueError(
