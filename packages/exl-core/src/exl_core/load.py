@@ -92,8 +92,8 @@ def load_model(
     fields = gguf_fields(source)
     tokenizer = load_tokenizer(path, fields)
     check_vocab(tokenizer, config.vocab_size, path)
-    ops = table()
     at_once, needed, held = checkpoint.bytes_at_once, checkpoint.packed_bytes, options.held_bytes
+    ops = table()
     is_streamed = held is not None and held < needed
     if held is not None:
         needed = min(needed, max(at_once, held))

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -79,11 +80,16 @@ class Exl2Linear:
 
 
 def _groups(q_groups: Tensor, packed_rows: int) -> tuple[Exl2Group, ...]:
-    table = q_groups.view(-1, 2).tolist()
-    ends = [start for _, start in table[1:]] + [packed_rows]
+    return _groups_of(tuple(q_groups.tolist()), packed_rows)
+
+
+@lru_cache(maxsize=256)  # a model has hundreds of matrices, and few tables
+def _groups_of(table: tuple[int, ...], packed_rows: int) -> tuple[Exl2Group, ...]:
+    widths, starts = table[::2], table[1::2]
+    ends = (*starts[1:], packed_rows)
     return tuple(
         Exl2Group(bits, start, (end - start) * 32 // bits)
-        for (bits, start), end in zip(table, ends, strict=True)
+        for bits, start, end in zip(widths, starts, ends, strict=True)
     )
 
 
