@@ -9,7 +9,7 @@ present, of the expected shape, and finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -73,6 +73,7 @@ class Checkpoint:
         self.stored: dict[str, StoredTensor] = {
             name: located.stored for name, located in self._located.items()
         }
+        self._opened: dict[str, RuntimeMatrix] = {}
 
     @property
     def size_bytes(self) -> int:
@@ -131,10 +132,18 @@ class Checkpoint:
         """What a tensor is kept in when it is not quantized: as stored, quantized as float16."""
         return PLAIN_TYPES.get(self.stored[name].storage, torch.float16)
 
+    def open_ahead(self, until: Callable[[], bool]) -> None:
+        """Opens matrices in pieces, and so checks them, until that is true or no more are left."""
+        for name, located in self._located.items():
+            if until():
+                return
+            if located.matrix is not None and not self._is_exact:
+                self._opened[name] = self._matrix(name)
+
     def quantized(self, name: str) -> RuntimeMatrix:
         """A matrix as codes, with its bias where the model has one."""
         self._prefetch(name)
-        bias, matrix = bias_of(name), self._matrix(name)
+        bias, matrix = bias_of(name), self._opened.pop(name, None) or self._matrix(name)
         return _WithBias(matrix, self.vector(bias)) if bias in self.stored else matrix
 
     def release(self, name: str, rows: slice | None = None) -> None:
