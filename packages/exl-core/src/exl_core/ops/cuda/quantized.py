@@ -229,7 +229,10 @@ class CudaQuantLinear:
 def _order(plan: TilePlan, features: NDArray[np.int32] | None) -> NDArray[np.int32]:
     """Feature of each padded row, -1: padding."""
     rows = plan.stored_rows
-    return rows if features is None else np.where(rows < 0, np.int32(-1), features[rows])
+    if features is None:
+        return rows
+    is_padded = len(rows) > len(features)
+    return np.where(rows < 0, np.int32(-1), features[rows]) if is_padded else features
 
 
 def _inverse(order: NDArray[np.int32]) -> NDArray[np.int32]:
