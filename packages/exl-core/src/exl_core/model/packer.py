@@ -76,7 +76,8 @@ class Packer:
         """A norm's factors, read at once."""
         weight = self._checkpoint.norm(name)
         self._report(self._checkpoint.stored[name].size_bytes)
-        return self._ops.bring(weight)
+        # On a GPU this waits until what was packed before is there: other streams may read it.
+        return weight.to(self._ops.device)
 
     def _start_part(self, name: str) -> list[Future[PackedLinear]]:
         if not self._checkpoint.is_quantized(name):
