@@ -17,7 +17,9 @@ class FakeLibrary:
     architectures = (80, 90)
 
     def call(self, name: str, index: int) -> None:
-        assert (name, index) == ("open_device", 0)
+        assert name == "open_device"
+        if index != 0:
+            raise cuda.CudaError(name, 101, "cudaErrorInvalidDevice", "invalid device ordinal")
 
 
 @pytest.fixture
@@ -49,6 +51,31 @@ def test_a_driver_that_is_too_old_is_named_by_torch(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "init", init)
     with pytest.raises(DeviceError, match=r"too old \(found version 11040\)"):
+        device.open_device("cuda")
+
+
+def test_the_driver_is_started_before_torch_looks(one_gpu: pytest.MonkeyPatch) -> None:
+    began: list[str] = []
+    one_gpu.setattr(FakeLibrary, "call", lambda _, name, index: began.append(f"{name} {index}"))
+
+    def is_available() -> bool:
+        began.append("torch")
+        return False
+
+    one_gpu.setattr(torch.cuda, "is_available", is_available)
+    with pytest.raises(DeviceError, match="no GPU can be used"):
+        device.open_device("cuda:1")
+    assert began == ["open_device 1", "torch"]
+
+
+def test_a_driver_that_does_not_start_is_told_by_the_library(
+    one_gpu: pytest.MonkeyPatch,
+) -> None:
+    def call(*_: object) -> None:
+        raise cuda.CudaError("exl_cuda_open_device", 46, "cudaErrorDevicesUnavailable", "busy")
+
+    one_gpu.setattr(FakeLibrary, "call", call)
+    with pytest.raises(DeviceError, match=r"the GPU's start failed .*cudaErrorDevicesUnavailable"):
         device.open_device("cuda")
 
 

@@ -12,11 +12,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import EngineOptions
 from exl_core.engine.scheduler import Scheduler
+from exl_core.errors import WeightValueError
 from exl_core.generate.dynamic import DynamicGenerator
 from exl_core.load import LoadedModel, LoadOptions, load_model
 from exl_core.lora.adapter import load_adapter
@@ -98,6 +100,20 @@ class Sequences:
         if near.numel():
             error = (far.float().cpu() - near).norm() / near.norm()
             assert error < self._limit, f"{counts}: {error:.1e}"
+
+
+@pytest.mark.parametrize("name", ["model.embed_tokens.weight", "model.norm.weight"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_values_that_are_not_finite_are_counted(
+    tmp_path: Path, name: str, dtype: torch.dtype
+) -> None:
+    file = save(tiny_llama(**SIZES), tmp_path) / "model.safetensors"
+    tensors = load_file(file)
+    tensors[name] = tensors[name].to(dtype)
+    tensors[name].view(-1)[[0, -1]] = torch.tensor([float("nan"), float("-inf")]).to(dtype)
+    save_file(tensors, file)
+    with pytest.raises(WeightValueError, match=rf"{name}.* 2 values that are NaN or infinite"):
+        load_model(str(tmp_path), LoadOptions(backend="cuda"))
 
 
 @pytest.mark.parametrize("kv_format", list(TOLERANCE), ids=lambda kind: kind.value)

@@ -299,6 +299,21 @@ def test_orders_are_shared(gpu: Gpu) -> None:
     assert first.order.data_ptr() == second.order.data_ptr()
 
 
+def test_matrices_of_other_widths_share_the_order_of_the_same_features(gpu: Gpu) -> None:
+    def matrix(features: Tensor, *runs: GroupRun) -> CudaQuantLinear:
+        return CudaQuantLinear(QuantLayout(32, 256, runs, features, torch.float16, "middle"), gpu)
+
+    features = torch.arange(256, dtype=torch.int32).flip(0)
+    one = matrix(features, GroupRun(4, 2, 128))
+    other = matrix(features.clone(), GroupRun(6, 1, 128), GroupRun(3, 1, 128))
+    third = matrix(features.roll(1), GroupRun(4, 2, 128))
+    assert one.order.data_ptr() == other.order.data_ptr() != third.order.data_ptr()
+    assert torch.equal(one.order.cpu(), features)
+    assert torch.equal(third.order.cpu(), features.roll(1))
+    assert third.places is not None
+    assert torch.equal(third.order[third.places.long()].cpu(), torch.arange(256).int())
+
+
 def test_a_group_of_many_blocks_has_several_units() -> None:
     plan = plan_tiles((GroupRun(4, 1, 300), GroupRun(3, 2, 64)), "zeros", 2)
     assert plan.units["blocks"].tolist() == [4, 4, 2, 2, 2]

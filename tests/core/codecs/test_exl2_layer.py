@@ -43,11 +43,17 @@ def read(layer: Exl2Layer) -> exl2.Exl2Linear:
     return exl2.check(layer.parts, "a test")
 
 
+def scale_codes_of(linear: exl2.Exl2Linear) -> Tensor:
+    """0 .. 15 as stored, uint8 [groups, out_features]."""
+    words = linear.q_scale.numpy().view(np.uint32)[:, :, None] >> np.arange(0, 32, 4)
+    return torch.from_numpy((words & 15).astype(np.uint8)).flatten(1)
+
+
 def rewrite(linear: exl2.Exl2Linear) -> exl2.Exl2Linear:
     return exl2_writer.pack(
         exl2.unpack_codes(linear),
         groups=[(group.bits, group.rows) for group in linear.groups],
-        scale_codes=exl2.unpack_scale_codes(linear),
+        scale_codes=scale_codes_of(linear),
         scale_max=linear.q_scale_max,
         invperm=linear.q_invperm,
     )
@@ -182,7 +188,7 @@ def test_the_writer_pads_columns_with_exact_zeros(columns: int) -> None:
     assert linear.out_features == (32 if columns <= 32 else 64)
     assert torch.equal(bit_pattern(weight[:, :columns]), bit_pattern(layer.dense()[:, :columns]))
     assert not bit_pattern(weight[:, columns:]).any()
-    assert not exl2.unpack_scale_codes(linear)[:, columns:].any()
+    assert not scale_codes_of(linear)[:, columns:].any()
 
 
 def test_any_scale_code_is_read_beside_codes_at_the_zero_point() -> None:

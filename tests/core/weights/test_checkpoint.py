@@ -13,9 +13,12 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
+from exl_core.codecs.runtime import RuntimeMatrix
 from exl_core.errors import MissingTensorError, WeightShapeError, WeightValueError
 from exl_core.load import open_checkpoint
 from exl_core.ops.table import get_table
+from exl_core.weights import checkpoint as checkpoint_module
+from exl_core.weights import quantized
 from exl_core.weights.checkpoint import Checkpoint
 from support.gguf_models import write_gguf
 from support.quantized_models import (
@@ -74,6 +77,20 @@ def test_values_that_are_not_finite_are_counted(folder: Path, name: str, value: 
     edit(folder, **{name: weight})
     with pytest.raises(WeightValueError, match="2 values that are NaN or infinite"):
         read_all(folder)
+
+
+def test_what_is_moved_is_checked_and_handed_out(folder: Path) -> None:
+    checkpoint = Checkpoint(*open_checkpoint(folder))
+    moved: list[torch.Tensor] = []
+
+    def double(values: torch.Tensor) -> torch.Tensor:
+        moved.append(values * 2)
+        return moved[-1]
+
+    chunks = list(checkpoint.chunks(GATE, torch.float32, values=72 * 32, move=double))
+    assert [chunk.values is one for chunk, one in zip(chunks, moved, strict=True)] == [True] * 4
+    with pytest.raises(WeightValueError, match=rf"{GATE}.*8064 values that are NaN or infinite"):
+        next(checkpoint.chunks(GATE, torch.float32, move=lambda values: values / 0))
 
 
 def test_values_whose_sum_overflows_are_fine(folder: Path) -> None:
@@ -161,6 +178,39 @@ def test_a_scalar_in_place_of_codes_is_refused(tmp_path: Path) -> None:
     for look in (checkpoint.quantized, checkpoint.group_runs, lambda _: checkpoint.packed_bytes):
         with pytest.raises(WeightShapeError, match=r"gate_proj: tensor 'q_weight' has an imposs"):
             look(GATE)
+
+
+def test_matrices_opened_ahead_are_given_out_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save(tiny_llama(**SIZES), tmp_path)
+    quantize(folder, {"quant_method": "exl2"}, exl2_pieces)
+    checkpoint = Checkpoint(*open_checkpoint(folder))
+    names = [name for name in checkpoint.stored if checkpoint.is_quantized(name)]
+    opened: list[str] = []
+
+    def open_matrix(source, matrix, quantization) -> RuntimeMatrix:
+        opened.append(matrix.name)
+        return quantized.open_matrix(source, matrix, quantization)
+
+    monkeypatch.setattr(checkpoint_module, "open_matrix", open_matrix)
+    checkpoint.open_ahead(until=lambda: False)
+    ahead = [checkpoint.quantized(name) for name in names]
+    assert sorted(opened) == sorted(name.removesuffix(".weight") for name in names)
+    later = [checkpoint.quantized(name) for name in names]
+    assert len(opened) == 2 * len(names)
+    for one, other in zip(ahead, later, strict=True):
+        assert np.array_equal(evaluate(one), evaluate(other))
+
+
+def test_damage_is_found_ahead_until_that_is_enough(tmp_path: Path) -> None:
+    folder = save(tiny_llama(**SIZES), tmp_path)
+    quantize(folder, {"quant_method": "exl2"}, exl2_pieces)
+    edit(folder, **{GATE.replace("weight", "q_groups"): torch.zeros(3, dtype=torch.int16)})
+    checkpoint = Checkpoint(*open_checkpoint(folder))
+    checkpoint.open_ahead(until=lambda: True)
+    with pytest.raises(WeightShapeError, match=r"gate_proj: tensor 'q_groups'"):
+        checkpoint.open_ahead(until=lambda: False)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K"])

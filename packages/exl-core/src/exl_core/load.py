@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -85,15 +85,20 @@ def load_model(
     threads = options.threads or settings.threads
     isa = options.isa or (settings.isa if options.backend == "cpu" else None)
     path = resolve_model(spec)
-    table = _opening(options.backend, isa, threads)
+    make_table = partial(get_table, options.backend, isa=isa, threads=threads)
+    opening = _started(make_table) if options.backend.startswith("cuda") else None
     source, config, quantization = open_checkpoint(path)
     config = _with_options(config, options)
     checkpoint = Checkpoint(source, config, quantization, is_exact=options.exact)
     fields = gguf_fields(source)
     tokenizer = load_tokenizer(path, fields)
     check_vocab(tokenizer, config.vocab_size, path)
-    ops = table()
     at_once, needed, held = checkpoint.bytes_at_once, checkpoint.packed_bytes, options.held_bytes
+    if opening is None:
+        ops = make_table()
+    else:
+        checkpoint.open_ahead(until=opening.done)
+        ops = opening.result()
     is_streamed = held is not None and held < needed
     if held is not None:
         needed = min(needed, max(at_once, held))
@@ -124,16 +129,13 @@ def load_model(
     )
 
 
-def _opening(backend: str, isa: str | None, threads: int) -> Callable[[], OpTable]:
-    """What gets the op table. A GPU's start takes a third of a second and no interpreter: it is
-    begun at once, beside headers and tokenizer."""
-    make = partial(get_table, backend, isa=isa, threads=threads)
-    if backend.partition(":")[0] != "cuda":
-        return make
+def _started(make: Callable[[], OpTable]) -> Future[OpTable]:
+    """A GPU's start takes a third of a second and little of the interpreter: it goes on beside
+    headers, tokenizer and what else needs no GPU."""
     opener = ThreadPoolExecutor(1, thread_name_prefix="exl-device")
-    opened = opener.submit(make)
+    table = opener.submit(make)
     opener.shutdown(wait=False)
-    return opened.result
+    return table
 
 
 def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Quantization | None]:

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ import torch
 from torch import Tensor
 
 from exl_core.codecs import bits as bitstream
+from exl_core.codecs.runtime import Move, stay
 from exl_core.errors import WeightFileError, WeightShapeError, WeightValueError
 
 PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
@@ -79,11 +81,16 @@ class Exl2Linear:
 
 
 def _groups(q_groups: Tensor, packed_rows: int) -> tuple[Exl2Group, ...]:
-    table = q_groups.view(-1, 2).tolist()
-    ends = [start for _, start in table[1:]] + [packed_rows]
+    return _groups_of(tuple(q_groups.tolist()), packed_rows)
+
+
+@lru_cache(maxsize=256)  # a model has hundreds of matrices, and few tables
+def _groups_of(table: tuple[int, ...], packed_rows: int) -> tuple[Exl2Group, ...]:
+    widths, starts = table[::2], table[1::2]
+    ends = (*starts[1:], packed_rows)
     return tuple(
         Exl2Group(bits, start, (end - start) * 32 // bits)
-        for (bits, start), end in zip(table, ends, strict=True)
+        for bits, start, end in zip(widths, starts, ends, strict=True)
     )
 
 
@@ -233,26 +240,22 @@ def _may_overflow(linear: Exl2Linear, prescale: float) -> bool:
     return not largest * abs(prescale) * 1.01 < LARGEST_FP16  # 1.01: the scales are rounded twice
 
 
-def unpack_scale_codes(linear: Exl2Linear) -> Tensor:
-    """Scale codes 0 .. 15 as stored, uint8 [groups, out_features]."""
-    words = linear.q_scale[:, :, None]  # [G, N / 8, 1]
-    shifts = torch.arange(
-        0, bitstream.WORD_BITS, SCALE_BITS, dtype=words.dtype, device=words.device
-    )
-    codes: Tensor = (words >> shifts) & 2**SCALE_BITS - 1
-    return codes.flatten(1).to(torch.uint8)
-
-
-def unpack_scales(linear: Exl2Linear, *, prescale: float = 1.0) -> Tensor:
-    """The exact scales, float16 [groups, out_features].
+def unpack_scales(linear: Exl2Linear, *, prescale: float = 1.0, move: Move = stay) -> Tensor:
+    """The exact scales, float16 [groups, out_features], where `move` takes the scale codes.
 
     Two roundings to float16, the first of them often among the subnormals: the order is part of
-    the format.
+    the format. A group has 16 different scales, so that they are looked up: two for each byte of
+    codes, as one word. On a GPU that is two kernels; each further one takes time to load.
     """
     factor = torch.tensor(prescale / 256, dtype=torch.float32)
     step = (linear.q_scale_max.float() * factor).half()  # [G]
-    squares = (unpack_scale_codes(linear).float() + 1).square()  # [G, N], exact
-    return (squares * step.float()[:, None]).half()
+    squares = torch.arange(1, 17).float().square()  # exact
+    scales = (step.float()[:, None] * squares).half()  # [G, 16]
+    # A byte's low half is the code of the first of its two columns, and changes fastest.
+    first, second = scales[:, None, :].expand(-1, 16, 16), scales[:, :, None].expand(-1, 16, 16)
+    pairs = torch.stack([first, second], -1).flatten(1)  # [G, 256 * 2]
+    codes = move(linear.q_scale).view(torch.uint8)  # [G, N / 2]
+    return move(pairs.view(torch.int32)).gather(1, codes.long()).view(torch.float16)
 
 
 class _Run(NamedTuple):

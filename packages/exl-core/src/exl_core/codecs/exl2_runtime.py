@@ -8,7 +8,6 @@ Columns that the writer added are never handed out.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import groupby
 
 import torch
@@ -45,9 +44,8 @@ class Exl2Matrix:
 
     def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
         part, inner = _slice(self._linear, self._first + first, self._first + last)
-        there = replace(part, q_scale=move(part.q_scale), q_scale_max=move(part.q_scale_max))
-        scales = exl2.unpack_scales(there, prescale=self._prescale)[:, inner].contiguous()
-        return QuantColumns("words", move(part.q_weight[:, inner]), scales=scales)
+        scales = exl2.unpack_scales(part, prescale=self._prescale, move=move)[:, inner]
+        return QuantColumns("words", move(part.q_weight[:, inner]), scales=scales.contiguous())
 
     def dense(self, first: int, last: int) -> Tensor:
         part, inner = _slice(self._linear, self._first + first, self._first + last)

@@ -27,7 +27,7 @@ P = ParamSpec("P")
 CHUNK_VALUES = 1 << 20  # of a quantized matrix repacked at a time: half a MiB of 4-bit codes
 SPLIT_VALUES = 1 << 22  # from twice as many on, several threads share one matrix
 FAR_CHUNK_VALUES = 1 << 25  # both of them on a GPU, where a chunk costs some dozens of launches
-FAR_DENSE_VALUES = 1 << 22  # of other matrices there, in place of `DENSE_VALUES`
+FAR_DENSE_VALUES = 1 << 23  # of other matrices there: one wait each, whether they are finite
 FAR_THREADS = 4  # more of them wait for the interpreter: 1.4 s with two or four, 1.8 with eight
 
 
@@ -76,6 +76,7 @@ class Packer:
         """A norm's factors, read at once."""
         weight = self._checkpoint.norm(name)
         self._report(self._checkpoint.stored[name].size_bytes)
+        # On a GPU this waits until what was packed before is there: other streams may read it.
         return weight.to(self._ops.device)
 
     def _start_part(self, name: str) -> list[Future[PackedLinear]]:
@@ -182,7 +183,7 @@ class Packer:
             if within is None or within[0] == 0:
                 self._report(checkpoint.stored[bias_of(name)].size_bytes)
         dtype, values = checkpoint.dtype(name), self._dense_values
-        for chunk in checkpoint.chunks(name, dtype, within, values):
+        for chunk in checkpoint.chunks(name, dtype, within, values, self._ops.bring):
             rows = slice(chunk.first_row, chunk.first_row + chunk.values.shape[0])
             part = None if bias is None else bias[rows]
             self._ops.fill_linear(packed, first_row + chunk.first_row, chunk.values, part)

@@ -393,7 +393,9 @@ def get_table(name: str, *, isa: str | None = None, threads: int) -> OpTable:
         return NativeTable(isa, threads)
     if name.partition(":")[0] == "cuda":
         from exl_core.ops.cuda.device import open_device
+
+        gpu = open_device(name)  # before more is imported: beside it others have the interpreter
         from exl_core.ops.cuda.table import CudaTable
 
-        return CudaTable(open_device(name), threads)
+        return CudaTable(gpu, threads)
     raise BackendError("no such backend", expected="cpu, cuda or reference", got=name)

@@ -8,7 +8,8 @@ present, of the expected shape, and finite.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -72,6 +73,7 @@ class Checkpoint:
         self.stored: dict[str, StoredTensor] = {
             name: located.stored for name, located in self._located.items()
         }
+        self._opened: dict[str, RuntimeMatrix] = {}
 
     @property
     def size_bytes(self) -> int:
@@ -130,10 +132,18 @@ class Checkpoint:
         """What a tensor is kept in when it is not quantized: as stored, quantized as float16."""
         return PLAIN_TYPES.get(self.stored[name].storage, torch.float16)
 
+    def open_ahead(self, until: Callable[[], bool]) -> None:
+        """Opens matrices in pieces, and so checks them, until that is true or no more are left."""
+        for name, located in self._located.items():
+            if until():
+                return
+            if located.matrix is not None and not self._is_exact:
+                self._opened[name] = self._matrix(name)
+
     def quantized(self, name: str) -> RuntimeMatrix:
         """A matrix as codes, with its bias where the model has one."""
         self._prefetch(name)
-        bias, matrix = bias_of(name), self._matrix(name)
+        bias, matrix = bias_of(name), self._opened.pop(name, None) or self._matrix(name)
         return _WithBias(matrix, self.vector(bias)) if bias in self.stored else matrix
 
     def release(self, name: str, rows: slice | None = None) -> None:
@@ -166,11 +176,13 @@ class Checkpoint:
         dtype: torch.dtype,
         within: tuple[int, int] | None = None,
         values: int = CHUNK_VALUES,
+        move: Move = stay,
     ) -> Iterator[Chunk]:
         """The rows of a matrix or a bias, about `values` values at a time (multiples of 32 rows),
         as `dtype`; all of them, or those `within` first and last.
 
-        The memory of what has been read is released on the way.
+        They are checked, and become `dtype`, where `move` takes them. The memory of what has been
+        read is released on the way.
         """
         self._prefetch(name)
         located, tensor = self._located[name], self.stored[name]
@@ -186,6 +198,7 @@ class Checkpoint:
             else:
                 rows = slice(located.first_row + start, located.first_row + stop)
                 part = self._source.read(tensor.name, rows if order is None else order[rows])
+            part = move(part)
             _check_finite(tensor, part, "The file is damaged or its conversion failed")
             if part.dtype is not dtype:
                 part = part.to(dtype)
@@ -264,7 +277,8 @@ def row_ranges(rows: int, values_a_row: int, values: int) -> list[tuple[int, int
 
 def _check_finite(tensor: StoredTensor, values: Tensor, cause: str) -> None:
     # A sum is not finite if any value is not; only then is it worth looking at each.
-    if torch.isfinite(values.sum(dtype=torch.float32)) or torch.isfinite(values).all():
+    is_finite = math.isfinite(values.sum(dtype=torch.float32).item())
+    if is_finite or torch.isfinite(values).all():
         return
     bad = int((~torch.isfinite(values)).sum())
     raise WeightValueError(

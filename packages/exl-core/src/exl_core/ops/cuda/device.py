@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -38,11 +38,15 @@ def parse_device(name: str) -> str:
 
 def open_device(name: str) -> torch.device:
     """The GPU that `cuda` or `cuda:N` means, with the library loaded and able to run on it."""
+    index = int(name.partition(":")[2] or 0)
+    # The driver's start, by a call that lets go of the interpreter: torch's first look at GPUs
+    # holds it all the while. Why this failed, if it did, is found out below.
+    with suppress(OSError, cuda.CudaError):
+        cuda.load().call("open_device", index)
     if not torch.cuda.is_available():
         raise DeviceError("no GPU can be used", where=name, got=_why_none(), next_step=_WITHOUT)
     library = _open_library()
     count = torch.cuda.device_count()
-    index = int(name.partition(":")[2] or 0)
     if index >= count:
         raise DeviceError(
             "no such GPU",

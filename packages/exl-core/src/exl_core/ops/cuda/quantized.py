@@ -7,6 +7,7 @@ blocks of 32 rows of one group. What it depends on is worked out here, once, fro
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from threading import Lock
 from typing import NamedTuple
@@ -60,6 +61,7 @@ class TilePlan(NamedTuple):
     stored_rows: NDArray[np.int32]  # of each padded row, -1: padding
     bit_offsets: NDArray[np.int64]  # of each unit's first row, in a column's stream of bits
     strip_bytes: int
+    rows_digest: bytes  # of stored_rows, which plans of other widths may have as well
 
     @property
     def num_blocks(self) -> int:
@@ -105,12 +107,14 @@ def plan_tiles(runs: tuple[GroupRun, ...], offset: Offset, scale_bytes: int) -> 
         place += int(sizes.sum())
     if block > MAX_BLOCKS:
         raise OpInputError(f"new_quantized: {block} blocks of rows (expected at most {MAX_BLOCKS})")
+    stored_rows = np.concatenate(rows)
     return TilePlan(
         np.concatenate(units),
         described,
-        np.concatenate(rows),
+        stored_rows,
         np.concatenate(bits).astype(np.int64),
         place,
+        _digest(stored_rows),
     )
 
 
@@ -121,26 +125,28 @@ class CudaQuantLinear:
     """
 
     def __init__(self, layout: QuantLayout, gpu: Gpu) -> None:
-        plan = plan_tiles(layout.runs, layout.offset, layout.scale_dtype.itemsize)
-        stored, features = plan.stored_rows, layout.features
-        order = stored if features is None else np.where(stored < 0, -1, features.numpy()[stored])
+        plan_key = (layout.runs, layout.offset, layout.scale_dtype.itemsize)
+        plan = plan_tiles(*plan_key)
         strips = -(-layout.out_features // STRIP)
         device = gpu.device
         self.layout = layout
         self._gpu = gpu
         self.num_blocks = plan.num_blocks
-        self.order = _shared(device, order.astype(np.int32))
+        features = None if layout.features is None else layout.features.numpy()
+        order_key = plan.rows_digest, None if features is None else _digest(features)
+        self.order = _shared(device, ("order", order_key), lambda: _order(plan, features))
         self.places: Tensor | None = None
         """Of each feature its row in `order`, where no row is padding."""
-        if len(order) == layout.in_features:
-            places = np.empty(len(order), np.int32)
-            places[order] = np.arange(len(order), dtype=np.int32)
-            self.places = _shared(device, places)
+        if plan.num_blocks * BLOCK_ROWS == layout.in_features:
+            self.places = _shared(
+                device, ("places", order_key), lambda: _inverse(_order(plan, features))
+            )
         self.bias = torch.zeros(layout.out_features, device=device) if layout.has_bias else None
-        self._units = _shared(device, plan.units.view(np.uint8))
-        self._runs, self._device_runs = plan.runs, _shared(device, plan.runs.view(np.uint8))
-        self._stored_rows = _shared(device, stored)
-        self._bit_offsets = _shared(device, plan.bit_offsets)
+        self._units = _shared(device, ("units", plan_key), lambda: plan.units.view(np.uint8))
+        self._runs = plan.runs
+        self._device_runs = _shared(device, ("runs", plan_key), lambda: plan.runs.view(np.uint8))
+        self._stored_rows = _shared(device, ("rows", plan.rows_digest), lambda: plan.stored_rows)
+        self._bit_offsets = _shared(device, ("bits", plan_key), lambda: plan.bit_offsets)
         self._tiles = gpu.empty(strips * plan.strip_bytes, dtype=torch.uint8)
         self.matrix = cuda.QuantMatrix(
             tiles=self._tiles.data_ptr(),
@@ -220,17 +226,37 @@ class CudaQuantLinear:
         self._gpu.call("quant_unpack", self.matrix, first, columns, out.data_ptr(), out.stride(0))
 
 
-_tables: WeakValueDictionary[tuple[torch.device, bytes], Tensor] = WeakValueDictionary()
+def _order(plan: TilePlan, features: NDArray[np.int32] | None) -> NDArray[np.int32]:
+    """Feature of each padded row, -1: padding."""
+    rows = plan.stored_rows
+    if features is None:
+        return rows
+    is_padded = len(rows) > len(features)
+    return np.where(rows < 0, np.int32(-1), features[rows]) if is_padded else features
+
+
+def _inverse(order: NDArray[np.int32]) -> NDArray[np.int32]:
+    places = np.empty_like(order)
+    places[order] = np.arange(len(order), dtype=np.int32)
+    return places
+
+
+def _digest(values: NDArray[np.int32]) -> bytes:
+    return hashlib.blake2b(values.tobytes()).digest()
+
+
+_tables: WeakValueDictionary[tuple[torch.device, Hashable], Tensor] = WeakValueDictionary()
 _tables_lock = Lock()
 
 
-def _shared(device: torch.device, table: NDArray[np.generic]) -> Tensor:
-    """The table on the device: one tensor for all who have the same, while any of them lives."""
-    values = np.ascontiguousarray(table)
-    digest = hashlib.blake2b(values.tobytes(), person=values.dtype.str.encode()).digest()
+def _shared(device: torch.device, key: Hashable, make: Callable[[], NDArray[np.generic]]) -> Tensor:
+    """The table of that key on the device: one tensor for all who have it, while any of them lives.
+
+    The copy is not waited for: while the lock is held, all that fill matrices would wait with it.
+    """
     with _tables_lock:
-        held = _tables.get((device, digest))
+        held = _tables.get((device, key))
         if held is None:
-            held = torch.from_numpy(values.copy()).to(device)
-            _tables[device, digest] = held
+            held = upload(torch.from_numpy(make()), device)
+            _tables[device, key] = held
         return held
