@@ -25,7 +25,7 @@ from support.paged import PagedRun
 from support.real_models import smollm2_gguf
 
 GREEDY = SamplerParams(temperature=0)
-LENGTH = 16
+LENGTH = 10
 PROMPTS = (
     "The three primary colours are",
     "def add(a, b):\n    return a + b\n\ndef subtract(a, b):\n    return a - b\n\ndef multiply(",
