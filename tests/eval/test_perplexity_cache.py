@@ -18,11 +18,6 @@ LIMITS = {KVFormat.Q8: 0.002, KVFormat.Q6: 0.007, KVFormat.FP8: 0.02, KVFormat.Q
 
 
 @pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path) -> LoadedModel:
-    return load_model(str(smollm2_path))
-
-
-@pytest.fixture(scope="module")
 def text(wikitext_path: Path) -> str:
     return wikitext_path.read_text(encoding="utf-8")
 

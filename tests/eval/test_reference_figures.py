@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from exl_core.load import LoadOptions, load_model
+from exl_core.load import LoadedModel, LoadOptions, load_model
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
 
 # By transformers in float32, of the dequantized weights, by number of windows of 2048 tokens.
@@ -20,11 +20,11 @@ GEMMA3 = {2: 22.172, 5: 29.918}  # with BOS before each
     ("windows", "stderr_max"), [(4, 0.6), pytest.param(20, 0.3, marks=pytest.mark.slow)]
 )
 def test_smollm2_without_bos(
-    smollm2_path: Path, wikitext_path: Path, windows: int, stderr_max: float
+    smollm2: LoadedModel, wikitext_path: Path, windows: int, stderr_max: float
 ) -> None:
     figures: dict[int, float] = {}
     result = measure_perplexity(
-        load_model(str(smollm2_path)),
+        smollm2,
         wikitext_path.read_text(encoding="utf-8"),
         PerplexityOptions(ctx=2048, windows=windows),
         lambda done, _total, perplexity: figures.update({done: perplexity}),
@@ -61,9 +61,9 @@ def test_smollm2_20_windows_on_the_exact_path(smollm2_path: Path, wikitext_path:
 
 # Printed by llama-perplexity of llama.cpp (in llama-cpp-python 0.3.36) for the same files:
 # `llama-perplexity -m MODEL.gguf -f wikitext2-valid.txt -c 512 --chunks N`.
-def test_smollm2_as_llama_cpp_prints_it(smollm2_path: Path, wikitext_path: Path) -> None:
+def test_smollm2_as_llama_cpp_prints_it(smollm2: LoadedModel, wikitext_path: Path) -> None:
     result = measure_perplexity(
-        load_model(str(smollm2_path)),
+        smollm2,
         wikitext_path.read_text(encoding="utf-8"),
         PerplexityOptions("llama.cpp", windows=8),
     )
