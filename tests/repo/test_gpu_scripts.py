@@ -183,8 +183,8 @@ def test_models_are_written_where_none_is_named_and_kept_for_later(figures, tmp_
 
 
 def test_a_failed_measurement_ends_it(imported) -> None:
-    with pytest.raises(SystemExit, match="exit status 3 of -m exl_cli bench nowhere"):
-        imported("gpu_figures").run("-m", "exl_cli", "bench", "nowhere")
+    with pytest.raises(SystemExit, match="exit status 2 of -m exl_cli serve"):
+        imported("gpu_figures").run("-m", "exl_cli", "serve")
 
 
 class PretendPeer:
