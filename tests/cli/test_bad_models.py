@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -151,6 +153,23 @@ def test_missing_path(verb: tuple[str, ...], tmp_path: Path, exl) -> None:
     missing = tmp_path / "no-such-model"
     line = exl(*verb, "-m", missing, stdin=b"Hello\n").error_line(3)
     assert str(missing) in line
+
+
+def test_a_missing_path_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+    script = (
+        "import sys\n"
+        "from exl_cli.main import main\n"
+        "assert main(['generate', '-p', 'x', '-m', sys.argv[1]]) == 3\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "no-such-model")],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_file_that_is_no_model(tmp_path: Path, exl) -> None:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-from pathlib import Path
 
 import pytest
 
-from exl_core.load import load_model
+from exl_core.load import LoadedModel
 from exl_eval.acceptance import AcceptanceOptions, measure_acceptance
 from exl_eval.acceptance_result import AcceptanceFigures
 from exl_eval.prompts import CATEGORIES
-
-OPTIONS = AcceptanceOptions(draft_tokens=4, max_tokens=16, prompts=1)
 
 
 def check(found: AcceptanceFigures, replies: int) -> None:
@@ -34,9 +31,10 @@ def check(found: AcceptanceFigures, replies: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ngram", pytest.param("model", marks=pytest.mark.slow)])
-def test_a_short_run_on_smollm2(kind: str, smollm2_path: Path) -> None:
-    loaded = load_model(str(smollm2_path))
-    result = measure_acceptance(loaded, loaded if kind == "model" else None, OPTIONS)
+def test_a_short_run_on_smollm2(kind: str, smollm2: LoadedModel) -> None:
+    is_model = kind == "model"
+    options = AcceptanceOptions(draft_tokens=4, max_tokens=16 if is_model else 12, prompts=1)
+    result = measure_acceptance(smollm2, smollm2 if is_model else None, options)
     json.dumps(result.as_dict(), allow_nan=False)
     greedy, drawn = result.samplers
     for sampler in result.samplers:
@@ -48,7 +46,7 @@ def test_a_short_run_on_smollm2(kind: str, smollm2_path: Path) -> None:
         assert sum(one.emitted for one in stats) == sampler.overall.stats.emitted
         assert sampler.costs.pass_s[0] > 0
     assert greedy.overall.alpha.mean == greedy.overall.alpha_estimate.mean
-    if kind == "model":
+    if is_model:
         # It drafts for itself; passes of several rows round otherwise than those of one.
         assert greedy.overall.stats.drafted > 40
         assert drawn.overall.alpha.mean == pytest.approx(1.0, abs=0.02)

@@ -18,11 +18,6 @@ LIMITS = {KVFormat.Q8: 0.002, KVFormat.Q6: 0.007, KVFormat.FP8: 0.02, KVFormat.Q
 
 
 @pytest.fixture(scope="module")
-def smollm2(smollm2_path: Path) -> LoadedModel:
-    return load_model(str(smollm2_path))
-
-
-@pytest.fixture(scope="module")
 def text(wikitext_path: Path) -> str:
     return wikitext_path.read_text(encoding="utf-8")
 
@@ -59,7 +54,7 @@ def test_decoding_is_as_far_from_fp32_as_chunks_are(smollm2_path: Path, text: st
     """On the exact path. Not the same numbers: what fp32 leaves between two codes falls to either
     side, and layer by layer that makes other codes; fp16 shows it as much."""
     exact = load_model(str(smollm2_path), LoadOptions(exact=True))
-    ids = exact.tokenizer.encode(text[:600], add_bos=False)[:65]
+    ids = exact.tokenizer.encode(text[:600], add_bos=False)[:33]
 
     def run(kv_format: KVFormat, chunk_rows: int) -> Tensor:
         return score_tokens(exact.model, ids, kv_format=kv_format, chunk_rows=chunk_rows)

@@ -7,35 +7,45 @@ from pathlib import Path
 
 import pytest
 
-from exl_core.load import LoadOptions, load_model
+from exl_core.load import LoadedModel, LoadOptions, load_model
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
+
+# By transformers in float32, of the dequantized weights, by number of windows of 2048 tokens.
+SMOLLM2 = {2: 13.775, 4: 14.497, 10: 14.942, 20: 16.390}  # without BOS
+GEMMA3 = {2: 22.172, 5: 29.918}  # with BOS before each
 
 
 @pytest.mark.timeout(900)
-def test_smollm2_20_windows_without_bos(smollm2_path: Path, wikitext_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("windows", "stderr_max"), [(4, 0.6), pytest.param(20, 0.3, marks=pytest.mark.slow)]
+)
+def test_smollm2_without_bos(
+    smollm2: LoadedModel, wikitext_path: Path, windows: int, stderr_max: float
+) -> None:
     figures: dict[int, float] = {}
     result = measure_perplexity(
-        load_model(str(smollm2_path)),
+        smollm2,
         wikitext_path.read_text(encoding="utf-8"),
-        PerplexityOptions(ctx=2048, windows=20),
+        PerplexityOptions(ctx=2048, windows=windows),
         lambda done, _total, perplexity: figures.update({done: perplexity}),
     )
     assert result.text.bos == "none"  # this tokenizer adds none
-    assert result.tokens == 20 * 2047
-    assert figures[10] == pytest.approx(14.942, rel=0.005)
-    assert result.perplexity == pytest.approx(16.390, rel=0.005)
-    assert 0 < result.stderr < 0.3
+    assert result.tokens == windows * 2047
+    assert figures[windows // 2] == pytest.approx(SMOLLM2[windows // 2], rel=0.005)
+    assert result.perplexity == pytest.approx(SMOLLM2[windows], rel=0.005)
+    assert 0 < result.stderr < stderr_max
 
 
 @pytest.mark.timeout(900)
-def test_gemma3_5_windows_with_bos_before_each(gemma3_path: Path, wikitext_path: Path) -> None:
+@pytest.mark.parametrize("windows", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_gemma3_with_bos_before_each(gemma3_path: Path, wikitext_path: Path, windows: int) -> None:
     result = measure_perplexity(
         load_model(str(gemma3_path)),
         wikitext_path.read_text(encoding="utf-8"),
-        PerplexityOptions(ctx=2048, windows=5, bos="each"),
+        PerplexityOptions(ctx=2048, windows=windows, bos="each"),
     )
-    assert result.tokens == 5 * 2047
-    assert result.perplexity == pytest.approx(29.918, rel=0.01)
+    assert result.tokens == windows * 2047
+    assert result.perplexity == pytest.approx(GEMMA3[windows], rel=0.01)
 
 
 @pytest.mark.slow
@@ -46,14 +56,14 @@ def test_smollm2_20_windows_on_the_exact_path(smollm2_path: Path, wikitext_path:
         wikitext_path.read_text(encoding="utf-8"),
         PerplexityOptions(windows=20),
     )
-    assert result.perplexity == pytest.approx(16.390, rel=0.001)
+    assert result.perplexity == pytest.approx(SMOLLM2[20], rel=0.001)
 
 
 # Printed by llama-perplexity of llama.cpp (in llama-cpp-python 0.3.36) for the same files:
 # `llama-perplexity -m MODEL.gguf -f wikitext2-valid.txt -c 512 --chunks N`.
-def test_smollm2_as_llama_cpp_prints_it(smollm2_path: Path, wikitext_path: Path) -> None:
+def test_smollm2_as_llama_cpp_prints_it(smollm2: LoadedModel, wikitext_path: Path) -> None:
     result = measure_perplexity(
-        load_model(str(smollm2_path)),
+        smollm2,
         wikitext_path.read_text(encoding="utf-8"),
         PerplexityOptions("llama.cpp", windows=8),
     )

@@ -11,19 +11,16 @@ from exl_core.constrain.json_schema import JsonSchema
 from exl_core.engine.engine import EngineOptions
 from exl_core.engine.events import FinishReason
 from exl_core.generate.dynamic import DynamicGenerator
-from exl_core.load import load_model
+from exl_core.load import LoadedModel
 from exl_core.sampling.params import SamplerParams
-from support.real_models import smollm2_gguf
 from support.schemas import SCHEMAS
 
 MOST_TOKENS = 400
 
 
 @pytest.fixture(scope="module")
-def generator() -> DynamicGenerator:
-    return DynamicGenerator(
-        load_model(str(smollm2_gguf())), EngineOptions(cache_tokens=32768, max_batch=16)
-    )
+def generator(smollm2: LoadedModel) -> DynamicGenerator:
+    return DynamicGenerator(smollm2, EngineOptions(cache_tokens=32768, max_batch=16))
 
 
 def sampler_of(seed: int) -> SamplerParams:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,10 +23,9 @@ from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
 from support.paged import PagedRun
-from support.real_models import smollm2_gguf
 
 GREEDY = SamplerParams(temperature=0)
-LENGTH = 16
+LENGTH = 10
 PROMPTS = (
     "The three primary colours are",
     "def add(a, b):\n    return a + b\n\ndef subtract(a, b):\n    return a - b\n\ndef multiply(",
@@ -36,8 +36,10 @@ NEAR_TIE = 0.1  # logits; int8 activations move them by some hundredths
 
 
 @pytest.fixture(scope="module", params=["exact", "fast"])
-def loaded(request: pytest.FixtureRequest) -> LoadedModel:
-    return load_model(str(smollm2_gguf()), LoadOptions(exact=request.param == "exact"))
+def loaded(request: pytest.FixtureRequest, smollm2: LoadedModel, smollm2_path: Path) -> LoadedModel:
+    if request.param == "fast":
+        return smollm2
+    return load_model(str(smollm2_path), LoadOptions(exact=True))
 
 
 def engine_of(

@@ -29,11 +29,19 @@ def imported(monkeypatch: pytest.MonkeyPatch):
     return importlib.import_module
 
 
-def random_model(out: Path, *options: str) -> dict[str, Any]:
-    command = [sys.executable, str(SCRIPTS / "random_exl2.py"), str(out), "--size", "tiny"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture
+def random_model(imported, monkeypatch: pytest.MonkeyPatch, capsys):
+    """`random_model(out, *options)` writes one in this process; what the script says of it."""
+
+    def write(out: Path, *options: str) -> dict[str, Any]:
+        command = ["random_exl2.py", str(out), "--size", "tiny", *options]
+        monkeypatch.setattr(sys, "argv", command)
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            assert imported("random_exl2").main() == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return write
 
 
 @pytest.mark.parametrize(
@@ -45,7 +53,7 @@ def random_model(out: Path, *options: str) -> dict[str, Any]:
         (("--format", "gptq"), "gptq", 4),
     ],
 )
-def test_random_models_load_and_answer(tmp_path: Path, options, method, bits) -> None:
+def test_random_models_load_and_answer(random_model, tmp_path: Path, options, method, bits) -> None:
     facts = random_model(tmp_path / "model", *options)
     assert (facts["quant_method"], facts["bits"]) == (method, bits)
     loaded = load_model(str(tmp_path / "model"))
@@ -55,6 +63,15 @@ def test_random_models_load_and_answer(tmp_path: Path, options, method, bits) ->
     embed = loaded.config.vocab_size * loaded.config.hidden_size * 2
     on_disk = sum(t.size_bytes for t in open_checkpoint(tmp_path / "model")[0].tensors.values())
     assert facts["bytes_read_per_token"] == on_disk - embed
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    command = [sys.executable, SCRIPTS / "random_exl2.py", tmp_path, "--size", "tiny"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{tmp_path} is in use" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
 def test_matrices_of_one_input_share_the_order_of_their_features(imported) -> None:
@@ -166,8 +183,8 @@ def test_models_are_written_where_none_is_named_and_kept_for_later(figures, tmp_
 
 
 def test_a_failed_measurement_ends_it(imported) -> None:
-    with pytest.raises(SystemExit, match="exit status 3 of -m exl_cli bench nowhere"):
-        imported("gpu_figures").run("-m", "exl_cli", "bench", "nowhere")
+    with pytest.raises(SystemExit, match="exit status 2 of -m exl_cli serve"):
+        imported("gpu_figures").run("-m", "exl_cli", "serve")
 
 
 class PretendPeer:

@@ -37,6 +37,7 @@ CLI_ONLY = ("typer", "click", "rich", "prompt_toolkit", "starlette", "fastapi", 
 WITHOUT_TORCH = (
     "exl_core.errors",
     "exl_core.files",
+    "exl_core.resolve",
     "exl_core.settings",
     "exl_core.arch.*",
     "exl_core.prompt.*",

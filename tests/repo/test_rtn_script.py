@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,15 +32,32 @@ TEXT = (
 )
 
 
-def write(model: Path, out: Path, *options: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), str(model), str(out), *map(str, options)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+Run = Callable[..., int]
+Summary = Callable[..., dict[str, float]]
 
 
-def summary_of(model: Path, out: Path, *options: object) -> dict[str, float]:
-    done = write(model, out, *options)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """`run(model, out, *options)` is the script in this process, and its exit code."""
+    monkeypatch.syspath_prepend(SCRIPT.parent)
+    script = importlib.import_module(SCRIPT.stem)
+
+    def main(*args: object) -> int:
+        monkeypatch.setattr(sys, "argv", [SCRIPT.name, *map(str, args)])
+        return script.main()
+
+    return main
+
+
+@pytest.fixture
+def summary_of(run: Run, capsys: pytest.CaptureFixture[str]) -> Summary:
+    """The same, where it goes well, and the last line."""
+
+    def last_line(*args: object) -> dict[str, float]:
+        assert run(*args) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    return last_line
 
 
 def dense(path: Path, name: str) -> torch.Tensor:
@@ -53,7 +72,9 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_every_tensor_of_a_directory_is_there_and_close(is_tied: bool, tmp_path: Path) -> None:
+def test_every_tensor_of_a_directory_is_there_and_close(
+    is_tied: bool, tmp_path: Path, summary_of: Summary
+) -> None:
     model = tiny_models.tiny_llama(
         **SHAPE, tie_word_embeddings=is_tied, attention_bias=True, mlp_bias=True
     )
@@ -84,11 +105,20 @@ def test_every_tensor_of_a_directory_is_there_and_close(is_tied: bool, tmp_path:
     )
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3"])
-def test_a_gguf_file_becomes_a_directory_of_the_same_model(kind: str, tmp_path: Path) -> None:
+EIGHT = ("--bits", 8, "--head-bits", 8)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "nll_away"),
+    [("llama", EIGHT, 0.02), ("gemma3", EIGHT, 0.02), ("llama", (), 0.1)],
+    ids=["llama", "gemma3", "llama-defaults"],
+)
+def test_a_gguf_file_becomes_a_directory_of_the_same_model(
+    kind: str, options: tuple[object, ...], nll_away: float, tmp_path: Path, summary_of: Summary
+) -> None:
     make = tiny_models.tiny_llama if kind == "llama" else tiny_models.tiny_gemma3
     gguf = write_gguf(make(**SHAPE), tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0)
-    summary_of(gguf, tmp_path / "out", "--bits", 8, "--head-bits", 8)
+    summary_of(gguf, tmp_path / "out", *options)
 
     files = {path.name for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "tokenizer.json", "output.safetensors"} <= files
@@ -99,12 +129,15 @@ def test_a_gguf_file_becomes_a_directory_of_the_same_model(kind: str, tmp_path: 
     exact = LoadOptions(exact=True)
     ours, theirs = load_model(str(tmp_path / "out"), exact), load_model(str(gguf), exact)
     assert ours.tokenizer.encode("cab 12") == theirs.tokenizer.encode("cab 12")
-    options = PerplexityOptions(ctx=64)
-    nll = [measure_perplexity(loaded, TEXT, options).nll for loaded in (ours, theirs)]
-    assert nll[0] == pytest.approx(nll[1], abs=0.02)
+    text = PerplexityOptions(ctx=64)
+    nll = [measure_perplexity(loaded, TEXT, text).nll for loaded in (ours, theirs)]
+    assert nll[0] == pytest.approx(nll[1], abs=nll_away)
 
 
-def test_smollm2_within_a_rate_and_still_itself(smollm2_path: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_smollm2_within_a_rate_and_still_itself(
+    smollm2_path: Path, tmp_path: Path, summary_of: Summary
+) -> None:
     result = summary_of(smollm2_path, tmp_path / "out")
     assert 4.0 < result["bits_per_weight"] <= 4.25
     loaded = [load_model(str(path)) for path in (tmp_path / "out", smollm2_path)]
@@ -114,13 +147,20 @@ def test_smollm2_within_a_rate_and_still_itself(smollm2_path: Path, tmp_path: Pa
     assert nll[0] - nll[1] < 0.7  # 0.3 on a long text: rounding to nearest costs that much
 
 
-def test_what_cannot_be_written(tmp_path: Path) -> None:
+def test_what_cannot_be_written(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = tiny_models.save(tiny_models.tiny_llama(), tmp_path / "odd")  # 72 input features
-    assert "multiple of 32" in write(source, tmp_path / "out").stderr
+    assert run(source, tmp_path / "out") != 0
+    assert "multiple of 32" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used/notes.txt").write_text("mine", encoding="utf-8")
-    done = write(source, tmp_path / "used")
+
+
+def test_a_folder_in_use_is_left_alone(smollm2_path: Path, tmp_path: Path) -> None:
+    """As a process, as people run it."""
+    (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
+    command = [sys.executable, str(SCRIPT), str(smollm2_path), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1)
     assert "in use" in done.stderr
-    assert [path.name for path in (tmp_path / "used").iterdir()] == ["notes.txt"]
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

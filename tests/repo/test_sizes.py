@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +24,12 @@ def sources() -> Iterator[Path]:
                 yield path
 
 
+@cache
+def python_modules() -> dict[Path, ast.Module]:
+    paths = (path for path in sources() if path.suffix == ".py")
+    return {path: ast.parse(path.read_text(encoding="utf-8")) for path in paths}
+
+
 def test_files_are_short() -> None:
     counts = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
     assert len(counts) > 60
@@ -33,10 +40,8 @@ def test_files_are_short() -> None:
 
 def test_functions_are_short() -> None:
     long = []
-    for path in sources():
-        if path.suffix != ".py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, module in python_modules().items():
+        for node in ast.walk(module):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 assert node.end_lineno is not None
                 lines = node.end_lineno - node.lineno + 1
@@ -48,10 +53,8 @@ def test_functions_are_short() -> None:
 def test_modules_say_what_they_own() -> None:
     silent = [
         str(path.relative_to(ROOT))
-        for path in sources()
-        if path.suffix == ".py"
-        and path.name != "__init__.py"
-        and ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) is None
+        for path, module in python_modules().items()
+        if path.name != "__init__.py" and ast.get_docstring(module) is None
     ]
     assert not silent
 

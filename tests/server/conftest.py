@@ -7,13 +7,7 @@ from collections.abc import Iterator
 import pytest
 from server_support import Running, running, runtime_of
 
-from exl_core.load import LoadedModel, load_model
-from support.real_models import smollm2_gguf
-
-
-@pytest.fixture(scope="session")
-def smollm2() -> LoadedModel:
-    return load_model(str(smollm2_gguf()))
+from exl_core.load import LoadedModel
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import torch
 from exl_core.arch.spec import RopeMethod
 from exl_core.describe import describe_model
 from exl_core.errors import OutOfMemoryError, RequestError, TokenizerError
-from exl_core.load import LoadOptions, check_memory, load_model
+from exl_core.load import LoadedModel, LoadOptions, check_memory, load_model
 from support.tiny_models import byte_tokenizer, save, tiny_gemma3, tiny_llama
 
 
@@ -53,10 +53,9 @@ def test_senseless_options_are_refused(folder: Path, options: LoadOptions) -> No
         load_model(str(folder), options)
 
 
-def test_exact_keeps_nothing_quantized(smollm2_path: Path) -> None:
-    fast = load_model(str(smollm2_path))
+def test_exact_keeps_nothing_quantized(smollm2: LoadedModel, smollm2_path: Path) -> None:
     exact = load_model(str(smollm2_path), LoadOptions(exact=True))
-    assert fast.weights_bytes < 1.01 * smollm2_path.stat().st_size
+    assert smollm2.weights_bytes < 1.01 * smollm2_path.stat().st_size
     assert exact.weights_bytes > 2 * exact.model.config.vocab_size * 576 + 2 * 30 * 3_500_000
 
 

@@ -161,7 +161,7 @@ def backend_of(device: str, *, exact: bool) -> str:
 
 
 def open_runtime(
-    spec: str | None,
+    path: Path,
     choices: EngineChoices,
     ctx_size: int | None,
     device: str,
@@ -180,10 +180,8 @@ def open_runtime(
     for folder, _ in choices.loras:
         read_adapter_config(folder)
     if ctx_size is not None:
-        path = resolve_model(spec)
         settle_ctx_size(ctx_size, open_checkpoint(path)[1].max_seq_len)
-        spec = str(path)
-    loaded = load_quietly(spec, device=device, threads=threads, is_quiet=is_quiet, exact=exact)
+    loaded = load_quietly(str(path), device=device, threads=threads, is_quiet=is_quiet, exact=exact)
     ctx = settle_ctx_size(ctx_size, loaded.config.max_seq_len)
     adapters = tuple(
         AdapterUse(load_adapter(folder, loaded.model), scale) for folder, scale in choices.loras

@@ -18,6 +18,7 @@ from exl_cli.interrupt import exits_at_once
 from exl_cli.prompts import check_encodable
 from exl_core.errors import RequestError, printable
 from exl_core.prompt.formats import PromptFormat, find_format
+from exl_core.resolve import resolve_model
 
 if TYPE_CHECKING:
     from exl_cli.chat.prompt_style import PromptStyle
@@ -54,10 +55,11 @@ class RunningOptions:
         cache_tokens: int | None = None,
     ) -> Runtime:
         """`cache_tokens`: what all requests share; None: one context."""
+        path = resolve_model(spec)  # a name that is none is told before torch is imported
         with exits_at_once():
             from exl_cli.load import open_runtime
         return open_runtime(
-            spec,
+            path,
             choices,
             self.ctx_size,
             self.device,
