@@ -60,9 +60,8 @@ NOTHING_DRAWN = Drawn(-1, 0.0, [])
 
 
 class Onward(NamedTuple):
-    """Where tokens go beside to whoever had them drawn: `token_ids`, int64 [rows] on the table's
-    device, gets them, 0 where nothing could be drawn. Then `begin` is called, on a GPU before
-    anybody has waited for them."""
+    """`token_ids`, int64 [rows] on the table's device, gets the tokens as well, 0 for one that could
+    not be drawn; then `begin` is called, on a GPU before anybody has waited for them."""
 
     token_ids: Tensor
     begin: Callable[[], None]
