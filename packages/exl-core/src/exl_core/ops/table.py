@@ -60,8 +60,8 @@ NOTHING_DRAWN = Drawn(-1, 0.0, [])
 
 
 class Onward(NamedTuple):
-    """`token_ids`, int64 [rows] on the table's device, gets the tokens as well, 0 for one that could
-    not be drawn; then `begin` is called, on a GPU before anybody has waited for them."""
+    """`token_ids`, int64 [rows] on the table's device, gets the tokens as well, 0 where there is
+    none; then `begin` is called, on a GPU before anybody has waited for them."""
 
     token_ids: Tensor
     begin: Callable[[], None]
