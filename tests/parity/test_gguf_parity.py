@@ -14,7 +14,15 @@ from gguf.quants import dequantize, quantize
 from exl_core.load import LoadOptions, load_model
 from support.gguf_models import write_gguf
 from support.paged import logits_of
-from support.tiny_models import VOCAB_SIZE, tiny_gemma3, tiny_llama
+from support.tiny_models import (
+    VOCAB_SIZE,
+    tiny_gemma2,
+    tiny_gemma3,
+    tiny_llama,
+    tiny_mistral,
+    tiny_qwen2,
+    tiny_qwen3,
+)
 
 EXACT = LoadOptions(exact=True)
 
@@ -37,9 +45,13 @@ GEMMA_PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
     [
         tiny_llama(),
         tiny_llama(tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+        tiny_mistral(sliding_window=None),
+        tiny_qwen2(),
+        tiny_qwen3(tie_word_embeddings=True),
+        tiny_gemma2(query_pre_attn_scalar=20),
         tiny_gemma3(num_hidden_layers=6, layer_types=GEMMA_PATTERN, query_pre_attn_scalar=20),
     ],
-    ids=["llama", "llama-tied-bias", "gemma3"],
+    ids=["llama", "llama-tied-bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"],
 )
 def test_a_gguf_file_gives_the_logits_of_its_source(
     tmp_path: Path, ids: list[int], model: Any

@@ -11,7 +11,17 @@ from torch import Tensor
 
 from exl_core.load import LoadOptions, load_model
 from support.paged import PagedRun, logits_of
-from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
+from support.tiny_models import (
+    VOCAB_SIZE,
+    save,
+    tiny_gemma2,
+    tiny_gemma3,
+    tiny_llama,
+    tiny_mistral,
+    tiny_phi3,
+    tiny_qwen2,
+    tiny_qwen3,
+)
 
 TOLERANCE = 1e-4  # of the largest logit: fp32 on both sides, sums in another order
 
@@ -49,6 +59,16 @@ VARIANTS: dict[str, Any] = {
             "truncate": False,
         }
     ),
+    "mistral": lambda: tiny_mistral(sliding_window=None),
+    "mistral-window": lambda: tiny_mistral(sliding_window=50),
+    "qwen2": lambda: tiny_qwen2(sliding_window=50, tie_word_embeddings=True),
+    "qwen2-window": lambda: tiny_qwen2(
+        sliding_window=50, use_sliding_window=True, max_window_layers=1
+    ),
+    "qwen3": lambda: tiny_qwen3(sliding_window=50),
+    "phi3": tiny_phi3,
+    "phi3-window-partial": lambda: tiny_phi3(sliding_window=50, partial_rotary_factor=0.5),
+    "gemma2": tiny_gemma2,
     "gemma3": tiny_gemma3,
     # transformers computes the soft-cap of scores only when called with it (below).
     "gemma3-softcaps": lambda: tiny_gemma3(
@@ -79,7 +99,8 @@ def test_logits_equal_transformers_in_prefill_chunks_and_decode(
     model, folder = reference
     ids = random_ids(2, 300)  # two sequences; 300 crosses a page and outruns the window
     with torch.inference_mode():
-        softcap = getattr(model.config, "attn_logit_softcapping", None)
+        own = model.config
+        softcap = own.attn_logit_softcapping if own.model_type == "gemma3_text" else None
         expected = (model(ids, softcap=softcap) if softcap else model(ids)).logits
     ours = load_model(str(folder), LoadOptions(backend=backend)).model
 

@@ -47,8 +47,7 @@ def write_gguf(
     """Matrices as `kind`, or as `kinds` has it for parts of a layer; everything else in float32;
     a byte-level vocabulary."""
     config = model.config
-    is_gemma = config.model_type == "gemma3_text"
-    arch = "gemma3" if is_gemma else "llama"
+    arch = {"gemma3_text": "gemma3", "mistral": "llama"}.get(config.model_type, config.model_type)
     writer = GGUFWriter(path, arch)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
@@ -56,19 +55,23 @@ def write_gguf(
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
+    head_dim = getattr(config, "head_dim", config.hidden_size // config.num_attention_heads)
+    writer.add_key_length(head_dim)
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(config.head_dim)
+    writer.add_rope_dimension_count(head_dim)
     rope = config.rope_parameters
-    writer.add_rope_freq_base((rope["full_attention"] if is_gemma else rope)["rope_theta"])
-    if is_gemma:
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if arch.startswith("gemma"):
         writer.add_sliding_window(config.sliding_window)
+    if arch == "gemma2":
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
     _add_vocabulary(writer)
     for name, weight in model.state_dict().items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        values = _as_stored(name, weight, config, is_gemma).numpy()
-        stored_name = _gguf_name(name, is_gemma)
+        values = _as_stored(name, weight, config, arch).numpy()
+        stored_name = _gguf_name(name, arch)
         own = (kinds or {}).get(stored_name.split(".")[-2], kind.name)
         raw = GGMLQuantizationType[own if values.ndim == 2 else "F32"]
         stored = _quantized(values, raw) if values.ndim == 2 else values
@@ -117,9 +120,11 @@ def _add_vocabulary(writer: GGUFWriter) -> None:
     writer.add_eos_token_id(2)
 
 
-def _as_stored(name: str, weight: torch.Tensor, config: Any, is_gemma: bool) -> torch.Tensor:
-    if is_gemma:
+def _as_stored(name: str, weight: torch.Tensor, config: Any, arch: str) -> torch.Tensor:
+    if arch.startswith("gemma"):
         return weight + 1.0 if "norm" in name else weight
+    if arch != "llama":
+        return weight
     heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     for part, count in heads.items():
         if part in name:  # each rotated pair (i, i + D/2) side by side
@@ -128,10 +133,10 @@ def _as_stored(name: str, weight: torch.Tensor, config: Any, is_gemma: bool) -> 
     return weight
 
 
-def _gguf_name(name: str, is_gemma: bool) -> str:
+def _gguf_name(name: str, arch: str) -> str:
     stem, kind = name.rsplit(".", 1)
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
-    names = _PARTS | (_GEMMA_NORMS if is_gemma else _LLAMA_NORMS)
+    names = _PARTS | (_GEMMA_NORMS if arch.startswith("gemma") else _LLAMA_NORMS)
     return f"blk.{layer}.{names[part]}.{kind}"

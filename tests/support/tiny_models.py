@@ -12,11 +12,21 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
@@ -50,6 +60,38 @@ def tiny_gemma3(**changes: Any) -> Gemma3ForCausalLM:
         "query_pre_attn_scalar": 24,
     }
     return _randomized(Gemma3ForCausalLM(Gemma3TextConfig(**{**defaults, **changes})))
+
+
+def tiny_mistral(**changes: Any) -> MistralForCausalLM:
+    return _randomized(MistralForCausalLM(MistralConfig(**{**_COMMON, **changes})))
+
+
+def tiny_qwen2(**changes: Any) -> Qwen2ForCausalLM:
+    # Its configuration knows no head_dim but this one.
+    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16}
+    return _randomized(Qwen2ForCausalLM(Qwen2Config(**{**defaults, **changes})))
+
+
+def tiny_qwen3(**changes: Any) -> Qwen3ForCausalLM:
+    return _randomized(Qwen3ForCausalLM(Qwen3Config(**{**_COMMON, **changes})))
+
+
+def tiny_phi3(**changes: Any) -> Phi3ForCausalLM:
+    defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16}
+    return _randomized(Phi3ForCausalLM(Phi3Config(**{**defaults, **changes})))
+
+
+def tiny_gemma2(**changes: Any) -> Gemma2ForCausalLM:
+    defaults = {
+        **_COMMON,
+        "num_hidden_layers": 4,
+        "sliding_window": 40,
+        "query_pre_attn_scalar": 24,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 1.5,
+        "attn_implementation": "eager",  # no other way has the soft-cap of scores
+    }
+    return _randomized(Gemma2ForCausalLM(Gemma2Config(**{**defaults, **changes})))
 
 
 def _randomized(model: Any) -> Any:

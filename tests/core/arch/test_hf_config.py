@@ -98,6 +98,101 @@ def test_a_multimodal_configuration_may_leave_out_what_equals_the_defaults(tmp_p
     assert config.layer_windows.count(Window.GLOBAL) == 5
 
 
+# Of published models: what their configurations say beside the sizes, and what follows from it.
+PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "Mistral 7B v0.1": (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": 32},
+        {"windows": [32, 32, 32], "bias": (False, False)},
+    ),
+    "Mistral 7B v0.3": (
+        {"architectures": ["MistralForCausalLM"], "sliding_window": None},
+        {"windows": [0, 0, 0], "bias": (False, False)},
+    ),
+    "Mistral Small 3.1": (
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "text_config": {**LLAMA, "num_hidden_layers": 3, "head_dim": 32},
+        },
+        {"windows": [0, 0, 0], "head_dim": 32},
+    ),
+    "Qwen2.5 7B": (
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "sliding_window": 32,
+            "use_sliding_window": False,
+            "max_window_layers": 2,
+        },
+        {"windows": [0, 0, 0], "bias": (True, False)},
+    ),
+    "Qwen2 with its window": (
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "sliding_window": 32,
+            "use_sliding_window": True,
+            "max_window_layers": 2,
+        },
+        {"windows": [0, 0, 32], "bias": (True, False)},
+    ),
+    "Qwen3 8B": (
+        {
+            "architectures": ["Qwen3ForCausalLM"],
+            "attention_bias": False,
+            "head_dim": 128,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "max_window_layers": 36,
+        },
+        {"windows": [0, 0, 0], "bias": (False, False), "head_dim": 128},
+    ),
+    "Phi-3 mini 4k": (
+        {"architectures": ["Phi3ForCausalLM"], "sliding_window": 32, "attention_bias": False},
+        {"windows": [32, 32, 32], "bias": (False, False)},
+    ),
+    "Gemma 2 27B": (
+        {
+            "architectures": ["Gemma2ForCausalLM"],
+            "hidden_act": "gelu_pytorch_tanh",
+            "hidden_activation": "gelu_pytorch_tanh",
+            "query_pre_attn_scalar": 144,
+            "head_dim": 128,
+            "sliding_window": 32,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        {"windows": [32, 0, 32], "caps": (50.0, 30.0), "scale": 1 / 12, "head_dim": 128},
+    ),
+    "Gemma 2, the defaults left out": (
+        {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 32, "hidden_act": ...},
+        {"windows": [32, 0, 32], "caps": (50.0, 30.0)},
+    ),
+    "Gemma 2, the caps turned off": (
+        {
+            "architectures": ["Gemma2ForCausalLM"],
+            "sliding_window": 32,
+            "hidden_act": ...,
+            "attn_logit_softcapping": None,
+            "final_logit_softcapping": None,
+        },
+        {"caps": (None, None)},
+    ),
+}
+
+
+@pytest.mark.parametrize("changes, expected", PUBLISHED.values(), ids=PUBLISHED)
+def test_what_families_make_of_their_configurations(
+    tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]
+) -> None:
+    config = read_hf_config(write(tmp_path, {**LLAMA, "num_hidden_layers": 3}, **changes))
+    found = {
+        "windows": [config.window_of(layer) for layer in range(config.num_layers)],
+        "bias": (config.has_attention_bias, config.has_output_bias),
+        "head_dim": config.head_dim,
+        "caps": (config.attention_softcap, config.final_softcap),
+        "scale": pytest.approx(config.attention_scale),
+    }
+    assert {key: found[key] for key in expected} == expected
+
+
 REFUSED = {
     "unknown-architecture": (
         {"architectures": ["MambaForCausalLM"]},

@@ -72,7 +72,24 @@ def gguf_llama(folder: Path) -> Path:
     )
 
 
-@pytest.mark.parametrize("make", [sharded, tied, gguf_gemma, gguf_llama])
+def gguf_qwen(folder: Path) -> Path:
+    """With biases of q, k and v alone."""
+    folder.mkdir()
+    model = tiny_models.tiny_qwen2(**SHAPE)
+    return write_gguf(model, folder / "tiny.gguf", GGMLQuantizationType.Q8_0)
+
+
+def fused(folder: Path) -> Path:
+    return tiny_models.save(tiny_models.tiny_phi3(**SHAPE), folder)
+
+
+def soft_capped(folder: Path) -> Path:
+    return tiny_models.save(tiny_models.tiny_gemma2(**{**SHAPE, "num_hidden_layers": 2}), folder)
+
+
+@pytest.mark.parametrize(
+    "make", [sharded, tied, gguf_gemma, gguf_llama, gguf_qwen, fused, soft_capped]
+)
 def test_a_source_of_every_form(make: Any, tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     if make is sharded:
@@ -93,7 +110,7 @@ def test_a_source_of_every_form(make: Any, tmp_path: Path) -> None:
     record = {
         m["name"]: m for m in json.loads((out / "exl_conversion.json").read_text())["matrices"]
     }
-    tied_head = make in (tied, gguf_gemma)
+    tied_head = make in (tied, gguf_gemma, soft_capped)
     for name, shape in expected_tensors(config).items():
         wanted = dense(source, EMBED if tied_head and name == HEAD else name)
         found = dense(out, name)

@@ -18,7 +18,7 @@ from exl_core.arch.rope import yarn_magnitude
 from exl_core.arch.spec import ArchSpec, ModelConfig, RopeConfig, RopeMethod, Window
 from exl_core.errors import ConfigError, UnsupportedModelError
 
-GEMMA3_27B_LAYERS = 62
+GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
 ROPE_METHODS = {
     "none": RopeMethod.DEFAULT,
     "linear": RopeMethod.LINEAR,
@@ -61,6 +61,8 @@ def read_gguf_config(
     heads = _same_for_all_layers(own, "attention.head_count")
     head_dim = own.integer("attention.key_length", arch.head_dim_default or hidden_size // heads)
     rope, local_rope = _rope(arch, own, head_dim, rope_factors)
+    # What is local everywhere, if at all, is not in these files.
+    pattern = arch.window_pattern if Window.GLOBAL in arch.window_pattern else (Window.GLOBAL,)
     vocabulary = metadata.get("tokenizer.ggml.tokens")
     vocab_default = len(vocabulary) if isinstance(vocabulary, list) else None
     tokens = Fields(metadata, where)
@@ -77,15 +79,12 @@ def read_gguf_config(
         norm_eps=own.number("attention.layer_norm_rms_epsilon"),
         rope=rope,
         local_rope=local_rope,
-        layer_windows=tuple(
-            arch.window_pattern[i % len(arch.window_pattern)] for i in range(layers)
-        ),
-        sliding_window=(
-            own.integer("attention.sliding_window") if Window.LOCAL in arch.window_pattern else None
-        ),
+        layer_windows=tuple(pattern[i % len(pattern)] for i in range(layers)),
+        sliding_window=own.integer("attention.sliding_window") if Window.LOCAL in pattern else None,
         attention_scale=_attention_scale(arch, layers, hidden_size, heads, head_dim),
-        attention_softcap=own.optional_number("attn_logit_softcapping"),
-        final_softcap=own.optional_number("final_logit_softcapping"),
+        attention_softcap=own.optional_number("attn_logit_softcapping")
+        or arch.attention_softcap_default,
+        final_softcap=own.optional_number("final_logit_softcapping") or arch.final_softcap_default,
         has_attention_bias="blk.0.attn_q.bias" in tensor_names,
         has_output_bias="blk.0.attn_output.bias" in tensor_names,
         has_mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
@@ -111,10 +110,10 @@ def _same_for_all_layers(own: Fields, key: str, default: int | None = None) -> i
 def _attention_scale(
     arch: ArchSpec, layers: int, hidden_size: int, heads: int, head_dim: int
 ) -> float:
-    # The 27B Gemma 3 scales by hidden_size / heads; the format has no key for it, so that
-    # readers tell the model by its number of layers.
-    is_gemma3_27b = arch.name == "gemma3" and layers == GEMMA3_27B_LAYERS
-    return 1.0 / math.sqrt(hidden_size / heads if is_gemma3_27b else head_dim)
+    # The 27B Gemmas scale by hidden_size / heads; the format has no key for it, so that readers
+    # tell these models by their number of layers.
+    is_gemma_27b = layers == GEMMA_27B_LAYERS.get(arch.name)
+    return 1.0 / math.sqrt(hidden_size / heads if is_gemma_27b else head_dim)
 
 
 def _refuse_unknown_scaling(own: Fields) -> None:

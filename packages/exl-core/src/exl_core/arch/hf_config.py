@@ -79,7 +79,8 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
     if text.flag("use_bidirectional_attention", False):
         raise UnsupportedModelError("bidirectional attention is not supported", where=text.where)
     _check_activation(arch, text)
-    has_bias = text.flag("attention_bias", False)
+    has_bias = arch.has_qkv_bias or text.flag("attention_bias", False)
+    window = _sliding_window(arch, text)
     rope, local_rope = _rope(arch, text, head_dim)
     ids = text if text.has("eos_token_id") else top
     return ModelConfig(
@@ -95,13 +96,13 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         norm_eps=text.number("rms_norm_eps", 1e-6),
         rope=rope,
         local_rope=local_rope,
-        layer_windows=_layer_windows(arch, text, layers),
-        sliding_window=_sliding_window(arch, text),
+        layer_windows=_layer_windows(arch, text, layers, window),
+        sliding_window=window,
         attention_scale=text.number("query_pre_attn_scalar", float(head_dim)) ** -0.5,
-        attention_softcap=text.optional_number("attn_logit_softcapping"),
-        final_softcap=text.optional_number("final_logit_softcapping"),
+        attention_softcap=_softcap(text, "attn_logit_softcapping", arch.attention_softcap_default),
+        final_softcap=_softcap(text, "final_logit_softcapping", arch.final_softcap_default),
         has_attention_bias=has_bias,
-        has_output_bias=has_bias,
+        has_output_bias=has_bias and not arch.has_qkv_bias,
         has_mlp_bias=text.flag("mlp_bias", False),
         has_tied_embeddings=_tied(arch, top, text),
         bos_id=ids.first_token_id("bos_token_id"),
@@ -123,14 +124,24 @@ def _tied(arch: ArchSpec, top: Fields, text: Fields) -> bool:
     return holder.flag("tie_word_embeddings", arch.tie_embeddings_default)
 
 
+def _softcap(text: Fields, key: str, default: float | None) -> float | None:
+    """None where a checkpoint says so."""
+    return text.optional_number(key) if key in text.values else default
+
+
 def _sliding_window(arch: ArchSpec, text: Fields) -> int | None:
-    if Window.LOCAL not in arch.window_pattern:
+    is_off = arch.window_flag is not None and not text.flag(arch.window_flag, False)
+    if is_off or Window.LOCAL not in arch.window_pattern:
         return None
     return text.integer("sliding_window") if text.has("sliding_window") else None
 
 
-def _layer_windows(arch: ArchSpec, text: Fields, layers: int) -> tuple[Window, ...]:
-    if Window.LOCAL not in arch.window_pattern:
+def _layer_windows(
+    arch: ArchSpec, text: Fields, layers: int, window: int | None
+) -> tuple[Window, ...]:
+    pattern = arch.window_pattern
+    has_none = window is None and Window.GLOBAL not in pattern
+    if has_none or Window.LOCAL not in pattern:
         return (Window.GLOBAL,) * layers
     if text.has("layer_types"):
         names = text.strings("layer_types")
@@ -143,7 +154,12 @@ def _layer_windows(arch: ArchSpec, text: Fields, layers: int) -> tuple[Window, .
                 got=f"{len(names)}, {', '.join(unknown) or 'all known'}",
             )
         return tuple(LAYER_TYPES[name] for name in names)
-    period = text.integer("sliding_window_pattern", len(arch.window_pattern))
+    if arch.window_flag is not None:
+        first = text.integer("max_window_layers", layers)
+        return tuple(Window.GLOBAL if i < first else Window.LOCAL for i in range(layers))
+    if Window.GLOBAL not in pattern:
+        return (Window.LOCAL,) * layers
+    period = text.integer("sliding_window_pattern", len(pattern))
     return tuple(Window.GLOBAL if (i + 1) % period == 0 else Window.LOCAL for i in range(layers))
 
 

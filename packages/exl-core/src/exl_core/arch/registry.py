@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from exl_core.arch.families.gemma2 import GEMMA2
 from exl_core.arch.families.gemma3 import GEMMA3
 from exl_core.arch.families.llama import LLAMA
+from exl_core.arch.families.mistral import MISTRAL
+from exl_core.arch.families.phi3 import PHI3
+from exl_core.arch.families.qwen import QWEN2, QWEN3
 from exl_core.arch.spec import ArchSpec
 from exl_core.errors import UnsupportedModelError
 
-ARCHITECTURES = (LLAMA, GEMMA3)
+ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3)
 
 
 def find_by_hf_name(name: str, *, where: object) -> ArchSpec:

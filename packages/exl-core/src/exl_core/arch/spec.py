@@ -95,7 +95,12 @@ class ArchSpec:
     head_norm: HeadNorm = HeadNorm.NONE
     embed_scale: EmbedScale = EmbedScale.NONE
     window_pattern: tuple[Window, ...] = (Window.GLOBAL,)
-    """Repeated over the layers; a checkpoint's own `layer_types` or pattern length wins."""
+    """Repeated over the layers; a checkpoint's own `layer_types` or pattern length wins. Where all
+    are LOCAL, a checkpoint without a window has none."""
+    window_flag: str | None = None
+    """What a checkpoint says true to if its window counts; from `max_window_layers` on it does."""
+    has_qkv_bias: bool = False
+    """q, k and v have biases, and the output projection none, whatever a checkpoint says."""
     tie_embeddings_default: bool = False
     head_dim_default: int | None = None
     num_q_heads_default: int | None = None
@@ -103,6 +108,8 @@ class ArchSpec:
     vocab_size_default: int | None = None
     rope_base_default: float = 10000.0
     local_rope_base_default: float | None = None
+    attention_softcap_default: float | None = None
+    final_softcap_default: float | None = None
     is_gguf_rope_interleaved: bool = False
     """GGUF files of this family store q and k rows permuted for interleaved RoPE pairs."""
     is_gguf_norm_folded: bool = False

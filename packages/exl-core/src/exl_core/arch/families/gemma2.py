@@ -1,0 +1,24 @@
+"""Gemma 2: local and global layers in turns, soft-caps, norms before and after."""
+
+from __future__ import annotations
+
+from exl_core.arch.spec import Activation, ArchSpec, EmbedScale, Norm, Residual, Window
+
+GEMMA2 = ArchSpec(
+    name="gemma2",
+    hf_names=("Gemma2ForCausalLM",),
+    gguf_names=("gemma2",),
+    norm=Norm.RMS_PLUS_ONE,
+    residual=Residual.SANDWICH,
+    activation=Activation.GELU_TANH,
+    embed_scale=EmbedScale.SQRT_HIDDEN,
+    window_pattern=(Window.LOCAL, Window.GLOBAL),
+    tie_embeddings_default=True,
+    head_dim_default=256,
+    num_q_heads_default=8,
+    num_kv_heads_default=4,
+    vocab_size_default=256_000,
+    attention_softcap_default=50.0,
+    final_softcap_default=30.0,
+    is_gguf_norm_folded=True,
+)

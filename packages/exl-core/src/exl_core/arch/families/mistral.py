@@ -1,0 +1,16 @@
+"""Mistral: Llama's shapes, with a window in every layer where the checkpoint names one.
+
+GGUF files of it call themselves `llama`.
+"""
+
+from __future__ import annotations
+
+from exl_core.arch.spec import ArchSpec, Window
+
+MISTRAL = ArchSpec(
+    name="mistral",
+    hf_names=("MistralForCausalLM", "Mistral3ForConditionalGeneration"),  # of the latter, the text
+    gguf_names=(),
+    window_pattern=(Window.LOCAL,),
+    key_roots=("model.", "language_model.model.", "model.language_model."),
+)
