@@ -65,6 +65,13 @@ def test_gemma3_has_its_windows_and_its_local_base() -> None:
     assert config.head_dim == 256  # the family's own, not 64 / 4
 
 
+def test_early_files_of_gemma2_have_neither_window_nor_caps() -> None:
+    fields = {key.replace("llama.", "gemma2."): value for key, value in LLAMA.items()}
+    config = read_gguf_config({**fields, "general.architecture": "gemma2"}, (), "m.gguf")
+    assert [config.window_of(layer) for layer in range(3)] == [4096, 0, 4096]
+    assert (config.attention_softcap, config.final_softcap) == (50.0, 30.0)
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"general.architecture": "mamba"}, "'mamba'.*llama, .*gemma3"),
     "missing": ({"llama.block_count": None}, "'block_count' is missing"),

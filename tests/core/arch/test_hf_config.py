@@ -104,6 +104,15 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"architectures": ["MistralForCausalLM"], "sliding_window": 32},
         {"windows": [32, 32, 32], "bias": (False, False)},
     ),
+    "Mistral, the defaults left out": (
+        {
+            "architectures": ["MistralForCausalLM"],
+            "hidden_size": 4096,
+            "num_attention_heads": ...,
+            "num_key_value_heads": ...,
+        },
+        {"windows": [4096, 4096, 4096], "head_dim": 128, "kv_size": 1024},
+    ),
     "Mistral 7B v0.3": (
         {"architectures": ["MistralForCausalLM"], "sliding_window": None},
         {"windows": [0, 0, 0], "bias": (False, False)},
@@ -111,7 +120,12 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Mistral Small 3.1": (
         {
             "architectures": ["Mistral3ForConditionalGeneration"],
-            "text_config": {**LLAMA, "num_hidden_layers": 3, "head_dim": 32},
+            "text_config": {
+                **LLAMA,
+                "num_hidden_layers": 3,
+                "head_dim": 32,
+                "sliding_window": None,
+            },
         },
         {"windows": [0, 0, 0], "head_dim": 32},
     ),
@@ -132,6 +146,15 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "max_window_layers": 2,
         },
         {"windows": [0, 0, 32], "bias": (True, False)},
+    ),
+    "Qwen2 with its window everywhere": (
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "sliding_window": 32,
+            "use_sliding_window": True,
+            "max_window_layers": 0,
+        },
+        {"windows": [32, 32, 32]},
     ),
     "Qwen3 8B": (
         {
@@ -162,8 +185,8 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"windows": [32, 0, 32], "caps": (50.0, 30.0), "scale": 1 / 12, "head_dim": 128},
     ),
     "Gemma 2, the defaults left out": (
-        {"architectures": ["Gemma2ForCausalLM"], "sliding_window": 32, "hidden_act": ...},
-        {"windows": [32, 0, 32], "caps": (50.0, 30.0)},
+        {"architectures": ["Gemma2ForCausalLM"], "hidden_act": ...},
+        {"windows": [4096, 0, 4096], "caps": (50.0, 30.0)},
     ),
     "Gemma 2, the caps turned off": (
         {
@@ -187,6 +210,7 @@ def test_what_families_make_of_their_configurations(
         "windows": [config.window_of(layer) for layer in range(config.num_layers)],
         "bias": (config.has_attention_bias, config.has_output_bias),
         "head_dim": config.head_dim,
+        "kv_size": config.kv_size,
         "caps": (config.attention_softcap, config.final_softcap),
         "scale": pytest.approx(config.attention_scale),
     }
@@ -199,6 +223,13 @@ REFUSED = {
         "MambaForCausalLM.*LlamaForCausalLM",
     ),
     "rope-method": ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "longrope"),
+    "growing-queries": (
+        {
+            "architectures": ["Mistral3ForConditionalGeneration"],
+            "rope_parameters": {"rope_type": "yarn", "factor": 8.0, "llama_4_scaling_beta": 0.1},
+        },
+        "llama_4_scaling_beta",
+    ),
     "activation": ({"hidden_act": "relu"}, "relu"),
     "bidirectional": ({"use_bidirectional_attention": True}, "bidirectional"),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FailEvent, FinishEvent, FinishReason
 from exl_core.engine.request import Report, Request
+from exl_core.engine.sequence import Sequence
 from exl_core.errors import OutOfMemoryError
 from exl_core.sampling.params import SamplerParams
 from support.driving import ask, engine_for, run_all, run_one
@@ -91,6 +93,22 @@ def test_cancelled_while_its_next_pass_runs() -> None:
     )
     assert text == run_one(engine_for(RULE), ask("b", max_tokens=30, stop_ids=frozenset()))[1].text
     assert engine.pool.num_available == engine.pool.num_pages
+
+
+def num_sequences() -> int:
+    gc.collect()
+    return sum(isinstance(one, Sequence) for one in gc.get_objects())
+
+
+def test_an_idle_engine_keeps_nothing_of_a_pass_that_nobody_wants() -> None:
+    before = num_sequences()
+    engine = engine_for(RULE)
+    runner = go_ahead(engine)
+    request = ask(sampler=SEEDED, max_tokens=100, stop_ids=frozenset(range(20)))
+    _, end = run_one(engine, request)
+    assert end.reason is FinishReason.STOP
+    assert runner.begun == end.completion_tokens  # the last of them for nothing
+    assert num_sequences() == before
 
 
 @pytest.mark.parametrize(

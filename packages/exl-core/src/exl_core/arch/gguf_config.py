@@ -80,7 +80,11 @@ def read_gguf_config(
         rope=rope,
         local_rope=local_rope,
         layer_windows=tuple(pattern[i % len(pattern)] for i in range(layers)),
-        sliding_window=own.integer("attention.sliding_window") if Window.LOCAL in pattern else None,
+        sliding_window=(
+            own.integer("attention.sliding_window", arch.sliding_window_default)
+            if Window.LOCAL in pattern
+            else None
+        ),
         attention_scale=_attention_scale(arch, layers, hidden_size, heads, head_dim),
         attention_softcap=own.optional_number("attn_logit_softcapping")
         or arch.attention_softcap_default,

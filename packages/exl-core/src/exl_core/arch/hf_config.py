@@ -133,6 +133,8 @@ def _sliding_window(arch: ArchSpec, text: Fields) -> int | None:
     is_off = arch.window_flag is not None and not text.flag(arch.window_flag, False)
     if is_off or Window.LOCAL not in arch.window_pattern:
         return None
+    if "sliding_window" not in text.values:
+        return arch.sliding_window_default
     return text.integer("sliding_window") if text.has("sliding_window") else None
 
 
@@ -155,7 +157,8 @@ def _layer_windows(
             )
         return tuple(LAYER_TYPES[name] for name in names)
     if arch.window_flag is not None:
-        first = text.integer("max_window_layers", layers)
+        none = text.values.get("max_window_layers") == 0
+        first = 0 if none else text.integer("max_window_layers", layers)
         return tuple(Window.GLOBAL if i < first else Window.LOCAL for i in range(layers))
     if Window.GLOBAL not in pattern:
         return (Window.LOCAL,) * layers
@@ -191,6 +194,11 @@ def _scaled_rope(text: Fields, scaling: Fields, base: float, head_dim: int) -> R
             f"RoPE scaling {kind!r} is not supported",
             where=text.where,
             next_step=f"Supported: {', '.join(ROPE_METHODS)}.",
+        )
+    if scaling.has("llama_4_scaling_beta"):
+        raise UnsupportedModelError(
+            "queries that grow with their position ('llama_4_scaling_beta') are not supported",
+            where=text.where,
         )
     method = ROPE_METHODS[kind]
     partial = scaling.number("partial_rotary_factor", text.number("partial_rotary_factor", 1.0))

@@ -97,6 +97,8 @@ class ArchSpec:
     window_pattern: tuple[Window, ...] = (Window.GLOBAL,)
     """Repeated over the layers; a checkpoint's own `layer_types` or pattern length wins. Where all
     are LOCAL, a checkpoint without a window has none."""
+    sliding_window_default: int | None = None
+    """Of a checkpoint that does not have the key; one that says null has no window."""
     window_flag: str | None = None
     """What a checkpoint says true to if its window counts; from `max_window_layers` on it does."""
     has_qkv_bias: bool = False

@@ -63,8 +63,12 @@ class Ahead:
             return None  # then it begins when the tokens have been read, as it does without
 
         def begin() -> None:
+            try:
+                begun = self._runner.run_on(segments)
+            except OutOfMemoryError:
+                return  # likewise
             rows = {sequence: row for row, sequence in enumerate(plan.sequences)}
-            self._begun = _Begun(self._runner.run_on(segments), rows, segments)
+            self._begun = _Begun(begun, rows, segments)
 
         return Onward(token_ids, begin)
 

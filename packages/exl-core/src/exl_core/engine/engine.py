@@ -283,6 +283,8 @@ class Engine:
         request_id = output.sequence.request_id
         self.scheduler.remove(output.sequence, is_trusted=is_trusted)
         del self._outputs[request_id]
+        if not self._outputs:
+            self._ahead.drop()
         if self._drafting is not None:
             self._drafting.forget(request_id)
 

@@ -13,6 +13,7 @@ GEMMA2 = ArchSpec(
     activation=Activation.GELU_TANH,
     embed_scale=EmbedScale.SQRT_HIDDEN,
     window_pattern=(Window.LOCAL, Window.GLOBAL),
+    sliding_window_default=4096,
     tie_embeddings_default=True,
     head_dim_default=256,
     num_q_heads_default=8,

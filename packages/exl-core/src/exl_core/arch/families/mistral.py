@@ -12,5 +12,8 @@ MISTRAL = ArchSpec(
     hf_names=("MistralForCausalLM", "Mistral3ForConditionalGeneration"),  # of the latter, the text
     gguf_names=(),
     window_pattern=(Window.LOCAL,),
+    sliding_window_default=4096,
+    num_q_heads_default=32,
+    num_kv_heads_default=8,
     key_roots=("model.", "language_model.model.", "model.language_model."),
 )

@@ -110,6 +110,10 @@ class Linears:
         self._max_n = 1
         self._slices = Slices(gpu)
 
+    def begin_pass(self) -> None:
+        """Call it ahead of the first product of a pass."""
+        self._slices.begin_pass()
+
     def new_dense(self, out_features: int, in_features: int, has_bias: bool) -> CudaLinear:
         if out_features < 1 or in_features < 1:
             raise OpInputError(f"PackedLinear: {out_features} x {in_features}")

@@ -22,6 +22,10 @@ class Slice:
         self._retired: list[torch.Tensor] = []  # captured graphs may still use them
         self.memory = self._held
 
+    def begin_pass(self) -> None:
+        if not self._is_captured:  # or `take` says so, since events are made anew
+            self.release()
+
     def take(self, size: int) -> None:
         stream = torch.cuda.current_stream(self._gpu.device)
         is_captured = torch.cuda.is_current_stream_capturing()
@@ -71,6 +75,13 @@ class Slices:
         filler = torch.cuda.Stream(gpu.device)  # type: ignore[no-untyped-call]
         self._pair = Slice(gpu, filler), Slice(gpu, filler)
         self._turn = 0
+
+    def begin_pass(self) -> None:
+        """What is on its way by now has used the buffers before they are filled again: a graph does
+        so without a word here. Nothing within a capture, which waits for nothing outside."""
+        if not torch.cuda.is_current_stream_capturing():
+            for one in self._pair:
+                one.begin_pass()
 
     @contextmanager
     def next(self, size: int) -> Iterator[Slice]:

@@ -213,6 +213,7 @@ class CudaTable:
         num_pages: int,
         page_size: int,
     ) -> AttentionBatch:
+        self._linears.begin_pass()  # of which this is the beginning
         if page_table.is_cuda:
             rows, (seqs, pages) = slots.shape[0], page_table.shape
             most = 1 if rows == seqs else rows, pages * page_size
