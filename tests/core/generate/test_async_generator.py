@@ -323,7 +323,9 @@ def test_a_cancelled_submit_leaves_no_job() -> None:
                 if rounds == 5:  # it is done in the engine, and the task has not heard of it
                     while not generator.num_remaining_jobs:
                         threading.Event().wait(0.001)
-                task.cancel()
+                if not task.cancel():  # the steps were quicker
+                    assert rounds in range(1, 5)
+                    continue
                 with pytest.raises(asyncio.CancelledError):
                     await task
             while generator.num_remaining_jobs:
