@@ -91,6 +91,10 @@ __device__ __forceinline__ void wait_for_inputs() {
 #endif
 }
 
+// Of so few rows a kernel takes as long to have its code fetched as to run it. It can go through it
+// once before its inputs are there, to no effect; of more rows that slows the kernel ahead too much.
+constexpr int kRehearsedRows = 8;
+
 // ---- copies ------------------------------------------------------------------------------------
 
 // 16 bytes from global to shared memory, past the registers and the first-level cache.

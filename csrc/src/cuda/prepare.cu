@@ -20,7 +20,6 @@ namespace exl::cuda {
 
 constexpr int kBlockRows = 32;
 constexpr int kPair = 2;  // positions that a thread gathers at a time
-constexpr int kFewRows = 8;
 
 // A form's slices are blocks slices[form - 1] .. slices[form] - 1 of the grid's second dimension.
 struct Slices {
@@ -90,9 +89,9 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
     int position = (slice - first_slice) * kSlice + kPair * threadIdx.x;
     int2 which = make_int2(-1, -1);
     if (position < count) which = positions(to, position, args.k);
-    // What lies ready and is as long as a row: a first pass over the code below reads that.
+    // What lies ready and is as long as a row: the rehearsal reads that.
     const void* const ready = has_norm ? static_cast<const void*>(args.norm) : to.order;
-    const bool rehearses = gridDim.x <= kFewRows && ready != nullptr && !to.plain;
+    const bool rehearses = gridDim.x <= kRehearsedRows && ready != nullptr && !to.plain;
     int end = rehearses ? min(args.k, kInFlight * kStride) : args.k;
     Vector<float> weights[kInFlight];
     const auto load_weights = [&](int start) {
@@ -107,8 +106,7 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
     const bool is_padding = batch_row >= args.m;
     const Place place = place_of(batch_row, args.m, to.num_blocks, may_be_wide);
     __half* out = static_cast<__half*>(to.out);
-    // Of few rows first to no effect, while the kernel ahead runs: what takes the time of so few
-    // instructions is to fetch them.
+    // What is not real is the rehearsal (common.cuh).
 #pragma unroll 1
     for (bool is_real = !rehearses;; is_real = true) {
         if (is_real) {

@@ -10,7 +10,6 @@ namespace exl::cuda {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kFewRows = 8;
 
 // Heads of a row in the order queries, keys, values; any of them may be none.
 struct WriteArgs {
@@ -146,10 +145,9 @@ __global__ void __launch_bounds__(kWarps * kWarp) write_kernel(const WriteArgs a
     const int type = is_key ? args.cache.key_dtype : args.cache.value_dtype;
     void* cache = is_key ? args.cache.key_cache : args.cache.value_cache;
     uint8_t* const cached = cache_row(cache, type, args.cache, slot, kv_head);
-    // Of few rows first with zeros and to the warp's room, while the kernel ahead runs: what takes the
-    // time of so few instructions is to fetch them.
+    // What is not real is the rehearsal (common.cuh): of zeros, to the warp's room.
 #pragma unroll 1
-    for (bool is_real = args.rows > kFewRows;; is_real = true) {
+    for (bool is_real = args.rows > kRehearsedRows;; is_real = true) {
         Row x = {};
         if (is_real) {
             wait_for_inputs();

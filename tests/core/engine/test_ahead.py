@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from exl_core.engine.engine import Engine, EngineOptions
+from exl_core.engine.engine import Engine
 from exl_core.engine.events import FailEvent, FinishEvent, FinishReason
 from exl_core.engine.request import Report, Request
 from exl_core.engine.sequence import Sequence
@@ -195,8 +195,7 @@ def test_without_memory_for_the_logits_nothing_begins(monkeypatch: pytest.Monkey
 
 
 def test_pages_run_out_while_passes_begin_ahead() -> None:
-    options = EngineOptions(cache_tokens=768, max_batch=3)
-    plain, eager, runner = both(cache_tokens=options.cache_tokens, max_batch=options.max_batch)
+    plain, eager, runner = both(cache_tokens=768, max_batch=3)
     requests = [
         ask([65 + i] * 200, sampler=SamplerParams(seed=i), max_tokens=220, stop_ids=frozenset())
         for i in range(3)

@@ -24,11 +24,13 @@ class Fields:
     def has(self, key: str) -> bool:
         return self.values.get(key) is not None
 
-    def integer(self, key: str, default: int | None = None, *, high: int = 2**31 - 1) -> int:
-        """A positive integer. `high` keeps a damaged file from asking for the impossible."""
+    def integer(
+        self, key: str, default: int | None = None, *, low: int = 1, high: int = 2**31 - 1
+    ) -> int:
+        """From `low` to `high`, which keeps a damaged file from asking for the impossible."""
         value = self._get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= high:
-            raise self._error(key, f"an integer from 1 to {high}", value)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise self._error(key, f"an integer from {low} to {high}", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:

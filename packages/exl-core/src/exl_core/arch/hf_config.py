@@ -157,8 +157,7 @@ def _layer_windows(
             )
         return tuple(LAYER_TYPES[name] for name in names)
     if arch.window_flag is not None:
-        none = text.values.get("max_window_layers") == 0
-        first = 0 if none else text.integer("max_window_layers", layers)
+        first = text.integer("max_window_layers", layers, low=0)
         return tuple(Window.GLOBAL if i < first else Window.LOCAL for i in range(layers))
     if Window.GLOBAL not in pattern:
         return (Window.LOCAL,) * layers

@@ -30,7 +30,7 @@ class PassLogits:
 
     def read(self, number: int) -> Tensor:
         """One row, on the CPU."""
-        return self._on_cpu[self._place(number)]
+        return self._on_cpu[number if self._rows is None else self._rows[number]]
 
     def block(self, first: int, last: int) -> Tensor:
         """Rows `first` to `last` - 1, which all count, where they were computed."""
@@ -46,11 +46,9 @@ class PassLogits:
         """A token for each of these rows, below `vocab_size`, drawn where the logits lie."""
         if not rows:
             return []
-        rows = [row._replace(row=self._place(row.row)) for row in rows]
+        if self._rows is not None:
+            rows = [row._replace(row=self._rows[row.row]) for row in rows]
         return ops.sample_rows(self._computed[:, :vocab_size], rows, onward)
-
-    def _place(self, number: int) -> int:
-        return number if self._rows is None else self._rows[number]
 
 
 class LogitRow(NamedTuple):

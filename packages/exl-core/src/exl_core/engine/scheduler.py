@@ -257,7 +257,7 @@ class Scheduler:
                 or now.logit_rows is not LogitRows.LAST
                 or now.past_len + rows != past_len
                 or past_len + 1 >= sequence.max_len
-                or past_len >= len(sequence.page_ids) * self.page_size
+                or past_len >= len(now.page_ids) * self.page_size
             ):
                 return None
             segments.append(replace(now, token_ids=(0,), past_len=past_len))
