@@ -53,40 +53,62 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
     }
 }
 
+// The same, of what blocks of the cluster have sent.
+__device__ __forceinline__ void barrier_wait_cluster(uint64_t* barrier, uint32_t parity) {
+    uint32_t is_over = 0;
+    while (!is_over) {
+        asm volatile(
+            "{\n .reg .pred over;\n"
+            " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%1], %2;\n"
+            " selp.u32 %0, 1, 0, over;\n}"
+            : "=r"(is_over)
+            : "r"(shared_offset(barrier)), "r"(parity)
+            : "memory"
+        );
+    }
+}
+
 // Of `threads` threads that name the same one of the block's barriers.
 template <int id, int threads>
 __device__ __forceinline__ void named_barrier() {
     asm volatile("bar.sync %0, %1;" ::"n"(id), "n"(threads) : "memory");
 }
-// Until all threads of the cluster have come, and what they wrote can be read. A block that was
-// launched alone is a cluster.
-__device__ __forceinline__ void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-    asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+// The cluster's barrier, for all threads of its blocks. It says that they have come, and nothing of
+// what they wrote, which is cheap: with an order of their writes it would empty caches. A block that
+// was launched alone is a cluster.
+__device__ __forceinline__ void cluster_arrive() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-// Which of the launch's clusters this is, and which of its blocks.
+__device__ __forceinline__ void cluster_wait() {
+    asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+// What all lanes have, so that the compiler knows it.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
+// Which of the launch's clusters this is, and which of its blocks; whole warps ask.
 __device__ __forceinline__ uint32_t cluster_index() {
     uint32_t index;
     asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
-    return index;
+    return uniform(index);
 }
 __device__ __forceinline__ uint32_t cluster_rank() {
     uint32_t rank;
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
+    return uniform(rank);
 }
-// From this place in the shared memory of the cluster's block `rank`.
-__device__ __forceinline__ float4 load_cluster(const float4* from, int rank) {
-    float4 four;
-    uint32_t address;
-    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;"
-                 : "=r"(address)
-                 : "r"(shared_offset(from)), "r"(rank));
-    asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
-                 : "=f"(four.x), "=f"(four.y), "=f"(four.z), "=f"(four.w)
-                 : "r"(address)
-                 : "memory");
-    return four;
+// To this place in the shared memory of the cluster's block `rank`, whose barrier counts the bytes
+// when they are there.
+__device__ __forceinline__ void send(
+    float4* to, const float4& four, uint64_t* barrier, uint32_t rank
+) {
+    asm volatile(
+        "{\n .reg .b32 there, counts;\n"
+        " mapa.shared::cluster.u32 there, %0, %2;\n mapa.shared::cluster.u32 counts, %1, %2;\n"
+        " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
+        "[there], {%3, %4, %5, %6}, [counts];\n}"
+        ::"r"(shared_offset(to)),
+        "r"(shared_offset(barrier)), "r"(rank), "f"(four.x), "f"(four.y), "f"(four.z), "f"(four.w)
+        : "memory"
+    );
 }
 
 // ---- copies ------------------------------------------------------------------------------------
@@ -106,12 +128,12 @@ __device__ __forceinline__ void copy_bulk(
 // ---- products of four warps ----------------------------------------------------------------------
 
 // B [16 along k, rows] in shared memory without swizzle: matrices of 8 rows of 16 bytes, each of
-// them 128 bytes on end, `k_stride` bytes apart along k and 128 bytes along the rows.
-__device__ __forceinline__ uint64_t matrix_descriptor(const void* shared, uint32_t k_stride) {
-    const uint64_t start = (shared_offset(shared) & 0x3ffff) >> 4;
-    constexpr uint64_t kRowStride = 128 >> 4;
-    return start | static_cast<uint64_t>(k_stride >> 4) << 16 | kRowStride << 32;
+// them 128 bytes on end, `k_stride` bytes apart along k and 128 bytes along the rows. The first word
+// of its descriptor, of which one more is 16 bytes further on; the second is kMatrixStride.
+__device__ __forceinline__ uint32_t matrix_start(const void* shared, uint32_t k_stride) {
+    return (shared_offset(shared) & 0x3ffff) >> 4 | k_stride >> 4 << 16;
 }
+constexpr uint32_t kMatrixStride = 128 >> 4;
 
 // Fragments that were written can be read by products that follow.
 __device__ __forceinline__ void group_fence(uint32_t (&a)[2][4]) {
@@ -131,44 +153,48 @@ __device__ __forceinline__ void group_results(float (&d)[count]) {
     for (int i = 0; i < count; ++i) asm volatile("" : "+f"(d[i]));
 }
 
-// d [64, 2 * count] float32 = (adds ? d : 0) + a [64, 16] float16 * b; warp w of the group has rows
+// d [64, 2 * count] float32 += a [64, 16] float16 * b, which begins there; warp w of the group has rows
 // 16 w .. 16 w + 15 of a and of d, as fragments of m16n8k16: of d, one after the other along n.
 #define EXL_F4(at) "+f"(d[at]), "+f"(d[at + 1]), "+f"(d[at + 2]), "+f"(d[at + 3])
 #define EXL_F16(at) EXL_F4(at), EXL_F4(at + 4), EXL_F4(at + 8), EXL_F4(at + 12)
 __device__ __forceinline__ void group_product(
-    float (&d)[8], const uint32_t (&a)[4], uint64_t b, bool adds
+    float (&d)[8], const uint32_t (&a)[4], uint32_t b
 ) {
     asm volatile(
-        "{\n .reg .pred adds;\n setp.ne.b32 adds, %13, 0;\n"
+        "{\n .reg .pred adds;\n .reg .b64 b;\n"
+        " setp.ne.b32 adds, 1, 0;\n mov.b64 b, {%12, %13};\n"
         " wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
-        "{%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, adds, 1, 1, 0;\n}"
+        "{%0,%1,%2,%3,%4,%5,%6,%7}, "
+        "{%8, %9, %10, %11}, b, adds, 1, 1, 0;\n}"
         : EXL_F4(0), EXL_F4(4)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(adds))
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kMatrixStride)
     );
 }
 __device__ __forceinline__ void group_product(
-    float (&d)[16], const uint32_t (&a)[4], uint64_t b, bool adds
+    float (&d)[16], const uint32_t (&a)[4], uint32_t b
 ) {
     asm volatile(
-        "{\n .reg .pred adds;\n setp.ne.b32 adds, %21, 0;\n"
+        "{\n .reg .pred adds;\n .reg .b64 b;\n"
+        " setp.ne.b32 adds, 1, 0;\n mov.b64 b, {%20, %21};\n"
         " wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
-        "{%16,%17,%18,%19}, %20, adds, 1, 1, 0;\n}"
+        "{%16, %17, %18, %19}, b, adds, 1, 1, 0;\n}"
         : EXL_F16(0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(adds))
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kMatrixStride)
     );
 }
 __device__ __forceinline__ void group_product(
-    float (&d)[32], const uint32_t (&a)[4], uint64_t b, bool adds
+    float (&d)[32], const uint32_t (&a)[4], uint32_t b
 ) {
     asm volatile(
-        "{\n .reg .pred adds;\n setp.ne.b32 adds, %37, 0;\n"
+        "{\n .reg .pred adds;\n .reg .b64 b;\n"
+        " setp.ne.b32 adds, 1, 0;\n mov.b64 b, {%36, %37};\n"
         " wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
-        "{%32,%33,%34,%35}, %36, adds, 1, 1, 0;\n}"
+        "{%32, %33, %34, %35}, b, adds, 1, 1, 0;\n}"
         : EXL_F16(0), EXL_F16(16)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(adds))
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kMatrixStride)
     );
 }
 #undef EXL_F16

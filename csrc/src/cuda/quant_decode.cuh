@@ -46,8 +46,9 @@ struct BlockCodes {
         load_words<kBits>(words, block, lane);
     }
 
-    template <int kPair, int kPiece = 0>
-    __device__ __forceinline__ uint32_t pair(uint32_t others = 0) const {
+    // The bits of kBase are set too.
+    template <int kPair, uint32_t kBase = 0, int kPiece = 0>
+    __device__ __forceinline__ uint32_t pair(uint32_t others = kBase) const {
         constexpr Piece kFrom = piece_of(kBits, kPair, kPiece);
         constexpr int kTo = position_of(kBits, kPair / 4) + kFrom.first;
         constexpr int kShift = kFrom.at - kTo;
@@ -56,27 +57,27 @@ struct BlockCodes {
         const uint32_t word = words[kFrom.word];
         uint32_t both;
         if constexpr (kBits == 8 && kShift == 8) {
-            both = __byte_perm(word, 0, 0x4341);
-        } else if constexpr (kPiece == 0) {
+            both = __byte_perm(word, kBase, 0x5351);
+        } else if constexpr (kPiece == 0 && kBase == 0) {
             both = word >> kShift & kMask;
         } else {
             both = and_or(word >> kShift, kMask, others);
         }
         if constexpr (kPiece + 1 < num_pieces(kBits, kPair)) {
-            return pair<kPair, kPiece + 1>(both);
+            return pair<kPair, kBase, kPiece + 1>(both);
         } else {
             return both;
         }
     }
 
     // The fragment of columns 16 kColumns .. + 15 and of step kStep.
-    template <int kColumns, int kStep>
+    template <int kColumns, int kStep, uint32_t kBase = 0>
     __device__ __forceinline__ void fragment(uint32_t (&a)[4]) const {
         constexpr int kFirst = 8 * kColumns + 2 * kStep;
-        a[0] = pair<kFirst>();
-        a[1] = pair<kFirst + 4>();
-        a[2] = pair<kFirst + 1>();
-        a[3] = pair<kFirst + 5>();
+        a[0] = pair<kFirst, kBase>();
+        a[1] = pair<kFirst + 4, kBase>();
+        a[2] = pair<kFirst + 1, kBase>();
+        a[3] = pair<kFirst + 5, kBase>();
     }
 };
 

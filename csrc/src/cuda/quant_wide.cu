@@ -24,23 +24,33 @@ constexpr int blocks_per_multiprocessor(int rows) { return rows <= 32 ? 2 : 1; }
 
 #if EXL_IS_HOPPER
 
+__device__ __forceinline__ float4* sums_of(const WideArgs& args, uint8_t* ring) {
+    return reinterpret_cast<float4*>(ring + args.sums_at);
+}
+__device__ __forceinline__ float4* gates_of(const WideArgs& args, uint8_t* ring) {
+    return reinterpret_cast<float4*>(ring + args.gates_at);
+}
+
 // What the multiplying warps do: all tiles of the block. Each thread's sums are left in
 // shared memory.
 template <int kRows>
 __device__ __forceinline__ void multiply_all(
-    const WideArgs& args, WideState<kRows>& state, uint8_t* ring, int warp, int lane
+    const WideArgs& args, WideState& state, uint8_t* ring, int warp, int lane
 ) {
     const int strip = warp & (args.tile_strips() - 1);
     const int team = warp * args.teams() / kTileStrips;
-    auto* gates = reinterpret_cast<float4*>(ring + args.gates_at);
-    auto* sums = reinterpret_cast<float4*>(ring + args.sums_at);
     uint32_t taken = 0;
     for (WideWalk walk(args); !walk.is_over(args); walk.advance(args)) {
         WideSums<kRows> total;
         for (int half = 0; half < (args.is_gated() ? 2 : 1); ++half) {
             const WideShare share = walk.share(args, half);
             const WidePart& part = args.parts[share.part];
-            if (half == 1) leave<kRows>(total, gates);
+            if (half == 1 && args.is_shared()) {
+                cluster_wait();  // all blocks have begun
+                send_pieces<kRows>(args, total, gates_of(args, ring), &state.sums);
+            } else if (half == 1) {
+                leave<kRows>(total, gates_of(args, ring));
+            }
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
 #pragma unroll
@@ -49,24 +59,29 @@ __device__ __forceinline__ void multiply_all(
             const uint32_t count = share.end - share.begin;
             for (uint32_t unit = team; unit < count; unit += args.teams()) {
                 const uint32_t slot = (taken + unit) % kRingUnits;
-                const uint32_t parity = (taken + unit) / kRingUnits & 1;
-                barrier_wait(&state.full[slot], parity);
+                barrier_wait(&state.full[slot], (taken + unit) / kRingUnits & 1);
                 WideEntry entry = state.entries[slot];
-                // The same for all lanes, and known to be.
-                entry.unit = __shfl_sync(0xffffffffu, entry.unit, 0);
-                entry.inputs = __shfl_sync(0xffffffffu, entry.inputs, 0);
-                add_wide_unit<kRows>(
-                    total, part, entry, ring, state, slot, parity, strip, lane
-                );
+                entry.unit = uniform(entry.unit);
+                entry.at = uniform(entry.at);
+                entry.inputs = uniform(entry.inputs);
+                add_wide_unit<kRows>(total, part, entry, ring, strip, lane);
                 __syncwarp();
                 if (lane == 0) barrier_arrive(&state.empty[slot]);
             }
             taken += count;
         }
-        if (args.sums_at == 0) named_barrier<1, kMultiplierThreads>();  // done with the ring
-        leave<kRows>(total, sums);
-        if (args.is_shared()) cluster_barrier();
-        write_wide_tile<kRows>(args, walk, sums, gates);
+        if (args.is_shared()) {
+            if (!args.is_gated()) cluster_wait();
+            cluster_arrive();
+            cluster_wait();  // all blocks are done with their rings
+            send_pieces<kRows>(args, total, sums_of(args, ring), &state.sums);
+        } else {
+            if (args.sums_at == 0) named_barrier<1, kMultiplierThreads>();  // done with the ring
+            leave<kRows>(total, sums_of(args, ring));
+        }
+        write_wide_tile<kRows>(
+            args, walk, sums_of(args, ring), gates_of(args, ring), &state.sums
+        );
     }
 }
 
@@ -77,26 +92,30 @@ __global__ void __launch_bounds__(kWideThreads, blocks_per_multiprocessor(kRows)
     quant_wide_kernel(const __grid_constant__ WideArgs args) {
 #if EXL_IS_HOPPER
     extern __shared__ __align__(1024) uint8_t shared[];
-    auto& state = *reinterpret_cast<WideState<kRows>*>(shared + args.ring_bytes);
-    const int warp = __shfl_sync(0xffffffffu, threadIdx.x / kWarp, 0), lane = threadIdx.x % kWarp;
+    auto& state = *reinterpret_cast<WideState*>(shared + args.ring_bytes);
+    const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
 
     let_next_begin();
-    state.begin(args.teams());
+    state.begin(args.teams(), args.sums_bytes<kRows>());
     __syncthreads();
+    if (args.is_shared()) cluster_arrive();
     if (warp == kMultipliers) {
         WideCopies<kRows>(args, state, shared, lane).run();
-    } else if (warp > kMultipliers) {
-        sum_all_inputs<kRows>(args, state, shared, lane);
+        __syncwarp();
+        if (args.is_shared()) {
+            cluster_wait();
+            cluster_arrive();  // done with the ring
+            cluster_wait();
+        }
     } else {
         wait_for_inputs();
         multiply_all<kRows>(args, state, shared, warp, lane);
     }
-    if (!args.is_shared()) return;
-    // Other blocks of the cluster may still be reading this one's sums. What copies and sums up the
-    // inputs has come to the first barrier by coming here.
-    __syncwarp();
-    if (warp >= kMultipliers) cluster_barrier();
-    cluster_barrier();
+    // What a block sends may not come once it has ended; all have got theirs here.
+    if (args.is_shared()) {
+        cluster_arrive();
+        cluster_wait();
+    }
 #endif
 }
 
@@ -203,15 +222,17 @@ template <int kRows>
 cudaError_t launch_wide(WideArgs& args, const DeviceInfo& info, void* stream) {
     const int resident = blocks_per_multiprocessor(kRows);
     const int share = std::min(228 * 1024 / resident - 1024, info.shared_per_block);
-    const int state = static_cast<int>(sizeof(WideState<kRows>));
+    const int state = static_cast<int>(sizeof(WideState));
     ClusterRoom room;
     const cudaError_t error = cluster_room<kRows>(&room, info, share);
     if (error != cudaSuccess) return error;
     share_out(args, room, info.multiprocessors);
     const int at_once = std::max(1, room.at_once[args.splits]);
     const bool has_one = args.tiles <= static_cast<uint32_t>(at_once);
-    const int gates = args.is_gated() ? kSumsBytes<kRows> : 0;
-    const int sums = has_one ? 0 : kSumsBytes<kRows>;
+    args.piece = static_cast<int>(ceil_div(kRows / 4 * args.tile_strips(), args.splits));
+    args.per_piece = static_cast<uint32_t>(ceil_div(1 << 16, args.piece));
+    const int all_sums = args.sources() * args.piece * kWarp * static_cast<int>(sizeof(float4));
+    const int gates = args.is_gated() ? all_sums : 0, sums = has_one ? 0 : all_sums;
     args.ring_bytes = (share - state - gates - sums) / 128 * 128;
     args.gates_at = args.ring_bytes + state;
     args.sums_at = has_one ? 0 : args.gates_at + gates;
@@ -219,8 +240,6 @@ cudaError_t launch_wide(WideArgs& args, const DeviceInfo& info, void* stream) {
     for (WidePart& part : args.parts) {
         part.share_units = static_cast<uint32_t>(ceil_div(part.num_units, args.splits));
     }
-    args.piece =
-        static_cast<int>(ceil_div(kRows / 4 * args.tile_strips() * kWarp, args.splits));
     return launch_clusters(
         quant_wide_kernel<kRows>, dim3(args.clusters * args.splits),
         dim3(kWideThreads), args.splits, args.ring_bytes + state + gates + sums, stream, args

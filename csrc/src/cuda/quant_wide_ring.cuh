@@ -1,8 +1,8 @@
 // Units of neighbouring strips and the inputs that meet them, through one ring for a block.
 //
 // One warp copies: a unit of each strip, and the prepared inputs of the unit's rows behind them.
-// The ring holds as many units as fit, laid without wrapping. Each unit has three barriers: all its
-// bytes have come; its inputs are summed up, which another warp does; all warps are done with it.
+// The ring holds as many units as fit, laid without wrapping. Each unit has two barriers: all its
+// bytes have come; all warps are done with it.
 #pragma once
 
 #include "hopper.cuh"
@@ -14,9 +14,9 @@
 namespace exl::cuda {
 
 constexpr int kRingUnits = 8;   // on their way or in use
-constexpr int kMultipliers = 8;  // warps, a strip each; then one that copies and one that sums
+constexpr int kMultipliers = 8;  // warps, a strip each; then one that copies
 constexpr int kMultiplierThreads = kMultipliers * kWarp;
-constexpr int kWideThreads = kMultiplierThreads + 2 * kWarp;
+constexpr int kWideThreads = kMultiplierThreads + kWarp;
 
 struct WideEntry {
     uint32_t unit;  // as ExlQuantUnit has it: first_block, bits, blocks
@@ -28,32 +28,29 @@ struct WideEntry {
     __device__ __forceinline__ int bits() const { return unit >> 16 & 0xff; }
 };
 
-// Shared memory ahead of the ring.
-template <int kRows>
+// Shared memory behind the ring.
 struct WideState {
-    alignas(128) float input_sums[kRingUnits][kRows];
-    WideEntry entries[kRingUnits];
+    alignas(128) WideEntry entries[kRingUnits];
     uint64_t full[kRingUnits];
-    uint64_t summed[kRingUnits];
     uint64_t empty[kRingUnits];
+    uint64_t sums;  // all that this block adds up have come
 
 #if EXL_IS_HOPPER
-    __device__ __forceinline__ void begin(int teams) {
-        const int warp = threadIdx.x / kWarp;
-        if (threadIdx.x % kWarp != 0 || warp >= kRingUnits) return;
-        barrier_init(&full[warp], 1);
-        barrier_init(&summed[warp], 1);
-        barrier_init(&empty[warp], kMultipliers / teams);
+    // The block gets so many bytes of sums.
+    __device__ __forceinline__ void begin(int teams, uint32_t sums_bytes) {
+        const int warp = uniform(threadIdx.x / kWarp);
+        if (threadIdx.x % kWarp != 0 || warp > kRingUnits) return;
+        if (warp == kRingUnits) {
+            barrier_init(&sums, 1);
+            barrier_arrive_expecting(&sums, sums_bytes);
+        } else {
+            barrier_init(&full[warp], 1);
+            barrier_init(&empty[warp], kMultipliers / teams);
+        }
         fence_barrier_init();
     }
 #endif
 };
-
-// Sums of a block, as its threads have them: [kRows / 4][kMultiplierThreads] of 4 numbers. Number 4 i
-// and up of a thread is of columns first + 16 (i / (kRows / 8)) and the eighth after it, where its
-// first is lane / 4 of its strip, and of rows 8 (i % (kRows / 8)) + 2 (lane % 4) and the one after it.
-template <int kRows>
-constexpr int kSumsBytes = kRows / 4 * kMultiplierThreads * 16;
 
 #if EXL_IS_HOPPER
 
@@ -64,7 +61,7 @@ public:
     static constexpr int kBlockBytes = 64 * kRows;  // of the inputs
 
     __device__ __forceinline__ WideCopies(
-        const WideArgs& args, WideState<kRows>& state, uint8_t* ring, int lane
+        const WideArgs& args, WideState& state, uint8_t* ring, int lane
     )
         : args_(args), walk_(args), state_(state), ring_(ring), lane_(lane) {}
 
@@ -179,7 +176,7 @@ private:
 
     const WideArgs& args_;
     WideWalk walk_;  // of the share to open next
-    WideState<kRows>& state_;
+    WideState& state_;
     uint8_t* ring_;
     int lane_;
     int half_ = 0;
@@ -197,58 +194,6 @@ private:
     int write_ = 0, read_ = 0;
     bool is_ahead_ = false;  // writing has begun again at 0, reading not yet
 };
-
-// Sums of a unit's inputs by row of the batch: a product with ones.
-template <int kRows>
-__device__ __forceinline__ void sum_inputs(
-    WideState<kRows>& state, const WideEntry& entry, const uint8_t* ring, uint32_t slot, int lane
-) {
-    const auto* words = reinterpret_cast<const uint32_t*>(ring + entry.inputs) + lane;
-    float sums[kRows / 8][4] = {};
-#pragma unroll 1
-    for (int i = 0; i < entry.blocks(); ++i) {
-        constexpr uint32_t kOnes = 0x3c003c00;
-        const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
-#pragma unroll
-        for (int step = 0; step < 2; ++step) {
-#pragma unroll
-            for (int q = 0; q < kRows / 8; ++q) {
-                const uint32_t* of = words + 8 * kRows * step + 32 * q;
-                mma_16816(sums[q], ones, of[0], of[4 * kRows]);
-            }
-        }
-        words += 16 * kRows;
-    }
-    if (lane < 4) {
-#pragma unroll
-        for (int q = 0; q < kRows / 8; ++q) {
-            *reinterpret_cast<float2*>(&state.input_sums[slot][8 * q + 2 * lane]) =
-                make_float2(sums[q][0], sums[q][1]);
-        }
-    }
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&state.summed[slot]);
-}
-
-// What the summing warp does.
-template <int kRows>
-__device__ __forceinline__ void sum_all_inputs(
-    const WideArgs& args, WideState<kRows>& state, const uint8_t* ring, int lane
-) {
-    wait_for_inputs();
-    uint32_t taken = 0;
-    for (WideWalk walk(args); !walk.is_over(args); walk.advance(args)) {
-        for (int half = 0; half < (args.is_gated() ? 2 : 1); ++half) {
-            const WideShare share = walk.share(args, half);
-            for (uint32_t unit = share.begin; unit < share.end; ++unit, ++taken) {
-                const uint32_t slot = taken % kRingUnits;
-                barrier_wait(&state.full[slot], taken / kRingUnits & 1);
-                const WideEntry entry = state.entries[slot];
-                sum_inputs<kRows>(state, entry, ring, slot, lane);
-            }
-        }
-    }
-}
 
 #endif  // EXL_IS_HOPPER
 

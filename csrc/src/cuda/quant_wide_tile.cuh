@@ -1,7 +1,7 @@
 // The end of a column tile of the wide kernel: sums of the cluster's thread blocks and teams, then y.
 //
-// Each thread leaves its sums in shared memory. The blocks of the cluster then divide the tile among
-// them and read what all have left of their piece, always in the order of the split.
+// The blocks of the cluster divide the tile among them. Each gets its piece of the sums of all teams
+// into its own shared memory and adds them up, always in the order of the split.
 #pragma once
 
 #include "quant_wide_unit.cuh"
@@ -24,48 +24,64 @@ __device__ __forceinline__ void leave(const WideSums<kRows>& sums, float4* to) {
     }
 }
 
-// What all teams of the cluster have left there.
-__device__ __forceinline__ float4 gather(const WideArgs& args, const float4* from) {
+// To each block of the cluster its piece of what this thread has.
+template <int kRows>
+__device__ __forceinline__ void send_pieces(
+    const WideArgs& args, const WideSums<kRows>& sums, float4* to, uint64_t* barrier
+) {
+    const uint32_t warp = uniform(threadIdx.x / kWarp);
+    const uint32_t strips = args.tile_strips(), strip = warp & (strips - 1);
+    const uint32_t team = warp >> (3 - args.team_bits);
+    const uint32_t source = cluster_rank() << args.team_bits | team;
+    float4* const own = to + source * args.piece * kWarp + threadIdx.x % kWarp;
+#pragma unroll
+    for (int i = 0; i < kRows / 4; ++i) {
+        const uint32_t of_tile = i * strips + strip;
+        const uint32_t rank = of_tile * args.per_piece >> 16;
+        send(own + (of_tile - rank * args.piece) * kWarp, four_of<kRows>(sums, i), barrier, rank);
+    }
+}
+
+// What all teams of the cluster have sent to `from`; the next one's lies `stride` after it.
+__device__ __forceinline__ float4 gather(int sources, const float4* from, int stride) {
     constexpr int kAtOnce = 4;
-    const int sources = args.splits << args.team_bits, team_threads = args.tile_strips() * kWarp;
     float4 sum = {};
 #pragma unroll 1
     for (int first = 0; first < sources; first += kAtOnce) {
         float4 fours[kAtOnce] = {};
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-            const int source = first + j;
-            if (source < sources) {
-                fours[j] = load_cluster(
-                    from + (source & args.team_bits) * team_threads, source >> args.team_bits
-                );
-            }
+            if (first + j < sources) fours[j] = from[(first + j) * stride];
         }
 #pragma unroll
         for (const float4& four : fours) {
             sum.x += four.x, sum.y += four.y, sum.z += four.z, sum.w += four.w;
         }
     }
+    constexpr float kOne = 1.0f / kWeightUnit;
+    sum.x *= kOne, sum.y *= kOne, sum.z *= kOne, sum.w *= kOne;
     return sum;
 }
 
-// This block's piece of a tile, from what its teams and those of the cluster have left in `sums`, of
-// a gated pair the second part's. Little code: it runs once in most launches, and what takes the
+// This block's piece of a tile, from what is in `sums`, of a gated pair the second part's, once
+// `barrier` says that it has come. Little code: it runs once in most launches, and what takes the
 // time then is to fetch it.
 template <int kRows>
 __device__ __forceinline__ void write_wide_tile(
-    const WideArgs& args, const WideWalk& walk, const float4* sums, const float4* gates
+    const WideArgs& args, const WideWalk& walk, const float4* sums, const float4* gates,
+    uint64_t* barrier
 ) {
     const WidePart& part = args.parts[walk.group];
-    const int team_threads = args.tile_strips() * kWarp;
-    const int begin = static_cast<int>(cluster_rank()) * args.piece;
-    const int end = min(kRows / 4 * team_threads, begin + args.piece);
+    const int strips = args.tile_strips(), stride = args.piece * kWarp;
+    const int sources = args.sources();
+    const int begin = static_cast<int>(cluster_rank()) * stride;
+    const int end = min(kRows / 4 * strips * kWarp, begin + stride);
     const bool is_added = args.epilogue == EXL_EPILOGUE_ADD;
+    const int warp = uniform(threadIdx.x / kWarp);
 #pragma unroll 1
-    for (int n = begin + threadIdx.x; n < end; n += kMultiplierThreads) {
-        const int i = n * args.teams() / kMultiplierThreads, thread = n & (team_threads - 1);
-        const int lane = thread % kWarp;
-        const int strip = args.tile_strips() * static_cast<int>(walk.tile) + thread / kWarp;
+    for (int from = begin + kWarp * warp; from < end; from += kMultiplierThreads) {
+        const int n = from + threadIdx.x % kWarp, lane = n % kWarp, i = n / kWarp >> (3 - args.team_bits);
+        const int strip = strips * static_cast<int>(walk.tile) + (n / kWarp & (strips - 1));
         const int row = 8 * (i % (kRows / 8)) + 2 * (lane % 4);
         const int column = 32 * strip + 16 * (i / (kRows / 8)) + lane / 4;
         const int64_t first = row * args.y_stride + part.first_column + column;
@@ -78,9 +94,10 @@ __device__ __forceinline__ void write_wide_tile(
         for (int c = 0; c < 4; ++c) {
             y[c] = is_added && is_there(c) ? static_cast<const float*>(args.y)[at(c)] : 0.0f;
         }
-        const float4 last = gather(args, sums + i * kMultiplierThreads + thread);
+        if (args.is_shared()) barrier_wait_cluster(barrier, 0);
+        const float4 last = gather(sources, sums + n - begin, stride);
         float4 own = last;
-        if (args.is_gated()) own = gather(args, gates + i * kMultiplierThreads + thread);
+        if (args.is_gated()) own = gather(sources, gates + n - begin, stride);
         y[0] += own.x, y[1] += own.y, y[2] += own.z, y[3] += own.w;
         if (part.bias != nullptr) {
 #pragma unroll

@@ -1,9 +1,13 @@
 // A unit of some strips times the inputs that meet it, a strip to a warp.
 //
 // Four neighbouring warps work as one: a strip's columns 0 .. 15 of each of them are the rows of
-// one product of 64 rows, and columns 16 .. 31 those of another. Codes become fragments in
-// registers while the products before are under way; the inputs are read from shared memory by the
-// products themselves, once for four warps.
+// one product of 64 rows, and columns 16 .. 31 those of another. Codes become weights in registers,
+// rounded to float16 as dequantized matrices are, while the products of the block before are under
+// way; the inputs are read from shared memory by the products themselves, once for four warps.
+//
+// A code is cut out of its word into the mantissa of a float16 number between 1024 and 2048. That
+// less the zero is exact, times the scale it is rounded. Sums need no factors then, and no sums of
+// inputs, and go on from unit to unit in the registers of the products.
 #pragma once
 
 #include "quant_unit.cuh"
@@ -18,89 +22,161 @@ namespace exl::cuda {
 template <int kRows>
 using WideSums = float[2][kRows / 2];
 
-// sums (+)= kCount blocks times their inputs, of columns 16 kColumns .. + 15.
-template <int kColumns, int kCount, int kBits, int kRows>
-__device__ __forceinline__ void multiply_some(
-    float (&sums)[kRows / 2], const uint8_t* blocks, uint64_t inputs, bool adds, int lane
-) {
-    BlockCodes<kBits> codes[kCount];
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) codes[i].load(blocks + i * 128 * kBits, lane);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-        uint32_t a[2][4];
-        codes[i].template fragment<kColumns, 0>(a[0]);
-        codes[i].template fragment<kColumns, 1>(a[1]);
-        group_fence(a);
-        group_product(sums, a[0], inputs + 4 * kRows * i, adds || i > 0);
-        group_product(sums, a[1], inputs + 4 * kRows * i + 2 * kRows, true);
-        group_commit();
-        if (i + 1 < kCount) group_wait<1>();
-    }
-    group_wait<0>();
-    group_results(sums);
+// Weights are this much larger than they are, so that small scales are no subnormal numbers.
+constexpr float kWeightUnit = 16.0f;
+
+__device__ __forceinline__ uint32_t bits_of(__half2 two) {
+    return *reinterpret_cast<const uint32_t*>(&two);
+}
+__device__ __forceinline__ __half2 halves_of(uint32_t bits) {
+    return *reinterpret_cast<const __half2*>(&bits);
 }
 
-// total += scales of those columns * (the unit's blocks times their inputs)
-template <int kColumns, int kBits, int kRows>
-__device__ __forceinline__ void add_columns(
-    WideSums<kRows>& total, const float (&scales)[4], const uint8_t* blocks, int count,
-    uint64_t inputs, int lane
+constexpr uint32_t kThousand = 0x64006400;  // 1024 twice
+
+// What codes of a unit become weights with: (code - zero) * scale + least, of the lane's columns
+// g, g + 8, g + 16, g + 24.
+struct WideFactors {
+    uint32_t zeros;  // a byte of each
+    __half2 scales[4], least[4];
+
+    __device__ __forceinline__ void load(
+        const WidePart& part, const uint8_t* head, int bits, int g
+    ) {
+        const bool has_floats = part.scale_bytes == 4;
+        const uint8_t* behind = head + 32 * part.scale_bytes;
+        float factors[4];
+        load_factors(factors, head, has_floats, g);
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            scales[q] = __float2half2_rn(factors[q] * kWeightUnit);
+            least[q] = __half2half2(__ushort_as_half(0));
+        }
+        zeros = (1u << (bits - 1)) * 0x01010101u;
+        if (part.offset_kind == EXL_OFFSET_ZEROS) {
+            zeros = reinterpret_cast<const uint32_t*>(behind)[g];
+        } else if (part.offset_kind == EXL_OFFSET_MINIMUMS) {
+            zeros = 0;
+            load_factors(factors, behind, has_floats, g);
+#pragma unroll
+            for (int q = 0; q < 4; ++q) least[q] = __float2half2_rn(factors[q] * kWeightUnit);
+        }
+    }
+
+    // What is added to the codes of column g + 8 `quarter`, cut out with 1024 above them and divided
+    // by 2^position.
+    template <int kBits, int kQuarter>
+    __device__ __forceinline__ __half2 below() const {
+        constexpr uint32_t kBytes = kQuarter | 4 << 4 | kQuarter << 8 | 4 << 12;
+        const __half2 zero = halves_of(__byte_perm(zeros, 0x64, kBytes));  // and 1024
+        constexpr float kMore = 1024.0f - 1024.0f / (1 << position_of(kBits, kQuarter));
+        return __hsub2(__float2half2_rn(kMore), zero);
+    }
+};
+
+// A fragment of weights out of one of codes.
+template <int kBits, int kColumns>
+__device__ __forceinline__ void make_weights(
+    uint32_t (&a)[4], const WideFactors& of, const __half2 (&below)[4]
 ) {
-    float sums[kRows / 2];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        constexpr float kFirst = 1.0f / (1 << position_of(kBits, 2 * kColumns));
+        constexpr float kSecond = 1.0f / (1 << position_of(kBits, 2 * kColumns + 1));
+        const int quarter = 2 * kColumns + i % 2;
+        const __half2 unit = __float2half2_rn(i % 2 == 0 ? kFirst : kSecond);
+        const __half2 code = __hfma2(halves_of(a[i]), unit, below[quarter]);
+        a[i] = bits_of(__hfma2(code, of.scales[quarter], of.least[quarter]));
+    }
+}
+
+// The weights of a block: of columns 16 i and up, of a step of 16 rows.
+using WideWeights = uint32_t[2][2][4];
+
+template <int kBits>
+__device__ __forceinline__ void unpack_weights(
+    WideWeights& a, const BlockCodes<kBits>& codes, const WideFactors& of,
+    const __half2 (&below)[4]
+) {
+    codes.template fragment<0, 0, kThousand>(a[0][0]);
+    codes.template fragment<0, 1, kThousand>(a[0][1]);
+    codes.template fragment<1, 0, kThousand>(a[1][0]);
+    codes.template fragment<1, 1, kThousand>(a[1][1]);
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+        make_weights<kBits, 0>(a[0][step], of, below);
+        make_weights<kBits, 1>(a[1][step], of, below);
+    }
+}
+
+// total += the block's weights times its inputs, from now on.
+template <int kRows>
+__device__ __forceinline__ void begin_products(
+    WideSums<kRows>& total, WideWeights& a, uint32_t inputs
+) {
+    group_fence(a[0]);
+    group_fence(a[1]);
+#pragma unroll
+    for (int step = 0; step < 2; ++step) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            group_product(total[i], a[i][step], inputs + 2 * kRows * step);
+        }
+    }
+    group_commit();
+}
+
+template <int kBits, int kRows>
+__device__ __forceinline__ void add_blocks(
+    WideSums<kRows>& total, const WideFactors& of, const uint8_t* blocks, int count,
+    uint32_t inputs, int lane
+) {
+    const __half2 below[4] = {
+        of.below<kBits, 0>(), of.below<kBits, 1>(), of.below<kBits, 2>(), of.below<kBits, 3>()
+    };
     if (count == 4) {
-        multiply_some<kColumns, 4, kBits, kRows>(sums, blocks, inputs, false, lane);
+        WideWeights a[4];
+        BlockCodes<kBits> codes[4];
+        codes[0].load(blocks, lane);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            unpack_weights<kBits>(a[i], codes[i], of, below);
+            if (i + 1 < 4) codes[i + 1].load(blocks + (i + 1) * 128 * kBits, lane);
+            begin_products<kRows>(total, a[i], inputs + 4 * kRows * i);
+            if (i + 1 < 4) group_wait<1>();
+        }
+        group_wait<0>();
     } else {
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            multiply_some<kColumns, 1, kBits, kRows>(
-                sums, blocks + i * 128 * kBits, inputs + 4 * kRows * i, i > 0, lane
-            );
+            WideWeights a;
+            BlockCodes<kBits> codes;
+            codes.load(blocks + i * 128 * kBits, lane);
+            unpack_weights<kBits>(a, codes, of, below);
+            begin_products<kRows>(total, a, inputs + 4 * kRows * i);
+            group_wait<0>();
         }
     }
-    const float factors[2] = {
-        scales[2 * kColumns] * unit_of_code(kBits, 2 * kColumns),
-        scales[2 * kColumns + 1] * unit_of_code(kBits, 2 * kColumns + 1)
-    };
-#pragma unroll
-    for (int n = 0; n < kRows / 2; ++n) {
-        total[kColumns][n] = fmaf(factors[n % 4 / 2], sums[n], total[kColumns][n]);
-    }
-}
-
-// What a lane's columns g, g + 8, g + 16, g + 24 add for each input.
-__device__ __forceinline__ void load_offsets(
-    float (&to)[4], const float (&scales)[4], const WidePart& part, int bits, const uint8_t* from,
-    int g
-) {
-    if (part.offset_kind == EXL_OFFSET_MINIMUMS) {
-        load_factors(to, from, part.scale_bytes == 4, g);
-        return;
-    }
-    uint32_t zeros = (1u << (bits - 1)) * 0x01010101u;
-    if (part.offset_kind == EXL_OFFSET_ZEROS) zeros = reinterpret_cast<const uint32_t*>(from)[g];
-#pragma unroll
-    for (int q = 0; q < 4; ++q) to[q] = -scales[q] * static_cast<float>(zeros >> 8 * q & 255);
+    group_results(total[0]);
+    group_results(total[1]);
 }
 
 // total += the unit, whose bytes have come, times its inputs.
 template <int kRows>
 __device__ __forceinline__ void add_wide_unit(
     WideSums<kRows>& total, const WidePart& part, const WideEntry& entry, const uint8_t* ring,
-    WideState<kRows>& state, uint32_t slot, uint32_t parity, int strip, int lane
+    int strip, int lane
 ) {
     const int count = entry.blocks(), bits = entry.bits();
     const uint8_t* head = ring + entry.at + strip * (part.header_bytes + 128 * bits * count);
     const uint8_t* blocks = head + part.header_bytes;
-    const uint64_t inputs = matrix_descriptor(ring + entry.inputs, 16 * kRows);
-    float scales[4], offsets[4];
-    load_factors(scales, head, part.scale_bytes == 4, lane / 4);
-    load_offsets(offsets, scales, part, bits, head + 32 * part.scale_bytes, lane / 4);
+    const uint32_t inputs = matrix_start(ring + entry.inputs, 16 * kRows);
+    WideFactors of;
+    of.load(part, head, bits, lane / 4);
 // The commonest width first.
-#define EXL_WIDTH(width)                                                            \
-    if (bits == width) {                                                            \
-        add_columns<0, width, kRows>(total, scales, blocks, count, inputs, lane);   \
-        add_columns<1, width, kRows>(total, scales, blocks, count, inputs, lane);   \
+#define EXL_WIDTH(width)                                                  \
+    if (bits == width) {                                                  \
+        add_blocks<width, kRows>(total, of, blocks, count, inputs, lane); \
     } else
     EXL_WIDTH(4)
     EXL_WIDTH(3)
@@ -109,20 +185,6 @@ __device__ __forceinline__ void add_wide_unit(
     EXL_WIDTH(8)
     EXL_WIDTH(2) {}
 #undef EXL_WIDTH
-    barrier_wait(&state.summed[slot], parity);
-    const float* input_sums = state.input_sums[slot] + 2 * (lane % 4);
-#pragma unroll
-    for (int q = 0; q < kRows / 8; ++q) {
-        const float2 of_inputs = *reinterpret_cast<const float2*>(input_sums + 8 * q);
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            float* to = total[i] + 4 * q;
-            to[0] = fmaf(offsets[2 * i], of_inputs.x, to[0]);
-            to[1] = fmaf(offsets[2 * i], of_inputs.y, to[1]);
-            to[2] = fmaf(offsets[2 * i + 1], of_inputs.x, to[2]);
-            to[3] = fmaf(offsets[2 * i + 1], of_inputs.y, to[3]);
-        }
-    }
 }
 
 }  // namespace exl::cuda

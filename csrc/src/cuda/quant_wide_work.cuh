@@ -36,7 +36,8 @@ struct WideArgs {
     int32_t team_bits;  // 1 with tiles of 4 strips and two teams, else 0
     int32_t splits;     // thread blocks of a cluster, 1 to 8
     uint32_t clusters;
-    int32_t piece;  // of a tile that a block writes: so many times four numbers
+    int32_t piece;  // of a tile that a block writes: so many times four numbers of a warp's threads
+    uint32_t per_piece;  // 2^16 / piece, rounded up
     void* y;
     int64_t y_stride;
     int32_t groups;      // parts, or 1 of a gated pair
@@ -51,8 +52,19 @@ struct WideArgs {
     __host__ __device__ bool is_gated() const { return epilogue == EXL_EPILOGUE_GATED; }
     __host__ __device__ int teams() const { return 1 << team_bits; }
     __host__ __device__ int tile_strips() const { return kTileStrips >> team_bits; }
+    // Of sums of a tile.
+    __host__ __device__ int sources() const { return splits << team_bits; }
     // Whether several blocks or teams share a tile; then a block has only the one.
-    __host__ __device__ bool is_shared() const { return splits * teams() > 1; }
+    __host__ __device__ bool is_shared() const { return sources() > 1; }
+#if EXL_IS_HOPPER
+    // What this block gets of all sums of a tile.
+    template <int kRows>
+    __device__ __forceinline__ uint32_t sums_bytes() const {
+        const int all = kRows / 4 * tile_strips();
+        const int own = min(piece, max(0, all - piece * static_cast<int>(cluster_rank())));
+        return own * kWarp * sizeof(float4) * sources() * (is_gated() ? 2 : 1);
+    }
+#endif
 };
 
 #if EXL_IS_HOPPER
