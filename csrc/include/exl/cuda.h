@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 #define EXL_CUDA_API __attribute__((visibility("default")))
-#define EXL_CUDA_ABI 4
+#define EXL_CUDA_ABI 5
 
 // ---- the library and its devices -------------------------------------------------------------
 
@@ -182,10 +182,12 @@ static inline int64_t exl_cuda_prepared_halves(int rows, int num_blocks) {
            (rest ? exl_cuda_chunk_halves(rest, num_blocks) : 0);
 }
 
-// Attention and gated products can leave their result prepared for the linear behind them: up to 8
-// rows, where every padded row is a feature. `places` [k] is then the row in the matrix's order of
-// each feature. What lies in rows of a tile past the batch's is of no consequence.
-enum { EXL_MOST_PLACED_ROWS = 8 };
+// Attention and gated products can leave their result prepared for the linear behind them, where
+// every padded row is a feature: up to so many rows of the batch on the current device, 8 or a
+// chunk, or -1 without one; attention only of sequences of 16 rows at most. `places` [k] is then
+// the row in the matrix's order of each feature. What lies in rows of a tile past the batch's is of
+// no consequence.
+EXL_CUDA_API int64_t exl_cuda_most_placed_rows(void);
 
 typedef struct {
     const int32_t* order;  // [32 * num_blocks], -1: zero; null: row r is feature r

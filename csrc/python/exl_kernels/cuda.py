@@ -22,7 +22,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-ABI = 4
+ABI = 5
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2}
@@ -101,9 +101,6 @@ class Prepare(Structure):
         ("count", c_int32),
         ("to", Prepared * MAX_PARTS),
     )
-
-
-MOST_PLACED_ROWS = 8
 
 
 class QuantLinear(Structure):
@@ -244,6 +241,7 @@ _SIZES: dict[str, tuple[object, ...]] = {
     "quant_linear_workspace": (_I, _I),
     "attention_workspace": (_I, _I, _I),
     "sample_workspace": (_I, _I),
+    "most_placed_rows": (),
 }
 
 
@@ -286,7 +284,7 @@ class CudaLibrary:
         self._check(name, getattr(self._library, f"exl_cuda_{name}")(*passed))
 
     def size(self, name: str, *operands: int) -> int:
-        """`exl_cuda_<name>` of those that answer with bytes."""
+        """`exl_cuda_<name>` of those that answer with bytes or rows."""
         return int(getattr(self._library, f"exl_cuda_{name}")(*operands))
 
     def _declare(self, name: str, result: object, operands: tuple[object, ...]) -> None:

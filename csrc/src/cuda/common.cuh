@@ -30,6 +30,14 @@ struct DeviceInfo {
 // Of the current device; read once for each device (device.cu).
 cudaError_t device_info(DeviceInfo* info);
 
+// Whether chunks of so many rows go to the wide kernel (quant_wide.cu), and their inputs are laid
+// out for it.
+inline bool is_wide(const DeviceInfo& info, int rows) { return info.capability == 90 && rows > 8; }
+
+inline int most_placed_rows(const DeviceInfo& info) {
+    return is_wide(info, EXL_CUDA_CHUNK_ROWS) ? EXL_CUDA_CHUNK_ROWS : 8;
+}
+
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Launches a kernel that may begin before the one ahead of it has ended, where the device can do so
@@ -177,9 +185,15 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// Where prepared inputs of up to 8 rows have one: `place` is its row in the order of the matrix.
-__device__ __forceinline__ int prepared_at(int rows, int row, int place) {
-    return rows == 1 ? place : place / 32 * 256 + row * 32 + place % 32;
+// Where prepared inputs of up to 8 rows, or wide ones of up to 64, have one: `place` is its row in
+// the order of the matrix.
+__device__ __forceinline__ int prepared_at(int rows, int row, int place, bool is_wide) {
+    const int of_block = place % 32;
+    if (rows == 1) return place;
+    if (!is_wide) return place / 32 * 256 + row * 32 + of_block;
+    const int padded = rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+    return place / 32 * 32 * padded + of_block / 2 % 4 * 8 * padded + row * 8 + of_block / 8 * 2 +
+           of_block % 2;
 }
 
 // Gates of gated activations, as the reference table has them.

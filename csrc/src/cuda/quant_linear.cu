@@ -200,14 +200,14 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
     if (of->count < 1 || of->count > 3 || of->m < 1 || of->m > 128 ||
         (is_gated && of->count != 2) ||
         (is_gated && of->parts[0]->n != of->parts[1]->n) ||
-        (of->places != nullptr &&
-         (!is_gated || of->y_dtype != kF16 || of->m > EXL_MOST_PLACED_ROWS)) ||
+        (of->places != nullptr && (!is_gated || of->y_dtype != kF16)) ||
         (of->y_dtype != kF32 && (of->y_dtype != kF16 || of->epilogue == EXL_EPILOGUE_ADD)) ||
         of->workspace_bytes < exl_cuda_quant_linear_workspace(0, of->m)) {
         return cudaErrorInvalidValue;
     }
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
+    if (of->places != nullptr && of->m > most_placed_rows(info)) return cudaErrorInvalidValue;
     QuantLinearArgs args = {};
     int columns = 0;
     for (int i = 0; i < of->count; ++i) {

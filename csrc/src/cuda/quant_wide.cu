@@ -266,6 +266,7 @@ cudaError_t quant_wide(
     }
     args.y = static_cast<uint8_t*>(of.y) + first * of.y_stride * (of.y_dtype == kF16 ? 2 : 4);
     args.y_stride = of.y_stride;
+    args.places = of.places;
     args.y_dtype = of.y_dtype;
     args.gate = of.gate;
     args.m = rows;

@@ -5,9 +5,6 @@
 
 namespace exl::cuda {
 
-// Whether chunks of so many rows go to the wide kernel, and their inputs are laid out for it.
-inline bool is_wide(const DeviceInfo& info, int rows) { return info.capability == 90 && rows > 8; }
-
 // Rows first .. first + rows - 1 of the batch, which are a chunk.
 cudaError_t quant_wide(
     const ExlQuantLinear& of, int first, int rows, const DeviceInfo& info, void* stream

@@ -84,15 +84,19 @@ __device__ __forceinline__ void write_wide_tile(
         const int strip = strips * static_cast<int>(walk.tile) + (n / kWarp & (strips - 1));
         const int row = 8 * (i % (kRows / 8)) + 2 * (lane % 4);
         const int column = 32 * strip + 16 * (i / (kRows / 8)) + lane / 4;
-        const int64_t first = row * args.y_stride + part.first_column + column;
         const auto is_there = [&](int c) {
             return row + c % 2 < args.m && column + 8 * (c / 2) < part.n;
         };
-        const auto at = [&](int c) { return first + c % 2 * args.y_stride + 8 * (c / 2); };
+        int64_t at[4];
         float y[4];
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
-            y[c] = is_added && is_there(c) ? static_cast<const float*>(args.y)[at(c)] : 0.0f;
+            const int of_part = column + 8 * (c / 2), own_row = row + c % 2;
+            at[c] = own_row * args.y_stride + part.first_column + of_part;
+            if (args.places != nullptr && is_there(c)) {
+                at[c] = prepared_at(args.m, own_row, args.places[of_part], true);
+            }
+            y[c] = is_added && is_there(c) ? static_cast<const float*>(args.y)[at[c]] : 0.0f;
         }
         if (args.is_shared()) barrier_wait_cluster(barrier, 0);
         const float4 last = gather(sources, sums + n - begin, stride);
@@ -117,12 +121,12 @@ __device__ __forceinline__ void write_wide_tile(
         if (args.y_dtype == kF16) {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                if (is_there(c)) static_cast<__half*>(args.y)[at(c)] = from_float<__half>(y[c]);
+                if (is_there(c)) static_cast<__half*>(args.y)[at[c]] = from_float<__half>(y[c]);
             }
         } else {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
-                if (is_there(c)) static_cast<float*>(args.y)[at(c)] = y[c];
+                if (is_there(c)) static_cast<float*>(args.y)[at[c]] = y[c];
             }
         }
     }

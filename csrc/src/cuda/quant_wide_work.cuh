@@ -39,6 +39,7 @@ struct WideArgs {
     int32_t piece;  // of a tile that a block writes: so many times four numbers of a warp's threads
     uint32_t per_piece;  // 2^16 / piece, rounded up
     void* y;
+    const int32_t* places;  // null, or y is prepared inputs
     int64_t y_stride;
     int32_t groups;      // parts, or 1 of a gated pair
     int32_t m;           // rows of this launch

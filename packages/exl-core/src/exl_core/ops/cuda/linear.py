@@ -85,6 +85,10 @@ class CudaInputs:
     memory: Tensor  # float16, prepared
 
     @property
+    def features(self) -> int:
+        return self.w.in_features
+
+    @property
     def places(self) -> int:
         """Address of the row of each feature."""
         return cast(Tensor, self.w.places).data_ptr()
@@ -151,7 +155,7 @@ class Linears:
         part, *others = parts_of(w)
         if others or not isinstance(part, CudaQuantLinear) or part.places is None:
             return None
-        if not 0 < rows <= cuda.MOST_PLACED_ROWS:
+        if not 0 < rows <= self._gpu.most_placed_rows:
             return None
         halves = cuda.prepared_halves(rows, part.num_blocks)
         return CudaInputs(part, rows, self._gpu.empty(halves, dtype=torch.float16))
@@ -211,7 +215,7 @@ class Linears:
         if isinstance(out, CudaInputs):
             plain = self._gpu.empty(rows, columns, dtype=torch.float16)
             self.multiply_gated(x, w, plain, norm, kind)
-            self._prepare_for(out, plain)
+            self.prepare_for(out, plain)
             return
         gate_up = self._gpu.empty(rows, 2 * columns, dtype=torch.float16)
         self.multiply(x, w, gate_up, norm=norm)
@@ -254,7 +258,7 @@ class Linears:
         gpu.call("prepare", prepare)
         gpu.call("quant_linear", args)
 
-    def _prepare_for(self, to: CudaInputs, x: Tensor) -> None:
+    def prepare_for(self, to: CudaInputs, x: Tensor) -> None:
         prepare = _prepare(x, None)
         prepare.to[0] = to.form
         prepare.count = 1

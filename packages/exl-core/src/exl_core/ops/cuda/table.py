@@ -240,18 +240,23 @@ class CudaTable:
         head_shift: Tensor | None = None,
         out: PreparedInputs | None = None,
     ) -> None:
-        if qkv.shape[0]:
-            self._attention.attend(
-                qkv,
-                cast(CudaBatch, batch),
-                key_cache,
-                value_cache,
-                (q_norm, k_norm),
-                eps,
-                Scoring(scale, window, softcap),
-                (head_scale, head_shift),
-                cast(CudaInputs | None, out),
-            )
+        if qkv.shape[0] == 0:
+            return
+        to, bound = cast(CudaInputs | None, out), cast(CudaBatch, batch)
+        is_placed = to is not None and bound.can_be_placed
+        self._attention.attend(
+            qkv,
+            bound,
+            key_cache,
+            value_cache,
+            (q_norm, k_norm),
+            eps,
+            Scoring(scale, window, softcap),
+            (head_scale, head_shift),
+            to if is_placed else None,
+        )
+        if to is not None and not is_placed:
+            self._linears.prepare_for(to, qkv[:, : to.features])
 
     def sample_rows(
         self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
