@@ -183,10 +183,11 @@ static inline int64_t exl_cuda_prepared_halves(int rows, int num_blocks) {
 }
 
 // Attention and gated products can leave their result prepared for the linear behind them, where
-// every padded row is a feature: up to so many rows of the batch on the current device, 8 or a
-// chunk, or -1 without one; attention only of sequences of 16 rows at most. `places` [k] is then
-// the row in the matrix's order of each feature. What lies in rows of a tile past the batch's is of
-// no consequence.
+// every padded row is a feature. `places` [k] is then the row in the matrix's order of each feature.
+// What lies in rows of a tile past the batch's is of no consequence. Gated products take up to so
+// many rows on the current device, 8 or a chunk, or -1 without one; attention up to 8: of more it
+// takes longer to write a row here and there than to prepare them all.
+enum { EXL_ATTENTION_PLACED_ROWS = 8 };
 EXL_CUDA_API int64_t exl_cuda_most_placed_rows(void);
 
 typedef struct {

@@ -103,6 +103,9 @@ class Prepare(Structure):
     )
 
 
+ATTENTION_PLACED_ROWS = 8
+
+
 class QuantLinear(Structure):
     _fields_ = (
         ("parts", POINTER(QuantMatrix) * MAX_PARTS),

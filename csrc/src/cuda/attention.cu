@@ -20,7 +20,7 @@ bool is_taken(const ExlAttention& args, const ExlCache& cache) {
     const bool group = cache.kv_heads > 0 && args.q_heads % cache.kv_heads == 0 &&
                        args.q_heads / cache.kv_heads <= 16;
     const bool placed = args.places == nullptr ||
-                        (args.max_rows <= kFewRows && args.dtype == kF16);
+                        (args.rows <= EXL_ATTENTION_PLACED_ROWS && args.dtype == kF16);
     return types && head && pages && group && placed &&
            (args.dtype == kF16 || args.dtype == kF32) &&
            args.workspace_bytes >= exl_cuda_attention_workspace(args.rows, args.q_heads, d);
@@ -41,17 +41,11 @@ extern "C" int64_t exl_cuda_attention_workspace(
 extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cache, void* stream) {
     if (!is_taken(*args, *cache)) return cudaErrorInvalidValue;
     if (args->rows <= 0 || args->seqs <= 0 || args->max_rows <= 0) return cudaSuccess;
-    DeviceInfo info;
-    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    if (args->places != nullptr && args->rows > most_placed_rows(info)) {
-        return cudaErrorInvalidValue;
-    }
     AttentionParams params = {};
     params.q = args->q;
     params.out = args->out;
     params.places = args->places;
     params.rows = args->rows;
-    params.is_wide = is_wide(info, args->rows);
     params.q_stride = args->q_stride;
     params.out_stride = args->out_stride;
     params.dtype = args->dtype;

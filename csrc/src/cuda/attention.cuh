@@ -19,7 +19,6 @@ struct AttentionParams {
     void* out;
     const int32_t* places;  // null, or out is prepared inputs of `rows` rows
     int rows;
-    bool is_wide;  // these inputs
     int64_t q_stride;
     int64_t out_stride;
     int dtype;

@@ -29,9 +29,6 @@ GATHERED_BYTES = 128 << 20
 """Most memory for the keys and values of one sequence that are brought together from their pages
 for it; with more than that behind them, rows go to the library's kernel."""
 
-FEW_ROWS = 16
-"""The library's kernel for decoding takes sequences of so many rows."""
-
 MET = 2
 """So often a number of rows has come before cuDNN may take them: half the time of flash attention,
 once it has spent 40 ms on a plan for just that number."""
@@ -68,7 +65,7 @@ class CudaBatch:
     @property
     def can_be_placed(self) -> bool:
         """Whether attention can leave its result prepared for the linear behind it."""
-        return self.max_rows <= FEW_ROWS and not self.long
+        return self.slots.shape[0] <= cuda.ATTENTION_PLACED_ROWS
 
 
 @dataclass(frozen=True, slots=True)
