@@ -186,7 +186,9 @@ static inline int64_t exl_cuda_prepared_halves(int rows, int num_blocks) {
 // every padded row is a feature. `places` [k] is then the row in the matrix's order of each feature.
 // What lies in rows of a tile past the batch's is of no consequence. Gated products take up to so
 // many rows on the current device, 8 or a chunk, or -1 without one; attention up to 8: of more it
-// takes longer to write a row here and there than to prepare them all.
+// takes longer to write a row here and there than to prepare them all. Of more than 8 rows a gated
+// product leaves inputs by rows, so that rows of the batch lie beside each other: [num_blocks][4]
+// [T][8][8], where the 8 halves of a row have become 8 rows of a half.
 enum { EXL_ATTENTION_PLACED_ROWS = 8 };
 EXL_CUDA_API int64_t exl_cuda_most_placed_rows(void);
 
@@ -232,7 +234,7 @@ typedef struct {
     int32_t y_dtype;
     int32_t epilogue;
     int32_t gate;
-    int32_t reserved;
+    int32_t is_by_rows;     // the inputs of the one part, of more than 8 rows
     void* workspace;        // none is needed: of no bytes
     int64_t workspace_bytes;
     const int32_t* places;  // [n], gated: y is prepared inputs of float16; or null

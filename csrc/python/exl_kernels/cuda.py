@@ -104,6 +104,7 @@ class Prepare(Structure):
 
 
 ATTENTION_PLACED_ROWS = 8
+"""Gated products leave more rows than these by rows."""
 
 
 class QuantLinear(Structure):
@@ -117,7 +118,7 @@ class QuantLinear(Structure):
         ("y_dtype", c_int32),
         ("epilogue", c_int32),
         ("gate", c_int32),
-        ("reserved", c_int32),
+        ("is_by_rows", c_int32),
         ("workspace", c_void_p),
         ("workspace_bytes", c_int64),
         ("places", c_void_p),

@@ -178,8 +178,8 @@ __device__ __forceinline__ void place_row(
         const int i = u * kUnit + 2 * lane;
         if (i >= params.d) continue;
         const auto two = *reinterpret_cast<const int2*>(params.places + head * params.d + i);
-        to[prepared_at(params.rows, row, two.x, false)] = from_float<__half>(x[u].x);
-        to[prepared_at(params.rows, row, two.y, false)] = from_float<__half>(x[u].y);
+        to[prepared_at(params.rows, row, two.x)] = from_float<__half>(x[u].x);
+        to[prepared_at(params.rows, row, two.y)] = from_float<__half>(x[u].y);
     }
 }
 

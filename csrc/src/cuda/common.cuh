@@ -185,15 +185,15 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// Where prepared inputs of up to 8 rows, or wide ones of up to 64, have one: `place` is its row in
-// the order of the matrix.
-__device__ __forceinline__ int prepared_at(int rows, int row, int place, bool is_wide) {
-    const int of_block = place % 32;
-    if (rows == 1) return place;
-    if (!is_wide) return place / 32 * 256 + row * 32 + of_block;
-    const int padded = rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
-    return place / 32 * 32 * padded + of_block / 2 % 4 * 8 * padded + row * 8 + of_block / 8 * 2 +
-           of_block % 2;
+// Where prepared inputs of up to 8 rows have one: `place` is its row in the order of the matrix.
+__device__ __forceinline__ int prepared_at(int rows, int row, int place) {
+    return rows == 1 ? place : place / 32 * 256 + row * 32 + place % 32;
+}
+// Those of more, by rows.
+__device__ __forceinline__ int prepared_by_rows_at(int rows, int row, int place) {
+    const int padded = rows <= 16 ? 16 : rows <= 32 ? 32 : 64, of_block = place % 32;
+    return (place / 32 * 4 + of_block / 2 % 4) * 8 * padded + row / 8 * 64 +
+           (of_block / 8 * 2 + of_block % 2) * 8 + row % 8;
 }
 
 // Gates of gated activations, as the reference table has them.

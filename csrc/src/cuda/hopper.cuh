@@ -154,9 +154,11 @@ __device__ __forceinline__ void group_results(float (&d)[count]) {
 }
 
 // d [64, 2 * count] float32 += a [64, 16] float16 * b, which begins there; warp w of the group has rows
-// 16 w .. 16 w + 15 of a and of d, as fragments of m16n8k16: of d, one after the other along n.
+// 16 w .. 16 w + 15 of a and of d, as fragments of m16n8k16: of d, one after the other along n. By
+// rows: the 8 numbers of 16 bytes of b are of a row of k, not of a row of the batch.
 #define EXL_F4(at) "+f"(d[at]), "+f"(d[at + 1]), "+f"(d[at + 2]), "+f"(d[at + 3])
 #define EXL_F16(at) EXL_F4(at), EXL_F4(at + 4), EXL_F4(at + 8), EXL_F4(at + 12)
+template <bool is_by_rows>
 __device__ __forceinline__ void group_product(
     float (&d)[8], const uint32_t (&a)[4], uint32_t b
 ) {
@@ -165,11 +167,12 @@ __device__ __forceinline__ void group_product(
         " setp.ne.b32 adds, 1, 0;\n mov.b64 b, {%12, %13};\n"
         " wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7}, "
-        "{%8, %9, %10, %11}, b, adds, 1, 1, 0;\n}"
+        "{%8, %9, %10, %11}, b, adds, 1, 1, %14;\n}"
         : EXL_F4(0), EXL_F4(4)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kMatrixStride)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kMatrixStride), "n"(is_by_rows)
     );
 }
+template <bool is_by_rows>
 __device__ __forceinline__ void group_product(
     float (&d)[16], const uint32_t (&a)[4], uint32_t b
 ) {
@@ -178,11 +181,12 @@ __device__ __forceinline__ void group_product(
         " setp.ne.b32 adds, 1, 0;\n mov.b64 b, {%20, %21};\n"
         " wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
-        "{%16, %17, %18, %19}, b, adds, 1, 1, 0;\n}"
+        "{%16, %17, %18, %19}, b, adds, 1, 1, %22;\n}"
         : EXL_F16(0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kMatrixStride)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kMatrixStride), "n"(is_by_rows)
     );
 }
+template <bool is_by_rows>
 __device__ __forceinline__ void group_product(
     float (&d)[32], const uint32_t (&a)[4], uint32_t b
 ) {
@@ -192,9 +196,9 @@ __device__ __forceinline__ void group_product(
         " wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 "
         "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,"
         "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
-        "{%32, %33, %34, %35}, b, adds, 1, 1, 0;\n}"
+        "{%32, %33, %34, %35}, b, adds, 1, 1, %38;\n}"
         : EXL_F16(0), EXL_F16(16)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kMatrixStride)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "n"(kMatrixStride), "n"(is_by_rows)
     );
 }
 #undef EXL_F16

@@ -207,7 +207,11 @@ int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
     }
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    if (of->places != nullptr && of->m > most_placed_rows(info)) return cudaErrorInvalidValue;
+    const bool can_be_by_rows = of->count == 1 && of->m <= most_placed_rows(info);
+    if ((of->places != nullptr && of->m > most_placed_rows(info)) ||
+        (of->is_by_rows && !(can_be_by_rows && is_wide(info, of->m)))) {
+        return cudaErrorInvalidValue;
+    }
     QuantLinearArgs args = {};
     int columns = 0;
     for (int i = 0; i < of->count; ++i) {

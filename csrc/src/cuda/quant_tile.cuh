@@ -96,7 +96,7 @@ struct TileNumber {
         const int of_part = 32 * place.strip + i % 32, column = part.first_column + of_part;
         if (of_part >= part.n) return;
         int64_t at = row * args.y_stride + column;
-        if (args.places != nullptr) at = prepared_at(args.m, row, args.places[column], false);
+        if (args.places != nullptr) at = prepared_at(args.m, row, args.places[column]);
         to = static_cast<uint8_t*>(args.y) + (args.y_dtype == kF16 ? 2 : 4) * at;
         from = (across * Shape::kRows + row) * kPitch + i % 32;
         if (part.bias != nullptr) bias = part.bias[of_part];

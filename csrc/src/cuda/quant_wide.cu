@@ -33,7 +33,7 @@ __device__ __forceinline__ float4* gates_of(const WideArgs& args, uint8_t* ring)
 
 // What the multiplying warps do: all tiles of the block. Each thread's sums are left in
 // shared memory.
-template <int kRows>
+template <int kRows, bool is_by_rows>
 __device__ __forceinline__ void multiply_all(
     const WideArgs& args, WideState& state, uint8_t* ring, int warp, int lane
 ) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ void multiply_all(
                 entry.unit = uniform(entry.unit);
                 entry.at = uniform(entry.at);
                 entry.inputs = uniform(entry.inputs);
-                add_wide_unit<kRows>(total, part, entry, ring, strip, lane);
+                add_wide_unit<kRows, is_by_rows>(total, part, entry, ring, strip, lane);
                 __syncwarp();
                 if (lane == 0) barrier_arrive(&state.empty[slot]);
             }
@@ -87,7 +87,7 @@ __device__ __forceinline__ void multiply_all(
 
 #endif
 
-template <int kRows>
+template <int kRows, bool is_by_rows>
 __global__ void __launch_bounds__(kWideThreads, blocks_per_multiprocessor(kRows))
     quant_wide_kernel(const __grid_constant__ WideArgs args) {
 #if EXL_IS_HOPPER
@@ -109,7 +109,7 @@ __global__ void __launch_bounds__(kWideThreads, blocks_per_multiprocessor(kRows)
         }
     } else {
         wait_for_inputs();
-        multiply_all<kRows>(args, state, shared, warp, lane);
+        multiply_all<kRows, is_by_rows>(args, state, shared, warp, lane);
     }
     // What a block sends may not come once it has ended; all have got theirs here.
     if (args.is_shared()) {
@@ -160,12 +160,12 @@ struct ClusterRoom {
     int device = -1;
     int at_once[kMostSplits + 1];
 };
-template <int kRows>
+template <int kRows, bool is_by_rows>
 cudaError_t cluster_room(ClusterRoom* room, const DeviceInfo& info, int shared_bytes) {
     thread_local ClusterRoom known;
     if (known.device != info.device) {
         cudaError_t error = cudaFuncSetAttribute(
-            quant_wide_kernel<kRows>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes
+            quant_wide_kernel<kRows, is_by_rows>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes
         );
         for (int splits = 1; splits <= kMostSplits && error == cudaSuccess; ++splits) {
             cudaLaunchAttribute cluster = {};
@@ -178,7 +178,7 @@ cudaError_t cluster_room(ClusterRoom* room, const DeviceInfo& info, int shared_b
             config.attrs = &cluster;
             config.numAttrs = 1;
             error = cudaOccupancyMaxActiveClusters(
-                &known.at_once[splits], quant_wide_kernel<kRows>, &config
+                &known.at_once[splits], quant_wide_kernel<kRows, is_by_rows>, &config
             );
         }
         if (error != cudaSuccess) {
@@ -218,13 +218,13 @@ void share_out(WideArgs& args, const ClusterRoom& room, int multiprocessors) {
     cut_tiles(args, best);
 }
 
-template <int kRows>
+template <int kRows, bool is_by_rows>
 cudaError_t launch_wide(WideArgs& args, const DeviceInfo& info, void* stream) {
     const int resident = blocks_per_multiprocessor(kRows);
     const int share = std::min(228 * 1024 / resident - 1024, info.shared_per_block);
     const int state = static_cast<int>(sizeof(WideState));
     ClusterRoom room;
-    const cudaError_t error = cluster_room<kRows>(&room, info, share);
+    const cudaError_t error = cluster_room<kRows, is_by_rows>(&room, info, share);
     if (error != cudaSuccess) return error;
     share_out(args, room, info.multiprocessors);
     const int at_once = std::max(1, room.at_once[args.splits]);
@@ -241,9 +241,16 @@ cudaError_t launch_wide(WideArgs& args, const DeviceInfo& info, void* stream) {
         part.share_units = static_cast<uint32_t>(ceil_div(part.num_units, args.splits));
     }
     return launch_clusters(
-        quant_wide_kernel<kRows>, dim3(args.clusters * args.splits),
+        quant_wide_kernel<kRows, is_by_rows>, dim3(args.clusters * args.splits),
         dim3(kWideThreads), args.splits, args.ring_bytes + state + gates + sums, stream, args
     );
+}
+
+template <bool is_by_rows>
+cudaError_t launch_rows(WideArgs& args, const DeviceInfo& info, void* stream) {
+    if (args.m <= 16) return launch_wide<16, is_by_rows>(args, info, stream);
+    if (args.m <= 32) return launch_wide<32, is_by_rows>(args, info, stream);
+    return launch_wide<64, is_by_rows>(args, info, stream);
 }
 
 }  // namespace
@@ -270,9 +277,8 @@ cudaError_t quant_wide(
     args.y_dtype = of.y_dtype;
     args.gate = of.gate;
     args.m = rows;
-    if (rows <= 16) return launch_wide<16>(args, info, stream);
-    if (rows <= 32) return launch_wide<32>(args, info, stream);
-    return launch_wide<64>(args, info, stream);
+    return of.is_by_rows ? launch_rows<true>(args, info, stream)
+                         : launch_rows<false>(args, info, stream);
 }
 
 }  // namespace exl::cuda

@@ -14,6 +14,7 @@
 namespace exl::cuda {
 
 constexpr int kRingUnits = 8;   // on their way or in use
+constexpr int kEarlyUnits = 1;  // whose weights are asked for before inputs are there
 constexpr int kMultipliers = 8;  // warps, a strip each; then one that copies
 constexpr int kMultiplierThreads = kMultipliers * kWarp;
 constexpr int kWideThreads = kMultiplierThreads + kWarp;
@@ -66,8 +67,9 @@ public:
         : args_(args), walk_(args), state_(state), ring_(ring), lane_(lane) {}
 
     __device__ __forceinline__ void run() {
-        // Weights before the kernel ahead has ended, and their inputs once it has.
-        while (open_share() && make_room(false)) issue(false);
+        // The first weights before the kernel ahead has ended, their inputs once it has: no more of
+        // them, since the inputs would have to wait for all that was asked for before.
+        while (issued_ < kEarlyUnits && open_share() && make_room(false)) issue(false);
         wait_for_inputs();
         if (issued_ > 0) copy_first_inputs();
         while (open_share()) {

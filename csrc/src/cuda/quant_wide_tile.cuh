@@ -93,9 +93,6 @@ __device__ __forceinline__ void write_wide_tile(
         for (int c = 0; c < 4; ++c) {
             const int of_part = column + 8 * (c / 2), own_row = row + c % 2;
             at[c] = own_row * args.y_stride + part.first_column + of_part;
-            if (args.places != nullptr && is_there(c)) {
-                at[c] = prepared_at(args.m, own_row, args.places[of_part], true);
-            }
             y[c] = is_added && is_there(c) ? static_cast<const float*>(args.y)[at[c]] : 0.0f;
         }
         if (args.is_shared()) barrier_wait_cluster(barrier, 0);
@@ -118,7 +115,18 @@ __device__ __forceinline__ void write_wide_tile(
                 y[c] = gate_of(args.gate, y[c]) * ups[c];
             }
         }
-        if (args.y_dtype == kF16) {
+        if (args.places != nullptr) {
+            // Two rows beside each other, of which the second may be one of the tile's past the last.
+#pragma unroll
+            for (int c = 0; c < 4; c += 2) {
+                if (!is_there(c)) continue;
+                const int place = args.places[column + 4 * c];
+                auto* to = static_cast<__half*>(args.y) + prepared_by_rows_at(args.m, row, place);
+                *reinterpret_cast<__half2*>(to) = __halves2half2(
+                    from_float<__half>(y[c]), from_float<__half>(y[c + 1])
+                );
+            }
+        } else if (args.y_dtype == kF16) {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 if (is_there(c)) static_cast<__half*>(args.y)[at[c]] = from_float<__half>(y[c]);

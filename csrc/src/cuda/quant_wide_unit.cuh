@@ -110,7 +110,7 @@ __device__ __forceinline__ void unpack_weights(
 }
 
 // total += the block's weights times its inputs, from now on.
-template <int kRows>
+template <int kRows, bool is_by_rows>
 __device__ __forceinline__ void begin_products(
     WideSums<kRows>& total, WideWeights& a, uint32_t inputs
 ) {
@@ -120,13 +120,13 @@ __device__ __forceinline__ void begin_products(
     for (int step = 0; step < 2; ++step) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            group_product(total[i], a[i][step], inputs + 2 * kRows * step);
+            group_product<is_by_rows>(total[i], a[i][step], inputs + 2 * kRows * step);
         }
     }
     group_commit();
 }
 
-template <int kBits, int kRows>
+template <int kBits, int kRows, bool is_by_rows>
 __device__ __forceinline__ void add_blocks(
     WideSums<kRows>& total, const WideFactors& of, const uint8_t* blocks, int count,
     uint32_t inputs, int lane
@@ -142,7 +142,7 @@ __device__ __forceinline__ void add_blocks(
         for (int i = 0; i < 4; ++i) {
             unpack_weights<kBits>(a[i], codes[i], of, below);
             if (i + 1 < 4) codes[i + 1].load(blocks + (i + 1) * 128 * kBits, lane);
-            begin_products<kRows>(total, a[i], inputs + 4 * kRows * i);
+            begin_products<kRows, is_by_rows>(total, a[i], inputs + 4 * kRows * i);
             if (i + 1 < 4) group_wait<1>();
         }
         group_wait<0>();
@@ -153,7 +153,7 @@ __device__ __forceinline__ void add_blocks(
             BlockCodes<kBits> codes;
             codes.load(blocks + i * 128 * kBits, lane);
             unpack_weights<kBits>(a, codes, of, below);
-            begin_products<kRows>(total, a, inputs + 4 * kRows * i);
+            begin_products<kRows, is_by_rows>(total, a, inputs + 4 * kRows * i);
             group_wait<0>();
         }
     }
@@ -162,7 +162,7 @@ __device__ __forceinline__ void add_blocks(
 }
 
 // total += the unit, whose bytes have come, times its inputs.
-template <int kRows>
+template <int kRows, bool is_by_rows>
 __device__ __forceinline__ void add_wide_unit(
     WideSums<kRows>& total, const WidePart& part, const WideEntry& entry, const uint8_t* ring,
     int strip, int lane
@@ -174,9 +174,9 @@ __device__ __forceinline__ void add_wide_unit(
     WideFactors of;
     of.load(part, head, bits, lane / 4);
 // The commonest width first.
-#define EXL_WIDTH(width)                                                  \
-    if (bits == width) {                                                  \
-        add_blocks<width, kRows>(total, of, blocks, count, inputs, lane); \
+#define EXL_WIDTH(width)                                                              \
+    if (bits == width) {                                                              \
+        add_blocks<width, kRows, is_by_rows>(total, of, blocks, count, inputs, lane); \
     } else
     EXL_WIDTH(4)
     EXL_WIDTH(3)

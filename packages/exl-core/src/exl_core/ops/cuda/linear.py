@@ -75,7 +75,7 @@ class CudaJoined:
         return sum(part.size_bytes for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class CudaInputs:
     """Inputs of one quantized linear, in the order of its rows: what kernels leave there that know
     the linear behind them, so that nothing has to be moved in between."""
@@ -83,6 +83,7 @@ class CudaInputs:
     w: CudaQuantLinear
     rows: int
     memory: Tensor  # float16, prepared
+    is_by_rows: bool = False  # as they have been left there
 
     @property
     def features(self) -> int:
@@ -163,7 +164,7 @@ class Linears:
     def multiply_prepared(self, x: CudaInputs, residual: Tensor) -> None:
         """residual [m, n] float32 += x @ w."""
         args = self._arguments((x.w,), residual, cuda.ADD)
-        args.inputs[0] = x.memory.data_ptr()
+        args.inputs[0], args.is_by_rows = x.memory.data_ptr(), x.is_by_rows
         self._gpu.call("quant_linear", args)
 
     def multiply(
@@ -242,6 +243,7 @@ class Linears:
         if isinstance(out, CudaInputs):
             args = self._arguments(parts, out.memory.view(1, -1), epilogue, gate)
             args.m, args.places = rows, out.places
+            out.is_by_rows = rows > cuda.ATTENTION_PLACED_ROWS
         else:
             args = self._arguments(parts, out, epilogue, gate)
         prepare = _prepare(x, norm)
@@ -260,6 +262,7 @@ class Linears:
 
     def prepare_for(self, to: CudaInputs, x: Tensor) -> None:
         prepare = _prepare(x, None)
+        to.is_by_rows = False
         prepare.to[0] = to.form
         prepare.count = 1
         self._gpu.call("prepare", prepare)
