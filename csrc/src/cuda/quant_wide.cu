@@ -202,7 +202,7 @@ void share_out(WideArgs& args, const ClusterRoom& room, int multiprocessors) {
     int best = -1;
     for (int bits = 0; bits <= (args.is_gated() ? 0 : 1); ++bits) {
         const int tiles = cut_tiles(args, bits), teams = args.teams();
-        for (int splits = 1; splits <= kMostSplits; ++splits) {
+        for (int splits = 1; splits <= kMostSplits; splits *= 2) {
             const bool is_shared = teams * splits > 1;
             const int at_once = std::max(1, room.at_once[splits]);
             if (is_shared && tiles > at_once) continue;

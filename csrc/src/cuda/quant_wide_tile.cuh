@@ -95,6 +95,13 @@ __device__ __forceinline__ void write_wide_tile(
             at[c] = own_row * args.y_stride + part.first_column + of_part;
             y[c] = is_added && is_there(c) ? static_cast<const float*>(args.y)[at[c]] : 0.0f;
         }
+        int places[2] = {};
+        if (args.places != nullptr) {
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                if (is_there(2 * i)) places[i] = args.places[column + 8 * i];
+            }
+        }
         if (args.is_shared()) barrier_wait_cluster(barrier, 0);
         const float4 last = gather(sources, sums + n - begin, stride);
         float4 own = last;
@@ -120,8 +127,8 @@ __device__ __forceinline__ void write_wide_tile(
 #pragma unroll
             for (int c = 0; c < 4; c += 2) {
                 if (!is_there(c)) continue;
-                const int place = args.places[column + 4 * c];
-                auto* to = static_cast<__half*>(args.y) + prepared_by_rows_at(args.m, row, place);
+                auto* to = static_cast<__half*>(args.y) +
+                           prepared_by_rows_at(args.m, row, places[c / 2]);
                 *reinterpret_cast<__half2*>(to) = __halves2half2(
                     from_float<__half>(y[c]), from_float<__half>(y[c + 1])
                 );
