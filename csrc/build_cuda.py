@@ -36,7 +36,7 @@ VARIABLE = "EXL_CUDA_ARCH"
 ALL = (75, 80, 86, 89, 90)
 PTX = 90  # what a processor that came later compiles for itself
 OLDEST = 75
-NEWEST_NEEDED = (11, 8)  # the first nvcc that knows 9.0, dependent launches and float8
+OLDEST_NVCC = (12, 1)  # the first one that knows all instructions of 9.0 that are used
 
 # For a profiler that shows source lines: NVCC_APPEND_FLAGS=-lineinfo, which doubles the library.
 FLAGS = [
@@ -104,9 +104,10 @@ def choose_target(environ: Mapping[str, str]) -> Target | None:
         place = "in CUDA_HOME/bin or on PATH" if nvcc is None else f"that runs ({nvcc} does not)"
         return _without(asked, f"there is no nvcc {place}")
     release = re.search(r"release (\d+)\.(\d+)", version)
-    if release is None or (int(release[1]), int(release[2])) < NEWEST_NEEDED:
+    if release is None or (int(release[1]), int(release[2])) < OLDEST_NVCC:
         said = release[0] if release else "an unknown release"
-        return _without(asked, f"{nvcc} is {said}, and 11.8 is the oldest that will do")
+        oldest = ".".join(map(str, OLDEST_NVCC))
+        return _without(asked, f"{nvcc} is {said}, and {oldest} is the oldest that will do")
     known = {int(name) for name in re.findall(r"compute_(\d+)$", _architectures(nvcc), re.M)}
     if wanted is None:
         kept = tuple(one for one in ALL if one in known)

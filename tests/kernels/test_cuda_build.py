@@ -114,7 +114,7 @@ def test_other_forms_are_refused_in_one_line(tree, text) -> None:
     ("env", "says"),
     [
         ({"CUDA_HOME": "/nowhere"}, "there is no nvcc in CUDA_HOME/bin or on PATH"),
-        ({"RELEASE": "11.7"}, "is release 11.7, and 11.8 is the oldest"),
+        ({"RELEASE": "12.0"}, "is release 12.0, and 12.1 is the oldest"),
     ],
     ids=["missing", "too-old"],
 )

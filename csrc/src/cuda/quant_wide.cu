@@ -4,13 +4,14 @@
 // Floor      strips * strip_bytes bytes over the memory's bandwidth.
 // Mapping    The grid covers the multiprocessors once or twice; a tile of columns is the work of a
 //            cluster of up to eight thread blocks (quant_wide_work.cuh). One warp of each copies
-//            units of neighbouring strips and their inputs ahead, one sums up the inputs
-//            (quant_wide_ring.cuh); eight multiply, four of them as one, which read the inputs from
-//            shared memory (quant_wide_unit.cuh).
-// Sums       float32. A unit is summed up before its scale is applied, then units along a team's
-//            share, then teams and blocks, always in this order (quant_wide_tile.cuh).
-// Overlap    Weights fill the ring before the kernel ahead has ended; with up to 32 rows two blocks
-//            fit on a multiprocessor, of one launch or of this one and the next.
+//            units of neighbouring strips and their inputs ahead (quant_wide_ring.cuh); eight
+//            multiply, four of them as one, which read the inputs from shared memory
+//            (quant_wide_unit.cuh).
+// Sums       float32, of weights that are rounded to float16: units along a team's share, then teams
+//            and blocks, always in this order (quant_wide_tile.cuh).
+// Overlap    The first weights come before the kernel ahead has ended, and so does the code of the
+//            end of a tile; with up to 32 rows two blocks fit on a multiprocessor, of one launch or
+//            of this one and the next.
 #include <algorithm>
 
 #include "quant_wide.cuh"
@@ -31,18 +32,21 @@ __device__ __forceinline__ float4* gates_of(const WideArgs& args, uint8_t* ring)
     return reinterpret_cast<float4*>(ring + args.gates_at);
 }
 
-// What the multiplying warps do: all tiles of the block. Each thread's sums are left in
-// shared memory.
+// What the multiplying warps do: all tiles of the block. Another warp goes through the end of a tile
+// while inputs are not there yet, to no effect, so that its code is: it takes longer to come than to
+// run.
 template <int kRows, bool is_by_rows>
 __device__ __forceinline__ void multiply_all(
     const WideArgs& args, WideState& state, uint8_t* ring, int warp, int lane
 ) {
     const int strip = warp & (args.tile_strips() - 1);
     const int team = warp * args.teams() / kTileStrips;
+    const bool is_real = warp < kMultipliers;
+    if (is_real) wait_for_inputs();
     uint32_t taken = 0;
     for (WideWalk walk(args); !walk.is_over(args); walk.advance(args)) {
         WideSums<kRows> total;
-        for (int half = 0; half < (args.is_gated() ? 2 : 1); ++half) {
+        for (int half = 0; is_real && half < (args.is_gated() ? 2 : 1); ++half) {
             const WideShare share = walk.share(args, half);
             const WidePart& part = args.parts[share.part];
             if (half == 1 && args.is_shared()) {
@@ -70,8 +74,10 @@ __device__ __forceinline__ void multiply_all(
             }
             taken += count;
         }
-        if (args.is_shared()) {
-            if (!args.is_gated()) cluster_wait();
+        if (!is_real) {
+            // Nothing to add up.
+        } else if (args.is_shared()) {
+            if (!args.is_gated()) cluster_wait();  // all blocks have begun
             cluster_arrive();
             cluster_wait();  // all blocks are done with their rings
             send_pieces<kRows>(args, total, sums_of(args, ring), &state.sums);
@@ -80,8 +86,9 @@ __device__ __forceinline__ void multiply_all(
             leave<kRows>(total, sums_of(args, ring));
         }
         write_wide_tile<kRows>(
-            args, walk, sums_of(args, ring), gates_of(args, ring), &state.sums
+            args, walk, sums_of(args, ring), gates_of(args, ring), &state.sums, is_real
         );
+        if (!is_real) break;
     }
 }
 
@@ -101,15 +108,14 @@ __global__ void __launch_bounds__(kWideThreads, blocks_per_multiprocessor(kRows)
     if (args.is_shared()) cluster_arrive();
     if (warp == kMultipliers) {
         WideCopies<kRows>(args, state, shared, lane).run();
-        __syncwarp();
-        if (args.is_shared()) {
-            cluster_wait();
-            cluster_arrive();  // done with the ring
-            cluster_wait();
-        }
     } else {
-        wait_for_inputs();
         multiply_all<kRows, is_by_rows>(args, state, shared, warp, lane);
+    }
+    if (warp >= kMultipliers && args.is_shared()) {
+        __syncwarp();
+        cluster_wait();
+        cluster_arrive();  // done with the ring
+        cluster_wait();
     }
     // What a block sends may not come once it has ended; all have got theirs here.
     if (args.is_shared()) {
@@ -193,7 +199,9 @@ cudaError_t cluster_room(ClusterRoom* room, const DeviceInfo& info, int shared_b
 
 // Teams and blocks of a cluster, as what makes the slowest block done soonest, in units of a team
 // alone on its multiprocessor: two blocks on one slow each other down by a third, two teams that
-// read inputs of their own by a tenth, and sums of several take as long as a unit.
+// read inputs of their own by a tenth, and sums of several take as long as a unit. Of 32 clusters of
+// 7 blocks, which fit at once by the driver's count, one has been seen to begin when others had
+// ended; hence powers of two.
 void share_out(WideArgs& args, const ClusterRoom& room, int multiprocessors) {
     int64_t units = 0;
     for (int i = 0; i < args.groups; ++i) units = std::max<int64_t>(units, args.parts[i].num_units);

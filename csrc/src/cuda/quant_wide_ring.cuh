@@ -13,11 +13,11 @@
 
 namespace exl::cuda {
 
-constexpr int kRingUnits = 8;   // on their way or in use
-constexpr int kEarlyUnits = 1;  // whose weights are asked for before inputs are there
-constexpr int kMultipliers = 8;  // warps, a strip each; then one that copies
+constexpr int kRingUnits = 8;    // on their way or in use
+constexpr int kEarlyUnits = 1;   // whose weights are asked for before inputs are there
+constexpr int kMultipliers = 8;  // warps, a strip each; then one that copies and one that rehearses
 constexpr int kMultiplierThreads = kMultipliers * kWarp;
-constexpr int kWideThreads = kMultiplierThreads + kWarp;
+constexpr int kWideThreads = kMultiplierThreads + 2 * kWarp;
 
 struct WideEntry {
     uint32_t unit;  // as ExlQuantUnit has it: first_block, bits, blocks

@@ -65,11 +65,11 @@ __device__ __forceinline__ float4 gather(int sources, const float4* from, int st
 
 // This block's piece of a tile, from what is in `sums`, of a gated pair the second part's, once
 // `barrier` says that it has come. Little code: it runs once in most launches, and what takes the
-// time then is to fetch it.
+// time then is to fetch it. What is not real reads, writes nothing and ends early.
 template <int kRows>
 __device__ __forceinline__ void write_wide_tile(
     const WideArgs& args, const WideWalk& walk, const float4* sums, const float4* gates,
-    uint64_t* barrier
+    uint64_t* barrier, bool is_real
 ) {
     const WidePart& part = args.parts[walk.group];
     const int strips = args.tile_strips(), stride = args.piece * kWarp;
@@ -77,7 +77,7 @@ __device__ __forceinline__ void write_wide_tile(
     const int begin = static_cast<int>(cluster_rank()) * stride;
     const int end = min(kRows / 4 * strips * kWarp, begin + stride);
     const bool is_added = args.epilogue == EXL_EPILOGUE_ADD;
-    const int warp = uniform(threadIdx.x / kWarp);
+    const int warp = uniform(threadIdx.x / kWarp) % kMultipliers;
 #pragma unroll 1
     for (int from = begin + kWarp * warp; from < end; from += kMultiplierThreads) {
         const int n = from + threadIdx.x % kWarp, lane = n % kWarp, i = n / kWarp >> (3 - args.team_bits);
@@ -102,7 +102,7 @@ __device__ __forceinline__ void write_wide_tile(
                 if (is_there(2 * i)) places[i] = args.places[column + 8 * i];
             }
         }
-        if (args.is_shared()) barrier_wait_cluster(barrier, 0);
+        if (is_real && args.is_shared()) barrier_wait_cluster(barrier, 0);
         const float4 last = gather(sources, sums + n - begin, stride);
         float4 own = last;
         if (args.is_gated()) own = gather(sources, gates + n - begin, stride);
@@ -122,6 +122,11 @@ __device__ __forceinline__ void write_wide_tile(
                 y[c] = gate_of(args.gate, y[c]) * ups[c];
             }
         }
+#pragma unroll
+        for (int c = 0; c < 4; ++c) {
+            asm volatile("" ::"f"(y[c]), "l"(at[c]));  // not left out where it is not real
+        }
+        if (!is_real) return;
         if (args.places != nullptr) {
             // Two rows beside each other, of which the second may be one of the tile's past the last.
 #pragma unroll

@@ -1,6 +1,7 @@
 """Matrices on the GPU and what is done with them.
 
-A linear of few rows reads its quantized codes directly. Of many rows, so that the weights are read
+A linear of few rows reads its quantized codes directly; of more than 8 rows, on compute capability
+9.0, they become float16 on their way to the products. Of many rows, so that the weights are read
 once for all of them, it is dequantized to float16 in slices that a scratch buffer holds, and
 multiplied by torch. Inputs are float32 or float16, outputs either.
 """
