@@ -80,7 +80,8 @@ __device__ __forceinline__ void write_wide_tile(
     const int warp = uniform(threadIdx.x / kWarp) % kMultipliers;
 #pragma unroll 1
     for (int from = begin + kWarp * warp; from < end; from += kMultiplierThreads) {
-        const int n = from + threadIdx.x % kWarp, lane = n % kWarp, i = n / kWarp >> (3 - args.team_bits);
+        const int lane = threadIdx.x % kWarp, n = from + lane;
+        const int i = n / kWarp >> (3 - args.team_bits);
         const int strip = strips * static_cast<int>(walk.tile) + (n / kWarp & (strips - 1));
         const int row = 8 * (i % (kRows / 8)) + 2 * (lane % 4);
         const int column = 32 * strip + 16 * (i / (kRows / 8)) + lane / 4;
