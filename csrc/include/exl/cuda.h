@@ -170,6 +170,7 @@ EXL_CUDA_API int exl_cuda_quant_embedding(
 // 2 s + h (s: which k16 step, h: which half of it) are rows 8 t + 4 s + 2 h and the one after it of
 // the block, t = 0 .. 3.
 #define EXL_CUDA_CHUNK_ROWS 64
+#define EXL_CUDA_TILE_ROWS 8
 static inline int exl_cuda_row_tiles(int rows) {
     return rows <= 8 ? 1 : rows <= 16 ? 2 : rows <= 32 ? 4 : 8;
 }
@@ -185,12 +186,11 @@ static inline int64_t exl_cuda_prepared_halves(int rows, int num_blocks) {
 // Attention and gated products can leave their result prepared for the linear behind them, where
 // every padded row is a feature. `places` [k] is then the row in the matrix's order of each feature.
 // What lies in rows of a tile past the batch's is of no consequence. Gated products take up to so
-// many rows on the current device, 8 or a chunk, or -1 without one; attention up to 8: of more it
-// takes longer to write a row here and there than to prepare them all. Of more than 8 rows a gated
-// product leaves inputs by rows, so that rows of the batch lie beside each other: [num_blocks][4]
-// [T][8][8], where the 8 halves of a row have become 8 rows of a half.
-enum { EXL_ATTENTION_PLACED_ROWS = 8 };
-EXL_CUDA_API int64_t exl_cuda_most_placed_rows(void);
+// many rows on the current device, a tile or a chunk; attention a tile: of more it takes longer to
+// write a row here and there than to prepare them all. Of more than a tile a gated product leaves
+// inputs by rows, so that rows of the batch lie beside each other: [num_blocks][4][T][8][8], where
+// the 8 halves of a row have become 8 rows of a half.
+EXL_CUDA_API int exl_cuda_most_placed_rows(int* rows);
 
 typedef struct {
     const int32_t* order;  // [32 * num_blocks], -1: zero; null: row r is feature r
@@ -234,7 +234,7 @@ typedef struct {
     int32_t y_dtype;
     int32_t epilogue;
     int32_t gate;
-    int32_t is_by_rows;     // the inputs of the one part, of more than 8 rows
+    int32_t is_by_rows;     // the inputs of the one part, of more rows than a tile
     void* workspace;        // none is needed: of no bytes
     int64_t workspace_bytes;
     const int32_t* places;  // [n], gated: y is prepared inputs of float16; or null

@@ -103,8 +103,7 @@ class Prepare(Structure):
     )
 
 
-ATTENTION_PLACED_ROWS = 8
-"""Gated products leave more rows than these by rows."""
+TILE_ROWS = 8
 
 
 class QuantLinear(Structure):
@@ -245,7 +244,6 @@ _SIZES: dict[str, tuple[object, ...]] = {
     "quant_linear_workspace": (_I, _I),
     "attention_workspace": (_I, _I, _I),
     "sample_workspace": (_I, _I),
-    "most_placed_rows": (),
 }
 
 
@@ -263,6 +261,7 @@ class CudaLibrary:
         self._declare("error_name", c_char_p, (c_int,))
         self._declare("error_text", c_char_p, (c_int,))
         self._declare("versions", c_int, (POINTER(c_int), POINTER(c_int)))
+        self._declare("most_placed_rows", c_int, (POINTER(c_int),))
         self._declare("architectures", c_char_p, ())
         if self.abi != ABI:
             raise OSError(f"{path}: interface {self.abi} of the CUDA library, expected {ABI}")
@@ -282,13 +281,19 @@ class CudaLibrary:
         self._check("versions", self._library.exl_cuda_versions(byref(driver), byref(runtime)))
         return driver.value, runtime.value
 
+    def most_placed_rows(self) -> int:
+        """Gated products on the current device can leave so many rows prepared for a linear."""
+        rows = c_int(0)
+        self._check("most_placed_rows", self._library.exl_cuda_most_placed_rows(byref(rows)))
+        return rows.value
+
     def call(self, name: str, *operands: object) -> None:
         """`exl_cuda_<name>`; structs are passed by reference. CudaError if it fails."""
         passed = [byref(one) if isinstance(one, Structure) else one for one in operands]
         self._check(name, getattr(self._library, f"exl_cuda_{name}")(*passed))
 
     def size(self, name: str, *operands: int) -> int:
-        """`exl_cuda_<name>` of those that answer with bytes or rows."""
+        """`exl_cuda_<name>` of those that answer with bytes."""
         return int(getattr(self._library, f"exl_cuda_{name}")(*operands))
 
     def _declare(self, name: str, result: object, operands: tuple[object, ...]) -> None:

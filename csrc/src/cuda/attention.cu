@@ -20,7 +20,7 @@ bool is_taken(const ExlAttention& args, const ExlCache& cache) {
     const bool group = cache.kv_heads > 0 && args.q_heads % cache.kv_heads == 0 &&
                        args.q_heads / cache.kv_heads <= 16;
     const bool placed = args.places == nullptr ||
-                        (args.rows <= EXL_ATTENTION_PLACED_ROWS && args.dtype == kF16);
+                        (args.rows <= EXL_CUDA_TILE_ROWS && args.dtype == kF16);
     return types && head && pages && group && placed &&
            (args.dtype == kF16 || args.dtype == kF32) &&
            args.workspace_bytes >= exl_cuda_attention_workspace(args.rows, args.q_heads, d);

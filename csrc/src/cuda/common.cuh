@@ -32,10 +32,12 @@ cudaError_t device_info(DeviceInfo* info);
 
 // Whether chunks of so many rows go to the wide kernel (quant_wide.cu), and their inputs are laid
 // out for it.
-inline bool is_wide(const DeviceInfo& info, int rows) { return info.capability == 90 && rows > 8; }
+inline bool is_wide(const DeviceInfo& info, int rows) {
+    return info.capability == 90 && rows > EXL_CUDA_TILE_ROWS;
+}
 
 inline int most_placed_rows(const DeviceInfo& info) {
-    return is_wide(info, EXL_CUDA_CHUNK_ROWS) ? EXL_CUDA_CHUNK_ROWS : 8;
+    return is_wide(info, EXL_CUDA_CHUNK_ROWS) ? EXL_CUDA_CHUNK_ROWS : EXL_CUDA_TILE_ROWS;
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -185,13 +187,18 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
+// Rows of a chunk's prepared inputs, of more than one.
+__device__ __forceinline__ int padded_rows(int rows) {
+    return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+}
 // Where prepared inputs of up to 8 rows have one: `place` is its row in the order of the matrix.
 __device__ __forceinline__ int prepared_at(int rows, int row, int place) {
     return rows == 1 ? place : place / 32 * 256 + row * 32 + place % 32;
 }
 // Those of more, by rows.
 __device__ __forceinline__ int prepared_by_rows_at(int rows, int row, int place) {
-    const int padded = rows <= 16 ? 16 : rows <= 32 ? 32 : 64, of_block = place % 32;
+    __builtin_assume(rows > EXL_CUDA_TILE_ROWS);
+    const int padded = padded_rows(rows), of_block = place % 32;
     return (place / 32 * 4 + of_block / 2 % 4) * 8 * padded + row / 8 * 64 +
            (of_block / 8 * 2 + of_block % 2) * 8 + row % 8;
 }

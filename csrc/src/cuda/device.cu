@@ -68,9 +68,11 @@ int exl_cuda_open_device(int device) {
     return cudaFree(nullptr);  // before CUDA 12 the first call of this kind makes the context
 }
 
-int64_t exl_cuda_most_placed_rows(void) {
+int exl_cuda_most_placed_rows(int* rows) {
     exl::cuda::DeviceInfo info;
-    return exl::cuda::device_info(&info) == cudaSuccess ? exl::cuda::most_placed_rows(info) : -1;
+    if (cudaError_t error = exl::cuda::device_info(&info); error != cudaSuccess) return error;
+    *rows = exl::cuda::most_placed_rows(info);
+    return cudaSuccess;
 }
 
 int exl_cuda_prepare_device(void) {

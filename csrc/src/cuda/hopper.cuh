@@ -38,34 +38,28 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint64_t* barrier, uint
                  "r"(bytes)
                  : "memory");
 }
-// Until the phase of that parity is over; a barrier's first phase has parity 0.
+// Until the phase of that parity is over; a barrier's first phase has parity 0. What came before
+// is seen then, of the block itself and of copies, or of all blocks of the cluster.
+template <bool of_cluster = false>
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+#define EXL_TRY_WAIT(order)                                                      \
+    asm volatile(                                                                \
+        "{\n .reg .pred over;\n"                                                 \
+        " mbarrier.try_wait.parity" order ".b64 over, [%1], %2;\n"               \
+        " selp.u32 %0, 1, 0, over;\n}"                                           \
+        : "=r"(is_over)                                                          \
+        : "r"(shared_offset(barrier)), "r"(parity)                               \
+        : "memory"                                                               \
+    )
     uint32_t is_over = 0;
     while (!is_over) {
-        asm volatile(
-            "{\n .reg .pred over;\n"
-            " mbarrier.try_wait.parity.shared.b64 over, [%1], %2;\n"
-            " selp.u32 %0, 1, 0, over;\n}"
-            : "=r"(is_over)
-            : "r"(shared_offset(barrier)), "r"(parity)
-            : "memory"
-        );
+        if constexpr (of_cluster) {
+            EXL_TRY_WAIT(".acquire.cluster.shared::cta");
+        } else {
+            EXL_TRY_WAIT(".shared");
+        }
     }
-}
-
-// The same, of what blocks of the cluster have sent.
-__device__ __forceinline__ void barrier_wait_cluster(uint64_t* barrier, uint32_t parity) {
-    uint32_t is_over = 0;
-    while (!is_over) {
-        asm volatile(
-            "{\n .reg .pred over;\n"
-            " mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 over, [%1], %2;\n"
-            " selp.u32 %0, 1, 0, over;\n}"
-            : "=r"(is_over)
-            : "r"(shared_offset(barrier)), "r"(parity)
-            : "memory"
-        );
-    }
+#undef EXL_TRY_WAIT
 }
 
 // Of `threads` threads that name the same one of the block's barriers.
@@ -153,9 +147,9 @@ __device__ __forceinline__ void group_results(float (&d)[count]) {
     for (int i = 0; i < count; ++i) asm volatile("" : "+f"(d[i]));
 }
 
-// d [64, 2 * count] float32 += a [64, 16] float16 * b, which begins there; warp w of the group has rows
-// 16 w .. 16 w + 15 of a and of d, as fragments of m16n8k16: of d, one after the other along n. By
-// rows: the 8 numbers of 16 bytes of b are of a row of k, not of a row of the batch.
+// d [64, 2 * count] float32 += a [64, 16] float16 * b, which begins there; warp w of the group has
+// rows 16 w .. 16 w + 15 of a and d, as fragments of m16n8k16: of d, one after the other along n.
+// By rows: the 8 numbers of 16 bytes of b are of a row of k, not of a row of the batch.
 #define EXL_F4(at) "+f"(d[at]), "+f"(d[at + 1]), "+f"(d[at + 2]), "+f"(d[at + 3])
 #define EXL_F16(at) EXL_F4(at), EXL_F4(at + 4), EXL_F4(at + 8), EXL_F4(at + 12)
 template <bool is_by_rows>

@@ -47,7 +47,7 @@ __device__ __forceinline__ Place place_of(int row, int m, int num_blocks, bool m
     const int rows = min(m - chunk * kChunkRows, kChunkRows);
     const int64_t first = static_cast<int64_t>(chunk) * num_blocks * 32 * kChunkRows;
     if (rows == 1) return {first, 32, 0};
-    const int padded = rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
+    const int padded = padded_rows(rows);
     if (rows > 8 && may_be_wide) return {first + of_chunk * 8, padded * 32, padded * 8};
     return {first + of_chunk * 32, padded * 32, 0};
 }

@@ -138,12 +138,9 @@ WidePart wide_part(const ExlQuantMatrix& w, const void* inputs, int first_column
     part.num_units = static_cast<uint32_t>(w.num_units);
     part.n = w.n;
     part.first_column = first_column;
-    part.scale_bytes = w.scale_dtype == kF16 ? 2 : 4;
+    part.scale_bytes = static_cast<int>(scale_bytes_of(w.scale_dtype));
     part.offset_kind = w.offset_kind;
-    const int offset_bytes = w.offset_kind == EXL_OFFSET_MIDDLE  ? 0
-                             : w.offset_kind == EXL_OFFSET_ZEROS ? 1
-                                                                 : part.scale_bytes;
-    part.header_bytes = 32 * (part.scale_bytes + offset_bytes);
+    part.header_bytes = UnitHead{part.scale_bytes, w.offset_kind}.blocks();
     return part;
 }
 
@@ -161,7 +158,7 @@ int cut_tiles(WideArgs& args, int team_bits) {
 
 constexpr int kMostSplits = 8;
 
-// How many clusters of 1 .. 8 blocks run at once; asked once for each device.
+// How many clusters of 1, 2, 4 or 8 blocks run at once; asked once for each device.
 struct ClusterRoom {
     int device = -1;
     int at_once[kMostSplits + 1];
@@ -171,9 +168,10 @@ cudaError_t cluster_room(ClusterRoom* room, const DeviceInfo& info, int shared_b
     thread_local ClusterRoom known;
     if (known.device != info.device) {
         cudaError_t error = cudaFuncSetAttribute(
-            quant_wide_kernel<kRows, is_by_rows>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes
+            quant_wide_kernel<kRows, is_by_rows>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+            shared_bytes
         );
-        for (int splits = 1; splits <= kMostSplits && error == cudaSuccess; ++splits) {
+        for (int splits = 1; splits <= kMostSplits && error == cudaSuccess; splits *= 2) {
             cudaLaunchAttribute cluster = {};
             cluster.id = cudaLaunchAttributeClusterDimension;
             cluster.val.clusterDim = {static_cast<unsigned>(splits), 1, 1};

@@ -103,7 +103,7 @@ __device__ __forceinline__ void write_wide_tile(
                 if (is_there(2 * i)) places[i] = args.places[column + 8 * i];
             }
         }
-        if (is_real && args.is_shared()) barrier_wait_cluster(barrier, 0);
+        if (is_real && args.is_shared()) barrier_wait<true>(barrier, 0);
         const float4 last = gather(sources, sums + n - begin, stride);
         float4 own = last;
         if (args.is_gated()) own = gather(sources, gates + n - begin, stride);

@@ -65,7 +65,7 @@ class CudaBatch:
     @property
     def can_be_placed(self) -> bool:
         """Whether attention can leave its result prepared for the linear behind it."""
-        return self.slots.shape[0] <= cuda.ATTENTION_PLACED_ROWS
+        return self.slots.shape[0] <= cuda.TILE_ROWS
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,7 @@ class Gpu:
         self.device = device
         self._library = cuda.load()
         with torch.cuda.device(device):
-            self.most_placed_rows = self._library.size("most_placed_rows")
+            self.most_placed_rows = self._library.most_placed_rows()
         self._workspaces: dict[str, Tensor] = {}
         self._retired: list[Tensor] = []
 

@@ -244,7 +244,7 @@ class Linears:
         if isinstance(out, CudaInputs):
             args = self._arguments(parts, out.memory.view(1, -1), epilogue, gate)
             args.m, args.places = rows, out.places
-            out.is_by_rows = rows > cuda.ATTENTION_PLACED_ROWS
+            out.is_by_rows = rows > cuda.TILE_ROWS
         else:
             args = self._arguments(parts, out, epilogue, gate)
         prepare = _prepare(x, norm)
