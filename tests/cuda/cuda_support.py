@@ -67,7 +67,8 @@ def plan(layout: QuantLayout) -> Plan:
     header = STRIP * (scale_bytes + offset_bytes)
     units: list[Unit] = []
     rows: list[int] = []
-    offset = row = group = 0
+    row = group = 0
+    offset = cuda.STRIP_HEAD
     for run in layout.runs:
         for _ in range(run.groups):
             blocks = -(-run.rows // BLOCK_ROWS)
@@ -118,6 +119,17 @@ def _in_tile_order(values: Tensor) -> Tensor:
     return values.reshape(-1, 4, 8).transpose(1, 2).reshape(-1, STRIP)
 
 
+def strip_heads(scales: Tensor, minimums: Tensor | None) -> Tensor:
+    """scales, minimums [groups, strips, 32] -> what strips begin with, uint8 [strips, 32]."""
+    largest = scales.float().abs().amax(dim=(0, 2))
+    if minimums is not None:
+        largest = torch.maximum(largest, minimums.float().abs().amax(dim=(0, 2)) / 2**20)
+    exponents = largest.clamp(2.0**-100, 2.0**100).log2().floor()
+    heads = scales.new_zeros(len(largest), cuda.STRIP_HEAD // 4, dtype=torch.float32)
+    heads[:, 0] = torch.exp2(-10 - exponents)
+    return heads.view(torch.uint8)
+
+
 def pack(plain: PlainQuantized) -> tuple[Plan, Tensor]:
     """The plan, and tiles uint8 [strips, strip_bytes]."""
     where = plan(plain.layout)
@@ -136,7 +148,7 @@ def pack(plain: PlainQuantized) -> tuple[Plan, Tensor]:
     scales = padded(plain.scales)
     offsets = None if plain.offsets is None else padded(plain.offsets)
     row, column = (place.to(device) for place in _places())
-    parts: list[Tensor] = []
+    parts = [strip_heads(scales, offsets if plain.layout.offset == "minimums" else None)]
     for unit in where.units:
         heads = [scales[unit.group]] + ([] if offsets is None else [offsets[unit.group]])
         parts += [_in_tile_order(head).contiguous().view(torch.uint8) for head in heads]

@@ -193,7 +193,13 @@ def expected_tiles(plain: PlainQuantized) -> NDArray[np.uint8]:
     place = [0] * 32  # of each column among a unit's scales
     for c in range(32):
         place[4 * (c % 8) + c // 8] = c
-    parts: list[NDArray[np.uint8]] = []
+    largest = np.abs(scales.astype(np.float32)).reshape(-1, strips, 32).max((0, 2))
+    if offsets is not None and layout.offset == "minimums":
+        of_minimums = np.abs(offsets.astype(np.float32)).reshape(-1, strips, 32).max((0, 2))
+        largest = np.maximum(largest, of_minimums / 2**20)
+    heads = np.zeros((strips, 8), np.float32)
+    heads[:, 0] = 2.0 ** (-10 - np.floor(np.log2(largest.clip(2.0**-100, 2.0**100))))
+    parts = [heads.view(np.uint8)]
     row = group = 0
     for run in layout.runs:
         for _ in range(run.groups):
@@ -320,8 +326,8 @@ def test_a_group_of_many_blocks_has_several_units() -> None:
     assert plan.units["first_block"].tolist() == [0, 4, 8, 10, 12]
     assert plan.units["group"].tolist() == [0, 0, 0, 1, 2]
     assert plan.bit_offsets.tolist() == [0, 512, 1024, 1200, 1392]
-    assert plan.strip_bytes == 5 * 96 + 10 * 512 + 4 * 384
-    runs = [(0, 0, 0, 3, 4, 2, 0), (3, 3 * 96 + 10 * 512, 10, 1, 3, 2, 0)]
+    assert plan.strip_bytes == 32 + 5 * 96 + 10 * 512 + 4 * 384
+    runs = [(0, 32, 0, 3, 4, 2, 0), (3, 32 + 3 * 96 + 10 * 512, 10, 1, 3, 2, 0)]
     assert plan.runs.tolist() == runs
     assert plan.stored_rows[[299, 300, 319, 320]].tolist() == [299, -1, -1, 300]
 

@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 #define EXL_CUDA_API __attribute__((visibility("default")))
-#define EXL_CUDA_ABI 5
+#define EXL_CUDA_ABI 6
 
 // ---- the library and its devices -------------------------------------------------------------
 
@@ -52,7 +52,11 @@ EXL_CUDA_API int exl_cuda_prepare_device(void);
 // blocks of one group: what is summed before a scale is applied. A strip is 32 columns; all strips
 // of a matrix have the same layout, and the last one is padded (scales of zero).
 //
-// tiles: [strips][strip_bytes]; in a strip its units one after the other, without gaps:
+// tiles: [strips][strip_bytes]; in a strip 32 bytes for all of it, then its units one after the
+// other, without gaps. The 32 bytes are a float32, and zeros: the power of two that weights are
+// multiplied with where they are float16 numbers. A code's bits are a float16 number as they are,
+// 2^-24 times the code, and 2^24 times the scale has to be one too. With L the largest of |scale|
+// and 2^-20 |minimum| in the strip, within 2^-100 .. 2^100, it is 2^-(10 + floor(log2 L)). A unit:
 //
 //   scales     32 of scale_dtype (float16 or float32); that of column c at index 4 (c % 8) + c / 8
 //   offsets    in that order: zeros 32 uint8; minimums 32 of scale_dtype; middle none, where the
@@ -81,6 +85,8 @@ EXL_CUDA_API int exl_cuda_prepare_device(void);
 //
 // So lane 4 g + t needs of the inputs rows 8 t .. 8 t + 7 of a block, 16 bytes, for row g of the
 // batch: halves 4 s, 4 s + 1 are b0 and 4 s + 2, 4 s + 3 are b1 of step s.
+
+#define EXL_CUDA_STRIP_HEAD 32  // bytes ahead of a strip's units
 
 enum { EXL_OFFSET_MIDDLE = 0, EXL_OFFSET_ZEROS = 1, EXL_OFFSET_MINIMUMS = 2 };
 enum {  // as exl::Packing; see exl_core/ops/quantized.py

@@ -22,7 +22,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-ABI = 5
+ABI = 6
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2}
@@ -31,6 +31,7 @@ GATES = {"silu": 0, "gelu_tanh": 1}
 STORE, ADD, GATED = 0, 1, 2
 UNIT_BYTES = 12  # of ExlQuantUnit
 RUN_BYTES = 16  # of ExlQuantRun
+STRIP_HEAD = 32  # bytes ahead of a strip's units
 MAX_PARTS = 3
 CHUNK_ROWS = 64  # of prepared inputs
 MAX_TOP = 512  # likeliest tokens that a sample can name

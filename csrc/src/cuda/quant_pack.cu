@@ -227,6 +227,40 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(
     }
 }
 
+// What strips begin with (cuda.h), a warp for each, once their units are there.
+__global__ void __launch_bounds__(kThreads) pack_heads_kernel(
+    const ExlQuantMatrix w, int first_strip, int strips, UnitHead head
+) {
+    wait_for_inputs();
+    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const int strip = blockIdx.x * kWarps + warp;
+    if (strip >= strips) return;
+    uint8_t* const to = w.tiles + (first_strip + strip) * w.strip_bytes;
+    const bool has_minimums = head.offset_kind == EXL_OFFSET_MINIMUMS;
+    float largest = 0.0f;
+#pragma unroll 4
+    for (int i = 0; i < w.num_units; ++i) {
+        const uint8_t* unit = to + w.units[i].offset;
+        const auto read = [&](const uint8_t* from) {
+            return fabsf(
+                head.scale_bytes == 4 ? reinterpret_cast<const float*>(from)[lane]
+                                      : __half2float(reinterpret_cast<const __half*>(from)[lane])
+            );
+        };
+        largest = fmaxf(largest, read(unit));
+        if (has_minimums) largest = fmaxf(largest, read(unit + head.offsets()) / (1 << 20));
+    }
+#pragma unroll
+    for (int step = kWarp / 2; step > 0; step /= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, step));
+    }
+    const int exponent = min(max(ilogbf(fmaxf(largest, 0x1p-100f)), -100), 100);
+    const float unit = ldexpf(1.0f, -10 - exponent);
+    if (lane < EXL_CUDA_STRIP_HEAD / 4) {
+        reinterpret_cast<uint32_t*>(to)[lane] = lane == 0 ? __float_as_uint(unit) : 0;
+    }
+}
+
 }  // namespace exl::cuda
 
 extern "C" int exl_cuda_quant_pack(
@@ -250,8 +284,13 @@ extern "C" int exl_cuda_quant_pack(
     if (!fits) return cudaErrorInvalidValue;
     const int64_t strips = ceil_div(from.columns, kStripColumns);
     const UnitHead head = {static_cast<int>(scale_bytes_of(w->scale_dtype)), w->offset_kind};
+    const auto blocks = static_cast<unsigned>(ceil_div(strips, kWarps));
+    const cudaError_t error = launch(
+        pack_kernel, dim3(w->num_units, blocks), dim3(kThreads), 0, stream, *w, from, head
+    );
+    if (error != cudaSuccess) return error;
     return launch(
-        pack_kernel, dim3(w->num_units, static_cast<unsigned>(ceil_div(strips, kWarps))),
-        dim3(kThreads), 0, stream, *w, from, head
+        pack_heads_kernel, dim3(blocks), dim3(kThreads), 0, stream, *w,
+        from.first_column / kStripColumns, static_cast<int>(strips), head
     );
 }

@@ -32,6 +32,16 @@ __device__ __forceinline__ float4* gates_of(const WideArgs& args, uint8_t* ring)
     return reinterpret_cast<float4*>(ring + args.gates_at);
 }
 
+// Of the strip of a tile, of its only part or of both of a pair; early, as they come from memory.
+__device__ __forceinline__ void load_units(
+    const WideArgs& args, const WideWalk& walk, int strip, float (&units)[2]
+) {
+    if (walk.is_over(args)) return;
+    const int of_part = args.tile_strips() * static_cast<int>(walk.tile) + strip;
+    units[0] = weight_unit(args.parts[walk.group], of_part);
+    if (args.is_gated()) units[1] = weight_unit(args.parts[1], of_part);
+}
+
 // What the multiplying warps do: all tiles of the block. Another warp goes through the end of a tile
 // while inputs are not there yet, to no effect, so that its code is: it takes longer to come than to
 // run.
@@ -42,9 +52,12 @@ __device__ __forceinline__ void multiply_all(
     const int strip = warp & (args.tile_strips() - 1);
     const int team = warp * args.teams() / kTileStrips;
     const bool is_real = warp < kMultipliers;
+    WideWalk walk(args);
+    float units[2];
+    load_units(args, walk, strip, units);
     if (is_real) wait_for_inputs();
     uint32_t taken = 0;
-    for (WideWalk walk(args); !walk.is_over(args); walk.advance(args)) {
+    while (!walk.is_over(args)) {
         WideSums<kRows> total;
         for (int half = 0; is_real && half < (args.is_gated() ? 2 : 1); ++half) {
             const WideShare share = walk.share(args, half);
@@ -60,6 +73,7 @@ __device__ __forceinline__ void multiply_all(
 #pragma unroll
                 for (int n = 0; n < kRows / 2; ++n) total[i][n] = 0.0f;
             }
+            const float weight = half == 0 ? units[0] : units[1];
             const uint32_t count = share.end - share.begin;
             for (uint32_t unit = team; unit < count; unit += args.teams()) {
                 const uint32_t slot = (taken + unit) % kRingUnits;
@@ -68,7 +82,9 @@ __device__ __forceinline__ void multiply_all(
                 entry.unit = uniform(entry.unit);
                 entry.at = uniform(entry.at);
                 entry.inputs = uniform(entry.inputs);
-                add_wide_unit<kRows, is_by_rows>(total, part, entry, ring, strip, lane);
+                add_wide_unit<kRows, is_by_rows>(
+                    total, part, entry, ring, strip, weight, lane
+                );
                 __syncwarp();
                 if (lane == 0) barrier_arrive(&state.empty[slot]);
             }
@@ -85,10 +101,14 @@ __device__ __forceinline__ void multiply_all(
             if (args.sums_at == 0) named_barrier<1, kMultiplierThreads>();  // done with the ring
             leave<kRows>(total, sums_of(args, ring));
         }
+        WideWalk next = walk;
+        next.advance(args);
+        load_units(args, next, strip, units);
         write_wide_tile<kRows>(
             args, walk, sums_of(args, ring), gates_of(args, ring), &state.sums, is_real
         );
         if (!is_real) break;
+        walk = next;
     }
 }
 

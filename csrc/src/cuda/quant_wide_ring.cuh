@@ -14,7 +14,6 @@
 namespace exl::cuda {
 
 constexpr int kRingUnits = 8;    // on their way or in use
-constexpr int kEarlyUnits = 1;   // whose weights are asked for before inputs are there
 constexpr int kMultipliers = 8;  // warps, a strip each; then one that copies and one that rehearses
 constexpr int kMultiplierThreads = kMultipliers * kWarp;
 constexpr int kWideThreads = kMultiplierThreads + 2 * kWarp;
@@ -67,13 +66,13 @@ public:
         : args_(args), walk_(args), state_(state), ring_(ring), lane_(lane) {}
 
     __device__ __forceinline__ void run() {
-        // The first weights before the kernel ahead has ended, their inputs once it has: no more of
+        // A unit's weights before the kernel ahead has ended, their inputs once it has: no more of
         // them, since the inputs would have to wait for all that was asked for before.
-        while (issued_ < kEarlyUnits && open_share() && make_room(false)) issue(false);
+        if (open_share()) issue(false);
         wait_for_inputs();
         if (issued_ > 0) copy_first_inputs();
         while (open_share()) {
-            make_room(true);
+            make_room();
             issue(true);
         }
     }
@@ -99,15 +98,16 @@ private:
         inputs_ = part.inputs;
         header_bytes_ = part.header_bytes;
         strips_ = min(args_.tile_strips(), part.strips - first_strip);
-        from_ = part.tiles + (first_strip + lane_) * part.strip_bytes;
+        strip_bytes_ = part.strip_bytes;
+        from_ = part.tiles + first_strip * part.strip_bytes;
         is_open_ = true;
         read_unit();
         return true;
     }
 
     __device__ __forceinline__ void read_unit() {
-        offset_ = __ldg(&units_[next_].offset);
-        unit_ = __ldg(reinterpret_cast<const uint32_t*>(&units_[next_]) + 1);
+        offset_ = uniform(__ldg(&units_[next_].offset));
+        unit_ = uniform(__ldg(reinterpret_cast<const uint32_t*>(&units_[next_]) + 1));
     }
 
     // Bytes of the unit in a strip, and of its inputs.
@@ -117,16 +117,13 @@ private:
     }
     __device__ __forceinline__ int inputs_size() const { return kBlockBytes * (unit_ >> 24); }
 
-    __device__ __forceinline__ bool make_room(bool may_wait) {
+    __device__ __forceinline__ void make_room() {
         const int size = args_.tile_strips() * strip_size() + inputs_size();
         for (;;) {
             if (issued_ - freed_ < kRingUnits) {
                 const bool wraps = write_ + size > args_.ring_bytes;
-                if (is_ahead_ ? !wraps && write_ + size <= read_ : !wraps || size <= read_) {
-                    return true;
-                }
+                if (is_ahead_ ? !wraps && write_ + size <= read_ : !wraps || size <= read_) return;
             }
-            if (!may_wait) return false;
             const uint32_t slot = freed_ % kRingUnits;
             barrier_wait(&state_.empty[slot], freed_ / kRingUnits & 1);
             if (state_.entries[slot].at < read_) is_ahead_ = false;
@@ -142,21 +139,25 @@ private:
         const int whole = args_.tile_strips() * size + inputs_bytes;
         const bool wraps = write_ + whole > args_.ring_bytes;
         const int at = wraps ? 0 : write_;
-        uint64_t* barrier = &state_.full[slot];
+        uint64_t* barrier = &state_.full[uniform(slot)];
         if (lane_ == 0) {
             state_.entries[slot] = {unit_, at, at + whole - inputs_bytes, at + whole};
             barrier_arrive_expecting(barrier, strips_ * size + inputs_bytes);
         }
         __syncwarp();
-        if (lane_ < strips_) {
-            copy_bulk(ring_ + at + lane_ * size, from_ + offset_, size, barrier);
-        } else if (lane_ == kTileStrips && with_inputs) {
-            const __half* inputs = inputs_ + (unit_ & 0xffff) * (kBlockBytes / 2);
-            copy_bulk(ring_ + at + whole - inputs_bytes, inputs, inputs_bytes, barrier);
+        // Addresses that all lanes have: those of single lanes would take some 60 cycles each.
+        const uint8_t* from = from_ + offset_;
+        const int each = static_cast<int>(uniform(size));
+        int to = static_cast<int>(uniform(at));
+#pragma unroll 1
+        for (int i = 0; i < strips_; ++i, from += strip_bytes_, to += each) {
+            if (lane_ == 0) copy_bulk(ring_ + to, from, each, barrier);
         }
-        // A lane of its own to each of the first units.
-        if (!with_inputs && lane_ == static_cast<int>(issued_)) {
-            first_inputs_ = inputs_ + (unit_ & 0xffff) * (kBlockBytes / 2);
+        const __half* inputs = inputs_ + (unit_ & 0xffff) * (kBlockBytes / 2);
+        if (!with_inputs) {
+            first_inputs_ = inputs;
+        } else if (lane_ == 0) {
+            copy_bulk(ring_ + at + whole - inputs_bytes, inputs, inputs_bytes, barrier);
         }
         is_ahead_ |= wraps;
         write_ = at + whole;
@@ -166,11 +167,10 @@ private:
     }
 
     __device__ __forceinline__ void copy_first_inputs() {
-        __syncwarp();
-        if (first_inputs_ != nullptr) {
-            const WideEntry entry = state_.entries[lane_];
+        if (lane_ == 0) {
+            const WideEntry entry = state_.entries[0];
             copy_bulk(
-                ring_ + entry.inputs, first_inputs_, entry.end - entry.inputs, &state_.full[lane_]
+                ring_ + entry.inputs, first_inputs_, entry.end - entry.inputs, &state_.full[0]
             );
         }
         __syncwarp();
@@ -186,7 +186,8 @@ private:
     bool is_open_ = false;
     const ExlQuantUnit* units_ = nullptr;
     const __half* inputs_ = nullptr;
-    const uint8_t* from_ = nullptr;  // of the lane's strip
+    const uint8_t* from_ = nullptr;  // of the first strip
+    int64_t strip_bytes_ = 0;
     int header_bytes_ = 0, strips_ = 0;
     int next_ = 0, last_ = 0;  // units: the one to copy next, and the share's end
     uint32_t unit_ = 0, offset_ = 0;

@@ -42,8 +42,16 @@ __device__ __forceinline__ void send_pieces(
     }
 }
 
-// What all teams of the cluster have sent to `from`; the next one's lies `stride` after it.
-__device__ __forceinline__ float4 gather(int sources, const float4* from, int stride) {
+// Of a power of two.
+__device__ __forceinline__ float inverse(float x) {
+    return __uint_as_float((254u << 23) - __float_as_uint(x));
+}
+
+// `factor` times what all teams of the cluster have sent to `from`; the next one's lies `stride`
+// after it.
+__device__ __forceinline__ float4 gather(
+    int sources, const float4* from, int stride, float factor
+) {
     constexpr int kAtOnce = 4;
     float4 sum = {};
 #pragma unroll 1
@@ -58,8 +66,7 @@ __device__ __forceinline__ float4 gather(int sources, const float4* from, int st
             sum.x += four.x, sum.y += four.y, sum.z += four.z, sum.w += four.w;
         }
     }
-    constexpr float kOne = 1.0f / kWeightUnit;
-    sum.x *= kOne, sum.y *= kOne, sum.z *= kOne, sum.w *= kOne;
+    sum.x *= factor, sum.y *= factor, sum.z *= factor, sum.w *= factor;
     return sum;
 }
 
@@ -103,10 +110,13 @@ __device__ __forceinline__ void write_wide_tile(
                 if (is_there(2 * i)) places[i] = args.places[column + 8 * i];
             }
         }
+        const WidePart& last_part = args.parts[args.is_gated() ? 1 : walk.group];
+        const float factor = inverse(weight_unit(part, strip));
+        const float last_factor = inverse(weight_unit(last_part, strip));
         if (is_real && args.is_shared()) barrier_wait<true>(barrier, 0);
-        const float4 last = gather(sources, sums + n - begin, stride);
+        const float4 last = gather(sources, sums + n - begin, stride, last_factor);
         float4 own = last;
-        if (args.is_gated()) own = gather(sources, gates + n - begin, stride);
+        if (args.is_gated()) own = gather(sources, gates + n - begin, stride, factor);
         y[0] += own.x, y[1] += own.y, y[2] += own.z, y[3] += own.w;
         if (part.bias != nullptr) {
 #pragma unroll

@@ -5,9 +5,10 @@
 // rounded to float16 as dequantized matrices are, while the products of the block before are under
 // way; the inputs are read from shared memory by the products themselves, once for four warps.
 //
-// A code is cut out of its word into the mantissa of a float16 number between 1024 and 2048. That
-// less the zero is exact, times the scale it is rounded. Sums need no factors then, and no sums of
-// inputs, and go on from unit to unit in the registers of the products.
+// A code is cut out of its word as the subnormal float16 number that its bits are, 2^-24 times the
+// code. One multiplication with 2^24 times the scale and addition of the offset makes it a weight,
+// which a power of two for each strip keeps in range (exl/cuda.h). Sums need no factors then, and no
+// sums of inputs, and go on from unit to unit in the registers of the products.
 #pragma once
 
 #include "quant_unit.cuh"
@@ -22,8 +23,11 @@ namespace exl::cuda {
 template <int kRows>
 using WideSums = float[2][kRows / 2];
 
-// Weights are this much larger than they are, so that small scales are no subnormal numbers.
-constexpr float kWeightUnit = 16.0f;
+// What weights of a strip are multiplied with; 1 where there is no such strip.
+__device__ __forceinline__ float weight_unit(const WidePart& part, int strip) {
+    if (strip >= part.strips) return 1.0f;
+    return __ldg(reinterpret_cast<const float*>(part.tiles + strip * part.strip_bytes));
+}
 
 __device__ __forceinline__ uint32_t bits_of(__half2 two) {
     return *reinterpret_cast<const uint32_t*>(&two);
@@ -32,61 +36,59 @@ __device__ __forceinline__ __half2 halves_of(uint32_t bits) {
     return *reinterpret_cast<const __half2*>(&bits);
 }
 
-constexpr uint32_t kThousand = 0x64006400;  // 1024 twice
-
-// What codes of a unit become weights with: (code - zero) * scale + least, of the lane's columns
-// g, g + 8, g + 16, g + 24.
+// What codes of a unit become weights with, code * scale + offset, of the lane's columns g, g + 8,
+// g + 16, g + 24; the scales 2^24 times what they are.
 struct WideFactors {
-    uint32_t zeros;  // a byte of each
-    __half2 scales[4], least[4];
+    __half2 scales[4], offsets[4];
 
     __device__ __forceinline__ void load(
-        const WidePart& part, const uint8_t* head, int bits, int g
+        const WidePart& part, const uint8_t* head, int bits, float unit, int g
     ) {
         const bool has_floats = part.scale_bytes == 4;
         const uint8_t* behind = head + 32 * part.scale_bytes;
         float factors[4];
         load_factors(factors, head, has_floats, g);
 #pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            scales[q] = __float2half2_rn(factors[q] * kWeightUnit);
-            least[q] = __half2half2(__ushort_as_half(0));
-        }
-        zeros = (1u << (bits - 1)) * 0x01010101u;
-        if (part.offset_kind == EXL_OFFSET_ZEROS) {
-            zeros = reinterpret_cast<const uint32_t*>(behind)[g];
-        } else if (part.offset_kind == EXL_OFFSET_MINIMUMS) {
-            zeros = 0;
+        for (int q = 0; q < 4; ++q) scales[q] = __float2half2_rn(factors[q] * (unit * (1 << 24)));
+        if (part.offset_kind == EXL_OFFSET_MINIMUMS) {
             load_factors(factors, behind, has_floats, g);
 #pragma unroll
-            for (int q = 0; q < 4; ++q) least[q] = __float2half2_rn(factors[q] * kWeightUnit);
+            for (int q = 0; q < 4; ++q) offsets[q] = __float2half2_rn(factors[q] * unit);
+            return;
+        }
+        // Zeros, too, are subnormal numbers, and negative ones.
+        uint32_t zeros = (1u << (bits - 1)) * 0x01010101u;
+        if (part.offset_kind == EXL_OFFSET_ZEROS) {
+            zeros = reinterpret_cast<const uint32_t*>(behind)[g];
+        }
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const uint32_t bytes = q | 4 << 4 | q << 8 | 4 << 12;
+            offsets[q] = __hmul2(halves_of(__byte_perm(zeros, 0x80, bytes)), scales[q]);
         }
     }
 
-    // What is added to the codes of column g + 8 `quarter`, cut out with 1024 above them and divided
-    // by 2^position.
-    template <int kBits, int kQuarter>
-    __device__ __forceinline__ __half2 below() const {
-        constexpr uint32_t kBytes = kQuarter | 4 << 4 | kQuarter << 8 | 4 << 12;
-        const __half2 zero = halves_of(__byte_perm(zeros, 0x64, kBytes));  // and 1024
-        constexpr float kMore = 1024.0f - 1024.0f / (1 << position_of(kBits, kQuarter));
-        return __hsub2(__float2half2_rn(kMore), zero);
+    // Codes of a width begin at some position of the mantissa.
+    template <int kBits>
+    __device__ __forceinline__ void divide_by_positions() {
+        constexpr float kUnits[4] = {
+            1.0f / (1 << position_of(kBits, 0)), 1.0f / (1 << position_of(kBits, 1)),
+            1.0f / (1 << position_of(kBits, 2)), 1.0f / (1 << position_of(kBits, 3))
+        };
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            if (kUnits[q] < 1.0f) scales[q] = __hmul2(scales[q], __float2half2_rn(kUnits[q]));
+        }
     }
 };
 
 // A fragment of weights out of one of codes.
-template <int kBits, int kColumns>
-__device__ __forceinline__ void make_weights(
-    uint32_t (&a)[4], const WideFactors& of, const __half2 (&below)[4]
-) {
+template <int kColumns>
+__device__ __forceinline__ void make_weights(uint32_t (&a)[4], const WideFactors& of) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        constexpr float kFirst = 1.0f / (1 << position_of(kBits, 2 * kColumns));
-        constexpr float kSecond = 1.0f / (1 << position_of(kBits, 2 * kColumns + 1));
         const int quarter = 2 * kColumns + i % 2;
-        const __half2 unit = __float2half2_rn(i % 2 == 0 ? kFirst : kSecond);
-        const __half2 code = __hfma2(halves_of(a[i]), unit, below[quarter]);
-        a[i] = bits_of(__hfma2(code, of.scales[quarter], of.least[quarter]));
+        a[i] = bits_of(__hfma2(halves_of(a[i]), of.scales[quarter], of.offsets[quarter]));
     }
 }
 
@@ -95,17 +97,16 @@ using WideWeights = uint32_t[2][2][4];
 
 template <int kBits>
 __device__ __forceinline__ void unpack_weights(
-    WideWeights& a, const BlockCodes<kBits>& codes, const WideFactors& of,
-    const __half2 (&below)[4]
+    WideWeights& a, const BlockCodes<kBits>& codes, const WideFactors& of
 ) {
-    codes.template fragment<0, 0, kThousand>(a[0][0]);
-    codes.template fragment<0, 1, kThousand>(a[0][1]);
-    codes.template fragment<1, 0, kThousand>(a[1][0]);
-    codes.template fragment<1, 1, kThousand>(a[1][1]);
+    codes.template fragment<0, 0>(a[0][0]);
+    codes.template fragment<0, 1>(a[0][1]);
+    codes.template fragment<1, 0>(a[1][0]);
+    codes.template fragment<1, 1>(a[1][1]);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-        make_weights<kBits, 0>(a[0][step], of, below);
-        make_weights<kBits, 1>(a[1][step], of, below);
+        make_weights<0>(a[0][step], of);
+        make_weights<1>(a[1][step], of);
     }
 }
 
@@ -128,19 +129,17 @@ __device__ __forceinline__ void begin_products(
 
 template <int kBits, int kRows, bool is_by_rows>
 __device__ __forceinline__ void add_blocks(
-    WideSums<kRows>& total, const WideFactors& of, const uint8_t* blocks, int count,
-    uint32_t inputs, int lane
+    WideSums<kRows>& total, WideFactors& of, const uint8_t* blocks, int count, uint32_t inputs,
+    int lane
 ) {
-    const __half2 below[4] = {
-        of.below<kBits, 0>(), of.below<kBits, 1>(), of.below<kBits, 2>(), of.below<kBits, 3>()
-    };
+    of.divide_by_positions<kBits>();
     if (count == 4) {
         WideWeights a[4];
         BlockCodes<kBits> codes[4];
         codes[0].load(blocks, lane);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            unpack_weights<kBits>(a[i], codes[i], of, below);
+            unpack_weights<kBits>(a[i], codes[i], of);
             if (i + 1 < 4) codes[i + 1].load(blocks + (i + 1) * 128 * kBits, lane);
             begin_products<kRows, is_by_rows>(total, a[i], inputs + 4 * kRows * i);
             if (i + 1 < 4) group_wait<1>();
@@ -152,7 +151,7 @@ __device__ __forceinline__ void add_blocks(
             WideWeights a;
             BlockCodes<kBits> codes;
             codes.load(blocks + i * 128 * kBits, lane);
-            unpack_weights<kBits>(a, codes, of, below);
+            unpack_weights<kBits>(a, codes, of);
             begin_products<kRows, is_by_rows>(total, a, inputs + 4 * kRows * i);
             group_wait<0>();
         }
@@ -165,14 +164,14 @@ __device__ __forceinline__ void add_blocks(
 template <int kRows, bool is_by_rows>
 __device__ __forceinline__ void add_wide_unit(
     WideSums<kRows>& total, const WidePart& part, const WideEntry& entry, const uint8_t* ring,
-    int strip, int lane
+    int strip, float unit, int lane
 ) {
     const int count = entry.blocks(), bits = entry.bits();
     const uint8_t* head = ring + entry.at + strip * (part.header_bytes + 128 * bits * count);
     const uint8_t* blocks = head + part.header_bytes;
     const uint32_t inputs = matrix_start(ring + entry.inputs, 16 * kRows);
     WideFactors of;
-    of.load(part, head, bits, lane / 4);
+    of.load(part, head, bits, unit, lane / 4);
 // The commonest width first.
 #define EXL_WIDTH(width)                                                              \
     if (bits == width) {                                                              \

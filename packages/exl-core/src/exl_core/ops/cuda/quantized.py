@@ -74,7 +74,8 @@ def plan_tiles(runs: tuple[GroupRun, ...], offset: Offset, scale_bytes: int) -> 
     head = STRIP * (scale_bytes + {"middle": 0, "zeros": 1, "minimums": scale_bytes}[offset])
     units, rows, bits = [], [], []
     described = np.zeros(len(runs), _RUN)
-    unit = block = group = row = bit = place = 0
+    unit = block = group = row = bit = 0
+    place = cuda.STRIP_HEAD
     for i, run in enumerate(runs):
         blocks = -(-run.rows // BLOCK_ROWS)
         in_group = np.arange(0, blocks, UNIT_BLOCKS)
