@@ -45,6 +45,7 @@ FLAGS = [
     *("-Xfatbin", "-compress-all"),  # to a quarter
 ]
 STRICT_FLAGS = ["-Werror", "all-warnings"]
+SERIALIZED = "wgmma.mma_async instructions are serialized"
 LINK_FLAGS = [
     *("-shared", "-cudart", "static", "-Xcompiler", "-fPIC,-fvisibility=hidden"),
     *("-Xlinker", "--no-undefined"),
@@ -186,7 +187,7 @@ def build_library(
             define = [f'-DEXL_CUDA_ARCHITECTURES="{names}"'] if source.stem == "device" else []
             made.parent.mkdir(parents=True, exist_ok=True)
             fresh = made.with_suffix(".new.o")  # one that was cut off is never taken for whole
-            _run([target.nvcc, *flags, *define, "-c", name, "-o", str(fresh)])
+            _run([target.nvcc, *flags, *define, "-c", name, "-o", str(fresh)], strict=strict)
             fresh.replace(made)
         return str(made)
 
@@ -207,11 +208,15 @@ def _object_dir(root: Path, target: Target, flags: list[str]) -> Path:
     return root / f"cuda-{digest[:12]}"
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], *, strict: bool = False) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    sys.stderr.write(done.stdout + done.stderr)  # at once, so that two compilers' do not mix
+    said = done.stdout + done.stderr
+    sys.stderr.write(said)  # at once, so that two compilers' do not mix
+    what = next((one for one in command if one.endswith(".cu")), LIBRARY)
+    # The assembler only informs of it: without registers for it no product overlaps anything.
+    if strict and SERIALIZED in said:
+        raise SystemExit(f"exl-kernels: matrix products of {what} are serialized (see above)")
     if done.returncode != 0:
-        what = next((one for one in command if one.endswith(".cu")), LIBRARY)
         raise SystemExit(f"exl-kernels: nvcc failed on {what} (exit status {done.returncode})")
 
 

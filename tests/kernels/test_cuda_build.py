@@ -23,6 +23,7 @@ case "$1" in
 --list-gpu-arch) for one in $KNOWN; do echo "compute_$one"; done; exit 0 ;;
 esac
 echo "$*" >> "$NOTES"
+[ -z "$SAYS" ] || echo "$SAYS"
 [ -z "$FAILS" ] || { echo "a.cu(1): error: what is this"; exit 2; }
 while [ $# -gt 0 ]; do
     if [ "$1" = -o ]; then : > "$2"; fi
@@ -189,6 +190,14 @@ def test_a_failed_compilation_is_shown_and_leaves_nothing(tree) -> None:
     assert "error: what is this" in done.stderr
     assert re.search(r"exl-kernels: nvcc failed on src/cuda/\w+\.cu \(exit status 2\)", done.stderr)
     assert not tree.out.exists()
+
+
+def test_products_that_nothing_overlaps_are_an_error_of_a_strict_build(tree) -> None:
+    said = "ptxas info: (C7512) wgmma.mma_async instructions are serialized due to registers"
+    assert tree.build(EXL_CUDA_ARCH="9.0", SAYS=said).returncode == 0
+    done = tree.build("--strict", EXL_CUDA_ARCH="9.0", SAYS=said)
+    assert done.returncode != 0
+    assert re.search(r"exl-kernels: matrix products of src/cuda/\w+\.cu are serial", done.stderr)
 
 
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")

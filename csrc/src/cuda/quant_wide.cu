@@ -94,8 +94,10 @@ __device__ __forceinline__ void multiply_all(
             // Nothing to add up.
         } else if (args.is_shared()) {
             if (!args.is_gated()) cluster_wait();  // all blocks have begun
-            cluster_arrive();
-            cluster_wait();  // all blocks are done with their rings
+            if (args.sums_at == 0) {
+                cluster_arrive();
+                cluster_wait();  // all blocks are done with their rings
+            }
             send_pieces<kRows>(args, total, sums_of(args, ring), &state.sums);
         } else {
             if (args.sums_at == 0) named_barrier<1, kMultiplierThreads>();  // done with the ring
@@ -134,8 +136,10 @@ __global__ void __launch_bounds__(kWideThreads, blocks_per_multiprocessor(kRows)
     if (warp >= kMultipliers && args.is_shared()) {
         __syncwarp();
         cluster_wait();
-        cluster_arrive();  // done with the ring
-        cluster_wait();
+        if (args.sums_at == 0) {
+            cluster_arrive();  // done with the ring
+            cluster_wait();
+        }
     }
     // What a block sends may not come once it has ended; all have got theirs here.
     if (args.is_shared()) {
@@ -164,6 +168,22 @@ WidePart wide_part(const ExlQuantMatrix& w, const void* inputs, int first_column
     return part;
 }
 
+// Unit `index` of a matrix, as its table has it.
+WidePart::First unit_at(const ExlQuantMatrix& w, uint32_t index, uint32_t header_bytes) {
+    const ExlQuantRun* run = w.runs;
+    while (run + 1 < w.runs + w.num_runs && index >= run[1].first_unit) ++run;
+    const uint32_t of_run = index - run->first_unit, units = run->group_units;
+    const uint32_t group = of_run / units, of_group = of_run % units;
+    const uint32_t group_blocks = 4 * (units - 1) + run->last_blocks;
+    const uint32_t first_block = run->first_block + group * group_blocks + 4 * of_group;
+    const uint32_t blocks = of_group + 1 < units ? 4 : run->last_blocks;
+    const uint32_t block_bytes = 128 * run->bits;
+    return {
+        run->offset + of_run * header_bytes + (group * group_blocks + 4 * of_group) * block_bytes,
+        first_block | static_cast<uint32_t>(run->bits) << 16 | blocks << 24
+    };
+}
+
 // Tiles of the launch, for 2^team_bits teams.
 int cut_tiles(WideArgs& args, int team_bits) {
     args.team_bits = team_bits;
@@ -175,8 +195,6 @@ int cut_tiles(WideArgs& args, int team_bits) {
     }
     return static_cast<int>(args.tiles);
 }
-
-constexpr int kMostSplits = 8;
 
 // How many clusters of 1, 2, 4 or 8 blocks run at once; asked once for each device.
 struct ClusterRoom {
@@ -245,7 +263,9 @@ void share_out(WideArgs& args, const ClusterRoom& room, int multiprocessors) {
 }
 
 template <int kRows, bool is_by_rows>
-cudaError_t launch_wide(WideArgs& args, const DeviceInfo& info, void* stream) {
+cudaError_t launch_wide(
+    WideArgs& args, const ExlQuantLinear& of, const DeviceInfo& info, void* stream
+) {
     const int resident = blocks_per_multiprocessor(kRows);
     const int share = std::min(228 * 1024 / resident - 1024, info.shared_per_block);
     const int state = static_cast<int>(sizeof(WideState));
@@ -258,13 +278,21 @@ cudaError_t launch_wide(WideArgs& args, const DeviceInfo& info, void* stream) {
     args.piece = static_cast<int>(ceil_div(kRows / 4 * args.tile_strips(), args.splits));
     args.per_piece = static_cast<uint32_t>(ceil_div(1 << 16, args.piece));
     const int all_sums = args.sources() * args.piece * kWarp * static_cast<int>(sizeof(float4));
-    const int gates = args.is_gated() ? all_sums : 0, sums = has_one ? 0 : all_sums;
+    const int gates = args.is_gated() ? all_sums : 0;
+    // Sums have a place of their own where the ring can spare it: then nobody waits with sending
+    // until all are done with their rings.
+    const bool in_ring = has_one && (args.is_gated() || !args.is_shared());
+    const int sums = in_ring ? 0 : all_sums;
     args.ring_bytes = (share - state - gates - sums) / 128 * 128;
     args.gates_at = args.ring_bytes + state;
-    args.sums_at = has_one ? 0 : args.gates_at + gates;
+    args.sums_at = in_ring ? 0 : args.gates_at + gates;
     args.clusters = std::min(args.tiles, static_cast<uint32_t>(at_once));
-    for (WidePart& part : args.parts) {
+    for (int i = 0; i < of.count; ++i) {
+        WidePart& part = args.parts[i];
         part.share_units = static_cast<uint32_t>(ceil_div(part.num_units, args.splits));
+        for (uint32_t rank = 0; rank * part.share_units < part.num_units; ++rank) {
+            part.first[rank] = unit_at(*of.parts[i], rank * part.share_units, part.header_bytes);
+        }
     }
     return launch_clusters(
         quant_wide_kernel<kRows, is_by_rows>, dim3(args.clusters * args.splits),
@@ -273,10 +301,12 @@ cudaError_t launch_wide(WideArgs& args, const DeviceInfo& info, void* stream) {
 }
 
 template <bool is_by_rows>
-cudaError_t launch_rows(WideArgs& args, const DeviceInfo& info, void* stream) {
-    if (args.m <= 16) return launch_wide<16, is_by_rows>(args, info, stream);
-    if (args.m <= 32) return launch_wide<32, is_by_rows>(args, info, stream);
-    return launch_wide<64, is_by_rows>(args, info, stream);
+cudaError_t launch_rows(
+    WideArgs& args, const ExlQuantLinear& of, const DeviceInfo& info, void* stream
+) {
+    if (args.m <= 16) return launch_wide<16, is_by_rows>(args, of, info, stream);
+    if (args.m <= 32) return launch_wide<32, is_by_rows>(args, of, info, stream);
+    return launch_wide<64, is_by_rows>(args, of, info, stream);
 }
 
 }  // namespace
@@ -303,8 +333,8 @@ cudaError_t quant_wide(
     args.y_dtype = of.y_dtype;
     args.gate = of.gate;
     args.m = rows;
-    return of.is_by_rows ? launch_rows<true>(args, info, stream)
-                         : launch_rows<false>(args, info, stream);
+    return of.is_by_rows ? launch_rows<true>(args, of, info, stream)
+                         : launch_rows<false>(args, of, info, stream);
 }
 
 }  // namespace exl::cuda

@@ -101,7 +101,9 @@ private:
         strip_bytes_ = part.strip_bytes;
         from_ = part.tiles + first_strip * part.strip_bytes;
         is_open_ = true;
-        read_unit();
+        const WidePart::First& first = part.first[cluster_rank()];
+        offset_ = first.offset;
+        unit_ = first.unit;
         return true;
     }
 

@@ -36,36 +36,28 @@ __device__ __forceinline__ __half2 halves_of(uint32_t bits) {
     return *reinterpret_cast<const __half2*>(&bits);
 }
 
-// What codes of a unit become weights with, code * scale + offset, of the lane's columns g, g + 8,
-// g + 16, g + 24; the scales 2^24 times what they are.
+// What codes of a unit become weights with, code * scale + offset, of the lane's columns g and g + 8,
+// and g + 16 and g + 24; the scales 2^24 times what they are.
 struct WideFactors {
-    __half2 scales[4], offsets[4];
+    __half2 scales[2], offsets[2];
 
     __device__ __forceinline__ void load(
         const WidePart& part, const uint8_t* head, int bits, float unit, int g
     ) {
         const bool has_floats = part.scale_bytes == 4;
         const uint8_t* behind = head + 32 * part.scale_bytes;
-        float factors[4];
-        load_factors(factors, head, has_floats, g);
-#pragma unroll
-        for (int q = 0; q < 4; ++q) scales[q] = __float2half2_rn(factors[q] * (unit * (1 << 24)));
+        load_two(scales, head, has_floats, g, unit * (1 << 24));
         if (part.offset_kind == EXL_OFFSET_MINIMUMS) {
-            load_factors(factors, behind, has_floats, g);
-#pragma unroll
-            for (int q = 0; q < 4; ++q) offsets[q] = __float2half2_rn(factors[q] * unit);
+            load_two(offsets, behind, has_floats, g, unit);
             return;
         }
-        // Zeros, too, are subnormal numbers, and negative ones.
         uint32_t zeros = (1u << (bits - 1)) * 0x01010101u;
         if (part.offset_kind == EXL_OFFSET_ZEROS) {
             zeros = reinterpret_cast<const uint32_t*>(behind)[g];
         }
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            const uint32_t bytes = q | 4 << 4 | q << 8 | 4 << 12;
-            offsets[q] = __hmul2(halves_of(__byte_perm(zeros, 0x80, bytes)), scales[q]);
-        }
+        // Zeros, too, are subnormal numbers, and negative ones.
+        offsets[0] = __hmul2(halves_of(__byte_perm(zeros, 0x80, 0x4140)), scales[0]);
+        offsets[1] = __hmul2(halves_of(__byte_perm(zeros, 0x80, 0x4342)), scales[1]);
     }
 
     // Codes of a width begin at some position of the mantissa.
@@ -75,20 +67,30 @@ struct WideFactors {
             1.0f / (1 << position_of(kBits, 0)), 1.0f / (1 << position_of(kBits, 1)),
             1.0f / (1 << position_of(kBits, 2)), 1.0f / (1 << position_of(kBits, 3))
         };
-#pragma unroll
-        for (int q = 0; q < 4; ++q) {
-            if (kUnits[q] < 1.0f) scales[q] = __hmul2(scales[q], __float2half2_rn(kUnits[q]));
-        }
+        scales[0] = __hmul2(scales[0], __floats2half2_rn(kUnits[0], kUnits[1]));
+        scales[1] = __hmul2(scales[1], __floats2half2_rn(kUnits[2], kUnits[3]));
+    }
+
+private:
+    __device__ __forceinline__ static void load_two(
+        __half2 (&to)[2], const uint8_t* from, bool has_floats, int g, float times
+    ) {
+        float factors[4];
+        load_factors(factors, from, has_floats, g);
+        to[0] = __floats2half2_rn(factors[0] * times, factors[1] * times);
+        to[1] = __floats2half2_rn(factors[2] * times, factors[3] * times);
     }
 };
 
 // A fragment of weights out of one of codes.
 template <int kColumns>
 __device__ __forceinline__ void make_weights(uint32_t (&a)[4], const WideFactors& of) {
+    const __half2 scales = of.scales[kColumns], offsets = of.offsets[kColumns];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const int quarter = 2 * kColumns + i % 2;
-        a[i] = bits_of(__hfma2(halves_of(a[i]), of.scales[quarter], of.offsets[quarter]));
+    for (int i = 0; i < 4; i += 2) {
+        a[i] = bits_of(__hfma2(halves_of(a[i]), __low2half2(scales), __low2half2(offsets)));
+        a[i + 1] =
+            bits_of(__hfma2(halves_of(a[i + 1]), __high2half2(scales), __high2half2(offsets)));
     }
 }
 
@@ -129,29 +131,36 @@ __device__ __forceinline__ void begin_products(
 
 template <int kBits, int kRows, bool is_by_rows>
 __device__ __forceinline__ void add_blocks(
-    WideSums<kRows>& total, WideFactors& of, const uint8_t* blocks, int count, uint32_t inputs,
-    int lane
+    WideSums<kRows>& total, const WidePart& part, const uint8_t* head, int count, float unit,
+    uint32_t inputs, int lane
 ) {
+    const uint8_t* blocks = head + part.header_bytes;
+    BlockCodes<kBits> codes[4];
+    codes[0].load(blocks, lane);  // ahead of the factors, whose branches no load passes
+    WideFactors of;
+    of.load(part, head, kBits, unit, lane / 4);
     of.divide_by_positions<kBits>();
     if (count == 4) {
         WideWeights a[4];
-        BlockCodes<kBits> codes[4];
-        codes[0].load(blocks, lane);
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             unpack_weights<kBits>(a[i], codes[i], of);
-            if (i + 1 < 4) codes[i + 1].load(blocks + (i + 1) * 128 * kBits, lane);
+            // The next codes ahead of the products, unless so many registers are there only once the
+            // products before these are done.
+            constexpr bool kIsEarly = kBits <= 5;
+            const auto load_next = [&] { codes[i + 1].load(blocks + (i + 1) * 128 * kBits, lane); };
+            if (kIsEarly && i + 1 < 4) load_next();
             begin_products<kRows, is_by_rows>(total, a[i], inputs + 4 * kRows * i);
             if (i + 1 < 4) group_wait<1>();
+            if (!kIsEarly && i + 1 < 4) load_next();
         }
         group_wait<0>();
     } else {
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             WideWeights a;
-            BlockCodes<kBits> codes;
-            codes.load(blocks + i * 128 * kBits, lane);
-            unpack_weights<kBits>(a, codes, of);
+            if (i > 0) codes[0].load(blocks + i * 128 * kBits, lane);
+            unpack_weights<kBits>(a, codes[0], of);
             begin_products<kRows, is_by_rows>(total, a, inputs + 4 * kRows * i);
             group_wait<0>();
         }
@@ -168,14 +177,13 @@ __device__ __forceinline__ void add_wide_unit(
 ) {
     const int count = entry.blocks(), bits = entry.bits();
     const uint8_t* head = ring + entry.at + strip * (part.header_bytes + 128 * bits * count);
-    const uint8_t* blocks = head + part.header_bytes;
     const uint32_t inputs = matrix_start(ring + entry.inputs, 16 * kRows);
-    WideFactors of;
-    of.load(part, head, bits, unit, lane / 4);
 // The commonest width first.
 #define EXL_WIDTH(width)                                                              \
     if (bits == width) {                                                              \
-        add_blocks<width, kRows, is_by_rows>(total, of, blocks, count, inputs, lane); \
+        add_blocks<width, kRows, is_by_rows>(                                         \
+            total, part, head, count, unit, inputs, lane                              \
+        );                                                                            \
     } else
     EXL_WIDTH(4)
     EXL_WIDTH(3)

@@ -12,8 +12,14 @@
 namespace exl::cuda {
 
 constexpr int kTileStrips = 8;  // at most
+constexpr int kMostSplits = 8;  // blocks of a cluster
 
 struct WidePart {
+    // What the table of units says of the first one of each block's share, which needs not be read
+    // then: its place in a strip, and the word behind that.
+    struct First {
+        uint32_t offset, unit;
+    } first[kMostSplits];
     const uint8_t* tiles;
     const ExlQuantUnit* units;
     const float* bias;
@@ -34,7 +40,7 @@ struct WideArgs {
     uint32_t group_tiles[3];  // of each part, or of a gated pair both
     uint32_t tiles;           // of all
     int32_t team_bits;  // 1 with tiles of 4 strips and two teams, else 0
-    int32_t splits;     // thread blocks of a cluster, 1 to 8
+    int32_t splits;     // thread blocks of a cluster, 1 to kMostSplits
     uint32_t clusters;
     int32_t piece;  // of a tile that a block writes: so many times four numbers of a warp's threads
     uint32_t per_piece;  // 2^16 / piece, rounded up
@@ -47,7 +53,7 @@ struct WideArgs {
     int32_t epilogue;
     int32_t gate;
     int32_t ring_bytes;
-    int32_t sums_at;   // in shared memory; in the ring where a block has one tile
+    int32_t sums_at;   // in shared memory; 0: in the ring, once the cluster is done with its rings
     int32_t gates_at;  // those of a pair's first part
 
     __host__ __device__ bool is_gated() const { return epilogue == EXL_EPILOGUE_GATED; }
