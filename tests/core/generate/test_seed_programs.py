@@ -60,7 +60,10 @@ def test_prompts_completed_side_by_side(smollm2: LoadedModel) -> None:
     assert len(set(outputs)) == 3
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.startswith(prompt)
-    again = generator.generate_simple(prompts, sampler=settings, num_tokens=12, seed=42)
+    # With a cache of its own: prompts that are held already are computed in other passes, whose
+    # rounding may differ.
+    anew = BaseGenerator(smollm2, OPTIONS)
+    again = anew.generate_simple(prompts, sampler=settings, num_tokens=12, seed=42)
     assert again == outputs
 
 

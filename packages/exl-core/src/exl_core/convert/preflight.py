@@ -259,8 +259,9 @@ def space_needed(
     # What waits between two passes: states before and behind a layer, gradients, what is tuned.
     states = 2 * 2 * 4 * tokens * hidden
     gradients = 2 * ROWS * length * hidden * config.num_layers
-    is_tuned = is_near and not options.fast and has_room(config, torch.device("cpu"))
-    tuned = scratch_bytes(config) if is_tuned else 0
+    near = torch.device("cpu")
+    is_tuned = is_near and not options.fast and has_room(config, near)
+    tuned = scratch_bytes(config, near) if is_tuned else 0
     return Space(out, out + max(states, gradients, tuned), memory)
 
 

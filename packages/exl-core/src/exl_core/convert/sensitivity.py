@@ -140,8 +140,10 @@ def _backward(
         wanted = [x, *(outputs[part] for part in MATRICES)]
         of_y = gradient[row : row + 1].to(source.device)
         of_x, *of_outputs = torch.autograd.grad(y, wanted, of_y)
+        # First, as one of them may be `of_y` itself, and lie where `of_x` goes.
+        means = [g[0].float().square().mean(0).cpu() for g in of_outputs]  # [out] each
         gradient[row : row + 1] = of_x.to(gradient.device)
-        return [g[0].float().square().mean(0).cpu() for g in of_outputs]  # [out] each
+        return means
 
     rows = crew.each(run, range(len(states)))
     return {

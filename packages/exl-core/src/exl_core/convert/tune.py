@@ -4,9 +4,9 @@ Norms are stored in float16, and each group of a matrix has a float16 number tha
 multiples of. A factor on each of them is found by gradient descent (Adam) on the divergence of the
 quantized model's predictions from the source's, on the calibration rows. Codes stay as they are.
 
-Each step goes up the layers and down again, with one of them in memory: weights (bfloat16) and the
-states before each layer wait in files, and on the way down a layer is computed once more. On a GPU
-they wait on the GPU.
+Each step goes up the layers and down again, with one of them in memory: weights (`compute_type`)
+and the states before each layer wait in files, and on the way down a layer is computed once more.
+On a GPU they wait on the GPU.
 """
 
 from __future__ import annotations
@@ -117,21 +117,21 @@ def _restore(
         adam.state[knob] = {"step": torch.tensor(float(step)), **moments}
 
 
-def scratch_bytes(config: ModelConfig) -> int:
-    """Of what waits: weights in bfloat16, states in float32."""
+def scratch_bytes(config: ModelConfig, device: torch.device) -> int:
+    """Of what waits: weights as they are computed with on the device, states in float32."""
     layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size)
     layer += 3 * config.hidden_size * config.intermediate_size
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size
     states = config.num_layers * ROWS_A_STEP * LENGTH * config.hidden_size
-    return 2 * weights + 4 * states
+    return compute_type(device).itemsize * weights + 4 * states
 
 
 def has_room(config: ModelConfig, device: torch.device) -> bool:
     """Whether that, and the values of a layer, fit into half of the memory that is free: as files
     they take none that somebody else needs, but each step wants to find them there."""
     values = LENGTH * (16 * config.hidden_size + 6 * config.intermediate_size)
-    head = 2 * config.vocab_size * config.hidden_size
-    wanted = scratch_bytes(config) + head + 4 * ROWS_A_STEP * values
+    head = compute_type(device).itemsize * config.vocab_size * config.hidden_size
+    wanted = scratch_bytes(config, device) + head + 4 * ROWS_A_STEP * values
     free = free_memory_bytes(device)
     return free is not None and wanted < free // 2
 
