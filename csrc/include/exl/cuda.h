@@ -241,7 +241,7 @@ typedef struct {
     int32_t epilogue;
     int32_t gate;
     int32_t is_by_rows;     // the inputs of the one part, of more rows than a tile
-    void* workspace;        // none is needed: of no bytes
+    void* workspace;        // zero when first passed in, and its counters left zero
     int64_t workspace_bytes;
     const int32_t* places;  // [n], gated: y is prepared inputs of float16; or null
 } ExlQuantLinear;

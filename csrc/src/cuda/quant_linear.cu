@@ -192,7 +192,9 @@ int tiles_that_fit(int tiles, int slot_bytes, const DeviceInfo& info) {
 
 extern "C" {
 
-int64_t exl_cuda_quant_linear_workspace(int32_t, int32_t) { return 0; }
+int64_t exl_cuda_quant_linear_workspace(int32_t, int32_t) {
+    return exl::cuda::quant_wide_workspace();
+}
 
 int exl_cuda_quant_linear(const ExlQuantLinear* of, void* stream) {
     using namespace exl::cuda;

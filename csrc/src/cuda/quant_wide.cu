@@ -107,7 +107,7 @@ __device__ __forceinline__ void multiply_all(
         next.advance(args);
         load_units(args, next, strip, units);
         write_wide_tile<kRows>(
-            args, walk, sums_of(args, ring), gates_of(args, ring), &state.sums, is_real
+            args, walk, sums_of(args, ring), gates_of(args, ring), state, is_real
         );
         if (!is_real) break;
         walk = next;
@@ -233,12 +233,14 @@ cudaError_t cluster_room(ClusterRoom* room, const DeviceInfo& info, int shared_b
     return cudaSuccess;
 }
 
+constexpr int kMeetingBits = 2;  // four clusters of two blocks share a tile where they meet
+
 // Teams and blocks of a cluster, as what makes the slowest block done soonest, in units of a team
 // alone on its multiprocessor: two blocks on one slow each other down by a third, two teams that
 // read inputs of their own by a tenth, and sums of several take as long as a unit. Of 32 clusters of
 // 7 blocks, which fit at once by the driver's count, one has been seen to begin when others had
 // ended; hence powers of two.
-void share_out(WideArgs& args, const ClusterRoom& room, int multiprocessors) {
+void share_out(WideArgs& args, const ClusterRoom& room, int multiprocessors, bool can_meet) {
     int64_t units = 0;
     for (int i = 0; i < args.groups; ++i) units = std::max<int64_t>(units, args.parts[i].num_units);
     if (args.is_gated()) units += args.parts[1].num_units;
@@ -259,6 +261,16 @@ void share_out(WideArgs& args, const ClusterRoom& room, int multiprocessors) {
             }
         }
     }
+    args.meeting_bits = 0;
+    // Blocks that fill the device meet in memory, for which a tile's end takes some units longer.
+    const int tiles = cut_tiles(args, 1), clusters = tiles << kMeetingBits;
+    const auto own = static_cast<double>(ceil_div(units, 2 * kMostSplits));
+    if (can_meet && !args.is_gated() && clusters * 2 <= kMostMeeting &&
+        clusters <= room.at_once[2] && own * 1.33 * 1.1 + 4 < least) {
+        args.splits = 2;
+        args.meeting_bits = kMeetingBits;
+        return;
+    }
     cut_tiles(args, best);
 }
 
@@ -272,9 +284,11 @@ cudaError_t launch_wide(
     ClusterRoom room;
     const cudaError_t error = cluster_room<kRows, is_by_rows>(&room, info, share);
     if (error != cudaSuccess) return error;
-    share_out(args, room, info.multiprocessors);
-    const int at_once = std::max(1, room.at_once[args.splits]);
-    const bool has_one = args.tiles <= static_cast<uint32_t>(at_once);
+    share_out(args, room, info.multiprocessors, kRows <= 32);
+    args.meeting = static_cast<uint8_t*>(of.workspace);
+    const auto at_once = static_cast<uint32_t>(std::max(1, room.at_once[args.splits]));
+    const uint32_t clusters = args.tiles << args.meeting_bits;
+    const bool has_one = clusters <= at_once;
     args.piece = static_cast<int>(ceil_div(kRows / 4 * args.tile_strips(), args.splits));
     args.per_piece = static_cast<uint32_t>(ceil_div(1 << 16, args.piece));
     const int all_sums = args.sources() * args.piece * kWarp * static_cast<int>(sizeof(float4));
@@ -286,10 +300,11 @@ cudaError_t launch_wide(
     args.ring_bytes = (share - state - gates - sums) / 128 * 128;
     args.gates_at = args.ring_bytes + state;
     args.sums_at = in_ring ? 0 : args.gates_at + gates;
-    args.clusters = std::min(args.tiles, static_cast<uint32_t>(at_once));
+    args.clusters = std::min(clusters, at_once);
     for (int i = 0; i < of.count; ++i) {
         WidePart& part = args.parts[i];
-        part.share_units = static_cast<uint32_t>(ceil_div(part.num_units, args.splits));
+        const int sharers = args.splits << args.meeting_bits;
+        part.share_units = static_cast<uint32_t>(ceil_div(part.num_units, sharers));
         for (uint32_t rank = 0; rank * part.share_units < part.num_units; ++rank) {
             part.first[rank] = unit_at(*of.parts[i], rank * part.share_units, part.header_bytes);
         }
@@ -310,6 +325,8 @@ cudaError_t launch_rows(
 }
 
 }  // namespace
+
+int64_t quant_wide_workspace() { return kMeetingHead + kMostMeeting * kMeetingBytes; }
 
 cudaError_t quant_wide(
     const ExlQuantLinear& of, int first, int rows, const DeviceInfo& info, void* stream

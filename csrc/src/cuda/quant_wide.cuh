@@ -5,6 +5,9 @@
 
 namespace exl::cuda {
 
+// Bytes that it needs, zero at first.
+int64_t quant_wide_workspace();
+
 // Rows first .. first + rows - 1 of the batch, which are a chunk.
 cudaError_t quant_wide(
     const ExlQuantLinear& of, int first, int rows, const DeviceInfo& info, void* stream

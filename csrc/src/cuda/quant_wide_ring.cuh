@@ -34,6 +34,7 @@ struct WideState {
     uint64_t full[kRingUnits];
     uint64_t empty[kRingUnits];
     uint64_t sums;  // all that this block adds up have come
+    uint32_t is_last;  // of the clusters that meet
 
 #if EXL_IS_HOPPER
     // The block gets so many bytes of sums.
@@ -101,7 +102,7 @@ private:
         strip_bytes_ = part.strip_bytes;
         from_ = part.tiles + first_strip * part.strip_bytes;
         is_open_ = true;
-        const WidePart::First& first = part.first[cluster_rank()];
+        const WidePart::First& first = part.first[WideWalk::rank(args_)];
         offset_ = first.offset;
         unit_ = first.unit;
         return true;

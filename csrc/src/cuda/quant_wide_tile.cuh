@@ -47,8 +47,9 @@ __device__ __forceinline__ float inverse(float x) {
     return __uint_as_float((254u << 23) - __float_as_uint(x));
 }
 
-// `factor` times what all teams of the cluster have sent to `from`; the next one's lies `stride`
-// after it.
+// `factor` times the sum of what lies at `from`, `stride` after it, and so on: what all teams of the
+// cluster have sent, or clusters that meet have left.
+template <bool is_global = false>
 __device__ __forceinline__ float4 gather(
     int sources, const float4* from, int stride, float factor
 ) {
@@ -59,7 +60,8 @@ __device__ __forceinline__ float4 gather(
         float4 fours[kAtOnce] = {};
 #pragma unroll
         for (int j = 0; j < kAtOnce; ++j) {
-            if (first + j < sources) fours[j] = from[(first + j) * stride];
+            const float4* one = from + (first + j) * stride;
+            if (first + j < sources) fours[j] = is_global ? __ldcg(one) : *one;
         }
 #pragma unroll
         for (const float4& four : fours) {
@@ -70,13 +72,36 @@ __device__ __forceinline__ float4 gather(
     return sum;
 }
 
+// Leaves this block's piece of the sums, of `count` fours, at `to`, where the tile's clusters meet.
+// True if by `counter` the others have done so: then all of them can be read there.
+__device__ __forceinline__ bool meet(
+    const WideArgs& args, const float4* sums, float4* to, int count, uint32_t* counter,
+    WideState& state
+) {
+    barrier_wait<true>(&state.sums, 0);
+#pragma unroll 1
+    for (int n = threadIdx.x; n < count; n += kMultiplierThreads) {
+        to[n] = gather(args.sources(), sums + n, args.piece * kWarp, 1.0f);
+    }
+    __threadfence();
+    named_barrier<2, kMultiplierThreads>();
+    if (threadIdx.x == 0) {
+        const bool is_last = atomicAdd(counter, 1) == (1u << args.meeting_bits) - 1;
+        if (is_last) *counter = 0;  // for the next launch
+        state.is_last = is_last;
+        __threadfence();
+    }
+    named_barrier<2, kMultiplierThreads>();
+    return state.is_last != 0;
+}
+
 // This block's piece of a tile, from what is in `sums`, of a gated pair the second part's, once
 // `barrier` says that it has come. Little code: it runs once in most launches, and what takes the
 // time then is to fetch it. What is not real reads, writes nothing and ends early.
 template <int kRows>
 __device__ __forceinline__ void write_wide_tile(
     const WideArgs& args, const WideWalk& walk, const float4* sums, const float4* gates,
-    uint64_t* barrier, bool is_real
+    WideState& state, bool is_real
 ) {
     const WidePart& part = args.parts[walk.group];
     const int strips = args.tile_strips(), stride = args.piece * kWarp;
@@ -84,6 +109,16 @@ __device__ __forceinline__ void write_wide_tile(
     const int begin = static_cast<int>(cluster_rank()) * stride;
     const int end = min(kRows / 4 * strips * kWarp, begin + stride);
     const bool is_added = args.epilogue == EXL_EPILOGUE_ADD;
+    const float4* left = nullptr;  // what has been left for this piece where clusters meet
+    if (is_real && args.meets()) {
+        const uint32_t at = walk.of_all * args.splits + cluster_rank();
+        auto* const counter = reinterpret_cast<uint32_t*>(args.meeting) + at;
+        auto* const first = reinterpret_cast<float4*>(args.meeting + kMeetingHead) +
+                            (at << args.meeting_bits) * stride;
+        float4* const own = first + wide_cluster(args) * stride;
+        if (!meet(args, sums, own, end - begin, counter, state)) return;
+        left = first;
+    }
     const int warp = uniform(threadIdx.x / kWarp) % kMultipliers;
 #pragma unroll 1
     for (int from = begin + kWarp * warp; from < end; from += kMultiplierThreads) {
@@ -113,8 +148,11 @@ __device__ __forceinline__ void write_wide_tile(
         const WidePart& last_part = args.parts[args.is_gated() ? 1 : walk.group];
         const float factor = inverse(weight_unit(part, strip));
         const float last_factor = inverse(weight_unit(last_part, strip));
-        if (is_real && args.is_shared()) barrier_wait<true>(barrier, 0);
-        const float4 last = gather(sources, sums + n - begin, stride, last_factor);
+        if (is_real && args.is_shared()) barrier_wait<true>(&state.sums, 0);
+        const float4 last =
+            left != nullptr
+                ? gather<true>(1 << args.meeting_bits, left + n - begin, stride, last_factor)
+                : gather(sources, sums + n - begin, stride, last_factor);
         float4 own = last;
         if (args.is_gated()) own = gather(sources, gates + n - begin, stride, factor);
         y[0] += own.x, y[1] += own.y, y[2] += own.z, y[3] += own.w;

@@ -4,7 +4,8 @@
 // has the same strips of both, gate first. A tile is the work of one cluster of thread blocks, which
 // takes every so many of them; its units are shared out to the blocks in equal numbers, and in tiles
 // of 4 strips to the block's two teams of four warps in turns. Only a block alone, of one team, has
-// more tiles than one.
+// more tiles than one. A tile can have several clusters, which meet in memory: each leaves its sums
+// there, and the last one to come adds them up.
 #pragma once
 
 #include "hopper.cuh"
@@ -12,7 +13,12 @@
 namespace exl::cuda {
 
 constexpr int kTileStrips = 8;  // at most
-constexpr int kMostSplits = 8;  // blocks of a cluster
+constexpr int kMostSplits = 8;  // blocks that share a tile
+// Blocks of one launch that meet in memory at most, each with so many bytes of sums there. Before
+// those come counters, one for each place where some of them meet.
+constexpr int kMostMeeting = 288;
+constexpr int kMeetingBytes = 8192;
+constexpr int kMeetingHead = 4 * kMostMeeting;
 
 struct WidePart {
     // What the table of units says of the first one of each block's share, which needs not be read
@@ -41,7 +47,9 @@ struct WideArgs {
     uint32_t tiles;           // of all
     int32_t team_bits;  // 1 with tiles of 4 strips and two teams, else 0
     int32_t splits;     // thread blocks of a cluster, 1 to kMostSplits
+    int32_t meeting_bits;  // 2^meeting_bits clusters to a tile
     uint32_t clusters;
+    uint8_t* meeting;  // counters, zero between launches, and sums
     int32_t piece;  // of a tile that a block writes: so many times four numbers of a warp's threads
     uint32_t per_piece;  // 2^16 / piece, rounded up
     void* y;
@@ -63,6 +71,7 @@ struct WideArgs {
     __host__ __device__ int sources() const { return splits << team_bits; }
     // Whether several blocks or teams share a tile; then a block has only the one.
     __host__ __device__ bool is_shared() const { return sources() > 1; }
+    __host__ __device__ bool meets() const { return meeting_bits > 0; }
 #if EXL_IS_HOPPER
     // What this block gets of all sums of a tile.
     template <int kRows>
@@ -82,6 +91,11 @@ struct WideShare {
     uint32_t begin, end;
 };
 
+// Which of a tile's clusters this is.
+__device__ __forceinline__ uint32_t wide_cluster(const WideArgs& args) {
+    return cluster_index() & ((1u << args.meeting_bits) - 1);
+}
+
 // The tile that a block is at.
 struct WideWalk {
     uint32_t of_all;
@@ -89,7 +103,7 @@ struct WideWalk {
     uint32_t tile;
 
     __device__ __forceinline__ explicit WideWalk(const WideArgs& args)
-        : of_all(cluster_index()) {
+        : of_all(cluster_index() >> args.meeting_bits) {
         find(args);
     }
     __device__ __forceinline__ bool is_over(const WideArgs& args) const {
@@ -103,8 +117,12 @@ struct WideWalk {
     __device__ __forceinline__ WideShare share(const WideArgs& args, int half) const {
         const int part = args.is_gated() ? half : group;
         const uint32_t units = args.parts[part].num_units, each = args.parts[part].share_units;
-        const uint32_t begin = min(units, cluster_rank() * each);
+        const uint32_t begin = min(units, rank(args) * each);
         return {part, begin, min(units, begin + each)};
+    }
+    // Of this block among all that share the tile.
+    __device__ __forceinline__ static uint32_t rank(const WideArgs& args) {
+        return wide_cluster(args) * args.splits + cluster_rank();
     }
 
 private:
