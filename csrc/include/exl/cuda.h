@@ -183,10 +183,13 @@ static inline int exl_cuda_row_tiles(int rows) {
 static inline int64_t exl_cuda_chunk_halves(int rows, int num_blocks) {
     return (int64_t)num_blocks * 32 * (rows == 1 ? 1 : 8 * exl_cuda_row_tiles(rows));
 }
+// Room for prepared inputs: behind the last one lies a pad, of which anything may be read.
+#define EXL_CUDA_PAD_BLOCKS 3
 static inline int64_t exl_cuda_prepared_halves(int rows, int num_blocks) {
     const int whole = rows / EXL_CUDA_CHUNK_ROWS, rest = rows % EXL_CUDA_CHUNK_ROWS;
     return whole * exl_cuda_chunk_halves(EXL_CUDA_CHUNK_ROWS, num_blocks) +
-           (rest ? exl_cuda_chunk_halves(rest, num_blocks) : 0);
+           (rest ? exl_cuda_chunk_halves(rest, num_blocks) : 0) +
+           exl_cuda_chunk_halves(rest ? rest : EXL_CUDA_CHUNK_ROWS, EXL_CUDA_PAD_BLOCKS);
 }
 
 // Attention and gated products can leave their result prepared for the linear behind them, where

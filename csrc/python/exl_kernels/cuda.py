@@ -34,6 +34,7 @@ RUN_BYTES = 16  # of ExlQuantRun
 STRIP_HEAD = 32  # bytes ahead of a strip's units
 MAX_PARTS = 3
 CHUNK_ROWS = 64  # of prepared inputs
+PAD_BLOCKS = 3  # behind them
 MAX_TOP = 512  # likeliest tokens that a sample can name
 
 
@@ -313,14 +314,15 @@ class CudaLibrary:
 
 
 def prepared_halves(rows: int, num_blocks: int) -> int:
-    """float16 numbers of `rows` prepared inputs; `exl_cuda_prepared_halves`."""
+    """Room for `rows` prepared inputs, in float16 numbers; `exl_cuda_prepared_halves`."""
 
-    def chunk(count: int) -> int:
+    def chunk(count: int, blocks: int) -> int:
         fitting = (rows for rows in (1, 8, 16, 32, CHUNK_ROWS) if rows >= count)
-        return num_blocks * 32 * next(fitting)
+        return blocks * 32 * next(fitting)
 
     whole, rest = divmod(rows, CHUNK_ROWS)
-    return whole * chunk(CHUNK_ROWS) + (chunk(rest) if rest else 0)
+    own = whole * chunk(CHUNK_ROWS, num_blocks) + (chunk(rest, num_blocks) if rest else 0)
+    return own + chunk(rest or CHUNK_ROWS, PAD_BLOCKS)
 
 
 @cache

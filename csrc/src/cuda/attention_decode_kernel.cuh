@@ -25,14 +25,14 @@ __device__ __forceinline__ Piece piece_of(
     Piece piece = {};
     const int seq = static_cast<int>(blockIdx.z) / params.row_tiles;
     const int tile_rows = queries / params.group;
-    const int seq_begin = params.row_starts[seq];
-    const int seq_rows = params.row_starts[seq + 1] - seq_begin;
+    const int seq_begin = uniform(params.row_starts[seq]);
+    const int seq_rows = uniform(params.row_starts[seq + 1]) - seq_begin;
     const int first = static_cast<int>(blockIdx.z) % params.row_tiles * tile_rows;
     if (seq_rows > kFewRows || first >= seq_rows) return piece;
     piece.first_row = seq_begin + first;
     piece.rows = min(tile_rows, seq_rows - first);
     piece.vectors = piece.rows * params.group;
-    piece.known = params.past_lens[seq];
+    piece.known = uniform(params.past_lens[seq]);
     piece.first_position = piece.known + first;
     piece.end_key = piece.first_position + piece.rows;
     piece.begin_key = params.window > 0 ? max(0, piece.first_position - params.window + 1) : 0;
@@ -235,7 +235,7 @@ decode_kernel(const AttentionParams params) {
     extern __shared__ __align__(16) uint8_t shared[];
     let_next_begin();
     const int warps = blockDim.x / kWarp;
-    const int warp = threadIdx.x / kWarp;
+    const int warp = uniform(threadIdx.x / kWarp);
     const int lane = threadIdx.x % kWarp;
     const Piece piece = piece_of(params, kQueries, kStep, warps);
     if (piece.splits == 0) {

@@ -101,11 +101,33 @@ __device__ __forceinline__ void wait_for_inputs() {
 #endif
 }
 
+// What all lanes have, so that the compiler knows it: what follows from it then takes no lanes' registers,
+// and branches on it no care.
+__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
+
 // Of so few rows a kernel takes as long to have its code fetched as to run it. It can go through it
 // once before its inputs are there, to no effect; of more rows that slows the kernel ahead too much.
 constexpr int kRehearsedRows = 8;
 
 // ---- copies ------------------------------------------------------------------------------------
+
+#if __CUDA_ARCH__ >= 900
+// Weights, in multiples of 16 bytes, to shared memory, whose barrier there counts them when they have
+// come. A step reads each once: they are the first to leave the second-level cache again, in which
+// kernels' own code, keys and values, inputs and norms lie.
+__device__ __forceinline__ void copy_weights(
+    uint32_t to, const void* from, uint32_t bytes, uint32_t barrier
+) {
+    // What createpolicy.fractional.L2::evict_first gives for all bytes, without its instructions.
+    constexpr uint64_t kEvictFirst = 0x12f0000000000000;
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+        "[%0], [%1], %2, [%3], %4;"
+        ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
+        : "memory"
+    );
+}
+#endif
 
 // 16 bytes from global to shared memory, past the registers and the first-level cache.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {

@@ -76,8 +76,6 @@ __device__ __forceinline__ void cluster_arrive() {
 __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
-// What all lanes have, so that the compiler knows it.
-__device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
 // Which of the launch's clusters this is, and which of its blocks; whole warps ask.
 __device__ __forceinline__ uint32_t cluster_index() {
     uint32_t index;

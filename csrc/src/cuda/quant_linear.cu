@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
     extern __shared__ __align__(128) uint8_t shared[];
     auto* sums = reinterpret_cast<WarpSums<Shape>*>(shared + kWarps * args.slots * args.slot_bytes);
     auto* states = reinterpret_cast<RingState*>(sums + kBuffers<Shape>);
-    const int warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+    const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
 
     let_next_begin();
     ChunkStream stream(

@@ -39,6 +39,8 @@ struct Chunks {
     __device__ __forceinline__ int part() const { return what >> 12 & 3; }
     __device__ __forceinline__ int offset_kind() const { return what >> 16 & 3; }
     __device__ __forceinline__ bool has_floats() const { return what >> 18 & 1; }
+    // Float16 scales, zeros in the middle: EXL2's.
+    __device__ __forceinline__ bool is_plain() const { return (what >> 16 & 7) == 0; }
     __device__ __forceinline__ bool is_last() const { return what & kIsLast; }
     __device__ __forceinline__ bool is_empty() const { return units() == 0; }
     // Of one unit of four blocks, as most are.
@@ -92,15 +94,11 @@ public:
 
     // The series that begins with the chunk at hand, whose bytes may be on their way. Units of 0
     // mark the end.
-    __device__ __forceinline__ Chunks front() const {
-        __syncwarp();
-        return state_->chunks[slot_];
-    }
+    __device__ __forceinline__ Chunks front() const { return series_at(slot_); }
     // The one that begins with the chunk after it, where the ring has several slots.
     __device__ __forceinline__ Chunks next() const {
         if (args_.slots == 1) return {0, 0};
-        __syncwarp();
-        return state_->chunks[slot_ + 1 == args_.slots ? 0 : slot_ + 1];
+        return series_at(slot_ + 1 == args_.slots ? 0 : slot_ + 1);
     }
     __device__ __forceinline__ const uint8_t* bytes() const {
         return ring_ + slot_ * args_.slot_bytes;
@@ -137,22 +135,45 @@ public:
     __device__ __forceinline__ bool must_open() const {
         return series_left_ == 0 && tile_ < args_.tiles;
     }
+    // Whether what `pop` copies is of the same series as what was copied before.
+    __device__ __forceinline__ bool goes_on() const { return series_left_ > 0; }
     // Gives its slot to the next copy; all its bytes have been read.
     template <bool may_open>
     __device__ __forceinline__ void pop() {
         __syncwarp();
         if (may_open && must_open()) open_series(slot_);
         issue(slot_);
-        if (++slot_ == args_.slots) slot_ = 0, phase_ ^= 1;
+        step();
+    }
+    // Where the series goes on.
+    __device__ __forceinline__ void pop_on() {
+        __syncwarp();
+        issue_next(slot_);
+        step();
     }
 
 private:
+    __device__ __forceinline__ void step() {
+        const bool wraps = ++slot_ == args_.slots;
+        if (wraps) slot_ = 0;
+        phase_ ^= wraps;
+    }
+
+    __device__ __forceinline__ Chunks series_at(int slot) const {
+        __syncwarp();
+        const Chunks& chunks = state_->chunks[slot];
+        return {uniform(chunks.what), uniform(chunks.place)};
+    }
+
     // Begins the copy of the next chunk, if there is one.
     __device__ __forceinline__ void issue(int slot) {
         if (series_left_ == 0) {
             if (lane_ == 0) state_->chunks[slot] = {0, 0};
             return;
         }
+        issue_next(slot);
+    }
+    __device__ __forceinline__ void issue_next(int slot) {
         --series_left_;
         copy(slot, size_);
         from_ += size_;
@@ -250,14 +271,7 @@ private:
             asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier),
                          "r"(size)
                          : "memory");
-            if (size > 0) {
-                asm volatile(
-                    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], "
-                    "%2, [%3];" ::"r"(to),
-                    "l"(from_), "r"(size), "r"(barrier)
-                    : "memory"
-                );
-            }
+            if (size > 0) copy_weights(to, from_, size, barrier);
         }
 #else
         for (int byte = 16 * lane_; byte < size; byte += 16 * kWarp) {

@@ -33,10 +33,14 @@ template <int kTiles>
 struct InputRows {
     uint4 of_tile[kTiles];
 
+    // Asked for where it says so: left to the compiler, all of a unit's come after its products.
     __device__ __forceinline__ void load(const __half* x) {
 #pragma unroll
         for (int i = 0; i < kTiles; ++i) {
-            of_tile[i] = *reinterpret_cast<const uint4*>(x + i * 8 * 32);
+            uint4& to = of_tile[i];
+            asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+                         : "l"(x + i * 8 * 32));
         }
     }
 };
@@ -61,6 +65,12 @@ struct UnitFactors {
     float scales[4], offsets[4];
 
     __device__ __forceinline__ void load(const uint8_t* unit, const Chunks& chunk, int bits, int lane) {
+        if (chunk.is_plain()) {  // with nothing to choose
+            load_factors(scales, unit, false, lane / 4);
+#pragma unroll
+            for (int q = 0; q < 4; ++q) offsets[q] = -scales[q] * static_cast<float>(1 << (bits - 1));
+            return;
+        }
         const bool has_floats = chunk.has_floats();
         load_factors(scales, unit, has_floats, lane / 4);
         const uint8_t* from = unit + (has_floats ? 128 : 64);
@@ -168,18 +178,17 @@ __device__ __forceinline__ bool add_whole(
     const InputReader& inputs, int lane
 ) {
     const Chunks own = chunks;
-    const int header = inputs.args.parts[own.part()].header_bytes;
+    int header = inputs.args.parts[own.part()].header_bytes;
+    asm("" : "+r"(header));  // not to be read again for every unit
     const int pitch = inputs.pitch<Shape>();
     const __half* x = inputs.at(own);
     int left = own.count();
 #pragma unroll 1
     for (;;) {
         --left;
-        int ahead = kChunkBlocks;
         x += kChunkBlocks * pitch;
         if (left == 0) {
             chunks = stream.next();
-            ahead = chunks.blocks();
             x = inputs.at(chunks);
         }
         stream.wait();
@@ -192,10 +201,14 @@ __device__ __forceinline__ bool add_whole(
             BlockCodes<kBits> codes;
             codes.load(bytes + header + i * 128 * kBits, lane);
             sums.add(codes, rows[i]);
-            if (i < ahead) rows[i].load(x + i * pitch);
+            rows[i].load(x + i * pitch);  // of fewer blocks than four, what lies behind them too
         }
         sums.template flush<kBits>(total, factors);
         if (left == 0) return true;
+        if (stream.goes_on()) {
+            stream.pop_on();
+            continue;
+        }
         if (stream.must_open()) {
             chunks = own.last(left);
             return false;

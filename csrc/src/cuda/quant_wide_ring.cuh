@@ -154,7 +154,9 @@ private:
         int to = static_cast<int>(uniform(at));
 #pragma unroll 1
         for (int i = 0; i < strips_; ++i, from += strip_bytes_, to += each) {
-            if (lane_ == 0) copy_bulk(ring_ + to, from, each, barrier);
+            if (lane_ == 0) {
+                copy_weights(shared_offset(ring_ + to), from, each, shared_offset(barrier));
+            }
         }
         const __half* inputs = inputs_ + (unit_ & 0xffff) * (kBlockBytes / 2);
         if (!with_inputs) {

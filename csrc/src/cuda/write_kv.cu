@@ -115,7 +115,7 @@ __device__ __forceinline__ const void* element(const void* base, int type, int64
 __global__ void __launch_bounds__(kWarps * kWarp) write_kernel(const WriteArgs args) {
     __shared__ float room[kWarps][kMaxHead];
     let_next_begin();
-    const int warp = threadIdx.x / kWarp;
+    const int warp = uniform(threadIdx.x / kWarp);
     const int lane = threadIdx.x % kWarp;
     const int heads = args.q_heads + 2 * args.cache.kv_heads;
     const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
