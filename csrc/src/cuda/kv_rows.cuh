@@ -27,21 +27,48 @@ __host__ __device__ constexpr int row_bytes(int type, int d) {
 
 using Row = float2[kUnits];
 
-// Elements of one lane: `to` past the row's end is zero. `d` and addresses are even.
-__device__ __forceinline__ void load_row(Row& to, const void* from, int type, int d, int lane) {
+// Elements of one lane of some rows, all on their way before the first is looked at: past a row's
+// end, and of a row at null, zero. `d` and addresses are even.
+template <int count>
+__device__ __forceinline__ void load_rows(
+    Row (&to)[count], const void* const (&from)[count], int type, int d, int lane
+) {
+    if (type == kF16) {
+        uint32_t two[count][kUnits] = {};
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-        const int i = u * kUnit + 2 * lane;
-        to[u] = make_float2(0.0f, 0.0f);
-        if (i >= d) continue;
-        if (type == kF16) {
-            to[u] = __half22float2(*reinterpret_cast<const __half2*>(
-                static_cast<const __half*>(from) + i
-            ));
-        } else {
-            to[u] = *reinterpret_cast<const float2*>(static_cast<const float*>(from) + i);
+        for (int n = 0; n < count; ++n) {
+            const auto* row = static_cast<const uint32_t*>(from[n]) + lane;
+#pragma unroll
+            for (int u = 0; u < kUnits; ++u) {
+                if (from[n] != nullptr && u * kUnit + 2 * lane < d) two[n][u] = row[u * kUnit / 2];
+            }
+        }
+#pragma unroll
+        for (int n = 0; n < count; ++n) {
+#pragma unroll
+            for (int u = 0; u < kUnits; ++u) {
+                to[n][u] = __half22float2(*reinterpret_cast<const __half2*>(&two[n][u]));
+            }
+        }
+        return;
+    }
+#pragma unroll
+    for (int n = 0; n < count; ++n) {
+        const auto* row = static_cast<const float2*>(from[n]) + lane;
+#pragma unroll
+        for (int u = 0; u < kUnits; ++u) {
+            to[n][u] = make_float2(0.0f, 0.0f);
+            if (from[n] != nullptr && u * kUnit + 2 * lane < d) to[n][u] = row[u * kUnit / 2];
         }
     }
+}
+
+__device__ __forceinline__ void load_row(Row& to, const void* from, int type, int d, int lane) {
+    Row rows[1];
+    const void* const only[1] = {from};
+    load_rows<1>(rows, only, type, d, lane);
+#pragma unroll
+    for (int u = 0; u < kUnits; ++u) to[u] = rows[0][u];
 }
 
 __device__ __forceinline__ void store_row(void* to, const Row& x, int type, int d, int lane) {

@@ -1,15 +1,17 @@
 // Keys and values into the cache, and all that happens to them and to queries before attention.
 //
-// One warp for each head of each row: head norm, rope, then queries go back to where they were and
-// keys and values to the cache. Sums and rotations are float32; codes are rounded as the format
-// says. Floor: the bytes of qkv read and those of queries and cache rows written; for few rows
-// latency.
+// A warp takes a head of a row, with many rows some neighbouring ones: head norm, rope, then queries
+// go back to where they were and keys and values to the cache. Sums and rotations are float32; codes
+// are rounded as the format says. Floor: the bytes of qkv read and those of queries and cache rows
+// written; for few rows latency.
 #include "kv_rows.cuh"
 
 namespace exl::cuda {
 namespace {
 
 constexpr int kWarps = 4;
+constexpr int kManyHeads = 4;     // of a warp, with many rows
+constexpr int kWarpsAtOnce = 32;  // of a multiprocessor, about
 
 // Heads of a row in the order queries, keys, values; any of them may be none.
 struct WriteArgs {
@@ -64,6 +66,12 @@ __device__ __forceinline__ void fit_row(
 __device__ __forceinline__ void load_angles(
     Row& cos, Row& sin, const float* cos_from, const float* sin_from, int half, int lane
 ) {
+    if (half == kUnit) {  // as heads of 128 have it: an element's partner is the same lane's
+        cos[0] = cos[1] = reinterpret_cast<const float2*>(cos_from)[lane];
+        sin[1] = reinterpret_cast<const float2*>(sin_from)[lane];
+        sin[0] = make_float2(-sin[1].x, -sin[1].y);
+        return;
+    }
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
         float c[2], s[2];
@@ -78,10 +86,21 @@ __device__ __forceinline__ void load_angles(
     }
 }
 
+__device__ __forceinline__ float2 turned(float2 x, float2 partner, float2 cos, float2 sin) {
+    return make_float2(x.x * cos.x + partner.x * sin.x, x.y * cos.y + partner.y * sin.y);
+}
+
 // Partners are `half` apart, wherever that is: through `room`, the warp's own.
 __device__ __forceinline__ void rope_row(
     Row& x, const Row& cos, const Row& sin, int half, int d, float* room, int lane
 ) {
+    if (half == kUnit) {
+        const float2 low = x[0];
+        x[0] = turned(low, x[1], cos[0], sin[0]);
+        x[1] = turned(x[1], low, cos[1], sin[1]);
+        return;
+    }
+    __syncwarp();  // what the head before left in `room` has been read
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
         const int i = u * kUnit + 2 * lane;
@@ -95,81 +114,99 @@ __device__ __forceinline__ void rope_row(
     for (int u = 0; u < kUnits; ++u) {
         const int i = u * kUnit + 2 * lane;
         if (i >= d) break;
-        x[u].x = x[u].x * cos[u].x + partner(i) * sin[u].x;
-        x[u].y = x[u].y * cos[u].y + partner(i + 1) * sin[u].y;
+        x[u] = turned(x[u], make_float2(partner(i), partner(i + 1)), cos[u], sin[u]);
     }
 }
 
-__device__ __forceinline__ uint8_t* cache_row(
-    void* cache, int type, const ExlCache& shape, int64_t slot, int head
-) {
-    const int64_t page = slot / shape.page_size;
-    const int64_t row = (page * shape.kv_heads + head) * shape.page_size + slot % shape.page_size;
-    return static_cast<uint8_t*>(cache) + row * row_bytes(type, shape.head_dim);
-}
+// A head of a row: what it is, where it lies and where it goes.
+struct Head {
+    bool is_query, is_key;
+    int type;  // of the cache
+    uint8_t* from;
+    uint8_t* cached;
 
-__device__ __forceinline__ const void* element(const void* base, int type, int64_t index) {
-    return static_cast<const uint8_t*>(base) + index * (type == kF16 ? 2 : 4);
-}
+    __device__ __forceinline__ Head(const WriteArgs& args, int row, int head, uint32_t slot) {
+        const ExlCache& cache = args.cache;
+        const int width = args.dtype == kF16 ? 2 : 4, d = cache.head_dim;
+        is_query = head < args.q_heads;
+        is_key = !is_query && head < args.q_heads + cache.kv_heads;
+        const int of_kind = head - (is_query ? 0 : args.q_heads + (is_key ? 0 : cache.kv_heads));
+        const void* base = is_query ? args.queries : is_key ? args.keys : args.values;
+        const int64_t stride = is_query ? args.query_stride : args.key_stride;
+        from = static_cast<uint8_t*>(const_cast<void*>(base));
+        from += (row * stride + of_kind * d) * width;
+        type = is_key ? cache.key_dtype : cache.value_dtype;
+        const uint32_t page = slot / cache.page_size, of_page = slot % cache.page_size;
+        const int64_t of_cache =
+            (static_cast<int64_t>(page) * cache.kv_heads + of_kind) * cache.page_size + of_page;
+        cached = static_cast<uint8_t*>(is_key ? cache.key_cache : cache.value_cache) +
+                 of_cache * row_bytes(type, d);
+    }
+};
 
+// `kHeads` neighbouring heads of a row to a warp, all asked for before the first one is at hand.
+template <int kHeads>
 __global__ void __launch_bounds__(kWarps * kWarp) write_kernel(const WriteArgs args) {
     __shared__ float room[kWarps][kMaxHead];
     let_next_begin();
     const int warp = uniform(threadIdx.x / kWarp);
     const int lane = threadIdx.x % kWarp;
-    const int heads = args.q_heads + 2 * args.cache.kv_heads;
-    const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + warp;
-    if (index >= static_cast<int64_t>(args.rows) * heads) {
+    const int keys_end = args.q_heads + args.cache.kv_heads, heads = keys_end + args.cache.kv_heads;
+    const int row = blockIdx.x;
+    const int first = (blockIdx.y * kWarps + warp) * kHeads;
+    if (first >= heads) {
         wait_for_inputs();
         return;
     }
-    const int row = static_cast<int>(index / heads);
-    const int head = static_cast<int>(index % heads);
     const int d = args.cache.head_dim;
-    const bool is_query = head < args.q_heads;
-    const bool is_key = !is_query && head < args.q_heads + args.cache.kv_heads;
-    // What the pass is made of was there before it began.
-    const int64_t slot = is_query ? 0 : args.slots[row];
-    const bool turns = (is_query || is_key) && args.rotary_half > 0;
+    // What the pass is made of was there before it began. No cache has 2^32 slots.
+    const bool is_cached = first + kHeads > args.q_heads;
+    const uint32_t slot = is_cached ? uniform(static_cast<uint32_t>(args.slots[row])) : 0;
     Row cos, sin;
+    const bool turns = args.rotary_half > 0 && first < keys_end;
     if (turns) {
         const int64_t angles = static_cast<int64_t>(row) * args.rotary_half;
         load_angles(cos, sin, args.cos + angles, args.sin + angles, args.rotary_half, lane);
     }
-    const int kv_head = (head - args.q_heads) % args.cache.kv_heads;
-    const void* base = is_query ? args.queries : is_key ? args.keys : args.values;
-    const int64_t stride = is_query ? args.query_stride : args.key_stride;
-    void* const from = const_cast<void*>(
-        element(base, args.dtype, row * stride + (is_query ? head : kv_head) * d)
-    );
-    const int type = is_key ? args.cache.key_dtype : args.cache.value_dtype;
-    void* cache = is_key ? args.cache.key_cache : args.cache.value_cache;
-    uint8_t* const cached = cache_row(cache, type, args.cache, slot, kv_head);
+    const Head own(args, row, first, slot);
+    const auto head_at = [&](int i) {
+        return kHeads == 1 ? own : Head(args, row, first + i, slot);
+    };
     // What is not real is the rehearsal (common.cuh): of zeros, to the warp's room.
 #pragma unroll 1
-    for (bool is_real = args.rows > kRehearsedRows;; is_real = true) {
-        Row x = {};
+    for (bool is_real = kHeads > 1 || args.rows > kRehearsedRows;; is_real = true) {
+        Row rows[kHeads] = {};
         if (is_real) {
+            const void* from[kHeads];
+#pragma unroll
+            for (int i = 0; i < kHeads; ++i) {
+                from[i] = first + i < heads ? head_at(i).from : nullptr;
+            }
             wait_for_inputs();
-            load_row(x, from, args.dtype, d, lane);
+            load_rows<kHeads>(rows, from, args.dtype, d, lane);
         }
-        if (is_query || is_key) {
-            const float* weight = is_query ? args.q_norm : args.k_norm;
-            if (weight != nullptr) norm_row(x, weight, args.eps, d, lane);
-        }
-        if (turns) rope_row(x, cos, sin, args.rotary_half, d, room[warp], lane);
-        if ((is_query || is_key) && args.head_scale != nullptr) {
-            fit_row(x, args.head_scale + head * d, args.head_shift + head * d, d, lane);
-        }
-        __syncwarp();
-        void* const nowhere = room[warp];
-        if (is_query || (is_key && args.is_in_place)) {
-            store_row(is_real ? from : nowhere, x, args.dtype, d, lane);
-        }
-        if (!is_query) {
-            encode_row(
-                is_real ? cached : static_cast<uint8_t*>(nowhere), x, type, d, lane
-            );
+#pragma unroll
+        for (int i = 0; i < kHeads; ++i) {
+            if (first + i >= heads) break;
+            const Head head = head_at(i);
+            Row& x = rows[i];
+            if (head.is_query || head.is_key) {
+                const float* weight = head.is_query ? args.q_norm : args.k_norm;
+                if (weight != nullptr) norm_row(x, weight, args.eps, d, lane);
+                if (turns) rope_row(x, cos, sin, args.rotary_half, d, room[warp], lane);
+                if (args.head_scale != nullptr) {
+                    const int of_fit = (first + i) * d;
+                    fit_row(x, args.head_scale + of_fit, args.head_shift + of_fit, d, lane);
+                }
+            }
+            __syncwarp();
+            auto* const nowhere = reinterpret_cast<uint8_t*>(room[warp]);
+            if (head.is_query || (head.is_key && args.is_in_place)) {
+                store_row(is_real ? head.from : nowhere, x, args.dtype, d, lane);
+            }
+            if (!head.is_query) {
+                encode_row(is_real ? head.cached : nowhere, x, head.type, d, lane);
+            }
         }
         if (is_real) return;
         __syncwarp();
@@ -186,9 +223,20 @@ bool fits(const ExlCache& cache, int dtype) {
 int write(const WriteArgs& args, void* stream) {
     if (!fits(args.cache, args.dtype)) return cudaErrorInvalidValue;
     if (args.rows <= 0) return cudaSuccess;
+    DeviceInfo info;
+    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     const int64_t heads = args.q_heads + 2 * args.cache.kv_heads;
-    const auto blocks = static_cast<unsigned>(ceil_div(args.rows * heads, kWarps));
-    return launch(write_kernel, dim3(blocks), dim3(kWarps * kWarp), 0, stream, args);
+    const auto launch_with = [&](auto kernel, int each) {
+        const dim3 grid(
+            static_cast<unsigned>(args.rows), static_cast<unsigned>(ceil_div(heads, each * kWarps))
+        );
+        return launch(kernel, grid, dim3(kWarps * kWarp), 0, stream, args);
+    };
+    // One head to a warp while all of them run at about the same time.
+    if (args.rows * heads <= kWarpsAtOnce * info.multiprocessors) {
+        return launch_with(write_kernel<1>, 1);
+    }
+    return launch_with(write_kernel<kManyHeads>, kManyHeads);
 }
 
 }  // namespace
