@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -127,11 +128,11 @@ class Inputs:
             past, count = segment.past_len, len(segment.token_ids)
             table[i, : len(segment.page_ids)] = segment.page_ids
             past_lens[i], row_starts[i] = past, row
-            for position, token_id in enumerate(segment.token_ids, past):
-                page, offset = divmod(position, self._page_size)
-                token_ids[row], positions[row] = token_id, position
-                slots[row] = segment.page_ids[page] * self._page_size + offset
-                row += 1
+            token_ids[row : row + count] = segment.token_ids
+            positions[row : row + count] = np.arange(past, past + count)
+            for of_page in segment.slots(self._page_size):
+                slots[row : row + len(of_page)] = np.arange(of_page.start, of_page.stop)
+                row += len(of_page)
             if segment.logit_rows is LogitRows.LAST and count and not wants_all:
                 logit_rows[asked] = row - 1
                 asked += 1

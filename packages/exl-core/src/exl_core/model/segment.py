@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
@@ -45,3 +46,18 @@ class Segment:
     logit_rows: LogitRows
     adapters: tuple[AdapterUse, ...] = ()
     embeddings: tuple[EmbeddedSpan, ...] = ()
+
+    @property
+    def positions(self) -> range:
+        """Of its tokens in the sequence."""
+        return range(self.past_len, self.past_len + len(self.token_ids))
+
+    def slots(self, page_size: int) -> Iterator[range]:
+        """Where its tokens' keys and values go, page by page: page number * page_size + offset."""
+        position, end = self.past_len, self.past_len + len(self.token_ids)
+        while position < end:
+            page, offset = divmod(position, page_size)
+            count = min(page_size - offset, end - position)
+            first = self.page_ids[page] * page_size + offset
+            yield range(first, first + count)
+            position += count
