@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import pointer
+from dataclasses import replace
 
 import pytest
 import torch
@@ -91,6 +92,29 @@ def test_each_width_with_each_kind_of_offset(offset, scale_dtype, bits):
         x, y = inputs(m, plain.in_features), poisoned(m, 96)
         run_linear([matrix], x, y, workspace)
         assert error(y, exact(plain, x)) < FLOAT32_BOUND
+
+
+@pytest.mark.parametrize(
+    ("scale_dtype", "most"), [(torch.float16, 6), (torch.float32, 40)], ids=["f16", "f32"]
+)
+@pytest.mark.parametrize("offset", ["middle", "minimums"])
+@pytest.mark.parametrize("m", [1, 8, 13, 32, 64])
+def test_strips_whose_scales_are_of_different_sizes(m, offset, scale_dtype, most):
+    """Weights of some rows are kept in float16's range by a power of two for each strip."""
+    n = 9 * 32
+    plain = random_plain(m, MIXED, n, offset=offset, scale_dtype=scale_dtype)
+    sizes = torch.linspace(-most, most, 9).round().exp2()
+    sizes[4] = 0.0
+    by_column = sizes.repeat_interleave(32).to(plain.scales)
+    offsets = None if plain.offsets is None else plain.offsets * by_column
+    plain = replace(plain, scales=plain.scales * by_column, offsets=offsets)
+    x, y = inputs(m, plain.in_features), poisoned(m, n)
+    run_linear([packed(plain)], x, y, Workspace(n))
+    reference = exact(plain, x)
+    assert bool((y[:, 4 * 32 : 5 * 32] == 0.0).all())
+    for strip in (0, 1, 2, 3, 5, 6, 7, 8):
+        own = slice(32 * strip, 32 * (strip + 1))
+        assert error(y[:, own], reference[:, own]) < FLOAT32_BOUND
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 7, 8, 9, 16, 17, 31, 32, 33, 64, 127, 128])
@@ -221,11 +245,12 @@ def test_gated_pairs(kind, m, n):
 def test_the_same_inputs_give_the_same_bits():
     small = random_plain(1, MIXED, 72)
     large = random_plain(2, [(4, 32, 128)], 4128)
+    deep = random_plain(3, [(4, 112, 128)], 4096)  # sums of some rows meet in the workspace
     workspace = Workspace(4128)
-    matrices = [packed(small), packed(large)]
+    matrices = [packed(small), packed(large), packed(deep)]
     seen: dict[tuple[int, int], Tensor] = {}
     for _ in range(20):
-        for which, plain in enumerate((small, large)):
+        for which, plain in enumerate((small, large, deep)):
             for m in (1, 8, 32):
                 x, y = inputs(m, plain.in_features), poisoned(m, plain.out_features)
                 run_linear([matrices[which]], x, y, workspace)
@@ -244,16 +269,17 @@ def test_a_row_counts_the_same_in_whatever_chunk_it_is():
     assert torch.equal(twice[CHUNK_ROWS:], once)
 
 
-def test_launches_in_a_row_see_each_other():
+@pytest.mark.parametrize(("m", "groups"), [(1, 32), (20, 112)])
+def test_launches_in_a_row_see_each_other(m, groups):
     """Kernels begin before the one ahead ends; each here adds to what the one before has left."""
-    plain = random_plain(6, [(4, 32, 128)], 4096)
+    plain = random_plain(6, [(4, groups, 128)], 4096)
     matrix, workspace = packed(plain), Workspace(4096)
-    x = inputs(1, 4096)
-    y = torch.zeros(1, 4096, device="cuda")
+    x = inputs(m, plain.in_features)
+    y = torch.zeros(m, 4096, device="cuda")
     args = cuda.QuantLinear()
     prepared = prepare(x, matrix.order)
     args.parts[0], args.inputs[0] = pointer(matrix.struct), prepared.data_ptr()
-    args.y, args.y_stride, args.count, args.m = y.data_ptr(), 4096, 1, 1
+    args.y, args.y_stride, args.count, args.m = y.data_ptr(), 4096, 1, m
     args.y_dtype, args.epilogue = TYPES[torch.float32], cuda.ADD
     args.workspace = workspace.memory.data_ptr()
     args.workspace_bytes = workspace.memory.numel()
