@@ -101,8 +101,8 @@ __device__ __forceinline__ void wait_for_inputs() {
 #endif
 }
 
-// What all lanes have, so that the compiler knows it: what follows from it then takes no lanes' registers,
-// and branches on it no care.
+// What all lanes have, so that the compiler knows it: what follows from it then takes none of the
+// lanes' registers, and branches on it no care.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
 
 // Of so few rows a kernel takes as long to have its code fetched as to run it. It can go through it
@@ -112,9 +112,9 @@ constexpr int kRehearsedRows = 8;
 // ---- copies ------------------------------------------------------------------------------------
 
 #if __CUDA_ARCH__ >= 900
-// Weights, in multiples of 16 bytes, to shared memory, whose barrier there counts them when they have
-// come. A step reads each once: they are the first to leave the second-level cache again, in which
-// kernels' own code, keys and values, inputs and norms lie.
+// Weights, in multiples of 16 bytes, to shared memory, whose barrier there counts them when they
+// have come. A step reads each once: they are the first to leave the second-level cache again, in
+// which kernels' own code, keys and values, inputs and norms lie.
 __device__ __forceinline__ void copy_weights(
     uint32_t to, const void* from, uint32_t bytes, uint32_t barrier
 ) {
