@@ -149,7 +149,7 @@ def test_what_is_not_finite_or_too_large_is_stored_as_in_the_reference(
      ("f32", 96, 48), ("f32", 128, 0), ("f16", 128, 64), ("q8", 128, 64), ("q4", 64, 32),
      ("f8", 128, 32)],
 )  # fmt: skip
-@pytest.mark.parametrize("rows", [9, 600])
+@pytest.mark.parametrize("rows", [9, 600])  # a head to a warp, or four of ten, or the last two
 def test_norms_and_rope_come_before_the_cache(  # noqa: PLR0917 - one axis each
     gpu: Gpu,
     rng: torch.Generator,
@@ -161,7 +161,6 @@ def test_norms_and_rope_come_before_the_cache(  # noqa: PLR0917 - one axis each
     is_fitted: bool,
     dtype: torch.dtype,
 ) -> None:
-    # Of 600 rows a warp takes four heads of ten: some of two kinds, and once only two.
     q_heads, kv_heads, page_size, pages = 6, 2, 16, -(-rows // 16) + 2
     stored = caches(rng, name, d, pages=pages, kv_heads=kv_heads, page_size=page_size)
     on_gpu = [x.cuda() for x in stored]
@@ -187,9 +186,8 @@ def test_norms_and_rope_come_before_the_cache(  # noqa: PLR0917 - one axis each
     gpu.call("rope_write", args, cache_struct(on_gpu[0], on_gpu[1], d))
 
     table = ReferenceTable(1)
-    wide = qkv.float()
     first_value = (q_heads + kv_heads) * d
-    q, k, v = wide.view(rows, -1, d).split([q_heads, kv_heads, kv_heads], dim=1)
+    q, k, v = qkv.float().view(rows, -1, d).split([q_heads, kv_heads, kv_heads], dim=1)
     q, k = q.contiguous(), k.contiguous()
     for x, norm in zip((q, k), norms, strict=True):
         if has_norms:
