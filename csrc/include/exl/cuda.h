@@ -25,7 +25,7 @@ extern "C" {
 #endif
 
 #define EXL_CUDA_API __attribute__((visibility("default")))
-#define EXL_CUDA_ABI 6
+#define EXL_CUDA_ABI 7
 
 // ---- the library and its devices -------------------------------------------------------------
 
@@ -183,7 +183,7 @@ static inline int exl_cuda_row_tiles(int rows) {
 static inline int64_t exl_cuda_chunk_halves(int rows, int num_blocks) {
     return (int64_t)num_blocks * 32 * (rows == 1 ? 1 : 8 * exl_cuda_row_tiles(rows));
 }
-// Room for prepared inputs: behind the last one lies a pad, of which anything may be read.
+// Room for prepared inputs: behind the last one lies a pad, which kernels may read, whatever it holds.
 #define EXL_CUDA_PAD_BLOCKS 3
 static inline int64_t exl_cuda_prepared_halves(int rows, int num_blocks) {
     const int whole = rows / EXL_CUDA_CHUNK_ROWS, rest = rows % EXL_CUDA_CHUNK_ROWS;

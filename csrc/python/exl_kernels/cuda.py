@@ -22,7 +22,7 @@ from ctypes import (
 from functools import cache
 from pathlib import Path
 
-ABI = 6
+ABI = 7
 LIBRARY = Path(__file__).with_name("libexl_cuda.so")
 
 OFFSETS = {"middle": 0, "zeros": 1, "minimums": 2}

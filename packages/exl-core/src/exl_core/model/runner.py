@@ -75,7 +75,7 @@ def make_batch(segments: Sequence[Segment], page_size: int = PAGE_SIZE) -> Batch
     for segment in segments:
         first_row, count = len(token_ids), len(segment.token_ids)
         token_ids += segment.token_ids
-        positions += segment.positions
+        positions += range(segment.past_len, segment.past_len + count)
         for of_page in segment.slots(page_size):
             slots += of_page
         row_starts.append(first_row + count)

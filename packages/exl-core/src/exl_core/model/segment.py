@@ -47,11 +47,6 @@ class Segment:
     adapters: tuple[AdapterUse, ...] = ()
     embeddings: tuple[EmbeddedSpan, ...] = ()
 
-    @property
-    def positions(self) -> range:
-        """Of its tokens in the sequence."""
-        return range(self.past_len, self.past_len + len(self.token_ids))
-
     def slots(self, page_size: int) -> Iterator[range]:
         """Where its tokens' keys and values go, page by page: page number * page_size + offset."""
         position, end = self.past_len, self.past_len + len(self.token_ids)
