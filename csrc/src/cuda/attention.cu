@@ -61,8 +61,9 @@ extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cach
     params.past_lens = args->past_lens;
     params.table_stride = args->table_stride;
     params.window = args->window;
-    params.scale = args->scale;
-    params.softcap = args->softcap;
+    const bool is_capped = args->softcap > 0.0f;
+    params.scale = kLog2e * args->scale * (is_capped ? 2.0f / args->softcap : 1.0f);
+    params.cap = is_capped ? kLog2e * args->softcap : 0.0f;
     const AttentionSize size = {args->seqs,        args->max_rows,    args->max_keys,
                                 cache->key_dtype,  cache->value_dtype, args->workspace,
                                 args->workspace_bytes};

@@ -34,8 +34,8 @@ struct AttentionParams {
     const int32_t* past_lens;
     int table_stride;
     int window;
-    float scale;
-    float softcap;
+    float scale;  // of dot products as exponents of 2, or as twice a soft-cap's argument
+    float cap;    // of such exponents; 0 for none
     // attention_decode's own
     int row_tiles;
     int splits;
@@ -105,22 +105,29 @@ __device__ __forceinline__ void multiply(
 #endif
 }
 
-// Dot products become scores in powers of two; the branch is around all of them, not in each.
+// c [16, 8] float32 += a [16, 8] float16 (rows) * b [8, 8] float16 (columns).
+__device__ __forceinline__ void multiply_8(float (&c)[4], const uint32_t (&a)[2], uint32_t b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+        "{%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+// Dot products, in units of `unit`, become scores in powers of two; the branch is around all of them,
+// not in each.
 template <class Scores>
-__device__ __forceinline__ void scale_scores(Scores& scores, const AttentionParams& params) {
+__device__ __forceinline__ void scale_scores(
+    Scores& scores, const AttentionParams& params, float unit = 1.0f
+) {
     auto* s = reinterpret_cast<float*>(&scores);
     constexpr int kCount = sizeof(Scores) / sizeof(float);
-    if (params.softcap <= 0.0f) {
-        const float scale = params.scale * kLog2e;
+    const float scale = unit * params.scale;
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) s[i] *= scale;
-    } else {  // c tanh(x / c) with tanh(y) = 1 - 2 / (e^2y + 1)
-        const float scale = 2.0f * kLog2e * params.scale / params.softcap;
-        const float cap = kLog2e * params.softcap;
+    for (int i = 0; i < kCount; ++i) s[i] *= scale;
+    if (params.cap == 0.0f) return;
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-            s[i] = cap * (1.0f - 2.0f / (exp2_of(scale * s[i]) + 1.0f));
-        }
+    for (int i = 0; i < kCount; ++i) {  // c tanh(x / c) with tanh(y) = 1 - 2 / (e^2y + 1)
+        s[i] = params.cap * (1.0f - __fdividef(2.0f, exp2_of(s[i]) + 1.0f));
     }
 }
 
@@ -167,18 +174,22 @@ __device__ __noinline__ void spread_chunk(uint8_t* to, const uint8_t* from, int 
     }
 }
 
-// One warp begins to copy a chunk of rows of d elements, from row `row` on.
-template <int type, int width>
-__device__ __forceinline__ void copy_chunk(
+// One warp begins to copy `rows` rows of d elements, whole chunks of one page, from row `row` on.
+template <int type, int width, int rows = kChunk>
+__device__ __forceinline__ void copy_rows(
     uint8_t* to, const uint8_t* cache, int64_t row, int d, int lane
 ) {
     constexpr int kStride = staged_bytes(type, width);
     if (type == kF32 || d != width) {
-        spread_chunk<type, width>(to, cache + row * row_bytes(type, d), d, lane);
+#pragma unroll 1
+        for (int i = 0; i < rows; i += kChunk) {
+            const uint8_t* from = cache + (row + i) * row_bytes(type, d);
+            spread_chunk<type, width>(to + i * kStride, from, d, lane);
+        }
         return;
     }
-    constexpr int kParts = is_codes(type) ? kStride * kChunk / 16 : value_bytes(type, width) / 16;
-    constexpr int kRows = is_codes(type) ? 1 : kChunk;
+    constexpr int kParts = is_codes(type) ? kStride * rows / 16 : value_bytes(type, width) / 16;
+    constexpr int kRows = is_codes(type) ? 1 : rows;
     const uint8_t* from = cache + row * row_bytes(type, width) + 16 * lane;
 #pragma unroll
     for (int first = 0; first < kRows * kParts; first += kWarp) {

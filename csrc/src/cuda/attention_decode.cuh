@@ -19,6 +19,16 @@ namespace exl::cuda {
 
 constexpr int kMaxSplits = 64;
 
+// A pair of codes is cut out of its word as the float16 numbers that its bits are, subnormal ones:
+// 2^-24 times the code, or, of 4-bit codes that begin at the fifth bit, 16 times that. What is in
+// the middle of their range is taken off by a product with it.
+constexpr uint32_t kLowCodes = 0x000f000f, kNextCodes = 0x00f000f0;
+constexpr float kCodeUnit = 1 << 24;
+template <int pair>
+__device__ __forceinline__ uint32_t byte_pair(uint32_t w) {
+    return __byte_perm(w, 0, pair == 0 ? 0x4140 : 0x4342);
+}
+
 // Fragments of 16 staged keys: elements 16 k .. of step k, in an order that `query_element` shares.
 template <int type, int width>
 struct KeyFragments {
@@ -29,6 +39,16 @@ struct KeyFragments {
         if (is_plain(type)) return 16 * k + 2 * t + 8 * r + h;
         if (type == kU8) return 32 * (k / 2) + 8 * t + 2 * (k % 2) + r + 4 * h;
         return 16 * k + 4 * t + 2 * r + h;
+    }
+    // What that element is multiplied with: the codes that it meets may begin at the fifth bit.
+    static __device__ __forceinline__ __half2 query_unit(int r) {
+        return __float2half2_rn(type == kU8 && r == 1 ? 1.0f / 16 : 1.0f);
+    }
+    static constexpr float kMiddle = type == kU8 ? 8 : 128;  // of the range of codes
+    // The fragment of a step whose codes are all in the middle.
+    static __device__ __forceinline__ void middle(uint32_t (&a)[4]) {
+        a[0] = a[1] = type == kU8 ? 0x00080008 : 0x00800080;
+        a[2] = a[3] = 0x00800080;
     }
     // Calls body(k, fragment) for each step.
     template <class Body>
@@ -54,6 +74,16 @@ struct KeyFragments {
             }
         }
     }
+    // Scales of keys g and g + 8 for the groups 2 t and 2 t + 1, beginning anew past the width.
+    static __device__ __forceinline__ void load_scales(
+        uint32_t (&scales)[2], const uint8_t* rows, int lane
+    ) {
+        constexpr int kScales = value_bytes(type, width) / 4;
+        const auto* low = reinterpret_cast<const uint32_t*>(rows + lane / 4 * kStride);
+        const int word = kScales + lane % 4 % (width / 64);
+        scales[0] = low[word];
+        scales[1] = low[8 * kStride / 4 + word];
+    }
     // Calls body(k, fragments of codes of steps k and k + 1, scales of keys g and g + 8) for each
     // group of elements that share a scale.
     template <class Body>
@@ -78,17 +108,17 @@ struct KeyFragments {
                     if constexpr (type == kU8) {
                         const uint32_t x = low[4 * group + t] >> 8 * s;
                         const uint32_t y = high[4 * group + t] >> 8 * s;
-                        a[s][0] = bits_of(low_codes(x));
-                        a[s][1] = bits_of(low_codes(y));
-                        a[s][2] = bits_of(next_codes(x));
-                        a[s][3] = bits_of(next_codes(y));
+                        a[s][0] = x & kLowCodes;
+                        a[s][1] = y & kLowCodes;
+                        a[s][2] = x & kNextCodes;
+                        a[s][3] = y & kNextCodes;
                     } else {
                         const uint32_t x = low[4 * (2 * group + s) + t];
                         const uint32_t y = high[4 * (2 * group + s) + t];
-                        a[s][0] = bits_of(byte_codes<0>(x));
-                        a[s][1] = bits_of(byte_codes<0>(y));
-                        a[s][2] = bits_of(byte_codes<1>(x));
-                        a[s][3] = bits_of(byte_codes<1>(y));
+                        a[s][0] = byte_pair<0>(x);
+                        a[s][1] = byte_pair<0>(y);
+                        a[s][2] = byte_pair<1>(x);
+                        a[s][3] = byte_pair<1>(y);
                     }
                 }
                 body(2 * group, a, half == 0 ? low_scales.x : low_scales.y,
@@ -103,14 +133,30 @@ template <int type, int width>
 struct ValueFragments {
     static constexpr int kStride = staged_bytes(type, width);
 
-    // Element at row g + 8 h of tile `tile`.
+    // Element at row g + 8 h of tile `tile`; of codes a tile's share their scales.
     static __device__ __forceinline__ int element(int tile, int g, int h) {
         if (is_plain(type)) return 16 * tile + g + 8 * h;
-        if (type == kU8) return 64 * (tile / 4) + 8 * g + 2 * (tile % 4) + h;
-        return 32 * (tile / 2) + 4 * g + 2 * (tile % 2) + h;
+        const int in_tile = type == kU8 ? 8 * (g % 4) + 4 * (g / 4) : 4 * g;
+        return 32 * (tile / 2) + in_tile + 2 * (tile % 2) + h;
     }
+    // What sums of products with rows g + 8 h are multiplied with.
+    static __device__ __forceinline__ float unit(int h) {
+        if (!is_codes(type)) return 1.0f;
+        return type == kU8 && h == 1 ? kCodeUnit / 16 : kCodeUnit;
+    }
+    // A fragment that is less the middle of the codes everywhere, by way of 32 bytes of shared memory:
+    // constants would be moved to a fragment's registers before each product.
+    static __device__ __forceinline__ void less_middle(uint32_t (&a)[4], uint8_t* room, int lane) {
+        static_assert(is_codes(type));
+        constexpr uint32_t kOfLow = type == kU8 ? 0x80088008 : 0x80808080, kOfNext = 0x80808080;
+        if (lane < 8) reinterpret_cast<uint32_t*>(room)[lane] = lane < 4 ? kOfLow : kOfNext;
+        __syncwarp();
+        load_matrices(a, room + lane / 8 % 2 * 16);
+    }
+    // Calls body(tile, fragment) for each tile.
     template <class Body>
     static __device__ __forceinline__ void for_each(const uint8_t* rows, int lane, Body&& body) {
+        static_assert(!is_codes(type));
         if constexpr (is_plain(type)) {
             // Matrices: elements 0 and 8 of keys 0, then of keys 8.
             const uint8_t* row =
@@ -122,87 +168,97 @@ struct ValueFragments {
                 body(tile, a);
             }
         } else {
-            from_words(rows, lane, body);
+            const Words at(rows, lane);
+#pragma unroll
+            for (int c = 0; c < width / 32; ++c) {
+                uint32_t x[2], y[2];
+                at.bytes(x, y, 8 * c + lane / 4);
+#pragma unroll
+                for (int p = 0; p < 2; ++p) {
+                    const uint32_t a[4] = {bits_of(byte_floats<0>(x[p])),
+                                           bits_of(byte_floats<1>(x[p])),
+                                           bits_of(byte_floats<0>(y[p])),
+                                           bits_of(byte_floats<1>(y[p]))};
+                    body(2 * c + p, a);
+                }
+            }
+        }
+    }
+    // Calls body(group, fragments of its two tiles, scales of keys 2 t and 2 t + 1, of those 8 on) for
+    // each group of elements that share a scale.
+    template <class Body>
+    static __device__ __forceinline__ void for_each_group(
+        const uint8_t* rows, int lane, Body&& body
+    ) {
+        static_assert(is_codes(type));
+        constexpr int kScales = value_bytes(type, width) / 4;  // word of the first two
+        const int g = lane / 4;
+        const Words at(rows, lane);
+        const uint32_t own = g < 4 ? 0x5410 : 0x7632;
+#pragma unroll
+        for (int two = 0; two < width / 64; ++two) {
+            uint32_t scales[4];
+            at.load(scales, kScales + two);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int group = 2 * two + half;
+                uint32_t a[2][4];
+                if constexpr (type == kU8) {
+                    uint32_t w[4];
+                    at.load(w, 4 * group + g % 4);
+                    const uint32_t x = __byte_perm(w[0], w[1], own);
+                    const uint32_t y = __byte_perm(w[2], w[3], own);
+#pragma unroll
+                    for (int p = 0; p < 2; ++p) {
+                        a[p][0] = x >> 8 * p & kLowCodes;
+                        a[p][1] = x >> 8 * p & kNextCodes;
+                        a[p][2] = y >> 8 * p & kLowCodes;
+                        a[p][3] = y >> 8 * p & kNextCodes;
+                    }
+                } else {
+                    uint32_t x[2], y[2];
+                    at.bytes(x, y, 8 * group + g);
+#pragma unroll
+                    for (int p = 0; p < 2; ++p) {
+                        a[p][0] = byte_pair<0>(x[p]);
+                        a[p][1] = byte_pair<1>(x[p]);
+                        a[p][2] = byte_pair<0>(y[p]);
+                        a[p][3] = byte_pair<1>(y[p]);
+                    }
+                }
+                const uint32_t pick = half == 0 ? 0x5410 : 0x7632;
+                body(group, a, halves(__byte_perm(scales[0], scales[1], pick)),
+                     halves(__byte_perm(scales[2], scales[3], pick)));
+            }
         }
     }
 
 private:
-    template <class Body>
-    static __device__ __forceinline__ void from_words(const uint8_t* rows, int lane, Body&& body) {
-        const int g = lane / 4, t = lane % 4;
-        const uint32_t* at[4];  // keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9
+    // Words of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9.
+    struct Words {
+        const uint32_t* at[4];
+
+        __device__ __forceinline__ Words(const uint8_t* rows, int lane) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int key = 2 * t + i % 2 + i / 2 * 8;
-            at[i] = reinterpret_cast<const uint32_t*>(rows + key * kStride);
-        }
-        constexpr int kScales = value_bytes(type, width) / 4;
-        if constexpr (type == kU8) {
-            const uint32_t own = g < 4 ? 0x5410 : 0x7632;  // elements 8 g .. share the lane's scale
-#pragma unroll
-            for (int c = 0; c < width / 64; ++c) {
-                uint32_t w[4], s[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    w[i] = at[i][8 * c + g];
-                    s[i] = at[i][kScales + c];
-                }
-                const __half2 sx = halves(__byte_perm(s[0], s[1], own));
-                const __half2 sy = halves(__byte_perm(s[2], s[3], own));
-#pragma unroll
-                for (int part = 0; part < 2; ++part) {  // codes 0 to 3, 4 to 7 of the words
-                    const uint32_t pick = part == 0 ? 0x5410 : 0x7632;
-                    const uint32_t x = __byte_perm(w[0], w[1], pick);
-                    const uint32_t y = __byte_perm(w[2], w[3], pick);
-#pragma unroll
-                    for (int p = 0; p < 2; ++p) {
-                        const uint32_t u = x >> 8 * p, v = y >> 8 * p;
-                        const uint32_t a[4] = {bits_of(__hmul2(low_codes(u), sx)),
-                                               bits_of(__hmul2(next_codes(u), sx)),
-                                               bits_of(__hmul2(low_codes(v), sy)),
-                                               bits_of(__hmul2(next_codes(v), sy))};
-                        body(4 * c + 2 * part + p, a);
-                    }
-                }
-            }
-        } else {
-#pragma unroll
-            for (int c = 0; c < width / 32; ++c) {
-                uint32_t w[4];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) w[i] = at[i][8 * c + g];
-                const uint32_t x[2] = {__byte_perm(w[0], w[1], 0x5140),
-                                       __byte_perm(w[0], w[1], 0x7362)};
-                const uint32_t y[2] = {__byte_perm(w[2], w[3], 0x5140),
-                                       __byte_perm(w[2], w[3], 0x7362)};
-                if constexpr (type == kF8e4m3) {
-#pragma unroll
-                    for (int p = 0; p < 2; ++p) {
-                        const uint32_t a[4] = {bits_of(byte_floats<0>(x[p])),
-                                               bits_of(byte_floats<1>(x[p])),
-                                               bits_of(byte_floats<0>(y[p])),
-                                               bits_of(byte_floats<1>(y[p]))};
-                        body(2 * c + p, a);
-                    }
-                } else {
-                    const uint32_t own = c % 2 == 0 ? 0x5410 : 0x7632;
-                    uint32_t s[4];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) s[i] = at[i][kScales + c / 2];
-                    const __half2 sx = halves(__byte_perm(s[0], s[1], own));
-                    const __half2 sy = halves(__byte_perm(s[2], s[3], own));
-#pragma unroll
-                    for (int p = 0; p < 2; ++p) {
-                        const uint32_t a[4] = {bits_of(__hmul2(byte_codes<0>(x[p]), sx)),
-                                               bits_of(__hmul2(byte_codes<1>(x[p]), sx)),
-                                               bits_of(__hmul2(byte_codes<0>(y[p]), sy)),
-                                               bits_of(__hmul2(byte_codes<1>(y[p]), sy))};
-                        body(2 * c + p, a);
-                    }
-                }
+            for (int i = 0; i < 4; ++i) {
+                const int key = 2 * (lane % 4) + i % 2 + i / 2 * 8;
+                at[i] = reinterpret_cast<const uint32_t*>(rows + key * kStride);
             }
         }
-    }
+        __device__ __forceinline__ void load(uint32_t (&w)[4], int word) const {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) w[i] = at[i][word];
+        }
+        // Bytes 0 and 1, then 2 and 3, of two keys side by side.
+        __device__ __forceinline__ void bytes(
+            uint32_t (&x)[2], uint32_t (&y)[2], int word
+        ) const {
+            uint32_t w[4];
+            load(w, word);
+            x[0] = __byte_perm(w[0], w[1], 0x5140), x[1] = __byte_perm(w[0], w[1], 0x7362);
+            y[0] = __byte_perm(w[2], w[3], 0x5140), y[1] = __byte_perm(w[2], w[3], 0x7362);
+        }
+    };
 };
 
 }  // namespace exl::cuda

@@ -1,54 +1,9 @@
 // The kernel of attention_decode.cuh's plan.
 #pragma once
 
-#include "attention_decode_step.cuh"
+#include "attention_decode_copies.cuh"
 
 namespace exl::cuda {
-
-// A block's rows and keys. Nothing to do where `splits` is 0.
-struct Piece {
-    int first_row;  // of the pass
-    int vectors;    // rows times the group's heads
-    int first_position;
-    int rows;
-    int begin_key;  // what any of the rows sees
-    int end_key;
-    int known;   // keys before this one are of earlier passes
-    int splits;  // that share these keys
-    int begin;   // steps of this one
-    int end;
-};
-
-__device__ __forceinline__ Piece piece_of(
-    const AttentionParams& params, int queries, int step_keys, int warps
-) {
-    Piece piece = {};
-    const int seq = static_cast<int>(blockIdx.z) / params.row_tiles;
-    const int tile_rows = queries / params.group;
-    const int seq_begin = uniform(params.row_starts[seq]);
-    const int seq_rows = uniform(params.row_starts[seq + 1]) - seq_begin;
-    const int first = static_cast<int>(blockIdx.z) % params.row_tiles * tile_rows;
-    if (seq_rows > kFewRows || first >= seq_rows) return piece;
-    piece.first_row = seq_begin + first;
-    piece.rows = min(tile_rows, seq_rows - first);
-    piece.vectors = piece.rows * params.group;
-    piece.known = uniform(params.past_lens[seq]);
-    piece.first_position = piece.known + first;
-    piece.end_key = piece.first_position + piece.rows;
-    piece.begin_key = params.window > 0 ? max(0, piece.first_position - params.window + 1) : 0;
-    const int first_step = piece.begin_key / step_keys;
-    const int64_t steps = (piece.end_key + step_keys - 1) / step_keys - first_step;
-    const int least = min(kLeastSteps, warps);
-    const bool is_alone = piece.end_key - piece.begin_key <= kAloneKeys;
-    const int splits =
-        is_alone ? 1 : min(params.splits, (static_cast<int>(steps) + least - 1) / least);
-    const int split = blockIdx.x;
-    if (split >= splits) return piece;
-    piece.splits = splits;
-    piece.begin = first_step + static_cast<int>(steps * split / splits);
-    piece.end = first_step + static_cast<int>(steps * (split + 1) / splits);
-    return piece;
-}
 
 // Address of query vector v in rows of `stride`.
 __device__ __forceinline__ uint8_t* vector_at(
@@ -59,17 +14,6 @@ __device__ __forceinline__ uint8_t* vector_at(
     const int64_t at = row * stride + static_cast<int64_t>(head) * params.d;
     return const_cast<uint8_t*>(static_cast<const uint8_t*>(base)) +
            at * (params.dtype == kF16 ? 2 : 4);
-}
-
-__device__ __forceinline__ void wait_for_stage(int stages) {
-    if (stages >= 3) {
-        wait_copies<2>();
-    } else if (stages == 2) {
-        wait_copies<1>();
-    } else {
-        wait_copies<0>();
-    }
-    __syncwarp();
 }
 
 // The warps' results to shared memory, side by side.
@@ -96,8 +40,8 @@ __device__ __forceinline__ void store_results(
 #pragma unroll
             for (int tile = 0; tile < width / 16; ++tile) {
                 using Values = ValueFragments<value_type, width>;
-                to[Values::element(tile, lane / 4, 0)] = run.sums[tile][n][j];
-                to[Values::element(tile, lane / 4, 1)] = run.sums[tile][n][2 + j];
+                to[Values::element(tile, lane / 4, 0)] = Values::unit(0) * run.sums[tile][n][j];
+                to[Values::element(tile, lane / 4, 1)] = Values::unit(1) * run.sums[tile][n][2 + j];
             }
         }
     }
@@ -167,18 +111,24 @@ __device__ __forceinline__ void add_splits(
     float* results, float* shares, int vectors, const float* partials, const float2* partial_stats,
     int splits, int warp, int warps, int lane
 ) {
-    constexpr int kAhead = 16;  // loads on their way at once
+    // Loads on their way at once: two threads share a quad where four vectors of 128 fill half a
+    // block, and eight heads have 33 splits on 132 multiprocessors.
+    constexpr int kAhead = 17;
     const int quads = vectors * (width / 4);
+    const int threads = warps * kWarp;
+    const int sharing = quads < threads ? min(threads / quads, warps) : 1;
+    const int own = sharing == 1 ? 0 : threadIdx.x / quads;  // of the splits, each `sharing`-th
     const auto load = [&](float4 (&to)[kAhead], int quad, int first) {
         const auto* from = reinterpret_cast<const float4*>(partials) + quad;
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) {
-            if (first + i < splits) to[i] = __ldcg(from + (first + i) * (queries * width / 4));
+            const int split = first + i * sharing;
+            if (split < splits) to[i] = __ldcg(from + split * (queries * width / 4));
         }
     };
     float4 x[kAhead];
-    int quad = threadIdx.x;
-    if (quad < quads) load(x, quad, 0);  // while shares are worked out
+    const int first_quad = own < sharing ? threadIdx.x - own * quads : quads;
+    if (first_quad < quads) load(x, first_quad, own);  // while shares are worked out
     for (int v = warp; v < vectors; v += warps) {
         float2 mine[kMaxSplits / kWarp];
         float peak = -INFINITY;
@@ -205,28 +155,43 @@ __device__ __forceinline__ void add_splits(
         }
     }
     __syncthreads();
-    for (; quad < quads; quad += blockDim.x) {
+    const auto place_of = [&](int quad, int part) {
+        const int row = part * queries + quad / (width / 4);
+        return reinterpret_cast<float4*>(results + row * (width + 4) + quad % (width / 4) * 4);
+    };
+    for (int quad = first_quad; quad < quads; quad += sharing == 1 ? threads : quads) {
         const int v = quad / (width / 4);
         float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int first = 0; first < splits; first += kAhead) {
-            if (first > 0 || quad >= static_cast<int>(blockDim.x)) load(x, quad, first);
+        for (int first = own; first < splits; first += kAhead * sharing) {
+            if (first != own || quad != first_quad) load(x, quad, first);
 #pragma unroll
             for (int i = 0; i < kAhead; ++i) {
-                if (first + i >= splits) continue;
-                const float share = shares[(first + i) * queries + v];
+                const int split = first + i * sharing;
+                if (split >= splits) continue;
+                const float share = shares[split * queries + v];
                 sum.x += share * x[i].x;
                 sum.y += share * x[i].y;
                 sum.z += share * x[i].z;
                 sum.w += share * x[i].w;
             }
         }
-        *reinterpret_cast<float4*>(results + v * (width + 4) + quad % (width / 4) * 4) = sum;
+        *place_of(quad, own) = sum;
     }
+    if (sharing == 1) return;
+    __syncthreads();
+    if (own > 0) return;
+    float4 sum = *place_of(first_quad, 0);
+    for (int part = 1; part < sharing; ++part) {
+        const float4 more = *place_of(first_quad, part);
+        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
+    }
+    *place_of(first_quad, 0) = sum;
 }
 
-template <int key_type, int value_type, int width, int tiles>
-__global__ void __launch_bounds__(kDecodeWarps * kWarp, width * tiles <= 128 ? 2 : 1)
+template <int key_type, int value_type, int width, int tiles, bool is_runs>
+__global__ void __launch_bounds__((kDecodeWarps + is_runs) * kWarp, width * tiles <= 128 ? 2 : 1)
 decode_kernel(const AttentionParams params) {
+    if constexpr (is_runs && !EXL_IS_HOPPER) return;  // never launched
     using Shape = DecodeShape<key_type, value_type, width, tiles>;
     using Keys = KeyFragments<key_type, width>;
     using Values = ValueFragments<value_type, width>;
@@ -234,7 +199,7 @@ decode_kernel(const AttentionParams params) {
     constexpr int kStep = Shape::kKeys;
     extern __shared__ __align__(16) uint8_t shared[];
     let_next_begin();
-    const int warps = blockDim.x / kWarp;
+    const int warps = blockDim.x / kWarp - is_runs;  // that compute
     const int warp = uniform(threadIdx.x / kWarp);
     const int lane = threadIdx.x % kWarp;
     const Piece piece = piece_of(params, kQueries, kStep, warps);
@@ -247,49 +212,16 @@ decode_kernel(const AttentionParams params) {
 
     uint8_t* queries = shared;
     float* stats = reinterpret_cast<float*>(shared + Shape::kQueryBytes);
-    uint8_t* staged_all = shared + Shape::kQueryBytes + Shape::kStatBytes;
-    uint8_t* staged = staged_all + warp * params.stages * Shape::kStepBytes;
-    if (d != width) {
-        clear(staged, params.stages * Shape::kStepBytes, lane, kWarp);
-        __syncwarp();
+    uint8_t* staged = shared + Shape::kQueryBytes + Shape::kStatBytes + Shape::kBarrierBytes;
+    StepCopies<key_type, value_type, width, is_runs> copies(params, piece, staged, warp, warps, lane);
+    if (is_runs && warp == warps) {
+        copies.run();
+        return;
     }
-    const int seq = static_cast<int>(blockIdx.z) / params.row_tiles;
-    const int32_t* pages = params.page_table + static_cast<int64_t>(seq) * params.table_stride;
-    const auto copy_rows = [&](uint8_t* to, int64_t row, int c) {
-        copy_chunk<key_type, width>(
-            to + c * kChunk * Keys::kStride, params.key_cache, row, d, lane
-        );
-        copy_chunk<value_type, width>(
-            to + Shape::kKeyBytes + c * kChunk * Values::kStride, params.value_cache, row, d, lane
-        );
-    };
-    const auto copy_step = [&](int step, int stage) {
-        if (step >= piece.end) return;
-        uint8_t* to = staged + stage * Shape::kStepBytes;
-        if (1 << params.page_bits >= kStep) {  // all of it in one page
-            const int64_t row = cache_row(params, pages, kv_head, step * kStep);
-#pragma unroll
-            for (int c = 0; c < Shape::kChunks; ++c) copy_rows(to, row + c * kChunk, c);
-            return;
-        }
-        for (int c = 0; c < Shape::kChunks; ++c) {
-            const int position = step * kStep + c * kChunk;
-            if (position >= piece.end_key || position + kChunk <= piece.begin_key) continue;
-            copy_rows(to, cache_row(params, pages, kv_head, position), c);
-        }
-    };
     // What earlier passes wrote is on its way before this pass's rows are there.
-    const int ahead = params.stages - 1;
-    int next = piece.begin + warp;
-    for (int stage = 0; stage < ahead; ++stage) {
-        const int step = next + stage * warps;
-        if ((step + 1) * kStep <= piece.known) copy_step(step, stage);
-    }
+    copies.begin_known();
     wait_for_inputs();
-    for (int stage = 0; stage < ahead; ++stage, next += warps) {
-        if ((next + 1) * kStep > piece.known) copy_step(next, stage);
-        commit_copies();
-    }
+    copies.begin_others();
 
     // Queries as float16 to shared memory, from there as fragments to registers.
     for (int v = warp; v < kQueries; v += warps) {
@@ -301,7 +233,7 @@ decode_kernel(const AttentionParams params) {
         }
         store_row(queries + v * Shape::kQueryStride * 2, x, kF16, width, lane);
     }
-    __syncthreads();
+    copies.meet();
     uint32_t q[tiles][width / 16][2];
     int positions[tiles][2];
 #pragma unroll
@@ -312,9 +244,9 @@ decode_kernel(const AttentionParams params) {
         for (int k = 0; k < width / 16; ++k) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                q[n][k][r] =
-                    bits_of(__halves2half2(row[Keys::query_element(k, lane % 4, r, 0)],
-                                           row[Keys::query_element(k, lane % 4, r, 1)]));
+                const __half2 two = __halves2half2(row[Keys::query_element(k, lane % 4, r, 0)],
+                                                   row[Keys::query_element(k, lane % 4, r, 1)]);
+                q[n][k][r] = bits_of(__hmul2(two, Keys::query_unit(r)));
             }
         }
 #pragma unroll
@@ -324,37 +256,38 @@ decode_kernel(const AttentionParams params) {
         }
     }
 
+    Means<tiles> means = {};
+    if constexpr (is_codes(key_type)) find_means<key_type, width, tiles>(means, q, lane);
+
+    uint32_t less[4] = {};
+    if constexpr (is_codes(value_type)) {
+        Values::less_middle(less, reinterpret_cast<uint8_t*>(stats + warp * 8), lane);
+    }
     Running<width, tiles> run;
     run.start();
     // From this key on every row's window has begun.
     const int all_begin =
         params.window > 0 ? max(0, piece.first_position + piece.rows - params.window) : 0;
-    int stage = 0;
-    int free_stage = params.stages - 1;
-    for (int step = piece.begin + warp; step < piece.end; step += warps, next += warps) {
-        copy_step(next, free_stage);
-        commit_copies();
-        wait_for_stage(params.stages);
-        uint8_t* rows = staged + stage * Shape::kStepBytes;
+    for (int step = piece.begin + warp; step < piece.end; step += warps) {
+        uint8_t* rows = copies.take();
         const int first_key = step * kStep;
         if (first_key < piece.begin_key || first_key + kStep > piece.end_key) {
             clear_hidden(rows + Shape::kKeyBytes, Values::kStride, kStep,
                          piece.begin_key - first_key, piece.end_key - first_key, lane, kWarp);
+            copies.fence();
             __syncwarp();
         }
         const bool masked =
             first_key < all_begin || first_key + kStep > piece.first_position + 1;
         attend_step<key_type, value_type, width, tiles>(
-            params, rows, first_key, masked, positions, q, run, lane
+            params, rows, first_key, masked, positions, q, means, less, run, lane
         );
-        __syncwarp();
-        stage = stage + 1 == params.stages ? 0 : stage + 1;
-        free_stage = free_stage + 1 == params.stages ? 0 : free_stage + 1;
+        copies.give_back();
     }
-    wait_copies<0>();
+    copies.finish();
     __syncthreads();  // the warps' results take the place of what was staged
 
-    float* results = reinterpret_cast<float*>(staged_all);
+    float* results = reinterpret_cast<float*>(staged);
     store_results<value_type, width, tiles>(run, results, stats, warp, lane);
     __syncthreads();
     if (piece.splits == 1) {

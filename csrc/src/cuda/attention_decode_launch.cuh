@@ -10,7 +10,7 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     using Shape = DecodeShape<key_type, value_type, width, tiles>;
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
-    constexpr int kFixed = Shape::kQueryBytes + Shape::kStatBytes;
+    constexpr int kFixed = Shape::kQueryBytes + Shape::kStatBytes + Shape::kBarrierBytes;
     const auto bytes_of = [&](int warps, int stages) {
         const int staged = warps * stages * Shape::kStepBytes;
         const int result = warps * Shape::kQueries * (width + 4) * 4;
@@ -23,8 +23,8 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     // Wide blocks, so that few results are to be added; half as wide where only one would fit on a
     // multiprocessor and there are more than that, so that one's end is another's beginning.
     int warps = kDecodeWarps;
-    params.stages = 3;
-    if (items > info.multiprocessors && 2 * bytes_of(warps, 3) > info.shared_per_block) warps /= 2;
+    params.stages = kMostStages;
+    if (items > info.multiprocessors && 2 * bytes_of(warps, kMostStages) > info.shared_per_block) warps /= 2;
     while (params.stages > 1 && bytes_of(warps, params.stages) > info.shared_per_block) {
         --params.stages;
     }
@@ -53,9 +53,20 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
         static_cast<unsigned>(splits), static_cast<unsigned>(params.kv_heads),
         static_cast<unsigned>(size.seqs * params.row_tiles)
     );
+    const dim3 block(warps * kWarp);
+    // A warp more, which copies, where there are registers for it.
+    if constexpr (is_codes(key_type) && width * tiles <= 256) {
+        const bool is_runs = info.capability == 90 && params.d == width &&
+                             1 << params.page_bits >= Shape::kKeys;
+        if (is_runs) {
+            return launch(
+                decode_kernel<key_type, value_type, width, tiles, true>, grid,
+                dim3((warps + 1) * kWarp), bytes, stream, params
+            );
+        }
+    }
     return launch(
-        decode_kernel<key_type, value_type, width, tiles>, grid, dim3(warps * kWarp), bytes, stream,
-        params
+        decode_kernel<key_type, value_type, width, tiles, false>, grid, block, bytes, stream, params
     );
 }
 

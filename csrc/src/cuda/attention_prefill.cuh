@@ -236,12 +236,12 @@ prefill_kernel(const AttentionParams params) {
                 if (position >= end_key || position + kChunk <= begin_key) continue;
                 const int64_t row = cache_row(params, pages, kv_head, position);
                 if (i % 2 == 0) {
-                    copy_chunk<key_type, width>(
+                    copy_rows<key_type, width>(
                         to + c * kChunk * staged_bytes(key_type, width), params.key_cache, row, d,
                         lane
                     );
                 } else {
-                    copy_chunk<value_type, width>(
+                    copy_rows<value_type, width>(
                         to + Shape::kKeyBytes + c * kChunk * staged_bytes(value_type, width),
                         params.value_cache, row, d, lane
                     );

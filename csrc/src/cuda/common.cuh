@@ -111,21 +111,27 @@ constexpr int kRehearsedRows = 8;
 
 // ---- copies ------------------------------------------------------------------------------------
 
+// When what is copied leaves the second-level cache: what a step reads once and does not find there
+// in the next one goes first, so that kernels' own code, inputs and norms stay. What createpolicy
+// gives for all bytes, without its instructions.
+constexpr uint64_t kEvictFirst = 0x12f0000000000000, kEvictNormal = 0x16f0000000000000;
+
 #if __CUDA_ARCH__ >= 900
-// Weights, in multiples of 16 bytes, to shared memory, whose barrier there counts them when they
-// have come. A step reads each once: they are the first to leave the second-level cache again, in
-// which kernels' own code, keys and values, inputs and norms lie.
-__device__ __forceinline__ void copy_weights(
-    uint32_t to, const void* from, uint32_t bytes, uint32_t barrier
+// Multiples of 16 bytes to shared memory, whose barrier there counts them when they have come.
+__device__ __forceinline__ void copy_run(
+    uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t hint
 ) {
-    // What createpolicy.fractional.L2::evict_first gives for all bytes, without its instructions.
-    constexpr uint64_t kEvictFirst = 0x12f0000000000000;
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
         "[%0], [%1], %2, [%3], %4;"
-        ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
+        ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(hint)
         : "memory"
     );
+}
+__device__ __forceinline__ void copy_weights(
+    uint32_t to, const void* from, uint32_t bytes, uint32_t barrier
+) {
+    copy_run(to, from, bytes, barrier, kEvictFirst);
 }
 #endif
 

@@ -62,6 +62,11 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
 #undef EXL_TRY_WAIT
 }
 
+// Copies to where this thread wrote to shared memory begin after what it wrote.
+__device__ __forceinline__ void fence_copies() {
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
 // Of `threads` threads that name the same one of the block's barriers.
 template <int id, int threads>
 __device__ __forceinline__ void named_barrier() {
