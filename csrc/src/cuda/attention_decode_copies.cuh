@@ -38,16 +38,16 @@ __device__ __forceinline__ Piece piece_of(
     piece.end_key = piece.first_position + piece.rows;
     piece.begin_key = params.window > 0 ? max(0, piece.first_position - params.window + 1) : 0;
     const int first_step = piece.begin_key / step_keys;
-    const int64_t steps = (piece.end_key + step_keys - 1) / step_keys - first_step;
+    const int steps = (piece.end_key + step_keys - 1) / step_keys - first_step;
     const int least = min(kLeastSteps, warps);
     const bool is_alone = piece.end_key - piece.begin_key <= kAloneKeys;
-    const int splits =
-        is_alone ? 1 : min(params.splits, (static_cast<int>(steps) + least - 1) / least);
-    const int split = blockIdx.x;
+    const unsigned splits =
+        is_alone ? 1 : min(params.splits, (steps + least - 1) / least);
+    const unsigned split = blockIdx.x;
     if (split >= splits) return piece;
-    piece.splits = splits;
-    piece.begin = first_step + static_cast<int>(steps * split / splits);
-    piece.end = first_step + static_cast<int>(steps * (split + 1) / splits);
+    piece.splits = static_cast<int>(splits);
+    piece.begin = first_step + static_cast<unsigned>(steps) * split / splits;
+    piece.end = first_step + static_cast<unsigned>(steps) * (split + 1) / splits;
     return piece;
 }
 

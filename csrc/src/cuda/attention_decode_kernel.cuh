@@ -54,34 +54,38 @@ __device__ __forceinline__ void merge_warps(
     float* results, const float* stats, int vectors, float* partials, float2* partial_stats,
     int warp, int warps, int lane
 ) {
+    static_assert(kDecodeWarps == 8);
     for (int v = warp; v < vectors; v += warps) {
-        float peak = -INFINITY;
-        for (int w = 0; w < warps; ++w) peak = fmaxf(peak, stats[2 * w * queries + v]);
-        const float base = peak == -INFINITY ? 0.0f : peak;
-        float factors[kDecodeWarps];
-        float weight = 0.0f;
+        // Lane l has the peak and the weight of warp l % 8; without keys they are -infinity and 0.
+        const int w = lane % kDecodeWarps;
+        float factor = w < warps ? stats[2 * w * queries + v] : -INFINITY;
+        float weight = w < warps ? stats[(2 * w + 1) * queries + v] : 0.0f;
+        float peak = factor;
 #pragma unroll
-        for (int w = 0; w < kDecodeWarps; ++w) {
-            factors[w] = 0.0f;
-            if (w >= warps) continue;
-            factors[w] = exp2_of(stats[2 * w * queries + v] - base);
-            weight += factors[w] * stats[(2 * w + 1) * queries + v];
+        for (int step = 1; step < kDecodeWarps; step *= 2) {
+            peak = fmaxf(peak, __shfl_xor_sync(0xffffffffu, peak, step));
         }
-        const float by = partials == nullptr ? 1.0f / weight : 1.0f;
+        factor = exp2_of(factor - (peak == -INFINITY ? 0.0f : peak));
+        weight *= factor;
+#pragma unroll
+        for (int step = 1; step < kDecodeWarps; step *= 2) {
+            weight += __shfl_xor_sync(0xffffffffu, weight, step);
+        }
+        if (partials == nullptr) factor *= __fdividef(1.0f, weight);
+#pragma unroll
         for (int i = 4 * lane; i < width; i += 4 * kWarp) {
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll
-            for (int w = 0; w < kDecodeWarps; ++w) {
-                if (w >= warps) continue;
+#pragma unroll 4
+            for (int other = 0; other < warps; ++other) {
                 const float4 x = *reinterpret_cast<const float4*>(
-                    results + (w * queries + v) * (width + 4) + i
+                    results + (other * queries + v) * (width + 4) + i
                 );
-                sum.x += factors[w] * x.x;
-                sum.y += factors[w] * x.y;
-                sum.z += factors[w] * x.z;
-                sum.w += factors[w] * x.w;
+                const float by = __shfl_sync(width < 4 * kWarp ? 0xffffu : 0xffffffffu, factor, other);
+                sum.x += by * x.x;
+                sum.y += by * x.y;
+                sum.z += by * x.z;
+                sum.w += by * x.w;
             }
-            sum = make_float4(sum.x * by, sum.y * by, sum.z * by, sum.w * by);
             // Nobody else reads this query's results, and this lane has read what it overwrites.
             float* to = partials == nullptr ? results + v * (width + 4) : partials + v * width;
             *reinterpret_cast<float4*>(to + i) = sum;
@@ -105,87 +109,90 @@ __device__ __forceinline__ bool arrives_last(unsigned* counter, int splits) {
     return is_last;
 }
 
-// Adds the splits' partial results, in their order, to `results`.
+// What each split has of the whole, from their peaks and weights, of which lane l has those of the
+// splits l, l + 32.. of `count`.
+template <int count>
+__device__ __forceinline__ void share_out(float2 (&mine)[count], float* shares, int lane) {
+    float peak = -INFINITY, weight = 0.0f;
+#pragma unroll
+    for (int i = 0; i < count; ++i) peak = fmaxf(peak, mine[i].x);
+    peak = warp_max(peak);
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+        mine[i].x = exp2_of(mine[i].x - (peak == -INFINITY ? 0.0f : peak));
+        weight += mine[i].x * mine[i].y;
+    }
+    const float by = __fdividef(1.0f, warp_sum(weight));
+#pragma unroll
+    for (int i = 0; i < count; ++i) shares[i * kWarp + lane] = mine[i].x * by;
+    __syncwarp();
+}
+
+// Adds the splits' partial results, always in the same order, to rows of `results`: in parts, for
+// which a vector's warps have `queries` rows each. How many parts there are.
 template <int width, int queries>
-__device__ __forceinline__ void add_splits(
+__device__ __forceinline__ int add_splits(
     float* results, float* shares, int vectors, const float* partials, const float2* partial_stats,
     int splits, int warp, int warps, int lane
 ) {
-    // Loads on their way at once: two threads share a quad where four vectors of 128 fill half a
-    // block, and eight heads have 33 splits on 132 multiprocessors.
+    // Loads on their way at once: four vectors have two warps each, and eight heads 33 splits on 132
+    // multiprocessors.
     constexpr int kAhead = 17;
-    const int quads = vectors * (width / 4);
-    const int threads = warps * kWarp;
-    const int sharing = quads < threads ? min(threads / quads, warps) : 1;
-    const int own = sharing == 1 ? 0 : threadIdx.x / quads;  // of the splits, each `sharing`-th
-    const auto load = [&](float4 (&to)[kAhead], int quad, int first) {
-        const auto* from = reinterpret_cast<const float4*>(partials) + quad;
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-            const int split = first + i * sharing;
-            if (split < splits) to[i] = __ldcg(from + split * (queries * width / 4));
-        }
-    };
-    float4 x[kAhead];
-    const int first_quad = own < sharing ? threadIdx.x - own * quads : quads;
-    if (first_quad < quads) load(x, first_quad, own);  // while shares are worked out
-    for (int v = warp; v < vectors; v += warps) {
+    constexpr int kQuads = width / 4;  // of a vector
+    constexpr int kSharing = kQuads < kWarp ? kWarp / kQuads : 1;  // lanes that have the same quads
+    const int parts = max(1, warps / vectors);
+    const int every = parts * kSharing;
+    shares += warp * kMaxSplits;
+    for (int item = warp; item < vectors * parts; item += warps) {
+        const int part = item / vectors, v = item - part * vectors;
+        const int own = part * kSharing + lane / kQuads % kSharing;
         float2 mine[kMaxSplits / kWarp];
-        float peak = -INFINITY;
 #pragma unroll
         for (int i = 0; i < kMaxSplits / kWarp; ++i) {
             const int split = i * kWarp + lane;
             mine[i] = make_float2(-INFINITY, 0.0f);
             if (split < splits) mine[i] = __ldcg(partial_stats + split * queries + v);
-            peak = fmaxf(peak, mine[i].x);
         }
-        peak = warp_max(peak);
-        const float base = peak == -INFINITY ? 0.0f : peak;
-        float weight = 0.0f;
+        constexpr int kRow = queries * kQuads;
+        const auto* from = reinterpret_cast<const float4*>(partials) + own * kRow + v * kQuads +
+                           lane % kQuads;
+        float* to = results + (part * queries + v) * (width + 4) + lane % kQuads * 4;
+        for (int quad = 0; quad < kQuads; quad += kWarp) {
+            float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            for (int first = 0; first < splits; first += kAhead * every) {
+                float4 x[kAhead];
+                const auto* at = from + first * kRow + quad;
+                int left = splits - own - first;
 #pragma unroll
-        for (int i = 0; i < kMaxSplits / kWarp; ++i) {
-            mine[i].x = exp2_of(mine[i].x - base);
-            weight += mine[i].x * mine[i].y;
-        }
-        weight = warp_sum(weight);
+                for (int i = 0; i < kAhead; ++i) {
+                    x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    if (left > 0) x[i] = __ldcg(at);
+                    at += every * kRow;
+                    left -= every;
+                }
+                if (first == 0 && quad == 0) share_out<kMaxSplits / kWarp>(mine, shares, lane);
+                const float* share = shares + own + first;
 #pragma unroll
-        for (int i = 0; i < kMaxSplits / kWarp; ++i) {
-            const int split = i * kWarp + lane;
-            if (split < splits) shares[split * queries + v] = mine[i].x / weight;
-        }
-    }
-    __syncthreads();
-    const auto place_of = [&](int quad, int part) {
-        const int row = part * queries + quad / (width / 4);
-        return reinterpret_cast<float4*>(results + row * (width + 4) + quad % (width / 4) * 4);
-    };
-    for (int quad = first_quad; quad < quads; quad += sharing == 1 ? threads : quads) {
-        const int v = quad / (width / 4);
-        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        for (int first = own; first < splits; first += kAhead * sharing) {
-            if (first != own || quad != first_quad) load(x, quad, first);
-#pragma unroll
-            for (int i = 0; i < kAhead; ++i) {
-                const int split = first + i * sharing;
-                if (split >= splits) continue;
-                const float share = shares[split * queries + v];
-                sum.x += share * x[i].x;
-                sum.y += share * x[i].y;
-                sum.z += share * x[i].z;
-                sum.w += share * x[i].w;
+                for (int i = 0; i < kAhead; ++i) {
+                    const float by = share[min(i * every, kMaxSplits - 1 - own - first)];
+                    sum.x += by * x[i].x;
+                    sum.y += by * x[i].y;
+                    sum.z += by * x[i].z;
+                    sum.w += by * x[i].w;
+                }
             }
+#pragma unroll
+            for (int step = kQuads; step < kWarp; step *= 2) {
+                sum.x += __shfl_xor_sync(0xffffffffu, sum.x, step);
+                sum.y += __shfl_xor_sync(0xffffffffu, sum.y, step);
+                sum.z += __shfl_xor_sync(0xffffffffu, sum.z, step);
+                sum.w += __shfl_xor_sync(0xffffffffu, sum.w, step);
+            }
+            *reinterpret_cast<float4*>(to + 4 * quad) = sum;
         }
-        *place_of(quad, own) = sum;
+        __syncwarp();  // shares are read
     }
-    if (sharing == 1) return;
-    __syncthreads();
-    if (own > 0) return;
-    float4 sum = *place_of(first_quad, 0);
-    for (int part = 1; part < sharing; ++part) {
-        const float4 more = *place_of(first_quad, part);
-        sum.x += more.x, sum.y += more.y, sum.z += more.z, sum.w += more.w;
-    }
-    *place_of(first_quad, 0) = sum;
+    return parts;
 }
 
 template <int key_type, int value_type, int width, int tiles, bool is_runs>
@@ -225,7 +232,7 @@ decode_kernel(const AttentionParams params) {
 
     // Queries as float16 to shared memory, from there as fragments to registers.
     for (int v = warp; v < kQueries; v += warps) {
-        Row x = {};
+        HeadRow<width> x = {};
         if (v < piece.vectors) {
             const auto* from = vector_at(params, piece, params.q, params.q_stride, v);
             load_row(x, from, params.dtype, d, lane);
@@ -290,39 +297,53 @@ decode_kernel(const AttentionParams params) {
     float* results = reinterpret_cast<float*>(staged);
     store_results<value_type, width, tiles>(run, results, stats, warp, lane);
     __syncthreads();
-    if (piece.splits == 1) {
-        merge_warps<width, kQueries>(
-            results, stats, piece.vectors, nullptr, nullptr, warp, warps, lane
-        );
-    } else {
-        const int64_t item = static_cast<int64_t>(blockIdx.z) * gridDim.y + kv_head;
-        const int64_t split = blockIdx.x;
-        float* partials = params.partials + item * params.splits * kQueries * (width + 2);
-        auto* partial_stats = reinterpret_cast<float2*>(
+    float* partials = nullptr;
+    float2* partial_stats = nullptr;
+    const int64_t item = static_cast<int64_t>(blockIdx.z) * gridDim.y + kv_head;
+    if (piece.splits > 1) {
+        partials = params.partials + item * params.splits * kQueries * (width + 2);
+        partial_stats = reinterpret_cast<float2*>(
             partials + static_cast<int64_t>(params.splits) * kQueries * width
         );
-        merge_warps<width, kQueries>(
-            results, stats, piece.vectors, partials + split * kQueries * width,
-            partial_stats + split * kQueries, warp, warps, lane
-        );
+    }
+    const int split = blockIdx.x;  // 0 where there is one
+    merge_warps<width, kQueries>(
+        results, stats, piece.vectors, partials + split * kQueries * width,
+        partial_stats + split * kQueries, warp, warps, lane
+    );
+    // Where results go, which is known before they are: asked for early.
+    Places<width> places;
+    const bool is_placed = params.places != nullptr;
+    if (is_placed && warp < piece.vectors) {
+        load_places<width>(places, params, kv_head * params.group + warp % params.group, lane);
+    }
+    int parts = 1;
+    if (piece.splits > 1) {
         if (!arrives_last(params.counters + item, piece.splits)) return;
-        add_splits<width, kQueries>(
+        parts = add_splits<width, kQueries>(
             results, stats, piece.vectors, partials, partial_stats, piece.splits, warp, warps, lane
         );
     }
     __syncthreads();
     for (int v = warp; v < piece.vectors; v += warps) {
-        Row x;
-        load_row(x, results + v * (width + 4), kF32, d, lane);
+        HeadRow<width> x;
+        load_row(x, results + v * (width + 4), kF32, width, lane);
+        for (int part = 1; part < parts; ++part) {
+            HeadRow<width> more;
+            load_row(more, results + (part * kQueries + v) * (width + 4), kF32, width, lane);
+#pragma unroll
+            for (int u = 0; u < width / kUnit; ++u) x[u].x += more[u].x, x[u].y += more[u].y;
+        }
         if (is_codes(value_type)) rotate_row(x, d, lane);
-        if (params.places == nullptr) {
+        if (!is_placed) {
             store_row(
                 vector_at(params, piece, params.out, params.out_stride, v), x, params.dtype, d, lane
             );
-        } else {
-            const int head = kv_head * params.group + v % params.group;
-            place_row(params, piece.first_row + v / params.group, head, x, lane);
+            continue;
         }
+        const int head = kv_head * params.group + v % params.group;
+        if (v > warp) load_places<width>(places, params, head, lane);
+        place_row<width>(params, piece.first_row + v / params.group, x, places, lane);
     }
 }
 

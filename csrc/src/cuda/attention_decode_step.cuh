@@ -247,18 +247,38 @@ __device__ __forceinline__ void attend_step(
     }
 }
 
-// A head's result to where the linear behind attention looks for its inputs.
+// A row of one head, as kv_rows.cuh has them.
+template <int width>
+using HeadRow = float2[width / kUnit];
+
+// Where the linear behind attention looks for a head's results as its inputs.
+template <int width>
+using Places = int2[width / kUnit];
+
+template <int width>
+__device__ __forceinline__ void load_places(
+    Places<width>& places, const AttentionParams& params, int head, int lane
+) {
+#pragma unroll
+    for (int u = 0; u < width / kUnit; ++u) {
+        const int i = u * kUnit + 2 * lane;
+        if (i < params.d) {
+            places[u] = *reinterpret_cast<const int2*>(params.places + head * params.d + i);
+        }
+    }
+}
+
+template <int width>
 __device__ __forceinline__ void place_row(
-    const AttentionParams& params, int row, int head, const Row& x, int lane
+    const AttentionParams& params, int row, const HeadRow<width>& x, const Places<width>& places,
+    int lane
 ) {
     auto* to = static_cast<__half*>(params.out);
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-        const int i = u * kUnit + 2 * lane;
-        if (i >= params.d) continue;
-        const auto two = *reinterpret_cast<const int2*>(params.places + head * params.d + i);
-        to[prepared_at(params.rows, row, two.x)] = from_float<__half>(x[u].x);
-        to[prepared_at(params.rows, row, two.y)] = from_float<__half>(x[u].y);
+    for (int u = 0; u < width / kUnit; ++u) {
+        if (u * kUnit + 2 * lane >= params.d) continue;
+        to[prepared_at(params.rows, row, places[u].x)] = from_float<__half>(x[u].x);
+        to[prepared_at(params.rows, row, places[u].y)] = from_float<__half>(x[u].y);
     }
 }
 

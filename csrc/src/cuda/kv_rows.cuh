@@ -29,24 +29,24 @@ using Row = float2[kUnits];
 
 // Elements of one lane of some rows, all on their way before the first is looked at: past a row's
 // end, and of a row at null, zero. `d` and addresses are even.
-template <int count>
+template <int count, int units>
 __device__ __forceinline__ void load_rows(
-    Row (&to)[count], const void* const (&from)[count], int type, int d, int lane
+    float2 (&to)[count][units], const void* const (&from)[count], int type, int d, int lane
 ) {
     if (type == kF16) {
-        uint32_t two[count][kUnits] = {};
+        uint32_t two[count][units] = {};
 #pragma unroll
         for (int n = 0; n < count; ++n) {
             const auto* row = static_cast<const uint32_t*>(from[n]) + lane;
 #pragma unroll
-            for (int u = 0; u < kUnits; ++u) {
+            for (int u = 0; u < units; ++u) {
                 if (from[n] != nullptr && u * kUnit + 2 * lane < d) two[n][u] = row[u * kUnit / 2];
             }
         }
 #pragma unroll
         for (int n = 0; n < count; ++n) {
 #pragma unroll
-            for (int u = 0; u < kUnits; ++u) {
+            for (int u = 0; u < units; ++u) {
                 to[n][u] = __half22float2(*reinterpret_cast<const __half2*>(&two[n][u]));
             }
         }
@@ -56,24 +56,30 @@ __device__ __forceinline__ void load_rows(
     for (int n = 0; n < count; ++n) {
         const auto* row = static_cast<const float2*>(from[n]) + lane;
 #pragma unroll
-        for (int u = 0; u < kUnits; ++u) {
+        for (int u = 0; u < units; ++u) {
             to[n][u] = make_float2(0.0f, 0.0f);
             if (from[n] != nullptr && u * kUnit + 2 * lane < d) to[n][u] = row[u * kUnit / 2];
         }
     }
 }
 
-__device__ __forceinline__ void load_row(Row& to, const void* from, int type, int d, int lane) {
-    Row rows[1];
+template <int units>
+__device__ __forceinline__ void load_row(
+    float2 (&to)[units], const void* from, int type, int d, int lane
+) {
+    float2 rows[1][units];
     const void* const only[1] = {from};
     load_rows<1>(rows, only, type, d, lane);
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) to[u] = rows[0][u];
+    for (int u = 0; u < units; ++u) to[u] = rows[0][u];
 }
 
-__device__ __forceinline__ void store_row(void* to, const Row& x, int type, int d, int lane) {
+template <int units>
+__device__ __forceinline__ void store_row(
+    void* to, const float2 (&x)[units], int type, int d, int lane
+) {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
+    for (int u = 0; u < units; ++u) {
         const int i = u * kUnit + 2 * lane;
         if (i >= d) continue;
         if (type == kF16) {
@@ -86,19 +92,23 @@ __device__ __forceinline__ void store_row(void* to, const Row& x, int type, int 
 }
 
 // H x / n of each unit: takes queries to where codes live, and sums of codes back.
-__device__ __forceinline__ void rotate_row(Row& x, int d, int lane) {
+template <int units>
+__device__ __forceinline__ void rotate_row(float2 (&x)[units], int d, int lane) {
 #pragma unroll
-    for (int u = 0; u < kUnits; ++u) {
-        if (u * kUnit >= d) break;
-        const int points = d - u * kUnit >= kUnit ? 32 : 16;
-        for (int step = 1; step < points; step *= 2) {
+    for (int step = 1; step < kWarp; step *= 2) {
+        const bool upper = (lane & step) != 0;
+#pragma unroll
+        for (int u = 0; u < units; ++u) {
+            if (step == kWarp / 2 && d - u * kUnit < kUnit) continue;  // half a unit
             const float a = __shfl_xor_sync(0xffffffffu, x[u].x, step);
             const float b = __shfl_xor_sync(0xffffffffu, x[u].y, step);
-            const bool upper = (lane & step) != 0;
             x[u].x = upper ? a - x[u].x : x[u].x + a;
             x[u].y = upper ? b - x[u].y : x[u].y + b;
         }
-        const float norm = 1.0f / static_cast<float>(points);
+    }
+#pragma unroll
+    for (int u = 0; u < units; ++u) {
+        const float norm = d - u * kUnit < kUnit ? 2.0f / kWarp : 1.0f / kWarp;
         x[u].x *= norm;
         x[u].y *= norm;
     }
