@@ -201,6 +201,7 @@ __device__ __forceinline__ void copy_rows(
 
 // Zeros, for `threads` of which this is `thread`; whole words.
 __device__ __forceinline__ void clear(uint8_t* from, int bytes, int thread, int threads) {
+#pragma unroll 1  // it is rare, and in loops
     for (int i = thread; i < bytes / 4; i += threads) reinterpret_cast<uint32_t*>(from)[i] = 0;
 }
 

@@ -3,11 +3,17 @@
 // Floor: the keys and values once, at the memory's bandwidth; with few keys, latency.
 // Work       A block has one kv head of one sequence, up to 8 or 16 query vectors (rows times the
 //            query heads of the group), and its share of the keys, worked out from the real length.
-//            Each warp takes its own steps of keys, copies ahead by itself and keeps its own
-//            running result, so that nothing but the end of a block is synchronized.
+//            Each warp takes its own steps of keys and keeps its own running result, so that nothing
+//            but the end of a block is synchronized. It copies ahead by itself, or, of codes on 9.0,
+//            a warp beside the others copies for all of them, a run of keys and one of values a step.
 // Matrices   S [keys, queries] = K Q^T, O [elements, queries] = V^T P^T: keys, then elements, are
 //            the 16 rows of an mma, queries its 8 columns. Codes go from words in shared memory to
-//            fragments; which element meets which k is free, so a lane takes whole words.
+//            fragments; which element meets which k is free, so a lane takes whole words, and a
+//            fragment's rows share a scale.
+// Codes      A code is the float16 number that its bits are. With middle m of the codes' range and
+//            scales s of the 32 elements of a group g,
+//              S = sum_g s_kg (sum_e K_ke q_e - 32 m mean_g(q)),  O_e = sum_k (V_ke - m) s_kg p_k:
+//            keys' middle by one small product of scales and means, values' by a product with -m.
 // Order      What earlier passes wrote is copied before the kernel ahead has ended.
 // Splits     Blocks write partial results; the last one of them to arrive adds them, in the order
 //            of the splits, and leaves its counter at zero.

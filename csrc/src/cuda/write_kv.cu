@@ -90,7 +90,8 @@ __device__ __forceinline__ float2 turned(float2 x, float2 partner, float2 cos, f
     return make_float2(x.x * cos.x + partner.x * sin.x, x.y * cos.y + partner.y * sin.y);
 }
 
-// Partners are `half` apart, wherever that is: through `room`, the warp's own.
+// Partners are `half` apart, wherever that is: through `room`, the warp's own, whose lanes meet before
+// they come here again.
 __device__ __forceinline__ void rope_row(
     Row& x, const Row& cos, const Row& sin, int half, int d, float* room, int lane
 ) {
@@ -100,7 +101,6 @@ __device__ __forceinline__ void rope_row(
         x[1] = turned(x[1], low, cos[1], sin[1]);
         return;
     }
-    __syncwarp();  // what the head before left in `room` has been read
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
         const int i = u * kUnit + 2 * lane;
