@@ -24,7 +24,8 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     // multiprocessor and there are more than that, so that one's end is another's beginning.
     int warps = kDecodeWarps;
     params.stages = kMostStages;
-    if (items > info.multiprocessors && 2 * bytes_of(warps, kMostStages) > info.shared_per_block) warps /= 2;
+    const bool fits_twice = 2 * bytes_of(warps, kMostStages) <= info.shared_per_block;
+    if (items > info.multiprocessors && !fits_twice) warps /= 2;
     while (params.stages > 1 && bytes_of(warps, params.stages) > info.shared_per_block) {
         --params.stages;
     }

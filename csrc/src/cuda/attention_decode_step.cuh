@@ -8,7 +8,7 @@ namespace exl::cuda {
 constexpr int kDecodeWarps = 8;
 constexpr int kMostStages = 3;  // of a warp: steps that it copies ahead, and the one at hand
 constexpr int kLeastSteps = 4;  // of a block: fewer do not pay for adding up its part
-// So many keys of a sequence in all layers are more than the second-level cache has room for: what one
+// More keys of a sequence than these the second-level cache has no room for in all layers: what one
 // step read is gone in the next.
 constexpr int kRereadKeys = 1024;
 constexpr int kAloneKeys = 512;  // of a block: so many it has done before others add up their parts
