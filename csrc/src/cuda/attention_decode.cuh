@@ -28,12 +28,7 @@ constexpr int kMaxSplits = 64;
 // A pair of codes is cut out of its word as the float16 numbers that its bits are, subnormal ones:
 // 2^-24 times the code, or, of 4-bit codes that begin at the fifth bit, 16 times that. What is in
 // the middle of their range is taken off by a product with it.
-constexpr uint32_t kLowCodes = 0x000f000f, kNextCodes = 0x00f000f0;
 constexpr float kCodeUnit = 1 << 24;
-template <int pair>
-__device__ __forceinline__ uint32_t byte_pair(uint32_t w) {
-    return __byte_perm(w, 0, pair == 0 ? 0x4140 : 0x4342);
-}
 
 // Fragments of 16 staged keys: elements 16 k .. of step k, in an order that `query_element` shares.
 template <int type, int width>

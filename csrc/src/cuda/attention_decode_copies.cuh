@@ -41,8 +41,7 @@ __device__ __forceinline__ Piece piece_of(
     const int steps = (piece.end_key + step_keys - 1) / step_keys - first_step;
     const int least = min(kLeastSteps, warps);
     const bool is_alone = piece.end_key - piece.begin_key <= kAloneKeys;
-    const unsigned splits =
-        is_alone ? 1 : min(params.splits, (steps + least - 1) / least);
+    const unsigned splits = is_alone ? 1 : min(params.splits, (steps + least - 1) / least);
     const unsigned split = blockIdx.x;
     if (split >= splits) return piece;
     piece.splits = static_cast<int>(splits);

@@ -112,7 +112,7 @@ __device__ __forceinline__ bool arrives_last(unsigned* counter, int splits) {
 // What each split has of the whole, from their peaks and weights, of which lane l has those of the
 // splits l, l + 32.. of `count`.
 template <int count>
-__device__ __forceinline__ void share_out(float2 (&mine)[count], float* shares, int lane) {
+__device__ __forceinline__ void find_shares(float2 (&mine)[count], float* shares, int lane) {
     float peak = -INFINITY, weight = 0.0f;
 #pragma unroll
     for (int i = 0; i < count; ++i) peak = fmaxf(peak, mine[i].x);
@@ -170,7 +170,7 @@ __device__ __forceinline__ int add_splits(
                     at += every * kRow;
                     left -= every;
                 }
-                if (first == 0 && quad == 0) share_out<kMaxSplits / kWarp>(mine, shares, lane);
+                if (first == 0 && quad == 0) find_shares<kMaxSplits / kWarp>(mine, shares, lane);
                 const float* share = shares + own + first;
 #pragma unroll
                 for (int i = 0; i < kAhead; ++i) {

@@ -54,7 +54,6 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
         static_cast<unsigned>(splits), static_cast<unsigned>(params.kv_heads),
         static_cast<unsigned>(size.seqs * params.row_tiles)
     );
-    const dim3 block(warps * kWarp);
     // A warp more, which copies, where there are registers for it.
     if constexpr (is_codes(key_type) && width * tiles <= 256) {
         const bool is_runs = info.capability == 90 && params.d == width &&
@@ -67,7 +66,8 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
         }
     }
     return launch(
-        decode_kernel<key_type, value_type, width, tiles, false>, grid, block, bytes, stream, params
+        decode_kernel<key_type, value_type, width, tiles, false>, grid, dim3(warps * kWarp), bytes,
+        stream, params
     );
 }
 

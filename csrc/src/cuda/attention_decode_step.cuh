@@ -26,8 +26,9 @@ struct DecodeShape {
     static constexpr int kStepBytes = kKeyBytes + kKeys * staged_bytes(value_type, width);
     static constexpr int kQueryStride = width + 8;  // float16
     static constexpr int kQueryBytes = kQueries * kQueryStride * 2;
-    // Peaks and weights of queries for each warp, then shares for each split.
+    // Peaks and weights of queries for each warp, then, for each warp again, the splits' shares.
     static constexpr int kStatBytes = kMaxSplits * kQueries * 4;
+    static_assert(kQueries >= kDecodeWarps && kMaxSplits >= 2 * kDecodeWarps);
     static constexpr int kBarrierBytes = 2 * kDecodeWarps * kMostStages * 8;
 };
 
@@ -246,10 +247,6 @@ __device__ __forceinline__ void attend_step(
         }
     }
 }
-
-// A row of one head, as kv_rows.cuh has them.
-template <int width>
-using HeadRow = float2[width / kUnit];
 
 // Where the linear behind attention looks for a head's results as its inputs.
 template <int width>

@@ -255,7 +255,7 @@ prefill_kernel(const AttentionParams params) {
     uint8_t* own_queries = queries + warp * 16 * Shape::kStride;
     for (int i = 0; i < 16; ++i) {
         const int row = warp * 16 + i;
-        float2 x[width / kUnit] = {};
+        HeadRow<width> x = {};
         if (row < rows) {
             const int64_t at = (seq_begin + first_row + row) * params.q_stride +
                                static_cast<int64_t>(head) * d;

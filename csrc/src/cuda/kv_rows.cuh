@@ -26,6 +26,8 @@ __host__ __device__ constexpr int row_bytes(int type, int d) {
 #ifdef __CUDACC__
 
 using Row = float2[kUnits];
+template <int width>
+using HeadRow = float2[width / kUnit];  // of heads that are not wider
 
 // Elements of one lane of some rows, all on their way before the first is looked at: past a row's
 // end, and of a row at null, zero. `d` and addresses are even.
@@ -191,6 +193,14 @@ __device__ __forceinline__ void encode_row(uint8_t* row, const Row& x, int type,
 __device__ __forceinline__ uint32_t bits_of(__half2 x) { return *reinterpret_cast<uint32_t*>(&x); }
 __device__ __forceinline__ __half2 halves(uint32_t x) { return *reinterpret_cast<__half2*>(&x); }
 
+// A pair of 4-bit codes in each word's half, from the first or the fifth bit on.
+constexpr uint32_t kLowCodes = 0x000f000f, kNextCodes = 0x00f000f0;
+// Bytes 0 and 1, or 2 and 3, of w as the low bytes of halves whose high ones are of `above`.
+template <int pair>
+__device__ __forceinline__ uint32_t byte_pair(uint32_t w, uint32_t above = 0) {
+    return __byte_perm(w, above, pair == 0 ? 0x4140 : 0x4342);
+}
+
 // Codes of the 4 low bits of each half of w, and of the 4 next ones, less 8, exactly. 0x6400 is
 // 1024, whose last bit is 1; bits 4 and up of it count 16.
 template <uint32_t mask>
@@ -200,18 +210,17 @@ __device__ __forceinline__ __half2 masked_codes(uint32_t w) {
     return halves(x);
 }
 __device__ __forceinline__ __half2 low_codes(uint32_t w) {
-    return __hsub2(masked_codes<0x000f000fu>(w), __half2half2(__ushort_as_half(0x6408)));
+    return __hsub2(masked_codes<kLowCodes>(w), __half2half2(__ushort_as_half(0x6408)));
 }
 __device__ __forceinline__ __half2 next_codes(uint32_t w) {
     const __half2 sixteenth = __half2half2(__ushort_as_half(0x2c00));
     const __half2 offset = __half2half2(__ushort_as_half(0xd480));  // -72 = -(1024 / 16 + 8)
-    return __hfma2(masked_codes<0x00f000f0u>(w), sixteenth, offset);
+    return __hfma2(masked_codes<kNextCodes>(w), sixteenth, offset);
 }
 // 8-bit codes at bytes 0 and 1, or 2 and 3, of w, less 128, exactly.
 template <int pair>
 __device__ __forceinline__ __half2 byte_codes(uint32_t w) {
-    const uint32_t wide = __byte_perm(w, 0x64646464u, pair == 0 ? 0x4140 : 0x4342);
-    return __hsub2(halves(wide), __half2half2(__ushort_as_half(0x6480)));
+    return __hsub2(halves(byte_pair<pair>(w, 0x64646464u)), __half2half2(__ushort_as_half(0x6480)));
 }
 // f8e4m3 at bytes 0 and 1, or 2 and 3, of w.
 template <int pair>
