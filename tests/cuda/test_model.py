@@ -22,9 +22,9 @@ from exl_core.errors import WeightValueError
 from exl_core.generate.dynamic import DynamicGenerator
 from exl_core.load import LoadedModel, LoadOptions, load_model
 from exl_core.lora.adapter import load_adapter
-from exl_core.model import pass_graphs
+from exl_core.model import cuda_graphs
 from exl_core.model.adapters import AdapterUse
-from exl_core.model.pass_graphs import MEETINGS
+from exl_core.model.cuda_graphs import PASSES_BEFORE_CAPTURE
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.ops.cuda.attention import MET
@@ -123,7 +123,7 @@ def test_passes_of_every_shape(pair: Pair, kv_format: KVFormat) -> None:
     run.feed(s1=(300, LAST), s2=(37, ALL))
     run.feed(s1=(300, NONE))
     run.feed(s3=(700, LAST))
-    for i in range(MEETINGS + 2):  # by and by as graphs
+    for i in range(PASSES_BEFORE_CAPTURE + 2):  # by and by as graphs
         run.feed(s0=(1, LAST), s1=(1, LAST), s2=(1, LAST))
         run.feed(s0=(4 + i % 2, ALL))
         run.feed(s1=(130 - i, LAST), s0=(1, LAST), s2=(1, LAST))
@@ -294,7 +294,7 @@ def test_half_an_hour_of_jobs(
 ) -> None:
     """The device has as much free memory after them, whoever holds the rest, as after the first
     quarter, when there are as many graphs of passes as there may be."""
-    monkeypatch.setattr(pass_graphs, "MOST_GRAPHS", 16)
+    monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 16)
     loaded = load_model(str(quantized_llama("exl2", tmp_path)), LoadOptions(backend="cuda"))
     with_drafts, without = (
         RandomJobs(generator_of(loaded, drafter=drafter, cache_tokens=2048), seed=10)

@@ -24,9 +24,9 @@ def run(model: ModelDescription, ctx: int | None, *, is_json: bool) -> None:
 
 def as_dict(fit: Fit) -> dict[str, object]:
     return {
-        "device": fit.room.device,
-        "device_name": fit.room.name,
-        "free_bytes": fit.room.free_bytes,
+        "device": fit.memory.device,
+        "device_name": fit.memory.name,
+        "free_bytes": fit.memory.free_bytes,
         "ctx": fit.ctx,
         "needed_bytes": fit.needed_bytes,
         "fits": fit.fits,
@@ -42,14 +42,14 @@ def _show(model: ModelDescription, fits: list[Fit]) -> None:
     )
     answers = {True: "yes", False: "no", None: "unknown"}
     for fit in fits:
-        free = fit.room.free_bytes
+        free = fit.memory.free_bytes
         table.add_row(
-            f"{fit.room.device}, {fit.room.name}",
+            f"{fit.memory.device}, {fit.memory.name}",
             "unknown" if free is None else format_bytes(free),
             format_bytes(fit.needed_bytes),
             answers[fit.fits],
             *("unknown" if most is None else str(most) for most in fit.contexts.values()),
         )
-    advice = [f"{fit.room.device}: {fit.advice} would fit." for fit in fits if fit.advice]
+    advice = [f"{fit.memory.device}: {fit.advice} would fit." for fit in fits if fit.advice]
     weights = format_bytes(model.weights_bytes_in_memory)
     print_answer(f"{model.name}: weights of {weights}; contexts in tokens.", table, *advice)

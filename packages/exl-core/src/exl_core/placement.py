@@ -1,6 +1,7 @@
-"""What fits where: the devices of this machine, and the contexts that a model has room for there.
+"""Which devices of this machine a model fits on, and with how long a context.
 
-Plain numbers, before anything is loaded. A GPU is one device of its own; a model lies on one whole.
+Works from plain numbers, before anything is loaded. Each GPU is a device of its own, and a model is
+placed on one device as a whole.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import RequestError
 
 GPU_OVERHEAD = 600 << 20
-"""Besides weights and cache, at most: dequantized slices, activations of a pass, graphs, logits."""
+"""Upper bound in bytes of all else on a GPU: dequantized slices, activations, graphs, logits."""
 
 CPU_OVERHEAD = 256 << 20
 
@@ -35,8 +36,8 @@ class CacheShape(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """A device, and what this process may still take of it; None where nobody knows."""
+class DeviceMemory:
+    """A device and the bytes that this process may still allocate there; None if unknown."""
 
     device: str
     name: str
@@ -49,25 +50,25 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """A model in a room: what it needs at a context, and the longest context of each cache.
+    """A model on a device: bytes needed for a context of `ctx`, longest context per cache format.
 
-    `contexts` are tokens of one sequence, at most what the model was made for; 0 where not even a
-    page would fit, and None throughout where nobody knows what is free.
+    `contexts` are tokens of one sequence, at most the model's own maximum. A value is 0 if not even
+    one page fits. All values are None if the device's free memory is unknown.
     """
 
-    room: Room
+    memory: DeviceMemory
     ctx: int
     needed_bytes: int
     contexts: Mapping[KVFormat, int | None]
 
     @property
     def fits(self) -> bool | None:
-        free = self.room.free_bytes
+        free = self.memory.free_bytes
         return None if free is None else self.needed_bytes <= free
 
     @property
     def advice(self) -> str:
-        """What would fit, where the model does not at that context; nothing where it does."""
+        """Options under which a model that does not fit would fit; empty if it fits."""
         if self.fits is not False:
             return ""
         cheaper = [kind.value for kind, most in self.contexts.items() if (most or 0) >= self.ctx]
@@ -80,42 +81,42 @@ class Fit:
         return " or ".join(ways) or "nothing"
 
 
-def rooms() -> list[Room]:
+def device_memory() -> list[DeviceMemory]:
     """The CPU, and every GPU that torch sees."""
-    found = [Room("cpu", "this machine's memory", free_memory_bytes(torch.device("cpu")))]
+    found = [DeviceMemory("cpu", "this machine's memory", free_memory_bytes(torch.device("cpu")))]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         device = torch.device("cuda", index)
         name = torch.cuda.get_device_name(device)
-        found.append(Room(f"cuda:{index}", name, free_memory_bytes(device)))
+        found.append(DeviceMemory(f"cuda:{index}", name, free_memory_bytes(device)))
     return found
 
 
 def fit_all(
-    weights_bytes: int, config: CacheShape, ctx: int, where: Sequence[Room] | None = None
+    weights_bytes: int, config: CacheShape, ctx: int, where: Sequence[DeviceMemory] | None = None
 ) -> list[Fit]:
-    """The model in each room (by default `rooms()`), with one sequence of `ctx` tokens in fp16."""
-    return [
-        _fit(weights_bytes, config, ctx, room) for room in (rooms() if where is None else where)
-    ]
+    """The model on each device of `where` (default: `device_memory()`), needing one sequence of
+    `ctx` tokens cached in fp16."""
+    devices = device_memory() if where is None else where
+    return [_fit(weights_bytes, config, ctx, memory) for memory in devices]
 
 
-def _fit(weights_bytes: int, config: CacheShape, ctx: int, room: Room) -> Fit:
-    fixed = weights_bytes + room.overhead_bytes
+def _fit(weights_bytes: int, config: CacheShape, ctx: int, memory: DeviceMemory) -> Fit:
+    fixed = weights_bytes + memory.overhead_bytes
     contexts: dict[KVFormat, int | None] = {}
     for kind in KVFormat:
         if kind is KVFormat.FP32:
             continue
         try:
             each = _bytes_per_token(config, kind)
-        except RequestError:  # heads of this size cannot be cached so
+        except RequestError:  # the format does not support this head size
             continue
-        if room.free_bytes is None:
+        if memory.free_bytes is None:
             contexts[kind] = None
             continue
-        pages = max(room.free_bytes - fixed, 0) // (each * PAGE_SIZE)
+        pages = max(memory.free_bytes - fixed, 0) // (each * PAGE_SIZE)
         contexts[kind] = min(pages * PAGE_SIZE, config.max_seq_len)
     cache = pages_for(ctx) * PAGE_SIZE * _bytes_per_token(config, KVFormat.FP16)
-    return Fit(room, ctx, fixed + cache, contexts)
+    return Fit(memory, ctx, fixed + cache, contexts)
 
 
 def _bytes_per_token(config: CacheShape, kind: KVFormat) -> int:

@@ -31,7 +31,7 @@ from torch import Tensor
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat
 from exl_core.load import LoadedModel
-from exl_core.model.pass_graphs import BUCKETS
+from exl_core.model.cuda_graphs import BUCKETS
 from exl_core.model.runner import make_batch
 from exl_core.model.segment import Segment
 from exl_core.model.transformer import Transformer

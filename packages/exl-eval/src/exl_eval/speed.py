@@ -34,7 +34,7 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat
 from exl_core.errors import RequestError
 from exl_core.load import LoadedModel
-from exl_core.model.pass_graphs import MEETINGS
+from exl_core.model.cuda_graphs import PASSES_BEFORE_CAPTURE
 from exl_core.model.transformer import Transformer
 from exl_core.ops.table import OpTable
 from exl_eval.gpu import copy_bandwidth, count_launches
@@ -193,7 +193,7 @@ class _Bench:
         self._on_measured = on_measured
         sizes = len(dict.fromkeys(options.batch))
         measurements = len(options.prefill) * len(options.batch) + sizes
-        self._unmeasured = 1 if self._device.type == "cpu" else MEETINGS
+        self._unmeasured = 1 if self._device.type == "cpu" else PASSES_BEFORE_CAPTURE
         self._total = measurements * (options.repeat + self._unmeasured)
         self._done = 0
         self.device_peak_bytes: int | None = None

@@ -67,7 +67,7 @@ class TextPasses:
                 page_ids=tuple(range(pages_for(end))),
                 logit_rows=LogitRows.ALL if is_scored else LogitRows.NONE,
             )
-            logits = self._runner.run((chunk,), room=self._room)  # [rows, vocab_size]
+            logits = self._runner.run((chunk,), out=self._room)  # [rows, vocab_size]
             if is_scored:
                 yield start + 1, logits
             start = end

@@ -42,7 +42,7 @@ class Batch:
     logit_rows   int64 [n]           rows whose logits are wanted, ascending
     adapters     rows that have any, ascending
     embedded     rows whose token id is a stand-in (any valid one), or None
-    logits       room for the logits, float32 [n or more, vocab_size]; None: the model takes some
+    logits       buffer for the logits, float32 [n or more, vocab_size]; None: one is allocated
     """
 
     token_ids: Tensor

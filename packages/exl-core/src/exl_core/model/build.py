@@ -85,7 +85,7 @@ class _StreamedBlocks(Sequence[BlockWeights]):
         self._config = config
         # One for all blocks: threads that come and go would each leave memory behind.
         self._packer = Packer(checkpoint, ops, threads, None)
-        self._room_bytes = held_bytes
+        self._free_bytes = held_bytes
         self._held: dict[int, BlockWeights] = {}
         self._last: dict[int, BlockWeights] = {}
 
@@ -106,9 +106,9 @@ class _StreamedBlocks(Sequence[BlockWeights]):
             for name in _matrices(layer):
                 self._packer.start(name)
             block = _block(self._config, self._packer, layer)
-            has_room = block.size_bytes <= self._room_bytes
-            self._room_bytes -= block.size_bytes if has_room else 0
-            (self._held if has_room else self._last)[layer] = block
+            is_kept = block.size_bytes <= self._free_bytes
+            self._free_bytes -= block.size_bytes if is_kept else 0
+            (self._held if is_kept else self._last)[layer] = block
             return block
         return self._last[layer]
 

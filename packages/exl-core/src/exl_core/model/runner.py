@@ -17,8 +17,8 @@ from exl_core.cache.format import PAGE_SIZE, KVFormat
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
+from exl_core.model.cuda_graphs import CudaGraphs
 from exl_core.model.embedded import EMBEDDED_FROM
-from exl_core.model.pass_graphs import PassGraphs
 from exl_core.model.segment import LogitRows, PageCopy, Segment
 from exl_core.ops.table import OpTable, device_failures
 
@@ -147,21 +147,21 @@ class Runner:
     def __init__(self, model: Model, store: KVStore) -> None:
         self.model = model
         self.store = store
-        self._graphs = PassGraphs(model, store) if store.device.type == "cuda" else None
+        self._graphs = CudaGraphs(model, store) if store.device.type == "cuda" else None
 
     @torch.inference_mode()
     def run(
         self,
         segments: Sequence[Segment],
         copies: Sequence[PageCopy] = (),
-        room: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the rows that the segments ask for, in order: [n, vocab_size]. The next run may
-        overwrite them.
+        """Logits of the rows that the segments want, in order: [n, vocab_size], valid until the
+        next run.
 
-        `copies` between pages come first. The logits are put into `room`, float32
-        [n or more, vocab_size], where that is possible: memory that is new each time costs a CPU
-        about as much as computing what goes into it.
+        `copies` between pages are made first. `out`, float32 [n or more, vocab_size], receives the
+        logits where the backend supports it. On a CPU, freshly allocated memory costs about as much
+        time as computing the logits.
         """
         with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):
             self.store.copy_pages(copies)
@@ -169,7 +169,7 @@ class Runner:
             if logits is not None:
                 return logits
             batch = make_batch(segments, self.store.page_size)
-            return self.model.forward(replace(batch, logits=room), self.store)
+            return self.model.forward(replace(batch, logits=out), self.store)
 
     @property
     def has_graphs(self) -> bool:

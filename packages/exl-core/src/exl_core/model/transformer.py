@@ -30,7 +30,7 @@ from exl_core.model.adapted import (
 )
 from exl_core.model.adapters import AdapterUse, Matrix
 from exl_core.model.batch import AdapterRows, Batch
-from exl_core.model.head_fit import FITTED_POSITIONS, HeadFit, HeadMeasure
+from exl_core.model.key_smoothing import SAMPLE_POSITION_RANGE, KeySmoothing, KeySmoothingObserver
 from exl_core.model.observe import Observer, Part, taken_on
 from exl_core.model.rotation import RotationTable
 from exl_core.model.runner import make_batch, store_for
@@ -52,7 +52,7 @@ class _Pass:
     store: KVStore
     adapters: tuple[AdapterRows, ...]
     rows: dict[Window, AttentionBatch]
-    fits: tuple[HeadFit | tuple[None, None], ...]  # by layer
+    key_smoothing: tuple[KeySmoothing | tuple[None, None], ...]  # by layer
     qkv: Tensor  # [R, (H + 2K) * D]
     mixed: Tensor  # [R, H * D], of qkv: attention puts its result where the queries were
     gated: Tensor  # [R, intermediate]
@@ -143,8 +143,8 @@ class Transformer:
     def _logits(self, x: Tensor, batch: Batch, observe: Observer | None) -> Tensor:
         config, weights, ops = self.config, self._weights, self.ops
         if observe is None and not batch.adapters:
-            room = None if batch.logits is None else batch.logits[: len(x)]
-            logits = ops.norm_linear(x, weights.final_norm, config.norm_eps, weights.head, room)
+            out = None if batch.logits is None else batch.logits[: len(x)]
+            logits = ops.norm_linear(x, weights.final_norm, config.norm_eps, weights.head, out)
         else:
             x = ops.rms_norm(x, weights.final_norm, config.norm_eps)
             if observe is not None:
@@ -195,21 +195,22 @@ class Transformer:
         local = bound(self._local_rope) if self._local_rope else everywhere
         rows, config = batch.token_ids.shape[0], self.config
         qkv = self.ops.activations(rows, config.q_size + 2 * config.kv_size)
-        fits: tuple[HeadFit | tuple[None, None], ...] = ((None, None),) * config.num_layers
+        smoothing: tuple[KeySmoothing | tuple[None, None], ...]
+        smoothing = ((None, None),) * config.num_layers
         if store.kv_format.key_rows is RowFormat.CODES4 and len(self._sample_ids) > 1:
-            fits = self._head_fits
+            smoothing = self._key_smoothing
         return _Pass(
             store,
             batch.adapters,
             {Window.GLOBAL: everywhere, Window.LOCAL: local},
-            fits,
+            smoothing,
             qkv,
             qkv[:, : config.q_size],
             self.ops.activations(rows, config.intermediate_size),
         )
 
     @cached_property
-    def _head_fits(self) -> tuple[HeadFit, ...]:
+    def _key_smoothing(self) -> tuple[KeySmoothing, ...]:
         """Measured by the first pass that needs them, and fixed from then on."""
         config, ids = self.config, self._sample_ids
         num_pages = pages_for(len(ids))
@@ -219,14 +220,14 @@ class Transformer:
         store = store_for(self, KVFormat.FP32, num_pages)
         batch = make_batch((text,), store.page_size)
         rotations = {Window.GLOBAL: self._rope, Window.LOCAL: self._local_rope or self._rope}
-        end = min(FITTED_POSITIONS, config.max_seq_len) - 1
+        end = min(SAMPLE_POSITION_RANGE, config.max_seq_len) - 1
         positions = torch.linspace(0, end, len(ids), dtype=torch.float64).long()
-        turns = {window: rope.at(positions) for window, rope in rotations.items()}
-        measure = HeadMeasure(
-            config, self._weights, self.ops, lambda layer: turns[config.layer_windows[layer]]
+        angles = {window: rope.at(positions) for window, rope in rotations.items()}
+        observer = KeySmoothingObserver(
+            config, self._weights, self.ops, lambda layer: angles[config.layer_windows[layer]]
         )
-        self.forward(batch, store, measure)
-        return tuple(measure.fits)
+        self.forward(batch, store, observer)
+        return tuple(observer.layers)
 
     def _attend(self, x: Tensor, layer: int, current: _Pass) -> None:
         """x [R, hidden] += attention of the layer."""
@@ -239,7 +240,7 @@ class Transformer:
             add_deltas_(current.qkv, normed, adapters, layer, "qkv")
         h: Inputs = current.mixed
         post_norm = block.attention_post_norm
-        head_scale, head_shift = current.fits[layer]
+        head_scale, head_shift = current.key_smoothing[layer]
         if post_norm is None and not adapters:
             h = ops.inputs_for(attention.output, current.mixed)
         ops.attend_(

@@ -1,4 +1,4 @@
-"""Buckets of passes: padded to one, a pass gives the logits that it gives by itself."""
+"""Buckets of CUDA graphs: a pass padded to its bucket gives the logits of the unpadded pass."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from exl_core.cache.format import PAGE_SIZE, KVFormat
 from exl_core.load import load_model
 from exl_core.model.batch import Batch
-from exl_core.model.pass_graphs import Inputs, Shape, asked_for, shape_of
+from exl_core.model.cuda_graphs import GraphInputs, Shape, select_logits, shape_of
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
@@ -32,8 +32,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return load_model(str(save(request.param(), tmp_path_factory.mktemp("model")))).model
 
 
-def without_padding(inputs: Inputs, segments: list[Segment]) -> Batch:
-    """Kernels of the CPU do not take rows that belong to no sequence."""
+def without_padding(inputs: GraphInputs, segments: list[Segment]) -> Batch:
+    """The batch without its padding rows: CPU kernels reject rows that belong to no sequence."""
     batch, rows = inputs.batch, sum(len(one.token_ids) for one in segments)
     if inputs.shape.is_decoding:
         return batch
@@ -66,7 +66,7 @@ PASSES = [
 
 
 @pytest.mark.parametrize(("segments", "shape"), PASSES)
-def test_a_padded_pass_is_the_pass(
+def test_a_padded_pass_gives_the_same_logits_and_keys(
     model: Transformer, segments: list[Segment], shape: Shape
 ) -> None:
     assert shape_of(segments, PAGES) == shape
@@ -76,10 +76,12 @@ def test_a_padded_pass_is_the_pass(
         if history:
             Runner(model, store).run(history)
     expected = Runner(model, plain).run(segments)
-    inputs = Inputs(shape, PAGES, padded, spare_page=PAGES)
-    for others in PASSES[0][0], segments:  # what was there before leaves nothing behind
+    inputs = GraphInputs(shape, PAGES, padded, spare_page=PAGES)
+    for others in PASSES[0][0], segments:  # an earlier pass must leave nothing behind
         inputs.fill(others if len(others) <= shape.sequences else segments)
-    logits = asked_for(model.forward(without_padding(inputs, segments), padded), shape, segments)
+    logits = select_logits(
+        model.forward(without_padding(inputs, segments), padded), shape, segments
+    )
     assert logits.shape == expected.shape
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
     for layer in range(model.config.num_layers):
@@ -101,23 +103,23 @@ def test_a_padded_pass_is_the_pass(
         [Segment((1 << 40,), 0, (1,), LAST)],
     ],
 )
-def test_what_no_bucket_holds(segments: list[Segment]) -> None:
+def test_no_bucket_for_large_or_unusual_passes(segments: list[Segment]) -> None:
     assert shape_of(segments, PAGES) is None
 
 
-def test_steps_that_decode_leave_nothing_behind(model: Transformer) -> None:
-    """Only what changes is written for a step; what is there then is what a first step writes."""
+def test_decode_inputs_equal_freshly_written_ones(model: Transformer) -> None:
+    """A decode pass rewrites only what changed; the result must equal that of fresh inputs."""
     store = store_for(model, KVFormat.FP16, PAGES)
     source = random.Random(4)
     shape = Shape(6, 6, 6)
-    used = Inputs(shape, PAGES, store, PAGES)
+    used = GraphInputs(shape, PAGES, store, PAGES)
     for _ in range(200):
         segments = []
         for _ in range(source.randint(1, 6)):
             pages = tuple(source.sample(range(PAGES), source.randint(1, 4)))
             past = source.randrange(PAGE_SIZE * (len(pages) - 1), PAGE_SIZE * len(pages))
             segments.append(segment(1, past, pages, source.choice((LAST, ALL))))
-        fresh = Inputs(shape, PAGES, store, PAGES)
+        fresh = GraphInputs(shape, PAGES, store, PAGES)
         used.fill(segments)
         fresh.fill(segments)
         for name in ("token_ids", "positions", "slots", "row_starts", "past_lens", "logit_rows"):

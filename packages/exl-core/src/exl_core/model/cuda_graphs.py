@@ -1,14 +1,14 @@
-"""Passes on a GPU as captured graphs: one launch for a whole pass.
+"""CUDA graphs of forward passes: the host replays a whole pass with one launch.
 
-A pass of a few hundred kernels takes the host longer to launch than the GPU to run, until it has
-some thousand rows. A graph of it is captured once for each bucket of shapes and replayed; what
-differs between passes of one bucket (tokens, where their pages are, which rows want logits) is
-written into the graph's inputs with one copy. Rows that only fill up a bucket write to the store's
-spare page; sequences that do so have no rows.
+Launching the few hundred kernels of a pass takes the host longer than running them takes the GPU,
+up to about a thousand rows. A graph is therefore captured once per bucket of shapes and replayed.
+Passes of one bucket differ in tokens, page ids and the rows that want logits; one copy writes these
+into the graph's input tensors. Padding rows write their keys and values to the store's spare page,
+and padding sequences have no rows.
 
-Steps of decoding, one row a sequence, are captured when they first come. Other passes (prompts,
-verified drafts, both mixed with decoding) come in more shapes, so their graph is captured when a
-bucket is met for the third time.
+A decode pass (one row per sequence) is captured when its bucket first occurs. Other passes (prompt
+chunks, verification of drafts, either of them mixed with decode) come in more shapes. Their graph
+is captured when the bucket occurs for the third time.
 """
 
 from __future__ import annotations
@@ -33,17 +33,21 @@ if TYPE_CHECKING:
     from exl_core.model.runner import Model
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
-"""Close together where most batches are: a row too many costs little, a graph some memory."""
+"""Row counts of decode passes. Denser for small batches, which are the most frequent: padding rows
+cost little time, and each graph costs some memory."""
 
 PROMPT_BUCKETS = (*BUCKETS, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 SEQUENCE_BUCKETS = (1, 4, 16, 64, 128)
-MEETINGS = 3  # of a bucket, before it is worth a graph; a capture takes some ten passes' time
-MOST_GRAPHS = 64
+PASSES_BEFORE_CAPTURE = 3
+"""A bucket's graph is captured at its third pass; a capture takes as long as about ten passes."""
+
+MAX_GRAPHS = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a bucket. `logits`: of so many rows; as many as there are rows means all, in order."""
+    """Sizes of one bucket. `logits` is the number of rows that get logits; if it equals `rows`, all
+    rows get logits, in order."""
 
     rows: int
     sequences: int
@@ -54,26 +58,26 @@ class Shape:
         return self.rows == self.sequences
 
 
-class Inputs:
-    """Of one bucket: the batch as the GPU reads it, and the same memory as the host fills it."""
+class GraphInputs:
+    """Input tensors of one bucket's graph, and the pinned host buffer that they are copied from."""
 
     def __init__(self, shape: Shape, pages: int, store: KVStore, spare_page: int) -> None:
         self.shape = shape
         self._page_size = store.page_size
         rows, seqs = shape.rows, shape.sequences
-        wide, narrow = (rows, rows, rows, shape.logits), (seqs + 1, seqs, seqs * pages)
-        size = 8 * sum(wide) + 4 * sum(narrow)
-        is_far = store.device.type != "cpu"
-        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=is_far)
+        sizes64, sizes32 = (rows, rows, rows, shape.logits), (seqs + 1, seqs, seqs * pages)
+        size = 8 * sum(sizes64) + 4 * sum(sizes32)
+        is_gpu = store.device.type != "cpu"
+        self._host = torch.zeros(size, dtype=torch.uint8, pin_memory=is_gpu)
         self._device = torch.zeros_like(self._host, device=store.device)
-        self._but_tokens = self._device[8 * rows :], self._host[8 * rows :]
+        self._all_but_tokens = self._device[8 * rows :], self._host[8 * rows :]
 
-        def parts(memory: Tensor) -> tuple[Tensor, ...]:
-            first = memory[: 8 * sum(wide)].view(torch.int64).split_with_sizes(wide)
-            *second, table = memory[8 * sum(wide) :].view(torch.int32).split_with_sizes(narrow)
+        def fields(memory: Tensor) -> tuple[Tensor, ...]:
+            first = memory[: 8 * sum(sizes64)].view(torch.int64).split_with_sizes(sizes64)
+            *second, table = memory[8 * sum(sizes64) :].view(torch.int32).split_with_sizes(sizes32)
             return (*first, *second, table.view(seqs, pages))
 
-        token_ids, positions, slots, logit_rows, row_starts, past_lens, table = parts(self._device)
+        token_ids, positions, slots, logit_rows, row_starts, past_lens, table = fields(self._device)
         self.batch = Batch(
             token_ids=token_ids,
             positions=positions,
@@ -83,26 +87,31 @@ class Inputs:
             slots=slots,
             logit_rows=logit_rows,
         )
-        self._fields = tuple(part.numpy() for part in parts(self._host))
+        self._fields = tuple(field.numpy() for field in fields(self._host))
         self._spare = spare_page
-        self._decoded: list[tuple[int, ...]] = []  # pages in the table, of passes that decode
+        # Page ids that the last decode pass left in each row of the page table.
+        self._written_pages: list[tuple[int, ...]] = []
         if shape.is_decoding:
             self._fill_any(())
 
     def fill(self, segments: Sequence[Segment], *, has_tokens: bool = False) -> None:
-        """Begins the copy; the host's memory must have been read by the one before it. With
-        `has_tokens` all but the tokens: those are on the device, or will be."""
+        """Fills the host buffer and starts its copy to the device, without waiting for the copy.
+
+        The caller must have waited for the previous copy. With `has_tokens` the token ids are not
+        copied: the device has them, or earlier work on the stream writes them.
+        """
         if self.shape.is_decoding:
             self._fill_decoding(segments)
         else:
             self._fill_any(segments)
-        to, source = self._but_tokens if has_tokens else (self._device, self._host)
-        to.copy_(source, non_blocking=True)
+        target, source = self._all_but_tokens if has_tokens else (self._device, self._host)
+        target.copy_(source, non_blocking=True)
 
     def _fill_decoding(self, segments: Sequence[Segment]) -> None:
-        """One row each, of mostly the same sequences as in the pass before."""
+        """One row per segment. Page tables are rewritten only where they differ from the previous
+        pass, which mostly had the same sequences."""
         token_ids, positions, slots, _, _, past_lens, table = self._fields
-        count, size, held = len(segments), self._page_size, self._decoded
+        count, size, written = len(segments), self._page_size, self._written_pages
         past = [one.past_len for one in segments]
         token_ids[:count] = [one.token_ids[0] for one in segments]
         positions[:count] = past_lens[:count] = past
@@ -110,106 +119,110 @@ class Inputs:
             one.page_ids[position // size] * size + position % size
             for one, position in zip(segments, past, strict=True)
         ]
-        if count < len(held):
-            unused = slice(count, len(held))
+        if count < len(written):
+            unused = slice(count, len(written))
             token_ids[unused] = positions[unused] = past_lens[unused] = 0
             slots[unused], table[unused] = self._spare * size, self._spare
-            del held[count:]
-        held += [()] * (count - len(held))
+            del written[count:]
+        written += [()] * (count - len(written))
         for i, one in enumerate(segments):
-            if one.page_ids != held[i]:
-                table[i, : len(one.page_ids)] = held[i] = one.page_ids
+            if one.page_ids != written[i]:
+                table[i, : len(one.page_ids)] = written[i] = one.page_ids
 
     def _fill_any(self, segments: Sequence[Segment]) -> None:
         token_ids, positions, slots, logit_rows, row_starts, past_lens, table = self._fields
         wants_all = self.shape.logits == self.shape.rows
-        row = asked = 0
+        row = num_logits = 0
         for i, segment in enumerate(segments):
             past, count = segment.past_len, len(segment.token_ids)
             table[i, : len(segment.page_ids)] = segment.page_ids
             past_lens[i], row_starts[i] = past, row
             token_ids[row : row + count] = segment.token_ids
             positions[row : row + count] = np.arange(past, past + count)
-            for of_page in segment.slots(self._page_size):
-                slots[row : row + len(of_page)] = np.arange(of_page.start, of_page.stop)
-                row += len(of_page)
+            for page_slots in segment.slots(self._page_size):
+                slots[row : row + len(page_slots)] = np.arange(page_slots.start, page_slots.stop)
+                row += len(page_slots)
             if segment.logit_rows is LogitRows.LAST and count and not wants_all:
-                logit_rows[asked] = row - 1
-                asked += 1
+                logit_rows[num_logits] = row - 1
+                num_logits += 1
         unused, absent = slice(row, None), slice(len(segments), None)
         token_ids[unused] = positions[unused] = 0
         slots[unused] = self._spare * self._page_size
         table[absent], past_lens[absent] = self._spare, 0
         row_starts[absent] = row
-        if self.shape.is_decoding:  # then every sequence has a row, wanted or not
+        if self.shape.is_decoding:  # padding sequences have a row each, too
             row_starts[absent] = range(row, self.shape.rows + 1)
         if wants_all:
             logit_rows[:] = range(self.shape.rows)
         else:
-            logit_rows[asked:] = 0
+            logit_rows[num_logits:] = 0
 
 
-class PassGraphs:
-    """Passes over one model and one store."""
+class CudaGraphs:
+    """Captured graphs of passes over one model and one store."""
 
     def __init__(self, model: Model, store: KVStore) -> None:
         self._model = model
         self._store = store
         self._pages = min(pages_for(model.config.max_seq_len), store.num_pages)
-        self._graphs: dict[Shape, tuple[Inputs, torch.cuda.CUDAGraph, Tensor]] = {}
-        self._met: Counter[Shape] = Counter()
-        self._is_read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._graphs: dict[Shape, tuple[GraphInputs, torch.cuda.CUDAGraph, Tensor]] = {}
+        self._passes: Counter[Shape] = Counter()
+        self._inputs_copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def next_ids(self, segments: Sequence[Segment]) -> Tensor | None:
-        """Where such a pass reads its tokens, int64 [n] on the device; None unless it is a step of
-        decoding that has a graph."""
+        """Token input of the graph for these segments: int64 [n] on the device. None unless they
+        form a decode pass whose graph has been captured."""
         shape = shape_of(segments, self._pages)
         if shape is None or not shape.is_decoding or shape not in self._graphs:
             return None
         return self._graphs[shape][0].batch.token_ids[: len(segments)]
 
     def run(self, segments: Sequence[Segment], *, has_tokens: bool = False) -> Tensor | None:
-        """Their logits [n, vocab_size], which the next run may overwrite; None where there is no
-        graph for such a pass. `has_tokens`: they are where `next_ids` says, or will be."""
+        """Logits [n, vocab_size], valid until the next run; None if the pass has no graph.
+
+        With `has_tokens` the token ids are in the tensor that `next_ids` returned, or earlier work
+        on the stream writes them there.
+        """
         shape = shape_of(segments, self._pages)
         if shape is None:
             return None
         if shape not in self._graphs:
-            self._met[shape] += 1
+            self._passes[shape] += 1
             if not shape.is_decoding and (
-                self._met[shape] < MEETINGS or len(self._graphs) >= MOST_GRAPHS
+                self._passes[shape] < PASSES_BEFORE_CAPTURE or len(self._graphs) >= MAX_GRAPHS
             ):
                 return None
             self._graphs[shape] = self._capture(shape, segments)
         inputs, graph, logits = self._graphs[shape]
-        self._is_read.synchronize()  # the host's memory, by the copy before this one
+        self._inputs_copied.synchronize()  # the previous copy has finished reading the host buffer
         inputs.fill(segments, has_tokens=has_tokens)
-        self._is_read.record(torch.cuda.current_stream(self._store.device))
+        self._inputs_copied.record(torch.cuda.current_stream(self._store.device))
         graph.replay()
-        return asked_for(logits, shape, segments)
+        return select_logits(logits, shape, segments)
 
     def _capture(
         self, shape: Shape, segments: Sequence[Segment]
-    ) -> tuple[Inputs, torch.cuda.CUDAGraph, Tensor]:
+    ) -> tuple[GraphInputs, torch.cuda.CUDAGraph, Tensor]:
         store, model = self._store, self._model
         model.reserve_positions(self._pages * store.page_size)
-        inputs = Inputs(shape, self._pages, store, store.spare_page)
+        inputs = GraphInputs(shape, self._pages, store, store.spare_page)
         inputs.fill(segments)
-        model.forward(inputs.batch, store)  # loads kernels and workspaces, which a capture cannot
+        # Warm-up: kernels are loaded and workspaces allocated, which a capture does not allow.
+        model.forward(inputs.batch, store)
         torch.cuda.synchronize(store.device)
         graph = torch.cuda.CUDAGraph()
-        pool = next((held.pool() for _, held, _ in self._graphs.values()), None)
+        pool = next((other.pool() for _, other, _ in self._graphs.values()), None)
         with torch.cuda.graph(graph, pool=pool):
             logits = model.forward(inputs.batch, store)
         return inputs, graph, logits
 
 
 def shape_of(segments: Sequence[Segment], pages: int) -> Shape | None:
-    """The bucket of a pass over up to `pages` pages each; None where no graph can stand for it."""
+    """Bucket of a pass whose sequences have at most `pages` pages each; None if no bucket fits."""
     counts = [len(one.token_ids) for one in segments]
     rows = sum(counts)
     is_small = 0 < rows <= PROMPT_BUCKETS[-1] and len(counts) <= SEQUENCE_BUCKETS[-1]
-    if not is_small or not all(_is_plain(one, pages) for one in segments):
+    if not is_small or not all(_is_capturable(one, pages) for one in segments):
         return None
     is_decoding = max(counts) == min(counts) == 1
     if is_decoding and not any(one.logit_rows is LogitRows.NONE for one in segments):
@@ -217,7 +230,7 @@ def shape_of(segments: Sequence[Segment], pages: int) -> Shape | None:
         return Shape(bucket, bucket, bucket)
     bucket = PROMPT_BUCKETS[bisect_left(PROMPT_BUCKETS, rows)]
     sequences = SEQUENCE_BUCKETS[bisect_left(SEQUENCE_BUCKETS, len(counts))]
-    sequences = min(sequences, bucket - 1)  # as many as rows would be decoding
+    sequences = min(sequences, bucket - 1)  # as many sequences as rows would mean decode
     wants_all = any(one.logit_rows is LogitRows.ALL for one in segments)
     logits = bucket if wants_all else sequences
     if len(counts) >= rows or logits > BUCKETS[-1]:
@@ -225,14 +238,14 @@ def shape_of(segments: Sequence[Segment], pages: int) -> Shape | None:
     return Shape(bucket, sequences, logits)
 
 
-def _is_plain(one: Segment, pages: int) -> bool:
-    """Tokens and nothing but tokens."""
-    is_known = not one.adapters and len(one.page_ids) <= pages
-    return is_known and max(one.token_ids, default=0) < EMBEDDED_FROM
+def _is_capturable(one: Segment, pages: int) -> bool:
+    """The segment has neither adapters nor embedded vectors, and its pages fit the page table."""
+    is_plain = not one.adapters and len(one.page_ids) <= pages
+    return is_plain and max(one.token_ids, default=0) < EMBEDDED_FROM
 
 
-def asked_for(logits: Tensor, shape: Shape, segments: Sequence[Segment]) -> Tensor:
-    """The rows that the segments ask for, in order, of a bucket's."""
+def select_logits(logits: Tensor, shape: Shape, segments: Sequence[Segment]) -> Tensor:
+    """Rows of the bucket's logits that the segments want, in order."""
     if shape.is_decoding:
         return logits[: len(segments)]
     if shape.logits != shape.rows:

@@ -1,0 +1,104 @@
+"""Key smoothing: a per-head mean and scale folded out of keys before 4-bit quantization.
+
+Two changes leave attention's output unchanged. Subtracting one vector from every key of a head
+shifts all scores of a query by the same amount, which softmax ignores. Dividing an element of the
+keys by a number and multiplying the same element of the queries by it leaves the dot product as it
+is. Keys have large elements that hardly vary between tokens, so 4-bit codes represent the smoothed
+keys with much less error.
+
+The mean and the scale are measured once per model, on a fixed text. They do not depend on the first
+request, so keys that different requests cache can be shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from exl_core.arch.spec import ModelConfig
+from exl_core.model.observe import Observer, Part
+from exl_core.model.weights import ModelWeights
+from exl_core.ops.table import OpTable
+
+_EXPONENT = 0.25
+"""Exponent of the ratio (standard deviation of the keys / RMS of the queries), per element. 1/2
+would minimize the error if both were known exactly. They are estimated from a short text, so the
+exponent is smaller."""
+
+_MAX_SCALE = 8.0
+
+SAMPLE_POSITION_RANGE = 2048
+"""The sample text's tokens get RoPE positions spread evenly over this range. At consecutive
+positions, elements that rotate slowly would look as constant as those that do not rotate at all."""
+
+
+class KeySmoothing(NamedTuple):
+    """Affine map x * scale + shift of a layer's query and key heads, applied after RoPE.
+
+    Both are float32 [(H + K) * D], query heads first.
+    """
+
+    scale: Tensor
+    shift: Tensor
+
+
+def fit_key_smoothing(queries: Tensor, keys: Tensor, *, is_shifted: bool) -> KeySmoothing:
+    """Fit to one text's queries [n, H, D] and keys [n, K, D], taken after RoPE.
+
+    With `is_shifted`, the keys' mean is subtracted, which preserves the differences between a
+    query's scores. Without it, the scores themselves are preserved.
+    """
+    _, kv_heads, d = keys.shape
+    group = queries.shape[1] // kv_heads
+    # The first token is left out: it is an attention sink, and its key is an outlier.
+    keys, queries = keys[1:].double(), queries[1:].double().view(-1, kv_heads, group, d)
+    mean = keys.mean(0) if is_shifted else torch.zeros_like(keys[0])
+    key_variance = (keys - mean).square().mean(0)  # [K, D]
+    query_power = queries.square().mean((0, 2))  # [K, D]
+    tiny = torch.finfo(torch.float32).tiny
+    divisor = ((key_variance + tiny) / (query_power + tiny)).pow(_EXPONENT / 2)
+    divisor /= divisor.log().mean(-1, keepdim=True).exp()
+    divisor.clamp_(1 / _MAX_SCALE, _MAX_SCALE)
+    query_scale = divisor.repeat_interleave(group, dim=0)  # [H, D]
+    scale = torch.cat([query_scale, 1 / divisor]).flatten().float()
+    shift = torch.cat([torch.zeros_like(query_scale), -mean / divisor]).flatten().float()
+    return KeySmoothing(scale, shift)
+
+
+class KeySmoothingObserver(Observer):
+    """Fits the key smoothing of every layer during one pass over one sequence from its start."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: ModelWeights,
+        ops: OpTable,
+        rotation: Callable[[int], tuple[Tensor, Tensor]],
+    ) -> None:
+        """`rotation`: returns the cos and sin of a layer's RoPE for the rows of the pass."""
+        self.layers: list[KeySmoothing] = []
+        self._config = config
+        self._weights = weights
+        self._ops = ops
+        self._rotation = rotation
+
+    def before(self, part: Part, states: Tensor) -> Tensor:
+        if part.kind == "attention" and part.layer is not None:
+            self.layers.append(self._fit_layer(part.layer, states))
+        return states
+
+    def _fit_layer(self, layer: int, states: Tensor) -> KeySmoothing:
+        config, ops, block = self._config, self._ops, self._weights.blocks[layer]
+        attention = block.attention
+        qkv = ops.norm_linear(states, block.attention_norm, config.norm_eps, attention.qkv)
+        heads = qkv.view(len(qkv), -1, config.head_dim)
+        num_kv = config.num_kv_heads
+        queries, keys = heads[:, : -2 * num_kv], heads[:, -2 * num_kv : -num_kv]
+        for x, norm in ((queries, attention.q_norm), (keys, attention.k_norm)):
+            if norm is not None:
+                ops.rms_norm_heads_(x, norm, config.norm_eps)
+            ops.rope_(x, *self._rotation(layer))
+        return fit_key_smoothing(queries, keys, is_shifted=not config.attention_softcap)
