@@ -94,9 +94,11 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def docs(session: nox.Session) -> None:
-    """Write docs/cli.md anew from the help texts; a test fails where it is out of date."""
-    install_exl(session)
+    """Generate docs/cli.md and docs/tree.md, and build the documentation site into site/."""
+    install_exl(session, "mkdocs-material", "mkdocstrings[python]", "ruff")
     session.run("python", "scripts/write_cli_docs.py", "docs/cli.md")
+    session.run("python", "scripts/write_tree.py", "docs/tree.md")
+    session.run("mkdocs", "build", "--strict", *session.posargs)
 
 
 @nox.session

@@ -228,7 +228,7 @@ def processor_s(pid: int) -> float:
 def test_a_real_conversion_is_left_within_seconds(tmp_path: Path) -> None:
     """At gradients of the head, one piece for each row, and amid layers, with two threads. Seconds
     are those of a processor, which others may use too."""
-    text = Path(__file__).resolve().parents[2] / "docs/experiments.md"
+    text = Path(__file__).resolve().parents[2] / "docs/experiments/cuda-linear.md"
     args = ["convert", "smollm2", "-o", str(tmp_path / "out"), "--calibration", str(text), "--json"]
     args += ["--rows", "8", "--length", "512", "--fast"]
     resume: list[str] = []

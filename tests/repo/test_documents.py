@@ -1,4 +1,4 @@
-"""What the documents say exists, exists."""
+"""Documents: paths, links, commands and generated pages are current."""
 
 from __future__ import annotations
 
@@ -19,12 +19,21 @@ def read(name: str) -> str:
     return (ROOT / name).read_text(encoding="utf-8")
 
 
-def test_paths_in_the_map_exist() -> None:
-    paths = re.findall(r"`([\w.\-]+/[\w./\-]*|[\w\-]+\.(?:py|md|txt|toml))`", read("docs/map.md"))
-    assert len(paths) > 20
+@pytest.mark.parametrize("page", ["architecture", "decisions", "dependencies", "glossary"])
+def test_paths_in_backticks_exist(page: str) -> None:
+    text = read(f"docs/{page}.md")
+    paths = re.findall(r"`((?:[\w.\-]+/)+[\w.\-]*|[\w\-]+\.(?:py|md|txt|toml))`", text)
     core = ROOT / "packages/exl-core/src/exl_core"
     missing = [path for path in paths if not ((ROOT / path).exists() or (core / path).exists())]
     assert not missing
+
+
+def test_glossary_is_short_and_has_one_line_per_term() -> None:
+    rows = re.findall(r"^\| (?!term \|)(.+?) \| (.+) \|$", read("docs/glossary.md"), re.M)
+    terms = [term for term, _ in rows]
+    assert 20 < len(terms) <= 60
+    assert terms == sorted(terms, key=str.lower)
+    assert len(set(terms)) == len(terms)
 
 
 def test_readme_sets_up_with_sessions_that_exist() -> None:
@@ -32,7 +41,7 @@ def test_readme_sets_up_with_sessions_that_exist() -> None:
     assert commands == ["demo", "tests"]
     sessions = re.findall(r"@nox\.session\ndef (\w+)\(", read("noxfile.py"))
     assert set(commands) <= set(sessions)
-    for name in re.findall(r"nox -s (\w+)", read("README.md") + read("docs/map.md")):
+    for name in re.findall(r"nox -s (\w+)", read("README.md") + read("CONTRIBUTING.md")):
         assert name in sessions
 
 
@@ -50,7 +59,12 @@ def test_ci_runs_the_second_command_of_the_readme() -> None:
     assert (ROOT / ".ci/run").stat().st_mode & 0o111
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/map.md", "docs/cli.md", "CHANGELOG.md"])
+def documents() -> list[str]:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    return sorted(str(page.relative_to(ROOT)) for page in pages)
+
+
+@pytest.mark.parametrize("document", documents())
 def test_links_between_documents_resolve(document: str) -> None:
     folder = (ROOT / document).parent
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", read(document))
@@ -58,19 +72,30 @@ def test_links_between_documents_resolve(document: str) -> None:
     assert not missing
 
 
+def test_the_site_lists_every_page() -> None:
+    listed = re.findall(r"(?:: |- )([\w/\-]+\.md)$", read("mkdocs.yml"), re.M)
+    pages = [name.removeprefix("docs/") for name in documents() if name.startswith("docs/")]
+    assert sorted(listed) == pages
+
+
 def test_changelog_has_unreleased_entries() -> None:
     unreleased = read("CHANGELOG.md").partition("## [Unreleased]")[2].partition("\n## ")[0]
     assert re.search(r"^- \S", unreleased, re.M)
+    kinds = re.findall(r"^### (.+)$", read("CHANGELOG.md"), re.M)
+    assert set(kinds) <= {"Added", "Changed", "Fixed", "Performance", "Removed"}
 
 
-def test_command_reference_is_generated_from_the_help() -> None:
+@pytest.mark.parametrize(
+    ("script", "page"), [("write_cli_docs.py", "docs/cli.md"), ("write_tree.py", "docs/tree.md")]
+)
+def test_generated_pages_are_current(script: str, page: str) -> None:
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts/write_cli_docs.py")],
+        [sys.executable, str(ROOT / "scripts" / script)],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert done.stdout == read("docs/cli.md"), "run 'nox -s docs'"
+    assert done.stdout == read(page), "run 'nox -s docs'"
 
 
 def test_every_distribution_carries_the_license() -> None:

@@ -1,4 +1,4 @@
-"""Who may import whom: the table in docs/map.md, as a test over the sources."""
+"""Who may import whom: the table of docs/architecture.md, as a test over the sources."""
 
 from __future__ import annotations
 
