@@ -1,14 +1,16 @@
-// Attention over a paged cache: which kernel takes which sequences, and the workspace.
+// Attention over a paged cache: choice of the kernel for each sequence, and the workspace.
 //
-// Sequences of up to kFewRows rows are attention_decode's, longer ones attention_prefill's. Lengths
-// are known on the device only: where a pass may hold both kinds both kernels run, and blocks with
-// nothing to do leave at once.
+// Contract   exl/cuda.h (ExlAttention); paged_attention of exl_core/ops/table.py.
+// Used for   Sequences with up to kDecodeRows rows in this pass run in the decode kernel
+//            (attention_decode.cuh), longer ones in the prefill kernel (attention_prefill.cuh).
+//            Lengths are known on the device only. If a pass may contain both kinds, both kernels
+//            are launched, and blocks without work return at once.
 #include "attention.cuh"
 
 namespace exl::cuda {
 namespace {
 
-bool is_taken(const ExlAttention& args, const ExlCache& cache) {
+bool is_supported(const ExlAttention& args, const ExlCache& cache) {
     const int keys = cache.key_dtype, values = cache.value_dtype;
     const bool plain = keys == kF32 || keys == kF16 || keys == kF8e4m3;
     const bool types = plain ? values == keys
@@ -19,9 +21,9 @@ bool is_taken(const ExlAttention& args, const ExlCache& cache) {
     const bool pages = cache.page_size >= kChunk && (cache.page_size & (cache.page_size - 1)) == 0;
     const bool group = cache.kv_heads > 0 && args.q_heads % cache.kv_heads == 0 &&
                        args.q_heads / cache.kv_heads <= 16;
-    const bool placed = args.places == nullptr ||
+    const bool permuted = args.places == nullptr ||
                         (args.rows <= EXL_CUDA_TILE_ROWS && args.dtype == kF16);
-    return types && head && pages && group && placed &&
+    return types && head && pages && group && permuted &&
            (args.dtype == kF16 || args.dtype == kF32) &&
            args.workspace_bytes >= exl_cuda_attention_workspace(args.rows, args.q_heads, d);
 }
@@ -39,12 +41,12 @@ extern "C" int64_t exl_cuda_attention_workspace(
 }
 
 extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cache, void* stream) {
-    if (!is_taken(*args, *cache)) return cudaErrorInvalidValue;
+    if (!is_supported(*args, *cache)) return cudaErrorInvalidValue;
     if (args->rows <= 0 || args->seqs <= 0 || args->max_rows <= 0) return cudaSuccess;
     AttentionParams params = {};
     params.q = args->q;
     params.out = args->out;
-    params.places = args->places;
+    params.permutation = args->places;
     params.rows = args->rows;
     params.q_stride = args->q_stride;
     params.out_stride = args->out_stride;
@@ -67,10 +69,10 @@ extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cach
     const AttentionSize size = {args->seqs,        args->max_rows,    args->max_keys,
                                 cache->key_dtype,  cache->value_dtype, args->workspace,
                                 args->workspace_bytes};
-    if (args->max_rows > kFewRows) {
-        const cudaError_t error = attend_many(params, size, stream);
-        // One sequence, which is long: nothing is left.
-        if (error != cudaSuccess || (args->seqs == 1 && args->rows > kFewRows)) return error;
+    if (args->max_rows > kDecodeRows) {
+        const cudaError_t error = attend_prefill(params, size, stream);
+        // A single long sequence leaves nothing for the decode kernel.
+        if (error != cudaSuccess || (args->seqs == 1 && args->rows > kDecodeRows)) return error;
     }
-    return attend_few(params, size, stream);
+    return attend_decode(params, size, stream);
 }

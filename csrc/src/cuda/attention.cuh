@@ -1,30 +1,31 @@
-// What the two attention kernels share: their operands, cache rows on their way to shared memory,
-// matrix fragments.
+// Shared by the two attention kernels: operands, copies of cache rows to shared memory, MMA
+// fragments.
 //
-// Shared memory holds tiles of cache rows as they are stored, in chunks of 16 rows: a chunk lies in
-// one page, and where the head is as wide as the kernel was made for, rows of codes are copied as
-// one run. Narrower heads are spread to the width, whose rest is zero.
+// Shared memory holds tiles of cache rows in their stored format, in chunks of 16 rows. A chunk
+// never crosses a page. If the head dimension equals the kernel's template parameter `width`, rows
+// of codes are copied as one contiguous run. Rows of narrower heads are padded to `width` with
+// zeros.
 #pragma once
 
 #include "kv_rows.cuh"
 
 namespace exl::cuda {
 
-constexpr int kChunk = 16;      // rows of the cache that are copied together
-constexpr int kFewRows = 16;    // a sequence of at most as many rows is attention_decode's
+constexpr int kChunk = 16;       // cache rows that are copied together
+constexpr int kDecodeRows = 16;  // most rows of a sequence that runs in the decode kernel
 constexpr float kLog2e = 1.4426950408889634f;
 
 struct AttentionParams {
     const void* q;
     void* out;
-    const int32_t* places;  // null, or out is prepared inputs of `rows` rows
+    const int32_t* permutation;  // not null: `out` receives prepared inputs of `rows` rows
     int rows;
     int64_t q_stride;
     int64_t out_stride;
     int dtype;
     int q_heads;
     int kv_heads;
-    int group;  // query heads to a kv head
+    int group;  // query heads per kv head
     int d;
     const uint8_t* key_cache;
     const uint8_t* value_cache;
@@ -34,9 +35,12 @@ struct AttentionParams {
     const int32_t* past_lens;
     int table_stride;
     int window;
-    float scale;  // of dot products as exponents of 2, or as twice a soft-cap's argument
-    float cap;    // of such exponents; 0 for none
-    // attention_decode's own
+    // Without a soft-cap: log2(e) times the scale of dot products, so that scores are exponents
+    // of 2. With a soft-cap c: 2 / c times that, so that 2^(scale * dot) is e^(2 x / c) for a
+    // score x.
+    float scale;
+    float cap;  // soft-cap times log2(e); 0: none
+    // Set by the decode kernel's launch only.
     int row_tiles;
     int splits;
     int stages;
@@ -44,7 +48,7 @@ struct AttentionParams {
     float* partials;
 };
 
-struct AttentionSize {  // what grids come from
+struct AttentionSize {  // determines kernel instance and grid
     int seqs;
     int max_rows;
     int max_keys;
@@ -54,17 +58,18 @@ struct AttentionSize {  // what grids come from
     int64_t workspace_bytes;
 };
 
-// Counters come first in the workspace, one for each split piece of work; partial results follow.
+// The workspace starts with the counters, one for each work item whose keys are split over blocks.
+// Partial results follow.
 constexpr int64_t kCounters = 16384;
 constexpr int64_t kPartialVectors = 16384;
 
-cudaError_t attend_few(AttentionParams params, const AttentionSize& size, void* stream);
-cudaError_t attend_many(const AttentionParams& params, const AttentionSize& size, void* stream);
+cudaError_t attend_decode(AttentionParams params, const AttentionSize& size, void* stream);
+cudaError_t attend_prefill(const AttentionParams& params, const AttentionSize& size, void* stream);
 
-// Float16 and float32 rows are both staged as float16.
+// True for the types whose rows are staged as float16.
 __host__ __device__ constexpr bool is_plain(int type) { return type == kF16 || type == kF32; }
-// Bytes between rows in shared memory: odd multiples of 16 where rows are values, so that eight of
-// them meet different banks; codes as they come.
+// Bytes between rows in shared memory. For values this is an odd multiple of 16, so that eight rows
+// fall into different banks. Rows of codes keep their stored size.
 __host__ __device__ constexpr int staged_bytes(int type, int width) {
     return is_plain(type) ? 2 * width + 16 : type == kF8e4m3 ? width + 16 : row_bytes(type, width);
 }
@@ -91,7 +96,7 @@ __device__ __forceinline__ float exp2_of(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-// As mma_16816, but free to move: what it reads and writes are registers.
+// Same as mma_16816, but not volatile: all operands are registers, so the compiler may move it.
 __device__ __forceinline__ void multiply(
     float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
 ) {
@@ -105,7 +110,7 @@ __device__ __forceinline__ void multiply(
 #endif
 }
 
-// c [16, 8] float32 += a [16, 8] float16 (rows) * b [8, 8] float16 (columns).
+// c [16, 8] float32 += a [16, 8] float16 (row-major) * b [8, 8] float16 (column-major).
 __device__ __forceinline__ void multiply_8(float (&c)[4], const uint32_t (&a)[2], uint32_t b) {
     asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
         "{%0,%1,%2,%3};"
@@ -113,8 +118,8 @@ __device__ __forceinline__ void multiply_8(float (&c)[4], const uint32_t (&a)[2]
         : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
-// Dot products, in units of `unit`, become scores in powers of two; the branch is around all of them,
-// not in each.
+// Turns dot products, given in units of `unit`, into scores that are exponents of 2. The branch on
+// the soft-cap is outside of the loop.
 template <class Scores>
 __device__ __forceinline__ void scale_scores(
     Scores& scores, const AttentionParams& params, float unit = 1.0f
@@ -131,7 +136,7 @@ __device__ __forceinline__ void scale_scores(
     }
 }
 
-// Which row of the cache `position` is, for one kv head.
+// Row of the cache that holds `position` for one kv head.
 __device__ __forceinline__ int64_t cache_row(
     const AttentionParams& params, const int32_t* pages, int kv_head, int position
 ) {
@@ -147,9 +152,10 @@ __device__ __forceinline__ uint4 rounded8(const float4& a, const float4& b) {
     return make_uint4(two(a.x, a.y), two(a.z, a.w), two(b.x, b.y), two(b.z, b.w));
 }
 
-// A chunk of rows that have to be converted or spread. Not inlined: it is rare, and long.
+// Copies a chunk of rows that must be converted to float16 or padded to `width`. Not inlined,
+// because it is rare and long.
 template <int type, int width>
-__device__ __noinline__ void spread_chunk(uint8_t* to, const uint8_t* from, int d, int lane) {
+__device__ __noinline__ void copy_padded_chunk(uint8_t* to, const uint8_t* from, int d, int lane) {
     constexpr int kStride = staged_bytes(type, width);
     if constexpr (is_plain(type)) {
         const int parts = d / 8;
@@ -174,7 +180,8 @@ __device__ __noinline__ void spread_chunk(uint8_t* to, const uint8_t* from, int 
     }
 }
 
-// One warp begins to copy `rows` rows of d elements, whole chunks of one page, from row `row` on.
+// One warp starts to copy `rows` rows of d elements, from cache row `row` on. They are whole chunks
+// within one page.
 template <int type, int width, int rows = kChunk>
 __device__ __forceinline__ void copy_rows(
     uint8_t* to, const uint8_t* cache, int64_t row, int d, int lane
@@ -184,7 +191,7 @@ __device__ __forceinline__ void copy_rows(
 #pragma unroll 1
         for (int i = 0; i < rows; i += kChunk) {
             const uint8_t* from = cache + (row + i) * row_bytes(type, d);
-            spread_chunk<type, width>(to + i * kStride, from, d, lane);
+            copy_padded_chunk<type, width>(to + i * kStride, from, d, lane);
         }
         return;
     }
@@ -199,13 +206,14 @@ __device__ __forceinline__ void copy_rows(
     }
 }
 
-// Zeros, for `threads` of which this is `thread`; whole words.
+// Sets `bytes` bytes (whole words) to zero. `threads` threads share the work; this is `thread`.
 __device__ __forceinline__ void clear(uint8_t* from, int bytes, int thread, int threads) {
-#pragma unroll 1  // it is rare, and in loops
+#pragma unroll 1  // rare code inside of loops stays small
     for (int i = thread; i < bytes / 4; i += threads) reinterpret_cast<uint32_t*>(from)[i] = 0;
 }
 
-// Rows outside [first, last) of `count` become zeros: what no query sees may be NaN, so 0 * it is.
+// Sets the rows outside of [first, last), out of `count` rows, to zero. Values that no query sees
+// may be NaN, and their weight of 0 times NaN would be NaN.
 __device__ __forceinline__ void clear_hidden(
     uint8_t* rows, int stride, int count, int first, int last, int thread, int threads
 ) {
@@ -216,13 +224,14 @@ __device__ __forceinline__ void clear_hidden(
     }
 }
 
-// Rows of codes or f8e4m3 in `staged` as float16 rows; those outside [first, last) as zeros.
+// Converts the rows of codes or f8e4m3 in `staged` to float16 rows. Rows outside of [first, last)
+// become zeros.
 template <int type, int width, int keys>
 __device__ __forceinline__ void convert_tile(
     uint8_t* to, const uint8_t* staged, int first, int last
 ) {
     constexpr int kWords = value_bytes(type, width) / 4;
-    constexpr int kElements = type == kU8 ? 8 : 4;  // of a word
+    constexpr int kElements = type == kU8 ? 8 : 4;  // per word
     constexpr int kToStride = 2 * width + 16;
 #pragma unroll 4
     for (int i = threadIdx.x; i < keys * kWords; i += blockDim.x) {

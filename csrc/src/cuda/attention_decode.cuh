@@ -1,22 +1,24 @@
-// Attention of a few query rows over many keys, split over the keys.
+// Attention of a few query rows over many keys, split over the keys (split-K).
 //
-// Floor: the keys and values once, at the memory's bandwidth; with few keys, latency.
-// Work       A block has one kv head of one sequence, up to 8 or 16 query vectors (rows times the
-//            query heads of the group), and its share of the keys, worked out from the real length.
-//            Each warp takes its own steps of keys and keeps its own running result, so that nothing
-//            but the end of a block is synchronized. It copies ahead by itself, or, of codes on 9.0,
-//            a warp beside the others copies for all of them, a run of keys and one of values a step.
-// Matrices   S [keys, queries] = K Q^T, O [elements, queries] = V^T P^T: keys, then elements, are
-//            the 16 rows of an mma, queries its 8 columns. Codes go from words in shared memory to
-//            fragments; which element meets which k is free, so a lane takes whole words, and a
-//            fragment's rows share a scale.
-// Codes      A code is the float16 number that its bits are. With middle m of the codes' range and
-//            scales s of the 32 elements of a group g,
-//              S = sum_g s_kg (sum_e K_ke q_e - 32 m mean_g(q)),  O_e = sum_k (V_ke - m) s_kg p_k:
-//            keys' middle by one small product of scales and means, values' by a product with -m.
-// Order      What earlier passes wrote is copied before the kernel ahead has ended.
-// Splits     Blocks write partial results; the last one of them to arrive adds them, in the order
-//            of the splits, and leaves its counter at zero.
+// Floor      Keys and values are read once, at memory bandwidth. With few keys, latency.
+// Mapping    A block handles one kv head of one sequence, up to 8 or 16 query vectors (rows times
+//            query heads of the group), and its share of the keys, computed from the actual length.
+//            Each warp processes its own steps of keys and keeps its own running softmax, so that
+//            warps synchronize at the end of the block only. A warp prefetches its own keys and
+//            values. For caches of codes on 9.0, a producer warp copies for all warps instead: one
+//            bulk copy of keys and one of values per step.
+// MMA        S [keys, queries] = K Q^T, O [elements, queries] = V^T P^T. Keys, then elements, are
+//            the 16 rows of an MMA, queries its 8 columns. Codes go from words in shared memory to
+//            fragments. The assignment of elements to k is free as long as both operands share it.
+//            A lane therefore takes whole words, and the rows of a fragment share a scale.
+// Codes      A code's bits are used as a float16 number. With the middle m of the range of codes
+//            and the scales s of the groups g of 32 elements,
+//              S = sum_g s_kg (sum_e K_ke q_e - 32 m mean_g(q)),  O_e = sum_k (V_ke - m) s_kg p_k.
+//            The middle of keys is subtracted by one small product of scales and query means, the
+//            middle of values by a product with -m.
+// Overlap    Keys and values of earlier passes are copied before the previous kernel has ended.
+// Splits     Blocks write partial results. The last block to arrive adds them, in the order of the
+//            splits, and resets the counter to zero. Results do not depend on the order of arrival.
 #pragma once
 
 #include "attention.cuh"
@@ -25,33 +27,34 @@ namespace exl::cuda {
 
 constexpr int kMaxSplits = 64;
 
-// A pair of codes is cut out of its word as the float16 numbers that its bits are, subnormal ones:
-// 2^-24 times the code, or, of 4-bit codes that begin at the fifth bit, 16 times that. What is in
-// the middle of their range is taken off by a product with it.
-constexpr float kCodeUnit = 1 << 24;
+// A pair of codes is masked out of its word and used as float16 numbers without conversion. These
+// are subnormal: 2^-24 times the code, or 16 times that for 4-bit codes that start at bit 4. The
+// middle of the range is subtracted by a separate matrix product. This factor undoes the 2^-24.
+constexpr float kSubnormalFactor = 1 << 24;
 
-// Fragments of 16 staged keys: elements 16 k .. of step k, in an order that `query_element` shares.
+// MMA fragments of 16 staged keys. K step k covers the 16 elements from 16 k on, or half of the 32
+// elements of a group for 4-bit codes. `query_element` gives the order of elements.
 template <int type, int width>
 struct KeyFragments {
     static constexpr int kStride = staged_bytes(type, width);
 
-    // Element of the query at half h (0, 1) of register r of step k, for lane % 4 == t.
+    // Query element that belongs into half h (0, 1) of register r in k step k, for lane % 4 == t.
     static __device__ __forceinline__ int query_element(int k, int t, int r, int h) {
         if (is_plain(type)) return 16 * k + 2 * t + 8 * r + h;
         if (type == kU8) return 32 * (k / 2) + 8 * t + 2 * (k % 2) + r + 4 * h;
         return 16 * k + 4 * t + 2 * r + h;
     }
-    // What that element is multiplied with: the codes that it meets may begin at the fifth bit.
-    static __device__ __forceinline__ __half2 query_unit(int r) {
+    // Factor for that query element: 1/16 where its codes start at bit 4 of their half word.
+    static __device__ __forceinline__ __half2 query_factor(int r) {
         return __float2half2_rn(type == kU8 && r == 1 ? 1.0f / 16 : 1.0f);
     }
     static constexpr float kMiddle = type == kU8 ? 8 : 128;  // of the range of codes
-    // The fragment of a step whose codes are all in the middle.
+    // Fragment of a k step in which all codes are kMiddle.
     static __device__ __forceinline__ void middle(uint32_t (&a)[4]) {
         a[0] = a[1] = type == kU8 ? 0x00080008 : 0x00800080;
         a[2] = a[3] = 0x00800080;
     }
-    // Calls body(k, fragment) for each step.
+    // Calls body(k, fragment) for each k step.
     template <class Body>
     static __device__ __forceinline__ void for_each(const uint8_t* rows, int lane, Body&& body) {
         static_assert(!is_codes(type));
@@ -75,7 +78,8 @@ struct KeyFragments {
             }
         }
     }
-    // Scales of keys g and g + 8 for the groups 2 t and 2 t + 1, beginning anew past the width.
+    // Loads the scales of keys g and g + 8 (g = lane / 4) for the groups 2 t and 2 t + 1
+    // (t = lane % 4). Group numbers wrap around at the width.
     static __device__ __forceinline__ void load_scales(
         uint32_t (&scales)[2], const uint8_t* rows, int lane
     ) {
@@ -85,14 +89,14 @@ struct KeyFragments {
         scales[0] = low[word];
         scales[1] = low[8 * kStride / 4 + word];
     }
-    // Calls body(k, fragments of codes of steps k and k + 1, scales of keys g and g + 8) for each
-    // group of elements that share a scale.
+    // Calls body(k, fragments of codes of k steps k and k + 1, scale of key g, scale of key g + 8)
+    // for each group of elements that share a scale.
     template <class Body>
     static __device__ __forceinline__ void for_each_group(
         const uint8_t* rows, int lane, Body&& body
     ) {
         static_assert(is_codes(type));
-        constexpr int kScales = value_bytes(type, width) / 4;  // word of the first two
+        constexpr int kScales = value_bytes(type, width) / 4;  // word of the first two scales
         const int t = lane % 4;
         const auto* low = reinterpret_cast<const uint32_t*>(rows + lane / 4 * kStride);
         const auto* high = low + 8 * kStride / 4;
@@ -129,37 +133,41 @@ struct KeyFragments {
     }
 };
 
-// Fragments of 16 staged values, transposed: 16 elements of the row by 16 keys for each tile.
+// MMA fragments of 16 staged values, transposed: a tile is 16 elements of the rows by 16 keys.
 template <int type, int width>
 struct ValueFragments {
     static constexpr int kStride = staged_bytes(type, width);
 
-    // Element at row g + 8 h of tile `tile`; of codes a tile's share their scales.
+    // Element at row g + 8 h of tile `tile`. For codes, all elements of a tile share their scales.
     static __device__ __forceinline__ int element(int tile, int g, int h) {
         if (is_plain(type)) return 16 * tile + g + 8 * h;
         const int in_tile = type == kU8 ? 8 * (g % 4) + 4 * (g / 4) : 4 * g;
         return 32 * (tile / 2) + in_tile + 2 * (tile % 2) + h;
     }
-    // What sums of products with rows g + 8 h are multiplied with.
-    static __device__ __forceinline__ float unit(int h) {
+    // Factor for the sums of products with rows g + 8 h.
+    static __device__ __forceinline__ float factor(int h) {
         if (!is_codes(type)) return 1.0f;
-        return type == kU8 && h == 1 ? kCodeUnit / 16 : kCodeUnit;
+        return type == kU8 && h == 1 ? kSubnormalFactor / 16 : kSubnormalFactor;
     }
-    // A fragment that is less the middle of the codes everywhere, by way of 32 bytes of shared memory:
-    // constants would be moved to a fragment's registers before each product.
-    static __device__ __forceinline__ void less_middle(uint32_t (&a)[4], uint8_t* room, int lane) {
+    // Fragment in which every element is minus the middle of the codes. It is loaded from 32 bytes
+    // of shared memory: the compiler would move constants to the fragment's registers before each
+    // product.
+    static __device__ __forceinline__ void minus_middle(
+        uint32_t (&a)[4], uint8_t* scratch, int lane
+    ) {
         static_assert(is_codes(type));
-        constexpr uint32_t kOfLow = type == kU8 ? 0x80088008 : 0x80808080, kOfNext = 0x80808080;
-        if (lane < 8) reinterpret_cast<uint32_t*>(room)[lane] = lane < 4 ? kOfLow : kOfNext;
+        constexpr uint32_t kLow = type == kU8 ? 0x80088008 : 0x80808080, kNext = 0x80808080;
+        if (lane < 8) reinterpret_cast<uint32_t*>(scratch)[lane] = lane < 4 ? kLow : kNext;
         __syncwarp();
-        load_matrices(a, room + lane / 8 % 2 * 16);
+        load_matrices(a, scratch + lane / 8 % 2 * 16);
     }
     // Calls body(tile, fragment) for each tile.
     template <class Body>
     static __device__ __forceinline__ void for_each(const uint8_t* rows, int lane, Body&& body) {
         static_assert(!is_codes(type));
         if constexpr (is_plain(type)) {
-            // Matrices: elements 0 and 8 of keys 0, then of keys 8.
+            // Order of the four matrices: elements 0 to 7 and 8 to 15 of keys 0 to 7, then those of
+            // keys 8 to 15.
             const uint8_t* row =
                 rows + (lane % 8 + lane / 16 * 8) * kStride + lane / 8 % 2 * 16;
 #pragma unroll
@@ -185,14 +193,14 @@ struct ValueFragments {
             }
         }
     }
-    // Calls body(group, fragments of its two tiles, scales of keys 2 t and 2 t + 1, of those 8 on) for
-    // each group of elements that share a scale.
+    // Calls body(group, fragments of its two tiles, scales of keys 2 t and 2 t + 1, scales of keys
+    // 2 t + 8 and 2 t + 9) for each group of elements that share a scale.
     template <class Body>
     static __device__ __forceinline__ void for_each_group(
         const uint8_t* rows, int lane, Body&& body
     ) {
         static_assert(is_codes(type));
-        constexpr int kScales = value_bytes(type, width) / 4;  // word of the first two
+        constexpr int kScales = value_bytes(type, width) / 4;  // word of the first two scales
         const int g = lane / 4;
         const Words at(rows, lane);
         const uint32_t own = g < 4 ? 0x5410 : 0x7632;
@@ -250,7 +258,8 @@ private:
 #pragma unroll
             for (int i = 0; i < 4; ++i) w[i] = at[i][word];
         }
-        // Bytes 0 and 1, then 2 and 3, of two keys side by side.
+        // Interleaves the bytes of two keys: bytes 0 and 1 go to x[0] or y[0], bytes 2 and 3 go to
+        // x[1] or y[1].
         __device__ __forceinline__ void bytes(
             uint32_t (&x)[2], uint32_t (&y)[2], int word
         ) const {

@@ -1,9 +1,9 @@
-// attention_decode.cuh's kernel for caches of codes.
+// Instances of the decode attention kernel (attention_decode.cuh) for caches of codes.
 #include "attention_decode_launch.cuh"
 
 namespace exl::cuda {
 
-cudaError_t attend_few_codes(
+cudaError_t attend_decode_codes(
     const AttentionParams& params, const AttentionSize& size, void* stream
 ) {
     if (size.key_dtype == kU8) return decode_with<kU8, kU8>(params, size, stream);

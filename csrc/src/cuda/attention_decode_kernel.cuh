@@ -1,54 +1,57 @@
-// The kernel of attention_decode.cuh's plan.
+// The decode attention kernel; attention_decode.cuh describes its mapping. After the walk over the
+// keys its epilogue merges the warps' results and, if keys are split, adds the splits' results.
 #pragma once
 
 #include "attention_decode_copies.cuh"
 
 namespace exl::cuda {
 
-// Address of query vector v in rows of `stride`.
+// Address of query vector v at `base`, where rows are `stride` elements apart.
 __device__ __forceinline__ uint8_t* vector_at(
-    const AttentionParams& params, const Piece& piece, const void* base, int64_t stride, int v
+    const AttentionParams& params, const WorkItem& work, const void* base, int64_t stride, int v
 ) {
-    const int64_t row = piece.first_row + v / params.group;
+    const int64_t row = work.first_row + v / params.group;
     const int head = static_cast<int>(blockIdx.y) * params.group + v % params.group;
     const int64_t at = row * stride + static_cast<int64_t>(head) * params.d;
     return const_cast<uint8_t*>(static_cast<const uint8_t*>(base)) +
            at * (params.dtype == kF16 ? 2 : 4);
 }
 
-// The warps' results to shared memory, side by side.
+// Stores the warps' results in shared memory, one after the other.
 template <int value_type, int width, int tiles>
 __device__ __forceinline__ void store_results(
-    const Running<width, tiles>& run, float* results, float* stats, int warp, int lane
+    const SoftmaxState<width, tiles>& state, float* results, float* stats, int warp, int lane
 ) {
     constexpr int kQueries = 8 * tiles;
 #pragma unroll
     for (int n = 0; n < tiles; ++n) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-            float weight = run.weight[n][j];
+            float weight = state.weight[n][j];
 #pragma unroll
             for (int step = 4; step < kWarp; step *= 2) {
                 weight += __shfl_xor_sync(0xffffffffu, weight, step);
             }
             const int v = 8 * n + lane % 4 * 2 + j;
             if (lane < 4) {
-                stats[2 * warp * kQueries + v] = run.peak[n][j];
+                stats[2 * warp * kQueries + v] = state.peak[n][j];
                 stats[(2 * warp + 1) * kQueries + v] = weight;
             }
             float* to = results + (warp * kQueries + v) * (width + 4);
 #pragma unroll
             for (int tile = 0; tile < width / 16; ++tile) {
                 using Values = ValueFragments<value_type, width>;
-                to[Values::element(tile, lane / 4, 0)] = Values::unit(0) * run.sums[tile][n][j];
-                to[Values::element(tile, lane / 4, 1)] = Values::unit(1) * run.sums[tile][n][2 + j];
+                const auto& sums = state.sums[tile][n];
+                to[Values::element(tile, lane / 4, 0)] = Values::factor(0) * sums[j];
+                to[Values::element(tile, lane / 4, 1)] = Values::factor(1) * sums[2 + j];
             }
         }
     }
 }
 
-// Adds the warps' results: to the first one's place, divided by their weight, or, where `partials`
-// is not null, there, with peak and weight.
+// Adds the warps' results. If `partials` is null, sums are divided by their weight and replace the
+// first warp's results. Otherwise they go to `partials` undivided, with peak and weight in
+// `partial_stats`.
 template <int width, int queries>
 __device__ __forceinline__ void merge_warps(
     float* results, const float* stats, int vectors, float* partials, float2* partial_stats,
@@ -56,7 +59,7 @@ __device__ __forceinline__ void merge_warps(
 ) {
     static_assert(kDecodeWarps == 8);
     for (int v = warp; v < vectors; v += warps) {
-        // Lane l has the peak and the weight of warp l % 8; without keys they are -infinity and 0.
+        // Lane l has the peak and the weight of warp l % 8: -infinity and 0 if that had no keys.
         const int w = lane % kDecodeWarps;
         float factor = w < warps ? stats[2 * w * queries + v] : -INFINITY;
         float weight = w < warps ? stats[(2 * w + 1) * queries + v] : 0.0f;
@@ -80,13 +83,15 @@ __device__ __forceinline__ void merge_warps(
                 const float4 x = *reinterpret_cast<const float4*>(
                     results + (other * queries + v) * (width + 4) + i
                 );
-                const float by = __shfl_sync(width < 4 * kWarp ? 0xffffu : 0xffffffffu, factor, other);
+                constexpr uint32_t kLanes = width < 4 * kWarp ? 0xffffu : 0xffffffffu;
+                const float by = __shfl_sync(kLanes, factor, other);
                 sum.x += by * x.x;
                 sum.y += by * x.y;
                 sum.z += by * x.z;
                 sum.w += by * x.w;
             }
-            // Nobody else reads this query's results, and this lane has read what it overwrites.
+            // Overwriting is safe: no other warp reads this query's results, and this lane has
+            // already read the ones it overwrites.
             float* to = partials == nullptr ? results + v * (width + 4) : partials + v * width;
             *reinterpret_cast<float4*>(to + i) = sum;
         }
@@ -94,7 +99,8 @@ __device__ __forceinline__ void merge_warps(
     }
 }
 
-// Whether this block is the last of those that share `counter`; their partial results can be read.
+// True in the last of the `splits` blocks that arrive at `counter`. The partial results of all of
+// them are visible to it, and the counter is zero again.
 __device__ __forceinline__ bool arrives_last(unsigned* counter, int splits) {
     __shared__ bool is_last;
     __syncthreads();
@@ -109,10 +115,10 @@ __device__ __forceinline__ bool arrives_last(unsigned* counter, int splits) {
     return is_last;
 }
 
-// What each split has of the whole, from their peaks and weights, of which lane l has those of the
-// splits l, l + 32.. of `count`.
+// Computes the factor of each split's sums from the splits' peaks and weights. Lane l has those of
+// splits l, l + 32, ..., which are `count` per lane.
 template <int count>
-__device__ __forceinline__ void find_shares(float2 (&mine)[count], float* shares, int lane) {
+__device__ __forceinline__ void compute_shares(float2 (&mine)[count], float* shares, int lane) {
     float peak = -INFINITY, weight = 0.0f;
 #pragma unroll
     for (int i = 0; i < count; ++i) peak = fmaxf(peak, mine[i].x);
@@ -128,24 +134,27 @@ __device__ __forceinline__ void find_shares(float2 (&mine)[count], float* shares
     __syncwarp();
 }
 
-// Adds the splits' partial results, always in the same order, to rows of `results`: in parts, for
-// which a vector's warps have `queries` rows each. How many parts there are.
+// Adds the splits' partial results in a fixed order and stores the sums as rows of `results`. If
+// there are more warps than vectors, several warps share a vector, and each adds a part of its
+// splits: part p of vector v is row p * `queries` + v. Returns the number of parts, whose sums the
+// caller adds.
 template <int width, int queries>
 __device__ __forceinline__ int add_splits(
     float* results, float* shares, int vectors, const float* partials, const float2* partial_stats,
     int splits, int warp, int warps, int lane
 ) {
-    // Loads on their way at once: four vectors have two warps each, and eight heads 33 splits on 132
-    // multiprocessors.
-    constexpr int kAhead = 17;
-    constexpr int kQuads = width / 4;  // of a vector
-    constexpr int kSharing = kQuads < kWarp ? kWarp / kQuads : 1;  // lanes that have the same quads
+    // Loads in flight per lane. 17 are half of 33 splits: eight kv heads have 33 splits on 132
+    // multiprocessors, and with four vectors two warps share a vector.
+    constexpr int kInFlight = 17;
+    constexpr int kQuads = width / 4;  // groups of four elements in a vector
+    // Lanes that read the same quads, each of other splits.
+    constexpr int kLanesPerQuad = kQuads < kWarp ? kWarp / kQuads : 1;
     const int parts = max(1, warps / vectors);
-    const int every = parts * kSharing;
+    const int split_step = parts * kLanesPerQuad;
     shares += warp * kMaxSplits;
     for (int item = warp; item < vectors * parts; item += warps) {
         const int part = item / vectors, v = item - part * vectors;
-        const int own = part * kSharing + lane / kQuads % kSharing;
+        const int own = part * kLanesPerQuad + lane / kQuads % kLanesPerQuad;
         float2 mine[kMaxSplits / kWarp];
 #pragma unroll
         for (int i = 0; i < kMaxSplits / kWarp; ++i) {
@@ -159,22 +168,22 @@ __device__ __forceinline__ int add_splits(
         float* to = results + (part * queries + v) * (width + 4) + lane % kQuads * 4;
         for (int quad = 0; quad < kQuads; quad += kWarp) {
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            for (int first = 0; first < splits; first += kAhead * every) {
-                float4 x[kAhead];
+            for (int first = 0; first < splits; first += kInFlight * split_step) {
+                float4 x[kInFlight];
                 const auto* at = from + first * kRow + quad;
                 int left = splits - own - first;
 #pragma unroll
-                for (int i = 0; i < kAhead; ++i) {
+                for (int i = 0; i < kInFlight; ++i) {
                     x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                     if (left > 0) x[i] = __ldcg(at);
-                    at += every * kRow;
-                    left -= every;
+                    at += split_step * kRow;
+                    left -= split_step;
                 }
-                if (first == 0 && quad == 0) find_shares<kMaxSplits / kWarp>(mine, shares, lane);
+                if (first == 0 && quad == 0) compute_shares<kMaxSplits / kWarp>(mine, shares, lane);
                 const float* share = shares + own + first;
 #pragma unroll
-                for (int i = 0; i < kAhead; ++i) {
-                    const float by = share[min(i * every, kMaxSplits - 1 - own - first)];
+                for (int i = 0; i < kInFlight; ++i) {
+                    const float by = share[min(i * split_step, kMaxSplits - 1 - own - first)];
                     sum.x += by * x[i].x;
                     sum.y += by * x[i].y;
                     sum.z += by * x[i].z;
@@ -190,15 +199,16 @@ __device__ __forceinline__ int add_splits(
             }
             *reinterpret_cast<float4*>(to + 4 * quad) = sum;
         }
-        __syncwarp();  // shares are read
+        __syncwarp();  // all lanes have read the shares
     }
     return parts;
 }
 
-template <int key_type, int value_type, int width, int tiles, bool is_runs>
-__global__ void __launch_bounds__((kDecodeWarps + is_runs) * kWarp, width * tiles <= 128 ? 2 : 1)
-decode_kernel(const AttentionParams params) {
-    if constexpr (is_runs && !EXL_IS_HOPPER) return;  // never launched
+template <int key_type, int value_type, int width, int tiles, bool has_producer>
+__global__ void __launch_bounds__(
+    (kDecodeWarps + has_producer) * kWarp, width * tiles <= 128 ? 2 : 1
+) decode_kernel(const AttentionParams params) {
+    if constexpr (has_producer && !EXL_IS_HOPPER) return;  // never launched
     using Shape = DecodeShape<key_type, value_type, width, tiles>;
     using Keys = KeyFragments<key_type, width>;
     using Values = ValueFragments<value_type, width>;
@@ -206,11 +216,11 @@ decode_kernel(const AttentionParams params) {
     constexpr int kStep = Shape::kKeys;
     extern __shared__ __align__(16) uint8_t shared[];
     let_next_begin();
-    const int warps = blockDim.x / kWarp - is_runs;  // that compute
+    const int warps = blockDim.x / kWarp - has_producer;  // warps that compute
     const int warp = uniform(threadIdx.x / kWarp);
     const int lane = threadIdx.x % kWarp;
-    const Piece piece = piece_of(params, kQueries, kStep, warps);
-    if (piece.splits == 0) {
+    const WorkItem work = work_item_of(params, kQueries, kStep, warps);
+    if (work.splits == 0) {
         wait_for_inputs();
         return;
     }
@@ -220,27 +230,30 @@ decode_kernel(const AttentionParams params) {
     uint8_t* queries = shared;
     float* stats = reinterpret_cast<float*>(shared + Shape::kQueryBytes);
     uint8_t* staged = shared + Shape::kQueryBytes + Shape::kStatBytes + Shape::kBarrierBytes;
-    StepCopies<key_type, value_type, width, is_runs> copies(params, piece, staged, warp, warps, lane);
-    if (is_runs && warp == warps) {
-        copies.run();
+    StepCopies<key_type, value_type, width, has_producer> copies(
+        params, work, staged, warp, warps, lane
+    );
+    if (has_producer && warp == warps) {
+        copies.produce();
         return;
     }
-    // What earlier passes wrote is on its way before this pass's rows are there.
-    copies.begin_known();
+    // Prefetch keys and values of earlier passes. Those of this pass, and the queries, exist only
+    // after the wait.
+    copies.prefetch_past();
     wait_for_inputs();
-    copies.begin_others();
+    copies.prefetch_new();
 
-    // Queries as float16 to shared memory, from there as fragments to registers.
+    // Queries go to shared memory as float16, and from there to registers as fragments.
     for (int v = warp; v < kQueries; v += warps) {
         HeadRow<width> x = {};
-        if (v < piece.vectors) {
-            const auto* from = vector_at(params, piece, params.q, params.q_stride, v);
+        if (v < work.vectors) {
+            const auto* from = vector_at(params, work, params.q, params.q_stride, v);
             load_row(x, from, params.dtype, d, lane);
-            if (is_codes(key_type)) rotate_row(x, d, lane);
+            if (is_codes(key_type)) hadamard_row(x, d, lane);
         }
         store_row(queries + v * Shape::kQueryStride * 2, x, kF16, width, lane);
     }
-    copies.meet();
+    copies.sync();
     uint32_t q[tiles][width / 16][2];
     int positions[tiles][2];
 #pragma unroll
@@ -253,79 +266,80 @@ decode_kernel(const AttentionParams params) {
             for (int r = 0; r < 2; ++r) {
                 const __half2 two = __halves2half2(row[Keys::query_element(k, lane % 4, r, 0)],
                                                    row[Keys::query_element(k, lane % 4, r, 1)]);
-                q[n][k][r] = bits_of(__hmul2(two, Keys::query_unit(r)));
+                q[n][k][r] = bits_of(__hmul2(two, Keys::query_factor(r)));
             }
         }
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             const int v = 8 * n + lane % 4 * 2 + j;
-            positions[n][j] = piece.first_position + min(v / params.group, piece.rows - 1);
+            positions[n][j] = work.first_position + min(v / params.group, work.rows - 1);
         }
     }
 
     Means<tiles> means = {};
-    if constexpr (is_codes(key_type)) find_means<key_type, width, tiles>(means, q, lane);
+    if constexpr (is_codes(key_type)) compute_means<key_type, width, tiles>(means, q, lane);
 
-    uint32_t less[4] = {};
+    uint32_t minus_middle[4] = {};
     if constexpr (is_codes(value_type)) {
-        Values::less_middle(less, reinterpret_cast<uint8_t*>(stats + warp * 8), lane);
+        Values::minus_middle(minus_middle, reinterpret_cast<uint8_t*>(stats + warp * 8), lane);
     }
-    Running<width, tiles> run;
-    run.start();
-    // From this key on every row's window has begun.
-    const int all_begin =
-        params.window > 0 ? max(0, piece.first_position + piece.rows - params.window) : 0;
-    for (int step = piece.begin + warp; step < piece.end; step += warps) {
-        uint8_t* rows = copies.take();
+    SoftmaxState<width, tiles> state;
+    state.start();
+    // First key that is within the windows of all rows.
+    const int common_begin =
+        params.window > 0 ? max(0, work.first_position + work.rows - params.window) : 0;
+    for (int step = work.begin + warp; step < work.end; step += warps) {
+        uint8_t* rows = copies.acquire();
         const int first_key = step * kStep;
-        if (first_key < piece.begin_key || first_key + kStep > piece.end_key) {
+        if (first_key < work.begin_key || first_key + kStep > work.end_key) {
             clear_hidden(rows + Shape::kKeyBytes, Values::kStride, kStep,
-                         piece.begin_key - first_key, piece.end_key - first_key, lane, kWarp);
+                         work.begin_key - first_key, work.end_key - first_key, lane, kWarp);
             copies.fence();
             __syncwarp();
         }
         const bool masked =
-            first_key < all_begin || first_key + kStep > piece.first_position + 1;
+            first_key < common_begin || first_key + kStep > work.first_position + 1;
         attend_step<key_type, value_type, width, tiles>(
-            params, rows, first_key, masked, positions, q, means, less, run, lane
+            params, rows, first_key, masked, positions, q, means, minus_middle, state, lane
         );
-        copies.give_back();
+        copies.release();
     }
     copies.finish();
-    __syncthreads();  // the warps' results take the place of what was staged
+    __syncthreads();  // the warps' results overwrite the staging buffers
 
     float* results = reinterpret_cast<float*>(staged);
-    store_results<value_type, width, tiles>(run, results, stats, warp, lane);
+    store_results<value_type, width, tiles>(state, results, stats, warp, lane);
     __syncthreads();
     float* partials = nullptr;
     float2* partial_stats = nullptr;
     const int64_t item = static_cast<int64_t>(blockIdx.z) * gridDim.y + kv_head;
-    if (piece.splits > 1) {
+    if (work.splits > 1) {
         partials = params.partials + item * params.splits * kQueries * (width + 2);
         partial_stats = reinterpret_cast<float2*>(
             partials + static_cast<int64_t>(params.splits) * kQueries * width
         );
     }
-    const int split = blockIdx.x;  // 0 where there is one
+    const int split = blockIdx.x;  // 0 if keys are not split
     merge_warps<width, kQueries>(
-        results, stats, piece.vectors, partials + split * kQueries * width,
+        results, stats, work.vectors, partials + split * kQueries * width,
         partial_stats + split * kQueries, warp, warps, lane
     );
-    // Where results go, which is known before they are: asked for early.
-    Places<width> places;
-    const bool is_placed = params.places != nullptr;
-    if (is_placed && warp < piece.vectors) {
-        load_places<width>(places, params, kv_head * params.group + warp % params.group, lane);
+    // Load the permutation early: it does not depend on the results.
+    Permutation<width> permutation;
+    const bool is_permuted = params.permutation != nullptr;
+    if (is_permuted && warp < work.vectors) {
+        const int head = kv_head * params.group + warp % params.group;
+        load_permutation<width>(permutation, params, head, lane);
     }
     int parts = 1;
-    if (piece.splits > 1) {
-        if (!arrives_last(params.counters + item, piece.splits)) return;
+    if (work.splits > 1) {
+        if (!arrives_last(params.counters + item, work.splits)) return;
         parts = add_splits<width, kQueries>(
-            results, stats, piece.vectors, partials, partial_stats, piece.splits, warp, warps, lane
+            results, stats, work.vectors, partials, partial_stats, work.splits, warp, warps, lane
         );
     }
     __syncthreads();
-    for (int v = warp; v < piece.vectors; v += warps) {
+    for (int v = warp; v < work.vectors; v += warps) {
         HeadRow<width> x;
         load_row(x, results + v * (width + 4), kF32, width, lane);
         for (int part = 1; part < parts; ++part) {
@@ -334,16 +348,16 @@ decode_kernel(const AttentionParams params) {
 #pragma unroll
             for (int u = 0; u < width / kUnit; ++u) x[u].x += more[u].x, x[u].y += more[u].y;
         }
-        if (is_codes(value_type)) rotate_row(x, d, lane);
-        if (!is_placed) {
+        if (is_codes(value_type)) hadamard_row(x, d, lane);
+        if (!is_permuted) {
             store_row(
-                vector_at(params, piece, params.out, params.out_stride, v), x, params.dtype, d, lane
+                vector_at(params, work, params.out, params.out_stride, v), x, params.dtype, d, lane
             );
             continue;
         }
         const int head = kv_head * params.group + v % params.group;
-        if (v > warp) load_places<width>(places, params, head, lane);
-        place_row<width>(params, piece.first_row + v / params.group, x, places, lane);
+        if (v > warp) load_permutation<width>(permutation, params, head, lane);
+        store_permuted<width>(params, work.first_row + v / params.group, x, permutation, lane);
     }
 }
 

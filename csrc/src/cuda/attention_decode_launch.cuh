@@ -1,4 +1,5 @@
-// Launching attention_decode_kernel.cuh: shared memory, blocks, how many share a sequence's keys.
+// Launch of attention_decode_kernel.cuh: size of shared memory, warps per block, and number of
+// blocks that split the keys of a sequence.
 #pragma once
 
 #include "attention_decode_kernel.cuh"
@@ -17,14 +18,15 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
         return kFixed + (staged > result ? staged : result);
     };
     const int tile_rows = Shape::kQueries / params.group;
-    const int most_rows = size.max_rows < kFewRows ? size.max_rows : kFewRows;
+    const int most_rows = size.max_rows < kDecodeRows ? size.max_rows : kDecodeRows;
     params.row_tiles = static_cast<int>(ceil_div(most_rows, tile_rows));
     const int64_t items = static_cast<int64_t>(size.seqs) * params.row_tiles * params.kv_heads;
-    // Wide blocks, so that few results are to be added; half as wide where only one would fit on a
-    // multiprocessor and there are more than that, so that one's end is another's beginning.
+    // Blocks with many warps leave few partial results to add. If only one such block fits on a
+    // multiprocessor and there are more work items than multiprocessors, blocks are half as large:
+    // the end of one then overlaps with the start of another.
     int warps = kDecodeWarps;
-    params.stages = kMostStages;
-    const bool fits_twice = 2 * bytes_of(warps, kMostStages) <= info.shared_per_block;
+    params.stages = kMaxStages;
+    const bool fits_twice = 2 * bytes_of(warps, kMaxStages) <= info.shared_per_block;
     if (items > info.multiprocessors && !fits_twice) warps /= 2;
     while (params.stages > 1 && bytes_of(warps, params.stages) > info.shared_per_block) {
         --params.stages;
@@ -35,17 +37,18 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     const int by_shared = (info.shared_per_block + 1024) / (bytes + 1024);
     const int resident = by_shared < by_registers ? by_shared : by_registers;
 
-    // Enough blocks for every place on the device; where those do not come out even, twice as many.
-    const int64_t places = static_cast<int64_t>(info.multiprocessors) * resident;
-    int64_t splits = places / items;
-    if (splits * items * 5 < places * 4) splits = ceil_div(2 * places, items);
+    // Split into as many blocks as can be resident on the device. If that leaves more than a fifth
+    // of their slots empty, launch twice as many blocks.
+    const int64_t resident_blocks = static_cast<int64_t>(info.multiprocessors) * resident;
+    int64_t splits = resident_blocks / items;
+    if (splits * items * 5 < resident_blocks * 4) splits = ceil_div(2 * resident_blocks, items);
     const int64_t most_steps = ceil_div(size.max_keys, Shape::kKeys) + 1;
-    const int64_t useful = ceil_div(most_steps, warps < kLeastSteps ? warps : kLeastSteps);
+    const int64_t useful = ceil_div(most_steps, warps < kMinSteps ? warps : kMinSteps);
     if (splits > useful) splits = useful;
     if (splits > kMaxSplits) splits = kMaxSplits;
-    const int64_t room = (size.workspace_bytes - kCounters * 4) / 4;
-    const int64_t each = items * Shape::kQueries * (width + 2);
-    if (splits * each > room) splits = room / each;
+    const int64_t capacity = (size.workspace_bytes - kCounters * 4) / 4;
+    const int64_t floats_per_split = items * Shape::kQueries * (width + 2);
+    if (splits * floats_per_split > capacity) splits = capacity / floats_per_split;
     if (items > kCounters || splits < 1) splits = 1;
     params.splits = static_cast<int>(splits);
     params.counters = static_cast<unsigned*>(size.workspace);
@@ -54,11 +57,11 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
         static_cast<unsigned>(splits), static_cast<unsigned>(params.kv_heads),
         static_cast<unsigned>(size.seqs * params.row_tiles)
     );
-    // A warp more, which copies, where there are registers for it.
+    // Add a producer warp if there are enough registers for it.
     if constexpr (is_codes(key_type) && width * tiles <= 256) {
-        const bool is_runs = info.capability == 90 && params.d == width &&
+        const bool has_producer = info.capability == 90 && params.d == width &&
                              1 << params.page_bits >= Shape::kKeys;
-        if (is_runs) {
+        if (has_producer) {
             return launch(
                 decode_kernel<key_type, value_type, width, tiles, true>, grid,
                 dim3((warps + 1) * kWarp), bytes, stream, params
@@ -71,7 +74,7 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     );
 }
 
-// One query tile where all vectors fit, or where two would not fit the registers.
+// Uses one query tile if it holds all vectors, or if two would not fit in the registers.
 template <int key_type, int value_type>
 cudaError_t decode_with(const AttentionParams& params, const AttentionSize& size, void* stream) {
     const bool two = params.group > 8 || (params.group * size.max_rows > 8 && params.d <= 128);

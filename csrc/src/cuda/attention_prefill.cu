@@ -1,9 +1,9 @@
-// attention_prefill.cuh's kernel, for every kind of cache.
+// Instances of the prefill attention kernel (attention_prefill.cuh) for all cache formats.
 #include "attention_prefill.cuh"
 
 namespace exl::cuda {
 
-cudaError_t attend_many(const AttentionParams& params, const AttentionSize& size, void* stream) {
+cudaError_t attend_prefill(const AttentionParams& params, const AttentionSize& size, void* stream) {
     switch (size.key_dtype) {
         case kF16: return prefill_with<kF16, kF16>(params, size, stream);
         case kF32: return prefill_with<kF32, kF32>(params, size, stream);

@@ -1,24 +1,27 @@
 // Attention of many query rows of a sequence.
 //
-// Floor: 4 d operations for each query and key that it sees, at the rate of mma.sync.
-// Work       A block has 128 rows of one query head, 16 for each of its 8 warps, and walks the keys
-//            that they see in tiles that all warps share; two tiles are on their way or in use.
-// Matrices   S = Q K^T, O = P V with queries as the 16 rows of an mma; P goes from accumulators to
-//            operands within its lane. Codes become float16 once for each tile, still rotated: the
-//            queries are rotated as they are loaded, results as they are written.
+// Floor      4 d operations for each pair of a query and a key that it sees, at the rate of
+//            mma.sync.
+// Mapping    A block handles 128 rows of one query head, 16 for each of its 8 warps. It walks the
+//            keys that they see in tiles that all warps share. Two pipeline stages: one tile is
+//            copied while the other is in use.
+// MMA        S = Q K^T, O = P V with queries as the 16 rows of an MMA. P goes from accumulators to
+//            operands within its lane.
+// Codes      Codes are converted to float16 once per tile and stay in the space of the Hadamard
+//            transform: queries are transformed when they are loaded, results when they are stored.
 #pragma once
 
 #include "attention.cuh"
 
 namespace exl::cuda {
 
-constexpr int kPrefillWarps = 8;  // fewer where the queries of so many do not fit
+constexpr int kPrefillWarps = 8;  // fewer if their queries do not fit in shared memory
 
 template <int key_type, int value_type, int width>
 struct PrefillShape {
-    static constexpr int kKeys = width > 128 ? 32 : 64;  // of a tile
+    static constexpr int kKeys = width > 128 ? 32 : 64;  // per tile
     static constexpr bool kConverts = !is_plain(key_type);
-    static constexpr int kStride = 2 * width + 16;       // bytes between rows of float16
+    static constexpr int kStride = 2 * width + 16;       // bytes between float16 rows
     static constexpr int kTileBytes = kKeys * kStride;
     static constexpr int kKeyBytes = kKeys * staged_bytes(key_type, width);
     static constexpr int kStageBytes = kKeyBytes + kKeys * staged_bytes(value_type, width);
@@ -28,9 +31,10 @@ struct PrefillShape {
     }
 };
 
-// H x / n of result rows as accumulators hold them: element 8 n + 2 t + e of a unit at tile n.
+// Hadamard transform H x / n of result rows in the layout of accumulators: tile n of a unit holds
+// its elements 8 n + 2 t + e (t = lane % 4, e = 0, 1).
 template <int width>
-__device__ __forceinline__ void rotate_sums(float (&sums)[width / 8][4], int d, int lane) {
+__device__ __forceinline__ void hadamard_sums(float (&sums)[width / 8][4], int d, int lane) {
 #pragma unroll
     for (int u = 0; u < width / kUnit; ++u) {
         if (u * kUnit >= d) break;
@@ -65,17 +69,17 @@ __device__ __forceinline__ void rotate_sums(float (&sums)[width / 8][4], int d, 
     }
 }
 
-// One warp's 16 rows against a tile of float16 keys and values.
+// Running softmax of one warp's 16 rows, and its update by a tile of float16 keys and values.
 template <int width, int keys>
 struct WarpRows {
     float sums[width / 8][4];
-    float peak[2];
-    float weight[2];  // of this lane's columns
-    // Queries as fragments, where there are registers for them.
+    float peak[2];    // maximum score of rows lane / 4 and lane / 4 + 8
+    float weight[2];  // sum of exponentials over this lane's columns only
+    // Query fragments stay in registers if there are enough.
     static constexpr bool kHolds = width <= 128;
     uint32_t held[kHolds ? width / 16 : 1][4];
 
-    // `queries` are this warp's, in shared memory.
+    // `queries` points to this warp's rows in shared memory.
     __device__ __forceinline__ void start(const uint8_t* queries, int lane) {
         if constexpr (kHolds) {
 #pragma unroll
@@ -99,7 +103,7 @@ struct WarpRows {
         load_matrices(to, queries + lane % 16 * (2 * width + 16) + lane / 16 * 16 + 32 * k);
     }
 
-    // `position` is that of row lane / 4, `first_key` that of the tile.
+    // `position` is the position of row lane / 4, `first_key` that of the tile's first key.
     __device__ __forceinline__ void attend(
         const AttentionParams& params, const uint8_t* queries, const uint8_t* key_rows,
         const uint8_t* value_rows, int first_key, bool masked, int position, int lane
@@ -114,7 +118,8 @@ struct WarpRows {
             const uint32_t(&a)[4] = kHolds ? held[kHolds ? k : 0] : loaded;
 #pragma unroll
             for (int n = 0; n < keys / 16; ++n) {
-                uint32_t b[4];  // keys 0 to 7 and 8 to 15 of the 16, low and high half of step k
+                // Keys 0 to 7, then keys 8 to 15 of the 16; of each the low and high half of k.
+                uint32_t b[4];
                 load_matrices(b, k_at + n * 16 * kStride + 32 * k);
                 multiply(s[2 * n], a, b[0], b[1]);
                 multiply(s[2 * n + 1], a, b[2], b[3]);
@@ -132,7 +137,8 @@ struct WarpRows {
             };
 #pragma unroll
             for (int n = 0; n < width / 16; ++n) {
-                uint32_t b[4];  // elements 0 to 7 and 8 to 15 of the 16, low and high keys of k
+                // Elements 0 to 7, then 8 to 15 of the 16; of each the low and high keys of k.
+                uint32_t b[4];
                 load_transposed(b, v_at + k * 16 * kStride + 32 * n);
                 multiply(sums[2 * n], a, b[0], b[1]);
                 multiply(sums[2 * n + 1], a, b[2], b[3]);
@@ -140,7 +146,7 @@ struct WarpRows {
         }
     }
 
-    // Scores become weights e^(s - peak).
+    // Turns scores s, exponents of 2, into weights 2^(s - peak).
     __device__ __forceinline__ void softmax(
         const AttentionParams& params, float (&s)[keys / 8][4], int first_key, bool masked,
         int position, int lane
@@ -167,7 +173,7 @@ struct WarpRows {
             }
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 1));
             top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, 2));
-            // A peak of -infinity has no sums yet; subtracting it from itself would invent NaN.
+            // With a peak of -infinity there are no sums yet; -infinity minus itself is NaN.
             const float base = top == -INFINITY ? 0.0f : top;
             const float factor = exp2_of(peak[h] - base);
             peak[h] = top;
@@ -208,9 +214,9 @@ prefill_kernel(const AttentionParams params) {
     const int d = params.d;
     const int seq_begin = params.row_starts[seq];
     const int seq_rows = params.row_starts[seq + 1] - seq_begin;
-    // Last rows, which see the most keys, first.
+    // Blocks with the last rows start first: these rows see the most keys.
     const int first_row = static_cast<int>(gridDim.y - 1 - blockIdx.y) * 16 * warps;
-    if (seq_rows <= kFewRows || first_row >= seq_rows) return;
+    if (seq_rows <= kDecodeRows || first_row >= seq_rows) return;
     const int rows = min(16 * warps, seq_rows - first_row);
     const int first_position = params.past_lens[seq] + first_row;
     const int end_key = first_position + rows;
@@ -226,7 +232,7 @@ prefill_kernel(const AttentionParams params) {
         __syncthreads();
     }
     const int32_t* pages = params.page_table + static_cast<int64_t>(seq) * params.table_stride;
-    // Warps take turns in copying chunks of 16 keys and of 16 values.
+    // The warps take turns at copying chunks of 16 keys and of 16 values.
     const auto copy_tile = [&](int tile, int stage) {
         if (tile < end) {
             uint8_t* to = staged + stage * Shape::kStageBytes;
@@ -261,14 +267,14 @@ prefill_kernel(const AttentionParams params) {
                                static_cast<int64_t>(head) * d;
             const int bytes = params.dtype == kF16 ? 2 : 4;
             load_row(x, static_cast<const uint8_t*>(params.q) + at * bytes, params.dtype, d, lane);
-            if (is_codes(key_type)) rotate_row(x, d, lane);
+            if (is_codes(key_type)) hadamard_row(x, d, lane);
         }
         store_row(own_queries + i * Shape::kStride, x, kF16, width, lane);
     }
     __syncwarp();
 
-    WarpRows<width, kKeys> run;
-    run.start(own_queries, lane);
+    WarpRows<width, kKeys> state;
+    state.start(own_queries, lane);
     const int warp_position = first_position + warp * 16;
     for (int tile = begin; tile < end; ++tile) {
         const int stage = params.stages > 1 ? (tile - begin) % 2 : 0;
@@ -301,17 +307,17 @@ prefill_kernel(const AttentionParams params) {
             const bool masked =
                 first_key + kKeys - 1 > warp_position ||
                 (params.window > 0 && first_key <= warp_position + 15 - params.window);
-            run.attend(params, own_queries, key_rows, value_rows, first_key, masked,
+            state.attend(params, own_queries, key_rows, value_rows, first_key, masked,
                        warp_position + lane / 4, lane);
         }
         __syncthreads();
     }
     wait_copies<0>();
 
-    if (is_codes(value_type)) rotate_sums<width>(run.sums, d, lane);
+    if (is_codes(value_type)) hadamard_sums<width>(state.sums, d, lane);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-        float weight = run.weight[h];
+        float weight = state.weight[h];
         weight += __shfl_xor_sync(0xffffffffu, weight, 1);
         weight += __shfl_xor_sync(0xffffffffu, weight, 2);
         const float by = 1.0f / weight;
@@ -323,8 +329,8 @@ prefill_kernel(const AttentionParams params) {
         for (int n = 0; n < width / 8; ++n) {
             const int i = 8 * n + lane % 4 * 2;
             if (i >= d) break;
-            const float x = run.sums[n][2 * h] * by;
-            const float y = run.sums[n][2 * h + 1] * by;
+            const float x = state.sums[n][2 * h] * by;
+            const float y = state.sums[n][2 * h + 1] * by;
             if (params.dtype == kF16) {
                 *reinterpret_cast<__half2*>(static_cast<__half*>(params.out) + at + i) =
                     __halves2half2(from_float<__half>(x), from_float<__half>(y));

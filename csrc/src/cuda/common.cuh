@@ -1,6 +1,8 @@
-// What every kernel file uses: launching, the order of kernels in a stream, asynchronous copies,
-// matrix instructions, conversions. Compiled for 7.5 and later; what a processor lacks has a
-// slower equivalent of the same result.
+// Helpers shared by all kernel files: kernel launch, stream order, asynchronous copies, tensor core
+// instructions, number conversion.
+//
+// Compiles for compute capability 7.5 and later. Where a device lacks an instruction, a slower
+// equivalent with the same result takes its place.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -15,7 +17,7 @@ namespace exl::cuda {
 
 constexpr int kWarp = 32;
 
-// As exl::DType.
+// Same numbers as exl::DType.
 enum Type : int { kF32 = 0, kF16 = 1, kBf16 = 2, kI32 = 3, kI64 = 4, kU8 = 5, kI8 = 6, kF8e4m3 = 7 };
 
 // ---- host ------------------------------------------------------------------------------------
@@ -24,27 +26,29 @@ struct DeviceInfo {
     int device = -1;
     int multiprocessors = 0;
     int capability = 0;        // 90 for 9.0
-    int shared_per_block = 0;  // the most that a block may ask for
+    int shared_per_block = 0;  // most shared memory that a block can opt in to, in bytes
 };
 
-// Of the current device; read once for each device (device.cu).
+// Attributes of the current device. They are queried once per device and then cached (device.cu).
 cudaError_t device_info(DeviceInfo* info);
 
-// Whether chunks of so many rows go to the wide kernel (quant_wide.cu), and their inputs are laid
-// out for it.
+// True if a chunk of `rows` rows is computed by the small-batch kernel (quant_wide.cu). The chunk's
+// prepared inputs then have that kernel's layout.
 inline bool is_wide(const DeviceInfo& info, int rows) {
     return info.capability == 90 && rows > EXL_CUDA_TILE_ROWS;
 }
 
+// Most rows that a gated linear can store pre-permuted for the next linear.
 inline int most_placed_rows(const DeviceInfo& info) {
     return is_wide(info, EXL_CUDA_CHUNK_ROWS) ? EXL_CUDA_CHUNK_ROWS : EXL_CUDA_TILE_ROWS;
 }
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Launches a kernel that may begin before the one ahead of it has ended, where the device can do so
-// (9.0 and later); the kernel calls `wait_for_inputs` first. A cluster has so many thread blocks, 1
-// before 9.0.
+// Launches a kernel. On 9.0 and later it may start before the previous kernel in the stream has
+// ended (programmatic dependent launch), so the kernel must call `wait_for_inputs` before it reads
+// the output of earlier kernels. `cluster` is the number of thread blocks per cluster; before 9.0
+// it must be 1.
 template <class... Params, class... Args>
 cudaError_t launch_clusters(
     void (*kernel)(Params...), dim3 grid, dim3 block, int cluster, size_t shared_bytes,
@@ -72,7 +76,7 @@ cudaError_t launch_clusters(
     config.attrs = attributes;
     config.numAttrs = info.capability < 90 ? 0 : cluster > 1 ? 2 : 1;
     const cudaError_t error = cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
-    if (error != cudaSuccess) cudaGetLastError();  // it is reported, and not to be seen again
+    if (error != cudaSuccess) cudaGetLastError();  // clears it: the return value reports it
     return error;
 }
 
@@ -85,39 +89,45 @@ cudaError_t launch(
 
 #ifdef __CUDACC__
 
-// ---- order -------------------------------------------------------------------------------------
+// ---- stream order ------------------------------------------------------------------------------
 
-// The next kernel of the stream may be started now; call it first.
+// Allows the next kernel in the stream to start now. Every kernel calls this first.
 __device__ __forceinline__ void let_next_begin() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// What earlier kernels wrote can be read from here on. Every block calls it, whatever it does.
+// Waits for the earlier kernels in the stream; their writes are visible afterwards. Every block
+// must call this, including blocks without work.
 __device__ __forceinline__ void wait_for_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// What all lanes have, so that the compiler knows it: what follows from it then takes none of the
-// lanes' registers, and branches on it no care.
+// Broadcasts lane 0's value so that the compiler treats it as warp-uniform. All lanes must hold the
+// same value. Values derived from it then take no per-lane registers, and branches on it need no
+// code for divergence.
 __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(0xffffffffu, x, 0); }
 
-// Of so few rows a kernel takes as long to have its code fetched as to run it. It can go through it
-// once before its inputs are there, to no effect; of more rows that slows the kernel ahead too much.
-constexpr int kRehearsedRows = 8;
+// Most rows with which a kernel runs a warm-up pass: it executes its code once, with stores that
+// have no effect, while it waits for its inputs. This warms the instruction cache. With few rows,
+// fetching the code takes as long as executing it. With more rows, the warm-up pass would slow down
+// the previous kernel too much.
+constexpr int kWarmUpRows = 8;
 
 // ---- copies ------------------------------------------------------------------------------------
 
-// When what is copied leaves the second-level cache: what a step reads once and does not find there
-// in the next one goes first, so that kernels' own code, inputs and norms stay. What createpolicy
-// gives for all bytes, without its instructions.
+// L2 cache eviction policies of bulk copies. Data that a decode step reads once, and that the L2
+// cache cannot hold until the next step, is evicted first. Kernel code, inputs and norm weights
+// then stay. The constants are the results of createpolicy for a fraction of 1.0; using them
+// directly saves its instructions.
 constexpr uint64_t kEvictFirst = 0x12f0000000000000, kEvictNormal = 0x16f0000000000000;
 
 #if __CUDA_ARCH__ >= 900
-// Multiples of 16 bytes to shared memory, whose barrier there counts them when they have come.
+// Bulk copy of `bytes` bytes, a multiple of 16, to shared memory. The mbarrier at shared memory
+// address `barrier` counts the bytes as they arrive.
 __device__ __forceinline__ void copy_run(
     uint32_t to, const void* from, uint32_t bytes, uint32_t barrier, uint64_t hint
 ) {
@@ -135,7 +145,7 @@ __device__ __forceinline__ void copy_weights(
 }
 #endif
 
-// 16 bytes from global to shared memory, past the registers and the first-level cache.
+// Copies 16 bytes from global to shared memory, bypassing registers and the L1 cache.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global) {
 #if __CUDA_ARCH__ >= 800
     const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -149,7 +159,7 @@ __device__ __forceinline__ void commit_copies() {
     asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
-// Until at most `pending` of the committed groups are on their way.
+// Waits until at most `pending` of the committed groups are still in flight.
 template <int pending>
 __device__ __forceinline__ void wait_copies() {
 #if __CUDA_ARCH__ >= 800
@@ -157,9 +167,9 @@ __device__ __forceinline__ void wait_copies() {
 #endif
 }
 
-// ---- matrix instructions -----------------------------------------------------------------------
+// ---- tensor core instructions ------------------------------------------------------------------
 
-// c [16, 8] float32 += a [16, 16] float16 (rows) * b [16, 8] float16 (columns).
+// c [16, 8] float32 += a [16, 16] float16 (row-major) * b [16, 8] float16 (column-major).
 __device__ __forceinline__ void mma_16816(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800
     asm volatile(
@@ -194,8 +204,8 @@ template <>
 __device__ __forceinline__ float from_float<float>(float x) {
     return x;
 }
-// Past float16's range a value becomes the largest one, so that one outlier does not make a row NaN;
-// NaN stays.
+// Values beyond float16's range saturate to its largest finite value, so that one outlier does not
+// turn a whole row into NaN. NaN stays NaN.
 template <>
 __device__ __forceinline__ __half from_float<__half>(float x) {
     const float bounded = fminf(fmaxf(x, -65504.0f), 65504.0f);
@@ -215,15 +225,17 @@ __device__ __forceinline__ float warp_max(float x) {
     return x;
 }
 
-// Rows of a chunk's prepared inputs, of more than one.
+// Rows of a chunk in prepared inputs, padding included, for chunks of more than one row.
 __device__ __forceinline__ int padded_rows(int rows) {
     return rows <= 8 ? 8 : rows <= 16 ? 16 : rows <= 32 ? 32 : 64;
 }
-// Where prepared inputs of up to 8 rows have one: `place` is its row in the order of the matrix.
+// Index of an element in prepared inputs of up to 8 rows. `place` is the position of its input
+// feature in the matrix's permutation.
 __device__ __forceinline__ int prepared_at(int rows, int row, int place) {
     return rows == 1 ? place : place / 32 * 256 + row * 32 + place % 32;
 }
-// Those of more, by rows.
+// Index of an element in prepared inputs of more than 8 rows in the row-interleaved layout
+// (`is_by_rows` in exl/cuda.h).
 __device__ __forceinline__ int prepared_by_rows_at(int rows, int row, int place) {
     __builtin_assume(rows > EXL_CUDA_TILE_ROWS);
     const int padded = padded_rows(rows), of_block = place % 32;
@@ -231,7 +243,7 @@ __device__ __forceinline__ int prepared_by_rows_at(int rows, int row, int place)
            (of_block / 8 * 2 + of_block % 2) * 8 + row % 8;
 }
 
-// Gates of gated activations, as the reference table has them.
+// Gate functions of gated activations, with the formulas of the reference table.
 __device__ __forceinline__ float gate_of(int kind, float x) {
     if (kind == EXL_GATE_SILU) return x / (1.0f + __expf(-x));
     const float inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);

@@ -1,4 +1,4 @@
-// The library itself: its version, its errors, and what it knows of each device.
+// Library functions without kernels: versions, error texts, and cached device attributes.
 #include <mutex>
 
 #include "common.cuh"
@@ -18,26 +18,26 @@ cudaError_t device_info(DeviceInfo* info) {
     if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
     if (device >= kMaxDevices) return cudaErrorInvalidDevice;
     const std::lock_guard<std::mutex> lock(mutex);
-    DeviceInfo& of = known[device];
-    if (of.device < 0) {
+    DeviceInfo& cached = known[device];
+    if (cached.device < 0) {
         int major = 0, minor = 0;
         const struct {
             cudaDeviceAttr attribute;
             int* value;
-        } wanted[] = {
-            {cudaDevAttrMultiProcessorCount, &of.multiprocessors},
-            {cudaDevAttrMaxSharedMemoryPerBlockOptin, &of.shared_per_block},
+        } queries[] = {
+            {cudaDevAttrMultiProcessorCount, &cached.multiprocessors},
+            {cudaDevAttrMaxSharedMemoryPerBlockOptin, &cached.shared_per_block},
             {cudaDevAttrComputeCapabilityMajor, &major},
             {cudaDevAttrComputeCapabilityMinor, &minor},
         };
-        for (const auto& one : wanted) {
-            const cudaError_t error = cudaDeviceGetAttribute(one.value, one.attribute, device);
+        for (const auto& query : queries) {
+            const cudaError_t error = cudaDeviceGetAttribute(query.value, query.attribute, device);
             if (error != cudaSuccess) return error;
         }
-        of.capability = 10 * major + minor;
-        of.device = device;
+        cached.capability = 10 * major + minor;
+        cached.device = device;
     }
-    *info = of;
+    *info = cached;
     return cudaSuccess;
 }
 
@@ -62,10 +62,10 @@ const char* exl_cuda_architectures(void) { return EXL_CUDA_ARCHITECTURES; }
 
 int exl_cuda_open_device(int device) {
     if (cudaError_t error = cudaSetDevice(device); error != cudaSuccess) {
-        cudaGetLastError();  // it is reported, and not to be seen again
+        cudaGetLastError();  // clears it: the return value reports it
         return error;
     }
-    return cudaFree(nullptr);  // before CUDA 12 the first call of this kind makes the context
+    return cudaFree(nullptr);  // creates the context, which cudaSetDevice does since CUDA 12 only
 }
 
 int exl_cuda_most_placed_rows(int* rows) {

@@ -1,5 +1,8 @@
-// Norms, rotations, gates and embeddings of rows of activations. Each moves its operands once, so
-// that its floor is their bytes over the memory's bandwidth, and for a few rows its launch.
+// Norms, RoPE, gated activations and embeddings on rows of activations.
+//
+// Contract   exl/cuda.h, section "elementwise".
+// Floor      Each kernel moves its operands once: their bytes at memory bandwidth. With few rows,
+//            launch latency.
 #include "rows.cuh"
 
 namespace exl::cuda {
@@ -7,7 +10,7 @@ namespace exl::cuda {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarp;
 
-// One row to a block. The second reading of the row finds it in the first-level cache.
+// One row per block. The second read of the row hits the L1 cache.
 template <class In, class Out>
 __global__ void __launch_bounds__(kThreads) rms_norm_kernel(
     const In* x, int64_t x_stride, const float* weight, float eps, int d, Out* out,
@@ -37,7 +40,7 @@ __global__ void __launch_bounds__(kThreads) rms_norm_kernel(
     }
 }
 
-// One head to a warp.
+// One head per warp.
 template <class T>
 __global__ void __launch_bounds__(kThreads) rms_norm_heads_kernel(
     T* x, int64_t row_stride, const float* weight, float eps, int64_t all_heads, int heads, int d
@@ -59,7 +62,7 @@ __global__ void __launch_bounds__(kThreads) rms_norm_heads_kernel(
     }
 }
 
-// One pair to a thread.
+// One pair of elements per thread.
 template <class T>
 __global__ void __launch_bounds__(kThreads) rope_kernel(
     T* x, int64_t row_stride, const float* cos, const float* sin, int half, int heads, int d

@@ -1,10 +1,11 @@
-// Instructions of compute capability 9.0 alone: barriers in shared memory that count bytes, bulk
-// copies, products of a group of four warps. PTX ISA, chapters mbarrier, cp.async.bulk and wgmma.
+// Instructions that only compute capability 9.0 has: mbarriers that count bytes, bulk copies, and
+// matrix products of a warpgroup of four warps. See the PTX ISA on mbarrier, cp.async.bulk, wgmma.
 #pragma once
 
 #include "common.cuh"
 
-// Machine code of 9.0a; in other passes of the compiler kernels that need it are empty.
+// 1 while compiling for 9.0a. In other compiler passes, kernels that need these instructions have
+// empty bodies.
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
 #define EXL_IS_HOPPER 1
 #else
@@ -25,21 +26,22 @@ __device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_offset(barrier)), "r"(arrivals)
                  : "memory");
 }
-// Barriers that were begun are seen by copies too.
+// Makes initialized mbarriers visible to bulk copies.
 __device__ __forceinline__ void fence_barrier_init() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
     asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(shared_offset(barrier)) : "memory");
 }
-// Arrives, and has the phase wait for so many bytes of copies as well.
+// Arrives, and adds `bytes` to the number of copied bytes that the current phase waits for.
 __device__ __forceinline__ void barrier_arrive_expecting(uint64_t* barrier, uint32_t bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(shared_offset(barrier)),
                  "r"(bytes)
                  : "memory");
 }
-// Until the phase of that parity is over; a barrier's first phase has parity 0. What came before
-// is seen then, of the block itself and of copies, or of all blocks of the cluster.
+// Waits until the phase with this parity is complete. A barrier's first phase has parity 0.
+// Afterwards earlier writes are visible: those of this block and of its bulk copies or, with
+// `of_cluster`, those of all blocks of the cluster.
 template <bool of_cluster = false>
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
 #define EXL_TRY_WAIT(order)                                                      \
@@ -62,26 +64,27 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
 #undef EXL_TRY_WAIT
 }
 
-// Copies to where this thread wrote to shared memory begin after what it wrote.
+// Orders this thread's earlier writes to shared memory before later bulk copies to the same place.
 __device__ __forceinline__ void fence_copies() {
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// Of `threads` threads that name the same one of the block's barriers.
+// Synchronizes `threads` threads of the block on its named barrier `id`.
 template <int id, int threads>
 __device__ __forceinline__ void named_barrier() {
     asm volatile("bar.sync %0, %1;" ::"n"(id), "n"(threads) : "memory");
 }
-// The cluster's barrier, for all threads of its blocks. It says that they have come, and nothing of
-// what they wrote, which is cheap: with an order of their writes it would empty caches. A block that
-// was launched alone is a cluster.
+// Cluster barrier, for all threads of all blocks of the cluster. It synchronizes execution and does
+// not order memory accesses. That makes it cheap: the ordered form would flush caches. A block that
+// was launched without a cluster is a cluster of one.
 __device__ __forceinline__ void cluster_arrive() {
     asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
 __device__ __forceinline__ void cluster_wait() {
     asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
 }
-// Which of the launch's clusters this is, and which of its blocks; whole warps ask.
+// Index of this cluster in the grid, and rank of this block in its cluster. Whole warps must call
+// these.
 __device__ __forceinline__ uint32_t cluster_index() {
     uint32_t index;
     asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
@@ -92,8 +95,9 @@ __device__ __forceinline__ uint32_t cluster_rank() {
     asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
     return uniform(rank);
 }
-// To this place in the shared memory of the cluster's block `rank`, whose barrier counts the bytes
-// when they are there.
+// Stores `four` in the shared memory of the cluster's block `rank`, at the offset that `to` has in
+// this block. That block's mbarrier, likewise at the offset of `barrier`, counts the bytes as they
+// arrive.
 __device__ __forceinline__ void send(
     float4* to, const float4& four, uint64_t* barrier, uint32_t rank
 ) {
@@ -110,7 +114,8 @@ __device__ __forceinline__ void send(
 
 // ---- copies ------------------------------------------------------------------------------------
 
-// Multiples of 16 bytes from global to shared memory, which the barrier counts when they are there.
+// Bulk copy of `bytes` bytes, a multiple of 16, from global to shared memory. The mbarrier counts
+// the bytes as they arrive.
 __device__ __forceinline__ void copy_bulk(
     void* shared, const void* global, uint32_t bytes, uint64_t* barrier
 ) {
@@ -122,17 +127,18 @@ __device__ __forceinline__ void copy_bulk(
     );
 }
 
-// ---- products of four warps ----------------------------------------------------------------------
+// ---- warpgroup matrix products -----------------------------------------------------------------
 
-// B [16 along k, rows] in shared memory without swizzle: matrices of 8 rows of 16 bytes, each of
-// them 128 bytes on end, `k_stride` bytes apart along k and 128 bytes along the rows. The first word
-// of its descriptor, of which one more is 16 bytes further on; the second is kMatrixStride.
+// Low word of the matrix descriptor of B [16 along k, rows] in shared memory without swizzle. B
+// consists of core matrices of 8 rows of 16 bytes, 128 contiguous bytes each. They are `k_stride`
+// bytes apart along k and 128 bytes apart along the rows. Adding 1 to this word moves the start by
+// 16 bytes. The high word is kMatrixStride.
 __device__ __forceinline__ uint32_t matrix_start(const void* shared, uint32_t k_stride) {
     return (shared_offset(shared) & 0x3ffff) >> 4 | k_stride >> 4 << 16;
 }
 constexpr uint32_t kMatrixStride = 128 >> 4;
 
-// Fragments that were written can be read by products that follow.
+// Makes fragments that this thread has written readable by the products that follow.
 __device__ __forceinline__ void group_fence(uint32_t (&a)[2][4]) {
     asm volatile("wgmma.fence.sync.aligned;"
                  : "+r"(a[0][0]), "+r"(a[0][1]), "+r"(a[0][2]), "+r"(a[0][3]), "+r"(a[1][0]),
@@ -143,16 +149,19 @@ template <int pending>
 __device__ __forceinline__ void group_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(pending));
 }
-// Numbers that products have written are read after this only.
+// Keeps the compiler from moving reads of the products' results above this point. Call it after
+// `group_wait`.
 template <int count>
 __device__ __forceinline__ void group_results(float (&d)[count]) {
 #pragma unroll
     for (int i = 0; i < count; ++i) asm volatile("" : "+f"(d[i]));
 }
 
-// d [64, 2 * count] float32 += a [64, 16] float16 * b, which begins there; warp w of the group has
-// rows 16 w .. 16 w + 15 of a and d, as fragments of m16n8k16: of d, one after the other along n.
-// By rows: the 8 numbers of 16 bytes of b are of a row of k, not of a row of the batch.
+// d [64, n] float32 += a [64, 16] float16 * b [16, n] float16, where n is twice the length of the
+// array d, and `b` is the low word of the descriptor. Warp w of the group holds rows 16 w ..
+// 16 w + 15 of a and d as m16n8k16 fragments; those of d follow one another along n. With
+// `is_by_rows`, the 8 numbers in 16 bytes of b belong to one row of k. Otherwise they belong to one
+// row of the batch.
 #define EXL_F4(at) "+f"(d[at]), "+f"(d[at + 1]), "+f"(d[at + 2]), "+f"(d[at + 3])
 #define EXL_F16(at) EXL_F4(at), EXL_F4(at + 4), EXL_F4(at + 8), EXL_F4(at + 12)
 template <bool is_by_rows>

@@ -1,8 +1,10 @@
-// Rows of the key-value cache on the device: rotating and encoding them, reading codes as float16.
+// Rows of the key-value cache on the device: Hadamard transform, encoding, and conversion of codes
+// to float16.
 //
-// Layout and formulas: exl/formats/kv.h; codes are the reference's to the bit, so every stage
-// rounds to float16. A warp holds a row of up to 256 elements as `Row`: lane l has elements 2 l and
-// 2 l + 1 of each unit of 64, so that a unit's two transforms are butterflies between lanes.
+// Contract   Layout and formulas: exl/formats/kv.h. Codes equal the reference's bit for bit, so
+//            every stage of the transform rounds to float16.
+// Mapping    A warp holds a row of up to 256 elements as `Row`. Lane l has elements 2 l and 2 l + 1
+//            of each unit of 64, so that a unit's two transforms are butterflies between lanes.
 #pragma once
 
 #include "common.cuh"
@@ -10,12 +12,12 @@
 namespace exl::cuda {
 
 constexpr int kMaxHead = 256;
-constexpr int kUnit = 64;
+constexpr int kUnit = 64;  // elements that are transformed together
 constexpr int kUnits = kMaxHead / kUnit;
 constexpr int kScaleGroup = 32;  // elements that share a scale
 
 __host__ __device__ constexpr bool is_codes(int type) { return type == kI8 || type == kU8; }
-// Bytes of a row's values or codes, without scales.
+// Bytes of a row's values or codes, excluding scales.
 __host__ __device__ constexpr int value_bytes(int type, int d) {
     return type == kF32 ? 4 * d : type == kF16 ? 2 * d : type == kU8 ? d / 2 : d;
 }
@@ -27,10 +29,11 @@ __host__ __device__ constexpr int row_bytes(int type, int d) {
 
 using Row = float2[kUnits];
 template <int width>
-using HeadRow = float2[width / kUnit];  // of heads that are not wider
+using HeadRow = float2[width / kUnit];  // row of a head of at most `width` elements
 
-// Elements of one lane of some rows, all on their way before the first is looked at: past a row's
-// end, and of a row at null, zero. `d` and addresses are even.
+// Loads one lane's elements of `count` rows. All loads are in flight before the first one is used.
+// Elements past a row's end are zero, and so are all elements of a null row. `d` and the offsets of
+// the rows are even numbers of elements.
 template <int count, int units>
 __device__ __forceinline__ void load_rows(
     float2 (&to)[count][units], const void* const (&from)[count], int type, int d, int lane
@@ -93,15 +96,16 @@ __device__ __forceinline__ void store_row(
     }
 }
 
-// H x / n of each unit: takes queries to where codes live, and sums of codes back.
+// Replaces each unit x by H x / n, its normalized Hadamard transform. This maps queries into the
+// space of the codes, and sums of codes back.
 template <int units>
-__device__ __forceinline__ void rotate_row(float2 (&x)[units], int d, int lane) {
+__device__ __forceinline__ void hadamard_row(float2 (&x)[units], int d, int lane) {
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
         const bool upper = (lane & step) != 0;
 #pragma unroll
         for (int u = 0; u < units; ++u) {
-            if (step == kWarp / 2 && d - u * kUnit < kUnit) continue;  // half a unit
+            if (step == kWarp / 2 && d - u * kUnit < kUnit) continue;  // a unit of 32: 16 points
             const float a = __shfl_xor_sync(0xffffffffu, x[u].x, step);
             const float b = __shfl_xor_sync(0xffffffffu, x[u].y, step);
             x[u].x = upper ? a - x[u].x : x[u].x + a;
@@ -121,14 +125,16 @@ __device__ __forceinline__ uint8_t to_f8e4m3(float x) {
     return __nv_cvt_float_to_fp8(x, __NV_SATFINITE, __NV_E4M3);
 }
 
-// round(fp16(fp16(y / largest) * h + h)) within codes' range; NaN, as 0 / 0 is, becomes 0.
+// round(fp16(fp16(y / largest) * h + h)), clamped to the range of codes. NaN, the result of 0 / 0,
+// becomes code 0.
 __device__ __forceinline__ int code_of(float y, float largest, float half_range) {
     const float ratio = __half2float(__float2half_rn(__fdiv_rn(y, largest)));
     const float code = __half2float(__float2half_rn(__fadd_rn(ratio * half_range, half_range)));
     return static_cast<int>(fminf(fmaxf(rintf(code), 0.0f), 2.0f * half_range - 1.0f));
 }
 
-// One unit of a row, `points` pairs of it, as codes of `bits` bits and scales.
+// Stores one unit of a row, which has `points` pairs of elements, as codes of `bits` bits and
+// scales.
 template <int bits>
 __device__ __forceinline__ void encode_unit(
     uint8_t* row, float2 x, int unit, int points, int d, int lane
@@ -163,7 +169,7 @@ __device__ __forceinline__ void encode_unit(
     }
 }
 
-// A row as the cache stores it. What is beyond float16's range becomes infinite there, as it does
+// Stores a row in the format of the cache. Values beyond float16's range become infinite there, as
 // in the reference.
 __device__ __forceinline__ void encode_row(uint8_t* row, const Row& x, int type, int d, int lane) {
 #pragma unroll
@@ -193,19 +199,21 @@ __device__ __forceinline__ void encode_row(uint8_t* row, const Row& x, int type,
 __device__ __forceinline__ uint32_t bits_of(__half2 x) { return *reinterpret_cast<uint32_t*>(&x); }
 __device__ __forceinline__ __half2 halves(uint32_t x) { return *reinterpret_cast<__half2*>(&x); }
 
-// A pair of 4-bit codes in each word's half, from the first or the fifth bit on.
+// Masks of two 4-bit codes, one in each half of a word, that start at bit 0 or at bit 4.
 constexpr uint32_t kLowCodes = 0x000f000f, kNextCodes = 0x00f000f0;
-// Bytes 0 and 1, or 2 and 3, of w as the low bytes of halves whose high ones are of `above`.
+// Bytes 0 and 1 (pair 0) or 2 and 3 (pair 1) of w, as the low bytes of two halves. The high bytes
+// come from `above`.
 template <int pair>
 __device__ __forceinline__ uint32_t byte_pair(uint32_t w, uint32_t above = 0) {
     return __byte_perm(w, above, pair == 0 ? 0x4140 : 0x4342);
 }
 
-// Codes of the 4 low bits of each half of w, and of the 4 next ones, less 8, exactly. 0x6400 is
-// 1024, whose last bit is 1; bits 4 and up of it count 16.
+// `low_codes` and `next_codes` convert the 4-bit codes at bits 0 to 3, or 4 to 7, of each half of w
+// to float16 and subtract 8. Both are exact. 0x6400 is the float16 number 1024, whose last bit
+// counts 1, so that OR with a code adds the code. A code at bit 4 counts 16 times as much.
 template <uint32_t mask>
 __device__ __forceinline__ __half2 masked_codes(uint32_t w) {
-    uint32_t x;  // (w & mask) | 1024s, which the compiler would do in two instructions
+    uint32_t x;  // (w & mask) | 0x64006400 in one instruction; the compiler would emit two
     asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(x) : "r"(w), "n"(mask), "r"(0x64006400u));
     return halves(x);
 }
@@ -217,12 +225,12 @@ __device__ __forceinline__ __half2 next_codes(uint32_t w) {
     const __half2 offset = __half2half2(__ushort_as_half(0xd480));  // -72 = -(1024 / 16 + 8)
     return __hfma2(masked_codes<kNextCodes>(w), sixteenth, offset);
 }
-// 8-bit codes at bytes 0 and 1, or 2 and 3, of w, less 128, exactly.
+// Converts the 8-bit codes in bytes 0 and 1, or 2 and 3, of w to float16 and subtracts 128. Exact.
 template <int pair>
 __device__ __forceinline__ __half2 byte_codes(uint32_t w) {
     return __hsub2(halves(byte_pair<pair>(w, 0x64646464u)), __half2half2(__ushort_as_half(0x6480)));
 }
-// f8e4m3 at bytes 0 and 1, or 2 and 3, of w.
+// Converts the f8e4m3 numbers in bytes 0 and 1, or 2 and 3, of w to float16.
 template <int pair>
 __device__ __forceinline__ __half2 byte_floats(uint32_t w) {
     const auto two = static_cast<__nv_fp8x2_storage_t>(pair == 0 ? w & 0xffffu : w >> 16);

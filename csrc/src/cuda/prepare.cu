@@ -1,16 +1,19 @@
-// Inputs of quantized linears: normed, rounded to float16, and laid out as the kernel for few rows
-// reads them (cuda.h, exl_cuda_prepare).
+// Prepares the inputs of quantized linears: norm, rounding to float16, and permutation into the
+// layouts that the linear kernels read.
 //
-// A block takes one row of the batch and a slice of one form. It reads the whole row, 16 bytes at a
-// time, as every block of that row does (a row is some 16 KB and lies in the second-level cache),
-// sums its squares in an order that depends on k alone, and keeps the row in shared memory, from
-// where it gathers what its slice wants. With few rows a form has many slices, since the gather is
-// what takes time then: random words of shared memory, some 3.5 to a bank and cycle.
-//
-// Floor for few rows: a launch, one read from the second-level cache and one barrier. In a graph,
-// an H200 takes 1.1 us for a kernel that does next to nothing, and 1.4 us for one row of 4096 here.
-// Orders and norm weights are asked for before the wait, as they come from memory. For many rows:
-// the bytes.
+// Contract   exl/cuda.h (exl_cuda_prepare).
+// Mapping    A block takes one row of the batch and a slice of one prepared form. It reads the
+//            whole row, 16 bytes at a time, like every other block of that row: a row has some
+//            16 KB and stays in the L2 cache. It keeps the row in shared memory and gathers its
+//            slice from there. With few rows a form has many slices, because then the gather takes
+//            most of the time: it reads random words of shared memory, about 3.5 per bank and
+//            cycle.
+// Accuracy   Squares are summed in an order that depends on k alone.
+// Overlap    Permutations and norm weights are loaded before the wait for the previous kernel: they
+//            come from memory.
+// Floor      With few rows: a launch, one read from the L2 cache and one barrier. In a CUDA graph,
+//            an H200 takes 1.1 us for an almost empty kernel, and 1.4 us for one row of 4096 here.
+//            With many rows: the bytes at memory bandwidth.
 #include <algorithm>
 
 #include "quant_wide.cuh"
@@ -19,63 +22,66 @@
 namespace exl::cuda {
 
 constexpr int kBlockRows = 32;
-constexpr int kPair = 2;  // positions that a thread gathers at a time
+constexpr int kPair = 2;  // positions per thread and gather
 
-// A form's slices are blocks slices[form - 1] .. slices[form] - 1 of the grid's second dimension.
+// The slices of form i are blocks end[i - 1] .. end[i] - 1 in the y dimension of the grid; form 0
+// starts at block 0.
 struct Slices {
     int end[3];
 };
 
-// Where a row of the batch lies in a prepared form.
+// Location of one row of the batch in a prepared form. Offsets are in float16 elements.
 struct Place {
-    int64_t first;  // halves before position 0
-    int pitch;      // halves from one block of 32 positions to the next
-    int spread;     // halves from one group of 8 to the next, where a block's are laid out wide
+    int64_t first;  // offset of position 0
+    int pitch;      // from one block of 32 positions to the next
+    int spread;     // from one group of 8 to the next, in the small-batch layout; otherwise 0
 
-    // Halves before an even position, with which the next one goes.
+    // Offset of an even position. The odd position after it follows directly.
     __device__ __forceinline__ int64_t at(int position) const {
         const int in_block = position % 32;
-        const int of_block = spread == 0 ? in_block
-                                         : in_block / 2 % 4 * spread + in_block / 8 * 2;
-        return first + static_cast<int64_t>(position / 32) * pitch + of_block;
+        const int offset = spread == 0 ? in_block
+                                       : in_block / 2 % 4 * spread + in_block / 8 * 2;
+        return first + static_cast<int64_t>(position / 32) * pitch + offset;
     }
 };
 
 __device__ __forceinline__ Place place_of(int row, int m, int num_blocks, bool may_be_wide) {
     constexpr int kChunkRows = EXL_CUDA_CHUNK_ROWS;
-    const int chunk = row / kChunkRows, of_chunk = row % kChunkRows;
+    const int chunk = row / kChunkRows, in_chunk = row % kChunkRows;
     const int rows = min(m - chunk * kChunkRows, kChunkRows);
     const int64_t first = static_cast<int64_t>(chunk) * num_blocks * 32 * kChunkRows;
     if (rows == 1) return {first, 32, 0};
     const int padded = padded_rows(rows);
-    if (rows > 8 && may_be_wide) return {first + of_chunk * 8, padded * 32, padded * 8};
-    return {first + of_chunk * 32, padded * 32, 0};
+    if (rows > 8 && may_be_wide) return {first + in_chunk * 8, padded * 32, padded * 8};
+    return {first + in_chunk * 32, padded * 32, 0};
 }
 
-// Two positions of a form: features `which`, -1 for padding.
+// Values of two adjacent positions of a form, from input features `features` (-1: padding).
 template <class T>
-__device__ __forceinline__ __half2 gather(const T* row, int2 which, float factor) {
-    const float first = which.x < 0 ? 0.0f : to_float(row[which.x]) * factor;
-    const float second = which.y < 0 ? 0.0f : to_float(row[which.y]) * factor;
+__device__ __forceinline__ __half2 gather(const T* row, int2 features, float factor) {
+    const float first = features.x < 0 ? 0.0f : to_float(row[features.x]) * factor;
+    const float second = features.y < 0 ? 0.0f : to_float(row[features.y]) * factor;
     return __halves2half2(from_float<__half>(first), from_float<__half>(second));
 }
 
-__device__ __forceinline__ int2 positions(const ExlPrepared& to, int position, int k) {
+// Input features at `position` and the position after it.
+__device__ __forceinline__ int2 features_at(const ExlPrepared& to, int position, int k) {
     if (to.order != nullptr) return *reinterpret_cast<const int2*>(to.order + position);
     return make_int2(position < k ? position : -1, position + 1 < k ? position + 1 : -1);
 }
 
-// The row is kept as T: float with the norm's weights multiplied in, or float16 as it is.
+// The row is kept in shared memory as T: float, multiplied by the norm's weights, or unchanged as
+// float16.
 template <class X, class T, bool is_aligned, int threads>
 __global__ void __launch_bounds__(threads) prepare_kernel(
     const ExlPrepare args, const Slices slices, const bool may_be_wide
 ) {
     extern __shared__ uint4 shared[];
     __shared__ float partial[threads / kWarp];
-    constexpr int kSlice = threads * kPair;    // positions that a block gathers at a time
-    constexpr int kStride = threads * kVector;  // values that it reads at a time
+    constexpr int kSlice = threads * kPair;     // positions that a block gathers per iteration
+    constexpr int kStride = threads * kVector;  // values that a block reads per load
     constexpr bool has_norm = sizeof(T) == sizeof(float);
-    constexpr int kInFlight = has_norm ? 2 : 4;  // vectors of a thread before the first is used
+    constexpr int kInFlight = has_norm ? 2 : 4;  // loads per thread before the first is used
     T* row = reinterpret_cast<T*>(shared);
     let_next_begin();
 
@@ -87,12 +93,13 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
     const int step = (last_slice - first_slice) * kSlice;
     const int count = to.plain ? 0 : 32 * to.num_blocks;
     int position = (slice - first_slice) * kSlice + kPair * threadIdx.x;
-    int2 which = make_int2(-1, -1);
-    if (position < count) which = positions(to, position, args.k);
-    // What lies ready and is as long as a row: the rehearsal reads that.
+    int2 features = make_int2(-1, -1);
+    if (position < count) features = features_at(to, position, args.k);
+    // The warm-up pass (kWarmUpRows in common.cuh) reads an operand that is available before the
+    // wait and at least as long as a row.
     const void* const ready = has_norm ? static_cast<const void*>(args.norm) : to.order;
-    const bool rehearses = gridDim.x <= kRehearsedRows && ready != nullptr && !to.plain;
-    int end = rehearses ? min(args.k, kInFlight * kStride) : args.k;
+    const bool warms_up = gridDim.x <= kWarmUpRows && ready != nullptr && !to.plain;
+    int end = warms_up ? min(args.k, kInFlight * kStride) : args.k;
     Vector<float> weights[kInFlight];
     const auto load_weights = [&](int start) {
 #pragma unroll
@@ -106,9 +113,9 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
     const bool is_padding = batch_row >= args.m;
     const Place place = place_of(batch_row, args.m, to.num_blocks, may_be_wide);
     __half* out = static_cast<__half*>(to.out);
-    // What is not real is the rehearsal (common.cuh).
+    // A first iteration with `is_real` false is the warm-up pass.
 #pragma unroll 1
-    for (bool is_real = !rehearses;; is_real = true) {
+    for (bool is_real = !warms_up;; is_real = true) {
         if (is_real) {
             wait_for_inputs();
             end = args.k;
@@ -168,14 +175,14 @@ __global__ void __launch_bounds__(threads) prepare_kernel(
         }
         while (position < count) {
             const __half2 values =
-                is_padding ? __half2half2(__ushort_as_half(0)) : gather(row, which, factor);
-            auto* const to_two = reinterpret_cast<__half2*>(out + place.at(position));
-            // Keeps what is ahead of it from being left out where it is not real.
-            asm volatile("" ::"l"(to_two), "r"(*reinterpret_cast<const uint32_t*>(&values)));
+                is_padding ? __half2half2(__ushort_as_half(0)) : gather(row, features, factor);
+            auto* const pair = reinterpret_cast<__half2*>(out + place.at(position));
+            // Keeps the compiler from skipping the computation in the warm-up pass.
+            asm volatile("" ::"l"(pair), "r"(*reinterpret_cast<const uint32_t*>(&values)));
             if (!is_real) break;
-            *to_two = values;
+            *pair = values;
             position += step;
-            if (position < count) which = positions(to, position, args.k);
+            if (position < count) features = features_at(to, position, args.k);
         }
         if (is_real) return;
     }
@@ -189,7 +196,7 @@ static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int r
         if (form < args.count && args.to[form].plain) {
             ++total;
         } else if (form < args.count) {
-            // 1024 threads to a multiprocessor, unless that would take more work than there is.
+            // 1024 threads per multiprocessor, if there is enough work for them.
             const int wanted = info.multiprocessors * 1024 / threads / (rows * args.count);
             const int positions = kBlockRows * args.to[form].num_blocks;
             const int most = static_cast<int>(ceil_div(positions, threads * kPair));
@@ -208,8 +215,8 @@ static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int r
     );
 }
 
-// With a norm the sum of squares must not depend on the number of rows, and so neither may that of
-// threads: 512 are the quicker ones for a single row, 1024 for more.
+// With a norm, the number of threads must not depend on the number of rows: the sum of squares
+// depends on it. Otherwise 512 threads are faster for a single row, 1024 for more.
 template <class X>
 static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int rows, void* stream) {
     if (args.norm != nullptr) return prepare<X, float, 512>(args, info, rows, stream);
@@ -233,7 +240,8 @@ extern "C" int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
         const int rest = args->m % EXL_CUDA_CHUNK_ROWS;
         if (!to.plain && rest > 1) rows = args->m - rest + 8 * exl_cuda_row_tiles(rest);
     }
-    if (args->norm != nullptr && args->count == 1 && args->to[0].plain) {  // no need of the row
+    // A single plain form needs no gather.
+    if (args->norm != nullptr && args->count == 1 && args->to[0].plain) {
         return exl_cuda_rms_norm(
             args->x, args->x_dtype, args->x_stride, args->norm, args->eps, args->m, args->k,
             args->to[0].out, kF16, args->k, stream

@@ -1,15 +1,16 @@
-// Rows of activations, eight values at a time; sums over a thread block.
+// Loads and stores of activation rows, eight values at a time, and a sum over a thread block.
 #pragma once
 
 #include "common.cuh"
 
 namespace exl::cuda {
 
-constexpr int kVector = 8;  // values that a thread takes at a time: 16 bytes of float16
+constexpr int kVector = 8;  // values per thread and load: 16 bytes of float16
 
 #ifdef __CUDACC__
 
-// Eight values as they came, so that several loads can be on their way before the first is used.
+// Eight values before conversion to float. Several loads can be in flight before the first value is
+// converted.
 template <class T>
 struct Vector {
     uint4 raw[kVector * sizeof(T) / 16];
@@ -21,8 +22,8 @@ struct Vector {
     }
 };
 
-// Rows that are aligned (`rows_are_aligned`) are read 16 bytes at a time, of others `count` values,
-// at most 8, and zeros after them.
+// Loads eight values. Aligned rows (`rows_are_aligned`) are read in units of 16 bytes. From other
+// rows at most `count` values are read, and the remaining ones are zero.
 template <class T>
 __device__ __forceinline__ Vector<T> load_vector(const T* from, int count, bool is_aligned) {
     Vector<T> vector;
@@ -66,8 +67,9 @@ __device__ __forceinline__ void store_vector(
     }
 }
 
-// Sum over a block of `warps` warps (at most 32), the same in every thread. `partial` is shared and
-// not in use; what threads wrote to shared memory before, all of them see after.
+// Sum over a block of `warps` warps (at most 32), returned to every thread. `partial` is scratch in
+// shared memory. The function contains a barrier: earlier writes of all threads to shared memory
+// are visible to all threads afterwards.
 template <int warps>
 __device__ __forceinline__ float block_sum(float x, float* partial) {
     const float sum = warp_sum(x);
@@ -79,8 +81,8 @@ __device__ __forceinline__ float block_sum(float x, float* partial) {
 
 #endif  // __CUDACC__
 
-// Do rows of `size` elements, `stride` of `bytes` each apart, consist of whole vectors at addresses
-// that are multiples of 16?
+// True if all rows start at multiples of 16 bytes and consist of whole vectors. A row has `size`
+// elements of `bytes` bytes each, and rows are `stride` elements apart.
 inline bool rows_are_aligned(const void* first, int64_t size, int64_t stride, int64_t bytes) {
     return reinterpret_cast<uintptr_t>(first) % 16 == 0 && stride * bytes % 16 == 0 &&
            size % kVector == 0;

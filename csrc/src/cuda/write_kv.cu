@@ -1,37 +1,40 @@
-// Keys and values into the cache, and all that happens to them and to queries before attention.
+// Writes keys and values to the cache, after everything that happens to them and to queries between
+// the QKV projection and attention: head norm, RoPE, key smoothing.
 //
-// A warp takes a head of a row, with many rows some neighbouring ones: head norm, rope, then queries
-// go back to where they were and keys and values to the cache. Sums and rotations are float32; codes
-// are rounded as the format says. Floor: the bytes of qkv read and those of queries and cache rows
-// written; for few rows latency.
+// Contract   exl/cuda.h (ExlRopeWrite, exl_cuda_write_kv). Cache format: exl/formats/kv.h.
+// Mapping    A warp takes one head of a row or, with many rows, several adjacent ones. Queries are
+//            written back in place, keys and values go to the cache.
+// Accuracy   Sums and rotations are float32. Codes are rounded as the format says.
+// Floor      The bytes of qkv read, and of queries and cache rows written, at memory bandwidth.
+//            With few rows, latency.
 #include "kv_rows.cuh"
 
 namespace exl::cuda {
 namespace {
 
 constexpr int kWarps = 4;
-constexpr int kManyHeads = 4;     // of a warp, with many rows
-constexpr int kWarpsAtOnce = 32;  // of a multiprocessor, about
+constexpr int kHeadsPerWarp = 4;    // with many rows
+constexpr int kResidentWarps = 32;  // per multiprocessor, approximately
 
-// Heads of a row in the order queries, keys, values; any of them may be none.
+// The heads of a row are in the order queries, keys, values. Any of the three may be absent.
 struct WriteArgs {
     void* queries;
     const void* keys;
     const void* values;
-    int64_t query_stride;  // of rows, in elements
+    int64_t query_stride;  // elements between rows
     int64_t key_stride;
     int dtype;
     int rows;
     int q_heads;
-    int rotary_half;  // 0: no rope
+    int rotary_half;  // 0: no RoPE
     const float* cos;
     const float* sin;
     const float* q_norm;
     const float* k_norm;
-    const float* head_scale;  // of query and key heads, or null
+    const float* head_scale;  // of query and key heads (key smoothing), or null
     const float* head_shift;
     float eps;
-    bool is_in_place;  // keys are written back, as queries are
+    bool is_in_place;  // keys are written back to their source, like queries
     const int64_t* slots;
     ExlCache cache;
 };
@@ -50,7 +53,8 @@ __device__ __forceinline__ void norm_row(Row& x, const float* weight, float eps,
     }
 }
 
-__device__ __forceinline__ void fit_row(
+// Key smoothing: x * scale + shift.
+__device__ __forceinline__ void smooth_row(
     Row& x, const float* scale, const float* shift, int d, int lane
 ) {
 #pragma unroll
@@ -62,11 +66,11 @@ __device__ __forceinline__ void fit_row(
     }
 }
 
-// Cosines and signed sines of a lane's elements: 1 and 0 where nothing turns.
+// Cosines and signed sines of a lane's elements; 1 and 0 for elements that RoPE does not rotate.
 __device__ __forceinline__ void load_angles(
     Row& cos, Row& sin, const float* cos_from, const float* sin_from, int half, int lane
 ) {
-    if (half == kUnit) {  // as heads of 128 have it: an element's partner is the same lane's
+    if (half == kUnit) {  // heads of 128: an element's partner is in the same lane
         cos[0] = cos[1] = reinterpret_cast<const float2*>(cos_from)[lane];
         sin[1] = reinterpret_cast<const float2*>(sin_from)[lane];
         sin[0] = make_float2(-sin[1].x, -sin[1].y);
@@ -86,68 +90,71 @@ __device__ __forceinline__ void load_angles(
     }
 }
 
-__device__ __forceinline__ float2 turned(float2 x, float2 partner, float2 cos, float2 sin) {
+__device__ __forceinline__ float2 rotated(float2 x, float2 partner, float2 cos, float2 sin) {
     return make_float2(x.x * cos.x + partner.x * sin.x, x.y * cos.y + partner.y * sin.y);
 }
 
-// Partners are `half` apart, wherever that is: through `room`, the warp's own, whose lanes meet before
-// they come here again.
+// Applies RoPE to a row. The two elements of a pair are `half` apart. Unless they are in the same
+// lane, they are exchanged through `scratch`, shared memory of this warp. The caller synchronizes
+// the warp before the next call.
 __device__ __forceinline__ void rope_row(
-    Row& x, const Row& cos, const Row& sin, int half, int d, float* room, int lane
+    Row& x, const Row& cos, const Row& sin, int half, int d, float* scratch, int lane
 ) {
     if (half == kUnit) {
         const float2 low = x[0];
-        x[0] = turned(low, x[1], cos[0], sin[0]);
-        x[1] = turned(x[1], low, cos[1], sin[1]);
+        x[0] = rotated(low, x[1], cos[0], sin[0]);
+        x[1] = rotated(x[1], low, cos[1], sin[1]);
         return;
     }
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
         const int i = u * kUnit + 2 * lane;
-        if (i < d) *reinterpret_cast<float2*>(room + i) = x[u];
+        if (i < d) *reinterpret_cast<float2*>(scratch + i) = x[u];
     }
     __syncwarp();
     const auto partner = [&](int i) {
-        return i >= 2 * half ? 0.0f : room[i < half ? i + half : i - half];
+        return i >= 2 * half ? 0.0f : scratch[i < half ? i + half : i - half];
     };
 #pragma unroll
     for (int u = 0; u < kUnits; ++u) {
         const int i = u * kUnit + 2 * lane;
         if (i >= d) break;
-        x[u] = turned(x[u], make_float2(partner(i), partner(i + 1)), cos[u], sin[u]);
+        x[u] = rotated(x[u], make_float2(partner(i), partner(i + 1)), cos[u], sin[u]);
     }
 }
 
-// A head of a row: what it is, where it lies and where it goes.
+// One head of a row: its kind, source and destination.
 struct Head {
     bool is_query, is_key;
-    int type;  // of the cache
-    uint8_t* from;
-    uint8_t* cached;
+    int type;         // of the cache
+    uint8_t* from;    // source; destination too if the head is written back
+    uint8_t* cached;  // row of the cache; unused for queries
 
     __device__ __forceinline__ Head(const WriteArgs& args, int row, int head, uint32_t slot) {
         const ExlCache& cache = args.cache;
         const int width = args.dtype == kF16 ? 2 : 4, d = cache.head_dim;
         is_query = head < args.q_heads;
         is_key = !is_query && head < args.q_heads + cache.kv_heads;
-        const int of_kind = head - (is_query ? 0 : args.q_heads + (is_key ? 0 : cache.kv_heads));
+        // Index of the head among those of its kind.
+        const int index = head - (is_query ? 0 : args.q_heads + (is_key ? 0 : cache.kv_heads));
         const void* base = is_query ? args.queries : is_key ? args.keys : args.values;
         const int64_t stride = is_query ? args.query_stride : args.key_stride;
         from = static_cast<uint8_t*>(const_cast<void*>(base));
-        from += (row * stride + of_kind * d) * width;
+        from += (row * stride + index * d) * width;
         type = is_key ? cache.key_dtype : cache.value_dtype;
-        const uint32_t page = slot / cache.page_size, of_page = slot % cache.page_size;
-        const int64_t of_cache =
-            (static_cast<int64_t>(page) * cache.kv_heads + of_kind) * cache.page_size + of_page;
+        const uint32_t page = slot / cache.page_size, offset = slot % cache.page_size;
+        const int64_t cache_row =
+            (static_cast<int64_t>(page) * cache.kv_heads + index) * cache.page_size + offset;
         cached = static_cast<uint8_t*>(is_key ? cache.key_cache : cache.value_cache) +
-                 of_cache * row_bytes(type, d);
+                 cache_row * row_bytes(type, d);
     }
 };
 
-// `kHeads` neighbouring heads of a row to a warp, all asked for before the first one is at hand.
+// A warp handles `kHeads` adjacent heads of a row. All their loads are in flight before the first
+// value is used.
 template <int kHeads>
 __global__ void __launch_bounds__(kWarps * kWarp) write_kernel(const WriteArgs args) {
-    __shared__ float room[kWarps][kMaxHead];
+    __shared__ float scratch[kWarps][kMaxHead];
     let_next_begin();
     const int warp = uniform(threadIdx.x / kWarp);
     const int lane = threadIdx.x % kWarp;
@@ -159,12 +166,13 @@ __global__ void __launch_bounds__(kWarps * kWarp) write_kernel(const WriteArgs a
         return;
     }
     const int d = args.cache.head_dim;
-    // What the pass is made of was there before it began. No cache has 2^32 slots.
+    // Slots, cosines and sines are read before the wait: they were written before the pass began.
+    // No cache has 2^32 slots.
     const bool is_cached = first + kHeads > args.q_heads;
     const uint32_t slot = is_cached ? uniform(static_cast<uint32_t>(args.slots[row])) : 0;
     Row cos, sin;
-    const bool turns = args.rotary_half > 0 && first < keys_end;
-    if (turns) {
+    const bool has_rope = args.rotary_half > 0 && first < keys_end;
+    if (has_rope) {
         const int64_t angles = static_cast<int64_t>(row) * args.rotary_half;
         load_angles(cos, sin, args.cos + angles, args.sin + angles, args.rotary_half, lane);
     }
@@ -172,9 +180,10 @@ __global__ void __launch_bounds__(kWarps * kWarp) write_kernel(const WriteArgs a
     const auto head_at = [&](int i) {
         return kHeads == 1 ? own : Head(args, row, first + i, slot);
     };
-    // What is not real is the rehearsal (common.cuh): of zeros, to the warp's room.
+    // A first iteration with `is_real` false is the warm-up pass (kWarmUpRows in common.cuh). It
+    // computes on zeros and stores to the warp's scratch memory.
 #pragma unroll 1
-    for (bool is_real = kHeads > 1 || args.rows > kRehearsedRows;; is_real = true) {
+    for (bool is_real = kHeads > 1 || args.rows > kWarmUpRows;; is_real = true) {
         Row rows[kHeads] = {};
         if (is_real) {
             const void* from[kHeads];
@@ -193,19 +202,19 @@ __global__ void __launch_bounds__(kWarps * kWarp) write_kernel(const WriteArgs a
             if (head.is_query || head.is_key) {
                 const float* weight = head.is_query ? args.q_norm : args.k_norm;
                 if (weight != nullptr) norm_row(x, weight, args.eps, d, lane);
-                if (turns) rope_row(x, cos, sin, args.rotary_half, d, room[warp], lane);
+                if (has_rope) rope_row(x, cos, sin, args.rotary_half, d, scratch[warp], lane);
                 if (args.head_scale != nullptr) {
-                    const int of_fit = (first + i) * d;
-                    fit_row(x, args.head_scale + of_fit, args.head_shift + of_fit, d, lane);
+                    const int at = (first + i) * d;
+                    smooth_row(x, args.head_scale + at, args.head_shift + at, d, lane);
                 }
             }
             __syncwarp();
-            auto* const nowhere = reinterpret_cast<uint8_t*>(room[warp]);
+            auto* const discarded = reinterpret_cast<uint8_t*>(scratch[warp]);
             if (head.is_query || (head.is_key && args.is_in_place)) {
-                store_row(is_real ? head.from : nowhere, x, args.dtype, d, lane);
+                store_row(is_real ? head.from : discarded, x, args.dtype, d, lane);
             }
             if (!head.is_query) {
-                encode_row(is_real ? head.cached : nowhere, x, head.type, d, lane);
+                encode_row(is_real ? head.cached : discarded, x, head.type, d, lane);
             }
         }
         if (is_real) return;
@@ -213,30 +222,31 @@ __global__ void __launch_bounds__(kWarps * kWarp) write_kernel(const WriteArgs a
     }
 }
 
-bool fits(const ExlCache& cache, int dtype) {
+bool is_supported(const ExlCache& cache, int dtype) {
     const int d = cache.head_dim;
-    const bool some_codes = is_codes(cache.key_dtype) || is_codes(cache.value_dtype);
+    const bool has_codes = is_codes(cache.key_dtype) || is_codes(cache.value_dtype);
     return (dtype == kF16 || dtype == kF32) && d > 0 && d <= kMaxHead && d % 8 == 0 &&
-           (!some_codes || d % kScaleGroup == 0);
+           (!has_codes || d % kScaleGroup == 0);
 }
 
 int write(const WriteArgs& args, void* stream) {
-    if (!fits(args.cache, args.dtype)) return cudaErrorInvalidValue;
+    if (!is_supported(args.cache, args.dtype)) return cudaErrorInvalidValue;
     if (args.rows <= 0) return cudaSuccess;
     DeviceInfo info;
     if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
     const int64_t heads = args.q_heads + 2 * args.cache.kv_heads;
-    const auto launch_with = [&](auto kernel, int each) {
+    const auto launch_with = [&](auto kernel, int heads_per_warp) {
         const dim3 grid(
-            static_cast<unsigned>(args.rows), static_cast<unsigned>(ceil_div(heads, each * kWarps))
+            static_cast<unsigned>(args.rows),
+            static_cast<unsigned>(ceil_div(heads, heads_per_warp * kWarps))
         );
         return launch(kernel, grid, dim3(kWarps * kWarp), 0, stream, args);
     };
-    // One head to a warp while all of them run at about the same time.
-    if (args.rows * heads <= kWarpsAtOnce * info.multiprocessors) {
+    // One head per warp as long as all warps fit on the device at about the same time.
+    if (args.rows * heads <= kResidentWarps * info.multiprocessors) {
         return launch_with(write_kernel<1>, 1);
     }
-    return launch_with(write_kernel<kManyHeads>, kManyHeads);
+    return launch_with(write_kernel<kHeadsPerWarp>, kHeadsPerWarp);
 }
 
 }  // namespace
