@@ -1,27 +1,29 @@
-// One token for each row of logits: `sample` of exl_core/ops/table.py.
+// Samples one token for each row of logits.
 //
-// Two kernels. `survey` reads every logit once, with blocks of 2048 tokens over the whole device:
-// the largest of each group of 64, where it matters the group's weight, and of a row with edits or
-// a mask a copy with both applied. `finish` has one block for each row and looks only where the
-// groups say that something likely is.
-//
-// Floor      The logits once, 0.5 MB for a vocabulary of 128256: 0.12 us at 4.2 TB/s, and most
-//            often they are still in the second-level cache. What counts is latency: two launches,
-//            and some ten dependent reads and thirty barriers in `finish`.
-// Accuracy   Weights of up to 512 tokens are float64; of more, float32 summed in float64.
+// Contract   exl/cuda.h (ExlSample); `sample` of exl_core/ops/table.py.
+// Mapping    Two kernels. `reduce_groups` reads every logit once, with blocks of 2048 tokens over
+//            the whole device. It computes the largest logit of each group of 64 tokens and, if
+//            needed, the group's weight. For a row with edits or a mask it also writes a copy of
+//            the logits with both applied. `sample_row` has one block per row. It reads only the
+//            groups whose largest logit can matter.
+// Floor      The logits are read once: 0.5 MB for a vocabulary of 128256, 0.12 us at 4.2 TB/s, and
+//            most often they are still in the L2 cache. Latency dominates: two launches, and about
+//            ten dependent reads and thirty barriers in `sample_row`.
+// Accuracy   Weights of up to 512 tokens are float64. Weights of more tokens are float32 and are
+//            summed in float64.
 #include "sample_draw.cuh"
 
 namespace exl::cuda::sampling {
 namespace {
 
-constexpr int kSurveyThreads = 256;
+constexpr int kReduceThreads = 256;
 constexpr int kTile = 2048;
-constexpr int kTried = 128;  // tokens among which a nucleus is looked for first
+constexpr int kNucleusTokens = 128;  // a nucleus is first searched for among the top 128 tokens
 
 struct Workspace {
-    float* maxima;  // [rows, pitch] of each group; NaN where a token makes the row undrawable
-    float* sums;    // [rows, pitch] weights of each group, relative to its likeliest
-    float* edited;  // [rows, groups * 64]
+    float* maxima;  // [rows, pitch] largest logit of each group; NaN if one is NaN or +infinity
+    float* sums;    // [rows, pitch] weight of each group, relative to its most likely token
+    float* edited;  // [rows, groups * 64] logits with edits and mask applied
     int groups;
     int pitch;
 };
@@ -32,8 +34,8 @@ int64_t pitch_of(int64_t vocab) { return ceil_div(groups_of(vocab), 4) * 4; }
 __device__ bool is_edited(const ExlSampleRow& set) {
     return set.mask >= 0 || set.last_edit > set.first_edit;
 }
-// Whether the weights of all tokens are wanted.
-__device__ bool is_whole(const ExlSampleRow& set, int vocab) {
+// True if the weights of all tokens are needed.
+__device__ bool needs_all_weights(const ExlSampleRow& set, int vocab) {
     return set.top_k <= 0 || (set.top_k >= vocab && set.top_k != 1);
 }
 
@@ -41,14 +43,15 @@ __device__ bool is_allowed(const ExlSample& args, const ExlSampleRow& set, int64
     return set.mask < 0 || (args.masks[set.mask + id / 32] >> (id % 32) & 1) != 0;
 }
 
-// ---- survey ------------------------------------------------------------------------------------
+// ---- reduce_groups -----------------------------------------------------------------------------
 
 struct Edits {
     float values[kTile];
-    int winners[kTile];  // 1 + the last edit of each token, as edits are counted; 0: none
+    int winners[kTile];  // 1 + index of the last edit of each token within the row's edits; 0: none
 };
 
-// Thread t has four tokens from 4 t on, and as many kTile / 2 further.
+// Applies edits and mask to the block's tile of logits. Thread t has the four tokens from 4 t on,
+// and the four tokens kTile / 2 after them.
 __device__ void edit_tile(
     const ExlSample& args, const ExlSampleRow& set, int64_t first, float4 (&mine)[2], Edits& edits
 ) {
@@ -60,12 +63,12 @@ __device__ void edit_tile(
         *reinterpret_cast<int4*>(edits.winners + at) = make_int4(0, 0, 0, 0);
     }
     __syncthreads();
-    for (int i = set.first_edit + thread; i < set.last_edit; i += kSurveyThreads) {
+    for (int i = set.first_edit + thread; i < set.last_edit; i += kReduceThreads) {
         const int64_t at = args.edit_ids[i] - first;
         if (at >= 0 && at < last) atomicMax(&edits.winners[at], i - set.first_edit + 1);
     }
     __syncthreads();
-    for (int i = set.first_edit + thread; i < set.last_edit; i += kSurveyThreads) {
+    for (int i = set.first_edit + thread; i < set.last_edit; i += kReduceThreads) {
         const int64_t at = args.edit_ids[i] - first;
         if (at >= 0 && at < last && edits.winners[at] == i - set.first_edit + 1) {
             edits.values[at] = args.edit_values[i];
@@ -83,35 +86,37 @@ __device__ void edit_tile(
     }
 }
 
-__device__ bool is_bad(const float4& v) {
+// True if one of the logits is NaN or +infinity.
+__device__ bool is_invalid(const float4& v) {
     const auto below = [](float x) { return x < INFINITY; };  // false for NaN
     return !(below(v.x) && below(v.y) && below(v.z) && below(v.w));
 }
 
-__global__ void __launch_bounds__(kSurveyThreads) survey(ExlSample args, Workspace work) {
+__global__ void __launch_bounds__(kReduceThreads) reduce_groups(ExlSample args, Workspace work) {
     __shared__ __align__(16) Edits edits;
     let_next_begin();
     wait_for_inputs();
     const int64_t row = blockIdx.y, first = static_cast<int64_t>(blockIdx.x) * kTile;
     const ExlSampleRow set = args.settings[row];
     const float* logits = args.logits + set.row * args.logits_stride;
-    const Row given{logits, args.vocab, work.groups, reinterpret_cast<uintptr_t>(logits) % 16 == 0};
+    const bool is_aligned = reinterpret_cast<uintptr_t>(logits) % 16 == 0;
+    const Row source{logits, args.vocab, work.groups, is_aligned};
     const int own = 4 * static_cast<int>(threadIdx.x);
     float4 mine[2];
     for (int part = 0; part < 2; ++part) {
-        mine[part] = given.load(static_cast<int>(first) + part * (kTile / 2) + own);
+        mine[part] = source.load(static_cast<int>(first) + part * (kTile / 2) + own);
     }
-    bool bad[2] = {is_bad(mine[0]), is_bad(mine[1])};
+    bool invalid[2] = {is_invalid(mine[0]), is_invalid(mine[1])};
     if (is_edited(set)) {
         edit_tile(args, set, first, mine, edits);
         float* to = work.edited + row * work.groups * kGroup;
         for (int part = 0; part < 2; ++part) {
-            bad[part] = bad[part] || is_bad(mine[part]);
+            invalid[part] = invalid[part] || is_invalid(mine[part]);
             const int64_t id = first + part * (kTile / 2) + own;
             if (id < args.vocab) *reinterpret_cast<float4*>(to + id) = mine[part];
         }
     }
-    // Sixteen lanes have a group.
+    // A group's logits are in 16 lanes.
     const uint32_t half = 0xffffu << (threadIdx.x % kWarp / 16 * 16);
     for (int part = 0; part < 2; ++part) {
         const float4 v = mine[part];
@@ -119,29 +124,29 @@ __global__ void __launch_bounds__(kSurveyThreads) survey(ExlSample args, Workspa
         for (int step = 8; step > 0; step /= 2) {
             largest = fmaxf(largest, __shfl_xor_sync(kAll, largest, step));
         }
-        const bool any_bad = (__ballot_sync(kAll, bad[part]) & half) != 0;
+        const bool any_invalid = (__ballot_sync(kAll, invalid[part]) & half) != 0;
         const int64_t group = (first + part * (kTile / 2) + own) / kGroup;
         float sum = 0.0f;
-        if (is_whole(set, args.vocab)) {
+        if (needs_all_weights(set, args.vocab)) {
             const Scale scale{largest, set.temperature, set.temperature == 1.0f};
-            if (largest > -INFINITY && !any_bad) {
+            if (largest > -INFINITY && !any_invalid) {
                 sum = (scale.weight(scale.y(v.x)) + scale.weight(scale.y(v.y))) +
                       (scale.weight(scale.y(v.z)) + scale.weight(scale.y(v.w)));
             }
             for (int step = 8; step > 0; step /= 2) sum += __shfl_xor_sync(kAll, sum, step);
         }
         if (threadIdx.x % 16 == 0 && group < work.groups) {
-            work.maxima[row * work.pitch + group] = any_bad ? NAN : largest;
+            work.maxima[row * work.pitch + group] = any_invalid ? NAN : largest;
             work.sums[row * work.pitch + group] = sum;
         }
     }
 }
 
-// ---- finish ------------------------------------------------------------------------------------
+// ---- sample_row --------------------------------------------------------------------------------
 
 __device__ uint64_t least_of(uint64_t a, uint64_t b) { return a < b ? a : b; }
 
-__global__ void __launch_bounds__(kThreads, 1) finish(ExlSample args, Workspace work) {
+__global__ void __launch_bounds__(kThreads, 1) sample_row(ExlSample args, Workspace work) {
     extern __shared__ __align__(16) unsigned char memory[];
     Shared& s = *reinterpret_cast<Shared*>(memory);
     let_next_begin();
@@ -161,12 +166,12 @@ __global__ void __launch_bounds__(kThreads, 1) finish(ExlSample args, Workspace 
         args.max_top
     };
     const float* maxima = work.maxima + index * work.pitch;
-    // By a warp that would wait: a logarithm in float64 is slow.
+    // The last warp computes this, while it would wait otherwise: a float64 logarithm is slow.
     if (thread == kThreads - 1) s.floor = log_up(set.min_p);
-    uint64_t first = ~0ull;  // order and number of the first group that has the largest logit
+    uint64_t first = ~0ull;  // order and index of the first group that has the largest logit
     for (int g = thread; g < row.groups; g += kThreads) {
         const float largest = maxima[g];
-        const uint32_t order = largest == largest ? order_of(largest) : 0;  // NaN comes first
+        const uint32_t order = largest == largest ? order_of(largest) : 0;  // NaN sorts first
         const uint64_t mine = static_cast<uint64_t>(order) << 32 | static_cast<uint32_t>(g);
         first = least_of(mine, first);
         s.orders[g] = order;
@@ -195,7 +200,7 @@ __global__ void __launch_bounds__(kThreads, 1) finish(ExlSample args, Workspace 
         return result.put_top(set.num_top > 0 ? 1 : 0);
     }
     const Scale scale{value_of(largest_order), set.temperature, set.temperature == 1.0f};
-    const bool has_sums = is_whole(set, args.vocab);
+    const bool has_sums = needs_all_weights(set, args.vocab);
     double total = 0.0;
     for (int g = thread; g < row.groups; g += kThreads) {
         const float y = scale.y(value_of(s.orders[g]));
@@ -210,19 +215,19 @@ __global__ void __launch_bounds__(kThreads, 1) finish(ExlSample args, Workspace 
     const bool has_nucleus = set.top_p < 1.0;
     uint64_t last = last_key(kLastOrder);
     const int top_k = has_sums ? 0 : set.top_k;
-    const int tried = top_k > 0 ? top_k : has_nucleus ? kTried : 0;
-    if (0 < tried && tried <= kFew) {
-        int n = likeliest(row, scale, s, tried, last);
-        const bool is_all = top_k > 0 || n < tried;
+    const int wanted = top_k > 0 ? top_k : has_nucleus ? kNucleusTokens : 0;
+    if (0 < wanted && wanted <= kMaxSorted) {
+        int n = select_top(row, scale, s, wanted, last);
+        const bool is_all = top_k > 0 || n < wanted;
         if (top_k > 0 && top_k < n) n = top_k;
-        weigh_few(scale, s, n);
+        weigh_sorted(scale, s, n);
         int kept = n;
         if (has_nucleus) {
             const double whole = top_k > 0 ? s.running[n - 1] : total;
-            kept = kept_few(s, n, 0.0, set.top_p * whole, kNucleusFloor * whole);
+            kept = count_kept(s, n, 0.0, set.top_p * whole, kNucleusFloor * whole);
             kept = kept > 1 ? kept : 1;
         }
-        if (is_all || kept < n) return draw_few(set, scale, floor, s, kept, result);
+        if (is_all || kept < n) return sample_sorted(set, scale, floor, s, kept, result);
     } else if (top_k > 0) {
         int finite = 0;
         for_tokens(row, scale, s, kLastOrder, [&](uint32_t, int) { ++finite; });
@@ -240,12 +245,12 @@ __global__ void __launch_bounds__(kThreads, 1) finish(ExlSample args, Workspace 
     }
     if (has_nucleus) {
         last = least_of(last, last_key(last_within(scale, log_up(kNucleusFloor * total))));
-        last = nucleus_border(row, scale, s, last, set.top_p * total);
+        last = nucleus_end(row, scale, s, last, set.top_p * total);
     }
     if (floor > -INFINITY) last = least_of(last, last_key(last_within(scale, floor)));
     if (!has_sums || last < last_key(kLastOrder)) sum_groups(row, scale, s, last);
-    total = draw_groups(row, scale, s, last, set.uniform, result);
-    put_top_of_all(row, scale, s, last, set.num_top, total, result);
+    total = sample_groups(row, scale, s, last, set.uniform, result);
+    put_top_tokens(row, scale, s, last, set.num_top, total, result);
 }
 
 }  // namespace
@@ -264,7 +269,8 @@ int64_t exl_cuda_sample_workspace(int32_t rows, int32_t vocab) {
 int exl_cuda_sample(const ExlSample* args, void* stream) {
     if (args->rows == 0) return cudaSuccess;
     if (args->rows < 0 || args->rows > 65535 || args->vocab < 1 ||
-        args->vocab > sampling::kMaxVocab || args->max_top < 0 || args->max_top > sampling::kFew ||
+        args->vocab > sampling::kMaxVocab || args->max_top < 0 ||
+        args->max_top > sampling::kMaxSorted ||
         args->workspace_bytes < exl_cuda_sample_workspace(args->rows, args->vocab)) {
         return cudaErrorInvalidValue;
     }
@@ -278,11 +284,12 @@ int exl_cuda_sample(const ExlSample* args, void* stream) {
         static_cast<unsigned>(ceil_div(args->vocab, sampling::kTile)),
         static_cast<unsigned>(args->rows)
     );
-    cudaError_t error =
-        launch(sampling::survey, tiles, dim3(sampling::kSurveyThreads), 0, stream, *args, work);
+    cudaError_t error = launch(
+        sampling::reduce_groups, tiles, dim3(sampling::kReduceThreads), 0, stream, *args, work
+    );
     if (error != cudaSuccess) return error;
     return launch(
-        sampling::finish, dim3(static_cast<unsigned>(args->rows)), dim3(sampling::kThreads),
+        sampling::sample_row, dim3(static_cast<unsigned>(args->rows)), dim3(sampling::kThreads),
         sizeof(sampling::Shared), stream, *args, work
     );
 }

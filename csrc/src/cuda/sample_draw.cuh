@@ -1,14 +1,15 @@
-// Drawing from one row by one thread block: among a few sorted tokens, or by the weights of groups
-// where many are left; and where a nucleus ends.
+// Sampling from one row by one thread block: from up to kMaxSorted sorted tokens, or by the weights
+// of groups if more tokens are left. Also the search for the end of a nucleus (top_p).
 #pragma once
 
 #include "sample_select.cuh"
 
 namespace exl::cuda::sampling {
 
-constexpr int kSplits = 4;  // of an interval, in one reading of the row: more need more registers
-constexpr float kMostError = 0.05f;  // of a guess
-constexpr double kNucleusFloor = 1e-6;
+// Parts that an interval is split into per read of the row. More parts need more registers.
+constexpr int kSplits = 4;
+constexpr float kMaxGuessError = 0.05f;  // upper limit of s.guess_error
+constexpr double kNucleusFloor = 1e-6;   // probability below which a nucleus keeps no token
 
 struct Result {
     int32_t* token_id;
@@ -23,7 +24,8 @@ struct Result {
         if (next_id != nullptr) *next_id = id < 0 ? 0 : id;
         *probability = static_cast<float>(p);
     }
-    __device__ void put_top(int count) const {  // past those that were written
+    // Fills the top entries after the first `count`, which are written separately.
+    __device__ void put_top(int count) const {
         for (int i = count + static_cast<int>(threadIdx.x); i < max_top; i += kThreads) {
             top_ids[i] = -1;
             top_probabilities[i] = 0.0f;
@@ -35,7 +37,7 @@ struct Result {
     }
 };
 
-// The least float that is at least log(x).
+// Smallest float that is not below log(x).
 __device__ inline float log_up(double x) {
     if (x <= 0.0) return -INFINITY;
     const double exact = log(x);
@@ -45,23 +47,27 @@ __device__ inline float log_up(double x) {
 
 __device__ inline float y_of(uint64_t key) { return value_of(order_in(key)); }
 
-__device__ inline void weigh_few(const Scale& scale, Shared& s, int n) {
+// Computes weights and running weights of the n sorted tokens.
+__device__ inline void weigh_sorted(const Scale& scale, Shared& s, int n) {
     for (int i = static_cast<int>(threadIdx.x); i < n; i += kThreads) {
         s.weights[i] = scale.exact_weight(y_of(s.sorted[i]));
     }
-    scan_few(s, n);
+    scan_weights(s, n);
 }
 
-// How many of the n sorted tokens a nucleus keeps; `before` weighs what comes ahead of them.
-__device__ inline int kept_few(const Shared& s, int n, double before, double wanted, double least) {
+// Number of the n sorted tokens that a nucleus of weight `wanted` keeps. `before` is the weight of
+// more likely tokens that are not among them. Tokens of less than `min_weight` are not kept.
+__device__ inline int count_kept(
+    const Shared& s, int n, double before, double wanted, double min_weight
+) {
     const int i = static_cast<int>(threadIdx.x);
     return __syncthreads_count(
-        i < n && before + s.running[i] <= wanted && s.weights[i] >= least
+        i < n && before + s.running[i] <= wanted && s.weights[i] >= min_weight
     );
 }
 
-// Draws among the n sorted and weighed tokens.
-__device__ inline void draw_few(
+// Samples from the n sorted tokens, whose weights are known. `floor` is the logarithm of min_p.
+__device__ inline void sample_sorted(
     const ExlSampleRow& set, const Scale& scale, float floor, Shared& s, int n, const Result& result
 ) {
     const int thread = static_cast<int>(threadIdx.x);
@@ -72,23 +78,23 @@ __device__ inline void draw_few(
         result.put_top(thread, id_in(s.sorted[thread]), s.weights[thread] / total);
     }
     result.put_top(num_top);
-    if (thread < n) {  // by id, and with it the place among the likeliest
+    if (thread < n) {  // sort by id, and carry each token's index in the order by likelihood
         s.keys[thread] = static_cast<uint64_t>(id_in(s.sorted[thread])) << 32 |
                          static_cast<uint32_t>(thread);
     }
     __syncthreads();
-    sort_few(s, n);
+    sort_keys(s, n);
     const double weight = thread < n ? s.weights[static_cast<uint32_t>(s.sorted[thread])] : 0.0;
     __syncthreads();
     if (thread < n) s.weights[thread] = weight;
-    scan_few(s, n);
+    scan_weights(s, n);
     const double target = set.uniform * s.running[n - 1];
     const int passed = __syncthreads_count(thread < n && s.running[thread] <= target);
     const int place = passed < n ? passed : n - 1;
     if (thread == place) result.put(static_cast<int>(s.sorted[place] >> 32), weight / total);
 }
 
-// The last order that weighs at least e^floor, relative to the likeliest token.
+// Last order whose weight, relative to the most likely token, is at least e^floor.
 __device__ inline uint32_t last_within(const Scale& scale, float floor) {
     uint32_t low = order_of(scale.y(scale.largest)), high = kLastOrder;
     while (low < high) {
@@ -102,12 +108,13 @@ __device__ inline uint32_t last_within(const Scale& scale, float floor) {
     return low;
 }
 
-// s.guess becomes about how far below the likeliest a nucleus ends: from the weight of the tokens
-// in each of 256 steps, as whole numbers, so that the order of the sums does not count.
+// Sets s.guess to an estimate of how far below the most likely token a nucleus ends. It uses a
+// histogram of weights with 256 bins. Bins are integers, so that the order of additions does not
+// affect them.
 __device__ inline void guess_nucleus(
     const Row& row, const Scale& scale, Shared& s, uint64_t last, double wanted
 ) {
-    constexpr float kPart = 8192.0f;  // a token's weight within its step: at most 2^31 for 2^18
+    constexpr float kPart = 8192.0f;  // most that a token adds to a bin: 2^31 with 2^18 tokens
     const float deepest = fminf(scale.below(value_of(order_in(last))), -1e-6f);
     const float steps = -256.0f / deepest;
     __syncthreads();
@@ -134,9 +141,10 @@ __device__ inline void guess_nucleus(
             if (before <= wanted && wanted < before + weights[i]) {
                 const float part = static_cast<float>((wanted - before) / weights[i]);
                 s.guess = (lane_id() * 8 + i + part) / -steps;
-                // About kFew / 2 tokens lie within the error to both sides.
-                s.guess_error =
-                    fminf(kFew / 4 * kPart / (s.bins[lane_id() * 8 + i] * steps), kMostError);
+                // About kMaxSorted / 2 tokens are within this error on both sides together.
+                s.guess_error = fminf(
+                    kMaxSorted / 4 * kPart / (s.bins[lane_id() * 8 + i] * steps), kMaxGuessError
+                );
             }
             before += weights[i];
         }
@@ -144,8 +152,8 @@ __device__ inline void guess_nucleus(
     __syncthreads();
 }
 
-// The border of a nucleus, see below, if it lies close to the guess; else 0.
-__device__ inline uint64_t border_near(
+// Last key of a nucleus (see `nucleus_end`) if it is close to the guess, otherwise 0.
+__device__ inline uint64_t nucleus_end_near_guess(
     const Row& row, const Scale& scale, Shared& s, uint64_t last, double wanted
 ) {
     const auto order_at = [&](float below) {
@@ -169,26 +177,27 @@ __device__ inline uint64_t border_near(
     });
     above = block_sum(above, s);
     const int n = s.count;
-    if (n == 0 || n > kFew || above > wanted) return 0;
-    sort_few(s, n);
-    weigh_few(scale, s, n);
-    const int kept = kept_few(s, n, above, wanted, 0.0);
+    if (n == 0 || n > kMaxSorted || above > wanted) return 0;
+    sort_keys(s, n);
+    weigh_sorted(scale, s, n);
+    const int kept = count_kept(s, n, above, wanted, 0.0);
     if (kept == n && end < last) return 0;
     return kept > 0 ? s.sorted[kept - 1] : above > 0.0 ? first : s.sorted[0];
 }
 
-// Where the longest run of descending tokens up to `last` ends that weighs at most `wanted`.
+// Last key of a nucleus: the longest run of tokens in descending order, from the most likely one up
+// to at most `last`, with a total weight of at most `wanted`. The most likely token always stays.
 //
-// Where a guess is far off, the interval of orders in which the border lies is split with each
-// reading of the row, until few tokens are in it, or one value.
-static __device__ __noinline__ uint64_t nucleus_border(
+// The end is first searched for near a guess. If that is far off, every read of the row splits the
+// interval of orders that contains the end, until the interval holds few tokens or one value.
+static __device__ __noinline__ uint64_t nucleus_end(
     const Row& row, const Scale& scale, Shared& s, uint64_t last, double wanted
 ) {
     uint32_t low = order_of(scale.y(scale.largest)) - 1, high = order_in(last);
     double above = 0.0;  // weight of the orders up to `low`
-    uint32_t count = 0;  // and their number
+    uint32_t count = 0;  // number of tokens with these orders
     guess_nucleus(row, scale, s, last, wanted);
-    const uint64_t near = border_near(row, scale, s, last, wanted);
+    const uint64_t near = nucleus_end_near_guess(row, scale, s, last, wanted);
     if (near != 0) return near;
     for (bool is_first = true;; is_first = false) {
         double sums[kSplits] = {};
@@ -217,7 +226,7 @@ static __device__ __noinline__ uint64_t nucleus_border(
             const uint32_t through =
                 count + static_cast<uint32_t>(block_sum(static_cast<double>(counts[i]), s));
             if (is_found) continue;
-            // The last part has the border, unless the whole row may stay.
+            // The end is in the last part if it is in no other, unless the whole row may stay.
             if (sum > wanted || (i == kSplits - 1 && !is_first)) {
                 is_found = true;
                 next_high = ends[i];
@@ -230,26 +239,26 @@ static __device__ __noinline__ uint64_t nucleus_border(
         }
         if (!is_found) return last;
         low = next_low, high = next_high, above = next_above, count = next_count;
-        if (inside <= kFew) {
+        if (inside <= kMaxSorted) {
             const uint64_t end = last_key(high) < last ? last_key(high) : last;
             const int n = collect(row, scale, s, last_key(low), end);
-            sort_few(s, n);
-            weigh_few(scale, s, n);
-            const int kept = kept_few(s, n, above, wanted, 0.0);
+            sort_keys(s, n);
+            weigh_sorted(scale, s, n);
+            const int kept = count_kept(s, n, above, wanted, 0.0);
             if (kept > 0) return s.sorted[kept - 1];
             if (count > 0) return last_key(low);
-            return s.sorted[0];  // the likeliest stays
+            return s.sorted[0];  // the most likely token stays
         }
         if (high == low + 1) {
-            const double room = floor((wanted - above) / scale.exact_weight(value_of(high)));
-            const uint32_t fitting = room < inside ? static_cast<uint32_t>(room) : inside;
-            const uint32_t kept = count + fitting > 0 ? count + fitting : 1;
+            const double fitting = floor((wanted - above) / scale.exact_weight(value_of(high)));
+            const uint32_t added = fitting < inside ? static_cast<uint32_t>(fitting) : inside;
+            const uint32_t kept = count + added > 0 ? count + added : 1;
             return nth_token(row, scale, s, last, kept);
         }
     }
 }
 
-// s.sums become the weights of what is left of each group.
+// Sets s.sums to the weight of each group's tokens up to `last`.
 __device__ inline void sum_groups(const Row& row, const Scale& scale, Shared& s, uint64_t last) {
     __syncthreads();
     for (int group = warp_id(); group < row.groups; group += kWarps) {
@@ -268,8 +277,8 @@ __device__ inline void sum_groups(const Row& row, const Scale& scale, Shared& s,
     __syncthreads();
 }
 
-// Draws by the groups' sums, then within a group. Returns the total weight.
-__device__ inline double draw_groups(
+// Samples a group by the groups' sums, then a token within it. Returns the total weight.
+__device__ inline double sample_groups(
     const Row& row, const Scale& scale, Shared& s, uint64_t last, double uniform,
     const Result& result
 ) {
@@ -317,7 +326,7 @@ __device__ inline double draw_groups(
         const bool has = weights[0] > 0.0 || weights[1] > 0.0;
         const bool passes = has && ((weights[0] > 0.0 && middle > target) || past > target);
         const uint32_t passing = __ballot_sync(kAll, passes), having = __ballot_sync(kAll, has);
-        // Where rounding leaves none, the last that can come at all.
+        // If rounding leaves no such token, take the last token of positive weight.
         const int lane = passing != 0 ? __ffs(static_cast<int>(passing)) - 1
                                       : kWarp - 1 - __clz(static_cast<int>(having));
         if (lane_id() == lane) {
@@ -330,14 +339,15 @@ __device__ inline double draw_groups(
     return total;
 }
 
-__device__ inline void put_top_of_all(
+// Stores the num_top most likely tokens up to `last` and their probabilities.
+__device__ inline void put_top_tokens(
     const Row& row, const Scale& scale, Shared& s, uint64_t last, int num_top, double total,
     const Result& result
 ) {
     if (num_top <= 0) return result.put_top(0);
     const int wanted = num_top < row.vocab ? num_top : row.vocab;
     const int thread = static_cast<int>(threadIdx.x);
-    const int n = likeliest(row, scale, s, wanted, last);
+    const int n = select_top(row, scale, s, wanted, last);
     const int count = n < wanted ? n : wanted;
     if (thread < count) {
         const uint64_t key = s.sorted[thread];

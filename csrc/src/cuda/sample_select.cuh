@@ -1,8 +1,9 @@
-// Choosing tokens of one row by one thread block: keys that order tokens, the few likeliest of
-// them, the n-th, and running sums. Nothing is sorted but the few that are left.
+// Selection of tokens in one row by one thread block: keys that order tokens, the top tokens, the
+// n-th token, and running sums. At most kMaxSorted tokens are ever sorted.
 //
-// The row's tokens lie in groups of 64, and the likeliest token of each group is known: what cannot
-// reach a border is not read. Sums are taken in a fixed order: the same inputs give the same bits.
+// A row consists of groups of 64 tokens, and the most likely token of each group is known. Groups
+// that cannot contain a wanted token are not read. Sums are computed in a fixed order, so that the
+// same inputs give the same bits.
 #pragma once
 
 #include "common.cuh"
@@ -14,10 +15,11 @@ constexpr int kMaxVocab = 1 << 18;
 constexpr int kMaxGroups = kMaxVocab / kGroup;
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kFew = 512;  // tokens that are sorted
+constexpr int kMaxSorted = 512;  // tokens that are sorted
 constexpr uint32_t kAll = 0xffffffffu;
 
-// Ascending orders are descending values; equal values, signed zeros too, have one order.
+// Maps floats to integers in reverse order: a smaller order means a larger value. Equal values have
+// the same order, including zeros of both signs.
 constexpr uint32_t kLastOrder = 0xff7fffffu;  // of the lowest finite value
 __device__ __forceinline__ uint32_t order_of(float y) {
     const uint32_t bits = __float_as_uint(y + 0.0f);
@@ -27,7 +29,7 @@ __device__ __forceinline__ float value_of(uint32_t order) {
     return __uint_as_float((order >> 31) != 0 ? order : ~order & 0x7fffffffu);
 }
 
-// Keys order tokens by value, equal ones by id.
+// Keys sort tokens by descending value, and by ascending id where values are equal.
 constexpr int kIdBits = 24, kKeyBits = 32 + kIdBits;
 __device__ __forceinline__ uint64_t key_of(uint32_t order, int id) {
     return static_cast<uint64_t>(order) << kIdBits | static_cast<uint32_t>(id);
@@ -42,18 +44,20 @@ __device__ __forceinline__ int id_in(uint64_t key) {
     return static_cast<int>(key & ((1u << kIdBits) - 1));
 }
 
-// What weighs tokens. y is what they are ordered by: the logit, or what temperature makes of it.
+// Computes weights of tokens. Tokens are ordered by y: the logit itself at temperature 1, otherwise
+// its difference to the largest logit divided by the temperature.
 struct Scale {
     float largest;
     float temperature;
     bool is_plain;
 
-    static constexpr float kWeightFloor = -87.33654f;  // of e^x: beyond is what float32 cannot hold
+    // Smallest x whose e^x is a normal float32 number. Smaller weights count as 0.
+    static constexpr float kWeightFloor = -87.33654f;
 
     __device__ float y(float logit) const {
         return is_plain ? logit : (logit - largest) / temperature;
     }
-    // How far y lies below the likeliest token's.
+    // Difference of y to that of the most likely token, zero or negative.
     __device__ float below(float y) const { return is_plain ? y - largest : y; }
     __device__ float weight(float y) const {
         const float x = below(y);
@@ -71,7 +75,7 @@ struct Row {
     int groups;
     bool is_aligned;  // to 16 bytes
 
-    // Four tokens from `id` on; minus infinity past the last.
+    // Logits of four tokens from `id` on; minus infinity past the last token.
     __device__ float4 load(int id) const {
         if (is_aligned && id + 4 <= vocab) return *reinterpret_cast<const float4*>(logits + id);
         const float none = -INFINITY;
@@ -83,12 +87,12 @@ struct Row {
 };
 
 struct Shared {
-    uint32_t orders[kMaxGroups];  // of each group's likeliest token
-    float sums[kMaxGroups];       // of each group's weights
-    uint64_t keys[kFew];          // unsorted
-    uint64_t sorted[kFew];
-    double weights[kFew];
-    double running[kFew];
+    uint32_t orders[kMaxGroups];  // order of each group's most likely token
+    float sums[kMaxGroups];       // weight of each group
+    uint64_t keys[kMaxSorted];    // unsorted
+    uint64_t sorted[kMaxSorted];
+    double weights[kMaxSorted];
+    double running[kMaxSorted];   // running sums of weights
     double per_warp[kWarps];
     uint64_t best[kWarps];
     uint32_t bins[256];
@@ -102,7 +106,8 @@ struct Shared {
 __device__ __forceinline__ int lane_id() { return static_cast<int>(threadIdx.x) % kWarp; }
 __device__ __forceinline__ int warp_id() { return static_cast<int>(threadIdx.x) / kWarp; }
 
-// Of all threads, for all threads. `per_warp` is free again after the next barrier.
+// Reduces x over all threads and returns the result to all of them. `per_warp` may be reused after
+// the next barrier.
 template <class T, class Combine>
 __device__ __forceinline__ T block_reduce(T x, T* per_warp, Combine combine) {
 #pragma unroll
@@ -119,6 +124,7 @@ __device__ __forceinline__ double block_sum(double x, Shared& s) {
     return block_reduce(x, s.per_warp, [](double a, double b) { return a + b; });
 }
 
+// Inclusive prefix sum over the lanes of a warp.
 __device__ __forceinline__ double warp_scan(double x) {
 #pragma unroll
     for (int step = 1; step < kWarp; step *= 2) {
@@ -128,7 +134,8 @@ __device__ __forceinline__ double warp_scan(double x) {
     return x;
 }
 
-// f(order, id) of the tokens whose order is at most `last`; a half-warp has two groups at a time.
+// Calls f(order, id) for the tokens whose order is at most `last`. A half-warp handles two groups
+// at a time.
 template <class F>
 __device__ __forceinline__ void for_tokens(
     const Row& row, const Scale& scale, const Shared& s, uint32_t last, F f
@@ -144,7 +151,7 @@ __device__ __forceinline__ void for_tokens(
         take(logits.z, id + 2);
         take(logits.w, id + 3);
     };
-    // Neighbors go to different warps: likely tokens tend to lie together.
+    // Adjacent groups go to different warps, because likely tokens tend to be close together.
     for (int first = warp_id(); first < row.groups; first += kWarps * kWarp) {
         const int mine = first + kWarps * lane_id();
         uint32_t left = __ballot_sync(kAll, mine < row.groups && s.orders[mine] <= last);
@@ -166,8 +173,9 @@ __device__ __forceinline__ void for_tokens(
     }
 }
 
-// The wanted-th smallest, from 1, of the keys that for_each passes on, of which there are enough.
-// Not exact: some key from it on, but before the next one.
+// Radix selection: the `wanted`-th smallest, counted from 1, of the keys of `bits` bits that
+// `for_each` passes to its argument. There must be at least `wanted` keys. Without `is_exact` the
+// result may also be a larger number that is smaller than the next key.
 template <bool is_exact, class ForEach>
 __device__ uint64_t nth_key(Shared& s, int bits, uint32_t wanted, ForEach for_each) {
     uint64_t prefix = 0;
@@ -209,7 +217,8 @@ __device__ uint64_t nth_key(Shared& s, int bits, uint32_t wanted, ForEach for_ea
     return prefix;
 }
 
-// A key that exactly the `wanted` likeliest tokens reach, of those that reach `last`.
+// Bound on keys that exactly the `wanted` most likely tokens do not exceed. Tokens after `last` are
+// ignored.
 __device__ inline uint64_t nth_token(
     const Row& row, const Scale& scale, Shared& s, uint64_t last, uint32_t wanted
 ) {
@@ -220,15 +229,16 @@ __device__ inline uint64_t nth_token(
     });
 }
 
-// Adds to s.keys, of which s.count tells the number: above kFew if there are too many.
+// Appends to s.keys and increments s.count. With more than kMaxSorted keys, s.count is above
+// kMaxSorted and the rest is dropped.
 __device__ inline void push(Shared& s, uint64_t key) {
-    if (*static_cast<volatile int*>(&s.count) > kFew) return;
+    if (*static_cast<volatile int*>(&s.count) > kMaxSorted) return;
     const int place = atomicAdd(&s.count, 1);
-    if (place < kFew) s.keys[place] = key;
+    if (place < kMaxSorted) s.keys[place] = key;
 }
 
-// s.keys become those of the tokens after `first` up to `last`; their number, above kFew if there
-// are too many.
+// Sets s.keys to the keys after `first` up to `last`, unsorted. Returns their number, or a number
+// above kMaxSorted if there are too many.
 __device__ inline int collect(
     const Row& row, const Scale& scale, Shared& s, uint64_t first, uint64_t last
 ) {
@@ -243,8 +253,8 @@ __device__ inline int collect(
     return s.count;
 }
 
-// s.sorted becomes s.keys, ascending; they are all different.
-__device__ inline void sort_few(Shared& s, int n) {
+// Sets s.sorted to the n keys of s.keys in ascending order. All keys are different.
+__device__ inline void sort_keys(Shared& s, int n) {
     constexpr int kShare = 8;  // threads that rank one key
     const int part = static_cast<int>(threadIdx.x) % kShare;
     for (int first = 0; first < n; first += kThreads / kShare) {
@@ -259,8 +269,8 @@ __device__ inline void sort_few(Shared& s, int n) {
     __syncthreads();
 }
 
-// s.running become the running sums of s.weights.
-__device__ inline void scan_few(Shared& s, int n) {
+// Sets s.running to the running sums of s.weights.
+__device__ inline void scan_weights(Shared& s, int n) {
     __syncthreads();
     if (warp_id() == 0) {
         const int share = (n + kWarp - 1) / kWarp, begin = lane_id() * share;
@@ -275,13 +285,13 @@ __device__ inline void scan_few(Shared& s, int n) {
     __syncthreads();
 }
 
-// s.sorted become the keys of at least the `wanted` (at most kFew) likeliest tokens that reach
-// `last`, or all of them; their number.
-__device__ inline int likeliest(
+// Sets s.sorted to the keys of the `wanted` (at most kMaxSorted) most likely tokens up to `last`,
+// and possibly more; to all of them if there are fewer. Returns the number of keys.
+__device__ inline int select_top(
     const Row& row, const Scale& scale, Shared& s, int wanted, uint64_t last
 ) {
     if (wanted <= row.groups) {
-        // That many groups have a token of that order or a likelier one.
+        // At least `wanted` groups have a token of this order or a more likely one.
         const uint64_t order = nth_key<true>(s, 32, static_cast<uint32_t>(wanted), [&](auto add) {
             for (int g = static_cast<int>(threadIdx.x); g < row.groups; g += kThreads) {
                 add(s.orders[g]);
@@ -291,11 +301,11 @@ __device__ inline int likeliest(
         last = bound < last ? bound : last;
     }
     int n = collect(row, scale, s, 0, last);
-    if (n > kFew) {
+    if (n > kMaxSorted) {
         last = nth_token(row, scale, s, last, static_cast<uint32_t>(wanted));
         n = collect(row, scale, s, 0, last);
     }
-    sort_few(s, n);
+    sort_keys(s, n);
     return n;
 }
 
