@@ -249,10 +249,10 @@ __device__ __forceinline__ void convert_tile(
             const __half stored = reinterpret_cast<const __half*>(from + 4 * kWords)[group];
             const __half2 scale = __half2half2(seen ? stored : __ushort_as_half(0));
             if constexpr (type == kU8) {
-                const uint32_t a = bits_of(__hmul2(low_codes(w), scale));        // 0, 4
-                const uint32_t b = bits_of(__hmul2(next_codes(w), scale));       // 1, 5
-                const uint32_t c = bits_of(__hmul2(low_codes(w >> 8), scale));   // 2, 6
-                const uint32_t e = bits_of(__hmul2(next_codes(w >> 8), scale));  // 3, 7
+                const uint32_t a = bits_of(__hmul2(low_codes(w), scale));        // elements 0, 4
+                const uint32_t b = bits_of(__hmul2(next_codes(w), scale));       // elements 1, 5
+                const uint32_t c = bits_of(__hmul2(low_codes(w >> 8), scale));   // elements 2, 6
+                const uint32_t e = bits_of(__hmul2(next_codes(w >> 8), scale));  // elements 3, 7
                 *reinterpret_cast<uint4*>(at) =
                     make_uint4(__byte_perm(a, b, 0x5410), __byte_perm(c, e, 0x5410),
                                __byte_perm(a, b, 0x7632), __byte_perm(c, e, 0x7632));

@@ -326,7 +326,7 @@ __device__ inline double sample_groups(
         const bool has = weights[0] > 0.0 || weights[1] > 0.0;
         const bool passes = has && ((weights[0] > 0.0 && middle > target) || past > target);
         const uint32_t passing = __ballot_sync(kAll, passes), having = __ballot_sync(kAll, has);
-        // If rounding leaves no such token, take the last token of positive weight.
+        // If rounding leaves no token above the target, take the last one of positive weight.
         const int lane = passing != 0 ? __ffs(static_cast<int>(passing)) - 1
                                       : kWarp - 1 - __clz(static_cast<int>(having));
         if (lane_id() == lane) {

@@ -20,7 +20,7 @@ constexpr uint32_t kAll = 0xffffffffu;
 
 // Maps floats to integers in reverse order: a smaller order means a larger value. Equal values have
 // the same order, including zeros of both signs.
-constexpr uint32_t kLastOrder = 0xff7fffffu;  // of the lowest finite value
+constexpr uint32_t kLastOrder = 0xff7fffffu;  // order of the lowest finite value
 __device__ __forceinline__ uint32_t order_of(float y) {
     const uint32_t bits = __float_as_uint(y + 0.0f);
     return (bits >> 31) != 0 ? bits : ~(bits | 0x80000000u);
@@ -162,7 +162,7 @@ __device__ __forceinline__ void for_tokens(
                 const int bit = __ffs(static_cast<int>(left)) - 1;
                 const int id = bit < 0 ? -1 : (first + kWarps * bit) * kGroup + place;
                 if (i % 2 == half) ids[i / 2] = id;
-                left &= left - 1;  // of 0: 0
+                left &= left - 1;  // clears the lowest bit; 0 stays 0
             }
             const float4 none = make_float4(-INFINITY, -INFINITY, -INFINITY, -INFINITY);
             const float4 a = ids[0] < 0 ? none : row.load(ids[0]);

@@ -126,7 +126,7 @@ __device__ __forceinline__ void rope_row(
 // One head of a row: its kind, source and destination.
 struct Head {
     bool is_query, is_key;
-    int type;         // of the cache
+    int type;         // type of the cache that the head goes to
     uint8_t* from;    // source; destination too if the head is written back
     uint8_t* cached;  // row of the cache; unused for queries
 
