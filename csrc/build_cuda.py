@@ -1,18 +1,20 @@
-"""Builds `libexl_cuda.so`: every CUDA source once, for all architectures, then one link.
+"""Builds `libexl_cuda.so`: compiles every CUDA source once for all architectures, then links.
 
-The library has a C interface (`include/exl/cuda.h`) and the CUDA runtime inside. It knows neither
-Python nor torch, so that neither is needed to build it; `setup.py` calls this, and so may anybody:
+The library has a C interface (`include/exl/cuda.h`) and contains the CUDA runtime. It does not
+depend on Python or torch, so that neither is needed to build it. `setup.py` calls this module. It
+also runs on its own:
 
     EXL_CUDA_ARCH=9.0 python csrc/build_cuda.py csrc/python/exl_kernels
 
-EXL_CUDA_ARCH says what machine code is made for:
+EXL_CUDA_ARCH selects the architectures that get machine code:
 
-    all        7.5, 8.0, 8.6, 8.9 and 9.0, and PTX of 9.0 for what comes later
-    8.0;9.0    these, with ';', ',' or spaces between; 80 and 90 mean the same
-    none       nothing: the library is not built
+    all        7.5, 8.0, 8.6, 8.9 and 9.0, and PTX of 9.0 for later ones
+    8.0;9.0    a list, separated by ';', ',' or spaces; 80 and 90 mean the same
+    none       the library is not built
 
-Unset, it is `all` where there is an nvcc (in CUDA_HOME/bin or on PATH) and `none` where there is
-not; set to more than `none`, a missing nvcc is an error. Objects are kept as those of the CPU are.
+The default is `all` if there is an nvcc (in CUDA_HOME/bin or on PATH), otherwise `none`. With any
+value but `none`, a missing nvcc is an error. Objects are kept between builds, like those of the CPU
+sources.
 """
 
 from __future__ import annotations
@@ -34,15 +36,15 @@ LIBRARY = "libexl_cuda.so"
 VARIABLE = "EXL_CUDA_ARCH"
 
 ALL = (75, 80, 86, 89, 90)
-PTX = 90  # what a processor that came later compiles for itself
+PTX = 90  # the driver compiles PTX for processors that are newer than this library
 OLDEST = 75
-OLDEST_NVCC = (12, 1)  # the first one that knows all instructions of 9.0 that are used
+OLDEST_NVCC = (12, 1)  # first version that knows all instructions of 9.0 that the sources use
 
-# For a profiler that shows source lines: NVCC_APPEND_FLAGS=-lineinfo, which doubles the library.
+# NVCC_APPEND_FLAGS=-lineinfo lets a profiler show source lines. It doubles the library's size.
 FLAGS = [
     *("-std=c++17", "-O3", "-Iinclude", "-Isrc"),
     *("-Xcompiler", "-fPIC,-fvisibility=hidden,-Wall,-Wextra"),
-    *("-Xfatbin", "-compress-all"),  # to a quarter
+    *("-Xfatbin", "-compress-all"),  # a quarter of the size
 ]
 STRICT_FLAGS = ["-Werror", "all-warnings"]
 SERIALIZED = "wgmma.mma_async instructions are serialized"
@@ -56,10 +58,10 @@ FORMS = f"{VARIABLE} is a list such as '8.0;9.0' or '80,90', of 7.5 or later, or
 
 @dataclass(frozen=True)
 class Target:
-    """What to build with, and for: compute capabilities times ten."""
+    """Compiler, and compute capabilities (times ten) to build for."""
 
     nvcc: str
-    version: str  # what nvcc says of itself
+    version: str  # output of nvcc --version
     capabilities: tuple[int, ...]
     has_ptx: bool
 
@@ -72,12 +74,12 @@ class Target:
 
     @property
     def _names(self) -> list[str]:
-        # 9.0a has Hopper's own matrix instructions; its code runs on every 9.0.
+        # 9.0a has the matrix instructions that only Hopper has. Its code runs on every 9.0 device.
         return ["90a" if one == 90 else str(one) for one in self.capabilities]
 
 
 def parse_architectures(text: str) -> tuple[int, ...] | None:
-    """Capabilities times ten, ascending; None for all of them, nothing for `none`."""
+    """Capabilities times ten, ascending; None for `all`, an empty tuple for `none`."""
     wanted = text.strip().lower()
     if wanted == "all":
         return None
@@ -94,21 +96,24 @@ def parse_architectures(text: str) -> tuple[int, ...] | None:
 
 
 def choose_target(environ: Mapping[str, str]) -> Target | None:
-    """What the environment asks for; None, and a line that says so, to build without CUDA."""
-    asked = environ.get(VARIABLE) or None  # set to nothing is not set
-    wanted = None if asked is None else parse_architectures(asked)
+    """Target that the environment selects; None to build without CUDA.
+
+    If that is not by request, prints one line with the reason.
+    """
+    requested = environ.get(VARIABLE) or None  # an empty value counts as unset
+    wanted = None if requested is None else parse_architectures(requested)
     if wanted == ():
         return None
     nvcc = find_nvcc(environ)
     version = None if nvcc is None else nvcc_says(nvcc, "--version")
     if nvcc is None or version is None:
         place = "in CUDA_HOME/bin or on PATH" if nvcc is None else f"that runs ({nvcc} does not)"
-        return _without(asked, f"there is no nvcc {place}")
+        return _without(requested, f"there is no nvcc {place}")
     release = re.search(r"release (\d+)\.(\d+)", version)
     if release is None or (int(release[1]), int(release[2])) < OLDEST_NVCC:
         said = release[0] if release else "an unknown release"
         oldest = ".".join(map(str, OLDEST_NVCC))
-        return _without(asked, f"{nvcc} is {said}, and {oldest} is the oldest that will do")
+        return _without(requested, f"{nvcc} is {said}, and {oldest} is the oldest that will do")
     known = {int(name) for name in re.findall(r"compute_(\d+)$", _architectures(nvcc), re.M)}
     if wanted is None:
         kept = tuple(one for one in ALL if one in known)
@@ -123,10 +128,11 @@ def choose_target(environ: Mapping[str, str]) -> Target | None:
     return Target(nvcc, version, wanted, has_ptx=False)
 
 
-def _without(asked: str | None, why: str) -> None:
-    if asked is not None:
+def _without(requested: str | None, why: str) -> None:
+    """Ends the build if architectures were requested, otherwise prints why CUDA is left out."""
+    if requested is not None:
         raise SystemExit(
-            f"exl-kernels: {VARIABLE} is {asked!r}, but {why}. Install the CUDA toolkit, set "
+            f"exl-kernels: {VARIABLE} is {requested!r}, but {why}. Install the CUDA toolkit, set "
             f"CUDA_HOME to it, or set {VARIABLE}=none to build without CUDA."
         )
     print(f"exl-kernels: without CUDA, since {why}")
@@ -139,7 +145,7 @@ def find_nvcc(environ: Mapping[str, str]) -> str | None:
 
 
 def nvcc_says(nvcc: str, option: str) -> str | None:
-    """None where it cannot be run or fails."""
+    """Output of nvcc with one option; None if nvcc cannot be run or fails."""
     try:
         done = subprocess.run([nvcc, option], capture_output=True, text=True, check=False)
     except OSError:
@@ -160,9 +166,11 @@ def build_library(
     strict: bool = False,
     force: bool = False,
 ) -> Path | None:
-    """The library in `folder`; without a target an earlier one goes, so that none is out of date.
+    """Builds the library into `folder` and returns its path.
 
-    `strict` makes warnings errors. Ends with a line where a compilation fails.
+    Without a target, deletes a library of an earlier build, which would be out of date, and returns
+    None. `strict` turns warnings into errors. If a compilation fails, the build ends with a
+    one-line error.
     """
     library = folder / LIBRARY
     if target is None:
@@ -175,7 +183,7 @@ def build_library(
         path.stat().st_mtime
         for path in [*ROOT.glob("include/**/*.h"), *ROOT.glob("src/**/*.cuh"), Path(__file__)]
     )
-    # Slowest first, so that the compilers finish together.
+    # Largest source first, so that the compilers finish at about the same time.
     sources = sorted(ROOT.glob("src/cuda/**/*.cu"), key=lambda path: -path.stat().st_size)
 
     def compiled(source: Path) -> str:
@@ -186,7 +194,7 @@ def build_library(
             names = " ".join(map(str, target.capabilities))
             define = [f'-DEXL_CUDA_ARCHITECTURES="{names}"'] if source.stem == "device" else []
             made.parent.mkdir(parents=True, exist_ok=True)
-            fresh = made.with_suffix(".new.o")  # one that was cut off is never taken for whole
+            fresh = made.with_suffix(".new.o")  # an interrupted build leaves no partial object
             _run([target.nvcc, *flags, *define, "-c", name, "-o", str(fresh)], strict=strict)
             fresh.replace(made)
         return str(made)
@@ -201,9 +209,9 @@ def build_library(
 
 
 def _object_dir(root: Path, target: Target, flags: list[str]) -> Path:
-    """One per compiler and flags, those that nvcc takes from the environment among them."""
-    told = [os.environ.get(f"NVCC_{name}", "") for name in ("PREPEND_FLAGS", "APPEND_FLAGS")]
-    parts = [target.nvcc, target.version, *flags, *told]
+    """Object folder for one compiler and its flags, including flags from the environment."""
+    from_env = [os.environ.get(f"NVCC_{name}", "") for name in ("PREPEND_FLAGS", "APPEND_FLAGS")]
+    parts = [target.nvcc, target.version, *flags, *from_env]
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()
     return root / f"cuda-{digest[:12]}"
 
@@ -211,17 +219,18 @@ def _object_dir(root: Path, target: Target, flags: list[str]) -> Path:
 def _run(command: list[str], *, strict: bool = False) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     said = done.stdout + done.stderr
-    sys.stderr.write(said)  # at once, so that two compilers' do not mix
-    what = next((one for one in command if one.endswith(".cu")), LIBRARY)
-    # The assembler only informs of it: without registers for it no product overlaps anything.
+    sys.stderr.write(said)  # in one call, so that the output of two compilers does not mix
+    source = next((one for one in command if one.endswith(".cu")), LIBRARY)
+    # The assembler reports this as information only. It means that matrix products overlap with
+    # nothing, for lack of registers.
     if strict and SERIALIZED in said:
-        raise SystemExit(f"exl-kernels: matrix products of {what} are serialized (see above)")
+        raise SystemExit(f"exl-kernels: matrix products of {source} are serialized (see above)")
     if done.returncode != 0:
-        raise SystemExit(f"exl-kernels: nvcc failed on {what} (exit status {done.returncode})")
+        raise SystemExit(f"exl-kernels: nvcc failed on {source} (exit status {done.returncode})")
 
 
 def usable_cores() -> int:
-    # Not everywhere (macOS) can a process ask which cores it may use.
+    # Some systems (macOS) do not report which cores a process may use.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

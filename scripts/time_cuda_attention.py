@@ -1,9 +1,9 @@
-"""Times attention on a GPU: decoding over caches of every precision, and prefill.
+"""Times attention on a GPU: decode over caches of every precision, and prefill.
 
-Decoding runs as a model's layers do, in one captured graph: for each layer rope and the writing of
-the cache, then attention, each layer with its own cache. Bytes are those of the keys and values
-that are seen, and the share is of the bandwidth of a large copy on the same device. Random values.
-The last line is JSON.
+Decode runs like the layers of a model, in one captured CUDA graph: for each layer RoPE with the
+cache write, then attention. Every layer has its own cache. Rates count the bytes of the keys and
+values that queries see. The share is relative to the bandwidth of a large copy on the same device.
+Values are random. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DECODE = [(1, 256), (1, 1024), (1, 32768), (8, 1024), (32, 1024)]
 
 
 def milliseconds(work: Callable[[], object], repeats: int) -> float:
-    """Median."""
+    """Median time of `work` over `repeats` runs."""
     for _ in range(3):
         work()
     times = []
@@ -48,7 +48,7 @@ def milliseconds(work: Callable[[], object], repeats: int) -> float:
 
 
 def copy_bandwidth() -> float:
-    """Bytes a second, read and written."""
+    """Bandwidth of a large device copy in bytes per second, counting reads and writes."""
     source = torch.randn(2**28, device="cuda")
     target = torch.empty_like(source)
     ms = milliseconds(lambda: target.copy_(source), 20)
@@ -57,7 +57,7 @@ def copy_bandwidth() -> float:
 
 @dataclass
 class Layer:
-    """One layer's cache, and a batch of sequences over it."""
+    """Cache of one layer, and a batch of sequences that use it."""
 
     gpu: Gpu
     keys: Tensor
@@ -126,7 +126,10 @@ class Layer:
 def make_layer(
     gpu: Gpu, name: str, batch: int, past: int, rows: int, *, max_keys: int = 0
 ) -> Layer:
-    """Every sequence has `past` keys and `rows` new ones; all of the cache is written."""
+    """Layer in which every sequence has `past` cached keys and `rows` new ones.
+
+    The whole cache is filled with random keys and values.
+    """
     keys = past + rows
     pages_each = -(-keys // PAGE)
     pages = pages_each * batch
@@ -177,6 +180,7 @@ def make_layer(
 
 
 def captured(layers: list[Layer], *parts: Callable[[Layer], None]) -> torch.cuda.CUDAGraph:
+    """CUDA graph that runs all parts of each layer in turn."""
     for part in parts:
         part(layers[0])
     torch.cuda.synchronize()
@@ -195,7 +199,7 @@ def time_decode(gpu: Gpu, name: str, batch: int, keys: int, bandwidth: float) ->
     layers = [
         make_layer(gpu, name, batch, keys - 1, 1, max_keys=max(keys, 8192)) for _ in range(count)
     ]
-    for layer in layers[1:]:  # what layers of a model share
+    for layer in layers[1:]:  # the layers of a model share these operands
         layer.page_table, layer.slots = layers[0].page_table, layers[0].slots
         layer.row_starts, layer.past_lens = layers[0].row_starts, layers[0].past_lens
         layer.cos, layer.sin = layers[0].cos, layers[0].sin

@@ -1,7 +1,8 @@
-"""The CUDA library, through ctypes: structs and functions of `exl/cuda.h`, and its errors.
+"""ctypes bindings of the CUDA library: structs and functions of `exl/cuda.h`, and its errors.
 
-Importing this loads nothing; `load` does, once. Pointers are integers (`Tensor.data_ptr()`), and a
-struct keeps no tensor alive: whoever fills it does. All calls release the interpreter.
+Importing this module loads nothing. `load` loads the library once. Pointers are integers
+(`Tensor.data_ptr()`). A struct keeps no tensor alive: the code that fills it must do so. All calls
+release the GIL.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ GATES = {"silu": 0, "gelu_tanh": 1}
 STORE, ADD, GATED = 0, 1, 2
 UNIT_BYTES = 12  # of ExlQuantUnit
 RUN_BYTES = 16  # of ExlQuantRun
-STRIP_HEAD = 32  # bytes ahead of a strip's units
+STRIP_HEAD = 32  # bytes of a column panel before its k-tiles
 MAX_PARTS = 3
 CHUNK_ROWS = 64  # of prepared inputs
-PAD_BLOCKS = 3  # behind them
-MAX_TOP = 512  # likeliest tokens that a sample can name
+PAD_BLOCKS = 3  # after prepared inputs
+MAX_TOP = 512  # most top tokens that a sample can return
 
 
 class CudaError(RuntimeError):
-    """A call that failed: `code` is a cudaError_t."""
+    """Failed call of the CUDA library; `code` is a cudaError_t."""
 
     def __init__(self, call: str, code: int, name: str, text: str) -> None:
         super().__init__(f"{call}: {name} ({text})")
@@ -223,7 +224,7 @@ class Sample(Structure):
 
 _P, _I, _L, _F = c_void_p, c_int32, c_int64, c_float
 
-# Of functions that return an error: their operands, the stream last.
+# Operand types of the functions that return a cudaError_t. The stream comes last.
 _CALLS: dict[str, tuple[object, ...]] = {
     "open_device": (c_int,),
     "prepare_device": (),
@@ -242,6 +243,7 @@ _CALLS: dict[str, tuple[object, ...]] = {
     "attention": (POINTER(Attention), POINTER(Cache), _P),
     "sample": (POINTER(Sample), _P),
 }
+# Operand types of the functions that return a size in bytes.
 _SIZES: dict[str, tuple[object, ...]] = {
     "quant_linear_workspace": (_I, _I),
     "attention_workspace": (_I, _I, _I),
@@ -250,7 +252,7 @@ _SIZES: dict[str, tuple[object, ...]] = {
 
 
 class CudaLibrary:
-    """The loaded library. OSError where it is missing or cannot be loaded."""
+    """The loaded library. Raises OSError if it is missing or cannot be loaded."""
 
     def __init__(self, path: Path = LIBRARY) -> None:
         self.path = path
@@ -274,28 +276,28 @@ class CudaLibrary:
 
     @property
     def architectures(self) -> tuple[int, ...]:
-        """Compute capabilities with machine code, times ten: 90 for 9.0."""
+        """Compute capabilities that the library has machine code for, times ten: 90 for 9.0."""
         return tuple(int(name) for name in self._library.exl_cuda_architectures().split())
 
     def versions(self) -> tuple[int, int]:
-        """CUDA of the driver, 0 without one, and of the library: 13000 for 13.0."""
+        """CUDA versions of the driver (0 without a driver) and of the library: 13000 for 13.0."""
         driver, runtime = c_int(0), c_int(0)
         self._check("versions", self._library.exl_cuda_versions(byref(driver), byref(runtime)))
         return driver.value, runtime.value
 
     def most_placed_rows(self) -> int:
-        """Gated products on the current device can leave so many rows prepared for a linear."""
+        """Most rows that a gated linear can store as prepared inputs on the current device."""
         rows = c_int(0)
         self._check("most_placed_rows", self._library.exl_cuda_most_placed_rows(byref(rows)))
         return rows.value
 
     def call(self, name: str, *operands: object) -> None:
-        """`exl_cuda_<name>`; structs are passed by reference. CudaError if it fails."""
+        """Calls `exl_cuda_<name>`. Structs are passed by reference. Raises CudaError on failure."""
         passed = [byref(one) if isinstance(one, Structure) else one for one in operands]
         self._check(name, getattr(self._library, f"exl_cuda_{name}")(*passed))
 
     def size(self, name: str, *operands: int) -> int:
-        """`exl_cuda_<name>` of those that answer with bytes."""
+        """Calls `exl_cuda_<name>`, which returns a size in bytes."""
         return int(getattr(self._library, f"exl_cuda_{name}")(*operands))
 
     def _declare(self, name: str, result: object, operands: tuple[object, ...]) -> None:
@@ -314,7 +316,7 @@ class CudaLibrary:
 
 
 def prepared_halves(rows: int, num_blocks: int) -> int:
-    """Room for `rows` prepared inputs, in float16 numbers; `exl_cuda_prepared_halves`."""
+    """Size of `rows` rows of prepared inputs in float16 numbers (`exl_cuda_prepared_halves`)."""
 
     def chunk(count: int, blocks: int) -> int:
         fitting = (rows for rows in (1, 8, 16, 32, CHUNK_ROWS) if rows >= count)
@@ -327,5 +329,5 @@ def prepared_halves(rows: int, num_blocks: int) -> int:
 
 @cache
 def load() -> CudaLibrary:
-    """The library that was built with this package."""
+    """Loads the library that was built with this package."""
     return CudaLibrary()
