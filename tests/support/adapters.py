@@ -1,4 +1,4 @@
-"""LoRA adapters as PEFT writes them, and what they mean: W + scale * B A, merged by hand."""
+"""LoRA adapters in PEFT's file layout, and reference models with W + scale * B A merged."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ PREFIX = "base_model.model."
 def random_pairs(
     model: Any, linears: Collection[str] = LINEARS, rank: int = 4, seed: int = 1
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """A [rank, in] and B [out, rank] of every such linear, by its module; of a size that matters.
+    """Random A [rank, in] and B [out, rank] for every linear of these kinds, by module name.
 
-    B A is about half as large as weights whose rows have length one.
+    B A is about half as large as weights whose rows have norm 1, so that its effect is visible.
     """
     generator = torch.Generator().manual_seed(seed)
     pairs = {}
@@ -36,7 +36,7 @@ def random_pairs(
 
 
 def stored(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """The pairs under the names that PEFT gives them."""
+    """The pairs under their names in PEFT files."""
     tensors = {}
     for module, (a, b) in pairs.items():
         kind = "lora_embedding_{}" if module.endswith("embed_tokens") else "lora_{}.weight"
@@ -46,7 +46,7 @@ def stored(pairs: Mapping[str, tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
 
 
 def write_adapter(folder: Path, tensors: Mapping[str, Tensor], **config: Any) -> Path:
-    """An adapter directory; r = lora_alpha = 4 unless said otherwise."""
+    """Writes an adapter directory. r and lora_alpha are 4 by default."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
         {name: t.clone().contiguous() for name, t in tensors.items()},
@@ -70,7 +70,7 @@ def merged(model: Any, *changes: tuple[Mapping[str, tuple[Tensor, Tensor]], floa
 
 
 def untie(model: Any) -> Any:
-    """A copy whose head has weights of its own: embedding and head then change apart."""
+    """A copy whose head has its own weights, so that adapters can change it separately."""
     model = copy.deepcopy(model)
     model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach().clone())
     return model

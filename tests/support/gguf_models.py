@@ -1,4 +1,4 @@
-"""Tiny models written as GGUF files, the way llama.cpp's converter lays them out."""
+"""Tiny models written as GGUF files in the layout of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -44,8 +44,10 @@ def write_gguf(
     extra_tensors: dict[str, np.ndarray] | None = None,
     kinds: dict[str, str] | None = None,
 ) -> Path:
-    """Matrices as `kind`, or as `kinds` has it for parts of a layer; everything else in float32;
-    a byte-level vocabulary."""
+    """Writes matrices as `kind`, or as `kinds` maps parts of a layer, and all else as float32.
+
+    The vocabulary is byte-level.
+    """
     config = model.config
     arch = {"gemma3_text": "gemma3", "mistral": "llama"}.get(config.model_type, config.model_type)
     writer = GGUFWriter(path, arch)
@@ -86,7 +88,7 @@ def write_gguf(
 
 
 def _quantized(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
-    """The blocks of `values`; random ones for the kinds that the package can only read."""
+    """Quantized blocks of `values`; random blocks for types that the package cannot write."""
     try:
         return quantize(values, kind)
     except NotImplementedError:
@@ -94,9 +96,9 @@ def _quantized(values: np.ndarray, kind: GGMLQuantizationType) -> np.ndarray:
 
 
 def random_blocks(kind: GGMLQuantizationType, rows: int, columns: int) -> np.ndarray:
-    """uint8 [rows, bytes]: any codes, and float16 scales of both signs in the first 4 bytes.
+    """Random blocks, uint8 [rows, bytes], with float16 scales of both signs in the first 4 bytes.
 
-    Where a kind has one scale there and no minimum, the other 2 bytes are codes.
+    For types with a scale and no minimum, the second 2 of these bytes are codes.
     """
     block_values, block_bytes = GGML_QUANT_SIZES[kind]
     rng = np.random.default_rng(kind)

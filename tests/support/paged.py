@@ -1,4 +1,4 @@
-"""Runs a model by hand through a paged cache, pages in scattered order."""
+"""Drives a model through a paged cache whose pages are in scattered order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from exl_core.model.transformer import Transformer
 
 
 class PagedRun:
-    """Several sequences in one cache; each pass feeds some tokens to some of them."""
+    """Several sequences in one cache. Each pass feeds tokens to some of them."""
 
     def __init__(
         self, model: Transformer, num_seqs: int, max_len: int, kv_format: KVFormat = KVFormat.FP32
@@ -33,7 +33,7 @@ class PagedRun:
         self.lengths = [0] * num_seqs
 
     def feed(self, tokens: dict[int, Sequence[int]]) -> dict[int, Tensor]:
-        """Logits [len, vocab] of every fed token, by sequence."""
+        """Logits [len, vocab] of all fed tokens, by sequence."""
         ids: list[int] = []
         positions: list[Tensor] = []
         slots: list[Tensor] = []

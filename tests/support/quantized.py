@@ -1,7 +1,7 @@
-"""Random valid layers as EXL2 and GPTQ files hold them, with what their numbers mean.
+"""Random valid layers in the file formats of EXL2 and GPTQ, with their exact dequantized values.
 
-Built the slow way, from the definition of the formats, and with nothing of `exl_core.codecs`: the
-codes of a column are one long integer, the values are numpy's float16 arithmetic.
+Independent of `exl_core.codecs` and slow: built from the definition of the formats, with the codes
+of a column as one long integer and values in numpy's float16 arithmetic.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def as_int32(words: np.ndarray) -> Tensor:
 
 @dataclass(frozen=True)
 class Exl2Layer:
-    """`codes` are in the order of stored rows; `scale_codes` are 0 .. 15."""
+    """EXL2 layer. `codes` are in the order of stored rows; `scale_codes` are 0 .. 15."""
 
     groups: Groups
     codes: np.ndarray
@@ -77,14 +77,16 @@ def random_exl2(seed: int, groups: Groups, columns: int = 32) -> Exl2Layer:
         groups=groups,
         codes=np.concatenate(codes),
         scale_codes=rng.integers(0, 16, shape),
-        scale_max=np.exp2(rng.uniform(-18, 2, len(groups))).astype(np.float16),  # and subnormals
+        scale_max=np.exp2(rng.uniform(-18, 2, len(groups))).astype(
+            np.float16
+        ),  # includes subnormals
         invperm=rng.permutation(rows),
     )
 
 
 @dataclass(frozen=True)
 class GptqLayer:
-    """`group_of_row` is the group of each feature; `zeros` are what is subtracted."""
+    """GPTQ layer. `group_of_row` is the group of each feature; `zeros` are the zero points."""
 
     bits: int
     group_size: int
@@ -110,7 +112,7 @@ class GptqLayer:
             return pack_columns((self.zeros.T - 1) % 8, self.bits).T
         ones = {2: 0x55555555, 4: 0x11111111, 8: 0x01010101}[self.bits]
         words = pack_columns(self.zeros.T, self.bits).T.astype(np.int64)
-        return (words - ones) % (1 << 32)  # borrows from the next field, as writers do
+        return (words - ones) % (1 << 32)  # borrows across fields, as GPTQ writers do
 
     def dense(self) -> Tensor:
         """The exact weights, float16 [in_features, out_features]."""
@@ -151,19 +153,19 @@ def random_gptq(
         is_v2=is_v2,
         codes=rng.integers(0, 1 << bits, (rows, columns)),
         zeros=np.full(shape, 1 << bits - 1) if is_symmetric else zeros,
-        scales=np.exp2(rng.uniform(-22, 1, shape)).astype(np.float16),  # and subnormals
+        scales=np.exp2(rng.uniform(-22, 1, shape)).astype(np.float16),  # includes subnormals
         group_of_row=rng.permutation(group_of_row) if has_act_order else group_of_row,
     )
 
 
 def bit_pattern(tensor: Tensor) -> Tensor:
-    """For comparisons that tell zeros of different sign apart."""
+    """Bits of float16 values, for comparisons that distinguish 0 from -0."""
     assert tensor.dtype is torch.float16
     return tensor.view(torch.int16)
 
 
 def flip_bit(parts: dict[str, Tensor], name: str, index: tuple[int, ...], bit: int) -> None:
-    """Flip one bit of one element of a tensor that is not shared with anyone."""
+    """Replaces tensor `name` by a copy with one bit of one element flipped."""
     tensor = parts[name].clone()
     dtype = torch.int16 if tensor.element_size() == 2 else torch.int32
     words = tensor.view(dtype)

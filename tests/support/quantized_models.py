@@ -1,4 +1,4 @@
-"""Tiny checkpoints whose matrices are random EXL2 or GPTQ pieces."""
+"""Tiny checkpoints whose matrices are random EXL2 or GPTQ layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GPTQ_SETTINGS = {
     "sym": False,
     "quant_method": "gptq",
 }
-# Groups of stored rows for the widths of the input that the sizes above make.
+# Groups of stored rows by in_features; these are the values that occur with the sizes above.
 GROUPS = {
     64: [(6, 32), (4, 32)],
     96: [(5, 32), (3, 32), (2, 32)],
@@ -40,7 +40,7 @@ GROUPS = {
 def quantize(
     folder: Path, settings: dict[str, Any], make: Callable[[int, int], Pieces]
 ) -> dict[str, Pieces]:
-    """Replaces every matrix but the embedding by random pieces; returns the pieces by stem."""
+    """Replaces every matrix but the embedding by a random layer. Returns the tensors by stem."""
     tensors = load_file(folder / "model.safetensors")
     pieces: dict[str, Pieces] = {}
     for name, weight in list(tensors.items()):
@@ -56,7 +56,7 @@ def quantize(
 
 
 def exl2_pieces(in_features: int, out_features: int) -> Pieces:
-    """Random codes, scaled so that every matrix keeps the size of its input."""
+    """Tensors of a random EXL2 layer, scaled to keep the magnitude of its input."""
     columns = -(-out_features // 32) * 32
     layer = random_exl2(in_features + out_features, GROUPS[in_features], columns)
     size = layer.dense().float().std() * in_features**0.5
@@ -66,6 +66,7 @@ def exl2_pieces(in_features: int, out_features: int) -> Pieces:
 
 
 def gptq_pieces(in_features: int, out_features: int) -> Pieces:
+    """Tensors of a random GPTQ layer, scaled likewise."""
     layer = random_gptq(
         in_features + out_features,
         4,
@@ -80,7 +81,7 @@ def gptq_pieces(in_features: int, out_features: int) -> Pieces:
     return parts
 
 
-# What the configuration says, and what makes a matrix.
+# `quantization_config` of each method, and the function that makes a matrix's tensors.
 METHODS: dict[str, tuple[dict[str, Any], Callable[[int, int], Pieces]]] = {
     "exl2": ({"quant_method": "exl2"}, exl2_pieces),
     "gptq": (GPTQ_SETTINGS, gptq_pieces),
@@ -88,7 +89,7 @@ METHODS: dict[str, tuple[dict[str, Any], Callable[[int, int], Pieces]]] = {
 
 
 def quantized_llama(method: str, folder: Path) -> Path:
-    """`folder`, with a tiny Llama in it; GPTQ's has no head of its own."""
+    """Writes a quantized tiny Llama to `folder`. With GPTQ its head is tied to the embedding."""
     save(tiny_llama(**SIZES, tie_word_embeddings=method == "gptq"), folder)
     quantize(folder, *METHODS[method])
     return folder

@@ -1,4 +1,4 @@
-"""Where the real models of the tests are: files inside installed test dependencies."""
+"""Locations of the tests' real models: files inside installed test dependencies."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def smollm2_gguf() -> Path:
 
 
 def gemma3_gguf(folder: Path) -> Path:
-    """The four parts joined in `folder`; joined once, then reused."""
+    """The package's four parts, joined in `folder` on first use and reused afterwards."""
     whole = folder / "gemma-3-270m-q4_k_m.gguf"
     if whole.is_file() and whole.stat().st_size == GEMMA3_SIZE_BYTES:
         return whole

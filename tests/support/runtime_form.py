@@ -1,7 +1,7 @@
-"""What quantized columns mean, worked out bit by bit in numpy from `ops/quantized.py` alone.
+"""Reference values of quantized columns, computed bit by bit in numpy from `ops/quantized.py`.
 
-Shares nothing with the codecs and nothing with the op tables, so that a mistake there and one here
-do not cancel. Products and sums are float64: what a table that never rounded would compute with.
+Shares no code with the codecs or the op tables, so that a mistake there and one here do not cancel.
+Products and sums are float64, which stands for a table without rounding.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ GGML_CODES = {"q4_0": (4, 1), "q4_1": (4, 2), "q5_0": (5, 1), "q5_1": (5, 2), "q
 
 
 def evaluate(matrix: RuntimeMatrix, step: int = 32) -> np.ndarray:
-    """The whole matrix, float64 [in_features, out_features], asked for `step` columns at a time."""
+    """The whole matrix, float64 [in_features, out_features], read `step` columns at a time."""
     count = matrix.layout.out_features
     ranges = [(first, min(first + step, count)) for first in range(0, count, step)]
     parts = [weights(matrix.layout, matrix.columns(*columns)) for columns in ranges]
@@ -24,7 +24,7 @@ def evaluate(matrix: RuntimeMatrix, step: int = 32) -> np.ndarray:
 
 
 def weights(layout: QuantLayout, columns: QuantColumns) -> np.ndarray:
-    """float64 [in_features, columns], features in their own order."""
+    """float64 [in_features, columns], in the order of the input features (permutation undone)."""
     stored = _ggml(columns) if columns.packing in GGML_CODES else _grouped(layout, columns)
     if layout.features is None:
         return stored
@@ -59,7 +59,7 @@ def _grouped(layout: QuantLayout, columns: QuantColumns) -> np.ndarray:
 
 
 def _codes(layout: QuantLayout, columns: QuantColumns) -> np.ndarray:
-    """[rows of the file, columns]."""
+    """Codes [rows of the file, columns]."""
     if columns.packing == "bytes":
         return columns.codes.numpy()
     assert columns.codes.stride(1) == 1
@@ -99,5 +99,5 @@ def _ggml(columns: QuantColumns) -> np.ndarray:
 
 
 def half_ulp(values: Tensor) -> np.ndarray:
-    """The most that rounding to these values can have moved any of them."""
+    """Largest rounding error that each of these rounded values can have."""
     return np.spacing(np.abs(values.numpy())).astype(np.float64) / 2

@@ -1,7 +1,7 @@
-"""Tiny checkpoints with random weights, as transformers itself writes them.
+"""Tiny checkpoints with random weights, written by transformers.
 
-Awkward on purpose: sizes that are no multiple of a vector, three query heads to a key head, norm
-weights away from one.
+Deliberately awkward: sizes that are not multiples of a vector, three query heads per key head, norm
+weights away from 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from transformers import (
 )
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
-VOCAB_SIZE = 300  # 256 bytes, the special tokens, and padding as real models have it
+VOCAB_SIZE = 300  # 256 bytes, the special tokens, and padding as in real models
 
 _COMMON: dict[str, Any] = {
     "vocab_size": VOCAB_SIZE,
@@ -67,7 +67,7 @@ def tiny_mistral(**changes: Any) -> MistralForCausalLM:
 
 
 def tiny_qwen2(**changes: Any) -> Qwen2ForCausalLM:
-    # Its configuration knows no head_dim but this one.
+    # Qwen2's configuration has no head_dim: it is hidden_size / num_attention_heads.
     defaults = {**_COMMON, "hidden_size": 96, "head_dim": 16}
     return _randomized(Qwen2ForCausalLM(Qwen2Config(**{**defaults, **changes})))
 
@@ -89,13 +89,13 @@ def tiny_gemma2(**changes: Any) -> Gemma2ForCausalLM:
         "query_pre_attn_scalar": 24,
         "attn_logit_softcapping": 2.0,
         "final_logit_softcapping": 1.5,
-        "attn_implementation": "eager",  # no other way has the soft-cap of scores
+        "attn_implementation": "eager",  # the other implementations ignore the soft-cap of scores
     }
     return _randomized(Gemma2ForCausalLM(Gemma2Config(**{**defaults, **changes})))
 
 
 def _randomized(model: Any) -> Any:
-    """Weights of a size that keeps logits of order one and lets every part of the model matter."""
+    """Random weights, scaled so that logits have magnitude 1 and every part has an effect."""
     generator = torch.Generator().manual_seed(20)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -108,7 +108,7 @@ def _randomized(model: Any) -> Any:
 
 
 def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
-    """Weights, configuration and a byte-level tokenizer."""
+    """Writes weights, configuration and a byte-level tokenizer."""
     model.save_pretrained(folder, **options)
     byte_tokenizer().save(str(folder / "tokenizer.json"))
     return folder

@@ -1,4 +1,4 @@
-"""GGUF metadata: what is read, and what is refused instead of guessed."""
+"""GGUF metadata: values that are read, and values that are refused instead of guessed."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read(
     return read_gguf_config(fields, tensors, "m.gguf", factors)
 
 
-def test_what_the_tensors_tell_is_taken_from_them() -> None:
+def test_ties_and_biases_are_inferred_from_the_tensors() -> None:
     tied = read({})
     untied = read({}, ("output.weight", "blk.0.attn_q.bias"))
     assert (tied.has_tied_embeddings, untied.has_tied_embeddings) == (True, False)
@@ -41,13 +41,13 @@ def test_what_the_tensors_tell_is_taken_from_them() -> None:
     assert tied.rope.base == 5e5
 
 
-def test_one_number_per_layer_is_fine_if_all_are_equal() -> None:
+def test_per_layer_numbers_are_accepted_if_all_are_equal() -> None:
     assert read({"llama.attention.head_count_kv": [2, 2, 2]}).num_kv_heads == 2
     with pytest.raises(ConfigError, match="differs between layers"):
         read({"llama.attention.head_count_kv": [2, 2, 4]})
 
 
-def test_yarn_has_its_own_factor_times_the_one_in_the_file() -> None:
+def test_yarn_multiplies_its_own_factor_by_the_stored_one() -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128, "attn_factor": 2.0}
     rope = read({f"llama.rope.scaling.{key}": value for key, value in scaling.items()}).rope
     assert rope.method is RopeMethod.YARN
@@ -55,17 +55,17 @@ def test_yarn_has_its_own_factor_times_the_one_in_the_file() -> None:
     assert rope.attention_factor == pytest.approx(2.0 * (0.1 * 1.3862943611 + 1.0))
 
 
-def test_gemma3_has_its_windows_and_its_local_base() -> None:
+def test_gemma3_gets_its_windows_and_local_rope_base() -> None:
     fields = {key.replace("llama.", "gemma3."): value for key, value in LLAMA.items()}
     fields |= {"general.architecture": "gemma3", "gemma3.attention.sliding_window": 32}
     config = read_gguf_config(fields, (), "m.gguf")
     assert config.layer_windows == (Window.LOCAL,) * 3
     assert config.local_rope is not None
     assert config.local_rope.base == 10000.0
-    assert config.head_dim == 256  # the family's own, not 64 / 4
+    assert config.head_dim == 256  # the family's default, not 64 / 4
 
 
-def test_early_files_of_gemma2_have_neither_window_nor_caps() -> None:
+def test_gemma2_files_without_window_or_caps_get_the_defaults() -> None:
     fields = {key.replace("llama.", "gemma2."): value for key, value in LLAMA.items()}
     config = read_gguf_config({**fields, "general.architecture": "gemma2"}, (), "m.gguf")
     assert [config.window_of(layer) for layer in range(3)] == [4096, 0, 4096]
@@ -88,7 +88,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_is_named(changes: dict[str, Any], message: str) -> None:
+def test_impossible_metadata_are_refused_by_name(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         read(changes)
 
@@ -99,6 +99,6 @@ def test_rope_factors_that_cannot_divide_are_refused(factors: tuple[float, ...])
         read({}, factors=factors)
 
 
-def test_an_unsupported_scaling_is_not_a_damaged_file() -> None:
+def test_an_unsupported_rope_scaling_lists_the_supported_ones() -> None:
     with pytest.raises(UnsupportedModelError, match="Supported"):
         read({"llama.rope.scaling.type": "longrope"})

@@ -1,4 +1,4 @@
-"""`config.json`: old and new names, defaults of the family, and everything that is refused."""
+"""`config.json`: old and new key names, defaults of the families, and refused values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write(folder: Path, config: dict[str, Any], **changes: Any) -> Path:
     return folder
 
 
-def test_the_numbers_of_a_llama(tmp_path: Path) -> None:
+def test_llama_configuration(tmp_path: Path) -> None:
     config = read_hf_config(write(tmp_path, LLAMA))
     assert (config.q_size, config.kv_size, config.head_dim) == (64, 32, 16)
     assert config.attention_scale == 0.25
@@ -57,7 +57,7 @@ def test_generation_config_adds_eos_ids_once(tmp_path: Path) -> None:
     assert read_hf_config(tmp_path).eos_ids == (2, 5, 7)
 
 
-def test_gemma3_by_its_old_and_its_new_names(tmp_path: Path) -> None:
+def test_gemma3_old_and_new_keys_give_the_same_configuration(tmp_path: Path) -> None:
     scaling = {"rope_type": "linear", "factor": 8.0}
     old = write(
         tmp_path,
@@ -86,7 +86,7 @@ def test_gemma3_by_its_old_and_its_new_names(tmp_path: Path) -> None:
     assert from_old.attention_scale == 0.125
 
 
-def test_a_multimodal_configuration_may_leave_out_what_equals_the_defaults(tmp_path: Path) -> None:
+def test_a_multimodal_configuration_may_omit_default_values(tmp_path: Path) -> None:
     text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
     text |= {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     top = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
@@ -98,13 +98,13 @@ def test_a_multimodal_configuration_may_leave_out_what_equals_the_defaults(tmp_p
     assert config.layer_windows.count(Window.GLOBAL) == 5
 
 
-# Of published models: what their configurations say beside the sizes, and what follows from it.
+# Published models: keys of their configurations besides the sizes, and the resulting values.
 PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Mistral 7B v0.1": (
         {"architectures": ["MistralForCausalLM"], "sliding_window": 32},
         {"windows": [32, 32, 32], "bias": (False, False)},
     ),
-    "Mistral, the defaults left out": (
+    "Mistral, defaults omitted": (
         {
             "architectures": ["MistralForCausalLM"],
             "hidden_size": 4096,
@@ -184,11 +184,11 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"windows": [32, 0, 32], "caps": (50.0, 30.0), "scale": 1 / 12, "head_dim": 128},
     ),
-    "Gemma 2, the defaults left out": (
+    "Gemma 2, defaults omitted": (
         {"architectures": ["Gemma2ForCausalLM"], "hidden_act": ...},
         {"windows": [4096, 0, 4096], "caps": (50.0, 30.0)},
     ),
-    "Gemma 2, the caps turned off": (
+    "Gemma 2, caps disabled": (
         {
             "architectures": ["Gemma2ForCausalLM"],
             "sliding_window": 32,
@@ -202,7 +202,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("changes, expected", PUBLISHED.values(), ids=PUBLISHED)
-def test_what_families_make_of_their_configurations(
+def test_published_configurations_of_each_family(
     tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     config = read_hf_config(write(tmp_path, {**LLAMA, "num_hidden_layers": 3}, **changes))
@@ -236,7 +236,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("changes, message", REFUSED.values(), ids=REFUSED)
-def test_what_is_not_supported_is_named(
+def test_unsupported_features_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
@@ -276,7 +276,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("changes, message", BROKEN.values(), ids=BROKEN)
-def test_a_value_that_no_model_can_have_is_an_error_that_names_it(
+def test_impossible_values_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -284,18 +284,18 @@ def test_a_value_that_no_model_can_have_is_an_error_that_names_it(
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "\xff", "[" * 100_000, "1" * 5000])
-def test_a_configuration_that_is_no_object_is_refused(tmp_path: Path, text: str) -> None:
+def test_a_configuration_that_is_not_a_json_object_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError, match=r"config\.json"):
         read_hf_config(tmp_path)
 
 
-def test_an_empty_directory_says_what_a_model_is(tmp_path: Path) -> None:
+def test_the_error_for_an_empty_directory_describes_a_model(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match=r"no config\.json.*A model directory has"):
         read_hf_config(tmp_path)
 
 
-def test_a_directory_of_gguf_files_says_to_name_one(tmp_path: Path) -> None:
+def test_the_error_for_a_directory_of_gguf_files_says_to_name_one(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes(b"")
     with pytest.raises(ModelNotFoundError, match="name one of them"):
         read_hf_config(tmp_path)

@@ -1,4 +1,4 @@
-"""Inverse frequencies against transformers' own functions."""
+"""Inverse frequencies of RoPE, compared with transformers."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_scaled_frequencies_equal_transformers(kind: str, factor: float) -> None
     assert multiplier == pytest.approx(expected_multiplier)
 
 
-def test_alpha_stretches_the_slowest_frequency_by_itself_and_keeps_the_fastest() -> None:
+def test_alpha_divides_the_slowest_frequency_and_keeps_the_fastest() -> None:
     plain, _ = inverse_frequencies(RopeConfig(base=BASE, rotary_dim=DIM))
     scaled, _ = inverse_frequencies(RopeConfig(base=BASE, rotary_dim=DIM, alpha=4.0))
     assert scaled[0] == plain[0] == 1.0

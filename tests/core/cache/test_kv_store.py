@@ -1,4 +1,4 @@
-"""The cache's memory: its size is known beforehand, and asked of the system before it is taken."""
+"""Memory of the cache: its size is known in advance and checked against the free memory."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from exl_core.model.segment import PageCopy
 
 
 def resident_bytes() -> int:
-    """Of this process alone; shared pages do not count."""
+    """Resident bytes of this process, shared pages excluded."""
     pages = Path("/proc/self/statm").read_text(encoding="ascii").split()
     return (int(pages[1]) - int(pages[2])) * 4096
 
 
-def test_sizes_follow_the_shape() -> None:
+def test_bytes_per_token_and_page_counts() -> None:
     assert kv_bytes_per_token(30, 3, 64, KVFormat.FP16) == 30 * 3 * 64 * 2 * 2
     assert kv_bytes_per_token(1, 1, 8, KVFormat.FP32) == 64
     assert [pages_for(n) for n in (0, 1, 256, 257)] == [0, 1, 1, 2]
 
 
-# Bits of an element, its share of a scale of 16 bits for 32 elements included: key, value.
+# Bits per element of key and value, including 1/32 of a 16-bit scale.
 BITS = {
     KVFormat.FP32: (32, 32),
     KVFormat.FP16: (16, 16),
@@ -47,7 +47,7 @@ BITS = {
 
 @pytest.mark.parametrize("kv_format", list(KVFormat))
 @pytest.mark.parametrize("head_dim", [32, 64, 96, 128, 256])
-def test_bytes_are_the_bits_of_the_format(kv_format: KVFormat, head_dim: int) -> None:
+def test_row_bytes_follow_the_bits_per_element(kv_format: KVFormat, head_dim: int) -> None:
     key, value = (bits * head_dim / 8 for bits in BITS[kv_format])
     assert kv_format.key_rows.row_bytes(head_dim) == key
     assert kv_format.value_rows.row_bytes(head_dim) == value
@@ -56,7 +56,9 @@ def test_bytes_are_the_bits_of_the_format(kv_format: KVFormat, head_dim: int) ->
 
 @pytest.mark.parametrize("kv_format", [KVFormat.Q8, KVFormat.Q6, KVFormat.Q4])
 @pytest.mark.parametrize("head_dim", [16, 40, 80])
-def test_codes_need_heads_of_whole_groups(kv_format: KVFormat, head_dim: int) -> None:
+def test_codes_need_heads_that_are_multiples_of_the_scale_group(
+    kv_format: KVFormat, head_dim: int
+) -> None:
     with pytest.raises(RequestError, match=rf"multiple of 32, got {head_dim}.*fp16 or fp8"):
         kv_bytes_per_token(1, 1, head_dim, kv_format)
     with pytest.raises(RequestError, match="multiple of 32"):
@@ -64,7 +66,7 @@ def test_codes_need_heads_of_whole_groups(kv_format: KVFormat, head_dim: int) ->
     assert KVStore(KVFormat.FP8, 1, 1, head_dim, 1).bytes_per_token == 2 * head_dim
 
 
-def test_cache_types_have_names() -> None:
+def test_cache_types_are_parsed_by_name() -> None:
     names = ("fp16", "fp8", "q8", "q6", "q4")
     assert [parse_cache_type(name).value for name in names] == list(names)
     for name in ("fp32", "Q8", "q5", ""):
@@ -73,7 +75,7 @@ def test_cache_types_have_names() -> None:
 
 
 @pytest.mark.parametrize("kv_format", list(KVFormat))
-def test_tensors_have_the_promised_shape_and_size(kv_format: KVFormat) -> None:
+def test_tensors_have_the_documented_shape_and_size(kv_format: KVFormat) -> None:
     store = KVStore(kv_format, num_layers=2, num_kv_heads=3, head_dim=64, num_pages=4)
     tensors = [store.key(0), store.key(1), store.value(0), store.value(1)]
     sizes = {torch.int8: 68, torch.uint8: 36}
@@ -84,12 +86,12 @@ def test_tensors_have_the_promised_shape_and_size(kv_format: KVFormat) -> None:
     assert store.size_bytes == 4 * PAGE_SIZE * kv_bytes_per_token(2, 3, 64, kv_format)
     as_bytes = [tensor.view(torch.uint8) for tensor in tensors]
     as_bytes[0][1, 2, 3, 4] = 7
-    assert int(as_bytes[0].sum()) == 7, "what was not written reads as zero"
+    assert int(as_bytes[0].sum()) == 7, "unwritten memory reads as zero"
     assert not any(t.any() for t in as_bytes[1:])
 
 
 def numbered_store(kv_format: KVFormat, num_pages: int) -> tuple[KVStore, dict[int, int]]:
-    """Every byte of page i is i + 1, in all layers; and the same as a plain table."""
+    """A store whose page i has all bytes i + 1 in all layers, and a dict with the same values."""
     store = KVStore(kv_format, num_layers=2, num_kv_heads=2, head_dim=32, num_pages=num_pages)
     for tensor in tensors_of(store):
         tensor.copy_(torch.arange(1, num_pages + 1).view(-1, 1, 1, 1).expand(tensor.shape))
@@ -98,13 +100,13 @@ def numbered_store(kv_format: KVFormat, num_pages: int) -> tuple[KVStore, dict[i
 
 def tensors_of(store: KVStore) -> list[torch.Tensor]:
     layers = range(store.num_layers)
-    return [of(i).view(torch.uint8) for of in (store.key, store.value) for i in layers]
+    return [part(i).view(torch.uint8) for part in (store.key, store.value) for i in layers]
 
 
 @pytest.mark.parametrize("kv_format", list(KVFormat))
-def test_the_start_of_a_page_is_copied_in_every_layer(kv_format: KVFormat) -> None:
+def test_copies_of_page_starts_apply_to_every_layer_in_order(kv_format: KVFormat) -> None:
     store, _ = numbered_store(kv_format, 4)
-    # In order: page 3 gets what page 0 has by then.
+    # Copies run in order: page 3 receives page 0's contents after the first copy.
     store.copy_pages([PageCopy(1, 0, 5), PageCopy(0, 3, 8), PageCopy(2, 2, 9), PageCopy(1, 2, 0)])
     for tensor in tensors_of(store):
         runs = [page.flatten(2)[0, :, 0].tolist() for page in tensor]
@@ -119,8 +121,8 @@ def test_the_start_of_a_page_is_copied_in_every_layer(kv_format: KVFormat) -> No
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
-def test_moves_happen_all_at_once(data: st.DataObject) -> None:
-    """Rows of a cycle, a chain or a copy alike: against a dictionary."""
+def test_moves_are_simultaneous(data: st.DataObject) -> None:
+    """Cycles, chains and plain copies, compared with a dictionary."""
     store, model = numbered_store(data.draw(st.sampled_from([KVFormat.FP8, KVFormat.Q6])), 8)
     pages = st.integers(0, 7)
     for _ in range(3):
@@ -134,7 +136,7 @@ def test_moves_happen_all_at_once(data: st.DataObject) -> None:
         assert (tensor == tensor[:, :1, :1, :1]).all()
 
 
-def test_pages_that_are_not_there_are_a_bug() -> None:
+def test_page_ids_out_of_range_raise_value_error() -> None:
     store, _ = numbered_store(KVFormat.FP16, 2)
     for copy in (PageCopy(2, 0, 1), PageCopy(0, -1, 1), PageCopy(0, 1, 257), PageCopy(0, 1, -1)):
         with pytest.raises(ValueError, match=r"copy_pages|no such page"):
@@ -144,7 +146,7 @@ def test_pages_that_are_not_there_are_a_bug() -> None:
             store.move_pages(moves)
 
 
-def test_memory_is_taken_when_written() -> None:
+def test_memory_becomes_resident_when_written() -> None:
     before = resident_bytes()
     store = KVStore(KVFormat.FP16, num_layers=4, num_kv_heads=8, head_dim=128, num_pages=64)
     assert store.size_bytes == 256 * 2**20
@@ -153,7 +155,7 @@ def test_memory_is_taken_when_written() -> None:
     assert 3 * 2**20 < resident_bytes() - before < 64 * 2**20
 
 
-def test_a_cache_that_does_not_fit_is_refused_with_the_numbers() -> None:
+def test_a_cache_too_large_for_memory_is_refused_with_the_numbers() -> None:
     with pytest.raises(OutOfMemoryError) as caught:
         KVStore(KVFormat.FP16, 32, 8, 128, 512, available_bytes=2**30)
     message = str(caught.value)

@@ -1,4 +1,4 @@
-"""Pages are free, cached or held, exactly once, whatever is done with them."""
+"""Page pool: after any call, every page is free, cached or held, and exactly one of them."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from exl_core.cache.page_pool import (
 
 
 def contents(text: str) -> PageContents:
-    """Of the last page of a prefix with one letter a page."""
+    """Contents of the last page of a prefix whose pages hold one letter each."""
     return PageContents(text[:-1].encode(), (ord(text[-1]),), text.encode())
 
 
-def test_keys_name_whole_prefixes() -> None:
+def test_a_key_identifies_the_whole_prefix() -> None:
     ids = list(range(1000))
     keys = page_keys(ids)
-    assert len(keys) == 3  # 232 tokens are no full page
+    assert len(keys) == 3  # the last 232 tokens do not fill a page
     assert keys == page_keys(ids[:768])
-    assert page_keys([7, *ids[1:]])[1:] != keys[1:], "a page is named by what went before, too"
+    assert page_keys([7, *ids[1:]])[1:] != keys[1:], "a page's key depends on the pages before it"
     assert page_keys(ids[256:])[0] != keys[1]
     assert page_key(keys[0], ids[256:512]) == keys[1]
     assert page_keys(ids, root=b"another adapter") != keys
@@ -45,19 +45,19 @@ def test_allocation_is_all_or_nothing() -> None:
     assert pool.allocate(0) == []
 
 
-def test_pages_given_back_are_found_again() -> None:
+def test_released_pages_are_found_again() -> None:
     pool = PagePool(4)
     pages = pool.allocate(2) or []
     for page, text in zip(pages, ("a", "ab"), strict=True):
         assert pool.register(page, contents(text)) == page
     pool.release(pages)
     assert pool.find([b"a", b"ab", b"abc"]) == pages
-    assert pool.find([b"x", b"ab"]) == [], "a page without its predecessor is no prefix"
+    assert pool.find([b"x", b"ab"]) == [], "a page without its predecessor is not found"
     pool.hold(pages)
     assert dict(pool.held_pages) == dict.fromkeys(pages, 1)
 
 
-def test_the_least_recently_used_is_evicted_and_a_prefix_from_its_end() -> None:
+def test_eviction_is_least_recently_used_and_from_the_end_of_a_prefix() -> None:
     pool = PagePool(4)
     old, new = pool.allocate(2) or [], pool.allocate(2) or []
     for page, text in zip(old + new, ("o", "oo", "n", "nn"), strict=True):
@@ -69,11 +69,11 @@ def test_the_least_recently_used_is_evicted_and_a_prefix_from_its_end() -> None:
     assert pool.allocate(1) == [old[0]]
     assert pool.find([b"n", b"nn"]) == new
     pool.hold(pool.find([b"n"]))
-    pool.release(new[:1])  # used again, so now the most recent
+    pool.release(new[:1])  # now the most recently used
     assert pool.allocate(1) == [new[1]]
 
 
-def test_equal_contents_are_kept_once() -> None:
+def test_pages_with_equal_contents_are_merged() -> None:
     pool = PagePool(3)
     (mine,) = pool.allocate(1) or []
     (yours,) = pool.allocate(1) or []
@@ -104,7 +104,7 @@ def test_a_page_cannot_have_two_keys() -> None:
         pool.register(page, contents("l"))
 
 
-def test_the_longest_run_behind_a_prefix_is_found() -> None:
+def test_the_longest_run_after_a_prefix_is_found() -> None:
     pool = PagePool(4)
     pages = pool.allocate(4) or []
     first = PageContents.of(NO_KEY, (1, 2, 3, 4))
@@ -123,7 +123,7 @@ def test_the_longest_run_behind_a_prefix_is_found() -> None:
     assert pool.stats == PoolStats(allocated=4, partial_hits=4)
 
 
-def test_what_is_copied_from_counts_as_used() -> None:
+def test_a_page_found_for_copying_counts_as_used() -> None:
     pool = PagePool(2)
     a, b = pool.allocate(2) or []
     pool.note(a, PageContents.of(NO_KEY, (1, 1)))
@@ -135,7 +135,7 @@ def test_what_is_copied_from_counts_as_used() -> None:
     assert pool.stats.evicted == 1
 
 
-def test_a_cached_page_is_not_kept_beside_one_that_has_more() -> None:
+def test_a_cached_page_is_freed_once_another_page_contains_it() -> None:
     pool = PagePool(3)
     a, b, c = pool.allocate(3) or []
     pool.note(a, PageContents.of(NO_KEY, (1, 2)))
@@ -149,7 +149,7 @@ def test_a_cached_page_is_not_kept_beside_one_that_has_more() -> None:
     assert pool.cached_pages == (c, b)
 
 
-def test_pages_are_described_by_a_character_each() -> None:
+def test_describe_shows_one_character_per_page() -> None:
     pool = PagePool(4)
     a, b, c = pool.allocate(3) or []
     for page, text in ((a, "a"), (b, "b")):
@@ -161,7 +161,7 @@ def test_pages_are_described_by_a_character_each() -> None:
     assert pool.describe() == "0+2."
 
 
-def test_chains_of_cached_pages_are_put_side_by_side_by_age() -> None:
+def test_defragmentation_makes_chains_contiguous_oldest_first() -> None:
     pool = PagePool(8)
     pages = pool.allocate(8) or []
     texts = ("z", "b", "o", "abc", "a", "ax", "oo", "ab")
@@ -175,11 +175,11 @@ def test_chains_of_cached_pages_are_put_side_by_side_by_age() -> None:
         pool.release([page_of[text] for text in chain])
     assert pool.defragmentation_pays()
     moves = dict(pool.defragment())
-    order = ["ax", "o", "oo", "b", "a", "ab", "abc"]
-    for place, text in enumerate(order):
-        assert moves.get(page_of[text], page_of[text]) == place
-        assert pool.contents_of(place) == contents(text)
-    assert pool.cached_pages == (0, 2, 1, 3, 6, 5, 4), "who is evicted first has not changed"
+    layout = ["ax", "o", "oo", "b", "a", "ab", "abc"]
+    for target, text in enumerate(layout):
+        assert moves.get(page_of[text], page_of[text]) == target
+        assert pool.contents_of(target) == contents(text)
+    assert pool.cached_pages == (0, 2, 1, 3, 6, 5, 4), "the order of eviction has not changed"
     assert pool.free_pages == {7}
     assert pool.find([b"a", b"ab", b"abc"]) == [4, 5, 6]
     assert not pool.defragmentation_pays()
@@ -202,17 +202,17 @@ def test_defragmentation_waits_until_it_pays() -> None:
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Sequences of keyed pages come, grow, share and go; a plain model says who holds what."""
+    """Random sequences start, grow, share pages and stop; a simple model tracks the holders."""
 
     def __init__(self) -> None:
         super().__init__()
         self.pool = PagePool(6)
-        self.holders: list[tuple[str, list[int]]] = []  # (text of one letter a page, pages)
+        self.holders: list[tuple[str, list[int]]] = []  # (text with one letter per page, pages)
         self.contents: dict[int, str] = {}
 
     @rule(text=st.text("ab", max_size=5))
     def start(self, text: str) -> None:
-        """What an engine does: find a prefix, hold it, allocate the rest, fill it."""
+        """The engine's calls: find a prefix, hold it, allocate the rest, fill it."""
         keys = [text[: i + 1].encode() for i in range(len(text))]
         found = self.pool.find(keys)
         for i, page in enumerate(found):
@@ -245,24 +245,24 @@ class PoolMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.holders)
     @rule(data=st.data())
-    def distrust(self, data: st.DataObject) -> None:
+    def forget(self, data: st.DataObject) -> None:
         _, pages = data.draw(st.sampled_from(self.holders))
         self.pool.forget(pages)
 
     @invariant()
-    def every_page_is_somewhere_once(self) -> None:
+    def every_page_has_exactly_one_state(self) -> None:
         free, cached = self.pool.free_pages, self.pool.cached_pages
         held = self.pool.held_pages
         assert sorted([*free, *cached, *held]) == list(range(6))
         assert self.pool.num_available == len(free) + len(cached)
 
     @invariant()
-    def references_count_the_holders(self) -> None:
+    def reference_counts_equal_the_holders(self) -> None:
         counts = Counter(page for _, pages in self.holders for page in pages)
         assert dict(self.pool.held_pages) == dict(counts)
 
     @invariant()
-    def cached_pages_have_keys_and_free_ones_none(self) -> None:
+    def cached_pages_have_contents_and_free_pages_none(self) -> None:
         assert all(self.pool.contents_of(page) for page in self.pool.cached_pages)
         assert not any(self.pool.contents_of(page) for page in self.pool.free_pages)
 
@@ -278,5 +278,5 @@ TestPoolMachine.settings = settings(
     max_examples=150,
     stateful_step_count=40,
     deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no fault
+    suppress_health_check=[HealthCheck.too_slow],  # the machine may be busy
 )

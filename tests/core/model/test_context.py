@@ -1,4 +1,4 @@
-"""A plain cache for loops of one's own: ragged rows, going back, copies."""
+"""Context, the cache for custom loops: rows of different lengths, rewind, copies."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from exl_core.model.segment import LogitRows
 from exl_core.model.transformer import Transformer
 from support.tiny_models import VOCAB_SIZE, save, tiny_llama
 
-TOLERANCE = 1e-4  # of the largest logit: fp32 on both sides, sums in another order
+TOLERANCE = 1e-4  # of the largest logit: fp32 on both sides, sums in a different order
 IDS = torch.randint(3, VOCAB_SIZE, (3, 300), generator=torch.Generator().manual_seed(7))
 TOKENS = IDS.tolist()
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: Any) -> tuple[Transformer, Tensor]:
-    """The model, and what transformers makes of all ids."""
+    """The model, and transformers' logits for all ids."""
     model = tiny_llama()
     with torch.inference_mode():
         expected = model(IDS).logits
@@ -40,7 +40,7 @@ def context_of(model: Transformer, batch_size: int = 3, max_len: int = 300) -> C
     return Context(model, max_len, batch_size=batch_size, kv_format=KVFormat.FP32)
 
 
-def test_a_rectangle_in_pieces(pair: tuple[Transformer, Tensor]) -> None:
+def test_equal_rows_fed_in_pieces_match_transformers(pair: tuple[Transformer, Tensor]) -> None:
     model, expected = pair
     context = context_of(model)
     assert context.length == 0
@@ -53,7 +53,7 @@ def test_a_rectangle_in_pieces(pair: tuple[Transformer, Tensor]) -> None:
         context.forward(IDS[:, :1])
 
 
-def test_rows_of_their_own_lengths(pair: tuple[Transformer, Tensor]) -> None:
+def test_rows_of_different_lengths_match_transformers(pair: tuple[Transformer, Tensor]) -> None:
     model, expected = pair
     context = context_of(model)
     first = context.feed([TOKENS[0][:280], [], TOKENS[2][:5]])
@@ -71,13 +71,13 @@ def test_rows_of_their_own_lengths(pair: tuple[Transformer, Tensor]) -> None:
     assert context.lengths == (281, 30, 5)
 
 
-def test_going_back(pair: tuple[Transformer, Tensor]) -> None:
+def test_rewound_rows_continue_correctly(pair: tuple[Transformer, Tensor]) -> None:
     model, expected = pair
     context = context_of(model)
     context.forward(IDS[[1, 2, 0], :280])
     context.length = 0
     context.forward(IDS[:, :20])
-    context.forward(IDS[[1, 2, 0], 20:40])  # another way on, taken back
+    context.forward(IDS[[1, 2, 0], 20:40])  # a different continuation, rewound below
     context.length = 20
     assert_close(context.forward(IDS[:, 20:40]), expected[:, 20:40])
     context.lengths = (5, 40, 12)
@@ -92,7 +92,7 @@ def test_going_back(pair: tuple[Transformer, Tensor]) -> None:
     assert context.lengths == (7, 41, 30)
 
 
-def test_a_clone_goes_its_own_way(pair: tuple[Transformer, Tensor]) -> None:
+def test_a_clone_is_independent_of_its_source(pair: tuple[Transformer, Tensor]) -> None:
     model, expected = pair
     context = context_of(model)
     context.feed([TOKENS[0][:270], TOKENS[1][:3], []])
@@ -105,7 +105,7 @@ def test_a_clone_goes_its_own_way(pair: tuple[Transformer, Tensor]) -> None:
     assert_close(rows[2], expected[2, :2])
 
 
-def test_one_prompt_for_several_replies(pair: tuple[Transformer, Tensor]) -> None:
+def test_copied_rows_continue_one_prompt_in_several_ways(pair: tuple[Transformer, Tensor]) -> None:
     model, expected = pair
     prompt = context_of(model, batch_size=1, max_len=270)
     prompt.feed([TOKENS[0][:262]])
@@ -116,7 +116,7 @@ def test_one_prompt_for_several_replies(pair: tuple[Transformer, Tensor]) -> Non
     rows = replies.feed([TOKENS[0][262:265], TOKENS[0][7:9], TOKENS[0][262:263]])
     assert_close(rows[0], expected[0, 262:265])
     assert_close(rows[1], expected[0, 7:9])
-    replies.copy_row(2, [1, 2])  # of itself, and onto itself
+    replies.copy_row(2, [1, 2])  # within one context, and onto the source row itself
     assert replies.lengths == (265, 263, 263)
     assert_close(replies.feed([[], TOKENS[0][263:264], []])[1], expected[0, 263:264])
     with pytest.raises(RequestError, match=r"cannot be copied .*at most 262, got 263"):
@@ -127,7 +127,7 @@ def test_one_prompt_for_several_replies(pair: tuple[Transformer, Tensor]) -> Non
         prompt.copy_row(0, [0], to=Context(model, 270))
 
 
-def test_the_loop_of_the_documentation(pair: tuple[Transformer, Tensor]) -> None:
+def test_the_documented_greedy_loop(pair: tuple[Transformer, Tensor]) -> None:
     model, _ = pair
     prompts = [TOKENS[0][:9], TOKENS[1][:4]]
     context = Context(model, max_len=256, batch_size=2)
@@ -152,7 +152,7 @@ def test_the_loop_of_the_documentation(pair: tuple[Transformer, Tensor]) -> None
         ([[5], [-1], []], "row 1: not a token of the model"),
     ],
 )
-def test_what_cannot_be_fed(
+def test_feeding_bad_ids_is_refused(
     pair: tuple[Transformer, Tensor], ids: list[list[int]], message: str
 ) -> None:
     context = context_of(pair[0])
@@ -161,7 +161,9 @@ def test_what_cannot_be_fed(
     assert context.lengths == (0, 0, 0)
 
 
-def test_contexts_that_cannot_be(pair: tuple[Transformer, Tensor], tmp_path: Path) -> None:
+def test_contexts_of_impossible_size_are_refused(
+    pair: tuple[Transformer, Tensor], tmp_path: Path
+) -> None:
     for sizes in ({"max_len": 0}, {"max_len": 5, "batch_size": 0}):
         with pytest.raises(RequestError, match="at least one row and one token"):
             Context(pair[0], **sizes)

@@ -1,4 +1,4 @@
-"""Vectors in place of token embeddings."""
+"""Embedded vectors: they replace token embeddings in a pass."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Transformer:
     return load_model(str(save(request.param(), tmp_path_factory.mktemp("model")))).model
 
 
-def test_a_tokens_own_vector_stands_for_the_token(model: Transformer) -> None:
+def test_a_tokens_own_embedding_gives_the_tokens_logits(model: Transformer) -> None:
     plain = Context(model, 64, kv_format=KVFormat.FP32).feed([TOKENS])[0]
     first = EmbeddedSpan(model.embed(torch.tensor(TOKENS[3:9])))
     second = EmbeddedSpan(model.embed(torch.tensor(TOKENS[20:21])))
@@ -34,18 +34,18 @@ def test_a_tokens_own_vector_stands_for_the_token(model: Transformer) -> None:
     whole = Context(model, 64, kv_format=KVFormat.FP32)
     assert torch.equal(whole.feed([ids], embeddings=[second, first])[0], plain)
 
-    # A span may be cut where a prompt is, and other rows know nothing of it.
+    # A chunk border may cut a span, and rows of other sequences are unaffected.
     pieces = Context(model, 64, batch_size=2, kv_format=KVFormat.FP32)
     cuts = [0, 5, 7, 21, 40]
     for start, stop in pairwise(cuts):
         rows = pieces.feed([ids[start:stop], TOKENS[start:stop]], embeddings=[first, second])
         for row in rows:
             error = (row - plain[start:stop]).abs().max()
-            assert error <= 1e-5 * plain.abs().max()  # float32 sums, in an order by row count
+            assert error <= 1e-5 * plain.abs().max()  # float32 sums, ordered by row count
 
 
-def test_vectors_go_in_as_they_are(model: Transformer) -> None:
-    """Also the same vectors at two places, and in half precision."""
+def test_batch_holds_the_vectors_unchanged(model: Transformer) -> None:
+    """Includes half precision, and the same vectors twice in a batch."""
     generator = torch.Generator().manual_seed(2)
     vectors = torch.randn(3, model.config.hidden_size, generator=generator).half()
     span, again = EmbeddedSpan(vectors), EmbeddedSpan(vectors)
@@ -64,7 +64,7 @@ def test_vectors_go_in_as_they_are(model: Transformer) -> None:
     assert batch.token_ids.tolist() == [5, 0, 0, 0, 6, 0, 0, 7]
 
 
-def test_ids_without_their_vectors(model: Transformer) -> None:
+def test_embedded_ids_without_their_vectors_are_refused(model: Transformer) -> None:
     width = model.config.hidden_size
     one, other = EmbeddedSpan(torch.ones(2, width)), EmbeddedSpan(torch.ones(2, width))
     segments = [
@@ -75,7 +75,7 @@ def test_ids_without_their_vectors(model: Transformer) -> None:
         make_batch(segments)
 
 
-def test_vectors_of_another_width(model: Transformer) -> None:
+def test_vectors_of_the_wrong_width_are_refused(model: Transformer) -> None:
     span = EmbeddedSpan(torch.ones(2, model.config.hidden_size + 1))
     with pytest.raises(RequestError, match=r"not as wide .*expected 72, got 73"):
         Context(model, 64).feed([span.token_ids], embeddings=[span])
@@ -90,6 +90,6 @@ def test_vectors_of_another_width(model: Transformer) -> None:
         (torch.tensor([[1.0, torch.inf]]), "NaN or infinity"),
     ],
 )
-def test_what_is_no_span(vectors: torch.Tensor, message: str) -> None:
+def test_spans_of_wrong_form_or_value_are_refused(vectors: torch.Tensor, message: str) -> None:
     with pytest.raises(RequestError, match=message):
         EmbeddedSpan(vectors)

@@ -1,4 +1,4 @@
-"""Hidden states between the parts of a model: seen as transformers has them, and changed."""
+"""Observers: hidden states equal those of transformers, and changes to them take effect."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from exl_core.model.segment import LogitRows
 from exl_core.model.transformer import Transformer
 from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
 
-TOLERANCE = 1e-4  # of the largest value: fp32 on both sides, sums in another order
+TOLERANCE = 1e-4  # of the largest value: fp32 on both sides, sums in a different order
 IDS = torch.randint(3, VOCAB_SIZE, (2, 30), generator=torch.Generator().manual_seed(7))
 
 
 FAMILIES: dict[str, Any] = {
     "llama": tiny_llama,
-    "gemma3": lambda: tiny_gemma3(final_logit_softcapping=2.0),  # after the head
+    "gemma3": lambda: tiny_gemma3(final_logit_softcapping=2.0),  # applied after the head
 }
 
 
@@ -43,7 +43,7 @@ def assert_close(states: Tensor, expected: Tensor) -> None:
     assert (states - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
-def test_states_are_those_of_transformers(pair: tuple[Any, Transformer]) -> None:
+def test_recorded_states_match_transformers(pair: tuple[Any, Transformer]) -> None:
     model, ours = pair
     with torch.inference_mode():
         out = model(IDS, output_hidden_states=True)
@@ -62,12 +62,14 @@ def test_states_are_those_of_transformers(pair: tuple[Any, Transformer]) -> None
     assert_close(recorder.last, out.hidden_states[-1][:, -1])
 
 
-def test_an_observer_that_changes_nothing_changes_nothing(pair: tuple[Any, Transformer]) -> None:
+def test_a_passive_observer_sees_every_part_and_changes_nothing(
+    pair: tuple[Any, Transformer],
+) -> None:
     _, ours = pair
     plain = context_of(ours).forward(IDS)
     shown: list[tuple[str, Part]] = []
 
-    class Notes(Observer):
+    class Recorder(Observer):
         def before(self, part: Part, states: Tensor) -> Tensor:
             shown.append(("before", part))
             return states
@@ -76,13 +78,13 @@ def test_an_observer_that_changes_nothing_changes_nothing(pair: tuple[Any, Trans
             shown.append(("after", part))
             return states
 
-    logits = context_of(ours).forward(IDS, observe=Notes())
+    logits = context_of(ours).forward(IDS, observe=Recorder())
     assert_close(logits, plain)
     parts = [Part("embedding")]
     for layer in range(ours.config.num_layers):
         parts += [Part("attention", layer), Part("mlp", layer)]
     both = [(when, part) for part in (*parts, Part("head")) for when in ("before", "after")]
-    assert shown == both[1:], "nothing comes before the embedding"
+    assert shown == both[1:], "no call before the embedding"
 
 
 class Steering(Observer):
@@ -96,8 +98,8 @@ class Steering(Observer):
 
 
 @pytest.mark.parametrize("part", [Part("attention", 1), Part("mlp", 2), Part("head")])
-def test_changed_states_go_on(pair: tuple[Any, Transformer], part: Part) -> None:
-    """As if transformers' own modules had got them; float64 on the way is fine."""
+def test_changed_states_reach_later_parts(pair: tuple[Any, Transformer], part: Part) -> None:
+    """Adding a vector has the same effect as in transformers, also if the result is float64."""
     model, ours = pair
     vector = torch.randn(72, generator=torch.Generator().manual_seed(3))
 
@@ -106,7 +108,9 @@ def test_changed_states_go_on(pair: tuple[Any, Transformer], part: Part) -> None
             return (args[0] + vector, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": kwargs["hidden_states"] + vector}
 
-    if part.kind == "mlp":  # the residual stream between both halves, through what adds to it
+    if (
+        part.kind == "mlp"
+    ):  # added to the output of the module before the MLP, and so to the residual stream
         layer = model.model.layers[part.layer]
         name = "post_attention_layernorm" if ours.config.arch.name == "gemma3" else "self_attn"
         module = layer.get_submodule(name)
@@ -132,20 +136,20 @@ def test_changed_states_go_on(pair: tuple[Any, Transformer], part: Part) -> None
     assert_close(torch.cat(logits, 1), expected)
 
 
-def test_logits_can_be_replaced_and_a_pass_ended(tmp_path: Path) -> None:
+def test_observers_can_replace_logits_and_abort_a_pass(tmp_path: Path) -> None:
     ours = load_model(str(save(tiny_llama(), tmp_path))).model
 
     class Constant(Observer):
         def after(self, part: Part, states: Tensor) -> Tensor:
             return torch.zeros_like(states) if part.kind == "head" else states
 
-    class Enough(Observer):
+    class Abort(Observer):
         def before(self, part: Part, states: Tensor) -> Tensor:
             if part.layer == 1:
                 raise TimeoutError
             return states
 
-    class Narrow(Observer):
+    class WrongShape(Observer):
         def after(self, part: Part, states: Tensor) -> Tensor:
             return states[:, 1:] if part == Part("mlp", 2) else states
 
@@ -153,7 +157,7 @@ def test_logits_can_be_replaced_and_a_pass_ended(tmp_path: Path) -> None:
     assert not context.forward(IDS, observe=Constant()).any()
     context.length = 0
     with pytest.raises(TimeoutError):
-        context.forward(IDS, observe=Enough())
-    assert context.length == 0, "what was written is overwritten by the next pass"
+        context.forward(IDS, observe=Abort())
+    assert context.length == 0, "the next pass overwrites the positions of the aborted one"
     with pytest.raises(RequestError, match=r"layer 2: .*shape of the states at mlp"):
-        context.forward(IDS, observe=Narrow())
+        context.forward(IDS, observe=WrongShape())

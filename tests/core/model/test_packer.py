@@ -1,4 +1,4 @@
-"""What the op tables hold after packing is what the checkpoint says, whatever the cutting."""
+"""Packed matrices equal the checkpoint's, however chunks and jobs divide them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def checkpoint_of(folder: Path, kind: str) -> Checkpoint:
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
 @pytest.mark.parametrize("kind", ["exl2", "gptq", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_packed_matrices_hold_what_the_codes_mean(
+def test_packed_matrices_equal_the_dequantized_codes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, backend: str
 ) -> None:
     monkeypatch.setattr(packer, "CHUNK_VALUES", 1 << 12)  # several chunks in each matrix
@@ -46,15 +46,15 @@ def test_packed_matrices_hold_what_the_codes_mean(
     checkpoint = checkpoint_of(tmp_path, kind)
     ops = get_table(backend, threads=2)
     names = [name for name in checkpoint.stored if checkpoint.is_quantized(name)]
-    parts = ("o_proj", "down_proj", "lm_head", "embed_tokens")  # nothing is packed with them
+    parts = ("o_proj", "down_proj", "lm_head", "embed_tokens")  # packed on their own
     alone = [name for name in names if any(part in name for part in parts)]
     assert len(alone) >= 6
     reported: list[int] = []
-    with Packer(checkpoint, ops, 2, lambda done, _: reported.append(done)) as started:
+    with Packer(checkpoint, ops, 2, lambda done, _: reported.append(done)) as jobs:
         for name in alone:
-            started.start(name)
+            jobs.start(name)
         for name in alone:
-            w = started.packed(name)
+            w = jobs.packed(name)
             rows = ops.embedding(torch.arange(w.out_features), w)
             expected = torch.from_numpy(evaluate(checkpoint.quantized(name))).T
             torch.testing.assert_close(rows.double(), expected, rtol=2**-23, atol=0)

@@ -1,4 +1,4 @@
-"""How a plan is laid out as tensors."""
+"""Layout of a batch plan as tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_segments_are_flattened_with_their_pages_and_slots() -> None:
     assert batch.logit_rows.tolist() == [0, 4, 5, 7]
 
 
-def test_tensors_have_the_promised_types() -> None:
+def test_batch_tensors_have_the_documented_dtypes() -> None:
     batch = make_batch([Segment((1,), 0, (0,), LogitRows.NONE)])
     assert batch.logit_rows.shape == (0,)
     for tensor in (batch.token_ids, batch.positions, batch.slots, batch.logit_rows):
@@ -36,8 +36,8 @@ def test_tensors_have_the_promised_types() -> None:
         assert tensor.dtype == torch.int32
 
 
-class Nothing:
-    """An adapter that adds nothing."""
+class EmptyAdapter:
+    """An adapter without deltas."""
 
     serial = 0
     ends = None
@@ -49,9 +49,9 @@ class Nothing:
         return True
 
 
-def test_neighbors_under_the_same_adapters_are_one_range() -> None:
-    one, two = AdapterUse(Nothing()), AdapterUse(Nothing(), 0.5)
-    off = AdapterUse(Nothing(), 0.0)
+def test_adjacent_segments_with_equal_adapters_share_one_range() -> None:
+    one, two = AdapterUse(EmptyAdapter()), AdapterUse(EmptyAdapter(), 0.5)
+    off = AdapterUse(EmptyAdapter(), 0.0)
     uses = [(one,), (one,), (one, off), (), (one,), (one, two), (two, one), (off,), (two,)]
     batch = make_batch([Segment((1, 2), 0, (0,), LogitRows.NONE, use) for use in uses])
     assert batch.adapters == (

@@ -1,4 +1,4 @@
-"""A model whose blocks are read anew in every pass: the same figures, the memory of one block."""
+"""Streamed models, which read blocks anew in every pass: equal scores, memory of one block."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ def pair(
     return [load_model(str(folder), LoadOptions(held_bytes=held)) for held in (0, None)]
 
 
-def test_scores_and_sizes_are_those_of_the_whole_model(pair: list[LoadedModel]) -> None:
+def test_streamed_scores_equal_those_of_the_loaded_model(pair: list[LoadedModel]) -> None:
     ids = torch.randint(3, 250, (90,), generator=torch.Generator().manual_seed(1)).tolist()
     streamed, whole = (score_tokens(loaded.model, ids, chunk_rows=40) for loaded in pair)
     assert torch.equal(streamed, whole)
-    # What kernels pad odd sizes with is not known before a matrix is packed.
+    # The kernels' padding of odd sizes is unknown until a matrix is packed.
     assert pair[0].weights_bytes == pytest.approx(pair[1].weights_bytes, rel=0.05)
 
 
-def test_only_one_block_is_held(pair: list[LoadedModel]) -> None:
+def test_only_one_block_is_kept(pair: list[LoadedModel]) -> None:
     blocks = pair[0].model._weights.blocks
-    assert blocks[1] is blocks[1]  # a pass asks for each twice
+    assert blocks[1] is blocks[1]  # a pass indexes each block twice
     first = blocks[0]
     assert blocks[1] is not None
     assert blocks[0] is not first
     assert len(blocks[1:]) == len(blocks) - 1
 
 
-def test_the_first_blocks_are_held_where_there_is_room(pair: list[LoadedModel]) -> None:
+def test_first_blocks_that_fit_held_bytes_are_kept(pair: list[LoadedModel]) -> None:
     whole = pair[1]
     sizes = [block.size_bytes for block in whole.model._weights.blocks]
-    beside = whole.weights_bytes - sum(sizes)
+    without_blocks = whole.weights_bytes - sum(sizes)
     loaded = load_model(
-        str(whole.path), LoadOptions(held_bytes=beside + sizes[0] + round(1.1 * max(sizes)))
+        str(whole.path), LoadOptions(held_bytes=without_blocks + sizes[0] + round(1.1 * max(sizes)))
     )
     blocks = loaded.model._weights.blocks
     first, again = ([blocks[layer] for layer in range(len(blocks))] for _ in range(2))
@@ -49,5 +49,5 @@ def test_the_first_blocks_are_held_where_there_is_room(pair: list[LoadedModel]) 
     assert not any(a is b for a, b in zip(first[1:], again[1:], strict=True))
     ids = torch.arange(40).tolist()
     assert torch.equal(*(score_tokens(model.model, ids) for model in (loaded, whole)))
-    roomy = load_model(str(whole.path), LoadOptions(held_bytes=1 << 40))
-    assert isinstance(roomy.model._weights.blocks, tuple)
+    complete = load_model(str(whole.path), LoadOptions(held_bytes=1 << 40))
+    assert isinstance(complete.model._weights.blocks, tuple)

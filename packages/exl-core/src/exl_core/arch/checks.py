@@ -1,4 +1,4 @@
-"""What must hold between the numbers of a configuration, whatever file it came from."""
+"""Consistency checks on a model's configuration, independent of the file that it came from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from exl_core.errors import ConfigError
 
 
 def check_config(config: ModelConfig, where: object) -> None:
-    """Raises `ConfigError` for numbers that no model of this kind can have."""
+    """Raises `ConfigError` for values that no model of this kind can have."""
 
     def require(holds: bool, what: str, got: object) -> None:
         if not holds:

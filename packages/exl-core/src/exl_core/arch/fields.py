@@ -1,7 +1,8 @@
-"""Reading typed values out of a configuration that a stranger wrote.
+"""Typed access to configuration values from untrusted files.
 
-`config.json` and the metadata of a GGUF file are both a mapping from names to plain values; the
-error for a missing or senseless one names the file, the key, what was expected and what was there.
+`config.json` and the metadata of a GGUF file are both a mapping from names to plain values. The
+error for a missing or invalid value states the file, the key, the expected type and the value
+found.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from collections.abc import Mapping
 from exl_core.errors import ConfigError
 
 SMALLEST, LARGEST = 1e-30, 1e30
-MAX_LAYERS = 4096  # the deepest published models have a few hundred
+MAX_LAYERS = 4096  # the deepest published models have a few hundred layers
 
 
 class Fields:
-    """One mapping and the place it came from."""
+    """One mapping, and the file or section that it came from."""
 
     def __init__(self, values: Mapping[str, object], where: object) -> None:
         self.values = values
@@ -27,14 +28,15 @@ class Fields:
     def integer(
         self, key: str, default: int | None = None, *, low: int = 1, high: int = 2**31 - 1
     ) -> int:
-        """From `low` to `high`, which keeps a damaged file from asking for the impossible."""
+        """An integer from `low` to `high`. The limits stop a damaged file from requesting absurd
+        allocations."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise self._error(key, f"an integer from {low} to {high}", value)
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A positive number of a size that float32 arithmetic can carry."""
+        """A positive number within the range of float32 arithmetic."""
         value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self._error(key, "a number", value)
@@ -70,7 +72,7 @@ class Fields:
         return Fields(value, f"{self.where}: {key}")
 
     def token_ids(self, key: str) -> tuple[int, ...]:
-        """One id, a list of ids, or nothing."""
+        """Ids from a single id, a list of ids, or a missing key (no ids)."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
@@ -96,7 +98,7 @@ class Fields:
 
 
 def _shown(value: object) -> str:
-    # Integers of thousands of digits cannot even be printed.
+    # Python refuses to print integers of thousands of digits.
     if isinstance(value, int) and value.bit_length() > 256:
         return f"an integer of {value.bit_length()} bits"
     return repr(value)[:80]

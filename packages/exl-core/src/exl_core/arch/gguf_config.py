@@ -1,8 +1,8 @@
 """Metadata of a GGUF file to a `ModelConfig`.
 
-Key names: the GGUF specification (ggml, docs/gguf.md). What the format leaves to the reader, such
-as Gemma 3's local RoPE base, comes from the architecture. Knows metadata only; whether the file
-has a separate head, biases or RoPE factors is passed in.
+Key names: the GGUF specification (ggml, docs/gguf.md). Values that the format does not store, such
+as Gemma 3's local RoPE base, come from the architecture. This module sees metadata only; the caller
+passes in whether the file has a separate head, biases or RoPE factors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def read_gguf_config(
 ) -> ModelConfig:
     """The configuration that the metadata describe, checked for consistency.
 
-    `rope_factors` is the content of the tensor `rope_freqs.weight`, where the file has one.
+    `rope_factors`: values of the tensor `rope_freqs.weight`, if the file has it.
     """
     arch = gguf_architecture(metadata, where)
     prefix = Fields(metadata, where).text("general.architecture") + "."
@@ -61,7 +61,7 @@ def read_gguf_config(
     heads = _same_for_all_layers(own, "attention.head_count")
     head_dim = own.integer("attention.key_length", arch.head_dim_default or hidden_size // heads)
     rope, local_rope = _rope(arch, own, head_dim, rope_factors)
-    # What is local everywhere, if at all, is not in these files.
+    # GGUF files do not say whether a family that can have a window in every layer uses it.
     pattern = arch.window_pattern if Window.GLOBAL in arch.window_pattern else (Window.GLOBAL,)
     vocabulary = metadata.get("tokenizer.ggml.tokens")
     vocab_default = len(vocabulary) if isinstance(vocabulary, list) else None
@@ -102,7 +102,8 @@ def read_gguf_config(
 
 
 def _same_for_all_layers(own: Fields, key: str, default: int | None = None) -> int:
-    """Some files give one number per layer; these families need them to be equal."""
+    """Value of `key`, which some files store as a list with one number per layer. The supported
+    families need equal numbers in all layers."""
     value = own.values.get(key)
     if isinstance(value, list):
         if not value or any(item != value[0] for item in value):
@@ -114,14 +115,14 @@ def _same_for_all_layers(own: Fields, key: str, default: int | None = None) -> i
 def _attention_scale(
     arch: ArchSpec, layers: int, hidden_size: int, heads: int, head_dim: int
 ) -> float:
-    # The 27B Gemmas scale by hidden_size / heads; the format has no key for it, so that readers
-    # tell these models by their number of layers.
+    # The 27B Gemmas scale by hidden_size / heads. The format has no key for this, so readers
+    # recognize these models by their number of layers.
     is_gemma_27b = layers == GEMMA_27B_LAYERS.get(arch.name)
     return 1.0 / math.sqrt(hidden_size / heads if is_gemma_27b else head_dim)
 
 
 def _refuse_unknown_scaling(own: Fields) -> None:
-    """A scaling that is not understood must not be dropped: the text would be subtly worse."""
+    """Refuses unknown RoPE scaling keys: ignoring one would degrade the text unnoticed."""
     for key in own.values:
         if key.startswith(("rope.scaling.", "rope.scale_")) and key not in SCALING_KEYS:
             raise UnsupportedModelError(
@@ -162,7 +163,7 @@ def _rope(
             ),
         )
     if rope.method is RopeMethod.YARN:
-        # The format stores a factor on top of the method's own (llama.cpp multiplies the two).
+        # The stored factor multiplies the method's own one (as in llama.cpp).
         own_factor = yarn_magnitude(rope.factor)
         rope = replace(
             rope,

@@ -1,7 +1,7 @@
 """`config.json` of a checkpoint to a `ModelConfig`.
 
-Knows the names that the hub's configurations use, old and new (`rope_scaling` and
-`rope_parameters`, `sliding_window_pattern` and `layer_types`), and nothing of tensors.
+Knows the key names of the hub's configurations, old and new (`rope_scaling` and `rope_parameters`,
+`sliding_window_pattern` and `layer_types`). Knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def read_hf_config(directory: Path) -> ModelConfig:
 
 
 def directory_advice(directory: Path) -> str:
-    """What to do about a directory that is no model."""
+    """Advice for an error about a directory that is not a model."""
     if any(directory.glob("*.gguf")):
         return "It has GGUF files: name one of them instead of the directory."
     return "A model directory has config.json, weights (*.safetensors) and a tokenizer."
@@ -125,7 +125,7 @@ def _tied(arch: ArchSpec, top: Fields, text: Fields) -> bool:
 
 
 def _softcap(text: Fields, key: str, default: float | None) -> float | None:
-    """None where a checkpoint says so."""
+    """Value of `key`; None if the checkpoint sets it to null, `default` if the key is missing."""
     return text.optional_number(key) if key in text.values else default
 
 
@@ -235,7 +235,7 @@ def _scaled_rope(text: Fields, scaling: Fields, base: float, head_dim: int) -> R
 
 
 def _yarn_attention_factor(scaling: Fields, factor: float) -> float | None:
-    """The factor that the configuration names, or None for the method's own."""
+    """The factor that the configuration gives, or None for YaRN's own formula."""
     if scaling.has("attention_factor"):
         return scaling.number("attention_factor")
     if scaling.has("mscale") and scaling.has("mscale_all_dim"):

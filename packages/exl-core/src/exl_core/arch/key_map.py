@@ -1,6 +1,6 @@
-"""Names and shapes of a model's tensors: what a checkpoint must hold, and what others call it.
+"""Names and shapes of a model's tensors, and their names in checkpoints and GGUF files.
 
-Our names are those of the hub's Llama checkpoints (`model.layers.0.self_attn.q_proj.weight`).
+Canonical names are those of the hub's Llama checkpoints (`model.layers.0.self_attn.q_proj.weight`).
 Matrices are [out_features, in_features].
 """
 
@@ -43,13 +43,13 @@ def layer_prefix(layer: int) -> str:
 
 
 def layer_of(name: str) -> str:
-    """The prefix of the layer that our tensor `name` belongs to; nothing for one of no layer."""
+    """Prefix of the layer that tensor `name` (canonical) belongs to; "" if it is in no layer."""
     match = _LAYER_NAME.fullmatch(name)
     return layer_prefix(int(match[1])) if match else ""
 
 
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Every tensor that the model needs, with its shape, in the order of the forward pass."""
+    """Shapes of all tensors that the model needs, by name, in the order of the forward pass."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
@@ -86,7 +86,7 @@ def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def checkpoint_names(arch: ArchSpec, name: str) -> list[str]:
-    """What checkpoints of this family may call the tensor that we call `name`, likeliest first."""
+    """Possible names of tensor `name` in checkpoints of this family, most likely first."""
     if name.startswith("model."):
         return [root + name.removeprefix("model.") for root in arch.key_roots]
     roots = [root for root in arch.key_roots if root.endswith(".model.")]
@@ -94,7 +94,7 @@ def checkpoint_names(arch: ArchSpec, name: str) -> list[str]:
 
 
 def gguf_name(arch: ArchSpec, name: str) -> str:
-    """What a GGUF file calls the tensor that we call `name`."""
+    """Name of tensor `name` in a GGUF file."""
     if name in _GGUF_TOP:
         return _GGUF_TOP[name]
     match = _LAYER_NAME.fullmatch(name)
@@ -105,12 +105,12 @@ def gguf_name(arch: ArchSpec, name: str) -> str:
 
 
 def bias_of(name: str) -> str:
-    """Our name for the bias that goes with matrix `name`; not every matrix has one."""
+    """Canonical name of the bias of matrix `name`; not every matrix has one."""
     return name.removesuffix("weight") + "bias"
 
 
 def packed_together(name: str) -> list[str]:
-    """The matrices that are packed into one with `name`, in order: they read the same input."""
+    """Matrices that are packed into one with `name`, in order. They read the same input."""
     for parts in (("q", "k", "v"), ("gate", "up")):
         for part in parts:
             if name.endswith(f".{part}_proj.weight"):
@@ -120,9 +120,10 @@ def packed_together(name: str) -> list[str]:
 
 
 def fused_with(config: ModelConfig, name: str) -> tuple[str, int, int] | None:
-    """The tensor that holds `name` where a file stores projections as one (Phi-3 does).
+    """The fused tensor that contains `name` in files that fuse projections (Phi-3).
 
-    Its name, our first row in it, and its rows in all; None for tensors that are never part of one.
+    Returns its name, the first row of `name` in it, and its total number of rows; None if `name` is
+    never part of a fused tensor.
     """
     sizes = {
         "self_attn.qkv_proj": (("q", config.q_size), ("k", config.kv_size), ("v", config.kv_size)),
@@ -143,7 +144,8 @@ def fused_with(config: ModelConfig, name: str) -> tuple[str, int, int] | None:
 
 
 def rotated_head_count(config: ModelConfig, name: str) -> int:
-    """Heads in the rows of `name` if RoPE turns them (q and k, weight and bias), else 0."""
+    """Number of heads in the rows of `name` if RoPE rotates them (weight and bias of q and k),
+    else 0."""
     if ".self_attn.q_proj." in name:
         return config.num_q_heads
     return config.num_kv_heads if ".self_attn.k_proj." in name else 0

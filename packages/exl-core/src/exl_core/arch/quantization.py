@@ -1,7 +1,7 @@
-"""How a checkpoint says that its weights are quantized, and which ways of it can be read.
+"""Quantization method of a checkpoint, from its configuration.
 
-Knows `quantization_config` in `config.json` and the older `quantize_config.json`; what the settings
-of a method mean is its codec's.
+Knows `quantization_config` in `config.json` and the older `quantize_config.json`. The meaning of a
+method's settings belongs to its codec.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ ADVICE = {
 
 @dataclass(frozen=True, slots=True)
 class Quantization:
-    """`method` is one of SUPPORTED; `settings` are the keys beside it, from the file `where`."""
+    """`method` is one of SUPPORTED. `settings` are the other keys of its section in file
+    `where`."""
 
     method: str
     settings: Mapping[str, object]
@@ -33,9 +34,9 @@ class Quantization:
 
 
 def read_quantization(directory: Path) -> Quantization | None:
-    """How the checkpoint in `directory` is quantized; None if it is not.
+    """Quantization of the checkpoint in `directory`; None if it is not quantized.
 
-    Raises `UnsupportedModelError` for a method that cannot be read.
+    Raises `UnsupportedModelError` for methods other than SUPPORTED.
     """
     config = directory / "config.json"
     fields = Fields(read_json_object(config, ConfigError), config)

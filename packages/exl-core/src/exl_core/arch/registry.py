@@ -1,4 +1,4 @@
-"""Which architectures there are, and the error for one that is not."""
+"""Table of supported architectures, and the error for one that is not supported."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Inverse frequencies of rotary position embeddings (Su et al. 2021, arXiv 2104.09864).
 
-Plain floats: `model/transformer.py` turns them into angles. Scalings follow the models' own
+Plain floats; `model/rotation.py` turns them into angles. Scalings follow the models' own
 definitions: linear (Chen et al. 2023, arXiv 2306.15595), NTK-alpha (base * alpha^(d/(d-2))),
 Llama 3 (Meta's reference code, wavelength bands) and YaRN (Peng et al. 2023, arXiv 2309.00071).
 """
@@ -13,7 +13,7 @@ from exl_core.arch.spec import RopeConfig, RopeMethod
 
 
 def inverse_frequencies(rope: RopeConfig) -> tuple[list[float], float]:
-    """Radians per position, `rotary_dim / 2` of them, and the factor on cos and sin."""
+    """Radians per position [rotary_dim / 2], and the factor on cos and sin."""
     dim = rope.rotary_dim
     base = rope.base
     if rope.alpha != 1.0:
@@ -36,7 +36,7 @@ def inverse_frequencies(rope: RopeConfig) -> tuple[list[float], float]:
 
 
 def _llama3(frequency: float, rope: RopeConfig) -> float:
-    """Long wavelengths are stretched, short ones kept, those between blended."""
+    """Llama 3's scaling: stretches long wavelengths, keeps short ones, interpolates between."""
     wavelength = 2.0 * math.pi / frequency
     longest_kept = rope.original_max_seq_len / rope.high_freq_factor
     shortest_stretched = rope.original_max_seq_len / rope.low_freq_factor
@@ -51,19 +51,20 @@ def _llama3(frequency: float, rope: RopeConfig) -> float:
 
 
 def _yarn(plain: list[float], base: float, rope: RopeConfig) -> list[float]:
-    """Dimensions that turn often within the original context are kept, the slow ones stretched."""
+    """YaRN's scaling: keeps dimensions with many rotations within the original context, stretches
+    those with few."""
     dim = rope.rotary_dim
 
-    def dimension_turning(turns: float) -> float:
-        span = rope.original_max_seq_len / (turns * 2.0 * math.pi)
+    def dimension_with(rotations: float) -> float:
+        span = rope.original_max_seq_len / (rotations * 2.0 * math.pi)
         return dim * math.log(span) / (2.0 * math.log(base))
 
-    low, high = dimension_turning(rope.beta_fast), dimension_turning(rope.beta_slow)
+    low, high = dimension_with(rope.beta_fast), dimension_with(rope.beta_slow)
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
-        high += 0.001  # a step instead of a division by zero
+        high += 0.001  # avoids a division by zero; the ramp becomes a step
     scaled = []
     for j, frequency in enumerate(plain):
         stretched = min(max((j - low) / (high - low), 0.0), 1.0)
@@ -72,5 +73,5 @@ def _yarn(plain: list[float], base: float, rope: RopeConfig) -> list[float]:
 
 
 def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """YaRN's factor on cos and sin that makes up for the longer context."""
+    """YaRN's factor on cos and sin, which compensates for the longer context."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0

@@ -1,9 +1,9 @@
-"""What an architecture is (`ArchSpec`) and what one checkpoint's numbers are (`ModelConfig`).
+"""Choices of an architecture (`ArchSpec`) and numbers of one checkpoint (`ModelConfig`).
 
-Plain data without torch. A family of models is one `ArchSpec` literal in `families/`; nothing below
-this module asks for an architecture's name, only for its choices. Formulas: RMSNorm, RoPE and its
-scalings, soft-caps and windows are those of the models' own definitions, so that a
-parity test can hold them to an independent implementation.
+Plain data without torch. A family of models is one `ArchSpec` literal in `families/`. No other
+module tests for an architecture's name, only for its choices. RMSNorm, RoPE with its scalings,
+soft-caps and windows follow the models' own definitions, so that parity tests can compare them with
+an independent implementation.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from enum import Enum
 
 
 class Norm(Enum):
-    """What the stored norm weight means: the factor itself, or the factor less one."""
+    """Meaning of a stored norm weight: the factor itself, or the factor minus one."""
 
     RMS = "rms"
     RMS_PLUS_ONE = "rms_plus_one"
@@ -32,7 +32,7 @@ class Activation(Enum):
 
 
 class HeadNorm(Enum):
-    """A norm of each query and key head before RoPE, or none."""
+    """Norm of each query and key head before RoPE."""
 
     NONE = "none"
     RMS = "rms"
@@ -44,7 +44,7 @@ class EmbedScale(Enum):
 
 
 class Window(Enum):
-    """LOCAL layers see the last `sliding_window` keys, GLOBAL layers see all."""
+    """LOCAL layers attend to the last `sliding_window` keys, GLOBAL layers to all."""
 
     LOCAL = "local"
     GLOBAL = "global"
@@ -63,8 +63,8 @@ class RopeConfig:
 
     `rotary_dim` values of each head are rotated in NeoX pairs (i, i + rotary_dim/2). `alpha` is the
     NTK factor on the base (1: none). `factor` divides positions (LINEAR) or stretches wavelengths
-    (LLAMA3, YARN). `frequency_divisors`, where given, divide the frequencies one by one: GGUF files
-    of Llama 3 carry their scaling that way.
+    (LLAMA3, YARN). `frequency_divisors`, if given, divide the frequencies elementwise: GGUF files
+    of Llama 3 store their scaling in this form.
     """
 
     base: float
@@ -84,7 +84,7 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ArchSpec:
-    """A family of models, as choices."""
+    """A family of models, as a set of choices."""
 
     name: str
     hf_names: tuple[str, ...]
@@ -95,14 +95,16 @@ class ArchSpec:
     head_norm: HeadNorm = HeadNorm.NONE
     embed_scale: EmbedScale = EmbedScale.NONE
     window_pattern: tuple[Window, ...] = (Window.GLOBAL,)
-    """Repeated over the layers; a checkpoint's own `layer_types` or pattern length wins. Where all
-    are LOCAL, a checkpoint without a window has none."""
+    """Repeated over the layers. A checkpoint's own `layer_types` or pattern length overrides it. If
+    all entries are LOCAL, the layers of a checkpoint without a window size are GLOBAL."""
     sliding_window_default: int | None = None
-    """Of a checkpoint that does not have the key; one that says null has no window."""
+    """Window size if a checkpoint lacks the key. A checkpoint that sets it to null has no
+    window."""
     window_flag: str | None = None
-    """What a checkpoint says true to if its window counts; from `max_window_layers` on it does."""
+    """Key that a checkpoint sets to true to enable its window, from layer `max_window_layers`
+    on."""
     has_qkv_bias: bool = False
-    """q, k and v have biases, and the output projection none, whatever a checkpoint says."""
+    """q, k and v have biases and the output projection has none, regardless of the checkpoint."""
     tie_embeddings_default: bool = False
     head_dim_default: int | None = None
     num_q_heads_default: int | None = None
@@ -115,14 +117,14 @@ class ArchSpec:
     is_gguf_rope_interleaved: bool = False
     """GGUF files of this family store q and k rows permuted for interleaved RoPE pairs."""
     is_gguf_norm_folded: bool = False
-    """GGUF files of this family store norm weights with the one already added."""
+    """GGUF files of this family store norm weights with 1 already added."""
     key_roots: tuple[str, ...] = ("model.",)
-    """What checkpoints of this family put where tensor names say `model.`; the first is ours."""
+    """Prefixes that checkpoints of this family use in place of `model.`; the first is canonical."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """One checkpoint's numbers. `layer_windows` has one entry per layer."""
+    """Numbers of one checkpoint. `layer_windows` has one entry per layer."""
 
     arch: ArchSpec
     num_layers: int
@@ -158,7 +160,7 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
     def window_of(self, layer: int) -> int:
-        """Number of keys that a query of this layer sees, itself included; 0 means all."""
+        """Number of keys that a query of this layer attends to, its own included; 0 means all."""
         if self.layer_windows[layer] is Window.LOCAL and self.sliding_window is not None:
             return self.sliding_window
         return 0

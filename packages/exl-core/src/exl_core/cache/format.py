@@ -1,12 +1,14 @@
-"""How precisely keys and values are cached, and how many bytes that takes.
+"""Precisions of the key-value cache, and the bytes that they take.
 
-Sizes only: the tensors are `store.py`, the bookkeeping of pages is `page_pool.py`. No torch here:
-a description of a model says what its cache will cost before anything is loaded.
+Sizes only: `store.py` has the tensors, `page_pool.py` the bookkeeping of pages. This module does
+not import torch, so that a model's description can state the cache's cost before anything is
+loaded.
 
-Codes of 8 and 4 bits are rounded in units of 64 elements, each rotated so that no element stands
-out, with a float16 scale for every 32. Units stay inside a head; where a head is no multiple of 64,
-its last 32 elements are a unit of their own (two interleaved transforms of 16 points, and 1/16 in
-place of 1/32). A head that is no multiple of 32 cannot be cached so.
+Codes of 8 and 4 bits are rounded in units of 64 elements. Each unit is rotated (Hadamard transform)
+so that no element is an outlier, and each 32 elements have a float16 scale. Units do not cross
+heads. If a head is not a multiple of 64, its last 32 elements are a unit of their own (two
+interleaved transforms of 16 points, with factor 1/16 in place of 1/32). A head that is not a
+multiple of 32 cannot be cached as codes.
 """
 
 from __future__ import annotations
@@ -16,14 +18,15 @@ from enum import Enum
 from exl_core.errors import RequestError
 
 PAGE_SIZE = 256
-"""Positions per page: large enough that a page table is short, small enough to share prefixes."""
+"""Positions per page: large enough for short page tables, small enough for prefix sharing."""
 
 SCALE_GROUP = 32
-"""Elements of a head that share a scale, where codes are cached."""
+"""Elements of a head that share a scale in caches of codes."""
 
 
 class RowFormat(Enum):
-    """Storage of one head's key or value at one position; the value is the bits of an element."""
+    """Storage of one head's key or value at one position. The enum's value is the number of bits
+    per element, negative for codes."""
 
     FP32 = 32
     FP16 = 16
@@ -36,7 +39,7 @@ class RowFormat(Enum):
         return self.value < 0
 
     def row_bytes(self, head_dim: int) -> int:
-        """Of one row, its scales included."""
+        """Bytes of one row, scales included."""
         if not self.has_scales:
             return head_dim * self.value // 8
         if head_dim % SCALE_GROUP != 0:
@@ -50,9 +53,9 @@ class RowFormat(Enum):
 
 
 class KVFormat(Enum):
-    """Precision of a cache; the names are those of `--cache-type`, but for fp32.
+    """Precision of a cache. The values are the names of `--cache-type`, except fp32.
 
-    FP8 is E4M3, the nearest value, at most 448; Q6 has keys of 8 bits and values of 4.
+    FP8 is E4M3, rounded to nearest and saturated at 448. Q6 has 8-bit keys and 4-bit values.
     """
 
     FP32 = "fp32"
@@ -85,11 +88,11 @@ _ROWS = {
 }
 
 CACHE_TYPES = tuple(kind.value for kind in KVFormat if kind is not KVFormat.FP32)
-"""What a user may ask for."""
+"""Values of `--cache-type`."""
 
 
 def parse_cache_type(name: str) -> KVFormat:
-    """RequestError, listing the names, for any other."""
+    """The format called `name`. Raises RequestError, with all names, if there is none."""
     if name not in CACHE_TYPES:
         raise RequestError(
             "no such cache type", expected=" or ".join(CACHE_TYPES), got=name or "nothing"

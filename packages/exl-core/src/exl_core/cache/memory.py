@@ -1,6 +1,6 @@
-"""How much memory this process may still take, of the machine or of a GPU.
+"""Memory that this process may still allocate, on the machine or on a GPU.
 
-The machine's is known on Linux; elsewhere the answer is None.
+For the machine it is known on Linux only; elsewhere the result is None.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 
 
 def free_memory_bytes(device: torch.device) -> int | None:
-    """Of the machine for the CPU; of a GPU what is free and what torch holds there unused."""
+    """Free bytes of `device`. For a GPU this includes memory that torch's allocator holds
+    unused."""
     if device.type == "cpu":
         return available_memory_bytes()
     free, _ = torch.cuda.mem_get_info(device)
@@ -23,7 +24,8 @@ def free_memory_bytes(device: torch.device) -> int | None:
 
 
 def available_memory_bytes(meminfo: Path = _MEMINFO, cgroup: Path = _CGROUP) -> int | None:
-    """What the machine has left, or what the control group (a container's limit) leaves of it."""
+    """The smaller of the machine's available memory and the rest of the control group's limit (the
+    limit of a container)."""
     known = [size for size in (_machine_bytes(meminfo), _cgroup_bytes(cgroup)) if size is not None]
     return min(known, default=None)
 
@@ -39,7 +41,8 @@ def _machine_bytes(meminfo: Path) -> int | None:
 
 
 def _cgroup_bytes(cgroup: Path) -> int | None:
-    """Version 2 only. Cached files count as used there, but can be given back: not subtracted."""
+    """Bytes left in a cgroup of version 2. The page cache is reclaimable, so it does not count as
+    used here, although the kernel counts it."""
     limit_file, usage_file = cgroup / "memory.max", cgroup / "memory.current"
     if not limit_file.is_file() or not usage_file.is_file():
         return None

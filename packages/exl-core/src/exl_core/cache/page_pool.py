@@ -1,21 +1,23 @@
-"""Pages of the key-value cache: who holds them, what they contain, which may be reused.
+"""Pages of the key-value cache: reference counts, known contents, reuse and eviction.
 
 A page is `page_size` consecutive positions of one sequence, in every layer at once. This module
 does the bookkeeping only: it knows page numbers and token ids, and neither tensors nor precision
 (`store.py`) nor the order in which sequences run (`engine/scheduler.py`).
 
-What a page holds has a key: a hash of its token ids and of the key of the page before it, so that
-a key stands for a whole prefix. A full page whose contents are known is found by later sequences
-with the same prefix, held by someone or not, and shared. A page that is not full, or holds another
-continuation of the same prefix, cannot be shared; its first positions can be copied.
+The contents of a page have a key: a hash of its token ids and of the key of the page before it. A
+key therefore identifies a whole prefix. A full page whose contents are known is shared with later
+sequences that have the same prefix, whether or not a sequence holds it. A page that is not full, or
+that holds another continuation of the same prefix, cannot be shared, but its first positions can be
+copied.
 
 Invariants, checked after every call in the property tests:
-  * a page is free, cached or held, and exactly one of them;
+  * a page is in exactly one state: free, cached or held;
   * a held page has a reference count equal to the number of times that it is held;
-  * a cached page's contents are known, a free page's are not; what is known of a held page is true
-    of its first positions and stays so, whatever its holder writes behind them;
+  * the contents of a cached page are known, those of a free page are not; known contents of a held
+    page are its first positions, and stay valid when its holder writes positions after them;
   * a key belongs to one page, a page has at most one key;
-  * no cached page holds only what another known page begins with: it would be of no use.
+  * the contents of a cached page are never a prefix of another known page, which would make the
+    cached page useless.
 """
 
 from __future__ import annotations
@@ -32,13 +34,13 @@ from exl_core.cache.format import PAGE_SIZE
 
 PageKey = bytes
 NO_KEY: PageKey = b""
-"""What stands before the first page. Caches that must not share pages start from another value."""
+"""Key before the first page. Caches that must not share pages start from a different value."""
 MIN_RUN = 2
-"""Fewer positions are not worth a copy."""
+"""Smallest number of positions that is worth a copy."""
 
 
 def page_key(previous: PageKey, token_ids: Sequence[int]) -> PageKey:
-    """Key of these tokens behind that prefix. 128 bits: two prefixes will not meet by chance."""
+    """Key of `token_ids` after the prefix `previous`. With 128 bits, collisions are negligible."""
     return blake2b(previous + array("q", token_ids).tobytes(), digest_size=16).digest()
 
 
@@ -66,7 +68,7 @@ class PageContents(NamedTuple):
         return cls(previous, ids, page_key(previous, ids))
 
     def begins(self, other: PageContents) -> bool:
-        """`other`, which follows the same page, holds all of this, and perhaps more."""
+        """Whether these tokens are a prefix of `other`'s. Both must follow the same page."""
         return other.token_ids[: len(self.token_ids)] == self.token_ids
 
 
@@ -79,12 +81,12 @@ class PageRun(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PoolStats:
-    """Since the pool was made.
+    """Counts since the pool was created.
 
     allocated     pages handed out
-    evicted       of these, pages whose known contents were given up for it
-    hits          pages that did not have to be allocated, because a prefix was known
-    partial_hits  pages whose first positions did not have to be computed
+    evicted       allocated pages whose cached contents were discarded
+    hits          pages that were shared instead of allocated, because a prefix was known
+    partial_hits  pages whose first positions were copied instead of computed
     """
 
     allocated: int = 0
@@ -94,7 +96,7 @@ class PoolStats:
 
 
 class PagePool:
-    """Hands out pages, counts who holds them, and remembers the contents of those given back."""
+    """Hands out pages, counts references, and remembers the contents of released pages."""
 
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
@@ -103,7 +105,8 @@ class PagePool:
         self.reset()
 
     def reset(self) -> None:
-        """Every page is free and nothing is remembered. Holders must have let go, or be gone."""
+        """Makes every page free and forgets all contents. No holder may use its pages
+        afterwards."""
         self._free = list(range(self.num_pages - 1, -1, -1))  # the lowest number goes out first
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
         self._references: dict[int, int] = {}
@@ -117,7 +120,7 @@ class PagePool:
 
     @property
     def cached_pages(self) -> tuple[int, ...]:
-        """Pages that nobody holds and that still have their contents, next to be evicted first."""
+        """Pages with known contents that no sequence holds, in order of eviction."""
         return tuple(self._cached)
 
     @property
@@ -127,7 +130,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """Pages that `allocate` can hand out, evicting where it must."""
+        """Number of pages that `allocate` can hand out, including by eviction."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -137,17 +140,17 @@ class PagePool:
         )
 
     def contents_of(self, page_id: int) -> PageContents | None:
-        """As far as they are known; a held page may hold more."""
+        """Known contents of a page. A held page may contain more positions than these."""
         return self._contents.get(page_id)
 
     def is_shared(self, page_id: int) -> bool:
-        """The page is held more than once: none of the holders may write to it."""
+        """Whether the page has several holders. None of them may write to a shared page."""
         return self._references.get(page_id, 0) > 1
 
     def describe(self) -> str:
-        """One character a page: its reference count, `+` from ten on, `.` if it is free.
+        """One character per page: its reference count, `+` for ten or more, `.` if it is free.
 
-        So `0` is a cached page: nobody holds it, and it is not free.
+        `0` is a cached page, which has no holder and is not free.
         """
         counts = [self._references.get(page_id, 0) for page_id in range(self.num_pages)]
         signs = [str(count) if count < 10 else "+" for count in counts]
@@ -156,7 +159,7 @@ class PagePool:
         return "".join(signs)
 
     def find(self, keys: Iterable[PageKey]) -> list[int]:
-        """Pages that hold the longest known prefix of `keys`. They are found, not yet held."""
+        """Pages of the longest known prefix of `keys`. The caller must `hold` them to keep them."""
         found: list[int] = []
         for key in keys:
             page_id = self._page_of.get(key)
@@ -166,9 +169,9 @@ class PagePool:
         return found
 
     def find_run(self, previous: PageKey, token_ids: Sequence[int]) -> PageRun | None:
-        """The known page behind `previous` that has most of `token_ids` at its beginning.
+        """The known page after `previous` that shares the longest run with `token_ids`'s beginning.
 
-        For one who is about to copy it: it counts as used now.
+        The caller copies the run, so the page becomes the most recently used one.
         """
         wanted = tuple(token_ids)
         best: PageRun | None = None
@@ -188,19 +191,20 @@ class PagePool:
         return best
 
     def num_held_among(self, page_ids: Iterable[int]) -> int:
-        """How many of these someone holds: holding them again takes nothing from the others."""
+        """Number of these pages that are held. Holding them again does not use up free pages."""
         return sum(page_id in self._references for page_id in page_ids)
 
     def hold(self, page_ids: Iterable[int]) -> None:
-        """One more reference to each of these, which are cached or held and were found."""
+        """Adds one reference to each of these cached or held pages, which `find` returned."""
         for page_id in page_ids:
             self._num_hits += 1
             self._hold(page_id)
 
     def allocate(self, count: int) -> list[int] | None:
-        """This many pages of unknown contents, held once; None, and no change, if too few are left.
+        """Hands out `count` pages of unknown contents, each with one reference. Returns None and
+        changes nothing if too few are available.
 
-        Free pages first; then the least recently used cached ones, whose contents are forgotten.
+        Takes free pages first, then evicts the least recently used cached pages.
         """
         if count > self.num_available:
             return None
@@ -210,7 +214,7 @@ class PagePool:
                 page_id = self._free.pop()
             else:
                 page_id, _ = self._cached.popitem(last=False)
-                self._unlearn(page_id)
+                self._clear_contents(page_id)
                 self._num_evicted += 1
             self._references[page_id] = 1
             page_ids.append(page_id)
@@ -218,10 +222,10 @@ class PagePool:
         return page_ids
 
     def register(self, page_id: int, contents: PageContents) -> int:
-        """The held page is full and has these contents; later `find`s will see it.
+        """Records the contents of a held page that is full, so that `find` can return it.
 
-        If another page has these contents already, the caller is moved to that one: its reference
-        goes over, and the page that it brought is given back. Returns the page now held.
+        If another page already has these contents, the caller's reference moves to that page, and
+        `page_id` is released. Returns the page that the caller now holds.
         """
         known = self._page_of.get(contents.key)
         if known == page_id:
@@ -230,30 +234,35 @@ class PagePool:
             self._hold(known)
             self.release((page_id,))
             return known
-        self._learn(page_id, contents)
+        self._set_contents(page_id, contents)
         return page_id
 
     def note(self, page_id: int, contents: PageContents) -> None:
-        """The held page, which is not full, begins with this; later `find_run`s will see it.
+        """Records the first tokens of a held page that is not full, so that `find_run` can return
+        it.
 
-        Its holder goes on filling it, so it stays where it is; what another page has is not noted.
+        The holder keeps the page and goes on filling it. Does nothing if another known page begins
+        with these tokens.
         """
-        if len(contents.token_ids) >= MIN_RUN and not self._is_elsewhere(page_id, contents):
-            self._learn(page_id, contents)
+        if len(contents.token_ids) >= MIN_RUN and not self._is_in_other_page(page_id, contents):
+            self._set_contents(page_id, contents)
 
     def forget(self, page_ids: Iterable[int]) -> None:
-        """What these pages hold is not to be found again: it is bad, or to be overwritten."""
+        """Makes the contents of these pages unknown, because they are invalid or will be
+        overwritten."""
         for page_id in page_ids:
-            self._unlearn(page_id)
+            self._clear_contents(page_id)
             if page_id in self._cached:
                 del self._cached[page_id]
                 self._free.append(page_id)
 
     def release(self, page_ids: Sequence[int]) -> None:
-        """One reference less to each. A page nobody holds is cached if its contents are known.
+        """Removes one reference from each page. A page without references is cached if its contents
+        are known, else free.
 
-        Pages are given in the order of the sequence and let go from its end: a page is of no use
-        without those before it, so the end of a prefix is evicted before its beginning.
+        `page_ids` are in the order of the sequence, and the last one is released first: a page is
+        useless without those before it, so the end of a prefix must be evicted before its
+        beginning.
         """
         for page_id in reversed(page_ids):
             self._references[page_id] -= 1
@@ -261,43 +270,46 @@ class PagePool:
                 continue
             del self._references[page_id]
             contents = self._contents.get(page_id)
-            if contents is not None and not self._is_elsewhere(page_id, contents):
+            if contents is not None and not self._is_in_other_page(page_id, contents):
                 self._cached[page_id] = None
             else:
-                self._unlearn(page_id)
+                self._clear_contents(page_id)
                 self._free.append(page_id)
 
     def defragmentation_pays(self) -> bool:
-        """Nobody holds a page, the pool went round since the last time, and over 10 % would move.
+        """Whether no page is held, at least `num_pages` pages were allocated since the last time,
+        and more than 10 % of the pages would move.
 
-        Pages of one sequence that lie side by side are read in one stroke.
+        Adjacent pages of one sequence are read as one contiguous range.
         """
         if self._references or self._num_allocated - self._allocated_before < self.num_pages:
             return False
-        num_moves = sum(page_id != place for place, page_id in enumerate(self._layout()))
+        num_moves = sum(page_id != target for target, page_id in enumerate(self._layout()))
         return 10 * num_moves > self.num_pages
 
     def defragment(self) -> list[tuple[int, int]]:
-        """Put the cached pages together, chain by chain, the oldest chain first.
+        """Renumbers the cached pages so that each chain is contiguous, the oldest chain first.
 
-        Returns what moved, (from, to). All of it moves at once: a page may go where another was.
+        Returns the moves as (source, target). They are simultaneous: a target may be the source of
+        another move.
         """
         if self._references:
             raise AssertionError(f"pages {sorted(self._references)} are held and cannot move")
         self._allocated_before = self._num_allocated
-        place_of = {page_id: place for place, page_id in enumerate(self._layout())}
-        contents = {place_of[page_id]: known for page_id, known in self._contents.items()}
-        cached = OrderedDict((place_of[page_id], None) for page_id in self._cached)
+        target_of = {page_id: target for target, page_id in enumerate(self._layout())}
+        contents = {target_of[page_id]: known for page_id, known in self._contents.items()}
+        cached = OrderedDict((target_of[page_id], None) for page_id in self._cached)
         self.reset()
         del self._free[self.num_pages - len(cached) :]  # the lowest numbers, at the list's end
         self._cached = cached
         for page_id in cached:
-            self._learn(page_id, contents[page_id])
-        return [move for move in place_of.items() if move[0] != move[1]]
+            self._set_contents(page_id, contents[page_id])
+        return [move for move in target_of.items() if move[0] != move[1]]
 
     def _layout(self) -> list[int]:
-        """Cached pages in the order in which they should lie. A chain is a page, the most recent
-        one that continues it, and so on; a branch is a chain of its own."""
+        """Cached pages in their order after defragmentation. A chain is a page, followed by the
+        most recent page that continues it, and so on. Other continuations are chains of their
+        own."""
         age = {page_id: i for i, page_id in enumerate(self._cached)}  # the most recent is largest
         chains: list[list[int]] = []
         left = set(self._cached)
@@ -326,20 +338,20 @@ class PagePool:
             del self._cached[page_id]
             self._references[page_id] = 1
 
-    def _is_elsewhere(self, page_id: int, contents: PageContents) -> bool:
-        """Another known page begins with these contents."""
+    def _is_in_other_page(self, page_id: int, contents: PageContents) -> bool:
+        """Whether another known page begins with these contents."""
         return any(
             contents.begins(self._contents[other])
             for other in self._after.get(contents.previous, ())
             if other != page_id
         )
 
-    def _learn(self, page_id: int, contents: PageContents) -> None:
+    def _set_contents(self, page_id: int, contents: PageContents) -> None:
         old = self._contents.get(page_id)
         if old is not None:
             if old.previous != contents.previous or not old.begins(contents):
                 raise AssertionError(f"page {page_id} got a second key")
-            self._unlearn(page_id)
+            self._clear_contents(page_id)
         covered = [
             other
             for other in self._after.get(contents.previous, ())
@@ -350,7 +362,7 @@ class PagePool:
         self._page_of[contents.key] = page_id
         self._after.setdefault(contents.previous, {})[page_id] = None
 
-    def _unlearn(self, page_id: int) -> None:
+    def _clear_contents(self, page_id: int) -> None:
         contents = self._contents.pop(page_id, None)
         if contents is None:
             return
@@ -362,7 +374,7 @@ class PagePool:
 
 
 def _common_run(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens both begin with."""
+    """Length of the common prefix."""
     for i, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
             return i

@@ -1,11 +1,12 @@
-"""The cache's memory: one key and one value tensor per layer, cut into pages.
+"""Memory of the cache: one key tensor and one value tensor per layer, divided into pages.
 
-Knows shapes and precision, neither sequences nor which page holds what (`page_pool.py`). The memory
-reads as zero and takes up room only once it is written: a cache for a long context costs what is
-used of it. Asking for more than the machine has is an error before anything is taken.
+Knows shapes and precision. Knows neither sequences nor the contents of pages (`page_pool.py`). On
+the CPU, memory reads as zero and becomes resident when it is written, so a cache for a long context
+costs only the part in use. A cache larger than the available memory is refused before anything is
+allocated.
 
-The type of a tensor says how its rows are stored: float32, float16 and float8_e4m3fn hold the
-head's values; int8 (codes of 8 bits) and uint8 (of 4 bits) hold bytes, the codes first, then the
+The dtype of a tensor determines how its rows are stored. float32, float16 and float8_e4m3fn hold
+the head's values. int8 (8-bit codes) and uint8 (4-bit codes) hold bytes: first the codes, then the
 scales.
 """
 
@@ -33,7 +34,7 @@ _MIB = 1024 * 1024
 
 
 class PartialCopy(Protocol):
-    """The first `length` positions of page `source` go to page `target`."""
+    """Copies the first `length` positions of page `source` to page `target`."""
 
     @property
     def source(self) -> int: ...
@@ -57,7 +58,7 @@ class KVStore:
         available_bytes: int | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`available_bytes`: memory that may be taken; by default the system, or the GPU, is asked.
+        """`available_bytes`: memory that may be used; by default, the free memory of `device`.
         `device`: the CPU by default."""
         if min(num_layers, num_kv_heads, head_dim, num_pages) < 1:
             raise RequestError(
@@ -76,12 +77,12 @@ class KVStore:
         _check_fits(self, available_bytes)
         self._keys = tuple(self._pages(kv_format.key_rows) for _ in range(num_layers))
         self._values = tuple(self._pages(kv_format.value_rows) for _ in range(num_layers))
-        # As bytes, which every type can be copied as: [num_pages, num_kv_heads, page_size, bytes]
+        # Views as bytes, which copies work on: [num_pages, num_kv_heads, page_size, bytes]
         self._bytes = tuple(x.view(torch.uint8) for x in (*self._keys, *self._values))
 
     @property
     def spare_page(self) -> int:
-        """Holds nothing of anybody's: rows that only fill up a batch write there. On a GPU only."""
+        """Page that belongs to no sequence: padding rows of a batch write there. On a GPU only."""
         return self.num_pages
 
     def key(self, layer: int) -> Tensor:
@@ -91,7 +92,7 @@ class KVStore:
         return self._values[layer]  # [num_pages, num_kv_heads, page_size, row]
 
     def copy_pages(self, copies: Sequence[PartialCopy]) -> None:
-        """In every layer, one copy after the other."""
+        """Makes the copies in every layer, one after the other."""
         for copy in copies:
             self._check_pages(copy.source, copy.target)
             if not 0 <= copy.length <= self.page_size:
@@ -100,10 +101,10 @@ class KVStore:
                 pages[copy.target, :, : copy.length] = pages[copy.source, :, : copy.length]
 
     def move_pages(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Page `source` of each (source, target) becomes page `target`, all of them at once.
+        """Moves pages, given as (source, target), all of them simultaneously.
 
-        Pages that are only sources keep what they hold. Takes memory for the moved pages of one
-        layer's keys or values at a time.
+        Pages that are sources but not targets keep their contents. Needs temporary memory for the
+        moved pages of one layer's keys or values.
         """
         if not moves:
             return
@@ -150,10 +151,10 @@ def _check_fits(store: KVStore, available_bytes: int | None) -> None:
 
 
 def _zeros_when_touched(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that are not resident until written; `torch.zeros` would write them all at once.
+    """Zeros that are not resident until written. `torch.zeros` would write all of them at once.
 
-    `torch.empty` is lazy too, but may hand out what an earlier tensor left: NaN times a weight of
-    zero is NaN, so an attention that masks by multiplying would be wrong now and then.
+    `torch.empty` is lazy too, but may return memory with an earlier tensor's values. NaN times a
+    weight of zero is NaN, so attention that masks by multiplication would sometimes be wrong.
     """
     count = 1
     for size in shape:

@@ -1,7 +1,7 @@
-"""Adapters at work: what they add to the rows of a batch that are under them.
+"""Adds LoRA deltas to the rows of a batch that use adapters.
 
-Each range of rows is multiplied by its own low-rank pair, so that one pass serves rows under
-different adapters, and rows under none get what they get without any.
+Each range of rows is multiplied by its own low-rank pair. One pass therefore serves rows with
+different adapters, and rows without adapters get the same results as in a pass without any.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from exl_core.ops.table import OpTable, PackedLinear
 
 
 def is_adapted(adapters: Sequence[AdapterRows], layer: int, matrix: Matrix) -> bool:
-    """Whether any row gets anything there."""
+    """Whether an adapter of any row changes this matrix."""
     return any(use.adapter.deltas(layer, matrix) for rows in adapters for use in rows.uses)
 
 
 def add_deltas_(
     y: Tensor, x: Tensor, adapters: Sequence[AdapterRows], layer: int, matrix: Matrix
 ) -> None:
-    """y [R, out_features] += what the adapters of each row add to that matrix for x [R, k]."""
+    """y [R, out_features] += deltas of each row's adapters to that matrix, for inputs x [R, k]."""
     for first_row, last_row, uses in adapters:
         part = slice(first_row, last_row)
         for adapter, scale in ((use.adapter, use.scale) for use in uses):
@@ -34,9 +34,10 @@ def add_deltas_(
 
 
 def adapt_embedding_(x: Tensor, batch: Batch, ops: OpTable) -> None:
-    """x [R, hidden] as the adapters have it, before a family scales it.
+    """Applies the adapters' embeddings and embedding deltas to x [R, hidden], in place.
 
-    Of several adapters with an embedding of their own, the first one's is used.
+    Runs before the family's embedding scale. If several adapters of a row bring an embedding, the
+    first adapter's is used.
     """
     token_ids = batch.token_ids.to(x.device)
     for first_row, last_row, uses in batch.adapters:
@@ -52,7 +53,7 @@ def adapt_embedding_(x: Tensor, batch: Batch, ops: OpTable) -> None:
 
 
 class HeadRows(NamedTuple):
-    """Logits first .. last - 1 (places in `logit_rows`) come from this head, plus the deltas."""
+    """Logits first .. last - 1 (indices into `logit_rows`) use this head, plus the deltas."""
 
     first: int
     last: int
@@ -61,9 +62,9 @@ class HeadRows(NamedTuple):
 
 
 def head_rows(batch: Batch, base: PackedLinear) -> list[HeadRows]:
-    """Which head makes which logits, all of them and in order.
+    """Ranges that cover all logits, in order, each with its head and deltas.
 
-    Of several adapters with a head of their own, the first one's is used.
+    If several adapters of a row bring a head, the first adapter's is used.
     """
     found: list[HeadRows] = []
     done, count = 0, batch.logit_rows.shape[0]
@@ -90,7 +91,7 @@ def head_rows(batch: Batch, base: PackedLinear) -> list[HeadRows]:
 
 
 def add_to_logits_(logits: Tensor, x: Tensor, deltas: Sequence[tuple[Delta, float]]) -> None:
-    """logits [n, vocab_size] += what these add for the normed states x [n, hidden]."""
+    """logits [n, vocab_size] += these head deltas for the normed states x [n, hidden]."""
     for delta, scale in deltas:
         _add(logits, x @ delta.down, delta, scale)
 

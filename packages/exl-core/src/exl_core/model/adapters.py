@@ -1,7 +1,6 @@
 """Low-rank additions to a model's matrices, as the forward pass reads them.
 
-What an adapter is on disk, and how it is checked, is `lora/`'s; which rows of a batch use which is
-the batch's.
+`lora/` reads adapters from files and checks them. `Batch` says which rows use which adapter.
 """
 
 from __future__ import annotations
@@ -18,9 +17,9 @@ Matrix = Literal["qkv", "output", "gate_up", "down"]
 
 
 class Delta(NamedTuple):
-    """`x @ down @ up` is added to outputs first_out .. first_out + up.shape[1] of a packed matrix.
+    """Adds `x @ down @ up` to outputs first_out .. first_out + up.shape[1] of a packed matrix.
 
-    down [in_features, r], up [r, out_features], float32. The adapter's own scale is in `up`.
+    down [in_features, r], up [r, out_features], float32. `up` includes the adapter's own scale.
     """
 
     first_out: int
@@ -30,10 +29,10 @@ class Delta(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ends:
-    """What an adapter does to the embedding and to the head.
+    """An adapter's changes to the embedding and to the head.
 
-    `embed` and `head` take the place of the model's own. A delta is added to what is looked up or
-    computed; of `embed_delta`, `down` is [vocab_size, r], and a token picks its row of it.
+    `embed` and `head` replace the model's own. The deltas are added to the embedding's rows and to
+    the logits. `embed_delta.down` is [vocab_size, r]; each token id selects one row of it.
     """
 
     embed: PackedLinear | None = None
@@ -43,32 +42,32 @@ class Ends:
 
 
 class Adapter(Protocol):
-    """Compared and hashed by identity."""
+    """Deltas of one adapter, by layer and matrix. Compared and hashed by identity."""
 
     @property
     def serial(self) -> int:
-        """No other adapter of this process has it: cached keys and values depend on it."""
+        """Number that is unique in this process. It is part of the keys of cached pages."""
         ...
 
     def deltas(self, layer: int, matrix: Matrix) -> tuple[Delta, ...]:
-        """What is added to that matrix; nothing for most of most adapters."""
+        """Deltas to that matrix; empty for matrices that the adapter does not change."""
         ...
 
     @property
     def ends(self) -> Ends | None:
-        """None for an adapter that leaves embedding and head alone."""
+        """Changes to embedding and head; None if there are none."""
         ...
 
     def fits(self, config: ModelConfig) -> bool:
-        """Whether the model has the matrices that the adapter changes, in their sizes."""
+        """Whether the model has the matrices that the adapter changes, with equal shapes."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterUse:
-    """An adapter and how strongly it is applied; 1 is as it was trained.
+    """An adapter and its strength; 1 applies it as it was trained.
 
-    With 0 it is not applied at all: an embedding or a head that it brings is not used either.
+    With strength 0 it is not applied at all: its own embedding and head are not used either.
     """
 
     adapter: Adapter

@@ -1,7 +1,7 @@
-"""What the model receives: the rows of all sequences of one step, flattened.
+"""Input of the model: the rows of all sequences of one pass, flattened.
 
-A row is one token of one sequence. Rows of a sequence are consecutive and in order; a decoding
-sequence has one row, a prefilling one has a chunk. The model knows neither requests nor text.
+A row is one token of one sequence. Rows of a sequence are consecutive and in order. A sequence in
+decode has one row, a sequence in prefill has a chunk. The model knows neither requests nor text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from exl_core.model.adapters import AdapterUse
 
 
 class AdapterRows(NamedTuple):
-    """Rows first_row .. last_row - 1 are under these adapters, none of which has scale 0."""
+    """Rows first_row .. last_row - 1 use these adapters. None of the scales is 0."""
 
     first_row: int
     last_row: int
@@ -23,7 +23,7 @@ class AdapterRows(NamedTuple):
 
 
 class EmbeddedRows(NamedTuple):
-    """Rows, int64 [n], that get vectors, float32 [n, hidden_size], and no token's embedding."""
+    """Rows, int64 [n], whose embedding is replaced by vectors, float32 [n, hidden_size]."""
 
     rows: Tensor
     vectors: Tensor
@@ -38,10 +38,10 @@ class Batch:
     row_starts   int32 [seqs + 1]    rows of sequence s: row_starts[s] .. row_starts[s + 1]
     past_lens    int32 [seqs]        tokens of s cached before this pass
     page_table   int32 [seqs, pages] page ids of s in order; unused entries are 0
-    slots        int64 [rows]        where each row's key and value go: page_id * page_size + offset
-    logit_rows   int64 [n]           rows whose logits are wanted, ascending
-    adapters     rows that have any, ascending
-    embedded     rows whose token id is a stand-in (any valid one), or None
+    slots        int64 [rows]        slot of each row's key and value: page_id * page_size + offset
+    logit_rows   int64 [n]           rows that get logits, ascending
+    adapters     ranges of rows that use adapters, ascending
+    embedded     rows with an embedded vector, whose token id is an arbitrary valid one; or None
     logits       buffer for the logits, float32 [n or more, vocab_size]; None: one is allocated
     """
 

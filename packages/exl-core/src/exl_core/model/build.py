@@ -1,7 +1,8 @@
 """From a checkpoint to packed weights: reads, checks and repacks in parallel.
 
-Every matrix is streamed through in small pieces, so that the peak stays near the packed size. The
-largest come first: what they take of the files in passing is less than what comes after them.
+Every matrix is streamed through in small pieces, so that peak memory stays near the packed size.
+The largest matrices come first. The mapped file pages that they need are then smaller than the
+matrices that follow, so they do not raise the peak.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from exl_core.ops.table import OpTable
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.source import Progress
 
-# By the first of those that are packed together.
+# Matrices that are packed together go by the name of the first one.
 _QKV, _OUTPUT = "self_attn.q_proj.weight", "self_attn.o_proj.weight"
 _GATE_UP, _DOWN = "mlp.gate_proj.weight", "mlp.down_proj.weight"
 
@@ -58,8 +59,11 @@ def stream_weights(
     threads: int,
     held_bytes: int = 0,
 ) -> StreamedWeights:
-    """The same weights with the memory of one block, and of the first blocks as far as `held_bytes`
-    go: the others are read when a pass gets to them."""
+    """The same weights, of which only some blocks stay in memory.
+
+    The first blocks that fit into `held_bytes` are kept. Each other block is read when a pass
+    reaches it, and takes the memory of one block.
+    """
     with Packer(checkpoint, ops, threads, None) as packer:
         for name in _ends(config):
             packer.start(name)
@@ -71,8 +75,8 @@ def stream_weights(
 
 
 class _StreamedBlocks(Sequence[BlockWeights]):
-    """The last block that was asked for is kept, because a pass asks for each twice, and those that
-    came first while there was room."""
+    """Reads blocks on demand. Keeps the first ones that fit, and the latest one, because a pass
+    indexes each block twice."""
 
     def __init__(
         self,
@@ -83,7 +87,8 @@ class _StreamedBlocks(Sequence[BlockWeights]):
         held_bytes: int,
     ) -> None:
         self._config = config
-        # One for all blocks: threads that come and go would each leave memory behind.
+        # One thread pool for all blocks: each new thread would leave memory behind in the
+        # allocator.
         self._packer = Packer(checkpoint, ops, threads, None)
         self._free_bytes = held_bytes
         self._held: dict[int, BlockWeights] = {}

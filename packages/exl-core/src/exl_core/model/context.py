@@ -1,7 +1,7 @@
-"""Sequences that a caller drives by hand: a plain cache, and passes over it.
+"""Sequences that a caller drives by hand: a contiguous cache, and passes over it.
 
-For custom loops: no requests, no scheduler, no sampler. Every row is a sequence of its own length,
-so a batch of texts of different lengths needs neither padding nor a mask. A greedy loop:
+For custom loops, without requests, scheduler or sampler. Each row is a sequence with its own
+length, so a batch of texts of different lengths needs neither padding nor a mask. A greedy loop:
 
     context = Context(model, max_len=256, batch_size=2)
     logits = context.feed([prompt_ids, other_prompt_ids], LogitRows.LAST)
@@ -9,8 +9,8 @@ so a batch of texts of different lengths needs neither padding nor a mask. A gre
         newest = [row[-1].argmax() for row in logits]
         logits = context.feed([[int(token_id)] for token_id in newest])
 
-`length` and `lengths` can be assigned, to go back: what lay behind is forgotten. Keys and values
-depend on the adapters that were on when they were made; keeping those apart is the caller's job.
+Assigning a smaller `length` or `lengths` rewinds: later tokens are dropped. Keys and values depend
+on the adapters of the pass that computed them. The caller must not mix them within a row.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from exl_core.model.transformer import Transformer
 
 
 class Context:
-    """`batch_size` rows of up to `max_len` tokens in a cache of their own.
+    """Cache of `batch_size` rows of up to `max_len` tokens each.
 
-    Several can be there on one model; the memory is taken as it is written.
+    One model can serve several contexts. On the CPU, memory becomes resident as it is written.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class Context:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens that each row holds."""
+        """Number of tokens in each row."""
         return tuple(self._lengths)
 
     @lengths.setter
@@ -78,7 +78,7 @@ class Context:
 
     @property
     def length(self) -> int:
-        """Tokens that every row holds; an error where rows differ."""
+        """Number of tokens in every row. Raises RequestError if the rows differ."""
         if len(set(self._lengths)) != 1:
             raise RequestError("the rows have different lengths", got=self._lengths)
         return self._lengths[0]
@@ -96,7 +96,7 @@ class Context:
         embeddings: Sequence[EmbeddedSpan] = (),
         observe: Observer | None = None,
     ) -> Tensor:
-        """As `feed`, for rows of one size: ids [b, q] -> [b, q (or 1, or 0), vocab]."""
+        """`feed` for rows of equal size: ids [b, q] -> [b, q (or 1, or 0), vocab]."""
         if token_ids.dim() != 2:
             raise RequestError("expected ids of all rows", got=f"shape {list(token_ids.shape)}")
         rows = self.feed(
@@ -113,12 +113,12 @@ class Context:
         embeddings: Sequence[EmbeddedSpan] = (),
         observe: Observer | None = None,
     ) -> list[Tensor]:
-        """One pass over the new tokens of every row; none for some rows is fine.
+        """Runs one pass over the new tokens of every row. A row may have no new tokens.
 
-        Returns each row's logits, float32 [n, vocab_size]: of all its new tokens, of the last, or
-        none. Ids from `EMBEDDED_FROM` on are looked up in `embeddings`. States that `observe` sees
-        have the rows one after the other. Everything is one pass: memory grows with the number of
-        tokens, so feed a long text in pieces.
+        Returns each row's logits, float32 [n, vocab_size]: for all of its new tokens, for the last
+        one, or for none. Ids from `EMBEDDED_FROM` on are looked up in `embeddings`. `observe` gets
+        the states of all rows concatenated. Memory grows with the number of tokens in the pass, so
+        feed a long text in pieces.
         """
         self._check(token_ids)
         self.model.check_adapters(adapters)
@@ -144,7 +144,7 @@ class Context:
         return list(found.split_with_sizes(counts))
 
     def clone(self) -> Context:
-        """Another context that holds the same."""
+        """A new context with a copy of all rows."""
         other = Context(
             self.model, self.max_len, batch_size=self.batch_size, kv_format=self.kv_format
         )
@@ -160,9 +160,9 @@ class Context:
         length: int | None = None,
         to: Context | None = None,
     ) -> None:
-        """Rows `targets`, of this context or another, hold what row `source` holds.
+        """Copies row `source` to the rows `targets` of this context, or of `to`.
 
-        Of it, the first `length` tokens if that is given.
+        `length`: copies the first `length` tokens only.
         """
         other = self if to is None else to
         held = self._lengths[source]
@@ -194,7 +194,7 @@ class Context:
                 theirs[targets.start : targets.stop] = ours[sources.start : sources.stop]
 
     def _pages(self, row: int, length: int) -> range:
-        """The pages that the first `length` tokens of a row lie in."""
+        """Pages that hold the first `length` tokens of a row."""
         first = row * self._pages_each
         return range(first, first + pages_for(length))
 
@@ -223,7 +223,7 @@ class Context:
 
 
 def _logit_count(logits: LogitRows, num_tokens: int) -> int:
-    """How many logits a row gets for its new tokens."""
+    """Number of logit rows for `num_tokens` new tokens."""
     return {
         LogitRows.ALL: num_tokens,
         LogitRows.LAST: min(1, num_tokens),

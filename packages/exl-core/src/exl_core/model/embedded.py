@@ -1,7 +1,7 @@
-"""Vectors that take the place of token embeddings: what an image or another model made.
+"""Vectors that replace token embeddings, such as those of an image encoder or another model.
 
-A span of vectors has ids of its own, from `EMBEDDED_FROM` on, that no other span of this process
-has. So they go through page tables, prefix hashes and histories like any token id.
+Each span of vectors gets ids from `EMBEDDED_FROM` on that are unique in this process. Page tables,
+prefix hashes and histories therefore handle them like token ids.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 from exl_core.errors import RequestError
 
 EMBEDDED_FROM = 1_000_000_000
-"""First id that stands for a vector; vocabularies end far below."""
+"""First id of an embedded vector, far above the ids of any vocabulary."""
 
 _next_id = EMBEDDED_FROM
 _lock = Lock()
 
 
 def _take_ids(count: int) -> int:
-    global _next_id  # noqa: PLW0603 - ids are the process's, like those of requests
+    global _next_id  # noqa: PLW0603 - ids are unique per process, like those of requests
     with _lock:
         first = _next_id
         _next_id += count
@@ -31,10 +31,10 @@ def _take_ids(count: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class EmbeddedSpan:
-    """`vectors` [n, hidden_size]; they stand at consecutive positions, in this order.
+    """`vectors` [n, hidden_size] for consecutive positions, in this order.
 
-    They are what the first block reads: a family that scales its token embeddings does not scale
-    them. Kept as float32.
+    They are the direct input of the first block: a family that scales its token embeddings does not
+    scale them. Stored as float32.
     """
 
     vectors: Tensor
@@ -56,5 +56,5 @@ class EmbeddedSpan:
 
     @property
     def token_ids(self) -> tuple[int, ...]:
-        """What stands for the vectors in a prompt."""
+        """Ids that represent the vectors in a prompt."""
         return tuple(range(self.first_id, self.first_id + len(self.vectors)))

@@ -1,7 +1,7 @@
-"""Looking into a pass, and reaching into it: hidden states between the parts of a model.
+"""Observers: read and modify hidden states between the parts of a model during a pass.
 
-For custom loops: steering, probing, early exits, comparing layers. A pass without an observer pays
-nothing for them.
+For custom loops: steering, probing, early exits, comparing layers. A pass without an observer has
+no overhead for them.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from exl_core.errors import RequestError
 
 
 class Part(NamedTuple):
-    """A part of a model. Attention and MLP have a layer, and add to the states that they get.
+    """One part of a model. Attention and MLP parts have a layer, and add to the states.
 
-    The embedding makes the first states, vectors in place of tokens included. The head gets normed
-    states of the rows whose logits are wanted, and makes logits.
+    The embedding produces the first states, embedded vectors included. The head maps the normed
+    states of the rows that get logits to logits.
     """
 
     kind: Literal["embedding", "attention", "mlp", "head"]
@@ -27,12 +27,12 @@ class Part(NamedTuple):
 
 
 class Observer:
-    """Is shown the states before and after every part; what it returns goes on in their place.
+    """Receives the states before and after every part. The returned tensor replaces them.
 
-    States are float32 [rows, hidden_size], logits [rows wanted, vocab_size]. They are the pass's
-    own memory and are overwritten later: change them in place or return others of the same shape,
-    and clone what is to be kept. An exception ends the pass; the keys and values written so far
-    stay in the store. Nothing comes before the embedding.
+    States are float32 [rows, hidden_size], logits [logit rows, vocab_size]. They are the pass's own
+    buffers and are overwritten later: change them in place or return other tensors of the same
+    shape, and clone anything that must outlive the pass. An exception ends the pass; the keys and
+    values written so far stay in the store. `before` is not called for the embedding.
     """
 
     def before(self, part: Part, states: Tensor) -> Tensor:  # noqa: ARG002 - overriders use it
@@ -43,10 +43,10 @@ class Observer:
 
 
 class StateRecorder(Observer):
-    """Keeps the states after some layers, and the last: what the head gets.
+    """Records the states after some layers, and the input of the head.
 
-    `layers[i]` [rows, hidden_size] are the states after block i; `last` [rows wanted, hidden_size]
-    are normed. Each pass replaces those of the one before.
+    `layers[i]` [rows, hidden_size] are the states after block i. `last` [logit rows, hidden_size]
+    are the normed states that the head reads. Each pass overwrites those of the previous pass.
     """
 
     def __init__(self, layers: Collection[int] = ()) -> None:
@@ -65,13 +65,13 @@ class StateRecorder(Observer):
         return states
 
 
-def taken_on(part: Part, given: Tensor, shown: Tensor) -> Tensor:
-    """What an observer gave back for the states it was shown, fit to go on with."""
-    if given.shape != shown.shape:
+def checked_states(part: Part, returned: Tensor, original: Tensor) -> Tensor:
+    """An observer's result, checked for its shape, contiguous and of the original dtype."""
+    if returned.shape != original.shape:
         raise RequestError(
             f"an observer changed the shape of the states at {part.kind}",
             where=None if part.layer is None else f"layer {part.layer}",
-            expected=list(shown.shape),
-            got=list(given.shape),
+            expected=list(original.shape),
+            got=list(returned.shape),
         )
-    return given.to(shown.dtype).contiguous()
+    return returned.to(original.dtype).contiguous()

@@ -1,6 +1,6 @@
-"""Fills the op table's matrices from a checkpoint, in the background, a few columns at a time.
+"""Fills the op table's matrices from a checkpoint, on background threads, some columns at a time.
 
-Knows which tensors are packed together and in which form; knows neither blocks nor the model.
+Knows which tensors are packed together and in which form. Knows neither blocks nor the model.
 """
 
 from __future__ import annotations
@@ -24,17 +24,19 @@ from exl_core.weights.source import Progress
 
 P = ParamSpec("P")
 
-CHUNK_VALUES = 1 << 20  # of a quantized matrix repacked at a time: half a MiB of 4-bit codes
-SPLIT_VALUES = 1 << 22  # from twice as many on, several threads share one matrix
-FAR_CHUNK_VALUES = 1 << 25  # both of them on a GPU, where a chunk costs some dozens of launches
-FAR_DENSE_VALUES = 1 << 23  # of other matrices there: one wait each, whether they are finite
-FAR_THREADS = 4  # a second load in 0.50 s; with two, six or eight 0.61 to 0.65
+# Sizes in matrix elements.
+CHUNK_VALUES = 1 << 20  # quantized values repacked at a time: half a MiB of 4-bit codes
+SPLIT_VALUES = 1 << 22  # a matrix of at least twice this size is shared among several threads
+GPU_CHUNK_VALUES = 1 << 25  # both limits on a GPU, where a chunk costs some dozens of launches
+GPU_DENSE_VALUES = 1 << 23  # dense values at a time on a GPU: each chunk waits for its finite check
+GPU_THREADS = 4  # a repeated load takes 0.50 s; with two, six or eight threads 0.61 to 0.65 s
 
 
 class Packer:
-    """Matrices are started, are filled by threads, and are taken when they are wanted.
+    """Packs matrices on a thread pool: `start` queues one, `packed` waits for it and returns it.
 
-    Leaving the block waits for the threads; what has not begun by then is dropped if it failed.
+    Leaving the context waits for the running jobs. If it is left by an exception, jobs that have
+    not started are cancelled.
     """
 
     def __init__(
@@ -46,11 +48,11 @@ class Packer:
         self._parts: dict[str, list[list[Future[PackedLinear]]]] = {}
         self._done_bytes = 0
         self._lock = Lock()
-        is_near = ops.device.type == "cpu"
-        self._pool = ThreadPoolExecutor(threads if is_near else min(threads, FAR_THREADS))
-        self._dense_values = DENSE_VALUES if is_near else FAR_DENSE_VALUES
-        self._chunk_values = CHUNK_VALUES if is_near else FAR_CHUNK_VALUES
-        self._split_values = SPLIT_VALUES if is_near else FAR_CHUNK_VALUES
+        is_cpu = ops.device.type == "cpu"
+        self._pool = ThreadPoolExecutor(threads if is_cpu else min(threads, GPU_THREADS))
+        self._dense_values = DENSE_VALUES if is_cpu else GPU_DENSE_VALUES
+        self._chunk_values = CHUNK_VALUES if is_cpu else GPU_CHUNK_VALUES
+        self._split_values = SPLIT_VALUES if is_cpu else GPU_CHUNK_VALUES
 
     def __enter__(self) -> Packer:
         return self
@@ -59,7 +61,8 @@ class Packer:
         self._pool.shutdown(wait=True, cancel_futures=kind is not None)
 
     def start(self, name: str) -> None:
-        """Begins with the matrix of tensor `name` and of those that are packed with it."""
+        """Queues the matrix of tensor `name`, together with the tensors packed into the same
+        one."""
         checkpoint, names = self._checkpoint, packed_together(name)
         is_plain = not any(checkpoint.is_quantized(part) for part in names)
         if is_plain and len({checkpoint.dtype(part) for part in names}) == 1:
@@ -68,15 +71,16 @@ class Packer:
             self._parts[name] = [self._start_part(part) for part in names]
 
     def packed(self, name: str) -> PackedLinear:
-        """The filled matrix that `start` began with; a failure on the way is raised here."""
+        """Waits for the matrix that `start` queued. Raises the error of a job that failed."""
         parts = [[job.result() for job in jobs][-1] for jobs in self._parts.pop(name)]
         return parts[0] if len(parts) == 1 else self._ops.join(parts)
 
     def norm(self, name: str) -> Tensor:
-        """A norm's factors, read at once."""
+        """Factors of a norm, read in the calling thread."""
         weight = self._checkpoint.norm(name)
         self._report(self._checkpoint.stored[name].size_bytes)
-        # On a GPU this waits until what was packed before is there: other streams may read it.
+        # On a GPU this copy waits for the matrices packed before it, as other streams may read
+        # them.
         return weight.to(self._ops.device)
 
     def _start_part(self, name: str) -> list[Future[PackedLinear]]:
@@ -91,7 +95,7 @@ class Packer:
         )
 
     def _start_dense(self, names: Sequence[str]) -> list[Future[PackedLinear]]:
-        """One matrix from the rows of several tensors."""
+        """Jobs that fill one dense matrix from the rows of several tensors."""
         if len(names) > 1 or self._checkpoint.stored[names[0]].num_values < 2 * self._split_values:
             return [self._submit(self._pack_dense, names)]
         packed = self._new_dense(names)
@@ -103,16 +107,16 @@ class Packer:
     def _start_pieces(
         self, name: str, start: Callable[[int, int], Future[PackedLinear]]
     ) -> list[Future[PackedLinear]]:
-        """Jobs for ranges of a large tensor's rows; the last to end lets go of the tensor."""
+        """Jobs for ranges of a large tensor's rows. The last job to finish releases the tensor."""
         rows, *columns = self._checkpoint.stored[name].shape
         jobs = [start(*piece) for piece in row_ranges(rows, prod(columns), self._split_values)]
 
-        def release_at_last(_: Future[PackedLinear]) -> None:
+        def release_when_all_done(_: Future[PackedLinear]) -> None:
             if all(job.done() for job in jobs):
                 self._checkpoint.release(name)
 
         for job in jobs:
-            job.add_done_callback(release_at_last)
+            job.add_done_callback(release_when_all_done)
         return jobs
 
     def _submit(
@@ -120,7 +124,7 @@ class Packer:
     ) -> Future[PackedLinear]:
         try:
             return self._pool.submit(job, *args, **kwargs)
-        except RuntimeError as error:  # the pool starts its threads when they are first needed
+        except RuntimeError as error:  # the pool starts its threads lazily
             raise BackendError(
                 "no thread can be started to read the weights",
                 got=error,
@@ -143,7 +147,7 @@ class Packer:
     def _fill(
         self, name: str, matrix: RuntimeMatrix, packed: PackedLinear, first: int, last: int
     ) -> PackedLinear:
-        """Columns first .. last - 1; returns the matrix, filled as far as that."""
+        """Fills columns first .. last - 1 of `packed` and returns it."""
         tensor = self._checkpoint.stored[name]
         for start, stop in row_ranges(last - first, tensor.shape[1], self._chunk_values):
             columns = matrix.columns(first + start, first + stop, self._ops.bring)
@@ -176,7 +180,8 @@ class Packer:
         first_row: int,
         within: tuple[int, int] | None = None,
     ) -> PackedLinear:
-        """Rows of a tensor, its bias too where it has one, behind `first_row` of the matrix."""
+        """Copies a tensor's rows, and its bias if there is one, to the matrix's rows from
+        `first_row` on. `within` limits the copy to a range of the tensor's rows."""
         checkpoint, bias = self._checkpoint, None
         if bias_of(name) in checkpoint.stored:
             bias = checkpoint.vector(bias_of(name))

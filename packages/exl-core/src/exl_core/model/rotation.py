@@ -1,7 +1,7 @@
-"""Cosines and sines of rotary positions, computed once for each position that is ever used.
+"""Cosines and sines of rotary positions, computed once per position and kept.
 
-A step looks up its few rows; computing them would take longer than a kernel call. The table grows
-with the longest position seen, and weighs less than the keys and values up to there.
+A pass looks up its rows. Computing them anew would take longer than a kernel call. The table grows
+with the longest position used, and is smaller than the keys and values up to that position.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from torch import Tensor
 from exl_core.arch.rope import inverse_frequencies
 from exl_core.arch.spec import RopeConfig
 
-_GROWTH = 1024  # positions at least; also how many are computed at a time, in float64
+_GROWTH = 1024  # smallest growth in positions; also the number computed at a time, in float64
 
 
 class RotationTable:
-    """Rows of one RoPE setting, float32 [positions, rotary_dim / 2], on one device."""
+    """Table of one RoPE setting, float32 [positions, rotary_dim / 2], on one device."""
 
     def __init__(self, rope: RopeConfig, device: torch.device) -> None:
         frequencies, self._multiplier = inverse_frequencies(rope)
@@ -28,7 +28,7 @@ class RotationTable:
         self._rows = empty, empty  # cos and sin, replaced together
 
     def reserve(self, end: int) -> None:
-        """Positions below `end` are computed, where they are not yet."""
+        """Computes the positions below `end` that are not in the table yet."""
         if end > self._rows[0].shape[0]:
             if self._device.type != "cpu":
                 self._retired.append(self._rows)
@@ -37,7 +37,8 @@ class RotationTable:
     def at(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin, float32 [R, rotary_dim / 2], for int64 positions [R].
 
-        Positions that lie on a GPU are not looked at: they must be below what `reserve` was told.
+        The host does not read positions that are on a GPU. They must be below the largest `end`
+        passed to `reserve`.
         """
         if positions.device.type == "cpu":
             self.reserve(max(positions.tolist(), default=-1) + 1)

@@ -1,6 +1,7 @@
-"""From a plan to logits: lays the segments out as tensors and runs the model once.
+"""Runs the model on a batch plan: lays the segments out as tensors and computes their logits.
 
-Knows what the model wants of a batch, and nothing of requests, pages' owners or sampling.
+Knows the tensors that the model needs. Knows neither requests, nor which sequence owns a page, nor
+sampling.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class Model(Protocol):
 
 
 def store_for(model: Model, kv_format: KVFormat, num_pages: int) -> KVStore:
-    """A store for keys and values of that model, on its device."""
+    """A store for the keys and values of `model`, on its device."""
     config = model.config
     return KVStore(
         kv_format,
@@ -76,8 +77,8 @@ def make_batch(segments: Sequence[Segment], page_size: int = PAGE_SIZE) -> Batch
         first_row, count = len(token_ids), len(segment.token_ids)
         token_ids += segment.token_ids
         positions += range(segment.past_len, segment.past_len + count)
-        for of_page in segment.slots(page_size):
-            slots += of_page
+        for page_slots in segment.slots(page_size):
+            slots += page_slots
         row_starts.append(first_row + count)
         if segment.logit_rows is LogitRows.ALL:
             logit_rows += range(first_row, first_row + count)
@@ -105,12 +106,13 @@ def make_batch(segments: Sequence[Segment], page_size: int = PAGE_SIZE) -> Batch
 
 
 def _integers(numbers: Sequence[int]) -> Tensor:
-    """int64; of thousands torch.tensor takes three times as long."""
+    """int64 tensor. For thousands of numbers, `torch.tensor` takes three times as long."""
     return torch.from_numpy(np.array(numbers, dtype=np.int64))
 
 
 def _add_adapters(adapters: list[AdapterRows], segment: Segment, first_row: int) -> None:
-    """Neighbors under the same adapters become one range: fewer, larger products."""
+    """Appends the segment's rows. Adjacent segments with the same adapters become one range, which
+    gives fewer and larger matrix products."""
     uses = tuple(use for use in segment.adapters if use.scale != 0.0)
     last_row = first_row + len(segment.token_ids)
     if adapters and adapters[-1].last_row == first_row and adapters[-1].uses == uses:
@@ -120,7 +122,7 @@ def _add_adapters(adapters: list[AdapterRows], segment: Segment, first_row: int)
 
 
 def _take_embedded(segments: Sequence[Segment], ids: Tensor) -> EmbeddedRows:
-    """The vectors that stand in `ids` [rows]; token 0 takes their places there."""
+    """Vectors of the embedded ids in `ids` [rows]. Replaces those ids by token 0, in place."""
     rows: list[Tensor] = []
     vectors: list[Tensor] = []
     first_row = 0
@@ -142,7 +144,7 @@ def _take_embedded(segments: Sequence[Segment], ids: Tensor) -> EmbeddedRows:
 
 
 class Runner:
-    """A model together with the store that its pages lie in."""
+    """A model together with the store that holds its pages."""
 
     def __init__(self, model: Model, store: KVStore) -> None:
         self.model = model
@@ -173,18 +175,21 @@ class Runner:
 
     @property
     def has_graphs(self) -> bool:
-        """Of passes that it has met; without them no pass can begin before its tokens are known."""
+        """Whether passes run as captured CUDA graphs, which async scheduling requires."""
         return self._graphs is not None
 
     def next_ids(self, segments: Sequence[Segment]) -> Tensor | None:
-        """Where `run_on` reads the tokens of these segments: int64 [n] on the device. None where
-        there is no graph of such a pass."""
+        """Tensor from which `run_on` reads the tokens of these segments: int64 [n] on the device.
+        None if no graph has been captured for such a pass."""
         return None if self._graphs is None else self._graphs.next_ids(segments)
 
     @torch.inference_mode()
     def run_on(self, segments: Sequence[Segment]) -> Tensor:
-        """`run` of segments of one token each, which whatever the device does before will have put
-        where `next_ids` says: nothing waits for them, and those of the segments do not count."""
+        """Launches a pass over segments of one token each, whose token ids the host does not know.
+
+        Work queued earlier on the device writes the ids to the tensor that `next_ids` returned. The
+        host does not synchronize, and the token ids in `segments` are ignored.
+        """
         logits = None
         if self._graphs is not None:
             with device_failures(self.store.device, f"a pass of {len(segments)} sequences"):

@@ -1,6 +1,6 @@
-"""Some text of many kinds, for what is measured on a model before anyone has asked it anything.
+"""Mixed sample text for measurements on a model before it serves requests (key smoothing).
 
-Whoever changes it changes what caches of four bits hold, and nothing else.
+Changing it changes the contents of 4-bit caches, and nothing else.
 """
 
 from __future__ import annotations

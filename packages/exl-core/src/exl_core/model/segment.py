@@ -1,4 +1,4 @@
-"""Consecutive tokens of one sequence in one pass. Plain data: ids and page numbers, no tensors."""
+"""Segments: rows of one sequence in one pass. Plain data (ids and page numbers), no tensors."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ class LogitRows(Enum):
     """For which rows of a segment the model computes logits."""
 
     NONE = "none"
-    """A chunk of a prompt that goes on."""
+    """A prompt chunk that is not the last one."""
     LAST = "last"
-    """The end of a prompt, or one decoded token."""
+    """The last chunk of a prompt, or one token in decode."""
     ALL = "all"
-    """Every token: the newest one with a draft behind it, or a text that is scored."""
+    """Every token: the newest one followed by a draft, or a text to be scored."""
 
 
 class PageCopy(NamedTuple):
-    """The first `length` positions of page `source` go to page `target`, in every layer."""
+    """Copies the first `length` positions of page `source` to page `target`, in every layer."""
 
     source: int
     target: int
@@ -33,11 +33,11 @@ class PageCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A chunk of a prompt, or the newest token of a reply and what is drafted behind it.
+    """A prompt chunk, or the newest token of a reply followed by its draft.
 
-    `page_ids` are the pages of the sequence from its start, enough for `past_len` cached tokens and
-    these. `adapters` are applied to these rows; ids from `EMBEDDED_FROM` on stand for the vectors
-    of `embeddings`.
+    `page_ids` are the sequence's pages from its start, enough for the `past_len` cached tokens and
+    this segment's. `adapters` apply to all rows of the segment. Ids from `EMBEDDED_FROM` on stand
+    for the vectors of `embeddings`.
     """
 
     token_ids: tuple[int, ...]
@@ -48,7 +48,8 @@ class Segment:
     embeddings: tuple[EmbeddedSpan, ...] = ()
 
     def slots(self, page_size: int) -> Iterator[range]:
-        """Where its tokens' keys and values go, page by page: page number * page_size + offset."""
+        """Slots of the tokens' keys and values, one range per page: page_id * page_size +
+        offset."""
         position, end = self.past_len, self.past_len + len(self.token_ids)
         while position < end:
             page, offset = divmod(position, page_size)

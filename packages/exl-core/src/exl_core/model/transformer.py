@@ -1,9 +1,11 @@
 """The forward pass, top to bottom.
 
-One pass serves prefill chunks and decoding rows of many sequences at once: rows are flattened
-tokens, `Batch` says which belong together, `KVStore` holds what went before. Knows shapes and the
-choices of an architecture; knows neither requests nor files. R rows, H query heads, K key/value
-heads, D head dimension.
+One pass computes prefill chunks and decode rows of many sequences together. The rows are flattened
+tokens; `Batch` assigns them to sequences, and `KVStore` holds the keys and values of earlier
+passes. This module knows shapes and the choices of an architecture; it knows neither requests nor
+files.
+
+Dimensions: R rows, H query heads, K key/value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from exl_core.model.adapted import (
 from exl_core.model.adapters import AdapterUse, Matrix
 from exl_core.model.batch import AdapterRows, Batch
 from exl_core.model.key_smoothing import SAMPLE_POSITION_RANGE, KeySmoothing, KeySmoothingObserver
-from exl_core.model.observe import Observer, Part, taken_on
+from exl_core.model.observe import Observer, Part, checked_states
 from exl_core.model.rotation import RotationTable
 from exl_core.model.runner import make_batch, store_for
 from exl_core.model.segment import LogitRows, Segment
@@ -47,14 +49,14 @@ EMBEDDING, HEAD = Part("embedding"), Part("head")
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """What the layers of one pass share: the rows, bound for each kind of layer, and room."""
+    """State that all layers of one pass share: bound rows per window kind, buffers, cache."""
 
     store: KVStore
     adapters: tuple[AdapterRows, ...]
     rows: dict[Window, AttentionBatch]
     key_smoothing: tuple[KeySmoothing | tuple[None, None], ...]  # by layer
     qkv: Tensor  # [R, (H + 2K) * D]
-    mixed: Tensor  # [R, H * D], of qkv: attention puts its result where the queries were
+    attended: Tensor  # [R, H * D], a view of qkv: attention's result overwrites the queries
     gated: Tensor  # [R, intermediate]
 
 
@@ -68,8 +70,8 @@ class Transformer:
         ops: OpTable,
         sample_ids: tuple[int, ...] = (),
     ) -> None:
-        """`sample_ids`: a text to fit the heads to where keys are stored in 4 bits; none: they are
-        stored as they are."""
+        """`sample_ids`: text on which key smoothing is measured when keys are cached in 4 bits.
+        Without it, keys are cached unsmoothed."""
         self.config = config
         self.ops = ops
         self.weights_bytes = weights.size_bytes
@@ -85,7 +87,8 @@ class Transformer:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, store: KVStore, observe: Observer | None = None) -> Tensor:
-        """Logits, float32 [len(logit_rows), vocab_size]; keys and values of all rows are stored."""
+        """Logits, float32 [len(logit_rows), vocab_size]. Keys and values of all rows are written
+        to `store`."""
         x = self._embedding(batch)  # [R, hidden]
         current = self._bind(batch, store)
         if observe is None:
@@ -101,18 +104,22 @@ class Transformer:
 
     @torch.inference_mode()
     def embed(self, token_ids: Tensor) -> Tensor:
-        """What the first block gets for token_ids int64 [n]: float32 [n, hidden_size]."""
+        """Input of the first block for token_ids int64 [n]: float32 [n, hidden_size]."""
         x = self.ops.embedding(token_ids.to(self.ops.device), self._weights.embed)
         return self._scaled(x)
 
     def reserve_positions(self, end: int) -> None:
-        """Passes over positions below `end` may come as tensors on a GPU from now on."""
+        """Computes the RoPE tables for positions below `end`.
+
+        Afterwards, `Batch.positions` below `end` may be a GPU tensor, whose values the host does
+        not read.
+        """
         for rope in (self._rope, self._local_rope):
             if rope is not None:
                 rope.reserve(end)
 
     def check_adapters(self, uses: Iterable[AdapterUse]) -> None:
-        """RequestError for an adapter that was made for a model of other sizes."""
+        """Raises RequestError for an adapter whose model has other dimensions than this one."""
         if not all(use.adapter.fits(self.config) for use in uses):
             raise RequestError(
                 "an adapter was loaded for another model", next_step="Load it for this one."
@@ -137,7 +144,7 @@ class Transformer:
                     expected=x.shape[1],
                     got=vectors.shape[1],
                 )
-            x.index_copy_(0, rows.to(x.device), vectors.to(x.device))  # final: not scaled
+            x.index_copy_(0, rows.to(x.device), vectors.to(x.device))  # never scaled
         return x
 
     def _logits(self, x: Tensor, batch: Batch, observe: Observer | None) -> Tensor:
@@ -148,16 +155,16 @@ class Transformer:
         else:
             x = ops.rms_norm(x, weights.final_norm, config.norm_eps)
             if observe is not None:
-                x = taken_on(HEAD, observe.before(HEAD, x), x)
+                x = checked_states(HEAD, observe.before(HEAD, x), x)
             logits = self._adapted_logits(x, batch)
         if config.final_softcap is not None:
             logits = torch.tanh(logits / config.final_softcap) * config.final_softcap
         if observe is not None:
-            logits = taken_on(HEAD, observe.after(HEAD, logits), logits)
+            logits = checked_states(HEAD, observe.after(HEAD, logits), logits)
         return logits
 
     def _adapted_logits(self, x: Tensor, batch: Batch) -> Tensor:
-        """Logits of normed states [n, hidden], of the heads that their adapters have."""
+        """Logits of normed states [n, hidden], each range by the head of its adapters."""
         parts = []
         for first, last, head, deltas in head_rows(batch, self._weights.head):
             states = x[first:last]
@@ -166,19 +173,19 @@ class Transformer:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _observed_blocks(self, x: Tensor, current: _Pass, observe: Observer) -> Tensor:
-        x = taken_on(EMBEDDING, observe.after(EMBEDDING, x), x)
+        x = checked_states(EMBEDDING, observe.after(EMBEDDING, x), x)
         for layer in range(self.config.num_layers):
             for part, run in (
                 (Part("attention", layer), self._attend),
                 (Part("mlp", layer), self._transform),
             ):
-                x = taken_on(part, observe.before(part, x), x)
+                x = checked_states(part, observe.before(part, x), x)
                 run(x, layer, current)
-                x = taken_on(part, observe.after(part, x), x)
+                x = checked_states(part, observe.after(part, x), x)
         return x
 
     def _bind(self, batch: Batch, store: KVStore) -> _Pass:
-        """Read, check and allocate once what all layers share."""
+        """Checks the batch and allocates buffers, once for all layers."""
 
         def bound(rope: RotationTable) -> AttentionBatch:
             return self.ops.attention_batch(
@@ -211,7 +218,7 @@ class Transformer:
 
     @cached_property
     def _key_smoothing(self) -> tuple[KeySmoothing, ...]:
-        """Measured by the first pass that needs them, and fixed from then on."""
+        """Measured by the first pass that needs it, and constant from then on."""
         config, ids = self.config, self._sample_ids
         num_pages = pages_for(len(ids))
         text = Segment(
@@ -238,11 +245,11 @@ class Transformer:
         if adapters and is_adapted(adapters, layer, "qkv"):
             normed = ops.rms_norm(x, block.attention_norm, eps)
             add_deltas_(current.qkv, normed, adapters, layer, "qkv")
-        h: Inputs = current.mixed
+        h: Inputs = current.attended
         post_norm = block.attention_post_norm
         head_scale, head_shift = current.key_smoothing[layer]
         if post_norm is None and not adapters:
-            h = ops.inputs_for(attention.output, current.mixed)
+            h = ops.inputs_for(attention.output, current.attended)
         ops.attend_(
             current.qkv,
             current.rows[config.layer_windows[layer]],
@@ -277,7 +284,7 @@ class Transformer:
             ops.norm_gated_linear(x, block.mlp_norm, eps, mlp.gate_up, self._activation, h)
         self._add(x, h, mlp.down, block.mlp_post_norm, adapters, layer, "down")
 
-    def _add(  # noqa: PLR0917 - a matrix, and what is done around it
+    def _add(  # noqa: PLR0917 - operands of a linear, its norm and its adapters
         self,
         x: Tensor,
         h: Inputs,
@@ -287,7 +294,8 @@ class Transformer:
         layer: int,
         matrix: Matrix,
     ) -> None:
-        """x += h @ w, and what adapters add; normed before it is added where the family says so."""
+        """x += h @ w plus the adapters' deltas. With `post_norm` the sum is normed before it is
+        added to x."""
         if post_norm is None:
             self.ops.linear_add_(h, w, x)
             if adapters:

@@ -1,8 +1,8 @@
-"""What a transformer holds: packed matrices and norm weights, block by block.
+"""Weights of a transformer: packed matrices and norm weights, block by block.
 
-Projections that read the same input are packed as one matrix (q, k, v; gate, up), so that a step
-makes fewer, larger calls. Norm weights are float32 factors: what a family stores as "less one" has
-been made whole here.
+Projections that read the same input are packed as one matrix (q, k, v; gate, up), so that a pass
+makes fewer and larger calls. Norm weights are float32 factors: where a family stores the factor
+minus one, the one has already been added.
 """
 
 from __future__ import annotations
@@ -75,14 +75,18 @@ class ModelWeights:
 
     @property
     def decode_bytes(self) -> int:
-        """What a decode step reads: all but an untied embedding, of which it reads rows."""
+        """Bytes that a decode pass reads: all weights except an untied embedding, of which it reads
+        only a few rows."""
         is_tied = self.embed is self.head
         return self.size_bytes - (0 if is_tied else self.embed.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedWeights(ModelWeights):
-    """Of which the blocks are not all there at once; `packed_bytes` is what they would take."""
+    """Weights whose blocks are not all in memory at once.
+
+    `packed_bytes` is the size that all weights would take in memory.
+    """
 
     packed_bytes: int
 

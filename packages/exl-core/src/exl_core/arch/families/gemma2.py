@@ -1,4 +1,4 @@
-"""Gemma 2: local and global layers in turns, soft-caps, norms before and after."""
+"""Gemma 2: alternating local and global layers, soft-caps, norms before and after each part."""
 
 from __future__ import annotations
 

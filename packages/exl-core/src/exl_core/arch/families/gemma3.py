@@ -1,4 +1,5 @@
-"""Gemma 3, the language model: five local layers to each global one, norms before and after."""
+"""Gemma 3 (the language model): five local layers per global one, norms before and after each
+part."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ GEMMA3 = ArchSpec(
     embed_scale=EmbedScale.SQRT_HIDDEN,
     window_pattern=(*(Window.LOCAL,) * 5, Window.GLOBAL),
     tie_embeddings_default=True,
-    head_dim_default=256,  # published configurations leave out what equals these defaults
+    head_dim_default=256,  # published configurations omit values equal to these defaults
     num_q_heads_default=8,
     num_kv_heads_default=4,
     vocab_size_default=262_208,

@@ -1,4 +1,4 @@
-"""Llama 1, 2, 3.x and models of the same shape (SmolLM2, TinyLlama, Vicuna)."""
+"""Llama 1, 2, 3.x and models of the same architecture (SmolLM2, TinyLlama, Vicuna)."""
 
 from __future__ import annotations
 

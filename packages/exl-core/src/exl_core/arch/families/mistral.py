@@ -1,6 +1,6 @@
-"""Mistral: Llama's shapes, with a window in every layer where the checkpoint names one.
+"""Mistral: Llama's architecture, with a window in every layer if the checkpoint has a window size.
 
-GGUF files of it call themselves `llama`.
+Its GGUF files use the architecture name `llama`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from exl_core.arch.spec import ArchSpec, Window
 
 MISTRAL = ArchSpec(
     name="mistral",
-    hf_names=("MistralForCausalLM", "Mistral3ForConditionalGeneration"),  # of the latter, the text
+    hf_names=(
+        "MistralForCausalLM",
+        "Mistral3ForConditionalGeneration",
+    ),  # the latter: language model only
     gguf_names=(),
     window_pattern=(Window.LOCAL,),
     sliding_window_default=4096,

@@ -1,6 +1,6 @@
-"""Phi-3, Phi-3.5 and Phi-4 text models: Llama's shapes; q, k, v and gate, up are stored as one.
+"""Phi-3, Phi-3.5 and Phi-4 text models: Llama's architecture with fused q, k, v and gate, up.
 
-Not those whose RoPE is scaled by `longrope` (the contexts of 128k).
+Models whose RoPE is scaled by `longrope` (contexts of 128k) are not supported.
 """
 
 from __future__ import annotations

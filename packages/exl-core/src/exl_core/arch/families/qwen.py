@@ -1,6 +1,6 @@
-"""Qwen 2, 2.5 and 3, dense: Llama's shapes with biases of q, k and v, or with norms of their heads.
+"""Qwen 2, 2.5 and 3 (dense): Llama's architecture with biases on q, k, v, or with head norms.
 
-Their checkpoints name a window and, in `use_sliding_window`, that it is not used.
+Their checkpoints give a window size, and `use_sliding_window` says whether it is used.
 """
 
 from __future__ import annotations
