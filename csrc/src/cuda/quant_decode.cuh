@@ -1,11 +1,14 @@
-// Codes of a block of 32 rows, as they lie in a tile (exl/cuda.h), to A fragments of mma.m16n8k16.
+// Unpacks the codes of one block of 32 rows (layout: exl/cuda.h) into A fragments of mma.m16n8k16.
 //
-// A pair of codes is cut out of its words in place, into the mantissas of two float16 numbers whose
-// exponents are zero: code * 2^(position - 24), subnormal, which tensor cores multiply exactly and
-// no slower than others. Each quarter of the columns, that is each row g or g + 8 of an m16 tile,
-// has one position, so that its sums have one scale. The layout puts codes where most of them need
-// a mask and every word a shift or two: 18, 25, 20, 29, 30 and 16 instructions a block of 2, 3, 4,
-// 5, 6 and 8 bits. Zeros and minimums are the caller's, times the sums of inputs.
+// A pair of codes is masked out of its word in place. The result is two float16 numbers whose
+// exponent bits are zero and whose mantissas hold the codes: the subnormal numbers code * 2^(shift
+// - 24). Tensor cores multiply subnormal numbers exactly and at full speed. All codes of a quarter
+// of the columns (row g or g + 8 of an m16 tile) have the same shift, so that one factor scales the
+// sums of a column. The layout is chosen such that most pairs need one mask and every word one or
+// two shifts: 18, 25, 20, 29, 30 and 16 instructions per block of 2, 3, 4, 5, 6 and 8 bits.
+//
+// Zeros and minimums are not applied here. quant_unit.cuh applies them to the sums of the inputs,
+// quant_wide_unit.cuh to each weight.
 #pragma once
 
 #include "quant_tiles.cuh"
@@ -14,8 +17,8 @@
 
 namespace exl::cuda {
 
-// The bit of a mantissa at which codes of columns 8 `quarter` .. + 7 begin.
-__host__ __device__ constexpr int position_of(int bits, int quarter) {
+// Mantissa bit at which the codes of columns 8 * quarter .. 8 * quarter + 7 begin.
+__host__ __device__ constexpr int mantissa_shift(int bits, int quarter) {
     switch (bits) {
         case 2: return 2 * quarter;
         case 3: return quarter < 2 ? 3 * quarter : 6;
@@ -26,9 +29,10 @@ __host__ __device__ constexpr int position_of(int bits, int quarter) {
     }
 }
 
-// What sums of products with those columns' fragments are to be multiplied with.
-__host__ __device__ constexpr float unit_of_code(int bits, int quarter) {
-    return static_cast<float>(1 << (24 - position_of(bits, quarter)));
+// Factor 2^(24 - shift) that turns sums of products with subnormal codes of these columns into sums
+// of products with the codes.
+__host__ __device__ constexpr float subnormal_factor(int bits, int quarter) {
+    return static_cast<float>(1 << (24 - mantissa_shift(bits, quarter)));
 }
 
 // (a & mask) | c
@@ -46,31 +50,33 @@ struct BlockCodes {
         load_words<kBits>(words, block, lane);
     }
 
-    // The bits of kBase are set too.
-    template <int kPair, uint32_t kBase = 0, int kPiece = 0>
-    __device__ __forceinline__ uint32_t pair(uint32_t others = kBase) const {
-        constexpr Piece kFrom = piece_of(kBits, kPair, kPiece);
-        constexpr int kTo = position_of(kBits, kPair / 4) + kFrom.first;
-        constexpr int kShift = kFrom.at - kTo;
-        static_assert(kShift >= 0 && kTo + kFrom.bits <= 10);
-        constexpr uint32_t kMask = ((1u << kFrom.bits) - 1) * 0x00010001u << kTo;
-        const uint32_t word = words[kFrom.word];
+    // Extracts pair kPair at its mantissa shift and ORs kBase into the result. Recurses over the
+    // bit fields of the pair.
+    template <int kPair, uint32_t kBase = 0, int kFieldIndex = 0>
+    __device__ __forceinline__ uint32_t pair(uint32_t rest = kBase) const {
+        constexpr BitField kField = field_of(kBits, kPair, kFieldIndex);
+        constexpr int kTo = mantissa_shift(kBits, kPair / 4) + kField.first;
+        constexpr int kShift = kField.shift - kTo;
+        static_assert(kShift >= 0 && kTo + kField.bits <= 10);
+        constexpr uint32_t kMask = ((1u << kField.bits) - 1) * 0x00010001u << kTo;
+        const uint32_t word = words[kField.word];
         uint32_t both;
         if constexpr (kBits == 8 && kShift == 8) {
             both = __byte_perm(word, kBase, 0x5351);
-        } else if constexpr (kPiece == 0 && kBase == 0) {
+        } else if constexpr (kFieldIndex == 0 && kBase == 0) {
             both = word >> kShift & kMask;
         } else {
-            both = and_or(word >> kShift, kMask, others);
+            both = and_or(word >> kShift, kMask, rest);
         }
-        if constexpr (kPiece + 1 < num_pieces(kBits, kPair)) {
-            return pair<kPair, kBase, kPiece + 1>(both);
+        if constexpr (kFieldIndex + 1 < num_fields(kBits, kPair)) {
+            return pair<kPair, kBase, kFieldIndex + 1>(both);
         } else {
             return both;
         }
     }
 
-    // The fragment of columns 16 kColumns .. + 15 and of step kStep.
+    // A fragment of columns 16 * kColumns .. 16 * kColumns + 15 for the k16 step kStep of the
+    // block: rows 8 t + 4 * kStep .. 8 t + 4 * kStep + 3, with t = 0 .. 3.
     template <int kColumns, int kStep, uint32_t kBase = 0>
     __device__ __forceinline__ void fragment(uint32_t (&a)[4]) const {
         constexpr int kFirst = 8 * kColumns + 2 * kStep;

@@ -1,10 +1,13 @@
-// Chunks of quantized strips through a ring in shared memory, one ring for each warp.
+// Weight pipeline of the decode kernel: copies k-tiles from global to shared memory, per warp.
 //
-// A chunk is one unit, or several short ones: up to four blocks of 32 rows. A warp has as many on
-// their way as its ring has slots, across the ends of tiles; nothing but that warp waits for them.
-// A chunk's copy is one bulk copy on 9.0 and 16 bytes a lane before; either way a barrier in shared
-// memory says when its bytes have come. Chunks that are alike and follow each other are a series:
-// what it is lies beside the slot that it begins in, and is worked out once for all of them.
+// Every warp has a pipeline of its own and never waits for another warp. A stage holds one load:
+// one k-tile, or several short k-tiles of the same shape, up to four blocks of 32 rows. All stages
+// are in flight at once, also across the ends of output tiles. A load is one bulk copy on compute
+// capability 9.0; earlier devices copy 16 bytes per lane (cp.async). An mbarrier per stage signals
+// that the bytes have arrived (7.5 copies synchronously and has none).
+//
+// A load run is a sequence of loads of the same shape, one after the other in the panel. Its
+// description is computed once and stored beside the stage that receives its first load.
 #pragma once
 
 #include "quant_work.cuh"
@@ -13,50 +16,53 @@ namespace exl::cuda {
 
 constexpr int kWarpBits = 3;
 constexpr int kWarps = 1 << kWarpBits;  // of a thread block
-constexpr int kMostSlots = 8;
-constexpr int kChunkBlocks = 4;
+constexpr int kMaxStages = 8;
+constexpr int kStageBlocks = 4;  // blocks of a load, at most
 
-// Chunks that are alike, one after the other; or the first one of them.
-struct Chunks {
-    uint32_t what;
-    uint32_t place;
+// Description of a load run, and of its first load. `shape` holds, from bit 0: bit width (4 bits),
+// k-tiles per load (4), blocks per k-tile (4), part (2), two unused bits, offset kind (2), float32
+// scales (1), and kIsLast. `position` holds the first block (16 bits) and the number of loads.
+struct LoadRun {
+    uint32_t shape;
+    uint32_t position;
 
-    static constexpr uint32_t kIsLast = 1u << 20;  // of the warp's share of a tile
+    static constexpr uint32_t kIsLast = 1u << 20;  // the run ends the warp's k-slice of a tile
 
-    __device__ __forceinline__ static uint32_t of(const QuantPart& part, int index) {
+    __device__ __forceinline__ static uint32_t part_shape(const QuantPart& part, int index) {
         return index << 12 | part.offset_kind << 16 | (part.scale_dtype == kF32) << 18;
     }
-    __device__ __forceinline__ static uint32_t of(int bits, int units, int blocks) {
-        return bits | units << 4 | blocks << 8;
+    __device__ __forceinline__ static uint32_t load_shape(int bits, int k_tiles, int blocks) {
+        return bits | k_tiles << 4 | blocks << 8;
     }
-    __device__ __forceinline__ static uint32_t place_of(uint32_t block, uint32_t count) {
+    __device__ __forceinline__ static uint32_t position_of(uint32_t block, uint32_t count) {
         return block | count << 16;
     }
-    __device__ __forceinline__ int bits() const { return what & 15; }
-    __device__ __forceinline__ int units() const { return what >> 4 & 15; }
-    __device__ __forceinline__ int unit_blocks() const { return what >> 8 & 15; }
-    __device__ __forceinline__ int blocks() const { return units() * unit_blocks(); }
-    __device__ __forceinline__ int part() const { return what >> 12 & 3; }
-    __device__ __forceinline__ int offset_kind() const { return what >> 16 & 3; }
-    __device__ __forceinline__ bool has_floats() const { return what >> 18 & 1; }
-    // Float16 scales, zeros in the middle: EXL2's.
-    __device__ __forceinline__ bool is_plain() const { return (what >> 16 & 7) == 0; }
-    __device__ __forceinline__ bool is_last() const { return what & kIsLast; }
-    __device__ __forceinline__ bool is_empty() const { return units() == 0; }
-    // Of one unit of four blocks, as most are.
-    __device__ __forceinline__ bool is_whole() const { return (what & 0xff0) == 0x410; }
-    __device__ __forceinline__ uint32_t block() const { return place & 0xffff; }  // of the matrix
-    __device__ __forceinline__ int count() const { return place >> 16; }
-    // The last `left` ones of them.
-    __device__ __forceinline__ Chunks last(int left) const {
-        return {what, place_of(block() + (count() - left) * blocks(), left)};
+    __device__ __forceinline__ int bits() const { return shape & 15; }
+    __device__ __forceinline__ int k_tiles() const { return shape >> 4 & 15; }
+    __device__ __forceinline__ int k_tile_blocks() const { return shape >> 8 & 15; }
+    __device__ __forceinline__ int blocks() const { return k_tiles() * k_tile_blocks(); }
+    __device__ __forceinline__ int part() const { return shape >> 12 & 3; }
+    __device__ __forceinline__ int offset_kind() const { return shape >> 16 & 3; }
+    __device__ __forceinline__ bool has_floats() const { return shape >> 18 & 1; }
+    // Float16 scales and no stored offsets, as in EXL2.
+    __device__ __forceinline__ bool is_plain() const { return (shape >> 16 & 7) == 0; }
+    __device__ __forceinline__ bool is_last() const { return shape & kIsLast; }
+    __device__ __forceinline__ bool is_empty() const { return k_tiles() == 0; }
+    // One k-tile of four blocks per load, the most frequent shape.
+    __device__ __forceinline__ bool is_full_k_tile() const { return (shape & 0xff0) == 0x410; }
+    // First block, counted from the start of the matrix.
+    __device__ __forceinline__ uint32_t block() const { return position & 0xffff; }
+    __device__ __forceinline__ int count() const { return position >> 16; }
+    // The last n loads of the run, as a run.
+    __device__ __forceinline__ LoadRun last(int n) const {
+        return {shape, position_of(block() + (count() - n) * blocks(), n)};
     }
 };
 
-// Shared memory of one warp ahead of its ring.
-struct RingState {
-    Chunks chunks[kMostSlots];  // where a series begins
-    uint64_t barriers[kMostSlots];
+// Shared memory of one warp beside its stages.
+struct PipelineState {
+    LoadRun load_runs[kMaxStages];  // valid for stages that hold the first load of a run
+    uint64_t barriers[kMaxStages];
 };
 
 #ifdef __CUDACC__
@@ -65,15 +71,15 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-class ChunkStream {
+class WeightPipeline {
 public:
-    __device__ __forceinline__ ChunkStream(
-        const QuantLinearArgs& args, RingState* state, uint8_t* ring, int warp, int lane
+    __device__ __forceinline__ WeightPipeline(
+        const QuantLinearArgs& args, PipelineState* state, uint8_t* buffers, int warp, int lane
     )
-        : args_(args), state_(state), ring_(ring), warp_(warp), lane_(lane),
+        : args_(args), state_(state), buffers_(buffers), warp_(warp), lane_(lane),
           tile_(blockIdx.x >> args.split_bits) {
 #if __CUDA_ARCH__ >= 800
-        if (lane < kMostSlots) {
+        if (lane < kMaxStages) {
             constexpr int kArrivals = __CUDA_ARCH__ >= 900 ? 1 : kWarp;
             asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(
                              shared_address(&state->barriers[lane])
@@ -86,27 +92,28 @@ public:
 #endif
 #endif
         __syncwarp();
-        for (int slot = 0; slot < args.slots; ++slot) {
-            if (must_open()) open_series(slot);
-            issue(slot);
+        for (int stage = 0; stage < args.num_stages; ++stage) {
+            if (needs_load_run()) open_load_run(stage);
+            issue(stage);
         }
     }
 
-    // The series that begins with the chunk at hand, whose bytes may be on their way. Units of 0
-    // mark the end.
-    __device__ __forceinline__ Chunks front() const { return series_at(slot_); }
-    // The one that begins with the chunk after it, where the ring has several slots.
-    __device__ __forceinline__ Chunks next() const {
-        if (args_.slots == 1) return {0, 0};
-        return series_at(slot_ + 1 == args_.slots ? 0 : slot_ + 1);
+    // The load run that begins in the current stage; its bytes may still be in flight. It is empty
+    // after the last load.
+    __device__ __forceinline__ LoadRun front() const { return load_run_at(stage_); }
+    // The load run that begins in the next stage. Empty if the pipeline has one stage only: there
+    // the next load is not known before `release`.
+    __device__ __forceinline__ LoadRun next() const {
+        if (args_.num_stages == 1) return {0, 0};
+        return load_run_at(stage_ + 1 == args_.num_stages ? 0 : stage_ + 1);
     }
-    __device__ __forceinline__ const uint8_t* bytes() const {
-        return ring_ + slot_ * args_.slot_bytes;
+    __device__ __forceinline__ const uint8_t* data() const {
+        return buffers_ + stage_ * args_.stage_bytes;
     }
-    // Until its bytes have come.
+    // Waits until the bytes of the current stage have arrived.
     __device__ __forceinline__ void wait() const {
 #if __CUDA_ARCH__ >= 800
-        const uint32_t barrier = shared_address(&state_->barriers[slot_]);
+        const uint32_t barrier = shared_address(&state_->barriers[stage_]);
         uint32_t is_done = 0;
         while (!is_done) {
 #if __CUDA_ARCH__ >= 900
@@ -131,151 +138,156 @@ public:
         }
 #endif
     }
-    // Whether `pop` has a series to open, which it is told apart for: that is a lot of code.
-    __device__ __forceinline__ bool must_open() const {
-        return series_left_ == 0 && tile_ < args_.tiles;
+    // Returns whether `release` has to open a load run. Callers test it so that `open_load_run`,
+    // which is long, is compiled into one place only.
+    __device__ __forceinline__ bool needs_load_run() const {
+        return loads_left_ == 0 && tile_ < args_.num_tiles;
     }
-    // Whether what `pop` copies is of the same series as what was copied before.
-    __device__ __forceinline__ bool goes_on() const { return series_left_ > 0; }
-    // Gives its slot to the next copy; all its bytes have been read.
+    // Returns whether the next load to be issued belongs to the same run as the previous one.
+    __device__ __forceinline__ bool continues_run() const { return loads_left_ > 0; }
+    // Releases the current stage, whose bytes have all been read, issues the next load into it and
+    // moves on to the next stage. `may_open`: whether a new load run may be opened.
     template <bool may_open>
-    __device__ __forceinline__ void pop() {
+    __device__ __forceinline__ void release() {
         __syncwarp();
-        if (may_open && must_open()) open_series(slot_);
-        issue(slot_);
-        step();
+        if (may_open && needs_load_run()) open_load_run(stage_);
+        issue(stage_);
+        advance();
     }
-    // Where the series goes on.
-    __device__ __forceinline__ void pop_on() {
+    // The same where `continues_run` is true.
+    __device__ __forceinline__ void release_in_run() {
         __syncwarp();
-        issue_next(slot_);
-        step();
+        issue_next(stage_);
+        advance();
     }
 
 private:
-    __device__ __forceinline__ void step() {
-        const bool wraps = ++slot_ == args_.slots;
-        if (wraps) slot_ = 0;
+    __device__ __forceinline__ void advance() {
+        const bool wraps = ++stage_ == args_.num_stages;
+        if (wraps) stage_ = 0;
         phase_ ^= wraps;
     }
 
-    __device__ __forceinline__ Chunks series_at(int slot) const {
+    __device__ __forceinline__ LoadRun load_run_at(int stage) const {
         __syncwarp();
-        const Chunks& chunks = state_->chunks[slot];
-        return {uniform(chunks.what), uniform(chunks.place)};
+        const LoadRun& run = state_->load_runs[stage];
+        return {uniform(run.shape), uniform(run.position)};
     }
 
-    // Begins the copy of the next chunk, if there is one.
-    __device__ __forceinline__ void issue(int slot) {
-        if (series_left_ == 0) {
-            if (lane_ == 0) state_->chunks[slot] = {0, 0};
+    // Starts the copy of the next load. Without one, marks the stage as empty.
+    __device__ __forceinline__ void issue(int stage) {
+        if (loads_left_ == 0) {
+            if (lane_ == 0) state_->load_runs[stage] = {0, 0};
             return;
         }
-        issue_next(slot);
+        issue_next(stage);
     }
-    __device__ __forceinline__ void issue_next(int slot) {
-        --series_left_;
-        copy(slot, size_);
-        from_ += size_;
+    __device__ __forceinline__ void issue_next(int stage) {
+        --loads_left_;
+        copy(stage, load_bytes_);
+        source_ += load_bytes_;
     }
 
-    // The next chunks that are alike.
-    __device__ __forceinline__ void open_series(int slot) {
+    // Determines the next load run and stores its description for `stage`.
+    __device__ __forceinline__ void open_load_run(int stage) {
         if (run_left_ == 0) {
-            if (left_ > 0) {
+            if (slice_left_ > 0) {
                 const QuantPart& part = args_.parts[part_];
                 ++run_;
                 open_run(part, run_at(part, run_).first_unit);
                 in_group_ = 0;
             } else {
-                open_share();
+                open_k_slice();
             }
         }
-        int units = 1, blocks = last_blocks_, count = 1;
-        if (group_units_ == 1) {
-            units = min(chunk_units_, run_left_);
-            if (units > 0) count = run_left_ / units;
-        } else if (last_blocks_ == kChunkBlocks) {
+        int k_tiles = 1, blocks = last_blocks_, count = 1;
+        if (group_k_tiles_ == 1) {
+            k_tiles = min(load_k_tiles_, run_left_);
+            if (k_tiles > 0) count = run_left_ / k_tiles;
+        } else if (last_blocks_ == kStageBlocks) {
             count = run_left_;
-        } else if (in_group_ + 1 < group_units_) {
-            blocks = kChunkBlocks;
-            count = min(group_units_ - 1 - in_group_, run_left_);
+        } else if (in_group_ + 1 < group_k_tiles_) {
+            blocks = kStageBlocks;
+            count = min(group_k_tiles_ - 1 - in_group_, run_left_);
             in_group_ += count;
         } else {
             in_group_ = 0;
         }
-        series_left_ = count;
-        size_ = units * (header_bytes_ + 128 * bits_ * blocks);
-        run_left_ -= count * units;
-        const bool is_at_end = run_left_ == 0 && left_ == 0;
+        loads_left_ = count;
+        load_bytes_ = k_tiles * (header_bytes_ + 128 * bits_ * blocks);
+        run_left_ -= count * k_tiles;
+        const bool is_at_end = run_left_ == 0 && slice_left_ == 0;
         if (is_at_end) tile_ += gridDim.x >> args_.split_bits;
         if (lane_ == 0) {
-            const uint32_t what = Chunks::of(units > 0 ? bits_ : 0, units, blocks);
-            state_->chunks[slot] = {
-                part_word_ | what | (is_at_end ? Chunks::kIsLast : 0),
-                Chunks::place_of(block_, count)
+            const uint32_t shape = LoadRun::load_shape(k_tiles > 0 ? bits_ : 0, k_tiles, blocks);
+            state_->load_runs[stage] = {
+                part_shape_ | shape | (is_at_end ? LoadRun::kIsLast : 0),
+                LoadRun::position_of(block_, count)
             };
         }
-        block_ += count * units * blocks;
+        block_ += count * k_tiles * blocks;
     }
 
-    // This warp's share of the tile.
-    __device__ __forceinline__ void open_share() {
-        const StripPlace place(args_, TilePlace(args_, tile_), warp_ & (args_.wide() - 1));
-        const QuantPart& part = args_.parts[place.part];
-        const int slice_bits = kWarpBits - args_.wide_bits + args_.split_bits;
+    // Begins this warp's k-slice of the output tile `tile_`. A warp whose panel does not exist, or
+    // whose slice is empty, gets one load without k-tiles.
+    __device__ __forceinline__ void open_k_slice() {
+        const PanelLocation location(
+            args_, TileLocation(args_, tile_), warp_ & (args_.panels() - 1)
+        );
+        const QuantPart& part = args_.parts[location.part];
+        const int slice_bits = kWarpBits - args_.panel_bits + args_.split_bits;
         const uint32_t rank = blockIdx.x & (args_.splits() - 1);
-        const uint32_t slice = (rank << kWarpBits | warp_) >> args_.wide_bits;
-        const uint32_t first = part.num_units * slice >> slice_bits;
-        left_ = static_cast<int>((part.num_units * (slice + 1) >> slice_bits) - first);
-        if (place.strip >= part.strips) left_ = 0;
-        part_ = place.part;
-        part_word_ = Chunks::of(part, place.part);
+        const uint32_t slice = (rank << kWarpBits | warp_) >> args_.panel_bits;
+        const uint32_t first = part.num_k_tiles * slice >> slice_bits;
+        slice_left_ = static_cast<int>((part.num_k_tiles * (slice + 1) >> slice_bits) - first);
+        if (location.panel >= part.num_panels) slice_left_ = 0;
+        part_ = location.part;
+        part_shape_ = LoadRun::part_shape(part, location.part);
         header_bytes_ = part.header_bytes;
-        if (left_ == 0) {  // a chunk of no units
-            chunk_units_ = 0, group_units_ = 1;
+        if (slice_left_ == 0) {
+            load_k_tiles_ = 0, group_k_tiles_ = 1;
             return;
         }
-        run_ = run_of(part, first);
+        run_ = find_run(part, first);
         const ExlQuantRun run = run_at(part, run_);
         const uint32_t in_run = first - run.first_unit;
         const uint32_t groups = run.group_units == 1 ? in_run : in_run / run.group_units;
         const uint32_t in_group = in_run - groups * run.group_units;
-        const uint32_t group_blocks = (run.group_units - 1) * kChunkBlocks + run.last_blocks;
-        const uint32_t blocks = groups * group_blocks + in_group * kChunkBlocks;
+        const uint32_t group_blocks = (run.group_units - 1) * kStageBlocks + run.last_blocks;
+        const uint32_t blocks = groups * group_blocks + in_group * kStageBlocks;
         block_ = run.first_block + blocks;
-        from_ = part.tiles + static_cast<int64_t>(place.strip) * part.strip_bytes + run.offset +
-                in_run * header_bytes_ + blocks * 128 * run.bits;
+        source_ = part.packed + static_cast<int64_t>(location.panel) * part.panel_bytes +
+                  run.offset + in_run * header_bytes_ + blocks * 128 * run.bits;
         open_run(part, first);
         in_group_ = static_cast<int>(in_group);
     }
 
-    // The run `run_` of the share's part, from that unit on.
-    __device__ __forceinline__ void open_run(const QuantPart& part, uint32_t unit) {
+    // Begins run number `run_` of the part at a k-tile.
+    __device__ __forceinline__ void open_run(const QuantPart& part, uint32_t k_tile) {
         const ExlQuantRun run = run_at(part, run_);
         const uint32_t end =
-            run_ + 1 < part.num_runs ? run_at(part, run_ + 1).first_unit : part.num_units;
+            run_ + 1 < part.num_runs ? run_at(part, run_ + 1).first_unit : part.num_k_tiles;
         bits_ = run.bits;
-        group_units_ = run.group_units;
+        group_k_tiles_ = run.group_units;
         last_blocks_ = run.last_blocks;
-        chunk_units_ = last_blocks_ == 1 ? 4 : last_blocks_ == 2 ? 2 : 1;  // kChunkBlocks in all
-        run_left_ = min(static_cast<int>(end - unit), left_);
-        left_ -= run_left_;
+        load_k_tiles_ = last_blocks_ == 1 ? 4 : last_blocks_ == 2 ? 2 : 1;  // at most kStageBlocks
+        run_left_ = min(static_cast<int>(end - k_tile), slice_left_);
+        slice_left_ -= run_left_;
     }
 
-    __device__ __forceinline__ void copy(int slot, int size) {
-        const uint32_t to = shared_address(ring_ + slot * args_.slot_bytes);
-        const uint32_t barrier = shared_address(&state_->barriers[slot]);
+    __device__ __forceinline__ void copy(int stage, int size) {
+        const uint32_t to = shared_address(buffers_ + stage * args_.stage_bytes);
+        const uint32_t barrier = shared_address(&state_->barriers[stage]);
 #if __CUDA_ARCH__ >= 900
         if (lane_ == 0) {
             asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier),
                          "r"(size)
                          : "memory");
-            if (size > 0) copy_weights(to, from_, size, barrier);
+            if (size > 0) copy_weights(to, source_, size, barrier);
         }
 #else
         for (int byte = 16 * lane_; byte < size; byte += 16 * kWarp) {
-            copy_async_16(ring_ + slot * args_.slot_bytes + byte, from_ + byte);
+            copy_async_16(buffers_ + stage * args_.stage_bytes + byte, source_ + byte);
         }
 #if __CUDA_ARCH__ >= 800
         asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
@@ -284,23 +296,25 @@ private:
     }
 
     const QuantLinearArgs& args_;
-    RingState* state_;
-    uint8_t* ring_;
+    PipelineState* state_;
+    uint8_t* buffers_;
     uint32_t warp_;
     int lane_;
-    // What is copied next: of a tile, and what is left of the warp's share past the run at hand.
+    // The next load to be issued: its output tile, part, address and first block.
     uint32_t tile_;
-    uint32_t part_word_ = 0;
-    int part_ = 0, header_bytes_ = 0, left_ = 0;
-    const uint8_t* from_ = nullptr;
+    uint32_t part_shape_ = 0;
+    int part_ = 0, header_bytes_ = 0;
+    int slice_left_ = 0;  // k-tiles of the k-slice after the current run
+    const uint8_t* source_ = nullptr;
     uint32_t block_ = 0;
-    // Of the run.
-    int run_ = 0, run_left_ = 0, bits_ = 0, group_units_ = 1, last_blocks_ = 1, chunk_units_ = 0;
-    int in_group_ = 0;  // units that have passed of a group of several
-    // Of the series: chunks to copy, and the bytes of each.
-    int series_left_ = 0, size_ = 0;
-    // The slot at hand.
-    int slot_ = 0;
+    // Current run (ExlQuantRun): run_left_ of its k-tiles are left in the k-slice, and a load takes
+    // load_k_tiles_ of them if each k-tile is a whole group.
+    int run_ = 0, run_left_ = 0, bits_ = 0, group_k_tiles_ = 1, last_blocks_ = 1, load_k_tiles_ = 0;
+    int in_group_ = 0;  // k-tiles of the current group that precede the next load
+    // Current load run: loads to be issued, and the bytes of each.
+    int loads_left_ = 0, load_bytes_ = 0;
+    // Stage to be consumed next, and the parity of its barrier's phase.
+    int stage_ = 0;
     uint32_t phase_ = 0;
 };
 

@@ -1,4 +1,8 @@
-// The layout of quantized matrices (cuda.h) as code: where the codes of a lane's pairs lie.
+// Packed layout of quantized matrices as code. exl/cuda.h documents it.
+//
+// A matrix consists of column panels (32 columns), a panel of k-tiles (up to four blocks of 32 rows
+// of one quantization group), a block of the words of 32 lanes. `field_of` gives the position of
+// each code in a lane's words; packing, unpacking and the MMA kernels all derive from it.
 #pragma once
 
 #include "common.cuh"
@@ -6,27 +10,33 @@
 namespace exl::cuda {
 
 constexpr int kBlockRows = 32;
-constexpr int kStripColumns = 32;
-constexpr int kUnitBlocks = 4;
+constexpr int kPanelColumns = 32;
+constexpr int kKTileBlocks = 4;
 
 inline int64_t scale_bytes_of(int type) { return type == kF32 ? 4 : 2; }
 
 #ifdef __CUDACC__
 
-// Pair n = 4 q + j of lane 4 g + t: column 8 q + g, rows 8 t + 2 j and the one after it.
+// Pairs of codes per lane and block. Pair n = 4 q + j of lane 4 g + t holds column 8 q + g, rows
+// 8 t + 2 j and 8 t + 2 j + 1.
 constexpr int kPairs = 16;
 
-// A run of bits of a pair's codes: in which of the lane's words, from which bit of a half on.
-struct Piece {
-    int word, at;
-    int first, bits;  // of the code
+// Bit field that holds some bits of both codes of a pair. The first code's bits begin at bit
+// `shift` of the lane's word number `word`, the second code's 16 bits higher.
+struct BitField {
+    int word, shift;
+    int first, bits;  // bits first .. first + bits - 1 of the code
 };
 
-// Most codes lie in one piece; what does not fit goes into the bits that are left.
-__host__ __device__ constexpr int num_pieces(int bits, int pair) {
-    return bits == 3 && pair == 15 ? 3 : bits == 5 && pair == 15 ? 5 : bits == 6 && pair > 11 ? 2 : 1;
+// Number of bit fields of a pair. Most pairs have one. Pairs that do not fit into a word are split
+// over the bits that the other pairs leave free.
+__host__ __device__ constexpr int num_fields(int bits, int pair) {
+    return bits == 3 && pair == 15  ? 3
+           : bits == 5 && pair == 15 ? 5
+           : bits == 6 && pair > 11  ? 2
+                                     : 1;
 }
-__host__ __device__ constexpr Piece piece_of(int bits, int pair, int i) {
+__host__ __device__ constexpr BitField field_of(int bits, int pair, int i) {
     const int q = pair / 4, j = pair % 4;
     switch (bits) {
         case 2: return {j / 2, 2 * q + 8 * (j % 2), 0, 2};
@@ -49,11 +59,12 @@ __host__ __device__ constexpr Piece piece_of(int bits, int pair, int i) {
     }
 }
 
-// Words of a lane come in two parts, each of all lanes together: so many in the first one.
-__host__ __device__ constexpr int first_words(int bits) { return bits < 4 ? 2 : 4; }
+// Number of words per lane in the first part of a block. A block stores its words in two parts;
+// each part holds the words of all lanes, those of one lane next to each other.
+__host__ __device__ constexpr int first_part_words(int bits) { return bits < 4 ? 2 : 4; }
 
 template <int count, int size>
-__device__ __forceinline__ void load_some(
+__device__ __forceinline__ void load_part(
     uint32_t (&words)[size], int first, const uint8_t* from, int lane
 ) {
     if constexpr (count == 1) {
@@ -71,13 +82,13 @@ template <int bits>
 __device__ __forceinline__ void load_words(
     uint32_t (&words)[bits], const uint8_t* block, int lane
 ) {
-    constexpr int kFirst = first_words(bits);
-    load_some<kFirst>(words, 0, block, lane);
-    load_some<bits - kFirst>(words, kFirst, block + 128 * kFirst, lane);
+    constexpr int kFirst = first_part_words(bits);
+    load_part<kFirst>(words, 0, block, lane);
+    load_part<bits - kFirst>(words, kFirst, block + 128 * kFirst, lane);
 }
 
 template <int count, int size>
-__device__ __forceinline__ void store_some(
+__device__ __forceinline__ void store_part(
     const uint32_t (&words)[size], int first, uint8_t* to, int lane
 ) {
     if constexpr (count == 1) {
@@ -93,41 +104,43 @@ template <int bits>
 __device__ __forceinline__ void store_words(
     const uint32_t (&words)[bits], uint8_t* block, int lane
 ) {
-    constexpr int kFirst = first_words(bits);
-    store_some<kFirst>(words, 0, block, lane);
-    store_some<bits - kFirst>(words, kFirst, block + 128 * kFirst, lane);
+    constexpr int kFirst = first_part_words(bits);
+    store_part<kFirst>(words, 0, block, lane);
+    store_part<bits - kFirst>(words, kFirst, block + 128 * kFirst, lane);
 }
 
-// Two codes of a pair, 16 bits apart, out of a lane's words.
+// Extracts both codes of a pair from a lane's words. The second code is 16 bits above the first.
 template <int bits>
-__device__ __forceinline__ uint32_t codes_of(const uint32_t (&words)[bits], int pair) {
+__device__ __forceinline__ uint32_t pair_codes(const uint32_t (&words)[bits], int pair) {
     uint32_t codes = 0;
 #pragma unroll
     for (int i = 0; i < 5; ++i) {
-        if (i >= num_pieces(bits, pair)) break;
-        const Piece piece = piece_of(bits, pair, i);
-        const uint32_t mask = ((1u << piece.bits) - 1) * 0x00010001u;
-        codes |= (words[piece.word] >> piece.at & mask) << piece.first;
+        if (i >= num_fields(bits, pair)) break;
+        const BitField field = field_of(bits, pair, i);
+        const uint32_t mask = ((1u << field.bits) - 1) * 0x00010001u;
+        codes |= (words[field.word] >> field.shift & mask) << field.first;
     }
     return codes;
 }
 
-// Index of a column's scale among the 32 of its strip.
+// Index of a column's scale among the 32 scales of a k-tile in its panel.
 __host__ __device__ constexpr int scale_index(int column) {
     return 4 * (column % 8) + column / 8;
 }
 
-// Bytes of a unit before its blocks, and of these the scales'.
-struct UnitHead {
-    int scale_bytes;  // of one scale
+// Header of a k-tile: 32 scales, then 32 offsets if they are stored. The blocks follow.
+struct KTileHeader {
+    int scale_bytes;  // of one scale: 2 or 4
     int offset_kind;
 
-    __host__ __device__ int offsets() const { return kStripColumns * scale_bytes; }
-    __host__ __device__ int blocks() const {
+    // Byte position of the offsets in the k-tile.
+    __host__ __device__ int offsets_at() const { return kPanelColumns * scale_bytes; }
+    // Size of the header, which is the byte position of the first block.
+    __host__ __device__ int size_bytes() const {
         const int offset_bytes = offset_kind == EXL_OFFSET_MIDDLE  ? 0
                                  : offset_kind == EXL_OFFSET_ZEROS ? 1
                                                                    : scale_bytes;
-        return kStripColumns * (scale_bytes + offset_bytes);
+        return kPanelColumns * (scale_bytes + offset_bytes);
     }
 };
 

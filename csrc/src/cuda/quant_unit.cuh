@@ -1,7 +1,10 @@
-// A chunk of units of a quantized matrix times the inputs' rows that meet it, by one warp.
+// Inner loop of the decode kernel: one warp multiplies the k-tiles of its pipeline with the inputs.
 //
-// total += scale * codes @ x + offset * sum(x) for each unit, for 32 columns and 1 row of the batch
-// or some times 8; the offset is -scale * zero or a minimum, the sum of inputs a product with ones.
+// For each k-tile, 32 columns and 1, 8, 16 or 32 rows of the batch:
+//
+//   total += scale * (codes @ x) + offset * sum(x)        offset = -scale * zero, or the minimum
+//
+// Tensor cores compute both sums. The A operand of sum(x) is a matrix of ones.
 #pragma once
 
 #include <type_traits>
@@ -13,31 +16,37 @@
 
 namespace exl::cuda {
 
-// Rows of the batch of one launch: one, or so many tiles of 8. One row fills all columns of B.
-template <int tiles, bool is_one_row>
+// Number of batch rows of one launch: one, or 8 per row tile. A single row is broadcast to all
+// eight columns of the B operand.
+template <int num_row_tiles, bool is_one_row>
 struct RowShape {
-    static constexpr int kTiles = tiles;
+    static constexpr int kRowTiles = num_row_tiles;
     static constexpr bool kIsOneRow = is_one_row;
-    static constexpr int kKept = is_one_row ? 1 : 2;  // of the two adjacent columns of a C fragment
-    static constexpr int kRows = is_one_row ? 1 : 8 * tiles;
-    // Inputs of the next chunk are asked for a chunk ahead, where there are registers for them.
-    static constexpr bool kIsAhead = tiles == 1;
+    // Batch rows of a row tile whose sums a lane keeps: the two adjacent columns of its C fragment,
+    // or one of them, because all columns are equal for a single row.
+    static constexpr int kLaneRows = is_one_row ? 1 : 2;
+    static constexpr int kRows = is_one_row ? 1 : 8 * num_row_tiles;
+    // Inputs are prefetched one load ahead, if enough registers are left for them.
+    static constexpr bool kPrefetchesInputs = num_row_tiles == 1;
 };
 
-// Sums of 32 columns, as the C fragments lie: [tile of 8 rows][8 columns][row of two].
+// A lane's sums for one column panel, in the order of its C fragments: [row tile][quarter q][row c]
+// is column 8 q + lane / 4 and batch row 2 (lane % 4) + c of the row tile.
 template <class Shape>
-using Sums = float[Shape::kTiles][4][Shape::kKept];
+using PanelSums = float[Shape::kRowTiles][4][Shape::kLaneRows];
 
-// Rows of a block of the inputs, for this lane: 8 halves of each tile.
-template <int kTiles>
-struct InputRows {
-    uint4 of_tile[kTiles];
+// A lane's inputs for one block of 32 rows of k: 8 float16 numbers per row tile, the B fragments of
+// both k16 steps.
+template <int kRowTiles>
+struct InputFragments {
+    uint4 row_tiles[kRowTiles];
 
-    // Asked for where it says so: left to the compiler, all of a unit's come after its products.
+    // Inline asm pins the loads here. Otherwise the compiler sinks those of a whole k-tile below
+    // its MMAs.
     __device__ __forceinline__ void load(const __half* x) {
 #pragma unroll
-        for (int i = 0; i < kTiles; ++i) {
-            uint4& to = of_tile[i];
+        for (int i = 0; i < kRowTiles; ++i) {
+            uint4& to = row_tiles[i];
             asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
                          : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
                          : "l"(x + i * 8 * 32));
@@ -45,7 +54,7 @@ struct InputRows {
     }
 };
 
-// Scales or minimums of the lane's columns g, g + 8, g + 16, g + 24.
+// Loads the scales or minimums of columns g, g + 8, g + 16 and g + 24.
 __device__ __forceinline__ void load_factors(
     float (&to)[4], const uint8_t* from, bool has_floats, int g
 ) {
@@ -60,23 +69,27 @@ __device__ __forceinline__ void load_factors(
     }
 }
 
-// What the sums of a unit are multiplied with, of this lane's columns.
-struct UnitFactors {
+// Scales and offsets of a k-tile for the lane's four columns.
+struct KTileFactors {
     float scales[4], offsets[4];
 
-    __device__ __forceinline__ void load(const uint8_t* unit, const Chunks& chunk, int bits, int lane) {
-        if (chunk.is_plain()) {  // with nothing to choose
-            load_factors(scales, unit, false, lane / 4);
+    __device__ __forceinline__ void load(
+        const uint8_t* k_tile, const LoadRun& run, int bits, int lane
+    ) {
+        if (run.is_plain()) {  // the common case, without further branches
+            load_factors(scales, k_tile, false, lane / 4);
 #pragma unroll
-            for (int q = 0; q < 4; ++q) offsets[q] = -scales[q] * static_cast<float>(1 << (bits - 1));
+            for (int q = 0; q < 4; ++q) {
+                offsets[q] = -scales[q] * static_cast<float>(1 << (bits - 1));
+            }
             return;
         }
-        const bool has_floats = chunk.has_floats();
-        load_factors(scales, unit, has_floats, lane / 4);
-        const uint8_t* from = unit + (has_floats ? 128 : 64);
-        if (chunk.offset_kind() == EXL_OFFSET_MINIMUMS) {
+        const bool has_floats = run.has_floats();
+        load_factors(scales, k_tile, has_floats, lane / 4);
+        const uint8_t* from = k_tile + (has_floats ? 128 : 64);
+        if (run.offset_kind() == EXL_OFFSET_MINIMUMS) {
             load_factors(offsets, from, has_floats, lane / 4);
-        } else if (chunk.offset_kind() == EXL_OFFSET_ZEROS) {
+        } else if (run.offset_kind() == EXL_OFFSET_ZEROS) {
             const uint32_t zeros = reinterpret_cast<const uint32_t*>(from)[lane / 4];
 #pragma unroll
             for (int q = 0; q < 4; ++q) {
@@ -84,50 +97,56 @@ struct UnitFactors {
             }
         } else {
 #pragma unroll
-            for (int q = 0; q < 4; ++q) offsets[q] = -scales[q] * static_cast<float>(1 << (bits - 1));
+            for (int q = 0; q < 4; ++q) {
+                offsets[q] = -scales[q] * static_cast<float>(1 << (bits - 1));
+            }
         }
     }
 };
 
-// Sums of a unit, before its factors.
+// Sums over one k-tile before scaling: of code * x as subnormal numbers, and of x.
 template <class Shape>
-struct UnitSums {
-    float codes[Shape::kTiles][2][4] = {};
-    float inputs[Shape::kTiles][4] = {};
+struct KTileSums {
+    float codes[Shape::kRowTiles][2][4] = {};
+    float inputs[Shape::kRowTiles][4] = {};
 
     template <int kStep, class Codes>
     __device__ __forceinline__ void add_step(
-        const Codes& of, const InputRows<Shape::kTiles>& rows
+        const Codes& block, const InputFragments<Shape::kRowTiles>& rows
     ) {
         constexpr uint32_t kOnes = 0x3c003c00;
         const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
-        uint32_t left[4], right[4];
-        of.template fragment<0, kStep>(left);
-        of.template fragment<1, kStep>(right);
+        uint32_t a_low[4], a_high[4];
+        block.template fragment<0, kStep>(a_low);
+        block.template fragment<1, kStep>(a_high);
 #pragma unroll
-        for (int i = 0; i < Shape::kTiles; ++i) {
-            const uint4& x = rows.of_tile[i];
+        for (int i = 0; i < Shape::kRowTiles; ++i) {
+            const uint4& x = rows.row_tiles[i];
             const uint32_t b0 = kStep ? x.z : x.x, b1 = kStep ? x.w : x.y;
-            mma_16816(codes[i][0], left, b0, b1);
-            mma_16816(codes[i][1], right, b0, b1);
+            mma_16816(codes[i][0], a_low, b0, b1);
+            mma_16816(codes[i][1], a_high, b0, b1);
             mma_16816(inputs[i], ones, b0, b1);
         }
     }
     template <class Codes>
-    __device__ __forceinline__ void add(const Codes& of, const InputRows<Shape::kTiles>& rows) {
-        add_step<0>(of, rows);
-        add_step<1>(of, rows);
+    __device__ __forceinline__ void add(
+        const Codes& block, const InputFragments<Shape::kRowTiles>& rows
+    ) {
+        add_step<0>(block, rows);
+        add_step<1>(block, rows);
     }
 
     template <int kBits>
-    __device__ __forceinline__ void flush(Sums<Shape>& total, const UnitFactors& factors) {
+    __device__ __forceinline__ void scale_into(
+        PanelSums<Shape>& total, const KTileFactors& factors
+    ) {
 #pragma unroll
         for (int q = 0; q < 4; ++q) {
-            const float scale = factors.scales[q] * unit_of_code(kBits, q);
+            const float scale = factors.scales[q] * subnormal_factor(kBits, q);
 #pragma unroll
-            for (int i = 0; i < Shape::kTiles; ++i) {
+            for (int i = 0; i < Shape::kRowTiles; ++i) {
 #pragma unroll
-                for (int c = 0; c < Shape::kKept; ++c) {
+                for (int c = 0; c < Shape::kLaneRows; ++c) {
                     float& to = total[i][q][c];
                     to = fmaf(scale, codes[i][q / 2][2 * (q % 2) + c], to);
                     to = fmaf(factors.offsets[q], inputs[i][c], to);
@@ -138,139 +157,146 @@ struct UnitSums {
     }
 };
 
-// Inputs of the launch, as a lane of a warp reads them.
+// Addresses of a lane's inputs. Prepared inputs are [block][32] for a single row, otherwise
+// [block][row tile][8][32] (exl/cuda.h).
 struct InputReader {
     const QuantLinearArgs& args;
-    int lane_halves;
+    int lane_halves;  // offset of the lane's first number in a block
 
     __device__ __forceinline__ InputReader(const QuantLinearArgs& args, int lane)
-        : args(args), lane_halves(8 * (lane % 4) + (args.block_halves == 32 ? 0 : 32 * (lane / 4))) {
+        : args(args),
+          lane_halves(8 * (lane % 4) + (args.block_halves == 32 ? 0 : 32 * (lane / 4))) {}
+    __device__ __forceinline__ const __half* at(const LoadRun& run) const {
+        return args.parts[run.part()].inputs + (run.block() * args.block_halves + lane_halves);
     }
-    __device__ __forceinline__ const __half* at(const Chunks& chunk) const {
-        return args.parts[chunk.part()].inputs + (chunk.block() * args.block_halves + lane_halves);
-    }
+    // Float16 numbers from one block to the next.
     template <class Shape>
     __device__ __forceinline__ int pitch() const {
         return Shape::kIsOneRow ? 32 : args.block_halves;
     }
 };
 
+// Inputs of one load if they are prefetched, otherwise of one block.
 template <class Shape>
-using ChunkRows = InputRows<Shape::kTiles>[Shape::kIsAhead ? kChunkBlocks : 1];
+using LoadInputs = InputFragments<Shape::kRowTiles>[Shape::kPrefetchesInputs ? kStageBlocks : 1];
 
 template <class Shape>
-__device__ __forceinline__ void load_rows(
-    ChunkRows<Shape>& rows, const Chunks& chunk, const InputReader& inputs
+__device__ __forceinline__ void load_inputs(
+    LoadInputs<Shape>& rows, const LoadRun& run, const InputReader& inputs
 ) {
-    const __half* x = inputs.at(chunk);
+    const __half* x = inputs.at(run);
 #pragma unroll
-    for (int i = 0; i < kChunkBlocks; ++i) {
-        if (i < chunk.blocks()) rows[i].load(x + i * inputs.pitch<Shape>());
+    for (int i = 0; i < kStageBlocks; ++i) {
+        if (i < run.blocks()) rows[i].load(x + i * inputs.pitch<Shape>());
     }
 }
 
-// Chunks of one unit of four blocks, up to the end of the series or until the stream has a new one to
-// open, all popped but the last. Inputs of the next chunk are asked for as those of this one have been
-// used. `chunks` becomes what follows; whether the series is over.
+// Adds the loads of a run whose loads are one k-tile of four blocks each. Stops after the last load
+// of the run, or earlier if the pipeline has to open a new load run. Releases all loads except the
+// last one it added. As soon as a block's inputs have been used, those of the next load replace
+// them. On return, `run` is the rest of the run, or the next run. Returns whether the run is done.
 template <int kBits, class Shape>
-__device__ __forceinline__ bool add_whole(
-    Sums<Shape>& total, ChunkRows<Shape>& rows, Chunks& chunks, ChunkStream& stream,
+__device__ __forceinline__ bool add_full_k_tiles(
+    PanelSums<Shape>& total, LoadInputs<Shape>& rows, LoadRun& run, WeightPipeline& pipeline,
     const InputReader& inputs, int lane
 ) {
-    const Chunks own = chunks;
-    int header = inputs.args.parts[own.part()].header_bytes;
-    asm("" : "+r"(header));  // not to be read again for every unit
+    const LoadRun own = run;
+    int header_bytes = inputs.args.parts[own.part()].header_bytes;
+    // Hides the value's origin from the compiler, which would otherwise reload it for every k-tile.
+    asm("" : "+r"(header_bytes));
     const int pitch = inputs.pitch<Shape>();
     const __half* x = inputs.at(own);
-    int left = own.count();
+    int loads_left = own.count();
 #pragma unroll 1
     for (;;) {
-        --left;
-        x += kChunkBlocks * pitch;
-        if (left == 0) {
-            chunks = stream.next();
-            x = inputs.at(chunks);
+        --loads_left;
+        x += kStageBlocks * pitch;
+        if (loads_left == 0) {
+            run = pipeline.next();
+            x = inputs.at(run);
         }
-        stream.wait();
-        const uint8_t* bytes = stream.bytes();
-        UnitFactors factors;
+        pipeline.wait();
+        const uint8_t* bytes = pipeline.data();
+        KTileFactors factors;
         factors.load(bytes, own, kBits, lane);
-        UnitSums<Shape> sums;
+        KTileSums<Shape> sums;
 #pragma unroll
-        for (int i = 0; i < kChunkBlocks; ++i) {
+        for (int i = 0; i < kStageBlocks; ++i) {
             BlockCodes<kBits> codes;
-            codes.load(bytes + header + i * 128 * kBits, lane);
+            codes.load(bytes + header_bytes + i * 128 * kBits, lane);
             sums.add(codes, rows[i]);
-            rows[i].load(x + i * pitch);  // of fewer blocks than four, what lies behind them too
+            rows[i].load(x + i * pitch);  // may read past the next load's last block; unused then
         }
-        sums.template flush<kBits>(total, factors);
-        if (left == 0) return true;
-        if (stream.goes_on()) {
-            stream.pop_on();
+        sums.template scale_into<kBits>(total, factors);
+        if (loads_left == 0) return true;
+        if (pipeline.continues_run()) {
+            pipeline.release_in_run();
             continue;
         }
-        if (stream.must_open()) {
-            chunks = own.last(left);
+        if (pipeline.needs_load_run()) {
+            run = own.last(loads_left);
             return false;
         }
-        stream.pop<false>();
+        pipeline.release<false>();
     }
 }
 
-// One chunk of any units, block by block.
+// Adds the first load of `run`, of any shape, block by block, and prefetches the inputs of `next`.
 template <int kBits, class Shape>
-__device__ __forceinline__ void add_blocks(
-    Sums<Shape>& total, ChunkRows<Shape>& rows, const Chunks& chunk, const Chunks& next,
+__device__ __forceinline__ void add_load(
+    PanelSums<Shape>& total, LoadInputs<Shape>& rows, const LoadRun& run, const LoadRun& next,
     const uint8_t* bytes, const InputReader& inputs, int lane
 ) {
-    const int header = inputs.args.parts[chunk.part()].header_bytes;
-    const int blocks = chunk.blocks(), unit_blocks = chunk.unit_blocks();
-    const __half* x = inputs.at(Shape::kIsAhead ? next : chunk);
-    UnitSums<Shape> sums;
-    const uint8_t* unit = bytes;
-    int in_unit = 0;
-#pragma unroll(Shape::kIsAhead ? kChunkBlocks : 1)
-    for (int i = 0; i < kChunkBlocks; ++i) {
-        InputRows<Shape::kTiles>& own = rows[Shape::kIsAhead ? i : 0];
+    const int header_bytes = inputs.args.parts[run.part()].header_bytes;
+    const int blocks = run.blocks(), k_tile_blocks = run.k_tile_blocks();
+    const __half* x = inputs.at(Shape::kPrefetchesInputs ? next : run);
+    KTileSums<Shape> sums;
+    const uint8_t* k_tile = bytes;
+    int in_k_tile = 0;
+#pragma unroll(Shape::kPrefetchesInputs ? kStageBlocks : 1)
+    for (int i = 0; i < kStageBlocks; ++i) {
+        InputFragments<Shape::kRowTiles>& own = rows[Shape::kPrefetchesInputs ? i : 0];
         if (i < blocks) {
-            if (in_unit == 0) unit = bytes, bytes += header;
+            if (in_k_tile == 0) k_tile = bytes, bytes += header_bytes;
             BlockCodes<kBits> codes;
             codes.load(bytes, lane);
             bytes += 128 * kBits;
-            if constexpr (!Shape::kIsAhead) own.load(x + i * inputs.pitch<Shape>());
+            if constexpr (!Shape::kPrefetchesInputs) own.load(x + i * inputs.pitch<Shape>());
             sums.add(codes, own);
-            if (++in_unit == unit_blocks) {
-                UnitFactors factors;
-                factors.load(unit, chunk, kBits, lane);
-                sums.template flush<kBits>(total, factors);
-                in_unit = 0;
+            if (++in_k_tile == k_tile_blocks) {
+                KTileFactors factors;
+                factors.load(k_tile, run, kBits, lane);
+                sums.template scale_into<kBits>(total, factors);
+                in_k_tile = 0;
             }
         }
-        if (Shape::kIsAhead && i < next.blocks()) own.load(x + i * inputs.pitch<Shape>());
+        if (Shape::kPrefetchesInputs && i < next.blocks()) own.load(x + i * inputs.pitch<Shape>());
     }
 }
 
-// total += chunks of the series at the front of the stream; whether a warp's share ends with them.
-// `rows` are the inputs that meet the next chunk, where they are read ahead; `chunks` becomes what
-// comes next.
+// Adds the next loads of the pipeline to `total`: several loads of a run of full k-tiles if inputs
+// are prefetched, otherwise one. `run` describes them, and on return what comes next. `rows` holds
+// their inputs if these are prefetched. Returns whether they end the warp's k-slice of the output
+// tile.
 template <class Shape>
-__device__ __forceinline__ bool add_chunks(
-    Sums<Shape>& total, ChunkRows<Shape>& rows, Chunks& chunks, ChunkStream& stream,
+__device__ __forceinline__ bool add_load_run(
+    PanelSums<Shape>& total, LoadInputs<Shape>& rows, LoadRun& run, WeightPipeline& pipeline,
     const InputReader& inputs, int lane
 ) {
-    const Chunks own = chunks;
-    bool is_over = own.count() == 1;
+    const LoadRun own = run;
+    bool is_run_done = own.count() == 1;
     const auto add = [&](auto width) {
         constexpr int kBits = decltype(width)::value;
-        if constexpr (Shape::kIsAhead) {
-            if (own.is_whole()) {
-                is_over = add_whole<kBits, Shape>(total, rows, chunks, stream, inputs, lane);
+        if constexpr (Shape::kPrefetchesInputs) {
+            if (own.is_full_k_tile()) {
+                is_run_done =
+                    add_full_k_tiles<kBits, Shape>(total, rows, run, pipeline, inputs, lane);
                 return;
             }
         }
-        chunks = is_over ? stream.next() : own.last(own.count() - 1);
-        stream.wait();
-        add_blocks<kBits, Shape>(total, rows, own, chunks, stream.bytes(), inputs, lane);
+        run = is_run_done ? pipeline.next() : own.last(own.count() - 1);
+        pipeline.wait();
+        add_load<kBits, Shape>(total, rows, own, run, pipeline.data(), inputs, lane);
     };
     switch (own.bits()) {
         case 2: add(std::integral_constant<int, 2>()); break;
@@ -280,16 +306,16 @@ __device__ __forceinline__ bool add_chunks(
         case 6: add(std::integral_constant<int, 6>()); break;
         case 8: add(std::integral_constant<int, 8>()); break;
         default:
-            chunks = stream.next();
-            stream.wait();
+            run = pipeline.next();
+            pipeline.wait();
     }
-    stream.pop<true>();
-    const bool has_one_slot = inputs.args.slots == 1;
-    if (has_one_slot && is_over) chunks = stream.front();
-    if constexpr (Shape::kIsAhead) {
-        if (has_one_slot || own.is_empty()) load_rows<Shape>(rows, chunks, inputs);
+    pipeline.release<true>();
+    const bool has_one_stage = inputs.args.num_stages == 1;
+    if (has_one_stage && is_run_done) run = pipeline.front();
+    if constexpr (Shape::kPrefetchesInputs) {
+        if (has_one_stage || own.is_empty()) load_inputs<Shape>(rows, run, inputs);
     }
-    return is_over && own.is_last();
+    return is_run_done && own.is_last();
 }
 
 }  // namespace exl::cuda

@@ -1,16 +1,16 @@
-// Quantized linears of more rows than a tile on compute capability 9.0 (quant_wide.cu).
+// Small-batch kernel: quantized linears of 9 to 64 rows on compute capability 9.0 (quant_wide.cu).
 #pragma once
 
 #include "common.cuh"
 
 namespace exl::cuda {
 
-// Bytes that it needs, zero at first.
-int64_t quant_wide_workspace();
+// Size of its workspace in bytes. The caller zeroes the workspace before the first launch.
+int64_t small_batch_workspace();
 
-// Rows first .. first + rows - 1 of the batch, which are a chunk.
-cudaError_t quant_wide(
-    const ExlQuantLinear& of, int first, int rows, const DeviceInfo& info, void* stream
+// Computes rows first .. first + rows - 1 of the batch, which are one chunk of the prepared inputs.
+cudaError_t quant_small_batch(
+    const ExlQuantLinear& call, int first, int rows, const DeviceInfo& info, void* stream
 );
 
 }  // namespace exl::cuda

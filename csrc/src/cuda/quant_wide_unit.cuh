@@ -1,14 +1,15 @@
-// A unit of some strips times the inputs that meet it, a strip to a warp.
+// Inner loop of the small-batch kernel: a warpgroup multiplies a k-tile of four panels with its
+// inputs.
 //
-// Four neighbouring warps work as one: a strip's columns 0 .. 15 of each of them are the rows of
-// one product of 64 rows, and columns 16 .. 31 those of another. Codes become weights in registers,
-// rounded to float16 as dequantized matrices are, while the products of the block before are under
-// way; the inputs are read from shared memory by the products themselves, once for four warps.
+// Each warp of a warpgroup has one panel. Columns 0 .. 15 of the four panels are the 64 rows of one
+// wgmma, columns 16 .. 31 those of another. The warps convert codes to weights in registers,
+// rounded to float16 like dequantized matrices, while the products of the previous block are
+// executing. The wgmma reads the inputs from shared memory, once for four warps.
 //
-// A code is cut out of its word as the subnormal float16 number that its bits are, 2^-24 times the
-// code. One multiplication with 2^24 times the scale and addition of the offset makes it a weight,
-// which a power of two for each strip keeps in range (exl/cuda.h). Sums need no factors then, and no
-// sums of inputs, and go on from unit to unit in the registers of the products.
+// A code is masked out of its word as a subnormal float16 number, 2^-24 times the code. One fused
+// multiply-add, with 2^24 times the scale and with the offset, makes it a weight. A power of two
+// per panel keeps the weights in float16's range (exl/cuda.h). The sums then need neither scales
+// nor sums of inputs, and continue from k-tile to k-tile in the accumulator registers.
 #pragma once
 
 #include "quant_unit.cuh"
@@ -18,88 +19,90 @@
 
 namespace exl::cuda {
 
-// Sums of a warp's 32 columns and kRows rows of the batch: of columns 16 i and up number 4 q + c is
-// that of column 8 (c / 2) + lane / 4 and of row 8 q + 2 (lane % 4) + c % 2.
+// A lane's sums for the 32 columns of its panel and kRows rows of the batch. Element [i][4 q + c]
+// is column 16 i + 8 (c / 2) + lane / 4 and row 8 q + 2 (lane % 4) + c % 2.
 template <int kRows>
-using WideSums = float[2][kRows / 2];
+using SmallBatchSums = float[2][kRows / 2];
 
-// What weights of a strip are multiplied with; 1 where there is no such strip.
-__device__ __forceinline__ float weight_unit(const WidePart& part, int strip) {
-    if (strip >= part.strips) return 1.0f;
-    return __ldg(reinterpret_cast<const float*>(part.tiles + strip * part.strip_bytes));
+// Loads the power of two that scales a panel's weights, from the panel's header. 1 if there is no
+// such panel.
+__device__ __forceinline__ float load_panel_scale(const SmallBatchPart& part, int panel) {
+    if (panel >= part.num_panels) return 1.0f;
+    return __ldg(reinterpret_cast<const float*>(part.packed + panel * part.panel_bytes));
 }
 
-__device__ __forceinline__ uint32_t bits_of(__half2 two) {
+__device__ __forceinline__ uint32_t as_bits(__half2 two) {
     return *reinterpret_cast<const uint32_t*>(&two);
 }
-__device__ __forceinline__ __half2 halves_of(uint32_t bits) {
+__device__ __forceinline__ __half2 as_halves(uint32_t bits) {
     return *reinterpret_cast<const __half2*>(&bits);
 }
 
-// What codes of a unit become weights with, code * scale + offset, of the lane's columns g and g + 8,
-// and g + 16 and g + 24; the scales 2^24 times what they are.
-struct WideFactors {
+// Factors that turn the codes of a k-tile into weights: code * scale + offset. [0] has those of the
+// lane's columns g and g + 8, [1] those of g + 16 and g + 24. The scales are multiplied by 2^24.
+struct WeightFactors {
     __half2 scales[2], offsets[2];
 
     __device__ __forceinline__ void load(
-        const WidePart& part, const uint8_t* head, int bits, float unit, int g
+        const SmallBatchPart& part, const uint8_t* k_tile, int bits, float panel_scale, int g
     ) {
         const bool has_floats = part.scale_bytes == 4;
-        const uint8_t* behind = head + 32 * part.scale_bytes;
-        load_two(scales, head, has_floats, g, unit * (1 << 24));
+        const uint8_t* stored_offsets = k_tile + 32 * part.scale_bytes;
+        load_halves(scales, k_tile, has_floats, g, panel_scale * (1 << 24));
         if (part.offset_kind == EXL_OFFSET_MINIMUMS) {
-            load_two(offsets, behind, has_floats, g, unit);
+            load_halves(offsets, stored_offsets, has_floats, g, panel_scale);
             return;
         }
         uint32_t zeros = (1u << (bits - 1)) * 0x01010101u;
         if (part.offset_kind == EXL_OFFSET_ZEROS) {
-            zeros = reinterpret_cast<const uint32_t*>(behind)[g];
+            zeros = reinterpret_cast<const uint32_t*>(stored_offsets)[g];
         }
-        // Zeros, too, are subnormal numbers, and negative ones.
-        offsets[0] = __hmul2(halves_of(__byte_perm(zeros, 0x80, 0x4140)), scales[0]);
-        offsets[1] = __hmul2(halves_of(__byte_perm(zeros, 0x80, 0x4342)), scales[1]);
+        // Interprets the zeros as negative subnormal numbers, -2^-24 * zero, so that the products
+        // with the scales are -scale * zero.
+        offsets[0] = __hmul2(as_halves(__byte_perm(zeros, 0x80, 0x4140)), scales[0]);
+        offsets[1] = __hmul2(as_halves(__byte_perm(zeros, 0x80, 0x4342)), scales[1]);
     }
 
-    // Codes of a width begin at some position of the mantissa.
+    // Divides the scales by 2^mantissa_shift, the factor in each code of that quarter.
     template <int kBits>
-    __device__ __forceinline__ void divide_by_positions() {
-        constexpr float kUnits[4] = {
-            1.0f / (1 << position_of(kBits, 0)), 1.0f / (1 << position_of(kBits, 1)),
-            1.0f / (1 << position_of(kBits, 2)), 1.0f / (1 << position_of(kBits, 3))
+    __device__ __forceinline__ void undo_mantissa_shift() {
+        constexpr float kFactors[4] = {
+            1.0f / (1 << mantissa_shift(kBits, 0)), 1.0f / (1 << mantissa_shift(kBits, 1)),
+            1.0f / (1 << mantissa_shift(kBits, 2)), 1.0f / (1 << mantissa_shift(kBits, 3))
         };
-        scales[0] = __hmul2(scales[0], __floats2half2_rn(kUnits[0], kUnits[1]));
-        scales[1] = __hmul2(scales[1], __floats2half2_rn(kUnits[2], kUnits[3]));
+        scales[0] = __hmul2(scales[0], __floats2half2_rn(kFactors[0], kFactors[1]));
+        scales[1] = __hmul2(scales[1], __floats2half2_rn(kFactors[2], kFactors[3]));
     }
 
 private:
-    __device__ __forceinline__ static void load_two(
-        __half2 (&to)[2], const uint8_t* from, bool has_floats, int g, float times
+    __device__ __forceinline__ static void load_halves(
+        __half2 (&to)[2], const uint8_t* from, bool has_floats, int g, float factor
     ) {
-        float factors[4];
-        load_factors(factors, from, has_floats, g);
-        to[0] = __floats2half2_rn(factors[0] * times, factors[1] * times);
-        to[1] = __floats2half2_rn(factors[2] * times, factors[3] * times);
+        float values[4];
+        load_factors(values, from, has_floats, g);
+        to[0] = __floats2half2_rn(values[0] * factor, values[1] * factor);
+        to[1] = __floats2half2_rn(values[2] * factor, values[3] * factor);
     }
 };
 
-// A fragment of weights out of one of codes.
+// Converts a fragment of codes to weights, in place.
 template <int kColumns>
-__device__ __forceinline__ void make_weights(uint32_t (&a)[4], const WideFactors& of) {
-    const __half2 scales = of.scales[kColumns], offsets = of.offsets[kColumns];
+__device__ __forceinline__ void codes_to_weights(uint32_t (&a)[4], const WeightFactors& factors) {
+    const __half2 scales = factors.scales[kColumns], offsets = factors.offsets[kColumns];
 #pragma unroll
     for (int i = 0; i < 4; i += 2) {
-        a[i] = bits_of(__hfma2(halves_of(a[i]), __low2half2(scales), __low2half2(offsets)));
+        a[i] = as_bits(__hfma2(as_halves(a[i]), __low2half2(scales), __low2half2(offsets)));
         a[i + 1] =
-            bits_of(__hfma2(halves_of(a[i + 1]), __high2half2(scales), __high2half2(offsets)));
+            as_bits(__hfma2(as_halves(a[i + 1]), __high2half2(scales), __high2half2(offsets)));
     }
 }
 
-// The weights of a block: of columns 16 i and up, of a step of 16 rows.
-using WideWeights = uint32_t[2][2][4];
+// Weights of a block: [columns 16 i .. 16 i + 15][k16 step][registers of the A fragment].
+using WeightFragments = uint32_t[2][2][4];
 
 template <int kBits>
-__device__ __forceinline__ void unpack_weights(
-    WideWeights& a, const BlockCodes<kBits>& codes, const WideFactors& of
+__device__ __forceinline__ void convert_block(
+    WeightFragments& a, const BlockCodes<kBits>& codes, const WeightFactors& factors
 ) {
     codes.template fragment<0, 0>(a[0][0]);
     codes.template fragment<0, 1>(a[0][1]);
@@ -107,15 +110,16 @@ __device__ __forceinline__ void unpack_weights(
     codes.template fragment<1, 1>(a[1][1]);
 #pragma unroll
     for (int step = 0; step < 2; ++step) {
-        make_weights<0>(a[0][step], of);
-        make_weights<1>(a[1][step], of);
+        codes_to_weights<0>(a[0][step], factors);
+        codes_to_weights<1>(a[1][step], factors);
     }
 }
 
-// total += the block's weights times its inputs, from now on.
+// Starts total += weights * inputs for one block. `inputs` is the first word of the descriptor of
+// the block's inputs. The products run asynchronously.
 template <int kRows, bool is_by_rows>
-__device__ __forceinline__ void begin_products(
-    WideSums<kRows>& total, WideWeights& a, uint32_t inputs
+__device__ __forceinline__ void issue_products(
+    SmallBatchSums<kRows>& total, WeightFragments& a, uint32_t inputs
 ) {
     group_fence(a[0]);
     group_fence(a[1]);
@@ -130,38 +134,40 @@ __device__ __forceinline__ void begin_products(
 }
 
 template <int kBits, int kRows, bool is_by_rows>
-__device__ __forceinline__ void add_blocks(
-    WideSums<kRows>& total, const WidePart& part, const uint8_t* head, int count, float unit,
-    uint32_t inputs, int lane
+__device__ __forceinline__ void multiply_blocks(
+    SmallBatchSums<kRows>& total, const SmallBatchPart& part, const uint8_t* k_tile,
+    int num_blocks, float panel_scale, uint32_t inputs, int lane
 ) {
-    const uint8_t* blocks = head + part.header_bytes;
+    const uint8_t* blocks = k_tile + part.header_bytes;
     BlockCodes<kBits> codes[4];
-    codes[0].load(blocks, lane);  // ahead of the factors, whose branches no load passes
-    WideFactors of;
-    of.load(part, head, kBits, unit, lane / 4);
-    of.divide_by_positions<kBits>();
-    if (count == 4) {
-        WideWeights a[4];
+    // Loads the first codes ahead of the factors. The compiler does not move loads across the
+    // branches of `factors.load`.
+    codes[0].load(blocks, lane);
+    WeightFactors factors;
+    factors.load(part, k_tile, kBits, panel_scale, lane / 4);
+    factors.undo_mantissa_shift<kBits>();
+    if (num_blocks == 4) {
+        WeightFragments a[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            unpack_weights<kBits>(a[i], codes[i], of);
-            // The next codes ahead of the products, unless so many registers are there only once the
-            // products before these are done.
-            constexpr bool kIsEarly = kBits <= 5;
+            convert_block<kBits>(a[i], codes[i], factors);
+            // Loads the next codes ahead of the products. Wider codes have to wait: their registers
+            // are free only once the products of the previous block are done.
+            constexpr bool kLoadsEarly = kBits <= 5;
             const auto load_next = [&] { codes[i + 1].load(blocks + (i + 1) * 128 * kBits, lane); };
-            if (kIsEarly && i + 1 < 4) load_next();
-            begin_products<kRows, is_by_rows>(total, a[i], inputs + 4 * kRows * i);
+            if (kLoadsEarly && i + 1 < 4) load_next();
+            issue_products<kRows, is_by_rows>(total, a[i], inputs + 4 * kRows * i);
             if (i + 1 < 4) group_wait<1>();
-            if (!kIsEarly && i + 1 < 4) load_next();
+            if (!kLoadsEarly && i + 1 < 4) load_next();
         }
         group_wait<0>();
     } else {
 #pragma unroll 1
-        for (int i = 0; i < count; ++i) {
-            WideWeights a;
+        for (int i = 0; i < num_blocks; ++i) {
+            WeightFragments a;
             if (i > 0) codes[0].load(blocks + i * 128 * kBits, lane);
-            unpack_weights<kBits>(a, codes[0], of);
-            begin_products<kRows, is_by_rows>(total, a, inputs + 4 * kRows * i);
+            convert_block<kBits>(a, codes[0], factors);
+            issue_products<kRows, is_by_rows>(total, a, inputs + 4 * kRows * i);
             group_wait<0>();
         }
     }
@@ -169,20 +175,21 @@ __device__ __forceinline__ void add_blocks(
     group_results(total[1]);
 }
 
-// total += the unit, whose bytes have come, times its inputs.
+// Adds the products of a k-tile, whose stage has arrived, with its inputs to `total`.
 template <int kRows, bool is_by_rows>
-__device__ __forceinline__ void add_wide_unit(
-    WideSums<kRows>& total, const WidePart& part, const WideEntry& entry, const uint8_t* ring,
-    int strip, float unit, int lane
+__device__ __forceinline__ void add_k_tile(
+    SmallBatchSums<kRows>& total, const SmallBatchPart& part, const StageEntry& entry,
+    const uint8_t* buffer, int panel, float panel_scale, int lane
 ) {
-    const int count = entry.blocks(), bits = entry.bits();
-    const uint8_t* head = ring + entry.at + strip * (part.header_bytes + 128 * bits * count);
-    const uint32_t inputs = matrix_start(ring + entry.inputs, 16 * kRows);
-// The commonest width first.
+    const int num_blocks = entry.blocks(), bits = entry.bits();
+    const int k_tile_bytes = part.header_bytes + 128 * bits * num_blocks;
+    const uint8_t* k_tile = buffer + entry.weights + panel * k_tile_bytes;
+    const uint32_t inputs = matrix_start(buffer + entry.inputs, 16 * kRows);
+// Tests the most frequent bit width first.
 #define EXL_WIDTH(width)                                                              \
     if (bits == width) {                                                              \
-        add_blocks<width, kRows, is_by_rows>(                                         \
-            total, part, head, count, unit, inputs, lane                              \
+        multiply_blocks<width, kRows, is_by_rows>(                                    \
+            total, part, k_tile, num_blocks, panel_scale, inputs, lane                \
         );                                                                            \
     } else
     EXL_WIDTH(4)

@@ -1,134 +1,148 @@
-// How a launch of the wide kernel divides its matrices: column tiles, shares of their units.
+// Work partition of a small-batch launch: output tiles, and the division of k (split-K).
 //
-// The columns of each part are cut into tiles of 8 strips or 4, laid end to end; of a gated pair a tile
-// has the same strips of both, gate first. A tile is the work of one cluster of thread blocks, which
-// takes every so many of them; its units are shared out to the blocks in equal numbers, and in tiles
-// of 4 strips to the block's two teams of four warps in turns. Only a block alone, of one team, has
-// more tiles than one. A tile can have several clusters, which meet in memory: each leaves its sums
-// there, and the last one to come adds them up.
+// The columns of each part are divided into output tiles of 8 or 4 column panels. The tiles of all
+// parts are numbered consecutively. A tile of a gated pair covers the same panels of both parts,
+// gate first. The k-tiles of an output tile are divided at up to three levels:
+//
+//   slices          tiles of 4 panels only: the two warpgroups of a block take alternate k-tiles
+//   splits          the thread blocks of a cluster, reduced through distributed shared memory
+//   global splits   several clusters per tile, reduced through global memory: each cluster stores
+//                   its sums in the workspace, and the last one to arrive adds them up
+//
+// All thread blocks of a tile get equal numbers of consecutive k-tiles. A tile that is not divided
+// is computed by one thread block, and such a block c of C loops over the tiles c, c + C, c + 2 C
+// and so on. If tiles are divided, every thread block works on one tile only.
 #pragma once
 
 #include "hopper.cuh"
 
 namespace exl::cuda {
 
-constexpr int kTileStrips = 8;  // at most
-constexpr int kMostSplits = 8;  // blocks that share a tile
-// Blocks of one launch that meet in memory at most, each with so many bytes of sums there. Before
-// those come counters, one for each place where some of them meet.
-constexpr int kMostMeeting = 288;
-constexpr int kMeetingBytes = 8192;
-constexpr int kMeetingHead = 4 * kMostMeeting;
+constexpr int kMaxTilePanels = 8;
+constexpr int kMaxSplits = 8;  // thread blocks that divide an output tile
+// Workspace of the reduction through global memory. It has room for the sums of kMaxGlobalBlocks
+// thread blocks of a launch. The arrival counters, one per portion of a tile, precede the sums.
+constexpr int kMaxGlobalBlocks = 288;
+constexpr int kGlobalSumBytes = 8192;  // of one thread block
+constexpr int kCounterBytes = 4 * kMaxGlobalBlocks;
 
-struct WidePart {
-    // What the table of units says of the first one of each block's share, which needs not be read
-    // then: its place in a strip, and the word behind that.
-    struct First {
-        uint32_t offset, unit;
-    } first[kMostSplits];
-    const uint8_t* tiles;
-    const ExlQuantUnit* units;
+struct SmallBatchPart {
+    // Entry of the k-tile table for the first k-tile of each thread block of a tile: its offset in
+    // the panel, and the second word of ExlQuantUnit. As kernel parameters they need no memory
+    // access.
+    struct FirstKTile {
+        uint32_t offset, descriptor;
+    } first[kMaxSplits];
+    const uint8_t* packed;
+    const ExlQuantUnit* k_tiles;  // [num_k_tiles]
     const float* bias;
-    const __half* inputs;
-    int64_t strip_bytes;
-    int32_t strips;
-    uint32_t num_units;
-    uint32_t share_units;  // of a block; the last ones may have fewer
+    const __half* inputs;  // prepared for this part
+    int64_t panel_bytes;
+    int32_t num_panels;
+    uint32_t num_k_tiles;
+    uint32_t split_k_tiles;  // k-tiles of each thread block of a tile; the last ones may have fewer
     int32_t n;
-    int32_t first_column;  // of y
-    int32_t header_bytes;  // of a unit, ahead of its blocks
+    int32_t first_column;  // column of y
+    int32_t header_bytes;  // of a k-tile: its scales and offsets
     int32_t scale_bytes;   // of one scale: 2 or 4
     int32_t offset_kind;
 };
 
-struct WideArgs {
-    WidePart parts[3];
-    uint32_t group_tiles[3];  // of each part, or of a gated pair both
-    uint32_t tiles;           // of all
-    int32_t team_bits;  // 1 with tiles of 4 strips and two teams, else 0
-    int32_t splits;     // thread blocks of a cluster, 1 to kMostSplits
-    int32_t meeting_bits;  // 2^meeting_bits clusters to a tile
-    uint32_t clusters;
-    uint8_t* meeting;  // counters, zero between launches, and sums
-    int32_t piece;  // of a tile that a block writes: so many times four numbers of a warp's threads
-    uint32_t per_piece;  // 2^16 / piece, rounded up
+struct SmallBatchArgs {
+    SmallBatchPart parts[3];
+    uint32_t group_tiles[3];    // output tiles of each group: of a part, or of a gated pair
+    uint32_t num_tiles;         // of all groups
+    int32_t slice_bits;         // log2 of the slices: 1 for tiles of 4 panels, 0 for tiles of 8
+    int32_t splits;             // thread blocks of a cluster, 1 to kMaxSplits
+    int32_t global_split_bits;  // log2 of the clusters of a tile
+    uint32_t num_clusters;
+    uint8_t* workspace;  // counters, zero between launches, and sums
+    // In the reduction each thread block of a cluster adds up one portion of the tile. Unit:
+    // vectors of four sums per lane of a warp.
+    int32_t portion;
+    uint32_t portion_reciprocal;  // 2^16 / portion, rounded up
     void* y;
-    const int32_t* places;  // null, or y is prepared inputs
+    const int32_t* inverse_permutation;  // not null: y is prepared inputs of a linear
     int64_t y_stride;
-    int32_t groups;      // parts, or 1 of a gated pair
-    int32_t m;           // rows of this launch
+    int32_t num_groups;
+    int32_t m;  // rows of this launch
     int32_t y_dtype;
     int32_t epilogue;
     int32_t gate;
-    int32_t ring_bytes;
-    int32_t sums_at;   // in shared memory; 0: in the ring, once the cluster is done with its rings
-    int32_t gates_at;  // those of a pair's first part
+    int32_t pipeline_bytes;
+    // Offsets in shared memory of the partial sums, and of those of a gated pair's gate.
+    // sums_offset 0: the sums overwrite the pipeline stages, once all blocks of the cluster have
+    // consumed theirs.
+    int32_t sums_offset;
+    int32_t gate_sums_offset;
 
     __host__ __device__ bool is_gated() const { return epilogue == EXL_EPILOGUE_GATED; }
-    __host__ __device__ int teams() const { return 1 << team_bits; }
-    __host__ __device__ int tile_strips() const { return kTileStrips >> team_bits; }
-    // Of sums of a tile.
-    __host__ __device__ int sources() const { return splits << team_bits; }
-    // Whether several blocks or teams share a tile; then a block has only the one.
-    __host__ __device__ bool is_shared() const { return sources() > 1; }
-    __host__ __device__ bool meets() const { return meeting_bits > 0; }
+    __host__ __device__ int slices() const { return 1 << slice_bits; }
+    __host__ __device__ int tile_panels() const { return kMaxTilePanels >> slice_bits; }
+    // Number of partial sums per output in a cluster.
+    __host__ __device__ int num_partials() const { return splits << slice_bits; }
+    // Whether a tile is divided within its cluster. Then a thread block has one tile only.
+    __host__ __device__ bool is_split() const { return num_partials() > 1; }
+    __host__ __device__ bool has_global_split() const { return global_split_bits > 0; }
 #if EXL_IS_HOPPER
-    // What this block gets of all sums of a tile.
+    // Bytes of partial sums that this block receives: its portion, from all splits and slices.
     template <int kRows>
-    __device__ __forceinline__ uint32_t sums_bytes() const {
-        const int all = kRows / 4 * tile_strips();
-        const int own = min(piece, max(0, all - piece * static_cast<int>(cluster_rank())));
-        return own * kWarp * sizeof(float4) * sources() * (is_gated() ? 2 : 1);
+    __device__ __forceinline__ uint32_t received_bytes() const {
+        const int all = kRows / 4 * tile_panels();
+        const int own = min(portion, max(0, all - portion * static_cast<int>(cluster_rank())));
+        return own * kWarp * sizeof(float4) * num_partials() * (is_gated() ? 2 : 1);
     }
 #endif
 };
 
 #if EXL_IS_HOPPER
 
-// Units of one part in a tile: begin .. end - 1.
-struct WideShare {
+// K-tiles begin .. end - 1 of one part.
+struct KRange {
     int part;
     uint32_t begin, end;
 };
 
-// Which of a tile's clusters this is.
-__device__ __forceinline__ uint32_t wide_cluster(const WideArgs& args) {
-    return cluster_index() & ((1u << args.meeting_bits) - 1);
+// Rank of this cluster among the clusters of its output tile.
+__device__ __forceinline__ uint32_t cluster_in_tile(const SmallBatchArgs& args) {
+    return cluster_index() & ((1u << args.global_split_bits) - 1);
 }
 
-// The tile that a block is at.
-struct WideWalk {
-    uint32_t of_all;
+// Output tile of this thread block, and the loop over its tiles.
+struct TileScheduler {
+    uint32_t index;  // among all tiles
     int group;
-    uint32_t tile;
+    uint32_t tile;  // in the group
 
-    __device__ __forceinline__ explicit WideWalk(const WideArgs& args)
-        : of_all(cluster_index() >> args.meeting_bits) {
-        find(args);
+    __device__ __forceinline__ explicit TileScheduler(const SmallBatchArgs& args)
+        : index(cluster_index() >> args.global_split_bits) {
+        locate(args);
     }
-    __device__ __forceinline__ bool is_over(const WideArgs& args) const {
-        return of_all >= args.tiles;
+    __device__ __forceinline__ bool is_done(const SmallBatchArgs& args) const {
+        return index >= args.num_tiles;
     }
-    __device__ __forceinline__ void advance(const WideArgs& args) {
-        of_all += args.clusters;
-        find(args);
+    __device__ __forceinline__ void advance(const SmallBatchArgs& args) {
+        index += args.num_clusters;
+        locate(args);
     }
-    // Of the tile's only part, or of the first or second of a pair.
-    __device__ __forceinline__ WideShare share(const WideArgs& args, int half) const {
-        const int part = args.is_gated() ? half : group;
-        const uint32_t units = args.parts[part].num_units, each = args.parts[part].share_units;
-        const uint32_t begin = min(units, rank(args) * each);
-        return {part, begin, min(units, begin + each)};
+    // K-tiles of the current tile for this block: of the tile's only part, or of part `pair_index`
+    // of a gated pair.
+    __device__ __forceinline__ KRange k_range(const SmallBatchArgs& args, int pair_index) const {
+        const int part = args.is_gated() ? pair_index : group;
+        const uint32_t k_tiles = args.parts[part].num_k_tiles;
+        const uint32_t each = args.parts[part].split_k_tiles;
+        const uint32_t begin = min(k_tiles, split_rank(args) * each);
+        return {part, begin, min(k_tiles, begin + each)};
     }
-    // Of this block among all that share the tile.
-    __device__ __forceinline__ static uint32_t rank(const WideArgs& args) {
-        return wide_cluster(args) * args.splits + cluster_rank();
+    // Rank of this block among all thread blocks of its tile.
+    __device__ __forceinline__ static uint32_t split_rank(const SmallBatchArgs& args) {
+        return cluster_in_tile(args) * args.splits + cluster_rank();
     }
 
 private:
-    __device__ __forceinline__ void find(const WideArgs& args) {
-        group = 0, tile = of_all;
-        while (group + 1 < args.groups && tile >= args.group_tiles[group]) {
+    __device__ __forceinline__ void locate(const SmallBatchArgs& args) {
+        group = 0, tile = index;
+        while (group + 1 < args.num_groups && tile >= args.group_tiles[group]) {
             tile -= args.group_tiles[group++];
         }
     }

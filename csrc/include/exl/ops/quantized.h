@@ -2,23 +2,26 @@
 //
 //   w[row, n] = scale[g, n] * (code[row, n] - zero)        y[m, n] = x[m, :] @ w[:, n] + bias[n]
 //
-// Rows lie along k in stored order. Groups of rows share a scale and an offset for each column; a
-// run is consecutive groups of one width and size. Every group starts a block of 32 rows of its
-// own; a block's rows past the group's end are padding, which meets activations of zero.
+// Rows run along k in stored order. A group is consecutive rows that share a scale and an offset
+// for each column. A run is consecutive groups of one bit width and one size. Every group starts a
+// new block of 32 rows. The rows of a block past the end of its group are padding; they are
+// multiplied by activations of zero.
 //
-// Codes: panels of 16 columns, blocks of 32 rows inside, one stream from first row to last:
+// Codes are stored in panels of 16 columns. In a panel, blocks of 32 rows follow each other without
+// gaps, from the first row to the last:
 //
 //   a block of b bits   64 * b bytes, as planes of 1, 2, 4 or 8 bits, low bits first:
 //                       2 = 2, 3 = 2 + 1, 4 = 4, 5 = 4 + 1, 6 = 4 + 2, 8 = 8
 //   a plane of p bits   row 4 i + j, column c: byte 64 * (i / (8 / p)) + 4 c + j,
 //                       bits p * (i % (8 / p)) and up
 //
-// so that a load of 64 bytes, shifted and masked, holds 4 rows of each of 16 columns: the operand of
-// a byte dot product with 4 activations. Scales and offsets follow in panels of their own:
-// [panel][group][16].
+// A load of 64 bytes, shifted and masked, therefore yields 4 rows of each of 16 columns: the
+// operand of a byte dot product with 4 activations. Scales and offsets are stored in separate
+// arrays, also by panel: [panel][group][16].
 //
-// A span is what is summed in integers before scales apply: up to 4 blocks of one group. x is
-// rounded to integers span by span; or, where that is faster for many rows, the codes made floats.
+// A span is the range of rows that is summed in integers before the scale is applied: up to 4
+// blocks of one group. x is quantized to integers per span. For many rows, where that is faster,
+// the kernels convert the codes to floats instead.
 #pragma once
 
 #include <cstdint>
@@ -33,11 +36,14 @@ constexpr int64_t kBlockRows = 32;
 constexpr int64_t kSpanBlocks = 4;
 constexpr int kMaxParts = 3;
 
+// zeros: scale * (code - zero). middle: the same with zero = 2^(bits - 1), not stored.
+// minimums: scale * code + minimum.
 enum class Offset : int { middle = 0, zeros = 1, minimums = 2 };
 enum class Packing : int { words = 0, bytes, q4_0, q4_1, q5_0, q5_1, q8_0 };
 
-// One of GGML's blocks of 32 values of a column: what its codes are, and at which byte a float16
-// minimum, the fifth bits and the codes lie (-1: it has none). A float16 scale comes first.
+// GGML block type: 32 values of one column, in `bytes` bytes. A float16 scale comes first.
+// `minimum`, `high_bits` and `codes` are the byte offsets of a float16 minimum, of the fifth bits
+// and of the codes (-1: the type has none).
 struct GgmlBlock {
     Packing packing;
     const char* name;
@@ -60,7 +66,7 @@ struct GroupRun {
     int bits;
     int64_t groups;
     int64_t rows;  // of each group
-    // Derived.
+    // Derived from the fields above by the constructor of QuantMatrix.
     int64_t blocks;       // of each group
     int64_t spans;        // of each group
     int64_t first_group;
@@ -74,13 +80,13 @@ struct QuantLayout {
     int64_t n;
     int64_t k;
     std::vector<GroupRun> runs;
-    const int32_t* features;  // [k], null where stored row r is feature r
-    DType scale_dtype;        // f16 or f32; also of minimums
+    const int32_t* features;  // [k] input feature of each stored row; null: row r is feature r
+    DType scale_dtype;        // f16 or f32; minimums have the same type
     Offset offset;
     bool has_bias;
 };
 
-// Some columns of a matrix as a file has them; see exl_core/ops/quantized.py.
+// A range of columns in a file's layout. exl_core/ops/quantized.py describes the fields.
 struct QuantColumns {
     Packing packing;
     const void* codes;
@@ -99,15 +105,16 @@ public:
     QuantMatrix(const QuantMatrix&) = delete;
     QuantMatrix& operator=(const QuantMatrix&) = delete;
 
-    // Columns [first_column, first_column + columns.columns); whole panels, or the last columns.
+    // Repacks columns [first_column, first_column + columns.columns). The range covers whole
+    // panels, except that it may end with the last column of the matrix.
     void fill(int64_t first_column, const QuantColumns& columns);
 
-    // Are the same features in the same padded rows?
+    // Returns whether both matrices have the same input features in the same padded rows.
     bool has_order_of(const QuantMatrix& other) const;
 
     int64_t panels() const { return (n + kPanel - 1) / kPanel; }
     const uint8_t* panel_codes(int64_t panel) const { return codes + panel * panel_bytes; }
-    // Of a panel's first scale and offset; [groups][16] follow.
+    // Index of the first scale, and of the first offset, of a panel; [groups][16] follow.
     int64_t scale_index(int64_t panel) const { return panel * groups * kPanel; }
 
     const int64_t n;
@@ -116,15 +123,16 @@ public:
     const Offset offset;
     std::vector<GroupRun> runs;
     int64_t groups = 0;
-    int64_t blocks = 0;  // padded rows are 32 * blocks
+    int64_t blocks = 0;  // number of padded rows / 32
     int64_t spans = 0;
     int64_t panel_bytes = 0;
     int64_t size_bytes = 0;
-    // Feature of each padded row, -1 for padding; empty where padded row r is feature r.
+    // Permutation: input feature of each padded row, -1 for padding. Empty where padded row r is
+    // feature r.
     std::vector<int32_t> order;
     uint8_t* codes = nullptr;
     void* scales = nullptr;
-    void* offsets = nullptr;  // uint8 zeros, or minimums of scale_dtype; null in the middle
+    void* offsets = nullptr;  // uint8 zeros, or minimums of scale_dtype; null for middle
     float* bias = nullptr;    // null, or [panels * 16]
 
 private:
@@ -133,8 +141,11 @@ private:
 
 enum class Epilogue : int { store = 0, add = 1, gated = 2 };
 
-// y[:, columns of the parts] = x @ parts, each part [m, its n], one after the other.
-// add: added to what y holds. gated: two parts of equal n, gate then up; y [m, n of one].
+// y[:, columns of the parts] = x @ parts. The parts' outputs, [m, n of the part] each, are side by
+// side.
+//   store  y = x @ parts
+//   add    y += x @ parts
+//   gated  two parts of equal n, gate then up: y [m, n] = act(x @ gate) * (x @ up)
 struct QuantLinearArgs {
     const QuantMatrix* parts[kMaxParts];
     int count;
@@ -154,7 +165,7 @@ struct QuantEmbeddingArgs {
     float* y;  // [m, k]
 };
 
-// The same on every instruction set: it reads a few hundred codes.
+// One implementation for all instruction sets: it reads only a few hundred codes.
 void quant_embedding(ThreadPool& pool, const QuantEmbeddingArgs& args);
 
 }  // namespace exl
