@@ -277,7 +277,7 @@ def test_bias_and_size(gpu: Gpu, rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize("first, count", [(16, 16), (0, 16), (-32, 32)])
-def test_ranges_that_cut_strips_are_refused(
+def test_ranges_that_cut_column_panels_are_refused(
     gpu: Gpu, rng: np.random.Generator, first: int, count: int
 ) -> None:
     made = make(rng, CASES[0])
@@ -297,15 +297,15 @@ def test_embedding_rows(gpu: Gpu, rng: np.random.Generator, case: Case, rows: in
     torch.testing.assert_close(y.cpu(), exact.float(), rtol=2.0**-23, atol=0)
 
 
-def test_orders_are_shared(gpu: Gpu) -> None:
+def test_permutations_are_shared(gpu: Gpu) -> None:
     def layout(n: int) -> QuantLayout:
         return QuantLayout(n, 256, (GroupRun(4, 2, 128),), None, torch.float16, "middle")
 
     first, second = CudaQuantLinear(layout(32), gpu), CudaQuantLinear(layout(64), gpu)
-    assert first.order.data_ptr() == second.order.data_ptr()
+    assert first.permutation.data_ptr() == second.permutation.data_ptr()
 
 
-def test_matrices_of_other_widths_share_the_order_of_the_same_features(gpu: Gpu) -> None:
+def test_matrices_of_other_bit_widths_share_the_permutation_of_the_same_features(gpu: Gpu) -> None:
     def matrix(features: Tensor, *runs: GroupRun) -> CudaQuantLinear:
         return CudaQuantLinear(QuantLayout(32, 256, runs, features, torch.float16, "middle"), gpu)
 
@@ -313,14 +313,18 @@ def test_matrices_of_other_widths_share_the_order_of_the_same_features(gpu: Gpu)
     one = matrix(features, GroupRun(4, 2, 128))
     other = matrix(features.clone(), GroupRun(6, 1, 128), GroupRun(3, 1, 128))
     third = matrix(features.roll(1), GroupRun(4, 2, 128))
-    assert one.order.data_ptr() == other.order.data_ptr() != third.order.data_ptr()
-    assert torch.equal(one.order.cpu(), features)
-    assert torch.equal(third.order.cpu(), features.roll(1))
-    assert third.places is not None
-    assert torch.equal(third.order[third.places.long()].cpu(), torch.arange(256).int())
+    assert (
+        one.permutation.data_ptr() == other.permutation.data_ptr() != third.permutation.data_ptr()
+    )
+    assert torch.equal(one.permutation.cpu(), features)
+    assert torch.equal(third.permutation.cpu(), features.roll(1))
+    assert third.inverse_permutation is not None
+    assert torch.equal(
+        third.permutation[third.inverse_permutation.long()].cpu(), torch.arange(256).int()
+    )
 
 
-def test_a_group_of_many_blocks_has_several_units() -> None:
+def test_a_group_of_many_blocks_has_several_k_tiles() -> None:
     plan = plan_tiles((GroupRun(4, 1, 300), GroupRun(3, 2, 64)), "zeros", 2)
     assert plan.units["blocks"].tolist() == [4, 4, 2, 2, 2]
     assert plan.units["first_block"].tolist() == [0, 4, 8, 10, 12]

@@ -1,7 +1,8 @@
-"""Cache writing and attention on the GPU.
+"""Cache writes and attention on the GPU.
 
-A few rows of a sequence and any past go to the library's kernels, which read every cache format.
-Many rows over a float16 cache go to torch's attention, which is faster there.
+Two implementations share the work. The library's kernels read every cache format and serve
+sequences with few rows. torch's attention is faster for sequences with many rows over a float16
+cache.
 """
 
 from __future__ import annotations
@@ -23,33 +24,36 @@ from exl_core.ops.reference_cache import head_dim_of
 from exl_kernels import cuda
 
 MANY_QUERIES = 256
-"""From so many rows of one sequence on, torch's attention is faster where it can be used."""
+"""Number of rows of one sequence from which torch's attention is faster, where it can be used."""
 
 GATHERED_BYTES = 128 << 20
-"""Most memory for the keys and values of one sequence that are brought together from their pages
-for it; with more than that behind them, rows go to the library's kernel."""
+"""Limit for the copy of one sequence's keys and values that torch's attention needs, because it
+cannot read pages. Longer sequences use the library's kernel."""
 
 MET = 2
-"""So often a number of rows has come before cuDNN may take them: half the time of flash attention,
-once it has spent 40 ms on a plan for just that number."""
+"""Number of times that a row count has to occur before cuDNN is used for it. cuDNN takes half the
+time of flash attention, but first spends 40 ms on a plan for exactly this row count."""
 
-UNPLANNED = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
-class Long(NamedTuple):
-    """Many rows of one sequence: `place` in the batch, first row and the one after the last, tokens
-    cached before them, and whether as many have come before."""
+class LongSegment(NamedTuple):
+    """Many rows of sequence `seq`, rows first .. last - 1 of the batch, for torch's attention.
 
-    place: int
+    `past_len` is the number of tokens cached before them. `may_use_cudnn` says whether this row
+    count has occurred often enough for cuDNN.
+    """
+
+    seq: int
     first: int
     last: int
-    past: int
-    is_met: bool
+    past_len: int
+    may_use_cudnn: bool
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaBatch:
-    """What `attention_batch` was given, on the GPU, and its bounds."""
+    """Operands of `attention_batch` on the GPU, and their bounds."""
 
     page_table: Tensor
     row_starts: Tensor
@@ -58,19 +62,19 @@ class CudaBatch:
     cos: Tensor
     sin: Tensor
     max_rows: int  # of one sequence
-    max_keys: int  # of one sequence, or more
-    long: tuple[Long, ...] = ()  # the sequences of many rows, where only those come last
-    short: CudaBatch | None = None  # those before them
+    max_keys: int  # of one sequence; an upper bound
+    long: tuple[LongSegment, ...] = ()  # sequences with many rows, if all others precede them
+    short: CudaBatch | None = None  # the sequences before them
 
     @property
-    def can_be_placed(self) -> bool:
-        """Whether attention can leave its result prepared for the linear behind it."""
+    def can_permute_output(self) -> bool:
+        """Whether attention can write its result as prepared inputs of the next linear."""
         return self.slots.shape[0] <= cuda.TILE_ROWS
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """What becomes of the product of a query and a key."""
+    """Parameters that turn the dot product of a query and a key into an attention score."""
 
     scale: float
     window: int = 0
@@ -78,12 +82,12 @@ class Scoring:
 
 
 class Attention:
-    """Operands as `OpTable` has them."""
+    """Attention ops of one GPU. Operands are those of `OpTable`."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._has_flash = torch.cuda.get_device_capability(gpu.device) >= (8, 0)  # torch's
-        self._met: Counter[int] = Counter()  # numbers of rows, of sequences with nothing cached
+        self._row_counts: Counter[int] = Counter()  # of long segments without cached tokens
 
     def bind(  # noqa: PLR0917 - what a batch is made of
         self,
@@ -94,7 +98,7 @@ class Attention:
         cos: Tensor,
         sin: Tensor,
     ) -> CudaBatch:
-        """Of tensors on the CPU: looked at, then uploaded."""
+        """Makes a batch from tensors on the CPU: reads their bounds, then uploads them."""
         starts, pasts = row_starts.tolist(), past_lens.tolist()
         counts = [last - first for first, last in pairwise(starts)]
         lengths = [past + n for past, n in zip(pasts, counts, strict=True)]
@@ -117,10 +121,10 @@ class Attention:
             return batch
         long = []
         for i in range(cut, len(counts)):
-            is_met = pasts[i] == 0 and self._met[counts[i]] >= MET
+            may_use_cudnn = pasts[i] == 0 and self._row_counts[counts[i]] >= MET
             if pasts[i] == 0:
-                self._met[counts[i]] += 1
-            long.append(Long(i, starts[i], starts[i + 1], pasts[i], is_met))
+                self._row_counts[counts[i]] += 1
+            long.append(LongSegment(i, starts[i], starts[i + 1], pasts[i], may_use_cudnn))
         short = None
         if starts[cut]:
             short = replace(
@@ -156,7 +160,7 @@ class Attention:
         norms: tuple[Tensor | None, Tensor | None],
         eps: float,
         scoring: Scoring,
-        fit: tuple[Tensor | None, Tensor | None],
+        smoothing: tuple[Tensor | None, Tensor | None],
         to: CudaInputs | None,
     ) -> None:
         rows, width = qkv.shape
@@ -173,29 +177,30 @@ class Attention:
             sin=batch.sin.data_ptr(),
             q_norm=_pointer(norms[0]),
             k_norm=_pointer(norms[1]),
-            head_scale=_pointer(fit[0]),
-            head_shift=_pointer(fit[1]),
+            head_scale=_pointer(smoothing[0]),
+            head_shift=_pointer(smoothing[1]),
             eps=eps,
             slots=batch.slots.data_ptr(),
         )
         self._gpu.call("rope_write", args, _cache(key_cache, value_cache))
         queries = qkv[:, : q_heads * head_dim]
-        if _is_torchs(batch, scoring, qkv, key_cache, self._has_flash):
+        if _can_use_torch(batch, scoring, qkv, key_cache, self._has_flash):
             if batch.short is not None:
-                few = queries[: batch.long[0].first]
-                self.mix(few, few, q_heads, batch.short, key_cache, value_cache, scoring)
+                q = queries[: batch.long[0].first]
+                self.paged_attention(q, q, q_heads, batch.short, key_cache, value_cache, scoring)
             heads = qkv.view(rows, -1, head_dim)
-            for one in batch.long:
-                own = heads[one.first : one.last]
-                if one.past:
-                    pages = batch.page_table[one.place]
-                    _attend_behind(own[:, :q_heads], key_cache, value_cache, pages, one, scoring)
+            for segment in batch.long:
+                own = heads[segment.first : segment.last]
+                if segment.past_len:
+                    pages = batch.page_table[segment.seq]
+                    q = own[:, :q_heads]
+                    _attend_with_past(q, key_cache, value_cache, pages, segment, scoring)
                 else:
-                    _attend_from_start(own, q_heads, kv_heads, one, scoring)
+                    _attend_without_past(own, q_heads, kv_heads, segment, scoring)
             return
-        self.mix(queries, queries, q_heads, batch, key_cache, value_cache, scoring, to)
+        self.paged_attention(queries, queries, q_heads, batch, key_cache, value_cache, scoring, to)
 
-    def mix(  # noqa: PLR0917 - the op's operands
+    def paged_attention(  # noqa: PLR0917 - the op's operands
         self,
         q: Tensor,
         out: Tensor,
@@ -206,8 +211,11 @@ class Attention:
         scoring: Scoring,
         to: CudaInputs | None = None,
     ) -> None:
-        """out [rows, heads * d]; q [rows, ...] with heads d apart, perhaps the same memory. With
-        `to` the result is left there, and `out` stays as it is."""
+        """Attention of q over the cache: out [rows, heads * d].
+
+        q [rows, ...] has heads d apart and may be the same memory as `out`. With `to`, the result
+        is written there as prepared inputs, and `out` is left unchanged.
+        """
         rows = out.shape[0]
         workspace = self._gpu.workspace("attention", rows, heads, head_dim_of(key_cache))
         args = cuda.Attention(
@@ -235,57 +243,61 @@ class Attention:
         self._gpu.call("attention", args, _cache(key_cache, value_cache))
 
 
-def _is_torchs(
+def _can_use_torch(
     batch: CudaBatch, scoring: Scoring, qkv: Tensor, key_cache: Tensor, has_flash: bool
 ) -> bool:
-    """Whether torch's attention can take the long sequences of a batch, and does not gather more
-    than it may."""
+    """Whether torch's attention can take the long segments of a batch within `GATHERED_BYTES`."""
     if not batch.long or key_cache.dtype is not qkv.dtype or scoring.softcap:
         return False
-    behind = max((one.last - one.first + one.past for one in batch.long if one.past), default=0)
+    gathered = (s.last - s.first + s.past_len for s in batch.long if s.past_len)
+    max_gathered = max(gathered, default=0)  # keys
     key_bytes = key_cache.shape[1] * key_cache.shape[3] * key_cache.element_size()
-    is_known = has_flash and key_cache.dtype is torch.float16
-    if behind and not (is_known and 2 * behind * key_bytes <= GATHERED_BYTES):
+    can_gather = has_flash and key_cache.dtype is torch.float16
+    if max_gathered and not (can_gather and 2 * max_gathered * key_bytes <= GATHERED_BYTES):
         return False
-    longest = max(behind, *(one.last - one.first for one in batch.long))
-    return scoring.window == 0 or scoring.window >= longest
+    max_keys = max(max_gathered, *(s.last - s.first for s in batch.long))
+    return scoring.window == 0 or scoring.window >= max_keys
 
 
-def _attend_from_start(
-    heads: Tensor, q_heads: int, kv_heads: int, rows: Long, scoring: Scoring
+def _attend_without_past(
+    heads: Tensor, q_heads: int, kv_heads: int, segment: LongSegment, scoring: Scoring
 ) -> None:
-    """heads [rows, q_heads + 2 kv_heads, d] of a sequence: results replace queries.
+    """Attention of one sequence without cached tokens. Results replace the queries.
 
-    The keys and values of this pass are all there are, and are cached as they lie here.
+    heads [rows, q_heads + 2 kv_heads, d]. The keys and values of this pass are all of the
+    sequence's, and the cache stores them without rounding.
     """
     own = heads.transpose(0, 1).unsqueeze(0)  # [1, heads, rows, d]
     q, k, v = own[:, :q_heads], own[:, q_heads:-kv_heads], own[:, -kv_heads:]
-    with nullcontext() if rows.is_met else sdpa_kernel(UNPLANNED):
+    with nullcontext() if segment.may_use_cudnn else sdpa_kernel(WITHOUT_CUDNN):
         mixed = scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scoring.scale, enable_gqa=q_heads > kv_heads
         )
     q.copy_(mixed)
 
 
-def _attend_behind(  # noqa: PLR0917 - the operands of attention
+def _attend_with_past(  # noqa: PLR0917 - the operands of attention
     queries: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
     pages: Tensor,
-    rows: Long,
+    segment: LongSegment,
     scoring: Scoring,
 ) -> None:
-    """queries [rows, heads, d] of a sequence with `rows.past` tokens before them: results replace
-    them. Keys and values are brought together from the sequence's pages."""
-    page_size, count = key_cache.shape[2], rows.past + rows.last - rows.first
+    """Attention of one sequence with cached tokens. Results replace the queries [rows, heads, d].
+
+    Gathers the sequence's keys and values from its pages into contiguous tensors.
+    """
+    page_size = key_cache.shape[2]
+    count = segment.past_len + segment.last - segment.first
     pages = pages[: -(-count // page_size)].long()
 
     def gathered(cache: Tensor) -> Tensor:  # [1, kv_heads, keys, d]
         return cache.transpose(0, 1).index_select(1, pages).flatten(1, 2)[None, :, :count]
 
     q, k, v = queries.transpose(0, 1)[None], gathered(key_cache), gathered(value_cache)
-    # Of a causal mask this op takes the last row to see the last key. torch.nn.attention.bias says
-    # so in public, and takes seconds to import.
+    # With fewer queries than keys, this op aligns the causal mask so that the last query sees the
+    # last key. The public way to say so, torch.nn.attention.bias, takes seconds to import.
     flash = torch.ops.aten._scaled_dot_product_flash_attention
     q.copy_(flash(q, k, v, is_causal=True, scale=scoring.scale)[0])
 

@@ -1,4 +1,7 @@
-"""Which GPU, whether it can be used, and what its failures mean: no kernel is called from here."""
+"""Selects a GPU, checks that it can be used, and translates its failures into `ExlError`s.
+
+This module calls no kernels.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,23 @@ from exl_core.errors import DeviceError, OutOfMemoryError, RequestError
 from exl_kernels import cuda
 
 OLDEST = 75
-"""Compute capability, times ten, of the oldest GPUs that the kernels know."""
+"""Lowest compute capability, times ten, that the kernels support."""
 
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 _MIB = 1 << 20
-_WITHOUT = "Without a GPU: --device cpu."
+_USE_CPU = "Without a GPU: --device cpu."
 
 
 def default_device() -> str:
-    """`cuda` if there is a GPU that the installed torch and kernels can use, else `cpu`."""
+    """`cuda` if torch sees a GPU and the kernels are installed, otherwise `cpu`."""
     return "cuda" if torch.cuda.is_available() and cuda.LIBRARY.is_file() else "cpu"
 
 
 def parse_device(name: str) -> str:
-    """`cpu`, `cuda` or `cuda:N` as it is, `auto` decided; RequestError for anything else."""
+    """Returns `cpu`, `cuda` and `cuda:N` unchanged, and the default device for `auto`.
+
+    RequestError for anything else.
+    """
     if name == "auto":
         return default_device()
     kind, colon, index = name.partition(":")
@@ -37,14 +43,19 @@ def parse_device(name: str) -> str:
 
 
 def open_device(name: str) -> torch.device:
-    """The GPU that `cuda` or `cuda:N` means, with the library loaded and able to run on it."""
+    """Opens the GPU that `cuda` or `cuda:N` names, and loads the kernel library.
+
+    DeviceError if there is no such GPU, or if the library cannot run on it.
+    """
     index = int(name.partition(":")[2] or 0)
-    # The driver's start, by a call that lets go of the interpreter: torch's first look at GPUs
-    # holds it all the while. Why this failed, if it did, is found out below.
+    # Starts the driver in a call that releases the GIL. torch's first query of the GPUs would hold
+    # the GIL meanwhile. The code below finds the cause of a failure.
     with suppress(OSError, cuda.CudaError):
         cuda.load().call("open_device", index)
     if not torch.cuda.is_available():
-        raise DeviceError("no GPU can be used", where=name, got=_why_none(), next_step=_WITHOUT)
+        raise DeviceError(
+            "no GPU can be used", where=name, got=_reason_without_gpu(), next_step=_USE_CPU
+        )
     library = _open_library()
     count = torch.cuda.device_count()
     if index >= count:
@@ -52,7 +63,7 @@ def open_device(name: str) -> torch.device:
             "no such GPU",
             where=name,
             expected=" or ".join(f"cuda:{i}" for i in range(count)),
-            next_step=_WITHOUT,
+            next_step=_USE_CPU,
         )
     with failures("the GPU's start"):
         library.call("open_device", index)
@@ -64,7 +75,7 @@ def open_device(name: str) -> torch.device:
             where=name,
             expected=f"compute capability {OLDEST / 10} or later",
             got=f"{capability / 10}",
-            next_step=_WITHOUT,
+            next_step=_USE_CPU,
         )
     if not any(capability >= one for one in made_for):
         raise DeviceError(
@@ -82,7 +93,7 @@ def open_device(name: str) -> torch.device:
 
 @contextmanager
 def failures(doing: str) -> Iterator[None]:
-    """What CUDA and torch raise inside becomes OutOfMemoryError, with numbers, or DeviceError."""
+    """Turns errors of CUDA and torch into OutOfMemoryError, with memory sizes, or DeviceError."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -122,16 +133,16 @@ def _open_library() -> cuda.CudaLibrary:
             where="exl_kernels",
             got=None if missing else error,
             next_step="Install exl-kernels where nvcc is on PATH (python -m pip install ./csrc). "
-            + _WITHOUT,
+            + _USE_CPU,
         ) from error
 
 
-def _why_none() -> str:
-    """What keeps torch from a GPU."""
+def _reason_without_gpu() -> str:
+    """Reason why torch cannot use a GPU."""
     if torch.version.cuda is None:
         return "a torch that was built without CUDA"
     try:
         torch.cuda.init()  # type: ignore[no-untyped-call]
-    except (RuntimeError, AssertionError) as error:  # its words name the driver's version
+    except (RuntimeError, AssertionError) as error:  # its message names the driver's version
         return str(error).partition("\n")[0]
     return "no device"

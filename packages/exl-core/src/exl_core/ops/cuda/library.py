@@ -1,4 +1,4 @@
-"""One GPU as the ops see it: the loaded library, torch's current stream, and workspaces."""
+"""One GPU for the ops: the loaded library, torch's current stream, and workspaces."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ TYPES = {
     torch.int8: 6,
     torch.float8_e4m3fn: 7,
 }
-"""Numbers of types in the library's interface."""
+"""Type numbers of `exl/cuda.h`."""
 
 
 class Gpu:
-    """Calls go to torch's current stream; nothing here waits for them.
+    """Calls the library on torch's current stream. The host does not synchronize.
 
-    `most_placed_rows`: of so many rows kernels can leave inputs prepared for the next linear.
+    `most_placed_rows` is the largest number of rows for which a kernel can write its result as
+    prepared inputs of the next linear.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -33,7 +34,7 @@ class Gpu:
         self._retired: list[Tensor] = []
 
     def call(self, name: str, *operands: object) -> None:
-        """`exl_cuda_<name>`, with the stream as its last operand."""
+        """Calls `exl_cuda_<name>` with the stream as its last operand."""
         stream = torch.cuda.current_stream(self.device).cuda_stream
         self._library.call(name, *operands, stream)
 
@@ -41,13 +42,14 @@ class Gpu:
         return torch.empty(shape, dtype=dtype, device=self.device)
 
     def workspace(self, op: str, *sizes: int) -> Tensor:
-        """Zero when it is first handed out; each op has its own, and leaves its counters zero."""
-        return self.room(op, self._library.size(f"{op}_workspace", *sizes))
+        """Workspace of one op, zero on first use. Every call leaves the counters in it zero."""
+        return self.buffer(op, self._library.size(f"{op}_workspace", *sizes))
 
-    def room(self, name: str, size_bytes: int) -> Tensor:
-        """Bytes that are kept under a name; zero at first, and again whenever they grow.
+    def buffer(self, name: str, size_bytes: int) -> Tensor:
+        """Buffer of at least `size_bytes`, kept under a name. It is zero whenever it is made anew.
 
-        What was too small is kept as well: a captured graph may still write there.
+        A buffer that became too small is kept as well, because a captured graph may still write to
+        it.
         """
         held = self._workspaces.get(name)
         if held is None or held.numel() < size_bytes:

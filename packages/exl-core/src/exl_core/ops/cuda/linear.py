@@ -1,9 +1,10 @@
-"""Matrices on the GPU and what is done with them.
+"""Linears on the GPU: dense and quantized matrices, and their products.
 
-A linear of few rows reads its quantized codes directly; of more than 8 rows, on compute capability
-9.0, they become float16 on their way to the products. Of many rows, so that the weights are read
-once for all of them, it is dequantized to float16 in slices that a scratch buffer holds, and
-multiplied by torch. Inputs are float32 or float16, outputs either.
+Up to `MAX_DIRECT_ROWS` rows, kernels read the quantized codes directly: the decode kernel, or for
+more than 8 rows on compute capability 9.0 the small-batch kernel, which converts codes to float16
+weights in registers. With more rows the matrix is dequantized to float16 in slices of columns,
+which torch multiplies, so that each weight is read once for all rows. Inputs and outputs are
+float32 or float16.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_core.ops.table import GateKind, PackedLinear
 from exl_kernels import cuda
 
-FEW_ROWS = 96
-"""Up to so many rows the codes are read directly; the kernel's own limit is 128."""
+MAX_DIRECT_ROWS = 96
+"""Largest number of rows for which kernels read the codes directly. The kernels' limit is 128."""
 
 SCRATCH_HALVES = 48 << 20
-"""Of weights dequantized at a time: 96 MiB, and as much again for the slice after it."""
+"""Largest slice of dequantized weights, in float16 numbers: 96 MiB. There are two such buffers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaLinear:
-    """Weights [n, k], float16, on the GPU."""
+    """A dense matrix on the GPU: weights [n, k] in float16."""
 
     weight: Tensor
     bias: Tensor | None
@@ -59,7 +60,7 @@ Part = CudaLinear | CudaQuantLinear
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CudaJoined:
-    """Linears of one input, their outputs one after the other."""
+    """Several linears with the same inputs, whose outputs are side by side."""
 
     parts: tuple[Part, ...]
 
@@ -78,38 +79,42 @@ class CudaJoined:
 
 @dataclass(slots=True, eq=False)
 class CudaInputs:
-    """Inputs of one quantized linear, in the order of its rows: what kernels leave there that know
-    the linear behind them, so that nothing has to be moved in between."""
+    """Prepared inputs of one quantized linear: float16, pre-permuted to the order of its rows.
+
+    A kernel whose next linear is known writes its result here, so that no kernel has to permute it
+    in between.
+    """
 
     w: CudaQuantLinear
     rows: int
-    memory: Tensor  # float16, prepared
-    is_by_rows: bool = False  # as they have been left there
+    memory: Tensor  # float16, prepared (exl/cuda.h)
+    is_by_rows: bool = False  # layout of `memory`: interleaved by rows, written by a gated product
 
     @property
     def features(self) -> int:
         return self.w.in_features
 
     @property
-    def places(self) -> int:
-        """Address of the row of each feature."""
-        return cast(Tensor, self.w.places).data_ptr()
+    def inverse_permutation(self) -> int:
+        """Address of the inverse permutation: the row of each feature."""
+        return cast(Tensor, self.w.inverse_permutation).data_ptr()
 
     @property
-    def form(self) -> cuda.Prepared:
-        order = self.w.order.data_ptr()
-        return cuda.Prepared(order, self.memory.data_ptr(), self.w.num_blocks, 0)
+    def target(self) -> cuda.Prepared:
+        """Output of `exl_cuda_prepare` that fills this object."""
+        permutation = self.w.permutation.data_ptr()
+        return cuda.Prepared(permutation, self.memory.data_ptr(), self.w.num_blocks, 0)
 
 
 class Norm(NamedTuple):
-    """RMS norm of the inputs, before they are multiplied."""
+    """RMS norm that is applied to the inputs of a linear."""
 
     weight: Tensor
     eps: float
 
 
 class Linears:
-    """Makes matrices, fills them and multiplies by them."""
+    """Creates matrices, fills them, and multiplies activations with them."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
@@ -117,7 +122,7 @@ class Linears:
         self._slices = Slices(gpu)
 
     def begin_pass(self) -> None:
-        """Call it ahead of the first product of a pass."""
+        """Starts a pass: `CudaTable.attention_batch` calls this before its first product."""
         self._slices.begin_pass()
 
     def new_dense(self, out_features: int, in_features: int, has_bias: bool) -> CudaLinear:
@@ -153,9 +158,9 @@ class Linears:
         cast(CudaQuantLinear, w).fill(first_column, columns)
 
     def inputs_for(self, w: PackedLinear, rows: int) -> CudaInputs | None:
-        """Room for them, where kernels can fill it."""
+        """Buffer for prepared inputs of `w`, or None if kernels cannot write to it directly."""
         part, *others = parts_of(w)
-        if others or not isinstance(part, CudaQuantLinear) or part.places is None:
+        if others or not isinstance(part, CudaQuantLinear) or part.inverse_permutation is None:
             return None
         if not 0 < rows <= self._gpu.most_placed_rows:
             return None
@@ -164,7 +169,7 @@ class Linears:
 
     def multiply_prepared(self, x: CudaInputs, residual: Tensor) -> None:
         """residual [m, n] float32 += x @ w."""
-        args = self._arguments((x.w,), residual, cuda.ADD)
+        args = self._new_arguments((x.w,), residual, cuda.ADD)
         args.inputs[0], args.is_by_rows = x.memory.data_ptr(), x.is_by_rows
         self._gpu.call("quant_linear", args)
 
@@ -177,47 +182,49 @@ class Linears:
         norm: Norm | None = None,
         is_added: bool = False,
     ) -> None:
-        """out [m, n] = x [m, k] @ w, or += where `is_added`, which takes float32."""
+        """out [m, n] = x [m, k] @ w. With `is_added`, adds to `out`, which is float32 then."""
         if x.shape[0] == 0:
             return
         parts = parts_of(w)
         quantized = _all_quantized(parts)
-        is_few = x.shape[0] <= FEW_ROWS
-        if quantized is not None and is_few and len(parts) <= cuda.MAX_PARTS:
-            self._few(x, quantized, out, norm, cuda.ADD if is_added else cuda.STORE)
+        is_direct = x.shape[0] <= MAX_DIRECT_ROWS
+        if quantized is not None and is_direct and len(parts) <= cuda.MAX_PARTS:
+            self._multiply_codes(x, quantized, out, norm, cuda.ADD if is_added else cuda.STORE)
             return
-        plain = self._plain(x, norm)
+        halves = self._as_float16(x, norm)
         first = 0
         for is_quantized, group in groupby(parts, lambda part: isinstance(part, CudaQuantLinear)):
-            alike = tuple(group)
-            last = first + sum(part.out_features for part in alike)
+            same_kind = tuple(group)
+            last = first + sum(part.out_features for part in same_kind)
             columns = out[:, first:last]
             if not is_quantized:
-                self._dense(plain, alike, columns, is_added)
-            elif is_few:
-                for part, own in _split(alike, columns):
+                self._multiply_dense(halves, same_kind, columns, is_added)
+            elif is_direct:
+                for part, own in _split(same_kind, columns):
                     kind = cuda.ADD if is_added else cuda.STORE
-                    self._few(plain, (cast(CudaQuantLinear, part),), own, None, kind)
+                    self._multiply_codes(halves, (cast(CudaQuantLinear, part),), own, None, kind)
             else:
-                self._many(plain, cast(tuple[CudaQuantLinear, ...], alike), columns, is_added)
+                self._multiply_slices(
+                    halves, cast(tuple[CudaQuantLinear, ...], same_kind), columns, is_added
+                )
             first = last
 
     def multiply_gated(
         self, x: Tensor, w: PackedLinear, out: Tensor | CudaInputs, norm: Norm, kind: GateKind
     ) -> None:
-        """out [m, n / 2] = act(gate) * up, of rms_norm(x) @ w, gate first."""
+        """out [m, n / 2] = act(gate) * up, where rms_norm(x) @ w is gate and up side by side."""
         rows, columns = x.shape[0], w.out_features // 2
         if rows == 0:
             return
         quantized = _all_quantized(parts_of(w))
         is_pair = quantized is not None and [p.out_features for p in quantized] == [columns] * 2
-        if quantized is not None and is_pair and rows <= FEW_ROWS:
-            self._few(x, quantized, out, norm, cuda.GATED, kind)
+        if quantized is not None and is_pair and rows <= MAX_DIRECT_ROWS:
+            self._multiply_codes(x, quantized, out, norm, cuda.GATED, kind)
             return
         if isinstance(out, CudaInputs):
-            plain = self._gpu.empty(rows, columns, dtype=torch.float16)
-            self.multiply_gated(x, w, plain, norm, kind)
-            self.prepare_for(out, plain)
+            halves = self._gpu.empty(rows, columns, dtype=torch.float16)
+            self.multiply_gated(x, w, halves, norm, kind)
+            self.prepare_for(out, halves)
             return
         gate_up = self._gpu.empty(rows, 2 * columns, dtype=torch.float16)
         self.multiply(x, w, gate_up, norm=norm)
@@ -231,7 +238,7 @@ class Linears:
         target = out.data_ptr(), TYPES[out.dtype], out.stride(0)
         self._gpu.call("gated_activation", *source, rows, columns, *target)
 
-    def _few(  # noqa: PLR0917 - what the kernel needs
+    def _multiply_codes(  # noqa: PLR0917 - operands of the kernel
         self,
         x: Tensor,
         parts: tuple[CudaQuantLinear, ...],
@@ -242,41 +249,43 @@ class Linears:
     ) -> None:
         rows, gpu = x.shape[0], self._gpu
         if isinstance(out, CudaInputs):
-            args = self._arguments(parts, out.memory.view(1, -1), epilogue, gate)
-            args.m, args.places = rows, out.places
+            args = self._new_arguments(parts, out.memory.view(1, -1), epilogue, gate)
+            args.m, args.places = rows, out.inverse_permutation
             out.is_by_rows = rows > cuda.TILE_ROWS
         else:
-            args = self._arguments(parts, out, epilogue, gate)
+            args = self._new_arguments(parts, out, epilogue, gate)
         prepare = _prepare(x, norm)
-        forms: dict[int, Tensor] = {}  # parts whose rows are in one order share their inputs
+        buffers: dict[int, Tensor] = {}  # by permutation: parts with the same one share inputs
         for i, part in enumerate(parts):
-            order = part.order.data_ptr()
-            if order not in forms:
+            permutation = part.permutation.data_ptr()
+            if permutation not in buffers:
                 halves = cuda.prepared_halves(rows, part.num_blocks)
-                forms[order] = gpu.empty(halves, dtype=torch.float16)
-                form = cuda.Prepared(order, forms[order].data_ptr(), part.num_blocks, 0)
-                prepare.to[prepare.count] = form
+                buffers[permutation] = gpu.empty(halves, dtype=torch.float16)
+                target = cuda.Prepared(
+                    permutation, buffers[permutation].data_ptr(), part.num_blocks, 0
+                )
+                prepare.to[prepare.count] = target
                 prepare.count += 1
-            args.inputs[i] = forms[order].data_ptr()
+            args.inputs[i] = buffers[permutation].data_ptr()
         gpu.call("prepare", prepare)
         gpu.call("quant_linear", args)
 
     def prepare_for(self, to: CudaInputs, x: Tensor) -> None:
         prepare = _prepare(x, None)
         to.is_by_rows = False
-        prepare.to[0] = to.form
+        prepare.to[0] = to.target
         prepare.count = 1
         self._gpu.call("prepare", prepare)
 
-    def _arguments(
+    def _new_arguments(
         self,
         parts: tuple[CudaQuantLinear, ...],
         out: Tensor,
         epilogue: int,
         gate: GateKind = "silu",
     ) -> cuda.QuantLinear:
-        """All but the inputs."""
-        workspace = self._gpu.workspace("quant_linear", self._max_n, FEW_ROWS)
+        """Arguments of `exl_cuda_quant_linear` without its inputs."""
+        workspace = self._gpu.workspace("quant_linear", self._max_n, MAX_DIRECT_ROWS)
         args = cuda.QuantLinear(
             y=out.data_ptr(),
             y_stride=out.stride(0),
@@ -293,26 +302,26 @@ class Linears:
         return args
 
     @staticmethod
-    def _dense(x: Tensor, parts: tuple[Part, ...], out: Tensor, is_added: bool) -> None:
+    def _multiply_dense(x: Tensor, parts: tuple[Part, ...], out: Tensor, is_added: bool) -> None:
         for part, columns in _split(parts, out):
             _product(x, cast(CudaLinear, part).weight.T, columns, is_added)
             if part.bias is not None:
                 columns.add_(part.bias)
 
-    def _many(
+    def _multiply_slices(
         self, x: Tensor, parts: tuple[CudaQuantLinear, ...], out: Tensor, is_added: bool
     ) -> None:
-        """x float16 [m, k]; the matrices are dequantized in slices of columns.
+        """Multiplies x float16 [m, k] with matrices that are dequantized in slices of columns.
 
-        Dequantizing is bound by memory and multiplying is not, so the next slice is dequantized
-        beside the product of this one, in a stream of its own.
+        Dequantization is memory-bound and the product is compute-bound. Therefore the next slice is
+        dequantized on a second stream during the product of the current one.
         """
         rows, columns = x.shape[1], out.shape[1]
         count = -(-columns * rows // SCRATCH_HALVES)
         width = -(-columns // count // 128) * 128
         for first in range(0, columns, width):
             last = min(first + width, columns)
-            pitch = -(-(last - first) // 8) * 8  # rows of whole 16 bytes
+            pitch = -(-(last - first) // 8) * 8  # a multiple of 16 bytes
             with self._slices.next(rows * pitch) as slice_:
                 dense = slice_.memory.view(rows, pitch)[:, : last - first]
                 with slice_.filling():
@@ -322,8 +331,8 @@ class Linears:
             if part.bias is not None:
                 own.add_(part.bias)
 
-    def _plain(self, x: Tensor, norm: Norm | None) -> Tensor:
-        """x, normed if so, as float16 [m, k]; rows may lie apart."""
+    def _as_float16(self, x: Tensor, norm: Norm | None) -> Tensor:
+        """x, after the norm if there is one, as float16 [m, k] with any row stride."""
         if norm is None and x.dtype is torch.float16:
             return x
         out = self._gpu.empty(*x.shape, dtype=torch.float16)
@@ -339,7 +348,7 @@ def parts_of(w: PackedLinear) -> tuple[Part, ...]:
 
 
 def _split(parts: Sequence[Part], out: Tensor) -> Iterator[tuple[Part, Tensor]]:
-    """Each part with its columns of out."""
+    """Yields each part with its columns of `out`."""
     first = 0
     for part in parts:
         yield part, out[:, first : first + part.out_features]
@@ -347,14 +356,14 @@ def _split(parts: Sequence[Part], out: Tensor) -> Iterator[tuple[Part, Tensor]]:
 
 
 def _unpack(parts: Sequence[CudaQuantLinear], first: int, last: int, dense: Tensor) -> None:
-    """dense [k, last - first] = columns first .. last - 1 of the parts side by side."""
+    """Dequantizes columns first .. last - 1 of the joined parts: dense [k, last - first]."""
     start = 0
     for part in parts:
         inner = max(first - start, 0), min(last - start, part.out_features)
         if inner[0] < inner[1]:
-            place = start + inner[0] - first
+            offset = start + inner[0] - first
             width = inner[1] - inner[0]
-            part.unpack(inner[0], width, dense[:, place : place + width])
+            part.unpack(inner[0], width, dense[:, offset : offset + width])
         start += part.out_features
 
 
@@ -364,7 +373,7 @@ def _all_quantized(parts: Sequence[Part]) -> tuple[CudaQuantLinear, ...] | None:
 
 
 def _prepare(x: Tensor, norm: Norm | None) -> cuda.Prepare:
-    """Inputs named, and no form of them yet."""
+    """Arguments of `exl_cuda_prepare` with its inputs and without outputs."""
     rows, columns = x.shape
     args = cuda.Prepare(
         x=x.data_ptr(), x_stride=x.stride(0), x_dtype=TYPES[x.dtype], m=rows, k=columns
@@ -375,7 +384,7 @@ def _prepare(x: Tensor, norm: Norm | None) -> cuda.Prepare:
 
 
 def _product(x: Tensor, weight: Tensor, out: Tensor, is_added: bool) -> None:
-    """out = x [m, k] @ weight [k, n], summed in float32; out float16 or float32."""
+    """out = x [m, k] @ weight [k, n], or += if `is_added`; accumulates in float32."""
     if is_added:
         torch.addmm(out, x, weight, out_dtype=torch.float32, out=out)
     elif out.dtype is torch.float16:

@@ -1,7 +1,8 @@
-"""Quantized matrices on the GPU: where everything lies in their tiles, and filling them.
+"""Quantized matrices on the GPU: the plan of their packed layout, and filling them.
 
-The layout is that of `exl/cuda.h`: strips of 32 columns, all alike; in a strip, units of up to four
-blocks of 32 rows of one group. What it depends on is worked out here, once, from the `QuantLayout`.
+`exl/cuda.h` defines the layout: column panels of 32 columns, all with the same layout, and in a
+panel k-tiles of up to four blocks of 32 rows of one group. This module computes the tables of
+k-tiles and runs from the `QuantLayout`, once per layout.
 """
 
 from __future__ import annotations
@@ -24,12 +25,12 @@ from exl_core.ops.cuda.upload import upload
 from exl_core.ops.quantized import FILL_STEP, GroupRun, Offset, QuantColumns, QuantLayout
 from exl_kernels import cuda
 
-STRIP = 32  # columns
+PANEL_COLUMNS = 32
 BLOCK_ROWS = 32
-UNIT_BLOCKS = 4
-MAX_BLOCKS = 1 << 16  # a unit names its first block in 16 bits
+K_TILE_BLOCKS = 4
+MAX_BLOCKS = 1 << 16  # a k-tile stores the number of its first block in 16 bits
 
-_UNIT = np.dtype(
+_K_TILE = np.dtype(
     [
         ("offset", "<u4"),
         ("first_block", "<u2"),
@@ -38,7 +39,7 @@ _UNIT = np.dtype(
         ("group", "<u4"),
     ]
 )
-assert _UNIT.itemsize == cuda.UNIT_BYTES
+assert _K_TILE.itemsize == cuda.UNIT_BYTES
 _RUN = np.dtype(
     [
         ("first_unit", "<u4"),
@@ -54,14 +55,14 @@ assert _RUN.itemsize == cuda.RUN_BYTES
 
 
 class TilePlan(NamedTuple):
-    """What a matrix's tiles look like, apart from their columns."""
+    """Packed layout of one column panel; the same for all panels of a matrix."""
 
-    units: NDArray[np.void]
-    runs: NDArray[np.void]
-    stored_rows: NDArray[np.int32]  # of each padded row, -1: padding
-    bit_offsets: NDArray[np.int64]  # of each unit's first row, in a column's stream of bits
-    strip_bytes: int
-    rows_digest: bytes  # of stored_rows, which plans of other widths may have as well
+    units: NDArray[np.void]  # k-tiles: ExlQuantUnit
+    runs: NDArray[np.void]  # ExlQuantRun
+    stored_rows: NDArray[np.int32]  # stored row of each padded row, -1: padding
+    bit_offsets: NDArray[np.int64]  # bit of each k-tile's first row in a column's bit stream
+    strip_bytes: int  # size of a panel
+    rows_digest: bytes  # of stored_rows; plans with other bit widths may have the same rows
 
     @property
     def num_blocks(self) -> int:
@@ -70,30 +71,33 @@ class TilePlan(NamedTuple):
 
 @lru_cache(maxsize=64)
 def plan_tiles(runs: tuple[GroupRun, ...], offset: Offset, scale_bytes: int) -> TilePlan:
-    """The same plan for matrices whose rows are laid out alike: most of a model's are."""
-    head = STRIP * (scale_bytes + {"middle": 0, "zeros": 1, "minimums": scale_bytes}[offset])
-    units, rows, bits = [], [], []
-    described = np.zeros(len(runs), _RUN)
-    unit = block = group = row = bit = 0
-    place = cuda.STRIP_HEAD
+    """Computes a plan. Matrices with the same runs share it, as most of a model's do."""
+    header_bytes = PANEL_COLUMNS * (
+        scale_bytes + {"middle": 0, "zeros": 1, "minimums": scale_bytes}[offset]
+    )
+    k_tiles, rows, bits = [], [], []
+    run_table = np.zeros(len(runs), _RUN)
+    k_tile = block = group = row = bit = 0
+    offset_bytes = cuda.STRIP_HEAD
     for i, run in enumerate(runs):
         blocks = -(-run.rows // BLOCK_ROWS)
-        in_group = np.arange(0, blocks, UNIT_BLOCKS)
-        part = np.zeros((run.groups, len(in_group)), _UNIT)
+        in_group = np.arange(0, blocks, K_TILE_BLOCKS)
+        part = np.zeros((run.groups, len(in_group)), _K_TILE)
         part["bits"] = run.bits
-        part["blocks"] = np.minimum(blocks - in_group, UNIT_BLOCKS)
+        part["blocks"] = np.minimum(blocks - in_group, K_TILE_BLOCKS)
         part["group"] = group + np.arange(run.groups)[:, None]
         part["first_block"] = block + np.arange(run.groups)[:, None] * blocks + in_group
         sizes = (
-            head + part["blocks"].astype(np.int64) * (STRIP * BLOCK_ROWS * run.bits // 8)
+            header_bytes
+            + part["blocks"].astype(np.int64) * (PANEL_COLUMNS * BLOCK_ROWS * run.bits // 8)
         ).ravel()
-        part["offset"] = (place + np.cumsum(sizes) - sizes).reshape(part.shape)
-        described["first_unit"][i] = unit
-        described["offset"][i], described["first_block"][i] = place, block
-        described["bits"][i], described["group_units"][i] = run.bits, len(in_group)
-        described["last_blocks"][i] = blocks - in_group[-1]
-        units.append(part.ravel())
-        unit += part.size
+        part["offset"] = (offset_bytes + np.cumsum(sizes) - sizes).reshape(part.shape)
+        run_table["first_unit"][i] = k_tile
+        run_table["offset"][i], run_table["first_block"][i] = offset_bytes, block
+        run_table["bits"][i], run_table["group_units"][i] = run.bits, len(in_group)
+        run_table["last_blocks"][i] = blocks - in_group[-1]
+        k_tiles.append(part.ravel())
+        k_tile += part.size
 
         first_rows = np.arange(run.groups)[:, None] * run.rows
         of_block = np.arange(blocks * BLOCK_ROWS)
@@ -105,42 +109,47 @@ def plan_tiles(runs: tuple[GroupRun, ...], offset: Offset, scale_bytes: int) -> 
         group += run.groups
         row += run.groups * run.rows
         bit += run.groups * run.rows * run.bits
-        place += int(sizes.sum())
+        offset_bytes += int(sizes.sum())
     if block > MAX_BLOCKS:
         raise OpInputError(f"new_quantized: {block} blocks of rows (expected at most {MAX_BLOCKS})")
     stored_rows = np.concatenate(rows)
     return TilePlan(
-        np.concatenate(units),
-        described,
+        np.concatenate(k_tiles),
+        run_table,
         stored_rows,
         np.concatenate(bits).astype(np.int64),
-        place,
+        offset_bytes,
         _digest(stored_rows),
     )
 
 
 class CudaQuantLinear:
-    """A PackedLinear on the GPU; `matrix` is what kernels take, and points into the tensors here.
+    """A quantized matrix on the GPU (`PackedLinear`).
 
-    Matrices whose rows are in the same order share one `order`.
+    `matrix` is the struct that kernels take. It points into tensors that this object owns. Matrices
+    with the same order of rows share one `permutation` tensor.
     """
 
     def __init__(self, layout: QuantLayout, gpu: Gpu) -> None:
         plan_key = (layout.runs, layout.offset, layout.scale_dtype.itemsize)
         plan = plan_tiles(*plan_key)
-        strips = -(-layout.out_features // STRIP)
+        num_panels = -(-layout.out_features // PANEL_COLUMNS)
         device = gpu.device
         self.layout = layout
         self._gpu = gpu
         self.num_blocks = plan.num_blocks
         features = None if layout.features is None else layout.features.numpy()
-        order_key = plan.rows_digest, None if features is None else _digest(features)
-        self.order = _shared(device, ("order", order_key), lambda: _order(plan, features))
-        self.places: Tensor | None = None
-        """Of each feature its row in `order`, where no row is padding."""
+        permutation_key = plan.rows_digest, None if features is None else _digest(features)
+        self.permutation = _shared(
+            device, ("permutation", permutation_key), lambda: _permutation(plan, features)
+        )
+        self.inverse_permutation: Tensor | None = None
+        """Row of each feature: the inverse of `permutation`. None if some rows are padding."""
         if plan.num_blocks * BLOCK_ROWS == layout.in_features:
-            self.places = _shared(
-                device, ("places", order_key), lambda: _inverse(_order(plan, features))
+            self.inverse_permutation = _shared(
+                device,
+                ("inverse_permutation", permutation_key),
+                lambda: _inverted(_permutation(plan, features)),
             )
         self.bias = torch.zeros(layout.out_features, device=device) if layout.has_bias else None
         self._units = _shared(device, ("units", plan_key), lambda: plan.units.view(np.uint8))
@@ -148,13 +157,13 @@ class CudaQuantLinear:
         self._device_runs = _shared(device, ("runs", plan_key), lambda: plan.runs.view(np.uint8))
         self._stored_rows = _shared(device, ("rows", plan.rows_digest), lambda: plan.stored_rows)
         self._bit_offsets = _shared(device, ("bits", plan_key), lambda: plan.bit_offsets)
-        self._tiles = gpu.empty(strips * plan.strip_bytes, dtype=torch.uint8)
+        self._tiles = gpu.empty(num_panels * plan.strip_bytes, dtype=torch.uint8)
         self.matrix = cuda.QuantMatrix(
             tiles=self._tiles.data_ptr(),
             units=self._units.data_ptr(),
             runs=self._runs.ctypes.data,
             device_runs=self._device_runs.data_ptr(),
-            order=self.order.data_ptr(),
+            order=self.permutation.data_ptr(),
             bias=None if self.bias is None else self.bias.data_ptr(),
             strip_bytes=plan.strip_bytes,
             n=layout.out_features,
@@ -176,11 +185,11 @@ class CudaQuantLinear:
 
     @property
     def size_bytes(self) -> int:
-        """Without what it may share with others."""
+        """Size without the tables that other matrices may share."""
         return self._tiles.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
     def fill(self, first_column: int, columns: QuantColumns) -> None:
-        """Repacks columns first_column ..; their parts may lie in any memory."""
+        """Repacks columns from first_column on. The operands may be on the CPU or the GPU."""
         is_words = columns.packing in ("words", "bytes")
         count = columns.codes.shape[1 if is_words else 0]
         last = first_column + count
@@ -188,19 +197,19 @@ class CudaQuantLinear:
         is_whole = is_whole and (count % FILL_STEP == 0 or last == self.out_features)
         if not is_whole or not 0 <= first_column < last <= self.out_features:
             raise OpInputError(
-                f"fill_quantized: first_column (expected whole strips of {FILL_STEP} columns"
+                f"fill_quantized: first_column (expected whole panels of {FILL_STEP} columns"
                 f" within [0, {self.out_features}), got {count} at {first_column})"
             )
         if columns.codes.stride(1) != 1:
             raise OpInputError("fill_quantized: codes (expected rows without gaps)")
         device = self._gpu.device
         codes = upload(columns.codes, device)
-        beside = [
+        uploaded = [
             None if part is None else upload(part, device)
             for part in (columns.source_rows, columns.scales, columns.offsets)
         ]
         source_rows, scales, offsets = (
-            None if part is None else part.data_ptr() for part in beside
+            None if part is None else part.data_ptr() for part in uploaded
         )
         operands = cuda.QuantColumns(
             packing=cuda.PACKINGS[columns.packing],
@@ -220,15 +229,15 @@ class CudaQuantLinear:
             self.bias[first_column:last].copy_(columns.bias)
 
     def unpack(self, first: int, columns: int, out: Tensor) -> None:
-        """out float16 [in_features, columns] = the weights, features in their own order.
+        """Dequantizes columns: out float16 [in_features, columns], in the order of the features.
 
-        `first` is a multiple of 32; rows of `out` may lie apart.
+        `first` is a multiple of 32. `out` may have any row stride.
         """
         self._gpu.call("quant_unpack", self.matrix, first, columns, out.data_ptr(), out.stride(0))
 
 
-def _order(plan: TilePlan, features: NDArray[np.int32] | None) -> NDArray[np.int32]:
-    """Feature of each padded row, -1: padding."""
+def _permutation(plan: TilePlan, features: NDArray[np.int32] | None) -> NDArray[np.int32]:
+    """Input feature of each padded row, -1 for padding."""
     rows = plan.stored_rows
     if features is None:
         return rows
@@ -236,28 +245,29 @@ def _order(plan: TilePlan, features: NDArray[np.int32] | None) -> NDArray[np.int
     return np.where(rows < 0, np.int32(-1), features[rows]) if is_padded else features
 
 
-def _inverse(order: NDArray[np.int32]) -> NDArray[np.int32]:
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order), dtype=np.int32)
-    return places
+def _inverted(permutation: NDArray[np.int32]) -> NDArray[np.int32]:
+    inverse_permutation = np.empty_like(permutation)
+    inverse_permutation[permutation] = np.arange(len(permutation), dtype=np.int32)
+    return inverse_permutation
 
 
 def _digest(values: NDArray[np.int32]) -> bytes:
     return hashlib.blake2b(values.tobytes()).digest()
 
 
-_tables: WeakValueDictionary[tuple[torch.device, Hashable], Tensor] = WeakValueDictionary()
-_tables_lock = Lock()
+_shared_tables: WeakValueDictionary[tuple[torch.device, Hashable], Tensor] = WeakValueDictionary()
+_shared_tables_lock = Lock()
 
 
 def _shared(device: torch.device, key: Hashable, make: Callable[[], NDArray[np.generic]]) -> Tensor:
-    """The table of that key on the device: one tensor for all who have it, while any of them lives.
+    """Table of that key on the device. All matrices that use it share one tensor.
 
-    The copy is not waited for: while the lock is held, all that fill matrices would wait with it.
+    The host does not synchronize with the copy. It would do so under the lock, and thereby block
+    all other threads that fill matrices.
     """
-    with _tables_lock:
-        held = _tables.get((device, key))
+    with _shared_tables_lock:
+        held = _shared_tables.get((device, key))
         if held is None:
             held = upload(torch.from_numpy(make()), device)
-            _tables[device, key] = held
+            _shared_tables[device, key] = held
         return held

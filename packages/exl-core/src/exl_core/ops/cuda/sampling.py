@@ -1,8 +1,9 @@
-"""Drawing tokens on the GPU: the settings of all rows go there in one copy.
+"""Sampling on the GPU: the settings of all rows are uploaded in one copy.
 
-`RowSampler` draws and waits. What it is made of, `SampleBuffers`, has fixed memory on both sides
-and so can be part of a captured graph: `fill` writes on the host, `enqueue` is what a graph
-captures, and once the stream has got there `read` has the tokens.
+`RowSampler` samples and waits for the tokens. It is built on `SampleBuffers`, whose memory on host
+and GPU has fixed addresses, so that a CUDA graph can contain it: `fill` writes the settings on the
+host, a graph captures `enqueue`, and `read` returns the tokens once the stream has reached that
+point.
 """
 
 from __future__ import annotations
@@ -32,28 +33,28 @@ _ROW = np.dtype(
         ("mask", "<i8"),
     ]
 )
-"""`ExlSampleRow`."""
+"""Layout of `ExlSampleRow` (exl/cuda.h)."""
 
 _ALIGNMENT = 16
 
 
 class Capacity(NamedTuple):
-    """The most that one set of buffers has room for."""
+    """Sizes of one set of buffers."""
 
     rows: int
-    edits: int = 0  # of all rows together
-    mask_words: int = 0  # likewise
-    top: int = 0  # likeliest tokens of each row
+    edits: int = 0  # edited logits, of all rows together
+    mask_words: int = 0  # words of bitmasks, of all rows together
+    top: int = 0  # most likely tokens returned per row
 
     def covers(self, other: Capacity) -> bool:
-        return all(mine >= wanted for mine, wanted in zip(self, other, strict=True))
+        return all(own >= needed for own, needed in zip(self, other, strict=True))
 
     def grown(self, other: Capacity) -> Capacity:
-        """Room for both; what grows at all grows to a power of two."""
+        """Capacity that covers both. A size that grows is rounded up to a power of two."""
         return Capacity(
             *(
-                mine if mine >= wanted else 1 << (wanted - 1).bit_length()
-                for mine, wanted in zip(self, other, strict=True)
+                own if own >= needed else 1 << (needed - 1).bit_length()
+                for own, needed in zip(self, other, strict=True)
             )
         )
 
@@ -69,7 +70,7 @@ def wanted_capacity(rows: Sequence[RowSettings], vocab_size: int) -> Capacity:
 
 
 class _Part(NamedTuple):
-    """Some of a buffer: as the host's array, and as an address for the GPU."""
+    """Part of a buffer: an array on the host, and the address of the same part for the GPU."""
 
     host: np.ndarray[tuple[int], np.dtype[np.generic]]
     address: int
@@ -77,7 +78,7 @@ class _Part(NamedTuple):
 
 
 class _Pinned:
-    """Memory of the host that the GPU can reach, or has a copy of, handed out part by part."""
+    """Pinned host memory, allocated part by part. The GPU uses it directly or has a copy."""
 
     def __init__(self, size_bytes: int) -> None:
         self.host = torch.zeros(size_bytes + 4 * _ALIGNMENT, dtype=torch.uint8, pin_memory=True)
@@ -92,25 +93,28 @@ class _Pinned:
 
 
 class SampleBuffers:
+    """Settings and results of sampling for up to `capacity` rows, at fixed addresses."""
+
     def __init__(self, gpu: Gpu, capacity: Capacity, vocab_size: int) -> None:
         self._gpu = gpu
         self.capacity = capacity
         self._vocab_size = vocab_size
         rows, edits, words, top = capacity
-        given = _Pinned(_ROW.itemsize * rows + 12 * edits + 4 * words)
-        self._given, self._copied = given.host, torch.empty_like(given.host, device=gpu.device)
-        self._rows = given.part(_ROW, rows, self._copied)
-        self._edit_ids = given.part(np.dtype(np.int64), edits, self._copied)
-        self._edit_values = given.part(np.dtype(np.float32), edits, self._copied)
-        # Last, as they are large and most often there are none: then they are not copied.
-        self._masks = given.part(np.dtype(np.uint32), words, self._copied)
-        # Written by the kernel straight to the host: a few words, and nobody waits for a copy.
-        drawn = _Pinned(8 * rows * (1 + top))
-        self._token_ids = drawn.part(np.dtype(np.int32), rows, drawn.host)
-        self._probabilities = drawn.part(np.dtype(np.float32), rows, drawn.host)
-        self._top_ids = drawn.part(np.dtype(np.int32), rows * top, drawn.host)
-        self._top_probabilities = drawn.part(np.dtype(np.float32), rows * top, drawn.host)
-        self._sliced = self._copied, self._given
+        settings = _Pinned(_ROW.itemsize * rows + 12 * edits + 4 * words)
+        self._host_settings = settings.host
+        self._device_settings = torch.empty_like(settings.host, device=gpu.device)
+        self._rows = settings.part(_ROW, rows, self._device_settings)
+        self._edit_ids = settings.part(np.dtype(np.int64), edits, self._device_settings)
+        self._edit_values = settings.part(np.dtype(np.float32), edits, self._device_settings)
+        # Masks come last, so that a batch without masks does not copy their space.
+        self._masks = settings.part(np.dtype(np.uint32), words, self._device_settings)
+        # The kernel writes the few words of results directly to host memory, which saves a copy.
+        results = _Pinned(8 * rows * (1 + top))
+        self._token_ids = results.part(np.dtype(np.int32), rows, results.host)
+        self._probabilities = results.part(np.dtype(np.float32), rows, results.host)
+        self._top_ids = results.part(np.dtype(np.int32), rows * top, results.host)
+        self._top_probabilities = results.part(np.dtype(np.float32), rows * top, results.host)
+        self._cached_slices = self._device_settings, self._host_settings
         self._args = cuda.Sample(
             vocab=vocab_size,
             settings=self._rows.address,
@@ -125,9 +129,9 @@ class SampleBuffers:
         )
 
     def fill(self, rows: Sequence[RowSettings]) -> int:
-        """Settings of the coming rows, on the host; of how many bytes `enqueue` has to copy.
+        """Writes the settings to host memory. Returns the number of bytes for `enqueue` to copy.
 
-        Nothing that was enqueued before may still read them.
+        The caller makes sure that no earlier `enqueue` still reads this memory.
         """
         edits = words = 0
         packed = []
@@ -153,9 +157,12 @@ class SampleBuffers:
         size_bytes: int | None = None,
         next_ids: Tensor | None = None,
     ) -> None:
-        """Copies the settings, all of them unless a size is given, and draws; the tokens go to
-        `next_ids`, int64 [num_rows] on the GPU, as well."""
-        to, source = self._copies(self._masks.end if size_bytes is None else size_bytes)
+        """Enqueues the copy of the settings and the sampling of `num_rows` rows.
+
+        Without `size_bytes`, copies the whole buffer. The tokens are also written to `next_ids`,
+        int64 [num_rows] on the GPU.
+        """
+        to, source = self._settings_slices(self._masks.end if size_bytes is None else size_bytes)
         to.copy_(source, non_blocking=True)
         workspace = self._gpu.workspace("sample", num_rows, self._vocab_size)
         args = self._args
@@ -165,14 +172,17 @@ class SampleBuffers:
         args.workspace, args.workspace_bytes = workspace.data_ptr(), workspace.numel()
         self._gpu.call("sample", args)
 
-    def _copies(self, size_bytes: int) -> tuple[Tensor, Tensor]:
-        """Of so many bytes: to where, and from where; most often as many as the last time."""
-        if self._sliced[0].numel() != size_bytes:
-            self._sliced = self._copied[:size_bytes], self._given[:size_bytes]
-        return self._sliced
+    def _settings_slices(self, size_bytes: int) -> tuple[Tensor, Tensor]:
+        """Target and source of a copy of `size_bytes`. Caches the slices for repeated sizes."""
+        if self._cached_slices[0].numel() != size_bytes:
+            self._cached_slices = (
+                self._device_settings[:size_bytes],
+                self._host_settings[:size_bytes],
+            )
+        return self._cached_slices
 
     def read(self, rows: Sequence[RowSettings]) -> list[Drawn]:
-        """What was drawn, after a wait for the stream."""
+        """Sampled tokens. The caller has waited for the stream."""
         token_ids = self._token_ids.host[: len(rows)].tolist()
         probabilities = self._probabilities.host[: len(rows)].tolist()
         return [
@@ -190,36 +200,38 @@ class SampleBuffers:
 
 
 class RowSampler:
-    """`sample_rows` of one GPU; no row may want more than `cuda.MAX_TOP` of the likeliest."""
+    """`sample_rows` of one GPU. `num_top` of each row is at most `cuda.MAX_TOP`."""
 
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._buffers: SampleBuffers | None = None
         self._vocab_size = 0
-        self._is_drawn = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._sampled_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def draw(
         self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
     ) -> list[Drawn]:
-        """logits [n, vocab], strided rows on the GPU. Waits for them and for the tokens, but not
-        for what `onward` has begun."""
+        """Samples from logits [n, vocab], strided rows on the GPU.
+
+        Waits until the tokens are on the host, but not for the pass that `onward` launches.
+        """
         if not rows:
             return []
-        buffers = self._room(rows, logits.shape[1])
+        buffers = self._buffers_for(rows, logits.shape[1])
         size_bytes = buffers.fill(rows)
         next_ids = None if onward is None else onward.token_ids
         buffers.enqueue(logits, len(rows), size_bytes, next_ids)
-        self._is_drawn.record(torch.cuda.current_stream(self._gpu.device))
+        self._sampled_event.record(torch.cuda.current_stream(self._gpu.device))
         if onward is not None:
             onward.begin()
-        self._is_drawn.synchronize()
+        self._sampled_event.synchronize()
         return buffers.read(rows)
 
-    def _room(self, rows: Sequence[RowSettings], vocab_size: int) -> SampleBuffers:
-        wanted = wanted_capacity(rows, vocab_size)
+    def _buffers_for(self, rows: Sequence[RowSettings], vocab_size: int) -> SampleBuffers:
+        needed = wanted_capacity(rows, vocab_size)
         held = self._buffers
-        if held is None or self._vocab_size != vocab_size or not held.capacity.covers(wanted):
+        if held is None or self._vocab_size != vocab_size or not held.capacity.covers(needed):
             before = Capacity(0) if held is None else held.capacity
-            held = SampleBuffers(self._gpu, before.grown(wanted), vocab_size)
+            held = SampleBuffers(self._gpu, before.grown(needed), vocab_size)
             self._buffers, self._vocab_size = held, vocab_size
         return held

@@ -1,4 +1,8 @@
-"""Dequantized slices of weights: while one is multiplied, the next is written beside it."""
+"""Scratch buffers for dequantized slices of weights: one is filled while the other is multiplied.
+
+A second stream, the filler, dequantizes. Events order it against the current stream, within and
+outside of the capture of a CUDA graph.
+"""
 
 from __future__ import annotations
 
@@ -11,91 +15,99 @@ from exl_core.ops.cuda.library import Gpu
 
 
 class Slice:
-    """A scratch buffer between the stream that fills it and the one that reads it."""
+    """Scratch buffer that the filler stream writes and the current stream reads."""
 
     def __init__(self, gpu: Gpu, filler: torch.cuda.Stream) -> None:
         self._gpu = gpu
         self._filler = filler
-        self._is_captured = self._is_in_graphs = False
+        self._is_captured = self._is_used_by_graphs = False
         self._make_events()
-        self._held = gpu.empty(0, dtype=torch.float16)
-        self._retired: list[torch.Tensor] = []  # captured graphs may still use them
-        self.memory = self._held
+        self._buffer = gpu.empty(0, dtype=torch.float16)
+        # Replaced buffers that captured graphs may still use.
+        self._retired: list[torch.Tensor] = []
+        self.memory = self._buffer
 
     def begin_pass(self) -> None:
-        if not self._is_captured:  # or `take` says so, since events are made anew
+        if not self._is_captured:  # after a capture, `take` makes new events and records them
             self.release()
 
     def take(self, size: int) -> None:
         stream = torch.cuda.current_stream(self._gpu.device)
         is_captured = torch.cuda.is_current_stream_capturing()
         if is_captured is not self._is_captured:
-            # Events mean something within a capture or outside of it; this is where one begins.
+            # An event is valid either within a capture or outside of it. A capture begins or has
+            # ended here.
             self._is_captured = is_captured
             self._make_events()
-            self._is_read.record(stream)
-        self._is_in_graphs |= is_captured
-        self.memory = self._held[:size]
+            self._read_event.record(stream)
+        self._is_used_by_graphs |= is_captured
+        self.memory = self._buffer[:size]
 
     def grow(self, size: int) -> None:
-        """Room for so many numbers, before `take`."""
-        if self._held.numel() >= size:
+        """Makes the buffer hold at least `size` float16 numbers. Precedes `take`."""
+        if self._buffer.numel() >= size:
             return
         stream = torch.cuda.current_stream(self._gpu.device)
-        # The stream that fills it may still be at the old one.
+        # The filler stream may still write to the old buffer.
         stream.wait_stream(self._filler)
-        if self._is_in_graphs:
-            self._retired.append(self._held)
-            self._is_in_graphs = False
-        self._held = self._gpu.empty(size, dtype=torch.float16)
-        self._held.record_stream(self._filler)
-        self._is_read.record(stream)
+        if self._is_used_by_graphs:
+            self._retired.append(self._buffer)
+            self._is_used_by_graphs = False
+        self._buffer = self._gpu.empty(size, dtype=torch.float16)
+        self._buffer.record_stream(self._filler)
+        self._read_event.record(stream)
 
     def _make_events(self) -> None:
-        self._is_filled = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._is_read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._filled_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._read_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     @contextmanager
     def filling(self) -> Iterator[None]:
-        """What is launched inside runs as soon as the buffer has been read; readers wait for it."""
-        self._filler.wait_event(self._is_read)
+        """Context whose kernels run on the filler stream, once the buffer has been read.
+
+        Later kernels of the current stream wait for them.
+        """
+        self._filler.wait_event(self._read_event)
         with torch.cuda.stream(self._filler):
             yield
-            self._is_filled.record(self._filler)
-        torch.cuda.current_stream(self._gpu.device).wait_event(self._is_filled)
+            self._filled_event.record(self._filler)
+        torch.cuda.current_stream(self._gpu.device).wait_event(self._filled_event)
 
     def release(self) -> None:
-        self._is_read.record(torch.cuda.current_stream(self._gpu.device))
+        self._read_event.record(torch.cuda.current_stream(self._gpu.device))
 
 
 class Slices:
-    """Two buffers that take turns."""
+    """Two buffers that are used alternately."""
 
     def __init__(self, gpu: Gpu) -> None:
         filler = torch.cuda.Stream(gpu.device)  # type: ignore[no-untyped-call]
         self._pair = Slice(gpu, filler), Slice(gpu, filler)
-        self._turn = 0
+        self._next_index = 0
 
     def begin_pass(self) -> None:
-        """What is on its way by now has used the buffers before they are filled again: a graph does
-        so without a word here. Nothing within a capture, which waits for nothing outside."""
+        """Makes later fills wait for all work enqueued so far: a graph may use the buffers.
+
+        Does nothing within a capture, which cannot wait for work outside of it.
+        """
         if not torch.cuda.is_current_stream_capturing():
-            for one in self._pair:
-                one.begin_pass()
+            for buffer in self._pair:
+                buffer.begin_pass()
 
     @contextmanager
     def next(self, size: int) -> Iterator[Slice]:
-        """The buffer whose turn it is, with room for so many numbers; free again afterwards.
+        """Context with the next buffer, which holds at least `size` numbers; releases it at the
+        end.
 
-        Both grow at once: in a capture, which nothing that it has not seen may wait for, the turns
-        may be the other way round than in the pass before it.
+        Both buffers grow together. Otherwise a capture that starts with the other buffer than the
+        pass before it might have to grow one, and a capture cannot wait for work outside of it.
         """
-        for one in self._pair:
-            one.grow(size)
-        taken = self._pair[self._turn]
-        self._turn = 1 - self._turn
-        taken.take(size)
+        for buffer in self._pair:
+            buffer.grow(size)
+        buffer = self._pair[self._next_index]
+        self._next_index = 1 - self._next_index
+        buffer.take(size)
         try:
-            yield taken
+            yield buffer
         finally:
-            taken.release()
+            buffer.release()

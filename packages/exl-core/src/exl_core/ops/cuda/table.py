@@ -1,6 +1,7 @@
-"""The ops on one GPU: allocates outputs with torch and passes them to the kernels.
+"""The op table of one GPU: allocates outputs with torch and calls the kernels.
 
-Nothing here waits for the GPU, and operands are not looked at: whoever builds a batch checks it.
+The ops of a forward pass do not synchronize the host with the GPU, except `sample_rows`, which
+returns tokens. Operands are not checked here: the caller that builds a batch checks it.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ if TYPE_CHECKING:
     from exl_core.ops.table import OpTable
 
 
-LOG_SUM_VALUES = 1 << 24  # of logits whose exponentials exist at a time
+LOG_SUM_VALUES = 1 << 24  # number of logits that `log_sum_exp` processes at a time
 
 
 class CudaTable:
-    """OpTable over one GPU. `threads` are those that fill matrices."""
+    """OpTable of one GPU. `threads` is the number of threads that fill matrices."""
 
     def __init__(self, device: torch.device, threads: int) -> None:
         self.device = device
@@ -66,7 +67,7 @@ class CudaTable:
         self,
         out_features: int,
         in_features: int,
-        dtype: torch.dtype,  # noqa: ARG002 - they are kept as float16
+        dtype: torch.dtype,  # noqa: ARG002 - stored as float16
         has_bias: bool = False,
     ) -> PackedLinear:
         return self._linears.new_dense(out_features, in_features, has_bias)
@@ -164,7 +165,7 @@ class CudaTable:
         return out
 
     def log_sum_exp(self, x: Tensor) -> Tensor:
-        rows = max(1, LOG_SUM_VALUES // max(1, x.shape[1]))  # torch makes a copy of them
+        rows = max(1, LOG_SUM_VALUES // max(1, x.shape[1]))  # torch makes a float32 copy
         return torch.cat([part.float().logsumexp(1) for part in torch.split(x, rows)])
 
     def write_kv(
@@ -198,7 +199,7 @@ class CudaTable:
         batch = self._attention.bind(page_table, row_starts, past_lens, none, none, none)
         scoring = Scoring(scale, window, softcap)
         if rows:
-            self._attention.mix(q, out, heads, batch, key_cache, value_cache, scoring)
+            self._attention.paged_attention(q, out, heads, batch, key_cache, value_cache, scoring)
         return out
 
     def attention_batch(  # noqa: PLR0917 - what a batch is made of
@@ -213,7 +214,7 @@ class CudaTable:
         num_pages: int,
         page_size: int,
     ) -> AttentionBatch:
-        self._linears.begin_pass()  # of which this is the beginning
+        self._linears.begin_pass()  # a pass starts with this op
         if page_table.is_cuda:
             rows, (seqs, pages) = slots.shape[0], page_table.shape
             most = 1 if rows == seqs else rows, pages * page_size
@@ -243,7 +244,7 @@ class CudaTable:
         if qkv.shape[0] == 0:
             return
         to, bound = cast(CudaInputs | None, out), cast(CudaBatch, batch)
-        is_placed = to is not None and bound.can_be_placed
+        writes_to_out = to is not None and bound.can_permute_output
         self._attention.attend(
             qkv,
             bound,
@@ -253,18 +254,18 @@ class CudaTable:
             eps,
             Scoring(scale, window, softcap),
             (head_scale, head_shift),
-            to if is_placed else None,
+            to if writes_to_out else None,
         )
-        if to is not None and not is_placed:
+        if to is not None and not writes_to_out:
             self._linears.prepare_for(to, qkv[:, : to.features])
 
     def sample_rows(
         self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
     ) -> list[Drawn]:
-        known = [settings for settings in rows if settings.num_top <= cuda.MAX_TOP]
-        if len(known) == len(rows):
+        on_gpu = [settings for settings in rows if settings.num_top <= cuda.MAX_TOP]
+        if len(on_gpu) == len(rows):
             return self._row_sampler.draw(logits, rows, onward)
-        drawn = iter(self._row_sampler.draw(logits, known))
+        drawn = iter(self._row_sampler.draw(logits, on_gpu))
         all_drawn = [
             next(drawn)
             if settings.num_top <= cuda.MAX_TOP

@@ -1,8 +1,8 @@
-"""Host memory to the GPU, at the bus's speed: pageable memory goes through pinned buffers.
+"""Uploads from host memory at the bus's speed: pageable memory goes through pinned buffers.
 
-The driver copies from pageable memory (a mapped file) too, but one thread's worth at a time and
-with the caller waiting. Here each thread has two buffers of its own: while one is on its way, it
-fills the other.
+The driver can copy from pageable memory (a mapped file) too, but with one thread only, and the
+caller waits. Here each thread has two pinned buffers of its own. It fills one while the other is
+uploaded.
 """
 
 from __future__ import annotations
@@ -13,26 +13,26 @@ import torch
 from torch import Tensor
 
 BUFFER_BYTES = 8 << 20
-SMALL_BYTES = 64 << 10  # up to so many bytes the driver's own copy is as fast
+SMALL_BYTES = 64 << 10  # up to this size the driver's own copy is as fast
 
 
 class _Buffer:
-    """Pinned memory, and when what it holds has been read."""
+    """Pinned memory, with an event for the end of the last upload from it."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(BUFFER_BYTES, dtype=torch.uint8, pin_memory=True)
-        self._is_read = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._read_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
-    def pass_on(self, source: Tensor, target: Tensor) -> None:
-        self._is_read.synchronize()  # at once where it was never used
-        held = self._memory[: source.nbytes].view(source.dtype).view(source.shape)
-        held.copy_(source)
-        target.copy_(held, non_blocking=True)
-        self._is_read.record()
+    def upload(self, source: Tensor, target: Tensor) -> None:
+        self._read_event.synchronize()  # returns at once if never recorded
+        staged = self._memory[: source.nbytes].view(source.dtype).view(source.shape)
+        staged.copy_(source)
+        target.copy_(staged, non_blocking=True)
+        self._read_event.record()
 
 
 class _Buffers(local):
-    """Two for each thread and device, made when first needed."""
+    """Two buffers per thread and device, allocated on first use."""
 
     def __init__(self) -> None:
         self._held: dict[torch.device, tuple[_Buffer, _Buffer]] = {}
@@ -48,10 +48,11 @@ _buffers = _Buffers()
 
 
 def upload(tensor: Tensor, device: torch.device) -> Tensor:
-    """A contiguous copy on the GPU, in the current stream; what lies there already is not copied.
+    """Copies a tensor to the GPU in the current stream, as a contiguous tensor.
 
-    The tensor may be changed or let go of afterwards; one that is pinned may only be let go of, and
-    torch keeps it until it has been read.
+    A tensor that is on that GPU already is returned as it is. Afterwards the caller may change or
+    free the tensor, with one exception: a pinned tensor may be freed (torch keeps its memory until
+    it has been read), but not changed.
     """
     if tensor.device == device:
         return tensor
@@ -60,17 +61,17 @@ def upload(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.ndim == 1 or tensor[0].nbytes > BUFFER_BYTES:
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
-        return _in_pieces(tensor.view(-1), device).view(tensor.shape)
-    return _in_pieces(tensor, device)
+        return _upload_in_pieces(tensor.view(-1), device).view(tensor.shape)
+    return _upload_in_pieces(tensor, device)
 
 
-def _in_pieces(tensor: Tensor, device: torch.device) -> Tensor:
-    """Of rows that fit into a buffer each."""
+def _upload_in_pieces(tensor: Tensor, device: torch.device) -> Tensor:
+    """Uploads a tensor in pieces of rows. Each row fits into a buffer."""
     target = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     rows = max(BUFFER_BYTES // max(tensor[0].nbytes, 1), 1)
     with torch.cuda.device(device):
         pair = _buffers.of(device)
         for i, first in enumerate(range(0, tensor.shape[0], rows)):
             piece = slice(first, first + rows)
-            pair[i % 2].pass_on(tensor[piece], target[piece])
+            pair[i % 2].upload(tensor[piece], target[piece])
     return target
