@@ -1,12 +1,14 @@
-// Worker threads that share numbered chunks of work with the caller.
+// Pool of worker threads that share numbered chunks of work with the calling thread.
 //
-// The caller takes part, so a pool of n has n - 1 workers; they start with the first parallel call.
-// A worker that runs out of work spins for kSpinNs and then sleeps: the next op of a pass, and the
-// next pass, find it awake, and an idle process costs nothing. Results never depend on the number of
-// threads, because no sum depends on how the work is cut and each chunk writes its own outputs.
-// Two Python threads may use one pool: the second runs its chunks itself. After fork the child
-// starts workers of its own. Where the system refuses threads, the pool says so on stderr and goes on
-// with fewer; threads() then tells how many.
+// The caller takes part, so a pool of n threads has n - 1 workers. They start with the first
+// parallel call. A worker without work spins for kSpinNs and then sleeps. The next op and the next
+// forward pass therefore find it awake, and an idle process uses no CPU time. Results never depend
+// on the number of threads: no sum depends on the division into chunks, and each chunk writes its
+// own outputs.
+//
+// Two Python threads may use one pool: while one runs a job, the other runs its chunks by itself.
+// After a fork the child process starts its own workers. If the system refuses to start threads,
+// the pool reports it on stderr and continues with fewer; threads() then returns their number.
 #pragma once
 
 #include <atomic>
@@ -26,7 +28,7 @@ public:
 
     int threads() const { return threads_.load(std::memory_order_relaxed); }
 
-    // Calls fn(context, i) once for each i in [0, chunks); rethrows the first exception.
+    // Calls fn(context, i) once for each i in [0, chunks). Rethrows the first exception.
     void run(int64_t chunks, ChunkFn fn, void* context);
 
     template <class Body>
@@ -36,16 +38,17 @@ public:
     }
 
 private:
-    struct Crew;
-    void start_crew();
+    struct Workers;
+    void start_workers();
 
     std::atomic<int> threads_;
-    std::atomic<int> crew_ready_{0};  // 1 + number of forks at which crew_ was started
-    std::unique_ptr<Crew> crew_;      // none: no worker could start
+    std::atomic<int> workers_ready_{0};  // 1 + fork count at which workers_ was started
+    std::unique_ptr<Workers> workers_;   // null if no worker could start
 };
 
-// Memory of the calling thread, 64-byte aligned, valid until its next call with the same slot.
-// Grows and stays: ops ask for it on every call. Throws std::bad_alloc.
+// Returns scratch memory of the calling thread, 64-byte aligned and valid until the thread's next
+// call with the same slot. Ops call this on every invocation; the buffer grows as needed and is
+// never freed before the thread ends. Throws std::bad_alloc.
 void* thread_scratch(int slot, int64_t bytes);
 constexpr int kScratchSlots = 10;
 

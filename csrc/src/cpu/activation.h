@@ -1,7 +1,7 @@
-// The activations of gated projections, on one vector.
+// Activation functions of gated projections, applied to one vector.
 //
-// Accuracy   both are x / (1 + e^-t), a few ulp everywhere: GELU's tanh form 0.5 x (1 + tanh u)
-//            equals x / (1 + e^-2u) and does not cancel for negative x.
+// Accuracy   A few ulp for every x. Both functions are computed as x / (1 + e^-t). GELU's tanh form
+//            0.5 x (1 + tanh u) equals x / (1 + e^-2u), which does not cancel for negative x.
 #pragma once
 
 #include "cpu/vec.h"
@@ -17,12 +17,13 @@ static inline Vec gelu_tanh(Vec x) {
     const Vec cubic = fma(mul(mul(x, x), x), set1(0.044715f), x);
     const Vec exponent = mul(cubic, set1(-1.5957691216057308f));  // -2 sqrt(2 / pi)
     const Vec grown = exp(exponent);
-    // x / infinity is the right limit, 0, except at -infinity itself, where it would be NaN; the
-    // function's value there is 0 too, but so is torch's NaN: leave it visible.
+    // For large negative x the exponential overflows to infinity, and x / infinity gives the right
+    // limit, 0. At x = -infinity the quotient is NaN although the limit is 0. torch returns NaN
+    // there too, so the NaN stays visible.
     return div(x, add(set1(1.0f), grown));
 }
 
-// Runs fn(activation).
+// Calls fn with the activation function that `gate` names.
 template <class Fn>
 static inline void with_activation(Gate gate, Fn&& fn) {
     if (gate == Gate::silu) {

@@ -1,5 +1,7 @@
-// The shapes of the AMX tiles that products use: 0 to 3 results, 4 and 5 activations, 6 and 7
-// weights, of 16 rows of 64 bytes unless said.
+// AMX tile configuration of the matrix products.
+//
+// Tiles 0 to 3 hold results, 4 and 5 activations, 6 and 7 weights. A tile has 16 rows of 64 bytes
+// unless the arguments of TileScope give another shape.
 #pragma once
 
 #include <immintrin.h>
@@ -8,8 +10,8 @@
 
 namespace exl::EXL_ISA {
 
-// For the calling thread, while it lives. `x_bytes`: of a row of activations; `weight_rows`: of a
-// tile of weights.
+// Configures the tiles of the calling thread and releases them when it goes out of scope.
+// `x_bytes` is the row size of an activation tile, `weight_rows` the row count of a weight tile.
 struct TileScope {
     explicit TileScope(uint16_t x_bytes = 64, uint8_t weight_rows = 16) {
         struct alignas(64) {
@@ -24,7 +26,7 @@ struct TileScope {
         shape.rows[6] = shape.rows[7] = weight_rows;
         _tile_loadconfig(&shape);
     }
-    // The next switch of this thread need not save 8 KiB.
+    // A thread without live tiles is cheaper to switch: the system need not save their 8 KiB.
     ~TileScope() { _tile_release(); }
     TileScope(const TileScope&) = delete;
     TileScope& operator=(const TileScope&) = delete;

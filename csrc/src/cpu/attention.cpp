@@ -1,36 +1,39 @@
-// Paged causal attention: cuts the batch into work items, runs them, joins split ranges of keys.
+// Paged causal attention: divides the batch into work items, runs them, reduces split key ranges.
 //
 // Contract   include/exl/ops/attention.h.
-// Mapping    An item is a block of query rows of one sequence, one kv head (so that its keys and
-//            values are read once for all query heads of the group) and a range of keys. Decode of
-//            a long context has several ranges per head; each leaves (peak, weight, values), and a
-//            second pass joins them. The cut depends on the shapes alone, never on the threads or
-//            on the other sequences, and so do the results.
+// Mapping    A work item is a block of query rows of one sequence, one kv head and a range of keys.
+//            The keys and values of an item are read once for all query heads of that kv head.
+//            Decode of a long context divides the keys of a head into several ranges (splits). Each
+//            split writes a partial result (peak, weight, values), and a second pass reduces them.
+//            The division depends on the shapes alone, never on the number of threads or on the
+//            other sequences. Therefore the results do not depend on these either.
 // Accuracy   fp32 with online softmax; weights below e^-87 of the peak count as 0.
-#include "cpu/attention_few.h"
-#include "cpu/attention_tiles.h"
+#include "cpu/attention_decode.h"
+#include "cpu/attention_prefill.h"
 
 namespace exl::EXL_ISA {
 
-// Up to this many query vectors per kv head, dot products beat making panels.
-constexpr int64_t kFewLimit = 16;
-// Keys of one item when a sequence has few rows: 256 keys x 64 x 2 of fp16 are 64 KiB.
-constexpr int64_t kFewSplitKeys = 256;
-// The same for a short chunk; a chunk of kSplitRows rows has enough items of its own.
-constexpr int64_t kTileSplitKeys = 1024;
+// Largest number of query vectors per kv head for which dot products (attention_decode.h) are
+// faster than making panels of the keys (attention_prefill.h).
+constexpr int64_t kDecodeVectors = 16;
+// Keys of one item in decode: 256 keys and values of 64 fp16 elements each are 64 KiB.
+constexpr int64_t kDecodeSplitKeys = 256;
+// Keys of one item for a prefill chunk of up to kSplitRows rows. A longer chunk yields enough items
+// without splitting its keys.
+constexpr int64_t kPrefillSplitKeys = 1024;
 constexpr int64_t kSplitRows = 64;
 
-// Score products below which waking a thread takes longer than what it would save: about 3 us.
+// Work (score products) below which one thread is faster: waking a second one takes about 3 us.
 constexpr int64_t kAloneProducts = 4096 * kLanes;
 
 struct Plan {
     int64_t works = 0;
-    int64_t products = 0;  // of queries and keys, all heads
-    int64_t partial_floats = 0;
-    int64_t scratch_floats = 0;  // of one item
+    int64_t products = 0;  // multiplications of queries with keys, all heads
+    int64_t partial_floats = 0;  // partial results of one kv head
+    int64_t scratch_floats = 0;  // largest scratch size of one item
 };
 
-// Calls emit(work) for every work item of the batch, newest rows first within a sequence.
+// Calls emit(index, work) for every work item of the batch, newest rows first within a sequence.
 template <class Emit>
 static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
     const int64_t group = args.q_heads / args.kv_heads;
@@ -40,8 +43,8 @@ static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
         const int64_t first = args.row_starts[seq];
         const int64_t rows = args.row_starts[seq + 1] - first;
         if (rows == 0) continue;
-        const bool is_few = rows * group <= kFewLimit;
-        const int64_t block_rows = is_few ? rows : larger(1, kTileVectors / group);
+        const bool is_decode = rows * group <= kDecodeVectors;
+        const int64_t block_rows = is_decode ? rows : larger(1, kTileVectors / group);
         const int64_t blocks = ceil_div(rows, block_rows);
         for (int64_t block = blocks - 1; block >= 0; --block) {
             Work work{};
@@ -50,12 +53,12 @@ static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
             work.rows = mine.count();
             work.position = args.past_lens[seq] + mine.first;
             work.pages = args.page_table + seq * args.table_width;
-            work.is_few = is_few;
+            work.is_decode = is_decode;
             const int64_t oldest =
                 args.window > 0 ? larger(0, work.position - args.window + 1) : 0;
             const int64_t end = work.position + work.rows;
-            const int64_t split_keys = is_few               ? kFewSplitKeys
-                                       : rows <= kSplitRows ? kTileSplitKeys
+            const int64_t split_keys = is_decode            ? kDecodeSplitKeys
+                                       : rows <= kSplitRows ? kPrefillSplitKeys
                                                             : end - oldest;
             work.splits = ceil_div(end - oldest, split_keys);
             work.partial = plan.partial_floats;
@@ -65,8 +68,8 @@ static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
             plan.scratch_floats = larger(
                 plan.scratch_floats,
                 vectors * (width + 2) + 64 +
-                    (is_few ? few_scratch_floats(vectors, args.d, is_packed)
-                            : tiles_scratch_floats(vectors, args.d, is_packed)));
+                    (is_decode ? decode_scratch_floats(vectors, args.d, is_packed)
+                               : prefill_scratch_floats(vectors, args.d, is_packed)));
             for (work.split = 0; work.split < work.splits; ++work.split) {
                 work.key_begin = oldest + work.split * split_keys;
                 work.key_end = smaller(end, work.key_begin + split_keys);
@@ -78,7 +81,7 @@ static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
     return plan;
 }
 
-// The first run of rows of a work.
+// First contiguous cache rows of a work item.
 template <class T>
 static inline NextRows<T> first_rows(const AttentionArgs& args, const Work& work, int64_t kv_head) {
     const PagedRows<T> keys = paged_keys<T>(args, work, kv_head);
@@ -88,8 +91,8 @@ static inline NextRows<T> first_rows(const AttentionArgs& args, const Work& work
             keys.run_length(work.key_begin, work.key_end)};
 }
 
-// Where a split leaves its result: values [splits][vectors][width], then peak and weight
-// [vectors][splits] each.
+// Partial results of the splits of one work item: values [splits][vectors][width], then peak and
+// weight [vectors][splits] each.
 struct Partials {
     float* values;
     float* peak;
@@ -112,11 +115,11 @@ static void run_item(const AttentionArgs& args, const Work& work, int64_t kv_hea
     run.peak = run.values + vectors * width;
     run.weight = run.peak + vectors;
     float* rest = run.values + ceil_div(vectors * (width + 2), 16) * 16;
-    if (work.is_few) {
+    if (work.is_decode) {
         start(run, vectors, width);
-        attend_few<T>(args, work, kv_head, rest, run, next);
+        attend_decode<T>(args, work, kv_head, rest, run, next);
     } else {
-        attend_tiles<T>(args, work, kv_head, rest, run);
+        attend_prefill<T>(args, work, kv_head, rest, run);
     }
     if (work.splits == 1) return write_result(args, work, kv_head, run);
     const Partials partials = partials_of(partial_base, work, vectors, width);
@@ -128,8 +131,8 @@ static void run_item(const AttentionArgs& args, const Work& work, int64_t kv_hea
     }
 }
 
-// Joins the splits of one block of rows and one kv head, and writes the output.
-static void join_splits(const AttentionArgs& args, const Work& work, int64_t kv_head,
+// Reduces the splits of one block of rows and one kv head, and writes the output.
+static void reduce_splits(const AttentionArgs& args, const Work& work, int64_t kv_head,
                         float* partial_base) {
     const int64_t vectors = work.rows * (args.q_heads / args.kv_heads);
     const int64_t width = padded(args.d);
@@ -174,7 +177,7 @@ static void attend(ThreadPool& pool, const AttentionArgs& args) {
         return partials + kv_head * plan.partial_floats + work.partial;
     };
     const int64_t items = plan.works * heads;
-    // Too little to wake a thread for is one chunk.
+    // A batch with too little work to wake a thread is a single chunk, which the caller runs.
     const bool is_shared = plan.products > kAloneProducts;
     const int64_t per_chunk = is_shared ? 1 : larger(1, items);
     const auto for_items = [&](auto&& body) {
@@ -185,7 +188,8 @@ static void attend(ThreadPool& pool, const AttentionArgs& args) {
     };
     for_items([&](int64_t item) {
         const Work& work = works[item / heads];
-        const int64_t next = item + (is_shared ? pool.threads() : 1);  // likely this thread's
+        // The item that this thread is likely to run next.
+        const int64_t next = item + (is_shared ? pool.threads() : 1);
         const NextRows<T> rows = next < items
                                      ? first_rows<T>(args, works[next / heads], next % heads)
                                      : NextRows<T>{};
@@ -196,7 +200,7 @@ static void attend(ThreadPool& pool, const AttentionArgs& args) {
     for_items([&](int64_t item) {
         const Work& work = works[item / heads];
         if (work.splits == 1 || work.split != 0) return;
-        join_splits(args, work, item % heads, partial_of(work, item % heads));
+        reduce_splits(args, work, item % heads, partial_of(work, item % heads));
     });
 }
 

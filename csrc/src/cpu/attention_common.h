@@ -1,4 +1,4 @@
-// What the two attention strategies share: walking pages, one softmax step, the running result.
+// Shared parts of decode and prefill attention: page walking, one softmax step, running results.
 #pragma once
 
 #include "cpu/kv_rows.h"
@@ -7,29 +7,30 @@
 
 namespace exl::EXL_ISA {
 
-// Keys that one step of the online softmax covers; a multiple of the panel width.
+// Keys per step of the online softmax; a multiple of the panel width.
 constexpr int64_t kKeyBlock = 64;
 
 static inline int64_t padded(int64_t d) { return ceil_div(d, kPanel) * kPanel; }
 
-// A block of query rows of one sequence against a range of its keys; times every kv head.
+// One work item, for every kv head: a block of query rows of one sequence and a range of its keys.
 struct Work {
     int64_t first_row;  // in q
     int64_t rows;
-    int64_t position;   // of the first row
-    int64_t key_begin;  // this work's part of the keys
+    int64_t position;   // of the first row, in its sequence
+    int64_t key_begin;  // range of keys of this item
     int64_t key_end;
-    int64_t splits;        // how many works share these rows; 1 writes the output itself
-    int64_t split;         // which of them this is
-    int64_t partial;       // offset of the shared partial results, in floats (per kv head)
+    int64_t splits;        // key ranges of these rows; with 1 the item writes the output itself
+    int64_t split;         // index of this item's range among them
+    int64_t partial;       // offset of the partial results of these rows, in floats (per kv head)
     const int32_t* pages;  // page table of the sequence
-    bool is_few;           // few query vectors: dot products; else tiles
+    bool is_decode;        // dot products (attention_decode.h); else tiles (attention_prefill.h)
 };
 
-// Rows of codes. Which of the two kinds is known at run time, for keys and values each.
+// Tag of cache rows that hold codes. Whether they are 8-bit or 4-bit codes is known only at run
+// time, for keys and values separately.
 struct Packed {};
 
-// What a cache consists of, and what the loops over it read.
+// Element types of a cache: `Cell` as stored, `Value` as the attention loops read it.
 template <class T>
 struct Stored {
     using Cell = T;
@@ -43,13 +44,13 @@ struct Stored<Packed> {
     static constexpr bool kIsPacked = true;
 };
 
-// The rows of one kv head in the cache, by position.
+// Cache rows of one kv head, addressed by position in the sequence.
 template <class T>
 struct PagedRows {
     using Cell = typename Stored<T>::Cell;
     using Value = typename Stored<T>::Value;
 
-    const Cell* head;  // of page 0
+    const Cell* head;  // first row of the head in page 0
     const int32_t* pages;
     int64_t page_size;
     int64_t page_stride;
@@ -60,25 +61,25 @@ struct PagedRows {
     const Cell* at(int64_t position) const {
         return head + pages[position / page_size] * page_stride + position % page_size * row_size;
     }
-    // Rows that lie together as [count][d]: themselves, or unpacked to `room`.
-    const Value* read(const Cell* rows, int64_t count, float* room) const {
+    // Returns contiguous rows as [count][d]: the rows themselves, or codes unpacked into `buffer`.
+    const Value* read(const Cell* rows, int64_t count, float* buffer) const {
         if constexpr (Stored<T>::kIsPacked) {
             if (dtype == DType::i8) {
-                unpack_rows<Scaled8>(rows, count, row_size, d, room);
+                unpack_rows<Scaled8>(rows, count, row_size, d, buffer);
             } else {
-                unpack_rows<Scaled4>(rows, count, row_size, d, room);
+                unpack_rows<Scaled4>(rows, count, row_size, d, buffer);
             }
-            return room;
+            return buffer;
         } else {
             return rows;
         }
     }
-    // Rows from `begin` on, before `end`, that lie together.
+    // Number of contiguous rows from position `begin` on, up to `end`.
     int64_t run_length(int64_t begin, int64_t end) const {
         return smaller(page_size - begin % page_size, end - begin);
     }
 
-    // Calls body(row, position, count) for each run of rows that lie together.
+    // Calls body(row, position, count) for each run of contiguous rows.
     template <class Body>
     void for_runs(int64_t begin, int64_t end, Body&& body) const {
         while (begin < end) {
@@ -111,7 +112,8 @@ static inline PagedRows<T> paged_values(const AttentionArgs& args, const Work& w
     return paged_rows<T>(args, args.value_cache, args.value_dtype, work, kv_head);
 }
 
-// Keys of [begin, begin + count) that a query at `position` sees, relative to begin.
+// Range of keys within [begin, begin + count) that a query at `position` attends to, relative to
+// begin.
 struct Visible {
     int64_t first;
     int64_t last;
@@ -122,8 +124,8 @@ static inline Visible visible(int64_t position, int64_t window, int64_t begin, i
     return {larger(0, oldest - begin), smaller(count, position + 1 - begin)};
 }
 
-// Query vector i of a block is head i % group of row i / group. Its result so far:
-// sum_j e^(s_j - peak) v_j in `values`, and the same without v in `weight`.
+// Running results of the online softmax. Query vector i of a block is head i % group of row
+// i / group. `values` holds sum_j e^(s_j - peak) v_j, `weight` the same sum without v_j.
 struct Running {
     float* peak;    // [vectors]
     float* weight;  // [vectors]
@@ -138,9 +140,10 @@ static inline void start(const Running& run, int64_t vectors, int64_t width) {
     for (int64_t i = 0; i < vectors * width; i += kLanes) store(run.values + i, set1(0.0f));
 }
 
-// Turns a row of scores into weights e^(s - peak), 0 where the query does not see; updates peak and
-// weight and returns the factor for the values so far. `columns` is a multiple of the panel width.
-// A NaN score makes its weight, and so the result, NaN, whatever the peak.
+// One step of the online softmax: replaces a row of scores by weights e^(s - peak), with 0 for
+// masked keys, and updates `peak` and `weight`. Returns the factor by which the caller rescales the
+// values accumulated so far. `columns` is a multiple of the panel width. A NaN score makes its
+// weight NaN, and with it the result, for any peak.
 static inline float softmax_step(float* scores, int64_t columns, Visible seen, float softcap,
                                  float& peak, float& weight) {
     if (seen.first >= seen.last) {
@@ -159,7 +162,7 @@ static inline float softmax_step(float* scores, int64_t columns, Visible seen, f
     Vec top = set1(peak);
     for (int64_t j = 0; j < columns; j += kLanes) top = max(load(scores + j), top);
     const float new_peak = largest(top);
-    // Scores may all be -infinity; subtracting that from itself would invent a NaN.
+    // All scores may be -infinity. Subtracting -infinity from itself would yield NaN.
     const Vec base = set1(new_peak == hidden ? 0.0f : new_peak);
     Vec total = set1(0.0f);
     for (int64_t j = 0; j < columns; j += kLanes) {
@@ -175,7 +178,8 @@ static inline float softmax_step(float* scores, int64_t columns, Visible seen, f
     return factor[0];
 }
 
-// q * scale of every query vector of the block, as plain rows [vectors, d]; rotated where keys are.
+// Writes q * scale of every query vector of the block to `queries` [vectors, d]. Rotates the
+// vectors if the cached keys are rotated.
 static inline void load_queries(const AttentionArgs& args, const Work& work, int64_t kv_head,
                                 float* queries) {
     const int64_t group = args.q_heads / args.kv_heads;
@@ -192,7 +196,8 @@ static inline void load_queries(const AttentionArgs& args, const Work& work, int
     }
 }
 
-// values / weight to y[row, head]; rotates values in place where the cache holds rotated ones.
+// Writes values / weight to y[row, head]. Rotates `values` in place if the cached values are
+// rotated.
 static inline void write_result(const AttentionArgs& args, const Work& work, int64_t kv_head,
                                 const Running& run) {
     const int64_t group = args.q_heads / args.kv_heads;

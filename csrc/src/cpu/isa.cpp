@@ -1,5 +1,6 @@
-// Which op tables this machine can run. __builtin_cpu_supports asks cpuid and, for the wide
-// registers, xgetbv: an instruction set counts only if the operating system saves its state.
+// Detection of the op tables that this machine can run. __builtin_cpu_supports reads cpuid and, for
+// the wide registers, xgetbv: an instruction set counts only if the operating system saves its
+// register state.
 #include "exl/op_table.h"
 
 #if defined(__x86_64__)
@@ -22,7 +23,7 @@ extern const OpTable op_table;
 namespace avx512 {
 extern const OpTable op_table;
 }
-// These differ from avx512 in the quantized linear alone.
+// The two sets below differ from avx512 only in the quantized linear.
 namespace avx512vnni {
 void quant_linear(ThreadPool& pool, const QuantLinearArgs& args);
 }
@@ -38,7 +39,8 @@ static OpTable avx512_with(const char* isa,
     return table;
 }
 
-// Linux gives a process the state of the tiles only when it asks; threads started later have it.
+// Requests permission for AMX tile state, which Linux grants per process and only on request.
+// Threads started later inherit it.
 static bool may_use_tiles() {
 #if defined(__linux__)
     constexpr int kRequestPermission = 0x1023;  // ARCH_REQ_XCOMP_PERM

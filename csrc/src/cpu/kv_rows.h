@@ -1,7 +1,7 @@
-// Packed rows of the cache: rotating, rounding to codes, and reading codes as numbers.
+// Packed rows of the key-value cache: rotation, quantization to codes, dequantization.
 //
-// Layout and formulas: include/exl/formats/kv.h. The two interleaved transforms of a unit are one
-// over the index bits 1 and up: butterflies of elements 2, 4, 8 .. apart.
+// Layout and formulas: include/exl/formats/kv.h. The transforms of a unit's even and odd elements
+// are computed as one over index bits 1 and up: butterflies of elements 2, 4, 8 .. apart.
 #pragma once
 
 #include "cpu/vec.h"
@@ -9,13 +9,14 @@
 
 namespace exl::EXL_ISA {
 
+// Rounds to float16 if the format requires it at this step.
 template <bool Rounds>
 static inline Vec settled(Vec v) {
     if constexpr (Rounds) return round_half(v);
     return v;
 }
 
-// One stage of butterflies within each vector.
+// One stage of butterflies whose elements are in the same vector.
 template <bool Rounds, int Stride, int N>
 static inline void stage_within(Vec (&v)[N]) {
     if constexpr (Stride < kLanes) {
@@ -26,7 +27,7 @@ static inline void stage_within(Vec (&v)[N]) {
     }
 }
 
-// The transform of a unit of `Size` elements, in place.
+// Transforms a unit of `Size` elements in place.
 template <bool Rounds, int Size>
 static inline void rotate_unit(float* x) {
     constexpr int kCount = Size / kLanes;
@@ -51,7 +52,8 @@ static inline void rotate_unit(float* x) {
     for (int i = 0; i < kCount; ++i) store(x + i * kLanes, v[i]);
 }
 
-// H x / n of each unit of a row: takes queries to where codes live, and sums of codes back.
+// Replaces each unit of a row by H x / n. Maps queries into the rotated space of the codes, and
+// weighted sums of codes back.
 static inline void rotate_row(float* x, int64_t d) {
     int64_t unit = 0;
     for (; unit + kKvUnit <= d; unit += kKvUnit) rotate_unit<false, kKvUnit>(x + unit);
@@ -63,12 +65,12 @@ static inline void rotate_row(float* x, int64_t d) {
     }
 }
 
-// Codes and scale of kKvGroup rotated elements.
+// Quantizes kKvGroup rotated elements to codes and their scale.
 template <int Bits>
 static inline void round_group(const float* y, uint8_t* codes, uint8_t* scale) {
     constexpr float kHalfRange = 1 << (Bits - 1);
     Vec top = set1(0.0f);
-    Vec odd = set1(0.0f);  // stays zero while all are finite
+    Vec odd = set1(0.0f);  // zero if all elements are finite, else NaN
     for (int64_t i = 0; i < kKvGroup; i += kLanes) {
         top = max(abs(load(y + i)), top);
         odd = fma(load(y + i), set1(0.0f), odd);
@@ -78,7 +80,8 @@ static inline void round_group(const float* y, uint8_t* codes, uint8_t* scale) {
     for (int64_t i = 0; i < kKvGroup; i += kLanes) {
         const Vec ratio = round_half(div(load(y + i), largest_one));
         const Vec code = round_half(fma(ratio, set1(kHalfRange), set1(kHalfRange)));
-        // In this order NaN, which zeros divided by zero are, becomes 0.
+        // All zeros divide by a maximum of zero, which gives NaN. With the operands in this order
+        // `max` turns NaN into 0.
         const Vec not_below = max(round_even(code), set1(0.0f));
         store(rounded + i, min(not_below, set1(2.0f * kHalfRange - 1.0f)));
     }
@@ -111,7 +114,7 @@ static inline void pack_row(const float* x, int64_t d, uint8_t* row) {
     }
 }
 
-// (code - 128) * scale of 8-bit codes.
+// Dequantizes 8-bit codes: (code - 128) * scale.
 struct Scaled8 {
     Vec scale;
     Vec base;
@@ -120,21 +123,21 @@ struct Scaled8 {
     Vec at(const uint8_t* row, int64_t i) const { return fma(codes8(row, i), scale, base); }
 };
 
-// Rotated elements of rows that lie together, exactly: to[count][d].
-// Not inlined: its loops want the registers for themselves.
+// Dequantizes contiguous rows exactly, without undoing the rotation: to[count][d].
+// Not inlined, so that its loops do not compete with the caller for registers.
 template <class Scaled>
 static __attribute__((noinline)) void unpack_rows(const uint8_t* rows, int64_t count,
                                                   int64_t row_size, int64_t d, float* to) {
-    constexpr int64_t kScales = 8;  // widened at once
+    constexpr int64_t kScales = 8;  // scales converted to fp32 at a time
     const int64_t groups = d / kKvGroup;
     for (int64_t j = 0; j < count; ++j, rows += row_size, to += d) {
         const uint8_t* scales = rows + row_size - 2 * groups;
         for (int64_t first = 0; first < groups; first += kScales) {
-            const int64_t many = smaller(kScales, groups - first);
+            const int64_t amount = smaller(kScales, groups - first);
             float widened[kScales];
-            widen_last(scales + 2 * (first + many), many, widened);
-            for (int64_t g = 0; g < many; ++g) {
-                const Scaled scaled(widened[kScales - many + g]);
+            widen_last(scales + 2 * (first + amount), amount, widened);
+            for (int64_t g = 0; g < amount; ++g) {
+                const Scaled scaled(widened[kScales - amount + g]);
                 const int64_t begin = (first + g) * kKvGroup;
 #pragma GCC unroll 4
                 for (int v = 0; v < kKvGroup / kLanes; ++v) {

@@ -1,29 +1,33 @@
-// y[m, n] = x[m, k] @ w[n, k]^T and the rows of w, from one packed copy.
+// y[m, n] = x[m, k] @ w[n, k]^T, and the embedding lookup in w; both read the same packed copy of
+// w.
 //
 // Contract   include/exl/ops/linear.h, which draws the layout.
-// Used for   m = 1: weights are read once and converted in registers; bound by memory.
+// Used for   m = 1: weights are read once and converted in registers; memory-bound.
 //            m <= kTileRows: the same with one register tile of m rows.
-//            above: each panel block is converted to fp32 once per kPassRows rows and stays in
-//            the cache while the tiles of x pass over it.
-// Mapping    Threads share column blocks (and row blocks); every sum runs over k in one order, so
-//            results do not depend on the number of threads.
+//            larger m: each block of panels is converted to fp32 once per kPassRows rows and stays
+//            in the cache while it is multiplied with all row tiles of x.
+// Mapping    Threads share column blocks, in prefill row blocks too. Every sum runs over k in one
+//            order, so results do not depend on the number of threads.
 // Accuracy   fp32 products and sums over k.
 #include "cpu/ops.h"
 #include "cpu/tile.h"
 
 namespace exl::EXL_ISA {
 
-// Above one tile, a block of 8 panels x 384 steps of fp32 (192 KiB) stays in L2 while the tiles of
-// up to 256 rows pass over it, each (14 x 384, 21 KiB) from L1. Measured on one core with AVX-512:
-// 4 x 256 gives 170 GFLOP/s at m = 512, k = 576, n = 1536; 8 x 384 gives 185; 8 x 768 the same.
+// Block sizes for m > kTileRows. A block of 8 panels x 384 steps of fp32 (192 KiB) stays in L2
+// while the row tiles of up to 256 rows are multiplied with it. Each row tile (14 x 384, 21 KiB)
+// stays in L1. Measured on one core with AVX-512 at m = 512, k = 576, n = 1536: 4 panels x 256
+// steps give 170 GFLOP/s, 8 x 384 give 185, 8 x 768 the same.
 constexpr int64_t kBlockPanels = 8;
 constexpr int64_t kBlockSteps = 384;
 constexpr int64_t kPassRows = 256;
-// Bytes of weights in a decode work item: about 4 us of reading, against 0.1 us to hand it out.
+// Bytes of weights in a decode work item. Reading them takes about 4 us, assigning the item to a
+// thread 0.1 us.
 constexpr int64_t kDecodeItemBytes = 48 << 10;
 
-// One row against P panels, which are read as P streams side by side; with kSums sums for each,
-// that hides the latency of the multiply-add and feeds the hardware prefetcher.
+// Multiplies one row with P panels. The panels are read as P parallel streams, each with kSums
+// independent sums per vector. This hides the latency of the multiply-add and keeps the hardware
+// prefetcher busy.
 template <int P, class T>
 static inline void one_row(const float* x, const T* b, int64_t k, const TileOut& out) {
     constexpr int kSums = 2;
@@ -60,9 +64,10 @@ static inline void one_row(const float* x, const T* b, int64_t k, const TileOut&
     store_tile<1, P>(total, out);
 }
 
-// Panels that one thread reads at once. Measured on one core with AVX-512 and weights in memory:
-// 4 streams of 18 KiB (k = 576) 16.9 GB/s, 2 of them 16.4; but 4 of 48 KiB (k = 1536) 16.3 and 2
-// 19.5. Narrower registers hold the sums of two.
+// Number of panels that one thread reads in parallel. Measured on one core with AVX-512 and weights
+// in memory: at k = 576 (panels of 18 KiB) 4 streams reach 16.9 GB/s and 2 streams 16.4; at k =
+// 1536 (48 KiB) 4 streams reach 16.3 GB/s and 2 streams 19.5. With AVX2 the registers hold the sums
+// of two panels only.
 constexpr int kManyStreams = kLanes == 16 ? 4 : kLanes == 8 ? 2 : 1;
 constexpr int kFewStreams = kLanes >= 8 ? 2 : 1;
 constexpr int64_t kManyStreamSteps = 1024;
@@ -89,9 +94,9 @@ static void decode_one(ThreadPool& pool, const LinearArgs& args) {
     });
 }
 
-// 2 <= m <= kTileRows: weights go from memory through the conversion straight into the sums.
+// Product for 2 <= m <= kTileRows: weights are loaded, converted and multiplied in registers.
 template <class T>
-static void decode_few(ThreadPool& pool, const LinearArgs& args) {
+static void decode_rows(ThreadPool& pool, const LinearArgs& args) {
     const PackedMatrix& w = *args.w;
     const int rows = static_cast<int>(args.m);
     float* packed_x = static_cast<float*>(thread_scratch(0, args.m * w.k * 4));
@@ -113,6 +118,7 @@ static void decode_few(ThreadPool& pool, const LinearArgs& args) {
     });
 }
 
+// Converts `steps` rows of a panel to fp32.
 template <class T>
 static inline void convert_block(const T* from, int64_t steps, float* to) {
     for (int64_t i = 0; i < steps * kPanel; i += kLanes) {
@@ -121,12 +127,13 @@ static inline void convert_block(const T* from, int64_t steps, float* to) {
     }
 }
 
+// A block of outputs.
 struct Block {
-    int64_t first_tile, last_tile;    // of rows
-    int64_t first_panel, last_panel;  // of columns, at most kBlockPanels
+    int64_t first_tile, last_tile;    // row tiles
+    int64_t first_panel, last_panel;  // column panels, at most kBlockPanels
 };
 
-// One block of outputs, over the whole of k.
+// Computes one block of outputs, over the whole of k.
 template <class T>
 static void block_product(const LinearArgs& args, const Tiling& tiling, const float* packed_x,
                           const Block& at) {
@@ -168,7 +175,8 @@ static void prefill(ThreadPool& pool, const LinearArgs& args) {
                   packed_x + row * w.k);
     });
     const int64_t row_blocks = ceil_div(args.m, kPassRows);
-    // Columns are dealt out in whole register tiles, and so that every thread gets as many blocks.
+    // Column blocks consist of whole register tiles. Their number is raised until the blocks divide
+    // evenly among the threads, or there are at least 8 per thread.
     const int64_t groups = ceil_div(w.panels(), kTilePanels);
     int64_t column_blocks = ceil_div(w.panels(), kBlockPanels);
     while (column_blocks < groups && row_blocks * column_blocks % pool.threads() != 0 &&
@@ -176,7 +184,8 @@ static void prefill(ThreadPool& pool, const LinearArgs& args) {
         ++column_blocks;
     }
     pool.parallel_for(row_blocks * column_blocks, [&](int64_t item) {
-        // Row blocks of one column block follow each other, so that its weights are still near.
+        // The row blocks of one column block are consecutive items, so that its weights are still
+        // in the cache.
         const int64_t rows = item % row_blocks;
         const int64_t columns = item / row_blocks;
         const Block at{tiling.count * rows / row_blocks, tiling.count * (rows + 1) / row_blocks,
@@ -193,7 +202,7 @@ static void linear_of(ThreadPool& pool, const LinearArgs& args) {
     } else if (args.m == 1) {
         decode_one<kFewStreams, T>(pool, args);
     } else if (args.m <= kTileRows) {
-        decode_few<T>(pool, args);
+        decode_rows<T>(pool, args);
     } else {
         prefill<T>(pool, args);
     }

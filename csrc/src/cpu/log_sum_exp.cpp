@@ -1,7 +1,8 @@
 // y = log(sum(exp(x))) of each row.
 //
 // Contract   include/exl/ops/elementwise.h.
-// Bound      memory, as long as a core's cache holds a row for its second reading.
+// Bound      Memory, as long as a row fits in a core's cache, from where it is read the second
+//            time.
 #include <cmath>
 
 #include "cpu/ops.h"
@@ -9,6 +10,7 @@
 
 namespace exl::EXL_ISA {
 
+// Largest value of a row of n; the first `whole` of them fill whole vectors.
 static float top_of(const float* x, int64_t n, int64_t whole) {
     Vec even = set1(x[0]), odd = even;
     int64_t i = 0;
@@ -22,7 +24,8 @@ static float top_of(const float* x, int64_t n, int64_t whole) {
     return top;
 }
 
-// Runs are summed in fp32 and added up in fp64: there are too many terms for one fp32 sum.
+// Sum of e^(x - top). Runs of kRun terms are summed in fp32 and the runs in fp64: a row has too
+// many terms for one fp32 sum.
 static double sum_of(const float* x, int64_t n, int64_t whole, float top) {
     constexpr int64_t kRun = 64 * kLanes;
     const Vec shift = set1(top);

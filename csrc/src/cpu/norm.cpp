@@ -1,7 +1,7 @@
 // RMSNorm of whole rows and of single heads; RoPE.
 //
 // Contract   include/exl/ops/elementwise.h.
-// Accuracy   fp32; the sum of squares runs in kSums * kLanes separate sums.
+// Accuracy   fp32; the sum of squares is accumulated in kSums * kLanes separate sums.
 #include <cmath>
 
 #include "cpu/ops.h"

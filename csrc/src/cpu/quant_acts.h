@@ -1,5 +1,5 @@
-// x as integers of 16 bits or fewer, for quant_linear.cpp: each span of up to 128 stored rows is
-// relative to its largest value.
+// Quantization of x to integers of at most 16 bits, for quant_linear.cpp. Each span of up to 128
+// stored rows has its own scale, relative to its largest value.
 #pragma once
 
 #include "cpu/ops.h"
@@ -9,17 +9,18 @@ namespace exl::EXL_ISA {
 
 constexpr int32_t kLargestHigh = 127;  // the high part of an integer is a signed byte
 constexpr int64_t kSpanRows = kSpanBlocks * kBlockRows;
-// There is room for whole tiles of rows; what lies past the last row is read there, and not used.
+// The buffers of x are rounded up to whole tiles of rows. Tile loads read past the last row; the
+// results of these rows are not used.
 constexpr int64_t kActRowStep = 16;
 
-// x in integers, for one part.
+// Quantized x for one part.
 struct Acts {
     uint8_t* data;  // [m] rows of row_bytes
     int64_t row_bytes;
     float* scales;  // [m][spans]
-    int32_t* sums;  // [m][spans] of the integers
+    int32_t* sums;  // [m][spans], sums of the integers
     int64_t spans;
-    int low_bits;
+    int low_bits;   // bits of the low part of an integer
 };
 
 struct SpanAct {
@@ -27,10 +28,10 @@ struct SpanAct {
     int32_t sum;
 };
 
-// Rounds up to kSpanRows values, a whole number of blocks.
+// Quantizes one span: `count` values, a whole number of blocks and at most kSpanRows.
 static SpanAct quantize_span(const float* x, int64_t count, int low_bits, uint8_t* act) {
     const auto largest_act = static_cast<float>(kLargestHigh << low_bits);
-    uint32_t largest = 0;  // of the bits without sign: NaN and infinity are above all numbers
+    uint32_t largest = 0;  // as bits without the sign; NaN and infinity are above all numbers
     for (int64_t i = 0; i < count; ++i) {
         uint32_t bits = 0;
         __builtin_memcpy(&bits, x + i, 4);
@@ -40,7 +41,8 @@ static SpanAct quantize_span(const float* x, int64_t count, int low_bits, uint8_
     float magnitude = 0.0f;
     __builtin_memcpy(&magnitude, &largest, 4);
     const bool is_finite = largest < 0x7f800000u;
-    // Below 1e-33 the inverse would overflow; what is so small is rounded more coarsely.
+    // For magnitudes below 1e-33 the inverse would overflow. Such spans are quantized as if their
+    // largest value were 1e-33.
     if (magnitude < 1e-33f) magnitude = 1e-33f;
     const float inverse = is_finite ? largest_act / magnitude : 0.0f;
     int32_t sum = 0;
@@ -52,7 +54,7 @@ static SpanAct quantize_span(const float* x, int64_t count, int low_bits, uint8_
             __builtin_memset(to, 0, kActBlock);
         }
     }
-    // NaN reaches every output of the row, as a NaN or an infinity in x should.
+    // A NaN or an infinity in x makes the scale NaN, and so every output of the row.
     return {is_finite ? magnitude / largest_act : __builtin_nanf(""), sum};
 }
 
@@ -81,7 +83,7 @@ static void quantize_row(const QuantMatrix& w, const float* x, int low_bits, uin
     }
 }
 
-// Can the two share x's integers?
+// Returns whether the two matrices can share one quantized copy of x.
 static bool has_same_input(const QuantMatrix& a, const QuantMatrix& b) {
     if (a.runs.size() != b.runs.size() || !a.has_order_of(b)) return false;
     for (size_t i = 0; i < a.runs.size(); ++i) {
@@ -90,7 +92,7 @@ static bool has_same_input(const QuantMatrix& a, const QuantMatrix& b) {
     return true;
 }
 
-// x in integers for every part; parts that read the same input share one copy.
+// Quantizes x for every part. Parts with the same permutation and spans share one copy.
 static void quantize(ThreadPool& pool, const QuantLinearArgs& args, const int* low_bits,
                      Acts* acts) {
     int64_t bytes[kMaxParts] = {};
@@ -108,7 +110,7 @@ static void quantize(ThreadPool& pool, const QuantLinearArgs& args, const int* l
         if (source[p] == p) bytes[p] = rows * held_bytes;
         total += bytes[p];
     }
-    auto* room = static_cast<uint8_t*>(thread_scratch(2, total));
+    auto* buffer = static_cast<uint8_t*>(thread_scratch(2, total));
     int owners[kMaxParts];
     int count = 0;
     for (int p = 0; p < args.count; ++p) {
@@ -118,14 +120,14 @@ static void quantize(ThreadPool& pool, const QuantLinearArgs& args, const int* l
             continue;
         }
         const int64_t row_bytes = w.blocks * kActBlock;
-        uint8_t* data = room;
-        auto* scales = reinterpret_cast<float*>(room + rows * row_bytes);
+        uint8_t* data = buffer;
+        auto* scales = reinterpret_cast<float*>(buffer + rows * row_bytes);
         auto* sums = reinterpret_cast<int32_t*>(scales + rows * ceil_div(w.spans, 16) * 16);
-        room += bytes[p];
+        buffer += bytes[p];
         acts[p] = {data, row_bytes, scales, sums, w.spans, low_bits[p]};
         owners[count++] = p;
     }
-    // One row of one part, some 1 us, is an item.
+    // A work item is one row of one part, about 1 us.
     pool.parallel_for(count * args.m, [&](int64_t item) {
         const int part = owners[item / args.m];
         const int64_t row = item % args.m;

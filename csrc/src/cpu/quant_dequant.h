@@ -1,32 +1,33 @@
-// Panels of a quantized matrix as numbers, block by block.
+// Dequantization of panels, block by block, into one of two layouts:
 //
 //   FloatRows    [rows][16]
-//   BFloatPairs  [rows / 2][16][2]   rows 2 i and 2 i + 1 of a column lie together, the operand of
-//                                    tiles
+//   BFloatPairs  [rows / 2][16][2]   rows 2 i and 2 i + 1 of a column are adjacent, as AMX tiles
+//                                    of weights require
 //
-// Accuracy   (code - zero) * scale + minimum, where the difference is exact; one rounding with
-//            fused multiply-add. Pairs are that, rounded once more to bf16 (nearest even).
+// Accuracy   (code - zero) * scale + minimum. The difference is exact; the fused multiply-add
+//            rounds once. BFloatPairs rounds that result once more to bf16 (nearest even).
 #pragma once
 
 #include "cpu/quant_vec.h"
 
 namespace exl::EXL_ISA {
 
-// Columns of two panels side by side, which products make together.
+// Output columns of a pair of panels, whose products are computed together.
 constexpr int kAccColumns = 2 * static_cast<int>(kPanel);
 
 // Scale and offset of one group's 16 columns.
 struct alignas(64) GroupColumns {
     float scale[kPanel];
-    float bias[kPanel];  // the zero, as codes become floats: 2^23 added
+    float bias[kPanel];  // 2^23 + zero; subtracted from 2^23 + code, see based_row
     float minimum[kPanel];
 };
 
-// The bits of 2^23: below 2^23, an integer in their place makes the float 2^23 + integer.
+// Bit pattern of the float 2^23. OR-ing an integer below 2^23 into it gives the float 2^23 +
+// integer.
 constexpr int32_t kFloatBits = 0x4b000000;
 constexpr float kFloatBase = 8388608.0f;
 
-// 2^23 + the code in byte Row of each lane.
+// Returns 2^23 + the code in byte Row of each lane.
 template <int Row>
 static inline Vec based_row(Codes v) {
 #if defined(__AVX512F__)
@@ -44,7 +45,7 @@ static inline Vec based_row(Codes v) {
 #endif
 }
 
-// `at`: of the group's first column in scales and offsets.
+// Loads scales and offsets of a group. `at` is the index of its first column in both arrays.
 static inline GroupColumns load_group(const QuantMatrix& w, int64_t at, int bits) {
     const auto widen = [&](const void* grid, float* to) {
         for (int c = 0; c < kPanel; c += kLanes) {
@@ -67,7 +68,7 @@ static inline GroupColumns load_group(const QuantMatrix& w, int64_t at, int bits
 }
 
 struct FloatRows {
-    float* to;  // of a block
+    float* to;  // destination of the current block
 
     void put(int step, int column, Vec a, Vec b, Vec c, Vec d) const {
         float* row = to + 4 * step * kPanel + column;
@@ -85,7 +86,8 @@ struct BFloatPairs {
     BFloat* to;
 
     static __m512i pairs(Vec even, Vec odd) {
-        // Columns of the even row, then of the odd one; dealt out in turn.
+        // The conversion yields the 16 columns of the even row, then those of the odd row. The
+        // permutation interleaves them.
         const auto both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
         const __m512i turns = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25,
                                                9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
@@ -119,7 +121,7 @@ static inline void dequantize_block(const uint8_t* codes, const GroupColumns& gr
     }
 }
 
-// Blocks [block, last) of a run, which all lie in it.
+// Dequantizes blocks [block, last), all of them within one run.
 template <int Bits, class Out>
 static void dequantize_run(const QuantMatrix& w, const GroupRun& run, int64_t panel, int64_t block,
                            int64_t last, Out& out) {
@@ -136,7 +138,7 @@ static void dequantize_run(const QuantMatrix& w, const GroupRun& run, int64_t pa
     }
 }
 
-// Blocks [first_block, last_block) of a panel, to `out`.
+// Dequantizes blocks [first_block, last_block) of a panel into `out`.
 template <class Out>
 static void dequantize(const QuantMatrix& w, int64_t panel, int64_t first_block, int64_t last_block,
                        Out out) {

@@ -1,14 +1,16 @@
-// y = x @ w for quantized w, in integers; where floats are faster for many rows, these go to
-// quant_prefill.cpp.
+// y = x @ w for quantized w, with integer dot products. Calls with more rows than integers are good
+// for, on instruction sets where floats are then faster, go to quant_prefill.cpp.
 //
 // Contract   include/exl/ops/quantized.h, which draws the layout.
-// Integers   x is rounded once to 16-bit integers, each span of up to 128 stored rows relative to
-//            its largest value; codes meet them in integer dot products, exact within a span; then
-//            scale, offset and the span's own scale apply in fp32. 8 bits would do for speed, but
-//            not for the results: SmolLM2 moves by 2.7e-3 (mean KL divergence) with 8-bit blocks of
-//            32, by 5e-6 with this. Narrow codes in tiles meet 12 bits: 1e-4 (quant_tiles_int8.h).
-// Mapping    A work item is some panels, read as one stream of codes and one of scales; every
-//            column is summed by one thread in one order, whatever the number of threads.
+// Integers   x is quantized once to 16-bit integers, each span of up to 128 stored rows relative to
+//            its largest value. Integer dot products of codes and activations are exact within a
+//            span. Then the group's scale and offset and the span's own scale apply in fp32.
+//            8-bit activations would be fast enough but too inaccurate: the output of SmolLM2
+//            changes by 2.7e-3 (mean KL divergence) with 8-bit blocks of 32, by 5e-6 with 16 bits.
+//            Codes of at most 4 bits in AMX tiles use 12-bit activations: 1e-4
+//            (quant_tiles_int8.h).
+// Mapping    A work item is a range of panels, read as one stream of codes and one of scales. Every
+//            column is summed by one thread in one order, for any number of threads.
 #include "cpu/activation.h"
 #include "cpu/quant_prefill.h"
 #include "cpu/quant_scales.h"
@@ -22,13 +24,14 @@
 
 namespace exl::EXL_ISA {
 
-// Work items: several a thread where there is much to read, and no less than this each.
+// Smallest work item, in bytes of weights. Larger matrices have up to 8 items per thread.
 constexpr int64_t kItemBytes = 256 << 10;
-// Rows whose integers stay in L2 while panels pass over them.
+// Rows whose quantized activations stay in L2 while they are multiplied with all panels of an item.
 constexpr int64_t kActRows = 128;
-// Up to here integers cost less than making floats of the codes. Measured at k = 576, n = 3072, two
-// cores: byte dot products 420 GFLOP/s at any number of rows, and AMX 490 at 16, 1150 at 64, 1370 at
-// 512; without either, words 220 and fp32 300.
+// kIntegerRows is the largest number of rows for which integer products are faster than
+// dequantizing the codes. Measured at k = 576, n = 3072 on two cores, in GFLOP/s: byte dot products
+// 420 at any number of rows; AMX 490 at 16 rows, 1150 at 64, 1370 at 512; without either, 16-bit
+// words 220 and fp32 300.
 #if EXL_HAS_INT_TILES
 constexpr int64_t kIntegerRows = 32;
 constexpr int64_t kTileRowsOut = 2 * kIntTileRows;
@@ -42,7 +45,7 @@ struct IntTileScope {
 constexpr int64_t kIntegerRows = 8;
 #endif
 
-// One span of kLanes columns of P panels for R rows: exact integer sums.
+// Computes the exact integer sums of one span: kLanes columns of each of P panels, R rows.
 template <int Bits, int R, int P>
 static inline __attribute__((always_inline)) void span_product(const uint8_t* codes,
                                                                int64_t panel_bytes, int64_t blocks,
@@ -81,7 +84,7 @@ static void run_product(const QuantMatrix& w, const GroupRun& run, int64_t panel
     int64_t span = row * acts.spans + run.first_span;
     for (int64_t group = 0; group < run.groups; ++group) {
         const int64_t at = w.scale_index(panel) + (run.first_group + group) * kPanel;
-        for (int p = 0; p < P; ++p) ask_for_grids(w, at + p * w.groups * kPanel);
+        for (int p = 0; p < P; ++p) prefetch_scales(w, at + p * w.groups * kPanel);
         for (int64_t first = 0; first < run.blocks; first += kSpanBlocks, ++span) {
             const int64_t blocks = smaller(kSpanBlocks, run.blocks - first);
 #pragma GCC unroll 1
@@ -102,7 +105,7 @@ static void run_product(const QuantMatrix& w, const GroupRun& run, int64_t panel
     }
 }
 
-// Columns of P panels for R rows, y[P][R][16].
+// Computes the columns of P panels for R rows: y[P][R][16].
 template <int R, int P>
 static void panel_product(const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
                           float (*y)[kPanel]) {
@@ -116,13 +119,15 @@ static void panel_product(const QuantMatrix& w, int64_t panel, const Acts& acts,
 
 #if EXL_HAS_INT_TILES
 
+// As run_product, in AMX tiles. IsWhole: 12-bit activations, whose product gives the whole sum.
 template <int Bits, int P, bool IsWhole>
 static void run_tiles(const QuantMatrix& w, const GroupRun& run, int64_t panel, const Acts& acts,
                       int64_t row, int rows, float (*y)[kPanel]) {
     const uint8_t* codes = w.panel_codes(panel) + run.code_offset;
     const uint8_t* act = acts.data + row * acts.row_bytes + run.first_block * kActBlock;
     int64_t span = row * acts.spans + run.first_span;
-    // The sums of a span are scaled after the next span's tiles are on their way.
+    // Software pipeline: the sums of a span are scaled after the tile products of the next span
+    // have been issued.
     IntTileSums sums[2];
     int64_t at[2] = {};
     int64_t done = span;
@@ -136,7 +141,7 @@ static void run_tiles(const QuantMatrix& w, const GroupRun& run, int64_t panel, 
     };
     for (int64_t group = 0; group < run.groups; ++group) {
         const int64_t grid = w.scale_index(panel) + (run.first_group + group) * kPanel;
-        for (int p = 0; p < P; ++p) ask_for_grids(w, grid + p * w.groups * kPanel);
+        for (int p = 0; p < P; ++p) prefetch_scales(w, grid + p * w.groups * kPanel);
         for (int64_t first = 0; first < run.blocks; first += kSpanBlocks, ++span) {
             const int64_t blocks = smaller(kSpanBlocks, run.blocks - first);
             at[span & 1] = grid;
@@ -150,7 +155,7 @@ static void run_tiles(const QuantMatrix& w, const GroupRun& run, int64_t panel, 
     scale_span();
 }
 
-// As panel_product, for up to 16 rows, y[P][rows][16].
+// As panel_product, in AMX tiles, for up to 16 rows: y[P][rows][16].
 template <int P>
 static void panel_tiles(const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
                         int rows, float (*y)[kPanel]) {
@@ -169,10 +174,10 @@ static void panel_tiles(const QuantMatrix& w, int64_t panel, const Acts& acts, i
 
 #endif
 
-// Products of one or two neighboring panels with as many of `left` rows as fit into a tile: runs
-// done(product, rows, panels), where product(w, panel, acts, row, y) gives y[panels][rows][16].
-// Sums stay in registers; panels side by side are read as streams side by side and share what is
-// loaded of x.
+// Picks the product for one or two adjacent panels and as many of the `left` rows as fit into a
+// tile. Calls done(product, rows, panels), where product(w, panel, acts, row, y) computes
+// y[panels][rows][16]. Sums stay in registers. Two panels are read as two parallel streams and
+// share the loads of x.
 template <class Done>
 static inline void with_tile(int64_t left, int64_t panels, [[maybe_unused]] int low_bits,
                              Done&& done) {
@@ -207,7 +212,7 @@ static inline void with_tile(int64_t left, int64_t panels, [[maybe_unused]] int 
     of.template operator()<1, 1>();
 }
 
-// values[R][16] of one panel, to rows `row` .. of y.
+// Writes values[rows][16] of one panel to y, from row `row` on.
 static void write_rows(const QuantLinearArgs& args, int64_t row, int rows, int64_t column,
                        int64_t columns, const float (*values)[kPanel]) {
     for (int r = 0; r < rows; ++r) {
@@ -231,9 +236,10 @@ static void gate_values(Gate gate, int count, const float (*ups)[kPanel], float 
     });
 }
 
-// Panels of w's columns, from `first_column` of y on: values(product, panel, row, count, y) makes
-// y[count][16], where product is with_tile's and count is rows times panels. Panels are the outer
-// loop: their codes stay in the cache while the tiles of rows pass over them.
+// Computes `rows` of the given panels of w and writes them to y, from `first_column` on. The
+// callback values(product, panel, row, count, y) computes y[count][16], where `product` comes from
+// with_tile and `count` is rows times panels. Panels are the outer loop, so that their codes stay
+// in the cache while they are multiplied with all row tiles.
 template <class Values>
 static void write_panels(const QuantLinearArgs& args, const QuantMatrix& w, int low_bits,
                          Range rows, Range panels, int64_t first_column, Values&& values) {
@@ -278,8 +284,9 @@ static void gated_panels(const QuantLinearArgs& args, const Acts* acts, Range ro
                  });
 }
 
-// Parts keep 16-bit integers, or get 12-bit ones where their rows pass through tiles that are made
-// for them. That does not depend on what a part is joined with; gate and up share their tiles.
+// Chooses 12-bit activations for parts whose product runs in the AMX tiles for narrow codes; other
+// parts keep 16 bits. The choice depends on the part alone, not on the parts it is joined with. The
+// exception is a gate and its up projection, which share their tiles and therefore one width.
 static void choose_low_bits([[maybe_unused]] const QuantLinearArgs& args,
                             [[maybe_unused]] int* low_bits) {
 #if EXL_HAS_INT_TILES

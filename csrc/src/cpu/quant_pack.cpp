@@ -1,5 +1,7 @@
-// Memory and filling of quantized matrices, and their rows as embeddings. Layout and planes:
-// include/exl/ops/quantized.h. Filling reorders codes, and copies scales as they are.
+// Allocation and filling of quantized matrices, and embedding lookup in them.
+//
+// Layout and planes: include/exl/ops/quantized.h. Filling reorders codes and copies scales
+// unchanged.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -15,7 +17,7 @@ constexpr int64_t kPlaneRow = 4 * kPanel;  // bytes: 4 rows of 16 columns
 
 static int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Widths of a block's planes, low bits first; the second is 0 where there is one.
+// Bit widths of a block's planes, low bits first; `high` is 0 if there is only one plane.
 struct Planes {
     int low, high;
 };
@@ -85,14 +87,15 @@ bool QuantMatrix::has_order_of(const QuantMatrix& other) const {
     return blocks == other.blocks && order == other.order;
 }
 
-// Codes of one block as bytes, in the order of a plane of 8 bits: step i, then column, then row of
-// the step.
+// Codes of one block as bytes, in the order of an 8-bit plane: step (4 rows), then column, then row
+// within the step.
 struct Block {
     uint8_t lanes[kSteps][kPlaneRow];
 
     uint8_t& at(int64_t row, int64_t column) { return lanes[row / 4][4 * column + row % 4]; }
 };
 
+// Packs `bits` bits of each code, from `low_bit` up, into one plane. Returns the end of the plane.
 static uint8_t* pack_plane(const Block& block, int low_bit, int bits, uint8_t* to) {
     const int steps_per_row = 8 / bits;
     const int mask = (1 << bits) - 1;
@@ -116,6 +119,7 @@ static void pack_block(const Block& block, int bits, uint8_t* to) {
     if (planes.high > 0) pack_plane(block, planes.low, planes.high, to);
 }
 
+// Reads one code of a packed block.
 static int unpack_code(const uint8_t* block, int bits, int64_t row, int64_t column) {
     const int64_t step = row / 4;
     const int64_t lane = 4 * column + row % 4;
@@ -130,7 +134,8 @@ static int unpack_code(const uint8_t* block, int bits, int64_t row, int64_t colu
     return low | plane(block + kPlaneRow * planes.low, planes.high) << planes.low;
 }
 
-// Rows of a bit stream: `count` columns of stored row at bit `bit` of its column.
+// Reads the codes of one stored row, `count` columns from a packing of 32-bit words, into row `row`
+// of the block. The code of each column starts at bit `bit` of the column's bit stream.
 static void read_words(const QuantColumns& from, int64_t bit, int bits, int64_t column,
                        int64_t count, int64_t row, Block& block) {
     const auto* words = static_cast<const uint32_t*>(from.codes) + column;
@@ -152,9 +157,10 @@ static const GgmlBlock& ggml_block(Packing packing) {
     for (const GgmlBlock& block : kGgmlBlocks) {
         if (block.packing == packing) return block;
     }
-    std::abort();  // words and bytes have no blocks: the caller has looked
+    std::abort();  // unreachable: callers pass GGML packings only (QuantMatrix::fill)
 }
 
+// Reads the codes of one GGML block of 32 values; signed 8-bit values become codes by adding 128.
 static void read_ggml(const uint8_t* from, const GgmlBlock& at, uint8_t (&codes)[kBlockRows]) {
     if (at.bits == 8) {
         for (int i = 0; i < 32; ++i) codes[i] = static_cast<uint8_t>(from[at.codes + i] ^ 0x80);
@@ -197,7 +203,7 @@ static void fill_ggml_panel(QuantMatrix& w, const QuantColumns& from, int64_t pa
 
 static void fill_codes(QuantMatrix& w, const QuantColumns& from, int64_t panel, int64_t column,
                        int64_t count) {
-    int64_t first_bit = 0;  // of the run, in each column's stream
+    int64_t first_bit = 0;  // start of the run in each column's bit stream
     for (const GroupRun& run : w.runs) {
         uint8_t* to = w.codes + panel * w.panel_bytes + run.code_offset;
         for (int64_t group = 0; group < run.groups; ++group) {
@@ -227,7 +233,8 @@ static void fill_codes(QuantMatrix& w, const QuantColumns& from, int64_t panel, 
     }
 }
 
-// [groups, columns] of `bytes` each to [group][16] of one panel.
+// Copies columns [column, column + count) of a grid [groups, columns] to [group][16] of one panel.
+// An element has `bytes` bytes.
 static void fill_grid(const void* from, int64_t columns, int64_t column, int64_t count,
                       int64_t groups, int64_t bytes, uint8_t* to) {
     for (int64_t group = 0; group < groups; ++group) {
@@ -265,6 +272,7 @@ static float grid_value(const void* grid, DType dtype, int64_t index) {
                                : half_to_float(static_cast<const uint16_t*>(grid)[index]);
 }
 
+// Dequantizes output column `id`, an embedding row, to y[k].
 static void read_row(const QuantMatrix& w, int64_t id, float* y) {
     const int64_t panel = id / kPanel;
     const int64_t column = id % kPanel;
@@ -291,7 +299,7 @@ static void read_row(const QuantMatrix& w, int64_t id, float* y) {
 }
 
 void quant_embedding(ThreadPool& pool, const QuantEmbeddingArgs& args) {
-    constexpr int64_t kRowsPerItem = 2;  // some 8 us
+    constexpr int64_t kRowsPerItem = 2;  // about 8 us
     pool.parallel_for(ceil_div(args.m, kRowsPerItem), [&](int64_t item) {
         const int64_t last = std::min(args.m, (item + 1) * kRowsPerItem);
         for (int64_t row = item * kRowsPerItem; row < last; ++row) {

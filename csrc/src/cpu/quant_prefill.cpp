@@ -1,22 +1,24 @@
-// y = x @ w for quantized w and many rows of x: weights become numbers that stay in the cache.
+// y = x @ w for quantized w and many rows of x: dequantizes blocks of w that stay in the cache.
 //
 // Contract   include/exl/ops/quantized.h.
-// Used for   more rows than the integer products of quant_linear.cpp are good for.
-// Numbers    by instruction set: bf16 in AMX tiles (amx), or fp32. See quant_tiles_amx.h and
-//            quant_tiles_fp32.h. Where byte dot products are fast they take any number of rows. Dot
-//            products of bf16 pairs are not used: the Intel processors measured start one every two
-//            cycles, so that their peak is half of fp32's.
-// Blocks     x goes through in passes of up to kPassRows rows, packed in stored order in units of
-//            kUnitRows. A strip is two panels: neighbors, or a gate and its up. k is cut into
-//            chunks of up to kChunkBlocks blocks; the weights of one chunk of one strip are made,
-//            and all units pass over them:
+// Used for   more rows than kIntegerRows in quant_linear.cpp. Sets with fast byte dot products but
+//            without AMX use integers for any number of rows and never come here.
+// Numbers    bf16 in AMX tiles (set amx, quant_tiles_amx.h), else fp32 (quant_tiles_fp32.h). Dot
+//            products of bf16 pairs (AVX-512 BF16) are not used: the measured Intel processors
+//            start one every two cycles, so that their peak is half of fp32's.
+// Blocks     x is processed in passes of up to kPassRows rows, packed in stored order in row tiles
+//            of kRowTile rows. A panel pair is two adjacent panels, or a panel of a gate and the
+//            same panel of its up projection. k is divided into chunks of up to kChunkBlocks
+//            blocks. The weights of one chunk of one pair are dequantized once and multiplied with
+//            all row tiles:
 //
-//                  chunk of k              strip
-//            units [ x  x ... ]   chunk of [ w w ]      sums [unit][32] per strip, in scratch while
-//                  [ x  x ... ]       k    [ w w ]      there are chunks to come
+//                  chunk of k              pair
+//        row tiles [ x  x ... ]   chunk of [ w w ]      sums [row tile][32] per pair, kept in
+//                  [ x  x ... ]       k    [ w w ]      scratch until the last chunk
 //
-// Mapping    A work item is some strips and, where strips are few, some of the units. Every sum
-//            runs over k in one order, so results do not depend on the number of threads.
+// Mapping    A work item is a range of pairs. If there are too few pairs for all threads, it is a
+//            range of row tiles as well. Every sum runs over k in one order, so results do not
+//            depend on the number of threads.
 // Accuracy   fp32 sums. fp32: products of fp32 weights. bf16: weights and x rounded once each.
 #include "cpu/activation.h"
 #include "cpu/quant_prefill.h"
@@ -28,27 +30,28 @@
 
 namespace exl::EXL_ISA {
 
-// Making the weights costs as much as multiplying some 40 rows with AMX, so little of a full pass.
+// Dequantizing the weights costs as much as multiplying about 40 rows with AMX, a small part of a
+// pass of 512 rows.
 constexpr int64_t kPassRows = 512;
-// Strips of a work item share what they read of x; their sums take up to 512 KiB. 8 instead of 4:
-// 980 instead of 870 GFLOP/s at k = n = 4096 (AMX, one core).
-constexpr int64_t kItemStrips = 8;
+// The pairs of a work item share their reads of x; their sums take up to 512 KiB. 8 pairs reach 980
+// GFLOP/s at k = n = 4096 (AMX, one core), 4 pairs 870.
+constexpr int64_t kItemPairs = 8;
 // Scratch slots.
 constexpr int kPackedSlot = 4;
 constexpr int kWeightSlot = 5;
 constexpr int kSumSlot = 6;
 
-// One panel and the activations that meet it.
+// One panel of a pair and the activations that it is multiplied with.
 struct Side {
     const QuantMatrix* w;
     int64_t panel;
-    const Element* packed;  // [unit][block]; see block_elements
+    const Element* packed;  // [row tile][block] of block_elements() elements
 };
 
-struct Strip {
+struct PanelPair {
     Side sides[2];
-    int count;
-    int64_t column;  // of y
+    int count;       // panels; 1 for an odd last panel
+    int64_t column;  // first column in y
     int64_t columns;
 };
 
@@ -58,46 +61,46 @@ struct Pass {
     int64_t rows;
     const Element* packed[kMaxParts];
 
-    int64_t units() const { return ceil_div(rows, kUnitRows); }
-    int rows_of(int64_t unit) const {
-        return static_cast<int>(smaller(kUnitRows, rows - unit * kUnitRows));
+    int64_t tiles() const { return ceil_div(rows, kRowTile); }
+    int rows_of(int64_t tile) const {
+        return static_cast<int>(smaller(kRowTile, rows - tile * kRowTile));
     }
 };
 
 static bool is_gated(const QuantLinearArgs& args) { return args.epilogue == Epilogue::gated; }
 
-static int64_t strips_of(const QuantMatrix& w) { return ceil_div(w.panels(), 2); }
+static int64_t pairs_of(const QuantMatrix& w) { return ceil_div(w.panels(), 2); }
 
-static int64_t count_strips(const QuantLinearArgs& args) {
+static int64_t count_pairs(const QuantLinearArgs& args) {
     if (is_gated(args)) return args.parts[0]->panels();
-    int64_t strips = 0;
-    for (int p = 0; p < args.count; ++p) strips += strips_of(*args.parts[p]);
-    return strips;
+    int64_t pairs = 0;
+    for (int p = 0; p < args.count; ++p) pairs += pairs_of(*args.parts[p]);
+    return pairs;
 }
 
-static Strip strip_at(const Pass& pass, int64_t strip) {
+static PanelPair pair_at(const Pass& pass, int64_t pair) {
     const QuantLinearArgs& args = pass.args;
     if (is_gated(args)) {
-        return {{{args.parts[0], strip, pass.packed[0]}, {args.parts[1], strip, pass.packed[1]}},
-                2, strip * kPanel, smaller(kPanel, args.parts[0]->n - strip * kPanel)};
+        return {{{args.parts[0], pair, pass.packed[0]}, {args.parts[1], pair, pass.packed[1]}},
+                2, pair * kPanel, smaller(kPanel, args.parts[0]->n - pair * kPanel)};
     }
     int p = 0;
     int64_t column = 0;
-    for (; strip >= strips_of(*args.parts[p]); ++p) {
-        strip -= strips_of(*args.parts[p]);
+    for (; pair >= pairs_of(*args.parts[p]); ++p) {
+        pair -= pairs_of(*args.parts[p]);
         column += args.parts[p]->n;
     }
     const QuantMatrix* w = args.parts[p];
-    const int64_t panel = 2 * strip;
+    const int64_t panel = 2 * pair;
     return {{{w, panel, pass.packed[p]}, {w, panel + 1, pass.packed[p]}},
             panel + 1 < w->panels() ? 2 : 1, column + panel * kPanel,
             smaller(2 * kPanel, w->n - panel * kPanel)};
 }
 
-// x in stored order for every part; parts of the same order share one copy.
+// Packs x in stored order for every part. Parts with the same permutation share one copy.
 static void pack(ThreadPool& pool, Pass& pass) {
     const QuantLinearArgs& args = pass.args;
-    const int64_t unit_count = pass.units();
+    const int64_t tile_count = pass.tiles();
     int64_t offsets[kMaxParts] = {};
     const QuantMatrix* distinct[kMaxParts];
     int copies = 0;
@@ -110,50 +113,51 @@ static void pack(ThreadPool& pool, Pass& pass) {
         if (copy < copies) continue;
         distinct[copies] = args.parts[p];
         offsets[copies++] = elements;
-        elements += unit_count * args.parts[p]->blocks * block_elements(kUnitRows);
+        elements += tile_count * args.parts[p]->blocks * block_elements(kRowTile);
     }
     auto* packed = static_cast<Element*>(
         thread_scratch(kPackedSlot, elements * static_cast<int64_t>(sizeof(Element))));
     for (int p = 0; p < args.count; ++p) pass.packed[p] = packed + offsets[copy_of[p]];
-    pool.parallel_for(copies * unit_count, [&](int64_t item) {
-        const int64_t copy = item / unit_count;
-        const int64_t unit = item % unit_count;
+    pool.parallel_for(copies * tile_count, [&](int64_t item) {
+        const int64_t copy = item / tile_count;
+        const int64_t tile = item % tile_count;
         const QuantMatrix& w = *distinct[copy];
-        const int64_t row = pass.first_row + unit * kUnitRows;
-        pack_unit(args.x + row * args.x_stride, args.x_stride, pass.rows_of(unit), w,
-                  packed + offsets[copy] + unit * w.blocks * block_elements(kUnitRows));
+        const int64_t row = pass.first_row + tile * kRowTile;
+        pack_row_tile(args.x + row * args.x_stride, args.x_stride, pass.rows_of(tile), w,
+                  packed + offsets[copy] + tile * w.blocks * block_elements(kRowTile));
     });
 }
 
 template <class Act>
-static void write_gated(const Strip& strip, int rows, const float* acc, float* y, int64_t y_stride,
-                        Act act) {
-    const float* gate_bias = strip.sides[0].w->bias;
-    const float* up_bias = strip.sides[1].w->bias;
+static void write_gated(const PanelPair& pair, int rows, const float* acc, float* y,
+                        int64_t y_stride, Act act) {
+    const float* gate_bias = pair.sides[0].w->bias;
+    const float* up_bias = pair.sides[1].w->bias;
     for (int r = 0; r < rows; ++r) {
-        for_lanes(strip.columns, [&](int64_t c, int count) {
+        for_lanes(pair.columns, [&](int64_t c, int count) {
             Vec gate = load(acc + r * kAccColumns + c);
             Vec up = load(acc + r * kAccColumns + kPanel + c);
-            if (gate_bias != nullptr) gate = add(gate, load(gate_bias + strip.column + c));
-            if (up_bias != nullptr) up = add(up, load(up_bias + strip.column + c));
+            if (gate_bias != nullptr) gate = add(gate, load(gate_bias + pair.column + c));
+            if (up_bias != nullptr) up = add(up, load(up_bias + pair.column + c));
             store_some(y + r * y_stride + c, mul(act(gate), up), count);
         });
     }
 }
 
-static void write_unit(const Pass& pass, const Strip& strip, int64_t unit, const float* acc) {
+static void write_row_tile(const Pass& pass, const PanelPair& pair, int64_t tile,
+                           const float* acc) {
     const QuantLinearArgs& args = pass.args;
-    const int rows = pass.rows_of(unit);
-    float* y = args.y + (pass.first_row + unit * kUnitRows) * args.y_stride + strip.column;
+    const int rows = pass.rows_of(tile);
+    float* y = args.y + (pass.first_row + tile * kRowTile) * args.y_stride + pair.column;
     if (is_gated(args)) {
         return with_activation(args.gate, [&](auto act) {
-            write_gated(strip, rows, acc, y, args.y_stride, act);
+            write_gated(pair, rows, acc, y, args.y_stride, act);
         });
     }
-    const Side& side = strip.sides[0];
+    const Side& side = pair.sides[0];
     const float* bias = side.w->bias == nullptr ? nullptr : side.w->bias + side.panel * kPanel;
     for (int r = 0; r < rows; ++r) {
-        for_lanes(strip.columns, [&](int64_t c, int count) {
+        for_lanes(pair.columns, [&](int64_t c, int count) {
             Vec value = load(acc + r * kAccColumns + c);
             if (bias != nullptr) value = add(value, load(bias + c));
             float* to = y + r * args.y_stride + c;
@@ -165,55 +169,55 @@ static void write_unit(const Pass& pass, const Strip& strip, int64_t unit, const
 
 static int64_t chunks_of(const QuantMatrix& w) { return ceil_div(w.blocks, kChunkBlocks); }
 
-// Of both sides; one may have fewer.
-static int64_t chunks_of(const Strip& strip) {
-    const int64_t chunks = chunks_of(*strip.sides[0].w);
-    return strip.count == 1 ? chunks : larger(chunks, chunks_of(*strip.sides[1].w));
+// Number of chunks of a pair: that of the side with more.
+static int64_t chunks_of(const PanelPair& pair) {
+    const int64_t chunks = chunks_of(*pair.sides[0].w);
+    return pair.count == 1 ? chunks : larger(chunks, chunks_of(*pair.sides[1].w));
 }
 
-// Blocks of a matrix: even shares, which depend on nothing else, so that parts joined give the sums
-// of each alone. Empty past its last chunk.
+// Range of blocks in a chunk of a matrix; empty past its last chunk. Chunks are even shares and
+// depend on the matrix alone, so that a joined part gives the same sums as the part by itself.
 static Range blocks_of(const QuantMatrix& w, int64_t chunk) {
     const int64_t chunks = chunks_of(w);
     return chunk < chunks ? share(w.blocks, chunk, chunks) : Range{w.blocks, w.blocks};
 }
 
-// One chunk of a strip's weights times one unit.
-static void multiply(const Pass& pass, const Strip& strip, int64_t chunk, int64_t unit,
+// Multiplies one row tile with the weights of one chunk of a pair.
+static void multiply(const Pass& pass, const PanelPair& pair, int64_t chunk, int64_t tile,
                      const Element* weights, float* acc) {
-    const int rows = pass.rows_of(unit);
+    const int rows = pass.rows_of(tile);
     const bool accumulate = chunk > 0;
     const auto at = [&](const Side& side, const Range& blocks) {
-        return side.packed + unit * side.w->blocks * block_elements(kUnitRows) +
+        return side.packed + tile * side.w->blocks * block_elements(kRowTile) +
                blocks.first * block_elements(rows);
     };
-    const Side* sides = strip.sides;
-    if (strip.count == 2 && sides[0].packed == sides[1].packed) {
+    const Side* sides = pair.sides;
+    if (pair.count == 2 && sides[0].packed == sides[1].packed) {
         const Range blocks = blocks_of(*sides[0].w, chunk);
-        multiply_unit<2>(at(sides[0], blocks), rows, weights, blocks.count(), accumulate, acc);
+        multiply_row_tile<2>(at(sides[0], blocks), rows, weights, blocks.count(), accumulate, acc);
         return;
     }
-    for (int s = 0; s < strip.count; ++s) {
+    for (int s = 0; s < pair.count; ++s) {
         const Range blocks = blocks_of(*sides[s].w, chunk);
         if (blocks.count() == 0) continue;
-        multiply_unit<1>(at(sides[s], blocks), rows, weights, blocks.count(), accumulate,
+        multiply_row_tile<1>(at(sides[s], blocks), rows, weights, blocks.count(), accumulate,
                          acc + s * kPanel);
         weights += blocks.count() * kBlockRows * kPanel;
     }
 }
 
-// The weights of a chunk of a strip, one side after the other.
-static void make_weights(const Strip& strip, int64_t chunk, Element* weights) {
-    for (int s = 0; s < strip.count; ++s) {
-        const Side& side = strip.sides[s];
+// Dequantizes the weights of one chunk of a pair, one side after the other.
+static void make_weights(const PanelPair& pair, int64_t chunk, Element* weights) {
+    for (int s = 0; s < pair.count; ++s) {
+        const Side& side = pair.sides[s];
         const Range blocks = blocks_of(*side.w, chunk);
         weights_of(*side.w, side.panel, blocks.first, blocks.last, weights);
         weights += blocks.count() * kBlockRows * kPanel;
     }
 }
 
-// Some strips and units of a pass.
-static void item_product(const Pass& pass, const Range& strips, const Range& units) {
+// Computes one work item: ranges of pairs and of row tiles of a pass.
+static void item_product(const Pass& pass, const Range& pairs, const Range& tiles) {
     constexpr int64_t kWeightElements = 2 * kChunkBlocks * kBlockRows * kPanel;
     auto* weights = static_cast<Element*>(
         thread_scratch(kWeightSlot, kWeightElements * static_cast<int64_t>(sizeof(Element))));
@@ -221,20 +225,20 @@ static void item_product(const Pass& pass, const Range& strips, const Range& uni
     for (int p = 0; p < pass.args.count; ++p) {
         chunks = larger(chunks, chunks_of(*pass.args.parts[p]));
     }
-    constexpr int64_t kSums = kUnitRows * kAccColumns;  // of one unit
-    const int64_t kept = chunks == 1 ? 1 : strips.count() * units.count();
+    constexpr int64_t kSums = kRowTile * kAccColumns;  // sums of one row tile
+    const int64_t kept = chunks == 1 ? 1 : pairs.count() * tiles.count();
     auto* sums = static_cast<float*>(thread_scratch(kSumSlot, kept * kSums * 4));
     const TileScope scope;
     for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-        for (int64_t s = strips.first; s < strips.last; ++s) {
-            const Strip strip = strip_at(pass, s);
-            if (chunk >= chunks_of(strip)) continue;
-            make_weights(strip, chunk, weights);
-            for (int64_t unit = units.first; unit < units.last; ++unit) {
-                const int64_t at = (s - strips.first) * units.count() + unit - units.first;
+        for (int64_t s = pairs.first; s < pairs.last; ++s) {
+            const PanelPair pair = pair_at(pass, s);
+            if (chunk >= chunks_of(pair)) continue;
+            make_weights(pair, chunk, weights);
+            for (int64_t tile = tiles.first; tile < tiles.last; ++tile) {
+                const int64_t at = (s - pairs.first) * tiles.count() + tile - tiles.first;
                 float* acc = sums + (chunks == 1 ? 0 : at * kSums);
-                multiply(pass, strip, chunk, unit, weights, acc);
-                if (chunk + 1 == chunks_of(strip)) write_unit(pass, strip, unit, acc);
+                multiply(pass, pair, chunk, tile, weights, acc);
+                if (chunk + 1 == chunks_of(pair)) write_row_tile(pass, pair, tile, acc);
             }
         }
     }
@@ -242,22 +246,22 @@ static void item_product(const Pass& pass, const Range& strips, const Range& uni
 
 static void run_pass(ThreadPool& pool, Pass& pass) {
     pack(pool, pass);
-    const int64_t strips = count_strips(pass.args);
+    const int64_t pairs = count_pairs(pass.args);
     const int64_t threads = pool.threads();
-    // As many items for every thread, as far as that goes.
-    int64_t columns = ceil_div(strips, kItemStrips);
-    while (columns < strips && columns % threads != 0 && columns < 8 * threads) ++columns;
-    const int64_t rows = columns >= threads ? 1 : smaller(pass.units(), ceil_div(threads, columns));
+    // The number of items is raised until it divides evenly among the threads, up to 8 per thread.
+    int64_t columns = ceil_div(pairs, kItemPairs);
+    while (columns < pairs && columns % threads != 0 && columns < 8 * threads) ++columns;
+    const int64_t rows = columns >= threads ? 1 : smaller(pass.tiles(), ceil_div(threads, columns));
     pool.parallel_for(rows * columns, [&](int64_t item) {
-        item_product(pass, share(strips, item / rows, columns),
-                     share(pass.units(), item % rows, rows));
+        item_product(pass, share(pairs, item / rows, columns),
+                     share(pass.tiles(), item % rows, rows));
     });
 }
 
 void quant_prefill(ThreadPool& pool, const QuantLinearArgs& args) {
-    // Passes of about as many rows, in whole units.
+    // All passes have about the same number of rows, in whole row tiles.
     const int64_t passes = ceil_div(args.m, kPassRows);
-    const int64_t rows = ceil_div(ceil_div(args.m, passes), kUnitRows) * kUnitRows;
+    const int64_t rows = ceil_div(ceil_div(args.m, passes), kRowTile) * kRowTile;
     for (int64_t row = 0; row < args.m; row += rows) {
         Pass pass{args, row, smaller(rows, args.m - row), {}};
         run_pass(pool, pass);

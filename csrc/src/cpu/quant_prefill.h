@@ -1,11 +1,11 @@
-// Quantized linears for many rows: weights become numbers once per up to kPassRows rows of x.
+// Quantized linear for many rows: dequantizes the weights once per pass of up to kPassRows rows.
 #pragma once
 
 #include "exl/ops/quantized.h"
 
 namespace exl::EXL_ISA {
 
-// All epilogues, parts and row strides; any m > 0.
+// Supports every epilogue, every number of parts, any row strides and any m > 0.
 void quant_prefill(ThreadPool& pool, const QuantLinearArgs& args);
 
 }  // namespace exl::EXL_ISA

@@ -1,4 +1,5 @@
-// What comes before and after the integer sums of a span: bias, and scales with their offsets.
+// Steps before and after the integer sums of a span: initialization with the bias, then application
+// of scales and offsets.
 #pragma once
 
 #include "cpu/quant_acts.h"
@@ -6,13 +7,15 @@
 
 namespace exl::EXL_ISA {
 
-// How far ahead of use the streams of codes and of scales are asked for. Measured on two cores with
-// 96 MB of weights in all: 24 GB/s without, 29, 31, 44 and 43 at 2, 4, 8 and 16 KiB.
+// Prefetch distances, in bytes, of the streams of codes and of scales. Measured for codes on two
+// cores with 96 MB of weights in total: 24 GB/s without prefetch; 29, 31, 44 and 43 GB/s at 2, 4, 8
+// and 16 KiB.
 constexpr int64_t kCodesAhead = 8192;
 constexpr int64_t kGridAhead = 1024;
 
-// Always inlined, as `prefetch` is and for its reason.
-static inline __attribute__((always_inline)) void ask_for_grids(const QuantMatrix& w, int64_t at) {
+// Prefetches scales and offsets. Always inlined for the same reason as `prefetch` (vec_avx2.h).
+static inline __attribute__((always_inline)) void prefetch_scales(const QuantMatrix& w,
+                                                                  int64_t at) {
     const int64_t size = w.scale_dtype == DType::f32 ? 4 : 2;
     prefetch(static_cast<const uint8_t*>(w.scales) + at * size + kGridAhead);
     if (w.offset == Offset::middle) return;
@@ -20,8 +23,8 @@ static inline __attribute__((always_inline)) void ask_for_grids(const QuantMatri
     prefetch(static_cast<const uint8_t*>(w.offsets) + at * offset_size + kGridAhead);
 }
 
-// y[row] += the span's sums, with scale and offset; `at` is the group's place in the grids, and
-// total(row) the sums of kLanes columns.
+// y[row] += sums of a span with scale and offset applied, for kLanes columns. `at` is the index of
+// the group's scales and offsets; total(row) returns the integer sums.
 template <int Bits, class Total>
 static inline __attribute__((always_inline)) void apply_scales(const QuantMatrix& w, int64_t at,
                                                                int rows, Total&& total,
@@ -53,7 +56,7 @@ static inline __attribute__((always_inline)) void apply_scales(const QuantMatrix
     }
 }
 
-// y[rows][16] of one panel: the bias, or zero.
+// Initializes y[rows][16] of one panel with the bias, or with zero.
 static void start_rows(const QuantMatrix& w, int64_t panel, int rows, float (*y)[kPanel]) {
     for (int v = 0; v < kPanelVecs; ++v) {
         const int64_t at = panel * kPanel + v * kLanes;

@@ -1,11 +1,12 @@
-// The product of quant_prefill.cpp in AMX tiles: bf16 with fp32 sums. Blocks of the operands are
-// tiles of 1 KiB:
+// Product of quant_prefill.cpp in AMX tiles: bf16 operands, fp32 sums. An AMX tile is 1 KiB. One
+// block of 32 values of k takes:
 //
-//   activations   unit of 32 rows: [block][32 rows][32 k]       two tiles a block, one above the other
-//   weights       panel: [block][16 pairs of k][16 columns][2]  one tile a block
+//   activations   row tile of 32 rows: [block][32 rows][32 k]   two AMX tiles, one above the other
+//   weights       panel: [block][16 pairs of k][16 columns][2]  one AMX tile
 //
-// A unit times two panels is a result of 32 x 32: four tiles, which stay in registers along k and
-// leave room for two of each operand. Activations are rounded to bf16, nearest even.
+// A row tile times two panels gives a result of 32 x 32. Its four AMX tiles stay in registers along
+// k, which leaves two tile registers for each operand. Activations are rounded to bf16, nearest
+// even.
 #pragma once
 
 #include "cpu/amx.h"
@@ -14,18 +15,19 @@
 namespace exl::EXL_ISA {
 
 using Element = BFloat;
-constexpr int kUnitRows = 32;
-// At most 640 rows of two panels, 40 KiB, which stay in L1 while the units of x pass over them.
+constexpr int kRowTile = 32;
+// At most 640 rows of two panels, 40 KiB, which stay in L1 while they are multiplied with all row
+// tiles of x.
 constexpr int64_t kChunkBlocks = 20;
 constexpr int64_t kTileElements = kBlockRows * kPanel;  // of activations or weights
 
-static inline int64_t block_elements(int) { return kUnitRows * kBlockRows; }
+static inline int64_t block_elements(int) { return kRowTile * kBlockRows; }
 
-// Rows from `rows` on are zero.
-static inline void pack_unit(const float* x, int64_t x_stride, int rows, const QuantMatrix& w,
+// Packs one row tile of x in stored order, rounded to bf16. Rows from `rows` on become zero.
+static inline void pack_row_tile(const float* x, int64_t x_stride, int rows, const QuantMatrix& w,
                              BFloat* packed) {
     const int32_t* order = w.order.empty() ? nullptr : w.order.data();
-    for (int64_t block = 0; block < w.blocks; ++block, packed += kUnitRows * kBlockRows) {
+    for (int64_t block = 0; block < w.blocks; ++block, packed += kRowTile * kBlockRows) {
         const int64_t first = block * kBlockRows;
         const auto pack = [&](auto&& load_half) __attribute__((always_inline)) {
             for (int r = 0; r < rows; ++r) {
@@ -41,7 +43,7 @@ static inline void pack_unit(const float* x, int64_t x_stride, int rows, const Q
                                       _mm512_loadu_si512(order + first + kLanes)};
             pack([&](const float* row, int half) { return gather_features(row, index[half]); });
         }
-        for (int r = rows; r < kUnitRows; ++r) {
+        for (int r = rows; r < kRowTile; ++r) {
             _mm512_storeu_si512(packed + r * kBlockRows, _mm512_setzero_si512());
         }
     }
@@ -52,8 +54,9 @@ static inline void weights_of(const QuantMatrix& w, int64_t panel, int64_t first
     dequantize(w, panel, first_block, last_block, BFloatPairs{to});
 }
 
-// Tiles 0 to 3 are the result, 4 and 5 activations, 6 and 7 weights. Activations go past L1, where
-// the weights are: measured on one core with chunks of 18 blocks, 2400 instead of 1650 GFLOP/s.
+// AMX tiles 0 to 3 are the result, 4 and 5 activations, 6 and 7 weights. Streaming loads keep the
+// activations out of L1, which holds the weights: 2400 instead of 1650 GFLOP/s, measured on one
+// core with chunks of 18 blocks.
 template <int RowTiles, int Panels>
 static void multiply_tiles(const BFloat* a, const BFloat* b, int64_t blocks, bool accumulate,
                            float* acc) {
@@ -82,7 +85,7 @@ static void multiply_tiles(const BFloat* a, const BFloat* b, int64_t blocks, boo
         if constexpr (RowTiles > 1) _tile_stream_loadd(5, a + kTileElements, 64);
         if constexpr (RowTiles > 1) _tile_dpbf16ps(2, 5, 6);
         if constexpr (RowTiles > 1 && Panels > 1) _tile_dpbf16ps(3, 5, 7);
-        a += kUnitRows * kBlockRows;
+        a += kRowTile * kBlockRows;
         b += kTileElements;
         b1 += kTileElements;
     }
@@ -93,9 +96,9 @@ static void multiply_tiles(const BFloat* a, const BFloat* b, int64_t blocks, boo
     asm volatile("" ::: "memory");
 }
 
-// acc[32][kAccColumns] (+)= a @ b over `blocks` of each of the panels of b.
+// acc[32][kAccColumns] (+)= a @ b over `blocks` blocks of each panel of b.
 template <int Panels>
-static void multiply_unit(const BFloat* a, int rows, const BFloat* b, int64_t blocks,
+static void multiply_row_tile(const BFloat* a, int rows, const BFloat* b, int64_t blocks,
                           bool accumulate, float* acc) {
     if (rows > 16) {
         multiply_tiles<2, Panels>(a, b, blocks, accumulate, acc);

@@ -1,6 +1,7 @@
-// The product of quant_prefill.cpp in fp32, for sets without bf16: the tiles of tile.h.
+// Product of quant_prefill.cpp in fp32, for sets without bf16 tiles. Uses the register tiles of
+// tile.h.
 //
-// Activations of a unit of R rows are [block][32][R]; weights are panels of [row][16].
+// Activations of a row tile of R rows are [block][32][R]; weights are panels of [row][16].
 #pragma once
 
 #include "cpu/quant_dequant.h"
@@ -9,19 +10,19 @@
 namespace exl::EXL_ISA {
 
 using Element = float;
-constexpr int kUnitRows = kTileRows;
-// At most 640 rows of two panels, 80 KiB of L2. 6, 9 and 12 blocks were no faster.
+constexpr int kRowTile = kTileRows;
+// At most 640 rows of two panels, 80 KiB in L2. Chunks of 6, 9 and 12 blocks were no faster.
 constexpr int64_t kChunkBlocks = 20;
 
-// What a thread needs around its products.
+// Stands in for the tile configuration of amx.h; fp32 products need none.
 struct TileScope {
     TileScope() {}
 };
 
-// Elements of one block of a packed unit.
+// Number of elements in one block of a packed row tile of `rows` rows.
 static inline int64_t block_elements(int rows) { return rows * kBlockRows; }
 
-static inline void pack_unit(const float* x, int64_t x_stride, int rows, const QuantMatrix& w,
+static inline void pack_row_tile(const float* x, int64_t x_stride, int rows, const QuantMatrix& w,
                              float* packed) {
     if (w.order.empty()) return pack_rows(x, x_stride, rows, w.k, packed);
     const int32_t* order = w.order.data();
@@ -36,10 +37,10 @@ static inline void weights_of(const QuantMatrix& w, int64_t panel, int64_t first
     dequantize(w, panel, first_block, last_block, FloatRows{to});
 }
 
-// acc[rows][kAccColumns] (+)= a @ b over `blocks` of each of the panels of b.
+// acc[rows][kAccColumns] (+)= a @ b over `blocks` blocks of each panel of b.
 template <int Panels>
-static void multiply_unit(const float* a, int rows, const float* b, int64_t blocks, bool accumulate,
-                          float* acc) {
+static void multiply_row_tile(const float* a, int rows, const float* b, int64_t blocks,
+                              bool accumulate, float* acc) {
     const int64_t steps = blocks * kBlockRows;
     const TileOut out{acc, kAccColumns, Panels * kPanel, accumulate, nullptr};
     with_rows<kTileRows>(rows, [&]<int R>() {

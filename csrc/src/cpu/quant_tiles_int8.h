@@ -1,17 +1,19 @@
-// The integer sums of quant_linear.cpp in AMX tiles: 16 rows of x at a time, signed bytes of x times
+// Integer sums of quant_linear.cpp in AMX tiles: 16 rows of x at a time, signed bytes of x times
 // unsigned codes.
 //
-// A block of 32 stored rows is one step: a tile of x (16 rows of 32 high and 32 low parts, as
-// quant_vec.h lays them out) times a tile of codes for each of two panels, unpacked to bytes in L1.
+// One step is a block of 32 stored rows. It multiplies a tile of x (16 rows of 32 high and 32 low
+// parts, laid out as in quant_vec.h) with a tile of codes for each of two panels. The codes are
+// unpacked to bytes in L1.
 //
-//   16 bits   x = 256 high + low: high and low parts are multiplied apart, with tiles of 32 columns,
-//             and their sums joined afterwards
-//   12 bits   x = 16 high + low, where codes have up to 4 bits: the tile of codes holds them twice,
-//             times 16 and as they are, so that one product gives the whole sum. Half the products,
-//             and fewer steps after them. SmolLM2 moves by 1e-4 or less (mean KL divergence).
+//   16 bits   x = 256 high + low. High and low parts are multiplied separately, in tiles of 32
+//             columns, and their sums are combined afterwards.
+//   12 bits   x = 16 high + low, for codes of at most 4 bits. The tile of codes holds them twice,
+//             times 16 and unchanged, so that one product gives the whole sum. This halves the
+//             products and saves steps after them. The output of SmolLM2 changes by 1e-4 or less
+//             (mean KL divergence).
 //
-// Tiles 0 to 3 are the sums of a span (high and low of each panel, or the whole of each), 4 and 5 x,
-// 6 and 7 codes.
+// Tiles 0 to 3 are the sums of a span (high and low of each panel, or the whole of each), 4 and 5
+// are x, 6 and 7 are codes.
 #pragma once
 
 #include "cpu/amx.h"
@@ -20,10 +22,10 @@
 namespace exl::EXL_ISA {
 
 constexpr int kIntTileRows = 16;
-// Fewer rows than this cost less as dot products.
+// Smallest number of rows for which tiles are faster than dot products.
 constexpr int kIntTileMinRows = 5;
 
-constexpr int kIntTileLowBits = 4;  // of 12-bit integers
+constexpr int kIntTileLowBits = 4;  // low bits of 12-bit integers
 
 static inline bool has_narrow_codes(const QuantMatrix& w) {
     for (const GroupRun& run : w.runs) {
@@ -32,7 +34,7 @@ static inline bool has_narrow_codes(const QuantMatrix& w) {
     return true;
 }
 
-// For one kind of integers.
+// Tile configuration for 12-bit or 16-bit integers.
 struct IntTileScope : TileScope {
     explicit IntTileScope(int low_bits)
         : TileScope(low_bits == kIntTileLowBits ? 2 * kBlockRows : kBlockRows,
@@ -40,7 +42,7 @@ struct IntTileScope : TileScope {
 };
 
 struct IntTileSums {
-    alignas(64) int32_t high[2][kIntTileRows][kPanel];  // or the whole
+    alignas(64) int32_t high[2][kIntTileRows][kPanel];  // the whole sum with 12 bits
     alignas(64) int32_t low[2][kIntTileRows][kPanel];
 
     template <bool IsWhole>
@@ -52,7 +54,7 @@ struct IntTileSums {
     }
 };
 
-// One block of codes as the rows of a tile.
+// Unpacks one block of codes into the rows of a tile.
 template <int Bits, bool IsWhole>
 static inline void unpack_block(const uint8_t* block, uint8_t* bytes) {
     unrolled<kBlockRows / 4>([&]<int Step>() __attribute__((always_inline)) {
@@ -66,7 +68,7 @@ static inline void unpack_block(const uint8_t* block, uint8_t* bytes) {
     });
 }
 
-// One span of one or two panels, `panel_bytes` apart.
+// Computes the sums of one span of one or two panels, `panel_bytes` apart.
 template <int Bits, int Panels, bool IsWhole>
 static inline void tile_span(const uint8_t* codes, int64_t panel_bytes, int64_t blocks,
                              const uint8_t* act, int64_t row_bytes, IntTileSums& sums) {

@@ -1,9 +1,10 @@
 // Integer dot products of codes and activations, on one vector of kLanes columns.
 //
-// A vector of codes holds 4 rows of each column, a byte each: one 32-bit lane a column. Activations
-// are integers of 16 bits or fewer. With VNNI they are two planes of bytes, high and low parts,
-// each the signed operand of a byte dot product; elsewhere they are 16-bit words, and codes become
-// words by masking: the even rows of a lane, then the odd ones.
+// A vector of codes has one 32-bit lane per column, which holds 4 rows of it, one byte each.
+// Activations are integers of at most 16 bits. With VNNI they are stored as two planes of bytes,
+// high and low parts, each the signed operand of a byte dot product. Without VNNI they are 16-bit
+// words, and codes are expanded to words by masking: first the even rows of a lane, then the odd
+// ones.
 #pragma once
 
 #include "cpu/vec.h"
@@ -20,15 +21,15 @@ namespace exl::EXL_ISA {
 #if defined(__AVX512F__)
 
 using Codes = __m512i;
-constexpr int kTileSums = 12;  // rows times panels whose sums stay in registers
+constexpr int kTileSums = 12;  // largest rows x panels whose sums stay in registers
 static inline Codes load_codes(const uint8_t* p) { return _mm512_loadu_si512(p); }
-// (v >> Shift) & Mask in every byte; Mask leaves no bit that came from the byte above.
+// (v >> Shift) & Mask in every byte. Mask clears the bits that come from the byte above.
 template <int Shift, int Mask>
 static inline Codes bits_of(Codes v) {
     const Codes moved = Shift == 0 ? v : _mm512_srli_epi16(v, Shift);
     return _mm512_and_si512(moved, _mm512_set1_epi8(Mask));
 }
-// low | (high << Shift), where the shifted bits stay in their bytes.
+// low | (high << Shift); the shifted bits stay within their bytes.
 template <int Shift>
 static inline Codes join_bits(Codes low, Codes high) {
     return _mm512_or_si512(low, _mm512_slli_epi16(high, Shift));
@@ -50,8 +51,8 @@ static inline Codes add_words(Codes sum, Codes codes, Codes x) {
 static inline Codes even_rows(Codes v) { return _mm512_and_si512(v, _mm512_set1_epi16(0xff)); }
 static inline Codes odd_rows(Codes v) { return _mm512_srli_epi16(v, 8); }
 
-// x[features], where -1 is zero. Three times as fast as a gather under a mask, which waits for what
-// it merges with.
+// Gathers x[features], with 0 for feature -1. Three times as fast as a masked gather, which depends
+// on its merge operand.
 static inline Vec gather_features(const float* x, __m512i features) {
     const __m512i present = _mm512_max_epi32(features, _mm512_setzero_si512());
     return _mm512_maskz_mov_ps(_mm512_movepi32_mask(~features),
@@ -99,7 +100,7 @@ static inline Codes odd_rows(Codes v) { return _mm256_srli_epi16(v, 8); }
 
 #else
 
-// One lane. Words of a lane are two 16-bit halves, as in the wide sets.
+// One lane. The words of a lane are its two 16-bit halves, as in the wide sets.
 struct Codes {
     uint32_t lane;
 };
@@ -134,21 +135,21 @@ static inline Codes odd_rows(Codes v) { return {v.lane >> 8 & 0x00ff00ffu}; }
 #endif
 
 #if !defined(__AVX512F__)
-// x[features[0 .. 32)], where -1 is zero.
+// Gathers x[features[0 .. 32)], with 0 for feature -1.
 static inline void gather_block(const float* x, const int32_t* features, float* to) {
     for (int64_t r = 0; r < kBlockRows; ++r) to[r] = features[r] < 0 ? 0.0f : x[features[r]];
 }
 #endif
 
-// kLanes scales or minimums.
+// Loads kLanes scales or minimums.
 static inline Vec load_grid(const void* grid, DType dtype, int64_t index) {
     return dtype == DType::f32 ? load(static_cast<const float*>(grid) + index)
                                : load(static_cast<const Half*>(grid) + index);
 }
 
-constexpr int64_t kCodeBytes = 4 * kLanes;  // of one vector
+constexpr int64_t kCodeBytes = 4 * kLanes;  // bytes of one vector of codes
 
-// Codes of step Step (rows 4 Step ..) of a plane, for the columns at `plane`.
+// Codes of rows 4 Step .. 4 Step + 3 of a plane, for kLanes columns from `plane` on.
 template <int Bits, int Step>
 static inline Codes plane_codes(const uint8_t* plane) {
     constexpr int kPerRow = 8 / Bits;
@@ -157,6 +158,7 @@ static inline Codes plane_codes(const uint8_t* plane) {
     return bits_of<Bits * (Step % kPerRow), (1 << Bits) - 1>(row);
 }
 
+// Codes of rows 4 Step .. 4 Step + 3 of a block, joined from its planes.
 template <int Bits, int Step>
 static inline Codes block_codes(const uint8_t* block) {
     constexpr int64_t kRow = 4 * kPanel;
@@ -171,7 +173,7 @@ static inline Codes block_codes(const uint8_t* block) {
     }
 }
 
-// Runs fn<bits>().
+// Calls fn<bits>() for a bit width known only at run time.
 template <class Fn>
 static inline __attribute__((always_inline)) void with_width(int bits, Fn&& fn) {
     switch (bits) {
@@ -184,7 +186,7 @@ static inline __attribute__((always_inline)) void with_width(int bits, Fn&& fn) 
     }
 }
 
-// Runs fn<I>() for I = 0 .. Count - 1, unrolled.
+// Calls fn<I>() for I = 0 .. Count - 1, unrolled.
 template <int Count, int I = 0, class Fn>
 static inline __attribute__((always_inline)) void unrolled(Fn&& fn) {
     if constexpr (I < Count) {
@@ -193,10 +195,11 @@ static inline __attribute__((always_inline)) void unrolled(Fn&& fn) {
     }
 }
 
-// Activations of one row: 2 bytes for each padded row, in blocks of 32. With byte dots a block is
-// 32 bytes of high parts, then 32 of low ones; else 32 words, where each 4 rows are ordered 0 2 1 3.
+// Bytes of one block of quantized activations of one row of x: 2 for each of 32 stored rows. With
+// byte dot products a block is 32 bytes of high parts, then 32 bytes of low parts. Without them it
+// is 32 words, where every 4 rows are in the order 0 2 1 3.
 constexpr int64_t kActBlock = 2 * kBlockRows;
-// Bits of the low part of a 16-bit integer.
+// Bits in the low part of a 16-bit integer.
 constexpr int kLowBits = 8;
 
 #if EXL_HAS_BYTE_DOT
@@ -213,7 +216,8 @@ struct DotSum {
     Codes total() const { return _mm512_add_epi32(_mm512_slli_epi32(high, kLowBits), low); }
 };
 
-// One block of x times `inverse` as integers, `low_bits` of each its low part; returns their sum.
+// Rounds one block of x times `inverse` to integers and splits each into a high part and a low part
+// of `low_bits`. Returns the sum of the integers.
 static inline int32_t round_block(const float* x, float inverse, int low_bits, uint8_t* act) {
     const __m128i shift = _mm_cvtsi32_si128(low_bits);
     const __m512i half = _mm512_set1_epi32(1 << (low_bits - 1));
@@ -244,8 +248,10 @@ struct DotSum {
     Codes total() const { return sum; }
 };
 
+// Rounds one block of x times `inverse` to 16-bit integers. Returns their sum.
 static inline int32_t round_block(const float* x, float inverse, int, uint8_t* act) {
-    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves a rounded integer below
+    // 1.5 * 2^23: adding it leaves the rounded integer in the low bits.
+    constexpr float kRound = 12582912.0f;
     constexpr int kOrder[4] = {0, 2, 1, 3};
     int32_t q[kBlockRows];
     int32_t sum = 0;

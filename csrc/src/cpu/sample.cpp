@@ -1,12 +1,14 @@
-// Drawing a token without sorting the vocabulary.
+// Samples a token without sorting the vocabulary.
 //
 // Contract   include/exl/ops/sample.h.
-// Algorithm  The largest value of each block of 64 tokens is found first: the k-th largest of these
-//            bounds the k-th largest of all from below, so that the k likeliest tokens are among the
-//            few above it, and only these are sorted. A nucleus is looked for among the likeliest
-//            tokens in the same way; one that is wider is found by bisection over its border, each
-//            step a vectorised sum, and only the tokens at the border are sorted.
-// Accuracy   Weights of few tokens are fp64, of all tokens fp32 (1 ulp) summed in fp64 by blocks.
+// Algorithm  First the largest value of each block of 64 tokens is found. The k-th largest of these
+//            maxima is a lower bound of the k-th largest of all values. The k likeliest tokens are
+//            therefore among the candidates at or above it, and only these are sorted. A top-p
+//            nucleus is searched among the 32, then the 128 likeliest tokens in the same way. A
+//            wider nucleus is found by bisection over its border: each step is a vectorized sum,
+//            and only the tokens near the border are sorted.
+// Accuracy   Weights of candidates are fp64. Weights of all tokens are fp32 (1 ulp), summed in fp64
+//            by blocks.
 #include "cpu/ops.h"
 #include "cpu/sample_select.h"
 
@@ -16,6 +18,7 @@ namespace {
 
 constexpr double kNucleusFloor = 1e-6;
 
+// Writes the logits with mask and changes applied to args.edited.
 void write_edited(const SampleArgs& args) {
     float* to = args.edited;
     if (args.mask == nullptr) {
@@ -40,8 +43,8 @@ void write_edited(const SampleArgs& args) {
     }
 }
 
-// The likeliest token that the mask lets through, -1 if each of them is minus infinity. Few blocks are
-// looked at: those whose largest value, allowed or not, exceeds what was found before.
+// Returns the likeliest token that the mask allows, -1 if all allowed logits are minus infinity. It
+// scans only blocks whose largest value, allowed or not, exceeds the best value found so far.
 int64_t best_allowed(const SampleArgs& args, int64_t blocks) {
     constexpr int64_t kWord = 32;
     float largest = -kInf;
@@ -63,6 +66,7 @@ int64_t best_allowed(const SampleArgs& args, int64_t blocks) {
     return token;
 }
 
+// Result for a token with probability 1.
 SampleResult certain(const SampleArgs& args, int64_t token) {
     if (args.num_top > 0) {
         args.top_ids[0] = token;
@@ -71,9 +75,9 @@ SampleResult certain(const SampleArgs& args, int64_t token) {
     return {token, 1.0, smaller(args.num_top, 1)};
 }
 
-// The weight of a block, in fp64: of a block's rare tokens nothing may be lost beside a likely one.
+// Sums the weights of a block in fp64, so that rare tokens are not lost beside a likely one.
 double sum_block(const float* weights) {
-    constexpr int kSums = 8;  // as many as the compiler keeps in vectors
+    constexpr int kSums = 8;  // the number that the compiler keeps in vector registers
     double sums[kSums] = {};
     for (int64_t i = 0; i < kBlock; i += kSums) {
         for (int j = 0; j < kSums; ++j) sums[j] += static_cast<double>(weights[i + j]);
@@ -83,7 +87,7 @@ double sum_block(const float* weights) {
     return total;
 }
 
-// Every y and weight; sums[b] is the weight of block b. Returns the total.
+// Computes y and weight of every token; sums[b] becomes the weight of block b. Returns the total.
 double weigh(const Row& row, const Scale& scale, float floor, const SampleArgs& args) {
     const Vec shift = set1(scale.largest), divisor = set1(scale.temperature);
     const Vec top = set1(scale.top()), least = set1(floor), none = set1(0.0f);
@@ -104,7 +108,7 @@ double weigh(const Row& row, const Scale& scale, float floor, const SampleArgs& 
     return total;
 }
 
-// Total weight of y >= least.
+// Total weight of the tokens with y >= least.
 double weight_from(const SampleArgs& args, int64_t blocks, float least) {
     constexpr int64_t kGroup = 8 * kBlock;
     const Vec border = set1(least), none = set1(0.0f);
@@ -122,7 +126,7 @@ double weight_from(const SampleArgs& args, int64_t blocks, float least) {
     return total;
 }
 
-// A token by its y and id, and with it all that come before it.
+// The last token that is kept, by its y and id. Tokens before it in descending order are kept too.
 struct Border {
     float y;
     int64_t id;
@@ -132,7 +136,8 @@ struct Border {
     }
 };
 
-// Keeps what the border keeps of y - top >= floor; weights and sums follow. Returns the total.
+// Zeroes the weights of tokens beyond the border or with y - top < floor, and updates the sums.
+// Returns the total.
 double cut(const SampleArgs& args, int64_t blocks, Border border, float top, float floor) {
     const Vec edge = set1(border.y), shift = set1(top), least = set1(floor), none = set1(0.0f);
     double total = 0.0;
@@ -156,7 +161,7 @@ double cut(const SampleArgs& args, int64_t blocks, Border border, float top, flo
     return total;
 }
 
-// Keys of low <= y < high, few of them, in the order of ids.
+// Collects the keys of the tokens with low <= y < high in the order of ids. Few blocks contain any.
 int64_t collect_between(const SampleArgs& args, int64_t blocks, float low, float high) {
     const Vec from = set1(low), to = set1(high), none = set1(0.0f), one = set1(1.0f);
     int64_t n = 0;
@@ -169,7 +174,7 @@ int64_t collect_between(const SampleArgs& args, int64_t blocks, float low, float
         }
         if (largest(inside) == 0.0f) continue;
         for (int64_t i = 0; i < kBlock; ++i) {
-            // No branch: whether a single token lies inside cannot be foreseen.
+            // Branch-free: the comparison of a single token is unpredictable.
             args.keys[n] = key_of(y[i], b * kBlock + i);
             n += static_cast<int64_t>(y[i] >= low) & static_cast<int64_t>(y[i] < high);
         }
@@ -177,12 +182,13 @@ int64_t collect_between(const SampleArgs& args, int64_t blocks, float low, float
     return n;
 }
 
-// Where a nucleus ends that is wider than what was tried before. `wanted` and `least` are weights.
+// Finds the border of a nucleus that is wider than the candidates tried before. `wanted` is the
+// weight of the nucleus, `least` the smallest weight of a token in it.
 Border wide_border(const SampleArgs& args, const Row& row, const Scale& scale, double wanted,
-                     double least) {
-    // Above `high` all are kept, and from `low` down none or not all are.
+                   double least) {
+    // Invariant: every token above `high` is kept, and none below `low`.
     float low = scale.top() + static_cast<float>(::log(least)) - 1e-3f, high = scale.top();
-    double above = 0.0;  // weight of y >= high, but for the first, open end
+    double above = 0.0;  // weight of the tokens with y >= high, once `is_open` is false
     bool is_open = true;
     for (int pass = 0; pass < 10; ++pass) {
         const float middle = low + (high - low) * 0.5f;
@@ -210,8 +216,8 @@ Border wide_border(const SampleArgs& args, const Row& row, const Scale& scale, d
     return border;
 }
 
-// How many of the n likeliest tokens, of these fp64 weights, are in the nucleus; n if no end was
-// found.
+// Returns how many of the n likeliest tokens, whose fp64 weights are given, are in the nucleus, or
+// n if the nucleus does not end among them.
 int64_t nucleus(const double* weights, int64_t n, double top_p, double total) {
     double running = 0.0;
     for (int64_t i = 0; i < n; ++i) {
@@ -221,8 +227,9 @@ int64_t nucleus(const double* weights, int64_t n, double top_p, double total) {
     return n;
 }
 
-// Draws among n sorted keys of these weights.
-SampleResult draw_few(const SampleArgs& args, const Row& row, int64_t n, const double* weights) {
+// Samples among n candidates, given their sorted keys and their weights.
+SampleResult draw_candidates(const SampleArgs& args, const Row& row, int64_t n,
+                             const double* weights) {
     double total = 0.0;
     for (int64_t i = 0; i < n; ++i) total += weights[i];
     const int64_t num_top = smaller(args.num_top, n);
@@ -230,23 +237,23 @@ SampleResult draw_few(const SampleArgs& args, const Row& row, int64_t n, const d
         args.top_ids[i] = id_of(args.keys[i]);
         args.top_probabilities[i] = weights[i] / total;
     }
-    // By id, remembering the place among the likeliest.
+    // Sorts by id; the lower half of a key becomes the token's rank among the likeliest.
     for (int64_t i = 0; i < n; ++i) {
         args.keys[i] = args.keys[i] << 32 | static_cast<uint64_t>(i);
     }
     sort_keys(args.keys, args.keys + row.blocks * kBlock, n);
     double running = 0.0;
-    int64_t place = 0;
+    int64_t rank = 0;
     for (int64_t i = 0; i < n; ++i) {
-        place = i;
+        rank = i;
         running += weights[id_of(args.keys[i])];
         if (running > args.uniform * total) break;
     }
-    const uint64_t chosen = args.keys[place];
+    const uint64_t chosen = args.keys[rank];
     return {static_cast<int64_t>(chosen >> 32), weights[id_of(chosen)] / total, num_top};
 }
 
-// Draws among all tokens by their fp32 weights.
+// Samples among all tokens by their fp32 weights.
 SampleResult draw_all(const SampleArgs& args, int64_t blocks, double total) {
     const double target = args.uniform * total;
     double running = 0.0;
@@ -260,34 +267,34 @@ SampleResult draw_all(const SampleArgs& args, int64_t blocks, double total) {
     int64_t token = -1;
     for (int64_t i = b * kBlock; i < (b + 1) * kBlock; ++i) {
         if (args.weights[i] == 0.0f) continue;
-        token = i;  // where rounding leaves none, the last that can come at all
+        token = i;  // if rounding keeps the sum below the target: the last token of nonzero weight
         running += static_cast<double>(args.weights[i]);
         if (running > target) break;
     }
     return {token, static_cast<double>(args.weights[token]) / total, 0};
 }
 
-struct Few {
+struct Candidates {
     int64_t count;
-    bool is_all;  // of the row
+    bool is_all;  // every token of the row is a candidate
 };
 
-// Sorted keys and weights of at least the k likeliest tokens.
-Few likeliest(const SampleArgs& args, const Row& row, const Scale& scale, int64_t k) {
+// Collects and sorts the keys of at least the k likeliest tokens.
+Candidates likeliest(const SampleArgs& args, const Row& row, const Scale& scale, int64_t k) {
     const float bound = bound_of(row, args.maxima, args.maxima + row.blocks, k);
     const int64_t n = collect(row, args.maxima, scale, bound, args.keys);
     sort_keys(args.keys, args.keys + row.blocks * kBlock, n);
     return {n, bound == -kInf};
 }
 
-void weigh_few(const SampleArgs& args, const Row& row, const Scale& scale, int64_t n,
+void weigh_candidates(const SampleArgs& args, const Row& row, const Scale& scale, int64_t n,
                double* weights) {
     for (int64_t i = 0; i < n; ++i) {
         weights[i] = scale.weight(scale(row.values[id_of(args.keys[i])]));
     }
 }
 
-// The least y - largest y that min_p allows, rounded up: no float lies between.
+// Returns the smallest float y - largest y that min_p allows.
 float floor_of(double min_p) {
     if (min_p <= 0.0) return -kInf;
     const double exact = ::log(min_p);
@@ -295,17 +302,17 @@ float floor_of(double min_p) {
     return static_cast<double>(rounded) < exact ? ::nextafterf(rounded, kInf) : rounded;
 }
 
-SampleResult finish_few(const SampleArgs& args, const Row& row, const Scale& scale, float floor,
-                        int64_t n, const double* weights) {
+SampleResult finish_candidates(const SampleArgs& args, const Row& row, const Scale& scale,
+                               float floor, int64_t n, const double* weights) {
     while (n > 1 && scale(row.values[id_of(args.keys[n - 1])]) - scale.top() < floor) --n;
-    return draw_few(args, row, n, weights);
+    return draw_candidates(args, row, n, weights);
 }
 
 }  // namespace
 
 SampleResult sample(const SampleArgs& args) {
     const Row given(args.logits, args.vocab);
-    if (!survey(given, args.maxima)) return {-1, 0.0, 0};
+    if (!find_maxima(given, args.maxima)) return {-1, 0.0, 0};
     if (args.top_k == 1 && args.mask != nullptr && args.changes == 0) {
         const int64_t token = best_allowed(args, given.blocks);
         return token < 0 ? SampleResult{-1, 0.0, 0} : certain(args, token);
@@ -313,7 +320,7 @@ SampleResult sample(const SampleArgs& args) {
     const bool is_edited = args.mask != nullptr || args.changes > 0;
     if (is_edited) write_edited(args);
     const Row row(is_edited ? args.edited : args.logits, args.vocab);
-    if (is_edited && !survey(row, args.maxima)) return {-1, 0.0, 0};
+    if (is_edited && !find_maxima(row, args.maxima)) return {-1, 0.0, 0};
     int64_t best = 0;
     for (int64_t b = 1; b < row.blocks; ++b) {
         if (args.maxima[b] > args.maxima[best]) best = b;
@@ -330,23 +337,23 @@ SampleResult sample(const SampleArgs& args) {
     double* weights = args.sums + row.blocks;
     if (args.top_k > 0 && args.top_k < args.vocab) {
         int64_t n = smaller(likeliest(args, row, scale, args.top_k).count, args.top_k);
-        weigh_few(args, row, scale, n, weights);
+        weigh_candidates(args, row, scale, n, weights);
         if (args.top_p < 1.0) {
             double total = 0.0;
             for (int64_t i = 0; i < n; ++i) total += weights[i];
             n = nucleus(weights, n, args.top_p, total);
         }
-        return finish_few(args, row, scale, floor, n, weights);
+        return finish_candidates(args, row, scale, floor, n, weights);
     }
     double total = weigh(row, scale, args.top_p < 1.0 ? -kInf : floor, args);
     Border border{-kInf, row.count};
     if (args.top_p < 1.0) {
         for (const int64_t k : {int64_t{32}, int64_t{128}}) {
-            const Few few = likeliest(args, row, scale, k);
-            weigh_few(args, row, scale, few.count, weights);
-            const int64_t n = nucleus(weights, few.count, args.top_p, total);
-            if (n == few.count && !few.is_all) continue;
-            return finish_few(args, row, scale, floor, n, weights);
+            const Candidates candidates = likeliest(args, row, scale, k);
+            weigh_candidates(args, row, scale, candidates.count, weights);
+            const int64_t n = nucleus(weights, candidates.count, args.top_p, total);
+            if (n == candidates.count && !candidates.is_all) continue;
+            return finish_candidates(args, row, scale, floor, n, weights);
         }
         border = wide_border(args, row, scale, args.top_p * total, kNucleusFloor * total);
         total = cut(args, row.blocks, border, scale.top(), floor);

@@ -1,5 +1,5 @@
-// Choosing the likeliest tokens of a row without sorting it: blocks, keys that order tokens, and the
-// few tokens above a bound.
+// Selection of the likeliest tokens of a row without sorting all of it: block maxima, sort keys,
+// and collection of the tokens above a bound.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,7 @@ namespace exl::EXL_ISA {
 constexpr int64_t kBlock = kSampleBlock;
 constexpr float kInf = std::numeric_limits<float>::infinity();
 
-// Values of a row; those after the end are minus infinity.
+// A row of logits, padded to whole blocks with minus infinity.
 struct Row {
     const float* values;
     int64_t count;
@@ -31,7 +31,7 @@ struct Row {
     }
 };
 
-// What orders and weighs tokens, from their logits.
+// Maps a logit to the scaled value y that orders tokens, and y to a weight.
 struct Scale {
     float largest;
     float temperature;
@@ -41,15 +41,15 @@ struct Scale {
     float operator()(float value) const {
         return is_plain ? value : (value - largest) / temperature;
     }
-    // 0 where the vectors' exp is.
+    // e^(y - top), 0 for the same arguments as the vectorized exp.
     double weight(float y) const {
         const float x = y - top();
         return x < kWeightFloor ? 0.0 : ::exp(static_cast<double>(x));
     }
 };
 
-// Largest value of each block. False if a value is NaN or plus infinity.
-static inline bool survey(const Row& row, float* maxima) {
+// Finds the largest value of each block. Returns false if a value is NaN or plus infinity.
+static inline bool find_maxima(const Row& row, float* maxima) {
     Vec bad = set1(0.0f);
     for (int64_t b = 0; b < row.blocks; ++b) {
         const float* from = row.block(b);
@@ -64,7 +64,7 @@ static inline bool survey(const Row& row, float* maxima) {
     return largest(bad) == 0.0f;
 }
 
-// The k-th largest of n, which are reordered.
+// Returns the k-th largest of n values, which it reorders (quickselect).
 static inline float nth_largest(float* values, int64_t n, int64_t k) {
     int64_t low = 0, high = n - 1;
     while (low < high) {
@@ -89,7 +89,7 @@ static inline float nth_largest(float* values, int64_t n, int64_t k) {
     return values[k - 1];
 }
 
-// Ascending keys are descending values, equal ones by id.
+// Sort key of a token. Ascending keys are descending values, equal values by ascending id.
 static inline uint64_t key_of(float y, int64_t id) {
     const float unsigned_zero = y + 0.0f;
     uint32_t bits;
@@ -99,7 +99,7 @@ static inline uint64_t key_of(float y, int64_t id) {
 }
 static inline int64_t id_of(uint64_t key) { return static_cast<int64_t>(key & 0xffffffffu); }
 
-// Sorts by the upper halves; equal ones keep their order. `spare` has room for n.
+// Sorts by the upper halves of the keys; a stable sort. `spare` holds n keys.
 static inline void sort_keys(uint64_t* keys, uint64_t* spare, int64_t n) {
     if (n <= 64) {
         for (int64_t i = 1; i < n; ++i) {
@@ -115,17 +115,19 @@ static inline void sort_keys(uint64_t* keys, uint64_t* spare, int64_t n) {
         for (int64_t i = 0; i < n; ++i) ++starts[(keys[i] >> shift & 255) + 1];
         for (int i = 0; i < 256; ++i) starts[i + 1] += starts[i];
         for (int64_t i = 0; i < n; ++i) spare[starts[keys[i] >> shift & 255]++] = keys[i];
-        uint64_t* sorted = spare;  // four passes: the last one ends in `keys`
+        uint64_t* sorted = spare;  // after four passes the result is in the original `keys`
         spare = keys;
         keys = sorted;
     }
 }
 
-// Keys of the tokens of at least y(bound), in the order of ids.
+// Writes the keys of all tokens with y >= scale(bound), in the order of ids, and returns their
+// number.
 static inline int64_t collect(const Row& row, const float* maxima, const Scale& scale, float bound,
-                uint64_t* keys) {
+                              uint64_t* keys) {
     const float least = scale(bound);
-    // Values just below the bound may scale to the same y; two roundings are well within this.
+    // Values just below the bound may scale to the same y. The margin exceeds the error of the two
+    // roundings involved.
     const float loose = bound - ((scale.largest - bound) * 1e-6f + 1e-30f);
     int64_t n = 0;
     for (int64_t b = 0; b < row.blocks; ++b) {
@@ -140,7 +142,8 @@ static inline int64_t collect(const Row& row, const float* maxima, const Scale& 
     return n;
 }
 
-// A value that at least the k likeliest tokens reach, unless there are fewer blocks.
+// Returns a value that at least the k likeliest tokens reach: the k-th largest block maximum, or
+// minus infinity if there are fewer than k blocks.
 static inline float bound_of(const Row& row, const float* maxima, float* spare, int64_t k) {
     if (k > row.blocks) return -kInf;
     std::memcpy(spare, maxima, sizeof(float) * static_cast<size_t>(row.blocks));

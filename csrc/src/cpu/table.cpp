@@ -1,3 +1,4 @@
+// The op table of the instruction set being compiled.
 #include "cpu/ops.h"
 
 #define EXL_NAME_OF(isa) EXL_STRING(isa)

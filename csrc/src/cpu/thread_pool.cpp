@@ -1,8 +1,9 @@
-// The pool of include/exl/thread_pool.h.
+// Implementation of include/exl/thread_pool.h.
 //
-// One job at a time. `entry_` says who takes part: its upper half is the job's number, bit 31 says
-// closed, the rest counts the workers that entered. The caller closes the job when no chunk is left
-// and waits for those that entered only, so a worker that is still waking up costs nothing.
+// The pool runs one job at a time. `Workers::entry` tracks its participants: the upper 32 bits are
+// the number of the job, bit 31 is set once the job is closed, and the bits below count the workers
+// that have entered it. The caller closes the job when no chunk is left and waits only for the
+// workers that entered, so that a worker that is still waking up costs nothing.
 #include "exl/thread_pool.h"
 
 #include <pthread.h>
@@ -25,9 +26,9 @@
 
 namespace exl {
 
-// Long enough to bridge what lies between two passes (sampling, constraints and the next plan take
-// 150 to 500 us, and waking up costs the next pass as much again), short enough that a finished
-// request burns no visible time.
+// Time that an idle worker spins before it sleeps. It covers the gap between two forward passes:
+// sampling, constraints and the next batch plan take 150 to 500 us, and waking up would cost the
+// next pass as much again. It is short enough that a finished request burns no visible CPU time.
 constexpr int64_t kSpinNs = 500'000;
 
 static void pause_cpu() {
@@ -42,7 +43,8 @@ static int64_t now_ns() {
         .count();
 }
 
-// Counts forks seen by this process; a crew from an earlier count has lost its threads.
+// Number of forks in the history of this process. Workers started at an earlier count do not exist
+// in the child.
 static std::atomic<int> fork_count{0};
 
 static void watch_forks() {
@@ -51,14 +53,15 @@ static void watch_forks() {
     (void)registered;
 }
 
-struct ThreadPool::Crew {
-    // Starts as many of the workers as the system lets it; `refusal` says why it stopped.
-    explicit Crew(int workers) : born_at_fork(fork_count.load()) {
-        threads.reserve(static_cast<size_t>(workers));
+struct ThreadPool::Workers {
+    // Starts up to `count` threads, as many as the system allows. `refusal` gives the reason if
+    // there are fewer.
+    explicit Workers(int count) : born_at_fork(fork_count.load()) {
+        threads.reserve(static_cast<size_t>(count));
         try {
-            while (size() < workers) threads.emplace_back([this] { work(); });
+            while (size() < count) threads.emplace_back([this] { work(); });
         } catch (const std::exception& error) {  // std::system_error, or std::bad_alloc
-            // Nothing may leave from here: the threads that run must be joined first.
+            // No exception may leave the constructor: the threads that run must be joined first.
             std::snprintf(refusal, sizeof refusal, "%s", error.what());
         }
     }
@@ -108,7 +111,8 @@ struct ThreadPool::Crew {
             try {
                 fn(context, chunk);
             } catch (...) {
-                // Handed to the caller of run(); chunks that are not started yet are dropped.
+                // run() rethrows the first exception in the caller. Chunks that have not started
+                // are dropped.
                 if (!failed.exchange(true)) failure = std::current_exception();
                 next.store(chunks, std::memory_order_relaxed);
             }
@@ -155,7 +159,7 @@ struct ThreadPool::Crew {
     static constexpr uint64_t kClosed = uint64_t{1} << 31;
 
     const int born_at_fork;
-    std::mutex caller;  // who may submit
+    std::mutex caller;  // held by the thread whose job runs
     int64_t chunks = 0;
     ChunkFn fn = nullptr;
     void* context = nullptr;
@@ -174,37 +178,37 @@ struct ThreadPool::Crew {
 
 ThreadPool::ThreadPool(int threads) : threads_(threads) { watch_forks(); }
 
-void ThreadPool::start_crew() {
-    if (crew_ != nullptr) (void)crew_.release();  // see ~ThreadPool
+void ThreadPool::start_workers() {
+    if (workers_ != nullptr) (void)workers_.release();  // see ~ThreadPool
     const int wanted = threads_.load() - 1;
-    int workers = wanted;
-    while (workers > 0) {
-        auto crew = std::make_unique<Crew>(workers);
-        if (crew->size() == workers) {
-            crew_ = std::move(crew);
+    int count = wanted;
+    while (count > 0) {
+        auto workers = std::make_unique<Workers>(count);
+        if (workers->size() == count) {
+            workers_ = std::move(workers);
             break;
         }
-        // The limit is reached, and what the work itself needs (memory, threads of others) comes
-        // from the same limit: keep half of what could be had.
-        const int started = crew->size();
-        crew->stop();
-        workers = started / 2;
+        // A limit of the system is reached. Memory and threads that other parts of the process need
+        // count against the same limit, so the pool keeps half of the threads that could start.
+        const int started = workers->size();
+        workers->stop();
+        count = started / 2;
         std::fprintf(stderr,
                      "exl: only %d of %d worker threads could start (%s); going on with %d. "
                      "Ask for fewer threads, or raise the limits on processes and memory.\n",
-                     started, wanted, crew->refusal, workers);
+                     started, wanted, workers->refusal, count);
     }
-    threads_.store(workers + 1);
+    threads_.store(count + 1);
 }
 
 ThreadPool::~ThreadPool() {
-    if (crew_ == nullptr) return;
-    if (crew_->born_at_fork != fork_count.load()) {
-        // The threads belong to the parent; joining or destroying them here would hang.
-        (void)crew_.release();
+    if (workers_ == nullptr) return;
+    if (workers_->born_at_fork != fork_count.load()) {
+        // The threads exist only in the parent process. Joining or destroying them here would hang.
+        (void)workers_.release();
         return;
     }
-    crew_->stop();
+    workers_->stop();
 }
 
 static void run_alone(int64_t chunks, ChunkFn fn, void* context) {
@@ -215,24 +219,24 @@ void ThreadPool::run(int64_t chunks, ChunkFn fn, void* context) {
     if (threads_.load(std::memory_order_relaxed) == 1 || chunks <= 1) {
         return run_alone(chunks, fn, context);
     }
-    // Guards the first start and the restart after fork; held for a few instructions.
+    // Guards the first start and the restart after a fork.
     static std::atomic_flag starting = ATOMIC_FLAG_INIT;
-    if (crew_ready_.load(std::memory_order_acquire) != fork_count.load() + 1) {
+    if (workers_ready_.load(std::memory_order_acquire) != fork_count.load() + 1) {
         if (starting.test_and_set(std::memory_order_acquire)) {
             return run_alone(chunks, fn, context);  // another thread is starting the workers
         }
-        struct Clear {  // also when there is no memory for a crew
+        struct Clear {  // also when start_workers throws for lack of memory
             ~Clear() { starting.clear(std::memory_order_release); }
         } clear_at_end;
-        if (crew_ready_.load(std::memory_order_relaxed) != fork_count.load() + 1) {
-            start_crew();
-            crew_ready_.store(fork_count.load() + 1, std::memory_order_release);
+        if (workers_ready_.load(std::memory_order_relaxed) != fork_count.load() + 1) {
+            start_workers();
+            workers_ready_.store(fork_count.load() + 1, std::memory_order_release);
         }
     }
-    if (crew_ == nullptr) return run_alone(chunks, fn, context);  // no worker could start
-    std::unique_lock<std::mutex> lock(crew_->caller, std::try_to_lock);
+    if (workers_ == nullptr) return run_alone(chunks, fn, context);  // no worker could start
+    std::unique_lock<std::mutex> lock(workers_->caller, std::try_to_lock);
     if (!lock.owns_lock()) return run_alone(chunks, fn, context);
-    crew_->run(chunks, fn, context);
+    workers_->run(chunks, fn, context);
 }
 
 void* thread_scratch(int slot, int64_t bytes) {

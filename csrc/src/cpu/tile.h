@@ -1,9 +1,9 @@
-// The register-blocked inner product that linear and attention share.
+// Register-blocked inner product, shared by linear and attention.
 //
 //   C[R, 16 P] = A[R, k] @ B[k, 16 P]      B in P panels of [k][16]; sums stay in registers
 //
 // A step along k loads P * 16 weights once and broadcasts R values of A. A is read through a small
-// view, so that packed tiles and plain rows cost no index arithmetic beyond what they need.
+// view type, so that packed tiles and row-major rows each cost only their own index arithmetic.
 #pragma once
 
 #include "cpu/vec.h"
@@ -13,18 +13,19 @@ namespace exl::EXL_ISA {
 
 constexpr int kPanelVecs = static_cast<int>(kPanel) / kLanes;
 
-// How far ahead of use a stream of weights is asked for. Measured (2 KiB against none, one core,
-// fp16): 14 rows 10 instead of 5.5 GB/s, 8 rows 14 instead of 10; 4 KiB and 1 KiB do less.
+// Prefetch distance of a stream of weights. Measured on one core with fp16, 2 KiB against no
+// prefetch: 10 instead of 5.5 GB/s with 14 rows, 14 instead of 10 GB/s with 8 rows. 1 KiB and 4 KiB
+// gain less.
 constexpr int64_t kAheadBytes = 2048;
 
-// R values of one step lie together: a[step][R].
+// Packed rows: the R values of one step are adjacent, a[step][R].
 template <int R>
 struct PackedRows {
     const float* a;
     float at(int row, int64_t step) const { return a[step * R + row]; }
 };
 
-// Rows a fixed distance apart.
+// Row-major rows, `Stride` floats apart.
 template <int Stride>
 struct FixedRows {
     const float* a;
@@ -34,8 +35,8 @@ struct FixedRows {
 struct TileOut {
     float* c;
     int64_t stride;
-    int64_t columns;    // valid ones; may be less than 16 P in the last block
-    bool accumulate;    // add to what C holds
+    int64_t columns;    // number of valid columns; may be less than 16 P in the last block
+    bool accumulate;    // add to C instead of overwriting it
     const float* bias;  // added once; null for none
 };
 
@@ -88,7 +89,7 @@ static inline void tile_product(Rows a, const T* b, int64_t panel_stride, int64_
     store_tile<R, P>(sums, out);
 }
 
-// The same over any number of panels, kTilePanels at a time; advances `out` itself.
+// tile_product over any number of panels, kTilePanels at a time; advances its copy of `out`.
 template <int R, class Rows, class T>
 static inline void tile_columns(Rows a, const T* b, int64_t panel_stride, int64_t panels, int64_t k,
                                 TileOut out) {
@@ -104,7 +105,7 @@ static inline void tile_columns(Rows a, const T* b, int64_t panel_stride, int64_
     }
 }
 
-// Runs fn<R>() for a row count only known at run time, 1 <= rows <= kTileRows.
+// Calls fn<R>() with R = rows, a row count known only at run time: 1 <= rows <= kTileRows.
 template <int R, class Fn>
 static inline void with_rows(int rows, Fn&& fn) {
     if constexpr (R > 1) {
@@ -113,8 +114,8 @@ static inline void with_rows(int rows, Fn&& fn) {
     fn.template operator()<R>();
 }
 
-// Rows dealt out over as few tiles as possible, evenly: 130 rows are 10 tiles of 13, not 9 of 14
-// and a thin one. Tiles [0, thick) have `rows` rows, the others one less.
+// Even division of m rows into as few tiles as possible: 130 rows are 10 tiles of 13, not 9 of 14
+// and one of 4. Tiles [0, thick) have `rows` rows, the others one less.
 struct Tiling {
     explicit Tiling(int64_t m)
         : count(larger(1, ceil_div(m, kTileRows))), rows(ceil_div(m, count)), thick(m - count * (rows - 1)) {}
@@ -128,7 +129,7 @@ struct Tiling {
     int64_t thick;
 };
 
-// x[rows, k] to packed[k][rows].
+// Transposes x[rows, k] into packed[k][rows].
 static inline void pack_rows(const float* x, int64_t x_stride, int rows, int64_t k, float* packed) {
     int64_t step = 0;
     for (; step + 8 <= k; step += 8) {

@@ -1,7 +1,9 @@
-// The vector type of the set being compiled, and what is the same for all of them. Everything here
-// is static inline inside the set's namespace: a shared inline function would be merged by the
-// linker, and the copy that stays might hold instructions that this processor lacks. For the same
-// reason kernels use nothing of the standard library that is not always inlined.
+// Vector type of the instruction set being compiled, and helpers that are the same for all sets.
+//
+// Everything here is static inline inside the set's namespace. The linker would merge a shared
+// inline function across sets, and the copy that it keeps might contain instructions that this
+// processor lacks. For the same reason kernels use no function of the standard library that is not
+// always inlined.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +20,8 @@ struct Half {
 struct BFloat {
     uint16_t bits;
 };
-// E4M3 (exl/formats/kv.h). Its bits are those of a float16 of 1/256 of the value, from the sign on,
-// without the upper bit of the exponent and the lower seven of the mantissa.
+// E4M3 (exl/formats/kv.h). Its bits are those of float16(value / 256): the sign, then the exponent
+// without its upper bit, then the mantissa without its lower seven bits.
 struct Fp8 {
     uint8_t bits;
 };
@@ -47,12 +49,13 @@ struct Range {
     int64_t count() const { return last - first; }
 };
 
-// Share `part` of `parts` even ones of [0, total).
+// Returns share number `part` of [0, total), divided evenly into `parts` shares.
 static inline Range share(int64_t total, int64_t part, int64_t parts) {
     return {total * part / parts, total * (part + 1) / parts};
 }
 
-// Calls body(offset, kLanes) for whole vectors of [0, n), then body(offset, rest) once if any.
+// Calls body(offset, kLanes) for each whole vector of [0, n), then body(offset, rest) once for the
+// remaining elements, if any.
 template <class Body>
 static inline void for_lanes(int64_t n, Body&& body) {
     int64_t i = 0;
@@ -73,10 +76,10 @@ static inline void store_some(T* p, Vec v, int count) {
     }
 }
 
-// e^x to 1 ulp; exactly 0 below -87.33 (where the result would be subnormal, and slow), infinity
-// above 88.73; NaN stays NaN.
+// e^x, accurate to 1 ulp. Exactly 0 below -87.33, where the result would be subnormal and therefore
+// slow to compute with; infinity above 88.73; NaN stays NaN.
 static inline Vec exp(Vec x) {
-    const Vec clamped = min(set1(89.0f), x);  // keeps NaN: second operand
+    const Vec clamped = min(set1(89.0f), x);  // keeps NaN: `min` returns its second operand then
     const Vec n = round_even(mul(clamped, set1(1.44269504088896341f)));
     Vec r = fnma(n, set1(0.693359375f), clamped);  // ln 2 in two parts
     r = fnma(n, set1(-2.12194440e-4f), r);
@@ -91,7 +94,7 @@ static inline Vec exp(Vec x) {
     return select(less(x, set1(-87.33654f)), set1(0.0f), scale_by_power(p, n));
 }
 
-// To a few ulp: a polynomial near zero, where 1 - 2 / (e^2x + 1) cancels.
+// tanh x, accurate to a few ulp. Uses a polynomial near zero, where 1 - 2 / (e^2x + 1) cancels.
 static inline Vec tanh(Vec x) {
     const Vec a = abs(x);
     const Vec square = mul(x, x);

@@ -38,14 +38,14 @@ static inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
 static inline void store(Half* p, Vec v) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
-// The nearest E4M3, even in ties, at most 448; NaN for what is not finite.
+// Rounds to the nearest E4M3, ties to even, saturating at 448. NaN and infinities become NaN.
 static inline void store(Fp8* p, Vec v) {
     const Vec near = _mm256_max_ps(_mm256_min_ps(v, _mm256_set1_ps(448.0f)), _mm256_set1_ps(-448.0f));
     const __m256i bits = _mm256_castps_si256(near);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 20), _mm256_set1_epi32(1));
     const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7ffff)), odd);
     const __m256i normal = _mm256_and_si256(up, _mm256_set1_epi32(static_cast<int>(0xfff00000)));
-    const Vec shift = _mm256_set1_ps(24576.0f);  // to multiples of 2^-9
+    const Vec shift = _mm256_set1_ps(24576.0f);  // rounds to multiples of 2^-9
     const Vec small = _mm256_sub_ps(_mm256_add_ps(near, shift), shift);
     const Vec magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), near);
     const Vec is_small = _mm256_cmp_ps(magnitude, _mm256_set1_ps(0.015625f), _CMP_LT_OQ);
@@ -82,7 +82,7 @@ static inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 static inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 static inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 static inline Vec fnma(Vec a, Vec b, Vec c) { return _mm256_fnmadd_ps(a, b, c); }
-// The second operand if either is NaN.
+// Return the second operand if either is NaN.
 static inline Vec min(Vec a, Vec b) { return _mm256_min_ps(a, b); }
 static inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 static inline Vec round_even(Vec a) {
@@ -95,7 +95,7 @@ static inline Vec copy_sign(Vec magnitude, Vec sign) {
     const Vec bit = _mm256_set1_ps(-0.0f);
     return _mm256_or_ps(_mm256_andnot_ps(bit, magnitude), _mm256_and_ps(bit, sign));
 }
-// x * 2^n for whole n in [-254, 254]; a NaN x stays NaN whatever n is.
+// x * 2^n for whole n in [-254, 254]; a NaN x stays NaN for any n.
 static inline Vec scale_by_power(Vec x, Vec n) {
     const __m256i whole = _mm256_cvtps_epi32(n);
     const __m256i half = _mm256_srai_epi32(whole, 1);
@@ -139,12 +139,12 @@ static inline void transpose_block(const Vec in[kLanes], float* out, int64_t str
         store(out + (i + 4) * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
     }
 }
-// Codes of 8 bits of the elements i .. i + kLanes of a row, as numbers.
+// Converts the 8-bit codes of elements i .. i + kLanes of a row to float.
 static inline Vec codes8(const uint8_t* row, int64_t i) {
     return _mm256_cvtepi32_ps(
         _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + i))));
 }
-// (code - 8) * scale of 4-bit codes.
+// Dequantizes 4-bit codes: (code - 8) * scale.
 struct Scaled4 {
     Vec scale;
     Vec base;
@@ -159,7 +159,8 @@ struct Scaled4 {
         return fma(_mm256_cvtepi32_ps(codes), scale, base);
     }
 };
-// The `count` halves before `end`, at most 8, to the last places of `to`; reads 16 bytes.
+// Converts the `count` halves before `end`, at most 8, into the last `count` elements of `to`.
+// Reads 16 bytes in any case.
 static inline void widen_last(const uint8_t* end, int64_t, float to[8]) {
     _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128(
                              reinterpret_cast<const __m128i*>(end - 16))));
@@ -167,20 +168,20 @@ static inline void widen_last(const uint8_t* end, int64_t, float to[8]) {
 static inline Vec round_half(Vec v) {
     return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
-// Lane l ^ Stride in lane l, for 2 and 4.
+// Swaps lanes: lane l receives lane l ^ Stride, for a stride of 2 or 4.
 template <int Stride>
 static inline Vec swap_lanes(Vec v) {
     if constexpr (Stride == 2) return _mm256_permute_ps(v, 0x4e);
     return _mm256_permute2f128_ps(v, v, 0x01);
 }
-// -v in lanes whose bit `Stride` is set.
+// Negates the lanes whose index has bit `Stride` set.
 template <int Stride>
 static inline Vec flip_signs(Vec v) {
     const Vec bit = _mm256_set1_ps(-0.0f);
     return _mm256_xor_ps(v, _mm256_blend_ps(_mm256_setzero_ps(), bit, Stride == 2 ? 0xcc : 0xf0));
 }
-// Always inlined: GCC 12 takes a function that only prefetches for one without effect, and drops
-// calls of it.
+// Always inlined: GCC 12 treats a function that only prefetches as free of side effects and drops
+// calls to it.
 static inline __attribute__((always_inline)) void prefetch(const void* p) {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }

@@ -44,14 +44,14 @@ static inline void store(Half* p, Vec v) {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                         _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
-// The nearest E4M3, even in ties, at most 448; NaN for what is not finite.
+// Rounds to the nearest E4M3, ties to even, saturating at 448. NaN and infinities become NaN.
 static inline __m128i to_fp8(Vec v) {
     const Vec near = _mm512_max_ps(_mm512_min_ps(v, _mm512_set1_ps(448.0f)), _mm512_set1_ps(-448.0f));
     const __m512i bits = _mm512_castps_si512(near);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 20), _mm512_set1_epi32(1));
     const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7ffff)), odd);
     const __m512i normal = _mm512_and_si512(up, _mm512_set1_epi32(static_cast<int>(0xfff00000)));
-    const Vec shift = _mm512_set1_ps(24576.0f);  // to multiples of 2^-9
+    const Vec shift = _mm512_set1_ps(24576.0f);  // rounds to multiples of 2^-9
     const Vec small = _mm512_sub_ps(_mm512_add_ps(near, shift), shift);
     const Mask is_small =
         _mm512_cmp_ps_mask(_mm512_abs_ps(near), _mm512_set1_ps(0.015625f), _CMP_LT_OQ);
@@ -96,7 +96,7 @@ static inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 static inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 static inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 static inline Vec fnma(Vec a, Vec b, Vec c) { return _mm512_fnmadd_ps(a, b, c); }
-// The second operand if either is NaN.
+// Return the second operand if either is NaN.
 static inline Vec min(Vec a, Vec b) { return _mm512_min_ps(a, b); }
 static inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 static inline Vec round_even(Vec a) {
@@ -152,12 +152,12 @@ static inline void transpose_block(const Vec in[kLanes], float* out, int64_t str
         store(out + (12 + c) * stride, _mm512_shuffle_f32x4(low13, high13, 0xdd));
     }
 }
-// Codes of 8 bits of the elements i .. i + kLanes of a row, as numbers.
+// Converts the 8-bit codes of elements i .. i + kLanes of a row to float.
 static inline Vec codes8(const uint8_t* row, int64_t i) {
     return _mm512_cvtepi32_ps(
         _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i))));
 }
-// (code - 8) * scale of 4-bit codes.
+// Dequantizes 4-bit codes: (code - 8) * scale.
 struct Scaled4 {
     Vec table;
 
@@ -165,8 +165,8 @@ struct Scaled4 {
         : table(mul(_mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7),
                     set1(scale))) {}
     Vec at(const uint8_t* row, int64_t i) const {
-        // Four bytes in each lane of a half, each lane's code then shifted to the lowest bits,
-        // which are all that the permutation looks at.
+        // Broadcasts four bytes to the lanes of each half, then shifts each lane's code to the
+        // lowest bits. The permutation ignores the bits above.
         const uint8_t* p = row + (i >> 1);
         const __m512i low = _mm512_broadcastd_epi32(_mm_loadu_si32(p));
         const __m512i both = _mm512_mask_broadcastd_epi32(low, 0xff00, _mm_loadu_si32(p + 4));
@@ -175,7 +175,8 @@ struct Scaled4 {
         return _mm512_permutexvar_ps(_mm512_srlv_epi32(both, shifts), table);
     }
 };
-// The `count` halves before `end`, at most 8, to the last places of `to`; reads 16 bytes.
+// Converts the `count` halves before `end`, at most 8, into the last `count` elements of `to`.
+// Reads 16 bytes in any case.
 static inline void widen_last(const uint8_t* end, int64_t, float to[8]) {
     _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128(
                              reinterpret_cast<const __m128i*>(end - 16))));
@@ -183,21 +184,21 @@ static inline void widen_last(const uint8_t* end, int64_t, float to[8]) {
 static inline Vec round_half(Vec v) {
     return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
 }
-// Lane l ^ Stride in lane l, for 2, 4 and 8.
+// Swaps lanes: lane l receives lane l ^ Stride, for a stride of 2, 4 or 8.
 template <int Stride>
 static inline Vec swap_lanes(Vec v) {
     if constexpr (Stride == 2) return _mm512_permute_ps(v, 0x4e);
     if constexpr (Stride == 4) return _mm512_shuffle_f32x4(v, v, 0xb1);
     return _mm512_shuffle_f32x4(v, v, 0x4e);
 }
-// -v in lanes whose bit `Stride` is set.
+// Negates the lanes whose index has bit `Stride` set.
 template <int Stride>
 static inline Vec flip_signs(Vec v) {
     constexpr Mask lanes = Stride == 2 ? 0xcccc : Stride == 4 ? 0xf0f0 : 0xff00;
     return _mm512_mask_xor_ps(v, lanes, v, _mm512_set1_ps(-0.0f));
 }
-// Always inlined: GCC 12 takes a function that only prefetches for one without effect, and drops
-// calls of it.
+// Always inlined: GCC 12 treats a function that only prefetches as free of side effects and drops
+// calls to it.
 static inline __attribute__((always_inline)) void prefetch(const void* p) {
     _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0);
 }

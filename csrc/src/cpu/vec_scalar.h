@@ -1,4 +1,5 @@
-// One lane: the plain form of every vector operation, for any processor and as the reference.
+// One lane: the scalar form of every vector operation, for any processor, and the reference for the
+// other sets.
 #pragma once
 
 #include <cmath>
@@ -12,7 +13,7 @@ namespace exl::EXL_ISA {
 using Vec = float;
 using Mask = bool;
 constexpr int kLanes = 1;
-// Rows and panels of the matrix microkernel: 2 x 16 sums.
+// Rows and panels of the register tile: 2 x 16 sums.
 constexpr int kTileRows = 2;
 constexpr int kTilePanels = 1;
 
@@ -36,7 +37,8 @@ static inline uint16_t float_to_half(float x) {
     if (magnitude > 0x7f800000) return uint16_t(sign | 0x7e00 | ((magnitude >> 13) & 0x1ff));
     if (magnitude >= 0x477ff000) return uint16_t(sign | 0x7c00);  // rounds to 65536 or more
     if (magnitude < 0x38800000) {
-        // Below the smallest normal: adding 0.5 leaves the half's mantissa in the low bits, rounded.
+        // Below the smallest normal: adding 0.5 leaves the half's mantissa in the low bits,
+        // rounded.
         const uint32_t sum = bits_of(from_bits(magnitude) + 0.5f);
         return uint16_t(sign | (sum - 0x3f000000));
     }
@@ -44,12 +46,12 @@ static inline uint16_t float_to_half(float x) {
     return uint16_t(sign | ((magnitude - 0x38000000 + 0xfff + odd) >> 13));
 }
 
-// The nearest value of E4M3, even in ties, at most 448; NaN for what is not finite.
+// Rounds to the nearest E4M3 value, ties to even, saturating at 448. NaN and infinities become NaN.
 static inline float to_fp8_values(float x) {
     const float near = x > 448.0f ? 448.0f : x < -448.0f ? -448.0f : x;
     const uint32_t bits = bits_of(near);
     const float normal = from_bits((bits + 0x7ffff + (bits >> 20 & 1)) & 0xfff00000);
-    const float small = near + 24576.0f - 24576.0f;  // to multiples of 2^-9
+    const float small = near + 24576.0f - 24576.0f;  // rounds to multiples of 2^-9
     const float magnitude = near < 0.0f ? -near : near;
     const float rounded = (magnitude < 0.015625f ? small : normal) + (x - x);
     return from_bits((bits_of(rounded) & 0x7fffffff) | (bits_of(x) & 0x80000000));
@@ -87,7 +89,7 @@ static inline Vec mul(Vec a, Vec b) { return a * b; }
 static inline Vec div(Vec a, Vec b) { return a / b; }
 static inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
 static inline Vec fnma(Vec a, Vec b, Vec c) { return c - a * b; }
-// Like the x86 instructions: the second operand if either is NaN.
+// As the x86 instructions: return the second operand if either is NaN.
 static inline Vec min(Vec a, Vec b) { return a < b ? a : b; }
 static inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 static inline Vec round_even(Vec a) { return std::nearbyint(a); }
@@ -97,7 +99,7 @@ static inline Vec abs(Vec a) { return from_bits(bits_of(a) & 0x7fffffff); }
 static inline Vec copy_sign(Vec magnitude, Vec sign) {
     return from_bits((bits_of(magnitude) & 0x7fffffff) | (bits_of(sign) & 0x80000000));
 }
-// x * 2^n for whole n in [-254, 254]; a NaN x stays NaN whatever n is.
+// x * 2^n for whole n in [-254, 254]; a NaN x stays NaN for any n.
 static inline Vec scale_by_power(Vec x, Vec n) {
     if (!(n > -254.0f && n < 254.0f)) return x;
     const int whole = int(n);
@@ -110,9 +112,9 @@ static inline void sum4(const Vec v[4], float out[4]) {
     for (int i = 0; i < 4; ++i) out[i] = v[i];
 }
 static inline void transpose_block(const Vec in[kLanes], float* out, int64_t) { *out = in[0]; }
-// Codes of 8 bits of the elements i .. i + kLanes of a row, as numbers.
+// Converts the 8-bit codes of elements i .. i + kLanes of a row to float.
 static inline Vec codes8(const uint8_t* row, int64_t i) { return float(row[i]); }
-// (code - 8) * scale of 4-bit codes.
+// Dequantizes 4-bit codes: (code - 8) * scale.
 struct Scaled4 {
     float scale;
 
@@ -121,7 +123,7 @@ struct Scaled4 {
         return float((row[i / 2] >> (i % 2 * 4) & 15) - 8) * scale;
     }
 };
-// The `count` halves before `end`, at most 8, to the last places of `to`.
+// Converts the `count` halves before `end`, at most 8, into the last `count` elements of `to`.
 static inline void widen_last(const uint8_t* end, int64_t count, float to[8]) {
     for (int64_t i = 8 - count; i < 8; ++i) {
         uint16_t bits;

@@ -1,4 +1,4 @@
-// Key and value rows into their cache slots, rounded once to what the cache stores.
+// Writes key and value rows to their cache slots, rounded once to the cache's precision.
 //
 // Contract   include/exl/ops/elementwise.h; rows include/exl/formats/kv.h.
 #include "cpu/kv_rows.h"
@@ -6,7 +6,7 @@
 
 namespace exl::EXL_ISA {
 
-// How one row is stored, and its length in cells.
+// Writers of one row: plain values or codes. `row_size` is in elements of the cache.
 template <class T>
 struct PlainWriter {
     T* cache;
@@ -37,7 +37,8 @@ struct PackedWriter {
 template <class Writer>
 static void write_rows(ThreadPool& pool, const WriteKvArgs& args, const Writer& keys,
                        const Writer& values) {
-    // Every row goes to pages that nothing has touched since the last step: more time a value.
+    // Cache pages have not been touched since the previous forward pass, so a value takes longer to
+    // write than in other elementwise ops and chunks are smaller.
     const int64_t per_item = larger(1, kValuesPerChunk / 4 / larger(1, args.heads * args.d));
     pool.parallel_for(ceil_div(args.rows, per_item), [&](int64_t item) {
         const int64_t last = smaller(args.rows, (item + 1) * per_item);

@@ -1,8 +1,8 @@
-// Attention for many query vectors (prefill): blocks of keys become fp32 panels in the cache, and
-// the linear's register tiles form both products.
+// Prefill attention: repacks blocks of 64 keys and values into fp32 panels, which stay in the CPU
+// cache, and computes both products with the register tiles of the linear (cpu/tile.h).
 //
-//   scores[vectors, 64] = queries @ keys^T      keys as panels of 16 keys:   [4][d][16]
-//   values[vectors, d] += weights @ values      values as panels of 16 columns: [d/16][64][16]
+//   scores[vectors, 64] = queries @ keys^T      keys in panels of 16 keys:      [4][d][16]
+//   values[vectors, d] += weights @ values      values in panels of 16 columns: [d/16][64][16]
 #pragma once
 
 #include "cpu/attention_common.h"
@@ -10,20 +10,21 @@
 
 namespace exl::EXL_ISA {
 
-// Query vectors of a work item: 8 tiles of 14 on AVX-512; enough to pay for making the panels.
+// Query vectors of a work item: 8 tiles of 14 with AVX-512. That is enough to amortize the cost of
+// making the panels.
 constexpr int64_t kTileVectors = 112;
 
-static inline int64_t tiles_scratch_floats(int64_t vectors, int64_t d, bool is_packed) {
+static inline int64_t prefill_scratch_floats(int64_t vectors, int64_t d, bool is_packed) {
     return vectors * (padded(d) + kKeyBlock) + (is_packed ? 3 : 2) * kKeyBlock * padded(d);
 }
 
-// keys[count, d] to columns [column, column + count) of the key panels, transposed.
+// Transposes keys[count, d] into columns [column, column + count) of the key panels.
 template <class T>
 static inline void key_columns(const T* keys, int64_t count, int64_t d, int64_t column,
                                float* panels) {
     const int64_t panel_stride = padded(d) * kPanel;
     int64_t j = 0;
-    // Whole groups of lanes only when they start on a lane boundary of a panel.
+    // Whole SIMD vectors, as long as they start on a vector boundary of a panel.
     for (; column % kLanes == 0 && j + kLanes <= count; j += kLanes) {
         float* to = panels + (column + j) / kPanel * panel_stride + (column + j) % kPanel;
         for_lanes(d, [&](int64_t i, int lanes) {
@@ -42,6 +43,7 @@ static inline void key_columns(const T* keys, int64_t count, int64_t d, int64_t 
     }
 }
 
+// Copies values[count, d] to rows [row, row + count) of the value panels.
 template <class T>
 static inline void value_rows(const T* values, int64_t count, int64_t d, int64_t row,
                               float* panels) {
@@ -53,6 +55,7 @@ static inline void value_rows(const T* values, int64_t count, int64_t d, int64_t
     }
 }
 
+// Zeroes columns [first, last) of the key panels, the padding of an incomplete last panel.
 static inline void clear_columns(int64_t d, int64_t first, int64_t last, float* panels) {
     for (int64_t j = first; j < last; ++j) {
         float* to = panels + j / kPanel * padded(d) * kPanel + j % kPanel;
@@ -60,7 +63,7 @@ static inline void clear_columns(int64_t d, int64_t first, int64_t last, float* 
     }
 }
 
-// One block of keys against one tile of query vectors.
+// Accumulates one block of keys and values into the results of one tile of R query vectors.
 template <int R>
 static inline void fold_tile(const AttentionArgs& args, const Work& work, int64_t first,
                              int64_t begin, int64_t count, const float* queries,
@@ -91,8 +94,8 @@ static inline void fold_tile(const AttentionArgs& args, const Work& work, int64_
 }
 
 template <class T>
-static void attend_tiles(const AttentionArgs& args, const Work& work, int64_t kv_head,
-                         float* scratch, const Running& run) {
+static void attend_prefill(const AttentionArgs& args, const Work& work, int64_t kv_head,
+                           float* scratch, const Running& run) {
     const int64_t group = args.q_heads / args.kv_heads;
     const int64_t vectors = work.rows * group;
     const int64_t width = padded(args.d);
@@ -100,9 +103,9 @@ static void attend_tiles(const AttentionArgs& args, const Work& work, int64_t kv
     float* value_panels = key_panels + kKeyBlock * width;
     float* queries = value_panels + kKeyBlock * width;
     float* scores = queries + vectors * width;
-    float* room = scores + vectors * kKeyBlock;  // of a block's rows, once unpacked
+    float* unpacked = scores + vectors * kKeyBlock;  // unpacked rows of a key block
     const Tiling tiling(vectors);
-    load_queries(args, work, kv_head, run.values);  // plain rows first, packed from there
+    load_queries(args, work, kv_head, run.values);  // row-major there, then packed into `queries`
     for (int64_t tile = 0; tile < tiling.count; ++tile) {
         const int64_t first = tiling.first_row(tile);
         pack_rows(run.values + first * args.d, args.d, tiling.rows_of(tile), args.d,
@@ -114,12 +117,12 @@ static void attend_tiles(const AttentionArgs& args, const Work& work, int64_t kv
     using Cell = typename Stored<T>::Cell;
     int64_t count = 0;
     for (int64_t begin = work.key_begin; begin < work.key_end; begin += count) {
-        // Blocks end on multiples of kKeyBlock, so that they rarely straddle pages.
+        // Blocks end on multiples of kKeyBlock, so that they rarely cross a page boundary.
         count = smaller(kKeyBlock - begin % kKeyBlock, work.key_end - begin);
         keys.for_runs(begin, begin + count, [&](const Cell* rows, int64_t at, int64_t run_length) {
-            key_columns(keys.read(rows, run_length, room), run_length, args.d, at - begin,
+            key_columns(keys.read(rows, run_length, unpacked), run_length, args.d, at - begin,
                         key_panels);
-            value_rows(values.read(values.at(at), run_length, room), run_length, args.d,
+            value_rows(values.read(values.at(at), run_length, unpacked), run_length, args.d,
                        at - begin, value_panels);
         });
         clear_columns(args.d, count, ceil_div(count, kPanel) * kPanel, key_panels);

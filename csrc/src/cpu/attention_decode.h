@@ -1,4 +1,5 @@
-// Attention for few query vectors (decode): dot products against cache rows where they lie.
+// Decode attention: dot products of up to 16 query vectors per kv head with the cache rows in
+// place.
 //
 // Every key and value is loaded and converted once for all query heads of its kv head. Four keys
 // are scored together, so that one shuffle tree reduces four sums.
@@ -8,11 +9,13 @@
 
 namespace exl::EXL_ISA {
 
-// Query vectors per pass: 4 keys x 4 vectors of sums need half of AVX-512's registers.
-constexpr int kFewVectors = kLanes == 16 ? 4 : 2;
-constexpr int kFewValueVecs = 4;
+// Query vectors per pass over the keys: the sums of 4 keys x 4 vectors take half of AVX-512's
+// registers.
+constexpr int kPassVectors = kLanes == 16 ? 4 : 2;
+// SIMD vectors of value columns per pass over the values.
+constexpr int kValueVecs = 4;
 
-// scores[v][0..4) for 4 keys; keys past `count` repeat the last one.
+// Computes scores[v][0..4) of V query vectors and 4 keys. Keys past `count` repeat the last one.
 template <int V, class T>
 static inline void score_keys(const float* queries, const T* keys, int64_t count, int64_t d,
                               float* scores) {
@@ -45,8 +48,8 @@ static inline void score_keys(const float* queries, const T* keys, int64_t count
     for (int v = 0; v < V; ++v) sum4(sums[v], scores + v * kKeyBlock);
 }
 
-// values[v][c] = values[v][c] * factor[v] + sum_j weights[v][j] * rows[j][c], N vectors at once.
-// Calls at_row(j) on the way.
+// values[v][c] = values[v][c] * factor[v] + sum_j weights[v][j] * rows[j][c], for N SIMD vectors of
+// columns. Calls at_row(j) before it reads row j.
 template <int V, int N, class T, class AtRow>
 static inline __attribute__((always_inline)) void add_values(const float* weights,
                                                              const float* factors, const T* rows,
@@ -80,7 +83,7 @@ static inline __attribute__((always_inline)) void add_values(const float* weight
     }
 }
 
-// The columns past the last whole vector.
+// add_values for the `rest` columns past the last whole SIMD vector.
 template <class T>
 static inline void add_value_tail(int vectors, const float* weights, const float* factors,
                                   const T* rows, int64_t count, int64_t d, int rest, float* values,
@@ -94,20 +97,21 @@ static inline void add_value_tail(int vectors, const float* weights, const float
     }
 }
 
+// add_values for all d columns. Only the first pass over the rows calls at_row.
 template <int V, class T, class AtRow>
-static inline __attribute__((always_inline)) void few_values(const float* weights,
-                                                             const float* factors, const T* rows,
-                                                             int64_t count, int64_t d,
-                                                             float* values, int64_t width,
-                                                             AtRow&& at_row) {
+static inline __attribute__((always_inline)) void add_all_values(const float* weights,
+                                                                 const float* factors,
+                                                                 const T* rows, int64_t count,
+                                                                 int64_t d, float* values,
+                                                                 int64_t width, AtRow&& at_row) {
     const auto nothing = [](int64_t) {};
     int64_t c = 0;
-    for (; c + kFewValueVecs * kLanes <= d; c += kFewValueVecs * kLanes) {
+    for (; c + kValueVecs * kLanes <= d; c += kValueVecs * kLanes) {
         if (c == 0) {
-            add_values<V, kFewValueVecs>(weights, factors, rows, count, d, values, width, at_row);
+            add_values<V, kValueVecs>(weights, factors, rows, count, d, values, width, at_row);
         } else {
-            add_values<V, kFewValueVecs>(weights, factors, rows + c, count, d, values + c, width,
-                                         nothing);
+            add_values<V, kValueVecs>(weights, factors, rows + c, count, d, values + c, width,
+                                      nothing);
         }
     }
     for (; c + kLanes <= d; c += kLanes) {
@@ -127,12 +131,13 @@ static inline void with_vectors(int64_t vectors, Fn&& fn) {
     fn.template operator()<V>();
 }
 
-static inline int64_t few_scratch_floats(int64_t vectors, int64_t d, bool is_packed) {
+static inline int64_t decode_scratch_floats(int64_t vectors, int64_t d, bool is_packed) {
     return ceil_div(vectors * (padded(d) + kKeyBlock + 1), 16) * 16 + 64 +
            (is_packed ? kKeyBlock * d : 0);
 }
 
-// Rows that will be needed next, in both caches: nothing has touched them since the last step.
+// Contiguous cache rows that this thread is likely to read in its next work item. They have not
+// been touched since the previous forward pass, so prefetching them pays.
 template <class T>
 struct NextRows {
     using Cell = typename Stored<T>::Cell;
@@ -145,31 +150,32 @@ struct NextRows {
     Part values;
     int64_t count;
 
-    // Always inlined, as `prefetch` is and for its reason.
-    inline __attribute__((always_inline)) void ask(const Part& part, int64_t first,
-                                                   int64_t many) const {
-        const int64_t end = smaller(first + many, count) * part.row_size;
+    // Prefetches rows [first, first + amount) of `part`. Always inlined for the same reason as
+    // `prefetch` (vec_avx2.h).
+    inline __attribute__((always_inline)) void prefetch_rows(const Part& part, int64_t first,
+                                                             int64_t amount) const {
+        const int64_t end = smaller(first + amount, count) * part.row_size;
         for (int64_t i = first * part.row_size; i < end;
              i += 64 / static_cast<int64_t>(sizeof(Cell))) {
-            prefetch_l2(part.rows + i);  // up to 64 KiB a work, more than L1
+            prefetch_l2(part.rows + i);  // L2: a work item reads up to 64 KiB, more than L1 holds
         }
     }
 };
 
-// One kv head: folds the work's keys into `run`. The keys of a step lie in one page. Asks for the
-// rows of `next` at the pace at which it goes through its own: all at once they would be in the way
-// of its own.
+// Accumulates the keys and values of a work item, for one kv head, into `run`. The keys of one
+// softmax step are in one page. Prefetches the rows of `next` one by one, as it reads its own:
+// prefetched all at once, they would delay its own reads.
 template <class T>
-static void attend_few(const AttentionArgs& args, const Work& work, int64_t kv_head, float* scratch,
-                       const Running& run, const NextRows<T>& next) {
+static void attend_decode(const AttentionArgs& args, const Work& work, int64_t kv_head,
+                          float* scratch, const Running& run, const NextRows<T>& next) {
     const int64_t group = args.q_heads / args.kv_heads;
     const int64_t vectors = work.rows * group;
     const int64_t width = padded(args.d);
     float* scores = scratch;
     float* queries = scores + vectors * kKeyBlock;
     float* factors = queries + vectors * width;
-    // Of a block's rows, once unpacked; on a cache line, as the other parts need not be.
-    float* room = scores + ceil_div(factors + vectors - scores, 16) * 16;
+    // Unpacked rows of a key block. Starts on a cache line; the other parts need not.
+    float* unpacked = scores + ceil_div(factors + vectors - scores, 16) * 16;
     load_queries(args, work, kv_head, queries);
     const PagedRows<T> keys = paged_keys<T>(args, work, kv_head);
     const PagedRows<T> values = paged_values<T>(args, work, kv_head);
@@ -179,11 +185,11 @@ static void attend_few(const AttentionArgs& args, const Work& work, int64_t kv_h
     const auto fold = [&](const Cell* key_cells, const Cell* value_cells, int64_t begin,
                           int64_t count) {
         const int64_t done = begin - work.key_begin;
-        const Value* key_rows = keys.read(key_cells, count, room);
-        for (int64_t first = 0; first < vectors; first += kFewVectors) {
-            with_vectors<kFewVectors>(vectors - first, [&]<int V>() {
+        const Value* key_rows = keys.read(key_cells, count, unpacked);
+        for (int64_t first = 0; first < vectors; first += kPassVectors) {
+            with_vectors<kPassVectors>(vectors - first, [&]<int V>() {
                 for (int64_t j = 0; j < count; j += 4) {
-                    if (first == 0) next.ask(next.keys, done + j, 4);
+                    if (first == 0) next.prefetch_rows(next.keys, done + j, 4);
                     score_keys<V>(queries + first * args.d, key_rows + j * args.d, count - j,
                                   args.d, scores + first * kKeyBlock + j);
                 }
@@ -194,13 +200,13 @@ static void attend_few(const AttentionArgs& args, const Work& work, int64_t kv_h
             factors[i] = softmax_step(scores + i * kKeyBlock, ceil_div(count, kPanel) * kPanel,
                                       seen, args.softcap, run.peak[i], run.weight[i]);
         }
-        const Value* value_rows = values.read(value_cells, count, room);
-        for (int64_t first = 0; first < vectors; first += kFewVectors) {
-            with_vectors<kFewVectors>(vectors - first, [&]<int V>() {
-                few_values<V>(scores + first * kKeyBlock, factors + first, value_rows, count,
-                              args.d, run.values + first * width, width, [&](int64_t j) {
-                                  if (first == 0) next.ask(next.values, done + j, 1);
-                              });
+        const Value* value_rows = values.read(value_cells, count, unpacked);
+        for (int64_t first = 0; first < vectors; first += kPassVectors) {
+            with_vectors<kPassVectors>(vectors - first, [&]<int V>() {
+                add_all_values<V>(scores + first * kKeyBlock, factors + first, value_rows, count,
+                                  args.d, run.values + first * width, width, [&](int64_t j) {
+                                      if (first == 0) next.prefetch_rows(next.values, done + j, 1);
+                                  });
             });
         }
     };
