@@ -1,12 +1,14 @@
-"""Builds the extension: the CPU sources once for each instruction set that they differ in,
-the bindings once. Beside it comes the CUDA library (`build_cuda.py`), where there is an nvcc.
+"""Builds the extension: CPU sources once per instruction set that they differ in, bindings once.
 
-Objects are compiled side by side and kept: one is made anew when its source or a header is newer.
-Each compiler, its flags and the version have an object folder of their own, so that builds of
-another kind never share one. The environment can name the compiler (CXX) and add flags (CXXFLAGS,
-LDFLAGS; setuptools reads them), which is how the sanitizer build is made. Linking is always done.
+Where there is an nvcc, the CUDA library is built too (`build_cuda.py`).
 
-Nobody notices that a library built in place is older than its sources: exl-core compares versions.
+Objects are compiled in parallel and kept. One is rebuilt when its source or any header is newer.
+Each combination of compiler, flags and version has its own object folder, so that different kinds
+of builds never share objects. The environment can name the compiler (CXX) and add flags (CXXFLAGS,
+LDFLAGS; setuptools reads them); the sanitizer build is made this way. The link step always runs.
+
+There is no check whether a library built in place is older than its sources. exl-core compares
+versions only.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).resolve().parent
-sys.path.insert(0, str(ROOT))  # an isolated build does not look beside this file
+sys.path.insert(0, str(ROOT))  # an isolated build does not search this file's folder
 
 import build_cuda  # noqa: E402
 
@@ -43,20 +45,21 @@ X86_SETS = {
         *("-Wno-maybe-uninitialized", "-Wno-uninitialized"),
     ],
 }
-# On top of avx512; only the quantized linears differ, so only these sources are compiled again.
+# Sets that extend avx512. Only the quantized linears differ, so only their sources are recompiled.
 VNNI_FLAGS = [*X86_SETS["avx512"], "-mavx512vnni"]
 QUANT_SETS = {
     "avx512vnni": VNNI_FLAGS,
     "amx": [*VNNI_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
 }
 QUANT_SOURCES = {
-    "avx512vnni": ["src/cpu/quant_linear.cpp"],  # integers for any number of rows
+    "avx512vnni": ["src/cpu/quant_linear.cpp"],  # uses integers for any number of rows
     "amx": ["src/cpu/quant_linear.cpp", "src/cpu/quant_prefill.cpp"],
 }
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 SETS: dict[str, list[str]] = X86_SETS | QUANT_SETS if IS_X86 else {"scalar": []}
 
-# Compiled for the plain machine: they run before the instruction set is known, or between sets.
+# Compiled for the baseline machine: they run before the instruction set is known, or are shared by
+# all sets.
 BASE_SOURCES = [
     *("src/cpu/isa.cpp", "src/cpu/thread_pool.cpp"),
     *("src/cpu/packed.cpp", "src/cpu/quant_pack.cpp"),
@@ -69,9 +72,9 @@ NEEDS_COMPILER = (
 
 
 def compiler_macros(command: list[str]) -> str:
-    """What the compiler predefines with its flags: its version, its target, its library's version.
+    """The compiler's predefined macros: its version, its target, its library's version.
 
-    Ends the build, in one line, where it cannot compile C++20.
+    Ends the build with a one-line message if the compiler cannot compile C++20.
     """
     probe = [*command, "-std=c++20", "-E", "-dM", "-x", "c++", "-"]
     try:
@@ -102,7 +105,7 @@ class BuildPerSet(build_ext):
 
     def build_extension(self, ext: Extension) -> None:
         os.chdir(ROOT)
-        cuda = build_cuda.choose_target(os.environ)  # what is amiss is told first
+        cuda = build_cuda.choose_target(os.environ)  # reports a bad setting before compiling
         object_dir = self._object_dir()
         newest_header = max(
             path.stat().st_mtime
@@ -115,7 +118,7 @@ class BuildPerSet(build_ext):
                 for name in QUANT_SOURCES.get(isa, sources("src/cpu/*.cpp"))
                 if name not in BASE_SOURCES
             ]
-        # Slowest first, so that the two compilers finish together.
+        # Largest sources first, so that the parallel compilers finish at about the same time.
         jobs.sort(key=lambda job: -Path(job[0]).stat().st_size)
         workers = min(build_cuda.usable_cores(), 8)
         with ThreadPoolExecutor(max_workers=workers) as pool:
@@ -125,18 +128,18 @@ class BuildPerSet(build_ext):
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
         fresh = target.with_name(target.name + ".new")
-        fresh.unlink(missing_ok=True)  # of a build that was cut off
+        fresh.unlink(missing_ok=True)  # left over from an interrupted build
         self.compiler.link_shared_object(
             objects, str(fresh), extra_postargs=["-pthread"], target_lang="c++"
         )
-        fresh.replace(target)  # a running process keeps the old library
+        fresh.replace(target)  # atomic: a running process keeps the old library
         object_root = Path(self.build_temp).absolute()
         build_cuda.build_library(
             target.parent.absolute(), object_root, cuda, jobs=workers, force=bool(self.force)
         )
 
     def _object_dir(self) -> Path:
-        """One per compiler, flags and version. LDFLAGS do not count: objects do not see them."""
+        """One folder per compiler, flags and version. LDFLAGS do not affect objects."""
         command = self.compiler.compiler_so_cxx
         parts = [*command, *COMMON_FLAGS, VERSION, pybind11.__version__, compiler_macros(command)]
         parts += [f"{isa} {flags}" for isa, flags in SETS.items()]

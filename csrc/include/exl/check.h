@@ -1,4 +1,4 @@
-// Input checks of the bindings. Kernels check nothing: what reaches them has passed here.
+// Input checks of the bindings. Kernels check nothing; the bindings check every operand first.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,8 @@
 
 namespace exl {
 
-// Becomes exl_kernels.InputError in Python: an operand that the op's contract does not allow.
+// Reports an operand that the op's contract does not allow. Becomes exl_kernels.InputError in
+// Python.
 struct InputError : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -29,11 +30,12 @@ std::string describe(const TensorView& view);
 std::string describe_wanted(std::initializer_list<DType> dtypes,
                             std::initializer_list<int64_t> shape);
 
-// Type, rank and shape; kAnySize matches every size.
+// Checks type, rank and shape; kAnySize matches every size.
 void check(Operand operand, const TensorView& view, std::initializer_list<DType> dtypes,
            std::initializer_list<int64_t> shape);
 
-// C-contiguous from dimension `first_dim` on; the dimensions before it may have any stride.
+// Checks that the tensor is C-contiguous from dimension `first_dim` on. With first_dim = 1, rows
+// may be farther apart than their length but must not overlap.
 void check_contiguous(Operand operand, const TensorView& view, int first_dim);
 
 }  // namespace exl

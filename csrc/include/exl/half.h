@@ -1,4 +1,4 @@
-// IEEE binary16 without instructions for it.
+// Conversion of IEEE binary16 (float16) in portable C++, without hardware instructions.
 #pragma once
 
 #include <cstdint>
@@ -6,8 +6,8 @@
 
 namespace exl {
 
-// To binary32, exact, subnormals and NaN payloads included. Static: a shared inline function would
-// be merged across instruction sets.
+// Converts to binary32 exactly, including subnormals and NaN payloads. Static, because the linker
+// would merge a shared inline function across instruction sets.
 static inline float half_to_float(uint16_t h) {
     const uint32_t sign = uint32_t(h & 0x8000) << 16;
     const uint32_t exponent = (h >> 10) & 0x1f;

@@ -1,4 +1,4 @@
-// One table of ops per instruction set; the set is chosen once, at load.
+// Table of the CPU ops of one instruction set. The set is chosen once, when a Table is created.
 #pragma once
 
 #include "exl/ops/attention.h"
@@ -24,7 +24,8 @@ struct OpTable {
     SampleResult (*sample)(const SampleArgs&);
 };
 
-// Tables this processor and operating system can run, slowest first; scalar is always there.
+// Op tables that this processor and operating system can run, slowest first; scalar is always among
+// them.
 struct OpTables {
     const OpTable* tables[5];
     int count;

@@ -1,5 +1,5 @@
-// A tensor as it crosses the border: pointer, type, shape, strides. The binding fills it from the
-// attributes of a torch tensor; kernels get plain pointers and sizes out of it.
+// Tensor descriptor of the bindings: pointer, type, shape, strides. A binding fills it from the
+// attributes of a torch tensor, checks it, and passes plain pointers and sizes to the kernel.
 #pragma once
 
 #include <cstdint>

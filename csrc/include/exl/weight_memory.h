@@ -1,4 +1,4 @@
-// Where packed weights live: anonymous memory on huge pages, small matrices side by side.
+// Memory of packed weights: anonymous mappings on huge pages, shared by small matrices.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,10 @@ namespace exl {
 
 struct MemoryBlock;
 
-// `bytes` of zeroed memory, 64-byte aligned; the caller becomes one of the block's owners.
+// Allocates `bytes` of zeroed memory, 64-byte aligned. The caller becomes one of the owners of the
+// returned block.
 MemoryBlock* claim_memory(int64_t bytes, void** data);
-// Once for each claim; the last owner unmaps the block.
+// Gives up ownership; called once for each claim. The last owner unmaps the block.
 void release_memory(MemoryBlock* block);
 
 }  // namespace exl

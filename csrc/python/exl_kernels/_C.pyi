@@ -5,7 +5,7 @@ from typing import Protocol
 __version__: str
 
 class _Tensor(Protocol):
-    """What the bindings read of a tensor; torch.Tensor has all of it."""
+    """Tensor attributes that the bindings read; torch.Tensor has all of them."""
 
     @property
     def is_cpu(self) -> bool: ...

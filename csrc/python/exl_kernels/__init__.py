@@ -1,7 +1,9 @@
-"""The compiled kernels: instruction sets, packed weights, and a table of ops per set.
+"""The compiled CPU kernels: instruction sets, packed weights, and a table of ops per set.
 
-Knows tensors by their attributes (`data_ptr`, `shape`, `stride`, `dtype`, `is_cpu`) and imports no
-torch. The op contracts are in `csrc/include/exl/ops/`; `exl_core.ops.native` is the one caller.
+Reads tensors through their attributes (`data_ptr`, `shape`, `stride`, `dtype`, `is_cpu`) and does
+not import torch. The contracts of the ops are in `csrc/include/exl/ops/`. Inside exl_core only
+`exl_core.ops.native` calls this extension. The CUDA library has its own module,
+`exl_kernels.cuda`, which `exl_core.ops.cuda` calls.
 """
 
 from exl_kernels._C import (

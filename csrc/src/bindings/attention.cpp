@@ -1,4 +1,5 @@
-// Paged attention. Everything the kernel indexes with is checked here: rows, lengths, page ids.
+// Bindings of paged attention. Checks every value that the kernel uses as an index: rows, lengths
+// and page ids.
 #include <memory>
 #include <utility>
 #include <vector>
@@ -7,7 +8,7 @@
 
 namespace exl {
 
-// Which rows belong to which sequence, and where their keys lie.
+// Rows of each sequence and the pages of its keys.
 struct Sequences {
     const int32_t* page_table;  // [seqs, table_width]
     int64_t table_width;
@@ -110,8 +111,8 @@ static void paged_attention(Table& table, py::handle q, py::handle key_cache,
     table.ops->paged_attention(table.pool, args);
 }
 
-// The rows of one pass, read and checked once for all its layers. Owns copies of all of them: a
-// tensor's memory may be taken from under it while this lives.
+// Operands that all layers of one forward pass share, read and checked once. Owns copies, because
+// Python may free or resize the tensors while this object is alive.
 struct AttentionBatch {
     int64_t num_pages;
     int64_t page_size;
@@ -122,7 +123,7 @@ struct AttentionBatch {
     std::vector<int32_t> row_starts;
     std::vector<int32_t> past_lens;
     std::vector<int64_t> slots;
-    int64_t pairs;  // of each head that RoPE turns
+    int64_t pairs;  // pairs of values that RoPE rotates in each head
     std::vector<float> cos;
     std::vector<float> sin;
 };
@@ -131,15 +132,15 @@ static std::unique_ptr<AttentionBatch> attention_batch(
     py::handle page_table, py::handle row_starts, py::handle past_lens, py::handle slots,
     py::handle cos, py::handle sin, int64_t num_pages, int64_t page_size) {
     const char* op = "attention_batch";
-    constexpr int64_t kMost = int64_t{1} << 31;  // so that products of the two cannot overflow
+    constexpr int64_t kMost = int64_t{1} << 31;  // the product of the two cannot overflow int64
     if (num_pages < 1 || page_size < 1 || num_pages > kMost || page_size > kMost) {
         fail({op, "page_size"}, "at least one page of one slot",
              std::to_string(num_pages) + " of " + std::to_string(page_size));
     }
     const TensorView slot_view = view_of({op, "slots"}, slots, {DType::i64}, {kAnySize}, 0);
     const int64_t rows = slot_view.shape[0];
-    std::vector<int64_t> places(slot_view.as<int64_t>(), slot_view.as<int64_t>() + rows);
-    check_slots(op, places.data(), rows, num_pages * page_size);
+    std::vector<int64_t> slot_ids(slot_view.as<int64_t>(), slot_view.as<int64_t>() + rows);
+    check_slots(op, slot_ids.data(), rows, num_pages * page_size);
     const Sequences of = view_sequences(op, page_table, row_starts, past_lens);
     check_sequences(op, of, rows, page_size, num_pages);
     const TensorView c = view_of({op, "cos"}, cos, {DType::f32}, {rows, kAnySize}, 0);
@@ -149,7 +150,7 @@ static std::unique_ptr<AttentionBatch> attention_batch(
         {of.page_table, of.page_table + of.seqs * of.table_width},
         {of.row_starts, of.row_starts + of.seqs + 1},
         {of.past_lens, of.past_lens + of.seqs},
-        std::move(places), c.shape[1],
+        std::move(slot_ids), c.shape[1],
         {c.as<float>(), c.as<float>() + rows * c.shape[1]},
         {s.as<float>(), s.as<float>() + rows * c.shape[1]}});
 }
@@ -185,21 +186,22 @@ static AttendViews view_attend(const AttentionBatch& batch, py::handle qkv, py::
     return {x, kc, vc, q_heads, kv_heads, d};
 }
 
-// The weights of a head norm; null for None.
+// Weights of a head norm; null for None.
 static const float* view_norm(const char* name, py::handle norm, int64_t d) {
     if (norm.is_none()) return nullptr;
     return view_of({"attend_", name}, norm, {DType::f32}, {d}, 0).as<float>();
 }
 
-// The scale or shift of query and key heads; null for None.
-static const float* view_of_heads(const char* name, py::handle given, const AttendViews& views) {
+// Scale or shift of the query and key heads; null for None.
+static const float* view_head_factors(const char* name, py::handle given, const AttendViews& views) {
     if (given.is_none()) return nullptr;
     const int64_t size = (views.q_heads + views.kv_heads) * views.d;
     return view_of({"attend_", name}, given, {DType::f32}, {size}, 0).as<float>();
 }
 
-// What comes before the mixing: head norms, RoPE, and the new keys and values into the caches.
-static void norm_turn_write(Table& table, const AttendViews& views, const AttentionBatch& batch,
+// The steps before attention itself: applies head norms and RoPE, then writes the new keys and
+// values to the caches.
+static void prepare_attention(Table& table, const AttendViews& views, const AttentionBatch& batch,
                             const float* q_weight, const float* k_weight, float eps,
                             const float* scale, const float* shift) {
     const auto& [x, kc, vc, q_heads, kv_heads, d] = views;
@@ -215,7 +217,7 @@ static void norm_turn_write(Table& table, const AttendViews& views, const Attent
     if (k_weight != nullptr) {
         ops.rms_norm(table.pool, {k, rows, stride, kv_heads, d, k_weight, eps, k, stride});
     }
-    // Query and key heads lie side by side, and are turned alike.
+    // Query and key heads are adjacent in a row, so one call rotates both.
     ops.rope(table.pool, {q, rows, stride, q_heads + kv_heads, d, 2 * batch.pairs,
                           batch.cos.data(), batch.sin.data(), scale, shift});
     ops.write_kv(table.pool, {k, v, rows, stride, stride, kv_heads, d, kc.data, vc.data, kc.dtype,
@@ -230,8 +232,8 @@ static void attend(Table& table, py::handle qkv, const AttentionBatch& batch, py
     const auto& [x, kc, vc, q_heads, kv_heads, d] = views;
     const float* q_weight = view_norm("q_norm", q_norm, d);
     const float* k_weight = view_norm("k_norm", k_norm, d);
-    const float* factors = view_of_heads("head_scale", head_scale, views);
-    const float* terms = view_of_heads("head_shift", head_shift, views);
+    const float* factors = view_head_factors("head_scale", head_scale, views);
+    const float* terms = view_head_factors("head_shift", head_shift, views);
     if ((factors == nullptr) != (terms == nullptr)) {
         fail({"attend_", "head_shift"}, "given where head_scale is, and only there", "one of two");
     }
@@ -259,7 +261,7 @@ static void attend(Table& table, py::handle qkv, const AttentionBatch& batch, py
                             x.as<float>(),
                             x.stride[0]};
     py::gil_scoped_release release;
-    norm_turn_write(table, views, batch, q_weight, k_weight, eps, factors, terms);
+    prepare_attention(table, views, batch, q_weight, k_weight, eps, factors, terms);
     table.ops->paged_attention(table.pool, mix);
 }
 

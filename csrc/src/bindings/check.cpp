@@ -1,3 +1,4 @@
+// Input checks and error messages of include/exl/check.h.
 #include "exl/check.h"
 
 namespace exl {
@@ -45,7 +46,7 @@ void check(Operand operand, const TensorView& view, std::initializer_list<DType>
 
 void check_contiguous(Operand operand, const TensorView& view, int first_dim) {
     for (int i = 0; i < view.rank; ++i) {
-        if (view.shape[i] == 0) return;  // nothing is read, whatever the strides say
+        if (view.shape[i] == 0) return;  // empty: no element is accessed, so any strides do
     }
     int64_t wanted = 1;
     for (int i = view.rank - 1; i >= first_dim; --i) {
@@ -59,7 +60,7 @@ void check_contiguous(Operand operand, const TensorView& view, int first_dim) {
         }
         wanted *= view.shape[i];
     }
-    // Rows that overlap or run backwards are nobody's intention, and unsafe to write.
+    // Overlapping rows and negative strides are mistakes of the caller, and unsafe to write to.
     if (first_dim == 1 && view.shape[0] > 1 && view.stride[0] < wanted) {
         fail(operand, "rows that do not overlap (stride at least " + std::to_string(wanted) + ")",
              "stride " + std::to_string(view.stride[0]));

@@ -1,5 +1,7 @@
-// Attribute names are interned and dtype objects remembered: a decode step makes some 155 calls of
-// two to six tensors each, so reading a tensor has to stay well below a microsecond.
+// Conversion of torch tensors to TensorViews.
+//
+// Attribute names are interned and dtype objects cached. A decode step makes about 155 calls with
+// two to six tensors each, so reading a tensor has to take well below a microsecond.
 #include "bindings/convert.h"
 
 #include <array>
@@ -27,8 +29,8 @@ struct KnownDType {
     DType dtype;
 };
 
-// Dtype objects are singletons; each is identified by its text once and by its address afterwards.
-// Guarded by the GIL.
+// Cache of dtype objects, which are singletons: each is identified by its name once and by its
+// address afterwards. Guarded by the GIL.
 std::array<KnownDType, 16> known_dtypes;
 size_t known_dtype_count = 0;
 
@@ -112,7 +114,7 @@ TensorView view_of(Operand operand, py::handle tensor, std::initializer_list<DTy
     return view;
 }
 
-// The row length of a cache of that type.
+// Row length that a cache of this type and head size must have.
 static int64_t wanted_row(Operand operand, DType dtype, int64_t d) {
     if (is_packed_kv(dtype) && d % kKvGroup != 0) {
         fail(operand, "plain rows, or heads of a multiple of " + std::to_string(kKvGroup),

@@ -1,4 +1,5 @@
-// From Python objects to TensorViews, with the checks that kernels rely on.
+// Conversion of Python objects to TensorViews, with the checks that kernels rely on, and the
+// classes that the bindings share.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -15,37 +16,38 @@ namespace exl {
 
 namespace py = pybind11;
 
-// Reads data_ptr(), shape, stride(), dtype and is_cpu of a torch tensor (or of anything that has
-// them). Throws InputError unless it is on the CPU, of one of these types and that shape, and
-// contiguous from dimension `first_dense` on (see check_contiguous).
+// Reads data_ptr(), shape, stride(), dtype and is_cpu of a torch tensor (or of any object that has
+// them). Throws InputError unless the tensor is on the CPU, has one of the given types and the
+// given shape, and is contiguous from dimension `first_dense` on (see check_contiguous).
 TensorView view_of(Operand operand, py::handle tensor, std::initializer_list<DType> dtypes,
                    std::initializer_list<int64_t> shape, int first_dense);
 
 struct Caches {
     TensorView keys;
     TensorView values;
-    int64_t d;  // of a head; rows may be longer or shorter
+    int64_t d;  // head size; rows of codes have another length
 };
 
-// key_cache and value_cache of an op, [pages, heads, page_size, row] each, stored alike; or 8-bit
-// keys with 4-bit values. With kAnySize for d the keys' rows say what it is.
+// Reads key_cache and value_cache of an op, [pages, heads, page_size, row] each. Both have the same
+// type, or keys have 8-bit and values 4-bit codes. With kAnySize for d, the head size follows from
+// the length of the key rows.
 Caches view_caches(const char* op, py::handle keys, py::handle values, int64_t pages,
                    int64_t heads, int64_t page_size, int64_t d);
 
-// Each of an op's slots is within [0, slot_count).
+// Throws InputError unless every slot is within [0, slot_count).
 void check_slots(const char* op, const int64_t* slots, int64_t count, int64_t slot_count);
 
-// The torch dtype object itself, for example torch.float16.
+// Converts a torch dtype object, for example torch.float16.
 DType dtype_of(Operand operand, py::handle dtype);
 
-// Columns of a linear that lie in one matrix; one of the two is set.
+// Columns of a linear that are stored in one matrix; exactly one of the two pointers is set.
 struct Part {
     const PackedMatrix* dense;
     const QuantMatrix* quant;
     int64_t n;
 };
 
-// What ops take as weights: matrices whose outputs follow each other.
+// Weight operand of the ops: one or more matrices whose outputs are concatenated.
 struct Linear {
     virtual ~Linear() = default;
 
@@ -69,14 +71,14 @@ struct QuantLinear : Linear {
     std::unique_ptr<QuantMatrix> matrix;
 };
 
-// Keeps what it joins alive.
+// Several linears as one. Shares ownership of its members.
 struct JoinedLinear : Linear {
     explicit JoinedLinear(std::vector<std::shared_ptr<Linear>> joined);
 
     std::vector<std::shared_ptr<Linear>> members;
 };
 
-// The ops of one instruction set with the threads they run on.
+// Ops of one instruction set with the threads that they run on.
 struct Table {
     Table(const std::string& isa, int threads);
 

@@ -1,4 +1,4 @@
-// Norms, RoPE, gated activations, sums of exponentials, cache writes.
+// Bindings of norms, RoPE, gated activations, log-sum-exp and cache writes.
 #include "bindings/convert.h"
 
 namespace exl {

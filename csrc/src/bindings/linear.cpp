@@ -1,10 +1,10 @@
-// Linears and embeddings over any kind of weights, with what is fused to them: a norm before, an
-// addition or a gated activation after.
+// Bindings of linear and embedding over any kind of weights, and of the ops fused to a linear: a
+// norm before it, an addition or a gated activation after it.
 #include "bindings/convert.h"
 
 namespace exl {
 
-// Scratch of the calling thread; the kernels use the others.
+// Scratch slots of the calling thread; the kernels use slots 0 to 7.
 constexpr int kNormedSlot = 8;
 constexpr int kGateUpSlot = 9;
 
@@ -28,7 +28,7 @@ static const float* norm_of(const char* op, py::handle norm, int64_t k) {
     return view_of({op, "norm"}, norm, {DType::f32}, {k}, 0).as<float>();
 }
 
-// x becomes its norm, in scratch.
+// Writes rms_norm(x) to scratch and makes it the input of the call.
 static void apply_norm(Table& table, const float* norm, float eps, Call& call) {
     const int64_t k = call.w.k;
     auto* normed = static_cast<float*>(thread_scratch(kNormedSlot, call.m * k * 4));

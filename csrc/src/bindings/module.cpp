@@ -1,4 +1,4 @@
-// The module: which instruction sets there are, and the table of one of them.
+// The Python module: available instruction sets, and Table, the ops of one of them.
 #include <string>
 #include <vector>
 

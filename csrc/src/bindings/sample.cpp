@@ -1,4 +1,5 @@
-// Drawing a token. Scratch memory grows to the largest vocabulary and stays with the thread.
+// Binding of `sample`. Each thread keeps scratch memory, sized for the largest vocabulary it has
+// seen.
 #include <cmath>
 #include <vector>
 
@@ -33,7 +34,7 @@ void check_settings(double temperature, int64_t top_k, double top_p, double min_
     if (num_top < 0) fail({"sample", "num_top"}, "0 or more", std::to_string(num_top));
 }
 
-// Logits, mask and changes; the rest is 0.
+// Reads logits, mask and changes; the other arguments stay 0.
 SampleArgs view_operands(py::handle logits, py::handle mask, py::handle ids, py::handle values) {
     SampleArgs args{};
     const TensorView row = view_of({"sample", "logits"}, logits, {DType::f32}, {kAnySize}, 0);
@@ -67,7 +68,8 @@ SampleArgs view_operands(py::handle logits, py::handle mask, py::handle ids, py:
     return args;
 }
 
-void lend(Scratch& scratch, SampleArgs& args) {
+// Points the scratch arguments into the thread's scratch memory and grows it if needed.
+void assign_scratch(Scratch& scratch, SampleArgs& args) {
     const auto grow = [](auto& memory, int64_t size) {
         if (memory.size() < static_cast<size_t>(size)) memory.resize(static_cast<size_t>(size));
         return memory.data();
@@ -80,9 +82,9 @@ void lend(Scratch& scratch, SampleArgs& args) {
     args.maxima = args.weights + padded;
     args.sums = grow(scratch.sums, padded + blocks);
     args.keys = grow(scratch.keys, 2 * padded);
-    const int64_t room = args.num_top < args.vocab ? args.num_top : args.vocab;
-    args.top_ids = grow(scratch.top_ids, room);
-    args.top_probabilities = grow(scratch.top_probabilities, room);
+    const int64_t top_count = args.num_top < args.vocab ? args.num_top : args.vocab;
+    args.top_ids = grow(scratch.top_ids, top_count);
+    args.top_probabilities = grow(scratch.top_probabilities, top_count);
 }
 
 }  // namespace
@@ -99,7 +101,7 @@ static py::tuple sample(Table& table, py::handle logits, py::handle mask, py::ha
     args.min_p = min_p;
     args.uniform = uniform;
     args.num_top = num_top;
-    lend(scratch, args);
+    assign_scratch(scratch, args);
     SampleResult drawn;
     {
         py::gil_scoped_release release;

@@ -1,12 +1,12 @@
-// Packed weights: dense, quantized, and several joined. Everything that filling indexes with is
-// checked here.
+// Bindings of packed weights: dense, quantized and joined. Checks every value that filling uses as
+// an index.
 #include <pybind11/stl.h>
 
 #include "bindings/convert.h"
 
 namespace exl {
 
-// Keeps n * k * 4 far from overflow; a matrix of 2^40 values would be 2 TB.
+// Limit that keeps n * k * 4 far from overflow. A matrix of 2^40 values would take 2 TB in fp16.
 constexpr int64_t kMostValues = int64_t{1} << 40;
 
 static void check_size(const char* op, int64_t out_features, int64_t in_features) {
@@ -119,7 +119,7 @@ static std::vector<GroupRun> runs_of(const py::iterable& runs, int64_t in_featur
     return found;
 }
 
-// A permutation of [0, count), int32; null for None.
+// Reads a permutation of [0, count), int32; null for None.
 static const int32_t* rows_of(Operand operand, py::handle tensor, int64_t count) {
     if (tensor.is_none()) return nullptr;
     const TensorView view = view_of(operand, tensor, {DType::i32}, {count}, 0);
@@ -155,7 +155,7 @@ static std::shared_ptr<QuantLinear> new_quantized(int64_t out_features, int64_t 
     return std::make_shared<QuantLinear>(layout);
 }
 
-// [groups, columns] of one type, or None where the layout has no such thing.
+// Reads scales or offsets [groups, columns]; None and null if the layout has none.
 static const void* grid_of(Operand operand, py::handle tensor, bool is_wanted, DType dtype,
                            int64_t groups, int64_t columns) {
     if (!is_wanted) {
@@ -227,11 +227,11 @@ static void fill_quantized(QuantLinear& self, int64_t first_column, const std::s
              "whole panels of 16 columns within [0, " + std::to_string(w.n) + ")",
              std::to_string(from.columns) + " columns at " + std::to_string(first_column));
     }
-    const bool is_apart = ggml == nullptr;
-    from.scales = grid_of({"fill_quantized", "scales"}, scales, is_apart, w.scale_dtype, w.groups,
-                          from.columns);
+    const bool is_separate = ggml == nullptr;  // GGML blocks contain their scales and offsets
+    from.scales = grid_of({"fill_quantized", "scales"}, scales, is_separate, w.scale_dtype,
+                          w.groups, from.columns);
     from.offsets = grid_of({"fill_quantized", "offsets"}, offsets,
-                           is_apart && w.offset != Offset::middle,
+                           is_separate && w.offset != Offset::middle,
                            w.offset == Offset::zeros ? DType::u8 : w.scale_dtype, w.groups,
                            from.columns);
     from.bias = bias_of("fill_quantized", bias, w.bias != nullptr, from.columns);

@@ -1,12 +1,16 @@
 // Causal attention of query rows over paged keys and values; decode and prefill in one call.
 //
-// Row r of sequence s has position p = past_lens[s] + (r - row_starts[s]) and sees keys j <= p, of
-// these only j > p - window if window > 0. score = softcap(scale * q.k), softcap(x) = c tanh(x / c)
-// if c > 0. Query head h reads kv head h / (q_heads / kv_heads). Page i of sequence s is
-// page_table[s, i]; the keys of this pass are already in the cache.
+//   position     row r of sequence s has position p = past_lens[s] + (r - row_starts[s])
+//   mask         it attends to keys j <= p; if window > 0, only to those with j > p - window
+//   score        softcap(scale * q.k), where softcap(x) = c tanh(x / c) if c > 0, else x
+//   heads        query head h reads kv head h / (q_heads / kv_heads)
+//   pages        page i of sequence s is page_table[s, i]
 //
-// Rows are stored as formats/kv.h says. Packed ones are read as what they stand for, without the
-// float16 roundings of decoding: a unit's transform is done to the query and to the result instead.
+// The keys and values of this pass are already in the cache.
+//
+// Cache rows are stored in the format of formats/kv.h. Packed rows are dequantized exactly, without
+// the float16 roundings of the format's decoder. Kernels do not invert the transform of a unit in
+// the rows; they apply it to the query and to the result instead.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +29,7 @@ struct AttentionArgs {
     int64_t d;
     const void* key_cache;  // [pages, kv_heads, page_size, row]
     const void* value_cache;
-    DType key_dtype;  // f32, f16 or f8e4m3, and both alike; or each i8 or u8
+    DType key_dtype;  // both f32, both f16 or both f8e4m3; or each of them i8 or u8
     DType value_dtype;
     int64_t page_size;
     const int32_t* page_table;  // [seqs, table_width]
@@ -36,7 +40,9 @@ struct AttentionArgs {
     float scale;
     int64_t window;
     float softcap;
-    float* y;  // [rows, q_heads * d]; may be q: an item's queries are read before it writes there
+    // [rows, q_heads * d]; may be q, because a work item reads its queries before it writes
+    // results.
+    float* y;
     int64_t y_stride;
 };
 

@@ -1,5 +1,5 @@
-// Ops that touch each activation once: norms, rotary positions, gated activations, cache writes,
-// sums of exponentials.
+// Elementwise and row-wise ops: norms, RoPE, gated activations, cache writes, log-sum-exp.
+//
 // All activations are fp32; the last dimension is contiguous.
 #pragma once
 
@@ -15,7 +15,7 @@ struct RmsNormArgs {
     const float* x;
     int64_t rows;
     int64_t x_stride;    // between rows
-    int64_t heads;       // each head of a row is normed by itself; 1 for a whole row
+    int64_t heads;       // heads per row, each normalized by itself; 1 for a whole row
     int64_t d;           // heads are d apart
     const float* weight;  // [d]
     float eps;
@@ -23,19 +23,19 @@ struct RmsNormArgs {
     int64_t y_stride;
 };
 
-// In place, pairs (i, i + rotated/2): (a, b) -> (a cos - b sin, b cos + a sin). Where there is a
-// scale, the heads so turned are then x * scale + shift.
+// RoPE in place: the pairs (i, i + rotated / 2) of each head, (a, b) -> (a cos - b sin,
+// b cos + a sin). If there is a scale, the whole rotated head then becomes x * scale + shift.
 struct RopeArgs {
     float* x;  // [rows, heads, d]
     int64_t rows;
     int64_t x_stride;
     int64_t heads;
     int64_t d;
-    int64_t rotated;    // even, <= d; the rest stays
+    int64_t rotated;    // even, <= d; later elements are not rotated
     const float* cos;  // [rows, rotated / 2]
     const float* sin;
-    const float* scale = nullptr;  // [heads, d], and so is shift
-    const float* shift = nullptr;
+    const float* scale = nullptr;  // [heads, d]; both or neither
+    const float* shift = nullptr;  // [heads, d]
 };
 
 enum class Gate : int { silu = 0, gelu_tanh = 1 };
@@ -50,8 +50,8 @@ struct GatedActivationArgs {
     float* y;  // [m, d]
 };
 
-// y = log(sum(exp(x))) over the last dimension; NaN where a value is NaN or plus infinity, or all
-// are minus infinity.
+// y = log(sum(exp(x))) over the last dimension. y is NaN if a value of the row is NaN or plus
+// infinity, or if all are minus infinity.
 struct LogSumExpArgs {
     const float* x;  // [m, n], n > 0
     int64_t m;
@@ -60,8 +60,8 @@ struct LogSumExpArgs {
     float* y;  // [m]
 };
 
-// Key and value rows to their slots, stored as formats/kv.h says; slot = page * page_size + offset,
-// each in range.
+// Writes key and value rows to their cache slots in the format of formats/kv.h. A slot is
+// page * page_size + offset; every slot is in range.
 struct WriteKvArgs {
     const float* key;    // [rows, heads, d]
     const float* value;
@@ -72,7 +72,7 @@ struct WriteKvArgs {
     int64_t d;
     void* key_cache;  // [pages, heads, page_size, row]
     void* value_cache;
-    DType key_dtype;  // f32, f16 or f8e4m3, and both alike; or each i8 or u8
+    DType key_dtype;  // both f32, both f16 or both f8e4m3; or each of them i8 or u8
     DType value_dtype;
     int64_t page_size;
     const int64_t* slots;  // [rows]

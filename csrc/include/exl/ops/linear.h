@@ -1,15 +1,16 @@
-// y[m, n] = x[m, k] @ w[n, k]^T + bias[n] (+ y), fp32 accumulation, one rounding per product and sum.
+// y[m, n] = x[m, k] @ w[n, k]^T + bias[n] (+ y), fp32 accumulation, one rounding per product and
+// sum.
 //
-// Packed layout, one for decode and prefill: panels of 16 output columns, k-major inside, in the
-// stored type. Columns past n are zero.
+// Packed layout, the same for decode and prefill: panels of 16 output columns, k-major within a
+// panel, in the stored type. Columns past n are zero.
 //
 //          column  0 1 2 ... 15 | 16 17 ... 31 | ...
 //     k = 0        w w w      w |  w  w      w |
 //     k = 1        w w w      w |  w  w      w |      panel p starts at element p * k * 16
 //     ...                       |              |
 //
-// Why: a step along k is one vector load of 16 columns and one broadcast of x, whatever m is, and
-// decode reads each panel as one stream.
+// Reason: a step along k is one vector load of 16 columns and one broadcast of x for each row, for
+// every m, and decode reads each panel as one stream.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +24,7 @@ constexpr int64_t kPanel = 16;
 
 struct MemoryBlock;
 
-// Weights of one linear in run-time layout; owns its memory (zero until filled).
+// Weights of one linear in the run-time layout. Owns its memory, which is zero until filled.
 class PackedMatrix {
 public:
     PackedMatrix(int64_t out_features, int64_t in_features, DType dtype, bool has_bias);
@@ -31,8 +32,8 @@ public:
     PackedMatrix(const PackedMatrix&) = delete;
     PackedMatrix& operator=(const PackedMatrix&) = delete;
 
-    // Copies rows [row_offset, row_offset + rows) of w[n, k]. Disjoint ranges may be filled by
-    // several threads at once.
+    // Packs rows [row_offset, row_offset + rows) of w[n, k]. Several threads may fill disjoint
+    // ranges at the same time.
     void fill(int64_t row_offset, int64_t rows, const void* weight, const float* bias);
 
     int64_t panels() const { return (n + kPanel - 1) / kPanel; }
@@ -45,7 +46,7 @@ public:
     float* bias = nullptr;  // null, or [panels * 16]
 
 private:
-    MemoryBlock* block_;  // what `data` lies in
+    MemoryBlock* block_;  // contains `data`
 };
 
 struct LinearArgs {
@@ -55,7 +56,7 @@ struct LinearArgs {
     int64_t x_stride;
     float* y;  // [m, n], rows y_stride apart
     int64_t y_stride;
-    bool accumulate;  // add to what y holds
+    bool accumulate;  // add to y instead of overwriting it
 };
 
 struct EmbeddingArgs {

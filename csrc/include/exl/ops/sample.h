@@ -1,23 +1,24 @@
-// Drawing one token from one row of logits.
+// Sampling of one token from one row of logits.
 #pragma once
 
 #include <cstdint>
 
 namespace exl {
 
-// Steps, in this order; the likeliest token always stays, and equal values go by id, lowest first:
-//   values[ids] = new_values; tokens whose bit is 0 in the mask are dropped (minus infinity)
-//   y = temperature == 1 ? value : (value - largest) / temperature, each operation rounded to fp32
-//   the top_k tokens of the largest y (0: all)
-//   with top_p < 1 the longest run of descending y whose weights e^(y - largest y) sum to at most
-//   top_p of the total and are at least 1e-6 of it each; weights below e^kWeightFloor are 0
-//   with min_p > 0 the tokens of y - largest y >= ln(min_p)
-// The token is the first whose running weight, by id, exceeds uniform times the total.
+// Steps, in this order. The likeliest token is always kept; ties are ordered by id, lowest first.
+//   1. values[ids] = new_values; tokens whose mask bit is 0 are dropped (set to minus infinity)
+//   2. y = temperature == 1 ? value : (value - largest) / temperature, each operation rounded
+//      to fp32
+//   3. keep the top_k tokens with the largest y (0: all)
+//   4. if top_p < 1: keep the longest descending run of y whose weights e^(y - largest y) sum to at
+//      most top_p of the total and are each at least 1e-6 of it; weights below e^kWeightFloor are 0
+//   5. if min_p > 0: keep the tokens with y - largest y >= ln(min_p)
+//   6. sample the first token, by id, whose running sum of weights exceeds uniform times the total
 struct SampleArgs {
     const float* logits;  // [vocab]
     int64_t vocab;        // at least 1, below 2^31
     const int32_t* mask;  // [ceil(vocab / 32)], bit i % 32 of word i / 32; or null
-    const int64_t* ids;   // [changes], each in range; the last of equal ones counts
+    const int64_t* ids;   // [changes], each in range; of duplicates the last one counts
     const float* new_values;
     int64_t changes;
     float temperature;  // > 0
@@ -26,7 +27,7 @@ struct SampleArgs {
     double min_p;
     double uniform;  // in [0, 1)
     int64_t num_top;
-    // Results for the num_top likeliest tokens that are left, likeliest first.
+    // Output: the num_top likeliest of the kept tokens, likeliest first.
     int64_t* top_ids;           // [min(num_top, vocab)]
     double* top_probabilities;
     // Scratch; `padded` is vocab rounded up to kSampleBlock.
@@ -41,7 +42,7 @@ struct SampleArgs {
 constexpr int64_t kSampleBlock = 64;
 constexpr float kWeightFloor = -87.33654f;
 
-// token_id -1: a logit is NaN or plus infinity, or no token is left.
+// token_id is -1 if a logit is NaN or plus infinity, or if no token is kept.
 struct SampleResult {
     int64_t token_id;
     double probability;
