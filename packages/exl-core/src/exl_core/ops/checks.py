@@ -1,4 +1,4 @@
-"""What the reference ops demand of their operands; the compiled ones check the same in C++."""
+"""Operand checks of the reference ops. The compiled ops make the same checks in C++."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from torch import Tensor, dtype
 
 
 class OpInputError(ValueError):
-    """An operand that the op's contract does not allow: a bug of the caller."""
+    """An operand violates the contract of its op, which is a bug in the caller."""
 
 
 def check(op: str, name: str, x: Tensor, dtypes: tuple[dtype, ...], *shape: int | None) -> None:
-    """Type, rank and shape; None matches every size."""
+    """Checks device (CPU), type, rank and shape; None matches every size."""
     if not isinstance(x, Tensor) or x.device.type != "cpu":
         raise OpInputError(f"{op}: {name} (expected a tensor on the CPU)")
     fits = len(shape) == x.ndim and x.dtype in dtypes
@@ -25,7 +25,10 @@ def check(op: str, name: str, x: Tensor, dtypes: tuple[dtype, ...], *shape: int 
 
 
 def check_contiguous(op: str, name: str, x: Tensor, first_dim: int = 0) -> None:
-    """Contiguous from first_dim on; with first_dim 1, rows may lie apart but not overlap."""
+    """Checks that x is contiguous from dimension first_dim on.
+
+    With first_dim=1, rows may be farther apart than their length but must not overlap.
+    """
     if x.numel() == 0:
         return
     wanted = 1
@@ -41,7 +44,7 @@ def check_contiguous(op: str, name: str, x: Tensor, first_dim: int = 0) -> None:
 
 
 def check_range(op: str, name: str, ids: Tensor, end: int) -> None:
-    """Every id within [0, end)."""
+    """Checks that every id is within [0, end)."""
     if ids.numel() > 0 and (int(ids.min()) < 0 or int(ids.max()) >= end):
         raise OpInputError(
             f"{op}: {name} (expected ids within [0, {end}), got {int(ids.min())} to"

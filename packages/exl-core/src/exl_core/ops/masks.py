@@ -1,7 +1,7 @@
-"""Sets of tokens as packed bits, as `OpTable.sample` takes them.
+"""Bitmasks: sets of allowed tokens, one bit per token id, as `OpTable.sample` expects them.
 
-A mask is int32 [ceil(vocab_size / 32)]: bit `i % 32` of word `i // 32` says whether token i may
-come.
+A mask is int32 [ceil(vocab_size / 32)]. Bit `i % 32` of word `i // 32` is 1 if token i may be
+sampled.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WORD_BITS = 32
 
 
 def pack(token_ids: Iterable[int], vocab_size: int) -> Tensor:
-    """The mask of these tokens; ids outside the vocabulary are left out."""
+    """The mask that allows these tokens; ids outside the vocabulary are ignored."""
     wanted = np.fromiter(token_ids, dtype=np.int64)
     flags = np.zeros(-(-vocab_size // WORD_BITS) * WORD_BITS, dtype=np.bool_)
     flags[wanted[(wanted >= 0) & (wanted < vocab_size)]] = True
@@ -24,6 +24,6 @@ def pack(token_ids: Iterable[int], vocab_size: int) -> Tensor:
 
 
 def unpack(words: Tensor, vocab_size: int) -> Tensor:
-    """Which tokens a mask lets through: bool [vocab_size]."""
+    """The tokens that a mask allows: bool [vocab_size]."""
     shifts = torch.arange(WORD_BITS, dtype=torch.int32)
     return ((words[:, None] >> shifts) & 1).flatten()[:vocab_size].bool()

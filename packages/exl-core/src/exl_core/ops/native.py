@@ -1,7 +1,8 @@
-"""The compiled ops: allocates outputs, passes tensors to `exl_kernels`, and nothing else.
+"""The compiled CPU ops: allocates outputs and passes tensors to the extension `exl_kernels`.
 
-The only importer of `exl_kernels`. The kernels check their operands (exl_kernels.InputError is a
-ValueError) and release the interpreter while they run.
+Inside exl_core only this module calls the extension. `ops/cuda/` imports `exl_kernels.cuda`, the
+module of the CUDA library. The kernels check their operands (exl_kernels.InputError is a
+ValueError) and release the GIL while they run.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ INSTALL = "Install it with: python -m pip install ./csrc (from the repository's 
 try:
     import exl_kernels
 except ImportError as error:
-    # A missing and a broken library look alike here; the loader's own words tell them apart.
+    # A missing and a broken library both raise ImportError; the loader's message names the cause.
     raise BackendError(
         f"the kernel library cannot be loaded: {error}",
         where="exl_kernels",
@@ -53,11 +54,12 @@ if TYPE_CHECKING:
 
 
 def native_isas() -> tuple[str, ...]:
+    """Instruction sets that both the kernels and the processor support, slowest first."""
     return exl_kernels.available_isas()
 
 
 class NativeTable:
-    """OpTable over the kernels of one instruction set and their threads."""
+    """OpTable of the CPU kernels for one instruction set, with their thread pool."""
 
     device = torch.device("cpu")
 
@@ -161,7 +163,8 @@ class NativeTable:
         return out
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        out = torch.empty_like(x)  # a third of the time of empty(x.shape); checked to be float32
+        # empty_like takes a third of the time of empty(x.shape). The kernel checks x for float32.
+        out = torch.empty_like(x)
         self._ops.rms_norm(x, weight, eps, out)
         return out
 
@@ -221,7 +224,7 @@ class NativeTable:
         )
         return out
 
-    def attention_batch(  # noqa: PLR0917 - what a batch is made of
+    def attention_batch(  # noqa: PLR0917 - the parts of a batch
         self,
         page_table: Tensor,
         row_starts: Tensor,
@@ -251,7 +254,7 @@ class NativeTable:
         softcap: float = 0.0,
         head_scale: Tensor | None = None,
         head_shift: Tensor | None = None,
-        out: PreparedInputs | None = None,  # noqa: ARG002 - there is none in this table
+        out: PreparedInputs | None = None,  # noqa: ARG002 - this table never makes one
     ) -> None:
         bound = cast(exl_kernels.Table.AttentionBatch, batch)
         self._ops.attend_(

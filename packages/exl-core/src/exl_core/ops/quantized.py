@@ -1,15 +1,15 @@
-"""Quantized matrices as the op tables take them: groups of codes with a scale and an offset.
+"""Quantized matrices as the op tables expect them: groups of codes with a scale and an offset.
 
-EXL2, GPTQ and GGUF blocks are all of one family. Rows lie along the input dimension, in the order
-in which they are stored; stored row r belongs to input feature `features[r]`, and consecutive rows
-form groups:
+EXL2, GPTQ and GGUF blocks share one form. Rows run along the input dimension, in the order in which
+they are stored. Stored row r belongs to input feature `features[r]`. Consecutive rows form groups.
+The offset of a layout selects one of three formulas:
 
     middle     w[r, n] = scales[g, n] * (code[r, n] - 2^(bits - 1))
     zeros      w[r, n] = scales[g, n] * (code[r, n] - offsets[g, n])
     minimums   w[r, n] = scales[g, n] * code[r, n] + offsets[g, n]
 
-A layout says this of a whole matrix, before anything is read; `QuantColumns` are some of its
-columns as a file holds them. Knows neither files nor the layout that a kernel wants.
+`QuantLayout` describes a whole matrix before its codes are read. `QuantColumns` holds some of its
+columns as stored in a file. This module knows neither files nor the run-time form of a kernel.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ Packing = Literal["words", "bytes", "q4_0", "q4_1", "q5_0", "q5_1", "q8_0"]
 WIDTHS = (2, 3, 4, 5, 6, 8)
 
 FILL_STEP = 32
-"""Every table fills columns in ranges that begin at multiples of it (some at finer ones)."""
+"""Every table can fill ranges of columns that begin at a multiple of this (some at finer steps)."""
 
 
 class GroupRun(NamedTuple):
-    """Consecutive groups of one width and size; a shorter last group is a run of its own."""
+    """Consecutive groups with the same bit width and size; a shorter last group is its own run."""
 
     bits: int
     groups: int
-    rows: int  # of each group
+    rows: int  # rows per group
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantLayout:
-    """A matrix [in_features, out_features]; `features` is int32 [in_features] or None, in order.
+    """Layout of a matrix [in_features, out_features].
 
-    `scale_dtype` is float16 or float32, and holds for minimums too; zeros are uint8.
+    `features` is int32 [in_features]; None means that stored row r is input feature r.
+    `scale_dtype` is float16 or float32 and applies to minimums too; zeros are uint8.
     """
 
     out_features: int
@@ -59,19 +60,19 @@ class QuantLayout:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantColumns:
-    """Some columns of a matrix as a file has them.
+    """Some columns of a matrix as stored in a file.
 
     `codes` by packing:
 
-    - words  int32 [words, columns]: down each column, the codes of all stored rows one after the
-      other, lowest bits first (`codecs/bits.py`); rows may lie apart
-    - bytes  uint8 [in_features, columns]: one code each; rows may lie apart
-    - q4_0 and the other names of GGML: uint8 [columns, bytes of a row], its blocks of 32 with the
-      scales inside
+    - words: int32 [words, columns]. Each column is a bit stream of the codes of all stored rows,
+      lowest bits first (`codecs/bits.py`). Rows of the tensor may be strided.
+    - bytes: uint8 [in_features, columns], one code per byte. Rows of the tensor may be strided.
+    - q4_0 and the other GGML names: uint8 [columns, bytes per column], blocks of 32 codes that
+      contain their scales.
 
-    `source_rows`, int32 [in_features], is the row of `codes` that holds each stored row; None where
-    it is the same. `scales` and `offsets` are [groups, columns]; `offsets` are None in the middle,
-    and both are for GGML blocks. `bias` is float32 [columns].
+    `source_rows`, int32 [in_features], gives the row of `codes` that holds each stored row; None
+    means the same row. `scales` and `offsets` are [groups, columns]. `offsets` is None if the
+    layout's offset is "middle". Both are None for GGML blocks. `bias` is float32 [columns].
     """
 
     packing: Packing

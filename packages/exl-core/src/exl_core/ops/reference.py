@@ -1,4 +1,4 @@
-"""The ops in plain torch, float64 inside: slow, short, and what every kernel is judged by."""
+"""The reference op table: plain torch, computed in float64. Every kernel is tested against it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class PlainLinear:
-    """Weights as they came: [n, k]."""
+    """Dense weights in their original layout, [n, k]."""
 
     weight: Tensor
     bias: Tensor | None
@@ -57,7 +57,7 @@ class PlainLinear:
 
 @dataclass(frozen=True, slots=True)
 class PlainJoined:
-    """Linears of one input, their outputs one after the other."""
+    """Linears with the same input; their outputs are concatenated."""
 
     parts: tuple[PlainLinear | PlainQuantized, ...]
 
@@ -86,7 +86,10 @@ class PlainJoined:
 
 
 class ReferenceTable:
-    """OpTable by the book. `threads` is carried only: torch's own setting is the process's."""
+    """Reference implementation of OpTable.
+
+    `threads` is only stored: the number of torch's threads is a setting of the whole process.
+    """
 
     name = "reference"
     device = torch.device("cpu")
@@ -167,7 +170,7 @@ class ReferenceTable:
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, out: Tensor | None = None
     ) -> Tensor:
-        return _put("norm_linear", _norm_linear("norm_linear", x, norm, eps, w), out)
+        return _copy_to("norm_linear", _norm_linear("norm_linear", x, norm, eps, w), out)
 
     def norm_gated_linear(  # noqa: PLR0917 - two ops' operands
         self,
@@ -182,7 +185,7 @@ class ReferenceTable:
         if w.out_features % 2 != 0:
             raise OpInputError(f"{op}: w ({w.out_features} are no two halves)")
         y = self.gated_activation(_norm_linear(op, x, norm, eps, w), kind)
-        return _put(op, y, cast(Tensor | None, out))
+        return _copy_to(op, y, cast(Tensor | None, out))
 
     def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
         check("embedding", "token_ids", token_ids, (torch.int64,), None)
@@ -254,7 +257,7 @@ class ReferenceTable:
         store_rows(key_cache, page, offset, key)
         store_rows(value_cache, page, offset, value)
 
-    def attention_batch(  # noqa: PLR0917 - what a batch is made of
+    def attention_batch(  # noqa: PLR0917 - the parts of a batch
         self,
         page_table: Tensor,
         row_starts: Tensor,
@@ -294,7 +297,7 @@ class ReferenceTable:
         softcap: float = 0.0,
         head_scale: Tensor | None = None,
         head_shift: Tensor | None = None,
-        out: PreparedInputs | None = None,  # noqa: ARG002 - there is none in this table
+        out: PreparedInputs | None = None,  # noqa: ARG002 - this table never makes one
     ) -> None:
         if not isinstance(batch, PlainBatch):
             raise OpInputError("attend_: batch (expected one of the reference table)")
@@ -348,7 +351,7 @@ class ReferenceTable:
             if window > 0:
                 seen &= key > position - window
             weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-            # Values that no row sees may be anything; 0 * NaN is not 0.
+            # Values that no row attends to may hold NaN, and 0 * NaN is not 0.
             values = values.masked_fill(~seen.any(0)[None, :, None], 0.0)
             out[first:last] = (weights @ values).transpose(0, 1)
         return out.view(rows, heads * d)
@@ -369,7 +372,7 @@ def _linear(op: str, x: Tensor, w: PackedLinear) -> Tensor:
     return y if plain.bias is None else y + plain.bias
 
 
-def _put(op: str, result: Tensor, out: Tensor | None) -> Tensor:
+def _copy_to(op: str, result: Tensor, out: Tensor | None) -> Tensor:
     if out is None:
         return result
     check(op, "out", out, F32, *result.shape)

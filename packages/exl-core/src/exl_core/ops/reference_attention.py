@@ -1,4 +1,4 @@
-"""Sequences and caches as the reference table's attention reads and checks them."""
+"""Parts of the reference attention: sequences, cache reads, head views and their checks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ F32 = (torch.float32,)
 
 
 class Sequences(NamedTuple):
-    """Which rows belong to which sequence, and the pages of its keys."""
+    """Rows of each sequence and the pages of its keys."""
 
     page_table: Tensor
     row_starts: Tensor
@@ -43,7 +43,7 @@ class Sequences(NamedTuple):
 
 
 class PlainBatch(NamedTuple):
-    """What `attention_batch` was given."""
+    """Operands of `attention_batch`."""
 
     sequences: Sequences
     slots: Tensor
@@ -54,7 +54,7 @@ class PlainBatch(NamedTuple):
 
 
 def gather(cache: Tensor, page_ids: Tensor, end: int) -> Tensor:
-    """The first `end` positions of a sequence: float64 [kv_heads, end, d]."""
+    """Reads the first `end` positions of a sequence: float64 [kv_heads, end, d]."""
     pages = -(-end // cache.shape[2])
     rows = torch.stack([cache[page_id] for page_id in page_ids[:pages].tolist()])
     return decode_rows(rows.transpose(0, 1).flatten(1, 2)[:, :end])
@@ -63,7 +63,7 @@ def gather(cache: Tensor, page_ids: Tensor, end: int) -> Tensor:
 def split_heads(
     qkv: Tensor, batch: PlainBatch, key_cache: Tensor, value_cache: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of queries, keys and values in a fused projection, [rows, heads, d] each."""
+    """Views of queries, keys and values within a fused projection, [rows, heads, d] each."""
     op, pages, page_size = "attend_", batch.num_pages, batch.page_size
     check(op, "qkv", qkv, F32, batch.slots.shape[0], None)
     check_contiguous(op, "qkv", qkv, 1)
@@ -85,7 +85,10 @@ def split_heads(
 
 
 def scale_heads_(q: Tensor, k: Tensor, scale: Tensor | None, shift: Tensor | None) -> None:
-    """Queries and keys [rows, heads, d] become x * scale + shift, both [heads of both * d]."""
+    """Replaces queries and keys [rows, heads, d] by x * scale + shift.
+
+    `scale` and `shift` cover the query heads, then the key heads: [(q_heads + kv_heads) * d].
+    """
     op = "attend_"
     if scale is None or shift is None:
         if scale is not shift:
@@ -100,7 +103,9 @@ def scale_heads_(q: Tensor, k: Tensor, scale: Tensor | None, shift: Tensor | Non
         x.copy_(x.double() * factors[own] + terms[own])
 
 
-def check_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, of: Sequences) -> None:
+def check_attention(
+    q: Tensor, key_cache: Tensor, value_cache: Tensor, sequences: Sequences
+) -> None:
     op = "paged_attention"
     check(op, "q", q, F32, None, None, None)
     check_contiguous(op, "q", q, 1)
@@ -109,4 +114,4 @@ def check_attention(q: Tensor, key_cache: Tensor, value_cache: Tensor, of: Seque
     num_pages, kv_heads, page_size, _ = key_cache.shape
     if kv_heads < 1 or heads % kv_heads != 0:
         raise OpInputError(f"{op}: {kv_heads} kv heads do not divide {heads} query heads")
-    of.check(op, rows, page_size, num_pages)
+    sequences.check(op, rows, page_size, num_pages)

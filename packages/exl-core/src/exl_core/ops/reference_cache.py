@@ -1,8 +1,9 @@
-"""Rows of the key-value cache as the reference table stores, reads and checks them.
+"""Rows of the key-value cache: encoding, decoding and checks of the reference table.
 
-Codes are the format's to the bit: torch's float16 arithmetic rounds once after every step, as the
-format demands. Reading is exact in float64: the roundings of a decoder are not part of what codes
-mean; with `torch.float16` they are done all the same, as the format lists them.
+Codes are bit-exact (`csrc/include/exl/formats/kv.h`): torch's float16 arithmetic rounds once after
+every step, as the format requires. Decoding is exact in float64, because a decoder's roundings are
+not part of the value that codes stand for. Decoding with `torch.float16` rounds after every step of
+the format's formula.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ UNIT, GROUP = 64, 32
 
 
 def row_size(cache_type: dtype, head_dim: int) -> int:
-    """Elements of one row."""
+    """Number of cache elements in one row."""
     bits = CODE_BITS.get(cache_type)
     return head_dim if bits is None else head_dim * bits // 8 + head_dim // GROUP * 2
 
 
 def head_dim_of(cache: Tensor) -> int:
-    """What rows of that length hold; 0 where they hold nothing."""
+    """Head size that the rows of a cache hold; 0 if no head has rows of that length."""
     size = cache.shape[-1]
     if cache.dtype not in CODE_BITS:
         return size
@@ -39,7 +40,7 @@ def check_caches(
     shape: tuple[int | None, int | None, int | None],
     head_dim: int,
 ) -> None:
-    """`shape`: pages, heads and page size, where they are known."""
+    """Checks both caches. `shape` gives pages, heads and page size; None where unknown."""
     types = (*PLAIN_TYPES, *CODE_BITS)
     check(op, "key_cache", key_cache, types, *shape, None)
     kinds = (key_cache.dtype, torch.uint8)[: 2 if key_cache.dtype == torch.int8 else 1]
@@ -52,15 +53,15 @@ def check_caches(
 
 
 def store_rows(cache: Tensor, page: Tensor, offset: Tensor, x: Tensor) -> None:
-    """x [rows, heads, d] to cache[page, :, offset]."""
+    """Writes x [rows, heads, d] to cache[page, :, offset]."""
     rows = encode_rows(x, cache.dtype)
-    if cache.dtype == torch.float8_e4m3fn:  # which torch can copy, but not scatter
+    if cache.dtype == torch.float8_e4m3fn:  # torch can copy this type but not scatter it
         cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
     cache[page, :, offset] = rows
 
 
 def encode_rows(x: Tensor, cache_type: dtype) -> Tensor:
-    """x [..., d] -> [..., row] as the cache stores it."""
+    """Encodes x [..., d] into cache rows [..., row]."""
     if cache_type == torch.float8_e4m3fn:
         none = torch.full_like(x, torch.nan).copysign(x)
         return torch.where(x.isfinite(), x.clamp(-448, 448), none).to(cache_type)
@@ -70,7 +71,7 @@ def encode_rows(x: Tensor, cache_type: dtype) -> Tensor:
 
 
 def decode_rows(rows: Tensor, number: dtype = torch.float64) -> Tensor:
-    """[..., row] -> [..., d]; in `number` arithmetic where rows are codes."""
+    """Decodes cache rows [..., row] -> [..., d]. Codes are decoded in `number` arithmetic."""
     if rows.dtype not in CODE_BITS:
         return rows.to(number)
     bits, d = CODE_BITS[rows.dtype], head_dim_of(rows)
@@ -84,7 +85,7 @@ def decode_rows(rows: Tensor, number: dtype = torch.float64) -> Tensor:
 
 
 def rotate(x: Tensor) -> Tensor:
-    """The unnormalised transforms of the even and of the odd elements of a unit [..., n]."""
+    """Unnormalized Walsh-Hadamard transforms of even and of odd elements of a unit [..., n]."""
     stride = 2
     while stride < x.shape[-1]:
         pairs = x.reshape(*x.shape[:-1], -1, 2, stride)
@@ -105,7 +106,7 @@ def _encode_codes(x: Tensor, bits: int) -> Tensor:
     half_range = 2 ** (bits - 1)
     y = torch.cat([rotate(unit) for unit in _units(x)], dim=-1)
     y = y.view(*y.shape[:-1], -1, GROUP)
-    largest = y.abs().amax(-1, keepdim=True)  # float16 [..., d / 32, 1]; NaN where one is
+    largest = y.abs().amax(-1, keepdim=True)  # float16 [..., d / 32, 1]; NaN if an element is
     largest = torch.where(largest.isfinite(), largest, torch.nan)
     ratio = y / largest
     code = (ratio.float() * half_range + half_range).half().round()  # the product is exact

@@ -1,7 +1,7 @@
-"""Quantized matrices of the reference table: codes one a byte, multiplied out in float64.
+"""Quantized matrices of the reference table: one byte per code, dequantized in float64.
 
-Takes the columns apart by the words of `quantized.py` alone and shares nothing with the codecs, so
-that a mistake there and one here do not cancel.
+Unpacks columns from the description in `quantized.py` alone and shares no code with the codecs, so
+that the same mistake cannot cancel on both sides.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from exl_core.ops.checks import OpInputError, check, check_contiguous, check_ran
 from exl_core.ops.quantized import WIDTHS, Packing, QuantColumns, QuantLayout
 
 SCALE_TYPES = (torch.float16, torch.float32)
-PANEL = 16  # columns; filling may begin at whole panels only
+PANEL = 16  # columns; filling begins at whole panels only
 BLOCK_ROWS = 32
 
 
 class _BlockFormat(NamedTuple):
-    """A block of GGML: a scale, a minimum in some, high bits in some, then the codes."""
+    """A GGML block: a scale, in some formats a minimum, in some high bits, then the codes."""
 
     bits: int
     has_minimum: bool
@@ -41,7 +41,7 @@ BLOCKS: dict[Packing, _BlockFormat] = {
 
 
 class _Parts(NamedTuple):
-    """Some columns taken apart: codes uint8 [k, columns], the rest [groups, columns]."""
+    """Unpacked columns: codes uint8 [k, columns], scales and offsets [groups, columns]."""
 
     codes: Tensor
     scales: Tensor
@@ -50,7 +50,7 @@ class _Parts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainQuantized:
-    """codes uint8 [k, n] in stored order; scales and offsets [groups, n]."""
+    """A quantized matrix: codes uint8 [k, n] in stored order, scales and offsets [groups, n]."""
 
     layout: QuantLayout
     row_bits: Tensor  # [k]
@@ -119,8 +119,10 @@ def fill_quantized(w: PlainQuantized, first_column: int, columns: QuantColumns) 
             f"fill_quantized: first_column (expected whole panels of {PANEL} columns within"
             f" [0, {w.out_features}), got {count} at {first_column})"
         )
-    _check_beside(w, columns, count)
-    parts = _of_blocks(w, columns) if columns.packing in BLOCKS else _of_codes(w, columns)
+    _check_scales_and_bias(w, columns, count)
+    parts = (
+        _parts_of_blocks(w, columns) if columns.packing in BLOCKS else _parts_of_codes(w, columns)
+    )
     rows = parts.codes
     if columns.source_rows is not None:
         check("fill_quantized", "source_rows", columns.source_rows, (torch.int32,), w.in_features)
@@ -154,8 +156,8 @@ def _check_layout(layout: QuantLayout) -> None:
             raise OpInputError(f"{op}: features (expected every input feature once)")
 
 
-def _check_beside(w: PlainQuantized, columns: QuantColumns, count: int) -> None:
-    """Scales, offsets and bias: there exactly if the layout and the packing want them."""
+def _check_scales_and_bias(w: PlainQuantized, columns: QuantColumns, count: int) -> None:
+    """Checks that scales, offsets and bias are present exactly if layout and packing need them."""
     op, groups = "fill_quantized", w.layout.num_groups
     in_blocks = columns.packing in BLOCKS
     offset_dtype = torch.uint8 if w.layout.offset == "zeros" else w.layout.scale_dtype
@@ -175,7 +177,7 @@ def _check_beside(w: PlainQuantized, columns: QuantColumns, count: int) -> None:
         check_contiguous(op, "bias", columns.bias)
 
 
-def _of_codes(w: PlainQuantized, columns: QuantColumns) -> _Parts:
+def _parts_of_codes(w: PlainQuantized, columns: QuantColumns) -> _Parts:
     op, codes, bits = "fill_quantized", columns.codes, w.row_bits
     if columns.packing == "bytes":
         check(op, "codes", codes, (torch.uint8,), w.in_features, None)
@@ -195,8 +197,8 @@ def _of_codes(w: PlainQuantized, columns: QuantColumns) -> _Parts:
 
 
 def _codes_of_words(words: Tensor, bits: Tensor) -> Tensor:
-    """Codes of each row, wherever the stream of a column has them."""
-    start = bits.cumsum(0) - bits  # [k]
+    """Unpacks the codes of all rows from the bit streams of their columns."""
+    start = bits.cumsum(0) - bits  # [k]: first bit of each row's code
     word, shift = start // 32, start % 32
     wide = words.long() & 0xFFFFFFFF
     wide = torch.cat([wide, torch.zeros_like(wide[:1])])  # the last code may end with the stream
@@ -204,8 +206,8 @@ def _codes_of_words(words: Tensor, bits: Tensor) -> Tensor:
     return ((pair >> shift[:, None]) & (2 ** bits[:, None] - 1)).to(torch.uint8)
 
 
-def _of_blocks(w: PlainQuantized, columns: QuantColumns) -> _Parts:
-    """GGML's blocks of 32 rows; its codes of 4 bits lie as rows 0..15 low and 16..31 high."""
+def _parts_of_blocks(w: PlainQuantized, columns: QuantColumns) -> _Parts:
+    """Unpacks GGML blocks of 32 rows. Low 4-bit halves hold rows 0..15, high halves rows 16..31."""
     op, layout, block = "fill_quantized", w.layout, BLOCKS[columns.packing]
     runs = {(run.bits, run.rows) for run in layout.runs}
     offset = "minimums" if block.has_minimum else "middle"

@@ -1,4 +1,4 @@
-"""What is done with logits, in plain torch: everything sorted, everything in float64."""
+"""Reference ops on logits in plain torch: the whole row is sorted, arithmetic is float64."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from exl_core.ops.checks import OpInputError, check, check_contiguous, check_ran
 from exl_core.ops.table import NOTHING_DRAWN, Drawn, Onward, RowSettings
 
 _NUCLEUS_FLOOR = 1e-6
-_WEIGHT_FLOOR = -87.33654  # of e^x: beyond lies what float32 cannot hold
+_WEIGHT_FLOOR = -87.33654  # below this x, e^x is not a normal float32 and counts as 0
 
 
 def log_sum_exp(x: Tensor) -> Tensor:
@@ -79,9 +79,9 @@ def sample(
     by_id = order.argsort()
     running = weight[by_id].cumsum(0)
     above = (running > uniform * running[-1]).nonzero()
-    place = int(by_id[int(above[0]) if len(above) > 0 else -1])
+    index = int(by_id[int(above[0]) if len(above) > 0 else -1])
     top = zip(order[:num_top].tolist(), probability[:num_top].tolist(), strict=True)
-    return Drawn(int(order[place]), float(probability[place]), list(top))
+    return Drawn(int(order[index]), float(probability[index]), list(top))
 
 
 def sample_rows(

@@ -1,7 +1,7 @@
-"""Runs every op of a table on small inputs against the reference; `exl doctor` shows the outcome.
+"""Self-test: compares every op of a table with the reference; `exl doctor` shows the result.
 
-The inputs are fixed, awkward (odd sizes, strided rows, pages out of order) and small: it takes well
-under a second. Errors are relative to the largest value of the right answer.
+Inputs are fixed, small and awkward (odd sizes, strided rows, pages out of order). The test takes
+well under a second. Errors are relative to the largest value of the reference result.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ EPS = 2.0**-23
 
 @dataclass(frozen=True, slots=True)
 class SelfTestResult:
-    """One op: its largest error and how much rounding alone can explain."""
+    """Result of one op: its largest error, and the bound that rounding alone can explain."""
 
     op: str
     passed: bool
@@ -31,7 +31,7 @@ class SelfTestResult:
 
 
 def run_selftest(table: OpTable) -> list[SelfTestResult]:
-    """One result per op, all of them, whatever fails."""
+    """Runs all ops, even after a failure, and returns one result per op."""
     reference = ReferenceTable(1)
     results = []
     for op, (bound, case) in CASES.items():
@@ -62,14 +62,14 @@ def _linear(table: OpTable, generator: torch.Generator) -> list[Tensor]:
         outputs += [table.linear(_normal(generator, m, 135)[:, :131], w) for m in (1, 5, 40)]
     quantized = _quantized(table, generator)
     for m in (1, 5, 40):
-        # The largest value of a span survives the rounding of activations, so all is exact.
+        # Activations are -127, 0 or 127, which their rounding to integers represents exactly.
         x = 127 * torch.randint(-1, 2, (m, 120), generator=generator)
         outputs.append(table.linear(x.float(), quantized))
     return outputs
 
 
 def _quantized(table: OpTable, generator: torch.Generator) -> PackedLinear:
-    """Two widths, joined; groups of 24 rows; whole numbers."""
+    """Two joined matrices of different bit width, in groups of 24 rows, with integer weights."""
     parts = []
     for bits in (3, 4):
         order = torch.randperm(120, generator=generator).int()
@@ -89,7 +89,7 @@ def _quantized(table: OpTable, generator: torch.Generator) -> PackedLinear:
 
 
 def _dense(table: OpTable, generator: torch.Generator) -> PackedLinear:
-    """Results of about 1 for normal inputs."""
+    """A dense linear whose outputs are about 1 for normally distributed inputs."""
     w = table.new_linear(38, 131, torch.float16, True)
     weight = (_normal(generator, 38, 131) / 11).half()
     table.fill_linear(w, 0, weight, _normal(generator, 38))
@@ -144,7 +144,7 @@ def _log_sum_exp(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     return [table.log_sum_exp(8 * _normal(generator, 5, 199) + 3)]
 
 
-PACKED_TYPES = (torch.int8, torch.uint8)  # of keys, of values
+PACKED_TYPES = (torch.int8, torch.uint8)  # cache types of keys and of values
 
 
 def _write_kv(table: OpTable, generator: torch.Generator) -> list[Tensor]:
@@ -163,7 +163,7 @@ def _write_kv(table: OpTable, generator: torch.Generator) -> list[Tensor]:
 
 def _paged_attention(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     outputs = []
-    row_starts = torch.tensor([0, 1, 1, 34], dtype=torch.int32)  # a decode, nothing, a prefill
+    row_starts = torch.tensor([0, 1, 1, 34], dtype=torch.int32)  # decode, no rows, prefill
     past_lens = torch.tensor([300, 0, 9], dtype=torch.int32)
     page_table = torch.tensor([[*range(20, 1, -1)], [0] * 19, [21, 1, 0] + [0] * 16])
     for d, types in (
@@ -195,7 +195,7 @@ def _attend(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     angle = _normal(generator, 4, 7)
     batch = table.attention_batch(
         torch.tensor([[3, 1], [2, 0]], dtype=torch.int32),
-        torch.tensor([0, 1, 4], dtype=torch.int32),  # a decode, a prefill
+        torch.tensor([0, 1, 4], dtype=torch.int32),  # decode, prefill
         torch.tensor([11, 2], dtype=torch.int32),
         torch.tensor([11, 18, 19, 20]),
         angle.cos(),
@@ -209,8 +209,9 @@ def _attend(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     return [qkv[:, :80], keys, values]
 
 
-# A sum of k products of normal values is off by at most k roundings of values of its size, and in
-# practice by about sqrt(k); a fourth of the former is far from both noise and any real defect.
+# Bounds. The error of a sum of k products of normal values is at most k roundings of values of its
+# size, and about sqrt(k) roundings in practice. A quarter of the maximum is far above this noise
+# and far below any real defect.
 CASES: dict[str, tuple[float, Callable[[OpTable, torch.Generator], list[Tensor]]]] = {
     "linear": (32 * EPS, _linear),
     "linear_add_": (32 * EPS, _linear_add),

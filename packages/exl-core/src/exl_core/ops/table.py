@@ -1,13 +1,14 @@
-"""The ops that a model is made of, as one protocol; which tables there are, and picking one.
+"""The op table: the protocol of all ops that a model consists of, and the choice of a backend.
 
-Every table computes the same functions: `reference` in plain torch, `cpu` in compiled kernels for
-one instruction set, `cuda` in those for one GPU. A table knows tensors, never layers or models.
+Every table computes the same functions: `reference` in plain torch, `cpu` with compiled kernels for
+one instruction set, `cuda` with the kernels of one GPU. A table knows tensors, never layers or
+models.
 
-Tensors lie on the table's device, with a contiguous last dimension; "strided rows" means that the
-rows may lie further apart than their length, as in a view into a fused projection's output. What
-has no type below is float32; on a GPU, activations between two fused ops (`activations`) are
-float16, and an `out` or an input of either type is taken.
-An operand that breaks an op's contract is the caller's bug and raises ValueError.
+Tensors are on the table's device and have a contiguous last dimension. "Strided rows" means that
+rows may be farther apart than their length, as in a view of a fused projection's output. Tensors
+without a stated type are float32. On a GPU, activations between two fused ops (`activations`) are
+float16, and inputs and `out` may be of either type. An operand that violates the contract of an op
+is a bug in the caller and raises ValueError.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ GateKind = Literal["silu", "gelu_tanh"]
 
 
 class PackedLinear(Protocol):
-    """Weights of one linear in the table's own layout; only the table that made it can read it."""
+    """Weights of one linear in a table's run-time form; only the table that made it can read it."""
 
     @property
     def out_features(self) -> int: ...
@@ -37,19 +38,19 @@ class PackedLinear(Protocol):
 
 
 class PreparedInputs(Protocol):
-    """Room for the inputs of one linear, as its kernel reads them; the business of its table."""
+    """Buffer for the inputs of one linear in its kernel's own form; opaque outside its table."""
 
 
 Inputs = Tensor | PreparedInputs
-"""[rows, in_features], or what `inputs_for` made of that."""
+"""Inputs of a linear: a tensor [rows, in_features], or the buffer from `inputs_for`."""
 
 
 class AttentionBatch(Protocol):
-    """The rows of one pass as `attend_` wants them; only the table that made it can read it."""
+    """Rows of one forward pass, prepared for `attend_`; only the table that made it can read it."""
 
 
 class Drawn(NamedTuple):
-    """What `sample` drew: token_id -1 if there was nothing to draw."""
+    """Result of `sample`; token_id is -1 if no token can be sampled."""
 
     token_id: int
     probability: float
@@ -60,21 +61,25 @@ NOTHING_DRAWN = Drawn(-1, 0.0, [])
 
 
 class Onward(NamedTuple):
-    """`token_ids`, int64 [rows] on the table's device, gets the tokens as well, 0 where there is
-    none; then `begin` is called, on a GPU before anybody has waited for them."""
+    """Continuation of `sample_rows`: launches the next forward pass with the sampled tokens.
+
+    `sample_rows` writes the tokens to `token_ids` too, int64 [rows] on the table's device, 0 where
+    there is none. Then it calls `begin`. On a GPU this happens before the host synchronizes with
+    the sampling kernels.
+    """
 
     token_ids: Tensor
     begin: Callable[[], None]
 
     def take(self, drawn: Sequence[Drawn]) -> None:
-        """Of tokens that the host has."""
+        """Copies tokens that are already on the host, then calls `begin`."""
         with inference_mode():
             self.token_ids.copy_(tensor([max(one.token_id, 0) for one in drawn]))
         self.begin()
 
 
 class RowSettings(NamedTuple):
-    """Operands of `sample` for one row of `sample_rows`; mask, ids and values lie on the CPU."""
+    """Operands of `sample` for one row of `sample_rows`; mask, ids and values are on the CPU."""
 
     row: int
     temperature: float = 1.0
@@ -88,7 +93,7 @@ class RowSettings(NamedTuple):
     values: Tensor | None = None
 
     def draw(self, sample: Callable[..., Drawn], logits: Tensor) -> Drawn:
-        """By a table's `sample`, from that row's logits."""
+        """Calls `sample` of a table with these settings on the row's logits."""
         return sample(
             logits,
             self.mask,
@@ -104,75 +109,78 @@ class RowSettings(NamedTuple):
 
 
 class OpTable(Protocol):
-    """What a backend has to offer. Ops ending in `_` work in place."""
+    """The functions that a backend provides. Ops ending in `_` work in place."""
 
     @property
     def name(self) -> str:
-        """`reference`, or `cpu-` and the instruction set."""
+        """`reference`, `cpu-` and the instruction set, or `cuda-` and the compute capability."""
         ...
 
     @property
     def device(self) -> device:
-        """Where operands lie; those of `attention_batch` may lie on the CPU as well."""
+        """Device of the operands; those of `attention_batch` may be on the CPU too."""
         ...
 
     def bring(self, tensor: Tensor) -> Tensor:
-        """The tensor on the table's device, by the fastest way there; itself if it is there."""
+        """Copies the tensor to the table's device by the fastest path; no copy if it is there."""
         ...
 
     def activations(self, rows: int, columns: int) -> Tensor:
-        """Room for what one fused op leaves to the next: [rows, columns], not cleared."""
+        """Allocates activations between two fused ops: [rows, columns], uninitialized."""
         ...
 
     @property
     def threads(self) -> int:
-        """As asked for, until the system refuses to start that many: then those it did start."""
+        """Number of threads: as requested, or fewer once the system has refused to start them."""
         ...
 
     def new_linear(
         self, out_features: int, in_features: int, dtype: dtype, has_bias: bool = False
     ) -> PackedLinear:
-        """Room for weights of float32, float16 or bfloat16; zero until filled."""
+        """Allocates dense weights of float32, float16 or bfloat16; zero until filled."""
         ...
 
     def fill_linear(
         self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None
     ) -> None:
-        """Copies weight [part, k] (contiguous, of w's dtype) and bias [part] to rows row_offset ..
+        """Copies weight [part, k] and bias [part] to rows row_offset .. row_offset + part - 1.
 
-        Disjoint ranges of rows may be filled by several threads at once.
+        `weight` is contiguous and has the dtype of `w`. Several threads may fill disjoint ranges of
+        rows at the same time.
         """
         ...
 
     def new_quantized(self, layout: QuantLayout) -> PackedLinear:
-        """Room for a quantized matrix of that layout; nothing may read it until it is filled."""
+        """Allocates a quantized matrix of that layout; it must be filled before it is read."""
         ...
 
     def fill_quantized(self, w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
-        """Repacks columns first_column .. of a quantized matrix: reorders, never rounds.
+        """Repacks columns of a quantized matrix from `first_column` on. Reorders, never rounds.
 
-        `first_column` is a multiple of 16, and so is their number unless they are the last ones.
-        Disjoint ranges of columns may be filled by several threads at once.
+        `first_column` is a multiple of 16. So is the number of columns, unless they are the last
+        ones. Several threads may fill disjoint ranges of columns at the same time.
         """
         ...
 
     def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
-        """One linear whose outputs are those of `parts`, one after the other; they share k."""
+        """Joins linears with the same k into one whose output concatenates theirs."""
         ...
 
     def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
         """x [m, k] strided rows -> [m, n], accumulated in float32.
 
-        Of a quantized w, x is rounded: by the CPU's kernels to integers relative to the largest
-        value of each 128 stored rows or fewer, of 16 bits (12 where AMX takes 5 to 32 rows and
-        codes have at most 4 bits), or where m is large not at all, or with AMX to bfloat16 (and w
-        with it); by the reference not at all.
+        With quantized w, the CPU kernels round x. For small m they round it to integers, relative
+        to the largest value of each span of at most 128 stored rows. The integers have 16 bits, or
+        12 where AMX multiplies 5 to 32 rows with codes of at most 4 bits. For large m they round x
+        and w to bfloat16 with AMX, and neither without AMX. The reference never rounds x.
         """
         ...
 
     def inputs_for(self, w: PackedLinear, plain: Tensor) -> Inputs:
-        """Room for m rows of inputs of `w`, for ops with an `out` to write and `linear_add_` to
-        read: `plain` [m, k], or where it pays something of the table's own."""
+        """Buffer for m rows of inputs of `w`, written by an op's `out` and read by `linear_add_`.
+
+        Either `plain` [m, k] itself, or a `PreparedInputs` where the table's kernel gains from it.
+        """
         ...
 
     def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> None:
@@ -182,7 +190,7 @@ class OpTable(Protocol):
     def norm_linear(
         self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, out: Tensor | None = None
     ) -> Tensor:
-        """linear(rms_norm(x, norm, eps), w), in `out` if there is one: [m, n] contiguous."""
+        """linear(rms_norm(x, norm, eps), w), written to `out` if given: [m, n] contiguous."""
         ...
 
     def norm_gated_linear(  # noqa: PLR0917 - two ops' operands
@@ -194,9 +202,10 @@ class OpTable(Protocol):
         kind: GateKind,
         out: Inputs | None = None,
     ) -> Tensor:
-        """gated_activation(norm_linear(x, norm, eps, w), kind): [m, n / 2], w gate first.
+        """gated_activation(norm_linear(x, norm, eps, w), kind): [m, n / 2].
 
-        In `out` if there is one; what is returned then is its memory.
+        The first half of w's outputs is the gate. The result is written to `out` if given; the
+        returned tensor then shares its memory.
         """
         ...
 
@@ -209,11 +218,14 @@ class OpTable(Protocol):
         ...
 
     def rms_norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        """x [rows, heads, d] strided rows, each head normed by itself."""
+        """RMSNorm of each head by itself, in place; x [rows, heads, d] strided rows."""
         ...
 
     def rope_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """x [rows, heads, d] strided rows; cos, sin [rows, r/2] turn the pairs (i, i + r/2)."""
+        """RoPE in place; x [rows, heads, d] strided rows.
+
+        cos, sin [rows, r/2] rotate the pairs (i, i + r/2) of each head.
+        """
         ...
 
     def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:
@@ -221,8 +233,10 @@ class OpTable(Protocol):
         ...
 
     def log_sum_exp(self, x: Tensor) -> Tensor:
-        """log(sum(exp(x))) of each of x [m, n] strided rows, float32: [m]. NaN where a value is
-        NaN or plus infinity, or all are minus infinity."""
+        """log(sum(exp(x))) of each row of x [m, n] (strided rows) -> float32 [m].
+
+        NaN for a row with a NaN or plus infinity, or of minus infinities only.
+        """
         ...
 
     def write_kv(
@@ -235,11 +249,11 @@ class OpTable(Protocol):
     ) -> None:
         """key, value [rows, kv_heads, d] strided rows -> caches [pages, kv_heads, page_size, row].
 
-        slots int64 [rows] are page_id * page_size + offset. A cache's type says how it stores a
-        row: float32, float16 and float8_e4m3fn its d values; int8 and uint8 codes
-        of 8 and 4 bits and their scales, as csrc/include/exl/formats/kv.h has them. Keys and
-        values are stored alike, but that 8-bit keys may come with 4-bit values. Codes are the same
-        to the bit in every table.
+        slots int64 [rows] are page_id * page_size + offset. The type of a cache determines how it
+        stores a row: float32, float16 and float8_e4m3fn as d values; int8 and uint8 as codes of 8
+        and 4 bits with their scales (csrc/include/exl/formats/kv.h). Both caches have the same
+        type, except that 8-bit keys may be combined with 4-bit values. Codes are bit-identical in
+        every table.
         """
         ...
 
@@ -259,15 +273,15 @@ class OpTable(Protocol):
         """q [rows, q_heads, d] strided rows -> [rows, q_heads * d]; decode and prefill mixed.
 
         page_table int32 [seqs, pages], row_starts int32 [seqs + 1], past_lens int32 [seqs]. Row r
-        of sequence s has position p = past_lens[s] + r - row_starts[s] and sees keys j <= p, of
-        these only j > p - window if window > 0. Scores are scaled, then capped to
+        of sequence s has position p = past_lens[s] + r - row_starts[s] and attends to keys j <= p;
+        if window > 0, only to keys j > p - window. Scores are scaled, then capped to
         softcap * tanh(score / softcap) if softcap > 0, then masked. Query head h reads kv head
-        h // (q_heads // kv_heads). The keys of this pass are already in the cache, as `write_kv`
-        stores them; codes count as what they stand for, without a decoder's roundings.
+        h // (q_heads // kv_heads). The keys and values of this pass are already in the cache, as
+        `write_kv` stores them. Codes are dequantized exactly, without the roundings of a decoder.
         """
         ...
 
-    def attention_batch(  # noqa: PLR0917 - what a batch is made of
+    def attention_batch(  # noqa: PLR0917 - the parts of a batch
         self,
         page_table: Tensor,
         row_starts: Tensor,
@@ -281,10 +295,12 @@ class OpTable(Protocol):
     ) -> AttentionBatch:
         """Operands of `rope_`, `write_kv` and `paged_attention` that all layers of a pass share.
 
-        Checked here, once, against caches of num_pages pages. Leave the operands as they are while
-        the batch lives: not every table copies them. On a GPU, operands that lie there already are
-        taken as they are, unchecked, for sequences of one row each and of any length that the page
-        table has room for: so a captured graph reads what is written there later.
+        They are checked here, once, against caches of num_pages pages. The caller must not change
+        them while the batch is in use, because not every table copies them.
+
+        On a GPU, operands that are already on the device are neither copied nor checked. They
+        describe sequences of one row each, of any length that fits the page table. A captured CUDA
+        graph therefore reads the values that are written to them later.
         """
         ...
 
@@ -304,13 +320,15 @@ class OpTable(Protocol):
         head_shift: Tensor | None = None,
         out: PreparedInputs | None = None,
     ) -> None:
-        """All of attention between its two projections; the result replaces the queries, or goes
-        to `out` where this table has made one.
+        """All of attention between its two projections.
 
-        qkv [rows, (q_heads + 2 kv_heads) * d] strided rows: queries, keys, values. In this order:
-        rms_norm_heads_ of queries and keys where there are norms [d], rope_ of both, x * head_scale
-        + head_shift of both where these are given (float32 [(q_heads + kv_heads) * d], both or
-        neither), write_kv, paged_attention. Leaves keys and values in qkv undefined.
+        The result replaces the queries, or goes to `out` if given (a buffer from `inputs_for`).
+
+        qkv [rows, (q_heads + 2 kv_heads) * d] strided rows: queries, keys, values. Steps, in this
+        order: rms_norm_heads_ of queries and of keys, where a norm [d] is given; rope_ of both;
+        x * head_scale + head_shift of both, where these are given (float32
+        [(q_heads + kv_heads) * d], both or neither); write_kv; paged_attention. Leaves keys and
+        values in qkv undefined.
         """
         ...
 
@@ -328,36 +346,43 @@ class OpTable(Protocol):
         uniform: float = 0.0,
         num_top: int = 0,
     ) -> Drawn:
-        """The token that `uniform`, in [0, 1), draws from logits [vocab].
+        """Samples a token from logits [vocab] with the random number `uniform` in [0, 1).
 
-        In this order: logits[ids] = values (ids int64 in order, the last one counts), drop tokens
-        whose bit is 0 in mask (int32, bit i % 32 of word i // 32), divide by temperature (> 0),
-        keep the top_k likeliest (0: all), of these the longest descending run that sums to at most
-        top_p and has no token below 1e-6 (1: off), and of these the ones at least min_p times as
-        likely as the likeliest (0: off). The likeliest always stays; equals go by id. The token is
-        the first at which the running sum by id exceeds uniform. `top` are the num_top likeliest
-        of those that are left, with their probabilities. A token e^-87.3 times as likely as the
-        likeliest or less counts as impossible. Nothing can be drawn if logits hold a NaN or an
-        infinity above zero, or if no finite one is left.
+        Steps, in this order:
 
-        All operands lie on the CPU, whatever the table's device: `sample_rows` is what draws there.
+        1. logits[ids] = values; ids int64, of duplicates the last one counts
+        2. drop tokens whose bit in mask is 0 (int32, bit i % 32 of word i // 32)
+        3. divide by temperature (> 0)
+        4. keep the top_k likeliest tokens (0: all)
+        5. keep the longest descending run that sums to at most top_p and has no token below 1e-6
+           (1: off)
+        6. keep the tokens that are at least min_p times as likely as the likeliest one (0: off)
+        7. return the first token at which the running sum by id exceeds uniform
+
+        The likeliest token is always kept; ties are ordered by id. `top` lists the num_top
+        likeliest of the kept tokens with their probabilities. A token that is at most e^-87.3 times
+        as likely as the likeliest one counts as impossible. Returns NOTHING_DRAWN if logits hold a
+        NaN or plus infinity, or if no finite logit is left.
+
+        All operands are on the CPU, whatever the table's device. `sample_rows` samples there.
         """
         ...
 
     def sample_rows(
         self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
     ) -> list[Drawn]:
-        """`sample` of those rows of logits [n, vocab], strided rows on the table's device.
+        """`sample` of the given rows of logits [n, vocab], strided rows on the table's device.
 
-        Rows do not depend on one another. On a GPU all of them cost one wait; probabilities, and
-        with them which token a number falls to, are rounded differently there. Where nothing but
-        its tokens keeps the next pass from beginning, `onward` gets them to it.
+        Rows are independent. On a GPU the host synchronizes once for all of them. Probabilities are
+        rounded differently there, so that the same random number may select another token. With
+        `onward`, the next forward pass starts from the sampled tokens; the caller passes it if that
+        pass depends on nothing else.
         """
         ...
 
 
 def device_failures(on: device, doing: str) -> AbstractContextManager[None]:
-    """What a GPU's failures raise inside becomes DeviceError, or OutOfMemoryError with numbers."""
+    """Context that turns a GPU's errors into DeviceError, or OutOfMemoryError with figures."""
     if on.type == "cpu":
         return nullcontext()
     from exl_core.ops.cuda.device import failures
@@ -366,17 +391,20 @@ def device_failures(on: device, doing: str) -> AbstractContextManager[None]:
 
 
 def available_isas() -> tuple[str, ...]:
-    """Instruction sets that kernels and processor share, slowest first. BackendError without
-    kernels."""
+    """Instruction sets that both the kernels and the processor support, slowest first.
+
+    Raises BackendError if the kernel library cannot be loaded.
+    """
     from exl_core.ops.native import native_isas
 
     return native_isas()
 
 
 def get_table(name: str, *, isa: str | None = None, threads: int) -> OpTable:
-    """`reference`, `cpu` with the best instruction set unless one is named, or `cuda` or `cuda:1`.
+    """Opens the table `reference`, `cpu`, or `cuda` (a device number may follow: `cuda:1`).
 
-    DeviceError for a GPU that is not there or cannot be used.
+    `cpu` uses the best instruction set unless `isa` names one. Raises DeviceError for a GPU that
+    does not exist or cannot be used.
     """
     if not 1 <= threads <= MAX_THREADS:
         raise RequestError("not a thread count", expected=f"1 to {MAX_THREADS}", got=threads)
@@ -393,7 +421,9 @@ def get_table(name: str, *, isa: str | None = None, threads: int) -> OpTable:
     if name.partition(":")[0] == "cuda":
         from exl_core.ops.cuda.device import open_device
 
-        gpu = open_device(name)  # before more is imported: beside it others have the interpreter
+        # Opened before the imports below. Starting the driver releases the GIL, so that other
+        # threads run meanwhile.
+        gpu = open_device(name)
         from exl_core.ops.cuda.table import CudaTable
 
         return CudaTable(gpu, threads)
