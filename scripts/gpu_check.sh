@@ -78,7 +78,7 @@ fi
 
 status=0
 if [ $tests = 1 ]; then
-  "$python" -m pytest -q -m "cuda and not slow" >&2 || status=1
+  "$python" -m pytest -q -m "cuda and not thorough and not soak" >&2 || status=1
 fi
 if [ $figures = 1 ]; then
   "$python" scripts/gpu_figures.py "${options[@]+"${options[@]}"}" || status=1

@@ -1,4 +1,7 @@
-"""Fixtures that load real data: two real models and the reference texts."""
+"""Set-up of every test run, and fixtures for real data: two real models and the reference texts.
+
+Under pytest-xdist each worker is a process with session fixtures of its own.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,25 @@ import pytest
 import torch
 
 from exl_core.load import LoadedModel, load_model
-from support import real_models
+from exl_core.settings import available_cpus
+from support import profiles, real_models
+
+profiles.register()
 
 
-def pytest_configure() -> None:
-    # As the command does it: the kernels have threads of their own, and a second set of threads
-    # only takes the cores from the first.
+def pytest_configure(config: pytest.Config) -> None:
+    # Same as the command-line program: the kernels have a thread pool of their own, and a second
+    # pool only competes with it for the cores.
     torch.set_num_threads(1)
+    worker = getattr(config, "workerinput", None)
+    if worker is not None:  # the workers share the cores; child processes inherit the setting
+        threads = max(1, available_cpus() // worker["workercount"])
+        os.environ.setdefault("EXL_THREADS", str(threads))
 
 
 def pytest_collection_finish() -> None:
-    # What is imported by now stays to the end: no collection of garbage needs to go through it,
-    # and a test that asks for one waits a millisecond for it, not half a second.
+    # Modules imported by now stay until the end. Frozen, they are skipped by garbage collection:
+    # a test that calls gc.collect() waits a millisecond instead of half a second.
     gc.collect()
     gc.freeze()
 
@@ -34,14 +44,19 @@ def smollm2_path() -> Path:
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_path: Path) -> LoadedModel:
-    """Loaded with default options; whoever only asks it shares it."""
+    """The default model, loaded with default options; shared by the tests that only read it."""
     return load_model(str(smollm2_path))
 
 
 @pytest.fixture(scope="session")
 def gemma3_path(request: pytest.FixtureRequest) -> Path:
-    """Gemma 3 270M, Q4_K_M, put together from the four test dependencies that carry it."""
-    return real_models.gemma3_gguf(request.config.cache.mkdir("exl-models"))
+    """Gemma 3 270M, Q4_K_M, joined from the four test dependencies that carry its parts.
+
+    Joined once, in a folder that later runs use as well.
+    """
+    folder = request.config.rootpath / ".pytest_cache" / "exl-models"
+    folder.mkdir(parents=True, exist_ok=True)
+    return real_models.gemma3_gguf(folder)
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,8 @@ import pytest
 
 from support.terminal import Terminal, without_colors
 
+pytestmark = pytest.mark.thorough
+
 PASTE = "\x1b[200~{}\x1b[201~"
 TALE = "Write a very long story about a dragon."
 
@@ -147,7 +149,7 @@ def test_a_full_context_keeps_the_system_prompt(start: Start, tmp_path: Path) ->
     assert max(int(size) for size in re.findall(r"context (\d+) tokens", seen)) <= 128
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=lambda env: next(iter(env))
 )
@@ -159,7 +161,7 @@ def test_a_terminal_without_colors_gets_plain_text(start: Start, env: dict[str, 
     leave(chat)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_was_said_is_what_a_pipe_gets(start: Start, exl_process) -> None:
     question = "Write a Python function that adds two numbers, in a code block."
     piped = exl_process("chat", "--temp", "0", stdin=f"{question}\n".encode())

@@ -163,6 +163,7 @@ def test_what_cannot_be_asked(args: tuple[str, ...], code: int, expected: str, c
     assert expected in convert(*args).error_line(code)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_it_and_it_says_how_to_go_on(
     number: signal.Signals, convert, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,6 +203,7 @@ def test_a_text_that_is_too_short_leaves_nothing(exl, source: Path, tmp_path: Pa
     assert not list(tmp_path.glob("out*"))
 
 
+@pytest.mark.thorough
 def test_on_a_terminal_the_bar_is_gone_when_it_says_how_to_go_on(
     source: Path, tmp_path: Path
 ) -> None:
@@ -223,7 +225,7 @@ def processor_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_a_real_conversion_is_left_within_seconds(tmp_path: Path) -> None:
     """At gradients of the head, one piece for each row, and amid layers, with two threads. Seconds

@@ -49,6 +49,7 @@ def test_usage(args: tuple[str, ...], expected: str, exl, tiny_llama_dir: Path) 
     assert expected in exl("eval", "tasks", tiny_llama_dir, *args).error_line(2)
 
 
+@pytest.mark.thorough
 def test_a_task_of_ones_own(
     exl_process,
     tiny_llama_dir: Path,

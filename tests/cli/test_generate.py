@@ -191,6 +191,7 @@ def test_model_may_be_an_argument(exl, tiny_llama_dir: Path) -> None:
     assert done.out
 
 
+@pytest.mark.thorough
 def test_exact_computes_with_dequantized_weights(exl) -> None:
     prompt = ("generate", "-p", "The capital of France is", "-n", "8", "--temp", "0", "-q")
     fast, exact = exl(*prompt), exl(*prompt, "--exact")

@@ -66,6 +66,7 @@ def test_help_does_not_import_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.thorough
 def test_help_starts_in_well_under_a_second() -> None:
     def seconds() -> float:
         started = time.perf_counter()

@@ -61,6 +61,7 @@ def test_anything_else_is_a_bug_and_keeps_its_traceback(fail_with, error: Except
         fail_with(error)
 
 
+@pytest.mark.thorough
 def test_a_limit_on_memory_is_one_line() -> None:
     """A real one: what is left after the imports is too little for the weights."""
     script = (
@@ -86,6 +87,7 @@ def test_a_limit_on_memory_is_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("args", PAGES, ids=" ".join)
 @pytest.mark.parametrize(
     ("redirection", "expected"),

@@ -10,6 +10,8 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
 from support.terminal import WAIT_S, Terminal
 
 COMMAND = (sys.executable, "-m", "exl_cli")
@@ -72,6 +74,7 @@ def test_text_memory_and_load_time(smollm2_path: Path) -> None:
     assert beyond_torch < MEMORY_LIMIT_MB
 
 
+@pytest.mark.thorough
 def test_text_comes_as_it_is_made_and_ctrl_c_keeps_it() -> None:
     process = start("generate", *LONG)
     assert process.stdout is not None
@@ -84,6 +87,7 @@ def test_text_comes_as_it_is_made_and_ctrl_c_keeps_it() -> None:
     assert len(rest) < 4000  # far from the 2000 tokens that were asked for
 
 
+@pytest.mark.thorough
 def test_ctrl_c_while_libraries_load_is_quiet() -> None:
     process = start("generate", *LONG)
     wait_for_mapped(process, "libtorch")
@@ -92,6 +96,7 @@ def test_ctrl_c_while_libraries_load_is_quiet() -> None:
     assert (process.returncode, out, err) == (130, b"", b"")
 
 
+@pytest.mark.thorough
 def test_two_ctrl_c_do_not_wait() -> None:
     process = start("generate", *LONG)
     assert process.stdout is not None
@@ -102,6 +107,7 @@ def test_two_ctrl_c_do_not_wait() -> None:
     assert (process.returncode, err) == (130, b"")
 
 
+@pytest.mark.thorough
 def test_a_reader_that_leaves_ends_it_quietly() -> None:
     pipe = f'{" ".join(COMMAND)} generate -p Once -n 2000 | head -c 1; echo " ${{PIPESTATUS[0]}}"'
     done = subprocess.run(
@@ -116,6 +122,7 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
     assert re.fullmatch(r"(?s).? 141\n", done.stdout)
 
 
+@pytest.mark.thorough
 def test_a_full_disk_is_one_line() -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
@@ -132,6 +139,7 @@ def test_a_full_disk_is_one_line() -> None:
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.thorough
 def test_generate_on_a_terminal_shows_progress_and_speed() -> None:
     terminal = Terminal("generate", "-p", "Once upon a time", "-n", "8", "--temp", "0")
     try:
@@ -143,6 +151,7 @@ def test_generate_on_a_terminal_shows_progress_and_speed() -> None:
     assert "loaded in" in terminal.seen
 
 
+@pytest.mark.thorough
 def test_quiet_shows_the_text_alone() -> None:
     args = ("generate", "-p", "Once upon a time", "-n", "8", "--temp", "0")
     terminal = Terminal(*args, "--quiet")

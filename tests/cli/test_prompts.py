@@ -126,6 +126,7 @@ def test_a_terminal_without_a_prompt_is_told_what_to_do() -> None:
     assert "exl chat" in done.stderr
 
 
+@pytest.mark.thorough
 def test_a_pipe_that_stays_silent_is_mentioned() -> None:
     """With -p somebody may not know that stdin is read at all."""
     process = subprocess.Popen(

@@ -12,6 +12,8 @@ from exl_eval.acceptance import AcceptanceOptions, measure_acceptance
 from exl_eval.acceptance_result import AcceptanceFigures
 from exl_eval.prompts import CATEGORIES
 
+pytestmark = pytest.mark.thorough
+
 
 def check(found: AcceptanceFigures, replies: int) -> None:
     stats = found.stats
@@ -30,7 +32,7 @@ def check(found: AcceptanceFigures, replies: int) -> None:
         assert 0.0 <= found.alpha.mean <= 1.0
 
 
-@pytest.mark.parametrize("kind", ["ngram", pytest.param("model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["ngram", pytest.param("model", marks=pytest.mark.thorough)])
 def test_a_short_run_on_smollm2(kind: str, smollm2: LoadedModel) -> None:
     is_model = kind == "model"
     options = AcceptanceOptions(draft_tokens=4, max_tokens=16 if is_model else 12, prompts=1)

@@ -219,7 +219,7 @@ def test_whole_tasks_from_local_files(loaded: LoadedModel, tasks: Path, theirs: 
     json.dumps(result.as_dict(), allow_nan=False)
 
 
-@pytest.mark.parametrize("has_defaults", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("has_defaults", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_unknown_tasks_are_one_line(
     loaded: LoadedModel, tasks: Path, monkeypatch: pytest.MonkeyPatch, has_defaults: bool
 ) -> None:

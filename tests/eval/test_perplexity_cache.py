@@ -13,6 +13,8 @@ from exl_core.engine.score import score_tokens
 from exl_core.load import LoadedModel, LoadOptions, load_model
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
 
+pytestmark = pytest.mark.thorough
+
 # By how much perplexity may rise.
 LIMITS = {KVFormat.Q8: 0.002, KVFormat.Q6: 0.007, KVFormat.FP8: 0.02, KVFormat.Q4: 0.03}
 
@@ -66,7 +68,7 @@ def test_decoding_is_as_far_from_fp32_as_chunks_are(smollm2_path: Path, text: st
         assert 0.5 < decoded / chunked < 2, kv_format
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("ctx", "token_by_token"), [(512, True), (2048, False)], ids=["decoded", "chunks"]

@@ -15,9 +15,10 @@ SMOLLM2 = {2: 13.775, 4: 14.497, 10: 14.942, 20: 16.390}  # without BOS
 GEMMA3 = {2: 22.172, 5: 29.918}  # with BOS before each
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("windows", "stderr_max"), [(4, 0.6), pytest.param(20, 0.3, marks=pytest.mark.slow)]
+    ("windows", "stderr_max"), [(4, 0.6), pytest.param(20, 0.3, marks=pytest.mark.thorough)]
 )
 def test_smollm2_without_bos(
     smollm2: LoadedModel, wikitext_path: Path, windows: int, stderr_max: float
@@ -36,8 +37,9 @@ def test_smollm2_without_bos(
     assert 0 < result.stderr < stderr_max
 
 
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("windows", [2, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("windows", [2, pytest.param(5, marks=pytest.mark.thorough)])
 def test_gemma3_with_bos_before_each(gemma3_path: Path, wikitext_path: Path, windows: int) -> None:
     result = measure_perplexity(
         load_model(str(gemma3_path)),
@@ -48,7 +50,7 @@ def test_gemma3_with_bos_before_each(gemma3_path: Path, wikitext_path: Path, win
     assert result.perplexity == pytest.approx(GEMMA3[windows], rel=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(1800)
 def test_smollm2_20_windows_on_the_exact_path(smollm2_path: Path, wikitext_path: Path) -> None:
     result = measure_perplexity(
@@ -61,6 +63,7 @@ def test_smollm2_20_windows_on_the_exact_path(smollm2_path: Path, wikitext_path:
 
 # Printed by llama-perplexity of llama.cpp (in llama-cpp-python 0.3.36) for the same files:
 # `llama-perplexity -m MODEL.gguf -f wikitext2-valid.txt -c 512 --chunks N`.
+@pytest.mark.thorough
 def test_smollm2_as_llama_cpp_prints_it(smollm2: LoadedModel, wikitext_path: Path) -> None:
     result = measure_perplexity(
         smollm2,
@@ -71,7 +74,7 @@ def test_smollm2_as_llama_cpp_prints_it(smollm2: LoadedModel, wikitext_path: Pat
     assert result.perplexity == pytest.approx(15.5835, rel=0.005)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_gemma3_as_llama_cpp_prints_it(gemma3_path: Path, wikitext_path: Path) -> None:
     """This tokenizer adds BOS."""
     result = measure_perplexity(

@@ -200,6 +200,7 @@ def test_products_that_nothing_overlaps_are_an_error_of_a_strict_build(tree) -> 
     assert re.search(r"exl-kernels: matrix products of src/cuda/\w+\.cu are serial", done.stderr)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
 def test_a_real_nvcc_makes_a_library_that_loads_anywhere(tree) -> None:
     """One small source of them all: no GPU, no driver and no torch are needed to load it."""

@@ -94,6 +94,7 @@ def tree(tmp_path: Path) -> Tree:
     return Tree(tmp_path)
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="how a link looks")
 def test_objects_are_reused_by_a_build_of_the_same_kind_only(tree) -> None:
     every = tree.compiled()

@@ -56,6 +56,7 @@ def run_python(code: str, tmp_path: Path, path: list[str]) -> subprocess.Complet
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("library", "says"),
     [
@@ -173,6 +174,7 @@ def test_two_python_threads_may_share_a_table() -> None:
         assert all(torch.equal(a, b) for a, b in zip(got[seed], wanted, strict=True))
 
 
+@pytest.mark.thorough
 def test_a_forked_child_gets_threads_of_its_own(tmp_path) -> None:
     # From Python 3.12 os.fork() warns where there are threads; a child that has none is the point.
     code = """
@@ -197,6 +199,7 @@ print(os.waitstatus_to_exitcode(status))
     assert done.stdout.strip() == "0", done.stderr
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space")
 @pytest.mark.parametrize("room_mb", [4, 400], ids=["for-none", "for-some"])
 def test_threads_that_cannot_start_are_done_without(tmp_path, room_mb) -> None:
@@ -230,6 +233,7 @@ print(good, kept, before, len(os.listdir("/proc/self/task")) - before)
     assert "of 999 worker threads could start" in done.stderr
 
 
+@pytest.mark.thorough
 def test_idle_workers_sleep(tmp_path) -> None:
     code = """
 import time, torch

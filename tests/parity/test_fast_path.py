@@ -16,6 +16,8 @@ from exl_core.cache.format import KVFormat
 from exl_core.load import LoadedModel, LoadOptions, load_model
 from support.paged import PagedRun
 
+pytestmark = pytest.mark.thorough
+
 MEAN_KL_MAX = 1e-3
 SAME_TOP_MIN = 0.98
 CHUNK = 256
@@ -68,7 +70,7 @@ def test_decoding_keeps_the_exact_answers(exact, smollm2, token_ids) -> None:
     _assert_close(*_compare(exact, smollm2, token_ids[2048:2112], 1))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_ten_windows_keep_the_exact_answers(exact, smollm2, token_ids) -> None:
     results = [
         _compare(exact, smollm2, token_ids[start : start + 2048], CHUNK)

@@ -24,6 +24,8 @@ from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
 from support.paged import PagedRun
 
+pytestmark = pytest.mark.thorough
+
 GREEDY = SamplerParams(temperature=0)
 LENGTH = 10
 PROMPTS = (

@@ -65,6 +65,7 @@ def test_random_models_load_and_answer(random_model, tmp_path: Path, options, me
     assert facts["bytes_read_per_token"] == on_disk - embed
 
 
+@pytest.mark.thorough
 def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     command = [sys.executable, SCRIPTS / "random_exl2.py", tmp_path, "--size", "tiny"]
@@ -235,6 +236,7 @@ def test_the_peer_does_the_same_work(imported, monkeypatch: pytest.MonkeyPatch, 
     assert calls[11:] == [(1, 0, 24, 123)] * 2
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_check_says_so_in_one_line() -> None:
     env = {**os.environ, "PYTHON": sys.executable}

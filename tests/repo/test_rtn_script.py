@@ -134,7 +134,7 @@ def test_a_gguf_file_becomes_a_directory_of_the_same_model(
     assert nll[0] == pytest.approx(nll[1], abs=nll_away)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_smollm2_within_a_rate_and_still_itself(
     smollm2_path: Path, tmp_path: Path, summary_of: Summary
 ) -> None:
@@ -156,6 +156,7 @@ def test_what_cannot_be_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.thorough
 def test_a_folder_in_use_is_left_alone(smollm2_path: Path, tmp_path: Path) -> None:
     """As a process, as people run it."""
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")

@@ -150,6 +150,7 @@ def test_scores_alone(client: Any) -> None:
     assert complete(client, echo=True, max_tokens=0).choices[0].text == FRANCE
 
 
+@pytest.mark.thorough
 def test_scores_do_not_depend_on_the_cache_or_on_chunks(smollm2: LoadedModel) -> None:
     """A long prompt is computed in several passes, and again when all of it is cached."""
     ids = [(7 * i) % 4000 + 100 for i in range(400)]

@@ -16,6 +16,7 @@ from server_support import LIMIT_S, Running, error_of, running, scripted_runtime
 
 from exl_cli.server.app import create_app
 from exl_cli.server.models import ModelHost
+from support.profiles import examples
 from support.scripted import reply_with
 
 CHAT = "/v1/chat/completions"
@@ -100,12 +101,13 @@ def check(one: Running, path: str, body: Any) -> int:
     return answer.status_code
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("path", POST_PATHS)
 def test_no_body_of_the_documents_making_breaks_the_server(one: Running, path: str) -> None:
     schema = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     statuses: list[int] = []
 
-    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=examples(60), derandomize=True, database=None)
     @given(values(schema))
     def ask(body: Any) -> None:
         statuses.append(check(one, path, body))
@@ -170,6 +172,7 @@ def test_floods_of_headers_are_refused(one: Running, headers: list[bytes]) -> No
     assert one.http.get("/v1/models").status_code == 200
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("prompt", [[1] * 1_000_000, "a " * 1_000_000], ids=["ids", "text"])
 def test_a_million_tokens_are_more_than_a_context(one: Running, prompt: Any) -> None:
     error = error_of(one.post("/v1/completions", {"prompt": prompt}), 400)

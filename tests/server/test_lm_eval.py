@@ -23,7 +23,10 @@ from lm_eval.tasks import TaskManager
 
 from exl_eval.harness import HarnessModel
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # the harness's and its libraries'
+pytestmark = [
+    pytest.mark.thorough,
+    pytest.mark.filterwarnings("ignore"),  # of the harness and its libraries
+]
 
 PAIRS = [
     ("The cat", " sat on the mat"),

@@ -113,6 +113,7 @@ def about(page: Page) -> str:
     return found
 
 
+@pytest.mark.thorough
 def test_code_is_copied(page: Page, quick: Running) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=quick.url)
     page.goto(quick.url)
@@ -138,6 +139,7 @@ a | b
 not a delimiter"""
 
 
+@pytest.mark.thorough
 def test_tables_and_quotations(page: Page) -> None:
     with running(scripted_runtime(reply_with(TABLE))) as one:
         page.goto(one.url)
@@ -159,6 +161,7 @@ def test_tables_and_quotations(page: Page) -> None:
     assert page.locator(".reply > p").all_inner_texts() == ["Before", "a | b\nnot a delimiter"]
 
 
+@pytest.mark.thorough
 def test_what_is_too_wide_scrolls_by_itself(page: Page) -> None:
     wide = "| " + " | ".join(f"column{i}" for i in range(20)) + " |\n|" + "---|" * 20
     with running(scripted_runtime(reply_with(f"{wide}\n\n```\n{'x' * 400}\n```"))) as one:
@@ -171,6 +174,7 @@ def test_what_is_too_wide_scrolls_by_itself(page: Page) -> None:
         assert box.evaluate("(box) => box.scrollWidth > box.clientWidth && box.tabIndex === 0")
 
 
+@pytest.mark.thorough
 def test_two_tabs_have_a_conversation_each(page: Page, quick: Running) -> None:
     page.goto(quick.url)
     ask(page, "first")
@@ -187,6 +191,7 @@ def test_two_tabs_have_a_conversation_each(page: Page, quick: Running) -> None:
         assert tab.locator(".ask").all_inner_texts() == ["first", said]
 
 
+@pytest.mark.thorough
 def test_what_was_kept_and_cannot_be_read_is_told(page: Page, quick: Running) -> None:
     page.add_init_script("localStorage.setItem('exl-chat-1', '{')")
     page.goto(quick.url)
@@ -195,6 +200,7 @@ def test_what_was_kept_and_cannot_be_read_is_told(page: Page, quick: Running) ->
     finished(page)
 
 
+@pytest.mark.thorough
 def test_what_only_looks_like_emphasis_is_text(page: Page, quick: Running) -> None:
     page.goto(quick.url)
     text = "*1. one\n*2. two* 3 * 4 ** 5 ** a_b_c 2*3"
@@ -228,6 +234,7 @@ def test_it_streams_and_stops(page: Page, slow: Running, how: str) -> None:
     assert page.evaluate("document.activeElement.id") == "input"
 
 
+@pytest.mark.thorough
 def test_retry_edit_undo_and_new(page: Page, quick: Running) -> None:
     sent: list[Any] = []
     page.on("request", lambda one: sent.append(one.post_data_json) if one.post_data else None)
@@ -265,6 +272,7 @@ def test_retry_edit_undo_and_new(page: Page, quick: Running) -> None:
     assert page.get_by_label("System prompt").input_value() == "Be brief."
 
 
+@pytest.mark.thorough
 def test_a_new_chat_in_the_middle_of_a_reply_stops_it(page: Page, slow: Running) -> None:
     page.on("dialog", lambda dialog: dialog.accept())
     page.goto(slow.url)
@@ -281,6 +289,7 @@ def test_a_new_chat_in_the_middle_of_a_reply_stops_it(page: Page, slow: Running)
     slow.wait_until_idle()
 
 
+@pytest.mark.thorough
 def test_it_survives_a_reload_in_the_middle_of_a_reply(page: Page, slow: Running) -> None:
     page.goto(slow.url)
     ask(page, "go")
@@ -294,6 +303,7 @@ def test_it_survives_a_reload_in_the_middle_of_a_reply(page: Page, slow: Running
     slow.wait_until_idle()
 
 
+@pytest.mark.thorough
 def test_it_survives_a_restart_of_the_server(page: Page) -> None:
     with running(scripted_runtime(reply_with("before"))) as one:
         page.goto(one.url)
@@ -313,6 +323,7 @@ def test_it_survives_a_restart_of_the_server(page: Page) -> None:
         expect(page.locator("#name")).to_have_text("other")
 
 
+@pytest.mark.thorough
 def test_a_refusal_is_told_in_its_own_words(page: Page, quick: Running) -> None:
     page.goto(quick.url)
     page.get_by_text("Settings").click()
@@ -325,6 +336,7 @@ def test_a_refusal_is_told_in_its_own_words(page: Page, quick: Running) -> None:
     assert page.locator("article").count() == 0, "what the form knows to be wrong is not sent"
 
 
+@pytest.mark.thorough
 def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page) -> None:
     with running(scripted_runtime(reply_with("yes")), access=Access(frozenset({"key"}))) as one:
         page.goto(one.url)
@@ -339,6 +351,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page) -> None:
         assert "key" not in str(page.evaluate("Object.values(localStorage).join()")).split('"')
 
 
+@pytest.mark.thorough
 def test_a_model_is_chosen_where_there_are_several(page: Page, tmp_path: Any) -> None:
     first = scripted_runtime(reply_with("of the first"))
     other = scripted_runtime(reply_with("of the other"), name="other")
@@ -352,6 +365,7 @@ def test_a_model_is_chosen_where_there_are_several(page: Page, tmp_path: Any) ->
         expect(page.get_by_label("Model")).to_have_value("other")
 
 
+@pytest.mark.thorough
 def test_it_begins_with_the_settings_of_the_terminal(page: Page, quick: Running) -> None:
     page.goto(quick.url)
     sampling, chat = SamplingOptions(), ChatOptions()
@@ -373,6 +387,7 @@ HARMFUL = (
 )
 
 
+@pytest.mark.thorough
 def test_markdown_that_means_harm_is_shown_in_time(page: Page, quick: Running) -> None:
     page.goto(quick.url)
     took_ms = page.evaluate(

@@ -90,7 +90,7 @@ def wait_until_running(one: Process) -> None:
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)]
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)]
 )
 def test_the_first_signal_lets_what_runs_finish(folder: Path, number: signal.Signals) -> None:
     answers: list[httpx2.Response] = []
@@ -104,7 +104,7 @@ def test_the_first_signal_lets_what_runs_finish(folder: Path, number: signal.Sig
         assert one.end() == (0, b"")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_second_signal_does_not_wait(folder: Path) -> None:
     with serving("-m", str(folder / "one")) as one:
 
@@ -123,7 +123,7 @@ def test_the_second_signal_does_not_wait(folder: Path) -> None:
         asking.join(WAIT_S)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_killed_in_the_middle_it_comes_back_clean(folder: Path) -> None:
     with serving("-m", str(folder / "one")) as one:
         expected = one.ask(max_tokens=5).json()["choices"]
@@ -184,7 +184,7 @@ EXACT = "--exact"
 """A reply does not depend on what else is in the batch."""
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(900)
 def test_killed_under_the_load_of_many_it_comes_back_and_serves_them_all(folder: Path) -> None:
     """Twice; each client asks again until it is answered."""
@@ -210,7 +210,7 @@ def test_killed_under_the_load_of_many_it_comes_back_and_serves_them_all(folder:
     assert sum(tries > 1 for _, tries in answers) > len(bodies) // 2
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(600)
 def test_a_signal_under_the_load_of_many_lets_all_of_them_finish(folder: Path) -> None:
     """Those that run, and those that wait for their turn; who comes later finds nobody."""
@@ -230,7 +230,7 @@ def test_a_signal_under_the_load_of_many_lets_all_of_them_finish(folder: Path) -
         assert one.end() == (0, b"")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_folder_of_models_is_served_by_name(folder: Path) -> None:
     with serving("--models-dir", str(folder), "--ngram") as one:
         listed = one.http.get("/v1/models").json()["data"]
@@ -247,7 +247,7 @@ def test_a_folder_of_models_is_served_by_name(folder: Path) -> None:
         assert one.ask(model="../one").status_code == 404
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_key_from_the_environment_or_a_file(folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first\nsecond\n")

@@ -225,6 +225,7 @@ class Folder:
         return scripted_runtime(slowly(reply_with(f"I am {path.name}."), 0.001), name=path.name)
 
 
+@pytest.mark.thorough
 def test_models_take_turns() -> None:
     folder = Folder()
     others = {name: Path(name) for name in ("a", "b", "broken")}
@@ -359,13 +360,14 @@ def storm(runtime: Runtime, num_clients: int) -> None:
         assert one.http.get("/health").status_code == 200
 
 
+@pytest.mark.thorough
 def test_clients_at_once_of_which_half_leave() -> None:
     """The scripted model's next token depends on all before it: a mixed-up page would show."""
     rule = slowly(HashRule(5), 0.002)
     storm(scripted_runtime(rule, ctx_size=512, max_batch=16, cache_tokens=4096), 60)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.timeout(1800)
 def test_200_clients_of_a_real_model_of_which_half_leave() -> None:
     """On the exact path, where a reply does not depend on what else is in the batch."""

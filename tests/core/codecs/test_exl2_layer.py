@@ -15,6 +15,7 @@ from torch import Tensor
 
 from exl_core.codecs import exl2, exl2_writer
 from exl_core.errors import WeightValueError
+from support.profiles import examples
 from support.quantized import Exl2Layer, bit_pattern, random_exl2
 
 WIDTHS = (8, 6, 5, 4, 3, 2)
@@ -82,7 +83,7 @@ def test_the_reference_converters_layers_are_read_to_the_bit(shared_dir: Path) -
         assert widths == GOLDEN_WIDTHS.get(key, widths)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(groups=group_tables(), columns=st.sampled_from([32, 64, 96]), seed=st.integers(0, 2**32 - 1))
 def test_random_layers_are_read_exactly_and_written_back(
     groups: list[tuple[int, int]], columns: int, seed: int

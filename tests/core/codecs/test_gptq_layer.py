@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from exl_core.codecs import gptq
+from support.profiles import examples
 from support.quantized import GptqLayer, bit_pattern, random_gptq
 
 WIDTHS = (2, 3, 4, 8)
@@ -71,7 +72,7 @@ def test_every_combination_is_read_exactly(
     assert_exact(layer)
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data(), bits=st.sampled_from(WIDTHS), seed=st.integers(0, 2**32 - 1))
 def test_awkward_sizes_are_read_exactly(data: st.DataObject, bits: int, seed: int) -> None:
     step = 32 if bits == 3 else 32 // bits

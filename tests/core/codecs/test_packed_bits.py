@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl_core.codecs import bits as bitstream
+from support.profiles import examples
 from support.quantized import as_int32, pack_columns
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
@@ -53,7 +54,7 @@ def test_a_lone_code_changes_the_words_that_hold_it(bits: int, straddling: list[
     assert torch.equal(bitstream.unpack(words, bits, torch.int32), codes)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=examples(60))
 @given(
     bits=st.sampled_from(WIDTHS),
     blocks=st.integers(1, 5),

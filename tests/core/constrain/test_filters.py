@@ -23,6 +23,7 @@ from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.regex import Regex
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.errors import RequestError
+from support.profiles import examples
 from support.scripted import ByteTokenizer
 
 VOCABULARIES = vocabularies()
@@ -55,7 +56,7 @@ def test_masks_are_the_viable_tokens(name: str, vocabulary: Vocabulary) -> None:
     kind=st.sampled_from(sorted(VOCABULARIES)),
     steps=st.lists(st.integers(-4, 1000), max_size=14),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_a_rewound_filter_is_a_fresh_one(name: str, kind: str, steps: list[int]) -> None:
     """Steps: take back that many tokens, or take the n-th token that may come."""
     vocabulary = VOCABULARIES[kind]

@@ -15,6 +15,7 @@ from exl_core.constrain.filter import ConstraintError
 from exl_core.constrain.filter_set import FilterSet
 from exl_core.constrain.foreign import Foreign
 from exl_core.constrain.vocabulary import Vocabulary
+from support.profiles import examples
 from support.scripted import EOS_ID
 
 OPTIONS = ["ab", "abc", "ca", "öa"]
@@ -59,7 +60,7 @@ class MaskObject(CloneObject):
     kind=st.sampled_from(sorted(VOCABULARIES)),
     steps=st.lists(st.integers(-3, 1000), max_size=8),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80))
 def test_any_of_them_filters_and_rewinds(
     make: type[SelectObject], kind: str, steps: list[int]
 ) -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl_core.constrain.vocabulary import SortedTokens, Vocabulary
+from support.profiles import examples
 from support.scripted import BOS_ID, EOS_ID, ByteTokenizer
 
 
@@ -46,7 +47,7 @@ def test_bits_lie_where_the_sampler_looks(size: int) -> None:
 
 
 @given(st.lists(st.binary(max_size=3)), st.binary(max_size=3))
-@settings(max_examples=200)
+@settings(max_examples=examples(200))
 def test_sorted_tokens_find_what_a_scan_finds(tokens: list[bytes], prefix: bytes) -> None:
     found = SortedTokens(tokens)
     starting = [i for i, t in enumerate(tokens) if t and t.startswith(prefix)]

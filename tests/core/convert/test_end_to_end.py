@@ -88,7 +88,15 @@ def soft_capped(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "make", [sharded, tied, gguf_gemma, gguf_llama, gguf_qwen, fused, soft_capped]
+    "make",
+    [
+        sharded,
+        gguf_gemma,
+        *(
+            pytest.param(make, marks=pytest.mark.thorough)
+            for make in (tied, gguf_llama, gguf_qwen, fused, soft_capped)
+        ),
+    ],
 )
 def test_a_source_of_every_form(make: Any, tmp_path: Path) -> None:
     source = make(tmp_path / "source")
@@ -136,6 +144,7 @@ def test_a_source_of_every_form(make: Any, tmp_path: Path) -> None:
     assert float((scores[0] - scores[1]).abs().mean()) < 0.3
 
 
+@pytest.mark.thorough
 def test_asked_to_stop_within_a_stage_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     """Again and again, each time after more pieces of work."""
     source = tied(tmp_path / "source")
@@ -161,7 +170,7 @@ def test_asked_to_stop_within_a_stage_it_goes_on_to_the_same_bytes(tmp_path: Pat
     assert content(wanted.out) == whole
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_conversions_are_equal_to_the_byte(tmp_path: Path) -> None:
     source = tied(tmp_path / "source")
     options = ConvertOptions()  # nothing left out

@@ -184,6 +184,7 @@ def tuned(source: Source, tensors: dict[str, Tensor], folder: Path, **options: A
         )
 
 
+@pytest.mark.thorough
 def test_tuning_brings_the_predictions_closer(
     llama: Source, measured: list[LayerMeasurement], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

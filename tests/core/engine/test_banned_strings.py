@@ -18,6 +18,7 @@ from exl_core.engine.engine import Engine
 from exl_core.engine.events import FinishEvent, FinishReason, RewindEvent, TextEvent
 from exl_core.errors import RequestError
 from support.driving import ask, engine_for, run_all, run_one, run_to_failure
+from support.profiles import examples
 from support.scripted import EOS_ID, VOCAB_SIZE, Rule
 
 LENGTH, STOP = FinishReason.LENGTH, FinishReason.STOP
@@ -215,7 +216,7 @@ def test_what_is_held_at_a_cancel_is_told() -> None:
     pieces=st.lists(st.sampled_from(["a", "A", "b", "ab", "aC", "c", "", "bcD", "d"]), max_size=14),
     strings=st.lists(st.text("abC", min_size=1, max_size=4), min_size=1, max_size=3),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 def test_whatever_is_banned_never_shows(pieces: list[str], strings: list[str]) -> None:
     """Pieces of any length; what is taken back is tried again with another piece."""
     banned = BannedStrings[int](tuple(strings))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -29,6 +29,7 @@ from exl_core.speculate.ngram import NgramDrafter
 from support.alone import Alone, Changing
 from support.going_ahead import go_ahead
 from support.guessing import ScriptedDrafter, half_right, right
+from support.profiles import examples
 from support.scripted import EOS_ID, PieceTokenizer, Rule, ScriptedModel, ScriptedShape
 
 MAX_SEQ_LEN = 1200
@@ -287,10 +288,8 @@ class EngineMachine(RuleBasedStateMachine):
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(
-    max_examples=60,
+    max_examples=examples(60),
     stateful_step_count=25,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no fault
 )
 
 

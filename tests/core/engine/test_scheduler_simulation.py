@@ -6,10 +6,11 @@ from collections import Counter
 from random import Random
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from support.profiles import examples
 from support.scheduling import Simulation
 
 NUM_EVENTS = 10_000
@@ -80,7 +81,7 @@ def test_ten_thousand_events_lose_no_page() -> None:
     check_that_all_happened(total)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_many_more_events_lose_no_page(seed: int) -> None:
     check_that_all_happened(simulate(5 * NUM_EVENTS, seed))
@@ -146,8 +147,6 @@ class SchedulerMachine(RuleBasedStateMachine):
 
 TestSchedulerMachine = SchedulerMachine.TestCase
 TestSchedulerMachine.settings = settings(
-    max_examples=60,
+    max_examples=examples(60),
     stateful_step_count=40,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],  # a busy machine is no fault
 )

@@ -164,6 +164,7 @@ def test_healing_gives_only_what_is_beyond_the_old_token() -> None:
     assert generator.sequence_ids == ((*b"Q:hello", EOS_ID),)
 
 
+@pytest.mark.thorough
 def test_a_healed_token_takes_the_place_of_the_prompts_last_one(smollm2: LoadedModel) -> None:
     generator = BaseGenerator(smollm2, SMALL)
     prompt = "The capital of France is Par"

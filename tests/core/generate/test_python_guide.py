@@ -13,6 +13,8 @@ import torch
 from exl_core.load import LoadedModel
 from support.adapters import stored, write_adapter
 
+pytestmark = pytest.mark.thorough
+
 GUIDE = Path(__file__).resolve().parents[3] / "docs/python.md"
 
 

@@ -27,6 +27,8 @@ from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.ngram import NgramDrafter
 from support.adapters import stored, write_adapter
 
+pytestmark = pytest.mark.thorough
+
 GREEDY = SamplerParams(temperature=0)
 OPTIONS = EngineOptions(cache_tokens=4096)
 

@@ -348,6 +348,7 @@ def test_abort_stops_amid_the_prompt_and_amid_the_reply() -> None:
     assert "".join(chunks(rest(generator))) == "hello"
 
 
+@pytest.mark.thorough
 def test_a_healed_token_is_not_among_the_new_ones(smollm2: LoadedModel) -> None:
     generator = StreamingGenerator(smollm2, SMALL)
     prompt = "The capital of France is Par"

@@ -53,6 +53,7 @@ def test_senseless_options_are_refused(folder: Path, options: LoadOptions) -> No
         load_model(str(folder), options)
 
 
+@pytest.mark.thorough
 def test_exact_keeps_nothing_quantized(smollm2: LoadedModel, smollm2_path: Path) -> None:
     exact = load_model(str(smollm2_path), LoadOptions(exact=True))
     assert smollm2.weights_bytes < 1.01 * smollm2_path.stat().st_size

@@ -7,6 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.thorough
+
 MEBIBYTE = 1 << 20
 SCRIPT = """
 import os, sys, torch

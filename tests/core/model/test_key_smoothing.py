@@ -69,6 +69,7 @@ def two_loads(smollm2_path: Path) -> tuple[LoadedModel, LoadedModel]:
     return load_model(str(smollm2_path)), load_model(str(smollm2_path), LoadOptions(threads=1))
 
 
+@pytest.mark.thorough
 def test_smoothing_does_not_depend_on_earlier_requests_or_threads(
     two_loads: tuple[LoadedModel, LoadedModel],
 ) -> None:

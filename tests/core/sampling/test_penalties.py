@@ -18,6 +18,7 @@ from exl_core.sampling.edits import Edits
 from exl_core.sampling.history import History
 from exl_core.sampling.params import SamplerParams, TokenBias
 from exl_core.sampling.penalties import Allow, Ban, Bias, Dry, Mask, Penalties
+from support.profiles import examples
 
 VOCAB = 32
 
@@ -46,7 +47,7 @@ def penalized(row: list[float], rule: Penalties) -> list[float]:
     return row
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(
     history=st.lists(st.integers(0, VOCAB + 4), max_size=30),
     repetition=st.sampled_from([1.0, 1.3, 0.5]),
@@ -134,7 +135,7 @@ def dry(row: list[float], rule: Dry) -> list[float]:
     return row
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300))
 @given(
     history=st.lists(st.integers(0, 4), max_size=60),
     base=st.sampled_from([0.5, 1.0, 1.75]),
@@ -203,7 +204,7 @@ histories = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(moves=histories)
 def test_the_history_follows_its_list(moves: list[tuple[str, object]]) -> None:
     follower, ids = History(), list[int]()

@@ -27,6 +27,7 @@ from exl_core.sampling.steps import (
     TopP,
     Typical,
 )
+from support.profiles import examples
 
 CUTS: list[LogitStep] = [
     TopK(7),
@@ -312,7 +313,7 @@ rows = st.lists(
 ).filter(lambda row: max(row) > -math.inf)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(row=rows, step=st.sampled_from([*CUTS, *RESHAPING]), seed=st.integers(0, 1000))
 def test_cuts_leave_something_and_do_not_look_at_ids(
     row: list[float], step: LogitStep, seed: int

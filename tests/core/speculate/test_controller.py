@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exl_core.speculate.controller import DraftController, PassCosts
@@ -126,7 +126,6 @@ def test_a_step_in_the_costs_is_respected() -> None:
     assert sum(length == 3 for length in lengths) > 0.6 * len(lengths)
 
 
-@settings(deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from exl_core.cache.page_pool import page_keys
 from exl_core.speculate.draft_pages import DraftPages
+from support.profiles import examples
 
 SIZE = 4
 NUM_PAGES = 6
@@ -58,7 +59,7 @@ tokens_of = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 orders = st.permutations(range(NUM_PAGES))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150))
 @given(
     st.lists(
         st.tuples(tokens_of, st.lists(st.integers(0, 1), max_size=5), orders, orders),

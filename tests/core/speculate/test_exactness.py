@@ -150,8 +150,15 @@ MODES: dict[str, tuple[Tensor, float]] = {
 }
 
 
-@pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(10 * ROUNDS, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(10 * ROUNDS, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "another model",
+        pytest.param("another model that stops when unsure", marks=pytest.mark.thorough),
+        pytest.param("the model itself", marks=pytest.mark.thorough),
+    ],
+)
 def test_a_draft_model_leaves_the_distribution_as_it_is(mode: str, rounds: int) -> None:
     table, least = MODES[mode]
     played, deviation = played_by(by_model(table, least), rounds)
@@ -164,6 +171,7 @@ def test_a_draft_model_leaves_the_distribution_as_it_is(mode: str, rounds: int) 
         assert 1.2 * rounds < passes < 2.9 * rounds
 
 
+@pytest.mark.thorough
 def test_the_same_with_settings_that_cut_the_distribution() -> None:
     played, deviation = played_by(by_model(OTHER), ROUNDS, temperature=0.8, top_k=2)
     assert deviation < 4.0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from statistics import median
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from exl_core.errors import RequestError
@@ -142,7 +142,6 @@ def test_a_sequence_that_was_cut_back_is_noticed() -> None:
 ids = st.integers(0, 3)
 
 
-@settings(deadline=None)
 @given(st.lists(st.tuples(st.lists(ids, max_size=12), st.integers(0, 12)), max_size=8))
 def test_an_index_that_was_cut_back_is_like_a_new_one(
     steps: list[tuple[list[int], int]],
@@ -156,7 +155,6 @@ def test_an_index_that_was_cut_back_is_like_a_new_one(
         assert index.find(index.tokens) == fresh.find(fresh.tokens)
 
 
-@settings(deadline=None)
 @given(st.lists(ids, max_size=60))
 def test_a_match_is_where_the_end_of_the_sequence_stood_before(tokens: list[int]) -> None:
     index = NgramIndex(2, 4)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from exl_core.errors import WeightFileError
 from exl_core.tokenizer.gguf_fields import read_gguf_fields, read_gguf_header
+from support.profiles import examples
 
 HEAD = struct.Struct("<4sIQQ")
 
@@ -91,6 +92,7 @@ def test_a_file_of_the_gguf_package_reads_back(tmp_path: Path) -> None:
     assert read_gguf_fields(path) == header.fields
 
 
+@pytest.mark.thorough
 def test_the_tensor_table_of_a_real_model_is_that_of_the_gguf_package(smollm2_path: Path) -> None:
     reader = gguf.GGUFReader(smollm2_path)
 
@@ -187,9 +189,7 @@ def test_a_model_cut_inside_its_metadata_is_refused(
         read_gguf_header(path)
 
 
-@settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_no_damage_gets_past_the_typed_error(tmp_path: Path, data: st.DataObject) -> None:
     """Any byte changed, any length cut: the file reads, or it is a WeightFileError."""

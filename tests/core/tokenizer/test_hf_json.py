@@ -16,6 +16,7 @@ from exl_core.errors import TokenizerError
 from exl_core.tokenizer.base import Tokenizer
 from exl_core.tokenizer.decoders import byte_alphabet, piece_rule
 from exl_core.tokenizer.detect import load_tokenizer
+from support.profiles import examples
 
 WriteDirectory = Callable[..., Path]
 MARK = "\u2581"
@@ -113,8 +114,9 @@ def test_ordinary_added_tokens_are_always_found_and_read_as_their_text(
     assert not byte_level.is_special(ids[0])
 
 
+@pytest.mark.hypothesis
 def test_any_text_comes_back(byte_level: Tokenizer) -> None:
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150))
     @given(st.text() | st.text(alphabet="<|end>user é  \n🙂think"))
     def check(text: str) -> None:
         ids = byte_level.encode(text)

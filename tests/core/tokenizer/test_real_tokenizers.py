@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from exl_core.errors import RequestError
 from exl_core.tokenizer.base import Tokenizer
 from exl_core.tokenizer.detect import load_tokenizer
+from support.profiles import examples
 
 SPACE_MARK = "\u2581"
 SPLIT = "\u2003"  # a character that both vocabularies spread over several tokens
@@ -130,6 +131,7 @@ def test_a_character_that_never_ends_is_flushed_as_a_replacement(tokenizer: Toke
     assert tokenizer.decode(ids) == "x\ufffd"
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("model", MODELS)
 def test_any_text_comes_back_and_holds_no_special_token(
     model: str, request: pytest.FixtureRequest
@@ -137,7 +139,7 @@ def test_any_text_comes_back_and_holds_no_special_token(
     tokenizer: Tokenizer = request.getfixturevalue(f"{model}_tokenizer")
     special = set(tokenizer.special_tokens.values())
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150))
     @given(TEXT)
     def check(text: str) -> None:
         ids = tokenizer.encode(text)
@@ -150,12 +152,13 @@ def test_any_text_comes_back_and_holds_no_special_token(
     check()
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("model", MODELS)
 def test_any_ids_stream_as_they_decode(model: str, request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(f"{model}_tokenizer")
     ids = st.integers(0, tokenizer.vocab_size + 5) | st.integers(0, 600)
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=examples(150))
     @given(st.lists(ids, max_size=40), st.booleans())
     def check(ids: list[int], skip_special: bool) -> None:
         stream = tokenizer.stream_decoder(skip_special=skip_special)
@@ -241,6 +244,7 @@ def test_loading_is_quick_and_imports_no_torch(smollm2_path: Path) -> None:
     assert float(done.stdout) < 4  # about 0.25 s alone on the machine; a slow or busy one is no bug
 
 
+@pytest.mark.thorough
 def test_a_text_of_a_million_characters_round_trips(
     wikitext_path: Path, smollm2_path: Path
 ) -> None:

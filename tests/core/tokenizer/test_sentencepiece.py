@@ -13,6 +13,7 @@ from sentencepiece import SentencePieceProcessor
 from exl_core.errors import TokenizerError
 from exl_core.tokenizer.detect import load_tokenizer
 from exl_core.tokenizer.spm_proto import without_dummy_prefix
+from support.profiles import examples
 
 Train = Callable[..., bytes]
 WriteDirectory = Callable[..., Path]
@@ -42,6 +43,7 @@ def test_ids_and_text_are_those_of_the_library(
         assert tokenizer.decode(ids) == library.decode(ids) == text.replace(MARK, " ")
 
 
+@pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_text_comes_back_and_streams(
     train_sentencepiece: Train, write_directory: WriteDirectory, kind: str
@@ -50,7 +52,7 @@ def test_any_text_comes_back_and_streams(
     library = SentencePieceProcessor(model_proto=model)
     tokenizer = load_tokenizer(write_directory({"tokenizer.model": model}))
 
-    @settings(max_examples=100, deadline=None)
+    @settings(max_examples=examples(100))
     @given(st.text(max_size=40) | st.text(alphabet=" <s>/the🙂\u0301", max_size=40))
     def check(text: str) -> None:
         ids = tokenizer.encode(text)
