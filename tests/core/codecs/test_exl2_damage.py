@@ -1,4 +1,4 @@
-"""Damaged EXL2 layers: each single fault is refused, or stays in the weights that it governs."""
+"""Damaged EXL2 layers: a single fault is refused, or changes only the weights that it governs."""
 
 from __future__ import annotations
 
@@ -30,11 +30,12 @@ def check(**changes: Tensor) -> exl2.Exl2Linear:
 
 
 def changed_weights(parts: dict[str, Tensor]) -> Tensor:
-    """Which weights differ from the sound layer's, as [stored rows, columns]; all are finite."""
+    """Mask of weights that differ from the intact layer's, [stored rows, columns]. All weights must
+    be finite."""
     dense = exl2.dequantize(exl2.check(parts, WHERE))
     assert dense.isfinite().all()
-    stored_row_to_feature = torch.from_numpy(LAYER.invperm).argsort()
-    return (dense != LAYER.dense())[stored_row_to_feature]
+    permutation = torch.from_numpy(LAYER.invperm).argsort()
+    return (dense != LAYER.dense())[permutation]
 
 
 @pytest.mark.parametrize("name", exl2.PARTS)
@@ -51,7 +52,7 @@ def test_other_tensors_of_the_layer_are_ignored() -> None:
 
 
 @pytest.mark.parametrize("name", exl2.PARTS)
-def test_a_wrong_type_of_element_is_refused(name: str) -> None:
+def test_a_wrong_dtype_is_refused(name: str) -> None:
     tensor = LAYER.parts[name]
     for dtype in (torch.int64, torch.float32, torch.bfloat16, torch.uint8):
         with pytest.raises(WeightFileError, match=f"'{name}' has another type") as caught:
@@ -61,7 +62,7 @@ def test_a_wrong_type_of_element_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", exl2.PARTS)
-def test_a_cut_or_longer_tensor_is_refused(name: str) -> None:
+def test_a_truncated_or_longer_tensor_is_refused(name: str) -> None:
     tensor = LAYER.parts[name]
     for dim in range(tensor.dim()):
         size = tensor.shape[dim]
@@ -79,7 +80,7 @@ def test_a_cut_or_longer_tensor_is_refused(name: str) -> None:
             check(**{name: damaged})
 
 
-def test_columns_come_in_multiples_of_32() -> None:
+def test_columns_must_be_a_multiple_of_32() -> None:
     layer = random_exl2(1, [(4, 32)], columns=40)
     with pytest.raises(WeightShapeError, match="number of columns") as caught:
         exl2.check(layer.parts, WHERE)
@@ -104,7 +105,7 @@ def test_columns_come_in_multiples_of_32() -> None:
         ([4, 0], r"'q_invperm' .*the groups have 96 rows in all .*expected \(96,\), got \(64,\)"),
     ],
 )
-def test_the_error_says_what_is_wrong_with_the_group_table(table: list[int], message: str) -> None:
+def test_errors_about_the_group_table_are_specific(table: list[int], message: str) -> None:
     count = len(table) // 2
     parts = {
         "q_weight": torch.zeros(12, 32, dtype=torch.int32),
@@ -117,7 +118,7 @@ def test_the_error_says_what_is_wrong_with_the_group_table(table: list[int], mes
         exl2.check(parts, WHERE)
 
 
-def test_more_rows_than_the_format_can_number_are_refused() -> None:
+def test_more_rows_than_16_bits_can_index_are_refused() -> None:
     rows = 65536 + 32
     parts = {
         "q_weight": torch.zeros(rows // 16, 32, dtype=torch.int32),
@@ -132,7 +133,7 @@ def test_more_rows_than_the_format_can_number_are_refused() -> None:
 
 @settings(max_examples=examples(25))
 @given(data=st.data(), counts=st.lists(st.integers(0, 3), min_size=6, max_size=6))
-def test_no_single_wrong_number_in_a_group_table_goes_unseen(
+def test_any_single_wrong_number_in_a_group_table_is_refused(
     data: st.DataObject, counts: list[int]
 ) -> None:
     groups: list[tuple[int, int]] = []
@@ -143,31 +144,31 @@ def test_no_single_wrong_number_in_a_group_table_goes_unseen(
     parts = random_exl2(0, groups).parts
     exl2.check(parts, WHERE)
 
-    sound = parts["q_groups"]
-    for index in range(len(sound)):
+    intact = parts["q_groups"]
+    for index in range(len(intact)):
         values = range(-3, parts["q_weight"].shape[0] + 3) if index % 2 else range(-1, 33)
-        for value in set(values) - {int(sound[index])}:
-            parts["q_groups"] = sound.clone()
+        for value in set(values) - {int(intact[index])}:
+            parts["q_groups"] = intact.clone()
             parts["q_groups"][index] = value
             with pytest.raises(ModelError):
                 exl2.check(parts, WHERE)
 
 
-def test_no_flipped_bit_of_the_group_table_goes_unseen() -> None:
-    sound = LAYER.parts
+def test_any_flipped_bit_of_the_group_table_is_refused() -> None:
+    intact = LAYER.parts
     for index in range(2 * len(GROUPS)):
         for bit in range(16):
-            parts = dict(sound)
+            parts = dict(intact)
             flip_bit(parts, "q_groups", (index,), bit)
             with pytest.raises(ModelError):
                 exl2.check(parts, WHERE)
 
 
-def test_no_flipped_bit_of_the_permutation_goes_unseen() -> None:
-    sound = LAYER.parts
+def test_any_flipped_bit_of_the_permutation_is_refused() -> None:
+    intact = LAYER.parts
     for feature in range(0, len(LAYER.invperm), 13):
         for bit in range(32):
-            parts = dict(sound)
+            parts = dict(intact)
             flip_bit(parts, "q_invperm", (feature,), bit)
             with pytest.raises(WeightFileError, match="q_invperm"):
                 exl2.check(parts, WHERE)
@@ -180,11 +181,11 @@ def test_the_error_names_the_features_that_share_a_row() -> None:
         check(q_invperm=invperm)
 
 
-def test_a_damaged_scale_is_refused_or_stays_in_its_group() -> None:
-    sound, refused = LAYER.parts, 0
+def test_a_damaged_scale_is_refused_or_affects_its_group_only() -> None:
+    intact, refused = LAYER.parts, 0
     for group, (_, rows) in enumerate(GROUPS):
         for bit in range(16):
-            parts = dict(sound)
+            parts = dict(intact)
             flip_bit(parts, "q_scale_max", (group,), bit)
             try:
                 changed = changed_weights(parts)
@@ -194,7 +195,7 @@ def test_a_damaged_scale_is_refused_or_stays_in_its_group() -> None:
                 continue
             changed[FIRST_ROWS[group] : FIRST_ROWS[group] + rows] = False
             assert not changed.any()
-    assert refused >= len(GROUPS)  # the sign at least
+    assert refused >= len(GROUPS)  # at least for a flipped sign bit
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 6e4])
@@ -205,32 +206,34 @@ def test_an_unusable_scale_is_refused_with_its_group(value: float) -> None:
         check(q_scale_max=scale_max)
 
 
-def test_a_large_scale_is_fine_where_its_weights_fit() -> None:
+def test_a_large_scale_is_accepted_if_its_weights_fit_float16() -> None:
     layer = random_exl2(2, [(8, 32)])
     layer.codes[:] = 129  # one above the zero point
     layer.scale_max[:] = 60000
     assert torch.equal(exl2.dequantize(exl2.check(layer.parts, WHERE)), layer.dense())
 
 
-def test_a_damaged_scale_code_stays_in_its_column_and_group() -> None:
-    sound = LAYER.parts
+def test_a_damaged_scale_code_affects_its_column_and_group_only() -> None:
+    intact = LAYER.parts
     for group in (0, 4, len(GROUPS) - 1):
         for word in range(4):
             for bit in range(32):
-                parts = dict(sound)
+                parts = dict(intact)
                 flip_bit(parts, "q_scale", (group, word), bit)
                 changed = changed_weights(parts)
-                assert changed.any() or LAYER.scale_max[group] < 1e-4  # all round to the same
+                assert (
+                    changed.any() or LAYER.scale_max[group] < 1e-4
+                )  # scales so small that they round to the same weights
                 end = FIRST_ROWS[group] + GROUPS[group][1]
                 changed[FIRST_ROWS[group] : end, 8 * word + bit // 4] = False
                 assert not changed.any()
 
 
-def test_a_damaged_code_changes_one_weight_at_most() -> None:
-    sound = LAYER.parts
-    packed_rows = sound["q_weight"].shape[0]
+def test_a_damaged_code_changes_at_most_one_weight() -> None:
+    intact = LAYER.parts
+    packed_rows = intact["q_weight"].shape[0]
     for row in range(packed_rows):
-        parts = dict(sound)
+        parts = dict(intact)
         column, bit = 5 * row % 32, 11 * row % 32
         flip_bit(parts, "q_weight", (row, column), bit)
         changed = changed_weights(parts)

@@ -1,4 +1,4 @@
-"""EXL2 layers, read and written: the reference's own, and random ones."""
+"""EXL2 layers, read and written: layers of the reference converter, and random ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ EVERY_WIDTH = ((8, 32), (8, 32), (6, 64), (5, 32), (4, 128), (4, 128), (3, 32), 
 
 @st.composite
 def group_tables(draw: st.DrawFn) -> list[tuple[int, int]]:
-    """Any mix of widths, any sizes, a short last group or not."""
+    """Any mix of widths and group sizes, with or without a shorter last group."""
     table: list[tuple[int, int]] = []
     for bits in sorted(draw(st.sets(st.sampled_from(WIDTHS), min_size=1)), reverse=True):
         size = draw(st.sampled_from([32, 64, 128]))
@@ -45,7 +45,7 @@ def read(layer: Exl2Layer) -> exl2.Exl2Linear:
 
 
 def scale_codes_of(linear: exl2.Exl2Linear) -> Tensor:
-    """0 .. 15 as stored, uint8 [groups, out_features]."""
+    """Stored scale codes 0 .. 15, uint8 [groups, out_features]."""
     words = linear.q_scale.numpy().view(np.uint32)[:, :, None] >> np.arange(0, 32, 4)
     return torch.from_numpy((words & 15).astype(np.uint8)).flatten(1)
 
@@ -69,7 +69,7 @@ def assert_same_bytes(linear: exl2.Exl2Linear, parts: dict[str, Tensor]) -> None
         assert raw_bytes(getattr(linear, name)) == raw_bytes(parts[name]), name
 
 
-def test_the_reference_converters_layers_are_read_to_the_bit(shared_dir: Path) -> None:
+def test_layers_of_the_reference_converter_are_read_bit_exactly(shared_dir: Path) -> None:
     tensors = load_file(shared_dir / "golden" / "exl2_reference.safetensors")
     keys = {name.rpartition(".")[0] for name in tensors}
     assert keys >= GOLDEN_WIDTHS.keys()
@@ -85,7 +85,7 @@ def test_the_reference_converters_layers_are_read_to_the_bit(shared_dir: Path) -
 
 @settings(max_examples=examples(40))
 @given(groups=group_tables(), columns=st.sampled_from([32, 64, 96]), seed=st.integers(0, 2**32 - 1))
-def test_random_layers_are_read_exactly_and_written_back(
+def test_random_layers_are_read_exactly_and_rewritten_byte_equal(
     groups: list[tuple[int, int]], columns: int, seed: int
 ) -> None:
     layer = random_exl2(seed, groups, columns)
@@ -101,25 +101,25 @@ def test_random_layers_are_read_exactly_and_written_back(
 
 @pytest.mark.parametrize("bits", WIDTHS)
 @pytest.mark.parametrize("rows", [32, 64, 96, 160])
-def test_every_width_stands_alone(bits: int, rows: int) -> None:
+def test_layers_of_a_single_width_are_read_exactly(bits: int, rows: int) -> None:
     layer = random_exl2(rows + bits, [(bits, rows)])
     assert torch.equal(bit_pattern(exl2.dequantize(read(layer))), bit_pattern(layer.dense()))
 
 
 @pytest.mark.parametrize(
-    ("scale_max", "code", "step", "scale", "of_0", "of_9"),
+    ("scale_max", "code", "step", "scale", "weight_0", "weight_9"),
     [
         (0x3C00, 15, 0x1C00, 0x3C00, 0xC800, 0x3C00),
         (0x3C00, 0, 0x1C00, 0x1C00, 0xA800, 0x1C00),
         (0x224C, 15, 0x0326, 0x224C, 0xAE4C, 0x224C),
         (0x224C, 4, 0x0326, 0x14EB, 0xA0EB, 0x14EB),
         (0x124F, 9, 0x0032, 0x0CE2, 0x98E2, 0x0CE2),
-        (0x124F, 15, 0x0032, 0x1240, 0x9E40, 0x1240),  # not 124F: the step is a subnormal
+        (0x124F, 15, 0x0032, 0x1240, 0x9E40, 0x1240),  # not 124F: the step is subnormal
         (0x3400, 7, 0x1400, 0x2C00, 0xB800, 0x2C00),
     ],
 )
-def test_scales_are_rounded_twice_as_the_format_says(
-    *, scale_max: int, code: int, step: int, scale: int, of_0: int, of_9: int
+def test_scales_are_rounded_twice_in_the_order_of_the_format(
+    *, scale_max: int, code: int, step: int, scale: int, weight_0: int, weight_9: int
 ) -> None:
     def half(pattern: int) -> Tensor:
         return torch.from_numpy(np.array([pattern], dtype=np.uint16).view(np.float16))
@@ -136,18 +136,18 @@ def test_scales_are_rounded_twice_as_the_format_says(
     weight = exl2.dequantize(linear)
     assert torch.equal((half(scale_max).float() / 256).half(), half(step))
     assert torch.equal(exl2.unpack_scales(linear), half(scale).expand(1, 32))
-    assert torch.equal(weight[0], half(of_0).expand(32))
-    assert torch.equal(weight[5], half(of_9).expand(32))
+    assert torch.equal(weight[0], half(weight_0).expand(32))
+    assert torch.equal(weight[5], half(weight_9).expand(32))
 
 
 @pytest.mark.parametrize("prescale", [1.4 / math.sqrt(40), 0.0625, 3.0, -0.5])
-def test_prescale_goes_into_the_scales_before_they_are_rounded(prescale: float) -> None:
+def test_prescale_is_applied_before_the_scales_are_rounded(prescale: float) -> None:
     layer = random_exl2(3, EVERY_WIDTH)
     weight = exl2.dequantize(read(layer), prescale=prescale)
     assert torch.equal(bit_pattern(weight), bit_pattern(layer.dense(prescale)))
 
 
-def test_a_prescale_that_leaves_float16_is_refused() -> None:
+def test_a_prescale_that_overflows_float16_is_refused() -> None:
     linear = read(random_exl2(3, EVERY_WIDTH))
     with pytest.raises(WeightValueError, match=r"a test: .*too large for float16"):
         exl2.dequantize(linear, prescale=1e6, where="a test")
@@ -155,7 +155,7 @@ def test_a_prescale_that_leaves_float16_is_refused() -> None:
         exl2.dequantize(linear, prescale=math.nan)
 
 
-def test_the_result_does_not_depend_on_how_much_is_unpacked_at_a_time(
+def test_values_do_not_depend_on_the_chunk_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = random_exl2(4, EVERY_WIDTH, columns=64)
@@ -166,7 +166,7 @@ def test_the_result_does_not_depend_on_how_much_is_unpacked_at_a_time(
         assert torch.equal(exl2.unpack_codes(linear), torch.from_numpy(layer.codes).byte())
 
 
-def test_sizes_are_those_of_the_tensors() -> None:
+def test_size_and_bits_per_weight_match_the_tensors() -> None:
     groups, columns = ((8, 32), (4, 64), (4, 64)), 32
     linear = read(random_exl2(5, groups, columns))
     packed_bits = sum(bits * rows * columns for bits, rows in groups)
@@ -192,7 +192,7 @@ def test_the_writer_pads_columns_with_exact_zeros(columns: int) -> None:
     assert not scale_codes_of(linear)[:, columns:].any()
 
 
-def test_any_scale_code_is_read_beside_codes_at_the_zero_point() -> None:
+def test_padding_with_arbitrary_scale_codes_is_accepted() -> None:
     layer = random_exl2(7, [(5, 32)])
     layer.codes[:, 24:] = 16
     layer.scale_codes[:, 24:] = 15
@@ -212,7 +212,7 @@ def test_any_scale_code_is_read_beside_codes_at_the_zero_point() -> None:
         ({"codes": torch.full((64, 32), -1)}, "does not fit 4 bits"),
     ],
 )
-def test_the_writer_refuses_what_it_could_not_store(
+def test_the_writer_refuses_values_that_the_format_cannot_store(
     change: dict[str, object], message: str
 ) -> None:
     arguments: dict[str, object] = {

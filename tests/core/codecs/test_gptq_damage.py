@@ -1,4 +1,4 @@
-"""Settings and GPTQ layers that are damaged, or of a kind that is not read."""
+"""GPTQ layers and settings that are damaged, or of an unsupported kind."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def changed_weights(layer: GptqLayer, parts: dict[str, Tensor]) -> Tensor:
     return dense != layer.dense()
 
 
-def test_settings_are_read_under_either_key_of_the_format() -> None:
+def test_the_checkpoint_format_is_read_under_either_key() -> None:
     expected = gptq.GptqSettings(4, 32, False, True, gptq.CheckpointFormat.GPTQ)
     assert gptq.parse_settings(CONFIG, WHERE) == expected
     for key in ("format", "checkpoint_format"):
@@ -57,7 +57,7 @@ def test_settings_are_read_under_either_key_of_the_format() -> None:
         assert settings.checkpoint_format is gptq.CheckpointFormat.GPTQ_V2
 
 
-def test_the_least_settings_mean_the_older_convention() -> None:
+def test_minimal_settings_mean_the_older_zero_point_convention() -> None:
     settings = gptq.parse_settings({"bits": 8, "group_size": -1}, WHERE)
     assert settings == gptq.GptqSettings(8, -1, True, False, gptq.CheckpointFormat.GPTQ)
 
@@ -82,7 +82,7 @@ def test_other_methods_are_refused_by_name(change: dict[str, object], message: s
     assert caught.value.next_step
 
 
-def test_layers_that_were_left_out_by_name_need_no_settings() -> None:
+def test_rules_that_exclude_layers_are_accepted() -> None:
     config = CONFIG | {"dynamic": {"-:.*q_proj": {}}}
     assert gptq.parse_settings(config, WHERE) == gptq.parse_settings(CONFIG, WHERE)
 
@@ -102,7 +102,7 @@ def test_layers_that_were_left_out_by_name_need_no_settings() -> None:
         ({"checkpoint_format": "gptq_v2"}, "contradict each other .got 'gptq_v2' and 'gptq'"),
     ],
 )
-def test_settings_without_meaning_are_refused(change: dict[str, object], message: str) -> None:
+def test_invalid_settings_are_refused(change: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
         gptq.parse_settings(CONFIG | change, "config.json")
     assert caught.value.where == "config.json"
@@ -117,13 +117,13 @@ def test_a_missing_tensor_is_named(name: str) -> None:
         gptq.check(parts, gptq.parse_settings(layer.config(), WHERE), WHERE)
 
 
-def test_act_order_without_its_order_is_refused() -> None:
+def test_act_order_without_g_idx_is_refused() -> None:
     layer = layer_of(4, has_act_order=True)
     parts = layer.parts
     settings = gptq.parse_settings(layer.config(), WHERE)
-    for order in (None, torch.zeros(160, dtype=torch.int32)):
+    for g_idx in (None, torch.zeros(160, dtype=torch.int32)):
         del parts["g_idx"]
-        changed = parts if order is None else parts | {"g_idx": order}
+        changed = parts if g_idx is None else parts | {"g_idx": g_idx}
         with pytest.raises(MissingTensorError, match="'g_idx' is missing or all zero"):
             gptq.check(changed, settings, WHERE)
         parts = layer.parts
@@ -131,7 +131,7 @@ def test_act_order_without_its_order_is_refused() -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("name", gptq.PARTS)
-def test_a_cut_or_longer_tensor_is_refused(name: str, bits: int) -> None:
+def test_a_truncated_or_longer_tensor_is_refused(name: str, bits: int) -> None:
     layer = layer_of(bits, has_act_order=True)
     tensor = layer.parts[name]
     for dim in range(tensor.dim()):
@@ -149,7 +149,7 @@ def test_a_cut_or_longer_tensor_is_refused(name: str, bits: int) -> None:
 
 
 @pytest.mark.parametrize("name", gptq.PARTS)
-def test_a_wrong_type_of_element_is_refused(name: str) -> None:
+def test_a_wrong_dtype_is_refused(name: str) -> None:
     layer = layer_of(4, has_act_order=True)
     for dtype in (torch.int64, torch.float64, torch.uint8):
         with pytest.raises(WeightFileError, match=f"'{name}' has another type"):
@@ -189,7 +189,7 @@ def test_a_wrong_group_size_with_the_same_number_of_groups_is_refused() -> None:
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
-def test_a_symmetric_layer_under_the_other_zero_point_rule_is_refused(
+def test_a_symmetric_layer_with_the_other_zero_point_convention_is_refused(
     bits: int, is_v2: bool
 ) -> None:
     layer = layer_of(bits, is_symmetric=True, is_v2=is_v2)
@@ -202,20 +202,20 @@ def test_a_symmetric_layer_under_the_other_zero_point_rule_is_refused(
         gptq.check(layer.parts, gptq.parse_settings(config, WHERE), WHERE)
 
 
-@pytest.mark.parametrize("has_act_order", [False, True], ids=["order", "act"])
-def test_no_single_wrong_number_in_the_order_goes_unseen(has_act_order: bool) -> None:
+@pytest.mark.parametrize("has_act_order", [False, True], ids=["plain", "act"])
+def test_any_single_wrong_number_in_g_idx_is_refused(has_act_order: bool) -> None:
     layer = random_gptq(5, 4, 32, rows=80, has_act_order=has_act_order)  # the last group has 16
-    sound = layer.parts["g_idx"]
+    intact = layer.parts["g_idx"]
     for row in range(80):
-        for value in {-1, 0, 1, 2, 3, 1 << 30} - {int(sound[row])}:
-            damaged = sound.clone()
+        for value in {-1, 0, 1, 2, 3, 1 << 30} - {int(intact[row])}:
+            damaged = intact.clone()
             damaged[row] = value
             with pytest.raises(WeightFileError, match=r"'g_idx' (names|gives) "):
                 check(layer, g_idx=damaged)
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_a_damaged_code_changes_one_weight_at_most(bits: int) -> None:
+def test_a_damaged_code_changes_at_most_one_weight(bits: int) -> None:
     layer = layer_of(bits, has_act_order=True)
     for row in range(5 * bits):
         parts = layer.parts
@@ -228,11 +228,11 @@ def test_a_damaged_code_changes_one_weight_at_most(bits: int) -> None:
 
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])
-def test_a_damaged_zero_point_stays_in_its_group_and_word(bits: int, is_v2: bool) -> None:
+def test_a_damaged_zero_point_affects_its_group_and_word_only(bits: int, is_v2: bool) -> None:
     layer = layer_of(bits, has_act_order=True, is_v2=is_v2)
     in_group = torch.from_numpy(layer.group_of_row == 2)[:, None]
     for word in range(bits):
-        columns = torch.arange(32)  # those with a bit in the word
+        columns = torch.arange(32)  # governed: columns whose zero point has a bit in the word
         governed = (columns * bits < 32 * (word + 1)) & ((columns + 1) * bits > 32 * word)
         for bit in range(0, 32, 3):
             parts = layer.parts
@@ -242,7 +242,7 @@ def test_a_damaged_zero_point_stays_in_its_group_and_word(bits: int, is_v2: bool
             assert not (changed & ~(in_group & governed)).any()
 
 
-def test_a_damaged_scale_is_refused_or_stays_in_its_group_and_column() -> None:
+def test_a_damaged_scale_is_refused_or_affects_its_group_and_column_only() -> None:
     layer = layer_of(8, has_act_order=True)
     in_group = torch.from_numpy(layer.group_of_row == 3)
     refused = 0
@@ -262,10 +262,10 @@ def test_a_damaged_scale_is_refused_or_stays_in_its_group_and_column() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf"), 1e6, 6e4])
-def test_an_unusable_scale_is_refused_with_its_place(value: float) -> None:
+def test_an_unusable_scale_is_refused_with_its_group_and_column(value: float) -> None:
     layer = layer_of(4)
     scales = layer.parts["scales"].float()
     scales[1, 5] = value
-    place = "has no usable value for group 1, column 5|makes weights too large for float16"
-    with pytest.raises(WeightValueError, match=place):
+    message = "has no usable value for group 1, column 5|makes weights too large for float16"
+    with pytest.raises(WeightValueError, match=message):
         check(layer, scales=scales)

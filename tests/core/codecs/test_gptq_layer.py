@@ -1,4 +1,4 @@
-"""GPTQ layers: GPTQModel's own, and random ones against a slow model of the format."""
+"""GPTQ layers: those of GPTQModel, and random ones against a slow model of the format."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def assert_exact(layer: GptqLayer) -> None:
     assert torch.equal(bit_pattern(gptq.dequantize(linear)), bit_pattern(layer.dense()))
 
 
-def test_gptqmodels_layers_have_the_values_it_gives_them(shared_dir: Path) -> None:
+def test_layers_of_gptqmodel_have_its_dequantized_values(shared_dir: Path) -> None:
     folder = shared_dir / "golden"
     tensors = load_file(folder / "gptq_reference.safetensors")
     configs = json.loads((folder / "gptq_reference.json").read_text(encoding="utf-8"))
@@ -54,10 +54,10 @@ def test_gptqmodels_layers_have_the_values_it_gives_them(shared_dir: Path) -> No
 
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
 @pytest.mark.parametrize("is_symmetric", [False, True], ids=["asym", "sym"])
-@pytest.mark.parametrize("has_act_order", [False, True], ids=["order", "act"])
+@pytest.mark.parametrize("has_act_order", [False, True], ids=["plain", "act"])
 @pytest.mark.parametrize("group_size", [32, 48, 100, 160, 1000, -1])  # of 160 rows
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_every_combination_is_read_exactly(
+def test_every_combination_of_settings_is_read_exactly(
     bits: int, group_size: int, has_act_order: bool, is_symmetric: bool, is_v2: bool
 ) -> None:
     layer = random_gptq(
@@ -90,19 +90,19 @@ def test_awkward_sizes_are_read_exactly(data: st.DataObject, bits: int, seed: in
 
 
 @pytest.mark.parametrize(("bits", "ones"), [(2, 0x55555555), (4, 0x11111111), (8, 0x01010101)])
-def test_a_zero_point_of_0_borrowed_from_its_neighbor(bits: int, ones: int) -> None:
-    """Stored as all ones in its field, and one less than expected in the next."""
+def test_a_zero_point_of_0_borrows_from_the_next_field(bits: int, ones: int) -> None:
+    """Its field is stored as all ones, and the next field as one less than expected."""
     layer = random_gptq(0, bits, -1, rows=32)
     layer.zeros[:] = 1
     layer.zeros[0, 0] = 0
     stored = int(layer.parts["qzeros"][0, 0])
-    assert stored == (1 - 2) % (1 << 32) - (1 << 32)  # the borrow ran through the whole word
+    assert stored == (1 - 2) % (1 << 32) - (1 << 32)  # the borrow propagates through the whole word
     assert int(layer.parts["qzeros"][0, 1]) == 0
     assert_exact(layer)
     assert ones == sum(1 << shift for shift in range(0, 32, bits))
 
 
-def test_the_zero_points_of_3_bits_wrap_one_by_one() -> None:
+def test_3_bit_zero_points_wrap_individually() -> None:
     layer = random_gptq(0, 3, -1, rows=32)
     layer.zeros[:] = 1
     layer.zeros[0, 10] = 0  # straddles two words
@@ -110,7 +110,7 @@ def test_the_zero_points_of_3_bits_wrap_one_by_one() -> None:
     assert_exact(layer)
 
 
-def test_the_result_does_not_depend_on_how_much_is_unpacked_at_a_time(
+def test_values_do_not_depend_on_the_chunk_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for bits in WIDTHS:
@@ -120,13 +120,13 @@ def test_the_result_does_not_depend_on_how_much_is_unpacked_at_a_time(
             assert_exact(layer)
 
 
-def test_an_order_that_says_nothing_is_dropped() -> None:
+def test_a_trivial_g_idx_is_dropped() -> None:
     layer = random_gptq(1, 4, 32, rows=96)
     config = gptq.parse_settings(layer.config(), "a test")
-    in_order, parts = layer.parts, layer.parts
+    sorted_rows, parts = layer.parts, layer.parts
     all_zero = parts | {"g_idx": torch.zeros(96, dtype=torch.int32)}
     del parts["g_idx"]
-    for variant in (in_order, parts, all_zero):
+    for variant in (sorted_rows, parts, all_zero):
         linear = gptq.check(variant, config, "a test")
         assert linear.g_idx is None
         assert torch.equal(gptq.dequantize(linear), layer.dense())
@@ -145,13 +145,13 @@ def test_scales_of_other_types_are_rounded_to_float16() -> None:
     assert torch.equal(gptq.dequantize(linear), layer.dense())
 
 
-def test_negative_scales_are_values_like_others() -> None:
+def test_negative_scales_are_accepted() -> None:
     layer = random_gptq(3, 4, 32, rows=64)
     layer.scales[:, ::2] *= -1
     assert_exact(layer)
 
 
-def test_sizes_are_those_of_the_tensors() -> None:
+def test_size_and_bits_per_weight_match_the_tensors() -> None:
     linear = read(random_gptq(4, 4, 32, rows=96, columns=64, has_act_order=True))
     assert (linear.in_features, linear.out_features, linear.group_rows) == (96, 64, 32)
     size = 96 * 64 // 2 + 3 * 64 // 2 + 3 * 64 * 2 + 96 * 4

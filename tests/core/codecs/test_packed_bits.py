@@ -1,4 +1,4 @@
-"""Codes to words and back: the vectors of the format, and a slow writer."""
+"""Packing of codes into words: fixed vectors of the format, and a slow independent packer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from support.quantized import as_int32, pack_columns
 
 WIDTHS = (2, 3, 4, 5, 6, 8)
 
-# Of the codes (7 i + 3) mod 2^bits, i = 0 .. 31, in one column.
+# Packed words of the codes (7 i + 3) mod 2^bits, i = 0 .. 31, in one column.
 VECTORS = {
     2: "1B1B1B1B 1B1B1B1B",
     3: "53977053 70539770 97705397",
@@ -26,7 +26,7 @@ VECTORS = {
 
 
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_words_are_those_of_the_format(bits: int) -> None:
+def test_words_match_the_format(bits: int) -> None:
     codes = ((7 * torch.arange(32) + 3) % 2**bits).to(torch.uint8)[:, None]
     words = as_int32(np.array([int(word, 16) for word in VECTORS[bits].split()]))[:, None]
 
@@ -45,7 +45,7 @@ def test_words_are_those_of_the_format(bits: int) -> None:
         (8, []),
     ],
 )
-def test_a_lone_code_changes_the_words_that_hold_it(bits: int, straddling: list[int]) -> None:
+def test_each_code_occupies_one_word_or_straddles_two(bits: int, straddling: list[int]) -> None:
     period = bitstream.codes_per_block(bits)
     codes = torch.eye(period, dtype=torch.int32) * (2**bits - 1)  # column i: only code i
     words = bitstream.pack(codes, bits)
@@ -61,9 +61,7 @@ def test_a_lone_code_changes_the_words_that_hold_it(bits: int, straddling: list[
     columns=st.sampled_from([1, 3, 8, 17]),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_packing_agrees_with_one_long_integer(
-    bits: int, blocks: int, columns: int, seed: int
-) -> None:
+def test_packing_matches_one_long_integer(bits: int, blocks: int, columns: int, seed: int) -> None:
     rows = blocks * bitstream.codes_per_block(bits)
     codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, columns))
     words = as_int32(pack_columns(codes, bits))
@@ -74,7 +72,7 @@ def test_packing_agrees_with_one_long_integer(
         assert torch.equal(unpacked, torch.from_numpy(codes).to(dtype))
 
 
-def test_views_are_unpacked_as_what_they_show() -> None:
+def test_noncontiguous_views_are_unpacked_correctly() -> None:
     words = as_int32(np.random.default_rng(1).integers(0, 2**32, (12, 40)))
     view = words.T[8:24]
     assert not view.is_contiguous()

@@ -1,4 +1,4 @@
-"""The run-time form of a quantized matrix means what its exact dequantization says."""
+"""Run-time forms of quantized matrices agree with their exact dequantization."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ MIXES = [
 
 
 def assert_within_half_ulp(matrix: RuntimeMatrix, exact: Tensor, step: int = 32) -> None:
-    """`exact` [in_features, out_features] is float16."""
+    """Asserts that rounding the matrix gives `exact`, float16 [in_features, out_features]."""
     unrounded = evaluate(matrix, step)
     assert unrounded.shape == tuple(exact.shape)
     assert (np.abs(unrounded - exact.double().numpy()) <= half_ulp(exact)).all()
@@ -66,13 +66,13 @@ def test_golden_gptq_matrices(shared_dir: Path) -> None:
         matrix = GptqMatrix(gptq.check(parts, settings, stem), dense.shape[1])
         offsets.add(matrix.layout.offset)
         assert_within_half_ulp(matrix, dense, step=256)
-        assert torch.equal(matrix.dense(0, dense.shape[1]).T, dense)  # the sign of zero aside
+        assert torch.equal(matrix.dense(0, dense.shape[1]).T, dense)  # 0 and -0 are equal here
     assert offsets == {"middle", "zeros"}
 
 
 @pytest.mark.parametrize("groups", MIXES, ids=str)
 @pytest.mark.parametrize("prescale", [1.0, 0.22, -3.5])
-def test_exl2_of_every_mix_of_widths(groups: list[tuple[int, int]], prescale: float) -> None:
+def test_exl2_layers_of_mixed_widths(groups: list[tuple[int, int]], prescale: float) -> None:
     layer = random_exl2(3, groups, columns=96)
     linear = exl2.check(layer.parts, "test")
     matrix = Exl2Matrix(linear, 96, prescale=prescale)
@@ -80,7 +80,7 @@ def test_exl2_of_every_mix_of_widths(groups: list[tuple[int, int]], prescale: fl
     assert torch.equal(bit_pattern(matrix.dense(0, 96).T), bit_pattern(layer.dense(prescale)))
 
 
-def test_exl2_columns_of_a_wider_matrix_and_without_padding() -> None:
+def test_exl2_column_ranges_without_padding() -> None:
     layer = random_exl2(5, [(5, 64), (2, 32)], columns=96)
     linear = exl2.check(layer.parts, "test")
     for first, count in ((0, 70), (40, 8), (43, 50), (32, 64)):
@@ -91,7 +91,7 @@ def test_exl2_columns_of_a_wider_matrix_and_without_padding() -> None:
         assert torch.equal(matrix.dense(0, count).T, exact)
 
 
-def test_exl2_in_the_order_of_its_features_needs_no_permutation() -> None:
+def test_exl2_with_identity_order_has_no_permutation() -> None:
     parts = random_exl2(1, [(4, 64)]).parts
     parts["q_invperm"] = torch.arange(64, dtype=torch.int32)
     assert Exl2Matrix(exl2.check(parts, "test"), 32).layout.features is None
@@ -101,13 +101,13 @@ def test_exl2_in_the_order_of_its_features_needs_no_permutation() -> None:
 @pytest.mark.parametrize(
     ("rows", "group_size"), [(96, 32), (96, -1), (96, 64), (64, 16), (96, 128), (96, 24)]
 )
-@pytest.mark.parametrize("order", [False, True], ids=["in-order", "act-order"])
+@pytest.mark.parametrize("has_act_order", [False, True], ids=["plain", "act-order"])
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
-def test_gptq_of_every_kind(
-    bits: int, rows: int, group_size: int, order: bool, is_v2: bool
+def test_gptq_layers_of_every_kind(
+    bits: int, rows: int, group_size: int, has_act_order: bool, is_v2: bool
 ) -> None:
     layer = random_gptq(
-        7, bits, group_size, rows=rows, columns=64, is_v2=is_v2, has_act_order=order
+        7, bits, group_size, rows=rows, columns=64, is_v2=is_v2, has_act_order=has_act_order
     )
     linear = gptq.check(layer.parts, settings_of(layer.config()), "test")
     matrix = GptqMatrix(linear, 64)
@@ -129,7 +129,7 @@ KINDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K"]
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_gguf_blocks_mean_what_the_gguf_package_says(name: str) -> None:
+def test_gguf_blocks_match_the_gguf_package(name: str) -> None:
     kind = GGMLQuantizationType[name]
     raw = random_blocks(kind, 48, 512)
     layout = layout_of(kind, 48, 512)
@@ -140,7 +140,7 @@ def test_gguf_blocks_mean_what_the_gguf_package_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Q4_K", "Q5_K"])
-def test_k_types_lose_nothing_when_their_scales_are_multiplied_out(name: str) -> None:
+def test_multiplying_out_the_scales_of_k_types_is_exact(name: str) -> None:
     kind = GGMLQuantizationType[name]
     raw = random_blocks(kind, 48, 512)
     columns = columns_of(torch.from_numpy(raw), kind)
@@ -153,19 +153,19 @@ def test_k_types_lose_nothing_when_their_scales_are_multiplied_out(name: str) ->
 
 
 @pytest.mark.parametrize("name", ["F16", "BF16", "Q6_K", "Q3_K", "Q2_K", "IQ4_XS"])
-def test_kinds_without_a_run_time_form(name: str) -> None:
+def test_types_without_a_run_time_form(name: str) -> None:
     assert layout_of(GGMLQuantizationType[name], 32, 256) is None
 
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_scales_that_are_not_finite_are_counted(name: str, value: float) -> None:
+def test_non_finite_scales_are_counted(name: str, value: float) -> None:
     kind = GGMLQuantizationType[name]
     raw = random_blocks(kind, 4, 512)
     assert bad_blocks(torch.from_numpy(raw), kind) == 0
     size = GGML_QUANT_SIZES[kind][1]
-    place = 2 if name.endswith(("_1", "_K")) else 0  # the minimum's, where there is one
+    offset = 2 if name.endswith(("_1", "_K")) else 0  # of the minimum, if the type has one
     for row in (0, 3):
-        last = raw.shape[1] - size + place
+        last = raw.shape[1] - size + offset
         raw[row, last : last + 2] = np.frombuffer(np.float16(value).tobytes(), dtype=np.uint8)
     assert bad_blocks(torch.from_numpy(raw), kind) == 2

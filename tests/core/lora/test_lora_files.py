@@ -1,4 +1,4 @@
-"""What is no adapter for this model is refused by name, and before anything large is read."""
+"""Adapters that do not fit the model are refused by name, before any large tensor is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from exl_core.load import LoadOptions, load_model
 from exl_core.lora import reader
 from exl_core.lora.adapter import load_adapter
 from exl_core.lora.config import read_adapter_config
-from exl_core.lora.targets import find_target, take_apart
+from exl_core.lora.targets import find_target, parse_name
 from exl_core.model.adapters import AdapterUse
 from exl_core.model.context import Context
 from exl_core.model.transformer import Transformer
@@ -35,7 +35,7 @@ def model(tmp_path_factory: Any) -> Transformer:
     return load_model(str(save(tiny_llama(), tmp_path_factory.mktemp("llama")))).model
 
 
-def test_what_a_loaded_adapter_says_of_itself(model: Transformer, tmp_path: Path) -> None:
+def test_properties_of_a_loaded_adapter(model: Transformer, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path / "mine", GOOD, lora_alpha=8, base_model_name_or_path="a/b")
     adapter, again = load_adapter(folder, model), load_adapter(str(folder), model)
     assert adapter.name == "mine"
@@ -53,7 +53,7 @@ def test_what_a_loaded_adapter_says_of_itself(model: Transformer, tmp_path: Path
     assert adapter.serial != again.serial
 
 
-def test_key_and_up_projections_come_behind_their_neighbors(
+def test_deltas_have_the_output_offsets_of_packed_matrices(
     model: Transformer, tmp_path: Path
 ) -> None:
     a = torch.ones(4, 72)
@@ -91,7 +91,7 @@ def test_key_and_up_projections_come_behind_their_neighbors(
         ({"x" * 300: DOWN}, "endless name"),
     ],
 )
-def test_tensors_that_do_not_fit(
+def test_tensors_that_do_not_fit_are_refused(
     model: Transformer, tmp_path: Path, tensors: dict[str, Tensor], message: str
 ) -> None:
     folder = write_adapter(tmp_path, tensors)
@@ -101,13 +101,13 @@ def test_tensors_that_do_not_fit(
     assert raised.value.exit_code == 3
 
 
-def test_two_names_for_one_matrix(model: Transformer, tmp_path: Path) -> None:
+def test_two_pairs_for_one_matrix_are_refused(model: Transformer, tmp_path: Path) -> None:
     again = {f"other.{name}": tensor.clone() for name, tensor in GOOD.items()}
     with pytest.raises(AdapterError, match="has another pair"):
         load_adapter(write_adapter(tmp_path, GOOD | again), model)
 
 
-def test_biases_of_zero_are_passed_over(model: Transformer, tmp_path: Path) -> None:
+def test_zero_biases_are_ignored(model: Transformer, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, GOOD | {f"{Q}.bias": torch.zeros(120)}, bias="all")
     assert load_adapter(folder, model).modules == ("self_attn.q_proj",)
 
@@ -136,7 +136,7 @@ def test_biases_of_zero_are_passed_over(model: Transformer, tmp_path: Path) -> N
         ({"alpha_pattern": {"[": 1}}, "broken pattern"),
     ],
 )
-def test_configurations_that_cannot_be_followed(
+def test_unsupported_configurations_are_refused(
     model: Transformer, tmp_path: Path, fields: dict[str, Any], message: str
 ) -> None:
     folder = write_adapter(tmp_path, GOOD, **fields)
@@ -146,17 +146,19 @@ def test_configurations_that_cannot_be_followed(
 
 
 @pytest.mark.parametrize("start", [True, False, "gaussian", "eva", "orthogonal"])
-def test_ways_to_begin_that_leave_the_model_alone(tmp_path: Path, start: object) -> None:
+def test_initializations_that_keep_the_base_weights_are_accepted(
+    tmp_path: Path, start: object
+) -> None:
     read_adapter_config(write_adapter(tmp_path, GOOD, init_lora_weights=start))
 
 
-def test_what_is_in_the_directory(model: Transformer, tmp_path: Path) -> None:
+def test_missing_or_damaged_files_are_refused(model: Transformer, tmp_path: Path) -> None:
     with pytest.raises(AdapterError, match=r"holds no adapter_config\.json"):
         load_adapter(tmp_path, model)
     folder = write_adapter(tmp_path / "a", GOOD)
     file = folder / "adapter_model.safetensors"
     shutil.copy(file, folder / "adapter_model.bin")
-    load_adapter(folder, model)  # what can be read wins
+    load_adapter(folder, model)  # the safetensors file is used
     file.unlink()
     with pytest.raises(AdapterError, match=r"adapter_model.bin: is a pickle.*save it again"):
         load_adapter(folder, model)
@@ -171,7 +173,7 @@ def test_what_is_in_the_directory(model: Transformer, tmp_path: Path) -> None:
         load_adapter(folder, model)
 
 
-def test_a_header_that_promises_too_much_allocates_nothing(
+def test_a_header_with_an_absurd_shape_allocates_nothing(
     model: Transformer, tmp_path: Path
 ) -> None:
     folder = write_adapter(tmp_path, {}, r=10**8)
@@ -184,7 +186,7 @@ def test_a_header_that_promises_too_much_allocates_nothing(
         load_adapter(folder, model)
 
 
-def test_memory_is_counted_first(
+def test_memory_is_checked_before_loading(
     model: Transformer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = write_adapter(tmp_path, GOOD)
@@ -195,7 +197,7 @@ def test_memory_is_counted_first(
     load_adapter(folder, model)
 
 
-def test_tied_ends_must_come_together(tmp_path: Path) -> None:
+def test_tied_embedding_and_head_must_both_be_present(tmp_path: Path) -> None:
     model = load_model(str(save(tiny_gemma3(), tmp_path / "model"))).model
     table = torch.ones(300, 72)
     one = {f"{PREFIX}model.embed_tokens.weight": table}
@@ -206,19 +208,19 @@ def test_tied_ends_must_come_together(tmp_path: Path) -> None:
     load_adapter(write_adapter(tmp_path / "both", both, ensure_weight_tying=True), model)
 
 
-def test_adapters_of_multimodal_checkpoints_name_the_language_model(tmp_path: Path) -> None:
+def test_adapters_of_multimodal_checkpoints_match_the_language_model(tmp_path: Path) -> None:
     folder = save(tiny_gemma3(), tmp_path / "model")
     config = load_model(str(folder)).config
     for root in ("model.", "base_model.model.model.", "base_model.model.model.language_model."):
         name = f"{root}layers.2.mlp.down_proj.lora_A.weight"
-        target = find_target(config, take_apart(name).module)
+        target = find_target(config, parse_name(name).module)
         assert target is not None, name
         assert target[:2] == (2, "down")
     tower = "base_model.model.model.vision_tower.encoder.layers.0.self_attn.q_proj"
     assert find_target(config, tower) is None
 
 
-def test_a_damaged_file_is_an_error_of_the_model(model: Transformer, tmp_path: Path) -> None:
+def test_a_truncated_file_raises_model_error(model: Transformer, tmp_path: Path) -> None:
     folder = write_adapter(tmp_path, GOOD)
     file = folder / "adapter_model.safetensors"
     whole = file.read_bytes()
@@ -230,11 +232,11 @@ def test_a_damaged_file_is_an_error_of_the_model(model: Transformer, tmp_path: P
     load_adapter(folder, model)
 
 
-def test_an_adapter_of_another_model_is_not_applied(model: Transformer, tmp_path: Path) -> None:
+def test_an_adapter_of_a_different_model_is_refused(model: Transformer, tmp_path: Path) -> None:
     use = AdapterUse(load_adapter(write_adapter(tmp_path / "a", GOOD), model))
     deeper = load_model(str(save(tiny_llama(num_hidden_layers=4), tmp_path / "model"))).model
     with pytest.raises(RequestError, match="loaded for another model"):
         Context(deeper, 8).feed([[5]], adapters=[use])
     longer = load_model(str(tmp_path / "model"), LoadOptions(max_seq_len=77)).model
     own = AdapterUse(load_adapter(tmp_path / "a", deeper))
-    Context(longer, 8).feed([[5]], adapters=[own])  # what does not matter may differ
+    Context(longer, 8).feed([[5]], adapters=[own])  # only the dimensions must match

@@ -1,4 +1,4 @@
-"""A model under adapters against transformers with the products merged into its weights."""
+"""A model with adapters, compared with transformers after merging the products into its weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from support.quantized_models import GPTQ_SETTINGS, METHODS, SIZES, quantize, qu
 from support.runtime_form import evaluate
 from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
 
-TOLERANCE = 1e-4  # of the largest logit: fp32 on both sides, sums in another order
+TOLERANCE = 1e-4  # of the largest logit: fp32 on both sides, sums in a different order
 IDS = torch.randint(3, VOCAB_SIZE, (2, 60), generator=torch.Generator().manual_seed(7))
 
 FAMILIES: dict[str, Any] = {
@@ -33,7 +33,7 @@ FAMILIES: dict[str, Any] = {
     "llama-tied-bias": lambda: tiny_llama(
         tie_word_embeddings=True, attention_bias=True, mlp_bias=True
     ),
-    "gemma3": tiny_gemma3,  # norms after, a scaled embedding, a tied head
+    "gemma3": tiny_gemma3,  # post norms, a scaled embedding, a tied head
 }
 
 
@@ -44,7 +44,7 @@ def expected_logits(model: Any) -> Tensor:
 
 
 def logits_of(model: Transformer, *uses: AdapterUse) -> Tensor:
-    """Both texts: most of it at once, then token by token through the cache."""
+    """Logits of both texts: 50 tokens in one pass, then token by token through the cache."""
     context = Context(model, 64, batch_size=2, kv_format=KVFormat.FP32)
     parts = [context.forward(IDS[:, :50], adapters=uses)]
     parts += [context.forward(IDS[:, i : i + 1], adapters=uses) for i in range(50, 60)]
@@ -69,7 +69,7 @@ def llama(tmp_path_factory: Any) -> tuple[Any, Transformer]:
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_every_linear_in_prefill_and_decode(
+def test_adapters_of_all_linears_match_in_prefill_and_decode(
     family: tuple[Any, Path], backend: str, tmp_path: Path
 ) -> None:
     model, folder = family
@@ -84,12 +84,12 @@ def test_every_linear_in_prefill_and_decode(
     expected = expected_logits(merged(model, (pairs, 6 / 4)))
     assert_close(logits, expected)
     plain = expected_logits(model)
-    assert (expected - plain).abs().max() > 0.1 * plain.abs().max()  # it does change something
+    assert (expected - plain).abs().max() > 0.1 * plain.abs().max()  # the adapter has an effect
     assert_close(logits_of(ours), plain)
 
 
 @pytest.mark.parametrize("linears", [("q_proj", "v_proj"), ("k_proj",), ("up_proj",), ("o_proj",)])
-def test_adapters_of_some_linears(
+def test_adapters_of_some_linears_match(
     llama: tuple[Any, Transformer], linears: tuple[str, ...], tmp_path: Path
 ) -> None:
     model, ours = llama
@@ -98,8 +98,10 @@ def test_adapters_of_some_linears(
     assert_close(logits_of(ours, AdapterUse(adapter)), expected_logits(merged(model, (pairs, 1))))
 
 
-def test_fused_projections(llama: tuple[Any, Transformer], tmp_path: Path) -> None:
-    """Checkpoints that store q, k, v as one have adapters with one A for all three."""
+def test_adapters_of_fused_projections_match(
+    llama: tuple[Any, Transformer], tmp_path: Path
+) -> None:
+    """Checkpoints with fused q, k, v have adapters with one A for all three."""
     model, ours = llama
     generator = torch.Generator().manual_seed(5)
     fused, split = {}, {}
@@ -121,7 +123,7 @@ def test_fused_projections(llama: tuple[Any, Transformer], tmp_path: Path) -> No
     assert_close(logits_of(ours, AdapterUse(adapter)), expected_logits(merged(model, (split, 1))))
 
 
-def test_several_adapters_add_up_each_with_its_scale(
+def test_deltas_of_several_adapters_add_up_with_their_scales(
     llama: tuple[Any, Transformer], tmp_path: Path
 ) -> None:
     model, ours = llama
@@ -136,7 +138,7 @@ def test_several_adapters_add_up_each_with_its_scale(
     assert torch.equal(logits_of(ours, AdapterUse(first, 0.0)), logits_of(ours))
 
 
-def test_scales_by_rank_root_and_patterns(llama: tuple[Any, Transformer], tmp_path: Path) -> None:
+def test_rslora_and_pattern_scales_match(llama: tuple[Any, Transformer], tmp_path: Path) -> None:
     model, ours = llama
     pairs = random_pairs(model, ("q_proj", "down_proj"), rank=4)
     pairs |= random_pairs(model, ("o_proj",), rank=9)
@@ -165,10 +167,10 @@ def test_scales_by_rank_root_and_patterns(llama: tuple[Any, Transformer], tmp_pa
     assert_close(logits_of(ours, AdapterUse(adapter)), expected_logits(merged(model, *changes)))
 
 
-def test_rows_of_one_pass_under_different_adapters(
+def test_rows_of_one_pass_can_use_different_adapters(
     llama: tuple[Any, Transformer], tmp_path: Path
 ) -> None:
-    """Prefill and decode mixed, as the engine does it; every row as if it were alone."""
+    """Mixes prefill and decode, as the engine does. Each row must match a pass of its own."""
     model, ours = llama
     pairs = [random_pairs(model, seed=seed) for seed in (1, 2)]
     one, two = (
@@ -202,7 +204,7 @@ def test_rows_of_one_pass_under_different_adapters(
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gemma3])
-def test_embedding_and_head_of_an_adapters_own(build: Any, tmp_path: Path) -> None:
+def test_adapters_that_replace_embedding_and_head_match(build: Any, tmp_path: Path) -> None:
     model = build()
     ours = load_model(str(save(model, tmp_path / "model"))).model
     generator = torch.Generator().manual_seed(9)
@@ -227,7 +229,7 @@ def test_embedding_and_head_of_an_adapters_own(build: Any, tmp_path: Path) -> No
     assert own.modules == ("embed_tokens", "lm_head", "self_attn.q_proj")
     expected = expected_logits(merged(changed, (pairs, 1)))
     assert_close(logits_of(ours, AdapterUse(own)), expected)
-    # Of several, the first one that has a head.
+    # The first adapter that has a head provides it.
     assert_close(logits_of(ours, AdapterUse(own), AdapterUse(other)), expected)
     assert torch.equal(logits_of(ours, AdapterUse(own, 0)), logits_of(ours))
 
@@ -254,7 +256,7 @@ def test_embedding_and_head_of_an_adapters_own(build: Any, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gemma3])
-def test_low_rank_embedding_and_head(build: Any, tmp_path: Path) -> None:
+def test_low_rank_embedding_and_head_match(build: Any, tmp_path: Path) -> None:
     model = build()
     ours = load_model(str(save(model, tmp_path / "model"))).model
     generator = torch.Generator().manual_seed(9)
@@ -269,8 +271,8 @@ def test_low_rank_embedding_and_head(build: Any, tmp_path: Path) -> None:
     assert_close(logits, expected_logits(merged(untie(model), (pairs, 0.75))))
 
 
-def test_gguf_models_take_the_same_adapters(tmp_path: Path) -> None:
-    """Whose file has query and key rows in another order; ours are as adapters were trained."""
+def test_gguf_models_accept_the_same_adapters(tmp_path: Path) -> None:
+    """GGUF files permute query and key rows; loading restores the order that adapters assume."""
     model = tiny_llama()
     pairs = random_pairs(model)
     ours = load_model(str(write_gguf(model, tmp_path / "m.gguf"))).model
@@ -280,7 +282,7 @@ def test_gguf_models_take_the_same_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("is_exact", [False, True], ids=["codes", "exact"])
 @pytest.mark.parametrize("method", ["exl2", "gptq"])
-def test_on_top_of_quantized_weights(method: str, is_exact: bool, tmp_path: Path) -> None:
+def test_adapters_on_quantized_weights_match(method: str, is_exact: bool, tmp_path: Path) -> None:
     model = tiny_llama(**SIZES, tie_word_embeddings=method == "gptq")
     pairs = random_pairs(model)
     folder = save(model, tmp_path / "model")
@@ -288,7 +290,7 @@ def test_on_top_of_quantized_weights(method: str, is_exact: bool, tmp_path: Path
     checkpoint = Checkpoint(*open_checkpoint(folder))
     with torch.no_grad():
         for stem, parts in pieces.items():
-            if not is_exact:  # what the codes mean, without a rounding to half precision
+            if not is_exact:  # values of the codes without rounding to float16
                 dense = torch.from_numpy(evaluate(checkpoint.quantized(f"{stem}.weight")))
             elif method == "exl2":
                 dense = exl2.dequantize(exl2.check(parts, stem))
@@ -304,8 +306,8 @@ def test_on_top_of_quantized_weights(method: str, is_exact: bool, tmp_path: Path
 
 
 @pytest.mark.parametrize("method", ["exl2", "gptq"])
-def test_rows_without_adapters_do_not_notice_those_of_others(method: str, tmp_path: Path) -> None:
-    """To the last bit, of rows that the fast kernels compute in one product."""
+def test_adapters_of_other_rows_do_not_change_a_rows_bits(method: str, tmp_path: Path) -> None:
+    """The fast kernels compute both rows in one product; the plain row must stay bit-equal."""
     ours = load_model(str(quantized_llama(method, tmp_path / "model"))).model
     pairs = random_pairs(tiny_llama(**SIZES))
     adapter = load_adapter(write_adapter(tmp_path / "adapter", stored(pairs)), ours)

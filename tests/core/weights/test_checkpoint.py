@@ -1,4 +1,4 @@
-"""What a checkpoint must hold: names, shapes, finite values; and the names other writers use."""
+"""Checkpoint: checks of names, shapes and finite values; names and row orders of other writers."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_missing_tensor_is_named_with_its_shape(folder: Path) -> None:
         read_all(folder)
 
 
-def test_a_wrong_shape_is_named_with_both(folder: Path) -> None:
+def test_a_wrong_shape_is_reported_with_the_expected_one(folder: Path) -> None:
     edit(folder, **{GATE: torch.zeros(112, 71)})
     with pytest.raises(WeightShapeError, match=r"gate_proj.*\[112, 72\].*\[112, 71\]"):
         read_all(folder)
@@ -71,7 +71,7 @@ def test_a_wrong_shape_is_named_with_both(folder: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", [GATE, "model.norm.weight", "model.embed_tokens.weight"])
-def test_values_that_are_not_finite_are_counted(folder: Path, name: str, value: float) -> None:
+def test_non_finite_values_are_counted(folder: Path, name: str, value: float) -> None:
     weight = load_file(folder / "model.safetensors")[name]
     weight.view(-1)[[0, -1]] = value
     edit(folder, **{name: weight})
@@ -79,7 +79,7 @@ def test_values_that_are_not_finite_are_counted(folder: Path, name: str, value: 
         read_all(folder)
 
 
-def test_what_is_moved_is_checked_and_handed_out(folder: Path) -> None:
+def test_chunks_are_checked_after_the_move(folder: Path) -> None:
     checkpoint = Checkpoint(*open_checkpoint(folder))
     moved: list[torch.Tensor] = []
 
@@ -93,7 +93,7 @@ def test_what_is_moved_is_checked_and_handed_out(folder: Path) -> None:
         next(checkpoint.chunks(GATE, torch.float32, move=lambda values: values / 0))
 
 
-def test_values_whose_sum_overflows_are_fine(folder: Path) -> None:
+def test_finite_values_whose_sum_overflows_are_accepted(folder: Path) -> None:
     edit(folder, **{GATE: torch.full((112, 72), 3e38)})
     read_all(folder)
     checkpoint = Checkpoint(*open_checkpoint(folder))
@@ -101,18 +101,18 @@ def test_values_whose_sum_overflows_are_fine(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("root", ["model.language_model.", "language_model.model."])
-def test_the_language_part_of_a_multimodal_checkpoint_is_found(tmp_path: Path, root: str) -> None:
+def test_the_language_model_of_a_multimodal_checkpoint_is_found(tmp_path: Path, root: str) -> None:
     folder = save(tiny_gemma3(), tmp_path)
     tensors = load_file(folder / "model.safetensors")
     renamed = {name.replace("model.", root, 1): t for name, t in tensors.items()}
     save_file(renamed, folder / "model.safetensors")
     read_all(folder)
     checkpoint = Checkpoint(*open_checkpoint(folder))
-    expected = tensors["model.norm.weight"] + 1.0  # the family stores its norms less one
+    expected = tensors["model.norm.weight"] + 1.0  # the family stores its norms minus one
     assert torch.equal(checkpoint.norm("model.norm.weight"), expected)
 
 
-def test_rows_of_a_gguf_file_come_in_the_order_of_the_model(tmp_path: Path) -> None:
+def test_rows_of_a_gguf_file_are_returned_in_the_models_order(tmp_path: Path) -> None:
     model = tiny_llama(attention_bias=True)
     path = write_gguf(model, tmp_path / "m.gguf", GGMLQuantizationType.F32)
     checkpoint = Checkpoint(*open_checkpoint(path))
@@ -121,43 +121,43 @@ def test_rows_of_a_gguf_file_come_in_the_order_of_the_model(tmp_path: Path) -> N
         assert torch.equal(rows, weight), name
 
 
-def test_a_matrix_is_kept_in_the_precision_that_it_is_stored_in(folder: Path) -> None:
+def test_a_dense_matrix_keeps_its_stored_dtype(folder: Path) -> None:
     edit(folder, **{GATE: load_file(folder / "model.safetensors")[GATE].bfloat16()})
     checkpoint = Checkpoint(*open_checkpoint(folder))
     assert checkpoint.dtype(GATE) is torch.bfloat16
     assert checkpoint.dtype(GATE.replace("gate", "up")) is torch.float32
 
 
-def test_only_the_rotated_rows_of_a_gguf_head_are_put_in_order(tmp_path: Path) -> None:
+def test_only_the_rotated_rows_of_a_gguf_head_are_permuted(tmp_path: Path) -> None:
     path = write_gguf(tiny_llama(), tmp_path / "m.gguf", GGMLQuantizationType.F32)
     source, config, _ = open_checkpoint(path)
     partial = replace(config, rope=replace(config.rope, rotary_dim=8))
     name = "model.layers.0.self_attn.k_proj.weight"
     stored = source.read("blk.0.attn_k.weight", slice(None)).view(2, 20, 72)
-    pairs_apart = [0, 2, 4, 6, 1, 3, 5, 7, *range(8, 20)]
+    permutation = [0, 2, 4, 6, 1, 3, 5, 7, *range(8, 20)]
     rows = torch.cat([c.values for c in Checkpoint(source, partial).chunks(name, torch.float32)])
-    assert torch.equal(rows.view(2, 20, 72), stored[:, pairs_apart])
+    assert torch.equal(rows.view(2, 20, 72), stored[:, permutation])
 
 
-def test_a_value_that_overflows_the_packed_format_is_not_called_damage(folder: Path) -> None:
+def test_overflow_of_the_packed_dtype_is_not_reported_as_damage(folder: Path) -> None:
     edit(folder, **{GATE: torch.full((112, 72), 1e6)})
     checkpoint = Checkpoint(*open_checkpoint(folder))
     with pytest.raises(WeightValueError, match=r"As torch\.float16 they overflow"):
         next(checkpoint.chunks(GATE, torch.float16))
 
 
-def test_memory_is_counted_as_it_is_packed(folder: Path) -> None:
+def test_packed_bytes_follow_the_stored_dtype(folder: Path) -> None:
     before = Checkpoint(*open_checkpoint(folder)).packed_bytes
     edit(folder, **{GATE: load_file(folder / "model.safetensors")[GATE].bfloat16()})
     assert before - Checkpoint(*open_checkpoint(folder)).packed_bytes == 112 * 72 * 2
 
 
 @pytest.mark.parametrize(
-    "settings, pieces, columns",  # EXL2 pads these columns in the file, GPTQ cannot have them
+    "settings, pieces, columns",  # EXL2 pads 100 columns in the file; GPTQ needs a multiple of 8
     [({"quant_method": "exl2"}, exl2_pieces, 100), (GPTQ_SETTINGS, gptq_pieces, 104)],
     ids=["exl2", "gptq"],
 )
-def test_quantized_memory_is_counted_as_it_is_packed(
+def test_packed_bytes_match_the_op_tables_matrix(
     tmp_path: Path, settings: dict[str, Any], pieces: Callable[[int, int], Pieces], columns: int
 ) -> None:
     folder = save(tiny_llama(**SIZES, tie_word_embeddings=True), tmp_path)
@@ -166,8 +166,8 @@ def test_quantized_memory_is_counted_as_it_is_packed(
     edit(folder, **{stem + part: value for part, value in pieces(64, columns).items()})
     checkpoint = Checkpoint(*open_checkpoint(folder), tensors={GATE: (columns, 64)})
     packed = get_table("cpu", threads=1).new_quantized(checkpoint.quantized(GATE).layout)
-    order = 64 * 4  # the feature of each row, int32
-    assert packed.size_bytes - order <= checkpoint.packed_bytes <= packed.size_bytes
+    permutation_bytes = 64 * 4  # int32 per input feature
+    assert packed.size_bytes - permutation_bytes <= checkpoint.packed_bytes <= packed.size_bytes
 
 
 def test_a_scalar_in_place_of_codes_is_refused(tmp_path: Path) -> None:
@@ -175,12 +175,12 @@ def test_a_scalar_in_place_of_codes_is_refused(tmp_path: Path) -> None:
     quantize(folder, {"quant_method": "exl2"}, exl2_pieces)
     edit(folder, **{GATE.replace("weight", "q_weight"): torch.tensor(1, dtype=torch.int32)})
     checkpoint = Checkpoint(*open_checkpoint(folder))
-    for look in (checkpoint.quantized, checkpoint.group_runs, lambda _: checkpoint.packed_bytes):
+    for read in (checkpoint.quantized, checkpoint.group_runs, lambda _: checkpoint.packed_bytes):
         with pytest.raises(WeightShapeError, match=r"gate_proj: tensor 'q_weight' has an imposs"):
-            look(GATE)
+            read(GATE)
 
 
-def test_matrices_opened_ahead_are_given_out_once(
+def test_matrices_opened_ahead_are_returned_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(tiny_llama(**SIZES), tmp_path)
@@ -203,7 +203,7 @@ def test_matrices_opened_ahead_are_given_out_once(
         assert np.array_equal(evaluate(one), evaluate(other))
 
 
-def test_damage_is_found_ahead_until_that_is_enough(tmp_path: Path) -> None:
+def test_open_ahead_finds_damage_and_stops_when_told(tmp_path: Path) -> None:
     folder = save(tiny_llama(**SIZES), tmp_path)
     quantize(folder, {"quant_method": "exl2"}, exl2_pieces)
     edit(folder, **{GATE.replace("weight", "q_groups"): torch.zeros(3, dtype=torch.int16)})
@@ -214,7 +214,7 @@ def test_damage_is_found_ahead_until_that_is_enough(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K"])
-def test_codes_and_values_come_in_the_same_order(tmp_path: Path, kind: str) -> None:
+def test_codes_and_exact_values_have_the_same_order(tmp_path: Path, kind: str) -> None:
     sizes = {"hidden_size": 256, "num_attention_heads": 4, "head_dim": 64}
     model = tiny_llama(**sizes, intermediate_size=256, num_hidden_layers=1, attention_bias=True)
     path = write_gguf(model, tmp_path / "m.gguf", GGMLQuantizationType[kind])
@@ -238,7 +238,7 @@ def test_codes_and_values_come_in_the_same_order(tmp_path: Path, kind: str) -> N
             )
 
 
-def test_nothing_is_quantized_where_exact_values_are_asked_for(tmp_path: Path) -> None:
+def test_an_exact_checkpoint_keeps_nothing_quantized(tmp_path: Path) -> None:
     model = tiny_llama(hidden_size=64, intermediate_size=96, head_dim=16, num_attention_heads=4)
     path = write_gguf(model, tmp_path / "m.gguf", GGMLQuantizationType.Q8_0)
     opened = open_checkpoint(path)

@@ -1,4 +1,4 @@
-"""GGUF files as a source: every decodable type, and tensors that do not fit their file."""
+"""GGUF files as a source: every decodable type, and tensors outside their file."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def write(path: Path, kind: GGMLQuantizationType, raw: np.ndarray) -> Path:
 
 
 @pytest.mark.parametrize("kind", sorted(_type_traits), ids=lambda kind: kind.name)
-def test_every_type_that_the_package_decodes_is_read_as_it_decodes_it(
+def test_every_type_is_read_with_the_values_of_the_gguf_package(
     tmp_path: Path, kind: GGMLQuantizationType
 ) -> None:
     block_values, block_bytes = GGML_QUANT_SIZES[kind]
@@ -36,13 +36,13 @@ def test_every_type_that_the_package_decodes_is_read_as_it_decodes_it(
     source = GgufSource(write(tmp_path / "m.gguf", kind, raw))
     expected = torch.from_numpy(dequantize(raw, kind))
 
-    order = torch.tensor([5, 0, 3])
+    rows = torch.tensor([5, 0, 3])
     assert source.tensors["w"].shape == (ROWS, COLUMNS)
     assert torch.equal(source.read("w", slice(None)).float(), expected)
-    assert torch.equal(source.read("w", order).float(), expected[order])
+    assert torch.equal(source.read("w", rows).float(), expected[rows])
 
 
-def test_a_file_cut_in_its_data_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+def test_a_file_truncated_in_its_data_is_refused_when_opened(tmp_path: Path) -> None:
     path = write(tmp_path / "m.gguf", GGMLQuantizationType.F32, np.zeros((64, 64), np.float32))
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) - 4096])
@@ -60,7 +60,7 @@ def test_an_unknown_element_type_is_named(tmp_path: Path) -> None:
         GgufSource(path)
 
 
-def test_a_type_that_is_no_number_format_for_weights_is_named(tmp_path: Path) -> None:
+def test_a_type_that_weights_cannot_have_is_named(tmp_path: Path) -> None:
     source = GgufSource(
         write(tmp_path / "m.gguf", GGMLQuantizationType.I32, np.zeros((4, 32), np.int32))
     )
@@ -69,7 +69,7 @@ def test_a_type_that_is_no_number_format_for_weights_is_named(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("shape", [(2, 4), (0,)])
-def test_rope_factors_of_another_shape_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
+def test_rope_factors_of_a_wrong_shape_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
     path = tmp_path / "m.gguf"
     writer = GGUFWriter(path, "llama")
     writer.add_tensor("rope_freqs.weight", np.ones(shape, np.float32))

@@ -1,4 +1,4 @@
-"""Safetensors files: what is read, and every way in which one can be damaged."""
+"""Safetensors files as a source: values that are read, and every kind of damage."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ def entry(dtype: str, shape: list[int], start: int, stop: int) -> dict[str, obje
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_rows_come_back_as_they_were_saved(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_rows_are_read_as_they_were_saved(tmp_path: Path, dtype: torch.dtype) -> None:
     matrix = torch.randn(37, 5).to(dtype)
     save_file({"w": matrix, "b": torch.randn(3)}, tmp_path / "model.safetensors")
     source = SafetensorsSource(tmp_path)
 
     assert source.tensors["w"].shape == (37, 5)
     assert torch.equal(source.read("w", slice(16, 37)), matrix[16:])
-    order = torch.tensor([3, 1, 36])
-    assert torch.equal(source.read("w", order), matrix[order])
+    rows = torch.tensor([3, 1, 36])
+    assert torch.equal(source.read("w", rows), matrix[rows])
 
 
-def test_rows_that_are_not_aligned_are_copied_alone(tmp_path: Path) -> None:
+def test_unaligned_rows_are_copied_without_the_rest_of_the_tensor(tmp_path: Path) -> None:
     matrix, empty = torch.randn(37, 5), torch.zeros(0, 5)
     header = json.dumps({"w": entry("F32", [37, 5], 0, 740), "e": entry("F32", [0, 5], 740, 740)})
-    text = header.ljust(-(-len(header) // 8) * 8 + 1).encode()  # and so one space too many
+    text = header.ljust(-(-len(header) // 8) * 8 + 1).encode()  # one byte beyond alignment
     write(tmp_path / "model.safetensors", text, matrix.numpy().tobytes())
     source = SafetensorsSource(tmp_path)
 
@@ -47,12 +47,12 @@ def test_rows_that_are_not_aligned_are_copied_alone(tmp_path: Path) -> None:
         values = source.read("w", rows)
         assert torch.equal(values, matrix[rows])
         assert values.untyped_storage().nbytes() == matrix[rows].numel() * 4
-    order = torch.tensor([3, 1, 36])
-    assert torch.equal(source.read("w", order), matrix[order])
+    rows = torch.tensor([3, 1, 36])
+    assert torch.equal(source.read("w", rows), matrix[rows])
     assert torch.equal(source.read("e", slice(None)), empty)
 
 
-def test_shards_are_found_through_their_index_and_strays_are_not_read(tmp_path: Path) -> None:
+def test_only_shards_listed_in_the_index_are_read(tmp_path: Path) -> None:
     first, second = torch.randn(2, 2), torch.randn(2, 2)
     save_file({"a": first}, tmp_path / "model-00001-of-00002.safetensors")
     save_file({"b": second}, tmp_path / "model-00002-of-00002.safetensors")
@@ -76,7 +76,9 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("content, message", DAMAGED.values(), ids=DAMAGED)
-def test_a_truncated_header_is_named_as_such(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_truncated_header_is_reported_as_such(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(content)
     with pytest.raises(WeightFileError, match=message) as caught:
@@ -100,7 +102,7 @@ BAD_HEADERS = {
 
 
 @pytest.mark.parametrize("header, size, message", BAD_HEADERS.values(), ids=BAD_HEADERS)
-def test_a_header_that_does_not_fit_the_file_is_refused(
+def test_a_malformed_header_is_refused(
     tmp_path: Path, header: object, size: int, message: str
 ) -> None:
     write(tmp_path / "model.safetensors", header, bytes(size))
@@ -113,7 +115,7 @@ def test_a_header_that_does_not_fit_the_file_is_refused(
     [({}, "no .*safetensors"), ({"pytorch_model.bin": b""}, "pickle"), ({"m.gguf": b""}, "GGUF")],
     ids=["empty", "pickle", "gguf"],
 )
-def test_a_directory_without_safetensors_says_what_to_do(
+def test_the_error_for_a_directory_without_safetensors_gives_advice(
     tmp_path: Path, files: dict[str, bytes], message: str
 ) -> None:
     for name, content in files.items():
@@ -137,14 +139,14 @@ def test_a_bad_index_is_refused(tmp_path: Path, index: object, message: str) -> 
         SafetensorsSource(tmp_path)
 
 
-def test_an_integer_tensor_is_no_weight(tmp_path: Path) -> None:
+def test_an_integer_tensor_is_refused_as_a_weight(tmp_path: Path) -> None:
     save_file({"w": torch.zeros(2, 2, dtype=torch.int32)}, tmp_path / "model.safetensors")
     source = SafetensorsSource(tmp_path)
     with pytest.raises(UnsupportedModelError, match="element type that weights cannot have"):
         source.check_readable("w")
 
 
-def test_one_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
     for name in ("a.safetensors", "b.safetensors"):
         save_file({"w": torch.zeros(2)}, tmp_path / name)
     with pytest.raises(WeightFileError, match="is also in"):

@@ -1,4 +1,4 @@
-"""`verify` finds every fault that a codec knows of, names the tensor, and goes on."""
+"""`verify` finds every fault that a codec detects, names the tensor, and continues."""
 
 from __future__ import annotations
 
@@ -50,13 +50,13 @@ def damage(folder: Path, name: str, index: int, value: float) -> None:
     save_file(tensors, folder / "model.safetensors")
 
 
-def the_problem(report: VerifyReport, tensor: str) -> str:
+def single_problem(report: VerifyReport, tensor: str) -> str:
     (problem,) = report.problems
     assert problem.tensor == tensor
     return str(problem)
 
 
-def test_sound_models_have_no_problems(exl2_dir: Path, gptq_dir: Path) -> None:
+def test_intact_models_have_no_problems(exl2_dir: Path, gptq_dir: Path) -> None:
     for folder, quantized in ((exl2_dir, 3 * 7 + 1), (gptq_dir, 3 * 7)):
         seen: list[tuple[int, int]] = []
         report = verify_model(
@@ -82,19 +82,19 @@ def test_sound_models_have_no_problems(exl2_dir: Path, gptq_dir: Path) -> None:
         ("q_scale_max", 1, 60000.0, "too large for float16"),
     ],
 )
-def test_a_damaged_exl2_matrix(
+def test_damage_of_an_exl2_matrix_is_reported(
     exl2_dir: Path, part: str, index: int, value: float, message: str
 ) -> None:
     damage(exl2_dir, f"{STEM}.{part}", index, value)
-    problem = the_problem(verify_model(str(exl2_dir)), f"{STEM}.weight")
+    problem = single_problem(verify_model(str(exl2_dir)), f"{STEM}.weight")
     assert message in problem
     assert f"'{part}'" in problem
 
 
-def test_a_row_that_two_features_share(exl2_dir: Path) -> None:
+def test_two_features_with_one_row_are_reported(exl2_dir: Path) -> None:
     first = int(load_file(exl2_dir / "model.safetensors")[f"{STEM}.q_invperm"][0])
     damage(exl2_dir, f"{STEM}.q_invperm", 1, first)
-    assert "not a permutation" in the_problem(verify_model(str(exl2_dir)), f"{STEM}.weight")
+    assert "not a permutation" in single_problem(verify_model(str(exl2_dir)), f"{STEM}.weight")
 
 
 @pytest.mark.parametrize(
@@ -106,27 +106,27 @@ def test_a_row_that_two_features_share(exl2_dir: Path) -> None:
         ("scales", 70, -INF, "no usable value for group 1, column 6"),
     ],
 )
-def test_a_damaged_gptq_matrix(
+def test_damage_of_a_gptq_matrix_is_reported(
     gptq_dir: Path, part: str, index: int, value: float, message: str
 ) -> None:
     damage(gptq_dir, f"{STEM}.{part}", index, value)
-    problem = the_problem(verify_model(str(gptq_dir)), f"{STEM}.weight")
+    problem = single_problem(verify_model(str(gptq_dir)), f"{STEM}.weight")
     assert message in problem
     assert f"'{part}'" in problem
 
 
-def test_a_group_with_a_row_too_many(gptq_dir: Path) -> None:
+def test_a_group_with_one_row_too_many_is_reported(gptq_dir: Path) -> None:
     g_idx = load_file(gptq_dir / "model.safetensors")[f"{STEM}.g_idx"]
     row = int((g_idx == 0).int().argmax())
     damage(gptq_dir, f"{STEM}.g_idx", row, 1)
-    problem = the_problem(verify_model(str(gptq_dir)), f"{STEM}.weight")
+    problem = single_problem(verify_model(str(gptq_dir)), f"{STEM}.weight")
     assert "gives group 0 a wrong number of rows" in problem
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight"])
-def test_values_that_are_not_finite(exl2_dir: Path, name: str) -> None:
+def test_non_finite_values_are_reported(exl2_dir: Path, name: str) -> None:
     damage(exl2_dir, name, 5, NAN)
-    assert "NaN or infinite" in the_problem(verify_model(str(exl2_dir)), name)
+    assert "NaN or infinite" in single_problem(verify_model(str(exl2_dir)), name)
 
 
 def edited(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> VerifyReport:
@@ -136,7 +136,7 @@ def edited(folder: Path, edit: Callable[[dict[str, Tensor]], None]) -> VerifyRep
     return verify_model(str(folder))
 
 
-def test_every_problem_is_listed(exl2_dir: Path) -> None:
+def test_all_problems_are_listed(exl2_dir: Path) -> None:
     def edit(tensors: dict[str, Tensor]) -> None:
         del tensors["model.layers.0.input_layernorm.weight"]
         del tensors[f"{STEM}.q_scale"]
@@ -152,7 +152,7 @@ def test_every_problem_is_listed(exl2_dir: Path) -> None:
     ]
 
 
-def test_head_norms_that_differ_between_heads(tmp_path: Path) -> None:
+def test_head_norms_that_differ_between_heads_are_reported(tmp_path: Path) -> None:
     folder = save(tiny_gemma3(**SIZES), tmp_path)
     name = "model.layers.0.self_attn.q_norm.weight"
 
@@ -160,11 +160,11 @@ def test_head_norms_that_differ_between_heads(tmp_path: Path) -> None:
         tensors[name] = tensors[name].repeat(4, 1)
         tensors[name][2, 1] += 1.0
 
-    assert "differs between heads" in the_problem(edited(folder, edit), name)
+    assert "differs between heads" in single_problem(edited(folder, edit), name)
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_a_block_whose_scale_is_not_finite(tmp_path: Path, kind: str) -> None:
+def test_a_block_with_a_non_finite_scale_is_reported(tmp_path: Path, kind: str) -> None:
     quantization = GGMLQuantizationType[kind]
     sizes = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attention_heads": 4}
     model = tiny_llama(**sizes, tie_word_embeddings=True)
@@ -175,7 +175,7 @@ def test_a_block_whose_scale_is_not_finite(tmp_path: Path, kind: str) -> None:
         model.get_parameter(last_matrix)[63, -1] = 1e9  # overflows the block's float16
     with np.errstate(over="ignore", invalid="ignore"):
         path = write_gguf(model, tmp_path / "m.gguf", quantization)
-    problem = the_problem(verify_model(str(path)), last_matrix)
+    problem = single_problem(verify_model(str(path)), last_matrix)
     assert "blk.2.ffn_down.weight" in problem
     with pytest.raises(WeightValueError, match=r"blk\.2\.ffn_down"):
         load_model(str(path))

@@ -1,8 +1,8 @@
-"""Small integers packed into 32-bit words, and taking a layer's tensors out of a mapping.
+"""Codes packed into 32-bit words, and checked access to the tensors of one layer.
 
-EXL2 and GPTQ pack alike: the codes of one column, one after the other and lowest bits first, are
-one stream of bits, cut into 32-bit words that lie below each other. Where the width does not
-divide 32, a code may continue in the next word. What the codes mean is their codecs' business.
+EXL2 and GPTQ pack alike. The codes of one column, lowest bits first, form one stream of bits, which
+is cut into 32-bit words below each other. If the width does not divide 32, a code may continue in
+the next word. The meaning of the codes belongs to the codecs.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ WORD_BITS = 32
 
 
 class _Field(NamedTuple):
-    """Where one code of a block lies."""
+    """Position of one code within a block."""
 
     word: int
     shift: int
-    bits_here: int  # the rest is at the bottom of the next word
+    bits_here: int  # the other bits are the lowest of the next word
 
 
 class _Block(NamedTuple):
-    """The pattern that repeats down a column: as few whole words as hold whole codes."""
+    """Repeating pattern of a column: the smallest number of words that holds only whole codes."""
 
     words: int
     fields: tuple[_Field, ...]
@@ -38,31 +38,31 @@ class _Block(NamedTuple):
 @cache
 def _block(bits: int) -> _Block:
     count = WORD_BITS // gcd(WORD_BITS, bits)
-    places = (divmod(bits * i, WORD_BITS) for i in range(count))
-    fields = (_Field(word, shift, min(bits, WORD_BITS - shift)) for word, shift in places)
+    starts = (divmod(bits * i, WORD_BITS) for i in range(count))
+    fields = (_Field(word, shift, min(bits, WORD_BITS - shift)) for word, shift in starts)
     return _Block(bits * count // WORD_BITS, tuple(fields))
 
 
 def words_per_block(bits: int) -> int:
-    """A column of packed codes is a multiple of this many words."""
+    """Words per block; the length of a packed column is a multiple of it."""
     return _block(bits).words
 
 
 def codes_per_block(bits: int) -> int:
-    """A column of packed codes is a multiple of this many codes."""
+    """Codes per block; the length of an unpacked column is a multiple of it."""
     return len(_block(bits).fields)
 
 
 def unpack(words: Tensor, bits: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """Codes [rows, n] of packed words, int32 [rows * bits / 32, n]."""
+    """Codes [rows, n] from packed words, int32 [rows * bits / 32, n]."""
     block = _block(bits)
     blocks, columns = words.shape[0] // block.words, words.shape[1]
-    assert blocks * block.words == words.shape[0], "a block was cut"
+    assert blocks * block.words == words.shape[0], "incomplete block"
     source = words.reshape(blocks, block.words, columns)
     shape = blocks, len(block.fields), columns
     codes = torch.empty(shape, dtype=dtype, device=words.device)
     for i, (word, shift, bits_here) in enumerate(block.fields):
-        # The shift drags the sign along; the mask drops it again.
+        # The right shift extends the sign; the mask removes it.
         code = (source[:, word] >> shift).bitwise_and_((1 << bits_here) - 1)
         if bits_here < bits:
             rest = source[:, word + 1] & ((1 << (bits - bits_here)) - 1)
@@ -72,14 +72,14 @@ def unpack(words: Tensor, bits: int, dtype: torch.dtype = torch.uint8) -> Tensor
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """The inverse of `unpack`: int32 words of codes in 0 .. 2^bits - 1, [rows, n]."""
+    """Inverse of `unpack`: packs codes [rows, n] in 0 .. 2^bits - 1 into int32 words."""
     block = _block(bits)
     blocks, columns = codes.shape[0] // len(block.fields), codes.shape[1]
-    assert blocks * len(block.fields) == codes.shape[0], "a block was cut"
+    assert blocks * len(block.fields) == codes.shape[0], "incomplete block"
     source = codes.to(torch.int32).reshape(blocks, len(block.fields), columns)
     words = torch.zeros(blocks, block.words, columns, dtype=torch.int32)
     for i, (word, shift, bits_here) in enumerate(block.fields):
-        words[:, word] |= source[:, i] << shift  # what does not fit falls off the top
+        words[:, word] |= source[:, i] << shift  # bits beyond the word are shifted out
         if bits_here < bits:
             words[:, word + 1] |= source[:, i] >> bits_here
     return words.view(-1, columns)
@@ -92,7 +92,8 @@ def take(
     dtypes: tuple[torch.dtype, ...],
     where: object,
 ) -> Tensor:
-    """Tensor `name` of a layer: present, not empty, of one of `dtypes` and of this rank."""
+    """Tensor `name` of a layer, checked: present, not empty, of one of `dtypes` and of this
+    rank."""
     tensor = parts.get(name)
     if tensor is None:
         raise MissingTensorError(
@@ -121,7 +122,7 @@ def take(
 def require_shape(
     tensor: Tensor, name: str, expected: tuple[int, ...], reason: str, where: object
 ) -> None:
-    """Refuse a shape that contradicts the layer's other tensors."""
+    """Raises WeightShapeError for a shape that contradicts the layer's other tensors."""
     if tuple(tensor.shape) != expected:
         raise WeightShapeError(
             f"tensor {name!r} does not go with the others: {reason}",

@@ -1,17 +1,17 @@
-"""EXL2: what the tensors of one quantized linear mean, bit by bit, and their exact values.
+"""EXL2: meaning of the tensors of one quantized linear, bit by bit, and their exact values.
 
-A matrix [in_features, out_features] is stored in rows that need not be the features' order:
-`q_invperm[k]` is the stored row of feature k. Runs of stored rows form groups, the widest codes
-first; each group has its bit width, its largest scale and a 4-bit scale code per column:
+A matrix [in_features, out_features] is stored with its rows permuted: `q_invperm[k]` is the stored
+row of feature k. Runs of stored rows form groups, those with the widest codes first. Each group has
+a bit width, a largest scale and a 4-bit scale code per column:
 
     q_weight     int32 [R, N]     codes, packed down each column (`bits.py`), group after group
-    q_scale      int32 [G, N/8]   scale codes, 8 columns to a word
-    q_scale_max  fp16  [G]        the scale that code 15 stands for
+    q_scale      int32 [G, N/8]   scale codes, 8 columns per word
+    q_scale_max  fp16  [G]        scale of code 15
     q_groups     int16 [2G]       pairs (bits, first row in q_weight)
     q_invperm    int32 [K]
 
-Knows neither files nor models; a bias is its caller's, and so is `q_perm`, which some files have
-and which says nothing new. How a kernel wants the weights is not said here either.
+Knows neither files nor models. The caller handles the bias, and `q_perm`, which some files have in
+addition and which is redundant. The kernels' layout of the weights is not defined here.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from exl_core.errors import WeightFileError, WeightShapeError, WeightValueError
 
 PARTS = ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm")
 WIDTHS = (2, 3, 4, 5, 6, 8)
-ROW_STEP = 32  # groups begin at multiples of it; so many rows take as many words as a code has bits
+ROW_STEP = 32  # groups begin at multiples of it; 32 rows of b-bit codes take b words
 COLUMN_STEP = 32  # writers pad out_features to a multiple of it
 SCALE_BITS = 4
-MAX_IN_FEATURES = 65536  # the format's own reader keeps the permutation in 16 bits
+MAX_IN_FEATURES = 65536  # the reference reader stores the permutation in 16 bits
 LARGEST_FP16 = 65504.0
-CHUNK_VALUES = 1 << 19  # values unpacked at a time: 2 MiB as float32, which a cache still holds
+CHUNK_VALUES = 1 << 19  # values unpacked at a time: 2 MiB as float32, which a CPU cache can hold
 
 
 class Exl2Group(NamedTuple):
-    """Consecutive stored rows with codes of one width and scales of their own."""
+    """Consecutive stored rows with codes of one width, and one scale per column."""
 
     bits: int
     first_packed_row: int
@@ -50,7 +50,7 @@ class Exl2Group(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exl2Linear:
-    """The tensors of one layer that `check` has accepted."""
+    """Tensors of one layer, as validated by `check`."""
 
     q_weight: Tensor
     q_scale: Tensor
@@ -64,7 +64,7 @@ class Exl2Linear:
 
     @property
     def out_features(self) -> int:
-        """As stored, with the columns that the writer padded."""
+        """Stored number of columns, including the writer's padding."""
         return self.q_weight.shape[1]
 
     @property
@@ -84,7 +84,7 @@ def _groups(q_groups: Tensor, packed_rows: int) -> tuple[Exl2Group, ...]:
     return _groups_of(tuple(q_groups.tolist()), packed_rows)
 
 
-@lru_cache(maxsize=256)  # a model has hundreds of matrices, and few tables
+@lru_cache(maxsize=256)  # a model has hundreds of matrices, but few distinct tables
 def _groups_of(table: tuple[int, ...], packed_rows: int) -> tuple[Exl2Group, ...]:
     widths, starts = table[::2], table[1::2]
     ends = (*starts[1:], packed_rows)
@@ -95,7 +95,10 @@ def _groups_of(table: tuple[int, ...], packed_rows: int) -> tuple[Exl2Group, ...
 
 
 def read_groups(q_groups: Tensor, packed_rows: int, where: object) -> tuple[Exl2Group, ...]:
-    """The group table alone, checked as far as that goes; `packed_rows` are q_weight's."""
+    """Groups from the group table, with the checks that need no other tensor.
+
+    `packed_rows` is the number of rows of `q_weight`.
+    """
     is_list = q_groups.dtype is torch.int16 and q_groups.dim() == 1
     if not is_list or not q_groups.numel() or q_groups.numel() % 2:
         raise WeightShapeError(
@@ -109,7 +112,7 @@ def read_groups(q_groups: Tensor, packed_rows: int, where: object) -> tuple[Exl2
 
 
 def check(parts: Mapping[str, Tensor], where: object) -> Exl2Linear:
-    """The layer that `parts` hold, or an error that names the tensor at fault."""
+    """Validates the tensors of a layer. Errors name the tensor at fault."""
     linear = Exl2Linear(
         q_weight=bitstream.take(parts, "q_weight", 2, (torch.int32,), where),
         q_scale=bitstream.take(parts, "q_scale", 2, (torch.int32,), where),
@@ -139,7 +142,7 @@ def check(parts: Mapping[str, Tensor], where: object) -> Exl2Linear:
 
 
 def _check_group_table(q_groups: Tensor, packed_rows: int, where: object) -> None:
-    """Widths and offsets: each by itself, and in their order."""
+    """Checks each width and offset by itself, and their order."""
 
     def error(index: int, expected: str, got: object) -> WeightFileError:
         what = f"tensor 'q_groups', group {index}: impossible entry"
@@ -162,10 +165,10 @@ def _check_group_table(q_groups: Tensor, packed_rows: int, where: object) -> Non
 
 
 def _check_group_sizes(linear: Exl2Linear, where: object) -> None:
-    """Sizes are implied by the offsets, so that a wrong offset shows only in odd sizes.
+    """Checks group sizes, which follow from the offsets: a wrong offset gives an irregular size.
 
-    Writers use one size for all groups of a width, a power of two; the matrix's last group is
-    what is left. Those rules leave a single wrong offset no way to go unseen.
+    Writers use one size for all groups of a width, a power of two. Only the matrix's last group may
+    be shorter. These rules detect any single wrong offset.
     """
     groups = linear.groups
     size: dict[int, int] = {}
@@ -232,26 +235,29 @@ def _check_scales(linear: Exl2Linear, where: object) -> None:
 
 
 def _may_overflow(linear: Exl2Linear, prescale: float) -> bool:
-    """Whether some weight could exceed float16, were its codes the extreme ones."""
+    """Whether a weight could exceed float16 if its codes were the extreme ones."""
     largest = max(
         float(scale) * 2 ** (group.bits - 1)
         for scale, group in zip(linear.q_scale_max.tolist(), linear.groups, strict=True)
     )
-    return not largest * abs(prescale) * 1.01 < LARGEST_FP16  # 1.01: the scales are rounded twice
+    return (
+        not largest * abs(prescale) * 1.01 < LARGEST_FP16
+    )  # 1.01: margin for two roundings of the scales
 
 
 def unpack_scales(linear: Exl2Linear, *, prescale: float = 1.0, move: Move = stay) -> Tensor:
-    """The exact scales, float16 [groups, out_features], where `move` takes the scale codes.
+    """Exact scales, float16 [groups, out_features], on the device to which `move` copies the codes.
 
-    Two roundings to float16, the first of them often among the subnormals: the order is part of
-    the format. A group has 16 different scales, so that they are looked up: two for each byte of
-    codes, as one word. On a GPU that is two kernels; each further one takes time to load.
+    There are two roundings to float16, the first often to a subnormal; their order is part of the
+    format. A group has only 16 distinct scales, so they are looked up in a table: each byte of
+    codes selects a pair of scales, stored as one word. On a GPU that takes two kernels, and each
+    additional kernel would take time to load.
     """
     factor = torch.tensor(prescale / 256, dtype=torch.float32)
     step = (linear.q_scale_max.float() * factor).half()  # [G]
     squares = torch.arange(1, 17).float().square()  # exact
     scales = (step.float()[:, None] * squares).half()  # [G, 16]
-    # A byte's low half is the code of the first of its two columns, and changes fastest.
+    # The low half of a byte is the code of the first of its two columns, so it varies fastest.
     first, second = scales[:, None, :].expand(-1, 16, 16), scales[:, :, None].expand(-1, 16, 16)
     pairs = torch.stack([first, second], -1).flatten(1)  # [G, 256 * 2]
     codes = move(linear.q_scale).view(torch.uint8)  # [G, N / 2]
@@ -259,7 +265,7 @@ def unpack_scales(linear: Exl2Linear, *, prescale: float = 1.0, move: Move = sta
 
 
 class _Run(NamedTuple):
-    """Consecutive groups of one width: one stretch of the bit stream."""
+    """Consecutive groups of one width: one contiguous range of the bit stream."""
 
     bits: int
     first_packed_row: int
@@ -277,7 +283,8 @@ def _runs(groups: tuple[Exl2Group, ...]) -> Iterator[_Run]:
 
 
 def _chunks(linear: Exl2Linear) -> Iterator[tuple[slice, int, Tensor]]:
-    """Stored rows, their width and their packed words, a bounded number of values at a time."""
+    """Iterates over (stored rows, bit width, packed words) in chunks of about CHUNK_VALUES
+    values."""
     step = max(CHUNK_VALUES // linear.out_features // ROW_STEP, 1) * ROW_STEP
     for run in _runs(linear.groups):
         for start in range(0, run.rows, step):
@@ -288,7 +295,7 @@ def _chunks(linear: Exl2Linear) -> Iterator[tuple[slice, int, Tensor]]:
 
 
 def unpack_codes(linear: Exl2Linear) -> Tensor:
-    """Codes in the order of stored rows, uint8 [in_features, out_features]."""
+    """Codes in the order of the stored rows, uint8 [in_features, out_features]."""
     codes = torch.empty(linear.in_features, linear.out_features, dtype=torch.uint8)
     for rows, bits, words in _chunks(linear):
         codes[rows] = bitstream.unpack(words, bits)
@@ -296,25 +303,25 @@ def unpack_codes(linear: Exl2Linear) -> Tensor:
 
 
 def dequantize(linear: Exl2Linear, *, prescale: float = 1.0, where: object = None) -> Tensor:
-    """The exact weights, float16 [in_features, out_features], features in their own order.
+    """Exact weights, float16 [in_features, out_features], with the permutation undone.
 
-    `prescale` is the constant that a few architectures multiply a layer with; the format applies
-    it to the scales, before they are rounded.
+    `prescale` is a constant factor that a few architectures apply to a layer. The format applies it
+    to the scales before they are rounded.
     """
     if not math.isfinite(prescale):
         raise ValueError(f"prescale is {prescale}")
     scales = unpack_scales(linear, prescale=prescale)
     block_counts = torch.tensor([group.rows // ROW_STEP for group in linear.groups])
     group_of_block = torch.arange(len(block_counts)).repeat_interleave(block_counts)
-    feature_of_row = linear.q_invperm.argsort()
+    permutation = linear.q_invperm.argsort()  # feature of each stored row
     weight = torch.empty(linear.in_features, linear.out_features, dtype=torch.float16)
     for rows, bits, words in _chunks(linear):
-        # Integer times float16 is exact in float32, so that the one rounding is the last step.
+        # An integer times a float16 is exact in float32, so the only rounding is the last step.
         values = bitstream.unpack(words, bits, torch.float32).sub_(2 ** (bits - 1))
         groups = group_of_block[rows.start // ROW_STEP : rows.stop // ROW_STEP]
         blocks = values.view(len(groups), ROW_STEP, -1)
         blocks.mul_(scales[groups].float()[:, None])
-        weight[feature_of_row[rows]] = values.half()
+        weight[permutation[rows]] = values.half()
     if _may_overflow(linear, prescale) and not weight.isfinite().all():
         raise WeightValueError(
             "tensor 'q_scale_max' makes weights too large for float16",

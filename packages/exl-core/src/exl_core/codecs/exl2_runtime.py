@@ -1,9 +1,9 @@
-"""EXL2 matrices to compute with: the words as they are, the scales made whole.
+"""Run-time form of EXL2 matrices: the packed words as stored, and the expanded scales.
 
     w[r, n] = scale[g, n] * (code - 2^(bits - 1))        before its rounding to float16
 
-The scales are the format's own, with its two roundings; only the product's rounding is left out.
-Columns that the writer added are never handed out.
+The scales are the format's own, with its two roundings. Only the rounding of the product is left
+out. Columns that the writer padded are never returned.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 
 
 class Exl2Matrix:
-    """Columns `first_column` .. of a layer, as many as the model has there."""
+    """Columns of a layer: `out_features` of them, from `first_column` on."""
 
     def __init__(
         self,
@@ -53,7 +53,8 @@ class Exl2Matrix:
 
 
 def _slice(linear: Exl2Linear, first: int, last: int) -> tuple[Exl2Linear, slice]:
-    """A layer of whole words of scale codes around those columns, and where they are in it."""
+    """A layer of the columns first .. last - 1, extended to whole words of scale codes, and their
+    position in it."""
     start = first // COLUMN_STEP * COLUMN_STEP
     stop = -(-last // COLUMN_STEP) * COLUMN_STEP
     part = Exl2Linear(
@@ -67,13 +68,13 @@ def _slice(linear: Exl2Linear, first: int, last: int) -> tuple[Exl2Linear, slice
 
 
 def runs_of(groups: tuple[Exl2Group, ...]) -> tuple[GroupRun, ...]:
-    """Groups of one width and size, one after the other."""
+    """Runs of consecutive groups with equal width and size."""
     alike = groupby(groups, key=lambda group: (group.bits, group.rows))
     return tuple(GroupRun(bits, len(list(run)), rows) for (bits, rows), run in alike)
 
 
 def _features(invperm: Tensor) -> Tensor | None:
-    """Feature of each stored row, int32; None where every row is its own feature's."""
+    """Feature of each stored row, int32 [in_features]; None if the permutation is the identity."""
     rows = torch.arange(invperm.shape[0], dtype=torch.int32)
     if torch.equal(invperm, rows):
         return None

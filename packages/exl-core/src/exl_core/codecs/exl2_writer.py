@@ -1,7 +1,6 @@
-"""Writing EXL2: codes and scales of one linear to the tensors of a file.
+"""EXL2 writer: packs codes and scales of one linear into the tensors of a file.
 
-The inverse of the unpacking functions of `exl2.py`, to the byte. Which codes are good ones is the
-converter's business.
+Inverse of the unpacking functions of `exl2.py`, to the byte. The converter chooses the codes.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ def pack(
     scale_max: Tensor,
     invperm: Tensor,
 ) -> Exl2Linear:
-    """Pack codes [in_features, out_features], integers in the order of stored rows.
+    """Packs codes [in_features, out_features], integers in the order of the stored rows.
 
-    `groups` are pairs (bits, rows), the widest first; `scale_codes` [groups, out_features] are
-    0 .. 15; `scale_max` [groups] is rounded to float16; `invperm` [in_features] is the stored row
-    of each feature. Columns are added up to a multiple of 32, all of them exactly zero.
+    `groups` are pairs (bits, rows), the widest first. `scale_codes` [groups, out_features] are
+    0 .. 15. `scale_max` [groups] is rounded to float16. `invperm` [in_features] is the stored row
+    of each feature. Columns are padded to a multiple of 32 with exact zeros.
     """
     _require_input(codes, groups, scale_codes)
     padding = -codes.shape[1] % COLUMN_STEP
@@ -51,7 +50,7 @@ def pack(
 
 
 def _require_input(codes: Tensor, groups: Sequence[tuple[int, int]], scale_codes: Tensor) -> None:
-    """What `check` could not see any more in the packed layer."""
+    """Checks that would be impossible once the layer is packed."""
     if sum(rows for _, rows in groups) != codes.shape[0]:
         raise ValueError(f"groups {list(groups)} do not cover {codes.shape[0]} rows")
     if scale_codes.shape != (len(groups), codes.shape[1]):

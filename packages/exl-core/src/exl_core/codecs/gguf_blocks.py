@@ -1,7 +1,7 @@
-"""GGUF element formats: their sizes, and what their bytes mean.
+"""GGUF element formats: their sizes, and exact dequantization of their blocks.
 
-The exact dequantization is the `gguf` package's, the format's reference implementation in Python.
-Knows bytes and types; knows neither files nor names.
+The dequantization is that of the `gguf` package, the format's reference implementation in Python.
+Knows bytes and types. Knows neither files nor names.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLAIN_DTYPES = {
 
 
 class BlockGroup(NamedTuple):
-    """Width of the codes, and how many share a scale."""
+    """Bit width of the codes, and number of codes that share a scale."""
 
     bits: int
     rows: int
@@ -43,7 +43,7 @@ GROUPS = {
 
 
 def row_bytes(kind: GGMLQuantizationType, columns: int) -> int | None:
-    """Bytes of one row of `columns` values; None if a row is not a whole number of blocks."""
+    """Bytes of a row of `columns` values; None if a row is not a whole number of blocks."""
     block_values, block_bytes = GGML_QUANT_SIZES[kind]
     if columns % block_values:
         return None
@@ -51,14 +51,15 @@ def row_bytes(kind: GGMLQuantizationType, columns: int) -> int | None:
 
 
 def decode(raw: Tensor, kind: GGMLQuantizationType) -> Tensor | None:
-    """Values [rows, columns] of `raw`: as they are for plain types, uint8 [rows, row_bytes] else.
+    """Decodes `raw`: values [rows, columns] of a plain type, or bytes, uint8 [rows, row_bytes].
 
-    Quantized types become float32. None if the package knows the type's size but not its meaning.
+    Plain values are returned as they are. Bytes are dequantized to float32 [rows, columns]. Returns
+    None if the package knows the type's size, but cannot dequantize it.
     """
     if kind in PLAIN_DTYPES:
         return raw.contiguous()
     try:
-        with np.errstate(all="ignore"):  # a scale may be NaN, which is the caller's to see
+        with np.errstate(all="ignore"):  # a scale may be NaN; the caller checks the values
             values = dequantize(raw.contiguous().numpy(), kind)
     except NotImplementedError:
         return None

@@ -1,12 +1,13 @@
-"""GGUF blocks to compute with: which element formats have a run-time form, and what it is.
+"""Run-time form of GGUF blocks, for the element formats that have one.
 
-Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are handed on as the file has them. Q4_K and Q5_K have groups of 32
-with scales `d * s` and minimums `-(dmin * m)`: products of 11 and 6 bits, which float32 holds
-exactly, so nothing is lost by multiplying them out. A code of 5 bits times such a scale is exact as
-well, and the sum has the one rounding that the format itself has.
+Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0 are passed on as stored. Q4_K and Q5_K have groups of 32 with scales
+`d * s` and minimums `-(dmin * m)`. These are products of 11-bit and 6-bit numbers, which float32
+represents exactly, so nothing is lost by multiplying them out. A 5-bit code times such a scale is
+exact as well, and the sum has one rounding, the same as in the format's definition.
 
-Q2_K, Q3_K and Q6_K have groups of 16. Tables round groups up to 32 rows, which would make Q6_K
-14 bits a weight and twice the work, against 16 bits as float16: they are dequantized instead.
+Q2_K, Q3_K and Q6_K have groups of 16. Op tables round groups up to 32 rows, which would make Q6_K
+take 14 bits per weight and twice the work, against 16 bits as float16. These types are dequantized
+instead.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from exl_core.codecs.gguf_blocks import GROUPS
 from exl_core.ops.quantized import GroupRun, Offset, Packing, QuantColumns, QuantLayout
 
 GROUP_ROWS = 32
-SUPERBLOCK_GROUPS = 8  # in the blocks of Q4_K and Q5_K
+SUPERBLOCK_GROUPS = 8  # groups per block of Q4_K and Q5_K
 
 
 class _Form(NamedTuple):
@@ -30,7 +31,7 @@ class _Form(NamedTuple):
 
     @property
     def scales(self) -> int:
-        """float16 numbers at the start of each block."""
+        """Number of float16 values at the start of each block."""
         return 2 if self.offset == "minimums" else 1
 
 
@@ -48,7 +49,7 @@ _FORMS = {
 def layout_of(
     kind: GGMLQuantizationType, out_features: int, in_features: int
 ) -> QuantLayout | None:
-    """How a matrix of that kind is computed with; None if it is not, but dequantized."""
+    """Run-time layout of a matrix of type `kind`; None if the type is dequantized instead."""
     form = _FORMS.get(kind)
     if form is None:
         return None
@@ -63,7 +64,7 @@ def layout_of(
 
 
 def bad_blocks(raw: Tensor, kind: GGMLQuantizationType) -> int:
-    """How many blocks of rows `raw`, uint8 [rows, bytes], have a scale that is not finite."""
+    """Number of blocks in `raw`, uint8 [rows, bytes], that have a non-finite scale."""
     block_bytes = GGML_QUANT_SIZES[kind][1]
     scales = raw.view(-1, block_bytes)[:, : 2 * _FORMS[kind].scales].contiguous()
     is_finite = scales.view(torch.float16).isfinite()
@@ -71,7 +72,8 @@ def bad_blocks(raw: Tensor, kind: GGMLQuantizationType) -> int:
 
 
 def columns_of(raw: Tensor, kind: GGMLQuantizationType) -> QuantColumns:
-    """The columns whose rows in the file are `raw`, uint8 [columns, bytes]."""
+    """Run-time form of the matrix columns that the file stores as rows `raw`, uint8 [columns,
+    bytes]."""
     packing = _FORMS[kind].packing
     if packing != "bytes":
         return QuantColumns(packing, raw)
@@ -90,10 +92,10 @@ def columns_of(raw: Tensor, kind: GGMLQuantizationType) -> QuantColumns:
 
 
 def _unpack_6_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Scales and minimums, 8 each, of 12 bytes: [..., 12] -> two of [..., 8].
+    """Unpacks 8 scales and 8 minimums from 12 bytes: [..., 12] -> two of [..., 8].
 
-    The first four of each have a byte of their own; the others have 4 bits in the last bytes, and
-    their top 2 bits above those of the first.
+    The first four of each are the low 6 bits of a byte. The other four have their low 4 bits in the
+    last four bytes, and their top 2 bits in the top bits of the first eight bytes.
     """
     first, second, rest = packed[..., :4], packed[..., 4:8], packed[..., 8:]
     scales = torch.cat([first & 63, rest & 15 | first >> 6 << 4], dim=-1)
@@ -102,7 +104,8 @@ def _unpack_6_bits(packed: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _unpack_codes(blocks: Tensor, kind: GGMLQuantizationType) -> Tensor:
-    """uint8 [columns, blocks, groups, 32]: two groups share 32 bytes, the first one low."""
+    """Codes, uint8 [columns, blocks, groups, 32]. Two groups share 32 bytes, the first in the low
+    halves."""
     columns, count, _ = blocks.shape
     pairs = blocks[:, :, -128:].reshape(columns, count, 4, 1, GROUP_ROWS)
     codes = torch.cat([pairs & 15, pairs >> 4], dim=-2)  # [columns, blocks, 4, 2, 32]

@@ -1,4 +1,4 @@
-"""GPTQ: what the tensors of one quantized linear mean, bit by bit, and their exact values.
+"""GPTQ: meaning of the tensors of one quantized linear, bit by bit, and their exact values.
 
     qweight  int32 [K*b/32, N]   codes, packed down each column (`bits.py`)
     qzeros   int32 [G, N*b/32]   zero points, packed along each row
@@ -7,8 +7,8 @@
 
     weight[k, n] = fp16(scales[g, n] * (code - zero)),  g = g_idx[k] or k // group_size
 
-Knows neither files nor models; a bias is its caller's. The layout is that of AutoGPTQ and
-GPTQModel; formats that share the name but not the layout are refused by name.
+Knows neither files nor models; the caller handles the bias. The layout is that of AutoGPTQ and
+GPTQModel. Other formats that call themselves GPTQ are refused with an error that names them.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from exl_core.errors import (
 
 PARTS = ("qweight", "qzeros", "scales", "g_idx")
 WIDTHS = (2, 3, 4, 8)
-ONE_GROUP = -1  # as a group size: the whole column
+ONE_GROUP = -1  # group size that stands for the whole column
 LARGEST_FP16 = 65504.0
-CHUNK_VALUES = 1 << 19  # values unpacked at a time: 2 MiB as float32, which a cache still holds
+CHUNK_VALUES = 1 << 19  # values unpacked at a time: 2 MiB as float32, which a CPU cache can hold
 
 
 class CheckpointFormat(Enum):
-    """What a stored zero point stands for."""
+    """Convention for stored zero points."""
 
-    GPTQ = "gptq"  # one less than the zero point
-    GPTQ_V2 = "gptq_v2"  # the zero point itself
+    GPTQ = "gptq"  # zero point minus one
+    GPTQ_V2 = "gptq_v2"  # zero point
 
 
 @dataclass(frozen=True, slots=True)
 class GptqSettings:
-    """What the tensors do not say themselves."""
+    """Settings of a checkpoint that its tensors do not contain."""
 
     bits: int
     group_size: int  # ONE_GROUP for one group
@@ -56,12 +56,12 @@ class GptqSettings:
     checkpoint_format: CheckpointFormat
 
     def group_rows(self, in_features: int) -> int:
-        """Features in a group of so many in all; the last group may have fewer."""
+        """Input features per group; the last group may have fewer."""
         return in_features if self.group_size == ONE_GROUP else self.group_size
 
 
 def parse_settings(config: Mapping[str, object], where: object) -> GptqSettings:
-    """From `quantize_config.json` or the block `quantization_config` of `config.json`."""
+    """Settings from `quantize_config.json` or from `quantization_config` in `config.json`."""
     fields = Fields(config, where)
     _refuse_other_methods(fields)
     is_one_group = config.get("group_size") == ONE_GROUP
@@ -96,7 +96,7 @@ def _refuse_other_methods(fields: Fields) -> None:
     if fields.flag("is_marlin_format", False):
         raise refuse("GPTQ in the layout of Marlin is not supported", "gptq or gptq_v2", "marlin")
     if fields.has("dynamic"):
-        # A rule that begins with "-:" leaves layers unquantized, which their tensors say too.
+        # A rule that begins with "-:" leaves layers unquantized, which their tensors show as well.
         rules = fields.nested("dynamic").values
         exceptions = [rule for rule in rules if not rule.startswith("-:")]
         if exceptions:
@@ -105,7 +105,7 @@ def _refuse_other_methods(fields: Fields) -> None:
 
 
 def _checkpoint_format(fields: Fields) -> CheckpointFormat:
-    """The two spellings of the key; without either, the older convention."""
+    """Value of 'checkpoint_format' or 'format'; the older convention (GPTQ) if both are missing."""
     default = CheckpointFormat.GPTQ.value
     keys = [key for key in ("checkpoint_format", "format") if fields.has(key)]
     names = {key: fields.text(key).lower() for key in keys}
@@ -130,13 +130,13 @@ def _checkpoint_format(fields: Fields) -> CheckpointFormat:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GptqLinear:
-    """The tensors of one layer that `check` has accepted."""
+    """Tensors of one layer, as validated by `check`."""
 
     settings: GptqSettings
     qweight: Tensor
     qzeros: Tensor
     scales: Tensor
-    g_idx: Tensor | None  # None where feature k is in group k // group_rows
+    g_idx: Tensor | None  # None if feature k is in group k // group_rows
 
     @property
     def in_features(self) -> int:
@@ -161,7 +161,7 @@ class GptqLinear:
 
 
 def check(parts: Mapping[str, Tensor], settings: GptqSettings, where: object) -> GptqLinear:
-    """The layer that `parts` hold, or an error that names the tensor at fault."""
+    """Validates the tensors of a layer. Errors name the tensor at fault."""
     bits = settings.bits
     floats = (torch.float16, torch.bfloat16, torch.float32)
     qweight = bitstream.take(parts, "qweight", 2, (torch.int32,), where)
@@ -184,23 +184,23 @@ def check(parts: Mapping[str, Tensor], settings: GptqSettings, where: object) ->
     reason = f"{rows} rows of {bits} bits in groups of {settings.group_size}, {columns} columns"
     bitstream.require_shape(qzeros, "qzeros", (groups, columns * bits // 32), reason, where)
     bitstream.require_shape(scales, "scales", (groups, columns), reason, where)
-    g_idx = _checked_order(parts, linear, where)
+    g_idx = _checked_g_idx(parts, linear, where)
     linear = GptqLinear(settings, qweight, qzeros, scales, g_idx)
     _check_zero_points(linear, where)
     _check_scales(linear, where)
     return linear
 
 
-def _checked_order(parts: Mapping[str, Tensor], linear: GptqLinear, where: object) -> Tensor | None:
-    """`g_idx`, or None where it says nothing: every group has its rows, whatever their order."""
-    in_order = row_groups(linear)
+def _checked_g_idx(parts: Mapping[str, Tensor], linear: GptqLinear, where: object) -> Tensor | None:
+    """`g_idx`, checked for the number of rows of each group; None if it is the default order."""
+    default = row_groups(linear)
     groups = linear.scales.shape[0]
     g_idx = None
     if parts.get("g_idx") is not None:
         g_idx = bitstream.take(parts, "g_idx", 1, (torch.int32,), where)
         reason = f"'qweight' has {linear.in_features} rows"
         bitstream.require_shape(g_idx, "g_idx", (linear.in_features,), reason, where)
-    if g_idx is None or not g_idx.any():  # all zero is how some writers leave it out
+    if g_idx is None or not g_idx.any():  # some writers store zeros instead of omitting it
         if linear.settings.has_act_order and groups > 1:
             raise MissingTensorError(
                 "tensor 'g_idx' is missing or all zero",
@@ -216,7 +216,7 @@ def _checked_order(parts: Mapping[str, Tensor], linear: GptqLinear, where: objec
             expected=f"0 to {groups - 1}",
             got=low if low < 0 else high,
         )
-    got, expected = torch.bincount(g_idx, minlength=groups), torch.bincount(in_order)
+    got, expected = torch.bincount(g_idx, minlength=groups), torch.bincount(default)
     if not torch.equal(got, expected):
         group = int((got != expected).int().argmax())
         raise WeightFileError(
@@ -225,13 +225,14 @@ def _checked_order(parts: Mapping[str, Tensor], linear: GptqLinear, where: objec
             expected=f"{int(expected[group])}, as 'group_size' has it",
             got=int(got[group]),
         )
-    return None if torch.equal(g_idx, in_order.to(g_idx.dtype)) else g_idx
+    return None if torch.equal(g_idx, default.to(g_idx.dtype)) else g_idx
 
 
 def _check_zero_points(linear: GptqLinear, where: object) -> None:
-    """Symmetric codes lie around one middle, which shows a file that is marked wrongly.
+    """Detects symmetric layers whose zero points follow the other convention.
 
-    Only the middle of the other convention, everywhere, is taken for proof.
+    The zero points of symmetric codes are all 2^(bits - 1). The layer is refused only if all zero
+    points equal the value that this number has under the other convention.
     """
     if not linear.settings.is_symmetric:
         return
@@ -285,21 +286,21 @@ def unpack_codes(linear: GptqLinear) -> Tensor:
 
 
 def unpack_zero_points(linear: GptqLinear) -> Tensor:
-    """Zero points, uint8 [groups, out_features]: what is subtracted from a code."""
+    """Zero points, uint8 [groups, out_features], which are subtracted from the codes."""
     bits, words = linear.settings.bits, linear.qzeros
-    is_less_one = linear.settings.checkpoint_format is CheckpointFormat.GPTQ
-    if is_less_one and 32 % bits == 0:
-        # Writers subtract one from all fields at once, word by word, and a field of 0 borrows
-        # from the next. Only an addition with its carry undoes that.
+    is_minus_one = linear.settings.checkpoint_format is CheckpointFormat.GPTQ
+    if is_minus_one and 32 % bits == 0:
+        # Writers subtract one from all fields of a word at once, and a field of 0 borrows from the
+        # next. Only an addition with carry undoes that.
         words = words + sum(1 << shift for shift in range(0, 32, bits))
     zeros = bitstream.unpack(words.T, bits).T.contiguous()
-    if is_less_one and 32 % bits:
+    if is_minus_one and 32 % bits:
         zeros = (zeros + 1).bitwise_and_(2**bits - 1)
     return zeros
 
 
 def dequantize(linear: GptqLinear) -> Tensor:
-    """The exact weights, float16 [in_features, out_features]."""
+    """Exact weights, float16 [in_features, out_features]."""
     bits = linear.settings.bits
     rows, columns = linear.in_features, linear.out_features
     scales, zeros = linear.scales, unpack_zero_points(linear)
@@ -309,7 +310,7 @@ def dequantize(linear: GptqLinear) -> Tensor:
     for start in range(0, rows, step):
         end = min(start + step, rows)
         words = linear.qweight[start * bits // 32 : end * bits // 32]
-        # Integer times float16 is exact in float32, so that the one rounding is the last step.
+        # An integer times a float16 is exact in float32, so the only rounding is the last step.
         values = bitstream.unpack(words, bits, torch.float32)
         values.sub_(zeros[groups[start:end]]).mul_(scales[groups[start:end]])
         weight[start:end] = values

@@ -1,9 +1,9 @@
-"""GPTQ matrices to compute with: the words as they are, rows in the order of their groups.
+"""Run-time form of GPTQ matrices: the packed words as stored, rows in the order of their groups.
 
     w[r, n] = scale[g, n] * (code - zero[g, n])          before its rounding to float16
 
-With act-order the rows of a group lie anywhere in the file; sorted by group (a stable sort) they
-lie together, and groups but the last have one size.
+With act-order, the rows of a group are scattered over the file. A stable sort by group makes them
+contiguous. All groups have the same size, except a shorter last one.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from exl_core.codecs.gptq import GptqLinear
 from exl_core.codecs.runtime import Move, stay
 from exl_core.ops.quantized import GroupRun, Offset, QuantColumns, QuantLayout
 
-COLUMN_STEP = 32  # so many zero points of any width take whole words
+COLUMN_STEP = 32  # zero points of this many columns fill whole words, at any width
 
 
 class GptqMatrix:
-    """Columns `first_column` .. of a layer, `out_features` of them."""
+    """Columns of a layer: `out_features` of them, from `first_column` on."""
 
     def __init__(self, linear: GptqLinear, out_features: int, *, first_column: int = 0) -> None:
         self._linear = linear
@@ -30,14 +30,14 @@ class GptqMatrix:
         is_middle = bool((zeros == 1 << (bits - 1)).all())
         self._zeros = None if is_middle else zeros
         offset: Offset = "middle" if is_middle else "zeros"
-        self._order = None
+        self._permutation = None
         if linear.g_idx is not None:
-            self._order = linear.g_idx.argsort(stable=True).to(torch.int32)
+            self._permutation = linear.g_idx.argsort(stable=True).to(torch.int32)
         self.layout = QuantLayout(
             out_features=out_features,
             in_features=linear.in_features,
             runs=group_runs(bits, linear.in_features, linear.group_rows),
-            features=self._order,
+            features=self._permutation,
             scale_dtype=torch.float16,
             offset=offset,
         )
@@ -47,7 +47,7 @@ class GptqMatrix:
         return QuantColumns(
             "words",
             move(self._linear.qweight[:, wanted]),
-            source_rows=self._order,
+            source_rows=self._permutation,
             scales=self._linear.scales[:, wanted].contiguous(),
             offsets=None if self._zeros is None else self._zeros[:, wanted].contiguous(),
         )
@@ -68,7 +68,7 @@ class GptqMatrix:
 
 
 def group_runs(bits: int, rows: int, group_rows: int) -> tuple[GroupRun, ...]:
-    """Groups of one size, and a shorter one for the rows that are left."""
+    """One run of groups of equal size, and one shorter group for the remaining rows."""
     whole, rest = divmod(rows, group_rows)
     runs = (GroupRun(bits, whole, group_rows), GroupRun(bits, 1, rest))
     return tuple(run for run in runs if run.groups and run.rows)

@@ -1,9 +1,8 @@
-"""What every codec offers of a quantized matrix that it has checked: codes to compute with, and
-the exact values that they mean.
+"""Interface of a validated quantized matrix: codes for the op table, and exact values.
 
-The two are kept apart. The codes stay as the file has them and are repacked by the op table; the
-exact dequantization is the format's own definition, roundings included, and is what the other is
-judged by.
+The two are separate. The codes stay as the file stores them, and the op table repacks them. The
+exact dequantization is the format's own definition, roundings included; the codes are tested
+against it.
 """
 
 from __future__ import annotations
@@ -15,39 +14,39 @@ from torch import Tensor
 
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 
-BLOCK_ROWS = 32  # tables round groups up to so many rows
-PANEL_COLUMNS = 16  # and matrices to so many columns
+BLOCK_ROWS = 32  # op tables round groups up to a multiple of this many rows
+PANEL_COLUMNS = 16  # op tables round matrices up to a multiple of this many columns
 
 
 Move = Callable[[Tensor], Tensor]
-"""Takes what a file holds to where it is unpacked and computed with."""
+"""Copies a stored tensor to the device on which it is unpacked."""
 
 
 def stay(tensor: Tensor) -> Tensor:
-    """The move to nowhere."""
+    """The move that leaves the tensor where it is."""
     return tensor
 
 
 class RuntimeMatrix(Protocol):
-    """A matrix [in_features, out_features] without padding; ranges of columns, one at a time."""
+    """A matrix [in_features, out_features] without padding, read in ranges of columns."""
 
     @property
     def layout(self) -> QuantLayout: ...
 
     def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
-        """Columns first .. last - 1; `first` is a multiple of 16.
+        """Codes and scales of columns first .. last - 1; `first` is a multiple of 16.
 
-        What is large is moved as the file has it, before anything is unpacked.
+        Large tensors are moved in their stored form, before they are unpacked.
         """
         ...
 
     def dense(self, first: int, last: int) -> Tensor:
-        """Their exact values, [last - first, in_features]."""
+        """Exact values of these columns, [last - first, in_features]."""
         ...
 
 
 def packed_bytes(layout: QuantLayout) -> int:
-    """Bytes that a matrix of this layout takes in the tables' memory."""
+    """Bytes that a matrix of this layout takes in an op table's memory."""
     columns = -(-layout.out_features // PANEL_COLUMNS) * PANEL_COLUMNS
     code_bits = sum(
         run.groups * -(-run.rows // BLOCK_ROWS) * BLOCK_ROWS * run.bits for run in layout.runs

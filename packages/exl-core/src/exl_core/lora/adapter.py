@@ -1,10 +1,10 @@
-"""LoRA adapters, from a directory as PEFT saves it to what the forward pass applies.
+"""LoRA adapters: from a PEFT directory to the deltas that the forward pass applies.
 
-Everything is checked against the model from the file's header before any of it is read: names,
-shapes, ranks, memory. Nothing is merged: an adapter leaves the model's weights alone, may be used
-for some rows and not for others, and is gone when nobody holds it any more. RoPE needs no thought
-here: the model's queries and keys are in the order that adapters are trained in, whatever file
-they came from.
+Names, shapes, ranks and memory are checked against the model, from the file's header, before any
+tensor is read. Adapters are not merged: the model's weights stay as they are, each row of a batch
+can use other adapters, and an adapter is freed when its last reference goes. RoPE needs no special
+handling: the model's query and key rows are in the order that adapters are trained in, whatever
+file the model came from.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _serials = count(1)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoraAdapter:
-    """A loaded adapter for one model, and for others of the same configuration.
+    """A loaded adapter for one model, and for other models of the same dimensions.
 
-    `modules` are what it was trained on, as `self_attn.q_proj`, sorted. `layer_deltas` are by layer
-    and matrix; `deltas` looks there. `serial`: no other adapter of this process has it.
+    `modules` are the names of the trained modules, such as `self_attn.q_proj`, sorted.
+    `layer_deltas` are by layer and matrix. `serial` is unique in this process.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class LoraAdapter:
 
     @property
     def size_bytes(self) -> int:
-        """Memory that the adapter takes."""
+        """Bytes of memory that the adapter takes."""
         ends = self.ends or Ends()
         deltas = [delta for found in self.layer_deltas.values() for delta in found]
         deltas += [delta for delta in (ends.embed_delta, ends.head_delta) if delta is not None]
@@ -69,24 +69,24 @@ class LoraAdapter:
 
 
 def load_adapter(path: str | Path, model: Transformer) -> LoraAdapter:
-    """The adapter in a directory, ready for `model`; AdapterError for what does not fit it.
+    """Loads the adapter in a directory for `model`. Raises AdapterError if it does not fit.
 
-    How strongly it is applied is for whoever uses it to say (`AdapterUse`).
+    Its strength is set per use (`AdapterUse`).
     """
     directory = Path(path)
     config = read_adapter_config(directory)
     file = AdapterFile(directory, config, model.config)
     deltas: dict[tuple[int, Matrix], tuple[Delta, ...]] = {}
     for target, pair in file.layer_pairs.items():
-        place = target.layer, target.matrix
+        key = target.layer, target.matrix
         delta = _delta(file, pair, model.ops.device, target.first_out)
-        deltas[place] = (*deltas.get(place, ()), delta)
+        deltas[key] = (*deltas.get(key, ()), delta)
     ends = _ends(file, model.ops)
     return LoraAdapter(directory, config, model.config, file.modules, deltas, ends)
 
 
 def _sizes(config: ModelConfig) -> tuple[object, ...]:
-    """What an adapter depends on."""
+    """Dimensions that an adapter depends on."""
     return (
         config.arch.name,
         config.num_layers,
@@ -99,7 +99,7 @@ def _sizes(config: ModelConfig) -> tuple[object, ...]:
 
 
 def _delta(file: AdapterFile, pair: Pair, device: torch.device, first_out: int = 0) -> Delta:
-    """B A, transposed for rows from the left, with the scale in what was B."""
+    """A and B transposed, so that x @ down @ up gives the delta. `up` includes the scale."""
     down = file.read(pair.down).T.contiguous()  # [in_features, r]
     up = file.read(pair.up).T.contiguous()  # [r, out_features]
     return Delta(first_out, down.to(device), up.mul_(pair.scale).to(device))

@@ -1,7 +1,6 @@
-"""What `adapter_config.json` says of a PEFT adapter: ranks, scales, and what we cannot follow.
+"""`adapter_config.json` of a PEFT adapter: ranks, scales, and unsupported kinds of adapters.
 
-Anything that would change the result and is not implemented is refused by its name. Knows no
-tensors.
+A setting that would change the result and is not implemented is refused by name. Knows no tensors.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from exl_core.files import is_present, read_json_object
 
 CONFIG_NAME = "adapter_config.json"
 
-# Settings that make something else of an adapter than W + scale * B A, and what that is.
+# Settings under which an adapter is not W + scale * B A, with their meaning for the error message.
 _OTHER_KINDS = {
     "fan_in_fan_out": "weights stored the other way round",
     "use_dora": "DoRA, which also scales every output",
@@ -32,11 +31,11 @@ _OTHER_KINDS = {
     "monteclora_config": "sampled weights",
     "megatron_config": "Megatron layers",
 }
-# Ways to begin that take something away from the model's own weights.
+# Initializations that subtract something from the model's own weights.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 PATTERN_LIMIT = 200  # characters
-_QUANTIFIERS_LIMIT = 2  # of a pattern: matching a name takes its length ** 3 at worst
+_QUANTIFIERS_LIMIT = 2  # per pattern: bounds matching to the cube of a name's length
 _SIMPLE_PATTERN = re.compile(r"(?:[^()*+?{}]|\((?:\?:)?|\)(?![*+?{])|[*+?](?![*+?{]))*")
 
 Pattern = tuple[re.Pattern[str], float]
@@ -44,9 +43,9 @@ Pattern = tuple[re.Pattern[str], float]
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """Numbers of an adapter. The first pattern that the end of a module's name matches wins.
+    """Numbers of an adapter. The first pattern that matches the end of a module's name applies.
 
-    `has_tied_ends`: embedding and head of a model that ties them were trained as one.
+    `has_tied_ends`: embedding and head were trained as one matrix, if the model ties them.
     """
 
     path: Path
@@ -68,7 +67,8 @@ class AdapterConfig:
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
-    """AdapterError for what is no LoRA adapter, or one of a kind that we cannot apply."""
+    """Reads the configuration. Raises AdapterError if it is not a LoRA adapter of a supported
+    kind."""
     path = directory / CONFIG_NAME
     if not is_present(path, AdapterError):
         raise AdapterError(
@@ -145,7 +145,8 @@ def _patterns(
 
 
 def _compiled(path: Path, name: str, key: str) -> re.Pattern[str]:
-    """PEFT takes the keys for regular expressions; those of a stranger must not run for ever."""
+    """Compiles a key, which PEFT treats as a regular expression. Patterns from untrusted files are
+    limited, so that matching cannot take exponential time."""
     quantifiers = sum(key.count(char) for char in "*+?{")
     is_short = len(key) <= PATTERN_LIMIT and quantifiers <= _QUANTIFIERS_LIMIT
     if not is_short or _SIMPLE_PATTERN.fullmatch(key) is None:

@@ -1,4 +1,4 @@
-"""The tensors of an adapter: found, paired and checked by the header, then read one by one."""
+"""Tensors of an adapter: located, paired and checked from the header, then read one by one."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from exl_core.cache.memory import available_memory_bytes
 from exl_core.errors import AdapterError, OutOfMemoryError
 from exl_core.files import is_present
 from exl_core.lora.config import AdapterConfig
-from exl_core.lora.targets import End, EndTarget, LayerTarget, Named, find_target, take_apart
+from exl_core.lora.targets import End, EndTarget, LayerTarget, Named, find_target, parse_name
 from exl_core.weights.safetensors import read_header
 from exl_core.weights.source import PLAIN_TYPES, StoredTensor
 
 FILE_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"
 MAX_NAME_CHARS = 256
-MAX_BIAS_VALUES = 1 << 24  # what is read only to see that it is zero
+MAX_BIAS_VALUES = 1 << 24  # biases are read only to check that they are zero
 _MIB = 1024 * 1024
 
 
 class Pair(NamedTuple):
-    """The two tensors of one low-rank product."""
+    """Names of the two tensors of one low-rank product, and its scale."""
 
     down: str
     up: str
@@ -34,9 +34,9 @@ class Pair(NamedTuple):
 
 
 class AdapterFile:
-    """What a file declares, checked against the configurations of adapter and model.
+    """Tensors that a file declares, checked against the configurations of adapter and model.
 
-    `whole` are embedding and head where the adapter brings its own.
+    `whole` are the embedding and head of adapters that replace them.
     """
 
     def __init__(self, directory: Path, config: AdapterConfig, model: ModelConfig) -> None:
@@ -49,7 +49,7 @@ class AdapterFile:
         self._file = _opened(self.path)
         self._halves: dict[str, dict[str, str]] = {}
         for tensor in self._stored.values():
-            self._place(tensor, take_apart(tensor.name), model)
+            self._register(tensor, parse_name(tensor.name), model)
         for module, halves in self._halves.items():
             self._pair(module, halves, find_target(model, module))
         self._check_whole(model)
@@ -57,14 +57,14 @@ class AdapterFile:
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """What the adapter was trained on, without the layers."""
+        """Names of the trained modules, without layer prefixes."""
         names = {"embed": "embed_tokens", "head": "lm_head"}
         ends = {names[end] for end in (*self.end_pairs, *self.whole)}
         inside = {module.rpartition(".layers.")[2].partition(".")[2] for module in self._halves}
         return tuple(sorted((inside | ends) - {""}))
 
     def read(self, name: str) -> Tensor:
-        """A tensor as float32, of finite values; the caller's own."""
+        """A copy of a tensor as float32. Raises AdapterError for NaN or infinity."""
         return self.read_as_stored(name).to(torch.float32, copy=True)
 
     def read_as_stored(self, name: str) -> Tensor:
@@ -73,8 +73,8 @@ class AdapterFile:
             raise AdapterError(f"tensor {name!r} holds NaN or infinity", where=self.path)
         return values
 
-    def _place(self, tensor: StoredTensor, named: Named, model: ModelConfig) -> None:
-        """Say what a tensor is for, or refuse it."""
+    def _register(self, tensor: StoredTensor, named: Named, model: ModelConfig) -> None:
+        """Records the purpose of a tensor, or refuses it."""
         if len(tensor.name) > MAX_NAME_CHARS:
             raise AdapterError("has a tensor with an endless name", where=self.path)
         if tensor.storage not in PLAIN_TYPES:
@@ -91,7 +91,7 @@ class AdapterFile:
                 f"a linear of layers 0 to {model.num_layers - 1}, embed_tokens or lm_head",
             )
         if named.role == "whole":
-            self._place_whole(tensor, target)
+            self._register_whole(tensor, target)
             return
         if named.is_embedding != (isinstance(target, EndTarget) and target.end == "embed"):
             raise self._error(tensor, "is of another kind than its module")
@@ -103,10 +103,13 @@ class AdapterFile:
             raise self._error(tensor, f"is there twice, as {halves[named.role]!r} too")
         halves[named.role] = tensor.name
 
-    def _place_whole(self, tensor: StoredTensor, target: LayerTarget | EndTarget) -> None:
+    def _register_whole(self, tensor: StoredTensor, target: LayerTarget | EndTarget) -> None:
         if isinstance(target, LayerTarget):
             raise self._error(tensor, "replaces a matrix of a layer", "embed_tokens or lm_head")
-        shape = (target.out_features, target.in_features)  # of a linear; an embedding is a table
+        shape = (
+            target.out_features,
+            target.in_features,
+        )  # shape as a linear; an embedding is transposed
         self._check_shape(tensor, shape if target.end == "head" else shape[::-1])
         if target.end in self.whole:
             raise self._error(tensor, f"is there twice, as {self.whole[target.end]!r} too")
@@ -169,7 +172,8 @@ class AdapterFile:
 
 
 def _opened(path: Path) -> Any:
-    """The library's view of a file, which it maps: closed when nobody holds it any more."""
+    """The file opened and mapped by the safetensors library. It is closed with its last
+    reference."""
     try:
         return safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:

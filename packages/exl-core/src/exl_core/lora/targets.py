@@ -1,7 +1,7 @@
-"""Which matrix of a model a tensor of an adapter belongs to, by its name.
+"""Finds the model's matrix that a tensor of an adapter belongs to, by the tensor's name.
 
-Names are PEFT's: whatever stands before the model's own root is passed over, then comes the layer,
-the module, and what the tensor is to it. Knows shapes and no files.
+Names follow PEFT: an arbitrary prefix, the model's own root, the layer, the module, and the role of
+the tensor in it. Knows shapes and no files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _ROLES = tuple((re.compile(rf"(?P<module>.+?)\.{tail}"), role) for tail, role in
 
 
 class Named(NamedTuple):
-    """A tensor's name, taken apart. `module` is as PEFT calls it, without its own prefix."""
+    """A parsed tensor name. `module` is PEFT's module name without PEFT's own prefix."""
 
     module: str
     role: Role
@@ -37,7 +37,7 @@ class Named(NamedTuple):
 
 
 class LayerTarget(NamedTuple):
-    """Outputs first_out .. of a packed matrix of a layer."""
+    """A range of outputs, from `first_out` on, of a packed matrix of a layer."""
 
     layer: int
     matrix: Matrix
@@ -47,14 +47,14 @@ class LayerTarget(NamedTuple):
 
 
 class EndTarget(NamedTuple):
-    """The embedding, from ids to states, or the head, from states to logits."""
+    """The embedding (ids to states) or the head (states to logits)."""
 
     end: End
     in_features: int
     out_features: int
 
 
-def take_apart(name: str) -> Named:
+def parse_name(name: str) -> Named:
     for pattern, role in _ROLES:
         match = pattern.fullmatch(name)
         if match is not None:
@@ -64,7 +64,7 @@ def take_apart(name: str) -> Named:
 
 
 def find_target(config: ModelConfig, module: str) -> LayerTarget | EndTarget | None:
-    """None for a module that this model does not have."""
+    """Target of an adapter's module; None if the model does not have it."""
     hidden, vocab = config.hidden_size, config.vocab_size
     for root in config.arch.key_roots:
         if _ends_with(module, f"{root}embed_tokens"):
@@ -89,9 +89,9 @@ def _ends_with(module: str, name: str) -> bool:
 
 
 def _parts(config: ModelConfig) -> dict[str, tuple[Matrix, int, int, int]]:
-    """Of each module in a layer: its matrix, first output there, inputs and outputs.
+    """Packed matrix, first output in it, inputs and outputs of each module of a layer.
 
-    Also of the projections that some checkpoints store as one.
+    Includes the fused projections of some checkpoints.
     """
     hidden, inner = config.hidden_size, config.intermediate_size
     q, kv = config.q_size, config.kv_size

@@ -1,9 +1,9 @@
-"""A checkpoint as the model wants it: its own tensor names, rows in its own order.
+"""A checkpoint's tensors under the model's names, with rows in the model's order.
 
-Owns what differs between files of one architecture: rows permuted for another RoPE convention,
-norms stored less one; other names are found by `locate.py`. A quantized matrix is offered as its
-codes (`quantized`) and as its exact values (`chunks`). Every tensor that is asked for is checked:
-present, of the expected shape, and finite.
+Owns the differences between file formats of one architecture: rows permuted for another RoPE
+convention, norms stored minus one. `locate.py` finds tensors under other names. A quantized matrix
+is available as its codes (`quantized`) and as its exact values (`chunks`). Every requested tensor
+is checked: present, of the expected shape, and finite.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from exl_core.weights.quantized import (
 )
 from exl_core.weights.source import PLAIN_TYPES, StoredTensor, TensorSource
 
-CHUNK_VALUES = 1 << 18  # decoded at a time: 1 MiB of float32, which stays in cache
-ROW_STEP = 32  # columns of a quantized matrix, our rows, are cut at whole words of any width
+CHUNK_VALUES = 1 << 18  # values decoded at a time: 1 MiB as float32, which stays in cache
+ROW_STEP = 32  # chunks start at multiples of it, which are whole packed words at any bit width
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some rows of a tensor, in the order of the model; `size_bytes` is their size in the file."""
+    """Some rows of a tensor, in the model's order. `size_bytes` is their size in the file."""
 
     first_row: int
     values: Tensor
@@ -49,8 +49,8 @@ class Chunk:
 class Checkpoint:
     """The tensors of one model, by the names of `arch/key_map.py`.
 
-    `is_exact`: no matrix is kept quantized, all are dequantized as their formats define it.
-    `tensors`: these names and shapes instead of all that the model needs.
+    `is_exact`: dequantizes all matrices as their formats define, so none is kept quantized.
+    `tensors`: names and shapes to use instead of all tensors that the model needs.
     """
 
     def __init__(
@@ -77,13 +77,13 @@ class Checkpoint:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all needed tensors in the files."""
+        """Bytes in the files of all needed tensors."""
         return sum(tensor.size_bytes for tensor in self.stored.values())
 
     @property
     def used_names(self) -> set[str]:
-        """Names in the files of all tensors that the model needs."""
-        return {part for name in self.stored for part in self._files_tensors(name)}
+        """Stored names of all tensors that the model needs."""
+        return {part for name in self.stored for part in self._stored_names(name)}
 
     @property
     def packed_bytes(self) -> int:
@@ -92,13 +92,14 @@ class Checkpoint:
 
     @property
     def bytes_at_once(self) -> int:
-        """The same with one layer at a time, the largest: beside embedding, head and last norm."""
-        of_layer: dict[str, int] = {}
+        """Bytes in memory with one layer at a time: embedding, head, last norm, and the largest
+        layer."""
+        layer_bytes: dict[str, int] = {}
         for name in self.stored:
             layer = layer_of(name)
-            of_layer[layer] = of_layer.get(layer, 0) + self._packed_bytes(name)
-        ends = of_layer.pop("", 0)
-        return ends + max(of_layer.values(), default=0)
+            layer_bytes[layer] = layer_bytes.get(layer, 0) + self._packed_bytes(name)
+        outside_layers = layer_bytes.pop("", 0)
+        return outside_layers + max(layer_bytes.values(), default=0)
 
     def _packed_bytes(self, name: str) -> int:
         layout = None if self._is_exact else self._layout(name)
@@ -107,33 +108,36 @@ class Checkpoint:
         return self.stored[name].num_values * self.dtype(name).itemsize
 
     def _layout(self, name: str) -> QuantLayout | None:
-        """As headers and group tables tell it; None for what has no codes to compute with."""
+        """Run-time layout, from headers and group tables only; None if the tensor has no codes."""
         located = self._located[name]
         if located.matrix is not None:
             return stored_layout(self._source, located.matrix, self._quantization)
         return block_layout(located.stored)
 
     def is_quantized(self, name: str) -> bool:
-        """Whether `quantized` has it, rather than `chunks` alone."""
+        """Whether `quantized` returns this tensor; otherwise only `chunks` does."""
         if self._is_exact:
             return False
         located = self._located[name]
         return located.matrix is not None or block_layout(located.stored) is not None
 
     def group_runs(self, name: str) -> tuple[GroupRun, ...]:
-        """Widths and sizes of a matrix's groups, from headers and group tables; () if it has
-        none."""
+        """Bit widths and sizes of a matrix's groups, from headers and group tables only; () if the
+        tensor has no groups."""
         located = self._located[name]
         if located.matrix is not None:
             return stored_groups(self._source, located.matrix, self._quantization)
         return block_groups(located.stored)
 
     def dtype(self, name: str) -> torch.dtype:
-        """What a tensor is kept in when it is not quantized: as stored, quantized as float16."""
+        """Dtype of the tensor's dense form: its stored dtype, or float16 if it is quantized."""
         return PLAIN_TYPES.get(self.stored[name].storage, torch.float16)
 
     def open_ahead(self, until: Callable[[], bool]) -> None:
-        """Opens matrices in pieces, and so checks them, until that is true or no more are left."""
+        """Opens and thereby checks EXL2 and GPTQ matrices until `until()` is true or all are open.
+
+        `load_model` uses the time during which a GPU starts.
+        """
         for name, located in self._located.items():
             if until():
                 return
@@ -141,30 +145,30 @@ class Checkpoint:
                 self._opened[name] = self._matrix(name)
 
     def quantized(self, name: str) -> RuntimeMatrix:
-        """A matrix as codes, with its bias where the model has one."""
+        """A matrix as codes, with its bias if the model has one."""
         self._prefetch(name)
         bias, matrix = bias_of(name), self._opened.pop(name, None) or self._matrix(name)
         return _WithBias(matrix, self.vector(bias)) if bias in self.stored else matrix
 
     def release(self, name: str, rows: slice | None = None) -> None:
-        """These rows (None: all) have been read, and need no memory in this process any more.
+        """Releases the process's memory for these rows of the file (None: all), after reading.
 
-        Only rows that lie together can leave before all do.
+        A range of rows is released only if it is contiguous in the file.
         """
         located = self._located[name]
         if rows is None:
-            for part in self._files_tensors(name):
+            for part in self._stored_names(name):
                 self._source.release(part)
-        elif located.matrix is None and not self._is_reordered(name):
+        elif located.matrix is None and not self._is_permuted(name):
             first = located.first_row
             self._source.release(located.stored.name, slice(first + rows.start, first + rows.stop))
 
     def _prefetch(self, name: str) -> None:
-        for part in self._files_tensors(name):
+        for part in self._stored_names(name):
             self._source.prefetch(part)
 
-    def _files_tensors(self, name: str) -> list[str]:
-        """Names in the files of what makes up our tensor."""
+    def _stored_names(self, name: str) -> list[str]:
+        """Stored names of the tensors that make up `name`."""
         matrix = self._located[name].matrix
         if matrix is None:
             return [self.stored[name].name]
@@ -178,11 +182,11 @@ class Checkpoint:
         values: int = CHUNK_VALUES,
         move: Move = stay,
     ) -> Iterator[Chunk]:
-        """The rows of a matrix or a bias, about `values` values at a time (multiples of 32 rows),
-        as `dtype`; all of them, or those `within` first and last.
+        """Iterates over the rows of a matrix or a bias as `dtype`, about `values` values at a time
+        (multiples of 32 rows).
 
-        They are checked, and become `dtype`, where `move` takes them. The memory of what has been
-        read is released on the way.
+        `within` (first, last) limits the rows to that range. The rows are checked and converted on
+        the device to which `move` copies them. Memory of the file is released after reading.
         """
         self._prefetch(name)
         located, tensor = self._located[name], self.stored[name]
@@ -190,14 +194,16 @@ class Checkpoint:
         first_row, last_row = within or (0, num_rows)
         values_a_row = max(1, tensor.num_values // num_rows)
         matrix = self._matrix(name) if located.matrix is not None else None
-        order = self._row_order(name)
+        permutation = self._row_permutation(name)
         for first, last in row_ranges(last_row - first_row, values_a_row, values):
             start, stop = first_row + first, first_row + last
             if matrix is not None:
                 part = matrix.dense(start, stop)
             else:
                 rows = slice(located.first_row + start, located.first_row + stop)
-                part = self._source.read(tensor.name, rows if order is None else order[rows])
+                part = self._source.read(
+                    tensor.name, rows if permutation is None else permutation[rows]
+                )
             part = move(part)
             _check_finite(tensor, part, "The file is damaged or its conversion failed")
             if part.dtype is not dtype:
@@ -213,7 +219,8 @@ class Checkpoint:
         return torch.cat([chunk.values for chunk in self.chunks(name, torch.float32)])
 
     def norm(self, name: str) -> Tensor:
-        """A norm's factors, float32 [rows], whole."""
+        """Factors of a norm, float32 [rows], with the 1 added where the file stores them minus
+        one."""
         weight = self.vector(name)
         if weight.dim() == MATRIX:
             if not torch.equal(weight, weight[:1].expand_as(weight)):
@@ -229,21 +236,22 @@ class Checkpoint:
         located = self._located[name]
         if located.matrix is not None:
             return open_matrix(self._source, located.matrix, self._quantization)
-        return BlockMatrix(self._source, located.stored, self._row_order(name))
+        return BlockMatrix(self._source, located.stored, self._row_permutation(name))
 
-    def _is_reordered(self, name: str) -> bool:
-        """Whether the file has the rows in another order than the model.
+    def _is_permuted(self, name: str) -> bool:
+        """Whether the file stores the rows in a different order from the model's.
 
-        GGUF files of some families keep each rotated pair in neighboring rows (2i, 2i + 1); ours
-        are half the rotated part apart (i, i + R/2).
+        GGUF files of some families store each rotated pair in adjacent rows (2i, 2i + 1). The
+        model's pairs are half of the rotated part apart (i, i + R/2).
         """
         is_interleaved = self._config.arch.is_gguf_rope_interleaved
         is_rotated = rotated_head_count(self._config, name) > 0
         return self._source.format == "gguf" and is_interleaved and is_rotated
 
-    def _row_order(self, name: str) -> Tensor | None:
-        """Rows to read, in order, or None for file order; what is not rotated stays in place."""
-        if not self._is_reordered(name):
+    def _row_permutation(self, name: str) -> Tensor | None:
+        """Stored row of each of the model's rows; None for the identity. Rows that are not rotated
+        keep their index."""
+        if not self._is_permuted(name):
             return None
         heads = rotated_head_count(self._config, name)
         rows = torch.arange(heads * self._config.head_dim).view(heads, -1)
@@ -270,13 +278,14 @@ class _WithBias:
 
 
 def row_ranges(rows: int, values_a_row: int, values: int) -> list[tuple[int, int]]:
-    """Ranges of about so many values that cover all rows, cut at multiples of a step."""
+    """Ranges of about `values` values that cover all rows. They start at multiples of ROW_STEP."""
     step = max(1, values // values_a_row // ROW_STEP) * ROW_STEP
     return [(start, min(start + step, rows)) for start in range(0, rows, step)]
 
 
 def _check_finite(tensor: StoredTensor, values: Tensor, cause: str) -> None:
-    # A sum is not finite if any value is not; only then is it worth looking at each.
+    # The sum is not finite if any value is not. Only then is each value examined: a sum of finite
+    # values may overflow too.
     is_finite = math.isfinite(values.sum(dtype=torch.float32).item())
     if is_finite or torch.isfinite(values).all():
         return

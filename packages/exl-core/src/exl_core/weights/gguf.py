@@ -1,8 +1,8 @@
-"""A GGUF file as a source of tensors, memory-mapped.
+"""A GGUF file as a memory-mapped source of tensors.
 
-The header comes from `tokenizer/gguf_fields.py`; this module checks that every tensor lies inside
-the file and hands out rows, decoded or as they are. Shapes are turned round on the way: the file
-lists the fastest dimension first, everything above here has rows first.
+The header comes from `tokenizer/gguf_fields.py`. This module checks that every tensor is inside the
+file, and returns rows, decoded or as stored. It reverses shapes: the file lists the fastest
+dimension first, all other modules expect rows first.
 """
 
 from __future__ import annotations
@@ -54,12 +54,14 @@ class GgufSource(TensorSource):
 
     def read(self, name: str, rows: slice | Tensor) -> Tensor:
         tensor, raw = self.tensors[name], self.read_raw(name)
-        is_vector = len(tensor.shape) == 1  # which may be one row of blocks: decoded first
+        is_vector = (
+            len(tensor.shape) == 1
+        )  # a vector may be one row of blocks, so it is decoded before it is indexed
         values = decode(raw if is_vector else raw[rows], GGMLQuantizationType[tensor.storage])
-        assert values is not None, "see check_readable"
+        assert values is not None, "the caller must call check_readable first"
         return values.view(-1)[rows] if is_vector else values.view(-1, *tensor.shape[1:])
 
-    def _place(self, name: str) -> tuple[MappedFile, int]:
+    def _location(self, name: str) -> tuple[MappedFile, int]:
         return self._data, self._infos[name].offset
 
 
@@ -96,7 +98,8 @@ def _declared(path: Path, header: GgufHeader, info: GgufTensorInfo) -> StoredTen
 
 
 def rope_factors(source: GgufSource) -> tuple[float, ...]:
-    """Divisors of the RoPE frequencies, which Llama 3 files carry as a tensor; () for none."""
+    """Divisors of the RoPE frequencies, which Llama 3 files store as a tensor; () if there are
+    none."""
     tensor = source.tensors.get("rope_freqs.weight")
     if tensor is None:
         return ()

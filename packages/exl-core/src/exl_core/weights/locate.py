@@ -1,7 +1,8 @@
-"""Where a checkpoint holds a tensor of the model: under which name, whole or in pieces.
+"""Locates a tensor of the model in a checkpoint: its stored name, and whether it is quantized.
 
-Owns what differs between files of one architecture in names: other roots, tensors of several
-projections stored as one (`qkv_proj`, `gate_up_proj`), matrices in pieces. Reads headers only.
+Owns the differences in names between files of one architecture: other prefixes, projections fused
+into one tensor (`qkv_proj`, `gate_up_proj`), quantized matrices stored as several tensors. Reads
+headers only.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from exl_core.weights.source import StoredTensor, TensorSource
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """`stored` says what the model sees of it.
+    """Location of one tensor. `stored` describes the part that belongs to the model's tensor.
 
-    `matrix` is None for a tensor that is stored whole, under `stored.name`: its rows begin at
-    `first_row` of that. A matrix has its own first column.
+    `matrix` is None if the tensor is stored as such, under `stored.name`; its rows then start at
+    `first_row` there. If `matrix` is set, `matrix.first_column` takes the place of `first_row`.
     """
 
     stored: StoredTensor
@@ -33,26 +34,27 @@ class Located:
 
 @dataclass(frozen=True, slots=True)
 class _Candidate:
-    """A name that a file may use, and which of that tensor's rows are meant."""
+    """A possible stored name, and the range of that tensor's rows."""
 
     name: str
     first_row: int
-    num_rows: int  # of the file's tensor
+    num_rows: int  # rows of the stored tensor
 
 
 def locate(source: TensorSource, config: ModelConfig, name: str, shape: tuple[int, ...]) -> Located:
-    """Where our tensor `name` is; raises if nowhere, unreadable, or of another shape."""
+    """Location of tensor `name` (canonical). Raises if it is missing, unreadable or of a wrong
+    shape."""
     for candidate in _candidates(source, config, name, shape):
         if len(shape) == MATRIX:
             stem = candidate.name.removesuffix(".weight")
             matrix = find_quantized(source, stem, shape, candidate.first_row, candidate.num_rows)
             if matrix is not None:
-                return _in_pieces(matrix)
+                return _located_matrix(matrix)
         if candidate.name in source.tensors:
-            return _whole(source, candidate, shape)
+            return _located_tensor(source, candidate, shape)
     raise MissingTensorError(
         f"tensor {_names(source, config, name)[0]!r} is missing",
-        where=_place(source),
+        where=_path_of(source),
         expected=f"{list(shape)}, which a {config.arch.name} model of this configuration has",
         got=f"{len(source.tensors)} other tensors",
         next_step="'exl inspect model PATH --tensors' shows what there is.",
@@ -68,7 +70,8 @@ def _names(source: TensorSource, config: ModelConfig, name: str) -> list[str]:
 def _candidates(
     source: TensorSource, config: ModelConfig, name: str, shape: tuple[int, ...]
 ) -> Iterator[_Candidate]:
-    """Projections stored as one come first: files that have them have the others by mistake."""
+    """Possible stored names. Fused projections come first: in a file that has them, separate
+    projections are a leftover."""
     fused = None if source.format == "gguf" else fused_with(config, name)
     if fused is not None:
         fused_name, first_row, num_rows = fused
@@ -78,7 +81,7 @@ def _candidates(
         yield _Candidate(other, 0, shape[0])
 
 
-def _in_pieces(matrix: QuantizedMatrix) -> Located:
+def _located_matrix(matrix: QuantizedMatrix) -> Located:
     first, rows, total = matrix.first_column, matrix.shape[0], matrix.stored_columns
     stored = StoredTensor(
         name=matrix.name,
@@ -90,7 +93,7 @@ def _in_pieces(matrix: QuantizedMatrix) -> Located:
     return Located(stored, matrix=matrix)
 
 
-def _whole(source: TensorSource, candidate: _Candidate, shape: tuple[int, ...]) -> Located:
+def _located_tensor(source: TensorSource, candidate: _Candidate, shape: tuple[int, ...]) -> Located:
     found = source.tensors[candidate.name]
     source.check_readable(found.name)
     whole = (candidate.num_rows, *shape[1:])
@@ -110,24 +113,25 @@ def _whole(source: TensorSource, candidate: _Candidate, shape: tuple[int, ...]) 
 
 
 def _is_repeated_head_norm(found: StoredTensor, shape: tuple[int, ...]) -> bool:
-    """EXL2 files store the norm of each head's queries and keys once for every head."""
+    """Whether this is a head norm of an EXL2 file, which repeats the norm for every head."""
     is_head_norm = found.name.endswith(("q_norm.weight", "k_norm.weight"))
     return is_head_norm and len(found.shape) == MATRIX and found.shape[1:] == shape
 
 
 def _is_padded_bias(source: TensorSource, found: StoredTensor, shape: tuple[int, ...]) -> bool:
-    """EXL2 files pad a bias like the matrix that it belongs to."""
+    """Whether this is a bias of an EXL2 file, padded like its matrix."""
     stem = found.name.removesuffix(".bias")
     padded = -(-shape[0] // COLUMN_STEP) * COLUMN_STEP
     return f"{stem}.q_weight" in source.tensors and found.shape == (padded,)
 
 
 def share(size_bytes: int, start: int, stop: int, count: int) -> int:
-    """Bytes of the items start .. stop - 1 of `count`; all shares add up to the whole."""
+    """Proportional bytes of the items start .. stop - 1 of `count`. The shares of disjoint ranges
+    that cover all items add up to `size_bytes`."""
     return size_bytes * stop // count - size_bytes * start // count
 
 
-def _place(source: TensorSource) -> Path | None:
-    """The file, or the folder of the files."""
+def _path_of(source: TensorSource) -> Path | None:
+    """The source's file, or the folder of its files."""
     files = {tensor.file for tensor in source.tensors.values()}
     return files.pop() if len(files) == 1 else files.pop().parent if files else None

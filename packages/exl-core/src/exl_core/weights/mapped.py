@@ -1,6 +1,6 @@
-"""A file as memory: its bytes are read when they are looked at, and dropped when told.
+"""Memory-mapped files: bytes are read on access, and released on request.
 
-Knows bytes; knows neither formats nor tensors' names.
+Knows bytes. Knows neither formats nor names of tensors.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from torch import Tensor
 
 from exl_core.errors import WeightFileError
 
-# Linux's MAP_NORESERVE, which Python 3.11 has no name for: without it a file that is larger than
-# the machine's memory could not even be looked at.
+# Linux's MAP_NORESERVE, for which Python 3.11 has no constant. Without it, a file larger than the
+# machine's memory could not be mapped.
 _NO_RESERVE = 0x4000
 
 
 class MappedFile:
-    """All bytes of one file, mapped. Tensors from `view` keep the mapping alive."""
+    """Mapping of a whole file. Tensors returned by `view` keep the mapping alive."""
 
     def __init__(self, path: Path) -> None:
         try:
@@ -30,25 +30,26 @@ class MappedFile:
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
 
     def view(self, offset: int, size_bytes: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-        """Those bytes as `dtype`, in one dimension; a view that nobody may write to."""
+        """The bytes as a 1-d tensor of `dtype`. It may be a view of the file: do not write to
+        it."""
         raw = self._bytes[offset : offset + size_bytes]
-        if offset % dtype.itemsize:  # a view must be aligned
+        if offset % dtype.itemsize:  # views must be aligned; a copy is
             raw = raw.clone()
         return raw.view(dtype)
 
     def prefetch(self, offset: int, size_bytes: int) -> None:
-        """Those bytes will be wanted soon, whatever the order: the system may read on ahead.
+        """Asks the system to read these bytes ahead, because they will be read soon, in any order.
 
-        Page by page it would wait for the disk each time: a cold EXL2 file took three times as
-        long.
+        Without it, reading page by page waits for the disk each time: loading an EXL2 file that was
+        not in the page cache took three times as long.
         """
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
         self._map.madvise(mmap.MADV_WILLNEED, start, offset + size_bytes - start)
 
     def release(self, offset: int, size_bytes: int) -> None:
-        """Those bytes are done with: whole pages of them leave this process's memory.
+        """Removes the whole pages within these bytes from this process's memory.
 
-        They stay valid, and are fetched again if somebody looks.
+        The bytes stay valid: another access reads them again.
         """
         start = -(-offset // mmap.PAGESIZE) * mmap.PAGESIZE
         stop = (offset + size_bytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -57,6 +58,7 @@ class MappedFile:
 
 
 def _private_map(descriptor: int) -> mmap.mmap:
-    """Writable, because torch has no tensors that are not; what is written stays in memory."""
+    """A private writable mapping, because torch has no read-only tensors. Writes would not reach
+    the file."""
     flags = mmap.MAP_PRIVATE | _NO_RESERVE
     return mmap.mmap(descriptor, 0, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)

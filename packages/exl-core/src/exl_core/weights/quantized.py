@@ -1,10 +1,11 @@
-"""Quantized matrices of a checkpoint: where their codes are, and opening them.
+"""Quantized matrices of a checkpoint: finds the tensors that store their codes, and opens them.
 
-A matrix in pieces is what a source holds under one name (`P.q_weight`, `P.q_scale`, ...), joined
-and handed to the codec of the format, which is found by the tensors that are there, never by a
-file's name. Several matrices of the model may be columns of one stored matrix.
+An EXL2 or GPTQ matrix is stored as several tensors under one stem (`P.q_weight`, `P.q_scale`, ...),
+which are passed to the codec of the format. The format is recognized by the tensors that are
+present, never by a file's name. Several matrices of the model may be column ranges of one stored
+matrix.
 
-A matrix in GGUF blocks is one tensor, whose storage type says what the blocks are.
+A matrix in GGUF blocks is one tensor, whose storage type names the block format.
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ from exl_core.errors import ConfigError, WeightShapeError, WeightValueError
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 from exl_core.weights.source import StoredTensor, TensorSource
 
-MATRIX = 2  # dimensions
+MATRIX = 2  # number of dimensions
 _PARTS = (("exl2", "q_weight", exl2.PARTS), ("gptq", "qweight", gptq.PARTS))
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """One matrix [out_features, in_features], stored in `parts`.
+    """One matrix [out_features, in_features], stored as the tensors `parts`.
 
-    It is the columns from `first_column` of a stored matrix of `stored_columns` in all, which
-    writers may have padded.
+    It consists of the columns from `first_column` on of a stored matrix with `stored_columns`
+    columns, which the writer may have padded.
     """
 
     name: str
@@ -51,14 +52,14 @@ class QuantizedMatrix:
 
     @property
     def stored_bytes(self) -> int:
-        """Of the whole stored matrix."""
+        """Bytes of the whole stored matrix."""
         return sum(part.size_bytes for part in self.parts.values())
 
 
 def find_quantized(
     source: TensorSource, stem: str, shape: tuple[int, ...], first_column: int, stored_columns: int
 ) -> QuantizedMatrix | None:
-    """The matrix that is stored in pieces under `stem`, or None."""
+    """The EXL2 or GPTQ matrix stored under `stem`, or None."""
     for method, marker, names in _PARTS:
         if f"{stem}.{marker}" not in source.tensors:
             continue
@@ -71,7 +72,7 @@ def find_quantized(
 def open_matrix(
     source: TensorSource, matrix: QuantizedMatrix, quantization: Quantization | None
 ) -> RuntimeMatrix:
-    """The matrix, checked by its codec as far as that goes without unpacking it."""
+    """The matrix, with all checks of its codec that do not need the unpacked codes."""
     parts = {part: source.read_raw(tensor.name) for part, tensor in matrix.parts.items()}
     out_features, in_features = matrix.shape
     if matrix.method == "exl2":
@@ -98,10 +99,10 @@ def gptq_settings(matrix: QuantizedMatrix, quantization: Quantization | None) ->
 def stored_layout(
     source: TensorSource, matrix: QuantizedMatrix, quantization: Quantization | None
 ) -> QuantLayout:
-    """What the matrix's run-time layout will be, but for the order of its rows.
+    """Run-time layout of the matrix, except the permutation of its rows.
 
-    Reads no more than `stored_groups`: of GPTQ's zero points, which may all turn out to be the
-    middle, the worse is assumed.
+    Reads no more than `stored_groups` does. For GPTQ it assumes explicit zero points, which take
+    more memory, although they may all turn out to be the middle.
     """
     return QuantLayout(
         out_features=matrix.shape[0],
@@ -116,11 +117,11 @@ def stored_layout(
 def stored_groups(
     source: TensorSource, matrix: QuantizedMatrix, quantization: Quantization | None
 ) -> tuple[GroupRun, ...]:
-    """Widths and sizes of the matrix's groups; reads no more than its group table."""
+    """Bit widths and sizes of the matrix's groups. Reads no more than the group table."""
     if matrix.method == "exl2":
         table = matrix.parts.get("q_groups")
         if table is None:
-            return ()  # which opening the matrix complains about
+            return ()  # `open_matrix` reports the missing tensor
         packed = matrix.parts["q_weight"].shape
         if len(packed) != MATRIX:
             raise WeightShapeError(
@@ -135,7 +136,7 @@ def stored_groups(
 
 
 def block_groups(tensor: StoredTensor) -> tuple[GroupRun, ...]:
-    """The same of a tensor of a GGUF file."""
+    """Bit widths and sizes of the groups of a tensor in a GGUF file; () if it has none."""
     kind = GGMLQuantizationType.__members__.get(tensor.storage)
     group = gguf_blocks.GROUPS.get(kind) if kind is not None else None
     if group is None or len(tensor.shape) != MATRIX:
@@ -157,7 +158,7 @@ def _check_shape(
 
 
 def block_layout(tensor: StoredTensor) -> QuantLayout | None:
-    """The run-time layout of a tensor of a GGUF file; None where it has none."""
+    """Run-time layout of a tensor in a GGUF file; None if it has none."""
     if tensor.storage not in GGMLQuantizationType.__members__ or len(tensor.shape) != MATRIX:
         return None
     out_features, in_features = tensor.shape
@@ -166,17 +167,19 @@ def block_layout(tensor: StoredTensor) -> QuantLayout | None:
 
 
 class BlockMatrix:
-    """A tensor of a GGUF file in blocks; `order` are the rows of the file to take, in order."""
+    """A quantized tensor of a GGUF file. `permutation` is the stored row of each matrix row."""
 
-    def __init__(self, source: TensorSource, tensor: StoredTensor, order: Tensor | None) -> None:
+    def __init__(
+        self, source: TensorSource, tensor: StoredTensor, permutation: Tensor | None
+    ) -> None:
         self._source = source
         self._tensor = tensor
-        self._order = order
+        self._permutation = permutation
 
     @cached_property
     def layout(self) -> QuantLayout:
         layout = block_layout(self._tensor)
-        assert layout is not None, "see block_layout"
+        assert layout is not None, "block_layout accepted this tensor"
         return layout
 
     @property
@@ -200,5 +203,6 @@ class BlockMatrix:
         return self._source.read(self._tensor.name, self._rows(first, last))
 
     def _rows(self, first: int, last: int) -> slice | Tensor:
-        """Those rows of the file."""
-        return slice(first, last) if self._order is None else self._order[first:last]
+        """Stored rows of the matrix rows first .. last - 1."""
+        permutation = self._permutation
+        return slice(first, last) if permutation is None else permutation[first:last]

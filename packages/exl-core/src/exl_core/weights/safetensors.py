@@ -1,8 +1,8 @@
 """Safetensors files, single or sharded, as a source of tensors.
 
 The header is checked against the file before anything is read (format: safetensors documentation,
-"Format"): 8 bytes of header length, a JSON header, then the data that it points into. The
-safetensors library has its say about every file before the file is mapped.
+"Format"): 8 bytes of header length, a JSON header, then the data that it refers to. The safetensors
+library also validates every file before it is mapped.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ class SafetensorsSource(TensorSource):
     format = "safetensors"
 
     def __init__(self, directory: Path, *, has_index: bool = True) -> None:
-        """`has_index` False: an index is a leftover and says nothing about the files."""
+        """`has_index`: use the index file if there is one. False ignores it, because it may be
+        left over from the source of a conversion."""
         self.tensors: dict[str, StoredTensor] = {}
         self._offsets: dict[str, int] = {}
         self._files: dict[Path, MappedFile] = {}
@@ -84,17 +85,17 @@ class SafetensorsSource(TensorSource):
         if isinstance(rows, Tensor):
             return self.read_raw(name)[rows]
         tensor = self.tensors[name]
-        # The bytes are cut out first: what is not aligned is copied, and must be no more than this.
+        # Views only the bytes of these rows: an unaligned view is copied, so it must be small.
         file, offset, size = self._span(name, rows)
         values = file.view(offset, size, ELEMENT_TYPES[tensor.storage])
         return values.view(len(range(tensor.shape[0])[rows]), *tensor.shape[1:])
 
-    def _place(self, name: str) -> tuple[MappedFile, int]:
+    def _location(self, name: str) -> tuple[MappedFile, int]:
         return self._files[self.tensors[name].file], self._offsets[name]
 
 
 def checkpoint_files(directory: Path, *, has_index: bool = True) -> list[Path]:
-    """The weight files of a checkpoint: those that its index lists, else all there are."""
+    """Weight files of a checkpoint: those listed in its index, or all if there is no index."""
     index = directory / INDEX_NAME
     if not has_index or not index.exists():
         files = sorted(directory.glob("*.safetensors"))
@@ -108,7 +109,7 @@ def checkpoint_files(directory: Path, *, has_index: bool = True) -> list[Path]:
     entries = read_json_object(index, WeightFileError, HEADER_LIMIT_BYTES).get("weight_map")
     if not isinstance(entries, dict) or not entries:
         raise WeightFileError("is not a weight index: no 'weight_map'", where=index)
-    # A name with a folder in it could point anywhere on the machine.
+    # A file name with a folder could refer to any file on the machine.
     odd = [n for n in entries.values() if not isinstance(n, str) or Path(n).name != n]
     if odd:
         raise WeightFileError("lists a file outside its own folder", where=index, got=repr(odd[0]))
@@ -135,7 +136,8 @@ def _advice(directory: Path) -> str:
 
 
 def read_header(path: Path) -> list[tuple[StoredTensor, int]]:
-    """What one file declares and where in it, checked: inside the file, sizes that agree."""
+    """Tensors that a file declares, with their offsets. Checks that each is inside the file and
+    that its size matches its shape."""
     try:
         size = path.stat().st_size
         with path.open("rb") as file:

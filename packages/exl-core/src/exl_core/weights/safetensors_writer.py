@@ -1,8 +1,8 @@
-"""Writing safetensors files of any size with the memory of one piece.
+"""Writes safetensors files of any size with the memory of one piece of a tensor.
 
-The safetensors library wants all tensors of a file at once, which for a shard of 8 GB is 8 GB; this
-writes the header first and then takes tensor after tensor, each in as many pieces as its owner
-likes (format: safetensors documentation, "Format"). What reads them is the library.
+The safetensors library needs all tensors of a file at once, which takes 8 GB for a shard of 8 GB.
+This module writes the header first, and then each tensor in as many pieces as its owner provides
+(format: safetensors documentation, "Format"). The library reads these files.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ TYPE_NAMES = {
     torch.int16: "I16",
     torch.uint8: "U8",
 }
-_ALIGNMENT = 8  # of the data, so that every element type can be read in place
+_ALIGNMENT = 8  # alignment of the data, so that every dtype can be read without a copy
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor to be written. `pieces` gives its values in order, when they are wanted."""
+    """A tensor to write. `pieces` is called when its values are written, and yields them in
+    order."""
 
     name: str
     dtype: torch.dtype
@@ -44,12 +45,13 @@ class Entry:
 
 
 def whole(name: str, tensor: Tensor) -> Entry:
-    """Of a tensor that is there."""
+    """Entry for a tensor that is in memory."""
     return Entry(name, tensor.dtype, tuple(tensor.shape), lambda: (tensor,))
 
 
 def write_safetensors(path: Path, entries: Sequence[Entry]) -> None:
-    """The file, all of it or none; equal entries give equal bytes. Errors: `write_atomically`."""
+    """Writes the whole file or nothing. Equal entries give equal bytes. Raises the errors of
+    `write_atomically`."""
     write_atomically(path, _file_pieces(entries))
 
 
@@ -81,6 +83,7 @@ def _file_pieces(entries: Sequence[Entry]) -> Iterator[bytes | memoryview]:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The values in memory order, without a copy where they lie so already; on the CPU."""
+    """Bytes of the values in row-major order. No copy if the tensor is contiguous and on the
+    CPU."""
     flat = tensor.detach().cpu().contiguous().flatten()
     return flat.view(torch.uint8).numpy().data

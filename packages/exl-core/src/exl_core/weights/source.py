@@ -1,6 +1,6 @@
-"""Where tensors come from: the interface that files of every format offer.
+"""Interface of a tensor source: weight files of any format.
 
-A source knows stored names, shapes and bytes; it knows neither models nor which tensors are needed.
+A source knows stored names, shapes and bytes. It knows neither models nor which tensors are needed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from torch import Tensor
 
 from exl_core.weights.mapped import MappedFile
 
-Progress = Callable[[int, int], None]  # gets bytes read and bytes in all
+Progress = Callable[[int, int], None]  # called with (bytes read, total bytes)
 
 PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor as a file declares it. `storage` is the file's name for the element format."""
+    """One tensor as declared in a file. `storage` is the file's name for the element format."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class StoredTensor:
 
 
 class TensorSource(ABC):
-    """Open weight files. Reading is safe from several threads."""
+    """Open weight files. Reading is thread-safe."""
 
     format: str
     tensors: Mapping[str, StoredTensor]
@@ -50,10 +50,10 @@ class TensorSource(ABC):
 
     @abstractmethod
     def read_raw(self, name: str) -> Tensor:
-        """A whole tensor as it is stored: the pieces of quantized matrices are integers, the rows
-        of quantized GGUF tensors bytes, uint8 [rows, bytes of a row].
+        """A whole tensor as stored. Packed tensors of EXL2 and GPTQ are integers; quantized GGUF
+        tensors are uint8 [rows, bytes per row].
 
-        No copy, unless its place in the file is not aligned for its type.
+        It is a view of the file, or a copy if its offset is not aligned for its dtype.
         """
 
     @abstractmethod
@@ -61,26 +61,26 @@ class TensorSource(ABC):
         """Rows of the first dimension (a range, or an int64 index) as a contiguous tensor.
 
         float32, float16 or bfloat16 as stored; quantized storage is dequantized to float32 exactly
-        as the format defines it. Nobody may write to it: it can be the file itself.
+        as the format defines. It may be a view of the file: do not write to it.
         """
 
     def prefetch(self, name: str) -> None:
-        """All of this tensor will be read soon, once."""
-        file, offset = self._place(name)
+        """Starts reading a tensor ahead, because all of it will be read soon, once."""
+        file, offset = self._location(name)
         file.prefetch(offset, self.tensors[name].size_bytes)
 
     def release(self, name: str, rows: slice | None = None) -> None:
-        """These rows (None: all) have been read; they need not take memory any longer."""
+        """Releases the process's memory for these rows (None: all), after they have been read."""
         file, offset, size = self._span(name, rows or slice(None))
         file.release(offset, size)
 
     @abstractmethod
-    def _place(self, name: str) -> tuple[MappedFile, int]:
-        """The file that holds a tensor, and where it begins there."""
+    def _location(self, name: str) -> tuple[MappedFile, int]:
+        """File and byte offset of a tensor."""
 
     def _span(self, name: str, rows: slice) -> tuple[MappedFile, int, int]:
-        """The file, offset and size in bytes of consecutive rows; of no scalar."""
-        tensor, (file, offset) = self.tensors[name], self._place(name)
+        """File, offset and size in bytes of consecutive rows. The tensor must not be a scalar."""
+        tensor, (file, offset) = self.tensors[name], self._location(name)
         start, stop, _ = rows.indices(tensor.shape[0])
         bytes_of_row = tensor.size_bytes // max(1, tensor.shape[0])
         return file, offset + start * bytes_of_row, max(0, stop - start) * bytes_of_row

@@ -1,7 +1,7 @@
-"""Reading all of a checkpoint to see whether it is sound, without packing any of it.
+"""Verifies a checkpoint by reading all of it, without packing anything.
 
-Every tensor that the model needs is looked up, opened by its codec, unpacked and dequantized, one
-piece at a time; what is wrong with one does not keep the others from being looked at.
+Each tensor that the model needs is located, opened by its codec, unpacked and dequantized, one
+piece at a time. A problem in one tensor does not stop the verification of the others.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from exl_core.weights.source import Progress, TensorSource
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with a tensor, by our name for it."""
+    """A problem of one tensor, by its canonical name."""
 
     tensor: str
     error: ModelError
@@ -31,7 +31,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """`quantized` counts the matrices that are computed with as codes."""
+    """Result of `verify`. `quantized` is the number of matrices that stay quantized at run time."""
 
     tensors: int
     quantized: int
@@ -47,9 +47,12 @@ def verify(
     *,
     dtype: torch.dtype | None = None,
 ) -> VerifyReport:
-    """Looks at every tensor that the model needs; `progress` gets bytes read and bytes in all.
-    `dtype`: what the values of matrices must fit into; by default what they are loaded as."""
-    problems: dict[str, Problem] = {}  # by text: parts of one stored tensor share its faults
+    """Verifies every tensor that the model needs. `progress` gets bytes read and total bytes.
+
+    `dtype`: range that the values of matrices must fit; by default the dtype that they are loaded
+    as.
+    """
+    problems: dict[str, Problem] = {}  # by text, so that a fault of a fused tensor is listed once
     found: dict[str, Checkpoint] = {}
     for name, shape in expected_tensors(config).items():
         try:
@@ -74,7 +77,8 @@ def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> None:
         checkpoint.norm(name)
         return
     if dtype is None:
-        # Codes are multiplied out as float32; what is dequantized at load must fit float16 as well.
+        # Quantized matrices are dequantized to float32 here. Matrices that loading dequantizes must
+        # fit float16 as well.
         dtype = torch.float32 if checkpoint.is_quantized(name) else checkpoint.dtype(name)
     for _ in checkpoint.chunks(name, dtype):
         pass
