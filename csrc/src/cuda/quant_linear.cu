@@ -6,7 +6,7 @@
 //            have a kernel of their own (quant_wide.cu). A launch has at most 32 rows and reads the
 //            weights once.
 // Floor      panels * panel_bytes bytes divided by the memory bandwidth.
-// Mapping    The grid has two thread blocks per multiprocessor. They loop over output tiles
+// Mapping    The grid has up to two thread blocks per multiprocessor. They loop over output tiles
 //            (quant_work.cuh). Every warp streams k-tiles through a pipeline of its own
 //            (quant_stream.cuh), unpacks codes to A fragments in registers (quant_decode.cuh) and
 //            multiplies them with 1, 8, 16 or 32 rows of prepared inputs (quant_unit.cuh). The
@@ -132,7 +132,7 @@ constexpr int bytes_beside_stages() {
            kWarps * static_cast<int>(sizeof(PipelineState));
 }
 
-// Number of pipeline stages per warp: as many as fit, at most kMaxStages. 0 if not even one fits.
+// Number of pipeline stages per warp: as many as fit, at most kMaxStages. 0 if none fits.
 int stages_for(int stage_bytes, int beside, const DeviceInfo& info) {
     const int shared = std::min(kMaxSharedBytes, info.shared_per_block);
     const int warp_bytes = std::min(kMaxPipelineBytes, (shared - beside) / kWarps);

@@ -71,6 +71,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
+// Pipeline of one warp. The constructor issues loads into all stages.
 class WeightPipeline {
 public:
     __device__ __forceinline__ WeightPipeline(
@@ -138,15 +139,15 @@ public:
         }
 #endif
     }
-    // Returns whether `release` has to open a load run. Callers test it so that `open_load_run`,
-    // which is long, is compiled into one place only.
+    // Returns whether `release` has to open a load run. The consumer loop tests it and calls
+    // `release<true>` at one place only, because `open_load_run` is long and is inlined there.
     __device__ __forceinline__ bool needs_load_run() const {
         return loads_left_ == 0 && tile_ < args_.num_tiles;
     }
     // Returns whether the next load to be issued belongs to the same run as the previous one.
     __device__ __forceinline__ bool continues_run() const { return loads_left_ > 0; }
     // Releases the current stage, whose bytes have all been read, issues the next load into it and
-    // moves on to the next stage. `may_open`: whether a new load run may be opened.
+    // advances to the next stage. may_open: opens a new load run if the current one has ended.
     template <bool may_open>
     __device__ __forceinline__ void release() {
         __syncwarp();
@@ -154,7 +155,7 @@ public:
         issue(stage_);
         advance();
     }
-    // The same where `continues_run` is true.
+    // Shorter version of `release` for the case that `continues_run` is true.
     __device__ __forceinline__ void release_in_run() {
         __syncwarp();
         issue_next(stage_);

@@ -1,8 +1,8 @@
 // Packed layout of quantized matrices as code. exl/cuda.h documents it.
 //
-// A matrix consists of column panels (32 columns), a panel of k-tiles (up to four blocks of 32 rows
-// of one quantization group), a block of the words of 32 lanes. `field_of` gives the position of
-// each code in a lane's words; packing, unpacking and the MMA kernels all derive from it.
+// A matrix consists of column panels of 32 columns. A panel consists of k-tiles: up to four blocks
+// of 32 rows of one quantization group. A block consists of the words of 32 lanes. `field_of` gives
+// the position of each code in a lane's words. Packing, unpacking and the MMA kernels all use it.
 #pragma once
 
 #include "common.cuh"

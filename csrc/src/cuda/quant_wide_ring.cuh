@@ -193,7 +193,7 @@ private:
     }
 
     const SmallBatchArgs& args_;
-    TileScheduler scheduler_;  // of the next range
+    TileScheduler scheduler_;  // tile of the next range
     SmallBatchState& state_;
     uint8_t* buffer_;
     int lane_;
@@ -202,7 +202,7 @@ private:
     bool is_open_ = false;
     const ExlQuantUnit* k_tiles_ = nullptr;
     const __half* inputs_ = nullptr;
-    const uint8_t* source_ = nullptr;  // the first panel
+    const uint8_t* source_ = nullptr;  // address of the tile's first panel
     int64_t panel_bytes_ = 0;
     int header_bytes_ = 0, num_panels_ = 0;
     int next_ = 0, end_ = 0;  // next k-tile to copy, and the end of the range
