@@ -222,7 +222,7 @@ class Attention:
             q=q.data_ptr(),
             q_stride=q.stride(0),
             out=out.data_ptr() if to is None else to.memory.data_ptr(),
-            places=None if to is None else to.places,
+            places=None if to is None else to.inverse_permutation,
             out_stride=out.stride(0),
             dtype=TYPES[out.dtype],
             rows=rows,
