@@ -113,6 +113,17 @@ def types(session: nox.Session) -> None:
 
 
 @nox.session
+def bench(session: nox.Session) -> None:
+    """Time the CPU paths, save JSON under .benchmarks/, and compare with the previous run."""
+    install_exl(session, *TEST_TOOLS)
+    install_models(session, *DEFAULT_MODEL)
+    options = ["--benchmark-autosave", "--benchmark-columns=min,median,iqr,rounds"]
+    if any(Path(".benchmarks").rglob("*.json")):
+        options.append("--benchmark-compare")
+    session.run("python", "-m", "pytest", "tests/bench/bench_speed.py", *options, *session.posargs)
+
+
+@nox.session
 def docs(session: nox.Session) -> None:
     """Generate docs/cli.md and docs/tree.md, and build the documentation site into site/."""
     install_exl(session, "mkdocs-material", "mkdocstrings[python]", "ruff")
