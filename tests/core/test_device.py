@@ -1,4 +1,4 @@
-"""A GPU that is not there or cannot be used: one error that says what to do, before any loading."""
+"""GPUs that are missing or unusable: one error with advice, raised before anything is loaded."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class FakeLibrary:
 
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A machine with one GPU of capability 9.0, as far as anybody asks."""
+    """Simulates a machine with one GPU of compute capability 9.0."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
@@ -33,7 +33,7 @@ def one_gpu(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_cuda_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(
@@ -43,7 +43,7 @@ def test_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert error.value.exit_code == 5
 
 
-def test_a_driver_that_is_too_old_is_named_by_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchs_message_about_an_old_driver_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def init() -> None:
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 11040).\n..")
 
@@ -54,21 +54,21 @@ def test_a_driver_that_is_too_old_is_named_by_torch(monkeypatch: pytest.MonkeyPa
         device.open_device("cuda")
 
 
-def test_the_driver_is_started_before_torch_looks(one_gpu: pytest.MonkeyPatch) -> None:
-    began: list[str] = []
-    one_gpu.setattr(FakeLibrary, "call", lambda _, name, index: began.append(f"{name} {index}"))
+def test_the_driver_is_started_before_torch_is_queried(one_gpu: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    one_gpu.setattr(FakeLibrary, "call", lambda _, name, index: calls.append(f"{name} {index}"))
 
     def is_available() -> bool:
-        began.append("torch")
+        calls.append("torch")
         return False
 
     one_gpu.setattr(torch.cuda, "is_available", is_available)
     with pytest.raises(DeviceError, match="no GPU can be used"):
         device.open_device("cuda:1")
-    assert began == ["open_device 1", "torch"]
+    assert calls == ["open_device 1", "torch"]
 
 
-def test_a_driver_that_does_not_start_is_told_by_the_library(
+def test_a_driver_that_does_not_start_is_reported(
     one_gpu: pytest.MonkeyPatch,
 ) -> None:
     def call(*_: object) -> None:
@@ -79,12 +79,14 @@ def test_a_driver_that_does_not_start_is_told_by_the_library(
         device.open_device("cuda")
 
 
-def test_an_index_that_does_not_exist(one_gpu: pytest.MonkeyPatch) -> None:
+def test_a_gpu_index_out_of_range_is_refused(one_gpu: pytest.MonkeyPatch) -> None:
     with pytest.raises(DeviceError, match=r"cuda:3: no such GPU \(expected cuda:0\)"):
         device.open_device("cuda:3")
 
 
-def test_an_install_without_cuda_kernels(one_gpu: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_an_install_without_cuda_kernels_is_reported(
+    one_gpu: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def missing() -> None:
         raise OSError("no such file")
 
@@ -94,7 +96,7 @@ def test_an_install_without_cuda_kernels(one_gpu: pytest.MonkeyPatch, tmp_path: 
         device.open_device("cuda")
 
 
-def test_a_gpu_that_is_too_old(one_gpu: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_too_old_is_refused(one_gpu: pytest.MonkeyPatch) -> None:
     one_gpu.setattr(torch.cuda, "get_device_capability", lambda _: (6, 1))
     with pytest.raises(
         DeviceError, match=r"Some GPU is too old \(expected .* 7.5 or later, got 6.1\)"
@@ -102,7 +104,7 @@ def test_a_gpu_that_is_too_old(one_gpu: pytest.MonkeyPatch) -> None:
         device.open_device("cuda")
 
 
-def test_kernels_that_were_built_for_later_gpus(one_gpu: pytest.MonkeyPatch) -> None:
+def test_kernels_built_only_for_later_gpus_are_reported(one_gpu: pytest.MonkeyPatch) -> None:
     one_gpu.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
     with pytest.raises(
         DeviceError, match=r"built for later GPUs .*7.5, got 8.0, 9.0.*EXL_CUDA_ARCH"
@@ -113,7 +115,7 @@ def test_kernels_that_were_built_for_later_gpus(one_gpu: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize(
     "name", ["", "gpu", "cuda:", "cuda:x", "cuda:-1", "cuda:0:1", "CUDA", "cuda:9999"]
 )
-def test_names_that_mean_nothing(name: str) -> None:
+def test_invalid_device_names_are_refused(name: str) -> None:
     with pytest.raises(RequestError, match="expected auto, cpu, cuda or cuda:N"):
         device.parse_device(name)
 
@@ -126,11 +128,11 @@ def test_auto_is_the_cpu_without_kernels(one_gpu: pytest.MonkeyPatch, tmp_path: 
     assert device.parse_device("cuda:1") == "cuda:1"
 
 
-def test_failures_on_the_gpu_are_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_failures_become_typed_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 << 20, 8 << 20))
     gpu = torch.device("cuda", 0)
-    short = pytest.raises(OutOfMemoryError, match=r"a pass does not fit .*3 MiB free of 8")
-    with short, device_failures(gpu, "a pass"):
+    out_of_memory = pytest.raises(OutOfMemoryError, match=r"a pass does not fit .*3 MiB free of 8")
+    with out_of_memory, device_failures(gpu, "a pass"):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate ...")
     assert OutOfMemoryError.exit_code == 4
     with pytest.raises(OutOfMemoryError), device_failures(gpu, "a pass"):
@@ -140,6 +142,6 @@ def test_failures_on_the_gpu_are_typed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise cuda.CudaError("exl_cuda_prepare", 719, "cudaErrorLaunchFailure", "launch failed")
 
 
-def test_on_the_cpu_errors_are_left_alone() -> None:
+def test_errors_on_the_cpu_are_not_converted() -> None:
     with pytest.raises(RuntimeError, match="as it was"), device_failures(torch.device("cpu"), "x"):
         raise RuntimeError("as it was")

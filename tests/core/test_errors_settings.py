@@ -1,4 +1,4 @@
-"""Error lines are one harmless line; settings refuse what they do not understand."""
+"""Error lines are a single line without control characters; invalid settings are refused."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from exl_core.settings import MAX_THREADS, available_cpus, read_settings, state_
 
 
 @pytest.fixture(autouse=True)
-def _bare_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("EXL_ISA", raising=False)
     monkeypatch.delenv("EXL_THREADS", raising=False)
 
 
-def test_an_error_says_where_what_expected_got_and_next() -> None:
+def test_an_error_line_has_where_what_expected_got_and_next_step() -> None:
     error = ExlError("is wrong", where="file", expected=1, got=2, next_step="Try again.")
     assert str(error) == "file: is wrong (expected 1, got 2). Try again."
 
 
-def test_control_characters_are_written_out() -> None:
+def test_control_characters_are_escaped() -> None:
     error = ExlError(
         "tensor 'a\x1b]0;owned\x07b' is odd\x9b2J", where="na\x08me\x7f", got="two\r\nlines\x85more"
     )
@@ -31,12 +31,12 @@ def test_control_characters_are_written_out() -> None:
     )
 
 
-def test_other_text_is_left_alone() -> None:
+def test_other_text_is_unchanged() -> None:
     text = "naïve 東京 👩‍🚀 C:\\models"
     assert printable(text) == text
 
 
-def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_settings().isa is None
     assert read_settings().threads == available_cpus() >= 1
     monkeypatch.setenv("EXL_THREADS", "")
@@ -54,13 +54,13 @@ def test_a_system_without_affinity_counts_its_cores(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("text", ["1", "16", "1024", "0008"])
-def test_thread_counts(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_valid_thread_counts(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("EXL_THREADS", text)
     assert read_settings().threads == int(text)
 
 
 @pytest.mark.parametrize("text", ["0", "1025", "-1", "2.5", "²", "٣", " 2", "many", "1" * 5000])
-def test_what_is_no_thread_count_is_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_invalid_thread_counts_are_refused(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.setenv("EXL_THREADS", text)
     with pytest.raises(RequestError, match=r"EXL_THREADS .*expected 1 to 1024"):
         read_settings()
@@ -73,7 +73,7 @@ def test_an_unknown_instruction_set_is_refused(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("given", [None, "", "not/absolute"])
-def test_what_is_remembered_has_a_folder(
+def test_the_state_folder_follows_xdg_state_home(
     monkeypatch: pytest.MonkeyPatch, given: str | None
 ) -> None:
     monkeypatch.setenv("HOME", "/home/somebody")

@@ -1,4 +1,4 @@
-"""Loading as a whole: options, progress, and what a model is made of."""
+"""Loading a whole model: options, progress, memory checks and descriptions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def folder(tmp_path: Path) -> Path:
     return save(tiny_llama(), tmp_path / "tiny")
 
 
-def test_progress_rises_to_the_bytes_of_all_weights(folder: Path) -> None:
+def test_progress_increases_to_the_bytes_of_all_weights(folder: Path) -> None:
     seen: list[tuple[int, int]] = []
     load_model(str(folder), progress=lambda done, total: seen.append((done, total)))
     done = [d for d, _ in seen]
@@ -29,7 +29,7 @@ def test_progress_rises_to_the_bytes_of_all_weights(folder: Path) -> None:
     assert seen[-1] == (whole, whole)
 
 
-def test_options_change_the_configuration_and_nothing_else(folder: Path) -> None:
+def test_options_change_only_their_configuration_values(folder: Path) -> None:
     plain = load_model(str(folder)).config
     changed = load_model(
         str(folder), LoadOptions(max_seq_len=99, rope_factor=2.0, rope_alpha=3.0)
@@ -48,7 +48,7 @@ def test_options_change_the_configuration_and_nothing_else(folder: Path) -> None
     ],
     ids=str,
 )
-def test_senseless_options_are_refused(folder: Path, options: LoadOptions) -> None:
+def test_invalid_options_are_refused(folder: Path, options: LoadOptions) -> None:
     with pytest.raises(RequestError):
         load_model(str(folder), options)
 
@@ -73,14 +73,14 @@ def test_tied_embeddings_are_in_memory_once(tmp_path: Path) -> None:
     assert untied.weights_bytes - tied.weights_bytes == one_copy
 
 
-def test_weights_that_cannot_fit_are_refused_with_the_numbers() -> None:
+def test_weights_too_large_for_memory_are_refused_with_the_numbers() -> None:
     check_memory(100, None, "m")
     check_memory(100, 100, "m")
     with pytest.raises(OutOfMemoryError, match=r"3 MiB.*2 MiB free"):
         check_memory(3 << 20, 2 << 20, "m")
 
 
-def test_a_description_counts_what_the_model_holds(tmp_path: Path) -> None:
+def test_a_description_counts_parameters_layers_and_memory(tmp_path: Path) -> None:
     model = tiny_gemma3().to(torch.bfloat16)
     folder = save(model, tmp_path)
     described = describe_model(str(folder))

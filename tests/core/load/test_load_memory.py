@@ -1,4 +1,4 @@
-"""Loading takes the memory of the weights once, and reads the file once."""
+"""Loading peaks at the size of the weights in memory, and reads the file once."""
 
 from __future__ import annotations
 
@@ -35,8 +35,10 @@ print(peak, bytes_read() - already)
 """
 
 
-def test_peak_memory_and_bytes_read(tmp_path: Path, smollm2_path: Path) -> None:
-    copy = tmp_path / "copy.gguf"  # which nobody has read yet, unlike the libraries
+def test_loading_peaks_at_the_weights_and_reads_the_file_once(
+    tmp_path: Path, smollm2_path: Path
+) -> None:
+    copy = tmp_path / "copy.gguf"  # not in the page cache, unlike the libraries
     with copy.open("wb") as file:
         file.write(smollm2_path.read_bytes())
         file.flush()

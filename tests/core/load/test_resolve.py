@@ -1,4 +1,4 @@
-"""What a model argument means, and the errors for one that means nothing."""
+"""Resolution of model arguments, and the errors for invalid ones."""
 
 from __future__ import annotations
 
@@ -14,24 +14,26 @@ from exl_core.errors import ModelNotFoundError
 from exl_core.resolve import resolve_model
 
 
-def test_nothing_and_the_alias_are_the_installed_default_model(smollm2_path: Path) -> None:
+def test_no_argument_and_the_alias_mean_the_installed_default_model(smollm2_path: Path) -> None:
     assert resolve_model(None) == smollm2_path
     assert resolve_model("smollm2") == smollm2_path
 
 
-def test_a_directory_wins_over_the_alias(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_takes_precedence_over_the_alias(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "smollm2").mkdir()
     monkeypatch.chdir(tmp_path)
     assert resolve_model("smollm2") == Path("smollm2")
 
 
-def test_a_gguf_file_is_taken_whatever_the_case_of_its_ending(tmp_path: Path) -> None:
+def test_the_gguf_suffix_is_case_insensitive(tmp_path: Path) -> None:
     path = tmp_path / "Model.GGUF"
     path.write_bytes(b"")
     assert resolve_model(str(path)) == path
 
 
-def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
+def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"")
     with pytest.raises(ModelNotFoundError, match=r"another kind.*name the directory"):
@@ -42,7 +44,7 @@ def test_another_kind_of_file_is_refused(tmp_path: Path) -> None:
     "spec",
     ["", "no-such-model", "./gone/model", "a/b/c", "gone/m.gguf", "a" * 5000, "~nobody-here/x"],
 )
-def test_what_is_no_path_and_no_hub_id_never_reaches_the_hub(
+def test_arguments_that_are_neither_path_nor_hub_id_do_not_reach_the_hub(
     spec: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
@@ -51,25 +53,25 @@ def test_what_is_no_path_and_no_hub_id_never_reaches_the_hub(
 
 
 def refuse(*_: object, **__: object) -> str:
-    raise AssertionError("the hub was asked")
+    raise AssertionError("the hub was contacted")
 
 
 def test_a_hub_id_is_downloaded_without_pickles(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: dict[str, Any] = {}
+    request: dict[str, Any] = {}
 
     def download(repo: str, *, revision: str | None, allow_patterns: list[str]) -> str:
-        asked.update(repo=repo, revision=revision, patterns=allow_patterns)
+        request.update(repo=repo, revision=revision, patterns=allow_patterns)
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
     assert resolve_model("owner/name@v1.0") == tmp_path
-    assert (asked["repo"], asked["revision"]) == ("owner/name", "v1.0")
-    assert not any(pattern.endswith(("bin", "pt", "py", "*")) for pattern in asked["patterns"])
+    assert (request["repo"], request["revision"]) == ("owner/name", "v1.0")
+    assert not any(pattern.endswith(("bin", "pt", "py", "*")) for pattern in request["patterns"])
 
 
-def test_a_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreachable_hub_gives_one_error_with_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     def download(*_: object, **__: object) -> str:
         raise LocalEntryNotFoundError("offline")
 
@@ -78,7 +80,7 @@ def test_a_hub_that_cannot_be_reached_is_one_clear_error(monkeypatch: pytest.Mon
         resolve_model("owner/name")
 
 
-def test_a_missing_default_model_names_the_command_that_mends_it(
+def test_the_error_for_a_missing_default_model_names_the_install_command(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(resolve, "DEFAULT_PACKAGE", "no-such-package-here")

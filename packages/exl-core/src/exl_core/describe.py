@@ -1,5 +1,7 @@
-"""What a model is, from its headers and group tables: sizes, bits per weight, memory, tokenizer,
-backends; and whether all that it holds is sound, which takes reading it."""
+"""Describes a model from its headers: sizes, bits per weight, memory, tokenizer, backends.
+
+`verify_model` also reads all weights to check that they are intact.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True)
 class TensorDescription:
-    """One tensor as stored; `dtype` is the file's name for the element format."""
+    """One stored tensor. `dtype` is the file's name for the element format."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +40,7 @@ class TensorDescription:
 
 @dataclass(frozen=True, slots=True)
 class LayerDescription:
-    """A block, the embedding or the head: parameters, bytes in the file, bits per weight."""
+    """A block, the embedding, the last norm or the head. `bytes` is its size in the file."""
 
     name: str
     parameters: int
@@ -52,7 +54,8 @@ class LayerDescription:
 
 @dataclass(frozen=True, slots=True)
 class MatrixDescription:
-    """One matrix, by our name. `groups` are in the order of its rows; () where it has none."""
+    """One matrix, by its canonical name. `groups` are in the order of the stored rows; () if it has
+    no groups."""
 
     name: str
     shape: tuple[int, ...]
@@ -87,7 +90,7 @@ class ModelDescription:
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
-        """Every token that ends a reply, ascending."""
+        """All tokens that end a reply, ascending."""
         return tuple(sorted(stop_ids(self.tokenizer, self.config)))
 
     def kv_bytes_per_token(self, kv_format: KVFormat = KVFormat.FP16) -> int:
@@ -97,12 +100,12 @@ class ModelDescription:
         )
 
     def memory_bytes(self, context: int, kv_format: KVFormat = KVFormat.FP16) -> int:
-        """Weights and the cache of one sequence of `context` tokens."""
+        """Bytes of the weights and of the cache of one sequence of `context` tokens."""
         return self.weights_bytes_in_memory + context * self.kv_bytes_per_token(kv_format)
 
 
 def describe_model(spec: str | None = None) -> ModelDescription:
-    """Reads headers, configuration and tokenizer; checks names and shapes; loads no weights."""
+    """Reads headers, configuration and tokenizer. Checks names and shapes, loads no weights."""
     path = resolve_model(spec)
     source, config, quantization = open_checkpoint(path)
     checkpoint = Checkpoint(source, config, quantization)
@@ -130,7 +133,8 @@ def describe_model(spec: str | None = None) -> ModelDescription:
 
 
 def verify_model(spec: str | None = None, progress: Progress | None = None) -> VerifyReport:
-    """Reads every tensor that the model needs. `progress` gets bytes read and bytes in all."""
+    """Reads and checks every tensor that the model needs. `progress` gets bytes read and total
+    bytes."""
     source, config, quantization = open_checkpoint(resolve_model(spec))
     return verify(source, config, quantization, progress)
 

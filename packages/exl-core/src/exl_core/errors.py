@@ -1,12 +1,12 @@
-"""Typed errors. Each says where, what, expected, got and what to do next, as fields and as a line.
+"""Typed errors: where, what, expected, got and the next step, as fields and as one line.
 
-The command line turns an `ExlError` into one line on stderr and the class's exit code; any other
+The command line turns an `ExlError` into one line on stderr and the class's exit code. Any other
 exception is a bug and shows its traceback.
 
 Exit codes: 1 a failure while running, 2 a request that cannot be served as written, 3 a model that
-cannot be found, read or trusted, 4 not enough memory, 5 no GPU that can be used, 6 no space on a
-disk, 7 a result that is not good enough to be published. (130 is Ctrl-C, 141 a closed pipe and
-143 a conversion that SIGTERM stopped; the command line owns those.)
+cannot be found, read or trusted, 4 not enough memory, 5 no usable GPU, 6 no space on a disk, 7 a
+result that is not good enough to be published. (130 is Ctrl-C, 141 a closed pipe and 143 a
+conversion that SIGTERM stopped; the command line owns those.)
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Sequence
 
 
 def printable(text: str) -> str:
-    """`text` with its control characters written out, as in `\\x1b`.
+    """`text` with control characters escaped, as in `\\x1b`.
 
-    Names come from files that a stranger wrote; a terminal would obey what is hidden in them.
+    Names come from untrusted files, and a terminal would execute escape sequences in them.
     """
     return "".join(
         char.encode("unicode_escape").decode("ascii")
@@ -29,7 +29,7 @@ def printable(text: str) -> str:
 
 
 class ExlError(Exception):
-    """A failure that a user can act on. `what` alone is required; the rest sharpens it."""
+    """A failure that a user can act on. Only `what` is required; the other fields add detail."""
 
     exit_code = 1
 
@@ -60,21 +60,21 @@ class ExlError(Exception):
             line += f" ({', '.join(facts)})"
         if self.next_step is not None:
             line = f"{line.rstrip('.')}. {self.next_step}"
-        return printable(" ".join(line.split()))  # one line, whatever the parts held
+        return printable(" ".join(line.split()))  # one line, even if a part contains line breaks
 
 
 class BackendError(ExlError):
-    """The kernel library is missing, does not match, or lacks what was asked of it."""
+    """The kernel library is missing, does not match, or lacks a requested feature."""
 
 
 class DeviceError(BackendError):
-    """No GPU where one was asked for, one that cannot be used, or one that failed."""
+    """The requested GPU does not exist, cannot be used, or failed."""
 
     exit_code = 5
 
 
 class RequestError(ExlError):
-    """The request cannot be served as written: an empty or too long prompt, a bad value."""
+    """The request cannot be served as written: an empty or too long prompt, an invalid value."""
 
     exit_code = 2
 
@@ -86,15 +86,15 @@ class ModelError(ExlError):
 
 
 class ModelNotFoundError(ModelError):
-    """Nothing at the path, or no such alias or hub id."""
+    """There is no such path, alias or hub id."""
 
 
 class ConfigError(ModelError):
-    """`config.json`, or the metadata of a GGUF file, is missing a value or contradicts itself."""
+    """`config.json` or the metadata of a GGUF file lacks a value or is inconsistent."""
 
 
 class UnsupportedModelError(ModelError):
-    """An architecture or a quantization method that is known not to work, or not known at all."""
+    """The architecture or the quantization method is unsupported or unknown."""
 
 
 class WeightFileError(ModelError):
@@ -102,19 +102,19 @@ class WeightFileError(ModelError):
 
 
 class MissingTensorError(ModelError):
-    """The architecture needs a tensor that no file holds."""
+    """A tensor that the architecture needs is in none of the files."""
 
 
 class WeightShapeError(ModelError):
-    """A tensor has another shape than the configuration calls for."""
+    """A tensor's shape differs from the one that the configuration requires."""
 
 
 class WeightValueError(ModelError):
-    """A tensor holds values that no model can use: NaN or infinity."""
+    """A tensor contains NaN or infinity."""
 
 
 class AdapterError(ModelError):
-    """A LoRA adapter that is damaged, of a kind that is not supported, or not for this model."""
+    """A LoRA adapter is damaged, of an unsupported kind, or does not fit the model."""
 
 
 class TokenizerError(ModelError):
@@ -126,25 +126,25 @@ class TemplateError(ModelError):
 
 
 class OutOfMemoryError(ExlError):
-    """It does not fit; the message has the numbers."""
+    """Not enough memory. The message states the needed and the available bytes."""
 
     exit_code = 4
 
 
 class DiskFullError(ExlError):
-    """A file does not fit its file system, or is longer than files may be here."""
+    """A file does not fit on its file system, or exceeds the limit on file sizes."""
 
     exit_code = 6
 
 
 class QualityError(ExlError):
-    """A converted model that is further from its source than conversions at its rate are."""
+    """A converted model differs more from its source than conversions at its bit rate should."""
 
     exit_code = 7
 
 
 class ProblemsError(ExlError):
-    """Several failures that were found at once; the exit code is that of the first."""
+    """Several failures, reported together. The exit code is that of the first."""
 
     def __init__(self, problems: Sequence[ExlError]) -> None:
         self.problems = tuple(problems)

@@ -1,7 +1,7 @@
-"""Reading files that a stranger wrote, so that a damaged one is an error and not a crash; and
-writing files so that nobody ever finds a part of one.
+"""Reads untrusted files with typed errors, and writes files atomically.
 
-Knows JSON, UTF-8 and sizes, and nothing of what the contents mean.
+A damaged file raises an `ExlError` instead of crashing, and no reader ever sees a partly written
+file. Knows JSON, UTF-8 and sizes, and nothing of the meaning of the contents.
 """
 
 from __future__ import annotations
@@ -17,11 +17,12 @@ from pathlib import Path
 from exl_core.errors import DiskFullError, ExlError, RequestError
 
 CONFIG_LIMIT_BYTES = 16 * 2**20
-"""Real configurations take kilobytes; those with a vocabulary or a chat template, a few MiB."""
+"""Limit on JSON files. Real configurations take kilobytes, or a few MiB with a vocabulary or a
+chat template."""
 
 
 def is_present(path: Path, error: type[ExlError]) -> bool:
-    """Whether there is a file; anything else by that name is an error, not its absence."""
+    """Whether `path` is a regular file. Raises `error` if it exists but is something else."""
     try:
         path.lstat()
     except FileNotFoundError:
@@ -30,7 +31,7 @@ def is_present(path: Path, error: type[ExlError]) -> bool:
         raise error("cannot be read", where=path, got=cause.strerror or cause) from cause
     try:
         is_regular = stat.S_ISREG(path.stat().st_mode)
-    except OSError as cause:  # a link that leads nowhere
+    except OSError as cause:  # a broken link
         raise error("cannot be read", where=path, got=cause.strerror or cause) from cause
     if not is_regular:
         raise error("is not a regular file", where=path)
@@ -38,12 +39,12 @@ def is_present(path: Path, error: type[ExlError]) -> bool:
 
 
 def read_optional_json_object(path: Path, error: type[ExlError]) -> dict[str, object]:
-    """The object in a JSON file; {} when there is no such file."""
+    """The object in a JSON file; {} if the file does not exist."""
     return read_json_object(path, error) if is_present(path, error) else {}
 
 
 def read_bytes(path: Path, error: type[ExlError], limit_bytes: int) -> bytes:
-    """The whole file, which must not be larger than `limit_bytes`."""
+    """Contents of a file. Raises `error` if it is larger than `limit_bytes`."""
     try:
         with path.open("rb") as file:
             data = file.read(limit_bytes + 1)
@@ -62,7 +63,7 @@ def read_bytes(path: Path, error: type[ExlError], limit_bytes: int) -> bytes:
 def read_json_object(
     path: Path, error: type[ExlError], limit_bytes: int = CONFIG_LIMIT_BYTES
 ) -> dict[str, object]:
-    """The JSON object that a file holds; raises `error` for anything else."""
+    """The JSON object in a file. Raises `error` for anything else."""
     return parse_json_object(read_bytes(path, error, limit_bytes), error, path)
 
 
@@ -70,7 +71,7 @@ def parse_json_object(data: bytes, error: type[ExlError], where: object) -> dict
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as cause:
-        # ValueError also stands for bad UTF-8 and for integers of thousands of digits.
+        # ValueError includes bad UTF-8 and integers of thousands of digits.
         raise error("is not valid JSON", where=where, got=str(cause)[:200]) from cause
     if not isinstance(value, dict):
         raise error("holds no JSON object", where=where, got=type(value).__name__)
@@ -82,10 +83,11 @@ _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
 def write_atomically(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
-    """`path` holds all of `pieces`, on the disk, or it holds what it held before.
+    """Writes `pieces` to `path`, synced to the disk, or leaves `path` unchanged.
 
-    Whatever happens in between: a full disk (`DiskFullError`), another failure of it (`ExlError`),
-    a killed process, which may leave a file with `TEMPORARY_SUFFIX`. One writer at a time.
+    Raises `DiskFullError` for a full disk and `ExlError` for other failures. A killed process
+    leaves `path` unchanged as well, but possibly a file with `TEMPORARY_SUFFIX`. Not safe for
+    several writers of one path.
     """
     temporary = path.with_name(path.name + TEMPORARY_SUFFIX)
     with naming_disk_failures(path):
@@ -102,13 +104,13 @@ def write_atomically(path: Path, pieces: Iterable[bytes | memoryview]) -> None:
 
 
 def write_json(path: Path, value: Mapping[str, object], indent: int | None = 2) -> None:
-    """The same with an object as JSON, by default for people to read too."""
+    """Writes a JSON object with `write_atomically`, indented by default."""
     text = json.dumps(value, indent=indent, ensure_ascii=False, allow_nan=False)
     write_atomically(path, [text.encode("utf-8"), b"\n"])
 
 
 def sync_folder(folder: Path) -> None:
-    """Names in the folder, new and gone, are on the disk from now on."""
+    """Syncs the folder's directory entries, created and removed, to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -118,7 +120,7 @@ def sync_folder(folder: Path) -> None:
 
 @contextmanager
 def naming_disk_failures(path: Path) -> Iterator[None]:
-    """Failures of the file system in the block become typed errors about `path`."""
+    """Converts file system errors inside the block to typed errors about `path`."""
     try:
         yield
     except OSError as error:
@@ -128,7 +130,7 @@ def naming_disk_failures(path: Path) -> Iterator[None]:
 
 
 def read_text_file(path: Path) -> str:
-    """A UTF-8 file that a user names, whole; line ends stay as they are."""
+    """Text of a UTF-8 file given by the user. Line ends are preserved."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -139,7 +141,7 @@ def read_text_file(path: Path) -> str:
 
 
 def decode_text(data: bytes, where: str) -> str:
-    """UTF-8, or an error that says which byte is not."""
+    """Decodes UTF-8. The error for invalid text names the byte and its offset."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

