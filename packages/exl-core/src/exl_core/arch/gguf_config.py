@@ -1,8 +1,8 @@
-"""Metadata of a GGUF file to a `ModelConfig`.
+"""Reads a `ModelConfig` from the metadata of a GGUF file.
 
-Key names: the GGUF specification (ggml, docs/gguf.md). Values that the format does not store, such
-as Gemma 3's local RoPE base, come from the architecture. This module sees metadata only; the caller
-passes in whether the file has a separate head, biases or RoPE factors.
+Key names: the GGUF specification in the ggml repository. Values that the format does not store,
+such as Gemma 3's local RoPE base, come from the architecture. This module sees metadata only; the
+caller passes in whether the file has a separate head, biases or RoPE factors.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def _rope(
             ),
         )
     if rope.method is RopeMethod.YARN:
-        # The stored factor multiplies the method's own one (as in llama.cpp).
+        # The stored factor multiplies the method's own one.
         own_factor = yarn_magnitude(rope.factor)
         rope = replace(
             rope,

@@ -1,4 +1,4 @@
-"""`config.json` of a checkpoint to a `ModelConfig`.
+"""Reads a `ModelConfig` from the `config.json` of a checkpoint.
 
 Knows the key names of the hub's configurations, old and new (`rope_scaling` and `rope_parameters`,
 `sliding_window_pattern` and `layer_types`). Knows nothing of tensors.

@@ -169,7 +169,7 @@ class PagePool:
         return found
 
     def find_run(self, previous: PageKey, token_ids: Sequence[int]) -> PageRun | None:
-        """The known page after `previous` that shares the longest run with `token_ids`'s beginning.
+        """The known page after `previous` that has the longest common prefix with `token_ids`.
 
         The caller copies the run, so the page becomes the most recently used one.
         """
@@ -191,11 +191,11 @@ class PagePool:
         return best
 
     def num_held_among(self, page_ids: Iterable[int]) -> int:
-        """Number of these pages that are held. Holding them again does not use up free pages."""
+        """Number of these pages that are held. Holding one again does not lower `num_available`."""
         return sum(page_id in self._references for page_id in page_ids)
 
     def hold(self, page_ids: Iterable[int]) -> None:
-        """Adds one reference to each of these cached or held pages, which `find` returned."""
+        """Adds one reference to each of these pages, which are cached or held (see `find`)."""
         for page_id in page_ids:
             self._num_hits += 1
             self._hold(page_id)

@@ -1,4 +1,4 @@
-"""From a checkpoint to packed weights: reads, checks and repacks in parallel.
+"""Builds packed weights from a checkpoint: reads, checks and repacks in parallel.
 
 Every matrix is streamed through in small pieces, so that peak memory stays near the packed size.
 The largest matrices come first. The mapped file pages that they need are then smaller than the
@@ -37,7 +37,7 @@ def build_weights(
     threads: int,
     progress: Progress | None = None,
 ) -> ModelWeights:
-    """All weights of the model, packed for `ops`. `progress` gets (bytes read, bytes in all)."""
+    """All weights of the model, packed for `ops`. `progress` gets bytes read and total bytes."""
     matrices = _ends(config)
     for layer in range(config.num_layers):
         matrices += _matrices(layer)

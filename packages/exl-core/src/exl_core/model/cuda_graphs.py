@@ -3,8 +3,8 @@
 Launching the few hundred kernels of a pass takes the host longer than running them takes the GPU,
 up to about a thousand rows. A graph is therefore captured once per bucket of shapes and replayed.
 Passes of one bucket differ in tokens, page ids and the rows that want logits; one copy writes these
-into the graph's input tensors. Padding rows write their keys and values to the store's spare page,
-and padding sequences have no rows.
+into the graph's input tensors. Padding rows write their keys and values to the store's spare page.
+Padding sequences have no rows, or one padding row each in decode.
 
 A decode pass (one row per sequence) is captured when its bucket first occurs. Other passes (prompt
 chunks, verification of drafts, either of them mixed with decode) come in more shapes. Their graph
@@ -36,6 +36,7 @@ BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112
 """Row counts of decode passes. Denser for small batches, which are the most frequent: padding rows
 cost little time, and each graph costs some memory."""
 
+# Row counts and sequence counts of other passes.
 PROMPT_BUCKETS = (*BUCKETS, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 SEQUENCE_BUCKETS = (1, 4, 16, 64, 128)
 PASSES_BEFORE_CAPTURE = 3

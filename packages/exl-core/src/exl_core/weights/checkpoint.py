@@ -136,7 +136,7 @@ class Checkpoint:
     def open_ahead(self, until: Callable[[], bool]) -> None:
         """Opens and thereby checks EXL2 and GPTQ matrices until `until()` is true or all are open.
 
-        `load_model` uses the time during which a GPU starts.
+        `load_model` calls this while a GPU starts.
         """
         for name, located in self._located.items():
             if until():
