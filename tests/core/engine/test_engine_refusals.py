@@ -19,6 +19,7 @@ from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.compatible import check_same_vocabulary
 from support.driving import ask, engine_for, run_all, run_one
 from support.scripted import (
+    EOS_ID,
     ByteTokenizer,
     PieceTokenizer,
     ScriptedModel,
@@ -44,6 +45,12 @@ GUIDANCE = {"sampler": SamplerParams(cfg_scale=2), "negative_prompt_ids": (1,)}
             ask(sampler=SamplerParams(allowed_tokens=[1, 258], banned_tokens=[1])),  # type: ignore[arg-type]
             ("allowed", "below 258"),
         ),
+        (ask(sampler=SamplerParams(allowed_tokens=frozenset({1, 258}))), ("allowed", "258")),
+        (ask(sampler=SamplerParams(token_bias={1: 1.0, 258: 1.0})), ("token_bias", "below 258")),
+        (ask(sampler=SamplerParams(banned_tokens=frozenset({258}))), ("banned_tokens", "258")),
+        (ask(sampler=SamplerParams(dry_breakers=frozenset({258}))), ("dry_breakers", "258")),
+        (ask(sampler=SamplerParams(xtc_protected=frozenset({258}))), ("xtc_protected", "258")),
+        (ask(stop_ids=frozenset({EOS_ID, 258})), ("stop_ids", "below 258", "got 258")),
         (ask(constraints=(Regex("["),)), ("regular expression",)),
         (ask(constraints=(JsonSchema("{"),)), ("JSON",)),
         (ask(constraints=(StartsWith("a"), Regex("("))), ("regular expression",)),
@@ -57,6 +64,12 @@ GUIDANCE = {"sampler": SamplerParams(cfg_scale=2), "negative_prompt_ids": (1,)}
         "wide vectors",
         "nothing allowed",
         "nothing left of what is allowed",
+        "one allowed too many",
+        "unknown bias",
+        "unknown ban",
+        "unknown breaker",
+        "unknown protected",
+        "unknown stop",
         "no regex",
         "no schema",
         "one of two",
@@ -71,6 +84,17 @@ def test_requests_that_the_model_cannot_serve(request_: Request, numbers: tuple[
             assert number in str(caught.value)
     assert engine.is_idle
     assert run_one(engine, ask())[1].text == "ok"
+
+
+def test_ids_of_a_padded_vocabulary_are_not_sampled_and_may_not_be_named() -> None:
+    """A stop token that the model or the tokenizer alone knows does no harm."""
+    model = ScriptedModel(reply_with("ok", vocab_size=262), ScriptedShape(262))
+    engine = Engine(model, ByteTokenizer())
+    with pytest.raises(RequestError, match=r"token_bias holds a token id .*below 258.*260"):
+        engine.submit(ask(sampler=SamplerParams(token_bias={260: 1.0})))
+    assert run_one(engine, ask(stop_ids=frozenset({EOS_ID, 261})))[1].text == "ok"
+    with pytest.raises(RequestError, match=r"stop_ids holds a token id .*below 262"):
+        engine.submit(ask(stop_ids=frozenset({262})))
 
 
 @pytest.mark.parametrize(
@@ -88,6 +112,8 @@ def test_requests_that_the_model_cannot_serve(request_: Request, numbers: tuple[
         ({"prompt": [-1]}, "no token id"),
         ({"prompt": [1.0]}, "no token id"),
         ({"stop_ids": frozenset({-5})}, "stop_ids holds"),
+        ({"stop_ids": frozenset({True})}, "stop_ids holds"),
+        ({"stop_ids": ("5",)}, "stop_ids holds"),
         ({"hooks": (3,)}, "hook cannot be called"),
         ({"prefer_eos": True, "stop_ids": frozenset()}, "no stop token to prefer"),
         ({"negative_prompt_ids": (1,)}, "negative prompt and a scale"),

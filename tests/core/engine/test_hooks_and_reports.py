@@ -148,6 +148,9 @@ def test_a_hook_that_returns_the_same_token_changes_nothing() -> None:
         (lambda _: VOCAB_SIZE, "a hook gave no token .*below 258.*258"),
         (lambda _: -1, "a hook gave no token"),
         (lambda _: "x", "a hook gave no token"),
+        (lambda _: True, "a hook gave no token .*got True"),
+        (lambda _: False, "a hook gave no token .*got False"),
+        (lambda _: 104.0, "a hook gave no token .*got 104.0"),
         (lambda _: 1 / 0, "a hook failed .*ZeroDivisionError"),
     ],
 )
@@ -163,6 +166,13 @@ def test_a_hook_that_fails_ends_its_request_alone(hook: Any, message: str) -> No
     end = next(e for e in events if isinstance(e, FinishEvent))
     assert (end.request_id, end.text) == (other.request_id, "hello")
     assert run_one(engine, ask())[1].text == "hello"
+
+
+def test_a_hook_that_returns_true_does_not_choose_token_1() -> None:
+    """Also where token 1 is what was sampled."""
+    request = ask(hooks=(lambda _: True,))
+    failure = run_to_failure(engine_for(reply_with(b"\x01")), request)
+    assert "a hook gave no token" in str(failure)
 
 
 def test_ctrl_c_in_a_hook_leaves_each_request_one_end() -> None:
@@ -194,7 +204,10 @@ def test_tokens_banned_for_one_step() -> None:
     engine = engine_for(reply_with("ab"))
     request = ask(max_tokens=3)
     engine.submit(request)
-    engine.ban_next(request.request_id, frozenset({97, VOCAB_SIZE + 5}))
+    engine.ban_next(request.request_id, frozenset({97}))
+    for wrong in (VOCAB_SIZE, -1, True, "a", 97.0):
+        with pytest.raises(RequestError, match="a banned token is not in the vocabulary"):
+            engine.ban_next(request.request_id, frozenset({wrong}))  # type: ignore[arg-type]
     events = [event for _ in range(2) for event in engine.step()]
     end = [*events, *run_all(engine)][-1]
     assert isinstance(end, FinishEvent)

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import math
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams, TokenBias
 
-NO_NUMBERS = (math.nan, math.inf, -math.inf, "1", True)
-NO_IDS = (3, "12", {-1}, {0.5}, {"a"}, {True}, {2**31})
+NO_NUMBERS = (math.nan, math.inf, -math.inf, "1", True, 10**400)
+NO_IDS = (3, "12", {-1}, {0.5}, {"a"}, {True}, {2**31}, {10**400})
+HUGE = 10**400
+"""An int that no float holds."""
+BAD_BIASES: tuple[Any, ...] = (
+    *({-1: 1.0}, {"a": 1.0}, {1.5: 1.0}, {1.0: 1.0}, {True: 1.0}, {None: 1.0}, {(1,): 1.0}),
+    *({2**31: 1.0}, {HUGE: 1.0}, {1: math.nan}, {1: math.inf}, {1: "x"}, {1: True}, {1: None}),
+    *({1: 1e31}, {1: -1e31}, {1: HUGE}, {1: -HUGE}),
+)
 BAD = {
     "temperature": (-0.1, 101, None, *NO_NUMBERS),
     "temperature_last": (1, None, "yes"),
@@ -45,12 +53,7 @@ BAD = {
     "token_bias": (
         None,
         3,
-        {-1: 1.0},
-        {"a": 1.0},
-        {1: math.nan},
-        {1: math.inf},
-        {1: "x"},
-        {1: True},
+        *BAD_BIASES,
     ),
     "allowed_tokens": (set(), *NO_IDS),
     "banned_tokens": (None, *NO_IDS),
@@ -66,6 +69,32 @@ def test_out_of_range_values_are_refused_by_name(name: str, value: object) -> No
     assert caught.value.what.startswith(name)
     assert caught.value.got is not None
     assert caught.value.expected
+
+
+@pytest.mark.parametrize("bias", BAD_BIASES)
+def test_a_token_bias_is_checked_where_it_is_made(bias: Any) -> None:
+    with pytest.raises(RequestError, match="token_bias is out of range"):
+        TokenBias(bias)
+
+
+@pytest.mark.parametrize(
+    "key", ["-1", "+1", " 1", "1 ", "1_0", "01", "00", "1.0", "0x1", "\u0661", "", "a", "9" * 5000]
+)
+def test_token_ids_in_text_are_plain_decimal_digits(key: str) -> None:
+    for make in (
+        TokenBias.from_text,
+        lambda bias: SamplerParams.from_mapping({"token_bias": bias}),
+    ):
+        with pytest.raises(RequestError, match="token_bias is out of range"):
+            make({key: 1.0})
+    assert TokenBias.from_text({"0": 1, "17": -2.5}) == {0: 1.0, 17: -2.5}
+
+
+def test_a_number_too_long_to_be_written_is_refused_like_any_other() -> None:
+    long = 10**5000
+    for settings in ({"seed": long}, {"banned_tokens": {long}}, {"token_bias": {long: 1.0}}):
+        with pytest.raises(RequestError, match="an integer of many digits"):
+            SamplerParams(**settings)  # type: ignore[arg-type]
 
 
 def test_every_setting_is_checked() -> None:
@@ -147,8 +176,9 @@ def test_greedy_is_temperature_zero_or_top_k_one(params: SamplerParams, is_greed
     assert params.is_greedy is is_greedy
 
 
-def test_the_largest_id_is_found_wherever_it_is_named() -> None:
-    assert SamplerParams().largest_id == -1
-    for name in ("xtc_protected", "dry_breakers", "banned_tokens", "allowed_tokens"):
-        assert SamplerParams(**{name: {3, 9}}).largest_id == 9  # type: ignore[arg-type]
-    assert SamplerParams(token_bias={12: 1.0}, banned_tokens=frozenset({3})).largest_id == 12
+def test_all_token_ids_of_the_settings_are_listed_by_name() -> None:
+    assert not any(SamplerParams().named_ids.values())
+    for name in ("xtc_protected", "dry_breakers", "banned_tokens", "allowed_tokens", "token_bias"):
+        ids = {3: 1.0, 9: 1.0} if name == "token_bias" else {3, 9}
+        named = SamplerParams(**{name: ids}).named_ids  # type: ignore[arg-type]
+        assert {key: set(value) for key, value in named.items() if value} == {name: {3, 9}}

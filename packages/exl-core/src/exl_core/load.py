@@ -171,8 +171,13 @@ def gguf_fields(source: TensorSource) -> Mapping[str, object] | None:
 
 
 def stop_ids(tokenizer: Tokenizer, config: ModelConfig) -> frozenset[int]:
-    """All tokens that end a reply, from the tokenizer and the configuration."""
-    return frozenset(tokenizer.eos_ids) | frozenset(config.eos_ids)
+    """All tokens that end a reply, from the tokenizer and the configuration.
+
+    Ids beyond both vocabularies are left out: no model samples them.
+    """
+    end = max(tokenizer.vocab_size, config.vocab_size)
+    ids = (*tokenizer.eos_ids, *config.eos_ids)
+    return frozenset(token_id for token_id in ids if token_id < end)
 
 
 def model_name(path: Path) -> str:

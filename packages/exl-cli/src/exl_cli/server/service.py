@@ -17,7 +17,7 @@ from exl_cli.server.schema import SamplingFields
 from exl_core.constrain.filter import Constraint
 from exl_core.engine.events import FinishEvent, FinishReason
 from exl_core.engine.request import Report, Request
-from exl_core.errors import ExlError
+from exl_core.errors import ExlError, RequestError
 from exl_core.generate.asynchronous import AsyncJob
 from exl_core.generate.dynamic import Result
 from exl_core.load import stop_ids
@@ -138,7 +138,7 @@ def make_requests(
                     prompt_ids=tuple(prompt_ids),
                     max_tokens=room if max_tokens is None else min(max_tokens, room),
                     max_time_s=max_time_s,
-                    sampler=sampler_of(fields, len(requests)),
+                    sampler=sampler_of(fields, len(requests), runtime.engine.vocab_size),
                     stop_ids=ends,
                     stop_strings=stops,
                     constraints=constraints,
@@ -175,7 +175,7 @@ def told_with_each(
     return usage
 
 
-def sampler_of(fields: SamplingFields, number: int) -> SamplerParams:
+def sampler_of(fields: SamplingFields, number: int, vocab_size: int) -> SamplerParams:
     """Settings of reply `number`: with a seed, each has its own."""
     given = {
         name: getattr(fields, name)
@@ -187,14 +187,24 @@ def sampler_of(fields: SamplingFields, number: int) -> SamplerParams:
     settings = {name: value for name, value in given.items() if value is not None}
     if fields.seed is not None:
         settings["seed"] = (fields.seed + number) % 2**63
+    return SamplerParams(**settings, token_bias=_token_bias(fields, vocab_size))
+
+
+def _token_bias(fields: SamplingFields, vocab_size: int) -> TokenBias:
+    """`logit_bias`, with ids checked here so that the refusal names the client's field."""
     try:
-        # JSON knows no other keys than strings.
-        bias = {int(key): value for key, value in (fields.logit_bias or {}).items()}
-    except ValueError as error:
+        bias = TokenBias.from_text(fields.logit_bias or {})
+        is_known = max(bias, default=0) < vocab_size
+    except RequestError:
+        is_known = False
+    if not is_known:
         raise ApiError(
-            400, "logit_bias: keys are token ids", param="logit_bias", code="invalid_value"
-        ) from error
-    return SamplerParams(**settings, token_bias=TokenBias(bias))
+            400,
+            f"logit_bias: keys are token ids from 0 to {vocab_size - 1}, in plain decimal digits",
+            param="logit_bias",
+            code="invalid_value",
+        )
+    return bias
 
 
 async def results_of(jobs: Sequence[AsyncJob]) -> AsyncIterator[tuple[int, Result]]:
@@ -257,9 +267,9 @@ def timings_of(ends: Sequence[FinishEvent]) -> dict[str, object]:
 
 
 def failure_of(error: Exception) -> ApiError:
-    """What a stream that has begun can still say."""
+    """The error object that a stream which has begun can still send."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ExlError):
         return api_error_of(error)
-    raise error
+    return ApiError(500, "internal error", kind="server_error")

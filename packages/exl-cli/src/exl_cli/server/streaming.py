@@ -16,8 +16,9 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from exl_cli.server.errors import to_json
+from exl_cli.server.errors import ApiError, to_json
 from exl_cli.server.service import failure_of
+from exl_core.errors import ExlError
 from exl_core.generate.asynchronous import AsyncJob
 from exl_core.generate.dynamic import Result
 
@@ -93,13 +94,16 @@ class EventStream(Response):
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
-        last = b"[DONE]"
+        last, bug = b"[DONE]", None
         try:
             await _Telling(self._story, pipe).run()
-        except Exception as error:  # noqa: BLE001 - `failure_of` raises again what is a bug
+        except Exception as error:  # noqa: BLE001 - the client is told; a bug is raised again below
             last = to_json(failure_of(error).body)
+            bug = None if isinstance(error, ApiError | ExlError) else error
         await pipe.drain()
         await send({"type": "http.response.body", "body": _told(last), "more_body": False})
+        if bug is not None:
+            raise bug  # for the log
 
 
 class _Telling:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Collection, Iterable
 
 from exl_core.cache.format import PAGE_SIZE, pages_for
 from exl_core.engine.request import Request
@@ -11,10 +12,12 @@ from exl_core.model.embedded import EMBEDDED_FROM
 from exl_core.model.runner import ModelShape
 
 
-def check_ids(request: Request, shape: ModelShape, vocab_size: int) -> None:
-    """Every id is one of the vocabulary, or of the request's own spans of vectors.
+def check_ids(request: Request, shape: ModelShape, tokenizer_size: int) -> None:
+    """Refuse token ids outside the vocabulary, in the prompts and in every setting that holds ids.
 
-    `vocab_size`: ids from there on are not drawn, though the model may know them.
+    A prompt may hold any id of the model's vocabulary and of the request's own embedded spans. A
+    stop token may be known to the tokenizer alone: then it is never sampled, which does no harm.
+    Settings of the sampler name only ids that can be sampled: those that both know.
     """
     known = {token_id for span in request.embeddings for token_id in span.token_ids}
     for name, ids in (
@@ -34,14 +37,33 @@ def check_ids(request: Request, shape: ModelShape, vocab_size: int) -> None:
                 expected=f"[n, {shape.hidden_size}]",
                 got=list(span.vectors.shape),
             )
-    allowed = request.sampler.allowed_tokens
-    if allowed is not None and min(allowed - request.sampler.banned_tokens) >= vocab_size:
+    _check_setting(request, "stop_ids", request.stop_ids, max(shape.vocab_size, tokenizer_size))
+    for name, named in request.sampler.named_ids.items():
+        _check_setting(request, name, named, min(shape.vocab_size, tokenizer_size))
+
+
+def _check_setting(request: Request, name: str, ids: Collection[int], end: int) -> None:
+    largest = max(ids, default=-1)
+    if largest >= end:
         raise RequestError(
-            "none of the allowed tokens can be drawn",
+            f"{name} holds a token id that is not in the vocabulary",
             where=request.request_id,
-            expected=f"an id below {vocab_size}",
-            got=sorted(allowed)[:10],
+            expected=f"ids below {end}",
+            got=largest,
         )
+
+
+def check_banned(request_id: str, token_ids: Iterable[int], vocab_size: int) -> None:
+    """Refuse what no token can be, in ids that are banned while the request runs."""
+    for token_id in token_ids:
+        is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
+        if not is_id or not 0 <= token_id < vocab_size:
+            raise RequestError(
+                "a banned token is not in the vocabulary",
+                where=request_id,
+                expected=f"ids from 0, below {vocab_size}",
+                got=repr(token_id)[:200],
+            )
 
 
 def room_for(request: Request, shape: ModelShape, num_pages: int) -> int:

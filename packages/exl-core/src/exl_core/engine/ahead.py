@@ -49,6 +49,7 @@ class Ahead:
         self._runner = runner
         self._scheduler = scheduler
         self._begun: _Begun | None = None
+        self._failure: BaseException | None = None
 
     def onward(self, plan: BatchPlan, logits: PassLogits) -> Onward | None:
         """What the tokens lead to that are drawn of this pass, one of each of its sequences."""
@@ -67,6 +68,9 @@ class Ahead:
                 begun = self._runner.run_on(segments)
             except OutOfMemoryError:
                 return  # likewise
+            except BaseException as error:
+                self._failure = error
+                raise
             rows = {sequence: row for row, sequence in enumerate(plan.sequences)}
             self._begun = _Begun(begun, rows, segments)
 
@@ -92,4 +96,8 @@ class Ahead:
 
     def drop(self) -> None:
         """Whatever has begun, nobody wants it."""
-        self._begun = None
+        self._begun = self._failure = None
+
+    def has_failed_with(self, error: BaseException) -> bool:
+        """Launching the pass raised this: it is the pass's failure, not one of sampling."""
+        return self._failure is error

@@ -9,7 +9,7 @@ that ran gets a `FailEvent` with the next step, and the rest goes on.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,7 +18,7 @@ from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
 from exl_core.cache.page_pool import PagePool
 from exl_core.constrain.filter_set import FilterSet
 from exl_core.constrain.vocabulary import Vocabulary
-from exl_core.engine.admission import check_ids, room_for
+from exl_core.engine.admission import check_banned, check_ids, room_for
 from exl_core.engine.ahead import Ahead
 from exl_core.engine.drafting import Drafting
 from exl_core.engine.events import Event, FailEvent, FinishEvent
@@ -149,8 +149,12 @@ class Engine:
         output = self._outputs.get(request_id)
         if output is None:
             return False
-        self._events.append(self._with_drafts(output.cancel(self._clock())))
-        self._drop(output)
+        with output.guard:
+            self._events.append(self._with_drafts(output.cancel(self._clock())))
+        if output.error is not None:
+            self._drop_failed([output])
+        else:
+            self._drop(output)
         return True
 
     def token_ids_of(self, request_id: str) -> tuple[int, ...]:
@@ -159,6 +163,7 @@ class Engine:
 
     def ban_next(self, request_id: str, token_ids: frozenset[int]) -> None:
         """The next token of a live request will be none of these."""
+        check_banned(request_id, token_ids, self.vocab_size)
         self._live(request_id).ban_next(token_ids)
 
     def discard_events(self, request_id: str) -> None:
@@ -228,47 +233,43 @@ class Engine:
         now = self._clock()
         outputs = [self._outputs[sequence.request_id] for sequence in plan.sequences]
         for output, segment in zip(outputs, plan.segments, strict=True):
-            self._events += output.start(now)
-            if segment.logit_rows is not LogitRows.NONE:
-                output.start_mask()
+            with output.guard:
+                self._events += output.start(now)
+                if segment.logit_rows is not LogitRows.NONE:
+                    output.start_mask()
         try:
             logits = self._ahead.take(plan) or PassLogits(
                 self._runner.run(plan.segments, plan.copies)
             )
         except OutOfMemoryError:
             if self.scheduler.make_smaller(plan):
+                self._drop_failed(outputs)
                 return  # nothing was booked: the next step plans anew
             raise
         if self._drafting is not None:
             self._drafting.passed(plan.num_rows, self._clock() - now)
         shares = shares_of(plan, outputs, logits, drafts, self._events)
-        draw_together(
-            shares,
-            logits,
-            self.model.ops,
-            self.vocab_size,
-            onward=lambda: None if self._drafting is not None else self._ahead.onward(plan, logits),
-        )
+        ahead = self._ahead if self._drafting is None else None
+        draw_together(shares, plan, logits, self.model.ops, vocab_size=self.vocab_size, ahead=ahead)
         turned = [(share.output, share.take(self._events, self._clock)) for share in shares]
-        for output in dict.fromkeys(outputs):
-            if output.error is not None:  # it goes before anything of it is registered
-                self._events.append(FailEvent(output.sequence.request_id, output.error))
-                self._drop(output, is_trusted=False)
+        self._drop_failed(outputs)  # before anything of them is registered
         self.scheduler.advance(plan)
         for output in dict.fromkeys(outputs):
-            if output.error is None:
-                self._events += output.progress()
+            with output.guard:
+                if output.error is None:
+                    self._events += output.progress()
         for output, taken in turned:
-            if output.error is not None:
-                continue
-            if self._drafting is not None:
-                self._drafting.verified(
-                    output.sequence.request_id,
-                    **taken._asdict(),
-                    rows=plan.num_rows,
-                    sequences=len(turned),
-                )
-            self._turn(output)
+            with output.guard:
+                if output.error is None and self._drafting is not None:
+                    self._drafting.verified(
+                        output.sequence.request_id,
+                        **taken._asdict(),
+                        rows=plan.num_rows,
+                        sequences=len(turned),
+                    )
+            if output.error is None:
+                self._turn(output)
+        self._drop_failed(outputs)
 
     def _turn(self, output: Output) -> None:
         """After the pass is booked: what has ended leaves, what went back is cut."""
@@ -278,6 +279,14 @@ class Engine:
         elif output.rewind_to is not None:
             self.scheduler.rewind(output.sequence, output.rewind_to)
             output.rewind_to = None
+
+    def _drop_failed(self, outputs: Iterable[Output]) -> None:
+        """Those whose own work went wrong leave, each with a `FailEvent`; the others go on."""
+        for output in outputs:
+            request_id = output.sequence.request_id
+            if output.error is not None and self._outputs.get(request_id) is output:
+                self._events.append(FailEvent(request_id, output.error))
+                self._drop(output, is_trusted=False)
 
     def _drop(self, output: Output, *, is_trusted: bool = True) -> None:
         request_id = output.sequence.request_id
@@ -300,7 +309,8 @@ class Engine:
         failed = [request_id for request_id in self._outputs if request_id not in waiting]
         for request_id in failed:
             output = self._outputs.pop(request_id)
-            self._events.append(FailEvent(request_id, output.error or error))
+            own = output.error
+            self._events.append(FailEvent(request_id, error if own is None else own))
         if self._drafting is not None:
             for request_id in failed:
                 self._drafting.forget(request_id)
@@ -308,7 +318,7 @@ class Engine:
     def _checked(self, request: Request) -> tuple[Sequence, Sequence | None, Healing | None]:
         """The request's sequences, which this model and this cache can serve, and its healing."""
         shape = self.model.config
-        check_ids(request, shape, self.vocab_size)
+        check_ids(request, shape, self.tokenizer.vocab_size)
         room = room_for(request, shape, self.pool.num_pages)
         prompt_ids, negative = request.prompt_ids, request.negative_prompt_ids
         healing = healing_of(prompt_ids, self.vocabulary) if request.token_healing else None

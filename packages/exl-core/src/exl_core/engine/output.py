@@ -24,6 +24,7 @@ from exl_core.engine.events import (
     StartEvent,
     TextEvent,
 )
+from exl_core.engine.failure import FailureGuard
 from exl_core.engine.healing import Healing
 from exl_core.engine.log_probs import with_log_probs
 from exl_core.engine.logits import LogitRow
@@ -75,7 +76,8 @@ class Output:
         self.sequence = sequence
         self.filters = filters
         self.end: FinishEvent | None = None
-        self.error: ExlError | None = None  # set by whoever calls `take`
+        self.guard = FailureGuard()
+        """Every call below is made under it (`Engine`)."""
         self.rewind_to: int | None = None
         self._request = sequence.request
         self._vocab_size = vocab_size
@@ -100,6 +102,11 @@ class Output:
         self._submitted_at = now
         self._started_at: float | None = None
         self._first_token_at: float | None = None
+
+    @property
+    def error(self) -> BaseException | None:
+        """What went wrong in the work of this request, which ends with it."""
+        return self.guard.error
 
     @property
     def num_generated(self) -> int:
@@ -291,11 +298,14 @@ class Output:
                 raise
             except Exception as error:  # a stranger's failure is this request's alone
                 raise self._error("a hook failed", got=repr(error)[:200]) from error
-            if other is None or other == token.token_id:
+            if other is None:
                 continue
-            if not isinstance(other, int) or not 0 <= other < self._vocab_size:
+            is_id = isinstance(other, int) and not isinstance(other, bool)
+            if not is_id or not 0 <= other < self._vocab_size:
                 expected = f"an id below {self._vocab_size}, or None"
                 raise self._error("a hook gave no token", expected=expected, got=repr(other)[:200])
+            if other == token.token_id:
+                continue
             token = replace(token, token_id=other, probability=None)
         if token.token_id in self._tried.get(len(self.sequence.token_ids), ()):
             # Or it would be taken back for ever.

@@ -12,14 +12,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from exl_core.engine.ahead import Ahead
 from exl_core.engine.events import Event
 from exl_core.engine.log_probs import score_prompt
 from exl_core.engine.logits import LogitRow, PassLogits
 from exl_core.engine.output import Output
 from exl_core.engine.plan import BatchPlan
-from exl_core.errors import ExlError
+from exl_core.errors import DeviceError
 from exl_core.model.segment import LogitRows, Segment
-from exl_core.ops.table import Drawn, Onward, OpTable
+from exl_core.ops.table import Drawn, Onward, OpTable, RowSettings
 from exl_core.speculate.drafter import Draft
 
 
@@ -33,7 +34,7 @@ class Taken(NamedTuple):
 
 @dataclass(slots=True)
 class Share:
-    """One request's part of a pass. An ExlError ends in `output.error`: the others go on."""
+    """One request's part of a pass. Its failures end in `output.error`: the others go on."""
 
     output: Output
     rows: list[LogitRow]  # of the next token, and after each proposal
@@ -45,7 +46,8 @@ class Share:
     def take(self, events: list[Event], clock: Callable[[], float]) -> Taken:
         """One token, and one for each proposal that holds."""
         emitted = accepted = 0
-        try:
+        # The others' logits may be fine, so they go on; what this one cached is not reused.
+        with self.output.guard:
             for i, row in enumerate(self.rows if self.output.error is None else ()):
                 events += self._take_one(i, row, clock())
                 emitted += 1
@@ -59,9 +61,6 @@ class Share:
                 has_turned = self.output.end is not None or self.output.rewind_to is not None
                 if not is_accepted or has_turned:
                     break
-        except ExlError as error:
-            # The others' logits may be fine, so they go on; what this one cached is not reused.
-            self.output.error = error
         return Taken(len(self.proposals), accepted, emitted)
 
     def _take_one(self, i: int, row: LogitRow, now: float) -> list[Event]:
@@ -95,10 +94,8 @@ def shares_of(
             continue
         is_scored = sequence.is_scored
         if is_scored:
-            try:
+            with output.guard:
                 events += score_prompt(sequence, segment, logits.block(row - len(rows), row))
-            except ExlError as error:
-                output.error = error
             if segment.past_len + len(segment.token_ids) < len(sequence.token_ids):
                 continue
             rows = rows[-1:]
@@ -120,28 +117,50 @@ def shares_of(
 
 def draw_together(
     shares: list[Share],
+    plan: BatchPlan,
     logits: PassLogits,
     ops: OpTable,
+    *,
     vocab_size: int,
-    onward: Callable[[], Onward | None],
+    ahead: Ahead | None,
 ) -> None:
     """The next token of all whose settings say everything, by one call; where that is all there
-    are, `onward` says what they lead to."""
-    begun = []
+    are, `ahead` begins the pass that they lead to."""
+    begun: list[tuple[Share, RowSettings]] = []
     for share in shares:
-        if share.unwanted is not None or (share.drawn_from is not None and share.proposals):
+        if share.output.error is not None or share.unwanted is not None:
             continue
-        try:
+        if share.drawn_from is not None and share.proposals:
+            continue
+        settings: RowSettings | None = None
+        with share.output.guard:
             settings = share.output.begin(share.rows[0].number)
-        except ExlError as error:
-            share.output.error = error
-            continue
         if settings is not None:
             begun.append((share, settings))
-    leads_to = onward() if len(begun) == len(shares) else None
-    drawn = logits.draw(ops, [settings for _, settings in begun], vocab_size, leads_to)
+    onward: Onward | None = None
+    if ahead is not None and len(begun) == len(shares):
+        onward = ahead.onward(plan, logits)
+    try:
+        drawn = logits.draw(ops, [settings for _, settings in begun], vocab_size, onward)
+    except Exception as error:
+        if isinstance(error, DeviceError) or (ahead is not None and ahead.has_failed_with(error)):
+            raise  # no single request is at fault
+        if ahead is not None:
+            ahead.drop()
+        _draw_one_by_one(begun, logits, ops, vocab_size)
+        return
     for (share, _), one in zip(begun, drawn, strict=True):
         share.drawn = one
+
+
+def _draw_one_by_one(
+    begun: list[tuple[Share, RowSettings]], logits: PassLogits, ops: OpTable, vocab_size: int
+) -> None:
+    """After a call for all that failed: those at fault fail by themselves, the others get their
+    tokens. The settings hold the random numbers, so that nothing is drawn twice."""
+    for share, settings in begun:
+        with share.output.guard:
+            (share.drawn,) = logits.draw(ops, [settings], vocab_size)
 
 
 def _num_rows(segment: Segment) -> int:

@@ -286,6 +286,6 @@ def _raisable(error: BaseException) -> BaseException:
     """An interrupt of the engine's thread must not be taken for one of the consumer's task."""
     if isinstance(error, Exception):
         return error
-    wrapped = ExlError("the engine was interrupted", got=repr(error))
+    wrapped = ExlError("the request was interrupted", got=repr(error))
     wrapped.__cause__ = error
     return wrapped

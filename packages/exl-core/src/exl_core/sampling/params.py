@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import NoReturn
 
@@ -19,13 +20,39 @@ GREEDY_BELOW = 0.01
 """Temperatures below this are greedy: dividing by them is choosing the likeliest token."""
 
 
+LARGEST_BIAS = 1e30
+"""Largest size of a finite bias: a logit plus this bias is still finite in float32."""
+
+_DECIMAL_ID = re.compile("0|[1-9][0-9]{0,9}")
+
+
 class TokenBias(Mapping[int, float]):
-    """A mapping that cannot change, so that settings can be compared and hashed."""
+    """Checked, immutable mapping from token id to bias. Settings that hold it can be hashed.
+
+    RequestError unless every key is a token id (an int from 0 to 2**31 - 1, no bool) and every
+    value a number of at most `LARGEST_BIAS` in size, or minus infinity, which bans the token. The
+    vocabulary is not known here: `Engine.submit` compares the ids with it.
+    """
 
     __slots__ = ("_bias",)
 
     def __init__(self, bias: Mapping[int, float]) -> None:
-        self._bias = dict(sorted(bias.items()))
+        if not isinstance(bias, Mapping):
+            _refuse("token_bias", "a mapping from token ids to numbers", bias)
+        for token_id in bias:
+            if not _is_id(token_id):
+                _refuse("token_bias", "a mapping from token ids to numbers", token_id)
+        for value in bias.values():
+            # Minus infinity is a ban; plus infinity would leave no distribution.
+            if not _is_number(value, -LARGEST_BIAS, LARGEST_BIAS) and value != -math.inf:
+                expected = f"numbers from {-LARGEST_BIAS:g} to {LARGEST_BIAS:g}, or minus infinity"
+                _refuse("token_bias", expected, value)
+        self._bias = {token_id: float(bias[token_id]) for token_id in sorted(bias)}
+
+    @classmethod
+    def from_text(cls, bias: Mapping[str, float]) -> TokenBias:
+        """The same with ids as JSON has them: keys in plain decimal digits, such as "17"."""
+        return cls({_id_of(key): value for key, value in bias.items()})  # type: ignore[misc]  # checked by __init__
 
     def __getitem__(self, token_id: int) -> float:
         return self._bias[token_id]
@@ -162,7 +189,7 @@ class SamplerParams:
         values = dict(mapping)
         bias = values.get("token_bias")
         if isinstance(bias, Mapping):
-            values["token_bias"] = {_id_of(key): value for key, value in bias.items()}
+            values["token_bias"] = TokenBias.from_text(bias)
         return cls(**values)  # type: ignore[arg-type]  # every value is checked
 
     @property
@@ -186,11 +213,15 @@ class SamplerParams:
         )
 
     @property
-    def largest_id(self) -> int:
-        """Of all tokens that the settings name; -1 if they name none."""
-        named = (self.xtc_protected, self.dry_breakers, self.banned_tokens, self.token_bias)
-        ids = [max(tokens, default=-1) for tokens in (*named, self.allowed_tokens or ())]
-        return max(ids)
+    def named_ids(self) -> dict[str, Collection[int]]:
+        """Token ids that the settings hold, by the name of the setting."""
+        return {
+            "xtc_protected": self.xtc_protected,
+            "dry_breakers": self.dry_breakers,
+            "token_bias": self.token_bias,
+            "allowed_tokens": self.allowed_tokens or frozenset(),
+            "banned_tokens": self.banned_tokens,
+        }
 
 
 _FLOATS = (
@@ -221,17 +252,17 @@ _INTS = (
 
 
 def _refuse(name: str, expected: str, got: object) -> NoReturn:
-    raise RequestError(f"{name} is out of range", where="sampler", expected=expected, got=repr(got))
+    # Python refuses to write integers of thousands of digits.
+    is_long = isinstance(got, int) and got.bit_length() > 256
+    shown = "an integer of many digits" if is_long else repr(got)[:200]
+    raise RequestError(f"{name} is out of range", where="sampler", expected=expected, got=shown)
 
 
 def _check_float(
     name: str, value: object, low: float, high: float, *, is_low_open: bool = False
 ) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_number and isinstance(value, int | float) and math.isfinite(value):
-        is_above = value > low if is_low_open else value >= low
-        if is_above and value <= high:
-            return
+    if _is_number(value, low, high) and not (is_low_open and value == low):
+        return
     span = f"above {low:g}, at most {high:g}" if is_low_open else f"{low:g} to {high:g}"
     _refuse(name, span, value)
 
@@ -243,6 +274,11 @@ def _check_int(name: str, value: object, low: int, high: int = 2**63 - 1) -> Non
     _refuse(name, span, value)
 
 
+def _is_number(value: object, low: float, high: float) -> bool:
+    """An int or float in the range; a bool is none, nor is NaN."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and low <= value <= high
+
+
 def _is_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 2**31
 
@@ -250,24 +286,17 @@ def _is_id(value: object) -> bool:
 def _ids(name: str, value: object) -> frozenset[int]:
     if isinstance(value, Iterable) and not isinstance(value, str | bytes):
         ids = list(value)
-        if all(_is_id(token_id) for token_id in ids):
-            return frozenset(ids)
+        for token_id in ids:
+            if not _is_id(token_id):
+                _refuse(name, "a set of token ids", token_id)
+        return frozenset(ids)
     _refuse(name, "a set of token ids", value)
 
 
 def _id_of(key: object) -> object:
-    """A token id from a key of JSON, which can only be a string."""
-    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+    """The token id that a key of JSON spells; any other key as it is, for the check to refuse."""
+    return int(key) if isinstance(key, str) and _DECIMAL_ID.fullmatch(key) else key
 
 
 def _bias(value: object) -> TokenBias:
-    if isinstance(value, TokenBias):
-        return value
-    if isinstance(value, Mapping) and all(_is_id(token_id) for token_id in value):
-        for bias in value.values():
-            is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
-            # Minus infinity is a ban; plus infinity would leave no distribution.
-            if not is_number or math.isnan(bias) or bias == math.inf:
-                _refuse("token_bias", "numbers, or minus infinity", bias)
-        return TokenBias(value)
-    _refuse("token_bias", "a mapping from token ids to numbers", value)
+    return value if isinstance(value, TokenBias) else TokenBias(value)  # type: ignore[arg-type]  # checked there

@@ -1,0 +1,328 @@
+"""A request that fails ends alone: its neighbours get the tokens that they get without it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from exl_core.constrain.filter import ConstraintError
+from exl_core.engine.engine import Engine, EngineOptions
+from exl_core.engine.events import FailEvent, FinishEvent, SampledToken
+from exl_core.engine.request import Report, Request
+from exl_core.errors import DeviceError, ExlError, OutOfMemoryError
+from exl_core.ops.checks import OpInputError
+from exl_core.sampling.params import SamplerParams
+from exl_core.sampling.sampler import LogitsError
+from exl_core.speculate.drafter import Draft, DraftJob
+from support.alone import Changing
+from support.driving import ask, run_all, run_one
+from support.faults import (
+    POINTS,
+    VICTIM_TOP_K,
+    Fault,
+    FaultyTable,
+    break_functions,
+    break_request,
+)
+from support.going_ahead import go_ahead
+from support.guessing import ScriptedDrafter, right
+from support.scripted import ByteTokenizer, HashRule, ScriptedModel
+
+RULE = HashRule(3, spread=1.5)
+SEEDED = SamplerParams(temperature=0.9, top_k=30, seed=7)
+CHANGING = Changing((97, 98, 99), 14)
+UNSTOPPED: dict[str, Any] = {"stop_ids": frozenset(), "max_tokens": 14}
+
+
+class PanicException(BaseException):
+    """Like the class of a panic in a Rust extension: no `Exception`."""
+
+
+ERRORS: list[Callable[[], BaseException]] = [
+    lambda: ValueError("scripted"),
+    lambda: TypeError("scripted"),
+    lambda: KeyError(1),
+    lambda: IndexError("scripted"),
+    lambda: AttributeError("scripted"),
+    lambda: ZeroDivisionError("scripted"),
+    lambda: OverflowError("scripted"),
+    lambda: AssertionError("scripted"),
+    lambda: RecursionError("scripted"),
+    MemoryError,
+    lambda: StopIteration("scripted"),
+    lambda: OSError(5, "scripted"),
+    lambda: UnicodeDecodeError("utf-8", b"\xff", 0, 1, "scripted"),
+    lambda: ExceptionGroup("scripted", [ValueError("inner")]),
+    lambda: OpInputError("scripted"),
+    lambda: ConstraintError("scripted"),
+    lambda: LogitsError("scripted"),
+    lambda: OutOfMemoryError("scripted"),
+    lambda: ExlError("scripted"),
+]
+BARE_ERRORS: list[Callable[[], BaseException]] = [
+    lambda: PanicException("scripted"),
+    lambda: asyncio.CancelledError("scripted"),
+    lambda: GeneratorExit("scripted"),
+]
+
+VICTIMS: dict[str, dict[str, Any]] = {
+    "plain": {"stop_strings": ("qq",), "banned_strings": tuple("abcdefghijklmnopq")},
+    "hooked": {"hooks": (lambda _: None,)},
+    "mirostat": {
+        "sampler": {"mirostat_tau": 3.0},
+        "banned_strings": tuple("abcdefghijklm\x01\x02"),
+    },
+    "reported": {"report": Report(True, 3, True, VICTIM_TOP_K, prompt=True)},
+    "constrained": {"constraints": (CHANGING,), "banned_strings": ("ab",), "min_tokens": 2},
+    "healed": {"token_healing": True},
+    "guided": {"sampler": {"cfg_scale": VICTIM_TOP_K}, "negative_prompt_ids": (66, 67)},
+}
+MODES = ("plain", "drafts", "drawn drafts", "async")
+
+
+def neighbours(mode: str) -> list[Request]:
+    """Under async steps only requests whose settings say everything: others hold the steps back."""
+    kinds: list[dict[str, Any]] = [
+        {"sampler": SEEDED},
+        {},
+        {"sampler": SEEDED, "constraints": (CHANGING,)},
+        {"sampler": SamplerParams(seed=2, min_p=0.02), "banned_strings": tuple("abcdefgh\x01")},
+    ]
+    if mode != "async":
+        kinds += [
+            {"sampler": SamplerParams(seed=4, cfg_scale=1.5), "negative_prompt_ids": (66, 67)},
+            {"sampler": SamplerParams(seed=1, repetition_penalty=1.2), "token_healing": True},
+        ]
+    return [
+        ask(f"N{i}:", request_id=f"neighbour {i}", **{**UNSTOPPED, **one})
+        for i, one in enumerate(kinds)
+    ]
+
+
+def victim(kind: str, fault: Fault | None = None) -> Request:
+    given_ = dict(VICTIMS[kind])
+    sampler = SamplerParams(**{"top_k": VICTIM_TOP_K, "seed": 5, **given_.pop("sampler", {})})
+    if fault is not None and "hooks" in given_:
+        given_["hooks"] = (lambda _: fault.use("hook", "call"),)
+    return ask("V:", request_id="victim", sampler=sampler, **{**UNSTOPPED, **given_})
+
+
+class DrawnDrafts(ScriptedDrafter):
+    """Draws drafts from a fixed distribution. They depend on the history alone, not on who else
+    is served, and so do the replies."""
+
+    spread = torch.softmax(torch.linspace(0, 2, 258), 0)
+
+    def __init__(self) -> None:
+        super().__init__(right(RULE))
+
+    def _propose(self, job: DraftJob) -> Draft:
+        generator = torch.Generator().manual_seed(sum(job.token_ids))
+        drawn = torch.multinomial(self.spread, job.max_tokens, True, generator=generator)
+        return Draft(tuple(drawn.tolist()), (self.spread,) * job.max_tokens)
+
+
+def engine_in(mode: str, fault: Fault | None = None) -> Engine:
+    drafter = {"drafts": lambda: ScriptedDrafter(right(RULE)), "drawn drafts": DrawnDrafts}
+    engine = Engine(
+        ScriptedModel(RULE, ops=FaultyTable(fault)),
+        ByteTokenizer(),
+        EngineOptions(max_batch=16, adapt_drafts=False),
+        drafter=drafter[mode]() if mode in drafter else None,
+        clock=lambda: 0.0,
+    )
+    if mode == "async":
+        go_ahead(engine)
+    return engine
+
+
+def outcome(end: FinishEvent) -> tuple[object, ...]:
+    return end.token_ids, end.text, end.reason, end.stopped_by, end.healed_id
+
+
+@cache
+def undisturbed(mode: str) -> dict[str, tuple[object, ...]]:
+    """The neighbours' replies without a victim."""
+    engine = engine_in(mode)
+    for request in neighbours(mode):
+        engine.submit(request)
+    return {e.request_id: outcome(e) for e in run_all(engine) if isinstance(e, FinishEvent)}
+
+
+def serve(engine: Engine, mode: str, kind: str, fault: Fault, place: int = 1) -> FailEvent | None:
+    """Serve the victim among its neighbours, who are checked; its failure, if it failed."""
+    requests = neighbours(mode)
+    requests.insert(place, victim(kind, fault))
+    with pytest.MonkeyPatch.context() as patch:
+        break_functions(patch, "victim", fault)
+        for request in requests:
+            engine.submit(request)
+        break_request(engine, "victim", fault)
+        events = run_all(engine)
+    ends = {e.request_id: e for e in events if isinstance(e, FinishEvent | FailEvent)}
+    assert len([e for e in events if isinstance(e, FinishEvent | FailEvent)]) == len(requests)
+    end = ends.pop("victim")
+    assert {name: outcome(e) for name, e in ends.items() if isinstance(e, FinishEvent)} == (
+        undisturbed(mode)
+    )
+    assert engine.pool.num_available == engine.pool.num_pages
+    assert isinstance(end, FailEvent) == fault.has_fired
+    return end if isinstance(end, FailEvent) else None
+
+
+def causes(error: BaseException | None) -> list[BaseException]:
+    found: list[BaseException] = []
+    while error is not None:
+        found.append(error)
+        error = error.__cause__ or error.__context__
+    return found
+
+
+@cache
+def uses(mode: str, kind: str) -> dict[tuple[str, str], int]:
+    """How often each step is taken for such a victim that is served alone."""
+    counted = Fault()
+    engine = engine_in(mode, counted)
+    with pytest.MonkeyPatch.context() as patch:
+        break_functions(patch, "victim", counted)
+        engine.submit(victim(kind, counted))
+        break_request(engine, "victim", counted)
+        run_all(engine)
+    return {point: count for point, count in counted.uses.items() if point in POINTS}
+
+
+def test_every_step_of_a_request_is_taken_by_some_victim() -> None:
+    assert {point for mode in MODES for kind in VICTIMS for point in uses(mode, kind)} == {*POINTS}
+
+
+@given(data=st.data())
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_failure_at_any_step_ends_its_request_alone(data: st.DataObject) -> None:
+    mode = data.draw(st.sampled_from(MODES))
+    point = data.draw(st.sampled_from(POINTS))
+    kinds = [kind for kind in VICTIMS if point in uses(mode, kind)]
+    assume(kinds)
+    kind = data.draw(st.sampled_from(kinds))
+    nth = data.draw(st.integers(1, uses(mode, kind)[point]))
+    errors = ERRORS if point[0] == "op" else ERRORS + BARE_ERRORS
+    fault = Fault(point, nth, data.draw(st.sampled_from(errors))())
+    engine = engine_in(mode, fault)
+    place = data.draw(st.integers(0, len(neighbours(mode))))
+    failure = serve(engine, mode, kind, fault, place)
+    if failure is not None:
+        assert fault.error in causes(failure.error)
+    _, end = run_one(engine, ask("after", **UNSTOPPED))
+    assert outcome(end) == outcome(run_one(engine_in("plain"), ask("after", **UNSTOPPED))[1])
+
+
+@pytest.mark.parametrize("nth", [1, 2, 5])
+@pytest.mark.parametrize("name", ["mask", "accept", "is_complete"])
+def test_a_filter_that_fails_beside_the_pass_ends_its_request_alone(name: str, nth: int) -> None:
+    """Masks are computed on another thread; the failure comes up where the mask is read."""
+    fault = Fault(("filter", name), nth, PanicException("scripted"))
+    engine = engine_in("plain", fault)
+    with ThreadPoolExecutor(1) as executor:
+        engine.__dict__["_executor"] = executor
+        failure = serve(engine, "plain", "constrained", fault)
+    assert failure is not None and fault.error in causes(failure.error)
+
+
+@pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_ends_everything_that_runs(interrupt: type[BaseException]) -> None:
+    engine = engine_in("plain")
+
+    def hook(_: SampledToken) -> None:
+        raise interrupt
+
+    engine.submit(ask(request_id="other"))
+    engine.submit(ask(request_id="interrupted", hooks=(hook,)))
+    with pytest.raises(interrupt):
+        engine.step()
+    ends = [e for e in run_all(engine) if isinstance(e, FailEvent)]
+    assert [e.request_id for e in ends] == ["other", "interrupted"]
+    assert all(isinstance(e.error, interrupt) for e in ends)
+
+
+@pytest.mark.parametrize("mode", ["plain", "async"])
+def test_a_device_that_fails_while_sampling_ends_everything_that_runs(mode: str) -> None:
+    fault = Fault(("op", "sample_rows"), 3, DeviceError("scripted"))
+    engine = engine_in(mode, fault)
+    for request in (*neighbours("async"), victim("plain")):
+        engine.submit(request)
+    with pytest.raises(DeviceError):
+        for _ in range(9):
+            engine.step()
+    assert all(isinstance(e, FailEvent) for e in run_all(engine))
+    fault.nth = 1000
+    assert outcome(run_one(engine, neighbours(mode)[0])[1]) == undisturbed(mode)["neighbour 0"]
+
+
+def test_a_call_that_fails_for_all_and_for_none_alone_costs_nobody_anything() -> None:
+    """What was wrong once need not be wrong again: the same numbers draw the same tokens."""
+
+    class Moody(FaultyTable):
+        def sample_rows(self, logits: Tensor, rows: Any, *rest: Any) -> Any:  # type: ignore[override]
+            if len(rows) > 1:
+                raise RuntimeError("scripted")
+            return super().sample_rows(logits, rows, *rest)
+
+    for mode in ("plain", "async"):
+        engine = engine_in(mode)
+        engine.model.ops = Moody()  # type: ignore[misc]
+        for request in neighbours(mode):
+            engine.submit(request)
+        ends = [e for e in run_all(engine) if isinstance(e, FinishEvent)]
+        assert {e.request_id: outcome(e) for e in ends} == undisturbed(mode)
+
+
+def test_a_cancelled_request_whose_text_cannot_be_read_leaves() -> None:
+    engine = engine_in("plain")
+    engine.submit(victim("plain"))
+    engine.step()
+    fault = Fault(("_matcher", "held"), 1, RuntimeError("scripted"))
+    break_request(engine, "victim", fault)
+    assert engine.cancel("victim")
+    (end,) = run_all(engine)
+    assert isinstance(end, FailEvent)
+    assert engine.is_idle
+
+
+def test_a_draft_model_that_cannot_sample_for_a_request_guesses_nothing() -> None:
+    from exl_core.speculate.draft_model import ModelDrafter
+
+    small = ScriptedModel(RULE, ops=FaultyTable(Fault(("op", "sample"), 1, ValueError("scripted"))))
+    drafter = ModelDrafter(small, num_pages=64, vocab_size=258, min_probability=0.0)
+    engine = Engine(ScriptedModel(RULE), ByteTokenizer(), EngineOptions(64 * 256), drafter=drafter)
+    engine.submit(victim("plain"))
+    for request in neighbours("plain")[:4]:
+        engine.submit(request)
+    ends = {e.request_id: e for e in run_all(engine)}
+    assert isinstance(ends["victim"], FinishEvent)
+
+
+def bad_rows(history: Sequence[int]) -> Tensor:
+    return RULE(history) * (torch.nan if history[0] == ord("V") else 1.0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_logits_of_one_request_that_are_not_numbers(mode: str) -> None:
+    engine = engine_in(mode)
+    assert isinstance(engine.model, ScriptedModel)
+    engine.model.rule = bad_rows
+    for request in (victim("plain"), *neighbours(mode)):
+        engine.submit(request)
+    ends = {e.request_id: e for e in run_all(engine) if isinstance(e, FinishEvent | FailEvent)}
+    failure = ends.pop("victim")
+    assert isinstance(failure, FailEvent) and isinstance(failure.error, LogitsError)
+    assert {n: outcome(e) for n, e in ends.items() if isinstance(e, FinishEvent)} == (
+        undisturbed(mode)
+    )

@@ -1,0 +1,154 @@
+"""Fault injection: one request's part of the engine raises at a chosen call.
+
+`break_request` puts proxies around the objects that belong to one live request (sampler, filters,
+decoder, matchers, healing). A proxy passes everything on and raises at the n-th use of one method
+or property. Steps that are module functions or ops of the table are covered by `break_functions`
+and `FaultyTable`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from exl_core.engine.engine import Engine
+from exl_core.ops.reference import ReferenceTable
+from exl_core.ops.table import Drawn, Onward, RowSettings
+
+VICTIM_TOP_K = 77
+"""`FaultyTable` knows the victim's rows by this setting of its sampler."""
+
+PARTS = {
+    "sampler": ("_sampler", ("can_begin", "begin", "finish", "sample", "verify", "accept")),
+    "sampler back": ("_sampler", ("rewind",)),
+    "filters": ("filters", ("start", "mask", "accept", "is_finished", "rewind")),
+    "decoder": ("_decoder", ("feed", "feed_bytes", "copy", "flush")),
+    "stop strings": ("_matcher", ("feed", "finish")),
+    "banned strings": ("_banned", ("feed", "flush", "num_held")),
+    "healing": ("_healing", ("mask", "grown_by")),
+}
+STEPS = ("start", "start_mask", "begin", "take", "progress")
+FUNCTIONS = ("score_prompt", "with_log_probs", "guide")
+OPS = ("sample", "sample_rows")
+POINTS = (
+    *((attribute, name) for attribute, names in PARTS.values() for name in names),
+    *(("filter", name) for name in ("mask", "accept", "is_complete", "is_finished", "rewind")),
+    *(("output", name) for name in STEPS),
+    *(("function", name) for name in FUNCTIONS),
+    *(("op", name) for name in OPS),
+    ("hook", "call"),
+)
+
+
+@dataclass
+class Fault:
+    """Raises `error` at the `nth` use (from 1) of `point` and at every later one.
+
+    Without a point nothing is raised. `uses` counts how often each point was passed.
+    """
+
+    point: tuple[str, str] | None = None
+    nth: int = 1
+    error: BaseException = field(default_factory=lambda: RuntimeError("scripted"))
+    uses: Counter[tuple[str, str]] = field(default_factory=Counter)
+    has_fired: bool = False
+
+    def use(self, owner: str, name: str) -> None:
+        self.uses[owner, name] += 1
+        if (owner, name) == self.point and self.uses[self.point] >= self.nth:
+            self.has_fired = True
+            raise self.error
+
+
+class Proxy:
+    """Stands for `target`, one of the parts of a request."""
+
+    def __init__(self, target: Any, owner: str, fault: Fault) -> None:
+        self._target, self._owner, self._fault = target, owner, fault
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._target, name)
+        if not callable(value):
+            self._fault.use(self._owner, name)
+            return value
+
+        def call(*operands: Any, **rest: Any) -> Any:
+            self._fault.use(self._owner, name)
+            result = value(*operands, **rest)
+            return Proxy(result, self._owner, self._fault) if name == "copy" else result
+
+        return call
+
+
+class FaultyTable(ReferenceTable):
+    """Samples for the victim fail, alone or among others. Nothing else is changed."""
+
+    def __init__(self, fault: Fault | None = None) -> None:
+        super().__init__(threads=1)
+        self.fault = fault
+
+    def sample(self, *operands: Any, **settings: Any) -> Drawn:  # type: ignore[override]
+        if self.fault is not None and settings["top_k"] == VICTIM_TOP_K:
+            self.fault.use("op", "sample")
+        return ReferenceTable.sample(*operands, **settings)
+
+    def sample_rows(  # type: ignore[override]
+        self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
+    ) -> list[Drawn]:
+        if self.fault is not None and any(row.top_k == VICTIM_TOP_K for row in rows):
+            self.fault.use("op", "sample_rows")
+        return ReferenceTable.sample_rows(logits, rows, onward)
+
+
+def break_request(engine: Engine, request_id: str, fault: Fault) -> None:
+    """From here on the parts of that live request are behind proxies."""
+    output = engine._outputs[request_id]
+    for attribute in {attribute for attribute, _ in PARTS.values()}:
+        part = getattr(output, attribute)
+        if part is not None:
+            setattr(output, attribute, Proxy(part, attribute, fault))
+    if output.filters is not None:
+        filters = vars(output.filters)["_target"]
+        filters._filters = tuple(Proxy(one, "filter", fault) for one in filters._filters)
+    for name in STEPS:
+        setattr(output, name, _failing("output", name, getattr(output, name), fault))
+
+
+def break_functions(patch: pytest.MonkeyPatch, request_id: str, fault: Fault) -> None:
+    """Functions that the engine calls for one request at a time. What is computed for other
+    requests than the victim is known by the victim's guidance scale or its sequence."""
+    from exl_core.engine import output, shares
+
+    score, log_probs, guide = shares.score_prompt, output.with_log_probs, output.guide
+
+    def score_prompt(sequence: Any, *rest: Any) -> Any:
+        if sequence.request_id == request_id:
+            fault.use("function", "score_prompt")
+        return score(sequence, *rest)
+
+    def with_log_probs(tokens: Any, logits: Any, num_top: int) -> Any:
+        if num_top == VICTIM_TOP_K:
+            fault.use("function", "with_log_probs")
+        return log_probs(tokens, logits, num_top)
+
+    def guided(positive: Any, negative: Any, scale: float) -> Any:
+        if scale == VICTIM_TOP_K:
+            fault.use("function", "guide")
+        return guide(positive, negative, scale)
+
+    patch.setattr(shares, "score_prompt", score_prompt)
+    patch.setattr(output, "with_log_probs", with_log_probs)
+    patch.setattr(output, "guide", guided)
+
+
+def _failing(owner: str, name: str, call: Callable[..., Any], fault: Fault) -> Callable[..., Any]:
+    def step(*operands: Any, **rest: Any) -> Any:
+        fault.use(owner, name)
+        return call(*operands, **rest)
+
+    return step
