@@ -92,17 +92,26 @@ def run_tests(session: nox.Session, marked: str, *options: str, cuda: str = "non
 @nox.session
 def lint(session: nox.Session) -> None:
     """Format and lint, without changing anything; `nox -s fix` changes."""
-    session.install("-c", "constraints.txt", "ruff", silent=False)
+    session.install("-c", "constraints.txt", "ruff", "clang-format", silent=False)
     session.run("ruff", "format", "--check", ".")
     session.run("ruff", "check", ".")
+    session.run("clang-format", "--dry-run", "-Werror", *cpp_sources())
 
 
 @nox.session
 def fix(session: nox.Session) -> None:
     """Format, and mend what the linter can mend."""
-    session.install("-c", "constraints.txt", "ruff", silent=False)
+    session.install("-c", "constraints.txt", "ruff", "clang-format", silent=False)
     session.run("ruff", "check", "--fix", ".")
     session.run("ruff", "format", ".")
+    session.run("clang-format", "-i", *cpp_sources())
+
+
+def cpp_sources() -> list[str]:
+    """C++ and CUDA sources of the kernel library, builds excluded."""
+    folders = (Path("csrc/include"), Path("csrc/src"))
+    endings = {".h", ".cpp", ".cu", ".cuh"}
+    return sorted(str(p) for folder in folders for p in folder.rglob("*") if p.suffix in endings)
 
 
 @nox.session

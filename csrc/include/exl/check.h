@@ -27,12 +27,15 @@ struct Operand {
 [[noreturn]] void fail(Operand operand, const std::string& expected, const std::string& got);
 
 std::string describe(const TensorView& view);
-std::string describe_wanted(std::initializer_list<DType> dtypes,
-                            std::initializer_list<int64_t> shape);
+std::string describe_wanted(
+    std::initializer_list<DType> dtypes, std::initializer_list<int64_t> shape
+);
 
 // Checks type, rank and shape; kAnySize matches every size.
-void check(Operand operand, const TensorView& view, std::initializer_list<DType> dtypes,
-           std::initializer_list<int64_t> shape);
+void check(
+    Operand operand, const TensorView& view, std::initializer_list<DType> dtypes,
+    std::initializer_list<int64_t> shape
+);
 
 // Checks that the tensor is C-contiguous from dimension `first_dim` on. With first_dim = 1, rows
 // may be farther apart than their length but must not overlap.

@@ -121,7 +121,7 @@ typedef struct {
     uint32_t offset;       // bytes from the start of a panel
     uint16_t first_block;  // number of its first block in the matrix
     uint8_t bits;
-    uint8_t blocks;        // 1 to 4
+    uint8_t blocks;  // 1 to 4
     uint32_t group;
 } ExlQuantUnit;
 
@@ -133,7 +133,7 @@ typedef struct {
     uint16_t first_block;  // number of its first block in the matrix
     uint16_t group_units;  // k-tiles per group; all but the last one of a group have 4 blocks
     uint8_t bits;
-    uint8_t last_blocks;   // blocks of a group's last k-tile
+    uint8_t last_blocks;  // blocks of a group's last k-tile
     uint16_t reserved;
 } ExlQuantRun;
 
@@ -142,9 +142,9 @@ typedef struct {
     const ExlQuantUnit* units;  // [num_units]
     const ExlQuantRun* runs;    // [num_runs], in host memory
     const ExlQuantRun* device_runs;
-    const int32_t* order;       // permutation [32 * num_blocks]: feature of each row, -1: padding
-    const float* bias;          // [n], or null
-    int64_t strip_bytes;        // a multiple of 32
+    const int32_t* order;  // permutation [32 * num_blocks]: feature of each row, -1: padding
+    const float* bias;     // [n], or null
+    int64_t strip_bytes;   // a multiple of 32
     int32_t n;
     int32_t k;
     int32_t num_units;
@@ -159,9 +159,9 @@ typedef struct {
 // exl_core/ops/quantized.py.
 typedef struct {
     int32_t packing;
-    int32_t first_column;        // a multiple of 32
-    int32_t columns;             // a multiple of 32 unless they are the last ones
-    int32_t scale_dtype;         // of scales and of minimums; the same as the matrix's
+    int32_t first_column;  // a multiple of 32
+    int32_t columns;       // a multiple of 32 unless they are the last ones
+    int32_t scale_dtype;   // of scales and of minimums; the same as the matrix's
     const void* codes;
     int64_t row_stride;          // of codes, in elements
     const int32_t* stored_rows;  // [32 * num_blocks] stored row of each padded row, -1: padding
@@ -230,7 +230,7 @@ typedef struct {
     const int32_t* order;  // permutation [32 * num_blocks], -1: zero; null: row r is feature r
     void* out;             // prepared inputs
     int32_t num_blocks;
-    int32_t plain;         // 1: out is float16 [m, k], rows k apart, and order is ignored
+    int32_t plain;  // 1: out is float16 [m, k], rows k apart, and order is ignored
 } ExlPrepared;
 
 // Operation on inputs before they are prepared.
@@ -266,12 +266,12 @@ typedef struct {
     void* y;
     int64_t y_stride;
     int32_t count;
-    int32_t m;              // 1 to 128
+    int32_t m;  // 1 to 128
     int32_t y_dtype;
     int32_t epilogue;
     int32_t gate;
-    int32_t is_by_rows;     // one part, more than 8 rows: its inputs are interleaved by rows
-    void* workspace;        // zero before the first call; kernels leave its counters zero
+    int32_t is_by_rows;  // one part, more than 8 rows: its inputs are interleaved by rows
+    void* workspace;     // zero before the first call; kernels leave its counters zero
     int64_t workspace_bytes;
     const int32_t* places;  // null, or gated: [n], and y receives prepared inputs (float16)
 } ExlQuantLinear;
@@ -345,7 +345,7 @@ typedef struct {
     int32_t rows;
     int32_t q_heads;
     int32_t rotary_half;
-    const float* cos;     // [rows, rotary_half]
+    const float* cos;  // [rows, rotary_half]
     const float* sin;
     const float* q_norm;  // [d], or null
     const float* k_norm;
@@ -364,7 +364,7 @@ typedef struct {
     int64_t q_stride;  // elements between rows; heads are contiguous
     void* out;
     int64_t out_stride;
-    int32_t dtype;     // of q and out: float16 or float32
+    int32_t dtype;  // of q and out: float16 or float32
     int32_t rows;
     int32_t q_heads;
     int32_t seqs;
@@ -377,14 +377,12 @@ typedef struct {
     int32_t window;
     float scale;
     float softcap;
-    void* workspace;   // zero before the first call; kernels leave its counters zero
+    void* workspace;  // zero before the first call; kernels leave its counters zero
     int64_t workspace_bytes;
     const int32_t* places;  // null, or [q_heads * d], and out receives prepared inputs (float16)
 } ExlAttention;
 EXL_CUDA_API int64_t exl_cuda_attention_workspace(int32_t rows, int32_t q_heads, int32_t head_dim);
-EXL_CUDA_API int exl_cuda_attention(
-    const ExlAttention* args, const ExlCache* cache, void* stream
-);
+EXL_CUDA_API int exl_cuda_attention(const ExlAttention* args, const ExlCache* cache, void* stream);
 
 // ---- sampling ------------------------------------------------------------------------------------
 
@@ -396,27 +394,28 @@ typedef struct {
     float temperature;  // > 0
     int32_t top_k;
     int32_t num_top;
-    int32_t first_edit;  // logits[edit_ids[i]] = edit_values[i] for i in first_edit .. last_edit - 1
+    int32_t
+        first_edit;  // logits[edit_ids[i]] = edit_values[i] for i in first_edit .. last_edit - 1
     int32_t last_edit;
-    int32_t row;         // row of the logits
-    int64_t mask;        // offset of its bitmask in `masks`, in words; -1: none
+    int32_t row;   // row of the logits
+    int64_t mask;  // offset of its bitmask in `masks`, in words; -1: none
 } ExlSampleRow;
 
 typedef struct {
     const float* logits;  // [any, vocab]; not modified
     int64_t logits_stride;
-    int32_t rows;         // rows to sample, at most 65535
-    int32_t vocab;        // at most 262144
+    int32_t rows;                  // rows to sample, at most 65535
+    int32_t vocab;                 // at most 262144
     const ExlSampleRow* settings;  // [rows]
     const int64_t* edit_ids;
     const float* edit_values;
     const uint32_t* masks;
-    int32_t max_top;         // at most 512; upper bound of num_top
+    int32_t max_top;  // at most 512; upper bound of num_top
     int32_t reserved;
-    int32_t* token_ids;      // [rows], -1: no token can be sampled
-    int64_t* next_ids;       // [rows], the same with 0 instead of -1; may be NULL
-    float* probabilities;    // [rows]
-    int32_t* top_ids;        // [rows, max_top]; -1 after the last of a row
+    int32_t* token_ids;    // [rows], -1: no token can be sampled
+    int64_t* next_ids;     // [rows], the same with 0 instead of -1; may be NULL
+    float* probabilities;  // [rows]
+    int32_t* top_ids;      // [rows, max_top]; -1 after the last of a row
     float* top_probabilities;
     void* workspace;
     int64_t workspace_bytes;

@@ -20,7 +20,7 @@ namespace exl {
 using ChunkFn = void (*)(void* context, int64_t chunk);
 
 class ThreadPool {
-public:
+  public:
     explicit ThreadPool(int threads);
     ~ThreadPool();
     ThreadPool(const ThreadPool&) = delete;
@@ -33,11 +33,13 @@ public:
 
     template <class Body>
     void parallel_for(int64_t chunks, Body&& body) {
-        run(chunks, [](void* context, int64_t chunk) { (*static_cast<Body*>(context))(chunk); },
-            &body);
+        run(
+            chunks, [](void* context, int64_t chunk) { (*static_cast<Body*>(context))(chunk); },
+            &body
+        );
     }
 
-private:
+  private:
     struct Workers;
     void start_workers();
 

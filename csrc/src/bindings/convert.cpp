@@ -37,8 +37,9 @@ size_t known_dtype_count = 0;
 DType learn_dtype(Operand operand, py::handle object) {
     const std::string text = py::str(object);
     const std::string name = text.substr(text.find_last_of('.') + 1);
-    for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::i32, DType::i64, DType::u8,
-                              DType::i8, DType::f8e4m3}) {
+    for (const DType dtype :
+         {DType::f32, DType::f16, DType::bf16, DType::i32, DType::i64, DType::u8, DType::i8,
+          DType::f8e4m3}) {
         if (name != dtype_name(dtype)) continue;
         if (known_dtype_count < known_dtypes.size()) {
             known_dtypes[known_dtype_count++] = {object.inc_ref().ptr(), dtype};
@@ -90,8 +91,9 @@ static TensorView read_view(Operand operand, py::handle tensor) {
     TensorView view;
     const py::object is_cpu = attribute(operand, tensor, names().is_cpu);
     if (is_cpu.ptr() != Py_True) {
-        fail(operand, "a tensor on the CPU",
-             "device " + std::string(py::str(tensor.attr("device"))));
+        fail(
+            operand, "a tensor on the CPU", "device " + std::string(py::str(tensor.attr("device")))
+        );
     }
     view.dtype = dtype_of(operand, attribute(operand, tensor, names().dtype));
     const py::object shape = attribute(operand, tensor, names().shape);
@@ -106,8 +108,10 @@ static TensorView read_view(Operand operand, py::handle tensor) {
     return view;
 }
 
-TensorView view_of(Operand operand, py::handle tensor, std::initializer_list<DType> dtypes,
-                   std::initializer_list<int64_t> shape, int first_dense) {
+TensorView view_of(
+    Operand operand, py::handle tensor, std::initializer_list<DType> dtypes,
+    std::initializer_list<int64_t> shape, int first_dense
+) {
     const TensorView view = read_view(operand, tensor);
     check(operand, view, dtypes, shape);
     check_contiguous(operand, view, first_dense);
@@ -117,30 +121,39 @@ TensorView view_of(Operand operand, py::handle tensor, std::initializer_list<DTy
 // Row length that a cache of this type and head size must have.
 static int64_t wanted_row(Operand operand, DType dtype, int64_t d) {
     if (is_packed_kv(dtype) && d % kKvGroup != 0) {
-        fail(operand, "plain rows, or heads of a multiple of " + std::to_string(kKvGroup),
-             std::string(dtype_name(dtype)) + " rows of heads of " + std::to_string(d));
+        fail(
+            operand, "plain rows, or heads of a multiple of " + std::to_string(kKvGroup),
+            std::string(dtype_name(dtype)) + " rows of heads of " + std::to_string(d)
+        );
     }
     return kv_row_size(dtype, d);
 }
 
-Caches view_caches(const char* op, py::handle keys, py::handle values, int64_t pages,
-                   int64_t heads, int64_t page_size, int64_t d) {
+Caches view_caches(
+    const char* op, py::handle keys, py::handle values, int64_t pages, int64_t heads,
+    int64_t page_size, int64_t d
+) {
     const Operand key_operand{op, "key_cache"};
     const Operand value_operand{op, "value_cache"};
     const TensorView k = view_of(
         key_operand, keys, {DType::f32, DType::f16, DType::f8e4m3, DType::i8, DType::u8},
-        {pages, heads, page_size, kAnySize}, 0);
+        {pages, heads, page_size, kAnySize}, 0
+    );
     if (d == kAnySize) {
         d = kv_head_dim(k.dtype, k.shape[3]);
         if (d < 1) fail(key_operand, "rows of a head's values", describe(k));
     }
-    check(key_operand, k, {k.dtype},
-          {k.shape[0], k.shape[1], k.shape[2], wanted_row(key_operand, k.dtype, d)});
+    check(
+        key_operand, k, {k.dtype},
+        {k.shape[0], k.shape[1], k.shape[2], wanted_row(key_operand, k.dtype, d)}
+    );
     const TensorView v = read_view(value_operand, values);
     const bool is_mixed = k.dtype == DType::i8 && v.dtype == DType::u8;
-    check(value_operand, v, {is_mixed ? v.dtype : k.dtype},
-          {k.shape[0], k.shape[1], k.shape[2],
-           wanted_row(value_operand, is_mixed ? v.dtype : k.dtype, d)});
+    check(
+        value_operand, v, {is_mixed ? v.dtype : k.dtype},
+        {k.shape[0], k.shape[1], k.shape[2],
+         wanted_row(value_operand, is_mixed ? v.dtype : k.dtype, d)}
+    );
     check_contiguous(value_operand, v, 0);
     return {k, v, d};
 }
@@ -148,8 +161,10 @@ Caches view_caches(const char* op, py::handle keys, py::handle values, int64_t p
 void check_slots(const char* op, const int64_t* slots, int64_t count, int64_t slot_count) {
     for (int64_t i = 0; i < count; ++i) {
         if (slots[i] >= 0 && slots[i] < slot_count) continue;
-        fail({op, "slots"}, "slots within [0, " + std::to_string(slot_count) + ")",
-             std::to_string(slots[i]) + " in row " + std::to_string(i));
+        fail(
+            {op, "slots"}, "slots within [0, " + std::to_string(slot_count) + ")",
+            std::to_string(slots[i]) + " in row " + std::to_string(i)
+        );
     }
 }
 

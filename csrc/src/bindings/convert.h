@@ -19,8 +19,10 @@ namespace py = pybind11;
 // Reads data_ptr(), shape, stride(), dtype and is_cpu of a torch tensor (or of any object that has
 // them). Throws InputError unless the tensor is on the CPU, has one of the given types and the
 // given shape, and is contiguous from dimension `first_dense` on (see check_contiguous).
-TensorView view_of(Operand operand, py::handle tensor, std::initializer_list<DType> dtypes,
-                   std::initializer_list<int64_t> shape, int first_dense);
+TensorView view_of(
+    Operand operand, py::handle tensor, std::initializer_list<DType> dtypes,
+    std::initializer_list<int64_t> shape, int first_dense
+);
 
 struct Caches {
     TensorView keys;
@@ -31,8 +33,10 @@ struct Caches {
 // Reads key_cache and value_cache of an op, [pages, heads, page_size, row] each. Both have the same
 // type, or keys have 8-bit and values 4-bit codes. With kAnySize for d, the head size follows from
 // the length of the key rows.
-Caches view_caches(const char* op, py::handle keys, py::handle values, int64_t pages,
-                   int64_t heads, int64_t page_size, int64_t d);
+Caches view_caches(
+    const char* op, py::handle keys, py::handle values, int64_t pages, int64_t heads,
+    int64_t page_size, int64_t d
+);
 
 // Throws InputError unless every slot is within [0, slot_count).
 void check_slots(const char* op, const int64_t* slots, int64_t count, int64_t slot_count);

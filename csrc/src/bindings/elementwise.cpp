@@ -6,35 +6,39 @@ namespace exl {
 static void rms_norm(Table& table, py::handle x, py::handle weight, float eps, py::handle y) {
     const TensorView from = view_of({"rms_norm", "x"}, x, {DType::f32}, {kAnySize, kAnySize}, 1);
     const TensorView w = view_of({"rms_norm", "weight"}, weight, {DType::f32}, {from.shape[1]}, 0);
-    const TensorView to = view_of({"rms_norm", "out"}, y, {DType::f32},
-                                  {from.shape[0], from.shape[1]}, 0);
-    const RmsNormArgs args{from.as<float>(), from.shape[0], from.stride[0], 1, from.shape[1],
-                           w.as<float>(),    eps,           to.as<float>(), from.shape[1]};
+    const TensorView to =
+        view_of({"rms_norm", "out"}, y, {DType::f32}, {from.shape[0], from.shape[1]}, 0);
+    const RmsNormArgs args{
+        from.as<float>(), from.shape[0], from.stride[0], 1, from.shape[1], w.as<float>(), eps,
+        to.as<float>(),   from.shape[1]
+    };
     py::gil_scoped_release release;
     table.ops->rms_norm(table.pool, args);
 }
 
 static void rms_norm_heads(Table& table, py::handle x, py::handle weight, float eps) {
-    const TensorView view = view_of({"rms_norm_heads_", "x"}, x, {DType::f32},
-                                    {kAnySize, kAnySize, kAnySize}, 1);
-    const TensorView w = view_of({"rms_norm_heads_", "weight"}, weight, {DType::f32},
-                                 {view.shape[2]}, 0);
+    const TensorView view =
+        view_of({"rms_norm_heads_", "x"}, x, {DType::f32}, {kAnySize, kAnySize, kAnySize}, 1);
+    const TensorView w =
+        view_of({"rms_norm_heads_", "weight"}, weight, {DType::f32}, {view.shape[2]}, 0);
     float* data = view.as<float>();
-    const RmsNormArgs args{data,          view.shape[0], view.stride[0], view.shape[1],
-                           view.shape[2], w.as<float>(), eps,            data,
-                           view.stride[0]};
+    const RmsNormArgs args{data,          view.shape[0], view.stride[0],
+                           view.shape[1], view.shape[2], w.as<float>(),
+                           eps,           data,          view.stride[0]};
     py::gil_scoped_release release;
     table.ops->rms_norm(table.pool, args);
 }
 
 static void rope(Table& table, py::handle x, py::handle cos, py::handle sin) {
     const Operand cos_operand{"rope_", "cos"};
-    const TensorView view = view_of({"rope_", "x"}, x, {DType::f32},
-                                    {kAnySize, kAnySize, kAnySize}, 1);
+    const TensorView view =
+        view_of({"rope_", "x"}, x, {DType::f32}, {kAnySize, kAnySize, kAnySize}, 1);
     const TensorView c = view_of(cos_operand, cos, {DType::f32}, {view.shape[0], kAnySize}, 0);
     if (2 * c.shape[1] > view.shape[2]) {
-        fail(cos_operand, "at most " + std::to_string(view.shape[2] / 2) + " pairs",
-             std::to_string(c.shape[1]));
+        fail(
+            cos_operand, "at most " + std::to_string(view.shape[2] / 2) + " pairs",
+            std::to_string(c.shape[1])
+        );
     }
     const TensorView s = view_of({"rope_", "sin"}, sin, {DType::f32}, {c.shape[0], c.shape[1]}, 0);
     const RopeArgs args{view.as<float>(), view.shape[0],  view.stride[0], view.shape[1],
@@ -56,14 +60,11 @@ static void gated_activation(Table& table, py::handle x, const std::string& kind
     if (from.shape[1] % 2 != 0) {
         fail(x_operand, "an even row length", std::to_string(from.shape[1]));
     }
-    const TensorView to = view_of({"gated_activation", "out"}, y, {DType::f32},
-                                  {from.shape[0], from.shape[1] / 2}, 0);
-    const GatedActivationArgs args{from.as<float>(),
-                                   from.shape[0],
-                                   from.stride[0],
-                                   from.shape[1] / 2,
-                                   gate,
-                                   to.as<float>()};
+    const TensorView to = view_of(
+        {"gated_activation", "out"}, y, {DType::f32}, {from.shape[0], from.shape[1] / 2}, 0
+    );
+    const GatedActivationArgs args{from.as<float>(),  from.shape[0], from.stride[0],
+                                   from.shape[1] / 2, gate,          to.as<float>()};
     py::gil_scoped_release release;
     table.ops->gated_activation(table.pool, args);
 }
@@ -73,42 +74,49 @@ static void log_sum_exp(Table& table, py::handle x, py::handle y) {
     const TensorView from = view_of(x_operand, x, {DType::f32}, {kAnySize, kAnySize}, 1);
     if (from.shape[1] == 0) fail(x_operand, "rows of at least one value", "0");
     const TensorView to = view_of({"log_sum_exp", "out"}, y, {DType::f32}, {from.shape[0]}, 0);
-    const LogSumExpArgs args{from.as<float>(), from.shape[0], from.stride[0], from.shape[1],
-                             to.as<float>()};
+    const LogSumExpArgs args{
+        from.as<float>(), from.shape[0], from.stride[0], from.shape[1], to.as<float>()
+    };
     py::gil_scoped_release release;
     table.ops->log_sum_exp(table.pool, args);
 }
 
-static void write_kv(Table& table, py::handle key, py::handle value, py::handle key_cache,
-                     py::handle value_cache, py::handle slots) {
-    const TensorView k = view_of({"write_kv", "key"}, key, {DType::f32},
-                                 {kAnySize, kAnySize, kAnySize}, 1);
-    const TensorView v = view_of({"write_kv", "value"}, value, {DType::f32},
-                                 {k.shape[0], k.shape[1], k.shape[2]}, 1);
-    const Caches caches = view_caches("write_kv", key_cache, value_cache, kAnySize, k.shape[1],
-                                      kAnySize, k.shape[2]);
+static void write_kv(
+    Table& table, py::handle key, py::handle value, py::handle key_cache, py::handle value_cache,
+    py::handle slots
+) {
+    const TensorView k =
+        view_of({"write_kv", "key"}, key, {DType::f32}, {kAnySize, kAnySize, kAnySize}, 1);
+    const TensorView v = view_of(
+        {"write_kv", "value"}, value, {DType::f32}, {k.shape[0], k.shape[1], k.shape[2]}, 1
+    );
+    const Caches caches =
+        view_caches("write_kv", key_cache, value_cache, kAnySize, k.shape[1], kAnySize, k.shape[2]);
     const TensorView& kc = caches.keys;
     const TensorView s = view_of({"write_kv", "slots"}, slots, {DType::i64}, {k.shape[0]}, 0);
     check_slots("write_kv", s.as<int64_t>(), s.shape[0], kc.shape[0] * kc.shape[2]);
-    const WriteKvArgs args{k.as<float>(), v.as<float>(), k.shape[0],
-                           k.stride[0],   v.stride[0],   k.shape[1],
-                           k.shape[2],    kc.data,       caches.values.data,
-                           kc.dtype,      caches.values.dtype,
-                           kc.shape[2],   s.as<int64_t>()};
+    const WriteKvArgs args{k.as<float>(),      v.as<float>(), k.shape[0],          k.stride[0],
+                           v.stride[0],        k.shape[1],    k.shape[2],          kc.data,
+                           caches.values.data, kc.dtype,      caches.values.dtype, kc.shape[2],
+                           s.as<int64_t>()};
     py::gil_scoped_release release;
     table.ops->write_kv(table.pool, args);
 }
 
 void bind_elementwise(py::class_<Table>& table) {
-    table.def("rms_norm", &rms_norm, py::arg("x"), py::arg("weight"), py::arg("eps"),
-              py::arg("out"));
+    table.def(
+        "rms_norm", &rms_norm, py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("out")
+    );
     table.def("rms_norm_heads_", &rms_norm_heads, py::arg("x"), py::arg("weight"), py::arg("eps"));
     table.def("rope_", &rope, py::arg("x"), py::arg("cos"), py::arg("sin"));
-    table.def("gated_activation", &gated_activation, py::arg("gate_up"), py::arg("kind"),
-              py::arg("out"));
+    table.def(
+        "gated_activation", &gated_activation, py::arg("gate_up"), py::arg("kind"), py::arg("out")
+    );
     table.def("log_sum_exp", &log_sum_exp, py::arg("x"), py::arg("out"));
-    table.def("write_kv", &write_kv, py::arg("key"), py::arg("value"), py::arg("key_cache"),
-              py::arg("value_cache"), py::arg("slots"));
+    table.def(
+        "write_kv", &write_kv, py::arg("key"), py::arg("value"), py::arg("key_cache"),
+        py::arg("value_cache"), py::arg("slots")
+    );
 }
 
 }  // namespace exl

@@ -17,8 +17,9 @@ struct Call {
     int64_t y_stride;
 };
 
-static Call call_of(const char* op, py::handle x, const Linear& w, py::handle y,
-                    const char* y_name, int64_t columns) {
+static Call call_of(
+    const char* op, py::handle x, const Linear& w, py::handle y, const char* y_name, int64_t columns
+) {
     const TensorView from = view_of({op, "x"}, x, {DType::f32}, {kAnySize, w.k}, 1);
     const TensorView to = view_of({op, y_name}, y, {DType::f32}, {from.shape[0], columns}, 0);
     return {w, from.as<float>(), from.shape[0], from.stride[0], to.as<float>(), columns};
@@ -42,8 +43,10 @@ static void run(Table& table, const Call& call, Epilogue epilogue) {
     float* y = call.y;
     for (size_t i = 0; i < parts.size();) {
         if (parts[i].dense != nullptr) {
-            table.ops->linear(table.pool, {parts[i].dense, call.x, call.m, call.x_stride, y,
-                                           call.y_stride, epilogue == Epilogue::add});
+            table.ops->linear(
+                table.pool, {parts[i].dense, call.x, call.m, call.x_stride, y, call.y_stride,
+                             epilogue == Epilogue::add}
+            );
             y += parts[i].n;
             ++i;
             continue;
@@ -77,8 +80,9 @@ static void linear_add(Table& table, py::handle x, const Linear& w, py::handle r
     run(table, call, Epilogue::add);
 }
 
-static void norm_linear(Table& table, py::handle x, py::handle norm, float eps, const Linear& w,
-                        py::handle y) {
+static void norm_linear(
+    Table& table, py::handle x, py::handle norm, float eps, const Linear& w, py::handle y
+) {
     Call call = call_of("norm_linear", x, w, y, "out", w.n);
     const float* factors = norm_of("norm_linear", norm, w.k);
     py::gil_scoped_release release;
@@ -86,8 +90,10 @@ static void norm_linear(Table& table, py::handle x, py::handle norm, float eps, 
     run(table, call, Epilogue::store);
 }
 
-static void norm_gated_linear(Table& table, py::handle x, py::handle norm, float eps,
-                              const Linear& w, const std::string& kind, py::handle y) {
+static void norm_gated_linear(
+    Table& table, py::handle x, py::handle norm, float eps, const Linear& w,
+    const std::string& kind, py::handle y
+) {
     const char* op = "norm_gated_linear";
     const Gate gate = gate_of({op, "kind"}, kind);
     if (w.n % 2 != 0) fail({op, "w"}, "an even number of out_features", std::to_string(w.n));
@@ -98,8 +104,17 @@ static void norm_gated_linear(Table& table, py::handle x, py::handle norm, float
     const std::vector<Part>& parts = w.parts;
     if (parts.size() == 2 && parts[0].quant != nullptr && parts[1].quant != nullptr &&
         parts[0].n == parts[1].n) {
-        const QuantLinearArgs args{{parts[0].quant, parts[1].quant}, 2, call.x, call.m,
-                                   call.x_stride, Epilogue::gated, gate, call.y, call.y_stride};
+        const QuantLinearArgs args{
+            {parts[0].quant, parts[1].quant},
+            2,
+            call.x,
+            call.m,
+            call.x_stride,
+            Epilogue::gated,
+            gate,
+            call.y,
+            call.y_stride
+        };
         table.ops->quant_linear(table.pool, args);
         return;
     }
@@ -117,8 +132,10 @@ static void embedding(Table& table, py::handle token_ids, const Linear& w, py::h
     const auto* id_values = ids.as<int64_t>();
     for (int64_t i = 0; i < m; ++i) {
         if (id_values[i] < 0 || id_values[i] >= w.n) {
-            fail(ids_operand, "ids within [0, " + std::to_string(w.n) + ")",
-                 std::to_string(id_values[i]) + " in row " + std::to_string(i));
+            fail(
+                ids_operand, "ids within [0, " + std::to_string(w.n) + ")",
+                std::to_string(id_values[i]) + " in row " + std::to_string(i)
+            );
         }
     }
     py::gil_scoped_release release;
@@ -133,10 +150,14 @@ static void embedding(Table& table, py::handle token_ids, const Linear& w, py::h
 void bind_linear(py::class_<Table>& table) {
     table.def("linear", &linear, py::arg("x"), py::arg("w"), py::arg("out"));
     table.def("linear_add_", &linear_add, py::arg("x"), py::arg("w"), py::arg("residual"));
-    table.def("norm_linear", &norm_linear, py::arg("x"), py::arg("norm"), py::arg("eps"),
-              py::arg("w"), py::arg("out"));
-    table.def("norm_gated_linear", &norm_gated_linear, py::arg("x"), py::arg("norm"),
-              py::arg("eps"), py::arg("w"), py::arg("kind"), py::arg("out"));
+    table.def(
+        "norm_linear", &norm_linear, py::arg("x"), py::arg("norm"), py::arg("eps"), py::arg("w"),
+        py::arg("out")
+    );
+    table.def(
+        "norm_gated_linear", &norm_gated_linear, py::arg("x"), py::arg("norm"), py::arg("eps"),
+        py::arg("w"), py::arg("kind"), py::arg("out")
+    );
     table.def("embedding", &embedding, py::arg("token_ids"), py::arg("w"), py::arg("out"));
 }
 

@@ -17,8 +17,9 @@ struct Scratch {
     std::vector<double> top_probabilities;
 };
 
-void check_settings(double temperature, int64_t top_k, double top_p, double min_p, double uniform,
-                    int64_t num_top) {
+void check_settings(
+    double temperature, int64_t top_k, double top_p, double min_p, double uniform, int64_t num_top
+) {
     const auto number = [](double value) { return std::to_string(value); };
     if (!(temperature > 0.0 && std::isfinite(temperature))) {
         fail({"sample", "temperature"}, "above 0", number(temperature));
@@ -46,8 +47,10 @@ SampleArgs view_operands(py::handle logits, py::handle mask, py::handle ids, py:
     if (!mask.is_none()) {
         const TensorView words = view_of({"sample", "mask"}, mask, {DType::i32}, {kAnySize}, 0);
         if (words.shape[0] * 32 < args.vocab) {
-            fail({"sample", "mask"}, "a bit for each of " + std::to_string(args.vocab) + " tokens",
-                 std::to_string(words.shape[0]) + " words");
+            fail(
+                {"sample", "mask"}, "a bit for each of " + std::to_string(args.vocab) + " tokens",
+                std::to_string(words.shape[0]) + " words"
+            );
         }
         args.mask = words.as<int32_t>();
     }
@@ -59,8 +62,10 @@ SampleArgs view_operands(py::handle logits, py::handle mask, py::handle ids, py:
         args.changes = at.shape[0];
         for (int64_t i = 0; i < args.changes; ++i) {
             if (args.ids[i] >= 0 && args.ids[i] < args.vocab) continue;
-            fail({"sample", "ids"}, "ids within [0, " + std::to_string(args.vocab) + ")",
-                 std::to_string(args.ids[i]));
+            fail(
+                {"sample", "ids"}, "ids within [0, " + std::to_string(args.vocab) + ")",
+                std::to_string(args.ids[i])
+            );
         }
     } else if (!values.is_none()) {
         fail({"sample", "values"}, "as many as ids", "values without ids");
@@ -89,9 +94,10 @@ void assign_scratch(Scratch& scratch, SampleArgs& args) {
 
 }  // namespace
 
-static py::tuple sample(Table& table, py::handle logits, py::handle mask, py::handle ids,
-                        py::handle values, double temperature, int64_t top_k, double top_p,
-                        double min_p, double uniform, int64_t num_top) {
+static py::tuple sample(
+    Table& table, py::handle logits, py::handle mask, py::handle ids, py::handle values,
+    double temperature, int64_t top_k, double top_p, double min_p, double uniform, int64_t num_top
+) {
     thread_local Scratch scratch;
     check_settings(temperature, top_k, top_p, min_p, uniform, num_top);
     SampleArgs args = view_operands(logits, mask, ids, values);
@@ -115,9 +121,11 @@ static py::tuple sample(Table& table, py::handle logits, py::handle mask, py::ha
 }
 
 void bind_sample(py::class_<Table>& table) {
-    table.def("sample", &sample, py::arg("logits"), py::arg("mask"), py::arg("ids"),
-              py::arg("values"), py::arg("temperature"), py::arg("top_k"), py::arg("top_p"),
-              py::arg("min_p"), py::arg("uniform"), py::arg("num_top"));
+    table.def(
+        "sample", &sample, py::arg("logits"), py::arg("mask"), py::arg("ids"), py::arg("values"),
+        py::arg("temperature"), py::arg("top_k"), py::arg("top_p"), py::arg("min_p"),
+        py::arg("uniform"), py::arg("num_top")
+    );
 }
 
 }  // namespace exl

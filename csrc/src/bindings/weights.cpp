@@ -11,12 +11,15 @@ constexpr int64_t kMostValues = int64_t{1} << 40;
 
 static void check_size(const char* op, int64_t out_features, int64_t in_features) {
     if (out_features >= 1 && in_features >= 1 && out_features <= kMostValues / in_features) return;
-    fail({op, "size"}, "out_features and in_features of at least 1 and at most 2^40 values",
-         std::to_string(out_features) + " x " + std::to_string(in_features));
+    fail(
+        {op, "size"}, "out_features and in_features of at least 1 and at most 2^40 values",
+        std::to_string(out_features) + " x " + std::to_string(in_features)
+    );
 }
 
-PackedLinear::PackedLinear(int64_t out_features, int64_t in_features, py::object dtype_object,
-                           bool has_bias)
+PackedLinear::PackedLinear(
+    int64_t out_features, int64_t in_features, py::object dtype_object, bool has_bias
+)
     : dtype(std::move(dtype_object)) {
     check_size("PackedLinear", out_features, in_features);
     const DType type = dtype_of({"PackedLinear", "dtype"}, dtype);
@@ -48,8 +51,10 @@ JoinedLinear::JoinedLinear(std::vector<std::shared_ptr<Linear>> joined)
     k = members[0]->k;
     for (const auto& member : members) {
         if (member->k != k) {
-            fail(operand, "equal in_features",
-                 std::to_string(k) + " and " + std::to_string(member->k));
+            fail(
+                operand, "equal in_features",
+                std::to_string(k) + " and " + std::to_string(member->k)
+            );
         }
         parts.insert(parts.end(), member->parts.begin(), member->parts.end());
         n += member->n;
@@ -67,13 +72,14 @@ static const float* bias_of(const char* op, py::handle bias, bool is_wanted, int
 
 static void fill(PackedLinear& self, int64_t row_offset, py::handle weight, py::handle bias) {
     PackedMatrix& matrix = *self.matrix;
-    const TensorView view = view_of({"fill_linear", "weight"}, weight, {matrix.dtype},
-                                    {kAnySize, matrix.k}, 0);
+    const TensorView view =
+        view_of({"fill_linear", "weight"}, weight, {matrix.dtype}, {kAnySize, matrix.k}, 0);
     const int64_t rows = view.shape[0];
     if (row_offset < 0 || row_offset > matrix.n - rows) {
-        fail({"fill_linear", "row_offset"},
-             "rows within [0, " + std::to_string(matrix.n) + ")",
-             std::to_string(rows) + " rows at " + std::to_string(row_offset));
+        fail(
+            {"fill_linear", "row_offset"}, "rows within [0, " + std::to_string(matrix.n) + ")",
+            std::to_string(rows) + " rows at " + std::to_string(row_offset)
+        );
     }
     const float* bias_data = bias_of("fill_linear", bias, matrix.bias != nullptr, rows);
     py::gil_scoped_release release;
@@ -113,8 +119,10 @@ static std::vector<GroupRun> runs_of(const py::iterable& runs, int64_t in_featur
         found.push_back(run);
     }
     if (left != 0) {
-        fail(operand, std::to_string(in_features) + " rows in all",
-             std::to_string(in_features - left));
+        fail(
+            operand, std::to_string(in_features) + " rows in all",
+            std::to_string(in_features - left)
+        );
     }
     return found;
 }
@@ -127,18 +135,20 @@ static const int32_t* rows_of(Operand operand, py::handle tensor, int64_t count)
     std::vector<bool> seen(static_cast<size_t>(count), false);
     for (int64_t i = 0; i < count; ++i) {
         if (rows[i] < 0 || rows[i] >= count || seen[static_cast<size_t>(rows[i])]) {
-            fail(operand, "each row within [0, " + std::to_string(count) + ") at most once",
-                 std::to_string(rows[i]) + " at " + std::to_string(i));
+            fail(
+                operand, "each row within [0, " + std::to_string(count) + ") at most once",
+                std::to_string(rows[i]) + " at " + std::to_string(i)
+            );
         }
         seen[static_cast<size_t>(rows[i])] = true;
     }
     return rows;
 }
 
-static std::shared_ptr<QuantLinear> new_quantized(int64_t out_features, int64_t in_features,
-                                                  const py::iterable& runs, py::handle features,
-                                                  py::handle scale_dtype, const std::string& offset,
-                                                  bool has_bias) {
+static std::shared_ptr<QuantLinear> new_quantized(
+    int64_t out_features, int64_t in_features, const py::iterable& runs, py::handle features,
+    py::handle scale_dtype, const std::string& offset, bool has_bias
+) {
     check_size("QuantLinear", out_features, in_features);
     QuantLayout layout{};
     layout.n = out_features;
@@ -156,8 +166,9 @@ static std::shared_ptr<QuantLinear> new_quantized(int64_t out_features, int64_t 
 }
 
 // Reads scales or offsets [groups, columns]; None and null if the layout has none.
-static const void* grid_of(Operand operand, py::handle tensor, bool is_wanted, DType dtype,
-                           int64_t groups, int64_t columns) {
+static const void* grid_of(
+    Operand operand, py::handle tensor, bool is_wanted, DType dtype, int64_t groups, int64_t columns
+) {
     if (!is_wanted) {
         if (!tensor.is_none()) fail(operand, "None, as the layout says", "a tensor");
         return nullptr;
@@ -166,24 +177,28 @@ static const void* grid_of(Operand operand, py::handle tensor, bool is_wanted, D
     return view.data;
 }
 
-static const void* ggml_codes(const QuantMatrix& w, const GgmlBlock& kind, py::handle codes,
-                              QuantColumns& columns) {
+static const void* ggml_codes(
+    const QuantMatrix& w, const GgmlBlock& kind, py::handle codes, QuantColumns& columns
+) {
     const bool has_layout = w.runs.size() == 1 && w.runs[0].bits == kind.bits &&
                             w.runs[0].rows == kBlockRows && w.order.empty() &&
                             w.scale_dtype == DType::f16 && w.offset == kind.offset;
     if (!has_layout) {
         fail({"fill_quantized", "packing"}, "a packing that fits the matrix's layout", kind.name);
     }
-    const TensorView view = view_of({"fill_quantized", "codes"}, codes, {DType::u8},
-                                    {kAnySize, w.blocks * kind.bytes}, 1);
+    const TensorView view = view_of(
+        {"fill_quantized", "codes"}, codes, {DType::u8}, {kAnySize, w.blocks * kind.bytes}, 1
+    );
     columns.columns = view.shape[0];
     columns.row_stride = view.shape[0] > 1 ? view.stride[0] : 0;
     columns.packing = kind.packing;
     return view.data;
 }
 
-static const void* row_codes(const QuantMatrix& w, const std::string& packing, py::handle codes,
-                             py::handle source_rows, QuantColumns& columns) {
+static const void* row_codes(
+    const QuantMatrix& w, const std::string& packing, py::handle codes, py::handle source_rows,
+    QuantColumns& columns
+) {
     if (packing != "words" && packing != "bytes") {
         fail({"fill_quantized", "packing"}, "words, bytes or one of GGML's", packing);
     }
@@ -197,17 +212,19 @@ static const void* row_codes(const QuantMatrix& w, const std::string& packing, p
             fail({"fill_quantized", "source_rows"}, "one width for all rows", "several");
         }
     }
-    const TensorView view = view_of({"fill_quantized", "codes"}, codes,
-                                    {is_words ? DType::i32 : DType::u8},
-                                    {is_words ? (bits + 31) / 32 : w.k, kAnySize}, 1);
+    const TensorView view = view_of(
+        {"fill_quantized", "codes"}, codes, {is_words ? DType::i32 : DType::u8},
+        {is_words ? (bits + 31) / 32 : w.k, kAnySize}, 1
+    );
     columns.columns = view.shape[1];
     columns.row_stride = view.shape[0] > 1 ? view.stride[0] : 0;
     return view.data;
 }
 
-static void fill_quantized(QuantLinear& self, int64_t first_column, const std::string& packing,
-                           py::handle codes, py::handle source_rows, py::handle scales,
-                           py::handle offsets, py::handle bias) {
+static void fill_quantized(
+    QuantLinear& self, int64_t first_column, const std::string& packing, py::handle codes,
+    py::handle source_rows, py::handle scales, py::handle offsets, py::handle bias
+) {
     QuantMatrix& w = *self.matrix;
     QuantColumns from{};
     const GgmlBlock* ggml = nullptr;
@@ -223,17 +240,20 @@ static void fill_quantized(QuantLinear& self, int64_t first_column, const std::s
     if (first_column < 0 || first_column % kPanel != 0 || from.columns > w.n ||
         first_column > w.n - from.columns ||
         (from.columns % kPanel != 0 && first_column + from.columns != w.n)) {
-        fail({"fill_quantized", "first_column"},
-             "whole panels of 16 columns within [0, " + std::to_string(w.n) + ")",
-             std::to_string(from.columns) + " columns at " + std::to_string(first_column));
+        fail(
+            {"fill_quantized", "first_column"},
+            "whole panels of 16 columns within [0, " + std::to_string(w.n) + ")",
+            std::to_string(from.columns) + " columns at " + std::to_string(first_column)
+        );
     }
     const bool is_separate = ggml == nullptr;  // GGML blocks contain their scales and offsets
-    from.scales = grid_of({"fill_quantized", "scales"}, scales, is_separate, w.scale_dtype,
-                          w.groups, from.columns);
-    from.offsets = grid_of({"fill_quantized", "offsets"}, offsets,
-                           is_separate && w.offset != Offset::middle,
-                           w.offset == Offset::zeros ? DType::u8 : w.scale_dtype, w.groups,
-                           from.columns);
+    from.scales = grid_of(
+        {"fill_quantized", "scales"}, scales, is_separate, w.scale_dtype, w.groups, from.columns
+    );
+    from.offsets = grid_of(
+        {"fill_quantized", "offsets"}, offsets, is_separate && w.offset != Offset::middle,
+        w.offset == Offset::zeros ? DType::u8 : w.scale_dtype, w.groups, from.columns
+    );
     from.bias = bias_of("fill_quantized", bias, w.bias != nullptr, from.columns);
     py::gil_scoped_release release;
     w.fill(first_column, from);
@@ -245,19 +265,25 @@ void bind_weights(py::module_& module) {
         .def_readonly("in_features", &Linear::k)
         .def_readonly("size_bytes", &Linear::size_bytes);
     py::class_<PackedLinear, Linear, std::shared_ptr<PackedLinear>>(module, "PackedLinear")
-        .def(py::init<int64_t, int64_t, py::object, bool>(), py::arg("out_features"),
-             py::arg("in_features"), py::arg("dtype"), py::arg("has_bias") = false)
+        .def(
+            py::init<int64_t, int64_t, py::object, bool>(), py::arg("out_features"),
+            py::arg("in_features"), py::arg("dtype"), py::arg("has_bias") = false
+        )
         .def_readonly("dtype", &PackedLinear::dtype)
-        .def_property_readonly("has_bias",
-                               [](const PackedLinear& w) { return w.matrix->bias != nullptr; })
+        .def_property_readonly(
+            "has_bias", [](const PackedLinear& w) { return w.matrix->bias != nullptr; }
+        )
         .def("fill", &fill, py::arg("row_offset"), py::arg("weight"), py::arg("bias"));
     py::class_<QuantLinear, Linear, std::shared_ptr<QuantLinear>>(module, "QuantLinear")
-        .def(py::init(&new_quantized), py::arg("out_features"), py::arg("in_features"),
-             py::arg("runs"), py::arg("features"), py::arg("scale_dtype"), py::arg("offset"),
-             py::arg("has_bias") = false)
-        .def("fill", &fill_quantized, py::arg("first_column"), py::arg("packing"),
-             py::arg("codes"), py::arg("source_rows"), py::arg("scales"), py::arg("offsets"),
-             py::arg("bias"));
+        .def(
+            py::init(&new_quantized), py::arg("out_features"), py::arg("in_features"),
+            py::arg("runs"), py::arg("features"), py::arg("scale_dtype"), py::arg("offset"),
+            py::arg("has_bias") = false
+        )
+        .def(
+            "fill", &fill_quantized, py::arg("first_column"), py::arg("packing"), py::arg("codes"),
+            py::arg("source_rows"), py::arg("scales"), py::arg("offsets"), py::arg("bias")
+        );
     py::class_<JoinedLinear, Linear, std::shared_ptr<JoinedLinear>>(module, "JoinedLinear")
         .def(py::init<std::vector<std::shared_ptr<Linear>>>(), py::arg("parts"));
 }

@@ -9,9 +9,7 @@
 
 namespace exl::EXL_ISA {
 
-static inline Vec silu(Vec x) {
-    return div(x, add(set1(1.0f), exp(sub(set1(0.0f), x))));
-}
+static inline Vec silu(Vec x) { return div(x, add(set1(1.0f), exp(sub(set1(0.0f), x)))); }
 
 static inline Vec gelu_tanh(Vec x) {
     const Vec cubic = fma(mul(mul(x, x), x), set1(0.044715f), x);

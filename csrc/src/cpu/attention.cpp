@@ -28,7 +28,7 @@ constexpr int64_t kAloneProducts = 4096 * kLanes;
 
 struct Plan {
     int64_t works = 0;
-    int64_t products = 0;  // multiplications of queries with keys, all heads
+    int64_t products = 0;        // multiplications of queries with keys, all heads
     int64_t partial_floats = 0;  // partial results of one kv head
     int64_t scratch_floats = 0;  // largest scratch size of one item
 };
@@ -54,8 +54,7 @@ static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
             work.position = args.past_lens[seq] + mine.first;
             work.pages = args.page_table + seq * args.table_width;
             work.is_decode = is_decode;
-            const int64_t oldest =
-                args.window > 0 ? larger(0, work.position - args.window + 1) : 0;
+            const int64_t oldest = args.window > 0 ? larger(0, work.position - args.window + 1) : 0;
             const int64_t end = work.position + work.rows;
             const int64_t split_keys = is_decode            ? kDecodeSplitKeys
                                        : rows <= kSplitRows ? kPrefillSplitKeys
@@ -69,11 +68,13 @@ static Plan make_plan(const AttentionArgs& args, Emit&& emit) {
                 plan.scratch_floats,
                 vectors * (width + 2) + 64 +
                     (is_decode ? decode_scratch_floats(vectors, args.d, is_packed)
-                               : prefill_scratch_floats(vectors, args.d, is_packed)));
+                               : prefill_scratch_floats(vectors, args.d, is_packed))
+            );
             for (work.split = 0; work.split < work.splits; ++work.split) {
                 work.key_begin = oldest + work.split * split_keys;
                 work.key_end = smaller(end, work.key_begin + split_keys);
-                plan.products += (work.key_end - work.key_begin) * work.rows * args.q_heads * args.d;
+                plan.products +=
+                    (work.key_end - work.key_begin) * work.rows * args.q_heads * args.d;
                 emit(plan.works++, work);
             }
         }
@@ -86,9 +87,11 @@ template <class T>
 static inline NextRows<T> first_rows(const AttentionArgs& args, const Work& work, int64_t kv_head) {
     const PagedRows<T> keys = paged_keys<T>(args, work, kv_head);
     const PagedRows<T> values = paged_values<T>(args, work, kv_head);
-    return {{keys.at(work.key_begin), keys.row_size},
-            {values.at(work.key_begin), values.row_size},
-            keys.run_length(work.key_begin, work.key_end)};
+    return {
+        {keys.at(work.key_begin), keys.row_size},
+        {values.at(work.key_begin), values.row_size},
+        keys.run_length(work.key_begin, work.key_end)
+    };
 }
 
 // Partial results of the splits of one work item: values [splits][vectors][width], then peak and
@@ -105,8 +108,10 @@ static inline Partials partials_of(float* base, const Work& work, int64_t vector
 }
 
 template <class T>
-static void run_item(const AttentionArgs& args, const Work& work, int64_t kv_head,
-                     const NextRows<T>& next, int64_t scratch_floats, float* partial_base) {
+static void run_item(
+    const AttentionArgs& args, const Work& work, int64_t kv_head, const NextRows<T>& next,
+    int64_t scratch_floats, float* partial_base
+) {
     const int64_t vectors = work.rows * (args.q_heads / args.kv_heads);
     const int64_t width = padded(args.d);
     float* scratch = static_cast<float*>(thread_scratch(1, scratch_floats * 4));
@@ -132,8 +137,9 @@ static void run_item(const AttentionArgs& args, const Work& work, int64_t kv_hea
 }
 
 // Reduces the splits of one block of rows and one kv head, and writes the output.
-static void reduce_splits(const AttentionArgs& args, const Work& work, int64_t kv_head,
-                        float* partial_base) {
+static void reduce_splits(
+    const AttentionArgs& args, const Work& work, int64_t kv_head, float* partial_base
+) {
     const int64_t vectors = work.rows * (args.q_heads / args.kv_heads);
     const int64_t width = padded(args.d);
     const Partials partials = partials_of(partial_base, work, vectors, width);
@@ -168,8 +174,8 @@ static void attend(ThreadPool& pool, const AttentionArgs& args) {
     const Plan plan = make_plan(args, [](int64_t, const Work&) {});
     const int64_t heads = args.kv_heads;
     const int64_t work_bytes = ceil_div(plan.works * static_cast<int64_t>(sizeof(Work)), 64) * 64;
-    char* shared = static_cast<char*>(
-        thread_scratch(0, work_bytes + heads * plan.partial_floats * 4));
+    char* shared =
+        static_cast<char*>(thread_scratch(0, work_bytes + heads * plan.partial_floats * 4));
     Work* works = reinterpret_cast<Work*>(shared);
     float* partials = reinterpret_cast<float*>(shared + work_bytes);
     make_plan(args, [&](int64_t i, const Work& work) { works[i] = work; });
@@ -190,11 +196,11 @@ static void attend(ThreadPool& pool, const AttentionArgs& args) {
         const Work& work = works[item / heads];
         // The item that this thread is likely to run next.
         const int64_t next = item + (is_shared ? pool.threads() : 1);
-        const NextRows<T> rows = next < items
-                                     ? first_rows<T>(args, works[next / heads], next % heads)
-                                     : NextRows<T>{};
-        run_item<T>(args, work, item % heads, rows, plan.scratch_floats,
-                    partial_of(work, item % heads));
+        const NextRows<T> rows =
+            next < items ? first_rows<T>(args, works[next / heads], next % heads) : NextRows<T>{};
+        run_item<T>(
+            args, work, item % heads, rows, plan.scratch_floats, partial_of(work, item % heads)
+        );
     });
     if (plan.partial_floats == 0) return;
     for_items([&](int64_t item) {

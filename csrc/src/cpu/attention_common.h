@@ -91,24 +91,34 @@ struct PagedRows {
 };
 
 template <class T>
-static inline PagedRows<T> paged_rows(const AttentionArgs& args, const void* cache, DType dtype,
-                                      const Work& work, int64_t kv_head) {
+static inline PagedRows<T> paged_rows(
+    const AttentionArgs& args, const void* cache, DType dtype, const Work& work, int64_t kv_head
+) {
     const int64_t row_size = Stored<T>::kIsPacked ? kv_row_size(dtype, args.d) : args.d;
     const int64_t head_stride = args.page_size * row_size;
     const auto* first = static_cast<const typename Stored<T>::Cell*>(cache);
-    return {first + kv_head * head_stride, work.pages, args.page_size,
-            args.kv_heads * head_stride, row_size, args.d, dtype};
+    return {
+        first + kv_head * head_stride,
+        work.pages,
+        args.page_size,
+        args.kv_heads * head_stride,
+        row_size,
+        args.d,
+        dtype
+    };
 }
 
 template <class T>
-static inline PagedRows<T> paged_keys(const AttentionArgs& args, const Work& work,
-                                      int64_t kv_head) {
+static inline PagedRows<T> paged_keys(
+    const AttentionArgs& args, const Work& work, int64_t kv_head
+) {
     return paged_rows<T>(args, args.key_cache, args.key_dtype, work, kv_head);
 }
 
 template <class T>
-static inline PagedRows<T> paged_values(const AttentionArgs& args, const Work& work,
-                                        int64_t kv_head) {
+static inline PagedRows<T> paged_values(
+    const AttentionArgs& args, const Work& work, int64_t kv_head
+) {
     return paged_rows<T>(args, args.value_cache, args.value_dtype, work, kv_head);
 }
 
@@ -144,8 +154,9 @@ static inline void start(const Running& run, int64_t vectors, int64_t width) {
 // masked keys, and updates `peak` and `weight`. Returns the factor by which the caller rescales the
 // values accumulated so far. `columns` is a multiple of the panel width. A NaN score makes its
 // weight NaN, and with it the result, for any peak.
-static inline float softmax_step(float* scores, int64_t columns, Visible seen, float softcap,
-                                 float& peak, float& weight) {
+static inline float softmax_step(
+    float* scores, int64_t columns, Visible seen, float softcap, float& peak, float& weight
+) {
     if (seen.first >= seen.last) {
         for (int64_t j = 0; j < columns; j += kLanes) store(scores + j, set1(0.0f));
         return 1.0f;
@@ -180,13 +191,14 @@ static inline float softmax_step(float* scores, int64_t columns, Visible seen, f
 
 // Writes q * scale of every query vector of the block to `queries` [vectors, d]. Rotates the
 // vectors if the cached keys are rotated.
-static inline void load_queries(const AttentionArgs& args, const Work& work, int64_t kv_head,
-                                float* queries) {
+static inline void load_queries(
+    const AttentionArgs& args, const Work& work, int64_t kv_head, float* queries
+) {
     const int64_t group = args.q_heads / args.kv_heads;
     const Vec scale = set1(args.scale);
     for (int64_t row = 0; row < work.rows; ++row) {
-        const float* from = args.q + (work.first_row + row) * args.q_stride +
-                            kv_head * group * args.d;
+        const float* from =
+            args.q + (work.first_row + row) * args.q_stride + kv_head * group * args.d;
         float* to = queries + row * group * args.d;
         for_lanes(group * args.d, [&](int64_t i, int count) {
             store_some(to + i, mul(load_some(from + i, count), scale), count);
@@ -198,8 +210,9 @@ static inline void load_queries(const AttentionArgs& args, const Work& work, int
 
 // Writes values / weight to y[row, head]. Rotates `values` in place if the cached values are
 // rotated.
-static inline void write_result(const AttentionArgs& args, const Work& work, int64_t kv_head,
-                                const Running& run) {
+static inline void write_result(
+    const AttentionArgs& args, const Work& work, int64_t kv_head, const Running& run
+) {
     const int64_t group = args.q_heads / args.kv_heads;
     const int64_t width = padded(args.d);
     for (int64_t i = 0; i < work.rows * group; ++i) {

@@ -17,8 +17,9 @@ constexpr int kValueVecs = 4;
 
 // Computes scores[v][0..4) of V query vectors and 4 keys. Keys past `count` repeat the last one.
 template <int V, class T>
-static inline void score_keys(const float* queries, const T* keys, int64_t count, int64_t d,
-                              float* scores) {
+static inline void score_keys(
+    const float* queries, const T* keys, int64_t count, int64_t d, float* scores
+) {
     const T* key[4];
     for (int j = 0; j < 4; ++j) key[j] = keys + smaller(j, count - 1) * d;
     Vec sums[V][4];
@@ -51,11 +52,10 @@ static inline void score_keys(const float* queries, const T* keys, int64_t count
 // values[v][c] = values[v][c] * factor[v] + sum_j weights[v][j] * rows[j][c], for N SIMD vectors of
 // columns. Calls at_row(j) before it reads row j.
 template <int V, int N, class T, class AtRow>
-static inline __attribute__((always_inline)) void add_values(const float* weights,
-                                                             const float* factors, const T* rows,
-                                                             int64_t count, int64_t d,
-                                                             float* values, int64_t width,
-                                                             AtRow&& at_row) {
+static inline __attribute__((always_inline)) void add_values(
+    const float* weights, const float* factors, const T* rows, int64_t count, int64_t d,
+    float* values, int64_t width, AtRow&& at_row
+) {
     Vec sums[V][N];
 #pragma GCC unroll 4
     for (int v = 0; v < V; ++v) {
@@ -85,9 +85,10 @@ static inline __attribute__((always_inline)) void add_values(const float* weight
 
 // add_values for the `rest` columns past the last whole SIMD vector.
 template <class T>
-static inline void add_value_tail(int vectors, const float* weights, const float* factors,
-                                  const T* rows, int64_t count, int64_t d, int rest, float* values,
-                                  int64_t width) {
+static inline void add_value_tail(
+    int vectors, const float* weights, const float* factors, const T* rows, int64_t count,
+    int64_t d, int rest, float* values, int64_t width
+) {
     for (int v = 0; v < vectors; ++v) {
         Vec sum = mul(load(values + v * width), set1(factors[v]));
         for (int64_t j = 0; j < count; ++j) {
@@ -99,27 +100,28 @@ static inline void add_value_tail(int vectors, const float* weights, const float
 
 // add_values for all d columns. Only the first pass over the rows calls at_row.
 template <int V, class T, class AtRow>
-static inline __attribute__((always_inline)) void add_all_values(const float* weights,
-                                                                 const float* factors,
-                                                                 const T* rows, int64_t count,
-                                                                 int64_t d, float* values,
-                                                                 int64_t width, AtRow&& at_row) {
+static inline __attribute__((always_inline)) void add_all_values(
+    const float* weights, const float* factors, const T* rows, int64_t count, int64_t d,
+    float* values, int64_t width, AtRow&& at_row
+) {
     const auto nothing = [](int64_t) {};
     int64_t c = 0;
     for (; c + kValueVecs * kLanes <= d; c += kValueVecs * kLanes) {
         if (c == 0) {
             add_values<V, kValueVecs>(weights, factors, rows, count, d, values, width, at_row);
         } else {
-            add_values<V, kValueVecs>(weights, factors, rows + c, count, d, values + c, width,
-                                      nothing);
+            add_values<V, kValueVecs>(
+                weights, factors, rows + c, count, d, values + c, width, nothing
+            );
         }
     }
     for (; c + kLanes <= d; c += kLanes) {
         add_values<V, 1>(weights, factors, rows + c, count, d, values + c, width, nothing);
     }
     if (c < d) {
-        add_value_tail(V, weights, factors, rows + c, count, d, static_cast<int>(d - c), values + c,
-                       width);
+        add_value_tail(
+            V, weights, factors, rows + c, count, d, static_cast<int>(d - c), values + c, width
+        );
     }
 }
 
@@ -152,8 +154,9 @@ struct NextRows {
 
     // Prefetches rows [first, first + amount) of `part`. Always inlined for the same reason as
     // `prefetch` (vec_avx2.h).
-    inline __attribute__((always_inline)) void prefetch_rows(const Part& part, int64_t first,
-                                                             int64_t amount) const {
+    inline __attribute__((always_inline)) void prefetch_rows(
+        const Part& part, int64_t first, int64_t amount
+    ) const {
         const int64_t end = smaller(first + amount, count) * part.row_size;
         for (int64_t i = first * part.row_size; i < end;
              i += 64 / static_cast<int64_t>(sizeof(Cell))) {
@@ -166,8 +169,10 @@ struct NextRows {
 // softmax step are in one page. Prefetches the rows of `next` one by one, as it reads its own:
 // prefetched all at once, they would delay its own reads.
 template <class T>
-static void attend_decode(const AttentionArgs& args, const Work& work, int64_t kv_head,
-                          float* scratch, const Running& run, const NextRows<T>& next) {
+static void attend_decode(
+    const AttentionArgs& args, const Work& work, int64_t kv_head, float* scratch,
+    const Running& run, const NextRows<T>& next
+) {
     const int64_t group = args.q_heads / args.kv_heads;
     const int64_t vectors = work.rows * group;
     const int64_t width = padded(args.d);
@@ -190,34 +195,43 @@ static void attend_decode(const AttentionArgs& args, const Work& work, int64_t k
             with_vectors<kPassVectors>(vectors - first, [&]<int V>() {
                 for (int64_t j = 0; j < count; j += 4) {
                     if (first == 0) next.prefetch_rows(next.keys, done + j, 4);
-                    score_keys<V>(queries + first * args.d, key_rows + j * args.d, count - j,
-                                  args.d, scores + first * kKeyBlock + j);
+                    score_keys<V>(
+                        queries + first * args.d, key_rows + j * args.d, count - j, args.d,
+                        scores + first * kKeyBlock + j
+                    );
                 }
             });
         }
         for (int64_t i = 0; i < vectors; ++i) {
             const Visible seen = visible(work.position + i / group, args.window, begin, count);
-            factors[i] = softmax_step(scores + i * kKeyBlock, ceil_div(count, kPanel) * kPanel,
-                                      seen, args.softcap, run.peak[i], run.weight[i]);
+            factors[i] = softmax_step(
+                scores + i * kKeyBlock, ceil_div(count, kPanel) * kPanel, seen, args.softcap,
+                run.peak[i], run.weight[i]
+            );
         }
         const Value* value_rows = values.read(value_cells, count, unpacked);
         for (int64_t first = 0; first < vectors; first += kPassVectors) {
             with_vectors<kPassVectors>(vectors - first, [&]<int V>() {
-                add_all_values<V>(scores + first * kKeyBlock, factors + first, value_rows, count,
-                                  args.d, run.values + first * width, width, [&](int64_t j) {
-                                      if (first == 0) next.prefetch_rows(next.values, done + j, 1);
-                                  });
+                add_all_values<V>(
+                    scores + first * kKeyBlock, factors + first, value_rows, count, args.d,
+                    run.values + first * width, width, [&](int64_t j) {
+                        if (first == 0) next.prefetch_rows(next.values, done + j, 1);
+                    }
+                );
             });
         }
     };
-    keys.for_runs(work.key_begin, work.key_end,
-                  [&](const Cell* rows, int64_t begin, int64_t count) {
-        const Cell* value_cells = values.at(begin);
-        for (int64_t j = 0; j < count; j += kKeyBlock) {
-            fold(rows + j * keys.row_size, value_cells + j * values.row_size, begin + j,
-                 smaller(kKeyBlock, count - j));
+    keys.for_runs(
+        work.key_begin, work.key_end, [&](const Cell* rows, int64_t begin, int64_t count) {
+            const Cell* value_cells = values.at(begin);
+            for (int64_t j = 0; j < count; j += kKeyBlock) {
+                fold(
+                    rows + j * keys.row_size, value_cells + j * values.row_size, begin + j,
+                    smaller(kKeyBlock, count - j)
+                );
+            }
         }
-    });
+    );
 }
 
 }  // namespace exl::EXL_ISA

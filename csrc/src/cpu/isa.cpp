@@ -31,8 +31,9 @@ namespace amx {
 void quant_linear(ThreadPool& pool, const QuantLinearArgs& args);
 }
 
-static OpTable avx512_with(const char* isa,
-                           void (*quant_linear)(ThreadPool&, const QuantLinearArgs&)) {
+static OpTable avx512_with(
+    const char* isa, void (*quant_linear)(ThreadPool&, const QuantLinearArgs&)
+) {
     OpTable table = avx512::op_table;
     table.isa = isa;
     table.quant_linear = quant_linear;

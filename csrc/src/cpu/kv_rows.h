@@ -126,8 +126,9 @@ struct Scaled8 {
 // Dequantizes contiguous rows exactly, without undoing the rotation: to[count][d].
 // Not inlined, so that its loops do not compete with the caller for registers.
 template <class Scaled>
-static __attribute__((noinline)) void unpack_rows(const uint8_t* rows, int64_t count,
-                                                  int64_t row_size, int64_t d, float* to) {
+static __attribute__((noinline)) void unpack_rows(
+    const uint8_t* rows, int64_t count, int64_t row_size, int64_t d, float* to
+) {
     constexpr int64_t kScales = 8;  // scales converted to fp32 at a time
     const int64_t groups = d / kKvGroup;
     for (int64_t j = 0; j < count; ++j, rows += row_size, to += d) {

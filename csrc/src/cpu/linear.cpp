@@ -84,9 +84,13 @@ static void decode_one(ThreadPool& pool, const LinearArgs& args) {
         int64_t panel = item * per_item;
         const auto next = [&]<int N>() {
             const int64_t column = panel * kPanel;
-            one_row<N>(args.x, weights + column * w.k, w.k,
-                       TileOut{args.y + column, args.y_stride, w.n - column, args.accumulate,
-                               w.bias != nullptr ? w.bias + column : nullptr});
+            one_row<N>(
+                args.x, weights + column * w.k, w.k,
+                TileOut{
+                    args.y + column, args.y_stride, w.n - column, args.accumulate,
+                    w.bias != nullptr ? w.bias + column : nullptr
+                }
+            );
             panel += N;
         };
         while (panel + P <= last) next.template operator()<P>();
@@ -109,11 +113,15 @@ static void decode_rows(ThreadPool& pool, const LinearArgs& args) {
     pool.parallel_for(ceil_div(panels, per_item), [&](int64_t item) {
         const int64_t first = item * per_item;
         const int64_t column = first * kPanel;
-        const TileOut out{args.y + column, args.y_stride, w.n - column, args.accumulate,
-                          w.bias != nullptr ? w.bias + column : nullptr};
+        const TileOut out{
+            args.y + column, args.y_stride, w.n - column, args.accumulate,
+            w.bias != nullptr ? w.bias + column : nullptr
+        };
         with_rows<kTileRows>(rows, [&]<int R>() {
-            tile_columns<R>(PackedRows<R>{packed_x}, weights + column * w.k, kPanel * w.k,
-                            smaller(per_item, panels - first), w.k, out);
+            tile_columns<R>(
+                PackedRows<R>{packed_x}, weights + column * w.k, kPanel * w.k,
+                smaller(per_item, panels - first), w.k, out
+            );
         });
     });
 }
@@ -135,30 +143,36 @@ struct Block {
 
 // Computes one block of outputs, over the whole of k.
 template <class T>
-static void block_product(const LinearArgs& args, const Tiling& tiling, const float* packed_x,
-                          const Block& at) {
+static void block_product(
+    const LinearArgs& args, const Tiling& tiling, const float* packed_x, const Block& at
+) {
     const PackedMatrix& w = *args.w;
     const T* weights = static_cast<const T*>(w.data);
     const int64_t panels = at.last_panel - at.first_panel;
     const int64_t column = at.first_panel * kPanel;
-    float* block =
-        static_cast<float*>(thread_scratch(1, kBlockPanels * kPanel * kBlockSteps * 4));
+    float* block = static_cast<float*>(thread_scratch(1, kBlockPanels * kPanel * kBlockSteps * 4));
     for (int64_t step = 0; step < w.k; step += kBlockSteps) {
         const int64_t steps = smaller(kBlockSteps, w.k - step);
         for (int64_t p = 0; p < panels; ++p) {
-            convert_block(weights + ((at.first_panel + p) * w.k + step) * kPanel, steps,
-                          block + p * steps * kPanel);
+            convert_block(
+                weights + ((at.first_panel + p) * w.k + step) * kPanel, steps,
+                block + p * steps * kPanel
+            );
         }
         const bool is_last = step + steps == w.k;
         for (int64_t tile = at.first_tile; tile < at.last_tile; ++tile) {
             const int64_t row = tiling.first_row(tile);
             const int rows = tiling.rows_of(tile);
-            const TileOut out{args.y + row * args.y_stride + column, args.y_stride, w.n - column,
-                              step > 0 || args.accumulate,
-                              is_last && w.bias != nullptr ? w.bias + column : nullptr};
+            const TileOut out{
+                args.y + row * args.y_stride + column, args.y_stride, w.n - column,
+                step > 0 || args.accumulate,
+                is_last && w.bias != nullptr ? w.bias + column : nullptr
+            };
             with_rows<kTileRows>(rows, [&]<int R>() {
-                tile_columns<R>(PackedRows<R>{packed_x + row * w.k + step * rows}, block,
-                                steps * kPanel, panels, steps, out);
+                tile_columns<R>(
+                    PackedRows<R>{packed_x + row * w.k + step * rows}, block, steps * kPanel,
+                    panels, steps, out
+                );
             });
         }
     }
@@ -171,8 +185,10 @@ static void prefill(ThreadPool& pool, const LinearArgs& args) {
     float* packed_x = static_cast<float*>(thread_scratch(0, args.m * w.k * 4));
     pool.parallel_for(tiling.count, [&](int64_t tile) {
         const int64_t row = tiling.first_row(tile);
-        pack_rows(args.x + row * args.x_stride, args.x_stride, tiling.rows_of(tile), w.k,
-                  packed_x + row * w.k);
+        pack_rows(
+            args.x + row * args.x_stride, args.x_stride, tiling.rows_of(tile), w.k,
+            packed_x + row * w.k
+        );
     });
     const int64_t row_blocks = ceil_div(args.m, kPassRows);
     // Column blocks consist of whole register tiles. Their number is raised until the blocks divide
@@ -188,9 +204,11 @@ static void prefill(ThreadPool& pool, const LinearArgs& args) {
         // in the cache.
         const int64_t rows = item % row_blocks;
         const int64_t columns = item / row_blocks;
-        const Block at{tiling.count * rows / row_blocks, tiling.count * (rows + 1) / row_blocks,
-                       groups * columns / column_blocks * kTilePanels,
-                       smaller(w.panels(), groups * (columns + 1) / column_blocks * kTilePanels)};
+        const Block at{
+            tiling.count * rows / row_blocks, tiling.count * (rows + 1) / row_blocks,
+            groups * columns / column_blocks * kTilePanels,
+            smaller(w.panels(), groups * (columns + 1) / column_blocks * kTilePanels)
+        };
         block_product<T>(args, tiling, packed_x, at);
     });
 }
@@ -225,8 +243,8 @@ static void embedding_of(ThreadPool& pool, const EmbeddingArgs& args) {
         const int64_t last = smaller(args.m, (item + 1) * per_item);
         for (int64_t row = item * per_item; row < last; ++row) {
             const int64_t id = args.token_ids[row];
-            const T* column = static_cast<const T*>(args.w->data) + id / kPanel * kPanel * k +
-                              id % kPanel;
+            const T* column =
+                static_cast<const T*>(args.w->data) + id / kPanel * kPanel * k + id % kPanel;
             T gathered[kLanes];
             for_lanes(k, [&](int64_t i, int count) {
                 for (int j = 0; j < count; ++j) gathered[j] = column[(i + j) * kPanel];

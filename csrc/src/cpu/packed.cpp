@@ -34,8 +34,10 @@ static MemoryBlock* open_block = nullptr;
 
 static MemoryBlock* map_block(int64_t bytes) {
     const int64_t size = round_up(bytes, 4096);
-    void* mapped = mmap(nullptr, static_cast<size_t>(size + kHugePage), PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* mapped = mmap(
+        nullptr, static_cast<size_t>(size + kHugePage), PROT_READ | PROT_WRITE,
+        MAP_PRIVATE | MAP_ANONYMOUS, -1, 0
+    );
     if (mapped == MAP_FAILED) throw std::bad_alloc();
     // Keeps the part that starts on a huge page and unmaps the rest before and after it.
     char* base = static_cast<char*>(mapped);
@@ -106,14 +108,17 @@ static void fill_rows(T* packed, int64_t k, int64_t row_offset, int64_t rows, co
     }
 }
 
-void PackedMatrix::fill(int64_t row_offset, int64_t rows, const void* weight,
-                        const float* bias_part) {
+void PackedMatrix::fill(
+    int64_t row_offset, int64_t rows, const void* weight, const float* bias_part
+) {
     if (dtype == DType::f32) {
-        fill_rows(static_cast<uint32_t*>(data), k, row_offset, rows,
-                  static_cast<const uint32_t*>(weight));
+        fill_rows(
+            static_cast<uint32_t*>(data), k, row_offset, rows, static_cast<const uint32_t*>(weight)
+        );
     } else {
-        fill_rows(static_cast<uint16_t*>(data), k, row_offset, rows,
-                  static_cast<const uint16_t*>(weight));
+        fill_rows(
+            static_cast<uint16_t*>(data), k, row_offset, rows, static_cast<const uint16_t*>(weight)
+        );
     }
     if (bias != nullptr) {
         std::memcpy(bias + row_offset, bias_part, static_cast<size_t>(rows) * sizeof(float));

@@ -20,7 +20,7 @@ struct Acts {
     float* scales;  // [m][spans]
     int32_t* sums;  // [m][spans], sums of the integers
     int64_t spans;
-    int low_bits;   // bits of the low part of an integer
+    int low_bits;  // bits of the low part of an integer
 };
 
 struct SpanAct {
@@ -58,8 +58,9 @@ static SpanAct quantize_span(const float* x, int64_t count, int low_bits, uint8_
     return {is_finite ? magnitude / largest_act : __builtin_nanf(""), sum};
 }
 
-static void quantize_row(const QuantMatrix& w, const float* x, int low_bits, uint8_t* act,
-                         float* scales, int32_t* sums) {
+static void quantize_row(
+    const QuantMatrix& w, const float* x, int low_bits, uint8_t* act, float* scales, int32_t* sums
+) {
     const int32_t* order = w.order.empty() ? nullptr : w.order.data();
     int64_t block = 0;
     int64_t span = 0;
@@ -74,8 +75,8 @@ static void quantize_row(const QuantMatrix& w, const float* x, int low_bits, uin
                 }
                 from = gathered;
             }
-            const SpanAct done = quantize_span(from, blocks * kBlockRows, low_bits,
-                                               act + block * kActBlock);
+            const SpanAct done =
+                quantize_span(from, blocks * kBlockRows, low_bits, act + block * kActBlock);
             scales[span] = done.scale;
             sums[span] = done.sum;
             block += blocks;
@@ -93,8 +94,9 @@ static bool has_same_input(const QuantMatrix& a, const QuantMatrix& b) {
 }
 
 // Quantizes x for every part. Parts with the same permutation and spans share one copy.
-static void quantize(ThreadPool& pool, const QuantLinearArgs& args, const int* low_bits,
-                     Acts* acts) {
+static void quantize(
+    ThreadPool& pool, const QuantLinearArgs& args, const int* low_bits, Acts* acts
+) {
     int64_t bytes[kMaxParts] = {};
     int64_t total = 0;
     const int64_t rows = ceil_div(args.m, kActRowStep) * kActRowStep;
@@ -102,8 +104,8 @@ static void quantize(ThreadPool& pool, const QuantLinearArgs& args, const int* l
     for (int p = 0; p < args.count; ++p) {
         const QuantMatrix& w = *args.parts[p];
         source[p] = 0;
-        while (source[p] < p && (low_bits[p] != low_bits[source[p]] ||
-                                 !has_same_input(w, *args.parts[source[p]]))) {
+        while (source[p] < p &&
+               (low_bits[p] != low_bits[source[p]] || !has_same_input(w, *args.parts[source[p]]))) {
             ++source[p];
         }
         const int64_t held_bytes = w.blocks * kActBlock + ceil_div(w.spans, 16) * 16 * 8;
@@ -132,9 +134,10 @@ static void quantize(ThreadPool& pool, const QuantLinearArgs& args, const int* l
         const int part = owners[item / args.m];
         const int64_t row = item % args.m;
         const Acts& to = acts[part];
-        quantize_row(*args.parts[part], args.x + row * args.x_stride, to.low_bits,
-                     to.data + row * to.row_bytes, to.scales + row * to.spans,
-                     to.sums + row * to.spans);
+        quantize_row(
+            *args.parts[part], args.x + row * args.x_stride, to.low_bits,
+            to.data + row * to.row_bytes, to.scales + row * to.spans, to.sums + row * to.spans
+        );
     });
 }
 

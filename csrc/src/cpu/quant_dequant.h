@@ -33,12 +33,13 @@ static inline Vec based_row(Codes v) {
 #if defined(__AVX512F__)
     const __m512i moved = _mm512_srli_epi32(v, 8 * Row);
     // (moved & 0xff) | kFloatBits
-    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(moved, _mm512_set1_epi32(0xff),
-                                                         _mm512_set1_epi32(kFloatBits), 0xea));
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+        moved, _mm512_set1_epi32(0xff), _mm512_set1_epi32(kFloatBits), 0xea
+    ));
 #elif defined(__AVX2__)
-    const __m256i code = Row == 3 ? _mm256_srli_epi32(v, 24)
-                                  : _mm256_and_si256(_mm256_srli_epi32(v, 8 * Row),
-                                                     _mm256_set1_epi32(0xff));
+    const __m256i code =
+        Row == 3 ? _mm256_srli_epi32(v, 24)
+                 : _mm256_and_si256(_mm256_srli_epi32(v, 8 * Row), _mm256_set1_epi32(0xff));
     return _mm256_castsi256_ps(_mm256_or_si256(code, _mm256_set1_epi32(kFloatBits)));
 #else
     return kFloatBase + static_cast<float>(v.lane >> 8 * Row & 0xff);
@@ -89,9 +90,10 @@ struct BFloatPairs {
         // The conversion yields the 16 columns of the even row, then those of the odd row. The
         // permutation interleaves them.
         const auto both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
-        const __m512i turns = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25,
-                                               9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
-                                               17, 1, 16, 0);
+        const __m512i turns = _mm512_set_epi16(
+            31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20,
+            4, 19, 3, 18, 2, 17, 1, 16, 0
+        );
         return _mm512_permutexvar_epi16(turns, both);
     }
     void put(int step, int, Vec a, Vec b, Vec c, Vec d) const {
@@ -115,18 +117,22 @@ static inline void dequantize_block(const uint8_t* codes, const GroupColumns& gr
         };
         unrolled<kBlockRows / 4>([&]<int Step>() __attribute__((always_inline)) {
             const Codes step = block_codes<Bits, Step>(codes + 4 * c);
-            out.put(Step, c, weight(based_row<0>(step)), weight(based_row<1>(step)),
-                    weight(based_row<2>(step)), weight(based_row<3>(step)));
+            out.put(
+                Step, c, weight(based_row<0>(step)), weight(based_row<1>(step)),
+                weight(based_row<2>(step)), weight(based_row<3>(step))
+            );
         });
     }
 }
 
 // Dequantizes blocks [block, last), all of them within one run.
 template <int Bits, class Out>
-static void dequantize_run(const QuantMatrix& w, const GroupRun& run, int64_t panel, int64_t block,
-                           int64_t last, Out& out) {
+static void dequantize_run(
+    const QuantMatrix& w, const GroupRun& run, int64_t panel, int64_t block, int64_t last, Out& out
+) {
     constexpr int64_t kBytes = Bits * 4 * kPanel;
-    const uint8_t* codes = w.panel_codes(panel) + run.code_offset + (block - run.first_block) * kBytes;
+    const uint8_t* codes =
+        w.panel_codes(panel) + run.code_offset + (block - run.first_block) * kBytes;
     while (block < last) {
         const int64_t group = (block - run.first_block) / run.blocks;
         const int64_t end = smaller(last, run.first_block + (group + 1) * run.blocks);
@@ -140,8 +146,9 @@ static void dequantize_run(const QuantMatrix& w, const GroupRun& run, int64_t pa
 
 // Dequantizes blocks [first_block, last_block) of a panel into `out`.
 template <class Out>
-static void dequantize(const QuantMatrix& w, int64_t panel, int64_t first_block, int64_t last_block,
-                       Out out) {
+static void dequantize(
+    const QuantMatrix& w, int64_t panel, int64_t first_block, int64_t last_block, Out out
+) {
     for (const GroupRun& run : w.runs) {
         const int64_t first = larger(first_block, run.first_block);
         const int64_t last = smaller(last_block, run.first_block + run.groups * run.blocks);

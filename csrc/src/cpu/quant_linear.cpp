@@ -47,11 +47,10 @@ constexpr int64_t kIntegerRows = 8;
 
 // Computes the exact integer sums of one span: kLanes columns of each of P panels, R rows.
 template <int Bits, int R, int P>
-static inline __attribute__((always_inline)) void span_product(const uint8_t* codes,
-                                                               int64_t panel_bytes, int64_t blocks,
-                                                               const uint8_t* act,
-                                                               int64_t row_bytes,
-                                                               DotSum (&sums)[P][R]) {
+static inline __attribute__((always_inline)) void span_product(
+    const uint8_t* codes, int64_t panel_bytes, int64_t blocks, const uint8_t* act,
+    int64_t row_bytes, DotSum (&sums)[P][R]
+) {
     for (int64_t b = 0; b < blocks; ++b) {
 #pragma GCC unroll 2
         for (int p = 0; p < P; ++p) {
@@ -77,8 +76,10 @@ static inline __attribute__((always_inline)) void span_product(const uint8_t* co
 }
 
 template <int Bits, int R, int P>
-static void run_product(const QuantMatrix& w, const GroupRun& run, int64_t panel, const Acts& acts,
-                        int64_t row, float (*y)[kPanel]) {
+static void run_product(
+    const QuantMatrix& w, const GroupRun& run, int64_t panel, const Acts& acts, int64_t row,
+    float (*y)[kPanel]
+) {
     const uint8_t* codes = w.panel_codes(panel) + run.code_offset;
     const uint8_t* act = acts.data + row * acts.row_bytes + run.first_block * kActBlock;
     int64_t span = row * acts.spans + run.first_span;
@@ -90,13 +91,16 @@ static void run_product(const QuantMatrix& w, const GroupRun& run, int64_t panel
 #pragma GCC unroll 1
             for (int v = 0; v < kPanelVecs; ++v) {
                 DotSum sums[P][R];
-                span_product<Bits, R, P>(codes + v * kCodeBytes, w.panel_bytes, blocks, act,
-                                         acts.row_bytes, sums);
+                span_product<Bits, R, P>(
+                    codes + v * kCodeBytes, w.panel_bytes, blocks, act, acts.row_bytes, sums
+                );
 #pragma GCC unroll 2
                 for (int p = 0; p < P; ++p) {
                     const auto total = [&](int r) { return sums[p][r].total(); };
-                    apply_scales<Bits>(w, at + p * w.groups * kPanel + v * kLanes, R, total, acts,
-                                       span, y[p * R] + v * kLanes);
+                    apply_scales<Bits>(
+                        w, at + p * w.groups * kPanel + v * kLanes, R, total, acts, span,
+                        y[p * R] + v * kLanes
+                    );
                 }
             }
             codes += blocks * Bits * 4 * kPanel;
@@ -107,8 +111,9 @@ static void run_product(const QuantMatrix& w, const GroupRun& run, int64_t panel
 
 // Computes the columns of P panels for R rows: y[P][R][16].
 template <int R, int P>
-static void panel_product(const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
-                          float (*y)[kPanel]) {
+static void panel_product(
+    const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row, float (*y)[kPanel]
+) {
     for (int p = 0; p < P; ++p) start_rows(w, panel + p, R, y + p * R);
     for (const GroupRun& run : w.runs) {
         with_width(run.bits, [&]<int Bits>() {
@@ -121,8 +126,10 @@ static void panel_product(const QuantMatrix& w, int64_t panel, const Acts& acts,
 
 // As run_product, in AMX tiles. IsWhole: 12-bit activations, whose product gives the whole sum.
 template <int Bits, int P, bool IsWhole>
-static void run_tiles(const QuantMatrix& w, const GroupRun& run, int64_t panel, const Acts& acts,
-                      int64_t row, int rows, float (*y)[kPanel]) {
+static void run_tiles(
+    const QuantMatrix& w, const GroupRun& run, int64_t panel, const Acts& acts, int64_t row,
+    int rows, float (*y)[kPanel]
+) {
     const uint8_t* codes = w.panel_codes(panel) + run.code_offset;
     const uint8_t* act = acts.data + row * acts.row_bytes + run.first_block * kActBlock;
     int64_t span = row * acts.spans + run.first_span;
@@ -134,8 +141,9 @@ static void run_tiles(const QuantMatrix& w, const GroupRun& run, int64_t panel, 
     const auto scale_span = [&] {
         for (int p = 0; p < P; ++p) {
             const auto total = [&](int r) { return sums[done & 1].total<IsWhole>(p, r); };
-            apply_scales<Bits>(w, at[done & 1] + p * w.groups * kPanel, rows, total, acts, done,
-                               y[p * rows]);
+            apply_scales<Bits>(
+                w, at[done & 1] + p * w.groups * kPanel, rows, total, acts, done, y[p * rows]
+            );
         }
         ++done;
     };
@@ -145,8 +153,9 @@ static void run_tiles(const QuantMatrix& w, const GroupRun& run, int64_t panel, 
         for (int64_t first = 0; first < run.blocks; first += kSpanBlocks, ++span) {
             const int64_t blocks = smaller(kSpanBlocks, run.blocks - first);
             at[span & 1] = grid;
-            tile_span<Bits, P, IsWhole>(codes, w.panel_bytes, blocks, act, acts.row_bytes,
-                                        sums[span & 1]);
+            tile_span<Bits, P, IsWhole>(
+                codes, w.panel_bytes, blocks, act, acts.row_bytes, sums[span & 1]
+            );
             if (done < span) scale_span();
             codes += blocks * Bits * 4 * kPanel;
             act += blocks * kActBlock;
@@ -157,8 +166,9 @@ static void run_tiles(const QuantMatrix& w, const GroupRun& run, int64_t panel, 
 
 // As panel_product, in AMX tiles, for up to 16 rows: y[P][rows][16].
 template <int P>
-static void panel_tiles(const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
-                        int rows, float (*y)[kPanel]) {
+static void panel_tiles(
+    const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row, int rows, float (*y)[kPanel]
+) {
     for (int p = 0; p < P; ++p) start_rows(w, panel + p, rows, y + p * rows);
     for (const GroupRun& run : w.runs) {
         with_width(run.bits, [&]<int Bits>() {
@@ -179,20 +189,27 @@ static void panel_tiles(const QuantMatrix& w, int64_t panel, const Acts& acts, i
 // y[panels][rows][16]. Sums stay in registers. Two panels are read as two parallel streams and
 // share the loads of x.
 template <class Done>
-static inline void with_tile(int64_t left, int64_t panels, [[maybe_unused]] int low_bits,
-                             Done&& done) {
+static inline void with_tile(
+    int64_t left, int64_t panels, [[maybe_unused]] int low_bits, Done&& done
+) {
     const auto of = [&]<int R, int P>() {
-        done([](const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
-                float (*y)[kPanel]) { panel_product<R, P>(w, panel, acts, row, y); }, R, P);
+        done(
+            [](const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
+               float (*y)[kPanel]) { panel_product<R, P>(w, panel, acts, row, y); },
+            R, P
+        );
     };
 #if EXL_HAS_INT_TILES
     if (left >= (low_bits == kIntTileLowBits ? 1 : kIntTileMinRows)) {
         const int rows = static_cast<int>(smaller(left, kIntTileRows));
-        return done([&](const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
-                        float (*y)[kPanel]) {
-            if (panels > 1) return panel_tiles<2>(w, panel, acts, row, rows, y);
-            panel_tiles<1>(w, panel, acts, row, rows, y);
-        }, rows, static_cast<int>(panels));
+        return done(
+            [&](const QuantMatrix& w, int64_t panel, const Acts& acts, int64_t row,
+                float (*y)[kPanel]) {
+                if (panels > 1) return panel_tiles<2>(w, panel, acts, row, rows, y);
+                panel_tiles<1>(w, panel, acts, row, rows, y);
+            },
+            rows, static_cast<int>(panels)
+        );
     }
 #endif
     if constexpr (kTileSums >= 12 && !EXL_HAS_INT_TILES) {
@@ -213,8 +230,10 @@ static inline void with_tile(int64_t left, int64_t panels, [[maybe_unused]] int 
 }
 
 // Writes values[rows][16] of one panel to y, from row `row` on.
-static void write_rows(const QuantLinearArgs& args, int64_t row, int rows, int64_t column,
-                       int64_t columns, const float (*values)[kPanel]) {
+static void write_rows(
+    const QuantLinearArgs& args, int64_t row, int rows, int64_t column, int64_t columns,
+    const float (*values)[kPanel]
+) {
     for (int r = 0; r < rows; ++r) {
         float* to = args.y + (row + r) * args.y_stride + column;
         for_lanes(columns, [&](int64_t i, int count) {
@@ -241,8 +260,10 @@ static void gate_values(Gate gate, int count, const float (*ups)[kPanel], float 
 // with_tile and `count` is rows times panels. Panels are the outer loop, so that their codes stay
 // in the cache while they are multiplied with all row tiles.
 template <class Values>
-static void write_panels(const QuantLinearArgs& args, const QuantMatrix& w, int low_bits,
-                         Range rows, Range panels, int64_t first_column, Values&& values) {
+static void write_panels(
+    const QuantLinearArgs& args, const QuantMatrix& w, int low_bits, Range rows, Range panels,
+    int64_t first_column, Values&& values
+) {
     const IntTileScope scope(low_bits);
     alignas(64) float y[kTileRowsOut][kPanel];
     for (int64_t panel = panels.first; panel < panels.last; panel += 2) {
@@ -253,8 +274,10 @@ static void write_panels(const QuantLinearArgs& args, const QuantMatrix& w, int 
                     values(product, panel + p, row, count * wide, y);
                     for (int q = 0; q < wide; ++q) {
                         const int64_t column = (panel + p + q) * kPanel;
-                        write_rows(args, row, count, first_column + column,
-                                   smaller(kPanel, w.n - column), y + q * count);
+                        write_rows(
+                            args, row, count, first_column + column, smaller(kPanel, w.n - column),
+                            y + q * count
+                        );
                     }
                 }
                 row += count;
@@ -263,32 +286,38 @@ static void write_panels(const QuantLinearArgs& args, const QuantMatrix& w, int 
     }
 }
 
-static void part_panels(const QuantLinearArgs& args, const Acts* acts, int part, Range rows,
-                        Range panels, int64_t first_column) {
+static void part_panels(
+    const QuantLinearArgs& args, const Acts* acts, int part, Range rows, Range panels,
+    int64_t first_column
+) {
     const QuantMatrix& w = *args.parts[part];
-    write_panels(args, w, acts[part].low_bits, rows, panels, first_column,
-                 [&](auto&& product, int64_t panel, int64_t row, int, float (*y)[kPanel]) {
-                     product(w, panel, acts[part], row, y);
-                 });
+    write_panels(
+        args, w, acts[part].low_bits, rows, panels, first_column,
+        [&](auto&& product, int64_t panel, int64_t row, int, float (*y)[kPanel]) {
+            product(w, panel, acts[part], row, y);
+        }
+    );
 }
 
-static void gated_panels(const QuantLinearArgs& args, const Acts* acts, Range rows,
-                         Range panels) {
+static void gated_panels(const QuantLinearArgs& args, const Acts* acts, Range rows, Range panels) {
     const QuantMatrix& w = *args.parts[0];
     alignas(64) float ups[kTileRowsOut][kPanel];
-    write_panels(args, w, acts[0].low_bits, rows, panels, 0,
-                 [&](auto&& product, int64_t panel, int64_t row, int count, float (*y)[kPanel]) {
-                     product(w, panel, acts[0], row, y);
-                     product(*args.parts[1], panel, acts[1], row, ups);
-                     gate_values(args.gate, count, ups, y);
-                 });
+    write_panels(
+        args, w, acts[0].low_bits, rows, panels, 0,
+        [&](auto&& product, int64_t panel, int64_t row, int count, float (*y)[kPanel]) {
+            product(w, panel, acts[0], row, y);
+            product(*args.parts[1], panel, acts[1], row, ups);
+            gate_values(args.gate, count, ups, y);
+        }
+    );
 }
 
 // Chooses 12-bit activations for parts whose product runs in the AMX tiles for narrow codes; other
 // parts keep 16 bits. The choice depends on the part alone, not on the parts it is joined with. The
 // exception is a gate and its up projection, which share their tiles and therefore one width.
-static void choose_low_bits([[maybe_unused]] const QuantLinearArgs& args,
-                            [[maybe_unused]] int* low_bits) {
+static void choose_low_bits(
+    [[maybe_unused]] const QuantLinearArgs& args, [[maybe_unused]] int* low_bits
+) {
 #if EXL_HAS_INT_TILES
     if (args.m < kIntTileMinRows) return;
     for (int p = 0; p < args.count; ++p) {
@@ -318,8 +347,9 @@ static void integer_product(ThreadPool& pool, const QuantLinearArgs& args) {
     const int64_t splits = smaller(panels, threads * rounds);
     const int64_t row_blocks = ceil_div(args.m, kActRows);
     pool.parallel_for(splits * row_blocks, [&](int64_t item) {
-        const Range rows{item % row_blocks * kActRows,
-                         smaller(args.m, (item % row_blocks + 1) * kActRows)};
+        const Range rows{
+            item % row_blocks * kActRows, smaller(args.m, (item % row_blocks + 1) * kActRows)
+        };
         const int64_t split = item / row_blocks;
         const Range mine = share(panels, split, splits);
         if (is_gated) return gated_panels(args, acts, rows, mine);

@@ -31,7 +31,10 @@ static Planes planes_of(int bits) {
 }
 
 QuantMatrix::QuantMatrix(const QuantLayout& layout)
-    : n(layout.n), k(layout.k), scale_dtype(layout.scale_dtype), offset(layout.offset),
+    : n(layout.n),
+      k(layout.k),
+      scale_dtype(layout.scale_dtype),
+      offset(layout.offset),
       runs(layout.runs) {
     int64_t rows = 0;
     bool has_padding = false;
@@ -55,8 +58,8 @@ QuantMatrix::QuantMatrix(const QuantLayout& layout)
         for (const GroupRun& run : runs) {
             for (int64_t row = 0; row < run.groups * run.rows; ++row) {
                 const int64_t stored = run.first_row + row;
-                const int64_t padded = (run.first_block + row / run.rows * run.blocks) * kBlockRows +
-                                       row % run.rows;
+                const int64_t padded =
+                    (run.first_block + row / run.rows * run.blocks) * kBlockRows + row % run.rows;
                 order[static_cast<size_t>(padded)] = layout.features != nullptr
                                                          ? layout.features[stored]
                                                          : static_cast<int32_t>(stored);
@@ -136,15 +139,18 @@ static int unpack_code(const uint8_t* block, int bits, int64_t row, int64_t colu
 
 // Reads the codes of one stored row, `count` columns from a packing of 32-bit words, into row `row`
 // of the block. The code of each column starts at bit `bit` of the column's bit stream.
-static void read_words(const QuantColumns& from, int64_t bit, int bits, int64_t column,
-                       int64_t count, int64_t row, Block& block) {
+static void read_words(
+    const QuantColumns& from, int64_t bit, int bits, int64_t column, int64_t count, int64_t row,
+    Block& block
+) {
     const auto* words = static_cast<const uint32_t*>(from.codes) + column;
     const uint32_t* here = words + bit / 32 * from.row_stride;
     const int shift = static_cast<int>(bit % 32);
     const uint32_t mask = (1u << bits) - 1;
     uint8_t* to = block.lanes[row / 4] + row % 4;
     if (shift + bits <= 32) {
-        for (int64_t c = 0; c < count; ++c) to[4 * c] = static_cast<uint8_t>(here[c] >> shift & mask);
+        for (int64_t c = 0; c < count; ++c)
+            to[4 * c] = static_cast<uint8_t>(here[c] >> shift & mask);
         return;
     }
     const uint32_t* next = here + from.row_stride;
@@ -178,8 +184,9 @@ static void read_ggml(const uint8_t* from, const GgmlBlock& at, uint8_t (&codes)
     }
 }
 
-static void fill_ggml_panel(QuantMatrix& w, const QuantColumns& from, int64_t panel, int64_t column,
-                            int64_t count) {
+static void fill_ggml_panel(
+    QuantMatrix& w, const QuantColumns& from, int64_t panel, int64_t column, int64_t count
+) {
     const GgmlBlock& at = ggml_block(from.packing);
     auto* scales = static_cast<uint16_t*>(w.scales) + w.scale_index(panel);
     auto* minimums = static_cast<uint16_t*>(w.offsets) + w.scale_index(panel);
@@ -201,8 +208,9 @@ static void fill_ggml_panel(QuantMatrix& w, const QuantColumns& from, int64_t pa
     }
 }
 
-static void fill_codes(QuantMatrix& w, const QuantColumns& from, int64_t panel, int64_t column,
-                       int64_t count) {
+static void fill_codes(
+    QuantMatrix& w, const QuantColumns& from, int64_t panel, int64_t column, int64_t count
+) {
     int64_t first_bit = 0;  // start of the run in each column's bit stream
     for (const GroupRun& run : w.runs) {
         uint8_t* to = w.codes + panel * w.panel_bytes + run.code_offset;
@@ -235,12 +243,16 @@ static void fill_codes(QuantMatrix& w, const QuantColumns& from, int64_t panel, 
 
 // Copies columns [column, column + count) of a grid [groups, columns] to [group][16] of one panel.
 // An element has `bytes` bytes.
-static void fill_grid(const void* from, int64_t columns, int64_t column, int64_t count,
-                      int64_t groups, int64_t bytes, uint8_t* to) {
+static void fill_grid(
+    const void* from, int64_t columns, int64_t column, int64_t count, int64_t groups, int64_t bytes,
+    uint8_t* to
+) {
     for (int64_t group = 0; group < groups; ++group) {
-        std::memcpy(to + group * kPanel * bytes,
-                    static_cast<const uint8_t*>(from) + (group * columns + column) * bytes,
-                    static_cast<size_t>(count * bytes));
+        std::memcpy(
+            to + group * kPanel * bytes,
+            static_cast<const uint8_t*>(from) + (group * columns + column) * bytes,
+            static_cast<size_t>(count * bytes)
+        );
     }
 }
 
@@ -252,11 +264,15 @@ void QuantMatrix::fill(int64_t first_column, const QuantColumns& from) {
         const int64_t count = std::min(kPanel, from.columns - column);
         if (from.packing == Packing::words || from.packing == Packing::bytes) {
             fill_codes(*this, from, panel, column, count);
-            fill_grid(from.scales, from.columns, column, count, groups, scale_size,
-                      static_cast<uint8_t*>(scales) + scale_index(panel) * scale_size);
+            fill_grid(
+                from.scales, from.columns, column, count, groups, scale_size,
+                static_cast<uint8_t*>(scales) + scale_index(panel) * scale_size
+            );
             if (offset != Offset::middle) {
-                fill_grid(from.offsets, from.columns, column, count, groups, offset_size,
-                          static_cast<uint8_t*>(offsets) + scale_index(panel) * offset_size);
+                fill_grid(
+                    from.offsets, from.columns, column, count, groups, offset_size,
+                    static_cast<uint8_t*>(offsets) + scale_index(panel) * offset_size
+                );
             }
         } else {
             fill_ggml_panel(*this, from, panel, column, count);
@@ -287,8 +303,9 @@ static void read_row(const QuantMatrix& w, int64_t id, float* y) {
                 w.offset == Offset::minimums ? grid_value(w.offsets, w.scale_dtype, at) : 0.0f;
             const int64_t first = (run.first_block + group * run.blocks) * kBlockRows;
             for (int64_t r = 0; r < run.rows; ++r) {
-                const int code = unpack_code(codes + r / kBlockRows * kPlaneRow * run.bits, run.bits,
-                                             r % kBlockRows, column);
+                const int code = unpack_code(
+                    codes + r / kBlockRows * kPlaneRow * run.bits, run.bits, r % kBlockRows, column
+                );
                 const int64_t feature =
                     w.order.empty() ? first + r : w.order[static_cast<size_t>(first + r)];
                 y[feature] = scale * static_cast<float>(code - zero) + minimum;

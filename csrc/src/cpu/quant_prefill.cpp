@@ -81,8 +81,12 @@ static int64_t count_pairs(const QuantLinearArgs& args) {
 static PanelPair pair_at(const Pass& pass, int64_t pair) {
     const QuantLinearArgs& args = pass.args;
     if (is_gated(args)) {
-        return {{{args.parts[0], pair, pass.packed[0]}, {args.parts[1], pair, pass.packed[1]}},
-                2, pair * kPanel, smaller(kPanel, args.parts[0]->n - pair * kPanel)};
+        return {
+            {{args.parts[0], pair, pass.packed[0]}, {args.parts[1], pair, pass.packed[1]}},
+            2,
+            pair * kPanel,
+            smaller(kPanel, args.parts[0]->n - pair * kPanel)
+        };
     }
     int p = 0;
     int64_t column = 0;
@@ -92,9 +96,12 @@ static PanelPair pair_at(const Pass& pass, int64_t pair) {
     }
     const QuantMatrix* w = args.parts[p];
     const int64_t panel = 2 * pair;
-    return {{{w, panel, pass.packed[p]}, {w, panel + 1, pass.packed[p]}},
-            panel + 1 < w->panels() ? 2 : 1, column + panel * kPanel,
-            smaller(2 * kPanel, w->n - panel * kPanel)};
+    return {
+        {{w, panel, pass.packed[p]}, {w, panel + 1, pass.packed[p]}},
+        panel + 1 < w->panels() ? 2 : 1,
+        column + panel * kPanel,
+        smaller(2 * kPanel, w->n - panel * kPanel)
+    };
 }
 
 // Packs x in stored order for every part. Parts with the same permutation share one copy.
@@ -116,21 +123,25 @@ static void pack(ThreadPool& pool, Pass& pass) {
         elements += tile_count * args.parts[p]->blocks * block_elements(kRowTile);
     }
     auto* packed = static_cast<Element*>(
-        thread_scratch(kPackedSlot, elements * static_cast<int64_t>(sizeof(Element))));
+        thread_scratch(kPackedSlot, elements * static_cast<int64_t>(sizeof(Element)))
+    );
     for (int p = 0; p < args.count; ++p) pass.packed[p] = packed + offsets[copy_of[p]];
     pool.parallel_for(copies * tile_count, [&](int64_t item) {
         const int64_t copy = item / tile_count;
         const int64_t tile = item % tile_count;
         const QuantMatrix& w = *distinct[copy];
         const int64_t row = pass.first_row + tile * kRowTile;
-        pack_row_tile(args.x + row * args.x_stride, args.x_stride, pass.rows_of(tile), w,
-                  packed + offsets[copy] + tile * w.blocks * block_elements(kRowTile));
+        pack_row_tile(
+            args.x + row * args.x_stride, args.x_stride, pass.rows_of(tile), w,
+            packed + offsets[copy] + tile * w.blocks * block_elements(kRowTile)
+        );
     });
 }
 
 template <class Act>
-static void write_gated(const PanelPair& pair, int rows, const float* acc, float* y,
-                        int64_t y_stride, Act act) {
+static void write_gated(
+    const PanelPair& pair, int rows, const float* acc, float* y, int64_t y_stride, Act act
+) {
     const float* gate_bias = pair.sides[0].w->bias;
     const float* up_bias = pair.sides[1].w->bias;
     for (int r = 0; r < rows; ++r) {
@@ -144,8 +155,9 @@ static void write_gated(const PanelPair& pair, int rows, const float* acc, float
     }
 }
 
-static void write_row_tile(const Pass& pass, const PanelPair& pair, int64_t tile,
-                           const float* acc) {
+static void write_row_tile(
+    const Pass& pass, const PanelPair& pair, int64_t tile, const float* acc
+) {
     const QuantLinearArgs& args = pass.args;
     const int rows = pass.rows_of(tile);
     float* y = args.y + (pass.first_row + tile * kRowTile) * args.y_stride + pair.column;
@@ -183,8 +195,10 @@ static Range blocks_of(const QuantMatrix& w, int64_t chunk) {
 }
 
 // Multiplies one row tile with the weights of one chunk of a pair.
-static void multiply(const Pass& pass, const PanelPair& pair, int64_t chunk, int64_t tile,
-                     const Element* weights, float* acc) {
+static void multiply(
+    const Pass& pass, const PanelPair& pair, int64_t chunk, int64_t tile, const Element* weights,
+    float* acc
+) {
     const int rows = pass.rows_of(tile);
     const bool accumulate = chunk > 0;
     const auto at = [&](const Side& side, const Range& blocks) {
@@ -200,8 +214,9 @@ static void multiply(const Pass& pass, const PanelPair& pair, int64_t chunk, int
     for (int s = 0; s < pair.count; ++s) {
         const Range blocks = blocks_of(*sides[s].w, chunk);
         if (blocks.count() == 0) continue;
-        multiply_row_tile<1>(at(sides[s], blocks), rows, weights, blocks.count(), accumulate,
-                         acc + s * kPanel);
+        multiply_row_tile<1>(
+            at(sides[s], blocks), rows, weights, blocks.count(), accumulate, acc + s * kPanel
+        );
         weights += blocks.count() * kBlockRows * kPanel;
     }
 }
@@ -220,7 +235,8 @@ static void make_weights(const PanelPair& pair, int64_t chunk, Element* weights)
 static void item_product(const Pass& pass, const Range& pairs, const Range& tiles) {
     constexpr int64_t kWeightElements = 2 * kChunkBlocks * kBlockRows * kPanel;
     auto* weights = static_cast<Element*>(
-        thread_scratch(kWeightSlot, kWeightElements * static_cast<int64_t>(sizeof(Element))));
+        thread_scratch(kWeightSlot, kWeightElements * static_cast<int64_t>(sizeof(Element)))
+    );
     int64_t chunks = 1;
     for (int p = 0; p < pass.args.count; ++p) {
         chunks = larger(chunks, chunks_of(*pass.args.parts[p]));
@@ -253,8 +269,9 @@ static void run_pass(ThreadPool& pool, Pass& pass) {
     while (columns < pairs && columns % threads != 0 && columns < 8 * threads) ++columns;
     const int64_t rows = columns >= threads ? 1 : smaller(pass.tiles(), ceil_div(threads, columns));
     pool.parallel_for(rows * columns, [&](int64_t item) {
-        item_product(pass, share(pairs, item / rows, columns),
-                     share(pass.tiles(), item % rows, rows));
+        item_product(
+            pass, share(pairs, item / rows, columns), share(pass.tiles(), item % rows, rows)
+        );
     });
 }
 

@@ -14,8 +14,9 @@ constexpr int64_t kCodesAhead = 8192;
 constexpr int64_t kGridAhead = 1024;
 
 // Prefetches scales and offsets. Always inlined for the same reason as `prefetch` (vec_avx2.h).
-static inline __attribute__((always_inline)) void prefetch_scales(const QuantMatrix& w,
-                                                                  int64_t at) {
+static inline __attribute__((always_inline)) void prefetch_scales(
+    const QuantMatrix& w, int64_t at
+) {
     const int64_t size = w.scale_dtype == DType::f32 ? 4 : 2;
     prefetch(static_cast<const uint8_t*>(w.scales) + at * size + kGridAhead);
     if (w.offset == Offset::middle) return;
@@ -26,10 +27,10 @@ static inline __attribute__((always_inline)) void prefetch_scales(const QuantMat
 // y[row] += sums of a span with scale and offset applied, for kLanes columns. `at` is the index of
 // the group's scales and offsets; total(row) returns the integer sums.
 template <int Bits, class Total>
-static inline __attribute__((always_inline)) void apply_scales(const QuantMatrix& w, int64_t at,
-                                                               int rows, Total&& total,
-                                                               const Acts& acts, int64_t span,
-                                                               float* y) {
+static inline __attribute__((always_inline)) void apply_scales(
+    const QuantMatrix& w, int64_t at, int rows, Total&& total, const Acts& acts, int64_t span,
+    float* y
+) {
     const Vec scale = load_grid(w.scales, w.scale_dtype, at);
     const auto for_rows = [&](auto&& value_of) __attribute__((always_inline)) {
 #pragma GCC unroll 8

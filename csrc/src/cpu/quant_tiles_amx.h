@@ -24,8 +24,9 @@ constexpr int64_t kTileElements = kBlockRows * kPanel;  // of activations or wei
 static inline int64_t block_elements(int) { return kRowTile * kBlockRows; }
 
 // Packs one row tile of x in stored order, rounded to bf16. Rows from `rows` on become zero.
-static inline void pack_row_tile(const float* x, int64_t x_stride, int rows, const QuantMatrix& w,
-                             BFloat* packed) {
+static inline void pack_row_tile(
+    const float* x, int64_t x_stride, int rows, const QuantMatrix& w, BFloat* packed
+) {
     const int32_t* order = w.order.empty() ? nullptr : w.order.data();
     for (int64_t block = 0; block < w.blocks; ++block, packed += kRowTile * kBlockRows) {
         const int64_t first = block * kBlockRows;
@@ -39,8 +40,9 @@ static inline void pack_row_tile(const float* x, int64_t x_stride, int rows, con
         if (order == nullptr) {
             pack([&](const float* row, int half) { return load(row + first + half * kLanes); });
         } else {
-            const __m512i index[2] = {_mm512_loadu_si512(order + first),
-                                      _mm512_loadu_si512(order + first + kLanes)};
+            const __m512i index[2] = {
+                _mm512_loadu_si512(order + first), _mm512_loadu_si512(order + first + kLanes)
+            };
             pack([&](const float* row, int half) { return gather_features(row, index[half]); });
         }
         for (int r = rows; r < kRowTile; ++r) {
@@ -49,8 +51,9 @@ static inline void pack_row_tile(const float* x, int64_t x_stride, int rows, con
     }
 }
 
-static inline void weights_of(const QuantMatrix& w, int64_t panel, int64_t first_block,
-                              int64_t last_block, BFloat* to) {
+static inline void weights_of(
+    const QuantMatrix& w, int64_t panel, int64_t first_block, int64_t last_block, BFloat* to
+) {
     dequantize(w, panel, first_block, last_block, BFloatPairs{to});
 }
 
@@ -58,8 +61,9 @@ static inline void weights_of(const QuantMatrix& w, int64_t panel, int64_t first
 // activations out of L1, which holds the weights: 2400 instead of 1650 GFLOP/s, measured on one
 // core with chunks of 18 blocks.
 template <int RowTiles, int Panels>
-static void multiply_tiles(const BFloat* a, const BFloat* b, int64_t blocks, bool accumulate,
-                           float* acc) {
+static void multiply_tiles(
+    const BFloat* a, const BFloat* b, int64_t blocks, bool accumulate, float* acc
+) {
     constexpr int64_t kAccBytes = kAccColumns * 4;
     float* below = acc + 16 * kAccColumns;
     const BFloat* b1 = b + blocks * kTileElements;
@@ -98,8 +102,9 @@ static void multiply_tiles(const BFloat* a, const BFloat* b, int64_t blocks, boo
 
 // acc[32][kAccColumns] (+)= a @ b over `blocks` blocks of each panel of b.
 template <int Panels>
-static void multiply_row_tile(const BFloat* a, int rows, const BFloat* b, int64_t blocks,
-                          bool accumulate, float* acc) {
+static void multiply_row_tile(
+    const BFloat* a, int rows, const BFloat* b, int64_t blocks, bool accumulate, float* acc
+) {
     if (rows > 16) {
         multiply_tiles<2, Panels>(a, b, blocks, accumulate, acc);
     } else {

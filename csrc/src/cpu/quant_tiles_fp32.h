@@ -22,8 +22,9 @@ struct TileScope {
 // Number of elements in one block of a packed row tile of `rows` rows.
 static inline int64_t block_elements(int rows) { return rows * kBlockRows; }
 
-static inline void pack_row_tile(const float* x, int64_t x_stride, int rows, const QuantMatrix& w,
-                             float* packed) {
+static inline void pack_row_tile(
+    const float* x, int64_t x_stride, int rows, const QuantMatrix& w, float* packed
+) {
     if (w.order.empty()) return pack_rows(x, x_stride, rows, w.k, packed);
     const int32_t* order = w.order.data();
     for (int64_t i = 0; i < w.blocks * kBlockRows; ++i, packed += rows) {
@@ -32,15 +33,17 @@ static inline void pack_row_tile(const float* x, int64_t x_stride, int rows, con
     }
 }
 
-static inline void weights_of(const QuantMatrix& w, int64_t panel, int64_t first_block,
-                              int64_t last_block, float* to) {
+static inline void weights_of(
+    const QuantMatrix& w, int64_t panel, int64_t first_block, int64_t last_block, float* to
+) {
     dequantize(w, panel, first_block, last_block, FloatRows{to});
 }
 
 // acc[rows][kAccColumns] (+)= a @ b over `blocks` blocks of each panel of b.
 template <int Panels>
-static void multiply_row_tile(const float* a, int rows, const float* b, int64_t blocks,
-                              bool accumulate, float* acc) {
+static void multiply_row_tile(
+    const float* a, int rows, const float* b, int64_t blocks, bool accumulate, float* acc
+) {
     const int64_t steps = blocks * kBlockRows;
     const TileOut out{acc, kAccColumns, Panels * kPanel, accumulate, nullptr};
     with_rows<kTileRows>(rows, [&]<int R>() {

@@ -37,8 +37,10 @@ static inline bool has_narrow_codes(const QuantMatrix& w) {
 // Tile configuration for 12-bit or 16-bit integers.
 struct IntTileScope : TileScope {
     explicit IntTileScope(int low_bits)
-        : TileScope(low_bits == kIntTileLowBits ? 2 * kBlockRows : kBlockRows,
-                    low_bits == kIntTileLowBits ? 16 : 8) {}
+        : TileScope(
+              low_bits == kIntTileLowBits ? 2 * kBlockRows : kBlockRows,
+              low_bits == kIntTileLowBits ? 16 : 8
+          ) {}
 };
 
 struct IntTileSums {
@@ -49,8 +51,9 @@ struct IntTileSums {
     Codes total(int panel, int row) const {
         const Codes above = _mm512_load_si512(high[panel][row]);
         if constexpr (IsWhole) return above;
-        return _mm512_add_epi32(_mm512_slli_epi32(above, kLowBits),
-                                _mm512_load_si512(low[panel][row]));
+        return _mm512_add_epi32(
+            _mm512_slli_epi32(above, kLowBits), _mm512_load_si512(low[panel][row])
+        );
     }
 };
 
@@ -70,8 +73,10 @@ static inline void unpack_block(const uint8_t* block, uint8_t* bytes) {
 
 // Computes the sums of one span of one or two panels, `panel_bytes` apart.
 template <int Bits, int Panels, bool IsWhole>
-static inline void tile_span(const uint8_t* codes, int64_t panel_bytes, int64_t blocks,
-                             const uint8_t* act, int64_t row_bytes, IntTileSums& sums) {
+static inline void tile_span(
+    const uint8_t* codes, int64_t panel_bytes, int64_t blocks, const uint8_t* act,
+    int64_t row_bytes, IntTileSums& sums
+) {
     alignas(64) uint8_t bytes[2][16 * 64];
     const auto x_stride = static_cast<size_t>(row_bytes);
     _tile_zero(0);

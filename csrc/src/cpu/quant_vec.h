@@ -55,8 +55,7 @@ static inline Codes odd_rows(Codes v) { return _mm512_srli_epi16(v, 8); }
 // on its merge operand.
 static inline Vec gather_features(const float* x, __m512i features) {
     const __m512i present = _mm512_max_epi32(features, _mm512_setzero_si512());
-    return _mm512_maskz_mov_ps(_mm512_movepi32_mask(~features),
-                               _mm512_i32gather_ps(present, x, 4));
+    return _mm512_maskz_mov_ps(_mm512_movepi32_mask(~features), _mm512_i32gather_ps(present, x, 4));
 }
 
 static inline void gather_block(const float* x, const int32_t* features, float* to) {
@@ -106,8 +105,10 @@ struct Codes {
 };
 constexpr int kTileSums = 2;
 static inline Codes load_codes(const uint8_t* p) {
-    return {static_cast<uint32_t>(p[0]) | static_cast<uint32_t>(p[1]) << 8 |
-            static_cast<uint32_t>(p[2]) << 16 | static_cast<uint32_t>(p[3]) << 24};
+    return {
+        static_cast<uint32_t>(p[0]) | static_cast<uint32_t>(p[1]) << 8 |
+        static_cast<uint32_t>(p[2]) << 16 | static_cast<uint32_t>(p[3]) << 24
+    };
 }
 template <int Shift, int Mask>
 static inline Codes bits_of(Codes v) {
@@ -118,15 +119,20 @@ static inline Codes join_bits(Codes low, Codes high) {
     return {low.lane | high.lane << Shift};
 }
 static inline Codes zero_codes() { return {0}; }
-static inline Codes broadcast32(const void* p) { return load_codes(static_cast<const uint8_t*>(p)); }
+static inline Codes broadcast32(const void* p) {
+    return load_codes(static_cast<const uint8_t*>(p));
+}
 static inline Codes set_int(int32_t x) { return {static_cast<uint32_t>(x)}; }
 static inline Codes sub_int(Codes a, Codes b) { return {a.lane - b.lane}; }
 static inline Codes mul_int(Codes a, Codes b) { return {a.lane * b.lane}; }
 static inline Codes load_zeros(const uint8_t* p) { return {*p}; }
-static inline Vec to_float(Codes v) { return set1(static_cast<float>(static_cast<int32_t>(v.lane))); }
+static inline Vec to_float(Codes v) {
+    return set1(static_cast<float>(static_cast<int32_t>(v.lane)));
+}
 static inline Codes add_words(Codes sum, Codes codes, Codes x) {
     const int32_t low = static_cast<int16_t>(codes.lane) * static_cast<int16_t>(x.lane);
-    const int32_t high = static_cast<int16_t>(codes.lane >> 16) * static_cast<int16_t>(x.lane >> 16);
+    const int32_t high =
+        static_cast<int16_t>(codes.lane >> 16) * static_cast<int16_t>(x.lane >> 16);
     return {sum.lane + static_cast<uint32_t>(low) + static_cast<uint32_t>(high)};
 }
 static inline Codes even_rows(Codes v) { return {v.lane & 0x00ff00ffu}; }
@@ -155,7 +161,7 @@ static inline Codes plane_codes(const uint8_t* plane) {
     constexpr int kPerRow = 8 / Bits;
     const Codes row = load_codes(plane + Step / kPerRow * 4 * kPanel);
     if constexpr (Bits == 8) return row;
-    return bits_of<Bits * (Step % kPerRow), (1 << Bits) - 1>(row);
+    return bits_of<Bits*(Step % kPerRow), (1 << Bits) - 1>(row);
 }
 
 // Codes of rows 4 Step .. 4 Step + 3 of a block, joined from its planes.
@@ -223,13 +229,14 @@ static inline int32_t round_block(const float* x, float inverse, int low_bits, u
     const __m512i half = _mm512_set1_epi32(1 << (low_bits - 1));
     __m512i sum = _mm512_setzero_si512();
     for (int64_t i = 0; i < kBlockRows; i += kLanes) {
-        const __m512i q = _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i),
-                                                           _mm512_set1_ps(inverse)));
+        const __m512i q =
+            _mm512_cvtps_epi32(_mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(inverse)));
         const __m512i high = _mm512_sra_epi32(_mm512_add_epi32(q, half), shift);
         const __m512i low = _mm512_sub_epi32(q, _mm512_sll_epi32(high, shift));
         _mm_storeu_si128(reinterpret_cast<__m128i*>(act + i), _mm512_cvtepi32_epi8(high));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(act + kBlockRows + i),
-                         _mm512_cvtepi32_epi8(low));
+        _mm_storeu_si128(
+            reinterpret_cast<__m128i*>(act + kBlockRows + i), _mm512_cvtepi32_epi8(low)
+        );
         sum = _mm512_add_epi32(sum, q);
     }
     return _mm512_reduce_add_epi32(sum);

@@ -184,8 +184,9 @@ int64_t collect_between(const SampleArgs& args, int64_t blocks, float low, float
 
 // Finds the border of a nucleus that is wider than the candidates tried before. `wanted` is the
 // weight of the nucleus, `least` the smallest weight of a token in it.
-Border wide_border(const SampleArgs& args, const Row& row, const Scale& scale, double wanted,
-                   double least) {
+Border wide_border(
+    const SampleArgs& args, const Row& row, const Scale& scale, double wanted, double least
+) {
     // Invariant: every token above `high` is kept, and none below `low`.
     float low = scale.top() + static_cast<float>(::log(least)) - 1e-3f, high = scale.top();
     double above = 0.0;  // weight of the tokens with y >= high, once `is_open` is false
@@ -228,8 +229,9 @@ int64_t nucleus(const double* weights, int64_t n, double top_p, double total) {
 }
 
 // Samples among n candidates, given their sorted keys and their weights.
-SampleResult draw_candidates(const SampleArgs& args, const Row& row, int64_t n,
-                             const double* weights) {
+SampleResult draw_candidates(
+    const SampleArgs& args, const Row& row, int64_t n, const double* weights
+) {
     double total = 0.0;
     for (int64_t i = 0; i < n; ++i) total += weights[i];
     const int64_t num_top = smaller(args.num_top, n);
@@ -287,8 +289,9 @@ Candidates likeliest(const SampleArgs& args, const Row& row, const Scale& scale,
     return {n, bound == -kInf};
 }
 
-void weigh_candidates(const SampleArgs& args, const Row& row, const Scale& scale, int64_t n,
-               double* weights) {
+void weigh_candidates(
+    const SampleArgs& args, const Row& row, const Scale& scale, int64_t n, double* weights
+) {
     for (int64_t i = 0; i < n; ++i) {
         weights[i] = scale.weight(scale(row.values[id_of(args.keys[i])]));
     }
@@ -302,8 +305,10 @@ float floor_of(double min_p) {
     return static_cast<double>(rounded) < exact ? ::nextafterf(rounded, kInf) : rounded;
 }
 
-SampleResult finish_candidates(const SampleArgs& args, const Row& row, const Scale& scale,
-                               float floor, int64_t n, const double* weights) {
+SampleResult finish_candidates(
+    const SampleArgs& args, const Row& row, const Scale& scale, float floor, int64_t n,
+    const double* weights
+) {
     while (n > 1 && scale(row.values[id_of(args.keys[n - 1])]) - scale.top() < floor) --n;
     return draw_candidates(args, row, n, weights);
 }

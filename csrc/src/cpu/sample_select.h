@@ -123,8 +123,9 @@ static inline void sort_keys(uint64_t* keys, uint64_t* spare, int64_t n) {
 
 // Writes the keys of all tokens with y >= scale(bound), in the order of ids, and returns their
 // number.
-static inline int64_t collect(const Row& row, const float* maxima, const Scale& scale, float bound,
-                              uint64_t* keys) {
+static inline int64_t collect(
+    const Row& row, const float* maxima, const Scale& scale, float bound, uint64_t* keys
+) {
     const float least = scale(bound);
     // Values just below the bound may scale to the same y. The margin exceeds the error of the two
     // roundings involved.

@@ -8,9 +8,8 @@ namespace exl::EXL_ISA {
 
 extern const OpTable op_table;
 const OpTable op_table = {
-    EXL_NAME_OF(EXL_ISA), linear,   embedding,       rms_norm, rope,
-    gated_activation,     log_sum_exp, write_kv, paged_attention, quant_linear,
-    sample,
+    EXL_NAME_OF(EXL_ISA), linear,   embedding,       rms_norm,     rope,   gated_activation,
+    log_sum_exp,          write_kv, paged_attention, quant_linear, sample,
 };
 
 }  // namespace exl::EXL_ISA

@@ -39,7 +39,8 @@ static void pause_cpu() {
 
 static int64_t now_ns() {
     return std::chrono::duration_cast<std::chrono::nanoseconds>(
-               std::chrono::steady_clock::now().time_since_epoch())
+               std::chrono::steady_clock::now().time_since_epoch()
+    )
         .count();
 }
 
@@ -48,8 +49,9 @@ static int64_t now_ns() {
 static std::atomic<int> fork_count{0};
 
 static void watch_forks() {
-    static const int registered = pthread_atfork(
-        nullptr, nullptr, [] { fork_count.fetch_add(1, std::memory_order_relaxed); });
+    static const int registered = pthread_atfork(nullptr, nullptr, [] {
+        fork_count.fetch_add(1, std::memory_order_relaxed);
+    });
     (void)registered;
 }
 
@@ -88,7 +90,9 @@ struct ThreadPool::Workers {
         const uint64_t job = (entry.load(std::memory_order_relaxed) >> 32) + 1;
         entry.store(job << 32, std::memory_order_seq_cst);
         if (sleepers.load(std::memory_order_seq_cst) > 0) {
-            { std::lock_guard<std::mutex> lock(sleep_mutex); }
+            {
+                std::lock_guard<std::mutex> lock(sleep_mutex);
+            }
             wake.notify_all();
         }
         take_chunks();
@@ -126,8 +130,9 @@ struct ThreadPool::Workers {
             seen = state >> 32;
             bool joined = false;
             while (!(state & kClosed) && (state >> 32) == seen && !joined) {
-                joined = entry.compare_exchange_weak(state, state + 1, std::memory_order_acq_rel,
-                                                     std::memory_order_acquire);
+                joined = entry.compare_exchange_weak(
+                    state, state + 1, std::memory_order_acq_rel, std::memory_order_acquire
+                );
             }
             if (!joined) continue;
             take_chunks();
@@ -193,10 +198,12 @@ void ThreadPool::start_workers() {
         const int started = workers->size();
         workers->stop();
         count = started / 2;
-        std::fprintf(stderr,
-                     "exl: only %d of %d worker threads could start (%s); going on with %d. "
-                     "Ask for fewer threads, or raise the limits on processes and memory.\n",
-                     started, wanted, workers->refusal, count);
+        std::fprintf(
+            stderr,
+            "exl: only %d of %d worker threads could start (%s); going on with %d. "
+            "Ask for fewer threads, or raise the limits on processes and memory.\n",
+            started, wanted, workers->refusal, count
+        );
     }
     threads_.store(count + 1);
 }

@@ -61,8 +61,9 @@ static inline void store_tile(const Vec (&sums)[R][P * kPanelVecs], const TileOu
 }
 
 template <int R, int P, class Rows, class T>
-static inline void tile_product(Rows a, const T* b, int64_t panel_stride, int64_t k,
-                                const TileOut& out) {
+static inline void tile_product(
+    Rows a, const T* b, int64_t panel_stride, int64_t k, const TileOut& out
+) {
     Vec sums[R][P * kPanelVecs];
 #pragma GCC unroll 16
     for (int r = 0; r < R; ++r) {
@@ -73,17 +74,21 @@ static inline void tile_product(Rows a, const T* b, int64_t panel_stride, int64_
         Vec weights[P * kPanelVecs];
 #pragma GCC unroll 4
         for (int p = 0; p < P; ++p) {
-            prefetch(reinterpret_cast<const char*>(b + p * panel_stride + step * kPanel) + kAheadBytes);
+            prefetch(
+                reinterpret_cast<const char*>(b + p * panel_stride + step * kPanel) + kAheadBytes
+            );
 #pragma GCC unroll 16
             for (int v = 0; v < kPanelVecs; ++v) {
-                weights[p * kPanelVecs + v] = load(b + p * panel_stride + step * kPanel + v * kLanes);
+                weights[p * kPanelVecs + v] =
+                    load(b + p * panel_stride + step * kPanel + v * kLanes);
             }
         }
 #pragma GCC unroll 16
         for (int r = 0; r < R; ++r) {
             const Vec value = set1(a.at(r, step));
 #pragma GCC unroll 32
-            for (int v = 0; v < P * kPanelVecs; ++v) sums[r][v] = fma(value, weights[v], sums[r][v]);
+            for (int v = 0; v < P * kPanelVecs; ++v)
+                sums[r][v] = fma(value, weights[v], sums[r][v]);
         }
     }
     store_tile<R, P>(sums, out);
@@ -91,8 +96,9 @@ static inline void tile_product(Rows a, const T* b, int64_t panel_stride, int64_
 
 // tile_product over any number of panels, kTilePanels at a time; advances its copy of `out`.
 template <int R, class Rows, class T>
-static inline void tile_columns(Rows a, const T* b, int64_t panel_stride, int64_t panels, int64_t k,
-                                TileOut out) {
+static inline void tile_columns(
+    Rows a, const T* b, int64_t panel_stride, int64_t panels, int64_t k, TileOut out
+) {
     int64_t panel = 0;
     for (; panel + kTilePanels <= panels; panel += kTilePanels) {
         tile_product<R, kTilePanels>(a, b + panel * panel_stride, panel_stride, k, out);
@@ -118,7 +124,9 @@ static inline void with_rows(int rows, Fn&& fn) {
 // and one of 4. Tiles [0, thick) have `rows` rows, the others one less.
 struct Tiling {
     explicit Tiling(int64_t m)
-        : count(larger(1, ceil_div(m, kTileRows))), rows(ceil_div(m, count)), thick(m - count * (rows - 1)) {}
+        : count(larger(1, ceil_div(m, kTileRows))),
+          rows(ceil_div(m, count)),
+          thick(m - count * (rows - 1)) {}
     int64_t first_row(int64_t tile) const {
         return tile * rows - (tile > thick ? tile - thick : 0);
     }

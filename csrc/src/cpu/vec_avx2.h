@@ -30,8 +30,8 @@ static inline Vec load(const Fp8* p) {
     const __m128i low = _mm_and_si128(wide, _mm_set1_epi16(0x7f));
     const __m128i half =
         _mm_or_si128(_mm_slli_epi16(_mm_xor_si128(wide, low), 8), _mm_slli_epi16(low, 7));
-    const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(low, _mm_set1_epi16(0x7f)),
-                                      _mm_set1_epi16(0x7e00));
+    const __m128i nan =
+        _mm_and_si128(_mm_cmpeq_epi16(low, _mm_set1_epi16(0x7f)), _mm_set1_epi16(0x7e00));
     return _mm256_mul_ps(_mm256_cvtph_ps(_mm_or_si128(half, nan)), _mm256_set1_ps(256.0f));
 }
 static inline void store(float* p, Vec v) { _mm256_storeu_ps(p, v); }
@@ -40,7 +40,8 @@ static inline void store(Half* p, Vec v) {
 }
 // Rounds to the nearest E4M3, ties to even, saturating at 448. NaN and infinities become NaN.
 static inline void store(Fp8* p, Vec v) {
-    const Vec near = _mm256_max_ps(_mm256_min_ps(v, _mm256_set1_ps(448.0f)), _mm256_set1_ps(-448.0f));
+    const Vec near =
+        _mm256_max_ps(_mm256_min_ps(v, _mm256_set1_ps(448.0f)), _mm256_set1_ps(-448.0f));
     const __m256i bits = _mm256_castps_si256(near);
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 20), _mm256_set1_epi32(1));
     const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7ffff)), odd);
@@ -50,7 +51,8 @@ static inline void store(Fp8* p, Vec v) {
     const Vec magnitude = _mm256_andnot_ps(_mm256_set1_ps(-0.0f), near);
     const Vec is_small = _mm256_cmp_ps(magnitude, _mm256_set1_ps(0.015625f), _CMP_LT_OQ);
     const Vec rounded = _mm256_add_ps(
-        _mm256_blendv_ps(_mm256_castsi256_ps(normal), small, is_small), _mm256_sub_ps(v, v));
+        _mm256_blendv_ps(_mm256_castsi256_ps(normal), small, is_small), _mm256_sub_ps(v, v)
+    );
     const Vec scaled = _mm256_mul_ps(rounded, _mm256_set1_ps(1.0f / 256));
     const Vec sign_bit = _mm256_set1_ps(-0.0f);
     const Vec signed_again =
@@ -142,7 +144,8 @@ static inline void transpose_block(const Vec in[kLanes], float* out, int64_t str
 // Converts the 8-bit codes of elements i .. i + kLanes of a row to float.
 static inline Vec codes8(const uint8_t* row, int64_t i) {
     return _mm256_cvtepi32_ps(
-        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + i))));
+        _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(row + i)))
+    );
 }
 // Dequantizes 4-bit codes: (code - 8) * scale.
 struct Scaled4 {
@@ -162,8 +165,9 @@ struct Scaled4 {
 // Converts the `count` halves before `end`, at most 8, into the last `count` elements of `to`.
 // Reads 16 bytes in any case.
 static inline void widen_last(const uint8_t* end, int64_t, float to[8]) {
-    _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128(
-                             reinterpret_cast<const __m128i*>(end - 16))));
+    _mm256_storeu_ps(
+        to, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(end - 16)))
+    );
 }
 static inline Vec round_half(Vec v) {
     return _mm256_cvtph_ps(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));

@@ -30,23 +30,27 @@ static inline Vec from_fp8(__m128i raw) {
     const __m256i wide = _mm256_cvtepu8_epi16(raw);
     const __m256i low = _mm256_and_si256(wide, _mm256_set1_epi16(0x7f));
     const __m256i half = _mm256_or_si256(
-        _mm256_slli_epi16(_mm256_xor_si256(wide, low), 8), _mm256_slli_epi16(low, 7));
+        _mm256_slli_epi16(_mm256_xor_si256(wide, low), 8), _mm256_slli_epi16(low, 7)
+    );
     const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(low, _mm256_set1_epi16(0x7f));
     return _mm512_mul_ps(
         _mm512_cvtph_ps(_mm256_mask_mov_epi16(half, is_nan, _mm256_set1_epi16(0x7e00))),
-        _mm512_set1_ps(256.0f));
+        _mm512_set1_ps(256.0f)
+    );
 }
 static inline Vec load(const Fp8* p) {
     return from_fp8(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
 }
 static inline void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
 static inline void store(Half* p, Vec v) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                        _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));
+    _mm256_storeu_si256(
+        reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)
+    );
 }
 // Rounds to the nearest E4M3, ties to even, saturating at 448. NaN and infinities become NaN.
 static inline __m128i to_fp8(Vec v) {
-    const Vec near = _mm512_max_ps(_mm512_min_ps(v, _mm512_set1_ps(448.0f)), _mm512_set1_ps(-448.0f));
+    const Vec near =
+        _mm512_max_ps(_mm512_min_ps(v, _mm512_set1_ps(448.0f)), _mm512_set1_ps(-448.0f));
     const __m512i bits = _mm512_castps_si512(near);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 20), _mm512_set1_epi32(1));
     const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7ffff)), odd);
@@ -56,11 +60,12 @@ static inline __m128i to_fp8(Vec v) {
     const Mask is_small =
         _mm512_cmp_ps_mask(_mm512_abs_ps(near), _mm512_set1_ps(0.015625f), _CMP_LT_OQ);
     const Vec rounded = _mm512_add_ps(
-        _mm512_mask_mov_ps(_mm512_castsi512_ps(normal), is_small, small), _mm512_sub_ps(v, v));
+        _mm512_mask_mov_ps(_mm512_castsi512_ps(normal), is_small, small), _mm512_sub_ps(v, v)
+    );
     const Vec scaled = _mm512_mul_ps(rounded, _mm512_set1_ps(1.0f / 256));
     const Vec signs = _mm512_and_ps(v, _mm512_set1_ps(-0.0f));
-    const __m256i half = _mm512_cvtps_ph(_mm512_or_ps(_mm512_abs_ps(scaled), signs),
-                                         _MM_FROUND_TO_NEAREST_INT);
+    const __m256i half =
+        _mm512_cvtps_ph(_mm512_or_ps(_mm512_abs_ps(scaled), signs), _MM_FROUND_TO_NEAREST_INT);
     const __m256i sign = _mm256_and_si256(_mm256_srli_epi16(half, 8), _mm256_set1_epi16(0x80));
     const __m256i size = _mm256_and_si256(half, _mm256_set1_epi16(0x7fff));
     const __m256i low = _mm256_min_epi16(_mm256_srli_epi16(size, 7), _mm256_set1_epi16(0x7f));
@@ -155,15 +160,17 @@ static inline void transpose_block(const Vec in[kLanes], float* out, int64_t str
 // Converts the 8-bit codes of elements i .. i + kLanes of a row to float.
 static inline Vec codes8(const uint8_t* row, int64_t i) {
     return _mm512_cvtepi32_ps(
-        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i))));
+        _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(row + i)))
+    );
 }
 // Dequantizes 4-bit codes: (code - 8) * scale.
 struct Scaled4 {
     Vec table;
 
     explicit Scaled4(float scale)
-        : table(mul(_mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7),
-                    set1(scale))) {}
+        : table(mul(
+              _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7), set1(scale)
+          )) {}
     Vec at(const uint8_t* row, int64_t i) const {
         // Broadcasts four bytes to the lanes of each half, then shifts each lane's code to the
         // lowest bits. The permutation ignores the bits above.
@@ -178,8 +185,9 @@ struct Scaled4 {
 // Converts the `count` halves before `end`, at most 8, into the last `count` elements of `to`.
 // Reads 16 bytes in any case.
 static inline void widen_last(const uint8_t* end, int64_t, float to[8]) {
-    _mm256_storeu_ps(to, _mm256_cvtph_ps(_mm_loadu_si128(
-                             reinterpret_cast<const __m128i*>(end - 16))));
+    _mm256_storeu_ps(
+        to, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(end - 16)))
+    );
 }
 static inline Vec round_half(Vec v) {
     return _mm512_cvtph_ps(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT));

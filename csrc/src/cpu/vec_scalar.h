@@ -104,7 +104,8 @@ static inline Vec scale_by_power(Vec x, Vec n) {
     if (!(n > -254.0f && n < 254.0f)) return x;
     const int whole = int(n);
     const int half = whole >> 1;
-    return x * from_bits(uint32_t(half + 127) << 23) * from_bits(uint32_t(whole - half + 127) << 23);
+    return x * from_bits(uint32_t(half + 127) << 23) *
+           from_bits(uint32_t(whole - half + 127) << 23);
 }
 static inline float sum(Vec a) { return a; }
 static inline float largest(Vec a) { return a; }

@@ -35,8 +35,9 @@ struct PackedWriter {
 };
 
 template <class Writer>
-static void write_rows(ThreadPool& pool, const WriteKvArgs& args, const Writer& keys,
-                       const Writer& values) {
+static void write_rows(
+    ThreadPool& pool, const WriteKvArgs& args, const Writer& keys, const Writer& values
+) {
     // Cache pages have not been touched since the previous forward pass, so a value takes longer to
     // write than in other elementwise ops and chunks are smaller.
     const int64_t per_item = larger(1, kValuesPerChunk / 4 / larger(1, args.heads * args.d));
@@ -56,8 +57,10 @@ static void write_rows(ThreadPool& pool, const WriteKvArgs& args, const Writer& 
 
 template <class T>
 static void write_plain(ThreadPool& pool, const WriteKvArgs& args) {
-    write_rows(pool, args, PlainWriter<T>{static_cast<T*>(args.key_cache), args.d},
-               PlainWriter<T>{static_cast<T*>(args.value_cache), args.d});
+    write_rows(
+        pool, args, PlainWriter<T>{static_cast<T*>(args.key_cache), args.d},
+        PlainWriter<T>{static_cast<T*>(args.value_cache), args.d}
+    );
 }
 
 static PackedWriter packed_writer(void* cache, DType dtype, int64_t d) {
@@ -66,8 +69,10 @@ static PackedWriter packed_writer(void* cache, DType dtype, int64_t d) {
 
 void write_kv(ThreadPool& pool, const WriteKvArgs& args) {
     if (is_packed_kv(args.key_dtype)) {
-        write_rows(pool, args, packed_writer(args.key_cache, args.key_dtype, args.d),
-                   packed_writer(args.value_cache, args.value_dtype, args.d));
+        write_rows(
+            pool, args, packed_writer(args.key_cache, args.key_dtype, args.d),
+            packed_writer(args.value_cache, args.value_dtype, args.d)
+        );
     } else if (args.key_dtype == DType::f16) {
         write_plain<Half>(pool, args);
     } else if (args.key_dtype == DType::f8e4m3) {

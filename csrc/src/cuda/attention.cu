@@ -13,16 +13,16 @@ namespace {
 bool is_supported(const ExlAttention& args, const ExlCache& cache) {
     const int keys = cache.key_dtype, values = cache.value_dtype;
     const bool plain = keys == kF32 || keys == kF16 || keys == kF8e4m3;
-    const bool types = plain ? values == keys
-                             : (keys == kI8 && (values == kI8 || values == kU8)) ||
-                                   (keys == kU8 && values == kU8);
+    const bool types =
+        plain ? values == keys
+              : (keys == kI8 && (values == kI8 || values == kU8)) || (keys == kU8 && values == kU8);
     const int d = cache.head_dim;
     const bool head = d > 0 && d <= kMaxHead && d % 8 == 0 && (plain || d % kScaleGroup == 0);
     const bool pages = cache.page_size >= kChunk && (cache.page_size & (cache.page_size - 1)) == 0;
     const bool group = cache.kv_heads > 0 && args.q_heads % cache.kv_heads == 0 &&
                        args.q_heads / cache.kv_heads <= 16;
-    const bool permuted = args.places == nullptr ||
-                        (args.rows <= EXL_CUDA_TILE_ROWS && args.dtype == kF16);
+    const bool permuted =
+        args.places == nullptr || (args.rows <= EXL_CUDA_TILE_ROWS && args.dtype == kF16);
     return types && head && pages && group && permuted &&
            (args.dtype == kF16 || args.dtype == kF32) &&
            args.workspace_bytes >= exl_cuda_attention_workspace(args.rows, args.q_heads, d);
@@ -66,8 +66,8 @@ extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cach
     const bool is_capped = args->softcap > 0.0f;
     params.scale = kLog2e * args->scale * (is_capped ? 2.0f / args->softcap : 1.0f);
     params.cap = is_capped ? kLog2e * args->softcap : 0.0f;
-    const AttentionSize size = {args->seqs,        args->max_rows,    args->max_keys,
-                                cache->key_dtype,  cache->value_dtype, args->workspace,
+    const AttentionSize size = {args->seqs,           args->max_rows,     args->max_keys,
+                                cache->key_dtype,     cache->value_dtype, args->workspace,
                                 args->workspace_bytes};
     if (args->max_rows > kDecodeRows) {
         const cudaError_t error = attend_prefill(params, size, stream);

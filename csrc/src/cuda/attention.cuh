@@ -253,9 +253,10 @@ __device__ __forceinline__ void convert_tile(
                 const uint32_t b = bits_of(__hmul2(next_codes(w), scale));       // elements 1, 5
                 const uint32_t c = bits_of(__hmul2(low_codes(w >> 8), scale));   // elements 2, 6
                 const uint32_t e = bits_of(__hmul2(next_codes(w >> 8), scale));  // elements 3, 7
-                *reinterpret_cast<uint4*>(at) =
-                    make_uint4(__byte_perm(a, b, 0x5410), __byte_perm(c, e, 0x5410),
-                               __byte_perm(a, b, 0x7632), __byte_perm(c, e, 0x7632));
+                *reinterpret_cast<uint4*>(at) = make_uint4(
+                    __byte_perm(a, b, 0x5410), __byte_perm(c, e, 0x5410), __byte_perm(a, b, 0x7632),
+                    __byte_perm(c, e, 0x7632)
+                );
             } else {
                 *reinterpret_cast<uint2*>(at) = make_uint2(
                     bits_of(__hmul2(byte_codes<0>(w), scale)),

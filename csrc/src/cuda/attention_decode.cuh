@@ -72,8 +72,10 @@ struct KeyFragments {
 #pragma unroll
             for (int k = 0; k < width / 16; ++k) {
                 const uint32_t x = low[4 * k + lane % 4], y = high[4 * k + lane % 4];
-                const uint32_t a[4] = {bits_of(byte_floats<0>(x)), bits_of(byte_floats<0>(y)),
-                                       bits_of(byte_floats<1>(x)), bits_of(byte_floats<1>(y))};
+                const uint32_t a[4] = {
+                    bits_of(byte_floats<0>(x)), bits_of(byte_floats<0>(y)),
+                    bits_of(byte_floats<1>(x)), bits_of(byte_floats<1>(y))
+                };
                 body(k, a);
             }
         }
@@ -126,8 +128,10 @@ struct KeyFragments {
                         a[s][3] = byte_pair<1>(y);
                     }
                 }
-                body(2 * group, a, half == 0 ? low_scales.x : low_scales.y,
-                     half == 0 ? high_scales.x : high_scales.y);
+                body(
+                    2 * group, a, half == 0 ? low_scales.x : low_scales.y,
+                    half == 0 ? high_scales.x : high_scales.y
+                );
             }
         }
     }
@@ -168,8 +172,7 @@ struct ValueFragments {
         if constexpr (is_plain(type)) {
             // Order of the four matrices: elements 0 to 7 and 8 to 15 of keys 0 to 7, then those of
             // keys 8 to 15.
-            const uint8_t* row =
-                rows + (lane % 8 + lane / 16 * 8) * kStride + lane / 8 % 2 * 16;
+            const uint8_t* row = rows + (lane % 8 + lane / 16 * 8) * kStride + lane / 8 % 2 * 16;
 #pragma unroll
             for (int tile = 0; tile < width / 16; ++tile) {
                 uint32_t a[4];
@@ -184,10 +187,10 @@ struct ValueFragments {
                 at.bytes(x, y, 8 * c + lane / 4);
 #pragma unroll
                 for (int p = 0; p < 2; ++p) {
-                    const uint32_t a[4] = {bits_of(byte_floats<0>(x[p])),
-                                           bits_of(byte_floats<1>(x[p])),
-                                           bits_of(byte_floats<0>(y[p])),
-                                           bits_of(byte_floats<1>(y[p]))};
+                    const uint32_t a[4] = {
+                        bits_of(byte_floats<0>(x[p])), bits_of(byte_floats<1>(x[p])),
+                        bits_of(byte_floats<0>(y[p])), bits_of(byte_floats<1>(y[p]))
+                    };
                     body(2 * c + p, a);
                 }
             }
@@ -236,13 +239,15 @@ struct ValueFragments {
                     }
                 }
                 const uint32_t pick = half == 0 ? 0x5410 : 0x7632;
-                body(group, a, halves(__byte_perm(scales[0], scales[1], pick)),
-                     halves(__byte_perm(scales[2], scales[3], pick)));
+                body(
+                    group, a, halves(__byte_perm(scales[0], scales[1], pick)),
+                    halves(__byte_perm(scales[2], scales[3], pick))
+                );
             }
         }
     }
 
-private:
+  private:
     // Words of keys 2 t, 2 t + 1, 2 t + 8, 2 t + 9.
     struct Words {
         const uint32_t* at[4];
@@ -260,9 +265,7 @@ private:
         }
         // Interleaves the bytes of two keys: bytes 0 and 1 go to x[0] or y[0], bytes 2 and 3 go to
         // x[1] or y[1].
-        __device__ __forceinline__ void bytes(
-            uint32_t (&x)[2], uint32_t (&y)[2], int word
-        ) const {
+        __device__ __forceinline__ void bytes(uint32_t (&x)[2], uint32_t (&y)[2], int word) const {
             uint32_t w[4];
             load(w, word);
             x[0] = __byte_perm(w[0], w[1], 0x5140), x[1] = __byte_perm(w[0], w[1], 0x7362);

@@ -62,14 +62,19 @@ class StepCopies {
     using Shape = DecodeShape<key_type, value_type, width, 1>;
     static constexpr int kKeys = Shape::kKeys;
 
-public:
+  public:
     __device__ __forceinline__ StepCopies(
         const AttentionParams& params, const WorkItem& work, uint8_t* staged, int warp, int warps,
         int lane
     )
-        : params_(params), work_(work), pages_(pages_of(params)),
-          staged_(staged + warp * params.stages * Shape::kStepBytes), lane_(lane), warps_(warps),
-          copy_step_(work.begin + warp), copy_stage_(params.stages - 1) {
+        : params_(params),
+          work_(work),
+          pages_(pages_of(params)),
+          staged_(staged + warp * params.stages * Shape::kStepBytes),
+          lane_(lane),
+          warps_(warps),
+          copy_step_(work.begin + warp),
+          copy_stage_(params.stages - 1) {
         if (params.d == width) return;
         clear(staged_, params.stages * Shape::kStepBytes, lane, kWarp);
         __syncwarp();
@@ -113,7 +118,7 @@ public:
     __device__ __forceinline__ void fence() const {}
     __device__ __forceinline__ void finish() const { wait_copies<0>(); }
 
-private:
+  private:
     __device__ __forceinline__ void start_copy(int step, int stage) const {
         if (step >= work_.end) return;
         uint8_t* to = staged_ + stage * Shape::kStepBytes;
@@ -124,9 +129,10 @@ private:
         for (int c = 0; c < Shape::kChunks; ++c) {
             const int position = step * kKeys + c * kChunk;
             if (position >= work_.end_key || position + kChunk <= work_.begin_key) continue;
-            copy<kChunk>(to + c * kChunk * staged_bytes(key_type, width),
-                         to + Shape::kKeyBytes + c * kChunk * staged_bytes(value_type, width),
-                         position);
+            copy<kChunk>(
+                to + c * kChunk * staged_bytes(key_type, width),
+                to + Shape::kKeyBytes + c * kChunk * staged_bytes(value_type, width), position
+            );
         }
     }
     template <int rows>
@@ -141,7 +147,7 @@ private:
     const int32_t* pages_;
     uint8_t* staged_;
     int lane_, warps_;
-    int copy_step_;   // the step that is copied next, and the stage that it goes to
+    int copy_step_;  // the step that is copied next, and the stage that it goes to
     int copy_stage_;
     int stage_ = 0;  // of the current step
 };
@@ -155,14 +161,18 @@ class StepCopies<key_type, value_type, width, true> {
     using Shape = DecodeShape<key_type, value_type, width, 1>;
     static constexpr int kStartBarrier = 1;  // named barrier of the block
 
-public:
+  public:
     __device__ __forceinline__ StepCopies(
         const AttentionParams& params, const WorkItem& work, uint8_t* staged, int warp, int warps,
         int lane
     )
-        : params_(params), work_(work), staged_(staged),
-          barriers_(reinterpret_cast<uint64_t*>(staged - Shape::kBarrierBytes)), warp_(warp),
-          warps_(warps), lane_(lane) {}
+        : params_(params),
+          work_(work),
+          staged_(staged),
+          barriers_(reinterpret_cast<uint64_t*>(staged - Shape::kBarrierBytes)),
+          warp_(warp),
+          warps_(warps),
+          lane_(lane) {}
 
     // Body of the producer warp.
     __device__ __forceinline__ void produce() const {
@@ -194,10 +204,14 @@ public:
             if (lane_ == 0) {
                 uint64_t* full = full_barrier(warp, stage);
                 barrier_arrive_expecting(full, Shape::kStepBytes);
-                copy_run(to, params_.key_cache + row * staged_bytes(key_type, width), kKeyBytes,
-                         shared_offset(full), hint);
-                copy_run(to + kKeyBytes, params_.value_cache + row * staged_bytes(value_type, width),
-                         kValueBytes, shared_offset(full), hint);
+                copy_run(
+                    to, params_.key_cache + row * staged_bytes(key_type, width), kKeyBytes,
+                    shared_offset(full), hint
+                );
+                copy_run(
+                    to + kKeyBytes, params_.value_cache + row * staged_bytes(value_type, width),
+                    kValueBytes, shared_offset(full), hint
+                );
             }
             if (++warp < warps_) continue;
             warp = 0;
@@ -227,7 +241,7 @@ public:
     __device__ __forceinline__ void fence() const { fence_copies(); }
     __device__ __forceinline__ void finish() const {}  // every copy has been waited for already
 
-private:
+  private:
     __device__ __forceinline__ uint8_t* stage_of(int warp, int stage) const {
         return staged_ + (warp * params_.stages + stage) * Shape::kStepBytes;
     }

@@ -107,7 +107,9 @@ __device__ __forceinline__ bool arrives_last(unsigned* counter, int splits) {
     if (threadIdx.x == 0) {
         unsigned before;
         asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;"
-                     : "=r"(before) : "l"(counter) : "memory");
+                     : "=r"(before)
+                     : "l"(counter)
+                     : "memory");
         is_last = before == static_cast<unsigned>(splits) - 1;
         if (is_last) *counter = 0;
     }
@@ -163,8 +165,8 @@ __device__ __forceinline__ int add_splits(
             if (split < splits) mine[i] = __ldcg(partial_stats + split * queries + v);
         }
         constexpr int kRow = queries * kQuads;
-        const auto* from = reinterpret_cast<const float4*>(partials) + own * kRow + v * kQuads +
-                           lane % kQuads;
+        const auto* from =
+            reinterpret_cast<const float4*>(partials) + own * kRow + v * kQuads + lane % kQuads;
         float* to = results + (part * queries + v) * (width + 4) + lane % kQuads * 4;
         for (int quad = 0; quad < kQuads; quad += kWarp) {
             float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -206,7 +208,7 @@ __device__ __forceinline__ int add_splits(
 
 template <int key_type, int value_type, int width, int tiles, bool has_producer>
 __global__ void __launch_bounds__(
-    (kDecodeWarps + has_producer) * kWarp, width * tiles <= 128 ? 2 : 1
+    (kDecodeWarps + has_producer) * kWarp, width* tiles <= 128 ? 2 : 1
 ) decode_kernel(const AttentionParams params) {
     if constexpr (has_producer && !EXL_IS_HOPPER) return;  // never launched
     using Shape = DecodeShape<key_type, value_type, width, tiles>;
@@ -258,14 +260,16 @@ __global__ void __launch_bounds__(
     int positions[tiles][2];
 #pragma unroll
     for (int n = 0; n < tiles; ++n) {
-        const auto* row = reinterpret_cast<const __half*>(queries) +
-                          (8 * n + lane / 4) * Shape::kQueryStride;
+        const auto* row =
+            reinterpret_cast<const __half*>(queries) + (8 * n + lane / 4) * Shape::kQueryStride;
 #pragma unroll
         for (int k = 0; k < width / 16; ++k) {
 #pragma unroll
             for (int r = 0; r < 2; ++r) {
-                const __half2 two = __halves2half2(row[Keys::query_element(k, lane % 4, r, 0)],
-                                                   row[Keys::query_element(k, lane % 4, r, 1)]);
+                const __half2 two = __halves2half2(
+                    row[Keys::query_element(k, lane % 4, r, 0)],
+                    row[Keys::query_element(k, lane % 4, r, 1)]
+                );
                 q[n][k][r] = bits_of(__hmul2(two, Keys::query_factor(r)));
             }
         }
@@ -292,13 +296,14 @@ __global__ void __launch_bounds__(
         uint8_t* rows = copies.acquire();
         const int first_key = step * kStep;
         if (first_key < work.begin_key || first_key + kStep > work.end_key) {
-            clear_hidden(rows + Shape::kKeyBytes, Values::kStride, kStep,
-                         work.begin_key - first_key, work.end_key - first_key, lane, kWarp);
+            clear_hidden(
+                rows + Shape::kKeyBytes, Values::kStride, kStep, work.begin_key - first_key,
+                work.end_key - first_key, lane, kWarp
+            );
             copies.fence();
             __syncwarp();
         }
-        const bool masked =
-            first_key < common_begin || first_key + kStep > work.first_position + 1;
+        const bool masked = first_key < common_begin || first_key + kStep > work.first_position + 1;
         attend_step<key_type, value_type, width, tiles>(
             params, rows, first_key, masked, positions, q, means, minus_middle, state, lane
         );

@@ -59,8 +59,8 @@ cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, voi
     );
     // Add a producer warp if there are enough registers for it.
     if constexpr (is_codes(key_type) && width * tiles <= 256) {
-        const bool has_producer = info.capability == 90 && params.d == width &&
-                             1 << params.page_bits >= Shape::kKeys;
+        const bool has_producer =
+            info.capability == 90 && params.d == width && 1 << params.page_bits >= Shape::kKeys;
         if (has_producer) {
             return launch(
                 decode_kernel<key_type, value_type, width, tiles, true>, grid,

@@ -112,8 +112,8 @@ template <int key_type, int value_type, int width, int tiles>
 __device__ __forceinline__ void attend_step(
     const AttentionParams& params, const uint8_t* rows, int first_key, bool masked,
     const int (&positions)[tiles][2], const uint32_t (&q)[tiles][width / 16][2],
-    const Means<tiles>& means, const uint32_t (&minus_middle)[4],
-    SoftmaxState<width, tiles>& state, int lane
+    const Means<tiles>& means, const uint32_t (&minus_middle)[4], SoftmaxState<width, tiles>& state,
+    int lane
 ) {
     using Shape = DecodeShape<key_type, value_type, width, tiles>;
     using Keys = KeyFragments<key_type, width>;
@@ -215,8 +215,10 @@ __device__ __forceinline__ void attend_step(
         // Weights times scales of values must stay in the range of float16, as far as possible from
         // both of its ends. Scales are at most 1/8 of its largest number, so 2^3 is a safe factor.
         constexpr float kLift = is_codes(value_type) ? 3.0f : 0.0f;
-        const float base[2] = {(peak[n][0] == -INFINITY ? 0.0f : peak[n][0]) - kLift,
-                               (peak[n][1] == -INFINITY ? 0.0f : peak[n][1]) - kLift};
+        const float base[2] = {
+            (peak[n][0] == -INFINITY ? 0.0f : peak[n][0]) - kLift,
+            (peak[n][1] == -INFINITY ? 0.0f : peak[n][1]) - kLift
+        };
 #pragma unroll
         for (int c = 0; c < kChunks; ++c) {
 #pragma unroll
@@ -226,8 +228,7 @@ __device__ __forceinline__ void attend_step(
                 state.weight[n][0] += x;
                 state.weight[n][1] += y;
                 const uint32_t two = bits_of(__floats2half2_rn(x, y));
-                asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;"
-                             : "=r"(p[c][n][h]) : "r"(two));
+                asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(p[c][n][h]) : "r"(two));
             }
         }
     }

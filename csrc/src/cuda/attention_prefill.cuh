@@ -21,7 +21,7 @@ template <int key_type, int value_type, int width>
 struct PrefillShape {
     static constexpr int kKeys = width > 128 ? 32 : 64;  // per tile
     static constexpr bool kConverts = !is_plain(key_type);
-    static constexpr int kStride = 2 * width + 16;       // bytes between float16 rows
+    static constexpr int kStride = 2 * width + 16;  // bytes between float16 rows
     static constexpr int kTileBytes = kKeys * kStride;
     static constexpr int kKeyBytes = kKeys * staged_bytes(key_type, width);
     static constexpr int kStageBytes = kKeyBytes + kKeys * staged_bytes(value_type, width);
@@ -115,7 +115,7 @@ struct WarpRows {
         for (int k = 0; k < width / 16; ++k) {
             uint32_t loaded[4];
             if constexpr (!kHolds) load_query(loaded, queries, k, lane);
-            const uint32_t(&a)[4] = kHolds ? held[kHolds ? k : 0] : loaded;
+            const uint32_t (&a)[4] = kHolds ? held[kHolds ? k : 0] : loaded;
 #pragma unroll
             for (int n = 0; n < keys / 16; ++n) {
                 // Keys 0 to 7, then keys 8 to 15 of the 16; of each the low and high half of k.
@@ -198,8 +198,9 @@ struct WarpRows {
 };
 
 template <int key_type, int value_type, int width>
-__global__ void __launch_bounds__(kPrefillWarps * kWarp, 1)
-prefill_kernel(const AttentionParams params) {
+__global__ void __launch_bounds__(kPrefillWarps* kWarp, 1) prefill_kernel(
+    const AttentionParams params
+) {
     using Shape = PrefillShape<key_type, value_type, width>;
     constexpr int kKeys = Shape::kKeys;
     extern __shared__ __align__(16) uint8_t shared[];
@@ -263,8 +264,8 @@ prefill_kernel(const AttentionParams params) {
         const int row = warp * 16 + i;
         HeadRow<width> x = {};
         if (row < rows) {
-            const int64_t at = (seq_begin + first_row + row) * params.q_stride +
-                               static_cast<int64_t>(head) * d;
+            const int64_t at =
+                (seq_begin + first_row + row) * params.q_stride + static_cast<int64_t>(head) * d;
             const int bytes = params.dtype == kF16 ? 2 : 4;
             load_row(x, static_cast<const uint8_t*>(params.q) + at * bytes, params.dtype, d, lane);
             if (is_codes(key_type)) hadamard_row(x, d, lane);
@@ -299,16 +300,20 @@ prefill_kernel(const AttentionParams params) {
             value_rows = converted + Shape::kTileBytes;
             __syncthreads();
         } else if (first_key < begin_key || first_key + kKeys > end_key) {
-            clear_hidden(value_rows, Shape::kStride, kKeys, begin_key - first_key,
-                         end_key - first_key, threadIdx.x, blockDim.x);
+            clear_hidden(
+                value_rows, Shape::kStride, kKeys, begin_key - first_key, end_key - first_key,
+                threadIdx.x, blockDim.x
+            );
             __syncthreads();
         }
         if (first_key <= warp_position + 15 && warp * 16 < rows) {
             const bool masked =
                 first_key + kKeys - 1 > warp_position ||
                 (params.window > 0 && first_key <= warp_position + 15 - params.window);
-            state.attend(params, own_queries, key_rows, value_rows, first_key, masked,
-                       warp_position + lane / 4, lane);
+            state.attend(
+                params, own_queries, key_rows, value_rows, first_key, masked,
+                warp_position + lane / 4, lane
+            );
         }
         __syncthreads();
     }
@@ -323,8 +328,8 @@ prefill_kernel(const AttentionParams params) {
         const float by = 1.0f / weight;
         const int row = warp * 16 + lane / 4 + 8 * h;
         if (row >= rows) continue;
-        const int64_t at = (seq_begin + first_row + row) * params.out_stride +
-                           static_cast<int64_t>(head) * d;
+        const int64_t at =
+            (seq_begin + first_row + row) * params.out_stride + static_cast<int64_t>(head) * d;
 #pragma unroll
         for (int n = 0; n < width / 8; ++n) {
             const int i = 8 * n + lane % 4 * 2;
@@ -352,8 +357,7 @@ cudaError_t launch_prefill(AttentionParams params, const AttentionSize& size, vo
     params.stages = Shape::bytes(warps, 2) <= info.shared_per_block ? 2 : 1;
     const dim3 grid(
         static_cast<unsigned>(params.q_heads),
-        static_cast<unsigned>(ceil_div(size.max_rows, 16 * warps)),
-        static_cast<unsigned>(size.seqs)
+        static_cast<unsigned>(ceil_div(size.max_rows, 16 * warps)), static_cast<unsigned>(size.seqs)
     );
     return launch(
         prefill_kernel<key_type, value_type, width>, grid, dim3(warps * kWarp),

@@ -18,7 +18,16 @@ namespace exl::cuda {
 constexpr int kWarp = 32;
 
 // Same numbers as exl::DType.
-enum Type : int { kF32 = 0, kF16 = 1, kBf16 = 2, kI32 = 3, kI64 = 4, kU8 = 5, kI8 = 6, kF8e4m3 = 7 };
+enum Type : int {
+    kF32 = 0,
+    kF16 = 1,
+    kBf16 = 2,
+    kI32 = 3,
+    kI64 = 4,
+    kU8 = 5,
+    kI8 = 6,
+    kF8e4m3 = 7
+};
 
 // ---- host ------------------------------------------------------------------------------------
 
@@ -82,7 +91,8 @@ cudaError_t launch_clusters(
 
 template <class... Params, class... Args>
 cudaError_t launch(
-    void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream, Args... args
+    void (*kernel)(Params...), dim3 grid, dim3 block, size_t shared_bytes, void* stream,
+    Args... args
 ) {
     return launch_clusters(kernel, grid, block, 1, shared_bytes, stream, args...);
 }
@@ -133,8 +143,8 @@ __device__ __forceinline__ void copy_run(
 ) {
     asm volatile(
         "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-        "[%0], [%1], %2, [%3], %4;"
-        ::"r"(to), "l"(from), "r"(bytes), "r"(barrier), "l"(hint)
+        "[%0], [%1], %2, [%3], %4;" ::"r"(to),
+        "l"(from), "r"(bytes), "r"(barrier), "l"(hint)
         : "memory"
     );
 }
@@ -170,7 +180,9 @@ __device__ __forceinline__ void wait_copies() {
 // ---- tensor core instructions ------------------------------------------------------------------
 
 // c [16, 8] float32 += a [16, 16] float16 (row-major) * b [16, 8] float16 (column-major).
-__device__ __forceinline__ void mma_16816(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void mma_16816(
+    float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1
+) {
 #if __CUDA_ARCH__ >= 800
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -180,12 +192,14 @@ __device__ __forceinline__ void mma_16816(float (&c)[4], const uint32_t (&a)[4],
     );
 #else
     asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+        "{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[0]), "r"(a[1]), "r"(b0)
     );
     asm volatile(
-        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, "
+        "{%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a[2]), "r"(a[3]), "r"(b1)
     );

@@ -47,7 +47,9 @@ extern "C" {
 
 int exl_cuda_abi(void) { return EXL_CUDA_ABI; }
 
-const char* exl_cuda_error_name(int code) { return cudaGetErrorName(static_cast<cudaError_t>(code)); }
+const char* exl_cuda_error_name(int code) {
+    return cudaGetErrorName(static_cast<cudaError_t>(code));
+}
 
 const char* exl_cuda_error_text(int code) {
     return cudaGetErrorString(static_cast<cudaError_t>(code));

@@ -44,14 +44,15 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint64_t* barrier, uint
 // `of_cluster`, those of all blocks of the cluster.
 template <bool of_cluster = false>
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-#define EXL_TRY_WAIT(order)                                                      \
-    asm volatile(                                                                \
-        "{\n .reg .pred over;\n"                                                 \
-        " mbarrier.try_wait.parity" order ".b64 over, [%1], %2;\n"               \
-        " selp.u32 %0, 1, 0, over;\n}"                                           \
-        : "=r"(is_over)                                                          \
-        : "r"(shared_offset(barrier)), "r"(parity)                               \
-        : "memory"                                                               \
+#define EXL_TRY_WAIT(order)                        \
+    asm volatile(                                  \
+        "{\n .reg .pred over;\n"                   \
+        " mbarrier.try_wait.parity" order          \
+        ".b64 over, [%1], %2;\n"                   \
+        " selp.u32 %0, 1, 0, over;\n}"             \
+        : "=r"(is_over)                            \
+        : "r"(shared_offset(barrier)), "r"(parity) \
+        : "memory"                                 \
     )
     uint32_t is_over = 0;
     while (!is_over) {
@@ -105,8 +106,7 @@ __device__ __forceinline__ void send(
         "{\n .reg .b32 there, counts;\n"
         " mapa.shared::cluster.u32 there, %0, %2;\n mapa.shared::cluster.u32 counts, %1, %2;\n"
         " st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 "
-        "[there], {%3, %4, %5, %6}, [counts];\n}"
-        ::"r"(shared_offset(to)),
+        "[there], {%3, %4, %5, %6}, [counts];\n}" ::"r"(shared_offset(to)),
         "r"(shared_offset(barrier)), "r"(rank), "f"(four.x), "f"(four.y), "f"(four.z), "f"(four.w)
         : "memory"
     );
@@ -120,8 +120,8 @@ __device__ __forceinline__ void copy_bulk(
     void* shared, const void* global, uint32_t bytes, uint64_t* barrier
 ) {
     asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-        ::"r"(shared_offset(shared)),
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+            "r"(shared_offset(shared)),
         "l"(global), "r"(bytes), "r"(shared_offset(barrier))
         : "memory"
     );
@@ -165,9 +165,7 @@ __device__ __forceinline__ void group_results(float (&d)[count]) {
 #define EXL_F4(at) "+f"(d[at]), "+f"(d[at + 1]), "+f"(d[at + 2]), "+f"(d[at + 3])
 #define EXL_F16(at) EXL_F4(at), EXL_F4(at + 4), EXL_F4(at + 8), EXL_F4(at + 12)
 template <bool is_by_rows>
-__device__ __forceinline__ void group_product(
-    float (&d)[8], const uint32_t (&a)[4], uint32_t b
-) {
+__device__ __forceinline__ void group_product(float (&d)[8], const uint32_t (&a)[4], uint32_t b) {
     asm volatile(
         "{\n .reg .pred adds;\n .reg .b64 b;\n"
         " setp.ne.b32 adds, 1, 0;\n mov.b64 b, {%12, %13};\n"
@@ -179,9 +177,7 @@ __device__ __forceinline__ void group_product(
     );
 }
 template <bool is_by_rows>
-__device__ __forceinline__ void group_product(
-    float (&d)[16], const uint32_t (&a)[4], uint32_t b
-) {
+__device__ __forceinline__ void group_product(float (&d)[16], const uint32_t (&a)[4], uint32_t b) {
     asm volatile(
         "{\n .reg .pred adds;\n .reg .b64 b;\n"
         " setp.ne.b32 adds, 1, 0;\n mov.b64 b, {%20, %21};\n"
@@ -193,9 +189,7 @@ __device__ __forceinline__ void group_product(
     );
 }
 template <bool is_by_rows>
-__device__ __forceinline__ void group_product(
-    float (&d)[32], const uint32_t (&a)[4], uint32_t b
-) {
+__device__ __forceinline__ void group_product(float (&d)[32], const uint32_t (&a)[4], uint32_t b) {
     asm volatile(
         "{\n .reg .pred adds;\n .reg .b64 b;\n"
         " setp.ne.b32 adds, 1, 0;\n mov.b64 b, {%36, %37};\n"

@@ -39,8 +39,7 @@ struct Place {
     // Offset of an even position. The odd position after it follows directly.
     __device__ __forceinline__ int64_t at(int position) const {
         const int in_block = position % 32;
-        const int offset = spread == 0 ? in_block
-                                       : in_block / 2 % 4 * spread + in_block / 8 * 2;
+        const int offset = spread == 0 ? in_block : in_block / 2 % 4 * spread + in_block / 8 * 2;
         return first + static_cast<int64_t>(position / 32) * pitch + offset;
     }
 };

@@ -46,9 +46,8 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
     const __grid_constant__ QuantLinearArgs args
 ) {
     extern __shared__ __align__(128) uint8_t shared[];
-    auto* sums = reinterpret_cast<WarpSums<Shape>*>(
-        shared + kWarps * args.num_stages * args.stage_bytes
-    );
+    auto* sums =
+        reinterpret_cast<WarpSums<Shape>*>(shared + kWarps * args.num_stages * args.stage_bytes);
     auto* states = reinterpret_cast<PipelineState*>(sums + kBuffers<Shape>);
     const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
 
@@ -69,7 +68,8 @@ __global__ void __launch_bounds__(kThreads, 2) quant_linear_kernel(
     for (;;) {
         output.load_addend(args);
         PanelSums<Shape> total = {};
-        while (!add_load_run<Shape>(total, rows, run, pipeline, inputs, lane)) {}
+        while (!add_load_run<Shape>(total, rows, run, pipeline, inputs, lane)) {
+        }
         sums[buffer].store(total, warp, lane, args.m);
         sync_cluster(args);
         output.store(args, sums[buffer]);
@@ -215,8 +215,7 @@ int exl_cuda_quant_linear(const ExlQuantLinear* call, void* stream) {
     using namespace exl::cuda;
     const bool is_gated = call->epilogue == EXL_EPILOGUE_GATED;
     if (call->count < 1 || call->count > 3 || call->m < 1 || call->m > 128 ||
-        (is_gated && call->count != 2) ||
-        (is_gated && call->parts[0]->n != call->parts[1]->n) ||
+        (is_gated && call->count != 2) || (is_gated && call->parts[0]->n != call->parts[1]->n) ||
         (call->places != nullptr && (!is_gated || call->y_dtype != kF16)) ||
         (call->y_dtype != kF32 && (call->y_dtype != kF16 || call->epilogue == EXL_EPILOGUE_ADD)) ||
         call->workspace_bytes < exl_cuda_quant_linear_workspace(0, call->m)) {

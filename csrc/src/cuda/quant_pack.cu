@@ -219,8 +219,8 @@ __global__ void __launch_bounds__(kThreads) pack_kernel(
             stage.bits = k_tile.bits;
             stage.shift = static_cast<int>(bit % 32);
             const int words = (stage.shift + rows * k_tile.bits + 31) / 32;
-            const uint32_t* stream = static_cast<const uint32_t*>(from.codes) + column +
-                                     bit / 32 * from.row_stride;
+            const uint32_t* stream =
+                static_cast<const uint32_t*>(from.codes) + column + bit / 32 * from.row_stride;
 #pragma unroll
             for (int i = 0; i < kStageWords; ++i) {
                 if (i < words) stage.words[i][lane] = is_inside ? stream[i * from.row_stride] : 0;
@@ -282,16 +282,15 @@ extern "C" int exl_cuda_quant_pack(
     const int64_t end = static_cast<int64_t>(from.first_column) + from.columns;
     const bool is_ggml = from.packing >= EXL_PACKING_Q4_0 && from.packing <= EXL_PACKING_Q8_0;
     const bool needs_bits = from.packing == EXL_PACKING_WORDS && from.source_rows == nullptr;
-    const bool fits = from.first_column >= 0 && from.first_column % kPanelColumns == 0 &&
-                      from.columns > 0 && end <= w->n &&
-                      (from.columns % kPanelColumns == 0 || end == w->n) &&
-                      from.packing >= EXL_PACKING_WORDS && from.packing <= EXL_PACKING_Q8_0 &&
-                      (w->scale_dtype == kF16 || w->scale_dtype == kF32) &&
-                      from.scale_dtype == w->scale_dtype && from.stored_rows != nullptr &&
-                      (!needs_bits || from.bit_offsets != nullptr) &&
-                      (is_ggml || from.scales != nullptr) &&
-                      (is_ggml || w->offset_kind == EXL_OFFSET_MIDDLE || from.offsets != nullptr) &&
-                      (!is_ggml || w->scale_dtype == kF16);
+    const bool fits =
+        from.first_column >= 0 && from.first_column % kPanelColumns == 0 && from.columns > 0 &&
+        end <= w->n && (from.columns % kPanelColumns == 0 || end == w->n) &&
+        from.packing >= EXL_PACKING_WORDS && from.packing <= EXL_PACKING_Q8_0 &&
+        (w->scale_dtype == kF16 || w->scale_dtype == kF32) && from.scale_dtype == w->scale_dtype &&
+        from.stored_rows != nullptr && (!needs_bits || from.bit_offsets != nullptr) &&
+        (is_ggml || from.scales != nullptr) &&
+        (is_ggml || w->offset_kind == EXL_OFFSET_MIDDLE || from.offsets != nullptr) &&
+        (!is_ggml || w->scale_dtype == kF16);
     if (!fits) return cudaErrorInvalidValue;
     const int64_t panels = ceil_div(from.columns, kPanelColumns);
     const KTileHeader header = {static_cast<int>(scale_bytes_of(w->scale_dtype)), w->offset_kind};

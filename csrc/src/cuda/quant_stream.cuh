@@ -73,20 +73,24 @@ __device__ __forceinline__ uint32_t shared_address(const void* p) {
 
 // Pipeline of one warp. The constructor issues loads into all stages.
 class WeightPipeline {
-public:
+  public:
     __device__ __forceinline__ WeightPipeline(
         const QuantLinearArgs& args, PipelineState* state, uint8_t* buffers, int warp, int lane
     )
-        : args_(args), state_(state), buffers_(buffers), warp_(warp), lane_(lane),
+        : args_(args),
+          state_(state),
+          buffers_(buffers),
+          warp_(warp),
+          lane_(lane),
           tile_(blockIdx.x >> args.split_bits) {
 #if __CUDA_ARCH__ >= 800
         if (lane < kMaxStages) {
             constexpr int kArrivals = __CUDA_ARCH__ >= 900 ? 1 : kWarp;
-            asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(
-                             shared_address(&state->barriers[lane])
-                         ),
-                         "r"(kArrivals)
-                         : "memory");
+            asm volatile(
+                "mbarrier.init.shared.b64 [%0], %1;" ::"r"(shared_address(&state->barriers[lane])),
+                "r"(kArrivals)
+                : "memory"
+            );
         }
 #if __CUDA_ARCH__ >= 900
         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -162,7 +166,7 @@ public:
         advance();
     }
 
-private:
+  private:
     __device__ __forceinline__ void advance() {
         const bool wraps = ++stage_ == args_.num_stages;
         if (wraps) stage_ = 0;

@@ -31,7 +31,7 @@ struct BitField {
 // Number of bit fields of a pair. Most pairs have one. Pairs that do not fit into a word are split
 // over the bits that the other pairs leave free.
 __host__ __device__ constexpr int num_fields(int bits, int pair) {
-    return bits == 3 && pair == 15  ? 3
+    return bits == 3 && pair == 15   ? 3
            : bits == 5 && pair == 15 ? 5
            : bits == 6 && pair > 11  ? 2
                                      : 1;
@@ -124,9 +124,7 @@ __device__ __forceinline__ uint32_t pair_codes(const uint32_t (&words)[bits], in
 }
 
 // Index of a column's scale among the 32 scales of a k-tile in its panel.
-__host__ __device__ constexpr int scale_index(int column) {
-    return 4 * (column % 8) + column / 8;
-}
+__host__ __device__ constexpr int scale_index(int column) { return 4 * (column % 8) + column / 8; }
 
 // Header of a k-tile: 32 scales, then 32 offsets if they are stored. The blocks follow.
 struct KTileHeader {

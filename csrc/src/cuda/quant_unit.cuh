@@ -305,9 +305,7 @@ __device__ __forceinline__ bool add_load_run(
         case 5: add(std::integral_constant<int, 5>()); break;
         case 6: add(std::integral_constant<int, 6>()); break;
         case 8: add(std::integral_constant<int, 8>()); break;
-        default:
-            run = pipeline.next();
-            pipeline.wait();
+        default: run = pipeline.next(); pipeline.wait();
     }
     pipeline.release<true>();
     const bool has_one_stage = inputs.args.num_stages == 1;

@@ -42,8 +42,7 @@ struct Factors<kHalves> {
     // The float16 number 1024 + code has the code in its low mantissa bits.
     __device__ __forceinline__ uint32_t weights(uint32_t codes, int quarter) const {
         const uint32_t raised = codes | 0x64006400u;
-        const __half2 offset =
-            __hsub2(reinterpret_cast<const __half2&>(raised), zero[quarter]);
+        const __half2 offset = __hsub2(reinterpret_cast<const __half2&>(raised), zero[quarter]);
         const __half2 product = __hmul2(offset, scale[quarter]);
         return reinterpret_cast<const uint32_t&>(product);
     }
@@ -247,8 +246,9 @@ __device__ __forceinline__ uint32_t code_at(const uint8_t* block, int bits, int 
         const BitField field = field_of(bits, pair, i);
         const bool is_first = field.word < first_words;
         const uint32_t word = is_first ? words[lane * first_words + field.word]
-                                       : words[kWarp * first_words + lane * (bits - first_words) +
-                                               field.word - first_words];
+                                       : words
+                                             [kWarp * first_words + lane * (bits - first_words) +
+                                              field.word - first_words];
         const uint32_t mask = (1u << field.bits) - 1;
         code |= (word >> (field.shift + 16 * (row % 2)) & mask) << field.first;
     }
@@ -308,13 +308,11 @@ extern "C" int exl_cuda_quant_unpack(
     if (columns == 0) return cudaSuccess;
     const bool is_aligned = reinterpret_cast<uintptr_t>(out) % 16 == 0 && out_stride % 8 == 0;
     const Output to = {static_cast<__half*>(out), out_stride, columns, is_aligned};
-    const dim3 grid(
-        static_cast<unsigned>(ceil_div(columns, kWarps * kPanelColumns)), w->num_units
-    );
+    const dim3 grid(static_cast<unsigned>(ceil_div(columns, kWarps * kPanelColumns)), w->num_units);
     const bool in_halves = w->scale_dtype == kF16 && w->offset_kind != EXL_OFFSET_MINIMUMS;
     const auto single_block = in_halves ? unpack_kernel<kHalves, 1> : unpack_kernel<kFloats, 1>;
-    const auto multi_block = in_halves ? unpack_kernel<kHalves, kKTileBlocks>
-                                       : unpack_kernel<kFloats, kKTileBlocks>;
+    const auto multi_block =
+        in_halves ? unpack_kernel<kHalves, kKTileBlocks> : unpack_kernel<kFloats, kKTileBlocks>;
     const auto kernel = w->num_units == w->num_blocks ? single_block : multi_block;
     return launch(
         kernel, grid, dim3(kThreads), 0, stream, *w, first_column / kPanelColumns, to, header_of(*w)

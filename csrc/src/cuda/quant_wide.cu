@@ -86,9 +86,7 @@ __device__ __forceinline__ void run_consumers(
                 entry.descriptor = uniform(entry.descriptor);
                 entry.weights = uniform(entry.weights);
                 entry.inputs = uniform(entry.inputs);
-                add_k_tile<kRows, is_by_rows>(
-                    total, part, entry, buffer, panel, panel_scale, lane
-                );
+                add_k_tile<kRows, is_by_rows>(total, part, entry, buffer, panel, panel_scale, lane);
                 __syncwarp();
                 if (lane == 0) barrier_arrive(&state.empty[stage]);
             }
@@ -122,8 +120,9 @@ __device__ __forceinline__ void run_consumers(
 #endif
 
 template <int kRows, bool is_by_rows>
-__global__ void __launch_bounds__(kSmallBatchThreads, blocks_per_multiprocessor(kRows))
-    small_batch_kernel(const __grid_constant__ SmallBatchArgs args) {
+__global__ void __launch_bounds__(
+    kSmallBatchThreads, blocks_per_multiprocessor(kRows)
+) small_batch_kernel(const __grid_constant__ SmallBatchArgs args) {
 #if EXL_IS_HOPPER
     extern __shared__ __align__(1024) uint8_t shared[];
     auto& state = *reinterpret_cast<SmallBatchState*>(shared + args.pipeline_bytes);
@@ -272,8 +271,8 @@ void choose_partition(
             if (is_split && num_tiles > max_clusters) continue;
             const int64_t block_k_tiles =
                 ceil_div(k_tiles, slices * splits) * ceil_div(num_tiles, max_clusters);
-            const double slowdown = (num_tiles * splits <= multiprocessors ? 1.0 : 1.33) *
-                                    (slices == 2 ? 1.1 : 1.0);
+            const double slowdown =
+                (num_tiles * splits <= multiprocessors ? 1.0 : 1.33) * (slices == 2 ? 1.1 : 1.0);
             const double cost = static_cast<double>(block_k_tiles) * slowdown + is_split;
             if (best < 0 || cost < least) {
                 least = cost, best = bits, args.splits = splits;
@@ -363,9 +362,9 @@ cudaError_t quant_small_batch(
     args.num_groups = is_gated ? 1 : call.count;
     for (int i = 0; i < call.count; ++i) {
         const ExlQuantMatrix& w = *call.parts[i];
-        const auto* inputs = static_cast<const __half*>(call.inputs[i]) +
-                             first / EXL_CUDA_CHUNK_ROWS *
-                                 exl_cuda_chunk_halves(EXL_CUDA_CHUNK_ROWS, w.num_blocks);
+        const auto* inputs =
+            static_cast<const __half*>(call.inputs[i]) +
+            first / EXL_CUDA_CHUNK_ROWS * exl_cuda_chunk_halves(EXL_CUDA_CHUNK_ROWS, w.num_blocks);
         args.parts[i] = make_part(w, inputs, is_gated ? 0 : columns);
         columns += w.n;
     }

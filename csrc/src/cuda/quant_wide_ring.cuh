@@ -63,7 +63,7 @@ struct SmallBatchState {
 // The producer warp.
 template <int kRows>
 class SmallBatchProducer {
-public:
+  public:
     static constexpr int kBlockBytes = 64 * kRows;  // inputs of one block of 32 rows of k
 
     __device__ __forceinline__ SmallBatchProducer(
@@ -84,7 +84,7 @@ public:
         }
     }
 
-private:
+  private:
     // Opens the next range of k-tiles that is not empty, unless one is open. Returns false after
     // the last one.
     __device__ __forceinline__ bool open_k_range() {

@@ -131,8 +131,7 @@ __device__ __forceinline__ void write_tile(
     for (int from = begin + kWarp * warp; from < end; from += kConsumerThreads) {
         const int lane = threadIdx.x % kWarp, n = from + lane;
         const int i = n / kWarp >> (3 - args.slice_bits);
-        const int panel =
-            panels * static_cast<int>(scheduler.tile) + (n / kWarp & (panels - 1));
+        const int panel = panels * static_cast<int>(scheduler.tile) + (n / kWarp & (panels - 1));
         const int row = 8 * (i % (kRows / 8)) + 2 * (lane % 4);
         const int column = 32 * panel + 16 * (i / (kRows / 8)) + lane / 4;
         const auto is_valid = [&](int c) {
@@ -196,9 +195,8 @@ __device__ __forceinline__ void write_tile(
                 if (!is_valid(c)) continue;
                 auto* to = static_cast<__half*>(args.y) +
                            prepared_by_rows_at(args.m, row, positions[c / 2]);
-                *reinterpret_cast<__half2*>(to) = __halves2half2(
-                    from_float<__half>(y[c]), from_float<__half>(y[c + 1])
-                );
+                *reinterpret_cast<__half2*>(to) =
+                    __halves2half2(from_float<__half>(y[c]), from_float<__half>(y[c + 1]));
             }
         } else if (args.y_dtype == kF16) {
 #pragma unroll

@@ -74,7 +74,7 @@ struct WeightFactors {
         scales[1] = __hmul2(scales[1], __floats2half2_rn(kFactors[2], kFactors[3]));
     }
 
-private:
+  private:
     __device__ __forceinline__ static void load_halves(
         __half2 (&to)[2], const uint8_t* from, bool has_floats, int g, float factor
     ) {
@@ -135,8 +135,8 @@ __device__ __forceinline__ void issue_products(
 
 template <int kBits, int kRows, bool is_by_rows>
 __device__ __forceinline__ void multiply_blocks(
-    SmallBatchSums<kRows>& total, const SmallBatchPart& part, const uint8_t* k_tile,
-    int num_blocks, float panel_scale, uint32_t inputs, int lane
+    SmallBatchSums<kRows>& total, const SmallBatchPart& part, const uint8_t* k_tile, int num_blocks,
+    float panel_scale, uint32_t inputs, int lane
 ) {
     const uint8_t* blocks = k_tile + part.header_bytes;
     BlockCodes<kBits> codes[4];
@@ -186,11 +186,11 @@ __device__ __forceinline__ void add_k_tile(
     const uint8_t* k_tile = buffer + entry.weights + panel * k_tile_bytes;
     const uint32_t inputs = matrix_start(buffer + entry.inputs, 16 * kRows);
 // Tests the most frequent bit width first.
-#define EXL_WIDTH(width)                                                              \
-    if (bits == width) {                                                              \
-        multiply_blocks<width, kRows, is_by_rows>(                                    \
-            total, part, k_tile, num_blocks, panel_scale, inputs, lane                \
-        );                                                                            \
+#define EXL_WIDTH(width)                                               \
+    if (bits == width) {                                               \
+        multiply_blocks<width, kRows, is_by_rows>(                     \
+            total, part, k_tile, num_blocks, panel_scale, inputs, lane \
+        );                                                             \
     } else
     EXL_WIDTH(4)
     EXL_WIDTH(3)

@@ -139,7 +139,7 @@ struct TileScheduler {
         return cluster_in_tile(args) * args.splits + cluster_rank();
     }
 
-private:
+  private:
     __device__ __forceinline__ void locate(const SmallBatchArgs& args) {
         group = 0, tile = index;
         while (group + 1 < args.num_groups && tile >= args.group_tiles[group]) {

@@ -48,7 +48,7 @@ struct QuantLinearArgs {
     int32_t y_dtype;
     int32_t epilogue;
     int32_t gate;
-    int32_t num_stages;    // pipeline stages of each warp
+    int32_t num_stages;  // pipeline stages of each warp
     int32_t stage_bytes;
     int32_t block_halves;  // float16 numbers of the prepared inputs per block of 32 rows of k
 

@@ -79,8 +79,8 @@ __device__ inline void sample_sorted(
     }
     result.put_top(num_top);
     if (thread < n) {  // sort by id, and carry each token's index in the order by likelihood
-        s.keys[thread] = static_cast<uint64_t>(id_in(s.sorted[thread])) << 32 |
-                         static_cast<uint32_t>(thread);
+        s.keys[thread] =
+            static_cast<uint64_t>(id_in(s.sorted[thread])) << 32 | static_cast<uint32_t>(thread);
     }
     __syncthreads();
     sort_keys(s, n);
@@ -330,8 +330,8 @@ __device__ inline double sample_groups(
         const int lane = passing != 0 ? __ffs(static_cast<int>(passing)) - 1
                                       : kWarp - 1 - __clz(static_cast<int>(having));
         if (lane_id() == lane) {
-            const bool is_first = weights[1] == 0.0 ||
-                                  (passing != 0 && weights[0] > 0.0 && middle > target);
+            const bool is_first =
+                weights[1] == 0.0 || (passing != 0 && weights[0] > 0.0 && middle > target);
             const int id = group * kGroup + 2 * lane + (is_first ? 0 : 1);
             result.put(id, weights[is_first ? 0 : 1] / total);
         }

@@ -92,7 +92,7 @@ struct Shared {
     uint64_t keys[kMaxSorted];    // unsorted
     uint64_t sorted[kMaxSorted];
     double weights[kMaxSorted];
-    double running[kMaxSorted];   // running sums of weights
+    double running[kMaxSorted];  // running sums of weights
     double per_warp[kWarps];
     uint64_t best[kWarps];
     uint32_t bins[256];

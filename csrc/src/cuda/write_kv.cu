@@ -153,7 +153,7 @@ struct Head {
 // A warp handles `kHeads` adjacent heads of a row. All their loads are in flight before the first
 // value is used.
 template <int kHeads>
-__global__ void __launch_bounds__(kWarps * kWarp) write_kernel(const WriteArgs args) {
+__global__ void __launch_bounds__(kWarps* kWarp) write_kernel(const WriteArgs args) {
     __shared__ float scratch[kWarps][kMaxHead];
     let_next_begin();
     const int warp = uniform(threadIdx.x / kWarp);
@@ -269,9 +269,7 @@ extern "C" int exl_cuda_write_kv(
     return write(args, stream);
 }
 
-extern "C" int exl_cuda_rope_write(
-    const ExlRopeWrite* rope, const ExlCache* cache, void* stream
-) {
+extern "C" int exl_cuda_rope_write(const ExlRopeWrite* rope, const ExlCache* cache, void* stream) {
     const int64_t width = rope->qkv_dtype == kF16 ? 2 : 4;
     const int64_t keys = static_cast<int64_t>(rope->q_heads) * cache->head_dim;
     const int64_t values = keys + static_cast<int64_t>(cache->kv_heads) * cache->head_dim;

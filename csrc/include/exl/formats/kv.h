@@ -35,7 +35,9 @@ constexpr int64_t kKvGroup = 32;  // elements that share a scale
 // Functions are static: the linker would merge shared ones across instruction sets.
 static constexpr bool is_packed_kv(DType dtype) { return dtype == DType::i8 || dtype == DType::u8; }
 
-static constexpr int64_t kv_code_bytes(DType dtype, int64_t d) { return dtype == DType::i8 ? d : d / 2; }
+static constexpr int64_t kv_code_bytes(DType dtype, int64_t d) {
+    return dtype == DType::i8 ? d : d / 2;
+}
 
 // Tensor elements per row.
 static constexpr int64_t kv_row_size(DType dtype, int64_t d) {

@@ -14,9 +14,9 @@ namespace exl {
 struct RmsNormArgs {
     const float* x;
     int64_t rows;
-    int64_t x_stride;    // between rows
-    int64_t heads;       // heads per row, each normalized by itself; 1 for a whole row
-    int64_t d;           // heads are d apart
+    int64_t x_stride;     // between rows
+    int64_t heads;        // heads per row, each normalized by itself; 1 for a whole row
+    int64_t d;            // heads are d apart
     const float* weight;  // [d]
     float eps;
     float* y;
@@ -31,7 +31,7 @@ struct RopeArgs {
     int64_t x_stride;
     int64_t heads;
     int64_t d;
-    int64_t rotated;    // even, <= d; later elements are not rotated
+    int64_t rotated;   // even, <= d; later elements are not rotated
     const float* cos;  // [rows, rotated / 2]
     const float* sin;
     const float* scale = nullptr;  // [heads, d]; both or neither
@@ -63,7 +63,7 @@ struct LogSumExpArgs {
 // Writes key and value rows to their cache slots in the format of formats/kv.h. A slot is
 // page * page_size + offset; every slot is in range.
 struct WriteKvArgs {
-    const float* key;    // [rows, heads, d]
+    const float* key;  // [rows, heads, d]
     const float* value;
     int64_t rows;
     int64_t key_stride;

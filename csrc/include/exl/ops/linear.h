@@ -26,7 +26,7 @@ struct MemoryBlock;
 
 // Weights of one linear in the run-time layout. Owns its memory, which is zero until filled.
 class PackedMatrix {
-public:
+  public:
     PackedMatrix(int64_t out_features, int64_t in_features, DType dtype, bool has_bias);
     ~PackedMatrix();
     PackedMatrix(const PackedMatrix&) = delete;
@@ -45,7 +45,7 @@ public:
     void* data = nullptr;
     float* bias = nullptr;  // null, or [panels * 16]
 
-private:
+  private:
     MemoryBlock* block_;  // contains `data`
 };
 

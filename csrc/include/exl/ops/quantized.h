@@ -67,8 +67,8 @@ struct GroupRun {
     int64_t groups;
     int64_t rows;  // of each group
     // Derived from the fields above by the constructor of QuantMatrix.
-    int64_t blocks;       // of each group
-    int64_t spans;        // of each group
+    int64_t blocks;  // of each group
+    int64_t spans;   // of each group
     int64_t first_group;
     int64_t first_block;
     int64_t first_span;
@@ -95,11 +95,11 @@ struct QuantColumns {
     const int32_t* source_rows;  // [k] or null
     const void* scales;          // [groups, columns]
     const void* offsets;
-    const float* bias;           // [columns] or null
+    const float* bias;  // [columns] or null
 };
 
 class QuantMatrix {
-public:
+  public:
     explicit QuantMatrix(const QuantLayout& layout);
     ~QuantMatrix();
     QuantMatrix(const QuantMatrix&) = delete;
@@ -135,7 +135,7 @@ public:
     void* offsets = nullptr;  // uint8 zeros, or minimums of scale_dtype; null for middle
     float* bias = nullptr;    // null, or [panels * 16]
 
-private:
+  private:
     MemoryBlock* block_;
 };
 

@@ -28,7 +28,7 @@ struct SampleArgs {
     double uniform;  // in [0, 1)
     int64_t num_top;
     // Output: the num_top likeliest of the kept tokens, likeliest first.
-    int64_t* top_ids;           // [min(num_top, vocab)]
+    int64_t* top_ids;  // [min(num_top, vocab)]
     double* top_probabilities;
     // Scratch; `padded` is vocab rounded up to kSampleBlock.
     float* edited;   // [padded]
