@@ -17,6 +17,7 @@ from exl_core.settings import available_cpus
 from support import profiles, real_models
 
 profiles.register()
+gc.disable()  # until collection has finished: what it imports and creates is no garbage
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -34,6 +35,8 @@ def pytest_collection_finish() -> None:
     # a test that calls gc.collect() waits a millisecond instead of half a second.
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)  # instead of 700: syntax trees and model files make many objects
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -59,6 +59,7 @@ def test_exact_weights_are_larger_in_memory(exl, tmp_path: Path) -> None:
     assert sizes["--exact",] > 2 * sizes[()]
 
 
+@pytest.mark.thorough
 def test_ops_for_people_and_for_programs(exl, tiny_llama_dir: Path) -> None:
     asked = ("bench", tiny_llama_dir, *QUICK, "--kernels", "--batch", "1,2", "--depth", 9)
     done = exl(*asked)

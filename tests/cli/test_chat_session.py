@@ -210,7 +210,9 @@ def story_for_c(history: Sequence[int]) -> Tensor:
     return reply_with(STORY if last.startswith(b"c") else "short")(history)
 
 
-@pytest.mark.parametrize("beyond", range(4))  # the context may end within a character
+@pytest.mark.parametrize(  # the context may end within a character
+    "beyond", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 2, 3))]
+)
 def test_a_reply_that_fills_the_context_goes_on_with_fewer_turns(
     beyond: int, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -165,6 +165,7 @@ def test_a_cache_that_does_not_fit_names_cheaper_ones(
     assert generate("-c", 256, "-n", 4).code == 0
 
 
+@pytest.mark.thorough
 def test_a_quantized_cache_answers_like_a_wide_one(exl) -> None:
     prompt = ("generate", "-p", "The capital of France is", "-n", "4", *GREEDY, "-q", "-c", 512)
     assert " Paris" in exl(*prompt, "--cache-type", "q6").out
@@ -211,6 +212,7 @@ def test_a_draft_model_that_is_not_there_is_told_before_loading(
     assert "nowhere" in generate("--draft-model", tmp_path / "nowhere").error_line(3)
 
 
+@pytest.mark.thorough
 def test_a_draft_model_of_another_family_is_refused_before_its_weights(
     exl, gemma3_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,6 +20,7 @@ def report(exl, tmp_path: Path):
     return lambda *args: exl("eval", "report", *args, "--text", text, "--out", out, *SMALL)
 
 
+@pytest.mark.thorough
 def test_page_and_json(report, tiny_llama_dir: Path, damaged_dir: Path, tmp_path: Path) -> None:
     (damaged_dir / "config.json").write_text("{", encoding="utf-8")
     done = report(tiny_llama_dir, damaged_dir, "--reference", tiny_llama_dir, "--json")

@@ -41,6 +41,7 @@ def test_the_table_has_a_row_for_each_kind_of_matrix(exl, exl2_dir: Path) -> Non
     assert "F32" in embed
 
 
+@pytest.mark.thorough
 def test_a_sound_model_is_verified(exl, exl2_dir: Path, smollm2_path: Path) -> None:
     done = exl("inspect", "model", exl2_dir, "--verify")
     assert (done.code, done.err) == (0, "")

@@ -43,6 +43,7 @@ def figures(rounds: tuple[Round, ...], costs: Costs = FREE, longest: int = 8) ->
     return figures_of(rounds, count(rounds), costs, SPEEDS, draft_tokens=GAMMA, longest=longest)
 
 
+@pytest.mark.thorough
 def test_simulated_drafts_give_back_alpha_tau_and_utilization() -> None:
     """alpha 0.8, four drafted: 0.8, 3.36 and 0.59."""
     wanted, drawn_from = spread_over(1, 2, 3, 4, 5), spread_over(1, 2, 3, 4, 6)

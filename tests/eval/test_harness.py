@@ -196,6 +196,7 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("ignore")  # the harness's and its libraries'
 def test_whole_tasks_from_local_files(loaded: LoadedModel, tasks: Path, theirs: Any) -> None:
     names = ("local_choose", "local_say", "local_read")

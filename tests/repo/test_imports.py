@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -60,9 +61,14 @@ def modules() -> Iterator[tuple[str, Path]]:
             yield ".".join((name, *parts)).removesuffix(".__init__"), path
 
 
+@cache
+def nodes_of(path: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
 def imports_of(path: Path) -> Iterator[str]:
     """Every module that the file imports, anywhere in it, as a dotted name."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -160,7 +166,7 @@ def test_package_inits_are_empty() -> None:
 def test_only_settings_reads_the_environment() -> None:
     readers = []
     for module, path in modules():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes_of(path):
             named = isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
             if named and module != "exl_core.settings":
                 readers.append(f"{module}, line {node.lineno}")

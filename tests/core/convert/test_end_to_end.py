@@ -91,10 +91,9 @@ def soft_capped(folder: Path) -> Path:
     "make",
     [
         sharded,
-        gguf_gemma,
         *(
             pytest.param(make, marks=pytest.mark.thorough)
-            for make in (tied, gguf_llama, gguf_qwen, fused, soft_capped)
+            for make in (tied, gguf_gemma, gguf_llama, gguf_qwen, fused, soft_capped)
         ),
     ],
 )

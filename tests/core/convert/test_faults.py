@@ -116,6 +116,7 @@ def fail_everywhere(disk: Disk, source: Path, folder: Path, step: int, first: in
     return len(points)
 
 
+@pytest.mark.thorough
 def test_a_disk_that_is_full_at_some_points(disk: Disk, source_dir: Path, tmp_path: Path) -> None:
     assert fail_everywhere(disk, source_dir, tmp_path, step=23, first=2) >= 3
 

@@ -143,6 +143,7 @@ def test_the_whole_is_the_same_whatever_the_number_of_threads(
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.thorough
 def test_a_family_with_norms_everywhere(tmp_path: Path) -> None:
     gemma = make_source(tmp_path, tiny_gemma3, tie_word_embeddings=True)
     states = embed_rows(gemma.checkpoint, gemma.config, gemma.token_ids)

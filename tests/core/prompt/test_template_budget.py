@@ -20,6 +20,18 @@ DOUBLING = (
 LARGEST_BYTES = 400 * 2**20  # a value of 64 MiB in four bytes a character, and a copy
 
 
+SLOW_LOOPS = {"recursive", "macro"}
+SLOW_VALUES = {"percent many", "percent widths", "sum", "block", "join"}
+
+
+def some_thorough(sources: dict[str, str], slow: set[str]) -> list[Any]:
+    """The sources as parameters; those that take longest to refuse are thorough."""
+    return [
+        pytest.param(source, marks=pytest.mark.thorough if name in slow else ())
+        for name, source in sources.items()
+    ]
+
+
 def render(source: str) -> str:
     return ChatTemplate(source, bos_token="", eos_token="", where="made").render(USER)
 
@@ -45,13 +57,14 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("source", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("source", some_thorough(LOOPS, SLOW_LOOPS), ids=LOOPS)
 def test_loops_end(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "MAX_STEPS", 200_000)  # to be quick; the next test has the real one
     with pytest.raises(TemplateError, match=r"steps|makes more than"):
         render(source)
 
 
+@pytest.mark.thorough
 def test_the_real_limits_end_a_loop_in_seconds() -> None:
     start = time.monotonic()
     with pytest.raises(TemplateError, match="2000000 steps"):
@@ -126,7 +139,7 @@ VALUES = {
 }
 
 
-@pytest.mark.parametrize("source", VALUES.values(), ids=VALUES)
+@pytest.mark.parametrize("source", some_thorough(VALUES, SLOW_VALUES), ids=VALUES)
 def test_no_value_grows_beyond_its_bound(source: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.monotonic()

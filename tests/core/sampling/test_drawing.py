@@ -17,6 +17,7 @@ from exl_core.sampling.sampler import Sampler
 from exl_core.sampling.steps import draw, skewed, softmax, weights
 
 OPS = get_table("cpu", threads=1)
+DRAWS = [1000, pytest.param(4000, marks=pytest.mark.thorough)]
 
 
 def random_logits(seed: int, count: int = 64) -> Tensor:
@@ -90,13 +91,14 @@ def assert_frequencies(counts: Counter[int], p: Tensor) -> None:
     assert chi <= freedom + 5 * math.sqrt(2 * max(freedom, 1))
 
 
+@pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize("params", CHAINS, ids=lambda p: f"chain{CHAINS.index(p)}")
 def test_frequencies_are_the_distribution_within_their_standard_error(
-    params: SamplerParams,
+    params: SamplerParams, draws: int
 ) -> None:
     logits = random_logits(11, 30) / 2
     sampler = Sampler(replace(params, seed=99), OPS)
-    counts = Counter(sampler.sample(logits, []).token_id for _ in range(4000))
+    counts = Counter(sampler.sample(logits, []).token_id for _ in range(draws))
     assert_frequencies(counts, distribution(params, logits))
 
 
@@ -110,11 +112,11 @@ def test_frequencies_hold_over_a_large_vocabulary() -> None:
         assert abs(thirds[third] / draws - 1 / 3) < 4 * math.sqrt(2 / 9 / draws)
 
 
+@pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize("skew", [-1.5, 0.4, 2.0])
-def test_a_skewed_draw_runs_from_the_likeliest_down(skew: float) -> None:
+def test_a_skewed_draw_runs_from_the_likeliest_down(skew: float, draws: int) -> None:
     p = [0.1, 0.5, 0.15, 0.25]
     sampler = Sampler(SamplerParams(skew=skew, seed=3), OPS)
-    draws = 4000
     logits = torch.tensor(p).log()
     counts = Counter(sampler.sample(logits, []).token_id for _ in range(draws))
     # r' <= x where r <= x ** e^skew.
@@ -142,6 +144,7 @@ OFFERS = {
 TARGET = [0.30, 0.25, 0.2, 0.15, 0.1, 0.0]
 
 
+@pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize(
     ("offer", "params"),
     [
@@ -151,14 +154,14 @@ TARGET = [0.30, 0.25, 0.2, 0.15, 0.1, 0.0]
     ],
 )
 def test_verified_tokens_follow_the_target_whatever_was_proposed(
-    offer: str, params: SamplerParams
+    offer: str, params: SamplerParams, draws: int
 ) -> None:
     logits, q = torch.tensor(TARGET).log(), torch.tensor(OFFERS[offer])
     sampler = Sampler(replace(params, seed=17), OPS)
     proposals = torch.Generator().manual_seed(4)
     p = distribution(params, logits)
     counts: Counter[int] = Counter()
-    accepted, draws = 0, 4000
+    accepted = 0
     for proposal in torch.multinomial(q, draws, replacement=True, generator=proposals).tolist():
         sample = sampler.verify(logits, [], proposal, q, want_probability=True)
         counts[sample.token_id] += 1
