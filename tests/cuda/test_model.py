@@ -204,7 +204,7 @@ def test_passes_that_begin_ahead_change_nothing(
     both = []
     for foresees in (True, False):
         if not foresees:
-            monkeypatch.setattr(Scheduler, "foresee", lambda *_: None)
+            monkeypatch.setattr(Scheduler, "next_segments", lambda *_: None)
         generator = generator_of(pair.far)
         for _ in range(2):  # the second finds its graphs
             generator.engine.forget_cache()

@@ -14,7 +14,7 @@ from exl_core.ops.cuda.library import Gpu
 from exl_core.ops.cuda.sampling import Capacity, RowSampler, SampleBuffers
 from exl_core.ops.cuda.table import CudaTable
 from exl_core.ops.reference_sampling import sample
-from exl_core.ops.table import NOTHING_DRAWN, Drawn, Onward, RowSettings
+from exl_core.ops.table import NOTHING_SAMPLED, NextStep, RowSettings, Sampled
 from exl_kernels import cuda
 
 pytestmark = pytest.mark.cuda
@@ -81,11 +81,11 @@ def random_mask(rng: torch.Generator, vocab: int) -> Tensor:
     return words
 
 
-def reference(logits: Tensor, rows: list[RowSettings]) -> list[Drawn]:
+def reference(logits: Tensor, rows: list[RowSettings]) -> list[Sampled]:
     return [row.draw(sample, logits[row.row]) for row in rows]
 
 
-def assert_same(got: list[Drawn], wanted: list[Drawn], hint: object) -> None:
+def assert_same(got: list[Sampled], wanted: list[Sampled], hint: object) -> None:
     for i, (one, other) in enumerate(zip(got, wanted, strict=True)):
         assert one.token_id == other.token_id, (i, one, other, hint)
         assert one.probability == pytest.approx(other.probability, rel=1e-5), (i, hint)
@@ -200,11 +200,11 @@ def test_what_is_no_number_is_not_drawn_from(sampler: RowSampler, value: float) 
                 for i in range(len(places) + 1)
             ]
             got = sampler.draw(logits.cuda(), rows)
-            assert got[:-1] == [NOTHING_DRAWN] * len(places)
+            assert got[:-1] == [NOTHING_SAMPLED] * len(places)
             assert got[-1].token_id == 0
             edits = torch.tensor([70]), torch.tensor([value])
             edited = rows[-1]._replace(ids=edits[0], values=edits[1])
-            assert sampler.draw(logits.cuda(), [edited]) == [NOTHING_DRAWN]
+            assert sampler.draw(logits.cuda(), [edited]) == [NOTHING_SAMPLED]
         mask[:] = -1
 
 
@@ -213,9 +213,9 @@ def test_without_a_token_nothing_is_drawn(sampler: RowSampler) -> None:
     closed = torch.zeros(22, dtype=torch.int32)
     for chain in CHAINS.values():
         row = RowSettings(0, num_top=2)._replace(**chain)  # type: ignore[arg-type]
-        assert sampler.draw(nothing, [row]) == [NOTHING_DRAWN]
+        assert sampler.draw(nothing, [row]) == [NOTHING_SAMPLED]
         masked = row._replace(mask=closed)
-        assert sampler.draw(torch.zeros(1, 700).cuda(), [masked]) == [NOTHING_DRAWN]
+        assert sampler.draw(torch.zeros(1, 700).cuda(), [masked]) == [NOTHING_SAMPLED]
 
 
 @pytest.mark.parametrize("chain", ["plain", "hot", "top-p", "min-p", "usual"])
@@ -247,8 +247,8 @@ def test_tokens_go_on_before_anybody_waits(sampler: RowSampler, random: torch.Ge
     rows = [RowSettings(i, uniform=0.2 * i)._replace(top_k=i % 3) for i in (4, 3, 0, 2)]
     next_ids = torch.full((6,), -7, device="cuda")
     behind = []
-    onward = Onward(next_ids[1:5], lambda: behind.append(next_ids.clone()))
-    drawn = [one.token_id for one in sampler.draw(logits.cuda(), rows, onward)]
+    next_step = NextStep(next_ids[1:5], lambda: behind.append(next_ids.clone()))
+    drawn = [one.token_id for one in sampler.draw(logits.cuda(), rows, next_step)]
     assert drawn == [one.token_id for one in reference(logits, rows)]
     assert drawn[1] == -1
     assert [one.tolist() for one in behind] == [[-7, drawn[0], 0, *drawn[2:], -7]]
@@ -261,7 +261,7 @@ def test_tokens_that_the_host_draws_go_on_as_well() -> None:
     next_ids = torch.zeros(2, dtype=torch.int64, device="cuda")
     behind = []
     drawn = table.sample_rows(
-        logits, rows, Onward(next_ids, lambda: behind.append(next_ids.tolist()))
+        logits, rows, NextStep(next_ids, lambda: behind.append(next_ids.tolist()))
     )
     assert behind == [[one.token_id for one in drawn]]
 

@@ -14,7 +14,7 @@ from kernel_support import normal, packed, paged_batch
 
 from exl_core.errors import BackendError, RequestError
 from exl_core.ops.selftest import CASES, run_selftest
-from exl_core.ops.table import Drawn, OpTable, available_isas, get_table
+from exl_core.ops.table import OpTable, Sampled, available_isas, get_table
 
 
 def test_the_best_set_is_the_default() -> None:
@@ -107,7 +107,7 @@ def test_selftest_sees_a_broken_op(op, monkeypatch) -> None:
 
     def broken(self: OpTable, *operands: torch.Tensor, **options: float) -> object:
         result = working(self, *operands, **options)
-        if isinstance(result, Drawn):
+        if isinstance(result, Sampled):
             return result._replace(probability=result.probability * 1.0001)
         if op in {"write_kv", "linear_add_"}:
             spoiled = operands[2]

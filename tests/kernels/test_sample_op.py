@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.table import (
-    NOTHING_DRAWN,
-    Drawn,
+    NOTHING_SAMPLED,
     OpTable,
     RowSettings,
+    Sampled,
     available_isas,
     get_table,
 )
@@ -66,7 +66,7 @@ def random_mask(rng: torch.Generator, vocab: int) -> Tensor:
     return words
 
 
-def assert_same(got: Drawn, wanted: Drawn, hint: object) -> None:
+def assert_same(got: Sampled, wanted: Sampled, hint: object) -> None:
     """Tokens exactly; probabilities but for the rounding of float32 sums."""
     assert got.token_id == wanted.token_id, hint
     assert math.isclose(got.probability, wanted.probability, rel_tol=1e-5), hint
@@ -156,20 +156,20 @@ def test_what_is_no_number_is_not_drawn_from(
 ) -> None:
     logits = torch.zeros(300)
     logits[place] = value
-    assert table.sample(logits, **settings) == NOTHING_DRAWN
+    assert table.sample(logits, **settings) == NOTHING_SAMPLED
     mask = torch.full((10,), -1, dtype=torch.int32)
     mask[place // 32] = 0
-    assert table.sample(logits, mask, **settings) == NOTHING_DRAWN
+    assert table.sample(logits, mask, **settings) == NOTHING_SAMPLED
     changed = table.sample(torch.zeros(300), None, torch.tensor([place]), torch.tensor([value]))
-    assert changed == NOTHING_DRAWN
+    assert changed == NOTHING_SAMPLED
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 1}, {"top_k": 5}, {"top_p": 0.5}])
 def test_without_a_token_nothing_is_drawn(table: OpTable, settings: dict[str, int]) -> None:
     nothing = torch.full((70,), -math.inf)
-    assert table.sample(nothing, **settings) == NOTHING_DRAWN
+    assert table.sample(nothing, **settings) == NOTHING_SAMPLED
     closed = torch.zeros(3, dtype=torch.int32)
-    assert table.sample(torch.zeros(70), closed, **settings) == NOTHING_DRAWN
+    assert table.sample(torch.zeros(70), closed, **settings) == NOTHING_SAMPLED
 
 
 def test_rows_are_drawn_each_by_its_own_settings(table: OpTable, rng: torch.Generator) -> None:
@@ -190,7 +190,7 @@ def test_rows_are_drawn_each_by_its_own_settings(table: OpTable, rng: torch.Gene
         operands = one._asdict()
         row = logits[operands.pop("row")]
         assert got == table.sample(row, **operands)
-    assert NOTHING_DRAWN in drawn
+    assert NOTHING_SAMPLED in drawn
     assert table.sample_rows(logits, []) == []
 
 

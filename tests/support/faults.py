@@ -18,7 +18,7 @@ from torch import Tensor
 
 from exl_core.engine.engine import Engine
 from exl_core.ops.reference import ReferenceTable
-from exl_core.ops.table import Drawn, Onward, RowSettings
+from exl_core.ops.table import NextStep, RowSettings, Sampled
 
 VICTIM_TOP_K = 77
 """`FaultyTable` knows the victim's rows by this setting of its sampler."""
@@ -38,7 +38,7 @@ OPS = ("sample", "sample_rows")
 POINTS = (
     *((attribute, name) for attribute, names in PARTS.values() for name in names),
     *(("filter", name) for name in ("mask", "accept", "is_complete", "is_finished", "rewind")),
-    *(("output", name) for name in STEPS),
+    *(("reply", name) for name in STEPS),
     *(("function", name) for name in FUNCTIONS),
     *(("op", name) for name in OPS),
     ("hook", "call"),
@@ -92,39 +92,39 @@ class FaultyTable(ReferenceTable):
         super().__init__(threads=1)
         self.fault = fault
 
-    def sample(self, *operands: Any, **settings: Any) -> Drawn:  # type: ignore[override]
+    def sample(self, *operands: Any, **settings: Any) -> Sampled:  # type: ignore[override]
         if self.fault is not None and settings["top_k"] == VICTIM_TOP_K:
             self.fault.use("op", "sample")
         return ReferenceTable.sample(*operands, **settings)
 
     def sample_rows(  # type: ignore[override]
-        self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
-    ) -> list[Drawn]:
+        self, logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None
+    ) -> list[Sampled]:
         if self.fault is not None and any(row.top_k == VICTIM_TOP_K for row in rows):
             self.fault.use("op", "sample_rows")
-        return ReferenceTable.sample_rows(logits, rows, onward)
+        return ReferenceTable.sample_rows(logits, rows, next_step)
 
 
 def break_request(engine: Engine, request_id: str, fault: Fault) -> None:
     """From here on the parts of that live request are behind proxies."""
-    output = engine._outputs[request_id]
+    reply = engine._replies[request_id]
     for attribute in {attribute for attribute, _ in PARTS.values()}:
-        part = getattr(output, attribute)
+        part = getattr(reply, attribute)
         if part is not None:
-            setattr(output, attribute, Proxy(part, attribute, fault))
-    if output.filters is not None:
-        filters = vars(output.filters)["_target"]
+            setattr(reply, attribute, Proxy(part, attribute, fault))
+    if reply.filters is not None:
+        filters = vars(reply.filters)["_target"]
         filters._filters = tuple(Proxy(one, "filter", fault) for one in filters._filters)
     for name in STEPS:
-        setattr(output, name, _failing("output", name, getattr(output, name), fault))
+        setattr(reply, name, _failing("reply", name, getattr(reply, name), fault))
 
 
 def break_functions(patch: pytest.MonkeyPatch, request_id: str, fault: Fault) -> None:
     """Functions that the engine calls for one request at a time. What is computed for other
     requests than the victim is known by the victim's guidance scale or its sequence."""
-    from exl_core.engine import output, shares
+    from exl_core.engine import reply, request_logits
 
-    score, log_probs, guide = shares.score_prompt, output.with_log_probs, output.guide
+    score, log_probs, guide = request_logits.score_prompt, reply.with_log_probs, reply.guide
 
     def score_prompt(sequence: Any, *rest: Any) -> Any:
         if sequence.request_id == request_id:
@@ -141,9 +141,9 @@ def break_functions(patch: pytest.MonkeyPatch, request_id: str, fault: Fault) ->
             fault.use("function", "guide")
         return guide(positive, negative, scale)
 
-    patch.setattr(shares, "score_prompt", score_prompt)
-    patch.setattr(output, "with_log_probs", with_log_probs)
-    patch.setattr(output, "guide", guided)
+    patch.setattr(request_logits, "score_prompt", score_prompt)
+    patch.setattr(reply, "with_log_probs", with_log_probs)
+    patch.setattr(reply, "guide", guided)
 
 
 def _failing(owner: str, name: str, call: Callable[..., Any], fault: Fault) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from exl_core.cache.page_pool import PageKey, PagePool, page_keys
 from exl_core.engine.plan import BatchPlan
 from exl_core.engine.request import Request
 from exl_core.engine.scheduler import Scheduler
-from exl_core.engine.sequence import Sequence, root_key
+from exl_core.engine.sequence import SequenceState, root_key
 from exl_core.errors import RequestError
 from exl_core.model.adapters import Adapter, AdapterUse
 from exl_core.model.segment import LogitRows, PageCopy, Segment
@@ -47,9 +47,9 @@ def scheduler(pages: int, *, max_batch: int = 8, prefill_chunk: int = 8) -> Sche
 
 def sequence(
     prompt: Iterable[int], more: int = 4, adapters: tuple[AdapterUse, ...] = ()
-) -> Sequence:
+) -> SequenceState:
     ids = list(prompt)
-    return Sequence(Request(tuple(ids), adapters=adapters), len(ids) + more, ids)
+    return SequenceState(Request(tuple(ids), adapters=adapters), len(ids) + more, ids)
 
 
 def shape(plan: BatchPlan) -> list[tuple[str, int, int, LogitRows]]:
@@ -114,7 +114,7 @@ class Memory:
         for runner, segment in pairs:
             self.check_past(runner, segment)
 
-    def check_past(self, runner: Sequence, segment: Segment) -> None:
+    def check_past(self, runner: SequenceState, segment: Segment) -> None:
         past = runner.token_ids[: segment.past_len]
         for i, value in enumerate(chain(root_value(runner.key_root), past)):
             place = (segment.page_ids[i // PAGE], i % PAGE)
@@ -136,7 +136,7 @@ class Simulation:
         self.s = scheduler(pages, max_batch=max_batch, prefill_chunk=prefill_chunk)
         self.max_draft = max_draft
         self.memory = Memory()
-        self.live: list[Sequence] = []  # in order of arrival
+        self.live: list[SequenceState] = []  # in order of arrival
         self.count = Counter[str]()
         self.value_of_key: dict[PageKey, int] = {}
 
@@ -145,23 +145,25 @@ class Simulation:
         stats = self.s.pool.stats
         return sum(self.count[k] for k in kinds) + stats.evicted + self.s.num_requeued
 
-    def arrive(self, prompt: list[int], more: int, serial: int, negative: list[int] | None) -> None:
+    def arrive(
+        self, prompt: list[int], more: int, serial: int, negative_ids: list[int] | None
+    ) -> None:
         adapters = (use(serial),) if serial else ()
         new = sequence(prompt, more, adapters)
-        twin = None
-        if negative is not None:
-            twin = Sequence(new.request, len(negative) + more, list(negative))
+        negative = None
+        if negative_ids is not None:
+            negative = SequenceState(new.request, len(negative_ids) + more, list(negative_ids))
         try:
-            twin_len = None if twin is None else twin.max_len
-            self.s.check_fits(new.request_id, new.max_len, twin_len)
+            negative_len = None if negative is None else negative.max_len
+            self.s.check_fits(new.request_id, new.max_len, negative_len)
         except RequestError:
             self.count["refusal"] += 1
             return
         self.value_of_key.setdefault(root_key(adapters), root_value(root_key(adapters)))
         self.live.append(new)
-        self.s.add(new, twin)
+        self.s.add(new, negative)
         self.count["arrival"] += 1
-        self.count["pair"] += twin is not None
+        self.count["pair"] += negative is not None
         self.check()
 
     def prepare(self) -> None:
@@ -177,7 +179,7 @@ class Simulation:
         assert bool(plan.segments) == bool(self.live), "never idle while there is work"
         self.check_plan(plan)
         self.memory.run(plan)
-        rewinds: list[tuple[Sequence, int]] = []
+        rewinds: list[tuple[SequenceState, int]] = []
         for runner, segment in zip(plan.sequences, plan.segments, strict=True):
             if segment.logit_rows is LogitRows.NONE or runner not in self.live:
                 continue
@@ -220,7 +222,7 @@ class Simulation:
             drafts[runner.request_id] = tuple(random.randint(0, 1) for _ in range(length))
         return drafts
 
-    def sample(self, runner: Sequence, segment: Segment, random: Random) -> None:
+    def sample(self, runner: SequenceState, segment: Segment, random: Random) -> None:
         """Accept a draft while what is drawn equals it."""
         draft = segment.token_ids[1:] if segment.logit_rows is LogitRows.ALL else ()
         for drafted in (*draft, None):
@@ -233,10 +235,10 @@ class Simulation:
             self.count["accepted"] += 1
         assert len(runner.token_ids) <= runner.max_len
 
-    def draft_room(self, member: Sequence) -> int:
+    def draft_room(self, member: SequenceState) -> int:
         return len(member.page_ids) * PAGE - len(member.token_ids)
 
-    def distrust(self, runner: Sequence, rewinds: list[tuple[Sequence, int]]) -> None:
+    def distrust(self, runner: SequenceState, rewinds: list[tuple[SequenceState, int]]) -> None:
         """Between pass and `advance`."""
         page_ids = [page for member in runner.members for page in member.page_ids]
         self.s.remove(runner, is_trusted=False)
@@ -251,7 +253,7 @@ class Simulation:
         assert is_trusted or not any(self.s.pool.contents_of(page) for page in page_ids)
         self.count["cancellation"] += 1
 
-    def end(self, runner: Sequence, *, is_trusted: bool) -> None:
+    def end(self, runner: SequenceState, *, is_trusted: bool) -> None:
         self.s.remove(runner, is_trusted=is_trusted)
         self.live.remove(runner)
         self.check()
@@ -326,13 +328,13 @@ class Simulation:
     def check_pairs(self, plan: BatchPlan) -> None:
         rows = list(zip(plan.sequences, plan.segments, strict=True))
         ends = [runner for runner, segment in rows if segment.logit_rows is not LogitRows.NONE]
-        twins = {id(r.twin): r for r in plan.sequences if r.twin is not None}
+        negatives = {id(r.negative): r for r in plan.sequences if r.negative is not None}
         for before, runner in pairwise([None, *ends]):
-            if id(runner) in twins:
-                assert before is twins[id(runner)], "a twin's logits follow its own sequence's"
+            if id(runner) in negatives:
+                assert before is negatives[id(runner)], "negative logits come second"
         for runner in ends:
-            assert runner.twin is None or runner.twin in ends
-        assert all(runner in self.live or id(runner) in twins for runner in ends)
+            assert runner.negative is None or runner.negative in ends
+        assert all(runner in self.live or id(runner) in negatives for runner in ends)
 
     def check(self) -> None:
         pool = self.s.pool

@@ -27,7 +27,7 @@ from exl_core.model.adapters import AdapterUse
 from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.ngram import NgramDrafter
 from support.alone import Alone, Changing
-from support.going_ahead import go_ahead
+from support.async_steps import enable_async_steps
 from support.guessing import ScriptedDrafter, half_right, right
 from support.profiles import examples
 from support.scripted import EOS_ID, PieceTokenizer, Rule, ScriptedModel, ScriptedShape
@@ -143,7 +143,7 @@ class EngineMachine(RuleBasedStateMachine):
         pages=st.sampled_from([3, 3, 4, 5, 7]),
         max_batch=st.integers(2, 5),
         prefill_chunk=st.sampled_from([256, 61, 100, 2000]),
-        drafter=st.sampled_from(["ahead", *sorted(DRAFTERS)]),
+        drafter=st.sampled_from(["async steps", *sorted(DRAFTERS)]),
     )
     def start(self, pages: int, max_batch: int, prefill_chunk: int, drafter: str) -> None:
         self.model = ScriptedModel(RULE, ScriptedShape(TOKENIZER.vocab_size, MAX_SEQ_LEN))
@@ -155,8 +155,8 @@ class EngineMachine(RuleBasedStateMachine):
             drafter=self.drafter,
             clock=lambda: 0.0,
         )
-        if drafter == "ahead":
-            go_ahead(self.engine)
+        if drafter == "async steps":
+            enable_async_steps(self.engine)
         self.live: dict[str, Seen] = {}
 
     @rule(requests=st.lists(arrivals(), min_size=1, max_size=3))

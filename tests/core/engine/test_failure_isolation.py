@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError
 from exl_core.speculate.drafter import Draft, DraftJob
 from support.alone import Changing
+from support.async_steps import enable_async_steps
 from support.driving import ask, run_all, run_one
 from support.faults import (
     POINTS,
@@ -33,8 +34,8 @@ from support.faults import (
     break_functions,
     break_request,
 )
-from support.going_ahead import go_ahead
 from support.guessing import ScriptedDrafter, right
+from support.profiles import examples
 from support.scripted import ByteTokenizer, HashRule, ScriptedModel
 
 RULE = HashRule(3, spread=1.5)
@@ -141,7 +142,7 @@ def engine_in(mode: str, fault: Fault | None = None) -> Engine:
         clock=lambda: 0.0,
     )
     if mode == "async":
-        go_ahead(engine)
+        enable_async_steps(engine)
     return engine
 
 
@@ -205,7 +206,7 @@ def test_every_step_of_a_request_is_taken_by_some_victim() -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(200))
 def test_a_failure_at_any_step_ends_its_request_alone(data: st.DataObject) -> None:
     mode = data.draw(st.sampled_from(MODES))
     point = data.draw(st.sampled_from(POINTS))

@@ -46,14 +46,14 @@ def by_hand(request: Request, count: int) -> tuple[int, ...]:
     """One token after the other, from two histories."""
     assert request.negative_prompt_ids is not None
     assert request.sampler.cfg_scale is not None
-    wanted, unwanted = list(request.prompt_ids), list(request.negative_prompt_ids)
+    wanted, negative = list(request.prompt_ids), list(request.negative_prompt_ids)
     sampler = Sampler(request.sampler, get_table("reference", threads=1))
     for _ in range(count):
-        logits = guide(RULE(wanted), RULE(unwanted), request.sampler.cfg_scale)
+        logits = guide(RULE(wanted), RULE(negative), request.sampler.cfg_scale)
         sample = sampler.sample(logits, wanted)
         sampler.accept(sample)
         wanted.append(sample.token_id)
-        unwanted.append(sample.token_id)
+        negative.append(sample.token_id)
     return tuple(wanted[len(request.prompt_ids) :])
 
 

@@ -126,12 +126,12 @@ def test_what_can_never_fit_is_refused_with_numbers() -> None:
         s.check_fits("r", 14)
     assert "14 tokens" in str(caught.value)
     assert "at most 13 tokens (3 pages)" in str(caught.value)
-    s.check_fits("r", 9, twin_tokens=5)
+    s.check_fits("r", 9, negative_tokens=5)
     with pytest.raises(RequestError, match="15 tokens") as caught:
-        s.check_fits("r", 9, twin_tokens=6)
+        s.check_fits("r", 9, negative_tokens=6)
     assert "15 (4 pages)" in str(caught.value)
     with pytest.raises(RequestError, match="max_batch"):
-        scheduler(3, max_batch=1).check_fits("r", 2, twin_tokens=2)
+        scheduler(3, max_batch=1).check_fits("r", 2, negative_tokens=2)
 
 
 def test_a_failed_pass_frees_everything_and_keeps_those_that_wait() -> None:

@@ -192,7 +192,7 @@ def test_looked_up_drafts_give_the_very_tokens_of_sampling_without() -> None:
 
 
 def test_the_measure_would_notice_a_wrong_rule() -> None:
-    """Drawn from the draft's distribution, but checked as if all tokens had been as likely."""
+    """Sampled from the draft's distribution, but checked as if all tokens had been as likely."""
     drawing = by_model(OTHER)
     even = torch.full((VOCAB,), 1.0 / VOCAB)
 

@@ -16,7 +16,7 @@ from exl_core.engine.engine import PREFILL_CHUNK
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, PageCopy, Segment
 from exl_core.model.transformer import Transformer
-from exl_core.ops.table import Onward, RowSettings
+from exl_core.ops.table import NextStep, RowSettings
 
 PASS_ROWS = PREFILL_CHUNK["cpu"]
 """The engine's own limit on prompt tokens in a pass."""
@@ -139,8 +139,8 @@ class Workload:
     ) -> tuple[list[int], Tensor]:
         """The likeliest tokens, and the logits of the pass that has begun with them."""
         begun: list[Tensor] = []
-        onward = Onward(token_ids, lambda: begun.append(begin()))
-        drawn = self._ops.sample_rows(logits, self._likeliest, onward)
+        next_step = NextStep(token_ids, lambda: begun.append(begin()))
+        drawn = self._ops.sample_rows(logits, self._likeliest, next_step)
         return [one.token_id for one in drawn], begun[0]
 
     def _next(self, segments: Sequence[Segment]) -> list[int]:

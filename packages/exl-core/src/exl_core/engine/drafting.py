@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from exl_core.engine.sequence import Sequence as Running
+from exl_core.engine.sequence import SequenceState
 from exl_core.speculate.controller import DraftController, PassCosts, SteadyDrafts
 from exl_core.speculate.drafter import Draft, Drafter, DraftJob
 from exl_core.speculate.stats import DraftStats
@@ -44,7 +44,7 @@ class Drafting:
         self._records: dict[str, _Record] = {}
 
     def propose(
-        self, sequences: Sequence[Running], reserve: Callable[[Running, int], int]
+        self, sequences: Sequence[SequenceState], reserve: Callable[[SequenceState, int], int]
     ) -> dict[str, Draft]:
         """Drafts by request id; none for those that get no room or have no guess."""
         jobs = []

@@ -1,6 +1,6 @@
 """The loop: requests in, events out, one forward pass a step.
 
-Owns the cache, and puts scheduler, runner, drafts and outputs together. It never waits: whoever
+Owns the cache, and puts scheduler, runner, drafts and replies together. It never waits: whoever
 calls `step` sets the pace. Every request that was accepted gets exactly one end, a `FinishEvent` or
 a `FailEvent`. After a pass that raised, the exception reaches the caller of `step`, every request
 that ran gets a `FailEvent` with the next step, and the rest goes on.
@@ -19,18 +19,18 @@ from exl_core.cache.page_pool import PagePool
 from exl_core.constrain.filter_set import FilterSet
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.engine.admission import check_banned, check_ids, room_for
-from exl_core.engine.ahead import Ahead
+from exl_core.engine.async_step import AsyncStep
 from exl_core.engine.drafting import Drafting
 from exl_core.engine.events import Event, FailEvent, FinishEvent
 from exl_core.engine.healing import Healing, healing_of
 from exl_core.engine.log_probs import rows_of_logits
 from exl_core.engine.logits import PassLogits
-from exl_core.engine.output import Output
 from exl_core.engine.plan import BatchPlan
+from exl_core.engine.reply import ReplyState
 from exl_core.engine.request import Request
+from exl_core.engine.request_logits import sample_batch, split_by_request
 from exl_core.engine.scheduler import Scheduler
-from exl_core.engine.sequence import Sequence
-from exl_core.engine.shares import draw_together, shares_of
+from exl_core.engine.sequence import SequenceState
 from exl_core.errors import OutOfMemoryError, RequestError
 from exl_core.model.runner import Model, Runner, store_for
 from exl_core.model.segment import LogitRows
@@ -51,7 +51,7 @@ pass costs whatever its size."""
 class EngineOptions:
     """Choices of one engine.
 
-    cache_tokens   tokens that all running requests share, rounded up to whole pages; None: the
+    cache_tokens   tokens that all running requests part, rounded up to whole pages; None: the
                    model's context, but at most 32768
     max_batch      most requests in one pass
     prefill_chunk  most prompt tokens in one pass; None: 512 on the CPU, 2048 on a GPU
@@ -101,24 +101,24 @@ class Engine:
             score_chunk=rows_of_logits(config.vocab_size),
         )
         self._runner = Runner(model, self.store)
-        self._ahead = Ahead(self._runner, self.scheduler)
+        self._async_step = AsyncStep(self._runner, self.scheduler)
         self._clock = clock
         self._drafting: Drafting | None = None
         if drafter is not None:
             adapt = self.options.adapt_drafts
             self._drafting = Drafting(drafter, self.vocab_size, clock, is_adaptive=adapt)
-        self._outputs: dict[str, Output] = {}
+        self._replies: dict[str, ReplyState] = {}
         self._events: list[Event] = []  # that the next step hands out
 
     @property
     def is_idle(self) -> bool:
         """Nothing runs, nothing waits, and every event was handed out."""
-        return not self._outputs and not self._events
+        return not self._replies and not self._events
 
     @property
     def live_requests(self) -> frozenset[str]:
         """Ids of the requests that have not ended."""
-        return frozenset(self._outputs)
+        return frozenset(self._replies)
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
@@ -130,31 +130,31 @@ class Engine:
         self._checked(request)
         self._filters(request)
 
-    def submit(self, request: Request) -> Sequence:
+    def submit(self, request: Request) -> SequenceState:
         """Check and queue the request."""
         request_id = request.request_id
-        if request_id in self._outputs or any(e.request_id == request_id for e in self._events):
+        if request_id in self._replies or any(e.request_id == request_id for e in self._events):
             raise RequestError("a request with this id has not ended yet", where=request_id)
-        sequence, twin, healing = self._checked(request)
-        output = self._output(sequence, healing, self._clock())
+        sequence, negative, healing = self._checked(request)
+        reply = self._reply_state(sequence, healing, self._clock())
         if request.max_tokens == 0:
-            self._events.append(self._with_drafts(output.finish_empty(self._clock())))
+            self._events.append(self._with_drafts(reply.finish_empty(self._clock())))
             return sequence
-        self._outputs[request_id] = output
-        self.scheduler.add(sequence, twin)
+        self._replies[request_id] = reply
+        self.scheduler.add(sequence, negative)
         return sequence
 
     def cancel(self, request_id: str) -> bool:
         """End the request; its `FinishEvent` comes with the next step. False: it had ended."""
-        output = self._outputs.get(request_id)
-        if output is None:
+        reply = self._replies.get(request_id)
+        if reply is None:
             return False
-        with output.guard:
-            self._events.append(self._with_drafts(output.cancel(self._clock())))
-        if output.error is not None:
-            self._drop_failed([output])
+        with reply.guard:
+            self._events.append(self._with_drafts(reply.cancel(self._clock())))
+        if reply.error is not None:
+            self._drop_failed([reply])
         else:
-            self._drop(output)
+            self._drop(reply)
         return True
 
     def token_ids_of(self, request_id: str) -> tuple[int, ...]:
@@ -175,14 +175,14 @@ class Engine:
         try:
             self.scheduler.prepare()
             drafts: dict[str, Draft] = {}
-            plan = self._ahead.plan()
+            plan = self._async_step.plan()
             if plan is None:
                 drafts = self._propose()
                 token_ids = {name: draft.token_ids for name, draft in drafts.items()}
                 plan = self.scheduler.plan(token_ids)
             if plan.segments:
                 self._run(plan, drafts)
-                if not self._outputs:
+                if not self._replies:
                     self._move(self.scheduler.defragment())
         except BaseException as error:  # whatever it was, Ctrl-C too: it is raised again
             self._fail_running(error)
@@ -206,16 +206,16 @@ class Engine:
         self.pool.reset()
 
     def _check_unused(self) -> None:
-        if self._outputs:
+        if self._replies:
             raise RequestError(
-                "the cache is in use", expected="no live requests", got=len(self._outputs)
+                "the cache is in use", expected="no live requests", got=len(self._replies)
             )
 
-    def _live(self, request_id: str) -> Output:
-        output = self._outputs.get(request_id)
-        if output is None:
+    def _live(self, request_id: str) -> ReplyState:
+        reply = self._replies.get(request_id)
+        if reply is None:
             raise RequestError("no live request has this id", where=request_id)
-        return output
+        return reply
 
     def _move(self, moves: list[tuple[int, int]]) -> None:
         if moves:
@@ -231,69 +231,71 @@ class Engine:
 
     def _run(self, plan: BatchPlan, drafts: dict[str, Draft]) -> None:
         now = self._clock()
-        outputs = [self._outputs[sequence.request_id] for sequence in plan.sequences]
-        for output, segment in zip(outputs, plan.segments, strict=True):
-            with output.guard:
-                self._events += output.start(now)
+        replies = [self._replies[sequence.request_id] for sequence in plan.sequences]
+        for reply, segment in zip(replies, plan.segments, strict=True):
+            with reply.guard:
+                self._events += reply.start(now)
                 if segment.logit_rows is not LogitRows.NONE:
-                    output.start_mask()
+                    reply.start_mask()
         try:
-            logits = self._ahead.take(plan) or PassLogits(
+            logits = self._async_step.take(plan) or PassLogits(
                 self._runner.run(plan.segments, plan.copies)
             )
         except OutOfMemoryError:
             if self.scheduler.make_smaller(plan):
-                self._drop_failed(outputs)
+                self._drop_failed(replies)
                 return  # nothing was booked: the next step plans anew
             raise
         if self._drafting is not None:
             self._drafting.passed(plan.num_rows, self._clock() - now)
-        shares = shares_of(plan, outputs, logits, drafts, self._events)
-        ahead = self._ahead if self._drafting is None else None
-        draw_together(shares, plan, logits, self.model.ops, vocab_size=self.vocab_size, ahead=ahead)
-        turned = [(share.output, share.take(self._events, self._clock)) for share in shares]
-        self._drop_failed(outputs)  # before anything of them is registered
+        parts = split_by_request(plan, replies, logits, drafts, self._events)
+        async_step = self._async_step if self._drafting is None else None
+        sample_batch(
+            parts, plan, logits, self.model.ops, vocab_size=self.vocab_size, async_step=async_step
+        )
+        turned = [(part.reply, part.take(self._events, self._clock)) for part in parts]
+        self._drop_failed(replies)  # before anything of them is registered
         self.scheduler.advance(plan)
-        for output in dict.fromkeys(outputs):
-            with output.guard:
-                if output.error is None:
-                    self._events += output.progress()
-        for output, taken in turned:
-            with output.guard:
-                if output.error is None and self._drafting is not None:
+        for reply in dict.fromkeys(replies):
+            with reply.guard:
+                if reply.error is None:
+                    self._events += reply.progress()
+        for reply, taken in turned:
+            with reply.guard:
+                if reply.error is None and self._drafting is not None:
                     self._drafting.verified(
-                        output.sequence.request_id,
+                        reply.sequence.request_id,
                         **taken._asdict(),
                         rows=plan.num_rows,
                         sequences=len(turned),
                     )
-            if output.error is None:
-                self._turn(output)
-        self._drop_failed(outputs)
+            if reply.error is None:
+                self._turn(reply)
+        self._drop_failed(replies)
 
-    def _turn(self, output: Output) -> None:
+    def _turn(self, reply: ReplyState) -> None:
         """After the pass is booked: what has ended leaves, what went back is cut."""
-        if output.end is not None:
-            self._events.append(self._with_drafts(output.end))
-            self._drop(output)
-        elif output.rewind_to is not None:
-            self.scheduler.rewind(output.sequence, output.rewind_to)
-            output.rewind_to = None
+        if reply.end is not None:
+            self._events.append(self._with_drafts(reply.end))
+            self._drop(reply)
+        elif reply.rewind_to is not None:
+            self.scheduler.rewind(reply.sequence, reply.rewind_to)
+            reply.rewind_to = None
 
-    def _drop_failed(self, outputs: Iterable[Output]) -> None:
+    def _drop_failed(self, replies: Iterable[ReplyState]) -> None:
         """Those whose own work went wrong leave, each with a `FailEvent`; the others go on."""
-        for output in outputs:
-            request_id = output.sequence.request_id
-            if output.error is not None and self._outputs.get(request_id) is output:
-                self._events.append(FailEvent(request_id, output.error))
-                self._drop(output, is_trusted=False)
+        for reply in replies:
+            request_id = reply.sequence.request_id
+            if reply.error is not None and self._replies.get(request_id) is reply:
+                self._events.append(FailEvent(request_id, reply.error))
+                self._drop(reply, is_trusted=False)
 
-    def _drop(self, output: Output, *, is_trusted: bool = True) -> None:
-        request_id = output.sequence.request_id
-        self.scheduler.remove(output.sequence, is_trusted=is_trusted)
-        del self._outputs[request_id]
-        if not self._outputs:
-            self._ahead.drop()
+    def _drop(self, reply: ReplyState, *, is_trusted: bool = True) -> None:
+        request_id = reply.sequence.request_id
+        self.scheduler.remove(reply.sequence, is_trusted=is_trusted)
+        del self._replies[request_id]
+        if not self._replies:
+            self._async_step.drop()
         if self._drafting is not None:
             self._drafting.forget(request_id)
 
@@ -303,36 +305,40 @@ class Engine:
         return replace(event, drafting=self._drafting.stats(event.request_id))
 
     def _fail_running(self, error: BaseException) -> None:
-        self._ahead.drop()
+        self._async_step.drop()
         self.scheduler.fail_running()
         waiting = {sequence.request_id for sequence in self.scheduler.waiting}
-        failed = [request_id for request_id in self._outputs if request_id not in waiting]
+        failed = [request_id for request_id in self._replies if request_id not in waiting]
         for request_id in failed:
-            output = self._outputs.pop(request_id)
-            own = output.error
+            reply = self._replies.pop(request_id)
+            own = reply.error
             self._events.append(FailEvent(request_id, error if own is None else own))
         if self._drafting is not None:
             for request_id in failed:
                 self._drafting.forget(request_id)
 
-    def _checked(self, request: Request) -> tuple[Sequence, Sequence | None, Healing | None]:
+    def _checked(
+        self, request: Request
+    ) -> tuple[SequenceState, SequenceState | None, Healing | None]:
         """The request's sequences, which this model and this cache can serve, and its healing."""
         shape = self.model.config
         check_ids(request, shape, self.tokenizer.vocab_size)
         room = room_for(request, shape, self.pool.num_pages)
-        prompt_ids, negative = request.prompt_ids, request.negative_prompt_ids
+        prompt_ids, negative_ids = request.prompt_ids, request.negative_prompt_ids
         healing = healing_of(prompt_ids, self.vocabulary) if request.token_healing else None
         token_ids = list(prompt_ids if healing is None else prompt_ids[:-1])
-        sequence = Sequence(request, len(prompt_ids) + room, token_ids)
-        twin = None
-        if negative is not None:
-            twin = Sequence(request, len(negative) + room, list(negative))
+        sequence = SequenceState(request, len(prompt_ids) + room, token_ids)
+        negative = None
+        if negative_ids is not None:
+            negative = SequenceState(request, len(negative_ids) + room, list(negative_ids))
         self.scheduler.check_fits(
-            request.request_id, sequence.max_len, None if twin is None else twin.max_len
+            request.request_id, sequence.max_len, None if negative is None else negative.max_len
         )
-        return sequence, twin, healing
+        return sequence, negative, healing
 
-    def _output(self, sequence: Sequence, healing: Healing | None, now: float) -> Output:
+    def _reply_state(
+        self, sequence: SequenceState, healing: Healing | None, now: float
+    ) -> ReplyState:
         request = sequence.request
         decoder = self.tokenizer.stream_decoder(skip_special=not request.show_special)
         # The reply continues the prompt: its first character may begin in it, and a space at the
@@ -340,7 +346,7 @@ class Engine:
         for token_id in request.prompt_ids:
             if token_id < self.tokenizer.vocab_size:
                 decoder.feed(token_id)
-        return Output(
+        return ReplyState(
             sequence,
             Sampler(request.sampler, self.model.ops),
             decoder,

@@ -6,7 +6,7 @@ the likeliest are the same number, so that whoever compares the two finds them e
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from exl_core.engine.events import SampledToken, ScoreEvent
 from exl_core.engine.score import blocks_of_rows
-from exl_core.engine.sequence import Sequence
+from exl_core.engine.sequence import SequenceState
 from exl_core.model.segment import Segment
 from exl_core.sampling.sampler import LogitsError
 
@@ -28,7 +28,7 @@ def rows_of_logits(vocab_size: int) -> int:
 
 
 def with_log_probs(
-    tokens: List[SampledToken], logits: Tensor, num_top: int
+    tokens: Sequence[SampledToken], logits: Tensor, num_top: int
 ) -> tuple[SampledToken, ...]:
     """The tokens with their log-probabilities and the `num_top` likeliest instead of each;
     `logits` float32 [len(tokens), vocab_size] predict them."""
@@ -54,7 +54,7 @@ def with_log_probs(
     return tuple(told)
 
 
-def score_prompt(sequence: Sequence, segment: Segment, logits: Tensor) -> list[ScoreEvent]:
+def score_prompt(sequence: SequenceState, segment: Segment, logits: Tensor) -> list[ScoreEvent]:
     """What is told of the prompt after a pass with this segment of it, if there is any news.
 
     `logits` [tokens of the segment, vocab_size]. What was told before (pages were lost since) is

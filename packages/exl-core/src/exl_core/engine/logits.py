@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from exl_core.ops.table import Drawn, Onward, OpTable, RowSettings
+from exl_core.ops.table import NextStep, OpTable, RowSettings, Sampled
 
 
 class PassLogits:
@@ -36,19 +36,19 @@ class PassLogits:
         """Rows `first` to `last` - 1, which all count, where they were computed."""
         return self._computed[first:last]
 
-    def draw(
+    def sample(
         self,
         ops: OpTable,
         rows: Sequence[RowSettings],
         vocab_size: int,
-        onward: Onward | None = None,
-    ) -> list[Drawn]:
+        next_step: NextStep | None = None,
+    ) -> list[Sampled]:
         """A token for each of these rows, below `vocab_size`, drawn where the logits lie."""
         if not rows:
             return []
         if self._rows is not None:
             rows = [row._replace(row=self._rows[row.row]) for row in rows]
-        return ops.sample_rows(self._computed[:, :vocab_size], rows, onward)
+        return ops.sample_rows(self._computed[:, :vocab_size], rows, next_step)
 
 
 class LogitRow(NamedTuple):

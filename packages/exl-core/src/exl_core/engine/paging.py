@@ -10,11 +10,11 @@ copy stays listed until its pass is over (`Scheduler.advance`): a plan that neve
 
 from __future__ import annotations
 
-from collections.abc import Sequence as List
+from collections.abc import Sequence
 
 from exl_core.cache.format import pages_for
 from exl_core.cache.page_pool import PagePool
-from exl_core.engine.sequence import Sequence
+from exl_core.engine.sequence import SequenceState
 from exl_core.model.segment import PageCopy
 
 
@@ -24,11 +24,11 @@ class Paging:
         self.page_size = page_size
         self.copies: list[PageCopy] = []  # not yet done
 
-    def num_wanted(self, sequence: Sequence, more: int = 0) -> int:
+    def num_wanted(self, sequence: SequenceState, more: int = 0) -> int:
         """Pages that it does not have yet for its tokens and `more` of them."""
         return pages_for(len(sequence.token_ids) + more, self.page_size) - len(sequence.page_ids)
 
-    def place(self, members: tuple[Sequence, ...], *, spare: int) -> bool:
+    def place(self, members: tuple[SequenceState, ...], *, spare: int) -> bool:
         """Give all of these their pages, and begin with what is cached of them; False: too few.
 
         `spare` pages are left for others.
@@ -48,7 +48,7 @@ class Paging:
             self._place(sequence, page_ids, count)
         return True
 
-    def extend(self, sequence: Sequence, count: int) -> bool:
+    def extend(self, sequence: SequenceState, count: int) -> bool:
         """`count` more pages, if there are as many."""
         page_ids = self.pool.allocate(count)
         if page_ids is None:
@@ -56,13 +56,13 @@ class Paging:
         sequence.page_ids += page_ids
         return True
 
-    def trim(self, sequence: Sequence) -> None:
+    def trim(self, sequence: SequenceState) -> None:
         """Give back pages behind its last token."""
         keep = pages_for(len(sequence.token_ids), self.page_size)
         self.pool.release(sequence.page_ids[keep:])
         del sequence.page_ids[keep:]
 
-    def lift(self, sequence: Sequence, *, is_trusted: bool = True) -> None:
+    def lift(self, sequence: SequenceState, *, is_trusted: bool = True) -> None:
         """Give back all its pages; what it computed can be found again if it is trusted."""
         if is_trusted:
             self.note(sequence)
@@ -71,20 +71,20 @@ class Paging:
         self.pool.release(sequence.page_ids)
         sequence.page_ids, sequence.past_len = [], 0
 
-    def register(self, sequence: Sequence, first_page: int) -> None:
+    def register(self, sequence: SequenceState, first_page: int) -> None:
         """Let others find its full pages, from this one on."""
         for i in range(first_page, sequence.past_len // self.page_size):
             contents = sequence.contents(i, self.page_size, self.page_size)
             sequence.page_ids[i] = self.pool.register(sequence.page_ids[i], contents)
 
-    def note(self, sequence: Sequence) -> None:
+    def note(self, sequence: SequenceState) -> None:
         """Let others copy what it has on its last page, which is not full."""
         page, length = divmod(sequence.past_len, self.page_size)
         if length:
             contents = sequence.contents(page, length, self.page_size)
             self.pool.note(sequence.page_ids[page], contents)
 
-    def rewind(self, sequence: Sequence, length: int) -> None:
+    def rewind(self, sequence: SequenceState, length: int) -> None:
         """Cut the sequence to `length` tokens. The last of them is to be computed once more."""
         sequence.cut(length, self.page_size)
         self.trim(sequence)
@@ -111,11 +111,11 @@ class Paging:
         self.pool.forget(copy.target for copy in self.copies)
         self.copies.clear()
 
-    def _known_prefix(self, sequence: Sequence) -> List[int]:
+    def _known_prefix(self, sequence: SequenceState) -> Sequence[int]:
         num_full = sequence.reusable_len // self.page_size
         return self.pool.find(sequence.extend_keys(num_full, self.page_size))
 
-    def _place(self, sequence: Sequence, found: List[int], count: int) -> None:
+    def _place(self, sequence: SequenceState, found: Sequence[int], count: int) -> None:
         start = len(found) * self.page_size
         end = min(start + self.page_size, sequence.reusable_len)
         previous = sequence.key_before(len(found), self.page_size)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from exl_core.engine.sequence import Sequence
+from exl_core.engine.sequence import SequenceState
 from exl_core.model.segment import PageCopy, Segment
 
 
@@ -13,12 +13,13 @@ class BatchPlan:
     """The segments of one pass, decoding sequences first, each group in order of arrival.
 
     `sequences` says whose the segments are, one by one. Where the segment of a guided sequence asks
-    for logits, the next segment is its twin's and does, too. `copies` come before the pass, one
-    after the other: a page may be copied to and then from, or copied from and then written.
+    for logits, the next segment is its negative sequence's and does, too. `copies` come before the
+    pass, one after the other: a page may be copied to and then from, or copied from and then
+    written.
     """
 
     segments: tuple[Segment, ...]
-    sequences: tuple[Sequence, ...]
+    sequences: tuple[SequenceState, ...]
     copies: tuple[PageCopy, ...] = ()
 
     @property

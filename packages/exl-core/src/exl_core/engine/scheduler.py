@@ -11,12 +11,14 @@ sequence, which goes back to the head of the queue with all it has generated and
 later. Since a sequence is queued only if it fits the whole pool alone (`check_fits`), the oldest
 one always makes progress: nothing deadlocks and nothing fails for lack of pages.
 
-A guided sequence and its twin start, wait and end together and count as two in the batch; the rows
-of both that give logits are in one pass. `running` and `waiting` list the guided one only.
+A guided sequence and its negative sequence start, wait and end together and count as two in the
+batch; the rows of both that give logits are in one pass. `running` and `waiting` list the guided
+one only.
 
 The caller's order: `prepare`, `drafting` and `reserve` if it drafts, `plan`; then it does the
-copies and the pass, appends what it sampled (the same to a twin), and calls `advance`; only then
-`rewind` and `remove` (which may come earlier for a sequence whose pass is not to be trusted).
+copies and the pass, appends what it sampled (the same to a negative sequence), and calls
+`advance`; only then `rewind` and `remove` (which may come earlier for a sequence whose pass is not
+to be trusted).
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from exl_core.cache.format import PAGE_SIZE, pages_for
 from exl_core.cache.page_pool import PagePool
 from exl_core.engine.paging import Paging
 from exl_core.engine.plan import BatchPlan
-from exl_core.engine.sequence import Sequence
+from exl_core.engine.sequence import SequenceState
 from exl_core.errors import RequestError
 from exl_core.model.segment import LogitRows, PageCopy, Segment
 
@@ -56,8 +58,8 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk
         self.page_size = page_size
         self.score_chunk = prefill_chunk if score_chunk is None else score_chunk
-        self.running: list[Sequence] = []  # in order of arrival
-        self.waiting: deque[Sequence] = deque()  # likewise; all arrived after those that run
+        self.running: list[SequenceState] = []  # in order of arrival
+        self.waiting: deque[SequenceState] = deque()  # likewise; all arrived after those that run
         self.num_requeued = 0
         self._most_running = max_batch  # beside others, for as long as memory is short
         self._paging = Paging(pool, page_size)
@@ -73,12 +75,15 @@ class Scheduler:
         """What the next plan begins with; nothing reads what they make before."""
         return tuple(self._paging.copies)
 
-    def check_fits(self, request_id: str, num_tokens: int, twin_tokens: int | None = None) -> None:
+    def check_fits(
+        self, request_id: str, num_tokens: int, negative_tokens: int | None = None
+    ) -> None:
         """Refuse what could not run even alone. The last token is sampled and never cached.
 
-        `twin_tokens` is the length of its twin. A draft never goes beyond these lengths.
+        `negative_tokens` is the length of its negative sequence. A draft never goes beyond these
+        lengths.
         """
-        lengths = [num_tokens] if twin_tokens is None else [num_tokens, twin_tokens]
+        lengths = [num_tokens] if negative_tokens is None else [num_tokens, negative_tokens]
         needed = sum(pages_for(length - 1, self.page_size) for length in lengths)
         if needed > self.pool.num_pages:
             total, most = sum(lengths), self.capacity + len(lengths)
@@ -98,14 +103,14 @@ class Scheduler:
                 next_step="Make max_batch 2 or more.",
             )
 
-    def add(self, sequence: Sequence, twin: Sequence | None = None) -> None:
+    def add(self, sequence: SequenceState, negative: SequenceState | None = None) -> None:
         """Queue it. Both must have passed `check_fits`."""
-        if twin is not None:
-            sequence.twin = twin
+        if negative is not None:
+            sequence.negative = negative
         self.waiting.append(sequence)
         self._is_prepared = False
 
-    def remove(self, sequence: Sequence, *, is_trusted: bool = True) -> None:
+    def remove(self, sequence: SequenceState, *, is_trusted: bool = True) -> None:
         """Done or cancelled: its pages are given back; those of a trusted one may be reused."""
         if sequence in self.running:
             self.running.remove(sequence)
@@ -114,9 +119,9 @@ class Scheduler:
             self.waiting.remove(sequence)
         self._is_prepared = False
 
-    def rewind(self, sequence: Sequence, length: int) -> None:
-        """Cut it to its first `length` tokens, and as many from its twin. What is cached of these
-        is kept, but for the last: it is computed again, for its logits."""
+    def rewind(self, sequence: SequenceState, length: int) -> None:
+        """Cut it to its first `length` tokens, and as many from its negative sequence. What is
+        cached of these is kept, but for the last: it is computed again, for its logits."""
         num_cut = len(sequence.token_ids) - length
         for member in sequence.members:
             keep = len(member.token_ids) - num_cut
@@ -125,7 +130,7 @@ class Scheduler:
             self._paging.rewind(member, keep)
         self._is_prepared = False
 
-    def fail_running(self) -> list[Sequence]:
+    def fail_running(self) -> list[SequenceState]:
         """After a pass that broke off: what ran is dropped, and no page's content is trusted."""
         failed = self.running
         self.running = []
@@ -174,12 +179,12 @@ class Scheduler:
         self._admit()
         self._is_prepared = True
 
-    def drafting(self) -> list[Sequence]:
-        """Sequences whose next rows could be a draft: they decode, and have no twin."""
+    def drafting(self) -> list[SequenceState]:
+        """Sequences whose next rows could be a draft: they decode without guidance."""
         self._ensure_prepared()
-        return [s for s in self.running if s.twin is None and s.num_missing == 1]
+        return [s for s in self.running if s.negative is None and s.num_missing == 1]
 
-    def reserve(self, sequence: Sequence, count: int) -> int:
+    def reserve(self, sequence: SequenceState, count: int) -> int:
         """Pages for a draft of `count` tokens behind what the sequence has; how many find room.
 
         At nobody's cost: no page is taken that another running sequence needs for its next token.
@@ -204,7 +209,7 @@ class Scheduler:
     def plan(
         self,
         drafts: Mapping[str, tuple[int, ...]] | None = None,
-        only: Collection[Sequence] | None = None,
+        only: Collection[SequenceState] | None = None,
     ) -> BatchPlan:
         """Decide the next pass. It is empty only when there is nothing to do.
 
@@ -213,8 +218,8 @@ class Scheduler:
         """
         self._ensure_prepared()
         self._is_prepared = False
-        decoding: list[tuple[Sequence, Segment]] = []
-        prefilling: list[tuple[Sequence, Segment]] = []
+        decoding: list[tuple[SequenceState, Segment]] = []
+        prefilling: list[tuple[SequenceState, Segment]] = []
         budget, score_budget = self.prefill_chunk, self.score_chunk
         for sequence in self.running:
             if only is not None and sequence not in only:
@@ -241,7 +246,7 @@ class Scheduler:
             copies=self.pending_copies if only is None else (),
         )
 
-    def foresee(self, plan: BatchPlan) -> list[Segment] | None:
+    def next_segments(self, plan: BatchPlan) -> list[Segment] | None:
         """The pass after this one, all but its tokens: one of each sequence, the one that is drawn
         for it. None where something else may come: a sequence is about to end or may start, wants
         another page or is told its token by others."""
@@ -285,11 +290,11 @@ class Scheduler:
         if not self._is_prepared:
             self.prepare()
 
-    def _draft_room(self, sequence: Sequence) -> int:
+    def _draft_room(self, sequence: SequenceState) -> int:
         """Tokens behind the newest one for which it has pages."""
         return len(sequence.page_ids) * self.page_size - len(sequence.token_ids)
 
-    def _segment(self, sequence: Sequence, count: int, draft: tuple[int, ...] = ()) -> Segment:
+    def _segment(self, sequence: SequenceState, count: int, draft: tuple[int, ...] = ()) -> Segment:
         past_len = sequence.past_len
         end = past_len + count
         room = min(self._draft_room(sequence), sequence.max_len - len(sequence.token_ids) - 1)
@@ -317,12 +322,12 @@ class Scheduler:
             else:
                 self._requeue(self.running.pop())  # perhaps this one itself: then we are done
 
-    def _requeue(self, sequence: Sequence) -> None:
+    def _requeue(self, sequence: SequenceState) -> None:
         self._lift(sequence)
         self.waiting.appendleft(sequence)
         self.num_requeued += 1
 
-    def _lift(self, sequence: Sequence, *, is_trusted: bool = True) -> None:
+    def _lift(self, sequence: SequenceState, *, is_trusted: bool = True) -> None:
         for member in sequence.members:
             self._paging.lift(member, is_trusted=is_trusted)
 
@@ -339,7 +344,7 @@ class Scheduler:
                 return
             self.running.append(self.waiting.popleft())
 
-    def _comes_soon(self, members: tuple[Sequence, ...]) -> bool:
+    def _comes_soon(self, members: tuple[SequenceState, ...]) -> bool:
         """More of what one of these begins with is being computed for a sequence that runs."""
         computing = [
             other
@@ -350,7 +355,7 @@ class Scheduler:
         return any(_shares_more(member, other) for member in members for other in computing)
 
 
-def _shares_more(sequence: Sequence, other: Sequence) -> bool:
+def _shares_more(sequence: SequenceState, other: SequenceState) -> bool:
     """`other` computes enough beyond what it has that `sequence` could use."""
     end = other.past_len + WORTH_WAITING
     return (

@@ -29,21 +29,21 @@ def root_key(adapters: Iterable[AdapterUse]) -> PageKey:
 
 
 @dataclass(slots=True, eq=False)
-class Sequence:
+class SequenceState:
     """`max_len` is where it must end at the latest, prompt included.
 
     Tokens `[0, past_len)` are in the cache, on the pages `page_ids`. A sequence that waits, for the
     first time or because its pages were needed elsewhere, has neither. The engine appends to
     `token_ids`; nobody but the scheduler takes tokens away.
 
-    `twin` is the negative prompt of a guided sequence: it runs in the same passes and gets the same
-    tokens, one by one.
+    `negative` is the negative prompt of a guided sequence: it runs in the same passes and gets the
+    same tokens, one by one.
     """
 
     request: Request
     max_len: int
     token_ids: list[int]
-    twin: Sequence | None = None
+    negative: SequenceState | None = None
     past_len: int = 0
     page_ids: list[int] = field(default_factory=list)
     keys: list[PageKey] = field(default_factory=list)
@@ -64,9 +64,9 @@ class Sequence:
         return self.request.request_id
 
     @property
-    def members(self) -> tuple[Sequence, ...]:
-        """Those that run together: itself and its twin."""
-        return (self,) if self.twin is None else (self, self.twin)
+    def members(self) -> tuple[SequenceState, ...]:
+        """Those that run together: itself and its negative sequence."""
+        return (self,) if self.negative is None else (self, self.negative)
 
     @property
     def is_scored(self) -> bool:

@@ -18,7 +18,7 @@ from exl_core.engine.events import (
     SampledToken,
     TextEvent,
 )
-from exl_core.engine.sequence import Sequence
+from exl_core.engine.sequence import SequenceState
 from exl_core.errors import RequestError
 from exl_core.generate.generator import Generator, Prompt
 from exl_core.generate.settings import RequestFields, Stops, check_names, split_stops
@@ -65,7 +65,7 @@ class StreamResult:
 class _Stream:
     """The stream that runs, or the last one."""
 
-    sequence: Sequence
+    sequence: SequenceState
     abort: Flag | None
     waiting: deque[StreamResult] = field(default_factory=deque)
     """Of passes that are done."""

@@ -17,13 +17,13 @@ from exl_core.errors import BackendError
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_core.ops.table import (
     AttentionBatch,
-    Drawn,
     GateKind,
     Inputs,
-    Onward,
+    NextStep,
     PackedLinear,
     PreparedInputs,
     RowSettings,
+    Sampled,
 )
 
 KERNELS_VERSION = "0.1.0"
@@ -285,19 +285,19 @@ class NativeTable:
         min_p: float = 0.0,
         uniform: float = 0.0,
         num_top: int = 0,
-    ) -> Drawn:
-        return Drawn._make(
+    ) -> Sampled:
+        return Sampled._make(
             self._ops.sample(
                 logits, mask, ids, values, temperature, top_k, top_p, min_p, uniform, num_top
             )
         )
 
     def sample_rows(
-        self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
-    ) -> list[Drawn]:
+        self, logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None
+    ) -> list[Sampled]:
         drawn = [settings.draw(self.sample, logits[settings.row]) for settings in rows]
-        if onward is not None:
-            onward.take(drawn)
+        if next_step is not None:
+            next_step.launch_after(drawn)
         return drawn
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.checks import OpInputError, check, check_contiguous, check_range
-from exl_core.ops.table import NOTHING_DRAWN, Drawn, Onward, RowSettings
+from exl_core.ops.table import NOTHING_SAMPLED, NextStep, RowSettings, Sampled
 
 _NUCLEUS_FLOOR = 1e-6
 _WEIGHT_FLOOR = -87.33654  # below this x, e^x is not a normal float32 and counts as 0
@@ -36,7 +36,7 @@ def sample(
     min_p: float = 0.0,
     uniform: float = 0.0,
     num_top: int = 0,
-) -> Drawn:
+) -> Sampled:
     _check(logits, mask, ids, values)
     if not (
         temperature > 0.0
@@ -48,7 +48,7 @@ def sample(
     ):
         raise OpInputError("sample: a setting is out of range")
     if bool((logits.isnan() | (logits == math.inf)).any()):
-        return NOTHING_DRAWN
+        return NOTHING_SAMPLED
     x = logits.clone()
     if ids is not None and values is not None:
         for token_id, value in zip(ids.tolist(), values.tolist(), strict=True):
@@ -57,7 +57,7 @@ def sample(
         bits = torch.arange(len(x))
         x[(mask[bits // 32] >> (bits % 32)) & 1 == 0] = -math.inf
     if not math.isfinite(x.max()):
-        return NOTHING_DRAWN
+        return NOTHING_SAMPLED
     if temperature != 1.0:
         x = (x - x.max()) / temperature
     order = torch.sort(x, descending=True, stable=True).indices
@@ -81,15 +81,15 @@ def sample(
     above = (running > uniform * running[-1]).nonzero()
     index = int(by_id[int(above[0]) if len(above) > 0 else -1])
     top = zip(order[:num_top].tolist(), probability[:num_top].tolist(), strict=True)
-    return Drawn(int(order[index]), float(probability[index]), list(top))
+    return Sampled(int(order[index]), float(probability[index]), list(top))
 
 
 def sample_rows(
-    logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
-) -> list[Drawn]:
+    logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None
+) -> list[Sampled]:
     drawn = [settings.draw(sample, logits[settings.row]) for settings in rows]
-    if onward is not None:
-        onward.take(drawn)
+    if next_step is not None:
+        next_step.launch_after(drawn)
     return drawn
 
 

@@ -49,7 +49,7 @@ class AttentionBatch(Protocol):
     """Rows of one forward pass, prepared for `attend_`; only the table that made it can read it."""
 
 
-class Drawn(NamedTuple):
+class Sampled(NamedTuple):
     """Result of `sample`; token_id is -1 if no token can be sampled."""
 
     token_id: int
@@ -57,25 +57,25 @@ class Drawn(NamedTuple):
     top: list[tuple[int, float]]
 
 
-NOTHING_DRAWN = Drawn(-1, 0.0, [])
+NOTHING_SAMPLED = Sampled(-1, 0.0, [])
 
 
-class Onward(NamedTuple):
+class NextStep(NamedTuple):
     """Continuation of `sample_rows`: launches the next forward pass with the sampled tokens.
 
     `sample_rows` writes the tokens to `token_ids` too, int64 [rows] on the table's device, 0 where
-    there is none. Then it calls `begin`. On a GPU this happens before the host synchronizes with
+    there is none. Then it calls `launch`. On a GPU this happens before the host synchronizes with
     the sampling kernels.
     """
 
     token_ids: Tensor
-    begin: Callable[[], None]
+    launch: Callable[[], None]
 
-    def take(self, drawn: Sequence[Drawn]) -> None:
-        """Copies tokens that are already on the host, then calls `begin`."""
+    def launch_after(self, sampled: Sequence[Sampled]) -> None:
+        """Copies tokens that are already on the host, then calls `launch`."""
         with inference_mode():
-            self.token_ids.copy_(tensor([max(one.token_id, 0) for one in drawn]))
-        self.begin()
+            self.token_ids.copy_(tensor([max(one.token_id, 0) for one in sampled]))
+        self.launch()
 
 
 class RowSettings(NamedTuple):
@@ -92,7 +92,7 @@ class RowSettings(NamedTuple):
     ids: Tensor | None = None
     values: Tensor | None = None
 
-    def draw(self, sample: Callable[..., Drawn], logits: Tensor) -> Drawn:
+    def draw(self, sample: Callable[..., Sampled], logits: Tensor) -> Sampled:
         """Calls `sample` of a table with these settings on the row's logits."""
         return sample(
             logits,
@@ -345,7 +345,7 @@ class OpTable(Protocol):
         min_p: float = 0.0,
         uniform: float = 0.0,
         num_top: int = 0,
-    ) -> Drawn:
+    ) -> Sampled:
         """Samples a token from logits [vocab] with the random number `uniform` in [0, 1).
 
         Steps, in this order:
@@ -361,22 +361,22 @@ class OpTable(Protocol):
 
         The likeliest token is always kept; ties are ordered by id. `top` lists the num_top
         likeliest of the kept tokens with their probabilities. A token that is at most e^-87.3 times
-        as likely as the likeliest one counts as impossible. Returns NOTHING_DRAWN if logits hold a
-        NaN or plus infinity, or if no finite logit is left.
+        as likely as the likeliest one counts as impossible. Returns NOTHING_SAMPLED if logits hold
+        a NaN or plus infinity, or if no finite logit is left.
 
         All operands are on the CPU, whatever the table's device. `sample_rows` samples there.
         """
         ...
 
     def sample_rows(
-        self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
-    ) -> list[Drawn]:
+        self, logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None
+    ) -> list[Sampled]:
         """`sample` of the given rows of logits [n, vocab], strided rows on the table's device.
 
         Rows are independent. On a GPU the host synchronizes once for all of them. Probabilities are
         rounded differently there, so that the same random number may select another token. With
-        `onward`, the next forward pass starts from the sampled tokens; the caller passes it if that
-        pass depends on nothing else.
+        `next_step`, the next forward pass starts from the sampled tokens; the caller passes it if
+        that pass depends on nothing else.
         """
         ...
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from exl_core.errors import ExlError
-from exl_core.ops.table import Drawn, OpTable, RowSettings
+from exl_core.ops.table import OpTable, RowSettings, Sampled
 from exl_core.sampling.chain import is_common, later_steps, scaling
 from exl_core.sampling.edits import Edits
 from exl_core.sampling.feedback import Mirostat
@@ -149,7 +149,7 @@ class Sampler:
         return self._settings(row, mask, ids, values, uniform=uniform, num_top=num_top)
 
     def finish(
-        self, drawn: Drawn, read_logits: Callable[[], Tensor], *, want_probability: bool = False
+        self, drawn: Sampled, read_logits: Callable[[], Tensor], *, want_probability: bool = False
     ) -> Sample:
         """The sample that `begin` began; the logits are read only to say why there is none."""
         if drawn.token_id < 0:
@@ -233,7 +233,7 @@ class Sampler:
         *,
         uniform: float,
         num_top: int,
-    ) -> Drawn:
+    ) -> Sampled:
         """The kernel's answer, where it knows the whole chain."""
         edited, ids, values = self._edits.sparse(logits, history, banned)
         mask = self._edits.allowed(mask, len(logits))
@@ -333,7 +333,7 @@ class Sampler:
         return float(torch.rand((), generator=self._generator, dtype=torch.float64))
 
 
-def _sample_of(drawn: Drawn, want_probability: bool) -> Sample:
+def _sample_of(drawn: Sampled, want_probability: bool) -> Sample:
     return Sample(drawn.token_id, drawn.probability if want_probability else None, tuple(drawn.top))
 
 

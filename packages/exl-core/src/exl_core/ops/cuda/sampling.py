@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.cuda.library import Gpu
-from exl_core.ops.table import NOTHING_DRAWN, Drawn, Onward, RowSettings
+from exl_core.ops.table import NOTHING_SAMPLED, NextStep, RowSettings, Sampled
 from exl_kernels import cuda
 
 _ROW = np.dtype(
@@ -181,12 +181,12 @@ class SampleBuffers:
             )
         return self._cached_slices
 
-    def read(self, rows: Sequence[RowSettings]) -> list[Drawn]:
+    def read(self, rows: Sequence[RowSettings]) -> list[Sampled]:
         """Sampled tokens. The caller has waited for the stream."""
         token_ids = self._token_ids.host[: len(rows)].tolist()
         probabilities = self._probabilities.host[: len(rows)].tolist()
         return [
-            NOTHING_DRAWN if token_id < 0 else Drawn(token_id, p, self._top(i, row.num_top))
+            NOTHING_SAMPLED if token_id < 0 else Sampled(token_id, p, self._top(i, row.num_top))
             for i, (row, token_id, p) in enumerate(zip(rows, token_ids, probabilities, strict=True))
         ]
 
@@ -209,21 +209,21 @@ class RowSampler:
         self._sampled_event = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def draw(
-        self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
-    ) -> list[Drawn]:
+        self, logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None
+    ) -> list[Sampled]:
         """Samples from logits [n, vocab], strided rows on the GPU.
 
-        Waits until the tokens are on the host, but not for the pass that `onward` launches.
+        Waits until the tokens are on the host, but not for the pass that `next_step` launches.
         """
         if not rows:
             return []
         buffers = self._buffers_for(rows, logits.shape[1])
         size_bytes = buffers.fill(rows)
-        next_ids = None if onward is None else onward.token_ids
+        next_ids = None if next_step is None else next_step.token_ids
         buffers.enqueue(logits, len(rows), size_bytes, next_ids)
         self._sampled_event.record(torch.cuda.current_stream(self._gpu.device))
-        if onward is not None:
-            onward.begin()
+        if next_step is not None:
+            next_step.launch()
         self._sampled_event.synchronize()
         return buffers.read(rows)
 

@@ -23,13 +23,13 @@ from exl_core.ops.native import NativeTable
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_core.ops.table import (
     AttentionBatch,
-    Drawn,
     GateKind,
     Inputs,
-    Onward,
+    NextStep,
     PackedLinear,
     PreparedInputs,
     RowSettings,
+    Sampled,
 )
 from exl_kernels import cuda
 
@@ -260,11 +260,11 @@ class CudaTable:
             self._linears.prepare_for(to, qkv[:, : to.features])
 
     def sample_rows(
-        self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
-    ) -> list[Drawn]:
+        self, logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None
+    ) -> list[Sampled]:
         on_gpu = [settings for settings in rows if settings.num_top <= cuda.MAX_TOP]
         if len(on_gpu) == len(rows):
-            return self._row_sampler.draw(logits, rows, onward)
+            return self._row_sampler.draw(logits, rows, next_step)
         drawn = iter(self._row_sampler.draw(logits, on_gpu))
         all_drawn = [
             next(drawn)
@@ -272,8 +272,8 @@ class CudaTable:
             else settings.draw(self.sample, logits[settings.row].cpu())
             for settings in rows
         ]
-        if onward is not None:
-            onward.take(all_drawn)
+        if next_step is not None:
+            next_step.launch_after(all_drawn)
         return all_drawn
 
 

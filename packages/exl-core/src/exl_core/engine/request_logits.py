@@ -12,15 +12,15 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from exl_core.engine.ahead import Ahead
+from exl_core.engine.async_step import AsyncStep
 from exl_core.engine.events import Event
 from exl_core.engine.log_probs import score_prompt
 from exl_core.engine.logits import LogitRow, PassLogits
-from exl_core.engine.output import Output
 from exl_core.engine.plan import BatchPlan
+from exl_core.engine.reply import ReplyState
 from exl_core.errors import DeviceError
 from exl_core.model.segment import LogitRows, Segment
-from exl_core.ops.table import Drawn, Onward, OpTable, RowSettings
+from exl_core.ops.table import NextStep, OpTable, RowSettings, Sampled
 from exl_core.speculate.drafter import Draft
 
 
@@ -33,32 +33,32 @@ class Taken(NamedTuple):
 
 
 @dataclass(slots=True)
-class Share:
-    """One request's part of a pass. Its failures end in `output.error`: the others go on."""
+class RequestLogits:
+    """One request's part of a pass. Its failures end in `reply.error`: the others go on."""
 
-    output: Output
+    reply: ReplyState
     rows: list[LogitRow]  # of the next token, and after each proposal
-    unwanted: LogitRow | None  # of the negative prompt
+    negative: LogitRow | None  # of the negative prompt
     proposals: tuple[int, ...]
     drawn_from: tuple[Tensor, ...] | None  # the proposals, None: they are certain
-    drawn: Drawn | None = None  # the next token
+    sampled: Sampled | None = None  # the next token
 
     def take(self, events: list[Event], clock: Callable[[], float]) -> Taken:
         """One token, and one for each proposal that holds."""
         emitted = accepted = 0
         # The others' logits may be fine, so they go on; what this one cached is not reused.
-        with self.output.guard:
-            for i, row in enumerate(self.rows if self.output.error is None else ()):
+        with self.reply.guard:
+            for i, row in enumerate(self.rows if self.reply.error is None else ()):
                 events += self._take_one(i, row, clock())
                 emitted += 1
-                sequence = self.output.sequence
-                if sequence.twin is not None:
-                    sequence.twin.token_ids.append(sequence.token_ids[-1])
+                sequence = self.reply.sequence
+                if sequence.negative is not None:
+                    sequence.negative.token_ids.append(sequence.token_ids[-1])
                 is_accepted = i < len(self.proposals) and (
                     sequence.token_ids[-1] == self.proposals[i]
                 )
                 accepted += is_accepted
-                has_turned = self.output.end is not None or self.output.rewind_to is not None
+                has_turned = self.reply.end is not None or self.reply.rewind_to is not None
                 if not is_accepted or has_turned:
                     break
         return Taken(len(self.proposals), accepted, emitted)
@@ -67,100 +67,105 @@ class Share:
         proposal = None
         if self.drawn_from is not None and i < len(self.proposals):
             proposal = (self.proposals[i], self.drawn_from[i])
-        return self.output.take(
+        return self.reply.take(
             row,
             now,
-            unwanted=self.unwanted,
+            negative=self.negative,
             proposal=proposal,
-            drawn=self.drawn if i == 0 else None,
+            sampled=self.sampled if i == 0 else None,
         )
 
 
-def shares_of(
+def split_by_request(
     plan: BatchPlan,
-    outputs: list[Output],
+    replies: list[ReplyState],
     logits: PassLogits,
     drafts: dict[str, Draft],
     events: list[Event],
-) -> list[Share]:
-    """Of those whose next token the pass gives; `outputs` go with the plan's segments. What prompts
+) -> list[RequestLogits]:
+    """Of those whose next token the pass gives; `replies` go with the plan's segments. What prompts
     were scored is added to `events`."""
-    shares = []
+    parts = []
     row = 0
-    for sequence, segment, output in zip(plan.sequences, plan.segments, outputs, strict=True):
+    for sequence, segment, reply in zip(plan.sequences, plan.segments, replies, strict=True):
         rows = [LogitRow(logits, i) for i in range(row, row + _num_rows(segment))]
         row += len(rows)
-        if not rows or sequence is not output.sequence:
+        if not rows or sequence is not reply.sequence:
             continue
         is_scored = sequence.is_scored
         if is_scored:
-            with output.guard:
+            with reply.guard:
                 events += score_prompt(sequence, segment, logits.block(row - len(rows), row))
             if segment.past_len + len(segment.token_ids) < len(sequence.token_ids):
                 continue
             rows = rows[-1:]
         draft = drafts.get(sequence.request_id)
-        shares.append(
-            Share(
-                output,
+        parts.append(
+            RequestLogits(
+                reply,
                 rows,
-                # The twin's row comes next.
-                unwanted=None if sequence.twin is None else LogitRow(logits, row),
+                # The negative sequence's row comes next.
+                negative=None if sequence.negative is None else LogitRow(logits, row),
                 proposals=()
                 if is_scored or segment.logit_rows is not LogitRows.ALL
                 else segment.token_ids[1:],
                 drawn_from=None if draft is None else draft.probabilities,
             )
         )
-    return shares
+    return parts
 
 
-def draw_together(
-    shares: list[Share],
+def sample_batch(
+    parts: list[RequestLogits],
     plan: BatchPlan,
     logits: PassLogits,
     ops: OpTable,
     *,
     vocab_size: int,
-    ahead: Ahead | None,
+    async_step: AsyncStep | None,
 ) -> None:
     """The next token of all whose settings say everything, by one call; where that is all there
-    are, `ahead` begins the pass that they lead to."""
-    begun: list[tuple[Share, RowSettings]] = []
-    for share in shares:
-        if share.output.error is not None or share.unwanted is not None:
+    are, `async_step` begins the pass that they lead to."""
+    begun: list[tuple[RequestLogits, RowSettings]] = []
+    for part in parts:
+        if part.reply.error is not None or part.negative is not None:
             continue
-        if share.drawn_from is not None and share.proposals:
+        if part.drawn_from is not None and part.proposals:
             continue
         settings: RowSettings | None = None
-        with share.output.guard:
-            settings = share.output.begin(share.rows[0].number)
+        with part.reply.guard:
+            settings = part.reply.begin(part.rows[0].number)
         if settings is not None:
-            begun.append((share, settings))
-    onward: Onward | None = None
-    if ahead is not None and len(begun) == len(shares):
-        onward = ahead.onward(plan, logits)
+            begun.append((part, settings))
+    next_step: NextStep | None = None
+    if async_step is not None and len(begun) == len(parts):
+        next_step = async_step.next_step(plan, logits)
     try:
-        drawn = logits.draw(ops, [settings for _, settings in begun], vocab_size, onward)
+        sampled = logits.sample(ops, [settings for _, settings in begun], vocab_size, next_step)
     except Exception as error:
-        if isinstance(error, DeviceError) or (ahead is not None and ahead.has_failed_with(error)):
+        if isinstance(error, DeviceError) or (
+            async_step is not None and async_step.has_failed_with(error)
+        ):
             raise  # no single request is at fault
-        if ahead is not None:
-            ahead.drop()
-        _draw_one_by_one(begun, logits, ops, vocab_size)
+        if async_step is not None:
+            async_step.drop()
+        _sample_each(begun, logits, ops, vocab_size)
         return
-    for (share, _), one in zip(begun, drawn, strict=True):
-        share.drawn = one
+    for (part, _), one in zip(begun, sampled, strict=True):
+        part.sampled = one
 
 
-def _draw_one_by_one(
-    begun: list[tuple[Share, RowSettings]], logits: PassLogits, ops: OpTable, vocab_size: int
+def _sample_each(
+    begun: list[tuple[RequestLogits, RowSettings]],
+    logits: PassLogits,
+    ops: OpTable,
+    vocab_size: int,
 ) -> None:
     """After a call for all that failed: those at fault fail by themselves, the others get their
     tokens. The settings hold the random numbers, so that nothing is drawn twice."""
-    for share, settings in begun:
-        with share.output.guard:
-            (share.drawn,) = logits.draw(ops, [settings], vocab_size)
+    for part, settings in begun:
+        with part.reply.guard:
+            (part.sampled,) = logits.sample(ops, [settings], vocab_size)
 
 
 def _num_rows(segment: Segment) -> int:

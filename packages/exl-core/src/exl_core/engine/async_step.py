@@ -16,11 +16,11 @@ from torch import Tensor
 from exl_core.engine.logits import PassLogits
 from exl_core.engine.plan import BatchPlan
 from exl_core.engine.scheduler import Scheduler
-from exl_core.engine.sequence import Sequence
+from exl_core.engine.sequence import SequenceState
 from exl_core.errors import OutOfMemoryError
 from exl_core.model.runner import Runner
 from exl_core.model.segment import Segment
-from exl_core.ops.table import Onward, device_failures
+from exl_core.ops.table import NextStep, device_failures
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class _Begun:
     """A pass that runs, and whose its rows are."""
 
     logits: Tensor
-    rows: dict[Sequence, int]
+    rows: dict[SequenceState, int]
     segments: list[Segment]
 
-    def goes_on(self, sequence: Sequence) -> bool:
+    def goes_on(self, sequence: SequenceState) -> bool:
         """It has got the token that its row began with, and is where it was."""
         segment = self.segments[self.rows[sequence]]
         last = len(segment.page_ids) - 1
@@ -42,7 +42,7 @@ class _Begun:
         )
 
 
-class Ahead:
+class AsyncStep:
     """Of one engine without drafts: these leave more open than a token."""
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
@@ -51,9 +51,9 @@ class Ahead:
         self._begun: _Begun | None = None
         self._failure: BaseException | None = None
 
-    def onward(self, plan: BatchPlan, logits: PassLogits) -> Onward | None:
+    def next_step(self, plan: BatchPlan, logits: PassLogits) -> NextStep | None:
         """What the tokens lead to that are drawn of this pass, one of each of its sequences."""
-        segments = self._scheduler.foresee(plan) if self._runner.has_graphs else None
+        segments = self._scheduler.next_segments(plan) if self._runner.has_graphs else None
         token_ids = None if segments is None else self._runner.next_ids(segments)
         if segments is None or token_ids is None:
             return None
@@ -74,7 +74,7 @@ class Ahead:
             rows = {sequence: row for row, sequence in enumerate(plan.sequences)}
             self._begun = _Begun(begun, rows, segments)
 
-        return Onward(token_ids, begin)
+        return NextStep(token_ids, begin)
 
     def plan(self) -> BatchPlan | None:
         """The pass that has begun, as far as it is wanted; None if nothing of it is."""

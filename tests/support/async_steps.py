@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exl_core.engine.ahead import Ahead
+from exl_core.engine.async_step import AsyncStep
 from exl_core.engine.engine import Engine
 from exl_core.model.runner import Runner
 from exl_core.model.segment import Segment
 
 
-class EagerRunner(Runner):
+class AsyncRunner(Runner):
     """`begun`: passes so far that began ahead. Each pass spoils the logits of the one before it."""
 
     begun = 0
@@ -43,8 +43,8 @@ class EagerRunner(Runner):
         )
 
 
-def go_ahead(engine: Engine) -> EagerRunner:
+def enable_async_steps(engine: Engine) -> AsyncRunner:
     """From here on that engine does."""
-    runner = EagerRunner(engine.model, engine.store)
-    engine._runner, engine._ahead = runner, Ahead(runner, engine.scheduler)
+    runner = AsyncRunner(engine.model, engine.store)
+    engine._runner, engine._async_step = runner, AsyncStep(runner, engine.scheduler)
     return runner

@@ -15,7 +15,7 @@ from exl_core.engine.events import FailEvent, FinishEvent
 from exl_core.engine.logits import LogitRow, PassLogits
 from exl_core.engine.request import Report, Request
 from exl_core.ops.reference import ReferenceTable
-from exl_core.ops.table import Drawn, Onward, RowSettings
+from exl_core.ops.table import NextStep, RowSettings, Sampled
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError, Sampler
 from support.driving import ask, run_all
@@ -36,13 +36,13 @@ class CountingTable(ReferenceTable):
         self.alone = 0
 
     def sample_rows(
-        self, logits: Tensor, rows: Sequence[RowSettings], onward: Onward | None = None
-    ) -> list[Drawn]:
+        self, logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None
+    ) -> list[Sampled]:
         self.together.append([row.row for row in rows])
         self.widths.add(logits.shape[1])
-        return ReferenceTable.sample_rows(logits, rows, onward)
+        return ReferenceTable.sample_rows(logits, rows, next_step)
 
-    def sample(self, *operands: Any, **settings: Any) -> Drawn:
+    def sample(self, *operands: Any, **settings: Any) -> Sampled:
         self.alone += 1
         return ReferenceTable.sample(*operands, **settings)
 
@@ -156,9 +156,9 @@ def test_logits_come_to_the_cpu_once_and_only_to_be_read() -> None:
     far = FarLogits(torch.arange(12.0).view(3, 4))
     logits = PassLogits(far)  # type: ignore[arg-type]
     table = CountingTable()
-    drawn = logits.draw(table, [RowSettings(2, top_k=1), RowSettings(0, top_k=1)], 3)
+    drawn = logits.sample(table, [RowSettings(2, top_k=1), RowSettings(0, top_k=1)], 3)
     assert [one.token_id for one in drawn] == [2, 2]
-    assert logits.draw(table, [], 3) == []
+    assert logits.sample(table, [], 3) == []
     assert len(table.together) == 1
     assert far.copies == 0
     assert LogitRow(logits, 1).read().tolist() == [4.0, 5.0, 6.0, 7.0]

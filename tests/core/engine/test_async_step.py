@@ -10,11 +10,11 @@ import pytest
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import FailEvent, FinishEvent, FinishReason
 from exl_core.engine.request import Report, Request
-from exl_core.engine.sequence import Sequence
+from exl_core.engine.sequence import SequenceState
 from exl_core.errors import OutOfMemoryError
 from exl_core.sampling.params import SamplerParams
+from support.async_steps import AsyncRunner, enable_async_steps
 from support.driving import ask, engine_for, run_all, run_one
-from support.going_ahead import EagerRunner, go_ahead
 from support.guessing import ScriptedDrafter, right
 from support.scripted import EOS_ID, HashRule, ScriptedModel, always, certain
 
@@ -22,9 +22,9 @@ RULE = HashRule(8, spread=1.5)
 SEEDED = SamplerParams(temperature=0.9, top_k=30, seed=7)
 
 
-def both(**options: Any) -> tuple[Engine, Engine, EagerRunner]:
+def both(**options: Any) -> tuple[Engine, Engine, AsyncRunner]:
     plain, eager = (engine_for(RULE, clock=lambda: 0.0, **options) for _ in range(2))
-    return plain, eager, go_ahead(eager)
+    return plain, eager, enable_async_steps(eager)
 
 
 def ends(engine: Engine, requests: list[Request]) -> list[tuple[str, FinishReason, object]]:
@@ -65,7 +65,7 @@ def test_rows_that_end_leave_and_the_rest_of_the_pass_counts() -> None:
 
 def test_who_arrives_in_the_meantime_waits_for_one_pass() -> None:
     engine = engine_for(RULE)
-    runner = go_ahead(engine)
+    runner = enable_async_steps(engine)
     engine.submit(ask("first", max_tokens=50, stop_ids=frozenset()))
     for _ in range(4):
         engine.step()
@@ -82,7 +82,7 @@ def test_who_arrives_in_the_meantime_waits_for_one_pass() -> None:
 
 def test_cancelled_while_its_next_pass_runs() -> None:
     engine = engine_for(RULE)
-    go_ahead(engine)
+    enable_async_steps(engine)
     for name in ("a", "b"):
         engine.submit(ask(name, request_id=name, max_tokens=30, stop_ids=frozenset()))
     for _ in range(5):
@@ -97,13 +97,13 @@ def test_cancelled_while_its_next_pass_runs() -> None:
 
 def num_sequences() -> int:
     gc.collect()
-    return sum(isinstance(one, Sequence) for one in gc.get_objects())
+    return sum(isinstance(one, SequenceState) for one in gc.get_objects())
 
 
 def test_an_idle_engine_keeps_nothing_of_a_pass_that_nobody_wants() -> None:
     before = num_sequences()
     engine = engine_for(RULE)
-    runner = go_ahead(engine)
+    runner = enable_async_steps(engine)
     request = ask(sampler=SEEDED, max_tokens=100, stop_ids=frozenset(range(20)))
     _, end = run_one(engine, request)
     assert end.reason is FinishReason.STOP
@@ -151,7 +151,7 @@ def test_nothing_begins_whose_tokens_others_decide(rest: dict[str, Any]) -> None
 
 def test_nothing_begins_beside_drafts() -> None:
     engine = engine_for(RULE, drafter=ScriptedDrafter(right(RULE)))
-    runner = go_ahead(engine)
+    runner = enable_async_steps(engine)
     run_one(engine, ask(max_tokens=20, stop_ids=frozenset()))
     assert runner.begun == 0
 
@@ -159,7 +159,7 @@ def test_nothing_begins_beside_drafts() -> None:
 def test_why_nothing_can_be_drawn_is_read_off_the_pass_that_failed() -> None:
     logits = certain(EOS_ID)
     engine = engine_for(always(logits))
-    go_ahead(engine)
+    enable_async_steps(engine)
     engine.submit(ask(max_tokens=9, stop_ids=frozenset()))
     engine.step()
     logits.fill_(float("nan"))
@@ -171,7 +171,7 @@ def test_why_nothing_can_be_drawn_is_read_off_the_pass_that_failed() -> None:
 
 def test_a_pass_that_fails_ahead_fails_those_that_run() -> None:
     engine = engine_for(RULE)
-    go_ahead(engine)
+    enable_async_steps(engine)
     engine.submit(ask(max_tokens=9, stop_ids=frozenset()))
     engine.step()
     assert isinstance(engine.model, ScriptedModel)

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from exl_core.engine.scheduler import Scheduler
-from exl_core.engine.sequence import Sequence
+from exl_core.engine.sequence import SequenceState
 from exl_core.model.segment import LogitRows, PageCopy
 from support.scheduling import finish, run, scheduler, sequence, shape
 
 
 def add_pair(
     s: Scheduler, prompt: list[int], negative: list[int], more: int = 8
-) -> tuple[Sequence, Sequence]:
+) -> tuple[SequenceState, SequenceState]:
     one = sequence(prompt, more)
-    two = Sequence(one.request, len(negative) + more, list(negative))
+    two = SequenceState(one.request, len(negative) + more, list(negative))
     s.add(one, two)
     return one, two
 
@@ -194,7 +194,7 @@ def test_rewinding_into_a_shared_page_without_a_page_to_spare() -> None:
     assert shape(s.plan())[1] == (b.request_id, 0, 4, LogitRows.LAST)
 
 
-def test_a_twin_is_rewound_by_as_many_tokens() -> None:
+def test_a_negative_sequence_is_rewound_by_as_many_tokens() -> None:
     s = scheduler(10, prefill_chunk=64)
     one, two = add_pair(s, [1] * 3, [2] * 7)
     run(s, 4)

@@ -28,10 +28,10 @@ from exl_core.engine.failure import FailureGuard
 from exl_core.engine.healing import Healing
 from exl_core.engine.log_probs import with_log_probs
 from exl_core.engine.logits import LogitRow
-from exl_core.engine.sequence import Sequence
+from exl_core.engine.sequence import SequenceState
 from exl_core.engine.stop import StopMatch, StopMatcher
 from exl_core.errors import ExlError, RequestError
-from exl_core.ops.table import Drawn, RowSettings
+from exl_core.ops.table import RowSettings, Sampled
 from exl_core.sampling.sampler import LogitsError, Sample, Sampler, guide
 
 Proposal = tuple[int, Tensor]
@@ -54,7 +54,7 @@ class TextDecoder(Protocol):
     def flush(self) -> str: ...
 
 
-class Output:
+class ReplyState:
     """Of one sequence, from its submission to its end.
 
     After each `take`, `end` is the reply's end if it has ended, and `rewind_to`, if it is not None,
@@ -63,7 +63,7 @@ class Output:
 
     def __init__(
         self,
-        sequence: Sequence,
+        sequence: SequenceState,
         sampler: Sampler,
         decoder: TextDecoder,
         vocab_size: int,
@@ -162,19 +162,19 @@ class Output:
         logits: LogitRow,
         now: float,
         *,
-        unwanted: LogitRow | None = None,
+        negative: LogitRow | None = None,
         proposal: Proposal | None = None,
-        drawn: Drawn | None = None,
+        sampled: Sampled | None = None,
     ) -> list[Event]:
         """The next token, from `logits` [vocab_size], is appended, and what comes of it.
 
-        `unwanted`: the logits of the negative prompt, where there is one. `proposal`: what another
-        distribution made; one that was certain is no business of the sampler's. `drawn`: what the
+        `negative`: the logits of the negative prompt, where there is one. `proposal`: what another
+        distribution made; one that was certain is no business of the sampler's. `sampled`: what the
         settings of `begin` drew.
         """
         if self._first_token_at is None:
             self._first_token_at = now
-        token = self._draw(logits, unwanted, proposal, drawn)
+        token = self._draw(logits, negative, proposal, sampled)
         token_id, place = token.token_id, len(self.sequence.token_ids)
         self.sequence.token_ids.append(token_id)
         if self._healing is not None:
@@ -206,21 +206,21 @@ class Output:
     def _draw(
         self,
         logits: LogitRow,
-        unwanted: LogitRow | None,
+        negative: LogitRow | None,
         proposal: Proposal | None,
-        drawn: Drawn | None,
+        sampled: Sampled | None,
     ) -> SampledToken:
         try:
-            if drawn is None:
-                sample = self._sample(logits, unwanted, proposal)
+            if sampled is None:
+                sample = self._sample(logits, negative, proposal)
             else:
                 wanted = self._request.report.probabilities
                 sample = self._sampler.finish(
-                    drawn, lambda: self._own(logits), want_probability=wanted
+                    sampled, lambda: self._own(logits), want_probability=wanted
                 )
         except LogitsError as error:
             tried = self._tried.get(len(self.sequence.token_ids), ())
-            if tried and math.isfinite(float(self._guided(logits, unwanted).amax())):
+            if tried and math.isfinite(float(self._guided(logits, negative).amax())):
                 raise self._error(
                     f"a banned string begins with each of the {len(tried)} tokens that may come"
                 ) from error
@@ -244,18 +244,18 @@ class Output:
     def _own(self, logits: LogitRow) -> Tensor:
         return logits.read()[: self._vocab_size]
 
-    def _guided(self, logits: LogitRow, unwanted: LogitRow | None) -> Tensor:
+    def _guided(self, logits: LogitRow, negative: LogitRow | None) -> Tensor:
         scale = self._request.sampler.cfg_scale
-        if unwanted is None or scale is None:
+        if negative is None or scale is None:
             return self._own(logits)
-        return guide(logits.read(), unwanted.read(), scale)[: self._vocab_size]
+        return guide(logits.read(), negative.read(), scale)[: self._vocab_size]
 
     def _sample(
-        self, logits: LogitRow, unwanted: LogitRow | None, proposal: Proposal | None
+        self, logits: LogitRow, negative: LogitRow | None, proposal: Proposal | None
     ) -> Sample:
         report, history = self._request.report, self.sequence.token_ids
         allowed = self._next_allowed()
-        guided = self._guided(logits, unwanted)
+        guided = self._guided(logits, negative)
         if proposal is None:
             return self._sampler.sample(
                 guided,
