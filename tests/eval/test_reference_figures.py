@@ -10,9 +10,16 @@ import pytest
 from exl_core.load import LoadedModel, LoadOptions, load_model
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
 
-# By transformers in float32, of the dequantized weights, by number of windows of 2048 tokens.
+# Computed by transformers in float32 from the dequantized weights, by windows of 2048 tokens.
 SMOLLM2 = {2: 13.775, 4: 14.497, 10: 14.942, 20: 16.390}  # without BOS
 GEMMA3 = {2: 22.172, 5: 29.918}  # with BOS before each
+
+
+def test_smollm2_one_window_of_512_tokens(smollm2: LoadedModel, wikitext_path: Path) -> None:
+    text = wikitext_path.read_text(encoding="utf-8")
+    result = measure_perplexity(smollm2, text[:20_000], PerplexityOptions(ctx=512, windows=1))
+    assert (result.tokens, result.text.bos) == (511, "none")
+    assert result.perplexity == pytest.approx(15.6596, rel=0.005)  # transformers too
 
 
 @pytest.mark.thorough
