@@ -1,7 +1,7 @@
-"""`exl bench`: prefill and decode speed, and how near they come to the memory's floor.
+"""`exl bench`: prefill and decode speed, compared with the floor set by memory bandwidth.
 
-What is measured, and how, lives in `exl_eval/speed.py` and, of single ops, `exl_eval/kernels.py`;
-this module takes the lists apart and shows the result.
+`exl_eval/speed.py` measures whole passes and `exl_eval/kernels.py` measures single ops. This module
+parses the options and prints the result.
 """
 
 from __future__ import annotations
@@ -19,41 +19,44 @@ if TYPE_CHECKING:
     from exl_eval.result import KernelPass, KernelResult, SpeedResult, Spread
 
 EXAMPLES = (
-    ("exl bench", "the default model: 512 tokens of prompt, 128 decoded"),
-    ("exl bench -m model --prefill 128,512,2048 --batch 1,4,16", "a grid"),
-    ("exl bench -m model --depth 4000 --cache-type q4", "with a long context"),
-    ("exl bench -m model --kernels --batch 1,8", "where the time goes, op by op"),
-    ("exl bench -m model --threads 2 --repeat 5 --json", "for a program to read"),
+    ("exl bench", "the default model: a prompt of 512 tokens, 128 decoded tokens"),
+    ("exl bench -m model --prefill 128,512,2048 --batch 1,4,16", "all combinations"),
+    ("exl bench -m model --depth 4000 --cache-type q4", "decode in a long context"),
+    ("exl bench -m model --kernels --batch 1,8", "time of each op"),
+    ("exl bench -m model --threads 2 --repeat 5 --json", "machine-readable output"),
 )
-_MAX_DIGITS = 9  # a longer number is no count of tokens, and Python would take its time over it
+_MAX_DIGITS = 9  # a longer number is not a token count, and `int` is slow on very long ones
 
 
 Prefill = Annotated[
-    str, typer.Option("--prefill", metavar="N[,N...]", help="Tokens of a prompt; one or several.")
+    str, typer.Option("--prefill", metavar="N[,N...]", help="Prompt length in tokens, or a list.")
 ]
-Decode = Annotated[int, typer.Option("--decode", metavar="N", min=1, help="Tokens to decode.")]
+Decode = Annotated[
+    int, typer.Option("--decode", metavar="N", min=1, help="Tokens to decode per sequence.")
+]
 Depth = Annotated[
     int,
-    typer.Option(
-        "--depth", metavar="N", min=1, help="Tokens in the cache before the first is decoded."
-    ),
+    typer.Option("--depth", metavar="N", min=1, help="Tokens in the cache before decoding starts."),
 ]
 Batch = Annotated[
     str,
-    typer.Option(
-        "--batch", metavar="N[,N...]", help="Sequences that run together; one or several."
-    ),
+    typer.Option("--batch", metavar="N[,N...]", help="Number of sequences in a batch, or a list."),
 ]
 Repeat = Annotated[
     int,
-    typer.Option("--repeat", metavar="N", min=1, help="Repetitions of each, after one unmeasured."),
+    typer.Option(
+        "--repeat",
+        metavar="N",
+        min=1,
+        help="Measured repetitions of each configuration, after one warm-up.",
+    ),
 ]
 Kernels = Annotated[
     bool,
     typer.Option(
         "--kernels",
-        help="Time each op of a decode step of each batch size, and of the first pass of each "
-        "prompt.",
+        help="Time each op of a decode step for each batch size, and of the first prefill pass "
+        "for each prompt length.",
     ),
 ]
 Chunk = Annotated[
@@ -62,7 +65,7 @@ Chunk = Annotated[
         "--chunk",
         metavar="N",
         min=1,
-        help="Most prompt tokens in a pass. Without it: as in generation.",
+        help="Maximum number of prompt tokens in one pass. Default: as in generation.",
         rich_help_panel="Running",
     ),
 ]
@@ -86,15 +89,15 @@ def bench(
     cache_type: options.CacheType = "fp16",
     chunk: Chunk = None,
 ) -> None:
-    """Prefill and decode speed by prompt length and batch size, and the share of the floor.
+    """Measure prefill and decode speed by prompt length and batch size.
 
-    Prefill: from an empty cache to the token after each prompt. Decode: one token at a time, each
-    the likeliest after the one before. Rates are of all sequences together, the median of the
-    repetitions with the lowest and the highest. The floor is what reading the weights and the cache
-    would take at the memory bandwidth that is measured along with it.
+    Prefill starts with an empty cache and ends with the first token after the prompt. Decode is
+    greedy, one token per step. Rates count all sequences of the batch and are the median of the
+    repetitions, with the lowest and the highest. 'of floor' is the decode rate as a share of the
+    rate at which memory bandwidth, measured in the same run, allows to read weights and cache.
 
-    With --kernels: the time of each op, the bytes that it must move, and the share of the bandwidth
-    that it reaches so.
+    With --kernels: the time of each op, the bytes that it must move, and the share of the memory
+    bandwidth that this amounts to.
     """
     spec = options.pick_model(model, model_option)
     prompts, batches = _counts("--prefill", prefill), _counts("--batch", batch)
@@ -108,11 +111,11 @@ def bench(
         from exl_eval.kernels import measure_kernels
         from exl_eval.machine import peak_memory_bytes
         from exl_eval.speed import SpeedOptions, check_options, measure_speed
-    before = peak_memory_bytes()  # the libraries; from here on it is the model
+    before = peak_memory_bytes()  # memory of the libraries; any growth after this is the model's
     path = resolve_model(spec)
     rows = chunk or PREFILL_CHUNK[backend_of(device, exact=exact).partition(":")[0]]
     choices = SpeedOptions(prompts, decode, batches, repeat, kv_format, depth, rows)
-    check_options(choices, open_checkpoint(path)[1])  # the headers tell; loading takes a while
+    check_options(choices, open_checkpoint(path)[1])  # needs headers only; loading is slow
     loaded = load_quietly(str(path), device=device, threads=threads, exact=exact, is_quiet=quiet)
     with repeats_progress(is_quiet=quiet) as on_measured:
         if kernels:
@@ -130,7 +133,7 @@ def bench(
 
 
 def _counts(option: str, text: str) -> tuple[int, ...]:
-    """The numbers of a list such as `1,4,16`, in its order, each once."""
+    """Numbers of a list such as `1,4,16`, in their order, without duplicates."""
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if not (part.isascii() and part.isdecimal() and len(part) <= _MAX_DIGITS and int(part)):
@@ -219,12 +222,12 @@ def _show_kernels(result: KernelResult) -> None:
 
 
 def _pass_title(one: KernelPass) -> str:
-    what = "a decode step of " if one.past_len else "a prompt of "
-    what += f"{one.rows} tokens" if one.rows > 1 else "one token"
+    name = "a decode step of " if one.past_len else "a prompt of "
+    name += f"{one.rows} tokens" if one.rows > 1 else "one token"
     cached = f", {one.past_len} cached before" if one.past_len else ""
     launches = f" ({one.launches} launches)" if one.launches else ""
     return (
-        f"{what}{cached}: {one.seconds * 1e3:.3f} ms, of which {one.kernel_seconds * 1e3:.3f} in "
+        f"{name}{cached}: {one.seconds * 1e3:.3f} ms, of which {one.kernel_seconds * 1e3:.3f} in "
         f"{one.calls} calls of ops{launches}"
     )
 

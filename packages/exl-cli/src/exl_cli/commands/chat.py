@@ -1,4 +1,4 @@
-"""`exl chat`: a conversation in the terminal, or over a pipe, one prompt a line."""
+"""`exl chat`: a conversation in the terminal, or over a pipe with one prompt per line."""
 
 from __future__ import annotations
 
@@ -18,9 +18,12 @@ from exl_core.settings import state_folder
 
 EXAMPLES = (
     ("exl chat", "talk to the default model"),
-    ('exl chat model.gguf --system "Answer in one sentence."', "another model, and a manner"),
-    ("exl chat base-model --format alpaca", "a model without a template of its own"),
-    ("printf 'Hi!\\nAnd in French?\\n' | exl chat --temp 0", "a prompt a line, replies to stdout"),
+    ('exl chat model.gguf --system "Answer in one sentence."', "a model file and a system prompt"),
+    ("exl chat base-model --format alpaca", "a model without a chat template"),
+    (
+        "printf 'Hi!\\nAnd in French?\\n' | exl chat --temp 0",
+        "one prompt per line, replies to stdout",
+    ),
 )
 SCHEMA_VERSION = 1
 HISTORY_FILE = "chat-history"
@@ -34,20 +37,20 @@ MaxResponseTokens = Annotated[
         "--max-tokens",
         metavar="N",
         min=-1,
-        help="Cut a reply off after N tokens; -1: when nothing more fits into the context.",
+        help="Limit each reply to N tokens. -1: no limit but the context.",
     ),
 ]
 ListFormats = Annotated[
-    bool, typer.Option("--list-formats", help="Show the prompt formats and leave.")
+    bool, typer.Option("--list-formats", help="List the prompt formats and exit.")
 ]
 Load = Annotated[
     Path | None,
-    typer.Option("--load", metavar="FILE", help="Go on with a conversation that /save wrote."),
+    typer.Option("--load", metavar="FILE", help="Continue a conversation that /save wrote."),
 ]
 Amnesia = Annotated[
-    bool, typer.Option("--amnesia", help="Forget each turn as soon as it is answered.")
+    bool, typer.Option("--amnesia", help="Forget each message and its reply after the reply.")
 ]
-Stats = Annotated[bool, typer.Option("--stats", help="Show the speed after each reply, on stderr.")]
+Stats = Annotated[bool, typer.Option("--stats", help="Print the speed of each reply to stderr.")]
 Json = Annotated[bool, typer.Option("--json", help="With --list-formats: one JSON object.")]
 
 
@@ -68,12 +71,12 @@ def chat(
     sampling: SamplingOptions,
     running: RunningOptions,
 ) -> None:
-    """Talk to a model, with its own chat template or in a prompt format by name.
+    """Talk to a model, with its own chat template or with a named prompt format.
 
-    On a terminal Ctrl-C stops the reply, Ctrl-D leaves, and /help lists the commands. Over a pipe
-    each line is a prompt, and stdout gets the replies and nothing else. When the context is full
-    the oldest turns are dropped; the system prompt stays. What is typed on a terminal is kept in
-    exl/chat-history in XDG_STATE_HOME (without it: ~/.local/state), for its owner alone.
+    On a terminal, Ctrl-C stops the reply, Ctrl-D exits, and /help lists the commands. Over a pipe,
+    each line is a prompt, and stdout gets the replies only. When the context is full, the oldest
+    turns are dropped; the system prompt stays. Terminal input is stored in exl/chat-history under
+    XDG_STATE_HOME (default ~/.local/state), readable by its owner only.
     """
     if list_formats:
         _show_formats(is_json=json)
@@ -81,7 +84,7 @@ def chat(
     if json:
         raise RequestError("--json goes with --list-formats", next_step="Drop it.")
     spec = options.pick_model(model, model_option)
-    prompt.checked_format()  # what is out of range is told before anything is loaded
+    prompt.checked_format()  # this and the next lines report bad options before anything is loaded
     sampling.params()
     options.token_limit(max_response_tokens)
     choices = running.choices()

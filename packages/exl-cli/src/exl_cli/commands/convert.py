@@ -1,7 +1,7 @@
-"""`exl convert`: a model to EXL2, at any rate, with what it cost.
+"""`exl convert`: convert a model to EXL2 at any bits per weight, and report the loss.
 
-How a conversion runs is `exl_core/convert/job.py`'s; what it is given and what it says is
-`conversion.py`'s. This module has the options.
+This module declares the options. `conversion.py` prepares the inputs and prints the events.
+`exl_core/convert/job.py` runs the conversion.
 """
 
 from __future__ import annotations
@@ -18,11 +18,14 @@ from exl_cli.interrupt import exits_at_once
 from exl_core.errors import RequestError
 
 EXAMPLES = (
-    ("exl convert model -o model-4.0 --bits 4.0", "calibrated on what the model itself writes"),
-    ("exl convert model.gguf -o out --bits 3.5 --calibration texts.jsonl", "on texts of yours"),
-    ("exl convert model -o out-5 --bits 5 --measurement out/exl_measurement.json", "another rate"),
-    ("exl convert model -o model-4.0 --bits 4.0 --resume", "go on after a kill or a full disk"),
-    ("exl convert model -o out --bits 4 --json", "events for a program, one a line"),
+    ("exl convert model -o model-4.0 --bits 4.0", "calibrate on text that the model generates"),
+    ("exl convert model.gguf -o out --bits 3.5 --calibration texts.jsonl", "on your own texts"),
+    (
+        "exl convert model -o out-5 --bits 5 --measurement out/exl_measurement.json",
+        "reuse a measurement at another bit rate",
+    ),
+    ("exl convert model -o model-4.0 --bits 4.0 --resume", "continue after a kill or a full disk"),
+    ("exl convert model -o out --bits 4 --json", "events as JSON, one per line"),
 )
 SELF = "self"
 _SIZE = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)\s*(k|m|g|t)?b?", re.IGNORECASE)
@@ -33,25 +36,30 @@ _JOB, _EFFORT = "The job", "Calibration"
 Output = Annotated[
     Path,
     typer.Option(
-        "-o", "--output", metavar="DIR", help="The new model directory.", show_default=False
+        "-o", "--output", metavar="DIR", help="Model directory to create.", show_default=False
     ),
 ]
 Bits = Annotated[
     float,
     typer.Option(
-        "--bits", metavar="B", help="Bits a weight of the layers, scales and tables included."
+        "--bits",
+        metavar="B",
+        help="Bits per weight of the layers, including scales and group tables.",
     ),
 ]
 HeadBits = Annotated[
-    int, typer.Option("--head-bits", metavar="N", help="Of the output head: 2, 3, 4, 5, 6 or 8.")
+    int,
+    typer.Option(
+        "--head-bits", metavar="N", help="Code width of the output head: 2, 3, 4, 5, 6 or 8."
+    ),
 ]
 Calibration = Annotated[
     str,
     typer.Option(
         "--calibration",
         metavar="TEXT",
-        help="What errors are measured on: 'self' for text that the model writes, a text, JSONL "
-        "or parquet file, or a data set of the hub.",
+        help="Calibration text: 'self' for text that the model generates, a text, JSONL or parquet "
+        "file, or a data set of the hub.",
         rich_help_panel=_EFFORT,
     ),
 ]
@@ -61,7 +69,7 @@ Rows = Annotated[
         "--rows",
         metavar="N",
         min=1,
-        help="Rows of calibration text. Without it: 64, with --fast 16.",
+        help="Number of calibration rows. Default: 64, or 16 with --fast.",
         rich_help_panel=_EFFORT,
     ),
 ]
@@ -71,7 +79,7 @@ Length = Annotated[
         "--length",
         metavar="N",
         min=32,
-        help="Tokens in a row, at most what the model was made for.",
+        help="Tokens per calibration row, limited to the model's maximum context.",
         rich_help_panel=_EFFORT,
     ),
 ]
@@ -79,14 +87,19 @@ Fast = Annotated[
     bool,
     typer.Option(
         "--fast",
-        help="Less calibration text and fewer things tried: a few times faster, a little worse.",
+        help="Use less calibration text and try fewer layouts: a few times faster, slightly worse "
+        "quality.",
         rich_help_panel=_EFFORT,
     ),
 ]
 Seed = Annotated[
     int,
     typer.Option(
-        "--seed", metavar="N", min=0, help="Of whatever is drawn.", rich_help_panel=_EFFORT
+        "--seed",
+        metavar="N",
+        min=0,
+        help="Seed of all random draws.",
+        rich_help_panel=_EFFORT,
     ),
 ]
 MeasurementFile = Annotated[
@@ -94,7 +107,7 @@ MeasurementFile = Annotated[
     typer.Option(
         "--measurement",
         metavar="FILE",
-        help="The exl_measurement.json of another conversion of this model: nothing is measured.",
+        help="exl_measurement.json of an earlier conversion of this model. Skips the measurement.",
         rich_help_panel=_JOB,
     ),
 ]
@@ -103,7 +116,7 @@ Work = Annotated[
     typer.Option(
         "--work",
         metavar="DIR",
-        help="Where unfinished work is kept. Without it: DIR.work beside the output, removed at "
+        help="Directory for intermediate results. Default: DIR.work beside the output, removed at "
         "the end.",
         rich_help_panel=_JOB,
     ),
@@ -111,24 +124,26 @@ Work = Annotated[
 Resume = Annotated[
     bool,
     typer.Option(
-        "--resume", help="Go on with what is in the work directory.", rich_help_panel=_JOB
+        "--resume",
+        help="Continue from the intermediate results in the work directory.",
+        rich_help_panel=_JOB,
     ),
 ]
 Force = Annotated[
     bool,
     typer.Option(
         "--force",
-        help="Publish a result that is too far from its source, too.",
+        help="Publish the result even if it diverges too far from its source.",
         rich_help_panel=_JOB,
     ),
 ]
 ShardSize = Annotated[
     str,
     typer.Option(
-        "--shard-size", metavar="SIZE", help="Most bytes in a weight file, such as 500MB."
+        "--shard-size", metavar="SIZE", help="Maximum size of a weight file, such as 500MB."
     ),
 ]
-Events = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object a line.")]
+Events = Annotated[bool, typer.Option("--json", help="Print events as JSON, one object per line.")]
 
 
 def convert(
@@ -153,12 +168,13 @@ def convert(
     quiet: options.Quiet = False,
     device: options.Device = "auto",
 ) -> None:
-    """Convert a model to EXL2: from safetensors in 16 or 32 bits, or GGUF.
+    """Convert a model to EXL2, from 16 or 32-bit safetensors or from GGUF.
 
-    Measures what each layout of each matrix would cost, chooses the best within the bits, quantizes
-    layer by layer, and compares the result with the source on a text of its own. It gets its name
-    when it has been read back from the disk and is close enough; until then it is DIR.partial.
-    Whatever ends it, --resume goes on, to the same bytes.
+    The conversion measures the error of each layout of each matrix, chooses the layouts with the
+    least error for the given bits, quantizes layer by layer, and compares the result with the
+    source on held-out text. The result is DIR.partial until it has been read back from disk and is
+    close enough to the source; then it is renamed to DIR. After any interruption, --resume
+    continues and yields the same bytes.
     """
     spec = options.pick_model(model, model_option)
     with exits_at_once():
@@ -198,7 +214,7 @@ def _size(text: str) -> int:
 
 
 def _command(ctx: typer.Context) -> str:
-    """What was asked for, as a command that goes on with it: all that is not a default."""
+    """Command line that resumes this conversion: every option that is not a default."""
     words = ["exl", "convert"]
     for parameter in ctx.command.params:
         value = ctx.params.get(parameter.name or "")

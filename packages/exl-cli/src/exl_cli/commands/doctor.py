@@ -1,7 +1,7 @@
-"""`exl doctor`: is everything there that exl needs, and do the kernels compute what they should?
+"""`exl doctor`: check that everything exl needs is installed and that the kernels are correct.
 
-Each check stands alone and reports instead of raising, so that a machine without torch still gets
-a full page. What mends a failure is part of it.
+The checks are independent and return findings instead of raising, so that a machine without torch
+still gets a full page. A failed check includes the command that repairs it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from exl_cli.checks import Check
 
 EXAMPLES = (
-    ("exl doctor", "everything, on one page"),
-    ("exl doctor --json", "for a program, or for a bug report"),
+    ("exl doctor", "all checks on one page"),
+    ("exl doctor --json", "machine-readable output, for a bug report"),
 )
 SCHEMA_VERSION = 1
 _MARKS = {
@@ -30,10 +30,10 @@ _MARKS = {
 
 
 def doctor(json: options.Json = False) -> None:
-    """Versions, instruction sets, kernel library, GPUs; a self-test of each kernel.
+    """Check versions, instruction sets, the kernel library and GPUs, and self-test each kernel.
 
-    Says what is missing and the command that mends it. Exits with code 1 when something that exl
-    needs is broken.
+    Prints the missing parts and the command that installs each. The exit code is 1 if a part that
+    exl needs is broken.
     """
     with exits_at_once():
         from exl_cli.checks import run_checks

@@ -1,4 +1,4 @@
-"""`exl generate`: continue a prompt, or answer it, and stream the text to stdout."""
+"""`exl generate`: continue a prompt or answer it, and stream the text to stdout."""
 
 from __future__ import annotations
 
@@ -18,27 +18,32 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     ('exl generate -p "The capital of France is" -n 8 --temp 0', "continue a text"),
-    ('exl generate --chat -p "Why is the sky blue?"', "ask; the model's template is applied"),
-    ('cat notes.txt | exl generate --chat -p "Summarize:"', "prompt and piped text combine"),
-    ("exl generate model.gguf -f prompt.txt --json > out.json", "for a program to read"),
-    ('exl generate --chat -p "A person, in JSON." --json-schema person.json', "JSON, no doubt"),
+    ('exl generate --chat -p "Why is the sky blue?"', "ask, with the model's chat template"),
+    ('cat notes.txt | exl generate --chat -p "Summarize:"', "the piped text follows the prompt"),
+    ("exl generate model.gguf -f prompt.txt --json > out.json", "machine-readable output"),
+    (
+        'exl generate --chat -p "A person, in JSON." --json-schema person.json',
+        "JSON that matches a schema",
+    ),
 )
 SCHEMA_VERSION = 1
 
 PromptOption = Annotated[
-    str | None, typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt; '-' reads stdin.")
+    str | None,
+    typer.Option("-p", "--prompt", metavar="TEXT", help="The prompt. '-' reads it from stdin."),
 ]
 FileOption = Annotated[
     str | None, typer.Option("-f", "--file", metavar="FILE", help="Read the prompt from FILE.")
 ]
 ChatOption = Annotated[
     bool,
-    typer.Option("--chat", help="Answer the prompt as a message, in the model's chat template."),
+    typer.Option("--chat", help="Send the prompt as a user message in the model's chat template."),
 ]
 SpecialOption = Annotated[
     bool,
     typer.Option(
-        "--parse-special", help="Read text such as <|im_start|> in the prompt as control tokens."
+        "--parse-special",
+        help="Encode text such as <|im_start|> in the prompt as special tokens.",
     ),
 ]
 
@@ -65,11 +70,11 @@ def generate(
 ) -> None:
     """Continue a prompt and stream the text to stdout.
 
-    The prompt comes from -p, from a file, or from stdin; text piped in is put after -p. One
-    newline at the end of a file or of piped text is dropped.
+    The prompt comes from -p, from a file or from stdin. Piped text is appended to the -p text on
+    a new line. One newline at the end of a file or of piped text is dropped.
     """
     spec = options.pick_model(model, model_option)
-    sampling.params()  # what is out of range is told before anything is loaded
+    sampling.params()  # reports settings out of range before anything is loaded
     choices = running.choices()
     limit = options.token_limit(max_tokens)
     constraints = engine_options.constraints_of(json_schema, regex, grammar)
@@ -112,7 +117,7 @@ def _write(event: TextEvent) -> None:
 
 
 def describe_reply(runtime: Runtime, reply: FinishEvent, seed: int | None) -> dict[str, object]:
-    """What `--json` prints; `drafting` only where something guesses ahead."""
+    """The object that `--json` prints. It has `drafting` only if a drafter was in use."""
     described: dict[str, object] = {
         "schema_version": SCHEMA_VERSION,
         "model": runtime.name,

@@ -1,5 +1,5 @@
-"""`exl inspect model`: what a model file holds and needs, from its headers and EXL2's group tables;
-or whether it is sound, from all of it."""
+"""`exl inspect model`: describe a model from its headers and EXL2 group tables, or verify all of
+its weights."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 EXAMPLES = (
     ("exl inspect model", "the default model"),
     ("exl inspect model model.gguf --tensors", "every tensor, with shape and type"),
-    ("exl inspect model path/to/model --verify", "read all of it; exit code 3 if it is damaged"),
-    ("exl inspect model path/to/model --ctx 32768 --json", "memory at a context, for a program"),
-    ("exl inspect model path/to/model --fit", "which devices have room for it, and how much"),
+    ("exl inspect model path/to/model --verify", "check all weights; exit code 3 if damaged"),
+    ("exl inspect model path/to/model --ctx 32768 --json", "memory at a context, as JSON"),
+    ("exl inspect model path/to/model --fit", "which devices have enough memory"),
 )
 SCHEMA_VERSION = 1
 _TABLE_CTX = (2048, 4096, 8192, 32768, 131072)
@@ -36,28 +36,28 @@ def inspect_model(
     model_option: options.ModelOption = None,
     ctx: Annotated[
         int | None,
-        typer.Option("--ctx", metavar="N", min=1, help="Show the memory needed at N tokens."),
+        typer.Option(
+            "--ctx", metavar="N", min=1, help="Show the memory for a context of N tokens."
+        ),
     ] = None,
     tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.")] = False,
     verify: Annotated[
         bool,
-        typer.Option(
-            "--verify", help="Read and check all weights instead, and print what is wrong."
-        ),
+        typer.Option("--verify", help="Read and check all weights, and print the problems found."),
     ] = False,
     fit: Annotated[
         bool,
         typer.Option(
-            "--fit", help="Show where the model fits, and the longest context of each cache type."
+            "--fit",
+            help="Show which devices the model fits on, and the longest context by cache type.",
         ),
     ] = False,
     json: options.Json = False,
 ) -> None:
-    """Architecture, sizes, bits per weight, tokenizer, memory and backends of a model.
+    """Show architecture, sizes, bits per weight, tokenizer, memory and backends of a model.
 
-    Reads headers and EXL2's group tables, not weights, so it is quick and works for a model that is
-    too large to load. With --verify it reads all: group tables, permutations, scales, and every
-    weight.
+    Reads headers and EXL2 group tables only, so it is fast and works for a model that is too large
+    to load. With --verify it reads everything: group tables, permutations, scales and weights.
     """
     spec = options.pick_model(model, model_option)
     if verify and (tensors or fit or ctx is not None):
@@ -79,7 +79,7 @@ def inspect_model(
 
 
 def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> dict[str, object]:
-    """What `--json` prints."""
+    """The object that `--json` prints."""
     config = model.config
     at = ctx if ctx is not None else config.max_seq_len
     value: dict[str, object] = {
@@ -207,7 +207,7 @@ def _facts(model: ModelDescription) -> Table:
 
 
 def _layers(model: ModelDescription) -> Table:
-    """A row for each run of neighbors that are stored alike."""
+    """One row per run of consecutive layers with the same sizes and data types."""
     from exl_cli.render import columns_table, format_bytes, format_count, from_file
 
     table = columns_table("layer", "parameters", "size", "stored as", "bits/weight", "")
@@ -226,7 +226,7 @@ def _layers(model: ModelDescription) -> Table:
 
 
 def _matrices(matrices: Sequence[MatrixDescription]) -> Table:
-    """A row for each kind of matrix, over all layers."""
+    """One row per kind of matrix, over all layers."""
     from exl_cli.render import columns_table, from_file
 
     table = columns_table("matrix", "count", "stored as", "widths", "groups of", "bits/weight")
@@ -248,7 +248,7 @@ def _matrices(matrices: Sequence[MatrixDescription]) -> Table:
 
 
 def _widths(matrices: Sequence[MatrixDescription]) -> str:
-    """Widths of codes, the widest first, with the share of weights that have each."""
+    """Code widths in bits, widest first, each with its share of the weights."""
     weights: Counter[int] = Counter()
     for matrix in matrices:
         for run in matrix.groups:
@@ -260,7 +260,7 @@ def _widths(matrices: Sequence[MatrixDescription]) -> str:
 
 
 def _group_sizes(matrices: Sequence[MatrixDescription]) -> str:
-    """Rows that share a scale."""
+    """Group sizes: numbers of rows that share a scale."""
     sizes = {run.rows for matrix in matrices for run in matrix.groups}
     return ", ".join(map(str, sorted(sizes))) or "none"
 

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     ("exl serve-lite", "the default model on http://127.0.0.1:8080"),
-    ("exl serve-lite -m model.gguf --port 9000 --ngram", "another model, with drafts"),
-    ("exl serve-lite --models-dir models", "any model of a folder, one at a time"),
-    ("EXL_API_KEY=secret exl serve-lite --host 0.0.0.0", "for other machines, with a key"),
+    ("exl serve-lite -m model.gguf --port 9000 --ngram", "a model file, with n-gram drafts"),
+    ("exl serve-lite --models-dir models", "any model of a folder, one loaded at a time"),
+    ("EXL_API_KEY=secret exl serve-lite --host 0.0.0.0", "reachable by other machines, with a key"),
 )
 DEFAULT_CACHE_TOKENS = 32768
 _SERVER = "Server"
@@ -41,21 +41,28 @@ Host = Annotated[
     typer.Option(
         "--host",
         metavar="ADDRESS",
-        help="Where to listen. Beyond this machine only with a key.",
+        help="Address to listen on. An address that other machines can reach requires a key.",
         rich_help_panel=_SERVER,
     ),
 ]
 Port = Annotated[
     int,
-    typer.Option("--port", metavar="N", min=0, max=65535, help="0: any.", rich_help_panel=_SERVER),
+    typer.Option(
+        "--port",
+        metavar="N",
+        min=0,
+        max=65535,
+        help="TCP port to listen on. 0: any free port.",
+        rich_help_panel=_SERVER,
+    ),
 ]
 ApiKey = Annotated[
     str | None,
     typer.Option(
         "--api-key",
         metavar="KEY",
-        help="Clients have to send it. Without it: the environment's EXL_API_KEY, which other "
-        "users of this machine do not see, as they do a command line.",
+        help="Key that clients must send. Default: the environment variable EXL_API_KEY, which "
+        "other users of this machine cannot read, unlike a command line.",
         rich_help_panel=_SERVER,
     ),
 ]
@@ -64,7 +71,7 @@ ApiKeyFile = Annotated[
     typer.Option(
         "--api-key-file",
         metavar="FILE",
-        help="Keys, one a line.",
+        help="File of accepted keys, one per line.",
         rich_help_panel=_SERVER,
     ),
 ]
@@ -73,7 +80,7 @@ ServedName = Annotated[
     typer.Option(
         "--served-model-name",
         metavar="NAME",
-        help="What clients call the model. Without it: the name of its file or directory.",
+        help="Model name in the API. Default: the name of the model's file or directory.",
         rich_help_panel=_SERVER,
     ),
 ]
@@ -82,8 +89,8 @@ ModelsDir = Annotated[
     typer.Option(
         "--models-dir",
         metavar="DIR",
-        help="Clients may ask for any model of this folder by name; one is loaded at a time. "
-        "Without -m the first of them is loaded to begin with.",
+        help="Serve any model of this folder by name; one is loaded at a time. Without -m, the "
+        "first of them is loaded at the start.",
         rich_help_panel=_SERVER,
     ),
 ]
@@ -94,7 +101,7 @@ MaxBatch = Annotated[
         metavar="N",
         min=1,
         max=1024,
-        help="Replies that run side by side; others wait.",
+        help="Maximum number of requests that run at the same time. Further requests wait.",
         rich_help_panel=_LIMITS,
     ),
 ]
@@ -104,8 +111,8 @@ CacheTokens = Annotated[
         "--cache-tokens",
         metavar="N",
         min=256,
-        help="Tokens that all requests share in the cache. Without it: the context, at least "
-        f"{DEFAULT_CACHE_TOKENS}.",
+        help="Size in tokens of the key-value cache that all requests share. Default: the context "
+        f"size, at least {DEFAULT_CACHE_TOKENS}.",
         rich_help_panel=_LIMITS,
     ),
 ]
@@ -115,7 +122,7 @@ MaxQueue = Annotated[
         "--max-queue",
         metavar="N",
         min=0,
-        help="Replies that may wait; who comes then is told to come again (429).",
+        help="Maximum number of waiting requests. Further ones are refused with HTTP 429.",
         rich_help_panel=_LIMITS,
     ),
 ]
@@ -126,7 +133,7 @@ MaxBody = Annotated[
         metavar="MIB",
         min=1,
         max=1024,
-        help="Largest request.",
+        help="Maximum size of a request body in MiB.",
         rich_help_panel=_LIMITS,
     ),
 ]
@@ -136,7 +143,8 @@ ReplySeconds = Annotated[
         "--reply-seconds",
         metavar="S",
         min=1,
-        help="Longest time that one reply may take, from its first pass; it is cut there.",
+        help="Maximum duration of one reply in seconds, counted from its first forward pass. The "
+        "reply is cut off there.",
         rich_help_panel=_LIMITS,
     ),
 ]
@@ -146,7 +154,7 @@ StallSeconds = Annotated[
         "--stall-seconds",
         metavar="S",
         min=1,
-        help="/health says 503 when nothing was generated for so long with work to do.",
+        help="/health returns 503 after S seconds without progress while requests are pending.",
         rich_help_panel=_LIMITS,
     ),
 ]
@@ -154,7 +162,7 @@ StallSeconds = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerOptions:
-    """What is served, where, and to whom."""
+    """Options that select the model, the address and the accepted keys."""
 
     model: ModelOption = None
     host: Host = "127.0.0.1"
@@ -167,7 +175,7 @@ class ServerOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LimitOptions:
-    """How much at once."""
+    """Limits on concurrency, request size, duration and cache size."""
 
     max_batch: MaxBatch = 16
     max_queue: MaxQueue = 256
@@ -185,11 +193,11 @@ def serve_lite(
     limits: LimitOptions,
     running: RunningOptions,
 ) -> None:
-    """Serve a model over HTTP, as OpenAI's clients expect it, with a chat page at /.
+    """Serve a model over an OpenAI-compatible HTTP API, with a chat page at /.
 
-    Ctrl-C or SIGTERM ends it when what runs is done, a second one at once. What the server does
-    not support is refused by name, never ignored. There is no TLS: put a proxy in front of it
-    where the network is not trusted.
+    Ctrl-C or SIGTERM stops the server after the running replies are complete; a second signal
+    stops it at once. A request field that the server does not support is an error that names the
+    field; it is never ignored. There is no TLS: on an untrusted network, use a reverse proxy.
     """
     choices = running.choices()
     if server.models_dir is not None and (choices.loras or choices.draft_model):
@@ -215,8 +223,9 @@ def serve_lite(
 
     check_bind(server.host, has_key=bool(keys))
     others = {} if server.models_dir is None else models_in(Path(server.models_dir))
-    spec, name = _first(server.model, server.served_model_name, others)
-    with closing(listen(server.host, server.port)) as listening:  # before a model is loaded for it
+    spec, name = _initial_model(server.model, server.served_model_name, others)
+    # Bind the port first: an address in use is then reported before the model is loaded.
+    with closing(listen(server.host, server.port)) as listening:
         runtime = opener(spec, is_quiet=quiet)
         if others:
             name = name or runtime.name
@@ -240,7 +249,7 @@ def _serve(
     *,
     is_quiet: bool,
 ) -> None:
-    """Until a signal ends it."""
+    """Serve until a signal ends the process."""
     with exits_at_once():
         from exl_cli.server.app import Access, create_app
         from exl_cli.server.limits import hosts_of
@@ -255,7 +264,7 @@ def _serve(
 
 
 def _keys(api_key: str | None, api_key_file: str | None) -> frozenset[str]:
-    """From the option or the environment, and from the file."""
+    """API keys from the option or the environment, and from the key file."""
     lines = [] if api_key is None else [api_key]
     if api_key_file is not None:
         found = read_text_file(Path(api_key_file)).split()
@@ -272,10 +281,10 @@ def _keys(api_key: str | None, api_key_file: str | None) -> frozenset[str]:
     return frozenset(lines)
 
 
-def _first(
+def _initial_model(
     model: str | None, served_name: str | None, others: dict[str, Path]
 ) -> tuple[str | None, str | None]:
-    """What to load to begin with, and its name where that is not the file's."""
+    """Model spec to load at the start, and its name in the API; None is the file's name."""
     if others and served_name is not None:
         raise RequestError(
             "models of a folder are called by their names there",

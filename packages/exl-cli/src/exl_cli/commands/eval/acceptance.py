@@ -1,7 +1,6 @@
-"""`exl eval acceptance`: speculative decoding, counted, timed and compared with theory.
+"""`exl eval acceptance`: acceptance and speed-up of speculative decoding, compared with theory.
 
-What is measured lives in `exl_eval/acceptance.py`; this module opens the models and shows the
-figures.
+`exl_eval/acceptance.py` measures. This module opens the models and prints the figures.
 """
 
 from __future__ import annotations
@@ -21,17 +20,18 @@ if TYPE_CHECKING:
     from exl_eval.acceptance_result import AcceptanceResult, Estimate, SamplerFigures
 
 EXAMPLES = (
-    ("exl eval acceptance --ngram", "guesses looked up in the text, with the default model"),
+    ("exl eval acceptance --ngram", "n-gram drafts, with the default model"),
     ("exl eval acceptance -m model --draft-model small --draft-tokens 6", "a draft model"),
-    ("exl eval acceptance -m model --ngram -n 128 --json", "for a program to read"),
+    ("exl eval acceptance -m model --ngram -n 128 --json", "machine-readable output"),
 )
 
 Replies = Annotated[
-    int, typer.Option("-n", "--max-tokens", metavar="N", min=2, help="Most tokens of a reply.")
+    int,
+    typer.Option("-n", "--max-tokens", metavar="N", min=2, help="Maximum tokens per reply."),
 ]
 Prompts = Annotated[
     int,
-    typer.Option("--prompts", metavar="N", min=1, max=4, help="Prompts of each category."),
+    typer.Option("--prompts", metavar="N", min=1, max=4, help="Prompts per category."),
 ]
 
 
@@ -52,19 +52,19 @@ def acceptance(
     exact: options.Exact = False,
     cache_type: options.CacheType = "fp16",
 ) -> None:
-    """How well guesses are accepted, by kind of text, and whether they pay.
+    """Measure how many draft tokens are accepted, by kind of text, and the resulting speed-up.
 
-    Prompts of four categories come with the command; each is answered greedily and at temperature
-    1. Counted are rounds N (passes of the model), drafted tokens D, accepted ones A, rounds that
-    ended in a rejection R, and emitted tokens E. alpha is exact, from both distributions; A/(A+R)
-    estimates it. Speed-ups are of decoding, with drafts of the full length, and as generation
-    drafts: shorter, or not at all, where it does not pay. 'best' is the length of a draft that
-    would give most tokens in the least time.
+    Built-in prompts of four categories are answered greedily and at temperature 1. Counts: rounds N
+    (forward passes of the model), drafted tokens D, accepted tokens A, rounds that ended in a
+    rejection R, emitted tokens E. alpha is the exact acceptance probability from both
+    distributions; A/(A+R) estimates it. Speed-ups are of decoding. 'measured' uses drafts of the
+    full length; 'as generated' drafts as generation does, with shorter drafts or none where they
+    do not pay. 'best' is the draft length with the highest predicted speed-up.
     """
     spec = options.pick_model(model, model_option)
     if draft_model is None and not ngram:
         raise RequestError(
-            "nothing guesses ahead", expected="--ngram or --draft-model MODEL", got="neither"
+            "no drafter is selected", expected="--ngram or --draft-model MODEL", got="neither"
         )
     choices = engine_options.EngineChoices(
         parse_cache_type(cache_type), draft_model, draft_tokens, ngram

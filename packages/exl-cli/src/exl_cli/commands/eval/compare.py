@@ -1,4 +1,4 @@
-"""`exl eval compare`: two records side by side, as far as they are about the same thing."""
+"""`exl eval compare`: differences of two eval records, for the figures that are comparable."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from exl_eval.compare import Comparison
 
 EXAMPLES = (
-    ("exl eval perplexity -m a --text wiki.txt --json > a.json", "a record"),
-    ("exl eval compare a.json b.json", "what may be compared, why, and the difference"),
+    ("exl eval perplexity -m a --text wiki.txt --json > a.json", "write a record"),
+    ("exl eval compare a.json b.json", "comparable figures and their differences"),
 )
 
 
 def compare(
-    a: Annotated[Path, typer.Argument(metavar="A.json", help="A record: what --json printed.")],
-    b: Annotated[Path, typer.Argument(metavar="B.json", help="Another one.")],
+    a: Annotated[Path, typer.Argument(metavar="A.json", help="A record printed by --json.")],
+    b: Annotated[Path, typer.Argument(metavar="B.json", help="A second record.")],
     *,
     json: options.Json = False,
 ) -> None:
-    """What of two records of 'exl eval' may be compared, why the rest may not, and the difference.
+    """Compare two records of 'exl eval', and explain which figures are not comparable.
 
-    Perplexities compare where text, style, context, BOS rule and tokenizer agree, bits per byte
-    where the text does; divergences where the reference does as well. Errors of a difference are
-    paired, window by window, wherever both read the same windows.
+    Perplexities are comparable if text, style, context, BOS rule and tokenizer agree. Bits per byte
+    are comparable if the text agrees. Divergences also need the same reference. The standard error
+    of a difference is paired by window if both records have the same windows.
     """
     from exl_eval.compare import compare_records
 

@@ -1,6 +1,6 @@
-"""`exl eval divergence`: how far a model is from the one that it was made from.
+"""`exl eval divergence`: Kullback-Leibler divergence of a model from its reference model.
 
-What is computed lives in `exl_eval`; this module says which model is loaded when.
+`exl_eval` computes the figures. This module decides which model is loaded when.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from exl_eval.styles import Layout
 
 EXAMPLES = (
-    ("exl eval divergence q4.gguf --reference f16 --text wiki.txt --windows 20", "of a pair"),
-    ("exl eval divergence a --reference f16 --text wiki.txt --json", "for a program to read"),
+    ("exl eval divergence q4.gguf --reference f16 --text wiki.txt --windows 20", "20 windows"),
+    ("exl eval divergence a --reference f16 --text wiki.txt --json", "machine-readable output"),
     (
         "exl eval divergence a --reference f16 --text wiki.txt --cache-reference f16.ref",
-        "one model in memory at a time; the reference is run once",
+        "one model in memory at a time; the reference runs once",
     ),
 )
 
@@ -36,15 +36,18 @@ Candidate = Annotated[
     str, typer.Argument(metavar="CANDIDATE", help=options.MODEL_HELP, show_default=False)
 ]
 ReferenceModel = Annotated[
-    str, typer.Option("--reference", metavar="MODEL", help="What it should be like: P.")
+    str,
+    typer.Option(
+        "--reference", metavar="MODEL", help="Reference model, usually the unquantized one."
+    ),
 ]
 CacheReference = Annotated[
     Path | None,
     typer.Option(
         "--cache-reference",
         metavar="FILE",
-        help="Keep the reference's predictions in FILE, 2.6 kB a token, and load one model at a "
-        "time; if FILE has them, the reference is not loaded.",
+        help="Store the reference's predictions in FILE, 2.6 kB per token, and load one model at a "
+        "time. If FILE has them already, the reference is not loaded.",
     ),
 ]
 
@@ -70,11 +73,12 @@ def divergence(
     cache_type: options.CacheType = "fp16",
     exact: options.Exact = False,
 ) -> None:
-    """Kullback-Leibler divergence of a model from its reference, with what belongs to it.
+    """Measure the Kullback-Leibler divergence of a model from its reference.
 
-    KL(reference || candidate) in nats by position, how often both find the same token likeliest,
-    what became of the true token's probability, and the ratio of the perplexities, all on the
-    same windows. Both must have the same tokenizer. --cache-type is the candidate's.
+    Prints KL(reference || candidate) in nats per token, the share of positions where both have the
+    same most likely token, the change in the true token's probability, and the ratio of the
+    perplexities, all on the same windows. Both models must have the same tokenizer. --cache-type
+    applies to the candidate.
     """
     kv_format = parse_cache_type(cache_type)
     content = eval_options.read(text, dataset, split=split, column=column, rows=rows)
@@ -101,7 +105,7 @@ def divergence(
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """A pair of models, and the windows that both read."""
+    """A reference model, a candidate model and the text windows that both score."""
 
     loading: eval_options.Loading
     layout: Layout
@@ -124,7 +128,11 @@ class _Run:
             )
 
     def measure_by_file(self, path: Path) -> DivergenceResult:
-        """The reference is loaded only for windows that the file does not have, and let go of."""
+        """Measure with the reference's predictions in a file.
+
+        The reference is loaded only to compute windows that the file lacks, and freed before the
+        candidate is loaded.
+        """
         from exl_cli.render import windows_progress
         from exl_eval.reference_file import KeptReference, keep_reference, reference_header
         from exl_eval.result import ReferenceFacts

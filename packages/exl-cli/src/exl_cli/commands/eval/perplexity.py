@@ -1,6 +1,6 @@
-"""`exl eval perplexity`: the figure, its error, and every choice it depends on.
+"""`exl eval perplexity`: perplexity with its standard error and all settings that affect it.
 
-What is computed lives in `exl_eval`; this module reads the text and shows the result.
+`exl_eval` computes the figures. This module reads the text and prints the result.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     ("exl eval perplexity --text wiki.txt --windows 20", "the default model, 20 windows"),
-    ("exl eval perplexity gemma.gguf --text wiki.txt --bos each", "Gemma needs BOS"),
-    ("exl eval perplexity m.gguf --text wiki.txt --style llama.cpp", "as llama-perplexity does it"),
-    ("exl eval perplexity -m model --dataset wikitext", "test part of WikiText-2, from the hub"),
-    ("exl eval perplexity -m model --text wiki.txt --cache-type q4", "what a small cache costs"),
-    ("exl eval perplexity a --compare-to b --text wiki.txt", "two models, paired errors"),
-    ("exl eval perplexity -m model --text wiki.txt --json", "for 'exl eval compare', or a program"),
+    ("exl eval perplexity gemma.gguf --text wiki.txt --bos each", "Gemma needs a BOS token"),
+    ("exl eval perplexity m.gguf --text wiki.txt --style llama.cpp", "same as llama-perplexity"),
+    ("exl eval perplexity -m model --dataset wikitext", "test split of WikiText-2, from the hub"),
+    ("exl eval perplexity -m model --text wiki.txt --cache-type q4", "with a quantized cache"),
+    ("exl eval perplexity a --compare-to b --text wiki.txt", "two models, with paired errors"),
+    ("exl eval perplexity -m model --text wiki.txt --json", "a record for 'exl eval compare'"),
 )
 
 
@@ -35,29 +35,34 @@ Style = Annotated[
     typer.Option(
         "--style",
         metavar="NAME",
-        help="paper: disjoint windows of 2048; exl3: the first 100 of those, no BOS; hf-stride: "
-        "windows of the whole context, overlapping; llama.cpp: second halves of windows of 512; "
-        "per-document: each row by itself, every token.",
+        help="How the text is cut and scored. paper: disjoint windows of 2048 tokens; exl3: the "
+        "first 100 of those, without BOS; hf-stride: overlapping windows of the whole context; "
+        "llama.cpp: second halves of windows of 512; per-document: every token of each row.",
     ),
 ]
 Stride = Annotated[
     int | None,
-    typer.Option("--stride", metavar="N", min=1, help="Of hf-stride. Without it: 512 tokens."),
+    typer.Option(
+        "--stride",
+        metavar="N",
+        min=1,
+        help="Tokens between the starts of hf-stride windows. Default: 512.",
+    ),
 ]
 CompareTo = Annotated[
     str | None,
     typer.Option(
         "--compare-to",
         metavar="MODEL",
-        help="Score this one too, and give the ratio with the error of paired differences. With "
-        "--resume, its windows are kept in FILE.compare-to.",
+        help="Score a second model and print the ratio of the perplexities with its paired "
+        "standard error. With --resume, its windows are stored in FILE.compare-to.",
     ),
 ]
 TokenByToken = Annotated[
     bool,
     typer.Option(
         "--token-by-token",
-        help="A pass for every token, as in decoding, in place of passes of 512: slower.",
+        help="Run one pass per token, as in decoding, instead of passes of 512 tokens. Slower.",
     ),
 ]
 
@@ -86,11 +91,11 @@ def perplexity(
     token_by_token: TokenByToken = False,
     exact: options.Exact = False,
 ) -> None:
-    """Perplexity of a text, with its standard error, word perplexity and bits per byte.
+    """Measure perplexity of a text, with standard error, word perplexity and bits per byte.
 
-    Five styles are in use; they differ by tens of per cent. Compare figures only where style, text,
-    tokenizer, context and BOS rule agree: they are printed with it, and 'exl eval compare' checks
-    them. Only bits per byte and word perplexity compare across tokenizers.
+    The five styles yield figures that differ by tens of percent. Compare figures only if style,
+    text, tokenizer, context and BOS rule agree: they are printed with the result, and 'exl eval
+    compare' checks them. Only bits per byte and word perplexity are comparable across tokenizers.
     """
     spec = options.pick_model(model, model_option)
     kv_format = parse_cache_type(cache_type)
@@ -104,7 +109,7 @@ def perplexity(
     if compare_to is None:
         _show(_scored(loading, spec, content, choices, resume).result, is_json=json)
         return
-    choices = _agreed(spec, compare_to, content, choices)
+    choices = _with_shared_windows(spec, compare_to, content, choices)
     first = _scored(loading, spec, content, choices, resume)
     beside = None if resume is None else resume.with_name(f"{resume.name}.compare-to")
     second = _scored(loading, compare_to, content, choices, beside)
@@ -118,7 +123,7 @@ def _scored(
     choices: PerplexityOptions,
     file: Path | None,
 ) -> ScoredText:
-    """By a model that is loaded for as long as it takes."""
+    """Load the model, score the text and free the model."""
     from exl_cli.render import windows_progress
     from exl_eval.perplexity import score_text
 
@@ -130,10 +135,13 @@ def _scored(
         return score_text(loaded, text, choices, on_window, resume=file)
 
 
-def _agreed(
+def _with_shared_windows(
     spec: str | None, other: str, text: Text, choices: PerplexityOptions
 ) -> PerplexityOptions:
-    """Two models must be given the same windows; what cannot be is told before they are loaded."""
+    """`choices` with a context size and a BOS rule under which both models get the same windows.
+
+    Reads headers only, so that an impossible combination is reported before a model is loaded.
+    """
     from dataclasses import replace
 
     from exl_cli.load import read_headers

@@ -1,6 +1,6 @@
 """`exl eval report`: one HTML page and one JSON file for a set of models.
 
-What is measured and kept lives in `exl_eval/report.py`, the page in `exl_eval/report_page.py`.
+`exl_eval/report.py` measures and stores the records. `exl_eval/report_page.py` writes the page.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from exl_eval.report import Report
 
 EXAMPLES = (
-    ("exl eval report q4.gguf q8.gguf --text wiki.txt --windows 20", "two models on a page"),
-    ("exl eval report 3bit 4bit --reference fp16 --text wiki.txt", "and how far from a third"),
-    ("exl eval report models/* --text wiki.txt --out today --json", "for a program to read"),
+    ("exl eval report q4.gguf q8.gguf --text wiki.txt --windows 20", "two models on one page"),
+    ("exl eval report 3bit 4bit --reference fp16 --text wiki.txt", "with divergence from fp16"),
+    ("exl eval report models/* --text wiki.txt --out today --json", "machine-readable output"),
 )
 
 Models = Annotated[list[str], typer.Argument(metavar="MODEL...", help="Models to compare.")]
 Reference = Annotated[
     str | None,
     typer.Option(
-        "--reference", metavar="MODEL", help="The unquantized model that divergence is from."
+        "--reference", metavar="MODEL", help="Unquantized model to measure divergence from."
     ),
 ]
 Out = Annotated[
@@ -36,14 +36,16 @@ Out = Annotated[
     typer.Option(
         "--out",
         metavar="DIR",
-        help="Where report.html, report.json and the records go; what is recorded there is not "
-        "measured again.",
+        help="Directory for report.html, report.json and the records. A figure with a record there "
+        "is not measured again.",
     ),
 ]
 Prefill = Annotated[
-    int, typer.Option("--prefill", metavar="N", min=1, help="Tokens of the prompt that is timed.")
+    int, typer.Option("--prefill", metavar="N", min=1, help="Tokens of the timed prompt.")
 ]
-Decode = Annotated[int, typer.Option("--decode", metavar="N", min=1, help="Tokens to decode.")]
+Decode = Annotated[
+    int, typer.Option("--decode", metavar="N", min=1, help="Tokens to decode in the timed run.")
+]
 
 
 def report(
@@ -67,10 +69,10 @@ def report(
     threads: options.Threads = None,
     exact: options.Exact = False,
 ) -> None:
-    """Size, perplexity, divergence, speed and bits by layer of several models, on one page.
+    """Report size, perplexity, divergence, speed and bits by layer of several models on one page.
 
-    The page needs no network and no other file. A model that cannot be measured is a row with its
-    reason. Each part is kept as soon as it is known: the same command goes on where it was stopped.
+    The page needs no network and no other file. A model that cannot be measured has a row with the
+    reason. Figures are stored once measured: repeating the command resumes an interrupted run.
     """
     _check_each_once(models)
     content = eval_options.read(text, dataset, split=split, column=column, rows=rows)
@@ -115,7 +117,7 @@ def _check_each_once(models: Sequence[str]) -> None:
 
 
 def _machine(device: str, threads: int | None, *, exact: bool) -> str:
-    """What runs, and how: speeds and, by a little, figures depend on it."""
+    """Backend, threads and `--exact`: speeds depend on them, and figures do slightly."""
     from exl_cli.load import backend_of
     from exl_core.settings import available_cpus
 

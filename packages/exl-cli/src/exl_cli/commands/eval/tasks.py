@@ -1,6 +1,7 @@
 """`exl eval tasks`: task accuracy through lm-evaluation-harness, in this process.
 
-The adapter lives in `exl_eval/harness.py`; this module says what is missing and shows the metrics.
+`exl_eval/harness.py` adapts the model. This module reports a missing harness and prints the
+metrics.
 """
 
 from __future__ import annotations
@@ -20,22 +21,25 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     ("exl eval tasks --tasks arc_easy,piqa -m model --limit 200", "two tasks, 200 documents each"),
-    ("exl eval tasks --tasks mine --include my_tasks", "a task file of your own, no network"),
-    ("exl eval tasks --tasks gsm8k -m model --chat --json", "through the chat template"),
+    ("exl eval tasks --tasks mine --include my_tasks", "your own task file, without network"),
+    ("exl eval tasks --tasks gsm8k -m model --chat --json", "with the chat template, as JSON"),
 )
 INSTALL = "pip install 'lm-eval>=0.4.13'"
 
 Tasks = Annotated[
-    str, typer.Option("--tasks", metavar="NAME[,NAME...]", help="Tasks or groups of lm-eval.")
+    str, typer.Option("--tasks", metavar="NAME[,NAME...]", help="lm-eval tasks or task groups.")
 ]
 Include = Annotated[
     Path | None,
-    typer.Option("--include", metavar="DIR", help="Task files (YAML) of your own."),
+    typer.Option("--include", metavar="DIR", help="Directory with your own YAML task files."),
 ]
 Fewshot = Annotated[
     int | None,
     typer.Option(
-        "--fewshot", metavar="N", min=0, help="Examples in the prompt. Without it: as a task says."
+        "--fewshot",
+        metavar="N",
+        min=0,
+        help="Examples in the prompt. Default: the task's own setting.",
     ),
 ]
 Limit = Annotated[
@@ -62,11 +66,11 @@ def tasks(
     exact: options.Exact = False,
     cache_type: options.CacheType = "fp16",
 ) -> None:
-    """Accuracy on tasks of lm-evaluation-harness, which must be installed (pip install lm-eval).
+    """Measure task accuracy with lm-evaluation-harness (install it with pip install lm-eval).
 
-    The harness runs in this process: its tasks, prompts, metrics and standard errors, over this
-    model. Most tasks fetch their data from the hub once. Compare figures only where the harness's
-    version, the task's version, the examples in the prompt and the chat template agree.
+    The harness runs in this process and provides tasks, prompts, metrics and standard errors. Most
+    tasks download their data from the hub once. Compare figures only if the versions of the harness
+    and of the task, the number of examples and the chat template agree.
     """
     spec = options.pick_model(model, model_option)
     kv_format = parse_cache_type(cache_type)

@@ -1,6 +1,6 @@
-"""`exl eval throughput`: what a stream of requests gets from one engine.
+"""`exl eval throughput`: latencies and rates of one engine under a stream of requests.
 
-What is measured lives in `exl_eval/throughput.py`; this module reads the options and shows it.
+`exl_eval/throughput.py` measures. This module reads the options and prints the result.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
     from exl_eval.throughput import ThroughputResult
 
 EXAMPLES = (
-    ("exl eval throughput", "the default model under a small workload that comes along"),
-    ("exl eval throughput requests.jsonl -m model", "requests of your own"),
-    ("exl eval throughput requests.jsonl -m model --max-batch 4 --json", "for a program to read"),
+    ("exl eval throughput", "the default model with a small built-in workload"),
+    ("exl eval throughput requests.jsonl -m model", "your own requests"),
+    ("exl eval throughput requests.jsonl -m model --max-batch 4 --json", "machine-readable output"),
 )
 
 Workload = Annotated[
     Path | None,
     typer.Argument(
         metavar="WORKLOAD",
-        help="JSON lines: arrival_s, prompt or prompt_tokens, max_tokens, temperature. Without it: "
-        "a small example.",
+        help="JSON lines with arrival_s, prompt or prompt_tokens, max_tokens and temperature. "
+        "Default: a small example.",
         show_default=False,
     ),
 ]
@@ -41,7 +41,7 @@ MaxBatch = Annotated[
         "--max-batch",
         metavar="N",
         min=1,
-        help="Most requests in one pass; the others wait.",
+        help="Maximum number of requests in one pass. Further requests wait.",
         rich_help_panel="Running",
     ),
 ]
@@ -51,8 +51,8 @@ CacheTokens = Annotated[
         "--cache-tokens",
         metavar="N",
         min=256,
-        help="Tokens of cache that all requests share. Without it: the model's context, at most "
-        "32768.",
+        help="Size in tokens of the key-value cache that all requests share. Default: the model's "
+        "context, at most 32768.",
         rich_help_panel="Running",
     ),
 ]
@@ -72,11 +72,11 @@ def throughput(
     max_batch: MaxBatch = 16,
     cache_tokens: CacheTokens = None,
 ) -> None:
-    """Waiting times and rates under a workload of requests that arrive over time.
+    """Measure latencies and rates under a workload of requests that arrive over time.
 
-    Requests are submitted when their time has come, whether the engine keeps up or not. Every reply
-    has the tokens that the workload says: nothing ends it earlier. The time to the first token and
-    the end-to-end time count from the arrival of a request, waiting included.
+    Each request is submitted at its arrival time, whether or not the engine keeps up. Every reply
+    has exactly max_tokens tokens: no stop token ends it earlier. The time to the first token and
+    the end-to-end time start at the arrival of the request and include waiting.
     """
     kv_format = parse_cache_type(cache_type)
     from exl_eval.requests_file import read_workload
