@@ -228,9 +228,9 @@ def test_whatever_is_banned_never_shows(pieces: list[str], strings: list[str]) -
         if isinstance(found, str):
             shown += found
         else:
-            assert "".join(kept[found.place :]) == found.text
-            assert found.state == found.place
-            del kept[found.place :]
+            assert "".join(kept[found.position :]) == found.text
+            assert found.state == found.position
+            del kept[found.position :]
         held = banned.held
         assert shown + held == "".join(kept)
         assert held == "".join(kept[len(kept) - banned.num_held :])

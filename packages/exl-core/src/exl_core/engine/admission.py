@@ -1,4 +1,4 @@
-"""Whether a model and a cache can ever serve a request, and how long its sequences may become."""
+"""Admission checks: can a model and a cache serve a request, and how long may its sequences get."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from exl_core.model.runner import ModelShape
 def check_ids(request: Request, shape: ModelShape, tokenizer_size: int) -> None:
     """Refuse token ids outside the vocabulary, in the prompts and in every setting that holds ids.
 
-    A prompt may hold any id of the model's vocabulary and of the request's own embedded spans. A
-    stop token may be known to the tokenizer alone: then it is never sampled, which does no harm.
-    Settings of the sampler name only ids that can be sampled: those that both know.
+    Prompts may hold ids of the model's vocabulary and of the request's own embedded spans. Stop
+    tokens may be known to the tokenizer alone: they are then never sampled, which is harmless.
+    Sampler settings may hold only ids that can be sampled, those below both vocabulary sizes.
     """
     known = {token_id for span in request.embeddings for token_id in span.token_ids}
     for name, ids in (
@@ -54,7 +54,7 @@ def _check_setting(request: Request, name: str, ids: Collection[int], end: int) 
 
 
 def check_banned(request_id: str, token_ids: Iterable[int], vocab_size: int) -> None:
-    """Refuse what no token can be, in ids that are banned while the request runs."""
+    """Refuse ids outside the vocabulary that are banned while the request runs."""
     for token_id in token_ids:
         is_id = isinstance(token_id, int) and not isinstance(token_id, bool)
         if not is_id or not 0 <= token_id < vocab_size:
@@ -69,8 +69,9 @@ def check_banned(request_id: str, token_ids: Iterable[int], vocab_size: int) -> 
 def room_for(request: Request, shape: ModelShape, num_pages: int) -> int:
     """Most tokens that the reply may have.
 
-    `num_pages` of the whole cache. They limit a reply only where the request does not; a prompt
-    that leaves no room at all is then found not to fit.
+    `num_pages` is the size of the whole cache. It limits the reply only if the request has no
+    `max_tokens`. The result is at least 1, so that `Scheduler.check_fits` refuses a prompt that
+    fills the cache.
     """
     lengths = [len(request.prompt_ids)]
     if request.negative_prompt_ids is not None:
@@ -89,7 +90,7 @@ def room_for(request: Request, shape: ModelShape, num_pages: int) -> int:
         return min(room, request.max_tokens)
 
     def needed(count: int) -> int:
-        """Pages; the last token is sampled and never cached."""
+        """Pages for a reply of `count` tokens; its last token is sampled and never cached."""
         return sum(pages_for(length + count - 1, PAGE_SIZE) for length in lengths)
 
     return max(1, bisect_right(range(1, room + 1), num_pages, key=needed))

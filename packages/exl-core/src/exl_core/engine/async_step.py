@@ -1,10 +1,11 @@
-"""A pass that begins before anybody has read the tokens that it begins with.
+"""Async scheduling: launches the next forward pass before the host has read the sampled tokens.
 
-Between two passes the host reads tokens, turns them into text, looks for ends and lays out what
-comes next. A GPU need not wait for that where nothing is open but the tokens themselves: they stay
-on it, and the next pass is launched right behind the drawing. Once they have been read, that pass
-is the next one, or some of its rows are. A row whose sequence has ended, gone back or left computes
-for nothing; what it wrote lies behind all that is known to be cached.
+Between two passes the host reads tokens, decodes text, looks for stops and plans the next batch. A
+GPU need not wait for this if the next pass depends on nothing but the sampled tokens: they stay on
+the device, and the next pass is launched right behind the sampling kernels. Once the host has read
+the tokens, the launched pass, or a part of its rows, becomes the next pass of the plan. The row of
+a sequence that has ended, rewound or left meanwhile is wasted: it wrote its keys and values behind
+the positions that count as cached.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ from exl_core.ops.table import NextStep, device_failures
 
 
 @dataclass(frozen=True, slots=True)
-class _Begun:
-    """A pass that runs, and whose its rows are."""
+class _Launched:
+    """A launched pass: its logits, and the row of each sequence."""
 
     logits: Tensor
     rows: dict[SequenceState, int]
     segments: list[Segment]
 
-    def goes_on(self, sequence: SequenceState) -> bool:
-        """It has got the token that its row began with, and is where it was."""
+    def is_valid_for(self, sequence: SequenceState) -> bool:
+        """The sequence has grown by exactly the sampled token and has kept its pages."""
         segment = self.segments[self.rows[sequence]]
         last = len(segment.page_ids) - 1
         return (
@@ -43,16 +44,22 @@ class _Begun:
 
 
 class AsyncStep:
-    """Of one engine without drafts: these leave more open than a token."""
+    """Launches and hands over the next pass, for an engine without drafts.
+
+    With drafts, the number of accepted tokens would be unknown too, not only the tokens.
+    """
 
     def __init__(self, runner: Runner, scheduler: Scheduler) -> None:
         self._runner = runner
         self._scheduler = scheduler
-        self._begun: _Begun | None = None
+        self._launched: _Launched | None = None
         self._failure: BaseException | None = None
 
     def next_step(self, plan: BatchPlan, logits: PassLogits) -> NextStep | None:
-        """What the tokens lead to that are drawn of this pass, one of each of its sequences."""
+        """Continuation for `OpTable.sample_rows`; one token of each sequence is sampled.
+
+        None if the pass after `plan` cannot be laid out yet, or has no captured graph.
+        """
         segments = self._scheduler.next_segments(plan) if self._runner.has_graphs else None
         token_ids = None if segments is None else self._runner.next_ids(segments)
         if segments is None or token_ids is None:
@@ -61,43 +68,47 @@ class AsyncStep:
             with device_failures(self._runner.store.device, "keeping the logits of a pass"):
                 logits.keep()
         except OutOfMemoryError:
-            return None  # then it begins when the tokens have been read, as it does without
+            return None  # the next pass then starts after the host has read the tokens
 
-        def begin() -> None:
+        def launch() -> None:
             try:
-                begun = self._runner.run_on(segments)
+                computed = self._runner.run_on(segments)
             except OutOfMemoryError:
-                return  # likewise
+                return  # as above
             except BaseException as error:
                 self._failure = error
                 raise
             rows = {sequence: row for row, sequence in enumerate(plan.sequences)}
-            self._begun = _Begun(begun, rows, segments)
+            self._launched = _Launched(computed, rows, segments)
 
-        return NextStep(token_ids, begin)
+        return NextStep(token_ids, launch)
 
     def plan(self) -> BatchPlan | None:
-        """The pass that has begun, as far as it is wanted; None if nothing of it is."""
-        if self._begun is None:
+        """Plan of the rows of the launched pass that are still valid; None if there is none."""
+        launched = self._launched
+        if launched is None:
             return None
-        only = {sequence for sequence in self._begun.rows if self._begun.goes_on(sequence)}
+        only = {sequence for sequence in launched.rows if launched.is_valid_for(sequence)}
         plan = self._scheduler.plan(only=only)
         if not plan.segments:
-            self._begun = None
+            self._launched = None
             return None
         return plan
 
     def take(self, plan: BatchPlan) -> PassLogits | None:
-        """The logits of the pass that has begun, if there is one: then the plan is `plan`'s."""
-        begun, self._begun = self._begun, None
-        if begun is None:
+        """Logits of the launched pass for the rows of `plan`, which is the result of `plan()`.
+
+        None if no pass was launched.
+        """
+        launched, self._launched = self._launched, None
+        if launched is None:
             return None
-        return PassLogits(begun.logits, [begun.rows[sequence] for sequence in plan.sequences])
+        return PassLogits(launched.logits, [launched.rows[one] for one in plan.sequences])
 
     def drop(self) -> None:
-        """Whatever has begun, nobody wants it."""
-        self._begun = self._failure = None
+        """Discard the launched pass, if there is one."""
+        self._launched = self._failure = None
 
     def has_failed_with(self, error: BaseException) -> bool:
-        """Launching the pass raised this: it is the pass's failure, not one of sampling."""
+        """`error` was raised while the pass was launched, not by sampling."""
         return self._failure is error

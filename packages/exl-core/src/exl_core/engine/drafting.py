@@ -1,7 +1,7 @@
-"""Drafts for the requests that decode: how long, what came of them, and what they cost.
+"""Drafts for decoding requests: their lengths, acceptance and cost.
 
-Puts one drafter and a controller for each request together. A request whose drafts do not pay gets
-shorter ones, or none for a while; what it generates is the same either way.
+Connects the drafter with one controller per request. A request whose drafts do not pay gets shorter
+drafts, or none for a while. Its reply is the same either way.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from exl_core.speculate.stats import DraftStats
 
 @dataclass(slots=True)
 class _Record:
-    """Of one live request."""
+    """Draft state of one live request."""
 
     controller: DraftController | SteadyDrafts
     stats: DraftStats = field(default_factory=DraftStats)
     draft_s: float = 0.0
-    """Its share of the time that proposing for the coming pass took."""
+    """Seconds of the latest proposal, divided evenly among the requests it was for."""
 
 
 class Drafting:
@@ -34,8 +34,8 @@ class Drafting:
         *,
         is_adaptive: bool = True,
     ) -> None:
-        """`vocab_size`: a draft ends before the first id that is not below. Not adaptive: drafts
-        are as long as the drafter makes them, whether they pay or not."""
+        """`vocab_size`: drafts are cut before the first id that is not below it. `is_adaptive`
+        False: drafts keep the drafter's length, even if they do not pay."""
         self._drafter = drafter
         self._vocab_size = vocab_size
         self._clock = clock
@@ -46,12 +46,15 @@ class Drafting:
     def propose(
         self, sequences: Sequence[SequenceState], reserve: Callable[[SequenceState, int], int]
     ) -> dict[str, Draft]:
-        """Drafts by request id; none for those that get no room or have no guess."""
+        """Drafts by request id, without requests that have no room or no guess.
+
+        `reserve(sequence, count)` allocates pages for a draft and returns how many tokens fit.
+        """
         jobs = []
         rows = len(sequences)
         for sequence in sequences:
             record = self._record(sequence.request_id)
-            # The pass gives one token beside the drafts.
+            # Verification appends one token beyond the accepted ones.
             room = sequence.max_len - len(sequence.token_ids) - 1
             count = record.controller.length(room, rows=rows, sequences=len(sequences))
             count = reserve(sequence, count) if count > 0 else 0
@@ -81,7 +84,7 @@ class Drafting:
         return {request_id: draft for request_id, draft in cut.items() if draft.token_ids}
 
     def passed(self, rows: int, seconds: float) -> None:
-        """A forward pass took so long; told before what came of it."""
+        """Record the duration of a forward pass. Called before `verified`."""
         self._costs.record(rows, seconds)
 
     def verified(
@@ -94,8 +97,11 @@ class Drafting:
         rows: int,
         sequences: int,
     ) -> None:
-        """A pass of `rows` gave a request `emitted` tokens, of which the first `accepted` were
-        drafted: all but the last, and the last too where nothing more was taken from the pass."""
+        """Record the outcome of one request in a pass of `rows` rows.
+
+        It got `emitted` tokens, the first `accepted` of which were drafted. That is all but the
+        last; or all of them, if the reply stopped at a drafted token.
+        """
         record = self._record(request_id)
         record.stats = record.stats.with_round(drafted=drafted, accepted=accepted, emitted=emitted)
         record.controller.record(
@@ -120,10 +126,10 @@ class Drafting:
         self._drafter.moved(moves)
 
     def _cut(self, draft: Draft, max_tokens: int) -> Draft:
-        """What of it can go into the pass: a drafter may know more ids than the model draws."""
+        """Cut the draft to its limit and before the first id that the model cannot sample."""
         token_ids = draft.token_ids[:max_tokens]
-        strange = (i for i, token_id in enumerate(token_ids) if token_id >= self._vocab_size)
-        count = next(strange, len(token_ids))
+        unknown = (i for i, token_id in enumerate(token_ids) if token_id >= self._vocab_size)
+        count = next(unknown, len(token_ids))
         return Draft(token_ids[:count], draft.probabilities)
 
     def _record(self, request_id: str) -> _Record:

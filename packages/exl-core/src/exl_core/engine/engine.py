@@ -1,9 +1,12 @@
-"""The loop: requests in, events out, one forward pass a step.
+"""The generation loop: takes requests, returns events, runs one forward pass per step.
 
-Owns the cache, and puts scheduler, runner, drafts and replies together. It never waits: whoever
-calls `step` sets the pace. Every request that was accepted gets exactly one end, a `FinishEvent` or
-a `FailEvent`. After a pass that raised, the exception reaches the caller of `step`, every request
-that ran gets a `FailEvent` with the next step, and the rest goes on.
+The engine owns the cache and connects scheduler, runner, drafts and replies. It has no thread of
+its own: work happens only inside `step`, which the caller repeats.
+
+Every accepted request gets exactly one final event, a `FinishEvent` or a `FailEvent`. A failure in
+the work of one request (sampling, filters, hooks, text) ends that request alone (`failure.py`). If
+the forward pass raises, the exception reaches the caller of `step`, every running request gets a
+`FailEvent` with the next step, and waiting requests continue.
 """
 
 from __future__ import annotations
@@ -40,23 +43,26 @@ from exl_core.speculate.drafter import Draft, Drafter
 from exl_core.tokenizer.base import Tokenizer
 
 DEFAULT_CACHE_TOKENS = 32768
-"""Of a model with a longer context, unless more is asked for; pages cost nothing until used."""
+"""Default cache size, in tokens, for models with a longer context. Unused pages cost nothing."""
 
 PREFILL_CHUNK = {"cpu": 512, "cuda": 2048}
-"""Most prompt tokens in one pass, by type of device: what they wait for each other beside what a
-pass costs whatever its size."""
+"""Most prompt tokens in one pass, by device type.
+
+A larger chunk amortizes the fixed cost of a pass; a smaller one delays the other sequences less.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """Choices of one engine.
+    """Settings of one engine.
 
-    cache_tokens   tokens that all running requests part, rounded up to whole pages; None: the
-                   model's context, but at most 32768
-    max_batch      most requests in one pass
+    cache_tokens   cache size in tokens, for all running requests together, rounded up to whole
+                   pages; None: the model's context, at most 32768
+    max_batch      most sequences in one pass
     prefill_chunk  most prompt tokens in one pass; None: 512 on the CPU, 2048 on a GPU
     kv_format      precision of the cache
-    adapt_drafts   drafts get shorter, or pause, where they do not pay; False: for measuring them
+    adapt_drafts   shorten or pause drafts that do not pay; False keeps them at full length, which
+                   measurements need
     """
 
     cache_tokens: int | None = None
@@ -83,15 +89,15 @@ class Engine:
         drafter: Drafter | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """`drafter`: whoever guesses what comes next; the replies are the same without one."""
+        """`drafter` proposes tokens for speculative decoding. It does not change the replies."""
         self.options = options or EngineOptions()
         self.model = model
         self.tokenizer = tokenizer
         config = model.config
-        # A model's vocabulary is often padded: ids that the tokenizer does not have are not drawn.
+        # Vocabularies of models are often padded. Ids unknown to the tokenizer are never sampled.
         self.vocab_size = min(config.vocab_size, tokenizer.vocab_size)
-        wanted = self.options.cache_tokens or min(config.max_seq_len, DEFAULT_CACHE_TOKENS)
-        num_pages = pages_for(wanted)
+        num_tokens = self.options.cache_tokens or min(config.max_seq_len, DEFAULT_CACHE_TOKENS)
+        num_pages = pages_for(num_tokens)
         self.store = store_for(model, self.options.kv_format, num_pages)
         self.pool = PagePool(num_pages)
         self.scheduler = Scheduler(
@@ -108,11 +114,11 @@ class Engine:
             adapt = self.options.adapt_drafts
             self._drafting = Drafting(drafter, self.vocab_size, clock, is_adaptive=adapt)
         self._replies: dict[str, ReplyState] = {}
-        self._events: list[Event] = []  # that the next step hands out
+        self._events: list[Event] = []  # to be returned by the next step
 
     @property
     def is_idle(self) -> bool:
-        """Nothing runs, nothing waits, and every event was handed out."""
+        """No request runs or waits, and every event has been returned."""
         return not self._replies and not self._events
 
     @property
@@ -122,16 +128,16 @@ class Engine:
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The tokens' bytes, for constraints and token healing."""
+        """Bytes of every token, for constraints and token healing."""
         return Vocabulary(self.tokenizer, self.vocab_size)
 
     def check(self, request: Request) -> None:
-        """Refuse a request that this model and this cache can never serve."""
+        """Raise RequestError if this model and cache can never serve the request."""
         self._checked(request)
         self._filters(request)
 
     def submit(self, request: Request) -> SequenceState:
-        """Check and queue the request."""
+        """Check the request and queue it."""
         request_id = request.request_id
         if request_id in self._replies or any(e.request_id == request_id for e in self._events):
             raise RequestError("a request with this id has not ended yet", where=request_id)
@@ -145,7 +151,7 @@ class Engine:
         return sequence
 
     def cancel(self, request_id: str) -> bool:
-        """End the request; its `FinishEvent` comes with the next step. False: it had ended."""
+        """End the request; the next step returns its `FinishEvent`. False if it had ended."""
         reply = self._replies.get(request_id)
         if reply is None:
             return False
@@ -158,20 +164,20 @@ class Engine:
         return True
 
     def token_ids_of(self, request_id: str) -> tuple[int, ...]:
-        """Prompt and reply so far of a live request."""
+        """Tokens of a live request: its prompt and its reply so far."""
         return tuple(self._live(request_id).sequence.token_ids)
 
     def ban_next(self, request_id: str, token_ids: frozenset[int]) -> None:
-        """The next token of a live request will be none of these."""
+        """Exclude these ids from the next token of a live request."""
         check_banned(request_id, token_ids, self.vocab_size)
         self._live(request_id).ban_next(token_ids)
 
     def discard_events(self, request_id: str) -> None:
-        """Nobody listens to this request any more: drop what the next step would hand out of it."""
+        """Drop the request's pending events, for a caller that no longer reads them."""
         self._events = [event for event in self._events if event.request_id != request_id]
 
     def step(self) -> list[Event]:
-        """One forward pass, if there is anything to do, and what came of it."""
+        """Run one forward pass if a request needs one; return the events since the last step."""
         try:
             self.scheduler.prepare()
             drafts: dict[str, Draft] = {}
@@ -183,25 +189,26 @@ class Engine:
             if plan.segments:
                 self._run(plan, drafts)
                 if not self._replies:
-                    self._move(self.scheduler.defragment())
-        except BaseException as error:  # whatever it was, Ctrl-C too: it is raised again
+                    self._move_pages(self.scheduler.defragment())
+        except BaseException as error:  # KeyboardInterrupt included; raised again below
             self._fail_running(error)
             raise
         events, self._events = self._events, []
         return events
 
     def defragment(self) -> int:
-        """Put the cached pages of each prefix side by side; the number of pages that moved.
+        """Move the cached pages of each prefix next to each other; return how many pages moved.
 
-        Refused while requests run. `step` does it by itself now and then, when the last one ends.
+        RequestError while requests are live. `step` does this by itself at times, after the last
+        live request has ended.
         """
         self._check_unused()
         moves = self.scheduler.defragment(is_forced=True)
-        self._move(moves)
+        self._move_pages(moves)
         return len(moves)
 
     def forget_cache(self) -> None:
-        """Nothing that was computed is reused from here on. Refused while requests run."""
+        """Drop all cached prefixes. RequestError while requests are live."""
         self._check_unused()
         self.pool.reset()
 
@@ -217,7 +224,7 @@ class Engine:
             raise RequestError("no live request has this id", where=request_id)
         return reply
 
-    def _move(self, moves: list[tuple[int, int]]) -> None:
+    def _move_pages(self, moves: list[tuple[int, int]]) -> None:
         if moves:
             self.store.move_pages(moves)
             if self._drafting is not None:
@@ -226,8 +233,8 @@ class Engine:
     def _propose(self) -> dict[str, Draft]:
         if self._drafting is None:
             return {}
-        wanting = [s for s in self.scheduler.drafting() if s.request.allow_drafts]
-        return self._drafting.propose(wanting, self.scheduler.reserve)
+        sequences = [s for s in self.scheduler.drafting() if s.request.allow_drafts]
+        return self._drafting.propose(sequences, self.scheduler.reserve)
 
     def _run(self, plan: BatchPlan, drafts: dict[str, Draft]) -> None:
         now = self._clock()
@@ -244,7 +251,7 @@ class Engine:
         except OutOfMemoryError:
             if self.scheduler.make_smaller(plan):
                 self._drop_failed(replies)
-                return  # nothing was booked: the next step plans anew
+                return  # no state has changed, so the next step plans again
             raise
         if self._drafting is not None:
             self._drafting.passed(plan.num_rows, self._clock() - now)
@@ -253,28 +260,28 @@ class Engine:
         sample_batch(
             parts, plan, logits, self.model.ops, vocab_size=self.vocab_size, async_step=async_step
         )
-        turned = [(part.reply, part.take(self._events, self._clock)) for part in parts]
-        self._drop_failed(replies)  # before anything of them is registered
+        taken = [(part.reply, part.take(self._events, self._clock)) for part in parts]
+        self._drop_failed(replies)  # before `advance` registers their pages for reuse
         self.scheduler.advance(plan)
         for reply in dict.fromkeys(replies):
             with reply.guard:
                 if reply.error is None:
                     self._events += reply.progress()
-        for reply, taken in turned:
+        for reply, counts in taken:
             with reply.guard:
                 if reply.error is None and self._drafting is not None:
                     self._drafting.verified(
                         reply.sequence.request_id,
-                        **taken._asdict(),
+                        **counts._asdict(),
                         rows=plan.num_rows,
-                        sequences=len(turned),
+                        sequences=len(taken),
                     )
             if reply.error is None:
-                self._turn(reply)
+                self._finish_or_rewind(reply)
         self._drop_failed(replies)
 
-    def _turn(self, reply: ReplyState) -> None:
-        """After the pass is booked: what has ended leaves, what went back is cut."""
+    def _finish_or_rewind(self, reply: ReplyState) -> None:
+        """Remove a reply that has ended; cut the tokens of one that goes back."""
         if reply.end is not None:
             self._events.append(self._with_drafts(reply.end))
             self._drop(reply)
@@ -283,7 +290,7 @@ class Engine:
             reply.rewind_to = None
 
     def _drop_failed(self, replies: Iterable[ReplyState]) -> None:
-        """Those whose own work went wrong leave, each with a `FailEvent`; the others go on."""
+        """Remove the requests whose own work failed, each with a `FailEvent`."""
         for reply in replies:
             request_id = reply.sequence.request_id
             if reply.error is not None and self._replies.get(request_id) is reply:
@@ -320,7 +327,7 @@ class Engine:
     def _checked(
         self, request: Request
     ) -> tuple[SequenceState, SequenceState | None, Healing | None]:
-        """The request's sequences, which this model and this cache can serve, and its healing."""
+        """Check the request; return its sequence, its negative sequence and its healing."""
         shape = self.model.config
         check_ids(request, shape, self.tokenizer.vocab_size)
         room = room_for(request, shape, self.pool.num_pages)
@@ -341,8 +348,8 @@ class Engine:
     ) -> ReplyState:
         request = sequence.request
         decoder = self.tokenizer.stream_decoder(skip_special=not request.show_special)
-        # The reply continues the prompt: its first character may begin in it, and a space at the
-        # start of the reply is not one at the start of a text.
+        # The decoder reads the prompt first: the reply's first character may begin in the prompt,
+        # and a space at the start of the reply is not dropped like one at the start of a text.
         for token_id in request.prompt_ids:
             if token_id < self.tokenizer.vocab_size:
                 decoder.feed(token_id)
@@ -369,10 +376,10 @@ class Engine:
 
     @cached_property
     def _executor(self) -> ThreadPoolExecutor | None:
-        """Works out which tokens the constraints allow, beside the forward pass.
+        """Thread that computes the masks of constraints during the forward pass.
 
-        None where the kernels' threads have every core: a thread more makes one of them wait for
-        its turn, and the pass with it, which takes far longer than the masks do.
+        None if the kernels' threads occupy every core: one more thread would make a kernel thread,
+        and with it the whole pass, wait for a core. That costs far more than the masks.
         """
         if available_cpus() <= self.model.ops.threads:
             return None

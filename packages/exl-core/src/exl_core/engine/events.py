@@ -1,7 +1,7 @@
-"""What the engine reports. Each request gets text as it becomes certain, then exactly one end.
+"""Events that the engine reports: text as it becomes final, then exactly one final event.
 
-The end is a `FinishEvent`, or a `FailEvent` where the request came to grief. The texts of a
-request's events, joined, are the text of its end. No torch, no tokenizer.
+The final event is a `FinishEvent`, or a `FailEvent` if the request failed. The joined texts of a
+request's `TextEvent`s are the text of its `FinishEvent`. No torch, no tokenizer.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ class FinishReason(Enum):
     TIME = "time"
     """`max_time_s`."""
     CONSTRAINT = "constraint"
-    """The constraints leave nothing that could follow."""
+    """The constraints allow no further token."""
     CANCELLED = "cancelled"
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """A token, and what was asked to be told of it (`Report`); `top`, `top_log_probs` are likeliest
-    first."""
+    """A token and the details that the request's `Report` selects.
+
+    `top` and `top_log_probs` list the likeliest tokens first.
+    """
 
     token_id: int
     probability: float | None = None
@@ -43,7 +45,7 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StartEvent:
-    """Its pages are there, and its first pass begins. Once, also where it is computed again."""
+    """The request has its pages and its first pass begins. Sent once, even after preemption."""
 
     request_id: str
     cached_tokens: int
@@ -53,9 +55,10 @@ class StartEvent:
 
 @dataclass(frozen=True, slots=True)
 class PrefillEvent:
-    """So many tokens of the prompt (of both, with guidance) are in the cache; more are to come.
+    """Progress of prefill: `done` of `total` prompt tokens are cached.
 
-    `done` grows from event to event. What is computed again later, for lack of pages, is not told.
+    Under guidance both prompts count. `done` grows with each event; recomputation after preemption
+    is not reported.
     """
 
     request_id: str
@@ -65,9 +68,9 @@ class PrefillEvent:
 
 @dataclass(frozen=True, slots=True)
 class ScoreEvent:
-    """How likely the model found the next tokens of the prompt, where `Report.prompt` asks for it.
+    """Log probabilities of the next prompt tokens, if `Report.prompt` is set.
 
-    All of a request's, in order, are all tokens of the prompt but the first.
+    The events of a request together cover every prompt token but the first, in order.
     """
 
     request_id: str
@@ -76,10 +79,10 @@ class ScoreEvent:
 
 @dataclass(frozen=True, slots=True)
 class TextEvent:
-    """New text, never empty, never half a character, never the beginning of a stop string.
+    """New text: never empty, never part of a character, never the beginning of a stop string.
 
-    `token_ids` are the tokens sampled since the event before; a stop token is none of them, nor is
-    a healed one. The last of them may be ahead of the text: what could still become a stop string
+    `token_ids` are the tokens sampled since the previous event, without a stop token and without a
+    healed token. The last ones may be ahead of the text: text that may still become a stop string
     is held back and comes with a later event.
     """
 
@@ -87,12 +90,12 @@ class TextEvent:
     text: str
     token_ids: tuple[int, ...]
     tokens: tuple[SampledToken, ...] = ()
-    """The same tokens, with what was asked to be told of them; empty if nothing was."""
+    """The same tokens with the details that `Report` selects; empty if it selects none."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewindEvent:
-    """A banned string came up: these tokens, never reported before, are taken back."""
+    """A banned string was generated: these tokens, none of them reported yet, are taken back."""
 
     request_id: str
     text: str
@@ -101,21 +104,21 @@ class RewindEvent:
 
 @dataclass(frozen=True, slots=True)
 class FinishEvent:
-    """The end of a request, with what it came to.
+    """Successful end of a request.
 
-    stopped_by     the stop token's id, or the stop string, that ended it; else None
-    text           all of it, without the stop
-    token_ids      every token that was sampled and not taken back, a stop token and the tokens of
-                   a stop string too, the healed token not
-    healed_id      what the last token of the prompt became; None where it was not healed
-    held_text      what was generated and is no part of the text: the stop string and what follows
-    tokens         what was asked to be told of the tokens that no `TextEvent` reported
-    cached_tokens  tokens of the prompt that were found in the cache and not computed
-    cached_pages   pages that they lie on, whole or in part
-    drafting       what drafts came to; None without a drafter
-    queued_s       from submission until its first pass
-    prefill_s      from its first pass until its first token
-    decode_s       from its first token until its last
+    stopped_by     id of the stop token, or the stop string, that ended the reply; else None
+    text           the whole text, without the stop string
+    token_ids      every sampled token that was not taken back, including a stop token and the
+                   tokens of a stop string, without the healed token
+    healed_id      token that replaced the last prompt token; None without healing
+    held_text      generated text that is not part of `text`: the stop string and all after it
+    tokens         details of the tokens that no `TextEvent` reported
+    cached_tokens  prompt tokens found in the cache and not computed
+    cached_pages   full pages among them, which are shared
+    drafting       counts of drafted and accepted tokens; None without a drafter
+    queued_s       seconds from submission to the first pass
+    prefill_s      seconds from the first pass to the first token
+    decode_s       seconds from the first token to the last
     """
 
     request_id: str
@@ -140,18 +143,18 @@ class FinishEvent:
 
     @property
     def prefill_tok_s(self) -> float:
-        """Computed prompt tokens per second; 0 where nothing was computed."""
+        """Computed prompt tokens per second; 0 if none were computed."""
         return _rate(self.prompt_tokens - self.cached_tokens, self.prefill_s)
 
     @property
     def decode_tok_s(self) -> float:
-        """Tokens per second after the first, which belongs to prefill; 0 where there are none."""
+        """Tokens per second after the first, which counts as prefill; 0 if there are none."""
         return _rate(self.completion_tokens - 1, self.decode_s)
 
 
 @dataclass(frozen=True, slots=True)
 class FailEvent:
-    """The request ended without a result. `generate` and `stream` raise its `error`."""
+    """The request failed. `generate` and `stream` raise its `error`."""
 
     request_id: str
     error: BaseException

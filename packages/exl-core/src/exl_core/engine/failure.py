@@ -1,9 +1,9 @@
-"""Containment of failures: what goes wrong in the work of one request ends that request alone.
+"""Containment of failures: an exception in the work of one request ends that request alone.
 
-Sampling, filters, hooks, the decoder and reports run code and data that come with the request, so
-they may raise anything. The engine runs each such step under the request's `FailureGuard`. The
-forward pass and the books of pages serve all requests: their failures are not caught here and end
-everything that runs (`Engine.step`).
+Sampling, filters, hooks, text decoding and reports run on settings, data and code of one request
+and may raise any exception. The engine runs each of these steps under the request's `FailureGuard`.
+The forward pass and the page bookkeeping serve all requests: their failures are not caught here and
+end every running request (`Engine.step`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _INTERRUPTS = (KeyboardInterrupt, SystemExit)
 class FailureGuard:
     """Context manager that keeps the first exception of one request as its `error`.
 
-    It takes every class, also those that are no `Exception`: a panic in a grammar library written
-    in Rust, or an `asyncio.CancelledError` that a hook lets through. Only KeyboardInterrupt and
-    SystemExit pass, since they are meant for the process.
+    It catches every class, including those that do not derive from `Exception`: a panic in a
+    grammar library written in Rust, or an `asyncio.CancelledError` from a hook. Only
+    KeyboardInterrupt and SystemExit propagate, since they address the process.
     """
 
     __slots__ = ("error",)
@@ -41,6 +41,6 @@ class FailureGuard:
         return True
 
     def fail(self, error: BaseException) -> None:
-        """The request ends with this, unless it had failed before."""
+        """Record the error that ends the request; the first one counts."""
         if self.error is None:
             self.error = error

@@ -1,7 +1,7 @@
-"""Log-probabilities of tokens as the model gives them, before any step of sampling.
+"""Log probabilities from the model, before any sampling step, of sampled and of prompt tokens.
 
-Of sampled tokens and of a prompt's own tokens. A token's figure and the same token's figure among
-the likeliest are the same number, so that whoever compares the two finds them equal.
+The log probability of a token and its entry among the likeliest tokens are the same number, bit for
+bit, so that callers can compare them.
 """
 
 from __future__ import annotations
@@ -19,20 +19,22 @@ from exl_core.model.segment import Segment
 from exl_core.sampling.sampler import LogitsError
 
 _LOGIT_BYTES = 256 * 1024 * 1024
-"""Most memory for the logits of prompts in one pass."""
+"""Most memory for the logits of prompt tokens in one pass."""
 
 
 def rows_of_logits(vocab_size: int) -> int:
-    """Rows of a pass that may give logits beside what is decoded."""
+    """Most prompt rows of one pass that may produce logits."""
     return max(1, _LOGIT_BYTES // (4 * vocab_size))
 
 
 def with_log_probs(
     tokens: Sequence[SampledToken], logits: Tensor, num_top: int
 ) -> tuple[SampledToken, ...]:
-    """The tokens with their log-probabilities and the `num_top` likeliest instead of each;
-    `logits` float32 [len(tokens), vocab_size] predict them."""
-    told: list[SampledToken] = []
+    """Add to each token its log probability and the `num_top` likeliest alternatives.
+
+    `logits` [len(tokens), vocab_size], float32: row i predicts token i.
+    """
+    reported: list[SampledToken] = []
     for block in blocks_of_rows(logits):
         log_probs = logits[block].log_softmax(1)  # [rows, vocab_size]
         ids = torch.tensor([token.token_id for token in tokens[block]], device=logits.device)
@@ -50,24 +52,24 @@ def with_log_probs(
                     "machine.",
                 )
             top = tuple(zip(of_ids, of_values, strict=True))
-            told.append(replace(token, log_prob=value, top_log_probs=top))
-    return tuple(told)
+            reported.append(replace(token, log_prob=value, top_log_probs=top))
+    return tuple(reported)
 
 
 def score_prompt(sequence: SequenceState, segment: Segment, logits: Tensor) -> list[ScoreEvent]:
-    """What is told of the prompt after a pass with this segment of it, if there is any news.
+    """Events for the prompt tokens that this segment predicts and that are not scored yet.
 
-    `logits` [tokens of the segment, vocab_size]. What was told before (pages were lost since) is
-    not told again.
+    `logits` [tokens of the segment, vocab_size]. Tokens that are recomputed after preemption are
+    not scored twice.
     """
     prompt_ids, num_top = sequence.request.prompt_ids, sequence.request.report.log_probs
     assert num_top is not None, "the request was checked"
     end = min(segment.past_len + len(segment.token_ids) + 1, len(prompt_ids))
-    wanted = range(sequence.scored_len, end)
-    if not wanted:
+    positions = range(sequence.scored_len, end)
+    if not positions:
         return []
-    first = wanted.start - segment.past_len - 1  # the row that predicts the first of them
-    tokens = [SampledToken(prompt_ids[i]) for i in wanted]
+    first = positions.start - segment.past_len - 1  # row that predicts the first position
+    tokens = [SampledToken(prompt_ids[i]) for i in positions]
     scored = with_log_probs(tokens, logits[first : first + len(tokens)], num_top)
     sequence.scored_len = end
     return [ScoreEvent(sequence.request_id, scored)]

@@ -1,4 +1,4 @@
-"""The logits of one pass: they stay where they were computed until somebody reads one of them."""
+"""Logits of one forward pass. They stay on the model's device until a row of them is read."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from exl_core.ops.table import NextStep, OpTable, RowSettings, Sampled
 
 
 class PassLogits:
-    """Of the rows that a pass was asked for, in order."""
+    """Logits of the requested rows of a pass, in order."""
 
     def __init__(self, computed: Tensor, rows: Sequence[int] | None = None) -> None:
-        """`computed`: [n, vocab_size], on the model's device. `rows`: those of them that count;
+        """`computed`: [n, vocab_size], on the model's device. `rows`: indices of the rows in use;
         None: all."""
         self._computed = computed
         self._rows = rows
 
     @cached_property
     def _on_cpu(self) -> Tensor:
-        return self._computed.cpu()  # all at once: most often, where one row is read, others are
+        return self._computed.cpu()  # all rows at once: if one is read, others usually are too
 
     def keep(self) -> None:
-        """They will not be overwritten by the next pass."""
+        """Copy the logits on the device, so that the next pass does not overwrite them."""
         self._computed = self._computed.clone()
 
     def read(self, number: int) -> Tensor:
@@ -33,7 +33,7 @@ class PassLogits:
         return self._on_cpu[number if self._rows is None else self._rows[number]]
 
     def block(self, first: int, last: int) -> Tensor:
-        """Rows `first` to `last` - 1, which all count, where they were computed."""
+        """Rows `first` to `last` - 1 on the model's device. All rows of the pass must be in use."""
         return self._computed[first:last]
 
     def sample(
@@ -43,7 +43,7 @@ class PassLogits:
         vocab_size: int,
         next_step: NextStep | None = None,
     ) -> list[Sampled]:
-        """A token for each of these rows, below `vocab_size`, drawn where the logits lie."""
+        """Sample a token below `vocab_size` for each of these rows, on the model's device."""
         if not rows:
             return []
         if self._rows is not None:

@@ -1,4 +1,4 @@
-"""What the scheduler decides for one pass. Plain data: token ids and page numbers, no tensors."""
+"""Result of scheduling for one pass. Plain data: token ids and page numbers, no tensors."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from exl_core.model.segment import PageCopy, Segment
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """The segments of one pass, decoding sequences first, each group in order of arrival.
+    """Segments of one pass: decoding sequences first, each group in order of arrival.
 
-    `sequences` says whose the segments are, one by one. Where the segment of a guided sequence asks
-    for logits, the next segment is its negative sequence's and does, too. `copies` come before the
-    pass, one after the other: a page may be copied to and then from, or copied from and then
-    written.
+    `sequences` has one item per segment. If the segment of a guided sequence produces logits, the
+    next segment is that of its negative sequence and produces logits too. `copies` run before the
+    pass, in order: a page may be the target of a copy and then its source, or the source of a copy
+    and then be written.
     """
 
     segments: tuple[Segment, ...]

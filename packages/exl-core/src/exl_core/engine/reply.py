@@ -1,7 +1,8 @@
-"""What comes out of one request: its sampler, its constraints, its text, where it stops, its clock.
+"""State of one reply: sampler, constraints, text, stop conditions and times.
 
-Takes logits, gives events. Knows neither pages nor batches. A token goes through these checks in
-order: stop token, end of the constraints, banned string, stop string, length.
+A `ReplyState` takes logits and returns events. It knows neither pages nor batches. Each token
+passes these checks, in order: stop token, end of the constraints, banned string, stop string,
+length, time.
 """
 
 from __future__ import annotations
@@ -35,18 +36,18 @@ from exl_core.ops.table import RowSettings, Sampled
 from exl_core.sampling.sampler import LogitsError, Sample, Sampler, guide
 
 Proposal = tuple[int, Tensor]
-"""A proposed token, and the distribution that it was drawn from."""
+"""A drafted token, and the distribution that it was drawn from."""
 
 
 class _Allowed(NamedTuple):
-    """What may come next."""
+    """Limits on the next token: excluded ids, and a packed mask of allowed ids."""
 
     banned: frozenset[int]
     mask: Tensor | None
 
 
 class TextDecoder(Protocol):
-    """Text from ids, one at a time."""
+    """Incremental decoder from token ids to text."""
 
     def feed(self, token_id: int, /) -> str: ...
     def feed_bytes(self, piece: bytes, /) -> str: ...
@@ -55,10 +56,10 @@ class TextDecoder(Protocol):
 
 
 class ReplyState:
-    """Of one sequence, from its submission to its end.
+    """Reply of one sequence, from its submission to its end.
 
-    After each `take`, `end` is the reply's end if it has ended, and `rewind_to`, if it is not None,
-    to how many tokens the sequence must go back before it goes on.
+    After each `take`, `end` is the final event if the reply has ended. `rewind_to` is None, or the
+    number of tokens that the caller must cut the sequence to before the next pass.
     """
 
     def __init__(
@@ -72,12 +73,12 @@ class ReplyState:
         filters: FilterSet | None = None,
         healing: Healing | None = None,
     ):
-        """`vocab_size`: ids from there on are not drawn. `decoder` has read the whole prompt."""
+        """Only ids below `vocab_size` are sampled. `decoder` has read the whole prompt."""
         self.sequence = sequence
         self.filters = filters
         self.end: FinishEvent | None = None
         self.guard = FailureGuard()
-        """Every call below is made under it (`Engine`)."""
+        """The engine makes every call below under this guard."""
         self.rewind_to: int | None = None
         self._request = sequence.request
         self._vocab_size = vocab_size
@@ -93,28 +94,28 @@ class ReplyState:
             else None
         )
         self._healed_id: int | None = None
-        self._tried: dict[int, set[int]] = {}  # by place: tokens that began a banned string
+        self._tried: dict[int, set[int]] = {}  # tokens that began a banned string, by position
         self._banned_next: frozenset[int] = frozenset()
         self._matcher = StopMatcher(self._request.stop_strings)
         self._text: list[str] = []
         self._unreported: list[SampledToken] = []
-        self._progress = 0  # tokens of the prompt that were reported as cached
+        self._progress = 0  # prompt tokens reported as cached
         self._submitted_at = now
         self._started_at: float | None = None
         self._first_token_at: float | None = None
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong in the work of this request, which ends with it."""
+        """Exception that ends this request, if its work has failed."""
         return self.guard.error
 
     @property
     def num_generated(self) -> int:
-        """-1 before the last token of the prompt is healed."""
+        """Tokens of the reply so far; -1 before the last prompt token is healed."""
         return len(self.sequence.token_ids) - len(self._request.prompt_ids)
 
     def start(self, now: float) -> list[Event]:
-        """A pass begins that it is part of; later calls change nothing."""
+        """Record the start of the request's first pass; later calls have no effect."""
         if self._started_at is not None:
             return []
         self._started_at = now
@@ -123,7 +124,7 @@ class ReplyState:
         return [StartEvent(sequence.request_id, *cached, now - self._submitted_at)]
 
     def progress(self) -> list[Event]:
-        """A pass is booked that it was part of."""
+        """Report how much of the prompt is cached, after a pass of this request."""
         members = self.sequence.members
         done = sum(member.past_len for member in members)
         if self._first_token_at is not None or done <= self._progress:
@@ -136,14 +137,15 @@ class ReplyState:
         self._banned_next = token_ids
 
     def start_mask(self) -> None:
-        """Work on the constraints may begin, beside the forward pass."""
+        """Start computing the constraints' mask in the background, during the forward pass."""
         if self.filters is not None and self._healing is None:
             self.filters.start()
 
     def begin(self, row: int) -> RowSettings | None:
-        """What draws the next token from that row of the pass; `take` is told what it drew.
+        """Settings for batched sampling of the next token from this row of the pass.
 
-        None: `take` draws by itself.
+        The caller passes the result of sampling to `take`. None if the token needs more than
+        settings; then `take` samples it.
         """
         if not self._sampler.can_begin:
             return None
@@ -166,44 +168,45 @@ class ReplyState:
         proposal: Proposal | None = None,
         sampled: Sampled | None = None,
     ) -> list[Event]:
-        """The next token, from `logits` [vocab_size], is appended, and what comes of it.
+        """Append the next token, sampled from `logits`, and return the resulting events.
 
-        `negative`: the logits of the negative prompt, where there is one. `proposal`: what another
-        distribution made; one that was certain is no business of the sampler's. `sampled`: what the
-        settings of `begin` drew.
+        negative  logits of the negative prompt, under guidance
+        proposal  drafted token to verify; None also for a deterministic draft, which the caller
+                  compares with the sampled token
+        sampled   result of batched sampling with the settings from `begin`
         """
         if self._first_token_at is None:
             self._first_token_at = now
-        token = self._draw(logits, negative, proposal, sampled)
-        token_id, place = token.token_id, len(self.sequence.token_ids)
+        token = self._next_token(logits, negative, proposal, sampled)
+        token_id, position = token.token_id, len(self.sequence.token_ids)
         self.sequence.token_ids.append(token_id)
         if self._healing is not None:
             piece, self._healing = self._healing.grown_by(token_id), None
             self._healed_id = token_id
-            return self._read(self._decoder.feed_bytes(piece), now)
+            return self._add_text(self._decoder.feed_bytes(piece), now)
         if token_id in self._request.stop_ids:
             return self._finish(FinishReason.STOP, token_id, now, token)
         self._unreported.append(token)
         if self.filters is not None:
             self.filters.accept(token_id)
         if self._banned is None:
-            return self._read(self._decoder.feed(token_id), now)
+            return self._add_text(self._decoder.feed(token_id), now)
         before = self._decoder.copy()
-        found = self._banned.feed(place, self._decoder.feed(token_id), before)
+        found = self._banned.feed(position, self._decoder.feed(token_id), before)
         if isinstance(found, Rewind):
-            return [self._go_back(found)]
-        return self._read(found, now)
+            return [self._rewind(found)]
+        return self._add_text(found, now)
 
     def cancel(self, now: float) -> FinishEvent:
-        """End it as it stands: text that is held back stays so."""
+        """End the reply as it is. Text that is held back is not emitted."""
         held = self._matcher.held + ("" if self._banned is None else self._banned.held)
         return self._end(FinishReason.CANCELLED, None, now, held)
 
     def finish_empty(self, now: float) -> FinishEvent:
-        """The end of a request for no tokens."""
+        """End a request for zero tokens."""
         return self._end(FinishReason.LENGTH, None, now)
 
-    def _draw(
+    def _next_token(
         self,
         logits: LogitRow,
         negative: LogitRow | None,
@@ -214,9 +217,10 @@ class ReplyState:
             if sampled is None:
                 sample = self._sample(logits, negative, proposal)
             else:
-                wanted = self._request.report.probabilities
                 sample = self._sampler.finish(
-                    sampled, lambda: self._own(logits), want_probability=wanted
+                    sampled,
+                    lambda: self._read(logits),
+                    want_probability=self._request.report.probabilities,
                 )
         except LogitsError as error:
             tried = self._tried.get(len(self.sequence.token_ids), ())
@@ -230,10 +234,10 @@ class ReplyState:
             sample.token_id,
             sample.probability,
             sample.top,
-            self._own(logits).clone() if report.logits else None,
+            self._read(logits).clone() if report.logits else None,
         )
         if self._healing is None and self._request.hooks:
-            token = self._hooked(token)
+            token = self._call_hooks(token)
             if token.token_id != sample.token_id:
                 sample = Sample(token.token_id, None, sample.top)
         if report.log_probs is not None:
@@ -241,13 +245,13 @@ class ReplyState:
         self._sampler.accept(sample)
         return token
 
-    def _own(self, logits: LogitRow) -> Tensor:
+    def _read(self, logits: LogitRow) -> Tensor:
         return logits.read()[: self._vocab_size]
 
     def _guided(self, logits: LogitRow, negative: LogitRow | None) -> Tensor:
         scale = self._request.sampler.cfg_scale
         if negative is None or scale is None:
-            return self._own(logits)
+            return self._read(logits)
         return guide(logits.read(), negative.read(), scale)[: self._vocab_size]
 
     def _sample(
@@ -276,7 +280,7 @@ class ReplyState:
         )
 
     def _next_allowed(self) -> _Allowed:
-        """Asked for once for each token."""
+        """Limits on the next token. Called once per token: ids of `ban_next` count only once."""
         banned = self._banned_next.union(self._tried.get(len(self.sequence.token_ids), ()))
         self._banned_next = frozenset()
         may_stop = self.num_generated >= self._request.min_tokens
@@ -289,14 +293,14 @@ class ReplyState:
             mask = self.filters.mask(may_end=may_stop)
         return _Allowed(banned, mask)
 
-    def _hooked(self, token: SampledToken) -> SampledToken:
-        """What the hooks make of it."""
+    def _call_hooks(self, token: SampledToken) -> SampledToken:
+        """The token after every hook has seen, and possibly replaced, it."""
         for hook in self._request.hooks:
             try:
                 other = hook(token)
             except ExlError:
                 raise
-            except Exception as error:  # a stranger's failure is this request's alone
+            except Exception as error:  # hooks are the caller's code and may raise anything
                 raise self._error("a hook failed", got=repr(error)[:200]) from error
             if other is None:
                 continue
@@ -308,7 +312,7 @@ class ReplyState:
                 continue
             token = replace(token, token_id=other, probability=None)
         if token.token_id in self._tried.get(len(self.sequence.token_ids), ()):
-            # Or it would be taken back for ever.
+            # Otherwise the reply would be rewound to this position for ever.
             raise self._error(
                 "a hook insists on a token that begins a banned string", got=token.token_id
             )
@@ -318,8 +322,8 @@ class ReplyState:
         where = f"{self._request.request_id}, token {self.num_generated} of the reply"
         return RequestError(what, where=where, expected=expected, got=got)
 
-    def _read(self, text: str, now: float) -> list[Event]:
-        """More of the text, up to a stop string, and whether it ends here."""
+    def _add_text(self, text: str, now: float) -> list[Event]:
+        """Append text up to a stop string, then check the remaining stop conditions."""
         match = self._matcher.feed(text)
         events = self._emit(match.text)
         if match.stopped_by is not None:
@@ -335,18 +339,19 @@ class ReplyState:
     def _run_s(self, now: float) -> float:
         return 0.0 if self._started_at is None else now - self._started_at
 
-    def _go_back(self, rewind: Rewind[TextDecoder]) -> RewindEvent:
-        token_ids = self.sequence.token_ids
-        taken = tuple(token_ids[rewind.place :])
-        self._tried = {place: ids for place, ids in self._tried.items() if place <= rewind.place}
-        self._tried.setdefault(rewind.place, set()).add(taken[0])
-        del self._unreported[len(self._unreported) - len(taken) :]
+    def _rewind(self, rewind: Rewind[TextDecoder]) -> RewindEvent:
+        """Take back all tokens from the one that began a banned string."""
+        start = rewind.position
+        removed = tuple(self.sequence.token_ids[start:])
+        self._tried = {position: ids for position, ids in self._tried.items() if position <= start}
+        self._tried.setdefault(start, set()).add(removed[0])
+        del self._unreported[len(self._unreported) - len(removed) :]
         self._decoder = rewind.state
-        self._sampler.rewind(rewind.place)
+        self._sampler.rewind(start)
         if self.filters is not None:
-            self.filters.rewind(len(taken))
-        self.rewind_to = rewind.place
-        return RewindEvent(self._request.request_id, rewind.text, taken)
+            self.filters.rewind(len(removed))
+        self.rewind_to = start
+        return RewindEvent(self._request.request_id, rewind.text, removed)
 
     def _finish(
         self,
@@ -355,7 +360,7 @@ class ReplyState:
         now: float,
         stop: SampledToken | None = None,
     ) -> list[Event]:
-        """Nothing follows: what was held back is text after all, or completes a stop string."""
+        """End the reply. Held-back text is emitted, unless it completes a stop string."""
         held = "" if self._banned is None else self._banned.flush()
         match = self._matcher.finish(held + self._decoder.flush())
         events = self._emit(match.text)
@@ -375,8 +380,8 @@ class ReplyState:
         tokens = tuple(self._unreported[:count])
         del self._unreported[:count]
         token_ids = tuple(token.token_id for token in tokens)
-        told = () if self._request.report.is_empty else tokens
-        return [TextEvent(self._request.request_id, text, token_ids, told)]
+        reported = () if self._request.report.is_empty else tokens
+        return [TextEvent(self._request.request_id, text, token_ids, reported)]
 
     def _end_at(self, match: StopMatch, now: float) -> FinishEvent:
         return self._end(FinishReason.STOP, match.stopped_by, now, match.rest)

@@ -1,7 +1,6 @@
-"""What a user asks of the engine: frozen, checked where it is made, free of torch and of text.
+"""Requests to the engine: frozen, checked at construction, without torch and without text.
 
-What depends on the model (the context, the vocabulary, the size of the cache) is checked by
-`Engine.submit`.
+`Engine.submit` checks what depends on the model: context, vocabulary, size of the cache.
 """
 
 from __future__ import annotations
@@ -21,30 +20,31 @@ if TYPE_CHECKING:
     from exl_core.model.embedded import EmbeddedSpan
 
 Hook = Callable[["SampledToken"], int | None]
-"""Called with every sampled token before it is taken; an id that it returns is taken instead.
+"""Called with every sampled token before it is appended; an id that it returns replaces it.
 
-An exception ends the request, and no other.
+An exception ends this request and no other.
 """
 
 _serials = count()
 
 
 def next_request_id() -> str:
-    """An id that no other request of this process got by default."""
+    """A default id, unique in this process."""
     return f"request-{next(_serials)}"
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is told of each token beside its id, at the price of computing it.
+    """Details to report with each token. Each costs time to compute.
 
-    probabilities  of the token itself, after all steps of sampling
-    top_tokens     so many of the likeliest, with their probabilities
-    logits         as the model gave them for the prompt, float32 [vocab_size]
-    log_probs      natural logarithms of what the model itself gives, before any step of sampling:
-                   of the token, and of so many of the likeliest
-    prompt         these logarithms of the prompt's tokens too, but for the first, which nothing
-                   predicts (`ScoreEvent`). All of the prompt is computed then, cached or not
+    probabilities  probability of the token after all sampling steps
+    top_tokens     number of likeliest tokens to list, with their probabilities
+    logits         the model's logits, float32 [vocab_size]; under guidance those of the prompt
+    log_probs      log probability of the token from the model, before any sampling step, and of
+                   this many likeliest tokens; None: off
+    prompt         report these log probabilities for the prompt's tokens too (`ScoreEvent`), except
+                   for the first, which has no prediction. The whole prompt is then computed, even
+                   if it is cached
     """
 
     probabilities: bool = False
@@ -73,27 +73,26 @@ class Report:
 class Request:
     """One prompt to continue.
 
-    max_tokens           most tokens to generate; None: until the context (or the cache) is full
-    stop_ids             tokens that end the reply; they are no part of its text
-    stop_strings         strings that end the reply, wherever the token borders fall; neither they
-                         nor anything after them is part of the text
-    max_time_s           seconds from its first pass after which no token follows; it has at least
-                         one. None: as long as it takes
-    min_tokens           until so many are generated, stop tokens are not sampled (stop strings
-                         still stop)
-    banned_strings       strings that the text will not contain, in upper or lower case: where one
-                         comes up, the reply goes back to the token that began it and takes another
-    constraints          what the text must look like; all of them hold at once
+    max_tokens           most tokens to generate; None: until the context or the cache is full
+    stop_ids             tokens that end the reply and are not part of its text
+    stop_strings         strings that end the reply, independent of token borders; the string and
+                         all text after it are not part of the reply
+    max_time_s           seconds from the first pass after which no further token is generated; the
+                         reply has at least one. None: no limit
+    min_tokens           tokens before which no stop token is sampled (stop strings still stop)
+    banned_strings       strings that the text must not contain, in any case: when one is completed,
+                         the reply is rewound to the token that began it and takes another token
+    constraints          rules that the text must match, all at once
     prefer_eos           stop as soon as the constraints allow it
-    token_healing        the last token of the prompt may grow: it is sampled again among the tokens
-                         that begin with its text. A prompt of one token stays as it is
-    negative_prompt_ids  what guidance steers away from; goes with `sampler.cfg_scale`
-    adapters             low-rank adapters, applied to this request alone
-    embeddings           spans of vectors whose ids stand in `prompt_ids`
-    hooks                called in order with every sampled token, but for a healed one
-    report               what is told of each token beside its id
-    show_special         special tokens show their text
-    allow_drafts         where the engine has a drafter
+    token_healing        sample the last prompt token again among the tokens that begin with its
+                         text. A prompt of one token is not changed
+    negative_prompt_ids  prompt that guidance steers away from; needs `sampler.cfg_scale`
+    adapters             LoRA adapters, for this request alone
+    embeddings           spans of vectors whose ids occur in `prompt_ids`
+    hooks                called in order with every sampled token except a healed one
+    report               details to report with each token
+    show_special         include the text of special tokens
+    allow_drafts         use the engine's drafter, if it has one
     """
 
     prompt_ids: tuple[int, ...]
@@ -197,7 +196,7 @@ def _token_ids(name: str, token_ids: Iterable[int]) -> tuple[int, ...]:
 
 
 def _strings(name: str, strings: str | Iterable[str]) -> tuple[str, ...]:
-    """A bare string is one string, not a list of characters."""
+    """A single string counts as a list of one string."""
     listed = (strings,) if isinstance(strings, str) else tuple(strings)
     for string in listed:
         if not isinstance(string, str) or not string:

@@ -1,7 +1,8 @@
-"""What one pass computed for each request, and the tokens that come of it.
+"""Logits of one forward pass, split by request, and the tokens sampled from them.
 
-The first tokens of all requests whose settings say everything are drawn at once; whatever depends
-on another token of the same pass, or on more than settings, is drawn by its request's own sampler.
+The next tokens of all requests whose sampling depends on settings alone are sampled by one call
+(batched sampling). A request's own sampler handles everything else: tokens that depend on another
+token of the same pass (verification of drafts), guidance, and steps that read logits or state.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from exl_core.ops.table import NextStep, OpTable, RowSettings, Sampled
 from exl_core.speculate.drafter import Draft
 
 
-class Taken(NamedTuple):
-    """What one request took from a pass: `emitted` tokens, the first `accepted` as drafted."""
+class TokenCounts(NamedTuple):
+    """Tokens of one request in one pass: drafted, accepted, and appended to the reply."""
 
     drafted: int
     accepted: int
@@ -34,19 +35,20 @@ class Taken(NamedTuple):
 
 @dataclass(slots=True)
 class RequestLogits:
-    """One request's part of a pass. Its failures end in `reply.error`: the others go on."""
+    """Logits of one request in one pass. Its failures are kept in `reply.error`."""
 
     reply: ReplyState
-    rows: list[LogitRow]  # of the next token, and after each proposal
+    rows: list[LogitRow]  # for the next token, then one after each proposal
     negative: LogitRow | None  # of the negative prompt
-    proposals: tuple[int, ...]
-    drawn_from: tuple[Tensor, ...] | None  # the proposals, None: they are certain
-    sampled: Sampled | None = None  # the next token
+    proposals: tuple[int, ...]  # drafted tokens, in order
+    drawn_from: tuple[Tensor, ...] | None  # distribution of each proposal; None: deterministic
+    sampled: Sampled | None = None  # the next token, if batched sampling has sampled it
 
-    def take(self, events: list[Event], clock: Callable[[], float]) -> Taken:
-        """One token, and one for each proposal that holds."""
+    def take(self, events: list[Event], clock: Callable[[], float]) -> TokenCounts:
+        """Append the next token, and one more after each accepted proposal."""
         emitted = accepted = 0
-        # The others' logits may be fine, so they go on; what this one cached is not reused.
+        # Logits of other requests may be valid, so these continue. The cached values of a failed
+        # request are not reused (`Engine._drop_failed`).
         with self.reply.guard:
             for i, row in enumerate(self.rows if self.reply.error is None else ()):
                 events += self._take_one(i, row, clock())
@@ -58,10 +60,10 @@ class RequestLogits:
                     sequence.token_ids[-1] == self.proposals[i]
                 )
                 accepted += is_accepted
-                has_turned = self.reply.end is not None or self.reply.rewind_to is not None
-                if not is_accepted or has_turned:
+                is_stopped = self.reply.end is not None or self.reply.rewind_to is not None
+                if not is_accepted or is_stopped:
                     break
-        return Taken(len(self.proposals), accepted, emitted)
+        return TokenCounts(len(self.proposals), accepted, emitted)
 
     def _take_one(self, i: int, row: LogitRow, now: float) -> list[Event]:
         proposal = None
@@ -83,8 +85,11 @@ def split_by_request(
     drafts: dict[str, Draft],
     events: list[Event],
 ) -> list[RequestLogits]:
-    """Of those whose next token the pass gives; `replies` go with the plan's segments. What prompts
-    were scored is added to `events`."""
+    """One entry per request whose next token this pass predicts.
+
+    `replies` has one item per segment of the plan. Scores of prompt tokens are appended to
+    `events`.
+    """
     parts = []
     row = 0
     for sequence, segment, reply in zip(plan.sequences, plan.segments, replies, strict=True):
@@ -104,7 +109,7 @@ def split_by_request(
             RequestLogits(
                 reply,
                 rows,
-                # The negative sequence's row comes next.
+                # The logits of the negative sequence follow (`BatchPlan`).
                 negative=None if sequence.negative is None else LogitRow(logits, row),
                 proposals=()
                 if is_scored or segment.logit_rows is not LogitRows.ALL
@@ -124,9 +129,11 @@ def sample_batch(
     vocab_size: int,
     async_step: AsyncStep | None,
 ) -> None:
-    """The next token of all whose settings say everything, by one call; where that is all there
-    are, `async_step` begins the pass that they lead to."""
-    begun: list[tuple[RequestLogits, RowSettings]] = []
+    """Sample the next token of every request that needs settings only, by one call.
+
+    If this covers all requests of the pass, `async_step` launches the next pass with the tokens.
+    """
+    batch: list[tuple[RequestLogits, RowSettings]] = []
     for part in parts:
         if part.reply.error is not None or part.negative is not None:
             continue
@@ -136,34 +143,36 @@ def sample_batch(
         with part.reply.guard:
             settings = part.reply.begin(part.rows[0].number)
         if settings is not None:
-            begun.append((part, settings))
+            batch.append((part, settings))
     next_step: NextStep | None = None
-    if async_step is not None and len(begun) == len(parts):
+    if async_step is not None and len(batch) == len(parts):
         next_step = async_step.next_step(plan, logits)
     try:
-        sampled = logits.sample(ops, [settings for _, settings in begun], vocab_size, next_step)
+        sampled = logits.sample(ops, [settings for _, settings in batch], vocab_size, next_step)
     except Exception as error:
-        if isinstance(error, DeviceError) or (
-            async_step is not None and async_step.has_failed_with(error)
-        ):
+        is_launch = async_step is not None and async_step.has_failed_with(error)
+        if is_launch or isinstance(error, DeviceError):
             raise  # no single request is at fault
         if async_step is not None:
             async_step.drop()
-        _sample_each(begun, logits, ops, vocab_size)
+        _sample_each(batch, logits, ops, vocab_size)
         return
-    for (part, _), one in zip(begun, sampled, strict=True):
+    for (part, _), one in zip(batch, sampled, strict=True):
         part.sampled = one
 
 
 def _sample_each(
-    begun: list[tuple[RequestLogits, RowSettings]],
+    batch: list[tuple[RequestLogits, RowSettings]],
     logits: PassLogits,
     ops: OpTable,
     vocab_size: int,
 ) -> None:
-    """After a call for all that failed: those at fault fail by themselves, the others get their
-    tokens. The settings hold the random numbers, so that nothing is drawn twice."""
-    for part, settings in begun:
+    """Repeat a failed call row by row, so that only the requests at fault fail.
+
+    The settings hold the random numbers that were already taken: the other requests get the same
+    tokens, and their random streams do not advance twice.
+    """
+    for part, settings in batch:
         with part.reply.guard:
             (part.sampled,) = logits.sample(ops, [settings], vocab_size)
 

@@ -1,24 +1,26 @@
-"""Who runs next. Decides from lengths and page counts; sees neither tensors nor text.
+"""Scheduler: chooses the sequences and rows of each pass.
+
+It decides from lengths and page counts and sees neither tensors nor text.
 
 Sequences run in order of arrival, at most `max_batch` at a time, and none overtakes another. One
-pass takes the newest token of every decoding sequence and, beside them, up to `prefill_chunk`
-tokens of prompts, oldest first. A sequence starts when pages for all its tokens are to be had, with
-one to spare for those that already run; what the cache holds of its prefix is not computed again,
-and what another sequence is about to compute of it is waited for.
+pass takes the newest token of every decoding sequence and up to `prefill_chunk` prompt tokens,
+oldest sequence first. A sequence starts when the pool has pages for all its tokens, and one more
+page if others run. A prefix in the cache is not computed again. If another sequence is about to
+compute a part of the prefix, the new sequence waits for it.
 
-A reply that grows into a new page when none is left takes the pages of the youngest running
-sequence, which goes back to the head of the queue with all it has generated and is computed again
-later. Since a sequence is queued only if it fits the whole pool alone (`check_fits`), the oldest
-one always makes progress: nothing deadlocks and nothing fails for lack of pages.
+Preemption: a reply that needs a new page when none is free takes the pages of the youngest running
+sequence. That sequence returns to the head of the queue with its reply so far and is recomputed
+later. A sequence is queued only if it fits the whole pool alone (`check_fits`), so the oldest one
+always makes progress: there is no deadlock, and no request fails for lack of pages.
 
 A guided sequence and its negative sequence start, wait and end together and count as two in the
-batch; the rows of both that give logits are in one pass. `running` and `waiting` list the guided
-one only.
+batch. Their rows that produce logits are in the same pass. `running` and `waiting` list the guided
+sequence only.
 
-The caller's order: `prepare`, `drafting` and `reserve` if it drafts, `plan`; then it does the
-copies and the pass, appends what it sampled (the same to a negative sequence), and calls
-`advance`; only then `rewind` and `remove` (which may come earlier for a sequence whose pass is not
-to be trusted).
+Order of calls in one step: `prepare`; with drafts `drafting` and `reserve`; `plan`. The caller then
+runs the copies and the pass, appends the sampled tokens (the same ones to a negative sequence), and
+calls `advance`. `rewind` and `remove` follow; only for a sequence whose values must not be reused,
+`remove` comes before `advance`.
 """
 
 from __future__ import annotations
@@ -36,10 +38,13 @@ from exl_core.errors import RequestError
 from exl_core.model.segment import LogitRows, PageCopy, Segment
 
 LEAST_CHUNK = 32
-"""Tokens of prompts; a pass that has no memory for so few has none for a sequence."""
+"""Smallest prefill chunk after a pass ran out of memory, in tokens.
+
+If this many rows do not fit, removing a sequence from the batch frees more than a smaller chunk.
+"""
 
 WORTH_WAITING = 64
-"""Tokens of a prompt: to compute fewer twice takes less than a pass."""
+"""Shared prompt tokens worth waiting a pass for; computing fewer of them twice is cheaper."""
 
 
 class Scheduler:
@@ -52,36 +57,37 @@ class Scheduler:
         page_size: int = PAGE_SIZE,
         score_chunk: int | None = None,
     ) -> None:
-        """`score_chunk`: most tokens of prompts in one pass that give logits; None: any number."""
+        """`score_chunk`: most scored prompt tokens in one pass; None: no limit but
+        `prefill_chunk`."""
         self.pool = pool
         self.max_batch = max_batch
         self.prefill_chunk = prefill_chunk
         self.page_size = page_size
         self.score_chunk = prefill_chunk if score_chunk is None else score_chunk
         self.running: list[SequenceState] = []  # in order of arrival
-        self.waiting: deque[SequenceState] = deque()  # likewise; all arrived after those that run
-        self.num_requeued = 0
-        self._most_running = max_batch  # beside others, for as long as memory is short
+        self.waiting: deque[SequenceState] = deque()  # likewise; all arrived after the running ones
+        self.num_requeued = 0  # preemptions so far
+        self._most_running = max_batch  # lowered after a pass ran out of memory
         self._paging = Paging(pool, page_size)
         self._is_prepared = False
 
     @property
     def capacity(self) -> int:
-        """Tokens that the whole pool holds."""
+        """Size of the whole pool in tokens."""
         return self.pool.num_pages * self.page_size
 
     @property
     def pending_copies(self) -> tuple[PageCopy, ...]:
-        """What the next plan begins with; nothing reads what they make before."""
+        """Page copies that the next plan runs first. Nothing reads their targets before that."""
         return tuple(self._paging.copies)
 
     def check_fits(
         self, request_id: str, num_tokens: int, negative_tokens: int | None = None
     ) -> None:
-        """Refuse what could not run even alone. The last token is sampled and never cached.
+        """Raise RequestError if a sequence of this length could not run even alone.
 
-        `negative_tokens` is the length of its negative sequence. A draft never goes beyond these
-        lengths.
+        `num_tokens` includes the last token, which is sampled and never cached. `negative_tokens`
+        is the length of the negative sequence. Drafts never exceed these lengths.
         """
         lengths = [num_tokens] if negative_tokens is None else [num_tokens, negative_tokens]
         needed = sum(pages_for(length - 1, self.page_size) for length in lengths)
@@ -104,24 +110,29 @@ class Scheduler:
             )
 
     def add(self, sequence: SequenceState, negative: SequenceState | None = None) -> None:
-        """Queue it. Both must have passed `check_fits`."""
+        """Queue a sequence. Both must have passed `check_fits`."""
         if negative is not None:
             sequence.negative = negative
         self.waiting.append(sequence)
         self._is_prepared = False
 
     def remove(self, sequence: SequenceState, *, is_trusted: bool = True) -> None:
-        """Done or cancelled: its pages are given back; those of a trusted one may be reused."""
+        """Remove a finished or cancelled sequence and release its pages.
+
+        `is_trusted` False: the contents of its pages are not reused.
+        """
         if sequence in self.running:
             self.running.remove(sequence)
-            self._lift(sequence, is_trusted=is_trusted)
+            self._release(sequence, is_trusted=is_trusted)
         else:
             self.waiting.remove(sequence)
         self._is_prepared = False
 
     def rewind(self, sequence: SequenceState, length: int) -> None:
-        """Cut it to its first `length` tokens, and as many from its negative sequence. What is
-        cached of these is kept, but for the last: it is computed again, for its logits."""
+        """Cut a sequence to its first `length` tokens, and its negative sequence by as many tokens.
+
+        Cached values are kept, except those of the last token: it is computed again for its logits.
+        """
         num_cut = len(sequence.token_ids) - length
         for member in sequence.members:
             keep = len(member.token_ids) - num_cut
@@ -131,7 +142,7 @@ class Scheduler:
         self._is_prepared = False
 
     def fail_running(self) -> list[SequenceState]:
-        """After a pass that broke off: what ran is dropped, and no page's content is trusted."""
+        """After a pass that raised: drop all running sequences and forget every page's contents."""
         failed = self.running
         self.running = []
         for sequence in failed:
@@ -143,8 +154,10 @@ class Scheduler:
         return failed
 
     def make_smaller(self, plan: BatchPlan) -> bool:
-        """There was no memory for that pass: the next ones have half as many tokens of prompts, or
-        else a sequence less. False if it had but one sequence, which nothing makes smaller."""
+        """After a pass ran out of memory: halve the prefill chunk or preempt the youngest sequence.
+
+        False if neither is possible: the chunk is minimal and only one sequence runs.
+        """
         rows = [
             len(segment.token_ids)
             for sequence, segment in zip(plan.sequences, plan.segments, strict=True)
@@ -154,7 +167,7 @@ class Scheduler:
         if longest > LEAST_CHUNK:
             self.prefill_chunk = max(LEAST_CHUNK, min(self.prefill_chunk, longest) // 2)
         elif len(self.running) > 1:
-            self._requeue(self.running.pop())
+            self._preempt(self.running.pop())
             self._most_running = sum(len(sequence.members) for sequence in self.running)
         else:
             return False
@@ -162,9 +175,10 @@ class Scheduler:
         return True
 
     def defragment(self, *, is_forced: bool = False) -> list[tuple[int, int]]:
-        """When nothing is left to do: moves of pages (from, to), all at once, if they pay.
+        """Page moves (from, to) that place prefixes contiguously; empty while sequences are live.
 
-        They are in the pool's books already; whoever has the memory does them before the next pass.
+        The moves are simultaneous. The pool has recorded them already: the caller must move the
+        cached values before the next pass. Unless `is_forced`, moves are made only if they pay.
         """
         if self.running or self.waiting:
             return []
@@ -174,21 +188,21 @@ class Scheduler:
         return self.pool.defragment()
 
     def prepare(self) -> None:
-        """Pages for those that run, at the cost of the youngest; then start those that wait."""
-        self._secure_pages()
+        """Allocate pages for the running sequences, preempting if needed; admit waiting ones."""
+        self._allocate_pages()
         self._admit()
         self._is_prepared = True
 
     def drafting(self) -> list[SequenceState]:
-        """Sequences whose next rows could be a draft: they decode without guidance."""
+        """Sequences that can take a draft: they decode, without guidance."""
         self._ensure_prepared()
         return [s for s in self.running if s.negative is None and s.num_missing == 1]
 
     def reserve(self, sequence: SequenceState, count: int) -> int:
-        """Pages for a draft of `count` tokens behind what the sequence has; how many find room.
+        """Allocate pages for a draft of `count` tokens; return how many tokens have room.
 
-        At nobody's cost: no page is taken that another running sequence needs for its next token.
-        What the draft leaves unused is given back by `advance`.
+        It takes no page that another running sequence needs for its next token. `advance` releases
+        the pages that the draft leaves unused.
         """
         count = min(count, sequence.max_len - len(sequence.token_ids) - 1)
         if count <= 0:
@@ -211,10 +225,11 @@ class Scheduler:
         drafts: Mapping[str, tuple[int, ...]] | None = None,
         only: Collection[SequenceState] | None = None,
     ) -> BatchPlan:
-        """Decide the next pass. It is empty only when there is nothing to do.
+        """Plan the next pass. The plan is empty only if no sequence is live.
 
-        `drafts` by request id; of each, as much is taken as `reserve` found room for. `only`: of
-        these sequences, whose pass is on its way already: what is to be copied waits for the next.
+        drafts  draft tokens by request id; each is cut to the room that `reserve` returned
+        only    plan these sequences only, whose pass was already launched; pending copies then wait
+                for the next plan
         """
         self._ensure_prepared()
         self._is_prepared = False
@@ -228,7 +243,7 @@ class Scheduler:
             missing = [member.num_missing for member in members]
             if max(missing) > 1:
                 room = min(budget, score_budget) if sequence.is_scored else budget
-                counts = _share(room, missing)
+                counts = _split_budget(room, missing)
                 budget -= sum(counts)
                 score_budget -= sum(counts) if sequence.is_scored else 0
                 prefilling += [
@@ -247,9 +262,11 @@ class Scheduler:
         )
 
     def next_segments(self, plan: BatchPlan) -> list[Segment] | None:
-        """The pass after this one, all but its tokens: one of each sequence, the one that is drawn
-        for it. None where something else may come: a sequence is about to end or may start, wants
-        another page or is told its token by others."""
+        """Segments of the pass after this one, with token 0 in place of the sampled tokens.
+
+        None if that pass depends on more than the sampled tokens: a sequence may start or is about
+        to end, needs a new page, or its token may be changed by guidance or a hook.
+        """
         members = sum(len(sequence.members) for sequence in self.running)
         if len(plan.sequences) != members or (self.waiting and members < self.max_batch):
             return None
@@ -269,10 +286,10 @@ class Scheduler:
         return segments
 
     def advance(self, plan: BatchPlan) -> None:
-        """The pass is done, and what was sampled from it is appended.
+        """Record a completed pass, after the caller has appended the sampled tokens.
 
-        What it computed of the tokens that stand is in the cache, but never the newest token, which
-        the next pass starts with. Pages that it filled can be found.
+        Computed tokens that are still part of their sequence now count as cached. The newest token
+        never does: the next pass computes it. Full pages become available for prefix sharing.
         """
         del self._paging.copies[: len(plan.copies)]
         running = {id(member) for sequence in self.running for member in sequence.members}
@@ -291,7 +308,7 @@ class Scheduler:
             self.prepare()
 
     def _draft_room(self, sequence: SequenceState) -> int:
-        """Tokens behind the newest one for which it has pages."""
+        """Tokens beyond the newest one that fit the sequence's pages."""
         return len(sequence.page_ids) * self.page_size - len(sequence.token_ids)
 
     def _segment(self, sequence: SequenceState, count: int, draft: tuple[int, ...] = ()) -> Segment:
@@ -312,24 +329,24 @@ class Scheduler:
             embeddings=sequence.request.embeddings,
         )
 
-    def _secure_pages(self) -> None:
-        """A page for every token that runs now, oldest first, at the cost of the youngest."""
+    def _allocate_pages(self) -> None:
+        """Allocate pages for the next tokens, oldest sequence first, preempting the youngest."""
         i = 0
-        while i < len(self.running):  # the list shrinks from its end meanwhile
+        while i < len(self.running):  # preemption removes sequences from the end of the list
             members = self.running[i].members
             if all(self._paging.extend(m, max(self._paging.num_wanted(m), 0)) for m in members):
                 i += 1
             else:
-                self._requeue(self.running.pop())  # perhaps this one itself: then we are done
+                self._preempt(self.running.pop())  # possibly sequence i itself, which ends the loop
 
-    def _requeue(self, sequence: SequenceState) -> None:
-        self._lift(sequence)
+    def _preempt(self, sequence: SequenceState) -> None:
+        self._release(sequence)
         self.waiting.appendleft(sequence)
         self.num_requeued += 1
 
-    def _lift(self, sequence: SequenceState, *, is_trusted: bool = True) -> None:
+    def _release(self, sequence: SequenceState, *, is_trusted: bool = True) -> None:
         for member in sequence.members:
-            self._paging.lift(member, is_trusted=is_trusted)
+            self._paging.release(member, is_trusted=is_trusted)
 
     def _admit(self) -> None:
         num_running = sum(len(sequence.members) for sequence in self.running)
@@ -338,25 +355,25 @@ class Scheduler:
             num_running += len(members)
             spare = 1 if self.running else 0
             most = min(self.max_batch, self._most_running) if self.running else self.max_batch
-            if num_running > most or self._comes_soon(members):
+            if num_running > most or self._is_prefix_underway(members):
                 return
-            if not self._paging.place(members, spare=spare):
+            if not self._paging.start(members, spare=spare):
                 return
             self.running.append(self.waiting.popleft())
 
-    def _comes_soon(self, members: tuple[SequenceState, ...]) -> bool:
-        """More of what one of these begins with is being computed for a sequence that runs."""
+    def _is_prefix_underway(self, members: tuple[SequenceState, ...]) -> bool:
+        """A running sequence is computing more of a prefix that one of `members` could share."""
         computing = [
             other
             for sequence in self.running
             for other in sequence.members
             if other.num_missing >= WORTH_WAITING
         ]
-        return any(_shares_more(member, other) for member in members for other in computing)
+        return any(_computes_prefix(other, member) for member in members for other in computing)
 
 
-def _shares_more(sequence: SequenceState, other: SequenceState) -> bool:
-    """`other` computes enough beyond what it has that `sequence` could use."""
+def _computes_prefix(other: SequenceState, sequence: SequenceState) -> bool:
+    """The next `WORTH_WAITING` tokens that `other` computes are also a prefix of `sequence`."""
     end = other.past_len + WORTH_WAITING
     return (
         end <= sequence.reusable_len
@@ -365,10 +382,10 @@ def _shares_more(sequence: SequenceState, other: SequenceState) -> bool:
     )
 
 
-def _share(budget: int, missing: list[int]) -> list[int]:
-    """How many rows each member of a group computes now.
+def _split_budget(budget: int, missing: list[int]) -> list[int]:
+    """Rows that each member of a guided pair computes now.
 
-    The last row of each, which gives logits, only together with those of the others.
+    The last row of each member, which produces logits, is computed in the same pass as the other's.
     """
     if sum(missing) <= budget:
         return missing

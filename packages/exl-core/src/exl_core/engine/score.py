@@ -1,6 +1,7 @@
-"""How likely a model finds a text, token by token: what perplexity is made of.
+"""Log probability of each token of a text, from which perplexity is computed.
 
-Goes through the paged cache in chunks, as generation does, so that what is measured is what runs.
+Texts go through the paged cache in chunks, as in generation, so that the measurement covers the
+code that serves requests.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _LOGIT_BYTES = 256 * 1024 * 1024
 """Most memory for the logits of one chunk; a vocabulary of 262144 gets chunks of 256 rows."""
 
 _BLOCK_BYTES = {"cpu": 2 * 1024 * 1024, "cuda": 64 * 1024 * 1024}
-"""Of the logits that are reduced at once: on a CPU they and their copies stay in its cache."""
+"""Size of the logits reduced at once, by device type. On a CPU the block stays in its cache."""
 
 
 class TextPasses:
-    """A model's predictions along texts, one text after another, in one cache."""
+    """Predictions of a model along texts, one text after another, in one cache."""
 
     def __init__(
         self,
@@ -36,7 +37,8 @@ class TextPasses:
         kv_format: KVFormat = KVFormat.FP16,
         chunk_rows: int = CHUNK_ROWS,
     ) -> None:
-        """For texts of at most `longest` tokens, in passes of at most `chunk_rows` of them."""
+        """Allocate a cache for texts of at most `longest` tokens; passes have `chunk_rows` rows at
+        most."""
         if chunk_rows < 1:
             raise RequestError("chunk_rows is too small", expected="at least 1", got=chunk_rows)
         config = model.config
@@ -44,19 +46,19 @@ class TextPasses:
         self._chunk_rows = max(1, min(chunk_rows, _LOGIT_BYTES // (4 * config.vocab_size)))
         num_pages = pages_for(min(max(1, longest - 1), config.max_seq_len))
         self._runner = Runner(model, store_for(model, kv_format, num_pages))
-        self._room: Tensor | None = None
-        if model.ops.device.type == "cpu":  # a GPU's memory is kept by torch itself
-            self._room = torch.empty(self._chunk_rows, config.vocab_size)
+        self._out: Tensor | None = None  # logits buffer, reused by every pass
+        if model.ops.device.type == "cpu":  # on a GPU, torch's allocator reuses memory
+            self._out = torch.empty(self._chunk_rows, config.vocab_size)
 
     def logits(self, token_ids: Sequence[int], first: int = 1) -> Iterator[tuple[int, Tensor]]:
-        """Predictions of tokens `first` and later, each from the tokens before it: `start`, and
-        logits float32 [n, vocab_size] whose row i is the prediction of token start + i.
+        """Yield `start` and logits float32 [n, vocab_size]: row i predicts token start + i.
 
-        The next pass may overwrite them. The text starts with an empty cache.
+        Covers the tokens from `first` on, each predicted from all tokens before it. The next pass
+        may overwrite the logits. The text starts with an empty cache.
         """
         ids = tuple(token_ids)
         _check(self.model, ids, first)
-        rows = len(ids) - 1  # the last token is predicted, and predicts nothing
+        rows = len(ids) - 1  # the last token is only predicted
         start = 0
         while start < rows:
             is_scored = start >= first - 1
@@ -67,7 +69,7 @@ class TextPasses:
                 page_ids=tuple(range(pages_for(end))),
                 logit_rows=LogitRows.ALL if is_scored else LogitRows.NONE,
             )
-            logits = self._runner.run((chunk,), out=self._room)  # [rows, vocab_size]
+            logits = self._runner.run((chunk,), out=self._out)  # [rows, vocab_size]
             if is_scored:
                 yield start + 1, logits
             start = end
@@ -80,7 +82,7 @@ class TextPasses:
     ) -> Tensor:
         """Natural logarithms of p(x_i | x_0 .. x_(i-1)) for i from `first` on: float64 [n - first].
 
-        `on_progress(done, total)` is called after each pass that scores.
+        `on_progress(done, total)` is called after each scoring pass.
         """
         scores = []
         for start, logits in self.logits(token_ids, first):
@@ -103,8 +105,8 @@ def score_tokens(
 ) -> Tensor:
     """Natural logarithms of p(x_i | x_0 .. x_(i-1)) for every token but the first: float64 [n - 1].
 
-    `on_progress(done, total)` is called after each chunk. The result does not depend on
-    `chunk_rows`, apart from the rounding of the model's own matrix products.
+    `on_progress(done, total)` is called after each chunk. The result depends on `chunk_rows` only
+    through the rounding of the model's matrix products.
     """
     ids = tuple(token_ids)
     _check(model, ids, 1)
@@ -113,7 +115,7 @@ def score_tokens(
 
 
 def blocks_of_rows(logits: Tensor) -> Iterator[slice]:
-    """The rows of logits [rows, vocab_size], as many at once as should be reduced together."""
+    """Slices of the rows of logits [rows, vocab_size], each small enough to reduce at once."""
     rows = max(1, _BLOCK_BYTES[logits.device.type] // (4 * logits.shape[1]))
     for start in range(0, len(logits), rows):
         yield slice(start, min(start + rows, len(logits)))

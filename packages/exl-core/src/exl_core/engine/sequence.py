@@ -1,6 +1,6 @@
-"""The running state of a request, as far as the scheduler is concerned: tokens and pages.
+"""State of a sequence as the scheduler sees it: tokens and pages.
 
-Text, sampling and times are the engine's. No torch.
+Text, sampling and times belong to `ReplyState`. No torch.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 def root_key(adapters: Iterable[AdapterUse]) -> PageKey:
-    """What stands before the first page: keys and values computed under other adapters differ.
+    """Key that precedes the first page's: pages computed under different adapters must not match.
 
-    Their order counts, since it may change how sums are rounded.
+    The order of the adapters counts, since it may change how sums are rounded.
     """
     uses = [struct.pack("<qd", use.adapter.serial, use.scale) for use in adapters]
     return blake2b(b"".join(uses), digest_size=16).digest() if uses else NO_KEY
@@ -30,14 +30,14 @@ def root_key(adapters: Iterable[AdapterUse]) -> PageKey:
 
 @dataclass(slots=True, eq=False)
 class SequenceState:
-    """`max_len` is where it must end at the latest, prompt included.
+    """Tokens of one sequence and their place in the cache.
 
-    Tokens `[0, past_len)` are in the cache, on the pages `page_ids`. A sequence that waits, for the
-    first time or because its pages were needed elsewhere, has neither. The engine appends to
-    `token_ids`; nobody but the scheduler takes tokens away.
+    `max_len` is the largest allowed length, prompt included. Tokens `[0, past_len)` are cached, on
+    the pages `page_ids`. A waiting sequence, new or preempted, has neither. The engine appends to
+    `token_ids`; only the scheduler removes tokens.
 
-    `negative` is the negative prompt of a guided sequence: it runs in the same passes and gets the
-    same tokens, one by one.
+    `negative` is the negative sequence under guidance: it runs in the same passes and gets the same
+    sampled tokens.
     """
 
     request: Request
@@ -47,13 +47,13 @@ class SequenceState:
     past_len: int = 0
     page_ids: list[int] = field(default_factory=list)
     keys: list[PageKey] = field(default_factory=list)
-    """Of the full pages of `token_ids`, as far as anyone asked."""
+    """Keys of the full pages of `token_ids`, computed on demand."""
     cached_tokens: int | None = None
-    """Found in the cache when it first ran; None before."""
+    """Tokens found in the cache when the sequence first started; None before."""
     cached_pages: int | None = None
     """Full pages among them, which are shared and not copied."""
     scored_len: int = 1
-    """Tokens of the prompt whose predictions were told, where they are; the first has none."""
+    """Prompt tokens scored so far; the first has no prediction and counts as scored."""
     key_root: PageKey = field(init=False)
 
     def __post_init__(self) -> None:
@@ -65,32 +65,35 @@ class SequenceState:
 
     @property
     def members(self) -> tuple[SequenceState, ...]:
-        """Those that run together: itself and its negative sequence."""
+        """Sequences that run together: this one and, under guidance, its negative sequence."""
         return (self,) if self.negative is None else (self, self.negative)
 
     @property
     def is_scored(self) -> bool:
-        """Predictions of its prompt are yet to be told."""
+        """Prompt tokens are still to be scored."""
         return self.request.report.prompt and self.scored_len < len(self.request.prompt_ids)
 
     @property
     def reusable_len(self) -> int:
-        """How much of it may come from the cache. Its last token is computed, for the logits that
-        the reply goes on from, and whatever predicts a token that is to be scored."""
+        """Most tokens that may come from the cache.
+
+        The last token is always computed, for its logits; so are all tokens that predict a token
+        that is still to be scored.
+        """
         return (self.scored_len if self.is_scored else len(self.token_ids)) - 1
 
     @property
     def num_missing(self) -> int:
-        """Tokens that are not in the cache yet."""
+        """Tokens that are not cached yet."""
         return len(self.token_ids) - self.past_len
 
     @property
     def num_jumps(self) -> int:
-        """Pages that do not lie right behind the one before."""
+        """Pages that do not directly follow the previous page in memory."""
         return sum(page != before + 1 for before, page in pairwise(self.page_ids))
 
     def extend_keys(self, num_pages: int, page_size: int) -> list[PageKey]:
-        """Keys of the first `num_pages` pages, all of them full."""
+        """Keys of the first `num_pages` pages, which must be full."""
         while len(self.keys) < num_pages:
             start = len(self.keys) * page_size
             previous = self.keys[-1] if self.keys else self.key_root
@@ -98,11 +101,11 @@ class SequenceState:
         return self.keys[:num_pages]
 
     def key_before(self, page: int, page_size: int) -> PageKey:
-        """Key of all that lies before this page of the sequence."""
+        """Key of everything before this page of the sequence."""
         return self.extend_keys(page, page_size)[-1] if page else self.key_root
 
     def contents(self, page: int, length: int, page_size: int) -> PageContents:
-        """What the first `length` positions of this page of the sequence hold."""
+        """Contents of the first `length` positions of this page of the sequence."""
         start = page * page_size
         token_ids = tuple(self.token_ids[start : start + length])
         previous = self.key_before(page, page_size)
@@ -111,6 +114,6 @@ class SequenceState:
         return PageContents.of(previous, token_ids)
 
     def cut(self, length: int, page_size: int) -> None:
-        """Only the first `length` tokens remain; pages and `past_len` are as they were."""
+        """Keep the first `length` tokens only. Pages and `past_len` are not changed."""
         del self.token_ids[length:]
         del self.keys[length // page_size :]

@@ -1,10 +1,10 @@
-"""Stop strings in text that arrives in pieces: what may be printed, and where to stop.
+"""Stop strings in streamed text: which text may be emitted, and where the reply stops.
 
-Occurrences are looked for in the text, wherever the pieces meet: characters (code points), case
-sensitive. The one that begins first wins, whichever string of the list it is; of two that begin
-together, the shorter. So the result depends on the text alone, neither on the order of the list
-nor on the token borders. To know that nothing begins earlier, text that could still become a stop
-string is held back, also when a string that begins later is already complete behind it.
+Strings are matched in the joined text, independent of token borders, by code points and with case.
+The occurrence that begins first counts; of two that begin at the same character, the shorter. The
+result thus depends on the text alone, neither on the order of the list nor on token borders. Text
+that may still become a stop string is held back, even if a string that begins later is already
+complete: otherwise an earlier occurrence could be missed.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StopMatch:
-    """`text` is what may be printed now; `stopped_by` is set once a stop string was found.
+    """Result of one call: text to emit, and the stop string if one was found.
 
-    `rest` is then the stop string and what came after it.
+    `rest` is the stop string and the text after it; empty without a match.
     """
 
     text: str
@@ -25,7 +25,7 @@ class StopMatch:
 
 
 class StopMatcher:
-    """Of one reply. After a match it must not be fed again."""
+    """Matcher of one reply. It must not be fed again after a match."""
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self._strings = tuple(sorted(set(strings), key=lambda string: (len(string), string)))
@@ -38,13 +38,13 @@ class StopMatcher:
         return self._scan(is_end=False)
 
     def finish(self, text: str = "") -> StopMatch:
-        """The text ends with this: what was held as a beginning will not become a stop string."""
+        """Add the last text. Held text that is not part of a stop string is returned."""
         self._held += text
         return self._scan(is_end=True)
 
     @property
     def held(self) -> str:
-        """What could still become a stop string."""
+        """Text that may still become a stop string."""
         return self._held
 
     def _scan(self, *, is_end: bool) -> StopMatch:
