@@ -44,6 +44,7 @@ def test_page_for_people(exl, tiny_llama_dir: Path) -> None:
     assert all(row[-1].endswith("%") for row in rows)
 
 
+@pytest.mark.thorough
 def test_exact_weights_are_larger_in_memory(exl, tmp_path: Path) -> None:
     from gguf import GGMLQuantizationType
 
@@ -82,6 +83,7 @@ def test_ops_for_people_and_for_programs(exl, tiny_llama_dir: Path) -> None:
             assert all(run[key] for run in one["kernels"])
 
 
+@pytest.mark.thorough
 def test_a_longer_context_and_a_smaller_cache(exl, tiny_llama_dir: Path) -> None:
     read = {}
     for options in ((), ("--depth", 100), ("--depth", 100, "--cache-type", "fp8")):

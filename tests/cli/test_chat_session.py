@@ -24,6 +24,7 @@ from exl_core.prompt.formats import find_format
 from exl_core.prompt.template import ChatTemplate
 from exl_core.speculate.ngram import NgramDrafter
 from support.driving import engine_for
+from support.profiles import first_by_default
 from support.scripted import EOS_ID, ByteTokenizer, Rule, reply_with
 
 TEMPLATE = (
@@ -211,7 +212,7 @@ def story_for_c(history: Sequence[int]) -> Tensor:
 
 
 @pytest.mark.parametrize(  # the context may end within a character
-    "beyond", [0, *(pytest.param(n, marks=pytest.mark.thorough) for n in (1, 2, 3))]
+    "beyond", first_by_default(range(4))
 )
 def test_a_reply_that_fills_the_context_goes_on_with_fewer_turns(
     beyond: int, capfd: pytest.CaptureFixture[str]

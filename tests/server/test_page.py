@@ -16,6 +16,7 @@ from exl_cli.chat.settings import ChatOptions
 from exl_cli.sampling_options import SamplingOptions
 from exl_cli.server.app import Access
 from exl_cli.server.models import ModelHost
+from support.profiles import first_by_default
 from support.scripted import Rule, reply_with
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright, no browser")
@@ -216,7 +217,7 @@ def test_what_only_looks_like_emphasis_is_text(page: Page, quick: Running) -> No
     assert shown == ["*1. one\n2. two 3 * 4 ** 5 ** a_b_c 2*3", ["2. two"]]
 
 
-@pytest.mark.parametrize("how", ["Escape", "button"])
+@pytest.mark.parametrize("how", first_by_default(["Escape", "button"]))
 def test_it_streams_and_stops(page: Page, slow: Running, how: str) -> None:
     page.goto(slow.url)
     ask(page, "go")

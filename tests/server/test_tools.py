@@ -11,6 +11,7 @@ from openai import BadRequestError
 from server_support import Running, running, scripted_runtime
 
 from exl_cli.server.tools import ToolCall, ToolFormat, ToolSplitter, call_schema, format_of
+from support.profiles import first_by_default
 from support.scripted import HashRule, Rule, reply_with
 
 HERMES = (
@@ -139,7 +140,7 @@ def test_calls_reach_the_client(template: str, tool_format: ToolFormat) -> None:
     assert [call.function.name for call in alone] == ["weather"]
 
 
-@pytest.mark.parametrize("template", [HERMES, LLAMA, MISTRAL])
+@pytest.mark.parametrize("template", first_by_default([HERMES, LLAMA, MISTRAL]))
 def test_a_required_call_comes_whatever_the_model_would_say(template: str) -> None:
     """The model's logits are random: what it writes is a call because nothing else may be."""
     with serving(HashRule(3), template) as one:

@@ -1,11 +1,15 @@
-"""Hypothesis profiles: how many examples a property test tries.
+"""How much of a test runs by default, and how much in `nox -s thorough` only.
 
-`default` tries a fifth of the full number; `thorough` (`nox -s thorough`) tries all of them.
-Neither fails a test for being slow: the machine may be loaded.
+A property test tries as many examples as its Hypothesis profile says: `default` a fifth of the full
+number, `thorough` all of them. Neither fails a test for being slow: the machine may be loaded.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 FULL = 100  # Hypothesis' own default
@@ -25,3 +29,11 @@ def examples(full: int) -> int:
     Read it while a test module is imported or while a test runs: by then the profile is selected.
     """
     return full * settings.default.max_examples // FULL
+
+
+def first_by_default(values: Iterable[Any], count: int = 1) -> list[Any]:
+    """Parameters of a test: the first `count` run by default, the others are thorough."""
+    return [
+        value if i < count else pytest.param(value, marks=pytest.mark.thorough)
+        for i, value in enumerate(values)
+    ]

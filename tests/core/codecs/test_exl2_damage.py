@@ -16,7 +16,7 @@ from exl_core.errors import (
     WeightShapeError,
     WeightValueError,
 )
-from support.profiles import examples
+from support.profiles import examples, first_by_default
 from support.quantized import flip_bit, random_exl2
 
 WHERE = "model.safetensors: layers.0.up_proj"
@@ -213,10 +213,7 @@ def test_a_large_scale_is_accepted_if_its_weights_fit_float16() -> None:
     assert torch.equal(exl2.dequantize(exl2.check(layer.parts, WHERE)), layer.dense())
 
 
-@pytest.mark.parametrize(
-    "group",
-    [4, *(pytest.param(group, marks=pytest.mark.thorough) for group in (0, len(GROUPS) - 1))],
-)
+@pytest.mark.parametrize("group", first_by_default([4, 0, len(GROUPS) - 1]))
 def test_a_damaged_scale_code_affects_its_column_and_group_only(group: int) -> None:
     intact = LAYER.parts
     for word in range(4):

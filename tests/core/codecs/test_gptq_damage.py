@@ -15,6 +15,7 @@ from exl_core.errors import (
     WeightShapeError,
     WeightValueError,
 )
+from support.profiles import first_by_default
 from support.quantized import GptqLayer, flip_bit, random_gptq
 
 WHERE = "model.safetensors: layers.0.up_proj"
@@ -242,7 +243,7 @@ def test_a_damaged_zero_point_affects_its_group_and_word_only(bits: int, is_v2: 
             assert not (changed & ~(in_group & governed)).any()
 
 
-@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("step", first_by_default([4, 1]))
 def test_a_damaged_scale_is_refused_or_affects_its_group_and_column_only(step: int) -> None:
     layer = layer_of(8, has_act_order=True)
     in_group = torch.from_numpy(layer.group_of_row == 3)

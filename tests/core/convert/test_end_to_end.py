@@ -25,6 +25,7 @@ from support import tiny_models
 from support.conversions import SHAPE, content, conversion, hooks, recorder, run
 from support.exl2_directory import read_model
 from support.gguf_models import write_gguf
+from support.profiles import first_by_default
 
 FAST = ConvertOptions(fast=True)
 
@@ -89,13 +90,7 @@ def soft_capped(folder: Path) -> Path:
 
 @pytest.mark.parametrize(
     "make",
-    [
-        sharded,
-        *(
-            pytest.param(make, marks=pytest.mark.thorough)
-            for make in (tied, gguf_gemma, gguf_llama, gguf_qwen, fused, soft_capped)
-        ),
-    ],
+    first_by_default([sharded, tied, gguf_gemma, gguf_llama, gguf_qwen, fused, soft_capped]),
 )
 def test_a_source_of_every_form(make: Any, tmp_path: Path) -> None:
     source = make(tmp_path / "source")

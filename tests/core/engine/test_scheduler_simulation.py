@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from support.profiles import examples
+from support.profiles import examples, first_by_default
 from support.scheduling import Simulation
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
@@ -74,7 +74,7 @@ def check_that_all_happened(total: Counter[str]) -> None:
     } <= {kind for kind, count in total.items() if count >= total["events"] / 1000}, total
 
 
-@pytest.mark.parametrize("num_events", [4000, pytest.param(10_000, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("num_events", first_by_default([4000, 10_000]))
 def test_thousands_of_events_lose_no_page(num_events: int) -> None:
     total = simulate(num_events, seed=1)
     assert total["events"] >= num_events

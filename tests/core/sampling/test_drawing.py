@@ -15,9 +15,10 @@ from exl_core.sampling.chain import steps_for
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import Sampler
 from exl_core.sampling.steps import draw, skewed, softmax, weights
+from support.profiles import first_by_default
 
 OPS = get_table("cpu", threads=1)
-DRAWS = [1000, pytest.param(4000, marks=pytest.mark.thorough)]
+DRAWS = first_by_default([1000, 4000])
 
 
 def random_logits(seed: int, count: int = 64) -> Tensor:

@@ -19,6 +19,7 @@ from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import NO_DRAFT, Draft, DraftJob
+from support.profiles import first_by_default
 from support.scripted import (
     VOCAB_SIZE,
     HashRule,
@@ -353,7 +354,7 @@ class Life:
         return True
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", first_by_default(range(4)))
 def test_whatever_happened_before_the_drafts_are_those_of_a_fresh_draft(seed: int) -> None:
     rule = HashRule()
     drafter = drafter_for(rule, num_pages=7)

@@ -22,6 +22,7 @@ from exl_core.sampling.sampler import Sampler
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Draft, DraftJob
 from exl_core.speculate.ngram import NgramDrafter
+from support.profiles import first_by_default
 from support.scripted import ScriptedModel, ScriptedShape
 
 VOCAB, GAMMA, LENGTH = 3, 3, 3
@@ -150,15 +151,8 @@ MODES: dict[str, tuple[Tensor, float]] = {
 }
 
 
-@pytest.mark.parametrize("rounds", [ROUNDS, pytest.param(10 * ROUNDS, marks=pytest.mark.thorough)])
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "another model",
-        pytest.param("another model that stops when unsure", marks=pytest.mark.thorough),
-        pytest.param("the model itself", marks=pytest.mark.thorough),
-    ],
-)
+@pytest.mark.parametrize("rounds", first_by_default([ROUNDS, 10 * ROUNDS]))
+@pytest.mark.parametrize("mode", first_by_default(MODES))
 def test_a_draft_model_leaves_the_distribution_as_it_is(mode: str, rounds: int) -> None:
     table, least = MODES[mode]
     played, deviation = played_by(by_model(table, least), rounds)
