@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exl_core.convert.gptq import Factor, Variant, factorize, quantize_columns
-from exl_core.convert.replay import MEETINGS
+from exl_core.convert.replay import CAPTURE_AT_CALL
 from exl_core.convert.scales import group_scales
 
 pytestmark = pytest.mark.cuda
@@ -18,7 +18,7 @@ TRIALS = 8
 @pytest.mark.parametrize("bits", [(4,), (2, 5, 3, 8, 3)], ids=str)
 def test_scales(rows: int, columns: int, bits: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(rows)
-    for _ in range(MEETINGS + 2):
+    for _ in range(CAPTURE_AT_CALL + 2):
         values = torch.randn(rows, len(bits), columns, generator=generator)
         curvature = torch.rand(rows, generator=generator)
         near = group_scales(values, curvature, bits, TRIALS)
@@ -41,7 +41,7 @@ def test_columns_come_out_the_same_each_time() -> None:
     first = quantize_columns(weight.cuda(), far_factor, variants, TRIALS)
     assert (near.codes == first.codes.cpu()).float().mean() > 0.97
     torch.testing.assert_close(first.cost.cpu().sum(0), near.cost.sum(0), rtol=2e-2, atol=0)
-    for _ in range(MEETINGS + 1):
+    for _ in range(CAPTURE_AT_CALL + 1):
         again = quantize_columns(weight.cuda(), far_factor, variants, TRIALS)
         assert torch.equal(again.codes, first.codes)
         assert torch.equal(again.cost, first.cost)

@@ -57,7 +57,7 @@ def embed_rows(checkpoint: Any, config: Any, token_ids: Tensor) -> Tensor:
 
 def measure_sensitivity(*args: Any, **options: Any) -> dict[str, Tensor]:
     (options["scratch"] / "states").write_bytes(b"large")
-    options["on_row"](1, 1)
+    options["on_layer"](1, 1)
     return {"sensitivity": torch.ones(3)}
 
 
@@ -91,7 +91,7 @@ def allocate(layers: Any, bits: float) -> Allocation:
 
 
 def quantize_layer(
-    source: LayerSource, config: Any, allocation: Allocation, states: Any, crew: Any
+    source: LayerSource, config: Any, allocation: Allocation, states: Any, workers: Any
 ) -> QuantizedPart:
     states.source.mul_(0.9)
     states.quantized.mul_(0.9).add_(0.001 * source.layer)
@@ -110,7 +110,7 @@ def quantize_layer(
 
 
 def quantize_ends(
-    checkpoint: Any, config: Any, states: Any, options: Any, crew: Any
+    checkpoint: Any, config: Any, states: Any, options: Any, workers: Any
 ) -> QuantizedPart:
     def read(name: str) -> Tensor:
         return torch.cat([chunk.values for chunk in checkpoint.chunks(name, torch.float32)])
@@ -127,8 +127,8 @@ def tune_model(
     checkpoint: Any, config: Any, tensors: Mapping[str, Tensor], token_ids: Tensor, **options: Any
 ) -> dict[str, Tensor]:
     """Three steps; each depends on what those before it left."""
-    factor = options["held"]["factor"] if options["held"] else torch.ones(1)
-    for step in range(options["first"], 3):
+    factor = options["saved_state"]["factor"] if options["saved_state"] else torch.ones(1)
+    for step in range(options["steps_done"], 3):
         factor = factor * (1 + step / 1000)
         options["on_step"](step + 1, {"factor": factor})
     return {FINAL_NORM: (tensors[FINAL_NORM] * factor).half()}

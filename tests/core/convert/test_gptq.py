@@ -6,16 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.convert.gptq import DAMPING, Variant, factorize, plain_factor, quantize_columns
+from exl_core.convert.gptq import DAMPING, Variant, factorize, identity_factor, quantize_columns
+from exl_core.convert.hessian import InputStatistics
 from exl_core.convert.matrix import MatrixQuantizer
-from exl_core.convert.moments import Moments
 from exl_core.convert.plan import Layout
 from exl_core.convert.scales import exact_scales, group_scales
 
 TRIALS = 8
 
 
-def correlated_moments(features: int, seed: int = 0, tokens: int = 2000) -> Tensor:
+def correlated_hessian(features: int, seed: int = 0, tokens: int = 2000) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     mixing = torch.randn(features, features, generator=generator) / features**0.5
     spread = torch.rand(features, generator=generator).mul(3).exp()
@@ -45,16 +45,16 @@ def reference_gptq(source: Tensor, hessian: Tensor, order: Tensor, scales: Tenso
         step = (current[row] / scales[row]).round().clamp(-zero, zero - 1)
         codes[row] = step.long() + zero
         error = current[row] - step * scales[row]
-        rest = h[row + 1 :, row + 1 :]
-        if len(rest):
-            current[row + 1 :] += torch.linalg.solve(rest, h[row + 1 :, row : row + 1]) * error
+        remaining = h[row + 1 :, row + 1 :]
+        if len(remaining):
+            current[row + 1 :] += torch.linalg.solve(remaining, h[row + 1 :, row : row + 1]) * error
         current[row] = step * scales[row]
     return codes
 
 
 def test_codes_are_those_of_the_definition() -> None:
     k, n = 96, 24
-    hessian, weight = correlated_moments(k), random_weight(n, k).T.contiguous()
+    hessian, weight = correlated_hessian(k), random_weight(n, k).T.contiguous()
     factor = factorize(hessian)
     assert factor is not None
     groups = [(4, 32), (3, 64)]
@@ -68,7 +68,7 @@ def test_codes_are_those_of_the_definition() -> None:
 
 def test_the_cost_is_that_of_the_damped_moments() -> None:
     k, n = 128, 40
-    hessian, weight = correlated_moments(k), random_weight(n, k).T.contiguous()
+    hessian, weight = correlated_hessian(k), random_weight(n, k).T.contiguous()
     factor = factorize(hessian)
     assert factor is not None
     variant = Variant(slice(n), [(3, 64), (3, 64)])
@@ -82,10 +82,10 @@ def test_the_cost_is_that_of_the_damped_moments() -> None:
 
 def test_it_beats_rounding_by_much() -> None:
     k, n = 192, 64
-    hessian, weight = correlated_moments(k), random_weight(n, k)
+    hessian, weight = correlated_hessian(k), random_weight(n, k)
     layout = Layout.parse("3:100/64")
-    good = MatrixQuantizer(Moments(hessian, None)).quantize("good", weight, layout)
-    plain = plain_factor(k, torch.device("cpu"))
+    good = MatrixQuantizer(InputStatistics(hessian, None)).quantize("good", weight, layout)
+    plain = identity_factor(k, torch.device("cpu"))
     rounded = quantize_columns(
         weight.T.contiguous(), plain, [Variant(slice(n), layout.groups(k))], TRIALS
     )
@@ -95,8 +95,8 @@ def test_it_beats_rounding_by_much() -> None:
 
 @pytest.mark.parametrize("in_features", [576, 96])
 def test_more_bits_err_less(in_features: int) -> None:
-    hessian, weight = correlated_moments(in_features), random_weight(40, in_features)
-    quantizer = MatrixQuantizer(Moments(hessian, None))
+    hessian, weight = correlated_hessian(in_features), random_weight(40, in_features)
+    quantizer = MatrixQuantizer(InputStatistics(hessian, None))
     layouts = ["2:100/64", "3:25/64 2:75/64", "3:100/64", "4:100/64", "5:100/64", "6:100/64"]
     reports = [quantizer.quantize("w", weight, Layout.parse(text)).report for text in layouts]
     errors = [report.error for report in reports]
@@ -106,7 +106,7 @@ def test_more_bits_err_less(in_features: int) -> None:
 
 def test_variants_side_by_side_are_what_each_is_alone() -> None:
     k, n = 96, 32
-    hessian, weight = correlated_moments(k), random_weight(n, k).T.contiguous()
+    hessian, weight = correlated_hessian(k), random_weight(n, k).T.contiguous()
     factor = factorize(hessian)
     assert factor is not None
     forms = [[(2, 32)] * 3, [(6, 64), (3, 32)], [(8, 96)]]
@@ -130,11 +130,11 @@ def test_quantized_inputs_are_made_up_for() -> None:
     hessian, cross = x.T @ x / tokens, x.T @ source_x / tokens
     wanted = source_x @ weight.T
 
-    def error(moments: Moments) -> float:
-        quantized = MatrixQuantizer(moments).quantize("w", weight, layout)
+    def error(statistics: InputStatistics) -> float:
+        quantized = MatrixQuantizer(statistics).quantize("w", weight, layout)
         return float((x @ quantized.weight.T - wanted).square().mean())
 
-    assert error(Moments(hessian, cross)) < 0.9 * error(Moments(hessian, None))
+    assert error(InputStatistics(hessian, cross)) < 0.9 * error(InputStatistics(hessian, None))
 
 
 def one_rank(k: int) -> Tensor:
@@ -143,7 +143,7 @@ def one_rank(k: int) -> Tensor:
 
 
 def dead_inputs(k: int) -> Tensor:
-    hessian = correlated_moments(k)
+    hessian = correlated_hessian(k)
     hessian[:32], hessian[:, :32] = 0, 0
     return hessian
 
@@ -152,7 +152,9 @@ def dead_inputs(k: int) -> Tensor:
 def test_singular_moments_still_give_a_matrix(make) -> None:
     k, n = 96, 32
     hessian, weight = make(k), random_weight(n, k)
-    matrix = MatrixQuantizer(Moments(hessian, None)).quantize("w", weight, Layout.parse("4:100/32"))
+    matrix = MatrixQuantizer(InputStatistics(hessian, None)).quantize(
+        "w", weight, Layout.parse("4:100/32")
+    )
     assert matrix.weight.isfinite().all()
     assert matrix.report.error < 0.02
     assert not [one for one in matrix.report.incidents if one.kind == "rounded"]
@@ -160,9 +162,9 @@ def test_singular_moments_still_give_a_matrix(make) -> None:
 
 def test_damping_is_raised_and_told() -> None:
     k = 64
-    hessian = correlated_moments(k)
+    hessian = correlated_hessian(k)
     hessian[0, 1] = hessian[1, 0] = 1.1 * (hessian[0, 0] * hessian[1, 1]).sqrt()  # indefinite
-    quantizer = MatrixQuantizer(Moments(hessian, None))
+    quantizer = MatrixQuantizer(InputStatistics(hessian, None))
     report = quantizer.quantize("w", random_weight(32, k), Layout.parse("4:100/32")).report
     assert [one.kind for one in report.incidents] == ["damped"]
     assert "mean diagonal" in report.incidents[0].detail
@@ -172,7 +174,7 @@ def test_damping_is_raised_and_told() -> None:
 def test_useless_moments_mean_plain_rounding(fill: float) -> None:
     k, n = 64, 32
     weight = random_weight(n, k)
-    quantizer = MatrixQuantizer(Moments(torch.full((k, k), fill), None))
+    quantizer = MatrixQuantizer(InputStatistics(torch.full((k, k), fill), None))
     matrix = quantizer.quantize("w", weight, Layout.parse("6:100/32"))
     assert [one.kind for one in matrix.report.incidents] == ["rounded"]
     assert (matrix.weight - weight).abs().max() < 0.1
@@ -181,23 +183,25 @@ def test_useless_moments_mean_plain_rounding(fill: float) -> None:
 
 def test_zero_matrix_and_constant_column() -> None:
     k, n = 96, 32
-    hessian = correlated_moments(k)
+    hessian = correlated_hessian(k)
     layout = Layout.parse("3:100/32")
-    zero = MatrixQuantizer(Moments(hessian, None)).quantize("w", torch.zeros(n, k), layout)
+    zero = MatrixQuantizer(InputStatistics(hessian, None)).quantize("w", torch.zeros(n, k), layout)
     assert not zero.weight.any()
     weight = random_weight(n, k)
     weight[:, 7] = 0.5  # one input feature has the same weight everywhere
     weight[3] = 0.25  # and so has one output
-    constant = MatrixQuantizer(Moments(hessian, None)).quantize("w", weight, layout)
+    constant = MatrixQuantizer(InputStatistics(hessian, None)).quantize("w", weight, layout)
     assert constant.report.error < 0.1
 
 
 def test_same_input_same_bytes() -> None:
     k, n = 160, 48
-    hessian, weight = correlated_moments(k), random_weight(n, k)
+    hessian, weight = correlated_hessian(k), random_weight(n, k)
     layout = Layout.parse("4:25/64 3:75/64")
     one, two = (
-        MatrixQuantizer(Moments(hessian.clone(), hessian * 0.9)).quantize("w", weight, layout)
+        MatrixQuantizer(InputStatistics(hessian.clone(), hessian * 0.9)).quantize(
+            "w", weight, layout
+        )
         for _ in range(2)
     )
     for piece in ("q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm"):
@@ -206,8 +210,10 @@ def test_same_input_same_bytes() -> None:
 
 def test_unpadded_outputs_and_a_short_last_group() -> None:
     k, n = 160, 20  # groups of 64, 64 and 32; 12 columns are added
-    hessian, weight = correlated_moments(k), random_weight(n, k)
-    matrix = MatrixQuantizer(Moments(hessian, None)).quantize("w", weight, Layout.parse("5:100/64"))
+    hessian, weight = correlated_hessian(k), random_weight(n, k)
+    matrix = MatrixQuantizer(InputStatistics(hessian, None)).quantize(
+        "w", weight, Layout.parse("5:100/64")
+    )
     assert matrix.packed.out_features == 32
     assert [group.rows for group in matrix.packed.groups] == [64, 64, 32]
     assert matrix.weight.shape == (n, k)

@@ -20,7 +20,7 @@ from exl_core.convert.allocate import allocate
 from exl_core.convert.block import rms_norm
 from exl_core.convert.layers import States, embed_rows, read_layer
 from exl_core.convert.measure import measure_layer
-from exl_core.convert.parallel import Workers, workers
+from exl_core.convert.parallel import Workers, worker_pool
 from exl_core.convert.plan import ConvertOptions, LayerMeasurement
 from exl_core.convert.quantize import quantize_ends, quantize_layer
 from exl_core.convert.sensitivity import Sensitivity, measure_sensitivity
@@ -36,8 +36,8 @@ OPTIONS = ConvertOptions(fast=True)
 FULL = ConvertOptions()
 
 
-def crew() -> AbstractContextManager[Workers]:
-    return workers(CPU, lambda: False)
+def cpu_workers() -> AbstractContextManager[Workers]:
+    return worker_pool(CPU, lambda: False)
 
 
 class Source(NamedTuple):
@@ -51,8 +51,8 @@ def make_source(folder: Path, build: Callable[..., Any], **options: Any) -> Sour
     source, config, quantization = open_checkpoint(save(build(**SIZES, **options), folder))
     checkpoint = Checkpoint(source, config, quantization, is_exact=True)
     ids = torch.randint(3, VOCAB_SIZE, (4, 96), generator=torch.Generator().manual_seed(9))
-    with crew() as some:
-        sensitivity = measure_sensitivity(checkpoint, config, ids, options=OPTIONS, crew=some)
+    with cpu_workers() as workers:
+        sensitivity = measure_sensitivity(checkpoint, config, ids, options=OPTIONS, workers=workers)
     return Source(checkpoint, config, ids, sensitivity)
 
 
@@ -69,9 +69,9 @@ def measured(llama: Source) -> list[LayerMeasurement]:
 
 def measure(source: Source, layer: int, states: Tensor) -> LayerMeasurement:
     weights = read_layer(source.checkpoint, source.config, layer, CPU)
-    with crew() as some:
+    with cpu_workers() as workers:
         return measure_layer(
-            weights, source.config, states, source.sensitivity, options=OPTIONS, crew=some
+            weights, source.config, states, source.sensitivity, options=OPTIONS, workers=workers
         )
 
 
@@ -83,14 +83,14 @@ def convert(source: Source, layers: list[LayerMeasurement], bits: float) -> dict
     tensors: dict[str, Tensor] = {}
     for layer in range(source.config.num_layers):
         weights = read_layer(source.checkpoint, source.config, layer, CPU)
-        with crew() as some:
-            part = quantize_layer(weights, source.config, allocation, states, some)
+        with cpu_workers() as workers:
+            part = quantize_layer(weights, source.config, allocation, states, workers)
         tensors |= part.tensors
         assert [r.layout for r in part.reports] == [
             allocation.layouts[report.name] for report in part.reports
         ]
-    with crew() as some:
-        ends = quantize_ends(source.checkpoint, source.config, states, OPTIONS, some)
+    with cpu_workers() as workers:
+        ends = quantize_ends(source.checkpoint, source.config, states, OPTIONS, workers)
     return tensors | dict(ends.tensors)
 
 
@@ -159,12 +159,12 @@ def test_sensitivity_is_the_mean_square_of_gradients(llama: Source) -> None:
     """Of the last layer's down projection the gradient is that of the states after it."""
     name = "model.layers.2.mlp.down_proj.weight"
     states = embed_rows(llama.checkpoint, llama.config, llama.token_ids)
-    with crew() as some:
+    with cpu_workers() as workers:
         for layer in range(llama.config.num_layers):
             source = read_layer(llama.checkpoint, llama.config, layer, CPU)
-            sensitivity_module._forward(source, llama.config, states, some)
+            sensitivity_module._forward(source, llama.config, states, workers)
         gradient = sensitivity_module._head_gradient(
-            llama.checkpoint, llama.config, states, OPTIONS, some
+            llama.checkpoint, llama.config, states, OPTIONS, workers
         )
     expected = gradient.square().mean((0, 1))
     assert torch.allclose(llama.sensitivity[name], expected, rtol=0.05)
@@ -172,14 +172,14 @@ def test_sensitivity_is_the_mean_square_of_gradients(llama: Source) -> None:
 
 def tuned(source: Source, tensors: dict[str, Tensor], folder: Path, **options: Any) -> Any:
     folder.mkdir()
-    with crew() as some:
+    with cpu_workers() as workers:
         return tune_model(
             source.checkpoint,
             source.config,
             tensors,
             source.token_ids,
             options=FULL,
-            crew=some,
+            workers=workers,
             scratch=folder,
             **options,
         )
@@ -192,13 +192,13 @@ def test_tuning_brings_the_predictions_closer(
     tensors = convert(llama, measured, 2.6)
     monkeypatch.setattr(tune, "STEPS", 10)
     monkeypatch.setattr(tune, "LENGTH", llama.token_ids.shape[1])
-    told: list[tuple[int, dict[str, Tensor]]] = []
+    steps: list[tuple[int, dict[str, Tensor]]] = []
 
     def on_step(done: int, state: dict[str, Tensor]) -> None:
-        told.append((done, {name: value.clone() for name, value in state.items()}))
+        steps.append((done, {name: value.clone() for name, value in state.items()}))
 
     new = tuned(llama, tensors, tmp_path / "a", on_step=on_step)
-    assert [done for done, _ in told] == list(range(1, 11))
+    assert [done for done, _ in steps] == list(range(1, 11))
     assert new
     for name, value in new.items():
         assert value.shape == tensors[name].shape
@@ -206,8 +206,8 @@ def test_tuning_brings_the_predictions_closer(
         assert name.endswith(("norm.weight", ".q_scale_max"))
     before, after = divergence(llama, tensors), divergence(llama, tensors | new)
     assert after < 0.99 * before
-    first, held = told[5]
-    for options in ({}, {"first": first, "held": held}):  # again, and going on
+    first, saved_state = steps[5]
+    for options in ({}, {"steps_done": first, "saved_state": saved_state}):  # again, and going on
         again = tuned(llama, tensors, tmp_path / f"b{len(options)}", **options)
         assert all(torch.equal(new[name], again[name]) for name in new)
     waited = sum(path.stat().st_size for path in (tmp_path / "a").iterdir())
@@ -215,39 +215,43 @@ def test_tuning_brings_the_predictions_closer(
 
 
 def divergence(source: Source, tensors: dict[str, Tensor]) -> float:
-    with crew() as some, tempfile.TemporaryDirectory() as folder:
-        model, wanted = open_tuned(source, tensors, Path(folder), some)
-        return model.divergence(source.token_ids, wanted, some)
+    with cpu_workers() as workers, tempfile.TemporaryDirectory() as folder:
+        model, source_states = open_tuned(source, tensors, Path(folder), workers)
+        return model.divergence(source.token_ids, source_states, workers)
 
 
 def open_tuned(
-    source: Source, tensors: dict[str, Tensor], folder: Path, some: Workers
+    source: Source, tensors: dict[str, Tensor], folder: Path, workers: Workers
 ) -> tuple[Any, Tensor]:
     """The model that is tuned, and what the source's head gets."""
     with torch.no_grad():
-        wanted = tune._source_states(source.checkpoint, source.config, source.token_ids, CPU, some)
-        return tune._Tuned.of(source.checkpoint, source.config, tensors, folder, CPU), wanted
+        source_states = tune._source_states(
+            source.checkpoint, source.config, source.token_ids, CPU, workers
+        )
+        return tune._TunedModel.of(
+            source.checkpoint, source.config, tensors, folder, CPU
+        ), source_states
 
 
 def test_gradients_taken_layer_by_layer_are_those_of_the_whole(
     llama: Source, measured: list[LayerMeasurement], tmp_path: Path
 ) -> None:
     tensors = convert(llama, measured, 3.0)
-    with crew() as some:
-        model, wanted = open_tuned(llama, tensors, tmp_path, some)
-        for n, knob in enumerate(model.knobs.values()):
-            knob.data += 0.01 * n
-        found = model.gradients(llama.token_ids, wanted, some)
-    assert found.keys() == model.knobs.keys()
+    with cpu_workers() as workers:
+        model, source_states = open_tuned(llama, tensors, tmp_path, workers)
+        for n, parameter in enumerate(model.parameters.values()):
+            parameter.data += 0.01 * n
+        found = model.gradients(llama.token_ids, source_states, workers)
+    assert found.keys() == model.parameters.keys()
     x = tensors[EMBED][llama.token_ids].float()
     for layer in range(llama.config.num_layers):
-        x = model._layer(layer)(x)
-    norm = model.norms[FINAL_NORM] * model.knobs[FINAL_NORM].exp()
-    x = model._scaled("lm_head", rms_norm(x, norm, llama.config.norm_eps))
+        x = model._layer_function(layer)(x)
+    norm = model.norms[FINAL_NORM] * model.parameters[FINAL_NORM].exp()
+    x = model._scale_inputs("lm_head", rms_norm(x, norm, llama.config.norm_eps))
     head = model.matrices["lm_head"].weight()[:VOCAB_SIZE]
-    ours = (x.to(head.dtype) @ head.T).float().log_softmax(-1)
-    theirs = (wanted @ model.source_head.T).float().log_softmax(-1)
-    loss = (theirs.exp() * (theirs - ours)).sum(-1).mean()
-    expected = torch.autograd.grad(loss, list(model.knobs.values()))
-    for name, whole in zip(model.knobs, expected, strict=True):
+    prediction = (x.to(head.dtype) @ head.T).float().log_softmax(-1)
+    target = (source_states @ model.source_head.T).float().log_softmax(-1)
+    loss = (target.exp() * (target - prediction)).sum(-1).mean()
+    expected = torch.autograd.grad(loss, list(model.parameters.values()))
+    for name, whole in zip(model.parameters, expected, strict=True):
         assert float((found[name] - whole).norm()) < 0.02 * float(whole.norm()), name

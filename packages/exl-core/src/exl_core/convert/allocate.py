@@ -27,34 +27,34 @@ def allocate(layers: Sequence[LayerMeasurement], bits: float) -> Allocation:
     RequestError where even the smallest layouts take more. Deterministic.
     """
     matrices = [matrix for layer in layers for matrix in layer.matrices]
-    limit, numel = budget(layers, bits)
-    choices = [_useful(matrix) for matrix in matrices]
-    least = sum(options[0].bits for options in choices)
-    if least > limit:
+    limit_bits, numel = budget(layers, bits)
+    choices = [_pareto_optimal(matrix) for matrix in matrices]
+    minimum_bits = sum(options[0].bits for options in choices)
+    if minimum_bits > limit_bits:
         raise RequestError(
             f"{bits} bits per weight are too few for this model",
-            expected=f"at least {least / numel:.3f}, which the smallest layouts take",
+            expected=f"at least {minimum_bits / numel:.3f}, which the smallest layouts take",
             got=bits,
             next_step="Scales and the order of rows take their part too.",
         )
-    chosen = _search(choices, limit)
+    chosen = _search(choices, limit_bits)
     picked = [options[index] for options, index in zip(choices, chosen, strict=True)]
     return Allocation(
         layouts={m.name: c.layout for m, c in zip(matrices, picked, strict=True)},
         bits=sum(candidate.bits for candidate in picked),
-        budget_bits=limit,
+        budget_bits=limit_bits,
         numel=numel,
         error=sum(candidate.error for candidate in picked),
     )
 
 
-def _useful(matrix: MatrixMeasurement) -> list[Candidate]:
+def _pareto_optimal(matrix: MatrixMeasurement) -> list[Candidate]:
     """Candidates in the order of their size, each better than all smaller ones."""
-    useful: list[Candidate] = []
+    optimal: list[Candidate] = []
     for candidate in sorted(matrix.candidates, key=lambda c: (c.bits, c.error, c.layout)):
-        if not useful or candidate.error < useful[-1].error:
-            useful.append(candidate)
-    return useful
+        if not optimal or candidate.error < optimal[-1].error:
+            optimal.append(candidate)
+    return optimal
 
 
 class _Item(NamedTuple):
@@ -67,70 +67,78 @@ class _Item(NamedTuple):
         return int(np.argmin(self.errors + price * self.bits))  # the smallest of equals
 
 
-def _search(choices: Sequence[Sequence[Candidate]], limit: int) -> list[int]:
+def _search(choices: Sequence[Sequence[Candidate]], limit_bits: int) -> list[int]:
     items = [
         _Item(np.array([c.bits for c in options]), np.array([c.error for c in options]))
         for options in choices
     ]
-    price = _price(items, limit)
+    price = _bit_price(items, limit_bits)
     best = [item.cheapest(price) for item in items]
     if price == 0:
         return best
-    best = _filled(items, best, limit)
-    slack = [item.errors + price * item.bits for item in items]
-    slack = [costs - costs.min() for costs in slack]  # what a candidate costs over the bound
+    best = _fill_greedily(items, best, limit_bits)
+    excess = [item.errors + price * item.bits for item in items]
+    excess = [costs - costs.min() for costs in excess]  # what a candidate costs over the bound
     spent = sum(int(item.bits[i]) for item, i in zip(items, best, strict=True))
-    gap = sum(float(costs[i]) for costs, i in zip(slack, best, strict=True))
-    gap += price * (limit - spent)
-    return _improved(items, slack, gap, price, limit) or best
+    gap = sum(float(costs[i]) for costs, i in zip(excess, best, strict=True))
+    gap += price * (limit_bits - spent)
+    return _search_within_gap(items, excess, gap, price, limit_bits) or best
 
 
-def _price(items: Sequence[_Item], limit: int) -> float:
+def _bit_price(items: Sequence[_Item], limit_bits: int) -> float:
     """The smallest price of a bit at which the cheapest candidates fit; 0 if all best ones do."""
 
     def size(price: float) -> int:
         return sum(int(item.bits[item.cheapest(price)]) for item in items)
 
-    if size(0.0) <= limit:
+    if size(0.0) <= limit_bits:
         return 0.0
     low, high = 0.0, 1.0
-    while size(high) > limit:
+    while size(high) > limit_bits:
         low, high = high, high * 16
     for _ in range(200):
         middle = (low + high) / 2
         if middle in (low, high):
             break
-        if size(middle) > limit:
+        if size(middle) > limit_bits:
             low = middle
         else:
             high = middle
     return high
 
 
-def _filled(items: Sequence[_Item], start: Sequence[int], limit: int) -> list[int]:
+def _fill_greedily(items: Sequence[_Item], start: Sequence[int], limit_bits: int) -> list[int]:
     """While something fits, the step that gains most a bit."""
     chosen = list(start)
-    left = limit - sum(int(item.bits[i]) for item, i in zip(items, chosen, strict=True))
+    remaining_bits = limit_bits - sum(
+        int(item.bits[i]) for item, i in zip(items, chosen, strict=True)
+    )
     while True:
         steps = [
-            (float(item.errors[now] - item.errors[j]) / int(item.bits[j] - item.bits[now]), -n, j)
-            for n, (item, now) in enumerate(zip(items, chosen, strict=True))
-            for j in range(now + 1, len(item.bits))
-            if int(item.bits[j] - item.bits[now]) <= left
+            (
+                float(item.errors[current] - item.errors[j])
+                / int(item.bits[j] - item.bits[current]),
+                -n,
+                j,
+            )
+            for n, (item, current) in enumerate(zip(items, chosen, strict=True))
+            for j in range(current + 1, len(item.bits))
+            if int(item.bits[j] - item.bits[current]) <= remaining_bits
         ]
         if not steps:
             return chosen
-        _, place, j = max(steps)
-        left -= int(items[-place].bits[j] - items[-place].bits[chosen[-place]])
-        chosen[-place] = j
+        _, negated, j = max(steps)
+        n = -negated
+        remaining_bits -= int(items[n].bits[j] - items[n].bits[chosen[n]])
+        chosen[n] = j
 
 
-def _improved(
+def _search_within_gap(
     items: Sequence[_Item],
-    slack: Sequence[NDArray[np.float64]],
+    excess: Sequence[NDArray[np.float64]],
     gap: float,
     price: float,
-    limit: int,
+    limit_bits: int,
 ) -> list[int] | None:
     """The best of all solutions over the bound by less than `gap`; None if there is none.
 
@@ -139,10 +147,10 @@ def _improved(
     """
     bits, costs = np.zeros(1, dtype=np.int64), np.zeros(1)
     history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
-    for item, over in zip(items, slack, strict=True):
-        usable = np.flatnonzero(over < gap)
+    for item, excess_costs in zip(items, excess, strict=True):
+        usable = np.flatnonzero(excess_costs < gap)
         new_bits = (bits[:, None] + item.bits[usable]).ravel()
-        new_costs = (costs[:, None] + over[usable]).ravel()
+        new_costs = (costs[:, None] + excess_costs[usable]).ravel()
         parents = np.repeat(np.arange(len(bits)), len(usable))
         picks = np.tile(usable, len(bits))
         keep = np.flatnonzero(new_costs < gap)
@@ -158,12 +166,12 @@ def _improved(
         history.append((parents[order], picks[order]))
         if not len(bits):
             return None
-    total = np.where(bits <= limit, costs + price * (limit - bits), np.inf)
-    place = int(np.argmin(total))
-    if not total[place] < gap:
+    total = np.where(bits <= limit_bits, costs + price * (limit_bits - bits), np.inf)
+    state = int(np.argmin(total))
+    if not total[state] < gap:
         return None
     chosen = []
     for parent, pick in reversed(history):
-        chosen.append(int(pick[place]))
-        place = int(parent[place])
+        chosen.append(int(pick[state]))
+        state = int(parent[state])
     return chosen[::-1]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
-from exl_core.arch.key_map import layer_prefix
 from exl_core.arch.spec import Activation, HeadNorm, ModelConfig, Residual, RopeConfig, Window
 from exl_core.model.rotation import RotationTable
 
@@ -45,61 +44,61 @@ class Block:
         self._is_sandwich = config.arch.residual is Residual.SANDWICH
 
     def qkv_input(self, x: Tensor) -> Tensor:
-        return self._normed(x, "input_layernorm")
+        return self._norm(x, "input_layernorm")
 
-    def mixed(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of q [R, T, H * D], k and v [R, T, K * D]: [R, T, H * D]."""
         config = self._config
         rows, length, _ = q.shape
         q, k, v = (x.view(rows, length, -1, config.head_dim).transpose(1, 2) for x in (q, k, v))
         if config.arch.head_norm is not HeadNorm.NONE:
-            q, k = self._normed(q, "self_attn.q_norm"), self._normed(k, "self_attn.k_norm")
-        q, k = self._turned(q).to(v.dtype), self._turned(k).to(v.dtype)  # [R, heads, T, D]
+            q, k = self._norm(q, "self_attn.q_norm"), self._norm(k, "self_attn.k_norm")
+        q, k = self._apply_rope(q).to(v.dtype), self._apply_rope(k).to(v.dtype)  # [R, heads, T, D]
         out = _attention(q, k, v, config, self._window)
         return out.transpose(1, 2).reshape(rows, length, -1)
 
     def after_attention(self, x: Tensor, output: Tensor) -> Tensor:
         if self._is_sandwich:
-            output = self._normed(output, "post_attention_layernorm")
+            output = self._norm(output, "post_attention_layernorm")
         return x + output
 
     def gate_up_input(self, x: Tensor) -> Tensor:
         is_sandwich = self._is_sandwich
         name = "pre_feedforward_layernorm" if is_sandwich else "post_attention_layernorm"
-        return self._normed(x, name)
+        return self._norm(x, name)
 
-    def gated(self, gate: Tensor, up: Tensor) -> Tensor:
+    def gated_activation(self, gate: Tensor, up: Tensor) -> Tensor:
         if self._config.arch.activation is Activation.SILU:
             return silu(gate) * up
         return gelu(gate, approximate="tanh") * up
 
     def after_mlp(self, x: Tensor, output: Tensor) -> Tensor:
         if self._is_sandwich:
-            output = self._normed(output, "post_feedforward_layernorm")
+            output = self._norm(output, "post_feedforward_layernorm")
         return x + output
 
     def run(self, x: Tensor, linear: Linear) -> Tensor:
         """The whole layer: x [R, T, hidden] to the states after it."""
         h = self.qkv_input(x)
         q, k, v = (linear(name, h) for name in QKV)
-        x = self.after_attention(x, linear(OUTPUT, self.mixed(q, k, v)))
+        x = self.after_attention(x, linear(OUTPUT, self.attention(q, k, v)))
         h = self.gate_up_input(x)
         gate, up = (linear(name, h) for name in GATE_UP)
-        return self.after_mlp(x, linear(DOWN, self.gated(gate, up)))
+        return self.after_mlp(x, linear(DOWN, self.gated_activation(gate, up)))
 
-    def _normed(self, x: Tensor, name: str) -> Tensor:
+    def _norm(self, x: Tensor, name: str) -> Tensor:
         return rms_norm(x, self._norms[name], self._config.norm_eps)
 
-    def _turned(self, x: Tensor) -> Tensor:
+    def _apply_rope(self, x: Tensor) -> Tensor:
         """RoPE of x [R, heads, T, D] in pairs (i, i + rotary_dim / 2)."""
         half = self._rope.rotary_dim // 2
-        cos, sin = _rotations(self._rope, x.shape[2], x.device)
-        a, b, rest = x.split_with_sizes([half, half, x.shape[3] - 2 * half], dim=3)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], dim=3)
+        cos, sin = _rope_tables(self._rope, x.shape[2], x.device)
+        a, b, unrotated = x.split_with_sizes([half, half, x.shape[3] - 2 * half], dim=3)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin, unrotated], dim=3)
 
 
 @lru_cache(maxsize=4)  # layers of two kinds, and two lengths
-def _rotations(rope: RopeConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _rope_tables(rope: RopeConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     cos, sin = RotationTable(rope, torch.device("cpu")).at(torch.arange(length))
     return cos.to(device), sin.to(device)
 
@@ -107,11 +106,6 @@ def _rotations(rope: RopeConfig, length: int, device: torch.device) -> tuple[Ten
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight along the last dimension."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
-
-
-def part_of(name: str, layer: int) -> str:
-    """`model.layers.3.mlp.up_proj.weight` within its layer: `mlp.up_proj`."""
-    return name.removeprefix(layer_prefix(layer)).removesuffix(".weight")
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig, window: int) -> Tensor:
@@ -122,16 +116,16 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig, window: int
         return scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=config.attention_scale, enable_gqa=True
         )
-    back = torch.arange(length, device=q.device)
-    back = back[:, None] - back  # [T, T]
-    is_seen = (back >= 0) & (back < window) if window else back >= 0
+    distance = torch.arange(length, device=q.device)
+    distance = distance[:, None] - distance  # [T, T]
+    is_visible = (distance >= 0) & (distance < window) if window else distance >= 0
     if is_plain:
         return scaled_dot_product_attention(
-            q, k, v, attn_mask=is_seen, scale=config.attention_scale, enable_gqa=True
+            q, k, v, attn_mask=is_visible, scale=config.attention_scale, enable_gqa=True
         )
     assert config.attention_softcap is not None
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.transpose(2, 3) * config.attention_scale
     scores = torch.tanh(scores / config.attention_softcap) * config.attention_softcap
-    return scores.masked_fill(~is_seen, -torch.inf).softmax(-1) @ v
+    return scores.masked_fill(~is_visible, -torch.inf).softmax(-1) @ v

@@ -23,7 +23,7 @@ OnRow = Callable[[int, int], None]
 """Called with tokens done and all of them."""
 
 AT_ONCE = 16  # most rows that are written side by side
-_MARK = "\u0001"  # stands for what a user says while the template is looked at
+_PLACEHOLDER = "\u0001"  # stands for what a user says while the template is looked at
 
 
 class CalibrationRows(NamedTuple):
@@ -41,21 +41,21 @@ def rows_of_texts(
 
     A RequestError says how many tokens are missing where the texts are too short.
     """
-    wanted = rows * length
+    num_tokens = rows * length
     ids: list[int] = []
     for text in texts:
         ids += tokenizer.encode(text, add_bos=None)
-        if len(ids) >= wanted:
+        if len(ids) >= num_tokens:
             break
-    if len(ids) < wanted:
+    if len(ids) < num_tokens:
         raise RequestError(
             "the calibration text is too short",
             where=name,
-            expected=f"{wanted} tokens: {rows} rows of {length}",
+            expected=f"{num_tokens} tokens: {rows} rows of {length}",
             got=len(ids),
             next_step="Give a longer text, or leave --calibration out: the model then writes it.",
         )
-    return _made(torch.tensor(ids[:wanted], dtype=torch.int64).view(rows, length), name)
+    return _with_digest(torch.tensor(ids[:num_tokens], dtype=torch.int64).view(rows, length), name)
 
 
 def rows_at_once(config: ModelConfig, length: int, memory_bytes: int) -> tuple[int, int]:
@@ -104,7 +104,7 @@ def rows_of_model(
         if on_progress is not None:
             on_progress(done, total)
     ids = torch.tensor([written[job.serial] for job in jobs], dtype=torch.int64)
-    return _made(ids, f"written by the model, seed {seed}")
+    return _with_digest(ids, f"written by the model, seed {seed}")
 
 
 def _starts(loaded: LoadedModel) -> list[tuple[int, ...]]:
@@ -115,14 +115,14 @@ def _starts(loaded: LoadedModel) -> list[tuple[int, ...]]:
         first = next(iter(tokenizer.eos_ids), 0)
     starts: list[tuple[int, ...]] = [(first,)]
     if loaded.template is not None:
-        text = loaded.template.render([{"role": "user", "content": _MARK}])
-        before = text.partition(_MARK)[0]
+        text = loaded.template.render([{"role": "user", "content": _PLACEHOLDER}])
+        before = text.partition(_PLACEHOLDER)[0]
         ids = tokenizer.encode(before, add_bos=False, allow_special=True)
         if ids:
             starts.append(tuple(ids))
     return starts
 
 
-def _made(token_ids: Tensor, description: str) -> CalibrationRows:
+def _with_digest(token_ids: Tensor, description: str) -> CalibrationRows:
     digest = hashlib.sha256(token_ids.numpy().astype("<i8").tobytes()).hexdigest()
     return CalibrationRows(token_ids, digest, description)

@@ -39,8 +39,10 @@ def candidate_layouts() -> tuple[Layout, ...]:
     for wide, narrow in _TOPPED:
         for share in _TOPPED_SHARES:
             for size in GROUP_SIZES:
-                rest = 95 - share
-                found.append(Layout.parse(f"8:5/32 {wide}:{share}/{size} {narrow}:{rest}/{size}"))
+                narrow_percent = 95 - share
+                found.append(
+                    Layout.parse(f"8:5/32 {wide}:{share}/{size} {narrow}:{narrow_percent}/{size}")
+                )
     return (*found, *map(Layout.parse, _TRIPLES))
 
 
@@ -57,12 +59,12 @@ def cost_of(layout: Layout, in_features: int, costs: Costs) -> float:
     """What the rows of a matrix cost together."""
     total, block = 0.0, 0
     groups = iter(layout.groups(in_features))
-    left = in_features
+    remaining = in_features
     for section in layout.sections:
-        wanted = min(in_features * section.percent, left * 100)
-        for _ in range(-(-wanted // (100 * section.group_size))):
+        hundredths = min(in_features * section.percent, remaining * 100)
+        for _ in range(-(-hundredths // (100 * section.group_size))):
             rows = next(groups)[1]
-            left -= rows
+            remaining -= rows
             count = rows // ROW_STEP
             total += sum(costs[section.bits, section.group_size][block : block + count])
             block += count

@@ -68,7 +68,7 @@ def damped(hessian: Tensor, damping: float) -> Tensor:
     return hessian + torch.eye(len(hessian)).to(hessian) * hessian.diagonal().mean() * damping
 
 
-def plain_factor(features: int, device: torch.device) -> Factor:
+def identity_factor(features: int, device: torch.device) -> Factor:
     """Of inputs that nothing is known of: rounding to nearest, in the features' own order."""
     eye = torch.eye(features, device=device)
     return Factor(torch.arange(features, device=device), eye, eye.diagonal(), 0.0)
@@ -107,47 +107,47 @@ def quantize_columns(
     `trials`: scales that are tried for each group and column. `column_weights` [N], how much the
     columns count, change `cost` and nothing else. `check` is called every 32 rows, and may raise.
     """
-    rest = weight.clone()
+    adjusted = weight.clone()
     features, columns = weight.shape
     codes = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     rounded = torch.empty_like(weight)
     grid = _Grid(*(weight.new_empty(columns) for _ in range(3)))
     starts = [_starts(variant.groups) for variant in variants]
-    found: list[list[GroupScales]] = [[] for _ in variants]
+    scales_by_variant: list[list[GroupScales]] = [[] for _ in variants]
     positions = torch.arange(columns, device=weight.device)
     costs = []
     for first in range(0, features, ROW_STEP):
         if check is not None:
             check()
         block = slice(first, min(first + ROW_STEP, features))
-        for stop, places in _beginning(variants, starts, first, weight):
+        for stop, indices in _groups_starting_at(variants, starts, first, weight):
             span = slice(first, stop)
-            bits = [starts[place][first][0] for place in places]
-            values = torch.stack([rest[span, variants[place].columns] for place in places], 1)
+            bits = [starts[index][first][0] for index in indices]
+            values = torch.stack([adjusted[span, variants[index].columns] for index in indices], 1)
             scales = group_scales(values, factor.curvature[span], bits, trials)
-            for i, place in enumerate(places):
-                found[place].append(GroupScales(*(part[i] for part in scales)))
-            own = torch.cat([positions[variants[place].columns] for place in places])
-            grid.set(own, scales.scales, bits)
-        errors, steps = _round_block(rest[block], factor.feedback[block, block], *grid)
+            for i, index in enumerate(indices):
+                scales_by_variant[index].append(GroupScales(*(part[i] for part in scales)))
+            variant_columns = torch.cat([positions[variants[index].columns] for index in indices])
+            grid.set(variant_columns, scales.scales, bits)
+        errors, steps = _round_block(adjusted[block], factor.feedback[block, block], *grid)
         torch.mul(steps, grid.scale, out=rounded[block])
         codes[block].copy_(steps.add_(grid.zero))
         costs.append(factor.curvature[block] @ errors.square())  # [N]
         if block.stop < features:
             after = factor.feedback[block, block.stop :]
-            rest[block.stop :].addmm_(after.T, errors, alpha=-1)
-    scales_of = [
+            adjusted[block.stop :].addmm_(after.T, errors, alpha=-1)
+    stacked_scales = [
         (torch.stack([s.codes for s in scales]), torch.stack([s.largest for s in scales]))
-        for scales in found
+        for scales in scales_by_variant
     ]
-    left = torch.stack(costs)  # [K / 32, N]
+    row_costs = torch.stack(costs)  # [K / 32, N]
     if column_weights is not None:
-        left *= column_weights
-    cost = torch.stack([left[:, variant.columns].sum(1) for variant in variants], 1)
-    return Rounded(codes, scales_of, rounded, cost)
+        row_costs *= column_weights
+    cost = torch.stack([row_costs[:, variant.columns].sum(1) for variant in variants], 1)
+    return Rounded(codes, stacked_scales, rounded, cost)
 
 
-def _beginning(
+def _groups_starting_at(
     variants: Sequence[Variant],
     starts: Sequence[Mapping[int, tuple[int, int]]],
     first: int,
@@ -156,13 +156,13 @@ def _beginning(
     """Where a group begins at row `first`: the row after it, and the variants' places. Those of
     one size are one piece of work on a GPU, which would wait for each launch; on a CPU each is
     one alone, for its cache."""
-    alike: dict[tuple[int, int, int], list[int]] = {}
-    for place, (variant, groups) in enumerate(zip(variants, starts, strict=True)):
+    batches: dict[tuple[int, int, int], list[int]] = {}
+    for index, (variant, groups) in enumerate(zip(variants, starts, strict=True)):
         if first in groups:
             stop, columns = groups[first][1], weight[first, variant.columns].numel()
-            key = (stop, columns, 0 if weight.is_cuda else place)
-            alike.setdefault(key, []).append(place)
-    return [(stop, places) for (stop, _, _), places in alike.items()]
+            key = (stop, columns, 0 if weight.is_cuda else index)
+            batches.setdefault(key, []).append(index)
+    return [(stop, indices) for (stop, _, _), indices in batches.items()]
 
 
 def _starts(groups: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]]:
@@ -186,8 +186,8 @@ class _Grid(NamedTuple):
         zeros = torch.tensor([zero_point(width) for width in bits], dtype=scales.dtype)
         inverse = torch.where(scales > 0, 1 / scales, 0.0)
         zero = zeros.to(scales.device)[:, None].expand_as(scales)
-        for own, values in zip(self, (scales, inverse, zero), strict=True):
-            own.index_copy_(0, columns, values.flatten())
+        for variant_columns, values in zip(self, (scales, inverse, zero), strict=True):
+            variant_columns.index_copy_(0, columns, values.flatten())
 
 
 @Replay

@@ -126,7 +126,7 @@ class Hooks:
 
 
 def convert_model(
-    wanted: Conversion,
+    conversion: Conversion,
     hooks: Hooks,
     *,
     resume: bool = False,
@@ -139,18 +139,18 @@ def convert_model(
     result that is too far from its source, which stays under its partial name unless `force`;
     DiskFullError and whatever a stage raises leave what is finished for `resume`.
     """
-    ready = _prepare(wanted, hooks, resume=resume)
-    folder = wanted.work_folder
+    prepared = _prepare(conversion, hooks, resume=resume)
+    folder = conversion.work_folder
     try:
         with (
-            locked(wanted.lock, wanted.out, "to this output"),
-            open_work(folder, ready.facts, resume=resume, command=hooks.command) as work,
+            locked(conversion.lock, conversion.out, "to this output"),
+            open_work(folder, prepared.facts, resume=resume, command=hooks.command) as work,
         ):
-            if not _is_published(wanted, work):
-                computed = _stages(wanted, hooks, ready, work, saving_share).run()
-                _write(wanted, hooks, ready, work)
-                _pass_gate(wanted, hooks, ready, work, computed, force=force)
-            _clean(wanted, work)
+            if not _is_published(conversion, work):
+                computed = _stages(conversion, hooks, prepared, work, saving_share).run()
+                _write_output(conversion, hooks, prepared, work)
+                _gate_and_publish(conversion, hooks, prepared, work, computed, force=force)
+            _remove_work_files(conversion, work)
     except DiskFullError as error:
         raise DiskFullError(
             error.what,
@@ -158,11 +158,11 @@ def convert_model(
             got=error.got,
             next_step=f"Free some, then go on with: {hooks.command}",
         ) from error
-    return wanted.out
+    return conversion.out
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
+class _Prepared:
     """The source, opened and checked."""
 
     source: TensorSource
@@ -174,49 +174,55 @@ class _Ready:
     given: Measurement | None
 
 
-def _prepare(wanted: Conversion, hooks: Hooks, *, resume: bool) -> _Ready:
-    source, config, quantization = open_checkpoint(wanted.source)
+def _prepare(conversion: Conversion, hooks: Hooks, *, resume: bool) -> _Prepared:
+    source, config, quantization = open_checkpoint(conversion.source)
     hooks.on_event(Event("stage", Stage.CHECK))
 
     def progress(done: int, total: int) -> None:
         hooks.on_event(Event("step", Stage.CHECK, done, total))
 
-    work = wanted.work_folder
-    is_begun = resume and (work / JOB_NAME).is_file()
-    sha256 = preflight.hash_source(wanted.source, source, progress)
+    work = conversion.work_folder
+    is_resumed = resume and (work / JOB_NAME).is_file()
+    sha256 = preflight.hash_source(conversion.source, source, progress)
     problems: list[ExlError] = []
-    problems += preflight.rate_problems(config, wanted.bits, wanted.stages.head_bits)
-    if not is_begun:  # else the same bytes have been looked at before
-        problems += preflight.model_problems(wanted.source, source, config, quantization, progress)
-    is_done = is_begun and (work / _PUBLISHING).is_file() and not partial_of(wanted.out).exists()
+    problems += preflight.rate_problems(config, conversion.bits, conversion.stages.head_bits)
+    if not is_resumed:  # else the same bytes have been looked at before
+        problems += preflight.model_problems(
+            conversion.source, source, config, quantization, progress
+        )
+    is_done = (
+        is_resumed and (work / _PUBLISHING).is_file() and not partial_of(conversion.out).exists()
+    )
     if not is_done:
-        problems += preflight.output_problems(wanted.out, wanted.source, work, is_begun=is_begun)
-    problems += preflight.shard_problems(config, wanted.shard_bytes)
+        problems += preflight.output_problems(
+            conversion.out, conversion.source, work, is_resumed=is_resumed
+        )
+    problems += preflight.shard_problems(config, conversion.shard_bytes)
     given: Measurement | None = None
     try:
-        if wanted.measurement is not None:
-            given = Measurement.read(wanted.measurement)
-            given.check(config, sha256, wanted.measurement)
-            allocate(given.layers, wanted.bits)
-        facts = wanted.facts(sha256)
+        if conversion.measurement is not None:
+            given = Measurement.read(conversion.measurement)
+            given.check(config, sha256, conversion.measurement)
+            allocate(given.layers, conversion.bits)
+        facts = conversion.facts(sha256)
         check_work(work, facts, resume=resume, command=hooks.command)
     except ExlError as error:
         problems.append(error)
     _raise(problems)
     checkpoint = Checkpoint(source, config, quantization)
-    files = side_files.collect(wanted.source, source, config, _settings(wanted))
+    files = side_files.collect(conversion.source, source, config, _settings(conversion))
     space = preflight.space_needed(
         config,
         checkpoint,
-        wanted.stages,
-        bits=wanted.bits,
-        rows=wanted.rows,
-        length=wanted.length,
-        writes_rows=wanted.calibration == SELF,
+        conversion.stages,
+        bits=conversion.bits,
+        rows=conversion.rows,
+        length=conversion.length,
+        writes_rows=conversion.calibration == SELF,
     )
     space = replace(space, out=space.out + files.size_bytes)
-    _raise(list(preflight.space_problems(space, wanted.out, work)))
-    return _Ready(source, config, checkpoint, files, sha256, facts, given)
+    _raise(list(preflight.space_problems(space, conversion.out, work)))
+    return _Prepared(source, config, checkpoint, files, sha256, facts, given)
 
 
 def _raise(problems: list[ExlError]) -> None:
@@ -227,53 +233,53 @@ def _raise(problems: list[ExlError]) -> None:
 
 
 def _stages(
-    wanted: Conversion, hooks: Hooks, ready: _Ready, work: WorkDir, saving_share: float
+    conversion: Conversion, hooks: Hooks, prepared: _Prepared, work: WorkDir, saving_share: float
 ) -> Stages:
     return Stages(
         work=work,
-        checkpoint=ready.checkpoint,
-        config=ready.config,
-        options=wanted.stages,
-        bits=wanted.bits,
-        source_sha256=ready.source_sha256,
+        checkpoint=prepared.checkpoint,
+        config=prepared.config,
+        options=conversion.stages,
+        bits=conversion.bits,
+        source_sha256=prepared.source_sha256,
         make_rows=hooks.make_rows,
         on_event=hooks.on_event,
         should_stop=hooks.should_stop,
-        given=ready.given,
+        given=prepared.given,
         saving_share=saving_share,
     )
 
 
-def _write(wanted: Conversion, hooks: Hooks, ready: _Ready, work: WorkDir) -> None:
+def _write_output(conversion: Conversion, hooks: Hooks, prepared: _Prepared, work: WorkDir) -> None:
     """The output under its partial name, read back whole."""
-    folder, layers = partial_of(wanted.out), ready.config.num_layers
+    folder, layers = partial_of(conversion.out), prepared.config.num_layers
     hooks.on_event(Event("stage", Stage.WRITE))
     if not (work.has(_COMPILED) and folder.is_dir()):
         work.remove(_COMPILED)
-        write_weights(folder, finished_entries(work, layers), wanted.shard_bytes)
-        ready.files.write(folder)
+        write_weights(folder, finished_entries(work, layers), conversion.shard_bytes)
+        prepared.files.write(folder)
         work.write_facts(_COMPILED, {})
     check_written(folder, finished_digests(work, layers))
-    side_files.check(folder, wanted.source, ready.source, ready.config)
+    side_files.check(folder, conversion.source, prepared.source, prepared.config)
 
 
-def _pass_gate(
-    wanted: Conversion,
+def _gate_and_publish(
+    conversion: Conversion,
     hooks: Hooks,
-    ready: _Ready,
+    prepared: _Prepared,
     work: WorkDir,
     computed: Computed,
     *,
     force: bool,
 ) -> None:
-    folder = partial_of(wanted.out)
+    folder = partial_of(conversion.out)
     if not work.has(_GATE):
         hooks.on_event(Event("stage", Stage.GATE))
-        outcome = hooks.gate(wanted.source, folder)
+        outcome = hooks.gate(conversion.source, folder)
         work.write_facts(_GATE, {"figures": dict(outcome.figures), "fault": outcome.fault})
     gate = work.read_facts(_GATE)
     hooks.on_event(Event("gate", Stage.GATE, facts=gate))
-    record = _record(wanted, ready, work, computed)
+    record = _conversion_record(conversion, prepared, work, computed)
     write_json(folder / MEASUREMENT_NAME, computed.measurement.to_json(), indent=None)
     is_forced = force and gate["fault"] is not None
     write_json(folder / RECORD_NAME, {**record, "gate": gate, "is_forced": is_forced})
@@ -285,20 +291,20 @@ def _pass_gate(
             f"{hooks.command} --force",
         )
     work.write_facts(_PUBLISHING, {})
-    publish(folder, wanted.out)
+    publish(folder, conversion.out)
 
 
-def _record(
-    wanted: Conversion, ready: _Ready, work: WorkDir, computed: Computed
+def _conversion_record(
+    conversion: Conversion, prepared: _Prepared, work: WorkDir, computed: Computed
 ) -> dict[str, object]:
     """What was decided, and everything that it depends on; nothing of when or where."""
     allocation = computed.allocation
     return {
         "schema_version": SCHEMA_VERSION,
-        "source": {"name": model_name(wanted.source), "sha256": ready.source_sha256},
-        "bits": wanted.bits,
+        "source": {"name": model_name(conversion.source), "sha256": prepared.source_sha256},
+        "bits": conversion.bits,
         "bits_per_weight": allocation.bits_per_weight,
-        "options": {key: value for key, value in ready.facts.items() if key != "out"},
+        "options": {key: value for key, value in prepared.facts.items() if key != "out"},
         "calibration": {
             "description": computed.rows.description,
             "sha256": computed.rows.sha256,
@@ -306,29 +312,35 @@ def _record(
             "length": computed.rows.token_ids.shape[1],
         },
         "expected_error": allocation.error,
-        "matrices": matrix_reports(work, ready.config.num_layers),
+        "matrices": matrix_reports(work, prepared.config.num_layers),
     }
 
 
-def _settings(wanted: Conversion) -> dict[str, object]:
+def _settings(conversion: Conversion) -> dict[str, object]:
     return quantization_settings(
-        bits=wanted.bits,
-        head_bits=wanted.stages.head_bits,
-        rows=wanted.rows,
-        length=wanted.length,
-        dataset=wanted.calibration,
+        bits=conversion.bits,
+        head_bits=conversion.stages.head_bits,
+        rows=conversion.rows,
+        length=conversion.length,
+        dataset=conversion.calibration,
     )
 
 
-def _is_published(wanted: Conversion, work: WorkDir) -> bool:
+def _is_published(conversion: Conversion, work: WorkDir) -> bool:
     """Whether all that was left to do before a kill was to clean up."""
-    return work.has(_PUBLISHING) and wanted.out.is_dir() and not partial_of(wanted.out).exists()
+    return (
+        work.has(_PUBLISHING)
+        and conversion.out.is_dir()
+        and not partial_of(conversion.out).exists()
+    )
 
 
-def _clean(wanted: Conversion, work: WorkDir) -> None:
+def _remove_work_files(conversion: Conversion, work: WorkDir) -> None:
     """A directory that was asked for keeps the measurement and the calibration rows."""
-    wanted.lock.unlink(missing_ok=True)  # a kill from now on leaves work files, but not this alone
-    if wanted.work is None:
+    conversion.lock.unlink(
+        missing_ok=True
+    )  # a kill from now on leaves work files, but not this alone
+    if conversion.work is None:
         work.remove_all()
     else:
         work.remove(*stage_files(work), _COMPILED, _GATE)

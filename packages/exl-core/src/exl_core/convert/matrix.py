@@ -14,10 +14,10 @@ from exl_core.convert.gptq import (
     Variant,
     damped,
     factorize,
-    plain_factor,
+    identity_factor,
     quantize_columns,
 )
-from exl_core.convert.moments import Moments
+from exl_core.convert.hessian import InputStatistics
 from exl_core.convert.plan import Incident, Layout, MatrixReport
 
 TRIALS = 16  # scales that are tried for each group and column
@@ -38,11 +38,13 @@ class QuantizedMatrix:
 class MatrixQuantizer:
     """For matrices that read the same input. `check` is called now and then, and may raise."""
 
-    def __init__(self, moments: Moments, check: Callable[[], None] | None = None) -> None:
-        self._moments = moments
+    def __init__(
+        self, statistics: InputStatistics, check: Callable[[], None] | None = None
+    ) -> None:
+        self._statistics = statistics
         self._check = check
-        self._factor = factorize(moments.hessian)
-        self._solver = None if self._factor is None else _solver(moments.hessian)
+        self._factor = factorize(statistics.hessian)
+        self._solver = None if self._factor is None else _solver(statistics.hessian)
 
     def quantize(
         self, name: str, weight: Tensor, layout: Layout, *, has_bias: bool = False
@@ -50,7 +52,7 @@ class MatrixQuantizer:
         """`weight` float32 [out, in]. Where the moments are no use it is rounded as it is."""
         source = weight.T.contiguous()  # [in, out]
         k, n = source.shape
-        factor, incidents = self._factor or plain_factor(k, weight.device), self._incidents(name)
+        factor, incidents = self._factor or identity_factor(k, weight.device), self._incidents(name)
         groups = layout.groups(k)
         target = self._target(source)[factor.order]
         variant = Variant(slice(n), groups)
@@ -69,18 +71,18 @@ class MatrixQuantizer:
             name,
             str(layout),
             layout.cost_bits(k, n, has_bias=has_bias),
-            relative_error(result, source, self._moments.hessian),
+            relative_error(result, source, self._statistics.hessian),
             incidents,
         )
         return QuantizedMatrix(packed, result.T.contiguous(), report)
 
     def _target(self, source: Tensor) -> Tensor:
         """What gives, on the inputs that come, closest to the source's outputs (`moments.py`)."""
-        moments, solver, factor = self._moments, self._solver, self._factor
-        if moments.cross is None or solver is None or factor is None:
+        statistics, solver, factor = self._statistics, self._solver, self._factor
+        if statistics.cross is None or solver is None or factor is None:
             return source
-        moved = (moments.cross - moments.hessian).double() @ source.double()
-        return source + torch.cholesky_solve(moved, solver).float()
+        correction = (statistics.cross - statistics.hessian).double() @ source.double()
+        return source + torch.cholesky_solve(correction, solver).float()
 
     def _incidents(self, name: str) -> tuple[Incident, ...]:
         if self._factor is None:
@@ -102,5 +104,5 @@ def relative_error(result: Tensor, source: Tensor, hessian: Tensor) -> float:
     """Energy of the outputs' errors over that of the outputs; both matrices [in, out]."""
     error = result - source
     energy = float((source * (hessian @ source)).sum(dtype=torch.float64))
-    lost = float((error * (hessian @ error)).sum(dtype=torch.float64))
-    return lost / energy if energy > 0 else 0.0
+    error_energy = float((error * (hessian @ error)).sum(dtype=torch.float64))
+    return error_energy / energy if energy > 0 else 0.0

@@ -10,9 +10,9 @@ from torch import Tensor
 from exl_core.arch.key_map import layer_prefix
 from exl_core.arch.spec import ModelConfig
 from exl_core.convert.candidates import Costs, cost_of, layouts_for
-from exl_core.convert.gptq import Variant, factorize, plain_factor, quantize_columns
+from exl_core.convert.gptq import Variant, factorize, identity_factor, quantize_columns
+from exl_core.convert.hessian import measure_hessian
 from exl_core.convert.layers import LayerSource
-from exl_core.convert.moments import measure_moments
 from exl_core.convert.parallel import Workers
 from exl_core.convert.plan import (
     GROUP_SIZES,
@@ -49,15 +49,15 @@ def measure_layer(
     sensitivity: Sensitivity,
     *,
     options: ConvertOptions,
-    crew: Workers,
+    workers: Workers,
 ) -> LayerMeasurement:
     """`states` float32 [rows, length, hidden] become those after the (unquantized) layer."""
     measured: list[MatrixMeasurement] = []
-    stream = Stream(source.block(config), source.products(), states, source.device, crew)
+    stream = Stream(source.block(config), source.products(), states, source.device, workers)
     for parts in stream.steps():
-        hessian = measure_moments(stream.inputs, None, crew).hessian
+        hessian = measure_hessian(stream.inputs, None, workers).hessian
         measured += _measure(
-            source, parts, hessian, sensitivity=sensitivity, options=options, crew=crew
+            source, parts, hessian, sensitivity=sensitivity, options=options, workers=workers
         )
     return LayerMeasurement(source.layer, tuple(measured))
 
@@ -69,18 +69,20 @@ def _measure(
     *,
     sensitivity: Sensitivity,
     options: ConvertOptions,
-    crew: Workers,
+    workers: Workers,
 ) -> list[MatrixMeasurement]:
     """`parts` read the same input, of second moments `hessian`."""
-    factor = factorize(hessian) or plain_factor(len(hessian), hessian.device)
+    factor = factorize(hessian) or identity_factor(len(hessian), hessian.device)
     prefix = layer_prefix(source.layer)
     sizes = FAST_SIZES if options.fast else dict.fromkeys(WIDTHS, GROUP_SIZES)
     forms = [(bits, size) for bits in WIDTHS for size in sizes[bits]]
 
     def run(job: _Job) -> list[list[float]]:
-        wanted = {part for part, _ in job}
-        stored = {part: source.matrix(part).T[factor.order] for part in wanted}  # [in, out]
-        felt = [sensitivity[f"{prefix}{part}.weight"].to(hessian.device) for part, _ in job]
+        distinct = {part for part, _ in job}
+        stored = {part: source.matrix(part).T[factor.order] for part in distinct}  # [in, out]
+        sensitivities = [
+            sensitivity[f"{prefix}{part}.weight"].to(hessian.device) for part, _ in job
+        ]
         variants, first = [], 0
         for part, (bits, size) in job:
             k, n = stored[part].shape
@@ -88,20 +90,20 @@ def _measure(
             variants.append(Variant(slice(first, first + n), groups))
             first += n
         weight = torch.cat([stored[part] for part, _ in job], 1)
-        weights = torch.cat(felt)
-        rounded = quantize_columns(weight, factor, variants, TRIALS, weights, check=crew.check)
-        return [one.tolist() for one in (rounded.cost / 2).T]
+        weights = torch.cat(sensitivities)
+        rounded = quantize_columns(weight, factor, variants, TRIALS, weights, check=workers.check)
+        return [costs.tolist() for costs in (rounded.cost / 2).T]
 
     columns = GPU_VALUES // len(hessian) if hessian.is_cuda else CPU_COLUMNS
-    jobs = _side_by_side(
+    jobs = _split_into_jobs(
         [(part, form) for part in parts for form in forms],
         [len(source.matrix(part)) for part in parts for _ in forms],
         columns,
     )
-    found = (costs for results in crew.each(run, jobs) for costs in results)
+    costs_of_jobs = (costs for results in workers.map(run, jobs) for costs in results)
     measured = []
     for part in parts:
-        costs = _all_sizes({form: next(found) for form in forms})
+        costs = _fill_in_sizes({form: next(costs_of_jobs) for form in forms})
         n, k = source.matrix(part).shape
         has_bias = source.bias(part) is not None
         candidates = tuple(
@@ -114,20 +116,20 @@ def _measure(
     return measured
 
 
-def _side_by_side(tried: _Job, widths: Sequence[int], columns: int) -> list[_Job]:
+def _split_into_jobs(forms_of_parts: _Job, widths: Sequence[int], columns: int) -> list[_Job]:
     """Cut, in order, into jobs of at most so many columns, or of one matrix."""
     jobs: list[_Job] = []
-    room = 0
-    for one, width in zip(tried, widths, strict=True):
-        if not jobs or width > room:
+    capacity = 0
+    for part_form, width in zip(forms_of_parts, widths, strict=True):
+        if not jobs or width > capacity:
             jobs.append([])
-            room = columns
-        jobs[-1].append(one)
-        room -= width
+            capacity = columns
+        jobs[-1].append(part_form)
+        capacity -= width
     return jobs
 
 
-def _all_sizes(costs: dict[tuple[int, int], list[float]]) -> Costs:
+def _fill_in_sizes(costs: dict[tuple[int, int], list[float]]) -> Costs:
     """Fills in the group sizes that were left out: they change costs as they do at 4 bits."""
     filled = dict(costs)
     for bits in WIDTHS:

@@ -32,14 +32,14 @@ class Workers:
     def __init__(self, pool: ThreadPoolExecutor | None, should_stop: Callable[[], bool]) -> None:
         self._pool = pool
         self._should_stop = should_stop
-        self.rows_at_once = GPU_ROWS if pool is None else 1
+        self.rows_per_piece = GPU_ROWS if pool is None else 1
 
     def check(self) -> None:
         """Raises ConversionStopped where the conversion has been asked to stop."""
         if self._should_stop():
             raise ConversionStopped
 
-    def each(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
+    def map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
         """Results in the order of `items`; the first exception of any is raised."""
         has_grad = torch.is_grad_enabled()  # threads have a mode of their own
 
@@ -54,7 +54,7 @@ class Workers:
 
 
 @contextmanager
-def workers(device: torch.device, should_stop: Callable[[], bool]) -> Iterator[Workers]:
+def worker_pool(device: torch.device, should_stop: Callable[[], bool]) -> Iterator[Workers]:
     """Within it torch has one thread for each call; what it had before comes back. An exception
     waits for pieces that run, and drops the others."""
     before = torch.get_num_threads()
@@ -69,7 +69,7 @@ def workers(device: torch.device, should_stop: Callable[[], bool]) -> Iterator[W
 
 
 @contextmanager
-def coarse_products() -> Iterator[None]:
+def allow_bfloat16_matmul() -> Iterator[None]:
     """Within it float32 products may round their factors to bfloat16; sums stay float32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")

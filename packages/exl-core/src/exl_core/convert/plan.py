@@ -68,12 +68,12 @@ class Layout:
     def groups(self, in_features: int) -> list[tuple[int, int]]:
         """Pairs (bits, rows) that cover all rows; only the last may be shorter than its kind."""
         groups: list[tuple[int, int]] = []
-        left = in_features
+        remaining = in_features
         for bits, percent, size in self.sections:
-            wanted = min(in_features * percent, left * 100)  # in hundredths of a row
-            for _ in range(-(-wanted // (100 * size))):
-                groups.append((bits, min(size, left)))
-                left -= groups[-1][1]
+            hundredths = min(in_features * percent, remaining * 100)  # in hundredths of a row
+            for _ in range(-(-hundredths // (100 * size))):
+                groups.append((bits, min(size, remaining)))
+                remaining -= groups[-1][1]
         return groups
 
     def cost_bits(self, in_features: int, out_features: int, *, has_bias: bool = False) -> int:

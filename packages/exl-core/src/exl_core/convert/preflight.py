@@ -31,7 +31,7 @@ from exl_core.convert.measurement import matrix_shapes
 from exl_core.convert.plan import HEAD_LAYOUTS, ConvertOptions, Layout, padded
 from exl_core.convert.publish import partial_of
 from exl_core.convert.sensitivity import HEAD_ROWS, ROWS
-from exl_core.convert.tune import has_room, scratch_bytes
+from exl_core.convert.tune import fits_in_memory, scratch_bytes
 from exl_core.errors import (
     DiskFullError,
     ExlError,
@@ -71,16 +71,16 @@ def hash_source(path: Path, source: TensorSource, progress: Progress | None = No
     if path.is_dir():
         files.insert(0, path / "config.json")
     total, done = sum(file.stat().st_size for file in files), 0
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for file in files:
-        found.update(f"{file.name} {file.stat().st_size}\n".encode())
+        hasher.update(f"{file.name} {file.stat().st_size}\n".encode())
         with file.open("rb") as opened:
             while piece := opened.read(HASH_BYTES):
-                found.update(piece)
+                hasher.update(piece)
                 done += len(piece)
                 if progress is not None:
                     progress(done, total)
-    return found.hexdigest()
+    return hasher.hexdigest()
 
 
 def model_problems(
@@ -153,7 +153,7 @@ def rate_problems(config: ModelConfig, bits: float, head_bits: int) -> Iterator[
         for rows, columns in shapes
     ]
     numel = sum(padded(rows) * columns for rows, columns in shapes)
-    least, most = (sum(map(of, costs)) / numel for of in (min, max))
+    least, most = (sum(map(select, costs)) / numel for select in (min, max))
     if not least <= bits <= most:
         yield RequestError(
             "the layouts of this model cannot have so many bits a weight",
@@ -168,7 +168,7 @@ def rate_problems(config: ModelConfig, bits: float, head_bits: int) -> Iterator[
         )
 
 
-def output_problems(out: Path, source: Path, work: Path, *, is_begun: bool) -> Iterator[ExlError]:
+def output_problems(out: Path, source: Path, work: Path, *, is_resumed: bool) -> Iterator[ExlError]:
     """Of the final name. `is_begun`: what lies beside it is of this conversion."""
     try:
         is_empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
@@ -194,7 +194,7 @@ def output_problems(out: Path, source: Path, work: Path, *, is_begun: bool) -> I
         yield RequestError("the output lies in the source", where=out, next_step="Move it.")
     if work.resolve() in (out.resolve(), partial_of(out).resolve()):
         yield RequestError("the work directory is the output", where=work)
-    if partial_of(out).exists() and not is_begun:
+    if partial_of(out).exists() and not is_resumed:
         yield RequestError(
             "another conversion has left its output here",
             where=partial_of(out),
@@ -223,15 +223,15 @@ def memory_needed(config: ModelConfig, tokens: int, threads: int) -> int:
     sizes = [rows * cols for name, (rows, cols) in shapes.items() if layer_of(name).endswith(".0.")]
     hidden, vocab = config.hidden_size, padded(config.vocab_size)
     widest = max(hidden, config.intermediate_size, config.q_size)
-    tried = MEASURED_COPIES * threads * max(*sizes, CPU_COLUMNS * widest)
-    decided = QUANTIZED_COPIES * min(threads, len(QKV)) * max(sizes)
+    measuring = MEASURED_COPIES * threads * max(*sizes, CPU_COLUMNS * widest)
+    quantizing = QUANTIZED_COPIES * min(threads, len(QKV)) * max(sizes)
     factors = 6 * 8 * widest**2  # in float64
-    of_layer = 4 * (2 * sum(sizes) + max(tried, decided)) + factors
-    of_head = 4 * QUANTIZED_COPIES * vocab * hidden
-    of_logits = LOGIT_BYTES * threads * HEAD_ROWS * vocab
+    layer_bytes = 4 * (2 * sum(sizes) + max(measuring, quantizing)) + factors
+    head_bytes = 4 * QUANTIZED_COPIES * vocab * hidden
+    logit_bytes = LOGIT_BYTES * threads * HEAD_ROWS * vocab
     states = 4 * tokens * hidden
     inputs = 2 * 2 * tokens * widest  # of one matrix, of two streams, in two bytes each
-    return 2 * states + inputs + max(of_layer, of_head, of_logits)
+    return 2 * states + inputs + max(layer_bytes, head_bytes, logit_bytes)
 
 
 def space_needed(
@@ -252,24 +252,24 @@ def space_needed(
     head = Layout.parse(HEAD_LAYOUTS[options.head_bits]).cost_bits(hidden, config.vocab_size)
     out = int(DISK_MARGIN * (numel * bits + head + 16 * vocab * hidden) / 8)
     tokens = rows * length
-    is_near = options.device == "cpu"
-    memory = memory_needed(config, tokens, read_settings().threads if is_near else 1)
+    is_on_cpu = options.device == "cpu"
+    memory = memory_needed(config, tokens, read_settings().threads if is_on_cpu else 1)
     if writes_rows:
         memory = max(memory, checkpoint.bytes_at_once + rows_at_once(config, length, 0)[1])
     # What waits between two passes: states before and behind a layer, gradients, what is tuned.
     states = 2 * 2 * 4 * tokens * hidden
     gradients = 2 * ROWS * length * hidden * config.num_layers
-    near = torch.device("cpu")
-    is_tuned = is_near and not options.fast and has_room(config, near)
-    tuned = scratch_bytes(config, near) if is_tuned else 0
-    return Space(out, out + max(states, gradients, tuned), memory)
+    cpu = torch.device("cpu")
+    is_tuning = is_on_cpu and not options.fast and fits_in_memory(config, cpu)
+    tuning = scratch_bytes(config, cpu) if is_tuning else 0
+    return Space(out, out + max(states, gradients, tuning), memory)
 
 
 def space_problems(space: Space, out: Path, work: Path) -> Iterator[ExlError]:
     """Of disks, each asked for all that it will hold, and of memory."""
     wanted: dict[int, tuple[Path, int]] = {}
-    held = sum(file.stat().st_size for file in work.rglob("*") if file.is_file())
-    for folder, size in ((out.parent, space.out), (work.parent, max(0, space.work - held))):
+    existing = sum(file.stat().st_size for file in work.rglob("*") if file.is_file())
+    for folder, size in ((out.parent, space.out), (work.parent, max(0, space.work - existing))):
         if folder.is_dir():
             device = folder.stat().st_dev
             first, before = wanted.get(device, (folder, 0))

@@ -37,9 +37,9 @@ def partial_of(out: Path) -> Path:
 
 def digest(tensor: Tensor) -> str:
     """Of type, shape and values."""
-    found = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
-    found.update(as_bytes(tensor))
-    return found.hexdigest()
+    hasher = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
+    hasher.update(as_bytes(tensor))
+    return hasher.hexdigest()
 
 
 def plan_shards(entries: Sequence[Entry], limit_bytes: int) -> list[list[Entry]]:
@@ -89,8 +89,8 @@ def check_written(folder: Path, digests: Mapping[str, str]) -> None:
         _drop_from_memory(path)
     source = SafetensorsSource(folder)
     if set(source.tensors) != set(digests):
-        odd = sorted(set(source.tensors) ^ set(digests))
-        raise ReadBackError("holds other tensors than were written", where=folder, got=odd[0])
+        differing = sorted(set(source.tensors) ^ set(digests))
+        raise ReadBackError("holds other tensors than were written", where=folder, got=differing[0])
     for name, wanted in digests.items():
         found = digest(source.read_raw(name))
         source.release(name)

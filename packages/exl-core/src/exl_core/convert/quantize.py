@@ -13,6 +13,7 @@ from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, layer_prefix
 from exl_core.arch.spec import ModelConfig
 from exl_core.codecs import exl2
 from exl_core.convert.block import MATRICES, rms_norm
+from exl_core.convert.hessian import measure_hessian
 from exl_core.convert.layers import (
     LayerSource,
     States,
@@ -22,7 +23,6 @@ from exl_core.convert.layers import (
     stored_norm,
 )
 from exl_core.convert.matrix import MatrixQuantizer, QuantizedMatrix
-from exl_core.convert.moments import measure_moments
 from exl_core.convert.parallel import Workers
 from exl_core.convert.plan import (
     COLUMN_STEP,
@@ -50,10 +50,10 @@ def quantize_layer(
     config: ModelConfig,
     allocation: Allocation,
     states: States,
-    crew: Workers,
+    workers: Workers,
 ) -> QuantizedPart:
     """All tensors of one layer. `states` become those after it."""
-    done = _quantize_matrices(source, config, allocation, states, crew)
+    done = _quantize_matrices(source, config, allocation, states, workers)
     prefix = layer_prefix(source.layer)
     tensors: dict[str, Tensor] = {}
     for name, values in source.tensors.items():
@@ -72,7 +72,7 @@ def _quantize_matrices(
     config: ModelConfig,
     allocation: Allocation,
     states: States,
-    crew: Workers,
+    workers: Workers,
 ) -> dict[str, QuantizedMatrix]:
     """By their parts; each on what comes out of those before it."""
     device, dtype = source.device, compute_type(source.device)
@@ -84,13 +84,13 @@ def _quantize_matrices(
         return linear(x.to(dtype), weights[part], None if bias is None else bias.to(dtype))
 
     block = source.block(config)
-    original = Stream(block, source.products(), states.source, device, crew)
+    original = Stream(block, source.products(), states.source, device, workers)
     quantized = Stream(
-        source.block(config, is_stored=True), product, states.quantized, device, crew
+        source.block(config, is_stored=True), product, states.quantized, device, workers
     )
     for parts, _ in zip(quantized.steps(), original.steps(), strict=True):
-        moments = measure_moments(quantized.inputs, original.inputs, crew)
-        quantizer = MatrixQuantizer(moments, crew.check)
+        statistics = measure_hessian(quantized.inputs, original.inputs, workers)
+        quantizer = MatrixQuantizer(statistics, workers.check)
 
         def quantize(part: str, quantizer: MatrixQuantizer = quantizer) -> QuantizedMatrix:
             name = f"{layer_prefix(source.layer)}{part}.weight"
@@ -98,7 +98,7 @@ def _quantize_matrices(
             layout = allocation.layout(name)
             return quantizer.quantize(name, source.matrix(part), layout, has_bias=has_bias)
 
-        for part, matrix in zip(parts, crew.each(quantize, parts), strict=True):
+        for part, matrix in zip(parts, workers.map(quantize, parts), strict=True):
             done[part], weights[part] = matrix, matrix.weight.to(dtype)
     return done
 
@@ -109,7 +109,7 @@ def quantize_ends(
     config: ModelConfig,
     states: States,
     options: ConvertOptions,
-    crew: Workers,
+    workers: Workers,
 ) -> QuantizedPart:
     """Embedding, final norm and head, from the states after the last layer. A tied model gets a
     head of its own."""
@@ -120,15 +120,15 @@ def quantize_ends(
     stored = stored_norm(config, FINAL_NORM, norm)
     dtype, eps = compute_type(device), config.norm_eps
 
-    def normed(of: Tensor, factor: Tensor) -> list[Tensor]:
+    def normed(states_of: Tensor, factor: Tensor) -> list[Tensor]:
         factor = factor.to(device)
-        pieces = (some.to(device) for some in torch.split(of, crew.rows_at_once))
-        return crew.each(lambda x: rms_norm(x, factor, eps).to(dtype), pieces)
+        pieces = (piece.to(device) for piece in torch.split(states_of, workers.rows_per_piece))
+        return workers.map(lambda x: rms_norm(x, factor, eps).to(dtype), pieces)
 
     inputs = normed(states.quantized, as_factor(config, stored))
-    moments = measure_moments(inputs, normed(states.source, norm), crew)
+    statistics = measure_hessian(inputs, normed(states.source, norm), workers)
     layout = Layout.parse(HEAD_LAYOUTS[options.head_bits])
-    matrix = MatrixQuantizer(moments, crew.check).quantize(HEAD, head.to(device), layout)
+    matrix = MatrixQuantizer(statistics, workers.check).quantize(HEAD, head.to(device), layout)
     tensors = {EMBED: embed.half(), FINAL_NORM: stored}
     tensors |= _pieces(HEAD.removesuffix(".weight"), matrix)
     return QuantizedPart(tensors, (matrix.report,))

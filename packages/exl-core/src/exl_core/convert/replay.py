@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MEETINGS = 3  # of operands of certain shapes, before they are worth a graph
-MOST_GRAPHS = 64
+CAPTURE_AT_CALL = 3  # of operands of certain shapes, before they are worth a graph
+MAX_GRAPHS = 64
 
 Step = Callable[..., tuple[Tensor, ...]]
 
@@ -28,7 +28,7 @@ class Replay:
 
     def __init__(self, step: Step) -> None:
         self._step = step
-        self._met: Counter[Hashable] = Counter()
+        self._calls: Counter[Hashable] = Counter()
         self._graphs: dict[Hashable, _Graph] = {}
 
     def __call__(self, *tensors: Tensor, choices: tuple[Hashable, ...] = ()) -> tuple[Tensor, ...]:
@@ -36,8 +36,8 @@ class Replay:
             return self._step(*tensors, *choices)
         key = (choices, *((x.shape, x.dtype, x.device) for x in tensors))
         if key not in self._graphs:
-            self._met[key] += 1
-            if self._met[key] < MEETINGS or len(self._graphs) >= MOST_GRAPHS:
+            self._calls[key] += 1
+            if self._calls[key] < CAPTURE_AT_CALL or len(self._graphs) >= MAX_GRAPHS:
                 return self._step(*tensors, *choices)
             pool = next((graph.pool for graph in self._graphs.values()), None)
             self._graphs[key] = _Graph(self._step, tensors, choices, pool)
@@ -68,7 +68,7 @@ class _Graph:
         return self._graph.pool()
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        for own, x in zip(self._operands, tensors, strict=True):
-            own.copy_(x)
+        for operand, x in zip(self._operands, tensors, strict=True):
+            operand.copy_(x)
         self._graph.replay()
         return self._results

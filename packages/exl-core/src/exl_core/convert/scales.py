@@ -15,12 +15,12 @@ from torch import Tensor
 
 from exl_core.convert.replay import Replay
 
-SMALLEST = {2: 0.3, 3: 0.45, 4: 0.6, 5: 0.7, 6: 0.75, 8: 0.85}
+SMALLEST_SHARE = {2: 0.3, 3: 0.45, 4: 0.6, 5: 0.7, 6: 0.75, 8: 0.85}
 """By width: the smallest scale that may be best, as a share of one that cuts no value off."""
 Zero = Any
 """An int, or int-valued [V, 1] where variants differ: clamping to numbers is faster on a CPU."""
 
-LARGEST_TRIED = (1.0, 0.94)  # of the best scale of all columns: the codes' grid moves with it
+LARGEST_SHARES = (1.0, 0.94)  # of the best scale of all columns: the codes' grid moves with it
 
 
 class GroupScales(NamedTuple):
@@ -54,13 +54,13 @@ def group_scales(
 
 
 @cache  # for good: no capture may find it gone
-def _tried(bits: tuple[int, ...], trials: int, device: torch.device) -> tuple[Zero, Tensor]:
+def _trial_shares(bits: tuple[int, ...], trials: int, device: torch.device) -> tuple[Zero, Tensor]:
     """The code of 0, and the shares of the largest scale that are tried, [trials, V, 1]."""
     zero: Zero = zero_point(bits[0])
     if len(set(bits)) > 1:
         points = [[zero_point(width)] for width in bits]
         zero = torch.tensor(points, dtype=torch.float32, device=device)  # [V, 1]
-    shares = [torch.linspace(1.0, SMALLEST[width], trials) for width in bits]
+    shares = [torch.linspace(1.0, SMALLEST_SHARE[width], trials) for width in bits]
     return zero, torch.stack(shares, 1)[:, :, None].to(device)
 
 
@@ -68,25 +68,25 @@ def _tried(bits: tuple[int, ...], trials: int, device: torch.device) -> tuple[Ze
 def _group_scales(
     values: Tensor, curvature: Tensor, bits: tuple[int, ...], trials: int
 ) -> tuple[Tensor, ...]:
-    zero, shares = _tried(bits, trials, values.device)
-    whole = torch.maximum(values.amax(0) / (zero - 1), -values.amin(0) / zero)  # [V, N]
+    zero, shares = _trial_shares(bits, trials, values.device)
+    unclipped = torch.maximum(values.amax(0) / (zero - 1), -values.amin(0) / zero)  # [V, N]
     weights = curvature / curvature.sum().clamp(min=torch.finfo(torch.float32).tiny)
-    best, chosen = torch.full_like(whole, torch.inf), whole
-    at_once = trials if values.is_cuda else 1  # what a GPU waits for is launches
-    for some in torch.split(shares, at_once):
-        scales = whole * some
-        errors, places = _errors(values, weights, scales, zero).min(0)
-        chosen = torch.where(errors < best, scales.gather(0, places[None])[0], chosen)
+    best, chosen = torch.full_like(unclipped, torch.inf), unclipped
+    chunk_size = trials if values.is_cuda else 1  # what a GPU waits for is launches
+    for chunk in torch.split(shares, chunk_size):
+        scales = unclipped * chunk
+        errors, best_trials = _errors(values, weights, scales, zero).min(0)
+        chosen = torch.where(errors < best, scales.gather(0, best_trials[None])[0], chosen)
         best = torch.minimum(errors, best)
-    return _coded(values, weights, chosen, zero)
+    return _round_scales(values, weights, chosen, zero)
 
 
-def _coded(values: Tensor, weights: Tensor, wanted: Tensor, zero: Zero) -> GroupScales:
+def _round_scales(values: Tensor, weights: Tensor, targets: Tensor, zero: Zero) -> GroupScales:
     """The codes next to the wanted scales [V, N] that err least."""
-    tried = [(wanted.amax(1) * share).clamp(max=65504.0).half() for share in LARGEST_TRIED]
-    largest = torch.stack(tried)[:, :, None]  # [L, V, 1]
+    candidates = [(targets.amax(1) * share).clamp(max=65504.0).half() for share in LARGEST_SHARES]
+    largest = torch.stack(candidates)[:, :, None]  # [L, V, 1]
     step = (largest.float() / 256).half().float()
-    root = (wanted / (256 * step)).nan_to_num(0.0, 1.0, 0.0).sqrt() * 16 - 1
+    root = (targets / (256 * step)).nan_to_num(0.0, 1.0, 0.0).sqrt() * 16 - 1
     low = root.floor().clamp(0, 15)  # [L, V, N]
     codes = torch.stack((low, (low + 1).clamp(max=15)))  # [2, L, V, N]
     scales = exact_scales(largest, codes)

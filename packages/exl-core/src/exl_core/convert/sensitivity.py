@@ -43,8 +43,8 @@ def measure_sensitivity(
     token_ids: Tensor,
     *,
     options: ConvertOptions,
-    crew: Workers,
-    on_row: Callable[[int, int], None] | None = None,
+    workers: Workers,
+    on_layer: Callable[[int, int], None] | None = None,
     scratch: Path | None = None,
 ) -> Sensitivity:
     """On the first rows of token_ids int64 [rows, length].
@@ -61,20 +61,20 @@ def measure_sensitivity(
         for layer in range(config.num_layers):
             _save(states, Path(folder, str(layer)))
             source = read_layer(checkpoint, config, layer, device)
-            _forward(source, config, states, crew)
-            if on_row is not None:
-                on_row(layer + 1, total)
-        gradient = _head_gradient(checkpoint, config, states, options, crew)
+            _forward(source, config, states, workers)
+            if on_layer is not None:
+                on_layer(layer + 1, total)
+        gradient = _head_gradient(checkpoint, config, states, options, workers)
         for layer in reversed(range(config.num_layers)):
             source = read_layer(checkpoint, config, layer, device)
             states = _load(Path(folder, str(layer)), states.shape)
-            found |= _backward(source, config, states, gradient, crew)
-            if on_row is not None:
-                on_row(total - layer, total)
+            found |= _backward(source, config, states, gradient, workers)
+            if on_layer is not None:
+                on_layer(total - layer, total)
     return found
 
 
-def _forward(source: LayerSource, config: ModelConfig, states: Tensor, crew: Workers) -> None:
+def _forward(source: LayerSource, config: ModelConfig, states: Tensor, workers: Workers) -> None:
     block, product = source.block(config), source.products()
 
     def run(row: int) -> None:
@@ -82,7 +82,7 @@ def _forward(source: LayerSource, config: ModelConfig, states: Tensor, crew: Wor
         states[row : row + 1] = block.run(x, product).cpu()
 
     with torch.no_grad():
-        crew.each(run, range(len(states)))
+        workers.map(run, range(len(states)))
 
 
 def _head_gradient(
@@ -90,7 +90,7 @@ def _head_gradient(
     config: ModelConfig,
     states: Tensor,
     options: ConvertOptions,
-    crew: Workers,
+    workers: Workers,
 ) -> Tensor:
     """Of the summed loss of drawn tokens, by the states after the last layer."""
     device = torch.device(options.device)
@@ -102,7 +102,7 @@ def _head_gradient(
     def run(row: int) -> None:
         generator = torch.Generator().manual_seed(options.seed + row)
         for first in range(0, states.shape[1], HEAD_ROWS):
-            crew.check()
+            workers.check()
             span = slice(first, first + HEAD_ROWS)
             x = states[row, span].to(device).requires_grad_()
             normed = rms_norm(x, norm, config.norm_eps)
@@ -115,15 +115,15 @@ def _head_gradient(
             sums = log_p.detach().double().exp().cumsum(-1)
             drawn = torch.searchsorted(sums, draws * sums[:, -1:]).clamp(max=log_p.shape[1] - 1)
             loss = -log_p.gather(1, drawn).sum()
-            (of_states,) = torch.autograd.grad(loss, x)
-            gradient[row, span] = of_states.cpu()
+            (state_gradient,) = torch.autograd.grad(loss, x)
+            gradient[row, span] = state_gradient.cpu()
 
-    crew.each(run, range(len(states)))
+    workers.map(run, range(len(states)))
     return gradient
 
 
 def _backward(
-    source: LayerSource, config: ModelConfig, states: Tensor, gradient: Tensor, crew: Workers
+    source: LayerSource, config: ModelConfig, states: Tensor, gradient: Tensor, workers: Workers
 ) -> dict[str, Tensor]:
     """What becomes known of the layer's matrices; `gradient` becomes that of `states`."""
     block, product = source.block(config), source.products()
@@ -131,21 +131,21 @@ def _backward(
     def run(row: int) -> list[Tensor]:
         outputs: dict[str, Tensor] = {}
 
-        def watched(part: str, x: Tensor) -> Tensor:
+        def recorded(part: str, x: Tensor) -> Tensor:
             outputs[part] = product(part, x)
             return outputs[part]
 
         x = states[row : row + 1].to(source.device).requires_grad_()
-        y = block.run(x, watched)
-        wanted = [x, *(outputs[part] for part in MATRICES)]
-        of_y = gradient[row : row + 1].to(source.device)
-        of_x, *of_outputs = torch.autograd.grad(y, wanted, of_y)
+        y = block.run(x, recorded)
+        operands = [x, *(outputs[part] for part in MATRICES)]
+        y_gradient = gradient[row : row + 1].to(source.device)
+        x_gradient, *output_gradients = torch.autograd.grad(y, operands, y_gradient)
         # First, as one of them may be `of_y` itself, and lie where `of_x` goes.
-        means = [g[0].float().square().mean(0).cpu() for g in of_outputs]  # [out] each
-        gradient[row : row + 1] = of_x.to(gradient.device)
+        means = [g[0].float().square().mean(0).cpu() for g in output_gradients]  # [out] each
+        gradient[row : row + 1] = x_gradient.to(gradient.device)
         return means
 
-    rows = crew.each(run, range(len(states)))
+    rows = workers.map(run, range(len(states)))
     return {
         f"{layer_prefix(source.layer)}{part}.weight": torch.stack(means).mean(0)
         for part, means in zip(MATRICES, zip(*rows, strict=True), strict=True)

@@ -24,12 +24,12 @@ from exl_core.convert.events import ConversionStopped, Event, OnEvent, Stage
 from exl_core.convert.layers import States, embed_rows, read_layer
 from exl_core.convert.measure import MEASURED_ROWS, measure_layer
 from exl_core.convert.measurement import Measurement
-from exl_core.convert.parallel import Workers, workers
+from exl_core.convert.parallel import Workers, worker_pool
 from exl_core.convert.plan import Allocation, ConvertOptions, LayerMeasurement
 from exl_core.convert.publish import digest
 from exl_core.convert.quantize import QuantizedPart, quantize_ends, quantize_layer
 from exl_core.convert.sensitivity import Sensitivity, measure_sensitivity
-from exl_core.convert.tune import STEPS, has_room, tune_model
+from exl_core.convert.tune import STEPS, fits_in_memory, tune_model
 from exl_core.convert.work import WorkDir
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.safetensors_writer import Entry
@@ -78,13 +78,13 @@ class Stages:
 
     def run(self) -> Computed:
         """All stages up to the tensors of the output, which are then in the work directory."""
-        self._tunes()
+        self._is_tuning_enabled()
         rows = self._calibrate()
-        with workers(self._device, self.should_stop) as crew:
-            measurement = self.given or self._measure(rows, crew)
+        with worker_pool(self._device, self.should_stop) as workers:
+            measurement = self.given or self._measure(rows, workers)
             allocation = allocate(measurement.layers, self.bits)
-            self._quantize(rows.token_ids, allocation, crew)
-            self._tune(rows.token_ids, crew)
+            self._quantize(rows.token_ids, allocation, workers)
+            self._tune(rows.token_ids, workers)
         return Computed(rows, measurement, allocation)
 
     def _calibrate(self) -> CalibrationRows:
@@ -99,7 +99,7 @@ class Stages:
         token_ids = work.read_tensors(CALIBRATION)["token_ids"]
         return CalibrationRows(token_ids, str(facts["sha256"]), str(facts["description"]))
 
-    def _sense(self, token_ids: Tensor, crew: Workers) -> Sensitivity:
+    def _measure_sensitivity(self, token_ids: Tensor, workers: Workers) -> Sensitivity:
         if not self.work.has(SENSITIVITY):
             with self._stage(Stage.SENSITIVITY) as step, self.work.scratch() as scratch:
                 found = measure_sensitivity(
@@ -107,25 +107,25 @@ class Stages:
                     self.config,
                     token_ids,
                     options=self.options,
-                    crew=crew,
-                    on_row=step,
+                    workers=workers,
+                    on_layer=step,
                     scratch=scratch,
                 )
             self.work.write_tensors(SENSITIVITY, found)
         return self.work.read_tensors(SENSITIVITY)
 
-    def _measure(self, rows: CalibrationRows, crew: Workers) -> Measurement:
+    def _measure(self, rows: CalibrationRows, workers: Workers) -> Measurement:
         work, count = self.work, self.config.num_layers
         if not work.has(MEASUREMENT):
-            sensitivity = self._sense(rows.token_ids, crew)
+            sensitivity = self._measure_sensitivity(rows.token_ids, workers)
             with self._stage(Stage.MEASURE) as step:
-                first, held = self._resume_states("measure")
+                first_layer, saved_state = self._resume_states("measure")
                 states = (
-                    self._kept(held["states"])
-                    if held
+                    self._place_states(saved_state["states"])
+                    if saved_state
                     else self._embed(rows.token_ids[:MEASURED_ROWS])
                 )
-                for layer in range(first, count):
+                for layer in range(first_layer, count):
                     step(layer, count)
                     found = measure_layer(
                         read_layer(self.checkpoint, self.config, layer, self._device),
@@ -133,7 +133,7 @@ class Stages:
                         states,
                         sensitivity,
                         options=self.options,
-                        crew=crew,
+                        workers=workers,
                     )
                     work.write_facts(f"measured-{layer:05d}.json", found.to_json())
                     is_last = layer + 1 == count
@@ -150,43 +150,46 @@ class Stages:
         work.remove(*(f"measured-{layer:05d}.json" for layer in range(count)))
         return Measurement.read(work.folder / MEASUREMENT)
 
-    def _quantize(self, token_ids: Tensor, allocation: Allocation, crew: Workers) -> None:
+    def _quantize(self, token_ids: Tensor, allocation: Allocation, workers: Workers) -> None:
         if self.work.has(ENDS_FACTS):
             return
         count = self.config.num_layers
         with self._stage(Stage.QUANTIZE) as step:
-            first, held = self._resume_states("quantize")
-            if held:
-                states = States(self._kept(held["source"]), self._kept(held["quantized"]))
+            first_layer, saved_state = self._resume_states("quantize")
+            if saved_state:
+                states = States(
+                    self._place_states(saved_state["source"]),
+                    self._place_states(saved_state["quantized"]),
+                )
             else:
                 states = States(*(self._embed(token_ids) for _ in range(2)))
-            for layer in range(first, count):
+            for layer in range(first_layer, count):
                 step(layer, count)
                 part = quantize_layer(
                     read_layer(self.checkpoint, self.config, layer, self._device),
                     self.config,
                     allocation,
                     states,
-                    crew,
+                    workers,
                 )
                 self._save_part(*layer_files(layer), part, Stage.QUANTIZE)
                 both = {"source": states.source, "quantized": states.quantized}
                 self._save_states("quantize", layer + 1, both, is_last=layer + 1 == count)
         with self._stage(Stage.ENDS):
-            part = quantize_ends(self.checkpoint, self.config, states, self.options, crew)
+            part = quantize_ends(self.checkpoint, self.config, states, self.options, workers)
             self._save_part(ENDS, ENDS_FACTS, part, Stage.ENDS)
         self._drop_states("quantize")
 
-    def _tune(self, token_ids: Tensor, crew: Workers) -> None:
+    def _tune(self, token_ids: Tensor, workers: Workers) -> None:
         if self.work.has(TUNED_FACTS):
             return
-        if not self._tunes():
+        if not self._is_tuning_enabled():
             self.work.write_tensors(TUNED, {})
             self.work.write_facts(TUNED_FACTS, {"digests": {}})
             return
         with self._stage(Stage.TUNE) as step, self.work.scratch() as scratch:
             tensors = TensorFiles(part_entries(self.work, self.config.num_layers))
-            first, held = self._resume_states("tune")
+            first_step, saved_state = self._resume_states("tune")
 
             def on_step(done: int, state: Mapping[str, Tensor]) -> None:
                 self._save_states("tune", done, state)
@@ -198,21 +201,21 @@ class Stages:
                 tensors,
                 token_ids,
                 options=self.options,
-                crew=crew,
+                workers=workers,
                 scratch=scratch,
-                first=first,
-                held=held,
+                steps_done=first_step,
+                saved_state=saved_state,
                 on_step=on_step,
             )
         self.work.write_tensors(TUNED, tuned)
         self.work.write_facts(TUNED_FACTS, {"digests": digests_of(tuned)})
         self._drop_states("tune")
 
-    def _tunes(self) -> bool:
+    def _is_tuning_enabled(self) -> bool:
         """Decided once: what memory is free may be another figure after a kill."""
         if not self.work.has(TUNING):
-            room = has_room(self.config, self._device)
-            self.work.write_facts(TUNING, {"has_room": room})
+            is_enabled = fits_in_memory(self.config, self._device)
+            self.work.write_facts(TUNING, {"has_room": is_enabled})
         return bool(self.work.read_facts(TUNING)["has_room"])
 
     @property
@@ -220,13 +223,13 @@ class Stages:
         return torch.device(self.options.device)
 
     def _embed(self, token_ids: Tensor) -> Tensor:
-        return self._kept(embed_rows(self.checkpoint, self.config, token_ids))
+        return self._place_states(embed_rows(self.checkpoint, self.config, token_ids))
 
-    def _kept(self, states: Tensor) -> Tensor:
+    def _place_states(self, states: Tensor) -> Tensor:
         """On the computing device where they take but little of its memory, else on the CPU."""
         free = free_memory_bytes(self._device)
-        has_room = free is not None and states.nbytes <= free // 16
-        return states.to(self._device) if has_room else states
+        is_small = free is not None and states.nbytes <= free // 16
+        return states.to(self._device) if is_small else states
 
     @contextmanager
     def _stage(self, stage: Stage) -> Iterator[Callable[[int, int], None]]:
@@ -249,8 +252,8 @@ class Stages:
         began = time.monotonic()
         is_due = (began - self._saved_at) * self.saving_share >= self._saving_s
         if is_due or is_last or self.should_stop():
-            near = {name: x.cpu() for name, x in states.items()}
-            self.work.write_tensors(f"{stage}-{at:05d}.safetensors", near)
+            on_cpu = {name: x.cpu() for name, x in states.items()}
+            self.work.write_tensors(f"{stage}-{at:05d}.safetensors", on_cpu)
             older = [name for before, name in self._states_files(stage) if before < at]
             self.work.remove(*older)
             self._saved_at = time.monotonic()

@@ -20,7 +20,7 @@ class Stream:
     """
 
     def __init__(
-        self, block: Block, product: Linear, states: Tensor, device: torch.device, crew: Workers
+        self, block: Block, product: Linear, states: Tensor, device: torch.device, workers: Workers
     ) -> None:
         self.inputs: list[Tensor] = []
         self._block = block
@@ -28,27 +28,27 @@ class Stream:
         self._states = states
         self._device = device
         self._dtype = compute_type(device)
-        self._crew = crew
+        self._workers = workers
 
     def steps(self) -> Iterator[tuple[str, ...]]:
         block = self._block
         self._advance(lambda piece: block.qkv_input(self._at(piece)))
         yield QKV
-        self._advance(lambda piece: block.mixed(*self._outputs(piece, QKV)))
+        self._advance(lambda piece: block.attention(*self._outputs(piece, QKV)))
         yield (OUTPUT,)
         self._advance(self._to_mlp)
         yield GATE_UP
-        self._advance(lambda piece: block.gated(*self._outputs(piece, GATE_UP)))
+        self._advance(lambda piece: block.gated_activation(*self._outputs(piece, GATE_UP)))
         yield (DOWN,)
         self._advance(self._to_end)
         self.inputs = []
 
     def _advance(self, work: Callable[[int], Tensor]) -> None:
-        pieces = range(-(-len(self._states) // self._crew.rows_at_once))
-        self.inputs = self._crew.each(lambda piece: work(piece).to(self._dtype), pieces)
+        pieces = range(-(-len(self._states) // self._workers.rows_per_piece))
+        self.inputs = self._workers.map(lambda piece: work(piece).to(self._dtype), pieces)
 
     def _rows(self, piece: int) -> slice:
-        step = self._crew.rows_at_once
+        step = self._workers.rows_per_piece
         return slice(piece * step, piece * step + step)
 
     def _at(self, piece: int) -> Tensor:

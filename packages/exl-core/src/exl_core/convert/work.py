@@ -174,7 +174,7 @@ def _require_same(job: Path, options: Facts, *, resume: bool, command: str) -> N
 
 
 @contextmanager
-def locked(path: Path, place: Path, what: str) -> Iterator[None]:
+def locked(path: Path, target: Path, target_phrase: str) -> Iterator[None]:
     """A file that only one process has, gone at the end. The system drops the lock when the process
     ends, however it ends. `place` is what it stands for, and `what` that in words."""
     with naming_disk_failures(path):
@@ -190,8 +190,8 @@ def locked(path: Path, place: Path, what: str) -> Iterator[None]:
             raise ExlError("cannot be locked", where=path, got=error.strerror) from error
         if not is_ours:
             raise RequestError(
-                f"another process is converting {what}",
-                where=place,
+                f"another process is converting {target_phrase}",
+                where=target,
                 next_step="Wait for it, or choose another directory.",
             )
         try:

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exl_core.convert.parallel import Workers, coarse_products
+from exl_core.convert.parallel import Workers, allow_bfloat16_matmul
 
 _SPLITS = 4  # of a matrix of moments, whatever the number of threads: sums are always the same
 
 
 @dataclass(frozen=True, slots=True)
-class Moments:
+class InputStatistics:
     """Means over tokens, float32 on the computing device; K features.
 
     hessian  X'X [K, K], of the inputs X that the quantized matrix will get
@@ -30,11 +30,11 @@ class Moments:
     cross: Tensor | None
 
 
-def measure_moments(
+def measure_hessian(
     inputs: Sequence[Tensor],
     sources: Sequence[Tensor] | None,
-    crew: Workers,
-) -> Moments:
+    workers: Workers,
+) -> InputStatistics:
     """`inputs` and `sources`: [R, T, K] of some rows each, in any float type."""
     features = inputs[0].shape[-1]
     step = -(-features // _SPLITS)
@@ -48,9 +48,11 @@ def measure_moments(
             for x, other in zip(inputs, others, strict=True):
                 total[span].addmm_(x.flatten(0, 1)[:, span].float().T, other.flatten(0, 1).float())
 
-        with coarse_products():  # the inputs are hardly better than bfloat16 anyway
-            crew.each(fill, spans)
+        with allow_bfloat16_matmul():  # the inputs are hardly better than bfloat16 anyway
+            workers.map(fill, spans)
         return total.div_(count)
 
     hessian = products(inputs)
-    return Moments((hessian + hessian.T) / 2, None if sources is None else products(sources))
+    return InputStatistics(
+        (hessian + hessian.T) / 2, None if sources is None else products(sources)
+    )
