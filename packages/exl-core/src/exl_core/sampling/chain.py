@@ -1,8 +1,8 @@
-"""Which steps settings stand for, and in which order: what every sample is defined by.
+"""Sampler chain: the steps of given settings, in order. It defines the result of every sample.
 
-Penalties, bans, biases, DRY, allowed tokens, mask; temperature and smoothing; top-k, top-p, top-a,
-min-p, tail-free, typical, mirostat's cut; dynamic or last temperature; XTC. Guidance comes before
-(`guide` in `sampler.py`) and the draw, skewed or not, after.
+The order is: penalties, bans, biases, DRY, allowed tokens, mask; smoothing and temperature; top-k,
+top-p, top-a, min-p, tail-free, typical, the mirostat cut; dynamic or last temperature; XTC.
+Guidance comes before the chain (`guide` in `sampler.py`), the draw, with or without skew, after it.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ def steps_for(
     mask: Tensor | None = None,
     mu: float | None = None,
 ) -> list[LogitStep]:
-    """The steps that `Sampler.sample` stands for, in their order. `mu`: where mirostat cuts now;
-    None is at its start."""
+    """Steps that define the result of `Sampler.sample`, in order.
+
+    `mu` is the current mirostat cut; None is its initial value.
+    """
     steps: list[LogitStep] = []
     ids = tuple(history)
     if params.has_penalties:
@@ -81,7 +83,7 @@ def dry_of(params: SamplerParams, token_ids: tuple[int, ...] = ()) -> Dry:
 
 
 def scaling(params: SamplerParams) -> list[LogitStep]:
-    """What reshapes the distribution before the cuts."""
+    """Steps that reshape the distribution before the cuts."""
     steps: list[LogitStep] = []
     if params.smoothing_factor > 0.0:
         steps.append(Smoothing(params.smoothing_factor))
@@ -91,7 +93,7 @@ def scaling(params: SamplerParams) -> list[LogitStep]:
 
 
 def first_cuts(params: SamplerParams) -> list[LogitStep]:
-    """The cuts that leave few tokens and that a kernel knows."""
+    """Cuts that keep few tokens and that the kernel implements."""
     steps: list[LogitStep] = []
     if params.top_k > 0:
         steps.append(TopK(params.top_k))
@@ -103,7 +105,7 @@ def first_cuts(params: SamplerParams) -> list[LogitStep]:
 def later_steps(
     params: SamplerParams, mu: float | None = None, protected: frozenset[int] | None = None
 ) -> list[LogitStep]:
-    """All the others. `protected` renumbers those tokens, where few are left."""
+    """The remaining steps. `protected` replaces `xtc_protected` if the ids are renumbered."""
     steps: list[LogitStep] = []
     if params.top_a > 0.0:
         steps.append(TopA(params.top_a))
@@ -127,7 +129,7 @@ def later_steps(
 
 
 def is_common(params: SamplerParams) -> bool:
-    """Whether the kernel knows all of the chain."""
+    """The kernel implements the whole chain of these settings, apart from changes to logits."""
     if params.is_greedy:
         return True
     return (

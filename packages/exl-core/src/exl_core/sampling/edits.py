@@ -1,7 +1,7 @@
-"""What one reply's history and settings do to single logits, as ids and new values.
+"""Changes to single logits by history and settings, as ids and new values.
 
-The steps of `penalties.py` with what is kept from token to token: the history as an array, the ids
-of biases, bans and allowed tokens as tensors.
+This is the incremental form of the steps in `penalties.py`. It keeps the history as an array, and
+the ids of biases, bans and allowed tokens as tensors, from token to token.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _Edit = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 class Edits:
-    """Of one sampler. The vocabulary keeps its size."""
+    """Changes of one sampler. The vocabulary size is the same in every call."""
 
     def __init__(self, params: SamplerParams) -> None:
         self._params = params
@@ -30,7 +30,7 @@ class Edits:
         self._penalties = penalties_of(params)
         self._dry = dry_of(params)
         self._needs_history = params.has_penalties or params.dry_multiplier > 0.0
-        # No weights to count with: it is enough to know which tokens occurred.
+        # Without weights and counts, the set of tokens that occurred is sufficient.
         self._is_distinct = params.penalty_range is None and params.frequency_penalty == 0.0
         self._bias: tuple[Tensor, Tensor] | None = None
         self._banned: tuple[frozenset[int], Tensor] | None = None
@@ -38,13 +38,13 @@ class Edits:
 
     @property
     def read_logits(self) -> bool:
-        """Whether any value depends on the logit that it replaces."""
+        """Some new value depends on the logit that it replaces."""
         return self._needs_history or bool(self._params.token_bias)
 
     def fixed(
         self, banned: Collection[int], vocab_size: int
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Ids and values that depend on no logits: those of bans."""
+        """Ids and values of bans, which depend on no logits."""
         if not (self._params.banned_tokens or banned):
             return None, None
         dropped = self._banned_ids(banned, vocab_size)
@@ -53,7 +53,7 @@ class Edits:
     def sparse(
         self, logits: Tensor, history: Sequence[int], banned: Collection[int]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Logits, and ids and values that are still to be written to them, in order."""
+        """Logits, and ids with values that the caller still has to write to them, in order."""
         edits = self._edits(history, len(logits))
         ids: Tensor | None = None
         values: Tensor | None = None
@@ -75,7 +75,7 @@ class Edits:
     def dense(
         self, logits: Tensor, history: Sequence[int], banned: Collection[int], mask: Tensor | None
     ) -> Tensor:
-        """New logits with all of it done."""
+        """New logits with all changes applied."""
         vocab_size = len(logits)
         logits = logits.clone()
         for edit in self._edits(history, vocab_size):
@@ -89,7 +89,7 @@ class Edits:
         return logits
 
     def allowed(self, mask: Tensor | None, vocab_size: int) -> Tensor | None:
-        """The mask that comes with the call and the allowed tokens of the settings in one."""
+        """Intersection of the call's mask and the allowed tokens of the settings."""
         if self._params.allowed_tokens is None:
             return mask
         if self._allowed is None or len(self._allowed) != -(-vocab_size // 32):
@@ -120,7 +120,7 @@ class Edits:
         return ids, logits[ids] + bias
 
     def _banned_ids(self, banned: Collection[int], vocab_size: int) -> Tensor:
-        """As a tensor, kept while the same tokens are banned."""
+        """Banned ids as a tensor, reused while the set of banned tokens is the same."""
         key = self._params.banned_tokens.union(banned)
         if self._banned is None or self._banned[0] != key:
             self._banned = (key, as_ids(key, vocab_size))

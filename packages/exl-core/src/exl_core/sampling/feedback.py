@@ -1,7 +1,7 @@
-"""Mirostat: a cut that moves so that the tokens drawn surprise by a wanted number of bits.
+"""Mirostat: a cut that moves so that sampled tokens have a given mean surprise in bits.
 
-The cut is a step with a value; what moves is kept here, one object per sampler and never in the
-settings, which many requests may share.
+The cut itself is a step with a value. The moving state is one object per sampler; it is not part of
+the settings, which many requests may share.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from exl_core.sampling.steps import DROPPED, greedy, softmax
 
 @dataclass(frozen=True, slots=True)
 class SurpriseCut:
-    """Drop tokens that surprise by more than `mu` bits; the likeliest stays."""
+    """Drop tokens whose surprise exceeds `mu` bits; the likeliest token is kept."""
 
     mu: float
 
@@ -27,21 +27,21 @@ class SurpriseCut:
 
 
 class Mirostat:
-    """The cut's place along one reply, so that it can be taken back with the reply's end."""
+    """The cut after each token of one reply, so that it can be rewound with the reply."""
 
     def __init__(self, tau: float, eta: float) -> None:
         self._tau = tau
         self._eta = eta
-        self._trace: list[tuple[int, float]] = []  # after that many tokens, the cut
+        self._trace: list[tuple[int, float]] = []  # length of the history, cut from there on
 
     @property
     def mu(self) -> float:
         return self._trace[-1][1] if self._trace else 2.0 * self._tau
 
     def accept(self, length: int, probability: float) -> None:
-        """A token of this final probability made the history `length` tokens long."""
+        """Record a token of this final probability, which made the history `length` long."""
         surprise = -math.log2(probability)
-        # Far outside, the cut keeps one token or all, and powers of two overflow.
+        # Beyond these bounds the cut keeps one token or all of them, and 2 ** mu would overflow.
         mu = min(max(self.mu + self._eta * (self._tau - surprise), -1000.0), 1000.0)
         self._trace.append((length, mu))
 

@@ -1,8 +1,8 @@
-"""What a request may ask of the sampler, checked. No torch: requests are made without it.
+"""Sampler settings of one request, checked at construction. No torch, so that requests need none.
 
-The steps run in the order of the fields below, whatever the order of the arguments (`sampler.py`
-has the order in full, `steps.py`, `penalties.py` and `feedback.py` the formulas). Every default
-is neutral: together they sample the model's own distribution.
+The steps run in a fixed order, independent of the order of the arguments: `chain.py` defines it,
+`steps.py`, `penalties.py` and `feedback.py` have the formulas. Every default is neutral: together
+they sample the model's own distribution.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import NoReturn
 from exl_core.errors import RequestError
 
 GREEDY_BELOW = 0.01
-"""Temperatures below this are greedy: dividing by them is choosing the likeliest token."""
+"""Temperatures below this are greedy: dividing by them would select the likeliest token anyway."""
 
 
 LARGEST_BIAS = 1e30
@@ -74,40 +74,45 @@ class TokenBias(Mapping[int, float]):
 class SamplerParams:
     """Settings of one request's sampler.
 
-    cfg_scale            weight of the prompt against a negative prompt; None is off, 1 ignores it
-    repetition_penalty   divides the logits of tokens that occurred (multiplies negative ones)
+    cfg_scale            guidance scale: weight of the prompt against the negative prompt; None is
+                         off, 1 ignores the negative prompt
+    repetition_penalty   divides the positive logits of tokens that occurred, multiplies negative
+                         ones
     frequency_penalty    subtracted from a logit for every occurrence of its token
     presence_penalty     subtracted once from the logit of every token that occurred
-    penalty_range        latest tokens that count in full, prompt included; None is all of them
-    penalty_decay        over how many tokens before these the penalties fade away
-    banned_tokens        never drawn
-    allowed_tokens       nothing else is drawn; None allows all
+    penalty_range        number of latest tokens that count in full, prompt included; None is all
+    penalty_decay        number of tokens before these over which the penalties fade to zero
+    banned_tokens        tokens that are never sampled
+    allowed_tokens       the only tokens that are sampled; None allows all
     token_bias           added to the logits of these tokens
-    dry_multiplier       size of the penalty on going on with what was said before; 0 is off
-    dry_base             it grows by this factor with each token of the repetition
-    dry_allowed_length   longest repetition that costs no more than the multiplier; at least 1
-    dry_range            only the latest tokens are searched; 0 is all of them
+    dry_multiplier       size of the DRY penalty on continuing a repetition; 0 is off
+    dry_base             factor by which the penalty grows with each repeated token
+    dry_allowed_length   length of the repetition at which the penalty equals the multiplier;
+                         shorter ones are free; at least 1
+    dry_range            number of latest tokens that are searched; 0 is all
     dry_max_ngram        repetitions count up to one token less than this
-    dry_breakers         a repetition never reaches across these tokens
-    temperature          0 (and anything below 0.01) is greedy; 1 leaves the distribution alone
-    smoothing_factor     makes logits fall with the square of their distance from the largest
+    dry_breakers         tokens that end a repetition
+    temperature          divides the logits; below 0.01 sampling is greedy, 1 changes nothing
+    smoothing_factor     logits fall with the square of their distance from the largest; 0 is off
     top_k                keep the k likeliest tokens; 0 is off, 1 is greedy
-    top_p                keep the likeliest tokens up to this much probability; 1 is off
-    top_a                keep tokens of at least this times the largest probability squared
+    top_p                keep the likeliest tokens up to this total probability; 1 is off
+    top_a                keep tokens of at least this times the largest probability squared; 0 is
+                         off
     min_p                keep tokens at least this many times as likely as the likeliest; 0 is off
-    tfs                  cut the tail off where the curve of probabilities is flat; 1 is off
-    typical              keep the tokens that surprise as much as expected; 1 is off
-    mirostat_tau         surprise in bits that is kept up by a moving cut; None is off
-    mirostat_eta         how fast that cut moves
+    tfs                  tail-free sampling: cut where the probability curve is flat; 1 is off
+    typical              typical sampling: keep tokens whose surprise is near the entropy; 1 is off
+    mirostat_tau         mean surprise in bits that a moving cut maintains; None is off
+    mirostat_eta         learning rate of that cut
     temperature_last     apply the temperature after the cuts instead of before
-    min_temp, max_temp   temperature by the entropy of what is left; off unless max is above min.
-                         Comes on top of `temperature`, or takes its place if that is last
-    temp_exponent        bends the way from min_temp to max_temp
-    xtc_probability      how often the likeliest tokens are excluded, but for the last of them
-    xtc_threshold        what counts among the likeliest
-    xtc_protected        tokens that are never excluded
-    skew                 above 0 the draw favours rare tokens, below 0 likely ones
-    seed                 same seed, same tokens; None draws a seed
+    min_temp, max_temp   dynamic temperature, by the entropy of the remaining tokens; off unless max
+                         is above min. Applied in addition to `temperature`; with
+                         `temperature_last`, instead of it
+    temp_exponent        exponent of the interpolation from min_temp to max_temp
+    xtc_probability      XTC: how often the likeliest tokens, except the last of them, are excluded
+    xtc_threshold        probability from which a token counts as one of the likeliest
+    xtc_protected        tokens that XTC never excludes
+    skew                 above 0 the draw favors rare tokens, below 0 likely ones; 0 is off
+    seed                 equal seeds give equal tokens; None chooses a random seed
     """
 
     temperature: float = 1.0
@@ -175,8 +180,8 @@ class SamplerParams:
 
     @classmethod
     def from_mapping(cls, mapping: Mapping[str, object]) -> SamplerParams:
-        """Settings by name, as a configuration file or a server has them: sets may be lists there,
-        and the ids of `token_bias` strings."""
+        """Settings by name, as in a configuration file: sets may be lists, and the ids of
+        `token_bias` strings."""
         known = {field.name for field in fields(cls)}
         for name in mapping:
             if name not in known:
@@ -194,7 +199,7 @@ class SamplerParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Only the likeliest token is left in the end, whatever the other settings."""
+        """The settings leave only the likeliest token."""
         is_cold = self.temperature < GREEDY_BELOW
         return self.top_k == 1 or (
             is_cold and not (self.temperature_last and self.has_dynamic_temperature)

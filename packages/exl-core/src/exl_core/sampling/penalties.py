@@ -1,7 +1,7 @@
-"""What the history and the caller do to logits: penalties, bans, biases, allowed tokens, DRY.
+"""Steps that depend on history or on token ids: penalties, bans, biases, allowed tokens, DRY.
 
-Each is a step with a value, as in `steps.py`. The arithmetic lies in functions that give the new
-logits of few tokens; the sampler calls these with a history that it keeps as an array.
+Each is a step with a value, as in `steps.py`. The arithmetic is in functions that return new logits
+of few tokens; the sampler calls these with the history that it keeps as an array.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ Floats = npt.NDArray[np.float32]
 class Penalties:
     """Repetition, presence and frequency penalty, in this order.
 
-    A token at distance d from the end (0 is the newest) weighs 1 up to `sustain`, then less and
-    less over `decay` tokens. Repetition divides the positive logits of tokens that occurred by
-    1 + (repetition - 1) * weight and multiplies the negative ones; presence is subtracted times
-    the weight. Both go by a token's newest occurrence, frequency by all of them.
+    A token at distance d from the end (0 is the newest) has weight 1 up to `sustain`, then a weight
+    that falls linearly to 0 over `decay` tokens. The repetition penalty divides the positive logits
+    of tokens that occurred by 1 + (repetition - 1) * weight, and multiplies negative logits by it.
+    The presence penalty times the weight is subtracted. Both use a token's newest occurrence; the
+    frequency penalty uses all of them.
     """
 
     token_ids: tuple[int, ...]
@@ -68,7 +69,7 @@ class Allow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mask:
-    """Drop the tokens whose bit is not set: bit i % 32 of word i // 32 is that of token i."""
+    """Drop the tokens whose bit is not set: bit i % 32 of word i // 32 belongs to token i."""
 
     words: Tensor
 
@@ -89,14 +90,14 @@ class Bias:
 
 @dataclass(frozen=True, slots=True)
 class Dry:
-    """Penalize tokens that would go on with a repetition.
+    """DRY: penalize tokens that would continue a repetition.
 
-    Of the ends of the history that occurred before, followed by a token, the longest counts, up
-    to `max_ngram` - 1 tokens. A token that followed it loses
-    multiplier * base ** (length - allowed_length) for each time it did. Repetitions shorter than
-    `allowed_length` (at least 1) are free. With `search_range` only those count that begin within
-    the latest so many tokens. The newest token is not a successor yet. Breakers and ids outside
-    the vocabulary end a repetition and are never penalized.
+    The repetition is the longest suffix of the history, up to `max_ngram` - 1 tokens, that occurred
+    earlier and was followed by a token. Each token that followed it loses
+    multiplier * base ** (length - allowed_length) per occurrence. Repetitions shorter than
+    `allowed_length` (at least 1) are free. With `search_range`, occurrences count only if they
+    begin within that many latest tokens. The newest token does not count as a follower. Breakers
+    and ids outside the vocabulary end a repetition and are never penalized.
     """
 
     token_ids: tuple[int, ...]
@@ -114,7 +115,7 @@ class Dry:
 
 
 def penalized(logits: Tensor, history: Ids, rule: Penalties) -> tuple[Tensor, Tensor]:
-    """Ids of tokens that occurred, one more than once perhaps, and their new logits."""
+    """Ids of tokens that occurred, possibly with duplicates, and their new logits."""
     vocab_size = len(logits)
     if rule.sustain is not None:
         history = history[max(0, len(history) - rule.sustain - rule.decay) :]
@@ -130,12 +131,12 @@ def penalized(logits: Tensor, history: Ids, rule: Penalties) -> tuple[Tensor, Te
     presence: np.float32 | Floats = np.float32(rule.presence)
     if weight is not None:
         spread = np.zeros(vocab_size, dtype=np.float32)
-        spread[history] = weight  # of equal ids the last one counts, which is the newest
+        spread[history] = weight  # of duplicates the last one counts, which is the newest
         newest = spread[history]
         factor = np.float32(1.0) + np.float32(rule.repetition - 1.0) * newest
         presence = presence * newest
     was = logits.numpy()[history]
-    with np.errstate(over="ignore"):  # of what is not chosen
+    with np.errstate(over="ignore"):  # in the branch that is not selected
         values = np.where(was > 0.0, was / factor, was * factor)
     if rule.presence != 0.0:
         values -= presence
@@ -146,11 +147,11 @@ def penalized(logits: Tensor, history: Ids, rule: Penalties) -> tuple[Tensor, Te
 
 
 def dry_losses(history: Ids, rule: Dry, vocab_size: int) -> tuple[Tensor, Tensor]:
-    """Ids of the tokens that would go on with the longest repetition, and what each loses."""
+    """Ids of the tokens that would continue the longest repetition, and the penalty of each."""
     count = len(history)
     reach = _reach(history, rule, vocab_size)
-    # Ends of earlier occurrences: the newest token is no successor, so they lie before the last
-    # but one.
+    # Ends of earlier occurrences. The newest token is no follower, so they come before the last
+    # two tokens.
     ends = np.flatnonzero(history[: max(count - 2, 0)] == history[-1]) if reach > 0 else _NONE
     followers = history[ends + 1]
     is_open = followers < vocab_size
@@ -173,7 +174,7 @@ def dry_losses(history: Ids, rule: Dry, vocab_size: int) -> tuple[Tensor, Tensor
         loss = rule.multiplier * math.pow(rule.base, length - allowed)
     except OverflowError:
         loss = _LARGEST_LOSS
-    # Finite, so that a token remains where all that may come would go on with a repetition.
+    # Finite, so that a token remains even if every allowed token would continue a repetition.
     losses = np.minimum(loss * counts, _LARGEST_LOSS).astype(np.float32)
     return torch.from_numpy(ids), torch.from_numpy(losses)
 
@@ -183,7 +184,7 @@ _LARGEST_LOSS = 1e30
 
 
 def _reach(history: Ids, rule: Dry, vocab_size: int) -> int:
-    """How long a repetition that ends the history can be at most."""
+    """Longest possible repetition at the end of the history."""
     for length in range(min(rule.max_ngram - 1, len(history))):
         token_id = int(history[len(history) - 1 - length])
         if token_id >= vocab_size or token_id in rule.breakers:
@@ -197,7 +198,7 @@ def bias_tensors(bias: Mapping[int, float], vocab_size: int) -> tuple[Tensor, Te
 
 
 def _put(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    """New logits; ids that occur twice have the same value twice."""
+    """New logits. Duplicate ids have equal values."""
     changed = logits.clone()
     changed[ids] = values
     return changed

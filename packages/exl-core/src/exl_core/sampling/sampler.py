@@ -1,10 +1,10 @@
-"""One request's sampler: from a row of logits to a token, with a random stream of its own.
+"""Sampler of one request: turns a row of logits into a token, with its own random stream.
 
-Knows neither text nor filters; tokens that must not come are given with the call. Nothing here
-depends on what else is in the batch, so the same seed gives the same tokens from the same logits.
-What a sample means is said by `steps_for` in `chain.py`; the sampler computes the same with the
-kernel of `ops.sample`, or with the steps over the few tokens that it leaves. Where that kernel
-needs nothing but settings, `begin` gives them, so that samples of many requests are drawn at once.
+It knows neither text nor filters; the caller passes excluded tokens with each call. Nothing depends
+on the rest of the batch, so the same seed gives the same tokens from the same logits. `steps_for`
+in `chain.py` defines the result. The sampler computes the same with the kernel `ops.sample`, or
+with the kernel's first cuts and the remaining steps in torch. If the kernel needs settings only,
+`begin` returns them for batched sampling of many requests.
 """
 
 from __future__ import annotations
@@ -34,13 +34,16 @@ from exl_core.sampling.steps import (
 
 
 class LogitsError(ExlError):
-    """The model's logits cannot be sampled from: NaN, infinite, or every token dropped."""
+    """The logits cannot be sampled: NaN, infinite, or every token is dropped."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A token; its final probability, if wanted; the likeliest tokens that were left, descending,
-    with theirs: fewer than asked for if fewer were left."""
+    """A sampled token, with details if requested.
+
+    `probability` is that after all steps. `top` lists the likeliest remaining tokens with their
+    probabilities, descending; it has fewer entries than requested if fewer tokens remain.
+    """
 
     token_id: int
     probability: float | None = None
@@ -49,44 +52,49 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class _Final:
-    """What is left in the end: ids, ascending, and their probabilities. No ids: all tokens."""
+    """Distribution after all steps: remaining ids, ascending, and their probabilities.
+
+    `ids` None: all tokens remain.
+    """
 
     ids: Tensor | None
     probability: Tensor
 
     def spread(self, vocab_size: int, skew: float) -> Tensor:
-        """How likely each token is drawn: float32 [vocab_size]."""
+        """Probability that each token is drawn: float32 [vocab_size]."""
         shares = self.probability if skew == 0.0 else skewed_shares(self.probability, skew)
         if self.ids is None:
             return shares.float()
         return torch.zeros(vocab_size).index_copy_(0, self.ids, shares.float())
 
-    def id_at(self, place: int) -> int:
-        return place if self.ids is None else int(self.ids[place])
+    def id_at(self, index: int) -> int:
+        return index if self.ids is None else int(self.ids[index])
 
-    def place_of(self, token_id: int) -> int:
+    def index_of(self, token_id: int) -> int:
         return token_id if self.ids is None else int(torch.searchsorted(self.ids, token_id))
 
 
 def guide(positive: Tensor, negative: Tensor, scale: float) -> Tensor:
-    """Classifier-free guidance: away from what `negative` expects, by `scale`; 1 ignores it.
+    """Classifier-free guidance: scale * positive + (1 - scale) * negative, of log probabilities.
 
-    A token that `positive` rules out stays out; one that only `negative` rules out is not pushed.
+    `scale` 1 ignores `negative`. A token that is impossible under `positive` stays impossible. One
+    that is impossible only under `negative` keeps its log probability under `positive`.
     """
-    wanted, unwanted = positive.log_softmax(0), negative.log_softmax(0)
-    unwanted = torch.where(unwanted.isinf(), wanted, unwanted)
-    guided = scale * wanted + (1.0 - scale) * unwanted
-    return guided.masked_fill_(wanted == -math.inf, -math.inf)
+    positive, negative = positive.log_softmax(0), negative.log_softmax(0)
+    negative = torch.where(negative.isinf(), positive, negative)
+    guided = scale * positive + (1.0 - scale) * negative
+    return guided.masked_fill_(positive == -math.inf, -math.inf)
 
 
 class Sampler:
-    """`history` is prompt and reply; it grows at its end and is cut back only through `rewind`.
-    Logits are float32 [vocab_size], on the CPU, and are left as they are; ids beyond them are
-    ignored.
+    """Sampler state of one request.
 
-    The random stream gives one number for each token that is drawn, verified ones and those taken
-    back later included, and none where the settings are greedy: so it depends only on how many
-    tokens were drawn.
+    `history` is the prompt and the reply; it only grows, or is cut with `rewind`. Logits are
+    float32 [vocab_size] on the CPU and are not modified; ids beyond them are ignored.
+
+    The random stream advances by one number per sampled token, including verified tokens and tokens
+    that are taken back later. With greedy settings it does not advance. It therefore depends only
+    on the number of sampled tokens.
     """
 
     def __init__(self, params: SamplerParams, ops: OpTable) -> None:
@@ -114,7 +122,7 @@ class Sampler:
         num_top: int = 0,
         want_probability: bool = False,
     ) -> Sample:
-        """Draw the next token. `mask`: packed bits, int32, of the tokens that may come."""
+        """Sample the next token. `mask`: packed bits, int32, of the allowed tokens."""
         self._length = len(history)
         if not self._is_common:
             final = self._final(logits, history, banned, mask)
@@ -125,7 +133,7 @@ class Sampler:
 
     @property
     def can_begin(self) -> bool:
-        """Whether settings say all that the kernel has to know."""
+        """The kernel needs settings only: neither values of logits nor further steps."""
         return self._is_common and not self._edits.read_logits
 
     def begin(
@@ -138,9 +146,9 @@ class Sampler:
         mask: Tensor | None = None,
         num_top: int = 0,
     ) -> RowSettings:
-        """What draws the token that `sample` would give, from that row of logits; then `finish`.
+        """Kernel settings that sample the same token as `sample`; `finish` takes the result.
 
-        Only if it `can_begin`. The number of the random stream is taken here.
+        Requires `can_begin`. The random stream advances here.
         """
         self._length = len(history)
         uniform = 0.0 if self.params.is_greedy else self._uniform()
@@ -151,7 +159,10 @@ class Sampler:
     def finish(
         self, drawn: Sampled, read_logits: Callable[[], Tensor], *, want_probability: bool = False
     ) -> Sample:
-        """The sample that `begin` began; the logits are read only to say why there is none."""
+        """Result of batched sampling with the settings from `begin`.
+
+        LogitsError if no token could be sampled; only then the logits are read, for the reason.
+        """
         if drawn.token_id < 0:
             raise _error(read_logits())
         return _sample_of(drawn, want_probability)
@@ -164,7 +175,7 @@ class Sampler:
         banned: Collection[int] = (),
         mask: Tensor | None = None,
     ) -> Tensor:
-        """The distribution that `sample` draws from, skewed or not: float32 [vocab_size]."""
+        """The distribution that `sample` draws from, with skew: float32 [vocab_size]."""
         self._length = len(history)
         return self._final(logits, history, banned, mask).spread(len(logits), self.params.skew)
 
@@ -180,11 +191,12 @@ class Sampler:
         num_top: int = 0,
         want_probability: bool = False,
     ) -> Sample:
-        """The next token, given one that another distribution proposed; accepted if it is that one.
+        """Rejection sampling: the next token, given a proposal from another distribution.
 
-        The token follows exactly the distribution that `sample` draws from. `drawn_from` is what
-        the proposal was drawn from, float32 [about vocab_size]. None: the proposal is certain, and
-        the token is the very one that `sample` would give.
+        The proposal is accepted if it is the returned token. The token follows exactly the
+        distribution that `sample` draws from. `drawn_from` is the proposal's distribution, float32
+        [about vocab_size]. None: the proposal is deterministic, and the token is the same as that
+        of `sample`.
         """
         if drawn_from is None:
             return self.sample(
@@ -197,29 +209,29 @@ class Sampler:
             )
         self._length = len(history)
         final = self._final(logits, history, banned, mask)
-        wanted = final.spread(len(logits), self.params.skew)
-        shared = min(len(wanted), len(drawn_from))
-        p, q = (float(x[proposal]) if proposal < len(x) else 0.0 for x in (wanted, drawn_from))
+        target = final.spread(len(logits), self.params.skew)
+        shared = min(len(target), len(drawn_from))
+        p, q = (float(x[proposal]) if proposal < len(x) else 0.0 for x in (target, drawn_from))
         uniform = self._uniform()
         if uniform * q < p:
             return self._result(final, proposal, num_top, want_probability)
-        # Rejected: the number lies in [p / q, 1), evenly, and is stretched to be used again.
+        # Rejected: the number is uniform in [p / q, 1). It is rescaled to [0, 1) and used again.
         share = p / q if q > 0.0 else 0.0
         uniform = min((uniform - share) / (1.0 - share), math.nextafter(1.0, 0.0))
-        missing = wanted.clone()
-        missing[:shared] -= drawn_from[:shared]
-        missing.clamp_(min=0.0)
-        # Only rounding leaves nothing missing: then both are the same distribution.
-        token_id = draw(missing if bool(missing.any()) else wanted, uniform)
+        residual = target.clone()
+        residual[:shared] -= drawn_from[:shared]
+        residual.clamp_(min=0.0)
+        # The residual is zero only by rounding, if both distributions are equal.
+        token_id = draw(residual if bool(residual.any()) else target, uniform)
         return self._result(final, token_id, num_top, want_probability)
 
     def accept(self, sample: Sample) -> None:
-        """This token was appended to the history that it was sampled for."""
+        """Record that this token was appended to the history that it was sampled for."""
         if self._mirostat is not None and sample.probability is not None:
             self._mirostat.accept(self._length + 1, sample.probability)
 
     def rewind(self, length: int) -> None:
-        """The history was cut back to `length` tokens."""
+        """Record that the history was cut to `length` tokens."""
         self._edits.rewind(length)
         if self._mirostat is not None:
             self._mirostat.rewind(length)
@@ -234,7 +246,7 @@ class Sampler:
         uniform: float,
         num_top: int,
     ) -> Sampled:
-        """The kernel's answer, where it knows the whole chain."""
+        """Sample with the kernel alone, for settings whose whole chain it implements."""
         edited, ids, values = self._edits.sparse(logits, history, banned)
         mask = self._edits.allowed(mask, len(logits))
         settings = self._settings(0, mask, ids, values, uniform=uniform, num_top=num_top)
@@ -302,7 +314,7 @@ class Sampler:
         return _Final(left if kept is None else kept[left], softmax(few)[left])
 
     def _few(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Ids, ascending, and logits of what top-k and top-p leave."""
+        """Ids, ascending, and logits of the tokens that top-k and top-p keep."""
         top_k, top_p = self.params.top_k, self.params.top_p
         drawn = self._ops.sample(logits, top_k=top_k, top_p=top_p, num_top=len(logits))
         ids = torch.tensor(sorted(token_id for token_id, _ in drawn.top))
@@ -322,7 +334,7 @@ class Sampler:
     def _result(self, final: _Final, token_id: int, num_top: int, want_probability: bool) -> Sample:
         probability: float | None = None
         if want_probability or self._mirostat is not None:
-            probability = float(final.probability[final.place_of(token_id)])
+            probability = float(final.probability[final.index_of(token_id)])
         top: tuple[tuple[int, float], ...] = ()
         if num_top > 0:
             likely = likeliest(final.probability, num_top)
@@ -338,7 +350,7 @@ def _sample_of(drawn: Sampled, want_probability: bool) -> Sample:
 
 
 def _error(logits: Tensor) -> LogitsError:
-    """Why nothing can be drawn. A minus infinity is a token that the model itself rules out."""
+    """Reason why no token can be sampled. A logit of minus infinity is valid (impossible token)."""
     largest = float(logits.amax())
     if math.isfinite(largest):
         return LogitsError(

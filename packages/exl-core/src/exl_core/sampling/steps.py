@@ -1,11 +1,11 @@
-"""The steps of sampling: pure functions with a value, from logits to logits.
+"""Sampling steps: comparable values that are pure functions from logits to logits.
 
-A step takes float32 logits [vocab_size] and returns new ones, never writing to its input. A token
-that is dropped has minus infinity. Each step sees the distribution of what the steps before it
-left. Equal logits are ordered by token id, lowest first, and sums run in float64 from the likeliest
-token down, so that every step keeps the same tokens on every machine. What depends on the history
-is in `penalties.py`, what depends on earlier draws in `feedback.py`. The kernel of `ops.sample`
-does the usual chain of steps at once and is proved equal to them.
+A step takes float32 logits [vocab_size] and returns new ones; it never writes to its input. A
+dropped token has the logit minus infinity. Each step sees the distribution that the previous steps
+left. Ties are ordered by token id, lowest first, and sums run in float64 from the likeliest token
+down, so that every step keeps the same tokens on every machine. Steps that depend on the history
+are in `penalties.py`, those that depend on earlier samples in `feedback.py`. The kernel of
+`ops.sample` runs the usual chain at once; tests hold it equal to these steps.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ LogitStep = Callable[[Tensor], Tensor]
 
 WEIGHT_FLOOR = -87.33654
 TOP_P_FLOOR = 1e-6
-"""Tokens less likely than this are no part of any nucleus."""
+"""Top-p drops every token less likely than this."""
 
 
 @dataclass(frozen=True, slots=True)
 class Temperature:
-    """Divide by `temperature`, relative to the largest logit, so that nothing overflows."""
+    """Divide by `temperature`, after subtracting the largest logit so that nothing overflows."""
 
     temperature: float
 
@@ -60,7 +60,8 @@ class TopK:
 class TopP:
     """Keep the longest run of the likeliest tokens whose probabilities sum to at most `p`.
 
-    The token that would exceed it is dropped, and so is every one below 1e-6; the likeliest stays.
+    The token that would exceed `p` is dropped, and so is every token below 1e-6. The likeliest
+    token is always kept.
     """
 
     p: float
@@ -99,9 +100,10 @@ class MinP:
 
 @dataclass(frozen=True, slots=True)
 class TailFree:
-    """Cut where the curve of descending probabilities has done `z` of its bending.
+    """Tail-free sampling: cut where descending probabilities have used `z` of their curvature.
 
-    With fewer than three tokens there is no curve.
+    The curvature is the absolute second difference, normalized to sum 1. With fewer than three
+    tokens there is none, and nothing is dropped.
     """
 
     z: float
@@ -112,7 +114,7 @@ class TailFree:
             return logits.clone()
         p = softmax(logits)[order]
         bend = (2 * p[1:-1] - p[:-2] - p[2:]).abs()
-        # A straight line bends nowhere; 0 / 0 exceeds nothing.
+        # A straight line has no curvature: 0 / 0 is NaN, which exceeds nothing.
         exceeds = (bend / bend.sum()).cumsum(0) > self.z
         first = int(exceeds.int().argmax()) if bool(exceeds.any()) else len(bend)
         return drop_all_but(logits, order[: first + 1])
@@ -122,7 +124,7 @@ class TailFree:
 class Typical:
     """Keep the tokens whose surprise is nearest to the entropy, until they sum to `mass`.
 
-    The token that reaches it is kept.
+    The token that reaches `mass` is kept.
     """
 
     mass: float
@@ -131,7 +133,7 @@ class Typical:
         order = descending(logits)[: count_kept(logits)]
         p = softmax(logits)[order]
         surprise = -p.log()
-        # What is so rare that its probability is 0 in float64 is last, not undefined.
+        # A probability that is 0 in float64 would give 0 * inf = NaN; such a token sorts last.
         entropy = torch.where(p > 0, p * surprise, 0.0).sum()
         nearest = torch.sort((surprise - entropy).abs(), stable=True).indices
         sums = p[nearest].cumsum(0)
@@ -142,9 +144,9 @@ class Typical:
 
 @dataclass(frozen=True, slots=True)
 class DynamicTemperature:
-    """A temperature from `low` to `high` by the entropy, relative to that of a flat distribution.
+    """Temperature between `low` and `high`, by entropy relative to a flat distribution's.
 
-    Below 0.01 it is greedy.
+    A temperature below 0.01 is greedy.
     """
 
     low: float
@@ -164,11 +166,12 @@ class DynamicTemperature:
 
 @dataclass(frozen=True, slots=True)
 class ExcludeTop:
-    """XTC: now and then all of the likeliest tokens but the last are excluded.
+    """XTC (exclude top choices), as an expectation instead of a random event.
 
-    As an expectation, not by chance: with `probability` q, each token above `threshold` but the
-    least likely of them counts 1 - q times, and the mass goes to all others. Fewer than two such
-    tokens, and nothing happens. `protected` tokens are never excluded.
+    Tokens of at least `threshold` count as top choices. With `probability` q, every top choice
+    except the least likely one has its probability multiplied by 1 - q, and the removed mass goes
+    to all other tokens in proportion. With fewer than two top choices nothing changes. `protected`
+    tokens are never excluded.
     """
 
     probability: float
@@ -192,21 +195,21 @@ class ExcludeTop:
 
 
 def descending(logits: Tensor) -> Tensor:
-    """Token ids, likeliest first, equals by id."""
+    """Token ids, likeliest first, ties by id."""
     return torch.sort(logits, descending=True, stable=True).indices
 
 
 def likeliest(probability: Tensor, count: int) -> Tensor:
-    """The first `count` of `descending`, without those of probability 0."""
+    """The first `count` ids of `descending`, without those of probability 0."""
     bound = probability.topk(min(count, len(probability))).values[-1]
     few = ((probability >= bound) & (probability > 0)).nonzero().squeeze(1)
     return few[descending(probability[few])][:count]
 
 
 def weights(logits: Tensor) -> Tensor:
-    """Probabilities but for a common factor, float64; the likeliest token has 1.
+    """Probabilities up to a common factor, float64; the likeliest token has 1.
 
-    As in the kernels, what is below the range of float32 is 0: it cannot be drawn.
+    As in the kernels, a weight below the range of float32 is 0: the token cannot be sampled.
     """
     below = logits - logits.amax()
     return below.double().exp_().masked_fill_(below < WEIGHT_FLOOR, 0.0)
@@ -219,7 +222,7 @@ def softmax(logits: Tensor) -> Tensor:
 
 
 def count_kept(logits: Tensor) -> int:
-    """How many tokens are not dropped."""
+    """Number of tokens that are not dropped."""
     return int((logits > DROPPED).sum())
 
 
@@ -228,35 +231,38 @@ def drop_all_but(logits: Tensor, ids: Tensor) -> Tensor:
 
 
 def as_ids(token_ids: frozenset[int], vocab_size: int) -> Tensor:
-    """As a tensor, ascending, without those that lie outside the vocabulary."""
+    """Ids as a tensor, ascending, without ids outside the vocabulary."""
     inside = [token_id for token_id in sorted(token_ids) if token_id < vocab_size]
     return torch.tensor(inside, dtype=torch.int64)
 
 
 def greedy(logits: Tensor) -> int:
-    """The likeliest token; the lowest id of several."""
+    """The likeliest token; among ties the lowest id."""
     return int(logits.max(0).indices)
 
 
 def draw(weight: Tensor, uniform: float) -> int:
-    """Index of the token at which the running sum of the weights passes `uniform` of the total.
+    """First index at which the running sum of the weights exceeds `uniform` times the total.
 
-    `uniform` lies in [0, 1). Sums are float64: over a large vocabulary the rounding of float32
-    would make the rarest tokens unreachable.
+    `uniform` is in [0, 1). Sums are float64: over a large vocabulary, rounding to float32 would
+    make the rarest tokens unreachable.
     """
     running = weight.double().cumsum(0)
     index = int(torch.searchsorted(running, uniform * float(running[-1]), right=True))
-    # Where rounding leaves none, the last that can come at all.
+    # If rounding leaves no such index, the last token of nonzero weight.
     return index if index < len(running) else int(weight.nonzero()[-1])
 
 
 def skewed(uniform: float, skew: float) -> float:
-    """The number to draw with from the likeliest token down: above 0, rare tokens gain."""
+    """Transform of the random number; tokens are then drawn from the likeliest down.
+
+    A `skew` above 0 favors rare tokens.
+    """
     return min(math.pow(uniform, math.exp(-skew)), math.nextafter(1.0, 0.0))
 
 
 def skewed_shares(probability: Tensor, skew: float) -> Tensor:
-    """How likely each token is drawn with a skewed number: float64."""
+    """Probability that each token is drawn with a skewed random number: float64."""
     order = descending(probability)
     edges = probability[order].double().cumsum(0).clamp_(max=1.0) ** math.exp(skew)
     return torch.zeros_like(edges).index_copy_(0, order, edges.diff(prepend=edges.new_zeros(1)))
