@@ -1,4 +1,4 @@
-"""The simplest call: a prompt in, its completion out."""
+"""Base generator: one call from a prompt to its completion."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from exl_core.model.embedded import EMBEDDED_FROM, EmbeddedSpan
 from exl_core.sampling.params import SamplerParams
 
 EMBED_MARKER = "{{EMBED_HERE}}"
-"""Where `input_embeddings` go in a prompt; blanks and tabs around it are dropped."""
+"""Marks the position of `input_embeddings` in a prompt; blanks and tabs around it are dropped."""
 
 StopToken = int | Literal["eos"] | None
 
 
 class BaseGenerator(Generator):
-    """Synchronous, for one prompt or a list that is completed side by side."""
+    """Synchronous generator for one prompt, or for a list of prompts that run as one batch."""
 
     sequence_ids: tuple[tuple[int, ...], ...] = ()
     """Prompt and completion of each prompt of the last call."""
@@ -72,15 +72,15 @@ class BaseGenerator(Generator):
         input_embeddings: Tensor | None = None,
         **settings: Unpack[RequestFields],
     ) -> str | list[str]:
-        """The prompt and what follows it, or with `completion_only` what follows alone.
+        """Return the prompt with its completion; with `completion_only` the completion alone.
 
-        num_tokens        most tokens to generate. A prompt that leaves no room for them in the
-                          context loses its beginning
+        num_tokens        most tokens to generate. If prompt and reply exceed the context, the
+                          beginning of the prompt is cut
         seed              prompt i gets `seed + i`
-        stop_token        "eos": the model's; None: nothing stops it; an id: that one
-        abort             cleared at first; once set, the text so far is what is returned, and of a
-                          prompt that got no token yet, ""
-        input_embeddings  [prompts, n, hidden_size]: vectors in place of `EMBED_MARKER`, which each
+        stop_token        "eos": the model's stop tokens; None: no stop token; or a token id
+        abort             cleared at the start; once set, the call returns the text so far, and ""
+                          for a prompt without a generated token
+        input_embeddings  [prompts, n, hidden_size]: vectors that replace `EMBED_MARKER`, which each
                           prompt contains once; they have no text
         """
         if abort is not None:
@@ -115,12 +115,12 @@ class BaseGenerator(Generator):
         return texts if isinstance(prompt, list) else texts[0]
 
     def full(self) -> bool:
-        """The context has no room for another token of the last call's longest sequence."""
+        """Whether the longest sequence of the last call has filled the context."""
         longest = max((len(ids) for ids in self.sequence_ids), default=0)
         return longest >= self.loaded.config.max_seq_len
 
     def _cut(self, ids: list[int], num_tokens: int) -> list[int]:
-        """The end of the prompt that leaves room for the reply."""
+        """Cut the beginning of the prompt, so that the reply fits the context."""
         context = self.loaded.config.max_seq_len
         is_count = isinstance(num_tokens, int) and not isinstance(num_tokens, bool)
         if not is_count or not 0 <= num_tokens < context:
@@ -151,7 +151,7 @@ class BaseGenerator(Generator):
         return self.tokenizer.decode(ids, skip_special=not request.show_special) + reply.text
 
     def _run(self, requests: Sequence[Request], abort: Flag | None) -> list[FinishEvent]:
-        """All of them to their end, or to where `abort` stops them."""
+        """Run all requests to their end, or until `abort` is set."""
         if self.engine.live_requests:
             raise RequestError(
                 "the engine is busy",
@@ -175,7 +175,7 @@ class BaseGenerator(Generator):
             for request in requests:
                 self.engine.cancel(request.request_id)
                 self.engine.discard_events(request.request_id)
-        # Not prompt and reply: a healed token takes the place of the prompt's last one.
+        # Read from the sequences: a healed token has replaced the last token of the prompt.
         self.sequence_ids = tuple(tuple(sequence.token_ids) for sequence in sequences)
         return [finished[request.request_id] for request in requests]
 
@@ -197,7 +197,7 @@ def _prompts(prompt: str | list[str]) -> list[str]:
 
 
 def _spans(vectors: Tensor | None, prompts: Sequence[str]) -> list[dict[str, EmbeddedSpan] | None]:
-    """One span for each prompt, by the text that stands for it."""
+    """One span per prompt, keyed by the marker that it replaces."""
     if vectors is None:
         return [None] * len(prompts)
     if not isinstance(vectors, Tensor) or vectors.dim() != 3 or len(vectors) != len(prompts):

@@ -1,4 +1,4 @@
-"""Many replies at once: jobs come and go, and every step serves all that there is room for."""
+"""Dynamic generator: continuous batching of jobs, which may arrive and end at any time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.drafter import Drafter
 
 Pair = tuple[str, str]
-"""A prompt, and the one that guidance steers away from."""
+"""A prompt and its negative prompt, for guidance."""
 
 
 class Stage(Enum):
@@ -41,39 +41,39 @@ class Stage(Enum):
 
 @dataclass(eq=False)
 class Job:
-    """One request in a generator. `serial` counts from 0; `identifier` is the caller's own."""
+    """One request in a generator. `serial` counts from 0; `identifier` is set by the caller."""
 
     request: Request
     serial: int
     identifier: object = None
     text: str = ""
-    """So far."""
+    """Text reported so far."""
     num_tokens: int = 0
-    """Generated so far, of which was told."""
+    """Tokens reported so far."""
     finish: FinishEvent | None = None
-    """Reason, counts and times, once it has ended."""
+    """Reason, counts and times, after a successful end."""
     error: BaseException | None = None
-    """What made it fail."""
+    """Error, after a failure."""
     is_dropped: bool = False
-    """It was cancelled before its end."""
+    """The job was cancelled before its end."""
 
     @property
     def is_finished(self) -> bool:
-        """No result of it comes any more."""
+        """No further result of this job follows."""
         return self.finish is not None or self.error is not None or self.is_dropped
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one step brought to one job.
+    """Result of one step for one job.
 
-    text, token_ids   new ones; empty where nothing is certain yet
-    tokens            the same tokens with what `Request.report` asked to be told of them
-    done, total       PREFILL: tokens of the prompt in the cache, and all of them
-    scores            PREFILL: the next tokens of the prompt, where `Report.prompt` asks for them
+    text, token_ids   new text and tokens; empty while nothing is final yet
+    tokens            the same tokens with the details that `Request.report` selects
+    done, total       PREFILL: prompt tokens in the cache, and all prompt tokens
+    scores            PREFILL: the next prompt tokens with log probabilities, if `Report.prompt`
     suppressed        text of a banned string that was taken back
-    finish            the end: reason, counts, times
-    error             the end of a job that failed
+    finish            reason, counts and times, at a successful end
+    error             error, at the end of a job that failed
     """
 
     job: Job
@@ -94,8 +94,7 @@ class Result:
 
 
 class DynamicGenerator(Generator):
-    """Continuous batching. Not for use by several threads at once; `asynchronous.py` has a face
-    for that."""
+    """Continuous batching, for one thread at a time. For asyncio, see `asynchronous.py`."""
 
     def __init__(
         self,
@@ -107,9 +106,9 @@ class DynamicGenerator(Generator):
     ) -> None:
         super().__init__(loaded, options, drafter=drafter, engine=engine)
         self.jobs: dict[str, Job] = {}
-        """The live ones, by request id."""
+        """Live jobs, by request id."""
         self.last_jobs: list[Job] = []
-        """Of the last `generate`."""
+        """Jobs of the last `generate`."""
         self._serials = count()
 
     @overload
@@ -119,7 +118,7 @@ class DynamicGenerator(Generator):
     def enqueue(
         self, request: Request | Sequence[Request], identifier: object = None
     ) -> Job | list[Job]:
-        """Check and queue; of a list all or none."""
+        """Check and queue one request, or all requests of a list or none."""
         if isinstance(request, Request):
             return self._enqueue(request, identifier)
         jobs: list[Job] = []
@@ -133,9 +132,9 @@ class DynamicGenerator(Generator):
         return jobs
 
     def iterate(self) -> list[Result]:
-        """One step of all jobs, and what it brought. Call it while there are jobs left.
+        """Run one step for all jobs and return the results. Call it while jobs remain.
 
-        Raises what broke a pass off; the next call gives every job that was in it its end.
+        If a pass fails, its error is raised; the next call returns the end of each job in it.
         """
         results = [self._result(event) for event in self.engine.step()]
         return [result for result in results if result is not None]
@@ -146,7 +145,7 @@ class DynamicGenerator(Generator):
         return len(self.jobs)
 
     def cancel(self, job: Job) -> bool:
-        """Drop it; no result of it comes any more. False: it had ended already."""
+        """Cancel a job; no further result of it follows. False if it had ended."""
         request_id = job.request.request_id
         if self.jobs.get(request_id) is not job:
             return False
@@ -157,12 +156,12 @@ class DynamicGenerator(Generator):
         return True
 
     def clear_queue(self) -> None:
-        """Drop all jobs."""
+        """Cancel all jobs."""
         for job in list(self.jobs.values()):
             self.cancel(job)
 
     def page_list(self) -> str:
-        """A character for each page of the cache: how many hold it, `.` free."""
+        """One character per page of the cache: its reference count, or `.` if it is free."""
         return self.engine.pool.describe()
 
     @overload
@@ -208,18 +207,20 @@ class DynamicGenerator(Generator):
         embeddings: Mapping[str, EmbeddedSpan] | None = None,
         **settings: Unpack[RequestFields],
     ) -> str | list[str] | None:
-        """Complete one prompt, or all of a list side by side.
+        """Complete one prompt, or a list of prompts as one batch.
 
-        Without `stop` nothing but `max_tokens` ends a reply, not even EOS (`eos_ids` has those).
-        The text of a prompt comes first, unless `completion_only`. Prompt i gets the settings
-        `each[i]` over the shared ones, and the seed `seed + i`. Once `abort` is set these jobs are
-        dropped: None. `last_jobs` tell the rest. Jobs that were queued before go on meanwhile.
+        Without `stop` only `max_tokens` ends a reply; EOS does not (pass `eos_ids` for that). The
+        prompt's text precedes the reply unless `completion_only`. Prompt i gets the settings
+        `each[i]`, which override the shared ones, and the seed `seed + i`. Once `abort` is set,
+        these jobs are cancelled and the call returns None. `last_jobs` holds the details. Jobs
+        that were queued before run meanwhile.
         """
         check_names(settings, self.generate)
         prompts = prompt if isinstance(prompt, list) else [prompt]
         requests = []
-        for number, (one, own) in enumerate(zip(prompts, _own(each, len(prompts)), strict=True)):
-            positive, negative = _pair(one, number)
+        overrides = _overrides(each, len(prompts))
+        for number, (one, own) in enumerate(zip(prompts, overrides, strict=True)):
+            positive, negative = _split_pair(one, number)
             check_names(own)
             fields: RequestFields = {**settings, **own}
             fields["sampler"] = seeded(fields.get("sampler", SamplerParams()), seed, number)
@@ -259,19 +260,19 @@ class DynamicGenerator(Generator):
         return job
 
     def _run(self, jobs: Sequence[Job], abort: Flag | None) -> None:
-        """Until all are finished; on the way out none is left in the engine."""
+        """Step until all jobs are finished or `abort` is set; no job stays in the engine."""
         try:
             while not all(job.is_finished for job in jobs):
                 if abort is not None and abort.is_set():
                     return
                 self.iterate()
-        finally:  # also where a step raised
+        finally:  # also if a step raised
             for job in jobs:
                 self.cancel(job)
 
     def _result(self, event: Event) -> Result | None:
         job = self.jobs.get(event.request_id)
-        if job is None:  # of a request that went to the engine past this generator
+        if job is None:  # the request was submitted to the engine directly
             return None
         match event:
             case StartEvent():
@@ -300,7 +301,7 @@ class DynamicGenerator(Generator):
         return Result(job, Stage.STREAMING, text=text, token_ids=ids, tokens=tokens)
 
 
-def _own(each: Sequence[RequestFields] | None, num_prompts: int) -> Sequence[RequestFields]:
+def _overrides(each: Sequence[RequestFields] | None, num_prompts: int) -> Sequence[RequestFields]:
     if each is None:
         return [{}] * num_prompts
     if len(each) != num_prompts:
@@ -312,8 +313,8 @@ def _own(each: Sequence[RequestFields] | None, num_prompts: int) -> Sequence[Req
     return each
 
 
-def _pair(prompt: str | Pair, number: int) -> tuple[str, str | None]:
-    """The prompt, and the one that guidance steers away from, if any."""
+def _split_pair(prompt: str | Pair, number: int) -> tuple[str, str | None]:
+    """The prompt and its negative prompt, if it is a pair."""
     if isinstance(prompt, str):
         return prompt, None
     if isinstance(prompt, tuple) and [type(text) for text in prompt] == [str, str]:

@@ -1,4 +1,4 @@
-"""What the three generators share: a model with its engine, and requests made from text."""
+"""Base class of the generators: a model with its engine, and requests made from text."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Prompt = str | Sequence[int]
 
 
 class Generator:
-    """A model, its tokenizer, and an engine with a cache of its own."""
+    """A model, its tokenizer, and an engine with its own cache."""
 
     def __init__(
         self,
@@ -29,7 +29,7 @@ class Generator:
         drafter: Drafter | None = None,
         engine: Engine | None = None,
     ) -> None:
-        """`engine`: one of this model that is there already; the other arguments made it."""
+        """`engine`: an existing engine of this model; `options` and `drafter` are then ignored."""
         self.loaded = loaded
         self.tokenizer = loaded.tokenizer
         self.engine = engine or Engine(loaded.model, loaded.tokenizer, options, drafter=drafter)
@@ -47,11 +47,11 @@ class Generator:
         parse_special: bool = False,
         embeddings: Mapping[str, EmbeddedSpan] | None = None,
     ) -> list[int]:
-        """Token ids of a text; ids stay as they are.
+        """Token ids of a text; a prompt of ids is returned as it is.
 
-        add_bos        None: as the model's tokenizer does by itself
-        parse_special  the text of a special token becomes that token
-        embeddings     spans of vectors by the text that stands for them in the prompt
+        add_bos        whether BOS comes first; None: the tokenizer's default
+        parse_special  encode the text of a special token as that token
+        embeddings     spans of vectors, by the text that they replace in the prompt
         """
         if isinstance(prompt, str):
             aliases = {alias: span.token_ids for alias, span in (embeddings or {}).items()}
@@ -96,9 +96,9 @@ class Generator:
         )
 
     def warmup(self) -> None:
-        """A short reply, forgotten at once: what is slow only the first time is behind you.
+        """Generate a short reply, so that one-time costs do not fall on the first request.
 
-        Refused while requests run.
+        The cache is emptied afterwards. RequestError while requests are live.
         """
         ids = self.tokenizer.encode("warm-up") or [0]
         generate(self.engine, Request(tuple(ids), max_tokens=4))

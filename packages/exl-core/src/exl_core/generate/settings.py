@@ -1,7 +1,7 @@
-"""What a caller says of a request by name: which names there are, and what is no such thing.
+"""Request settings by keyword: known names, their types, and conversion to `Request` fields.
 
-`Request` checks values; here is what it takes for granted, so that a slip is told at the call and
-never shows as a TypeError from within.
+`Request` checks values and assumes the right types. The checks here report a wrong name or type as
+a RequestError at the call, instead of a TypeError from inside the library.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ Stops = Stop | Iterable[Stop] | None
 
 
 class RequestFields(TypedDict, total=False):
-    """What else a request may say; `Request` explains each.
+    """Optional settings of a request; `Request` documents each.
 
-    One constraint, adapter, hook or string needs no tuple around it. An adapter by itself is used
-    at full strength.
+    A single constraint, adapter, hook or string needs no tuple. An adapter without `AdapterUse` has
+    scale 1.
     """
 
     max_tokens: int | None
@@ -46,7 +46,7 @@ class RequestFields(TypedDict, total=False):
 
 
 def as_fields(settings: Mapping[str, object]) -> dict[str, Any]:
-    """Arguments of `Request`. The names have been checked."""
+    """Convert settings to arguments of `Request`. The names were checked before."""
     values: dict[str, Any] = dict(settings)
     for name, kind in _KINDS.items():
         if name in values and not isinstance(values[name], kind):
@@ -62,9 +62,9 @@ def as_fields(settings: Mapping[str, object]) -> dict[str, Any]:
 
 
 def check_names(settings: Mapping[str, object], *calls: Callable[..., object]) -> None:
-    """A setting that does not exist is the caller's slip, and is told with the nearest name.
+    """Raise RequestError for an unknown setting, with the nearest known name.
 
-    `calls`: whose arguments the settings came beside.
+    `calls`: functions whose own parameters count as known too.
     """
     known = set(RequestFields.__annotations__)
     for call in calls:
@@ -88,7 +88,7 @@ def check_names(settings: Mapping[str, object], *calls: Callable[..., object]) -
 
 
 def split_stops(stop: object) -> tuple[frozenset[int], tuple[str, ...]]:
-    """Token ids and strings of `Stops` apart; a bare one is a list of one, None is none."""
+    """Separate token ids and strings. A single item counts as a list of one; None is empty."""
     if isinstance(stop, str | bytes) or not isinstance(stop, Iterable):
         stop = () if stop is None else (stop,)
     ids, strings = set(), []
@@ -105,7 +105,7 @@ def split_stops(stop: object) -> tuple[frozenset[int], tuple[str, ...]]:
 
 
 def seeded(sampler: SamplerParams, seed: int | None, number: int) -> SamplerParams:
-    """The settings of prompt `number`; without a seed as they are."""
+    """Settings of prompt `number`: with a seed, each prompt gets `seed` + `number`."""
     if not isinstance(sampler, SamplerParams):
         raise _wrong("sampler", "a SamplerParams", sampler)
     if seed is None:

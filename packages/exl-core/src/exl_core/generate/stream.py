@@ -1,4 +1,4 @@
-"""One request at a time, the simple way: submit it, turn the engine until it ends.
+"""One request at a time: submit it and step the engine until it ends.
 
 For several requests at once, call `Engine.submit` and `Engine.step` and sort the events by id.
 """
@@ -14,14 +14,14 @@ from exl_core.errors import RequestError
 
 
 def stream(engine: Engine, request: Request) -> Iterator[TextEvent | FinishEvent]:
-    """Text as it becomes certain; the last event is the `FinishEvent`.
+    """Yield text as it becomes final; the last event is the `FinishEvent`.
 
-    A bad request is refused at this call; the work begins with the first event that is asked for.
-    Whoever stops listening, by closing the iterator or by an exception, cancels the request. Raises
-    what made it fail.
+    A bad request is refused at this call; generation starts when the first event is read. Closing
+    the iterator, or an exception in the consumer, cancels the request. If the request fails, its
+    error is raised.
     """
     engine.check(request)
-    return _turn(engine, request)
+    return _events(engine, request)
 
 
 def generate(engine: Engine, request: Request) -> FinishEvent:
@@ -32,7 +32,7 @@ def generate(engine: Engine, request: Request) -> FinishEvent:
     raise AssertionError("a stream ends with a FinishEvent or raises")
 
 
-def _turn(engine: Engine, request: Request) -> Iterator[TextEvent | FinishEvent]:
+def _events(engine: Engine, request: Request) -> Iterator[TextEvent | FinishEvent]:
     request_id = request.request_id
     if engine.live_requests:
         raise RequestError(
@@ -47,7 +47,7 @@ def _turn(engine: Engine, request: Request) -> Iterator[TextEvent | FinishEvent]
         while True:
             for event in engine.step():
                 if event.request_id != request_id:
-                    continue  # an end that whoever submitted it did not wait for
+                    continue  # pending event of a request that ended earlier
                 if isinstance(event, FailEvent):
                     raise event.error
                 if isinstance(event, TextEvent | FinishEvent):

@@ -1,4 +1,4 @@
-"""One reply at a time, step by step: begin a stream, then take one result a step until its end."""
+"""Streaming generator: one reply at a time; `begin` a stream, then one result per `step`."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from exl_core.speculate.stats import DraftStats
 
 @dataclass(frozen=True, slots=True)
 class StreamResult:
-    """What one step brought.
+    """Result of one step.
 
-    chunk       new text; empty while it could still become a stop string, or half a character
-    token_ids   tokens that are certain since the result before; a stop token is none of them
-    is_end      nothing follows; `reason` and `finish` say why, and what the reply came to (with the
-                tokens that gave no text, such as a stop token)
-    tokens      the same tokens with what `Request.report` asked to be told of them
+    chunk       new text; empty while it may still become a stop string, or is part of a character
+    token_ids   tokens that became final since the previous result, without a stop token
+    is_end      no result follows; `reason` and `finish` have the outcome (including tokens without
+                text, such as a stop token)
+    tokens      the same tokens with the details that `Request.report` selects
     suppressed  text of a banned string that was taken back
     """
 
@@ -49,7 +49,7 @@ class StreamResult:
     finish: FinishEvent | None = None
 
     def followed_by(self, other: StreamResult) -> StreamResult:
-        """Both in one."""
+        """This result and the next one, merged."""
         return StreamResult(
             chunk=self.chunk + other.chunk,
             token_ids=self.token_ids + other.token_ids,
@@ -63,16 +63,16 @@ class StreamResult:
 
 @dataclass
 class _Stream:
-    """The stream that runs, or the last one."""
+    """State of the running stream, or of the last one."""
 
     sequence: SequenceState
     abort: Flag | None
     waiting: deque[StreamResult] = field(default_factory=deque)
-    """Of passes that are done."""
+    """Results of completed passes that were not returned yet."""
     has_ended: bool = False
-    """In the engine; the end may be among those that wait."""
+    """The request has ended in the engine; its last result may still be in `waiting`."""
     error: BaseException | None = None
-    """To be raised when all that came before it is handed out."""
+    """Error to raise after all earlier results have been returned."""
 
     @property
     def request_id(self) -> str:
@@ -84,7 +84,7 @@ class _Stream:
 
 
 class StreamingGenerator(Generator):
-    """The two-phase protocol. What the last stream cached is reused by the next."""
+    """Two-phase protocol, `begin` and `step`. A stream reuses what earlier streams cached."""
 
     def __init__(
         self,
@@ -94,17 +94,17 @@ class StreamingGenerator(Generator):
         drafter: Drafter | None = None,
         several_tokens: bool = False,
     ) -> None:
-        """`several_tokens`: with drafts a step gives all tokens of a pass, else one at a time."""
+        """`several_tokens`: with drafts, one step returns all tokens of a pass instead of one."""
         super().__init__(loaded, options, drafter=drafter)
         self.draft_stats = DraftStats()
-        """Of all streams that ended since it was last set."""
+        """Sum over all streams that ended since it was last set."""
         self._stop: Stops = tuple(self.eos_ids)
         self._several_tokens = several_tokens
         self._stream: _Stream | None = None
 
     @property
     def stop(self) -> Stops:
-        """What ends streams that do not say it themselves: the model's EOS, until it is set."""
+        """Default stop tokens and strings of streams; initially the model's EOS tokens."""
         return self._stop
 
     @stop.setter
@@ -114,19 +114,19 @@ class StreamingGenerator(Generator):
 
     @property
     def sequence_ids(self) -> tuple[int, ...]:
-        """The prompt and the reply so far, of the stream that runs or ran last.
+        """Prompt and reply so far of the running stream, or of the last one.
 
-        With drafts it may be ahead of the results that were handed out.
+        With drafts it may be ahead of the results that were returned.
         """
         if self._stream is None:
             return ()
         sequence = self._stream.sequence
-        prompt_ids = sequence.request.prompt_ids  # whose last token may be taken back, to be healed
+        prompt_ids = sequence.request.prompt_ids  # token healing removes the last one at first
         is_begun = len(sequence.token_ids) >= len(prompt_ids)
         return tuple(sequence.token_ids) if is_begun else prompt_ids
 
     def full(self) -> bool:
-        """The context has no room for another token."""
+        """Whether the context has no room for another token."""
         return len(self.sequence_ids) >= self.loaded.config.max_seq_len
 
     def begin(
@@ -141,10 +141,10 @@ class StreamingGenerator(Generator):
         abort: Flag | None = None,
         **settings: Unpack[RequestFields],
     ) -> None:
-        """A new stream; one that still runs is dropped, but not for a request that is refused.
+        """Begin a new stream. A running stream is cancelled, unless the new request is refused.
 
-        The work begins with the first step. `stop` None: as the attribute says; () is nothing.
-        Once `abort` is set, be it amid a long prompt, the next result is the end.
+        Computation starts with the first `step`. `stop` None uses the attribute `stop`; () means no
+        stop condition. Once `abort` is set, even during a long prompt, the next result is the end.
         """
         check_names(settings, self.begin)
         request = self.request(
@@ -164,7 +164,7 @@ class StreamingGenerator(Generator):
     def step(self, ban_tokens: int | Iterable[int] = ()) -> StreamResult:
         """The next result; `ban_tokens` are not sampled in this step.
 
-        Raises what made the stream fail, and RequestError where no stream runs.
+        Raises the error of a stream that failed, and RequestError if no stream runs.
         """
         stream = self._running()
         banned = frozenset((ban_tokens,) if isinstance(ban_tokens, int) else ban_tokens)
@@ -177,15 +177,15 @@ class StreamingGenerator(Generator):
             if stream.request_id in self.engine.live_requests:
                 self.engine.ban_next(stream.request_id, banned)
         if not stream.waiting and stream.error is None:
-            self._turn(stream)
+            self._advance(stream)
         if stream.waiting:
             return stream.waiting.popleft()
         error, stream.error = stream.error, None
-        assert error is not None, "a turn brings a result or an error"
+        assert error is not None, "a result or an error was added"
         raise error
 
     def cancel(self) -> None:
-        """Drop the stream, if one runs, with all of it that was not handed out."""
+        """Cancel the running stream, if any, and drop results that were not returned."""
         stream = self._stream
         if stream is None:
             return
@@ -203,18 +203,18 @@ class StreamingGenerator(Generator):
         return self._stream
 
     def _close(self, stream: _Stream) -> None:
-        """Nothing more comes of it."""
+        """End the stream without further results."""
         stream.has_ended = True
         stream.error = None
         stream.waiting.clear()
         self.engine.cancel(stream.request_id)
         self.engine.discard_events(stream.request_id)
 
-    def _turn(self, stream: _Stream) -> None:
-        """Steps of the engine until a token was sampled; the prompt may take several.
+    def _advance(self, stream: _Stream) -> None:
+        """Step the engine until a token is sampled; a prompt may take several steps.
 
-        One result for each token, also for those whose text is held back; what the end brings
-        comes with the last.
+        Adds one result per token, even if its text is held back. The result of the last token
+        includes the end of the stream.
         """
         token_ids = stream.sequence.token_ids
         before = len(token_ids)
