@@ -97,6 +97,16 @@ def test_a_text_that_is_cut_off_too_early_says_so(generate) -> None:
         ("--json-schema", '{"type": "integer", "minimum": 5, "maximum": 3}', ["JSON schema"]),
         ("--json-schema", '{"type": "array", "uniqueItems": true}', ["JSON schema", "uniqueItems"]),
         ("--json-schema", '{"$ref": "#"}', ["JSON schema"]),
+        (
+            "--json-schema",
+            '{"items": {"multipleOf": 62615533}}',
+            ["#/items/multipleOf", "multipleOf in the JSON schema", "at most 100000", "62615533"],
+        ),
+        (
+            "--grammar",
+            'start: "a"\n  "b"{9000000}',
+            ["line 2", "repeat {9000000}", "at most 1000000"],
+        ),
         ("--grammar", "start: (", ["the grammar cannot be used"]),
         ("--grammar", "rule: 'a'", ["the grammar cannot be used"]),
         ("--grammar", "", ["the grammar cannot be used"]),
@@ -110,7 +120,9 @@ def test_bad_constraints_are_one_line(
 
 
 @pytest.mark.parametrize(
-    "pattern", ["(", "[z-a]", "a{3,1}", "(?=a)b", "[0-9&&[a-z]]", "a\udcff"], ids=ascii
+    "pattern",
+    ["(", "[z-a]", "a{3,1}", "a{9000000}", "(?=a)b", "[0-9&&[a-z]]", "a\udcff"],
+    ids=ascii,
 )
 def test_bad_patterns_are_one_line(generate, pattern: str) -> None:
     assert "regular expression" in generate("--regex", pattern).error_line(2)

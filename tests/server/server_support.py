@@ -51,6 +51,7 @@ def scripted_runtime(
     ctx_size: int = 1024,
     max_batch: int = 8,
     cache_tokens: int = 8192,
+    **options: Any,
 ) -> Runtime:
     """A model that says what the rule says, as `open_runtime` would give it."""
     tokenizer = tokenizer or ByteTokenizer()
@@ -68,14 +69,20 @@ def scripted_runtime(
         weights_bytes=0,
         load_s=0.0,
     )
-    return runtime_of(loaded, ctx_size=ctx_size, max_batch=max_batch, cache_tokens=cache_tokens)
+    sizes = {"max_batch": max_batch, "cache_tokens": cache_tokens}
+    return runtime_of(loaded, ctx_size=ctx_size, **sizes, **options)
 
 
 def runtime_of(
-    loaded: LoadedModel, *, ctx_size: int, max_batch: int = 8, cache_tokens: int = 8192
+    loaded: LoadedModel,
+    *,
+    ctx_size: int,
+    max_batch: int = 8,
+    cache_tokens: int = 8192,
+    **options: Any,
 ) -> Runtime:
-    options = EngineOptions(cache_tokens=cache_tokens, max_batch=max_batch)
-    return Runtime(loaded, Engine(loaded.model, loaded.tokenizer, options), ctx_size)
+    known = EngineOptions(cache_tokens=cache_tokens, max_batch=max_batch, **options)
+    return Runtime(loaded, Engine(loaded.model, loaded.tokenizer, known), ctx_size)
 
 
 @dataclass

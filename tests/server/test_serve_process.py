@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import pytest
 
 from exl_cli.main import main
 from support import tiny_models
+from support.schemas import SLOW_SCHEMA
 
 COMMAND = (sys.executable, "-m", "exl_cli", "serve-lite", "--port", "0", "--threads", "1")
 WAIT_S = 60.0
@@ -102,6 +104,32 @@ def test_the_first_signal_lets_what_runs_finish(folder: Path, number: signal.Sig
         asking.join(WAIT_S)
         assert answers[0].json()["usage"]["completion_tokens"] == 600
         assert one.end() == (0, b"")
+
+
+@pytest.mark.thorough
+def test_the_first_signal_ends_it_while_a_schema_is_compiled(folder: Path, tmp_path: Path) -> None:
+    model = shutil.copytree(folder / "one", tmp_path / "model")
+    config = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
+    (model / "tokenizer_config.json").write_text(json.dumps(config))
+    wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": SLOW_SCHEMA}}
+    body = {"messages": [{"role": "user", "content": "hi"}], "response_format": wanted}
+    answers: list[httpx2.Response] = []
+    with serving("-m", str(model)) as one:
+
+        def ask() -> None:
+            answers.append(one.http.post("/v1/chat/completions", json=body))
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        time.sleep(1)
+        assert not answers
+        started = time.monotonic()
+        one.process.send_signal(signal.SIGTERM)
+        assert one.end() == (0, b"")
+        assert time.monotonic() - started < 15
+        asking.join(WAIT_S)
+    assert answers[0].status_code == 400
+    assert "takes too long to compile (expected at most 5 s)" in answers[0].text
 
 
 @pytest.mark.thorough

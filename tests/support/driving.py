@@ -77,8 +77,13 @@ def run_all(engine: Engine, limit: int = 5000) -> list[Event]:
     raise AssertionError("the engine does not come to an end")
 
 
+def submit(engine: Engine, request: Request) -> None:
+    """Queue a request after its constraints are compiled."""
+    engine.submit(request, engine.compile(request))
+
+
 def run_one(engine: Engine, request: Request) -> tuple[list[str], FinishEvent]:
-    engine.submit(request)
+    submit(engine, request)
     return texts_and_end(engine, run_all(engine))
 
 
@@ -104,7 +109,7 @@ def texts_and_end(engine: Engine, events: list[Event]) -> tuple[list[str], Finis
 
 def run_to_failure(engine: Engine, request: Request) -> BaseException:
     """What made the request fail; the engine is empty after it."""
-    engine.submit(request)
+    submit(engine, request)
     events = run_all(engine)
     ends = [event for event in events if isinstance(event, FailEvent | FinishEvent)]
     assert len(ends) == 1, "every request has one end"

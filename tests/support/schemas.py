@@ -157,3 +157,9 @@ SCHEMAS: dict[str, Schema] = {
         ),
     },
 }
+
+SLOW_SCHEMA: Schema = {
+    "type": "object",
+    "properties": {f"p{i}": {"type": "integer", "multipleOf": 65500 + i} for i in range(60)},
+}
+"""Takes some 20 s and 500 MB to compile, although none of its numbers is too large."""

@@ -17,7 +17,7 @@ from exl_core.engine.banned import BannedStrings, fold
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import FinishEvent, FinishReason, RewindEvent, TextEvent
 from exl_core.errors import RequestError
-from support.driving import ask, engine_for, run_all, run_one, run_to_failure
+from support.driving import ask, engine_for, run_all, run_one, run_to_failure, submit
 from support.profiles import examples
 from support.scripted import EOS_ID, VOCAB_SIZE, Rule
 
@@ -175,7 +175,7 @@ def test_a_stop_string_before_what_is_taken_back_ends_the_reply() -> None:
 def test_constraints_go_back_too() -> None:
     request = ask(banned_strings=("red",), constraints=(OneOf(["dark red", "dark blue"]),))
     engine = engine_for(wishes("dark red", "dark blue"))
-    engine.submit(request)
+    submit(engine, request)
     *_, end = run_all(engine)
     assert isinstance(end, FinishEvent)
     assert (end.text, end.reason) == ("dark blue", FinishReason.CONSTRAINT)

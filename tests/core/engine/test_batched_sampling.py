@@ -18,7 +18,7 @@ from exl_core.ops.reference import ReferenceTable
 from exl_core.ops.table import NextStep, RowSettings, Sampled
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError, Sampler
-from support.driving import ask, run_all
+from support.driving import ask, run_all, submit
 from support.guessing import ScriptedDrafter, right
 from support.scripted import ByteTokenizer, HashRule, ScriptedModel, ScriptedShape
 
@@ -80,7 +80,7 @@ def requests() -> list[Request]:
 
 def replies(engine: Engine) -> dict[str, Any]:
     for request in requests():
-        engine.submit(request)
+        submit(engine, request)
     events: dict[str, list[Any]] = {}
     for event in run_all(engine):
         known = events.setdefault(event.request_id, [])

@@ -19,8 +19,9 @@ from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.regex import Regex
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.engine.events import FailEvent, FinishEvent, FinishReason
+from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
-from support.driving import ask, engine_for, run_all, run_one, run_to_failure
+from support.driving import ask, engine_for, run_all, run_one, run_to_failure, submit
 from support.scripted import EOS_ID, VOCAB_SIZE, HashRule, Rule, always, certain, reply_with
 
 CONSTRAINT, STOP, LENGTH = FinishReason.CONSTRAINT, FinishReason.STOP, FinishReason.LENGTH
@@ -152,8 +153,8 @@ def test_a_foreign_filter_that_breaks_ends_its_request_alone() -> None:
 
     engine = engine_for(reply_with("hello"))
     good, bad = ask(), ask(constraints=(Foreign(Broken()),))
-    engine.submit(bad)
-    engine.submit(good)
+    submit(engine, bad)
+    submit(engine, good)
     ends = {e.request_id: e for e in run_all(engine) if isinstance(e, FailEvent | FinishEvent)}
     failure, end = ends[bad.request_id], ends[good.request_id]
     assert isinstance(failure, FailEvent)
@@ -166,8 +167,8 @@ def test_a_foreign_filter_that_breaks_ends_its_request_alone() -> None:
 def test_where_nothing_is_left_one_request_fails_and_the_engine_goes_on() -> None:
     engine = engine_for(reply_with("hello"))
     good, bad = ask(), ask(constraints=(Regex("aab"), Regex("aac")))
-    engine.submit(good)
-    engine.submit(bad)
+    submit(engine, good)
+    submit(engine, bad)
     ends = {e.request_id: e for e in run_all(engine) if isinstance(e, FailEvent | FinishEvent)}
     failure, end = ends[bad.request_id], ends[good.request_id]
     assert isinstance(failure, FailEvent)
@@ -181,11 +182,30 @@ def test_where_nothing_is_left_one_request_fails_and_the_engine_goes_on() -> Non
 @pytest.mark.parametrize("constraint", [Regex("a("), JsonSchema({"type": "nothing"}), Regex("[")])
 def test_what_cannot_be_met_is_refused_at_the_call(constraint: Any) -> None:
     engine = engine_for(reply_with("hello"))
-    for call in (engine.check, engine.submit):
-        with pytest.raises(ConstraintError):
-            call(ask(constraints=(constraint,)))
+    with pytest.raises(ConstraintError):
+        engine.compile(ask(constraints=(constraint,)))
     assert engine.is_idle
     assert run_one(engine, ask())[1].text == "hello"
+
+
+def test_submit_refuses_constraints_that_are_not_compiled() -> None:
+    engine = engine_for(eager(97))
+    request = ask(constraints=(Regex("aa"),))
+    with pytest.raises(RequestError, match="constraints are not compiled"):
+        engine.submit(request)
+    assert engine.is_idle
+    engine.submit(request, engine.compile(request))
+    assert isinstance(run_all(engine)[-1], FinishEvent)
+
+
+def test_a_request_that_cannot_be_served_is_refused_before_its_constraints_are_compiled() -> None:
+    class Unreached:
+        def filter(self, vocabulary: Vocabulary) -> Filter:
+            raise AssertionError
+
+    engine = engine_for(eager(97), max_seq_len=20)
+    with pytest.raises(RequestError, match="20"):
+        engine.compile(ask("x" * 30, constraints=(Unreached(),)))
 
 
 def test_masks_are_computed_while_the_pass_runs() -> None:
@@ -219,14 +239,14 @@ def test_an_end_while_a_mask_is_on_its_way(way: str) -> None:
     gate = threading.Event()
     slow = Watched(97, 3, gate=gate)
     request = ask(constraints=(slow,))
-    engine.submit(request)
+    submit(engine, request)
     engine.model.failure = RuntimeError("scripted")  # type: ignore[attr-defined]
     with pytest.raises(RuntimeError):
         engine.step()
     if way == "cancel":
         assert not engine.cancel(request.request_id), "it has failed already"
         other = ask(constraints=(Watched(98, 2),))
-        engine.submit(other)
+        submit(engine, other)
         assert engine.cancel(other.request_id)
     gate.set()
     assert [type(e) for e in run_all(engine)].count(FailEvent) == 1

@@ -28,6 +28,7 @@ from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.ngram import NgramDrafter
 from support.alone import Alone, Changing
 from support.async_steps import enable_async_steps
+from support.driving import submit
 from support.guessing import ScriptedDrafter, half_right, right
 from support.profiles import examples
 from support.scripted import EOS_ID, PieceTokenizer, Rule, ScriptedModel, ScriptedShape
@@ -164,7 +165,7 @@ class EngineMachine(RuleBasedStateMachine):
         for arguments in requests:
             request = Request(stop_ids=frozenset({EOS_ID}), **arguments)
             try:
-                self.engine.submit(request)
+                submit(self.engine, request)
             except RequestError as error:
                 assert "do not fit the cache" in str(error)
                 assert request.negative_prompt_ids is not None, "one prompt always fits"

@@ -77,7 +77,8 @@ GUIDANCE = {"sampler": SamplerParams(cfg_scale=2), "negative_prompt_ids": (1,)}
 )
 def test_requests_that_the_model_cannot_serve(request_: Request, numbers: tuple[str, ...]) -> None:
     engine = engine_for(reply_with("ok"), max_seq_len=100)
-    for call in (engine.check, engine.submit):
+    calls = (engine.compile,) if request_.constraints else (engine.check, engine.submit)
+    for call in calls:
         with pytest.raises(RequestError) as caught:
             call(request_)
         for number in numbers:

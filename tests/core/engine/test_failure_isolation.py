@@ -25,7 +25,7 @@ from exl_core.sampling.sampler import LogitsError
 from exl_core.speculate.drafter import Draft, DraftJob
 from support.alone import Changing
 from support.async_steps import enable_async_steps
-from support.driving import ask, run_all, run_one
+from support.driving import ask, run_all, run_one, submit
 from support.faults import (
     POINTS,
     VICTIM_TOP_K,
@@ -155,7 +155,7 @@ def undisturbed(mode: str) -> dict[str, tuple[object, ...]]:
     """The neighbours' replies without a victim."""
     engine = engine_in(mode)
     for request in neighbours(mode):
-        engine.submit(request)
+        submit(engine, request)
     return {e.request_id: outcome(e) for e in run_all(engine) if isinstance(e, FinishEvent)}
 
 
@@ -166,7 +166,7 @@ def serve(engine: Engine, mode: str, kind: str, fault: Fault, place: int = 1) ->
     with pytest.MonkeyPatch.context() as patch:
         break_functions(patch, "victim", fault)
         for request in requests:
-            engine.submit(request)
+            submit(engine, request)
         break_request(engine, "victim", fault)
         events = run_all(engine)
     ends = {e.request_id: e for e in events if isinstance(e, FinishEvent | FailEvent)}
@@ -195,7 +195,7 @@ def uses(mode: str, kind: str) -> dict[tuple[str, str], int]:
     engine = engine_in(mode, counted)
     with pytest.MonkeyPatch.context() as patch:
         break_functions(patch, "victim", counted)
-        engine.submit(victim(kind, counted))
+        submit(engine, victim(kind, counted))
         break_request(engine, "victim", counted)
         run_all(engine)
     return {point: count for point, count in counted.uses.items() if point in POINTS}
@@ -258,7 +258,7 @@ def test_a_device_that_fails_while_sampling_ends_everything_that_runs(mode: str)
     fault = Fault(("op", "sample_rows"), 3, DeviceError("scripted"))
     engine = engine_in(mode, fault)
     for request in (*neighbours("async"), victim("plain")):
-        engine.submit(request)
+        submit(engine, request)
     with pytest.raises(DeviceError):
         for _ in range(9):
             engine.step()
@@ -280,7 +280,7 @@ def test_a_call_that_fails_for_all_and_for_none_alone_costs_nobody_anything() ->
         engine = engine_in(mode)
         engine.model.ops = Moody()  # type: ignore[misc]
         for request in neighbours(mode):
-            engine.submit(request)
+            submit(engine, request)
         ends = [e for e in run_all(engine) if isinstance(e, FinishEvent)]
         assert {e.request_id: outcome(e) for e in ends} == undisturbed(mode)
 
@@ -305,7 +305,7 @@ def test_a_draft_model_that_cannot_sample_for_a_request_guesses_nothing() -> Non
     engine = Engine(ScriptedModel(RULE), ByteTokenizer(), EngineOptions(64 * 256), drafter=drafter)
     engine.submit(victim("plain"))
     for request in neighbours("plain")[:4]:
-        engine.submit(request)
+        submit(engine, request)
     ends = {e.request_id: e for e in run_all(engine)}
     assert isinstance(ends["victim"], FinishEvent)
 
@@ -320,7 +320,7 @@ def test_logits_of_one_request_that_are_not_numbers(mode: str) -> None:
     assert isinstance(engine.model, ScriptedModel)
     engine.model.rule = bad_rows
     for request in (victim("plain"), *neighbours(mode)):
-        engine.submit(request)
+        submit(engine, request)
     ends = {e.request_id: e for e in run_all(engine) if isinstance(e, FinishEvent | FailEvent)}
     failure = ends.pop("victim")
     assert isinstance(failure, FailEvent) and isinstance(failure.error, LogitsError)

@@ -5,17 +5,22 @@ from __future__ import annotations
 import asyncio
 import gc
 import threading
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import pytest
 from generate_support import GREEDY, loaded_around
 
+from exl_core.constrain.filter import ConstraintError
+from exl_core.constrain.json_schema import JsonSchema
+from exl_core.constrain.limits import CompileLimits
 from exl_core.constrain.regex import Regex
 from exl_core.engine.engine import EngineOptions
 from exl_core.errors import ExlError, RequestError
 from exl_core.generate.asynchronous import AsyncGenerator, AsyncJob
 from exl_core.generate.dynamic import DynamicGenerator, Stage
+from support.schemas import SLOW_SCHEMA
 from support.scripted import EOS_ID, HashRule, always, certain, reply_with
 
 LIMIT_S = 20.0
@@ -269,6 +274,54 @@ def test_a_bad_request_is_refused_where_it_is_submitted() -> None:
                 await jobs.submit(cast(Any, "text"))
             assert jobs.num_remaining_jobs == 0
             assert await text_of(await submit(jobs)) == "hello"
+
+    run(story)
+    assert_empty(generator)
+
+
+def test_jobs_and_loop_go_on_while_constraints_are_compiled() -> None:
+    """Neither the event loop nor the engine's thread compiles."""
+    generator = endless(compile_limits=CompileLimits(time_s=1.0))
+
+    async def story() -> None:
+        async with AsyncGenerator(generator) as jobs:
+            other = await submit(jobs, max_tokens=1900)
+            refused = asyncio.create_task(submit(jobs, constraints=JsonSchema(SLOW_SCHEMA)))
+            await asyncio.sleep(0)
+            during = 0
+            while not refused.done():
+                before = other.job.num_tokens
+                await asyncio.sleep(0.02)
+                during += other.job.num_tokens > before
+            with pytest.raises(ConstraintError, match="at most 1 s"):
+                await refused
+            assert during or other.has_ended
+            assert jobs.num_remaining_jobs == (0 if other.has_ended else 1)
+            other.cancel()
+            text = await text_of(await submit(jobs, constraints=Regex("a{3}")))
+            assert text == "aaa"
+
+    run(story)
+    assert_empty(generator)
+
+
+def test_closing_and_cancelling_do_not_wait_for_a_slow_constraint() -> None:
+    generator = endless(compile_limits=CompileLimits(time_s=2.0))
+
+    async def story() -> None:
+        jobs = AsyncGenerator(generator)
+        slow = [
+            asyncio.create_task(submit(jobs, constraints=JsonSchema(SLOW_SCHEMA))) for _ in range(8)
+        ]
+        await asyncio.sleep(0.1)
+        assert slow[0].cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await slow[0]
+        started = time.monotonic()
+        await jobs.close()
+        assert time.monotonic() - started < 10, "those in the queue are not compiled any more"
+        for outcome in await asyncio.gather(*slow[1:], return_exceptions=True):
+            assert isinstance(outcome, RequestError)
 
     run(story)
     assert_empty(generator)

@@ -30,7 +30,7 @@ def stream_reply(
 ) -> FinishEvent:
     """Run one request to its end, or until `interrupt`; `write` gets each piece as it comes, and
     `note_progress` what comes before, where the prompt is long."""
-    engine.submit(request)
+    engine.submit(request, engine.compile(request))
     try:
         while True:
             if interrupt.is_set:
@@ -65,8 +65,7 @@ def note_unmet(runtime: Runtime, request: Request, reply: FinishEvent) -> None:
 
 
 def _is_met(runtime: Runtime, request: Request, reply: FinishEvent) -> bool:
-    vocabulary = runtime.engine.vocabulary
-    filters = [constraint.filter(vocabulary) for constraint in request.constraints]
+    filters = runtime.engine.compile(request)
     for one in filters:
         for token_id in reply.token_ids:
             one.accept(token_id)

@@ -213,13 +213,15 @@ def serve_lite(
         from exl_cli.server.run import listen
 
     def opener(path: Path | str | None, *, is_quiet: bool = True) -> Runtime:
-        return running.open(
+        runtime = running.open(
             None if path is None else str(path),
             choices,
             is_quiet=is_quiet,
             max_batch=limits.max_batch,
             cache_tokens=limits.cache_tokens or DEFAULT_CACHE_TOKENS,
         )
+        runtime.engine.vocabulary.prepare()  # later it would delay the replies that run
+        return runtime
 
     check_bind(server.host, has_key=bool(keys))
     others = {} if server.models_dir is None else models_in(Path(server.models_dir))

@@ -9,12 +9,14 @@ whether the reply may end is `is_complete`, and `filter_set.py` turns it into th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.errors import RequestError
+
+if TYPE_CHECKING:
+    from exl_core.constrain.vocabulary import Vocabulary
 
 
 class ConstraintError(RequestError):
@@ -66,4 +68,7 @@ class Constraint(Protocol):
     """A frozen value that says what a reply must look like."""
 
     def filter(self, vocabulary: Vocabulary) -> Filter:
-        """The state of a new reply. What cannot be read or met is a `ConstraintError` here."""
+        """The state of a new reply. What cannot be read or met is a `ConstraintError` here.
+
+        May take seconds, so the engine's thread does not call it. Safe on any thread.
+        """

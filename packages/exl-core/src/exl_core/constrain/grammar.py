@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from exl_core.constrain.filter import Filter, check_text
-from exl_core.constrain.guided import guided_filter
+from exl_core.constrain.guided import Source, guided_filter
+from exl_core.constrain.limits import check_grammar, check_length
 from exl_core.constrain.vocabulary import Vocabulary
 
 _WHAT = "the grammar"
@@ -23,4 +24,6 @@ class Grammar:
 
     def filter(self, vocabulary: Vocabulary) -> Filter:
         check_text(self.lark, _WHAT)
-        return guided_filter(self.lark, vocabulary, what=_WHAT, names_place=True)
+        check_length(self.lark, vocabulary.limits, _WHAT)
+        check_grammar(self.lark, _WHAT)
+        return guided_filter(self.lark, vocabulary, Source(_WHAT, is_lark=True))

@@ -1,14 +1,16 @@
-"""Constraints that the llguidance library understands: one filter for grammars of all kinds.
+"""Constraints that the llguidance library compiles: one filter for grammars of all kinds.
 
-Owns what the library needs to be told (a grammar in its Lark, never to force tokens: which way to
-write a text is the model's choice) and what its failures mean. It reports most bad grammars when it
-compiles them; one that no text satisfies may only show as an empty first mask, so the first mask is
-computed here, before a request is accepted.
+The library gets a grammar in its own Lark with two settings. It never forces tokens, because the
+model chooses how to write a text. It has limits on the work for one token. A grammar is compiled by
+another process first (`trial.py`), then here. The library reports most bad grammars when it
+compiles them. One that no text satisfies may show only as an empty first mask, so the first mask
+is computed here too, before the request is accepted.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +18,7 @@ import torch
 from torch import Tensor
 
 from exl_core.constrain.filter import ConstraintError, Filter
+from exl_core.constrain.trial import Trial, run
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.ops.masks import WORD_BITS
 
@@ -27,23 +30,67 @@ _PLACE = re.compile(r"^at \d+\(\d+\): |^failed to compile JSON schema: ")
 _ECHO = re.compile(r"^\s*(\d+ \||\^+$)")  # lines that show the grammar, or point at it
 _DEAD_END = "NoExtension"
 _MESSAGE_LENGTH = 300
+_LIMITS = {
+    # Work for one mask. A schema with 500 optional properties takes 2,000 items in a row.
+    "max_items_in_row": 2_000,
+    "step_max_items": 20_000,
+    "step_lexer_fuel": 200_000,
+    # 1 to 2 kB each, kept until the reply ends.
+    "max_lexer_states": 100_000,
+}
+_LARK_LIMITS = {
+    # Ambiguous grammars take time that grows with the cube of these: one mask takes 1.5 s with the
+    # limits above, 0.1 s with these.
+    **_LIMITS,
+    "max_items_in_row": 1_000,
+    "step_max_items": 10_000,
+}
 
 
-def guided_filter(lark: str, vocabulary: Vocabulary, *, what: str, names_place: bool) -> Filter:
-    """The filter of a grammar; `what` it is called in messages.
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The constraint that a grammar was made of.
 
-    `names_place`: the caller's own text is the grammar, so line numbers mean something to them.
+    what     its name in messages
+    is_lark  the caller's own text is the grammar, so line numbers mean something to them
+    schema   the JSON schema, if it is one
     """
-    from llguidance import LLMatcher
 
-    matcher = LLMatcher(vocabulary.guide, lark + _OPTIONS, log_level=0)
+    what: str
+    is_lark: bool = False
+    schema: object = None
+
+
+def guided_filter(lark: str, vocabulary: Vocabulary, source: Source) -> Filter:
+    """Compile a grammar. Takes up to twice the time limit, and holds no lock of the interpreter."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    grammar = lark + _OPTIONS
+    limits = _LARK_LIMITS if source.is_lark else _LIMITS
+    # Only a caller's own grammar can name special tokens.
+    special = vocabulary.special_tokens if source.is_lark else ()
+    trial = Trial(grammar, special, limits, source.schema)
+    answer = run(trial, vocabulary.limits, source.what)
+    if answer.error:
+        raise _unusable(answer.error, source)
+    native = LLParserLimits(**limits)  # type: ignore[arg-type]
+    matcher = LLMatcher(vocabulary.guide, grammar, log_level=0, limits=native)
     if matcher.is_error():
-        said = _one_line(matcher.get_error(), names_place=names_place)
-        raise ConstraintError(f"{what} cannot be used: {said}")
+        raise _unusable(matcher.get_error(), source)
     guided = GuidedFilter(matcher, vocabulary)
     if not guided.is_complete and not bool(guided.mask().any()):
-        raise ConstraintError(f"{what} cannot be satisfied: no token of this model can begin it")
+        raise ConstraintError(
+            f"{source.what} cannot be satisfied: no token of this model can begin it"
+        )
+    if answer.is_endless:
+        raise ConstraintError(f"{source.what} cannot be satisfied: its recursion never ends")
     return guided
+
+
+def _unusable(message: str, source: Source) -> ConstraintError:
+    return ConstraintError(
+        f"{source.what} cannot be used: {_one_line(message, names_place=source.is_lark)}"
+    )
 
 
 class GuidedFilter(Filter):

@@ -16,7 +16,7 @@ _MANY = 64  # items that an array is taken to need at most; the rest are like th
 
 
 def has_finite_document(schema: object) -> bool:
-    targets = {ref: _target(schema, ref) for ref in set(_references(schema))}
+    targets = {ref: target_of(schema, ref) for ref in set(_references(schema))}
     finite = {ref for ref, target in targets.items() if target is None}  # not ours to judge
     while True:
         added = {
@@ -36,10 +36,10 @@ def _is_finite(schema: object, finite: set[str]) -> bool:
     ref = schema.get("$ref")
     if isinstance(ref, str) and ref not in finite:
         return False
-    if not all(_is_finite(part, finite) for part in _list(schema.get("allOf"))):
+    if not all(_is_finite(part, finite) for part in list_of(schema.get("allOf"))):
         return False
     for key in ("anyOf", "oneOf"):
-        parts = _list(schema.get(key))
+        parts = list_of(schema.get(key))
         if parts and not any(_is_finite(part, finite) for part in parts):
             return False
     return all(_is_finite(part, finite) for part in _needed(schema))
@@ -49,13 +49,13 @@ def _needed(schema: Mapping[str, object]) -> Iterator[object]:
     """What every document must hold."""
     if schema.get("type") == "object":
         properties = schema.get("properties")
-        for name in _list(schema.get("required")):
+        for name in list_of(schema.get("required")):
             if isinstance(properties, Mapping) and isinstance(name, str):
                 yield properties.get(name)
     if schema.get("type") == "array":
         least = schema.get("minItems", 0)
         count = min(least, _MANY) if isinstance(least, int) else 0
-        first = _list(schema.get("prefixItems"))
+        first = list_of(schema.get("prefixItems"))
         yield from first[:count]
         if count > len(first):
             yield schema.get("items")
@@ -73,7 +73,7 @@ def _references(schema: object) -> Iterator[str]:
             yield from _references(part)
 
 
-def _target(root: object, ref: str) -> object | None:
+def target_of(root: object, ref: str) -> object | None:
     """What a local reference means; None for any other, and for one that leads nowhere."""
     if ref != "#" and not ref.startswith("#/"):
         return None
@@ -89,5 +89,5 @@ def _target(root: object, ref: str) -> object | None:
     return found
 
 
-def _list(value: object) -> Sequence[object]:
+def list_of(value: object) -> Sequence[object]:
     return value if isinstance(value, list) else []

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from exl_core.constrain.filter import ConstraintError, Filter
-from exl_core.constrain.guided import guided_filter
-from exl_core.constrain.json_recursion import has_finite_document
+from exl_core.constrain.guided import Source, guided_filter
+from exl_core.constrain.limits import check_length, check_schema
 from exl_core.constrain.vocabulary import Vocabulary
 
 _WHAT = "the JSON schema"
@@ -35,7 +35,9 @@ class JsonSchema:
         object.__setattr__(self, "compact", compact)
 
     def filter(self, vocabulary: Vocabulary) -> Filter:
+        check_length(self.schema, vocabulary.limits, _WHAT)
         schema = _parse(self.schema)
+        check_schema(schema, _WHAT)
         if schema is True:
             schema = {}
         if isinstance(schema, dict):
@@ -44,10 +46,7 @@ class JsonSchema:
             if isinstance(own, dict):
                 schema = {**schema, "x-guidance": {**layout, **own}}
         lark = f"start: %json {_text_of(schema)}"
-        guided = guided_filter(lark, vocabulary, what=_WHAT, names_place=False)
-        if not has_finite_document(schema):
-            raise ConstraintError(f"{_WHAT} cannot be satisfied: its recursion never ends")
-        return guided
+        return guided_filter(lark, vocabulary, Source(_WHAT, schema=schema))
 
 
 def _text_of(schema: object) -> str:

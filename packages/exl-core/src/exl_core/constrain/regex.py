@@ -10,7 +10,8 @@ import re
 from dataclasses import dataclass
 
 from exl_core.constrain.filter import ConstraintError, Filter, check_text
-from exl_core.constrain.guided import guided_filter
+from exl_core.constrain.guided import Source, guided_filter
+from exl_core.constrain.limits import check_length, check_regex
 from exl_core.constrain.vocabulary import Vocabulary
 
 _WHAT = "the regular expression"
@@ -28,9 +29,11 @@ class Regex:
         from llguidance import regex_to_lark
 
         check_text(self.pattern, _WHAT)
+        check_length(self.pattern, vocabulary.limits, _WHAT)
+        check_regex(self.pattern, _WHAT)
         bare = _ANCHOR_AT_END.sub(r"\1", self.pattern.removeprefix("^"))
         if _ESCAPE_AT_END.search(bare):  # it would take the end of the literal with it
             raise ConstraintError(f"{_WHAT} ends in a backslash", got=repr(self.pattern[-60:]))
         # An empty expression would read as the beginning of a comment.
         body = f"/{regex_to_lark(bare, '')}/" if bare else '""'
-        return guided_filter(f"start: {body}", vocabulary, what=_WHAT, names_place=False)
+        return guided_filter(f"start: {body}", vocabulary, Source(_WHAT))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from torch import Tensor
 
+from exl_core.constrain.limits import CompileLimits
 from exl_core.ops.masks import WORD_BITS, pack, unpack
 from exl_core.tokenizer.base import Tokenizer
 
@@ -27,8 +28,12 @@ T = TypeVar("T")
 class Vocabulary:
     """The tokens that a model can draw: those of its tokenizer, below its own `vocab_size`."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, limits: CompileLimits | None = None
+    ) -> None:
+        """`limits`: of the constraints that are compiled for it."""
         self.tokenizer = tokenizer
+        self.limits = limits or CompileLimits()
         self.size = vocab_size
         self.num_words = -(-vocab_size // WORD_BITS)
         self.num_tokens = min(vocab_size, tokenizer.vocab_size)
@@ -60,6 +65,19 @@ class Vocabulary:
             if self._guide is None:
                 self._guide = _guide_of(self.tokenizer, self._read_bytes(), self.size)
             return self._guide
+
+    def prepare(self) -> None:
+        """Build now what compiling a constraint needs.
+
+        Takes up to 1 s for 49,000 tokens and up to 5 s for 262,000. The library holds the
+        interpreter's lock most of that time: no other thread of the process runs meanwhile.
+        """
+        self.guide  # noqa: B018 - builds it
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Texts of the special tokens, which a grammar may name."""
+        return tuple(text for text, i in self.tokenizer.special_tokens.items() if i < self.size)
 
     def _read_bytes(self) -> tuple[bytes, ...]:
         if self._token_bytes is None:

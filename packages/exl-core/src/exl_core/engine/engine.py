@@ -14,12 +14,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
 from exl_core.cache.page_pool import PagePool
+from exl_core.constrain.filter import Filter
 from exl_core.constrain.filter_set import FilterSet
+from exl_core.constrain.limits import CompileLimits
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.engine.admission import check_banned, check_ids, room_for
 from exl_core.engine.async_step import AsyncStep
@@ -63,6 +65,7 @@ class EngineOptions:
     kv_format      precision of the cache
     adapt_drafts   shorten or pause drafts that do not pay; False keeps them at full length, which
                    measurements need
+    compile_limits time, memory and length allowed for compiling one constraint
     """
 
     cache_tokens: int | None = None
@@ -70,6 +73,7 @@ class EngineOptions:
     prefill_chunk: int | None = None
     kv_format: KVFormat = KVFormat.FP16
     adapt_drafts: bool = True
+    compile_limits: CompileLimits = field(default_factory=CompileLimits)
 
     def __post_init__(self) -> None:
         if self.cache_tokens is not None:
@@ -129,20 +133,37 @@ class Engine:
     @cached_property
     def vocabulary(self) -> Vocabulary:
         """Bytes of every token, for constraints and token healing."""
-        return Vocabulary(self.tokenizer, self.vocab_size)
+        return Vocabulary(self.tokenizer, self.vocab_size, self.options.compile_limits)
 
     def check(self, request: Request) -> None:
         """Raise RequestError if this model and cache can never serve the request."""
         self._checked(request)
-        self._filters(request)
 
-    def submit(self, request: Request) -> SequenceState:
-        """Check the request and queue it."""
+    def compile(self, request: Request) -> tuple[Filter, ...]:
+        """Compile the request's constraints into filters, which serve one `submit`.
+
+        Raises what `check` raises, and ConstraintError if a constraint cannot be met. May take
+        seconds. Safe on any thread while another one calls `step`.
+        """
+        if request.constraints:
+            self.check(request)
+        return tuple(constraint.filter(self.vocabulary) for constraint in request.constraints)
+
+    def submit(self, request: Request, filters: tuple[Filter, ...] = ()) -> SequenceState:
+        """Check the request and queue it. `filters` are the result of `compile`."""
         request_id = request.request_id
         if request_id in self._replies or any(e.request_id == request_id for e in self._events):
             raise RequestError("a request with this id has not ended yet", where=request_id)
+        if len(filters) != len(request.constraints):
+            raise RequestError(
+                "the request's constraints are not compiled",
+                where=request_id,
+                expected=f"{len(request.constraints)} filters",
+                got=len(filters),
+                next_step="Pass submit what Engine.compile returns for the request.",
+            )
         sequence, negative, healing = self._checked(request)
-        reply = self._reply_state(sequence, healing, self._clock())
+        reply = self._reply_state(sequence, filters, healing, self._clock())
         if request.max_tokens == 0:
             self._events.append(self._with_drafts(reply.finish_empty(self._clock())))
             return sequence
@@ -344,7 +365,11 @@ class Engine:
         return sequence, negative, healing
 
     def _reply_state(
-        self, sequence: SequenceState, healing: Healing | None, now: float
+        self,
+        sequence: SequenceState,
+        filters: tuple[Filter, ...],
+        healing: Healing | None,
+        now: float,
     ) -> ReplyState:
         request = sequence.request
         decoder = self.tokenizer.stream_decoder(skip_special=not request.show_special)
@@ -359,15 +384,15 @@ class Engine:
             decoder,
             self.vocab_size,
             now,
-            filters=self._filters(request),
+            filters=self._filters(request, filters),
             healing=healing,
         )
 
-    def _filters(self, request: Request) -> FilterSet | None:
-        if not request.constraints:
+    def _filters(self, request: Request, filters: tuple[Filter, ...]) -> FilterSet | None:
+        if not filters:
             return None
         return FilterSet(
-            [constraint.filter(self.vocabulary) for constraint in request.constraints],
+            filters,
             request.stop_ids,
             self.vocabulary,
             prefer_eos=request.prefer_eos,

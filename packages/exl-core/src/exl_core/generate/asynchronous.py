@@ -20,9 +20,11 @@ from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any
 
+from exl_core.constrain.filter import Filter
+from exl_core.constrain.trial import MAX_PROCESSES
 from exl_core.engine.request import Request
 from exl_core.errors import ExlError, RequestError
-from exl_core.generate.dynamic import DynamicGenerator, Job, Result, Stage
+from exl_core.generate.dynamic import DynamicGenerator, Job, Result, Stage, check_request
 
 _POLL_S = 0.5
 """Interval at which the engine's thread checks that an event loop that takes no results runs."""
@@ -127,6 +129,8 @@ class AsyncGenerator:
         # Used by the engine's thread until it has ended; `_dropped` is shared by both threads.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="exl-engine")
         self._is_thread_gone = False
+        # Threads that compile constraints, one for each process that tries them.
+        self._compilers = ThreadPoolExecutor(MAX_PROCESSES, thread_name_prefix="exl-compile")
         self._handles: dict[Job, AsyncJob] = {}
         self._dropped: deque[Job] = deque()  # cancelled by the loop, not yet in the engine
 
@@ -154,10 +158,15 @@ class AsyncGenerator:
     async def submit(self, request: Request, identifier: object = None) -> AsyncJob:
         """Check the request and queue it; raises RequestError if the engine refuses it."""
         self._check_open(request)
+        check_request(request)
         loop = asyncio.get_running_loop()
+        filters: tuple[Filter, ...] = ()
+        if request.constraints:
+            filters = await loop.run_in_executor(self._compilers, self._compile, request)
+            self._check_open(request)
         if not self._pending():
             self._returned_at = time.monotonic()
-        starting = loop.run_in_executor(self._thread, self._enqueue, request, identifier)
+        starting = loop.run_in_executor(self._thread, self._enqueue, request, filters, identifier)
         self._starting.add(starting)
         starting.add_done_callback(self._starting.discard)
         try:
@@ -187,6 +196,7 @@ class AsyncGenerator:
         while pending := self._pending():
             await asyncio.wait(pending)
         self._thread.shutdown()
+        await asyncio.to_thread(self._compilers.shutdown)  # a few seconds at most
         self._is_thread_gone = True
         self._discard()
 
@@ -249,9 +259,15 @@ class AsyncGenerator:
                 return results
             loop.call_soon_threadsafe(self._deliver, results, slots)
 
-    def _enqueue(self, request: Request, identifier: object) -> AsyncJob:
+    def _compile(self, request: Request) -> tuple[Filter, ...]:
+        self._check_open(request)  # requests that wait here while `close` runs are not compiled
+        return self.generator.engine.compile(request)
+
+    def _enqueue(
+        self, request: Request, filters: tuple[Filter, ...], identifier: object
+    ) -> AsyncJob:
         self._discard()  # first, since the request id of a dropped job may be used again
-        job = self.generator.enqueue(request, identifier)
+        job = self.generator.enqueue_compiled(request, filters, identifier)
         handle = self._handles[job] = AsyncJob(self, job)
         return handle
 

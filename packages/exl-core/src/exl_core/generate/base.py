@@ -161,7 +161,8 @@ class BaseGenerator(Generator):
             )
         finished: dict[str, FinishEvent] = {}
         try:
-            sequences = [self.engine.submit(request) for request in requests]
+            filters = [self.engine.compile(request) for request in requests]
+            sequences = list(map(self.engine.submit, requests, filters))
             while len(finished) < len(requests):
                 if abort is not None and abort.is_set():
                     for request in requests:

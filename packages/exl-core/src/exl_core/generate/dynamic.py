@@ -9,6 +9,7 @@ from itertools import count
 from threading import Event as Flag
 from typing import Unpack, overload
 
+from exl_core.constrain.filter import Filter
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import (
     Event,
@@ -118,7 +119,10 @@ class DynamicGenerator(Generator):
     def enqueue(
         self, request: Request | Sequence[Request], identifier: object = None
     ) -> Job | list[Job]:
-        """Check and queue one request, or all requests of a list or none."""
+        """Check and queue one request, or all requests of a list or none.
+
+        The constraints are compiled here, which may take seconds.
+        """
         if isinstance(request, Request):
             return self._enqueue(request, identifier)
         jobs: list[Job] = []
@@ -247,17 +251,18 @@ class DynamicGenerator(Generator):
             texts.append(job.text if completion_only else shown + job.text)
         return texts if isinstance(prompt, list) else texts[0]
 
-    def _enqueue(self, request: Request, identifier: object) -> Job:
-        if not isinstance(request, Request):
-            raise RequestError(
-                "not a request",
-                got=type(request).__name__,
-                next_step="Make one of a prompt with the generator's request().",
-            )
-        self.engine.submit(request)
+    def enqueue_compiled(
+        self, request: Request, filters: tuple[Filter, ...], identifier: object = None
+    ) -> Job:
+        """Check and queue. `filters`: what `Engine.compile` returned for the request."""
+        self.engine.submit(request, filters)
         job = Job(request, next(self._serials), identifier)
         self.jobs[request.request_id] = job
         return job
+
+    def _enqueue(self, request: Request, identifier: object) -> Job:
+        check_request(request)
+        return self.enqueue_compiled(request, self.engine.compile(request), identifier)
 
     def _run(self, jobs: Sequence[Job], abort: Flag | None) -> None:
         """Step until all jobs are finished or `abort` is set; no job stays in the engine."""
@@ -299,6 +304,15 @@ class DynamicGenerator(Generator):
         job.num_tokens += len(event.token_ids)
         text, ids, tokens = event.text, event.token_ids, event.tokens
         return Result(job, Stage.STREAMING, text=text, token_ids=ids, tokens=tokens)
+
+
+def check_request(request: object) -> None:
+    if not isinstance(request, Request):
+        raise RequestError(
+            "not a request",
+            got=type(request).__name__,
+            next_step="Make one of a prompt with the generator's request().",
+        )
 
 
 def _overrides(each: Sequence[RequestFields] | None, num_prompts: int) -> Sequence[RequestFields]:

@@ -96,10 +96,12 @@ class Generator:
         )
 
     def warmup(self) -> None:
-        """Generate a short reply, so that one-time costs do not fall on the first request.
+        """Generate a short reply and build the tables that constraints need, so that one-time costs
+        do not fall on the first request.
 
         The cache is emptied afterwards. RequestError while requests are live.
         """
+        self.engine.vocabulary.prepare()
         ids = self.tokenizer.encode("warm-up") or [0]
         generate(self.engine, Request(tuple(ids), max_tokens=4))
         self.engine.forget_cache()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from exl_core.constrain.filter import Filter
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import FailEvent, FinishEvent, TextEvent
 from exl_core.engine.request import Request
@@ -21,7 +22,7 @@ def stream(engine: Engine, request: Request) -> Iterator[TextEvent | FinishEvent
     error is raised.
     """
     engine.check(request)
-    return _events(engine, request)
+    return _events(engine, request, engine.compile(request))
 
 
 def generate(engine: Engine, request: Request) -> FinishEvent:
@@ -32,7 +33,9 @@ def generate(engine: Engine, request: Request) -> FinishEvent:
     raise AssertionError("a stream ends with a FinishEvent or raises")
 
 
-def _events(engine: Engine, request: Request) -> Iterator[TextEvent | FinishEvent]:
+def _events(
+    engine: Engine, request: Request, filters: tuple[Filter, ...]
+) -> Iterator[TextEvent | FinishEvent]:
     request_id = request.request_id
     if engine.live_requests:
         raise RequestError(
@@ -42,7 +45,7 @@ def _events(engine: Engine, request: Request) -> Iterator[TextEvent | FinishEven
             got=", ".join(sorted(engine.live_requests)),
             next_step="Submit to the engine and step it yourself.",
         )
-    engine.submit(request)
+    engine.submit(request, filters)
     try:
         while True:
             for event in engine.step():

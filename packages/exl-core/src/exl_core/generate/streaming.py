@@ -158,8 +158,9 @@ class StreamingGenerator(Generator):
         )
         if self._stream is not None and not self._stream.has_ended:
             self.engine.check(request)
+        filters = self.engine.compile(request)
         self.cancel()
-        self._stream = _Stream(self.engine.submit(request), abort)
+        self._stream = _Stream(self.engine.submit(request, filters), abort)
 
     def step(self, ban_tokens: int | Iterable[int] = ()) -> StreamResult:
         """The next result; `ban_tokens` are not sampled in this step.

@@ -1,0 +1,250 @@
+"""Trial compilation of constraints in processes that can be killed.
+
+A compiler may run for minutes and take gigabytes, and a thread that is inside it cannot be stopped.
+Therefore another process compiles every grammar first (`trial_process.py`), with a limit on time
+and memory. The engine's process compiles only grammars that have passed, and takes about as long.
+The answers to the latest grammars are kept: a grammar that was used before is not tried again.
+
+Processes start at first use (about 0.1 s), serve one grammar after the other, and end with this
+process. One that was killed is replaced at the next use.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from hashlib import sha256
+from threading import Lock, Semaphore
+from typing import Any
+
+from exl_core.constrain.filter import ConstraintError
+from exl_core.constrain.limits import CompileLimits
+from exl_core.errors import ExlError
+
+MAX_PROCESSES = 2
+"""One more than needed, so that a constraint which takes all its time delays no other one."""
+_MAX_ANSWERS = 256
+_START_LIMIT_S = 60.0
+_BOOT = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from exl_core.constrain.trial_process import main; main(int(sys.argv[2]))"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is compiled.
+
+    grammar  in the library's Lark
+    special  special tokens that the grammar may name
+    limits   arguments of the library's `LLParserLimits`
+    schema   the JSON schema that the grammar was made of, if it was
+    """
+
+    grammar: str
+    special: tuple[str, ...]
+    limits: dict[str, int]
+    schema: object = None
+
+    def line(self) -> bytes:
+        fields = {name: getattr(self, name) for name in self.__slots__}
+        return json.dumps(fields).encode() + b"\n"
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """`error`: the compiler's message, "" if the grammar is good."""
+
+    error: str
+    is_endless: bool = False
+
+
+def run(trial: Trial, limits: CompileLimits, what: str) -> Answer:
+    """Compile once, in another process. Raises ConstraintError past a limit. Safe on any thread.
+
+    `what`: name of the constraint in messages.
+    """
+    return _processes().run(trial.line(), limits, what)
+
+
+@dataclass
+class _Processes:
+    """The processes of this one."""
+
+    owner: int = field(default_factory=os.getpid)
+    _lock: Lock = field(default_factory=Lock)
+    _places: Semaphore = field(default_factory=lambda: Semaphore(MAX_PROCESSES))
+    _idle: list[_Process] = field(default_factory=list)
+    _busy: list[_Process] = field(default_factory=list)
+    _answers: OrderedDict[bytes, Answer] = field(default_factory=OrderedDict)
+    _is_closed: bool = False
+    inherited: _Processes | None = None  # of a fork: kept, so that nothing waits for them
+
+    def run(self, line: bytes, limits: CompileLimits, what: str) -> Answer:
+        key = sha256(line).digest()
+        with self._lock:
+            if key in self._answers:
+                self._answers.move_to_end(key)
+                return self._answers[key]
+        with self._places:
+            answer = self._ask(line, limits, what)
+        with self._lock:
+            self._answers[key] = answer
+            if len(self._answers) > _MAX_ANSWERS:
+                self._answers.popitem(last=False)
+        return answer
+
+    def close(self) -> None:
+        """Kill them all; a trial that runs fails."""
+        if self.owner != os.getpid():
+            return  # inherited by a fork
+        with self._lock:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            for process in self._busy:
+                process.kill()
+        for process in idle:
+            process.close()
+
+    def _ask(self, line: bytes, limits: CompileLimits, what: str) -> Answer:
+        while True:
+            process = self._take(limits.memory_bytes)
+            is_used, is_ready = process.is_used, False
+            try:
+                answer = process.ask(line, limits.time_s)
+                is_ready = True
+                return answer
+            except TimeoutError:
+                raise ConstraintError(
+                    f"{what} takes too long to compile",
+                    expected=f"at most {limits.time_s:g} s",
+                    next_step="Make it smaller, or its multipleOf, patterns and alternatives "
+                    "simpler.",
+                ) from None
+            except OSError as error:
+                process.kill()
+                if is_used and not self._is_closed:
+                    continue  # it may have ended before it got this grammar
+                raise ConstraintError(
+                    f"{what} takes too much memory, or nests too deeply, to compile",
+                    expected=f"at most {limits.memory_bytes // 2**20} MiB",
+                    got=f"exit status {process.exit_status}",
+                ) from error
+            finally:
+                self._put_back(process, is_ready=is_ready)
+
+    def _take(self, memory_bytes: int) -> _Process:
+        with self._lock:
+            while self._idle:
+                process = self._idle.pop()
+                if process.memory_bytes == memory_bytes and process.is_alive:
+                    self._busy.append(process)
+                    return process
+                process.close()
+        process = _Process(memory_bytes)
+        with self._lock:
+            self._busy.append(process)
+            if self._is_closed:
+                process.kill()
+        return process
+
+    def _put_back(self, process: _Process, *, is_ready: bool) -> None:
+        with self._lock:
+            self._busy.remove(process)
+            is_kept = is_ready and not self._is_closed
+            if is_kept:
+                self._idle.append(process)
+        if not is_kept:
+            process.close()
+
+
+class _Process:
+    """A process that is ready for a job."""
+
+    def __init__(self, memory_bytes: int) -> None:
+        self.memory_bytes = memory_bytes
+        self.is_used = False
+        self._socket, theirs = socket.socketpair()
+        path = json.dumps([entry for entry in sys.path if entry])
+        try:
+            with theirs:
+                self._process = subprocess.Popen(
+                    (sys.executable, "-I", "-c", _BOOT, path, str(memory_bytes)),
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # Ctrl-C in a terminal is for this process alone
+                )
+        except OSError as error:
+            self._socket.close()
+            raise _cannot_start(error) from error
+        try:
+            self._receive(time.monotonic() + _START_LIMIT_S)
+        except OSError as error:
+            self.close()
+            raise _cannot_start(f"exit status {self.exit_status}") from error
+
+    @property
+    def is_alive(self) -> bool:
+        return self._process.poll() is None
+
+    @property
+    def exit_status(self) -> int | None:
+        return self._process.returncode
+
+    def ask(self, line: bytes, time_s: float) -> Answer:
+        """TimeoutError past the time, another OSError where the process has ended."""
+        self.is_used = True
+        end = time.monotonic() + time_s
+        self._socket.settimeout(time_s)
+        self._socket.sendall(line)
+        return Answer(**self._receive(end))
+
+    def kill(self) -> None:
+        """End it. May be called again, and while another thread waits in `ask`."""
+        self._process.kill()
+        self._process.wait()
+
+    def close(self) -> None:
+        """End it and free the socket. No other thread may use it."""
+        self.kill()
+        self._socket.close()
+
+    def _receive(self, end: float) -> dict[str, Any]:
+        parts: list[bytes] = []
+        while not parts or not parts[-1].endswith(b"\n"):
+            self._socket.settimeout(max(end - time.monotonic(), 0.001))
+            parts.append(self._socket.recv(2**16))
+            if not parts[-1]:
+                raise ConnectionResetError("the process has ended")
+        answer: dict[str, Any] = json.loads(b"".join(parts))
+        return answer
+
+
+def _cannot_start(got: object) -> ExlError:
+    return ExlError(
+        "the process that tries constraints cannot be started",
+        expected=f"a Python at {sys.executable!r} that can import llguidance",
+        got=got,
+    )
+
+
+_shared: _Processes | None = None
+_shared_lock = Lock()
+
+
+def _processes() -> _Processes:
+    """Those of this process: a fork does not inherit them."""
+    global _shared  # noqa: PLW0603 - one set of processes, started at first use
+    with _shared_lock:
+        if _shared is None or _shared.owner != os.getpid():
+            _shared = _Processes(inherited=_shared)
+            atexit.register(_shared.close)
+        return _shared
