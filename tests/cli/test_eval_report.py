@@ -39,6 +39,7 @@ def test_page_and_json(report, tiny_llama_dir: Path, damaged_dir: Path, tmp_path
     assert not list(out.rglob("*.partial"))
 
 
+@pytest.mark.thorough
 def test_the_table_for_people(report, tiny_llama_dir: Path) -> None:
     done = report(tiny_llama_dir)
     assert (done.code, done.err) == (0, "")

@@ -8,6 +8,7 @@ from kernel_support import UNIT, PagedBatch, assert_within, normal, paged_batch,
 from torch import Tensor
 
 from exl_core.ops.table import OpTable
+from support.profiles import first_by_default
 
 MIXED = [(0, 1), (7, 1), (299, 1), (0, 37), (45, 70), (131, 2), (600, 1), (0, 9)]
 
@@ -87,7 +88,7 @@ def test_any_head_dim_works(table: OpTable, rng, d) -> None:
 
 
 # Smaller than a page, across pages, off the 64-key blocks by one, larger than any sequence.
-@pytest.mark.parametrize("window", [1, 5, 16, 63, 64, 65, 200, 10_000])
+@pytest.mark.parametrize("window", first_by_default([1, 63, 64, 200, 5, 16, 65, 10_000], 4))
 @pytest.mark.parametrize("page_size", [16, 64])
 def test_window_hides_older_keys(table: OpTable, rng, window, page_size) -> None:
     batch = paged_batch(
@@ -103,7 +104,7 @@ def test_softcap_bends_scores_before_the_mask(table: OpTable, rng, window) -> No
     check(table, q, batch, window=window, softcap=15.0)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 17, 33, 64, 65, 130, 300])
+@pytest.mark.parametrize("rows", first_by_default([1, 2, 17, 65, 300, 5, 33, 64, 130], 5))
 def test_every_chunk_length_matches(table: OpTable, rng, rows) -> None:
     """Both strategies and the limits between them: dot products, tiles, split keys."""
     batch = paged_batch(

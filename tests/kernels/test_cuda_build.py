@@ -14,6 +14,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.thorough
+
 CSRC = Path(__file__).parents[2] / "csrc"
 
 # Notes its arguments and leaves an empty output; says of itself what $RELEASE and $KNOWN say.

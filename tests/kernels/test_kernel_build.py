@@ -108,6 +108,7 @@ def test_objects_are_reused_by_a_build_of_the_same_kind_only(tree) -> None:
     assert tree.compiled() == every
 
 
+@pytest.mark.thorough
 def test_a_wrong_choice_of_cuda_is_told_before_anything_is_compiled(tree) -> None:
     done = tree.build(EXL_CUDA_ARCH="tomorrow")
     assert done.returncode != 0
@@ -116,6 +117,7 @@ def test_a_wrong_choice_of_cuda_is_told_before_anything_is_compiled(tree) -> Non
     assert not tree.notes.exists()
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="how a link looks")
 def test_the_cuda_library_comes_beside_the_extension(tree, monkeypatch) -> None:
     tools = tree.csrc.parent / "tools"
@@ -130,6 +132,7 @@ def test_the_cuda_library_comes_beside_the_extension(tree, monkeypatch) -> None:
     assert not library.exists()
 
 
+@pytest.mark.thorough
 def test_a_source_distribution_can_build_all(tree) -> None:
     command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", "dist", "--formats=tar"]
     subprocess.run(command, cwd=tree.csrc, check=True, capture_output=True, timeout=60)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from exl_core.ops.reference_cache import decode_rows, encode_rows, row_size
 from exl_core.ops.table import OpTable, available_isas, get_table
+from support.profiles import first_by_default
 
 # The others share their attention with avx512; a machine without that has nothing they add.
 SHARED = {"avx512vnni", "amx"}
@@ -236,7 +237,9 @@ def packed_batch(
 @pytest.mark.parametrize("kind", list(KINDS))
 @pytest.mark.parametrize(
     ("q_heads", "kv_heads", "d", "page_size"),
-    [(9, 3, 64, 256), (2, 1, 256, 16), (2, 2, 96, 48), (8, 2, 128, 64), (6, 2, 32, 16)],
+    first_by_default(
+        [(9, 3, 64, 256), (2, 2, 96, 48), (6, 2, 32, 16), (2, 1, 256, 16), (8, 2, 128, 64)], 3
+    ),
 )
 def test_decode_and_prefill_mix_in_one_call(  # noqa: PLR0917 - one axis each
     table: OpTable, rng, kind, q_heads, kv_heads, d, page_size
@@ -252,14 +255,14 @@ def test_fp8_takes_any_head_dim(table: OpTable, rng, d) -> None:
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("window", [1, 63, 64, 200])
+@pytest.mark.parametrize("window", first_by_default([63, 200, 1, 64], 2))
 def test_window_and_softcap_do_what_they_do_elsewhere(table: OpTable, rng, kind, window) -> None:
     batch = packed_batch(rng, kind, MIXED, (1, 64), 16)
     check(table, 5 * strided_rows(rng, batch.rows, 3, 64), batch, window=window, softcap=15.0)
 
 
 @pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("rows", [1, 5, 17, 65, 130])
+@pytest.mark.parametrize("rows", first_by_default([1, 17, 130, 5, 65], 3))
 def test_every_chunk_length_matches(table: OpTable, rng, kind, rows) -> None:
     batch = packed_batch(rng, kind, [(1100, rows)], (1, 32), 64)
     check(table, normal(rng, rows, 2, 32), batch)

@@ -17,6 +17,7 @@ from exl_core.ops.table import (
     available_isas,
     get_table,
 )
+from support.profiles import first_by_default
 
 REFERENCE = get_table("reference", threads=1)
 # The sets beyond avx512 have its kernel.
@@ -76,7 +77,7 @@ def assert_same(got: Sampled, wanted: Sampled, hint: object) -> None:
 
 
 @pytest.mark.parametrize("chain", CHAINS.values(), ids=CHAINS.keys())
-@pytest.mark.parametrize("vocab", [1, 5, 65, 257, 2100])
+@pytest.mark.parametrize("vocab", first_by_default([65, 2100, 1, 5, 257], 2))
 def test_kernels_draw_what_the_reference_draws(
     rng: torch.Generator, vocab: int, chain: dict[str, float]
 ) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from exl_core.load import LoadOptions, load_model
 from support.paged import PagedRun, logits_of
+from support.profiles import first_by_default
 from support.tiny_models import (
     VOCAB_SIZE,
     save,
@@ -92,7 +93,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[An
     return model, save(model, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.mark.parametrize("backend", ["reference", "cpu"])
+@pytest.mark.parametrize("backend", first_by_default(["cpu", "reference"]))
 def test_logits_equal_transformers_in_prefill_chunks_and_decode(
     reference: tuple[Any, Path], backend: str
 ) -> None:

@@ -44,6 +44,7 @@ def random_model(imported, monkeypatch: pytest.MonkeyPatch, capsys):
     return write
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("options", "method", "bits"),
     [
@@ -183,6 +184,7 @@ def test_models_are_written_where_none_is_named_and_kept_for_later(figures, tmp_
     assert found["8b step of 8: linear_add_ 8 -> 8"]["value"] == 0.7
 
 
+@pytest.mark.thorough
 def test_a_failed_measurement_ends_it(imported) -> None:
     with pytest.raises(SystemExit, match="exit status 2 of -m exl_cli serve"):
         imported("gpu_figures").run("-m", "exl_cli", "serve")

@@ -71,6 +71,7 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_tied", [False, True])
 def test_every_tensor_of_a_directory_is_there_and_close(
     is_tied: bool, tmp_path: Path, summary_of: Summary
@@ -108,6 +109,7 @@ def test_every_tensor_of_a_directory_is_there_and_close(
 EIGHT = ("--bits", 8, "--head-bits", 8)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("kind", "options", "nll_away"),
     [("llama", EIGHT, 0.02), ("gemma3", EIGHT, 0.02), ("llama", (), 0.1)],

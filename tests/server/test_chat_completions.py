@@ -104,6 +104,7 @@ def test_logprobs_belong_to_the_text(client: Any) -> None:
     assert said == cut.message.content == "The capital of"
 
 
+@pytest.mark.thorough
 def test_json_is_what_the_schema_says(client: Any) -> None:
     ask = [{"role": "user", "content": "A person, as JSON."}]
     for seed in range(3):

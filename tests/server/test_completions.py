@@ -97,6 +97,7 @@ def test_the_example_of_the_readme(server: Running, capsys: pytest.CaptureFixtur
     assert "three" in capsys.readouterr().out
 
 
+@pytest.mark.thorough
 def test_stops_seeds_and_biases(client: Any, smollm2: LoadedModel) -> None:
     stopped = complete(client, "One, two, three,", stop=[" six"], max_tokens=20).choices[0]
     assert (stopped.text, stopped.finish_reason) == (" four, five,", "stop")

@@ -32,8 +32,15 @@ def examples(full: int) -> int:
 
 
 def first_by_default(values: Iterable[Any], count: int = 1) -> list[Any]:
-    """Parameters of a test: the first `count` run by default, the others are thorough."""
+    """Parameters of a test: the first `count` run by default, the others are thorough.
+
+    A tuple holds the values of several arguments.
+    """
     return [
-        value if i < count else pytest.param(value, marks=pytest.mark.thorough)
+        value
+        if i < count
+        else pytest.param(
+            *(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.thorough
+        )
         for i, value in enumerate(values)
     ]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from exl_core.codecs import gptq
-from support.profiles import examples
+from support.profiles import examples, first_by_default
 from support.quantized import GptqLayer, bit_pattern, random_gptq
 
 WIDTHS = (2, 3, 4, 8)
@@ -55,7 +55,9 @@ def test_layers_of_gptqmodel_have_its_dequantized_values(shared_dir: Path) -> No
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])
 @pytest.mark.parametrize("is_symmetric", [False, True], ids=["asym", "sym"])
 @pytest.mark.parametrize("has_act_order", [False, True], ids=["plain", "act"])
-@pytest.mark.parametrize("group_size", [32, 48, 100, 160, 1000, -1])  # of 160 rows
+@pytest.mark.parametrize(  # the layers have 160 rows
+    "group_size", first_by_default([32, 100, -1, 48, 160, 1000], 3)
+)
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_every_combination_of_settings_is_read_exactly(
     bits: int, group_size: int, has_act_order: bool, is_symmetric: bool, is_v2: bool

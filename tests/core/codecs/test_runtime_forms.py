@@ -19,6 +19,7 @@ from exl_core.codecs.gguf_runtime import bad_blocks, columns_of, layout_of
 from exl_core.codecs.gptq_runtime import GptqMatrix
 from exl_core.codecs.runtime import RuntimeMatrix
 from support.gguf_models import random_blocks
+from support.profiles import first_by_default
 from support.quantized import bit_pattern, random_exl2, random_gptq
 from support.runtime_form import evaluate, half_ulp, weights
 
@@ -99,7 +100,8 @@ def test_exl2_with_identity_order_has_no_permutation() -> None:
 
 @pytest.mark.parametrize("bits", gptq.WIDTHS)
 @pytest.mark.parametrize(
-    ("rows", "group_size"), [(96, 32), (96, -1), (96, 64), (64, 16), (96, 128), (96, 24)]
+    ("rows", "group_size"),
+    first_by_default([(96, 32), (96, -1), (96, 64), (64, 16), (96, 128), (96, 24)], 3),
 )
 @pytest.mark.parametrize("has_act_order", [False, True], ids=["plain", "act-order"])
 @pytest.mark.parametrize("is_v2", [False, True], ids=["v1", "v2"])

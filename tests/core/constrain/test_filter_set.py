@@ -17,6 +17,7 @@ from exl_core.constrain.filter_set import FilterSet
 from exl_core.constrain.foreign import Foreign
 from exl_core.constrain.regex import Regex
 from exl_core.constrain.vocabulary import Vocabulary
+from support.profiles import first_by_default
 from support.scripted import BOS_ID, EOS_ID
 
 BYTES = vocabularies()["bytes"]
@@ -149,7 +150,7 @@ def test_eos_is_taken_back_like_any_token() -> None:
     assert allowed(filters) == [ord("a")]
 
 
-@pytest.mark.parametrize("name", LANGUAGES)
+@pytest.mark.parametrize("name", first_by_default(LANGUAGES, 8))
 def test_the_background_computes_what_the_foreground_does(
     name: str, vocabulary: Vocabulary
 ) -> None:

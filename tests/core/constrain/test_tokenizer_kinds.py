@@ -96,6 +96,7 @@ CONSTRAINTS: list[tuple[Constraint, set[str]]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("constraint", "expected"), CONSTRAINTS, ids=["one_of", "regex", "json"])
 def test_replies_read_as_what_was_asked_for(
     tokenizer: Tokenizer, constraint: Constraint, expected: set[str]

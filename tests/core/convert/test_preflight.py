@@ -30,6 +30,7 @@ from exl_core.load import open_checkpoint
 from exl_core.weights.checkpoint import Checkpoint
 from support import tiny_models
 from support.conversions import SHAPE, conversion, hooks, recorder, run
+from support.profiles import first_by_default
 from support.quantized_models import quantized_llama
 
 pytestmark = pytest.mark.usefixtures("stubs")
@@ -248,19 +249,22 @@ _MATRIX = ("layers", 1, "matrices", 2)
 
 @pytest.mark.parametrize(
     ("keys", "to"),
-    [
-        (("layers",), []),
-        (("layers", 0), None),
-        (("layers", 0, "matrices"), "none"),
-        ((*_MATRIX, "name"), "model.layers.9.mlp.up_proj.weight"),
-        ((*_MATRIX, "numel"), 12),
-        ((*_MATRIX, "candidates"), []),
-        ((*_MATRIX, "candidates", 0, "error"), -1.0),
-        ((*_MATRIX, "candidates", 0, "bits"), 5),
-        ((*_MATRIX, "candidates", 0, "layout"), "9:100/7"),
-        ((*_MATRIX, "candidates", 0, "layout"), 5),
-        (("calibration",), None),
-    ],
+    first_by_default(
+        [
+            (("layers",), []),
+            (("layers", 0), None),
+            (("layers", 0, "matrices"), "none"),
+            ((*_MATRIX, "name"), "model.layers.9.mlp.up_proj.weight"),
+            ((*_MATRIX, "numel"), 12),
+            ((*_MATRIX, "candidates"), []),
+            ((*_MATRIX, "candidates", 0, "error"), -1.0),
+            ((*_MATRIX, "candidates", 0, "bits"), 5),
+            ((*_MATRIX, "candidates", 0, "layout"), "9:100/7"),
+            ((*_MATRIX, "candidates", 0, "layout"), 5),
+            (("calibration",), None),
+        ],
+        4,
+    ),
 )
 def test_a_measurement_that_is_damaged(
     keys: tuple[Any, ...], to: Any, measured: Path, source_dir: Path, tmp_path: Path

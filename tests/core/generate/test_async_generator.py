@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import pytest
-from generate_support import GREEDY, loaded_around
+from generate_support import GREEDY, LIMIT_S, assert_empty, loaded_around
 
 from exl_core.constrain.filter import ConstraintError
 from exl_core.constrain.json_schema import JsonSchema
@@ -22,8 +22,6 @@ from exl_core.generate.asynchronous import AsyncGenerator, AsyncJob
 from exl_core.generate.dynamic import DynamicGenerator, Stage
 from support.schemas import SLOW_SCHEMA
 from support.scripted import EOS_ID, HashRule, always, certain, reply_with
-
-LIMIT_S = 20.0
 
 
 def generator_for(rule: Any = None, **options: Any) -> DynamicGenerator:
@@ -59,12 +57,6 @@ async def text_of(job: AsyncJob) -> str:
 async def submit(jobs: AsyncGenerator, prompt: str = "Q:", **settings: Any) -> AsyncJob:
     settings = {"stop": EOS_ID, "sampler": GREEDY, "max_tokens": 40, **settings}
     return await jobs.submit(jobs.generator.request(prompt, **settings))
-
-
-def assert_empty(generator: DynamicGenerator) -> None:
-    assert generator.num_remaining_jobs == 0
-    assert generator.engine.is_idle
-    assert not generator.engine.pool.held_pages
 
 
 def test_several_consumers_each_get_their_own_in_order() -> None:

@@ -6,14 +6,12 @@ import asyncio
 import time
 
 import pytest
-from generate_support import GREEDY, loaded_around
+from generate_support import GREEDY, LIMIT_S, loaded_around
 
 from exl_core.engine.engine import EngineOptions
 from exl_core.generate.asynchronous import AsyncGenerator, AsyncJob
 from exl_core.generate.dynamic import DynamicGenerator
 from support.scripted import ScriptedModel, always, certain
-
-LIMIT_S = 20.0
 
 
 def endless() -> tuple[DynamicGenerator, ScriptedModel]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
-from generate_support import GREEDY, SMALL, Counter, loaded_around
+from generate_support import GREEDY, Counter, loaded_around
 
 from exl_core.constrain.regex import Regex
 from exl_core.engine.engine import EngineOptions
@@ -141,20 +141,6 @@ def test_stages_come_in_order_and_results_are_aligned() -> None:
     assert [token.token_id for token in job.finish.tokens] == [EOS_ID]
 
 
-def test_a_banned_string_is_told_as_suppressed() -> None:
-    def rule(history: Sequence[int]) -> Any:
-        logits = reply_with("so BAD")(history)
-        logits[ord("-")] = 40.0
-        return logits
-
-    generator = dynamic(rule)
-    generator.enqueue(generator.request("Q:", max_tokens=6, banned_strings="bad", sampler=GREEDY))
-    results = run_all(generator)
-    assert [result.suppressed for result in results if result.suppressed] == ["BAD"]
-    ids = bytes(i for result in results for i in result.token_ids)
-    assert ids.decode() == "".join(result.text for result in results)
-
-
 @pytest.mark.parametrize(
     "bad",
     [
@@ -264,17 +250,6 @@ def test_live_jobs_with_one_prefix_hold_its_pages_once() -> None:
     assert generator.page_list().count("0") >= 2
 
 
-def test_warmup_forgets_what_it_did() -> None:
-    generator = dynamic(reply_with("hello"))
-    generator.warmup()
-    assert generator.page_list() == "...."
-    assert generator.num_remaining_jobs == 0
-    generator.enqueue(hello(generator))
-    with pytest.raises(RequestError, match="busy"):
-        generator.warmup()
-    run_all(generator)
-
-
 @pytest.mark.parametrize("prompt", [None, 5, [5], ("a",), ("a", "b", "c"), [("a", 1)], b"Q:"])
 def test_prompts_are_texts_or_pairs(prompt: Any) -> None:
     with pytest.raises(RequestError, match="prompt 0 is neither"):
@@ -285,13 +260,8 @@ def test_prompts_are_texts_or_pairs(prompt: Any) -> None:
     ("settings", "words"),
     [
         ({"max_new_tokens": 5}, "Did you mean 'max_tokens'"),
-        ({"temperature": 0.5}, "sampler=SamplerParams.temperature="),
-        ({"stop_conditions": []}, "no such setting"),
         ({"stop": [None]}, "stop condition"),
         ({"stop": ""}, "at least one character"),
-        ({"max_tokens": -1}, "max_tokens is out of range"),
-        ({"max_tokens": 5, "min_tokens": 6}, "min_tokens"),
-        ({"sampler": SamplerParams(cfg_scale=2.0)}, "guidance"),
     ],
 )
 def test_slips_are_told_at_the_call(settings: dict[str, Any], words: str) -> None:
@@ -300,13 +270,3 @@ def test_slips_are_told_at_the_call(settings: dict[str, Any], words: str) -> Non
         generator.generate(["A", "B"], **settings)
     assert generator.num_remaining_jobs == 0
     assert generator.generate("Q:", max_tokens=5) == "Q:hello"
-
-
-def test_token_ids_make_requests_too() -> None:
-    generator = DynamicGenerator(loaded_around(reply_with("hello")), SMALL)
-    job = generator.enqueue(generator.request(list(b"Q:"), max_tokens=5))
-    run_all(generator)
-    assert job.text == "hello"
-    for wrong in ([1.5], ["a"], [-1], 7, None):
-        with pytest.raises(RequestError):
-            generator.request(cast(Any, wrong), max_tokens=5)

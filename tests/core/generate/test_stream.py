@@ -66,26 +66,6 @@ def test_closing_the_stream_cancels_the_request() -> None:
     assert generate(engine, ask()).text == "hello"
 
 
-def test_a_failing_pass_is_raised_and_the_engine_goes_on() -> None:
-    engine, model = make_engine()
-    events = stream(engine, ask())
-    next(events)
-    model.failure = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        next(events)
-    assert engine.is_idle
-    assert generate(engine, ask()).text == "hello"
-
-
-def test_a_failing_request_raises_its_own_error() -> None:
-    model = ScriptedModel(lambda _: reply_with("x")([1]) * float("nan"))
-    engine = Engine(model, ByteTokenizer(), EngineOptions(cache_tokens=256))
-    with pytest.raises(Exception, match="NaN") as caught:
-        generate(engine, ask())
-    assert type(caught.value).__name__ == "LogitsError"
-    assert engine.is_idle
-
-
 def test_a_busy_engine_is_not_streamed_from() -> None:
     engine, _ = make_engine()
     engine.submit(ask("other"))

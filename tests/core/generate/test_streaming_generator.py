@@ -12,12 +12,9 @@ from generate_support import GREEDY, SMALL, loaded_around
 from exl_core.constrain.regex import Regex
 from exl_core.engine.engine import EngineOptions
 from exl_core.engine.events import FinishReason
-from exl_core.engine.request import Report
 from exl_core.errors import RequestError
 from exl_core.generate.streaming import StreamingGenerator, StreamResult
 from exl_core.load import LoadedModel
-from exl_core.sampling.params import SamplerParams
-from exl_core.sampling.sampler import LogitsError
 from exl_core.speculate.drafter import Draft, DraftJob
 from exl_core.speculate.stats import DraftStats
 from support.scripted import EOS_ID, Rule, certain, reply_with
@@ -152,23 +149,6 @@ def test_other_stop_conditions_are_refused_where_they_are_set(stop: Any) -> None
     assert generator.stop == (EOS_ID,)
 
 
-def test_probabilities_top_tokens_and_logits_come_with_each_step() -> None:
-    generator = streaming(reply_with("hi"))
-    report = Report(probabilities=True, top_tokens=3, logits=True)
-    generator.begin("Q:", sampler=SamplerParams(seed=1), report=report)
-    for expected in b"hi":
-        (token,) = generator.step().tokens
-        assert token.token_id == expected == token.top[0][0]
-        assert token.probability == pytest.approx(1.0)
-        assert len(token.top) == 3
-        assert token.logits is not None
-        assert token.logits[expected] == 50.0
-    end = generator.step()
-    assert end.tokens == ()
-    assert end.finish is not None
-    assert [token.token_id for token in end.finish.tokens] == [EOS_ID]
-
-
 def test_tokens_are_banned_for_one_step() -> None:
     def rule(history: Sequence[int]) -> Any:
         logits = certain(ord("a"))
@@ -179,36 +159,6 @@ def test_tokens_are_banned_for_one_step() -> None:
     generator.begin("Q:", sampler=GREEDY, max_tokens=4)
     first = [generator.step(ord("a")), generator.step(), generator.step(ban_tokens=[ord("a")])]
     assert chunks([*first, *rest(generator)]) == ["b", "a", "b", "a"]
-
-
-def test_a_banned_string_is_suppressed() -> None:
-    def rule(history: Sequence[int]) -> Any:
-        logits = reply_with("so BAD it is")(history)
-        logits[ord("-")] = 40.0
-        return logits
-
-    generator = streaming(rule)
-    generator.begin("Q:", sampler=GREEDY, banned_strings="bad", max_tokens=8)
-    results = rest(generator)
-    assert [result.suppressed for result in results if result.suppressed] == ["BAD"]
-    text = "".join(chunks(results))
-    assert text.startswith("so -")
-    assert "BAD" not in text
-    assert bytes(i for result in results for i in result.token_ids).decode() == text
-
-
-def test_the_next_turn_reuses_what_the_last_one_cached() -> None:
-    generator = streaming(reply_with("hello"))
-    prompt = "x" * 300 + "Q:"
-    generator.begin(prompt, sampler=GREEDY)
-    text = "".join(chunks(rest(generator)))
-    rows = cast(Any, generator.loaded.model).rows_of_pass
-    rows.clear()
-    generator.begin(f"{prompt}{text} Q:", sampler=GREEDY)
-    finish = rest(generator)[-1].finish
-    assert finish is not None
-    assert finish.cached_tokens >= len(prompt), "the page that is not full is copied"
-    assert rows[0] == finish.prompt_tokens - finish.cached_tokens
 
 
 @pytest.mark.usefixtures("always_drafting")
@@ -295,40 +245,6 @@ def test_begin_drops_the_stream_that_runs_unless_it_is_refused() -> None:
     assert len(generator.engine.live_requests) == 1
     assert "".join(chunks(rest(generator))) == "hello"
     assert not generator.engine.pool.held_pages
-
-
-def test_misspelt_settings_are_told() -> None:
-    generator = streaming(reply_with("hello"))
-    with pytest.raises(RequestError, match="Did you mean 'banned_strings'"):
-        generator.begin("Q:", **cast(Any, {"banned_string": "x"}))
-
-
-def test_a_failing_pass_ends_the_stream_and_no_more() -> None:
-    generator = streaming(reply_with("hello"))
-    generator.begin("Q:", sampler=GREEDY)
-    generator.step()
-    cast(Any, generator.loaded.model).failure = KeyboardInterrupt()
-    with pytest.raises(KeyboardInterrupt):
-        generator.step()
-    with pytest.raises(RequestError, match="ended"):
-        generator.step()
-    assert generator.engine.is_idle
-    generator.begin("Q:", sampler=GREEDY)
-    assert "".join(chunks(rest(generator))) == "hello"
-
-
-def test_a_failing_stream_raises_once() -> None:
-    def rule(history: Sequence[int]) -> Any:
-        return reply_with("ab")(history) * (float("nan") if history[-1] == ord("a") else 1.0)
-
-    generator = streaming(rule)
-    generator.begin("Q:", sampler=GREEDY)
-    assert generator.step().chunk == "a"
-    with pytest.raises(LogitsError):
-        generator.step()
-    with pytest.raises(RequestError, match="ended"):
-        generator.step()
-    assert generator.engine.is_idle
 
 
 def test_abort_stops_amid_the_prompt_and_amid_the_reply() -> None:

@@ -22,7 +22,6 @@ from exl_core.sampling.sampler import Sampler
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Draft, DraftJob
 from exl_core.speculate.ngram import NgramDrafter
-from support.profiles import first_by_default
 from support.scripted import ScriptedModel, ScriptedShape
 
 VOCAB, GAMMA, LENGTH = 3, 3, 3
@@ -151,8 +150,9 @@ MODES: dict[str, tuple[Tensor, float]] = {
 }
 
 
-@pytest.mark.parametrize("rounds", first_by_default([ROUNDS, 10 * ROUNDS]))
-@pytest.mark.parametrize("mode", first_by_default(MODES))
+@pytest.mark.thorough
+@pytest.mark.parametrize("rounds", [ROUNDS, 10 * ROUNDS])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_draft_model_leaves_the_distribution_as_it_is(mode: str, rounds: int) -> None:
     table, least = MODES[mode]
     played, deviation = played_by(by_model(table, least), rounds)
@@ -185,6 +185,7 @@ def test_looked_up_drafts_give_the_very_tokens_of_sampling_without() -> None:
     assert shorter > 20
 
 
+@pytest.mark.thorough
 def test_the_measure_would_notice_a_wrong_rule() -> None:
     """Sampled from the draft's distribution, but checked as if all tokens had been as likely."""
     drawing = by_model(OTHER)
