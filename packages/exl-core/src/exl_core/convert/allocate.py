@@ -1,8 +1,9 @@
-"""The best layouts under a budget of bits: a knapsack that takes one candidate of each matrix.
+"""Choice of one layout per matrix with the least total error within a bit budget (a knapsack).
 
-Lagrange's multiplier (the price of a bit) gives a lower bound for the error and a first solution
-within the budget. What the bound leaves open is searched completely: a candidate that costs more
-than the gap, at that price, is in no better solution, and few are not. Deterministic.
+A Lagrange multiplier, the price of a bit, gives a lower bound for the error and a first solution
+within the budget. The gap between the two is then searched exhaustively. A candidate that costs, at
+this price, more than the gap above its matrix's best candidate cannot be in a better solution. Few
+candidates remain. The result is deterministic.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from exl_core.convert.plan import Allocation, Candidate, LayerMeasurement, Matri
 from exl_core.errors import RequestError
 
 MAX_STATES = 200_000
-"""Partial solutions that are kept side by side; beyond them the worst are dropped. The gap of real
-models takes a few thousand."""
+"""Most partial solutions that the search keeps. Beyond it, those with the highest costs are
+dropped. The gap of real models takes a few thousand."""
 
 
 def allocate(layers: Sequence[LayerMeasurement], bits: float) -> Allocation:
-    """Least sum of errors within `bits` per weight of all layers together.
+    """Chooses the layouts with the least sum of errors within `bits` per weight over all layers.
 
-    RequestError where even the smallest layouts take more. Deterministic.
+    Raises RequestError if even the smallest layouts take more. Deterministic.
     """
     matrices = [matrix for layer in layers for matrix in layer.matrices]
     limit_bits, numel = budget(layers, bits)
@@ -49,7 +50,7 @@ def allocate(layers: Sequence[LayerMeasurement], bits: float) -> Allocation:
 
 
 def _pareto_optimal(matrix: MatrixMeasurement) -> list[Candidate]:
-    """Candidates in the order of their size, each better than all smaller ones."""
+    """Candidates in order of size, each with a smaller error than all smaller candidates."""
     optimal: list[Candidate] = []
     for candidate in sorted(matrix.candidates, key=lambda c: (c.bits, c.error, c.layout)):
         if not optimal or candidate.error < optimal[-1].error:
@@ -58,13 +59,13 @@ def _pareto_optimal(matrix: MatrixMeasurement) -> list[Candidate]:
 
 
 class _Item(NamedTuple):
-    """Of one matrix: bits int64 and errors float64 of its candidates."""
+    """Candidates of one matrix in order of size: bits int64 [C] and errors float64 [C]."""
 
     bits: NDArray[np.int64]
     errors: NDArray[np.float64]
 
     def cheapest(self, price: float) -> int:
-        return int(np.argmin(self.errors + price * self.bits))  # the smallest of equals
+        return int(np.argmin(self.errors + price * self.bits))  # the smallest, if equal
 
 
 def _search(choices: Sequence[Sequence[Candidate]], limit_bits: int) -> list[int]:
@@ -78,7 +79,7 @@ def _search(choices: Sequence[Sequence[Candidate]], limit_bits: int) -> list[int
         return best
     best = _fill_greedily(items, best, limit_bits)
     excess = [item.errors + price * item.bits for item in items]
-    excess = [costs - costs.min() for costs in excess]  # what a candidate costs over the bound
+    excess = [costs - costs.min() for costs in excess]  # above the bound
     spent = sum(int(item.bits[i]) for item, i in zip(items, best, strict=True))
     gap = sum(float(costs[i]) for costs, i in zip(excess, best, strict=True))
     gap += price * (limit_bits - spent)
@@ -86,7 +87,10 @@ def _search(choices: Sequence[Sequence[Candidate]], limit_bits: int) -> list[int
 
 
 def _bit_price(items: Sequence[_Item], limit_bits: int) -> float:
-    """The smallest price of a bit at which the cheapest candidates fit; 0 if all best ones do."""
+    """Smallest price of a bit at which the cheapest candidates fit into the limit.
+
+    It is 0 if the candidates with the least errors fit.
+    """
 
     def size(price: float) -> int:
         return sum(int(item.bits[item.cheapest(price)]) for item in items)
@@ -108,7 +112,10 @@ def _bit_price(items: Sequence[_Item], limit_bits: int) -> float:
 
 
 def _fill_greedily(items: Sequence[_Item], start: Sequence[int], limit_bits: int) -> list[int]:
-    """While something fits, the step that gains most a bit."""
+    """Spends the remaining bits: repeats the step that saves most error per bit, while one fits.
+
+    Among equal steps, that of the first matrix is taken.
+    """
     chosen = list(start)
     remaining_bits = limit_bits - sum(
         int(item.bits[i]) for item, i in zip(items, chosen, strict=True)
@@ -140,10 +147,10 @@ def _search_within_gap(
     price: float,
     limit_bits: int,
 ) -> list[int] | None:
-    """The best of all solutions over the bound by less than `gap`; None if there is none.
+    """Best of all solutions that exceed the bound by less than `gap`; None if there is none.
 
-    A state is a choice for the items so far: its bits, and what it costs over the bound. Of two
-    states, one that is neither smaller nor cheaper is dropped.
+    A state is a choice of candidates for the items so far, represented by its bits and its cost
+    above the bound. A state is dropped if another one has neither more bits nor a larger error.
     """
     bits, costs = np.zeros(1, dtype=np.int64), np.zeros(1)
     history: list[tuple[NDArray[np.int64], NDArray[np.int64]]] = []
@@ -154,7 +161,7 @@ def _search_within_gap(
         parents = np.repeat(np.arange(len(bits)), len(usable))
         picks = np.tile(usable, len(bits))
         keep = np.flatnonzero(new_costs < gap)
-        # What is paid for bits is part of the costs: so a state is judged by its error alone.
+        # Costs include the price of the bits. Subtract it to compare states by their errors alone.
         errors = new_costs[keep] - price * new_bits[keep]
         order = keep[np.lexsort((errors, new_bits[keep]))]
         errors = new_costs[order] - price * new_bits[order]

@@ -1,10 +1,13 @@
-"""One transformer block in plain torch, cut where matrices stand, on rows of whole sequences.
+"""One transformer block in plain torch, split at its matrices, for rows of whole sequences.
 
-What lies between the matrices: norms, RoPE, attention, gates and residual sums. A caller multiplies
-by whatever weights it has, source or quantized, looks at what goes into them, and may take
-gradients. States between blocks are float32; what products give may be of a smaller type, and then
-attention and gates are of that type too. All rows begin at position 0; there is no cache. R rows,
-T tokens of each, H query heads, K key/value heads, D head dimension.
+The block computes everything between the matrices: norms, RoPE, attention, gated activations and
+residual sums. The caller multiplies by the matrices, source or quantized. It can read the inputs of
+each matrix and take gradients.
+
+States between blocks are float32. Matrix products may return a smaller float type, and attention
+and gated activations then compute in that type. All rows start at position 0. There is no cache.
+
+R rows, T tokens per row, H query heads, K key/value heads, D head dimension.
 """
 
 from __future__ import annotations
@@ -20,8 +23,8 @@ from exl_core.arch.spec import Activation, HeadNorm, ModelConfig, Residual, Rope
 from exl_core.model.rotation import RotationTable
 
 Linear = Callable[[str, Tensor], Tensor]
-"""Gets a matrix's name within its layer (`self_attn.q_proj`) and its input; gives its output, of
-whatever float type it computes in."""
+"""Takes a matrix's name within its layer (`self_attn.q_proj`) and its input. Returns its output, in
+the float type in which it computes."""
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 OUTPUT = "self_attn.o_proj"
@@ -29,11 +32,11 @@ GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 DOWN = "mlp.down_proj"
 MATRICES = (*QKV, OUTPUT, *GATE_UP, DOWN)
 STEPS = (QKV, (OUTPUT,), GATE_UP, (DOWN,))
-"""Matrices that read the same input, in the order in which those inputs come to be."""
+"""Matrices grouped by the input they read, in the order in which these inputs are computed."""
 
 
 class Block:
-    """The parts of one layer that are no matrices. `norms` by name within the layer, as factors."""
+    """One layer without its matrices. `norms` are factors, by name within the layer."""
 
     def __init__(self, config: ModelConfig, layer: int, norms: Mapping[str, Tensor]) -> None:
         self._config = config
@@ -78,7 +81,7 @@ class Block:
         return x + output
 
     def run(self, x: Tensor, linear: Linear) -> Tensor:
-        """The whole layer: x [R, T, hidden] to the states after it."""
+        """Runs the whole layer: x [R, T, hidden] to the states after it."""
         h = self.qkv_input(x)
         q, k, v = (linear(name, h) for name in QKV)
         x = self.after_attention(x, linear(OUTPUT, self.attention(q, k, v)))
@@ -90,14 +93,14 @@ class Block:
         return rms_norm(x, self._norms[name], self._config.norm_eps)
 
     def _apply_rope(self, x: Tensor) -> Tensor:
-        """RoPE of x [R, heads, T, D] in pairs (i, i + rotary_dim / 2)."""
+        """Applies RoPE to x [R, heads, T, D], in pairs (i, i + rotary_dim / 2)."""
         half = self._rope.rotary_dim // 2
         cos, sin = _rope_tables(self._rope, x.shape[2], x.device)
         a, b, unrotated = x.split_with_sizes([half, half, x.shape[3] - 2 * half], dim=3)
         return torch.cat([a * cos - b * sin, b * cos + a * sin, unrotated], dim=3)
 
 
-@lru_cache(maxsize=4)  # layers of two kinds, and two lengths
+@lru_cache(maxsize=4)  # local and global layers, two sequence lengths
 def _rope_tables(rope: RopeConfig, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
     cos, sin = RotationTable(rope, torch.device("cpu")).at(torch.arange(length))
     return cos.to(device), sin.to(device)
@@ -109,7 +112,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig, window: int) -> Tensor:
-    """Causal, over the last `window` keys (0: all): [R, H, T, D]."""
+    """Causal attention over the last `window` keys (0: all keys): [R, H, T, D]."""
     length = q.shape[2]
     is_plain = config.attention_softcap is None
     if is_plain and (window == 0 or window >= length):

@@ -1,4 +1,4 @@
-"""Token ids that a conversion measures on: a text that is given, or one that the model writes."""
+"""Calibration rows of a conversion: tokens of a given text, or of text that the model generates."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from exl_core.load import LoadedModel
 from exl_core.sampling.params import SamplerParams
 from exl_core.tokenizer.base import Tokenizer
 
-OnRow = Callable[[int, int], None]
-"""Called with tokens done and all of them."""
+OnProgress = Callable[[int, int], None]
+"""Called with the number of tokens generated so far and their total."""
 
-AT_ONCE = 16  # most rows that are written side by side
-_PLACEHOLDER = "\u0001"  # stands for what a user says while the template is looked at
+AT_ONCE = 16  # most rows that are generated in one batch
+_PLACEHOLDER = "\u0001"  # user message that marks its place in the rendered template
 
 
 class CalibrationRows(NamedTuple):
@@ -37,9 +37,9 @@ class CalibrationRows(NamedTuple):
 def rows_of_texts(
     texts: Iterable[str], tokenizer: Tokenizer, *, rows: int, length: int, name: str
 ) -> CalibrationRows:
-    """The first `rows * length` tokens of the texts, one after the other.
+    """First `rows * length` tokens of the texts, which are encoded one by one and concatenated.
 
-    A RequestError says how many tokens are missing where the texts are too short.
+    Raises RequestError with the expected and the found number of tokens if the texts are too short.
     """
     num_tokens = rows * length
     ids: list[int] = []
@@ -59,8 +59,8 @@ def rows_of_texts(
 
 
 def rows_at_once(config: ModelConfig, length: int, memory_bytes: int) -> tuple[int, int]:
-    """For a model that writes with so much memory: rows side by side, one at least, and the bytes
-    of their keys and values."""
+    """Number of rows (at least one) that a model can generate in one batch if their keys and values
+    may take `memory_bytes`, and the bytes that they take."""
     heads = config.num_kv_heads
     token = kv_bytes_per_token(config.num_layers, heads, config.head_dim, KVFormat.FP16)
     row = token * (length + PAGE_SIZE)
@@ -75,13 +75,14 @@ def rows_of_model(
     length: int,
     seed: int,
     at_once: int,
-    on_progress: OnRow | None = None,
+    on_progress: OnProgress | None = None,
 ) -> CalibrationRows:
-    """What the model writes by itself at temperature 1, from its first tokens on.
+    """Rows that the model generates at temperature 1.
 
-    Half of the rows begin with BOS; where the model has a chat template, the other half begins
-    where a user speaks. What ends a reply ends nothing here: the model goes on as it does after it.
-    The same for the same model, sizes and seed.
+    Half of the rows begin with BOS. If the model has a chat template, the other half begin with the
+    part of the template before a user's message. Generation continues after a token that would end
+    a reply, because the requests have no stop tokens. Rows are equal for equal model, sizes
+    (`at_once` included) and seed.
     """
     starts = _starts(loaded)
     options = EngineOptions(cache_tokens=at_once * (length + PAGE_SIZE), max_batch=at_once)
@@ -108,7 +109,7 @@ def rows_of_model(
 
 
 def _starts(loaded: LoadedModel) -> list[tuple[int, ...]]:
-    """Tokens that rows begin with, in turns."""
+    """Token prefixes of the rows, used in rotation."""
     tokenizer = loaded.tokenizer
     first = tokenizer.bos_id
     if first is None:

@@ -1,7 +1,7 @@
-"""The layouts that a matrix may get: widths, mixes of widths, and group sizes.
+"""Candidate layouts of a matrix: widths, mixes of widths, and group sizes.
 
-Those of the format's own converter are among them, and many more mixes. What a mix costs follows
-from what each of its rows costs at its width, so that only pure layouts have to be tried.
+They include all layouts of exllamav2's converter and many more mixes. The cost of a mix is the sum
+of the costs of its rows at their widths. Only layouts of a single width have to be measured.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _NEIGHBOR_SHARES = (5, 10, 15, 25, 30, 40, 50, 60, 75, 90)
 _DISTANT = ((4, 2), (5, 2), (6, 2), (5, 3), (6, 3), (8, 3), (6, 4), (8, 4), (8, 5))
 _DISTANT_SHARES = (5, 10, 15)
 _TRIPLES = ("6:5/32 3:20/64 2:75/64", "6:5/32 3:50/64 2:45/64")
-_TOPPED = ((4, 3), (5, 4), (6, 5))  # below 5 per cent of 8 bits
+_TOPPED = ((4, 3), (5, 4), (6, 5))  # preceded by 5 per cent of 8 bits
 _TOPPED_SHARES = (10, 25, 50)
 
 Costs = Mapping[tuple[int, int], list[float]]
-"""By width and group size: what each 32 stored rows cost in a layout of that only."""
+"""Cost of each block of 32 stored rows in a layout of one section, by width and group size."""
 
 
 @cache
 def candidate_layouts() -> tuple[Layout, ...]:
-    """All of them, whatever the matrix."""
+    """All candidate layouts, for matrices of any size."""
     found = [Layout((Section(bits, 100, size),)) for bits in WIDTHS for size in GROUP_SIZES]
     for pairs, shares in ((_NEIGHBORS, _NEIGHBOR_SHARES), (_DISTANT, _DISTANT_SHARES)):
         for wide, narrow in pairs:
@@ -47,7 +47,7 @@ def candidate_layouts() -> tuple[Layout, ...]:
 
 
 def layouts_for(in_features: int) -> list[Layout]:
-    """Those that a matrix can have, and one of each that come to the same groups."""
+    """Candidates that a matrix can store; of several with the same groups, the first."""
     different: dict[tuple[tuple[int, int], ...], Layout] = {}
     for layout in candidate_layouts():
         if layout.fits(in_features):
@@ -56,7 +56,7 @@ def layouts_for(in_features: int) -> list[Layout]:
 
 
 def cost_of(layout: Layout, in_features: int, costs: Costs) -> float:
-    """What the rows of a matrix cost together."""
+    """Sum of the costs of a matrix's rows in one layout."""
     total, block = 0.0, 0
     groups = iter(layout.groups(in_features))
     remaining = in_features

@@ -1,4 +1,4 @@
-"""What a conversion says while it runs, as plain data; and how it is asked to stop."""
+"""Events that a conversion reports, as plain data, and the exception that ends a stopped one."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from enum import Enum
 
 
 class Stage(Enum):
-    """In their order. CHECK reads the source before anything is computed; GATE compares the result
-    with the source, on a text of its own."""
+    """Stages in order. CHECK reads the source before anything is computed. GATE compares the result
+    with the source on a text that is not the calibration text."""
 
     CHECK = "check"
     CALIBRATE = "calibrate"
@@ -24,8 +24,9 @@ class Stage(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """`kind`: `stage` when one begins, `step` while it goes on, `matrix` for each that has been
-    quantized, `note` for what a user should know of. `facts` are JSON values, by `kind`."""
+    """One report. `kind` is `stage` when a stage begins, `step` for its progress, `matrix` after a
+    matrix was quantized, `gate` for the gate's result. `facts` are JSON values that depend on
+    `kind`."""
 
     kind: str
     stage: Stage
@@ -38,4 +39,4 @@ OnEvent = Callable[[Event], None]
 
 
 class ConversionStopped(BaseException):
-    """It was asked to stop, and has: everything that is finished is on the disk."""
+    """Raised once a conversion has stopped on request. All finished work is on the disk."""

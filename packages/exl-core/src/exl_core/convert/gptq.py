@@ -1,11 +1,13 @@
-"""Codes of one matrix, so that its outputs change least on given inputs.
+"""GPTQ: codes of one matrix that change its outputs least on given inputs.
 
-GPTQ (Frantar et al. 2022, arXiv 2210.17323) in the order of the inputs' energy: rows are rounded
-one after the other, and what a row gets wrong is made up for by the rows after it. With inputs'
-second moments H and the error E of the weights the cost is tr(E' H E); H = R R' with R upper
-triangular makes it a sum over rows of (error left in the row)^2 * R_ii^2. Matrices of the same
-inputs, and candidates of one matrix, are columns side by side: nothing but H couples rows, and
-nothing couples columns but the largest scale of a group.
+The method is GPTQ (Frantar et al. 2022, arXiv 2210.17323) with act-order: rows are stored and
+rounded in order of falling input energy, and the error of a row is compensated by the rows after
+it. With the Hessian H of the inputs and the error E of the weights, the cost is tr(E' H E).
+Factoring H = R R' with R upper triangular makes it a sum over rows of
+(remaining error of the row)^2 * R_ii^2.
+
+Matrices with the same inputs, and candidate layouts of one matrix, are processed side by side as
+columns of one matrix. Only H couples rows. Only the largest scale of a group couples columns.
 
 K input features, N columns. All tensors are float32 on one device unless said otherwise.
 """
@@ -22,17 +24,21 @@ from exl_core.convert.replay import Replay
 from exl_core.convert.scales import GroupScales, group_scales, zero_point
 
 ROW_STEP = 32
-DAMPING = 0.1  # of the mean diagonal; less does better on the calibration text and worse on others
-DAMPING_STEPS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+DAMPING = 0.1
+"""Share of the mean diagonal that is added to the diagonal. A smaller share gives better results on
+the calibration text and worse results on other text."""
+
+DAMPING_STEPS = (1.0, 3.0, 10.0, 30.0, 100.0, 300.0)  # multiples of the damping, tried in order
 
 
 class Factor(NamedTuple):
-    """H + damping in the order of stored rows, taken apart.
+    """Factorization of the damped Hessian, in the order of the stored rows.
 
-    order      int64 [K]: the feature of each stored row
-    feedback   [K, K] upper: row i tells how an error of stored row i is made up for by the others
-    curvature  [K]: R_ii^2, the cost of a unit error that is left in a stored row
-    damping    what was added to the diagonal, as a share of its mean
+    order      int64 [K]: input feature of each stored row
+    feedback   [K, K] upper triangular: row i holds the corrections that the other stored rows
+               subtract for a unit error of stored row i
+    curvature  [K]: R_ii^2, cost of a unit error that remains in a stored row
+    damping    number added to the diagonal, as a share of its mean
     """
 
     order: Tensor
@@ -42,13 +48,13 @@ class Factor(NamedTuple):
 
 
 def factorize(hessian: Tensor, damping: float = DAMPING) -> Factor | None:
-    """None if no damping of `DAMPING_STEPS` makes it positive definite. `hessian` [K, K]."""
+    """Factors `hessian` [K, K]; None if no step of `DAMPING_STEPS` makes it positive definite."""
     diagonal = hessian.diagonal()
     order = diagonal.argsort(descending=True, stable=True)
     mean = float(diagonal.double().mean())
     if not mean > 0 or not torch.isfinite(hessian).all():
         return None
-    # R R' = H, R upper triangular: Cholesky from the last row to the first.
+    # R R' = H with R upper triangular: a Cholesky factorization with reversed rows and columns.
     flipped = order.flip(0)
     base = hessian.double()[flipped][:, flipped]
     for step in DAMPING_STEPS:
@@ -64,18 +70,18 @@ def factorize(hessian: Tensor, damping: float = DAMPING) -> Factor | None:
 
 
 def damped(hessian: Tensor, damping: float) -> Tensor:
-    """Moments with that share of their mean diagonal on the diagonal."""
+    """Hessian with `damping` times its mean diagonal added to the diagonal."""
     return hessian + torch.eye(len(hessian)).to(hessian) * hessian.diagonal().mean() * damping
 
 
 def identity_factor(features: int, device: torch.device) -> Factor:
-    """Of inputs that nothing is known of: rounding to nearest, in the features' own order."""
+    """Factor of an unusable Hessian: rounding to nearest, in the features' own order."""
     eye = torch.eye(features, device=device)
     return Factor(torch.arange(features, device=device), eye, eye.diagonal(), 0.0)
 
 
 class Variant(NamedTuple):
-    """Columns that share their groups, and the largest scale of each: one matrix in one layout.
+    """One matrix in one layout: columns that share their groups and each group's largest scale.
     `groups` are pairs (bits, rows)."""
 
     columns: slice
@@ -83,9 +89,13 @@ class Variant(NamedTuple):
 
 
 class Rounded(NamedTuple):
-    """Codes uint8 [K, N] of stored rows; of each variant, scale codes uint8 [G, n] and largest
-    scales float16 [G]; weights as they are read back, before their last rounding, float32 [K, N];
-    and what the errors that are left cost, in every 32 rows, [K / 32, variants]."""
+    """Result of `quantize_columns` for V variants; rows are in stored order.
+
+    codes   uint8 [K, N]
+    scales  for each variant, scale codes uint8 [G, n] and largest scales float16 [G]
+    weight  float32 [K, N], the dequantized weights before their rounding to float16
+    cost    [K / 32, V], cost of the remaining errors in each block of 32 rows
+    """
 
     codes: Tensor
     scales: list[tuple[Tensor, Tensor]]
@@ -102,10 +112,10 @@ def quantize_columns(
     *,
     check: Callable[[], None] | None = None,
 ) -> Rounded:
-    """`weight` [K, N] in the order of stored rows; the variants' columns are all of them.
+    """Quantizes `weight` [K, N], whose rows are in stored order. The variants cover all columns.
 
-    `trials`: scales that are tried for each group and column. `column_weights` [N], how much the
-    columns count, change `cost` and nothing else. `check` is called every 32 rows, and may raise.
+    `trials` is the number of scales tried for each group and column. `column_weights` [N] weight
+    the columns in `cost` and change nothing else. `check` is called every 32 rows and may raise.
     """
     adjusted = weight.clone()
     features, columns = weight.shape
@@ -153,9 +163,11 @@ def _groups_starting_at(
     first: int,
     weight: Tensor,
 ) -> list[tuple[int, list[int]]]:
-    """Where a group begins at row `first`: the row after it, and the variants' places. Those of
-    one size are one piece of work on a GPU, which would wait for each launch; on a CPU each is
-    one alone, for its cache."""
+    """Groups that begin at row `first`: pairs of the row after the group and the variants' indices.
+
+    On a GPU, groups of one size form one pair, because the launches take more time than the
+    computation. On a CPU each group is a pair of its own, so that it fits into the cache.
+    """
     batches: dict[tuple[int, int, int], list[int]] = {}
     for index, (variant, groups) in enumerate(zip(variants, starts, strict=True)):
         if first in groups:
@@ -166,7 +178,7 @@ def _groups_starting_at(
 
 
 def _starts(groups: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]]:
-    """By a group's first row: its width, and the row after its last."""
+    """Width of each group and the row after it, by the group's first row."""
     starts, row = {}, 0
     for bits, rows in groups:
         starts[row] = bits, row + rows
@@ -175,14 +187,14 @@ def _starts(groups: Sequence[tuple[int, int]]) -> dict[int, tuple[int, int]]:
 
 
 class _Grid(NamedTuple):
-    """Of each column [N]: the current scale, its inverse (0 for none), and the code of 0."""
+    """Each column's current scale, the scale's inverse (0 for a scale of 0), and code of 0: [N]."""
 
     scale: Tensor
     inverse: Tensor
     zero: Tensor
 
     def set(self, columns: Tensor, scales: Tensor, bits: Sequence[int]) -> None:
-        """Of variants of `bits`, scales [V, n] of the columns int64 [V * n]."""
+        """Sets `columns` int64 [V * n] to `scales` [V, n] of V variants with the widths `bits`."""
         zeros = torch.tensor([zero_point(width) for width in bits], dtype=scales.dtype)
         inverse = torch.where(scales > 0, 1 / scales, 0.0)
         zero = zeros.to(scales.device)[:, None].expand_as(scales)
@@ -194,8 +206,9 @@ class _Grid(NamedTuple):
 def _round_block(
     weight: Tensor, feedback: Tensor, scale: Tensor, inverse: Tensor, zero: Tensor
 ) -> tuple[Tensor, ...]:
-    """Rows [rows, N] rounded in turn, each making up for the errors of those before it by
-    `feedback` [rows, rows]: the errors that are left, and codes less the code of 0."""
+    """Rounds the rows of `weight` [rows, N] one by one. The error of a row corrects the rows after
+    it through `feedback` [rows, rows]. Returns the remaining errors, and the codes minus the code
+    of 0."""
     errors, steps = torch.empty_like(weight), torch.empty_like(weight)
     lowest, highest = -zero, zero - 1
     for i in range(len(weight)):

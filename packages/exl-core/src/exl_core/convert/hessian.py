@@ -1,8 +1,9 @@
-"""Second moments of a matrix's inputs over the calibration rows, and what it should give for them.
+"""Hessian of a linear's inputs on the calibration rows, and cross moment with the source's inputs.
 
-The quantized layers before a matrix have changed its inputs X. What it should do on them is come
-close to what the source's matrix W gives on the source's inputs S: least squares, with the solution
-W + (X'X)^-1 (X'S - X'X) W. Rounding that rather than W makes up for errors that were made before.
+The quantized layers before a matrix have changed its inputs X. On them, the matrix should come
+close to the outputs of the source's matrix W on the source's inputs S. The least-squares solution
+is W + (X'X)^-1 (X'S - X'X) W. Rounding this solution instead of W compensates for the errors of
+earlier layers.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from torch import Tensor
 
 from exl_core.convert.parallel import Workers, allow_bfloat16_matmul
 
-_SPLITS = 4  # of a matrix of moments, whatever the number of threads: sums are always the same
+_SPLITS = 4  # row blocks of a product, whatever the number of threads: sums are always equal
 
 
 @dataclass(frozen=True, slots=True)
 class InputStatistics:
-    """Means over tokens, float32 on the computing device; K features.
+    """Means over all tokens, float32 on the computing device; K features.
 
-    hessian  X'X [K, K], of the inputs X that the quantized matrix will get
-    cross    X'S [K, K], S the source's inputs; None where they are the same
+    hessian  X'X [K, K] of the inputs X that the quantized matrix will receive
+    cross    X'S [K, K] with the source's inputs S; None if they are equal to X
     """
 
     hessian: Tensor
@@ -35,7 +36,10 @@ def measure_hessian(
     sources: Sequence[Tensor] | None,
     workers: Workers,
 ) -> InputStatistics:
-    """`inputs` and `sources`: [R, T, K] of some rows each, in any float type."""
+    """Statistics of `inputs`; `sources` are the source's inputs, or None if they are the same.
+
+    Both are lists of pieces [R, T, K] in any float type.
+    """
     features = inputs[0].shape[-1]
     step = -(-features // _SPLITS)
     spans = [slice(first, first + step) for first in range(0, features, step)]
@@ -48,7 +52,7 @@ def measure_hessian(
             for x, other in zip(inputs, others, strict=True):
                 total[span].addmm_(x.flatten(0, 1)[:, span].float().T, other.flatten(0, 1).float())
 
-        with allow_bfloat16_matmul():  # the inputs are hardly better than bfloat16 anyway
+        with allow_bfloat16_matmul():  # the inputs are hardly more precise than bfloat16
             workers.map(fill, spans)
         return total.div_(count)
 

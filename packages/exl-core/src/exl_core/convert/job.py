@@ -1,8 +1,8 @@
-"""A whole conversion: from a model and a wish to a directory under its final name.
+"""A whole conversion: from a model and options to an output directory under its final name.
 
-Owns what happens before and after the stages that compute (`stages.py`): the checks, the work
-directory, the files of the output, the gate, the last rename. The gate itself comes from outside,
-because what it measures is not this package's to know.
+Owns all steps before and after the computing stages (`stages.py`): the checks, the work directory,
+the output files, the gate, and the final rename. The caller provides the gate, because its
+measurements belong to a package above this one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from exl_core.weights.source import TensorSource
 WORK_SUFFIX, LOCK_SUFFIX = ".work", ".lock"
 RECORD_NAME, MEASUREMENT_NAME = "exl_conversion.json", "exl_measurement.json"
 SELF = "self"
-"""The `calibration` of a model that writes its own text."""
+"""Value of `calibration` for text that the model itself generates."""
 
 SCHEMA_VERSION = 1
 _COMPILED, _GATE, _PUBLISHING = "compiled.json", "gate.json", "publishing.json"
@@ -55,11 +55,11 @@ _COMPILED, _GATE, _PUBLISHING = "compiled.json", "gate.json", "publishing.json"
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What is asked for. All of it but the places decides about the bytes of the output.
+    """Options of one conversion. All of them except the paths affect the bytes of the output.
 
-    `calibration` says where the rows come from, and `calibration_sha256` of which text, where one
-    was given; `measurement` is a file to use in
-    place of measuring. `work` None: beside `out`, and gone at the end.
+    `calibration` names the origin of the calibration rows. `calibration_sha256` identifies the
+    text, if one was given. `measurement` is a file that replaces measuring. If `work` is None, the
+    work directory is beside `out` and is removed at the end.
     """
 
     source: Path
@@ -83,7 +83,7 @@ class Conversion:
         return self.out.with_name(self.out.name + LOCK_SUFFIX)
 
     def facts(self, source_sha256: str) -> dict[str, object]:
-        """What must agree between a conversion and one that goes on with it, by option."""
+        """Values, by option, that must be equal when a conversion is resumed."""
         given = self.measurement
         return {
             "source_sha256": source_sha256,
@@ -104,7 +104,7 @@ class Conversion:
 
 @dataclass(frozen=True, slots=True)
 class GateOutcome:
-    """`figures` go to the record; `fault` says what they exceed, None for a result that passes."""
+    """`figures` go into the record. `fault` names the exceeded limit; None if the result passes."""
 
     figures: Mapping[str, object]
     fault: str | None
@@ -116,7 +116,7 @@ Gate = Callable[[Path, Path], GateOutcome]
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """What a conversion calls. `command` is what goes on with it, for messages."""
+    """Callbacks of a conversion. `command` is the command line that resumes it, for messages."""
 
     make_rows: MakeRows
     gate: Gate
@@ -133,11 +133,12 @@ def convert_model(
     force: bool = False,
     saving_share: float = SAVING_SHARE,
 ) -> Path:
-    """Converts, or goes on converting, and returns the directory under its final name.
+    """Runs or resumes a conversion and returns the directory under its final name.
 
-    Raises a ProblemsError before any work for all that is wrong from the start; QualityError for a
-    result that is too far from its source, which stays under its partial name unless `force`;
-    DiskFullError and whatever a stage raises leave what is finished for `resume`.
+    Problems found before any work are raised together: a single one itself, several as a
+    ProblemsError. Raises QualityError if the result is too far from its source. The result then
+    stays under its partial name, unless `force` publishes it. After a DiskFullError or an exception
+    of a stage, the finished work is kept for `resume`.
     """
     prepared = _prepare(conversion, hooks, resume=resume)
     folder = conversion.work_folder
@@ -163,7 +164,7 @@ def convert_model(
 
 @dataclass(frozen=True, slots=True)
 class _Prepared:
-    """The source, opened and checked."""
+    """The opened and checked source."""
 
     source: TensorSource
     config: ModelConfig
@@ -186,7 +187,7 @@ def _prepare(conversion: Conversion, hooks: Hooks, *, resume: bool) -> _Prepared
     sha256 = preflight.hash_source(conversion.source, source, progress)
     problems: list[ExlError] = []
     problems += preflight.rate_problems(config, conversion.bits, conversion.stages.head_bits)
-    if not is_resumed:  # else the same bytes have been looked at before
+    if not is_resumed:  # a resumed conversion has checked the same bytes
         problems += preflight.model_problems(
             conversion.source, source, config, quantization, progress
         )
@@ -251,7 +252,7 @@ def _stages(
 
 
 def _write_output(conversion: Conversion, hooks: Hooks, prepared: _Prepared, work: WorkDir) -> None:
-    """The output under its partial name, read back whole."""
+    """Writes the output under its partial name and reads all of it back."""
     folder, layers = partial_of(conversion.out), prepared.config.num_layers
     hooks.on_event(Event("stage", Stage.WRITE))
     if not (work.has(_COMPILED) and folder.is_dir()):
@@ -297,7 +298,7 @@ def _gate_and_publish(
 def _conversion_record(
     conversion: Conversion, prepared: _Prepared, work: WorkDir, computed: Computed
 ) -> dict[str, object]:
-    """What was decided, and everything that it depends on; nothing of when or where."""
+    """All decisions and the inputs that they depend on, without times and paths."""
     allocation = computed.allocation
     return {
         "schema_version": SCHEMA_VERSION,
@@ -327,7 +328,7 @@ def _settings(conversion: Conversion) -> dict[str, object]:
 
 
 def _is_published(conversion: Conversion, work: WorkDir) -> bool:
-    """Whether all that was left to do before a kill was to clean up."""
+    """Whether the output is published already and only the work files remain to be removed."""
     return (
         work.has(_PUBLISHING)
         and conversion.out.is_dir()
@@ -336,10 +337,10 @@ def _is_published(conversion: Conversion, work: WorkDir) -> bool:
 
 
 def _remove_work_files(conversion: Conversion, work: WorkDir) -> None:
-    """A directory that was asked for keeps the measurement and the calibration rows."""
-    conversion.lock.unlink(
-        missing_ok=True
-    )  # a kill from now on leaves work files, but not this alone
+    """Removes the work files, except measurement and calibration rows in a directory given by the
+    user."""
+    # First the lock: a kill during the removal may leave work files, but never the lock alone.
+    conversion.lock.unlink(missing_ok=True)
     if conversion.work is None:
         work.remove_all()
     else:

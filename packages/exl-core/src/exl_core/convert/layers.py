@@ -1,4 +1,4 @@
-"""One layer's weights as a checkpoint has them, in float32, and the states that layers exchange."""
+"""Weights of one layer, read from a checkpoint as float32, and the states between layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LARGEST_FP16 = 65504.0
 @dataclass(frozen=True, slots=True)
 class LayerSource:
     """Tensors of one layer by their names within it (`mlp.up_proj.weight`), float32: matrices
-    [out, in], biases, and norms as factors. All of them are finite."""
+    [out, in], biases, and norms as factors. All values are finite."""
 
     layer: int
     tensors: Mapping[str, Tensor]
@@ -38,7 +38,7 @@ class LayerSource:
         return next(iter(self.tensors.values())).device
 
     def block(self, config: ModelConfig, *, is_stored: bool = False) -> Block:
-        """What lies between the matrices; with `is_stored`, norms as EXL2 files hold them."""
+        """Layer without its matrices. `is_stored`: norms are rounded as EXL2 files store them."""
         norms = {
             name.removesuffix(".weight"): x for name, x in self.tensors.items() if "norm" in name
         }
@@ -49,7 +49,7 @@ class LayerSource:
         return Block(config, self.layer, norms)
 
     def products(self) -> Linear:
-        """The source's matrices, ready for `Block.run`."""
+        """Products with the source's matrices, for `Block.run`."""
         dtype = compute_type(self.device)
         weights = {part: self.matrix(part).to(dtype) for part in MATRICES}
         biases = {
@@ -63,8 +63,8 @@ class LayerSource:
 
 
 def stored_norm(config: ModelConfig, name: str, factor: Tensor) -> Tensor:
-    """A norm as EXL2 files have it, float16: rounded as a factor, and head norms once for every
-    head."""
+    """A norm as EXL2 files store it, in float16. It is rounded as a factor. A head norm is repeated
+    for every head."""
     rounded = factor.half()
     norm = (rounded - 1).half() if config.arch.norm is Norm.RMS_PLUS_ONE else rounded
     heads = {"q_norm": config.num_q_heads, "k_norm": config.num_kv_heads}
@@ -75,13 +75,13 @@ def stored_norm(config: ModelConfig, name: str, factor: Tensor) -> Tensor:
 
 
 def as_factor(config: ModelConfig, stored: Tensor) -> Tensor:
-    """The inverse of `stored_norm`, float32 and of one dimension."""
+    """Inverse of `stored_norm`: float32, with one dimension."""
     values = (stored if stored.dim() == 1 else stored[0]).float()
     return values + 1 if config.arch.norm is Norm.RMS_PLUS_ONE else values
 
 
 def compute_type(device: torch.device) -> torch.dtype:
-    """What matrix products of states are computed in: bfloat16 where that is fast."""
+    """Type of matrix products with states: bfloat16 where that is fast, else float32."""
     if device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return torch.float32
     return torch.bfloat16
@@ -90,7 +90,10 @@ def compute_type(device: torch.device) -> torch.dtype:
 def read_layer(
     checkpoint: Checkpoint, config: ModelConfig, layer: int, device: torch.device
 ) -> LayerSource:
-    """Raises WeightValueError, by name, for tensors that are not finite or exceed float16."""
+    """Reads one layer.
+
+    Raises WeightValueError with the tensor's name for values that are not finite or exceed float16.
+    """
     prefix = layer_prefix(layer)
     tensors = {}
     for name in expected_tensors(config):
@@ -100,13 +103,16 @@ def read_layer(
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
-    """A matrix [out, in], a bias, or a norm's factors, float32, on the CPU."""
+    """Reads a matrix [out, in], a bias, or a norm's factors, as float32 on the CPU.
+
+    Raises WeightValueError for values that are not finite or exceed float16.
+    """
     if len(checkpoint.stored[name].shape) == 1 and name.endswith("norm.weight"):
         values = checkpoint.norm(name)
     else:
         values = torch.empty(checkpoint.stored[name].shape)
         for chunk in checkpoint.chunks(name, torch.float32):
-            # Copied one by one: a chunk can be the file itself, which is let go of after it.
+            # Copy each chunk: it may be a view of the mapped file, which is released after it.
             values[chunk.first_row : chunk.first_row + len(chunk.values)] = chunk.values
     largest = float(values.abs().max())
     if not largest <= LARGEST_FP16:
@@ -120,8 +126,10 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
 
 
 def embed_rows(checkpoint: Checkpoint, config: ModelConfig, token_ids: Tensor) -> Tensor:
-    """What the first layer gets for token_ids int64 [rows, length]: float32 [rows, length, hidden],
-    with the embedding as it will be stored, in float16."""
+    """Input of the first layer for token_ids int64 [rows, length]: float32 [rows, length, hidden].
+
+    The embedding is rounded to float16, as it will be stored.
+    """
     table = read_tensor(checkpoint, EMBED).half()  # [vocab, hidden]
     x = table[token_ids].float()
     if config.arch.embed_scale is EmbedScale.SQRT_HIDDEN:
@@ -131,11 +139,11 @@ def embed_rows(checkpoint: Checkpoint, config: ModelConfig, token_ids: Tensor) -
 
 @dataclass(slots=True)
 class States:
-    """Hidden states of the calibration rows between two layers, on the CPU, float32 [rows, length,
-    hidden] each: as the source's layers made them, and as the quantized ones did.
+    """Hidden states of the calibration rows between two layers: those of the source's layers and
+    those of the quantized layers, each float32 [rows, length, hidden].
 
-    Together with the finished tensors they are all that a later layer depends on. The stages
-    overwrite them in place; they may lie in mapped files.
+    They are on the computing device if they are small, else on the CPU. Later layers depend on
+    them and on the finished tensors only. The stages overwrite them in place.
     """
 
     source: Tensor

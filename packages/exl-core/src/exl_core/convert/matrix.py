@@ -1,4 +1,4 @@
-"""One matrix: from the source's weights and the moments of its inputs to the tensors of EXL2."""
+"""Quantization of one matrix: source weights and input statistics become EXL2 tensors."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from exl_core.convert.gptq import (
 from exl_core.convert.hessian import InputStatistics
 from exl_core.convert.plan import Incident, Layout, MatrixReport
 
-TRIALS = 16  # scales that are tried for each group and column
+TRIALS = 16  # scales tried for each group and column
 RIDGE = 6.0
-"""Of the mean diagonal, where a matrix is moved to make up for earlier errors: only along what its
-inputs have in common. With little of it the calibration text fares better and others much worse."""
+"""Share of the mean diagonal that is added to the Hessian to solve for the correction of earlier
+errors (`hessian.py`). The correction is then limited to the dominant directions of the inputs. A
+small ridge gives better results on the calibration text and much worse results on other text."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """`packed` on the CPU; `weight` [out, in] as readers compute it, without padded columns."""
+    """`packed` on the CPU; `weight` [out, in] as readers dequantize it, without padded columns."""
 
     packed: exl2.Exl2Linear
     weight: Tensor
@@ -36,7 +37,10 @@ class QuantizedMatrix:
 
 
 class MatrixQuantizer:
-    """For matrices that read the same input. `check` is called now and then, and may raise."""
+    """Quantizes matrices that read the same input.
+
+    `check` is called every 32 rows of a matrix and may raise.
+    """
 
     def __init__(
         self, statistics: InputStatistics, check: Callable[[], None] | None = None
@@ -49,7 +53,7 @@ class MatrixQuantizer:
     def quantize(
         self, name: str, weight: Tensor, layout: Layout, *, has_bias: bool = False
     ) -> QuantizedMatrix:
-        """`weight` float32 [out, in]. Where the moments are no use it is rounded as it is."""
+        """Quantizes `weight` float32 [out, in]; rounds it to nearest if the Hessian is unusable."""
         source = weight.T.contiguous()  # [in, out]
         k, n = source.shape
         factor, incidents = self._factor or identity_factor(k, weight.device), self._incidents(name)
@@ -77,7 +81,7 @@ class MatrixQuantizer:
         return QuantizedMatrix(packed, result.T.contiguous(), report)
 
     def _target(self, source: Tensor) -> Tensor:
-        """What gives, on the inputs that come, closest to the source's outputs (`moments.py`)."""
+        """Weights that bring the outputs closest to the source's outputs (`hessian.py`)."""
         statistics, solver, factor = self._statistics, self._solver, self._factor
         if statistics.cross is None or solver is None or factor is None:
             return source
@@ -95,13 +99,13 @@ class MatrixQuantizer:
 
 
 def _solver(hessian: Tensor) -> Tensor:
-    """Cholesky factor of the moments and the ridge, in the features' own order, float64."""
+    """Cholesky factor of Hessian plus ridge, in the features' own order, float64."""
     solver: Tensor = torch.linalg.cholesky(damped(hessian.double(), RIDGE))
     return solver
 
 
 def relative_error(result: Tensor, source: Tensor, hessian: Tensor) -> float:
-    """Energy of the outputs' errors over that of the outputs; both matrices [in, out]."""
+    """Energy of the output errors over the energy of the outputs; both matrices are [in, out]."""
     error = result - source
     energy = float((source * (hessian @ source)).sum(dtype=torch.float64))
     error_energy = float((error * (hessian @ error)).sum(dtype=torch.float64))

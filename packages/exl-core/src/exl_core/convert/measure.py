@@ -1,4 +1,4 @@
-"""Measuring one layer: what every candidate layout of every matrix would cost in quality."""
+"""Measurement of one layer: expected loss for every candidate layout of every matrix."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ from exl_core.convert.sensitivity import Sensitivity
 from exl_core.convert.stream import Stream
 
 TRIALS = 8
-MEASURED_ROWS = 16  # layouts are compared with each other, and that takes fewer than codes do
+MEASURED_ROWS = 16  # calibration rows; comparing layouts needs fewer rows than computing codes
 CPU_COLUMNS, GPU_VALUES = 4096, 1 << 28
-"""Forms of a matrix are tried side by side. 32 rows of so many columns fill a CPU's cache; a GPU is
-the faster the wider they are, up to a copy of the matrix in all its forms of 1 GB."""
+"""Most columns in one job on a CPU, most values on a GPU. A form of a matrix is one width and group
+size; forms are quantized side by side. On a CPU, 32 rows of 4096 columns fill the cache. A GPU is
+faster the wider a job is, up to 1 GB for the copies of the matrix in all its forms."""
 
 _Job = list[tuple[str, tuple[int, int]]]
-"""Matrices, each in a form: its width and group size."""
+"""Pairs of a matrix and a form, which is a width and a group size."""
 
 FAST_SIZES = dict.fromkeys(WIDTHS, (64,)) | {4: GROUP_SIZES}
-"""Group sizes that are tried at each width; others follow from how 4 bits fare with them."""
+"""Group sizes that are measured at each width with `fast`. The costs of the others are derived from
+the costs at 4 bits."""
 
 
 @torch.no_grad()
@@ -51,7 +53,10 @@ def measure_layer(
     options: ConvertOptions,
     workers: Workers,
 ) -> LayerMeasurement:
-    """`states` float32 [rows, length, hidden] become those after the (unquantized) layer."""
+    """Measures all matrices of a layer.
+
+    `states` float32 [rows, length, hidden] are replaced by those after the (unquantized) layer.
+    """
     measured: list[MatrixMeasurement] = []
     stream = Stream(source.block(config), source.products(), states, source.device, workers)
     for parts in stream.steps():
@@ -71,7 +76,7 @@ def _measure(
     options: ConvertOptions,
     workers: Workers,
 ) -> list[MatrixMeasurement]:
-    """`parts` read the same input, of second moments `hessian`."""
+    """Measures `parts`, which read the same input with the Hessian `hessian`."""
     factor = factorize(hessian) or identity_factor(len(hessian), hessian.device)
     prefix = layer_prefix(source.layer)
     sizes = FAST_SIZES if options.fast else dict.fromkeys(WIDTHS, GROUP_SIZES)
@@ -117,7 +122,7 @@ def _measure(
 
 
 def _split_into_jobs(forms_of_parts: _Job, widths: Sequence[int], columns: int) -> list[_Job]:
-    """Cut, in order, into jobs of at most so many columns, or of one matrix."""
+    """Splits the forms, in order, into jobs of at most `columns` columns or of a single form."""
     jobs: list[_Job] = []
     capacity = 0
     for part_form, width in zip(forms_of_parts, widths, strict=True):
@@ -130,7 +135,7 @@ def _split_into_jobs(forms_of_parts: _Job, widths: Sequence[int], columns: int) 
 
 
 def _fill_in_sizes(costs: dict[tuple[int, int], list[float]]) -> Costs:
-    """Fills in the group sizes that were left out: they change costs as they do at 4 bits."""
+    """Adds the group sizes that were not measured, with the cost ratios they have at 4 bits."""
     filled = dict(costs)
     for bits in WIDTHS:
         for size in GROUP_SIZES:

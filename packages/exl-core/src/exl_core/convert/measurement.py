@@ -1,4 +1,4 @@
-"""What was measured of a model, as a file: good for any rate, and for this model only."""
+"""Measurement of a model as a file: valid for any bit rate, and for this model only."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from exl_core.errors import RequestError
 from exl_core.files import read_json_object
 
 SCHEMA_VERSION = 1
-LIMIT_BYTES = 1 << 30  # of a hundred layers of hundreds of matrices: far less
+LIMIT_BYTES = 1 << 30  # a hundred layers of hundreds of matrices take far less
 
 _TEXTS = ("source_sha256", "calibration_sha256", "calibration")
 
 
 class MeasurementError(RequestError):
-    """A file that holds no measurement, a damaged one, or one of another model."""
+    """A file holds no measurement, a damaged one, or one of another model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """`source_sha256` says of which weights, `calibration_sha256` on which text."""
+    """`source_sha256` identifies the weights, `calibration_sha256` the calibration rows."""
 
     source_sha256: str
     calibration_sha256: str
@@ -61,7 +61,7 @@ class Measurement:
         return cls(str(source), str(rows), str(text), layers)
 
     def check(self, config: ModelConfig, source_sha256: str, where: Path) -> None:
-        """Raises if it is not of this model, or says of a matrix what cannot be."""
+        """Raises if it belongs to another model, or has impossible values for a matrix."""
         if self.source_sha256 != source_sha256:
             raise MeasurementError(
                 "was measured on another model",
@@ -86,7 +86,7 @@ class Measurement:
                 candidate
                 for candidate in matrix.candidates
                 if not 0.0 <= candidate.error < float("inf")
-                or candidate.bits < numel  # no code is of a single bit
+                or candidate.bits < numel  # every code has at least 2 bits
                 or not Layout.parse(candidate.layout).fits(in_features)
             ]
             if matrix.numel != numel or not matrix.candidates or bad:
@@ -94,7 +94,7 @@ class Measurement:
 
 
 def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """The matrices of all layers, [out_features, in_features], by our names."""
+    """Shapes [out_features, in_features] of the matrices of all layers, by canonical name."""
     return {
         name: (shape[0], shape[1])
         for name, shape in expected_tensors(config).items()

@@ -1,9 +1,9 @@
-"""Independent pieces of work on all cores, with results that do not depend on how many there are.
+"""Worker threads of a conversion, with results that do not depend on the number of threads.
 
-torch's own threads wait for each other after every small step, and split sums by their number. Here
-each piece has one thread, and what pieces give is put together in their order. On a GPU the pieces
-are larger and run one after the other. Between pieces, and within long ones, it is asked whether to
-stop.
+torch's own threads synchronize after every small step, and split sums by their number. Here each
+piece of work runs on one thread, and results are combined in the order of the pieces. On a GPU the
+pieces are larger and run one after the other. Workers check for a stop request between pieces and
+within long ones.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from exl_core.settings import read_settings
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
-
-GPU_ROWS = 8
+GPU_ROWS = 8  # calibration rows in one piece of work on a GPU
 
 
 class Workers:
-    """Threads of a conversion; see `workers`. `rows_at_once`: of calibration rows, how many make
-    one piece of work."""
+    """Threads of a conversion, made by `worker_pool`. `rows_per_piece` is the number of calibration
+    rows in one piece of work."""
 
     def __init__(self, pool: ThreadPoolExecutor | None, should_stop: Callable[[], bool]) -> None:
         self._pool = pool
@@ -35,13 +34,13 @@ class Workers:
         self.rows_per_piece = GPU_ROWS if pool is None else 1
 
     def check(self) -> None:
-        """Raises ConversionStopped where the conversion has been asked to stop."""
+        """Raises ConversionStopped if the conversion has been asked to stop."""
         if self._should_stop():
             raise ConversionStopped
 
     def map(self, work: Callable[[Item], Result], items: Iterable[Item]) -> list[Result]:
-        """Results in the order of `items`; the first exception of any is raised."""
-        has_grad = torch.is_grad_enabled()  # threads have a mode of their own
+        """Results in the order of `items`. Raises the first exception in this order."""
+        has_grad = torch.is_grad_enabled()  # each thread has its own gradient mode
 
         def run(item: Item) -> Result:
             self.check()
@@ -55,8 +54,9 @@ class Workers:
 
 @contextmanager
 def worker_pool(device: torch.device, should_stop: Callable[[], bool]) -> Iterator[Workers]:
-    """Within it torch has one thread for each call; what it had before comes back. An exception
-    waits for pieces that run, and drops the others."""
+    """Workers for the block, in which torch uses one thread per call. At its end the old number
+    of threads is restored. After an exception, running pieces are completed and pending ones are
+    cancelled."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     pool = ThreadPoolExecutor(read_settings().threads) if device.type == "cpu" else None
@@ -70,7 +70,7 @@ def worker_pool(device: torch.device, should_stop: Callable[[], bool]) -> Iterat
 
 @contextmanager
 def allow_bfloat16_matmul() -> Iterator[None]:
-    """Within it float32 products may round their factors to bfloat16; sums stay float32."""
+    """Allows float32 products in the block to round factors to bfloat16; sums stay float32."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("medium")
     try:

@@ -1,8 +1,8 @@
-"""What a conversion decides, as plain data: layouts, what was measured, what was chosen.
+"""Decisions of a conversion as plain data: layouts, measured candidates, and the chosen layouts.
 
 A layout says how the stored rows of one matrix are cut into groups and how wide their codes are.
-Its cost in bits is counted as the format's own converter counts it, so that a rate means the same
-for both. Everything here goes to JSON and back unchanged. Knows neither tensors nor files.
+Its size in bits is counted as exllamav2's converter counts it, so that a bit rate means the same
+for both. A round trip through JSON changes nothing here. Knows neither tensors nor files.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SCALE_MAX_BITS, _TABLE_BITS, _SCALE_BITS, _ROW_BITS, _BIAS_BITS = 16, 32, 4, 32
 
 
 class Section(NamedTuple):
-    """A share of a matrix's stored rows with codes of one width, in groups of one size."""
+    """Share of a matrix's stored rows, with codes of one width in groups of one size."""
 
     bits: int
     percent: int
@@ -33,7 +33,7 @@ class Section(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sections of falling width; together they take 100 per cent of the rows."""
+    """Sections of falling width that together cover 100 per cent of the rows."""
 
     sections: tuple[Section, ...]
 
@@ -55,7 +55,7 @@ class Layout:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """The inverse of `str`."""
+        """Inverse of `str`."""
         sections = []
         for part in text.split():
             bits, _, rest = part.partition(":")
@@ -66,7 +66,8 @@ class Layout:
         return cls(tuple(sections))
 
     def groups(self, in_features: int) -> list[tuple[int, int]]:
-        """Pairs (bits, rows) that cover all rows; only the last may be shorter than its kind."""
+        """Pairs (bits, rows) that cover all rows. Only the last may have fewer rows than its
+        section's group size."""
         groups: list[tuple[int, int]] = []
         remaining = in_features
         for bits, percent, size in self.sections:
@@ -77,7 +78,8 @@ class Layout:
         return groups
 
     def cost_bits(self, in_features: int, out_features: int, *, has_bias: bool = False) -> int:
-        """Of the whole matrix with scales, group table and row order; padded columns count."""
+        """Size of the stored matrix: codes of all columns (padded ones included), scales, group
+        table, row order and bias."""
         columns = padded(out_features)
         groups = self.groups(in_features)
         codes = sum(bits * rows for bits, rows in groups) * columns
@@ -85,20 +87,20 @@ class Layout:
         return codes + scales + _ROW_BITS * in_features + _BIAS_BITS * columns * has_bias
 
     def fits(self, in_features: int) -> bool:
-        """Whether the group table can say where the last group begins."""
+        """Whether the group table can hold the offset of the last group."""
         words = [bits * rows // 32 for bits, rows in self.groups(in_features)]
         return sum(words[:-1]) <= MAX_FIRST_WORD
 
 
 def padded(out_features: int) -> int:
-    """Columns of a matrix as EXL2 stores it."""
+    """Number of columns that EXL2 stores for a matrix."""
     return out_features + -out_features % COLUMN_STEP
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One layout of one matrix: `bits` in all, and `error`, what it is expected to add to the mean
-    loss in nats a token. Errors of different matrices and layers add up."""
+    """One layout of one matrix: its size in bits, and `error`, the expected increase of the mean
+    loss in nats per token. Errors of different matrices and layers add up."""
 
     layout: str
     bits: int
@@ -116,7 +118,7 @@ class MatrixMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class LayerMeasurement:
-    """Of the matrices of one decoder layer, in the order of the forward pass."""
+    """Measured matrices of one decoder layer, in the order of the forward pass."""
 
     layer: int
     matrices: tuple[MatrixMeasurement, ...]
@@ -126,7 +128,7 @@ class LayerMeasurement:
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Self:
-        """Raises KeyError, TypeError or ValueError for what `to_json` did not write."""
+        """Raises KeyError, TypeError or ValueError for a value that `to_json` did not write."""
         matrices = tuple(
             MatrixMeasurement(
                 str(matrix["name"]),
@@ -143,8 +145,8 @@ class LayerMeasurement:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """The chosen layout of every matrix. `budget_bits` is the most that `bits` may be; `error` is
-    the sum of the chosen candidates' errors."""
+    """The chosen layout of every matrix. `budget_bits` is the upper limit of `bits`. `error` is the
+    sum of the chosen candidates' errors."""
 
     layouts: Mapping[str, str]
     bits: int
@@ -161,14 +163,14 @@ class Allocation:
 
 
 def budget(layers: Sequence[LayerMeasurement], bits: float) -> tuple[int, int]:
-    """The most bits that the layers may take at a rate, and their number of weights."""
+    """Most bits that the layers may take at `bits` per weight, and their number of weights."""
     numel = sum(matrix.numel for layer in layers for matrix in layer.matrices)
     return math.floor(Fraction(str(bits)) * numel), numel
 
 
 class Incident(NamedTuple):
-    """Something about one matrix that a user should know of: `kind` is `damped`, for a Hessian that
-    took more damping than usual, or `rounded`, for a matrix that was rounded plainly."""
+    """Problem with one matrix that is reported to the user. `kind` is `damped` for a Hessian that
+    needed more damping than usual, or `rounded` for a matrix that was rounded to nearest."""
 
     matrix: str
     kind: str
@@ -177,7 +179,8 @@ class Incident(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MatrixReport:
-    """How quantizing one matrix went; `error` is relative: of the outputs' energy on its inputs."""
+    """Result of quantizing one matrix. `error` is the energy of the output errors on the matrix's
+    inputs, relative to the energy of the outputs."""
 
     name: str
     layout: str
@@ -191,11 +194,11 @@ class MatrixReport:
 
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
-    """Choices of all stages. `fast` shortens everything that only makes the result better.
+    """Options of all stages. `fast` shortens all steps that only improve the result.
 
-    device       what computes: `cpu`, `cuda`, `cuda:1`
+    device       computing device: `cpu`, `cuda`, `cuda:1`
     head_bits    2, 3, 4, 5, 6 or 8
-    seed         of whatever is drawn
+    seed         seed of all random choices
     """
 
     device: str = "cpu"
@@ -212,4 +215,4 @@ HEAD_LAYOUTS = {
     6: "8:15/128 6:85/128",
     8: "8:100/128",
 }
-"""By what `--head-bits` says; the budget of the layers does not include the head."""
+"""Layout of the head for each value of `--head-bits`. The layers' bit budget excludes the head."""

@@ -1,7 +1,7 @@
-"""What can be told before the first hour of a conversion: all that would make it fail, at once.
+"""Checks before a conversion starts: all problems that would make it fail, reported together.
 
-Reads the whole source once. What cannot be opened at all is raised as it is met; everything after
-that is collected.
+Reads the whole source once. A source that cannot be opened is an immediate error. Problems that are
+found later are collected.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.source import Progress, TensorSource
 from exl_core.weights.verify import verify
 
-DISK_MARGIN = 1.05  # group tables, scales, headers, records
+DISK_MARGIN = 1.05  # for group tables, scales, headers and records
 MEASURED_COPIES, QUANTIZED_COPIES = 7, 13
-"""Of a matrix, in float32, while layouts of it are tried and while it is quantized."""
-LOGIT_BYTES = 36  # of each logit, while one is drawn and its gradient taken
-HASH_BYTES = 1 << 22  # read at a time
+"""Copies of a matrix in float32, while its layouts are measured and while it is quantized."""
+LOGIT_BYTES = 36  # per logit, while a token is sampled and its gradient computed
+HASH_BYTES = 1 << 22  # bytes per read
 
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """Bytes that a conversion needs at most: of the output, of the work files beside it (both on
-    disks), and of memory at once."""
+    """Bytes that a conversion needs at most: on disk for the output and for the work files, and in
+    memory at a time."""
 
     out: int
     work: int
@@ -66,7 +66,7 @@ class Space:
 
 
 def hash_source(path: Path, source: TensorSource, progress: Progress | None = None) -> str:
-    """Of the configuration and of every weight file, whole."""
+    """SHA-256 of the configuration and of every weight file, with their names and sizes."""
     files = sorted({tensor.file for tensor in source.tensors.values()})
     if path.is_dir():
         files.insert(0, path / "config.json")
@@ -90,7 +90,7 @@ def model_problems(
     quantization: Quantization | None,
     progress: Progress | None = None,
 ) -> Iterator[ExlError]:
-    """Of the source: of a kind that cannot be converted, and every tensor that is not sound."""
+    """Problems of the source: an unsupported kind of model, and every damaged tensor."""
     if quantization is not None:
         yield UnsupportedModelError(
             f"the model is quantized already, as {quantization.method.upper()}",
@@ -116,7 +116,7 @@ def model_problems(
 
 
 def tokenizer_problems(path: Path, source: TensorSource, config: ModelConfig) -> Iterator[ExlError]:
-    """Of what goes beside the weights: without a tokenizer nothing could be compared at the end."""
+    """Problems of the files beside the weights. The gate needs a tokenizer at the end."""
     try:
         tokenizer = load_tokenizer(path, gguf_fields(source))
         check_vocab(tokenizer, config.vocab_size, path)
@@ -129,16 +129,16 @@ def tokenizer_problems(path: Path, source: TensorSource, config: ModelConfig) ->
 
 
 def shape_problems(path: Path, config: ModelConfig) -> Iterator[ExlError]:
-    """Sizes that EXL2 has no room for; the same one only once."""
+    """Sizes that EXL2 cannot store, each reported once for the model."""
     widths = {
         "the hidden size": config.hidden_size,
         "the width of the attention": config.q_size,
         "the intermediate size": config.intermediate_size,
     }
-    for what, width in widths.items():
+    for label, width in widths.items():
         if width % ROW_STEP or width > MAX_IN_FEATURES:
             yield UnsupportedModelError(
-                f"{what} cannot be stored as EXL2",
+                f"{label} cannot be stored as EXL2",
                 where=path,
                 expected=f"a multiple of {ROW_STEP}, at most {MAX_IN_FEATURES}",
                 got=width,
@@ -146,7 +146,7 @@ def shape_problems(path: Path, config: ModelConfig) -> Iterator[ExlError]:
 
 
 def rate_problems(config: ModelConfig, bits: float, head_bits: int) -> Iterator[ExlError]:
-    """Of what is asked for: more than the largest layouts take, or less than the smallest."""
+    """Requested bit rates above those of the largest layouts, or below those of the smallest."""
     shapes = matrix_shapes(config).values()
     costs = [
         [layout.cost_bits(columns, rows) for layout in layouts_for(columns)]
@@ -169,7 +169,7 @@ def rate_problems(config: ModelConfig, bits: float, head_bits: int) -> Iterator[
 
 
 def output_problems(out: Path, source: Path, work: Path, *, is_resumed: bool) -> Iterator[ExlError]:
-    """Of the final name. `is_begun`: what lies beside it is of this conversion."""
+    """Problems of the final path. `is_resumed`: files beside it belong to this conversion."""
     try:
         is_empty = out.is_dir() and not out.is_symlink() and not any(out.iterdir())
         is_free = is_empty or not os.path.lexists(out)
@@ -205,7 +205,7 @@ def output_problems(out: Path, source: Path, work: Path, *, is_resumed: bool) ->
 
 
 def writing_problems(folder: Path) -> Iterator[ExlError]:
-    """Of a directory that new ones are to be made in."""
+    """Problems with creating new directories in `folder`."""
     if not folder.is_dir():
         yield RequestError("no such directory", where=folder, next_step="Make it first.")
         return
@@ -217,20 +217,20 @@ def writing_problems(folder: Path) -> Iterator[ExlError]:
 
 
 def memory_needed(config: ModelConfig, tokens: int, threads: int) -> int:
-    """Bytes at once, rather too much than too little; of one layer, however many there are.
-    `tokens` are those of all calibration rows."""
+    """Upper estimate of the bytes in memory at a time, which do not grow with the number of layers.
+    `tokens` counts the tokens of all calibration rows."""
     shapes = matrix_shapes(config)
     sizes = [rows * cols for name, (rows, cols) in shapes.items() if layer_of(name).endswith(".0.")]
     hidden, vocab = config.hidden_size, padded(config.vocab_size)
     widest = max(hidden, config.intermediate_size, config.q_size)
     measuring = MEASURED_COPIES * threads * max(*sizes, CPU_COLUMNS * widest)
     quantizing = QUANTIZED_COPIES * min(threads, len(QKV)) * max(sizes)
-    factors = 6 * 8 * widest**2  # in float64
+    factors = 6 * 8 * widest**2  # six matrices in float64
     layer_bytes = 4 * (2 * sum(sizes) + max(measuring, quantizing)) + factors
     head_bytes = 4 * QUANTIZED_COPIES * vocab * hidden
     logit_bytes = LOGIT_BYTES * threads * HEAD_ROWS * vocab
     states = 4 * tokens * hidden
-    inputs = 2 * 2 * tokens * widest  # of one matrix, of two streams, in two bytes each
+    inputs = 2 * 2 * tokens * widest  # of one matrix, in two streams, 2 bytes per value
     return 2 * states + inputs + max(layer_bytes, head_bytes, logit_bytes)
 
 
@@ -244,8 +244,7 @@ def space_needed(
     length: int,
     writes_rows: bool,
 ) -> Space:
-    """Estimates, rather too much than too little. `writes_rows`: the model writes the calibration
-    rows itself."""
+    """Upper estimates. `writes_rows`: the model generates the calibration rows itself."""
     shapes = matrix_shapes(config)
     numel = sum(rows * columns for rows, columns in shapes.values())
     hidden, vocab = config.hidden_size, padded(config.vocab_size)
@@ -256,7 +255,8 @@ def space_needed(
     memory = memory_needed(config, tokens, read_settings().threads if is_on_cpu else 1)
     if writes_rows:
         memory = max(memory, checkpoint.bytes_at_once + rows_at_once(config, length, 0)[1])
-    # What waits between two passes: states before and behind a layer, gradients, what is tuned.
+    # Largest files of a stage: states before and after a layer, states for gradients, or weights
+    # and states of tuning.
     states = 2 * 2 * 4 * tokens * hidden
     gradients = 2 * ROWS * length * hidden * config.num_layers
     cpu = torch.device("cpu")
@@ -266,7 +266,7 @@ def space_needed(
 
 
 def space_problems(space: Space, out: Path, work: Path) -> Iterator[ExlError]:
-    """Of disks, each asked for all that it will hold, and of memory."""
+    """Problems of disk space, summed for each file system, and of memory."""
     wanted: dict[int, tuple[Path, int]] = {}
     existing = sum(file.stat().st_size for file in work.rglob("*") if file.is_file())
     for folder, size in ((out.parent, space.out), (work.parent, max(0, space.work - existing))):
@@ -295,7 +295,10 @@ def space_problems(space: Space, out: Path, work: Path) -> Iterator[ExlError]:
 
 
 def shard_problems(config: ModelConfig, shard_bytes: int) -> Iterator[ExlError]:
-    """A file holds whole tensors: the largest is the embedding, in float16, or one of the codes."""
+    """Problem of a shard size below the largest tensor, because tensors are not split.
+
+    The largest tensor is the float16 embedding or the codes of one matrix.
+    """
     largest = 2 * config.vocab_size * config.hidden_size
     largest = max(largest, *(rows * columns for rows, columns in matrix_shapes(config).values()))
     if shard_bytes < largest:

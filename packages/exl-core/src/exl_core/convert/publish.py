@@ -1,8 +1,9 @@
-"""From finished tensors to a directory that can be loaded, and to its final name.
+"""Output of a conversion: finished tensors become a loadable directory under its final name.
 
-Everything goes to a directory beside the final one, is read back from the disk and compared with
-what was decided; only then may it have the name. Files as the format's own converter names them,
-with an index for other readers. Knows nothing of how the tensors came about.
+All files are written to a directory beside the final one, read back from the disk, and compared
+with the digests of the finished tensors. Only then is the directory renamed. Weight files have the
+names that exllamav2's converter gives them, with an index for other readers. Knows nothing of how
+the tensors were computed.
 """
 
 from __future__ import annotations
@@ -27,23 +28,23 @@ WEIGHTS_STEM = "output"
 
 
 class ReadBackError(ExlError):
-    """What was read back from the disk is not what was written."""
+    """Data read back from the disk differs from the data written."""
 
 
 def partial_of(out: Path) -> Path:
-    """Where a directory is put together before it gets the name `out`; on the same file system."""
+    """Directory in which the output is assembled before its rename, on the same file system."""
     return out.with_name(out.name + PARTIAL_SUFFIX)
 
 
 def digest(tensor: Tensor) -> str:
-    """Of type, shape and values."""
+    """SHA-256 of type, shape and values."""
     hasher = hashlib.sha256(f"{tensor.dtype} {list(tensor.shape)} ".encode())
     hasher.update(as_bytes(tensor))
     return hasher.hexdigest()
 
 
 def plan_shards(entries: Sequence[Entry], limit_bytes: int) -> list[list[Entry]]:
-    """The tensors in order, in files of at most that many bytes of values."""
+    """Splits the tensors, in order, into files with at most `limit_bytes` of values."""
     shards: list[list[Entry]] = [[]]
     size = 0
     for entry in entries:
@@ -68,7 +69,7 @@ def shard_names(count: int) -> list[str]:
 
 
 def write_weights(folder: Path, entries: Sequence[Entry], limit_bytes: int) -> None:
-    """Shards and their index, into a directory of their own that is made anew."""
+    """Writes the shards and their index into a new directory; an existing one is replaced."""
     with naming_disk_failures(folder):
         if folder.exists():
             shutil.rmtree(folder)
@@ -83,8 +84,11 @@ def write_weights(folder: Path, entries: Sequence[Entry], limit_bytes: int) -> N
 
 
 def check_written(folder: Path, digests: Mapping[str, str]) -> None:
-    """Reads all weights back, from the disk where the system lets go of its copies, and compares
-    them with what was decided; then looks at the model as a loader does."""
+    """Reads all weights back, compares them with `digests`, and checks the model as a loader does.
+
+    The files are dropped from the page cache first, so that the data comes from the disk where the
+    system complies.
+    """
     for path in folder.glob("*.safetensors"):
         _drop_from_memory(path)
     source = SafetensorsSource(folder)
@@ -118,7 +122,7 @@ def _drop_from_memory(path: Path) -> None:
 
 
 def publish(folder: Path, out: Path) -> None:
-    """`folder` becomes `out`, which must not be there, or be empty."""
+    """Renames `folder` to `out`, which must be missing or empty."""
     with naming_disk_failures(out):
         sync_folder(folder)
         folder.replace(out)
@@ -128,7 +132,7 @@ def publish(folder: Path, out: Path) -> None:
 def quantization_settings(
     *, bits: float, head_bits: int, rows: int, length: int, dataset: str
 ) -> dict[str, object]:
-    """`quantization_config` as the format's own converter writes it; no reader needs it."""
+    """`quantization_config` as exllamav2's converter writes it. No reader needs it."""
     return {
         "quant_method": "exl2",
         "version": "0.3.2",

@@ -1,4 +1,4 @@
-"""Quantizing one layer, and the head, on what the quantized layers before them give."""
+"""Quantization of one layer, and of the head, on the outputs of the quantized layers before it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from exl_core.weights.checkpoint import Checkpoint
 
 @dataclass(frozen=True, slots=True)
 class QuantizedPart:
-    """Tensors as the file will hold them, by their names there, in its order; on the CPU."""
+    """Tensors with the names and in the order of the output file, on the CPU."""
 
     tensors: Mapping[str, Tensor]
     reports: tuple[MatrixReport, ...]
@@ -52,7 +52,7 @@ def quantize_layer(
     states: States,
     workers: Workers,
 ) -> QuantizedPart:
-    """All tensors of one layer. `states` become those after it."""
+    """Quantizes one layer: all its tensors. `states` are replaced by those after the layer."""
     done = _quantize_matrices(source, config, allocation, states, workers)
     prefix = layer_prefix(source.layer)
     tensors: dict[str, Tensor] = {}
@@ -74,7 +74,10 @@ def _quantize_matrices(
     states: States,
     workers: Workers,
 ) -> dict[str, QuantizedMatrix]:
-    """By their parts; each on what comes out of those before it."""
+    """Quantizes the matrices, each on the outputs of the quantized ones before it.
+
+    Results are by name within the layer.
+    """
     device, dtype = source.device, compute_type(source.device)
     done: dict[str, QuantizedMatrix] = {}
     weights: dict[str, Tensor] = {}
@@ -111,8 +114,8 @@ def quantize_ends(
     options: ConvertOptions,
     workers: Workers,
 ) -> QuantizedPart:
-    """Embedding, final norm and head, from the states after the last layer. A tied model gets a
-    head of its own."""
+    """Embedding, final norm and quantized head, from the states after the last layer. A tied model
+    gets a separate head."""
     device = torch.device(options.device)
     embed = read_tensor(checkpoint, EMBED)
     head = embed if config.has_tied_embeddings else read_tensor(checkpoint, HEAD)

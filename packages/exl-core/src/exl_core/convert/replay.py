@@ -1,7 +1,7 @@
-"""Steps of many small operations on a GPU, as captured graphs: one launch instead of hundreds.
+"""CUDA graphs for steps of many small operations: one launch instead of hundreds.
 
-The host takes some 15 us to launch an operation that runs for 3. A step that comes with operands of
-the same shapes again and again, layer by layer, is captured when it comes for the third time.
+The host takes about 15 us to launch an operation that runs for 3 us. A step that is called with
+operands of the same shapes again and again, layer by layer, is captured at its third call.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-CAPTURE_AT_CALL = 3  # of operands of certain shapes, before they are worth a graph
-MAX_GRAPHS = 64
+CAPTURE_AT_CALL = 3  # with operands of the same shapes; fewer calls are not worth a graph
+MAX_GRAPHS = 64  # per step
 
 Step = Callable[..., tuple[Tensor, ...]]
 
 
 class Replay:
-    """A function of tensors and hashable choices that gives tensors, replayed where it can be.
+    """Function of tensors and hashable choices that returns tensors; a GPU replays it as a graph.
 
-    It may change its operands, which are copies then; it must not wait for the GPU or bring
-    anything there. What it gives is the caller's on a CPU, and until the next call on a GPU.
+    The function may change its operands, which are copies in a replay. It must not synchronize with
+    the GPU or copy host data to it. Results on a CPU belong to the caller. Results on a GPU are
+    valid until the next call.
     """
 
     def __init__(self, step: Step) -> None:
@@ -45,7 +46,7 @@ class Replay:
 
 
 class _Graph:
-    """Of one step with operands of certain shapes."""
+    """Captured graph of one step for operands of certain shapes."""
 
     def __init__(
         self,
@@ -64,7 +65,7 @@ class _Graph:
 
     @property
     def pool(self) -> Any:
-        """Memory that graphs of one step may share, since one at a time is of interest."""
+        """Memory pool that all graphs of a step share: only the last results are still in use."""
         return self._graph.pool()
 
     def run(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -1,7 +1,7 @@
-"""Scales of a group of stored rows: what 4 bits a column and one number for all columns allow.
+"""Scales of a group of stored rows: one 4-bit scale code per column, one largest scale per group.
 
 The scale of code c is fp16(fp16(largest / 256) * (c + 1)^2), rounded as readers round it. Errors of
-rows count by their curvature (`gptq.py`).
+rows are weighted by curvature (`gptq.py`).
 """
 
 from __future__ import annotations
@@ -16,16 +16,20 @@ from torch import Tensor
 from exl_core.convert.replay import Replay
 
 SMALLEST_SHARE = {2: 0.3, 3: 0.45, 4: 0.6, 5: 0.7, 6: 0.75, 8: 0.85}
-"""By width: the smallest scale that may be best, as a share of one that cuts no value off."""
-Zero = Any
-"""An int, or int-valued [V, 1] where variants differ: clamping to numbers is faster on a CPU."""
+"""Smallest scale that is tried, by width, as a share of the smallest scale that clips no value."""
 
-LARGEST_SHARES = (1.0, 0.94)  # of the best scale of all columns: the codes' grid moves with it
+Zero = Any
+"""An int, or an int-valued tensor [V, 1] if the variants' widths differ. Clamping to an int is
+faster on a CPU."""
+
+LARGEST_SHARES = (1.0, 0.94)
+"""Largest scales that are tried, as shares of the largest column scale. The scales of all codes
+change with it."""
 
 
 class GroupScales(NamedTuple):
-    """Of V variants: codes uint8 [V, N], exact scales float32 [V, N], and of each variant the
-    largest one, float16 [V]."""
+    """Scales of V variants: codes uint8 [V, N], exact scales float32 [V, N], and the largest scale
+    of each variant, float16 [V]."""
 
     codes: Tensor
     scales: Tensor
@@ -33,12 +37,12 @@ class GroupScales(NamedTuple):
 
 
 def zero_point(bits: int) -> int:
-    """The code of 0; codes less this are -zero .. zero - 1."""
+    """Code of 0. Codes minus this number are -zero .. zero - 1."""
     return int(2 ** (bits - 1))
 
 
 def exact_scales(largest: Tensor, codes: Tensor) -> Tensor:
-    """As readers compute them, float32; `largest` float16 and `codes` 0 .. 15 broadcast."""
+    """Scales in float32 as readers compute them; broadcasts `largest` float16, `codes` 0 .. 15."""
     step = (largest.float() / 256).half().float()
     return ((codes.float() + 1).square() * step).half().float()
 
@@ -46,16 +50,18 @@ def exact_scales(largest: Tensor, codes: Tensor) -> Tensor:
 def group_scales(
     values: Tensor, curvature: Tensor, bits: Sequence[int], trials: int
 ) -> GroupScales:
-    """The best of `trials` scales for each column of values [rows, V, N], rows weighted by
-    curvature [rows], brought to codes that the N columns of a variant share. The V variants have
-    widths of their own, `bits`."""
+    """Best of `trials` scales for each column of values [rows, V, N], rounded to scale codes.
+
+    Errors of the rows are weighted by curvature [rows]. The N columns of a variant share one
+    largest scale. `bits` are the widths of the V variants.
+    """
     found = _group_scales(values, curvature, choices=(tuple(bits), trials))
     return GroupScales(*(part.clone() if values.is_cuda else part for part in found))
 
 
-@cache  # for good: no capture may find it gone
+@cache  # without a limit: a graph capture cannot copy these tensors to the GPU, it must find them
 def _trial_shares(bits: tuple[int, ...], trials: int, device: torch.device) -> tuple[Zero, Tensor]:
-    """The code of 0, and the shares of the largest scale that are tried, [trials, V, 1]."""
+    """Code of 0, and the shares of the unclipped scale to try, [trials, V, 1]."""
     zero: Zero = zero_point(bits[0])
     if len(set(bits)) > 1:
         points = [[zero_point(width)] for width in bits]
@@ -72,7 +78,7 @@ def _group_scales(
     unclipped = torch.maximum(values.amax(0) / (zero - 1), -values.amin(0) / zero)  # [V, N]
     weights = curvature / curvature.sum().clamp(min=torch.finfo(torch.float32).tiny)
     best, chosen = torch.full_like(unclipped, torch.inf), unclipped
-    chunk_size = trials if values.is_cuda else 1  # what a GPU waits for is launches
+    chunk_size = trials if values.is_cuda else 1  # launches limit a GPU, so it tries all at once
     for chunk in torch.split(shares, chunk_size):
         scales = unclipped * chunk
         errors, best_trials = _errors(values, weights, scales, zero).min(0)
@@ -82,7 +88,7 @@ def _group_scales(
 
 
 def _round_scales(values: Tensor, weights: Tensor, targets: Tensor, zero: Zero) -> GroupScales:
-    """The codes next to the wanted scales [V, N] that err least."""
+    """Scale codes with the least error among the neighbors of the target scales [V, N]."""
     candidates = [(targets.amax(1) * share).clamp(max=65504.0).half() for share in LARGEST_SHARES]
     largest = torch.stack(candidates)[:, :, None]  # [L, V, 1]
     step = (largest.float() / 256).half().float()

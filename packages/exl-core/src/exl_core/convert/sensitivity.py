@@ -1,11 +1,12 @@
-"""How much the loss feels an error in each output of each matrix, from gradients of the source.
+"""Sensitivity of the loss to errors in each output of each matrix, from gradients of the source.
 
-The source's own predictions are the truth here: one token is drawn from each, and the gradients of
-its loss say how far a change of an output moves them (Fisher's information). The expected loss
-that an error E of a matrix costs is then half the sum over outputs n of mean(g_n^2) * E_n' H E_n.
+The labels are sampled from the source's own predictions, one token per position. The gradients of
+their loss say how much a change of an output changes the predictions (Fisher information). An error
+E of a matrix is expected to increase the loss by half the sum over outputs n of
+mean(g_n^2) * E_n' H E_n.
 
-Gradients go from the last layer to the first, one layer in memory at a time; states between layers
-wait in files.
+Gradients are computed from the last layer to the first, with one layer in memory at a time. States
+between layers are kept in files.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.safetensors_writer import as_bytes
 
 Sensitivity = Mapping[str, Tensor]
-"""By the names of matrices, float32 [out]: the mean square of the gradient of each output, in
-nats^2. Fit for a safetensors file."""
+"""Mean square of each output's gradient, in nats^2: float32 [out], by the matrix's name. Can be
+stored in a safetensors file."""
 
-ROWS = 8  # whose gradients are taken: each of their tokens tells of all outputs of all matrices
+ROWS = 8
+"""Calibration rows in use. Few are enough, because each token has a gradient for every output of
+every matrix."""
 
-HEAD_ROWS = 256  # of states whose logits exist at a time
+HEAD_ROWS = 256  # positions whose logits are in memory at a time
 
 
 def measure_sensitivity(
@@ -47,10 +50,11 @@ def measure_sensitivity(
     on_layer: Callable[[int, int], None] | None = None,
     scratch: Path | None = None,
 ) -> Sensitivity:
-    """On the first rows of token_ids int64 [rows, length].
+    """Measures the sensitivity on the first `ROWS` rows of token_ids int64 [rows, length].
 
-    `scratch` is where states wait: 2 bytes a value of ROWS * length * hidden * layers. `on_row`
-    gets layers done and all, both ways.
+    States are kept in `scratch`, with 2 bytes for each of ROWS * length * hidden * layers values.
+    `on_layer` is called with the number of layers done and the total, which counts each layer twice
+    (forward and backward).
     """
     device = torch.device(options.device)
     total = 2 * config.num_layers
@@ -92,7 +96,7 @@ def _head_gradient(
     options: ConvertOptions,
     workers: Workers,
 ) -> Tensor:
-    """Of the summed loss of drawn tokens, by the states after the last layer."""
+    """Gradient of the summed loss of sampled tokens, with respect to the last layer's states."""
     device = torch.device(options.device)
     norm = read_tensor(checkpoint, FINAL_NORM).to(device)
     head = read_tensor(checkpoint, EMBED if config.has_tied_embeddings else HEAD).to(device)
@@ -110,7 +114,9 @@ def _head_gradient(
             if config.final_softcap is not None:
                 logits = torch.tanh(logits / config.final_softcap) * config.final_softcap
             log_p = logits.log_softmax(-1)
-            # The largest of log p + Gumbel noise is a draw from p; one number a row would not do.
+            # Inverse transform sampling: one uniform number per position selects the first token
+            # whose cumulative probability reaches it. The float64 sums need not end at exactly 1,
+            # so the number is scaled by the last sum.
             draws = torch.rand(len(x), 1, generator=generator, dtype=torch.float64).to(device)
             sums = log_p.detach().double().exp().cumsum(-1)
             drawn = torch.searchsorted(sums, draws * sums[:, -1:]).clamp(max=log_p.shape[1] - 1)
@@ -125,7 +131,11 @@ def _head_gradient(
 def _backward(
     source: LayerSource, config: ModelConfig, states: Tensor, gradient: Tensor, workers: Workers
 ) -> dict[str, Tensor]:
-    """What becomes known of the layer's matrices; `gradient` becomes that of `states`."""
+    """Sensitivity of the layer's matrices.
+
+    `gradient` is the gradient with respect to the layer's outputs. It is replaced by the gradient
+    with respect to its inputs, `states`.
+    """
     block, product = source.block(config), source.products()
 
     def run(row: int) -> list[Tensor]:
@@ -140,7 +150,8 @@ def _backward(
         operands = [x, *(outputs[part] for part in MATRICES)]
         y_gradient = gradient[row : row + 1].to(source.device)
         x_gradient, *output_gradients = torch.autograd.grad(y, operands, y_gradient)
-        # First, as one of them may be `of_y` itself, and lie where `of_x` goes.
+        # Before `gradient` is overwritten: an output's gradient may be `y_gradient` itself, which
+        # on a CPU is a view of `gradient`.
         means = [g[0].float().square().mean(0).cpu() for g in output_gradients]  # [out] each
         gradient[row : row + 1] = x_gradient.to(gradient.device)
         return means

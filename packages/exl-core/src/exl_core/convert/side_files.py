@@ -1,7 +1,7 @@
-"""What a model directory holds beside its weights: configuration, tokenizer, chat template.
+"""Files of a model directory beside its weights: configuration, tokenizer, chat template.
 
-Of a directory they are copied. Of a GGUF file they are made from its metadata and then read back:
-what does not come out the same is an error, never a file that is nearly right.
+For a directory they are copied. For a GGUF file they are made from its metadata and then read back.
+Any difference is an error, so that no file is only nearly right.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PROBES = (
 
 @dataclass(frozen=True, slots=True)
 class SideFiles:
-    """Files to copy, and files to write, by name."""
+    """Paths of files to copy, and contents of files to write, by name."""
 
     copied: tuple[Path, ...]
     written: Mapping[str, bytes]
@@ -69,7 +69,7 @@ def _pieces(path: Path) -> Iterator[bytes]:
 def collect(
     path: Path, source: TensorSource, config: ModelConfig, quantization: Mapping[str, object]
 ) -> SideFiles:
-    """What goes beside the quantized weights of the model at `path`."""
+    """Files that belong beside the quantized weights of the model at `path`."""
     fields = gguf_fields(source)
     if fields is None:
         copied = (file for file in sorted(path.iterdir()) if file.is_file())
@@ -90,7 +90,7 @@ def collect(
 
 
 def check(folder: Path, path: Path, source: TensorSource, config: ModelConfig) -> None:
-    """Raises if the directory describes another model than the one at `path`."""
+    """Raises if the directory `folder` describes another model than the one at `path`."""
     ours = read_hf_config(folder)
     found, wanted = (replace(c, eos_ids=(), arch=config.arch) for c in (ours, config))
     if found != wanted or not set(config.eos_ids) <= set(ours.eos_ids):
@@ -116,7 +116,7 @@ def _check_tokenizer(ours: Tokenizer, theirs: Tokenizer) -> None:
 
 
 def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
-    """The `config.json` that describes `config`; whether it does is for `check` to say."""
+    """Content of a `config.json` for `config`. `check` verifies it by reading it back."""
     rope = config.rope
     if rope.method not in (RopeMethod.DEFAULT, RopeMethod.LINEAR) or rope.frequency_divisors:
         raise UnsupportedModelError(
@@ -163,7 +163,7 @@ def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
 
 
 def _roles(tokenizer: Tokenizer) -> dict[str, object]:
-    """`tokenizer_config.json`: which tokens have a role, and what is added to a text."""
+    """Content of `tokenizer_config.json`: tokens by role, and which are added to a text."""
     control = tokenizer.control
     ids = {
         "bos_token": control.bos_id,
@@ -180,7 +180,7 @@ def _roles(tokenizer: Tokenizer) -> dict[str, object]:
 
 
 def _tokenizer_file(tokenizer: Tokenizer) -> dict[str, bytes]:
-    """The library's own file: it has been built from the metadata already."""
+    """The tokenizer library's own file. The tokenizer was already built from the metadata."""
     match tokenizer:
         case LibraryTokenizer():
             backend = Backend.from_str(tokenizer.as_json())

@@ -1,8 +1,9 @@
-"""The stages that compute, one after the other, each from where it was left.
+"""Computing stages of a conversion, in order, each resumed from its files in the work directory.
 
-Owns their order and what of them lies in the work directory; knows neither how a stage computes nor
-the form of the output. A stage is a function of the files before it, so that whoever
-kills the process changes nothing: what is on the disk is used, the rest is made again, the same.
+Owns the order of the stages and their files in the work directory. Knows neither how a stage
+computes nor the form of the output. A stage is a function of the files before it. A killed process
+therefore changes nothing: files on the disk are used, and missing ones are computed again with the
+same bytes.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ ENDS, ENDS_FACTS = "ends.safetensors", "ends.json"
 TUNING = "tuning.json"
 TUNED, TUNED_FACTS = "tuned.safetensors", "tuned.json"
 SAVING_SHARE = 0.05
-"""Of the time that may go into saving states, which are large. A kill or a stop costs what has been
-done since, and a layer."""
+"""Largest share of the time that is spent on saving states, which are large. A kill or a
+stop loses the work since the last save, and the layer in progress."""
 
 MakeRows = Callable[[Callable[[int, int], None]], CalibrationRows]
 
 
 class Computed(NamedTuple):
-    """What the output's record tells beside the matrices."""
+    """Results for the output's record, in addition to the matrices."""
 
     rows: CalibrationRows
     measurement: Measurement
@@ -57,9 +58,10 @@ class Computed(NamedTuple):
 
 @dataclass(slots=True)
 class Stages:
-    """The computing part of a conversion, of one source, in one work directory.
+    """Computing part of the conversion of one source in one work directory.
 
-    `make_rows` gives the calibration rows, once; `should_stop` is asked between all pieces of work.
+    `make_rows` is called once and returns the calibration rows. `should_stop` is called between all
+    pieces of work.
     """
 
     work: WorkDir
@@ -77,7 +79,7 @@ class Stages:
     _saving_s: float = 0.0
 
     def run(self) -> Computed:
-        """All stages up to the tensors of the output, which are then in the work directory."""
+        """Runs all stages. The tensors of the output are then in the work directory."""
         self._is_tuning_enabled()
         rows = self._calibrate()
         with worker_pool(self._device, self.should_stop) as workers:
@@ -212,7 +214,7 @@ class Stages:
         self._drop_states("tune")
 
     def _is_tuning_enabled(self) -> bool:
-        """Decided once: what memory is free may be another figure after a kill."""
+        """Decided once and recorded, because the free memory may differ after a kill."""
         if not self.work.has(TUNING):
             is_enabled = fits_in_memory(self.config, self._device)
             self.work.write_facts(TUNING, {"has_room": is_enabled})
@@ -226,14 +228,15 @@ class Stages:
         return self._place_states(embed_rows(self.checkpoint, self.config, token_ids))
 
     def _place_states(self, states: Tensor) -> Tensor:
-        """On the computing device where they take but little of its memory, else on the CPU."""
+        """Moves states to the computing device if they take at most 1/16 of its free memory."""
         free = free_memory_bytes(self._device)
         is_small = free is not None and states.nbytes <= free // 16
         return states.to(self._device) if is_small else states
 
     @contextmanager
     def _stage(self, stage: Stage) -> Iterator[Callable[[int, int], None]]:
-        """What is to be called with steps done and all of them; it raises when asked to stop."""
+        """Reports the stage. Yields a function that reports progress (steps done, total) and raises
+        ConversionStopped on a stop request."""
 
         def step(done: int, total: int) -> None:
             if self.should_stop():
@@ -248,7 +251,7 @@ class Stages:
     def _save_states(
         self, stage: str, at: int, states: Mapping[str, Tensor], *, is_last: bool = False
     ) -> None:
-        """The states before layer or step `at`, where it is time to, or the last chance."""
+        """Saves the states before layer or step `at` if a save is due, at the end, or at a stop."""
         began = time.monotonic()
         is_due = (began - self._saved_at) * self.saving_share >= self._saving_s
         if is_due or is_last or self.should_stop():
@@ -260,7 +263,7 @@ class Stages:
             self._saving_s = self._saved_at - began
 
     def _resume_states(self, stage: str) -> tuple[int, dict[str, Tensor]]:
-        """The layer or step to go on with, and the states before it; none before the first."""
+        """Layer or step to resume at and the states before it; 0 and no states at the start."""
         files = self._states_files(stage)
         if not files:
             return 0, {}
@@ -284,13 +287,13 @@ class Stages:
 
 
 class TensorFiles(Mapping[str, Tensor]):
-    """Tensors that are read when they are looked at, in the order of the output."""
+    """Tensors in the order of the output. Each access reads one from its file."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = {entry.name: entry for entry in entries}
 
     def __getitem__(self, name: str) -> Tensor:
-        # Copied one by one: pieces are the file itself, which is let go of after each.
+        # Copy each piece: it is a view of the mapped file, which is released after it.
         return torch.cat([piece.clone() for piece in self._entries[name].pieces()])
 
     def __iter__(self) -> Iterator[str]:
@@ -305,17 +308,17 @@ def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def layer_files(layer: int) -> tuple[str, str]:
-    """Tensors and facts of a finished layer."""
+    """Names of the files with the tensors and the facts of a finished layer."""
     return f"layer-{layer:05d}.safetensors", f"layer-{layer:05d}.json"
 
 
 def part_files(num_layers: int) -> list[tuple[str, str]]:
-    """The same of all parts of the model."""
+    """Names of these files for all layers, then for embedding, norm and head."""
     return [*(layer_files(layer) for layer in range(num_layers)), (ENDS, ENDS_FACTS)]
 
 
 def part_entries(work: WorkDir, num_layers: int) -> list[Entry]:
-    """All tensors of the output, before they were tuned."""
+    """All tensors of the output as they were before tuning."""
     return [entry for name, _ in part_files(num_layers) for entry in work.entries(name)]
 
 
@@ -326,7 +329,7 @@ def finished_entries(work: WorkDir, num_layers: int) -> list[Entry]:
 
 
 def finished_digests(work: WorkDir, num_layers: int) -> dict[str, str]:
-    """By name, as they were when each tensor had been decided, before it was written anywhere."""
+    """Digest of each tensor by name, taken when it was final and before it was written."""
     found: dict[str, str] = {}
     for facts in (*(facts for _, facts in part_files(num_layers)), TUNED_FACTS):
         found |= work.read_facts(facts)["digests"]
@@ -334,13 +337,13 @@ def finished_digests(work: WorkDir, num_layers: int) -> dict[str, str]:
 
 
 def matrix_reports(work: WorkDir, num_layers: int) -> list[dict[str, object]]:
-    """What was decided about each matrix, and how it went."""
+    """Layout, size, error and incidents of each quantized matrix."""
     facts = [work.read_facts(facts) for _, facts in part_files(num_layers)]
     return [report for one in facts for report in one["reports"]]
 
 
 def stage_files(work: WorkDir) -> list[str]:
-    """What is of no use once the output is there, as calibration rows and measurement are."""
+    """Work files without use once the output exists (not calibration rows and measurement)."""
     kinds = ("layer", "measure", "quantize", "tune")
     parts = [path.name for kind in kinds for path in work.folder.glob(f"{kind}-*")]
     return [*parts, SENSITIVITY, ENDS, ENDS_FACTS, TUNED, TUNED_FACTS, TUNING]

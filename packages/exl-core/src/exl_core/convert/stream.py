@@ -1,4 +1,4 @@
-"""States on their way through one layer, stopping where a matrix's inputs are there to be seen."""
+"""Passage of states through one layer, in steps that expose the inputs of its matrices."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from exl_core.convert.parallel import Workers
 
 
 class Stream:
-    """`states` float32 [rows, T, hidden], on the CPU, become those after the layer.
+    """Runs `states` float32 [rows, T, hidden] through one layer, which replaces them in place.
 
-    `steps` yields the matrices that come next; their inputs are then in `inputs`, [R, T, K] of some
-    rows each. `product` is asked for a matrix only after that.
+    `steps` yields the names of the next matrices. Their inputs are then in `inputs`, a list of
+    pieces [R, T, K]. `product` is called for these matrices only when the iteration continues.
     """
 
     def __init__(

@@ -1,12 +1,13 @@
-"""Tuning what the format leaves free, end to end, against the source's predictions.
+"""End-to-end tuning of norms and group scales against the source's predictions.
 
-Norms are stored in float16, and each group of a matrix has a float16 number that all its scales are
-multiples of. A factor on each of them is found by gradient descent (Adam) on the divergence of the
-quantized model's predictions from the source's, on the calibration rows. Codes stay as they are.
+Norms are stored in float16. Each group of a matrix has a float16 number that all its scales are
+multiples of. Tuning finds a factor for each of these values by gradient descent (Adam) on the
+divergence of the quantized model's predictions from the source's, on the calibration rows. Codes do
+not change.
 
-Each step goes up the layers and down again, with one of them in memory: weights (`compute_type`)
-and the states before each layer wait in files, and on the way down a layer is computed once more.
-On a GPU they wait on the GPU.
+Each step runs forward and backward through the layers with one layer in memory. Weights (in
+`compute_type`) and the states before each layer are kept in files. The backward pass computes each
+layer once more. On a GPU, weights and states stay in GPU memory.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ LENGTH = 512
 LEARNING_RATE = 0.005
 _HEAD_STEM = HEAD.removesuffix(".weight")
 
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's, of each knob
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's moments of each parameter, by torch's names
 
 LoadTensor = Callable[[], Tensor]
-"""Gives a tensor that has been put aside."""
+"""Returns an offloaded tensor."""
 
 OnStep = Callable[[int, Mapping[str, Tensor]], None]
-"""Called with steps done, and what to go on with."""
+"""Called with the number of steps done and the state from which tuning can resume."""
 
 
 def tune_model(
@@ -69,10 +70,12 @@ def tune_model(
     saved_state: Mapping[str, Tensor] | None = None,
     on_step: OnStep | None = None,
 ) -> dict[str, Tensor]:
-    """New values for some of `tensors` (all of the output, by name), of unchanged shapes and types:
-    norms and `q_scale_max`. For models that `has_room` has room for; none with `fast`. What waits
-    in files is in `scratch`: `scratch_bytes`. After `first` steps of an earlier call `held` is what
-    it told of them."""
+    """New values of norms and `q_scale_max`, with unchanged shapes and types; none with `fast`.
+
+    `tensors` are all tensors of the output, by name. The model must satisfy `fits_in_memory`.
+    Offloaded tensors take `scratch_bytes` in `scratch`. To resume after `steps_done` steps of an
+    earlier call, `saved_state` is the state that `on_step` received after them.
+    """
     device = torch.device(options.device)
     if options.fast:
         return {}
@@ -99,11 +102,12 @@ def tune_model(
             parameters[name].grad = gradient
         adam.step()
         if on_step is not None:
-            on_step(step + 1, _state(adam, parameters))
+            on_step(step + 1, _optimizer_state(adam, parameters))
     return model.stored(tensors)
 
 
-def _state(adam: torch.optim.Adam, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _optimizer_state(adam: torch.optim.Adam, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    # These keys are part of the work directory's format.
     found = {f"{name} knob": parameter.detach() for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
         found |= {f"{name} {moment}": adam.state[parameter][moment] for moment in _MOMENTS}
@@ -125,7 +129,7 @@ def _restore(
 
 
 def scratch_bytes(config: ModelConfig, device: torch.device) -> int:
-    """Of what waits: weights as they are computed with on the device, states in float32."""
+    """Bytes of the offloaded tensors: weights in the device's compute type, states in float32."""
     layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size)
     layer += 3 * config.hidden_size * config.intermediate_size
     weights = config.num_layers * layer + config.vocab_size * config.hidden_size
@@ -134,8 +138,11 @@ def scratch_bytes(config: ModelConfig, device: torch.device) -> int:
 
 
 def fits_in_memory(config: ModelConfig, device: torch.device) -> bool:
-    """Whether that, and the values of a layer, fit into half of the memory that is free: as files
-    they take none that somebody else needs, but each step wants to find them there."""
+    """Whether the offloaded tensors and the values of one layer fit into half of the free memory.
+
+    As files, the tensors take no memory that another process needs. But each step is only fast if
+    they are in the page cache.
+    """
     values = LENGTH * (16 * config.hidden_size + 6 * config.intermediate_size)
     head = compute_type(device).itemsize * config.vocab_size * config.hidden_size
     needed = scratch_bytes(config, device) + head + 4 * ROWS_PER_STEP * values
@@ -150,7 +157,7 @@ def _source_states(
     device: torch.device,
     workers: Workers,
 ) -> Tensor:
-    """What the source's head gets, [rows, length, hidden] in the computing type."""
+    """Inputs of the source's head, [rows, length, hidden] in the compute type."""
     states = embed_rows(checkpoint, config, token_ids)
     for layer in range(config.num_layers):
         source = read_layer(checkpoint, config, layer, device)
@@ -164,8 +171,8 @@ def _source_states(
 
 
 def _offload(tensor: Tensor, path: Path) -> LoadTensor:
-    """A tensor of a GPU stays there; of others only the file's pages are in memory, while they are
-    looked at."""
+    """Writes a CPU tensor to a file, whose pages are in memory only while the tensor is in use. A
+    GPU tensor stays in GPU memory."""
     if tensor.is_cuda:
         return lambda: tensor
     path.write_bytes(as_bytes(tensor))
@@ -175,7 +182,7 @@ def _offload(tensor: Tensor, path: Path) -> LoadTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Matrix:
-    """`weight` [out, in] as stored; `groups` int64 [in], the group of each feature."""
+    """`weight` loads [out, in] as dequantized; `groups` int64 [in] is the group of each feature."""
 
     weight: LoadTensor
     groups: Tensor
@@ -183,9 +190,10 @@ class _Matrix:
 
 @dataclass(slots=True)
 class _TunedModel:
-    """The quantized model, with a knob for everything that is tuned: the logarithm of a factor.
+    """The quantized model, with a parameter for each tuned tensor: the logarithms of its factors.
 
-    Knobs by name: a norm's is as long as the norm, a `q_scale_max`'s has one number for each group.
+    `parameters` are by tensor name. A norm's parameter has the length of the norm, that of a
+    `q_scale_max` has one number per group.
     """
 
     config: ModelConfig
@@ -233,14 +241,14 @@ class _TunedModel:
         return model
 
     def divergence(self, token_ids: Tensor, source_states: Tensor, workers: Workers) -> float:
-        """Mean over the tokens [R, T] of some rows, whose source states are `wanted`."""
+        """Mean divergence over token_ids [R, T], whose source states are `source_states`."""
         states, _ = self._forward(token_ids, workers)
         return self._head_backward(states, source_states, workers)[0]
 
     def gradients(
         self, token_ids: Tensor, source_states: Tensor, workers: Workers
     ) -> dict[str, Tensor]:
-        """Of that divergence, by every knob."""
+        """Gradient of that divergence with respect to each parameter."""
         states, before = self._forward(token_ids, workers)
         _, state_gradient, found = self._head_backward(states, source_states, workers)
         for layer in reversed(range(self.config.num_layers)):
@@ -266,7 +274,7 @@ class _TunedModel:
     def _head_backward(
         self, states: Tensor, source_states: Tensor, workers: Workers
     ) -> tuple[float, Tensor, dict[str, Tensor]]:
-        """The divergence, its gradient by `states`, and by the last knobs."""
+        """Divergence, its gradient by `states`, and those by the parameters of norm and head."""
         names = [FINAL_NORM, f"{_HEAD_STEM}.q_scale_max"]
         head = self.matrices[_HEAD_STEM].weight()[: self.config.vocab_size]
 
@@ -289,8 +297,10 @@ class _TunedModel:
     def _layer_backward(
         self, layer: int, states: Tensor, state_gradient: Tensor, workers: Workers
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """From the gradient by the states after the layer to that by those before it, and by its
-        knobs."""
+        """Gradients with respect to the states before the layer and to its parameters.
+
+        `states` are those before the layer, `state_gradient` is with respect to those after it.
+        """
         names = [name for name in self.parameters if name.startswith(layer_prefix(layer))]
         run_layer = self._layer_function(layer)
 
@@ -307,7 +317,7 @@ class _TunedModel:
         )
 
     def _layer_function(self, layer: int) -> Callable[[Tensor], Tensor]:
-        """The layer as a function, whose weights are in memory until it is forgotten."""
+        """The layer as a function. Its weights are in memory as long as the function exists."""
         prefix = layer_prefix(layer)
         weights = {part: self.matrices[prefix + part].weight() for part in MATRICES}
 
@@ -327,7 +337,7 @@ class _TunedModel:
         return run
 
     def _scale_inputs(self, stem: str, x: Tensor) -> Tensor:
-        """Inputs of a matrix times its groups' factors: as good as scaling its rows."""
+        """Inputs of a matrix times the factors of their groups, which equals scaling its rows."""
         return x * self.parameters[f"{stem}.q_scale_max"].exp()[self.matrices[stem].groups]
 
     def _softcap(self, logits: Tensor) -> Tensor:
@@ -335,7 +345,7 @@ class _TunedModel:
         return logits.float() if softcap is None else torch.tanh(logits.float() / softcap) * softcap
 
     def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors that knobs belong to, with their factors in them."""
+        """The tuned tensors, multiplied by their factors, in the form of the output."""
         found = {}
         for name, parameter in self.parameters.items():
             factor = parameter.detach().exp()
@@ -349,8 +359,10 @@ class _TunedModel:
     def _divergence(
         self, x: Tensor, head: Tensor, source_states: Tensor, workers: Workers
     ) -> tuple[float, Tensor]:
-        """Of inputs x [T, hidden] of the quantized head from `wanted` of the source's: the mean,
-        and its gradient by x."""
+        """Mean divergence and its gradient with respect to x.
+
+        x [T, hidden] are the inputs of the quantized head, `source_states` those of the source's.
+        """
         total, parts = 0.0, []
         for first in range(0, len(x), HEAD_ROWS):
             workers.check()
@@ -374,7 +386,7 @@ def _pieces(x: Tensor, workers: Workers) -> tuple[Tensor, ...]:
 def _merge_gradients(
     pieces: list[list[Tensor]], names: list[str]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Gradients of pieces: by their states, one after the other, and by knobs, their means."""
+    """Joins gradients of pieces: concatenates those of states, averages those of parameters."""
     state_gradients, *parameter_gradients = zip(*pieces, strict=True)
     means = [torch.stack(one).mean(0) for one in parameter_gradients]
     return torch.cat(state_gradients), dict(zip(names, means, strict=True))

@@ -1,8 +1,9 @@
-"""The work directory of a conversion: what has been done so far, on the disk, file by file.
+"""Work directory of a conversion: finished results on the disk, file by file.
 
-Every file is written whole or not at all, so that a process can be killed anywhere: what is there
-is finished, and what is missing is made again, to the same bytes. The job file says what the
-directory belongs to; a lock keeps a second process out. Knows neither models nor stages.
+Every file is written completely or not at all, so that the process can be killed at any time.
+A file that exists is finished. A missing file is computed again, with the same bytes. The job file
+identifies the conversion that the directory belongs to. A lock keeps other processes out. Knows
+neither models nor stages.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ Facts = Mapping[str, object]
 
 
 class WorkFileError(RequestError):
-    """A file of the work directory that cannot be what a conversion left there."""
+    """A file of the work directory has content that no conversion writes."""
 
 
 class WorkDir:
-    """A directory that this process has for itself, from `open_work` to the end of its block."""
+    """Directory that this process holds exclusively, for the duration of an `open_work` block."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -59,11 +60,11 @@ class WorkDir:
         write_safetensors(self.folder / name, [whole(*item) for item in tensors.items()])
 
     def read_tensors(self, name: str) -> dict[str, Tensor]:
-        """Copies, aligned as new tensors are: what is computed with them comes out the same."""
+        """Copies of a file's tensors, aligned like new tensors, so that results are bit-equal."""
         return {entry.name: torch.cat(list(entry.pieces())) for entry in self.entries(name)}
 
     def entries(self, name: str) -> list[Entry]:
-        """The tensors of a file, read when they are written elsewhere."""
+        """Tensors of a file, which are read only when they are written elsewhere."""
         path = self.folder / name
         file = MappedFile(path)
         return [
@@ -78,7 +79,7 @@ class WorkDir:
 
     @contextmanager
     def scratch(self) -> Iterator[Path]:
-        """A directory for what is not worth keeping."""
+        """A directory for temporary files, removed at the end of the block."""
         folder = self.folder / SCRATCH_NAME
         with naming_disk_failures(folder):
             folder.mkdir()
@@ -93,23 +94,24 @@ class WorkDir:
                 (self.folder / name).unlink(missing_ok=True)
 
     def remove_all(self) -> None:
-        """The directory goes, if all that is in it is the conversion's own."""
+        """Removes the directory and all its files. It was empty before the conversion."""
         with naming_disk_failures(self.folder):
             shutil.rmtree(self.folder)
 
 
 @contextmanager
 def open_work(folder: Path, options: Facts, *, resume: bool, command: str) -> Iterator[WorkDir]:
-    """The work directory of the conversion that `options` (plain JSON values) describe.
+    """Opens the work directory of the conversion that `options` (plain JSON values) describe.
 
-    A directory that holds another conversion, or this one without `resume`, is a RequestError that
-    says what differs, or `command`, which goes on with it. So is one that another process has.
+    Raises RequestError if the directory holds another conversion (the message names an option that
+    differs), this conversion without `resume` (the message gives `command`, which resumes it), or
+    if another process holds the directory.
     """
     with naming_disk_failures(folder):
         folder.mkdir(parents=True, exist_ok=True)
     with locked(folder / LOCK_NAME, folder, "in this work directory"):
         for leftover in folder.glob(f"*{TEMPORARY_SUFFIX}"):
-            leftover.unlink()  # of a process that was killed while it wrote
+            leftover.unlink()  # left by a process that was killed while writing
         shutil.rmtree(folder / SCRATCH_NAME, ignore_errors=True)
         job = folder / JOB_NAME
         if not job.is_file():
@@ -121,7 +123,7 @@ def open_work(folder: Path, options: Facts, *, resume: bool, command: str) -> It
 
 
 def check_work(folder: Path, options: Facts, *, resume: bool, command: str) -> None:
-    """What `open_work` would raise about a directory that is there, without touching it."""
+    """Raises the errors of `open_work` for the content of a directory, without changing it."""
     job = folder / JOB_NAME
     if job.is_file():
         _require_same(job, options, resume=resume, command=command)
@@ -132,7 +134,7 @@ def check_work(folder: Path, options: Facts, *, resume: bool, command: str) -> N
 def _require_empty(folder: Path) -> None:
     if not folder.is_dir():
         raise RequestError("the work directory is something else", where=folder)
-    ours = (LOCK_NAME, JOB_NAME + TEMPORARY_SUFFIX)  # of one that was killed at once
+    ours = (LOCK_NAME, JOB_NAME + TEMPORARY_SUFFIX)  # left by a process that was killed early
     names = sorted(path.name for path in folder.iterdir() if path.name not in ours)
     if names:
         raise RequestError(
@@ -175,14 +177,17 @@ def _require_same(job: Path, options: Facts, *, resume: bool, command: str) -> N
 
 @contextmanager
 def locked(path: Path, target: Path, target_phrase: str) -> Iterator[None]:
-    """A file that only one process has, gone at the end. The system drops the lock when the process
-    ends, however it ends. `place` is what it stands for, and `what` that in words."""
+    """Holds a lock file that only one process can hold, and removes it at the end.
+
+    The system releases the lock when the process ends, in any way. `target` is the directory that
+    the lock protects, and `target_phrase` names it in messages.
+    """
     with naming_disk_failures(path):
         file = path.open("ab")
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Else its last owner has removed it just now, and the next one makes another.
+            # Otherwise the last owner has just removed the file, and the next one creates another.
             is_ours = os.path.samestat(os.fstat(file.fileno()), path.stat())
         except (BlockingIOError, FileNotFoundError):
             is_ours = False
@@ -201,7 +206,7 @@ def locked(path: Path, target: Path, target_phrase: str) -> Iterator[None]:
 
 
 def _view(file: MappedFile, tensor: StoredTensor, offset: int) -> Iterator[Tensor]:
-    """The whole tensor as it lies in the file; its memory is let go of after it has been used."""
+    """The whole tensor as a view of the mapped file, whose pages are released after use."""
     dtype = ELEMENT_TYPES[tensor.storage]
     yield file.view(offset, tensor.size_bytes, dtype).view(tensor.shape)
     file.release(offset, tensor.size_bytes)
