@@ -1,9 +1,9 @@
-"""Replies that are one of some texts, or that start with one of them.
+"""Constraints on replies that are one of several texts, or that start with one of them.
 
-Both walk along the given texts byte by byte. A position is where one text may have got to; a state
-is the set of all positions that agree with the reply, and the tokens that may come are found by
-walking on from it for as long as any token of the vocabulary goes the same way. So the cost depends
-on the texts that are left, not on the size of the vocabulary.
+The given texts form an automaton over bytes. A position is a place in one of the texts. A state is
+the set of all positions that the reply so far can have reached. The mask is found by stepping from
+the state, byte by byte, along the paths that are prefixes of tokens. Its cost therefore depends on
+the texts that still match, not on the size of the vocabulary.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from exl_core.constrain.filter import ConstraintError, Filter, check_text
 from exl_core.constrain.vocabulary import Vocabulary
 
 Text = tuple[tuple[bytes, ...], ...]
-"""Of each character, the ways to write it."""
+"""Spellings of each character, in the order of the text."""
 Position = tuple[int, int, bytes]
-"""Number of the text, its characters written, what is left of the way chosen for the last one."""
+"""Index of the text, number of its characters begun, remaining bytes of the last one's spelling."""
 State = frozenset[Position]
 
 
@@ -28,7 +28,7 @@ State = frozenset[Position]
 class OneOf:
     """The reply is exactly one of `options`; with `ignore_case`, in any mix of cases.
 
-    Where one option is the beginning of another, the model may end the reply or go on.
+    If one option is a prefix of another, the model may end the reply there or continue.
     """
 
     options: tuple[str, ...]
@@ -39,16 +39,16 @@ class OneOf:
         object.__setattr__(self, "ignore_case", ignore_case)
 
     def filter(self, vocabulary: Vocabulary) -> Filter:
-        texts = _Texts(tuple(_ways(text, self.ignore_case) for text in self.options))
-        return _usable(_OneOfFilter(texts, vocabulary), "options")
+        texts = _Texts(tuple(_spellings(text, self.ignore_case) for text in self.options))
+        return _checked_filter(_OneOfFilter(texts, vocabulary), "options")
 
 
 @dataclass(frozen=True, init=False, slots=True)
 class StartsWith:
-    """The reply starts with one of `prefixes`, and is free from there on.
+    """The reply starts with one of `prefixes`; any text may follow.
 
-    The token that ends the prefix may go beyond it. This constraint never ends a reply, and does
-    not let one end within the prefix.
+    The token that completes the prefix may extend beyond it. This constraint never ends a reply,
+    and does not allow the reply to end within the prefix.
     """
 
     prefixes: tuple[str, ...]
@@ -58,8 +58,8 @@ class StartsWith:
         object.__setattr__(self, "prefixes", _checked(given, "prefixes"))
 
     def filter(self, vocabulary: Vocabulary) -> Filter:
-        texts = _Texts(tuple(_ways(text, ignore_case=False) for text in self.prefixes))
-        return _usable(_StartsWithFilter(texts, vocabulary), "prefixes")
+        texts = _Texts(tuple(_spellings(text, ignore_case=False) for text in self.prefixes))
+        return _checked_filter(_StartsWithFilter(texts, vocabulary), "prefixes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class _Texts:
         object.__setattr__(self, "start", start)
 
     def steps(self, state: State) -> dict[int, State]:
-        """Where each byte that may come leads."""
+        """Next state for each allowed byte."""
         found: dict[int, set[Position]] = {}
         for number, written, rest in state:
             for byte, position in self._steps_of(number, written, rest):
@@ -94,7 +94,7 @@ class _Texts:
         return state
 
     def is_whole(self, state: State) -> bool:
-        """Whether one of the texts ends here."""
+        """Whether one of the texts is complete in this state."""
         return any(not rest and written == len(self.texts[n]) for n, written, rest in state)
 
 
@@ -102,7 +102,7 @@ class _TextFilter(Filter):
     def __init__(self, texts: _Texts, vocabulary: Vocabulary) -> None:
         self._texts = texts
         self._vocabulary = vocabulary
-        self._states = [texts.start]  # before the reply, and after each of its tokens
+        self._states = [texts.start]  # initial state, then one after each token
 
     @property
     def _state(self) -> State:
@@ -116,7 +116,7 @@ class _TextFilter(Filter):
         token = b""
         if 0 <= token_id < self._vocabulary.num_tokens:
             token = self._vocabulary.token_bytes[token_id]
-        state = self._after(token) if token or self._is_free else frozenset()
+        state = self._after(token) if token or self._is_unconstrained else frozenset()
         if not state:
             raise ConstraintError(
                 "the token does not fit the texts that the reply may be",
@@ -130,15 +130,15 @@ class _TextFilter(Filter):
             del self._states[-count:]
 
     @property
-    def _is_free(self) -> bool:
-        """Whether any token may come, special ones too."""
+    def _is_unconstrained(self) -> bool:
+        """Whether every token is allowed, special tokens included."""
         return False
 
     @abstractmethod
     def _after(self, token: bytes) -> State:
-        """The state after a token; empty where it does not fit."""
+        """State after a token; empty if no text allows it."""
 
-    def _allowed(self, *, may_overshoot: bool) -> Tensor:
+    def _allowed(self, *, allow_overshoot: bool) -> Tensor:
         tokens = self._vocabulary.sorted_tokens
         found: list[int] = []
         open_paths = [(b"", self._state)]
@@ -146,7 +146,7 @@ class _TextFilter(Filter):
             path, state = open_paths.pop()
             for byte, reached in self._texts.steps(state).items():
                 longer = path + bytes([byte])
-                if may_overshoot and self._texts.is_whole(reached):
+                if allow_overshoot and self._texts.is_whole(reached):
                     found += tokens.starting_with(longer)
                 elif tokens.has_prefix(longer):
                     found += tokens.exactly(longer)
@@ -156,7 +156,7 @@ class _TextFilter(Filter):
 
 class _OneOfFilter(_TextFilter):
     def mask(self) -> Tensor:
-        return self._allowed(may_overshoot=False)
+        return self._allowed(allow_overshoot=False)
 
     @property
     def is_finished(self) -> bool:
@@ -170,10 +170,10 @@ class _StartsWithFilter(_TextFilter):
     is_finished = False
 
     def mask(self) -> Tensor | None:
-        return None if self.is_complete else self._allowed(may_overshoot=True)
+        return None if self.is_complete else self._allowed(allow_overshoot=True)
 
     @property
-    def _is_free(self) -> bool:
+    def _is_unconstrained(self) -> bool:
         return self.is_complete
 
     def _after(self, token: bytes) -> State:
@@ -194,7 +194,7 @@ def _checked(texts: Iterable[str], what: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _ways(text: str, ignore_case: bool) -> Text:
+def _spellings(text: str, ignore_case: bool) -> Text:
     if not ignore_case:
         return tuple((char.encode(),) for char in text)
     return tuple(
@@ -203,7 +203,7 @@ def _ways(text: str, ignore_case: bool) -> Text:
     )
 
 
-def _usable(made: _TextFilter, what: str) -> Filter:
+def _checked_filter(made: _TextFilter, what: str) -> Filter:
     mask = made.mask()
     if not made.is_complete and mask is not None and not bool(mask.any()):
         raise ConstraintError(f"no token of this model can begin one of the {what}")

@@ -1,9 +1,9 @@
-"""What every constraint on a reply is, and what it is while one reply is written.
+"""Interfaces of constraints, and of filters, which hold a constraint's state in one reply.
 
-A `Constraint` is a frozen value that a request carries. Its `filter` makes a `Filter`: the state of
-that constraint in one reply, which is told every token and says which may come next. A filter
-reads text as the bytes of its tokens; the prompt is not part of it. EOS is nobody's business here:
-whether the reply may end is `is_complete`, and `filter_set.py` turns it into the ids of EOS.
+A `Constraint` is a frozen value that a request carries. Its `filter` method compiles it into a
+`Filter`. A filter accepts every token of the reply and yields the mask of the next one. It reads
+text as the bytes of tokens and does not see the prompt. Filters do not handle EOS: `is_complete`
+states whether the reply may end, and `filter_set.py` adds the ids of EOS to the mask.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 class ConstraintError(RequestError):
-    """A constraint that cannot be read or met, or that this reply can no longer meet."""
+    """A constraint that is invalid, cannot be satisfied, or can no longer be by this reply."""
 
 
 def check_text(text: str, what: str) -> None:
-    """Text that cannot be written as UTF-8 can be no part of a constraint."""
+    """Raise ConstraintError if `text` cannot be encoded as UTF-8."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -32,43 +32,47 @@ def check_text(text: str, what: str) -> None:
 
 
 class Filter(ABC):
-    """One constraint in one reply. Used by one thread at a time, not always by the same one."""
+    """State of one constraint in one reply.
+
+    One thread uses it at a time, but not always the same thread.
+    """
 
     runs_in_background = True
-    """Whether `mask` may be called on another thread than the other methods."""
+    """Whether `mask` may run on another thread than the other methods."""
 
     @abstractmethod
     def mask(self) -> Tensor | None:
-        """Packed bits of the tokens that may come next; None: any may.
+        """Bitmask of the allowed next tokens; None allows every token.
 
-        The tensor belongs to the filter: it is read, not written. An empty mask is not an error
-        here: it is right after the last token of a reply that is complete.
+        The filter owns the tensor; the caller does not write to it. An empty mask is not an error
+        here: it is correct after the last token of a complete reply.
         """
 
     @abstractmethod
     def accept(self, token_id: int) -> None:
-        """The reply goes on with this token, which is not EOS."""
+        """Advance by one token of the reply, which is not EOS."""
 
     @abstractmethod
     def rewind(self, count: int) -> None:
-        """Take back the last `count` tokens that were accepted."""
+        """Undo the last `count` accepted tokens."""
 
     @property
     @abstractmethod
     def is_complete(self) -> bool:
-        """The text so far satisfies the constraint: the reply may end here."""
+        """Whether the text so far satisfies the constraint, so that the reply may end."""
 
     @property
     @abstractmethod
     def is_finished(self) -> bool:
-        """The text satisfies the constraint and nothing may follow: the reply ends here."""
+        """Whether the text satisfies the constraint and no token may follow."""
 
 
 class Constraint(Protocol):
-    """A frozen value that says what a reply must look like."""
+    """A frozen value that states which texts a reply may be."""
 
     def filter(self, vocabulary: Vocabulary) -> Filter:
-        """The state of a new reply. What cannot be read or met is a `ConstraintError` here.
+        """Compile the constraint for one reply.
 
-        May take seconds, so the engine's thread does not call it. Safe on any thread.
+        Raises ConstraintError if it is invalid or cannot be satisfied. May take seconds, so the
+        engine's thread does not call it. Safe on any thread.
         """

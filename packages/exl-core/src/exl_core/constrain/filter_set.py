@@ -1,13 +1,13 @@
-"""All constraints of one reply together, and the end of the reply.
+"""Combination of all filters of one reply into one mask, EOS included.
 
-A token may come if every filter lets it. The ids of EOS may come if, and only if, every filter is
-complete, whatever the filters' masks say of them; with `prefer_eos` nothing else may come then.
-The reply ends by itself as soon as any one filter is finished, be the others complete or not: a
-finished filter lets nothing follow, so there is no way on. `is_complete` tells both cases apart.
+A token is allowed if every filter allows it. The ids of EOS are allowed if and only if every filter
+is complete; the filters' own masks do not count for them. With `prefer_eos`, EOS is then the only
+token allowed. The reply ends without EOS as soon as one filter is finished, whether the others are
+complete or not, because no token can follow. `is_complete` distinguishes the two cases.
 
-With an executor the next mask can be computed while the model computes logits: `start` after
-`accept`, `mask` when the logits are there. The other methods wait for that computation, or call it
-off, so that no filter is ever used by two threads at once.
+With an executor, the next mask is computed while the model computes logits: the caller calls
+`start` after `accept`, and `mask` when the logits are available. All other methods first wait for
+that computation or cancel it, so that two threads never use one filter at once.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class FilterSet:
         prefer_eos: bool = False,
         executor: Executor | None = None,
     ) -> None:
-        """`eos_ids`: whatever ends this reply as a token, with bytes or without."""
+        """`eos_ids` are all tokens that end this reply, with bytes or without."""
         self._filters = tuple(filters)
         self._eos_ids = frozenset(eos_ids)
         self._vocabulary = vocabulary
@@ -46,30 +46,31 @@ class FilterSet:
         self._pending: Future[list[Tensor | None]] | None = None
         self._mask: Tensor | None = None
         self._has_mask = False
-        self._was_fed: list[bool] = []  # by token accepted: EOS is no filter's business
+        self._was_fed: list[bool] = []  # for each accepted token: False for EOS
 
     @property
     def is_complete(self) -> bool:
-        """Every constraint is satisfied by the text so far: the reply may end here."""
-        self._settle()
+        """Whether the text so far satisfies every constraint, so that the reply may end."""
+        self._finish_pending()
         return all(f.is_complete for f in self._filters)
 
     @property
     def is_finished(self) -> bool:
-        """Nothing can follow: the reply ends here, without EOS."""
-        self._settle()
+        """Whether no token can follow, so that the reply ends without EOS."""
+        self._finish_pending()
         return any(f.is_finished for f in self._filters)
 
     def start(self) -> None:
-        """Begin computing the next mask in the background; without an executor, do nothing."""
+        """Start computing the next mask in the background. Without an executor, do nothing."""
         if self._background is not None and self._pending is None and not self._has_mask:
             self._pending = self._background.submit(self._masks, in_background=True)
 
     def mask(self, *, may_end: bool = True) -> Tensor | None:
-        """Packed bits of the tokens that may come next, None: any may. Read it, do not write it.
+        """Bitmask of the allowed next tokens; None allows every token. Not to be written to.
 
-        Without `may_end` EOS may not come, complete or not; as long as the same tokens were
-        accepted, all calls say the same. `ConstraintError` where nothing may come.
+        Without `may_end`, EOS is not allowed even if the text is complete. Calls between two
+        `accept` must agree on `may_end`: the first result is kept. Raises ConstraintError if no
+        token is allowed.
         """
         if not self._has_mask:
             pending, self._pending = self._pending, None
@@ -79,8 +80,8 @@ class FilterSet:
         return self._mask
 
     def accept(self, token_id: int) -> None:
-        """The reply goes on with this token."""
-        self._settle()
+        """Advance by one token of the reply."""
+        self._finish_pending()
         is_fed = token_id not in self._eos_ids
         if is_fed:
             for f in self._filters:
@@ -89,8 +90,8 @@ class FilterSet:
         self._has_mask = False
 
     def rewind(self, count: int) -> None:
-        """Take back the last `count` tokens."""
-        self._settle()
+        """Undo the last `count` tokens."""
+        self._finish_pending()
         if count == 0:
             return
         num_fed = sum(self._was_fed[-count:])
@@ -100,11 +101,11 @@ class FilterSet:
                 f.rewind(num_fed)
         self._has_mask = False
 
-    def _settle(self) -> None:
-        """After this nothing runs in the background."""
+    def _finish_pending(self) -> None:
+        """Wait for the background computation, or cancel it."""
         pending, self._pending = self._pending, None
         if pending is not None and not pending.cancel():
-            pending.exception()  # waits; a mask that failed will fail again where it is asked for
+            pending.exception()  # waits; an error is raised again by the next call of `mask`
 
     def _masks(self, *, in_background: bool) -> list[Tensor | None]:
         return [f.mask() for f in self._filters if f.runs_in_background == in_background]
@@ -128,9 +129,9 @@ class FilterSet:
         return combined
 
     def _with_eos(self, mask: Tensor, may_end: bool) -> Tensor:
-        """The mask with all of EOS, or none of it; the mask itself where that is so already."""
-        # In numpy, and only in the words of EOS: a pass leaves nothing of a mask in the caches, and
-        # on tensors as small as these torch takes several times as long.
+        """The mask with all ids of EOS set or cleared. Not copied if it needs no change."""
+        # Only the words that hold EOS are touched, because a forward pass evicts the mask from the
+        # CPU caches. numpy is several times as fast as torch on tensors this small.
         words = mask.numpy().view(np.uint32)
         found = [(place, int(words[place]), eos) for place, eos in self._eos_words]
         if all(word & eos == (eos if may_end else 0) for _, word, eos in found):

@@ -1,15 +1,16 @@
-"""Filters that were written for exllamav2, as filters of this project.
+"""Adapter for filter objects that were written for exllamav2.
 
-What is asked of such an object is little: `begin(prefix)`, `feed(token)` with a tensor of shape
-(1, 1), and `next()`, which gives the tokens that may come (None: all) and those that end the reply
-once they are drawn. It may have more: `clone()`, masks of its own (`can_mask_logits` and its kin,
-then no token ends the reply but EOS), and `use_background_worker()`. If it lets EOS come, or
-anything at all, then the reply may end.
+Such an object has `begin(prefix)`, `feed(token)` with a tensor of shape (1, 1), and `next()`, which
+returns the allowed tokens (None: all) and the tokens that end the reply once they are sampled. It
+may also have `clone()`, `use_background_worker()`, and masks of its own (`can_mask_logits`,
+`prepare_logit_mask`, `mask_logits`; then only EOS ends the reply). The reply may end if the object
+allows EOS or allows every token.
 
-A filter holds the state of one reply, so each reply works on a copy: `clone()`, else a deep copy
-that shares its `model` and `tokenizer`. An object that cannot be copied serves as it is, one reply
-at a time, and must take a second `begin` as a new start. Tokens are taken back by going back to a
-copy that was made before they came, else by beginning anew and repeating what stays.
+Each reply uses its own copy, because the object holds the state of one reply: `clone()` if there is
+one, else a deep copy that shares its `model` and `tokenizer`. An object that cannot be copied is
+used directly, for one reply at a time, and must treat a second `begin` as a restart. `rewind`
+restores a copy that was made before the undone tokens, or else begins again and feeds the
+remaining tokens.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from exl_core.constrain.filter import ConstraintError, Filter
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.errors import ExlError
 
-_SNAPSHOTS = 32  # copies kept, of the latest tokens; more than a banned string has
+_SNAPSHOTS = 32  # copies kept, one per token; more than a banned string has tokens
 _SHARED = ("model", "tokenizer")  # attributes that are not copied with the object
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Foreign:
-    """`wrapped`: the object. Its `begin` is always given the empty text."""
+    """A filter object of exllamav2 as a constraint. Its `begin` always gets an empty text."""
 
     wrapped: Any
 
@@ -51,7 +52,7 @@ class Foreign:
 
 class ForeignFilter(Filter):
     wrapped: Any
-    """The copy that follows this reply, for whoever wants to know what it has collected."""
+    """Copy of the object that follows this reply; callers may read the state that it collects."""
 
     def __init__(self, original: Any, vocabulary: Vocabulary) -> None:
         self._original = original
@@ -60,18 +61,18 @@ class ForeignFilter(Filter):
         self._snapshots: deque[tuple[int, Any]] = deque(maxlen=_SNAPSHOTS)
         self._is_ended = False
         self._mask: Tensor | None = None
-        self._end_tokens: Collection[int] | None = None  # None: the state was not asked yet
-        self.wrapped = self._begun()
-        self.runs_in_background = _says(self.wrapped, "use_background_worker")
+        self._end_tokens: Collection[int] | None = None  # None: `next` was not called in this state
+        self.wrapped = self._begun_copy()
+        self.runs_in_background = _supports(self.wrapped, "use_background_worker")
 
     def mask(self) -> Tensor | None:
-        self._ask()
+        self._update()
         return self._mask
 
     def accept(self, token_id: int) -> None:
-        self._ask()
+        self._update()
         if hasattr(self.wrapped, "clone"):
-            with self._blamed("clone"):
+            with self._errors_of("clone"):
                 self._snapshots.append((len(self._token_ids), self.wrapped.clone()))
         self._is_ended = token_id in (self._end_tokens or ())
         self._feed(self.wrapped, token_id)
@@ -88,18 +89,18 @@ class ForeignFilter(Filter):
         if self._snapshots and self._snapshots[-1][0] == length:
             self.wrapped = self._snapshots.pop()[1]
         else:
-            self.wrapped = self._begun()
+            self.wrapped = self._begun_copy()
             for token_id in self._token_ids:
-                self._next_of(self.wrapped)  # as a generator would, who asks before each token
+                self._next_of(self.wrapped)  # generators call `next` before each token
                 self._feed(self.wrapped, token_id)
         self._end_tokens = None
-        self._is_ended = False  # or the reply would have ended before what is taken back
+        self._is_ended = False  # tokens that can be undone never follow an end
 
     @property
     def is_complete(self) -> bool:
         if self._is_ended:
             return True
-        self._ask()
+        self._update()
         if self._mask is None:
             return True
         eos = self._vocabulary.mask_of(self._vocabulary.eos_ids)
@@ -109,8 +110,8 @@ class ForeignFilter(Filter):
     def is_finished(self) -> bool:
         return self._is_ended
 
-    def _ask(self) -> None:
-        """What may come, once for each state."""
+    def _update(self) -> None:
+        """Call `next` of the object, once in each state."""
         if self._end_tokens is not None:
             return
         if self._is_ended:
@@ -119,30 +120,30 @@ class ForeignFilter(Filter):
             self._mask, self._end_tokens = self._next_of(self.wrapped)
 
     def _next_of(self, wrapped: Any) -> tuple[Tensor | None, Collection[int]]:
-        if _says(wrapped, "can_mask_logits"):
-            with self._blamed("mask_logits"):
+        if _supports(wrapped, "can_mask_logits"):
+            with self._errors_of("mask_logits"):
                 wrapped.prepare_logit_mask()
                 logits = wrapped.mask_logits(torch.zeros(self._vocabulary.size))
                 allowed = (logits.flatten() != float("-inf")).nonzero().flatten().tolist()
             return self._vocabulary.mask_of(allowed), ()
-        with self._blamed("next"):
+        with self._errors_of("next"):
             pass_tokens, end_tokens = wrapped.next()
             mask = None if pass_tokens is None else self._vocabulary.mask_of(pass_tokens)
         return mask, () if end_tokens is None else end_tokens
 
     def _feed(self, wrapped: Any, token_id: int) -> None:
-        with self._blamed("feed"):
+        with self._errors_of("feed"):
             wrapped.feed(torch.tensor([[token_id]]))
 
-    def _begun(self) -> Any:
+    def _begun_copy(self) -> Any:
         wrapped = _copy_of(self._original)
-        with self._blamed("begin"):
+        with self._errors_of("begin"):
             wrapped.begin("")
         return wrapped
 
     @contextmanager
-    def _blamed(self, method: str) -> Iterator[None]:
-        """A stranger's failure is this reply's, not the engine's."""
+    def _errors_of(self, method: str) -> Iterator[None]:
+        """Turn an exception of the object into the error of this reply."""
         try:
             yield
         except ExlError:
@@ -155,7 +156,7 @@ class ForeignFilter(Filter):
             ) from error
 
 
-def _says(wrapped: Any, question: str) -> bool:
+def _supports(wrapped: Any, question: str) -> bool:
     return hasattr(wrapped, question) and bool(getattr(wrapped, question)())
 
 
@@ -165,5 +166,5 @@ def _copy_of(wrapped: Any) -> Any:
     shared = [getattr(wrapped, name) for name in _SHARED if hasattr(wrapped, name)]
     try:
         return copy.deepcopy(wrapped, {id(part): part for part in shared})
-    except Exception:  # noqa: BLE001 - a lock, a generator: whatever it holds, it cannot be copied
+    except Exception:  # noqa: BLE001 - it holds a lock, a generator or the like
         return wrapped

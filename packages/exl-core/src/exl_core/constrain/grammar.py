@@ -1,7 +1,7 @@
-"""The reply is a text of a context-free grammar.
+"""Constraint: the reply is a text of a context-free grammar.
 
 The grammar is written in llguidance's variant of Lark, with a rule `start`. It may name special
-tokens of the model, as in `<|tool|>`; no other constraint lets one through.
+tokens of the model, as in `<|tool|>`. No other constraint allows special tokens.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from exl_core.constrain.guided import Source, guided_filter
 from exl_core.constrain.limits import check_grammar, check_length
 from exl_core.constrain.vocabulary import Vocabulary
 
-_WHAT = "the grammar"
+_NAME = "the grammar"
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """`lark`: the rules."""
+    """`lark` is the text of the grammar."""
 
     lark: str
 
     def filter(self, vocabulary: Vocabulary) -> Filter:
-        check_text(self.lark, _WHAT)
-        check_length(self.lark, vocabulary.limits, _WHAT)
-        check_grammar(self.lark, _WHAT)
-        return guided_filter(self.lark, vocabulary, Source(_WHAT, is_lark=True))
+        check_text(self.lark, _NAME)
+        check_length(self.lark, vocabulary.limits, _NAME)
+        check_grammar(self.lark, _NAME)
+        return guided_filter(self.lark, vocabulary, Source(_NAME, is_lark=True))

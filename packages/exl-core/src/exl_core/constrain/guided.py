@@ -1,10 +1,10 @@
-"""Constraints that the llguidance library compiles: one filter for grammars of all kinds.
+"""Filter of all constraints that the llguidance library compiles.
 
-The library gets a grammar in its own Lark with two settings. It never forces tokens, because the
-model chooses how to write a text. It has limits on the work for one token. A grammar is compiled by
-another process first (`trial.py`), then here. The library reports most bad grammars when it
-compiles them. One that no text satisfies may show only as an empty first mask, so the first mask
-is computed here too, before the request is accepted.
+The library gets a grammar in its variant of Lark, with two settings: it never forces tokens,
+because the model chooses the tokenization of a text, and the work for one token is limited. Another
+process compiles the grammar first (`trial.py`), then this module does. The library reports most
+invalid grammars when it compiles them. A grammar that no text satisfies may only yield an empty
+first mask; `guided_filter` therefore computes the first mask before the request is accepted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _OPTIONS = '\n%llguidance {"no_forcing": true}\n'
 _PLACE = re.compile(r"^at \d+\(\d+\): |^failed to compile JSON schema: ")
-_ECHO = re.compile(r"^\s*(\d+ \||\^+$)")  # lines that show the grammar, or point at it
+_ECHO = re.compile(r"^\s*(\d+ \||\^+$)")  # lines that quote the grammar or mark a place in it
 _DEAD_END = "NoExtension"
 _MESSAGE_LENGTH = 300
 _LIMITS = {
@@ -49,28 +49,28 @@ _LARK_LIMITS = {
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The constraint that a grammar was made of.
+    """Constraint that a grammar was generated from.
 
-    what     its name in messages
-    is_lark  the caller's own text is the grammar, so line numbers mean something to them
+    name     name of the constraint in messages
+    is_lark  the caller wrote the grammar, so that messages may contain its line numbers
     schema   the JSON schema, if it is one
     """
 
-    what: str
+    name: str
     is_lark: bool = False
     schema: object = None
 
 
 def guided_filter(lark: str, vocabulary: Vocabulary, source: Source) -> Filter:
-    """Compile a grammar. Takes up to twice the time limit, and holds no lock of the interpreter."""
+    """Compile a grammar. May take twice the time limit; the global interpreter lock is released."""
     from llguidance import LLMatcher, LLParserLimits
 
     grammar = lark + _OPTIONS
     limits = _LARK_LIMITS if source.is_lark else _LIMITS
-    # Only a caller's own grammar can name special tokens.
+    # Generated grammars name no special tokens.
     special = vocabulary.special_tokens if source.is_lark else ()
     trial = Trial(grammar, special, limits, source.schema)
-    answer = run(trial, vocabulary.limits, source.what)
+    answer = run(trial, vocabulary.limits, source.name)
     if answer.error:
         raise _unusable(answer.error, source)
     native = LLParserLimits(**limits)  # type: ignore[arg-type]
@@ -80,21 +80,21 @@ def guided_filter(lark: str, vocabulary: Vocabulary, source: Source) -> Filter:
     guided = GuidedFilter(matcher, vocabulary)
     if not guided.is_complete and not bool(guided.mask().any()):
         raise ConstraintError(
-            f"{source.what} cannot be satisfied: no token of this model can begin it"
+            f"{source.name} cannot be satisfied: no token of this model can begin it"
         )
     if answer.is_endless:
-        raise ConstraintError(f"{source.what} cannot be satisfied: its recursion never ends")
+        raise ConstraintError(f"{source.name} cannot be satisfied: its recursion never ends")
     return guided
 
 
 def _unusable(message: str, source: Source) -> ConstraintError:
     return ConstraintError(
-        f"{source.what} cannot be used: {_one_line(message, names_place=source.is_lark)}"
+        f"{source.name} cannot be used: {_one_line(message, names_place=source.is_lark)}"
     )
 
 
 class GuidedFilter(Filter):
-    """The state of llguidance in one reply."""
+    """State of llguidance's matcher in one reply."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         self._matcher = matcher
@@ -132,23 +132,23 @@ class GuidedFilter(Filter):
         return self.is_complete and (self._matcher.is_stopped() or not self.mask().numpy().any())
 
     def _compute(self) -> Tensor:
-        size = self._vocabulary.size  # and the library's own EOS behind it
+        size = self._vocabulary.size  # the library's own EOS follows
         words = np.zeros(-(-(size + 1) // WORD_BITS), dtype=np.uint32)
         self._matcher.unsafe_compute_mask_ptr(words.ctypes.data, 4 * len(words))
-        if size % WORD_BITS:  # else that EOS is alone in the word that is left out below
+        if size % WORD_BITS:  # otherwise EOS is alone in the last word, which is dropped below
             words[-1] &= np.uint32((1 << size % WORD_BITS) - 1)
         self._check_error()
         return torch.from_numpy(words[: self._vocabulary.num_words].view(np.int32))
 
     def _check_error(self) -> None:
         message = self._matcher.get_error()
-        if message and not message.startswith(_DEAD_END):  # which the empty mask says already
+        if message and not message.startswith(_DEAD_END):  # a dead end yields an empty mask
             said = _one_line(message, names_place=False)
             raise ConstraintError(f"the constraint became too complex: {said}")
 
 
 def _one_line(message: str, *, names_place: bool) -> str:
-    """What the library said, without the grammar that it repeats."""
+    """The library's message on one line, without the grammar that it quotes."""
     message = message.partition("<state>")[0]
     lines = [line for line in message.splitlines() if not _ECHO.match(line)]
     said = " ".join(" ".join(lines).split())

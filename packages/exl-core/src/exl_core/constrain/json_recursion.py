@@ -1,10 +1,10 @@
-"""Whether a JSON schema that refers to itself lets any document come to an end.
+"""Check that a recursive JSON schema describes a finite document.
 
-A node that requires a node of its own kind describes no finite document, and a reply to it would
-run until its tokens are spent; the library that follows a schema token by token cannot see that.
-Only recursion is looked at: which of the local references (`#/...`) lead to a document is found by
-adding them one after the other, beginning with those that need no other. Everything else counts as
-possible, so a schema is never refused wrongly.
+A node that requires a node of its own kind describes no finite document. The reply would continue
+until its token limit. llguidance follows a schema token by token and cannot detect this. The check
+considers recursion only: it finds the local references (`#/...`) that lead to a finite document, as
+a fixed point that starts with the references that need no other. It assumes that everything else
+can be satisfied, and therefore never refuses a valid schema.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from urllib.parse import unquote
 
-_MANY = 64  # items that an array is taken to need at most; the rest are like the last of them
+_MANY = 64  # required items of an array that are looked at; later ones are like the last one
 
 
 def has_finite_document(schema: object) -> bool:
     targets = {ref: target_of(schema, ref) for ref in set(_references(schema))}
-    finite = {ref for ref, target in targets.items() if target is None}  # not ours to judge
+    finite = {ref for ref, target in targets.items() if target is None}  # unknown: assumed finite
     while True:
         added = {
             ref
@@ -30,7 +30,7 @@ def has_finite_document(schema: object) -> bool:
 
 
 def _is_finite(schema: object, finite: set[str]) -> bool:
-    """Whether there is a document, when only the references in `finite` lead to one."""
+    """Whether a finite document exists if only the references in `finite` lead to one."""
     if not isinstance(schema, Mapping):
         return True
     ref = schema.get("$ref")
@@ -42,11 +42,11 @@ def _is_finite(schema: object, finite: set[str]) -> bool:
         parts = list_of(schema.get(key))
         if parts and not any(_is_finite(part, finite) for part in parts):
             return False
-    return all(_is_finite(part, finite) for part in _needed(schema))
+    return all(_is_finite(part, finite) for part in _required_parts(schema))
 
 
-def _needed(schema: Mapping[str, object]) -> Iterator[object]:
-    """What every document must hold."""
+def _required_parts(schema: Mapping[str, object]) -> Iterator[object]:
+    """Schemas of the properties and items that every document must have."""
     if schema.get("type") == "object":
         properties = schema.get("properties")
         for name in list_of(schema.get("required")):
@@ -74,7 +74,7 @@ def _references(schema: object) -> Iterator[str]:
 
 
 def target_of(root: object, ref: str) -> object | None:
-    """What a local reference means; None for any other, and for one that leads nowhere."""
+    """Node that a local reference points to; None if it is not local or points nowhere."""
     if ref != "#" and not ref.startswith("#/"):
         return None
     found: object | None = root

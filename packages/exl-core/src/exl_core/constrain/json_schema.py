@@ -1,8 +1,8 @@
-"""The reply is a JSON document that satisfies a schema.
+"""Constraint: the reply is a JSON document that satisfies a schema.
 
-Which keywords are understood is the llguidance library's matter; one that it does not know is an
-error, never ignored. Properties come in the order of the schema. A schema may carry the library's
-own settings under `x-guidance`, which go before those made here.
+The llguidance library defines which keywords are supported. An unknown keyword is an error and is
+never ignored. Properties appear in the order of the schema. A schema may contain settings of the
+library under `x-guidance`, which override those made here.
 """
 
 from __future__ import annotations
@@ -16,16 +16,19 @@ from exl_core.constrain.guided import Source, guided_filter
 from exl_core.constrain.limits import check_length, check_schema
 from exl_core.constrain.vocabulary import Vocabulary
 
-_WHAT = "the JSON schema"
-# A small model that may write white space forever will.
+_NAME = "the JSON schema"
+# Bounded, because a small model may otherwise write white space until its tokens run out.
 _SPACED: dict[str, object] = {"whitespace_pattern": r"[ \n\r\t]{1,40}"}
 _COMPACT: dict[str, object] = {"whitespace_flexible": False}
 
 
 @dataclass(frozen=True, init=False, slots=True)
 class JsonSchema:
-    """`schema`: its text, or the value. `compact`: no white space outside of strings, else up to 40
-    characters of it wherever JSON has room for some."""
+    """`schema` is JSON text or the parsed value.
+
+    With `compact` there is no white space outside strings. Without it, up to 40 characters of white
+    space may stand wherever JSON allows it.
+    """
 
     schema: str
     compact: bool
@@ -35,9 +38,9 @@ class JsonSchema:
         object.__setattr__(self, "compact", compact)
 
     def filter(self, vocabulary: Vocabulary) -> Filter:
-        check_length(self.schema, vocabulary.limits, _WHAT)
+        check_length(self.schema, vocabulary.limits, _NAME)
         schema = _parse(self.schema)
-        check_schema(schema, _WHAT)
+        check_schema(schema, _NAME)
         if schema is True:
             schema = {}
         if isinstance(schema, dict):
@@ -46,21 +49,21 @@ class JsonSchema:
             if isinstance(own, dict):
                 schema = {**schema, "x-guidance": {**layout, **own}}
         lark = f"start: %json {_text_of(schema)}"
-        return guided_filter(lark, vocabulary, Source(_WHAT, schema=schema))
+        return guided_filter(lark, vocabulary, Source(_NAME, schema=schema))
 
 
 def _text_of(schema: object) -> str:
     try:
         return json.dumps(schema, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConstraintError(f"{_WHAT} is not a JSON value: {error}") from error
+        raise ConstraintError(f"{_NAME} is not a JSON value: {error}") from error
 
 
 def _parse(text: str) -> object:
     try:
         schema = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ConstraintError(f"{_WHAT} is not JSON: {error}") from error
+        raise ConstraintError(f"{_NAME} is not JSON: {error}") from error
     if not isinstance(schema, dict | bool):
-        raise ConstraintError(f"{_WHAT} is neither an object nor true or false", got=text[:60])
+        raise ConstraintError(f"{_NAME} is neither an object nor true or false", got=text[:60])
     return schema

@@ -1,8 +1,8 @@
-"""Bounds on constraints: what may be compiled, how long that may take, and how much memory.
+"""Limits on constraints: bounds of their numbers, and time and memory for compiling them.
 
-Numbers that make a compiled constraint explode are refused here, before anything is compiled, with
-the keyword and its place. These checks are cheap and find the known cases only. `trial.py` enforces
-`CompileLimits` for everything else.
+Numbers that make a compiled constraint explode are refused here before compilation, with the
+keyword and its place. These checks are cheap and cover the known cases only. `trial.py` enforces
+`CompileLimits` for all others.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from exl_core.constrain.filter import ConstraintError
 from exl_core.constrain.json_recursion import list_of, target_of
 
 MAX_COUNT = 1_000_000
-"""Largest count in a keyword or a repeat: no reply holds a million characters, items or members."""
+"""Largest count in a keyword or a repeat. No reply has as many characters, items or properties."""
 MAX_MULTIPLE = 100_000
-"""Largest `multipleOf`, without its decimal point. The compiler visits one state per remainder:
-0.3 s and 25 MB for 100,003 on one core."""
+"""Largest `multipleOf` without its decimal point. The compiler visits one state per remainder: it
+takes 0.3 s and 25 MB for 100,003 on one core."""
 MAX_COMMON_MULTIPLE = 65_535
-"""Largest least common multiple of several `multipleOf`. The library multiplies two of them in 32
-bits, so that a larger one would silently become another number."""
+"""Largest least common multiple of several `multipleOf`. llguidance multiplies two of them in 32
+bits, so that a larger one would silently overflow."""
 MAX_DECIMALS = 8
-"""Most decimals of `multipleOf`, for the same reason."""
+"""Most decimals of a `multipleOf`. More would overflow 32 bits too."""
 
 _COUNTS = (
     *("minLength", "maxLength", "minItems", "maxItems"),
     *("minProperties", "maxProperties", "minContains", "maxContains"),
 )
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_VALUES = ("const", "enum", "default", "example", "examples")  # data, not schemas
-_MOST_REFERENCES = 100  # followed one after the other in search of `multipleOf`
+_VALUES = ("const", "enum", "default", "example", "examples")  # their values are data
+_MAX_DEPTH = 100  # of `allOf` and `$ref` within each other, in the search for `multipleOf`
 
 _REGEX_PARTS = re.compile(
     r"""
@@ -61,9 +61,9 @@ _LARK_PARTS = re.compile(
 class CompileLimits:
     """Limits of compiling one constraint.
 
-    time_s        seconds of wall time
-    memory_bytes  address space of the process that compiles it first
-    characters    length of its text: schema, expression or grammar
+    time_s        wall time in seconds
+    memory_bytes  address space of the trial process
+    characters    length of the text of the schema, expression or grammar
     """
 
     time_s: float = 5.0
@@ -71,47 +71,47 @@ class CompileLimits:
     characters: int = 1_000_000
 
 
-def check_length(text: str, limits: CompileLimits, what: str) -> None:
+def check_length(text: str, limits: CompileLimits, name: str) -> None:
     if len(text) > limits.characters:
         raise ConstraintError(
-            f"{what} is too long",
+            f"{name} is too long",
             expected=f"at most {limits.characters} characters",
             got=len(text),
         )
 
 
-def check_schema(schema: object, what: str, *, where: str = "") -> None:
-    """Refuse numbers that explode. `where` is put before each JSON pointer."""
+def check_schema(schema: object, name: str, *, where: str = "") -> None:
+    """Raise ConstraintError for a number that explodes. `where` precedes the JSON pointer."""
     num_multiples = 0
     for pointer, node in _schemas_in(schema):
         for keyword in _COUNTS:
             count = node.get(keyword)
             if isinstance(count, int | float) and count > MAX_COUNT:
-                raise _too_large(f"{keyword} in {what}", f"{where}{pointer}/{keyword}", count)
+                raise _too_large(f"{keyword} in {name}", f"{where}{pointer}/{keyword}", count)
         if _is_number(node.get("multipleOf")):
             num_multiples += 1
-            _check_multiple(node["multipleOf"], what, f"{where}{pointer}/multipleOf")
+            _check_multiple(node["multipleOf"], name, f"{where}{pointer}/multipleOf")
         pattern = node.get("pattern")
         if isinstance(pattern, str):
-            check_regex(pattern, f"the pattern in {what}", where=f"{where}{pointer}/pattern")
+            check_regex(pattern, f"the pattern in {name}", where=f"{where}{pointer}/pattern")
         by_pattern = node.get("patternProperties")
         for pattern in by_pattern if isinstance(by_pattern, Mapping) else ():
             place = f"{where}{pointer}/patternProperties/{_escaped(pattern)}"
-            check_regex(pattern, f"the pattern in {what}", where=place)
+            check_regex(pattern, f"the pattern in {name}", where=place)
     if num_multiples > 1:
-        common = _CommonMultiples(schema, what, where)
+        common = _CommonMultiples(schema, name, where)
         for pointer, node in _schemas_in(schema):
             common.check(node, pointer)
 
 
-def check_regex(pattern: str, what: str, *, where: str | None = None) -> None:
-    """Refuse repeats that explode."""
+def check_regex(pattern: str, name: str, *, where: str | None = None) -> None:
+    """Raise ConstraintError for a repeat that explodes."""
     for part in _REGEX_PARTS.finditer(pattern):
-        _check_repeat(part[0], (part["low"], part["high"]), what, where)
+        _check_repeat(part[0], (part["low"], part["high"]), name, where)
 
 
-def check_grammar(lark: str, what: str) -> None:
-    """Refuse repeats that explode, and schemas inside the grammar that `check_schema` refuses."""
+def check_grammar(lark: str, name: str) -> None:
+    """Raise ConstraintError for a repeat or an inline JSON schema that explodes."""
     line, position = 1, 0
     while (part := _LARK_PARTS.search(lark, position)) is not None:
         line += lark.count("\n", position, part.start())
@@ -122,17 +122,17 @@ def check_grammar(lark: str, what: str) -> None:
             except (ValueError, RecursionError):
                 pass  # the compiler reports the fault
             else:
-                check_schema(schema, what, where=f"{where}: ")
+                check_schema(schema, name, where=f"{where}: ")
         elif part["regex"] is not None:
-            check_regex(part["regex"], what, where=where)
+            check_regex(part["regex"], name, where=where)
         else:
             numbers = (part["low"], part["high"], part["from"], part["to"])
-            _check_repeat(part[0], numbers, what, where)
+            _check_repeat(part[0], numbers, name, where)
         line += lark.count("\n", start, position)
 
 
 def _schemas_in(schema: object) -> Iterator[tuple[str, Mapping[str, object]]]:
-    """Every object that may be a schema, with its place as `$ref` would name it."""
+    """Every object that may be a schema, with its place in the notation of `$ref`."""
     found: list[tuple[str, object, bool]] = [("#", schema, False)]
     while found:
         pointer, node, is_map = found.pop()
@@ -148,24 +148,24 @@ def _schemas_in(schema: object) -> Iterator[tuple[str, Mapping[str, object]]]:
 
 
 class _CommonMultiples:
-    """Least common multiples of all `multipleOf` that hold for one number at once.
+    """Least common multiples of all `multipleOf` that apply to the same number.
 
-    Multiples are in units of 10^-MAX_DECIMALS, so that they are whole numbers. 1: no `multipleOf`.
+    Multiples are integers in units of 10^-MAX_DECIMALS. 1 stands for no `multipleOf`.
     """
 
-    def __init__(self, root: object, what: str, where: str) -> None:
+    def __init__(self, root: object, name: str, where: str) -> None:
         self._root = root
-        self._what = what
+        self._name = name
         self._where = where
-        self._known: dict[int, tuple[int, int]] = {}  # by id of a node: multiple and decimals
+        self._known: dict[int, tuple[int, int]] = {}  # multiple and decimals by node id
 
     def check(self, schema: object, pointer: str, depth: int = 0) -> tuple[int, int]:
-        """Multiple and decimals of one schema. Of alternatives the largest one counts."""
-        if not isinstance(schema, Mapping) or depth > _MOST_REFERENCES:
+        """Multiple and decimals of one schema; of alternatives, the largest ones."""
+        if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return 1, 0
         if id(schema) in self._known:
             return self._known[id(schema)]
-        self._known[id(schema)] = 1, 0  # for a schema that refers to itself
+        self._known[id(schema)] = 1, 0  # ends the recursion of a schema that refers to itself
         multiple = schema.get("multipleOf")
         found = _as_multiple(multiple) if _is_number(multiple) else (1, 0)
         for i, part in enumerate(list_of(schema.get("allOf"))):
@@ -190,7 +190,7 @@ class _CommonMultiples:
         if joined // 10 ** (MAX_DECIMALS - decimals) > MAX_COMMON_MULTIPLE:
             value = Decimal(joined).scaleb(-MAX_DECIMALS).normalize()
             raise ConstraintError(
-                f"the least common multiple of all multipleOf in {self._what} that hold here "
+                f"the least common multiple of all multipleOf in {self._name} that hold here "
                 "together is too large",
                 where=f"{self._where}{pointer}",
                 expected=f"at most {MAX_COMMON_MULTIPLE} without the decimal point",
@@ -200,14 +200,14 @@ class _CommonMultiples:
 
 
 def _as_multiple(value: object) -> tuple[int, int]:
-    """In units of 10^-MAX_DECIMALS, and its own decimals; the value has been checked."""
+    """Multiple in units of 10^-MAX_DECIMALS, and number of decimals."""
     exact = Decimal(repr(value))
     exponent = exact.normalize().as_tuple().exponent
     assert isinstance(exponent, int), "a finite number"
     return int(exact.scaleb(MAX_DECIMALS)) or 1, max(-exponent, 0)
 
 
-def _check_multiple(value: object, what: str, where: str) -> None:
+def _check_multiple(value: object, name: str, where: str) -> None:
     exact = Decimal(repr(value))
     if exact <= 0:
         return  # the compiler reports the fault
@@ -217,7 +217,7 @@ def _check_multiple(value: object, what: str, where: str) -> None:
     is_large = size > 20 or int("".join(map(str, digits))) * 10 ** max(exponent, 0) > MAX_MULTIPLE
     if is_large or -exponent > MAX_DECIMALS:
         raise ConstraintError(
-            f"multipleOf in {what} has too many digits",
+            f"multipleOf in {name} has too many digits",
             where=where,
             expected=f"at most {MAX_MULTIPLE} without the decimal point, and {MAX_DECIMALS} "
             "decimals",
@@ -225,10 +225,10 @@ def _check_multiple(value: object, what: str, where: str) -> None:
         )
 
 
-def _check_repeat(text: str, numbers: tuple[str | None, ...], what: str, where: str | None) -> None:
+def _check_repeat(text: str, numbers: tuple[str | None, ...], name: str, where: str | None) -> None:
     for number in numbers:
         if number and (len(number) > 20 or int(number) > MAX_COUNT):
-            raise _too_large(f"the repeat {_short(text, quote=False)} in {what}", where, number)
+            raise _too_large(f"the repeat {_short(text, quote=False)} in {name}", where, number)
 
 
 def _too_large(subject: str, where: str | None, got: object) -> ConstraintError:

@@ -1,12 +1,12 @@
 """Trial compilation of constraints in processes that can be killed.
 
-A compiler may run for minutes and take gigabytes, and a thread that is inside it cannot be stopped.
-Therefore another process compiles every grammar first (`trial_process.py`), with a limit on time
-and memory. The engine's process compiles only grammars that have passed, and takes about as long.
-The answers to the latest grammars are kept: a grammar that was used before is not tried again.
+A compiler may run for minutes and use gigabytes, and a thread that runs it cannot be stopped.
+Therefore another process compiles every grammar first (`trial_process.py`), with limits on time and
+memory. The engine's process compiles only grammars that have passed, which takes it about as long.
+Results of the most recent grammars are cached, so that a grammar is not tried again.
 
-Processes start at first use (about 0.1 s), serve one grammar after the other, and end with this
-process. One that was killed is replaced at the next use.
+A process starts at first use (about 0.1 s), compiles one grammar after the other, and ends with
+this process. A process that was killed is replaced at the next use.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from exl_core.constrain.limits import CompileLimits
 from exl_core.errors import ExlError
 
 MAX_PROCESSES = 2
-"""One more than needed, so that a constraint which takes all its time delays no other one."""
+"""Two, so that a constraint that runs into its time limit does not delay the next one."""
 _MAX_ANSWERS = 256
 _START_LIMIT_S = 60.0
 _BOOT = (
@@ -40,12 +40,12 @@ _BOOT = (
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What is compiled.
+    """One grammar to compile.
 
-    grammar  in the library's Lark
+    grammar  in llguidance's variant of Lark
     special  special tokens that the grammar may name
-    limits   arguments of the library's `LLParserLimits`
-    schema   the JSON schema that the grammar was made of, if it was
+    limits   arguments of llguidance's `LLParserLimits`
+    schema   JSON schema that the grammar was generated from, or None
     """
 
     grammar: str
@@ -60,23 +60,27 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """`error`: the compiler's message, "" if the grammar is good."""
+    """Result of a trial.
+
+    error       the compiler's message, "" if there is none
+    is_endless  the schema describes no finite document
+    """
 
     error: str
     is_endless: bool = False
 
 
-def run(trial: Trial, limits: CompileLimits, what: str) -> Answer:
-    """Compile once, in another process. Raises ConstraintError past a limit. Safe on any thread.
+def run(trial: Trial, limits: CompileLimits, name: str) -> Answer:
+    """Compile a grammar in another process. Safe on any thread.
 
-    `what`: name of the constraint in messages.
+    Raises ConstraintError past a limit. `name` is the constraint's name in messages.
     """
-    return _processes().run(trial.line(), limits, what)
+    return _processes().run(trial.line(), limits, name)
 
 
 @dataclass
 class _Processes:
-    """The processes of this one."""
+    """Trial processes of this process."""
 
     owner: int = field(default_factory=os.getpid)
     _lock: Lock = field(default_factory=Lock)
@@ -85,16 +89,16 @@ class _Processes:
     _busy: list[_Process] = field(default_factory=list)
     _answers: OrderedDict[bytes, Answer] = field(default_factory=OrderedDict)
     _is_closed: bool = False
-    inherited: _Processes | None = None  # of a fork: kept, so that nothing waits for them
+    inherited: _Processes | None = None  # after a fork: kept, because their finalizers would warn
 
-    def run(self, line: bytes, limits: CompileLimits, what: str) -> Answer:
+    def run(self, line: bytes, limits: CompileLimits, name: str) -> Answer:
         key = sha256(line).digest()
         with self._lock:
             if key in self._answers:
                 self._answers.move_to_end(key)
                 return self._answers[key]
         with self._places:
-            answer = self._ask(line, limits, what)
+            answer = self._ask(line, limits, name)
         with self._lock:
             self._answers[key] = answer
             if len(self._answers) > _MAX_ANSWERS:
@@ -102,7 +106,7 @@ class _Processes:
         return answer
 
     def close(self) -> None:
-        """Kill them all; a trial that runs fails."""
+        """Kill all processes. Trials that run fail."""
         if self.owner != os.getpid():
             return  # inherited by a fork
         with self._lock:
@@ -113,7 +117,7 @@ class _Processes:
         for process in idle:
             process.close()
 
-    def _ask(self, line: bytes, limits: CompileLimits, what: str) -> Answer:
+    def _ask(self, line: bytes, limits: CompileLimits, name: str) -> Answer:
         while True:
             process = self._take(limits.memory_bytes)
             is_used, is_ready = process.is_used, False
@@ -123,7 +127,7 @@ class _Processes:
                 return answer
             except TimeoutError:
                 raise ConstraintError(
-                    f"{what} takes too long to compile",
+                    f"{name} takes too long to compile",
                     expected=f"at most {limits.time_s:g} s",
                     next_step="Make it smaller, or its multipleOf, patterns and alternatives "
                     "simpler.",
@@ -131,9 +135,9 @@ class _Processes:
             except OSError as error:
                 process.kill()
                 if is_used and not self._is_closed:
-                    continue  # it may have ended before it got this grammar
+                    continue  # it may have ended before it received this grammar
                 raise ConstraintError(
-                    f"{what} takes too much memory, or nests too deeply, to compile",
+                    f"{name} takes too much memory, or nests too deeply, to compile",
                     expected=f"at most {limits.memory_bytes // 2**20} MiB",
                     got=f"exit status {process.exit_status}",
                 ) from error
@@ -166,7 +170,7 @@ class _Processes:
 
 
 class _Process:
-    """A process that is ready for a job."""
+    """Trial process that waits for a grammar, or compiles one."""
 
     def __init__(self, memory_bytes: int) -> None:
         self.memory_bytes = memory_bytes
@@ -180,7 +184,7 @@ class _Process:
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
                     stderr=subprocess.DEVNULL,
-                    start_new_session=True,  # Ctrl-C in a terminal is for this process alone
+                    start_new_session=True,  # Ctrl-C in a terminal does not reach it
                 )
         except OSError as error:
             self._socket.close()
@@ -200,7 +204,7 @@ class _Process:
         return self._process.returncode
 
     def ask(self, line: bytes, time_s: float) -> Answer:
-        """TimeoutError past the time, another OSError where the process has ended."""
+        """Raises TimeoutError past `time_s`, and another OSError if the process has ended."""
         self.is_used = True
         end = time.monotonic() + time_s
         self._socket.settimeout(time_s)
@@ -208,12 +212,12 @@ class _Process:
         return Answer(**self._receive(end))
 
     def kill(self) -> None:
-        """End it. May be called again, and while another thread waits in `ask`."""
+        """Kill the process. May be called repeatedly, and while another thread is in `ask`."""
         self._process.kill()
         self._process.wait()
 
     def close(self) -> None:
-        """End it and free the socket. No other thread may use it."""
+        """Kill the process and close the socket. No other thread may use this object."""
         self.kill()
         self._socket.close()
 
@@ -241,7 +245,7 @@ _shared_lock = Lock()
 
 
 def _processes() -> _Processes:
-    """Those of this process: a fork does not inherit them."""
+    """Trial processes of this process; a fork gets its own."""
     global _shared  # noqa: PLW0603 - one set of processes, started at first use
     with _shared_lock:
         if _shared is None or _shared.owner != os.getpid():

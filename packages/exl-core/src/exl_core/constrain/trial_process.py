@@ -1,13 +1,14 @@
-"""The process that compiles each constraint for the first time, because it can be killed.
+"""Entry point of the process that compiles a constraint before the engine's process does.
 
-It answers one job at a time. A job and its answer are a line of JSON each; the socket to the
-server is both standard input and standard output. A job compiles a grammar for a vocabulary of
-single bytes and named special tokens. Apart from the token trie this is the work that the engine's
-process does next. Imports neither torch nor anything else that is slow to import.
+The process handles one job at a time. A job and its answer are one line of JSON each. Standard
+input and standard output are the same socket to the parent. A job compiles a grammar for a
+vocabulary of single bytes and special tokens. This is the work that the engine's process does next,
+except for its larger token trie. The module imports neither torch nor any other package that is
+slow to import.
 
-The compiler cannot be interrupted: the parent kills the process when the time is up. The address
-space is limited, so that a compiler that wants more memory aborts. The main thread reads and
-another one compiles: the process therefore ends with its parent even while it compiles.
+The compiler cannot be interrupted. The parent kills the process at the time limit. The address
+space is limited, so that a compiler that needs more memory aborts. The main thread reads the socket
+and another thread compiles, so that the process ends with its parent even while it compiles.
 """
 
 from __future__ import annotations
@@ -25,15 +26,16 @@ from exl_core.constrain.json_recursion import has_finite_document
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
 
-_SYSTEM_STACK_BYTES = 2 * 2**20  # of a thread, where the stack of the main thread is not limited
+_SYSTEM_STACK_BYTES = 2 * 2**20  # glibc's stack of a thread if the stack size is unlimited
 _LEAST_STACK_BYTES = 256 * 2**10
-_NICENESS = 5  # the engine's threads go first
+_NICENESS = 5  # below the priority of the engine's threads
 
 
 def main(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     os.nice(_NICENESS)
-    # Half of the stack that the engine's process has: an input that passes here passes there too.
+    # Half of a default stack: a grammar whose nesting passes here does not overflow the stack of
+    # the engine's process.
     soft, _ = resource.getrlimit(resource.RLIMIT_STACK)
     stack_bytes = _SYSTEM_STACK_BYTES if soft == resource.RLIM_INFINITY else soft
     threading.stack_size(max(stack_bytes // 2 // 4096 * 4096, _LEAST_STACK_BYTES))
@@ -41,11 +43,11 @@ def main(memory_bytes: int) -> None:
     threading.Thread(target=_work, args=(jobs,), daemon=True).start()
     for line in sys.stdin.buffer:
         jobs.put(line)
-    os._exit(0)  # the parent is gone; the compiler may still run
+    os._exit(0)  # the parent has ended; the compiler may still run
 
 
 def _work(jobs: SimpleQueue[bytes]) -> None:
-    import llguidance  # noqa: F401 - imported before the process says that it is ready
+    import llguidance  # noqa: F401 - imported before the process reports that it is ready
 
     _answer({"is_ready": True})
     while True:
@@ -61,7 +63,7 @@ def _work(jobs: SimpleQueue[bytes]) -> None:
 def _try(
     grammar: str, special: list[str], limits: dict[str, int], schema: object = None
 ) -> dict[str, Any]:
-    """`error`: of the compiler, or "". `is_endless`: no document of the schema ends."""
+    """Compile one grammar and return the fields of an `Answer` (`trial.py`)."""
     from llguidance import LLMatcher, LLParserLimits
 
     native = LLParserLimits(**limits)  # type: ignore[arg-type]
@@ -79,9 +81,10 @@ def _tokenizer(special: list[str]) -> LLTokenizer:
 
 
 class _Bytes:
-    """What llguidance reads of a tokenizer: every byte, the special tokens, and EOS.
+    """Tokenizer for llguidance with one token for each byte, the special tokens, and EOS.
 
-    There is at least one special token: without any, the library fails to report an unknown one.
+    There is always at least one special token. Without any, llguidance panics when it reports an
+    unknown one.
     """
 
     bos_token_id = None

@@ -1,9 +1,9 @@
-"""The tokens of a model as bytes, and sets of them as packed bits.
+"""Tokens of a model as bytes, and sets of tokens as bitmasks.
 
-A mask is int32 [ceil(vocab_size / 32)], where bit `i % 32` of word `i // 32` says whether token `i`
-may come. Special tokens and EOS have no bytes: they are no text. Ids that the tokenizer does not
-have, because a model's vocabulary is often padded, are in no mask. One vocabulary serves all
-requests and threads of an engine; what costs time is built at first use, once.
+A mask is int32 [ceil(vocab_size / 32)]. Bit `i % 32` of word `i // 32` states whether token `i` is
+allowed. Special tokens and EOS are not text and have no bytes. A model's vocabulary is often
+padded: ids that the tokenizer does not have are in no mask. All requests and threads of an engine
+share one vocabulary. Its tables are built once, at first use or by `prepare`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 
 class Vocabulary:
-    """The tokens that a model can draw: those of its tokenizer, below its own `vocab_size`."""
+    """Tokens that can be sampled: those of the tokenizer below the model's `vocab_size`."""
 
     def __init__(
         self, tokenizer: Tokenizer, vocab_size: int, limits: CompileLimits | None = None
     ) -> None:
-        """`limits`: of the constraints that are compiled for it."""
+        """`limits` apply to each constraint that is compiled for this vocabulary."""
         self.tokenizer = tokenizer
         self.limits = limits or CompileLimits()
         self.size = vocab_size
@@ -45,13 +45,13 @@ class Vocabulary:
 
     @property
     def token_bytes(self) -> tuple[bytes, ...]:
-        """By id, what a token adds to a text; b"" where it adds nothing."""
+        """Bytes that each token adds to a text, by id; b"" if it adds none."""
         with self._lock:
             return self._read_bytes()
 
     @property
     def sorted_tokens(self) -> SortedTokens:
-        """The tokens in the order of their bytes."""
+        """Tokens sorted by their bytes."""
         with self._lock:
             if self._sorted is None:
                 self._sorted = SortedTokens(self._read_bytes())
@@ -59,24 +59,27 @@ class Vocabulary:
 
     @property
     def guide(self) -> LLTokenizer:
-        """The same tokens for the llguidance library. Its EOS is the id `size`, which is no token:
-        so its masks do not mix the end of the text with the model's own tokens."""
+        """Token trie of the llguidance library.
+
+        Its EOS is the id `size`, which is not a token of the model. The library's masks therefore
+        never allow one of the model's tokens as the end of the text.
+        """
         with self._lock:
             if self._guide is None:
                 self._guide = _guide_of(self.tokenizer, self._read_bytes(), self.size)
             return self._guide
 
     def prepare(self) -> None:
-        """Build now what compiling a constraint needs.
+        """Build the tables that compiling a constraint needs.
 
-        Takes up to 1 s for 49,000 tokens and up to 5 s for 262,000. The library holds the
-        interpreter's lock most of that time: no other thread of the process runs meanwhile.
+        Takes up to 1 s for 49,000 tokens and up to 5 s for 262,000. The library holds the global
+        interpreter lock most of that time, so that no other thread of the process runs.
         """
         self.guide  # noqa: B018 - builds it
 
     @property
     def special_tokens(self) -> tuple[str, ...]:
-        """Texts of the special tokens, which a grammar may name."""
+        """Texts of the special tokens; a grammar may name them."""
         return tuple(text for text, i in self.tokenizer.special_tokens.items() if i < self.size)
 
     def _read_bytes(self) -> tuple[bytes, ...]:
@@ -89,25 +92,25 @@ class Vocabulary:
         return self._token_bytes
 
     def mask_of(self, ids: Iterable[int]) -> Tensor:
-        """The mask of these ids; ids that are no tokens of the model are left out."""
+        """Mask of these ids; ids that are not tokens of the model are left out."""
         return pack((i for i in ids if i < self.num_tokens), self.size)
 
     def everything(self) -> Tensor:
-        """The mask of all tokens, special ones and EOS among them."""
+        """Mask of all tokens, special tokens and EOS included."""
         return self.mask_of(filter(self.tokenizer.has_token, range(self.num_tokens)))
 
     def starting_with(self, prefix: bytes) -> Tensor:
-        """The mask of the tokens whose bytes start with `prefix`, it itself among them."""
+        """Mask of the tokens whose bytes start with `prefix` or equal it."""
         return self.mask_of(self.sorted_tokens.starting_with(prefix))
 
     def ids_of(self, mask: Tensor) -> list[int]:
-        """The ids in a mask, ascending."""
+        """Ids in a mask, ascending."""
         found: list[int] = unpack(mask, len(mask) * WORD_BITS).nonzero().flatten().tolist()
         return found
 
 
 class SortedTokens:
-    """Tokens that have bytes, in their order: all that share a beginning lie side by side."""
+    """Tokens sorted by their bytes, so that tokens with a common prefix are adjacent."""
 
     def __init__(self, token_bytes: Iterable[bytes]) -> None:
         named = sorted((text, number) for number, text in enumerate(token_bytes) if text)
@@ -124,7 +127,7 @@ class SortedTokens:
         return first < len(self._texts) and self._texts[first].startswith(prefix)
 
     def exactly(self, text: bytes) -> list[int]:
-        """Ids of the tokens that are `text`; there may be several, one, or none."""
+        """Ids of the tokens whose bytes are `text`: several, one or none."""
         first = self._first(text)
         return self._ids[first : bisect_left(self._texts, text + b"\0", first)]
 
@@ -132,7 +135,7 @@ class SortedTokens:
         return bisect_left(self._texts, prefix)
 
     def _end(self, prefix: bytes) -> int:
-        """Behind the last token that starts with `prefix`."""
+        """Index after the last token that starts with `prefix`."""
         head = prefix.rstrip(b"\xff")
         if not head:
             return len(self._texts)
@@ -140,7 +143,7 @@ class SortedTokens:
 
 
 class _GuideSource:
-    """What llguidance asks of a tokenizer."""
+    """Interface that llguidance expects of a tokenizer."""
 
     bos_token_id = None
 
@@ -153,7 +156,7 @@ class _GuideSource:
         self._encode = encode
 
     def __call__(self, text: str | bytes) -> list[int]:
-        # Only asked for where the library would force tokens, which our grammars forbid.
+        # Called only when the library forces tokens, which the grammars here disable.
         return self._encode(text if isinstance(text, str) else text.decode())
 
 
@@ -161,7 +164,7 @@ def _guide_of(tokenizer: Tokenizer, token_bytes: tuple[bytes, ...], size: int) -
     from llguidance import LLTokenizer, TokenizerWrapper
 
     tokens = [*token_bytes, *[b""] * (size + 1 - len(token_bytes))]
-    # A grammar may name special tokens, as in `<|tool|>`; nothing else ever lets one through.
+    # A grammar may name special tokens, as in `<|tool|>`; no other constraint allows them.
     special = {i: text.encode() for text, i in tokenizer.special_tokens.items() if i < size}
     for number, text in special.items():
         tokens[number] = text
