@@ -1,4 +1,4 @@
-"""Small vocabularies, finite languages, and masks by brute force: what filters are held against."""
+"""Small vocabularies, finite languages and brute-force masks, which filters are compared with."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from support.scripted import ByteTokenizer
 
 
 class ListTokenizer(Tokenizer):
-    """Given tokens by id, None for a gap; a text is written with the longest token at each place.
-    EOS is the last id."""
+    """Tokenizer of the given tokens by id, None for a gap. Encodes greedily with the longest token.
+
+    EOS is the last id.
+    """
 
     kind = "list"
 
@@ -43,7 +45,7 @@ class ListTokenizer(Tokenizer):
 
 
 def made_tokenizer() -> ListTokenizer:
-    """Merges, two ids of one text, parts of characters, gaps, special tokens inside and last."""
+    """Vocabulary with merges, two ids of one text, partial characters, gaps and special tokens."""
     merges = ["ab", "bc", "abc", "aa", "bb", "ca", '{"', '":', '",', "true", "als", "tr", "ab"]
     merges += ["Ab", "AB", "ß", "ö", "a\nb", "cé"]
     tokens: list[bytes | None] = [bytes([i]) for i in range(256)]
@@ -53,7 +55,7 @@ def made_tokenizer() -> ListTokenizer:
 
 
 def vocabularies() -> dict[str, Vocabulary]:
-    """One that fills its last word of bits and one that a model padded."""
+    """One vocabulary that fills the last word of its masks, and one that the model pads."""
     made = made_tokenizer()
     return {"bytes": Vocabulary(ByteTokenizer(), 288), "made": Vocabulary(made, 333)}
 
@@ -72,7 +74,7 @@ OBJECT = {
     "required": ["a"],
     "additionalProperties": False,
 }
-# Constraints, and all texts that satisfy each.
+# Constraints, each with all texts that satisfy it.
 LANGUAGES: dict[str, tuple[Constraint, list[str]]] = {
     "regex": (Regex("ab?c{0,2}"), ["a", "ab", "ac", "acc", "abc", "abcc"]),
     "regex_choice": (Regex("^(a|bc){1,2}$"), ["a", "bc", "aa", "abc", "bca", "bcbc"]),
@@ -108,7 +110,7 @@ LANGUAGES: dict[str, tuple[Constraint, list[str]]] = {
 
 
 def brute_force(vocabulary: Vocabulary, language: Sequence[str], text: bytes) -> list[int]:
-    """The ids after which some text of the language can still be reached."""
+    """Ids after which a text of the language can still be reached."""
     whole = [word.encode() for word in language]
     return [
         number
@@ -129,8 +131,10 @@ def assert_agrees(f: Filter, vocabulary: Vocabulary, language: Sequence[str], te
 
 
 class SelectObject:
-    """As little as a filter of exllamav2 can be, for one of some texts; it ends at the first one
-    that is reached and cannot go on."""
+    """Minimal filter object of exllamav2 that allows one of several texts.
+
+    It ends the reply at a text that is not a prefix of another one.
+    """
 
     def __init__(self, vocabulary: Vocabulary, options: Sequence[str]) -> None:
         self.tokenizer = vocabulary  # shared by all copies
@@ -165,7 +169,7 @@ class SelectObject:
 
 
 class CloneObject(SelectObject):
-    """The same with a `clone`, and sorted lists instead of sets."""
+    """`SelectObject` with a `clone` method, and with sorted lists instead of sets."""
 
     def clone(self, made: CloneObject | None = None) -> CloneObject:
         made = made or CloneObject.__new__(CloneObject)
@@ -178,7 +182,7 @@ class CloneObject(SelectObject):
 
 
 class UncopyableObject(SelectObject):
-    """Holds what cannot be copied; `begin` starts anew."""
+    """`SelectObject` with an attribute that cannot be copied; `begin` restarts it."""
 
     def __init__(self, vocabulary: Vocabulary, options: Sequence[str]) -> None:
         super().__init__(vocabulary, options)
@@ -193,7 +197,7 @@ def make_filter(name: str, vocabulary: Vocabulary) -> tuple[Filter, list[str]]:
 
 
 def random_reply(f: Filter, vocabulary: Vocabulary, rng: random.Random) -> list[int]:
-    """Allowed tokens until nothing may follow."""
+    """Random allowed tokens until the filter is finished."""
     ids: list[int] = []
     while not f.is_finished:
         mask = f.mask()

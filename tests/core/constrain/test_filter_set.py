@@ -1,4 +1,4 @@
-"""Several filters at once, the end of the reply, and masks that are computed in the background."""
+"""Filter sets: several filters at once, the end of the reply, and masks in the background."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def allowed(filters: FilterSet) -> list[int]:
     return BYTES.ids_of(mask)
 
 
-def test_a_token_needs_every_filter_and_eos_all_of_them_complete() -> None:
+def test_a_token_needs_every_filter_and_eos_needs_all_complete() -> None:
     filters = together(Regex("[a-d]{1,3}"), Regex("[b-e]*"), Regex("(..)*"))
     assert allowed(filters) == [*b"bcd"]
     filters.accept(ord("c"))
@@ -46,14 +46,14 @@ def test_a_token_needs_every_filter_and_eos_all_of_them_complete() -> None:
     assert allowed(filters) == [*b"bcd", EOS_ID]
 
 
-def test_every_eos_of_the_reply_is_let_through_even_one_with_text() -> None:
+def test_every_eos_of_the_reply_is_allowed_even_one_with_text() -> None:
     filters = together(Regex("a[!]?"), eos=(EOS_ID, BOS_ID, ord("!")))
     assert allowed(filters) == [ord("a")]
     filters.accept(ord("a"))
     assert allowed(filters) == [ord("!"), BOS_ID, EOS_ID]
 
 
-def test_eos_is_preferred_as_soon_as_it_may_come() -> None:
+def test_prefer_eos_allows_only_eos_once_complete() -> None:
     filters = together(Regex("ab*"), prefer_eos=True)
     assert allowed(filters) == [ord("a")]
     filters.accept(ord("a"))
@@ -66,7 +66,7 @@ def test_eos_is_preferred_as_soon_as_it_may_come() -> None:
     assert allowed(without) == [ord("b")]
 
 
-def test_no_filter_in_the_way_is_no_mask() -> None:
+def test_filters_that_allow_everything_yield_no_mask() -> None:
     filters = together(StartsWith("a"))
     assert allowed(filters) == [ord("a")]
     filters.accept(ord("a"))
@@ -74,7 +74,7 @@ def test_no_filter_in_the_way_is_no_mask() -> None:
     assert together().mask() is None
 
 
-def test_a_filter_that_lets_all_come_but_is_not_complete_keeps_eos_out() -> None:
+def test_an_incomplete_filter_without_a_mask_excludes_eos() -> None:
     class Incomplete(SelectObject):
         def next(self) -> tuple[set[int], set[int]]:
             return set(range(BYTES.num_tokens)) - {EOS_ID}, set()
@@ -84,7 +84,7 @@ def test_a_filter_that_lets_all_come_but_is_not_complete_keeps_eos_out() -> None
 
 
 class Fixed(Filter):
-    """Lets through what a mask says, whatever was accepted."""
+    """Filter with a constant mask."""
 
     is_complete = False
     is_finished = False
@@ -96,16 +96,16 @@ class Fixed(Filter):
         return self.own
 
     def accept(self, token_id: int) -> None:
-        """Nothing changes."""
+        """Has no effect."""
 
     def rewind(self, count: int) -> None:
-        """Nothing changes."""
+        """Has no effect."""
 
 
 @pytest.mark.parametrize("is_complete", [False, True])
 @pytest.mark.parametrize("ids", [{97}, {97, EOS_ID}, {97, BOS_ID}, {97, BOS_ID, EOS_ID}])
-def test_a_mask_of_the_filters_is_never_written(ids: set[int], is_complete: bool) -> None:
-    """Whether EOS is in it or not: it is the filter's own."""
+def test_the_mask_of_a_filter_is_not_written_to(ids: set[int], is_complete: bool) -> None:
+    """With EOS in the mask and without: the filter owns the tensor."""
     fixed = Fixed(BYTES.mask_of(ids))
     fixed.is_complete = is_complete
     filters = FilterSet([fixed], (EOS_ID, BOS_ID), BYTES)
@@ -113,7 +113,7 @@ def test_a_mask_of_the_filters_is_never_written(ids: set[int], is_complete: bool
     assert BYTES.ids_of(fixed.own) == sorted(ids)
 
 
-def test_a_contradiction_is_an_error_where_it_is_met() -> None:
+def test_contradicting_filters_raise_when_no_token_is_allowed() -> None:
     filters = together(Regex("a[bc]"), Regex("a[de]"))
     assert allowed(filters) == [ord("a")]
     filters.accept(ord("a"))
@@ -123,7 +123,7 @@ def test_a_contradiction_is_an_error_where_it_is_met() -> None:
     assert allowed(filters) == [ord("a")]
 
 
-def test_the_first_filter_that_is_finished_ends_the_reply() -> None:
+def test_the_first_finished_filter_ends_the_reply() -> None:
     filters = together(OneOf(["ab"]), Regex("[a-z]{2,}"))
     for char in b"ab":
         assert not filters.is_finished
@@ -137,7 +137,7 @@ def test_the_first_filter_that_is_finished_ends_the_reply() -> None:
     assert not unmet.is_complete
 
 
-def test_eos_is_taken_back_like_any_token() -> None:
+def test_rewind_undoes_eos_like_any_token() -> None:
     filters = together(Regex("ab?"))
     for token_id in (ord("a"), EOS_ID):
         filters.accept(token_id)
@@ -151,9 +151,7 @@ def test_eos_is_taken_back_like_any_token() -> None:
 
 
 @pytest.mark.parametrize("name", first_by_default(LANGUAGES, 8))
-def test_the_background_computes_what_the_foreground_does(
-    name: str, vocabulary: Vocabulary
-) -> None:
+def test_background_masks_equal_foreground_masks(name: str, vocabulary: Vocabulary) -> None:
     rng = random.Random(name)
     with ThreadPoolExecutor(2) as pool:
         for _ in range(8):
@@ -190,7 +188,7 @@ def walk(name: str, vocabulary: Vocabulary, pool: Executor, rng: random.Random) 
 
 
 class Slow(Filter):
-    """Says on which thread it was asked, waits for leave, and may fail."""
+    """Filter that records its thread, waits for an event, and optionally fails."""
 
     def __init__(self, *, fails: bool = False, runs_in_background: bool = True) -> None:
         self.may_go_on = threading.Event()
@@ -214,7 +212,7 @@ class Slow(Filter):
     is_finished = False
 
 
-def test_start_returns_at_once_and_only_willing_filters_leave_the_thread() -> None:
+def test_start_does_not_block_and_only_background_filters_use_the_executor() -> None:
     slow, here = Slow(), Slow(runs_in_background=False)
     here.may_go_on.set()
     with ThreadPoolExecutor(1) as pool:
@@ -222,13 +220,13 @@ def test_start_returns_at_once_and_only_willing_filters_leave_the_thread() -> No
         filters.start()
         slow.may_go_on.set()
         assert filters.mask() is None
-        filters.start()  # the mask is known: nothing to do
+        filters.start()  # the mask is computed already
     assert slow.threads != [threading.current_thread()]
     assert here.threads == [threading.current_thread()]
     assert len(slow.threads) == 1
 
 
-def test_a_failure_in_the_background_comes_out_of_mask_or_never() -> None:
+def test_a_background_error_is_raised_by_mask_or_dropped() -> None:
     slow = Slow(fails=True)
     slow.may_go_on.set()
     with ThreadPoolExecutor(1) as pool:

@@ -1,4 +1,4 @@
-"""Every filter against brute force: a token may come iff a text of the language stays in reach."""
+"""Masks of every filter, compared with brute force over finite languages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ VOCABULARIES = vocabularies()
 
 
 @pytest.mark.parametrize("name", first_by_default(LANGUAGES, 8))
-def test_masks_are_the_viable_tokens(name: str, vocabulary: Vocabulary) -> None:
+def test_masks_allow_exactly_the_viable_tokens(name: str, vocabulary: Vocabulary) -> None:
     reached = set()
     for seed in range(30):
         rng = random.Random(seed)
@@ -57,8 +57,8 @@ def test_masks_are_the_viable_tokens(name: str, vocabulary: Vocabulary) -> None:
     steps=st.lists(st.integers(-4, 1000), max_size=14),
 )
 @settings(max_examples=examples(150))
-def test_a_rewound_filter_is_a_fresh_one(name: str, kind: str, steps: list[int]) -> None:
-    """Steps: take back that many tokens, or take the n-th token that may come."""
+def test_a_rewound_filter_equals_a_fresh_one(name: str, kind: str, steps: list[int]) -> None:
+    """A negative step undoes that many tokens; step n accepts the n-th allowed token."""
     vocabulary = VOCABULARIES[kind]
     f, language = make_filter(name, vocabulary)
     ids: list[int] = []
@@ -78,7 +78,9 @@ def test_a_rewound_filter_is_a_fresh_one(name: str, kind: str, steps: list[int])
         assert_agrees(f, vocabulary, language, text)
 
 
-def test_starts_with_lets_a_token_overshoot_and_is_free_afterwards(vocabulary: Vocabulary) -> None:
+def test_starts_with_allows_overshoot_and_everything_after_the_prefix(
+    vocabulary: Vocabulary,
+) -> None:
     prefixes = [b"ab", b"abca", b"ca"]
     for seed in range(20):
         rng = random.Random(seed)
@@ -100,14 +102,14 @@ def test_starts_with_lets_a_token_overshoot_and_is_free_afterwards(vocabulary: V
             f.accept(chosen)
         assert any(text.startswith(prefix) for prefix in prefixes)
         assert f.mask() is None
-        f.accept(257)  # a special token: anything goes now
+        f.accept(257)  # a special token: everything is allowed after the prefix
         assert (f.mask(), f.is_complete, f.is_finished) == (None, True, False)
         f.rewind(2)
         assert f.mask() is not None
         assert not f.is_complete
 
 
-def test_one_of_in_any_case_keeps_the_accents() -> None:
+def test_one_of_ignores_case_but_not_accents() -> None:
     vocabulary = VOCABULARIES["made"]
     replies = set()
     for seed in range(60):
@@ -128,7 +130,7 @@ def test_a_grammar_may_name_a_special_token() -> None:
     assert f.is_finished
 
 
-def test_no_text_constraint_lets_a_special_token_through() -> None:
+def test_text_constraints_never_allow_special_tokens() -> None:
     vocabulary = VOCABULARIES["made"]
     for constraint in (Regex("(?s).*"), JsonSchema(True), Regex("<tool>")):
         mask = constraint.filter(vocabulary).mask()
@@ -174,7 +176,7 @@ UNUSABLE: list[tuple[Constraint, str]] = [
 
 
 @pytest.mark.parametrize(("constraint", "said"), UNUSABLE, ids=lambda v: str(v)[:50])
-def test_what_cannot_be_used_is_said_in_one_line(constraint: Constraint, said: str) -> None:
+def test_an_unusable_constraint_is_a_one_line_error(constraint: Constraint, said: str) -> None:
     with pytest.raises(ConstraintError, match=said) as caught:
         constraint.filter(VOCABULARIES["bytes"])
     assert isinstance(caught.value, RequestError)
@@ -184,18 +186,18 @@ def test_what_cannot_be_used_is_said_in_one_line(constraint: Constraint, said: s
 
 
 @pytest.mark.parametrize("bad", [[], "text", ["a", 3], ["\ud800"]], ids=repr)
-def test_options_are_texts(bad: object) -> None:
+def test_options_that_are_not_texts_are_refused(bad: object) -> None:
     with pytest.raises(ConstraintError, match="the options"):
         OneOf(bad)  # type: ignore[arg-type]
 
 
-def test_a_schema_that_is_no_json_is_refused_when_it_is_made() -> None:
+def test_a_schema_that_is_not_json_is_refused_at_construction() -> None:
     for value in ({"const": float("nan")}, {"const": {1, 2}}):
         with pytest.raises(ConstraintError, match="not a JSON value"):
             JsonSchema(value)
 
 
-def test_texts_that_the_vocabulary_cannot_write_are_refused() -> None:
+def test_texts_that_the_vocabulary_cannot_spell_are_refused() -> None:
     vocabulary = Vocabulary(ByteTokenizer(), 97)  # no lower-case letters
     for constraint in (OneOf(["abc"]), StartsWith("abc"), Regex("abc")):
         with pytest.raises(ConstraintError, match="no token of this model"):
@@ -203,7 +205,7 @@ def test_texts_that_the_vocabulary_cannot_write_are_refused() -> None:
 
 
 @pytest.mark.parametrize("name", [n for n in LANGUAGES if n != "foreign"])
-def test_a_token_that_does_not_fit_is_refused_and_changes_nothing(name: str) -> None:
+def test_a_token_that_is_not_allowed_is_refused_without_a_change(name: str) -> None:
     vocabulary = VOCABULARIES["bytes"]
     f, language = make_filter(name, vocabulary)
     for token_id in (ord("z"), 255, 256, 280):

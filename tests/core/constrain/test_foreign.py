@@ -1,4 +1,4 @@
-"""Filters written for exllamav2: little ones, cloning ones, masking ones, failing ones."""
+"""Filter objects of exllamav2: minimal, cloning, masking and failing ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VOCABULARIES = vocabularies()
 
 
 class UncopyableObject(SelectObject):
-    """Holds what cannot be copied, and takes `begin` as a new start."""
+    """`SelectObject` with an attribute that cannot be copied; `begin` restarts it."""
 
     def __init__(self, vocabulary: Vocabulary, options: Sequence[str]) -> None:
         super().__init__(vocabulary, options)
@@ -31,7 +31,7 @@ class UncopyableObject(SelectObject):
 
 
 class MaskObject(CloneObject):
-    """Masks logits itself, in the background; `next` is not to be used."""
+    """Object that masks logits itself, in the background; `next` must not be called."""
 
     def clone(self, made: CloneObject | None = None) -> CloneObject:
         return super().clone(made or MaskObject.__new__(MaskObject))
@@ -52,7 +52,7 @@ class MaskObject(CloneObject):
         return masked
 
     def next(self) -> tuple[list[int], list[int]]:
-        raise AssertionError("masks are used instead")
+        raise AssertionError("its own masks are used")
 
 
 @given(
@@ -61,7 +61,7 @@ class MaskObject(CloneObject):
     steps=st.lists(st.integers(-3, 1000), max_size=8),
 )
 @settings(max_examples=examples(80))
-def test_any_of_them_filters_and_rewinds(
+def test_every_kind_of_object_filters_and_rewinds(
     make: type[SelectObject], kind: str, steps: list[int]
 ) -> None:
     vocabulary = VOCABULARIES[kind]
@@ -82,7 +82,7 @@ def test_any_of_them_filters_and_rewinds(
         assert_agrees(f, vocabulary, OPTIONS, text)
 
 
-def test_rewinding_beyond_the_copies_repeats_the_reply() -> None:
+def test_a_rewind_beyond_the_snapshots_replays_the_reply() -> None:
     vocabulary = VOCABULARIES["bytes"]
     word = "a" * 80 + "b"
     f = Foreign(CloneObject(vocabulary, [word])).filter(vocabulary)
@@ -97,7 +97,7 @@ def test_rewinding_beyond_the_copies_repeats_the_reply() -> None:
     assert not f.is_finished
 
 
-def test_each_reply_has_its_own_copy_which_can_be_read() -> None:
+def test_each_reply_has_its_own_readable_copy() -> None:
     vocabulary = VOCABULARIES["bytes"]
     original = SelectObject(vocabulary, OPTIONS)
     first, second = (Foreign(original).filter(vocabulary) for _ in range(2))
@@ -108,7 +108,7 @@ def test_each_reply_has_its_own_copy_which_can_be_read() -> None:
     assert first.wrapped.tokenizer is vocabulary
 
 
-def test_masks_of_its_own_are_used_and_only_eos_ends() -> None:
+def test_masks_of_the_object_are_used_and_only_eos_ends_the_reply() -> None:
     vocabulary = VOCABULARIES["bytes"]
     f = Foreign(MaskObject(vocabulary, OPTIONS)).filter(vocabulary)
     assert f.runs_in_background
@@ -128,7 +128,7 @@ def test_masks_of_its_own_are_used_and_only_eos_ends() -> None:
 
 
 class Unconstrained:
-    """Lets everything come, and ends with a full stop."""
+    """Object that allows every token and ends the reply at a full stop."""
 
     def begin(self, prefix: str) -> None: ...
 
@@ -139,7 +139,7 @@ class Unconstrained:
         return None, {ord(".")}
 
 
-def test_no_constraint_and_an_end_token() -> None:
+def test_an_object_that_allows_everything_ends_at_its_end_token() -> None:
     vocabulary = VOCABULARIES["bytes"]
     f = FilterSet([Foreign(Unconstrained()).filter(vocabulary)], [EOS_ID], vocabulary)
     for token_id in (5, 256):
@@ -154,7 +154,7 @@ def test_no_constraint_and_an_end_token() -> None:
 
 
 @pytest.mark.parametrize("method", ["begin", "feed", "next"])
-def test_a_failure_is_the_replys(method: str) -> None:
+def test_an_exception_of_the_object_is_a_constraint_error(method: str) -> None:
     vocabulary = VOCABULARIES["bytes"]
 
     def fail(*_: object) -> None:
@@ -165,12 +165,12 @@ def test_a_failure_is_the_replys(method: str) -> None:
         Foreign(broken(vocabulary, OPTIONS)).filter(vocabulary).accept(ord("a"))
 
 
-def test_an_object_that_is_no_filter_is_refused() -> None:
+def test_an_object_without_filter_methods_is_refused() -> None:
     with pytest.raises(ConstraintError, match="str without begin, feed, next"):
         Foreign("text").filter(VOCABULARIES["bytes"])
 
 
-def test_sampling_from_a_foreign_filter_gives_its_options() -> None:
+def test_sampling_with_the_masks_reaches_every_option() -> None:
     vocabulary = VOCABULARIES["made"]
     replies = set()
     for seed in range(60):

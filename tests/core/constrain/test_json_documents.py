@@ -1,7 +1,7 @@
-"""Documents of random tokens, drawn from the masks of a real tokenizer, against another validator.
+"""Documents of random tokens under a JSON schema, checked with an independent validator.
 
-No model takes part: among the tokens that a mask lets through one is drawn at random, with a
-leaning towards those that bring the document to its end.
+No model takes part. Each token is drawn at random from the mask of a real tokenizer, with a
+preference for tokens that end the document.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from support.profiles import first_by_default
 from support.real_models import smollm2_gguf
 from support.schemas import SCHEMAS
 
-DOCUMENTS = 10  # for each of the twenty schemas
+DOCUMENTS = 10  # per schema
 LONGEST = 400  # tokens; the longest of the 200 documents has 90
-HURRY_AFTER = 60  # tokens, from where on nothing is opened that need not be
+HURRY_AFTER = 60  # tokens, after which optional parts are avoided
 
 
 class Writer:
-    """Draws documents; the tokens by kind are bits, since a mask may have tens of thousands."""
+    """Draws random documents. Kinds of tokens are boolean arrays over the vocabulary."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
@@ -79,7 +79,7 @@ def writer(tokenizer: Tokenizer) -> Writer:
 
 
 @pytest.mark.parametrize("name", first_by_default(SCHEMAS, 8))
-def test_random_replies_are_documents_of_the_schema(name: str, writer: Writer) -> None:
+def test_random_replies_satisfy_the_schema(name: str, writer: Writer) -> None:
     schema = SCHEMAS[name]
     validator = Draft202012Validator(schema, format_checker=FormatChecker())
     validator.check_schema(schema)
@@ -91,10 +91,10 @@ def test_random_replies_are_documents_of_the_schema(name: str, writer: Writer) -
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_documents_of_other_hands_are_let_through(
+def test_reserialized_documents_are_accepted(
     name: str, writer: Writer, tokenizer: Tokenizer
 ) -> None:
-    """What was written is written again, as Python lays it out and in its tokens."""
+    """A random document, reserialized by Python and encoded by the tokenizer, is accepted."""
     rng = random.Random(name)
     constraint = JsonSchema(SCHEMAS[name])
     document = json.loads(writer.write(constraint, rng))

@@ -1,4 +1,4 @@
-"""Schemas that refer to themselves: which of them a finite document can satisfy."""
+"""Recursive schemas: which of them describe a finite document."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ B: Schema = {"$ref": "#/$defs/b~1c%20d"}
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
-def test_ordinary_schemas_end(name: str) -> None:
+def test_ordinary_schemas_have_finite_documents(name: str) -> None:
     assert has_finite_document(SCHEMAS[name])
 
 
@@ -30,7 +30,7 @@ def test_ordinary_schemas_end(name: str) -> None:
         node(["next"], next={"anyOf": [SELF, {"type": "null"}]}),
         {"type": "array", "items": SELF},
         {"type": "array", "items": SELF, "prefixItems": [{"type": "null"}], "minItems": 1},
-        {"items": SELF, "minItems": 3},  # a number will do
+        {"items": SELF, "minItems": 3},  # a number satisfies it
         {**node(["next"], next=SELF), "type": ["object", "null"]},
         {"anyOf": [A, B], "$defs": {"a": node(["b"], b=B), "b/c d": {"type": "string"}}},
         {"$ref": "https://example.org/schema"},
@@ -40,7 +40,7 @@ def test_ordinary_schemas_end(name: str) -> None:
     ],
     ids=str,
 )
-def test_a_way_out_is_found(schema: object) -> None:
+def test_recursion_with_a_base_case_is_accepted(schema: object) -> None:
     assert has_finite_document(schema)
 
 
@@ -58,5 +58,5 @@ def test_a_way_out_is_found(schema: object) -> None:
     ],
     ids=str,
 )
-def test_no_way_out_is_noticed(schema: object) -> None:
+def test_recursion_without_a_base_case_is_detected(schema: object) -> None:
     assert not has_finite_document(schema)

@@ -1,4 +1,4 @@
-"""Constraints read bytes, so they hold for every kind of tokenizer that the project loads."""
+"""Constraints operate on bytes and therefore hold for every kind of tokenizer."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ CONSTRAINTS: list[tuple[Constraint, set[str]]] = [
 
 @pytest.mark.thorough
 @pytest.mark.parametrize(("constraint", "expected"), CONSTRAINTS, ids=["one_of", "regex", "json"])
-def test_replies_read_as_what_was_asked_for(
+def test_decoded_replies_satisfy_the_constraint(
     tokenizer: Tokenizer, constraint: Constraint, expected: set[str]
 ) -> None:
     vocabulary = Vocabulary(tokenizer, tokenizer.vocab_size + 70)
@@ -115,12 +115,12 @@ def test_replies_read_as_what_was_asked_for(
             filters.accept(ids[-1])
             if ids[-1] in vocabulary.eos_ids:
                 break
-        # A reply continues a prompt: a space at its start is not one at the start of a text.
+        # The decoder has read a prompt, so that it keeps a space at the start of the reply.
         reply = tokenizer.decode(prompt + ids).removeprefix(tokenizer.decode(prompt))
         assert reply in expected
 
 
-def test_what_the_tokenizer_writes_is_let_through(tokenizer: Tokenizer) -> None:
+def test_texts_encoded_by_the_tokenizer_are_accepted(tokenizer: Tokenizer) -> None:
     vocabulary = Vocabulary(tokenizer, tokenizer.vocab_size)
     for text in ("yes", "maybe ☕, ö", '{"name": "value"}'):
         f = Regex(r" ?[\s\S]{1,40}").filter(vocabulary)

@@ -1,4 +1,4 @@
-"""Trial compilation in another process: its limits, its end, and what survives its end."""
+"""Trial compilation in another process: limits, failures and the end of the process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ WAIT_S = 30.0
 
 @pytest.fixture(autouse=True)
 def processes(monkeypatch: pytest.MonkeyPatch) -> Iterator[trial._Processes]:
-    """Processes of this test alone."""
+    """Trial processes of one test."""
     own = trial._Processes()
     monkeypatch.setattr(trial, "_shared", own)
     yield own
@@ -69,7 +69,7 @@ def test_a_compiler_that_exceeds_its_time_is_killed_and_replaced(
     assert set(ids_of(processes)).isdisjoint(before)
 
 
-def test_a_compiler_that_exceeds_its_memory_ends_alone() -> None:
+def test_a_compiler_that_exceeds_its_memory_is_an_error() -> None:
     with pytest.raises(ConstraintError, match=r"too much memory.*at most 64 MiB"):
         JsonSchema(SLOW_SCHEMA).filter(vocabulary(memory_bytes=64 * 2**20))
     assert Regex("a").filter(vocabulary()).mask() is not None
@@ -97,12 +97,12 @@ def test_an_idle_process_that_was_killed_is_replaced(processes: trial._Processes
     assert Regex("b").filter(vocabulary()).mask() is not None
 
 
-def test_a_process_that_ends_before_it_gets_a_constraint_is_replaced(
+def test_a_process_that_ends_before_it_receives_a_constraint_is_replaced(
     processes: trial._Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Regex("a").filter(vocabulary())
     processes._idle[0]._process.kill()
-    monkeypatch.setattr(trial._Process, "is_alive", True)  # it ends after the look
+    monkeypatch.setattr(trial._Process, "is_alive", True)  # it ends after the check
     assert Regex("b").filter(vocabulary()).mask() is not None
 
 
@@ -117,7 +117,7 @@ def test_a_slow_constraint_does_not_delay_another_one(processes: trial._Processe
             refused.result(WAIT_S)
 
 
-def test_the_interpreter_is_free_while_a_constraint_is_compiled() -> None:
+def test_other_threads_run_while_a_constraint_is_compiled() -> None:
     longest = 0.0
     done = threading.Event()
 
@@ -187,7 +187,7 @@ def test_a_fork_starts_processes_of_its_own(processes: trial._Processes) -> None
     Regex("a").filter(vocabulary())
     (before,) = ids_of(processes)
     process_id = os.fork()
-    if process_id == 0:  # no assertion here: its failure would run the rest of the tests twice
+    if process_id == 0:  # no assert: a failure here would run the rest of the tests twice
         Regex("b").filter(vocabulary())
         own = ids_of(trial._processes())
         trial._processes().close()

@@ -1,4 +1,4 @@
-"""Tokens as bytes and sets of them as bits, against the plain definition."""
+"""Vocabulary: bytes of tokens and bitmasks, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_special_tokens_gaps_and_padding_have_no_bytes() -> None:
     assert max(everything) < tokenizer.vocab_size < 333
 
 
-def test_a_model_with_fewer_tokens_than_its_tokenizer_draws_only_its_own() -> None:
+def test_tokens_beyond_the_vocabulary_of_the_model_are_in_no_mask() -> None:
     vocabulary = Vocabulary(ByteTokenizer(), 100)
     assert vocabulary.num_words == 4
     assert vocabulary.ids_of(vocabulary.mask_of([99, 100, -1, 3])) == [3, 99]
@@ -36,7 +36,7 @@ def test_a_model_with_fewer_tokens_than_its_tokenizer_draws_only_its_own() -> No
 
 
 @pytest.mark.parametrize("size", [258, 288, 289, 320])
-def test_bits_lie_where_the_sampler_looks(size: int) -> None:
+def test_bits_match_the_layout_that_the_sampler_reads(size: int) -> None:
     vocabulary = Vocabulary(ByteTokenizer(), size)
     mask = vocabulary.mask_of([0, 31, 32, 63, BOS_ID, EOS_ID])
     assert mask.dtype == torch.int32
@@ -48,7 +48,7 @@ def test_bits_lie_where_the_sampler_looks(size: int) -> None:
 
 @given(st.lists(st.binary(max_size=3)), st.binary(max_size=3))
 @settings(max_examples=examples(200))
-def test_sorted_tokens_find_what_a_scan_finds(tokens: list[bytes], prefix: bytes) -> None:
+def test_sorted_tokens_agree_with_a_scan(tokens: list[bytes], prefix: bytes) -> None:
     found = SortedTokens(tokens)
     starting = [i for i, t in enumerate(tokens) if t and t.startswith(prefix)]
     assert sorted(found.starting_with(prefix)) == starting
@@ -57,7 +57,9 @@ def test_sorted_tokens_find_what_a_scan_finds(tokens: list[bytes], prefix: bytes
 
 
 @pytest.mark.parametrize("prefix", [b"", b"a", b"ab", b"\xff", b"\xff\xff", b"\xc3", b"abcd"])
-def test_healing_offers_every_token_with_the_prefix(vocabulary: Vocabulary, prefix: bytes) -> None:
+def test_starting_with_finds_every_token_with_the_prefix(
+    vocabulary: Vocabulary, prefix: bytes
+) -> None:
     expected = [i for i, t in enumerate(vocabulary.token_bytes) if t and t.startswith(prefix)]
     assert vocabulary.ids_of(vocabulary.starting_with(prefix)) == expected
 

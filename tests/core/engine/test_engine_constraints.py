@@ -15,6 +15,7 @@ from torch import Tensor
 from exl_core.constrain.choice import OneOf, StartsWith
 from exl_core.constrain.filter import ConstraintError, Filter
 from exl_core.constrain.foreign import Foreign
+from exl_core.constrain.grammar import Grammar
 from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.regex import Regex
 from exl_core.constrain.vocabulary import Vocabulary
@@ -186,6 +187,22 @@ def test_what_cannot_be_met_is_refused_at_the_call(constraint: Any) -> None:
         engine.compile(ask(constraints=(constraint,)))
     assert engine.is_idle
     assert run_one(engine, ask())[1].text == "hello"
+
+
+def test_a_mask_that_is_too_much_work_ends_its_request_alone() -> None:
+    """The items of an ambiguous grammar grow with every token, until a limit of the library."""
+    ambiguous = Grammar("start: a*\na: b*\nb: c*\nc: /[a-z]/ | a a a")
+    engine = engine_for(eager(97))
+    good, bad = ask(max_tokens=60), ask(constraints=(ambiguous,), max_tokens=500)
+    submit(engine, good)
+    submit(engine, bad)
+    ends = {e.request_id: e for e in run_all(engine) if isinstance(e, FailEvent | FinishEvent)}
+    failure, end = ends[bad.request_id], ends[good.request_id]
+    assert isinstance(failure, FailEvent)
+    assert isinstance(failure.error, ConstraintError)
+    assert "became too complex" in str(failure.error)
+    assert isinstance(end, FinishEvent)
+    assert end.text == "a" * 60
 
 
 def test_submit_refuses_constraints_that_are_not_compiled() -> None:

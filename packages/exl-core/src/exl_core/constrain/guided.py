@@ -109,6 +109,7 @@ class GuidedFilter(Filter):
 
     def accept(self, token_id: int) -> None:
         if self._matcher.try_consume_tokens([token_id]) != 1:
+            self._check_error()  # a limit of the library
             raise ConstraintError(
                 "the token does not fit the constraint",
                 where=f"token {self._num_accepted} of the reply",
