@@ -168,6 +168,15 @@ def test_a_prompt_longer_than_the_context_has_the_numbers(generate) -> None:
     assert "at most 512" in line
 
 
+def test_a_prompt_of_megabytes_is_refused_without_being_tokenized(generate) -> None:
+    text = b"many words " * 700_000
+    for options in ((), ("--chat",)):
+        line = generate("-c", 64, *options, stdin=text).error_line(2)
+        assert "the prompt has at least" in line and "at most 63 tokens" in line
+        num_tokens = int(line.split("at least ")[1].split()[0])
+        assert num_tokens < len(text) / 10, "counting stopped early"
+
+
 def test_a_context_longer_than_the_models_is_refused(generate) -> None:
     line = generate("-p", "x", "-c", 513).error_line(2)
     assert "512" in line

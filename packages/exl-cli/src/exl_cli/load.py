@@ -21,7 +21,7 @@ from exl_core.cache.memory import free_memory_bytes
 from exl_core.constrain.filter import Constraint
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
-from exl_core.errors import OutOfMemoryError, RequestError
+from exl_core.errors import ContextLengthError, OutOfMemoryError, RequestError
 from exl_core.load import (
     LoadedModel,
     LoadOptions,
@@ -68,7 +68,18 @@ class Runtime:
 
     def encode_prompt(self, text: str, *, parse_special: bool) -> list[int]:
         """As the tokenizer does by default: with its BOS where it adds one."""
-        return self.loaded.tokenizer.encode(text, allow_special=parse_special, add_bos=None)
+        with self.refusing_long_prompts():
+            return self.loaded.tokenizer.encode(
+                text, allow_special=parse_special, add_bos=None, max_tokens=self.ctx_size - 1
+            )
+
+    @contextmanager
+    def refusing_long_prompts(self) -> Iterator[None]:
+        """Reports a prompt whose tokenization stopped because it exceeds the context."""
+        try:
+            yield
+        except ContextLengthError as error:
+            raise self._too_long(f"at least {error.num_tokens}") from error
 
     def request(
         self,
@@ -81,12 +92,7 @@ class Runtime:
         """`max_tokens` None: until the context is full. The reply never outgrows the context."""
         room = self.ctx_size - len(token_ids)
         if room < 1:
-            raise RequestError(
-                f"the prompt has {len(token_ids)} tokens and leaves no room for a reply",
-                expected=f"at most {self.ctx_size - 1} tokens, for a context of {self.ctx_size}",
-                got=len(token_ids),
-                next_step=self._advice(),
-            )
+            raise self._too_long(f"{len(token_ids)}")
         return Request(
             prompt_ids=tuple(token_ids),
             max_tokens=room if max_tokens is None else min(max_tokens, room),
@@ -95,6 +101,14 @@ class Runtime:
             stop_strings=tuple(stop),
             constraints=constraints,
             adapters=self.adapters,
+        )
+
+    def _too_long(self, num_tokens: str) -> RequestError:
+        return RequestError(
+            f"the prompt has {num_tokens} tokens and leaves no room for a reply",
+            expected=f"at most {self.ctx_size - 1} tokens, for a context of {self.ctx_size}",
+            got=num_tokens,
+            next_step=self._advice(),
         )
 
     def _advice(self) -> str:

@@ -79,6 +79,21 @@ class RequestError(ExlError):
     exit_code = 2
 
 
+class ContextLengthError(RequestError):
+    """A text has more tokens than the context can hold. `num_tokens` is a lower bound: counting
+    stopped there."""
+
+    def __init__(self, num_tokens: int, max_tokens: int, *, next_step: str | None = None) -> None:
+        self.num_tokens = num_tokens
+        self.max_tokens = max_tokens
+        super().__init__(
+            "the text is too long for the context",
+            expected=f"at most {max_tokens} tokens",
+            got=f"at least {num_tokens}",
+            next_step=next_step or "Shorten the text.",
+        )
+
+
 class ModelError(ExlError):
     """The model cannot be found, read or trusted."""
 

@@ -52,12 +52,16 @@ class PromptStyle:
         assert self._template is not None
         return self._template.render(messages, add_generation_prompt=True)
 
-    def encode(self, messages: Messages) -> list[int]:
+    def encode(self, messages: Messages, *, max_tokens: int | None = None) -> list[int]:
+        """More than `max_tokens` raise ContextLengthError."""
         text = self.text(messages)
-        if self._format is None:
-            return self._tokenizer.encode(text, allow_special=True, add_bos=False)
-        wants_bos = self._format.bos and self._tokenizer.bos_id is not None
-        return self._tokenizer.encode(text, allow_special=self._format.special, add_bos=wants_bos)
+        is_special, wants_bos = True, False
+        if self._format is not None:
+            is_special = self._format.special
+            wants_bos = self._format.bos and self._tokenizer.bos_id is not None
+        return self._tokenizer.encode(
+            text, allow_special=is_special, add_bos=wants_bos, max_tokens=max_tokens
+        )
 
     def splitter(self, messages: Messages) -> ReasoningSplitter:
         """For the reply to these messages."""

@@ -85,7 +85,9 @@ def generate(
     sampler = sampling.params(runtime.loaded.tokenizer)
     if chat:
         style, system = conversation.style(runtime.loaded)
-        token_ids = style.encode(prompts.as_messages(text, system))
+        with runtime.refusing_long_prompts():
+            messages = prompts.as_messages(text, system)
+            token_ids = style.encode(messages, max_tokens=runtime.ctx_size - 1)
         request = runtime.request(token_ids, limit, sampler, stop or [], constraints)
         request = style.adapt(request)
     else:

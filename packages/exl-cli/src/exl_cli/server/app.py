@@ -20,6 +20,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 
 from exl_cli.server import metrics
+from exl_cli.server.bodies import long_body_route
 from exl_cli.server.chat import Chat
 from exl_cli.server.completions import Completion
 from exl_cli.server.errors import ApiError, install_handlers, json_reply
@@ -72,6 +73,7 @@ def create_app(
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
         yield
+        service.close()
         await host.close()
 
     app = FastAPI(
@@ -83,6 +85,7 @@ def create_app(
         responses=_REFUSALS,
         redirect_slashes=False,
     )
+    app.router.route_class = long_body_route(service)
     install_handlers(app)
     _add_generation(app, service)
     _add_models(app, service)

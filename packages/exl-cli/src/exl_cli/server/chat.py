@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import AsyncExitStack
 
 from exl_cli.server.completions import END_REASONS
-from exl_cli.server.conversation import ChatPrompt, chat_prompt
+from exl_cli.server.conversation import ChatPrompt, chat_prompt, num_chars
 from exl_cli.server.errors import ApiError
 from exl_cli.server.logprobs import chat_entry, tokens_of_text
 from exl_cli.server.schema import ChatBody
@@ -16,8 +16,8 @@ from exl_cli.server.service import (
     Service,
     check_stream,
     figures_of,
-    in_thread,
     make_requests,
+    refusing_long_prompts,
     results_of,
     timings_of,
     told_with_each,
@@ -63,7 +63,11 @@ class Chat:
         resident = await self._service.enter(stack, body.model, self._n)
         self._model = resident.name
         loaded = resident.runtime.loaded
-        prompt = await in_thread(lambda: chat_prompt(loaded, body))
+        ctx_size = resident.runtime.ctx_size
+        with refusing_long_prompts(ctx_size, "messages"):
+            prompt = await self._service.in_thread(
+                lambda: chat_prompt(loaded, body, ctx_size - 1), num_chars(body)
+            )
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         requests = make_requests(
             resident,

@@ -16,8 +16,8 @@ from exl_cli.server.service import (
     Service,
     check_stream,
     figures_of,
-    in_thread,
     make_requests,
+    refusing_long_prompts,
     results_of,
     timings_of,
     told_with_each,
@@ -26,6 +26,7 @@ from exl_cli.server.service import (
 from exl_cli.server.streaming import Event, TextEvents
 from exl_core.engine.events import FinishEvent, FinishReason
 from exl_core.engine.request import Report
+from exl_core.errors import ContextLengthError
 from exl_core.generate.asynchronous import AsyncJob
 from exl_core.generate.dynamic import Result
 from exl_core.tokenizer.base import Tokenizer
@@ -72,9 +73,15 @@ class Completion:
         self._model = resident.name
         tokenizer = resident.runtime.loaded.tokenizer
         add_bos = None if body.add_special_tokens else False
-        self._prompts = await in_thread(
-            lambda: [as_prompt(tokenizer, one, add_bos=add_bos) for one in given]
-        )
+        ctx_size = resident.runtime.ctx_size
+        with refusing_long_prompts(ctx_size, "prompt"):
+            self._prompts = await self._service.in_thread(
+                lambda: [
+                    as_prompt(tokenizer, one, add_bos=add_bos, max_tokens=ctx_size - 1)
+                    for one in given
+                ],
+                sum(map(len, given)),
+            )
         vocab_size = resident.runtime.engine.vocab_size
         for prompt in self._prompts:
             if prompt.token_ids and max(prompt.token_ids) >= vocab_size:
@@ -225,12 +232,17 @@ class _Choice:
         }
 
 
-def as_prompt(tokenizer: Tokenizer, given: str | list[int], *, add_bos: bool | None) -> Prompt:
+def as_prompt(
+    tokenizer: Tokenizer, given: str | list[int], *, add_bos: bool | None, max_tokens: int
+) -> Prompt:
     """Token ids stay as they are. A text is read with its special tokens, and gets BOS where its
-    tokenizer adds one and it does not begin with it."""
+    tokenizer adds one and it does not begin with it. More than `max_tokens`, without that BOS,
+    raise ContextLengthError."""
     if not isinstance(given, str):
+        if len(given) > max_tokens:
+            raise ContextLengthError(len(given), max_tokens)
         return Prompt(given, tokenizer.decode(given, skip_special=False))
-    ids = tokenizer.encode(given, allow_special=True, add_bos=False)
+    ids = tokenizer.encode(given, allow_special=True, add_bos=False, max_tokens=max_tokens)
     wants_bos = tokenizer.adds_bos if add_bos is None else add_bos
     bos = tokenizer.bos_id
     if not wants_bos or bos is None or ids[:1] == [bos]:

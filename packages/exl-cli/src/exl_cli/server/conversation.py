@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from exl_cli.server.bodies import LONG_BYTES, check_structure
 from exl_cli.server.errors import ApiError
 from exl_cli.server.schema import (
     ChatBody,
@@ -51,8 +52,19 @@ class ChatPrompt:
         return bool(self.constraints)
 
 
-def chat_prompt(loaded: LoadedModel, body: ChatBody) -> ChatPrompt:
-    """Renders and tokenizes: takes a while for long conversations."""
+def num_chars(body: ChatBody) -> int:
+    """Characters in the messages."""
+    return sum(
+        len(_text_of(message.content))
+        + len(message.reasoning_content or "")
+        + sum(len(call.function.arguments) for call in message.tool_calls or ())
+        for message in body.messages
+    )
+
+
+def chat_prompt(loaded: LoadedModel, body: ChatBody, max_tokens: int) -> ChatPrompt:
+    """Renders and tokenizes: takes a while for long conversations. More than `max_tokens` raise
+    ContextLengthError."""
     if loaded.template is None:
         raise ApiError(
             400,
@@ -68,6 +80,7 @@ def chat_prompt(loaded: LoadedModel, body: ChatBody) -> ChatPrompt:
             )
     offered, is_call = _offered(body)
     tool_format = _tool_format(loaded.template, body) if body.tools else None
+    _check_last_message(loaded, body, max_tokens)
     text = loaded.template.render(
         [as_message(message) for message in body.messages],
         add_generation_prompt=True,
@@ -90,7 +103,7 @@ def chat_prompt(loaded: LoadedModel, body: ChatBody) -> ChatPrompt:
     if is_call and tool_format is not None:
         text += tool_format.opening
     return ChatPrompt(
-        loaded.tokenizer.encode(text, allow_special=True, add_bos=False),
+        loaded.tokenizer.encode(text, allow_special=True, add_bos=False, max_tokens=max_tokens),
         tags,
         tool_format=tool_format if offered else None,
         tools=tuple(one.name for one in offered),
@@ -98,6 +111,17 @@ def chat_prompt(loaded: LoadedModel, body: ChatBody) -> ChatPrompt:
         begins_inside=begins_inside,
         constraints=constraints,
     )
+
+
+def _check_last_message(loaded: LoadedModel, body: ChatBody, max_tokens: int) -> None:
+    """Refuses a last user message that the context cannot hold, before it is rendered.
+
+    Templates leave out other messages, or parts of them such as earlier reasoning, and trim. The
+    message that is to be answered they write.
+    """
+    last = body.messages[-1]
+    if last.role == "user":
+        loaded.tokenizer.check_length(_text_of(last.content).strip(), max_tokens)
 
 
 def as_message(message: Message) -> dict[str, object]:
@@ -132,6 +156,8 @@ def _text_of(content: str | Sequence[TextPart] | None) -> str:
 
 
 def _arguments(text: str) -> object:
+    if len(text) > LONG_BYTES:
+        check_structure(text.encode("utf-8", "surrogatepass"), 0)
     try:
         value = json.loads(text or "{}")
     except (ValueError, RecursionError) as error:

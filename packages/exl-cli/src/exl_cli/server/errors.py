@@ -16,7 +16,14 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
-from exl_core.errors import ExlError, OutOfMemoryError, RequestError, TemplateError, printable
+from exl_core.errors import (
+    ContextLengthError,
+    ExlError,
+    OutOfMemoryError,
+    RequestError,
+    TemplateError,
+    printable,
+)
 
 INVALID = "invalid_request_error"
 
@@ -73,6 +80,8 @@ def json_reply(
 
 def api_error_of(error: ExlError) -> ApiError:
     """What a failure of the engine is to a client."""
+    if isinstance(error, ContextLengthError):
+        return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, RequestError | TemplateError):
         return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, OutOfMemoryError):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from exl_cli.server import memory
 from exl_cli.server.errors import ApiError
 from exl_core.errors import RequestError
 
@@ -59,6 +60,7 @@ class Gate:
         self._limits = limits
         self._keys = [key.encode() for key in api_keys]
         self._hosts = hosts
+        self._memory = memory.MemoryReturn()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -77,7 +79,16 @@ class Gate:
             return
         if scope["method"] == "HEAD":  # what sends the answer leaves its body out
             scope = {**scope, "method": "GET"}
-        await self.app(scope, _replayed(body, receive), send)
+        is_long = len(body) > memory.LONG_BYTES
+        if is_long:
+            self._memory.schedule()
+        replayed = _replayed(body, receive)
+        del body  # a stream may last for an hour
+        try:
+            await self.app(scope, replayed, send)
+        finally:
+            if is_long:
+                self._memory.schedule()
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         """A server without a key must not answer pages of other sites that resolve to it."""

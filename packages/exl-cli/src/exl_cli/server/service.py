@@ -6,6 +6,7 @@ import asyncio
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, contextmanager
 from typing import TypeVar
 
@@ -17,13 +18,14 @@ from exl_cli.server.schema import SamplingFields
 from exl_core.constrain.filter import Constraint
 from exl_core.engine.events import FinishEvent, FinishReason
 from exl_core.engine.request import Report, Request
-from exl_core.errors import ExlError, RequestError
+from exl_core.errors import ContextLengthError, ExlError, RequestError
 from exl_core.generate.asynchronous import AsyncJob
 from exl_core.generate.dynamic import Result
 from exl_core.load import stop_ids
 from exl_core.sampling.params import SamplerParams, TokenBias
 
 T = TypeVar("T")
+LONG_CHARS = 64 * 1024
 
 
 class Service:
@@ -33,6 +35,7 @@ class Service:
         self.metrics = Metrics()
         self._admitted = 0  # replies that run or wait, for the engine or for their model
         self._mean_s = 1.0  # of a request, the latest counting most
+        self._long_work = ThreadPoolExecutor(1, thread_name_prefix="exl-long-text")
 
     @contextmanager
     def admit(self, count: int) -> Iterator[None]:
@@ -63,6 +66,19 @@ class Service:
         """Room in the queue, and the model, until the stack is closed."""
         stack.enter_context(self.admit(count))
         return await stack.enter_async_context(self.host.use(model))
+
+    async def in_thread(self, work: Callable[[], T], size: int) -> T:
+        """Runs what takes long for long texts, of `size` characters, without holding up the loop.
+
+        Long ones run one after the other on a thread of their own: the short ones never wait for
+        them, and their memory does not add up.
+        """
+        if size <= LONG_CHARS:
+            return await in_thread(work)
+        return await asyncio.get_running_loop().run_in_executor(self._long_work, work)
+
+    def close(self) -> None:
+        self._long_work.shutdown(wait=False, cancel_futures=True)
 
     async def submit(
         self, stack: AsyncExitStack, resident: Resident, requests: Sequence[Request]
@@ -125,13 +141,7 @@ def make_requests(
             raise ApiError(400, "the prompt is empty", param=param, code="invalid_value")
         room = runtime.ctx_size - len(prompt_ids)
         if room < 1:
-            raise ApiError(
-                400,
-                f"the prompt has {len(prompt_ids)} tokens and the context {runtime.ctx_size}: "
-                "there is no room for a reply",
-                param=param,
-                code="context_length_exceeded",
-            )
+            raise _no_room(f"{len(prompt_ids)}", runtime.ctx_size, param)
         for _ in range(fields.n or 1):
             requests.append(
                 Request(
@@ -148,6 +158,24 @@ def make_requests(
                 )
             )
     return requests
+
+
+@contextmanager
+def refusing_long_prompts(ctx_size: int, param: str) -> Iterator[None]:
+    try:
+        yield
+    except ContextLengthError as error:
+        raise _no_room(f"at least {error.num_tokens}", ctx_size, param) from error
+
+
+def _no_room(num_tokens: str, ctx_size: int, param: str) -> ApiError:
+    return ApiError(
+        400,
+        f"the prompt has {num_tokens} tokens and the context {ctx_size}: "
+        "there is no room for a reply",
+        param=param,
+        code="context_length_exceeded",
+    )
 
 
 def check_stream(fields: SamplingFields) -> None:

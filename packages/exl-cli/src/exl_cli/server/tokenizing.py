@@ -14,8 +14,11 @@ from exl_cli.server.schema import (
     TokenEncodeBody,
     TokenizeBody,
 )
-from exl_cli.server.service import Service, in_thread
+from exl_cli.server.service import Service
 from exl_core.tokenizer.base import Tokenizer
+
+MAX_TOKENS = 64 * 1024
+"""Longest text that is tokenized for a client, unless the context is longer."""
 
 
 def add_tokenizer(app: FastAPI, service: Service) -> None:
@@ -32,15 +35,20 @@ def _add_vllm(app: FastAPI, service: Service) -> None:
         async with host.use(body.model) as resident:
             tokenizer = resident.runtime.loaded.tokenizer
             add_bos = None if body.add_special_tokens else False
-            prompt = await in_thread(lambda: as_prompt(tokenizer, body.prompt, add_bos=add_bos))
-            ids, longest = prompt.token_ids, resident.runtime.ctx_size
+            longest = resident.runtime.ctx_size
+            most = max(longest, MAX_TOKENS)
+            prompt = await service.in_thread(
+                lambda: as_prompt(tokenizer, body.prompt, add_bos=add_bos, max_tokens=most),
+                len(body.prompt),
+            )
+            ids = prompt.token_ids
         return json_reply({"tokens": ids, "count": len(ids), "max_model_len": longest})
 
     @app.post("/detokenize", tags=["tokenizer"])
     async def detokenize(body: DetokenizeBody) -> Response:
         """The text of token ids, special ones included."""
         async with host.use(body.model) as resident:
-            text = await _text_of(resident.runtime.loaded.tokenizer, body.tokens)
+            text = await _text_of(service, resident.runtime.loaded.tokenizer, body.tokens)
         return json_reply({"prompt": text})
 
     @app.get("/tokenizer_info", tags=["tokenizer"])
@@ -75,7 +83,11 @@ def _add_tabby(app: FastAPI, service: Service) -> None:
         async with host.use(None) as resident:
             tokenizer = resident.runtime.loaded.tokenizer
             special = body.encode_special_tokens
-            ids = await in_thread(lambda: tokenizer.encode(body.text, allow_special=special))
+            most = max(resident.runtime.ctx_size, MAX_TOKENS)
+            ids = await service.in_thread(
+                lambda: tokenizer.encode(body.text, allow_special=special, max_tokens=most),
+                len(body.text),
+            )
         bos = tokenizer.bos_id
         if body.add_bos_token and bos is not None and ids[:1] != [bos]:
             ids = [bos, *ids]
@@ -87,12 +99,16 @@ def _add_tabby(app: FastAPI, service: Service) -> None:
         async with host.use(None) as resident:
             tokenizer = resident.runtime.loaded.tokenizer
             skip = not body.decode_special_tokens
-            text = await _text_of(tokenizer, body.tokens, skip_special=skip)
+            text = await _text_of(service, tokenizer, body.tokens, skip_special=skip)
         return json_reply({"text": text})
 
 
 async def _text_of(
-    tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special: bool = False
+    service: Service,
+    tokenizer: Tokenizer,
+    token_ids: Sequence[int],
+    *,
+    skip_special: bool = False,
 ) -> str:
     if token_ids and max(token_ids) >= tokenizer.vocab_size:
         raise ApiError(
@@ -101,4 +117,6 @@ async def _text_of(
             param="tokens",
             code="invalid_value",
         )
-    return await in_thread(lambda: tokenizer.decode(token_ids, skip_special=skip_special))
+    return await service.in_thread(
+        lambda: tokenizer.decode(token_ids, skip_special=skip_special), len(token_ids)
+    )

@@ -46,17 +46,24 @@ class Generator:
         add_bos: bool | None = False,
         parse_special: bool = False,
         embeddings: Mapping[str, EmbeddedSpan] | None = None,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """Token ids of a text; a prompt of ids is returned as it is.
 
         add_bos        whether BOS comes first; None: the tokenizer's default
         parse_special  encode the text of a special token as that token
         embeddings     spans of vectors, by the text that they replace in the prompt
+        max_tokens     limit of the result; a longer text raises ContextLengthError early
         """
         if isinstance(prompt, str):
             aliases = {alias: span.token_ids for alias, span in (embeddings or {}).items()}
             return encode_with_aliases(
-                self.tokenizer, prompt, aliases, allow_special=parse_special, add_bos=add_bos
+                self.tokenizer,
+                prompt,
+                aliases,
+                allow_special=parse_special,
+                add_bos=add_bos,
+                max_tokens=max_tokens,
             )
         if not isinstance(prompt, Iterable) or isinstance(prompt, bytes):
             raise RequestError(
@@ -81,7 +88,11 @@ class Generator:
         def encoded(text: Prompt) -> tuple[int, ...]:
             return tuple(
                 self.encode(
-                    text, add_bos=add_bos, parse_special=parse_special, embeddings=embeddings
+                    text,
+                    add_bos=add_bos,
+                    parse_special=parse_special,
+                    embeddings=embeddings,
+                    max_tokens=self.loaded.config.max_seq_len,
                 )
             )
 

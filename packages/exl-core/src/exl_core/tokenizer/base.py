@@ -16,10 +16,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from exl_core.errors import RequestError
+from exl_core.errors import ContextLengthError, RequestError
+from exl_core.tokenizer.long_text import TokenLengths
 
 REPLACEMENT = "\ufffd"
 _NO_TOKEN = REPLACEMENT.encode()
+_CHECKED_CHARS = 256 * 1024  # at a time: the interpreter is held meanwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,29 +80,42 @@ class Tokenizer(ABC):
         return self.control.adds_eos
 
     def encode(
-        self, text: str, *, allow_special: bool = False, add_bos: bool | None = False
+        self,
+        text: str,
+        *,
+        allow_special: bool = False,
+        add_bos: bool | None = False,
+        max_tokens: int | None = None,
     ) -> list[int]:
         """The ids of `text`.
 
         With `allow_special` the text of a special token becomes that token, as a chat template
         needs it; without it such text is text like any other. `add_bos=None` does what the model's
         own tokenizer does; a BOS that the text itself spells out is not looked for.
+
+        A text of more than `max_tokens` raises ContextLengthError, after time that depends on
+        `max_tokens` and not on the text, as far as the tokenizer's kind allows.
         """
-        try:
-            text.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise RequestError(
-                f"the text holds half of a surrogate pair at character {error.start}",
-                expected="text that can be written as UTF-8",
-                got=ascii(text[error.start]),
-            ) from error
-        ids = self._encode(text, allow_special=allow_special) if text else []
         wants_bos = self.adds_bos if add_bos is None else add_bos
-        if not wants_bos:
-            return ids
-        if self.bos_id is None:
+        if wants_bos and self.bos_id is None:
             raise RequestError("BOS was asked for, but this tokenizer has none", where=self.where)
-        return [self.bos_id, *ids]
+        head = [self.bos_id] if wants_bos and self.bos_id is not None else []
+        limit = None if max_tokens is None else max_tokens - len(head)
+        try:
+            ids = self._encode_checked(text, limit, allow_special=allow_special)
+        except ContextLengthError as error:
+            num_tokens = error.num_tokens + len(head)
+            raise ContextLengthError(num_tokens, error.max_tokens + len(head)) from None
+        return [*head, *ids] if head else ids
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Raises ContextLengthError if `text` is certain to have more than `max_tokens`. Takes
+        milliseconds; the text is not tokenized."""
+        if len(text) <= max_tokens or self._token_lengths is None:
+            return
+        at_least = self._token_lengths.lower_bound(text, max_tokens)
+        if at_least > max_tokens:
+            raise ContextLengthError(at_least, max_tokens)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of `ids`; special tokens are left out, or written as their own text."""
@@ -142,6 +157,29 @@ class Tokenizer(ABC):
         """How many spaces at the very start of a text `decode` takes away."""
         return 0
 
+    def _encode_checked(
+        self, text: str, max_tokens: int | None, *, allow_special: bool
+    ) -> list[int]:
+        if max_tokens is not None:
+            self.check_length(text, max_tokens)
+        _check_unicode(text)
+        ids = self._encode_within(text, max_tokens, allow_special=allow_special) if text else []
+        if max_tokens is not None and len(ids) > max_tokens:
+            raise ContextLengthError(len(ids), max_tokens)
+        return ids
+
+    @property
+    def _token_lengths(self) -> TokenLengths | None:
+        """Gives a lower bound on the length of texts; None: none is known for this tokenizer."""
+        return None
+
+    def _encode_within(
+        self, text: str, max_tokens: int | None, *, allow_special: bool
+    ) -> list[int]:
+        """`_encode` that may stop, with more than `max_tokens` ids, once there are so many."""
+        del max_tokens  # overridden by tokenizers that can cut a text
+        return self._encode(text, allow_special=allow_special)
+
     @abstractmethod
     def _encode(self, text: str, *, allow_special: bool) -> list[int]:
         """The ids of text that is not empty, without BOS and EOS."""
@@ -149,6 +187,19 @@ class Tokenizer(ABC):
     @abstractmethod
     def _piece(self, token_id: int) -> bytes | None:
         """The bytes of an ordinary token, None when the id has no token."""
+
+
+def _check_unicode(text: str) -> None:
+    for start in range(0, len(text), _CHECKED_CHARS):
+        try:
+            text[start : start + _CHECKED_CHARS].encode("utf-8")
+        except UnicodeEncodeError as error:
+            place = start + error.start
+            raise RequestError(
+                f"the text holds half of a surrogate pair at character {place}",
+                expected="text that can be written as UTF-8",
+                got=ascii(text[place]),
+            ) from error
 
 
 class StreamDecoder:

@@ -88,11 +88,13 @@ def encode_with_aliases(
     *,
     allow_special: bool = False,
     add_bos: bool | None = False,
+    max_tokens: int | None = None,
 ) -> list[int]:
     """The ids of `text`, where each alias in it stands for given ids, such as those of an image.
 
     Aliases are found before anything else is: leftmost first, the longest at each place. The text
-    between them is encoded run by run, so no token goes across an alias.
+    between them is encoded run by run, so no token goes across an alias. A run of more than
+    `max_tokens` raises ContextLengthError.
     """
     if "" in aliases:
         raise RequestError("an alias is the empty text", got=sorted(aliases))
@@ -102,5 +104,5 @@ def encode_with_aliases(
         if isinstance(part, int):
             ids += aliases[names[part]]
         else:
-            ids += tokenizer.encode(part, allow_special=allow_special)
+            ids += tokenizer.encode(part, allow_special=allow_special, max_tokens=max_tokens)
     return ids

@@ -11,18 +11,23 @@ import json
 import secrets
 import threading
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from exl_core.errors import TokenizerError
+from exl_core.errors import ContextLengthError, TokenizerError
 from exl_core.files import read_bytes
 from exl_core.tokenizer.base import ControlIds, Tokenizer
+from exl_core.tokenizer.bpe_rules import BpeRules, bpe_rules
 from exl_core.tokenizer.control_ids import FILE_LIMIT_BYTES, DeclaredToken
 from exl_core.tokenizer.decoders import PieceRule, piece_rule
 from exl_core.tokenizer.library import check_growth_of_json, library_errors
+from exl_core.tokenizer.long_text import TokenLengths, is_long
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
+
+_SHORT_CHARS = 4 * 1024  # about a millisecond; `encode_batch_fast` costs a change of threads
 
 
 class LibraryTokenizer(Tokenizer):
@@ -54,19 +59,52 @@ class LibraryTokenizer(Tokenizer):
         """What `tokenizer.json` would hold."""
         return str(self._backend.to_str())
 
+    @property
+    def _token_lengths(self) -> TokenLengths | None:
+        return self._rules.lengths
+
+    @cached_property
+    def _rules(self) -> BpeRules:
+        return bpe_rules(self._backend)
+
     def _encode(self, text: str, *, allow_special: bool) -> list[int]:
-        ids = self._encode_with(self._backend, text, allow_special=allow_special)
+        return self._encode_within(text, None, allow_special=allow_special)
+
+    def _encode_within(
+        self, text: str, max_tokens: int | None, *, allow_special: bool
+    ) -> list[int]:
+        ids = self._encode_with(self._backend, text, max_tokens, allow_special=allow_special)
         if allow_special or self._forbidden.isdisjoint(ids):
             return ids
         # The model itself, not the list of added tokens, found a special token in the text: a
         # unigram or a word vocabulary holds them beside ordinary pieces.
-        return self._encode_with(self._blind(), text, allow_special=False)
+        return self._encode_with(self._blind(), text, max_tokens, allow_special=False)
 
-    def _encode_with(self, backend: Backend, text: str, *, allow_special: bool) -> list[int]:
-        # The switch is a state of the backend, not an argument of `encode`.
+    def _encode_with(
+        self, backend: Backend, text: str, max_tokens: int | None, *, allow_special: bool
+    ) -> list[int]:
+        if not is_long(text) or self._rules.cuts is None:
+            return self._encode_piece(backend, text, max_tokens, allow_special=allow_special)
+        ids: list[int] = []
+        for piece in self._rules.cuts.pieces(text):
+            ids += self._encode_piece(backend, piece, max_tokens, allow_special=allow_special)
+            if max_tokens is not None and len(ids) > max_tokens:
+                break
+        return ids
+
+    def _encode_piece(
+        self, backend: Backend, text: str, max_tokens: int | None, *, allow_special: bool
+    ) -> list[int]:
+        # The switch is a state of the backend, not an argument of its methods.
         with self._lock, library_errors("the tokenizer cannot write this text", self.where):
             backend.encode_special_tokens = not allow_special
-            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            if len(text) <= _SHORT_CHARS:
+                found = backend.encode(text, add_special_tokens=False)
+            else:  # other threads run meanwhile; `encode` would hold the interpreter
+                (found,) = backend.encode_batch_fast([text], add_special_tokens=False)
+        if max_tokens is not None and len(found) > max_tokens:
+            raise ContextLengthError(len(found), max_tokens)  # a list of them would take long
+        ids: list[int] = found.ids
         return ids
 
     def _blind(self) -> Backend:

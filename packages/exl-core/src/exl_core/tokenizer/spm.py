@@ -11,7 +11,8 @@ with a space; a model that folds spaces or normalizes Unicode gives back the fol
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,16 @@ from exl_core.files import read_bytes
 from exl_core.tokenizer.base import ControlIds, Tokenizer
 from exl_core.tokenizer.control_ids import FILE_LIMIT_BYTES
 from exl_core.tokenizer.decoders import META_SPACE, byte_of_token
+from exl_core.tokenizer.long_text import (
+    Cuts,
+    TokenLengths,
+    bytes_of_marked,
+    covered_bytes,
+    cuts_of_marked_pieces,
+    is_long,
+)
 from exl_core.tokenizer.special_text import SpecialText
-from exl_core.tokenizer.spm_proto import without_dummy_prefix
+from exl_core.tokenizer.spm_proto import TextRules, text_rules, without_dummy_prefix
 
 _NEXT_STEP = "The file looks truncated or damaged; download it again"
 
@@ -78,7 +87,46 @@ class SentencePieceTokenizer(Tokenizer):
         """What `tokenizer.model` would hold: the library's model, without what was added."""
         return bytes(self._processor.serialized_model_proto())
 
+    @cached_property
+    def _token_lengths(self) -> TokenLengths | None:
+        rules = self._text_rules
+        if rules.has_charsmap or not rules.escapes_spaces:
+            return None
+        pieces = self._all_pieces
+        num_bytes = sum(self._processor.is_byte(list(range(len(pieces)))))
+        covered = covered_bytes(set(pieces), has_bytes=num_bytes == 256)
+        if rules.removes_extra_spaces:
+            covered.discard(ord(" "))
+        added = [*self._added.values(), *(text.encode() for text in self.special_tokens)]
+        return TokenLengths([*map(bytes_of_marked, pieces), *added], covered)
+
+    @cached_property
+    def _cuts(self) -> Mapping[bool, Cuts | None]:
+        """By whether the processor puts a space before a text."""
+        rules = self._text_rules
+        is_known = rules.is_bpe and rules.escapes_spaces
+        if not is_known or rules.has_charsmap or rules.removes_extra_spaces:
+            return {False: None, True: None}
+        if rules.puts_spaces_behind:
+            return {False: None, True: None}
+        pieces = set(self._all_pieces)
+        return {adds: cuts_of_marked_pieces(pieces, adds_space=adds) for adds in (False, True)}
+
+    @cached_property
+    def _text_rules(self) -> TextRules:
+        return text_rules(self.as_model())
+
+    @property
+    def _all_pieces(self) -> list[str]:
+        pieces: list[str] = self._processor.id_to_piece(list(range(self._piece_count)))
+        return pieces
+
     def _encode(self, text: str, *, allow_special: bool) -> list[int]:
+        return self._encode_within(text, None, allow_special=allow_special)
+
+    def _encode_within(
+        self, text: str, max_tokens: int | None, *, allow_special: bool
+    ) -> list[int]:
         splitter = self._special_split if allow_special else self._plain_split
         ids: list[int] = []
         processor = self._processor  # the text after a special token may go without a space
@@ -86,9 +134,19 @@ class SentencePieceTokenizer(Tokenizer):
             if isinstance(part, int):
                 ids.append(part)
             else:
-                ids += processor.encode(part)
+                for piece in self._pieces_of(part, processor):
+                    ids += processor.encode(piece)
+                    if max_tokens is not None and len(ids) > max_tokens:
+                        return ids
             processor = self._continuation
         return ids
+
+    def _pieces_of(self, text: str, processor: Any) -> Iterable[str]:
+        if not is_long(text):
+            return [text]
+        adds_space = self._adds_space and processor is self._processor
+        cuts = self._cuts[adds_space]
+        return [text] if cuts is None else cuts.pieces(text)
 
     def _piece(self, token_id: int) -> bytes | None:
         piece = self._pieces.get(token_id)

@@ -11,7 +11,8 @@ winning, which is how `without_dummy_prefix` changes a model without reading it.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from enum import IntEnum
 
 
@@ -73,6 +74,63 @@ def without_dummy_prefix(model: bytes) -> bytes:
     """The same model, except that it puts no space before a text."""
     change = _ADD_DUMMY_PREFIX + _flag(False)
     return model + _NORMALIZER + _varint(len(change)) + change
+
+
+@dataclass(frozen=True, slots=True)
+class TextRules:
+    """How a model reads a text before it looks for pieces."""
+
+    is_bpe: bool
+    has_charsmap: bool
+    removes_extra_spaces: bool
+    escapes_spaces: bool
+    puts_spaces_behind: bool
+
+
+def text_rules(model: bytes) -> TextRules:
+    """The few settings of a serialized model, with the defaults of sentencepiece's own schema."""
+    trainer: dict[int, object] = {}
+    normalizer: dict[int, object] = {}
+    for field, value in _fields(model):
+        if field == 2 and isinstance(value, bytes):
+            trainer.update(_fields(value))
+        elif field == 3 and isinstance(value, bytes):
+            normalizer.update(_fields(value))
+    return TextRules(
+        is_bpe=trainer.get(3, 1) == 2,
+        has_charsmap=bool(normalizer.get(2, b"")),
+        removes_extra_spaces=bool(normalizer.get(4, True)),
+        escapes_spaces=bool(normalizer.get(5, True)),
+        puts_spaces_behind=bool(trainer.get(24, False)),
+    )
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, object]]:
+    """Numbers and values of a message's fields: integers, and bytes for all other kinds."""
+    position = 0
+    while position < len(message):
+        tag, position = _read_varint(message, position)
+        kind = tag & 7
+        if kind == 0:
+            value, position = _read_varint(message, position)
+            yield tag >> 3, value
+            continue
+        size = {1: 8, 5: 4}.get(kind)
+        if size is None:
+            size, position = _read_varint(message, position)
+        yield tag >> 3, message[position : position + size]
+        position += size
+
+
+def _read_varint(message: bytes, position: int) -> tuple[int, int]:
+    number = shift = 0
+    while True:
+        byte = message[position]
+        position += 1
+        number |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return number, position
+        shift += 7
 
 
 def _piece_head(size: int) -> bytes:
