@@ -1,4 +1,4 @@
-"""A runner on the CPU that begins passes before their tokens are known, as one with graphs does."""
+"""Runner for the CPU that launches passes before their tokens are known, as with CUDA graphs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,12 @@ from exl_core.model.segment import Segment
 
 
 class AsyncRunner(Runner):
-    """`begun`: passes so far that began ahead. Each pass spoils the logits of the one before it."""
+    """`launched`: number of passes launched early.
 
-    begun = 0
+    Each pass overwrites the logits of the previous one with NaN.
+    """
+
+    launched = 0
     has_graphs = True
     _next_ids: Tensor
     _logits: Tensor | None = None
@@ -36,7 +39,7 @@ class AsyncRunner(Runner):
         return self._next_ids
 
     def run_on(self, segments: Sequence[Segment]) -> Tensor:
-        self.begun += 1
+        self.launched += 1
         ids = self._next_ids.tolist()
         return self.run(
             [replace(one, token_ids=(i,)) for one, i in zip(segments, ids, strict=True)]
@@ -44,7 +47,7 @@ class AsyncRunner(Runner):
 
 
 def enable_async_steps(engine: Engine) -> AsyncRunner:
-    """From here on that engine does."""
+    """Replace the engine's runner by one that launches passes early."""
     runner = AsyncRunner(engine.model, engine.store)
     engine._runner, engine._async_step = runner, AsyncStep(runner, engine.scheduler)
     return runner

@@ -1,4 +1,4 @@
-"""Requests in, events out: how the tests drive an engine on a scripted model."""
+"""Helpers that run requests on an engine with a scripted model."""
 
 from __future__ import annotations
 
@@ -62,19 +62,19 @@ def ask(
     )
 
 
-def news(events: Sequence[Event]) -> list[Event]:
-    """Without the events that only tell of progress."""
+def without_progress(events: Sequence[Event]) -> list[Event]:
+    """The events without those that only report progress."""
     return [event for event in events if not isinstance(event, StartEvent | PrefillEvent)]
 
 
 def run_all(engine: Engine, limit: int = 5000) -> list[Event]:
-    """What came of all requests, without their progress."""
+    """Step until the engine is idle; events of all requests without progress."""
     events: list[Event] = []
     for _ in range(limit):
         if engine.is_idle:
-            return news(events)
+            return without_progress(events)
         events += engine.step()
-    raise AssertionError("the engine does not come to an end")
+    raise AssertionError("the engine does not become idle")
 
 
 def submit(engine: Engine, request: Request) -> None:
@@ -88,7 +88,7 @@ def run_one(engine: Engine, request: Request) -> tuple[list[str], FinishEvent]:
 
 
 def texts_and_end(engine: Engine, events: list[Event]) -> tuple[list[str], FinishEvent]:
-    """Of one request, after checks that hold of every reply."""
+    """Texts and end of one request, after checks that hold for every reply."""
     end = events.pop()
     assert isinstance(end, FinishEvent)
     texts = []
@@ -101,18 +101,18 @@ def texts_and_end(engine: Engine, events: list[Event]) -> tuple[list[str], Finis
         assert event.text
         texts.append(event.text)
         reported += event.token_ids
-    assert "".join(texts) == end.text, "the pieces join to the whole"
+    assert "".join(texts) == end.text, "the joined texts are the text of the end"
     assert tuple(reported) == end.token_ids[: len(reported)]
-    assert engine.pool.num_available == engine.pool.num_pages, "every page was given back"
+    assert engine.pool.num_available == engine.pool.num_pages, "every page is released"
     return texts, end
 
 
 def run_to_failure(engine: Engine, request: Request) -> BaseException:
-    """What made the request fail; the engine is empty after it."""
+    """Error of a request that fails; the engine is idle afterwards."""
     submit(engine, request)
     events = run_all(engine)
     ends = [event for event in events if isinstance(event, FailEvent | FinishEvent)]
     assert len(ends) == 1, "every request has one end"
     assert isinstance(ends[0], FailEvent)
-    assert engine.pool.num_available == engine.pool.num_pages, "every page was given back"
+    assert engine.pool.num_available == engine.pool.num_pages, "every page is released"
     return ends[0].error

@@ -1,9 +1,8 @@
-"""Fault injection: one request's part of the engine raises at a chosen call.
+"""Fault injection: a step of one request, the victim, raises at a chosen call.
 
-`break_request` puts proxies around the objects that belong to one live request (sampler, filters,
-decoder, matchers, healing). A proxy passes everything on and raises at the n-th use of one method
-or property. Steps that are module functions or ops of the table are covered by `break_functions`
-and `FaultyTable`.
+`break_request` wraps the objects that belong to one live request (sampler, filters, decoder,
+matchers, healing) in proxies. A proxy forwards everything and raises at the n-th use of one method
+or property. `break_functions` and `FaultyTable` cover module functions and ops.
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ class Fault:
 
 
 class Proxy:
-    """Stands for `target`, one of the parts of a request."""
+    """Forwards to `target`, an object of one request, and injects the fault."""
 
     def __init__(self, target: Any, owner: str, fault: Fault) -> None:
         self._target, self._owner, self._fault = target, owner, fault
@@ -86,7 +85,7 @@ class Proxy:
 
 
 class FaultyTable(ReferenceTable):
-    """Samples for the victim fail, alone or among others. Nothing else is changed."""
+    """Reference table whose sampling fails if a row of the victim is involved."""
 
     def __init__(self, fault: Fault | None = None) -> None:
         super().__init__(threads=1)
@@ -106,7 +105,7 @@ class FaultyTable(ReferenceTable):
 
 
 def break_request(engine: Engine, request_id: str, fault: Fault) -> None:
-    """From here on the parts of that live request are behind proxies."""
+    """Wrap the parts of a live request in proxies."""
     reply = engine._replies[request_id]
     for attribute in {attribute for attribute, _ in PARTS.values()}:
         part = getattr(reply, attribute)
@@ -120,8 +119,10 @@ def break_request(engine: Engine, request_id: str, fault: Fault) -> None:
 
 
 def break_functions(patch: pytest.MonkeyPatch, request_id: str, fault: Fault) -> None:
-    """Functions that the engine calls for one request at a time. What is computed for other
-    requests than the victim is known by the victim's guidance scale or its sequence."""
+    """Inject the fault into functions that the engine calls for one request at a time.
+
+    Calls for the victim are recognized by its request id, `num_top` or guidance scale.
+    """
     from exl_core.engine import reply, request_logits
 
     score, log_probs, guide = request_logits.score_prompt, reply.with_log_probs, reply.guide

@@ -1,4 +1,4 @@
-"""Drafters whose every guess is known."""
+"""Scripted drafters, whose drafts are known in advance."""
 
 from __future__ import annotations
 
@@ -12,13 +12,17 @@ from exl_core.speculate.drafter import Draft, DraftJob
 from support.scripted import Rule
 
 Guess = Callable[[Sequence[int]], int]
-"""From all tokens so far to what the next one is said to be."""
+"""Maps all tokens so far to the drafted next token."""
 
 
 @dataclass
 class ScriptedDrafter:
-    """`excess`: so many tokens more than it was allowed. `failure`, once set, is raised by the next
-    call. `known`: requests that it was asked for and not yet told to forget."""
+    """Drafter that follows `guess`.
+
+    excess   number of tokens that each draft exceeds its limit by
+    failure  raised by the next call, once set
+    known    requests that it drafted for and has not been asked to forget
+    """
 
     guess: Guess
     max_tokens: int = 4
@@ -53,7 +57,7 @@ class ScriptedDrafter:
 
 @dataclass
 class DrawingDrafter(ScriptedDrafter):
-    """Draws from one distribution, whatever came before."""
+    """Samples drafts from one fixed distribution."""
 
     spread: Tensor = field(default_factory=lambda: torch.ones(1))
 
@@ -69,12 +73,12 @@ class DrawingDrafter(ScriptedDrafter):
 
 
 def right(rule: Rule) -> Guess:
-    """What the model finds likeliest."""
+    """Drafts the likeliest token of the model."""
     return lambda history: int(rule(history).argmax())
 
 
 def half_right(rule: Rule) -> Guess:
-    """At some places, which depend on the history, another one."""
+    """Drafts another token at some positions, which depend on the history."""
     return lambda history: int(rule(history).argmax()) ^ (sum(history[-3:]) % 3 == 0)
 
 

@@ -1,8 +1,8 @@
-"""Drive a scheduler without a model: small pages, and a memory that knows what each place holds.
+"""Simulation of a scheduler without a model: small pages, and a memory with checked contents.
 
-A place's value stands for the adapters and for all tokens up to its position, as keys and values
-do. It is made from the value that really lies at the position before, so that one wrong copy, stale
-page or page shared by mistake shows in everything computed from it.
+The value of a position depends on the adapters and on all tokens up to the position, as keys and
+values do. It is computed from the value that is actually stored at the previous position, so that a
+wrong copy, a stale page or a wrongly shared page changes all values computed from it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Values = dict[tuple[int, int], int]
 
 
 class NamedAdapter:
-    """An adapter as far as the scheduler looks at it."""
+    """Adapter with the attributes that the scheduler uses."""
 
     def __init__(self, serial: int) -> None:
         self.serial = serial
@@ -60,7 +60,7 @@ def shape(plan: BatchPlan) -> list[tuple[str, int, int, LogitRows]]:
 
 
 def finish(s: Scheduler, plan: BatchPlan, token: int = 9) -> None:
-    """The pass is run, and each sequence whose prompt is through gets this token."""
+    """Complete a pass: each sequence whose prompt is computed gets this token."""
     for runner, segment in zip(plan.sequences, plan.segments, strict=True):
         if segment.logit_rows is not LogitRows.NONE:
             runner.token_ids.append(token)
@@ -73,7 +73,7 @@ def run(s: Scheduler, times: int = 1, token: int = 9) -> None:
 
 
 def chain(before: int, token_ids: Iterable[int]) -> list[int]:
-    """Values of consecutive positions."""
+    """Values of consecutive positions after the value `before`."""
     values = []
     for token_id in token_ids:
         before = hash((before, token_id))
@@ -86,7 +86,7 @@ class Memory:
         self.values: Values = {}
 
     def after(self, copies: Iterable[PageCopy]) -> Values:
-        """What would be there after these, one by one."""
+        """Contents after these copies, run in order."""
         values = dict(self.values)
         for source, target, length in copies:
             for i in range(length):
@@ -100,7 +100,7 @@ class Memory:
                 self.values[target, i] = before.get((source, i), 0)
 
     def run(self, plan: BatchPlan) -> None:
-        """A pass: every segment finds what is to be before it, and still does when all is done."""
+        """Run a pass. Each segment's past values must be correct before and after the writes."""
         self.values = self.after(plan.copies)
         pairs = list(zip(plan.sequences, plan.segments, strict=True))
         for runner, segment in pairs:
@@ -126,7 +126,7 @@ def root_value(root: PageKey) -> int:
 
 
 class Simulation:
-    """Everything that an engine does to a scheduler, checked after each thing that happens.
+    """All operations of an engine on a scheduler, with checks after each of them.
 
     Tokens come from two letters, so that prefixes are shared, drafts accepted and copies possible
     all the time.
@@ -167,16 +167,16 @@ class Simulation:
         self.check()
 
     def prepare(self) -> None:
-        """More may happen before the next plan."""
+        """Prepare a step; other operations may come before its plan."""
         self.s.prepare()
         self.check()
 
     def step(self, random: Random) -> None:
         self.prepare()
-        if self.live and random.random() < 0.05:  # somebody goes before the pass
+        if self.live and random.random() < 0.05:  # a cancellation before the pass
             self.cancel(random.randrange(len(self.live)), is_trusted=True)
         plan = self.s.plan(self.draft(random))
-        assert bool(plan.segments) == bool(self.live), "never idle while there is work"
+        assert bool(plan.segments) == bool(self.live), "a plan is empty only without live sequences"
         self.check_plan(plan)
         self.memory.run(plan)
         rewinds: list[tuple[SequenceState, int]] = []
@@ -193,7 +193,7 @@ class Simulation:
             values = chain(root_value(root), runner.token_ids)
             for i, key in enumerate(keys):
                 self.value_of_key[key] = values[(i + 1) * PAGE - 1]
-        if self.live and random.random() < 0.02:  # its logits were bad
+        if self.live and random.random() < 0.02:  # its logits were invalid
             self.distrust(self.live[0], rewinds)
         self.s.advance(plan)
         self.check()
@@ -217,13 +217,13 @@ class Simulation:
             others = [m for r in self.s.running if r is not runner for m in r.members]
             needs = sum(max(0, len(m.token_ids) // PAGE + 1 - len(m.page_ids)) for m in others)
             taken = len(runner.page_ids) - had
-            assert not taken or available - taken >= needs, "others keep what they need"
-            length = random.randint(0, granted + 1)  # one too long, now and then
+            assert not taken or available - taken >= needs, "others keep their pages"
+            length = random.randint(0, granted + 1)  # sometimes one token too long
             drafts[runner.request_id] = tuple(random.randint(0, 1) for _ in range(length))
         return drafts
 
     def sample(self, runner: SequenceState, segment: Segment, random: Random) -> None:
-        """Accept a draft while what is drawn equals it."""
+        """Accept drafted tokens as long as the sampled ones equal them."""
         draft = segment.token_ids[1:] if segment.logit_rows is LogitRows.ALL else ()
         for drafted in (*draft, None):
             token = random.randint(0, 1)
@@ -239,7 +239,7 @@ class Simulation:
         return len(member.page_ids) * PAGE - len(member.token_ids)
 
     def distrust(self, runner: SequenceState, rewinds: list[tuple[SequenceState, int]]) -> None:
-        """Between pass and `advance`."""
+        """Remove an untrusted sequence between the pass and `advance`."""
         page_ids = [page for member in runner.members for page in member.page_ids]
         self.s.remove(runner, is_trusted=False)
         self.live.remove(runner)
@@ -259,7 +259,7 @@ class Simulation:
         self.check()
 
     def fail(self) -> None:
-        """A pass breaks off: whatever it wrote, nobody may find it."""
+        """A pass fails: nothing that it wrote may be reused."""
         self.s.plan()
         self.memory.values.clear()
         for gone in self.s.fail_running():
@@ -271,7 +271,7 @@ class Simulation:
     def defragment(self, *, is_forced: bool) -> None:
         before = {self.s.pool.contents_of(page) for page in self.s.pool.cached_pages}
         moves = self.s.defragment(is_forced=is_forced)
-        assert not (moves and self.live), "pages that are in use stay where they are"
+        assert not (moves and self.live), "pages in use are not moved"
         self.memory.move(moves)
         if moves:
             self.count["defragmentation"] += 1
@@ -286,9 +286,9 @@ class Simulation:
             if not self.live:
                 break
             self.step(random)
-        assert not self.live, "everything ends"
+        assert not self.live, "every sequence ends"
         pool = self.s.pool
-        assert pool.num_available == pool.num_pages, "and no page is lost"
+        assert pool.num_available == pool.num_pages, "no page is lost"
 
     def check_plan(self, plan: BatchPlan) -> None:
         written = Counter[tuple[int, int]]()
@@ -316,9 +316,9 @@ class Simulation:
             for position in range(past_len, end):
                 page, offset = segment.page_ids[position // PAGE], position % PAGE
                 written[page, offset] += 1
-                assert pool.held_pages[page] == 1, "nobody writes into a shared page"
+                assert pool.held_pages[page] == 1, "shared pages are not written"
                 known = pool.contents_of(page)
-                assert known is None or offset >= len(known.token_ids), "nor where others read"
+                assert known is None or offset >= len(known.token_ids), "nor registered positions"
         assert all(count == 1 for count in written.values())
         assert prefill_rows <= self.s.prefill_chunk
         self.check_pairs(plan)
@@ -340,9 +340,9 @@ class Simulation:
         pool = self.s.pool
         members = [m for r in self.s.running for m in r.members]
         counts = Counter(page for m in members for page in m.page_ids)
-        assert dict(pool.held_pages) == dict(counts), "held by those that run"
+        assert dict(pool.held_pages) == dict(counts), "pages are held by running sequences"
         everywhere = [*pool.free_pages, *pool.cached_pages, *pool.held_pages]
-        assert sorted(everywhere) == list(range(pool.num_pages)), "each page is somewhere, once"
+        assert sorted(everywhere) == list(range(pool.num_pages)), "each page has one state"
         assert not any(m.page_ids or m.past_len for r in self.s.waiting for m in r.members)
         assert [*self.s.running, *self.s.waiting] == self.live, "in order of arrival"
         assert len(members) <= self.s.max_batch
@@ -359,7 +359,7 @@ class Simulation:
                 assert page not in pool.free_pages
                 before = self.value_of_key[known.previous]
                 for i, value in enumerate(chain(before, known.token_ids)):
-                    assert values.get((page, i)) == value, "what the pool knows is true"
+                    assert values.get((page, i)) == value, "registered contents are correct"
         self.check_that_no_cached_page_is_useless()
 
     def check_that_no_cached_page_is_useless(self) -> None:

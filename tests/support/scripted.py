@@ -1,9 +1,8 @@
-"""A model whose every logit is known, and a tokenizer of bytes: they drive engine and CLI tests.
+"""Scripted model with known logits, and a tokenizer of bytes, for tests of engine, CLI and server.
 
-The model computes nothing clever, but it takes the long way round: it writes each token and its
-position into the pages that the batch names, and decides the next token only from what it reads
-back through the page table; rows under adapters are marked. A page that was mixed up, evicted or
-shared wrongly changes the reply or is noticed at once.
+The model writes each token and its position into the pages of the batch, and computes the next
+logits only from the values that it reads back through the page table. Rows under adapters are
+marked. A page that is mixed up, evicted or shared wrongly changes the reply or fails an assertion.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ EOS_ID = 257
 VOCAB_SIZE = 258
 
 Rule = Callable[[Sequence[int]], Tensor]
-"""From all tokens so far to the logits of the next, float32 [vocab_size]."""
+"""Maps all tokens so far to the logits of the next, float32 [vocab_size]."""
 
 
 class ByteTokenizer(Tokenizer):
@@ -55,7 +54,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class PieceTokenizer(ByteTokenizer):
-    """Has longer tokens too, from id 258 on, and takes the longest that fits."""
+    """Byte tokenizer with longer tokens, from id 258 on; encoding takes the longest match."""
 
     def __init__(self, *pieces: str, leading_spaces_dropped: int = 0) -> None:
         super().__init__()
@@ -99,8 +98,11 @@ class ScriptedShape:
 
 @dataclass
 class ScriptedModel:
-    """Follows `rule`. `rows_of_pass` lists how many rows each pass had; `failure`, once set, is
-    raised by the next pass, after it has spoiled the pages that it was to write."""
+    """Model that follows `rule`.
+
+    rows_of_pass  number of rows of each pass so far
+    failure       raised by the next pass, once set, after it has overwritten its pages with zeros
+    """
 
     rule: Rule
     config: ScriptedShape = field(default_factory=ScriptedShape)
@@ -139,7 +141,7 @@ class ScriptedModel:
 
 
 class HashRule:
-    """Random logits that depend on every token so far and on its place."""
+    """Random logits that depend on every token so far and on its position."""
 
     def __init__(self, seed: int = 0, *, vocab_size: int = VOCAB_SIZE, spread: float = 3.0) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -152,12 +154,12 @@ class HashRule:
 
 
 def always(logits: Tensor) -> Rule:
-    """The same logits whatever came before."""
+    """Rule with the same logits for every history."""
     return lambda _history: logits
 
 
 def certain(token_id: int, vocab_size: int = VOCAB_SIZE) -> Tensor:
-    """Logits that leave no choice."""
+    """Logits that make one token certain."""
     logits = torch.full((vocab_size,), -50.0)
     logits[token_id] = 50.0
     return logits
@@ -166,10 +168,10 @@ def certain(token_id: int, vocab_size: int = VOCAB_SIZE) -> Tensor:
 def reply_with(
     reply: str | bytes | Sequence[int], then: int = EOS_ID, vocab_size: int = VOCAB_SIZE
 ) -> Rule:
-    """Whatever the prompt, continue with `reply`, and after it with `then`.
+    """Rule that continues any prompt with `reply`, and after it with `then`.
 
-    How far the reply has come is read off the end of the history, so a prompt must not end with a
-    beginning of the reply.
+    The progress of the reply is derived from the end of the history, so a prompt must not end with
+    a beginning of the reply.
     """
     data = reply.encode() if isinstance(reply, str) else reply
     script = (*data, then)

@@ -1,4 +1,4 @@
-"""Passes that begin before their tokens are read; nobody can tell from the replies."""
+"""Async steps: the next pass is launched before its tokens are read, with the same replies."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SEEDED = SamplerParams(temperature=0.9, top_k=30, seed=7)
 
 
 def both(**options: Any) -> tuple[Engine, Engine, AsyncRunner]:
-    plain, eager = (engine_for(RULE, clock=lambda: 0.0, **options) for _ in range(2))
-    return plain, eager, enable_async_steps(eager)
+    plain, with_async = (engine_for(RULE, clock=lambda: 0.0, **options) for _ in range(2))
+    return plain, with_async, enable_async_steps(with_async)
 
 
 def ends(engine: Engine, requests: list[Request]) -> list[tuple[str, FinishReason, object]]:
@@ -42,45 +42,45 @@ def passes_of(engine: Engine) -> list[int]:
     return engine.model.rows_of_pass
 
 
-def test_a_reply_takes_the_passes_that_it_takes() -> None:
-    plain, eager, runner = both()
+def test_async_steps_run_the_same_passes() -> None:
+    plain, with_async, runner = both()
     request = ask(max_tokens=20, sampler=SEEDED, stop_ids=frozenset())
-    assert run_one(eager, request) == run_one(plain, request)
-    assert passes_of(eager) == passes_of(plain)
-    assert runner.begun == 19  # all but the prompt's
+    assert run_one(with_async, request) == run_one(plain, request)
+    assert passes_of(with_async) == passes_of(plain)
+    assert runner.launched == 19  # every pass but the prompt's
 
 
-def test_rows_that_end_leave_and_the_rest_of_the_pass_counts() -> None:
-    plain, eager, runner = both(max_batch=8)
+def test_valid_rows_of_a_launched_pass_are_used_after_others_end() -> None:
+    plain, with_async, runner = both(max_batch=8)
     requests = [
         ask(f"{i}?", sampler=SamplerParams(seed=i), max_tokens=100, stop_ids=frozenset(range(i)))
         for i in (0, 3, 9, 20, 40)
     ]
-    assert ends(eager, requests) == ends(plain, requests)
-    assert {reason for _, reason, _ in ends(eager, requests)} > {FinishReason.STOP}
-    # A sequence that stops has computed one row more, nothing else was computed twice.
-    assert sum(passes_of(eager)) <= 2 * (sum(passes_of(plain)) + len(requests))
-    assert runner.begun > len(passes_of(plain)) // 2
+    assert ends(with_async, requests) == ends(plain, requests)
+    assert {reason for _, reason, _ in ends(with_async, requests)} > {FinishReason.STOP}
+    # Each sequence that stops has computed one extra row; no other row is computed twice.
+    assert sum(passes_of(with_async)) <= 2 * (sum(passes_of(plain)) + len(requests))
+    assert runner.launched > len(passes_of(plain)) // 2
 
 
-def test_who_arrives_in_the_meantime_waits_for_one_pass() -> None:
+def test_a_new_request_waits_for_the_launched_pass_only() -> None:
     engine = engine_for(RULE)
     runner = enable_async_steps(engine)
     engine.submit(ask("first", max_tokens=50, stop_ids=frozenset()))
     for _ in range(4):
         engine.step()
-    begun = runner.begun
+    launched = runner.launched
     engine.submit(ask("second", max_tokens=50, stop_ids=frozenset()))
     passes = len(passes_of(engine))
-    engine.step()  # the pass that ran already; nothing new begins ahead of the prompt
-    assert runner.begun == begun
+    engine.step()  # uses the launched pass; no new one is launched before the prompt
+    assert runner.launched == launched
     assert len(passes_of(engine)) == passes
     engine.step()
     assert passes_of(engine)[passes] == len(b"second") + 1
     run_all(engine)
 
 
-def test_cancelled_while_its_next_pass_runs() -> None:
+def test_cancel_while_the_next_pass_is_launched() -> None:
     engine = engine_for(RULE)
     enable_async_steps(engine)
     for name in ("a", "b"):
@@ -100,14 +100,14 @@ def num_sequences() -> int:
     return sum(isinstance(one, SequenceState) for one in gc.get_objects())
 
 
-def test_an_idle_engine_keeps_nothing_of_a_pass_that_nobody_wants() -> None:
+def test_an_idle_engine_drops_the_launched_pass() -> None:
     before = num_sequences()
     engine = engine_for(RULE)
     runner = enable_async_steps(engine)
     request = ask(sampler=SEEDED, max_tokens=100, stop_ids=frozenset(range(20)))
     _, end = run_one(engine, request)
     assert end.reason is FinishReason.STOP
-    assert runner.begun == end.completion_tokens  # the last of them for nothing
+    assert runner.launched == end.completion_tokens  # the last one is discarded
     assert num_sequences() == before
 
 
@@ -121,15 +121,15 @@ def test_an_idle_engine_keeps_nothing_of_a_pass_that_nobody_wants() -> None:
     ],
     ids=["logits", "log-probs", "top", "banned"],
 )
-def test_what_is_told_of_tokens_is_of_their_own_pass(rest: dict[str, Any]) -> None:
-    plain, eager, runner = both()
+def test_reports_use_the_logits_of_the_tokens_own_pass(rest: dict[str, Any]) -> None:
+    plain, with_async, runner = both()
     request = ask(max_tokens=25, stop_ids=frozenset(), **rest)
     found = []
-    for engine in (plain, eager):
+    for engine in (plain, with_async):
         engine.submit(request)
         found.append([str(e) for e in run_all(engine) if not isinstance(e, FinishEvent)])
     assert found[0] == found[1]
-    assert runner.begun > 0
+    assert runner.launched > 0
 
 
 @pytest.mark.parametrize(
@@ -142,34 +142,34 @@ def test_what_is_told_of_tokens_is_of_their_own_pass(rest: dict[str, Any]) -> No
     ],
     ids=["hooks", "guided", "penalties", "mirostat"],
 )
-def test_nothing_begins_whose_tokens_others_decide(rest: dict[str, Any]) -> None:
-    plain, eager, runner = both()
+def test_no_async_pass_if_tokens_depend_on_more_than_settings(rest: dict[str, Any]) -> None:
+    plain, with_async, runner = both()
     request = ask(max_tokens=10, stop_ids=frozenset(), **rest)
-    assert ends(eager, [request]) == ends(plain, [request])
-    assert runner.begun == 0
+    assert ends(with_async, [request]) == ends(plain, [request])
+    assert runner.launched == 0
 
 
-def test_nothing_begins_beside_drafts() -> None:
+def test_no_async_pass_with_drafts() -> None:
     engine = engine_for(RULE, drafter=ScriptedDrafter(right(RULE)))
     runner = enable_async_steps(engine)
     run_one(engine, ask(max_tokens=20, stop_ids=frozenset()))
-    assert runner.begun == 0
+    assert runner.launched == 0
 
 
-def test_why_nothing_can_be_drawn_is_read_off_the_pass_that_failed() -> None:
+def test_the_cause_of_a_failed_sample_is_read_from_its_own_pass() -> None:
     logits = certain(EOS_ID)
     engine = engine_for(always(logits))
     enable_async_steps(engine)
     engine.submit(ask(max_tokens=9, stop_ids=frozenset()))
     engine.step()
     logits.fill_(float("nan"))
-    engine.step()  # its pass ran before
+    engine.step()  # its pass was launched before the fill
     failure = next(e for e in run_all(engine) if isinstance(e, FailEvent))
     assert "NaN" in str(failure.error)
     assert engine.pool.num_available == engine.pool.num_pages
 
 
-def test_a_pass_that_fails_ahead_fails_those_that_run() -> None:
+def test_a_failed_launch_fails_all_running_requests() -> None:
     engine = engine_for(RULE)
     enable_async_steps(engine)
     engine.submit(ask(max_tokens=9, stop_ids=frozenset()))
@@ -183,23 +183,23 @@ def test_a_pass_that_fails_ahead_fails_those_that_run() -> None:
     assert end.completion_tokens == 9
 
 
-def test_without_memory_for_the_logits_nothing_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_async_pass_without_memory_for_the_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     def keep(_: object) -> None:
         raise OutOfMemoryError("none left")
 
     monkeypatch.setattr("exl_core.engine.logits.PassLogits.keep", keep)
-    plain, eager, runner = both()
+    plain, with_async, runner = both()
     request = ask(max_tokens=10, stop_ids=frozenset())
-    assert run_one(eager, request) == run_one(plain, request)
-    assert runner.begun == 0
+    assert run_one(with_async, request) == run_one(plain, request)
+    assert runner.launched == 0
 
 
-def test_pages_run_out_while_passes_begin_ahead() -> None:
-    plain, eager, runner = both(cache_tokens=768, max_batch=3)
+def test_preemption_with_async_steps() -> None:
+    plain, with_async, runner = both(cache_tokens=768, max_batch=3)
     requests = [
         ask([65 + i] * 200, sampler=SamplerParams(seed=i), max_tokens=220, stop_ids=frozenset())
         for i in range(3)
     ]
-    assert ends(eager, requests) == ends(plain, requests)
-    assert eager.scheduler.num_requeued > 0
-    assert runner.begun > 100
+    assert ends(with_async, requests) == ends(plain, requests)
+    assert with_async.scheduler.num_requeued > 0
+    assert runner.launched > 100

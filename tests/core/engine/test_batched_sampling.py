@@ -1,4 +1,4 @@
-"""The first tokens of a pass are drawn by one call; nobody can tell from the replies."""
+"""Batched sampling: one call samples the next tokens of a pass and does not change replies."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ SEEDED = SamplerParams(temperature=0.9, top_k=30, seed=7)
 
 
 class CountingTable(ReferenceTable):
-    """Remembers which rows were drawn together, and how many tokens alone."""
+    """Records the rows of each batched call and the number of single samples."""
 
     def __init__(self) -> None:
         super().__init__(threads=1)
-        self.together: list[list[int]] = []
+        self.batched: list[list[int]] = []
         self.widths: set[int] = set()
-        self.alone = 0
+        self.single = 0
 
     def sample_rows(
         self, logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None
     ) -> list[Sampled]:
-        self.together.append([row.row for row in rows])
+        self.batched.append([row.row for row in rows])
         self.widths.add(logits.shape[1])
         return ReferenceTable.sample_rows(logits, rows, next_step)
 
     def sample(self, *operands: Any, **settings: Any) -> Sampled:
-        self.alone += 1
+        self.single += 1
         return ReferenceTable.sample(*operands, **settings)
 
 
@@ -56,7 +56,7 @@ def counting_engine(
 
 
 def requests() -> list[Request]:
-    """Of every kind, in an order that mixes them."""
+    """Requests of every kind of sampling, in mixed order."""
     rest: list[dict[str, Any]] = [
         {"sampler": SEEDED},
         {"sampler": SamplerParams(temperature=0)},
@@ -94,34 +94,34 @@ def replies(engine: Engine) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("has_drafts", [False, True])
-def test_replies_are_those_of_requests_that_draw_alone(
+def test_replies_equal_those_without_batched_sampling(
     has_drafts: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drafter = {"drafter": ScriptedDrafter(right(RULE))} if has_drafts else {}
     rest: dict[str, Any] = {"clock": lambda: 0.0, **drafter}
-    together = replies(counting_engine(**rest)[0])
-    assert any("RewindEvent" in events for events in together.values())
+    batched = replies(counting_engine(**rest)[0])
+    assert any("RewindEvent" in events for events in batched.values())
     monkeypatch.setattr(Sampler, "can_begin", False)
     engine, table = counting_engine(**rest)
-    assert replies(engine) == together
-    assert not table.together
-    assert table.alone > 0
+    assert replies(engine) == batched
+    assert not table.batched
+    assert table.single > 0
 
 
-def test_one_call_draws_for_all_whose_settings_say_everything() -> None:
+def test_requests_that_need_settings_only_are_sampled_by_one_call() -> None:
     engine, table = counting_engine(padding=8)
     for i in range(4):
         engine.submit(ask(max_tokens=5, sampler=SEEDED, request_id=f"r{i}"))
     rare = SamplerParams(seed=1, repetition_penalty=1.1)
     engine.submit(ask(max_tokens=5, sampler=rare, request_id="rare"))
     run_all(engine)
-    assert table.alone == 5
-    assert sum(map(len, table.together)) == 20
-    assert [0, 1, 2, 3] in table.together
-    assert table.widths == {engine.vocab_size}  # ids that the tokenizer lacks are cut off
+    assert table.single == 5
+    assert sum(map(len, table.batched)) == 20
+    assert [0, 1, 2, 3] in table.batched
+    assert table.widths == {engine.vocab_size}  # without ids unknown to the tokenizer
 
 
-def test_a_row_that_cannot_be_drawn_from_ends_one_request() -> None:
+def test_a_row_of_nan_fails_one_request() -> None:
     def rule(history: Sequence[int]) -> Tensor:
         logits = RULE(history)
         return logits * torch.nan if history[0] == ord("X") and len(history) == 5 else logits
@@ -137,8 +137,8 @@ def test_a_row_that_cannot_be_drawn_from_ends_one_request() -> None:
     assert "NaN" in str(bad.error)
 
 
-class FarLogits:
-    """Logits of another device: a copy of them is noticed."""
+class DeviceLogits:
+    """Stands for logits on another device; counts copies to the CPU."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
@@ -152,15 +152,15 @@ class FarLogits:
         return self.logits[index]
 
 
-def test_logits_come_to_the_cpu_once_and_only_to_be_read() -> None:
-    far = FarLogits(torch.arange(12.0).view(3, 4))
-    logits = PassLogits(far)  # type: ignore[arg-type]
+def test_logits_are_copied_to_the_cpu_once_and_only_if_read() -> None:
+    on_device = DeviceLogits(torch.arange(12.0).view(3, 4))
+    logits = PassLogits(on_device)  # type: ignore[arg-type]
     table = CountingTable()
     drawn = logits.sample(table, [RowSettings(2, top_k=1), RowSettings(0, top_k=1)], 3)
     assert [one.token_id for one in drawn] == [2, 2]
     assert logits.sample(table, [], 3) == []
-    assert len(table.together) == 1
-    assert far.copies == 0
+    assert len(table.batched) == 1
+    assert on_device.copies == 0
     assert LogitRow(logits, 1).read().tolist() == [4.0, 5.0, 6.0, 7.0]
     assert LogitRow(logits, 2).read().tolist() == [8.0, 9.0, 10.0, 11.0]
-    assert far.copies == 1
+    assert on_device.copies == 1

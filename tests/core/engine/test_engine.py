@@ -1,4 +1,4 @@
-"""The engine, on a scripted model: what it says, when it stops, and what it survives."""
+"""The engine on a scripted model: texts and ends of replies, prefix caching, failures."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from exl_core.engine.events import (
 from exl_core.errors import RequestError
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError
-from support.driving import ask, engine_for, news, run_all, run_one
+from support.driving import ask, engine_for, run_all, run_one, without_progress
 from support.scripted import (
     EOS_ID,
     VOCAB_SIZE,
@@ -39,9 +39,9 @@ from support.scripted import (
 STOP, LENGTH = FinishReason.STOP, FinishReason.LENGTH
 
 
-def test_a_stop_token_ends_the_reply_and_is_no_part_of_its_text() -> None:
+def test_a_stop_token_ends_the_reply_and_is_not_part_of_its_text() -> None:
     texts, end = run_one(engine_for(reply_with("hello")), ask())
-    assert texts == list("hello"), "each token at once"
+    assert texts == list("hello"), "one event per token"
     assert (end.reason, end.stopped_by) == (STOP, EOS_ID)
     assert end.token_ids == (*b"hello", EOS_ID)
     assert (end.prompt_tokens, end.completion_tokens, end.cached_tokens) == (2, 6, 0)
@@ -54,7 +54,7 @@ def test_max_tokens_is_exact(max_tokens: int) -> None:
     assert end.completion_tokens == max_tokens
 
 
-def test_no_tokens_are_an_answer_too() -> None:
+def test_a_request_for_zero_tokens_runs_no_pass() -> None:
     engine = engine_for(reply_with("hello"))
     _, end = run_one(engine, ask(max_tokens=0))
     assert (end.text, end.reason, end.token_ids) == ("", LENGTH, ())
@@ -84,7 +84,7 @@ def test_without_a_limit_the_reply_ends_with_the_cache() -> None:
     [
         ("one END two", ("END",), "one ", "END"),
         ("one END", ("END",), "one ", "END"),
-        ("one ENd EN", ("END",), "one ENd EN", EOS_ID),  # held back, then text after all
+        ("one ENd EN", ("END",), "one ENd EN", EOS_ID),  # held back, then emitted
         ("a\n\nUser: x", ("\nUser:", "User:"), "a\n", "\nUser:"),
         ("xabcd", ("bc", "abcd"), "x", "abcd"),
         ("naïve 🙂 ok", ("🙂",), "naïve ", "🙂"),
@@ -104,11 +104,13 @@ def test_a_stop_string_wins_over_the_length_that_ends_on_it() -> None:
     assert (end.text, end.reason, end.stopped_by) == ("abEN", LENGTH, None)
 
 
-def test_characters_come_whole_or_not_at_all() -> None:
+def test_text_events_hold_whole_characters() -> None:
     texts, end = run_one(engine_for(reply_with("né🙂!")), ask())
     assert texts == ["n", "é", "🙂", "!"]
     texts, end = run_one(engine_for(reply_with("é🙂")), ask(max_tokens=4))
-    assert texts == ["é", "�"], "a cut character is shown as such, once, at the end"
+    assert texts == ["é", "�"], (
+        "an incomplete character becomes one replacement character, at the end"
+    )
     assert end.reason is LENGTH
 
 
@@ -118,7 +120,7 @@ def test_a_character_may_begin_in_the_prompt() -> None:
     assert texts == ["🙂", "!"]
 
 
-def test_min_tokens_keeps_stop_tokens_away_but_not_stop_strings() -> None:
+def test_min_tokens_excludes_stop_tokens_but_not_stop_strings() -> None:
     logits = torch.full((VOCAB_SIZE,), -30.0)
     logits[EOS_ID], logits[97] = 9.0, 8.0
     _, end = run_one(engine_for(always(logits)), ask(min_tokens=4))
@@ -127,7 +129,7 @@ def test_min_tokens_keeps_stop_tokens_away_but_not_stop_strings() -> None:
     assert (end.text, end.stopped_by) == ("", "aa")
 
 
-def test_ids_that_the_tokenizer_does_not_have_are_never_drawn() -> None:
+def test_ids_unknown_to_the_tokenizer_are_never_sampled() -> None:
     logits = torch.zeros(300)
     logits[280] = 9.0  # padding of the model's vocabulary
     model = ScriptedModel(always(logits), ScriptedShape(vocab_size=300))
@@ -136,7 +138,7 @@ def test_ids_that_the_tokenizer_does_not_have_are_never_drawn() -> None:
     assert end.token_ids == (0, 0, 0)
 
 
-def test_the_same_prompt_again_is_found_in_the_cache_and_answered_alike() -> None:
+def test_a_repeated_prompt_is_cached_and_gives_the_same_reply() -> None:
     engine = engine_for(HashRule(), cache_tokens=2048)
     request = ask([7 * i % 251 for i in range(600)], sampler=SamplerParams(seed=3))
     _, cold = run_one(engine, request)
@@ -145,13 +147,13 @@ def test_the_same_prompt_again_is_found_in_the_cache_and_answered_alike() -> Non
     again = ask(request.prompt_ids, sampler=request.sampler)
     _, warm = run_one(engine, again)
     assert (cold.cached_tokens, warm.cached_tokens) == (0, 599)
-    assert passes[before] == 1, "what is cached is not computed"
+    assert passes[before] == 1, "cached tokens are not computed again"
     assert warm.token_ids == cold.token_ids
     _, other = run_one(engine, ask([9, *request.prompt_ids[1:]], sampler=request.sampler))
     assert other.cached_tokens == 0
 
 
-def test_two_live_requests_hold_a_common_prefix_once() -> None:
+def test_live_requests_share_the_pages_of_a_common_prefix() -> None:
     engine = engine_for(HashRule(), cache_tokens=2048)
     prompt = [3 * i % 250 for i in range(520)]
     for tail in (1, 2):
@@ -161,27 +163,31 @@ def test_two_live_requests_hold_a_common_prefix_once() -> None:
     assert sorted(engine.pool.held_pages.values()) == [1, 1, 2, 2]
 
 
-def test_a_reply_goes_into_the_cache_for_the_next_turn() -> None:
+def test_a_reply_is_cached_for_the_next_chat_turn() -> None:
     engine = engine_for(HashRule(), cache_tokens=2048)
     prompt = list(b"x" * 250)
     _, first = run_one(engine, ask(prompt, max_tokens=20, stop_ids=frozenset()))
     _, second = run_one(engine, ask([*prompt, *first.token_ids, 65], max_tokens=1))
-    assert second.cached_tokens == 269, "all but the last token, which was never computed"
+    assert second.cached_tokens == 269, (
+        "all but the last token, which was sampled and never computed"
+    )
 
 
-@pytest.mark.parametrize("kv_format", [KVFormat.FP32, KVFormat.FP16])  # the script counts in them
-def test_each_cache_format_serves(kv_format: KVFormat) -> None:
+@pytest.mark.parametrize(
+    "kv_format", [KVFormat.FP32, KVFormat.FP16]
+)  # exact for the scripted model
+def test_every_cache_format_works(kv_format: KVFormat) -> None:
     _, end = run_one(engine_for(reply_with("ok"), kv_format=kv_format), ask())
     assert end.text == "ok"
 
 
-def test_page_pressure_delays_and_never_fails() -> None:
+def test_preemption_delays_requests_and_does_not_change_replies() -> None:
     prompts = [[10 + i] * 200 for i in range(4)]
     alone = [
         run_one(engine_for(HashRule()), ask(p, max_tokens=100, stop_ids=frozenset()))[1].token_ids
         for p in prompts
     ]
-    engine = engine_for(HashRule(), cache_tokens=4 * 256)  # 2 pages each: 8 wanted, 4 there
+    engine = engine_for(HashRule(), cache_tokens=4 * 256)  # 2 pages each: 8 needed, 4 available
     requests = [ask(p, max_tokens=100, stop_ids=frozenset()) for p in prompts]
     for request in requests:
         engine.submit(request)
@@ -190,7 +196,7 @@ def test_page_pressure_delays_and_never_fails() -> None:
     assert engine.scheduler.num_requeued > 0, "or this tested nothing"
 
 
-def test_cancel_in_the_middle_of_a_prompt_and_of_a_reply() -> None:
+def test_cancel_during_prefill_and_during_decode() -> None:
     engine = engine_for(reply_with("hello there"), prefill_chunk=100)
     long = ask([65] * 1000)
     engine.submit(long)
@@ -203,20 +209,20 @@ def test_cancel_in_the_middle_of_a_prompt_and_of_a_reply() -> None:
     assert not engine.pool.held_pages
     chat = ask(stop_strings=("lox",))
     engine.submit(chat)
-    events = [event for _ in range(5) for event in news(engine.step())]
+    events = [event for _ in range(5) for event in without_progress(engine.step())]
     assert engine.cancel(chat.request_id)
     (end,) = run_all(engine)
     assert isinstance(end, FinishEvent)
     assert end.text == "".join(e.text for e in events if isinstance(e, TextEvent)) == "hel"
-    assert bytes(end.token_ids) == b"hello", "'lo' was held back, and stays so"
+    assert bytes(end.token_ids) == b"hello", "'lo' is held back and not emitted"
     assert not engine.pool.held_pages
-    assert engine.cancel("nobody") is False
+    assert engine.cancel("unknown") is False
 
 
-def test_progress_rises_and_what_is_computed_again_is_not_told() -> None:
+def test_prefill_progress_increases_and_recomputation_is_not_reported() -> None:
     engine = engine_for(always(certain(97)), cache_tokens=5 * 256, prefill_chunk=60)
     requests = [ask([65 + i] * 250, max_tokens=30) for i in range(2)]
-    requests.append(ask([67] * 500, max_tokens=2))  # gives way as the others grow into new pages
+    requests.append(ask([67] * 500, max_tokens=2))  # preempted when the others need new pages
     for request in requests:
         engine.submit(request)
     events: list[Event] = []
@@ -224,18 +230,18 @@ def test_progress_rises_and_what_is_computed_again_is_not_told() -> None:
         events += engine.step()
     assert engine.scheduler.num_requeued == 1, "or this tested nothing"
     rows = engine.model.rows_of_pass  # type: ignore[attr-defined]
-    assert sum(rows) > 2 * 279 + 501, "or nothing was computed again"
+    assert sum(rows) > 2 * 279 + 501, "or nothing was recomputed"
     starts = [event.request_id for event in events if isinstance(event, StartEvent)]
     assert starts == [request.request_id for request in requests]
     last = requests[-1].request_id
-    told = [e for e in events if isinstance(e, PrefillEvent) and e.request_id == last]
-    done = [event.done for event in told]
+    progress = [e for e in events if isinstance(e, PrefillEvent) and e.request_id == last]
+    done = [event.done for event in progress]
     assert done == sorted(set(done))
     assert 256 < done[-1] < 500
-    assert {event.total for event in told} == {500}
+    assert {event.total for event in progress} == {500}
 
 
-def test_cancel_of_one_that_waits() -> None:
+def test_cancel_a_waiting_request() -> None:
     engine = engine_for(reply_with("hello"), max_batch=1)
     first, second = ask(), ask()
     engine.submit(first)
@@ -248,7 +254,7 @@ def test_cancel_of_one_that_waits() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("boom"), MemoryError(), KeyboardInterrupt()])
-def test_a_pass_that_fails_leaves_the_engine_usable(error: BaseException) -> None:
+def test_the_engine_is_usable_after_a_failed_pass(error: BaseException) -> None:
     engine = engine_for(HashRule(), max_batch=2)
     prompts = [[i] * 300 for i in range(3)]
     model = engine.model
@@ -261,20 +267,20 @@ def test_a_pass_that_fails_leaves_the_engine_usable(error: BaseException) -> Non
         engine.step()
     assert not engine.pool.held_pages
     assert engine.pool.num_available == engine.pool.num_pages
-    assert engine.live_requests == {ids[2]}, "the one that waited is still there"
+    assert engine.live_requests == {ids[2]}, "the waiting request is still live"
     events = run_all(engine)
     failed = [e for e in events if isinstance(e, FailEvent)]
     assert [(e.request_id, e.error) for e in failed] == [(i, error) for i in ids[:2]]
-    for prompt in prompts:  # what the failing pass wrote must not be found again
+    for prompt in prompts:  # pages written by the failed pass must not be reused
         _, end = run_one(engine, ask(prompt, max_tokens=5, stop_ids=frozenset()))
         _, fresh = run_one(engine_for(HashRule()), ask(prompt, max_tokens=5, stop_ids=frozenset()))
         assert end.token_ids == fresh.token_ids
 
 
-def test_a_request_that_is_lost_between_two_queues_gets_an_end(
+def test_an_interrupt_between_the_queues_loses_no_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Ctrl-C may come anywhere, also where a request waits no more and does not run yet."""
+    """KeyboardInterrupt may arrive after a request left the queue and before it runs."""
     engine = engine_for(reply_with("hello"))
     lost, waiting = ask(), ask()
     engine.submit(lost)
@@ -296,7 +302,7 @@ def test_a_request_that_is_lost_between_two_queues_gets_an_end(
     ]
 
 
-def test_logits_that_are_no_numbers_end_their_request_and_no_other() -> None:
+def test_nan_logits_fail_their_request_only() -> None:
     def rule(history: Sequence[int]) -> Tensor:
         bad = torch.full((VOCAB_SIZE,), math.nan)
         return bad if history[0] == 66 and len(history) > 300 else certain(97)
@@ -313,29 +319,29 @@ def test_logits_that_are_no_numbers_end_their_request_and_no_other() -> None:
     assert isinstance(failure, FailEvent)
     assert isinstance(failure.error, LogitsError)
     _, again = run_one(engine, ask([66] * 299, max_tokens=1))
-    assert again.cached_tokens == 0, "what led to them is not reused"
+    assert again.cached_tokens == 0, "pages that led to NaN are not reused"
     _, again = run_one(engine, ask([65] * 299, max_tokens=1))
     assert again.cached_tokens == 298
 
 
-def test_an_idle_engine_does_nothing() -> None:
+def test_a_step_of_an_idle_engine_runs_no_pass() -> None:
     engine = engine_for(reply_with("x"))
     assert engine.is_idle
     assert engine.step() == []
     assert engine.model.rows_of_pass == []  # type: ignore[attr-defined]
 
 
-def test_a_busy_engine_decodes_while_a_prompt_is_read() -> None:
+def test_decoding_continues_during_the_prefill_of_another_request() -> None:
     engine = engine_for(always(certain(97)), prefill_chunk=64)
     engine.submit(ask("Q", max_tokens=30))
     engine.step()
     engine.submit(ask([66] * 640, max_tokens=1))
-    events = [news(engine.step()) for _ in range(9)]
-    assert all(events), "every step of a decoding request gives text"
+    events = [without_progress(engine.step()) for _ in range(9)]
+    assert all(events), "every step of a decoding request returns text"
     assert engine.model.rows_of_pass[1:10] == [65] * 9  # type: ignore[attr-defined]
 
 
-def test_timings_come_from_the_clock() -> None:
+def test_times_are_measured_with_the_given_clock() -> None:
     now = 0.0
 
     def clock() -> float:
@@ -343,7 +349,7 @@ def test_timings_come_from_the_clock() -> None:
 
     def rule(history: Sequence[int]) -> Tensor:
         nonlocal now
-        now += 2.0 if len(history) == 10 else 0.5  # prefill, then each token
+        now += 2.0 if len(history) == 10 else 0.5  # duration of prefill, then of each token
         return certain(97)
 
     model = ScriptedModel(rule)
@@ -357,8 +363,8 @@ def test_timings_come_from_the_clock() -> None:
 
 
 @pytest.mark.parametrize(("limit_s", "length"), [(1.0, 1), (2.0, 1), (2.4, 2), (3.0, 3), (99.0, 5)])
-def test_a_reply_ends_when_its_time_is_over(limit_s: float, length: int) -> None:
-    """It has at least one token, and what was held back for a stop string is text after all."""
+def test_max_time_s_ends_the_reply_after_at_least_one_token(limit_s: float, length: int) -> None:
+    """Text that was held back for a stop string is emitted at the end."""
     now = 0.0
 
     def rule(history: Sequence[int]) -> Tensor:
@@ -369,7 +375,7 @@ def test_a_reply_ends_when_its_time_is_over(limit_s: float, length: int) -> None
     model = ScriptedModel(rule)
     engine = Engine(model, ByteTokenizer(), EngineOptions(cache_tokens=256), clock=lambda: now)
     engine.submit(ask([65] * 10, max_tokens=5, max_time_s=limit_s, stop_strings=("aaaaaaa",)))
-    now = 7.0  # waiting does not count
+    now = 7.0  # time in the queue does not count
     end = run_all(engine)[-1]
     assert isinstance(end, FinishEvent)
     assert end.reason is (FinishReason.TIME if length < 5 else FinishReason.LENGTH)

@@ -1,4 +1,4 @@
-"""Constraints in the engine: what may come, when the reply ends, and who fails if nothing may."""
+"""Constraints in the engine: allowed tokens, ends of replies, and failures of one request."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from support.scripted import EOS_ID, VOCAB_SIZE, HashRule, Rule, always, certain
 CONSTRAINT, STOP, LENGTH = FinishReason.CONSTRAINT, FinishReason.STOP, FinishReason.LENGTH
 
 
-def eager(*ids: int) -> Rule:
-    """The first of these is wanted most, and always."""
+def ranking(*ids: int) -> Rule:
+    """Rule that always ranks these ids first, in this order."""
     logits = torch.full((VOCAB_SIZE,), -30.0)
     for rank, token_id in enumerate(ids):
         logits[token_id] = 30.0 - rank
@@ -37,59 +37,61 @@ def eager(*ids: int) -> Rule:
 
 
 @dataclass
-class Watched(Filter):
-    """Lets one token come, `count` times; keeps a record of what it was told."""
+class Recording(Filter):
+    """Allows one token, `count` times, and records the accepted tokens."""
 
     token_id: int
     count: int
     gate: threading.Event | None = None
-    told: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
     threads: set[str] = field(default_factory=set)
     vocabulary: Vocabulary | None = None
 
-    def filter(self, vocabulary: Vocabulary) -> Watched:
+    def filter(self, vocabulary: Vocabulary) -> Recording:
         self.vocabulary = vocabulary
         return self
 
     def mask(self) -> Tensor:
         self.threads.add(threading.current_thread().name)
         if self.gate is not None:
-            assert self.gate.wait(10), "the pass never came"
+            assert self.gate.wait(10), "the pass never started"
         assert self.vocabulary is not None
-        return self.vocabulary.mask_of([self.token_id] if len(self.told) < self.count else [])
+        return self.vocabulary.mask_of([self.token_id] if len(self.accepted) < self.count else [])
 
     def accept(self, token_id: int) -> None:
-        self.told.append(token_id)
+        self.accepted.append(token_id)
 
     def rewind(self, count: int) -> None:
-        del self.told[len(self.told) - count :]
+        del self.accepted[len(self.accepted) - count :]
 
     @property
     def is_complete(self) -> bool:
-        return len(self.told) == self.count
+        return len(self.accepted) == self.count
 
     @property
     def is_finished(self) -> bool:
         return False
 
 
-def test_the_reply_ends_where_nothing_can_follow() -> None:
-    _, end = run_one(engine_for(eager(121, 120)), ask(constraints=(OneOf(["xyz", "xy!"]),)))
+def test_the_reply_ends_when_the_constraint_is_finished() -> None:
+    _, end = run_one(engine_for(ranking(121, 120)), ask(constraints=(OneOf(["xyz", "xy!"]),)))
     assert (end.text, end.reason, end.stopped_by) == ("xy!", CONSTRAINT, None)
     assert end.token_ids == tuple(b"xy!")
-    _, end = run_one(engine_for(eager(49)), ask(constraints=(Regex("[0-9]{3}"),), max_tokens=3))
-    assert (end.text, end.reason) == ("111", CONSTRAINT), "it has the better reason"
+    _, end = run_one(engine_for(ranking(49)), ask(constraints=(Regex("[0-9]{3}"),), max_tokens=3))
+    assert (end.text, end.reason) == ("111", CONSTRAINT), (
+        "the constraint takes precedence over the length"
+    )
 
 
-def test_eos_comes_only_when_the_text_is_complete() -> None:
-    _, end = run_one(engine_for(eager(EOS_ID, 97)), ask(constraints=(Regex("aaa+b?"),)))
+def test_eos_is_allowed_only_after_complete_text() -> None:
+    _, end = run_one(engine_for(ranking(EOS_ID, 97)), ask(constraints=(Regex("aaa+b?"),)))
     assert (end.text, end.stopped_by) == ("aaa", EOS_ID)
-    _, end = run_one(engine_for(eager(EOS_ID)), ask(constraints=(StartsWith("abc"),)))
+    _, end = run_one(engine_for(ranking(EOS_ID)), ask(constraints=(StartsWith("abc"),)))
     assert (end.text, end.stopped_by) == ("abc", EOS_ID)
 
 
-def test_prefer_eos_ends_it_as_soon_as_it_may() -> None:
-    rule = eager(97, EOS_ID)
+def test_prefer_eos_ends_the_reply_as_soon_as_allowed() -> None:
+    rule = ranking(97, EOS_ID)
     constraints = (Regex("a{2,9}"),)
     _, end = run_one(engine_for(rule), ask(constraints=constraints))
     assert (end.text, end.reason) == ("a" * 9, CONSTRAINT)
@@ -98,15 +100,15 @@ def test_prefer_eos_ends_it_as_soon_as_it_may() -> None:
 
 
 @pytest.mark.parametrize("prefer_eos", [False, True])
-def test_min_tokens_come_before_an_end_that_is_allowed(prefer_eos: bool) -> None:
+def test_min_tokens_takes_precedence_over_an_allowed_end(prefer_eos: bool) -> None:
     request = ask(constraints=(Regex("a{2,9}"),), prefer_eos=prefer_eos, min_tokens=4)
-    _, end = run_one(engine_for(eager(EOS_ID, 97)), request)
+    _, end = run_one(engine_for(ranking(EOS_ID, 97)), request)
     assert (end.text, end.stopped_by) == ("aaaa", EOS_ID)
 
 
 def test_all_constraints_hold_at_once() -> None:
     both = (Regex("[a-f]+"), Regex("[d-k]+"), StartsWith(["e", "g"]))
-    _, end = run_one(engine_for(eager(97, 107, 102, 101)), ask(constraints=both, max_tokens=3))
+    _, end = run_one(engine_for(ranking(97, 107, 102, 101)), ask(constraints=both, max_tokens=3))
     assert (end.text, end.reason) == ("eff", LENGTH)
 
 
@@ -122,7 +124,7 @@ def test_json_from_random_logits() -> None:
 
 
 class CountDown:
-    """As it was written for another library: three digits, the last one ends the reply."""
+    """Filter in the interface of another library: three digits, the last one ends the reply."""
 
     def begin(self, prefix_str: str) -> None:
         assert prefix_str == ""
@@ -134,20 +136,20 @@ class CountDown:
 
     def next(self) -> tuple[set[int], set[int]]:
         if self.left == 0:
-            raise RuntimeError("nobody should ask")
+            raise RuntimeError("called after the end")
         digits = {48 + self.left}
         return digits, digits if self.left == 1 else set()
 
 
-def test_a_foreign_filter() -> None:
+def test_a_filter_of_another_library() -> None:
     foreign = Foreign(CountDown())
-    engine = engine_for(eager(97))
+    engine = engine_for(ranking(97))
     for _ in range(2):
         _, end = run_one(engine, ask(constraints=(foreign,)))
         assert (end.text, end.reason) == ("321", CONSTRAINT)
 
 
-def test_a_foreign_filter_that_breaks_ends_its_request_alone() -> None:
+def test_a_failing_filter_of_another_library_ends_its_request_alone() -> None:
     class Broken(CountDown):
         def feed(self, token: Tensor) -> None:
             raise ValueError("broken")
@@ -165,7 +167,7 @@ def test_a_foreign_filter_that_breaks_ends_its_request_alone() -> None:
     assert end.text == "hello"
 
 
-def test_where_nothing_is_left_one_request_fails_and_the_engine_goes_on() -> None:
+def test_contradicting_constraints_fail_one_request_only() -> None:
     engine = engine_for(reply_with("hello"))
     good, bad = ask(), ask(constraints=(Regex("aab"), Regex("aac")))
     submit(engine, good)
@@ -181,7 +183,7 @@ def test_where_nothing_is_left_one_request_fails_and_the_engine_goes_on() -> Non
 
 
 @pytest.mark.parametrize("constraint", [Regex("a("), JsonSchema({"type": "nothing"}), Regex("[")])
-def test_what_cannot_be_met_is_refused_at_the_call(constraint: Any) -> None:
+def test_invalid_constraints_are_refused_at_the_call(constraint: Any) -> None:
     engine = engine_for(reply_with("hello"))
     with pytest.raises(ConstraintError):
         engine.compile(ask(constraints=(constraint,)))
@@ -192,7 +194,7 @@ def test_what_cannot_be_met_is_refused_at_the_call(constraint: Any) -> None:
 def test_a_mask_that_is_too_much_work_ends_its_request_alone() -> None:
     """The items of an ambiguous grammar grow with every token, until a limit of the library."""
     ambiguous = Grammar("start: a*\na: b*\nb: c*\nc: /[a-z]/ | a a a")
-    engine = engine_for(eager(97))
+    engine = engine_for(ranking(97))
     good, bad = ask(max_tokens=60), ask(constraints=(ambiguous,), max_tokens=500)
     submit(engine, good)
     submit(engine, bad)
@@ -206,7 +208,7 @@ def test_a_mask_that_is_too_much_work_ends_its_request_alone() -> None:
 
 
 def test_submit_refuses_constraints_that_are_not_compiled() -> None:
-    engine = engine_for(eager(97))
+    engine = engine_for(ranking(97))
     request = ask(constraints=(Regex("aa"),))
     with pytest.raises(RequestError, match="constraints are not compiled"):
         engine.submit(request)
@@ -220,41 +222,41 @@ def test_a_request_that_cannot_be_served_is_refused_before_its_constraints_are_c
         def filter(self, vocabulary: Vocabulary) -> Filter:
             raise AssertionError
 
-    engine = engine_for(eager(97), max_seq_len=20)
+    engine = engine_for(ranking(97), max_seq_len=20)
     with pytest.raises(RequestError, match="20"):
         engine.compile(ask("x" * 30, constraints=(Unreached(),)))
 
 
-def test_masks_are_computed_while_the_pass_runs() -> None:
-    """The mask is held back until the pass has begun: one after the other would never end."""
+def test_masks_are_computed_during_the_forward_pass() -> None:
+    """The mask waits until the pass has begun: computing one after the other would deadlock."""
     gate = threading.Event()
-    watched = Watched(97, 3, gate=gate)
+    recording = Recording(97, 3, gate=gate)
 
     def rule(history: Sequence[int]) -> Tensor:
         gate.set()
         return certain(EOS_ID)
 
-    _, end = run_one(engine_for(rule), ask(constraints=(watched,)))
+    _, end = run_one(engine_for(rule), ask(constraints=(recording,)))
     assert end.text == "aaa"
-    assert all(name.startswith("exl-constraints") for name in watched.threads)
+    assert all(name.startswith("exl-constraints") for name in recording.threads)
 
 
-def test_a_filter_is_told_what_stayed_and_nothing_else() -> None:
-    watched = Watched(97, 4)
-    request = ask(constraints=(watched,), stop_strings=("aaa",))
-    _, end = run_one(engine_for(eager(EOS_ID)), request)
-    assert (end.text, end.stopped_by, watched.told) == ("", "aaa", [97] * 3)
-    watched = Watched(97, 4)
-    _, end = run_one(engine_for(eager(EOS_ID)), ask(constraints=(watched,)))
-    assert (end.text, watched.told) == ("aaaa", [97] * 4), "EOS is no filter's business"
+def test_a_filter_accepts_exactly_the_tokens_of_the_reply() -> None:
+    recording = Recording(97, 4)
+    request = ask(constraints=(recording,), stop_strings=("aaa",))
+    _, end = run_one(engine_for(ranking(EOS_ID)), request)
+    assert (end.text, end.stopped_by, recording.accepted) == ("", "aaa", [97] * 3)
+    recording = Recording(97, 4)
+    _, end = run_one(engine_for(ranking(EOS_ID)), ask(constraints=(recording,)))
+    assert (end.text, recording.accepted) == ("aaaa", [97] * 4), "filters never see EOS"
 
 
 @pytest.mark.parametrize("way", ["cancel", "failure"])
-def test_an_end_while_a_mask_is_on_its_way(way: str) -> None:
-    """Nobody waits for it, and the next request's masks come after it."""
+def test_a_request_may_end_while_its_mask_is_computed(way: str) -> None:
+    """The engine does not wait for that mask; masks of the next request are computed after it."""
     engine = engine_for(reply_with("hello"))
     gate = threading.Event()
-    slow = Watched(97, 3, gate=gate)
+    slow = Recording(97, 3, gate=gate)
     request = ask(constraints=(slow,))
     submit(engine, request)
     engine.model.failure = RuntimeError("scripted")  # type: ignore[attr-defined]
@@ -262,7 +264,7 @@ def test_an_end_while_a_mask_is_on_its_way(way: str) -> None:
         engine.step()
     if way == "cancel":
         assert not engine.cancel(request.request_id), "it has failed already"
-        other = ask(constraints=(Watched(98, 2),))
+        other = ask(constraints=(Recording(98, 2),))
         submit(engine, other)
         assert engine.cancel(other.request_id)
     gate.set()
@@ -271,14 +273,14 @@ def test_an_end_while_a_mask_is_on_its_way(way: str) -> None:
     assert end.text == "xy"
 
 
-def test_the_thread_goes_with_the_engine() -> None:
+def test_the_mask_thread_ends_with_the_engine() -> None:
     def threads() -> set[threading.Thread]:
         return {t for t in threading.enumerate() if t.name.startswith("exl-constraints")}
 
     before = threads()
-    engine = engine_for(eager(97))
+    engine = engine_for(ranking(97))
     run_one(engine, ask())
-    assert threads() <= before, "none before it is needed"
+    assert threads() <= before, "no thread before the first constraint"
     run_one(engine, ask(constraints=(OneOf(["xy"]),)))
     (worker,) = threads() - before
     del engine
@@ -288,7 +290,7 @@ def test_the_thread_goes_with_the_engine() -> None:
 
 
 def test_a_hook_that_breaks_the_constraint_ends_the_request() -> None:
-    engine = engine_for(eager(97))
+    engine = engine_for(ranking(97))
     request = ask(constraints=(OneOf(["abc"]),), hooks=(lambda _: 122,))
     assert isinstance(run_to_failure(engine, request), ConstraintError)
     assert run_one(engine, ask(max_tokens=2))[1].text == "aa"

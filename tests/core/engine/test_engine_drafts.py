@@ -1,4 +1,4 @@
-"""Speculation in the engine: the same replies in fewer passes, counted right, over cleanly."""
+"""Drafts in the engine: the same replies in fewer passes, correct counts, clean ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SAMPLERS = [
 
 
 def standstill() -> float:
-    """A clock by which drafts pay as the controller expects, on any machine."""
+    """Clock that stands still, so that the controller uses its expected costs on any machine."""
     return 0.0
 
 
@@ -71,7 +71,7 @@ def test_the_reply_is_the_same_with_any_drafter(drafter: Drafter, sampler: Sampl
 
 
 @pytest.mark.parametrize("guess", [right, half_right, wrong])
-def test_the_counts_are_those_of_the_passes(guess: Callable[[Rule], Guess]) -> None:
+def test_draft_counts_match_the_rows_of_the_passes(guess: Callable[[Rule], Guess]) -> None:
     rule = reply_with(TEXT * 3)
     engine, drafter = drafted(rule, guess)
     _, end = run_one(engine, ask())
@@ -96,14 +96,14 @@ def test_the_counts_are_those_of_the_passes(guess: Callable[[Rule], Guess]) -> N
 @pytest.mark.parametrize(
     ("reply", "limit", "counts"),
     [
-        ("abc", 50, DraftStats(2, 2, 2, 0, 4, (1, 1))),  # b c drafted; EOS is the model's own
+        ("abc", 50, DraftStats(2, 2, 2, 0, 4, (1, 1))),  # b c drafted; EOS is sampled by the model
         ("ab", 50, DraftStats(2, 2, 2, 0, 3, (1, 1))),  # b EOS drafted
-        ("a", 50, DraftStats(2, 2, 1, 0, 2, (1,))),  # EOS drafted, and one behind it
-        ("abcdef", 3, DraftStats(2, 1, 1, 0, 3, (1,))),  # b drafted; c is the model's own
+        ("a", 50, DraftStats(2, 2, 1, 0, 2, (1,))),  # EOS drafted, and one token after it
+        ("abcdef", 3, DraftStats(2, 1, 1, 0, 3, (1,))),  # b drafted; c is sampled by the model
         ("abcdef", 1, DraftStats(1, 0, 0, 0, 1, ())),
     ],
 )
-def test_an_end_on_a_drafted_token_is_no_rejection(
+def test_an_end_on_a_drafted_token_does_not_count_as_rejection(
     reply: str, limit: int, counts: DraftStats
 ) -> None:
     engine, _ = drafted(reply_with(reply), right)
@@ -132,15 +132,15 @@ def test_the_context_and_the_cache_are_filled_to_the_last_token() -> None:
 
 
 @pytest.mark.parametrize("stop", ["c", "cd", "efg", "abcdefg"])
-def test_a_stop_in_the_middle_of_a_draft(stop: str) -> None:
+def test_a_stop_string_in_the_middle_of_a_draft(stop: str) -> None:
     engine, _ = drafted(reply_with(TEXT), right)
     _, end = run_one(engine, ask(stop_strings=(stop,)))
     assert end.text + end.held_text == TEXT[: TEXT.index(stop) + len(stop)]
     assert bytes(end.token_ids).decode() == end.text + end.held_text
 
 
-def test_what_was_drafted_in_vain_is_not_found_later() -> None:
-    """It was computed and lies behind the end of a page that others reuse."""
+def test_rejected_drafts_are_never_reused_from_the_cache() -> None:
+    """Their values are in the cache, behind the registered part of a page that is reused."""
     prompt = [*range(1, 251)]
     engine, _ = drafted(RULE, wrong, max_tokens=8)
     request = ask(prompt, max_tokens=4, stop_ids=frozenset())
@@ -149,7 +149,7 @@ def test_what_was_drafted_in_vain_is_not_found_later() -> None:
     assert run_one(engine, again)[1].token_ids == run_one(engine_for(RULE), again)[1].token_ids
 
 
-def test_page_pressure_with_drafts_changes_nothing() -> None:
+def test_preemption_with_drafts_does_not_change_replies() -> None:
     requests = [
         ask([10 + i] * 200, max_tokens=100, sampler=SAMPLERS[i % 2], stop_ids=frozenset())
         for i in range(5)
@@ -177,7 +177,7 @@ def test_page_pressure_with_drafts_changes_nothing() -> None:
     ids=["banned", "constraint", "all three", "hook", "min_tokens"],
 )
 @pytest.mark.parametrize("guess", [right, half_right])
-def test_drafts_beside_all_else(extra: dict[str, Any], guess: Callable[[Rule], Guess]) -> None:
+def test_drafts_with_other_features(extra: dict[str, Any], guess: Callable[[Rule], Guess]) -> None:
     rule = reply_with(TEXT)
     alone = run_one(engine_for(rule), ask(max_tokens=40, **extra))[1]
     engine, drafter = drafted(rule, guess)
@@ -186,15 +186,15 @@ def test_drafts_beside_all_else(extra: dict[str, Any], guess: Callable[[Rule], G
     assert drafter.num_proposed > 0
 
 
-def test_reports_are_those_without_drafts() -> None:
-    def told(**rest: Any) -> list[SampledToken]:
+def test_reports_equal_those_without_drafts() -> None:
+    def reported(**rest: Any) -> list[SampledToken]:
         engine = engine_for(RULE, clock=standstill, **rest)
         report = Report(probabilities=True, top_tokens=2, logits=True)
         request = ask(max_tokens=30, sampler=SAMPLERS[1], report=report, stop_ids=frozenset())
         engine.submit(request)
         return [token for event in run_all(engine) for token in getattr(event, "tokens", ())]
 
-    plain, drafting = told(), told(drafter=ScriptedDrafter(right(RULE)))
+    plain, drafting = reported(), reported(drafter=ScriptedDrafter(right(RULE)))
     assert len(plain) == 30
     for one, other in zip(plain, drafting, strict=True):
         assert (one.token_id, one.probability, one.top) == (
@@ -207,7 +207,7 @@ def test_reports_are_those_without_drafts() -> None:
         assert torch.equal(one.logits, other.logits)
 
 
-def test_requests_that_want_no_drafts_get_none() -> None:
+def test_allow_drafts_false_disables_drafts() -> None:
     engine, drafter = drafted(reply_with(TEXT), right)
     _, end = run_one(engine, ask(allow_drafts=False))
     assert end.text == TEXT
@@ -215,7 +215,7 @@ def test_requests_that_want_no_drafts_get_none() -> None:
     assert end.drafting == DraftStats(17, 0, 0, 0, 17, ())
 
 
-def test_drawn_proposals_leave_the_distribution_as_it_is() -> None:
+def test_sampled_drafts_do_not_change_the_distribution() -> None:
     """Frequencies of independent tokens, within four standard errors."""
     wanted = torch.tensor([0.5, 0.3, 0.15, 0.05])
     offered = torch.zeros(VOCAB_SIZE)
@@ -236,7 +236,7 @@ def test_drawn_proposals_leave_the_distribution_as_it_is() -> None:
         assert abs(seen[token_id] / count - share) < 4 * error
 
 
-def test_a_drafter_that_raises_fails_what_ran_and_nothing_after() -> None:
+def test_a_failing_drafter_fails_running_requests_only() -> None:
     engine, drafter = drafted(reply_with(TEXT), right)
     requests: list[Request] = [ask(), ask("R:")]
     for request in requests:
@@ -251,7 +251,7 @@ def test_a_drafter_that_raises_fails_what_ran_and_nothing_after() -> None:
     assert run_one(engine, ask())[1].text == TEXT
 
 
-def test_the_drafter_is_told_of_every_end() -> None:
+def test_the_drafter_forgets_every_request_that_ends() -> None:
     def rule(history: Sequence[int]) -> Tensor:
         bad = history[0] == 66 and len(history) > 12
         return torch.full((VOCAB_SIZE,), math.nan) if bad else reply_with(TEXT)(history)

@@ -1,4 +1,4 @@
-"""Whatever else is in the engine, a request gets what it gets alone."""
+"""Random operations on the engine: every reply equals that of the reference loop."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from exl_core.errors import RequestError
 from exl_core.model.adapters import AdapterUse
 from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.ngram import NgramDrafter
-from support.alone import Alone, Changing
 from support.async_steps import enable_async_steps
 from support.driving import submit
 from support.guessing import ScriptedDrafter, half_right, right
 from support.profiles import examples
+from support.reference_loop import Changing, ReferenceLoop
 from support.scripted import EOS_ID, PieceTokenizer, Rule, ScriptedModel, ScriptedShape
 
 MAX_SEQ_LEN = 1200
@@ -40,8 +40,10 @@ LETTERS = [*b"ab \xc3\xa9", *PIECES, EOS_ID]  # 0xc3 0xa9 is e with an acute acc
 
 
 def letter_rule() -> Rule:
-    """Replies over few letters, so that stop strings occur and prefixes are shared; they depend on
-    the whole history."""
+    """Rule over few letters, so that stop strings and shared prefixes are frequent.
+
+    The logits depend on the whole history.
+    """
     generator = torch.Generator().manual_seed(1)
     table = torch.full((211, TOKENIZER.vocab_size), -40.0)
     table[:, LETTERS] = torch.randn(211, len(LETTERS), generator=generator) * 2
@@ -56,7 +58,7 @@ def letter_rule() -> Rule:
 
 
 RULE = letter_rule()
-ALONE = Alone(RULE, TOKENIZER, MAX_SEQ_LEN)
+REFERENCE = ReferenceLoop(RULE, TOKENIZER, MAX_SEQ_LEN)
 DRAFTERS = {
     "none": lambda: None,
     "right": lambda: ScriptedDrafter(right(RULE)),
@@ -68,7 +70,7 @@ DRAFTERS = {
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """An adapter that changes nothing but the pages that it is written to."""
+    """An adapter without deltas; only its pages are distinct."""
 
     serial: int = 7
     ends: None = None
@@ -129,7 +131,7 @@ def arrivals(draw: st.DrawFn) -> dict[str, Any]:
 
 @dataclass
 class Seen:
-    """Of one request, so far."""
+    """Events of one request so far."""
 
     request: Request
     text: str = ""
@@ -190,7 +192,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(luck=st.integers(0, 9))
     def fail(self, luck: int) -> None:
         if luck < 9:
-            self.turn(luck)  # mostly things go well
+            self.turn(luck)  # failures are rare
             return
         if isinstance(self.drafter, ScriptedDrafter) and len(self.live) % 2:
             self.drafter.failure = RuntimeError("scripted")
@@ -208,7 +210,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def take(self, events: list[Event]) -> None:
         for event in events:
-            seen = self.live[event.request_id]  # an id that has ended says nothing more
+            seen = self.live[event.request_id]  # KeyError for an event after the end
             match event:
                 case StartEvent():
                     assert seen.start is None
@@ -227,7 +229,7 @@ class EngineMachine(RuleBasedStateMachine):
                     del self.live[event.request_id]
                     if not isinstance(event.error, RuntimeError):
                         assert isinstance(event.error, RequestError)
-                        assert ALONE(seen.request) is None
+                        assert REFERENCE(seen.request) is None
                 case FinishEvent():
                     del self.live[event.request_id]
                     self.check_end(seen, event)
@@ -243,7 +245,7 @@ class EngineMachine(RuleBasedStateMachine):
         seen.done = event.done
 
     def check_end(self, seen: Seen, end: FinishEvent) -> None:
-        reply = ALONE(seen.request)
+        reply = REFERENCE(seen.request)
         assert end.text == seen.text
         assert seen.token_ids == end.token_ids[: len(seen.token_ids)]
         assert end.prompt_tokens == len(seen.request.prompt_ids)
@@ -254,7 +256,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert end.drafting.emitted >= end.completion_tokens
         if seen.is_cancelled:
             assert end.reason is FinishReason.CANCELLED
-            if reply is not None:  # what was told stands, whatever would have been taken back
+            if reply is not None:  # emitted text is final
                 assert reply.token_ids[: len(seen.token_ids)] == seen.token_ids
                 assert reply.text.startswith(end.text)
             return
@@ -295,6 +297,6 @@ TestEngineMachine.settings = settings(
 
 
 def test_one_prompt_always_fits() -> None:
-    """What the state machine above takes for granted."""
+    """Assumption of the state machine above."""
     engine = Engine(ScriptedModel(RULE), TOKENIZER, EngineOptions(cache_tokens=768))
     engine.check(Request((97,) * 515, max_tokens=40))

@@ -1,4 +1,4 @@
-"""What the engine refuses, at the call and with numbers; it serves the next all the same."""
+"""Refusals of the engine: at the call, with numbers, and without effect on later requests."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ GUIDANCE = {"sampler": SamplerParams(cfg_scale=2), "negative_prompt_ids": (1,)}
         "one of two",
     ],
 )
-def test_requests_that_the_model_cannot_serve(request_: Request, numbers: tuple[str, ...]) -> None:
+def test_requests_that_the_model_cannot_serve_are_refused(
+    request_: Request, numbers: tuple[str, ...]
+) -> None:
     engine = engine_for(reply_with("ok"), max_seq_len=100)
     calls = (engine.compile,) if request_.constraints else (engine.check, engine.submit)
     for call in calls:
@@ -87,8 +89,8 @@ def test_requests_that_the_model_cannot_serve(request_: Request, numbers: tuple[
     assert run_one(engine, ask())[1].text == "ok"
 
 
-def test_ids_of_a_padded_vocabulary_are_not_sampled_and_may_not_be_named() -> None:
-    """A stop token that the model or the tokenizer alone knows does no harm."""
+def test_settings_may_not_hold_ids_of_vocabulary_padding() -> None:
+    """A stop token in the padding is harmless and accepted."""
     model = ScriptedModel(reply_with("ok", vocab_size=262), ScriptedShape(262))
     engine = Engine(model, ByteTokenizer())
     with pytest.raises(RequestError, match=r"token_bias holds a token id .*below 258.*260"):
@@ -123,7 +125,9 @@ def test_ids_of_a_padded_vocabulary_are_not_sampled_and_may_not_be_named() -> No
         ({**GUIDANCE, "token_healing": True}, "healing does not go with guidance"),
     ],
 )
-def test_requests_that_cannot_be_made(settings: dict[str, Any], message: str) -> None:
+def test_invalid_requests_are_refused_at_construction(
+    settings: dict[str, Any], message: str
+) -> None:
     with pytest.raises(RequestError, match=message):
         ask(**settings)
     with pytest.raises(TypeError, match="max_tokenz"):
@@ -143,27 +147,27 @@ def test_requests_that_cannot_be_made(settings: dict[str, Any], message: str) ->
         ({"token_bias": {"a": 1}}, "token_bias is out of range"),
     ],
 )
-def test_sampler_settings_that_mean_nothing(settings: dict[str, Any], message: str) -> None:
+def test_invalid_sampler_settings_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         SamplerParams.from_mapping(settings)
     with pytest.raises(RequestError, match="top_tokens is out of range"):
         Report(top_tokens=-1)
 
 
-def test_vectors_that_come_with_their_span_are_served() -> None:
+def test_a_prompt_with_its_embedded_span_is_served() -> None:
     request = ask([65, *SPAN.token_ids, 66], embeddings=(SPAN,), token_healing=True)
     _, end = run_one(engine_for(reply_with("Bok")), request)
     assert (end.text, end.prompt_tokens) == ("ok", 4)
 
 
-def test_a_draft_model_with_another_vocabulary() -> None:
+def test_a_draft_model_with_another_vocabulary_is_refused() -> None:
     check_same_vocabulary(PieceTokenizer("ab", "cd"), PieceTokenizer("ab"))
     with pytest.raises(RequestError, match="another vocabulary: token 258 differs"):
         check_same_vocabulary(PieceTokenizer("ab"), PieceTokenizer("ba"))
 
 
 @pytest.mark.parametrize("max_tokens", [None, 1, 300])
-def test_requests_that_the_cache_can_never_hold(max_tokens: int | None) -> None:
+def test_requests_that_never_fit_the_cache_are_refused(max_tokens: int | None) -> None:
     engine = engine_for(reply_with("ok"), cache_tokens=512)
     prompt = [65] * (513 if max_tokens != 300 else 300)
     with pytest.raises(RequestError, match="do not fit the cache") as caught:
@@ -172,7 +176,7 @@ def test_requests_that_the_cache_can_never_hold(max_tokens: int | None) -> None:
     assert engine.is_idle
 
 
-def test_an_id_that_is_still_live_is_refused() -> None:
+def test_the_id_of_a_live_request_is_refused() -> None:
     engine = engine_for(reply_with("ok"))
     request = ask()
     engine.submit(request)
@@ -180,13 +184,13 @@ def test_an_id_that_is_still_live_is_refused() -> None:
         engine.submit(request)
     engine.cancel(request.request_id)
     with pytest.raises(RequestError, match="has not ended"):
-        engine.submit(request)  # nobody was told of its end yet
+        engine.submit(request)  # its end was not returned yet
     run_all(engine)
     engine.submit(request)
     assert isinstance(run_all(engine)[-1], FinishEvent)
 
 
-def test_the_cache_is_left_alone_while_requests_run() -> None:
+def test_the_cache_cannot_be_cleared_while_requests_run() -> None:
     engine = engine_for(reply_with("ok"))
     request = ask()
     engine.submit(request)
@@ -202,7 +206,7 @@ def test_the_cache_is_left_alone_while_requests_run() -> None:
 @pytest.mark.parametrize(
     "options", [{"cache_tokens": 255}, {"cache_tokens": 0}, {"max_batch": 0}, {"prefill_chunk": 0}]
 )
-def test_options_that_make_no_engine(options: dict[str, int]) -> None:
+def test_invalid_engine_options_are_refused(options: dict[str, int]) -> None:
     with pytest.raises(RequestError, match=next(iter(options))):
         EngineOptions(**options)  # type: ignore[arg-type]
 

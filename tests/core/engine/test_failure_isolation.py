@@ -1,4 +1,4 @@
-"""A request that fails ends alone: its neighbours get the tokens that they get without it."""
+"""Failure isolation: a failing request ends alone, and its neighbours get unchanged tokens."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from exl_core.ops.checks import OpInputError
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError
 from exl_core.speculate.drafter import Draft, DraftJob
-from support.alone import Changing
 from support.async_steps import enable_async_steps
 from support.driving import ask, run_all, run_one, submit
 from support.faults import (
@@ -36,6 +35,7 @@ from support.faults import (
 )
 from support.guessing import ScriptedDrafter, right
 from support.profiles import examples
+from support.reference_loop import Changing
 from support.scripted import ByteTokenizer, HashRule, ScriptedModel
 
 RULE = HashRule(3, spread=1.5)
@@ -45,7 +45,7 @@ UNSTOPPED: dict[str, Any] = {"stop_ids": frozenset(), "max_tokens": 14}
 
 
 class PanicException(BaseException):
-    """Like the class of a panic in a Rust extension: no `Exception`."""
+    """Stands for a panic in a Rust extension, whose class does not derive from `Exception`."""
 
 
 ERRORS: list[Callable[[], BaseException]] = [
@@ -91,7 +91,7 @@ MODES = ("plain", "drafts", "drawn drafts", "async")
 
 
 def neighbours(mode: str) -> list[Request]:
-    """Under async steps only requests whose settings say everything: others hold the steps back."""
+    """Requests beside the victim. For async steps, only those that need sampler settings alone."""
     kinds: list[dict[str, Any]] = [
         {"sampler": SEEDED},
         {},
@@ -118,8 +118,10 @@ def victim(kind: str, fault: Fault | None = None) -> Request:
 
 
 class DrawnDrafts(ScriptedDrafter):
-    """Draws drafts from a fixed distribution. They depend on the history alone, not on who else
-    is served, and so do the replies."""
+    """Samples drafts from a fixed distribution.
+
+    Drafts, and therefore replies, depend on the history alone, not on other requests.
+    """
 
     spread = torch.softmax(torch.linspace(0, 2, 258), 0)
 
@@ -152,17 +154,17 @@ def outcome(end: FinishEvent) -> tuple[object, ...]:
 
 @cache
 def undisturbed(mode: str) -> dict[str, tuple[object, ...]]:
-    """The neighbours' replies without a victim."""
+    """Replies of the neighbours without a victim."""
     engine = engine_in(mode)
     for request in neighbours(mode):
         submit(engine, request)
     return {e.request_id: outcome(e) for e in run_all(engine) if isinstance(e, FinishEvent)}
 
 
-def serve(engine: Engine, mode: str, kind: str, fault: Fault, place: int = 1) -> FailEvent | None:
-    """Serve the victim among its neighbours, who are checked; its failure, if it failed."""
+def serve(engine: Engine, mode: str, kind: str, fault: Fault, index: int = 1) -> FailEvent | None:
+    """Serve the victim among its neighbours, check these, and return the victim's failure."""
     requests = neighbours(mode)
-    requests.insert(place, victim(kind, fault))
+    requests.insert(index, victim(kind, fault))
     with pytest.MonkeyPatch.context() as patch:
         break_functions(patch, "victim", fault)
         for request in requests:
@@ -190,7 +192,7 @@ def causes(error: BaseException | None) -> list[BaseException]:
 
 @cache
 def uses(mode: str, kind: str) -> dict[tuple[str, str], int]:
-    """How often each step is taken for such a victim that is served alone."""
+    """Number of uses of each injection point for such a victim, served alone."""
     counted = Fault()
     engine = engine_in(mode, counted)
     with pytest.MonkeyPatch.context() as patch:
@@ -201,7 +203,7 @@ def uses(mode: str, kind: str) -> dict[tuple[str, str], int]:
     return {point: count for point, count in counted.uses.items() if point in POINTS}
 
 
-def test_every_step_of_a_request_is_taken_by_some_victim() -> None:
+def test_every_injection_point_is_reached_by_some_victim() -> None:
     assert {point for mode in MODES for kind in VICTIMS for point in uses(mode, kind)} == {*POINTS}
 
 
@@ -217,8 +219,8 @@ def test_a_failure_at_any_step_ends_its_request_alone(data: st.DataObject) -> No
     errors = ERRORS if point[0] == "op" else ERRORS + BARE_ERRORS
     fault = Fault(point, nth, data.draw(st.sampled_from(errors))())
     engine = engine_in(mode, fault)
-    place = data.draw(st.integers(0, len(neighbours(mode))))
-    failure = serve(engine, mode, kind, fault, place)
+    index = data.draw(st.integers(0, len(neighbours(mode))))
+    failure = serve(engine, mode, kind, fault, index)
     if failure is not None:
         assert fault.error in causes(failure.error)
     _, end = run_one(engine, ask("after", **UNSTOPPED))
@@ -227,8 +229,8 @@ def test_a_failure_at_any_step_ends_its_request_alone(data: st.DataObject) -> No
 
 @pytest.mark.parametrize("nth", [1, 2, 5])
 @pytest.mark.parametrize("name", ["mask", "accept", "is_complete"])
-def test_a_filter_that_fails_beside_the_pass_ends_its_request_alone(name: str, nth: int) -> None:
-    """Masks are computed on another thread; the failure comes up where the mask is read."""
+def test_a_filter_that_fails_in_the_background_ends_its_request_alone(name: str, nth: int) -> None:
+    """Masks are computed on another thread; the failure is raised where the mask is read."""
     fault = Fault(("filter", name), nth, PanicException("scripted"))
     engine = engine_in("plain", fault)
     with ThreadPoolExecutor(1) as executor:
@@ -238,7 +240,7 @@ def test_a_filter_that_fails_beside_the_pass_ends_its_request_alone(name: str, n
 
 
 @pytest.mark.parametrize("interrupt", [KeyboardInterrupt, SystemExit])
-def test_an_interrupt_ends_everything_that_runs(interrupt: type[BaseException]) -> None:
+def test_an_interrupt_ends_all_running_requests(interrupt: type[BaseException]) -> None:
     engine = engine_in("plain")
 
     def hook(_: SampledToken) -> None:
@@ -254,7 +256,7 @@ def test_an_interrupt_ends_everything_that_runs(interrupt: type[BaseException]) 
 
 
 @pytest.mark.parametrize("mode", ["plain", "async"])
-def test_a_device_that_fails_while_sampling_ends_everything_that_runs(mode: str) -> None:
+def test_a_device_failure_during_sampling_ends_all_running_requests(mode: str) -> None:
     fault = Fault(("op", "sample_rows"), 3, DeviceError("scripted"))
     engine = engine_in(mode, fault)
     for request in (*neighbours("async"), victim("plain")):
@@ -267,10 +269,10 @@ def test_a_device_that_fails_while_sampling_ends_everything_that_runs(mode: str)
     assert outcome(run_one(engine, neighbours(mode)[0])[1]) == undisturbed(mode)["neighbour 0"]
 
 
-def test_a_call_that_fails_for_all_and_for_none_alone_costs_nobody_anything() -> None:
-    """What was wrong once need not be wrong again: the same numbers draw the same tokens."""
+def test_a_failed_batch_is_sampled_again_row_by_row() -> None:
+    """If every row can be sampled alone, all replies are unchanged."""
 
-    class Moody(FaultyTable):
+    class FailingBatches(FaultyTable):
         def sample_rows(self, logits: Tensor, rows: Any, *rest: Any) -> Any:  # type: ignore[override]
             if len(rows) > 1:
                 raise RuntimeError("scripted")
@@ -278,14 +280,14 @@ def test_a_call_that_fails_for_all_and_for_none_alone_costs_nobody_anything() ->
 
     for mode in ("plain", "async"):
         engine = engine_in(mode)
-        engine.model.ops = Moody()  # type: ignore[misc]
+        engine.model.ops = FailingBatches()  # type: ignore[misc]
         for request in neighbours(mode):
             submit(engine, request)
         ends = [e for e in run_all(engine) if isinstance(e, FinishEvent)]
         assert {e.request_id: outcome(e) for e in ends} == undisturbed(mode)
 
 
-def test_a_cancelled_request_whose_text_cannot_be_read_leaves() -> None:
+def test_cancel_removes_a_request_whose_state_fails() -> None:
     engine = engine_in("plain")
     engine.submit(victim("plain"))
     engine.step()
@@ -297,7 +299,7 @@ def test_a_cancelled_request_whose_text_cannot_be_read_leaves() -> None:
     assert engine.is_idle
 
 
-def test_a_draft_model_that_cannot_sample_for_a_request_guesses_nothing() -> None:
+def test_a_draft_model_that_fails_for_one_request_drafts_nothing_for_it() -> None:
     from exl_core.speculate.draft_model import ModelDrafter
 
     small = ScriptedModel(RULE, ops=FaultyTable(Fault(("op", "sample"), 1, ValueError("scripted"))))
@@ -315,7 +317,7 @@ def bad_rows(history: Sequence[int]) -> Tensor:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_logits_of_one_request_that_are_not_numbers(mode: str) -> None:
+def test_nan_logits_of_one_request_do_not_disturb_others(mode: str) -> None:
     engine = engine_in(mode)
     assert isinstance(engine.model, ScriptedModel)
     engine.model.rule = bad_rows

@@ -1,4 +1,4 @@
-"""Guidance: two prompts, one reply, and the tokens of a loop that does it by hand."""
+"""Guidance: one reply from two prompts, compared with a plain loop over two histories."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ def guided(
     )
 
 
-def by_hand(request: Request, count: int) -> tuple[int, ...]:
-    """One token after the other, from two histories."""
+def reference_reply(request: Request, count: int) -> tuple[int, ...]:
+    """Reference loop: one token at a time, from two histories."""
     assert request.negative_prompt_ids is not None
     assert request.sampler.cfg_scale is not None
-    wanted, negative = list(request.prompt_ids), list(request.negative_prompt_ids)
+    positive, negative = list(request.prompt_ids), list(request.negative_prompt_ids)
     sampler = Sampler(request.sampler, get_table("reference", threads=1))
     for _ in range(count):
-        logits = guide(RULE(wanted), RULE(negative), request.sampler.cfg_scale)
-        sample = sampler.sample(logits, wanted)
+        logits = guide(RULE(positive), RULE(negative), request.sampler.cfg_scale)
+        sample = sampler.sample(logits, positive)
         sampler.accept(sample)
-        wanted.append(sample.token_id)
+        positive.append(sample.token_id)
         negative.append(sample.token_id)
-    return tuple(wanted[len(request.prompt_ids) :])
+    return tuple(positive[len(request.prompt_ids) :])
 
 
 @pytest.mark.parametrize("scale", [0.0, 1.0, 1.5, 4.0])
@@ -62,17 +62,17 @@ def by_hand(request: Request, count: int) -> tuple[int, ...]:
     ("positive", "negative"),
     [([1, 2, 3], [4]), ([9], [5] * 300), ([6] * 520, [7] * 254), ([8] * 250, [8] * 250)],
 )
-def test_the_tokens_are_those_of_a_loop_by_hand(
+def test_tokens_equal_those_of_a_plain_loop(
     positive: list[int], negative: list[int], scale: float
 ) -> None:
     request = guided(positive, negative, scale=scale)
     engine = engine_for(RULE, prefill_chunk=100)
     _, end = run_one(engine, request)
-    assert end.token_ids == by_hand(request, 20)
+    assert end.token_ids == reference_reply(request, 20)
     assert end.prompt_tokens == len(positive)
 
 
-def test_under_page_pressure_and_beside_others() -> None:
+def test_guidance_with_preemption_and_other_requests() -> None:
     requests = [guided([10 + i] * 200, [20 + i] * (240 - i), max_tokens=80) for i in range(4)]
     plain = ask([3] * 200, max_tokens=80, stop_ids=frozenset())
     drafter = ScriptedDrafter(right(RULE))
@@ -81,13 +81,13 @@ def test_under_page_pressure_and_beside_others() -> None:
         engine.submit(request)
     ends = {e.request_id: e for e in run_all(engine) if isinstance(e, FinishEvent)}
     for request in requests:
-        assert ends[request.request_id].token_ids == by_hand(request, 80)
+        assert ends[request.request_id].token_ids == reference_reply(request, 80)
     assert ends[plain.request_id].token_ids == run_one(engine_for(RULE), plain)[1].token_ids
     assert engine.scheduler.num_requeued > 0, "or this tested little"
     assert engine.pool.num_available == engine.pool.num_pages
 
 
-def test_no_drafts_for_two_prompts() -> None:
+def test_no_drafts_with_guidance() -> None:
     drafter = ScriptedDrafter(right(RULE))
     engine = engine_for(RULE, drafter=drafter, clock=lambda: 0.0)
     _, end = run_one(engine, guided([1, 2], [3]))
@@ -96,7 +96,7 @@ def test_no_drafts_for_two_prompts() -> None:
     assert (end.drafting.rounds, end.drafting.drafted) == (20, 0)
 
 
-def test_cancel_gives_back_the_pages_of_both() -> None:
+def test_cancel_releases_the_pages_of_both_sequences() -> None:
     engine = engine_for(RULE, prefill_chunk=64)
     for steps in (1, 5, 12):
         request = guided([1] * 300, [2] * 200)
@@ -107,18 +107,20 @@ def test_cancel_gives_back_the_pages_of_both() -> None:
         *_, end = run_all(engine)
         assert isinstance(end, FinishEvent)
         assert end.reason is FinishReason.CANCELLED
-        assert end.token_ids == by_hand(request, len(end.token_ids))
+        assert end.token_ids == reference_reply(request, len(end.token_ids))
         assert not engine.pool.held_pages
 
 
 @pytest.mark.parametrize(
     ("lengths", "chunk"), [((300, 200), 64), ((1, 300), 64), ((300, 1), 64), ((70, 70), 128)]
 )
-def test_progress_counts_both_prompts_and_rises(lengths: tuple[int, int], chunk: int) -> None:
+def test_prefill_progress_counts_both_prompts_and_increases(
+    lengths: tuple[int, int], chunk: int
+) -> None:
     engine = engine_for(RULE, prefill_chunk=chunk)
     engine.submit(guided([1] * lengths[0], [2] * lengths[1], max_tokens=2))
     events = [event for _ in range(12) for event in engine.step()]
-    assert isinstance(events[0], StartEvent), "with the first pass, whichever prompt is in it"
+    assert isinstance(events[0], StartEvent), "sent with the first pass, of either prompt"
     assert sum(isinstance(event, StartEvent) for event in events) == 1
     progress = [event for event in events if isinstance(event, PrefillEvent)]
     done = [event.done for event in progress]
@@ -129,7 +131,7 @@ def test_progress_counts_both_prompts_and_rises(lengths: tuple[int, int], chunk:
     assert isinstance(events[-1], FinishEvent)
 
 
-def test_what_is_reported_is_drawn_from_both_and_the_logits_are_the_prompts() -> None:
+def test_probabilities_are_guided_and_reported_logits_are_the_prompts() -> None:
     request = guided([1, 2], [3], max_tokens=1, report=Report(probabilities=True, logits=True))
     engine = engine_for(RULE)
     engine.submit(request)
@@ -140,8 +142,8 @@ def test_what_is_reported_is_drawn_from_both_and_the_logits_are_the_prompts() ->
     assert token.probability == pytest.approx(float(spread[token.token_id]), rel=1e-5)
 
 
-def test_guidance_with_banned_strings_goes_back_in_both() -> None:
-    """`b` comes up wherever it can; where it went, the negative history has it neither."""
+def test_banned_strings_rewind_both_sequences() -> None:
+    """`b` is sampled wherever it can be; after each rewind the negative history lacks it too."""
     seen: list[tuple[int, ...]] = []
 
     def rule(history: Sequence[int]) -> Tensor:
@@ -163,24 +165,24 @@ def test_guidance_with_banned_strings_goes_back_in_both() -> None:
 
 
 @pytest.mark.parametrize("pages", [2, 3, 5])
-def test_without_a_limit_both_fill_the_cache(pages: int) -> None:
+def test_without_max_tokens_both_sequences_fill_the_cache(pages: int) -> None:
     engine = engine_for(RULE, cache_tokens=pages * 256)
     request = guided([1] * 200, [2] * 100, max_tokens=None, scale=1.0)
     _, end = run_one(engine, request)
-    longest = max(  # of both, all but the newest token lie on pages
+    longest = max(  # pages hold all tokens of both sequences but the newest
         room for room in range(1, 1200) if -(-(199 + room) // 256) + -(-(99 + room) // 256) <= pages
     )
     assert len(end.token_ids) == longest
 
 
-def test_the_longer_prompt_ends_the_reply_with_the_context() -> None:
+def test_the_longer_prompt_limits_the_reply_to_the_context() -> None:
     for lengths in ((10, 280), (280, 10)):
         request = guided([1] * lengths[0], [2] * lengths[1], max_tokens=None)
         _, end = run_one(engine_for(RULE, max_seq_len=300, cache_tokens=1024), request)
-        assert end.token_ids == by_hand(request, 20)
+        assert end.token_ids == reference_reply(request, 20)
 
 
-def test_refusals() -> None:
+def test_requests_that_guidance_refuses() -> None:
     with pytest.raises(RequestError, match="max_batch 2 or more"):
         engine_for(RULE, max_batch=1).submit(guided([1], [2]))
     with pytest.raises(RequestError, match="do not fit the cache"):

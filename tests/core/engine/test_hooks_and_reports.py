@@ -1,4 +1,4 @@
-"""What is told of each token, and what may be done to it before it counts."""
+"""Reports on each token, and hooks that may replace it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def run(engine: Engine, **rest: Any) -> tuple[list[TextEvent], FinishEvent]:
     return [event for event in events if isinstance(event, TextEvent)], end
 
 
-def told(texts: Sequence[TextEvent], end: FinishEvent) -> list[SampledToken]:
-    """All of it, after a look at where each part came."""
+def reported_tokens(texts: Sequence[TextEvent], end: FinishEvent) -> list[SampledToken]:
+    """All reported tokens, after checking that they match the token ids of their events."""
     for event in texts:
         assert tuple(token.token_id for token in event.tokens) == event.token_ids
     tokens = [token for event in texts for token in event.tokens] + list(end.tokens)
@@ -58,19 +58,19 @@ def told(texts: Sequence[TextEvent], end: FinishEvent) -> list[SampledToken]:
     ids=["plain", "held for a stop", "taken back", "stop token"],
 )
 @pytest.mark.parametrize("has_drafts", [False, True])
-def test_what_is_told_is_what_the_sampler_says(extra: dict[str, Any], has_drafts: bool) -> None:
+def test_reports_equal_the_samplers_distribution(extra: dict[str, Any], has_drafts: bool) -> None:
     drafter = ScriptedDrafter(right(RULE)) if has_drafts else None
     engine = engine_for(RULE, drafter=drafter, clock=lambda: 0.0)
     rest = {"stop_ids": frozenset(), "max_tokens": 40, **extra}
     texts, end = run(engine, sampler=SEEDED, report=EVERYTHING, **rest)
-    tokens = told(texts, end)
+    tokens = reported_tokens(texts, end)
     sampler = Sampler(SEEDED, get_table("reference", threads=1))
     history = list(b"Q:")
     for token in tokens:
         logits = RULE(history)
         assert token.logits is not None
         assert torch.equal(token.logits, logits)
-        if "banned_strings" not in extra:  # there, what was tried before is out of the question
+        if "banned_strings" not in extra:  # there, tokens tried before are excluded
             spread = sampler.probabilities(logits, history)
             assert token.probability == pytest.approx(float(spread[token.token_id]), rel=1e-5)
             likeliest = spread.sort(descending=True, stable=True)
@@ -80,35 +80,35 @@ def test_what_is_told_is_what_the_sampler_says(extra: dict[str, Any], has_drafts
         history.append(token.token_id)
 
 
-def test_nothing_is_told_unless_it_is_asked_for() -> None:
+def test_without_a_report_events_hold_no_details() -> None:
     texts, end = run(engine_for(RULE), max_tokens=5, stop_ids=frozenset())
     assert all(event.tokens == () for event in texts)
     assert end.tokens == ()
     texts, end = run(engine_for(RULE), max_tokens=5, report=Report(top_tokens=2))
-    assert {(t.probability, t.logits) for t in told(texts, end)} == {(None, None)}
+    assert {(t.probability, t.logits) for t in reported_tokens(texts, end)} == {(None, None)}
 
 
-def test_a_stop_token_is_told_with_the_end_and_never_with_text() -> None:
+def test_a_stop_token_is_reported_with_the_end_only() -> None:
     engine = engine_for(reply_with("one EN"))
     texts, end = run(engine, stop_strings=("END",), report=Report(probabilities=True))
     assert (texts[-1].text, bytes(texts[-1].token_ids)) == ("EN", b"EN"), "held back until the end"
     assert [token.token_id for token in end.tokens] == [EOS_ID]
 
 
-def test_the_tokens_of_a_stop_string_are_told() -> None:
+def test_tokens_of_a_stop_string_are_reported() -> None:
     texts, end = run(engine_for(reply_with("aSTOP")), stop_strings=("STOP",), report=EVERYTHING)
-    assert bytes(t.token_id for t in told(texts, end)) == b"aSTOP"
+    assert bytes(t.token_id for t in reported_tokens(texts, end)) == b"aSTOP"
     assert bytes(t.token_id for t in end.tokens) == b"STOP"
 
 
-def test_what_is_taken_back_is_not_told() -> None:
+def test_removed_tokens_are_not_reported() -> None:
     engine = engine_for(RULE)
     engine.submit(
         ask(banned_strings=("e", "T", "a0"), max_tokens=60, report=EVERYTHING, stop_ids=frozenset())
     )
     *events, end = run_all(engine)
     assert isinstance(end, FinishEvent)
-    told([event for event in events if isinstance(event, TextEvent)], end)
+    reported_tokens([event for event in events if isinstance(event, TextEvent)], end)
     assert any(isinstance(event, RewindEvent) for event in events), "or this tested nothing"
 
 
@@ -121,7 +121,7 @@ def test_hooks_see_every_token_and_may_replace_it(has_drafts: bool) -> None:
         return token.token_id - 32 if 97 <= token.token_id <= 122 else None
 
     def ends(token: SampledToken) -> int | None:
-        assert not 97 <= token.token_id <= 122, "it comes second"
+        assert not 97 <= token.token_id <= 122, "hooks run in order"
         return EOS_ID if token.token_id == ord("D") else None
 
     rule = reply_with("abcdef")
@@ -134,12 +134,12 @@ def test_hooks_see_every_token_and_may_replace_it(has_drafts: bool) -> None:
     texts, end = run(engine, hooks=(upper, ends), report=Report(probabilities=True))
     assert (end.text, end.stopped_by) == ("ABC", EOS_ID)
     assert bytes(seen) == b"abcd", "each once"
-    assert [token.probability for token in told(texts, end)] == [None] * 4
+    assert [token.probability for token in reported_tokens(texts, end)] == [None] * 4
 
 
 def test_a_hook_that_returns_the_same_token_changes_nothing() -> None:
     texts, end = run(engine_for(reply_with("ab")), hooks=(lambda t: t.token_id,), report=EVERYTHING)
-    assert [token.probability for token in told(texts, end)] == [1.0] * 3
+    assert [token.probability for token in reported_tokens(texts, end)] == [1.0] * 3
 
 
 @pytest.mark.parametrize(
@@ -169,14 +169,14 @@ def test_a_hook_that_fails_ends_its_request_alone(hook: Any, message: str) -> No
 
 
 def test_a_hook_that_returns_true_does_not_choose_token_1() -> None:
-    """Also where token 1 is what was sampled."""
+    """Also if token 1 was sampled."""
     request = ask(hooks=(lambda _: True,))
     failure = run_to_failure(engine_for(reply_with(b"\x01")), request)
     assert "a hook gave no token" in str(failure)
 
 
-def test_ctrl_c_in_a_hook_leaves_each_request_one_end() -> None:
-    """One has failed in the same pass already, and one was done."""
+def test_an_interrupt_in_a_hook_gives_each_request_one_end() -> None:
+    """In the same pass, one request has failed before and one has finished."""
 
     def interrupt(_: SampledToken) -> None:
         raise KeyboardInterrupt
@@ -194,7 +194,7 @@ def test_ctrl_c_in_a_hook_leaves_each_request_one_end() -> None:
     assert run_one(engine, ask())[1].text == "hello"
 
 
-def test_a_hook_that_insists_on_what_is_banned_does_not_run_for_ever() -> None:
+def test_a_hook_that_repeats_a_banned_token_fails_its_request() -> None:
     engine = engine_for(reply_with("hello"))
     request = ask(hooks=(lambda _: 120,), banned_strings=("xx",))
     assert "a hook insists" in str(run_to_failure(engine, request))
@@ -212,15 +212,15 @@ def test_tokens_banned_for_one_step() -> None:
     end = [*events, *run_all(engine)][-1]
     assert isinstance(end, FinishEvent)
     assert end.token_ids[0] != 97
-    assert end.token_ids[1] == 97, "of the next token only"
+    assert end.token_ids[1] == 97, "excluded from the next token only"
     assert end.reason is FinishReason.LENGTH
     for call in (lambda: engine.ban_next("x", frozenset()), lambda: engine.token_ids_of("x")):
         with pytest.raises(RequestError, match="no live request"):
             call()
 
 
-def test_the_state_of_a_sampler_is_its_requests_own() -> None:
-    """Mirostat and DRY, side by side and one after the other, from one settings object."""
+def test_sampler_state_is_not_shared_between_requests() -> None:
+    """Mirostat and DRY, concurrently and in turn, with the same settings object."""
     for sampler in (
         SamplerParams(mirostat_tau=1.5, mirostat_eta=0.5, seed=6),
         SamplerParams(dry_multiplier=3.0, dry_allowed_length=1, dry_base=2.0, seed=6, top_k=3),
@@ -239,8 +239,8 @@ def test_the_state_of_a_sampler_is_its_requests_own() -> None:
         assert [ends[request.request_id].token_ids for request in requests] == alone
 
 
-def test_a_sampler_goes_back_with_its_reply() -> None:
-    """Mirostat's cut is what it was before the tokens that are taken back."""
+def test_the_sampler_is_rewound_with_its_reply() -> None:
+    """The mirostat cut returns to its value before the removed tokens."""
     logits = torch.full((VOCAB_SIZE,), -30.0)
     logits[97:105] = torch.linspace(1, 0, 8)
     params = SamplerParams(mirostat_tau=2.5, mirostat_eta=0.9, seed=5)

@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts and replies: the model's own, whatever runs beside it."""
+"""Log probabilities of prompts and replies: the model's own, independent of other requests."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def scored(prompt: Sequence[int], **rest: object) -> Request:
 
 
 def check(request: Request, events: Sequence[Event], rule: Rule = RULE) -> FinishEvent:
-    """Each token of the prompt but the first once, in order, and then those of the reply."""
+    """Check the scores of the prompt, each token but the first once and in order, and the reply."""
     own = [event for event in events if event.request_id == request.request_id]
     tokens = [token for event in own if isinstance(event, ScoreEvent) for token in event.tokens]
     assert tuple(token.token_id for token in tokens) == request.prompt_ids[1:]
@@ -47,7 +47,7 @@ def check(request: Request, events: Sequence[Event], rule: Rule = RULE) -> Finis
         assert [i for i, _ in token.top_log_probs] == ids.tolist()
         assert [p for _, p in token.top_log_probs] == pytest.approx(values.tolist(), abs=1e-5)
         if token.token_id == ids[0]:
-            assert token.log_prob == token.top_log_probs[0][1], "one number, told twice"
+            assert token.log_prob == token.top_log_probs[0][1], "both are the same number"
         history.append(token.token_id)
     assert len(history) == len(request.prompt_ids) + end.completion_tokens
     return end
@@ -60,7 +60,7 @@ def run(engine: Engine, requests: Sequence[Request]) -> list[Event]:
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, 512])
-def test_scores_do_not_depend_on_how_a_prompt_is_cut(chunk: int) -> None:
+def test_scores_do_not_depend_on_the_chunk_size(chunk: int) -> None:
     engine = engine_for(RULE, cache_tokens=4096)
     engine.scheduler.score_chunk = chunk
     requests = [scored(prompt) for prompt in PROMPTS]
@@ -69,7 +69,7 @@ def test_scores_do_not_depend_on_how_a_prompt_is_cut(chunk: int) -> None:
         check(request, events)
 
 
-def test_what_is_cached_is_computed_again_for_its_scores_and_found_by_others() -> None:
+def test_a_scored_prompt_is_recomputed_and_cached_for_others() -> None:
     engine = engine_for(RULE, cache_tokens=4096)
     for _ in range(2):
         request = scored(PROMPTS[3])
@@ -81,7 +81,7 @@ def test_what_is_cached_is_computed_again_for_its_scores_and_found_by_others() -
 
 
 @pytest.mark.parametrize("has_drafts", [False, True])
-def test_beside_others_and_with_drafts(has_drafts: bool) -> None:
+def test_scores_beside_other_requests_and_with_drafts(has_drafts: bool) -> None:
     drafter = ScriptedDrafter(right(RULE)) if has_drafts else None
     engine = engine_for(RULE, drafter=drafter, cache_tokens=4096, prefill_chunk=50)
     requests = [scored(prompt, max_tokens=20) for prompt in PROMPTS]
@@ -96,8 +96,8 @@ def test_beside_others_and_with_drafts(has_drafts: bool) -> None:
         )
 
 
-def test_a_request_that_lost_its_pages_tells_nothing_twice() -> None:
-    """Two replies grow into new pages while it is still being scored."""
+def test_a_preempted_request_reports_each_score_once() -> None:
+    """Two replies need new pages while the prompt is still being scored."""
     engine = engine_for(RULE, cache_tokens=1280, max_batch=4)
     engine.scheduler.score_chunk = 5
     before = [ask(range(n, n + 250), max_tokens=60, stop_ids=frozenset()) for n in (0, 5)]
@@ -112,7 +112,7 @@ def test_a_prompt_of_one_token_has_no_scores() -> None:
     check(request, run(engine_for(RULE), [request]))
 
 
-def test_logarithms_are_taken_before_sampling() -> None:
+def test_log_probabilities_do_not_depend_on_sampler_settings() -> None:
     sampler = SamplerParams(temperature=0.3, top_k=3, repetition_penalty=1.4, seed=5)
     request = scored(PROMPTS[0], sampler=sampler, max_tokens=30)
     check(request, run(engine_for(RULE), [request]))
@@ -121,7 +121,7 @@ def test_logarithms_are_taken_before_sampling() -> None:
     check(request, run(engine, [request]))
 
 
-def test_a_token_that_cannot_be_fails_its_own_request_only() -> None:
+def test_an_impossible_prompt_token_fails_its_own_request_only() -> None:
     def rule(history: Sequence[int]) -> torch.Tensor:
         logits = RULE(history).clone()
         logits[5] = -math.inf
@@ -135,7 +135,7 @@ def test_a_token_that_cannot_be_fails_its_own_request_only() -> None:
     check(good, events, rule)
 
 
-def test_what_cannot_be_scored_is_refused() -> None:
+def test_reports_and_prompts_that_cannot_be_scored_are_refused() -> None:
     with pytest.raises(RequestError, match="nothing to tell"):
         Report(prompt=True)
     with pytest.raises(RequestError, match="log_probs is out of range"):

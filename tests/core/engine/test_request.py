@@ -1,4 +1,4 @@
-"""Requests are checked where they are made."""
+"""Requests are checked at construction."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from exl_core.errors import RequestError
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens is more than max_tokens"),
     ],
 )
-def test_what_makes_no_request(arguments: dict[str, object], words: str) -> None:
+def test_invalid_arguments_are_refused_by_name(arguments: dict[str, object], words: str) -> None:
     with pytest.raises(RequestError, match=words):
         Request(**{"prompt_ids": (1,), **arguments})  # type: ignore[arg-type]
 
 
-def test_lists_are_frozen_and_a_bare_stop_string_is_one() -> None:
+def test_lists_are_frozen_and_a_single_stop_string_needs_no_tuple() -> None:
     request = Request([1, 2], stop_ids=[3], stop_strings="END")  # type: ignore[arg-type]
     assert request.prompt_ids == (1, 2)
     assert request.stop_ids == frozenset({3})
     assert request.stop_strings == ("END",)
 
 
-def test_each_request_has_an_id_of_its_own() -> None:
+def test_default_request_ids_are_unique() -> None:
     assert Request((1,)).request_id != Request((1,)).request_id

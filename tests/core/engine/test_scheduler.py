@@ -1,4 +1,4 @@
-"""Who runs next: decided without tensors, so tested with small pages."""
+"""Scheduler decisions, tested without tensors and with small pages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from exl_core.model.segment import LogitRows, PageCopy
 from support.scheduling import finish, run, scheduler, sequence, shape, use
 
 
-def test_a_long_prompt_goes_in_chunks_beside_decoding() -> None:
+def test_a_long_prompt_is_computed_in_chunks_beside_decoding() -> None:
     s = scheduler(20, prefill_chunk=8)
     first, second = sequence([1, 2, 3]), sequence(range(10, 30))
     s.add(first)
@@ -33,20 +33,20 @@ def test_sequences_start_in_order_and_none_overtakes() -> None:
     for prompt in ([1] * 4, [2] * 12, [3] * 2):
         s.add(sequence(prompt))
     s.plan()
-    assert len(s.running) == 1, "the second does not fit, and the small third waits behind it"
+    assert len(s.running) == 1, "the second does not fit, and the third does not overtake it"
     s.remove(s.running[0])
     s.plan()
     assert [r.token_ids[0] for r in s.running] == [2]
 
 
-def test_no_more_than_max_batch_run() -> None:
+def test_at_most_max_batch_sequences_run() -> None:
     s = scheduler(20, max_batch=2)
     for i in range(3):
         s.add(sequence([i]))
     assert len(s.plan().segments) == 2
 
 
-def test_the_youngest_gives_way_and_comes_back_with_what_it_has() -> None:
+def test_the_youngest_is_preempted_and_resumes_with_its_tokens() -> None:
     s = scheduler(4, prefill_chunk=16)
     old, young = sequence([1] * 7, more=9), sequence([2] * 3, more=9)
     s.add(old)
@@ -64,7 +64,7 @@ def test_the_youngest_gives_way_and_comes_back_with_what_it_has() -> None:
     assert shape(plan) == [(young.request_id, 4, 1, LogitRows.LAST)], "its full page was kept"
 
 
-def test_a_known_prefix_is_not_computed_again_but_for_its_last_token() -> None:
+def test_only_the_last_token_of_a_cached_prompt_is_computed() -> None:
     s = scheduler(10, prefill_chunk=64)
     first, same, longer = sequence(range(8)), sequence(range(8)), sequence(range(11))
     s.add(first)
@@ -77,10 +77,10 @@ def test_a_known_prefix_is_not_computed_again_but_for_its_last_token() -> None:
     assert (same.cached_pages, longer.cached_pages) == (1, 2)
     assert longer.page_ids[:2] == first.page_ids[:2], "pages are shared while they are held"
     finish(s, plan)
-    assert same.page_ids[:2] == first.page_ids[:2], "and again once their contents turn out equal"
+    assert same.page_ids[:2] == first.page_ids[:2], "and again when their contents are found equal"
 
 
-def test_what_is_being_computed_is_waited_for() -> None:
+def test_a_sequence_waits_for_a_prefix_that_is_being_computed() -> None:
     s = scheduler(400, prefill_chunk=80)
     prompts = [range(200), range(200), [*range(150), *range(500, 540)], range(300, 500)]
     first, same, alike, other = map(sequence, prompts)
@@ -97,7 +97,7 @@ def test_what_is_being_computed_is_waited_for() -> None:
     assert same.cached_tokens is not None and same.cached_tokens >= 200 - WORTH_WAITING
 
 
-def test_a_short_beginning_in_common_is_not_waited_for() -> None:
+def test_a_sequence_does_not_wait_for_a_short_prefix() -> None:
     s = scheduler(400, prefill_chunk=300)
     first, second = (
         sequence([*range(60), *range(100, 200)]),
@@ -108,7 +108,7 @@ def test_a_short_beginning_in_common_is_not_waited_for() -> None:
     assert s.plan().sequences == (first, second)
 
 
-def test_whoever_waits_for_one_that_goes_computes_the_rest() -> None:
+def test_a_waiting_sequence_starts_if_the_computing_one_is_removed() -> None:
     s = scheduler(400, prefill_chunk=80)
     first, same = sequence(range(200)), sequence(range(200))
     s.add(first)
@@ -119,7 +119,7 @@ def test_whoever_waits_for_one_that_goes_computes_the_rest() -> None:
     assert shape(s.plan()) == [(same.request_id, 80, 80, LogitRows.NONE)]
 
 
-def test_what_can_never_fit_is_refused_with_numbers() -> None:
+def test_lengths_that_never_fit_are_refused_with_numbers() -> None:
     s = scheduler(3)
     s.check_fits("r", 13)  # the last token is never cached
     with pytest.raises(RequestError) as caught:
@@ -134,7 +134,7 @@ def test_what_can_never_fit_is_refused_with_numbers() -> None:
         scheduler(3, max_batch=1).check_fits("r", 2, negative_tokens=2)
 
 
-def test_a_failed_pass_frees_everything_and_keeps_those_that_wait() -> None:
+def test_a_failed_pass_frees_all_pages_and_keeps_waiting_sequences() -> None:
     s = scheduler(4)
     for prompt in ([1] * 8, [2] * 9):
         s.add(sequence(prompt))
@@ -146,11 +146,11 @@ def test_a_failed_pass_frees_everything_and_keeps_those_that_wait() -> None:
     assert len(s.plan().segments) == 1
 
 
-def test_nothing_to_do_is_an_empty_plan() -> None:
+def test_without_sequences_the_plan_is_empty() -> None:
     assert scheduler(1).plan().segments == ()
 
 
-def test_what_was_computed_under_other_adapters_is_not_reused() -> None:
+def test_pages_of_other_adapters_are_not_reused() -> None:
     s = scheduler(20)
     one, half, two = (use(1),), (use(1, 0.5),), (use(1), use(2))
     for adapters in ((), one, half, two):
@@ -186,7 +186,7 @@ def test_an_incomplete_page_is_copied_for_the_next_turn() -> None:
     assert source in s.pool.free_pages, "what is in the longer page is not kept twice"
 
 
-def test_of_several_continuations_the_longest_common_run_is_copied() -> None:
+def test_the_longest_common_continuation_is_copied() -> None:
     s = scheduler(20)
     for tail in ([5, 5, 5, 5, 1], [5, 6, 7, 7, 1], [5, 6, 6, 6, 1]):
         s.add(sequence([1, 2, 3, 4, *tail]))
@@ -207,7 +207,7 @@ def test_of_several_continuations_the_longest_common_run_is_copied() -> None:
     assert short.past_len == 4
 
 
-def test_a_running_sequence_lends_the_beginning_of_its_last_page() -> None:
+def test_the_last_page_of_a_running_sequence_can_be_copied_from() -> None:
     s = scheduler(10)
     first, second = sequence([1, 2, 3]), sequence([1, 2, 5])
     s.add(first)
@@ -224,11 +224,11 @@ def test_copies_wait_for_a_pass() -> None:
     run(s)
     second = sequence([1, 2, 5])
     s.add(second)
-    copies = s.plan().copies  # this plan is never run
+    copies = s.plan().copies  # this plan never runs
     assert len(copies) == 1
     s.remove(second)
     s.add(sequence([1, 2, 6]))
-    assert s.plan().copies[0] == copies[0], "the second's page may be what is copied next"
+    assert s.plan().copies[0] == copies[0], "the page of the second sequence may be the next source"
 
 
 def test_copies_are_in_order() -> None:
@@ -243,10 +243,10 @@ def test_copies_are_in_order() -> None:
     s.add(y)
     first, second = s.plan().copies
     assert (first.target, second.target) == (x.page_ids[0], y.page_ids[0])
-    assert first.source == second.target, "copied from before it is copied to"
+    assert first.source == second.target, "the first copy reads the page that the second one writes"
 
 
-def test_what_a_copy_would_have_made_is_not_known_if_it_is_never_done() -> None:
+def test_the_target_of_a_dropped_copy_is_forgotten() -> None:
     s = scheduler(4)
     a, x = sequence([1, 2, 3]), sequence([1, 2, 9])
     s.add(a)
@@ -260,22 +260,22 @@ def test_what_a_copy_would_have_made_is_not_known_if_it_is_never_done() -> None:
     assert (len(s.pending_copies), s.pool.describe()) == (0, "....")
 
 
-def test_cached_pages_move_together_when_nothing_is_left_to_do() -> None:
+def test_cached_pages_are_defragmented_when_idle() -> None:
     s = scheduler(8)
     a, b = sequence([1] * 3, more=30), sequence([2] * 3, more=30)
     s.add(a)
     s.add(b)
-    run(s, 12)  # pages of the two take turns
+    run(s, 12)  # the two sequences allocate pages alternately
     assert a.num_jumps > 0
     assert s.defragment() == [], "not while they run"
     tokens = list(a.token_ids)
     s.remove(b)
     s.remove(a)
-    assert s.defragment(), "all eight pages were handed out once"
+    assert s.defragment(), "all eight pages were allocated once"
     assert s.defragment() == [], "and not again, now"
     again = sequence([*tokens, 5])
     s.add(again)
     plan = s.plan()
     assert again.page_ids[:3] == list(range(again.page_ids[0], again.page_ids[0] + 3))
-    assert plan.copies[0].source == again.page_ids[0] + 3, "what is incomplete follows, too"
+    assert plan.copies[0].source == again.page_ids[0] + 3, "the incomplete page is moved too"
     assert again.cached_tokens == len(tokens) - 1

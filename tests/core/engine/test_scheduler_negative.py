@@ -1,4 +1,4 @@
-"""Guided pairs, drafts and rewinding: what the scheduler does beside deciding who runs."""
+"""Guided pairs, drafts and rewinding in the scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def add_pair(
 
 @pytest.mark.parametrize("prefill_chunk", range(1, 10))
 @pytest.mark.parametrize(("num", "num_negative"), [(5, 2), (2, 5), (1, 1), (1, 4), (4, 1)])
-def test_the_last_rows_of_a_pair_are_in_one_pass(
+def test_rows_with_logits_of_a_pair_are_in_one_pass(
     prefill_chunk: int, num: int, num_negative: int
 ) -> None:
     s = scheduler(10, prefill_chunk=prefill_chunk)
@@ -44,12 +44,12 @@ def test_a_pair_counts_as_two_and_starts_as_one() -> None:
     other, _ = add_pair(s, [4], [5])
     s.add(sequence([6]))
     assert len(s.plan().segments) == 3
-    assert next(iter(s.waiting)) is other, "and nobody overtakes it"
+    assert next(iter(s.waiting)) is other, "and no sequence overtakes it"
     s.remove(one)
     assert [x.token_ids[0] for x in s.plan().sequences] == [1, 4, 5]
 
 
-def test_a_pair_waits_and_ends_as_one() -> None:
+def test_a_pair_is_preempted_and_removed_as_one() -> None:
     s = scheduler(5, prefill_chunk=16)
     old = sequence([1] * 7, more=9)
     s.add(old)
@@ -64,11 +64,11 @@ def test_a_pair_waits_and_ends_as_one() -> None:
     assert not s.pool.held_pages
 
 
-def test_a_draft_runs_behind_the_newest_token_and_what_is_rejected_is_not_kept() -> None:
+def test_a_draft_follows_the_newest_token_and_rejected_tokens_are_dropped() -> None:
     s = scheduler(10)
     a = sequence([1, 2, 3], more=20)
     s.add(a)
-    assert s.drafting() == [], "its prompt is not through"
+    assert s.drafting() == [], "its prompt is not computed yet"
     run(s)
     assert s.drafting() == [a]
     assert s.reserve(a, 6) == 6
@@ -76,24 +76,24 @@ def test_a_draft_runs_behind_the_newest_token_and_what_is_rejected_is_not_kept()
     plan = s.plan({a.request_id: (5, 6, 7, 8, 8, 8)})
     assert shape(plan) == [(a.request_id, 3, 7, LogitRows.ALL)]
     assert plan.segments[0].token_ids == (9, 5, 6, 7, 8, 8, 8)
-    a.token_ids += [5, 6, 4]  # two accepted, then another
+    a.token_ids += [5, 6, 4]  # two accepted, then another token
     s.advance(plan)
     assert a.past_len == 6
-    assert len(a.page_ids) == 2, "pages that the draft did not fill are given back"
+    assert len(a.page_ids) == 2, "pages that the draft did not fill are released"
     run(s, 2)
     s.remove(a)
     warm = sequence([1, 2, 3, 9, 5, 6, 4, 9, 1], more=1)
     s.add(warm)
     s.plan()
-    assert warm.cached_tokens == 8, "the page that it went on in is a page like any other"
+    assert warm.cached_tokens == 8, "the page after the draft is cached like any other"
 
 
-def test_a_draft_never_goes_beyond_the_end() -> None:
+def test_a_draft_never_exceeds_max_len() -> None:
     s = scheduler(10)
     a = sequence([1, 2, 3], more=4)
     s.add(a)
     run(s)
-    assert s.reserve(a, 6) == 2, "two drafted, and the one that follows them, are all that may come"
+    assert s.reserve(a, 6) == 2, "room for two drafted tokens and the one that follows"
     plan = s.plan({a.request_id: (5, 5, 5, 5)})
     assert len(plan.segments[0].token_ids) == 3
     finish(s, plan)
@@ -102,14 +102,14 @@ def test_a_draft_never_goes_beyond_the_end() -> None:
     assert s.plan({a.request_id: (5,)}).segments[0].logit_rows is LogitRows.LAST
 
 
-def test_a_draft_leaves_the_page_that_another_needs_next() -> None:
+def test_a_draft_takes_no_page_that_another_sequence_needs() -> None:
     s = scheduler(4)
     a, b = sequence([1, 1], more=9), sequence([2] * 3, more=9)
     s.add(a)
     s.add(b)
     run(s)
     assert (len(a.token_ids), len(b.token_ids)) == (3, 4)
-    assert s.reserve(a, 8) == 5, "the last page is for the other's fifth token"
+    assert s.reserve(a, 8) == 5, "the last page is for the fifth token of the other sequence"
     assert len(a.page_ids) == 2
     assert s.reserve(b, 8) == 4
     finish(s, s.plan())
@@ -125,11 +125,11 @@ def test_rewinding_within_a_page() -> None:
     s.rewind(a, 6)
     assert (a.token_ids, a.past_len, a.page_ids) == ([1, 2, 9, 9, 9, 9], 5, pages)
     plan = s.plan()
-    assert shape(plan) == [(a.request_id, 5, 1, LogitRows.LAST)], "once more, for its logits"
+    assert shape(plan) == [(a.request_id, 5, 1, LogitRows.LAST)], "computed again for its logits"
     assert plan.copies == ()
 
 
-def test_rewinding_over_a_page_border_unlearns_what_is_cut() -> None:
+def test_rewinding_over_a_page_border_forgets_the_cut_contents() -> None:
     s = scheduler(10)
     a = sequence([1, 2], more=20)
     s.add(a)
@@ -137,7 +137,7 @@ def test_rewinding_over_a_page_border_unlearns_what_is_cut() -> None:
     first = a.page_ids[0]
     s.rewind(a, 3)
     assert (a.past_len, a.page_ids) == (2, [first])
-    assert s.pool.contents_of(first) is None, "it is about to be written"
+    assert s.pool.contents_of(first) is None, "it will be overwritten"
     run(s, 3, token=5)
     assert a.token_ids == [1, 2, 9, 5, 5, 5]
     s.remove(a)
@@ -147,7 +147,7 @@ def test_rewinding_over_a_page_border_unlearns_what_is_cut() -> None:
     assert same.cached_tokens == 4
 
 
-def test_rewinding_into_a_shared_page_goes_on_in_a_copy() -> None:
+def test_rewinding_into_a_shared_page_continues_in_a_copy() -> None:
     s = scheduler(10)
     a = sequence([1, 2], more=20)
     s.add(a)
@@ -180,16 +180,16 @@ def test_rewinding_to_the_start_of_a_shared_page_copies_nothing() -> None:
     assert a.page_ids[1] != b.page_ids[1]
 
 
-def test_rewinding_into_a_shared_page_without_a_page_to_spare() -> None:
+def test_rewinding_into_a_shared_page_without_a_free_page() -> None:
     s = scheduler(4)
     a, b = sequence([1, 2], more=9), sequence([1, 2], more=9)
     s.add(a)
     s.add(b)
     run(s, 3)
-    assert a.page_ids == b.page_ids, "they have said the same so far"
+    assert a.page_ids == b.page_ids, "both replies are equal so far"
     others = s.pool.allocate(s.pool.num_available) or []
     s.rewind(b, 4)
-    assert (b.past_len, b.page_ids) == (0, []), "from the page's start, when there is a page"
+    assert (b.past_len, b.page_ids) == (0, []), "recomputed from the start of the page"
     s.pool.release(others)
     assert shape(s.plan())[1] == (b.request_id, 0, 4, LogitRows.LAST)
 

@@ -1,4 +1,4 @@
-"""Whatever comes, goes, stops and is evicted: no page is lost, none holds what it should not."""
+"""Random simulation of the scheduler: no page is lost or has wrong contents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=20)
 
 
 def simulate(num_events: int, seed: int) -> Counter[str]:
-    """Random arrivals and what follows, in pools of all sizes, until so much has happened."""
+    """Run random simulations with pools of various sizes until `num_events` events occurred."""
     random = Random(seed)
     total = Counter[str]()
     while total["events"] < num_events:
@@ -30,7 +30,7 @@ def simulate(num_events: int, seed: int) -> Counter[str]:
         while sim.num_events() < num_events_here:
             num_turns += 1
             assert num_turns < 50 * num_events_here, "something happens"
-            happen(sim, random, arrivals)
+            act(sim, random, arrivals)
         sim.drain()
         total += sim.count
         stats = sim.s.pool.stats
@@ -42,7 +42,7 @@ def simulate(num_events: int, seed: int) -> Counter[str]:
     return total
 
 
-def happen(sim: Simulation, random: Random, arrivals: float) -> None:
+def act(sim: Simulation, random: Random, arrivals: float) -> None:
     luck = random.random()
     if random.random() < 0.1:
         sim.prepare()
@@ -62,11 +62,11 @@ def happen(sim: Simulation, random: Random, arrivals: float) -> None:
 
 
 def tokens(random: Random) -> list[int]:
-    """Mostly of one letter, so that many begin alike."""
+    """Random prompt, mostly of one token, so that many prompts share prefixes."""
     return [int(random.random() < 0.1) for _ in range(random.randint(1, 20))]
 
 
-def check_that_all_happened(total: Counter[str]) -> None:
+def check_coverage(total: Counter[str]) -> None:
     assert {
         *("arrival", "cancellation", "stop", "failure", "rewind", "pair", "refusal"),
         *("drafted", "accepted", "defragmentation", "requeued", "evicted", "hits", "partial hits"),
@@ -78,17 +78,17 @@ def check_that_all_happened(total: Counter[str]) -> None:
 def test_thousands_of_events_lose_no_page(num_events: int) -> None:
     total = simulate(num_events, seed=1)
     assert total["events"] >= num_events
-    check_that_all_happened(total)
+    check_coverage(total)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("seed", range(2, 12))
 def test_many_more_events_lose_no_page(seed: int) -> None:
-    check_that_all_happened(simulate(50_000, seed))
+    check_coverage(simulate(50_000, seed))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """The same, but looking for the smallest failure."""
+    """The same operations, with minimization of failures by hypothesis."""
 
     @initialize(
         pages=st.integers(2, 8),
@@ -133,7 +133,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(luck=st.integers(0, 9))
     def fail(self, luck: int) -> None:
-        if luck == 9:  # mostly things go well
+        if luck == 9:  # rarely
             self.sim.fail()
 
     @rule(is_forced=st.booleans())

@@ -25,9 +25,11 @@ def direct(token_ids: Sequence[int]) -> Tensor:
     return rows.log_softmax(1)[torch.arange(len(rows)), torch.tensor(token_ids[1:])]
 
 
-@pytest.mark.parametrize("kv_format", [KVFormat.FP32, KVFormat.FP16])  # the script counts in them
+@pytest.mark.parametrize(
+    "kv_format", [KVFormat.FP32, KVFormat.FP16]
+)  # exact for the scripted model
 @pytest.mark.parametrize("chunk_rows", [1, 33, 256, 512, 10_000])
-def test_scores_are_the_log_softmax_of_what_was_predicted(
+def test_scores_are_the_log_softmax_of_the_predictions(
     chunk_rows: int, kv_format: KVFormat
 ) -> None:
     text = TEXT if chunk_rows > 1 else TEXT[:300]
@@ -36,7 +38,7 @@ def test_scores_are_the_log_softmax_of_what_was_predicted(
     assert torch.allclose(got, direct(text), rtol=0, atol=1e-5)
 
 
-def test_the_chunk_size_changes_nothing() -> None:
+def test_scores_do_not_depend_on_chunk_rows() -> None:
     whole = score_tokens(ScriptedModel(HashRule()), TEXT, chunk_rows=699)
     for chunk_rows in (7, 100, 256):
         assert torch.equal(
@@ -63,7 +65,7 @@ def test_chunks_are_cut_to_bound_the_memory_of_logits(monkeypatch: pytest.Monkey
         ([1, -1], "not in the vocabulary"),
     ],
 )
-def test_what_cannot_be_scored(token_ids: list[int], words: str) -> None:
+def test_texts_that_cannot_be_scored_are_refused(token_ids: list[int], words: str) -> None:
     model = ScriptedModel(HashRule(), ScriptedShape(max_seq_len=100))
     with pytest.raises(RequestError, match=words):
         score_tokens(model, token_ids)
@@ -77,7 +79,7 @@ def test_a_whole_context_can_be_scored() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-def test_logits_that_are_no_numbers_are_an_error(value: float) -> None:
+def test_nan_and_infinite_logits_are_an_error(value: float) -> None:
     def rule(history: Sequence[int]) -> Tensor:
         logits = certain(97)
         if len(history) == 3:
@@ -89,7 +91,7 @@ def test_logits_that_are_no_numbers_are_an_error(value: float) -> None:
 
 
 @pytest.mark.parametrize("first", [1, 2, 40, 299])
-def test_tokens_before_the_first_scored_one_are_only_read(first: int) -> None:
+def test_tokens_before_the_first_scored_one_are_context_only(first: int) -> None:
     model = ScriptedModel(HashRule())
     passes = TextPasses(model, 300, chunk_rows=64)
     assert torch.allclose(
@@ -98,7 +100,7 @@ def test_tokens_before_the_first_scored_one_are_only_read(first: int) -> None:
     assert sum(model.rows_of_pass) == 299
 
 
-def test_texts_follow_each_other_through_one_cache() -> None:
+def test_one_cache_serves_several_texts_in_turn() -> None:
     passes = TextPasses(ScriptedModel(HashRule()), 300)
     for text in (TEXT[:300], TEXT[100:200], TEXT[7:9]):
         assert torch.allclose(passes.score(text), direct(text), rtol=0, atol=1e-5)

@@ -1,4 +1,4 @@
-"""A pass that there is no memory for: a smaller one takes its place, and no request is lost."""
+"""Passes that run out of memory are repeated with fewer rows, and no request is lost."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROMPTS = [tuple((7 * i + j) % 250 for j in range(10 + 90 * i)) for i in range(4
 
 @dataclass
 class SmallModel(ScriptedModel):
-    """Has memory for so many rows at once."""
+    """Model with memory for `most_rows` rows in one pass."""
 
     most_rows: int = 1 << 30
     refused: int = 0
@@ -47,7 +47,7 @@ def model_of(engine: Engine) -> SmallModel:
 
 
 def replies(engine: Engine, prompts: Sequence[Sequence[int]] = PROMPTS) -> list[tuple[int, ...]]:
-    """Of all at once, in their order."""
+    """Replies of all prompts, served at once, in order."""
     ids = [engine.submit(ask(prompt, max_tokens=20)).request_id for prompt in prompts]
     ends = ends_of(run_all(engine))
     assert engine.pool.num_available == engine.pool.num_pages
@@ -60,15 +60,15 @@ def ends_of(events: Sequence[Event]) -> dict[str, tuple[int, ...]]:
 
 
 @pytest.mark.parametrize("most_rows", [300, 40, 36])
-def test_prompts_go_in_smaller_pieces(most_rows: int) -> None:
+def test_prompts_are_computed_in_smaller_chunks(most_rows: int) -> None:
     engine = small_engine(most_rows)
     assert replies(engine) == replies(small_engine())
     assert 1 <= model_of(engine).refused <= 8
 
 
 @pytest.mark.parametrize("most_rows", [35, 34, 33])
-def test_fewer_run_at_once_where_a_piece_and_the_others_are_too_much(most_rows: int) -> None:
-    """What is given up comes back as a prompt, of which a piece is 32 tokens."""
+def test_sequences_are_preempted_if_the_smallest_chunk_does_not_fit(most_rows: int) -> None:
+    """A preempted sequence is recomputed as a prompt, in chunks of 32 tokens."""
     prompts = [(i + 1,) for i in range(4)]
     engine = small_engine()
     ids = [engine.submit(ask(prompt, max_tokens=40)).request_id for prompt in prompts]
@@ -93,7 +93,7 @@ def test_one_sequence_that_does_not_fit_fails() -> None:
     assert replies(engine) == replies(small_engine())
 
 
-def test_drafts_survive() -> None:
+def test_drafts_continue_after_passes_without_memory() -> None:
     engine = small_engine(60, ScriptedDrafter(right(RULE)))
     assert replies(engine) == replies(small_engine())
     assert model_of(engine).refused

@@ -1,4 +1,4 @@
-"""Stop strings are found in the text, wherever its pieces meet, and never shown in part."""
+"""Stop strings are found in the text independent of token borders and never emitted in part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from exl_core.engine.stop import StopMatcher
 
 
 def leftmost(text: str, strings: tuple[str, ...]) -> tuple[str, str | None]:
-    """The rule, plainly: the occurrence that begins first, of two there the shorter."""
+    """Reference: the occurrence that begins first; of two at one position the shorter."""
     hits = [(text.find(s), len(s), s) for s in strings if s in text]
     if not hits:
         return text, None
@@ -47,11 +47,11 @@ def all_splits(text: str) -> list[list[str]]:
         ("EEND", ("END",)),  # a false start just before
         ("ENEND", ("END",)),
         ("the END", ("END",)),  # at the very end
-        ("the EN", ("END",)),  # begun, not finished
+        ("the EN", ("END",)),  # incomplete at the end
         ("END", ("END",)),
         ("aab aac", ("aac",)),
-        ("xabcdef", ("cde", "abcdz")),  # a longer one begins earlier and fails
-        ("xabcdef", ("cd", "abcde")),  # ... and does not fail
+        ("xabcdef", ("cde", "abcdz")),  # a longer one begins earlier and does not match
+        ("xabcdef", ("cd", "abcde")),  # a longer one begins earlier and matches
         ("xabc", ("abc", "b")),
         ("xab", ("abc", "b")),
         ("x\n\ny", ("\n", "\n\n")),
@@ -59,7 +59,9 @@ def all_splits(text: str) -> list[list[str]]:
         ("é́ok", ("́o",)),
     ],
 )
-def test_every_split_of_a_text_stops_at_the_same_place(text: str, strings: tuple[str, ...]) -> None:
+def test_every_split_of_a_text_stops_at_the_same_position(
+    text: str, strings: tuple[str, ...]
+) -> None:
     expected = leftmost(text, strings)
     for pieces in all_splits(text):
         shown, stopped_by = run(pieces, strings)
@@ -80,7 +82,7 @@ def test_random_overlapping_strings(pieces: list[str], strings: tuple[str, ...])
     pieces=st.lists(st.text("ab", min_size=1, max_size=3), min_size=1, max_size=10),
     strings=st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=3).map(tuple),
 )
-def test_no_stop_string_can_begin_in_what_was_shown(
+def test_no_stop_string_can_begin_in_emitted_text(
     pieces: list[str], strings: tuple[str, ...]
 ) -> None:
     matcher = StopMatcher(strings)

@@ -1,4 +1,4 @@
-"""Token healing: the prompt's last token may grow, and everything counts from behind it."""
+"""Token healing: the last prompt token is sampled again; limits and text start after it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SIZE = TOKENIZER.vocab_size
 
 
 def engine_saying(*reply: int | str, tokenizer: PieceTokenizer = TOKENIZER) -> Engine:
-    """The healed token first: pieces by their text, bytes and special tokens by their id."""
+    """Engine that replies with these tokens: pieces by text, bytes and special tokens by id."""
     ids = [tokenizer.id_of(i) if isinstance(i, str) else i for i in reply]
     return engine_for(reply_with(ids, EOS_ID, SIZE), tokenizer=tokenizer)
 
@@ -40,25 +40,25 @@ def heal(prompt: str | Sequence[int], **rest: object) -> Request:
     return ask(ids, token_healing=True, **rest)  # type: ignore[arg-type]
 
 
-def test_the_last_token_grows_and_only_what_is_new_is_text() -> None:
+def test_the_last_token_is_replaced_and_only_new_bytes_are_text() -> None:
     engine = engine_saying("http://", *b"x.y")
     request = heal("see http:")
     assert request.prompt_ids[-1] == TOKENIZER.id_of("http:")
     texts, end = run_one(engine, request)
     assert texts == ["//", "x", ".", "y"]
-    assert end.token_ids == (*b"x.y", EOS_ID), "the healed token is no new one"
+    assert end.token_ids == (*b"x.y", EOS_ID), "without the healed token"
     assert end.healed_id == TOKENIZER.id_of("http://")
     assert end.prompt_tokens == len(request.prompt_ids)
 
 
-def test_it_may_stay_what_it_is() -> None:
+def test_the_healed_token_may_be_the_original() -> None:
     texts, end = run_one(engine_saying("http:", *b"ok"), heal("see http:"))
     assert (texts, end.healed_id) == (["o", "k"], TOKENIZER.id_of("http:"))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_whatever_the_model_wants_the_token_begins_with_the_old_text(seed: int) -> None:
-    """Random logits: only tokens that begin with `http` can be drawn, and then all can."""
+def test_the_healed_token_begins_with_the_removed_text(seed: int) -> None:
+    """Random logits: the first token must begin with `http`, later tokens are free."""
     engine = engine_for(HashRule(seed, vocab_size=SIZE), tokenizer=TOKENIZER)
     sampler = SamplerParams(seed=seed)
     request = heal("see http", sampler=sampler, max_tokens=20, stop_ids=frozenset())
@@ -71,23 +71,23 @@ def test_whatever_the_model_wants_the_token_begins_with_the_old_text(seed: int) 
 @pytest.mark.parametrize(
     "prompt", [[TOKENIZER.id_of("http")], [65, BOS_ID], [65, EOS_ID]], ids=["one", "bos", "eos"]
 )
-def test_what_cannot_be_healed_stays(prompt: list[int]) -> None:
+def test_prompts_that_cannot_be_healed_are_unchanged(prompt: list[int]) -> None:
     texts, end = run_one(engine_saying(*b"ok"), heal(prompt))
     assert (texts, end.healed_id) == (["o", "k"], None)
     assert end.token_ids == (*b"ok", EOS_ID)
 
 
 @pytest.mark.parametrize("max_tokens", [0, 1, 2])
-def test_max_tokens_counts_new_ones(max_tokens: int) -> None:
+def test_max_tokens_does_not_count_the_healed_token(max_tokens: int) -> None:
     _, end = run_one(engine_saying("http://", *b"xyz"), heal("a http", max_tokens=max_tokens))
     assert end.token_ids == tuple(b"xyz")[:max_tokens]
     assert end.text == ("://" + "xyz"[:max_tokens] if max_tokens else "")
 
 
-def test_min_tokens_counts_new_ones() -> None:
+def test_min_tokens_does_not_count_the_healed_token() -> None:
     def rule(history: Sequence[int]) -> Tensor:
         logits = reply_with([TOKENIZER.id_of("http:")], EOS_ID, SIZE)(history)
-        logits[97] = 40.0  # next best to the end
+        logits[97] = 40.0  # second to EOS
         return logits
 
     for min_tokens, first in ((0, EOS_ID), (1, 97)):
@@ -99,8 +99,8 @@ def test_min_tokens_counts_new_ones() -> None:
 @pytest.mark.parametrize(
     ("stop", "text"), [(":/", ""), ("/x", ":/"), ("//x.", ":"), ("http", "://x.y"), (":", "")]
 )
-def test_stop_strings_see_the_new_text_alone(stop: str, text: str) -> None:
-    """They may begin in the healed token, but not in what the prompt already had."""
+def test_stop_strings_match_new_text_only(stop: str, text: str) -> None:
+    """They may begin in the healed token, but not in the text of the removed token."""
     engine = engine_saying("http://", *b"x.y")
     _, end = run_one(engine, heal("see http", stop_strings=(stop,)))
     assert end.text == text
@@ -112,7 +112,7 @@ def test_a_stop_string_in_the_healed_token_alone() -> None:
     assert (end.text, end.token_ids, end.stopped_by) == ("", (), "://")
 
 
-def test_after_the_same_prompt_was_cached() -> None:
+def test_healing_of_a_cached_prompt() -> None:
     prompt = TOKENIZER.encode("x" * 300 + " http")
     engine = engine_saying("http://", *b"yes")
     cold = run_one(engine, heal(prompt))[1]
@@ -120,10 +120,10 @@ def test_after_the_same_prompt_was_cached() -> None:
     assert (cold.text, warm.text) == ("://yes",) * 2
     assert (cold.cached_tokens, warm.cached_tokens) == (0, len(prompt) - 2)
     plain = run_one(engine, ask(prompt, max_tokens=3))[1]
-    assert plain.cached_tokens == len(prompt) - 1, "but for the last, which was another"
+    assert plain.cached_tokens == len(prompt) - 1, "without the last token, which was replaced"
 
 
-def test_constraints_start_behind_the_healed_token() -> None:
+def test_constraints_start_after_the_healed_token() -> None:
     engine = engine_saying("http://", *b"xy")
     request = heal("see http", constraints=(OneOf(["xy", "z"]),))
     _, end = run_one(engine, request)
@@ -141,7 +141,7 @@ def test_banned_strings_do_not_reach_into_the_prompt() -> None:
 
 @pytest.mark.parametrize("dropped", [0, 1])
 def test_a_leading_space_belongs_to_the_prompt(dropped: int) -> None:
-    """Also where the tokenizer drops the space that a text begins with."""
+    """Also if the tokenizer drops the space at the start of a text."""
     tokenizer = PieceTokenizer(*PIECES, leading_spaces_dropped=dropped)
     engine = engine_saying(" Hello", *b" you", tokenizer=tokenizer)
     request = heal([BOS_ID, tokenizer.id_of(" He")])
@@ -151,16 +151,16 @@ def test_a_leading_space_belongs_to_the_prompt(dropped: int) -> None:
     assert end.text == (" you" if dropped == 0 else "you")
 
 
-def test_half_a_character_is_healed_by_bytes() -> None:
+def test_an_incomplete_character_is_healed_by_bytes() -> None:
     tokenizer = PieceTokenizer("é!")
     engine = engine_for(
         reply_with([tokenizer.id_of("é!"), 97], EOS_ID, tokenizer.vocab_size), tokenizer=tokenizer
     )
     texts, _ = run_one(engine, heal([65, "é".encode()[0]]))
-    assert texts == ["é!", "a"], "its first byte was the prompt's"
+    assert texts == ["é!", "a"], "its first byte belongs to the prompt"
 
 
-def test_hooks_reports_and_drafts_begin_behind_it() -> None:
+def test_hooks_reports_and_drafts_start_after_the_healed_token() -> None:
     seen: list[int] = []
 
     def hook(token: SampledToken) -> None:
@@ -176,14 +176,14 @@ def test_hooks_reports_and_drafts_begin_behind_it() -> None:
     *events, end = run_all(engine)
     assert isinstance(end, FinishEvent)
     assert bytes(seen[:-1]) == b"abababababab"
-    told = [token for e in events if isinstance(e, TextEvent) for token in e.tokens]
-    assert bytes(token.token_id for token in told) == b"abababababab"
-    assert [token.probability for token in told] == [1.0] * len(told)
+    reported = [token for e in events if isinstance(e, TextEvent) for token in e.tokens]
+    assert bytes(token.token_id for token in reported) == b"abababababab"
+    assert [token.probability for token in reported] == [1.0] * len(reported)
     assert isinstance(events[0], TextEvent)
     assert (events[0].text, events[0].token_ids) == ("://", ())
 
 
-def test_one_that_waits_for_its_healed_token_can_be_cancelled() -> None:
+def test_cancel_before_the_healed_token_is_sampled() -> None:
     engine = engine_for(reply_with(b"x", EOS_ID, SIZE), tokenizer=TOKENIZER, prefill_chunk=100)
     request = heal([65] * 300 + [TOKENIZER.id_of("http")], sampler=GREEDY)
     engine.submit(request)

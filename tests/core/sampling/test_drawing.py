@@ -1,4 +1,4 @@
-"""Draws: where a number falls, how often tokens come, and that speculation changes nothing."""
+"""Sampling from a distribution: selected index, frequencies, and verification of drafts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def random_logits(seed: int, count: int = 64) -> Tensor:
 
 
 @pytest.mark.parametrize("count", [1, 3, 511, 512, 513, 1024, 1500, 5000])
-def test_draw_finds_where_the_running_sum_passes(count: int) -> None:
+def test_draw_returns_the_index_where_the_running_sum_passes(count: int) -> None:
     weight = weights(random_logits(count, count))
     running = weight.cumsum(0)
     generator = torch.Generator().manual_seed(count)
@@ -46,7 +46,7 @@ def test_draw_never_takes_a_token_of_weight_zero(count: int) -> None:
     assert [draw(weight, u) for u in uniforms] == [7, 7, 7, 23, 23, 23]
 
 
-def test_skew_bends_the_number_to_draw_with() -> None:
+def test_skew_transforms_the_random_number() -> None:
     assert skewed(0.3, 0.0) == pytest.approx(0.3)
     assert skewed(0.25, math.log(2)) == pytest.approx(0.5)
     assert skewed(0.5, -math.log(2)) == pytest.approx(0.25)
@@ -73,8 +73,11 @@ def distribution(params: SamplerParams, logits: Tensor) -> Tensor:
 
 
 def assert_frequencies(counts: Counter[int], p: Tensor) -> None:
-    """Each within its standard error, and all together by chi-square (normal approximation, 5
-    sigma); where the expectation is small, together."""
+    """Check each frequency against its standard error, and all of them by chi-square.
+
+    The chi-square bound is a normal approximation at 5 sigma. Tokens with a small expected count
+    are merged into one class.
+    """
     draws = sum(counts.values())
     chi, freedom, rare, rare_p = 0.0, -1, 0, 0.0
     for token, probability in enumerate(p.tolist()):
@@ -94,7 +97,7 @@ def assert_frequencies(counts: Counter[int], p: Tensor) -> None:
 
 @pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize("params", CHAINS, ids=lambda p: f"chain{CHAINS.index(p)}")
-def test_frequencies_are_the_distribution_within_their_standard_error(
+def test_frequencies_match_the_distribution_within_their_standard_error(
     params: SamplerParams, draws: int
 ) -> None:
     logits = random_logits(11, 30) / 2
@@ -104,7 +107,7 @@ def test_frequencies_are_the_distribution_within_their_standard_error(
 
 
 def test_frequencies_hold_over_a_large_vocabulary() -> None:
-    """Thirds of a flat distribution of 200000: no part of it is out of the draw's reach."""
+    """Thirds of a flat distribution over 200000 tokens: every part can be sampled."""
     logits = torch.zeros(200_000)
     sampler = Sampler(SamplerParams(seed=5), OPS)
     draws = 300
@@ -115,7 +118,7 @@ def test_frequencies_hold_over_a_large_vocabulary() -> None:
 
 @pytest.mark.parametrize("draws", DRAWS)
 @pytest.mark.parametrize("skew", [-1.5, 0.4, 2.0])
-def test_a_skewed_draw_runs_from_the_likeliest_down(skew: float, draws: int) -> None:
+def test_a_skewed_draw_orders_tokens_from_the_likeliest_down(skew: float, draws: int) -> None:
     p = [0.1, 0.5, 0.15, 0.25]
     sampler = Sampler(SamplerParams(skew=skew, seed=3), OPS)
     logits = torch.tensor(p).log()
@@ -154,7 +157,7 @@ TARGET = [0.30, 0.25, 0.2, 0.15, 0.1, 0.0]
         ("the other way", SamplerParams(temperature=0.6, typical=0.9)),
     ],
 )
-def test_verified_tokens_follow_the_target_whatever_was_proposed(
+def test_verified_tokens_follow_the_target_distribution(
     offer: str, params: SamplerParams, draws: int
 ) -> None:
     logits, q = torch.tensor(TARGET).log(), torch.tensor(OFFERS[offer])
@@ -169,7 +172,7 @@ def test_verified_tokens_follow_the_target_whatever_was_proposed(
         accepted += sample.token_id == proposal
         assert sample.probability == pytest.approx(float(p[sample.token_id]), rel=1e-6)
     assert_frequencies(counts, p)
-    # What both share, and no more, is accepted.
+    # The acceptance probability is the overlap of both distributions.
     share = float(torch.minimum(p, q.double()).sum())
     assert abs(accepted / draws - share) <= 4.5 * math.sqrt(share * (1 - share) / draws) + 1e-6
 
@@ -186,7 +189,7 @@ def test_a_rejected_proposal_is_never_the_result() -> None:
 
 @pytest.mark.parametrize("params", CHAINS, ids=lambda p: f"chain{CHAINS.index(p)}")
 @pytest.mark.parametrize("proposal", [0, 5, 9999])
-def test_a_certain_proposal_changes_no_token(params: SamplerParams, proposal: int) -> None:
+def test_a_deterministic_proposal_changes_no_token(params: SamplerParams, proposal: int) -> None:
     plain, verifying = (Sampler(replace(params, seed=5), OPS) for _ in range(2))
     for seed in range(20):
         logits = random_logits(seed)
@@ -201,7 +204,7 @@ def test_a_greedy_target_accepts_its_own_token_only() -> None:
     assert [sampler.verify(logits, [], token, q).token_id for token in range(3)] == [1, 1, 1]
 
 
-def test_offers_over_another_vocabulary() -> None:
+def test_proposals_from_another_vocabulary_size() -> None:
     """A draft model's vocabulary may be padded to another size."""
     logits = torch.tensor([0.5, 0.5]).log()
     sampler = Sampler(SamplerParams(seed=2), OPS)
@@ -212,7 +215,7 @@ def test_offers_over_another_vocabulary() -> None:
         assert set(counts) == {0, 1}
 
 
-def test_one_number_of_the_stream_for_each_token() -> None:
+def test_each_token_takes_one_random_number() -> None:
     logits, q = random_logits(1), torch.full((64,), 1 / 64)
     generator = torch.Generator().manual_seed(8)
     sampler = Sampler(SamplerParams(seed=8, top_k=20), OPS)

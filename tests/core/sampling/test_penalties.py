@@ -1,4 +1,4 @@
-"""What the history does to logits, against the definitions written out again."""
+"""Steps that depend on history, compared with plain implementations of their definitions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def random_logits(seed: int, count: int = VOCAB) -> Tensor:
 
 
 def penalized(row: list[float], rule: Penalties) -> list[float]:
-    """Position by position, newest first."""
+    """Reference: position by position, newest first."""
     s = math.inf if rule.sustain is None else rule.sustain
     d_max = math.inf if rule.sustain is None else s + rule.decay
     row, seen = list(row), set()
@@ -56,7 +56,7 @@ def penalized(row: list[float], rule: Penalties) -> list[float]:
     sustain=st.sampled_from([None, 0, 1, 5, 100]),
     decay=st.sampled_from([0, 1, 4, 50]),
 )
-def test_penalties_are_their_definition(
+def test_penalties_match_their_definition(
     *,
     history: list[int],
     repetition: float,
@@ -69,7 +69,7 @@ def test_penalties_are_their_definition(
     logits = random_logits(len(history))
     got = rule(logits).double()
     exact = torch.tensor(penalized(logits.tolist(), rule), dtype=torch.float64)
-    # Each of 30 occurrences may round what is below 30 once, the rest a few times.
+    # Up to 30 occurrences, each with one rounding of a value below 30; a few roundings besides.
     assert torch.allclose(got, exact, rtol=0, atol=30 * 40 * 2**-24)
 
 
@@ -82,7 +82,7 @@ def test_the_penalty_fades_with_the_distance() -> None:
     assert (torch.ones(8) / sharp(torch.ones(8))).flip(0).tolist() == [2, 2, 1, 1, 1, 1, 1, 1]
 
 
-def test_repetition_does_not_count_and_frequency_does() -> None:
+def test_frequency_penalty_counts_occurrences_and_repetition_does_not() -> None:
     logits = torch.full((3,), 4.0)
     assert Penalties((1, 1, 1), repetition=2.0)(logits).tolist() == [4, 2, 4]
     assert Penalties((1, 1, 1), presence=0.5)(logits).tolist() == [4, 3.5, 4]
@@ -112,7 +112,7 @@ def test_masks_are_packed_bit_by_bit(vocab: int) -> None:
 
 
 def dry(row: list[float], rule: Dry) -> list[float]:
-    """Every n-gram counted, then the longest suffix of the history that begins one."""
+    """Reference: count every n-gram, then find the longest suffix of the history that occurs."""
     ids, n, row = rule.token_ids, len(rule.token_ids), list(row)
 
     def is_open(token: int) -> bool:
@@ -144,7 +144,7 @@ def dry(row: list[float], rule: Dry) -> list[float]:
     search_range=st.sampled_from([0, 21, 40]),
     breakers=st.sampled_from([frozenset[int](), frozenset({3})]),
 )
-def test_dry_is_its_definition(
+def test_dry_matches_its_definition(
     *,
     history: list[int],
     base: float,
@@ -154,7 +154,7 @@ def test_dry_is_its_definition(
     breakers: frozenset[int],
 ) -> None:
     rule = Dry(tuple(history), 0.8, base, allowed, search_range, max_ngram, breakers)
-    logits = torch.zeros(4)  # 4 lies outside
+    logits = torch.zeros(4)  # 4 is outside
     assert rule(logits).tolist() == pytest.approx(dry([0.0] * 4, rule), rel=1e-6)
 
 
@@ -167,13 +167,13 @@ def test_dry_is_its_definition(
         ((3, 9, 1, 2, 3), 0.0),
     ],
 )
-def test_dry_counts_what_was_said_before(history: tuple[int, ...], loss: float) -> None:
+def test_dry_counts_earlier_occurrences(history: tuple[int, ...], loss: float) -> None:
     after = Dry(history, multiplier=1.0)(torch.zeros(10))
     assert after.tolist() == [0.0] * 9 + [-loss]
 
 
 @pytest.mark.parametrize("run", [18, 19, 20, 25, 60])
-def test_dry_does_not_stop_at_long_repetitions(run: int) -> None:
+def test_dry_handles_long_repetitions(run: int) -> None:
     words = list(range(run))
     history = (*words, 99, 100, *words)
     after = Dry(history, multiplier=1.0)(torch.zeros(101))
@@ -189,7 +189,7 @@ def test_dry_treats_an_allowed_length_of_zero_as_one() -> None:
     assert zero.tolist() == one.tolist() == [0, 0, -1, 0, 0]
 
 
-def test_dry_that_grows_beyond_all_bounds_stays_finite() -> None:
+def test_a_dry_penalty_that_overflows_stays_finite() -> None:
     history = (*range(300), 300, *range(300))
     after = Dry(history, 1.0, base=100.0, max_ngram=300)(torch.zeros(301))
     assert after[300] == pytest.approx(-1e30)
@@ -206,7 +206,7 @@ histories = st.lists(
 
 @settings(max_examples=examples(150))
 @given(moves=histories)
-def test_the_history_follows_its_list(moves: list[tuple[str, object]]) -> None:
+def test_the_history_mirrors_its_list(moves: list[tuple[str, object]]) -> None:
     follower, ids = History(), list[int]()
     for move, what in moves:
         if move == "add":
@@ -216,12 +216,12 @@ def test_the_history_follows_its_list(moves: list[tuple[str, object]]) -> None:
             assert isinstance(what, int)
             del ids[len(ids) - min(what, len(ids)) :]
             follower.rewind(len(ids))
-            ids.append(7)  # whatever comes next is not what was cut off
+            ids.append(7)  # the next token differs from the removed one
         assert follower.follow(ids).tolist() == ids
         assert follower.distinct.tolist() == list(dict.fromkeys(ids))
 
 
-def test_a_history_longer_than_the_first_room() -> None:
+def test_the_history_grows_beyond_its_first_buffer() -> None:
     follower = History()
     for length in (10, 300, 5000):
         assert follower.follow(range(length)).tolist() == list(range(length))
@@ -243,8 +243,8 @@ EDITS = [
 
 @pytest.mark.parametrize("params", EDITS, ids=lambda p: f"edits{EDITS.index(p)}")
 @pytest.mark.parametrize("has_mask", [False, True])
-def test_edits_are_the_steps(params: SamplerParams, has_mask: bool) -> None:
-    """Both forms, along a history that grows and is cut back."""
+def test_edits_equal_the_steps(params: SamplerParams, has_mask: bool) -> None:
+    """Sparse and dense form, along a history that grows and is rewound."""
     edits = Edits(params)
     mask = pack(frozenset(range(5, 32)), VOCAB) if has_mask else None
     history: list[int] = []

@@ -1,4 +1,4 @@
-"""The sampler: equal to its steps on every backend, its own in its state and its randomness."""
+"""The sampler: equal to its steps on every backend, with its own state and random stream."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def random_logits(seed: int, count: int, spread: float = 3.0) -> Tensor:
 def by_steps(
     params: SamplerParams, logits: Tensor, history: Sequence[int], uniform: float, num_top: int
 ) -> tuple[int, Tensor, list[int]]:
-    """The token, all probabilities, and the likeliest tokens."""
+    """Reference by the steps: the token, all probabilities, and the likeliest tokens."""
     for step in steps_for(params, history):
         logits = step(logits)
     p = softmax(logits)
@@ -76,7 +76,7 @@ def by_steps(
 
 @pytest.mark.parametrize("count", [5, 50, 257, 3000])
 @pytest.mark.parametrize("params", CHAINS, ids=lambda p: f"chain{CHAINS.index(p)}")
-def test_a_sample_is_what_its_steps_say(params: SamplerParams, count: int) -> None:
+def test_a_sample_equals_the_result_of_its_steps(params: SamplerParams, count: int) -> None:
     history = [1, 5, 7, 3, 5, 7]
     for seed, spread in enumerate((0.3, 2.0, 8.0)):
         logits = random_logits(seed, count, spread)
@@ -103,8 +103,8 @@ def test_a_sample_is_what_its_steps_say(params: SamplerParams, count: int) -> No
 
 
 @pytest.mark.parametrize("params", CHAINS, ids=lambda p: f"chain{CHAINS.index(p)}")
-def test_logits_of_a_forward_pass_are_read_like_any_others(params: SamplerParams) -> None:
-    """They are made in inference mode, and a row of several."""
+def test_inference_mode_logits_are_sampled_like_any_others(params: SamplerParams) -> None:
+    """Such logits are a row of a batch, computed in inference mode."""
     with torch.inference_mode():
         logits = random_logits(7, 200).repeat(3, 1)
     plain = random_logits(7, 200)
@@ -117,7 +117,7 @@ def test_logits_of_a_forward_pass_are_read_like_any_others(params: SamplerParams
 
 
 @pytest.mark.parametrize("params", CHAINS, ids=lambda p: f"chain{CHAINS.index(p)}")
-def test_what_is_begun_is_drawn_like_a_sample(params: SamplerParams) -> None:
+def test_begin_and_finish_equal_sample(params: SamplerParams) -> None:
     vocab = 200
     logits = torch.stack([random_logits(i, vocab) for i in range(3)])
     one, other = (Sampler(replace(params, seed=1), OPS) for _ in range(2))
@@ -137,7 +137,7 @@ def test_what_is_begun_is_drawn_like_a_sample(params: SamplerParams) -> None:
         )
 
 
-def test_what_was_begun_in_vain_says_why() -> None:
+def test_finish_reports_why_no_token_could_be_sampled() -> None:
     sampler = Sampler(SamplerParams(), OPS)
     logits = torch.full((1, 9), math.nan)
     drawn = OPS.sample_rows(logits, [sampler.begin(0, 9, [])])[0]
@@ -145,7 +145,7 @@ def test_what_was_begun_in_vain_says_why() -> None:
         sampler.finish(drawn, lambda: logits[0])
 
 
-def test_what_is_not_asked_for_is_not_given() -> None:
+def test_details_are_returned_only_if_requested() -> None:
     logits = random_logits(1, 100)
     assert Sampler(SamplerParams(seed=1), OPS).sample(logits, []).probability is None
     assert Sampler(SamplerParams(seed=1), OPS).sample(logits, []).top == ()
@@ -171,7 +171,7 @@ def test_the_same_seed_gives_the_same_tokens_and_another_seed_others() -> None:
     assert tokens(None) != tokens(None)
 
 
-def test_the_global_random_stream_is_left_alone() -> None:
+def test_the_global_random_stream_is_not_used() -> None:
     torch.manual_seed(1)
     expected = torch.rand(3)
     torch.manual_seed(1)
@@ -179,7 +179,7 @@ def test_the_global_random_stream_is_left_alone() -> None:
     assert torch.equal(torch.rand(3), expected)
 
 
-def test_greedy_takes_the_lowest_id_of_equals() -> None:
+def test_greedy_takes_the_lowest_id_among_ties() -> None:
     logits = torch.tensor([0.0, 2.0, 2.0, 1.0])
     for params in (
         SamplerParams(temperature=0),
@@ -189,7 +189,7 @@ def test_greedy_takes_the_lowest_id_of_equals() -> None:
         assert Sampler(params, OPS).sample(logits, []).token_id == 1
 
 
-def test_the_penalty_follows_a_history_that_grows_and_is_cut_back() -> None:
+def test_the_penalty_follows_a_history_that_grows_and_is_rewound() -> None:
     params = SamplerParams(temperature=0, repetition_penalty=100.0)
     sampler = Sampler(params, OPS)
     logits = torch.arange(1000, 0, -1).float()
@@ -200,7 +200,7 @@ def test_the_penalty_follows_a_history_that_grows_and_is_cut_back() -> None:
     del history[300:]
     sampler.rewind(300)
     assert sampler.sample(logits, history).token_id == 300
-    history[100:] = [5000]  # an embedded vector's id is no token
+    history[100:] = [5000]  # id of an embedded vector, not a token
     sampler.rewind(100)
     assert sampler.sample(logits, history).token_id == 100
 
@@ -215,7 +215,7 @@ def test_dry_stops_a_loop() -> None:
     assert set(history) == {0, 1, 2}
 
 
-def test_mirostat_keeps_its_own_cut_and_takes_it_back() -> None:
+def test_mirostat_keeps_its_cut_and_rewinds_it() -> None:
     params = SamplerParams(mirostat_tau=2.0, mirostat_eta=0.5, seed=4)
     sampler, other = Sampler(params, OPS), Sampler(params, OPS)
     logits = random_logits(5, 200, 1.0)
@@ -246,7 +246,7 @@ def test_mirostat_keeps_its_own_cut_and_takes_it_back() -> None:
     assert got.tolist() == pytest.approx(softmax(expected).tolist(), rel=1e-5)
 
 
-def test_a_surprise_that_is_steered_comes_out_as_wanted() -> None:
+def test_mirostat_reaches_its_target_surprise() -> None:
     sampler = Sampler(SamplerParams(mirostat_tau=3.0, seed=1), OPS)
     logits = random_logits(2, 2000, 1.0)
     surprise = []
@@ -262,7 +262,7 @@ def test_a_surprise_that_is_steered_comes_out_as_wanted() -> None:
 @pytest.mark.parametrize(
     "params", [SamplerParams(), SamplerParams(tfs=0.99)], ids=["common", "rare"]
 )
-def test_banned_and_masked_tokens_do_not_come(params: SamplerParams) -> None:
+def test_banned_and_masked_tokens_are_never_sampled(params: SamplerParams) -> None:
     logits = torch.tensor([5.0, 4.0, 3.0, 4.0])
     assert Sampler(SamplerParams(temperature=0), OPS).sample(logits, [], banned={0}).token_id == 1
     sampler = Sampler(replace(params, seed=1), OPS)
@@ -279,7 +279,7 @@ FAILING = [SamplerParams(), SamplerParams(temperature=0), SamplerParams(typical=
 
 
 @pytest.mark.parametrize("params", FAILING)
-def test_nothing_left_to_sample_is_an_error(params: SamplerParams) -> None:
+def test_no_remaining_token_is_an_error(params: SamplerParams) -> None:
     with pytest.raises(LogitsError, match="leave no token"):
         Sampler(params, OPS).sample(torch.zeros(3), [], banned={0, 1, 2})
     with pytest.raises(LogitsError, match="leave no token"):
@@ -291,7 +291,7 @@ def test_nothing_left_to_sample_is_an_error(params: SamplerParams) -> None:
 @pytest.mark.parametrize("params", [*FAILING, SamplerParams(top_k=5)])
 @pytest.mark.parametrize("place", [0, 17, 29_999])
 @pytest.mark.parametrize(("value", "name"), [(math.nan, "NaN"), (math.inf, "infinity")])
-def test_logits_that_are_no_numbers_are_an_error_with_a_cause(
+def test_nan_and_infinite_logits_are_an_error_with_a_cause(
     params: SamplerParams, place: int, value: float, name: str
 ) -> None:
     logits = torch.zeros(30_000)
@@ -301,7 +301,7 @@ def test_logits_that_are_no_numbers_are_an_error_with_a_cause(
     assert "exl doctor" in (caught.value.next_step or "")
 
 
-def test_a_token_that_the_model_rules_out_is_no_error_unless_it_is_every_token() -> None:
+def test_minus_infinity_is_an_error_only_for_all_tokens() -> None:
     logits = torch.tensor([-math.inf, 0.0])
     assert Sampler(SamplerParams(), OPS).sample(logits, []).token_id == 1
     with pytest.raises(LogitsError, match="minus infinity everywhere"):
@@ -318,7 +318,7 @@ def test_guidance_moves_away_from_the_negative(scale: float) -> None:
     assert torch.allclose(got.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_guidance_leaves_ruled_out_tokens_out() -> None:
+def test_guidance_keeps_impossible_tokens_impossible() -> None:
     positive = torch.tensor([1.0, -math.inf, 2.0, -math.inf])
     negative = torch.tensor([1.0, 0.0, -math.inf, -math.inf])
     got = guide(positive, negative, 2.0)

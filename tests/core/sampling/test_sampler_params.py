@@ -1,4 +1,4 @@
-"""Sampler settings are checked where they are made."""
+"""Sampler settings are checked at construction."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_out_of_range_values_are_refused_by_name(name: str, value: object) -> No
 
 
 @pytest.mark.parametrize("bias", BAD_BIASES)
-def test_a_token_bias_is_checked_where_it_is_made(bias: Any) -> None:
+def test_a_token_bias_is_checked_at_construction(bias: Any) -> None:
     with pytest.raises(RequestError, match="token_bias is out of range"):
         TokenBias(bias)
 
@@ -90,7 +90,7 @@ def test_token_ids_in_text_are_plain_decimal_digits(key: str) -> None:
     assert TokenBias.from_text({"0": 1, "17": -2.5}) == {0: 1.0, 17: -2.5}
 
 
-def test_a_number_too_long_to_be_written_is_refused_like_any_other() -> None:
+def test_a_number_too_long_to_print_is_refused_like_any_other() -> None:
     long = 10**5000
     for settings in ({"seed": long}, {"banned_tokens": {long}}, {"token_bias": {long: 1.0}}):
         with pytest.raises(RequestError, match="an integer of many digits"):
@@ -108,7 +108,7 @@ def test_the_ends_of_the_ranges_are_allowed() -> None:
     SamplerParams(token_bias={3: -math.inf}, allowed_tokens=frozenset({0, 2**31 - 1}))
 
 
-def test_settings_are_values_and_keep_nothing_that_can_change() -> None:
+def test_settings_are_immutable_values() -> None:
     bias, banned = {7: 1.5, 2: -1.0}, {4, 5}
     params = SamplerParams(token_bias=bias, banned_tokens=banned)  # type: ignore[arg-type]
     bias[7] = 9.0
@@ -122,12 +122,12 @@ def test_settings_are_values_and_keep_nothing_that_can_change() -> None:
     assert repr(params.token_bias) == repr(TokenBias({2: -1.0, 7: 1.5}))
 
 
-def test_nothing_is_left_to_draw() -> None:
+def test_settings_that_leave_no_token_are_refused() -> None:
     with pytest.raises(RequestError, match="allowed_tokens"):
         SamplerParams(allowed_tokens=frozenset({1, 2}), banned_tokens=frozenset({1, 2, 3}))
 
 
-def test_settings_by_name_as_a_file_has_them() -> None:
+def test_from_mapping_takes_lists_and_string_ids() -> None:
     params = SamplerParams.from_mapping(
         {"top_k": 5, "banned_tokens": [1, 2, 2], "token_bias": {"12": -1, 3: 2.0}}
     )
@@ -146,12 +146,12 @@ def test_settings_by_name_as_a_file_has_them() -> None:
         ("dry_multiplyer", "dry_multiplier"),
     ],
 )
-def test_an_unknown_setting_is_named_with_the_nearest_known_one(name: str, nearest: str) -> None:
+def test_an_unknown_setting_is_reported_with_the_nearest_known_one(name: str, nearest: str) -> None:
     with pytest.raises(RequestError, match=f"{name}.*{nearest}"):
         SamplerParams.from_mapping({"top_p": 0.5, name: 1})
 
 
-def test_values_by_name_are_checked_too() -> None:
+def test_from_mapping_checks_values() -> None:
     with pytest.raises(RequestError, match="token_bias"):
         SamplerParams.from_mapping({"token_bias": {"x": 1.0}})
     with pytest.raises(RequestError, match="top_p"):
@@ -168,7 +168,7 @@ def test_values_by_name_are_checked_too() -> None:
         (SamplerParams(top_k=1), True),
         (SamplerParams(temperature=0, temperature_last=True), True),
         (SamplerParams(temperature=0, max_temp=2.0), True),
-        # Dynamic temperature takes the place of the last one.
+        # Dynamic temperature replaces the last temperature.
         (SamplerParams(temperature=0, temperature_last=True, max_temp=2.0), False),
     ],
 )

@@ -1,4 +1,4 @@
-"""Each step against its formula in float64, and what it promises at the edges."""
+"""Each sampling step, compared with its formula in float64, and its edge cases."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def ordered(p: list[float]) -> list[int]:
 
 
 @pytest.mark.parametrize("step", STEPS, ids=lambda s: type(s).__name__)
-def test_steps_are_values_and_leave_their_input_alone(step: LogitStep) -> None:
+def test_steps_are_values_and_do_not_modify_their_input(step: LogitStep) -> None:
     logits = random_logits(1)
     before = logits.clone()
     after = step(logits)
@@ -88,7 +88,7 @@ def test_steps_are_values_and_leave_their_input_alone(step: LogitStep) -> None:
     assert after.shape == logits.shape
     assert step == eval(repr(step), dict(globals()))
     assert len({step, eval(repr(step), dict(globals()))}) == 1
-    # Without anything to do the result is still another tensor.
+    # Even a step without effect returns a new tensor.
     alone = torch.full((64,), -math.inf)
     alone[63] = 1.0
     step(alone).zero_()
@@ -100,7 +100,7 @@ def test_temperature(temperature: float) -> None:
     logits = random_logits(2)
     exact = torch.softmax(logits.double() / temperature, 0)
     got = torch.softmax(Temperature(temperature)(logits).double(), 0)
-    # One rounding of the difference and one of the quotient, both relative to what is divided.
+    # One rounding of the difference and one of the quotient, both relative to the dividend.
     slack = float((logits.max() - logits.min()) / temperature) * 2**-23
     assert torch.allclose(got, exact, rtol=slack, atol=1e-30)
 
@@ -140,7 +140,7 @@ def test_top_p_keeps_the_longest_prefix_within_p(seed: int, p: float) -> None:
     assert kept(TopP(p)(logits)) == set(prefix)
 
 
-def test_top_p_is_a_prefix_even_where_smaller_tokens_would_fit() -> None:
+def test_top_p_is_a_prefix_even_if_smaller_tokens_would_fit() -> None:
     logits = logits_of(*RARE)
     assert kept(TopP(0.5)(logits)) == {0}
     assert kept(TopP(0.72)(logits)) == {0, 1}
@@ -149,17 +149,17 @@ def test_top_p_is_a_prefix_even_where_smaller_tokens_would_fit() -> None:
     assert kept(TopP(0.95)(logits_of(0.5, 0.3, 0.19, 0.01))) == {0, 1}
 
 
-def test_top_p_drops_what_is_below_a_millionth() -> None:
+def test_top_p_drops_tokens_below_a_millionth() -> None:
     assert kept(TopP(0.9999999)(logits_of(0.6, 0.4 - 3e-6, 2e-6, 9e-7, 1e-7))) == {0, 1, 2}
 
 
-def test_top_p_counts_equals_exactly() -> None:
+def test_top_p_counts_ties_exactly() -> None:
     assert kept(TopP(0.25)(torch.zeros(1000))) == set(range(250))
 
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("a", [1e-3, 0.2, 1.0])
-def test_top_a_goes_by_the_square_of_the_largest(seed: int, a: float) -> None:
+def test_top_a_is_relative_to_the_square_of_the_largest(seed: int, a: float) -> None:
     logits = random_logits(seed)
     p = probabilities(logits)
     assert kept(TopA(a)(logits)) == {i for i in range(64) if p[i] >= a * max(p) ** 2}
@@ -183,7 +183,7 @@ def test_top_k_keeps_the_k_largest(k: int) -> None:
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("z", [0.1, 0.5, 0.9, 0.99])
-def test_tail_free_cuts_where_the_curve_has_bent_enough(seed: int, z: float) -> None:
+def test_tail_free_cuts_at_its_share_of_the_curvature(seed: int, z: float) -> None:
     logits = random_logits(seed)
     logits[40:] = -math.inf
     p = probabilities(logits)
@@ -193,14 +193,14 @@ def test_tail_free_cuts_where_the_curve_has_bent_enough(seed: int, z: float) -> 
     assert kept(TailFree(z)(logits)) == set(order[: k + 1])
 
 
-def test_tail_free_leaves_two_tokens_alone() -> None:
+def test_tail_free_keeps_two_tokens() -> None:
     assert kept(TailFree(0.01)(torch.tensor([1.0, -math.inf, -3.0]))) == {0, 2}
     assert kept(TailFree(0.5)(torch.zeros(5))) == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("mass", [0.05, 0.4, 0.8, 0.99])
-def test_typical_keeps_what_surprises_as_much_as_expected(seed: int, mass: float) -> None:
+def test_typical_keeps_tokens_with_surprise_near_the_entropy(seed: int, mass: float) -> None:
     logits = random_logits(seed)
     logits[50:] = -math.inf
     p = probabilities(logits)
@@ -213,7 +213,7 @@ def test_typical_keeps_what_surprises_as_much_as_expected(seed: int, mass: float
     assert kept(Typical(mass)(logits)) == set(wanted)
 
 
-def test_typical_keeps_the_likeliest_where_it_is_typical() -> None:
+def test_typical_keeps_the_likeliest_token_if_it_is_typical() -> None:
     # H = 1.3376; by distance: 0.2, 0.15, 0.5, 0.1, 0.05, and 0.2 + 0.15 do not reach 0.6.
     assert kept(Typical(0.6)(logits_of(0.5, 0.2, 0.15, 0.1, 0.05))) == {0, 1, 2}
 
@@ -227,7 +227,7 @@ def test_the_surprise_cut(seed: int, mu: float) -> None:
     assert kept(SurpriseCut(mu)(logits)) == (wanted or {p.index(max(p))})
 
 
-def test_mirostat_moves_its_cut_by_the_surprise_and_takes_it_back() -> None:
+def test_mirostat_moves_its_cut_by_the_surprise_and_rewinds_it() -> None:
     state = Mirostat(tau=1.5, eta=0.1)
     assert state.mu == 3.0
     state.accept(11, 0.25)
@@ -284,7 +284,7 @@ def test_xtc_is_the_expectation(seed: int, q: float, threshold: float, protected
     assert got == pytest.approx(xtc(p, q, threshold, protected), rel=1e-5, abs=1e-12)
 
 
-def test_xtc_does_not_care_for_the_order_of_tokens() -> None:
+def test_xtc_does_not_depend_on_the_order_of_tokens() -> None:
     after = ExcludeTop(1.0, 0.15)(logits_of(0.1, 0.4, 0.2, 0.3))
     assert probabilities(after) == pytest.approx([1 / 3, 0.0, 2 / 3, 0.0], rel=1e-6)
     guarded = ExcludeTop(1.0, 0.15, frozenset({1}))(logits_of(0.1, 0.4, 0.2, 0.3))
@@ -315,7 +315,7 @@ rows = st.lists(
 
 @settings(max_examples=examples(150))
 @given(row=rows, step=st.sampled_from([*CUTS, *RESHAPING]), seed=st.integers(0, 1000))
-def test_cuts_leave_something_and_do_not_look_at_ids(
+def test_cuts_keep_a_token_and_do_not_depend_on_ids(
     row: list[float], step: LogitStep, seed: int
 ) -> None:
     logits = torch.tensor(row)

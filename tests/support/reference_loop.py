@@ -1,7 +1,7 @@
-"""What a request gets by itself: a loop of its own, without pages, chunks, batches or drafts.
+"""Reference for replies of the engine: a decoding loop without pages, chunks, batches or drafts.
 
-Written for plainness: everything is worked out anew for every token. It shares the sampler's steps
-(held to their formulas elsewhere) and the tokenizer with the engine, nothing else.
+The loop recomputes everything for every token, to be simple. It shares only the tokenizer and the
+sampling steps with the engine; other tests compare those steps with their formulas.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Reply:
 
 @dataclass(frozen=True)
 class Changing:
-    """A constraint: tokens of a few, never the same twice in a row, in pairs, `most` at most."""
+    """Constraint: some tokens, none twice in a row, an even number of them, at most `most`."""
 
     token_ids: tuple[int, ...]
     most: int
@@ -72,8 +72,8 @@ class _Changing(Filter):
         return len(self._reply) == self._constraint.most
 
 
-class Alone:
-    """Of one model: its rule, its tokenizer, its context."""
+class ReferenceLoop:
+    """Decoding loop of one model, given by its rule, tokenizer and context length."""
 
     def __init__(self, rule: Rule, tokenizer: Tokenizer, max_seq_len: int) -> None:
         self.rule = rule
@@ -81,7 +81,7 @@ class Alone:
         self.max_seq_len = max_seq_len
 
     def __call__(self, request: Request) -> Reply | None:
-        """None: it fails, since nothing may come any more."""
+        """The reply; None if the request fails because no token is allowed."""
         pick = self._picker(request)
         lengths = [len(request.prompt_ids), len(request.negative_prompt_ids or ())]
         limit = self.max_seq_len - max(lengths)
@@ -108,8 +108,8 @@ class Alone:
         reply: list[int] = []
         tried: dict[int, set[int]] = {}
         while True:
-            out = self._ruled_out(request, reply) | tried.get(len(reply), set())
-            token = pick(reply, out, healed_id)
+            excluded = self._excluded(request, reply) | tried.get(len(reply), set())
+            token = pick(reply, excluded, healed_id)
             if token is None:
                 return None
             reply.append(token)
@@ -122,7 +122,7 @@ class Alone:
             pieces = [decoder.feed(token_id) for token_id in reply]
             first = first_banned(pieces, request.banned_strings)
             if first is not None:
-                tried = {place: ids for place, ids in tried.items() if place <= first}
+                tried = {at: ids for at, ids in tried.items() if at <= first}
                 tried.setdefault(first, set()).add(reply[first])
                 del reply[first:]
                 continue
@@ -139,7 +139,7 @@ class Alone:
     def _all(self) -> set[int]:
         return set(range(self.tokenizer.vocab_size))
 
-    def _ruled_out(self, request: Request, reply: Sequence[int]) -> set[int]:
+    def _excluded(self, request: Request, reply: Sequence[int]) -> set[int]:
         may_stop = len(reply) >= request.min_tokens
         out = set() if may_stop else set(request.stop_ids)
         for constraint in constraints_of(request):
@@ -152,7 +152,7 @@ class Alone:
         return out
 
     def _picker(self, request: Request) -> _Picker:
-        """One stream of random numbers, and what a token is drawn from."""
+        """Function that samples the next token, with the random stream of the request."""
         params = request.sampler
         generator = torch.Generator().manual_seed(params.seed or 0)
         negative = request.negative_prompt_ids
@@ -178,7 +178,7 @@ class Alone:
 
 
 _Picker = Callable[[Sequence[int], Collection[int], int | None], int | None]
-"""From the reply, what is ruled out, and the healed token, to the next one."""
+"""Maps reply, excluded ids and healed token to the next token; None if none is allowed."""
 
 
 def constraints_of(request: Request) -> list[Changing]:
@@ -186,24 +186,24 @@ def constraints_of(request: Request) -> list[Changing]:
 
 
 def leftmost_stop(text: str, strings: tuple[str, ...]) -> tuple[str, str | None]:
-    """In a text that may go on."""
+    """Emitted text and stop string of a text that may continue."""
     for start in range(len(text)):
         here = sorted((s for s in strings if text.startswith(s, start)), key=len)
         if here:
             return text[:start], here[0]
         if any(s.startswith(text[start:]) for s in strings):
-            break  # cannot be told yet
+            break  # may still become a stop string
     return text, None
 
 
 def last_stop(text: str, strings: tuple[str, ...]) -> tuple[str, str | None]:
-    """In a text that will not go on."""
+    """Emitted text and stop string of a complete text."""
     hits = [(text.find(s), len(s), s) for s in strings if s in text]
     return (text[: min(hits)[0]], min(hits)[2]) if hits else (text, None)
 
 
 def first_banned(pieces: Sequence[str], strings: tuple[str, ...]) -> int | None:
-    """The piece in which the first banned string begins."""
+    """Index of the piece in which the first banned string begins."""
     text = "".join(pieces).lower()
     hits = [text.find(s.lower()) for s in strings if s.lower() in text]
     if not hits:
@@ -212,7 +212,7 @@ def first_banned(pieces: Sequence[str], strings: tuple[str, ...]) -> int | None:
 
 
 def num_safe(pieces: Sequence[str], strings: tuple[str, ...]) -> int:
-    """Most pieces that no banned string begins at the end of."""
+    """Largest number of pieces that do not end with the beginning of a banned string."""
     for count in range(len(pieces), 0, -1):
         text = "".join(pieces[:count]).lower()
         tails = [text[start:] for start in range(len(text))]
