@@ -1,4 +1,4 @@
-"""Chat templates: the same text as transformers renders, and no way out of the sandbox."""
+"""Chat templates: same text as transformers renders, and no escape from the sandbox."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ GEMMA3 = """{{ bos_token }}
 '}}
 {%- endif -%}
 """
-EVERYTHING = """{# what templates on the hub use, all at once #}
+EVERYTHING = """{# all features that templates on the hub use #}
 {% set ns = namespace(count=0, last='') %}
 {% macro show(m) %}<{{ m.role | upper }}:{{ m['content'] | trim | length }}>{% endmacro %}
 {% for message in messages %}
@@ -95,7 +95,7 @@ def template(source: str, *, bos: str = "<bos>", eos: str = "<eos>") -> ChatTemp
 @pytest.mark.parametrize("messages", [USER, CONVERSATION, WITH_SYSTEM], ids=["one", "three", "sys"])
 @pytest.mark.parametrize("source", [SMOLLM2, GEMMA3, EVERYTHING], ids=["smollm2", "gemma3", "all"])
 @pytest.mark.parametrize("prompt", [True, False])
-def test_the_text_is_that_of_transformers(
+def test_rendered_text_equals_that_of_transformers(
     source: str, messages: list[dict[str, object]], prompt: bool
 ) -> None:
     tools = [{"name": "f", "parameters": {"x": "<int>"}}]
@@ -114,7 +114,7 @@ def test_the_text_is_that_of_transformers(
     assert ours == expected
 
 
-def test_a_default_system_prompt_is_the_templates_own() -> None:
+def test_the_template_adds_its_default_system_prompt() -> None:
     text = template(SMOLLM2).render(USER)
     assert text.startswith("<|im_start|>system\nYou are a helpful AI assistant named SmolLM")
     assert text.endswith("<|im_start|>assistant\n")
@@ -129,7 +129,7 @@ def test_bos_and_eos_are_variables() -> None:
     assert template(source, bos="", eos="").render([{"role": "user", "content": "x"}]) == "x"
 
 
-def test_what_a_template_refuses_is_said_in_its_words() -> None:
+def test_a_refusal_of_the_template_is_reported_in_its_words() -> None:
     twice = [*USER, *USER]
     with pytest.raises(TemplateError, match="roles must alternate") as caught:
         template(GEMMA3).render(twice)
@@ -141,7 +141,7 @@ def test_what_a_template_refuses_is_said_in_its_words() -> None:
 @pytest.mark.parametrize(
     "source", ["{% if %}", "{{ x", "{% endfor %}", "{{ x | nofilter }}", "{% y %}"]
 )
-def test_a_template_that_is_not_valid_is_refused_at_once(source: str) -> None:
+def test_an_invalid_template_is_refused_at_construction(source: str) -> None:
     with pytest.raises(TemplateError, match=r"not valid, line 1"):
         template(source)
 
@@ -186,11 +186,11 @@ def test_a_hostile_or_broken_template_is_a_template_error(source: str) -> None:
 
 
 @pytest.mark.parametrize("escape", ["''.__class__", "''|attr('__class__')", "messages.__init__"])
-def test_names_that_lead_out_of_the_sandbox_are_undefined(escape: str) -> None:
+def test_names_outside_the_sandbox_are_undefined(escape: str) -> None:
     assert template(f"[{{{{ {escape} is defined }}}}]").render(USER) == "[False]"
 
 
-def test_a_template_that_writes_without_end_is_stopped() -> None:
+def test_unbounded_output_is_stopped() -> None:
     line = "x" * 1000
     source = f"{{% for i in range(99999) %}}{line}{{{{ i }}}}{{% endfor %}}"
     assert 99999 * len(line) > MAX_CHARACTERS

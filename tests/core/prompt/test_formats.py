@@ -1,4 +1,4 @@
-"""Named prompt formats write what the models' cards and their own templates write."""
+"""Named prompt formats write the text of the models' cards and of their own templates."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ SHAPES = {"system": [SYSTEM, *TURNS], "one": TURNS[:1], "two": TURNS}
 
 
 def template_card_of(name: str) -> dict[str, str]:
-    """The entry that has the template: two formats may be of one."""
+    """Card with the template of a format; two formats may share one."""
     return CARDS[CARDS[name].get("template_of", name)]
 
 
 def written(known: PromptFormat, shape: str) -> str:
-    """The text that the tokens stand for, BOS included; without a system prompt, the default."""
+    """Text of a conversation in a format, BOS and default system prompt included."""
     messages = SHAPES[shape]
     if shape != "system" and known.default_system is not None:
         messages = [{"role": "system", "content": known.default_system}, *messages]
@@ -41,7 +41,7 @@ def written(known: PromptFormat, shape: str) -> str:
 
 
 def confirmed(name: str, shape: str) -> str:
-    """What the source writes, or the model's own template."""
+    """Text of the same conversation by the source, or by the model's own template."""
     card, template_card = CARDS[name], template_card_of(name)
     if shape in template_card:
         return template_card[shape]
@@ -56,7 +56,7 @@ def confirmed(name: str, shape: str) -> str:
     return text + card.get("opened", "")
 
 
-def test_there_are_more_than_twenty_and_each_has_its_card() -> None:
+def test_every_format_has_a_card() -> None:
     assert set(NAMES) == set(CARDS)
     assert len(NAMES) > 20
     assert all(card["source"] for card in CARDS.values())
@@ -64,7 +64,7 @@ def test_there_are_more_than_twenty_and_each_has_its_card() -> None:
     assert len(names) == len(set(names))
 
 
-def test_those_that_people_know_are_there() -> None:
+def test_well_known_formats_exist() -> None:
     asked = (
         "raw llama llama3 codellama qwq chatml tinyllama zephyr deepseek solar openchat nous gemma "
         "cohere phi3 granite granite3 glm vicuna mistral qwen2.5 gemma3 llama2 command-r yi hermes "
@@ -75,12 +75,12 @@ def test_those_that_people_know_are_there() -> None:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_conversation_is_written_as_its_source_writes_it(name: str, shape: str) -> None:
+def test_a_conversation_equals_that_of_the_source(name: str, shape: str) -> None:
     assert written(find_format(name), shape) == confirmed(name, shape)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_reasoning_is_told_apart_from_the_answer(name: str) -> None:
+def test_reasoning_tags_of_the_format_separate_reasoning_and_answer(name: str) -> None:
     known = find_format(name)
     opening, closing = known.reasoning
     begins_inside = ends_inside(known.render(TURNS), opening)
@@ -90,7 +90,7 @@ def test_reasoning_is_told_apart_from_the_answer(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_looks_like_a_place_for_text_is_text(name: str) -> None:
+def test_placeholders_inside_messages_are_text(name: str) -> None:
     messages = [
         {"role": "system", "content": "{user} {reply}"},
         {"role": "user", "content": "{system} } {x}"},
@@ -103,21 +103,21 @@ def test_what_looks_like_a_place_for_text_is_text(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_lost_without_a_system_prompt(name: str) -> None:
+def test_all_turns_are_written_without_a_system_prompt(name: str) -> None:
     known = find_format(name)
     text = known.render(TURNS)
     assert all(str(turn["content"]) in text for turn in TURNS)
     assert text.endswith(known.opening)
 
 
-def test_a_stop_is_a_token_where_there_is_one() -> None:
+def test_a_stop_text_is_a_token_if_the_vocabulary_has_it() -> None:
     chatml, tinyllama = find_format("chatml"), find_format("tinyllama")
     assert chatml.stops({"<|im_end|>": 7}) == (frozenset({7}), ())
     assert chatml.stops({}) == (frozenset(), ("<|im_end|>",))
     assert tinyllama.stops({"<|im_end|>": 7}) == (frozenset({7}), ("<|im_end|>",))
 
 
-def test_an_unknown_name_is_told_the_nearest() -> None:
+def test_an_unknown_name_suggests_the_nearest() -> None:
     with pytest.raises(RequestError, match="lama3"):
         find_format("lama3")
 

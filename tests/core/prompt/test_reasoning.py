@@ -1,4 +1,4 @@
-"""Reasoning is told from the answer, however the reply is cut into chunks."""
+"""Separation of reasoning and answer, independent of how the reply is cut into chunks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def split_whole(text: str, begins_inside: bool) -> tuple[str, str]:
 
 
 @given(TEXTS, st.lists(st.integers(0, 60), max_size=8), st.booleans())
-def test_chunks_give_what_the_whole_gives(text: str, cuts: list[int], begins_inside: bool) -> None:
+def test_chunks_give_the_same_split_as_the_whole_reply(
+    text: str, cuts: list[int], begins_inside: bool
+) -> None:
     bounds = [0, *sorted(cuts), len(text)]
     chunks = [text[start:end] for start, end in pairwise(bounds)]
     assert split(chunks, begins_inside) == split_whole(text, begins_inside)
@@ -52,7 +54,7 @@ def test_chunks_give_what_the_whole_gives(text: str, cuts: list[int], begins_ins
 
 
 @given(TEXTS, st.booleans())
-def test_no_more_is_held_back_than_could_be_a_tag(text: str, begins_inside: bool) -> None:
+def test_only_a_possible_tag_is_held_back(text: str, begins_inside: bool) -> None:
     splitter = ReasoningSplitter(begins_inside=begins_inside)
     fed = released = ""
     for character in text:
@@ -77,7 +79,7 @@ def test_no_more_is_held_back_than_could_be_a_tag(text: str, begins_inside: bool
         ("<think", "", "<think"),
     ],
 )
-def test_where_the_tags_stand(text: str, reasoning: str, answer: str) -> None:
+def test_split_by_position_of_the_tags(text: str, reasoning: str, answer: str) -> None:
     assert split([text]) == (reasoning, answer)
     assert split(list(text)) == (reasoning, answer)
 
@@ -94,7 +96,7 @@ def test_other_tags() -> None:
     assert split(list("[THINK]a[/THINK]b"), **tags) == ("a", "b")
 
 
-def test_pieces_come_as_soon_as_they_are_certain() -> None:
+def test_pieces_are_returned_as_soon_as_they_are_certain() -> None:
     splitter = ReasoningSplitter()
     assert splitter.feed("<think>One") == [Piece(True, "One")]
     assert splitter.feed(" two </th") == [Piece(True, " two")]
@@ -104,14 +106,14 @@ def test_pieces_come_as_soon_as_they_are_certain() -> None:
     assert splitter.feed(" <think") == [Piece(False, " <think")]
 
 
-def test_a_prompt_that_ends_inside() -> None:
+def test_a_prompt_that_ends_with_an_opening_tag() -> None:
     assert ends_inside("<|im_start|>assistant\n<think>\n")
     assert not ends_inside("<|im_start|>assistant\n<think>\n\n</think>\n\n")
     assert not ends_inside("What does <think> mean?<|im_end|>\n<|im_start|>assistant\n")
     assert ends_inside("Go on.[THINK]", "[THINK]")
 
 
-def test_tags_that_a_template_speaks_of() -> None:
+def test_tags_are_found_in_the_template() -> None:
     assert find_tags("") == ("<think>", "</think>")
     assert find_tags("{{ content.split('</think>')[-1] }} [THINK]") == ("<think>", "</think>")
     assert find_tags("{{ '[THINK]' }}") == ("[THINK]", "[/THINK]")

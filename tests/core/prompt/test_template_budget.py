@@ -1,4 +1,4 @@
-"""A template cannot use more time or memory than its budget, in any of the ways it could try."""
+"""Budget of templates: every known way to use more time or memory is stopped."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ USER = [{"role": "user", "content": "hi"}]
 DOUBLING = (
     "{{% set ns = namespace(x={start}) %}}{{% for i in range(60) %}}{{% set ns.x = {next} %}}"
 )
-LARGEST_BYTES = 400 * 2**20  # a value of 64 MiB in four bytes a character, and a copy
+LARGEST_BYTES = 400 * 2**20  # 64 Mi characters of four bytes each, and a copy
 
 
 SLOW_LOOPS = {"recursive", "macro"}
@@ -25,7 +25,7 @@ SLOW_VALUES = {"percent many", "percent widths", "sum", "block", "join"}
 
 
 def some_thorough(sources: dict[str, str], slow: set[str]) -> list[Any]:
-    """The sources as parameters; those that take longest to refuse are thorough."""
+    """Sources as test parameters; those that take longest to refuse are marked thorough."""
     return [
         pytest.param(source, marks=pytest.mark.thorough if name in slow else ())
         for name, source in sources.items()
@@ -58,8 +58,8 @@ LOOPS = {
 
 
 @pytest.mark.parametrize("source", some_thorough(LOOPS, SLOW_LOOPS), ids=LOOPS)
-def test_loops_end(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(budget, "MAX_STEPS", 200_000)  # to be quick; the next test has the real one
+def test_endless_loops_are_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "MAX_STEPS", 200_000)  # for speed; the next test uses the real one
     with pytest.raises(TemplateError, match=r"steps|makes more than"):
         render(source)
 
@@ -72,7 +72,7 @@ def test_the_real_limits_end_a_loop_in_seconds() -> None:
     assert time.monotonic() - start < budget.MAX_SECONDS
 
 
-def test_the_clock_ends_what_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_templates_are_stopped_by_the_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "MAX_SECONDS", -1.0)
     with pytest.raises(TemplateError, match="takes longer"):
         render("{% for m in messages %}{{ m.content }}{% endfor %}")
@@ -140,7 +140,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("source", some_thorough(VALUES, SLOW_VALUES), ids=VALUES)
-def test_no_value_grows_beyond_its_bound(source: str) -> None:
+def test_values_beyond_the_size_limit_are_refused(source: str) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.monotonic()
     with pytest.raises(TemplateError, match=r"SecurityError: (the|a chat) template") as caught:
@@ -162,7 +162,7 @@ def test_no_value_grows_beyond_its_bound(source: str) -> None:
         "lipsum()",
     ],
 )
-def test_what_no_template_needs_is_not_there(expression: str) -> None:
+def test_names_that_templates_do_not_need_are_undefined(expression: str) -> None:
     with pytest.raises(TemplateError, match=r"unsafe|undefined"):
         render("{{ " + expression + " }}")
 
@@ -178,12 +178,12 @@ def test_what_no_template_needs_is_not_there(expression: str) -> None:
     ],
     ids=["digits", "brackets", "syntax", "filter", "long"],
 )
-def test_what_cannot_be_compiled_is_a_template_error(source: str) -> None:
+def test_a_source_that_cannot_be_compiled_is_a_template_error(source: str) -> None:
     with pytest.raises(TemplateError, match=r"not valid|too long"):
         render(source)
 
 
-def test_control_characters_of_a_refusal_are_shown_and_not_sent() -> None:
+def test_control_characters_in_a_refusal_are_escaped() -> None:
     with pytest.raises(TemplateError, match="no") as caught:
         render("{{ raise_exception('no \x1b[31m') }}")
     assert "\x1b" not in str(caught.value)
@@ -256,7 +256,7 @@ TOOL_CHAT: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("source", [LLAMA3_TOOLS, QWEN3, MISTRAL], ids=["llama3", "qwen3", "mist"])
-def test_templates_as_models_have_them_are_not_in_the_way(source: str) -> None:
+def test_templates_of_real_models_stay_within_the_budget(source: str) -> None:
     tools: list[Any] = [
         {"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int"}}}}
     ]

@@ -1,4 +1,4 @@
-"""Where a model keeps its chat template, and what is not one."""
+"""Files that contain a chat template, and values that are not one."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def config(template: object, **more: object) -> dict[str, object]:
         ({"special_tokens_map.json": {"bos_token": "M"}, **config("{{ bos_token }}")}, "M"),
     ],
 )
-def test_a_directory_keeps_its_template_in_one_of_these(
+def test_sources_of_a_template_in_a_directory(
     tmp_path: Path, files: dict[str, object], expected: str
 ) -> None:
     template = load_template(write(tmp_path, files))
@@ -73,7 +73,7 @@ def test_a_base_model_has_none(tmp_path: Path, files: dict[str, object]) -> None
         ({"tokenizer_config.json": "[]"}, "no JSON object", "tokenizer_config.json"),
     ],
 )
-def test_what_is_not_a_template_is_refused(
+def test_values_that_are_not_templates_are_refused(
     tmp_path: Path, files: dict[str, object], message: str, where: str
 ) -> None:
     with pytest.raises(TemplateError, match=message) as caught:
@@ -81,7 +81,7 @@ def test_what_is_not_a_template_is_refused(
     assert caught.value.where == str(tmp_path / where)
 
 
-def test_a_gguf_file_brings_its_own(smollm2_path: Path) -> None:
+def test_a_gguf_file_contains_its_template(smollm2_path: Path) -> None:
     template = load_template(smollm2_path, read_gguf_fields(smollm2_path))
     assert template is not None
     assert (template.bos_token, template.eos_token) == ("<|im_start|>", "<|im_end|>")
@@ -98,7 +98,7 @@ def test_a_gguf_file_of_a_base_model_has_none(gemma3_path: Path) -> None:
     assert load_template(gemma3_path, read_gguf_fields(gemma3_path)) is None
 
 
-def test_metadata_that_was_read_already_is_used(tmp_path: Path) -> None:
+def test_metadata_passed_by_the_caller_is_used(tmp_path: Path) -> None:
     fields = {"tokenizer.chat_template": "given"}
     template = load_template(tmp_path / "unread.gguf", fields)
     assert template is not None
@@ -141,7 +141,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_is_there_but_no_file_is_not_taken_as_absent(tmp_path: Path, name: str) -> None:
+def test_a_path_that_is_not_a_file_does_not_count_as_absent(tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     path.mkdir()
     with pytest.raises(TemplateError, match="not a regular file") as caught:
@@ -168,7 +168,7 @@ def test_files_have_a_size_limit(tmp_path: Path, name: str) -> None:
         load_template(write(tmp_path, {name: " " * (CONFIG_LIMIT_BYTES + 1)}))
 
 
-def test_windows_line_ends_are_read_as_plain_ones(tmp_path: Path) -> None:
+def test_windows_line_ends_are_converted(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_bytes(b"a\r\nb")
     template = load_template(tmp_path)
     assert template is not None

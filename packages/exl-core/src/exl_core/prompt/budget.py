@@ -1,12 +1,12 @@
-"""What one rendering of a chat template may use: steps, characters, size of a value, and time.
+"""Limits on rendering a chat template: steps, characters, size of a value, and time.
 
-A template is a program from a stranger, so it can loop for days and fill the memory without writing
-a line. Its environment (`sandbox.py`) reports each turn of a loop, each call, operation and filter,
-and each value that one of them makes. Lists may share their elements, and a few dozen lists of two
-can stand for more elements than there are atoms; so a value is weighed with all that it holds, each
-time it occurs. Knows no jinja2 beyond the error that a template may be refused with.
+A template is an untrusted program: it can loop for days or fill the memory without writing any
+text. Its environment (`sandbox.py`) reports every loop iteration, call, operation and filter to the
+budget, and every value that they create. Lists can share their elements, so that a few dozen nested
+lists of two stand for an astronomical number of elements. The weight of a value therefore counts
+each occurrence of each element. This module uses jinja2 only for the error that refuses a template.
 
-The clock is the last resort: it stops what is slow without being large, between two steps.
+The time limit is checked between two steps. It stops templates that are slow without being large.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import chain
 
-# No conversation comes near these; a template that needs more is broken or hostile.
+# No real conversation comes near these limits; a template that does is broken or hostile.
 MAX_STEPS = 2_000_000
-MAX_WEIGHT = 16 * 2**20  # of one value: its characters, and ITEM_WEIGHT for each element
-MAX_MADE = 512 * 2**20  # of all values that were made, each counted once
+MAX_WEIGHT = 16 * 2**20  # of one value: its characters, plus ITEM_WEIGHT for each element
+MAX_MADE = 512 * 2**20  # of all values that were created, each counted once
 MAX_INT_BITS = 4096
 MAX_WIDTH = 10_000  # of a padded or indented field
 MAX_SECONDS = 20.0
 
-ITEM_WEIGHT = 16  # near the bytes of an element, so that a list weighs as much as its memory
+ITEM_WEIGHT = 16  # about the bytes of an element, so that weight approximates memory
 _SIZED = (list, tuple, Set, KeysView, ValuesView, ItemsView, Mapping)
 
 
 class Budget:
-    """The use so far, against the limits."""
+    """Resources used so far by one rendering; raises past a limit."""
 
     def __init__(self) -> None:
         self.steps = 0
         self.made_weight = 0
         self.deadline = time.monotonic() + MAX_SECONDS
-        # By identity, with the value, so that the identity stays its own. What a template can hold
-        # does not change: the sandbox is immutable and a namespace weighs nothing.
+        # Weights by id. The value is kept too, so that its id is not reused. Cached weights stay
+        # valid because the sandbox is immutable and a namespace weighs nothing.
         self._weights: dict[int, tuple[int, object]] = {}
 
     def step(self, cost: int = 0) -> None:
-        """One turn, which writes up to `cost` characters."""
+        """Count one step that writes up to `cost` characters."""
         self.steps += 1
         self.made_weight += cost
         if self.steps > MAX_STEPS:
@@ -52,7 +52,7 @@ class Budget:
             raise refusal(f"takes longer than {MAX_SECONDS:.0f} s")
 
     def made(self, value: object) -> object:
-        """The value, which must not be too large."""
+        """Count a new value and return it; raises if it is too large."""
         self.step()
         if isinstance(value, str | bytes):
             self.expect(len(value))
@@ -61,11 +61,11 @@ class Budget:
             check_bits(value.bit_length())
         elif isinstance(value, _SIZED):
             self.expect(self.weigh(value))
-            self.made_weight += ITEM_WEIGHT * len(value)  # the elements were there already
+            self.made_weight += ITEM_WEIGHT * len(value)  # its elements existed before
         return value
 
     def expect(self, weight: float) -> None:
-        """Refuses a value of this weight before it is made."""
+        """Raise if a value of this weight would be too large, before it is created."""
         if weight > MAX_WEIGHT:
             raise refusal("builds a value that is too large")
 
@@ -88,8 +88,8 @@ class Budget:
         self._weights[id(value)] = (weight, value)
         return weight
 
-    def know(self, value: object, weight: int) -> None:
-        """That a list just made weighs this, so that a list which grows is not weighed each time"""
+    def set_weight(self, value: object, weight: int) -> None:
+        """Set the weight of a new list, so that a growing list is not weighed again each time."""
         self._weights[id(value)] = (weight, value)
 
 
@@ -98,7 +98,7 @@ _current: ContextVar[Budget] = ContextVar("_current")
 
 @contextmanager
 def new_budget() -> Iterator[Budget]:
-    """A budget for the work inside; `current_budget` finds it."""
+    """Budget of the `with` block; `current_budget` returns it."""
     budget = Budget()
     token = _current.set(budget)
     try:
@@ -117,13 +117,13 @@ def check_bits(bits: int) -> None:
 
 
 def check_width(width: object) -> None:
-    """Of a field or an indent: a number of spaces, or the text to indent with."""
+    """Raise if a field or an indent is too wide. `width` is a number or the indent's text."""
     size = len(width) if isinstance(width, str) else width
     if isinstance(size, int) and abs(size) > MAX_WIDTH:
         raise refusal(f"asks for a width of more than {MAX_WIDTH}")
 
 
-def refusal(what: str) -> Exception:
+def refusal(reason: str) -> Exception:
     from jinja2.exceptions import SecurityError
 
-    return SecurityError(f"the template {what}")
+    return SecurityError(f"the template {reason}")

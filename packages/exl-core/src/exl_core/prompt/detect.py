@@ -1,8 +1,9 @@
-"""Where a model keeps its chat template.
+"""Reading a model's chat template from its files.
 
-A directory: `chat_template.jinja`, else `chat_template` in `tokenizer_config.json` (a text, or a
-list of named ones of which 'default' is taken), else `chat_template.json`. A `.gguf` file: the key
-`tokenizer.chat_template`. A model without one is a base model, which is not an error.
+In a directory, the sources are, in this order: `chat_template.jinja`, the key `chat_template` of
+`tokenizer_config.json` (a text, or a list of named texts from which 'default' is used), and
+`chat_template.json`. In a `.gguf` file it is the key `tokenizer.chat_template`. A model without a
+chat template is a base model, which is not an error.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ DEFAULT_NAME = "default"
 def load_template(
     path: Path, gguf_fields: Mapping[str, object] | None = None
 ) -> ChatTemplate | None:
-    """The chat template of a model, None when it has none.
+    """Chat template of a model, or None.
 
-    A `.gguf` file needs `gguf_fields`, its metadata: reading them is not this package's work.
+    For a `.gguf` file the caller passes its metadata as `gguf_fields`; this package does not read
+    GGUF files.
     """
     if gguf_fields is not None:
         return template_from_gguf_fields(gguf_fields, str(path))
@@ -41,7 +43,7 @@ def load_template(
 
 
 def template_from_gguf_fields(fields: Mapping[str, object], where: str) -> ChatTemplate | None:
-    """The chat template in the metadata of a GGUF file."""
+    """Chat template in the metadata of a GGUF file, or None."""
     source = fields.get("tokenizer.chat_template")
     if source is None:
         return None
@@ -74,11 +76,11 @@ def _from_directory(folder: Path) -> ChatTemplate | None:
 
 
 def _directory_source(folder: Path, config: Mapping[str, object]) -> tuple[str, Path] | None:
-    """The template's source and the file it came from."""
+    """Source of the template, and the file that contains it."""
     jinja = folder / "chat_template.jinja"
     if is_present(jinja, TemplateError):
         try:
-            # As text: Windows line ends become plain ones, as in the other places.
+            # Windows line ends become "\n", as they do in the JSON files.
             data = read_bytes(jinja, TemplateError, CONFIG_LIMIT_BYTES)
             return data.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n"), jinja
         except UnicodeDecodeError as error:

@@ -1,7 +1,8 @@
-"""jinja2's filters, each reporting to the budget, and the few that need more than that.
+"""jinja2's filters with budget checks, and replacements for a few of them.
 
-A filter that can make much of little (`center`, `replace`, `sum` of lists) is checked before it
-works. Those that only format web pages are left out: some take quadratic time.
+A filter whose output can be much larger than its input (`center`, `replace`, `sum` of lists) is
+checked before it runs. Filters that only format web pages are removed, because some of them take
+quadratic time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from jinja2.filters import do_join, make_attrgetter
 from exl_core.prompt.budget import check_width, current_budget, refusal
 from exl_core.prompt.formatting import check_indent, check_join, check_percent, check_replace
 
-_LEFT_OUT = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
+_REMOVED = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 _MAX_INDENT = 64
 _MAX_DECIMALS = 100
 _MAX_PARTS = 1_000_000
@@ -26,7 +27,7 @@ Filter = Callable[..., Any]
 
 
 def bounded_filters(filters: Mapping[str, Filter]) -> dict[str, Filter]:
-    kept = {name: found for name, found in filters.items() if name not in _LEFT_OUT}
+    kept = {name: found for name, found in filters.items() if name not in _REMOVED}
     kept |= {"join": _join, "sum": _sum, "tojson": to_json}
     return {name: _bounded(found, _CHECKS.get(name)) for name, found in kept.items()}
 
@@ -98,7 +99,7 @@ def _join(eval_ctx: Any, value: Any, d: str = "", attribute: Any = None) -> str:
 
 @pass_environment
 def _sum(environment: Any, iterable: Any, attribute: Any = None, start: Any = 0) -> Any:
-    """By the sandbox's `+`: a sum of lists is quadratic."""
+    """Uses the sandbox's `+`, which has checks, because a sum of lists takes quadratic time."""
     if attribute is not None:
         iterable = map(make_attrgetter(environment, attribute), iterable)
     total = start
@@ -114,7 +115,7 @@ def to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without jinja2's HTML escapes, which models have never seen."""
+    """JSON without jinja2's HTML escapes, which models were not trained on."""
     budget = current_budget()
     budget.expect(budget.weigh(value))
     for text in (*(separators or ()), *([] if indent is None else [indent])):
@@ -127,7 +128,7 @@ def to_json(
         return encoder.encode(value)
     parts: list[str] = []
     weight = 0
-    for part in encoder.iterencode(value):  # deep values are mostly indent
+    for part in encoder.iterencode(value):  # the output of nested values is mostly indent
         weight += len(part)
         budget.expect(weight)
         parts.append(part)

@@ -1,23 +1,24 @@
-"""Prompt formats by name: how a conversation is written where no chat template is followed.
+"""Named prompt formats, which write a conversation as text without a chat template.
 
-The formats are data, in `formats.toml`. A format puts pieces of text together, one for each turn,
-and says what ends a reply; it knows no tokenizer. Keys of an entry, of which `like` takes those
-that it does not have from another one:
+The formats are data, in `formats.toml`. A format joins one piece of text per turn and defines the
+texts that end a reply. It does not use a tokenizer. Keys of an entry:
 
-    about, model, also     what it is for; the model whose card it follows; other names
-    bos                    whether the tokenizer's BOS comes first, where it has one
-    special                whether the text of special tokens in the result becomes these tokens
-    start                  before everything
-    start_without_system   what follows it where there is no system prompt
-    default_system         the system prompt where none is asked for
-    system                 its turn; or `first_user_with_system`, `last_user_with_system`: the
-                           user's turn that takes it in
-    user, reply            a turn of the user; a finished reply
-    opening                what a reply is written after; without it, `reply` up to its text
-    stop                   texts that end a reply, besides EOS: tokens where the vocabulary has them
-    reasoning              the tags around reasoning
+    like                   entry from which missing keys are inherited
+    about, model, also     description; the model whose card it follows; other names
+    bos                    the tokenizer's BOS, if it has one, comes first
+    special                special tokens in the text are encoded as these tokens
+    start                  text before everything else
+    start_without_system   text after `start` if there is no system prompt
+    default_system         system prompt if the caller gives none
+    system                 turn of the system prompt
+    first_user_with_system, last_user_with_system
+                           turn of the user that contains the system prompt, instead of `system`
+    user, reply            turn of the user; complete reply
+    opening                text before a reply; by default the part of `reply` before its text
+    stop                   texts that end a reply besides EOS; tokens if the vocabulary has them
+    reasoning              tags around reasoning
 
-A reply in the context has no reasoning in it, so no piece has room for it.
+Earlier replies are written without their reasoning, so that no piece has a place for it.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from exl_core.errors import RequestError, TemplateError
 from exl_core.prompt.reasoning import CLOSING, OPENING
 
 _DATA = "formats.toml"
-_PLACE = re.compile(r"\{(system|user|reply)\}")  # any other brace is text
+_PLACE = re.compile(r"\{(system|user|reply)\}")  # all other braces are text
 
 
 @dataclass(frozen=True, slots=True)
 class PromptFormat:
-    """One entry of `formats.toml`, with what its keys default to."""
+    """One entry of `formats.toml`, with the defaults of its keys."""
 
     name: str
     about: str
@@ -60,9 +61,9 @@ class PromptFormat:
     reasoning: tuple[str, str] = (OPENING, CLOSING)
 
     def render(self, messages: Sequence[Mapping[str, object]]) -> str:
-        """The conversation as text, up to where the model replies; a BOS is not part of it.
+        """Conversation as text, up to the place of the next reply, without BOS.
 
-        A system message may come first, then those of user and assistant.
+        The first message may be of the system; all others are of user and assistant.
         """
         turns = [(str(message["role"]), str(message["content"])) for message in messages]
         system = turns.pop(0)[1] if turns and turns[0][0] == "system" else None
@@ -91,9 +92,10 @@ class PromptFormat:
         return "".join([*parts, self.opening])
 
     def stops(self, special_tokens: Mapping[str, int]) -> tuple[frozenset[int], tuple[str, ...]]:
-        """What ends a reply besides EOS: ids of tokens, and texts that are none in this vocabulary.
+        """Stop token ids and stop strings besides EOS.
 
-        Where special tokens are not read from text, the model writes them as text too: then both.
+        A stop text that is a special token of this vocabulary becomes an id. If the format does not
+        encode special tokens (`special`), the model may spell them, so that they are strings too.
         """
         ids = frozenset(special_tokens[text] for text in self.stop if text in special_tokens)
         texts = (text for text in self.stop if text not in special_tokens or not self.special)
@@ -101,20 +103,20 @@ class PromptFormat:
 
 
 def _fill(piece: str, **texts: str) -> str:
-    """In one go, so that a text may hold what looks like a place for another."""
+    """Substitute all places in one pass, so that a text may contain `{user}` and the like."""
     return _PLACE.sub(lambda place: texts[place[1]], piece)
 
 
 @cache
 def all_formats() -> dict[str, PromptFormat]:
-    """By name, without the other names, in the order of the file."""
+    """Formats by their main name, in the order of the file."""
     text = files(__package__).joinpath(_DATA).read_text(encoding="utf-8")
     entries = tomllib.loads(text)
     return {name: _read(name, entries) for name in entries}
 
 
 def find_format(name: str) -> PromptFormat:
-    """By any of its names; raises RequestError with the nearest one."""
+    """Format with this name or other name; the RequestError suggests the nearest name."""
     names = {
         other: known for known in all_formats().values() for other in (known.name, *known.also)
     }
@@ -135,7 +137,7 @@ def _read(name: str, entries: Mapping[str, dict[str, object]]) -> PromptFormat:
     if like is not None:
         inherited = dict(entries[str(like)])
         inherited.pop("also", None)
-        if "reply" in entry:  # what it opens with goes with it
+        if "reply" in entry:  # an inherited `opening` belongs to the inherited `reply`
             inherited.pop("opening", None)
         entry = inherited | entry
     entry.setdefault("opening", str(entry["reply"]).partition("{reply}")[0])

@@ -1,7 +1,7 @@
-"""Text methods, `%` and `format` on behalf of a template: how large the result can get, beforehand.
+"""Size checks for the string methods, `%` and `format` that a template calls.
 
-Each check raises before the memory is asked for. Arguments of a wrong type pass: the operation
-itself says what is wrong with them.
+Each check bounds the size of the result and raises before memory is allocated. Arguments of a wrong
+type pass the checks; the operation itself raises the error.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from exl_core.prompt.budget import check_width, current_budget, refusal
 
-# What templates use; the others can make much of little (`translate`, `expandtabs`) or lead to
-# types that nobody needs here (`encode`).
+# Methods that templates use. The others can expand their input without limit (`translate`,
+# `expandtabs`) or return types that templates do not need (`encode`).
 TEXT_METHODS = frozenset(
     """
     capitalize casefold center count endswith find format format_map index isalnum isalpha isascii
     isdecimal isdigit islower isnumeric isspace istitle isupper join ljust lower lstrip partition
     removeprefix removesuffix replace rfind rindex rjust rpartition rsplit rstrip split splitlines
     startswith strip swapcase title upper zfill
-    """.split()  # noqa: SIM905 - a list of forty lines says no more
+    """.split()  # noqa: SIM905 - a list would take forty lines
 )
 LIST_METHODS = frozenset({"copy", "count", "index"})
 MAPPING_METHODS = frozenset({"copy", "get", "items", "keys", "values"})
@@ -31,7 +31,7 @@ _DIGITS = re.compile(r"\d+")
 
 
 def check_text_method(text: str, name: str, args: Sequence[Any]) -> Sequence[Any]:
-    """The arguments to call the method with, whose result will not be too large."""
+    """Check a call of a string method and return the arguments to call it with."""
     current_budget().step(len(text))
     if name == "replace" and len(args) >= 2:
         check_replace(text, args[0], args[1])
@@ -64,10 +64,10 @@ def check_indent(text: object, width: object) -> None:
 
 
 def check_percent(text: str, values: object) -> None:
-    """Before `text % values`."""
+    """Check `text % values` before it is computed."""
     widths = list(_percent_widths(text))
     weight = current_budget().weigh(values)
-    if isinstance(values, Mapping):  # each may be written many times
+    if isinstance(values, Mapping):  # a value may be written by several fields
         weight *= len(widths)
     current_budget().expect(len(text) + weight + sum(widths))
 
@@ -91,13 +91,13 @@ def _percent_widths(text: str) -> Iterator[int]:
 
 
 def _checked_number(digits: str) -> int:
-    number = int(digits[:9])  # more digits are too many, whatever they are
+    number = int(digits[:9])  # any number with more digits is too large
     check_width(number if len(digits) < 9 else 10**9)
     return number
 
 
 class BoundedFormatter(Formatter):
-    """`str.format` through the sandbox: fields are looked up by `environment`, widths bounded."""
+    """`str.format` whose fields are looked up by the sandbox and whose widths are bounded."""
 
     def __init__(self, environment: Any) -> None:
         self._environment = environment

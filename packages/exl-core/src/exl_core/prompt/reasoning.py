@@ -1,9 +1,9 @@
-"""Reasoning and answer of a reply, told apart by tags while it streams.
+"""Separation of a streamed reply into reasoning and answer, by tags.
 
-A reply may begin with reasoning: an opening tag, the reasoning, a closing tag, the answer. Where
-the prompt has opened the tag already, the reply begins inside it. Tags further on are text: an
-answer may speak of them. White space around a tag belongs to the tag. Knows neither tokens nor
-models.
+A reply may begin with reasoning: an opening tag, the reasoning, a closing tag, then the answer. If
+the prompt ends with the opening tag, the reply begins inside the reasoning. Later tags are text,
+because an answer may mention them. White space around a tag belongs to the tag. This module uses
+neither tokens nor models.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ _OTHER_TAGS = (
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text of a reply, never empty; of its reasoning or of its answer."""
+    """Nonempty part of a reply's reasoning or of its answer."""
 
     is_reasoning: bool
     text: str
 
 
 def ends_inside(prompt: str, opening: str = OPENING) -> bool:
-    """Does a rendered prompt end with an opened tag, so that the reply begins with reasoning?"""
+    """Whether a rendered prompt ends with the opening tag, so that the reply begins inside."""
     return prompt.rstrip().endswith(opening)
 
 
 def find_tags(template: str) -> tuple[str, str]:
-    """The tags that a chat template, as its source, speaks of; where it says nothing, the usual."""
+    """Tags that occur in the source of a chat template; by default `<think>` and `</think>`."""
     named = (tags for tags in _OTHER_TAGS if tags[1] in template or tags[0] in template)
     usual = (OPENING, CLOSING)
     return usual if CLOSING in template else next(named, usual)
 
 
 class _Stage(Enum):
-    START = auto()  # nothing was said yet; an opening tag may come
-    OPENED = auto()  # after an opening tag and before anything else
+    START = auto()  # no text yet; an opening tag may follow
+    OPENED = auto()  # after the opening tag, before any text
     REASONING = auto()
-    CLOSED = auto()  # after the closing tag and before anything else
+    CLOSED = auto()  # after the closing tag, before any text
     ANSWER = auto()
 
 
 class ReasoningSplitter:
-    """Splits a reply piece by piece; `feed` and `finish` together give what the whole would.
+    """Splits a reply as it streams. The pieces do not depend on where the stream is cut.
 
-    Only what may turn out to be a tag, with the white space before it, is held back. A reply that
-    never closes its tag is reasoning to its end.
+    Only text that may become a tag is held back, with the white space before it. A reply without a
+    closing tag is reasoning to its end.
     """
 
     def __init__(
@@ -67,13 +67,13 @@ class ReasoningSplitter:
 
     @property
     def is_inside(self) -> bool:
-        """Would text that comes now be reasoning?"""
+        """Whether the next text is reasoning."""
         if self._stage is _Stage.START:
             return self._begins_inside
         return self._stage in (_Stage.OPENED, _Stage.REASONING)
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that are certain, now that `text` has come."""
+        """Add text of the reply; return the pieces that are certain now."""
         self._held += text
         if self._stage is _Stage.START:
             self._start()
@@ -89,15 +89,15 @@ class ReasoningSplitter:
         return pieces
 
     def finish(self) -> list[Piece]:
-        """What was held back, at the end of the reply."""
+        """End the reply; return the text that was held back."""
         return self._release(len(self._held), is_reasoning=self.is_inside)
 
     def _start(self) -> None:
-        said = self._held.lstrip()
-        if said.startswith(self._opening):
-            self._held = said[len(self._opening) :]
+        text = self._held.lstrip()
+        if text.startswith(self._opening):
+            self._held = text[len(self._opening) :]
             self._stage = _Stage.OPENED
-        elif not self._opening.startswith(said):
+        elif not self._opening.startswith(text):
             self._stage = _Stage.OPENED if self._begins_inside else _Stage.ANSWER
 
     def _skip_space(self, following: _Stage) -> None:
@@ -116,7 +116,7 @@ class ReasoningSplitter:
         return pieces
 
     def _certain(self) -> int:
-        """How many of the held characters cannot belong to the closing tag."""
+        """Number of held characters that cannot belong to the closing tag."""
         begun = (
             size
             for size in range(min(len(self._closing) - 1, len(self._held)), 0, -1)

@@ -1,12 +1,12 @@
-"""The jinja2 environment that chat templates run in: immutable, without files, and bounded.
+"""Sandboxed jinja2 environment for chat templates: immutable, without file access, and bounded.
 
-Owns where a template meets its budget (`budget.py`). jinja2 lets an environment see operators,
-calls, filters and what is written. What it does not show, the turns of a loop and the lists and
-texts that the syntax builds, is added to the syntax tree here, before it is compiled. Filters that
-can make much of little are in `filters.py`.
+This module connects a template with its budget (`budget.py`). A jinja2 environment can intercept
+operators, calls, filters and output. It cannot intercept loop iterations and the lists and texts
+that the syntax itself builds: for these, `Metered` adds calls to the syntax tree before it is
+compiled. Filters with checks of their own are in `filters.py`.
 """
 
-# ruff: noqa: N802 - jinja2 finds its visitors by the names of its classes
+# ruff: noqa: N802 - jinja2 finds visitor methods by the names of its node classes
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _METHODS = (
 
 
 class _DirectCalls(CodeGenerator):
-    """Calls of the environment's own methods, which the tree holds for us, skip the sandbox."""
+    """Generates calls of the environment's own methods directly, without the sandbox's checks."""
 
     def visit_Call(self, node: nodes.Call, frame: Any, forward_caller: bool = False) -> None:
         if not isinstance(node.node, nodes.EnvironmentAttribute):
@@ -61,7 +61,7 @@ class _DirectCalls(CodeGenerator):
 
 
 class Sandbox(ImmutableSandboxedEnvironment):
-    """Reports all work to the current budget; `**` and rarely used methods do not exist."""
+    """Environment that reports all work to the current budget, without `**` and rare methods."""
 
     code_generator_class = _DirectCalls
     intercepted_binops = frozenset({"+", "*", "%", "**"})
@@ -70,12 +70,12 @@ class Sandbox(ImmutableSandboxedEnvironment):
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            finalize=_written,
+            finalize=_count_output,
             extensions=[GenerationTag, loopcontrols],
         )
         self.filters = bounded_filters(self.filters)
         del self.globals["lipsum"]
-        self.globals["dict"] = _make_dict  # the class itself would lead out of the sandbox
+        self.globals["dict"] = _make_dict  # the class gives access to objects outside the sandbox
         self.globals["namespace"] = SafeNamespace
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = _strftime_now
@@ -86,16 +86,16 @@ class Sandbox(ImmutableSandboxedEnvironment):
         tree.set_environment(self)
         return tree
 
-    # What `Metered` puts into the tree.
+    # Methods that `Metered` adds calls of.
 
-    def turn(self, cost: int) -> bool:
+    def count_step(self, cost: int) -> bool:
         current_budget().step(cost)
         return True
 
-    def made(self, value: Any) -> Any:
+    def checked(self, value: Any) -> Any:
         return current_budget().made(value)
 
-    def joined(self, *values: Any) -> Any:
+    def concatenate(self, *values: Any) -> Any:
         """The `~` operator."""
         budget = current_budget()
         budget.expect(sum(map(budget.weigh, values)))
@@ -103,7 +103,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
         return budget.made(markup_join(values))
 
-    # What jinja2 asks.
+    # Hooks of jinja2.
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "**":
@@ -119,14 +119,14 @@ class Sandbox(ImmutableSandboxedEnvironment):
                     budget.expect(budget.weigh(value) * times)
         result = super().call_binop(context, operator, left, right)
         if operator == "+" and isinstance(result, list | tuple):
-            budget.know(result, budget.weigh(left) + budget.weigh(right))
+            budget.set_weight(result, budget.weigh(left) + budget.weigh(right))
         return budget.made(result)
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         budget = current_budget()
         if isinstance(obj, types.BuiltinMethodType) and isinstance(obj.__self__, str):
             args = tuple(check_text_method(obj.__self__, obj.__name__, args))
-        elif args or kwargs:  # a macro can gather them in a list
+        elif args or kwargs:  # a macro may collect its arguments in a list
             budget.expect(sum(map(budget.weigh, args)) + sum(map(budget.weigh, kwargs.values())))
         return budget.made(super().call(context, obj, *args, **kwargs))
 
@@ -139,7 +139,7 @@ class Sandbox(ImmutableSandboxedEnvironment):
         def format_text(*args: Any, **kwargs: Any) -> str:
             current_budget().step(len(text))
             formatter = BoundedFormatter(self)
-            # A safe text becomes an ordinary one: nothing here is HTML.
+            # `str` drops the markup type of jinja2, because no text here is HTML.
             if not takes_mapping:
                 return formatter.vformat(str(text), args, kwargs)
             if len(args) != 1 or kwargs:
@@ -151,75 +151,79 @@ class Sandbox(ImmutableSandboxedEnvironment):
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
         for kind, methods in _METHODS:
             if isinstance(obj, kind):
-                return attr in methods or attr in getattr(obj, "_fields", ())  # of `groupby`
+                return attr in methods or attr in getattr(obj, "_fields", ())  # `groupby` tuples
         return bool(super().is_safe_attribute(obj, attr, value))
 
 
 class Metered(NodeTransformer):
-    """Adds to a syntax tree the calls that report loops, macros and values built by the syntax."""
+    """Adds calls to a syntax tree that report iterations, macros and values built by the syntax."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, self._turn(node, node.body))
+        node.body.insert(0, self._count_step(node, node.body))
         if node.test is not None:
-            node.test = nodes.And(_own("turn", node, nodes.Const(0)), node.test, lineno=node.lineno)
+            node.test = nodes.And(
+                _method_call("count_step", node, nodes.Const(0)), node.test, lineno=node.lineno
+            )
         return node
 
     def visit_Macro(self, node: nodes.Macro) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, self._turn(node, node.body))
+        node.body.insert(0, self._count_step(node, node.body))
         return node
 
     def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, self._turn(node, node.body))
+        node.body.insert(0, self._count_step(node, node.body))
         return node
 
     def visit_Block(self, node: nodes.Block) -> nodes.Node:
         self.generic_visit(node)
-        node.body.insert(0, self._turn(node, node.body))
+        node.body.insert(0, self._count_step(node, node.body))
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        return _own("joined", node, *node.nodes)
+        return _method_call("concatenate", node, *node.nodes)
 
     def visit_List(self, node: nodes.List) -> nodes.Node:
-        return self._made(node)
+        return self._checked(node)
 
     def visit_Dict(self, node: nodes.Dict) -> nodes.Node:
-        return self._made(node)
+        return self._checked(node)
 
     def visit_Tuple(self, node: nodes.Tuple) -> nodes.Node:
-        return self._made(node) if node.ctx == "load" else node
+        return self._checked(node) if node.ctx == "load" else node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         if isinstance(node.arg, nodes.Slice):
-            return self._made(node)
+            return self._checked(node)
         self.generic_visit(node)
         return node
 
-    def _made(self, node: nodes.Expr) -> nodes.Expr:
+    def _checked(self, node: nodes.Expr) -> nodes.Expr:
         if not list(node.find_all((nodes.Name, nodes.Call, nodes.Filter))):
-            return node  # a constant, no larger than the source
+            return node  # a constant is no larger than the source
         self.generic_visit(node)
-        return _own("made", node, node)
+        return _method_call("checked", node, node)
 
-    def _turn(self, node: nodes.Node, body: list[nodes.Node]) -> nodes.Node:
-        """One turn; its cost is the text in the body, at most."""
+    def _count_step(self, node: nodes.Node, body: list[nodes.Node]) -> nodes.Node:
+        """Call that counts one iteration, whose cost is all text in the body."""
         texts = (text for part in body for text in part.find_all(nodes.TemplateData))
         cost = sum(len(text.data) for text in texts)
-        return nodes.ExprStmt(_own("turn", node, nodes.Const(cost)), lineno=node.lineno)
+        return nodes.ExprStmt(
+            _method_call("count_step", node, nodes.Const(cost)), lineno=node.lineno
+        )
 
 
-def _own(name: str, node: nodes.Node, *arguments: nodes.Expr) -> nodes.Expr:
-    """A call of one of the environment's own methods."""
+def _method_call(name: str, node: nodes.Node, *arguments: nodes.Expr) -> nodes.Expr:
+    """Node that calls a method of the environment."""
     method = nodes.EnvironmentAttribute(name, lineno=node.lineno)
     return nodes.Call(method, list(arguments), [], None, None, lineno=node.lineno)
 
 
 class GenerationTag(Extension):
-    """`{% generation %}` marks what is trained on; here its body is text like any other."""
+    """`{% generation %}` marks training targets; here its body is rendered like any other text."""
 
     tags = {"generation"}  # noqa: RUF012 - jinja2 declares it as an instance attribute
 
@@ -229,12 +233,13 @@ class GenerationTag(Extension):
 
 
 class SafeNamespace(Namespace):
-    """jinja2's, without the names through which Python's own objects are reached.
+    """jinja2's namespace without names that give access to Python's internals.
 
-    It alone can be changed, so it weighs nothing, and what it holds is not part of its text.
+    It is the only mutable value. It therefore weighs nothing, and its contents are not part of its
+    text.
     """
 
-    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be one of the keys
+    def __init__(*args: Any, **kwargs: Any) -> None:  # `self` may be a key
         values = dict(*args[1:], **kwargs)
         for name in values:
             _check_attribute(name)
@@ -253,8 +258,8 @@ def _check_attribute(name: object) -> None:
         raise SecurityError(f"a chat template cannot set {name!r}")
 
 
-def _written(value: Any) -> Any:
-    """What `{{ ... }}` writes, also inside a block or a macro that keeps its text."""
+def _count_output(value: Any) -> Any:
+    """Count the text of a `{{ ... }}`, also inside a block or macro whose text is captured."""
     if isinstance(value, str):
         current_budget().step(len(value))
         return value
@@ -273,5 +278,5 @@ def _raise_exception(message: str) -> NoReturn:
 
 def _strftime_now(pattern: str) -> str:
     if len(pattern) > _MAX_DATE_PATTERN or any(character.isdigit() for character in pattern):
-        raise refusal("asks for a date in a strange format")  # digits are widths there
+        raise refusal("asks for a date in a strange format")  # digits set field widths
     return datetime.now().strftime(pattern)

@@ -1,10 +1,10 @@
-"""A chat template: from a list of messages to the text that the model was trained on.
+"""Chat templates, which turn a list of messages into the text format that a model was trained on.
 
-A template is a program from a stranger. It runs in jinja2's immutable sandbox, without file access,
-and within a budget of steps, memory and time (`sandbox.py`, `budget.py`); whatever it raises is a
-`TemplateError`. The settings and the few extra functions are those that templates on the hub are
-written against. This module knows nothing of files (`detect.py`) and nothing of tokens: its text is
-encoded with special tokens allowed, and it brings its own BOS.
+A template is an untrusted program. It runs in jinja2's immutable sandbox, without file access, and
+within a budget of steps, memory and time (`sandbox.py`, `budget.py`). All its exceptions become
+`TemplateError`. The settings and the few extra functions are those that templates on the Hugging
+Face hub expect. This module handles neither files (`detect.py`) nor tokens: the caller encodes the
+text with special tokens allowed and without adding BOS, which the template writes.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from exl_core.prompt.budget import new_budget
 if TYPE_CHECKING:
     from jinja2 import Template
 
-# No conversation comes near it; a template that writes more is broken or hostile.
+# No real conversation comes near it; a template that writes more is broken or hostile.
 MAX_CHARACTERS = 64 * 1024 * 1024
-MAX_SOURCE_CHARACTERS = 256 * 1024  # the largest known templates have a tenth of it
-MAX_REASON_CHARACTERS = 500  # of what a template may say on the terminal
+MAX_SOURCE_CHARACTERS = 256 * 1024  # ten times the largest known templates
+MAX_REASON_CHARACTERS = 500  # of a template's own error message
 
 Message = Mapping[str, object]
 
 
 class ChatTemplate:
-    """A compiled template with the texts of its model's BOS and EOS tokens."""
+    """Compiled template with the texts of the model's BOS and EOS tokens."""
 
     def __init__(self, source: str, *, bos_token: str, eos_token: str, where: str) -> None:
         self.source = source
@@ -44,7 +44,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, object]] | None = None,
         **kwargs: object,
     ) -> str:
-        """The conversation as text; with `add_generation_prompt`, up to where the model replies.
+        """Conversation as text; with `add_generation_prompt`, up to the place of the next reply.
 
         `kwargs` become variables of the template (`enable_thinking`, `documents`, ...).
         """
@@ -61,7 +61,7 @@ class ChatTemplate:
                 return _join(pieces, self.where)
         except TemplateError:
             raise
-        # A template can raise anything that Python can: it divides, indexes and recurses.
+        # A template can raise any exception: it divides, indexes and recurses.
         except Exception as error:
             raise TemplateError(
                 "the chat template refused the conversation",
@@ -72,11 +72,11 @@ class ChatTemplate:
 
 
 def _reason(error: Exception) -> str:
-    """What a template says through `raise_exception` speaks for itself; the rest needs its kind."""
+    """Text of an exception, without its type if the template raised it by `raise_exception`."""
     from jinja2 import TemplateError as JinjaError
 
-    said = str(error) if type(error) is JinjaError else f"{type(error).__name__}: {error}"
-    return said[:MAX_REASON_CHARACTERS]
+    text = str(error) if type(error) is JinjaError else f"{type(error).__name__}: {error}"
+    return text[:MAX_REASON_CHARACTERS]
 
 
 def _join(pieces: Iterable[str], where: str) -> str:
@@ -116,9 +116,9 @@ def _compile(source: str, where: str) -> Template:
             got=len(source),
         )
     try:
-        with new_budget():  # constant parts are computed here
+        with new_budget():  # compilation evaluates constant expressions
             template: Template = Sandbox().from_string(source)
-    # The compiler can raise nearly anything too: a literal too long, brackets too deep, a filter.
+    # The compiler raises many types too: for long literals, deep brackets, filters of constants.
     except Exception as error:
         line = getattr(error, "lineno", None)
         raise TemplateError(
