@@ -174,8 +174,8 @@ def test_the_tags_of_reasoning_are_those_of_the_template(opened: str) -> None:
             chunk.choices[0].delta for chunk in client.create(**body, model="scripted", stream=True)
         ]
         assert "".join(delta.content or "" for delta in deltas) == "so"
-        told = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
-        assert "".join(told) == "why <think>"
+        reasoning = [getattr(delta, "reasoning_content", None) or "" for delta in deltas]
+        assert "".join(reasoning) == "why <think>"
 
 
 def test_json_is_no_reasoning() -> None:

@@ -70,8 +70,8 @@ def test_a_stream_joins_to_the_whole(client: Any) -> None:
     assert parts[-1].choices[0].finish_reason == "length"
     assert all(part.choices[0].finish_reason is None for part in parts[:-1])
     for name in ("tokens", "text_offset"):
-        told = [one for part in parts for one in getattr(part.choices[0].logprobs, name)]
-        assert told == getattr(whole.choices[0].logprobs, name)
+        streamed = [one for part in parts for one in getattr(part.choices[0].logprobs, name)]
+        assert streamed == getattr(whole.choices[0].logprobs, name)
     without = list(complete(client, stream=True))
     assert all(part.choices and part.usage is None for part in without)
     assert without[-1].timings["prompt_n"] >= 1
@@ -119,23 +119,23 @@ def test_logprobs_are_the_models_own(client: Any, smollm2: LoadedModel) -> None:
     """Of the prompt's tokens as perplexity has them, whatever the settings of sampling."""
     reply = complete(client, echo=True, logprobs=3, max_tokens=3, temperature=0.7, top_p=0.5)
     choice = reply.choices[0]
-    told = choice.logprobs
+    logprobs = choice.logprobs
     ids = smollm2.tokenizer.encode(FRANCE)
     reply_ids = smollm2.tokenizer.encode(choice.text)
     assert choice.text.startswith(FRANCE)
-    assert len(told.tokens) == len(told.token_logprobs) == len(told.top_logprobs) == 8
-    assert told.token_logprobs[0] is None and told.top_logprobs[0] is None
+    assert len(logprobs.tokens) == len(logprobs.token_logprobs) == len(logprobs.top_logprobs) == 8
+    assert logprobs.token_logprobs[0] is None and logprobs.top_logprobs[0] is None
     exact = score_tokens(smollm2.model, reply_ids).tolist()
-    assert told.token_logprobs[1:] == pytest.approx(exact, abs=0.02)
+    assert logprobs.token_logprobs[1:] == pytest.approx(exact, abs=0.02)
     assert len(ids) == 5
     for token, value, top in zip(
-        told.tokens[1:], told.token_logprobs[1:], told.top_logprobs[1:], strict=True
+        logprobs.tokens[1:], logprobs.token_logprobs[1:], logprobs.top_logprobs[1:], strict=True
     ):
         assert top[token] == value
         assert len(top) in (3, 4) and max(top.values()) >= value
-    starts = [*told.text_offset, len(choice.text)]
+    starts = [*logprobs.text_offset, len(choice.text)]
     pieces = [choice.text[a:b] for a, b in pairwise(starts)]
-    assert pieces == told.tokens
+    assert pieces == logprobs.tokens
     # The likeliest are those that a temperature of 0 takes.
     greedy = complete(client, logprobs=0, max_tokens=5).choices[0].logprobs
     assert [list(top.values()) for top in greedy.top_logprobs] == [

@@ -94,8 +94,8 @@ def check(one: Running, path: str, body: Any) -> int:
         error_of(answer, answer.status_code)
     elif answer.headers["content-type"].startswith("text/event-stream"):
         *events, last = answer.text.strip().split("\n\n")
-        told = [json.loads(event.removeprefix("data: ")) for event in events]
-        assert last == "data: [DONE]" and not any("error" in event for event in told), last
+        decoded = [json.loads(event.removeprefix("data: ")) for event in events]
+        assert last == "data: [DONE]" and not any("error" in event for event in decoded), last
     else:
         assert "error" not in answer.json()
     return answer.status_code

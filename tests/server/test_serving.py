@@ -196,17 +196,17 @@ def test_several_replies_compute_their_prompt_once() -> None:
     model: Any = runtime.loaded.model
     with running(runtime) as one:
         body = {"prompt": prompt, "max_tokens": 4, "n": 8, "seed": 1, "stop": None}
-        told = one.post("/v1/completions", body).json()
+        answer = one.post("/v1/completions", body).json()
         alone = [
             one.post("/v1/completions", {**body, "n": 1, "seed": 1 + i}).json()["choices"][0][
                 "text"
             ]
             for i in range(8)
         ]
-    length = told["usage"]["prompt_tokens"]
-    assert length > 512 and told["usage"]["completion_tokens"] <= 32
-    assert told["timings"]["prompt_n"] <= length + 7 * 64
-    assert [choice["text"] for choice in told["choices"]] == alone
+    length = answer["usage"]["prompt_tokens"]
+    assert length > 512 and answer["usage"]["completion_tokens"] <= 32
+    assert answer["timings"]["prompt_n"] <= length + 7 * 64
+    assert [choice["text"] for choice in answer["choices"]] == alone
     assert max(model.rows_of_pass) <= 512
 
 

@@ -103,10 +103,10 @@ def test_quick_events_are_those_of_the_whole_serializer(path: str, n: int) -> No
         quick, long = events(), events(logprobs=True if path == CHAT else 0)
     assert len(quick) == len(long) > 2 * n
     for event, other in zip(quick, long, strict=True):
-        told, expected = event["choices"][0], other["choices"][0]
-        assert list(event) == list(other) and list(told) == list(expected)
-        assert told["logprobs"] is None
-        assert {**told, "logprobs": 0} == {**expected, "logprobs": 0}
+        choice, expected = event["choices"][0], other["choices"][0]
+        assert list(event) == list(other) and list(choice) == list(expected)
+        assert choice["logprobs"] is None
+        assert {**choice, "logprobs": 0} == {**expected, "logprobs": 0}
     name = "text" if path == TEXT else "delta"
     first = [event["choices"][0] for event in quick if event["choices"][0]["index"] == 0]
     if path == TEXT:
@@ -145,14 +145,14 @@ def test_any_other_server_of_asgi_gets_the_same_by_messages() -> None:
     async def send(message: Message) -> None:
         sent.append(message)
 
-    async def story() -> None:
+    async def scenario() -> None:
         scope = {"type": "http", "method": "POST", "path": TEXT, "raw_path": TEXT.encode()}
         headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
         scope |= {"query_string": b"", "headers": headers, "scheme": "http", "http_version": "1.1"}
         await create_app(host)(scope, receive, send)
         await host.close()
 
-    asyncio.run(story())
+    asyncio.run(scenario())
     assert sent[0]["status"] == 200
     assert [one["more_body"] for one in sent[1:]] == [True] * (len(sent) - 2) + [False]
     events = events_of(b"".join(one["body"] for one in sent[1:]))

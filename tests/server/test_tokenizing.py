@@ -34,9 +34,9 @@ def one() -> Iterator[Running]:
     ],
 )
 def test_texts_and_tokens(one: Running, path: str, body: Any, expected: dict[str, Any]) -> None:
-    told = one.post(path, body).json()
-    assert {name: told[name] for name in expected} == expected
-    assert set(told) - set(expected) <= {"max_model_len"}
+    answer = one.post(path, body).json()
+    assert {name: answer[name] for name in expected} == expected
+    assert set(answer) - set(expected) <= {"max_model_len"}
 
 
 @pytest.mark.parametrize("path", ["/detokenize", "/v1/token/decode"])

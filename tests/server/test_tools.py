@@ -133,9 +133,9 @@ def test_calls_reach_the_client(template: str, tool_format: ToolFormat) -> None:
     assert json.loads(calls[0].function.arguments) == {"city": "Oslo"}
     assert len({call.id for call in calls}) == 2
     assert all(len(call.id) == 9 and call.id.isalnum() for call in calls), "as Mistral's want them"
-    told = [one for c in chunks for one in c.choices[0].delta.tool_calls or []]
-    assert [(one.index, one.function.name) for one in told] == [(0, "weather"), (1, "now")]
-    assert json.loads(told[0].function.arguments) == {"city": "Oslo"}
+    calls = [one for c in chunks for one in c.choices[0].delta.tool_calls or []]
+    assert [(one.index, one.function.name) for one in calls] == [(0, "weather"), (1, "now")]
+    assert json.loads(calls[0].function.arguments) == {"city": "Oslo"}
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     assert [call.function.name for call in alone] == ["weather"]
 

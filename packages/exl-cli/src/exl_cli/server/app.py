@@ -28,7 +28,13 @@ from exl_cli.server.limits import Gate, Limits
 from exl_cli.server.models import ModelHost
 from exl_cli.server.schema import ChatBody, CompletionBody
 from exl_cli.server.service import Service
-from exl_cli.server.streaming import ClientGoneError, EventStream, Story, closing, unless_gone
+from exl_cli.server.streaming import (
+    ClientGoneError,
+    EventStream,
+    EventStreamResponse,
+    closing,
+    unless_gone,
+)
 from exl_cli.server.tokenizing import add_tokenizer
 
 _CLIENT_GONE = 499  # nginx's number; nobody reads it
@@ -100,15 +106,15 @@ def create_app(
 
 
 def _add_generation(app: FastAPI, service: Service) -> None:
-    async def told(work: Chat | Completion, stack: AsyncExitStack) -> Story:
-        return await work.story(stack)
+    async def open_stream(work: Chat | Completion, stack: AsyncExitStack) -> EventStream:
+        return await work.stream(stack)
 
     async def answer(work: Chat | Completion, request: Request, *, is_stream: bool) -> Response:
         stack = AsyncExitStack()
         try:
             if is_stream:
-                story = closing(stack, lambda: told(work, stack))
-                return EventStream(await unless_gone(request, story), stack)
+                opening = closing(stack, lambda: open_stream(work, stack))
+                return EventStreamResponse(await unless_gone(request, opening), stack)
             async with stack:
                 return json_reply(await unless_gone(request, work.whole(stack)))
         except ClientGoneError:
@@ -128,7 +134,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 def _add_models(app: FastAPI, service: Service) -> None:
     host = service.host
 
-    def told(name: str) -> dict[str, object]:
+    def model_json(name: str) -> dict[str, object]:
         resident = host.resident
         is_loaded = resident is not None and resident.name == name
         model: dict[str, object] = {
@@ -145,20 +151,20 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", tags=["models"])
     async def models() -> Response:
         """The models that may be asked for."""
-        return json_reply({"object": "list", "data": [told(name) for name in host.names]})
+        return json_reply({"object": "list", "data": [model_json(name) for name in host.names]})
 
     @app.get("/v1/models/{name:path}", tags=["models"])
     async def model(name: str) -> Response:
         """One of them."""
         if name not in host.names:
             raise ApiError(404, f"no model {name[:200]!r}", param="model", code="model_not_found")
-        return json_reply(told(name))
+        return json_reply(model_json(name))
 
     @app.get("/v1/model", tags=["models"])
     async def current_model() -> Response:
         """The one that is loaded, as tabbyAPI's clients ask for it."""
         async with host.use(None) as resident:
-            return json_reply(told(resident.name))
+            return json_reply(model_json(resident.name))
 
     @app.get("/props", tags=["models"])
     async def props() -> Response:

@@ -15,12 +15,12 @@ from exl_cli.server.schema import ChatBody
 from exl_cli.server.service import (
     Service,
     check_stream,
+    extra_fields,
     figures_of,
     make_requests,
     refusing_long_prompts,
     results_of,
     timings_of,
-    told_with_each,
     wants_usage_chunk,
 )
 from exl_cli.server.streaming import Event, TextEvents
@@ -97,9 +97,9 @@ class Chat:
             **self.figures(choices),
         }
 
-    async def story(self, stack: AsyncExitStack) -> _Story:
+    async def stream(self, stack: AsyncExitStack) -> _ChatStream:
         """What a stream of it tells, while it is at work."""
-        return _Story(self, self._body, await self.start(stack))
+        return _ChatStream(self, self._body, await self.start(stack))
 
     def ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
         return self._service.ends_of([choice.end for choice in choices])
@@ -111,8 +111,8 @@ class Chat:
         return {"id": self._id, "object": kind, "created": self._created, "model": self._model}
 
 
-class _Story:
-    """A chat's answer told in events."""
+class _ChatStream:
+    """A chat's answer reported in events."""
 
     def __init__(self, chat: Chat, body: ChatBody, choices: Sequence[_Choice]) -> None:
         self.jobs = [choice.job for choice in choices]
@@ -121,24 +121,24 @@ class _Story:
         self._choices = choices
         self._left = len(choices)
         self._wants_usage = wants_usage_chunk(body)
-        self._beside = told_with_each(body, self.jobs)
-        self._is_quick = not body.logprobs and not self._beside()
-        self._quick: list[dict[str, TextEvents]] = []
+        self._extra = extra_fields(body, self.jobs)
+        self._uses_templates = not body.logprobs and not self._extra()
+        self._templates: list[dict[str, TextEvents]] = []
 
     def begin(self) -> Iterable[Event]:
         for choice in self._choices:
             yield self._chunk(choice, {"role": "assistant", "content": ""})
-        if self._is_quick:
-            self._quick = [
+        if self._uses_templates:
+            self._templates = [
                 {name: self._texts(choice, name) for name in _TEXTS} for choice in self._choices
             ]
 
-    def go_on(self, number: int, result: Result) -> Iterable[Event]:
+    def on_result(self, number: int, result: Result) -> Iterable[Event]:
         choice = self._choices[number]
         for delta in choice.take(result):
             ((name, value),) = delta.items()
-            if self._quick and isinstance(value, str):
-                yield self._quick[number][name].of(value)
+            if self._templates and isinstance(value, str):
+                yield self._templates[number][name].of(value)
             else:
                 yield self._chunk(choice, delta)
         if choice.end is not None:
@@ -153,7 +153,7 @@ class _Story:
             yield {**self._head, "choices": [], **self._chat.figures(self._choices)}
 
     def _chunk(self, choice: _Choice, delta: Delta, *, is_last: bool = False) -> dict[str, object]:
-        return {**self._head, "choices": [choice.chunk(delta, is_last=is_last)], **self._beside()}
+        return {**self._head, "choices": [choice.chunk(delta, is_last=is_last)], **self._extra()}
 
     def _texts(self, choice: _Choice, name: str) -> TextEvents:
         return TextEvents(lambda text: self._chunk(choice, {name: text}))
@@ -182,7 +182,7 @@ class _Choice:
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
         self._entries: list[dict[str, object]] = []  # of log-probabilities
-        self._untold = 0  # from this entry on
+        self._num_reported = 0  # from this entry on
         self._splitter: ReasoningSplitter | None = None
         if not prompt.is_constrained:
             self._splitter = ReasoningSplitter(*prompt.tags, prompt.begins_inside)
@@ -210,14 +210,14 @@ class _Choice:
         return deltas
 
     def chunk(self, delta: Delta, *, is_last: bool = False) -> dict[str, object]:
-        told: dict[str, object] | None = None
+        reported: dict[str, object] | None = None
         if self._num_top is not None and (is_last or "content" in delta):
-            told = {"content": self._entries[self._untold :]}
-            self._untold = len(self._entries)
+            reported = {"content": self._entries[self._num_reported :]}
+            self._num_reported = len(self._entries)
         return {
             "index": self._index,
             "delta": delta,
-            "logprobs": told,
+            "logprobs": reported,
             "finish_reason": self.finish_reason if is_last else None,
         }
 
@@ -230,7 +230,7 @@ class _Choice:
         if self._reasoning:
             message["reasoning_content"] = "".join(self._reasoning)
         if self._calls:
-            message["tool_calls"] = [call.told() for call in self._calls]
+            message["tool_calls"] = [call.as_json() for call in self._calls]
         return {
             "index": self._index,
             "message": message,
@@ -271,5 +271,5 @@ class _Choice:
                 deltas.append({"content": part})
             elif not (self._only_one and self._calls):
                 self._calls.append(part)
-                deltas.append({"tool_calls": [part.told(len(self._calls) - 1)]})
+                deltas.append({"tool_calls": [part.as_json(len(self._calls) - 1)]})
         return deltas

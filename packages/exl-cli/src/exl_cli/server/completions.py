@@ -15,12 +15,12 @@ from exl_cli.server.schema import CompletionBody
 from exl_cli.server.service import (
     Service,
     check_stream,
+    extra_fields,
     figures_of,
     make_requests,
     refusing_long_prompts,
     results_of,
     timings_of,
-    told_with_each,
     wants_usage_chunk,
 )
 from exl_cli.server.streaming import Event, TextEvents
@@ -113,13 +113,13 @@ class Completion:
             choices[number].take(result)
         return {
             **self.head(),
-            "choices": [choice.told(choice.take_text()) for choice in choices],
+            "choices": [choice.as_json(choice.take_text()) for choice in choices],
             **self.figures(choices),
         }
 
-    async def story(self, stack: AsyncExitStack) -> _Story:
+    async def stream(self, stack: AsyncExitStack) -> _CompletionStream:
         """What a stream of it tells, while it is at work."""
-        return _Story(self, self._body, await self.start(stack))
+        return _CompletionStream(self, self._body, await self.start(stack))
 
     def figures(self, choices: Sequence[_Choice]) -> dict[str, object]:
         return figures_of(self.ends(choices), self._n, no_reply=self._scores_only)
@@ -136,7 +136,7 @@ class Completion:
         }
 
 
-class _Story:
+class _CompletionStream:
     """A completion told in events."""
 
     def __init__(
@@ -147,22 +147,22 @@ class _Story:
         self._choices = choices
         self._left = len(choices)
         self._wants_usage = wants_usage_chunk(body)
-        self._beside = told_with_each(body, self.jobs)
-        self._quick: list[TextEvents] = []
-        if body.logprobs is None and not self._beside():
-            self._quick = [TextEvents(partial(self._chunk, choice)) for choice in choices]
+        self._extra = extra_fields(body, self.jobs)
+        self._templates: list[TextEvents] = []
+        if body.logprobs is None and not self._extra():
+            self._templates = [TextEvents(partial(self._chunk, choice)) for choice in choices]
 
     def begin(self) -> Iterable[Event]:
         return ()
 
-    def go_on(self, number: int, result: Result) -> Iterable[Event]:
+    def on_result(self, number: int, result: Result) -> Iterable[Event]:
         choice = self._choices[number]
         choice.take(result)
-        if not choice.has_news:
+        if not choice.has_output:
             return
         text = choice.take_text()
-        if self._quick and choice.end is None:
-            yield self._quick[number].of(text)
+        if self._templates and choice.end is None:
+            yield self._templates[number].of(text)
             return
         chunk = self._chunk(choice, text)
         self._left -= choice.end is not None
@@ -176,7 +176,7 @@ class _Story:
             yield {**self._completion.head(), "choices": [], **figures}
 
     def _chunk(self, choice: _Choice, text: str) -> dict[str, object]:
-        return {**self._completion.head(), "choices": [choice.told(text)], **self._beside()}
+        return {**self._completion.head(), "choices": [choice.as_json(text)], **self._extra()}
 
 
 class _Choice:
@@ -202,7 +202,7 @@ class _Choice:
                 self._logprobs.begin_echo(is_hidden=prompt.hides_bos)
 
     @property
-    def has_news(self) -> bool:
+    def has_output(self) -> bool:
         return bool(self._text) or self.end is not None
 
     def take(self, result: Result) -> None:
@@ -223,7 +223,7 @@ class _Choice:
         text, self._text = self._text, ""
         return text
 
-    def told(self, text: str) -> dict[str, object]:
+    def as_json(self, text: str) -> dict[str, object]:
         return {
             "index": self._index,
             "text": text,

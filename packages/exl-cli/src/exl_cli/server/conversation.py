@@ -126,16 +126,16 @@ def _check_last_message(loaded: LoadedModel, body: ChatBody, max_tokens: int) ->
 
 def as_message(message: Message) -> dict[str, object]:
     """As templates expect it: text in one piece, arguments of calls as values."""
-    told: dict[str, object] = {
+    fields: dict[str, object] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": _text_of(message.content),
     }
     for name in ("name", "reasoning_content", "tool_call_id"):
         value = getattr(message, name)
         if value is not None:
-            told[name] = value
+            fields[name] = value
     if message.tool_calls:
-        told["tool_calls"] = [
+        fields["tool_calls"] = [
             {
                 "id": call.id,
                 "type": "function",
@@ -146,7 +146,7 @@ def as_message(message: Message) -> dict[str, object]:
             }
             for call in message.tool_calls
         ]
-    return told
+    return fields
 
 
 def _text_of(content: str | Sequence[TextPart] | None) -> str:

@@ -21,13 +21,13 @@ def shown(tokenizer: Tokenizer, token_id: int) -> str:
 def chat_entry(tokenizer: Tokenizer, token: SampledToken, num_top: int) -> dict[str, object]:
     """An element of `logprobs.content`."""
 
-    def told(token_id: int, log_prob: float | None) -> dict[str, object]:
+    def as_json(token_id: int, log_prob: float | None) -> dict[str, object]:
         data = tokenizer.token_bytes(token_id, skip_special=False)
         return {"token": shown(tokenizer, token_id), "logprob": log_prob, "bytes": list(data)}
 
     return {
-        **told(token.token_id, token.log_prob),
-        "top_logprobs": [told(*one) for one in token.top_log_probs[:num_top]],
+        **as_json(token.token_id, token.log_prob),
+        "top_logprobs": [as_json(*one) for one in token.top_log_probs[:num_top]],
     }
 
 
@@ -106,8 +106,8 @@ class LegacyLogprobs:
         self._put(token.token_id, text)
         self.token_logprobs.append(token.log_prob)
         top: dict[str, float] = {}
-        told = (*token.top_log_probs[: self.num_top], (token.token_id, token.log_prob))
-        for token_id, value in told:
+        reported = (*token.top_log_probs[: self.num_top], (token.token_id, token.log_prob))
+        for token_id, value in reported:
             # Of two tokens that look the same the likelier one stands.
             top.setdefault(shown(self.tokenizer, token_id), value)
         self.top_logprobs.append(top)

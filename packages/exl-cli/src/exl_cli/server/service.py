@@ -187,7 +187,7 @@ def wants_usage_chunk(fields: SamplingFields) -> bool:
     return fields.stream_options is not None and fields.stream_options.include_usage
 
 
-def told_with_each(
+def extra_fields(
     fields: SamplingFields, jobs: Sequence[AsyncJob]
 ) -> Callable[[], dict[str, object]]:
     """What every event of a stream holds beside its choice: usage so far, where it is wanted."""

@@ -38,13 +38,13 @@ class Pipe(Protocol):
     async def drain(self) -> None: ...
 
 
-class Story(Protocol):
+class EventStream(Protocol):
     """What a stream tells: at its beginning, of each result, and when all jobs have ended."""
 
     @property
     def jobs(self) -> Sequence[AsyncJob]: ...
     def begin(self) -> Iterable[Event]: ...
-    def go_on(self, number: int, result: Result, /) -> Iterable[Event]: ...
+    def on_result(self, number: int, result: Result, /) -> Iterable[Event]: ...
     def end(self) -> Iterable[Event]: ...
 
 
@@ -69,17 +69,17 @@ class TextEvents:
         return self._before + to_json(text) + self._after
 
 
-class EventStream(Response):
+class EventStreamResponse(Response):
     """A story as events, and `[DONE]`. The stack is closed at the end, whatever that was."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, story: Story, stack: AsyncExitStack) -> None:
+    def __init__(self, events: EventStream, stack: AsyncExitStack) -> None:
         self.status_code = 200
         self.background = None
         # No proxy is to keep events back.
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
-        self._story = story
+        self._events = events
         self._stack = stack
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -90,65 +90,65 @@ class EventStream(Response):
                 return
 
     async def _write(self, scope: Scope, send: Send) -> None:
-        pipe: Pipe = scope.get("state", {}).get(PIPE) or _Messages(send)
+        pipe: Pipe = scope.get("state", {}).get(PIPE) or _AsgiPipe(send)
         await send(
             {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         )
         last, bug = b"[DONE]", None
         try:
-            await _Telling(self._story, pipe).run()
+            await _StreamWriter(self._events, pipe).run()
         except Exception as error:  # noqa: BLE001 - the client is told; a bug is raised again below
             last = to_json(failure_of(error).body)
             bug = None if isinstance(error, ApiError | ExlError) else error
         await pipe.drain()
-        await send({"type": "http.response.body", "body": _told(last), "more_body": False})
+        await send({"type": "http.response.body", "body": _sse_event(last), "more_body": False})
         if bug is not None:
             raise bug  # for the log
 
 
-class _Telling:
+class _StreamWriter:
     """Writes what comes as it comes, from within the engine's news and not from a task of its own,
     for as long as the client keeps up. What comes meanwhile waits where it is, unserialized."""
 
-    def __init__(self, story: Story, pipe: Pipe) -> None:
-        self._story = story
+    def __init__(self, events: EventStream, pipe: Pipe) -> None:
+        self._events = events
         self._pipe = pipe
-        self._is_over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._is_done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        self._write(self._story.begin())
-        for job in self._story.jobs:
-            job.listen(self._hear)
+        self._write(self._events.begin())
+        for job in self._events.jobs:
+            job.listen(self._forward)
         while True:
             await self._pipe.drain()
-            self._is_over = asyncio.get_running_loop().create_future()
-            self._hear()
-            if await self._is_over:  # else the client is behind
+            self._is_done = asyncio.get_running_loop().create_future()
+            self._forward()
+            if await self._is_done:  # else the client is behind
                 break
-        self._write(self._story.end())
+        self._write(self._events.end())
 
-    def _hear(self) -> None:
-        if self._is_over.done():
+    def _forward(self) -> None:
+        if self._is_done.done():
             return
         try:
-            jobs = self._story.jobs
+            jobs = self._events.jobs
             for number, job in enumerate(jobs):
                 while (result := job.take()) is not None:
-                    self._write(self._story.go_on(number, result))
+                    self._write(self._events.on_result(number, result))
                     if self._pipe.is_paused:
-                        self._is_over.set_result(False)
+                        self._is_done.set_result(False)
                         return
             if all(job.has_ended for job in jobs):
-                self._is_over.set_result(True)
+                self._is_done.set_result(True)
         except Exception as error:  # noqa: BLE001 - raised by `run`
-            self._is_over.set_exception(error)
+            self._is_done.set_exception(error)
 
     def _write(self, events: Iterable[Event]) -> None:
         for event in events:
-            self._pipe.write(_told(event if isinstance(event, bytes) else to_json(event)))
+            self._pipe.write(_sse_event(event if isinstance(event, bytes) else to_json(event)))
 
 
-class _Messages:
+class _AsgiPipe:
     """By ASGI's own messages, for any server."""
 
     def __init__(self, send: Send) -> None:
@@ -168,7 +168,7 @@ class _Messages:
             await self._send({"type": "http.response.body", "body": body, "more_body": True})
 
 
-def _told(event: bytes) -> bytes:
+def _sse_event(event: bytes) -> bytes:
     return b"data: " + event + b"\n\n"
 
 
@@ -183,7 +183,7 @@ async def closing(stack: AsyncExitStack, make: Callable[[], Coroutine[Any, Any, 
 
 async def _first(work: asyncio.Task[T], receive: Receive) -> T:
     """The outcome of `work`, unless the client leaves before."""
-    tasks: list[asyncio.Task[Any]] = [work, asyncio.create_task(_left(receive))]
+    tasks: list[asyncio.Task[Any]] = [work, asyncio.create_task(_disconnected(receive))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if work.done():
@@ -195,6 +195,6 @@ async def _first(work: asyncio.Task[T], receive: Receive) -> T:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _left(receive: Receive) -> None:
+async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -57,7 +57,7 @@ class ToolCall:
     # Mistral's templates refuse any other form, and the others take this one too.
     call_id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])
 
-    def told(self, index: int | None = None) -> dict[str, object]:
+    def as_json(self, index: int | None = None) -> dict[str, object]:
         call: dict[str, object] = {
             "id": self.call_id,
             "type": "function",
