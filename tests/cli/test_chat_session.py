@@ -25,7 +25,7 @@ from exl_core.prompt.template import ChatTemplate
 from exl_core.speculate.ngram import NgramDrafter
 from support.driving import engine_for
 from support.profiles import first_by_default
-from support.scripted import EOS_ID, ByteTokenizer, Rule, reply_with
+from support.scripted import EOS_ID, VOCAB_SIZE, ByteTokenizer, Rule, reply_with
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
@@ -74,7 +74,7 @@ class Chat:
             name="scripted",
             path=Path("scripted"),
             tokenizer=tokenizer,
-            config=SimpleNamespace(eos_ids=(EOS_ID,), max_seq_len=ctx_size),
+            config=SimpleNamespace(eos_ids=(EOS_ID,), max_seq_len=ctx_size, vocab_size=VOCAB_SIZE),
             template=ChatTemplate(template, bos_token="", eos_token="", where="made"),
         )
         known = None if prompt_format is None else find_format(prompt_format)
@@ -91,9 +91,9 @@ class Chat:
         self.prompts: list[str] = []
         submit = engine.submit
 
-        def remember(request: Request) -> object:
+        def remember(request: Request, *filters: Any) -> object:
             self.prompts.append(tokenizer.decode(request.prompt_ids, skip_special=False))
-            return submit(request)
+            return submit(request, *filters)
 
         engine.submit = remember  # type: ignore[method-assign, assignment]
 
