@@ -1,4 +1,4 @@
-"""Whether two models can work together, one drafting for the other. Before any of them runs."""
+"""Checks that a draft model fits its target model, made before either of them runs."""
 
 from __future__ import annotations
 
@@ -6,14 +6,17 @@ from exl_core.errors import RequestError
 from exl_core.tokenizer.base import REPLACEMENT, Tokenizer
 
 _COMPARED = 512
-"""Ordinary tokens that are looked at: the first ones and some from everywhere. Two tokenizers that
-were trained apart differ in nearly all of them."""
+"""Ordinary tokens that are compared: the first ones and an even sample of the rest. Independently
+trained tokenizers differ in nearly all of them."""
 
 _NO_TOKEN = REPLACEMENT.encode()
 
 
 def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
-    """An id must mean the same to both. Ids that only one of them has are padding."""
+    """Raise RequestError unless each shared id has the same meaning in both vocabularies.
+
+    Ids that only one of the two has are padding.
+    """
     shared = min(target.vocab_size, draft.vocab_size)
     step = max(1, shared // _COMPARED)
     compared = {*range(min(shared, _COMPARED // 2)), *range(0, shared, step)}
@@ -35,7 +38,7 @@ def check_same_vocabulary(target: Tokenizer, draft: Tokenizer) -> None:
 
 
 def draft_rope_alpha(target_context: int, draft_context: int) -> float:
-    """NTK-alpha that stretches a draft model to a longer context; 1 where it needs none.
+    """NTK-alpha that stretches a draft model to a longer context; 1 if none is needed.
 
     A fit over r, the ratio of the contexts: -0.13436 + 0.80541 r + 0.28833 r^2.
     """

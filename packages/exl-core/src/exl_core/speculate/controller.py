@@ -1,13 +1,13 @@
-"""How many tokens to draft now: as many as pay, by measured times and measured acceptance.
+"""Draft length control: as many draft tokens as pay, by measured times and acceptance.
 
-A pass with a draft takes longer than one without, whether the draft is any good or not. `PassCosts`
-learns how much longer, for the engine as a whole; a `DraftController` learns how often the drafts
-of one request are accepted, and asks for the length that gives most tokens in the least time, or
-for none. There is no clock in here: the same times and counts give the same answers. No torch.
+A pass with a draft takes longer than one without, whether or not the draft is accepted. `PassCosts`
+learns how much longer, for the whole engine. A `DraftController` learns how often the drafts of one
+request are accepted, and chooses the length with the most tokens per second, or 0. This module
+reads no clock: equal times and counts give equal answers. It does not import torch.
 
-Drafting that does not help is bounded: each request has an account, in passes. It starts with a
-small credit and earns a small share of every pass; what drafts cost is taken from it, what they
-gain is added, up to a limit, and while it is below zero nothing is drafted.
+The loss from useless drafts is bounded by an account per request, in units of passes. The account
+starts with a small credit and earns a small share of every pass. The cost of drafts is subtracted
+and their gain is added, up to a limit. While the account is negative, nothing is drafted.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import math
 from bisect import bisect_left
 
 _LARGEST = 128
-"""Passes of more rows carry a chunk of a prompt; they are extrapolated, not remembered."""
+"""Passes of more rows carry a prompt chunk. Their cost is extrapolated, not recorded."""
 _PRIOR_SLOPE = 0.15
-"""What a further row costs, in passes of one row, before any was measured."""
+"""Assumed cost of one more row, in passes of one row, before any measurement."""
 _LEVEL_RATE = 0.3
-"""Contexts grow and machines are shared: all passes slow down together, and at once ..."""
+"""Learning rate of the common level. Longer contexts and other load slow all passes at once."""
 _SHAPE_RATE = 0.1
-"""... while their proportions change slowly."""
+"""Learning rate of the relative costs, which change slowly."""
 _SHORTEST_S = 1e-9
 _LARGEST_STEP = math.log(2.0)
-"""A pass that took far longer than the last ones was disturbed by something else."""
+"""Largest log ratio that one pass may contribute. A pass beyond it was disturbed by other load."""
 
 
 class PassCosts:
-    """Seconds that a pass of so many rows takes. One for an engine."""
+    """Estimated seconds of a pass by its number of rows. One instance per engine."""
 
     def __init__(self) -> None:
         self._level: float | None = None
@@ -37,7 +37,7 @@ class PassCosts:
         self._rows: list[int] = []  # the keys, ascending
 
     def record(self, rows: int, seconds: float) -> None:
-        """A pass was run. The clock of a test may stand still: that tells nothing."""
+        """Record the time of one pass. Times of zero, from a stopped test clock, are ignored."""
         if seconds < _SHORTEST_S or not 1 <= rows <= _LARGEST:
             return
         if self._level is None:
@@ -52,7 +52,7 @@ class PassCosts:
         self._shape[rows] *= math.exp(_SHAPE_RATE * surprise)
 
     def seconds(self, rows: int) -> float:
-        """What such a pass would take now; in passes of one row while nothing was measured."""
+        """Estimated seconds of a pass of `rows` rows (of one-row passes before any)."""
         level = 1.0 if self._level is None else self._level
         return level * self._shape_at(rows)
 
@@ -80,33 +80,33 @@ def _prior_shape(rows: int) -> float:
 
 
 _CREDIT = 2.0
-"""Passes that a request may lose before it has gained anything."""
+"""Passes that a request may lose before its first gain."""
 _ALLOWANCE = 0.015
-"""Of each pass, what may go into finding out whether drafts have become worth while."""
+"""Share of each pass that may be spent on testing whether drafts pay again."""
 _MOST_SAVED = 8.0
-"""Passes in the account: what a request that was well drafted may lose when its text changes."""
+"""Upper limit of the account: the loss allowed when the text of a well-drafted request changes."""
 _MOST_OWED = 4.0
 
 _ALPHA = 0.6
 _ALPHA_WEIGHT = 2.0
-"""Acceptance before anything was drafted, and how many drafted tokens that is worth."""
+"""Prior acceptance probability, and its weight in draft tokens."""
 _MEMORY = 0.95
 _POSITION_WEIGHT = 4.0
-"""How many looks at a position it takes for it to count as much as all positions together."""
+"""Weight of the overall acceptance in the estimate for one position, in verified tokens."""
 _DRAFT_RATE = 0.2
 _LEAST_GAIN = 1.02
-"""Of tokens per second: what is less is not worth the risk."""
+"""Smallest expected gain in tokens per second for which a draft is worth its risk."""
 
 _FIRST_WAIT, _LONGEST_WAIT, _WAIT_GROWTH = 8.0, 64.0, 1.5
-"""Passes without a draft between two trials, longer after each that fails."""
+"""Passes without a draft between two trials. The wait grows after each failed trial."""
 _TRIAL = 2
-"""Tokens of a trial."""
+"""Draft tokens of a trial."""
 _EXPLORED = 16
-"""Every so many drafts one is a token longer or shorter, so that its cost is known."""
+"""One draft in this many is a token longer or shorter, so that the cost of that length is known."""
 
 
 class DraftController:
-    """Of one request."""
+    """Draft length of one request."""
 
     def __init__(self, costs: PassCosts, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -115,17 +115,17 @@ class DraftController:
         self._right, self._seen = _ALPHA * _ALPHA_WEIGHT, _ALPHA_WEIGHT
         self._right_at = [0.0] * max_tokens
         self._seen_at = [0.0] * max_tokens
-        self._draft_s: float | None = None  # for each token
+        self._draft_s: float | None = None  # seconds per draft token
         self._is_warm = False
         self._is_trial = False
         self._waited, self._wait = 0, _FIRST_WAIT
         self._num_drafts = 0
 
     def length(self, max_tokens: int, *, rows: int = 1, sequences: int = 1) -> int:
-        """Tokens to draft now, at most `max_tokens`; 0: run a pass without a draft.
+        """Number of tokens to draft now, at most `max_tokens`; 0 for a pass without a draft.
 
-        `rows` and `sequences` of the coming pass: its rows without a draft of this request, and
-        how many sequences get a token from it.
+        `rows`: rows of the coming pass without a draft of this request. `sequences`: number of
+        sequences that get a token from it.
         """
         limit = min(max_tokens, self.max_tokens)
         self._is_trial = False
@@ -151,10 +151,10 @@ class DraftController:
         rows: int = 1,
         sequences: int = 1,
     ) -> None:
-        """A pass is done, with a draft or without; its time went to `PassCosts.record` before.
+        """Record a finished pass, with or without a draft, after `PassCosts.record`.
 
-        `emitted` as in `DraftStats.with_round`; `draft_s` is this request's share of the time that
-        proposing took; `rows` are all rows of the pass, `sequences` as in `length`.
+        `emitted` as in `DraftStats.with_round`. `draft_s`: this request's share of the time spent
+        on proposing. `rows`: all rows of the pass. `sequences` as in `length`.
         """
         plain_s = self._costs.seconds(rows - drafted)
         extra_s = max(0.0, self._costs.seconds(rows) - plain_s)
@@ -171,10 +171,10 @@ class DraftController:
             self._waited, self._wait = 0, _FIRST_WAIT
         elif accepted < drafted:
             self._waited, self._wait = 0, min(_WAIT_GROWTH * self._wait, _LONGEST_WAIT)
-        # A trial that went well is followed by another at once.
+        # A successful trial leaves the wait unchanged, so the next trial follows at once.
 
     def _best(self, limit: int, rows: int, sequences: int) -> int:
-        """The length that gives most tokens per second, of all sequences of the pass together."""
+        """Draft length with the most tokens per second, over all sequences of the pass."""
         best, best_rate = 0, _LEAST_GAIN * sequences / self._costs.seconds(rows)
         tokens, reached = float(sequences), 1.0
         alpha = self._right / self._seen
@@ -188,8 +188,11 @@ class DraftController:
         return best
 
     def _charge(self, draft_s: float, drafted: int, plain_s: float) -> float:
-        """What of the drafting time counts. The first draft may have computed the whole prompt,
-        which is the price of drafting at all and says nothing of what comes."""
+        """Drafting time to charge, in seconds.
+
+        The first draft is free: it may include the draft model's prefill of the whole prompt, which
+        does not predict the cost of later drafts.
+        """
         if not self._is_warm:
             self._is_warm = drafted > 0
             return 0.0
@@ -211,8 +214,7 @@ class DraftController:
 
 
 class SteadyDrafts:
-    """In place of a controller: as long as there is room for, whether it pays or not. For whoever
-    measures drafts."""
+    """Replacement for a controller that always drafts the longest draft, for measurements."""
 
     def __init__(self, max_tokens: int) -> None:
         self.max_tokens = max_tokens
@@ -221,4 +223,4 @@ class SteadyDrafts:
         return max(0, min(max_tokens, self.max_tokens))
 
     def record(self, **counts: float) -> None:
-        """Nothing is learnt from it."""
+        """Ignored: the length does not depend on measurements."""

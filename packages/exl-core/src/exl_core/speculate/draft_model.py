@@ -1,14 +1,14 @@
-"""Guesses by a second, smaller model.
+"""Drafter that uses a second, smaller model.
 
-It keeps a cache of its own over the page numbers of the model's cache, and fills it only when it is
-asked: what is missing of a sequence is computed first, then all sequences are drafted side by side,
-a token of each in every pass. Prefixes that were drafted for before are not computed again.
+Its cache uses the page numbers of the target model's cache and is filled on demand. Missing tokens
+of a sequence are computed first; then all sequences draft in parallel, one token each per pass.
+Prefixes that are already in the draft cache are not computed again.
 
-Tokens are drawn from the draft's own distribution with the request's settings, by a random stream
-of its own: numbers shared with the sampler that checks would tie what is guessed to what is
-accepted. Greedy requests get its likeliest tokens. Whether to go on depends on how sure the draft
-is of the next token before one is drawn, never on the token drawn: leaving out tokens by what they
-are would change the distribution of those that are checked.
+Draft tokens are sampled from the draft model's distribution with the request's settings, from a
+separate random stream. Random numbers shared with the verifying sampler would correlate proposal
+and acceptance. Greedy requests get the draft model's most likely tokens. The decision to continue a
+draft depends on the draft model's confidence before a token is sampled, never on the sampled token:
+dropping tokens by their value would change the distribution of the verified ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from exl_core.speculate.draft_pages import DraftPages
 from exl_core.speculate.drafter import NO_DRAFT, Draft, DraftJob
 
 _OTHER_STREAM = 0x5DEECE66D
-"""Mixed into a request's seed: the same seed must not give the same numbers here and there."""
+"""Mixed into a request's seed, so that drafting and sampling use different random numbers."""
 
 
 class DraftModel(Model, Protocol):
@@ -42,13 +42,13 @@ class DraftModel(Model, Protocol):
 
 
 class ModelDrafter:
-    """One per engine.
+    """Draft model of one engine.
 
-    vocab_size       of the model that checks; a smaller or larger one of the draft is padding
-    num_pages        of the model's cache
+    vocab_size       vocabulary of the target model; the draft model's may be padded differently
+    num_pages        pages of the target model's cache
     max_tokens       most tokens of a draft
-    min_probability  a draft ends before a token whose likeliest value is less likely than this
-    prefill_chunk    most rows of a pass that computes what is missing
+    min_probability  a draft ends where the most likely token is less likely than this
+    prefill_chunk    most rows of a pass that computes missing tokens
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ModelDrafter:
             while active:
                 active = [each for each in active if each.guess(self.min_probability)]
                 self._advance(active)
-        except BaseException:  # a pass that broke off has written some pages and not others
+        except BaseException:  # an interrupted pass has written only some of the pages
             self._pages.clear()
             raise
         return [each.draft() for each in drawing]
@@ -102,7 +102,7 @@ class ModelDrafter:
 
     def _begin(self, job: DraftJob) -> _Drawing:
         count = len(job.token_ids)
-        # The last guess is not computed: it needs neither a page nor a position.
+        # The last draft token is not computed, so it needs neither a page slot nor a position.
         room = min(len(job.page_ids) * self.store.page_size, self.model.config.max_seq_len)
         limit = min(job.max_tokens, self.max_tokens, room - count + 1)
         keys = self._pages.keys_of(job.token_ids, job.page_keys)
@@ -113,7 +113,7 @@ class ModelDrafter:
         return _Drawing(job, keys, guesser, limit)
 
     def _catch_up(self, waiting: list[_Drawing]) -> list[_Drawing]:
-        """Compute what the cache lacks; those that can be drafted for, with their first logits."""
+        """Compute missing tokens; returns the sequences that have logits to draft from."""
         ready: list[_Drawing] = []
         while waiting:
             segments, chosen = self._missing(waiting)
@@ -129,8 +129,11 @@ class ModelDrafter:
         return ready
 
     def _missing(self, waiting: list[_Drawing]) -> tuple[list[Segment], list[_Drawing]]:
-        """One pass. Of two sequences that lack the same page only one computes it; those with
-        tokens that the draft does not know are left out for good."""
+        """Segments of one pass over missing tokens, and their sequences.
+
+        Of two sequences that lack the same page, only one computes it. Sequences with tokens that
+        the draft model does not have are never drafted for.
+        """
         segments: list[Segment] = []
         chosen: list[_Drawing] = []
         written: set[int] = set()
@@ -153,7 +156,7 @@ class ModelDrafter:
         return segments, chosen
 
     def _advance(self, active: list[_Drawing]) -> None:
-        """The newest guess of each becomes part of its sequence in the cache."""
+        """Compute the newest draft token of each sequence, which adds it to the cache."""
         if not active:
             return
         segments = []
@@ -166,7 +169,7 @@ class ModelDrafter:
             each.logits = row
 
     def _logits(self, segments: Sequence[Segment]) -> Tensor:
-        """On the CPU, where they are drawn from, and out of reach of the next pass."""
+        """Logits of one pass as a copy on the CPU, where draft tokens are sampled."""
         return self._runner.run(segments).cpu()
 
     def _wrote(self, each: _Drawing, segment: Segment) -> None:
@@ -174,10 +177,10 @@ class ModelDrafter:
 
 
 class _Guesser:
-    """One request's way from the draft's logits to a token."""
+    """Samples draft tokens of one request from the draft model's logits."""
 
     def __init__(self, params: SamplerParams, ops: OpTable, vocab_size: int) -> None:
-        # A skewed draw has no distribution at hand: the likeliest token is proposed as it is.
+        # Skewed sampling has no explicit distribution, so the most likely token is proposed.
         self.is_certain = params.is_greedy or params.skew != 0.0
         self._sampler = Sampler(params, ops)
         self._vocab_size = vocab_size
@@ -189,7 +192,7 @@ class _Guesser:
         self._history: list[int] = []
 
     def follow(self, token_ids: Sequence[int]) -> None:
-        """The sequence as it is now; what was guessed in vain goes."""
+        """Set the history to the current sequence, dropping rejected draft tokens."""
         history = self._history
         common = min(len(history), len(token_ids))
         if history[:common] != list(token_ids[:common]):
@@ -199,8 +202,8 @@ class _Guesser:
         history.extend(token_ids[common:])
 
     def guess(self, logits: Tensor) -> tuple[int, Tensor | None]:
-        """A token, and what it was drawn from: float32 [vocab_size]."""
-        logits = logits[: self._vocab_size]  # ids behind are padding of a larger draft
+        """A draft token and the distribution it was sampled from, float32 [vocab_size], or None."""
+        logits = logits[: self._vocab_size]  # larger ids are padding of the draft model
         if self.is_certain:
             token_id, drawn_from = self._likeliest(logits), None
         else:
@@ -218,7 +221,7 @@ class _Guesser:
 
 
 class _Drawing:
-    """A job on its way to a draft."""
+    """Draft of one job in progress."""
 
     def __init__(
         self, job: DraftJob, keys: Sequence[PageKey], guesser: _Guesser, limit: int
@@ -234,7 +237,7 @@ class _Drawing:
             guesser.follow(job.token_ids)
 
     def guess(self, min_probability: float) -> bool:
-        """Add a token, if the draft is sure enough. True: another may follow."""
+        """Add a token if the draft model is confident enough. True if another one may follow."""
         logits = self.logits
         if logits is None or _largest_probability(logits, min_probability) < min_probability:
             return False
@@ -255,7 +258,7 @@ class _Drawing:
 
 
 def _largest_probability(logits: Tensor, wanted: float) -> float:
-    """Of the draft's own distribution, before any setting of the request; 1 if nobody asks."""
+    """Largest probability of the draft model before any sampling step; 1 if `wanted` is 0."""
     if wanted == 0.0:
         return 1.0
     return float(1.0 / (logits - logits.amax()).exp_().sum())

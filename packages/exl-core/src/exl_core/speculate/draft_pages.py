@@ -1,9 +1,9 @@
-"""What each page of a draft model's cache holds. Ids and keys, no tensors.
+"""Contents of the pages of a draft model's cache, as ids and keys without tensors.
 
-The draft's cache has the page numbers of the model's own cache, but it is filled later and less: a
-page that the engine handed to another request still holds the old one's tokens here, and drafted
-tokens that were rejected stand behind those that stayed. So every page remembers which tokens were
-written to it, and after which prefix; what a sequence may use of its pages is found by comparing.
+The draft cache uses the page numbers of the target model's cache but is filled later and less. A
+page that the engine gave to another request still holds the previous request's tokens here, and
+rejected draft tokens follow the accepted ones. Every page therefore records which tokens were
+written to it and after which prefix. Comparison shows how much of its pages a sequence can use.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from exl_core.cache.page_pool import NO_KEY, PageKey, page_key
 
 @dataclass(slots=True)
 class _Page:
-    """`before`: key of the page before; None where it was full of tokens still in doubt."""
+    """Recorded content of one page.
+
+    `before`: key of the previous page; None where that page held unverified tokens.
+    """
 
     before: PageKey | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -30,11 +33,11 @@ class DraftPages:
         self._page_size = page_size
 
     def clear(self) -> None:
-        """What the pages hold is not known any more."""
+        """Forget the contents of all pages."""
         self._pages = [_Page() for _ in self._pages]
 
     def keys_of(self, token_ids: Sequence[int], known: Sequence[PageKey]) -> list[PageKey]:
-        """Keys of all full pages, those that were not told included."""
+        """Keys of all full pages; `known` holds the first ones, the others are computed."""
         size = self._page_size
         keys = list(known[: len(token_ids) // size])
         for start in range(len(keys) * size, len(token_ids) - size + 1, size):
@@ -45,7 +48,7 @@ class DraftPages:
     def num_cached(
         self, token_ids: Sequence[int], page_ids: Sequence[int], keys: Sequence[PageKey]
     ) -> int:
-        """How many tokens from the start on can be used. `keys` are those of all full pages."""
+        """Number of leading tokens with valid cache entries. `keys`: keys of all full pages."""
         size = self._page_size
         for index, page_id in enumerate(page_ids):
             page = self._pages[page_id]
@@ -68,7 +71,7 @@ class DraftPages:
         page_ids: Sequence[int],
         keys: Sequence[PageKey],
     ) -> None:
-        """The pages of a sequence hold these tokens from position `start` on, and none behind."""
+        """Record that the pages hold these tokens from position `start` on, and none after them."""
         size, done = self._page_size, 0
         while done < len(token_ids):
             index, offset = divmod(start + done, size)
@@ -81,7 +84,7 @@ class DraftPages:
             done += len(new)
 
     def moved(self, moves: Iterable[tuple[int, int]]) -> None:
-        """All at once. A page that is only moved away from is left empty."""
+        """Apply moves that take effect at once. A page that is only a source becomes empty."""
         moved = [(target, self._pages[source]) for source, target in moves]
         for source, _ in moves:
             self._pages[source] = _Page()
@@ -90,7 +93,7 @@ class DraftPages:
 
 
 def _key_before(index: int, keys: Sequence[PageKey]) -> PageKey | None:
-    """The first page has the same beginning for all: its tokens alone say what it holds."""
+    """Key of the page before `index`. The first page has no prefix, so its tokens identify it."""
     if index == 0:
         return NO_KEY
     return keys[index - 1] if index <= len(keys) else None

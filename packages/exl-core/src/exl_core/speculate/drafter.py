@@ -1,7 +1,8 @@
-"""What a drafter is: something cheap that guesses the next tokens, for the model to check at once.
+"""Drafter protocol: a cheap guesser of the next tokens, which the target model verifies.
 
-A draft never changes what is generated, only how many passes it takes: each guess is checked
-against the model's own distribution. Nothing here knows the model, the scheduler or text.
+A draft changes the number of passes, never the distribution of the reply: each draft token is
+verified against the model's own distribution. This module knows neither the model, the scheduler
+nor text.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from exl_core.sampling.params import SamplerParams
 
 @dataclass(frozen=True, slots=True)
 class DraftJob:
-    """A sequence that decodes one token now, and how much may be guessed behind it.
+    """A sequence that decodes one token now, and the limit of its draft.
 
-    `token_ids` is the live sequence, prompt and reply, newest last. `page_ids` are its pages, with
-    room for all tokens and `max_tokens` more; `page_keys` name its full pages, first to last.
+    `token_ids` is the running sequence, prompt and reply, newest token last. `page_ids` are its
+    pages, with capacity for all tokens and `max_tokens` more. `page_keys` are the keys of its full
+    pages, first to last.
     """
 
     request_id: str
@@ -34,10 +36,10 @@ class DraftJob:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """Guesses, next token first; none at all is a good answer where nothing can be known.
+    """Draft tokens, next token first; empty where the drafter has no guess.
 
-    `probabilities` are the distributions that the guesses were drawn from, one float32
-    [vocab_size] for each; None: nothing was drawn, these are the only guesses there could be.
+    `probabilities` are the distributions that the tokens were sampled from, one float32
+    [vocab_size] per token. None means that the draft is deterministic.
     """
 
     token_ids: tuple[int, ...] = ()
@@ -50,17 +52,17 @@ NO_DRAFT = Draft()
 class Drafter(Protocol):
     @property
     def max_tokens(self) -> int:
-        """Most tokens of one draft, whatever a job allows."""
+        """Most tokens of one draft, regardless of the job's limit."""
         ...
 
     def propose(self, jobs: Sequence[DraftJob]) -> list[Draft]:
-        """One draft for each job, of at most its `max_tokens`. The jobs' requests all differ."""
+        """One draft per job, of at most its `max_tokens`. All jobs belong to different requests."""
         ...
 
     def forget(self, request_id: str) -> None:
-        """The request has ended. One that was never seen is no error."""
+        """Drop the state of a request that has ended. Unknown requests are ignored."""
         ...
 
     def moved(self, moves: Iterable[tuple[int, int]]) -> None:
-        """The contents of pages went elsewhere, all at once: (from, to)."""
+        """Apply moves of page contents, (from, to) pairs that take effect at the same time."""
         ...

@@ -1,9 +1,9 @@
-"""Guesses by looking up: what followed the last few tokens when they came before, goes on.
+"""N-gram drafter: proposes the tokens that followed an earlier occurrence of the last few tokens.
 
-Needs no second model and next to no time. It serves code that is edited, text that is quoted from
-the prompt, lists and tables. How far a match is followed depends on how long it is, and on how
-often matches of such a length were right in this request; the drafter sees that for itself, from
-what the sequence became, whether its guess was put forward or not.
+It needs no second model and takes microseconds. It helps with edited code, quotations from the
+prompt, lists and tables. The length of a draft depends on the length of the match, and on how often
+matches of that length were right in this request. The drafter learns this from the tokens that the
+sequence received, whether or not its guess was proposed.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from exl_core.speculate.drafter import NO_DRAFT, Draft, DraftJob
 from exl_core.speculate.ngram_index import Match, NgramIndex
 
 _PRIOR = (0.5, 0.2, 0.4, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95)
-"""How often the token after a match is right, by `_level`, before anything is known. The first one
-is for going on with a text in which one token was replaced."""
+"""Prior probability that the token after a match is right, by `_level`. The first entry applies to
+a match that is resumed after a replaced token."""
 _PRIOR_WEIGHT = 4.0
 _MEMORY = 0.97
-"""Of what was seen, kept with each further token: some 30 tokens count."""
+"""Decay of the counts per token: about the last 30 tokens count."""
 
 _LONG, _SURE = 8, 4
-"""A match of `_LONG` tokens that ends is taken up again behind the token that ended it, unless
-another one of at least `_SURE` is found."""
+"""A match of `_LONG` tokens that ends is resumed after the token that ended it, unless another
+match of at least `_SURE` tokens is found."""
 
 _CHECKED = 64
-"""Newest tokens compared to notice that a sequence was cut back and has grown since."""
+"""Newest tokens that are compared to detect that a sequence was rewound and has grown since."""
 
 
 class NgramDrafter:
-    """One per engine; what it knows of a request grows with the request.
+    """N-gram drafter of one engine, with an index per request.
 
     max_tokens      most tokens of a draft
-    min_match       shortest context that says anything
-    max_match       longest context looked for; the match is then compared further back
-    min_confidence  a guess ends before the token that is less likely than this to be accepted
+    min_match       shortest context, in tokens, that counts as a match
+    max_match       longest context in the index; longer matches are found by comparing further back
+    min_confidence  a draft ends before the first token with a lower probability of acceptance
     preload         ids of a text that every request may repeat
     """
 
@@ -77,7 +77,7 @@ class NgramDrafter:
         self._known.pop(request_id, None)
 
     def moved(self, moves: Iterable[tuple[int, int]]) -> None:
-        """Pages are nothing to it."""
+        """Ignored: this drafter has no cache."""
 
     def _propose(self, job: DraftJob) -> Draft:
         known = self._known.get(job.request_id)
@@ -103,13 +103,13 @@ class NgramDrafter:
 
 
 class _Known:
-    """What is known of one request: its tokens, the last guess, and how guesses fared."""
+    """State of one request: indexed tokens, last guess, and acceptance by match length."""
 
     def __init__(self, index: NgramIndex) -> None:
         self.index = index
         self.guess: list[int] = []
         self.interrupted: Match | None = None
-        """A long match, one token further than where it ended: that one may have been replaced."""
+        """A long match, one token after its end, because that token may have been replaced."""
         self._match: Match | None = None
         self._right = [rate * _PRIOR_WEIGHT for rate in _PRIOR]
         self._seen = [_PRIOR_WEIGHT] * len(_PRIOR)
@@ -126,12 +126,12 @@ class _Known:
         index.extend(new)
 
     def look_at(self, match: Match | None, count: int) -> None:
-        """What follows the match is the guess."""
+        """Take the tokens after the match as the guess."""
         self._match = match
         self.guess = [] if match is None else match.follow(count)
 
     def confident(self, min_confidence: float, count: int) -> int:
-        """How many of the first `count` guessed tokens to put forward."""
+        """Number of the first `count` guessed tokens that are worth proposing."""
         confidence = 1.0
         for offset in range(min(count, len(self.guess))):
             level = self._level(offset)
@@ -161,13 +161,13 @@ class _Known:
 
     def _level(self, offset: int) -> int:
         length = 0 if self._match is None else self._match.length
-        if length == 0 and offset > 0:  # what was replaced is over: the old match goes on
+        if length == 0 and offset > 0:  # after a replaced token: the old match is resumed
             length = _SURE
         return _level(length + offset)
 
 
 def _level(length: int) -> int:
-    """Lengths of a match that are much alike as a sign."""
+    """Class of a match length; lengths in one class have similar acceptance."""
     if length < 5:
         return length
     for level, limit in enumerate((7, 10, 16, 32), start=5):
@@ -177,10 +177,10 @@ def _level(length: int) -> int:
 
 
 def _common_length(tokens: list[int], token_ids: Sequence[int]) -> int:
-    """How many of the indexed tokens still begin the sequence.
+    """Number of indexed tokens that are still a prefix of the sequence.
 
-    What came before the newest ones is taken to be unchanged if those are: a guess made from stale
-    tokens would be a bad guess, no more.
+    Only the newest tokens are compared. If they are equal, the older ones are assumed equal; stale
+    tokens could only cause a bad guess, which verification rejects.
     """
     count = min(len(tokens), len(token_ids))
     start = max(0, count - _CHECKED)

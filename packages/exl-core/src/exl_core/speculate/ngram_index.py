@@ -1,8 +1,8 @@
-"""Where the last few tokens of a sequence occurred before. Knows ids, not what they are for.
+"""Index of earlier occurrences of the last few tokens of a sequence. It knows token ids only.
 
-For each context length of `min_match` to `max_match` tokens the index knows the newest position
-that follows such a context, and from each position the one before with the same context. Adding a
-token and taking it back both cost one dictionary access per length, however long the sequence is.
+For each context length from `min_match` to `max_match` the index stores the newest position that
+follows each context, and a link from each position to the previous one with the same context.
+Adding or removing a token costs one dictionary access per length, independent of sequence length.
 """
 
 from __future__ import annotations
@@ -12,22 +12,24 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 LONGEST_COMPARED = 32
-"""Matches are told apart up to this length: a longer one is no better a sign."""
+"""Longest match length that is distinguished; longer matches predict no better."""
 
 _CANDIDATES = 8
-"""Occurrences that are looked at, newest first."""
+"""Occurrences that are examined, newest first."""
 
 
 class Match(NamedTuple):
-    """`tokens[position]` followed `length` tokens that are the newest ones now."""
+    """`tokens[position]` follows `length` tokens that equal the newest tokens of the sequence."""
 
     tokens: Sequence[int]
     position: int
     length: int
 
     def follow(self, count: int) -> list[int]:
-        """The tokens from there on. Where they reach the newest one, the guess goes on from its own
-        beginning, as a sequence that repeats itself does."""
+        """The `count` tokens from `position` on.
+
+        Past the newest token the guess repeats itself, as a periodic sequence does.
+        """
         guess = list(self.tokens[self.position : self.position + count])
         period = len(guess)
         while len(guess) < count:
@@ -36,12 +38,12 @@ class Match(NamedTuple):
 
 
 class _Order:
-    """The contexts of one length."""
+    """Positions by context, for contexts of one length."""
 
     def __init__(self, length: int) -> None:
         self.length = length
         self.newest: dict[tuple[int, ...], int] = {}
-        self.earlier = array("q")  # by position; 0: none, as no context ends there
+        self.earlier = array("q")  # by position; 0 for none, because no context ends at 0
 
     def extend(self, tokens: list[int]) -> None:
         length, newest, earlier = self.length, self.newest, self.earlier
@@ -68,7 +70,7 @@ class _Order:
 
 
 class NgramIndex:
-    """A sequence that grows at its end and may be cut back."""
+    """Indexed sequence that grows at its end and can be rewound."""
 
     def __init__(self, min_match: int, max_match: int) -> None:
         self.tokens: list[int] = []
@@ -87,8 +89,10 @@ class NgramIndex:
         del self.tokens[count:]
 
     def find(self, history: list[int]) -> Match | None:
-        """What followed the end of `history`, this sequence or another: the longest context first,
-        then what came most often of late, then what came last."""
+        """Best match for the end of `history`, which may be this sequence or another one.
+
+        The longest context wins, then the most frequent recent continuation, then the newest.
+        """
         for order in self._orders:
             if order.length <= len(history):
                 position = order.newest.get(tuple(history[-order.length :]), 0)

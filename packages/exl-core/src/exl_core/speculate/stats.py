@@ -1,6 +1,6 @@
-"""Counts of drafting, and the figures made of them. No torch.
+"""Counts of speculative decoding and the figures derived from them, without torch.
 
-The one place where the figures are defined; a request's counts add up to those of a run.
+All figures are defined here. The counts of requests add up to those of a run.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from itertools import zip_longest
 class DraftStats:
     """Counts of a request or of a run. A figure whose divisor is 0 is None.
 
-    rounds       N  passes of the model that gave tokens, those without a draft included
-    drafted      D  tokens drafted and put into a pass
-    accepted     A  drafted tokens that stayed: those before a round's first rejection
+    rounds       N  passes of the model that gave tokens, including those without a draft
+    drafted      D  draft tokens that were verified in a pass
+    accepted     A  draft tokens that were kept: those before a round's first rejection
     rejected     R  rounds that ended in a rejection
-    emitted      E  tokens that came of it: A + N, less what the end of a reply cut off
+    emitted      E  resulting tokens: A + N, minus tokens cut off by the end of a reply
     accepted_at     how often the first, second ... token of a draft was accepted; their sum is A
     """
 
@@ -29,8 +29,11 @@ class DraftStats:
     accepted_at: tuple[int, ...] = ()
 
     def with_round(self, *, drafted: int, accepted: int, emitted: int) -> DraftStats:
-        """One more pass. `emitted` counts the accepted tokens and the model's own one after them,
-        unless the reply ended with an accepted token: then nothing behind that was rejected."""
+        """These counts plus one pass.
+
+        `emitted` counts the accepted tokens and the model's own token after them. It lacks the
+        latter if the reply ended with an accepted token; then nothing after it was rejected.
+        """
         reached = tuple(1 for _ in range(accepted))
         return self + DraftStats(
             rounds=1,
@@ -53,13 +56,15 @@ class DraftStats:
 
     @property
     def utilization(self) -> float | None:
-        """A / D: the share of the drafted tokens that was of use. Not alpha: what stands behind a
-        rejection was never looked at."""
+        """A / D: accepted share of all draft tokens.
+
+        This is not alpha: tokens after a rejection are never verified.
+        """
         return _ratio(self.accepted, self.drafted)
 
     @property
     def alpha(self) -> float | None:
-        """A / (A + R): how often a drafted token that was looked at was accepted."""
+        """A / (A + R): accepted share of the verified draft tokens."""
         return _ratio(self.accepted, self.accepted + self.rejected)
 
     @property
@@ -74,12 +79,12 @@ class DraftStats:
 
     @property
     def efficiency(self) -> float | None:
-        """E / (D + N): of the rows that were computed, those that gave a token."""
+        """E / (D + N): share of the computed rows that gave a token."""
         return _ratio(self.emitted, self.drafted + self.rounds)
 
     @property
     def position_rates(self) -> tuple[float, ...]:
-        """For each position of a draft, accepted tokens per round; their sum is A / N."""
+        """Accepted tokens per round for each position of a draft; their sum is A / N."""
         return tuple(count / self.rounds for count in self.accepted_at)
 
 
