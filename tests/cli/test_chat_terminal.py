@@ -66,7 +66,7 @@ def test_typing_stopping_pasting_and_leaving(start: Start, tmp_path: Path) -> No
     chat.expect("Speed is shown")
     chat.resize(24, 80)
     chat.type("/set max-response-tokens 5\r")
-    chat.expect("is 5 now")
+    chat.expect("is now 5")
     chat.expect(">>>")
     chat.type(PASTE.format("Say:\n/bye\nhello."))
     chat.type("\r")  # the only one that sends
@@ -119,18 +119,18 @@ def test_taking_back_keeping_and_going_on(start: Start, tmp_path: Path) -> None:
     chat.expect("Cut off")
     chat.expect(">>>")
     chat.type(f"/save {path}\r")
-    chat.expect("2 turns are in")
+    chat.expect("Saved 2 turns")
     chat.expect(">>>")
     chat.type("/undo\r")
-    chat.expect("are forgotten")
+    chat.expect("are removed")
     chat.expect(">>>")
     chat.type(f"/load {tmp_path}/ch\t\r")
-    chat.expect("2 turns of")
+    chat.expect("Loaded 2 turns")
     chat.expect(">>>")
     chat.type("\x1b[A\x1b[A")  # what was typed before the last
     chat.expect("/undo")
     chat.type("\r")
-    chat.expect("are forgotten")
+    chat.expect("are removed")
     leave(chat)
     turns = json.loads(path.read_text(encoding="utf-8"))["messages"]
     assert [turn["content"] for turn in turns[::2]] == ["one", "two"]
@@ -145,7 +145,7 @@ def test_a_full_context_keeps_the_system_prompt(start: Start, tmp_path: Path) ->
     chat.type("/system\r")
     chat.expect("You are a poet")
     seen = leave(chat)
-    assert "of the oldest turns left it" in seen
+    assert "of the oldest turns were dropped" in seen
     assert max(int(size) for size in re.findall(r"context (\d+) tokens", seen)) <= 128
 
 

@@ -1,4 +1,4 @@
-"""Slash commands of `exl chat`: what a person may ask of the chat itself."""
+"""Slash commands of `exl chat`: parsing, help texts and implementation."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ FOR_PIPES = ("bye", "exit", "clear", "help", "stats")
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What follows a command. Without any of these: the next message is asked for."""
+    """Effect of a command. With all defaults, the chat reads the next message."""
 
     note: str | None = None
     leaves: bool = False
     draft: str = ""
-    """To begin the next message with."""
+    """Initial text of the next message in the line editor."""
     is_edit: bool = False
-    """Whether that takes the place of the last message."""
+    """True if the next message replaces the last one."""
     message: str | None = None
-    """To be answered as if it had been typed."""
+    """Message to answer as if the user had typed it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +42,11 @@ class Command:
 
 
 def parse(text: str, *, is_piped: bool) -> tuple[str, str] | None:
-    """Name and argument; None for a message to the model.
+    """Name and argument of a command; None for a message to the model.
 
-    On a terminal an unknown command is an error: it is a slip rather than a message. Over a pipe
-    it is a message, and so are the commands that read or write files.
+    On a terminal, an unknown command is an error: a typing mistake is more likely than a message
+    that begins with a slash. Over a pipe, only the commands in `FOR_PIPES` are recognized. All
+    other text is a message, so that piped text cannot read or write files.
     """
     match = _COMMAND.fullmatch(text)
     if match is None:
@@ -73,15 +74,15 @@ def _set(session: ChatSession, argument: str) -> Outcome:
         shown = session.settings.shown(name)
         return Outcome(note="\n".join(f"{key:<20}{text}" for key, text in shown.items()))
     session.settings.set(name, value.strip())
-    return Outcome(note=f"{name} is {value.strip()} now.")
+    return Outcome(note=f"{name} is now {value.strip()}.")
 
 
 def _system(session: ChatSession, argument: str) -> Outcome:
     conversation = session.conversation
     if not argument:
-        return Outcome(note=conversation.system or "There is no system prompt but the model's own.")
+        return Outcome(note=conversation.system or "No system prompt except the model's default.")
     conversation.system = session.style.no_system() if argument == "none" else argument
-    return Outcome(note="The system prompt is another one from here on.")
+    return Outcome(note="The system prompt is changed.")
 
 
 def _retry(session: ChatSession, _argument: str) -> Outcome:
@@ -97,7 +98,7 @@ def _edit(session: ChatSession, _argument: str) -> Outcome:
 
 def _undo(session: ChatSession, _argument: str) -> Outcome:
     _last(session)
-    return Outcome(note="The last message and its reply are forgotten.")
+    return Outcome(note="The last message and its reply are removed.")
 
 
 def _last(session: ChatSession) -> str:
@@ -110,7 +111,7 @@ def _last(session: ChatSession) -> str:
 def _save(session: ChatSession, argument: str) -> Outcome:
     path = _path(argument, "/save FILE")
     transcript.save(session.conversation, path, session.model_name)
-    return Outcome(note=f"{len(session.conversation.turns) // 2} turns are in {path}.")
+    return Outcome(note=f"Saved {len(session.conversation.turns) // 2} turns to {path}.")
 
 
 def _load(session: ChatSession, argument: str) -> Outcome:
@@ -118,7 +119,7 @@ def _load(session: ChatSession, argument: str) -> Outcome:
     system, turns = transcript.load(path)
     session.conversation.system = system
     session.conversation.replace(turns)
-    return Outcome(note=f"{len(turns) // 2} turns of {path} take the place of what was said.")
+    return Outcome(note=f"Loaded {len(turns) // 2} turns from {path}, replacing the conversation.")
 
 
 def _path(argument: str, usage: str) -> Path:
@@ -129,7 +130,7 @@ def _path(argument: str, usage: str) -> Path:
 
 def _clear(session: ChatSession, _argument: str) -> Outcome:
     session.conversation.clear()
-    return Outcome(note="The conversation is forgotten; the system prompt stays.")
+    return Outcome(note="The conversation is cleared; the system prompt stays.")
 
 
 def _stats(session: ChatSession, _argument: str) -> Outcome:
@@ -143,20 +144,22 @@ def _leave(_session: ChatSession, _argument: str) -> Outcome:
 
 
 COMMANDS = {
-    "help": Command("/help, /?", "this list", _help),
-    "set": Command("/set [NAME [VALUE]]", "a setting, such as temp; alone: all of them", _set),
-    "system": Command("/system [TEXT]", "another system prompt, or 'none'; alone: which", _system),
-    "retry": Command("/retry", "another reply to the last message", _retry),
-    "edit": Command("/edit", "change the last message and send it again", _edit),
-    "undo": Command("/undo", "forget the last message and its reply", _undo),
-    "save": Command("/save FILE", "write the conversation to a file", _save),
-    "load": Command("/load FILE", "go on with the conversation in a file", _load),
-    "clear": Command("/clear", "forget the conversation; the system prompt stays", _clear),
+    "help": Command("/help, /?", "show this list", _help),
+    "set": Command("/set [NAME [VALUE]]", "change or show a setting; alone: show all", _set),
+    "system": Command(
+        "/system [TEXT]", "set the system prompt ('none': off); alone: show", _system
+    ),
+    "retry": Command("/retry", "generate another reply to the last message", _retry),
+    "edit": Command("/edit", "edit the last message and send it again", _edit),
+    "undo": Command("/undo", "remove the last message and its reply", _undo),
+    "save": Command("/save FILE", "save the conversation to a file", _save),
+    "load": Command("/load FILE", "load a conversation and continue it", _load),
+    "clear": Command("/clear", "clear the conversation; the system prompt stays", _clear),
     "stats": Command("/stats", "show or hide the speed after each reply", _stats),
-    "bye": Command("/bye, /exit", "leave (so does Ctrl-D)", _leave),
+    "bye": Command("/bye, /exit", "exit (so does Ctrl-D)", _leave),
 }
 ALIASES = {"?": "help", "exit": "bye", "regen": "retry", "show": "set"}
 KEYS = (
-    'Alt-Enter, or Esc and Enter, begins a new line; lines between """ and """ are one message.\n'
-    "Ctrl-C stops a reply, and the conversation goes on. Tab completes commands, settings, files."
+    'Alt-Enter, or Esc then Enter, starts a new line; lines between """ and """ are one message.\n'
+    "Ctrl-C stops a reply but not the chat. Tab completes commands, settings and file names."
 )

@@ -1,6 +1,6 @@
-"""The turns of a chat, and which of them still fit.
+"""Turns of a chat, and the selection of those that fit into the context.
 
-Knows messages and a function that turns them into token ids; neither model nor terminal.
+Knows messages and a function that encodes them to token ids; neither the model nor the terminal.
 """
 
 from __future__ import annotations
@@ -11,27 +11,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from exl_core.errors import RequestError
 
 Message = dict[str, str]
-"""`role`, `content`, and of a reply that was reasoned about `reasoning_content`."""
+"""Keys `role` and `content`; a reply with reasoning also has `reasoning_content`."""
 Encode = Callable[[Sequence[Mapping[str, object]]], list[int]]
 
 
 class Conversation:
-    """System prompt and turns. When the context is full, the oldest turns go out of it first; they
-    stay part of the conversation."""
+    """System prompt and turns.
+
+    When the context is full, the oldest turns are dropped from it first. They remain part of the
+    conversation.
+    """
 
     def __init__(self, system: str | None) -> None:
         self.system = system
         self.turns: list[Message] = []
-        self._first = 0  # of those in the context; even, a message of the user
+        self._first = 0  # index of the first turn in the context; even: a user message
 
     @property
     def messages(self) -> list[Message]:
-        """What is in the context."""
+        """System prompt and turns that are in the context."""
         return self._with_system(self._first)
 
     @property
     def dropped_turns(self) -> int:
-        """Pairs of a message and its reply that are no longer in the context."""
+        """Number of message and reply pairs that are no longer in the context."""
         return self._first // 2
 
     def clear(self) -> None:
@@ -51,7 +54,7 @@ class Conversation:
         self.turns.append(message)
 
     def take_back(self) -> str | None:
-        """Forget the last message of the user, with its reply if there is one; None without any."""
+        """Remove and return the last user message, with its reply if any; None if there is none."""
         if not self.turns:
             return None
         last = self.turns.pop()
@@ -61,11 +64,11 @@ class Conversation:
         return last["content"]
 
     def fit(self, encode: Encode, ctx_size: int, reserve: int) -> list[int]:
-        """Token ids of the conversation with room for a reply of `reserve` tokens.
+        """Token ids of the conversation, leaving space for a reply of `reserve` tokens.
 
         Drops whole turns (a user message and its reply) from the front. The last user message is
-        never dropped: where it alone is too long, less room for the reply is taken, and where it
-        does not fit at all the error has the numbers and nothing is forgotten.
+        never dropped. If it is too long to leave `reserve` tokens, the reply gets less space. If it
+        does not fit at all, RequestError has the numbers and no turn is dropped.
         """
         first = self._first
         token_ids = encode(self._with_system(first))
@@ -82,7 +85,7 @@ class Conversation:
                 "the message does not fit into the context",
                 expected=f"at most {ctx_size - 1} tokens with its template",
                 got=len(token_ids),
-                next_step="Shorten it, or give more room with --ctx-size.",
+                next_step="Shorten it, or increase --ctx-size.",
             )
         self._first = first
         return token_ids

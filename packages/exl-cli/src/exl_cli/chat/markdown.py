@@ -1,9 +1,9 @@
-"""Markdown on a terminal while it streams: every character is shown once, in order, with a style.
+"""Streaming Markdown for a terminal: every character is shown once, in order, with a style.
 
-Nothing is taken back or drawn again, so nothing flickers and a change of the window's width breaks
-nothing; without the styles, what is shown is the text itself. What is not certain yet is held back:
-the beginning of a line that may be a heading or a fence, a run of `*` or of backticks, and in a
-code block the line that is being written, because how it is colored depends on its end.
+Nothing is erased or redrawn, so there is no flicker and resizing the window is harmless. Without
+the styles, the output equals the input. Ambiguous input is held back until the next characters
+decide: the start of a line that may be a heading or a fence, a run of `*` or of backticks, and the
+current line of a code block, because its highlighting depends on the end of the line.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _THEME = Syntax.get_theme("ansi_dark")
 
 
 class MarkdownStream:
-    """`feed` pieces of Markdown as they come, then `close`; `emit` gets text with its style."""
+    """Markdown parser: `feed` it text as it arrives, then `close`. It calls `emit(text, style)`."""
 
     def __init__(self, emit: Emit) -> None:
         self._emit = emit
         self._held = ""
         self._at_line_start = True
         self._line_style = PLAIN
-        self._before = "\n"  # the last character that was shown
+        self._before = "\n"  # last character shown
         self._bold = self._italic = False
         self._code_ticks = 0
         self._fence = ""
-        self._lexer: Any = None  # of pygments, which has no types
+        self._lexer: Any = None  # a pygments lexer; pygments has no type annotations
         self._code = ""
 
     def feed(self, text: str) -> None:
@@ -50,12 +50,12 @@ class MarkdownStream:
             pass
 
     def close(self) -> None:
-        """The end of the text: what was held back is what it looks like."""
+        """End the text: emit the input held back, which no further character can change."""
         while self._held and self._advance(is_end=True):
             pass
 
     def _advance(self, *, is_end: bool) -> bool:
-        """Show some of what is held; False where that has to wait."""
+        """Show some of the held text; False if more input is needed first."""
         if self._fence:
             return self._advance_in_block(is_end=is_end)
         if self._at_line_start:
@@ -105,7 +105,7 @@ class MarkdownStream:
         return True
 
     def _mark(self, char: str, run: int) -> None:
-        """A run of marks, which begins or ends something, or is only text."""
+        """Handle a run of `*` or backticks that opens or closes a span, or is plain text."""
         text, after = self._held[:run], self._held[run : run + 1] or "\n"
         if char == "`" and self._code_ticks in (0, run):
             self._code_ticks = 0 if self._code_ticks else run
@@ -141,7 +141,11 @@ class MarkdownStream:
         return True
 
     def _show_code(self, line: str) -> None:
-        """Colored by all lines of the block so far, because a string may have begun in another."""
+        """Highlight one line of a code block.
+
+        The lexer runs over all lines of the block so far, because a string may have begun on an
+        earlier one.
+        """
         begin = len(self._code)
         self._code += line
         if self._lexer is None:

@@ -1,6 +1,7 @@
-"""How a conversation becomes tokens, and what ends a reply: by the model's template, or by name.
+"""Encoding of a conversation with the model's chat template or with a named prompt format.
 
-Knows messages and the loaded model; neither terminal nor turns.
+Also sets the stop tokens of a reply. Knows messages and the loaded model; neither the terminal nor
+the turns of a chat.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ _EXCERPT = 40
 
 
 class PromptStyle:
-    """`prompt_format` None: the template that the model brings."""
+    """A prompt format bound to a loaded model. `prompt_format` None: the model's chat template."""
 
     def __init__(self, loaded: LoadedModel, prompt_format: PromptFormat | None) -> None:
         if prompt_format is None and loaded.template is None:
             raise TemplateError(
                 "the model has no chat template",
                 where=loaded.path,
-                next_step="It may be a base model. --format NAME writes the conversation in a "
-                "format that you choose; 'exl chat --list-formats' shows them.",
+                next_step="It may be a base model. --format NAME selects a prompt format; "
+                "'exl chat --list-formats' lists them.",
             )
         self._tokenizer = loaded.tokenizer
         self._template = loaded.template
@@ -46,7 +47,7 @@ class PromptStyle:
             self._tags = find_tags("" if loaded.template is None else loaded.template.source)
 
     def text(self, messages: Messages) -> str:
-        """Up to where the model replies."""
+        """Prompt text up to the point where the reply begins."""
         if self._format is not None:
             return self._format.render(messages)
         assert self._template is not None
@@ -64,13 +65,16 @@ class PromptStyle:
         )
 
     def splitter(self, messages: Messages) -> ReasoningSplitter:
-        """For the reply to these messages."""
+        """Splitter of reasoning and answer for the reply to these messages."""
         opening, closing = self._tags
         return ReasoningSplitter(opening, closing, ends_inside(self.text(messages), opening))
 
     def adapt(self, request: Request) -> Request:
-        """The request with what ends a reply here, and with the tags of reasoning visible."""
-        special = self._tokenizer.special_tokens  # a tag is one, or is made of several
+        """Add this format's stop tokens and stop strings to the request.
+
+        Special tokens are shown if they are part of the reasoning tags, which the splitter needs.
+        """
+        special = self._tokenizer.special_tokens  # a tag is one of them, or contains some
         shows_tags = any(text in tag for tag in self._tags for text in special)
         if self._format is None:
             return replace(request, show_special=shows_tags)
@@ -83,30 +87,34 @@ class PromptStyle:
         )
 
     def default_system(self) -> str | None:
-        """What a format says where nobody says anything; a template has its own default inside."""
+        """Default system prompt of the format; None for a template, which inserts its own."""
         return None if self._format is None else self._format.default_system
 
     def no_system(self) -> str | None:
-        """The system prompt that stands for none: empty where the template has one of its own."""
+        """System prompt that suppresses the default one.
+
+        It is empty if the template inserts a default when there is no system message, else None.
+        """
         if self._format is not None:
             return None
         user = {"role": "user", "content": "Hello"}
         try:
             empty = self.text([{"role": "system", "content": ""}, user])
-        except TemplateError:  # it knows no system role, so there is none to suppress
+        except TemplateError:  # no system role, so there is no default to suppress
             return None
         return "" if len(empty) < len(self.text([user])) else None
 
     def usable(self, system: str) -> str:
-        """The same; raises TemplateError where the template knows no system role."""
+        """Return `system`; raises TemplateError if the template does not support a system role."""
         self.text([{"role": "system", "content": system}, {"role": "user", "content": "Hello"}])
         return system
 
     def disagreement(self, *, uses_default: bool) -> str | None:
-        """How the format differs from the model's own template; None if it does not, or if the
-        template writes no such conversation: that may be why a format is asked for.
+        """Description of the first difference between the format and the model's own template.
 
-        Looked at with a system prompt, and where the default of either `uses_default`, with that.
+        None if there is no difference, or if the template rejects the sample conversation: that
+        may be the reason for choosing a format. The sample has a system prompt. If `uses_default`,
+        a second sample uses the default system prompts of the format and of the template.
         """
         if self._format is None or self._template is None:
             return None
@@ -116,7 +124,7 @@ class PromptStyle:
         if uses_default:
             probes.append(((*ours, *_PROBE[1:]), _PROBE[1:]))
         for for_format, for_template in probes:
-            with suppress(TemplateError):  # some know no system role
+            with suppress(TemplateError):  # some templates reject the system role
                 text = self._template.render(for_template)
                 theirs = self._tokenizer.encode(text, allow_special=True, add_bos=False)
                 difference = self._first_difference(self.encode(for_format), theirs)
@@ -138,6 +146,6 @@ class PromptStyle:
         ]
         return (
             f"--format {self._format.name} and the model's own template disagree: in a sample "
-            f"conversation, from token {at + 1} on, the one has {excerpts[0]}, the other "
-            f"{excerpts[1]}. Without --format the template is followed."
+            f"conversation, from token {at + 1} on, the format has {excerpts[0]} and the template "
+            f"has {excerpts[1]}. Without --format the template is used."
         )

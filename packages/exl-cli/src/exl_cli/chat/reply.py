@@ -1,4 +1,4 @@
-"""One reply of a chat, which may take several requests: its text, its reasoning, its figures."""
+"""One reply of a chat: text, reasoning and statistics. A reply may take several requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from exl_core.tokenizer.base import REPLACEMENT, Tokenizer
 
 @dataclass(slots=True)
 class Reply:
-    """What was said, and the requests that it took."""
+    """Text and reasoning of one reply, with the result of each request that it took."""
 
     text: str = ""
     reasoning: str = ""
@@ -35,7 +35,7 @@ class Reply:
         return self.parts[-1].reason is FinishReason.LENGTH
 
     def statistics(self) -> str:
-        """One line: context, reply, speed, and what drafts came to."""
+        """One line with context size, cache hits, speed, and accepted drafts if there were any."""
         last = self.parts[-1]
         tokens = sum(len(part.token_ids) for part in self.parts)
         seconds = sum(part.decode_s for part in self.parts)
@@ -49,13 +49,13 @@ class Reply:
         stats = [part.drafting for part in self.parts if part.drafting is not None]
         if stats:
             drafting = sum(stats, DraftStats())
-            figures.append(f"{drafting.accepted} of {drafting.drafted} guesses right")
+            figures.append(f"{drafting.accepted} of {drafting.drafted} draft tokens accepted")
             figures.append(f"efficiency {drafting.efficiency or 0.0:.0%}")
         return " · ".join(figures)
 
 
 class ReplyWriter:
-    """Gathers a reply and shows it. As a context manager it ends the reply, however that ends."""
+    """Collects a reply and shows it. A context manager: leaving it completes the reply."""
 
     def __init__(self, screen: ReplyScreen, splitter: ReasoningSplitter) -> None:
         self.reply = Reply()
@@ -77,7 +77,10 @@ class ReplyWriter:
         self.reply.text = self.reply.text.strip()
 
     def write(self, event: TextEvent) -> None:
-        """A character that is not whole yet waits: the next request may complete it."""
+        """Show the text of an event.
+
+        An incomplete UTF-8 character is held back: a later event may complete it.
+        """
         text = self._half + event.text
         whole = text.rstrip(REPLACEMENT)
         self._half = text[len(whole) :]
@@ -87,7 +90,10 @@ class ReplyWriter:
         self._screen.read(event.done, event.total)
 
     def drop_half_character(self, tokenizer: Tokenizer) -> None:
-        """Between two requests: the tokens of a character that is not whole are sampled again."""
+        """Drop the tokens of an incomplete character at the end of a request.
+
+        The next request samples them again.
+        """
         if self._half:
             ids = self.reply.token_ids
             while ids and tokenizer.decode(ids).endswith(REPLACEMENT):

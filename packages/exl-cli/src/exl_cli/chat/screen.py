@@ -1,7 +1,8 @@
-"""One reply on its way to whoever reads it: colored where a terminal shows colors, bare elsewhere.
+"""Output of one streamed reply: styled Markdown on a color terminal, plain text elsewhere.
 
-stdout gets the reply and nothing else. Reasoning goes to stderr, and only to a terminal: as one
-line that counts, or in full. A terminal gets no control characters but line ends and tabs.
+stdout gets the reply and nothing else. Reasoning goes to stderr. On a terminal it is one line with
+a token counter; with `shows_reasoning` it is printed in full. Control characters other than
+newlines and tabs are removed from text that goes to a terminal.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _REDRAW_S = 0.1
 
 
 class ReplyScreen:
-    """Takes a reply piece by piece: `read`, `think` and `say`, then `close`."""
+    """Shows one reply: call `read`, `think` and `say` as text arrives, then `close`."""
 
     def __init__(self, *, shows_reasoning: bool, is_quiet: bool = False) -> None:
         stdout = Console(highlight=False)
@@ -41,13 +42,16 @@ class ReplyScreen:
         self._has_said = False
 
     def read(self, done: int, total: int) -> None:
-        """So much of a long prompt is computed. Within a reply nothing is shown of it."""
+        """Show that `done` of `total` prompt tokens are computed.
+
+        Does nothing once the reply has started: the line would be drawn over the reply.
+        """
         if self._shows_progress and not (self._is_thinking or self._has_said):
             self._is_reading = True
             self._draw_count(f"reading... {done} of {total} tokens")
 
     def think(self, text: str, tokens: int) -> None:
-        """Some reasoning, of so many tokens."""
+        """Show or count a piece of reasoning of `tokens` tokens."""
         self._stop_reading()
         self._thought_tokens += tokens
         self._is_thinking = True
@@ -62,7 +66,7 @@ class ReplyScreen:
                 self._draw_count(f"thinking... {self._thought_tokens} tokens")
 
     def say(self, text: str) -> None:
-        """Some of the answer."""
+        """Show a piece of the answer."""
         self._stop_reading()
         self._stop_thinking()
         if not self._has_said:
@@ -100,7 +104,7 @@ class ReplyScreen:
             self._notes.print()
 
     def _draw_count(self, text: str) -> None:
-        """On one line, which is short enough for a narrow window."""
+        """Redraw the status line, truncated to the width of the terminal."""
         shown = text[: max(1, self._notes.width - 1)]
         self._notes.file.write("\r\x1b[K" if self._can_redraw else "")
         self._notes.print(shown, style="dim", markup=False, end="")

@@ -1,4 +1,7 @@
-"""A chat: read, answer, remember. One engine serves all turns, so that its prompt cache works."""
+"""Chat loop: read a message, answer it, store both.
+
+One engine serves all turns, so that later prompts reuse its cache.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from exl_core.files import decode_text
 
 
 class ChatSession:
-    """`terminal` None: prompts come over a pipe, a line each."""
+    """A chat with one model. `terminal` None: prompts come from stdin, one per line."""
 
     def __init__(
         self,
@@ -42,14 +45,14 @@ class ChatSession:
         self._stop = stop
         self._terminal = terminal
         self._is_quiet = is_quiet
-        self._lines = _piped()
+        self._lines = _stdin_lines()
 
     @property
     def model_name(self) -> str:
         return self._runtime.name
 
     def run(self) -> int:
-        """Until the input ends. The number of prompts over a pipe that got no answer."""
+        """Run until the input ends. Returns the number of piped prompts that got no answer."""
         unanswered = 0
         outcome = Outcome()
         while not outcome.leaves:
@@ -59,7 +62,7 @@ class ChatSession:
                 break
             is_edit, outcome = outcome.is_edit, Outcome()
             try:
-                outcome = self._obey(text, is_edit=is_edit)
+                outcome = self._handle(text, is_edit=is_edit)
                 if outcome.message is not None:
                     self._answer(outcome.message)
             except ExlError as error:
@@ -69,7 +72,7 @@ class ChatSession:
         return unanswered
 
     def _read(self, draft: str) -> str:
-        """One message or command, which may be empty. Raises EOFError at the end."""
+        """Read one message or command, which may be empty. Raises EOFError at the end of input."""
         if self._terminal is None:
             text = next(self._lines, None)
             if text is None:
@@ -81,8 +84,8 @@ class ChatSession:
             self._terminal.note("Ctrl-D leaves.")
             return ""
 
-    def _obey(self, text: str, *, is_edit: bool) -> Outcome:
-        """Carry out a slash command; any other text is a message."""
+    def _handle(self, text: str, *, is_edit: bool) -> Outcome:
+        """Run a slash command; any other text becomes the outcome's message."""
         command = commands.parse(text, is_piped=self._terminal is None)
         if command is None:
             if text and is_edit:
@@ -106,14 +109,18 @@ class ChatSession:
             self.conversation.answer(reply.text, reply.reasoning)
         else:
             self.conversation.take_back()
-        self._comment(reply, self.conversation.dropped_turns - dropped)
+        self._print_notes(reply, self.conversation.dropped_turns - dropped)
         if self.settings.chat.amnesia:
             self.conversation.clear()
         if reply.was_stopped and self._terminal is None:
             raise KeyboardInterrupt
 
     def _reply(self) -> Reply:
-        """Stream one. Where the context fills up on the way, room is made and it goes on."""
+        """Stream one reply.
+
+        If the context fills up during the reply, older turns are dropped and generation continues
+        with a further request.
+        """
         tokenizer = self._runtime.loaded.tokenizer
         limit, params = self.settings.max_tokens, self.settings.params(tokenizer)
         prompt_ids = self._fit(limit)
@@ -122,9 +129,9 @@ class ChatSession:
         reply = writer.reply
         with writer, Interrupt() as interrupt:
             while True:
-                left = None if limit is None else limit - len(reply.token_ids)
+                remaining = None if limit is None else limit - len(reply.token_ids)
                 ids = [*prompt_ids, *reply.token_ids]
-                request = self._runtime.request(ids, left, params, self._stop)
+                request = self._runtime.request(ids, remaining, params, self._stop)
                 request = self.style.adapt(request)
                 part = stream_reply(
                     self._runtime.engine, request, interrupt, writer.write, writer.note_progress
@@ -135,18 +142,20 @@ class ChatSession:
                 if not is_full or interrupt.is_set:
                     return reply
                 writer.drop_half_character(tokenizer)
-                more = self._make_room(len(reply.token_ids), limit)
-                if more is None:
+                shorter = self._make_room(len(reply.token_ids), limit)
+                if shorter is None:
                     return reply
-                prompt_ids = more
+                prompt_ids = shorter
 
     def _fit(self, limit: int | None) -> list[int]:
         ctx = self._runtime.ctx_size
         return self.conversation.fit(self.style.encode, ctx, min(limit or ctx, ctx // 4))
 
     def _make_room(self, reply_tokens: int, limit: int | None) -> list[int] | None:
-        """The prompt with fewer turns, for a reply that has filled the context; None if none can
-        be dropped."""
+        """Shorten the prompt for a reply that has filled the context.
+
+        Returns the prompt ids with fewer turns; None if no turn can be dropped.
+        """
         ctx = self._runtime.ctx_size
         dropped = self.conversation.dropped_turns
         reserve = min(ctx if limit is None else limit - reply_tokens, ctx // 4)
@@ -156,16 +165,16 @@ class ChatSession:
             return None
         return ids if self.conversation.dropped_turns > dropped else None
 
-    def _comment(self, reply: Reply, dropped: int) -> None:
+    def _print_notes(self, reply: Reply, dropped: int) -> None:
         if dropped:
-            self._note(f"The context was full: {dropped} of the oldest turns left it.")
+            self._note(f"The context was full: {dropped} of the oldest turns were dropped from it.")
         if reply.was_stopped:
             self._note("Stopped.")
         elif reply.is_cut_off:
-            self._note("Cut off: the limit of tokens is reached (-n, -c).")
+            self._note("Cut off: the token limit is reached (-n, -c).")
         if reply.reasoning and not reply.text and self._terminal is None:
             print(
-                "exl: note: the reply ended within its reasoning, so there is no answer",
+                "exl: note: the reply ended inside its reasoning, so there is no answer",
                 file=sys.stderr,
             )
         if self.settings.chat.stats and self._terminal is not None:
@@ -178,7 +187,7 @@ class ChatSession:
             self._terminal.note(text)
 
 
-def _piped() -> Iterator[str]:
+def _stdin_lines() -> Iterator[str]:
     if sys.stdin is None:
         return
     for number, line in enumerate(sys.stdin.buffer, start=1):

@@ -1,4 +1,4 @@
-"""What `/set` changes: the sampler's options by their names, and how a chat behaves."""
+"""Settings that `/set` shows and changes: sampler options and chat options, by name."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ OFF = ("off", "no", "false", "fold", "hide", "none")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatOptions:
-    """Beside the sampler's. `max_response_tokens` -1: until the context is full."""
+    """Chat options other than sampling. `max_response_tokens` -1: until the context is full."""
 
     max_response_tokens: int = 1000
     reasoning: bool = False
-    """Whether reasoning is shown; otherwise one line says that there is some."""
+    """True shows reasoning in full; False shows one line with its token count."""
     stats: bool = False
     amnesia: bool = False
 
@@ -38,7 +38,7 @@ NAMES = tuple(
 
 
 class ChatSettings:
-    """Both together, by name."""
+    """Sampler options and chat options, read and set by name."""
 
     def __init__(self, sampling: SamplingOptions, chat: ChatOptions) -> None:
         self.sampling = sampling
@@ -50,8 +50,10 @@ class ChatSettings:
         return options.token_limit(self.chat.max_response_tokens)
 
     def params(self, tokenizer: Tokenizer | None = None) -> SamplerParams:
-        """Of the next reply: with a seed, each reply gets one of its own from it, so that one that
-        is asked for again is another."""
+        """Sampler parameters of the next reply.
+
+        With a fixed seed, reply n uses seed + n, so that `/retry` yields a different reply.
+        """
         params = self.sampling.params(tokenizer)
         if self.sampling.seed is not None:
             params = replace(params, seed=(self.sampling.seed + self._replies) % 2**63)
@@ -59,7 +61,7 @@ class ChatSettings:
         return params
 
     def shown(self, name: str = "") -> dict[str, str]:
-        """The setting, or all of them, with the values that `set` would take.
+        """Values of one setting, or of all, in the form that `set` accepts.
 
         Raises RequestError for an unknown name.
         """
@@ -76,7 +78,7 @@ class ChatSettings:
         return {key: values[key]}
 
     def set(self, name: str, text: str) -> None:
-        """Raises RequestError for an unknown name and for a value out of range."""
+        """Change one setting. Raises RequestError for an unknown name or a bad value."""
         key = name.replace("-", "_").lstrip("_")
         if key in SAMPLING:
             sampling = replace(self.sampling, **{key: _parsed(name, text, SAMPLING[key])})
@@ -104,12 +106,12 @@ def _parsed(name: str, text: str, hint: object) -> Any:
         if text in (*ON, *OFF):
             return text in ON
         raise RequestError(f"{name} is a switch", expected="on or off", got=text)
-    for kind, what in ((int, "a whole number"), (float, "a number")):
+    for kind, noun in ((int, "a whole number"), (float, "a number")):
         if kind in kinds:
             try:
                 return kind(text)
             except ValueError:
-                raise RequestError(f"{name} takes {what}", got=text) from None
+                raise RequestError(f"{name} takes {noun}", got=text) from None
     return text
 
 

@@ -1,6 +1,6 @@
-"""The person's side of a chat: line editing with history, notes, and the keys that end things.
+"""Terminal input of a chat: line editing with history, key bindings, and notes to the user.
 
-Everything here goes to stderr, so that a redirected stdout holds the replies and nothing else.
+All output of this module goes to stderr, so that a redirected stdout holds only the replies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROMPT = ">>> "
 
 
 class Terminal:
-    """What is typed is kept in `history_file`, which only its owner can read, if there is one."""
+    """Line editor on stderr. Saves input in `history_file`, mode 0600; None: in memory only."""
 
     def __init__(self, history_file: Path | None) -> None:
         self._console = stderr_console()
@@ -51,13 +51,13 @@ class Terminal:
         )
 
     def ask(self, draft: str = "") -> str:
-        """One message, `draft` to begin with; fences around it are dropped.
+        """Read one message, with `draft` as its initial text. Fences around it are removed.
 
-        Bytes that are no text are question marks, as they are shown. Raises EOFError on Ctrl-D and
-        KeyboardInterrupt on Ctrl-C.
+        Bytes that are not valid UTF-8 become question marks, as the terminal shows them. Raises
+        EOFError on Ctrl-D and KeyboardInterrupt on Ctrl-C.
         """
         if is_dumb_terminal():
-            text = self._ask_plainly(draft)
+            text = self._ask_without_editing(draft)
         else:
             text = self._session.prompt(PROMPT, default=draft)
         text = text.encode("utf-8", errors="replace").decode("utf-8").strip()
@@ -65,10 +65,10 @@ class Terminal:
             text = text.removeprefix(FENCE).removesuffix(FENCE).strip("\n")
         return text
 
-    def _ask_plainly(self, draft: str) -> str:
-        """A line, where the terminal can edit nothing."""
+    def _ask_without_editing(self, draft: str) -> str:
+        """Read one line on a dumb terminal, which cannot edit; `draft` is shown above it."""
         if draft:
-            self.note(f"It was: {draft}")
+            self.note(f"Previous text: {draft}")
         sys.stderr.write(PROMPT)
         sys.stderr.flush()
         line = sys.stdin.readline()
@@ -88,13 +88,13 @@ class Terminal:
             os.fchmod(descriptor, 0o600)
             os.close(descriptor)
         except OSError as error:
-            self.note(f"What is typed is not kept: {path}: {error.strerror}")
+            self.note(f"Input history is not saved: {path}: {error.strerror}")
             return InMemoryHistory()
         return FileHistory(path)
 
 
 class CommandCompleter(Completer):
-    """What Tab goes on with: commands, names of settings, files."""
+    """Tab completion of commands, setting names and file names."""
 
     def get_completions(self, document: Document, event: CompleteEvent) -> Iterator[Completion]:
         command, space, argument = document.text_before_cursor.partition(" ")
@@ -102,18 +102,18 @@ class CommandCompleter(Completer):
             yield from PathCompleter(expanduser=True).get_completions(Document(argument), event)
             return
         known = tuple(f"/{name}" for name in COMMANDS)
-        begun = command
+        prefix = command
         if space:
-            known, begun = (NAMES if command == "/set" else ()), argument
-        if begun:
-            fitting = (name for name in known if name.startswith(begun))
-            yield from (Completion(name, -len(begun)) for name in fitting)
+            known, prefix = (NAMES if command == "/set" else ()), argument
+        if prefix:
+            matches = (name for name in known if name.startswith(prefix))
+            yield from (Completion(name, -len(prefix)) for name in matches)
 
 
 def _key_bindings() -> KeyBindings:
-    """Enter sends, except within an open fence; Alt-Enter (or Esc, Enter) begins a new line.
+    """Enter sends, except inside an open fence; Alt-Enter (or Esc, Enter) inserts a newline.
 
-    A paste of many lines comes as one piece, so its line ends are no Enter. Tab completes.
+    A bracketed paste arrives as one event, so its newlines do not count as Enter. Tab completes.
     """
     bindings = KeyBindings()
 
@@ -133,9 +133,9 @@ def _key_bindings() -> KeyBindings:
     @bindings.add("tab")
     def _complete(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
-        asked = CompleteEvent(completion_requested=True)
-        found = list(CommandCompleter().get_completions(buffer.document, asked))
-        if len(found) == 1:  # at once: an Enter may be next
+        request = CompleteEvent(completion_requested=True)
+        found = list(CommandCompleter().get_completions(buffer.document, request))
+        if len(found) == 1:  # applied synchronously: the next key may be Enter
             buffer.apply_completion(found[0])
         elif buffer.complete_state is not None:
             buffer.complete_next()

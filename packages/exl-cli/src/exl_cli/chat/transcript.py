@@ -1,4 +1,4 @@
-"""A conversation as a file: JSON with a version, written whole or not at all, and checked."""
+"""Transcript files of `/save` and `/load`: versioned JSON, written atomically, checked on load."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEYS = {"role", "content", "reasoning_content"}
 
 
 def save(conversation: Conversation, path: Path, model: str) -> None:
-    """All turns, those that no longer fit into the context too."""
+    """Write all turns, including those dropped from the context."""
     write_json(
         path,
         {
@@ -29,23 +29,23 @@ def save(conversation: Conversation, path: Path, model: str) -> None:
 
 
 def load(path: Path) -> tuple[str | None, list[Message]]:
-    """System prompt and turns; raises RequestError for a file that is not one of `save`'s."""
+    """System prompt and turns; raises RequestError for a file that `save` did not write."""
     data = read_json_object(path, RequestError, _LIMIT_BYTES)
     if data.get("format") != KIND:
-        raise _refusal(path, "is no transcript of exl chat", f'"format": "{KIND}"')
+        raise _refusal(path, "is not a transcript of exl chat", f'"format": "{KIND}"')
     if data.get("version") != VERSION:
         raise _refusal(path, "has another version", f'"version": {VERSION}', data.get("version"))
     system, messages = data.get("system"), data.get("messages")
     if not (system is None or isinstance(system, str)):
-        raise _refusal(path, "has a system prompt that is no text", "a text or null")
+        raise _refusal(path, "has a system prompt that is not a string", "a string or null")
     if not isinstance(messages, list) or len(messages) % 2:
-        raise _refusal(path, "has no messages in pairs", "a list: user, assistant, user, ...")
+        raise _refusal(path, "has no message pairs", "a list: user, assistant, user, ...")
     turns = []
     for number, message in enumerate(messages):
         role = "assistant" if number % 2 else "user"
         if not _is_message(message, role):
             raise _refusal(
-                path, f"has a message {number + 1} that is none", f"texts, of role {role}"
+                path, f"has a malformed message {number + 1}", f"strings, with role {role}"
             )
         turns.append(dict(message))
     return system, turns
@@ -60,7 +60,7 @@ def _is_message(message: object, role: str) -> bool:
     )
 
 
-def _refusal(path: Path, what: str, expected: str, got: object = None) -> RequestError:
+def _refusal(path: Path, fault: str, expected: str, got: object = None) -> RequestError:
     return RequestError(
-        f"the file {what}", where=path, expected=expected, got=None if got is None else repr(got)
+        f"the file {fault}", where=path, expected=expected, got=None if got is None else repr(got)
     )
