@@ -70,7 +70,7 @@ def thorough(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Random work for minutes up to half an hour. On a GPU: nox -s cuda -- -m "soak and cuda"."""
+    """Runs of minutes up to half an hour. On a GPU: nox -s cuda -- -m "soak and cuda"."""
     run_tests(session, "soak and not cuda", *PARALLEL)
 
 

@@ -287,7 +287,7 @@ LONG_S = 240.0
 """For some 20 thousand jobs: twelve a second for half an hour."""
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.timeout(LONG_S + 120)
 def test_half_an_hour_of_jobs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

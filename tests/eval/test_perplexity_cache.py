@@ -68,7 +68,7 @@ def test_decoding_is_as_far_from_fp32_as_chunks_are(smollm2_path: Path, text: st
         assert 0.5 < decoded / chunked < 2, kv_format
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
     ("ctx", "token_by_token"), [(512, True), (2048, False)], ids=["decoded", "chunks"]

@@ -25,7 +25,7 @@ def test_smollm2_one_window_of_512_tokens(smollm2: LoadedModel, wikitext_path: P
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("windows", "stderr_max"), [(4, 0.6), pytest.param(20, 0.3, marks=pytest.mark.thorough)]
+    ("windows", "stderr_max"), [(4, 0.6), pytest.param(20, 0.3, marks=pytest.mark.soak)]
 )
 def test_smollm2_without_bos(
     smollm2: LoadedModel, wikitext_path: Path, windows: int, stderr_max: float
@@ -46,7 +46,7 @@ def test_smollm2_without_bos(
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("windows", [2, pytest.param(5, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("windows", [2, pytest.param(5, marks=pytest.mark.soak)])
 def test_gemma3_with_bos_before_each(gemma3_path: Path, wikitext_path: Path, windows: int) -> None:
     result = measure_perplexity(
         load_model(str(gemma3_path)),
@@ -57,7 +57,7 @@ def test_gemma3_with_bos_before_each(gemma3_path: Path, wikitext_path: Path, win
     assert result.perplexity == pytest.approx(GEMMA3[windows], rel=0.01)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_smollm2_20_windows_on_the_exact_path(smollm2_path: Path, wikitext_path: Path) -> None:
     result = measure_perplexity(

@@ -85,6 +85,6 @@ def test_a_document_for_each_schema_validates(generator: DynamicGenerator) -> No
     check(write(generator, 1, first_seed=100), 1)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_200_documents_for_20_schemas_validate(generator: DynamicGenerator) -> None:
     check(write(generator, 10, first_seed=100), 10)

@@ -70,7 +70,7 @@ def test_decoding_keeps_the_exact_answers(exact, smollm2, token_ids) -> None:
     _assert_close(*_compare(exact, smollm2, token_ids[2048:2112], 1))
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 def test_ten_windows_keep_the_exact_answers(exact, smollm2, token_ids) -> None:
     results = [
         _compare(exact, smollm2, token_ids[start : start + 2048], CHUNK)

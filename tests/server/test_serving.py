@@ -367,7 +367,7 @@ def test_clients_at_once_of_which_half_leave() -> None:
     storm(scripted_runtime(rule, ctx_size=512, max_batch=16, cache_tokens=4096), 60)
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_200_clients_of_a_real_model_of_which_half_leave() -> None:
     """On the exact path, where a reply does not depend on what else is in the batch."""

@@ -46,7 +46,7 @@ def test_killed_at_some_points_it_goes_on_to_the_same_bytes(
     assert not result["failed"]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_killed_at_every_point_it_goes_on_to_the_same_bytes(
     source_dir: Path, tmp_path: Path
@@ -56,7 +56,7 @@ def test_killed_at_every_point_it_goes_on_to_the_same_bytes(
     assert not result["failed"]
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_killed_twenty_times_at_random_it_goes_on_to_the_same_bytes(
     source_dir: Path, tmp_path: Path
@@ -121,7 +121,7 @@ def test_a_disk_that_is_full_at_some_points(disk: Disk, source_dir: Path, tmp_pa
     assert fail_everywhere(disk, source_dir, tmp_path, step=23, first=2) >= 3
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_a_disk_that_is_full_at_every_point(disk: Disk, source_dir: Path, tmp_path: Path) -> None:
     assert fail_everywhere(disk, source_dir, tmp_path, step=1, first=2) > 80

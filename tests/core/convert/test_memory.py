@@ -53,7 +53,7 @@ def peak_bytes(folder: Path, layers: int) -> tuple[int, int]:
     return int(done.stderr.split()[-1]) * 1024, (source / "model.safetensors").stat().st_size
 
 
-@pytest.mark.thorough
+@pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
     (few, small), (many, large) = (peak_bytes(tmp_path, layers) for layers in LAYERS)
