@@ -1,4 +1,4 @@
-"""Tokenizers of the real models, and tiny ones made in memory."""
+"""Tokenizers of the real models, and tiny tokenizers made in memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def awkward_texts() -> list[str]:
 
 @pytest.fixture(scope="session")
 def reference_ids() -> Callable[[str], list[tuple[list[int], list[int]]]]:
-    """By model: the ids of each awkward text without and with special tokens (data/README.md)."""
+    """Ids of each awkward text by model, without and with special tokens (data/README.md)."""
 
     def read(name: str) -> list[tuple[list[int], list[int]]]:
         rows = json.loads((DATA / f"{name}_ids.json").read_bytes())
@@ -54,7 +54,7 @@ def gemma3_tokenizer(gemma3_path: Path) -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def byte_level_backend() -> Callable[[], Backend]:
-    """Makes a trained byte-level BPE with chat tokens and odd ordinary ones."""
+    """Makes a trained byte-level BPE with chat tokens and unusual added tokens."""
     trained = Backend(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -106,7 +106,7 @@ def train_sentencepiece() -> Callable[..., bytes]:
 
 @pytest.fixture
 def write_directory(tmp_path: Path) -> Callable[..., Path]:
-    """Writes a model directory: text and bytes as they are, anything else as JSON."""
+    """Writes a model directory: text and bytes unchanged, other values as JSON."""
 
     def write(files: dict[str, object]) -> Path:
         for name, content in files.items():

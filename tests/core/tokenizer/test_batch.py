@@ -1,4 +1,4 @@
-"""Batches, remembered texts and aliases."""
+"""Padded batches, the cache of encoded texts, and aliases."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from support.scripted import BOS_ID, EOS_ID, ByteTokenizer
 
 
 class Counting(ByteTokenizer):
-    """Counts its work."""
+    """Counts calls of `_encode`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Counting(ByteTokenizer):
 
 
 class Roles(ByteTokenizer):
-    """Other control ids."""
+    """Byte tokenizer with given control ids and special tokens."""
 
     def __init__(self, control: ControlIds, special: Mapping[str, int]) -> None:
         Tokenizer.__init__(self, control, special, "Roles")
@@ -46,7 +46,7 @@ def test_shorter_texts_are_padded_on_the_left() -> None:
     assert encode_batch(ByteTokenizer(), []).token_ids == ()
 
 
-def test_a_batch_encodes_as_a_single_text_does() -> None:
+def test_batch_rows_equal_single_texts_without_padding() -> None:
     tokenizer = ByteTokenizer()
     texts = ["a<eos>", "<eos>", "naïve"]
     for allow_special in (False, True):
@@ -67,11 +67,11 @@ def test_a_batch_encodes_as_a_single_text_does() -> None:
         (ControlIds(), {}, -1),
     ],
 )
-def test_what_pads(control: ControlIds, special: dict[str, int], expected: int) -> None:
+def test_padding_id_precedence(control: ControlIds, special: dict[str, int], expected: int) -> None:
     assert padding_id(Roles(control, special)) == expected
 
 
-def test_texts_are_remembered_until_too_many_others_came() -> None:
+def test_cached_encoder_keeps_the_most_recent_texts() -> None:
     tokenizer = Counting()
     encoder = CachedEncoder(tokenizer)
     assert encoder.encode("abc", add_bos=True) == (BOS_ID, *b"abc")
@@ -90,7 +90,7 @@ def test_texts_are_remembered_until_too_many_others_came() -> None:
     assert tokenizer.calls == before + 100
 
 
-def test_tokens_are_counted_without_special_ones() -> None:
+def test_num_tokens_counts_special_text_as_plain_text() -> None:
     assert num_tokens(ByteTokenizer(), "<eos>") == 5
     assert num_tokens(ByteTokenizer(), "") == 0
 
@@ -98,7 +98,7 @@ def test_tokens_are_counted_without_special_ones() -> None:
 ALIASES = {"[img]": range(1000, 1003), "[img]2": [2000], "<eos>": [3000], "none": []}
 
 
-def test_aliases_go_before_everything_else() -> None:
+def test_aliases_are_matched_before_special_tokens() -> None:
     def encode(text: str, **options: bool) -> list[int]:
         return encode_with_aliases(ByteTokenizer(), text, ALIASES, **options)
 
@@ -112,12 +112,12 @@ def test_aliases_go_before_everything_else() -> None:
     assert encode("") == []
 
 
-def test_no_token_goes_across_an_alias(smollm2_tokenizer: Tokenizer) -> None:
+def test_no_token_crosses_an_alias(smollm2_tokenizer: Tokenizer) -> None:
     ids = encode_with_aliases(smollm2_tokenizer, "Hello<here> world", {"<here>": [10**9]})
     assert ids == [*smollm2_tokenizer.encode("Hello"), 10**9, *smollm2_tokenizer.encode(" world")]
     assert encode_with_aliases(smollm2_tokenizer, "Hello", {}) == smollm2_tokenizer.encode("Hello")
 
 
-def test_an_alias_has_a_text() -> None:
+def test_an_empty_alias_is_refused() -> None:
     with pytest.raises(RequestError, match="empty text"):
         encode_with_aliases(ByteTokenizer(), "text", {"": [1]})

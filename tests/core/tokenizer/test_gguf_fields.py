@@ -1,4 +1,4 @@
-"""The header of a GGUF file: every value type, and damage of every kind as one typed error."""
+"""Header of GGUF files: every value type, and any damage as a typed error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return write
 
 
-def test_a_file_of_the_gguf_package_reads_back(tmp_path: Path) -> None:
+def test_a_file_written_by_the_gguf_package_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "written.gguf"
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_uint8("a.u8", 250)
@@ -93,7 +93,7 @@ def test_a_file_of_the_gguf_package_reads_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_the_tensor_table_of_a_real_model_is_that_of_the_gguf_package(smollm2_path: Path) -> None:
+def test_tensor_table_of_a_real_model_matches_the_gguf_package(smollm2_path: Path) -> None:
     reader = gguf.GGUFReader(smollm2_path)
 
     header = read_gguf_header(smollm2_path)
@@ -106,7 +106,7 @@ def test_the_tensor_table_of_a_real_model_is_that_of_the_gguf_package(smollm2_pa
     assert header.fields["tokenizer.ggml.tokens"] == pieces
 
 
-def test_an_array_of_arrays_reads(write: Callable[..., Path]) -> None:
+def test_nested_arrays_are_read(write: Callable[..., Path]) -> None:
     inner = struct.pack("<IQ2i", 5, 2, 7, -8)
     path = write(key("a", 9, struct.pack("<IQ", 9, 2) + inner + inner))
     assert read_gguf_fields(path) == {"a": [[7, -8], [7, -8]]}
@@ -126,7 +126,7 @@ def test_an_array_of_arrays_reads(write: Callable[..., Path]) -> None:
         (HEAD.pack(b"GGUF", 3, 2**62, 0), f"the file ends inside {2**62} tensors"),
     ],
 )
-def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
+def test_a_file_that_is_not_gguf_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
     with pytest.raises(WeightFileError, match=message) as caught:
@@ -153,20 +153,20 @@ def test_a_file_that_is_no_gguf_is_refused(tmp_path: Path, content: bytes, messa
         (key("general.alignment", 4, struct.pack("<I", 0)), "alignment is not usable"),
     ],
 )
-def test_an_absurd_or_damaged_entry_is_refused(
+def test_oversized_and_damaged_entries_are_refused(
     write: Callable[..., Path], entry: bytes, message: str
 ) -> None:
     with pytest.raises(WeightFileError, match=message):
         read_gguf_fields(write(entry))
 
 
-def test_arrays_nested_without_end_are_refused(write: Callable[..., Path]) -> None:
+def test_deeply_nested_arrays_are_refused(write: Callable[..., Path]) -> None:
     path = write(key("a", 9, struct.pack("<IQ", 9, 1) * 50 + bytes(12)))
     with pytest.raises(WeightFileError, match="unknown value type"):
         read_gguf_fields(path)
 
 
-def test_a_key_that_appears_twice_is_refused(write: Callable[..., Path]) -> None:
+def test_duplicate_keys_are_refused(write: Callable[..., Path]) -> None:
     entry = key("a", 8, text("x"))
     with pytest.raises(WeightFileError, match="metadata key 'a' appears twice"):
         read_gguf_fields(write(entry, entry))
@@ -178,9 +178,7 @@ def test_a_path_that_cannot_be_opened_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kept", [0.5, 0.9, 0.999])
-def test_a_model_cut_inside_its_metadata_is_refused(
-    smollm2_path: Path, tmp_path: Path, kept: float
-) -> None:
+def test_truncated_metadata_is_refused(smollm2_path: Path, tmp_path: Path, kept: float) -> None:
     end = read_gguf_header(smollm2_path).data_start
     path = tmp_path / "cut.gguf"
     with smollm2_path.open("rb") as file:
@@ -191,8 +189,8 @@ def test_a_model_cut_inside_its_metadata_is_refused(
 
 @settings(max_examples=examples(200), suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_no_damage_gets_past_the_typed_error(tmp_path: Path, data: st.DataObject) -> None:
-    """Any byte changed, any length cut: the file reads, or it is a WeightFileError."""
+def test_any_damage_is_a_weight_file_error_or_harmless(tmp_path: Path, data: st.DataObject) -> None:
+    """With any byte changed and any truncation, reading succeeds or raises WeightFileError."""
     tokens = key("t", 9, struct.pack("<IQ", 8, 3) + text("a") + text("bc") + text("é"))
     numbers = key("n", 9, struct.pack("<IQ3f", 6, 3, 1.0, 2.0, 3.0))
     whole = bytearray(HEAD.pack(b"GGUF", 3, 1, 3) + tokens + numbers + key("s", 8, text("hi")))

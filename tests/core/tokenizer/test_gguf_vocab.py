@@ -1,4 +1,4 @@
-"""The vocabulary inside a GGUF file: kinds, pre-tokenizers, ids with a role, what is refused."""
+"""Vocabulary of GGUF files: kinds, pre-tokenizers, control ids, refusals."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from exl_core.tokenizer.decoders import byte_alphabet
 from exl_core.tokenizer.gguf_vocab import tokenizer_from_gguf_fields
 from exl_core.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 
-# The patterns as the models' own tokenizer.json files have them, written out once more.
+# Patterns of the models' own tokenizer.json files, copied independently of the implementation.
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -24,7 +24,7 @@ QWEN2 = LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 def bpe_fields(pre: str | None = "gpt-2", **changes: object) -> dict[str, Any]:
-    """A byte alphabet, a few merges, two control tokens, one ordinary added token."""
+    """Metadata with a byte alphabet, a few merges, two control tokens, one ordinary added token."""
     alphabet = list(byte_alphabet())
     merged = ["he", "hel", "Ġhe", "12", "123", "'s", "ĠĠ", "e'"]
     tokens = [*alphabet, *merged, "<|im_start|>", "<|im_end|>", "<tool>"]
@@ -90,7 +90,7 @@ ORIGINALS: dict[str, Callable[[], Backend]] = {
 
 
 @pytest.mark.parametrize("pre", ORIGINALS)
-def test_words_are_cut_as_in_the_original(pre: str, awkward_texts: list[str]) -> None:
+def test_words_are_split_as_in_the_original_tokenizer(pre: str, awkward_texts: list[str]) -> None:
     expected = ORIGINALS[pre]()
     tokenizer = tokenizer_from_gguf_fields(bpe_fields(pre), "made")
     assert tokenizer.kind == "bpe"
@@ -101,14 +101,14 @@ def test_words_are_cut_as_in_the_original(pre: str, awkward_texts: list[str]) ->
 
 
 @pytest.mark.parametrize("pre", sorted(PRE_TOKENIZERS))
-def test_every_known_pre_tokenizer_keeps_the_text(pre: str, awkward_texts: list[str]) -> None:
+def test_every_pre_tokenizer_round_trips(pre: str, awkward_texts: list[str]) -> None:
     tokenizer = tokenizer_from_gguf_fields(bpe_fields(pre), "made")
     for text in awkward_texts:
         back = normalizers.NFC().normalize_str(text) if pre == "qwen2" else text
         assert tokenizer.decode(tokenizer.encode(text)) == back
 
 
-def test_digits_and_contractions_tell_the_families_apart() -> None:
+def test_pre_tokenizers_differ_in_digits_and_contractions() -> None:
     def words(pre: str, text: str) -> list[str]:
         tokenizer = tokenizer_from_gguf_fields(bpe_fields(pre), "made")
         return [tokenizer.token_text(number) for number in tokenizer.encode(text)]
@@ -120,7 +120,7 @@ def test_digits_and_contractions_tell_the_families_apart() -> None:
     assert words("gpt-2", "he's") == ["he", "'s"]
 
 
-def test_an_unknown_pre_tokenizer_is_named_with_the_known_ones() -> None:
+def test_error_of_an_unknown_pre_tokenizer_lists_the_known_ones() -> None:
     with pytest.raises(TokenizerError, match=r"'brand-new'") as caught:
         tokenizer_from_gguf_fields(bpe_fields("brand-new"), "made.gguf")
     assert caught.value.where == "made.gguf"
@@ -128,7 +128,7 @@ def test_an_unknown_pre_tokenizer_is_named_with_the_known_ones() -> None:
     assert "smollm" in str(caught.value)
 
 
-def test_a_missing_pre_tokenizer_is_gpt2s() -> None:
+def test_a_missing_pre_tokenizer_means_gpt2() -> None:
     tokenizer = tokenizer_from_gguf_fields(bpe_fields(None), "made")
     assert len(tokenizer.encode("123")) == 1
 
@@ -147,7 +147,7 @@ def test_control_and_added_tokens_of_byte_level_bpe() -> None:
 
 
 @pytest.mark.parametrize(("pre", "adds"), [("gpt-2", False), ("llama-bpe", True), ("qwen2", False)])
-def test_whether_bos_is_added_follows_the_family_unless_the_file_says(pre: str, adds: bool) -> None:
+def test_add_bos_defaults_to_the_family_and_is_overridden_by_the_file(pre: str, adds: bool) -> None:
     assert tokenizer_from_gguf_fields(bpe_fields(pre, bos_token_id=3), "x").adds_bos is adds
     for says in (True, False):
         fields = bpe_fields(pre, bos_token_id=3, add_bos_token=says)
@@ -155,21 +155,21 @@ def test_whether_bos_is_added_follows_the_family_unless_the_file_says(pre: str, 
     assert not tokenizer_from_gguf_fields(bpe_fields(pre, add_bos_token=True), "x").adds_bos
 
 
-def test_every_ending_token_counts() -> None:
+def test_eos_eot_and_eom_are_all_eos_ids() -> None:
     fields = spm_fields(eot_token_id=263, eom_token_id=259, add_eos_token=True)
     tokenizer = tokenizer_from_gguf_fields(fields, "made")
     assert tokenizer.eos_ids == (2, 263, 259)
     assert tokenizer.adds_eos
 
 
-def test_the_end_of_a_turn_ends_a_chat_models_text() -> None:
+def test_end_of_turn_token_is_an_eos_id_of_a_chat_model() -> None:
     base = spm_fields()
     assert tokenizer_from_gguf_fields(base, "made").eos_ids == (2,)
     chat = {**base, "tokenizer.chat_template": "{{ messages }}"}
     assert tokenizer_from_gguf_fields(chat, "made").eos_ids == (2, 264)
 
 
-def test_a_sentencepiece_vocabulary_adds_a_space_unless_told_not_to() -> None:
+def test_sentencepiece_adds_a_space_unless_the_file_disables_it() -> None:
     with_space = tokenizer_from_gguf_fields(spm_fields(), "made")
     assert with_space.kind == "sentencepiece"
     assert with_space.adds_bos
@@ -182,13 +182,13 @@ def test_a_sentencepiece_vocabulary_adds_a_space_unless_told_not_to() -> None:
             assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_pieces_of_several_spaces_are_found() -> None:
+def test_pieces_of_several_spaces_are_matched() -> None:
     tokenizer = tokenizer_from_gguf_fields(spm_fields(add_space_prefix=False), "made")
     assert tokenizer.encode("h   i") == [260, 265, 261]
     assert tokenizer.token_text(265) == "   "
 
 
-def test_an_unknown_piece_that_is_marked_as_control_still_works() -> None:
+def test_an_unknown_piece_marked_as_control_is_accepted() -> None:
     fields = spm_fields()
     fields["tokenizer.ggml.token_type"] = [3, *fields["tokenizer.ggml.token_type"][1:]]
     tokenizer = tokenizer_from_gguf_fields(fields, "made")
@@ -198,7 +198,7 @@ def test_an_unknown_piece_that_is_marked_as_control_still_works() -> None:
     assert 0 not in tokenizer.encode("<unk>")
 
 
-def test_a_trained_model_is_the_same_from_its_file_and_from_gguf(
+def test_tokenizer_model_and_gguf_give_equal_ids(
     train_sentencepiece: Callable[..., bytes], awkward_texts: list[str]
 ) -> None:
     library = SentencePieceProcessor(
@@ -243,9 +243,7 @@ def test_a_trained_model_is_the_same_from_its_file_and_from_gguf(
         (spm_fields(unknown_token_id=5000), "no token for unknown text"),
     ],
 )
-def test_metadata_that_makes_no_tokenizer_is_refused(
-    fields: dict[str, object], message: str
-) -> None:
+def test_unusable_metadata_is_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(TokenizerError, match=message) as caught:
         tokenizer_from_gguf_fields(fields, "made.gguf")
     assert caught.value.where == "made.gguf"

@@ -1,4 +1,4 @@
-"""`tokenizer.json`: ids, special tokens, odd added tokens, decoders; against the library itself."""
+"""`tokenizer.json`: ids, special and added tokens, decoders, compared with the library."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def byte_level(
 
 
 def unigram_backend() -> Backend:
-    """A vocabulary that holds its special tokens beside the ordinary pieces, as T5's does."""
+    """Unigram vocabulary that contains its special tokens beside ordinary pieces, like T5's."""
     pieces = [("<unk>", 0.0), ("</s>", 0.0), ("<x>", 0.0)]
     pieces += [(MARK, -2.0), ("a", -3.0), ("b", -3.0), ("ab", -2.5), ("<", -4.0), (">", -4.0)]
     pieces += [("/", -4.0), ("s", -4.0), ("x", -4.0)]
@@ -50,7 +50,7 @@ def unigram_backend() -> Backend:
 
 
 def llama_style_backend() -> Backend:
-    """BPE over U+2581 with byte fallback and a space before the text, as Llama 2's is."""
+    """BPE over U+2581 with byte fallback and a space before the text, like Llama 2's."""
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     pieces += [MARK, "h", "i", "hi", MARK + "hi", "é"]
     backend = Backend(
@@ -99,10 +99,10 @@ def test_special_tokens_are_text_unless_allowed(byte_level: Tokenizer) -> None:
     assert not byte_level.adds_bos
 
 
-def test_ordinary_added_tokens_are_always_found_and_read_as_their_text(
+def test_ordinary_added_tokens_round_trip_as_their_text(
     byte_level: Tokenizer, byte_level_backend: Callable[[], Backend]
 ) -> None:
-    """The library reads 'é' of such a token as the byte E9, and garbles it."""
+    """The library would decode 'é' of such a token as the byte E9."""
     text = "<think>a<café>    x"
     library = byte_level_backend()
     added = {library.token_to_id(token) for token in ("<think>", "<café>", "    ")}
@@ -115,7 +115,7 @@ def test_ordinary_added_tokens_are_always_found_and_read_as_their_text(
 
 
 @pytest.mark.hypothesis
-def test_any_text_comes_back(byte_level: Tokenizer) -> None:
+def test_any_text_round_trips(byte_level: Tokenizer) -> None:
     @settings(max_examples=examples(150))
     @given(st.text() | st.text(alphabet="<|end>user é  \n🙂think"))
     def check(text: str) -> None:
@@ -129,7 +129,7 @@ def test_any_text_comes_back(byte_level: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("text", ["</s>", "a</s>b <x>", "<x><x>", "ab <s>"])
-def test_a_vocabulary_that_lists_its_special_tokens_does_not_give_them_away(
+def test_unigram_never_encodes_text_as_special_tokens(
     write_directory: WriteDirectory, text: str
 ) -> None:
     backend = unigram_backend()
@@ -148,7 +148,7 @@ def test_a_vocabulary_that_lists_its_special_tokens_does_not_give_them_away(
         assert not {1, 2}.isdisjoint(tokenizer.encode(text, allow_special=True))
 
 
-def test_whole_words_of_a_word_vocabulary_do_not_give_special_tokens_away(
+def test_wordlevel_never_encodes_text_as_special_tokens(
     write_directory: WriteDirectory,
 ) -> None:
     vocab = {"[UNK]": 0, "[END]": 1, "hello": 2, "world": 3}
@@ -162,7 +162,7 @@ def test_whole_words_of_a_word_vocabulary_do_not_give_special_tokens_away(
     assert tokenizer.decode([2, 3, 2]) == backend.decode([2, 3, 2]) == "hello world hello"
 
 
-def test_merges_that_build_a_special_token_do_not_give_it_away(
+def test_merges_never_produce_special_tokens_from_text(
     write_directory: WriteDirectory,
 ) -> None:
     vocab = {"<": 0, "e": 1, ">": 2, "<e": 3, "<e>": 4}
@@ -180,7 +180,7 @@ def test_merges_that_build_a_special_token_do_not_give_it_away(
     ("text", "back"),
     [("hi", "hi"), (" hi", " hi"), ("  hi hi ", "  hi hi "), ("é🙂\n", "é🙂\n"), (" ", " ")],
 )
-def test_a_llama_style_tokenizer_adds_a_space_and_takes_it_back(
+def test_llama_style_prefix_space_is_added_and_removed(
     write_directory: WriteDirectory, text: str, back: str
 ) -> None:
     backend = llama_style_backend()
@@ -195,8 +195,8 @@ def test_a_llama_style_tokenizer_adds_a_space_and_takes_it_back(
     assert tokenizer.decode(with_bos) == back
 
 
-def test_text_is_normalized_where_the_model_says_so(write_directory: WriteDirectory) -> None:
-    """Qwen's tokenizer composes characters first: the text that comes back is the composed one."""
+def test_nfc_normalizer_is_applied(write_directory: WriteDirectory) -> None:
+    """Qwen's tokenizer normalizes to NFC first, so the decoded text is composed."""
     backend = Backend(models.BPE(vocab=byte_alphabet(), merges=[]))
     backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -221,7 +221,7 @@ def test_truncation_and_padding_in_the_file_are_ignored(
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_tokens_of_tokenizer_config_are_taken_over(
+def test_tokens_of_tokenizer_config_are_added(
     write_directory: WriteDirectory, byte_level_backend: Callable[[], Backend]
 ) -> None:
     backend = byte_level_backend()
@@ -245,7 +245,7 @@ def test_tokens_of_tokenizer_config_are_taken_over(
     assert tokenizer.encode("plain<new>", allow_special=True) == [size + 1, size]
 
 
-def test_a_declared_id_that_does_not_fit_is_refused(
+def test_a_conflicting_declared_id_is_refused(
     write_directory: WriteDirectory, byte_level_backend: Callable[[], Backend]
 ) -> None:
     files = {"tokenizer.json": byte_level_backend().to_str(), "added_tokens.json": {"<new>": 9999}}
@@ -253,7 +253,7 @@ def test_a_declared_id_that_does_not_fit_is_refused(
         load_tokenizer(write_directory(files))
 
 
-def test_a_token_listed_twice_counts_once(
+def test_a_token_declared_twice_keeps_one_id(
     write_directory: WriteDirectory, byte_level_backend: Callable[[], Backend]
 ) -> None:
     backend = byte_level_backend()
@@ -277,7 +277,7 @@ def test_a_token_listed_twice_counts_once(
         '{"model": {"type": "?"}}',
     ],
 )
-def test_a_damaged_tokenizer_json_is_one_clear_error(
+def test_a_damaged_tokenizer_json_is_a_tokenizer_error(
     write_directory: WriteDirectory, content: str | bytes
 ) -> None:
     folder = write_directory({"tokenizer.json": content})
@@ -290,7 +290,7 @@ def test_a_damaged_tokenizer_json_is_one_clear_error(
     "decoder",
     [decoders.WordPiece(), decoders.CTC(), decoders.BPEDecoder(), decoders.Strip(" ", 1, 1)],
 )
-def test_a_decoder_without_a_rule_per_token_is_refused(
+def test_a_decoder_that_is_not_per_token_is_refused(
     write_directory: WriteDirectory,
     byte_level_backend: Callable[[], Backend],
     decoder: decoders.Decoder,
@@ -301,7 +301,7 @@ def test_a_decoder_without_a_rule_per_token_is_refused(
         load_tokenizer(write_directory({"tokenizer.json": backend.to_str()}))
 
 
-def test_the_byte_alphabet_is_the_librarys() -> None:
+def test_byte_alphabet_matches_the_library() -> None:
     assert set(byte_alphabet()) == set(pre_tokenizers.ByteLevel.alphabet())
     backend = Backend(models.BPE(vocab=byte_alphabet(), merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -317,7 +317,7 @@ def test_the_byte_alphabet_is_the_librarys() -> None:
     ],
     ids=["always", "never", "none"],
 )
-def test_a_rule_gives_what_the_librarys_decoder_gives(decoder: dict[str, object] | None) -> None:
+def test_piece_rules_match_the_librarys_decoders(decoder: dict[str, object] | None) -> None:
     tokens = [MARK + "Hello", ",", MARK, MARK + "you", "<0x41>", "é"]
     backend = Backend(models.WordLevel({t: n for n, t in enumerate(tokens)}, unk_token="é"))
     if decoder is not None:
@@ -330,8 +330,8 @@ def test_a_rule_gives_what_the_librarys_decoder_gives(decoder: dict[str, object]
     assert ours == backend.decode(list(range(len(tokens))))
 
 
-def test_threads_share_a_tokenizer(byte_level: Tokenizer) -> None:
-    """The switch for special tokens is a state of the library's object."""
+def test_concurrent_encode_calls_keep_their_own_special_switch(byte_level: Tokenizer) -> None:
+    """The switch for special tokens is state of the shared library object."""
     from concurrent.futures import ThreadPoolExecutor
 
     text = "<|user|>hello<|end|>" * 20
@@ -342,6 +342,6 @@ def test_threads_share_a_tokenizer(byte_level: Tokenizer) -> None:
     assert found == [expected[flag] for flag in flags]
 
 
-def test_the_library_is_recent_enough() -> None:
-    """`encode_special_tokens` is what the switch stands on."""
+def test_library_has_the_special_token_switch() -> None:
+    """`encode_special_tokens` exists from version 0.21 on."""
     assert tuple(map(int, tokenizers.__version__.split(".")[:2])) >= (0, 21)

@@ -1,4 +1,4 @@
-"""Damaged and hostile tokenizer files are errors that name the file, never a crash or a hang."""
+"""Damaged and hostile tokenizer files cause errors that name the file, never a crash or a hang."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def parsed(byte_level_backend: Callable[[], Backend]) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", SIDE_FILES)
 @pytest.mark.parametrize("content", [DEEP, MANY_DIGITS], ids=["deep", "digits"])
-def test_json_that_python_cannot_read_is_an_error(
+def test_unreadable_json_is_an_error(
     write_directory: WriteDirectory, parsed: dict[str, Any], name: str, content: str
 ) -> None:
     folder = write_directory({"tokenizer.json": parsed, name: content})
@@ -51,7 +51,7 @@ def test_json_that_python_cannot_read_is_an_error(
 
 
 @pytest.mark.parametrize("name", [*SIDE_FILES, "tokenizer.json", "tokenizer.model"])
-def test_what_is_there_but_no_file_is_not_taken_as_absent(
+def test_directories_links_and_fifos_are_not_treated_as_missing(
     write_directory: WriteDirectory,
     parsed: dict[str, Any],
     train_sentencepiece: Callable[..., bytes],
@@ -69,7 +69,7 @@ def test_what_is_there_but_no_file_is_not_taken_as_absent(
         load_tokenizer(folder)
     assert caught.value.where == str(path)
     path.rmdir()
-    os.mkfifo(path)  # to open it would wait for ever
+    os.mkfifo(path)  # opening it would block
     with pytest.raises(TokenizerError, match="not a regular file"):
         load_tokenizer(folder)
     path.unlink()
@@ -96,7 +96,7 @@ def test_files_have_a_size_limit(
 
 
 @pytest.mark.parametrize("key", ["9" * 5000, "٣", "²", "-1", ""])
-def test_a_key_that_is_no_id_is_an_error(
+def test_a_key_that_is_not_an_id_is_an_error(
     write_directory: WriteDirectory, parsed: dict[str, Any], key: str
 ) -> None:
     config = {"added_tokens_decoder": {key: {"content": "x"}}}
@@ -133,7 +133,7 @@ BAD_TRIE = struct.pack("<I", 64) + b"\xff" * 64 + b"ab"
     ],
     ids=["unigram", "charsmap", "trie", "post-processor"],
 )
-def test_what_the_library_throws_while_loading_is_an_error(
+def test_any_library_exception_while_loading_is_an_error(
     write_directory: WriteDirectory, parsed: dict[str, Any], changes: dict[str, Any]
 ) -> None:
     folder = write_directory({"tokenizer.json": {**parsed, **changes}})
@@ -142,7 +142,7 @@ def test_what_the_library_throws_while_loading_is_an_error(
     assert caught.value.where == str(folder / "tokenizer.json")
 
 
-def test_a_word_that_cannot_be_written_is_an_error(
+def test_an_unencodable_word_is_an_error(
     write_directory: WriteDirectory, parsed: dict[str, Any]
 ) -> None:
     changes: dict[str, Any] = {
@@ -158,7 +158,7 @@ def test_a_word_that_cannot_be_written_is_an_error(
 
 
 @pytest.mark.parametrize("passing", [KeyboardInterrupt, SystemExit, MemoryError])
-def test_interruptions_pass_the_guard(passing: type[BaseException]) -> None:
+def test_interrupts_pass_through_library_errors(passing: type[BaseException]) -> None:
     with pytest.raises(passing), library_errors("unused", "made"):
         raise passing
 
@@ -179,11 +179,11 @@ def replace(pattern: str, content: str, kind: str = "String") -> dict[str, objec
         [{"type": "Sequence", "normalizers": [replace("a", "a" * 20)] * 2}] * 2,
     ],
 )
-def test_replacements_that_explode_are_refused(
+def test_exploding_replacements_are_refused(
     write_directory: WriteDirectory, parsed: dict[str, Any], steps: list[dict[str, object]]
 ) -> None:
     normalizer = {"type": "Sequence", "normalizers": steps}
-    # An added token is normalized while the file is opened, which is too late for a check.
+    # The library normalizes added tokens while it opens a file: a check after that is too late.
     added = {**parsed["added_tokens"][0], "id": 10**6, "content": "aaaa", "normalized": True}
     data = {**parsed, "normalizer": normalizer, "added_tokens": [*parsed["added_tokens"], added]}
     folder = write_directory({"tokenizer.json": data})
@@ -199,7 +199,7 @@ def test_replacements_that_explode_are_refused(
             piece_rule(decoder, "made")
 
 
-def test_replacements_as_models_have_them_are_fine(
+def test_replacements_of_real_models_are_accepted(
     write_directory: WriteDirectory, parsed: dict[str, Any]
 ) -> None:
     steps = [
@@ -216,7 +216,7 @@ def test_replacements_as_models_have_them_are_fine(
     assert load_tokenizer(folder).encode("a b")
 
 
-def test_a_normalizer_that_is_cut_off_is_an_error(write_directory: WriteDirectory) -> None:
+def test_a_truncated_normalizer_is_an_error(write_directory: WriteDirectory) -> None:
     folder = write_directory({"tokenizer.json": '{"normalizer": {"type":'})
     with pytest.raises(TokenizerError, match="the normalizer is not valid JSON"):
         load_tokenizer(folder)
@@ -240,7 +240,7 @@ EVIL = string(b"\x1b[31mred")
         ((1, 0), EVIL + struct.pack("<IQ", 2, 1)),
     ],
 )
-def test_names_from_a_file_are_shown_without_their_control_characters(
+def test_control_characters_of_file_names_are_escaped_in_messages(
     tmp_path: Path, counts: tuple[int, int], body: bytes
 ) -> None:
     path = tmp_path / "evil.gguf"

@@ -1,4 +1,4 @@
-"""Long texts: bounds on their length, pieces that give the ids of the whole, refusal in time."""
+"""Long texts: lower bound on the number of tokens, cuts that keep the ids, quick refusal."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def rules_of(tokenizer: Tokenizer) -> Rules:
 
 
 def byte_level(pre: str) -> Backend:
-    """Trained byte-level BPE with the words of a model family."""
+    """Trained byte-level BPE with the pre-tokenizer of a model family."""
     backend = Backend(models.BPE(ignore_merges=PRE_TOKENIZERS[pre].whole_words))
     install(PRE_TOKENIZERS[pre], backend)
     trainer = trainers.BpeTrainer(
@@ -67,7 +67,7 @@ def byte_level(pre: str) -> Backend:
 def marked(normalizer: object, words: object) -> Backend:
     """BPE over U+2581 with byte fallback."""
     trained = Backend(models.BPE())
-    # Words are separated in training, so that no token holds a space behind a letter.
+    # Training splits words, so that no token contains a space after a letter.
     trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")  # type: ignore[assignment]
     trainer = trainers.BpeTrainer(
         vocab_size=350, special_tokens=["<unk>", "<|end|>"], show_progress=False
@@ -117,7 +117,7 @@ def sentencepiece_tokenizer(model: bytes, *, prefixes_every_run: bool = True) ->
     )
 
 
-def check_pieces_and_bound(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def check_parts_and_bound(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, cuts = rules_of(tokenizer)
     assert lengths is not None and cuts is not None
     num_cut = 0
@@ -129,9 +129,9 @@ def check_pieces_and_bound(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
         whole = tokenizer.encode(text, allow_special=allow_special)
         assert lengths.lower_bound(text) <= len(whole)
         with monkeypatch.context() as patch:
-            patch.setattr(long_text, "PIECE_CHARS", 3)
+            patch.setattr(long_text, "PART_CHARS", 3)
             patch.setattr(long_text, "_CHUNK_CHARS", 5)
-            num_cut += len(list(cuts.pieces(text))) > 1
+            num_cut += len(list(cuts.parts(text))) > 1
             assert tokenizer.encode(text, allow_special=allow_special) == whole
             assert lengths.lower_bound(text) <= len(whole)
 
@@ -140,13 +140,13 @@ def check_pieces_and_bound(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_ids_of_pieces_are_those_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    check_pieces_and_bound(library_tokenizer(BACKENDS[name]()), monkeypatch)
+def test_ids_of_parts_equal_those_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_parts_and_bound(library_tokenizer(BACKENDS[name]()), monkeypatch)
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
 @pytest.mark.parametrize("prefixes_every_run", [True, False])
-def test_ids_of_sentencepiece_pieces_are_those_of_the_whole(
+def test_ids_of_sentencepiece_parts_equal_those_of_the_whole(
     train_sentencepiece: Callable[..., bytes],
     name: str,
     prefixes_every_run: bool,
@@ -156,11 +156,11 @@ def test_ids_of_sentencepiece_pieces_are_those_of_the_whole(
     options = {"vocab_size": 420, "required_chars": letters, **PROCESSORS[name]}
     model = train_sentencepiece("bpe", **options)
     tokenizer = sentencepiece_tokenizer(model, prefixes_every_run=prefixes_every_run)
-    check_pieces_and_bound(tokenizer, monkeypatch)
+    check_parts_and_bound(tokenizer, monkeypatch)
 
 
 @pytest.mark.parametrize("model", ["smollm2", "gemma3"])
-def test_ids_of_pieces_of_real_models_are_those_of_the_whole(
+def test_ids_of_parts_equal_those_of_the_whole_in_real_models(
     model: str,
     request: pytest.FixtureRequest,
     awkward_texts: list[str],
@@ -170,16 +170,14 @@ def test_ids_of_pieces_of_real_models_are_those_of_the_whole(
     whole = [tokenizer.encode(text, allow_special=True) for text in awkward_texts]
     lengths, _ = rules_of(tokenizer)
     assert lengths is not None
-    monkeypatch.setattr(long_text, "PIECE_CHARS", 4)
+    monkeypatch.setattr(long_text, "PART_CHARS", 4)
     for text, ids in zip(awkward_texts, whole, strict=True):
         assert tokenizer.encode(text, allow_special=True) == ids
         assert lengths.lower_bound(text) <= len(ids)
 
 
 @pytest.mark.parametrize("model", ["smollm2", "gemma3"])
-def test_the_longest_tokens_do_not_exceed_the_bound(
-    model: str, request: pytest.FixtureRequest
-) -> None:
+def test_bound_holds_for_the_longest_tokens(model: str, request: pytest.FixtureRequest) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(f"{model}_tokenizer")
     lengths, _ = rules_of(tokenizer)
     assert lengths is not None
@@ -192,9 +190,9 @@ def test_the_longest_tokens_do_not_exceed_the_bound(
     assert found > 20, "the bound is of use"
 
 
-def test_no_character_shrinks_more_than_the_bound_allows() -> None:
+def test_nfc_shrinks_no_character_more_than_the_bound_allows() -> None:
     shrinkage = 0.0
-    for number in range(0x30000):  # no others are assigned but tags
+    for number in range(0x30000):  # of the later characters none has a decomposition
         char = chr(number)
         if unicodedata.category(char) == "Cs":
             continue
@@ -235,7 +233,7 @@ def with_words(words: pre_tokenizers.PreTokenizer) -> Backend:
     ],
     ids=["prefix", "no words", "unknown pattern", "spanning token", "lstrip", "marked"],
 )
-def test_texts_that_cannot_be_cut_safely_stay_whole(make: Callable[[], Backend]) -> None:
+def test_no_cuts_for_steps_without_a_proof(make: Callable[[], Backend]) -> None:
     assert rules_of(library_tokenizer(make()))[1] is None
 
 
@@ -250,7 +248,7 @@ def test_texts_that_cannot_be_cut_safely_stay_whole(make: Callable[[], Backend])
         ([f"a{MARK}b"], False, None),
     ],
 )
-def test_pieces_that_cross_a_cut_forbid_it(
+def test_pieces_that_cross_a_cut_disable_it(
     pieces: list[str], adds_space: bool, expected: Cuts | None
 ) -> None:
     letters = [chr(code) for code in range(128) if chr(code).isalnum()]
@@ -258,7 +256,7 @@ def test_pieces_that_cross_a_cut_forbid_it(
     assert cuts_of_marked_pieces({*letters[1:], MARK}, adds_space=adds_space) is None
 
 
-def test_unknown_kinds_have_no_bound() -> None:
+def test_unknown_steps_have_no_bound() -> None:
     removing = with_words(
         pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()])
     )
@@ -269,7 +267,7 @@ def test_unknown_kinds_have_no_bound() -> None:
         assert rules_of(library_tokenizer(backend)) == (None, None)
 
 
-def test_spaces_that_added_tokens_absorb_do_not_count() -> None:
+def test_spaces_absorbed_by_added_tokens_do_not_count() -> None:
     backend = byte_level("gpt-2")
     token = AddedToken("<|x|>", normalized=False, lstrip=True, rstrip=True, special=True)
     backend.add_special_tokens([token])
@@ -281,7 +279,7 @@ def test_spaces_that_added_tokens_absorb_do_not_count() -> None:
     assert lengths.lower_bound(text) <= 1
 
 
-def test_characters_that_the_vocabulary_lacks_do_not_count(smollm2_tokenizer: Tokenizer) -> None:
+def test_characters_without_a_token_do_not_count(smollm2_tokenizer: Tokenizer) -> None:
     lengths, _ = rules_of(smollm2_tokenizer)
     assert lengths is not None
     text = "\x16" * 10_000
@@ -289,7 +287,7 @@ def test_characters_that_the_vocabulary_lacks_do_not_count(smollm2_tokenizer: To
 
 
 @pytest.mark.parametrize("kind", ["unigram", "bpe"])
-def test_rules_are_read_from_a_sentencepiece_model(
+def test_settings_are_read_from_a_sentencepiece_model(
     train_sentencepiece: Callable[..., bytes], kind: str
 ) -> None:
     plain = text_rules(train_sentencepiece(kind))
@@ -303,7 +301,9 @@ def test_rules_are_read_from_a_sentencepiece_model(
 
 
 @pytest.mark.parametrize("model", ["smollm2", "gemma3"])
-def test_a_text_of_exactly_the_limit_is_encoded(model: str, request: pytest.FixtureRequest) -> None:
+def test_a_text_of_exactly_max_tokens_is_encoded(
+    model: str, request: pytest.FixtureRequest
+) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(f"{model}_tokenizer")
     for text in ("a b c", "word " * 20_000, "\n" * 100_000):
         ids = tokenizer.encode(text, add_bos=True)
@@ -327,10 +327,10 @@ def test_eight_megabytes_are_refused_without_being_tokenized(
     assert time.thread_time() - started < 0.5
 
 
-def test_other_threads_run_while_a_long_text_is_encoded(
+def test_encoding_a_long_text_does_not_hold_the_gil(
     smollm2_tokenizer: Tokenizer, wikitext_path: Path
 ) -> None:
-    """The library's `encode` would hold the interpreter for as long as it runs."""
+    """The library's `encode` would hold the GIL for the whole call."""
     text = wikitext_path.read_text(encoding="utf-8")
     gaps: list[float] = []
     is_over = threading.Event()
@@ -353,10 +353,10 @@ def test_other_threads_run_while_a_long_text_is_encoded(
     assert max(gaps) < elapsed / 3
 
 
-def test_the_library_reads_the_settings_that_the_rules_rely_on(
+def test_rules_survive_writing_and_reading_tokenizer_json(
     write_directory: Callable[..., Path],
 ) -> None:
-    """A `tokenizer.json` gives the same rules as the objects that it was written from."""
+    """A saved `tokenizer.json` has the same rules as the objects that it was written from."""
     for make in BACKENDS.values():
         backend = make()
         path = write_directory({"tokenizer.json": backend.to_str()}) / "tokenizer.json"

@@ -1,4 +1,4 @@
-"""Tables over all tokens, against their plain definitions."""
+"""Tables over all tokens, compared with their definitions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.scripted import BOS_ID, EOS_ID, ByteTokenizer
 
 
 class Listed(Tokenizer):
-    """Given pieces by id; None is a gap, and the last one is special."""
+    """Tokenizer with given pieces by id. None is a gap, and the last piece is special."""
 
     kind = "list"
 
@@ -42,13 +42,13 @@ def pieces() -> Pieces:
     )
 
 
-def test_a_piece_is_what_a_token_adds_inside_a_sequence(pieces: Pieces) -> None:
+def test_piece_is_the_text_a_token_adds_inside_a_sequence(pieces: Pieces) -> None:
     texts = ("a", "ab", " The", UNDEFINED, "ab", "", "\ufffd", "A", "abc", "The")
     assert pieces.texts == (*texts, "")
     assert pieces.texts_with_special == (*texts, "<end>")
 
 
-def test_the_highest_id_stands_for_a_piece(pieces: Pieces) -> None:
+def test_the_highest_id_represents_a_piece(pieces: Pieces) -> None:
     assert pieces.id_of_text["ab"] == 4
     assert pieces.single_id("ab") == 4
     assert pieces.single_id("<end>") == 10
@@ -57,10 +57,10 @@ def test_the_highest_id_stands_for_a_piece(pieces: Pieces) -> None:
     assert UNDEFINED not in pieces.id_of_text
 
 
-def test_healing_may_replace_a_token_by_longer_ones(pieces: Pieces) -> None:
+def test_healing_candidates_start_with_the_token(pieces: Pieces) -> None:
     assert pieces.replacements(0) == [0, 4, 8]
     assert pieces.replacements(4) == [4, 8]
-    assert pieces.replacements(1) == [1]  # another id stands for its piece
+    assert pieces.replacements(1) == [1]  # another id represents its piece
     for silent in (3, 5, 10):
         assert pieces.replacements(silent) == [silent]
     assert pieces.starting_with("ab") == [4, 8]
@@ -68,7 +68,7 @@ def test_healing_may_replace_a_token_by_longer_ones(pieces: Pieces) -> None:
     assert pieces.starting_with("x") == []
 
 
-def test_tries_lead_from_characters_to_ids(pieces: Pieces) -> None:
+def test_tries_map_characters_to_ids(pieces: Pieces) -> None:
     def leaf(trie: CharTrie, text: str) -> list[int]:
         node = trie.find(text)
         return [] if node is None else node.leaf
@@ -88,7 +88,7 @@ def test_byte_values() -> None:
     assert (values[BOS_ID], values[EOS_ID]) == (-1, -1)
 
 
-def test_the_table_of_a_real_vocabulary_is_what_a_scan_finds(smollm2_tokenizer: Tokenizer) -> None:
+def test_prefix_table_of_a_real_vocabulary_matches_a_scan(smollm2_tokenizer: Tokenizer) -> None:
     pieces = Pieces(smollm2_tokenizer)
     assert len(pieces.texts) == smollm2_tokenizer.vocab_size
     for text in (" th", "Hello", "\n", " "):
@@ -103,7 +103,7 @@ def test_the_table_of_a_real_vocabulary_is_what_a_scan_finds(smollm2_tokenizer: 
     assert all(token_id in pieces.replacements(token_id) for token_id in every)
 
 
-def test_added_tokens_that_are_not_special_are_pieces_like_any_other(
+def test_added_ordinary_tokens_are_pieces(
     byte_level_backend: Callable[[], Backend], write_directory: Callable[..., Path]
 ) -> None:
     folder = write_directory(

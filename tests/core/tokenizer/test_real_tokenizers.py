@@ -1,4 +1,4 @@
-"""The tokenizers of two real models, against ids that other programs made (data/README.md)."""
+"""Tokenizers of two real models, compared with ids of other programs (data/README.md)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,9 @@ from exl_core.tokenizer.detect import load_tokenizer
 from support.profiles import examples
 
 SPACE_MARK = "\u2581"
-SPLIT = "\u2003"  # a character that both vocabularies spread over several tokens
-# Bytes that SmolLM2's vocabulary has no token for: it was trained without them, and its tokenizer
-# leaves them out of the text in the original too. As UTF-8 they begin characters that nobody has
-# assigned, and a few control characters.
+SPLIT = "\u2003"  # a character that takes several tokens in both vocabularies
+# Bytes without a token in SmolLM2's vocabulary, because its training text had none. The original
+# tokenizer drops them too. They are lead bytes of unassigned characters and control characters.
 SMOLLM2_MISSING = {0x04, 0x06, 0x13, 0x14, 0x16, 0x1D, 0xC0, 0xC1, 0xF1, 0xF2, *range(0xF5, 0x100)}
 MODELS = ["smollm2", "gemma3"]
 TEXT = st.one_of(
@@ -45,7 +44,7 @@ def tokenizer(name: str, request: pytest.FixtureRequest) -> Tokenizer:
 
 
 def written_back(model: str, text: str) -> str:
-    """What is left of a text in the vocabulary of a model."""
+    """Text after encoding and decoding, given the known losses of a model's vocabulary."""
     if model == "gemma3":
         return text.replace(SPACE_MARK, " ")
     kept = bytes(byte for byte in text.encode() if byte not in SMOLLM2_MISSING)
@@ -55,7 +54,7 @@ def written_back(model: str, text: str) -> str:
 ReferenceIds = Callable[[str], list[tuple[list[int], list[int]]]]
 
 
-def test_ids_are_those_of_independent_programs(
+def test_ids_match_independent_programs(
     name: str, tokenizer: Tokenizer, awkward_texts: list[str], reference_ids: ReferenceIds
 ) -> None:
     expected = reference_ids(name)
@@ -78,10 +77,8 @@ def test_special_token_text_is_text_unless_allowed(
             assert not special.isdisjoint(tokenizer.encode(text, allow_special=True))
 
 
-def test_decode_gives_the_text_back(
-    name: str, tokenizer: Tokenizer, awkward_texts: list[str]
-) -> None:
-    """Except U+2581 in a SentencePiece vocabulary, which writes a space with it."""
+def test_decode_round_trips(name: str, tokenizer: Tokenizer, awkward_texts: list[str]) -> None:
+    """The exception is U+2581 in a SentencePiece vocabulary, which decodes to a space."""
     for text in awkward_texts:
         expected = text.replace(SPACE_MARK, " ") if name == "gemma3" else text
         assert tokenizer.decode(tokenizer.encode(text)) == expected
@@ -89,19 +86,19 @@ def test_decode_gives_the_text_back(
         assert tokenizer.decode(with_special, skip_special=False) == expected
 
 
-def test_the_space_mark_is_a_space_to_a_sentencepiece_vocabulary(
+def test_sentencepiece_encodes_the_space_mark_as_a_space(
     gemma3_tokenizer: Tokenizer,
 ) -> None:
     assert gemma3_tokenizer.encode(f"a{SPACE_MARK}b") == gemma3_tokenizer.encode("a b")
 
 
-def test_the_bytes_that_smollm2_cannot_write_are_known(smollm2_tokenizer: Tokenizer) -> None:
+def test_bytes_missing_from_smollm2_are_known(smollm2_tokenizer: Tokenizer) -> None:
     written = {smollm2_tokenizer.token_bytes(n) for n in range(smollm2_tokenizer.vocab_size)}
     assert {byte for byte in range(256) if bytes([byte]) not in written} == SMOLLM2_MISSING
     assert smollm2_tokenizer.decode(smollm2_tokenizer.encode("a\x16b")) == "ab"
 
 
-def test_a_stream_gives_the_same_text(tokenizer: Tokenizer, awkward_texts: list[str]) -> None:
+def test_streamed_text_equals_decoded_text(tokenizer: Tokenizer, awkward_texts: list[str]) -> None:
     for text in awkward_texts:
         ids = tokenizer.encode(text, allow_special=True)
         for skip_special in (True, False):
@@ -112,7 +109,7 @@ def test_a_stream_gives_the_same_text(tokenizer: Tokenizer, awkward_texts: list[
             )
 
 
-def test_a_stream_never_gives_half_a_character(tokenizer: Tokenizer) -> None:
+def test_a_stream_never_emits_incomplete_characters(tokenizer: Tokenizer) -> None:
     text = f"🦜{SPLIT}한"
     ids = tokenizer.encode(text)
     assert len(ids) > 3
@@ -123,7 +120,7 @@ def test_a_stream_never_gives_half_a_character(tokenizer: Tokenizer) -> None:
     assert stream.flush() == ""
 
 
-def test_a_character_that_never_ends_is_flushed_as_a_replacement(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_is_flushed_as_a_replacement(tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode(f"x{SPLIT}")[:-1]
     stream = tokenizer.stream_decoder()
     assert stream.feed_all(ids) == "x"
@@ -133,7 +130,7 @@ def test_a_character_that_never_ends_is_flushed_as_a_replacement(tokenizer: Toke
 
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("model", MODELS)
-def test_any_text_comes_back_and_holds_no_special_token(
+def test_any_text_round_trips_without_special_tokens(
     model: str, request: pytest.FixtureRequest
 ) -> None:
     tokenizer: Tokenizer = request.getfixturevalue(f"{model}_tokenizer")
@@ -207,7 +204,7 @@ def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer, text: str) -> No
         tokenizer.encode(text)
 
 
-def test_an_id_that_has_no_token_reads_as_a_replacement(tokenizer: Tokenizer) -> None:
+def test_an_id_without_a_token_decodes_to_a_replacement(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([tokenizer.vocab_size + 3]) == "\ufffd"
     with pytest.raises(RequestError, match="negative"):
         tokenizer.decode([-1])
@@ -216,7 +213,7 @@ def test_an_id_that_has_no_token_reads_as_a_replacement(tokenizer: Tokenizer) ->
 def test_a_long_text_streams_in_linear_time(
     smollm2_tokenizer: Tokenizer, gemma3_tokenizer: Tokenizer
 ) -> None:
-    """A second or so for 200,000 tokens; decoding all again at each would never end."""
+    """200,000 tokens take about a second. Decoding the whole text per token would take hours."""
     for tokenizer in (smollm2_tokenizer, gemma3_tokenizer):
         ids = tokenizer.encode("The cat, 猫 and 🐈. ") * 15_000
         stream = tokenizer.stream_decoder()
@@ -241,7 +238,7 @@ def test_loading_is_quick_and_imports_no_torch(smollm2_path: Path) -> None:
         [sys.executable, "-c", script], check=False, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 4  # about 0.25 s alone on the machine; a slow or busy one is no bug
+    assert float(done.stdout) < 4  # 0.25 s on an idle machine; the margin is for busy ones
 
 
 @pytest.mark.thorough

@@ -1,4 +1,4 @@
-"""`tokenizer.model`: ids and text against the sentencepiece library, special and added tokens."""
+"""`tokenizer.model`: ids and text compared with the library, special and added tokens."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_ids_and_text_are_those_of_the_library(
 
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_text_comes_back_and_streams(
+def test_any_text_round_trips_and_streams(
     train_sentencepiece: Train, write_directory: WriteDirectory, kind: str
 ) -> None:
     model = train_sentencepiece(kind)
@@ -67,7 +67,7 @@ def test_any_text_comes_back_and_streams(
     check()
 
 
-def test_only_one_space_at_the_very_start_is_taken_back(
+def test_only_one_leading_space_is_removed(
     train_sentencepiece: Train, write_directory: WriteDirectory
 ) -> None:
     model = train_sentencepiece("bpe")
@@ -80,10 +80,10 @@ def test_only_one_space_at_the_very_start_is_taken_back(
     assert tokenizer.decode([1, *the], skip_special=False) == "<s> The"
 
 
-def test_folded_spaces_cannot_come_back(
+def test_collapsed_spaces_are_lost(
     train_sentencepiece: Train, write_directory: WriteDirectory
 ) -> None:
-    """Such a model drops leading, trailing and repeated spaces before it sees the text."""
+    """Such a model removes leading, trailing and repeated spaces before it matches pieces."""
     model = train_sentencepiece("unigram", remove_extra_whitespaces=True)
     library = SentencePieceProcessor(model_proto=model)
     tokenizer = load_tokenizer(write_directory({"tokenizer.model": model}))
@@ -96,7 +96,7 @@ def test_folded_spaces_cannot_come_back(
     assert tokenizer.decode([space, space, *the]) == library.decode([space, space, *the]) == "the"
 
 
-def test_unknown_characters_are_lost_without_byte_tokens(
+def test_unknown_characters_are_lost_without_byte_pieces(
     train_sentencepiece: Train, write_directory: WriteDirectory
 ) -> None:
     model = train_sentencepiece("bpe", byte_fallback=False, vocab_size=200)
@@ -119,11 +119,11 @@ def test_control_pieces_are_text_unless_allowed(
     assert tokenizer.decode(plain) == text
     ids = tokenizer.encode(text, allow_special=True)
     assert ids == [user, *tokenizer.encode("the dog"), end]
-    # The space that this model puts before every run of text is part of what it was trained on.
+    # The model was trained with the space that it adds before every text between special tokens.
     assert tokenizer.decode(ids, skip_special=False) == "<|user|> the dog<|end|>"
 
 
-def test_a_tokenizer_that_is_not_legacy_adds_its_space_once(
+def test_a_non_legacy_tokenizer_adds_one_space_at_the_start(
     train_sentencepiece: Train, write_directory: WriteDirectory
 ) -> None:
     model = train_sentencepiece("bpe", control_symbols=["<c>"])
@@ -136,7 +136,7 @@ def test_a_tokenizer_that_is_not_legacy_adds_its_space_once(
     assert tokenizer.decode(ids, skip_special=False) == "the<c>the dog"
 
 
-def test_tokens_added_beyond_the_model(
+def test_tokens_with_ids_above_the_model_are_split_first(
     train_sentencepiece: Train, write_directory: WriteDirectory
 ) -> None:
     model = train_sentencepiece("bpe")
@@ -166,7 +166,7 @@ def test_tokens_added_beyond_the_model(
     assert tokenizer.decode([size + 2]) == "<tool>"
 
 
-def test_roles_come_from_the_model_when_no_file_names_them(
+def test_control_ids_default_to_those_of_the_model(
     train_sentencepiece: Train, write_directory: WriteDirectory
 ) -> None:
     model = train_sentencepiece("bpe", pad_id=3)
@@ -182,7 +182,7 @@ def test_roles_come_from_the_model_when_no_file_names_them(
     assert tokenizer.encode("the", add_bos=None)[0] == 1
 
 
-def test_bos_is_left_out_where_the_configuration_says_so(
+def test_configuration_disables_bos(
     train_sentencepiece: Train, write_directory: WriteDirectory
 ) -> None:
     files = {
@@ -196,7 +196,7 @@ def test_bos_is_left_out_where_the_configuration_says_so(
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\x01\x02", b"\x0a\xff\xff\xff\xff\x0f", b"hello"])
-def test_a_damaged_model_is_one_clear_error(
+def test_a_damaged_model_is_a_tokenizer_error(
     write_directory: WriteDirectory, content: bytes
 ) -> None:
     folder = write_directory({"tokenizer.model": content})
@@ -205,7 +205,7 @@ def test_a_damaged_model_is_one_clear_error(
     assert caught.value.where == str(folder / "tokenizer.model")
 
 
-def test_a_model_cut_in_half_is_refused(
+def test_a_truncated_model_is_refused(
     train_sentencepiece: Train, write_directory: WriteDirectory
 ) -> None:
     model = train_sentencepiece("bpe")

@@ -1,4 +1,4 @@
-"""Cutting a text at special tokens: leftmost, then longest, nothing lost."""
+"""Splitting a text at special tokens: leftmost first, then longest, without loss."""
 
 from __future__ import annotations
 
@@ -27,9 +27,7 @@ TOKENS = {"<a>": 1, "<a>b": 2, "<": 3, "xx": 4, "]^-\\": 5}
         ("]^-\\]", [5, "]"]),
     ],
 )
-def test_the_longest_token_at_the_leftmost_place_is_taken(
-    text: str, parts: list[str | int]
-) -> None:
+def test_the_leftmost_longest_token_matches(text: str, parts: list[str | int]) -> None:
     assert list(SpecialText(TOKENS).split(text)) == parts
 
 
@@ -39,7 +37,7 @@ def test_without_tokens_a_text_stays_whole() -> None:
 
 
 @given(st.text(alphabet="<a>bx]^-\\ "))
-def test_the_cuts_are_those_of_a_pattern_of_all_tokens(text: str) -> None:
+def test_splits_match_a_regular_expression_of_all_tokens(text: str) -> None:
     pattern = "|".join(re.escape(token) for token in sorted(TOKENS, key=len, reverse=True))
     expected = [TOKENS.get(part, part) for part in re.split(f"({pattern})", text) if part]
 

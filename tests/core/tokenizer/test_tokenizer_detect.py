@@ -1,4 +1,4 @@
-"""Which file a directory's tokenizer comes from, the ids with a role, and what does not fit."""
+"""Loading a directory's tokenizer: precedence of files, control ids, mismatches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def tokenizer_json(byte_level_backend: Callable[[], Backend]) -> str:
     return byte_level_backend().to_str()
 
 
-def test_tokenizer_json_comes_before_tokenizer_model(
+def test_tokenizer_json_has_precedence_over_tokenizer_model(
     write_directory: WriteDirectory,
     tokenizer_json: str,
     train_sentencepiece: Callable[..., bytes],
@@ -40,7 +40,7 @@ def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_a_path_that_is_not_there_is_refused(tmp_path: Path) -> None:
+def test_a_missing_path_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError):
         load_tokenizer(tmp_path / "missing.gguf")
 
@@ -52,7 +52,7 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         load_tokenizer(path)
 
 
-def test_a_gguf_file_cut_in_half_is_refused(smollm2_path: Path, tmp_path: Path) -> None:
+def test_a_truncated_gguf_file_is_refused(smollm2_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "cut.gguf"
     with smollm2_path.open("rb") as file:
         path.write_bytes(file.read(read_gguf_header(smollm2_path).data_start // 2))
@@ -60,7 +60,7 @@ def test_a_gguf_file_cut_in_half_is_refused(smollm2_path: Path, tmp_path: Path) 
         load_tokenizer(path)
 
 
-def test_metadata_that_was_read_already_is_used(smollm2_path: Path, tmp_path: Path) -> None:
+def test_given_metadata_is_not_read_again(smollm2_path: Path, tmp_path: Path) -> None:
     path = tmp_path / "stands-for.gguf"
     path.write_bytes(b"")
     assert load_tokenizer(path, read_gguf_fields(smollm2_path)).vocab_size == 49152
@@ -91,7 +91,7 @@ def test_metadata_that_was_read_already_is_used(smollm2_path: Path, tmp_path: Pa
         ),
     ],
 )
-def test_every_eos_id_that_a_file_names_counts(
+def test_eos_ids_of_all_files_are_combined(
     write_directory: WriteDirectory,
     tokenizer_json: str,
     files: dict[str, object],
@@ -101,7 +101,7 @@ def test_every_eos_id_that_a_file_names_counts(
     assert load_tokenizer(folder).eos_ids == expected
 
 
-def test_roles_are_named_by_the_tokenizer_and_numbered_by_the_model(
+def test_token_names_have_precedence_over_config_ids(
     write_directory: WriteDirectory, tokenizer_json: str
 ) -> None:
     folder = write_directory(
@@ -132,7 +132,7 @@ def test_roles_are_named_by_the_tokenizer_and_numbered_by_the_model(
         ),
     ],
 )
-def test_side_files_that_make_no_sense_are_refused(
+def test_invalid_side_files_are_refused(
     write_directory: WriteDirectory,
     tokenizer_json: str,
     files: dict[str, object],
@@ -147,7 +147,7 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(
     smollm2_tokenizer: Tokenizer,
 ) -> None:
     check_vocab(smollm2_tokenizer, 49152, "model")
-    check_vocab(smollm2_tokenizer, 50000, "model")  # padding is normal
+    check_vocab(smollm2_tokenizer, 50000, "model")  # models pad their vocabulary
     with pytest.raises(TokenizerError, match="more tokens than the model's vocabulary") as caught:
         check_vocab(smollm2_tokenizer, 49151, "model")
     assert (caught.value.expected, caught.value.got) == ("at most 49151", "49152")

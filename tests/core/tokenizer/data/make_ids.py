@@ -1,6 +1,6 @@
-"""Write `smollm2_ids.json` and `gemma3_ids.json` with tokenizers that are not ours.
+"""Write `smollm2_ids.json` and `gemma3_ids.json` with the tokenizers of other projects.
 
-Run by hand: `python make_ids.py smollm2 MODEL.gguf` (README.md says what to install).
+Run by hand: `python make_ids.py smollm2 MODEL.gguf`. README.md lists the packages to install.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from llama_cpp import Llama
 from transformers import AutoTokenizer
 
 HERE = Path(__file__).parent
-# Texts on which llama.cpp is known to differ from the original of a SentencePiece vocabulary: it
-# finds runs of spaces before it writes spaces as U+2581, and takes '</s>' for a control token.
+# Texts on which llama.cpp differs from the original of a SentencePiece vocabulary. It matches runs
+# of spaces before it replaces spaces by U+2581, and treats '</s>' as a control token.
 WHERE_LLAMA_CPP_DIFFERS = ("\u2581", "</s>")
 
 

@@ -1,10 +1,10 @@
-"""What every tokenizer can do, and text that grows one token at a time.
+"""Interface of all tokenizers, and incremental decoding of a stream of ids.
 
-A tokenizer turns text into ids with its own library and ids into text through bytes: each id has
-the bytes that it adds (`token_bytes`), a text is the joined bytes read as UTF-8, and some
-tokenizers drop spaces at the very start. `decode` and `StreamDecoder` both follow these two rules
-and nothing else, which is why the pieces of a stream always join to the decoded whole, at a cost
-per token that does not depend on the length of the text. Bytes that are not UTF-8 read as U+FFFD.
+Encoding is done by a tokenizer library. Decoding goes through bytes. Each id has the bytes that it
+adds to a text (`token_bytes`). The text is the concatenation of these bytes, decoded as UTF-8. Some
+tokenizers remove spaces at the very start of a text. `decode` and `StreamDecoder` follow these
+rules only. Therefore the pieces of a stream always join to the decoded whole, and the cost per
+token does not depend on the length of the text. Invalid UTF-8 decodes to U+FFFD.
 
 This module knows no file format (`detect.py`) and no library (`hf_json.py`, `spm.py`).
 """
@@ -21,12 +21,12 @@ from exl_core.tokenizer.long_text import TokenLengths
 
 REPLACEMENT = "\ufffd"
 _NO_TOKEN = REPLACEMENT.encode()
-_CHECKED_CHARS = 256 * 1024  # at a time: the interpreter is held meanwhile
+_CHECKED_CHARS = 256 * 1024  # per step of the Unicode check, each of which holds the GIL
 
 
 @dataclass(frozen=True, slots=True)
 class ControlIds:
-    """The ids with a role, and what the model's own tokenizer adds around a text."""
+    """Ids of the control tokens, and which of them the model's own tokenizer adds to a text."""
 
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
@@ -37,10 +37,10 @@ class ControlIds:
 
 
 class Tokenizer(ABC):
-    """Text to ids and back. Immutable after construction and safe to share between threads."""
+    """Converts text to ids and back. Immutable, and safe to share between threads."""
 
     kind: str  # "bpe", "unigram", "wordpiece", "wordlevel" or "sentencepiece"
-    where: str  # what it was loaded from, for messages
+    where: str  # path it was loaded from, for messages
 
     def __init__(self, control: ControlIds, special_tokens: Mapping[str, int], where: str) -> None:
         self.where = where
@@ -51,7 +51,7 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """One more than the largest id; ids below it may be unused."""
+        """One more than the largest id. Ids below it may be unused."""
 
     @property
     def bos_id(self) -> int | None:
@@ -71,12 +71,12 @@ class Tokenizer(ABC):
 
     @property
     def adds_bos(self) -> bool:
-        """Whether the model's own tokenizer puts BOS before a text."""
+        """Whether the model's own tokenizer adds BOS before a text."""
         return self.control.adds_bos
 
     @property
     def adds_eos(self) -> bool:
-        """Whether the model's own tokenizer puts EOS after a text. `encode` never does."""
+        """Whether the model's own tokenizer adds EOS after a text. `encode` never adds EOS."""
         return self.control.adds_eos
 
     def encode(
@@ -87,14 +87,14 @@ class Tokenizer(ABC):
         add_bos: bool | None = False,
         max_tokens: int | None = None,
     ) -> list[int]:
-        """The ids of `text`.
+        """Token ids of `text`.
 
-        With `allow_special` the text of a special token becomes that token, as a chat template
-        needs it; without it such text is text like any other. `add_bos=None` does what the model's
-        own tokenizer does; a BOS that the text itself spells out is not looked for.
-
-        A text of more than `max_tokens` raises ContextLengthError, after time that depends on
-        `max_tokens` and not on the text, as far as the tokenizer's kind allows.
+        allow_special  convert the text of a special token to that token, as chat templates need.
+                       Otherwise such text is tokenized like any other text
+        add_bos        None: as the model's own tokenizer does. A BOS that the text itself spells
+                       out is not detected
+        max_tokens     a longer text raises ContextLengthError. Where the tokenizer's kind allows,
+                       the time until then depends on `max_tokens` and not on the text's length
         """
         wants_bos = self.adds_bos if add_bos is None else add_bos
         if wants_bos and self.bos_id is None:
@@ -109,8 +109,10 @@ class Tokenizer(ABC):
         return [*head, *ids] if head else ids
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Raises ContextLengthError if `text` is certain to have more than `max_tokens`. Takes
-        milliseconds; the text is not tokenized."""
+        """Raises ContextLengthError if a lower bound proves that `text` exceeds `max_tokens`.
+
+        Takes milliseconds, because the text is not tokenized.
+        """
         if len(text) <= max_tokens or self._token_lengths is None:
             return
         at_least = self._token_lengths.lower_bound(text, max_tokens)
@@ -118,7 +120,7 @@ class Tokenizer(ABC):
             raise ContextLengthError(at_least, max_tokens)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """The text of `ids`; special tokens are left out, or written as their own text."""
+        """Text of `ids`. Special tokens are skipped, or written as their own text."""
         decoder = self.stream_decoder(skip_special=skip_special)
         return decoder.feed_all(ids) + decoder.flush()
 
@@ -126,11 +128,11 @@ class Tokenizer(ABC):
         return StreamDecoder(self, skip_special=skip_special)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token by itself, for display; special tokens show theirs."""
+        """Text of a single token, for display. A special token gives its own text."""
         return self.token_bytes(token_id, skip_special=False).decode("utf-8", errors="replace")
 
     def token_bytes(self, token_id: int, *, skip_special: bool = True) -> bytes:
-        """What the id adds to a text. An id without a token reads as U+FFFD."""
+        """Bytes that the id adds to a text. An id without a token gives U+FFFD."""
         if token_id < 0:
             raise RequestError("a token id is negative", where=self.where, got=token_id)
         special = self._special_text.get(token_id)
@@ -140,7 +142,7 @@ class Tokenizer(ABC):
         return _NO_TOKEN if piece is None else piece
 
     def tokens_with(self, characters: str) -> frozenset[int]:
-        """The ordinary tokens whose text has one of these characters."""
+        """Ids of the ordinary tokens whose text contains one of these characters."""
         wanted = frozenset(characters)
         ids = (i for i in range(self.vocab_size) if not self.is_special(i) and self.has_token(i))
         return frozenset(i for i in ids if not wanted.isdisjoint(self.token_text(i)))
@@ -149,12 +151,12 @@ class Tokenizer(ABC):
         return token_id in self._special_text
 
     def has_token(self, token_id: int) -> bool:
-        """Whether the id stands for anything; a vocabulary may have gaps."""
+        """Whether the id has a token. A vocabulary may have gaps."""
         return token_id in self._special_text or self._piece(token_id) is not None
 
     @property
     def leading_spaces_dropped(self) -> int:
-        """How many spaces at the very start of a text `decode` takes away."""
+        """Number of spaces that `decode` removes at the very start of a text."""
         return 0
 
     def _encode_checked(
@@ -170,23 +172,23 @@ class Tokenizer(ABC):
 
     @property
     def _token_lengths(self) -> TokenLengths | None:
-        """Gives a lower bound on the length of texts; None: none is known for this tokenizer."""
+        """Lower bound on the length of texts. None: no bound is known for this tokenizer."""
         return None
 
     def _encode_within(
         self, text: str, max_tokens: int | None, *, allow_special: bool
     ) -> list[int]:
-        """`_encode` that may stop, with more than `max_tokens` ids, once there are so many."""
-        del max_tokens  # overridden by tokenizers that can cut a text
+        """Like `_encode`, but may stop once there are more than `max_tokens` ids."""
+        del max_tokens  # only tokenizers that can cut a text use it
         return self._encode(text, allow_special=allow_special)
 
     @abstractmethod
     def _encode(self, text: str, *, allow_special: bool) -> list[int]:
-        """The ids of text that is not empty, without BOS and EOS."""
+        """Ids of a text that is not empty, without BOS and EOS."""
 
     @abstractmethod
     def _piece(self, token_id: int) -> bytes | None:
-        """The bytes of an ordinary token, None when the id has no token."""
+        """Bytes of an ordinary token, or None if the id has no token."""
 
 
 def _check_unicode(text: str) -> None:
@@ -203,7 +205,7 @@ def _check_unicode(text: str) -> None:
 
 
 class StreamDecoder:
-    """Text from ids, one at a time; gives out only what later ids cannot change."""
+    """Decodes ids one at a time. Returns only text that later ids cannot change."""
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
         self._tokenizer = tokenizer
@@ -212,13 +214,13 @@ class StreamDecoder:
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_id: int) -> str:
-        """The text that is now certain; '' while a character is incomplete."""
+        """Text that is now complete, or '' while a character lacks bytes."""
         return self.feed_bytes(
             self._tokenizer.token_bytes(token_id, skip_special=self._skip_special)
         )
 
     def feed_bytes(self, piece: bytes) -> str:
-        """The same for bytes that are no whole token."""
+        """Like `feed`, for bytes that are not a whole token."""
         if self._spaces_to_drop and piece:
             piece = self._without_leading_spaces(piece)
         return self._utf8.decode(piece)
@@ -227,19 +229,19 @@ class StreamDecoder:
         return "".join(map(self.feed, ids))
 
     def copy(self) -> StreamDecoder:
-        """One that goes on from here by itself."""
+        """Independent decoder with the same state."""
         other = StreamDecoder(self._tokenizer, skip_special=self._skip_special)
         other._spaces_to_drop = self._spaces_to_drop
         other._utf8.setstate(self._utf8.getstate())
         return other
 
     def flush(self) -> str:
-        """What is left at the end: U+FFFD for a character that never became complete."""
+        """Remaining text at the end: U+FFFD for a character that lacks bytes."""
         return self._utf8.decode(b"", final=True)
 
     def _without_leading_spaces(self, piece: bytes) -> bytes:
         rest = piece.lstrip(b" ")
         dropped = min(len(piece) - len(rest), self._spaces_to_drop)
-        # Only spaces at the very start count: anything else that is written ends the search.
+        # Only spaces at the very start are removed. Any other output ends the removal.
         self._spaces_to_drop = self._spaces_to_drop - dropped if dropped == len(piece) else 0
         return piece[dropped:]

@@ -1,6 +1,6 @@
-"""Encoding beyond one plain text: batches of equal length, remembered texts, texts with aliases.
+"""Encoding of several texts: padded batches, a cache of recent texts, texts with aliases.
 
-Lists of ids only; tensors are made by whoever needs them.
+Results are lists of ids. Callers make tensors from them.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MAX_CACHED_STRINGS = 100
 
 @dataclass(frozen=True, slots=True)
 class PaddedBatch:
-    """Texts of one length, padded on the left.
+    """Texts of equal length, padded on the left.
 
-    token_ids   a row for each text
-    offsets     what to add to an index to get a token's position: minus the padding of the row
-    is_padding  by row and index. Not to be read off the ids: padding may be EOS
+    token_ids   one row per text
+    offsets     position of a token minus its index in the row: the negated padding length
+    is_padding  by row and index. Ids do not show padding, because its id may be EOS
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -37,7 +37,7 @@ def encode_batch(
     allow_special: bool = False,
     add_bos: bool | None = False,
 ) -> PaddedBatch:
-    """Every text as `Tokenizer.encode` has it, and filled up to the longest."""
+    """Encodes every text like `Tokenizer.encode` and pads all to the longest."""
     rows = [tokenizer.encode(t, allow_special=allow_special, add_bos=add_bos) for t in texts]
     longest = max(map(len, rows), default=0)
     pad_id = padding_id(tokenizer)
@@ -51,7 +51,7 @@ def encode_batch(
 
 
 def padding_id(tokenizer: Tokenizer) -> int:
-    """PAD, else a token `<pad>`, else EOS where it is not BOS, else -1: nothing fits."""
+    """Id for padding: PAD, else a token `<pad>`, else an EOS that is not BOS, else -1."""
     if tokenizer.pad_id is not None:
         return tokenizer.pad_id
     named = tokenizer.special_tokens.get("<pad>", 0)
@@ -61,12 +61,12 @@ def padding_id(tokenizer: Tokenizer) -> int:
 
 
 def num_tokens(tokenizer: Tokenizer, text: str) -> int:
-    """The length of `text`, in which special tokens are text like any other."""
+    """Length of `text` in tokens. The text of special tokens counts as ordinary text."""
     return len(tokenizer.encode(text))
 
 
 class CachedEncoder:
-    """`Tokenizer.encode` that remembers the latest texts. Safe to share between threads."""
+    """`Tokenizer.encode` with a cache of recent texts. Safe to share between threads."""
 
     def __init__(self, tokenizer: Tokenizer, max_strings: int = MAX_CACHED_STRINGS) -> None:
         @lru_cache(maxsize=max_strings)
@@ -90,10 +90,10 @@ def encode_with_aliases(
     add_bos: bool | None = False,
     max_tokens: int | None = None,
 ) -> list[int]:
-    """The ids of `text`, where each alias in it stands for given ids, such as those of an image.
+    """Token ids of `text` with each alias replaced by its ids, for instance those of an image.
 
-    Aliases are found before anything else is: leftmost first, the longest at each place. The text
-    between them is encoded run by run, so no token goes across an alias. A run of more than
+    Aliases are matched first: leftmost first, the longest at each position. The text between two
+    aliases is encoded separately, so no token crosses an alias. Such a text of more than
     `max_tokens` raises ContextLengthError.
     """
     if "" in aliases:

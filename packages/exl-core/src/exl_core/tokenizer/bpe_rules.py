@@ -1,16 +1,17 @@
-"""Lower bound and cuts (`long_text.py`) of a BPE tokenizer of the `tokenizers` library.
+"""Lower bound and cuts (`long_text.py`) for BPE tokenizers of the `tokenizers` library.
 
-Both are proofs about the parts of a tokenizer, so they are given only for known parts: those of the
-model families that this package runs. Any other tokenizer gets neither, and its texts are tokenized
-whole.
+Both require proofs about the steps of a tokenizer. They are given only for known steps: those of
+the model families that this package supports. Any other tokenizer gets neither, and tokenizes its
+texts whole.
 
-A cut lies between a letter or digit and a space or newline that another letter or digit follows.
+A cut is between a letter or digit and a space or newline that is followed by a letter or digit.
 Two kinds of tokenizer allow it.
-  * Byte-level BPE separates words first. No match of a known pattern holds a letter or digit
-    followed by a space or newline, so that a word ends at the cut whether or not text follows. The
-    next match begins at the cut and looks at nothing before it. NFC composes and reorders nothing
+  * Byte-level BPE first splits into words. No match of a known pattern contains a letter or digit
+    followed by a space or newline. Therefore a word ends at the cut, with or without more text. The
+    next match begins at the cut and does not look behind it. NFC neither composes nor reorders
     across an ASCII character that is followed by a space.
-  * BPE over U+2581 separates no words. `cuts_of_marked_pieces` has the argument.
+  * BPE that encodes a space as U+2581 does not split into words. `cuts_of_marked_pieces` states the
+    argument.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ from exl_core.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-# Patterns none of whose matches contain a letter or digit followed by a space or newline, and that
-# separate words there. The first is that of models which were trained with GPT-4's tokenizer.
+# Patterns that split words between a letter or digit and a space or newline, and none of whose
+# matches crosses such a position. The first belongs to models that use GPT-4's tokenizer.
 _WORD_PATTERNS = frozenset(
     {
         r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}{1,3}"
@@ -43,7 +44,8 @@ _WORD_PATTERNS = frozenset(
         *(pre.patterns[-1] for pre in PRE_TOKENIZERS.values() if pre.patterns),
     }
 )
-# Patterns with the first property only: of digits, and of Chinese and Japanese characters.
+# Patterns whose matches do not cross such a position, but that split no words there: those of
+# digits, and of Chinese and Japanese characters.
 _OTHER_PATTERNS = frozenset(
     pattern for pre in PRE_TOKENIZERS.values() for pattern in pre.patterns[:-1]
 )
@@ -54,7 +56,7 @@ _SPACE_BYTES = frozenset(_SPACES.encode())
 
 @dataclass(frozen=True, slots=True)
 class BpeRules:
-    """None: not known for this tokenizer."""
+    """Rules of one tokenizer. None: not known."""
 
     lengths: TokenLengths | None = None
     cuts: Cuts | None = None
@@ -106,7 +108,7 @@ def _marked(
     words: Sequence[Mapping[str, object]],
     added: Sequence[Any],
 ) -> BpeRules:
-    """BPE in which U+2581 stands for a space, as in the vocabularies of Llama 2 and Gemma."""
+    """Rules of BPE that encodes a space as U+2581, as in the vocabularies of Llama 2 and Gemma."""
     adds_space = marks_spaces = False
     for step in normalizer:
         match step:
@@ -122,21 +124,21 @@ def _marked(
                 marks_spaces = True
                 adds_space = adds_space or scheme != "never"
             case {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious"}:
-                pass  # no space is left by then
+                pass  # the normalizer has replaced all spaces
             case _:
                 return BpeRules()
     if not marks_spaces:
         return BpeRules()
     model: Any = backend.model
     vocab = backend.get_vocab(with_added_tokens=False)
-    # A special token may be renamed to keep it from being found in a text (`hf_json.py`).
+    # `_without_special_texts` in `hf_json.py` renames special tokens, so they are not reliable.
     special = {str(token.content) for token in added if token.special}
     has_bytes = model.byte_fallback and not any(
         name not in vocab or name in special for name in map("<0x{:02X}>".format, range(256))
     )
     covered = covered_bytes(vocab, has_bytes=has_bytes)
     tokens = [bytes_of_marked(token) for token in vocab]
-    # A token that is looked for after normalization may take in the space that was put before.
+    # An added token that is matched after normalization may include the space that was added.
     tokens += [b" " + str(token.content).encode() for token in added]
     lengths = TokenLengths(tokens, covered - _absorbed(added))
     cuts = None
@@ -146,7 +148,7 @@ def _marked(
 
 
 def _steps(part: Any, key: str) -> list[Mapping[str, object]]:
-    """The parts of a sequence, as JSON; [] for none."""
+    """Steps of a normalizer or pre-tokenizer, as JSON. [] for None."""
     if part is None:
         return []
 
@@ -159,7 +161,7 @@ def _steps(part: Any, key: str) -> list[Mapping[str, object]]:
 
 
 def _keeps_text(step: Mapping[str, object]) -> bool:
-    """No character disappears."""
+    """Whether the step removes no character."""
     kept = step.get("type") == "Split" and step.get("behavior") != "Removed"
     return kept or step.get("type") in ("ByteLevel", "Digits")
 
@@ -183,7 +185,7 @@ def _separates_words(step: Mapping[str, object]) -> bool:
 
 
 def _allow_cuts(added: Sequence[Any]) -> bool:
-    """No added token is found, or absorbs spaces, across a cut or right beside one."""
+    """Whether no added token can match, or absorb spaces, across or directly beside a cut."""
     texts = [str(token.content) for token in added]
     return not any(_TOUCHES_CUT.search(text) for text in texts)
 
@@ -192,5 +194,5 @@ _TOUCHES_CUT = re.compile(r"^[A-Za-z0-9]|[A-Za-z0-9]$|[A-Za-z0-9][ \n]|[ \n][A-Z
 
 
 def _absorbed(added: Sequence[Any]) -> frozenset[int]:
-    """Bytes of spaces, where an added token takes in those around it."""
+    """Bytes of all space characters if an added token absorbs the spaces around it."""
     return _SPACE_BYTES if any(token.lstrip or token.rstrip for token in added) else frozenset()

@@ -1,4 +1,4 @@
-"""Does a tokenizer belong to a model? Compares numbers only; knows neither."""
+"""Checks that a tokenizer fits a model, by comparing the sizes and ids of both."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from exl_core.tokenizer.base import ControlIds, Tokenizer
 
 
 def check_vocab(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
-    """Every id that the tokenizer can give must be a row of the model's embedding.
+    """Requires that every id of the tokenizer is a row of the model's embedding.
 
-    Fewer ids than rows is normal: models pad their vocabulary.
+    Fewer ids than rows is normal, because models pad their vocabulary.
     """
     if tokenizer.vocab_size > vocab_size:
         raise TokenizerError(
@@ -22,7 +22,7 @@ def check_vocab(tokenizer: Tokenizer, vocab_size: int, where: object) -> None:
 
 
 def check_control_ids(control: ControlIds, vocab_size: int, where: str) -> None:
-    """The ids with a role must be ids of the tokenizer."""
+    """Requires that the ids of the control tokens are ids of the tokenizer."""
     roles = [("BOS", control.bos_id), ("UNK", control.unk_id), ("PAD", control.pad_id)]
     roles += [("EOS", number) for number in control.eos_ids]
     for role, number in roles:

@@ -1,10 +1,11 @@
-"""Which ids have a role, from the JSON files that lie in a model directory.
+"""Ids of the control tokens, from the JSON files of a model directory.
 
-Owns the reading order: a role's token is named by `tokenizer_config.json` (then
-`special_tokens_map.json`), else numbered by `config.json`. EOS is the exception, because a model
-may end with any of several tokens and the files disagree about which: every id that
-`generation_config.json`, `config.json` (also under `text_config`) or the tokenizer's files name is
-one, in that order. Nothing is assumed that no file says.
+Owns the order of precedence. The token of a role (BOS, UNK, PAD) is named by
+`tokenizer_config.json`, then by `special_tokens_map.json`; otherwise `config.json` gives its id.
+EOS differs: a model may end with any of several tokens, and its files disagree about them.
+Therefore every id that `generation_config.json`, `config.json` (also under `text_config`) or the
+tokenizer's files name is an EOS id, in that order. There are no defaults: each id is read from a
+file.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from exl_core.errors import TokenizerError
 from exl_core.files import read_optional_json_object
 
 Json = Mapping[str, object]
-FILE_LIMIT_BYTES = 256 * 2**20  # of a tokenizer; the largest known are below 40 MiB
-_ID_DIGITS = 10  # no vocabulary needs more, and a number of thousands of digits is no number
+FILE_LIMIT_BYTES = 256 * 2**20  # per tokenizer file; the largest known are below 40 MiB
+_ID_DIGITS = 10  # enough for any vocabulary; rejects numbers of thousands of digits
 
 
 @dataclass(frozen=True, slots=True)
 class DeclaredToken:
-    """A token that a file beside the tokenizer declares; `is_special` None: it does not say."""
+    """Token declared by a file beside the tokenizer. `is_special` None: not stated."""
 
     text: str
     token_id: int
@@ -32,7 +33,7 @@ class DeclaredToken:
 
 @dataclass(frozen=True, slots=True)
 class SideFiles:
-    """The files beside a tokenizer, parsed; {} where there is none."""
+    """Parsed JSON files beside a tokenizer. {} for a file that does not exist."""
 
     folder: Path
     config: Json
@@ -42,7 +43,7 @@ class SideFiles:
     added: Json
 
     def special_text(self, key: str) -> str | None:
-        """The token that the tokenizer's own files name for a role such as 'bos_token'."""
+        """Text of the token that the tokenizer's files name for a key such as 'bos_token'."""
         for source in (self.tokenizer, self.special_map):
             value = source.get(key)
             if isinstance(value, Mapping):
@@ -52,7 +53,7 @@ class SideFiles:
         return None
 
     def declared_tokens(self) -> list[DeclaredToken]:
-        """The tokens of `added_tokens.json` and of `added_tokens_decoder`, the latter deciding."""
+        """Tokens of `added_tokens.json` and `added_tokens_decoder`. The latter has precedence."""
         found = {
             number: DeclaredToken(text, number, None)
             for text, number in self.added.items()
@@ -77,7 +78,7 @@ class SideFiles:
         return value if isinstance(value, bool) else None
 
     def config_ids(self, key: str) -> Iterator[int]:
-        """What the model's files give for a key such as 'eos_token_id': a number or a list."""
+        """Ids that the model's files give for a key such as 'eos_token_id': a number or a list."""
         text_config = self.config.get("text_config")
         inner = text_config if isinstance(text_config, Mapping) else {}
         for name, source in (
@@ -95,7 +96,7 @@ class SideFiles:
                         expected="a number or a list of numbers",
                         got=repr(value)[:200],
                     )
-                if number >= 0:  # -1 is how some files write "none"
+                if number >= 0:  # some files write -1 for "none"
                     yield number
 
 
@@ -115,14 +116,14 @@ def _is_id(key: str) -> bool:
 
 
 def role_id(files: SideFiles, role: str, id_of: Callable[[str], int | None]) -> int | None:
-    """The id of 'bos', 'unk' or 'pad'."""
+    """Id of the token with role 'bos', 'unk' or 'pad'."""
     text = files.special_text(f"{role}_token")
     number = None if text is None else id_of(text)
     return number if number is not None else next(files.config_ids(f"{role}_token_id"), None)
 
 
 def eos_ids(files: SideFiles, id_of: Callable[[str], int | None]) -> tuple[int, ...]:
-    """Every id that ends a text, each once."""
+    """All ids that end a text, without duplicates."""
     found = list(files.config_ids("eos_token_id"))
     text = files.special_text("eos_token")
     number = None if text is None else id_of(text)

@@ -1,12 +1,13 @@
-"""From the decoder of a `tokenizer.json` to the bytes of one token.
+"""Converts the decoder of a `tokenizer.json` to a function from one token to its bytes.
 
-The tokenizers library decodes whole lists of tokens; a stream needs the share of one. Every decoder
-that language models use falls apart into a rule per token and a number of spaces that are dropped
-at the start of the text; a decoder that does not is refused here, by name, instead of being
-approximated. This module knows the shape of decoders and no tokenizer.
+The tokenizers library decodes whole lists of tokens, but a stream needs the bytes of each token.
+Every decoder that language models use is equivalent to a function per token and a number of spaces
+to remove at the start of the text. Any other decoder is refused by name instead of being
+approximated. This module knows the JSON form of decoders and no tokenizer.
 
-One deliberate difference: in a text with byte tokens that are not UTF-8, the library replaces the
-whole run of bytes and this rule only the bytes that are wrong, since it cannot look ahead.
+One difference to the library is deliberate. If byte tokens do not form valid UTF-8, the library
+replaces the whole run of bytes. This module replaces only the invalid bytes, because it cannot look
+ahead.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 @dataclass(frozen=True, slots=True)
 class PieceRule:
-    """`to_bytes` of each token, `added_to_bytes` of one that was added to the vocabulary.
+    """Decodes single tokens.
 
-    At the start of a text `dropped_spaces` are left out.
+    to_bytes        for tokens of the model's vocabulary
+    added_to_bytes  for tokens that were added to it
+    dropped_spaces  number of spaces that are removed at the start of a text
     """
 
     to_bytes: Callable[[str], bytes]
@@ -36,16 +39,16 @@ class PieceRule:
 
 
 def byte_of_token(token: str) -> int | None:
-    """The byte that a token such as <0x0A> stands for."""
+    """Byte value of a token such as <0x0A>."""
     match = _BYTE_TOKEN.fullmatch(token)
     return None if match is None else int(match[1], 16)
 
 
 def byte_alphabet() -> dict[str, int]:
-    """The character that byte-level BPE writes for each byte, as GPT-2 chose them.
+    """Characters that byte-level BPE uses for bytes, as defined by GPT-2.
 
-    Printable Latin-1 stands for itself; the other bytes take the characters from U+0100 on, in
-    order, so that no token holds a space or a control character.
+    Printable Latin-1 characters stand for their own bytes. The other bytes use the characters from
+    U+0100 on, in order, so that no token contains a space or a control character.
     """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -58,7 +61,7 @@ _ALPHABET = byte_alphabet()
 
 
 def byte_level_bytes(token: str) -> bytes:
-    """A token outside the alphabet is text as it stands, which is how the library reads it too."""
+    """Bytes of a byte-level token. With other characters it is plain text, as in the library."""
     try:
         return bytes([_ALPHABET[character] for character in token])
     except KeyError:
@@ -66,9 +69,10 @@ def byte_level_bytes(token: str) -> bytes:
 
 
 def added_byte_level_bytes(token: str) -> bytes:
-    """An added token is text; the library would read '<café>' as bytes, and garble it.
+    """Bytes of an added token, which is plain text.
 
-    Except a single character of the alphabet: it shares its id with the token of a byte.
+    The library would decode '<café>' as byte-level characters and corrupt it. The exception is a
+    single character of the alphabet: it shares its id with the token of a byte.
     """
     return byte_level_bytes(token) if len(token) == 1 else token.encode()
 
@@ -77,8 +81,8 @@ BYTE_LEVEL = PieceRule(byte_level_bytes, added_byte_level_bytes)
 
 
 def piece_rule(decoder: Mapping[str, object] | None, where: str) -> PieceRule:
-    """The rule of a decoder, given as the JSON that describes it."""
-    if decoder is None:  # the library joins such tokens with spaces
+    """The rule that is equivalent to a decoder, given as JSON."""
+    if decoder is None:  # the library then joins tokens with spaces
         return PieceRule(_spaced, _spaced, dropped_spaces=1)
     steps = _flatten(decoder, where)
     check_growth(steps, where)

@@ -1,8 +1,7 @@
-"""From a path to a tokenizer: which file is read, and what the files beside it add.
+"""Loads the tokenizer of a model directory or GGUF file, with the settings of the files beside it.
 
-A directory's `tokenizer.json` comes before its `tokenizer.model`: where both exist, the first is
-the one that carries the tokens added since. A `.gguf` file brings its own. Nothing here guesses
-from a model's name.
+`tokenizer.json` has precedence over `tokenizer.model`, because only the former contains tokens that
+were added later. A `.gguf` file contains its own tokenizer. The model's name is never used.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ TOKENIZER_MODEL = "tokenizer.model"
 
 
 def load_tokenizer(path: Path, gguf_fields: Mapping[str, object] | None = None) -> Tokenizer:
-    """The tokenizer of a model directory or of a `.gguf` file.
+    """Loads the tokenizer of a model directory or of a `.gguf` file.
 
-    A caller that has read the metadata of the file already passes it as `gguf_fields`.
+    `gguf_fields`: the file's metadata, if the caller has already read it.
     """
     if path.is_dir():
         return _load_directory(path)
@@ -98,7 +97,7 @@ def _load_model(path: Path, files: SideFiles) -> Tokenizer:
                 special[token.text] = token.token_id
         elif token.is_special is False:
             added[token.text] = token.token_id
-        else:  # `added_tokens.json` does not say, and such files list chat markers
+        else:  # `added_tokens.json` does not state it, and usually lists chat markers
             special[token.text] = token.token_id
     known = {**added, **special}
 
@@ -117,7 +116,7 @@ def _load_model(path: Path, files: SideFiles) -> Tokenizer:
         eos_ids=ends,
         unk_id=processor.unk_id(),
         pad_id=processor.pad_id() if pad_id is None and processor.pad_id() >= 0 else pad_id,
-        # What the Llama and Gemma tokenizers do when their configuration does not say.
+        # Default of the Llama and Gemma tokenizers, if the configuration has no such key.
         adds_bos=bos_id is not None and files.flag("add_bos_token") is not False,
         adds_eos=files.flag("add_eos_token") is True,
     )

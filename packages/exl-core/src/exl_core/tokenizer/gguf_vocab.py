@@ -1,8 +1,8 @@
-"""The tokenizer inside a GGUF file, from its metadata.
+"""Builds the tokenizer of a GGUF file from its metadata.
 
-Owns the meaning of the `tokenizer.ggml.*` keys. Two kinds: "gpt2" is byte-level BPE with merges and
-runs on the tokenizers library, "llama" is SentencePiece with scores and runs on sentencepiece.
-How the metadata was read is not known here (`gguf_fields.py`).
+Owns the meaning of the `tokenizer.ggml.*` keys. There are two kinds. "gpt2" is byte-level BPE with
+merges and uses the tokenizers library. "llama" is SentencePiece with scores and uses the
+sentencepiece library. Reading the metadata belongs to `gguf_fields.py`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from exl_core.tokenizer.pre_tokenizers import find_pre_tokenizer, install
 from exl_core.tokenizer.spm import SentencePieceTokenizer, open_processor
 from exl_core.tokenizer.spm_proto import PieceType, bpe_model
 
-# Tokens that end a turn in the chat formats of the common families. A file names at most three of
-# a model's ending tokens, and often only the one that ends a document.
+# Tokens that end a turn in the chat formats of common families. A file names at most three of a
+# model's end tokens, and often only the one that ends a document.
 END_OF_TURN = (
     "<|im_end|>",
     "<|eot_id|>",
@@ -36,7 +36,7 @@ T = TypeVar("T", str, int, bool)
 
 
 def tokenizer_from_gguf_fields(fields: Mapping[str, object], where: str) -> Tokenizer:
-    """The tokenizer that the metadata describes; `where` is for messages."""
+    """Builds the tokenizer that the metadata describes. `where` is the path for messages."""
     vocab = _Vocab(fields, where)
     model = vocab.get("model", str)
     builders: dict[str | None, Callable[[_Vocab], Tokenizer]] = {
@@ -58,7 +58,7 @@ def tokenizer_from_gguf_fields(fields: Mapping[str, object], where: str) -> Toke
 
 
 class _Vocab:
-    """The metadata with its types checked."""
+    """Metadata with checked types."""
 
     def __init__(self, fields: Mapping[str, object], where: str) -> None:
         self.fields = fields
@@ -78,7 +78,7 @@ class _Vocab:
         return cast("list[str]", self.listed(key, str))
 
     def numbers(self, key: str, kind: type[int] | type[float]) -> list[float]:
-        """One number for each token."""
+        """List with one number per token."""
         values = self.listed(key, kind)
         count = len(self.tokens)
         if len(values) != count:
@@ -103,16 +103,16 @@ class _Vocab:
         )
 
     def special(self) -> dict[str, int]:
-        """The control tokens, and the one for unknown text."""
+        """Control tokens and the unknown token, by text."""
         numbers = self.of_type(PieceType.CONTROL) + self.of_type(PieceType.UNKNOWN)
         return {self.tokens[number]: number for number in numbers}
 
     def of_type(self, kind: PieceType) -> list[int]:
-        wanted = int(kind)  # a vocabulary is long, and comparing enumerations is slow
+        wanted = int(kind)  # comparing enumeration members 262144 times is slow
         return [number for number, found in enumerate(self.types) if found == wanted]
 
     def control_ids(self, special: Mapping[str, int], *, adds_bos: bool) -> ControlIds:
-        """`adds_bos`: what holds when the file does not say."""
+        """`adds_bos`: default if the file does not contain 'add_bos_token'."""
         bos_id = self.get("bos_token_id", int)
         named = [self.get(f"{role}_token_id", int) for role in ("eos", "eot", "eom")]
         ends = [number for number in named if number is not None]
@@ -165,13 +165,13 @@ def _sentencepiece(vocab: _Vocab) -> Tokenizer:
     unk_id = next(iter(marked), None) if control.unk_id is None else control.unk_id
     if unk_id is None or not 0 <= unk_id < len(vocab.tokens):
         raise vocab.error("the vocabulary has no token for unknown text", None, unk_id)
-    # The library wants exactly one unknown piece; converters write it as a control token too.
+    # The library requires exactly one unknown piece. Some converters mark it as a control token.
     types = list(vocab.types)
     for number in marked:
         types[number] = PieceType.CONTROL
     types[unk_id] = PieceType.UNKNOWN
     texts = list(vocab.tokens)
-    for number in vocab.of_type(PieceType.USER_DEFINED):  # GGUF has them as text, not as pieces
+    for number in vocab.of_type(PieceType.USER_DEFINED):  # GGUF stores these with plain spaces
         texts[number] = texts[number].replace(" ", META_SPACE)
     bytes_present = {byte_of_token(texts[number]) for number in vocab.of_type(PieceType.BYTE)}
     model = bpe_model(
@@ -188,7 +188,7 @@ def _sentencepiece(vocab: _Vocab) -> Tokenizer:
 
 
 def _charsmap(vocab: _Vocab) -> bytes:
-    """The model's table of Unicode replacements, where it has one: bytes, signed or not."""
+    """The model's table of Unicode replacements, or b"". The file has signed or unsigned bytes."""
     if vocab.fields.get(_PREFIX + "precompiled_charsmap") is None:
         return b""
     values = vocab.listed("precompiled_charsmap", int)

@@ -1,8 +1,8 @@
-"""Tokenizers that run on the `tokenizers` library: those of a `tokenizer.json`, and GGUF's BPE.
+"""Tokenizers based on the `tokenizers` library: from a `tokenizer.json`, or BPE from a GGUF file.
 
 Owns the switch that decides whether the text of a special token becomes that token, and the bytes
-of a token. Ids with a role come from outside (`control_ids.py`, `gguf_vocab.py`); the library's
-post-processor is never used, BOS is added by `Tokenizer.encode`.
+of each token. Ids of control tokens are passed in (`control_ids.py`, `gguf_vocab.py`). The
+library's post-processor is never used, because `Tokenizer.encode` adds BOS.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from exl_core.tokenizer.long_text import TokenLengths, is_long
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
-_SHORT_CHARS = 4 * 1024  # about a millisecond; `encode_batch_fast` costs a change of threads
+_SHORT_CHARS = 4 * 1024  # takes about 1 ms; `encode_batch_fast` costs a thread switch
 
 
 class LibraryTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library."""
+    """Tokenizer based on the `tokenizers` library."""
 
     def __init__(self, backend: Backend, rule: PieceRule, control: ControlIds, where: str) -> None:
         added = backend.get_added_tokens_decoder()
@@ -39,7 +39,7 @@ class LibraryTokenizer(Tokenizer):
         super().__init__(control, special, where)
         self.kind = type(backend.model).__name__.lower()
         self._backend = backend
-        self._blind_backend: Backend | None = None
+        self._text_only_backend: Backend | None = None
         self._lock = threading.Lock()
         self._rule = rule
         self._added = {number: str(token.content) for number, token in added.items()}
@@ -56,7 +56,7 @@ class LibraryTokenizer(Tokenizer):
         return self._rule.dropped_spaces
 
     def as_json(self) -> str:
-        """What `tokenizer.json` would hold."""
+        """Content of an equivalent `tokenizer.json`."""
         return str(self._backend.to_str())
 
     @property
@@ -76,43 +76,45 @@ class LibraryTokenizer(Tokenizer):
         ids = self._encode_with(self._backend, text, max_tokens, allow_special=allow_special)
         if allow_special or self._forbidden.isdisjoint(ids):
             return ids
-        # The model itself, not the list of added tokens, found a special token in the text: a
-        # unigram or a word vocabulary holds them beside ordinary pieces.
-        return self._encode_with(self._blind(), text, max_tokens, allow_special=False)
+        # The model, not the list of added tokens, found a special token in the text. Unigram and
+        # word vocabularies contain special tokens beside ordinary pieces.
+        return self._encode_with(self._text_only(), text, max_tokens, allow_special=False)
 
     def _encode_with(
         self, backend: Backend, text: str, max_tokens: int | None, *, allow_special: bool
     ) -> list[int]:
         if not is_long(text) or self._rules.cuts is None:
-            return self._encode_piece(backend, text, max_tokens, allow_special=allow_special)
+            return self._encode_part(backend, text, max_tokens, allow_special=allow_special)
         ids: list[int] = []
-        for piece in self._rules.cuts.pieces(text):
-            ids += self._encode_piece(backend, piece, max_tokens, allow_special=allow_special)
+        for part in self._rules.cuts.parts(text):
+            ids += self._encode_part(backend, part, max_tokens, allow_special=allow_special)
             if max_tokens is not None and len(ids) > max_tokens:
                 break
         return ids
 
-    def _encode_piece(
+    def _encode_part(
         self, backend: Backend, text: str, max_tokens: int | None, *, allow_special: bool
     ) -> list[int]:
-        # The switch is a state of the backend, not an argument of its methods.
+        # The switch is state of the backend and not an argument of its methods: hence the lock.
         with self._lock, library_errors("the tokenizer cannot write this text", self.where):
             backend.encode_special_tokens = not allow_special
             if len(text) <= _SHORT_CHARS:
                 found = backend.encode(text, add_special_tokens=False)
-            else:  # other threads run meanwhile; `encode` would hold the interpreter
+            else:  # releases the GIL while it runs, unlike `encode`
                 (found,) = backend.encode_batch_fast([text], add_special_tokens=False)
         if max_tokens is not None and len(found) > max_tokens:
-            raise ContextLengthError(len(found), max_tokens)  # a list of them would take long
+            raise ContextLengthError(len(found), max_tokens)  # before making a list of the ids
         ids: list[int] = found.ids
         return ids
 
-    def _blind(self) -> Backend:
+    def _text_only(self) -> Backend:
         with self._lock:
-            if self._blind_backend is None:
+            if self._text_only_backend is None:
                 with library_errors("the tokenizer cannot hide its special tokens", self.where):
-                    self._blind_backend = _without_special_texts(self._backend, self.special_tokens)
-            return self._blind_backend
+                    self._text_only_backend = _without_special_texts(
+                        self._backend, self.special_tokens
+                    )
+            return self._text_only_backend
 
     def _piece(self, token_id: int) -> bytes | None:
         piece = self._pieces.get(token_id)
@@ -132,7 +134,7 @@ class LibraryTokenizer(Tokenizer):
 
 
 def open_backend(path: Path) -> Backend:
-    """The library's tokenizer of a `tokenizer.json`."""
+    """Loads a `tokenizer.json` as the library's tokenizer."""
     from tokenizers import Tokenizer as Backend
 
     try:
@@ -142,7 +144,7 @@ def open_backend(path: Path) -> Backend:
     check_growth_of_json(text, path)
     with library_errors("not a tokenizer.json that the tokenizers library can read", path):
         backend = Backend.from_str(text)
-        backend.no_truncation()  # a file may ask for either, and both change the ids
+        backend.no_truncation()  # a file may enable truncation or padding, which change the ids
         backend.no_padding()
     return backend
 
@@ -158,7 +160,7 @@ def _state_of(part: Any) -> dict[str, object]:
 
 
 def probe_added_around(backend: Backend, where: Path) -> tuple[list[int], list[int]]:
-    """The ids that the post-processor puts before and after a text."""
+    """Ids that the post-processor adds before and after a text."""
     with library_errors("the tokenizer cannot write a plain text", where):
         text = next((t for t in "a0 あ" if backend.encode(t, add_special_tokens=False).ids), "")
         plain = backend.encode(text, add_special_tokens=False).ids
@@ -170,7 +172,7 @@ def probe_added_around(backend: Backend, where: Path) -> tuple[list[int], list[i
 
 
 def model_unk_id(backend: Backend) -> int | None:
-    """The id of text that the model cannot write, where its kind of model has one."""
+    """Id of the unknown token, or None if this kind of model has none."""
     model = backend.model
     text = getattr(model, "unk_token", None)
     if text is not None:
@@ -180,7 +182,7 @@ def model_unk_id(backend: Backend) -> int | None:
 
 
 def add_declared_tokens(backend: Backend, declared: Sequence[DeclaredToken], where: Path) -> None:
-    """Take over tokens, or their special mark, from the files beside `tokenizer.json`."""
+    """Adds tokens, or their `special` flag, from the files beside `tokenizer.json`."""
     from tokenizers import AddedToken
 
     added = backend.get_added_tokens_decoder()
@@ -189,7 +191,7 @@ def add_declared_tokens(backend: Backend, declared: Sequence[DeclaredToken], whe
         known = added.get(token.token_id)
         was_special = None if known is None else bool(known.special)
         is_special = token.is_special
-        if is_special is None:  # the file does not say: believe the tokenizer, else take it as one
+        if is_special is None:  # not stated: as in the tokenizer, or special if it is not there
             is_special = bool(was_special) if present is not None else True
         if present is None or was_special not in (None, is_special):
             with library_errors(f"token {token.text!r} cannot be added", where):
@@ -207,9 +209,9 @@ def add_declared_tokens(backend: Backend, declared: Sequence[DeclaredToken], whe
 
 
 def _without_special_texts(backend: Backend, special: Mapping[str, int]) -> Backend:
-    """A copy in which no text can become a special token.
+    """Copies the backend so that no text can become a special token.
 
-    The tokens keep their ids under names that nobody can type; merges that would build one go.
+    Special tokens keep their ids under random names. Merges that would produce one are removed.
     """
     from tokenizers import Tokenizer as Backend
 
@@ -231,5 +233,5 @@ def _without_special_texts(backend: Backend, special: Mapping[str, int]) -> Back
             for pair in model["merges"]
             if not {pair[0], pair[1], pair[0] + pair[1]} & names.keys()
         ]
-    data["post_processor"] = None  # it may name special tokens, and it is never used
+    data["post_processor"] = None  # unused, and it may name special tokens
     return Backend.from_str(json.dumps(data))

@@ -1,10 +1,10 @@
-"""The tokenizers library on files from strangers: its failures as errors, and its appetite bounded.
+"""Safe use of the tokenizers library on untrusted files: typed errors and bounded memory.
 
-The library raises bare `Exception`s, and where its Rust code panics, a `PanicException` that is not
-even one of those (Rust also writes a line of its own on stderr, which cannot be kept back from
-here). Every call goes through `library_errors`. A `Replace` step can make a text longer, and a
-chain of them multiplies, so a chain that could grow a text more than `MAX_GROWTH` times is refused
-before the library sees it. Knows nothing of ids.
+The library raises bare `Exception`s. If its Rust code panics, it raises a `PanicException`, which
+is not an `Exception`, and Rust writes a line to stderr that cannot be suppressed from Python. Every
+call goes through `library_errors`. A `Replace` step can make a text longer, and the factors of a
+chain multiply. A chain that could make a text more than `MAX_GROWTH` times as long is therefore
+refused before the library reads it. This module knows nothing of ids.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from contextlib import contextmanager
 
 from exl_core.errors import ExlError, TokenizerError
 
-# A normalizer that writes a word for a character, twice over, stays below it.
+# Two steps in a row that each replace a character by a word stay below this factor.
 MAX_GROWTH = 256
 _PANIC = "PanicException"
-# A pattern with any of these may match nothing at all, and so put its text between characters.
+# A pattern with any of these may match the empty string, and so insert text between characters.
 _MAY_MATCH_NOTHING = re.compile(r"[*?|^$]|\{[0,]|\\[bBAzZGK]")
-# The key in every spelling that JSON allows for it.
+# The key "normalizer" in every spelling that JSON allows.
 _NORMALIZER_KEY = re.compile(
     '"' + "".join(rf"(?:{c}|\\u00{ord(c):02x})" for c in "normalizer") + r'"\s*:\s*',
     re.IGNORECASE,
@@ -30,7 +30,7 @@ _NORMALIZER_KEY = re.compile(
 
 @contextmanager
 def library_errors(what: str, where: object) -> Iterator[None]:
-    """Turns whatever the library throws into a `TokenizerError`; interruptions pass."""
+    """Converts any exception of the library to a `TokenizerError`. Interrupts pass through."""
     try:
         yield
     except (ExlError, MemoryError):
@@ -47,10 +47,10 @@ def library_errors(what: str, where: object) -> Iterator[None]:
 
 
 def check_growth_of_json(text: str, where: object) -> None:
-    """`check_growth` of the normalizers in a `tokenizer.json`.
+    """Applies `check_growth` to the normalizers of a `tokenizer.json`.
 
-    The library already normalizes its added tokens while it opens the file, so this comes first.
-    Only the normalizers are parsed: the vocabulary beside them has a quarter of a million entries.
+    This must precede loading, because the library normalizes added tokens while it opens the file.
+    Only the normalizers are parsed. Parsing the vocabulary of up to 262144 entries would be slow.
     """
     decoder = json.JSONDecoder()
     for match in _NORMALIZER_KEY.finditer(text):
@@ -65,7 +65,7 @@ def check_growth_of_json(text: str, where: object) -> None:
 
 
 def check_growth(steps: Sequence[object], where: object) -> None:
-    """Refuses a chain of steps, as JSON, whose `Replace`s could make a text far too long."""
+    """Refuses a chain of steps, as JSON, whose `Replace` steps could make a text far too long."""
     growth = 1.0
     for step in steps:
         growth *= _growth(step)
@@ -80,7 +80,7 @@ def check_growth(steps: Sequence[object], where: object) -> None:
 
 
 def _growth(step: object) -> float:
-    """How many times as long a text can get, at most."""
+    """Upper bound on the factor by which a step makes a text longer."""
     match step:
         case {"type": "Sequence", "normalizers": [*inner]} | {
             "type": "Sequence",

@@ -1,8 +1,8 @@
-"""Tables over all tokens of a tokenizer: their texts, and which texts they begin.
+"""Tables over all tokens of a tokenizer: texts by id, ids by text, ids by prefix.
 
-A piece is the text that a token adds inside a sequence: its leading space is kept, and bytes that
-are no whole character read as U+FFFD. Several ids may have one piece; the highest stands for all of
-them, so that a table has one id for each text. Everything is built at first use.
+A piece is the text that a token adds inside a sequence. Its leading space is kept, and incomplete
+characters read as U+FFFD. Several ids may have the same piece. The highest of them represents the
+piece, so that tables by text have one id per text. Every table is built at first use.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from functools import cached_property
 from exl_core.tokenizer.base import Tokenizer
 
 UNDEFINED = "\ufffd\ufffd_undefined_token_\ufffd\ufffd"
-"""The piece of an id that has no token."""
+"""Piece of an id that has no token."""
 
 
 @dataclass(slots=True)
 class CharTrie:
-    """Pieces by their characters: `leaf` has the ids whose piece ends at this node, ascending."""
+    """Trie of pieces by character. `leaf`: ids whose piece ends at this node, ascending."""
 
     children: dict[str, CharTrie] = field(default_factory=dict)
     leaf: list[int] = field(default_factory=list)
@@ -35,7 +35,7 @@ class CharTrie:
         node.leaf.append(token_id)
 
     def find(self, text: str) -> CharTrie | None:
-        """The node that `text` leads to."""
+        """Node at the end of `text`, or None."""
         node: CharTrie | None = self
         for char in text:
             node = None if node is None else node.children.get(char)
@@ -43,24 +43,24 @@ class CharTrie:
 
 
 class Pieces:
-    """The tables of one tokenizer."""
+    """Tables of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
 
     @cached_property
     def texts(self) -> tuple[str, ...]:
-        """By id; a special token has the empty text."""
+        """Pieces by id. The piece of a special token is empty."""
         return self._texts(skip_special=True)
 
     @cached_property
     def texts_with_special(self) -> tuple[str, ...]:
-        """By id; a special token has its own text."""
+        """Pieces by id. The piece of a special token is its own text."""
         return self._texts(skip_special=False)
 
     @cached_property
     def byte_values(self) -> tuple[int, ...]:
-        """By id: the value of a token that is a single byte, else -1."""
+        """Byte value by id, for tokens of a single byte; -1 for others."""
         return tuple(
             raw[0] if len(raw) == 1 else -1
             for raw in map(self._tokenizer.token_bytes, range(self._tokenizer.vocab_size))
@@ -68,25 +68,26 @@ class Pieces:
 
     @cached_property
     def id_of_text(self) -> dict[str, int]:
-        """The id that stands for each piece; without special tokens, gaps and empty pieces."""
+        """Id that represents each piece, without special tokens, gaps and empty pieces."""
         return {text: i for i, text in enumerate(self.texts) if text and text != UNDEFINED}
 
     def single_id(self, text: str) -> int | None:
-        """The token that is exactly `text`, special tokens first."""
+        """Id of the token whose text is exactly `text`. Special tokens have precedence."""
         special = self._tokenizer.special_tokens.get(text)
         return self.id_of_text.get(text) if special is None else special
 
     def starting_with(self, prefix: str) -> list[int]:
-        """Ascending, the ids whose piece starts with `prefix`: one for each piece."""
+        """Ids whose piece starts with `prefix`, ascending, one per piece."""
         texts = self._sorted_texts
         first = bisect_left(texts, prefix)
         end = bisect_right(texts, prefix, lo=first, key=lambda text: text[: len(prefix)])
         return sorted(self.id_of_text[text] for text in texts[first:end])
 
     def replacements(self, token_id: int) -> list[int]:
-        """What may stand in for a last prompt token that perhaps was cut short, itself included.
+        """Ids that may replace the last prompt token in healing, ascending, including itself.
 
-        Ascending. A token without text, or that does not stand for its piece, can only be itself.
+        The candidates are the tokens whose piece starts with this token's piece. A token without
+        text, or one that does not represent its piece, has no other candidate.
         """
         text = self.texts[token_id]
         if self.id_of_text.get(text) != token_id:
@@ -99,7 +100,7 @@ class Pieces:
 
     @cached_property
     def lower_trie(self) -> CharTrie:
-        """Of the pieces in lower case."""
+        """Trie of the pieces in lower case."""
         return _trie_of(map(str.lower, self.texts))
 
     @cached_property

@@ -1,8 +1,8 @@
-"""How a text is cut into words before byte-level BPE, by the name that a GGUF file gives it.
+"""Pre-tokenizers: how a text is split into words before byte-level BPE, by the name in GGUF files.
 
-Data: names of `tokenizer.ggml.pre`, and for each the steps of the model's own `tokenizer.json`.
-The name is all that a GGUF file keeps of them, so an unknown one is an error: the wrong cut gives
-tokens that the model has hardly seen, and text that is a little worse without saying so.
+Maps the names of `tokenizer.ggml.pre` to the steps of the model's own `tokenizer.json`. A GGUF file
+stores only the name, so an unknown name is an error. A wrong split would give token sequences that
+are rare in training, and silently worse replies.
 """
 
 from __future__ import annotations
@@ -40,10 +40,14 @@ _DEEPSEEK3 = (
 
 @dataclass(frozen=True, slots=True)
 class PreTokenizer:
-    """`patterns` cut in turn, each match a word; then GPT-2's own pattern cuts, where it is used.
+    """Steps of a pre-tokenizer, in order.
 
-    `whole_words`: a word that is in the vocabulary is one token, whatever the merges say.
-    `adds_bos`: what the model's tokenizer does when the file does not say.
+    patterns       regular expressions, applied one after the other; each match becomes a word
+    single_digits  then every digit becomes a word
+    gpt2_words     then GPT-2's own pattern splits
+    whole_words    a word that is in the vocabulary is one token, regardless of the merges
+    is_nfc         the text is normalized to NFC first
+    adds_bos       default if the file does not state whether BOS is added
     """
 
     patterns: tuple[str, ...] = ()
@@ -101,7 +105,7 @@ def find_pre_tokenizer(name: str, where: str) -> PreTokenizer:
 
 
 def install(pre: PreTokenizer, backend: Backend) -> None:
-    """Set the normalizer and the pre-tokenizer of a byte-level BPE backend."""
+    """Sets the normalizer and the pre-tokenizer of a byte-level BPE backend."""
     from tokenizers import Regex, normalizers, pre_tokenizers
 
     steps: list[pre_tokenizers.PreTokenizer] = [

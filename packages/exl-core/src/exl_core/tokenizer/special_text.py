@@ -1,7 +1,8 @@
-"""Where the texts of given tokens occur in a text: leftmost first, the longest at each place.
+"""Finds the texts of given tokens in a text: leftmost first, the longest at each position.
 
-Plain string work. A vocabulary can declare thousands of such tokens, nearly all of one first
-character, so this is a lookup by length at each candidate and not one large pattern.
+A vocabulary can declare thousands of such tokens, and nearly all begin with the same character.
+Therefore each candidate position is checked by one lookup per token length, instead of by one large
+regular expression.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterator, Mapping
 
 
 class SpecialText:
-    """Cuts a text at the tokens of a table of texts and ids."""
+    """Splits a text at tokens, given as a table from text to id."""
 
     def __init__(self, tokens: Mapping[str, int]) -> None:
         self._tokens = {text: number for text, number in tokens.items() if text}
@@ -20,7 +21,7 @@ class SpecialText:
         self._candidate = re.compile(f"[{re.escape(firsts)}]") if firsts else None
 
     def split(self, text: str) -> Iterator[str | int]:
-        """Runs of text that are not empty, and ids, in their order."""
+        """Yields ids of tokens and the non-empty texts between them, in order."""
         start = position = 0
         while self._candidate is not None:
             candidate = self._candidate.search(text, position)

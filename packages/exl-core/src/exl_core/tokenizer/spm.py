@@ -1,11 +1,11 @@
-"""Tokenizers that run on the sentencepiece library: a `tokenizer.model`, and GGUF's "llama" kind.
+"""Tokenizers based on the sentencepiece library: `tokenizer.model`, or "llama" kind of a GGUF file.
 
-The library knows nothing of special tokens in text: it never turns text into a control piece. So
-they are cut out here when they are allowed, and tokens that were added to the model later (whose
-ids lie above the library's) are always cut out, as the models were trained with.
+The library never converts text to a control piece. This module therefore splits a text at its
+special tokens, if they are allowed. It always splits at tokens that were added to the model later,
+whose ids are above those of the library, because models were trained in this way.
 
-Round trips: the library writes a space as U+2581, so a text that holds U+2581 itself comes back
-with a space; a model that folds spaces or normalizes Unicode gives back the folded text.
+Round trips: the library encodes a space as U+2581, so U+2581 in a text decodes to a space. A model
+that collapses spaces or normalizes Unicode decodes to the changed text.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _NEXT_STEP = "The file looks truncated or damaged; download it again"
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """A sentencepiece model with the tokens that were added around it."""
+    """Sentencepiece model with its special and added tokens."""
 
     kind = "sentencepiece"
 
@@ -50,10 +50,12 @@ class SentencePieceTokenizer(Tokenizer):
         added: Mapping[str, int],
         prefixes_every_run: bool = True,
     ) -> None:
-        """`special`: control tokens. `added`: tokens beyond the model that are ordinary text.
+        """Wraps a processor.
 
-        `prefixes_every_run`: whether the space that the model puts before a text is put before the
-        text after each special token too, or before the first only.
+        special             control tokens
+        added               tokens beyond the model that are ordinary text
+        prefixes_every_run  the space that the model adds before a text is also added after each
+                            special token, and not only at the start
         """
         super().__init__(control, special, where)
         self._processor = processor
@@ -84,7 +86,7 @@ class SentencePieceTokenizer(Tokenizer):
         return 1 if self._adds_space else 0
 
     def as_model(self) -> bytes:
-        """What `tokenizer.model` would hold: the library's model, without what was added."""
+        """Content of `tokenizer.model`: the library's model, without added tokens."""
         return bytes(self._processor.serialized_model_proto())
 
     @cached_property
@@ -93,7 +95,7 @@ class SentencePieceTokenizer(Tokenizer):
         if rules.has_charsmap or not rules.escapes_spaces:
             return None
         pieces = self._all_pieces
-        num_bytes = sum(self._processor.is_byte(list(range(len(pieces)))))
+        num_bytes = sum(self._processor.is_byte(list(range(self._piece_count))))
         covered = covered_bytes(set(pieces), has_bytes=num_bytes == 256)
         if rules.removes_extra_spaces:
             covered.discard(ord(" "))
@@ -102,7 +104,7 @@ class SentencePieceTokenizer(Tokenizer):
 
     @cached_property
     def _cuts(self) -> Mapping[bool, Cuts | None]:
-        """By whether the processor puts a space before a text."""
+        """Cuts by whether the processor adds a space before a text."""
         rules = self._text_rules
         is_known = rules.is_bpe and rules.escapes_spaces
         if not is_known or rules.has_charsmap or rules.removes_extra_spaces:
@@ -118,8 +120,10 @@ class SentencePieceTokenizer(Tokenizer):
 
     @property
     def _all_pieces(self) -> list[str]:
-        pieces: list[str] = self._processor.id_to_piece(list(range(self._piece_count)))
-        return pieces
+        """Pieces of the model, without unused single characters, which are unknown to it."""
+        ids = list(range(self._piece_count))
+        pieces = zip(self._processor.id_to_piece(ids), self._processor.is_unused(ids), strict=True)
+        return [piece for piece, is_unused in pieces if len(piece) > 1 or not is_unused]
 
     def _encode(self, text: str, *, allow_special: bool) -> list[int]:
         return self._encode_within(text, None, allow_special=allow_special)
@@ -129,24 +133,24 @@ class SentencePieceTokenizer(Tokenizer):
     ) -> list[int]:
         splitter = self._special_split if allow_special else self._plain_split
         ids: list[int] = []
-        processor = self._processor  # the text after a special token may go without a space
+        processor = self._processor  # `_continuation` after a special token: may add no space
         for part in [text] if splitter is None else splitter.split(text):
             if isinstance(part, int):
                 ids.append(part)
             else:
-                for piece in self._pieces_of(part, processor):
-                    ids += processor.encode(piece)
+                for short in self._parts_of(part, processor):
+                    ids += processor.encode(short)
                     if max_tokens is not None and len(ids) > max_tokens:
                         return ids
             processor = self._continuation
         return ids
 
-    def _pieces_of(self, text: str, processor: Any) -> Iterable[str]:
+    def _parts_of(self, text: str, processor: Any) -> Iterable[str]:
         if not is_long(text):
             return [text]
         adds_space = self._adds_space and processor is self._processor
         cuts = self._cuts[adds_space]
-        return [text] if cuts is None else cuts.pieces(text)
+        return [text] if cuts is None else cuts.parts(text)
 
     def _piece(self, token_id: int) -> bytes | None:
         piece = self._pieces.get(token_id)
@@ -165,7 +169,7 @@ class SentencePieceTokenizer(Tokenizer):
 
 
 def open_processor(model: bytes, where: object) -> Any:
-    """The library's processor of a serialized model."""
+    """Loads a serialized model as the library's processor."""
     from sentencepiece import SentencePieceProcessor
 
     processor = SentencePieceProcessor()
@@ -188,7 +192,7 @@ def read_model(path: Path) -> bytes:
 
 
 def special_pieces(processor: Any) -> dict[str, int]:
-    """The control pieces and the unknown piece of a model."""
+    """Ids of a model's control pieces and unknown piece, by text."""
     ids = list(range(processor.get_piece_size()))
     flags = zip(ids, processor.is_control(ids), processor.is_unknown(ids), strict=True)
     return {

@@ -1,11 +1,12 @@
-"""The bytes of a SentencePiece model, written from the vocabulary of a GGUF file.
+"""Serialized SentencePiece models: written from the vocabulary of a GGUF file, and their settings.
 
-Owns the few fields of sentencepiece's `ModelProto` that make a processor; written by hand, because
-the protobuf package would be a dependency for forty lines. Knows nothing of GGUF.
+Owns the few fields of sentencepiece's `ModelProto` that make a processor. The protobuf package
+would be a dependency for a hundred lines. This module knows nothing of GGUF.
 
-Wire format: a field is a varint (number << 3 | kind) and its value, where kind 0 is a varint, 2 a
-length and bytes, 5 four bytes. A field of a message that appears twice is merged, the later value
-winning, which is how `without_dummy_prefix` changes a model without reading it.
+Wire format: a field is a varint (number << 3 | kind) and its value. Kind 0 is a varint, 1 eight
+bytes, 2 a length and bytes, 5 four bytes. If a field of a message appears twice, the two are merged
+and the later value has precedence. `without_dummy_prefix` uses this to change a model without
+parsing it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from enum import IntEnum
 
 
 class PieceType(IntEnum):
-    """The numbers are sentencepiece's, and GGUF's `token_type` uses the same."""
+    """Types of pieces, numbered as in sentencepiece and in GGUF's `token_type`."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -32,7 +33,7 @@ _PIECES = b"\x0a"  # field 1, bytes
 _TRAINER = b"\x12"  # field 2, bytes
 _NORMALIZER = b"\x1a"  # field 3, bytes
 _TAIL_BYTES = 7  # a tag and four bytes of score, a tag and one byte of type
-_COMMON_LENGTH = 64  # pieces below it share their head; nearly all are
+_COMMON_LENGTH = 64  # heads of shorter pieces (nearly all) are made once per length
 # TrainerSpec
 _MODEL_TYPE_BPE = b"\x18\x02"  # field 3 = BPE
 _BYTE_FALLBACK = b"\x98\x02"  # field 35, varint
@@ -51,9 +52,9 @@ def bpe_model(
     remove_extra_spaces: bool,
     charsmap: bytes = b"",
 ) -> bytes:
-    """A serialized model of type BPE: the pieces in the order of their ids."""
+    """Serializes a model of type BPE. `pieces` are in the order of their ids."""
     heads = [_piece_head(length) for length in range(_COMMON_LENGTH)]
-    tail = struct.Struct("<cfcB").pack  # score, a field 2 of four bytes; type, a field 3
+    tail = struct.Struct("<cfcB").pack  # field 2: score, four bytes; field 3: type
     parts: list[bytes] = []
     for text, score, kind in pieces:
         raw = text.encode()
@@ -71,14 +72,14 @@ def bpe_model(
 
 
 def without_dummy_prefix(model: bytes) -> bytes:
-    """The same model, except that it puts no space before a text."""
+    """The same model, except that it adds no space before a text."""
     change = _ADD_DUMMY_PREFIX + _flag(False)
     return model + _NORMALIZER + _varint(len(change)) + change
 
 
 @dataclass(frozen=True, slots=True)
 class TextRules:
-    """How a model reads a text before it looks for pieces."""
+    """Settings of a model that apply to a text before pieces are matched."""
 
     is_bpe: bool
     has_charsmap: bool
@@ -88,7 +89,7 @@ class TextRules:
 
 
 def text_rules(model: bytes) -> TextRules:
-    """The few settings of a serialized model, with the defaults of sentencepiece's own schema."""
+    """Reads the settings from a serialized model, with the defaults of sentencepiece's schema."""
     trainer: dict[int, object] = {}
     normalizer: dict[int, object] = {}
     for field, value in _fields(model):
@@ -106,7 +107,7 @@ def text_rules(model: bytes) -> TextRules:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, object]]:
-    """Numbers and values of a message's fields: integers, and bytes for all other kinds."""
+    """Yields number and value of each field: an int for varints, bytes for all other kinds."""
     position = 0
     while position < len(message):
         tag, position = _read_varint(message, position)
@@ -134,7 +135,7 @@ def _read_varint(message: bytes, position: int) -> tuple[int, int]:
 
 
 def _piece_head(size: int) -> bytes:
-    """What comes before a piece's text of `size` bytes: the piece and its field 1."""
+    """Tags and lengths that precede the text of a piece of `size` bytes."""
     text = b"\x0a" + _varint(size)
     return _PIECES + _varint(len(text) + size + _TAIL_BYTES) + text
 
