@@ -1,7 +1,7 @@
-"""What of two records may be compared, what may not, and why; and the differences.
+"""Compares two records of perplexity or divergence, and says which figures are comparable.
 
-Works on records as they were printed (`--json`), by the fields that define their figures. Plain
-data without torch: neither models nor texts are needed any more.
+Works on records as printed by `--json`, by the fields that define their figures. Plain data without
+torch; needs neither the models nor the text.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TEXT_FIELDS: Mapping[str, str] = {
     "windows": "other tokens are scored",
     "tokenizer_sha256": "another vocabulary: a token is not the same amount of text",
 }
-"""What must agree, and what it means where it does not."""
+"""Fields that must agree, each with the meaning of a difference."""
 
 REFERENCE_FIELDS: Mapping[str, str] = {
     "reference": "a distance from another model",
@@ -37,15 +37,16 @@ REFERENCE_FIELDS: Mapping[str, str] = {
     "vocab_size": "distributions over another vocabulary",
 }
 MODEL_FIELDS = ("model", "weights_bytes", "kv_format", "exact", "device", "token_by_token")
-"""What may differ: it is what a comparison is for."""
+"""Fields that may differ: the model and how it ran are the subject of a comparison."""
 
 SAME_BYTES = 0.01
-"""Scored parts of one text that differ by less are as good as the same, per byte."""
+"""Largest relative difference in size, in bytes, at which two scored parts of one text count as
+the same part."""
 
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """A field that differs and keeps figures from being compared."""
+    """A field that differs and so makes figures incomparable."""
 
     field: str
     a: object
@@ -55,8 +56,9 @@ class Obstacle:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A figure of A less that of B, with the standard error of the difference. `is_paired`: from
-    the differences window by window, which is far tighter than two separate errors."""
+    """A figure of A minus that of B, and the standard error of the difference. `is_paired`: the
+    error comes from differences per window. It is much smaller than one that combines the two
+    separate errors."""
 
     figure: str
     a: float
@@ -68,7 +70,8 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`is_comparable`: the main figures of the two are about the same thing."""
+    """Result of `compare_records`. `is_comparable`: the main figures of both measure the same
+    quantity. `differing` has the values of each of `MODEL_FIELDS` that differs."""
 
     measurement: str
     is_comparable: bool
@@ -81,7 +84,7 @@ class Comparison:
 
 
 def compare_records(a: Record, b: Record) -> Comparison:
-    """RequestError where they are not two perplexities or two divergences."""
+    """Compares two records; RequestError unless both are perplexities or both divergences."""
     measurement = _measurement(a, "A")
     if _measurement(b, "B") != measurement:
         raise RequestError(
@@ -154,8 +157,8 @@ def _differences(
 
 
 def _is_same_part(a: Record, b: Record) -> bool:
-    """Whether two perplexities are of about the same part of one text: then bits per byte may be
-    compared, whatever the tokens are."""
+    """True if two perplexities cover about the same part of one text. Their bits per byte are then
+    comparable even if the tokenizers differ."""
     if a["text_sha256"] != b["text_sha256"]:
         return False
     sizes = int(a["bytes"]), int(b["bytes"])
@@ -163,7 +166,7 @@ def _is_same_part(a: Record, b: Record) -> bool:
 
 
 def _separate(figure: str, a: Record, b: Record, *, stderr: str = "") -> Difference:
-    """Two figures, each with its own error."""
+    """Difference of two figures; the standard errors are combined as independent ones."""
     error = stderr or f"{figure}_stderr"
     return Difference(
         figure,
@@ -176,15 +179,17 @@ def _separate(figure: str, a: Record, b: Record, *, stderr: str = "") -> Differe
 
 
 def _paired(figure: str, a: Record, b: Record, sums: str, means: tuple[float, float]) -> Difference:
-    """Means over the same tokens. With D_w the difference of window w's sums, T_w its tokens and
-    d = sum(D) / sum(T): the error is sqrt(W / (W - 1) sum((D_w - d T_w)^2)) / sum(T)."""
+    """Difference of two means over the same tokens, with the error from W paired windows.
+
+    D_w is the difference of the sums of window w, T_w its number of tokens, and
+    d = sum(D) / sum(T). The error is sqrt(W / (W - 1) sum((D_w - d T_w)^2)) / sum(T)."""
     tokens = a["window_tokens"]
     if tokens != b["window_tokens"] or len(tokens) != len(a[sums]) or len(tokens) != len(b[sums]):
         raise ValueError("the two have other windows")
     by_window = [x - y for x, y in zip(a[sums], b[sums], strict=True)]
     total, count = sum(tokens), len(tokens)
     mean = math.fsum(by_window) / total
-    if count < 2:  # one window says nothing of how windows vary
+    if count < 2:  # the variance between windows needs at least two
         own = (
             (a["kld"]["stderr"], b["kld"]["stderr"])
             if figure == "kld"

@@ -1,9 +1,9 @@
-"""How far one distribution of the next token is from another, position by position.
+"""Divergence of two distributions of the next token, per position.
 
-P is the reference, Q the candidate; the formulas are computed on logits, in blocks that stay in a
-CPU's cache: exponentials and differences in float32, their sums in float64. Both are distributions
-over the first `vocab_size` tokens, those that both models know; padding has no part in it. Knows
-neither models nor texts.
+P is the reference, Q the candidate. The formulas are computed on logits, in blocks of rows that
+fit into a CPU's cache: exponentials and differences in float32, their sums in float64. Both are
+distributions over the first `vocab_size` tokens, which both models have; columns of padding are
+excluded. Knows neither models nor texts.
 """
 
 from __future__ import annotations
@@ -17,16 +17,19 @@ from torch import Tensor
 from exl_core.engine.score import blocks_of_rows
 
 _LEAST = 1e-30
-"""Probability of a tail that has none, so that its logarithm is a number."""
+"""Lower bound on the probability of a tail, so that its logarithm is finite."""
 
 
 class Positions(NamedTuple):
-    """One value for each scored position, float64 [n] each, on the CPU.
+    """One value per scored position: float64 [n] each, on the CPU.
 
-    `kld`: sum over v of P(v) (log P(v) - log Q(v)), in nats. `reference_nll`, `nll`: -log P(x) and
-    -log Q(x) of the true token x. `same_top`: 1 where P and Q have the same likeliest token, else
-    0. `confidence`: the largest P(v). `kld_variance`: the squared standard error of `kld` where P
-    is a `CompactRows`, else 0."""
+    kld            sum over v of P(v) (log P(v) - log Q(v)), in nats
+    reference_nll  -log P(x) of the true token x
+    nll            -log Q(x)
+    same_top       1 if P and Q have the same likeliest token, else 0
+    confidence     the largest P(v)
+    kld_variance   squared standard error of `kld` if P is a `CompactRows`, else 0
+    """
 
     kld: Tensor
     reference_nll: Tensor
@@ -41,12 +44,16 @@ class Positions(NamedTuple):
 
 
 class CompactRows(NamedTuple):
-    """Distributions in a form that is small enough to keep: per row, the likeliest tokens, and a
-    sample of all the others that was drawn by their probabilities.
+    """Distributions in a form small enough for a file: per row, the likeliest tokens, and a sample
+    of the others (the tail), drawn in proportion to their probabilities.
 
-    `top_ids` int32 and `top_log_probs` float32 [n, top], likeliest first; `tail` float64 [n], the
-    probability of all other tokens together; `tail_ids` int32 and `tail_log_probs` float32
-    [n, samples]; `true_log_probs` float64 [n], of the true tokens."""
+    top_ids         int32 [n, top], likeliest first
+    top_log_probs   float32 [n, top]
+    tail            float64 [n], total probability of all other tokens
+    tail_ids        int32 [n, samples]
+    tail_log_probs  float32 [n, samples]
+    true_log_probs  float64 [n], of the true tokens
+    """
 
     top_ids: Tensor
     top_log_probs: Tensor
@@ -66,8 +73,8 @@ class CompactRows(NamedTuple):
 def compare_logits(
     reference: Tensor, candidate: Tensor, targets: Tensor, vocab_size: int
 ) -> Positions:
-    """Of logits float32 [n, any number of columns from vocab_size on] of both models and the true
-    tokens int64 [n]. The candidate's device computes."""
+    """Compares the logits of two models: float32 [n, at least vocab_size] each, with the true
+    tokens `targets` int64 [n]. Computes on the candidate's device."""
     parts = []
     for block in blocks_of_rows(candidate):
         p = reference[block, :vocab_size].to(candidate.device)
@@ -78,8 +85,8 @@ def compare_logits(
 def compare_compact(
     reference: CompactRows, candidate: Tensor, targets: Tensor, vocab_size: int
 ) -> Positions:
-    """The same with a reference that was kept. Exact but for the divergence within the tail, which
-    is estimated from the sample; that estimate is unbiased and never below 0."""
+    """As `compare_logits`, with a reference in compact form. Exact except for the divergence within
+    the tail, which is estimated from the sample. The estimate is unbiased and never below 0."""
     parts = []
     for block in blocks_of_rows(candidate):
         rows = reference.rows(block.start, block.stop)
@@ -96,7 +103,7 @@ def compact_rows(
     top: int,
     samples: int,
 ) -> CompactRows:
-    """Of logits float32 [n, any number of columns from vocab_size on]; `generator` is the CPU's."""
+    """Compact form of logits float32 [n, at least vocab_size]; `generator` is one of the CPU."""
     parts = []
     for block in blocks_of_rows(logits):
         rows = logits[block, :vocab_size].cpu()
@@ -105,7 +112,7 @@ def compact_rows(
 
 
 def _compare_block(p: Tensor, q: Tensor, targets: Tensor) -> Positions:
-    """Of logits [rows, vocab] and targets [rows]."""
+    """Compares one block: logits [rows, vocab] and targets [rows]."""
     ids = targets.to(q.device)[:, None]
     top_p, likeliest_p = p.max(1, keepdim=True)
     top_q, likeliest_q = q.max(1, keepdim=True)
@@ -113,7 +120,7 @@ def _compare_block(p: Tensor, q: Tensor, targets: Tensor) -> Positions:
     weights = p.exp()
     sum_p = weights.sum(1, dtype=torch.float64)
     log_p, log_q = sum_p.log(), q.exp().sum(1, dtype=torch.float64).log()
-    # The true divergence is at least 0; what rounding leaves below is not.
+    # The true divergence is at least 0. Rounding can make the computed one slightly negative.
     kld = ((weights * (p - q)).sum(1, dtype=torch.float64) / sum_p - log_p + log_q).clamp_(min=0)
     return Positions(
         kld=kld.cpu(),
@@ -128,7 +135,7 @@ def _compare_block(p: Tensor, q: Tensor, targets: Tensor) -> Positions:
 def _compact_block(
     logits: Tensor, targets: Tensor, generator: torch.Generator, top: int, samples: int
 ) -> CompactRows:
-    """Of logits [rows, vocab]."""
+    """Compact form of one block of logits [rows, vocab]."""
     shifted = logits - logits.amax(1, keepdim=True)
     weights = shifted.exp()
     total = weights.sum(1, dtype=torch.float64)  # [rows]
@@ -136,7 +143,7 @@ def _compact_block(
     top_logits, top_ids = shifted.topk(top, 1)  # [rows, top]
     rest = weights.scatter(1, top_ids, 0.0)  # [rows, vocab]
     tail = rest.sum(1, dtype=torch.float64) / total
-    rest[tail <= _LEAST] = 1.0  # nothing to draw from: what is drawn will count for nothing
+    rest[tail <= _LEAST] = 1.0  # an empty tail: the sample is drawn but has weight 0
     tail_ids = torch.multinomial(rest, samples, replacement=True, generator=generator)
     return CompactRows(
         top_ids=top_ids.int(),
@@ -149,9 +156,12 @@ def _compact_block(
 
 
 def _compare_compact_block(p: CompactRows, logits: Tensor, targets: Tensor) -> Positions:
-    """KL = sum over the top of P log(P / Q) + t log(t / u) + t KL(tail of P || tail of Q), with the
-    tails' probabilities t and u. With r = (Q(x) / u) / (P(x) / t) for x drawn from P's tail, the
-    last divergence is the mean of r - 1 - log r, because the mean of r is 1."""
+    """Compares one block with its compact reference. With t and u, the tail probabilities of P, Q:
+
+        KL = sum over the top of P log(P / Q) + t log(t / u) + t KL(tail of P || tail of Q)
+
+    With r = (Q(x) / u) / (P(x) / t) for x drawn from P's tail, the last divergence is the mean of
+    r - 1 - log r, because the mean of r is 1."""
     device = logits.device
     top_ids, tail_ids = p.top_ids.long().to(device), p.tail_ids.long().to(device)
     top_q, likeliest_q = logits.max(1, keepdim=True)

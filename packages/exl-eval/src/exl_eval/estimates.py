@@ -1,4 +1,4 @@
-"""Means with their errors, and percentiles, of one value a position."""
+"""Means with standard errors, and percentiles, of values per position."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from torch import Tensor
 
 
 def mean_and_error(values: Tensor) -> tuple[float, float]:
-    """Of float64 [n]: the mean, and its standard error sqrt((mean(x^2) - mean(x)^2) / (n - 1));
-    infinity for a single value."""
+    """Mean of float64 [n], and its standard error sqrt((mean(x^2) - mean(x)^2) / (n - 1)).
+
+    The standard error of a single value is infinity."""
     mean = float(values.mean())
     if len(values) < 2:
         return mean, math.inf
@@ -17,7 +18,7 @@ def mean_and_error(values: Tensor) -> tuple[float, float]:
 
 
 def percentiles(values: Tensor, *percents: float) -> list[float]:
-    """Of float64 [n], interpolated between neighbors; 50 is the median."""
+    """Percentiles of float64 [n], interpolated between neighbors; 50 is the median."""
     ordered = values.sort().values
     found = []
     for percent in percents:

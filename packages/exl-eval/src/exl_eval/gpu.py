@@ -1,8 +1,8 @@
-"""What a GPU allows, and what is asked of it: copy bandwidth, times of calls, launches.
+"""Measurements on a GPU: copy bandwidth, time of calls, number of launches.
 
-Knows no models. Times are the device's own, by events, and of many calls at once: captured in a
-graph, so that neither the interpreter nor the gaps between single launches count, or launched one
-after the other, which serves where calls are long.
+Knows no models. Times come from CUDA events around many calls. The calls are captured in a CUDA
+graph, so that neither the interpreter nor gaps between launches count. Calls that are long enough,
+or that cannot be captured, are launched one after the other instead.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 COPY_BYTES = 1 << 30
-"""Larger than any GPU's cache by far."""
+"""Size of the copied buffer, in bytes. Far larger than the L2 cache of any GPU."""
 
 CALLS_IN_GRAPH = 32
-"""At least so many calls are timed at once: a single one is shorter than a graph's launch."""
+"""Minimum number of calls per graph. A single call is shorter than the launch of a graph."""
 
 
 def copy_bandwidth(device: torch.device, *, repeat: int = 20) -> float:
-    """Bytes a second that a large copy within the device reads and writes together: the best."""
+    """Bandwidth of a large copy within the device: bytes read plus bytes written per second, the
+    best of `repeat` copies."""
     free, _ = torch.cuda.mem_get_info(device)
     size = min(COPY_BYTES, free // 4)
     source = torch.empty(size, dtype=torch.uint8, device=device).random_()
@@ -32,7 +33,7 @@ def copy_bandwidth(device: torch.device, *, repeat: int = 20) -> float:
 def graph_seconds(
     calls: Sequence[Callable[[], object]], device: torch.device, repeat: int
 ) -> list[float]:
-    """Seconds that one of these calls takes, on average over all of them: `repeat` times."""
+    """Average seconds per call, measured `repeat` times with all calls in one CUDA graph."""
     rounds = -(-CALLS_IN_GRAPH // len(calls))
 
     def run() -> None:
@@ -55,7 +56,7 @@ def graph_seconds(
 def queued_seconds(
     calls: Sequence[Callable[[], object]], device: torch.device, repeat: int
 ) -> list[float]:
-    """As `graph_seconds`, of calls that cannot be captured."""
+    """As `graph_seconds`, without a CUDA graph, for calls that cannot be captured."""
 
     def run() -> None:
         for call in calls:
@@ -81,7 +82,9 @@ def _event_seconds(
 
 
 def count_launches(run: Callable[[], object], device: torch.device) -> int | None:
-    """Kernels, copies and fills that the device runs for one `run`; None where nobody counts."""
+    """Number of kernels, copies and fills that the device executes for one `run`.
+
+    None if the profiler reports none."""
     run()
     torch.cuda.synchronize(device)
     with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as found:

@@ -1,7 +1,7 @@
-"""Text that no conversion is calibrated on: what a converted model is compared with its source on.
+"""Held-out text on which a converted model is compared with its source.
 
-Written for this purpose, of many kinds, so that it is in nobody's calibration set. Whoever changes
-it changes the figures in the records of conversions, which name its hash.
+Written for this purpose, in many styles, so that it is in no calibration set. A change to it
+changes the figures in the records of conversions, which contain its hash.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What the machine allows, and what a process took of it: read bandwidth, peak memory.
+"""Measurements on the host: read bandwidth of memory, peak memory of the process.
 
-Knows no models. The bandwidth is a ceiling, so the best of many passes counts, not their mean.
+Knows no models. The bandwidth is an upper bound, so the best of many passes counts, not the mean.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 READ_BUFFER_BYTES = 256 * 2**20
-"""Larger than the caches that a few cores have to themselves."""
+"""Size of the buffer that is read. Larger than the private caches of a few cores together."""
 
 _STATUS = Path("/proc/self/status")
 _HUGE_PAGE_BYTES = 2 * 2**20
@@ -24,10 +24,11 @@ _HUGE_PAGE_BYTES = 2 * 2**20
 def read_bandwidth(
     threads: int, *, seconds: float = 0.3, buffer_bytes: int = READ_BUFFER_BYTES
 ) -> float:
-    """Bytes a second that this many threads read from memory, each its own part of a buffer.
+    """Bytes per second that `threads` threads read from memory, each from its own part of a buffer.
 
-    A dot product of the buffer with itself: two operations for four bytes, far below what a core
-    computes. Torch lets other Python threads run meanwhile; the caller keeps torch's own at one.
+    Each thread computes the dot product of its part with itself. That is two operations per four
+    bytes, far below the compute limit of a core. Torch releases the interpreter lock meanwhile. The
+    caller must keep torch's own thread count at one.
     """
     buffer = _huge_buffer(buffer_bytes)
     parts = buffer.chunk(threads)
@@ -46,8 +47,10 @@ def _read(part: Tensor) -> Tensor:
 
 
 def _huge_buffer(size_bytes: int) -> Tensor:
-    """Written once, so that every page is there; in huge pages where the system gives them, as the
-    kernels' weights are: with small ones the walks through the page tables are what is measured."""
+    """Allocates a buffer and writes it once, so that every page is mapped.
+
+    Uses huge pages where the system has them, as the weights of the kernels do. With small pages,
+    page-table walks would dominate the measurement."""
     memory = mmap.mmap(-1, size_bytes + _HUGE_PAGE_BYTES, flags=mmap.MAP_PRIVATE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -55,10 +58,10 @@ def _huge_buffer(size_bytes: int) -> Tensor:
 
 
 def peak_memory_bytes() -> int:
-    """The most memory that this process has had resident, pages of mapped files included.
+    """Peak resident memory of this process, including pages of mapped files.
 
-    From the kernel's own count where there is one: `getrusage` begins with the peak of the process
-    that started this one.
+    Prefers VmHWM of /proc/self/status: the value of `getrusage` starts at the peak of the parent
+    process.
     """
     if _STATUS.is_file():
         for line in _STATUS.read_text(encoding="ascii", errors="replace").splitlines():

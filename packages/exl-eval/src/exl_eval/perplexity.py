@@ -1,7 +1,6 @@
 """Perplexity of a text under a model, in any of the styles.
 
-Knows the scorer and the layout of a text (`styles.py`); neither progress bars nor options of a
-command.
+Knows the scorer and the layout of a text (`styles.py`); neither progress bars nor command options.
 """
 
 from __future__ import annotations
@@ -26,15 +25,16 @@ from exl_eval.texts import Text, as_text
 from exl_eval.vocabulary import check_same_windows
 from exl_eval.window_file import each_window, opened
 
-MEAN_NLL_MAX = 700.0  # e to the power of it is close to the largest double
+MEAN_NLL_MAX = 700.0  # exp(700) is close to the largest double
 
 OnWindow = Callable[[int, int, float], None]
-"""Called after each window: windows done, windows in all, the perplexity so far."""
+"""Called after each window with: windows done, windows in total, perplexity so far."""
 
 
 @dataclass(frozen=True, slots=True)
 class PerplexityOptions(WindowOptions):
-    """With `token_by_token` the model runs as when it decodes, a pass for every token."""
+    """Options of a perplexity. With `token_by_token` the model runs one pass per token, as in
+    decoding."""
 
     kv_format: KVFormat = KVFormat.FP16
     token_by_token: bool = False
@@ -42,7 +42,7 @@ class PerplexityOptions(WindowOptions):
 
 @dataclass(frozen=True, slots=True)
 class ScoredText:
-    """The figure, and what it is made of: `nll` float64 [tokens], in the order of the windows."""
+    """The result and its terms: `nll` float64 [tokens], in the order of the windows."""
 
     result: PerplexityResult
     layout: Layout
@@ -55,7 +55,9 @@ def measure_perplexity(
     options: PerplexityOptions | None = None,
     on_window: OnWindow | None = None,
 ) -> PerplexityResult:
-    """RequestError where the text holds too few windows or an option does not fit the style."""
+    """Measures the perplexity of `text`.
+
+    RequestError if the text has too few windows or an option does not fit the style."""
     return score_text(loaded, text, options, on_window).result
 
 
@@ -67,8 +69,10 @@ def score_text(
     *,
     resume: Path | None = None,
 ) -> ScoredText:
-    """As `measure_perplexity`. With `resume`, windows are kept in that file as they are done, and
-    those of an earlier run with the same text, model and options are taken from it."""
+    """As `measure_perplexity`, with the terms.
+
+    With `resume`, each finished window is appended to that file. Windows of an earlier run with the
+    same text, model and options are read from it instead of being computed."""
     options = options or PerplexityOptions()
     layout = lay_out(as_text(text), loaded.tokenizer, options, loaded.config.max_seq_len)
     windows = layout.windows
@@ -101,7 +105,7 @@ def score_text(
 
 
 def compare_scored(first: ScoredText, second: ScoredText) -> PerplexityPair:
-    """Of one text in the same tokens; RequestError where the windows differ."""
+    """Compares two models on the same tokens of one text; RequestError if the windows differ."""
     where = f"{second.result.model.model} beside {first.result.model.model}"
     check_same_windows(first.layout.windows, second.layout.windows, where)
     difference, stderr = mean_and_error(first.nll - second.nll)
@@ -122,7 +126,9 @@ def model_facts(
 
 
 def file_header(measurement: str, layout: Layout, *facts: ModelFacts) -> dict[str, object]:
-    """What a file of windows is of. Not how many: the first ones of a longer run are the same."""
+    """Header of a window file: everything that defines the values of its windows.
+
+    The number of windows is left out, because a longer run begins with the same windows."""
     header: dict[str, object] = {"measurement": measurement, **asdict(layout.facts)}
     for one in facts:
         header.update(asdict(one))

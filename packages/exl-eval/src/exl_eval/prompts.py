@@ -1,7 +1,7 @@
-"""The prompts that drafting is measured on, by category; written for this project.
+"""Prompts for the measurement of drafts, by category; written for this project.
 
-Plain data that comes with the package (`data/prompts.json`): what is drafted well depends on the
-text, so figures are kept apart by what the text is. No torch.
+Plain data of this package (`data/prompts.json`). Accept rates depend on the kind of text, so
+figures are reported per category. No torch.
 """
 
 from __future__ import annotations

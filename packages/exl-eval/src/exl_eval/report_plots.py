@@ -1,8 +1,8 @@
-"""The plots of a report, as SVG that goes into a page: scatter, bars and steps.
+"""Plots of a report as inline SVG: scatter, bars and steps.
 
-Colors are the page's own (`var(--ink)`, `var(--s0)`, ...), so a plot follows it into dark mode and
-onto paper; text is text, in the page's font. A model is a number and a color, the same everywhere.
-Knows plain points; matplotlib is imported by this module alone.
+Colors are CSS variables of the page (`var(--ink)`, `var(--s0)`, ...), so plots follow its dark and
+print modes. Labels are SVG text in the page's font. A model has the same number and color in all
+plots. Knows plain points. This is the only module that imports matplotlib.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ _VARIABLES = {
     _PAPER: "var(--card)",
     **{color: f"var(--s{i})" for i, color in enumerate(_SERIES)},
 }
-"""Colors that nobody would choose, each in place of one of the page's."""
+"""Placeholder colors that matplotlib draws with, and the CSS variables that replace them."""
 
 _NEAR = 0.04
-"""Of the width: a point that has another so close at its right gets its number at the left."""
+"""Distance, as a share of the width. A point with another this close to its right has its number on
+the left."""
 _FAR_APART = 3.0
+"""Ratio of the largest to the smallest value above which the y axis is logarithmic."""
 _LABEL_HEIGHT = 0.055
-"""Of the height: numbers at the ends of lines keep this distance."""
+"""Minimum distance of the numbers at line ends, as a share of the height."""
 
 _SIZE_IN = (4.4, 3.2)
-"""So that text of 9 points is of reading size on a phone, where a plot is as wide as the screen."""
+"""Size in inches. Text of 9 points is readable at this size when a plot fills a phone's screen."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """`number` of the model, from 1. `error`: of y, drawn both ways."""
+    """One model's point. `number` of the model counts from 1. `error` is the standard error of y,
+    drawn in both directions."""
 
     number: int
     x: float
@@ -51,14 +54,15 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`number` of the model, from 1; y at 0, 1, 2, ..."""
+    """One model's line. `number` of the model counts from 1; y is given at x = 0, 1, 2, ..."""
 
     number: int
     y: tuple[float, ...]
 
 
 def scatter(points: Sequence[Point], *, x_label: str, y_label: str) -> str:
-    """Numbers beside points. The y axis is logarithmic where values are far apart."""
+    """Scatter plot with the model's number beside each point. The y axis is logarithmic if the
+    values span a large range."""
     with _styled():
         figure, axes = _axes(x_label, y_label)
         right = max(point.x for point in points)
@@ -82,13 +86,13 @@ def scatter(points: Sequence[Point], *, x_label: str, y_label: str) -> str:
         if max(values) > _FAR_APART * min(values):
             _make_log(axes)
         axes.margins(x=0.15, y=0.2)
-        axes.set_xlim(left=0.0)  # sizes are compared by their distance from nothing
+        axes.set_xlim(left=0.0)  # distances from the axis show the ratio of sizes
         axes.grid(visible=True)
         return _svg(figure, f"{x_label} and {y_label}")
 
 
 def bars(points: Sequence[Point], *, label: str) -> str:
-    """One bar a model, its `x`, with the value beside it; `y` is not looked at."""
+    """Bar chart with one bar of length `x` per model and the value beside it; `y` is ignored."""
     with _styled():
         height = max(1.2, 0.5 + 0.34 * len(points))
         figure = Figure(figsize=(_SIZE_IN[0], height), layout="constrained")
@@ -116,7 +120,7 @@ def bars(points: Sequence[Point], *, label: str) -> str:
 
 
 def steps(lines: Sequence[Line], *, x_label: str, y_label: str) -> str:
-    """One line a model, its number at the right end."""
+    """Step plot with one line per model and its number at the right end."""
     with _styled():
         figure, axes = _axes(x_label, y_label)
         longest = max(len(line.y) for line in lines)
@@ -143,7 +147,7 @@ def steps(lines: Sequence[Line], *, x_label: str, y_label: str) -> str:
 
 
 def color_index(number: int) -> int:
-    """Which of the page's series colors a model has."""
+    """Index of a model's color among the page's series colors."""
     return (number - 1) % NUM_COLORS
 
 
@@ -189,7 +193,8 @@ def _make_log(axes: Axes) -> None:
 
 
 def _svg(figure: Figure, label: str) -> str:
-    """The element alone, as wide as its place; ids differ from plot to plot."""
+    """The <svg> element without a fixed size, so that it fills its container. The ids in it depend
+    on `label`, so that those of two plots on one page do not collide."""
     buffer = io.StringIO()
     with rc_context({"svg.hashsalt": label}):
         figure.savefig(

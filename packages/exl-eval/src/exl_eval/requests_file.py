@@ -1,12 +1,12 @@
-"""A workload as a file of requests: one JSON object a line, when each arrives and what it asks for.
+"""Workload files: one request per line as a JSON object, with its arrival time.
 
-  arrival_s      seconds after the start; 0 if it is left out
-  prompt         text, given to the model as it is, or
-  prompt_tokens  so many made-up tokens, other ones on every line
-  max_tokens     tokens of the reply, exactly: nothing ends it earlier
-  temperature    0, the likeliest tokens, if it is left out
+  arrival_s      seconds after the start; default 0
+  prompt         text that is given to the model without a template, or
+  prompt_tokens  number of random tokens, different on every line
+  max_tokens     exact length of the reply in tokens; stop tokens do not end it
+  temperature    default 0 (greedy)
 
-A line that says anything else is refused by its number. No torch.
+A line with any other field is an error that names the line number. No torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _KEYS = ("arrival_s", "prompt", "prompt_tokens", "max_tokens", "temperature")
 
 @dataclass(frozen=True, slots=True)
 class TimedRequest:
-    """`prompt` is a text, or how many tokens to make up; `line` counts from 1."""
+    """One line of a workload. `prompt` is a text or a number of random tokens; `line` counts from
+    1."""
 
     line: int
     arrival_s: float
@@ -36,7 +37,7 @@ class TimedRequest:
 
 
 def read_workload(path: Path | None) -> list[TimedRequest]:
-    """In the order of arrival; None: the small example that comes with the package."""
+    """Reads requests, in the order of arrival. None selects the small example of the package."""
     if path is None:
         data = files("exl_eval").joinpath("data/workload.jsonl").read_bytes()
         return parse_workload(data, "the example workload")
@@ -55,7 +56,7 @@ def read_workload(path: Path | None) -> list[TimedRequest]:
 
 
 def parse_workload(data: bytes, where: str) -> list[TimedRequest]:
-    """Empty lines are skipped, and count."""
+    """Parses the lines of a workload. Empty lines are skipped but count as lines."""
     requests = [
         _parse_line(line, number, f"{where}, line {number}")
         for number, line in enumerate(data.splitlines(), start=1)

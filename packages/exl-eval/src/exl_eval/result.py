@@ -1,7 +1,7 @@
-"""The records of measurements: the figures, and every choice that they depend on.
+"""Records of measurements: the figures and every setting that they depend on.
 
-Plain data without torch. Two perplexities can be compared when everything but the model agrees
-here; two speeds only on one machine, minutes apart.
+Plain data without torch. Two perplexities are comparable if everything except `ModelFacts` agrees.
+Two speeds are comparable only if measured on one machine within minutes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ SCHEMA_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """Everything of a text and its layout that defines a figure. `text_tokens` and `text_bytes` are
-    the whole text's; `bos_id` is the token that `bos` puts in front, None where it puts none."""
+    """Properties of a text and its layout that define a figure. `text_tokens` and `text_bytes` are
+    sizes of the whole text. `bos_id` is the token that the rule `bos` inserts, None if it inserts
+    none."""
 
     style: str
     ctx: int
@@ -34,7 +35,7 @@ class TextFacts:
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """A model and how it ran. `token_by_token`: a pass for every token, as in decoding."""
+    """A model and how it ran. `token_by_token`: one pass per token, as in decoding."""
 
     model: str
     weights_bytes: int
@@ -46,12 +47,17 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class PerplexityResult:
-    """`nll` is the mean negative log-likelihood of a scored token, in nats; `stderr` belongs to
-    `perplexity`, `nll_stderr` to `nll`, `bits_per_byte_stderr` to `bits_per_byte`. `tokens`,
-    `words` and `bytes` count what is scored; without words there is no `word_perplexity`.
-    `window_nll` has each window's sum and `window_tokens` its count, so that two records can be
-    compared window by window. `kept_windows` came from an earlier run that was stopped; `seconds`
-    and `tokens_per_s` are of the others."""
+    """Perplexity of a model on one text.
+
+    perplexity, stderr     exp(nll) and its standard error
+    nll, nll_stderr        mean negative log-likelihood per scored token, in nats
+    word_perplexity        None if no words are scored
+    tokens, words, bytes   size of the scored text
+    kept_windows           windows taken from an earlier run that was stopped
+    seconds, tokens_per_s  time and rate of the other windows
+    window_nll             sum of each window; allows a paired comparison of two records
+    window_tokens          scored tokens of each window
+    """
 
     perplexity: float
     stderr: float
@@ -77,8 +83,9 @@ class PerplexityResult:
 
 @dataclass(frozen=True, slots=True)
 class PerplexityPair:
-    """Two models on the same tokens: `ln_ppl_ratio` is ln(first perplexity / second), the mean of
-    the differences token by token; its error, sd / sqrt(tokens), is that of the differences."""
+    """Two models on the same tokens. `ln_ppl_ratio` is ln(first perplexity / second), which is the
+    mean of the differences per token. Its standard error is that of these paired differences,
+    sd / sqrt(tokens)."""
 
     first: PerplexityResult
     second: PerplexityResult
@@ -96,8 +103,8 @@ class PerplexityPair:
 
 @dataclass(frozen=True, slots=True)
 class ConfidenceBand:
-    """The positions where the reference's likeliest token has a probability of more than `above`
-    and at most `up_to`; no figures where there are none."""
+    """Positions at which the reference's likeliest token has a probability greater than `above`
+    and at most `up_to`. `kld` and `same_top` are None if there are no such positions."""
 
     above: float
     up_to: float
@@ -108,9 +115,8 @@ class ConfidenceBand:
 
 @dataclass(frozen=True, slots=True)
 class ReferenceFacts:
-    """What a candidate was compared with. `cache_stderr` is the error of the mean divergence that
-    comes from the compact form in which a file has the reference; None where the model itself
-    ran."""
+    """The reference of a divergence. `cache_stderr` is the standard error of the mean divergence
+    that is due to the compact form of a reference file; None if the reference model itself ran."""
 
     reference: str
     reference_exact: bool
@@ -119,14 +125,18 @@ class ReferenceFacts:
 
 @dataclass(frozen=True, slots=True)
 class DivergenceResult:
-    """How far a candidate is from its reference on one text, by position.
+    """Divergence of a candidate from its reference on one text, over positions.
 
-    `kld` is KL(reference || candidate) in nats: mean, stderr, median, percentiles (`p99`), max.
-    `same_top` is the share of positions with the same likeliest token. `delta_p` is the candidate's
-    probability of the true token less the reference's: mean, stderr, rms, percentiles.
-    `ln_ppl_ratio` is ln(candidate's perplexity / reference's), its error that of paired
-    differences. `vocab_size` counts the tokens that are compared: those of the reference's
-    tokenizer. `window_kld` has each window's sum, `window_tokens` its count."""
+    kld            KL(reference || candidate) in nats: mean, stderr, median, percentiles (`p99`),
+                   max
+    same_top       share of positions with the same likeliest token
+    delta_p        candidate's probability of the true token minus the reference's: mean, stderr,
+                   rms, percentiles
+    ln_ppl_ratio   ln(candidate's perplexity / reference's); its error is that of paired differences
+    vocab_size     number of tokens that are compared: those of the reference's tokenizer
+    window_kld     sum of each window
+    window_tokens  scored tokens of each window
+    """
 
     kld: Mapping[str, float]
     same_top: float
@@ -152,7 +162,7 @@ class DivergenceResult:
 
 
 def _record(measurement: str, result: PerplexityResult | DivergenceResult) -> dict[str, object]:
-    """Flat: the facts stand beside the figures."""
+    """Flat record: the fields of the facts are on one level with the figures."""
     record: dict[str, object] = {"schema_version": SCHEMA_VERSION, "measurement": measurement}
     for name, value in asdict(result).items():
         if name in ("text", "model", "reference"):
@@ -164,7 +174,7 @@ def _record(measurement: str, result: PerplexityResult | DivergenceResult) -> di
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Of a few repetitions."""
+    """Median and extremes over a few repetitions."""
 
     median: float
     lowest: float
@@ -173,9 +183,14 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class SpeedRun:
-    """One prompt length with one batch size. Rates are tokens a second of all `batch` sequences
-    together; `bytes_per_token` is what a decode step reads, divided by its tokens. `launches`
-    counts what a GPU is given to do for one decode step; None on a CPU."""
+    """Speed at one prompt length and batch size.
+
+    prefill, decode  tokens per second of all `batch` sequences together
+    bytes_per_token  bytes of weights and cache that a decode step reads, over its tokens
+    floor_tok_s      decode rate at which these bytes saturate the memory bandwidth
+    floor_share      decode rate over `floor_tok_s`
+    launches         kernels, copies and fills of one decode step on a GPU; None on a CPU
+    """
 
     prompt_tokens: int
     decode_tokens: int
@@ -208,10 +223,15 @@ class SpeedRun:
 
 @dataclass(frozen=True, slots=True)
 class SpeedResult:
-    """`decode_weight_bytes` are the weights that one decode step reads, `weights_bytes` all that
-    are in memory; `peak_memory_bytes` is the process's, `start_memory_bytes` what that was before
-    the model was loaded: the interpreter and its libraries. Of a GPU: `device_peak_bytes` is the
-    most that torch took, `device_working_bytes` the most in use beside weights and cache."""
+    """Result of `measure_speed`.
+
+    weights_bytes         all weights in memory
+    decode_weight_bytes   weights that one decode step reads
+    peak_memory_bytes     peak of the process
+    start_memory_bytes    peak before the model was loaded: the interpreter and its libraries
+    device_peak_bytes     peak of the GPU memory that torch reserved; None on a CPU
+    device_working_bytes  peak of the GPU memory in use besides weights and cache; None on a CPU
+    """
 
     model: str
     device: str
@@ -232,7 +252,7 @@ class SpeedResult:
     runs: tuple[SpeedRun, ...]
 
     def as_dict(self) -> dict[str, object]:
-        """The figures of a single run stand beside the facts; `runs` has them in any case."""
+        """Record with all runs in `runs`. The figures of a single run are repeated on top level."""
         runs = [run.as_dict() for run in self.runs]
         facts = {key: value for key, value in asdict(self).items() if key != "runs"}
         single = runs[0] if len(runs) == 1 else {}
@@ -241,9 +261,15 @@ class SpeedResult:
 
 @dataclass(frozen=True, slots=True)
 class KernelRun:
-    """One op at one shape: `calls` of it in a pass. `bytes`, `operations` and `seconds` are of one
-    call: weights and cache that it reads, its inputs and outputs; multiplications and additions;
-    the median. `share` is of the time that the bytes take at the measured bandwidth."""
+    """One op at one shape.
+
+    calls       number of calls in a pass
+    bytes       bytes that one call must move: weights and cache, inputs and outputs
+    operations  multiplications and additions of one call
+    seconds     median time of one call
+    share       minimum time for the bytes at the measured bandwidth, over `seconds`
+    launches    kernels, copies and fills of one call on a GPU; None on a CPU
+    """
 
     op: str
     shape: str
@@ -257,9 +283,9 @@ class KernelRun:
 
 @dataclass(frozen=True, slots=True)
 class KernelPass:
-    """A pass of `rows` tokens, of `batch` sequences alike, each with `past_len` in the cache.
+    """A pass of `rows` tokens of `batch` equal sequences, each with `past_len` tokens in the cache.
 
-    `seconds` is the whole pass by the wall clock, from tokens to the likeliest next ones."""
+    `seconds` is the wall-clock time of the whole pass, from token ids to the next token ids."""
 
     rows: int
     batch: int
@@ -283,7 +309,8 @@ class KernelPass:
 
 @dataclass(frozen=True, slots=True)
 class KernelResult:
-    """`bytes_per_s`: what this many threads read, or what a copy on the GPU reads and writes."""
+    """Result of `measure_kernels`. `bytes_per_s` is the measured memory bandwidth: reads by
+    `threads` threads, or bytes read and written by a copy on the GPU."""
 
     model: str
     device: str

@@ -1,8 +1,8 @@
-"""Where a text comes from: a plain file, rows of a JSONL or parquet file, a data set of the hub.
+"""Sources of text: a plain file, rows of a JSONL or parquet file, a Hugging Face data set.
 
-A text is a list of documents: a plain file is one, a data set has one in each row. Rows are read
-one by one and none is kept on the disk. Knows neither tokens nor models; `datasets` is imported
-only where a parquet file or a data set is asked for.
+A text is a list of documents: a plain file is one document, each row of a data set is one. Rows are
+streamed and not stored on disk. Knows neither tokens nor models. `datasets` is imported only for
+parquet files and data sets.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from exl_core.errors import ExlError, RequestError
 from exl_core.files import read_text_file
 
 SEPARATOR = "\n\n"
-"""Between documents where they are read as one text, as papers join the rows of WikiText."""
+"""Separator of documents that are joined into one text, as in papers that use WikiText."""
 
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
@@ -29,7 +29,7 @@ PARQUET_SUFFIXES = (".parquet",)
 
 @dataclass(frozen=True)
 class Text:
-    """Documents in their order, and what they are called."""
+    """Documents in order, and their common name."""
 
     documents: tuple[str, ...]
     name: str
@@ -40,13 +40,13 @@ class Text:
 
     @cached_property
     def sha256(self) -> str:
-        """Of the joined text, as UTF-8."""
+        """SHA-256 of the joined text in UTF-8."""
         return hashlib.sha256(self.joined.encode("utf-8")).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
 class HubText:
-    """A data set of the hub, and its part that is read where nobody says which."""
+    """A data set of the hub, and the configuration and split that are read by default."""
 
     path: str
     config: str | None
@@ -60,13 +60,14 @@ KNOWN_DATASETS: Mapping[str, HubText] = {
 
 
 def as_text(text: str | Text) -> Text:
-    """A string is one document without a name."""
+    """Turns a string into a `Text` of one document."""
     return Text((text,), "text") if isinstance(text, str) else text
 
 
 def read_text(path: Path, *, column: str = "text", rows: int | None = None) -> Text:
-    """By the file's suffix: the first `rows` rows (None: all) of a JSONL or parquet file, else
-    UTF-8. Empty rows are no documents. RequestError says where a file is not what it should be."""
+    """Reads a file by its suffix: the first `rows` rows (None: all) of a JSONL or parquet file, or
+    else a plain UTF-8 text. Empty rows are skipped. A malformed file is a RequestError that names
+    the position."""
     if path.suffix in PARQUET_SUFFIXES:
         found = _dataset_rows(column, path="parquet", data_files=str(path), split="train")
         return _text_of(found, rows, path)
@@ -82,8 +83,8 @@ def read_text(path: Path, *, column: str = "text", rows: int | None = None) -> T
 def read_dataset(
     name: str, *, split: str | None = None, column: str = "text", rows: int | None = None
 ) -> Text:
-    """The first `rows` rows of a data set: a name of KNOWN_DATASETS, `owner/name` or
-    `owner/name:config`. ExlError where the hub cannot be reached."""
+    """Reads the first `rows` rows of a data set: a name of KNOWN_DATASETS, `owner/name` or
+    `owner/name:config`. ExlError if the hub cannot be reached."""
     path, _, config = name.partition(":")
     known = KNOWN_DATASETS.get(path, HubText(path, None, "test"))
     found = _dataset_rows(
@@ -115,7 +116,7 @@ def _jsonl_rows(path: Path, column: str) -> Iterator[str]:
 
 
 def _cell(row: Mapping[str, Any], column: str, where: object) -> str:
-    """The text of a row; nothing at all counts as empty."""
+    """Text of a row; a null value counts as empty."""
     if column not in row:
         raise RequestError(
             f"there is no column {column!r}",
@@ -131,7 +132,7 @@ def _cell(row: Mapping[str, Any], column: str, where: object) -> str:
 
 
 def _dataset_rows(column: str, **source: Any) -> Iterator[str]:
-    """Through `datasets`, streamed: of a large data set only what is read is fetched."""
+    """Rows read with `datasets` in streaming mode, which downloads only the rows that are read."""
     where = source.get("data_files", source["path"])
     try:
         import datasets
@@ -141,7 +142,8 @@ def _dataset_rows(column: str, **source: Any) -> Iterator[str]:
             where=where,
             next_step="Install it with 'pip install datasets', or give a text or JSONL file.",
         ) from error
-    for name in ("datasets", "huggingface_hub"):  # they would log what is an error in a moment
+    # Their log messages would repeat the errors that are raised below.
+    for name in ("datasets", "huggingface_hub"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         found = datasets.load_dataset(**source, streaming=True)

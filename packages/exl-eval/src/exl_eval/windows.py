@@ -1,6 +1,6 @@
-"""Documents of tokens as the windows that a model is given, and which tokens of each are scored.
+"""Cuts tokenized documents into windows, and marks the tokens of each that are scored.
 
-Knows ids and sizes; neither models nor what the ways of cutting are called (`styles.py`).
+Knows ids and sizes; neither models nor the names of the styles (`styles.py`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ _SPACES = b" \t\n\r\v\f"
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What the model is given; tokens `first` and later are scored. `size_bytes` and `words` are
-    the text that the scored tokens make: its bytes, and the words that begin in it."""
+    """Input of one scoring run. Tokens `first` and later are scored. `size_bytes` and `words`
+    measure the text of the scored tokens: its bytes, and the words that begin in it."""
 
     token_ids: tuple[int, ...]
     first: int
@@ -26,7 +26,7 @@ class Window:
 
 
 class Tokens:
-    """The ids of a document, and how much text each of them stands for."""
+    """Token ids of a document, with the bytes and words of each."""
 
     def __init__(self, tokenizer: Tokenizer, token_ids: Sequence[int]) -> None:
         self.token_ids = tuple(token_ids)
@@ -38,7 +38,8 @@ class Tokens:
         return len(self.token_ids)
 
     def window(self, start: int, end: int, *, scored_from: int, head: int | None = None) -> Window:
-        """Tokens start .. end - 1, after `head` if there is one; scored from `scored_from` on."""
+        """Window of tokens start .. end - 1, preceded by `head` if given; scored from index
+        `scored_from` of the document on."""
         ids = self.token_ids[start:end]
         return Window(
             ids if head is None else (head, *ids),
@@ -48,7 +49,7 @@ class Tokens:
         )
 
     def after(self, token_id: int | None) -> Tokens:
-        """With a token before them that stands for no text; None: as they are."""
+        """The tokens preceded by one that stands for no text; unchanged for None."""
         if token_id is None:
             return self
         other = object.__new__(Tokens)
@@ -59,7 +60,8 @@ class Tokens:
 
 
 def measure_pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """Bytes of each token, and words that begin in it: runs of anything but ASCII's spaces."""
+    """Bytes of each token, and the number of words that begin in it. A word is a run of bytes other
+    than ASCII whitespace."""
     sizes, words = [], []
     known: dict[int, tuple[bytes, int]] = {}
     is_after_space = True
@@ -71,9 +73,9 @@ def measure_pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[list
             found = known[token_id] = (piece, len(piece.split()))
         piece, count = found
         if piece and not is_after_space and piece[0] not in _SPACES:
-            count -= 1  # goes on with the word before it
+            count -= 1  # continues the word before it
         size = len(piece)
-        if to_drop:  # what decoding leaves out at the start of a text
+        if to_drop:  # leading spaces that decoding drops at the start of a text
             dropped = min(to_drop, size - len(piece.lstrip(b" ")))
             size, to_drop = size - dropped, to_drop - dropped if dropped == size else 0
         sizes.append(size)
@@ -83,21 +85,22 @@ def measure_pieces(tokenizer: Tokenizer, token_ids: Sequence[int]) -> tuple[list
 
 
 def disjoint(tokens: Tokens, ctx: int) -> Iterator[Window]:
-    """All but the first token of each are scored; what is left at the end is dropped."""
+    """Disjoint windows. All tokens but the first of each are scored. Tokens that do not fill a
+    window at the end are dropped."""
     for start in range(0, len(tokens) - ctx + 1, ctx):
         yield tokens.window(start, start + ctx, scored_from=start + 1)
 
 
 def disjoint_after(tokens: Tokens, ctx: int, head: int) -> Iterator[Window]:
-    """The same windows without their last token and with `head` before them, which is what
-    models that need BOS everywhere are given; all but `head` are scored."""
+    """As `disjoint`, with `head` in front of each window and its last token dropped, for models
+    that need BOS in every window. All tokens but `head` are scored."""
     for start in range(0, len(tokens) - ctx + 1, ctx):
         yield tokens.window(start, start + ctx - 1, scored_from=start, head=head)
 
 
 def second_halves(tokens: Tokens, ctx: int, head: int | None) -> Iterator[Window]:
-    """As llama.cpp does it: predictions of positions ctx / 2 to ctx - 2 of disjoint windows count,
-    and `head` takes the place of each window's first token."""
+    """Windows as in llama.cpp: disjoint, with `head` in place of the first token of each. The
+    predictions at positions ctx / 2 to ctx - 2 count."""
     for start in range(0, len(tokens) - ctx + 1, ctx):
         scored = start + ctx // 2 + 1
         own = start if head is None else start + 1
@@ -105,8 +108,9 @@ def second_halves(tokens: Tokens, ctx: int, head: int | None) -> Iterator[Window
 
 
 def strided(tokens: Tokens, ctx: int, stride: int) -> Iterator[Window]:
-    """Windows that overlap, each `stride` further; every token but the first is scored once, after
-    at least ctx - stride others wherever there are so many. The last window may be shorter."""
+    """Overlapping windows, `stride` apart. Every token but the first is scored once, with at least
+    ctx - stride tokens of context wherever the document has them. The last window may be shorter.
+    """
     scored = 1
     for start in range(0, len(tokens), stride):
         end = min(start + ctx, len(tokens))
@@ -118,8 +122,9 @@ def strided(tokens: Tokens, ctx: int, stride: int) -> Iterator[Window]:
 
 
 def rolling(tokens: Tokens, ctx: int) -> Iterator[Window]:
-    """Every token but the first is scored once. Predictions come from at most `ctx` tokens: the
-    first window has as many, and the others overlap only where the last one reaches back."""
+    """Windows as in lm-eval. Every token but the first is scored once, with at most `ctx` tokens of
+    context. Each window scores the next `ctx` tokens; the last one scores fewer, and reaches back
+    into its predecessor to have a full context."""
     scored = 1
     while scored < len(tokens):
         end = min(scored + ctx, len(tokens))
