@@ -1,4 +1,4 @@
-"""Which draft models are refused, and how far a short context is stretched."""
+"""Compatibility of draft models: vocabulary check and extension of a short context."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def changed(token_id: int, word: str | None) -> list[str | None]:
     return [*WORDS[:token_id], word, *WORDS[token_id + 1 :]]
 
 
-def test_the_same_vocabulary_is_accepted_and_so_is_padding() -> None:
+def test_equal_vocabularies_are_accepted_with_padding() -> None:
     target = Words(WORDS, SPECIAL)
     check_same_vocabulary(target, Words(WORDS, SPECIAL))
     longer = Words([*WORDS, "<pad>", None], {**SPECIAL, "<pad>": 3000})
@@ -45,7 +45,7 @@ def test_the_same_vocabulary_is_accepted_and_so_is_padding() -> None:
     check_same_vocabulary(target, Words(changed(40, None), SPECIAL))
 
 
-def test_another_vocabulary_is_refused_with_the_first_difference() -> None:
+def test_a_different_vocabulary_is_refused_with_its_first_difference() -> None:
     target = Words(WORDS, SPECIAL)
     with pytest.raises(RequestError, match=r"token 17 differs.*b'w17'.*b'other'"):
         check_same_vocabulary(target, Words(changed(17, "other"), SPECIAL))
@@ -54,7 +54,7 @@ def test_another_vocabulary_is_refused_with_the_first_difference() -> None:
         check_same_vocabulary(target, shifted)
 
 
-def test_every_special_token_counts() -> None:
+def test_every_special_token_is_compared() -> None:
     target = Words(WORDS, {**SPECIAL, "<tool>": 1999})
     with pytest.raises(RequestError, match="token 1999 differs"):
         check_same_vocabulary(target, Words(WORDS, SPECIAL))
@@ -62,7 +62,7 @@ def test_every_special_token_counts() -> None:
         check_same_vocabulary(Words(WORDS, SPECIAL), target)
 
 
-def test_a_shorter_context_is_stretched() -> None:
+def test_alpha_extends_a_shorter_context() -> None:
     assert draft_rope_alpha(2048, 2048) == draft_rope_alpha(2048, 4096) == 1.0
     assert draft_rope_alpha(4096, 2048) == pytest.approx(2.62978)
     assert draft_rope_alpha(8192, 2048) == pytest.approx(7.70056)

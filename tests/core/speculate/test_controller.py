@@ -1,6 +1,6 @@
-"""How long drafts get: bounded loss where they are wrong, near the best where they are right.
+"""Draft lengths: bounded loss for wrong drafts, near the best length for right ones.
 
-Simulated with the times of a pass as measured for a small model on two cores, in passes of one row.
+Simulated with pass times that were measured for a small model on two cores, relative to one row.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ PASS_S = 0.01
 @dataclass(frozen=True)
 class Outcome:
     speed: float
-    """Tokens per time of a plain pass; 1 without drafts."""
+    """Tokens per time of a pass without drafts; 1 without drafts."""
     lengths: tuple[int, ...]
 
 
@@ -36,7 +36,11 @@ def simulate(
     seed: int = 0,
     noise: float = 0.05,
 ) -> Outcome:
-    """`alpha` by position in the reply; `draft_share`: a drafted token's time, in plain passes."""
+    """Simulate a reply.
+
+    alpha        accept rate by position in the reply
+    draft_share  time per draft token, relative to a pass without drafts
+    """
     draws = random.Random(seed)
     costs = PassCosts()
     controller = DraftController(costs, GAMMA)
@@ -68,7 +72,7 @@ def mean_speed(alpha: Callable[[int], float], num_tokens: int, draft_share: floa
 
 
 def best_speed(alpha: float, draft_share: float = 0.0) -> float:
-    """With the one length that suits this acceptance best, known beforehand."""
+    """Rate with the best constant length for this accept rate."""
     return max(
         sum(alpha**i for i in range(length + 1)) / (TIMES[length] + draft_share * length)
         for length in range(GAMMA + 1)
@@ -77,14 +81,14 @@ def best_speed(alpha: float, draft_share: float = 0.0) -> float:
 
 @pytest.mark.parametrize("draft_share", [0.0, 0.1])
 @pytest.mark.parametrize(("num_tokens", "loss"), [(100, 0.03), (400, 0.02), (2000, 0.02)])
-def test_drafts_that_are_always_wrong_cost_little(
+def test_drafts_that_are_never_accepted_cost_little(
     num_tokens: int, loss: float, draft_share: float
 ) -> None:
     assert mean_speed(lambda _: 0.0, num_tokens, draft_share) > 1.0 - loss
 
 
-def test_the_loss_is_bounded_whatever_drafts_cost() -> None:
-    # The credit of 2 passes, a round of drafting at most, and the allowance of 1.5 %.
+def test_the_loss_is_bounded_for_any_draft_cost() -> None:
+    # Initial credit of 2 passes, at most one round of drafting, and the allowance of 1.5 %.
     num_tokens, draft_share = 1000, 0.3
     run = simulate(lambda _: 0.0, num_tokens, draft_share=draft_share, noise=0.0)
     most = 2.0 + TIMES[GAMMA] - 1.0 + GAMMA * draft_share + 0.015 * num_tokens
@@ -93,23 +97,23 @@ def test_the_loss_is_bounded_whatever_drafts_cost() -> None:
 
 @pytest.mark.parametrize("alpha", [0.5, 0.8, 0.9])
 @pytest.mark.parametrize("draft_share", [0.0, 0.1])
-def test_good_drafts_get_nearly_the_best_length(alpha: float, draft_share: float) -> None:
+def test_accepted_drafts_reach_nearly_the_best_rate(alpha: float, draft_share: float) -> None:
     assert mean_speed(lambda _: alpha, 400, draft_share) > 0.92 * best_speed(alpha, draft_share)
 
 
-def test_perfect_drafts_are_as_long_as_they_may_be() -> None:
+def test_perfect_drafts_reach_the_maximum_length() -> None:
     run = simulate(lambda _: 1.0, 2000)
     middle = run.lengths[20:-1]
     assert sum(length >= GAMMA - 1 for length in middle) == len(middle)
 
 
-def test_it_notices_when_drafts_become_good_or_bad() -> None:
+def test_the_length_adapts_to_a_change_of_the_accept_rate() -> None:
     speed = mean_speed(lambda i: 0.9 if i // 500 % 2 else 0.0, 2000)
     ideal = 2.0 / (1.0 + 1.0 / best_speed(0.9))
     assert speed > 0.9 * ideal
 
 
-def test_bad_drafts_are_tried_less_and_less_often() -> None:
+def test_trials_of_bad_drafts_become_rarer() -> None:
     lengths = simulate(lambda _: 0.0, 2000, noise=0.0).lengths
     tried = [place for place, length in enumerate(lengths) if length]
     waits = [after - before for before, after in pairwise(tried)]
@@ -120,8 +124,8 @@ def test_bad_drafts_are_tried_less_and_less_often() -> None:
     assert all(lengths[place] <= 2 for place in tried if place > 100)
 
 
-def test_a_step_in_the_costs_is_respected() -> None:
-    # The fifth row costs as much as the three before it together: drafts of three, not of four.
+def test_drafts_stop_before_a_step_in_the_costs() -> None:
+    # The fifth row costs as much as the second to fourth together: drafts of three, not four.
     lengths = simulate(lambda _: 0.6, 3000, noise=0.0).lengths[200:]
     assert sum(length == 3 for length in lengths) > 0.6 * len(lengths)
 
@@ -129,19 +133,19 @@ def test_a_step_in_the_costs_is_respected() -> None:
 @given(
     st.lists(
         st.tuples(
-            st.integers(0, GAMMA),  # what may be drafted
-            st.integers(0, GAMMA),  # of it, what the drafter gave
-            st.integers(0, GAMMA),  # and the model took
+            st.integers(0, GAMMA),  # limit of the draft
+            st.integers(0, GAMMA),  # tokens that the drafter proposes
+            st.integers(0, GAMMA),  # tokens that the model accepts
             st.booleans(),  # the reply ended within the draft
             st.floats(0.0, 1e3),  # seconds of drafting
-            st.floats(0.0, 1e3),  # and of the pass
+            st.floats(0.0, 1e3),  # seconds of the pass
             st.integers(0, 600),  # other rows
             st.integers(0, 7),  # other sequences
         ),
         max_size=40,
     )
 )
-def test_whatever_happens_lengths_stay_in_range(
+def test_lengths_stay_in_range_for_any_input(
     rounds: list[tuple[int, int, int, bool, float, float, int, int]],
 ) -> None:
     costs = PassCosts()
@@ -164,11 +168,11 @@ def test_whatever_happens_lengths_stay_in_range(
         assert costs.seconds(rows) > 0.0
 
 
-def test_it_is_deterministic() -> None:
+def test_lengths_are_deterministic() -> None:
     assert simulate(lambda _: 0.7, 300, seed=3) == simulate(lambda _: 0.7, 300, seed=3)
 
 
-def test_the_first_draft_may_compute_the_prompt() -> None:
+def test_the_time_of_the_first_draft_is_not_charged() -> None:
     costs = PassCosts()
     controller = DraftController(costs, 4)
     costs.record(1, 0.01)
@@ -179,7 +183,7 @@ def test_the_first_draft_may_compute_the_prompt() -> None:
     assert controller.length(4) > 0
 
 
-def test_costs_are_learned_and_filled_in_between() -> None:
+def test_costs_between_measured_row_counts_are_interpolated() -> None:
     costs = PassCosts()
     assert costs.seconds(1) == 1.0, "in passes, before anything was measured"
     costs.record(1, 0.010)
@@ -190,7 +194,7 @@ def test_costs_are_learned_and_filled_in_between() -> None:
     assert costs.seconds(7) == pytest.approx(0.022)
 
 
-def test_costs_follow_a_growing_context_at_every_number_of_rows() -> None:
+def test_costs_of_all_row_counts_follow_a_growing_context() -> None:
     costs = PassCosts()
     for _ in range(20):
         costs.record(1, 0.010)
@@ -202,7 +206,7 @@ def test_costs_follow_a_growing_context_at_every_number_of_rows() -> None:
 
 
 @pytest.mark.parametrize("seconds", [0.0, 5e-324, -1.0])
-def test_a_clock_that_stands_still_tells_nothing(seconds: float) -> None:
+def test_times_of_zero_are_ignored(seconds: float) -> None:
     costs = PassCosts()
     costs.record(2, seconds)
     costs.record(1, 0.010)
@@ -218,8 +222,8 @@ def test_one_disturbed_pass_changes_little() -> None:
     assert costs.seconds(1) < 0.0135
 
 
-def test_in_a_full_batch_a_drafted_row_must_pay_for_all() -> None:
-    # The batch is limited by computing: each row takes as long as any other.
+def test_in_a_full_batch_a_draft_pays_for_the_delay_of_all_sequences() -> None:
+    # The batch is compute-bound: every row takes the same time.
     costs = PassCosts()
     for rows in range(8, 25):
         costs.record(rows, 0.01 * rows)

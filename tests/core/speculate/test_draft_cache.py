@@ -1,4 +1,4 @@
-"""A real draft model on its paged cache: whatever it kept, it proposes what a fresh one would."""
+"""A real draft model with a paged cache: its proposals equal those with an empty cache."""
 
 from __future__ import annotations
 
@@ -51,21 +51,24 @@ def test_shared_pages_rewinds_and_reuse_change_no_proposal(model: Transformer) -
     drafter = drafter_of(model)
     prompt = [3 + (7 * i + i * i // 5) % 250 for i in range(2 * PAGE)]
     first, second = [*prompt, 11, 12, 13], [*prompt, 21]
-    jobs = [job("a", first, (5, 1, 7)), job("b", second, (5, 1, 2))]  # they share the prompt
+    jobs = [
+        job("a", first, (5, 1, 7)),
+        job("b", second, (5, 1, 2)),
+    ]  # two requests with the same prompt
     assert drafter.propose(jobs) == [fresh(model, first), fresh(model, second)]
 
-    first += fresh(model, first).token_ids[:3]  # three guesses stayed, the fourth did not
+    first += fresh(model, first).token_ids[:3]  # three guesses were accepted, the fourth was not
     first += [44]
     second += [45, 46]
     jobs = [job("a", first, (5, 1, 7)), job("b", second, (5, 1, 2))]
     assert drafter.propose(jobs) == [fresh(model, first), fresh(model, second)]
 
-    del first[2 * PAGE - 20 :]  # back into a page that the other one shares
+    del first[2 * PAGE - 20 :]  # rewind into a page shared with the other request
     first += [50, 51]
     drafter.forget("b")
     assert drafter.propose([job("a", first, (5, 3, 7))]) == [fresh(model, first)]
 
     third = [*prompt[:PAGE], *(99 - i % 90 for i in range(40))]
-    jobs = [job("c", third, (5, 1))]  # page 1 was the other one's and is given out again
+    jobs = [job("c", third, (5, 1))]  # page 1 belonged to the other request
     assert drafter.propose(jobs) == [fresh(model, third)]
     assert drafter.propose([job("b", second, (5, 1, 2))]) == [fresh(model, second)]

@@ -1,7 +1,7 @@
-"""The draft model's side: what it proposes, what it computes for it, and what it survives.
+"""`ModelDrafter`: its proposals, the passes that it runs for them, and its behavior after errors.
 
-The draft is scripted: what it answers depends on every token and position that it reads back from
-its pages, so a page that is taken for another one changes the proposal or is noticed at once.
+The draft model is scripted. Its logits depend on every token and position that it reads from its
+pages, so that a confusion of pages changes the proposal or raises.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def text(length: int, seed: int = 0) -> list[int]:
     return [draws.randrange(250) for _ in range(length)]
 
 
-def test_greedy_drafts_are_what_the_draft_model_would_write() -> None:
+def test_greedy_drafts_equal_greedy_decoding_of_the_draft_model() -> None:
     rule = HashRule()
     drafter = drafter_for(rule)
     tokens = text(30)
@@ -83,17 +83,17 @@ def test_greedy_drafts_are_what_the_draft_model_would_write() -> None:
     assert rows_of(drafter) == [30, 1, 1, 1], "the last guess is not computed"
 
 
-def test_only_what_is_missing_is_computed() -> None:
+def test_only_missing_tokens_are_computed() -> None:
     rule = HashRule()
     drafter = drafter_for(rule)
     tokens = text(30)
     [draft] = drafter.propose([job(tokens)])
     rows_of(drafter)
-    tokens += [*draft.token_ids, 9]  # all were right: the last one and the new one are missing
+    tokens += [*draft.token_ids, 9]  # all accepted: the last guess and the new token are missing
     [draft] = drafter.propose([job(tokens)])
     assert draft.token_ids == continuation(rule, tokens, 4)
     assert rows_of(drafter) == [2, 1, 1, 1]
-    tokens += [draft.token_ids[0], (draft.token_ids[1] + 1) % 250]  # the second was wrong
+    tokens += [draft.token_ids[0], (draft.token_ids[1] + 1) % 250]  # the second guess was rejected
     [draft] = drafter.propose([job(tokens)])
     assert draft.token_ids == continuation(rule, tokens, 4)
     assert rows_of(drafter) == [1, 1, 1, 1]
@@ -112,7 +112,7 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
     assert rows_of(drafter) == [100, 100, 100, 20, 1, 1, 1]
 
 
-def test_sequences_are_drafted_side_by_side() -> None:
+def test_sequences_are_drafted_in_one_batch() -> None:
     rule = HashRule()
     drafter = drafter_for(rule)
     first, second = text(30, 1), text(40, 2)
@@ -125,7 +125,7 @@ def test_sequences_are_drafted_side_by_side() -> None:
     assert rows_of(drafter) == [70, 2, 1, 1]
 
 
-def test_a_prefix_that_was_drafted_for_is_not_computed_again() -> None:
+def test_a_cached_prefix_is_not_computed_again() -> None:
     rule = HashRule()
     drafter = drafter_for(rule)
     prefix = text(2 * PAGE, 1)
@@ -138,7 +138,7 @@ def test_a_prefix_that_was_drafted_for_is_not_computed_again() -> None:
     assert rows_of(drafter) == [3, 1, 1, 1]
 
 
-def test_of_two_that_lack_the_same_page_one_computes_it() -> None:
+def test_a_page_missed_by_two_sequences_is_computed_once() -> None:
     rule = HashRule()
     drafter = drafter_for(rule)
     prefix = text(PAGE)
@@ -150,12 +150,14 @@ def test_of_two_that_lack_the_same_page_one_computes_it() -> None:
     assert rows_of(drafter) == [PAGE + 2, 1, 2, 2, 2]
 
 
-def test_a_page_that_another_request_wrote_to_is_computed_again() -> None:
+def test_a_page_overwritten_by_another_request_is_recomputed() -> None:
     rule = HashRule()
     drafter = drafter_for(rule)
     mine, other = text(40, 1), text(40, 2)
     drafter.propose([job(mine, [3])])
-    drafter.propose([job(other, [3], request_id="other")])  # mine had to give way
+    drafter.propose(
+        [job(other, [3], request_id="other")]
+    )  # overwrites the page of the first request
     rows_of(drafter)
     [draft] = drafter.propose([job(mine, [3])])
     assert draft.token_ids == continuation(rule, mine, 4)
@@ -171,14 +173,14 @@ def test_drafting_stops_at_the_end_of_the_context_and_of_the_pages() -> None:
     assert [len(drafter.propose([job(text(n), [0])])[0].token_ids) for n in (254, 256)] == [3, 1]
 
 
-def test_a_job_may_ask_for_nothing() -> None:
+def test_a_job_with_a_limit_of_zero_gets_an_empty_draft() -> None:
     drafter = drafter_for(HashRule())
     assert drafter.propose([job(text(30), max_tokens=0)]) == [NO_DRAFT]
     assert drafter.propose([]) == []
     assert rows_of(drafter) == []
 
 
-def test_tokens_that_the_draft_does_not_know_are_not_drafted_for() -> None:
+def test_sequences_with_tokens_outside_the_draft_vocabulary_are_not_drafted() -> None:
     rule = HashRule()
     drafter = drafter_for(rule)
     strange = [*text(30), 1_000_000_007, 5]
@@ -187,7 +189,7 @@ def test_tokens_that_the_draft_does_not_know_are_not_drafted_for() -> None:
     assert drafts == [NO_DRAFT, Draft(continuation(rule, tokens, 4))]
 
 
-def test_it_stops_where_the_draft_is_not_sure() -> None:
+def test_a_draft_ends_below_the_minimum_probability() -> None:
     unsure = torch.zeros(VOCAB_SIZE)
 
     def rule(history: Sequence[int]) -> Tensor:
@@ -199,7 +201,7 @@ def test_it_stops_where_the_draft_is_not_sure() -> None:
     assert len(draft.token_ids) == 4
 
 
-def test_drawn_tokens_come_with_what_they_were_drawn_from() -> None:
+def test_sampled_tokens_come_with_their_distributions() -> None:
     rule = HashRule()
     sampler = SamplerParams(temperature=0.7, top_k=20, seed=5)
     tokens = text(30)
@@ -218,7 +220,7 @@ def test_drawn_tokens_come_with_what_they_were_drawn_from() -> None:
         history.append(token_id)
 
 
-def test_the_draft_draws_other_numbers_than_the_sampler_with_the_same_seed() -> None:
+def test_drafter_and_sampler_use_different_random_numbers_for_one_seed() -> None:
     drafter = drafter_for(always(torch.zeros(VOCAB_SIZE)), max_tokens=200)
     [draft] = drafter.propose([job([1], [0], max_tokens=200, sampler=SamplerParams(seed=9))])
     generator = torch.Generator().manual_seed(9)
@@ -230,7 +232,7 @@ def test_the_draft_draws_other_numbers_than_the_sampler_with_the_same_seed() -> 
     assert agreeing < 8  # 200 / 258 by chance
 
 
-def test_penalties_see_what_was_guessed_before() -> None:
+def test_penalties_include_earlier_guesses() -> None:
     logits = torch.zeros(VOCAB_SIZE)
     logits[:4] = torch.tensor([4.0, 3.9, 3.8, 3.7])
     sampler = SamplerParams(temperature=0.0, repetition_penalty=1.5)
@@ -238,13 +240,13 @@ def test_penalties_see_what_was_guessed_before() -> None:
     tokens = [9, 9]
     [draft] = drafter.propose([job(tokens, sampler=sampler)])
     assert draft.token_ids == (0, 1, 2, 3)
-    tokens += [0, 9]  # the second guess was wrong, so 1 did not come
+    tokens += [0, 9]  # the second guess was rejected, so that 1 did not occur
     [draft] = drafter.propose([job(tokens, sampler=sampler)])
     assert draft.token_ids[:3] == (1, 2, 3)
 
 
 @pytest.mark.parametrize("draft_vocab", [200, 300])
-def test_vocabularies_may_be_padded_differently(draft_vocab: int) -> None:
+def test_vocabularies_with_different_padding(draft_vocab: int) -> None:
     rule = HashRule(vocab_size=draft_vocab)
     drafter = drafter_for(rule, draft_vocab=draft_vocab)
     tokens = [t % 200 for t in text(30)]
@@ -258,7 +260,7 @@ def test_vocabularies_may_be_padded_differently(draft_vocab: int) -> None:
     assert all(token_id < VOCAB_SIZE for token_id in draft.token_ids)
 
 
-def test_after_a_pass_that_broke_off_nothing_is_trusted() -> None:
+def test_after_an_interrupted_pass_no_page_is_reused() -> None:
     rule = HashRule()
     drafter = drafter_for(rule)
     tokens = text(40)
@@ -272,18 +274,18 @@ def test_after_a_pass_that_broke_off_nothing_is_trusted() -> None:
     assert draft.token_ids == continuation(rule, tokens, 4)
 
 
-def test_logits_that_are_no_numbers_end_a_draft_and_nothing_else() -> None:
+def test_nan_logits_end_the_draft_only() -> None:
     drafter = drafter_for(always(torch.full((VOCAB_SIZE,), float("nan"))))
     assert drafter.propose([job(text(30))]) == [NO_DRAFT]
 
 
-def test_a_draft_that_follows_the_reply_is_right() -> None:
+def test_a_draft_model_equal_to_the_target_is_always_right() -> None:
     drafter = drafter_for(reply_with([1, 2, 3, 4, 5, 6]))
     [draft] = drafter.propose([job([9, 1, 2])])
     assert draft.token_ids == (3, 4, 5, 6)
 
 
-def test_pages_that_are_moved_keep_their_contents() -> None:
+def test_moved_pages_keep_their_contents() -> None:
     rule = HashRule()
     drafter = drafter_for(rule)
     tokens = text(PAGE + 20)
@@ -296,13 +298,13 @@ def test_pages_that_are_moved_keep_their_contents() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"max_tokens": 0}, {"min_probability": 1.5}])
-def test_settings_that_cannot_work_are_refused(settings: dict[str, float]) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(RequestError):
         drafter_for(HashRule(), **settings)
 
 
 class Life:
-    """Requests that come, grow, are cut back, lose their pages and go, over a small pool."""
+    """Requests that arrive, grow, are rewound, lose pages and end, over a small page pool."""
 
     def __init__(self, seed: int) -> None:
         self.draws = random.Random(seed)
@@ -355,7 +357,7 @@ class Life:
 
 
 @pytest.mark.parametrize("seed", first_by_default(range(4)))
-def test_whatever_happened_before_the_drafts_are_those_of_a_fresh_draft(seed: int) -> None:
+def test_drafts_after_random_operations_equal_those_of_a_fresh_drafter(seed: int) -> None:
     rule = HashRule()
     drafter = drafter_for(rule, num_pages=7)
     life = Life(seed)

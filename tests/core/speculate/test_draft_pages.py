@@ -1,4 +1,4 @@
-"""What a draft's pages are said to hold, against what was really written to them."""
+"""`DraftPages`: recorded contents of pages, compared with a model of the cache."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_PAGES = 6
 
 
 class Written:
-    """Beside `DraftPages`: of which whole prefix every place of the cache was computed."""
+    """`DraftPages` beside a model of the cache that stores the whole prefix of every slot."""
 
     def __init__(self) -> None:
         self.pages = DraftPages(NUM_PAGES, SIZE)
@@ -28,7 +28,7 @@ class Written:
         return self.pages.num_cached(tokens, page_ids, keys)
 
     def write(self, tokens: Sequence[int], extra: Sequence[int], page_ids: Sequence[int]) -> None:
-        """What is missing of the sequence, and then guesses behind it, as the drafter does it."""
+        """Write the missing tokens of the sequence and then guesses, as the drafter does."""
         keys = page_keys(tokens, SIZE)
         start = min(self.pages.num_cached(tokens, page_ids, keys), len(tokens) - 1)
         whole = [*tokens, *extra]
@@ -67,7 +67,7 @@ orders = st.permutations(range(NUM_PAGES))
         max_size=12,
     )
 )
-def test_only_what_was_computed_of_this_prefix_counts_as_cached(
+def test_only_tokens_computed_after_this_prefix_count_as_cached(
     steps: list[tuple[list[int], list[int], list[int], list[int]]],
 ) -> None:
     written = Written()
@@ -84,20 +84,20 @@ def test_only_what_was_computed_of_this_prefix_counts_as_cached(
         assert written.check(tokens, moved) == len(tokens)
 
 
-def test_guesses_that_stayed_need_not_be_computed_again() -> None:
+def test_accepted_guesses_are_cached() -> None:
     written = Written()
     written.write([1, 2, 3], [4, 5], [0, 1])
     assert written.check([1, 2, 3, 4, 9], [0, 1]) == 4
     assert written.check([1, 2, 7, 8], [0, 1]) == 2
 
 
-def test_a_page_behind_one_that_guesses_filled_is_not_trusted() -> None:
+def test_a_page_after_one_filled_by_guesses_is_not_reused() -> None:
     written = Written()
     written.write([1, 2, 3], [4, 5], [0, 1])
     assert written.check([1, 2, 3, 4, 5], [0, 1]) == 4, "whose page 1 is, was not known then"
 
 
-def test_keys_that_were_not_told_are_worked_out() -> None:
+def test_missing_keys_are_computed() -> None:
     written = Written()
     tokens = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     written.write(tokens, [], [0, 1, 2])

@@ -1,8 +1,8 @@
-"""Whole rounds of drafting leave the model's distribution as it is: chi-square over sequences.
+"""Speculative decoding preserves the target distribution: chi-square tests over sequences.
 
-The models are Markov chains over three tokens, so the distribution of the next three is known
-exactly. A round is played as the engine plays it: a draft of three, each position checked by the
-sampler, the first rejection ends the round, and after three accepted tokens comes one more.
+The models are Markov chains over three tokens, so that the distribution of the next three tokens is
+known exactly. A round follows the engine: a draft of three tokens, each verified by the sampler.
+The first rejection ends the round, and three accepted tokens are followed by one more.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def play(propose: Propose, sampler: Sampler) -> Played:
 
 
 def expected(temperature: float, top_k: int) -> dict[tuple[int, ...], float]:
-    """Of every sequence of `LENGTH` tokens."""
+    """Probability of every sequence of `LENGTH` tokens."""
     logits = TARGET / temperature
     if top_k:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[:, -1:], -torch.inf)
@@ -86,7 +86,7 @@ def expected(temperature: float, top_k: int) -> dict[tuple[int, ...], float]:
 
 
 def chi_square(played: list[Played], joint: dict[tuple[int, ...], float]) -> float:
-    """How many standard deviations the statistic lies above its mean. Rare sequences together."""
+    """Chi-square statistic in standard deviations above its mean. Rare sequences are pooled."""
     counts = dict.fromkeys(joint, 0)
     for each in played:
         counts[tuple(each.token_ids)] += 1
@@ -102,7 +102,7 @@ def chi_square(played: list[Played], joint: dict[tuple[int, ...], float]) -> flo
 
 
 def by_model(table: Tensor, min_probability: float = 0.0) -> Make:
-    """One drafter for all rounds; each round is a request of its own."""
+    """Run the rounds with one drafter; each round is a separate request."""
     model = ScriptedModel(lambda history: table[history[-1]], ScriptedShape(vocab_size=VOCAB))
     drafter = ModelDrafter(
         model,
@@ -134,7 +134,7 @@ def by_lookup(seed: int, params: SamplerParams) -> Propose:
 def played_by(
     make: Make, rounds: int, *, temperature: float = 1.0, top_k: int = 0
 ) -> tuple[list[Played], float]:
-    """The rounds, and how far their sequences are from what they should be."""
+    """Run the rounds and return the deviation of their sequences from the exact distribution."""
     ops = get_table("reference", threads=1)
     played = []
     for seed in range(rounds):
@@ -153,26 +153,26 @@ MODES: dict[str, tuple[Tensor, float]] = {
 @pytest.mark.thorough
 @pytest.mark.parametrize("rounds", [ROUNDS, 10 * ROUNDS])
 @pytest.mark.parametrize("mode", MODES)
-def test_a_draft_model_leaves_the_distribution_as_it_is(mode: str, rounds: int) -> None:
+def test_a_draft_model_preserves_the_distribution(mode: str, rounds: int) -> None:
     table, least = MODES[mode]
     played, deviation = played_by(by_model(table, least), rounds)
     assert deviation < 4.0
     passes = sum(each.passes for each in played)
     if table is TARGET:
-        # All three are accepted: every reply takes one pass.
+        # All three tokens are accepted, so that every reply takes one pass.
         assert passes == rounds
     else:
         assert 1.2 * rounds < passes < 2.9 * rounds
 
 
 @pytest.mark.thorough
-def test_the_same_with_settings_that_cut_the_distribution() -> None:
+def test_truncating_samplers_preserve_the_distribution() -> None:
     played, deviation = played_by(by_model(OTHER), ROUNDS, temperature=0.8, top_k=2)
     assert deviation < 4.0
     assert sum(each.accepted for each in played) > 0.3 * ROUNDS
 
 
-def test_looked_up_drafts_give_the_very_tokens_of_sampling_without() -> None:
+def test_lookup_drafts_yield_the_same_tokens_as_no_drafts() -> None:
     ops = get_table("reference", threads=1)
     shorter = 0
     for seed in range(100):
@@ -186,8 +186,8 @@ def test_looked_up_drafts_give_the_very_tokens_of_sampling_without() -> None:
 
 
 @pytest.mark.thorough
-def test_the_measure_would_notice_a_wrong_rule() -> None:
-    """Sampled from the draft's distribution, but checked as if all tokens had been as likely."""
+def test_the_statistic_detects_a_wrong_acceptance_rule() -> None:
+    """Sampled from the draft's distribution, but verified as if it had been uniform."""
     drawing = by_model(OTHER)
     even = torch.full((VOCAB,), 1.0 / VOCAB)
 

@@ -1,4 +1,4 @@
-"""What the look-up proposes, when it is silent, and what it notices."""
+"""`NgramDrafter`: its proposals, when it proposes nothing, and changes of the sequence."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def guess(drafter: NgramDrafter, token_ids: Sequence[int], max_tokens: int = 99)
 
 
 def follow(drafter: NgramDrafter, prompt: Sequence[int], reply: Sequence[int]) -> DraftStats:
-    """Drafting for a model that answers with `reply`, whatever is proposed."""
+    """Draft for a model whose reply is fixed."""
     sequence, done, stats = list(prompt), 0, DraftStats()
     while done < len(reply):
         proposed = guess(drafter, sequence, len(reply) - done - 1)
@@ -43,12 +43,12 @@ def follow(drafter: NgramDrafter, prompt: Sequence[int], reply: Sequence[int]) -
     return stats
 
 
-def test_it_goes_on_as_it_did_after_the_same_tokens() -> None:
+def test_tokens_after_the_same_context_are_proposed() -> None:
     drafter = NgramDrafter(max_tokens=4, min_confidence=0.0)
     assert guess(drafter, [1, 2, 3, 4, 5, 6, 7, 8, 9, 2, 3, 4, 5]) == [6, 7, 8, 9]
 
 
-def test_a_short_match_is_followed_less_far_than_a_long_one() -> None:
+def test_a_short_match_yields_a_shorter_draft_than_a_long_one() -> None:
     text = list(range(50))
     short = guess(NgramDrafter(), [*text, 10, 11])
     long = guess(NgramDrafter(), [*text, *range(10, 30)])
@@ -57,41 +57,41 @@ def test_a_short_match_is_followed_less_far_than_a_long_one() -> None:
     assert long == text[30:38]
 
 
-def test_a_longer_context_counts_more_than_a_newer_or_more_frequent_one() -> None:
+def test_a_longer_context_beats_a_newer_or_more_frequent_one() -> None:
     history = [1, 2, 3, 4, 50, 9, 3, 4, 60, 8, 3, 4, 60, 7, 1, 2, 3, 4]
     assert guess(NgramDrafter(max_tokens=1, min_confidence=0.0), history) == [50]
 
 
-def test_a_match_is_compared_beyond_the_longest_context() -> None:
+def test_matches_are_compared_beyond_the_longest_context() -> None:
     history = [9, 8, 1, 2, 3, 50, 7, 7, 1, 2, 3, 60, 9, 8, 1, 2, 3]
     drafter = NgramDrafter(max_tokens=1, max_match=3, min_confidence=0.0)
     assert guess(drafter, history) == [50]
 
 
-def test_of_equal_contexts_the_more_frequent_successor_wins_then_the_newer_one() -> None:
+def test_among_equal_contexts_the_frequent_then_the_newer_successor_wins() -> None:
     drafter = NgramDrafter(max_tokens=1, min_match=1, max_match=2, min_confidence=0.0)
     assert guess(drafter, [5, 60, 6, 5, 60, 7, 5, 50, 8, 5]) == [60]
     drafter.forget("r")
     assert guess(drafter, [5, 60, 7, 5, 50, 8, 5]) == [50]
 
 
-def test_a_sequence_that_repeats_itself_is_followed_past_its_end() -> None:
+def test_a_periodic_sequence_is_continued_past_its_end() -> None:
     drafter = NgramDrafter(max_tokens=7, min_confidence=0.0)
     assert guess(drafter, [1, 2, 3, 1, 2, 3]) == [1, 2, 3, 1, 2, 3, 1]
     assert guess(drafter, [1, 2, 3, 1, 2, 3, 1]) == [2, 3, 1, 2, 3, 1, 2]
 
 
-def test_a_token_that_was_replaced_does_not_end_a_long_match() -> None:
+def test_a_replaced_token_does_not_end_a_long_match() -> None:
     drafter = NgramDrafter(max_tokens=4)
     live = [*range(50), *range(10, 30)]
     assert guess(drafter, live) == [30, 31, 32, 33]
-    live += [30, 31, 99]  # where 32 was expected
+    live += [30, 31, 99]  # instead of 32
     assert guess(drafter, live) == [33, 34]
     live += [33, 34, 35]
     assert guess(drafter, live)[:2] == [36, 37]
 
 
-def test_it_is_silent_where_nothing_matches() -> None:
+def test_nothing_is_proposed_without_a_match() -> None:
     drafter = NgramDrafter()
     assert guess(drafter, [7]) == []
     assert guess(drafter, list(range(100))) == []
@@ -106,19 +106,19 @@ def test_a_draft_is_never_longer_than_allowed() -> None:
     assert guess(drafter, history, 0) == []
 
 
-def test_a_text_given_beforehand_helps_every_request() -> None:
+def test_preloaded_text_is_used_by_every_request() -> None:
     drafter = NgramDrafter(max_tokens=2, preload=[10, 11, 12, 13, 14, 15])
     first, second = drafter.propose([job([1, 10, 11, 12]), job([2, 12, 13, 14], request_id="s")])
     assert first.token_ids == (13, 14)
     assert second.token_ids[:1] == (15,)
 
 
-def test_what_was_said_here_counts_more_than_what_was_given_beforehand() -> None:
+def test_the_own_sequence_beats_preloaded_text() -> None:
     drafter = NgramDrafter(max_tokens=1, min_confidence=0.0, preload=[1, 2, 50])
     assert guess(drafter, [1, 2, 60, 1, 2]) == [60]
 
 
-def test_requests_know_nothing_of_each_other() -> None:
+def test_requests_do_not_share_their_sequences() -> None:
     drafter = NgramDrafter()
     drafter.propose([job([1, 2, 3, 4, 5, 6], request_id="other")])
     assert guess(drafter, [1, 2, 3]) == []
@@ -127,7 +127,7 @@ def test_requests_know_nothing_of_each_other() -> None:
     drafter.moved([(1, 2)])
 
 
-def test_a_sequence_that_was_cut_back_is_noticed() -> None:
+def test_a_rewound_sequence_is_detected() -> None:
     drafter = NgramDrafter(max_tokens=2, min_confidence=0.0)
     live = [1, 2, 3, 4, 5, 6, 1, 2]
     assert guess(drafter, live) == [3, 4]
@@ -135,7 +135,7 @@ def test_a_sequence_that_was_cut_back_is_noticed() -> None:
     assert guess(drafter, live) == []
     live += [70, 80, 90, 1, 2]
     assert guess(drafter, live) == [70, 80]
-    live[2:] = [30, 31, 32, 33, 1, 2]  # cut back and grown again between two calls
+    live[2:] = [30, 31, 32, 33, 1, 2]  # rewound and grown again between two calls
     assert guess(drafter, live) == [30, 31]
 
 
@@ -143,7 +143,7 @@ ids = st.integers(0, 3)
 
 
 @given(st.lists(st.tuples(st.lists(ids, max_size=12), st.integers(0, 12)), max_size=8))
-def test_an_index_that_was_cut_back_is_like_a_new_one(
+def test_a_rewound_index_equals_a_new_one(
     steps: list[tuple[list[int], int]],
 ) -> None:
     index = NgramIndex(1, 3)
@@ -156,7 +156,7 @@ def test_an_index_that_was_cut_back_is_like_a_new_one(
 
 
 @given(st.lists(ids, max_size=60))
-def test_a_match_is_where_the_end_of_the_sequence_stood_before(tokens: list[int]) -> None:
+def test_a_match_is_an_earlier_occurrence_of_the_end(tokens: list[int]) -> None:
     index = NgramIndex(2, 4)
     index.extend(tokens)
     match = index.find(tokens)
@@ -175,20 +175,21 @@ def test_an_edited_text_takes_few_passes() -> None:
     stats = follow(NgramDrafter(), prompt, reply)
     assert stats.mean_length is not None
     assert stats.efficiency is not None
-    # A token in 33 differs: 9 tokens a pass at most, 0.97 ** 8 = 0.78 of them up to the end.
+    # One token in 33 differs: at most 9 tokens per pass, and 0.97 ** 8 = 0.78 of the drafts are
+    # accepted to their end.
     assert stats.mean_length > 6
     assert stats.efficiency > 0.7
 
 
 @pytest.mark.parametrize("vocab_size", [40, 400, 40000])
-def test_on_noise_it_soon_falls_silent(vocab_size: int) -> None:
+def test_proposals_stop_soon_on_noise(vocab_size: int) -> None:
     draws = random.Random(5)
     noise = [draws.randrange(vocab_size) for _ in range(4000)]
     stats = follow(NgramDrafter(), noise[:3000], noise[3000:])
     assert stats.drafted < 0.02 * stats.rounds
 
 
-def test_it_starts_again_when_the_text_repeats_after_all() -> None:
+def test_proposals_resume_when_the_text_repeats() -> None:
     draws = random.Random(6)
     noise = [draws.randrange(200) for _ in range(2000)]
     stats = follow(NgramDrafter(), noise, noise[1000:1500])
@@ -207,7 +208,7 @@ def test_a_proposal_takes_microseconds_at_8k_tokens() -> None:
         started = time.perf_counter()
         drafter.propose([job(live)])
         times.append(time.perf_counter() - started)
-    assert median(times) < 150e-6  # about 15 us; the rest is for a busy machine
+    assert median(times) < 150e-6  # about 15 us; the margin is for a busy machine
 
 
 @pytest.mark.parametrize(
@@ -219,6 +220,6 @@ def test_a_proposal_takes_microseconds_at_8k_tokens() -> None:
         {"min_confidence": 1.5},
     ],
 )
-def test_settings_that_cannot_work_are_refused(settings: dict[str, int]) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, int]) -> None:
     with pytest.raises(RequestError):
         NgramDrafter(**settings)  # type: ignore[arg-type]

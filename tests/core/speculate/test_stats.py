@@ -1,4 +1,4 @@
-"""The figures of drafting, against their definitions and against theory."""
+"""`DraftStats`: rates compared with their definitions and with theory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from exl_core.speculate.stats import DraftStats, expected_length
 
 
-def test_a_run_of_three_rounds() -> None:
+def test_rates_of_three_rounds() -> None:
     stats = (
         DraftStats()
         .with_round(drafted=4, accepted=4, emitted=5)
@@ -27,13 +27,13 @@ def test_a_run_of_three_rounds() -> None:
     assert sum(stats.position_rates) == pytest.approx(stats.mean_accepted)
 
 
-def test_a_reply_that_ends_within_a_draft_rejects_nothing() -> None:
+def test_a_reply_that_ends_within_a_draft_counts_no_rejection() -> None:
     stats = DraftStats().with_round(drafted=4, accepted=2, emitted=2)
     assert stats.rejected == 0
     assert stats.alpha == 1.0
 
 
-def test_without_rounds_there_are_no_figures() -> None:
+def test_rates_without_rounds_are_none() -> None:
     none = DraftStats()
     assert none.utilization is none.alpha is none.mean_length is none.mean_accepted is None
     assert none.efficiency is None
