@@ -1,10 +1,10 @@
 """Write a Llama-shaped model with random quantized weights. Usage: random_exl2.py OUT [--size 8b]
 
-Speed depends on shapes and widths, not on values, so that no download is needed to measure it. As
-converters write them, matrices that read the same input have their features in one order, the
-head has a width of its own, and embedding and norms are float16. `--mix` gives the shares of input
-features by width, the widest first; `--format gptq` writes 4 bits in groups of 128 with act-order
-and a float16 head instead. The last line printed is JSON.
+Speed depends on shapes and widths, not on values. No download is needed to measure it. As in files
+of converters, matrices that read the same input have one common feature order, the head has its own
+width, and embedding and norms are float16. `--mix` gives the shares of input features by width, the
+widest first. `--format gptq` writes 4 bits in groups of 128 with act-order and a float16 head
+instead. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ MIXES = {
     "5": "6:0.25,5:0.75",
     "8": "8:1",
 }
-"""By the width that dominates; 4 is what a converter makes of about 4.0 bits a weight."""
+"""Mixes by their most frequent width. 4 is similar to a converter's mix at 4.0 bits per weight."""
 
-SCALE = 0.004  # of the largest scale code: states stay of order one through dozens of layers
+SCALE = 0.004  # scale of the largest scale code; keeps states of order one over dozens of layers
 
 
 class Size(NamedTuple):
-    """The numbers of `config.json` that differ."""
+    """Numbers of `config.json` that differ between sizes."""
 
     hidden_size: int
     intermediate_size: int
@@ -90,7 +90,7 @@ def parse_mix(text: str) -> list[tuple[int, float]]:
 
 
 class Exl2Writer:
-    """Tensors of one linear at a time, with random codes."""
+    """Writer of EXL2 linears with random codes."""
 
     file_name = "output.safetensors"
 
@@ -109,7 +109,7 @@ class Exl2Writer:
         }
 
     def linear(self, name: str, rows: int, columns: int, source: str) -> Parts:
-        """`source` says which input is read: who shares it shares the order of features."""
+        """`source` names the input. Linears with the same input share the order of features."""
         mix = [(self._head_bits, 1.0)] if name == "lm_head" else self._mix
         widths = group_widths(rows // GROUP, mix)
         table, packed = [], 0
@@ -130,7 +130,7 @@ class Exl2Writer:
 
 
 class GptqWriter:
-    """4 bits in groups of 128 with act-order; the head stays float16."""
+    """Writer of GPTQ linears: 4 bits in groups of 128 with act-order, float16 head."""
 
     file_name = "model.safetensors"
     bits = 4
@@ -154,7 +154,7 @@ class GptqWriter:
             self._orders[source, rows] = (torch.randperm(rows) // GROUP).int()
         return {
             "qweight": words(rows // step, columns),
-            # Symmetric: a zero point of 8 in every field, stored as one less.
+            # Symmetric: the zero point is 8 in every field, and the format stores it minus one.
             "qzeros": torch.full((groups, columns // step), 0x77777777, dtype=torch.int32),
             "scales": (torch.rand(groups, columns) * SCALE).half(),
             "g_idx": self._orders[source, rows].clone(),
@@ -180,7 +180,7 @@ def halves(rows: int, columns: int, scale: float = 1.0) -> Tensor:
 
 
 def fast_device() -> str:
-    """A GPU makes gigabytes at once."""
+    """A GPU if there is one, because it generates random gigabytes much faster."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -208,7 +208,7 @@ def write_model(out: Path, size: Size, writer: Exl2Writer | GptqWriter) -> dict[
     for name, rows, columns, source in linears(size):
         parts = writer.linear(name, rows, columns, source)
         tensors |= {f"{name}.{part}": tensor for part, tensor in parts.items()}
-    read = sum(tensor.nbytes for tensor in tensors.values())
+    bytes_read = sum(tensor.nbytes for tensor in tensors.values())
     tensors["model.embed_tokens.weight"] = halves(size.vocab_size, hidden)
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / writer.file_name, metadata={"format": "pt"})
@@ -229,7 +229,12 @@ def write_model(out: Path, size: Size, writer: Exl2Writer | GptqWriter) -> dict[
     }
     (out / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     byte_tokenizer().save(str(out / "tokenizer.json"))
-    return {"out": str(out), **size._asdict(), **writer.settings, "bytes_read_per_token": read}
+    return {
+        "out": str(out),
+        **size._asdict(),
+        **writer.settings,
+        "bytes_read_per_token": bytes_read,
+    }
 
 
 def byte_tokenizer() -> Tokenizer:

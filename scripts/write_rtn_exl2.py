@@ -1,11 +1,13 @@
 """Write an EXL2 model by rounding to nearest. Usage: write_rtn_exl2.py MODEL OUT [--bits 4] ...
 
-Stands in for a converter where the speed of EXL2 files or their reading is in question: the files
-are what a converter writes, but the codes are the nearest ones and know nothing of activations, so
-a text scores worse than with a calibrated file of the same size. MODEL is anything that exl loads.
-What matters to speed is as converters write it: features are permuted, in one order for all
-matrices that read the same input (here by the size of their weights), the head is quantized apart
-from the embedding, embedding and norms are float16. The last line printed is JSON.
+Replaces a converter for measurements of the speed of EXL2 files, or of reading them. The files are
+like those of a converter, but codes are the nearest ones and do not depend on activations. A text
+therefore scores worse than with a calibrated file of the same size. MODEL is anything that exl
+loads.
+
+Everything that affects speed is as in files of converters: features are permuted, with one order
+for all matrices that read the same input (here by the size of their weights), the head is quantized
+separately from the embedding, and embedding and norms are float16. The last line printed is JSON.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.quantized import MATRIX
 
 GROUP_SIZES = (32, 64, 128)
-CHUNK_VALUES = 1 << 17  # searched at a time: half a MiB as float32, which a core's cache holds
-SCALES_TRIED = 5  # of 16: down to 0.56 of the largest
+CHUNK_VALUES = 1 << 17  # values per search: half a MiB of float32, which fits a core's cache
+SCALES_TRIED = 5  # of 16 scale codes: scales down to 0.56 of the largest
 
 
 class Format(NamedTuple):
-    """How one matrix is to be stored."""
+    """Storage format of one matrix."""
 
     bits: int
     group_size: int
@@ -67,14 +69,14 @@ def main() -> int:
 
 
 def write_model(spec: str, out: Path, body: Format, head: Format) -> dict[str, object]:
-    """Writes the directory and says how many bits a weight took, head included."""
+    """Writes the directory. Returns a summary with the bits per weight, head included."""
     started = time.perf_counter()
     path = resolve_model(spec)
     source, config, quantization = open_checkpoint(path)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise RequestError("the output directory is in use", where=out, expected="an empty one")
     checkpoint = Checkpoint(source, config, quantization)
-    beside = side_files.collect(path, source, config, _settings(body, head))
+    files = side_files.collect(path, source, config, _settings(body, head))
     tensors: dict[str, Tensor] = {}
     bits = weights = 0
     for name, part in model_tensors(checkpoint, config, body, head):
@@ -88,7 +90,7 @@ def write_model(spec: str, out: Path, body: Format, head: Format) -> dict[str, o
         print(f"{name}: {describe(part)}")
     out.mkdir(parents=True, exist_ok=True)
     save_file(tensors, out / "output.safetensors")
-    beside.write(out)
+    files.write(out)
     side_files.check(out, path, source, config)
     return {
         "model": str(path),
@@ -105,7 +107,7 @@ def write_model(spec: str, out: Path, body: Format, head: Format) -> dict[str, o
 def model_tensors(
     checkpoint: Checkpoint, config: ModelConfig, body: Format, head: Format
 ) -> Iterator[tuple[str, Tensor | exl2.Exl2Linear]]:
-    """All that the file holds, by the model's names, in the order of the forward pass."""
+    """All tensors of the file by canonical name, in the order of the forward pass."""
     seen: set[str] = set()
     for name in checkpoint.stored:
         if name in seen:
@@ -129,7 +131,7 @@ def model_tensors(
 def quantize_together(
     checkpoint: Checkpoint, names: list[str], form: Format
 ) -> Iterator[tuple[str, exl2.Exl2Linear]]:
-    """Matrices that read the same input share the order of their features."""
+    """Quantizes matrices that read the same input, with one common order of features."""
     weights = [matrix(checkpoint, name).T for name in names]  # [in, out]
     order = feature_order(weights)
     for name, weight in zip(names, weights, strict=True):
@@ -144,13 +146,13 @@ def quantize_together(
 
 
 def feature_order(weights: list[Tensor]) -> Tensor:
-    """Features with the largest weights first."""
+    """Order of the features by falling energy of their weights."""
     energy = torch.stack([weight.square().sum(1) for weight in weights]).sum(0)  # [in]
     return energy.argsort(descending=True, stable=True)
 
 
 def quantize(weight: Tensor, order: Tensor, form: Format) -> exl2.Exl2Linear:
-    """The nearest codes of weight [in, out], at the best scale of each group and column."""
+    """Nearest codes of weight [in, out] at the best scale of each group and column."""
     bits, size = form
     rows = weight.shape[0]
     stored = weight[order]  # [in, out]
@@ -174,65 +176,69 @@ def quantize_groups(values: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     of values [groups, rows, n]."""
     groups, rows, columns = values.shape
     zero = 2 ** (bits - 1)
-    # The scale at which no value is cut off: codes reach one further below zero than above it.
-    whole = torch.maximum(values.amax(1) / (zero - 1), -values.amin(1) / zero)  # [groups, n]
-    scale_max = whole.amax(1).half() if groups else whole.new_zeros(0).half()  # [groups]
+    # Smallest scale that clips no value. Codes reach one step further below zero than above it.
+    unclipped = torch.maximum(values.amax(1) / (zero - 1), -values.amin(1) / zero)  # [groups, n]
+    scale_max = unclipped.amax(1).half() if groups else unclipped.new_zeros(0).half()  # [groups]
     steps = (scale_max.float() / 256).half().float()  # rounded as readers round
     codes = torch.empty(values.shape, dtype=torch.uint8)
     scale_codes = torch.empty(groups, columns, dtype=torch.uint8)
 
     def search(span: slice) -> None:
-        best, scale = best_scales(values[:, :, span], whole[:, span], steps, zero)
+        best, scale = best_scales(values[:, :, span], unclipped[:, span], steps, zero)
         scale_codes[:, span] = best
         codes[:, :, span] = nearest(values[:, :, span], scale, zero).add_(zero).byte()
 
     width = max(1, CHUNK_VALUES // max(1, groups * rows))
     spans = [slice(first, first + width) for first in range(0, columns, width)]
-    # Not torch's threads: they wait for each other after every little step, spinning.
+    # torch's own threads are not used: they synchronize after every small step and spin.
     with ThreadPoolExecutor(read_settings().threads) as pool:
         list(pool.map(search, spans))
     return codes, scale_codes, scale_max
 
 
-def best_scales(values: Tensor, whole: Tensor, steps: Tensor, zero: int) -> tuple[Tensor, Tensor]:
-    """The scale code of least squared error and its exact scale, both [groups, n].
+def best_scales(
+    values: Tensor, unclipped: Tensor, steps: Tensor, zero: int
+) -> tuple[Tensor, Tensor]:
+    """Scale code with the least squared error, and its exact scale, both [groups, n].
 
-    From the smallest scale that cuts nothing off (`whole`) downwards: a little cutting pays.
+    Starts at the smallest scale that clips no value (`unclipped`) and tries smaller ones, because a
+    little clipping reduces the error.
     """
-    largest = (whole / (256 * steps)[:, None]).nan_to_num_(0.0, 1.0, 0.0)  # of an empty group 0 / 0
+    # A group of zeros gives 0 / 0.
+    largest = (unclipped / (256 * steps)[:, None]).nan_to_num_(0.0, 1.0, 0.0)
     first = largest.sqrt_().mul_(16).ceil_().sub_(1).clamp_(0, 15)  # [groups, n]
-    least = torch.full_like(whole, torch.inf)
-    best, chosen = torch.zeros_like(first), torch.zeros_like(whole)
-    for back in range(SCALES_TRIED):
-        code = (first - back).clamp_(min=0)
+    least_error = torch.full_like(unclipped, torch.inf)
+    best, chosen = torch.zeros_like(first), torch.zeros_like(unclipped)
+    for offset in range(SCALES_TRIED):
+        code = (first - offset).clamp_(min=0)
         scale = ((code + 1).square_() * steps[:, None]).half().float()  # [groups, n]
         rounded = nearest(values, scale, zero).mul_(scale[:, None])
         error = rounded.sub_(values).square_().sum(1)  # [groups, n]
-        is_better = error < least
-        least = torch.where(is_better, error, least)
+        is_better = error < least_error
+        least_error = torch.where(is_better, error, least_error)
         best = torch.where(is_better, code, best)
         chosen = torch.where(is_better, scale, chosen)
     return best.byte(), chosen
 
 
 def nearest(values: Tensor, scale: Tensor, zero: int) -> Tensor:
-    """Codes less their zero point, as floats."""
+    """Codes minus the code of 0, as floats."""
     inverse = torch.where(scale > 0, 1 / scale, 0.0)[:, None]
     return (values * inverse).round_().clamp_(-zero, zero - 1)
 
 
 def matrix(checkpoint: Checkpoint, name: str) -> Tensor:
-    """float32 [out, in]."""
+    """A matrix as float32 [out, in]."""
     return torch.cat([chunk.values for chunk in checkpoint.chunks(name, torch.float32)])
 
 
 def matrix_shape(checkpoint: Checkpoint, name: str) -> torch.Size:
-    """Of the tensor, or of the embedding where a tied head is meant."""
+    """Shape of the tensor, or of the embedding for a tied head."""
     return torch.Size(checkpoint.stored[name if name in checkpoint.stored else EMBED].shape)
 
 
 def stored_norm(checkpoint: Checkpoint, config: ModelConfig, name: str) -> Tensor:
-    """As EXL2 files have it: rounded as a factor, and head norms once for every head."""
+    """A norm as EXL2 files store it: rounded as a factor; a head norm repeated for every head."""
     factor = checkpoint.norm(name).half()
     norm = (factor - 1).half() if config.arch.norm is Norm.RMS_PLUS_ONE else factor
     heads = {"q_norm": config.num_q_heads, "k_norm": config.num_kv_heads}
@@ -249,7 +255,7 @@ def describe(part: Tensor | exl2.Exl2Linear) -> str:
 
 
 def _settings(body: Format, head: Format) -> dict[str, object]:
-    """What goes into `quantization_config`."""
+    """Content of `quantization_config`."""
     return {
         "quant_method": "exl2",
         "version": "0.3.2",

@@ -1,4 +1,4 @@
-"""`scripts/write_rtn_exl2.py`: what it writes is EXL2, and close to what it was made of."""
+"""`scripts/write_rtn_exl2.py` writes EXL2 models that are close to their sources."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Summary = Callable[..., dict[str, float]]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`run(model, out, *options)` is the script in this process, and its exit code."""
+    """`run(model, out, *options)` runs the script in this process and returns its exit code."""
     monkeypatch.syspath_prepend(SCRIPT.parent)
     script = importlib.import_module(SCRIPT.stem)
 
@@ -51,7 +51,7 @@ def run(monkeypatch: pytest.MonkeyPatch) -> Run:
 
 @pytest.fixture
 def summary_of(run: Run, capsys: pytest.CaptureFixture[str]) -> Summary:
-    """The same, where it goes well, and the last line."""
+    """Runs the script, which must succeed, and returns the JSON of its last line."""
 
     def last_line(*args: object) -> dict[str, float]:
         assert run(*args) == 0
@@ -61,19 +61,19 @@ def summary_of(run: Run, capsys: pytest.CaptureFixture[str]) -> Summary:
 
 
 def dense(path: Path, name: str) -> torch.Tensor:
-    """[out_features, in_features]."""
+    """A matrix [out_features, in_features] or a vector, as float32."""
     source, config, quantization = open_checkpoint(path)
     chunks = Checkpoint(source, config, quantization).chunks(name, torch.float32)
     return torch.cat([chunk.values for chunk in chunks])
 
 
-def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((found - wanted).norm() / wanted.norm())
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual - expected).norm() / expected.norm())
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_every_tensor_of_a_directory_is_there_and_close(
+def test_directory_model_is_complete_and_close(
     is_tied: bool, tmp_path: Path, summary_of: Summary
 ) -> None:
     model = tiny_models.tiny_llama(
@@ -92,11 +92,11 @@ def test_every_tensor_of_a_directory_is_there_and_close(
     assert result["bits_per_weight"] == pytest.approx(8 * stored / weights, abs=1e-4)
 
     loaded = load_model(str(tmp_path / "out"))
-    assert not loaded.config.has_tied_embeddings  # the head is quantized apart
+    assert not loaded.config.has_tied_embeddings  # the head is stored separately
     for name in expected_tensors(loaded.config):
-        wanted = model.get_parameter(EMBED if is_tied and name == HEAD else name).detach()
-        bound = 0.03 if name == HEAD else 0.01 if wanted.dim() == 2 else 2**-11
-        assert relative_error(dense(tmp_path / "out", name), wanted) < bound, name
+        expected = model.get_parameter(EMBED if is_tied and name == HEAD else name).detach()
+        bound = 0.03 if name == HEAD else 0.01 if expected.dim() == 2 else 2**-11
+        assert relative_error(dense(tmp_path / "out", name), expected) < bound, name
     assert (tmp_path / "out/chat_template.jinja").is_file()
     block = json.loads((tmp_path / "out/config.json").read_text(encoding="utf-8"))
     assert block["quantization_config"]["quant_method"] == "exl2"
@@ -115,7 +115,7 @@ EIGHT = ("--bits", 8, "--head-bits", 8)
     [("llama", EIGHT, 0.02), ("gemma3", EIGHT, 0.02), ("llama", (), 0.1)],
     ids=["llama", "gemma3", "llama-defaults"],
 )
-def test_a_gguf_file_becomes_a_directory_of_the_same_model(
+def test_gguf_becomes_directory_of_the_same_model(
     kind: str, options: tuple[object, ...], nll_away: float, tmp_path: Path, summary_of: Summary
 ) -> None:
     make = tiny_models.tiny_llama if kind == "llama" else tiny_models.tiny_gemma3
@@ -126,7 +126,7 @@ def test_a_gguf_file_becomes_a_directory_of_the_same_model(
     assert {"config.json", "tokenizer.json", "output.safetensors"} <= files
     tensors = load_file(tmp_path / "out/output.safetensors")
     assert tensors[EMBED].dtype is tensors[FINAL_NORM].dtype is torch.float16
-    if kind == "gemma3":  # as the format has it, once for each head
+    if kind == "gemma3":  # the format stores one for each head
         assert tensors["model.layers.0.self_attn.q_norm.weight"].shape == (6, 32)
     exact = LoadOptions(exact=True)
     ours, theirs = load_model(str(tmp_path / "out"), exact), load_model(str(gguf), exact)
@@ -137,7 +137,7 @@ def test_a_gguf_file_becomes_a_directory_of_the_same_model(
 
 
 @pytest.mark.thorough
-def test_smollm2_within_a_rate_and_still_itself(
+def test_smollm2_bit_rate_and_perplexity(
     smollm2_path: Path, tmp_path: Path, summary_of: Summary
 ) -> None:
     result = summary_of(smollm2_path, tmp_path / "out")
@@ -146,10 +146,10 @@ def test_smollm2_within_a_rate_and_still_itself(
     ids = [model.tokenizer.encode(TEXT + "Où? 2026 🙂") for model in loaded]
     assert ids[0] == ids[1]
     nll = [measure_perplexity(model, TEXT, PerplexityOptions(ctx=64)).nll for model in loaded]
-    assert nll[0] - nll[1] < 0.7  # 0.3 on a long text: rounding to nearest costs that much
+    assert nll[0] - nll[1] < 0.7  # rounding to nearest costs 0.3 on a long text
 
 
-def test_what_cannot_be_written(
+def test_unstorable_model_is_refused(
     run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tiny_models.save(tiny_models.tiny_llama(), tmp_path / "odd")  # 72 input features
@@ -159,8 +159,8 @@ def test_what_cannot_be_written(
 
 
 @pytest.mark.thorough
-def test_a_folder_in_use_is_left_alone(smollm2_path: Path, tmp_path: Path) -> None:
-    """As a process, as people run it."""
+def test_output_folder_in_use_is_untouched(smollm2_path: Path, tmp_path: Path) -> None:
+    """Runs the script as a process."""
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     command = [sys.executable, str(SCRIPT), str(smollm2_path), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Conversions with stages that take no time, and what is left of them."""
+"""Helpers that run conversions with stub stages, and read their files and events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMMAND = "exl convert again --resume"
 
 
 def conversion(source: Path, folder: Path, **changes: Any) -> Conversion:
-    wanted = Conversion(
+    task = Conversion(
         source=source,
         out=folder / "out",
         bits=6.5,
@@ -28,27 +28,27 @@ def conversion(source: Path, folder: Path, **changes: Any) -> Conversion:
         shard_bytes=1 << 17,
         stages=ConvertOptions(),
     )
-    return replace(wanted, **changes)
+    return replace(task, **changes)
 
 
 def hooks(**changes: Any) -> Hooks:
-    found = Hooks(
+    callbacks = Hooks(
         make_rows=stub_stages.make_rows,
         gate=lambda *_: GateOutcome({"kld": 0.01}, None),
         on_event=lambda _: None,
         should_stop=lambda: False,
         command=COMMAND,
     )
-    return replace(found, **changes)
+    return replace(callbacks, **changes)
 
 
-def run(wanted: Conversion, found: Hooks | None = None, **options: Any) -> Path:
-    """States are saved at every layer, so that a kill may come between any two."""
-    return convert_model(wanted, found or hooks(), saving_share=math.inf, **options)
+def run(task: Conversion, callbacks: Hooks | None = None, **options: Any) -> Path:
+    """Runs a conversion that saves states at every layer, so that it can resume between any two."""
+    return convert_model(task, callbacks or hooks(), saving_share=math.inf, **options)
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Every file below, by its path."""
+    """Content of every file below `folder`, by relative path."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))

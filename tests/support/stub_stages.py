@@ -1,8 +1,8 @@
-"""Stages that compute nothing worth keeping, in no time, for tests of the job around them.
+"""Stub stages for tests of the job around them: fast, without a useful result.
 
-They depend on everything that a real stage depends on, so that a job that goes on with the wrong
-states, the wrong layer or stale files ends with other bytes. Codes are rounded to nearest, and the
-scales carry a trace of the states.
+They depend on everything that a real stage depends on. A job that resumes with wrong states, with a
+wrong layer or with stale files therefore ends with other bytes. Codes are rounded to nearest, and
+the scales contain a trace of the states.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def quantize_ends(
 def tune_model(
     checkpoint: Any, config: Any, tensors: Mapping[str, Tensor], token_ids: Tensor, **options: Any
 ) -> dict[str, Tensor]:
-    """Three steps; each depends on what those before it left."""
+    """Three steps, each of which depends on the results of those before it."""
     factor = options["saved_state"]["factor"] if options["saved_state"] else torch.ones(1)
     for step in range(options["steps_done"], 3):
         factor = factor * (1 + step / 1000)
@@ -135,7 +135,7 @@ def tune_model(
 
 
 def rounded(name: str, weight: Tensor, layout: Layout, trace: float) -> dict[str, Tensor]:
-    """The pieces of weight [in, out], its rows turned round so that the order matters."""
+    """EXL2 tensors of weight [in, out]. Rows are stored in reverse, so that their order matters."""
     order = torch.arange(weight.shape[0]).flip(0)
     stored, groups = weight[order], layout.groups(weight.shape[0])
     codes, scale_max, row = [], [], 0
@@ -157,7 +157,7 @@ def rounded(name: str, weight: Tensor, layout: Layout, trace: float) -> dict[str
 
 
 def install(put: Callable[[Any, str, Any], None] = setattr) -> None:
-    """In place of the real ones; `put` is a monkeypatch's where they are wanted back."""
+    """Replaces the real stages. With the `setattr` of a monkeypatch as `put` they are restored."""
     for function in (
         *(read_layer, embed_rows, measure_sensitivity, measure_layer, allocate),
         *(quantize_layer, quantize_ends, tune_model),

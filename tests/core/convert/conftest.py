@@ -1,4 +1,4 @@
-"""A tiny source, a conversion of it, and stages that take no time."""
+"""Fixtures for conversions: a tiny source model, and stub stages that take no time."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.conversions import SHAPE
 
 @pytest.fixture(scope="session")
 def source_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A safetensors directory that EXL2 has room for. Read only: copy it to damage it."""
+    """Safetensors directory with sizes that EXL2 can store. Read only: copy it to damage it."""
     model = tiny_models.tiny_llama(**SHAPE)
     folder = tiny_models.save(model, tmp_path_factory.mktemp("source"))
     (folder / "notes.md").write_text("kept", encoding="utf-8")

@@ -1,14 +1,14 @@
-"""A program: converts, is killed, and goes on. The last line that it prints is JSON.
+"""Program that kills conversions and resumes them. The last line that it prints is JSON.
 
     kill_everywhere.py SOURCE FOLDER points STEP FIRST
-        at every STEP-th time that a file or a folder is to be put on the disk, from the FIRST on:
+        kills at every STEP-th time that a file or folder is written to the disk, from the FIRST on:
         before a file has its name, or just after
     kill_everywhere.py SOURCE FOLDER times COUNT
-        COUNT times at random moments, with the stages that really compute
+        kills COUNT times at random times, with the real stages
 
-The libraries are loaded once; every attempt is a process forked from that, which SIGKILL ends.
-Then another one goes on. `failed` lists those after which the output was not that of an undisturbed
-run, or something else was left.
+The libraries are loaded once. Every attempt is a forked process that is ended by SIGKILL, and a
+second process then resumes. `failed` lists the attempts after which the output differed from that
+of an undisturbed run, or other files remained.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Convert = Callable[[Path, bool], object]
 
 
 def forked(convert: Convert, folder: Path, *, resume: bool) -> int:
-    """The process that converts in `folder`; it ends with 0 where there is an output."""
+    """Id of a process that converts in `folder`. It exits with 0 if there is an output."""
     child = os.fork()
     if child:
         return child
@@ -54,9 +54,9 @@ def whole_output(convert: Convert, folder: Path) -> dict[str, bytes]:
     return content(folder / "out")
 
 
-def is_clean(folder: Path, wanted: dict[str, bytes]) -> bool:
-    left = {path.name for path in folder.iterdir()} - {"out", "points"}
-    return not left and content(folder / "out") == wanted
+def is_clean(folder: Path, expected: dict[str, bytes]) -> bool:
+    remaining = {path.name for path in folder.iterdir()} - {"out", "points"}
+    return not remaining and content(folder / "out") == expected
 
 
 def at_points(source: Path, folder: Path, step: int, first: int) -> dict[str, object]:
@@ -72,47 +72,48 @@ def at_points(source: Path, folder: Path, step: int, first: int) -> dict[str, ob
 
     os.fsync = fsync
 
-    def convert(place: Path, resume: bool) -> None:
-        run(conversion(source, place), resume=resume)
-        (place / "points").write_text(str(count), encoding="ascii")
+    def convert(attempt: Path, resume: bool) -> None:
+        run(conversion(source, attempt), resume=resume)
+        (attempt / "points").write_text(str(count), encoding="ascii")
 
-    wanted = whole_output(convert, folder / "whole")
+    expected = whole_output(convert, folder / "whole")
     last = int((folder / "whole/points").read_text(encoding="ascii"))
     failed = []
     for point in range(first, last + 1, step):
-        place, kill_at = new(folder / f"at-{point}"), point
-        killed = finish(forked(convert, place, resume=False))
+        attempt, kill_at = new(folder / f"at-{point}"), point
+        killed = finish(forked(convert, attempt, resume=False))
         kill_at = 0
-        went_on = finish(forked(convert, place, resume=True))
-        if (killed, went_on) != (-signal.SIGKILL, 0) or not is_clean(place, wanted):
+        resumed = finish(forked(convert, attempt, resume=True))
+        if (killed, resumed) != (-signal.SIGKILL, 0) or not is_clean(attempt, expected):
             failed.append(point)
-        shutil.rmtree(place)
+        shutil.rmtree(attempt)
     return {"kills": len(range(first, last + 1, step)), "failed": failed}
 
 
-def at_times(source: Path, folder: Path, wanted_kills: int) -> dict[str, object]:
-    from core.convert.test_end_to_end import FAST, make_rows  # which loads far more
+def at_times(source: Path, folder: Path, num_kills: int) -> dict[str, object]:
+    # Imported here, because it loads many libraries.
+    from core.convert.test_end_to_end import FAST, make_rows
 
-    def convert(place: Path, resume: bool) -> None:
-        asked = conversion(source, place, bits=6.0, rows=2, length=64, stages=FAST)
-        run(asked, hooks(make_rows=make_rows), resume=resume)
+    def convert(attempt: Path, resume: bool) -> None:
+        options = conversion(source, attempt, bits=6.0, rows=2, length=64, stages=FAST)
+        run(options, hooks(make_rows=make_rows), resume=resume)
 
     started = time.monotonic()
-    wanted = whole_output(convert, folder / "whole")
+    expected = whole_output(convert, folder / "whole")
     seconds = time.monotonic() - started
-    moments, kills, outputs, failed = random.Random(20), 0, 0, []
-    while kills < wanted_kills:
-        place, is_begun = new(folder / f"run-{outputs}"), False
-        while not (place / "out").is_dir():
-            child = forked(convert, place, resume=is_begun)
+    rng, kills, outputs, failed = random.Random(20), 0, 0, []
+    while kills < num_kills:
+        attempt, is_begun = new(folder / f"run-{outputs}"), False
+        while not (attempt / "out").is_dir():
+            child = forked(convert, attempt, resume=is_begun)
             is_begun = True
-            if kills < wanted_kills:
-                time.sleep(moments.uniform(0, seconds))
+            if kills < num_kills:
+                time.sleep(rng.uniform(0, seconds))
                 os.kill(child, signal.SIGKILL)
             kills += finish(child) == -signal.SIGKILL
-        if (place / "out.work").is_dir():  # killed while it cleaned up
-            finish(forked(convert, place, resume=True))
-        if not is_clean(place, wanted):
+        if (attempt / "out.work").is_dir():  # killed during the removal of work files
+            finish(forked(convert, attempt, resume=True))
+        if not is_clean(attempt, expected):
             failed.append(outputs)
         outputs += 1
     return {"kills": kills, "outputs": outputs, "failed": failed}

@@ -1,4 +1,4 @@
-"""The allocation against all possible ones, and layouts against the format's counting."""
+"""Allocation against all possible ones, and sizes of layouts against exllamav2's counting."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from exl_core.convert.plan import (
 )
 from exl_core.errors import RequestError
 
-# Distinct parameter sets of the reference's tables.
+# Distinct parameter sets of the tables in exllamav2's converter.
 REFERENCE = (
     *("3:5/64 2:95/64", "3:10/64 2:90/64", "3:25/64 2:75/64", "4:10/128 3:90/128"),
     *("4:10/64 3:90/64", "4:100/128", "4:100/64", "4:100/32", "5:10/128 4:90/128"),
@@ -46,7 +46,7 @@ def measurement(rng: random.Random, matrices: int, candidates: int) -> LayerMeas
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_no_allocation_within_the_budget_is_better(seed: int) -> None:
+def test_allocation_is_optimal_within_the_budget(seed: int) -> None:
     rng = random.Random(seed)
     layer = measurement(rng, matrices=5, candidates=6)
     bits = rng.uniform(3.0, 8.0)
@@ -60,7 +60,7 @@ def test_no_allocation_within_the_budget_is_better(seed: int) -> None:
     assert found.error == pytest.approx(best, rel=1e-12)
 
 
-def test_more_bits_are_never_worse_and_all_are_used_where_they_help() -> None:
+def test_error_falls_with_the_budget_which_is_used_up() -> None:
     layers = [measurement(random.Random(3), matrices=40, candidates=20)]
     errors = [allocate(layers, bits).error for bits in (2.5, 3.0, 4.0, 5.0, 6.0, 20.0)]
     assert errors == sorted(errors, reverse=True)
@@ -72,13 +72,13 @@ def test_more_bits_are_never_worse_and_all_are_used_where_they_help() -> None:
     assert allocate(layers, 4.0) == found
 
 
-def test_too_few_bits_are_refused_with_the_least_that_would_do() -> None:
+def test_too_few_bits_are_refused_with_the_minimum() -> None:
     with pytest.raises(RequestError, match=r"at least 1\.95"):
         layer = MatrixMeasurement("w.weight", 100, (Candidate("2:100/64", 195, 1.0),))
         allocate([LayerMeasurement(0, (layer,))], 1.0)
 
 
-def test_the_references_table_is_among_the_candidates() -> None:
+def test_candidates_include_exllamav2_parameter_sets() -> None:
     known = {str(layout) for layout in candidate_layouts()}
     assert not set(REFERENCE) - known
 
@@ -92,7 +92,7 @@ def test_the_references_table_is_among_the_candidates() -> None:
         ("6:10/128 5:90/128", 96, [(6, 96)]),
     ],
 )
-def test_groups_are_laid_out_as_the_format_counts_them(
+def test_layout_groups_match_the_format(
     text: str, in_features: int, groups: list[tuple[int, int]]
 ) -> None:
     layout = Layout.parse(text)
@@ -100,8 +100,8 @@ def test_groups_are_laid_out_as_the_format_counts_them(
     assert str(layout) == text
 
 
-def test_bits_are_counted_as_the_reference_counts_them() -> None:
-    # 576 x 192 at 4 bits: codes, 5 groups of scales and table entries, the order, a bias.
+def test_cost_bits_match_exllamav2() -> None:
+    # 576 x 192 at 4 bits: codes, scales and table entries of 5 groups, row order, and a bias.
     plain = 576 * 192 * 4 + 5 * (16 + 32 + 4 * 192) + 32 * 576
     assert Layout.parse("4:100/128").cost_bits(576, 192) == plain
     assert Layout.parse("4:100/128").cost_bits(576, 192, has_bias=True) == plain + 16 * 192
@@ -110,19 +110,19 @@ def test_bits_are_counted_as_the_reference_counts_them() -> None:
 
 
 @pytest.mark.parametrize("text", ["3:50/64 4:50/64", "4:90/64", "7:100/64", "4:100/48", "4", ""])
-def test_layouts_that_do_not_exist_are_refused(text: str) -> None:
+def test_invalid_layouts_are_refused(text: str) -> None:
     with pytest.raises(RequestError, match="layout"):
         Layout.parse(text)
 
 
-def test_a_mix_costs_what_its_rows_cost() -> None:
+def test_cost_of_mixed_layout_is_sum_of_row_costs() -> None:
     costs = {(bits, 64): [10.0 * bits + block for block in range(6)] for bits in (2, 3)}
     layout = Layout.parse("3:25/64 2:75/64")  # one group of 3 bits, two of 2
     assert layout.groups(192) == [(3, 64), (2, 64), (2, 64)]
     assert cost_of(layout, 192, costs) == 30 + 31 + 22 + 23 + 24 + 25
 
 
-def test_candidates_differ_and_fit() -> None:
+def test_candidate_layouts_are_distinct_and_fit_the_group_table() -> None:
     for in_features in (64, 576, 14336):
         layouts = layouts_for(in_features)
         tables = [tuple(layout.groups(in_features)) for layout in layouts]

@@ -1,4 +1,4 @@
-"""Real conversions of tiny models in every form, held to the format's description and to us."""
+"""Real conversions of tiny models from every source form, checked with an independent reader."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def convert(source: Path, folder: Path, **changes: Any) -> Path:
 
 
 def dense(path: Path, name: str) -> torch.Tensor:
-    """float32 [out, in], or a vector."""
+    """A tensor as float32: a matrix [out, in] or a vector."""
     source, config, quantization = open_checkpoint(path)
     checkpoint = Checkpoint(source, config, quantization)
     if name.endswith("norm.weight"):
@@ -74,7 +74,7 @@ def gguf_llama(folder: Path) -> Path:
 
 
 def gguf_qwen(folder: Path) -> Path:
-    """With biases of q, k and v alone."""
+    """GGUF file of a model with biases of q, k and v only."""
     folder.mkdir()
     model = tiny_models.tiny_qwen2(**SHAPE)
     return write_gguf(model, folder / "tiny.gguf", GGMLQuantizationType.Q8_0)
@@ -92,7 +92,7 @@ def soft_capped(folder: Path) -> Path:
     "make",
     first_by_default([sharded, tied, gguf_gemma, gguf_llama, gguf_qwen, fused, soft_capped]),
 )
-def test_a_source_of_every_form(make: Any, tmp_path: Path) -> None:
+def test_conversion_of_each_source_form(make: Any, tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     if make is sharded:
         assert len(list(source.glob("model-*.safetensors"))) > 1
@@ -107,17 +107,17 @@ def test_a_source_of_every_form(make: Any, tmp_path: Path) -> None:
     opened = open_checkpoint(out)
     assert not verify(*opened).problems
     config = opened[1]
-    assert not config.has_tied_embeddings  # the head is quantized apart
+    assert not config.has_tied_embeddings  # the head is stored separately
     plain = read_model(out)
     record = {
         m["name"]: m for m in json.loads((out / "exl_conversion.json").read_text())["matrices"]
     }
     tied_head = make in (tied, gguf_gemma, soft_capped)
     for name, shape in expected_tensors(config).items():
-        wanted = dense(source, EMBED if tied_head and name == HEAD else name)
+        expected = dense(source, EMBED if tied_head and name == HEAD else name)
         found = dense(out, name)
-        assert found.shape == wanted.shape == shape
-        error = float((found - wanted).norm() / wanted.norm())
+        assert found.shape == expected.shape == shape
+        error = float((found - expected).norm() / expected.norm())
         if len(shape) == 2 and name != EMBED:
             read = torch.from_numpy(plain.pop(name).astype(np.float32)).T
             assert torch.equal(read[: shape[0]], found), name
@@ -139,35 +139,35 @@ def test_a_source_of_every_form(make: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_asked_to_stop_within_a_stage_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
-    """Again and again, each time after more pieces of work."""
+def test_resume_after_stop_within_a_stage_gives_same_bytes(tmp_path: Path) -> None:
+    """Stops repeatedly, each time after more pieces of work."""
     source = tied(tmp_path / "source")
     whole = content(convert(source, tmp_path, out=tmp_path / "whole"))
-    wanted = conversion(source, tmp_path, bits=6.0, rows=2, length=64, stages=FAST)
+    task = conversion(source, tmp_path, bits=6.0, rows=2, length=64, stages=FAST)
     stages: list[Stage] = []
     pieces = 0
-    while not wanted.out.exists():
+    while not task.out.exists():
         pieces += 150
-        asked = count()
+        calls = count()
         events, on_event = recorder()
-        found = hooks(
+        callbacks = hooks(
             make_rows=make_rows,
-            should_stop=lambda asked=asked, most=pieces: next(asked) >= most,
+            should_stop=lambda calls=calls, most=pieces: next(calls) >= most,
             on_event=on_event,
         )
         try:
-            convert_model(wanted, found, resume=bool(stages))
+            convert_model(task, callbacks, resume=bool(stages))
         except ConversionStopped:
             stages.append(events[-1].stage)
-            assert not list(wanted.work_folder.glob("scratch*"))
+            assert not list(task.work_folder.glob("scratch*"))
     assert {Stage.MEASURE, Stage.QUANTIZE} <= set(stages)
-    assert content(wanted.out) == whole
+    assert content(task.out) == whole
 
 
 @pytest.mark.thorough
-def test_two_conversions_are_equal_to_the_byte(tmp_path: Path) -> None:
+def test_conversions_are_byte_equal(tmp_path: Path) -> None:
     source = tied(tmp_path / "source")
-    options = ConvertOptions()  # nothing left out
+    options = ConvertOptions()  # all steps
     first = convert(source, tmp_path, bits=4.5, stages=options)
     second = convert(source, tmp_path, bits=4.5, stages=options, out=tmp_path / "again")
     assert content(first) == content(second)

@@ -1,4 +1,4 @@
-"""Whatever fails or dies under a conversion: nothing broken under the final name; it goes on."""
+"""Kills and disk faults during a conversion: the output is never damaged, the job can resume."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def killed(source: Path, folder: Path, *how: object) -> dict[str, Any]:
 
 
 @pytest.mark.thorough
-def test_killed_at_some_points_it_goes_on_to_the_same_bytes(
+def test_resume_after_kill_at_some_writes_gives_same_bytes(
     source_dir: Path, tmp_path: Path
 ) -> None:
     result = killed(source_dir, tmp_path, "points", 30, 1)
@@ -48,7 +48,7 @@ def test_killed_at_some_points_it_goes_on_to_the_same_bytes(
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_killed_at_every_point_it_goes_on_to_the_same_bytes(
+def test_resume_after_kill_at_every_write_gives_same_bytes(
     source_dir: Path, tmp_path: Path
 ) -> None:
     result = killed(source_dir, tmp_path, "points", 1, 1)
@@ -58,10 +58,8 @@ def test_killed_at_every_point_it_goes_on_to_the_same_bytes(
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_killed_twenty_times_at_random_it_goes_on_to_the_same_bytes(
-    source_dir: Path, tmp_path: Path
-) -> None:
-    """With the stages that really compute."""
+def test_resume_after_random_kills_gives_same_bytes(source_dir: Path, tmp_path: Path) -> None:
+    """Runs the real stages, which compute."""
     result = killed(source_dir, tmp_path, "times", 20)
     assert result["kills"] == 20
     assert result["outputs"] >= 2
@@ -69,7 +67,7 @@ def test_killed_twenty_times_at_random_it_goes_on_to_the_same_bytes(
 
 
 class Disk:
-    """Stands between the program and the disk: the n-th call fails, all others are counted."""
+    """Replaces calls that change the disk: counts them, and lets the n-th one fail."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
@@ -97,74 +95,72 @@ def disk(stubs: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
 
 
 def fail_everywhere(disk: Disk, source: Path, folder: Path, step: int, first: int) -> int:
-    """Tries every `step`-th call; how many those were."""
+    """Fails every `step`-th disk call from `first` on, and resumes. Returns how often."""
     whole = content(run(conversion(source, folder, out=folder / "whole")))
     points = range(first, disk.count, step)
     for point in points:
-        wanted = conversion(source, folder, out=folder / f"at-{point}")
+        task = conversion(source, folder, out=folder / f"at-{point}")
         disk.count, disk.fail_at = 0, point
         with pytest.raises(DiskFullError) as caught:
-            run(wanted)
+            run(task)
         assert disk.count >= point
         assert "\n" not in str(caught.value)
-        if (wanted.work_folder / "job.json").exists():
+        if (task.work_folder / "job.json").exists():
             assert COMMAND in str(caught.value), point
         disk.fail_at = None
-        out = run(wanted, resume=True)
+        out = run(task, resume=True)
         assert content(out) == whole, point
-        assert not wanted.work_folder.exists()
+        assert not task.work_folder.exists()
     return len(points)
 
 
 @pytest.mark.thorough
-def test_a_disk_that_is_full_at_some_points(disk: Disk, source_dir: Path, tmp_path: Path) -> None:
+def test_full_disk_at_some_calls(disk: Disk, source_dir: Path, tmp_path: Path) -> None:
     assert fail_everywhere(disk, source_dir, tmp_path, step=23, first=2) >= 3
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_a_disk_that_is_full_at_every_point(disk: Disk, source_dir: Path, tmp_path: Path) -> None:
+def test_full_disk_at_every_call(disk: Disk, source_dir: Path, tmp_path: Path) -> None:
     assert fail_everywhere(disk, source_dir, tmp_path, step=1, first=2) > 80
 
 
-def test_a_disk_that_fails_otherwise(disk: Disk, source_dir: Path, tmp_path: Path) -> None:
-    wanted = conversion(source_dir, tmp_path)
+def test_disk_io_error_is_resumable(disk: Disk, source_dir: Path, tmp_path: Path) -> None:
+    task = conversion(source_dir, tmp_path)
     disk.fail_at, disk.error = 30, errno.EIO
     with pytest.raises(ExlError, match="cannot be written") as caught:
-        run(wanted)
+        run(task)
     assert caught.value.exit_code == 1
     disk.fail_at = None
-    assert run(wanted, resume=True).is_dir()
+    assert run(task, resume=True).is_dir()
 
 
-def stop_writing_at(stage: Stage, begin: Callable[[], None]) -> Hooks:
-    """Hooks that call `begin` when a stage begins."""
+def hooks_at(stage: Stage, action: Callable[[], None]) -> Hooks:
+    """Hooks that call `action` when `stage` begins."""
     return hooks(
-        on_event=lambda event: begin() if (event.kind, event.stage) == ("stage", stage) else None
+        on_event=lambda event: action() if (event.kind, event.stage) == ("stage", stage) else None
     )
 
 
 @pytest.mark.parametrize("stage", [Stage.MEASURE, Stage.QUANTIZE, Stage.WRITE])
-def test_files_that_may_not_grow(
+def test_file_size_limit_is_reported_as_full_disk(
     stage: Stage, stubs: None, source_dir: Path, tmp_path: Path
 ) -> None:
-    """A real limit of the system, as `ulimit -f` sets it."""
-    wanted, before = conversion(source_dir, tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
-    limit = stop_writing_at(
-        stage, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1]))
-    )
+    """Uses a limit of the operating system, as `ulimit -f` sets it."""
+    task, before = conversion(source_dir, tmp_path), resource.getrlimit(resource.RLIMIT_FSIZE)
+    limit = hooks_at(stage, lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4000, before[1])))
     try:
         with pytest.raises(DiskFullError, match="File too large"):
-            run(wanted, limit)
+            run(task, limit)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert not wanted.out.exists()
-    assert run(wanted, resume=True).is_dir()
+    assert not task.out.exists()
+    assert run(task, resume=True).is_dir()
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MB, where the tests may mount one."""
+    """A file system of 8 MB. Skips the test if none can be mounted."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
@@ -176,10 +172,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("stage", [Stage.CALIBRATE, Stage.QUANTIZE, Stage.WRITE])
-def test_a_disk_that_somebody_else_fills(
+def test_disk_filled_by_another_process(
     stage: Stage, stubs: None, source_dir: Path, small_disk: Path
 ) -> None:
-    wanted, filler = conversion(source_dir, small_disk), small_disk / "filler"
+    task, filler = conversion(source_dir, small_disk), small_disk / "filler"
 
     def fill() -> None:
         with suppress(OSError), filler.open("wb", buffering=0) as file:
@@ -187,8 +183,8 @@ def test_a_disk_that_somebody_else_fills(
                 file.write(bytes(4096))
 
     with pytest.raises(DiskFullError, match="No space left") as caught:
-        run(wanted, stop_writing_at(stage, fill))
+        run(task, hooks_at(stage, fill))
     assert COMMAND in str(caught.value)
     filler.unlink()
-    assert run(wanted, resume=True).is_dir()
+    assert run(task, resume=True).is_dir()
     assert [path.name for path in small_disk.iterdir()] == ["out"]

@@ -1,4 +1,4 @@
-"""GPTQ against a slow reference, and on inputs that defeat it."""
+"""GPTQ against a slow reference, and on inputs with an unusable Hessian."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def outputs_error(weight: Tensor, source: Tensor, hessian: Tensor) -> float:
 
 
 def reference_gptq(source: Tensor, hessian: Tensor, order: Tensor, scales: Tensor, zero: int):
-    """By the definition, in float64: after each row, the best values of all rows after it."""
+    """GPTQ by its definition, in float64: each row is followed by a solve for all rows after it."""
     h = hessian.double()[order][:, order]
     h = h + torch.eye(len(h)) * h.diagonal().mean() * DAMPING
-    wanted = source.double()[order]  # [in, out]
+    target = source.double()[order]  # [in, out]
     codes = torch.empty(source.shape, dtype=torch.int64)
-    current = wanted.clone()
+    current = target.clone()
     for row in range(len(h)):
         step = (current[row] / scales[row]).round().clamp(-zero, zero - 1)
         codes[row] = step.long() + zero
@@ -52,7 +52,7 @@ def reference_gptq(source: Tensor, hessian: Tensor, order: Tensor, scales: Tenso
     return codes
 
 
-def test_codes_are_those_of_the_definition() -> None:
+def test_codes_match_the_gptq_definition() -> None:
     k, n = 96, 24
     hessian, weight = correlated_hessian(k), random_weight(n, k).T.contiguous()
     factor = factorize(hessian)
@@ -61,12 +61,12 @@ def test_codes_are_those_of_the_definition() -> None:
     rounded = quantize_columns(weight[factor.order], factor, [Variant(slice(n), groups)], TRIALS)
     scale_codes, scale_max = rounded.scales[0]
     scales = exact_scales(scale_max[:, None], scale_codes).double()
-    # The same scales, row by row: first group 4 bits, the second 3.
+    # The reference takes the scales of the first group (4 bits), so only that group is compared.
     first = reference_gptq(weight, hessian, factor.order, scales[0].expand(k, n), 8)
     assert (rounded.codes[:32].long() == first[:32]).float().mean() > 0.999
 
 
-def test_the_cost_is_that_of_the_damped_moments() -> None:
+def test_cost_uses_the_damped_hessian() -> None:
     k, n = 128, 40
     hessian, weight = correlated_hessian(k), random_weight(n, k).T.contiguous()
     factor = factorize(hessian)
@@ -80,7 +80,7 @@ def test_the_cost_is_that_of_the_damped_moments() -> None:
     )
 
 
-def test_it_beats_rounding_by_much() -> None:
+def test_gptq_error_is_far_below_rounding() -> None:
     k, n = 192, 64
     hessian, weight = correlated_hessian(k), random_weight(n, k)
     layout = Layout.parse("3:100/64")
@@ -94,7 +94,7 @@ def test_it_beats_rounding_by_much() -> None:
 
 
 @pytest.mark.parametrize("in_features", [576, 96])
-def test_more_bits_err_less(in_features: int) -> None:
+def test_error_falls_with_more_bits(in_features: int) -> None:
     hessian, weight = correlated_hessian(in_features), random_weight(40, in_features)
     quantizer = MatrixQuantizer(InputStatistics(hessian, None))
     layouts = ["2:100/64", "3:25/64 2:75/64", "3:100/64", "4:100/64", "5:100/64", "6:100/64"]
@@ -104,7 +104,7 @@ def test_more_bits_err_less(in_features: int) -> None:
     assert [r.bits for r in reports] == sorted(r.bits for r in reports)
 
 
-def test_variants_side_by_side_are_what_each_is_alone() -> None:
+def test_variants_side_by_side_equal_single_variants() -> None:
     k, n = 96, 32
     hessian, weight = correlated_hessian(k), random_weight(n, k).T.contiguous()
     factor = factorize(hessian)
@@ -118,9 +118,11 @@ def test_variants_side_by_side_are_what_each_is_alone() -> None:
         assert torch.equal(together.codes[:, variant.columns], alone.codes)
 
 
-def test_quantized_inputs_are_made_up_for() -> None:
-    """With the cross moments the outputs come closer to the source's than without: here inputs lie
-    mostly along one direction, and have become shorter along it."""
+def test_cross_moment_compensates_earlier_errors() -> None:
+    """With the cross moment, outputs are closer to the source's than without it.
+
+    The inputs here are mostly along one direction, and have become shorter along it.
+    """
     k, n, tokens = 64, 48, 4000
     generator = torch.Generator().manual_seed(5)
     source_x = torch.randn(tokens, k, generator=generator)
@@ -128,11 +130,11 @@ def test_quantized_inputs_are_made_up_for() -> None:
     x = source_x * 0.9 + 0.1 * torch.randn(tokens, k, generator=generator)
     weight, layout = random_weight(n, k), Layout.parse("4:100/32")
     hessian, cross = x.T @ x / tokens, x.T @ source_x / tokens
-    wanted = source_x @ weight.T
+    expected = source_x @ weight.T
 
     def error(statistics: InputStatistics) -> float:
         quantized = MatrixQuantizer(statistics).quantize("w", weight, layout)
-        return float((x @ quantized.weight.T - wanted).square().mean())
+        return float((x @ quantized.weight.T - expected).square().mean())
 
     assert error(InputStatistics(hessian, cross)) < 0.9 * error(InputStatistics(hessian, None))
 
@@ -149,7 +151,7 @@ def dead_inputs(k: int) -> Tensor:
 
 
 @pytest.mark.parametrize("make", [one_rank, dead_inputs], ids=["rank one", "dead inputs"])
-def test_singular_moments_still_give_a_matrix(make) -> None:
+def test_singular_hessian_is_quantized(make) -> None:
     k, n = 96, 32
     hessian, weight = make(k), random_weight(n, k)
     matrix = MatrixQuantizer(InputStatistics(hessian, None)).quantize(
@@ -160,7 +162,7 @@ def test_singular_moments_still_give_a_matrix(make) -> None:
     assert not [one for one in matrix.report.incidents if one.kind == "rounded"]
 
 
-def test_damping_is_raised_and_told() -> None:
+def test_indefinite_hessian_raises_damping_and_is_reported() -> None:
     k = 64
     hessian = correlated_hessian(k)
     hessian[0, 1] = hessian[1, 0] = 1.1 * (hessian[0, 0] * hessian[1, 1]).sqrt()  # indefinite
@@ -170,15 +172,15 @@ def test_damping_is_raised_and_told() -> None:
     assert "mean diagonal" in report.incidents[0].detail
 
 
-@pytest.mark.parametrize("fill", [0.0, float("nan")], ids=["nothing came in", "not a number"])
-def test_useless_moments_mean_plain_rounding(fill: float) -> None:
+@pytest.mark.parametrize("fill", [0.0, float("nan")], ids=["zero", "nan"])
+def test_unusable_hessian_falls_back_to_rounding(fill: float) -> None:
     k, n = 64, 32
     weight = random_weight(n, k)
     quantizer = MatrixQuantizer(InputStatistics(torch.full((k, k), fill), None))
     matrix = quantizer.quantize("w", weight, Layout.parse("6:100/32"))
     assert [one.kind for one in matrix.report.incidents] == ["rounded"]
     assert (matrix.weight - weight).abs().max() < 0.1
-    assert matrix.report.error == matrix.report.error  # a number, fit for JSON
+    assert matrix.report.error == matrix.report.error  # not NaN, which JSON cannot hold
 
 
 def test_zero_matrix_and_constant_column() -> None:
@@ -188,13 +190,13 @@ def test_zero_matrix_and_constant_column() -> None:
     zero = MatrixQuantizer(InputStatistics(hessian, None)).quantize("w", torch.zeros(n, k), layout)
     assert not zero.weight.any()
     weight = random_weight(n, k)
-    weight[:, 7] = 0.5  # one input feature has the same weight everywhere
-    weight[3] = 0.25  # and so has one output
+    weight[:, 7] = 0.5  # one input feature has the same weight for all outputs
+    weight[3] = 0.25  # one output has the same weight for all inputs
     constant = MatrixQuantizer(InputStatistics(hessian, None)).quantize("w", weight, layout)
     assert constant.report.error < 0.1
 
 
-def test_same_input_same_bytes() -> None:
+def test_quantization_is_deterministic() -> None:
     k, n = 160, 48
     hessian, weight = correlated_hessian(k), random_weight(n, k)
     layout = Layout.parse("4:25/64 3:75/64")
@@ -208,8 +210,8 @@ def test_same_input_same_bytes() -> None:
         assert torch.equal(getattr(one.packed, piece), getattr(two.packed, piece))
 
 
-def test_unpadded_outputs_and_a_short_last_group() -> None:
-    k, n = 160, 20  # groups of 64, 64 and 32; 12 columns are added
+def test_padded_columns_and_short_last_group() -> None:
+    k, n = 160, 20  # groups of 64, 64 and 32 rows; 12 columns of padding
     hessian, weight = correlated_hessian(k), random_weight(n, k)
     matrix = MatrixQuantizer(InputStatistics(hessian, None)).quantize(
         "w", weight, Layout.parse("5:100/64")
@@ -220,11 +222,11 @@ def test_unpadded_outputs_and_a_short_last_group() -> None:
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(32, 7), (64, 33), (5, 1)])
-def test_scales_of_variants_at_once_are_those_of_each_alone(rows: int, columns: int) -> None:
+def test_batched_scales_equal_single_variants(rows: int, columns: int) -> None:
     generator = torch.Generator().manual_seed(rows)
     bits = (2, 5, 3, 8, 3)
     values = torch.randn(rows, len(bits), columns, generator=generator)
-    values[:, 4] = 0  # a variant without any scale
+    values[:, 4] = 0  # a variant of zeros has no scale
     curvature = torch.rand(rows, generator=generator)
     together = group_scales(values, curvature, bits, TRIALS)
     for i, width in enumerate(bits):

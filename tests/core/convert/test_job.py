@@ -1,4 +1,4 @@
-"""The job around the stages: what it leaves, what it refuses, and how it goes on."""
+"""The job around the stages: its output, the requests that it refuses, and how it resumes."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from support.conversions import COMMAND, content, conversion, hooks, recorder, r
 pytestmark = pytest.mark.usefixtures("stubs")
 
 
-def test_what_is_published(source_dir: Path, tmp_path: Path) -> None:
+def test_published_files(source_dir: Path, tmp_path: Path) -> None:
     events, on_event = recorder()
     out = run(conversion(source_dir, tmp_path), hooks(on_event=on_event))
 
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing else is left
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # no other file remains
     files = {path.name for path in out.iterdir()}
     shards = sorted(name for name in files if name.endswith(".safetensors"))
     count = len(shards)
@@ -47,9 +47,7 @@ def test_what_is_published(source_dir: Path, tmp_path: Path) -> None:
     assert len(matrices) == 3 * 7 + 1
 
 
-def test_the_configuration_is_the_source_with_what_exllamav2_adds(
-    source_dir: Path, tmp_path: Path
-) -> None:
+def test_config_is_source_plus_quantization_config(source_dir: Path, tmp_path: Path) -> None:
     out = run(conversion(source_dir, tmp_path))
     text = (out / "config.json").read_text(encoding="utf-8")
     written, before = json.loads(text), json.loads((source_dir / "config.json").read_text())
@@ -64,7 +62,7 @@ def test_the_configuration_is_the_source_with_what_exllamav2_adds(
     assert text.startswith("{\n    ")
 
 
-def test_the_record_says_what_was_decided(source_dir: Path, tmp_path: Path) -> None:
+def test_record_lists_decisions(source_dir: Path, tmp_path: Path) -> None:
     out = run(conversion(source_dir, tmp_path))
     record = json.loads((out / RECORD_NAME).read_text())
     assert record["gate"] == {"figures": {"kld": 0.01}, "fault": None}
@@ -75,7 +73,7 @@ def test_the_record_says_what_was_decided(source_dir: Path, tmp_path: Path) -> N
     assert str(tmp_path) not in (out / RECORD_NAME).read_text()
 
 
-def test_a_measurement_serves_another_rate(source_dir: Path, tmp_path: Path) -> None:
+def test_measurement_is_reusable_at_another_bit_rate(source_dir: Path, tmp_path: Path) -> None:
     first = run(conversion(source_dir, tmp_path))
     events, on_event = recorder()
     again = conversion(
@@ -88,57 +86,57 @@ def test_a_measurement_serves_another_rate(source_dir: Path, tmp_path: Path) -> 
     assert (out / MEASUREMENT_NAME).read_bytes() == (first / MEASUREMENT_NAME).read_bytes()
 
 
-def test_two_runs_are_equal_wherever_they_go(source_dir: Path, tmp_path: Path) -> None:
+def test_output_is_independent_of_paths(source_dir: Path, tmp_path: Path) -> None:
     first = run(conversion(source_dir, tmp_path))
     other = conversion(source_dir, tmp_path, out=tmp_path / "b", work=tmp_path / "w")
     assert content(run(other)) == content(first)
     kept = {path.name for path in (tmp_path / "w").iterdir()}
     assert {"measurement.json", "calibration.safetensors"} < kept
     assert not any(name.startswith(("layer", "quantize", "measure-")) for name in kept)
-    assert content(run(other, resume=True)) == content(first)  # nothing is left to do
+    assert content(run(other, resume=True)) == content(first)  # no work remains
 
 
-def test_asked_to_stop_it_stops_after_a_layer_and_goes_on(source_dir: Path, tmp_path: Path) -> None:
+def test_stop_and_resume_between_layers(source_dir: Path, tmp_path: Path) -> None:
     whole = content(run(conversion(source_dir, tmp_path, out=tmp_path / "whole")))
-    wanted, stops = conversion(source_dir, tmp_path), 0
-    while not wanted.out.exists():
-        asked = iter([False] * 3 + [True] * 1000)
+    task, stops = conversion(source_dir, tmp_path), 0
+    while not task.out.exists():
+        answers = iter([False] * 3 + [True] * 1000)
         try:
-            run(wanted, hooks(should_stop=lambda asked=asked: next(asked)), resume=stops > 0)
+            run(task, hooks(should_stop=lambda answers=answers: next(answers)), resume=stops > 0)
         except ConversionStopped:
             stops += 1
-            assert not wanted.out.exists()
+            assert not task.out.exists()
     assert stops > 2
-    assert content(wanted.out) == whole
+    assert content(task.out) == whole
 
 
-def test_resuming_is_asked_for(source_dir: Path, tmp_path: Path) -> None:
-    wanted = conversion(source_dir, tmp_path)
+def test_resume_is_explicit_and_needs_equal_options(source_dir: Path, tmp_path: Path) -> None:
+    task = conversion(source_dir, tmp_path)
     with pytest.raises(ConversionStopped):
-        run(wanted, hooks(should_stop=lambda: True))
+        run(task, hooks(should_stop=lambda: True))
     with pytest.raises(RequestError, match=COMMAND):
-        run(wanted)
+        run(task)
     other = conversion(source_dir, tmp_path, length=10)
     with pytest.raises(RequestError, match=r"another length \(expected 20, got 10\)"):
         run(other, resume=True)
 
 
-def test_a_source_that_has_changed_is_another_one(source_dir: Path, tmp_path: Path) -> None:
+def test_changed_source_cannot_be_resumed(source_dir: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(source_dir, tmp_path / "source"))
-    wanted = conversion(source, tmp_path)
+    task = conversion(source, tmp_path)
     with pytest.raises(ConversionStopped):
-        run(wanted, hooks(should_stop=lambda: True))
+        run(task, hooks(should_stop=lambda: True))
     path = source / "model.safetensors"
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(RequestError, match="another source_sha256"):
-        run(wanted, resume=True)
+        run(task, resume=True)
 
 
-def test_two_jobs_do_not_share_a_work_directory(source_dir: Path, tmp_path: Path) -> None:
-    wanted = conversion(source_dir, tmp_path, work=tmp_path / "w")
-    facts = wanted.facts("x")
+def test_work_directory_is_exclusive(source_dir: Path, tmp_path: Path) -> None:
+    task = conversion(source_dir, tmp_path, work=tmp_path / "w")
+    facts = task.facts("x")
     with (
         open_work(tmp_path / "w", facts, resume=False, command="c"),
         pytest.raises(RequestError, match="another process"),
@@ -147,8 +145,8 @@ def test_two_jobs_do_not_share_a_work_directory(source_dir: Path, tmp_path: Path
         pass
 
 
-def test_two_jobs_do_not_write_to_one_output(source_dir: Path, tmp_path: Path) -> None:
-    """The second begins while the first computes, before there is anything to be seen of it."""
+def test_output_is_exclusive(source_dir: Path, tmp_path: Path) -> None:
+    """Starts a second job while the first computes and has not created its output yet."""
     second = conversion(source_dir, tmp_path, work=tmp_path / "w")
     refusals: list[str] = []
 
@@ -167,27 +165,25 @@ def test_two_jobs_do_not_write_to_one_output(source_dir: Path, tmp_path: Path) -
         run(second)
 
 
-def test_a_result_that_is_too_far_off_is_kept_but_not_published(
-    source_dir: Path, tmp_path: Path
-) -> None:
-    wanted = conversion(source_dir, tmp_path)
+def test_failed_gate_keeps_partial_output_until_forced(source_dir: Path, tmp_path: Path) -> None:
+    task = conversion(source_dir, tmp_path)
     poor = hooks(gate=lambda *_: GateOutcome({"kld": 9.0}, "a divergence of 9 nats"))
     with pytest.raises(QualityError, match="9 nats") as caught:
-        run(wanted, poor)
+        run(task, poor)
     assert f"{COMMAND} --force" in str(caught.value)
     assert caught.value.where == str(tmp_path / "out.partial")
     assert caught.value.exit_code == 7
-    assert not wanted.out.exists()
+    assert not task.out.exists()
     partial = tmp_path / "out.partial"
     assert json.loads((partial / RECORD_NAME).read_text())["gate"]["figures"] == {"kld": 9.0}
-    with pytest.raises(QualityError):  # the verdict stands
-        run(wanted, resume=True)
-    out = run(wanted, resume=True, force=True)
+    with pytest.raises(QualityError):  # the gate is not repeated
+        run(task, resume=True)
+    out = run(task, resume=True, force=True)
     assert json.loads((out / RECORD_NAME).read_text())["is_forced"] is True
     assert not partial.exists()
 
 
-def test_what_reads_back_differently_is_never_published(
+def test_read_back_mismatch_is_never_published(
     source_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from exl_core.convert import job
@@ -202,30 +198,30 @@ def test_what_reads_back_differently_is_never_published(
         path.write_bytes(data)
 
     monkeypatch.setattr(job, "write_weights", damaging)
-    wanted = conversion(source_dir, tmp_path)
+    task = conversion(source_dir, tmp_path)
     with pytest.raises(ExlError, match="reads back differently"):
-        run(wanted)
-    assert not wanted.out.exists()
+        run(task)
+    assert not task.out.exists()
     monkeypatch.setattr(job, "write_weights", real)
-    with pytest.raises(ExlError, match="reads back differently"):  # it is looked at each time
-        run(wanted, resume=True)
+    with pytest.raises(ExlError, match="reads back differently"):  # the check is repeated
+        run(task, resume=True)
     shutil.rmtree(tmp_path / "out.partial")
-    assert run(wanted, resume=True).is_dir()
+    assert run(task, resume=True).is_dir()
 
 
 @pytest.mark.parametrize("name", ["measured-00001.json", "layer-00001.safetensors"])
-def test_a_work_file_that_is_damaged_is_named(name: str, source_dir: Path, tmp_path: Path) -> None:
-    wanted = conversion(source_dir, tmp_path)
-    stop = hooks(should_stop=(wanted.work_folder / name).is_file)
+def test_damaged_work_file_is_named(name: str, source_dir: Path, tmp_path: Path) -> None:
+    task = conversion(source_dir, tmp_path)
+    stop = hooks(should_stop=(task.work_folder / name).is_file)
     with pytest.raises(ConversionStopped):
-        run(wanted, stop)
-    (wanted.work_folder / name).write_bytes(b"{")
+        run(task, stop)
+    (task.work_folder / name).write_bytes(b"{")
     with pytest.raises(ExlError, match=name):
-        run(wanted, resume=True)
-    assert not wanted.out.exists()
+        run(task, resume=True)
+    assert not task.out.exists()
 
 
-def test_other_sizes_of_shards_hold_the_same(source_dir: Path, tmp_path: Path) -> None:
+def test_shard_size_does_not_change_tensors(source_dir: Path, tmp_path: Path) -> None:
     many = run(conversion(source_dir, tmp_path))
     one = run(conversion(source_dir, tmp_path, out=tmp_path / "one", shard_bytes=1 << 30))
     (single,) = one.glob("*.safetensors")

@@ -1,4 +1,4 @@
-"""Layers as they are read and computed for a conversion, against an independent implementation."""
+"""Layers as a conversion reads and computes them, against transformers."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ def biased_llama(**sizes: Any) -> Any:
 
 
 @pytest.mark.parametrize("build", [tiny_llama, biased_llama, tiny_gemma3])
-def test_layers_give_the_states_of_an_independent_implementation(
-    tmp_path: Path, build: Callable[..., Any]
-) -> None:
+def test_layers_match_transformers(tmp_path: Path, build: Callable[..., Any]) -> None:
     model = build(**SIZES)
     checkpoint, config = opened(save(model, tmp_path))
     generator = torch.Generator().manual_seed(4)
@@ -54,13 +52,13 @@ def test_layers_give_the_states_of_an_independent_implementation(
             source = read_layer(checkpoint, config, layer, CPU)
             y = source.block(config).run(x, plain_product(source))
             last = layer == config.num_layers - 1
-            if last:  # what transformers lists last is normed already
+            if last:  # transformers' last state is already normalized
                 y = rms_norm(y, checkpoint.norm(FINAL_NORM), config.norm_eps)
             assert (y - expected[layer + 1]).abs().max() < 1e-4 * expected[layer + 1].abs().max()
             x = expected[layer + 1]
 
 
-def test_products_in_the_computing_type_are_close(tmp_path: Path) -> None:
+def test_compute_type_products_are_close(tmp_path: Path) -> None:
     checkpoint, config = opened(save(tiny_llama(**SIZES), tmp_path))
     source = read_layer(checkpoint, config, 1, CPU)
     x = torch.randn(1, 20, config.hidden_size, generator=torch.Generator().manual_seed(1))
@@ -70,7 +68,7 @@ def test_products_in_the_computing_type_are_close(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e5])
-def test_values_that_exl2_cannot_hold_are_refused_by_name(tmp_path: Path, value: float) -> None:
+def test_unstorable_values_are_refused_by_name(tmp_path: Path, value: float) -> None:
     folder = save(tiny_llama(**SIZES), tmp_path)
     name = "model.layers.1.mlp.up_proj.weight"
     tensors = load_file(folder / "model.safetensors")
@@ -83,9 +81,7 @@ def test_values_that_exl2_cannot_hold_are_refused_by_name(tmp_path: Path, value:
 
 
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gemma3])
-def test_norms_come_back_from_the_form_that_files_hold(
-    tmp_path: Path, build: Callable[..., Any]
-) -> None:
+def test_stored_norms_round_trip(tmp_path: Path, build: Callable[..., Any]) -> None:
     checkpoint, config = opened(save(build(**SIZES), tmp_path))
     source = read_layer(checkpoint, config, 0, CPU)
     for name, factor in source.tensors.items():

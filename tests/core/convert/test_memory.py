@@ -1,7 +1,7 @@
-"""The memory of a conversion: that of a layer, not that of all layers.
+"""Memory of a conversion: that of one layer, not that of all layers.
 
-Of everything that is resident at once, files' pages too, with the model writing its own calibration
-text, and with tuning.
+Counts all resident memory at a time, pages of mapped files included. The model generates its own
+calibration text, and tuning runs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ SIZES = {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 64, "num_att
 LAYERS = (3, 11)
 MIB = 2**20
 
-# How much several threads hold at the same moment depends on how busy the machine is; and how much
-# the allocator keeps of what has been given back, on the order of things before.
+# The memory of several threads at a time depends on the load of the machine. The freed memory that
+# the allocator keeps depends on earlier allocations.
 QUIET = {"EXL_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "262144"}
 
 PROGRAM = (  # VmHWM counts this program alone, while ru_maxrss remembers what it was forked from
@@ -35,7 +35,7 @@ PROGRAM = (  # VmHWM counts this program alone, while ru_maxrss remembers what i
 
 
 def peak_bytes(folder: Path, layers: int) -> tuple[int, int]:
-    """Of a conversion with so many layers, and the size of its source."""
+    """Peak memory of a conversion of a model with `layers` layers, and the size of its source."""
     model = tiny_models.tiny_llama(**SIZES, num_hidden_layers=layers)
     source = tiny_models.save(model, folder / f"source-{layers}")
     args = [source, "-o", folder / f"out-{layers}", "--json", "--force"]
@@ -55,7 +55,7 @@ def peak_bytes(folder: Path, layers: int) -> tuple[int, int]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_the_peak_does_not_grow_with_the_layers(tmp_path: Path) -> None:
+def test_peak_memory_does_not_grow_with_layers(tmp_path: Path) -> None:
     (few, small), (many, large) = (peak_bytes(tmp_path, layers) for layers in LAYERS)
     print(
         f"peak {few / MIB:.0f} MiB of {LAYERS[0]} layers, {many / MIB:.0f} of {LAYERS[1]}; "

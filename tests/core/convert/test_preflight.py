@@ -1,4 +1,4 @@
-"""What is told before any work: everything that is wrong, at once, by cause."""
+"""Checks before any work: all problems are reported together, each with its cause."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.usefixtures("stubs")
 
 
 def refused(source: Path, folder: Path, **changes: Any) -> ExlError:
-    """What is said of a conversion that must not begin."""
+    """Error of a conversion that must not begin. No file may be left."""
     before = sorted(path.name for path in folder.iterdir())
     events, on_event = recorder()
     with pytest.raises(ExlError) as caught:
@@ -50,7 +50,7 @@ def refused(source: Path, folder: Path, **changes: Any) -> ExlError:
 
 @pytest.fixture
 def damaged(source_dir: Path, tmp_path: Path) -> Callable[..., Path]:
-    """A copy of the source in which some tensors were changed."""
+    """Copies the source and changes some of its tensors. `_dot_` in a name stands for a dot."""
 
     def make(**changes: Callable[[torch.Tensor], torch.Tensor]) -> Path:
         folder = Path(shutil.copytree(source_dir, tmp_path / "damaged"))
@@ -63,29 +63,27 @@ def damaged(source_dir: Path, tmp_path: Path) -> Callable[..., Path]:
     return make
 
 
-def test_all_tensors_that_are_not_finite_are_named(
-    damaged: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_all_unstorable_tensors_are_named(damaged: Callable[..., Path], tmp_path: Path) -> None:
     def put(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
         return lambda tensor: (
             tensor.flatten().index_fill(0, torch.tensor([7]), value).view_as(tensor)
         )
 
     up, norm = "model.layers.1.mlp.up_proj.weight", "model.layers.2.input_layernorm.weight"
-    down = "model.layers.0.mlp.down_proj.weight"  # which float32 holds, and float16 does not
+    down = "model.layers.0.mlp.down_proj.weight"  # finite in float32, not in float16
     source = damaged(**{up: put(float("nan")), norm: put(float("inf")), down: put(1e5)})
     error = refused(source, tmp_path)
     assert isinstance(error, ProblemsError)
     assert error.exit_code == ModelError.exit_code
-    said = [str(problem) for problem in error.problems]
-    assert len(said) == 3
-    assert down in said[0]
-    assert "float16" in said[0]
-    assert up in said[1]
-    assert norm in said[2]
+    messages = [str(problem) for problem in error.problems]
+    assert len(messages) == 3
+    assert down in messages[0]
+    assert "float16" in messages[0]
+    assert up in messages[1]
+    assert norm in messages[2]
 
 
-def test_sizes_that_the_format_has_no_room_for(tmp_path: Path) -> None:
+def test_unstorable_sizes_are_refused(tmp_path: Path) -> None:
     source = tiny_models.save(tiny_models.tiny_llama(), tmp_path / "odd")
     error = refused(source, tmp_path)
     assert isinstance(error, ProblemsError)
@@ -95,14 +93,14 @@ def test_sizes_that_the_format_has_no_room_for(tmp_path: Path) -> None:
     assert error.exit_code == ModelError.exit_code
 
 
-def test_a_model_that_is_quantized_already(tmp_path: Path) -> None:
+def test_quantized_source_is_refused(tmp_path: Path) -> None:
     source = quantized_llama("exl2", tmp_path / "source")
     error = refused(source, tmp_path)
     assert "quantized already, as EXL2" in str(error)
     assert error.exit_code == ModelError.exit_code
 
 
-def test_a_language_model_within_a_larger_one(tmp_path: Path, source_dir: Path) -> None:
+def test_language_model_inside_larger_model_is_refused(tmp_path: Path, source_dir: Path) -> None:
     model = tiny_models.tiny_gemma3(**SHAPE)
     source = tiny_models.save(model, tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
@@ -115,13 +113,13 @@ def test_a_language_model_within_a_larger_one(tmp_path: Path, source_dir: Path) 
     assert error.exit_code == ModelError.exit_code
 
 
-def test_a_source_without_a_tokenizer(source_dir: Path, tmp_path: Path) -> None:
+def test_source_without_tokenizer_is_refused(source_dir: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(source_dir, tmp_path / "source"))
     (source / "tokenizer.json").unlink()
     assert "tokenizer" in str(refused(source, tmp_path))
 
 
-def test_problems_of_every_kind_are_listed_together(
+def test_problems_of_all_kinds_are_listed_together(
     damaged: Callable[..., Path], tmp_path: Path
 ) -> None:
     source = damaged(**{"model.norm.weight": lambda tensor: tensor * float("nan")})
@@ -133,10 +131,12 @@ def test_problems_of_every_kind_are_listed_together(
         source, tmp_path, bits=1.5, stages=options, measurement=measurement, shard_bytes=100
     )
     assert isinstance(error, ProblemsError)
-    said = [str(problem) for problem in error.problems]
-    wanted = ("--bits", "--head-bits", "model.norm.weight", "exists already", "--shard-size")
-    assert all(any(text in line for line in said) for text in (*wanted, "none.json")), said
-    assert len(said) == 6
+    messages = [str(problem) for problem in error.problems]
+    expected = ("--bits", "--head-bits", "model.norm.weight", "exists already", "--shard-size")
+    assert all(any(text in line for line in messages) for text in (*expected, "none.json")), (
+        messages
+    )
+    assert len(messages) == 6
     assert (tmp_path / "out/notes.txt").read_text(encoding="utf-8") == "mine"
 
 
@@ -144,25 +144,27 @@ def test_problems_of_every_kind_are_listed_together(
     ("out", "expected"),
     [("missing/out", "no such directory"), ("model.safetensors/out", "no such directory")],
 )
-def test_outputs_that_cannot_be(out: str, expected: str, source_dir: Path, tmp_path: Path) -> None:
+def test_output_without_parent_directory_is_refused(
+    out: str, expected: str, source_dir: Path, tmp_path: Path
+) -> None:
     (tmp_path / "model.safetensors").write_text("a file", encoding="utf-8")
     error = refused(source_dir, tmp_path, out=tmp_path / out)
     assert expected in str(error)
     assert error.exit_code == RequestError.exit_code
 
 
-def test_an_output_inside_of_the_source(source_dir: Path, tmp_path: Path) -> None:
+def test_output_inside_source_is_refused(source_dir: Path, tmp_path: Path) -> None:
     source = Path(shutil.copytree(source_dir, tmp_path / "source"))
     assert "lies in the source" in str(refused(source, tmp_path, out=source / "out"))
 
 
-def test_a_directory_that_nobody_may_write_to(source_dir: Path, tmp_path: Path) -> None:
+def test_unwritable_output_is_refused(source_dir: Path, tmp_path: Path) -> None:
     error = refused(source_dir, tmp_path, out=Path("/proc/out"), work=tmp_path / "w")
     assert "/proc" in str(error)
     assert "cannot be written" in str(error)
 
 
-def test_what_another_conversion_left(source_dir: Path, tmp_path: Path) -> None:
+def test_leftovers_of_another_conversion_are_refused(source_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "out.partial").mkdir()
     assert "another conversion" in str(refused(source_dir, tmp_path))
     (tmp_path / "out.partial").rmdir()
@@ -172,10 +174,10 @@ def test_what_another_conversion_left(source_dir: Path, tmp_path: Path) -> None:
     assert "is the output" in str(refused(source_dir, tmp_path, work=tmp_path / "out.partial"))
 
 
-def test_an_output_that_cannot_be_renamed_to(
+def test_output_that_blocks_the_final_rename_is_refused(
     source_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which would be noticed when all work is done."""
+    """Otherwise the rename would fail after all work is done."""
     link = tmp_path / "link"
     for target in ("nowhere", "empty"):
         link.symlink_to(tmp_path / target)
@@ -188,12 +190,12 @@ def test_an_output_that_cannot_be_renamed_to(
     assert "directory in it" in str(error)
 
 
-def test_an_empty_output_directory_is_taken(source_dir: Path, tmp_path: Path) -> None:
+def test_empty_output_directory_is_accepted(source_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert run(conversion(source_dir, tmp_path)).is_dir()
 
 
-def test_a_disk_and_a_memory_that_are_too_small(
+def test_too_little_disk_or_memory_is_refused(
     source_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", ["total", "used", "free"])
@@ -208,7 +210,7 @@ def test_a_disk_and_a_memory_that_are_too_small(
     assert both.exit_code == DiskFullError.exit_code == 6
 
 
-def test_memory_is_that_of_a_layer_and_disk_that_of_all(source_dir: Path) -> None:
+def test_memory_estimate_is_per_layer_and_disk_estimate_per_model(source_dir: Path) -> None:
     source, config, quantization = open_checkpoint(source_dir)
     checkpoint = Checkpoint(source, config, quantization)
 
@@ -221,7 +223,7 @@ def test_memory_is_that_of_a_layer_and_disk_that_of_all(source_dir: Path) -> Non
     few, many = (needed(ConvertOptions(), num_layers=layers) for layers in (3, 30))
     assert many.memory == few.memory
     assert many.work > 3 * few.work
-    assert needed(ConvertOptions(fast=True), num_layers=30).work < many.work  # nothing is tuned
+    assert needed(ConvertOptions(fast=True), num_layers=30).work < many.work  # fast: no tuning
     assert needed(ConvertOptions(), intermediate_size=1 << 14).memory > 2 * few.memory
 
 
@@ -233,13 +235,13 @@ def measured(source_dir: Path, tmp_path: Path) -> Path:
 
 def change(path: Path, *keys: Any, to: Any) -> Path:
     content = json.loads(path.read_text(encoding="utf-8"))
-    place = content
+    node = content
     for key in keys[:-1]:
-        place = place[key]
+        node = node[key]
     if to is None:
-        del place[keys[-1]]
+        del node[keys[-1]]
     else:
-        place[keys[-1]] = to
+        node[keys[-1]] = to
     path.write_text(json.dumps(content), encoding="utf-8")
     return path
 
@@ -266,7 +268,7 @@ _MATRIX = ("layers", 1, "matrices", 2)
         4,
     ),
 )
-def test_a_measurement_that_is_damaged(
+def test_damaged_measurement_is_refused(
     keys: tuple[Any, ...], to: Any, measured: Path, source_dir: Path, tmp_path: Path
 ) -> None:
     path = change(measured, *keys, to=to)
@@ -276,14 +278,16 @@ def test_a_measurement_that_is_damaged(
     assert error.exit_code == RequestError.exit_code
 
 
-def test_files_that_are_no_measurement(measured: Path, source_dir: Path, tmp_path: Path) -> None:
+def test_file_without_measurement_is_refused(
+    measured: Path, source_dir: Path, tmp_path: Path
+) -> None:
     path = change(measured, "schema_version", to=9)
     assert "schema_version" in str(refused(source_dir, tmp_path, measurement=path))
     path.write_text("[", encoding="utf-8")
     assert "not valid JSON" in str(refused(source_dir, tmp_path, measurement=path))
 
 
-def test_a_measurement_of_another_model(measured: Path, tmp_path: Path) -> None:
+def test_measurement_of_another_model_is_refused(measured: Path, tmp_path: Path) -> None:
     other = tiny_models.tiny_llama(
         hidden_size=96, intermediate_size=160, head_dim=32, tie_word_embeddings=True
     )

@@ -1,4 +1,4 @@
-"""What goes beside the weights: read back, and refused where it says something else."""
+"""Files beside the weights: they are read back, and differences are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from support.gguf_models import write_gguf
 SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
 
 
-def test_a_configuration_that_reads_back_differently_is_an_error(tmp_path: Path) -> None:
+def test_changed_config_or_tokenizer_is_an_error(tmp_path: Path) -> None:
     gguf = write_gguf(tiny_models.tiny_llama(**SHAPE), tmp_path / "tiny.gguf")
     source, config, _ = open_checkpoint(gguf)
     files = side_files.collect(gguf, source, config, {"quant_method": "exl2"})
@@ -34,6 +34,6 @@ def test_a_configuration_that_reads_back_differently_is_an_error(tmp_path: Path)
     shutil.copyfile(
         tiny_models.save(tiny_models.tiny_llama(), tmp_path / "o") / "tokenizer.json",
         folder / "tokenizer.json",
-    )  # without the merge of 'ab'
+    )  # a tokenizer without the merge of 'ab'
     with pytest.raises(TokenizerError, match="differently"):
         side_files.check(folder, gguf, source, config)

@@ -1,4 +1,4 @@
-"""Stages of a conversion on tiny models: what they give, and that they give it again."""
+"""Stages of a conversion on tiny models: their results, and that these are reproducible."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def convert(source: Source, layers: list[LayerMeasurement], bits: float) -> dict
     return tensors | dict(ends.tensors)
 
 
-def test_every_tensor_of_the_model_is_there(llama: Source, measured: list) -> None:
+def test_conversion_covers_every_tensor(llama: Source, measured: list) -> None:
     tensors = convert(llama, measured, 4.0)
     matrices = 0
     for name in expected_tensors(llama.config):
@@ -106,22 +106,22 @@ def test_every_tensor_of_the_model_is_there(llama: Source, measured: list) -> No
             assert tensors[name].dtype is torch.float16
     assert matrices == 7 * llama.config.num_layers
     head = exl2.check({piece: tensors[f"lm_head.{piece}"] for piece in exl2.PARTS}, "head")
-    assert head.out_features == VOCAB_SIZE + -VOCAB_SIZE % 32  # tied, and no multiple of 32
+    assert head.out_features == VOCAB_SIZE + -VOCAB_SIZE % 32  # tied, padded to a multiple of 32
     assert tensors[EMBED].shape == (VOCAB_SIZE, llama.config.hidden_size)
     dense = exl2.dequantize(head).T.float()
     assert not dense[VOCAB_SIZE:].any()
     likeness = torch.cosine_similarity(dense[:VOCAB_SIZE], tensors[EMBED].float())
-    assert likeness.min() > 0.9  # not the same: it makes up for errors of the layers before it
+    assert likeness.min() > 0.9  # not equal: the head compensates for errors of the layers
 
 
-def test_measurements_go_to_json_and_back(measured: list[LayerMeasurement]) -> None:
+def test_measurements_round_trip_through_json(measured: list[LayerMeasurement]) -> None:
     assert [LayerMeasurement.from_json(layer.to_json()) for layer in measured] == measured
     for matrix in measured[0].matrices:
         assert len(matrix.candidates) > 20
         assert all(candidate.error >= 0 for candidate in matrix.candidates)
 
 
-def test_measured_errors_fall_with_the_width(measured: list[LayerMeasurement]) -> None:
+def test_measured_errors_fall_with_width(measured: list[LayerMeasurement]) -> None:
     for layer in measured:
         for matrix in layer.matrices:
             errors = {c.layout: c.error for c in matrix.candidates}
@@ -129,7 +129,7 @@ def test_measured_errors_fall_with_the_width(measured: list[LayerMeasurement]) -
             assert pure == sorted(pure, reverse=True)
 
 
-def test_the_whole_is_the_same_whatever_the_number_of_threads(
+def test_results_do_not_depend_on_thread_count(
     llama: Source, measured: list[LayerMeasurement], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = convert(llama, measured, 3.0)
@@ -144,7 +144,7 @@ def test_the_whole_is_the_same_whatever_the_number_of_threads(
 
 
 @pytest.mark.thorough
-def test_a_family_with_norms_everywhere(tmp_path: Path) -> None:
+def test_conversion_of_sandwich_norms_and_head_norms(tmp_path: Path) -> None:
     gemma = make_source(tmp_path, tiny_gemma3, tie_word_embeddings=True)
     states = embed_rows(gemma.checkpoint, gemma.config, gemma.token_ids)
     layers = [measure(gemma, layer, states) for layer in range(gemma.config.num_layers)]
@@ -156,7 +156,7 @@ def test_a_family_with_norms_everywhere(tmp_path: Path) -> None:
 
 
 def test_sensitivity_is_the_mean_square_of_gradients(llama: Source) -> None:
-    """Of the last layer's down projection the gradient is that of the states after it."""
+    """The output gradient of the last down projection is that of the states after the layer."""
     name = "model.layers.2.mlp.down_proj.weight"
     states = embed_rows(llama.checkpoint, llama.config, llama.token_ids)
     with cpu_workers() as workers:
@@ -186,7 +186,7 @@ def tuned(source: Source, tensors: dict[str, Tensor], folder: Path, **options: A
 
 
 @pytest.mark.thorough
-def test_tuning_brings_the_predictions_closer(
+def test_tuning_reduces_divergence_and_is_resumable(
     llama: Source, measured: list[LayerMeasurement], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     tensors = convert(llama, measured, 2.6)
@@ -207,7 +207,7 @@ def test_tuning_brings_the_predictions_closer(
     before, after = divergence(llama, tensors), divergence(llama, tensors | new)
     assert after < 0.99 * before
     first, saved_state = steps[5]
-    for options in ({}, {"steps_done": first, "saved_state": saved_state}):  # again, and going on
+    for options in ({}, {"steps_done": first, "saved_state": saved_state}):  # repeated, and resumed
         again = tuned(llama, tensors, tmp_path / f"b{len(options)}", **options)
         assert all(torch.equal(new[name], again[name]) for name in new)
     waited = sum(path.stat().st_size for path in (tmp_path / "a").iterdir())
@@ -223,7 +223,7 @@ def divergence(source: Source, tensors: dict[str, Tensor]) -> float:
 def open_tuned(
     source: Source, tensors: dict[str, Tensor], folder: Path, workers: Workers
 ) -> tuple[Any, Tensor]:
-    """The model that is tuned, and what the source's head gets."""
+    """The tuned model, and the inputs of the source's head."""
     with torch.no_grad():
         source_states = tune._source_states(
             source.checkpoint, source.config, source.token_ids, CPU, workers
@@ -233,7 +233,7 @@ def open_tuned(
         ), source_states
 
 
-def test_gradients_taken_layer_by_layer_are_those_of_the_whole(
+def test_layerwise_gradients_match_full_autograd(
     llama: Source, measured: list[LayerMeasurement], tmp_path: Path
 ) -> None:
     tensors = convert(llama, measured, 3.0)
@@ -241,8 +241,8 @@ def test_gradients_taken_layer_by_layer_are_those_of_the_whole(
         model, source_states = open_tuned(llama, tensors, tmp_path, workers)
         for n, parameter in enumerate(model.parameters.values()):
             parameter.data += 0.01 * n
-        found = model.gradients(llama.token_ids, source_states, workers)
-    assert found.keys() == model.parameters.keys()
+        gradients = model.gradients(llama.token_ids, source_states, workers)
+    assert gradients.keys() == model.parameters.keys()
     x = tensors[EMBED][llama.token_ids].float()
     for layer in range(llama.config.num_layers):
         x = model._layer_function(layer)(x)
@@ -254,4 +254,4 @@ def test_gradients_taken_layer_by_layer_are_those_of_the_whole(
     loss = (target.exp() * (target - prediction)).sum(-1).mean()
     expected = torch.autograd.grad(loss, list(model.parameters.values()))
     for name, whole in zip(model.parameters, expected, strict=True):
-        assert float((found[name] - whole).norm()) < 0.02 * float(whole.norm()), name
+        assert float((gradients[name] - whole).norm()) < 0.02 * float(whole.norm()), name

@@ -27,23 +27,23 @@ Costs = Mapping[tuple[int, int], list[float]]
 @cache
 def candidate_layouts() -> tuple[Layout, ...]:
     """All candidate layouts, for matrices of any size."""
-    found = [Layout((Section(bits, 100, size),)) for bits in WIDTHS for size in GROUP_SIZES]
+    layouts = [Layout((Section(bits, 100, size),)) for bits in WIDTHS for size in GROUP_SIZES]
     for pairs, shares in ((_NEIGHBORS, _NEIGHBOR_SHARES), (_DISTANT, _DISTANT_SHARES)):
         for wide, narrow in pairs:
             for share in shares:
                 for size in GROUP_SIZES:
                     sections = Section(wide, share, size), Section(narrow, 100 - share, size)
-                    found.append(Layout(sections))
+                    layouts.append(Layout(sections))
     for narrow in (3, 4, 5, 6):
-        found += [Layout.parse(f"8:5/32 {narrow}:95/{size}") for size in (64, 128)]
+        layouts += [Layout.parse(f"8:5/32 {narrow}:95/{size}") for size in (64, 128)]
     for wide, narrow in _TOPPED:
         for share in _TOPPED_SHARES:
             for size in GROUP_SIZES:
                 narrow_percent = 95 - share
-                found.append(
+                layouts.append(
                     Layout.parse(f"8:5/32 {wide}:{share}/{size} {narrow}:{narrow_percent}/{size}")
                 )
-    return (*found, *map(Layout.parse, _TRIPLES))
+    return (*layouts, *map(Layout.parse, _TRIPLES))
 
 
 def layouts_for(in_features: int) -> list[Layout]:

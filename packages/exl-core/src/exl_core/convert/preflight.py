@@ -267,14 +267,14 @@ def space_needed(
 
 def space_problems(space: Space, out: Path, work: Path) -> Iterator[ExlError]:
     """Problems of disk space, summed for each file system, and of memory."""
-    wanted: dict[int, tuple[Path, int]] = {}
+    needed: dict[int, tuple[Path, int]] = {}
     existing = sum(file.stat().st_size for file in work.rglob("*") if file.is_file())
     for folder, size in ((out.parent, space.out), (work.parent, max(0, space.work - existing))):
         if folder.is_dir():
             device = folder.stat().st_dev
-            first, before = wanted.get(device, (folder, 0))
-            wanted[device] = (first, before + size)
-    for folder, size in wanted.values():
+            first, before = needed.get(device, (folder, 0))
+            needed[device] = (first, before + size)
+    for folder, size in needed.values():
         free = shutil.disk_usage(folder).free
         if size > free:
             yield DiskFullError(

@@ -95,14 +95,14 @@ def check_written(folder: Path, digests: Mapping[str, str]) -> None:
     if set(source.tensors) != set(digests):
         differing = sorted(set(source.tensors) ^ set(digests))
         raise ReadBackError("holds other tensors than were written", where=folder, got=differing[0])
-    for name, wanted in digests.items():
+    for name, expected_digest in digests.items():
         found = digest(source.read_raw(name))
         source.release(name)
-        if found != wanted:
+        if found != expected_digest:
             raise ReadBackError(
                 f"tensor {name!r} reads back differently",
                 where=source.tensors[name].file,
-                expected=f"sha256 {wanted[:16]}",
+                expected=f"sha256 {expected_digest[:16]}",
                 got=found[:16],
                 next_step="The disk or the memory of this machine is faulty; run it again with "
                 "--resume.",

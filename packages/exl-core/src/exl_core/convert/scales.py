@@ -55,8 +55,8 @@ def group_scales(
     Errors of the rows are weighted by curvature [rows]. The N columns of a variant share one
     largest scale. `bits` are the widths of the V variants.
     """
-    found = _group_scales(values, curvature, choices=(tuple(bits), trials))
-    return GroupScales(*(part.clone() if values.is_cuda else part for part in found))
+    scales = _group_scales(values, curvature, choices=(tuple(bits), trials))
+    return GroupScales(*(part.clone() if values.is_cuda else part for part in scales))
 
 
 @cache  # without a limit: a graph capture cannot copy these tensors to the GPU, it must find them

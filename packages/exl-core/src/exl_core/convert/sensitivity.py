@@ -58,7 +58,7 @@ def measure_sensitivity(
     """
     device = torch.device(options.device)
     total = 2 * config.num_layers
-    found: dict[str, Tensor] = {}
+    sensitivity: dict[str, Tensor] = {}
     token_ids = token_ids[:ROWS]
     with tempfile.TemporaryDirectory(dir=scratch) as folder:
         states = embed_rows(checkpoint, config, token_ids)
@@ -72,10 +72,10 @@ def measure_sensitivity(
         for layer in reversed(range(config.num_layers)):
             source = read_layer(checkpoint, config, layer, device)
             states = _load(Path(folder, str(layer)), states.shape)
-            found |= _backward(source, config, states, gradient, workers)
+            sensitivity |= _backward(source, config, states, gradient, workers)
             if on_layer is not None:
                 on_layer(total - layer, total)
-    return found
+    return sensitivity
 
 
 def _forward(source: LayerSource, config: ModelConfig, states: Tensor, workers: Workers) -> None:

@@ -99,12 +99,12 @@ def check(folder: Path, path: Path, source: TensorSource, config: ModelConfig) -
 
 
 def _check_tokenizer(ours: Tokenizer, theirs: Tokenizer) -> None:
-    roles, wanted_roles = (
+    roles, expected_roles = (
         (t.bos_id, set(t.eos_ids), t.control.adds_bos, t.control.adds_eos) for t in (ours, theirs)
     )
-    if roles != wanted_roles:
+    if roles != expected_roles:
         raise TokenizerError(
-            "control tokens read back differently", expected=wanted_roles, got=roles
+            "control tokens read back differently", expected=expected_roles, got=roles
         )
     for text in PROBES:
         for allow_special in (False, True):

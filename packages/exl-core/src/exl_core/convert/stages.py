@@ -104,7 +104,7 @@ class Stages:
     def _measure_sensitivity(self, token_ids: Tensor, workers: Workers) -> Sensitivity:
         if not self.work.has(SENSITIVITY):
             with self._stage(Stage.SENSITIVITY) as step, self.work.scratch() as scratch:
-                found = measure_sensitivity(
+                sensitivity = measure_sensitivity(
                     self.checkpoint,
                     self.config,
                     token_ids,
@@ -113,7 +113,7 @@ class Stages:
                     on_layer=step,
                     scratch=scratch,
                 )
-            self.work.write_tensors(SENSITIVITY, found)
+            self.work.write_tensors(SENSITIVITY, sensitivity)
         return self.work.read_tensors(SENSITIVITY)
 
     def _measure(self, rows: CalibrationRows, workers: Workers) -> Measurement:
@@ -129,7 +129,7 @@ class Stages:
                 )
                 for layer in range(first_layer, count):
                     step(layer, count)
-                    found = measure_layer(
+                    measured = measure_layer(
                         read_layer(self.checkpoint, self.config, layer, self._device),
                         self.config,
                         states,
@@ -137,17 +137,17 @@ class Stages:
                         options=self.options,
                         workers=workers,
                     )
-                    work.write_facts(f"measured-{layer:05d}.json", found.to_json())
+                    work.write_facts(f"measured-{layer:05d}.json", measured.to_json())
                     is_last = layer + 1 == count
                     self._save_states("measure", layer + 1, {"states": states}, is_last=is_last)
             layers = [
                 LayerMeasurement.from_json(work.read_facts(f"measured-{layer:05d}.json"))
                 for layer in range(count)
             ]
-            found_all = Measurement(
+            measurement = Measurement(
                 self.source_sha256, rows.sha256, rows.description, tuple(layers)
             )
-            work.write_facts(MEASUREMENT, found_all.to_json())
+            work.write_facts(MEASUREMENT, measurement.to_json())
         self._drop_states("measure")
         work.remove(*(f"measured-{layer:05d}.json" for layer in range(count)))
         return Measurement.read(work.folder / MEASUREMENT)
@@ -330,10 +330,10 @@ def finished_entries(work: WorkDir, num_layers: int) -> list[Entry]:
 
 def finished_digests(work: WorkDir, num_layers: int) -> dict[str, str]:
     """Digest of each tensor by name, taken when it was final and before it was written."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for facts in (*(facts for _, facts in part_files(num_layers)), TUNED_FACTS):
-        found |= work.read_facts(facts)["digests"]
-    return found
+        digests |= work.read_facts(facts)["digests"]
+    return digests
 
 
 def matrix_reports(work: WorkDir, num_layers: int) -> list[dict[str, object]]:

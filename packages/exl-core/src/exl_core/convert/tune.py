@@ -108,10 +108,10 @@ def tune_model(
 
 def _optimizer_state(adam: torch.optim.Adam, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
     # These keys are part of the work directory's format.
-    found = {f"{name} knob": parameter.detach() for name, parameter in parameters.items()}
+    state = {f"{name} knob": parameter.detach() for name, parameter in parameters.items()}
     for name, parameter in parameters.items():
-        found |= {f"{name} {moment}": adam.state[parameter][moment] for moment in _MOMENTS}
-    return found
+        state |= {f"{name} {moment}": adam.state[parameter][moment] for moment in _MOMENTS}
+    return state
 
 
 def _restore(
@@ -250,13 +250,13 @@ class _TunedModel:
     ) -> dict[str, Tensor]:
         """Gradient of that divergence with respect to each parameter."""
         states, before = self._forward(token_ids, workers)
-        _, state_gradient, found = self._head_backward(states, source_states, workers)
+        _, state_gradient, gradients = self._head_backward(states, source_states, workers)
         for layer in reversed(range(self.config.num_layers)):
             state_gradient, parameter_gradients = self._layer_backward(
                 layer, before.pop()(), state_gradient, workers
             )
-            found |= parameter_gradients
-        return found
+            gradients |= parameter_gradients
+        return gradients
 
     @torch.no_grad()
     def _forward(self, token_ids: Tensor, workers: Workers) -> tuple[Tensor, list[LoadTensor]]:
@@ -290,9 +290,11 @@ class _TunedModel:
             return loss, self._backward(inputs.flatten(0, 1), x, names, input_gradient)
 
         pieces = zip(_pieces(states, workers), _pieces(source_states, workers), strict=True)
-        found = workers.map(run, pieces)
-        state_gradient, parameter_gradients = _merge_gradients([grads for _, grads in found], names)
-        return sum(loss for loss, _ in found) / len(found), state_gradient, parameter_gradients
+        results = workers.map(run, pieces)
+        state_gradient, parameter_gradients = _merge_gradients(
+            [grads for _, grads in results], names
+        )
+        return sum(loss for loss, _ in results) / len(results), state_gradient, parameter_gradients
 
     def _layer_backward(
         self, layer: int, states: Tensor, state_gradient: Tensor, workers: Workers
@@ -346,14 +348,14 @@ class _TunedModel:
 
     def stored(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The tuned tensors, multiplied by their factors, in the form of the output."""
-        found = {}
+        stored = {}
         for name, parameter in self.parameters.items():
             factor = parameter.detach().exp()
             if name in self.norms:
-                found[name] = stored_norm(self.config, name, self.norms[name] * factor).cpu()
+                stored[name] = stored_norm(self.config, name, self.norms[name] * factor).cpu()
             else:
-                found[name] = (tensors[name].float() * factor.cpu()).half()
-        return found
+                stored[name] = (tensors[name].float() * factor.cpu()).half()
+        return stored
 
     @torch.no_grad()
     def _divergence(

@@ -134,8 +134,8 @@ def check_work(folder: Path, options: Facts, *, resume: bool, command: str) -> N
 def _require_empty(folder: Path) -> None:
     if not folder.is_dir():
         raise RequestError("the work directory is something else", where=folder)
-    ours = (LOCK_NAME, JOB_NAME + TEMPORARY_SUFFIX)  # left by a process that was killed early
-    names = sorted(path.name for path in folder.iterdir() if path.name not in ours)
+    own_names = (LOCK_NAME, JOB_NAME + TEMPORARY_SUFFIX)  # left by a process that was killed early
+    names = sorted(path.name for path in folder.iterdir() if path.name not in own_names)
     if names:
         raise RequestError(
             "the work directory holds something else",
