@@ -83,7 +83,7 @@ def coverage(session: nox.Session) -> None:
 
 
 def run_tests(session: nox.Session, marked: str, *options: str, cuda: str = "none") -> None:
-    """Install what tests need, and run those that are marked so."""
+    """Install the packages that tests need, and run the tests selected by `marked`."""
     install_exl(session, *TEST_TOOLS, cuda=cuda)
     install_models(session, *DEFAULT_MODEL, *TEST_MODELS)
     session.run("python", "-m", "pytest", "-m", marked, *options, *session.posargs)
@@ -100,7 +100,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def fix(session: nox.Session) -> None:
-    """Format, and mend what the linter can mend."""
+    """Format, and repair the findings that the linter can repair."""
     session.install("-c", "constraints.txt", "ruff", "clang-format", silent=False)
     session.run("ruff", "check", "--fix", ".")
     session.run("ruff", "format", ".")
@@ -157,7 +157,7 @@ def cuda_build(session: nox.Session) -> None:
 
 
 def capabilities() -> str:
-    """Of the GPUs in this machine, as EXL_CUDA_ARCH has them; all where nobody says."""
+    """Compute capabilities of this machine's GPUs for EXL_CUDA_ARCH; "all" if unknown."""
     query = ("nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader")
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=True)

@@ -57,7 +57,7 @@ def random_table(seed: int, vocab_size: int = VOCAB_SIZE) -> torch.Tensor:
 
 
 def loaded_with(table: torch.Tensor, tokenizer: Tokenizer | None = None) -> Any:
-    """What `load_model` gives, as far as the evaluation looks at it."""
+    """Stand-in for the result of `load_model`, with the fields that the evaluation reads."""
     model = TableModel(table)
     return SimpleNamespace(
         model=model,
