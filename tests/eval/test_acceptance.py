@@ -1,4 +1,4 @@
-"""Drafts measured on a real model: the figures of one run agree with each other."""
+"""Draft acceptance on a real model: the figures of one run are consistent with each other."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check(found: AcceptanceFigures, replies: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ngram", pytest.param("model", marks=pytest.mark.thorough)])
-def test_a_short_run_on_smollm2(kind: str, smollm2: LoadedModel) -> None:
+def test_figures_of_a_short_run_are_consistent(kind: str, smollm2: LoadedModel) -> None:
     is_model = kind == "model"
     options = AcceptanceOptions(draft_tokens=4, max_tokens=16 if is_model else 12, prompts=1)
     result = measure_acceptance(smollm2, smollm2 if is_model else None, options)
@@ -49,7 +49,8 @@ def test_a_short_run_on_smollm2(kind: str, smollm2: LoadedModel) -> None:
         assert sampler.costs.pass_s[0] > 0
     assert greedy.overall.alpha.mean == greedy.overall.alpha_estimate.mean
     if is_model:
-        # It drafts for itself; passes of several rows round otherwise than those of one.
+        # The model drafts for itself. Alpha is below 1 only because passes of several rows round
+        # differently from passes of one row.
         assert greedy.overall.stats.drafted > 40
         assert drawn.overall.alpha.mean == pytest.approx(1.0, abs=0.02)
         estimate = drawn.overall.alpha_estimate

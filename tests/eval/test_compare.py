@@ -1,4 +1,4 @@
-"""Records side by side: what may be compared, why not, and errors against a simulation."""
+"""Comparison of two records: comparable figures, obstacles, and standard errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. Pack my box with five dozen
 
 
 def record(seed: int = 5, text: str = TEXT, style: str = "paper", **options: Any) -> dict[str, Any]:
-    """As a program reads it."""
+    """Record of a perplexity, as parsed from its JSON."""
     options = {"ctx": 16, **options}
     result = measure_perplexity(
         loaded_with(random_table(seed)), text, PerplexityOptions(style, **options)
@@ -34,7 +34,7 @@ def divergence_record(seed: int, reference: int = 5, **options: Any) -> dict[str
     return json.loads(json.dumps(result.as_dict()))
 
 
-def test_one_text_and_two_models_give_a_paired_difference() -> None:
+def test_two_models_on_one_text_give_a_paired_difference() -> None:
     a, b = record(5), record(6)
     found = compare_records(a, b)
     assert (found.is_comparable, found.obstacles) == (True, ())
@@ -51,7 +51,7 @@ def test_one_text_and_two_models_give_a_paired_difference() -> None:
     assert (bits.figure, bits.is_paired) == ("bits_per_byte", False)
 
 
-def test_pairs_are_tighter_than_two_separate_errors() -> None:
+def test_paired_error_is_smaller_than_separate_errors() -> None:
     table = random_table(5)
     near = table + 0.05 * random_table(6)
     records = [
@@ -62,7 +62,7 @@ def test_pairs_are_tighter_than_two_separate_errors() -> None:
     assert nll.stderr < 0.2 * math.hypot(*(float(one["nll_stderr"]) for one in records))
 
 
-def test_pairs_by_token_follow_the_formula() -> None:
+def test_paired_perplexities_follow_the_formula() -> None:
     models = [loaded_with(random_table(seed)) for seed in (5, 6)]
     first, second = (score_text(one, TEXT, PerplexityOptions(ctx=16)) for one in models)
     pair = compare_scored(first, second)
@@ -87,7 +87,7 @@ def test_pairs_by_token_follow_the_formula() -> None:
     ],
     ids=["text", "context", "BOS", "style", "windows"],
 )
-def test_what_defines_the_figure_must_agree(other: dict[str, Any], fields: set[str]) -> None:
+def test_defining_settings_must_agree(other: dict[str, Any], fields: set[str]) -> None:
     found = compare_records(record(), record(6, **other))
     assert not found.is_comparable
     assert fields <= {obstacle.field for obstacle in found.obstacles}
@@ -96,7 +96,7 @@ def test_what_defines_the_figure_must_agree(other: dict[str, Any], fields: set[s
     assert figures == ({"bits_per_byte"} if "ctx" in other or "bos" in other else set())
 
 
-def test_another_tokenizer_leaves_bits_per_byte() -> None:
+def test_another_tokenizer_allows_only_bits_per_byte() -> None:
     a = record()
     b = {**record(6), "tokenizer_sha256": "0" * 64}
     found = compare_records(a, b)
@@ -105,7 +105,7 @@ def test_another_tokenizer_leaves_bits_per_byte() -> None:
     assert bits.difference == pytest.approx(a["bits_per_byte"] - b["bits_per_byte"])
 
 
-def test_what_is_compared_is_named() -> None:
+def test_differing_model_fields_are_listed() -> None:
     found = compare_records(record(), {**record(6), "model": "other", "kv_format": "q4"})
     assert found.differing == {"model": ("table", "other"), "kv_format": ("fp16", "q4")}
     assert found.is_comparable
@@ -123,7 +123,7 @@ def test_divergences_need_the_same_reference() -> None:
     assert other.obstacles[0].field == "reference"
 
 
-def test_a_single_window_has_no_pairs() -> None:
+def test_a_single_window_gives_an_unpaired_difference() -> None:
     nll = compare_records(record(windows=1), record(6, windows=1)).differences[0]
     assert not nll.is_paired
     assert nll.stderr > 0
@@ -142,6 +142,6 @@ def test_a_single_window_has_no_pairs() -> None:
     ],
     ids=["speed", "nothing", "divergence", "version", "missing", "no windows", "other windows"],
 )
-def test_what_is_no_such_record_is_refused(b: dict[str, Any], message: str) -> None:
+def test_an_unsuitable_record_is_refused(b: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         compare_records(record(), b)

@@ -1,4 +1,4 @@
-"""Many continuations at once, against one forward pass of transformers for each."""
+"""Batched scores of continuations against one forward pass of transformers for each."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def greedy(model: LlamaForCausalLM, context: tuple[int, ...], count: int) -> tup
     return tuple(found)
 
 
-def test_lengths_around_a_page_and_shared_contexts(pair_of_models) -> None:
+def test_scores_match_transformers_around_page_boundaries_and_with_shared_contexts(
+    pair_of_models,
+) -> None:
     loaded, theirs = pair_of_models
     pairs = [
         Pair(ids(length, length), ids(count, count))
@@ -53,7 +55,7 @@ def test_lengths_around_a_page_and_shared_contexts(pair_of_models) -> None:
         for count in (1, 5, 60)
     ]
     pairs.append(Pair(ids(256, 256), greedy(theirs, ids(256, 256), 4)))
-    pairs.append(Pair(ids(1, 1), ids(700, 3)))  # as much as the context holds
+    pairs.append(Pair(ids(1, 1), ids(700, 3)))  # the whole context length
     done: list[int] = []
     scored = score_continuations(loaded.model, pairs, on_scored=done.append)
     assert sum(done) == len(pairs)
@@ -65,7 +67,7 @@ def test_lengths_around_a_page_and_shared_contexts(pair_of_models) -> None:
     assert sum(one.is_greedy for one in scored) < len(scored) / 2
 
 
-def test_small_passes_and_a_small_cache_change_nothing(pair_of_models, monkeypatch) -> None:
+def test_scores_do_not_depend_on_pass_and_cache_size(pair_of_models, monkeypatch) -> None:
     loaded, _ = pair_of_models
     pairs = [Pair(ids(300, k % 3), ids(1 + 7 * k, k)) for k in range(12)]
     wide = score_continuations(loaded.model, pairs)
@@ -93,7 +95,7 @@ def test_a_context_is_computed_once(pair_of_models, monkeypatch) -> None:
     assert rows == [299, 50]
 
 
-def test_what_cannot_be_scored(pair_of_models) -> None:
+def test_empty_and_overlong_pairs_are_refused(pair_of_models) -> None:
     loaded, _ = pair_of_models
     with pytest.raises(RequestError, match="empty"):
         score_continuations(loaded.model, [Pair((), (5,))])

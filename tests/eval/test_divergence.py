@@ -1,4 +1,4 @@
-"""Divergence against arithmetic in float64, on models that are tables; then on real ones."""
+"""Divergence against float64 arithmetic, on models that look up their logits in a table."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ OPTIONS = DivergenceOptions(ctx=16)
 
 @pytest.fixture
 def pair() -> tuple[Tensor, Tensor]:
-    """A reference and a candidate that is near it, both far from any scale."""
+    """A reference and a similar candidate. Their logits have large, different offsets, which must
+    cancel."""
     reference = random_table(5) + 30
     return reference, reference + 0.2 * random_table(6) - 50
 
 
 def by_hand(reference: Tensor, candidate: Tensor, ctx: int = 16) -> dict[str, Tensor]:
-    """One value a position, in float64."""
+    """Expected value of each column per position, in float64."""
     ids = torch.tensor(list(TEXT.encode()))
     windows = ids[: len(ids) // ctx * ctx].view(-1, ctx)
     given, true = windows[:, :-1].flatten(), windows[:, 1:].flatten()
@@ -71,7 +72,7 @@ def test_every_figure_follows_its_formula(pair: tuple[Tensor, Tensor]) -> None:
     assert math.log(got.perplexity / got.reference_perplexity) == pytest.approx(got.ln_ppl_ratio)
 
 
-def test_confidence_of_the_reference_splits_the_positions(pair: tuple[Tensor, Tensor]) -> None:
+def test_bands_split_positions_by_confidence_of_the_reference(pair: tuple[Tensor, Tensor]) -> None:
     reference, candidate = pair
     got = measure_divergence(loaded_with(candidate), loaded_with(reference), TEXT, OPTIONS)
     exact = by_hand(reference, candidate)
@@ -91,10 +92,10 @@ def test_a_model_does_not_diverge_from_itself(pair: tuple[Tensor, Tensor]) -> No
     assert 0 <= got.kld["max"] <= 1e-7
     assert (got.same_top, got.ln_ppl_ratio, got.delta_p["rms"]) == (1.0, 0.0, 0.0)
     shifted = measure_divergence(loaded_with(table - 7), loaded_with(table), TEXT, OPTIONS)
-    assert 0 <= shifted.kld["max"] <= 1e-6  # the shift itself rounds
+    assert 0 <= shifted.kld["max"] <= 1e-6  # the subtraction of 7 rounds in float32
 
 
-def test_the_direction_matters(pair: tuple[Tensor, Tensor]) -> None:
+def test_divergence_is_from_reference_to_candidate(pair: tuple[Tensor, Tensor]) -> None:
     reference, candidate = pair
     forth = measure_divergence(loaded_with(candidate), loaded_with(reference), TEXT, OPTIONS)
     back = measure_divergence(loaded_with(reference), loaded_with(candidate), TEXT, OPTIONS)
@@ -105,10 +106,11 @@ def test_the_direction_matters(pair: tuple[Tensor, Tensor]) -> None:
     assert forth.as_dict()["direction"] == "KL(reference || candidate)"
 
 
-def test_padding_of_a_vocabulary_is_left_out(
+def test_vocabulary_padding_is_ignored(
     pair: tuple[Tensor, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its logits would take probability; and other sizes come in passes of other lengths."""
+    """Padding logits would take probability from real tokens. A padded vocabulary also changes the
+    number of rows per pass."""
     reference, candidate = pair
     padded = torch.cat((candidate, torch.full((VOCAB_SIZE, 60), 99.0)), 1)
     plain = measure_divergence(loaded_with(candidate), loaded_with(reference), TEXT, OPTIONS)
@@ -157,7 +159,7 @@ def test_another_tokenizer_is_refused() -> None:
     ],
     ids=["no text", "short text", "long context", "many windows"],
 )
-def test_what_cannot_be_measured_is_refused(
+def test_unsuitable_text_or_options_are_refused(
     text: str, options: DivergenceOptions, message: str
 ) -> None:
     model = loaded_with(random_table(5))
@@ -165,14 +167,14 @@ def test_what_cannot_be_measured_is_refused(
         measure_divergence(model, model, text, options)
 
 
-def test_damaged_predictions_are_an_error_and_no_figure() -> None:
+def test_a_nan_prediction_is_an_error() -> None:
     damaged = random_table(5)
     damaged[ord("q"), 3] = math.nan
     with pytest.raises(ExlError, match="window 1: a prediction is not a number"):
         measure_divergence(loaded_with(damaged), loaded_with(random_table(5)), TEXT, OPTIONS)
 
 
-def test_percentiles_interpolate_as_numpy_does() -> None:
+def test_percentiles_interpolate_like_torch_quantile() -> None:
     values = torch.rand(101, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     expected = torch.quantile(values, torch.tensor([0.0, 0.5, 0.995, 1.0], dtype=torch.float64))
     assert percentiles(values, 0, 50, 99.5, 100) == pytest.approx(expected.tolist())
@@ -180,7 +182,8 @@ def test_percentiles_interpolate_as_numpy_does() -> None:
 
 
 def test_bfloat16_against_float16_is_near_the_published_floor(tmp_path: Path) -> None:
-    """2.5e-5 nats and 99.74 % same top for Llama 3 8B; the order of it for any model."""
+    """Published for Llama 3 8B: 2.5e-5 nats and 99.74 % same top. Other models should have the same
+    order of magnitude."""
     loaded = []
     for dtype in (torch.bfloat16, torch.float16):
         folder = tiny_models.save(tiny_models.tiny_llama().to(dtype), tmp_path / str(dtype))

@@ -1,4 +1,4 @@
-"""Rounds of drafting: known chances come back, and the counters obey their identities."""
+"""Speculative rounds: known acceptance probabilities are recovered, and counters are consistent."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DRAWN = SamplerParams(seed=3)
 
 
 def spread_over(*token_ids: int) -> Tensor:
-    """Equal probabilities of these tokens."""
+    """Distribution with equal probabilities for these tokens."""
     spread = torch.zeros(VOCAB_SIZE)
     spread[list(token_ids)] = 1.0 / len(token_ids)
     return spread
@@ -44,15 +44,15 @@ def figures(rounds: tuple[Round, ...], costs: Costs = FREE, longest: int = 8) ->
 
 
 @pytest.mark.thorough
-def test_simulated_drafts_give_back_alpha_tau_and_utilization() -> None:
-    """alpha 0.8, four drafted: 0.8, 3.36 and 0.59."""
+def test_alpha_tau_and_utilization_of_simulated_drafts_are_recovered() -> None:
+    """With alpha 0.8 and four draft tokens, tau is 3.36 and utilization 0.59."""
     wanted, drawn_from = spread_over(1, 2, 3, 4, 5), spread_over(1, 2, 3, 4, 6)
     drafter = DrawingDrafter(lambda _: 0, max_tokens=GAMMA, spread=drawn_from)
     engine, recorder = recording(always(wanted.clamp(min=1e-20).log()), drafter)
     request = ask(max_tokens=2000, sampler=DRAWN, report=Report(logits=True), stop_ids=frozenset())
     found = figures(record_reply(engine, recorder, request).rounds)
 
-    assert found.alpha.mean == pytest.approx(0.8, abs=1e-6)  # exact, however the coins fell
+    assert found.alpha.mean == pytest.approx(0.8, abs=1e-6)  # exact, independent of the samples
     assert found.alpha_estimate.mean is not None
     assert found.alpha_estimate.stderr is not None
     assert abs(found.alpha_estimate.mean - 0.8) < 3 * found.alpha_estimate.stderr < 0.05
@@ -64,7 +64,7 @@ def test_simulated_drafts_give_back_alpha_tau_and_utilization() -> None:
     assert found.stats.utilization is not None
     assert abs(found.stats.utilization - 0.59) < 3 * found.tau.stderr / GAMMA
     assert found.system_efficiency == pytest.approx(found.tau.mean / (GAMMA + 1))
-    # Only the last round was short of room.
+    # Only the last round has fewer draft tokens, because the reply ends.
     assert found.theory_tokens == pytest.approx(tau, rel=0.005)
     assert found.theory_speed_up == found.theory_tokens
 
@@ -86,7 +86,7 @@ def test_counters_of_recorded_runs_obey_their_identities(kind: str, sampler: Sam
 
     stats, whole = count(recorded.rounds), recorded.end.drafting
     assert whole is not None
-    # The engine counts the pass of the prompt too: one round, one token.
+    # The engine also counts the prompt's pass: one round, one token.
     assert (stats.rounds + 1, stats.emitted + 1) == (whole.rounds, whole.emitted)
     assert (stats.drafted, stats.accepted) == (whole.drafted, whole.accepted)
     assert (stats.rejected, stats.accepted_at) == (whole.rejected, whole.accepted_at)
@@ -103,20 +103,20 @@ def test_counters_of_recorded_runs_obey_their_identities(kind: str, sampler: Sam
         assert abs(sum(chances) - stats.accepted) < 4 * error + 1e-6
     if kind == "right" and sampler.is_greedy:
         assert stats.rejected == 0
-        assert stats.rounds == 24  # 119 tokens, five a round
+        assert stats.rounds == 24  # 119 tokens, five per round
     if kind == "wrong":
         assert stats.accepted == 0
 
 
-def test_every_round_is_drafted_though_it_does_not_pay() -> None:
+def test_every_round_has_a_draft_even_if_drafting_does_not_pay() -> None:
     drafter = ScriptedDrafter(wrong(HashRule()), max_tokens=GAMMA)
     engine, recorder = recording(HashRule(), drafter)
     rounds = record_reply(engine, recorder, ask(max_tokens=41, stop_ids=frozenset())).rounds
-    # As long as there is room for them: the last tokens of a reply leave none.
+    # Drafts get shorter where less of the reply is left.
     assert [one.drafted for one in rounds] == [GAMMA] * 36 + [3, 2, 1, 0]
 
 
-def test_other_settings_have_no_chances() -> None:
+def test_settings_without_acceptance_probabilities_are_refused() -> None:
     engine, recorder = recording(HashRule(), NgramDrafter())
     with pytest.raises(RequestError, match="temperature 1 with logits"):
         record_reply(engine, recorder, ask(sampler=SamplerParams(temperature=0.5, seed=1)))
@@ -127,28 +127,30 @@ def full(accepted: int) -> Round:
     return Round(GAMMA, accepted, emitted, (0.5,) * looked_at)
 
 
-def test_costs_decide_what_pays_and_which_length_is_best() -> None:
+def test_break_even_and_best_length_follow_from_the_costs() -> None:
     rounds = (full(0), full(1), full(2), full(4))
     dear = Costs(0.5, tuple(1.0 + 0.1 * rows for rows in range(9)))
     found = figures(rounds, dear, longest=GAMMA)
-    # A round costs 1.4 for its pass and 2.0 for its drafts, and gives 11 / 4 tokens.
+    # A round costs 1.4 for its pass and 2.0 for its drafts, and emits 11 / 4 tokens.
     assert found.break_even_tau == pytest.approx(3.4)
     assert found.predicted_speed_up == pytest.approx(2.75 / 3.4)
-    # Cut to one token: 1 + 3 / 4 for 1.6; to two: 1 + 5 / 4 for 2.2; longer ones cost more yet.
+    # Drafts of one token give 1 + 3 / 4 tokens at a cost of 1.6; two give 1 + 5 / 4 at 2.2. Longer
+    # drafts give still fewer tokens per cost.
     assert (found.best_length, found.best_speed_up) == (1, pytest.approx(1.75 / 1.6))
     assert figures(rounds, FREE, longest=GAMMA).best_length == GAMMA
     hopeless = figures((full(0),) * 4, dear, longest=GAMMA)
     assert (hopeless.best_length, hopeless.best_speed_up) == (0, 1.0)
 
 
-def test_longer_drafts_are_told_from_alpha() -> None:
+def test_speed_up_of_longer_drafts_is_extrapolated_with_alpha() -> None:
     rounds = (full(4),) * 10
     found = figures(rounds, FREE, longest=8)
-    # All four stay, and of four more each with chance 0.5: 0.5 + 0.25 + 0.125 + 0.0625 tokens.
+    # All four are accepted. Each of four more has probability 0.5 if its predecessor was accepted:
+    # 0.5 + 0.25 + 0.125 + 0.0625 tokens.
     assert (found.best_length, found.best_speed_up) == (8, pytest.approx(5.9375))
 
 
-def test_without_drafts_there_are_no_figures_of_them() -> None:
+def test_draft_figures_are_none_without_drafts() -> None:
     found = figures((Round(0, 0, 1, ()),) * 5).as_dict()
     assert found["utilization"] is found["theory_speed_up"] is None
     assert found["alpha"] == {"mean": None, "stderr": None}

@@ -1,4 +1,4 @@
-"""Our side of lm-evaluation-harness: scores, BOS and EOS, replies, and whole tasks offline."""
+"""Adapter for lm-evaluation-harness: scores, BOS and EOS, replies, and whole tasks offline."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from exl_eval import harness
 from exl_eval.harness import HarnessModel, TaskOptions, run_tasks
 
 BOS = 1
-LIMIT = 96  # of the tiny model's context
+LIMIT = 96  # context length of the tiny model
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def log_prob(theirs: Any, context: list[int], continuation: list[int]) -> float:
     return float(rows.gather(1, torch.tensor(continuation)[:, None]).sum())
 
 
-def test_scores_are_those_of_transformers(model: HarnessModel, theirs: Any) -> None:
+def test_scores_match_transformers(model: HarnessModel, theirs: Any) -> None:
     pairs = [("The cat", " sat"), ("The cat", " ran off"), ("A", "B"), ("trailing space ", "x")]
     found = model.loglikelihood([asked("loglikelihood", *pair) for pair in pairs])
     for (context, continuation), (score, is_greedy) in zip(pairs, found, strict=True):
@@ -65,16 +65,16 @@ def test_scores_are_those_of_transformers(model: HarnessModel, theirs: Any) -> N
         assert not is_greedy
 
 
-def test_an_empty_context_is_bos(model: HarnessModel, theirs: Any) -> None:
+def test_an_empty_context_becomes_bos(model: HarnessModel, theirs: Any) -> None:
     ids = model.tok_encode("abc", add_special_tokens=False)
     ((score, _),) = model.loglikelihood([asked("loglikelihood", "", "abc")])
     assert score == pytest.approx(log_prob(theirs, [BOS], ids), abs=1e-2)
-    # A text that brings its BOS is scored behind it, not behind a second one.
+    # A text that begins with BOS gets no second one.
     ((same, _),) = model.loglikelihood([asked("loglikelihood", "", "<s>abc")])
     assert same == pytest.approx(score, abs=1e-6)
 
 
-def test_bos_comes_once(model: HarnessModel) -> None:
+def test_bos_is_not_duplicated(model: HarnessModel) -> None:
     plain = model.tok_encode("abc")
     assert model.tok_encode("<s>abc") == [BOS, *model.tok_encode("abc", add_special_tokens=False)]
     assert model.tok_encode("<s>abc", add_special_tokens=True).count(BOS) == 1
@@ -82,19 +82,19 @@ def test_bos_comes_once(model: HarnessModel) -> None:
     assert (model.prefix_token_id, model.eot_token_id) == (BOS, 2)
 
 
-def test_a_continuation_that_ends_the_text(model: HarnessModel, theirs: Any) -> None:
-    """EOS is a token like any other in what is scored, the last one included."""
+def test_eos_in_a_continuation_is_scored(model: HarnessModel, theirs: Any) -> None:
+    """EOS is scored like any other token, also as the last one."""
     ((score, _),) = model.loglikelihood([asked("loglikelihood", "ab", "c</s>")])
     ids = model.tok_encode("abc", add_special_tokens=False)
     assert score == pytest.approx(log_prob(theirs, ids[:2], [ids[2], 2]), abs=1e-2)
 
 
-def test_nothing_is_certain(model: HarnessModel) -> None:
+def test_an_empty_continuation_has_probability_one(model: HarnessModel) -> None:
     assert model.loglikelihood([asked("loglikelihood", "abc", "")]) == [(0.0, True)]
     assert model.loglikelihood_rolling([asked("loglikelihood_rolling", "")]) == [0]
 
 
-def test_the_end_of_a_long_context_is_kept(model: HarnessModel, theirs: Any) -> None:
+def test_a_long_context_keeps_its_end(model: HarnessModel, theirs: Any) -> None:
     text = "0123456789" * 12
     ids = model.tok_encode(text + "xy")
     ((score, _),) = model.loglikelihood([asked("loglikelihood", text, "xy")])
@@ -104,12 +104,12 @@ def test_the_end_of_a_long_context_is_kept(model: HarnessModel, theirs: Any) -> 
         model.loglikelihood([asked("loglikelihood", "a", text)])
 
 
-def test_rolling_predicts_every_token_once(model: HarnessModel, theirs: Any) -> None:
+def test_rolling_scores_every_token_once(model: HarnessModel, theirs: Any) -> None:
     text = "The quick brown fox jumps over the lazy dog. " * 5
     ids = model.tok_encode(text, add_special_tokens=False)
     assert len(ids) > 2 * LIMIT
     expected, done = log_prob(theirs, [BOS], ids[:LIMIT]), LIMIT
-    while done < len(ids):  # windows as full as can be, of which only what is new is scored
+    while done < len(ids):  # full windows; only their new tokens are scored
         end = min(done + LIMIT, len(ids))
         fed = ids[end - LIMIT - 1 : end]
         expected += log_prob(theirs, fed[: done - end], fed[done - end :])
@@ -118,7 +118,9 @@ def test_rolling_predicts_every_token_once(model: HarnessModel, theirs: Any) -> 
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_replies_end_where_the_task_says(model: HarnessModel, theirs: Any) -> None:
+def test_replies_end_at_the_task_s_stop_strings_and_limits(
+    model: HarnessModel, theirs: Any
+) -> None:
     prompts = ["one", "another one", ""]
     free = [("max_gen_toks", 20), ("until", [])]
     whole = model.generate_until([asked("generate_until", p, dict(free)) for p in prompts])
@@ -130,7 +132,7 @@ def test_replies_end_where_the_task_says(model: HarnessModel, theirs: Any) -> No
                 max_new_tokens=20,
                 do_sample=False,
                 pad_token_id=0,
-                suppress_tokens=list(range(259, 300)),  # what the tokenizer does not have
+                suppress_tokens=list(range(259, 300)),  # ids that the tokenizer does not have
             )
         expected = model._loaded.tokenizer.decode(generated[0, len(ids) :].tolist())
         assert reply == expected
@@ -141,14 +143,14 @@ def test_replies_end_where_the_task_says(model: HarnessModel, theirs: Any) -> No
     assert cut == [whole[0][: whole[0].index(stop)]]
 
 
-def test_strange_settings_are_refused_not_dropped(model: HarnessModel) -> None:
+def test_unknown_settings_are_refused(model: HarnessModel) -> None:
     with pytest.raises(RequestError, match="num_beams"):
         model.generate_until([asked("generate_until", "a", {"num_beams": 4, "until": []})])
     with pytest.raises(RequestError, match="max_gen_toks below 96"):
         model.generate_until([asked("generate_until", "a", {"max_gen_toks": 96, "until": []})])
 
 
-def test_sampled_replies_repeat(model: HarnessModel) -> None:
+def test_sampled_replies_are_reproducible(model: HarnessModel) -> None:
     settings = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
     requests = [asked("generate_until", "a", settings) for _ in range(3)]
     first = model.generate_until(requests)
@@ -156,7 +158,7 @@ def test_sampled_replies_repeat(model: HarnessModel) -> None:
     assert len(set(first)) == 3
 
 
-def test_a_reply_that_is_begun_goes_on(model: HarnessModel) -> None:
+def test_a_partial_reply_is_continued(model: HarnessModel) -> None:
     history = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "It is"}]
     assert model.apply_chat_template(history[:1]) == "[user]Q[assistant]"
     begun = model.apply_chat_template(history, add_generation_prompt=False)
@@ -165,7 +167,7 @@ def test_a_reply_that_is_begun_goes_on(model: HarnessModel) -> None:
 
 @pytest.fixture
 def tasks(tmp_path: Path) -> Path:
-    """A task of each kind, from local files."""
+    """Folder with one task of each kind, whose documents are local files."""
     docs = [
         {"question": f"{i} and {i} is", "choices": [str(2 * i), "a bird"], "answer": 0}
         for i in range(6)
@@ -197,8 +199,8 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.filterwarnings("ignore")  # the harness's and its libraries'
-def test_whole_tasks_from_local_files(loaded: LoadedModel, tasks: Path, theirs: Any) -> None:
+@pytest.mark.filterwarnings("ignore")  # warnings of the harness and its libraries
+def test_tasks_run_from_local_files(loaded: LoadedModel, tasks: Path, theirs: Any) -> None:
     names = ("local_choose", "local_say", "local_read")
     result = run_tasks(loaded, TaskOptions(names, include=tasks, limit=5))
     by_name = {one.name: one for one in result.tasks}
@@ -221,10 +223,11 @@ def test_whole_tasks_from_local_files(loaded: LoadedModel, tasks: Path, theirs: 
 
 
 @pytest.mark.parametrize("has_defaults", [False, pytest.param(True, marks=pytest.mark.thorough)])
-def test_unknown_tasks_are_one_line(
+def test_an_unknown_task_is_an_error_with_a_suggestion(
     loaded: LoadedModel, tasks: Path, monkeypatch: pytest.MonkeyPatch, has_defaults: bool
 ) -> None:
-    """Among one's own; the harness's are 14000 files more, read in the same way."""
+    """By default only the local tasks are indexed. The harness's own 14,000 files are read in the
+    same way and take seconds."""
     if not has_defaults:
         few = partial(harness.TaskManager, include_defaults=False)
         monkeypatch.setattr(harness, "TaskManager", few)
@@ -232,7 +235,7 @@ def test_unknown_tasks_are_one_line(
         run_tasks(loaded, TaskOptions(("local_chose",), include=tasks))
 
 
-def test_missing_data_is_one_line(loaded: LoadedModel, tasks: Path) -> None:
+def test_missing_data_is_an_error(loaded: LoadedModel, tasks: Path) -> None:
     (tasks / "docs.jsonl").unlink()
     with pytest.raises(RequestError, match="data of a task cannot be read"):
         run_tasks(loaded, TaskOptions(("local_choose",), include=tasks))

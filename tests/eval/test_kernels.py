@@ -1,4 +1,4 @@
-"""`exl bench --kernels`: which ops a pass consists of, and the bytes and operations of each."""
+"""`exl bench --kernels`: the ops of a forward pass, with the bytes and operations of each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def passes(loaded: LoadedModel, **options: object) -> tuple[KernelPass, ...]:
     return measure_kernels(loaded, chosen).passes
 
 
-def test_every_op_of_a_step_is_there_and_counted(tiny: LoadedModel) -> None:
+def test_a_decode_step_lists_and_counts_all_its_ops(tiny: LoadedModel) -> None:
     step, _ = passes(tiny, batch=(2,), prefill=(8,), depth=5)
     assert (step.rows, step.batch, step.past_len, step.launches) == (2, 2, 5, None)
     assert [(run.op, run.shape, run.calls) for run in step.kernels] == [
@@ -58,22 +58,22 @@ def test_every_op_of_a_step_is_there_and_counted(tiny: LoadedModel) -> None:
         assert run.launches is None
 
 
-def test_bytes_are_those_that_must_move(tiny: LoadedModel) -> None:
+def test_bytes_and_operations_follow_from_shapes(tiny: LoadedModel) -> None:
     step, prompt = passes(tiny, batch=(3,), prefill=(7,), depth=300)
     each = {(run.op, run.shape): run for run in step.kernels}
     weights = sum(run.calls * run.bytes for run in step.kernels if "linear" in run.op)
-    assert weights > tiny.model.decode_weight_bytes * 0.99  # but for a few norms' it is all of it
+    assert weights > tiny.model.decode_weight_bytes * 0.99  # all except a few norms
 
     rows, keys = 3, 301
     attend = each["attend_", f"6 heads of 20, {keys} keys"]
-    cached = rows * (keys + 1) * 2 * 2 * 20 * 2  # heads, k and v, D, fp16; one more is written
+    cached = rows * (keys + 1) * 2 * 2 * 20 * 2  # 2 heads, k and v, D, fp16; + 1 is the write
     assert attend.bytes == cached + 4 * rows * (QKV + Q_SIZE)
     assert attend.operations == rows * keys * 4 * Q_SIZE
 
     down = each["linear_add_", f"{INTERMEDIATE} -> {HIDDEN}"]
     activations = 4 * rows * (INTERMEDIATE + 2 * HIDDEN)
     matrix = down.bytes - activations
-    assert matrix == pytest.approx(4 * INTERMEDIATE * HIDDEN, rel=0.2)  # whole panels
+    assert matrix == pytest.approx(4 * INTERMEDIATE * HIDDEN, rel=0.2)  # padded to whole panels
     assert down.operations == 2 * rows * INTERMEDIATE * HIDDEN
 
     more = {(run.op, run.shape): run for run in prompt.kernels}
@@ -82,25 +82,25 @@ def test_bytes_are_those_that_must_move(tiny: LoadedModel) -> None:
     )
     assert more["attend_", "6 heads of 20, 7 keys"].operations == sum(range(1, 8)) * 4 * Q_SIZE
     head = more["norm_linear", f"{HIDDEN} -> {VOCAB}"]
-    assert head.operations == 2 * HIDDEN * VOCAB  # of the last token only
+    assert head.operations == 2 * HIDDEN * VOCAB  # the head runs for the last token only
 
 
-def test_a_prompt_is_one_pass_of_what_fits_into_one(tiny: LoadedModel) -> None:
+def test_a_prompt_is_measured_as_one_pass_of_at_most_pass_rows(tiny: LoadedModel) -> None:
     step, *prompts = passes(tiny, prefill=(4, 40, 50), pass_rows=32)
     assert (step.rows, step.past_len) == (1, 1)
     assert [(one.rows, one.batch, one.past_len) for one in prompts] == [(4, 1, 0), (32, 1, 0)]
 
 
-def test_ops_of_other_families_and_their_windows(tmp_path: Path) -> None:
+def test_attention_windows_and_extra_norms_of_gemma3(tmp_path: Path) -> None:
     loaded = load_model(str(tiny_models.save(tiny_models.tiny_gemma3(), tmp_path)))
     step, _ = passes(loaded, prefill=(2,), depth=99, kv_format=KVFormat.FP32)
     shapes = {(run.op, run.shape): run.calls for run in step.kernels}
     assert shapes["attend_", "6 heads of 20, 100 keys"] == 2
     assert shapes["attend_", "6 heads of 20, 40 keys"] == 2
-    assert shapes["rms_norm", "1 x 72"] == 2 * 4  # around each branch
+    assert shapes["rms_norm", "1 x 72"] == 2 * 4  # two branches in each of four layers
 
 
-def test_the_model_is_left_as_it_was(tiny: LoadedModel) -> None:
+def test_measuring_does_not_change_the_model(tiny: LoadedModel) -> None:
     ops = tiny.model.ops
 
     def logits() -> list[int]:

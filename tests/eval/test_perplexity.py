@@ -1,4 +1,4 @@
-"""Perplexity against arithmetic that is done here once more, on a model that is a table."""
+"""Perplexity against its formulas, on a model that looks up its logits in a table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def windows_of(ctx: int, bos: str) -> list[Window]:
 
 @pytest.mark.parametrize("ctx", [2, 16, 33])
 @pytest.mark.parametrize("bos", ["none", "once", "each"])
-def test_figure_and_error_follow_the_formulas(table: torch.Tensor, ctx: int, bos: str) -> None:
+def test_perplexity_and_error_follow_the_formulas(table: torch.Tensor, ctx: int, bos: str) -> None:
     seen: list[tuple[int, int, float]] = []
     options = PerplexityOptions(ctx=ctx, bos=bos)
     result = measure_perplexity(
@@ -60,7 +60,7 @@ def test_figure_and_error_follow_the_formulas(table: torch.Tensor, ctx: int, bos
     assert seen[-1] == (len(windows), len(windows), result.perplexity)
 
 
-def test_a_model_that_knows_nothing_scores_the_size_of_its_vocabulary() -> None:
+def test_uniform_predictions_give_the_vocabulary_size_as_perplexity() -> None:
     result = measure_perplexity(
         loaded_with(torch.zeros(VOCAB_SIZE, VOCAB_SIZE)), TEXT, PerplexityOptions(ctx=32)
     )
@@ -68,12 +68,12 @@ def test_a_model_that_knows_nothing_scores_the_size_of_its_vocabulary() -> None:
     assert result.stderr == pytest.approx(0.0, abs=1e-2)
 
 
-def test_windows_limits_how_many(table: torch.Tensor) -> None:
+def test_windows_option_limits_the_number_of_windows(table: torch.Tensor) -> None:
     result = measure_perplexity(loaded_with(table), TEXT, PerplexityOptions(ctx=16, windows=3))
     assert (result.text.windows, result.tokens) == (3, 45)
 
 
-def test_the_record_holds_every_choice(table: torch.Tensor) -> None:
+def test_the_record_contains_all_settings(table: torch.Tensor) -> None:
     record = measure_perplexity(
         loaded_with(table), TEXT, PerplexityOptions(ctx=16, windows=2)
     ).as_dict()
@@ -85,7 +85,7 @@ def test_the_record_holds_every_choice(table: torch.Tensor) -> None:
     assert record["tokenizer_sha256"] == hash_tokenizer(ByteTokenizer())
 
 
-def test_tokenizer_hash_tells_vocabularies_apart() -> None:
+def test_tokenizer_hash_differs_between_vocabularies() -> None:
     class Swapped(ByteTokenizer):
         def _piece(self, token_id: int) -> bytes | None:
             return super()._piece({65: 66, 66: 65}.get(token_id, token_id))
@@ -108,14 +108,14 @@ def test_unknown_bos_rule_is_refused() -> None:
     ],
     ids=["short text", "long context", "many windows"],
 )
-def test_what_cannot_be_measured_is_refused(
+def test_unsuitable_options_are_refused(
     table: torch.Tensor, options: PerplexityOptions, message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
         measure_perplexity(loaded_with(table), TEXT, options)
 
 
-def test_an_impossible_token_is_an_error_and_no_figure() -> None:
+def test_a_token_of_probability_zero_is_an_error() -> None:
     table = torch.zeros(VOCAB_SIZE, VOCAB_SIZE)
     table[:, ord("q")] = -1e5
     table[:, ord("x")] = 1e5

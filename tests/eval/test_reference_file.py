@@ -1,4 +1,4 @@
-"""A reference in a file: small, and as near to the reference itself as it says."""
+"""Reference file: its size, and divergences from it against those from the reference model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ WIDE = 3000
 
 
 def logits_of_a_pair(rows: int = 600) -> tuple[Tensor, Tensor, Tensor]:
-    """Peaked and flat rows, with long tails; a candidate near them; and true tokens."""
+    """Reference logits with long tails (peaked and flat rows), similar candidate logits, and true
+    tokens."""
     generator = torch.Generator().manual_seed(11)
     scales = torch.rand(rows, 1, generator=generator) * 3 + 0.2
     p = torch.randn(rows, WIDE, generator=generator) * scales
@@ -39,11 +40,11 @@ def compacted(p: Tensor, targets: Tensor, *, seed: int = 3) -> CompactRows:
     return compact_rows(p, targets, WIDE, generator, top=64, samples=32)
 
 
-def test_the_estimate_is_within_the_error_that_it_states() -> None:
+def test_the_estimate_is_within_its_standard_error() -> None:
     p, q, targets = logits_of_a_pair()
     exact = compare_logits(p, q, targets, WIDE)
     rows = compacted(p, targets)
-    assert float((rows.tail > 0.05).double().mean()) > 0.5  # a good part is in the tail
+    assert float((rows.tail > 0.05).double().mean()) > 0.5  # most rows have a considerable tail
     got = compare_compact(rows, q, targets, WIDE)
     stderr = got.kld_variance.sqrt()
     off = (got.kld - exact.kld) / stderr
@@ -57,7 +58,7 @@ def test_the_estimate_is_within_the_error_that_it_states() -> None:
     assert torch.equal(got.same_top, exact.same_top)
 
 
-def test_without_a_tail_only_rounding_is_left() -> None:
+def test_without_a_tail_the_divergence_is_exact() -> None:
     p, q, targets = logits_of_a_pair(50)
     targets %= 64
     rows = compact_rows(p, targets, 64, torch.Generator().manual_seed(0), top=64, samples=8)
@@ -74,7 +75,7 @@ def test_a_reference_does_not_diverge_from_itself() -> None:
 
 
 def kept(path: Path, candidate: Tensor, windows: int | None = None) -> DivergenceResult:
-    """As `measure_divergence`, by way of a file."""
+    """Like `measure_divergence`, with the reference's predictions stored in a file first."""
     reference, options = loaded_with(random_table(5)), DivergenceOptions(ctx=16, windows=windows)
     tokenizer = ByteTokenizer()
     layout = lay_out_for_both(tokenizer, tokenizer, as_text(TEXT), options, 512)
@@ -85,7 +86,7 @@ def kept(path: Path, candidate: Tensor, windows: int | None = None) -> Divergenc
         return measure_against(against, loaded_with(candidate), layout)
 
 
-def test_figures_by_way_of_a_file_are_those_of_the_pair(tmp_path: Path) -> None:
+def test_figures_from_a_file_match_those_of_two_models(tmp_path: Path) -> None:
     candidate = random_table(5) + 0.2 * random_table(6)
     live = measure_live(loaded_with(candidate), loaded_with(random_table(5)), TEXT, OPTIONS)
     got = kept(tmp_path / "reference", candidate)
@@ -99,7 +100,7 @@ def test_figures_by_way_of_a_file_are_those_of_the_pair(tmp_path: Path) -> None:
     assert 0 < got.reference.cache_stderr < 1e-3 * got.kld["mean"]
 
 
-def test_a_file_is_small_and_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_small_and_reused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "reference"
     first = kept(path, random_table(6), windows=4)
     size = path.stat().st_size
@@ -130,7 +131,7 @@ def test_a_candidate_with_a_smaller_vocabulary_is_refused(tmp_path: Path) -> Non
         kept(tmp_path / "reference", random_table(5)[:, : VOCAB_SIZE - 1])
 
 
-def test_the_sample_depends_on_the_window_alone() -> None:
+def test_the_sample_depends_only_on_the_seed_and_skips_the_top_tokens() -> None:
     p, _, targets = logits_of_a_pair(20)
     first, again = compacted(p, targets), compacted(p, targets)
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

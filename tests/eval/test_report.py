@@ -1,4 +1,4 @@
-"""A report: what is kept goes on, what fails is a row, and the page needs nothing but itself."""
+"""Report: stopped runs resume, failed models become rows, and the page is self-contained."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OPTIONS = ReportOptions(
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models of one family, the second a little different, and one that is damaged."""
+    """Two models of one family with different numbers of layers, and a damaged model."""
     root = tmp_path_factory.mktemp("models")
     for name, layers in (("first", 3), ("second", 2)):
         model = tiny_models.tiny_llama(max_position_embeddings=256, num_hidden_layers=layers)
@@ -53,7 +53,7 @@ def opening(opened: list[str]) -> Callable[[str], LoadedModel]:
 def made(
     folders: Path, records: Path, *names: str, options: ReportOptions = OPTIONS, **rest: Any
 ) -> tuple[Report, list[str]]:
-    """The report of these models against the first, and what was opened for it."""
+    """Report on these models, with `first` as the reference, and the names of the loaded models."""
     opened: list[str] = []
     report = make_report(
         [str(folders / name) for name in names],
@@ -67,7 +67,7 @@ def made(
     return report, opened
 
 
-def test_a_report_of_models_good_and_bad(folders: Path, tmp_path: Path) -> None:
+def test_a_report_covers_working_and_damaged_models(folders: Path, tmp_path: Path) -> None:
     steps: list[tuple[int, int, str]] = []
     names = ("first", "second", "damaged")
     report, opened = made(folders, tmp_path, *names, on_step=lambda *step: steps.append(step))
@@ -83,7 +83,7 @@ def test_a_report_of_models_good_and_bad(folders: Path, tmp_path: Path) -> None:
     assert damaged.failure is not None
     assert "model.safetensors" in damaged.failure
     assert dict(damaged.parts) == {}
-    assert opened == ["first", "second", "first"]  # the last as the reference
+    assert opened == ["first", "second", "first"]  # the last one is the reference
     assert all(done < total == 12 for done, total, _ in steps)
     assert any(what.endswith("second: perplexity, window 2/2") for _, _, what in steps)
 
@@ -96,10 +96,10 @@ def test_a_report_of_models_good_and_bad(folders: Path, tmp_path: Path) -> None:
     assert json.dumps(again.as_dict()) == json.dumps(report.as_dict())
     other = ReportOptions(TEXT, ctx=32, windows=2, speed=OPTIONS.speed)
     _, opened = made(folders, tmp_path, "first", options=other)
-    assert opened == ["first"], "another context is another figure"
+    assert opened == ["first"], "another context length needs new measurements"
 
 
-def test_a_run_that_was_stopped_goes_on(
+def test_a_stopped_run_is_resumed(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stopped(*_args: object, **_rest: object) -> None:
@@ -117,7 +117,7 @@ def test_a_run_that_was_stopped_goes_on(
     assert set(report.rows[0].parts) == {"description", "perplexity", "divergence", "speed"}
 
 
-def test_a_model_that_changed_is_measured_again(folders: Path, tmp_path: Path) -> None:
+def test_a_changed_model_is_measured_again(folders: Path, tmp_path: Path) -> None:
     model = Path(shutil.copytree(folders / "second", tmp_path / "second"))
     opened: list[str] = []
 
@@ -139,7 +139,7 @@ def test_a_model_that_changed_is_measured_again(folders: Path, tmp_path: Path) -
     assert opened == ["second", "second"]
 
 
-def test_what_fails_alone_costs_the_other_parts_nothing(
+def test_a_failed_part_does_not_affect_the_others(
     folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refused(*_args: object) -> None:
@@ -151,7 +151,7 @@ def test_what_fails_alone_costs_the_other_parts_nothing(
     assert set(row.parts) == {"description", "perplexity", "speed"}
 
 
-def test_the_machine_s_failures_are_rows_and_bugs_are_not(folders: Path, tmp_path: Path) -> None:
+def test_known_failures_become_rows_and_bugs_are_raised(folders: Path, tmp_path: Path) -> None:
     def fails(error: Exception) -> Callable[[str], LoadedModel]:
         def open_model(_spec: str) -> LoadedModel:
             raise error
@@ -175,7 +175,7 @@ def test_the_machine_s_failures_are_rows_and_bugs_are_not(folders: Path, tmp_pat
 
 
 class Links(HTMLParser):
-    """Tags, and what would be fetched."""
+    """Collects tags, ids, text, and addresses that a browser would fetch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ def known(name: str, size: float, perplexity: float, kld: float | None = None) -
     return Row(name, name, False, parts)
 
 
-def test_the_page_needs_nothing_but_itself() -> None:
+def test_the_page_is_self_contained() -> None:
     html, links = page_of(known("a", 1e8, 10.0, 0.1), known("b", 2e8, 8.0, 0.01))
     assert links.tags["script"] == links.tags["link"] == links.tags["img"] == 0
     assert all(target.startswith("#") for target in links.fetched), links.fetched
@@ -237,7 +237,7 @@ def test_the_page_needs_nothing_but_itself() -> None:
     assert 'name="viewport"' in html
 
 
-def test_colors_are_the_page_s_own_and_references_within_it_are_unique() -> None:
+def test_plots_use_page_colors_and_unique_ids() -> None:
     html, links = page_of(known("a", 1e8, 10.0, 0.1), known("b", 2e8, 80.0, 0.01))
     svgs = re.findall(r"<svg.*?</svg>", html, re.S)
     assert all("var(--ink)" in svg for svg in svgs)
@@ -249,7 +249,7 @@ def test_colors_are_the_page_s_own_and_references_within_it_are_unique() -> None
     assert {name: counts[name] for name in used} == dict.fromkeys(used, 1)
 
 
-def test_names_from_files_have_no_effect() -> None:
+def test_names_from_files_are_escaped() -> None:
     evil = '<script>alert("$x$")</script>\x1b[31m'
     html, links = page_of(known(evil, 1e8, 10.0), Row(evil, evil, False, {}, evil))
     assert links.tags["script"] == 0
@@ -257,7 +257,7 @@ def test_names_from_files_have_no_effect() -> None:
     assert "\x1b" not in html
 
 
-def test_rows_without_figures() -> None:
+def test_a_page_of_failed_models_has_no_plots() -> None:
     html, links = page_of(Row("x", "x", False, {}, "cannot be read"), reference=None)
     assert "cannot be read" in "".join(links.text)
     assert "mean KL" not in html
@@ -265,7 +265,7 @@ def test_rows_without_figures() -> None:
     assert "1 model on fox.txt" in html
 
 
-def test_plots_are_of_one_size_and_say_what_they_show() -> None:
+def test_plots_scale_and_have_readable_labels() -> None:
     near = scatter([Point(1, 5.0, 10.0), Point(2, 6.0, 12.0)], x_label="size", y_label="ppl")
     far = scatter([Point(1, 5.0, 10.0), Point(2, 6.0, 1200.0)], x_label="size", y_label="ppl")
     for svg in (near, far, bars([Point(9, 3.0, 0.0)], label="tok/s")):
@@ -277,4 +277,4 @@ def test_plots_are_of_one_size_and_say_what_they_show() -> None:
     text = steps([Line(1, (4.0, 4.0)), Line(2, (4.0, 4.01))], x_label="layer", y_label="bits")
     assert "bits" in text
     places = re.findall(r'translate\(([\d.]+) ([\d.]+)\)"\s*>\s*[12]\s*<', text)
-    assert len({y for _, y in places}) == len(places), "numbers do not lie on each other"
+    assert len({y for _, y in places}) == len(places), "numbers must not overlap"

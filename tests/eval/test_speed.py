@@ -1,4 +1,4 @@
-"""What `exl bench` runs and counts: the passes, the bytes, the figures that follow from them."""
+"""`exl bench`: the passes that it runs, the bytes that it counts, and the derived figures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BANDWIDTH = 1e9
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
-    """Head apart from the embedding, context of 600."""
+    """Model with separate head and embedding, and a context of 600 tokens."""
     folder = tmp_path_factory.mktemp("tiny")
     return load_model(
         str(tiny_models.save(tiny_models.tiny_llama(max_position_embeddings=600), folder))
@@ -36,7 +36,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 @pytest.fixture
 def batches(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
-    """Every batch that the model sees from here on; the machine's bandwidth is BANDWIDTH."""
+    """Records every batch that the model runs, and sets the memory bandwidth to BANDWIDTH."""
     seen: list[Batch] = []
     forward = type(tiny.model).forward
 
@@ -53,15 +53,13 @@ def measure(loaded: LoadedModel, **options: object) -> SpeedResult:
     return measure_speed(loaded, SpeedOptions(**options), start_memory_bytes=1)  # type: ignore[arg-type]
 
 
-def test_each_repetition_is_the_work_that_was_asked_for(
-    tiny: LoadedModel, batches: list[Batch]
-) -> None:
+def test_each_repetition_runs_the_requested_work(tiny: LoadedModel, batches: list[Batch]) -> None:
     measure(tiny, prefill=(530,), decode=5, batch=(3,), repeat=2)
 
     fill, decode, prefill = batches[0], batches[1 : 1 + 3 * 5], batches[1 + 3 * 5 :]
-    assert (fill.past_lens.tolist(), len(fill.token_ids)) == ([0], 1)  # the others get copies
+    assert (fill.past_lens.tolist(), len(fill.token_ids)) == ([0], 1)  # the others are copies
     for number, batch in enumerate(decode):
-        step = 1 + number % 5  # one unmeasured repetition and two
+        step = 1 + number % 5  # one unmeasured and two measured repetitions
         assert batch.past_lens.tolist() == [step] * 3
         assert len(batch.logit_rows) == len(batch.token_ids) == 3
         assert len(set(batch.slots.tolist())) == 3
@@ -79,7 +77,7 @@ def test_prefill_ends_with_the_logits_of_generation(
     ids = batches[-1].token_ids.tolist()
     assert ids == [(100 + i) % 300 for i in range(PAGE_SIZE + 3)]
     assert batches[-1].logit_rows.tolist() == [len(ids) - 1]
-    decoded = batches[: 1 + 2 * 1]  # the cached one, then a step for each repetition
+    decoded = batches[: 1 + 2 * 1]  # filling the cache, then one step per repetition
     assert [batch.token_ids.tolist() for batch in decoded] == [ids[:1], ids[1:2], ids[1:2]]
 
 
@@ -108,7 +106,7 @@ def test_passes_cover_every_prompt_once_and_in_order(
             assert s.page_ids == pages[owner][: len(s.page_ids)]
 
 
-def test_figures_follow_from_each_other(tiny: LoadedModel, batches: list[Batch]) -> None:
+def test_figures_of_a_run_are_consistent(tiny: LoadedModel, batches: list[Batch]) -> None:
     result = measure(tiny, prefill=(4, 8), decode=3, batch=(1, 2), repeat=1)
     assert [(run.prompt_tokens, run.batch) for run in result.runs] == [
         (4, 1),
@@ -130,13 +128,13 @@ def test_figures_follow_from_each_other(tiny: LoadedModel, batches: list[Batch])
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_an_embedding_counts_where_it_is_the_head(is_tied: bool, tmp_path: Path) -> None:
+def test_the_embedding_counts_only_if_it_is_the_head(is_tied: bool, tmp_path: Path) -> None:
     model = tiny_models.tiny_llama(tie_word_embeddings=is_tied)
     loaded = load_model(str(tiny_models.save(model, tmp_path)))
     table_bytes = 300 * 72 * 4
     untouched = 0 if is_tied else table_bytes
     counted = loaded.model.decode_weight_bytes
-    assert loaded.weights_bytes - counted == pytest.approx(untouched, rel=0.2)  # whole panels
+    assert loaded.weights_bytes - counted == pytest.approx(untouched, rel=0.2)  # panel padding
     assert (counted == loaded.weights_bytes) == is_tied
 
 
@@ -164,18 +162,18 @@ def test_local_layers_read_no_more_than_their_window(tmp_path: Path) -> None:
         ({"batch": ()}, "a batch size"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(
+def test_unsuitable_options_are_refused(
     tiny: LoadedModel, options: dict[str, object], expected: str
 ) -> None:
     with pytest.raises(RequestError, match=expected):
         check_options(SpeedOptions(**options), tiny.config)  # type: ignore[arg-type]
 
 
-def test_the_longest_that_fits_is_not_refused(tiny: LoadedModel) -> None:
+def test_lengths_up_to_the_context_are_accepted(tiny: LoadedModel) -> None:
     check_options(SpeedOptions(prefill=(600,), decode=599), tiny.config)
 
 
-def test_each_step_is_fed_with_what_the_one_before_drew(
+def test_each_step_is_fed_the_tokens_of_the_previous_step(
     tiny: LoadedModel, batches: list[Batch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     drawn: list[list[int]] = []
@@ -193,12 +191,12 @@ def test_each_step_is_fed_with_what_the_one_before_drew(
     measure(tiny, prefill=(1,), decode=8, batch=(2,), repeat=1, depth=40)
     assert len(drawn) == 2 * 8
     assert drawn[:8] == drawn[8:]
-    assert all(one == two for one, two in drawn)  # copies of one sequence
+    assert all(one == two for one, two in drawn)  # both sequences are copies
     decoded = [batch for batch in batches if len(batch.token_ids) == 2]
     assert [batch.past_lens.tolist() for batch in decoded[:8]] == [[n, n] for n in range(40, 48)]
 
 
-def test_depth_counts_as_cache_that_is_read(tiny: LoadedModel, batches: list[Batch]) -> None:
+def test_depth_counts_as_cache_reads(tiny: LoadedModel, batches: list[Batch]) -> None:
     result = measure(tiny, prefill=(4,), decode=2, batch=(1,), repeat=1, depth=300)
     (run,) = result.runs
     positions = (301 + 302) / 2
@@ -218,7 +216,7 @@ def test_progress_counts_every_repetition(tiny: LoadedModel, batches: list[Batch
     assert "prefill of 3 tokens, batch 2" in calls[-1][2]
 
 
-def test_a_single_run_stands_beside_the_facts() -> None:
+def test_figures_of_a_single_run_are_also_at_the_top_level() -> None:
     rate = Spread(2.0, 1.0, 3.0)
     run = SpeedRun(512, 128, 4, rate, rate, 50.5, 100.0, 0.02)
     facts = ("m", "cpu", "avx2", 2, "fp16", 1, False, 3, 10, 10, 1e9, 0.5, 100, 200, None, None)
@@ -232,22 +230,22 @@ def test_a_single_run_stands_beside_the_facts() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_bandwidth_is_that_of_a_machine(threads: int) -> None:
+def test_read_bandwidth_is_plausible(threads: int) -> None:
     found = read_bandwidth(threads, seconds=0.02, buffer_bytes=16 * 2**20)
     assert 1e8 < found < 1e13
 
 
 def resident_bytes() -> int:
-    """What this process holds now; 0 where nobody says."""
+    """Resident memory of this process; 0 if the system does not report it."""
     counts = Path("/proc/self/statm")  # in pages: size, resident, ...
     return int(counts.read_text().split()[1]) * PAGESIZE if counts.is_file() else 0
 
 
-def test_the_peak_grows_with_what_is_used_and_stays() -> None:
+def test_peak_memory_grows_and_never_falls() -> None:
     before = peak_memory_bytes()
-    missing = before - resident_bytes() + 2**27  # so much that it cannot hide below that peak
+    missing = before - resident_bytes() + 2**27  # enough to exceed the earlier peak
     used = torch.ones(missing // 4)
     during = peak_memory_bytes()
     assert during - before > 2**26 / 2
     del used
-    assert peak_memory_bytes() > during - 2**22  # the kernel counts by cores, and sums up late
+    assert peak_memory_bytes() > during - 2**22  # the kernel sums its per-core counters late

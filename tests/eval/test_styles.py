@@ -1,4 +1,4 @@
-"""The named styles: which windows they cut, what they score, and how the text is counted."""
+"""Perplexity styles: their windows, their scored tokens, and the counts of words and bytes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_exl3_takes_the_first_hundred_windows_and_no_bos() -> None:
     assert cut("exl3", text=TEXT * 10, ctx=16, windows=102).facts.windows == 102
 
 
-def test_hf_stride_scores_what_the_guide_of_transformers_scores() -> None:
+def test_hf_stride_scores_the_tokens_of_the_transformers_guide() -> None:
     ctx, stride = 64, 24
     labels = []
     end_before = 0
@@ -74,14 +74,14 @@ def test_hf_stride_scores_what_the_guide_of_transformers_scores() -> None:
     assert sum(len(ids) - first for ids, first in labels) == len(IDS) - 1
 
 
-def test_hf_stride_takes_the_whole_context_where_nobody_says() -> None:
+def test_hf_stride_defaults_to_the_whole_context() -> None:
     facts = cut("hf-stride", text=TEXT * 4, stride=100).facts
     assert (facts.ctx, facts.stride) == (512, 100)
 
 
 def test_llama_cpp_scores_second_halves_after_bos() -> None:
-    """Predictions of positions n / 2 to n - 2, so tokens n / 2 + 1 to n - 1; one newline at the end
-    of the file is dropped, and with BOS the text is one token further on."""
+    """Predictions at positions n / 2 to n - 2 count, so tokens n / 2 + 1 to n - 1 are scored. One
+    newline at the end of the file is dropped. With BOS the text is shifted by one token."""
     plain = cut("llama.cpp", text=TEXT + "\n", ctx=16)
     assert given(plain) == given(cut("paper", ctx=16))
     assert {window.first for window in plain.windows} == {9}
@@ -95,7 +95,7 @@ def test_llama_cpp_scores_second_halves_after_bos() -> None:
 
 
 @pytest.mark.parametrize("bos", ["each", "none"])
-def test_per_document_scores_every_token_once_from_the_window_before(bos: str) -> None:
+def test_per_document_scores_every_token_once(bos: str) -> None:
     rows = Text(("one two three four", "x", "five six"), "rows")
     layout = cut("per-document", text=rows, ctx=8, bos=bos)
     head = (BOS,) if bos == "each" else ()
@@ -104,13 +104,13 @@ def test_per_document_scores_every_token_once_from_the_window_before(bos: str) -
     assert whole == b"".join(row.encode()[1 - len(head) :] for row in rows.documents)
     assert layout.facts.documents == 3
     first, second, third = given(layout)[:3]
-    assert first == (*head, *b"one two three four")[:9]  # from at most 8 tokens
+    assert first == (*head, *b"one two three four")[:9]  # at most 8 tokens of context
     assert second == (*head, *b"one two three four")[8:17]
-    assert third == (*head, *b"one two three four")[-9:]  # reaches back as far as it may
+    assert third == (*head, *b"one two three four")[-9:]  # overlaps, to have a full context
     assert all(len(ids) <= 9 for ids in given(layout))
 
 
-def test_a_document_begins_with_eos_where_there_is_no_bos() -> None:
+def test_a_document_begins_with_eos_if_there_is_no_bos() -> None:
     class EosOnly(ByteTokenizer):
         def __init__(self) -> None:
             Tokenizer.__init__(self, ControlIds(eos_ids=(257,)), {}, "test")
@@ -131,7 +131,7 @@ def test_a_document_begins_with_eos_where_there_is_no_bos() -> None:
         ("llama.cpp", {"ctx": 3}, "4 to 512"),
     ],
 )
-def test_what_does_not_fit_a_style_is_refused(
+def test_options_that_do_not_fit_the_style_are_refused(
     style: str, options: dict[str, int | str], message: str
 ) -> None:
     with pytest.raises(RequestError, match=message):
@@ -139,7 +139,7 @@ def test_what_does_not_fit_a_style_is_refused(
 
 
 @pytest.mark.parametrize(("adds_bos", "rule"), [(True, BosRule.ONCE), (False, BosRule.NONE)])
-def test_default_bos_does_what_the_tokenizer_does(adds_bos: bool, rule: BosRule) -> None:
+def test_default_bos_follows_the_tokenizer(adds_bos: bool, rule: BosRule) -> None:
     assert settle_bos("default", ByteTokenizer(adds_bos=adds_bos)) is rule
 
 
@@ -149,8 +149,9 @@ def test_bos_without_a_bos_token_is_refused(choice: str) -> None:
         settle_bos(choice, ByteTokenizer(bos_id=None))
 
 
-def test_words_and_bytes_are_those_of_the_scored_text() -> None:
-    """Over all documents they add up; a window counts the words that begin in what it scores."""
+def test_words_and_bytes_measure_the_scored_text() -> None:
+    """Counts of all windows add up to those of the documents. A window counts the words that begin
+    in its scored part."""
     rows = Text(("Grüße an  alle\n", " zwei Wörter"), "rows")
     layout = cut("per-document", text=rows, ctx=5)
     assert sum(window.words for window in layout.windows) == 5
@@ -159,10 +160,10 @@ def test_words_and_bytes_are_those_of_the_scored_text() -> None:
     )
     (window,) = cut("paper", text="one two three", ctx=10).windows
     assert (window.token_ids, window.size_bytes) == (tuple(b"one two th"), 9)
-    assert window.words == 2  # "one" has begun before
+    assert window.words == 2  # "one" begins in the first token, which is not scored
 
 
-def test_pieces_of_words_and_dropped_spaces() -> None:
+def test_measure_pieces_with_word_pieces_and_dropped_spaces() -> None:
     tokenizer = PieceTokenizer(" the", " qu", "ick", leading_spaces_dropped=1)
     ids = [tokenizer.id_of(piece) for piece in (" the", " qu", "ick", " the")]
     assert measure_pieces(tokenizer, ids) == ([3, 3, 3, 4], [1, 1, 0, 1])
@@ -170,10 +171,10 @@ def test_pieces_of_words_and_dropped_spaces() -> None:
 
 @pytest.mark.parametrize("style", ["paper", "exl3", "hf-stride", "llama.cpp", "per-document"])
 @pytest.mark.parametrize("bos", ["none", "default"])
-def test_each_style_gives_what_transformers_gives(
+def test_each_style_matches_transformers(
     style: str, bos: str, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """On the exact path, in float32 on both sides; the formulas are written once more here."""
+    """Both sides run in float32 (exact path). The test computes the perplexity by itself."""
     model = tiny_models.tiny_llama()
     folder = tiny_models.save(model, tmp_path_factory.mktemp("tiny"))
     loaded = load_model(str(folder), LoadOptions(exact=True))

@@ -1,4 +1,4 @@
-"""Where texts come from: files of each kind, and a hub that is not there."""
+"""Sources of texts: files of each kind, and data sets with and without a reachable hub."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_rows_of_jsonl_are_documents(tmp_path: Path) -> None:
     assert read_text(path, rows=2).documents == FILLED[:1]
 
 
-def test_another_column(tmp_path: Path) -> None:
+def test_rows_from_another_column(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"content": "a", "text": None}, "", {"content": "b"}])
     assert read_text(path, column="content").documents == ("a", "b")
     with pytest.raises(RequestError, match="there is no text"):
@@ -80,7 +80,9 @@ def test_a_damaged_parquet_file_is_named(tmp_path: Path) -> None:
         ([], "there is no text"),
     ],
 )
-def test_damaged_jsonl_is_named(tmp_path: Path, rows: list[Any], message: str) -> None:
+def test_damaged_jsonl_is_refused_with_the_line(
+    tmp_path: Path, rows: list[Any], message: str
+) -> None:
     with pytest.raises(RequestError, match=message):
         read_text(jsonl(tmp_path / "rows.jsonl", rows))
 
@@ -93,7 +95,7 @@ def test_a_plain_file_has_no_rows(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["wikitext", "c4", "somebody/something:config"])
-def test_a_missing_hub_is_one_error_that_says_what_needs_none(
+def test_an_unreachable_hub_is_an_error_that_suggests_local_files(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets
@@ -104,7 +106,9 @@ def test_a_missing_hub_is_one_error_that_says_what_needs_none(
     assert error.value.exit_code == 1
 
 
-def test_a_data_set_is_asked_for_by_its_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_data_set_name_is_split_into_path_config_and_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     import datasets
 
     asked = []

@@ -1,4 +1,4 @@
-"""A stream of requests: times that are known by construction, and lines that are refused."""
+"""Throughput of a stream of requests: exact times with a fake clock, and refused workload lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.scripted import ByteTokenizer, HashRule, ScriptedModel
 
 
 class Clock:
-    """Stands still but for sleeping and for what a pass is said to take."""
+    """Fake clock that only sleeping and forward passes advance."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -32,7 +32,7 @@ class Clock:
 
 
 class TimedModel(ScriptedModel):
-    """Every pass takes a second."""
+    """Model whose passes each take one second of the fake clock."""
 
     clock: Clock
 
@@ -56,15 +56,15 @@ def test_times_count_from_the_arrival() -> None:
         TimedRequest(1, 0.0, "abc", 3), TimedRequest(2, 0.5, 40, 2), TimedRequest(3, 10.0, "x", 1)
     )
     first, second, third = player.times()
-    # Passes end at 1, 2, 3, ...: the second request comes while the first pass runs.
+    # Passes end at 1, 2, 3, ... The second request arrives during the first pass.
     assert (first.first_token_s, first.end_s, first.tokens) == (1.0, 3.0, 3)
     assert (second.first_token_s, second.end_s, second.prompt_tokens) == (2.0, 3.0, 40)
-    assert (third.first_token_s, third.end_s) == (11.0, 11.0)  # nothing runs while nothing is there
+    assert (third.first_token_s, third.end_s) == (11.0, 11.0)  # the engine idles until 10.0
     assert player.gaps() == [1.0, 1.0, 1.0]
     assert (seconds, player.passes, player.most_running) == (11.0, 4, 2)
 
 
-def test_who_waits_for_a_place_waits_longer_for_the_first_token() -> None:
+def test_queueing_counts_in_the_time_to_the_first_token() -> None:
     player, seconds = play(
         TimedRequest(1, 0.0, "abc", 4), TimedRequest(2, 0.0, "xyz", 4), max_batch=1
     )
@@ -72,7 +72,7 @@ def test_who_waits_for_a_place_waits_longer_for_the_first_token() -> None:
     assert (seconds, player.most_running) == (8.0, 1)
 
 
-def test_made_up_prompts_differ_by_line_and_repeat_by_seed() -> None:
+def test_random_prompts_differ_by_line_and_repeat_by_seed() -> None:
     ids = [
         [one.request.prompt_ids for one in play(*work)[0]._all]
         for work in [(TimedRequest(1, 0.0, 50, 1), TimedRequest(2, 0.0, 50, 1))] * 2
@@ -82,7 +82,7 @@ def test_made_up_prompts_differ_by_line_and_repeat_by_seed() -> None:
     assert max(ids[0][0]) < 258
 
 
-def test_the_tail() -> None:
+def test_percentiles_of_a_known_distribution() -> None:
     seconds = torch.arange(101, dtype=torch.float64)[torch.randperm(101)].tolist()
     found = tail(seconds)
     assert (found.p50, found.p90, found.p95, found.p99) == (50.0, 90.0, 95.0, 99.0)
@@ -100,7 +100,7 @@ def test_a_request_that_cannot_be_served_is_named_by_its_line() -> None:
 GOOD = {"prompt": "a", "max_tokens": 1}
 
 
-def test_lines_come_in_the_order_of_arrival() -> None:
+def test_requests_are_sorted_by_arrival() -> None:
     rows = [{**GOOD, "arrival_s": 2}, {"prompt_tokens": 5, "max_tokens": 2, "temperature": 0.5}]
     data = "\n\n".join(json.dumps(row) for row in rows).encode()
     assert parse_workload(data, "w") == [
@@ -136,14 +136,14 @@ def test_a_malformed_line_is_refused_by_its_number(line: str, expected: str) -> 
         parse_workload(data, "w")
 
 
-def test_an_empty_workload_and_a_missing_one(tmp_path) -> None:
+def test_an_empty_and_a_missing_workload_are_refused(tmp_path) -> None:
     with pytest.raises(RequestError, match="no requests"):
         parse_workload(b"\n \n", "w")
     with pytest.raises(RequestError, match="cannot be read"):
         read_workload(tmp_path / "missing.jsonl")
 
 
-def test_the_example_comes_along() -> None:
+def test_the_example_workload_is_installed() -> None:
     example = read_workload(None)
     assert len(example) == 16
     assert [one.arrival_s for one in example] == sorted(one.arrival_s for one in example)

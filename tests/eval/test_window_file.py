@@ -1,4 +1,4 @@
-"""Windows that are kept: a run that was stopped goes on, with the figure of one that was not."""
+"""Window files: a resumed run gives the same figures as an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check(path: Path, count: int) -> None:
             assert all(torch.equal(got[name], wanted[name]) for name in wanted)
 
 
-def test_what_was_appended_is_there_again(tmp_path: Path) -> None:
+def test_appended_windows_are_read_back(tmp_path: Path) -> None:
     path = filled(tmp_path / "kept")
     check(path, 3)
     with WindowFile(path, HEADER) as file:
@@ -54,7 +54,7 @@ def test_what_was_appended_is_there_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("lost", [1, 5, 40, 100])
-def test_a_torn_last_window_is_done_again(tmp_path: Path, lost: int) -> None:
+def test_an_incomplete_last_window_is_replaced(tmp_path: Path, lost: int) -> None:
     path = filled(tmp_path / "kept")
     whole = path.read_bytes()
     path.write_bytes(whole[:-lost])
@@ -64,7 +64,7 @@ def test_a_torn_last_window_is_done_again(tmp_path: Path, lost: int) -> None:
     assert path.read_bytes() == whole
 
 
-def test_a_damaged_window_is_noticed(tmp_path: Path) -> None:
+def test_a_damaged_last_window_is_dropped(tmp_path: Path) -> None:
     path = filled(tmp_path / "kept")
     data = bytearray(path.read_bytes())
     data[-3] ^= 1
@@ -72,13 +72,13 @@ def test_a_damaged_window_is_noticed(tmp_path: Path) -> None:
     check(path, 2)
 
 
-def test_a_size_beyond_the_file_takes_no_memory(tmp_path: Path) -> None:
+def test_a_frame_size_beyond_the_file_is_not_allocated(tmp_path: Path) -> None:
     path = filled(tmp_path / "kept", 1)
     path.write_bytes(path.read_bytes() + (2**60).to_bytes(8, "little") + bytes(8))
     check(path, 1)
 
 
-def test_windows_of_another_run_are_left_alone(tmp_path: Path) -> None:
+def test_windows_of_another_run_are_not_overwritten(tmp_path: Path) -> None:
     path = filled(tmp_path / "kept")
     before = path.read_bytes()
     with pytest.raises(RequestError, match=r"another run: ctx differs \(expected 32, got 16\)"):
@@ -87,7 +87,7 @@ def test_windows_of_another_run_are_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"text\n", b'{"a": 1}', b"[1]\n", b"\xff\xfe\x00\n"])
-def test_any_other_file_is_left_alone(tmp_path: Path, data: bytes) -> None:
+def test_other_files_are_not_overwritten(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "other"
     path.write_bytes(data)
     with pytest.raises(RequestError, match="holds no windows"):
@@ -102,13 +102,13 @@ def test_two_runs_do_not_share_a_file(tmp_path: Path) -> None:
     check(filled(path), 3)
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_a_missing_folder_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="cannot be opened"):
         WindowFile(tmp_path / "none" / "kept", HEADER)
 
 
 class StoppedError(Exception):
-    """What stands for a kill."""
+    """Simulates a killed run."""
 
 
 def stop_after(count: int) -> Callable[[int, int, float], None]:
@@ -120,7 +120,7 @@ def stop_after(count: int) -> Callable[[int, int, float], None]:
 
 
 @pytest.mark.parametrize("style", ["paper", "llama.cpp", "hf-stride"])
-def test_a_stopped_perplexity_goes_on_and_is_the_same(tmp_path: Path, style: str) -> None:
+def test_a_resumed_perplexity_is_unchanged(tmp_path: Path, style: str) -> None:
     path, model = tmp_path / "kept", loaded_with(random_table(5))
     options = PerplexityOptions(style, ctx=32, stride=8 if style == "hf-stride" else None)
     whole = score_text(model, TEXT, options)
@@ -134,7 +134,7 @@ def test_a_stopped_perplexity_goes_on_and_is_the_same(tmp_path: Path, style: str
     assert (again.kept_windows, again.tokens_per_s) == (again.text.windows, None)
 
 
-def test_a_longer_run_takes_the_windows_of_a_shorter_one(tmp_path: Path) -> None:
+def test_a_longer_run_reuses_the_windows_of_a_shorter_run(tmp_path: Path) -> None:
     path, model = tmp_path / "kept", loaded_with(random_table(5))
     score_text(model, TEXT, PerplexityOptions(ctx=16, windows=3), resume=path)
     longer = score_text(model, TEXT, PerplexityOptions(ctx=16, windows=5), resume=path)
@@ -156,7 +156,7 @@ def test_another_text_model_or_option_is_not_resumed(tmp_path: Path) -> None:
             score_text(model, text, options, resume=path)
 
 
-def test_a_stopped_divergence_goes_on_and_is_the_same(tmp_path: Path) -> None:
+def test_a_resumed_divergence_is_unchanged(tmp_path: Path) -> None:
     reference, candidate = loaded_with(random_table(5)), loaded_with(random_table(6))
     options = DivergenceOptions(ctx=16)
     whole = measure_divergence(candidate, reference, TEXT, options)

@@ -21,9 +21,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 NOT_REWRITTEN = (
     "packages/exl-cli/src/exl_cli/",
-    "packages/exl-eval/src/exl_eval/",
     "scripts/",
-    *(f"tests/{name}/" for name in ("cli", "core/generate", "cuda", "eval", "kernels")),
+    *(f"tests/{name}/" for name in ("cli", "core/generate", "cuda", "kernels")),
     *(f"tests/{name}/" for name in ("parity", "repo", "server")),
 )
 GENERATED = ("docs/cli.md", "docs/tree.md")  # from docstrings, which are checked where they stand

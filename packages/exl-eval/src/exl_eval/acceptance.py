@@ -1,11 +1,16 @@
-"""How well drafts are accepted, what they cost, and whether they pay.
+"""Accept rate of drafts, their cost, and the speed-up that they bring.
 
-Every prompt of the set is answered greedily and at temperature 1, four times each: once recorded,
-with drafts of the full length in every round, which gives counters, chances and the cost of a draft
-(`draft_rounds.py`); and three times for the clock, one after the other: without drafts, with full
-drafts, and with drafts as generation makes them, which get shorter or pause where they do not pay.
+Every prompt of the set is answered greedily and at temperature 1. Each of the two runs four times:
+
+  recorded   full-length drafts in every round. Gives counters, acceptance probabilities and the
+             cost of a draft token (`draft_rounds.py`)
+  plain      without drafts, timed
+  full       full-length drafts, timed
+  adaptive   drafts as generation makes them, timed; they get shorter or pause where they do not pay
+
 A reply ends where the model ends it, or after `max_tokens`. Passes of 1, 2, ... rows are timed
-once after each prompt, so that whatever slows the machine down slows down all that is compared.
+once after each prompt. All compared runs thus alternate, and a slowdown of the machine affects all
+of them.
 """
 
 from __future__ import annotations
@@ -39,7 +44,8 @@ from exl_eval.speed import device_name
 from exl_eval.workload import Workload
 
 LONGEST_DRAFT = 16
-"""That is recommended; how far the acceptance of longer ones can be told from shorter ones."""
+"""Longest draft length that is recommended. The accept rate of longer drafts cannot be extrapolated
+from the recorded ones beyond it."""
 
 OnReply = Callable[[int, int, str], None]
 """Called before each prompt: prompts done, prompts in all, what is measured."""
@@ -47,8 +53,8 @@ OnReply = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceOptions:
-    """`draft_tokens` in every draft; `prompts` of each category, all of them if there are fewer;
-    `max_tokens` of a reply."""
+    """`draft_tokens` is the length of every draft, `max_tokens` the limit of a reply. `prompts` are
+    taken from each category, or all of them if it has fewer."""
 
     draft_tokens: int = 4
     max_tokens: int = 64
@@ -63,7 +69,7 @@ def measure_acceptance(
     options: AcceptanceOptions,
     on_reply: OnReply | None = None,
 ) -> AcceptanceResult:
-    """`draft` None: guesses are looked up in the text (n-grams)."""
+    """Measures all samplers and prompts. With `draft` None the drafter is an n-gram lookup."""
     bench = _Bench(loaded, draft, options, on_reply)
     samplers = tuple(
         bench.measure(name, sampler)
@@ -91,7 +97,7 @@ def measure_acceptance(
 
 @dataclass(slots=True)
 class _Clock:
-    """Tokens after the first of each reply, and the seconds that they took."""
+    """Number of tokens after the first of each reply, and the seconds spent on them."""
 
     tokens: int = 0
     seconds: float = 0.0
@@ -103,7 +109,7 @@ class _Clock:
 
 @dataclass(slots=True)
 class _Group:
-    """What the prompts of a category came to."""
+    """Rounds and times of the prompts of one category."""
 
     rounds: list[Round]
     plain: _Clock
@@ -112,7 +118,7 @@ class _Group:
 
 
 class _Bench:
-    """The engines, one for each way to run, and the prompts as tokens."""
+    """One engine per kind of run, and the tokenized prompts."""
 
     def __init__(
         self,
@@ -179,7 +185,8 @@ class _Bench:
 
     @property
     def _longest(self) -> int:
-        """Of an n-gram nothing is known beyond what was drafted."""
+        """Longest draft that may be recommended. An n-gram draft ends where its match ends, so
+        nothing is known beyond the drafted length."""
         drafted = self._options.draft_tokens
         return drafted if self._draft is None else max(drafted, LONGEST_DRAFT)
 
@@ -221,7 +228,7 @@ class _Bench:
         return group
 
     def _time_passes(self) -> tuple[float, ...]:
-        """Seconds of a pass of 1, 2, ... rows."""
+        """Seconds of a pass with 1, 2, ... rows."""
         taken = []
         for rows in range(1, self._longest + 2):
             started = time.perf_counter()
@@ -239,7 +246,7 @@ class _Bench:
         )
 
     def _encode(self, text: str) -> list[int]:
-        """Through the template where the model has one."""
+        """Token ids of a prompt, formatted with the model's chat template if it has one."""
         loaded = self._loaded
         if loaded.template is None:
             return loaded.tokenizer.encode(text)
@@ -261,7 +268,8 @@ class _Bench:
         return pages_for(self._tokens) * PAGE_SIZE
 
     def _drafter(self, *, is_full: bool) -> Drafter:
-        """Full: a draft model goes on however unsure it is. A look-up cannot."""
+        """`is_full`: a draft model drafts the full length, however low its confidence. An n-gram
+        drafter has no such setting: its draft ends where the match ends."""
         loaded, draft, options = self._loaded, self._draft, self._options
         if draft is None:
             return NgramDrafter(max_tokens=options.draft_tokens)

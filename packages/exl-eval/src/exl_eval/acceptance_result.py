@@ -1,7 +1,7 @@
-"""The record of how well drafts are accepted, and the figures that rounds and times come to.
+"""Record of draft acceptance, and the figures computed from rounds and times.
 
-N rounds, D drafted, A accepted, R rounds that ended in a rejection, E emitted. Plain data without
-torch; what the counts mean is said in `exl_core.speculate.stats`.
+N rounds, D drafted tokens, A accepted tokens, R rounds that ended in a rejection, E emitted tokens.
+`exl_core.speculate.stats` defines these counts. Plain data without torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean and its standard error; None where too little was seen."""
+    """A mean and its standard error; None if there are too few values."""
 
     mean: float | None
     stderr: float | None
@@ -29,8 +29,8 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """Seconds: of a drafted token, and of a pass by its rows (1, 2, ...). Without a draft one row,
-    with a draft of g tokens g + 1."""
+    """Seconds per draft token, and per forward pass with 1, 2, ... rows. A pass that verifies a
+    draft of g tokens has g + 1 rows; without a draft it has one."""
 
     draft_s: float
     pass_s: tuple[float, ...]
@@ -40,13 +40,14 @@ class Costs:
         return self.pass_s[0]
 
     def round_s(self, drafted: int) -> float:
-        """A round with so many drafted tokens."""
+        """Seconds of a round with `drafted` draft tokens."""
         return self.pass_s[drafted] + drafted * self.draft_s
 
 
 @dataclass(frozen=True, slots=True)
 class Speeds:
-    """Tokens a second of decoding, of the same prompts with the same sampler."""
+    """Decoded tokens per second on the same prompts with the same sampler: without drafts, with
+    full-length drafts, with adaptive drafts."""
 
     plain: float
     drafted: float
@@ -64,15 +65,16 @@ class Speeds:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceFigures:
-    """Of one group of rounds.
+    """Figures of one group of rounds.
 
-    alpha            exact: the mean of sum min(p, q) over the drafted positions looked at
-    alpha_estimate   A / (A + R)
-    theory_tokens    (1 - alpha^(g + 1)) / (1 - alpha) with the exact alpha; g is D / N
-    theory_speed_up  that, divided by 1 + g c; c is a draft token's cost in plain passes
-    break_even_tau   below so many tokens a round drafting does not pay
+    tau                 mean number of emitted tokens per round
+    alpha               exact: mean of sum min(p, q) over the verified draft positions
+    alpha_estimate      A / (A + R)
+    theory_tokens       (1 - alpha^(g + 1)) / (1 - alpha) with the exact alpha; g is D / N
+    theory_speed_up     theory_tokens / (1 + g c); c is the cost of a draft token in plain passes
+    break_even_tau      drafting pays if a round emits more tokens than this
     predicted_speed_up  tau / break_even_tau
-    best_length      the length of a draft that gives most tokens in the least time; 0: none
+    best_length         draft length with the highest predicted speed; 0: no draft
     """
 
     stats: DraftStats
@@ -115,7 +117,7 @@ class AcceptanceFigures:
 
 @dataclass(frozen=True, slots=True)
 class SamplerFigures:
-    """Of one sampler: all rounds together, and those of each category of prompts."""
+    """Figures of one sampler, over all rounds and by category of prompts."""
 
     name: str
     costs: Costs
@@ -136,8 +138,8 @@ class SamplerFigures:
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceResult:
-    """`kind` is `model` or `ngram`; `prompts` counts those of a category, `max_tokens` bounds each
-    reply, `draft_tokens` each draft."""
+    """`kind` of the drafter is `model` or `ngram`. `prompts` is the number per category.
+    `max_tokens` limits each reply, `draft_tokens` each draft."""
 
     model: str
     kind: str
@@ -172,7 +174,8 @@ def figures_of(
     draft_tokens: int,
     longest: int,
 ) -> AcceptanceFigures:
-    """`stats` count the rounds; `longest` is the longest draft that may be recommended."""
+    """Figures of `rounds`. `stats` has their counts. `longest` is the longest draft that may be
+    recommended."""
     chances = [chance for one in rounds for chance in one.chances]
     alpha = _estimate(chances)
     looked_at = stats.accepted + stats.rejected
@@ -204,8 +207,12 @@ def figures_of(
 def _best_length(
     rounds: Sequence[Round], costs: Costs, alpha: float | None, draft_tokens: int, longest: int
 ) -> tuple[int, float]:
-    """Drafts cut to a length, or gone on with at the rate alpha, in the same rounds: tokens for
-    time, over one token a plain pass."""
+    """Draft length with the highest speed-up over plain decoding, and that speed-up. (0, 1.0) if no
+    length is faster.
+
+    Each recorded round is replayed with another draft length. A shorter draft is the recorded one,
+    cut. A longer one continues a recorded one that was fully accepted, at the accept rate alpha.
+    """
     best = (0, 1.0)
     for length in range(1, longest + 1):
         tokens = seconds = 0.0
@@ -223,7 +230,8 @@ def _best_length(
 
 
 def _geometric(alpha: float, drafted: float) -> float:
-    """Tokens a round if each drafted one is accepted with this chance, and one more."""
+    """Expected tokens per round if each draft token is accepted with probability alpha. Includes
+    the token that the target model adds."""
     if alpha >= 1.0:
         return drafted + 1.0
     return (1.0 - math.pow(alpha, drafted + 1.0)) / (1.0 - alpha)

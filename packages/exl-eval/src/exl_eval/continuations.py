@@ -1,9 +1,9 @@
-"""How likely texts continue as they do, many at once: what multiple choice is scored by.
+"""Log probabilities of continuations, many at once, as needed to score multiple-choice tasks.
 
-Of each pair of context and continuation, the log-probability of the continuation and whether it is
-what the model finds likeliest, token by token. A context is computed once for all continuations
-that follow it: they share its full pages and copy the last one. Goes through the paged cache, as
-generation does; many pairs are run side by side in one pass.
+For each pair of context and continuation: the log probability of the continuation, and whether each
+of its tokens is the model's likeliest one. A context is computed once for all its continuations.
+They share its full pages and copy its last, partly filled page. Scoring uses the paged cache, as
+generation does, and batches many pairs into one pass.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from exl_core.model.segment import LogitRows, PageCopy, Segment
 from exl_core.sampling.sampler import LogitsError
 
 _PAGES = 64
-"""Of the cache, unless one pair needs more."""
+"""Pages of the cache, unless one pair needs more."""
 _PASS_ROWS = 512
 _LOGIT_BYTES = 256 * 2**20
-"""Most memory for the logits of one pass."""
+"""Limit of the memory for the logits of one pass."""
 _ROWS_AT_ONCE = 32
-"""Of the reduction over the vocabulary."""
+"""Rows per reduction over the vocabulary; limits its temporary memory."""
 
 
 class Pair(NamedTuple):
-    """Neither is empty; together at most one token longer than the model's context, because the
-    last one is predicted and predicts nothing."""
+    """A context and its continuation, neither of them empty. Together they may be one token longer
+    than the model's context length, because the last token is only predicted, not fed."""
 
     context: tuple[int, ...]
     continuation: tuple[int, ...]
@@ -40,7 +40,7 @@ class Pair(NamedTuple):
 
 @dataclass(slots=True)
 class Scored:
-    """`log_prob` is natural, of the whole continuation."""
+    """Log probability of a whole continuation. `is_greedy`: each of its tokens is the likeliest."""
 
     log_prob: float = 0.0
     is_greedy: bool = True
@@ -48,7 +48,7 @@ class Scored:
 
 @dataclass(slots=True)
 class _Member:
-    """A continuation: its number in the list of pairs, and its pages."""
+    """A continuation with its index in the list of pairs and its pages."""
 
     number: int
     continuation: tuple[int, ...]
@@ -57,8 +57,8 @@ class _Member:
 
 @dataclass(slots=True)
 class _Unit:
-    """A context with continuations that fit the cache together. All but its last token are computed
-    once; that one is the first row of each continuation."""
+    """A context with continuations that fit the cache together. The context without its last token
+    is computed once. Its last token is the first row of each continuation."""
 
     context: tuple[int, ...]
     members: list[_Member] = field(default_factory=list)
@@ -69,7 +69,7 @@ class _Unit:
         return len(self.context) - 1
 
     def pages_with(self, member: _Member) -> int:
-        """What a continuation needs beside the full pages of the context."""
+        """Pages that a continuation needs in addition to the context's full pages."""
         length = self.shared_len + len(member.continuation)
         return pages_for(length) - self.shared_len // PAGE_SIZE
 
@@ -78,7 +78,7 @@ class _Unit:
         return _pages_of(self.shared_len) + sum(self.pages_with(one) for one in self.members)
 
     def place(self, first: int) -> list[PageCopy]:
-        """Takes pages from `first` on; the copies of the context's last page."""
+        """Assigns pages, numbered from `first`. Returns the copies of the context's last page."""
         count, full = _pages_of(self.shared_len), self.shared_len // PAGE_SIZE
         self.page_ids = tuple(range(first, first + count))
         first += count
@@ -99,14 +99,14 @@ def score_continuations(
     kv_format: KVFormat = KVFormat.FP16,
     on_scored: Callable[[int], None] | None = None,
 ) -> list[Scored]:
-    """In the order of the pairs; `on_scored` gets how many more were done."""
+    """Scores in the order of the pairs. `on_scored` receives the number of newly scored pairs."""
     for pair in pairs:
         _check(pair, model.config.max_seq_len)
     scored = [Scored() for _ in pairs]
     if not pairs:
         return scored
     longest = max(pages_for(len(c) + len(x) - 1) for c, x in pairs)
-    num_pages = max(_PAGES, longest + 1)  # a page of the context and its copy
+    num_pages = max(_PAGES, longest + 1)  # + 1: the context's last page and its copy
     units = list(_units(pairs, num_pages))
     store = store_for(model, kv_format, min(num_pages, sum(unit.num_pages for unit in units)))
     runner = Runner(model, store)
@@ -128,7 +128,7 @@ def score_continuations(
 
 
 class _Chunk(NamedTuple):
-    """Consecutive rows of one continuation, and the tokens that they should predict."""
+    """Consecutive rows of one continuation, and the tokens that follow them."""
 
     number: int
     segment: Segment
@@ -136,7 +136,8 @@ class _Chunk(NamedTuple):
 
 
 def _units(pairs: Sequence[Pair], num_pages: int) -> Iterator[_Unit]:
-    """The longest contexts first: what does not fit is noticed at once."""
+    """Pairs grouped by context, longest context first, so that running out of memory shows at the
+    start."""
     groups: dict[tuple[int, ...], list[_Member]] = {}
     for number, pair in enumerate(pairs):
         groups.setdefault(pair.context, []).append(_Member(number, pair.continuation))
@@ -203,7 +204,8 @@ def _continuation_passes(units: Sequence[_Unit], rows: int) -> Iterator[list[_Ch
 
 
 def _add(scored: list[Scored], chunks: Sequence[_Chunk], logits: Tensor) -> None:
-    """`logits` [rows, vocab_size] of all chunks, in order."""
+    """Adds the log probabilities of `chunks` to `scored`. `logits` [rows, vocab_size] are those of
+    all chunks, in order."""
     targets = torch.tensor([i for chunk in chunks for i in chunk.targets], device=logits.device)
     log_probs, is_top = [], []
     for start in range(0, len(targets), _ROWS_AT_ONCE):

@@ -1,8 +1,9 @@
-"""How far a model is from a reference: Kullback-Leibler divergence and what belongs to it.
+"""Kullback-Leibler divergence of a model from a reference, and related figures.
 
-Both models read the same windows, one pass of a window after the other, so that neither a window's
-logits nor anything on a disk is needed; or the reference's predictions come from a file
-(`reference_file.py`). Knows models and tokenizers; neither progress bars nor options of a command.
+Both models read the same windows. They alternate pass by pass, so neither the logits of a whole
+window nor a file is needed. Alternatively, the reference's predictions come from a file
+(`reference_file.py`). This module knows models and tokenizers, but no progress bars and no command
+options.
 """
 
 from __future__ import annotations
@@ -40,21 +41,21 @@ OnWindow = Callable[[int, int, float], None]
 
 @dataclass(frozen=True, slots=True)
 class DivergenceOptions(WindowOptions):
-    """`kv_format` is the candidate's; the reference has an fp16 cache. The BOS rule `default`
-    follows the reference's tokenizer."""
+    """`kv_format` applies to the candidate; the reference uses an fp16 cache. The BOS rule
+    `default` follows the reference's tokenizer."""
 
     kv_format: KVFormat = KVFormat.FP16
 
 
 class Reference(Protocol):
-    """What a candidate is compared with: P over its first `vocab_size` tokens."""
+    """Reference distribution P, over the first `vocab_size` tokens."""
 
     @property
     def facts(self) -> ReferenceFacts: ...
     @property
     def vocab_size(self) -> int: ...
     def compare(self, number: int, candidate: TextPasses) -> Positions:
-        """Both along window `number` of the layout."""
+        """Compares reference and candidate at each scored position of window `number`."""
         ...
 
 
@@ -86,8 +87,11 @@ def measure_against(
     *,
     resume: Path | None = None,
 ) -> DivergenceResult:
-    """With `resume`, windows are kept in that file as they are done, and those of an earlier run
-    with the same text, models and options are taken from it."""
+    """Divergence of `candidate` from `reference` over the windows of `layout`.
+
+    With `resume`, each finished window is saved to that file. Windows of an earlier run with the
+    same text, models and options are read from it.
+    """
     if reference.vocab_size > candidate.config.vocab_size:
         raise RequestError(
             "the candidate's vocabulary is smaller than the reference's",
@@ -135,7 +139,7 @@ def lay_out_for_both(
     options: WindowOptions,
     model_max: int,
 ) -> Layout:
-    """The windows that both models read; RequestError where their tokenizers differ."""
+    """Windows that both models read; RequestError if their tokenizers differ."""
     layout = lay_out(text, reference, options, model_max)
     if hash_tokenizer(candidate) != layout.facts.tokenizer_sha256:
         check_same_vocabulary(reference, candidate)
@@ -150,7 +154,7 @@ def longest_of(layout: Layout) -> int:
 
 
 class RunningReference:
-    """A loaded model as what a candidate is compared with, a pass of each in turn."""
+    """A loaded model as the reference. It runs its passes alternately with the candidate's."""
 
     def __init__(self, loaded: LoadedModel, layout: Layout, candidate_vocab_size: int) -> None:
         self.facts = ReferenceFacts(loaded.name, loaded.exact)
@@ -164,7 +168,7 @@ class RunningReference:
         parts = []
         for start, logits in candidate.logits(window.token_ids, window.first):
             done = 0
-            while done < len(logits):  # vocabularies of other sizes have passes of other lengths
+            while done < len(logits):  # rows per pass depend on the size of the vocabulary
                 p = rows.take(len(logits) - done)
                 targets = targets_of(window, start + done, len(p))
                 q = logits[done : done + len(p)]
@@ -174,14 +178,14 @@ class RunningReference:
 
 
 class _Rows:
-    """Rows of consecutive passes, taken as many at a time as one of them holds."""
+    """Rows of consecutive passes. One `take` never crosses a pass."""
 
     def __init__(self, passes: Iterator[tuple[int, Tensor]]) -> None:
         self._passes = passes
         self._left: Tensor | None = None
 
     def take(self, most: int) -> Tensor:
-        """The next rows, at most so many: [n, vocab_size]."""
+        """Returns the next rows [n, vocab_size], n <= most."""
         if self._left is None or not len(self._left):
             _, self._left = next(self._passes)
         taken, self._left = self._left[:most], self._left[most:]
@@ -220,7 +224,7 @@ def _result(
 
 
 def _cache_stderr(parts: list[Positions]) -> float | None:
-    """Of the mean divergence; None where nothing was estimated from a sample."""
+    """Standard error of the mean divergence due to sampled tails; None if no tail was sampled."""
     variance = sum(float(part.kld_variance.sum()) for part in parts)
     return math.sqrt(variance) / sum(len(part.kld) for part in parts) if variance else None
 
@@ -233,7 +237,8 @@ def summarize_kld(kld: Tensor) -> dict[str, float]:
 
 
 def summarize_delta_p(delta_p: Tensor) -> dict[str, float]:
-    """Symmetric tails are noise; a heavy negative one is damage."""
+    """Statistics of the change in the true token's probability. Symmetric tails are noise. A heavy
+    negative tail means that the candidate lost quality."""
     mean, stderr = mean_and_error(delta_p)
     percents = (0.1, 1, 5, 25, 50, 75, 95, 99, 99.9)
     names = ("p0.1", "p1", "p5", "p25", "median", "p75", "p95", "p99", "p99.9")
@@ -246,7 +251,7 @@ def summarize_delta_p(delta_p: Tensor) -> dict[str, float]:
 def split_by_confidence(
     positions: Positions, edges: Sequence[float] = CONFIDENCE_EDGES
 ) -> tuple[ConfidenceBand, ...]:
-    """By the probability of the reference's likeliest token."""
+    """Figures by the probability of the reference's likeliest token."""
     bands = []
     for above, up_to in pairwise(edges):
         is_in = (positions.confidence > above) & (positions.confidence <= up_to)

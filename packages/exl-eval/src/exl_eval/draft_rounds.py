@@ -1,12 +1,11 @@
-"""One reply with drafts, taken apart into its rounds: what was drafted, what of it stayed, and how
-likely that was.
+"""Speculative rounds of one reply: drafted tokens, accepted tokens, acceptance probabilities.
 
-A round is a pass of the target that gives tokens; the pass that computes the prompt is none. At the
-drafted positions that were looked at (those before a round's first rejection, and the rejected one)
-the target's distribution p and the draft's q are both known, so beside the coin that was thrown
-stands the chance that it had: the sum over x of min(p(x), q(x)). Its mean is alpha without the
-noise of the coins. A guess that nobody drew is a distribution of one token, and so is p where the
-request is greedy.
+A round is a forward pass of the target model that emits tokens. The pass that computes the prompt
+is not a round. A draft position is verified if no earlier position of its round was rejected. At
+verified positions both the target's distribution p and the draft's q are known. The probability of
+acceptance there is the sum over x of min(p(x), q(x)). The mean of these probabilities is alpha; it
+has less noise than the share of accepted tokens. A draft token that was not sampled (n-gram, greedy
+draft) has a q with all mass on that token. So has p if the request is greedy.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from exl_core.speculate.stats import DraftStats
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """`chances`: of each drafted token that was looked at, how likely it was to be accepted."""
+    """Counts of one round. `chances` has the acceptance probability of each verified token."""
 
     drafted: int
     accepted: int
@@ -38,20 +37,21 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """`end.drafting` counts the pass of the prompt as a round of one token; `rounds` do not."""
+    """Rounds of one reply. `end.drafting` counts the prompt's pass as a round with one token;
+    `rounds` omits it."""
 
     rounds: tuple[Round, ...]
     end: FinishEvent
 
 
 class RecordingDrafter:
-    """Another drafter, whose every draft is kept, and how long it took."""
+    """Wraps a drafter and records its drafts and the time of each."""
 
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
         self._drafts: dict[str, dict[int, Draft]] = {}
         self.seconds_per_token: list[float] = []
-        """Of each draft but the first of a request, which may have computed the prompt."""
+        """One entry per draft, except the first of a request: that one may include the prompt."""
 
     @property
     def max_tokens(self) -> int:
@@ -75,19 +75,20 @@ class RecordingDrafter:
         self._drafter.moved(moves)
 
     def take(self, request_id: str) -> dict[int, Draft]:
-        """The drafts of a request by where they began; they are kept no longer."""
+        """Returns and forgets the drafts of a request, keyed by the length of the text before."""
         return self._drafts.pop(request_id, {})
 
 
 def record_reply(engine: Engine, recorder: RecordingDrafter, request: Request) -> Recorded:
-    """Runs the request alone; `recorder` is the engine's drafter.
+    """Runs one request alone; `recorder` must be the engine's drafter.
 
-    A request that is not greedy has temperature 1 and no other setting, and reports its logits.
+    A request that is not greedy must have temperature 1, no other sampler setting, and must report
+    its logits.
     """
     sampler = request.sampler
     if not sampler.is_greedy and (sampler.temperature != 1.0 or not request.report.logits):
         raise RequestError(
-            "chances are known for greedy requests, and for temperature 1 with logits reported",
+            "acceptance probabilities need a greedy request, or temperature 1 with logits reported",
             got=f"temperature {sampler.temperature:g}",
         )
     tokens: list[SampledToken] = []
@@ -116,7 +117,7 @@ def _rounds_of(
     prompt_tokens: int,
     rows: list[Tensor | None] | None,
 ) -> Iterable[Round]:
-    """`rows` are the logits of each token of the reply; None: it is greedy."""
+    """Splits a reply into rounds. `rows` has the logits of each token; None for greedy replies."""
     place = 0  # in the reply
     while place < len(reply):
         draft = drafts.get(prompt_tokens + place, Draft())
@@ -137,7 +138,7 @@ def _rounds_of(
 def _chance(
     draft: Draft, offset: int, token_id: int, rows: list[Tensor | None] | None, place: int
 ) -> float:
-    """That the guess is accepted, before it is drawn."""
+    """Probability that a draft token is accepted, over the randomness of draft and target."""
     guess = draft.token_ids[offset]
     if rows is None:
         return float(guess == token_id)

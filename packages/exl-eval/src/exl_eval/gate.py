@@ -1,7 +1,7 @@
-"""Whether a converted model is close enough to its source to be given away.
+"""Quality gate of a conversion: is the converted model close enough to its source to be published?
 
-The limits do not say what is good. They stand well past what a sound conversion costs at its rate,
-even of a small model, which suffers most, so that what they catch is broken.
+The limits do not define good quality. They are well above the loss of a sound conversion at the
+same rate, even for small models, which lose most. A model that exceeds them is broken.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from exl_eval.held_out import HELD_OUT_TEXT
 from exl_eval.result import DivergenceResult
 
 CTX = 512
-"""Tokens in a window: a few of them, so that the models are read a few times only."""
+"""Tokens per window. The text has few windows of this size, so weights are read few times."""
 
 NOISE_NATS = 0.005
-"""What rounding in the kernels may add, with room."""
+"""Allowance for rounding in the kernels, with a margin."""
 
 MOST_NATS = 3.0
-"""At any rate: beyond it little of the source is left."""
+"""Limit at any bit rate: beyond it the model has little in common with its source."""
 
 
 @dataclass(frozen=True, slots=True)
 class GateResult:
-    """`limit` is of the mean divergence and of the perplexity's logarithm, in nats a token; `fault`
-    says what exceeds it, None where nothing does."""
+    """`limit` applies to the mean divergence and to the logarithm of the perplexity ratio, in nats
+    per token. `fault` describes the figure that exceeds it, or is None."""
 
     divergence: DivergenceResult
     limit: float
@@ -35,11 +35,11 @@ class GateResult:
 
 
 def limit_nats(bits: float, head_bits: int) -> float:
-    """The most that a conversion may cost, in nats a token.
+    """Largest divergence that a conversion may cause, in nats per token.
 
-    A bit less quadruples the squared error of a weight. A converter of 2023 costs a model of 135M
-    parameters 0.045, 0.24 and 0.81 nats at 5, 4 and 3 bits, larger models far less: the limit is
-    twice that, and a quarter of it for the head, which is one matrix of many.
+    Each bit less quadruples the squared error of a weight. A converter of 2023 costs a model of
+    135M parameters 0.045, 0.24 and 0.81 nats at 5, 4 and 3 bits. Larger models lose far less. The
+    limit is twice that. The head adds a quarter as much, because it is one matrix of many.
     """
     body, head = 1.6 * 4.0 ** (3.0 - bits), 0.4 * 4.0 ** (3.0 - head_bits)
     return float(min(MOST_NATS, body + head)) + NOISE_NATS
@@ -53,9 +53,9 @@ def measure_gate(
     head_bits: int,
     on_window: Callable[[int, int, float], None] | None = None,
 ) -> GateResult:
-    """The divergence on HELD_OUT_TEXT, in windows that begin with BOS where the model wants it.
+    """Divergence on HELD_OUT_TEXT. Windows begin with BOS if the reference's tokenizer adds it.
 
-    An ExlError where a model predicts what is not a number.
+    Raises ExlError if a prediction is not a finite number.
     """
     limit = limit_nats(bits, head_bits)
     options = DivergenceOptions(
@@ -73,7 +73,7 @@ def measure_gate(
 
 
 def figures_of(result: GateResult) -> dict[str, object]:
-    """For the record: all that the figures depend on, nothing of where and when."""
+    """Fields for the conversion's record: the figures and their inputs, no machine and no date."""
     found = result.divergence
     return {
         "limit_nats": result.limit,

@@ -1,8 +1,8 @@
-"""Task accuracy: EleutherAI's lm-evaluation-harness in this process, over one of our models.
+"""Task accuracy with EleutherAI's lm-evaluation-harness, run in this process on an exl model.
 
-The harness has the tasks, the prompts, the metrics and their errors; `HarnessModel` is the model
-that it asks. Needs the package lm-eval, which nothing else here does: import this module where it
-is used, and only there.
+The harness provides the tasks, the prompts, the metrics and their errors. `HarnessModel` is the
+model that it queries. No other module needs the package lm-eval, which is optional: import this
+module only inside the function that uses it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ _SAMPLER_SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penal
 
 @dataclass(frozen=True, slots=True)
 class TaskOptions:
-    """`fewshot` None: as each task says; `limit`: documents of each task, None: all. `include` has
-    task files of one's own. With `chat` prompts go through the model's chat template."""
+    """Settings of a run. `fewshot` None keeps each task's own number. `limit` is the number of
+    documents per task; None means all. `include` is a folder with additional task files. `chat`
+    formats prompts with the model's chat template."""
 
     tasks: tuple[str, ...]
     fewshot: int | None = None
@@ -58,8 +59,8 @@ class TaskOptions:
 
 @dataclass(frozen=True, slots=True)
 class TaskResult:
-    """`metrics` as the harness names them, `acc,none` for accuracy without a filter; None where
-    there is no number."""
+    """Result of one task. `metrics` have the harness's names, such as `acc,none` for accuracy
+    without a filter; a metric that is not a finite number is None."""
 
     name: str
     metrics: dict[str, float | None]
@@ -84,10 +85,10 @@ class TasksResult:
 
 
 class HarnessModel(TemplateLM):
-    """What the harness asks for, from one engine and one scorer.
+    """The harness's model interface, implemented by one engine and `score_continuations`.
 
-    Texts are tokenized with special tokens read, and with BOS where the model's own tokenizer puts
-    it, unless the text brings its own. Of a context that is too long the end is kept.
+    Special tokens in texts are recognized. BOS is added if the model's tokenizer adds it and the
+    text does not begin with it. A context that is too long keeps its end.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What comes before a text that nothing comes before."""
+        """Token put before a text that has no context."""
         bos = self._loaded.tokenizer.bos_id
         return self.eot_token_id if bos is None else bos
 
@@ -140,7 +141,7 @@ class HarnessModel(TemplateLM):
             raise TemplateError("the model has no chat template", where=self._loaded.path)
         if add_generation_prompt:
             return template.render(chat_history)
-        # The reply is begun already: nothing may stand between its text and what continues it.
+        # The last message is the beginning of the reply: the model continues it directly.
         *before, begun = chat_history
         return template.render(before, add_generation_prompt=True) + begun["content"]
 
@@ -148,7 +149,7 @@ class HarnessModel(TemplateLM):
         self,
         string: str,
         add_special_tokens: bool | None = None,
-        **kwargs: Any,  # noqa: ARG002 - others' settings
+        **kwargs: Any,  # noqa: ARG002 - settings for other models
     ) -> list[int]:
         tokenizer = self._loaded.tokenizer
         ids = tokenizer.encode(string, allow_special=True, add_bos=False)
@@ -195,7 +196,7 @@ class HarnessModel(TemplateLM):
             )
         answers = []
         for text, _, tail in requests:
-            one = next(scored) if tail else None  # nothing is certain to follow
+            one = next(scored) if tail else None  # an empty continuation has probability 1
             answer = (0.0, True) if one is None else (one.log_prob, one.is_greedy)
             if text != ("", ""):
                 self.cache_hook.add_partial("loglikelihood", text, answer)
@@ -243,13 +244,13 @@ class HarnessModel(TemplateLM):
         strange = [name for name in known if name not in _SAMPLER_SETTINGS]
         if strange:
             raise RequestError(
-                f"a task asks for a setting of generation that does not exist here: {strange[0]}",
+                f"a task sets an unknown option of generation: {strange[0]}",
                 expected=", ".join(("until", "max_gen_toks", "do_sample", *_SAMPLER_SETTINGS)),
             )
         room = self.max_length - max_tokens
         if room < 1:
             raise RequestError(
-                "a task asks for replies as long as the model's context",
+                "a task requests replies as long as the model's context",
                 expected=f"max_gen_toks below {self.max_length}",
                 got=max_tokens,
             )
@@ -269,7 +270,8 @@ class HarnessModel(TemplateLM):
 def run_tasks(
     loaded: LoadedModel, options: TaskOptions, *, is_watched: bool = False
 ) -> TasksResult:
-    """`is_watched`: progress may go to stderr. Nothing of the harness's goes to stdout."""
+    """Runs the tasks. `is_watched` shows progress on stderr. The harness prints nothing to
+    stdout."""
     model = HarnessModel(
         loaded,
         max_batch=options.max_batch,
@@ -294,8 +296,8 @@ def run_tasks(
 
 @contextmanager
 def _quiet(*, is_watched: bool) -> Iterator[None]:
-    """What the harness and its libraries say goes nowhere; to stderr where somebody watches, but
-    for the hub's repeated attempts, which end in one error or in none."""
+    """Discards the output of the harness and its libraries. With `is_watched`, stderr stays
+    visible, but the log of the hub's retries does not: they end in one error or in success."""
     loggers = [logging.getLogger(name) for name in ("huggingface_hub", "lm_eval", "datasets")]
     levels = [logger.level for logger in loggers]
     silence = StringIO()
@@ -324,12 +326,12 @@ def _evaluate(model: HarnessModel, options: TaskOptions, manager: TaskManager) -
             torch_random_seed=options.seed,
             fewshot_random_seed=options.seed,
         )
-    except OSError as error:  # what datasets and the hub raise where they cannot be reached
+    except OSError as error:  # raised by datasets and the hub when they cannot be reached
         raise RequestError(
             "the data of a task cannot be read",
             where=", ".join(options.tasks),
             got=f"{type(error).__name__}: {str(error)[:300]}",
-            next_step="Most tasks fetch their data from the hub once; task files of your own "
+            next_step="Most tasks download their data from the hub once; your own task files "
             "(--include) may name local files.",
         ) from error
     assert found is not None
@@ -353,7 +355,8 @@ def _task_result(name: str, found: Mapping[str, Any]) -> TaskResult:
 
 
 def _manager(options: TaskOptions) -> TaskManager:
-    """Reading the thousands of tasks that the harness has takes seconds; one's own may do."""
+    """Task manager that knows all tasks of `options`. Indexing the harness's thousands of tasks
+    takes seconds, so they are skipped if the files of `include` define all requested tasks."""
     if options.include is not None:
         own = TaskManager(include_path=str(options.include), include_defaults=False)
         if set(options.tasks) <= set(own.all_tasks):
@@ -362,6 +365,6 @@ def _manager(options: TaskOptions) -> TaskManager:
     for name in options.tasks:
         if name not in manager.all_tasks:
             nearest = difflib.get_close_matches(name, manager.all_tasks, n=3)
-            advice = f"Near it: {', '.join(nearest)}." if nearest else "--include DIR adds some."
+            advice = f"Similar: {', '.join(nearest)}." if nearest else "--include DIR adds tasks."
             raise RequestError(f"no task {name!r}", expected="a task of lm-eval", next_step=advice)
     return manager

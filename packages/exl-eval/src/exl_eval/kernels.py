@@ -1,17 +1,17 @@
-"""Where the time of a pass goes: each op of it, its bytes, and its share of the memory's ceiling.
+"""Time of each op in a forward pass, with its bytes and its share of the memory bandwidth.
 
-A pass of the model is run once with a table of ops that notes every call; the calls are then timed.
-Calls of one op at one shape are counted together: what each layer does once is a line with as many
-calls as there are layers.
+One forward pass runs with an op table that records every call. The calls are then timed. Calls of
+one op at one shape form one line: an op that each layer calls once gives a line with as many calls
+as there are layers.
 
-On a CPU the noted calls are made again in their order, each under the clock, so that the weights of
-one come from memory and not from a cache that the op itself has just filled. On a GPU, where
-single calls are too short for that, all calls of a line are timed at once, in a graph where rows
-are few: they read the matrices of all layers in turn, which together are larger than the GPU's
-cache for any model that needs one.
+CPU: the recorded calls are repeated in their order and timed one by one. Weights then come from
+memory, not from a cache that the same op has just filled. GPU: single calls are too short to time,
+so all calls of a line are timed together, and in a CUDA graph if there are few rows. They read the
+matrices of all layers in turn. Together these exceed the L2 cache for any model that needs a GPU.
 
-Bytes are those that must move: packed weights, inputs and outputs, keys and values that are seen.
-Compare the pass with the sum of its ops: what is between them is the interpreter, or gaps.
+Bytes are those that must be moved: packed weights, inputs, outputs, and the keys and values that
+are attended to. The time of the pass minus the sum of its ops is interpreter time or gaps between
+kernels.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ MATRIX_OPERAND = {
     "norm_linear": 3,
     "norm_gated_linear": 3,
 }
-"""Where an op takes its packed matrix."""
+"""Index of the packed matrix among each op's operands."""
 
 OTHER_OPS = ("attend_", "gated_activation", "rms_norm", "rms_norm_heads_", "rope_")
 MIN_SECONDS = 0.2
-"""Passes on a CPU are repeated for so long at least: a short one is half noise."""
+"""Minimum duration of the measurement on a CPU: times of a single short pass are mostly noise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _Pass:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call of an op, ready to be made again."""
+    """One recorded call of an op; `again` repeats it."""
 
     op: str
     operands: tuple[Any, ...]
@@ -78,7 +78,7 @@ class _Call:
 
 @dataclass(frozen=True, slots=True)
 class _Line:
-    """Calls that move and compute the same count together."""
+    """Key of calls that are counted together: same op, shape, bytes and operations."""
 
     op: str
     shape: str
@@ -87,7 +87,7 @@ class _Line:
 
 
 class _Notes:
-    """An op table that notes the calls of another one's ops."""
+    """Wraps an op table and records the calls of its ops."""
 
     def __init__(self, ops: OpTable) -> None:
         self._ops = ops
@@ -111,8 +111,9 @@ class _Notes:
 def measure_kernels(
     loaded: LoadedModel, options: SpeedOptions, *, on_measured: OnMeasured | None = None
 ) -> KernelResult:
-    """For each batch size a decode step of so many sequences after `depth` tokens, for each prompt
-    length a pass of its first tokens, at most `pass_rows`; `decode` is not used."""
+    """Times the ops of several passes: for each batch size one decode step of that many sequences
+    after `depth` tokens, and for each prompt length one pass over its first tokens, at most
+    `pass_rows`. `options.decode` is not used."""
     model, ops = loaded.model, loaded.model.ops
     check_options(options, loaded.config)
 
@@ -192,7 +193,7 @@ def _measure_pass(model: Transformer, this: _Pass, repeat: int, bandwidth: float
 
 
 def _noted_calls(model: Transformer, segments: list[Segment], work: Workload) -> list[_Call]:
-    """The ops of one pass, in order."""
+    """Calls of one pass, in order."""
     notes = _Notes(model.ops)
     noting = copy.copy(model)
     noting.ops = cast(OpTable, notes)
@@ -201,7 +202,7 @@ def _noted_calls(model: Transformer, segments: list[Segment], work: Workload) ->
 
 
 def _seconds_in_order(calls: list[_Call], this: _Pass, repeat: int) -> dict[_Line, float]:
-    """The median over repetitions of what a call of each line takes on average."""
+    """Mean seconds per call of each line, median over the repetitions."""
     lines = [_line_of(call, this) for call in calls]
     counts = Counter(lines)
     found: dict[_Line, list[float]] = {line: [] for line in counts}
@@ -235,7 +236,7 @@ def _line_of(call: _Call, this: _Pass) -> _Line:
         return _Line(call.op, " x ".join(map(str, tensors[0].shape)), moved, 0)
     rows, matrix = tensors[0].shape[0], call.operands[MATRIX_OPERAND[call.op]]
     inputs, outputs = matrix.in_features, matrix.out_features
-    if call.op == "embedding":  # rows of it, not all
+    if call.op == "embedding":  # reads only the rows of the given tokens
         return _Line(
             call.op, f"{outputs} x {inputs}", moved + rows * matrix.size_bytes // outputs, 0
         )
@@ -244,7 +245,8 @@ def _line_of(call: _Call, this: _Pass) -> _Line:
 
 
 def _attention_line(call: _Call, this: _Pass) -> _Line:
-    """Of each sequence what its rows see is read once; every row adds a key and a value."""
+    """Bytes and operations of attention. The keys and values that a sequence's rows see are read
+    once. Each row writes one key and one value."""
     config, qkv, window = this.config, call.operands[0], call.operands[8]
     ends = [this.past_len + row + 1 for row in range(this.rows)]
     seen = [min(end, window) if window else end for end in ends]

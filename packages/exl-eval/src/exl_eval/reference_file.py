@@ -1,11 +1,13 @@
-"""A reference's predictions in a file, so that a large pair of models fits one at a time.
+"""File with a reference model's predictions, so that two large models can run one after the other.
 
-For each position the file has the 256 likeliest tokens with their log-probabilities (float32), the
-probability t of all others together, and 64 of those, drawn by their probabilities: 2.6 kB, where
-all logits of a vocabulary of 128k take 256 kB at 16 bits. What it costs: the divergence over the
-likeliest tokens and the tail as a whole is exact but for rounding (at most 1e-6 nats), the one
-within the tail is estimated without bias from the sample; its standard error is reported. The
-sample depends on nothing but the window's number. `window_file.py` has the layout of the file.
+Content for each position: the 256 likeliest tokens with their log probabilities (float32), the
+total probability t of all other tokens (the tail), and 64 tokens sampled from the tail. This takes
+2.6 kB. All logits of a vocabulary of 128k tokens take 256 kB at 16 bits.
+
+Accuracy: the divergence over the likeliest tokens and the tail as a whole is exact except for
+rounding (at most 1e-6 nats). The divergence within the tail is estimated from the sample, without
+bias, and its standard error is reported. The sample depends only on the window's number.
+`window_file.py` has the layout of the file.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ OnKept = Callable[[int, int, float], None]
 def reference_header(
     layout: Layout, facts: ReferenceFacts, vocab_size: int, size_bytes: int
 ) -> dict[str, object]:
-    """What a file of predictions is of; `size_bytes`: all tensors of the reference."""
+    """Header of a reference file. `size_bytes` is the size of all tensors of the reference."""
     form: dict[str, object] = {"measurement": "reference", "top": TOP, "samples": SAMPLES}
     form.update(vocab_size=vocab_size, reference_bytes=size_bytes)
     header = {**form, **asdict(facts), **asdict(layout.facts)}
@@ -49,7 +51,7 @@ def keep_reference(
     file: WindowFile,
     on_window: OnKept | None = None,
 ) -> None:
-    """Adds the predictions of the windows that the file does not have yet."""
+    """Computes and adds the windows that `file` does not have yet."""
     windows = layout.windows
     passes = TextPasses(reference.model, max(len(window.token_ids) for window in windows))
 
@@ -77,7 +79,7 @@ def keep_reference(
 
 
 class KeptReference:
-    """The predictions in a file, as what a candidate is compared with."""
+    """Predictions of a file, as the reference of a divergence."""
 
     def __init__(
         self, file: WindowFile, layout: Layout, facts: ReferenceFacts, vocab_size: int
@@ -100,5 +102,5 @@ class KeptReference:
 
 
 def targets_of(window: Window, start: int, count: int) -> Tensor:
-    """The true tokens start .. start + count - 1 of a window: int64 [count]."""
+    """True tokens start .. start + count - 1 of a window: int64 [count]."""
     return torch.tensor(window.token_ids[start : start + count], dtype=torch.int64)

@@ -1,9 +1,8 @@
-"""A set of models side by side: what each is, how well it predicts a text, how far it is from a
-reference, how fast it runs.
+"""Report that compares models: description, perplexity, divergence from a reference, and speed.
 
-Every part of every model is kept as a record in a folder as soon as it is known, so a run that was
-stopped goes on where it was; a model that cannot be measured is a row with its reason. Knows
-measurements and records; how they look is said in `report_page.py`.
+Each part of each model is saved as a record in a folder as soon as it is measured, so a stopped run
+can be resumed. A model that cannot be measured becomes a row with the reason. This module knows
+measurements and records; `report_page.py` defines their presentation.
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ _PARTS = ("description", "perplexity", "divergence", "speed")
 
 @dataclass(frozen=True, slots=True)
 class ReportOptions:
-    """`text` is scored in the `paper` style; `machine` says what ran, and how: a record of another
-    machine is not taken for one of this."""
+    """Settings of a report. `text` is scored in the `paper` style. `machine` describes the hardware
+    and its settings; records of another machine are not reused."""
 
     text: Text
     ctx: int | None = None
@@ -46,8 +45,8 @@ class ReportOptions:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A model with the parts that are known, each as its record has it; `failure` is the reason
-    why others are not."""
+    """One model. `parts` has the record of each part that was measured; `failure` is the reason why
+    others are missing."""
 
     spec: str
     name: str
@@ -97,8 +96,12 @@ def make_report(
     known_failure: Callable[[Exception], ExlError | None],
     on_step: OnStep | None = None,
 ) -> Report:
-    """`known_failure` is the typed form of what a machine does to a run; None for a bug, which
-    ends the run and leaves what is recorded."""
+    """Measures all models, and reuses the parts found in `records`.
+
+    `known_failure` turns an exception caused by the machine (out of memory, an unreadable file)
+    into an ExlError, which becomes a row of the report. It returns None for a bug: the exception
+    then ends the run and the saved records stay.
+    """
     work = _Work(reference, options, records, open_model)
     rows = []
     for number, spec in enumerate(models):
@@ -121,7 +124,7 @@ def make_report(
 
 
 class _Work:
-    """What all models of a report share: the reference, loaded once, and the records."""
+    """State shared by all models of a report: the reference, loaded once, and the records."""
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class _Work:
         self._reference_spec = reference
         self._reference: LoadedModel | None = None
         self._reference_key = None if reference is None else _identity(reference)
-        self._parts: dict[str, Mapping[str, object]] = {}  # of the model that is measured
+        self._parts: dict[str, Mapping[str, object]] = {}  # of the current model
 
     def measure(self, spec: str, step: Callable[..., None]) -> Row:
         self._parts = {}
@@ -165,7 +168,7 @@ class _Work:
         return Row(spec, description.name, is_reference, dict(self._parts), failure)
 
     def failed(self, spec: str, reason: str) -> Row:
-        """With what was known before it failed."""
+        """Row of a model that failed, with the parts measured before the failure."""
         description = self._parts.get("description", {})
         name = str(description.get("name", Path(spec).name))
         return Row(spec, name, False, dict(self._parts), reason)
@@ -205,7 +208,7 @@ class _Work:
 
 
 def _identity(spec: str) -> str:
-    """Of a model's files: their places, sizes and times."""
+    """Hash of the paths, sizes and modification times of a model's files."""
     path = resolve_model(spec).resolve()
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     facts = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
@@ -228,7 +231,7 @@ def _describe(model: ModelDescription) -> dict[str, object]:
 
 
 def _read_record(path: Path) -> dict[str, Mapping[str, object]]:
-    """What was measured before; nothing where there is no record, or none that can be read."""
+    """Parts measured by an earlier run; empty if there is no readable record."""
     try:
         kept = json.loads(path.read_bytes())
     except (FileNotFoundError, ValueError):
@@ -245,7 +248,8 @@ def _write_record(path: Path, parts: Mapping[str, object]) -> None:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Under another name first: whoever reads `path` reads all of it, or what was there before."""
+    """Writes a temporary file and renames it, so that a reader of `path` sees the complete new
+    content or the previous one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     partial.write_text(text, encoding="utf-8")

@@ -132,7 +132,7 @@ def _plots(rows: Sequence[tuple[int, Row]], report: Report) -> list[Plot]:
     ]
     if points:
         svg = scatter(points, x_label="size of the files, MB", y_label="mean KL, nats")
-        note = f"KL(reference || model) by token, against {printable(report.reference or '')}."
+        note = f"KL(reference || model) per token. Reference: {printable(report.reference or '')}."
         plots.append(Plot("Size and divergence", Markup(svg), note))
     for key, title in (("decode_tok_s", "Decoding"), ("prefill_tok_s", "Prompt")):
         points = [
@@ -141,7 +141,7 @@ def _plots(rows: Sequence[tuple[int, Row]], report: Report) -> list[Plot]:
             if (part := row.parts.get("speed")) is not None
         ]
         if points:
-            svg = bars(points, label=f"{title.lower()}, tokens a second")
+            svg = bars(points, label=f"{title.lower()}, tokens per second")
             note = "One sequence. Longer is better."
             plots.append(Plot(f"{title} speed", Markup(svg), note))
     lines = [Line(n, bits) for n, row in rows if (bits := _layer_bits(row))]

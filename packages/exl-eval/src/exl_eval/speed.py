@@ -1,23 +1,23 @@
-"""How fast a model runs: prompts in, tokens out, and how near the memory's floor that is.
+"""Speed of prefill and decode, and the limit that memory bandwidth sets.
 
-What is timed, by the wall clock: calls of the engine's `Runner`, that is laying out the batch and
-the forward pass, as generation runs them, and reading back the likeliest next tokens. Not in it:
-loading, tokenizing, scheduling, and any other way of sampling.
+Timed by the wall clock: calls of the engine's `Runner`, which lays out the batch and runs the
+forward pass as in generation, and reading back the likeliest next tokens. Not timed: loading,
+tokenizing, scheduling, and other kinds of sampling.
 
-  prefill   `batch` prompts of N tokens from an empty cache to the token that follows each, in
-            passes of at most `pass_rows` tokens, as the engine cuts them
-  decode    after `depth` tokens, N steps of one token for each of `batch` sequences, each step fed
-            with what the one before drew; every sequence has pages of its own. A GPU begins a step
-            before the host has read what it is fed with, as it does in generation
+  prefill   `batch` prompts of N tokens, from an empty cache to the token that follows each prompt,
+            in passes of at most `pass_rows` tokens, as the engine splits them
+  decode    N steps of one token for each of `batch` sequences, after `depth` cached tokens. Each
+            step is fed the tokens of the previous one. Every sequence has its own pages. On a GPU
+            steps are launched before the host has read their input tokens, as in generation
 
-Every measurement runs unmeasured first, once, or on a GPU until passes of its shape have become
-graphs; then `repeat` times. The median is the figure and the
-extremes are kept. Decoding does not depend on the length of the prompts, so it is measured once for
-each batch size.
+Each measurement first runs unmeasured: once on a CPU, and on a GPU until passes of its shape have
+been captured as CUDA graphs. It then runs `repeat` times. The figure is the median; minimum and
+maximum are recorded too. Decoding does not depend on the length of the prompts, so it is measured
+once per batch size.
 
-The floor: a decode step cannot take less time than reading the weights that it needs and the keys
-and values that it looks at, at the bandwidth of memory that is measured along with it: of reading
-by the CPU's threads, of a copy within a GPU.
+The floor: a decode step cannot be faster than reading its weights and the attended keys and values
+at the memory bandwidth. The bandwidth is measured in the same run: reads by the CPU's threads, or a
+copy within the GPU's memory.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ OnMeasured = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class SpeedOptions:
-    """Every length of `prefill` with every size of `batch`; `decode` steps for each batch size,
-    with `depth` tokens in the cache before them; prompts in passes of `pass_rows`."""
+    """Settings of a measurement. Every prompt length of `prefill` is combined with every size of
+    `batch`. Each batch size decodes `decode` steps after `depth` cached tokens. Prompts are
+    computed in passes of `pass_rows` tokens."""
 
     prefill: tuple[int, ...] = (512,)
     decode: int = 128
@@ -61,11 +62,11 @@ class SpeedOptions:
 
 
 def check_options(options: SpeedOptions, config: ModelConfig) -> None:
-    """Raises `RequestError` for what this model cannot run; needs no weights."""
+    """Raises `RequestError` for settings that this model cannot run; needs no weights."""
     limit = config.max_seq_len
     lengths = (
         *(("a prompt", "--prefill", count, limit) for count in options.prefill),
-        ("what is in the cache before decoding", "--depth", options.depth, limit - 1),
+        ("the cached text before decoding", "--depth", options.depth, limit - 1),
         ("a decoded sequence", "--decode", options.decode, max(1, limit - options.depth)),
     )
     for what, option, count, longest in lengths:
@@ -85,7 +86,7 @@ def check_options(options: SpeedOptions, config: ModelConfig) -> None:
             raise RequestError(f"{option} is too small", expected="at least 1", got=count)
     if not options.prefill or not options.batch:
         raise RequestError("nothing to measure", expected="a prompt length and a batch size")
-    options.kv_format.bytes_per_head(config.head_dim)  # not every format holds every head
+    options.kv_format.bytes_per_head(config.head_dim)  # raises if the format has no such head size
 
 
 def measure_speed(
@@ -95,7 +96,8 @@ def measure_speed(
     start_memory_bytes: int,
     on_measured: OnMeasured | None = None,
 ) -> SpeedResult:
-    """`start_memory_bytes`: the peak of this process before the model was loaded."""
+    """Runs all measurements. `start_memory_bytes` is this process's peak memory before the model
+    was loaded."""
     config, ops = loaded.config, loaded.model.ops
     check_options(options, config)
     bench = _Bench(loaded, options, on_measured)
@@ -147,18 +149,18 @@ def measure_speed(
 
 
 def kv_read_bytes(config: ModelConfig, options: SpeedOptions) -> int:
-    """Keys and values that one sequence's decode step looks at, on average over the steps."""
+    """Bytes of keys and values that a decode step reads per sequence, averaged over the steps."""
     seen = 0
     for layer in range(config.num_layers):
         window = config.window_of(layer) or config.max_seq_len
-        # Step i sees what was there before, the i decoded ones before it, and itself.
+        # Step i sees the `depth` cached tokens, i decoded tokens, and itself.
         seen += sum(min(options.depth + i + 1, window) for i in range(options.decode))
     per_position = config.num_kv_heads * options.kv_format.bytes_per_head(config.head_dim)
     return seen * per_position // options.decode
 
 
 def memory_bandwidth(ops: OpTable) -> float:
-    """Bytes a second: what the table's threads read, or what a copy on its GPU moves."""
+    """Bytes per second read by the table's threads, or moved by a copy on its GPU."""
     return read_bandwidth(ops.threads) if ops.device.type == "cpu" else copy_bandwidth(ops.device)
 
 
@@ -171,7 +173,7 @@ def device_name(ops: OpTable) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Decoded:
-    """Tokens a second of all sequences together; what one step launches on a GPU."""
+    """Tokens per second over all sequences, and kernel launches per step (None on a CPU)."""
 
     rate: Spread
     launches: int | None
@@ -200,7 +202,7 @@ class _Bench:
         self.device_working_bytes: int | None = None
 
     def prefill(self, prompt_tokens: int, batch: int) -> Spread:
-        """Prompt tokens a second, of all sequences together."""
+        """Prompt tokens per second over all sequences."""
         work = self._workload(prompt_tokens, batch)
 
         def once() -> float:
@@ -257,6 +259,6 @@ class _Bench:
                 self._on_measured(self._done, self._total, what)
             rates.append(once())
             self._done += 1
-        # The first warms caches, clocks and the allocator.
+        # The unmeasured runs warm up caches, clocks and the allocator.
         measured = rates[self._unmeasured :]
         return Spread(median(measured), min(measured), max(measured))

@@ -1,8 +1,8 @@
-"""The five ways in which perplexity is measured, by name, and a text laid out in one of them.
+"""Five named styles of measuring perplexity, and the layout of a text in each.
 
-They differ by tens of per cent on one model and one text, so that everything that is chosen here is
-a part of the figure: window, stride, BOS rule, what is scored, and whether special tokens that the
-text spells out count as themselves. Knows tokenizers and ids; no models.
+Their results differ by tens of per cent on one model and one text. All choices made here therefore
+belong to the figure: window, stride, BOS rule, scored positions, and whether special tokens spelled
+out in the text are recognized. Knows tokenizers and ids; no models.
 """
 
 from __future__ import annotations
@@ -28,9 +28,14 @@ from exl_eval.windows import (
 
 
 class BosRule(Enum):
-    """NONE: no BOS anywhere. ONCE: before the whole text, as part of the first window. EACH: before
-    every window in place of its last token; in `per-document`, before every document. REPLACE:
-    before the whole text, and in place of every window's first token."""
+    """Places where BOS is inserted.
+
+    NONE     nowhere
+    ONCE     before the whole text, as part of the first window
+    EACH     before every window, which then has one text token less; in `per-document`, before
+             every document
+    REPLACE  before the whole text, and in place of every window's first token
+    """
 
     NONE = "none"
     ONCE = "once"
@@ -43,9 +48,14 @@ BOS_CHOICES = ("default", *(rule.value for rule in BosRule))
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """`ctx` None: the longest that the model was made for. `bos` and `no_bos` are the rules where
-    the tokenizer adds BOS by itself and where it does not; `bos_rules` are those that can be asked
-    for. `most_windows` None: all. With `has_special_text` the text "<unk>" is one token."""
+    """One style of measurement.
+
+    ctx               tokens per window; None: the model's context length
+    bos, no_bos       default BOS rule if the tokenizer adds BOS, and if it does not
+    bos_rules         rules that the user may choose
+    most_windows      limit on the number of windows; None: no limit
+    has_special_text  whether the text "<unk>" becomes one special token
+    """
 
     name: str
     ctx: int | None
@@ -80,8 +90,8 @@ STYLES = {
 
 @dataclass(frozen=True, slots=True)
 class WindowOptions:
-    """None leaves the choice to the style; `windows` None: all that it takes of the text. `bos` is
-    one of BOS_CHOICES."""
+    """Choices of the user; None takes the style's default. `windows` None uses all windows that the
+    style takes from the text. `bos` is one of BOS_CHOICES."""
 
     style: str = PAPER.name
     ctx: int | None = None
@@ -92,7 +102,7 @@ class WindowOptions:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A text as windows, and what was chosen."""
+    """A text cut into windows, and the choices behind it."""
 
     windows: tuple[Window, ...]
     facts: TextFacts
@@ -105,7 +115,7 @@ def find_style(name: str) -> Style:
 
 
 def lay_out(text: Text, tokenizer: Tokenizer, options: WindowOptions, model_max: int) -> Layout:
-    """The text in windows of the style, for a model with a context of `model_max` tokens."""
+    """Cuts the text into windows of the style, for a model with a context of `model_max` tokens."""
     style = find_style(options.style)
     rule = settle_bos(options.bos, tokenizer, style)
     ctx = _settle_ctx(options.ctx, style, model_max)
@@ -132,7 +142,7 @@ def lay_out(text: Text, tokenizer: Tokenizer, options: WindowOptions, model_max:
 
 
 def settle_bos(choice: str, tokenizer: Tokenizer, style: Style = PAPER) -> BosRule:
-    """The rule that `choice`, one of BOS_CHOICES, stands for."""
+    """BOS rule for `choice`, one of BOS_CHOICES."""
     if choice == "default":
         return style.bos if tokenizer.adds_bos else style.no_bos
     allowed = [rule.value for rule in style.bos_rules]
@@ -151,8 +161,8 @@ def settle_bos(choice: str, tokenizer: Tokenizer, style: Style = PAPER) -> BosRu
 
 
 def _bos_id(rule: BosRule, tokenizer: Tokenizer, style: Style) -> int | None:
-    """A document begins with BOS, and with EOS where a tokenizer has no BOS: what ends one text
-    comes before the next. That is how lm-eval does it."""
+    """Token that the rule inserts. A document begins with BOS, or with EOS if the tokenizer has no
+    BOS, because EOS separates texts. lm-eval does the same."""
     if rule is BosRule.NONE:
         return None
     if tokenizer.bos_id is None and style.name == "per-document" and tokenizer.eos_ids:
@@ -163,11 +173,11 @@ def _bos_id(rule: BosRule, tokenizer: Tokenizer, style: Style) -> int | None:
 
 
 def _encode(text: Text, tokenizer: Tokenizer, style: Style) -> list[Tokens]:
-    """The tokens of each text that is cut by itself."""
+    """Tokens of each part of the text that is cut into windows separately."""
     if style.name == "per-document":
         parts: Iterable[str] = text.documents
     elif style.name == "llama.cpp":
-        parts = (text.joined.removesuffix("\n"),)  # as its reader of files does
+        parts = (text.joined.removesuffix("\n"),)  # as llama.cpp does when it reads a file
     else:
         parts = (text.joined,)
     special = style.has_special_text
@@ -175,7 +185,7 @@ def _encode(text: Text, tokenizer: Tokenizer, style: Style) -> list[Tokens]:
 
 
 def _cut(tokens: Tokens, facts: TextFacts) -> Iterator[Window]:
-    """One text that is cut by itself."""
+    """Cuts one part of the text into windows."""
     ctx, bos_id = facts.ctx, facts.bos_id
     if facts.bos == BosRule.EACH.value and bos_id is not None and facts.style != "per-document":
         return disjoint_after(tokens, ctx, bos_id)
@@ -191,7 +201,7 @@ def _cut(tokens: Tokens, facts: TextFacts) -> Iterator[Window]:
 
 def _settle_ctx(wanted: int | None, style: Style, model_max: int) -> int:
     ctx = wanted or style.ctx or model_max
-    smallest = 4 if style.name == "llama.cpp" else 2  # half of it must leave one to score
+    smallest = 4 if style.name == "llama.cpp" else 2  # its scored half must have a position
     if not smallest <= ctx <= model_max:
         raise RequestError(
             "the window does not fit the model",
@@ -228,7 +238,7 @@ def _check_windows(available: int, wanted: int | None, ctx: int, text_tokens: in
         )
     if wanted is not None and wanted > available:
         raise RequestError(
-            "the text holds fewer windows than were asked for",
+            "the text has fewer windows than requested",
             expected=f"--windows of at most {available}",
             got=wanted,
         )

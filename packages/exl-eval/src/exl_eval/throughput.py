@@ -1,14 +1,14 @@
-"""What a stream of requests gets from one engine: how long each waits, how steadily tokens come,
-how many come in all.
+"""Latency and throughput of one engine under a stream of requests.
 
-Requests are submitted when their time has come, whether the engine keeps up or not, so a wait shows
-in the figures of those who wait. Times are taken where a token is drawn, by the wall clock:
+Each request is submitted at its arrival time, even if the engine has fallen behind. Queueing time
+therefore counts in the figures of the requests that wait. Times are wall clock, taken when a token
+is sampled:
 
-  first token   from the arrival until the first token; waiting and the prompt are in it
-  inter-token   from each token of a reply to the next one, of all replies together
-  end to end    from the arrival until the last token
+  first token   from arrival to the first token; includes queueing and the prompt
+  inter-token   from each token to the next one of its reply, over all replies
+  end to end    from arrival to the last token
 
-Every reply has the tokens that the workload says, so the work is the same in every run.
+The workload fixes the number of tokens of every reply, so every run does the same work.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OnTokens = Callable[[int, int, str], None]
 
 @dataclass(frozen=True, slots=True)
 class ThroughputOptions:
-    """As in `EngineOptions`."""
+    """Settings of the engine (see `EngineOptions`), and the seed of prompts and samplers."""
 
     max_batch: int = 16
     cache_tokens: int | None = None
@@ -49,7 +49,7 @@ class ThroughputOptions:
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Seconds: the mean, percentiles and the largest."""
+    """Distribution of latencies in seconds: mean, percentiles and maximum."""
 
     mean: float
     p50: float
@@ -61,7 +61,8 @@ class Tail:
 
 @dataclass(frozen=True, slots=True)
 class RequestTimes:
-    """Of one request: seconds after the start; `cached_tokens` of its prompt were not computed."""
+    """Times of one request, in seconds after the start of the run. `cached_tokens` of its prompt
+    came from the cache and were not computed."""
 
     line: int
     arrival_s: float
@@ -74,8 +75,8 @@ class RequestTimes:
 
 @dataclass(frozen=True, slots=True)
 class ThroughputResult:
-    """`seconds` from the start until the last token. Rates are of the whole run; `offered_per_s` is
-    what the workload asks for, `requests_per_s` what was done."""
+    """Figures of a whole run, which lasts `seconds` from its start to the last token.
+    `offered_per_s` is the arrival rate of the workload, `requests_per_s` the completion rate."""
 
     model: str
     device: str
@@ -106,7 +107,7 @@ class ThroughputResult:
 
 @dataclass(slots=True)
 class _Running:
-    """A request, and what came of it."""
+    """A request of the workload and its progress."""
 
     asked: TimedRequest
     request: Request
@@ -120,7 +121,8 @@ def measure_throughput(
     options: ThroughputOptions,
     on_tokens: OnTokens | None = None,
 ) -> ThroughputResult:
-    """Raises `RequestError`, by line, for what this model can never serve, before anything runs."""
+    """Runs the workload. Before the first pass, raises `RequestError` with the line of a request
+    that this model can never serve."""
     engine = Engine(
         loaded.model,
         loaded.tokenizer,
@@ -166,14 +168,14 @@ def measure_throughput(
 
 
 def tail(seconds: Sequence[float]) -> Tail:
-    """Percentiles between two values are interpolated."""
+    """Statistics of `seconds`. Percentiles are interpolated."""
     values = np.asarray(seconds, dtype=np.float64)
     p50, p90, p95, p99 = (float(value) for value in np.percentile(values, (50, 90, 95, 99)))
     return Tail(float(values.mean()), p50, p90, p95, p99, float(values.max()))
 
 
 class Player:
-    """Submits each request when its time has come, and turns the engine."""
+    """Submits each request at its arrival time and steps the engine until all have ended."""
 
     def __init__(
         self,
@@ -196,7 +198,7 @@ class Player:
         self._total = sum(asked.max_tokens for asked in workload)
 
     def play(self) -> float:
-        """Seconds until the last reply has ended."""
+        """Runs all requests. Returns the seconds until the last reply has ended."""
         waiting = sorted(self._all, key=lambda one: one.asked.arrival_s)
         running: dict[str, _Running] = {}
         self._started = self._clock()
@@ -216,7 +218,7 @@ class Player:
         return self._clock() - self._started
 
     def times(self) -> list[RequestTimes]:
-        """In the order of the file."""
+        """Times of all requests, in the order of the file."""
         return [
             RequestTimes(
                 line=one.asked.line,
@@ -231,7 +233,7 @@ class Player:
         ]
 
     def gaps(self) -> list[float]:
-        """From each token to the next of the same reply."""
+        """Seconds between neighbouring tokens of one reply, over all replies."""
         return [
             later - earlier for one in self._all for earlier, later in pairwise(one.token_times)
         ]

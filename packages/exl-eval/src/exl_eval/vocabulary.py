@@ -1,4 +1,4 @@
-"""Which vocabulary a figure is about, and whether two models have the same one."""
+"""Identity of a vocabulary, and checks that two models share one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from exl_eval.windows import Window
 
 _NO_TOKEN = REPLACEMENT.encode()
 _ADVICE = (
-    "Predictions cannot be compared token by token; take models of one family, or compare bits per "
-    "byte of 'exl eval perplexity'."
+    "Predictions cannot be compared token by token. Take models of one family, or compare the bits "
+    "per byte that 'exl eval perplexity' prints."
 )
 
 
 def hash_tokenizer(tokenizer: Tokenizer) -> str:
-    """Of the kind and of every token's bytes in the order of ids: equal for equal vocabularies."""
+    """SHA-256 of the tokenizer's kind and of each token's bytes by id. Equal for equal
+    vocabularies."""
     digest = hashlib.sha256(tokenizer.kind.encode())
     for token_id in range(tokenizer.vocab_size):
         piece = tokenizer.token_bytes(token_id, skip_special=False)
@@ -26,7 +27,8 @@ def hash_tokenizer(tokenizer: Tokenizer) -> str:
 
 
 def check_same_vocabulary(first: Tokenizer, second: Tokenizer) -> None:
-    """An id must mean the same to both. Ids that only one of them has are padding."""
+    """Raises `RequestError` if an id stands for different tokens. Ids beyond the smaller vocabulary
+    are padding."""
     for token_id in range(min(first.vocab_size, second.vocab_size)):
         expected = first.token_bytes(token_id, skip_special=False)
         got = second.token_bytes(token_id, skip_special=False)
@@ -42,7 +44,7 @@ def check_same_vocabulary(first: Tokenizer, second: Tokenizer) -> None:
 
 
 def check_same_windows(first: Sequence[Window], second: Sequence[Window], where: object) -> None:
-    """The same text must be the same tokens to both, in the same windows."""
+    """Raises `RequestError` if two tokenizers turned one text into different windows."""
     for number, (ours, theirs) in enumerate(zip(first, second, strict=False), start=1):
         if ours.token_ids == theirs.token_ids:
             continue

@@ -1,10 +1,12 @@
-"""A file that takes what was found window by window, so that a run that was killed goes on.
+"""File of results per window, so that a killed run can be resumed.
 
-Layout: a line of JSON that says what the windows are of, and frames after it. A frame is the size
-and the CRC-32 of its body (little-endian, 8 and 4 bytes), and the body, tensors as safetensors
-writes them. A window is appended and flushed to the disk when it is done; a last frame that is torn
-or damaged is one that was being written, and is done again. One run at a time may have the file.
-Knows bytes and tensors; nothing of what they mean.
+Layout: a header line of JSON with the settings of the run, followed by frames. A frame is the size
+(8 bytes, little-endian) and the CRC-32 (4 bytes) of its body, and the body, which is tensors in
+safetensors format.
+
+A finished window is appended and flushed to the disk. An incomplete or damaged last frame comes
+from an interrupted write: it is cut off and its window is computed again. A lock allows one run at
+a time. This module knows bytes and tensors, not their meaning.
 """
 
 from __future__ import annotations
@@ -31,11 +33,11 @@ _HEADER_LIMIT_BYTES = 1024 * 1024
 
 
 class WindowFile:
-    """Windows 0, 1, ... of one run; a context manager that holds the file."""
+    """Windows 0, 1, ... of one run; a context manager that keeps the file open and locked."""
 
     def __init__(self, path: Path, header: Mapping[str, object]) -> None:
-        """Opens the file, or makes it. RequestError if it is there and its header has other values
-        than `header`, or if it is no such file, or another run has it."""
+        """Opens or creates the file. Raises RequestError if it has another format, if its header
+        differs from `header`, or if another run has locked it."""
         self.path = path
         try:
             self._file: BinaryIO = path.open("r+b" if path.exists() else "x+b")
@@ -68,7 +70,7 @@ class WindowFile:
         self._file.close()
 
     def __len__(self) -> int:
-        """Windows that are done."""
+        """Number of finished windows."""
         return len(self._starts)
 
     def read(self, number: int) -> dict[str, Tensor]:
@@ -87,7 +89,7 @@ class WindowFile:
             ) from error
 
     def append(self, tensors: Mapping[str, Tensor]) -> None:
-        """The next window; on the disk when this returns."""
+        """Adds the next window. It is on the disk when this returns."""
         body = save({name: tensor.contiguous() for name, tensor in tensors.items()})
         start = self._file.seek(0, os.SEEK_END)
         try:
@@ -95,7 +97,7 @@ class WindowFile:
             self._flush()
         except OSError as error:
             raise ExlError(
-                "what was found so far cannot be kept", where=self.path, got=error.strerror
+                "the results so far cannot be saved", where=self.path, got=error.strerror
             ) from error
         self._starts.append(start)
 
@@ -136,7 +138,7 @@ class WindowFile:
                 )
 
     def _find_frames(self) -> None:
-        """Of all whole frames; what follows them is cut off."""
+        """Finds the starts of all complete frames, and cuts off the rest of the file."""
         end = self._file.tell()
         while self._read_frame() is not None:
             self._starts.append(end)
@@ -144,7 +146,7 @@ class WindowFile:
         self._file.truncate(end)
 
     def _read_frame(self) -> bytes | None:
-        """The body of the frame that starts here; None if it is not whole."""
+        """Body of the frame at the current position; None if it is incomplete or damaged."""
         left = os.fstat(self._file.fileno()).st_size - self._file.tell() - _FRAME.size
         if left < 0:
             return None
@@ -158,8 +160,11 @@ class WindowFile:
 def each_window(
     count: int, find: Callable[[int], Mapping[str, Tensor]], kept: WindowFile | None
 ) -> Iterator[tuple[Mapping[str, Tensor], bool]]:
-    """What `find` has for windows 0 .. count - 1, and whether it was kept from an earlier run;
-    without a file nothing is kept."""
+    """Yields the results of windows 0 .. count - 1, and whether each came from an earlier run.
+
+    `find` computes a window that `kept` does not have; the result is then added to `kept`. None
+    computes all windows and saves none.
+    """
     for number in range(count):
         if kept is not None and number < len(kept):
             yield kept.read(number), True
@@ -172,7 +177,7 @@ def each_window(
 
 @contextmanager
 def opened(path: Path | None, header: Mapping[str, object]) -> Iterator[WindowFile | None]:
-    """The file, held as long as the block takes; None for no path."""
+    """Opens the file and closes it after the block; None for no path."""
     if path is None:
         yield None
         return

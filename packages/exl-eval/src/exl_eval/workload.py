@@ -1,7 +1,7 @@
-"""The work that is timed: sequences alike in a cache of their own, prompts in, tokens out.
+"""Workload of the speed measurements: prefill and decode of identical sequences.
 
-Runs what the engine runs, calls of its `Runner`, with the likeliest token of each row read back:
-no scheduling, no text. Every sequence has the same tokens, and pages of its own.
+Calls the engine's `Runner` and reads back the likeliest token of each row, without scheduling and
+without text. All sequences have the same tokens; each has its own pages in a cache of its own.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from exl_core.model.transformer import Transformer
 from exl_core.ops.table import NextStep, RowSettings
 
 PASS_ROWS = PREFILL_CHUNK["cpu"]
-"""The engine's own limit on prompt tokens in a pass."""
+"""Prompt tokens per pass, equal to the engine's limit on a CPU."""
 
 
 def fixed_tokens(count: int, vocab_size: int) -> tuple[int, ...]:
-    """What every sequence begins with; llama.cpp is measured on the same."""
+    """Tokens that every sequence begins with. The comparison with llama.cpp uses the same."""
     return tuple((100 + i % 20000) % vocab_size for i in range(count))
 
 
 def prefill_passes(
     prompt: Sequence[int], pages: Sequence[tuple[int, ...]], pass_rows: int = PASS_ROWS
 ) -> Iterator[list[Segment]]:
-    """One prompt for each entry of `pages`, as the passes of at most `pass_rows` tokens."""
+    """Splits one prompt for each entry of `pages` into passes of at most `pass_rows` tokens."""
     current: list[Segment] = []
     room = pass_rows
     for page_ids in pages:
@@ -72,13 +72,14 @@ class Workload:
         self._pass_rows = pass_rows
 
     def prefill(self, prompt_tokens: int) -> None:
-        """From nothing to the token that follows each prompt, read back."""
+        """Computes the prompt of every sequence and reads back the token that follows."""
         self._prefill(prompt_tokens, self.pages)
 
     def fill(self, depth: int) -> list[int]:
-        """Caches `depth` tokens of each sequence; what `step` takes then: the next token of each.
+        """Fills the cache with `depth` tokens of each sequence. Returns each sequence's next token,
+        for `step`.
 
-        Computes one sequence; the others get copies.
+        Computes one sequence and copies its pages for the others.
         """
         self._prefill(depth, self.pages[:1])
         copies = []
@@ -90,12 +91,12 @@ class Workload:
         return [self._tokens[depth]] * self.batch
 
     def step(self, newest: Sequence[int], past_len: int) -> list[int]:
-        """Decodes one token of each sequence; the likeliest ones after them, read back."""
+        """Decodes one token of each sequence and reads back the likeliest next tokens."""
         return self._next(self.decode_segments(newest, past_len))
 
     def decode(self, newest: Sequence[int], past_len: int, steps: int) -> list[int]:
-        """So many `step`s. As in the engine, a GPU begins each before the tokens of the one before
-        have been read."""
+        """Runs `steps` decode steps. On a GPU, as in the engine, each is launched before the host
+        has read the previous one's tokens (async steps)."""
         newest = list(newest)
         logits = self._runner.run(self.decode_segments(newest, past_len))
         for place in range(past_len + 1, past_len + steps):
@@ -111,8 +112,8 @@ class Workload:
         return last
 
     def check(self, rows: int, past_len: int) -> list[int]:
-        """Runs a token of the first sequence with `rows - 1` drafted ones behind it; the likeliest
-        one after each, read back."""
+        """Verifies a draft: runs one token of the first sequence and `rows - 1` draft tokens, and
+        reads back the likeliest token after each."""
         held = self.pages[0][: pages_for(past_len + rows)]
         drafted = self._tokens[past_len : past_len + rows]
         return self._next([Segment(drafted, past_len, held, LogitRows.ALL)])
@@ -125,19 +126,20 @@ class Workload:
         ]
 
     def prompt_segments(self, rows: int) -> list[Segment]:
-        """The first `rows` tokens of the first sequence, as one pass."""
+        """One pass over the first `rows` tokens of the first sequence."""
         held = self.pages[0][: pages_for(rows)]
         return [Segment(self._tokens[:rows], 0, held, LogitRows.LAST)]
 
     def _prefill(self, prompt_tokens: int, pages: Sequence[tuple[int, ...]]) -> None:
         for segments in prefill_passes(self._tokens[:prompt_tokens], pages, self._pass_rows):
             newest = self._runner.run(segments).argmax(-1)
-        newest.tolist()  # has the last pass ended, as far as anybody can see
+        newest.tolist()  # waits for the last pass
 
     def _draw(
         self, logits: Tensor, token_ids: Tensor, begin: Callable[[], Tensor]
     ) -> tuple[list[int], Tensor]:
-        """The likeliest tokens, and the logits of the pass that has begun with them."""
+        """Samples the likeliest tokens and launches the next pass on them. Returns the tokens and
+        the logits of that pass."""
         begun: list[Tensor] = []
         next_step = NextStep(token_ids, lambda: begun.append(begin()))
         drawn = self._ops.sample_rows(logits, self._likeliest, next_step)
