@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exl_core.ops.cuda.library import TYPES, Gpu
-from exl_core.ops.reference_cache import row_size
+from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.cache_rows import row_size
 from exl_kernels import cuda
 
 F16, F8 = torch.float16, torch.float8_e4m3fn

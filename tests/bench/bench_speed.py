@@ -19,7 +19,7 @@ from exl_core.convert.gptq import Variant, factorize, quantize_columns
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
 from exl_core.load import LoadedModel, LoadOptions, load_model
-from exl_core.ops.table import available_isas
+from exl_core.ops.open import available_isas
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import Sampler
 from exl_eval.workload import Workload

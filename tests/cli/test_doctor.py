@@ -53,7 +53,7 @@ def test_a_missing_kernel_library_is_broken(exl, monkeypatch: pytest.MonkeyPatch
     def fail() -> tuple[str, ...]:
         raise BackendError("the kernel library is not installed")
 
-    monkeypatch.setattr("exl_core.ops.table.available_isas", fail)
+    monkeypatch.setattr("exl_core.ops.open.available_isas", fail)
     done = exl("doctor", "--json")
     assert done.code == 1
     fix = str(checks_of(done.out)["kernels"]["fix"])
@@ -77,7 +77,7 @@ def test_a_wrong_setting_is_broken_and_not_the_kernels(
 
 
 def test_an_instruction_set_that_the_cpu_lacks(exl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exl_core.ops.table.available_isas", lambda: ("scalar",))
+    monkeypatch.setattr("exl_core.ops.open.available_isas", lambda: ("scalar",))
     monkeypatch.setenv("EXL_ISA", "avx512")
     broken = checks_of(exl("doctor", "--json").out)["instruction sets"]
     assert (broken["state"], broken["fix"]) == ("broken", "unset EXL_ISA")

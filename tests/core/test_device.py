@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from exl_core.errors import DeviceError, OutOfMemoryError, RequestError
-from exl_core.ops.cuda import device
-from exl_core.ops.table import device_failures, get_table
+from exl_core.ops.backends.cuda import device
+from exl_core.ops.open import device_failures, get_table
 from exl_kernels import cuda
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
+from exl_core.ops.backends.reference.quantized import PlainQuantized, fill_quantized, new_quantized
 from exl_core.ops.quantized import GroupRun, Offset, QuantColumns, QuantLayout
-from exl_core.ops.reference_quantized import PlainQuantized, fill_quantized, new_quantized
 from exl_kernels import cuda
 
 BLOCK_ROWS = 32

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.ops.cuda.library import TYPES, Gpu
-from exl_core.ops.reference import ReferenceTable
-from exl_core.ops.reference_cache import decode_rows, encode_rows, head_dim_of, row_size
+from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.reference.table import ReferenceTable
+from exl_core.ops.cache_rows import decode_rows, encode_rows, head_dim_of, row_size
 from exl_kernels import cuda
 
 pytestmark = pytest.mark.cuda

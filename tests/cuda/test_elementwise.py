@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.ops.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_kernels import cuda
 
 pytestmark = pytest.mark.cuda

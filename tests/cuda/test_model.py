@@ -27,7 +27,7 @@ from exl_core.model.adapters import AdapterUse
 from exl_core.model.cuda_graphs import PASSES_BEFORE_CAPTURE
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
-from exl_core.ops.cuda.attention import MET
+from exl_core.ops.backends.cuda.attention import MET
 from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter

@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.ops.cuda.linear import CudaInputs
-from exl_core.ops.cuda.table import CudaTable
+from exl_core.ops.backends.cuda.matmul import CudaInputs
+from exl_core.ops.backends.cuda.table import CudaTable
+from exl_core.ops.linear import Inputs, PackedLinear
+from exl_core.ops.open import get_table
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
-from exl_core.ops.table import Inputs, PackedLinear, get_table
 
 pytestmark = pytest.mark.cuda
 

@@ -9,7 +9,7 @@ import torch
 from cuda_support import CHUNK_ROWS, prepared_chunk
 from torch import Tensor
 
-from exl_core.ops.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_kernels import cuda
 
 pytestmark = pytest.mark.cuda

@@ -20,7 +20,7 @@ from cuda_support import (
 )
 from torch import Tensor
 
-from exl_core.ops.reference_quantized import PlainQuantized
+from exl_core.ops.backends.reference.quantized import PlainQuantized
 from exl_kernels import cuda
 
 pytestmark = pytest.mark.cuda

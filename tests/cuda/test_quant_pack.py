@@ -22,12 +22,17 @@ from exl_core.codecs.exl2_runtime import Exl2Matrix
 from exl_core.codecs.gguf_runtime import columns_of
 from exl_core.codecs.gptq_runtime import GptqMatrix
 from exl_core.codecs.runtime import Move, RuntimeMatrix, stay
+from exl_core.ops.backends.cuda.library import Gpu
+from exl_core.ops.backends.cuda.quantized import CudaQuantLinear, plan_tiles
+from exl_core.ops.backends.cuda.upload import BUFFER_BYTES, upload
+from exl_core.ops.backends.reference.quantized import (
+    BLOCKS,
+    PlainQuantized,
+    fill_quantized,
+    new_quantized,
+)
 from exl_core.ops.checks import OpInputError
-from exl_core.ops.cuda.library import Gpu
-from exl_core.ops.cuda.quantized import CudaQuantLinear, plan_tiles
-from exl_core.ops.cuda.upload import BUFFER_BYTES, upload
 from exl_core.ops.quantized import GroupRun, Offset, Packing, QuantColumns, QuantLayout
-from exl_core.ops.reference_quantized import BLOCKS, PlainQuantized, fill_quantized, new_quantized
 
 pytestmark = pytest.mark.cuda
 

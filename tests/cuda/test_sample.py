@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.ops.cuda.library import Gpu
-from exl_core.ops.cuda.sampling import Capacity, RowSampler, SampleBuffers
-from exl_core.ops.cuda.table import CudaTable
-from exl_core.ops.reference_sampling import sample
-from exl_core.ops.table import NOTHING_SAMPLED, NextStep, RowSettings, Sampled
+from exl_core.ops.backends.cuda.library import Gpu
+from exl_core.ops.backends.cuda.sampling import Capacity, RowSampler, SampleBuffers
+from exl_core.ops.backends.cuda.table import CudaTable
+from exl_core.ops.backends.reference.sampling import sample
+from exl_core.ops.sampling import NOTHING_SAMPLED, NextStep, RowSettings, Sampled
 from exl_kernels import cuda
 
 pytestmark = pytest.mark.cuda

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.ops.cuda.library import Gpu
-from exl_core.ops.cuda.slices import Slices
+from exl_core.ops.backends.cuda.library import Gpu
+from exl_core.ops.backends.cuda.slices import Slices
 
 pytestmark = pytest.mark.cuda
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from exl_core.ops.table import OpTable, available_isas, get_table
+from exl_core.ops.open import available_isas, get_table
+from exl_core.ops.table import OpTable
 
 TABLES = ["reference", *(f"cpu-{isa}" for isa in available_isas())]
 

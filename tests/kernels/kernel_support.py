@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exl_core.ops.reference_cache import decode_rows, encode_rows, row_size
-from exl_core.ops.table import OpTable, PackedLinear
+from exl_core.ops.cache_rows import decode_rows, encode_rows, row_size
+from exl_core.ops.linear import PackedLinear
+from exl_core.ops.table import OpTable
 
 UNIT = 2.0**-24  # half a unit in the last place of float32: the error of one rounding
 

@@ -14,8 +14,9 @@ import torch
 from kernel_support import UNIT
 from torch import Tensor
 
+from exl_core.ops.linear import PackedLinear
 from exl_core.ops.quantized import GroupRun, Offset, QuantColumns, QuantLayout
-from exl_core.ops.table import OpTable, PackedLinear
+from exl_core.ops.table import OpTable
 
 SPAN = 128  # stored rows that share one scale of their activations, at most
 FEW_STEP = 0.51 / 32512  # half a step of 16-bit integers, relative to the largest of a span

@@ -7,7 +7,8 @@ import torch
 from kernel_support import PagedBatch, normal, paged_batch, strided_rows
 from torch import Tensor
 
-from exl_core.ops.table import AttentionBatch, OpTable
+from exl_core.ops.attention import AttentionBatch
+from exl_core.ops.table import OpTable
 
 MIXED = [(0, 1), (299, 1), (0, 37), (131, 2), (600, 1), (5, 0), (0, 9)]
 EPS = 1e-5

@@ -10,7 +10,9 @@ from kernel_support import UNIT, assert_within, normal, packed, strided_rows
 from quantized_support import Answer, Matrix, Shape, answer, filled, make_matrix
 from torch import Tensor
 
-from exl_core.ops.table import GateKind, OpTable, PackedLinear
+from exl_core.ops.elementwise import GateKind
+from exl_core.ops.linear import PackedLinear
+from exl_core.ops.table import OpTable
 
 EPS = 1e-5
 K = 96

@@ -13,8 +13,10 @@ import torch
 from kernel_support import normal, packed, paged_batch
 
 from exl_core.errors import BackendError, RequestError
+from exl_core.ops.open import available_isas, get_table
+from exl_core.ops.sampling import Sampled
 from exl_core.ops.selftest import CASES, run_selftest
-from exl_core.ops.table import OpTable, Sampled, available_isas, get_table
+from exl_core.ops.table import OpTable
 
 
 def test_the_best_set_is_the_default() -> None:
@@ -75,7 +77,7 @@ def test_a_missing_or_other_kernel_library_names_the_command_that_mends_it(
     (tmp_path / "exl_kernels" / "__init__.py").write_text(library)
     code = (
         "from exl_core.errors import BackendError\n"
-        "from exl_core.ops.table import get_table\n"
+        "from exl_core.ops.open import get_table\n"
         "try:\n    get_table('cpu', threads=1)\n"
         "except BackendError as error:\n    print(error)\n"
     )
@@ -180,7 +182,7 @@ def test_a_forked_child_gets_threads_of_its_own(tmp_path) -> None:
     code = """
 import os, warnings, torch
 warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
-from exl_core.ops.table import get_table
+from exl_core.ops.open import get_table
 table = get_table("cpu", threads=2)
 w = table.new_linear(2000, 300, torch.float32)
 table.fill_linear(w, 0, torch.randn(2000, 300), None)
@@ -205,7 +207,7 @@ print(os.waitstatus_to_exitcode(status))
 def test_threads_that_cannot_start_are_done_without(tmp_path, room_mb) -> None:
     code = f"""
 import os, resource, torch
-from exl_core.ops.table import get_table
+from exl_core.ops.open import get_table
 torch.set_num_threads(1)
 one, many = get_table("cpu", threads=1), get_table("cpu", threads=1000)
 w = one.new_linear(2000, 300, torch.float32)
@@ -237,7 +239,7 @@ print(good, kept, before, len(os.listdir("/proc/self/task")) - before)
 def test_idle_workers_sleep(tmp_path) -> None:
     code = """
 import time, torch
-from exl_core.ops.table import get_table
+from exl_core.ops.open import get_table
 table = get_table("cpu", threads=2)
 w = table.new_linear(2000, 300, torch.float32)
 table.linear(torch.randn(1, 300), w)

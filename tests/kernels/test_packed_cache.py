@@ -7,8 +7,9 @@ import torch
 from kernel_support import UNIT, PagedBatch, assert_within, normal, paged_batch, strided_rows
 from torch import Tensor
 
-from exl_core.ops.reference_cache import decode_rows, encode_rows, row_size
-from exl_core.ops.table import OpTable, available_isas, get_table
+from exl_core.ops.cache_rows import decode_rows, encode_rows, row_size
+from exl_core.ops.open import available_isas, get_table
+from exl_core.ops.table import OpTable
 from support.profiles import first_by_default
 
 # The others share their attention with avx512; a machine without that has nothing they add.

@@ -9,8 +9,10 @@ import torch
 from quantized_support import Shape, columns_of, filled, make_matrix
 
 import exl_kernels
+from exl_core.ops.linear import PackedLinear
+from exl_core.ops.open import get_table
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
-from exl_core.ops.table import OpTable, PackedLinear, get_table
+from exl_core.ops.table import OpTable
 
 LAYOUT = QuantLayout(40, 96, (GroupRun(4, 3, 32),), None, torch.float16, "middle")
 ORDER = torch.arange(96, dtype=torch.int32)

@@ -20,8 +20,10 @@ from quantized_support import (
 )
 from torch import Tensor
 
+from exl_core.ops.linear import PackedLinear
+from exl_core.ops.open import available_isas, get_table
 from exl_core.ops.quantized import WIDTHS, GroupRun, QuantColumns, QuantLayout
-from exl_core.ops.table import OpTable, PackedLinear, available_isas, get_table
+from exl_core.ops.table import OpTable
 
 # 8, 16: tiles of the integer products; 17 and more: other strategies, by instruction set.
 ROWS = (1, 2, 3, 7, 8, 9, 16, 17, 33, 130)

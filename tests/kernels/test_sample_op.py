@@ -9,14 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.ops.table import (
-    NOTHING_SAMPLED,
-    OpTable,
-    RowSettings,
-    Sampled,
-    available_isas,
-    get_table,
-)
+from exl_core.ops.open import available_isas, get_table
+from exl_core.ops.sampling import NOTHING_SAMPLED, RowSettings, Sampled
+from exl_core.ops.table import OpTable
 from support.profiles import first_by_default
 
 REFERENCE = get_table("reference", threads=1)

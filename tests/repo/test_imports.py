@@ -84,6 +84,41 @@ def core_package(module: str) -> str:
     return "load" if parts[1] in LOAD_FILES else parts[1]
 
 
+def import_circles(sources: dict[str, Path]) -> list[list[str]]:
+    """Groups of modules that import each other, directly or through others.
+
+    Counts imports within functions and under TYPE_CHECKING too.
+    """
+    targets: dict[str, set[str]] = {}
+    for module, path in sources.items():
+        named = set(imports_of(path))
+        named |= {name.rpartition(".")[0] for name in named}  # `from module import name`
+        targets[module] = named & sources.keys() - {module}
+    waiting = dict(targets)
+    while free := [module for module, needed in waiting.items() if not needed & waiting.keys()]:
+        for module in free:
+            del waiting[module]
+    circles: list[list[str]] = []
+    for module in waiting:  # these are in a circle, or import one
+        if any(module in circle for circle in circles):
+            continue
+        reached = reachable(targets, module)
+        mutual = sorted(other for other in reached if module in reachable(targets, other))
+        if mutual:
+            circles.append(mutual)
+    return circles
+
+
+def reachable(targets: dict[str, set[str]], start: str) -> set[str]:
+    found: set[str] = set()
+    open_ = [start]
+    while open_:
+        new = targets[open_.pop()] - found
+        found |= new
+        open_ += new
+    return found
+
+
 def faults_of(module: str, path: Path) -> Iterator[str]:
     own = module.partition(".")[0]
     for imported in imports_of(path):
@@ -96,9 +131,9 @@ def faults_of(module: str, path: Path) -> Iterator[str]:
             continue
         if DISTRIBUTION_RANK[top] > DISTRIBUTION_RANK[own]:
             yield f"{module} imports {imported}: upwards"
-        may_call = module.startswith(("exl_core.ops.native", "exl_core.ops.cuda."))
+        may_call = module.startswith("exl_core.ops.backends.")
         if top == "exl_kernels" and own != top and not may_call:
-            yield f"{module} imports {imported}: only exl_core.ops.native and ops.cuda may"
+            yield f"{module} imports {imported}: only exl_core.ops.backends may"
         if own == top == "exl_core":
             here, there = core_package(module), core_package(imported)
             if here != there and CORE_RANK[there] >= CORE_RANK[here]:
@@ -120,7 +155,11 @@ def test_imports_point_down() -> None:
         ("exl_core.engine.engine", "import rich", "only exl_cli"),
         ("exl_cli.server.app", "from exl_cli.commands import chat", "knows no verbs"),
         ("exl_eval.result", "from exl_cli.main import app", "upwards"),
-        ("exl_core.model.weights", "def f():\n    import exl_kernels", "only exl_core.ops.native"),
+        (
+            "exl_core.model.weights",
+            "def f():\n    import exl_kernels",
+            "only exl_core.ops.backends",
+        ),
     ],
 )
 def test_the_rule_notices(tmp_path: Path, module: str, source: str, expected: str) -> None:
@@ -128,6 +167,27 @@ def test_the_rule_notices(tmp_path: Path, module: str, source: str, expected: st
     path.write_text(source, encoding="utf-8")
     faults = list(faults_of(module, path))
     assert any(expected in fault for fault in faults), faults
+
+
+def test_exl_core_has_no_import_circle() -> None:
+    sources = {module: path for module, path in modules() if module.startswith("exl_core")}
+    assert len(sources) > 150
+    assert import_circles(sources) == []
+
+
+def test_import_circles_are_found(tmp_path: Path) -> None:
+    texts = {
+        "a.table": "def f():\n    from a.backend import Table",  # within a function
+        "a.backend": "from a import types",
+        "a.types": "if TYPE_CHECKING:\n    from a.table import OpTable",  # for annotations only
+        "a.user": "import a.table\nimport a.leaf",  # imports the circle, is not part of it
+        "a.leaf": "import torch",
+    }
+    sources = {}
+    for module, text in texts.items():
+        sources[module] = tmp_path / f"{module}.py"
+        sources[module].write_text(text, encoding="utf-8")
+    assert import_circles(sources) == [["a.backend", "a.table", "a.types"]]
 
 
 def test_modules_that_decide_import_without_torch() -> None:

@@ -16,8 +16,8 @@ import pytest
 from torch import Tensor
 
 from exl_core.engine.engine import Engine
-from exl_core.ops.reference import ReferenceTable
-from exl_core.ops.table import NextStep, RowSettings, Sampled
+from exl_core.ops.backends.reference.table import ReferenceTable
+from exl_core.ops.sampling import NextStep, RowSettings, Sampled
 
 VICTIM_TOP_K = 77
 """`FaultyTable` knows the victim's rows by this setting of its sampler."""

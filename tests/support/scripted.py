@@ -16,7 +16,8 @@ from torch import Tensor
 
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
-from exl_core.ops.table import OpTable, get_table
+from exl_core.ops.open import get_table
+from exl_core.ops.table import OpTable
 from exl_core.tokenizer.base import ControlIds, Tokenizer
 
 BOS_ID = 256

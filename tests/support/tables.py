@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from exl_core.ops.table import get_table
+from exl_core.ops.open import get_table
 from exl_core.tokenizer.base import ControlIds, Tokenizer
 
 VOCAB_SIZE = 260

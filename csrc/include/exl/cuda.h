@@ -7,7 +7,7 @@
 // ranges return cudaErrorInvalidValue (1) before anything is launched.
 //
 // The library sees pointers and sizes and cannot check shapes. The caller does
-// (exl_core/ops/cuda/table.py): it takes all sizes from its tensors, and checks the page ids of a
+// (exl_core/ops/backends/cuda/): it takes all sizes from its tensors, and checks the page ids of a
 // batch and the strides of new keys and values.
 //
 // Pointers are device pointers and aligned to 16 bytes unless stated otherwise. Types are the

@@ -2,8 +2,8 @@
 
 Reads tensors through their attributes (`data_ptr`, `shape`, `stride`, `dtype`, `is_cpu`) and does
 not import torch. The contracts of the ops are in `csrc/include/exl/ops/`. Inside exl_core only
-`exl_core.ops.native` calls this extension. The CUDA library has its own module,
-`exl_kernels.cuda`, which `exl_core.ops.cuda` calls.
+`exl_core.ops.backends.cpu` calls this extension. The CUDA library has its own module,
+`exl_kernels.cuda`, which `exl_core.ops.backends.cuda` calls.
 """
 
 from exl_kernels._C import (

@@ -12,11 +12,12 @@ from constrain_support import LANGUAGES, SelectObject, make_filter, vocabularies
 from torch import Tensor
 
 from exl_core.constrain.choice import OneOf, StartsWith
-from exl_core.constrain.filter import Constraint, ConstraintError, Filter
+from exl_core.constrain.filter import Constraint, Filter
 from exl_core.constrain.filter_set import FilterSet
 from exl_core.constrain.foreign import Foreign
 from exl_core.constrain.regex import Regex
 from exl_core.constrain.vocabulary import Vocabulary
+from exl_core.errors import ConstraintError
 from support.profiles import first_by_default
 from support.scripted import BOS_ID, EOS_ID
 

@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl_core.constrain.choice import OneOf, StartsWith
-from exl_core.constrain.filter import Constraint, ConstraintError
+from exl_core.constrain.filter import Constraint
 from exl_core.constrain.grammar import Grammar
 from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.regex import Regex
 from exl_core.constrain.vocabulary import Vocabulary
-from exl_core.errors import RequestError
+from exl_core.errors import ConstraintError, RequestError
 from support.profiles import examples, first_by_default
 from support.scripted import ByteTokenizer
 

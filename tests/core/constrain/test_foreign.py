@@ -11,10 +11,10 @@ from constrain_support import CloneObject, SelectObject, assert_agrees, vocabula
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from exl_core.constrain.filter import ConstraintError
 from exl_core.constrain.filter_set import FilterSet
 from exl_core.constrain.foreign import Foreign
 from exl_core.constrain.vocabulary import Vocabulary
+from exl_core.errors import ConstraintError
 from support.profiles import examples
 from support.scripted import EOS_ID
 

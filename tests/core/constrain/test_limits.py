@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 from constrain_support import vocabularies
 
-from exl_core.constrain.filter import Constraint, ConstraintError
+from exl_core.constrain.filter import Constraint
 from exl_core.constrain.grammar import Grammar
 from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.limits import MAX_COUNT, MAX_MULTIPLE, CompileLimits
 from exl_core.constrain.regex import Regex
 from exl_core.constrain.vocabulary import Vocabulary
+from exl_core.errors import ConstraintError
 from support.scripted import ByteTokenizer
 
 BYTES = vocabularies()["bytes"]

@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from exl_core.constrain import trial
-from exl_core.constrain.filter import ConstraintError
 from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.limits import CompileLimits
 from exl_core.constrain.regex import Regex
 from exl_core.constrain.vocabulary import Vocabulary
-from exl_core.errors import ExlError
+from exl_core.errors import ConstraintError, ExlError
 from support.schemas import SLOW_SCHEMA
 from support.scripted import ByteTokenizer
 

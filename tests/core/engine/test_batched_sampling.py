@@ -14,8 +14,8 @@ from exl_core.engine.engine import Engine
 from exl_core.engine.events import FailEvent, FinishEvent
 from exl_core.engine.logits import LogitRow, PassLogits
 from exl_core.engine.request import Report, Request
-from exl_core.ops.reference import ReferenceTable
-from exl_core.ops.table import NextStep, RowSettings, Sampled
+from exl_core.ops.backends.reference.table import ReferenceTable
+from exl_core.ops.sampling import NextStep, RowSettings, Sampled
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError, Sampler
 from support.driving import ask, run_all, submit

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from exl_core.constrain.choice import OneOf, StartsWith
-from exl_core.constrain.filter import ConstraintError, Filter
+from exl_core.constrain.filter import Filter
 from exl_core.constrain.foreign import Foreign
 from exl_core.constrain.grammar import Grammar
 from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.regex import Regex
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.engine.events import FailEvent, FinishEvent, FinishReason
-from exl_core.errors import RequestError
+from exl_core.errors import ConstraintError, RequestError
 from exl_core.sampling.params import SamplerParams
 from support.driving import ask, engine_for, run_all, run_one, run_to_failure, submit
 from support.scripted import EOS_ID, VOCAB_SIZE, HashRule, Rule, always, certain, reply_with

@@ -14,11 +14,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from exl_core.constrain.filter import ConstraintError
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FailEvent, FinishEvent, SampledToken
 from exl_core.engine.request import Report, Request
-from exl_core.errors import DeviceError, ExlError, OutOfMemoryError
+from exl_core.errors import ConstraintError, DeviceError, ExlError, OutOfMemoryError
 from exl_core.ops.checks import OpInputError
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError

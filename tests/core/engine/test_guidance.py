@@ -17,7 +17,7 @@ from exl_core.engine.events import (
 )
 from exl_core.engine.request import Report, Request
 from exl_core.errors import RequestError
-from exl_core.ops.table import get_table
+from exl_core.ops.open import get_table
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import Sampler, guide
 from support.driving import ask, engine_for, run_all, run_one

@@ -12,12 +12,11 @@ from typing import Any, cast
 import pytest
 from generate_support import GREEDY, LIMIT_S, assert_empty, loaded_around
 
-from exl_core.constrain.filter import ConstraintError
 from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.limits import CompileLimits
 from exl_core.constrain.regex import Regex
 from exl_core.engine.engine import EngineOptions
-from exl_core.errors import ExlError, RequestError
+from exl_core.errors import ConstraintError, ExlError, RequestError
 from exl_core.generate.asynchronous import AsyncGenerator, AsyncJob
 from exl_core.generate.dynamic import DynamicGenerator, Stage
 from support.schemas import SLOW_SCHEMA

@@ -12,7 +12,7 @@ from exl_core.cache.format import KVFormat
 from exl_core.engine.score import score_tokens
 from exl_core.load import LoadedModel, LoadOptions, load_model
 from exl_core.model.key_smoothing import fit_key_smoothing
-from exl_core.ops.reference_cache import decode_rows, encode_rows
+from exl_core.ops.cache_rows import decode_rows, encode_rows
 
 HEADS, KV_HEADS, D = 4, 2, 64
 

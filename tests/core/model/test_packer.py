@@ -11,7 +11,7 @@ from gguf import GGMLQuantizationType
 from exl_core.load import open_checkpoint
 from exl_core.model import packer
 from exl_core.model.packer import Packer
-from exl_core.ops.table import get_table
+from exl_core.ops.open import get_table
 from exl_core.weights.checkpoint import Checkpoint, row_ranges
 from support.gguf_models import write_gguf
 from support.quantized_models import (

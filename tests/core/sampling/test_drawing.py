@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.ops.table import get_table
+from exl_core.ops.open import get_table
 from exl_core.sampling.chain import steps_for
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import Sampler

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.masks import pack
-from exl_core.ops.table import get_table
+from exl_core.ops.open import get_table
 from exl_core.sampling.chain import steps_for
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError, Sample, Sampler, guide

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from exl_core.cache.format import KVFormat
-from exl_core.ops.table import get_table
+from exl_core.ops.open import get_table
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import Sampler
 from exl_core.speculate.draft_model import ModelDrafter

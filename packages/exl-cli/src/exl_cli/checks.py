@@ -82,8 +82,8 @@ def _libraries() -> Iterator[Check]:
 
 
 def _kernels(settings: Settings) -> Iterator[Check]:
+    from exl_core.ops.open import available_isas, get_table
     from exl_core.ops.selftest import run_selftest
-    from exl_core.ops.table import available_isas, get_table
 
     try:
         isas = available_isas()
@@ -122,7 +122,7 @@ def _chosen_isa(forced: str | None, isas: Sequence[str]) -> Check:
 def _gpus() -> Check:
     import torch
 
-    from exl_core.ops.cuda.device import open_device
+    from exl_core.ops.backends.cuda.device import open_device
 
     if torch.cuda.is_available():
         names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]

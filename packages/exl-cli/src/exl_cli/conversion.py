@@ -45,7 +45,7 @@ from exl_core.convert.preflight import memory_needed
 from exl_core.errors import ExlError, RequestError
 from exl_core.files import read_json_object
 from exl_core.load import LoadOptions, gguf_fields, load_model, open_checkpoint
-from exl_core.ops.cuda.device import parse_device
+from exl_core.ops.backends.cuda.device import parse_device
 from exl_core.resolve import resolve_model
 from exl_core.tokenizer.detect import load_tokenizer
 from exl_eval.gate import figures_of, measure_gate

@@ -34,7 +34,7 @@ from exl_core.load import (
 from exl_core.lora.adapter import load_adapter
 from exl_core.lora.config import read_adapter_config
 from exl_core.model.adapters import AdapterUse
-from exl_core.ops.cuda.device import parse_device
+from exl_core.ops.backends.cuda.device import parse_device
 from exl_core.resolve import resolve_model
 from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.compatible import check_same_vocabulary, draft_rope_alpha

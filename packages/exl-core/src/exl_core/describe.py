@@ -12,9 +12,9 @@ from pathlib import Path
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
 from exl_core.load import gguf_fields, model_name, open_checkpoint, stop_ids
-from exl_core.ops.cuda.device import default_device
+from exl_core.ops.backends.cuda.device import default_device
+from exl_core.ops.open import available_isas
 from exl_core.ops.quantized import GroupRun
-from exl_core.ops.table import available_isas
 from exl_core.prompt.detect import load_template
 from exl_core.resolve import resolve_model
 from exl_core.tokenizer.base import Tokenizer

@@ -79,6 +79,10 @@ class RequestError(ExlError):
     exit_code = 2
 
 
+class ConstraintError(RequestError):
+    """A constraint that is invalid, cannot be satisfied, or can no longer be by this reply."""
+
+
 class ContextLengthError(RequestError):
     """A text has more tokens than the context can hold. `num_tokens` is a lower bound: counting
     stopped there."""

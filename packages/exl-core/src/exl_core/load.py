@@ -22,7 +22,8 @@ from exl_core.model.build import build_weights, stream_weights
 from exl_core.model.sample_text import SAMPLE_TEXT
 from exl_core.model.transformer import Transformer
 from exl_core.model.weights import ModelWeights
-from exl_core.ops.table import OpTable, device_failures, get_table
+from exl_core.ops.open import device_failures, get_table
+from exl_core.ops.table import OpTable
 from exl_core.prompt.detect import load_template
 from exl_core.prompt.template import ChatTemplate
 from exl_core.resolve import resolve_model

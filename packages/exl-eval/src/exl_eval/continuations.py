@@ -17,7 +17,8 @@ from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
 from exl_core.errors import RequestError
-from exl_core.model.runner import Model, Runner, store_for
+from exl_core.model.protocol import Model
+from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, PageCopy, Segment
 from exl_core.sampling.sampler import LogitsError
 

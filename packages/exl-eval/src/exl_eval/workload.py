@@ -16,7 +16,7 @@ from exl_core.engine.engine import PREFILL_CHUNK
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, PageCopy, Segment
 from exl_core.model.transformer import Transformer
-from exl_core.ops.table import NextStep, RowSettings
+from exl_core.ops.sampling import NextStep, RowSettings
 
 PASS_ROWS = PREFILL_CHUNK["cpu"]
 """Prompt tokens per pass, equal to the engine's limit on a CPU."""

@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from exl_core.constrain.filter import ConstraintError, Filter, check_text
+from exl_core.constrain.filter import Filter, check_text
 from exl_core.constrain.vocabulary import Vocabulary
+from exl_core.errors import ConstraintError
 
 Text = tuple[tuple[bytes, ...], ...]
 """Spellings of each character, in the order of the text."""

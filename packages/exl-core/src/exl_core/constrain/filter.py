@@ -13,14 +13,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
-from exl_core.errors import RequestError
+from exl_core.errors import ConstraintError
 
 if TYPE_CHECKING:
     from exl_core.constrain.vocabulary import Vocabulary
-
-
-class ConstraintError(RequestError):
-    """A constraint that is invalid, cannot be satisfied, or can no longer be by this reply."""
 
 
 def check_text(text: str, what: str) -> None:

@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exl_core.constrain.filter import ConstraintError, Filter
+from exl_core.constrain.filter import Filter
 from exl_core.constrain.vocabulary import Vocabulary
+from exl_core.errors import ConstraintError
 
 
 class FilterSet:

@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exl_core.constrain.filter import ConstraintError, Filter
+from exl_core.constrain.filter import Filter
 from exl_core.constrain.vocabulary import Vocabulary
-from exl_core.errors import ExlError
+from exl_core.errors import ConstraintError, ExlError
 
 _SNAPSHOTS = 32  # copies kept, one per token; more than a banned string has tokens
 _SHARED = ("model", "tokenizer")  # attributes that are not copied with the object

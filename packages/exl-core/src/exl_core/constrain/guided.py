@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from exl_core.constrain.filter import ConstraintError, Filter
+from exl_core.constrain.filter import Filter
 from exl_core.constrain.trial import Trial, run
 from exl_core.constrain.vocabulary import Vocabulary
+from exl_core.errors import ConstraintError
 from exl_core.ops.masks import WORD_BITS
 
 if TYPE_CHECKING:

@@ -11,10 +11,11 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from exl_core.constrain.filter import ConstraintError, Filter
+from exl_core.constrain.filter import Filter
 from exl_core.constrain.guided import Source, guided_filter
 from exl_core.constrain.limits import check_length, check_schema
 from exl_core.constrain.vocabulary import Vocabulary
+from exl_core.errors import ConstraintError
 
 _NAME = "the JSON schema"
 # Bounded, because a small model may otherwise write white space until its tokens run out.

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 
-from exl_core.constrain.filter import ConstraintError
 from exl_core.constrain.json_recursion import list_of, target_of
+from exl_core.errors import ConstraintError
 
 MAX_COUNT = 1_000_000
 """Largest count in a keyword or a repeat. No reply has as many characters, items or properties."""

@@ -9,10 +9,11 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from exl_core.constrain.filter import ConstraintError, Filter, check_text
+from exl_core.constrain.filter import Filter, check_text
 from exl_core.constrain.guided import Source, guided_filter
 from exl_core.constrain.limits import check_length, check_regex
 from exl_core.constrain.vocabulary import Vocabulary
+from exl_core.errors import ConstraintError
 
 _NAME = "the regular expression"
 _ANCHOR_AT_END = re.compile(r"(?<!\\)((?:\\\\)*)\$\Z")

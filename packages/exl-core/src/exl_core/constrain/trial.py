@@ -24,9 +24,8 @@ from hashlib import sha256
 from threading import Lock, Semaphore
 from typing import Any
 
-from exl_core.constrain.filter import ConstraintError
 from exl_core.constrain.limits import CompileLimits
-from exl_core.errors import ExlError
+from exl_core.errors import ConstraintError, ExlError
 
 MAX_PROCESSES = 2
 """Two, so that a constraint that runs into its time limit does not delay the next one."""

@@ -9,7 +9,7 @@ from exl_core.cache.format import PAGE_SIZE, pages_for
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError
 from exl_core.model.embedded import EMBEDDED_FROM
-from exl_core.model.runner import ModelShape
+from exl_core.model.protocol import ModelShape
 
 
 def check_ids(request: Request, shape: ModelShape, tokenizer_size: int) -> None:

@@ -21,7 +21,8 @@ from exl_core.engine.sequence import SequenceState
 from exl_core.errors import OutOfMemoryError
 from exl_core.model.runner import Runner
 from exl_core.model.segment import Segment
-from exl_core.ops.table import NextStep, device_failures
+from exl_core.ops.open import device_failures
+from exl_core.ops.sampling import NextStep
 
 
 @dataclass(frozen=True, slots=True)

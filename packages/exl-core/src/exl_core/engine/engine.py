@@ -37,7 +37,8 @@ from exl_core.engine.request_logits import sample_batch, split_by_request
 from exl_core.engine.scheduler import Scheduler
 from exl_core.engine.sequence import SequenceState
 from exl_core.errors import OutOfMemoryError, RequestError
-from exl_core.model.runner import Model, Runner, store_for
+from exl_core.model.protocol import Model
+from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows
 from exl_core.sampling.sampler import Sampler
 from exl_core.settings import available_cpus

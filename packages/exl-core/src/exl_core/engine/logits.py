@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from exl_core.ops.table import NextStep, OpTable, RowSettings, Sampled
+from exl_core.ops.sampling import NextStep, RowSettings, Sampled
+from exl_core.ops.table import OpTable
 
 
 class PassLogits:

@@ -32,7 +32,7 @@ from exl_core.engine.logits import LogitRow
 from exl_core.engine.sequence import SequenceState
 from exl_core.engine.stop import StopMatch, StopMatcher
 from exl_core.errors import ExlError, RequestError
-from exl_core.ops.table import RowSettings, Sampled
+from exl_core.ops.sampling import RowSettings, Sampled
 from exl_core.sampling.sampler import LogitsError, Sample, Sampler, guide
 
 Proposal = tuple[int, Tensor]

@@ -21,7 +21,8 @@ from exl_core.engine.plan import BatchPlan
 from exl_core.engine.reply import ReplyState
 from exl_core.errors import DeviceError
 from exl_core.model.segment import LogitRows, Segment
-from exl_core.ops.table import NextStep, OpTable, RowSettings, Sampled
+from exl_core.ops.sampling import NextStep, RowSettings, Sampled
+from exl_core.ops.table import OpTable
 from exl_core.speculate.drafter import Draft
 
 

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from exl_core.model.adapters import Delta, Matrix
 from exl_core.model.batch import AdapterRows, Batch
-from exl_core.ops.table import OpTable, PackedLinear
+from exl_core.ops.linear import PackedLinear
+from exl_core.ops.table import OpTable
 
 
 def is_adapted(adapters: Sequence[AdapterRows], layer: int, matrix: Matrix) -> bool:

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, Protocol
 from torch import Tensor
 
 from exl_core.arch.spec import ModelConfig
-from exl_core.ops.table import PackedLinear
+from exl_core.ops.linear import PackedLinear
 
 Matrix = Literal["qkv", "output", "gate_up", "down"]
 

@@ -30,7 +30,7 @@ from exl_core.model.embedded import EMBEDDED_FROM
 from exl_core.model.segment import LogitRows, Segment
 
 if TYPE_CHECKING:
-    from exl_core.model.runner import Model
+    from exl_core.model.protocol import Model
 
 BUCKETS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64, 80, 96, 112, 128)
 """Row counts of decode passes. Denser for small batches, which are the most frequent: padding rows

@@ -16,7 +16,8 @@ from torch import Tensor
 from exl_core.arch.key_map import bias_of, packed_together
 from exl_core.codecs.runtime import RuntimeMatrix
 from exl_core.errors import BackendError
-from exl_core.ops.table import OpTable, PackedLinear
+from exl_core.ops.linear import PackedLinear
+from exl_core.ops.table import OpTable
 from exl_core.weights.checkpoint import CHUNK_VALUES as DENSE_VALUES
 from exl_core.weights.checkpoint import Checkpoint, row_ranges
 from exl_core.weights.locate import share

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -20,36 +19,9 @@ from exl_core.errors import RequestError
 from exl_core.model.batch import AdapterRows, Batch, EmbeddedRows
 from exl_core.model.cuda_graphs import CudaGraphs
 from exl_core.model.embedded import EMBEDDED_FROM
+from exl_core.model.protocol import Model
 from exl_core.model.segment import LogitRows, PageCopy, Segment
-from exl_core.ops.table import OpTable, device_failures
-
-
-class ModelShape(Protocol):
-    """The numbers of a model that the engine needs."""
-
-    @property
-    def num_layers(self) -> int: ...
-    @property
-    def hidden_size(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def max_seq_len(self) -> int: ...
-
-
-class Model(Protocol):
-    """A forward pass over a batch, keeping keys and values in a store."""
-
-    @property
-    def config(self) -> ModelShape: ...
-    @property
-    def ops(self) -> OpTable: ...
-    def forward(self, batch: Batch, store: KVStore) -> Tensor: ...
-    def reserve_positions(self, end: int) -> None: ...
+from exl_core.ops.open import device_failures
 
 
 def store_for(model: Model, kv_format: KVFormat, num_pages: int) -> KVStore:

@@ -38,7 +38,10 @@ from exl_core.model.rotation import RotationTable
 from exl_core.model.runner import make_batch, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.weights import ModelWeights
-from exl_core.ops.table import AttentionBatch, GateKind, Inputs, OpTable, PackedLinear
+from exl_core.ops.attention import AttentionBatch
+from exl_core.ops.elementwise import GateKind
+from exl_core.ops.linear import Inputs, PackedLinear
+from exl_core.ops.table import OpTable
 
 ACTIVATIONS: dict[Activation, GateKind] = {
     Activation.SILU: "silu",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from exl_core.ops.table import PackedLinear
+from exl_core.ops.linear import PackedLinear
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor, dtype
+from torch import Tensor, dtype, float32
+
+F32 = (float32,)
 
 
 class OpInputError(ValueError):

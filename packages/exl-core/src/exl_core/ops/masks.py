@@ -1,4 +1,4 @@
-"""Bitmasks: sets of allowed tokens, one bit per token id, as `OpTable.sample` expects them.
+"""Bitmasks: sets of allowed tokens, one bit per token id, as `SamplingOps.sample` expects them.
 
 A mask is int32 [ceil(vocab_size / 32)]. Bit `i % 32` of word `i // 32` is 1 if token i may be
 sampled.

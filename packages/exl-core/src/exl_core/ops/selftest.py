@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exl_core.ops.backends.reference.table import ReferenceTable
+from exl_core.ops.cache_rows import encode_rows, row_size
+from exl_core.ops.linear import PackedLinear
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
-from exl_core.ops.reference import ReferenceTable
-from exl_core.ops.reference_cache import encode_rows, row_size
-from exl_core.ops.table import OpTable, PackedLinear
+from exl_core.ops.table import OpTable
 
 EPS = 2.0**-23
 

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from exl_core.errors import ExlError
-from exl_core.ops.table import OpTable, RowSettings, Sampled
+from exl_core.ops.sampling import RowSettings, Sampled
+from exl_core.ops.table import OpTable
 from exl_core.sampling.chain import is_common, later_steps, scaling
 from exl_core.sampling.edits import Edits
 from exl_core.sampling.feedback import Mirostat

@@ -23,7 +23,8 @@ from torch import Tensor
 from exl_core.cache.format import KVFormat, pages_for
 from exl_core.cache.page_pool import PageKey
 from exl_core.errors import RequestError
-from exl_core.model.runner import Model, Runner, store_for
+from exl_core.model.protocol import Model
+from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.ops.table import OpTable
 from exl_core.sampling.params import SamplerParams

@@ -19,9 +19,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
-from exl_core.ops.cuda.library import TYPES, Gpu
-from exl_core.ops.cuda.upload import upload
 from exl_core.ops.quantized import FILL_STEP, GroupRun, Offset, QuantColumns, QuantLayout
 from exl_kernels import cuda
 

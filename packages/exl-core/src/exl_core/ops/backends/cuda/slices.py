@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 import torch
 
-from exl_core.ops.cuda.library import Gpu
+from exl_core.ops.backends.cuda.library import Gpu
 
 
 class Slice:

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from exl_core.errors import BackendError
+from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
+from exl_core.ops.backends.cuda.slices import Slices
+from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
-from exl_core.ops.cuda.library import TYPES, Gpu
-from exl_core.ops.cuda.quantized import CudaQuantLinear
-from exl_core.ops.cuda.slices import Slices
-from exl_core.ops.cuda.upload import upload
+from exl_core.ops.elementwise import GateKind
+from exl_core.ops.linear import PackedLinear
 from exl_core.ops.quantized import QuantColumns, QuantLayout
-from exl_core.ops.table import GateKind, PackedLinear
 from exl_kernels import cuda
 
 MAX_DIRECT_ROWS = 96

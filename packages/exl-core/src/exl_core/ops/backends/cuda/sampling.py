@@ -8,15 +8,15 @@ point.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from exl_core.ops.cuda.library import Gpu
-from exl_core.ops.table import NOTHING_SAMPLED, NextStep, RowSettings, Sampled
+from exl_core.ops.backends.cuda.library import Gpu
+from exl_core.ops.sampling import NOTHING_SAMPLED, NextStep, RowSettings, Sampled
 from exl_kernels import cuda
 
 _ROW = np.dtype(
@@ -235,3 +235,34 @@ class RowSampler:
             held = SampleBuffers(self._gpu, before.grown(needed), vocab_size)
             self._buffers, self._vocab_size = held, vocab_size
         return held
+
+
+LOG_SUM_VALUES = 1 << 24  # number of logits that `log_sum_exp` processes at a time
+
+
+class CudaSamplingOps:
+    """SamplingOps of one GPU. `sample` runs on the CPU, where its operands are."""
+
+    _row_sampler: RowSampler
+    sample: Callable[..., Sampled]  # of a table of the CPU
+
+    def log_sum_exp(self, x: Tensor) -> Tensor:
+        rows = max(1, LOG_SUM_VALUES // max(1, x.shape[1]))  # torch makes a float32 copy
+        return torch.cat([part.float().logsumexp(1) for part in torch.split(x, rows)])
+
+    def sample_rows(
+        self, logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None
+    ) -> list[Sampled]:
+        on_gpu = [settings for settings in rows if settings.num_top <= cuda.MAX_TOP]
+        if len(on_gpu) == len(rows):
+            return self._row_sampler.draw(logits, rows, next_step)
+        drawn = iter(self._row_sampler.draw(logits, on_gpu))
+        all_drawn = [
+            next(drawn)
+            if settings.num_top <= cuda.MAX_TOP
+            else settings.draw(self.sample, logits[settings.row].cpu())
+            for settings in rows
+        ]
+        if next_step is not None:
+            next_step.launch_after(all_drawn)
+        return all_drawn

@@ -11,8 +11,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, dtype
 
-from exl_core.ops.checks import OpInputError, check, check_contiguous
-
 CODE_BITS = {torch.int8: 8, torch.uint8: 4}
 PLAIN_TYPES = (torch.float32, torch.float16, torch.float8_e4m3fn)
 UNIT, GROUP = 64, 32
@@ -31,33 +29,6 @@ def head_dim_of(cache: Tensor) -> int:
         return size
     group = row_size(cache.dtype, GROUP)
     return size // group * GROUP if size % group == 0 else 0
-
-
-def check_caches(
-    op: str,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    shape: tuple[int | None, int | None, int | None],
-    head_dim: int,
-) -> None:
-    """Checks both caches. `shape` gives pages, heads and page size; None where unknown."""
-    types = (*PLAIN_TYPES, *CODE_BITS)
-    check(op, "key_cache", key_cache, types, *shape, None)
-    kinds = (key_cache.dtype, torch.uint8)[: 2 if key_cache.dtype == torch.int8 else 1]
-    check(op, "value_cache", value_cache, kinds, *key_cache.shape[:3], None)
-    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
-        if cache.dtype in CODE_BITS and head_dim % GROUP != 0:
-            raise OpInputError(f"{op}: {name} (codes of heads of {head_dim})")
-        check(op, name, cache, (cache.dtype,), None, None, None, row_size(cache.dtype, head_dim))
-        check_contiguous(op, name, cache)
-
-
-def store_rows(cache: Tensor, page: Tensor, offset: Tensor, x: Tensor) -> None:
-    """Writes x [rows, heads, d] to cache[page, :, offset]."""
-    rows = encode_rows(x, cache.dtype)
-    if cache.dtype == torch.float8_e4m3fn:  # torch can copy this type but not scatter it
-        cache, rows = cache.view(torch.uint8), rows.view(torch.uint8)
-    cache[page, :, offset] = rows
 
 
 def encode_rows(x: Tensor, cache_type: dtype) -> Tensor:

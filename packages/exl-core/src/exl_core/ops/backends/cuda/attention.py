@@ -11,16 +11,19 @@ from collections import Counter
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from exl_core.ops.cuda.library import TYPES, Gpu
-from exl_core.ops.cuda.linear import CudaInputs
-from exl_core.ops.reference_cache import head_dim_of
+from exl_core.ops.attention import AttentionBatch
+from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.matmul import CudaInputs, Linears
+from exl_core.ops.cache_rows import head_dim_of
+from exl_core.ops.checks import OpInputError
+from exl_core.ops.linear import PreparedInputs
 from exl_kernels import cuda
 
 MANY_QUERIES = 256
@@ -241,6 +244,105 @@ class Attention:
             workspace_bytes=workspace.numel(),
         )
         self._gpu.call("attention", args, _cache(key_cache, value_cache))
+
+
+class CudaAttentionOps:
+    """AttentionOps of one GPU."""
+
+    _gpu: Gpu
+    _linears: Linears
+    _attention: Attention
+
+    def write_kv(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        slots: Tensor,
+    ) -> None:
+        if key.shape[0] and (key.stride(0) != value.stride(0) or key.dtype is not value.dtype):
+            raise OpInputError("write_kv: key and value (expected rows laid out alike)")
+        self._attention.write(key, value, key_cache, value_cache, slots)
+
+    def paged_attention(  # noqa: PLR0917 - the op's operands
+        self,
+        q: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        page_table: Tensor,
+        row_starts: Tensor,
+        past_lens: Tensor,
+        *,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+    ) -> Tensor:
+        rows, heads, head_dim = q.shape
+        out = self._gpu.empty(rows, heads * head_dim, dtype=q.dtype)
+        none = self._gpu.empty(0)
+        batch = self._attention.bind(page_table, row_starts, past_lens, none, none, none)
+        scoring = Scoring(scale, window, softcap)
+        if rows:
+            self._attention.paged_attention(q, out, heads, batch, key_cache, value_cache, scoring)
+        return out
+
+    def attention_batch(  # noqa: PLR0917 - what a batch is made of
+        self,
+        page_table: Tensor,
+        row_starts: Tensor,
+        past_lens: Tensor,
+        slots: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        *,
+        num_pages: int,
+        page_size: int,
+    ) -> AttentionBatch:
+        self._linears.begin_pass()  # a pass starts with this op
+        if page_table.is_cuda:
+            rows, (seqs, pages) = slots.shape[0], page_table.shape
+            most = 1 if rows == seqs else rows, pages * page_size
+            return CudaBatch(page_table, row_starts, past_lens, slots, cos, sin, *most)
+        if page_table.numel() and int(page_table.amax()) >= num_pages:
+            raise OpInputError(
+                f"attention_batch: page_table (expected ids within [0, {num_pages}))"
+            )
+        return self._attention.bind(page_table, row_starts, past_lens, slots, cos, sin)
+
+    def attend_(  # noqa: PLR0917 - the op's operands
+        self,
+        qkv: Tensor,
+        batch: AttentionBatch,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        scale: float,
+        window: int = 0,
+        softcap: float = 0.0,
+        head_scale: Tensor | None = None,
+        head_shift: Tensor | None = None,
+        out: PreparedInputs | None = None,
+    ) -> None:
+        if qkv.shape[0] == 0:
+            return
+        to, bound = cast(CudaInputs | None, out), cast(CudaBatch, batch)
+        writes_to_out = to is not None and bound.can_permute_output
+        self._attention.attend(
+            qkv,
+            bound,
+            key_cache,
+            value_cache,
+            (q_norm, k_norm),
+            eps,
+            Scoring(scale, window, softcap),
+            (head_scale, head_shift),
+            to if writes_to_out else None,
+        )
+        if to is not None and not writes_to_out:
+            self._linears.prepare_for(to, qkv[:, : to.features])
 
 
 def _can_use_torch(

@@ -1,0 +1,94 @@
+"""Linears of the CPU kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, dtype
+
+from exl_core.ops.backends.cpu.library import exl_kernels
+from exl_core.ops.elementwise import GateKind
+from exl_core.ops.linear import Inputs, PackedLinear
+from exl_core.ops.quantized import QuantColumns, QuantLayout
+
+
+class CpuLinearOps:
+    """LinearOps of the CPU kernels."""
+
+    _ops: exl_kernels.Table
+
+    def new_linear(
+        self, out_features: int, in_features: int, dtype: dtype, has_bias: bool = False
+    ) -> PackedLinear:
+        return exl_kernels.PackedLinear(out_features, in_features, dtype, has_bias)
+
+    def fill_linear(
+        self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        cast(exl_kernels.PackedLinear, w).fill(row_offset, weight, bias)
+
+    def new_quantized(self, layout: QuantLayout) -> PackedLinear:
+        return exl_kernels.QuantLinear(
+            layout.out_features,
+            layout.in_features,
+            layout.runs,
+            layout.features,
+            layout.scale_dtype,
+            layout.offset,
+            layout.has_bias,
+        )
+
+    def fill_quantized(self, w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
+        cast(exl_kernels.QuantLinear, w).fill(
+            first_column,
+            columns.packing,
+            columns.codes,
+            columns.source_rows,
+            columns.scales,
+            columns.offsets,
+            columns.bias,
+        )
+
+    def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
+        return exl_kernels.JoinedLinear([cast(exl_kernels.Linear, part) for part in parts])
+
+    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
+        out = torch.empty(x.shape[0], w.out_features, dtype=torch.float32)
+        self._ops.linear(x, cast(exl_kernels.Linear, w), out)
+        return out
+
+    def inputs_for(self, w: PackedLinear, plain: Tensor) -> Tensor:  # noqa: ARG002
+        return plain
+
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> None:
+        self._ops.linear_add_(cast(Tensor, x), cast(exl_kernels.Linear, w), residual)
+
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, out: Tensor | None = None
+    ) -> Tensor:
+        if out is None:
+            out = torch.empty(x.shape[0], w.out_features, dtype=torch.float32)
+        self._ops.norm_linear(x, norm, eps, cast(exl_kernels.Linear, w), out)
+        return out
+
+    def norm_gated_linear(  # noqa: PLR0917 - two ops' operands
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        w: PackedLinear,
+        kind: GateKind,
+        out: Inputs | None = None,
+    ) -> Tensor:
+        if out is None:
+            out = torch.empty(x.shape[0], w.out_features // 2, dtype=torch.float32)
+        out = cast(Tensor, out)
+        self._ops.norm_gated_linear(x, norm, eps, cast(exl_kernels.Linear, w), kind, out)
+        return out
+
+    def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
+        out = torch.empty(token_ids.shape[0], w.in_features, dtype=torch.float32)
+        self._ops.embedding(token_ids, cast(exl_kernels.Linear, w), out)
+        return out

@@ -1,0 +1,48 @@
+"""The op table of the CPU kernels: allocates outputs and passes tensors to `exl_kernels`.
+
+The kernels check their operands (exl_kernels.InputError is a ValueError) and release the GIL while
+they run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exl_core.errors import BackendError
+from exl_core.ops.backends.cpu.attention import CpuAttentionOps
+from exl_core.ops.backends.cpu.elementwise import CpuElementwiseOps
+from exl_core.ops.backends.cpu.library import exl_kernels, native_isas
+from exl_core.ops.backends.cpu.linear import CpuLinearOps
+from exl_core.ops.backends.cpu.sampling import CpuSamplingOps
+
+
+class CpuTable(CpuLinearOps, CpuAttentionOps, CpuElementwiseOps, CpuSamplingOps):
+    """OpTable of the CPU kernels for one instruction set, with their thread pool."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, isa: str | None, threads: int) -> None:
+        isas = native_isas()
+        if isa is not None and isa not in isas:
+            raise BackendError(
+                "this machine or build lacks the instruction set",
+                expected=" or ".join(isas),
+                got=isa,
+            )
+        self._ops = exl_kernels.Table(isa or isas[-1], threads)
+
+    @property
+    def name(self) -> str:
+        return f"cpu-{self._ops.isa}"
+
+    @property
+    def threads(self) -> int:
+        return self._ops.threads
+
+    @staticmethod
+    def bring(tensor: Tensor) -> Tensor:
+        return tensor
+
+    def activations(self, rows: int, columns: int) -> Tensor:
+        return torch.empty(rows, columns)

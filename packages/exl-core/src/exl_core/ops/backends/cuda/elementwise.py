@@ -1,0 +1,40 @@
+"""Elementwise ops of one GPU."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.matmul import Linears
+from exl_core.ops.elementwise import GateKind
+
+
+class CudaElementwiseOps:
+    """ElementwiseOps of one GPU."""
+
+    _gpu: Gpu
+    _linears: Linears
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        rows, columns = x.shape
+        out = self._gpu.empty(rows, columns)
+        if rows:
+            source = x.data_ptr(), TYPES[x.dtype], x.stride(0), weight.data_ptr(), eps
+            target = out.data_ptr(), TYPES[out.dtype], out.stride(0)
+            self._gpu.call("rms_norm", *source, rows, columns, *target)
+        return out
+
+    def rms_norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        if x.numel():
+            operands = x.data_ptr(), TYPES[x.dtype], x.stride(0), weight.data_ptr(), eps
+            self._gpu.call("rms_norm_heads", *operands, *x.shape)
+
+    def rope_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        if x.numel():
+            operands = x.data_ptr(), TYPES[x.dtype], x.stride(0), cos.data_ptr(), sin.data_ptr()
+            self._gpu.call("rope", *operands, cos.shape[1], *x.shape)
+
+    def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:
+        out = self._gpu.empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        self._linears.gate(gate_up, kind, out)
+        return out

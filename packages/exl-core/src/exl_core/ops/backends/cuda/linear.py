@@ -1,0 +1,100 @@
+"""Linears of one GPU: allocates outputs, and chooses between tensors and prepared inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from exl_core.ops.backends.cuda.library import TYPES, Gpu
+from exl_core.ops.backends.cuda.matmul import CudaInputs, CudaJoined, Linears, Norm, parts_of
+from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
+from exl_core.ops.elementwise import GateKind
+from exl_core.ops.linear import Inputs, PackedLinear
+from exl_core.ops.quantized import QuantColumns, QuantLayout
+
+
+class CudaLinearOps:
+    """LinearOps of one GPU."""
+
+    _gpu: Gpu
+    _linears: Linears
+
+    def new_linear(
+        self,
+        out_features: int,
+        in_features: int,
+        dtype: torch.dtype,  # noqa: ARG002 - stored as float16
+        has_bias: bool = False,
+    ) -> PackedLinear:
+        return self._linears.new_dense(out_features, in_features, has_bias)
+
+    def fill_linear(
+        self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        self._linears.fill_dense(w, row_offset, weight, bias)
+
+    def new_quantized(self, layout: QuantLayout) -> PackedLinear:
+        return self._linears.new_quantized(layout)
+
+    def fill_quantized(self, w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
+        self._linears.fill_quantized(w, first_column, columns)
+
+    def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
+        return CudaJoined(tuple(part for w in parts for part in parts_of(w)))
+
+    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
+        out = self._gpu.empty(x.shape[0], w.out_features)
+        self._linears.multiply(x, w, out)
+        return out
+
+    def inputs_for(self, w: PackedLinear, plain: Tensor) -> Inputs:
+        return self._linears.inputs_for(w, plain.shape[0]) or plain
+
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> None:
+        if isinstance(x, CudaInputs):
+            self._linears.multiply_prepared(x, residual)
+            return
+        x = cast(Tensor, x)
+        self._linears.multiply(x, w, residual, is_added=True)
+
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, out: Tensor | None = None
+    ) -> Tensor:
+        if out is None:
+            out = self._gpu.empty(x.shape[0], w.out_features)
+        self._linears.multiply(x, w, out, norm=Norm(norm, eps))
+        return out
+
+    def norm_gated_linear(  # noqa: PLR0917 - two ops' operands
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        w: PackedLinear,
+        kind: GateKind,
+        out: Inputs | None = None,
+    ) -> Tensor:
+        if isinstance(out, CudaInputs):
+            self._linears.multiply_gated(x, w, out, Norm(norm, eps), kind)
+            return out.memory
+        to = self._gpu.empty(x.shape[0], w.out_features // 2) if out is None else cast(Tensor, out)
+        self._linears.multiply_gated(x, w, to, Norm(norm, eps), kind)
+        return to
+
+    def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
+        rows = token_ids.shape[0]
+        out = self._gpu.empty(rows, w.in_features)
+        (part,) = parts_of(w)
+        if rows == 0:
+            return out
+        ids, to = token_ids.data_ptr(), out.data_ptr()
+        if isinstance(part, CudaQuantLinear):
+            self._gpu.call("quant_embedding", part.matrix, ids, rows, to)
+        else:
+            weight = part.weight
+            source = weight.data_ptr(), TYPES[weight.dtype]
+            self._gpu.call("embedding", *source, ids, rows, w.in_features, to)
+        return out

@@ -1,0 +1,43 @@
+"""The op table of one GPU: allocates outputs with torch and calls the kernels.
+
+The ops of a forward pass do not synchronize the host with the GPU, except `sample_rows`, which
+returns tokens. Operands are not checked here: the caller that builds a batch checks it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exl_core.ops.backends.cpu.table import CpuTable
+from exl_core.ops.backends.cuda.attention import Attention, CudaAttentionOps
+from exl_core.ops.backends.cuda.elementwise import CudaElementwiseOps
+from exl_core.ops.backends.cuda.library import Gpu
+from exl_core.ops.backends.cuda.linear import CudaLinearOps
+from exl_core.ops.backends.cuda.matmul import Linears
+from exl_core.ops.backends.cuda.sampling import CudaSamplingOps, RowSampler
+from exl_core.ops.backends.cuda.upload import upload
+
+
+class CudaTable(CudaLinearOps, CudaAttentionOps, CudaElementwiseOps, CudaSamplingOps):
+    """OpTable of one GPU. `threads` is the number of threads that fill matrices."""
+
+    def __init__(self, device: torch.device, threads: int) -> None:
+        self.device = device
+        self.threads = threads
+        self._gpu = Gpu(device)
+        self._linears = Linears(self._gpu)
+        self._attention = Attention(self._gpu)
+        self._row_sampler = RowSampler(self._gpu)
+        self.sample = CpuTable(None, threads=1).sample
+
+    @property
+    def name(self) -> str:
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return f"cuda-{major}.{minor}"
+
+    def bring(self, tensor: Tensor) -> Tensor:
+        return upload(tensor, self.device)
+
+    def activations(self, rows: int, columns: int) -> Tensor:
+        return self._gpu.empty(rows, columns, dtype=torch.float16)

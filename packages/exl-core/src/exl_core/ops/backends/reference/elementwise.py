@@ -1,0 +1,68 @@
+"""Elementwise ops of the reference table, in float64."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from exl_core.ops.checks import F32, OpInputError, check, check_contiguous
+from exl_core.ops.elementwise import GateKind
+
+
+class ReferenceElementwiseOps:
+    """ElementwiseOps in plain torch."""
+
+    @staticmethod
+    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        check("rms_norm", "x", x, F32, None, None)
+        check_contiguous("rms_norm", "x", x, 1)
+        check("rms_norm", "weight", weight, F32, x.shape[1])
+        return rms_norm_rows(x, weight, eps)
+
+    @staticmethod
+    def rms_norm_heads_(x: Tensor, weight: Tensor, eps: float) -> None:
+        check("rms_norm_heads_", "x", x, F32, None, None, None)
+        check_contiguous("rms_norm_heads_", "x", x, 1)
+        check("rms_norm_heads_", "weight", weight, F32, x.shape[2])
+        x.copy_(rms_norm_rows(x, weight, eps))
+
+    @staticmethod
+    def rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        check("rope_", "x", x, F32, None, None, None)
+        check_contiguous("rope_", "x", x, 1)
+        check("rope_", "cos", cos, F32, x.shape[0], None)
+        check("rope_", "sin", sin, F32, x.shape[0], cos.shape[1])
+        check_contiguous("rope_", "cos", cos)
+        check_contiguous("rope_", "sin", sin)
+        half = cos.shape[1]
+        if 2 * half > x.shape[2]:
+            raise OpInputError(f"rope_: cos (expected at most {x.shape[2] // 2} pairs, got {half})")
+        a = x[..., :half].double()
+        b = x[..., half : 2 * half].double()
+        c = cos[:, None].double()  # [rows, 1, half]
+        s = sin[:, None].double()
+        x[..., :half] = a * c - b * s
+        x[..., half : 2 * half] = b * c + a * s
+
+    @staticmethod
+    def gated_activation(gate_up: Tensor, kind: GateKind) -> Tensor:
+        check("gated_activation", "gate_up", gate_up, F32, None, None)
+        check_contiguous("gated_activation", "gate_up", gate_up, 1)
+        if gate_up.shape[1] % 2 != 0 or kind not in ("silu", "gelu_tanh"):
+            raise OpInputError(f"gated_activation: {kind} of rows of {gate_up.shape[1]} values")
+        gate, up = gate_up.double().chunk(2, dim=1)
+        if kind == "silu":
+            active = torch.nn.functional.silu(gate)
+        else:
+            # 0.5 x (1 + tanh u) = x sigmoid(2u), which does not cancel for negative x.
+            u = math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3)
+            active = gate * torch.sigmoid(2 * u)
+        return (active * up).float()
+
+
+def rms_norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    wide = x.double()
+    factor = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+    return (wide * factor * weight.double()).float()

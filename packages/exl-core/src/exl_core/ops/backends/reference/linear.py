@@ -1,0 +1,201 @@
+"""Linears of the reference table: plain matrices, multiplied in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, dtype
+
+from exl_core.ops.backends.reference.elementwise import ReferenceElementwiseOps, rms_norm_rows
+from exl_core.ops.backends.reference.quantized import PlainQuantized, fill_quantized, new_quantized
+from exl_core.ops.checks import F32, OpInputError, check, check_contiguous, check_range
+from exl_core.ops.elementwise import GateKind
+from exl_core.ops.linear import Inputs, PackedLinear
+from exl_core.ops.quantized import QuantColumns, QuantLayout
+
+WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True, slots=True)
+class PlainLinear:
+    """Dense weights in their original layout, [n, k]."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def matrix(self) -> Tensor:
+        return self.weight.double()
+
+
+@dataclass(frozen=True, slots=True)
+class PlainJoined:
+    """Linears with the same input; their outputs are concatenated."""
+
+    parts: tuple[PlainLinear | PlainQuantized, ...]
+
+    @property
+    def out_features(self) -> int:
+        return sum(part.out_features for part in self.parts)
+
+    @property
+    def in_features(self) -> int:
+        return self.parts[0].in_features
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(part.size_bytes for part in self.parts)
+
+    @property
+    def bias(self) -> Tensor | None:
+        if all(part.bias is None for part in self.parts):
+            return None
+        return torch.cat(
+            [torch.zeros(p.out_features) if p.bias is None else p.bias for p in self.parts]
+        )
+
+    def matrix(self) -> Tensor:
+        return torch.cat([part.matrix() for part in self.parts])
+
+
+class ReferenceLinearOps:
+    """LinearOps in plain torch."""
+
+    @staticmethod
+    def new_linear(
+        out_features: int, in_features: int, dtype: dtype, has_bias: bool = False
+    ) -> PackedLinear:
+        if out_features < 1 or in_features < 1 or dtype not in WEIGHT_TYPES:
+            raise OpInputError(f"PackedLinear: {out_features} x {in_features} of {dtype}")
+        bias = torch.zeros(out_features) if has_bias else None
+        return PlainLinear(torch.zeros(out_features, in_features, dtype=dtype), bias)
+
+    @staticmethod
+    def fill_linear(w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None) -> None:
+        plain = _plain("fill_linear", w)
+        if not isinstance(plain, PlainLinear):
+            raise OpInputError("fill_linear: w (expected one of new_linear)")
+        check("fill_linear", "weight", weight, (plain.weight.dtype,), None, w.in_features)
+        check_contiguous("fill_linear", "weight", weight)
+        rows = slice(row_offset, row_offset + weight.shape[0])
+        if row_offset < 0 or rows.stop > w.out_features:
+            raise OpInputError(
+                f"fill_linear: row_offset (expected rows within [0, {w.out_features}), got"
+                f" {weight.shape[0]} rows at {row_offset})"
+            )
+        if (bias is None) != (plain.bias is None):
+            raise OpInputError("fill_linear: bias (expected one exactly if the linear has one)")
+        plain.weight[rows] = weight
+        if bias is not None and plain.bias is not None:
+            check("fill_linear", "bias", bias, F32, weight.shape[0])
+            plain.bias[rows] = bias
+
+    @staticmethod
+    def new_quantized(layout: QuantLayout) -> PackedLinear:
+        return new_quantized(layout)
+
+    @staticmethod
+    def fill_quantized(w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
+        if not isinstance(w, PlainQuantized):
+            raise OpInputError("fill_quantized: w (expected one of new_quantized)")
+        fill_quantized(w, first_column, columns)
+
+    @staticmethod
+    def join(parts: Sequence[PackedLinear]) -> PackedLinear:
+        plain = [_plain("join", part) for part in parts]
+        if len({part.in_features for part in plain}) != 1:
+            raise OpInputError("join: parts (expected some, of equal in_features)")
+        flat = [
+            inner
+            for part in plain
+            for inner in (part.parts if isinstance(part, PlainJoined) else (part,))
+        ]
+        return PlainJoined(tuple(flat))
+
+    @staticmethod
+    def linear(x: Tensor, w: PackedLinear) -> Tensor:
+        return _linear("linear", x, w).float()
+
+    @staticmethod
+    def inputs_for(w: PackedLinear, plain: Tensor) -> Tensor:  # noqa: ARG004
+        return plain
+
+    @staticmethod
+    def linear_add_(x: Inputs, w: PackedLinear, residual: Tensor) -> None:
+        y = _linear("linear_add_", cast(Tensor, x), w)
+        check("linear_add_", "residual", residual, F32, *y.shape)
+        check_contiguous("linear_add_", "residual", residual)
+        residual.copy_(residual + y)
+
+    @staticmethod
+    def norm_linear(
+        x: Tensor, norm: Tensor, eps: float, w: PackedLinear, out: Tensor | None = None
+    ) -> Tensor:
+        return _copy_to("norm_linear", _norm_linear("norm_linear", x, norm, eps, w), out)
+
+    @staticmethod
+    def norm_gated_linear(  # noqa: PLR0917 - two ops' operands
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        w: PackedLinear,
+        kind: GateKind,
+        out: Inputs | None = None,
+    ) -> Tensor:
+        op = "norm_gated_linear"
+        if w.out_features % 2 != 0:
+            raise OpInputError(f"{op}: w ({w.out_features} are no two halves)")
+        y = ReferenceElementwiseOps.gated_activation(_norm_linear(op, x, norm, eps, w), kind)
+        return _copy_to(op, y, cast(Tensor | None, out))
+
+    @staticmethod
+    def embedding(token_ids: Tensor, w: PackedLinear) -> Tensor:
+        check("embedding", "token_ids", token_ids, (torch.int64,), None)
+        check_contiguous("embedding", "token_ids", token_ids)
+        check_range("embedding", "token_ids", token_ids, w.out_features)
+        return _plain("embedding", w).matrix()[token_ids].float()
+
+
+def _plain(op: str, w: PackedLinear) -> PlainLinear | PlainQuantized | PlainJoined:
+    if not isinstance(w, PlainLinear | PlainQuantized | PlainJoined):
+        raise OpInputError(f"{op}: w (expected a linear of the reference table)")
+    return w
+
+
+def _linear(op: str, x: Tensor, w: PackedLinear) -> Tensor:
+    """x @ w, float64."""
+    plain = _plain(op, w)
+    check(op, "x", x, F32, None, w.in_features)
+    check_contiguous(op, "x", x, 1)
+    y = x.double() @ plain.matrix().T
+    return y if plain.bias is None else y + plain.bias
+
+
+def _copy_to(op: str, result: Tensor, out: Tensor | None) -> Tensor:
+    if out is None:
+        return result
+    check(op, "out", out, F32, *result.shape)
+    check_contiguous(op, "out", out)
+    return out.copy_(result)
+
+
+def _norm_linear(op: str, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
+    check(op, "x", x, F32, None, w.in_features)
+    check_contiguous(op, "x", x, 1)
+    check(op, "norm", norm, F32, w.in_features)
+    check_contiguous(op, "norm", norm)
+    return _linear(op, rms_norm_rows(x, norm, eps), w).float()

@@ -1,0 +1,33 @@
+"""The reference op table: plain torch, computed in float64. Every kernel is tested against it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exl_core.ops.backends.reference.attention import ReferenceAttentionOps
+from exl_core.ops.backends.reference.elementwise import ReferenceElementwiseOps
+from exl_core.ops.backends.reference.linear import ReferenceLinearOps
+from exl_core.ops.backends.reference.sampling import ReferenceSamplingOps
+
+
+class ReferenceTable(
+    ReferenceLinearOps, ReferenceAttentionOps, ReferenceElementwiseOps, ReferenceSamplingOps
+):
+    """Reference implementation of OpTable.
+
+    `threads` is only stored: the number of torch's threads is a setting of the whole process.
+    """
+
+    name = "reference"
+    device = torch.device("cpu")
+
+    def __init__(self, threads: int) -> None:
+        self.threads = threads
+
+    @staticmethod
+    def bring(tensor: Tensor) -> Tensor:
+        return tensor
+
+    def activations(self, rows: int, columns: int) -> Tensor:
+        return torch.empty(rows, columns)

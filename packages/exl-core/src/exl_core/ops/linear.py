@@ -1,0 +1,113 @@
+"""Linears: packed matrices, how they are filled, and products with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor, dtype
+
+from exl_core.ops.elementwise import GateKind
+from exl_core.ops.quantized import QuantColumns, QuantLayout
+
+
+class PackedLinear(Protocol):
+    """Weights of one linear in a table's run-time form; only the table that made it can read it."""
+
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def size_bytes(self) -> int: ...
+
+
+class PreparedInputs(Protocol):
+    """Buffer for the inputs of one linear in its kernel's own form; opaque outside its table."""
+
+
+Inputs = Tensor | PreparedInputs
+"""Inputs of a linear: a tensor [rows, in_features], or the buffer from `inputs_for`."""
+
+
+class LinearOps(Protocol):
+    """Allocates and fills packed matrices, and multiplies activations with them."""
+
+    def new_linear(
+        self, out_features: int, in_features: int, dtype: dtype, has_bias: bool = False
+    ) -> PackedLinear:
+        """Allocates dense weights of float32, float16 or bfloat16; zero until filled."""
+        ...
+
+    def fill_linear(
+        self, w: PackedLinear, row_offset: int, weight: Tensor, bias: Tensor | None
+    ) -> None:
+        """Copies weight [part, k] and bias [part] to rows row_offset .. row_offset + part - 1.
+
+        `weight` is contiguous and has the dtype of `w`. Several threads may fill disjoint ranges of
+        rows at the same time.
+        """
+        ...
+
+    def new_quantized(self, layout: QuantLayout) -> PackedLinear:
+        """Allocates a quantized matrix of that layout; it must be filled before it is read."""
+        ...
+
+    def fill_quantized(self, w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
+        """Repacks columns of a quantized matrix from `first_column` on. Reorders, never rounds.
+
+        `first_column` is a multiple of 16. So is the number of columns, unless they are the last
+        ones. Several threads may fill disjoint ranges of columns at the same time.
+        """
+        ...
+
+    def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
+        """Joins linears with the same k into one whose output concatenates theirs."""
+        ...
+
+    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
+        """x [m, k] strided rows -> [m, n], accumulated in float32.
+
+        With quantized w, the CPU kernels round x. For small m they round it to integers, relative
+        to the largest value of each span of at most 128 stored rows. The integers have 16 bits, or
+        12 where AMX multiplies 5 to 32 rows with codes of at most 4 bits. For large m they round x
+        and w to bfloat16 with AMX, and neither without AMX. The reference never rounds x.
+        """
+        ...
+
+    def inputs_for(self, w: PackedLinear, plain: Tensor) -> Inputs:
+        """Buffer for m rows of inputs of `w`, written by an op's `out` and read by `linear_add_`.
+
+        Either `plain` [m, k] itself, or a `PreparedInputs` where the table's kernel gains from it.
+        """
+        ...
+
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> None:
+        """residual [m, n] contiguous += linear(x, w)."""
+        ...
+
+    def norm_linear(
+        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, out: Tensor | None = None
+    ) -> Tensor:
+        """linear(rms_norm(x, norm, eps), w), written to `out` if given: [m, n] contiguous."""
+        ...
+
+    def norm_gated_linear(  # noqa: PLR0917 - two ops' operands
+        self,
+        x: Tensor,
+        norm: Tensor,
+        eps: float,
+        w: PackedLinear,
+        kind: GateKind,
+        out: Inputs | None = None,
+    ) -> Tensor:
+        """gated_activation(norm_linear(x, norm, eps, w), kind): [m, n / 2].
+
+        The first half of w's outputs is the gate. The result is written to `out` if given; the
+        returned tensor then shares its memory.
+        """
+        ...
+
+    def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
+        """token_ids int64 [m] -> those rows of w, float32 [m, k]."""
+        ...

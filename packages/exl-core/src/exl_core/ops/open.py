@@ -1,0 +1,63 @@
+"""Opens an op table: selects the backend, and translates the errors of its device.
+
+Backends are imported when they are opened, so that a missing library or GPU fails only there.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import device
+
+from exl_core.errors import BackendError, RequestError
+from exl_core.ops.table import OpTable
+from exl_core.settings import MAX_THREADS
+
+
+def get_table(name: str, *, isa: str | None = None, threads: int) -> OpTable:
+    """Opens the table `reference`, `cpu`, or `cuda` (a device number may follow: `cuda:1`).
+
+    `cpu` uses the best instruction set unless `isa` names one. Raises DeviceError for a GPU that
+    does not exist or cannot be used.
+    """
+    if not 1 <= threads <= MAX_THREADS:
+        raise RequestError("not a thread count", expected=f"1 to {MAX_THREADS}", got=threads)
+    if name == "reference":
+        if isa is not None:
+            raise BackendError("the reference backend has no instruction sets", got=isa)
+        from exl_core.ops.backends.reference.table import ReferenceTable
+
+        return ReferenceTable(threads)
+    if name == "cpu":
+        from exl_core.ops.backends.cpu.table import CpuTable
+
+        return CpuTable(isa, threads)
+    if name.partition(":")[0] == "cuda":
+        from exl_core.ops.backends.cuda.device import open_device
+
+        # Opened before the imports below. Starting the driver releases the GIL, so that other
+        # threads run meanwhile.
+        gpu = open_device(name)
+        from exl_core.ops.backends.cuda.table import CudaTable
+
+        return CudaTable(gpu, threads)
+    raise BackendError("no such backend", expected="cpu, cuda or reference", got=name)
+
+
+def available_isas() -> tuple[str, ...]:
+    """Instruction sets that both the kernels and the processor support, slowest first.
+
+    Raises BackendError if the kernel library cannot be loaded.
+    """
+    from exl_core.ops.backends.cpu.library import native_isas
+
+    return native_isas()
+
+
+def device_failures(on: device, doing: str) -> AbstractContextManager[None]:
+    """Context that turns a GPU's errors into DeviceError, or OutOfMemoryError with figures."""
+    if on.type == "cpu":
+        return nullcontext()
+    from exl_core.ops.backends.cuda.device import failures
+
+    return failures(doing)

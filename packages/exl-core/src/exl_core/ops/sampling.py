@@ -1,0 +1,126 @@
+"""Ops on logits: sampling a token, and the normalizer of log probabilities."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from torch import Tensor, inference_mode, tensor
+
+
+class Sampled(NamedTuple):
+    """Result of `sample`; token_id is -1 if no token can be sampled."""
+
+    token_id: int
+    probability: float
+    top: list[tuple[int, float]]
+
+
+NOTHING_SAMPLED = Sampled(-1, 0.0, [])
+
+
+class NextStep(NamedTuple):
+    """Continuation of `sample_rows`: launches the next forward pass with the sampled tokens.
+
+    `sample_rows` writes the tokens to `token_ids` too, int64 [rows] on the table's device, 0 where
+    there is none. Then it calls `launch`. On a GPU this happens before the host synchronizes with
+    the sampling kernels.
+    """
+
+    token_ids: Tensor
+    launch: Callable[[], None]
+
+    def launch_after(self, sampled: Sequence[Sampled]) -> None:
+        """Copies tokens that are already on the host, then calls `launch`."""
+        with inference_mode():
+            self.token_ids.copy_(tensor([max(one.token_id, 0) for one in sampled]))
+        self.launch()
+
+
+class RowSettings(NamedTuple):
+    """Operands of `sample` for one row of `sample_rows`; mask, ids and values are on the CPU."""
+
+    row: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    uniform: float = 0.0
+    num_top: int = 0
+    mask: Tensor | None = None
+    ids: Tensor | None = None
+    values: Tensor | None = None
+
+    def draw(self, sample: Callable[..., Sampled], logits: Tensor) -> Sampled:
+        """Calls `sample` of a table with these settings on the row's logits."""
+        return sample(
+            logits,
+            self.mask,
+            self.ids,
+            self.values,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            uniform=self.uniform,
+            num_top=self.num_top,
+        )
+
+
+class SamplingOps(Protocol):
+    """Samples tokens from rows of logits."""
+
+    def log_sum_exp(self, x: Tensor) -> Tensor:
+        """log(sum(exp(x))) of each row of x [m, n] (strided rows) -> float32 [m].
+
+        NaN for a row with a NaN or plus infinity, or of minus infinities only.
+        """
+        ...
+
+    def sample(
+        self,
+        logits: Tensor,
+        mask: Tensor | None = None,
+        ids: Tensor | None = None,
+        values: Tensor | None = None,
+        *,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        uniform: float = 0.0,
+        num_top: int = 0,
+    ) -> Sampled:
+        """Samples a token from logits [vocab] with the random number `uniform` in [0, 1).
+
+        Steps, in this order:
+
+        1. logits[ids] = values; ids int64, of duplicates the last one counts
+        2. drop tokens whose bit in mask is 0 (int32, bit i % 32 of word i // 32)
+        3. divide by temperature (> 0)
+        4. keep the top_k likeliest tokens (0: all)
+        5. keep the longest descending run that sums to at most top_p and has no token below 1e-6
+           (1: off)
+        6. keep the tokens that are at least min_p times as likely as the likeliest one (0: off)
+        7. return the first token at which the running sum by id exceeds uniform
+
+        The likeliest token is always kept; ties are ordered by id. `top` lists the num_top
+        likeliest of the kept tokens with their probabilities. A token that is at most e^-87.3 times
+        as likely as the likeliest one counts as impossible. Returns NOTHING_SAMPLED if logits hold
+        a NaN or plus infinity, or if no finite logit is left.
+
+        All operands are on the CPU, whatever the table's device. `sample_rows` samples there.
+        """
+        ...
+
+    def sample_rows(
+        self, logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None
+    ) -> list[Sampled]:
+        """`sample` of the given rows of logits [n, vocab], strided rows on the table's device.
+
+        Rows are independent. On a GPU the host synchronizes once for all of them. Probabilities are
+        rounded differently there, so that the same random number may select another token. With
+        `next_step`, the next forward pass starts from the sampled tokens; the caller passes it if
+        that pass depends on nothing else.
+        """
+        ...
