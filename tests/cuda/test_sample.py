@@ -13,7 +13,7 @@ from torch import Tensor
 from exl_core.ops.backends.cuda.library import Gpu
 from exl_core.ops.backends.cuda.sampling import Capacity, RowSampler, SampleBuffers
 from exl_core.ops.backends.cuda.table import CudaTable
-from exl_core.ops.backends.reference.sampling import sample
+from exl_core.ops.backends.reference.sampling import ReferenceSamplingOps
 from exl_core.ops.sampling import NOTHING_SAMPLED, NextStep, RowSettings, Sampled
 from exl_kernels import cuda
 
@@ -82,7 +82,7 @@ def random_mask(rng: torch.Generator, vocab: int) -> Tensor:
 
 
 def reference(logits: Tensor, rows: list[RowSettings]) -> list[Sampled]:
-    return [row.draw(sample, logits[row.row]) for row in rows]
+    return [row.draw(ReferenceSamplingOps.sample, logits[row.row]) for row in rows]
 
 
 def assert_same(got: list[Sampled], wanted: list[Sampled], hint: object) -> None:
@@ -231,7 +231,7 @@ def test_tokens_come_as_often_as_they_are_likely(
         uniforms = torch.rand(batch, generator=random, dtype=torch.float64).tolist()
         rows = [settings._replace(uniform=uniform) for uniform in uniforms]
         classes.update(drawn.token_id * 5 // vocab for drawn in sampler.draw(on_device, rows))
-    everything = settings._replace(num_top=vocab).draw(sample, logits).top
+    everything = settings._replace(num_top=vocab).draw(ReferenceSamplingOps.sample, logits).top
     shares = [0.0] * 5
     for token_id, p in everything:
         shares[token_id * 5 // vocab] += p
