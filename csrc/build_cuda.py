@@ -113,7 +113,7 @@ def choose_target(environ: Mapping[str, str]) -> Target | None:
     if release is None or (int(release[1]), int(release[2])) < OLDEST_NVCC:
         said = release[0] if release else "an unknown release"
         oldest = ".".join(map(str, OLDEST_NVCC))
-        return _without(requested, f"{nvcc} is {said}, and {oldest} is the oldest that will do")
+        return _without(requested, f"{nvcc} is {said}, and {oldest} is the oldest supported")
     known = {int(name) for name in re.findall(r"compute_(\d+)$", _architectures(nvcc), re.M)}
     if wanted is None:
         kept = tuple(one for one in ALL if one in known)
@@ -238,9 +238,9 @@ def usable_cores() -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("folder", type=Path, help=f"where {LIBRARY} goes")
-    parser.add_argument("--objects", type=Path, default=ROOT / "build", help="where objects stay")
-    parser.add_argument("--strict", action="store_true", help="warnings are errors")
+    parser.add_argument("folder", type=Path, help=f"target folder of {LIBRARY}")
+    parser.add_argument("--objects", type=Path, default=ROOT / "build", help="object folder")
+    parser.add_argument("--strict", action="store_true", help="treat warnings as errors")
     args = parser.parse_args()
     library = build_library(
         args.folder.resolve(),

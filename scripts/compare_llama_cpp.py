@@ -1,17 +1,18 @@
-"""exl beside llama.cpp on the CPU, in one run. Usage: compare_llama_cpp.py [--threads 2] ...
+"""Compare the speed of exl and llama.cpp on the CPU. Usage: compare_llama_cpp.py [--threads 2] ...
 
-Two comparisons on the same work (`exl bench` and `llama_cpp_speed.py` say what is timed):
+Two comparisons of the same work (`exl bench` and `llama_cpp_speed.py` describe the timed work):
 
-  EXL2 / Q4_0   an EXL2 model of 4 bits (`write_rtn_exl2.py`) against llama.cpp's faster format;
-                both are made here from the model's GGUF file
-  GGUF          that file, as it is, by both
+  EXL2 / Q4_0   an EXL2 model of 4 bits (`write_rtn_exl2.py`) in exl, and llama.cpp's fastest format
+                in llama.cpp; both are made from the model's GGUF file
+  GGUF          that GGUF file in both programs
 
-Every measurement is a process of its own. They alternate, llama.cpp, exl, llama.cpp, exl, so that
-both meet the same machine; each takes the median of its own repetitions, and the figure is the
-median over the rounds. The floor is what the bytes of a token take at the bandwidth that `exl
-bench` measured. Prints a table, and JSON as the last line. The machine must have nothing else to
-do: llama.cpp's threads wait for each other by spinning, so whatever takes a core from one of them
-stops them all. Needs llama-cpp-python: `llama_cpp_speed.py` says how to build it.
+Each measurement is a separate process. They alternate (llama.cpp, exl, llama.cpp, exl), so that a
+slowdown of the machine affects both. A process reports the median of its repetitions; the figure is
+the median over the rounds. The floor is the time to read the bytes of one token at the bandwidth
+that `exl bench` measured. Prints a table, and JSON as the last line.
+
+The machine must be idle. llama.cpp's threads wait for each other by spinning, so losing the core of
+one thread stops all of them. Needs llama-cpp-python: `llama_cpp_speed.py` says how to build it.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ from exl_core.resolve import resolve_model
 SCRIPTS = Path(__file__).resolve().parent
 INSTALL = "python -m pip install llama-cpp-python==0.3.36; llama_cpp_speed.py says how to build it"
 TESTS = ("prefill", "decode")
-BUSY = 0.5  # processes that ran in the last minute, on average
+BUSY = 0.5  # load average of the last minute above which a warning is printed
 Figures = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What both sides are asked for."""
+    """Work that both programs do."""
 
     prefill: int
     decode: int
@@ -52,14 +53,14 @@ class Work:
 
     @property
     def options(self) -> list[str]:
-        """As both programs take them."""
+        """Command-line options, with the names that both programs use."""
         counts = asdict(self)
         return [text for name, count in counts.items() for text in (f"--{name}", str(count))]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Two files that are compared, and what was found, round by round."""
+    """Two model files that are compared, and the figures of each round."""
 
     name: str
     peer_file: Path
@@ -71,7 +72,7 @@ class Case:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(". Usage")[0])
     parser.add_argument("-m", "--model", metavar="MODEL.gguf", help="default: smollm2")
-    parser.add_argument("--group-size", type=int, default=32, help="of the EXL2 model")
+    parser.add_argument("--group-size", type=int, default=32, help="group size of the EXL2 model")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--prefill", type=int, default=512)
     parser.add_argument("--decode", type=int, default=128)
@@ -141,7 +142,7 @@ def summarize(case: Case, bandwidth: float) -> dict[str, object]:
 
 
 def side_figures(rounds: list[Figures], read_bytes: int, bandwidth: float) -> Figures:
-    """The medians over the rounds, and how near decoding comes to the floor."""
+    """Medians over the rounds, and the decode speed as a share of the speed at the floor."""
     figures: dict[str, Any] = {"bytes_per_token": read_bytes, "floor_tok_s": bandwidth / read_bytes}
     for test in TESTS:
         rates = [found[f"{test}_tok_s"] for found in rounds]
@@ -152,7 +153,8 @@ def side_figures(rounds: list[Figures], read_bytes: int, bandwidth: float) -> Fi
 
 
 def gguf_decode_bytes(path: Path) -> int:
-    """The tensors that a decode step reads: all, but of an untied embedding single rows."""
+    """Bytes of tensors that a decode step reads: all, except an untied embedding, from which it
+    reads single rows."""
     tensors = open_checkpoint(path)[0].tensors
     total = sum(tensor.size_bytes for tensor in tensors.values())
     is_tied = "output.weight" not in tensors
@@ -160,7 +162,7 @@ def gguf_decode_bytes(path: Path) -> int:
 
 
 def run(*command: str) -> str:
-    """stdout of one of our scripts, or of a module, in this interpreter."""
+    """Runs a script of this folder, or a module (-m), with this interpreter; returns its stdout."""
     first, *rest = command
     program = [first] if first == "-m" else [str(SCRIPTS / first)]
     done = subprocess.run(

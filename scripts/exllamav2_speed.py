@@ -1,10 +1,13 @@
-"""What exllamav2 does with an EXL2 or GPTQ directory. Usage: exllamav2_speed.py DIR [--batch 1,8]
+"""Time exllamav2 on an EXL2 or GPTQ directory. Usage: exllamav2_speed.py DIR [--batch 1,8] ...
 
-Times what `exl bench` times. Decode: `--decode` steps after `--depth` cached tokens, each fed with
-the likeliest tokens of the one before, which are read back. Prefill: from an empty cache, without
-logits but of the last token. One repetition goes unmeasured; the last line is JSON. Needs a GPU and
-exllamav2 0.3.2, which compiles its extension when it is first imported. Without flash-attn its
-prefill attends wrongly unless EXLLAMA_NO_SDPA=1 is set; unset is faster, and so what is compared.
+Times the same work as `exl bench`. Decode: `--decode` steps after `--depth` cached tokens. Each
+step is fed the likeliest tokens of the previous one, which are read back. Prefill: from an empty
+cache, with logits of the last token only. One repetition runs unmeasured first. The last line is
+JSON.
+
+Needs a GPU and exllamav2 0.3.2, which compiles its extension at the first import. Without
+flash-attn its prefill computes wrong attention unless EXLLAMA_NO_SDPA=1 is set. The comparison
+leaves that variable unset, because exllamav2 is faster without it.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ def main() -> int:
 
 
 def decode_rate(model: ExLlamaV2, batch: int, depth: int, decode: int, repeat: int) -> float:
-    """Tokens a second of all sequences together."""
+    """Tokens per second over all sequences."""
     cache = ExLlamaV2Cache(model, batch_size=batch, max_seq_len=depth + decode)
     first = torch.full((batch, 1), 100)
     for _ in range(depth):

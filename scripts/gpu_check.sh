@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# On a machine with a GPU: build in place, run the tests that need one, measure. Asks no package
-# index for anything: Python, torch, nvcc, a C++ compiler and what exl depends on must be there.
+# Build in place on a machine with a GPU, run the tests that need a GPU, and measure speed. Needs no
+# package index: Python, torch, nvcc, a C++ compiler and the dependencies of exl must be installed.
 #
 #   scripts/gpu_check.sh [--no-build] [--no-tests] [--no-figures] [options of gpu_figures.py]
 #
-# stdout gets one JSON object for each figure and nothing else. The exit status is 1 if a test or a
-# measurement fails; the figures are taken in any case. PYTHON names another python3; what is built
-# already and newer than its sources is kept. CUDA code is made for the GPUs that are here unless
-# EXL_CUDA_ARCH says otherwise.
+# stdout has one JSON object per figure and nothing else. The exit status is 1 if a test or a
+# measurement fails; failed tests do not prevent the measurements. PYTHON selects the interpreter
+# (default: python3). Libraries that are newer than their sources are not built again. CUDA code is
+# built for the GPUs of this machine unless EXL_CUDA_ARCH lists others.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -44,7 +44,7 @@ print(";".join(sorted({"%d.%d" % torch.cuda.get_device_capability(i) for i in ra
 
 export PYTHONPATH="$PWD/csrc/python:$PWD/packages/exl-core/src:$PWD/packages/exl-eval/src:$PWD/packages/exl-cli/src${PYTHONPATH:+:$PYTHONPATH}"
 
-# Whether the extension that lies here is for this Python and newer than all it is made of.
+# Succeeds if the extension built in place fits this Python and is newer than its sources.
 is_built() {
   local built
   built=$("$python" -c 'import exl_kernels._C as built; print(built.__file__)' 2>/dev/null) || return 1
@@ -58,7 +58,7 @@ if [ $build = 1 ]; then
   else
     has setuptools || fail "$python has no setuptools to build with"
     beside=""
-    if ! has pybind11; then # torch has its headers
+    if ! has pybind11; then # torch ships the headers of pybind11
       beside=$(mktemp -d)
       trap 'rm -rf "$beside"' EXIT
       cat >"$beside/pybind11.py" <<'PYTHON'

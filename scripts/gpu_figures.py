@@ -1,12 +1,14 @@
-"""Figures of speed on a GPU, a JSON object a line. Usage: gpu_figures.py [--model DIR] [--peer] ...
+"""Measure speed on a GPU, one JSON object per line. Usage: gpu_figures.py [--model DIR] [--peer]
 
-Each line is {"figure", "value", "unit", "peer", "ratio"} and what else belongs to it; `ratio` says
-how many times better than the peer, or than what `of` names, and is null where nothing is compared.
-Rates are medians of three. exl and the peer, exllamav2, run one after the other on the same model,
-each in a process of its own. Without `--model`, models with random weights are written first
-(`random_exl2.py`): `--size` says of which shapes, and of the first one `--mixes` adds other widths
-and GPTQ. `--long` adds decoding with 32k tokens in the cache, `--kernels` each op's time and share
-of the bandwidth. What is measured, and how: `packages/exl-eval/src/exl_eval/speed.py`.
+Each line has "figure", "value", "unit", "peer", "ratio" and further fields of the figure. `ratio`
+is how many times better the value is than the peer, or than the baseline that `of` describes. It is
+null without a comparison. Rates are medians of three repetitions. exl and the peer (exllamav2) run
+one after the other on the same model, each in a separate process.
+
+Without `--model`, models with random weights are written first (`random_exl2.py`). `--size` selects
+their shapes. `--mixes` adds other bit widths and GPTQ for the first size, `--long` decoding with
+32k cached tokens, `--kernels` the time of each op and its share of the bandwidth.
+`packages/exl-eval/src/exl_eval/speed.py` describes the measurements.
 """
 
 from __future__ import annotations
@@ -34,13 +36,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition(". Usage")[0])
     parser.add_argument("--model", metavar="DIR", type=Path, help="an EXL2 or GPTQ model")
     parser.add_argument("--size", default="8b", help="8b, 1b or tiny; or several: 8b,1b")
-    parser.add_argument("--work", type=Path, help="where models are written and kept")
+    parser.add_argument("--work", type=Path, help="folder for the written models, which are kept")
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--decode", type=int, default=128, help="tokens that are decoded")
-    parser.add_argument("--peer", action="store_true", help="run exllamav2 too, if it is there")
-    parser.add_argument("--mixes", action="store_true", help="other widths, and GPTQ")
-    parser.add_argument("--long", action="store_true", help="with 32k tokens in the cache")
-    parser.add_argument("--kernels", action="store_true", help="op by op")
+    parser.add_argument("--decode", type=int, default=128, help="number of decoded tokens")
+    parser.add_argument("--peer", action="store_true", help="also run exllamav2, if installed")
+    parser.add_argument("--mixes", action="store_true", help="also other bit widths and GPTQ")
+    parser.add_argument("--long", action="store_true", help="also decode after 32k cached tokens")
+    parser.add_argument("--kernels", action="store_true", help="also time each op")
     args = parser.parse_args()
     has_peer = args.peer and importlib.util.find_spec("exllamav2") is not None
     if args.peer and not has_peer:
@@ -66,13 +68,13 @@ def main() -> int:
 
 
 class Measuring:
-    """Runs the programs and prints what they find."""
+    """Runs the measuring programs and prints their figures."""
 
     def __init__(self, device: str, decode: int, *, has_peer: bool) -> None:
         self._device, self._decode, self._has_peer = device, str(decode), has_peer
 
     def speed(self, name: str, model: Path) -> None:
-        """Decoding by batch size, prompts by length, loading, memory, launches."""
+        """Figures of decode by batch size, prefill by length, load time, memory and launches."""
         depth = ("--depth", str(SHORT), "--decode", self._decode)
         own = self._bench(model, "--batch", BATCHES, "--prefill", "8", *depth)
         prompts = self._bench(model, "--prefill", PROMPTS, "--decode", "1")
@@ -123,15 +125,15 @@ class Measuring:
             emit(f"{name} decode after {LONG}, {kind} cache", rates[1], "tok/s", **ratio, **facts)
 
     def share(self, model: Path) -> float:
-        """Of the bandwidth's floor, at batch 1."""
+        """Decode speed at batch 1, as a share of the speed at the bandwidth's floor."""
         depth = ("--depth", str(SHORT), "--decode", self._decode)
         share: float = self._bench(model, "--prefill", "8", *depth)["floor_share"]
         return share
 
     def width(self, name: str, model: Path, base: float) -> None:
-        """Another mix of widths, beside the share of the bandwidth that the usual one reaches."""
+        """Figure of another mix of bit widths, compared with the share `base` of the usual mix."""
         found = self.share(model)
-        ratio = {"ratio": round(found / base, 3), "of": f"{base:.3f}, as the usual mix has it"}
+        ratio = {"ratio": round(found / base, 3), "of": f"{base:.3f}, the share of the usual mix"}
         emit(f"{name} decode batch 1", found, "of the floor", **ratio)
 
     def _bench(self, model: Path, *options: str) -> Figures:
@@ -153,7 +155,7 @@ def random_model(work: Path, size: str, *options: str) -> Path:
 
 
 def run(*arguments: str) -> str:
-    """stdout of this interpreter with these arguments; its stderr is shown."""
+    """Runs this interpreter with these arguments; returns its stdout and passes on its stderr."""
     note(" ".join(arguments))
     done = subprocess.run(
         [sys.executable, *arguments], stdout=subprocess.PIPE, text=True, check=False
@@ -169,12 +171,12 @@ def last_json(text: str) -> Figures:
 
 
 def rounded(figures: Figures, *names: str) -> dict[str, float]:
-    """Those that there are, with six digits."""
+    """Figures of these names that are not None, rounded to six digits."""
     found = {name: figures[name] for name in names if figures[name] is not None}
     return {name: float(f"{value:.6g}") for name, value in found.items()}
 
 
-def emit(  # noqa: PLR0917 - a figure and what it is compared with
+def emit(  # noqa: PLR0917 - a figure with its comparison
     figure: str,
     value: float,
     unit: str,

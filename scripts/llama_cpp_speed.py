@@ -1,15 +1,16 @@
-"""What llama.cpp does with a GGUF file. Usage: llama_cpp_speed.py {speed,requantize} IN.gguf ...
+"""Time llama.cpp on a GGUF file, or requantize it. Usage: llama_cpp_speed.py speed IN.gguf ...
 
-`speed` times what `exl bench` times: a prompt, at most 512 tokens in a pass, to the logits of its
-last token; then single tokens after a prompt of one. One repetition goes unmeasured; the last line
-is JSON. `requantize` writes IN as Q4_0, which llama.cpp repacks for its fastest kernels. A process
-of its own, so that two thread pools never share the cores.
+`speed` times the same work as `exl bench`: a prompt in passes of at most 512 tokens, up to the
+logits of its last token; then single tokens after a prompt of one token. One repetition runs
+unmeasured first. The last line is JSON. `requantize IN.gguf OUT.gguf` writes Q4_0, which llama.cpp
+repacks for its fastest kernels. This is a separate process so that two thread pools never share the
+cores.
 
-llama.cpp's AMX kernels have crashed on batches; a build without them that has everything else:
+llama.cpp's AMX kernels have crashed on batches. This builds it with all instruction sets but AMX:
 
   CMAKE_ARGS="-DGGML_NATIVE=OFF -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON -DGGML_BMI2=ON
               -DGGML_AVX_VNNI=ON -DGGML_AVX512=ON -DGGML_AVX512_VBMI=ON -DGGML_AVX512_VNNI=ON
-              -DGGML_AVX512_BF16=ON"   (leave out what /proc/cpuinfo does not list)
+              -DGGML_AVX512_BF16=ON"   (omit the sets that /proc/cpuinfo does not list)
   python -m pip install --no-binary llama-cpp-python llama-cpp-python==0.3.36
 """
 
@@ -48,7 +49,7 @@ def main() -> int:
 
 
 def speed(path: Path, prefill: int, decode: int, threads: int, repeat: int) -> dict[str, object]:
-    """Tokens a second, the median of `repeat`."""
+    """Tokens per second, medians of `repeat` repetitions."""
     model: Any = llama_cpp.Llama(
         str(path),
         n_ctx=max(prefill, decode + 1) + PASS_TOKENS,

@@ -1,9 +1,9 @@
-"""What drafts, constraints and the prompt cache cost and gain, on one model, in one run.
+"""Measure cost and gain of drafts, constraints and the prompt cache on one model.
 
     python scripts/measure_engine.py [MODEL] [--rounds N] [--threads N]
 
-Each pair of rates comes from requests that alternate; the ratio is the median of the rounds. The
-last line is one JSON object.
+The two rates of a comparison come from alternating requests. The ratio is the median over the
+rounds. The last line is one JSON object.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ def engine_of(loaded: LoadedModel, *, drafts: bool = False) -> Engine:
 def measure(
     plain: Callable[[int], FinishEvent], other: Callable[[int], FinishEvent], rounds: int
 ) -> Figures:
-    """Seconds a token of both, alternating: the median ratio plain / other, and the rates."""
+    """Runs both alternately. Returns the median ratio of decode rates, other / plain, and the
+    rates."""
     ratios, rates = [], []
     for number in range(rounds + 1):
         first, second = plain(number), other(number)
@@ -97,7 +98,7 @@ def constraint(loaded: LoadedModel, schema: dict[str, object], rounds: int) -> F
 
 
 def prompt_cache(loaded: LoadedModel, rounds: int) -> dict[str, float]:
-    """Time to the first token of a prompt of 1000 tokens, cold and again."""
+    """Time to the first token of a prompt of 1000 tokens, computed and then from the cache."""
     cold, warm = [], []
     for number in range(rounds + 1):
         engine = engine_of(loaded)

@@ -1,15 +1,15 @@
-"""What the HTTP server costs beside the engine alone, on one model, in one run.
+"""Measure the overhead of the HTTP server over the engine alone.
 
     python scripts/measure_server.py [MODEL] [--rounds N] [--clients N] [--tokens N] [--threads N]
 
-The server is a process of its own, the clients are in this one, and so is the engine that it is
-compared with; they alternate, and ratios are medians of the rounds. The last line is one JSON
+The server is a separate process. The clients and the engine that it is compared with run in this
+process. Server and engine alternate; ratios are medians over the rounds. The last line is one JSON
 object:
 
-    throughput_ratio      tokens a second of all clients together, by those of the engine at the
-                          same batch
-    added_ms_per_token    of one client, from sending the request to the last token, beyond what the
-                          engine alone takes for the same reply
+    throughput_ratio      tokens per second of all clients, divided by those of the engine alone at
+                          the same batch size
+    added_ms_per_token    time of one client from sending the request to the last token, minus the
+                          engine's time for the same reply, per token
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CACHE_TOKENS = 32768
 
 
 def prompts_of(count: int, number: int) -> list[str]:
-    """Alike in length, and none the beginning of another."""
+    """Prompts of similar length that share no prefix."""
     return [f"{number} {i}: Here is a long story about the sea. " for i in range(count)]
 
 
@@ -49,8 +49,8 @@ def engine_s(generator: DynamicGenerator, prompts: list[str], tokens: int) -> fl
 
 
 def clients_s(port: int, prompts: list[str], tokens: int) -> float:
-    """All at once, streaming; checks that each got its reply. They do nothing but read: what they
-    take of the processor the server misses."""
+    """Seconds until all clients, which stream concurrently, have their replies. Checks the length
+    of each reply. The clients only read, because their processor time is lost to the server."""
     started = time.perf_counter()
     with DefaultSelector() as waiting:
         for prompt in prompts:
@@ -78,7 +78,7 @@ def request_for(prompt: str, tokens: int) -> bytes:
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
-        "logit_bias": {str(i): -100 for i in (0, 2)},  # SmolLM2's ends of text
+        "logit_bias": {str(i): -100 for i in (0, 2)},  # bans SmolLM2's end-of-text tokens
     }
     body = json.dumps(fields).encode()
     head = (

@@ -1,8 +1,8 @@
-"""What scoring a text costs beside reading it. Usage: time_perplexity.py [-m MODEL] [--ctx N]
+"""Measure the cost of scoring a text beyond its prefill. Usage: time_perplexity.py [-m MODEL]
 
-Three runs over the same window, one after the other, round by round: the passes alone, with no
-logits; the passes with the logits of every position; and `exl eval perplexity`'s own scoring. The
-ratios are medians over the rounds. Prints JSON as the last line.
+Each round runs the same window three times: forward passes without logits, forward passes with
+the logits of every position, and the scoring of `exl eval perplexity`. The ratios are medians over
+the rounds. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--ctx", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    torch.set_num_threads(1)  # as the command does it
+    torch.set_num_threads(1)  # as the `exl` command does
     loaded = load_model(args.model, LoadOptions(backend=args.device))
     ids = tuple(loaded.tokenizer.encode(SAMPLE_TEXT * 20))[: args.ctx]
     passes = TextPasses(loaded.model, len(ids))

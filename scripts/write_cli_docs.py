@@ -43,7 +43,7 @@ def page() -> str:
 
 
 def leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """Every verb with its full name, groups unfolded, in the order of the help page."""
+    """Every command with its full name, subcommands of groups included, in help-page order."""
     children = getattr(command, "commands", None)
     if children is None:
         yield name, command

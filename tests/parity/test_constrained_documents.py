@@ -1,4 +1,4 @@
-"""The real model writes documents for twenty schemas of growing difficulty; all validate."""
+"""Documents that a real model writes under twenty JSON schemas are valid."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ def generator(smollm2: LoadedModel) -> DynamicGenerator:
 
 
 def sampler_of(seed: int) -> SamplerParams:
-    """A model this small goes on for ever where a schema lets it; DRY takes it out of its rut."""
+    """Sampler with penalties. Without them, a model this small repeats itself forever where the
+    schema allows it."""
     return SamplerParams(
         temperature=0.8, top_p=0.95, dry_multiplier=1.0, frequency_penalty=0.2, seed=seed
     )
 
 
 def write(generator: DynamicGenerator, each: int, first_seed: int) -> dict[str, list[str]]:
-    """Finished documents by name of the schema. A schema may have no longest document: what is not
-    finished after MOST_TOKENS is begun again with another seed, which few need."""
+    """Finished documents by name of the schema. Some schemas do not limit the length of a document,
+    so a document that is unfinished after MOST_TOKENS is restarted with another seed. Few need it.
+    """
     template = generator.loaded.template
     assert template is not None
 
@@ -67,7 +69,7 @@ def write(generator: DynamicGenerator, each: int, first_seed: int) -> dict[str, 
             name, seed = result.job.identifier
             if result.finish.reason is FinishReason.LENGTH:
                 again += 1
-                assert again <= 1 + each, "hardly any document comes to an end"
+                assert again <= 1 + each, "too many documents did not end"
                 begin(name, seed + 1000)
             else:
                 written[name].append(result.job.text)

@@ -1,7 +1,8 @@
-"""What quantized arithmetic costs: the default path against `--exact`, on real text.
+"""Accuracy of the fast path against `--exact`, on real text.
 
-Integers for decoding and bfloat16 for prompts round activations; the model's answers must not move
-by more than a mean KL divergence of 1e-3, and its first choice must stay in 98 % of all places.
+The fast path rounds activations: to integers in decode, to bfloat16 in prefill. The mean KL
+divergence from the exact path must be at most 1e-3. The likeliest token must be the same at 98 % of
+the positions.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def token_ids(exact: LoadedModel, wikitext_path: Path) -> list[int]:
 
 
 def _divergence(exact: Tensor, fast: Tensor) -> tuple[Tensor, Tensor]:
-    """KL(exact || fast) in nats and whether the first choice is the same, for each row."""
+    """KL(exact || fast) in nats, and whether the likeliest token is the same, for each row."""
     p, q = exact.double().log_softmax(-1), fast.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1), exact.argmax(-1) == fast.argmax(-1)
 
@@ -43,7 +44,7 @@ def _divergence(exact: Tensor, fast: Tensor) -> tuple[Tensor, Tensor]:
 def _compare(
     exact: LoadedModel, fast: LoadedModel, ids: list[int], rows: int
 ) -> tuple[Tensor, Tensor]:
-    """Both models fed `rows` tokens a pass, their caches their own."""
+    """Divergence of both models, fed `rows` tokens per pass, each with its own cache."""
     runs = [
         PagedRun(loaded.model, num_seqs=1, max_len=len(ids), kv_format=KVFormat.FP16)
         for loaded in (exact, fast)
@@ -62,16 +63,16 @@ def _assert_close(kl: Tensor, same: Tensor) -> None:
     assert float(same.double().mean()) >= SAME_TOP_MIN
 
 
-def test_prompts_keep_the_exact_answers(exact, smollm2, token_ids) -> None:
+def test_prefill_stays_close_to_exact(exact, smollm2, token_ids) -> None:
     _assert_close(*_compare(exact, smollm2, token_ids[:512], CHUNK))
 
 
-def test_decoding_keeps_the_exact_answers(exact, smollm2, token_ids) -> None:
+def test_decode_stays_close_to_exact(exact, smollm2, token_ids) -> None:
     _assert_close(*_compare(exact, smollm2, token_ids[2048:2112], 1))
 
 
 @pytest.mark.soak
-def test_ten_windows_keep_the_exact_answers(exact, smollm2, token_ids) -> None:
+def test_prefill_of_ten_windows_stays_close_to_exact(exact, smollm2, token_ids) -> None:
     results = [
         _compare(exact, smollm2, token_ids[start : start + 2048], CHUNK)
         for start in range(0, 10 * 2048, 2048)

@@ -1,4 +1,4 @@
-"""The same model as safetensors and as GGUF gives the same logits, whatever the file's layout."""
+"""A GGUF file gives the logits of its source model in transformers, for every family and type."""
 
 from __future__ import annotations
 
@@ -53,17 +53,15 @@ GEMMA_PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
     ],
     ids=["llama", "llama-tied-bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"],
 )
-def test_a_gguf_file_gives_the_logits_of_its_source(
-    tmp_path: Path, ids: list[int], model: Any
-) -> None:
+def test_gguf_logits_match_transformers(tmp_path: Path, ids: list[int], model: Any) -> None:
     ours = logits_of(write_gguf(model, tmp_path / "tiny.gguf"), ids, EXACT)
 
     expected = expected_logits(model, ids)
     assert (ours - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-def test_rope_factors_in_a_tensor_divide_the_frequencies(tmp_path: Path, ids: list[int]) -> None:
-    # Linear scaling by 4, written the way Llama 3 files carry theirs.
+def test_rope_factors_from_a_tensor_divide_the_frequencies(tmp_path: Path, ids: list[int]) -> None:
+    # Linear scaling by 4, stored as a tensor of factors as in Llama 3 files.
     model = tiny_llama(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4})
     factors = np.full(model.config.head_dim // 2, 4.0, dtype=np.float32)
 
@@ -78,7 +76,7 @@ SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 16, "num_attent
 
 
 def replace_weights(model: Any, kind: str, kept: torch.dtype) -> None:
-    """By what `kind` makes of them."""
+    """Replaces each matrix by its quantized and dequantized values."""
     quantization = GGMLQuantizationType[kind]
     for parameter in model.parameters():
         if parameter.dim() == 2:
@@ -87,10 +85,10 @@ def replace_weights(model: Any, kind: str, kept: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_exact_quantized_gguf_gives_the_logits_of_its_dequantized_weights(
+def test_exact_path_gives_the_logits_of_dequantized_weights(
     tmp_path: Path, ids: list[int], kind: str
 ) -> None:
-    model = tiny_llama(**SIZES)  # whole blocks of 32
+    model = tiny_llama(**SIZES)  # widths are multiples of the block size 32
     path = write_gguf(model, tmp_path / "tiny.gguf", GGMLQuantizationType[kind])
     replace_weights(model, kind, torch.bfloat16 if kind == "BF16" else torch.float16)
 
@@ -102,7 +100,7 @@ def test_exact_quantized_gguf_gives_the_logits_of_its_dequantized_weights(
 
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
-def test_quantized_gguf_gives_the_logits_of_its_unrounded_weights(
+def test_default_path_gives_the_logits_of_unrounded_weights(
     tmp_path: Path, ids: list[int], kind: str, is_tied: bool
 ) -> None:
     model = tiny_llama(**SIZES, tie_word_embeddings=is_tied, attention_bias=True, mlp_bias=True)
@@ -117,7 +115,7 @@ def test_quantized_gguf_gives_the_logits_of_its_unrounded_weights(
     assert (fast - expected).abs().max() <= 0.05 * expected.abs().max()  # bfloat16 activations
 
 
-def test_a_tied_matrix_is_in_memory_once_and_quantized(tmp_path: Path) -> None:
+def test_a_tied_matrix_is_stored_once_and_quantized(tmp_path: Path) -> None:
     kind = GGMLQuantizationType.Q8_0
     tied = write_gguf(tiny_llama(**SIZES, tie_word_embeddings=True), tmp_path / "tied.gguf", kind)
     untied = write_gguf(tiny_llama(**SIZES), tmp_path / "untied.gguf", kind)
@@ -127,10 +125,10 @@ def test_a_tied_matrix_is_in_memory_once_and_quantized(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("backend", ["reference", "cpu"])
-def test_projections_stored_in_different_kinds_are_joined(
+def test_projections_with_different_block_types_are_joined(
     tmp_path: Path, ids: list[int], backend: str
 ) -> None:
-    # As real files do it: v_proj and down_proj in another kind than their neighbors.
+    # Real files mix block types too, for example v_proj and down_proj in a wider one.
     model = tiny_llama(**SIZES)
     kinds = {"attn_v": "Q8_0", "ffn_up": "Q5_1", "attn_q": "F16"}
     path = write_gguf(model, tmp_path / "tiny.gguf", GGMLQuantizationType.Q4_0, kinds=kinds)

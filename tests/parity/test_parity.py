@@ -1,4 +1,4 @@
-"""Each family against transformers, in float32: prefill, chunks, and decode through the pages."""
+"""Each model family against transformers, in float32: prefill, chunks and decode, paged cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from support.tiny_models import (
     tiny_qwen3,
 )
 
-TOLERANCE = 1e-4  # of the largest logit: fp32 on both sides, sums in another order
+TOLERANCE = 1e-4  # relative to the largest logit; both sides sum in float32, in different orders
 
 SCORE_SOFTCAP = 2.0
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -71,7 +71,7 @@ VARIANTS: dict[str, Any] = {
     "phi3-window-partial": lambda: tiny_phi3(sliding_window=50, partial_rotary_factor=0.5),
     "gemma2": tiny_gemma2,
     "gemma3": tiny_gemma3,
-    # transformers computes the soft-cap of scores only when called with it (below).
+    # transformers applies the soft-cap of scores only if it is passed to the call (see the test).
     "gemma3-softcaps": lambda: tiny_gemma3(
         final_logit_softcapping=1.5,
         attn_logit_softcapping=SCORE_SOFTCAP,
@@ -88,7 +88,7 @@ VARIANTS: dict[str, Any] = {
 
 @pytest.fixture(scope="module", params=VARIANTS)
 def reference(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Any, Path]:
-    """A random model in memory and the same one as a checkpoint."""
+    """A random transformers model, and the folder of its checkpoint."""
     model = VARIANTS[request.param]()
     return model, save(model, tmp_path_factory.mktemp(request.param))
 
@@ -98,7 +98,7 @@ def test_logits_equal_transformers_in_prefill_chunks_and_decode(
     reference: tuple[Any, Path], backend: str
 ) -> None:
     model, folder = reference
-    ids = random_ids(2, 300)  # two sequences; 300 crosses a page and outruns the window
+    ids = random_ids(2, 300)  # two sequences; 300 tokens exceed a page and the attention window
     with torch.inference_mode():
         own = model.config
         softcap = own.attn_logit_softcapping if own.model_type == "gemma3_text" else None
@@ -117,7 +117,7 @@ def test_logits_equal_transformers_in_prefill_chunks_and_decode(
         assert_close(logits[1], expected[1, step * 30 : step * 30 + 30])
 
 
-def test_ntk_alpha_is_a_larger_base(tmp_path: Path) -> None:
+def test_rope_alpha_raises_the_rope_base(tmp_path: Path) -> None:
     alpha, head_dim, base = 2.6, 20, 10000.0
     scaled = base * alpha ** (head_dim / (head_dim - 2))
     model = tiny_llama(rope_parameters={"rope_type": "default", "rope_theta": scaled})
@@ -133,7 +133,7 @@ def test_ntk_alpha_is_a_larger_base(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_checkpoints_give_the_logits_of_their_own_weights(
+def test_half_precision_checkpoints_give_the_logits_of_their_rounded_weights(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
     folder = save(tiny_llama().to(dtype), tmp_path)

@@ -45,7 +45,7 @@ def test_exl2_logits(tmp_path: Path, build: Callable[..., Any]) -> None:
     model = build(**SIZES, tie_word_embeddings=False)
     folder = save(model, tmp_path)
     pieces = quantize(folder, {"quant_method": "exl2", "bits": 4.0}, exl2_pieces)
-    # A leftover index of the source model, as converters copy it, must not count.
+    # Converters copy the source model's index. It must be ignored.
     leftover = {"weight_map": {"x": "gone.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(leftover))
     dense = {stem: exl2.dequantize(exl2.check(p, stem)) for stem, p in pieces.items()}
@@ -62,7 +62,7 @@ def test_a_tied_exl2_model_may_have_a_quantized_head(tmp_path: Path) -> None:
     assert_same_logits(folder, model, dense)
 
 
-def test_head_norms_that_are_stored_once_a_head(tmp_path: Path) -> None:
+def test_head_norms_may_be_stored_per_head(tmp_path: Path) -> None:
     model = tiny_gemma3(**SIZES)
     folder = save(model, tmp_path)
     tensors = load_file(folder / "model.safetensors")
@@ -93,7 +93,7 @@ def test_gptq_logits(tmp_path: Path, in_older_file: bool) -> None:
     assert_same_logits(folder, model, dense)
 
 
-def test_a_description_shows_what_quantized_matrices_take(tmp_path: Path) -> None:
+def test_a_description_has_the_size_of_quantized_matrices(tmp_path: Path) -> None:
     folder = quantized_llama("exl2", tmp_path)
 
     described = describe_model(str(folder))
@@ -114,7 +114,7 @@ def test_other_methods_are_refused_by_name(tmp_path: Path, method: str) -> None:
         load_model(str(folder))
 
 
-def test_a_missing_piece_is_named(tmp_path: Path) -> None:
+def test_a_missing_tensor_of_a_matrix_is_refused(tmp_path: Path) -> None:
     folder = quantized_llama("exl2", tmp_path)
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.0.mlp.up_proj.q_scale"]
@@ -124,7 +124,7 @@ def test_a_missing_piece_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_matrix_of_another_shape_is_refused_with_both(tmp_path: Path, method: str) -> None:
+def test_a_matrix_of_another_shape_is_refused(tmp_path: Path, method: str) -> None:
     folder = save(tiny_llama(**SIZES), tmp_path)
     settings, make = METHODS[method]
     stems = quantize(folder, settings, lambda k, n: make(k, 64 if n == 96 else -(-n // 32) * 32))

@@ -1,4 +1,4 @@
-"""EXL2 and GPTQ checkpoints, kept quantized, give the logits of what their codes mean."""
+"""EXL2 and GPTQ checkpoints that stay quantized give the logits of their dequantized weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ IDS = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_see
 
 
 def unrounded(method: str, pieces: Pieces) -> Tensor:
-    """float32 [stored out_features, in_features]."""
+    """Dequantized weight without rounding: float32 [stored out_features, in_features]."""
     matrix: Exl2Matrix | GptqMatrix
     if method == "exl2":
         linear = exl2.check(pieces, "test")
@@ -45,7 +45,7 @@ def unrounded(method: str, pieces: Pieces) -> Tensor:
 
 
 def expected_logits(model: Any, weights: dict[str, Tensor]) -> Tensor:
-    """Of `model` with these weights, which may have rows of padding."""
+    """Logits of `model` with these weights, which may have padding rows at the end."""
     parameters = dict(model.named_parameters())
     with torch.inference_mode():
         for stem, weight in weights.items():
@@ -55,7 +55,8 @@ def expected_logits(model: Any, weights: dict[str, Tensor]) -> Tensor:
 
 
 def assert_same_logits(folder: Path, expected: Tensor) -> None:
-    """The reference table computes them; `--exact` rounds each weight to float16 once more."""
+    """Checks the reference table, its exact path (which rounds each weight to float16), and the
+    default table."""
     size = expected.abs().max()
     ours = logits_of(folder, IDS, LoadOptions(backend="reference"))
     assert (ours - expected).abs().max() <= 1e-4 * size
@@ -67,7 +68,9 @@ def assert_same_logits(folder: Path, expected: Tensor) -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("build", [tiny_llama, tiny_gemma3])
-def test_logits_of_codes(tmp_path: Path, build: Callable[..., Any], method: str) -> None:
+def test_logits_match_transformers_with_dequantized_weights(
+    tmp_path: Path, build: Callable[..., Any], method: str
+) -> None:
     model = build(**SIZES, tie_word_embeddings=method == "gptq")
     folder = save(model, tmp_path)
     pieces = quantize(folder, *METHODS[method])
@@ -75,8 +78,8 @@ def test_logits_of_codes(tmp_path: Path, build: Callable[..., Any], method: str)
     assert_same_logits(folder, expected_logits(model, weights))
 
 
-# k and v of 8 columns each: parts of a fused matrix that begin inside a word of scale codes, and
-# that padding follows.
+# k and v have 8 columns each. In a fused matrix they begin inside a word of scale codes, and are
+# followed by padding.
 NARROW = {**SIZES, "head_dim": 8, "num_attention_heads": 8, "num_key_value_heads": 1}
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
@@ -129,7 +132,7 @@ def test_fused_projections_of_a_quantized_checkpoint(tmp_path: Path, method: str
     assert_same_logits(folder, expected_logits(model, weights))
 
 
-def test_a_fused_tensor_is_used_where_the_separate_ones_are_there_too(tmp_path: Path) -> None:
+def test_a_fused_tensor_takes_precedence_over_separate_ones(tmp_path: Path) -> None:
     model = tiny_llama(**NARROW)
     folder = save(model, tmp_path)
     fuse(folder)
@@ -146,7 +149,7 @@ def test_biases_of_exl2_are_padded_like_their_matrices(tmp_path: Path) -> None:
     tensors = load_file(folder / "model.safetensors")
     for name, bias in tensors.items():
         if name.endswith(".bias"):
-            padding = torch.full((-bias.shape[0] % 32,), 7.0)  # must not be seen
+            padding = torch.full((-bias.shape[0] % 32,), 7.0)  # must have no effect
             tensors[name] = torch.cat([bias, padding]).contiguous()
     assert tensors["model.layers.0.self_attn.k_proj.bias"].shape == (32,)
     save_file(tensors, folder / "model.safetensors")
@@ -154,7 +157,7 @@ def test_biases_of_exl2_are_padded_like_their_matrices(tmp_path: Path) -> None:
     assert_same_logits(folder, expected_logits(model, weights))
 
 
-def test_layers_that_are_left_plain_are_joined_with_quantized_ones(tmp_path: Path) -> None:
+def test_plain_matrices_are_joined_with_quantized_ones(tmp_path: Path) -> None:
     model = tiny_llama(**SIZES, tie_word_embeddings=True)
     folder = save(model, tmp_path)
     plain = load_file(folder / "model.safetensors")
@@ -171,7 +174,7 @@ def test_layers_that_are_left_plain_are_joined_with_quantized_ones(tmp_path: Pat
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_the_description_counts_what_loading_takes(tmp_path: Path, method: str) -> None:
+def test_described_and_loaded_sizes_agree(tmp_path: Path, method: str) -> None:
     folder = quantized_llama(method, tmp_path)
     described = describe_model(str(folder))
     loaded = load_model(str(folder))

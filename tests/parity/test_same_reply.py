@@ -1,7 +1,7 @@
-"""A greedy reply is the same however it is computed: alone, in a crowd, from a cache, from drafts.
+"""A greedy reply is the same alone, in a batch, from the prompt cache, in chunks and with drafts.
 
-On the exact path token for token. On the fast path rows are rounded differently in batches of
-different sizes, so the first token that differs, if any, must have been a near tie.
+On the exact path all tokens agree. On the fast path rounding depends on the batch size, so the
+first different token, if any, must be a near tie.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PROMPTS = (
     "1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2, 3,",
     "Once upon a time there was a small house at the edge of a large forest. " * 5,
 )
-NEAR_TIE = 0.1  # logits; int8 activations move them by some hundredths
+NEAR_TIE = 0.1  # difference of logits; int8 activations change a logit by some hundredths
 
 
 @pytest.fixture(scope="module", params=["exact", "fast"])
@@ -56,7 +56,7 @@ def engine_of(
 def replies(
     engine: Engine, prompts: list[list[int]], length: int = LENGTH
 ) -> list[tuple[int, ...]]:
-    """Of all prompts at once."""
+    """Replies to all prompts, which run concurrently."""
     requests = [Request(tuple(ids), max_tokens=length, sampler=GREEDY) for ids in prompts]
     for request in requests:
         engine.submit(request)
@@ -109,7 +109,7 @@ def alone(loaded: LoadedModel) -> tuple[list[list[int]], list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_reply_is_that_of_the_request_alone(
+def test_the_reply_equals_that_of_the_request_alone(
     loaded: LoadedModel, alone: tuple[list[list[int]], list[tuple[int, ...]]], way: str
 ) -> None:
     prompts, expected = alone
@@ -126,7 +126,7 @@ def test_the_reply_is_that_of_the_request_alone(
 
 
 def gap_between(loaded: LoadedModel, ids: list[int], one: int, other: int) -> float:
-    """Logits of two tokens after `ids`, their distance."""
+    """Absolute difference of the logits of two tokens after `ids`."""
     run = PagedRun(loaded.model, num_seqs=1, max_len=len(ids))
     feed = partial(run.feed, {0: ids})
     with torch.inference_mode():

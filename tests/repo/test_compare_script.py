@@ -1,4 +1,4 @@
-"""`scripts/compare_llama_cpp.py`: what it makes of the figures. The peer itself is not needed."""
+"""`scripts/compare_llama_cpp.py`: order of measurements and derived figures, with a fake peer."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tiny_gguf(tmp_path: Path) -> Path:
     return write_gguf(model, tmp_path / "tiny.gguf", GGMLQuantizationType.Q8_0)
 
 
-def test_without_the_peer_it_says_how_to_get_it(
+def test_a_missing_peer_is_an_error_with_the_install_command(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(script.importlib.util, "find_spec", lambda _name: None)
@@ -41,7 +41,7 @@ def test_without_the_peer_it_says_how_to_get_it(
     assert "pip install llama-cpp-python" in line
 
 
-def test_sides_alternate_and_medians_are_compared(
+def test_programs_alternate_and_medians_are_compared(
     script: ModuleType,
     tiny_gguf: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -87,7 +87,7 @@ def test_sides_alternate_and_medians_are_compared(
         assert case["ratios"]["prefill"] == pytest.approx(ratio)
 
 
-def test_of_an_untied_embedding_only_rows_are_read(
+def test_an_untied_embedding_is_not_counted_as_read(
     script: ModuleType, tiny_gguf: Path, tmp_path: Path
 ) -> None:
     shape = {"hidden_size": 96, "intermediate_size": 128, "head_dim": 32}

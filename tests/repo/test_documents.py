@@ -36,7 +36,7 @@ def test_glossary_is_short_and_has_one_line_per_term() -> None:
     assert len(set(terms)) == len(terms)
 
 
-def test_readme_sets_up_with_sessions_that_exist() -> None:
+def test_documents_name_existing_nox_sessions() -> None:
     commands = re.findall(r"^python3 -m pip install nox && nox -s (\w+)$", read("README.md"), re.M)
     assert commands == ["demo", "tests"]
     sessions = re.findall(r"@nox\.session\ndef (\w+)\(", read("noxfile.py"))
@@ -45,11 +45,11 @@ def test_readme_sets_up_with_sessions_that_exist() -> None:
         assert name in sessions
 
 
-def test_the_python_example_prints_what_the_readme_says(
+def test_the_python_example_of_the_readme_prints_its_output(
     smollm2_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     examples = re.findall(r"```python\n(.+?)```", read("README.md"), re.S)
-    (example,) = [one for one in examples if "exl_core" in one]  # the other needs a server
+    (example,) = [one for one in examples if "exl_core" in one]  # another example needs a server
     exec(compile(example, "README.md", "exec"), {})
     assert f"# {capsys.readouterr().out.strip()}\n" in example
 
@@ -98,14 +98,14 @@ def test_generated_pages_are_current(script: str, page: str) -> None:
     assert done.stdout == read(page), "run 'nox -s docs'"
 
 
-def test_every_distribution_carries_the_license() -> None:
+def test_every_distribution_contains_the_license() -> None:
     for folder in ("csrc", "packages/exl-core", "packages/exl-eval", "packages/exl-cli"):
         project = tomllib.loads(read(f"{folder}/pyproject.toml"))["project"]
         assert (project["license"], project["license-files"]) == ("MIT", ["LICENSE"])
         assert read(f"{folder}/LICENSE") == read("LICENSE")
 
 
-def test_the_default_model_is_installed_alike_everywhere() -> None:
+def test_the_default_model_has_one_version_everywhere() -> None:
     package = re.search(r"\S+==\S+$", INSTALL_DEFAULT)
     assert package is not None
     assert package[0] in read("README.md")

@@ -1,4 +1,4 @@
-"""`scripts/gpu_check.sh` and those behind it: what holds without a GPU and without a peer."""
+"""`scripts/gpu_check.sh` and the scripts that it calls, without a GPU and with a fake peer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def imported(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.fixture
 def random_model(imported, monkeypatch: pytest.MonkeyPatch, capsys):
-    """`random_model(out, *options)` writes one in this process; what the script says of it."""
+    """`random_model(out, *options)` runs the script in this process and returns its last line."""
 
     def write(out: Path, *options: str) -> dict[str, Any]:
         command = ["random_exl2.py", str(out), "--size", "tiny", *options]
@@ -54,7 +54,7 @@ def random_model(imported, monkeypatch: pytest.MonkeyPatch, capsys):
         (("--format", "gptq"), "gptq", 4),
     ],
 )
-def test_random_models_load_and_answer(random_model, tmp_path: Path, options, method, bits) -> None:
+def test_random_models_load_and_run(random_model, tmp_path: Path, options, method, bits) -> None:
     facts = random_model(tmp_path / "model", *options)
     assert (facts["quant_method"], facts["bits"]) == (method, bits)
     loaded = load_model(str(tmp_path / "model"))
@@ -67,7 +67,7 @@ def test_random_models_load_and_answer(random_model, tmp_path: Path, options, me
 
 
 @pytest.mark.thorough
-def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+def test_a_folder_in_use_is_untouched(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
     command = [sys.executable, SCRIPTS / "random_exl2.py", tmp_path, "--size", "tiny"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -76,7 +76,7 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_matrices_of_one_input_share_the_order_of_their_features(imported) -> None:
+def test_matrices_with_one_input_share_the_feature_order(imported) -> None:
     script = imported("random_exl2")
     writer = script.Exl2Writer([(4, 1.0)], 6, has_own_orders=False)
     parts = [writer.linear(f"{name}_proj", 256, 64, "attention") for name in "qkv"]
@@ -89,7 +89,7 @@ def test_matrices_of_one_input_share_the_order_of_their_features(imported) -> No
 
 
 @pytest.mark.parametrize("mix", ["7:1", "4", "4:x", "4:-1,3:1", ""])
-def test_a_mix_is_widths_with_shares(imported, mix: str) -> None:
+def test_a_malformed_mix_is_refused(imported, mix: str) -> None:
     with pytest.raises(ValueError):
         imported("random_exl2").parse_mix(mix)
 
@@ -114,7 +114,8 @@ def speed_of(batches: list[int], prompts: list[int], share: float) -> dict[str, 
 
 @pytest.fixture
 def figures(imported, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path):
-    """The lines that gpu_figures prints for these options, and the commands that it ran."""
+    """`figures(*options)` runs gpu_figures with fake programs. Returns the printed lines by figure,
+    and the commands."""
     script = imported("gpu_figures")
     commands: list[tuple[str, ...]] = []
 
@@ -149,7 +150,7 @@ def figures(imported, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path):
     return lines
 
 
-def test_every_figure_stands_beside_the_peers(figures, tmp_path: Path) -> None:
+def test_every_figure_has_the_peers_value_and_the_ratio(figures, tmp_path: Path) -> None:
     found, commands = figures("--model", str(tmp_path / "some"), "--peer")
     assert {key: found["some decode batch 8"][key] for key in KEYS - {"figure"}} == {
         "value": 800.0,
@@ -165,7 +166,7 @@ def test_every_figure_stands_beside_the_peers(figures, tmp_path: Path) -> None:
     assert not any("random_exl2.py" in command[0] for command in commands)
 
 
-def test_models_are_written_where_none_is_named_and_kept_for_later(figures, tmp_path: Path) -> None:
+def test_missing_models_are_written_and_existing_ones_reused(figures, tmp_path: Path) -> None:
     (tmp_path / "1b").mkdir()
     (tmp_path / "1b/config.json").write_text("{}")
     found, commands = figures("--size", "8b,1b", "--work", str(tmp_path), "--mixes", "--long",
@@ -185,13 +186,13 @@ def test_models_are_written_where_none_is_named_and_kept_for_later(figures, tmp_
 
 
 @pytest.mark.thorough
-def test_a_failed_measurement_ends_it(imported) -> None:
+def test_a_failed_measurement_ends_the_run(imported) -> None:
     with pytest.raises(SystemExit, match="exit status 2 of -m exl_cli serve"):
         imported("gpu_figures").run("-m", "exl_cli", "serve")
 
 
 class PretendPeer:
-    """As much of exllamav2 as is used: its next token is the last one and one more."""
+    """Fake of the parts of exllamav2 that are used. Its next token is the last token plus one."""
 
     def __init__(self, config: Any) -> None:
         self.config, self.calls = config, []
@@ -211,7 +212,7 @@ class PretendCache:
         self.batch_size, self.max_seq_len, self.current_seq_len = batch_size, max_seq_len, 0
 
 
-def test_the_peer_does_the_same_work(imported, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_the_peer_runs_the_same_passes(imported, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     made: list[PretendPeer] = []
 
     def make(config: Any) -> PretendPeer:
@@ -240,7 +241,7 @@ def test_the_peer_does_the_same_work(imported, monkeypatch: pytest.MonkeyPatch, 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_the_check_says_so_in_one_line() -> None:
+def test_gpu_check_without_a_gpu_fails_with_one_line() -> None:
     env = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(
         [SCRIPTS / "gpu_check.sh"], capture_output=True, text=True, env=env, check=False
@@ -249,7 +250,7 @@ def test_without_a_gpu_the_check_says_so_in_one_line() -> None:
     assert done.stderr == "gpu_check: torch finds no GPU that it can use\n"
 
 
-def test_the_checks_help_lists_all_options() -> None:
+def test_gpu_check_help_lists_all_options() -> None:
     env = {**os.environ, "PYTHON": sys.executable}
     done = subprocess.run(
         [SCRIPTS / "gpu_check.sh", "--help"], capture_output=True, text=True, env=env, check=False

@@ -1,4 +1,4 @@
-"""Who may import whom: the table of docs/architecture.md, as a test over the sources."""
+"""Import rules of docs/architecture.md: imports point down, and deciding modules need no torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SOURCES = {
 }
 DISTRIBUTION_RANK = {name: rank for rank, name in enumerate(SOURCES)}
 CORE_RANK = {
-    "errors": -1,  # everything may raise them, settings too
+    "errors": -1,  # below settings, which raises errors too
     "files": 0,
     "settings": 0,
     **dict.fromkeys(("ops", "arch", "tokenizer", "prompt"), 1),
@@ -67,7 +67,7 @@ def nodes_of(path: Path) -> list[ast.AST]:
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Every module that the file imports, anywhere in it, as a dotted name."""
+    """Dotted names of all imports in a file, including those inside functions."""
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -78,7 +78,7 @@ def imports_of(path: Path) -> Iterator[str]:
 
 
 def core_package(module: str) -> str:
-    """`exl_core.engine.events.TextEvent` belongs to `engine`; a new package must get a rank."""
+    """Package that has a rank: `engine` for `exl_core.engine.events.TextEvent`."""
     parts = module.split(".")
     assert len(parts) > 1, f"import of {module} itself: its __init__ is empty"
     return "load" if parts[1] in LOAD_FILES else parts[1]
@@ -126,7 +126,7 @@ def faults_of(module: str, path: Path) -> Iterator[str]:
         if top in CLI_ONLY and own != "exl_cli":
             yield f"{module} imports {imported}: only exl_cli may"
         if module.startswith("exl_cli.server") and imported.startswith("exl_cli.commands"):
-            yield f"{module} imports {imported}: the server knows no verbs"
+            yield f"{module} imports {imported}: the server must not import commands"
         if top not in DISTRIBUTION_RANK:
             continue
         if DISTRIBUTION_RANK[top] > DISTRIBUTION_RANK[own]:
@@ -153,7 +153,7 @@ def test_imports_point_down() -> None:
         ("exl_core.cache.store", "from exl_core.engine.events import TextEvent", "rank 2"),
         ("exl_core.arch.spec", "import exl_core.tokenizer.base", "rank 1"),
         ("exl_core.engine.engine", "import rich", "only exl_cli"),
-        ("exl_cli.server.app", "from exl_cli.commands import chat", "knows no verbs"),
+        ("exl_cli.server.app", "from exl_cli.commands import chat", "not import commands"),
         ("exl_eval.result", "from exl_cli.main import app", "upwards"),
         (
             "exl_core.model.weights",
@@ -162,7 +162,7 @@ def test_imports_point_down() -> None:
         ),
     ],
 )
-def test_the_rule_notices(tmp_path: Path, module: str, source: str, expected: str) -> None:
+def test_violations_are_found(tmp_path: Path, module: str, source: str, expected: str) -> None:
     path = tmp_path / "module.py"
     path.write_text(source, encoding="utf-8")
     faults = list(faults_of(module, path))
@@ -215,7 +215,7 @@ def test_package_inits_are_empty() -> None:
     inits = [
         path
         for name, folder in SOURCES.items()
-        if name != "exl_kernels"  # loads the extension: that is what it is for
+        if name != "exl_kernels"  # its purpose is to load the extension
         for path in folder.rglob("__init__.py")
     ]
     assert len(inits) > 10

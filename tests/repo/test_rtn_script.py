@@ -146,7 +146,7 @@ def test_smollm2_bit_rate_and_perplexity(
     ids = [model.tokenizer.encode(TEXT + "Où? 2026 🙂") for model in loaded]
     assert ids[0] == ids[1]
     nll = [measure_perplexity(model, TEXT, PerplexityOptions(ctx=64)).nll for model in loaded]
-    assert nll[0] - nll[1] < 0.7  # rounding to nearest costs 0.3 on a long text
+    assert nll[0] - nll[1] < 0.7  # rounding to nearest adds 0.3 nats on a long text
 
 
 def test_unstorable_model_is_refused(

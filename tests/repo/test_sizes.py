@@ -1,4 +1,4 @@
-"""Files and functions stay small enough to be read in one go."""
+"""Size limits of files and functions, and a docstring in every module."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ def test_files_are_short() -> None:
 
 
 def functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Functions anywhere below a node. Visits statements only: expressions hold no functions."""
+    """Functions anywhere below a node. Visits statements only, because expressions contain no
+    function definitions."""
     for field in ("body", "orelse", "finalbody", "handlers", "cases"):
         for child in getattr(node, field, ()):
             if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -58,7 +59,7 @@ def test_functions_are_short() -> None:
     assert not long
 
 
-def test_modules_say_what_they_own() -> None:
+def test_every_module_has_a_docstring() -> None:
     silent = [
         str(path.relative_to(ROOT))
         for path, module in python_modules().items()

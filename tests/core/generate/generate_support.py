@@ -1,4 +1,4 @@
-"""A loaded model around a scripted one, and one way to get a reply from each generator."""
+"""Scripted models as loaded models, and a common way to get a reply from each generator."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def loaded_around(rule: Rule, *, max_seq_len: int = 1024) -> LoadedModel:
 
 
 class Counter:
-    """A hook that counts tokens and does something at one of them."""
+    """Hook that counts tokens and calls `action` at token number `at`."""
 
     def __init__(self, at: int, action: Any) -> None:
         self.seen = 0
@@ -61,7 +61,7 @@ class Counter:
 
 
 def assert_empty(generator: Generator) -> None:
-    """No request runs, no page is held."""
+    """Checks that no request runs and no page is held."""
     if isinstance(generator, DynamicGenerator):
         assert generator.num_remaining_jobs == 0
     assert generator.engine.is_idle
@@ -70,7 +70,7 @@ def assert_empty(generator: Generator) -> None:
 
 @dataclass
 class Reply:
-    """What a generator returned for one prompt; the base generator returns the text alone."""
+    """Reply of a generator to one prompt. The base generator returns only the text."""
 
     text: str = ""
     token_ids: tuple[int, ...] = ()
@@ -89,14 +89,14 @@ class Reply:
 
 @dataclass
 class Driver:
-    """One way to generate: a generator, and how to get the whole reply to a prompt from it."""
+    """A generator, and the function that gets a whole reply from it."""
 
     name: str
     generator: Any
     ask: Callable[..., Reply]
 
     def reply(self, prompt: Any, *, stop: Any = EOS_ID, **settings: Any) -> Reply:
-        """Raises what made the request fail."""
+        """Reply to one prompt. Raises the error that made the request fail."""
         return self.ask(self.generator, prompt, stop=stop, **{"max_tokens": 20, **settings})
 
     @property
@@ -154,7 +154,7 @@ def ask_async(generator: DynamicGenerator, prompt: Any, **settings: Any) -> Repl
 
 
 def ask_stream(generator: Generator, prompt: Any, **settings: Any) -> Reply:
-    """`stream`, the loop below the generators."""
+    """Reply from `stream`, the loop below the generators."""
     reply = Reply()
     for event in stream(generator.engine, generator.request(prompt, **settings)):
         if isinstance(event, TextEvent):

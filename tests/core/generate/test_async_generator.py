@@ -1,4 +1,4 @@
-"""The asyncio face: consumers that come, go, and go wrong. Every wait has a limit."""
+"""AsyncGenerator: concurrent, cancelled and failing consumers. Every wait has a time limit."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def run(story: Callable[[], Coroutine[Any, Any, None]]) -> None:
         for _ in range(3):
             await asyncio.sleep(0)
         left = asyncio.all_tasks() - {cast(Any, asyncio.current_task())}
-        assert not left, "no task is left behind"
+        assert not left, "all tasks must have ended"
 
     asyncio.run(limited())
-    gc.collect()  # a coroutine or an exception that nobody waited for would show here
+    gc.collect()  # coroutines and exceptions that were never awaited are reported here
     assert not complaints
 
 
@@ -58,7 +58,7 @@ async def submit(jobs: AsyncGenerator, prompt: str = "Q:", **settings: Any) -> A
     return await jobs.submit(jobs.generator.request(prompt, **settings))
 
 
-def test_several_consumers_each_get_their_own_in_order() -> None:
+def test_concurrent_consumers_get_their_own_results_in_order() -> None:
     generator = generator_for(HashRule(5))
     alone = [
         generator.generate(f"{i}:", max_tokens=15, sampler=GREEDY, completion_only=True)
@@ -89,7 +89,7 @@ def test_several_consumers_each_get_their_own_in_order() -> None:
     assert_empty(generator)
 
 
-def test_a_cancelled_consumer_takes_its_job_with_it_and_nothing_else() -> None:
+def test_cancelling_a_consumer_cancels_only_its_job() -> None:
     generator = endless()
 
     async def story() -> None:
@@ -114,7 +114,7 @@ def test_a_cancelled_consumer_takes_its_job_with_it_and_nothing_else() -> None:
     run(story)
 
 
-def test_a_consumer_that_leaves_its_loop_takes_its_job_with_it() -> None:
+def test_leaving_the_loop_of_a_job_cancels_it() -> None:
     generator = endless()
 
     async def story() -> None:
@@ -133,25 +133,25 @@ def test_a_consumer_that_leaves_its_loop_takes_its_job_with_it() -> None:
     run(story)
 
 
-def test_who_never_reads_holds_nobody_up_and_can_read_later() -> None:
+def test_an_unread_job_does_not_block_others_and_keeps_its_results() -> None:
     generator = generator_for()
 
     async def story() -> None:
         async with AsyncGenerator(generator) as jobs:
             late = await submit(jobs)
-            await submit(jobs)  # nobody keeps this one
+            await submit(jobs)  # no reference to this job is kept
             assert await text_of(await submit(jobs)) == "hello"
             while not late.has_ended:
                 await asyncio.sleep(0.001)
-            late.cancel()  # has no effect: it has ended
+            late.cancel()  # no effect, because the job has ended
             assert await text_of(late) == "hello"
-            assert await text_of(late) == "", "once"
+            assert await text_of(late) == "", "results can be read once"
 
     run(story)
     assert_empty(generator)
 
 
-def test_a_job_is_cancelled_from_another_task_twice() -> None:
+def test_cancelling_from_another_task_and_twice() -> None:
     generator = endless()
 
     async def story() -> None:
@@ -176,7 +176,7 @@ def test_a_job_is_cancelled_from_another_task_twice() -> None:
     assert_empty(generator)
 
 
-def test_a_request_id_can_be_used_again_right_after_cancelling() -> None:
+def test_a_request_id_is_free_right_after_cancelling() -> None:
     generator = generator_for()
 
     async def story() -> None:
@@ -192,7 +192,7 @@ def test_a_request_id_can_be_used_again_right_after_cancelling() -> None:
     assert_empty(generator)
 
 
-def test_a_failing_step_reaches_every_job_that_ran_and_later_ones_run() -> None:
+def test_a_failed_step_ends_its_jobs_and_later_jobs_run() -> None:
     generator = endless(max_batch=2)
     failure = RuntimeError("broken")
 
@@ -214,7 +214,7 @@ def test_a_failing_step_reaches_every_job_that_ran_and_later_ones_run() -> None:
     assert_empty(generator)
 
 
-def test_an_engine_that_is_broken_for_good_leaves_nobody_waiting(
+def test_a_permanently_broken_engine_fails_every_job(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     generator = generator_for()
@@ -238,7 +238,7 @@ def test_an_engine_that_is_broken_for_good_leaves_nobody_waiting(
     assert_empty(generator)
 
 
-def test_an_interrupt_within_the_engine_is_an_error_of_its_jobs() -> None:
+def test_an_interrupt_in_the_engine_thread_becomes_an_error_of_its_jobs() -> None:
     generator = generator_for()
 
     def interrupt(_token: object) -> None:
@@ -253,7 +253,7 @@ def test_an_interrupt_within_the_engine_is_an_error_of_its_jobs() -> None:
     run(story)
 
 
-def test_a_bad_request_is_refused_where_it_is_submitted() -> None:
+def test_a_bad_request_is_refused_by_submit() -> None:
     generator = generator_for()
 
     async def story() -> None:
@@ -270,8 +270,8 @@ def test_a_bad_request_is_refused_where_it_is_submitted() -> None:
     assert_empty(generator)
 
 
-def test_jobs_and_loop_go_on_while_constraints_are_compiled() -> None:
-    """Neither the event loop nor the engine's thread compiles."""
+def test_compiling_a_constraint_blocks_neither_jobs_nor_event_loop() -> None:
+    """Constraints are compiled outside the event loop and outside the engine's thread."""
     generator = endless(compile_limits=CompileLimits(time_s=1.0))
 
     async def story() -> None:
@@ -310,7 +310,7 @@ def test_closing_and_cancelling_do_not_wait_for_a_slow_constraint() -> None:
             await slow[0]
         started = time.monotonic()
         await jobs.close()
-        assert time.monotonic() - started < 10, "those in the queue are not compiled any more"
+        assert time.monotonic() - started < 10, "queued constraints must not be compiled"
         for outcome in await asyncio.gather(*slow[1:], return_exceptions=True):
             assert isinstance(outcome, RequestError)
 
@@ -318,7 +318,7 @@ def test_closing_and_cancelling_do_not_wait_for_a_slow_constraint() -> None:
     assert_empty(generator)
 
 
-def test_closing_ends_those_that_wait_and_refuses_those_that_come() -> None:
+def test_closing_ends_running_jobs_and_refuses_new_ones() -> None:
     generator = endless()
 
     async def story() -> None:
@@ -336,10 +336,10 @@ def test_closing_ends_those_that_wait_and_refuses_those_that_come() -> None:
 
     run(story)
     assert_empty(generator)
-    assert generator.generate("Q:", max_tokens=3) == "Q:aaa", "the generator itself goes on"
+    assert generator.generate("Q:", max_tokens=3) == "Q:aaa", "the generator is still usable"
 
 
-def test_whoever_submits_while_it_closes_is_refused() -> None:
+def test_submitting_during_close_is_refused() -> None:
     generator = endless()
 
     async def story() -> None:
@@ -368,7 +368,7 @@ def test_a_cancelled_submit_leaves_no_job() -> None:
                 task = asyncio.create_task(submit(jobs, max_tokens=900))
                 for _ in range(rounds):
                     await asyncio.sleep(0)
-                if not task.cancel():  # the engine was quicker
+                if not task.cancel():  # the engine has already accepted the job
                     assert rounds > 1
                     continue
                 with pytest.raises(asyncio.CancelledError):
@@ -377,10 +377,10 @@ def test_a_cancelled_submit_leaves_no_job() -> None:
             assert await text_of(await submit(jobs, max_tokens=2)) == "aa"
 
             task = asyncio.create_task(submit(jobs, max_tokens=900))
-            await asyncio.sleep(0)  # it asks the engine
+            await asyncio.sleep(0)  # the task sends its request to the engine
             while not generator.num_remaining_jobs:
                 threading.Event().wait(0.001)
-            assert task.cancel(), "the task cannot have heard of it while this loop stands still"
+            assert task.cancel(), "the task cannot have resumed while this loop was blocked"
             with pytest.raises(asyncio.CancelledError):
                 await task
             await none_left()
@@ -389,12 +389,12 @@ def test_a_cancelled_submit_leaves_no_job() -> None:
     assert_empty(generator)
 
 
-def test_a_job_that_ends_at_once_is_not_waited_for() -> None:
+def test_jobs_that_end_at_once_are_delivered() -> None:
     generator = generator_for()
 
     async def story() -> None:
         async with AsyncGenerator(generator) as jobs:
-            for _ in range(50):  # the steps end between two of them, or not
+            for _ in range(50):  # submits race with the end of the engine's steps
                 assert await text_of(await submit(jobs, max_tokens=0)) == ""
                 assert await text_of(await submit(jobs, max_tokens=1)) == "h"
                 await asyncio.sleep(0)
@@ -403,7 +403,7 @@ def test_a_job_that_ends_at_once_is_not_waited_for() -> None:
     assert_empty(generator)
 
 
-def test_jobs_come_and_go_at_random() -> None:
+def test_random_mix_of_finished_abandoned_and_cancelled_jobs() -> None:
     generator = endless(max_batch=3)
 
     async def live(jobs: AsyncGenerator, number: int) -> None:
@@ -430,7 +430,7 @@ def test_jobs_come_and_go_at_random() -> None:
     assert_empty(generator)
 
 
-def test_one_face_serves_one_event_loop_after_another() -> None:
+def test_an_async_generator_works_in_successive_event_loops() -> None:
     generator = generator_for()
     jobs = AsyncGenerator(generator)
 

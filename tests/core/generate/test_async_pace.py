@@ -1,4 +1,4 @@
-"""The engine's thread beside the event loop: how far ahead it goes, and who hears of it."""
+"""Engine thread of AsyncGenerator: its lead over the event loop, and notification of listeners."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def taken(job: AsyncJob) -> str:
     return text
 
 
-def test_the_engine_is_one_step_ahead_of_a_loop_that_is_busy() -> None:
+def test_the_engine_runs_at_most_a_few_steps_ahead_of_a_blocked_loop() -> None:
     generator, model = endless()
 
     async def story() -> None:
@@ -41,7 +41,7 @@ def test_the_engine_is_one_step_ahead_of_a_loop_that_is_busy() -> None:
             while not taken(job):
                 await asyncio.sleep(0.001)
             before = len(model.rows_of_pass)
-            time.sleep(0.3)  # nobody is told of anything meanwhile
+            time.sleep(0.3)  # blocks the event loop, so that no result is delivered
             assert before < len(model.rows_of_pass) <= before + 3
             await job.ended()
             assert job.job.text == "a" * 400
@@ -49,7 +49,7 @@ def test_the_engine_is_one_step_ahead_of_a_loop_that_is_busy() -> None:
     asyncio.run(story())
 
 
-def test_a_listener_hears_of_every_result_and_of_the_end() -> None:
+def test_a_listener_is_called_for_every_result_and_the_end() -> None:
     generator, _ = endless()
 
     async def story() -> None:
@@ -60,7 +60,7 @@ def test_a_listener_hears_of_every_result_and_of_the_end() -> None:
 
             def hear() -> None:
                 nonlocal text
-                assert not over.is_set(), "nothing comes behind the end"
+                assert not over.is_set(), "no call after the end"
                 text += taken(job)
                 if job.has_ended:
                     over.set()
@@ -76,7 +76,7 @@ def test_a_listener_hears_of_every_result_and_of_the_end() -> None:
     asyncio.run(story())
 
 
-def test_what_made_a_job_fail_is_raised_where_it_is_taken() -> None:
+def test_take_raises_the_error_of_a_failed_job() -> None:
     generator, model = endless()
 
     async def story() -> None:

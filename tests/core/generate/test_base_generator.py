@@ -1,4 +1,4 @@
-"""The base generator: prompts in, completions out."""
+"""BaseGenerator: `generate_simple` with its options, and errors."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(str(folder))
 
 
-def test_the_prompt_comes_first_unless_the_completion_alone_is_wanted() -> None:
+def test_the_text_begins_with_the_prompt_unless_completion_only() -> None:
     generator = base(reply_with("hello"))
     assert generator.generate_simple("Q:", num_tokens=20, sampler=GREEDY) == "Q:hello"
     text = generator.generate_simple("Q:", num_tokens=20, sampler=GREEDY, completion_only=True)
@@ -43,7 +43,7 @@ def test_the_prompt_comes_first_unless_the_completion_alone_is_wanted() -> None:
     assert not generator.full()
 
 
-def test_a_list_gives_a_list_and_an_empty_one_nothing() -> None:
+def test_a_list_of_prompts_gives_a_list() -> None:
     generator = base(reply_with("hello"))
     assert generator.generate_simple(["A", "BB"], num_tokens=20) == ["Ahello", "BBhello"]
     assert generator.generate_simple([], num_tokens=20) == []
@@ -58,7 +58,7 @@ def test_seeds_count_up_and_repeat() -> None:
     assert generator.sequence_ids == (ids[1],)
 
 
-def test_a_long_prompt_loses_its_beginning() -> None:
+def test_a_long_prompt_is_truncated_at_its_beginning() -> None:
     generator = base(reply_with("hello"), max_seq_len=16)
     assert generator.generate_simple("0123456789ABCDEF", num_tokens=6) == "6789ABCDEFhello"
     text = generator.generate_simple("0123456789", num_tokens=6, completion_only=True)
@@ -73,7 +73,7 @@ def test_num_tokens_must_leave_room(num_tokens: Any) -> None:
         base(reply_with("x"), max_seq_len=16).generate_simple("Q", num_tokens=num_tokens)
 
 
-def test_what_stops_a_reply() -> None:
+def test_stop_token_defaults_to_eos_and_is_validated() -> None:
     def run(**how: Any) -> str:
         return base(reply_with("hello")).generate_simple(
             "Q:", num_tokens=9, sampler=GREEDY, completion_only=True, **how
@@ -86,7 +86,7 @@ def test_what_stops_a_reply() -> None:
             run(stop_token=wrong)
 
 
-def test_abort_keeps_the_text_so_far_and_is_cleared_at_first() -> None:
+def test_abort_is_cleared_at_the_start_and_keeps_the_text_so_far() -> None:
     abort = threading.Event()
     abort.set()
     generator = base(reply_with("hello"))
@@ -99,7 +99,7 @@ def test_abort_keeps_the_text_so_far_and_is_cleared_at_first() -> None:
     assert not generator.engine.pool.held_pages
 
 
-def test_abort_amid_the_prompt_gives_nothing() -> None:
+def test_abort_during_the_prompt_gives_empty_text() -> None:
     loaded = loaded_around(reply_with("hello"))
     abort = threading.Event()
     generator = BaseGenerator(loaded, EngineOptions(cache_tokens=1024, prefill_chunk=8))
@@ -117,7 +117,7 @@ def test_abort_amid_the_prompt_gives_nothing() -> None:
     assert generator.generate_simple("Q:", num_tokens=9) == "Q:hello"
 
 
-def test_healing_gives_only_what_is_beyond_the_old_token() -> None:
+def test_healing_returns_only_text_beyond_the_removed_token() -> None:
     generator = base(reply_with("hello"))
     text = generator.generate_simple(
         "Q:", num_tokens=9, token_healing=True, sampler=GREEDY, completion_only=True
@@ -127,7 +127,7 @@ def test_healing_gives_only_what_is_beyond_the_old_token() -> None:
 
 
 @pytest.mark.thorough
-def test_a_healed_token_takes_the_place_of_the_prompts_last_one(smollm2: LoadedModel) -> None:
+def test_a_healed_token_replaces_the_last_prompt_token(smollm2: LoadedModel) -> None:
     generator = BaseGenerator(smollm2, SMALL)
     prompt = "The capital of France is Par"
     text = generator.generate_simple(prompt, num_tokens=4, token_healing=True, sampler=GREEDY)
@@ -145,7 +145,7 @@ def rows_of(model: Any, ids: Sequence[int]) -> torch.Tensor:
     return cast(torch.Tensor, model.model.embed_tokens.weight[torch.tensor(ids)].detach())
 
 
-def test_embeddings_of_tokens_are_as_good_as_the_tokens(tiny: LoadedModel) -> None:
+def test_embedding_vectors_of_tokens_give_the_reply_of_the_tokens(tiny: LoadedModel) -> None:
     generator = BaseGenerator(tiny, SMALL)
     model = tiny_models.tiny_llama()
     inner = tiny.tokenizer.encode("middle")
@@ -170,7 +170,7 @@ def test_embeddings_of_tokens_are_as_good_as_the_tokens(tiny: LoadedModel) -> No
     whole = generator.generate_simple(
         prompts[0], num_tokens=12, sampler=GREEDY, input_embeddings=vectors[:1], stop_token=None
     )
-    assert whole == "firstlast" + plain[0], "vectors have no text"
+    assert whole == "firstlast" + plain[0], "vectors add no text"
 
 
 @pytest.mark.parametrize(
@@ -183,14 +183,16 @@ def test_embeddings_of_tokens_are_as_good_as_the_tokens(tiny: LoadedModel) -> No
         (EMBED_MARKER, (1, 2, 71), "72"),
     ],
 )
-def test_embeddings_must_fit(tiny: LoadedModel, prompt: Any, shape: Any, words: str) -> None:
+def test_embeddings_must_match_markers_and_hidden_size(
+    tiny: LoadedModel, prompt: Any, shape: Any, words: str
+) -> None:
     generator = BaseGenerator(tiny, SMALL)
     with pytest.raises(RequestError, match=words):
         generator.generate_simple(prompt, num_tokens=2, input_embeddings=torch.zeros(shape))
     assert generator.engine.is_idle
 
 
-def test_an_adapter_changes_the_text_while_it_is_given(tiny: LoadedModel, tmp_path: Path) -> None:
+def test_an_adapter_applies_only_to_its_call(tiny: LoadedModel, tmp_path: Path) -> None:
     pairs = random_pairs(tiny_models.tiny_llama())
     adapter = load_adapter(write_adapter(tmp_path / "one", stored(pairs)), tiny.model)
     generator = BaseGenerator(tiny, SMALL)
@@ -204,10 +206,10 @@ def test_an_adapter_changes_the_text_while_it_is_given(tiny: LoadedModel, tmp_pa
     assert plain != adapted
     assert run(adapters=(AdapterUse(adapter),)) == adapted
     assert run(adapters=[AdapterUse(adapter, 0.0)]) == plain
-    assert run() == plain, "nothing that was cached under the adapter is used without it"
+    assert run() == plain, "pages cached with the adapter must not be reused without it"
 
 
-def test_warmup_leaves_nothing_behind(tiny: LoadedModel) -> None:
+def test_warmup_leaves_no_request_and_no_pages(tiny: LoadedModel) -> None:
     generator = BaseGenerator(tiny, EngineOptions(cache_tokens=512, kv_format=KVFormat.FP8))
     generator.warmup()
     assert generator.engine.is_idle
@@ -225,7 +227,7 @@ def test_warmup_leaves_nothing_behind(tiny: LoadedModel) -> None:
         ({"seed": -1}, "seed is out of range"),
     ],
 )
-def test_slips_are_told_at_the_call(settings: dict[str, Any], words: str) -> None:
+def test_wrong_settings_are_refused_with_a_suggestion(settings: dict[str, Any], words: str) -> None:
     generator = base(reply_with("hello"))
     with pytest.raises(RequestError, match=words):
         generator.generate_simple("Q:", **{"num_tokens": 5, **settings})
@@ -233,19 +235,19 @@ def test_slips_are_told_at_the_call(settings: dict[str, Any], words: str) -> Non
 
 
 @pytest.mark.parametrize("prompt", [None, 5, b"Q:", [1, 2], ["Q:", None], ("a", "b"), "", [""]])
-def test_prompts_are_texts(prompt: Any) -> None:
+def test_prompts_must_be_texts(prompt: Any) -> None:
     with pytest.raises(RequestError, match="prompt"):
         base(reply_with("hello")).generate_simple(prompt, num_tokens=5)
 
 
-def test_one_id_for_several_prompts_is_refused_whole() -> None:
+def test_one_request_id_for_several_prompts_is_refused() -> None:
     generator = base(reply_with("hello"))
     with pytest.raises(RequestError, match="this id"):
         generator.generate_simple(["A", "B"], num_tokens=5, request_id="same")
     assert generator.engine.is_idle
 
 
-def test_a_failing_pass_leaves_it_usable() -> None:
+def test_the_generator_is_usable_after_a_failed_pass() -> None:
     generator = base(reply_with("hello"))
     cast(Any, generator.loaded.model).failure = RuntimeError("broken")
     with pytest.raises(RuntimeError, match="broken"):
@@ -262,7 +264,7 @@ def test_a_busy_engine_is_refused() -> None:
     assert generator.engine.live_requests == {"other"}
 
 
-def test_guidance_of_a_setting_needs_its_other_prompt() -> None:
+def test_guidance_without_a_negative_prompt_is_refused() -> None:
     with pytest.raises(RequestError, match="guidance"):
         base(reply_with("x")).generate_simple(
             "Q:", num_tokens=5, sampler=SamplerParams(cfg_scale=2.0)

@@ -1,4 +1,4 @@
-"""The dynamic generator: jobs that come and go."""
+"""DynamicGenerator: jobs, stages, cancellation, failures and shared pages."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def hello(generator: DynamicGenerator, prompt: str = "Q:", **settings: Any) -> A
     return generator.request(prompt, stop=EOS_ID, sampler=GREEDY, max_tokens=20, **settings)
 
 
-def test_a_string_a_pair_and_a_list() -> None:
+def test_generate_accepts_strings_pairs_and_lists() -> None:
     generator = dynamic(reply_with("hello"))
     assert generator.generate("Q:", max_tokens=9, stop=EOS_ID) == "Q:hello"
     assert generator.generate(["A", "B"], max_tokens=5) == ["Ahello", "Bhello"]
@@ -52,7 +52,7 @@ def test_a_string_a_pair_and_a_list() -> None:
     ]
 
 
-def test_eos_stops_nothing_unless_it_is_asked_for() -> None:
+def test_eos_ends_a_reply_only_as_a_stop_condition() -> None:
     generator = dynamic(reply_with("hi"))
     for nothing in ((), None):
         assert generator.generate("Q:", max_tokens=6, stop=nothing) == "Q:hihi"
@@ -63,7 +63,7 @@ def test_eos_stops_nothing_unless_it_is_asked_for() -> None:
     assert (job.finish.reason, job.finish.stopped_by) == (FinishReason.STOP, "i")
 
 
-def test_settings_for_each_prompt_go_over_the_shared_ones() -> None:
+def test_settings_per_prompt_override_the_shared_ones() -> None:
     generator = dynamic(HashRule(3, spread=0.5))
     texts = generator.generate(
         ["Q:", "Q:", "Q:"],
@@ -83,7 +83,7 @@ def test_settings_for_each_prompt_go_over_the_shared_ones() -> None:
         generator.generate(["A"], each=[cast(Any, {"max_token": 1})])
 
 
-def test_abort_drops_its_own_jobs_and_gives_none() -> None:
+def test_abort_drops_only_the_jobs_of_its_call_and_returns_none() -> None:
     generator = dynamic(reply_with("hello"))
     abort = threading.Event()
     other = generator.enqueue(hello(generator, "other"))
@@ -93,13 +93,13 @@ def test_abort_drops_its_own_jobs_and_gives_none() -> None:
     assert texts is None
     assert all(job.is_dropped and job.is_finished for job in generator.last_jobs)
     assert list(generator.jobs.values()) == [other]
-    assert generator.generate("Q:", max_tokens=5, abort=abort) is None, "it is not cleared"
+    assert generator.generate("Q:", max_tokens=5, abort=abort) is None, "the event stays set"
     run_all(generator)
     assert other.text == "hello"
     assert not generator.engine.pool.held_pages
 
 
-def test_jobs_tell_who_they_are_and_what_became_of_them() -> None:
+def test_jobs_have_identifiers_serial_numbers_and_outcomes() -> None:
     generator = dynamic(reply_with("hello"))
     token = object()
     first = generator.enqueue(hello(generator), identifier=token)
@@ -151,7 +151,7 @@ def test_stages_come_in_order_and_results_are_aligned() -> None:
     ],
     ids=["long", "regex", "id", "type"],
 )
-def test_of_a_list_all_or_none_are_queued(bad: Any) -> None:
+def test_a_list_is_queued_completely_or_not_at_all(bad: Any) -> None:
     generator = dynamic(reply_with("hello"))
     live = generator.enqueue(hello(generator, request_id="live"))
     good = hello(generator, "A")
@@ -163,7 +163,7 @@ def test_of_a_list_all_or_none_are_queued(bad: Any) -> None:
     run_all(generator)
 
 
-def test_cancelled_jobs_say_nothing_more() -> None:
+def test_cancelled_jobs_give_no_more_results() -> None:
     generator = dynamic(reply_with("hello"))
     first, second = generator.enqueue([hello(generator, "A"), hello(generator, "B")])
     generator.iterate()
@@ -176,7 +176,7 @@ def test_cancelled_jobs_say_nothing_more() -> None:
     assert not generator.engine.pool.held_pages
 
 
-def test_an_old_job_does_not_cancel_a_new_one_with_its_id() -> None:
+def test_an_old_job_cannot_cancel_a_new_one_with_its_id() -> None:
     generator = dynamic(reply_with("hello"))
     old = generator.enqueue(hello(generator, request_id="mine"))
     run_all(generator)
@@ -186,7 +186,7 @@ def test_an_old_job_does_not_cancel_a_new_one_with_its_id() -> None:
     assert new.text == "hello"
 
 
-def test_clear_queue_drops_those_that_run_and_those_that_wait() -> None:
+def test_clear_queue_drops_running_and_waiting_jobs() -> None:
     generator = dynamic(reply_with("hello"), max_batch=2)
     generator.enqueue([hello(generator, str(i)) for i in range(5)])
     generator.iterate()
@@ -197,7 +197,7 @@ def test_clear_queue_drops_those_that_run_and_those_that_wait() -> None:
     assert not generator.engine.pool.held_pages
 
 
-def test_a_job_that_fails_leaves_the_others_alone() -> None:
+def test_a_failed_job_does_not_affect_others() -> None:
     def rule(history: Sequence[int]) -> Any:
         return reply_with("hello")(history) * (float("nan") if ord("!") in history else 1.0)
 
@@ -214,7 +214,7 @@ def test_a_job_that_fails_leaves_the_others_alone() -> None:
     assert generator.engine.is_idle
 
 
-def test_after_a_pass_that_broke_off_every_job_in_it_ends_and_later_ones_run() -> None:
+def test_a_failed_pass_ends_its_jobs_and_later_jobs_run() -> None:
     generator = dynamic(reply_with("hello"), max_batch=2)
     jobs = generator.enqueue([hello(generator, str(i)) for i in range(3)])
     generator.iterate()
@@ -232,7 +232,7 @@ def test_after_a_pass_that_broke_off_every_job_in_it_ends_and_later_ones_run() -
     assert generator.generate("Q:", max_tokens=5) == "Q:hello"
 
 
-def test_live_jobs_with_one_prefix_hold_its_pages_once() -> None:
+def test_running_jobs_with_a_common_prefix_share_its_pages() -> None:
     generator = dynamic(always(certain(ord("a"))), cache_tokens=2048)
     prefix = "x" * 600
     first = generator.enqueue(generator.request(prefix + "1", max_tokens=8, sampler=GREEDY))
@@ -251,7 +251,7 @@ def test_live_jobs_with_one_prefix_hold_its_pages_once() -> None:
 
 
 @pytest.mark.parametrize("prompt", [None, 5, [5], ("a",), ("a", "b", "c"), [("a", 1)], b"Q:"])
-def test_prompts_are_texts_or_pairs(prompt: Any) -> None:
+def test_prompts_must_be_texts_or_pairs(prompt: Any) -> None:
     with pytest.raises(RequestError, match="prompt 0 is neither"):
         dynamic(reply_with("x")).generate(prompt, max_tokens=2)
 
@@ -264,7 +264,7 @@ def test_prompts_are_texts_or_pairs(prompt: Any) -> None:
         ({"stop": ""}, "at least one character"),
     ],
 )
-def test_slips_are_told_at_the_call(settings: dict[str, Any], words: str) -> None:
+def test_wrong_settings_are_refused_with_a_suggestion(settings: dict[str, Any], words: str) -> None:
     generator = dynamic(reply_with("hello"))
     with pytest.raises(RequestError, match=words):
         generator.generate(["A", "B"], **settings)

@@ -1,4 +1,4 @@
-"""What all generators promise alike: the reply to one prompt, its end, and errors."""
+"""Contract of all generators: the reply to one prompt, its end, and errors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from exl_core.sampling.sampler import LogitsError
 from support.scripted import EOS_ID, HashRule, Rule, reply_with
 
 Make = Callable[[Rule], Driver]
-DETAILED = [way for way in WAYS if way != "base"]  # they return more than the text
+DETAILED = [way for way in WAYS if way != "base"]  # generators that return more than the text
 
 
 @pytest.fixture(params=WAYS)
@@ -32,7 +32,7 @@ def hello(make: Make) -> Driver:
     return make(reply_with("hello"))
 
 
-def test_a_reply_ends_at_eos_and_its_id_serves_again(hello: Driver) -> None:
+def test_a_reply_ends_at_eos_and_its_id_is_free_again(hello: Driver) -> None:
     for _ in range(2):
         assert hello.reply("Q:", sampler=GREEDY, request_id="mine").text == "hello"
         assert_empty(hello.generator)
@@ -42,11 +42,11 @@ def test_max_tokens_and_stop_tokens_end_a_reply(hello: Driver) -> None:
     assert hello.reply("Q:", max_tokens=3).text == "hel"
     assert hello.reply("Q:", stop=ord("l")).text == "he"
     text = hello.reply("Q:", stop=(), max_tokens=9).text
-    assert text == "hellohel", "EOS gives no text and stops nothing"
+    assert text == "hellohel", "without stop conditions EOS adds no text and does not end the reply"
 
 
 @pytest.mark.parametrize("make", DETAILED, indirect=True)
-def test_pieces_join_to_the_whole_reply(make: Make) -> None:
+def test_chunks_join_to_the_whole_reply(make: Make) -> None:
     reply = make(reply_with("aé!")).reply("Q:", sampler=GREEDY)
     assert reply.finish is not None
     assert reply.text == reply.finish.text == "aé!"
@@ -55,7 +55,7 @@ def test_pieces_join_to_the_whole_reply(make: Make) -> None:
 
 
 @pytest.mark.parametrize("make", DETAILED, indirect=True)
-def test_token_ids_are_a_prompt_too(hello: Driver) -> None:
+def test_a_prompt_may_be_token_ids(hello: Driver) -> None:
     assert hello.reply(list(b"Q:")).text == "hello"
     for wrong in ([1.5], ["a"], [-1], 7, None):
         with pytest.raises(RequestError):
@@ -71,11 +71,11 @@ def test_hooks_see_and_replace_tokens(hello: Driver) -> None:
         return ord("L") if token.token_id == ord("l") else None
 
     text = hello.reply("Q:", max_tokens=4, hooks=[shout, lambda _: None]).text
-    assert text == "heLh", "the script starts anew after what it did not say"
+    assert text == "heLh", "the scripted model restarts after a token that it did not produce"
     assert bytes(seen) == b"helh"
 
 
-def test_constraints_hold_and_end_the_reply(make: Make) -> None:
+def test_constraints_restrict_and_end_the_reply(make: Make) -> None:
     one = make(HashRule(2))
     text = one.reply("Q:", constraints=Regex("[0-9]{4}")).text
     assert text.isdigit()
@@ -99,7 +99,7 @@ def test_a_banned_string_is_suppressed(make: Make) -> None:
         assert bytes(reply.token_ids).decode() == reply.text
 
 
-def test_healing_gives_only_what_is_beyond_the_old_token(hello: Driver) -> None:
+def test_healing_returns_only_text_beyond_the_removed_token(hello: Driver) -> None:
     assert hello.reply("Q:", token_healing=True, sampler=GREEDY).text == "hello"
 
 
@@ -118,12 +118,12 @@ def test_reports_have_probabilities_top_tokens_and_logits(make: Make) -> None:
     assert [token.token_id for token in reply.finish.tokens] == [EOS_ID]
 
 
-def test_the_next_turn_computes_only_what_is_new(hello: Driver) -> None:
+def test_the_next_turn_computes_only_new_tokens(hello: Driver) -> None:
     prompt = "x" * 300 + "Q:"
     text = hello.reply(prompt, sampler=GREEDY).text
     hello.model.rows_of_pass.clear()
     reply = hello.reply(f"{prompt}{text} Q:", sampler=GREEDY)
-    assert hello.model.rows_of_pass[0] < 10, "the page that is not full is copied"
+    assert hello.model.rows_of_pass[0] < 10, "the partly filled page is copied, not computed"
     if reply.finish is not None:
         assert reply.finish.cached_tokens >= len(prompt)
         new = reply.finish.prompt_tokens - reply.finish.cached_tokens
@@ -131,7 +131,7 @@ def test_the_next_turn_computes_only_what_is_new(hello: Driver) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError("broken"), KeyboardInterrupt()], ids=repr)
-def test_a_failing_pass_is_raised_and_the_next_reply_is_right(
+def test_a_failed_pass_is_raised_and_the_next_reply_is_correct(
     hello: Driver, error: BaseException
 ) -> None:
     def fail() -> None:
@@ -144,7 +144,7 @@ def test_a_failing_pass_is_raised_and_the_next_reply_is_right(
     assert hello.reply("Q:", sampler=GREEDY).text == "hello"
 
 
-def test_a_failing_request_raises_its_own_error(make: Make) -> None:
+def test_a_failed_request_raises_its_own_error(make: Make) -> None:
     def rule(history: Sequence[int]) -> Any:
         return reply_with("hello")(history) * (
             float("nan") if history[-2:] == [ord("!"), ord("h")] else 1.0
@@ -157,7 +157,7 @@ def test_a_failing_request_raises_its_own_error(make: Make) -> None:
     assert one.reply("Q:", sampler=GREEDY).text == "hello"
 
 
-def test_warmup_leaves_nothing_and_waits_for_no_request(hello: Driver) -> None:
+def test_warmup_leaves_no_state_and_refuses_a_busy_engine(hello: Driver) -> None:
     hello.generator.warmup()
     assert_empty(hello.generator)
     assert hello.generator.engine.pool.describe() == "...."

@@ -1,4 +1,4 @@
-"""The programs of docs/python.md run, and print what they say."""
+"""The programs of docs/python.md run and print the output that their comments show."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs that the library was asked for with, in its own names, on the real model."""
+"""The example programs of the library's requirements, with exl's names, on a real model."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_simple_completion(smollm2: LoadedModel) -> None:
     assert generator.engine.is_idle
 
 
-def test_prompts_completed_side_by_side(smollm2: LoadedModel) -> None:
+def test_prompts_completed_in_one_call(smollm2: LoadedModel) -> None:
     prompts = [
         "Write a haiku about mountains:",
         "Write a haiku about the ocean:",
@@ -62,8 +62,8 @@ def test_prompts_completed_side_by_side(smollm2: LoadedModel) -> None:
     assert len(set(outputs)) == 3
     for prompt, output in zip(prompts, outputs, strict=True):
         assert output.startswith(prompt)
-    # With a cache of its own: prompts that are held already are computed in other passes, whose
-    # rounding may differ.
+    # A new generator has an empty cache. Cached prompts would be computed in passes of other sizes,
+    # whose rounding may differ.
     anew = BaseGenerator(smollm2, OPTIONS)
     again = anew.generate_simple(prompts, sampler=settings, num_tokens=12, seed=42)
     assert again == outputs
@@ -113,7 +113,7 @@ def test_text_generation_with_one_or_several_prompts(smollm2: LoadedModel) -> No
     assert all(job.finish is not None for job in generator.last_jobs)
 
 
-def test_jobs_come_go_and_tell_their_stages(smollm2: LoadedModel) -> None:
+def test_jobs_report_their_stages(smollm2: LoadedModel) -> None:
     generator = DynamicGenerator(smollm2, EngineOptions(cache_tokens=4096, prefill_chunk=64))
     prompt = " word" * 150
     jobs = [
@@ -187,7 +187,7 @@ def test_a_speculative_stream_gives_the_same_text(smollm2: LoadedModel, several:
 
 
 def test_a_draft_model_gives_the_same_text_in_fewer_passes(smollm2: LoadedModel) -> None:
-    """The model drafts for itself: whatever it guesses is right."""
+    """The model drafts for itself, so every draft token is accepted."""
     prompt = "The quick brown fox"
     check_same_vocabulary(smollm2.tokenizer, smollm2.tokenizer)
     plain = StreamingGenerator(smollm2, OPTIONS)
@@ -246,7 +246,7 @@ def test_generation_with_an_adapter_and_abort(smollm2: LoadedModel, tmp_path: Pa
     assert len(ids) == len(smollm2.tokenizer.encode("Tell me a story:")) + 3
 
 
-def test_a_reply_that_is_json_whatever_the_model_thinks(smollm2: LoadedModel) -> None:
+def test_replies_under_a_json_schema_are_valid(smollm2: LoadedModel) -> None:
     schema = {
         "type": "object",
         "properties": {

@@ -1,4 +1,4 @@
-"""The simple face of the engine: one request, its text, its end."""
+"""`stream` and `generate`: one request on an idle engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ask(request_id: str = "mine", prompt: bytes = b"Q:") -> Request:
     )
 
 
-def test_stream_gives_the_text_as_it_comes_and_ends_with_the_whole() -> None:
+def test_stream_yields_text_events_and_ends_with_the_whole_text() -> None:
     engine, _ = make_engine()
     events = list(stream(engine, ask()))
     assert [e.text for e in events if isinstance(e, TextEvent)] == list("hello")
@@ -36,10 +36,10 @@ def test_stream_gives_the_text_as_it_comes_and_ends_with_the_whole() -> None:
     assert engine.is_idle
 
 
-def test_generate_gives_the_whole() -> None:
+def test_generate_returns_the_whole_text() -> None:
     engine, _ = make_engine()
     assert generate(engine, ask()).text == "hello"
-    assert generate(engine, ask()).text == "hello", "the same id serves again once it has ended"
+    assert generate(engine, ask()).text == "hello", "an id is free again once its request has ended"
 
 
 def test_a_bad_request_is_refused_at_the_call() -> None:
@@ -48,7 +48,7 @@ def test_a_bad_request_is_refused_at_the_call() -> None:
         stream(engine, ask(prompt=b"x" * 600))
 
 
-def test_a_stream_that_nobody_asks_takes_nothing() -> None:
+def test_an_unread_stream_submits_no_request() -> None:
     engine, model = make_engine()
     stream(engine, ask())
     assert engine.is_idle
@@ -66,7 +66,7 @@ def test_closing_the_stream_cancels_the_request() -> None:
     assert generate(engine, ask()).text == "hello"
 
 
-def test_a_busy_engine_is_not_streamed_from() -> None:
+def test_a_busy_engine_is_refused() -> None:
     engine, _ = make_engine()
     engine.submit(ask("other"))
     with pytest.raises(RequestError, match="busy") as caught:

@@ -1,4 +1,4 @@
-"""The streaming generator: begin, then one result a step."""
+"""StreamingGenerator: `begin`, then one result per step."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chunks(results: Sequence[StreamResult]) -> list[str]:
 
 
 class Script:
-    """Drafts the bytes that follow the prompt `Q:` in `text`; right or wrong, as it is told."""
+    """Drafter that proposes the bytes of `text` as the reply to the prompt `Q:`, right or wrong."""
 
     max_tokens = 4
 
@@ -58,14 +58,14 @@ class Script:
 
 @pytest.fixture
 def always_drafting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether drafts pay is measured; here they are always made."""
+    """Drafts in every round. Normally a controller measures whether drafts pay."""
     monkeypatch.setattr(
         "exl_core.speculate.controller.DraftController.length",
         lambda self, max_tokens, **_: min(max_tokens, self.max_tokens),
     )
 
 
-def test_one_token_a_step_and_the_end_by_itself() -> None:
+def test_a_step_gives_one_token_and_the_end_is_a_separate_step() -> None:
     generator = streaming(reply_with("hello"))
     generator.begin("Q:", sampler=GREEDY)
     results = rest(generator)
@@ -79,7 +79,7 @@ def test_one_token_a_step_and_the_end_by_itself() -> None:
     assert generator.sequence_ids == (*b"Q:hello", EOS_ID)
 
 
-def test_the_last_token_brings_the_end_with_it() -> None:
+def test_length_and_constraint_end_with_the_last_token() -> None:
     generator = streaming(reply_with("hello"))
     generator.begin("Q:", sampler=GREEDY, max_tokens=3)
     results = rest(generator)
@@ -101,10 +101,10 @@ def test_the_beginning_of_a_stop_string_is_held_back() -> None:
     assert results[-1].finish is not None
     assert (results[-1].finish.stopped_by, results[-1].finish.held_text) == ("END", "END")
     ids = [i for result in results for i in result.token_ids]
-    assert bytes(ids) == b"one EN two ", "ids are those of the text that was shown"
+    assert bytes(ids) == b"one EN two ", "ids match the returned text"
 
 
-def test_a_stop_token_releases_what_was_held_together_with_the_end() -> None:
+def test_a_stop_token_releases_held_text_with_the_end() -> None:
     generator = streaming(reply_with("one EN"))
     generator.begin("Q:", sampler=GREEDY, stop=["END", EOS_ID])
     results = rest(generator)
@@ -113,7 +113,7 @@ def test_a_stop_token_releases_what_was_held_together_with_the_end() -> None:
     assert results[-1].is_end
 
 
-def test_half_a_character_is_held_back() -> None:
+def test_an_incomplete_character_is_held_back() -> None:
     generator = streaming(reply_with("aé!"))
     generator.begin("Q:", sampler=GREEDY)
     results = rest(generator)
@@ -121,7 +121,7 @@ def test_half_a_character_is_held_back() -> None:
     assert results[2].token_ids == tuple("é".encode())
 
 
-def test_stop_conditions_stay_until_they_are_set_again() -> None:
+def test_stop_conditions_persist_until_set_again() -> None:
     generator = streaming(reply_with("hello"))
     assert generator.stop == (EOS_ID,)
     generator.stop = (letter for letter in ("l",))
@@ -140,7 +140,7 @@ def test_stop_conditions_stay_until_they_are_set_again() -> None:
 
 
 @pytest.mark.parametrize("stop", [1.5, True, [None], b"x", ["a", b"b"], object()])
-def test_other_stop_conditions_are_refused_where_they_are_set(stop: Any) -> None:
+def test_invalid_stop_conditions_are_refused(stop: Any) -> None:
     generator = streaming(reply_with("hello"))
     with pytest.raises(RequestError, match="stop condition"):
         generator.stop = stop
@@ -163,7 +163,7 @@ def test_tokens_are_banned_for_one_step() -> None:
 
 @pytest.mark.usefixtures("always_drafting")
 @pytest.mark.parametrize("draft", ["hello world", "help! world", "xxxxxxxxxxx"])
-def test_drafts_change_neither_text_nor_the_count_of_steps(draft: str) -> None:
+def test_drafts_change_neither_text_nor_number_of_steps(draft: str) -> None:
     plain = streaming(reply_with("hello world"))
     plain.begin("Q:", sampler=GREEDY)
     drafted = streaming(reply_with("hello world"), drafter=Script(draft))
@@ -175,7 +175,7 @@ def test_drafts_change_neither_text_nor_the_count_of_steps(draft: str) -> None:
 
 
 @pytest.mark.usefixtures("always_drafting")
-def test_a_step_may_give_all_tokens_of_a_pass() -> None:
+def test_with_several_tokens_a_step_returns_a_whole_pass() -> None:
     generator = streaming(reply_with("hello"), drafter=Script("hello"), several_tokens=True)
     generator.begin("Q:", sampler=GREEDY)
     results = rest(generator)
@@ -194,17 +194,17 @@ def test_a_step_may_give_all_tokens_of_a_pass() -> None:
     generator.begin("Q:", sampler=GREEDY)
     generator.step()
     generator.cancel()
-    assert generator.draft_stats.emitted == 1, "a stream that is dropped counts too"
+    assert generator.draft_stats.emitted == 1, "a cancelled stream counts too"
 
 
 @pytest.mark.usefixtures("always_drafting")
-def test_tokens_that_are_there_already_cannot_be_banned() -> None:
+def test_tokens_already_drafted_and_accepted_cannot_be_banned() -> None:
     generator = streaming(reply_with("hello"), drafter=Script("hello"))
     generator.begin("Q:", sampler=GREEDY)
     assert chunks([generator.step(), generator.step()]) == ["h", "e"]
     with pytest.raises(RequestError, match="allow_drafts=False"):
         generator.step(ban_tokens=[ord("l")])
-    assert "".join(chunks(rest(generator))) == "llo", "the stream goes on"
+    assert "".join(chunks(rest(generator))) == "llo", "the stream continues"
     generator.begin("Q:", sampler=GREEDY, allow_drafts=False)
     generator.step()
     generator.step(ban_tokens=[ord("e")])
@@ -229,7 +229,7 @@ def test_no_step_before_begin_or_after_the_end() -> None:
     assert generator.sequence_ids == tuple(b"Q:")
 
 
-def test_begin_drops_the_stream_that_runs_unless_it_is_refused() -> None:
+def test_begin_drops_the_running_stream_unless_refused() -> None:
     generator = streaming(reply_with("hello"))
     generator.begin("Q:", sampler=GREEDY)
     generator.step()
@@ -240,14 +240,14 @@ def test_begin_drops_the_stream_that_runs_unless_it_is_refused() -> None:
     ):
         with pytest.raises(RequestError):
             generator.begin(**cast(Any, wrong))
-    assert generator.step().chunk == "e", "it goes on"
+    assert generator.step().chunk == "e", "the running stream continues"
     generator.begin("Q:", sampler=GREEDY)
     assert len(generator.engine.live_requests) == 1
     assert "".join(chunks(rest(generator))) == "hello"
     assert not generator.engine.pool.held_pages
 
 
-def test_abort_stops_amid_the_prompt_and_amid_the_reply() -> None:
+def test_abort_ends_a_reply_and_a_prompt() -> None:
     abort = threading.Event()
     loaded = loaded_around(reply_with("hello"))
     generator = StreamingGenerator(loaded, EngineOptions(cache_tokens=1024, prefill_chunk=8))
@@ -265,7 +265,7 @@ def test_abort_stops_amid_the_prompt_and_amid_the_reply() -> None:
 
 
 @pytest.mark.thorough
-def test_a_healed_token_is_not_among_the_new_ones(smollm2: LoadedModel) -> None:
+def test_new_token_ids_exclude_the_healed_token(smollm2: LoadedModel) -> None:
     generator = StreamingGenerator(smollm2, SMALL)
     prompt = "The capital of France is Par"
     generator.begin(prompt, sampler=GREEDY, token_healing=True, max_tokens=3)
@@ -280,7 +280,7 @@ def test_a_healed_token_is_not_among_the_new_ones(smollm2: LoadedModel) -> None:
     assert len(ids) == 3
 
 
-def test_full_says_that_the_context_is_used_up() -> None:
+def test_full_is_true_when_the_context_is_used_up() -> None:
     loaded = loaded_around(reply_with("hello", then=ord("!")), max_seq_len=8)
     generator = StreamingGenerator(loaded, SMALL)
     generator.begin("Q:", sampler=GREEDY)
