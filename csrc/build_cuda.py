@@ -1,8 +1,8 @@
 """Builds `libexl_cuda.so`: compiles every CUDA source once for all architectures, then links.
 
-The library has a C interface (`include/exl/cuda.h`) and contains the CUDA runtime. It does not
-depend on Python or torch, so that neither is needed to build it. `setup.py` calls this module. It
-also runs on its own:
+The library has a C interface (`include/exl/cuda.h` and the headers in `include/exl/cuda/`) and
+contains the CUDA runtime. It does not depend on Python or torch, so that neither is needed to build
+it. `setup.py` calls this module. It also runs on its own:
 
     EXL_CUDA_ARCH=9.0 python csrc/build_cuda.py csrc/python/exl_kernels
 

@@ -52,8 +52,8 @@ QUANT_SETS = {
     "amx": [*VNNI_FLAGS, "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
 }
 QUANT_SOURCES = {
-    "avx512vnni": ["src/cpu/quant_linear.cpp"],  # uses integers for any number of rows
-    "amx": ["src/cpu/quant_linear.cpp", "src/cpu/quant_prefill.cpp"],
+    "avx512vnni": ["src/cpu/linear/quant_linear.cpp"],  # uses integers for any number of rows
+    "amx": ["src/cpu/linear/quant_linear.cpp", "src/cpu/linear/quant_prefill.cpp"],
 }
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 SETS: dict[str, list[str]] = X86_SETS | QUANT_SETS if IS_X86 else {"scalar": []}
@@ -61,8 +61,8 @@ SETS: dict[str, list[str]] = X86_SETS | QUANT_SETS if IS_X86 else {"scalar": []}
 # Compiled for the baseline machine: they run before the instruction set is known, or are shared by
 # all sets.
 BASE_SOURCES = [
-    *("src/cpu/isa.cpp", "src/cpu/thread_pool.cpp"),
-    *("src/cpu/packed.cpp", "src/cpu/quant_pack.cpp"),
+    *("src/cpu/common/isa.cpp", "src/cpu/common/thread_pool.cpp"),
+    *("src/cpu/linear/packed.cpp", "src/cpu/linear/quant_pack.cpp"),
 ]
 
 NEEDS_COMPILER = (
@@ -115,7 +115,7 @@ class BuildPerSet(build_ext):
         for isa, flags in SETS.items():
             jobs += [
                 (name, isa, [*flags, f"-DEXL_ISA={isa}", f"-DEXL_ISA_IS_{isa}=1"])
-                for name in QUANT_SOURCES.get(isa, sources("src/cpu/*.cpp"))
+                for name in QUANT_SOURCES.get(isa, sources("src/cpu/**/*.cpp"))
                 if name not in BASE_SOURCES
             ]
         # Largest sources first, so that the parallel compilers finish at about the same time.

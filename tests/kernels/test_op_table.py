@@ -258,7 +258,7 @@ def test_no_instruction_set_leaks_into_shared_functions() -> None:
     builds = sorted(build.glob("temp.*/flags-*/avx2"), key=lambda path: path.stat().st_mtime)
     if not builds:
         pytest.skip("needs a build in place (csrc/build)")
-    objects = [*builds[-1].parent.glob("avx*/src/cpu/*.o")]
+    objects = [*builds[-1].parent.glob("avx*/src/cpu/**/*.o")]
     listed = subprocess.run(
         ["nm", "--defined-only", "-C", *map(str, objects)],
         capture_output=True,

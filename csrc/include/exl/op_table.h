@@ -2,10 +2,11 @@
 #pragma once
 
 #include "exl/ops/attention.h"
+#include "exl/ops/cache.h"
 #include "exl/ops/elementwise.h"
 #include "exl/ops/linear.h"
-#include "exl/ops/quantized.h"
-#include "exl/ops/sample.h"
+#include "exl/ops/quant_linear.h"
+#include "exl/ops/sampling.h"
 #include "exl/thread_pool.h"
 
 namespace exl {

@@ -1,4 +1,6 @@
-"""ctypes bindings of the CUDA library: structs and functions of `exl/cuda.h`, and its errors.
+"""ctypes bindings of the CUDA library: its structs, functions and errors.
+
+The C headers are `exl/cuda.h` and `exl/cuda/<family>.h`.
 
 Importing this module loads nothing. `load` loads the library once. Pointers are integers
 (`Tensor.data_ptr()`). A struct keeps no tensor alive: the code that fills it must do so. All calls

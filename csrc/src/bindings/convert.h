@@ -96,6 +96,7 @@ void bind_weights(py::module_& module);
 void bind_linear(py::class_<Table>& table);
 void bind_elementwise(py::class_<Table>& table);
 void bind_attention(py::class_<Table>& table);
-void bind_sample(py::class_<Table>& table);
+void bind_cache(py::class_<Table>& table);
+void bind_sampling(py::class_<Table>& table);
 
 }  // namespace exl

@@ -1,4 +1,4 @@
-// Bindings of norms, RoPE, gated activations, log-sum-exp and cache writes.
+// Bindings of norms, RoPE, gated activations and log-sum-exp.
 #include "bindings/convert.h"
 
 namespace exl {
@@ -81,28 +81,6 @@ static void log_sum_exp(Table& table, py::handle x, py::handle y) {
     table.ops->log_sum_exp(table.pool, args);
 }
 
-static void write_kv(
-    Table& table, py::handle key, py::handle value, py::handle key_cache, py::handle value_cache,
-    py::handle slots
-) {
-    const TensorView k =
-        view_of({"write_kv", "key"}, key, {DType::f32}, {kAnySize, kAnySize, kAnySize}, 1);
-    const TensorView v = view_of(
-        {"write_kv", "value"}, value, {DType::f32}, {k.shape[0], k.shape[1], k.shape[2]}, 1
-    );
-    const Caches caches =
-        view_caches("write_kv", key_cache, value_cache, kAnySize, k.shape[1], kAnySize, k.shape[2]);
-    const TensorView& kc = caches.keys;
-    const TensorView s = view_of({"write_kv", "slots"}, slots, {DType::i64}, {k.shape[0]}, 0);
-    check_slots("write_kv", s.as<int64_t>(), s.shape[0], kc.shape[0] * kc.shape[2]);
-    const WriteKvArgs args{k.as<float>(),      v.as<float>(), k.shape[0],          k.stride[0],
-                           v.stride[0],        k.shape[1],    k.shape[2],          kc.data,
-                           caches.values.data, kc.dtype,      caches.values.dtype, kc.shape[2],
-                           s.as<int64_t>()};
-    py::gil_scoped_release release;
-    table.ops->write_kv(table.pool, args);
-}
-
 void bind_elementwise(py::class_<Table>& table) {
     table.def(
         "rms_norm", &rms_norm, py::arg("x"), py::arg("weight"), py::arg("eps"), py::arg("out")
@@ -113,10 +91,6 @@ void bind_elementwise(py::class_<Table>& table) {
         "gated_activation", &gated_activation, py::arg("gate_up"), py::arg("kind"), py::arg("out")
     );
     table.def("log_sum_exp", &log_sum_exp, py::arg("x"), py::arg("out"));
-    table.def(
-        "write_kv", &write_kv, py::arg("key"), py::arg("value"), py::arg("key_cache"),
-        py::arg("value_cache"), py::arg("slots")
-    );
 }
 
 }  // namespace exl

@@ -46,5 +46,6 @@ PYBIND11_MODULE(_C, module) {
     bind_linear(table);
     bind_elementwise(table);
     bind_attention(table);
-    bind_sample(table);
+    bind_cache(table);
+    bind_sampling(table);
 }

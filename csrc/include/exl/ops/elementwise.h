@@ -1,12 +1,9 @@
-// Elementwise and row-wise ops: norms, RoPE, gated activations, cache writes, log-sum-exp.
+// Elementwise and row-wise ops: norms, RoPE, gated activations, log-sum-exp.
 //
 // All activations are fp32; the last dimension is contiguous.
 #pragma once
 
 #include <cstdint>
-
-#include "exl/formats/kv.h"
-#include "exl/tensor_view.h"
 
 namespace exl {
 
@@ -58,24 +55,6 @@ struct LogSumExpArgs {
     int64_t x_stride;
     int64_t n;
     float* y;  // [m]
-};
-
-// Writes key and value rows to their cache slots in the format of formats/kv.h. A slot is
-// page * page_size + offset; every slot is in range.
-struct WriteKvArgs {
-    const float* key;  // [rows, heads, d]
-    const float* value;
-    int64_t rows;
-    int64_t key_stride;
-    int64_t value_stride;
-    int64_t heads;
-    int64_t d;
-    void* key_cache;  // [pages, heads, page_size, row]
-    void* value_cache;
-    DType key_dtype;  // both f32, both f16 or both f8e4m3; or each of them i8 or u8
-    DType value_dtype;
-    int64_t page_size;
-    const int64_t* slots;  // [rows]
 };
 
 }  // namespace exl

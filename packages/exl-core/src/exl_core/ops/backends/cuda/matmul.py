@@ -88,7 +88,7 @@ class CudaInputs:
 
     w: CudaQuantLinear
     rows: int
-    memory: Tensor  # float16, prepared (exl/cuda.h)
+    memory: Tensor  # float16, prepared (exl/cuda/linear.h)
     is_by_rows: bool = False  # layout of `memory`: interleaved by rows, written by a gated product
 
     @property

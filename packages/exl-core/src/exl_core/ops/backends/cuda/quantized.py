@@ -1,7 +1,7 @@
 """Quantized matrices on the GPU: the plan of their packed layout, and filling them.
 
-`exl/cuda.h` defines the layout: column panels of 32 columns, all with the same layout, and in a
-panel k-tiles of up to four blocks of 32 rows of one group. This module computes the tables of
+`exl/cuda/linear.h` defines the layout: column panels of 32 columns, all with the same layout, and
+in a panel k-tiles of up to four blocks of 32 rows of one group. This module computes the tables of
 k-tiles and runs from the `QuantLayout`, once per layout.
 """
 

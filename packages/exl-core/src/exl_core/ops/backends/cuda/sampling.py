@@ -33,7 +33,7 @@ _ROW = np.dtype(
         ("mask", "<i8"),
     ]
 )
-"""Layout of `ExlSampleRow` (exl/cuda.h)."""
+"""Layout of `ExlSampleRow` (exl/cuda/sampling.h)."""
 
 _ALIGNMENT = 16
 

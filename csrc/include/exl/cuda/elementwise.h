@@ -1,0 +1,39 @@
+// Norms, RoPE and gated activations of the CUDA library, on rows of activations.
+#pragma once
+
+#include "exl/cuda.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { EXL_GATE_SILU = 0, EXL_GATE_GELU_TANH = 1 };
+
+// out [m, d] = rms_norm(x [m, d]) * weight. x and out are float32 or float16, independently, and
+// may be the same memory.
+EXL_CUDA_API int exl_cuda_rms_norm(
+    const void* x, int32_t x_dtype, int64_t x_stride, const float* weight, float eps, int32_t m,
+    int32_t d, void* out, int32_t out_dtype, int64_t out_stride, void* stream
+);
+// The same for each head of x [rows, heads, d], in place. Rows are row_stride elements apart, heads
+// are contiguous.
+EXL_CUDA_API int exl_cuda_rms_norm_heads(
+    void* x, int32_t dtype, int64_t row_stride, const float* weight, float eps, int32_t rows,
+    int32_t heads, int32_t d, void* stream
+);
+// RoPE of x [rows, heads, d], in place. cos and sin, float32 [rows, half], rotate the pairs of
+// elements (i, i + half).
+EXL_CUDA_API int exl_cuda_rope(
+    void* x, int32_t dtype, int64_t row_stride, const float* cos, const float* sin, int32_t half,
+    int32_t rows, int32_t heads, int32_t d, void* stream
+);
+// out [m, d] = act(first half of gate_up [m, 2 d]) * second half. Both are float32 or float16,
+// independently.
+EXL_CUDA_API int exl_cuda_gated_activation(
+    const void* gate_up, int32_t x_dtype, int64_t x_stride, int32_t gate, int32_t m, int32_t d,
+    void* out, int32_t out_dtype, int64_t out_stride, void* stream
+);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,162 @@
+// Dequantization of panels, block by block, into one of two layouts:
+//
+//   FloatRows    [rows][16]
+//   BFloatPairs  [rows / 2][16][2]   rows 2 i and 2 i + 1 of a column are adjacent, as AMX tiles
+//                                    of weights require
+//
+// Accuracy   (code - zero) * scale + minimum. The difference is exact; the fused multiply-add
+//            rounds once. BFloatPairs rounds that result once more to bf16 (nearest even).
+#pragma once
+
+#include "cpu/linear/quant_vec.h"
+
+namespace exl::EXL_ISA {
+
+// Output columns of a pair of panels, whose products are computed together.
+constexpr int kAccColumns = 2 * static_cast<int>(kPanel);
+
+// Scale and offset of one group's 16 columns.
+struct alignas(64) GroupColumns {
+    float scale[kPanel];
+    float bias[kPanel];  // 2^23 + zero; subtracted from 2^23 + code, see based_row
+    float minimum[kPanel];
+};
+
+// Bit pattern of the float 2^23. OR-ing an integer below 2^23 into it gives the float 2^23 +
+// integer.
+constexpr int32_t kFloatBits = 0x4b000000;
+constexpr float kFloatBase = 8388608.0f;
+
+// Returns 2^23 + the code in byte Row of each lane.
+template <int Row>
+static inline Vec based_row(Codes v) {
+#if defined(__AVX512F__)
+    const __m512i moved = _mm512_srli_epi32(v, 8 * Row);
+    // (moved & 0xff) | kFloatBits
+    return _mm512_castsi512_ps(_mm512_ternarylogic_epi32(
+        moved, _mm512_set1_epi32(0xff), _mm512_set1_epi32(kFloatBits), 0xea
+    ));
+#elif defined(__AVX2__)
+    const __m256i code =
+        Row == 3 ? _mm256_srli_epi32(v, 24)
+                 : _mm256_and_si256(_mm256_srli_epi32(v, 8 * Row), _mm256_set1_epi32(0xff));
+    return _mm256_castsi256_ps(_mm256_or_si256(code, _mm256_set1_epi32(kFloatBits)));
+#else
+    return kFloatBase + static_cast<float>(v.lane >> 8 * Row & 0xff);
+#endif
+}
+
+// Loads scales and offsets of a group. `at` is the index of its first column in both arrays.
+static inline GroupColumns load_group(const QuantMatrix& w, int64_t at, int bits) {
+    const auto widen = [&](const void* grid, float* to) {
+        for (int c = 0; c < kPanel; c += kLanes) {
+            store(to + c, load_grid(grid, w.scale_dtype, at + c));
+        }
+    };
+    GroupColumns group;
+    widen(w.scales, group.scale);
+    const float middle = w.offset == Offset::middle ? static_cast<float>(1 << (bits - 1)) : 0.0f;
+    for (int c = 0; c < kPanel; ++c) {
+        group.bias[c] = kFloatBase + middle;
+        group.minimum[c] = 0.0f;
+    }
+    if (w.offset == Offset::zeros) {
+        const uint8_t* zeros = static_cast<const uint8_t*>(w.offsets) + at;
+        for (int c = 0; c < kPanel; ++c) group.bias[c] = kFloatBase + static_cast<float>(zeros[c]);
+    }
+    if (w.offset == Offset::minimums) widen(w.offsets, group.minimum);
+    return group;
+}
+
+struct FloatRows {
+    float* to;  // destination of the current block
+
+    void put(int step, int column, Vec a, Vec b, Vec c, Vec d) const {
+        float* row = to + 4 * step * kPanel + column;
+        store(row, a);
+        store(row + kPanel, b);
+        store(row + 2 * kPanel, c);
+        store(row + 3 * kPanel, d);
+    }
+    void next_block() { to += kBlockRows * kPanel; }
+};
+
+#if defined(__AMX_BF16__)
+
+struct BFloatPairs {
+    BFloat* to;
+
+    static __m512i pairs(Vec even, Vec odd) {
+        // The conversion yields the 16 columns of the even row, then those of the odd row. The
+        // permutation interleaves them.
+        const auto both = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(odd, even));
+        const __m512i turns = _mm512_set_epi16(
+            31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20,
+            4, 19, 3, 18, 2, 17, 1, 16, 0
+        );
+        return _mm512_permutexvar_epi16(turns, both);
+    }
+    void put(int step, int, Vec a, Vec b, Vec c, Vec d) const {
+        BFloat* rows = to + 4 * step * kPanel;
+        _mm512_storeu_si512(rows, pairs(a, b));
+        _mm512_storeu_si512(rows + 2 * kPanel, pairs(c, d));
+    }
+    void next_block() { to += kBlockRows * kPanel; }
+};
+
+#endif
+
+template <int Bits, class Out>
+static inline void dequantize_block(const uint8_t* codes, const GroupColumns& group, Out out) {
+    for (int c = 0; c < kPanel; c += kLanes) {
+        const Vec scale = load(group.scale + c);
+        const Vec bias = load(group.bias + c);
+        const Vec minimum = load(group.minimum + c);
+        const auto weight = [&](Vec based) __attribute__((always_inline)) {
+            return fma(sub(based, bias), scale, minimum);
+        };
+        unrolled<kBlockRows / 4>([&]<int Step>() __attribute__((always_inline)) {
+            const Codes step = block_codes<Bits, Step>(codes + 4 * c);
+            out.put(
+                Step, c, weight(based_row<0>(step)), weight(based_row<1>(step)),
+                weight(based_row<2>(step)), weight(based_row<3>(step))
+            );
+        });
+    }
+}
+
+// Dequantizes blocks [block, last), all of them within one run.
+template <int Bits, class Out>
+static void dequantize_run(
+    const QuantMatrix& w, const GroupRun& run, int64_t panel, int64_t block, int64_t last, Out& out
+) {
+    constexpr int64_t kBytes = Bits * 4 * kPanel;
+    const uint8_t* codes =
+        w.panel_codes(panel) + run.code_offset + (block - run.first_block) * kBytes;
+    while (block < last) {
+        const int64_t group = (block - run.first_block) / run.blocks;
+        const int64_t end = smaller(last, run.first_block + (group + 1) * run.blocks);
+        const GroupColumns columns =
+            load_group(w, w.scale_index(panel) + (run.first_group + group) * kPanel, Bits);
+        for (; block < end; ++block, codes += kBytes, out.next_block()) {
+            dequantize_block<Bits>(codes, columns, out);
+        }
+    }
+}
+
+// Dequantizes blocks [first_block, last_block) of a panel into `out`.
+template <class Out>
+static void dequantize(
+    const QuantMatrix& w, int64_t panel, int64_t first_block, int64_t last_block, Out out
+) {
+    for (const GroupRun& run : w.runs) {
+        const int64_t first = larger(first_block, run.first_block);
+        const int64_t last = smaller(last_block, run.first_block + run.groups * run.blocks);
+        if (first >= last) continue;
+        with_width(run.bits, [&]<int Bits>() {
+            dequantize_run<Bits>(w, run, panel, first, last, out);
+        });
+    }
+}
+
+}  // namespace exl::EXL_ISA

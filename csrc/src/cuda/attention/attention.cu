@@ -1,0 +1,79 @@
+// Attention over a paged cache: choice of the kernel for each sequence, and the workspace.
+//
+// Contract   exl/cuda/attention.h; paged_attention of exl_core/ops/table.py.
+// Used for   Sequences with up to kDecodeRows rows in this pass run in the decode kernel
+//            (attention_decode.cuh), longer ones in the prefill kernel (attention_prefill.cuh).
+//            Lengths are known on the device only. If a pass may contain both kinds, both kernels
+//            are launched, and blocks without work return at once.
+#include "cuda/attention/attention.cuh"
+#include "exl/cuda/linear.h"
+
+namespace exl::cuda {
+namespace {
+
+bool is_supported(const ExlAttention& args, const ExlCache& cache) {
+    const int keys = cache.key_dtype, values = cache.value_dtype;
+    const bool plain = keys == kF32 || keys == kF16 || keys == kF8e4m3;
+    const bool types =
+        plain ? values == keys
+              : (keys == kI8 && (values == kI8 || values == kU8)) || (keys == kU8 && values == kU8);
+    const int d = cache.head_dim;
+    const bool head = d > 0 && d <= kMaxHead && d % 8 == 0 && (plain || d % kScaleGroup == 0);
+    const bool pages = cache.page_size >= kChunk && (cache.page_size & (cache.page_size - 1)) == 0;
+    const bool group = cache.kv_heads > 0 && args.q_heads % cache.kv_heads == 0 &&
+                       args.q_heads / cache.kv_heads <= 16;
+    const bool permuted =
+        args.places == nullptr || (args.rows <= EXL_CUDA_TILE_ROWS && args.dtype == kF16);
+    return types && head && pages && group && permuted &&
+           (args.dtype == kF16 || args.dtype == kF32) &&
+           args.workspace_bytes >= exl_cuda_attention_workspace(args.rows, args.q_heads, d);
+}
+
+}  // namespace
+}  // namespace exl::cuda
+
+using namespace exl::cuda;
+
+extern "C" int64_t exl_cuda_attention_workspace(
+    int32_t /*rows*/, int32_t /*q_heads*/, int32_t head_dim
+) {
+    const int width = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+    return kCounters * 4 + kPartialVectors * (width + 2) * 4;
+}
+
+extern "C" int exl_cuda_attention(const ExlAttention* args, const ExlCache* cache, void* stream) {
+    if (!is_supported(*args, *cache)) return cudaErrorInvalidValue;
+    if (args->rows <= 0 || args->seqs <= 0 || args->max_rows <= 0) return cudaSuccess;
+    AttentionParams params = {};
+    params.q = args->q;
+    params.out = args->out;
+    params.permutation = args->places;
+    params.rows = args->rows;
+    params.q_stride = args->q_stride;
+    params.out_stride = args->out_stride;
+    params.dtype = args->dtype;
+    params.q_heads = args->q_heads;
+    params.kv_heads = cache->kv_heads;
+    params.group = args->q_heads / cache->kv_heads;
+    params.d = cache->head_dim;
+    params.key_cache = static_cast<const uint8_t*>(cache->key_cache);
+    params.value_cache = static_cast<const uint8_t*>(cache->value_cache);
+    while (1 << params.page_bits < cache->page_size) ++params.page_bits;
+    params.page_table = args->page_table;
+    params.row_starts = args->row_starts;
+    params.past_lens = args->past_lens;
+    params.table_stride = args->table_stride;
+    params.window = args->window;
+    const bool is_capped = args->softcap > 0.0f;
+    params.scale = kLog2e * args->scale * (is_capped ? 2.0f / args->softcap : 1.0f);
+    params.cap = is_capped ? kLog2e * args->softcap : 0.0f;
+    const AttentionSize size = {args->seqs,           args->max_rows,     args->max_keys,
+                                cache->key_dtype,     cache->value_dtype, args->workspace,
+                                args->workspace_bytes};
+    if (args->max_rows > kDecodeRows) {
+        const cudaError_t error = attend_prefill(params, size, stream);
+        // A single long sequence leaves nothing for the decode kernel.
+        if (error != cudaSuccess || (args->seqs == 1 && args->rows > kDecodeRows)) return error;
+    }
+    return attend_decode(params, size, stream);
+}

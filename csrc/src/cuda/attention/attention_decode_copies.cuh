@@ -1,0 +1,265 @@
+// Work item of one block of attention_decode_kernel.cuh, and the copies of its keys and values to
+// shared memory.
+#pragma once
+
+#include "cuda/attention/attention_decode_step.cuh"
+#include "cuda/common/hopper.cuh"
+
+namespace exl::cuda {
+
+// Rows and keys of one block. `splits` is 0 if the block has no work.
+struct WorkItem {
+    int first_row;  // in the pass
+    int vectors;    // rows times query heads of the group
+    int first_position;
+    int rows;
+    int begin_key;  // keys begin_key .. end_key - 1 are seen by at least one row
+    int end_key;
+    int past_len;  // keys before this one were written by earlier passes
+    int splits;    // blocks that share these keys
+    int begin;     // this block's steps are begin .. end - 1
+    int end;
+};
+
+__device__ __forceinline__ WorkItem work_item_of(
+    const AttentionParams& params, int queries, int step_keys, int warps
+) {
+    WorkItem work = {};
+    const int seq = static_cast<int>(blockIdx.z) / params.row_tiles;
+    const int tile_rows = queries / params.group;
+    const int seq_begin = uniform(params.row_starts[seq]);
+    const int seq_rows = uniform(params.row_starts[seq + 1]) - seq_begin;
+    const int first = static_cast<int>(blockIdx.z) % params.row_tiles * tile_rows;
+    if (seq_rows > kDecodeRows || first >= seq_rows) return work;
+    work.first_row = seq_begin + first;
+    work.rows = min(tile_rows, seq_rows - first);
+    work.vectors = work.rows * params.group;
+    work.past_len = uniform(params.past_lens[seq]);
+    work.first_position = work.past_len + first;
+    work.end_key = work.first_position + work.rows;
+    work.begin_key = params.window > 0 ? max(0, work.first_position - params.window + 1) : 0;
+    const int first_step = work.begin_key / step_keys;
+    const int steps = (work.end_key + step_keys - 1) / step_keys - first_step;
+    const int min_steps = min(kMinSteps, warps);
+    const bool is_short = work.end_key - work.begin_key <= kUnsplitKeys;
+    const unsigned splits = is_short ? 1 : min(params.splits, (steps + min_steps - 1) / min_steps);
+    const unsigned split = blockIdx.x;
+    if (split >= splits) return work;
+    work.splits = static_cast<int>(splits);
+    work.begin = first_step + static_cast<unsigned>(steps) * split / splits;
+    work.end = first_step + static_cast<unsigned>(steps) * (split + 1) / splits;
+    return work;
+}
+
+__device__ __forceinline__ const int32_t* pages_of(const AttentionParams& params) {
+    const int seq = static_cast<int>(blockIdx.z) / params.row_tiles;
+    return params.page_table + static_cast<int64_t>(seq) * params.table_stride;
+}
+
+// Each warp prefetches the keys and values of its own steps (no producer warp).
+template <int key_type, int value_type, int width, bool has_producer>
+class StepCopies {
+    using Shape = DecodeShape<key_type, value_type, width, 1>;
+    static constexpr int kKeys = Shape::kKeys;
+
+  public:
+    __device__ __forceinline__ StepCopies(
+        const AttentionParams& params, const WorkItem& work, uint8_t* staged, int warp, int warps,
+        int lane
+    )
+        : params_(params),
+          work_(work),
+          pages_(pages_of(params)),
+          staged_(staged + warp * params.stages * Shape::kStepBytes),
+          lane_(lane),
+          warps_(warps),
+          copy_step_(work.begin + warp),
+          copy_stage_(params.stages - 1) {
+        if (params.d == width) return;
+        clear(staged_, params.stages * Shape::kStepBytes, lane, kWarp);
+        __syncwarp();
+    }
+
+    __device__ __forceinline__ void produce() const {}
+    __device__ __forceinline__ void prefetch_past() const {
+        for (int stage = 0; stage < params_.stages - 1; ++stage) {
+            const int step = copy_step_ + stage * warps_;
+            if ((step + 1) * kKeys <= work_.past_len) start_copy(step, stage);
+        }
+    }
+    __device__ __forceinline__ void prefetch_new() {
+        for (int stage = 0; stage < params_.stages - 1; ++stage, copy_step_ += warps_) {
+            if ((copy_step_ + 1) * kKeys > work_.past_len) start_copy(copy_step_, stage);
+            commit_copies();
+        }
+    }
+    __device__ __forceinline__ void sync() const { __syncthreads(); }
+    // Waits for the rows of the next step and returns them.
+    __device__ __forceinline__ uint8_t* acquire() {
+        start_copy(copy_step_, copy_stage_);
+        commit_copies();
+        copy_step_ += warps_;
+        copy_stage_ = copy_stage_ + 1 == params_.stages ? 0 : copy_stage_ + 1;
+        if (params_.stages >= kMaxStages) {
+            wait_copies<kMaxStages - 1>();
+        } else if (params_.stages == 2) {
+            wait_copies<1>();
+        } else {
+            wait_copies<0>();
+        }
+        __syncwarp();
+        return staged_ + stage_ * Shape::kStepBytes;
+    }
+    // Frees the buffer of the current step. No lane reads its rows afterwards.
+    __device__ __forceinline__ void release() {
+        __syncwarp();
+        stage_ = stage_ + 1 == params_.stages ? 0 : stage_ + 1;
+    }
+    __device__ __forceinline__ void fence() const {}
+    __device__ __forceinline__ void finish() const { wait_copies<0>(); }
+
+  private:
+    __device__ __forceinline__ void start_copy(int step, int stage) const {
+        if (step >= work_.end) return;
+        uint8_t* to = staged_ + stage * Shape::kStepBytes;
+        if (1 << params_.page_bits >= kKeys) {  // the whole step is in one page
+            copy<kKeys>(to, to + Shape::kKeyBytes, step * kKeys);
+            return;
+        }
+        for (int c = 0; c < Shape::kChunks; ++c) {
+            const int position = step * kKeys + c * kChunk;
+            if (position >= work_.end_key || position + kChunk <= work_.begin_key) continue;
+            copy<kChunk>(
+                to + c * kChunk * staged_bytes(key_type, width),
+                to + Shape::kKeyBytes + c * kChunk * staged_bytes(value_type, width), position
+            );
+        }
+    }
+    template <int rows>
+    __device__ __forceinline__ void copy(uint8_t* keys, uint8_t* values, int position) const {
+        const int64_t row = cache_row(params_, pages_, blockIdx.y, position);
+        copy_rows<key_type, width, rows>(keys, params_.key_cache, row, params_.d, lane_);
+        copy_rows<value_type, width, rows>(values, params_.value_cache, row, params_.d, lane_);
+    }
+
+    const AttentionParams& params_;
+    const WorkItem& work_;
+    const int32_t* pages_;
+    uint8_t* staged_;
+    int lane_, warps_;
+    int copy_step_;  // the step that is copied next, and the stage that it goes to
+    int copy_stage_;
+    int stage_ = 0;  // of the current step
+};
+
+#if EXL_IS_HOPPER
+// A producer warp copies for all warps that compute. This requires that the keys of a step, and its
+// values, are contiguous in the cache exactly as they are staged, so that one bulk copy each is
+// enough. Every stage of every warp has two mbarriers: the stage is full; the stage is free.
+template <int key_type, int value_type, int width>
+class StepCopies<key_type, value_type, width, true> {
+    using Shape = DecodeShape<key_type, value_type, width, 1>;
+    static constexpr int kStartBarrier = 1;  // named barrier of the block
+
+  public:
+    __device__ __forceinline__ StepCopies(
+        const AttentionParams& params, const WorkItem& work, uint8_t* staged, int warp, int warps,
+        int lane
+    )
+        : params_(params),
+          work_(work),
+          staged_(staged),
+          barriers_(reinterpret_cast<uint64_t*>(staged - Shape::kBarrierBytes)),
+          warp_(warp),
+          warps_(warps),
+          lane_(lane) {}
+
+    // Body of the producer warp.
+    __device__ __forceinline__ void produce() const {
+        for (int i = lane_; i < 2 * kDecodeWarps * kMaxStages; i += kWarp) {
+            barrier_init(barriers_ + i, 1);
+        }
+        fence_barrier_init();
+        __syncwarp();
+        asm volatile("bar.arrive %0, %1;" ::"n"(kStartBarrier), "r"(blockDim.x) : "memory");
+        const int32_t* pages = pages_of(params_);
+        const bool is_reread = work_.end_key - work_.begin_key <= kL2Keys;
+        const uint64_t hint = is_reread ? kEvictNormal : kEvictFirst;
+        int warp = 0, stage = 0;
+        uint32_t parity = 1;  // of the phase before a barrier's first one, which counts as complete
+        bool has_inputs = false;
+        for (int step = work_.begin; step < work_.end; ++step) {
+            if (!has_inputs && (step + 1) * Shape::kKeys > work_.past_len) {
+                wait_for_inputs();
+                has_inputs = true;
+            }
+            const int position = step * Shape::kKeys;
+            const uint32_t page = uniform(pages[position >> params_.page_bits]);
+            const int offset = position & ((1 << params_.page_bits) - 1);
+            const int64_t head = static_cast<int64_t>(page) * params_.kv_heads + blockIdx.y;
+            const int64_t row = (head << params_.page_bits) + offset;
+            const uint32_t to = shared_offset(stage_of(warp, stage));
+            constexpr int kKeyBytes = Shape::kKeyBytes, kValueBytes = Shape::kStepBytes - kKeyBytes;
+            barrier_wait(free_barrier(warp, stage), parity);
+            if (lane_ == 0) {
+                uint64_t* full = full_barrier(warp, stage);
+                barrier_arrive_expecting(full, Shape::kStepBytes);
+                copy_run(
+                    to, params_.key_cache + row * staged_bytes(key_type, width), kKeyBytes,
+                    shared_offset(full), hint
+                );
+                copy_run(
+                    to + kKeyBytes, params_.value_cache + row * staged_bytes(value_type, width),
+                    kValueBytes, shared_offset(full), hint
+                );
+            }
+            if (++warp < warps_) continue;
+            warp = 0;
+            if (++stage < params_.stages) continue;
+            stage = 0;
+            parity ^= 1;
+        }
+    }
+
+    __device__ __forceinline__ void prefetch_past() const {}
+    __device__ __forceinline__ void prefetch_new() const {}
+    // The producer warp has arrived at this barrier once the mbarriers were initialized.
+    __device__ __forceinline__ void sync() const {
+        asm volatile("bar.sync %0, %1;" ::"n"(kStartBarrier), "r"(blockDim.x) : "memory");
+    }
+    __device__ __forceinline__ uint8_t* acquire() const {
+        barrier_wait(full_barrier(warp_, stage_), parity_);
+        return stage_of(warp_, stage_);
+    }
+    __device__ __forceinline__ void release() {
+        __syncwarp();
+        if (lane_ == 0) barrier_arrive(free_barrier(warp_, stage_));
+        if (++stage_ < params_.stages) return;
+        stage_ = 0;
+        parity_ ^= 1;
+    }
+    __device__ __forceinline__ void fence() const { fence_copies(); }
+    __device__ __forceinline__ void finish() const {}  // every copy has been waited for already
+
+  private:
+    __device__ __forceinline__ uint8_t* stage_of(int warp, int stage) const {
+        return staged_ + (warp * params_.stages + stage) * Shape::kStepBytes;
+    }
+    __device__ __forceinline__ uint64_t* full_barrier(int warp, int stage) const {
+        return barriers_ + warp * kMaxStages + stage;
+    }
+    __device__ __forceinline__ uint64_t* free_barrier(int warp, int stage) const {
+        return full_barrier(kDecodeWarps + warp, stage);
+    }
+
+    const AttentionParams& params_;
+    const WorkItem& work_;
+    uint8_t* staged_;
+    uint64_t* barriers_;
+    int warp_, warps_, lane_;
+    int stage_ = 0;
+    uint32_t parity_ = 0;
+};
+#endif
+
+}  // namespace exl::cuda

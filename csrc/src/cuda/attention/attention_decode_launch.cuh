@@ -1,0 +1,93 @@
+// Launch of attention_decode_kernel.cuh: size of shared memory, warps per block, and number of
+// blocks that split the keys of a sequence.
+#pragma once
+
+#include "cuda/attention/attention_decode_kernel.cuh"
+
+namespace exl::cuda {
+
+template <int key_type, int value_type, int width, int tiles>
+cudaError_t launch_decode(AttentionParams params, const AttentionSize& size, void* stream) {
+    using Shape = DecodeShape<key_type, value_type, width, tiles>;
+    DeviceInfo info;
+    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
+    constexpr int kFixed = Shape::kQueryBytes + Shape::kStatBytes + Shape::kBarrierBytes;
+    const auto bytes_of = [&](int warps, int stages) {
+        const int staged = warps * stages * Shape::kStepBytes;
+        const int result = warps * Shape::kQueries * (width + 4) * 4;
+        return kFixed + (staged > result ? staged : result);
+    };
+    const int tile_rows = Shape::kQueries / params.group;
+    const int most_rows = size.max_rows < kDecodeRows ? size.max_rows : kDecodeRows;
+    params.row_tiles = static_cast<int>(ceil_div(most_rows, tile_rows));
+    const int64_t items = static_cast<int64_t>(size.seqs) * params.row_tiles * params.kv_heads;
+    // Blocks with many warps leave few partial results to add. If only one such block fits on a
+    // multiprocessor and there are more work items than multiprocessors, blocks are half as large:
+    // the end of one then overlaps with the start of another.
+    int warps = kDecodeWarps;
+    params.stages = kMaxStages;
+    const bool fits_twice = 2 * bytes_of(warps, kMaxStages) <= info.shared_per_block;
+    if (items > info.multiprocessors && !fits_twice) warps /= 2;
+    while (params.stages > 1 && bytes_of(warps, params.stages) > info.shared_per_block) {
+        --params.stages;
+    }
+    while (warps > 1 && bytes_of(warps, params.stages) > info.shared_per_block) warps /= 2;
+    const int bytes = bytes_of(warps, params.stages);
+    const int by_registers = (width * tiles <= 128 ? 16 : 8) / warps;
+    const int by_shared = (info.shared_per_block + 1024) / (bytes + 1024);
+    const int resident = by_shared < by_registers ? by_shared : by_registers;
+
+    // Split into as many blocks as can be resident on the device. If that leaves more than a fifth
+    // of their slots empty, launch twice as many blocks.
+    const int64_t resident_blocks = static_cast<int64_t>(info.multiprocessors) * resident;
+    int64_t splits = resident_blocks / items;
+    if (splits * items * 5 < resident_blocks * 4) splits = ceil_div(2 * resident_blocks, items);
+    const int64_t most_steps = ceil_div(size.max_keys, Shape::kKeys) + 1;
+    const int64_t useful = ceil_div(most_steps, warps < kMinSteps ? warps : kMinSteps);
+    if (splits > useful) splits = useful;
+    if (splits > kMaxSplits) splits = kMaxSplits;
+    const int64_t capacity = (size.workspace_bytes - kCounters * 4) / 4;
+    const int64_t floats_per_split = items * Shape::kQueries * (width + 2);
+    if (splits * floats_per_split > capacity) splits = capacity / floats_per_split;
+    if (items > kCounters || splits < 1) splits = 1;
+    params.splits = static_cast<int>(splits);
+    params.counters = static_cast<unsigned*>(size.workspace);
+    params.partials = reinterpret_cast<float*>(params.counters + kCounters);
+    const dim3 grid(
+        static_cast<unsigned>(splits), static_cast<unsigned>(params.kv_heads),
+        static_cast<unsigned>(size.seqs * params.row_tiles)
+    );
+    // Add a producer warp if there are enough registers for it.
+    if constexpr (is_codes(key_type) && width * tiles <= 256) {
+        const bool has_producer =
+            info.capability == 90 && params.d == width && 1 << params.page_bits >= Shape::kKeys;
+        if (has_producer) {
+            return launch(
+                decode_kernel<key_type, value_type, width, tiles, true>, grid,
+                dim3((warps + 1) * kWarp), bytes, stream, params
+            );
+        }
+    }
+    return launch(
+        decode_kernel<key_type, value_type, width, tiles, false>, grid, dim3(warps * kWarp), bytes,
+        stream, params
+    );
+}
+
+// Uses one query tile if it holds all vectors, or if two would not fit in the registers.
+template <int key_type, int value_type>
+cudaError_t decode_with(const AttentionParams& params, const AttentionSize& size, void* stream) {
+    const bool two = params.group > 8 || (params.group * size.max_rows > 8 && params.d <= 128);
+    if (params.d <= 64) {
+        return two ? launch_decode<key_type, value_type, 64, 2>(params, size, stream)
+                   : launch_decode<key_type, value_type, 64, 1>(params, size, stream);
+    }
+    if (params.d <= 128) {
+        return two ? launch_decode<key_type, value_type, 128, 2>(params, size, stream)
+                   : launch_decode<key_type, value_type, 128, 1>(params, size, stream);
+    }
+    return two ? launch_decode<key_type, value_type, 256, 2>(params, size, stream)
+               : launch_decode<key_type, value_type, 256, 1>(params, size, stream);
+}
+
+}  // namespace exl::cuda

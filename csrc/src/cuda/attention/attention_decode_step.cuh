@@ -1,0 +1,299 @@
+// One step of a warp in attention_decode_kernel.cuh: attention of its queries to 16 or 32 keys.
+#pragma once
+
+#include "cuda/attention/attention_decode.cuh"
+#include "cuda/linear/prepared.cuh"
+
+namespace exl::cuda {
+
+constexpr int kDecodeWarps = 8;
+constexpr int kMaxStages = 3;  // pipeline stages of a warp: prefetched steps and the current one
+constexpr int kMinSteps = 4;   // per block: with fewer, adding its partial result costs too much
+// Sequences with more keys do not fit in the L2 cache over all layers: data that one decode step
+// read is evicted before the next one reads it.
+constexpr int kL2Keys = 1024;
+// Sequences of at most this many keys are not split: one block computes them before several blocks
+// would have added their partial results.
+constexpr int kUnsplitKeys = 512;
+
+// Chunks of 16 keys per step. Rows of 4-bit codes are short: two chunks amortize the overhead of a
+// step.
+template <int key_type, int value_type>
+constexpr int kStepChunks = key_type == kU8 && value_type == kU8 ? 2 : 1;
+
+template <int key_type, int value_type, int width, int tiles>
+struct DecodeShape {
+    static constexpr int kQueries = 8 * tiles;
+    static constexpr int kChunks = kStepChunks<key_type, value_type>;
+    static constexpr int kKeys = kChunks * kChunk;  // per step
+    static constexpr int kKeyBytes = kKeys * staged_bytes(key_type, width);
+    static constexpr int kStepBytes = kKeyBytes + kKeys * staged_bytes(value_type, width);
+    static constexpr int kQueryStride = width + 8;  // float16 elements
+    static constexpr int kQueryBytes = kQueries * kQueryStride * 2;
+    // Holds peak and weight of each query for each warp. Later it is reused for the splits' shares,
+    // again for each warp.
+    static constexpr int kStatBytes = kMaxSplits * kQueries * 4;
+    static_assert(kQueries >= kDecodeWarps && kMaxSplits >= 2 * kDecodeWarps);
+    static constexpr int kBarrierBytes = 2 * kDecodeWarps * kMaxStages * 8;
+};
+
+// Running softmax of one warp. A lane holds the peak (maximum score) and the weight (sum of
+// exponentials) of queries 2 t and 2 t + 1 of each tile, and weighted sums of values. The weight
+// covers this lane's keys only.
+template <int width, int tiles>
+struct SoftmaxState {
+    float peak[tiles][2];
+    float weight[tiles][2];
+    float sums[width / 16][tiles][4];
+
+    __device__ __forceinline__ void start() {
+#pragma unroll
+        for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                peak[n][j] = -INFINITY;
+                weight[n][j] = 0.0f;
+            }
+#pragma unroll
+            for (int tile = 0; tile < width / 16; ++tile) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) sums[tile][n][i] = 0.0f;
+            }
+        }
+    }
+};
+
+// Means of each query over the groups of elements that share a scale, as fragments with k = 8 that
+// are multiplied by the scales of keys (`load_scales`). Lanes t < width / 64 hold the float16 means
+// of groups 2 t and 2 t + 1 for query g in register 0. The remainders of that rounding, also as
+// float16, are added by the same product. They are in register 0 of lanes t + width / 64, whose
+// scales are those of lane t again; with a width of 256, in register 1 of lane t. The rest is zero.
+template <int tiles>
+using Means = uint32_t[tiles][2];
+
+template <int key_type, int width, int tiles>
+__device__ __forceinline__ void compute_means(
+    Means<tiles>& means, const uint32_t (&q)[tiles][width / 16][2], int lane
+) {
+    using Keys = KeyFragments<key_type, width>;
+    constexpr int kWords = width / 64;
+    const int t = lane % 4;
+    uint32_t middle[4];
+    Keys::middle(middle);
+#pragma unroll
+    for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+        for (int word = 0; word < kWords; ++word) {
+            float mean[2];
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int k = 2 * (2 * word + h);
+                float sum[4] = {};
+                multiply(sum, middle, q[n][k][0], q[n][k][1]);
+                multiply(sum, middle, q[n][k + 1][0], q[n][k + 1][1]);
+                // All rows hold the same sums. This lane has columns 2 t and 2 t + 1 and needs
+                // column g.
+                const float even = __shfl_sync(0xffffffffu, sum[0], lane / 8);
+                const float odd = __shfl_sync(0xffffffffu, sum[1], lane / 8);
+                mean[h] = (lane / 4 % 2 == 0 ? even : odd) *
+                          (kSubnormalFactor / Keys::kMiddle / kScaleGroup);
+            }
+            const __half2 high = __floats2half2_rn(mean[0], mean[1]);
+            const float2 rounded = __half22float2(high);
+            const __half2 low = __floats2half2_rn(mean[0] - rounded.x, mean[1] - rounded.y);
+            if (t == word) means[n][0] = bits_of(high);
+            if (kWords == 4 ? t == word : t == word + kWords) means[n][kWords / 4] = bits_of(low);
+        }
+    }
+}
+
+// Processes one step of keys and values, staged at `rows`. If `masked`, each query sees only the
+// keys that its position and the window allow; otherwise all queries see all keys.
+template <int key_type, int value_type, int width, int tiles>
+__device__ __forceinline__ void attend_step(
+    const AttentionParams& params, const uint8_t* rows, int first_key, bool masked,
+    const int (&positions)[tiles][2], const uint32_t (&q)[tiles][width / 16][2],
+    const Means<tiles>& means, const uint32_t (&minus_middle)[4], SoftmaxState<width, tiles>& state,
+    int lane
+) {
+    using Shape = DecodeShape<key_type, value_type, width, tiles>;
+    using Keys = KeyFragments<key_type, width>;
+    using Values = ValueFragments<value_type, width>;
+    constexpr int kChunks = Shape::kChunks;
+    float s[kChunks][tiles][4] = {};
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+        const uint8_t* keys = rows + c * kChunk * Keys::kStride;
+        if constexpr (is_codes(key_type)) {
+            // Start from minus the middle of the codes times the query means, weighted by the
+            // scales. Then sum products with codes within each group and apply its scale to the
+            // sum: this takes fewer products and keeps dependent chains of sums short.
+            uint32_t scales[2];
+            Keys::load_scales(scales, keys, lane);
+#pragma unroll
+            for (int n = 0; n < tiles; ++n) {
+                multiply_8(s[c][n], scales, means[n][0]);
+                if (width > 128) multiply_8(s[c][n], scales, means[n][1]);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    s[c][n][i] *= -Keys::kMiddle * kScaleGroup / kSubnormalFactor;
+                }
+            }
+            Keys::for_each_group(
+                keys, lane, [&](int k, const uint32_t (&a)[2][4], float low, float high) {
+#pragma unroll
+                    for (int n = 0; n < tiles; ++n) {
+                        float sum[4] = {};
+                        multiply(sum, a[0], q[n][k][0], q[n][k][1]);
+                        multiply(sum, a[1], q[n][k + 1][0], q[n][k + 1][1]);
+#pragma unroll
+                        for (int i = 0; i < 4; ++i) s[c][n][i] += sum[i] * (i < 2 ? low : high);
+                    }
+                }
+            );
+        } else {
+            Keys::for_each(keys, lane, [&](int k, const uint32_t (&a)[4]) {
+#pragma unroll
+                for (int n = 0; n < tiles; ++n) multiply(s[c][n], a, q[n][k][0], q[n][k][1]);
+            });
+        }
+    }
+    scale_scores(s, params, is_codes(key_type) ? kSubnormalFactor : 1.0f);
+    if (masked) {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+            for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                    const int key = first_key + c * kChunk + lane / 4 + i / 2 * 8;
+                    const int age = positions[n][i % 2] - key;
+                    const bool seen = age >= 0 && (params.window <= 0 || age < params.window);
+                    s[c][n][i] = seen ? s[c][n][i] : -INFINITY;
+                }
+            }
+        }
+    }
+    float peak[tiles][2];
+    bool moved = false;
+#pragma unroll
+    for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            peak[n][j] = state.peak[n][j];
+#pragma unroll
+            for (int c = 0; c < kChunks; ++c) {
+                peak[n][j] = fmaxf(peak[n][j], fmaxf(s[c][n][j], s[c][n][2 + j]));
+            }
+#pragma unroll
+            for (int step = 4; step < kWarp; step *= 2) {
+                peak[n][j] = fmaxf(peak[n][j], __shfl_xor_sync(0xffffffffu, peak[n][j], step));
+            }
+            moved |= peak[n][j] != state.peak[n][j];
+        }
+    }
+    if (__any_sync(0xffffffffu, moved)) {
+#pragma unroll
+        for (int n = 0; n < tiles; ++n) {
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                // With a peak of -infinity there are no sums yet; -infinity minus itself is NaN.
+                const float factor =
+                    peak[n][j] == -INFINITY ? 1.0f : exp2_of(state.peak[n][j] - peak[n][j]);
+                state.peak[n][j] = peak[n][j];
+                state.weight[n][j] *= factor;
+#pragma unroll
+                for (int tile = 0; tile < width / 16; ++tile) {
+                    state.sums[tile][n][j] *= factor;
+                    state.sums[tile][n][2 + j] *= factor;
+                }
+            }
+        }
+    }
+    uint32_t p[kChunks][tiles][2];
+#pragma unroll
+    for (int n = 0; n < tiles; ++n) {
+        // Weights times scales of values must stay in the range of float16, as far as possible from
+        // both of its ends. Scales are at most 1/8 of its largest number, so 2^3 is a safe factor.
+        constexpr float kLift = is_codes(value_type) ? 3.0f : 0.0f;
+        const float base[2] = {
+            (peak[n][0] == -INFINITY ? 0.0f : peak[n][0]) - kLift,
+            (peak[n][1] == -INFINITY ? 0.0f : peak[n][1]) - kLift
+        };
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float x = exp2_of(s[c][n][2 * h] - base[0]);
+                const float y = exp2_of(s[c][n][2 * h + 1] - base[1]);
+                state.weight[n][0] += x;
+                state.weight[n][1] += y;
+                const uint32_t two = bits_of(__floats2half2_rn(x, y));
+                asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(p[c][n][h]) : "r"(two));
+            }
+        }
+    }
+#pragma unroll
+    for (int c = 0; c < kChunks; ++c) {
+        const uint8_t* values = rows + Shape::kKeyBytes + c * kChunk * Values::kStride;
+        if constexpr (is_codes(value_type)) {
+            Values::for_each_group(
+                values, lane, [&](int group, const uint32_t (&a)[2][4], __half2 low, __half2 high) {
+#pragma unroll
+                    for (int n = 0; n < tiles; ++n) {
+                        const uint32_t b0 = bits_of(__hmul2(halves(p[c][n][0]), low));
+                        const uint32_t b1 = bits_of(__hmul2(halves(p[c][n][1]), high));
+#pragma unroll
+                        for (int i = 0; i < 2; ++i) {
+                            multiply(state.sums[2 * group + i][n], a[i], b0, b1);
+                            multiply(state.sums[2 * group + i][n], minus_middle, b0, b1);
+                        }
+                    }
+                }
+            );
+        } else {
+            Values::for_each(values, lane, [&](int tile, const uint32_t (&a)[4]) {
+#pragma unroll
+                for (int n = 0; n < tiles; ++n) {
+                    multiply(state.sums[tile][n], a, p[c][n][0], p[c][n][1]);
+                }
+            });
+        }
+    }
+}
+
+// Permutation of one head's results: their positions among the inputs of the next linear, which
+// stores its rows in an order of its own.
+template <int width>
+using Permutation = int2[width / kUnit];
+
+template <int width>
+__device__ __forceinline__ void load_permutation(
+    Permutation<width>& permutation, const AttentionParams& params, int head, int lane
+) {
+#pragma unroll
+    for (int u = 0; u < width / kUnit; ++u) {
+        const int i = u * kUnit + 2 * lane;
+        if (i < params.d) {
+            const int32_t* from = params.permutation + head * params.d + i;
+            permutation[u] = *reinterpret_cast<const int2*>(from);
+        }
+    }
+}
+
+// Stores a head's result as prepared inputs of the next linear.
+template <int width>
+__device__ __forceinline__ void store_permuted(
+    const AttentionParams& params, int row, const HeadRow<width>& x,
+    const Permutation<width>& permutation, int lane
+) {
+    auto* to = static_cast<__half*>(params.out);
+#pragma unroll
+    for (int u = 0; u < width / kUnit; ++u) {
+        if (u * kUnit + 2 * lane >= params.d) continue;
+        to[prepared_at(params.rows, row, permutation[u].x)] = from_float<__half>(x[u].x);
+        to[prepared_at(params.rows, row, permutation[u].y)] = from_float<__half>(x[u].y);
+    }
+}
+
+}  // namespace exl::cuda

@@ -1,0 +1,254 @@
+// Prepares the inputs of quantized linears: norm, rounding to float16, and permutation into the
+// layouts that the linear kernels read.
+//
+// Contract   exl/cuda/linear.h (exl_cuda_prepare).
+// Mapping    A block takes one row of the batch and a slice of one prepared form. It reads the
+//            whole row, 16 bytes at a time, like every other block of that row: a row has some
+//            16 KB and stays in the L2 cache. It keeps the row in shared memory and gathers its
+//            slice from there. With few rows a form has many slices, because then the gather takes
+//            most of the time: it reads random words of shared memory, about 3.5 per bank and
+//            cycle.
+// Accuracy   Squares are summed in an order that depends on k alone.
+// Overlap    Permutations and norm weights are loaded before the wait for the previous kernel: they
+//            come from memory.
+// Floor      With few rows: a launch, one read from the L2 cache and one barrier. In a CUDA graph,
+//            an H200 takes 1.1 us for an almost empty kernel, and 1.4 us for one row of 4096 here.
+//            With many rows: the bytes at memory bandwidth.
+#include <algorithm>
+
+#include "cuda/common/rows.cuh"
+#include "cuda/linear/prepared.cuh"
+#include "cuda/linear/quant_wide.cuh"
+
+namespace exl::cuda {
+
+constexpr int kBlockRows = 32;
+constexpr int kPair = 2;  // positions per thread and gather
+
+// The slices of form i are blocks end[i - 1] .. end[i] - 1 in the y dimension of the grid; form 0
+// starts at block 0.
+struct Slices {
+    int end[3];
+};
+
+// Location of one row of the batch in a prepared form. Offsets are in float16 elements.
+struct Place {
+    int64_t first;  // offset of position 0
+    int pitch;      // from one block of 32 positions to the next
+    int spread;     // from one group of 8 to the next, in the small-batch layout; otherwise 0
+
+    // Offset of an even position. The odd position after it follows directly.
+    __device__ __forceinline__ int64_t at(int position) const {
+        const int in_block = position % 32;
+        const int offset = spread == 0 ? in_block : in_block / 2 % 4 * spread + in_block / 8 * 2;
+        return first + static_cast<int64_t>(position / 32) * pitch + offset;
+    }
+};
+
+__device__ __forceinline__ Place place_of(int row, int m, int num_blocks, bool may_be_wide) {
+    constexpr int kChunkRows = EXL_CUDA_CHUNK_ROWS;
+    const int chunk = row / kChunkRows, in_chunk = row % kChunkRows;
+    const int rows = min(m - chunk * kChunkRows, kChunkRows);
+    const int64_t first = static_cast<int64_t>(chunk) * num_blocks * 32 * kChunkRows;
+    if (rows == 1) return {first, 32, 0};
+    const int padded = padded_rows(rows);
+    if (rows > 8 && may_be_wide) return {first + in_chunk * 8, padded * 32, padded * 8};
+    return {first + in_chunk * 32, padded * 32, 0};
+}
+
+// Values of two adjacent positions of a form, from input features `features` (-1: padding).
+template <class T>
+__device__ __forceinline__ __half2 gather(const T* row, int2 features, float factor) {
+    const float first = features.x < 0 ? 0.0f : to_float(row[features.x]) * factor;
+    const float second = features.y < 0 ? 0.0f : to_float(row[features.y]) * factor;
+    return __halves2half2(from_float<__half>(first), from_float<__half>(second));
+}
+
+// Input features at `position` and the position after it.
+__device__ __forceinline__ int2 features_at(const ExlPrepared& to, int position, int k) {
+    if (to.order != nullptr) return *reinterpret_cast<const int2*>(to.order + position);
+    return make_int2(position < k ? position : -1, position + 1 < k ? position + 1 : -1);
+}
+
+// The row is kept in shared memory as T: float, multiplied by the norm's weights, or unchanged as
+// float16.
+template <class X, class T, bool is_aligned, int threads>
+__global__ void __launch_bounds__(threads) prepare_kernel(
+    const ExlPrepare args, const Slices slices, const bool may_be_wide
+) {
+    extern __shared__ uint4 shared[];
+    __shared__ float partial[threads / kWarp];
+    constexpr int kSlice = threads * kPair;     // positions that a block gathers per iteration
+    constexpr int kStride = threads * kVector;  // values that a block reads per load
+    constexpr bool has_norm = sizeof(T) == sizeof(float);
+    constexpr int kInFlight = has_norm ? 2 : 4;  // loads per thread before the first is used
+    T* row = reinterpret_cast<T*>(shared);
+    let_next_begin();
+
+    const int slice = blockIdx.y;
+    const int form = slice < slices.end[0] ? 0 : slice < slices.end[1] ? 1 : 2;
+    const ExlPrepared to = form == 0 ? args.to[0] : form == 1 ? args.to[1] : args.to[2];
+    const int first_slice = form == 0 ? 0 : form == 1 ? slices.end[0] : slices.end[1];
+    const int last_slice = form == 0 ? slices.end[0] : form == 1 ? slices.end[1] : slices.end[2];
+    const int step = (last_slice - first_slice) * kSlice;
+    const int count = to.plain ? 0 : 32 * to.num_blocks;
+    int position = (slice - first_slice) * kSlice + kPair * threadIdx.x;
+    int2 features = make_int2(-1, -1);
+    if (position < count) features = features_at(to, position, args.k);
+    // The warm-up pass (kWarmUpRows in common.cuh) reads an operand that is available before the
+    // wait and at least as long as a row.
+    const void* const ready = has_norm ? static_cast<const void*>(args.norm) : to.order;
+    const bool warms_up = gridDim.x <= kWarmUpRows && ready != nullptr && !to.plain;
+    int end = warms_up ? min(args.k, kInFlight * kStride) : args.k;
+    Vector<float> weights[kInFlight];
+    const auto load_weights = [&](int start) {
+#pragma unroll
+        for (int n = 0; has_norm && n < kInFlight; ++n) {
+            const int i = start + n * kStride;
+            if (i < end) weights[n] = load_vector(args.norm + i, args.k - i, is_aligned);
+        }
+    };
+    load_weights(kVector * threadIdx.x);
+    const int batch_row = blockIdx.x;
+    const bool is_padding = batch_row >= args.m;
+    const Place place = place_of(batch_row, args.m, to.num_blocks, may_be_wide);
+    __half* out = static_cast<__half*>(to.out);
+    // A first iteration with `is_real` false is the warm-up pass.
+#pragma unroll 1
+    for (bool is_real = !warms_up;; is_real = true) {
+        if (is_real) {
+            wait_for_inputs();
+            end = args.k;
+        }
+        if (is_padding && to.plain) return;
+        const X* x = is_real ? static_cast<const X*>(args.x) + batch_row * args.x_stride
+                             : static_cast<const X*>(ready);
+        __half* plain = out + static_cast<int64_t>(batch_row) * args.k;
+        float squares = 0.0f;
+        for (int start = kVector * threadIdx.x; !is_padding && start < end;
+             start += kInFlight * kStride) {
+            Vector<X> vectors[kInFlight];
+#pragma unroll
+            for (int n = 0; n < kInFlight; ++n) {
+                const int i = start + n * kStride;
+                if (i < end) vectors[n] = load_vector(x + i, args.k - i, is_aligned);
+            }
+#pragma unroll
+            for (int n = 0; n < kInFlight; ++n) {
+                const int i = start + n * kStride;
+                if (i >= end) break;
+                float values[kVector];
+                vectors[n].to_floats(values);
+                if constexpr (has_norm) {
+                    float factors[kVector];
+                    weights[n].to_floats(factors);
+#pragma unroll
+                    for (int j = 0; j < kVector; ++j) {
+                        squares += values[j] * values[j];
+                        values[j] *= factors[j];
+                    }
+                } else if (to.plain) {
+                    store_vector(plain + i, args.k - i, is_aligned, values);
+                    continue;
+                }
+                store_vector(row + i, kVector, true, values);
+            }
+            load_weights(start + kInFlight * kStride);
+        }
+        if (!has_norm && to.plain) return;
+        float factor = 1.0f;
+        if constexpr (has_norm) {
+            factor = rsqrtf(block_sum<threads / kWarp>(squares, partial) / args.k + args.eps);
+        } else {
+            __syncthreads();
+        }
+
+        if (to.plain) {
+            for (int i = kVector * threadIdx.x; i < args.k; i += kStride) {
+                float values[kVector];
+                load_floats(row + i, kVector, true, values);
+#pragma unroll
+                for (int j = 0; j < kVector; ++j) values[j] *= factor;
+                store_vector(plain + i, args.k - i, is_aligned, values);
+            }
+            return;
+        }
+        while (position < count) {
+            const __half2 values =
+                is_padding ? __half2half2(__ushort_as_half(0)) : gather(row, features, factor);
+            auto* const pair = reinterpret_cast<__half2*>(out + place.at(position));
+            // Keeps the compiler from skipping the computation in the warm-up pass.
+            asm volatile("" ::"l"(pair), "r"(*reinterpret_cast<const uint32_t*>(&values)));
+            if (!is_real) break;
+            *pair = values;
+            position += step;
+            if (position < count) features = features_at(to, position, args.k);
+        }
+        if (is_real) return;
+    }
+}
+
+template <class X, class T, int threads>
+static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int rows, void* stream) {
+    Slices slices = {};
+    int total = 0;
+    for (int form = 0; form < 3; ++form) {
+        if (form < args.count && args.to[form].plain) {
+            ++total;
+        } else if (form < args.count) {
+            // 1024 threads per multiprocessor, if there is enough work for them.
+            const int wanted = info.multiprocessors * 1024 / threads / (rows * args.count);
+            const int positions = kBlockRows * args.to[form].num_blocks;
+            const int most = static_cast<int>(ceil_div(positions, threads * kPair));
+            total += std::clamp(wanted, 1, most);
+        }
+        slices.end[form] = total;
+    }
+    bool needs_row = args.norm != nullptr;
+    for (int form = 0; form < args.count; ++form) needs_row |= !args.to[form].plain;
+    const int64_t row_bytes = needs_row ? ceil_div(args.k, kVector) * kVector * sizeof(T) : 0;
+    const bool is_aligned = rows_are_aligned(args.x, args.k, args.x_stride, sizeof(X));
+    return launch(
+        is_aligned ? prepare_kernel<X, T, true, threads> : prepare_kernel<X, T, false, threads>,
+        dim3(rows, total), dim3(threads), static_cast<size_t>(row_bytes), stream, args, slices,
+        is_wide(info, EXL_CUDA_CHUNK_ROWS)
+    );
+}
+
+// With a norm, the number of threads must not depend on the number of rows: the sum of squares
+// depends on it. Otherwise 512 threads are faster for a single row, 1024 for more.
+template <class X>
+static cudaError_t prepare(const ExlPrepare& args, const DeviceInfo& info, int rows, void* stream) {
+    if (args.norm != nullptr) return prepare<X, float, 512>(args, info, rows, stream);
+    const bool is_short = rows == 1 || args.to[0].plain;
+    if (is_short) return prepare<X, __half, 512>(args, info, rows, stream);
+    return prepare<X, __half, 1024>(args, info, rows, stream);
+}
+
+}  // namespace exl::cuda
+
+extern "C" int exl_cuda_prepare(const ExlPrepare* args, void* stream) {
+    using namespace exl::cuda;
+    const bool fits = args->count >= 1 && args->count <= 3 && args->m >= 0 && args->k >= 1 &&
+                      (args->x_dtype == kF32 || args->x_dtype == kF16);
+    if (!fits) return cudaErrorInvalidValue;
+    if (args->m == 0) return cudaSuccess;
+    int rows = args->m;
+    for (int form = 0; form < args->count; ++form) {
+        const ExlPrepared& to = args->to[form];
+        if (!to.plain && to.num_blocks < 1) return cudaErrorInvalidValue;
+        const int rest = args->m % EXL_CUDA_CHUNK_ROWS;
+        if (!to.plain && rest > 1) rows = args->m - rest + 8 * exl_cuda_row_tiles(rest);
+    }
+    // A single plain form needs no gather.
+    if (args->norm != nullptr && args->count == 1 && args->to[0].plain) {
+        return exl_cuda_rms_norm(
+            args->x, args->x_dtype, args->x_stride, args->norm, args->eps, args->m, args->k,
+            args->to[0].out, kF16, args->k, stream
+        );
+    }
+    DeviceInfo info;
+    if (cudaError_t error = device_info(&info); error != cudaSuccess) return error;
+    const auto run = args->x_dtype == kF32 ? prepare<float> : prepare<__half>;
+    return run(*args, info, rows, stream);
+}

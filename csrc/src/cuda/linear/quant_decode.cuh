@@ -1,0 +1,93 @@
+// Unpacks the codes of one block of 32 rows into A fragments of mma.m16n8k16. Layout:
+// exl/cuda/linear.h.
+//
+// A pair of codes is masked out of its word in place. The result is two float16 numbers whose
+// exponent bits are zero and whose mantissas hold the codes: the subnormal numbers code * 2^(shift
+// - 24). Tensor cores multiply subnormal numbers exactly and at full speed. All codes of a quarter
+// of the columns (row g or g + 8 of an m16 tile) have the same shift, so that one factor scales the
+// sums of a column. The layout is chosen such that most pairs need one mask and every word one or
+// two shifts: 18, 25, 20, 29, 30 and 16 instructions per block of 2, 3, 4, 5, 6 and 8 bits.
+//
+// Zeros and minimums are not applied here. quant_unit.cuh applies them to the sums of the inputs,
+// quant_wide_unit.cuh to each weight.
+#pragma once
+
+#include "cuda/linear/quant_tiles.cuh"
+
+#ifdef __CUDACC__
+
+namespace exl::cuda {
+
+// Mantissa bit at which the codes of columns 8 * quarter .. 8 * quarter + 7 begin.
+__host__ __device__ constexpr int mantissa_shift(int bits, int quarter) {
+    switch (bits) {
+        case 2: return 2 * quarter;
+        case 3: return quarter < 2 ? 3 * quarter : 6;
+        case 4: return 4 * (quarter % 2);
+        case 5: return quarter < 2 ? 0 : 5;
+        case 6: return quarter < 2 ? 0 : 4;
+        default: return 0;
+    }
+}
+
+// Factor 2^(24 - shift) that turns sums of products with subnormal codes of these columns into sums
+// of products with the codes.
+__host__ __device__ constexpr float subnormal_factor(int bits, int quarter) {
+    return static_cast<float>(1 << (24 - mantissa_shift(bits, quarter)));
+}
+
+// (a & mask) | c
+__device__ __forceinline__ uint32_t and_or(uint32_t a, uint32_t mask, uint32_t c) {
+    uint32_t d;
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(d) : "r"(a), "r"(mask), "r"(c));
+    return d;
+}
+
+template <int kBits>
+struct BlockCodes {
+    uint32_t words[kBits];
+
+    __device__ __forceinline__ void load(const uint8_t* block, int lane) {
+        load_words<kBits>(words, block, lane);
+    }
+
+    // Extracts pair kPair at its mantissa shift and ORs kBase into the result. Recurses over the
+    // bit fields of the pair.
+    template <int kPair, uint32_t kBase = 0, int kFieldIndex = 0>
+    __device__ __forceinline__ uint32_t pair(uint32_t rest = kBase) const {
+        constexpr BitField kField = field_of(kBits, kPair, kFieldIndex);
+        constexpr int kTo = mantissa_shift(kBits, kPair / 4) + kField.first;
+        constexpr int kShift = kField.shift - kTo;
+        static_assert(kShift >= 0 && kTo + kField.bits <= 10);
+        constexpr uint32_t kMask = ((1u << kField.bits) - 1) * 0x00010001u << kTo;
+        const uint32_t word = words[kField.word];
+        uint32_t both;
+        if constexpr (kBits == 8 && kShift == 8) {
+            both = __byte_perm(word, kBase, 0x5351);
+        } else if constexpr (kFieldIndex == 0 && kBase == 0) {
+            both = word >> kShift & kMask;
+        } else {
+            both = and_or(word >> kShift, kMask, rest);
+        }
+        if constexpr (kFieldIndex + 1 < num_fields(kBits, kPair)) {
+            return pair<kPair, kBase, kFieldIndex + 1>(both);
+        } else {
+            return both;
+        }
+    }
+
+    // A fragment of columns 16 * kColumns .. 16 * kColumns + 15 for the k16 step kStep of the
+    // block: rows 8 t + 4 * kStep .. 8 t + 4 * kStep + 3, with t = 0 .. 3.
+    template <int kColumns, int kStep, uint32_t kBase = 0>
+    __device__ __forceinline__ void fragment(uint32_t (&a)[4]) const {
+        constexpr int kFirst = 8 * kColumns + 2 * kStep;
+        a[0] = pair<kFirst, kBase>();
+        a[1] = pair<kFirst + 4, kBase>();
+        a[2] = pair<kFirst + 1, kBase>();
+        a[3] = pair<kFirst + 5, kBase>();
+    }
+};
+
+}  // namespace exl::cuda
+
+#endif  // __CUDACC__

@@ -1,0 +1,321 @@
+// Inner loop of the decode kernel: one warp multiplies the k-tiles of its pipeline with the inputs.
+//
+// For each k-tile, 32 columns and 1, 8, 16 or 32 rows of the batch:
+//
+//   total += scale * (codes @ x) + offset * sum(x)        offset = -scale * zero, or the minimum
+//
+// Tensor cores compute both sums. The A operand of sum(x) is a matrix of ones.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/linear/quant_decode.cuh"
+#include "cuda/linear/quant_stream.cuh"
+
+#ifdef __CUDACC__
+
+namespace exl::cuda {
+
+// Number of batch rows of one launch: one, or 8 per row tile. A single row is broadcast to all
+// eight columns of the B operand.
+template <int num_row_tiles, bool is_one_row>
+struct RowShape {
+    static constexpr int kRowTiles = num_row_tiles;
+    static constexpr bool kIsOneRow = is_one_row;
+    // Batch rows of a row tile whose sums a lane keeps: the two adjacent columns of its C fragment,
+    // or one of them, because all columns are equal for a single row.
+    static constexpr int kLaneRows = is_one_row ? 1 : 2;
+    static constexpr int kRows = is_one_row ? 1 : 8 * num_row_tiles;
+    // Inputs are prefetched one load ahead, if enough registers are left for them.
+    static constexpr bool kPrefetchesInputs = num_row_tiles == 1;
+};
+
+// A lane's sums for one column panel, in the order of its C fragments: [row tile][quarter q][row c]
+// is column 8 q + lane / 4 and batch row 2 (lane % 4) + c of the row tile.
+template <class Shape>
+using PanelSums = float[Shape::kRowTiles][4][Shape::kLaneRows];
+
+// A lane's inputs for one block of 32 rows of k: 8 float16 numbers per row tile, the B fragments of
+// both k16 steps.
+template <int kRowTiles>
+struct InputFragments {
+    uint4 row_tiles[kRowTiles];
+
+    // Inline asm pins the loads here. Otherwise the compiler sinks those of a whole k-tile below
+    // its MMAs.
+    __device__ __forceinline__ void load(const __half* x) {
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+            uint4& to = row_tiles[i];
+            asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(to.x), "=r"(to.y), "=r"(to.z), "=r"(to.w)
+                         : "l"(x + i * 8 * 32));
+        }
+    }
+};
+
+// Loads the scales or minimums of columns g, g + 8, g + 16 and g + 24.
+__device__ __forceinline__ void load_factors(
+    float (&to)[4], const uint8_t* from, bool has_floats, int g
+) {
+    if (has_floats) {
+        const float4 four = reinterpret_cast<const float4*>(from)[g];
+        to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+    } else {
+        const uint2 four = reinterpret_cast<const uint2*>(from)[g];
+        const float2 first = __half22float2(*reinterpret_cast<const __half2*>(&four.x));
+        const float2 second = __half22float2(*reinterpret_cast<const __half2*>(&four.y));
+        to[0] = first.x, to[1] = first.y, to[2] = second.x, to[3] = second.y;
+    }
+}
+
+// Scales and offsets of a k-tile for the lane's four columns.
+struct KTileFactors {
+    float scales[4], offsets[4];
+
+    __device__ __forceinline__ void load(
+        const uint8_t* k_tile, const LoadRun& run, int bits, int lane
+    ) {
+        if (run.is_plain()) {  // the common case, without further branches
+            load_factors(scales, k_tile, false, lane / 4);
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                offsets[q] = -scales[q] * static_cast<float>(1 << (bits - 1));
+            }
+            return;
+        }
+        const bool has_floats = run.has_floats();
+        load_factors(scales, k_tile, has_floats, lane / 4);
+        const uint8_t* from = k_tile + (has_floats ? 128 : 64);
+        if (run.offset_kind() == EXL_OFFSET_MINIMUMS) {
+            load_factors(offsets, from, has_floats, lane / 4);
+        } else if (run.offset_kind() == EXL_OFFSET_ZEROS) {
+            const uint32_t zeros = reinterpret_cast<const uint32_t*>(from)[lane / 4];
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                offsets[q] = -scales[q] * static_cast<float>(zeros >> 8 * q & 255);
+            }
+        } else {
+#pragma unroll
+            for (int q = 0; q < 4; ++q) {
+                offsets[q] = -scales[q] * static_cast<float>(1 << (bits - 1));
+            }
+        }
+    }
+};
+
+// Sums over one k-tile before scaling: of code * x as subnormal numbers, and of x.
+template <class Shape>
+struct KTileSums {
+    float codes[Shape::kRowTiles][2][4] = {};
+    float inputs[Shape::kRowTiles][4] = {};
+
+    template <int kStep, class Codes>
+    __device__ __forceinline__ void add_step(
+        const Codes& block, const InputFragments<Shape::kRowTiles>& rows
+    ) {
+        constexpr uint32_t kOnes = 0x3c003c00;
+        const uint32_t ones[4] = {kOnes, kOnes, kOnes, kOnes};
+        uint32_t a_low[4], a_high[4];
+        block.template fragment<0, kStep>(a_low);
+        block.template fragment<1, kStep>(a_high);
+#pragma unroll
+        for (int i = 0; i < Shape::kRowTiles; ++i) {
+            const uint4& x = rows.row_tiles[i];
+            const uint32_t b0 = kStep ? x.z : x.x, b1 = kStep ? x.w : x.y;
+            mma_16816(codes[i][0], a_low, b0, b1);
+            mma_16816(codes[i][1], a_high, b0, b1);
+            mma_16816(inputs[i], ones, b0, b1);
+        }
+    }
+    template <class Codes>
+    __device__ __forceinline__ void add(
+        const Codes& block, const InputFragments<Shape::kRowTiles>& rows
+    ) {
+        add_step<0>(block, rows);
+        add_step<1>(block, rows);
+    }
+
+    template <int kBits>
+    __device__ __forceinline__ void scale_into(
+        PanelSums<Shape>& total, const KTileFactors& factors
+    ) {
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+            const float scale = factors.scales[q] * subnormal_factor(kBits, q);
+#pragma unroll
+            for (int i = 0; i < Shape::kRowTiles; ++i) {
+#pragma unroll
+                for (int c = 0; c < Shape::kLaneRows; ++c) {
+                    float& to = total[i][q][c];
+                    to = fmaf(scale, codes[i][q / 2][2 * (q % 2) + c], to);
+                    to = fmaf(factors.offsets[q], inputs[i][c], to);
+                }
+            }
+        }
+        *this = {};
+    }
+};
+
+// Addresses of a lane's inputs. Prepared inputs are [block][32] for a single row, otherwise
+// [block][row tile][8][32] (exl/cuda/linear.h).
+struct InputReader {
+    const QuantLinearArgs& args;
+    int lane_halves;  // offset of the lane's first number in a block
+
+    __device__ __forceinline__ InputReader(const QuantLinearArgs& args, int lane)
+        : args(args),
+          lane_halves(8 * (lane % 4) + (args.block_halves == 32 ? 0 : 32 * (lane / 4))) {}
+    __device__ __forceinline__ const __half* at(const LoadRun& run) const {
+        return args.parts[run.part()].inputs + (run.block() * args.block_halves + lane_halves);
+    }
+    // Float16 numbers from one block to the next.
+    template <class Shape>
+    __device__ __forceinline__ int pitch() const {
+        return Shape::kIsOneRow ? 32 : args.block_halves;
+    }
+};
+
+// Inputs of one load if they are prefetched, otherwise of one block.
+template <class Shape>
+using LoadInputs = InputFragments<Shape::kRowTiles>[Shape::kPrefetchesInputs ? kStageBlocks : 1];
+
+template <class Shape>
+__device__ __forceinline__ void load_inputs(
+    LoadInputs<Shape>& rows, const LoadRun& run, const InputReader& inputs
+) {
+    const __half* x = inputs.at(run);
+#pragma unroll
+    for (int i = 0; i < kStageBlocks; ++i) {
+        if (i < run.blocks()) rows[i].load(x + i * inputs.pitch<Shape>());
+    }
+}
+
+// Adds the loads of a run whose loads are one k-tile of four blocks each. Stops after the last load
+// of the run, or earlier if the pipeline has to open a new load run. Releases all loads except the
+// last one it added. As soon as a block's inputs have been used, those of the next load replace
+// them. On return, `run` is the rest of the run, or the next run. Returns whether the run is done.
+template <int kBits, class Shape>
+__device__ __forceinline__ bool add_full_k_tiles(
+    PanelSums<Shape>& total, LoadInputs<Shape>& rows, LoadRun& run, WeightPipeline& pipeline,
+    const InputReader& inputs, int lane
+) {
+    const LoadRun own = run;
+    int header_bytes = inputs.args.parts[own.part()].header_bytes;
+    // Hides the value's origin from the compiler, which would otherwise reload it for every k-tile.
+    asm("" : "+r"(header_bytes));
+    const int pitch = inputs.pitch<Shape>();
+    const __half* x = inputs.at(own);
+    int loads_left = own.count();
+#pragma unroll 1
+    for (;;) {
+        --loads_left;
+        x += kStageBlocks * pitch;
+        if (loads_left == 0) {
+            run = pipeline.next();
+            x = inputs.at(run);
+        }
+        pipeline.wait();
+        const uint8_t* bytes = pipeline.data();
+        KTileFactors factors;
+        factors.load(bytes, own, kBits, lane);
+        KTileSums<Shape> sums;
+#pragma unroll
+        for (int i = 0; i < kStageBlocks; ++i) {
+            BlockCodes<kBits> codes;
+            codes.load(bytes + header_bytes + i * 128 * kBits, lane);
+            sums.add(codes, rows[i]);
+            rows[i].load(x + i * pitch);  // may read past the next load's last block; unused then
+        }
+        sums.template scale_into<kBits>(total, factors);
+        if (loads_left == 0) return true;
+        if (pipeline.continues_run()) {
+            pipeline.release_in_run();
+            continue;
+        }
+        if (pipeline.needs_load_run()) {
+            run = own.last(loads_left);
+            return false;
+        }
+        pipeline.release<false>();
+    }
+}
+
+// Adds the first load of `run`, of any shape, block by block, and prefetches the inputs of `next`.
+template <int kBits, class Shape>
+__device__ __forceinline__ void add_load(
+    PanelSums<Shape>& total, LoadInputs<Shape>& rows, const LoadRun& run, const LoadRun& next,
+    const uint8_t* bytes, const InputReader& inputs, int lane
+) {
+    const int header_bytes = inputs.args.parts[run.part()].header_bytes;
+    const int blocks = run.blocks(), k_tile_blocks = run.k_tile_blocks();
+    const __half* x = inputs.at(Shape::kPrefetchesInputs ? next : run);
+    KTileSums<Shape> sums;
+    const uint8_t* k_tile = bytes;
+    int in_k_tile = 0;
+#pragma unroll(Shape::kPrefetchesInputs ? kStageBlocks : 1)
+    for (int i = 0; i < kStageBlocks; ++i) {
+        InputFragments<Shape::kRowTiles>& own = rows[Shape::kPrefetchesInputs ? i : 0];
+        if (i < blocks) {
+            if (in_k_tile == 0) k_tile = bytes, bytes += header_bytes;
+            BlockCodes<kBits> codes;
+            codes.load(bytes, lane);
+            bytes += 128 * kBits;
+            if constexpr (!Shape::kPrefetchesInputs) own.load(x + i * inputs.pitch<Shape>());
+            sums.add(codes, own);
+            if (++in_k_tile == k_tile_blocks) {
+                KTileFactors factors;
+                factors.load(k_tile, run, kBits, lane);
+                sums.template scale_into<kBits>(total, factors);
+                in_k_tile = 0;
+            }
+        }
+        if (Shape::kPrefetchesInputs && i < next.blocks()) own.load(x + i * inputs.pitch<Shape>());
+    }
+}
+
+// Adds the next loads of the pipeline to `total`: several loads of a run of full k-tiles if inputs
+// are prefetched, otherwise one. `run` describes them, and on return what comes next. `rows` holds
+// their inputs if these are prefetched. Returns whether they end the warp's k-slice of the output
+// tile.
+template <class Shape>
+__device__ __forceinline__ bool add_load_run(
+    PanelSums<Shape>& total, LoadInputs<Shape>& rows, LoadRun& run, WeightPipeline& pipeline,
+    const InputReader& inputs, int lane
+) {
+    const LoadRun own = run;
+    bool is_run_done = own.count() == 1;
+    const auto add = [&](auto width) {
+        constexpr int kBits = decltype(width)::value;
+        if constexpr (Shape::kPrefetchesInputs) {
+            if (own.is_full_k_tile()) {
+                is_run_done =
+                    add_full_k_tiles<kBits, Shape>(total, rows, run, pipeline, inputs, lane);
+                return;
+            }
+        }
+        run = is_run_done ? pipeline.next() : own.last(own.count() - 1);
+        pipeline.wait();
+        add_load<kBits, Shape>(total, rows, own, run, pipeline.data(), inputs, lane);
+    };
+    switch (own.bits()) {
+        case 2: add(std::integral_constant<int, 2>()); break;
+        case 3: add(std::integral_constant<int, 3>()); break;
+        case 4: add(std::integral_constant<int, 4>()); break;
+        case 5: add(std::integral_constant<int, 5>()); break;
+        case 6: add(std::integral_constant<int, 6>()); break;
+        case 8: add(std::integral_constant<int, 8>()); break;
+        default: run = pipeline.next(); pipeline.wait();
+    }
+    pipeline.release<true>();
+    const bool has_one_stage = inputs.args.num_stages == 1;
+    if (has_one_stage && is_run_done) run = pipeline.front();
+    if constexpr (Shape::kPrefetchesInputs) {
+        if (has_one_stage || own.is_empty()) load_inputs<Shape>(rows, run, inputs);
+    }
+    return is_run_done && own.is_last();
+}
+
+}  // namespace exl::cuda
+
+#endif  // __CUDACC__

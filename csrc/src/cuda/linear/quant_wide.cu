@@ -1,0 +1,381 @@
+// y[m, n] = x[m, k] @ w (+ bias) for quantized w: the small-batch kernel, for 9 to 64 rows on
+// compute capability 9.0.
+//
+// Contract   exl/cuda/linear.h. One launch reads the weights once.
+// Floor      panels * panel_bytes bytes divided by the memory bandwidth.
+// Mapping    The grid has one or two thread blocks per multiprocessor. A cluster of up to eight
+//            thread blocks computes an output tile (quant_wide_work.cuh). In each block a producer
+//            warp copies k-tiles of adjacent panels and their inputs ahead (quant_wide_ring.cuh).
+//            Eight consumer warps, two warpgroups, multiply them with wgmma, which reads the inputs
+//            from shared memory (quant_wide_unit.cuh).
+// Accuracy   Weights are rounded to float16. float32 sums, in a fixed order: the k-tiles of a
+//            slice, then slices and thread blocks (quant_wide_tile.cuh).
+// Overlap    The first weights are copied before the previous kernel has ended, and a spare warp
+//            warms up the instruction cache for the epilogue. With up to 32 rows two thread blocks
+//            fit on a multiprocessor: two of one launch, or one of this launch and one of the next.
+#include <algorithm>
+
+#include "cuda/linear/quant_wide.cuh"
+#include "cuda/linear/quant_wide_tile.cuh"
+
+namespace exl::cuda {
+
+namespace {
+
+constexpr int blocks_per_multiprocessor(int rows) { return rows <= 32 ? 2 : 1; }
+
+#if EXL_IS_HOPPER
+
+__device__ __forceinline__ float4* sums_at(const SmallBatchArgs& args, uint8_t* buffer) {
+    return reinterpret_cast<float4*>(buffer + args.sums_offset);
+}
+__device__ __forceinline__ float4* gate_sums_at(const SmallBatchArgs& args, uint8_t* buffer) {
+    return reinterpret_cast<float4*>(buffer + args.gate_sums_offset);
+}
+
+// Loads the weight scale of one panel of an output tile, for a gated pair those of gate and up.
+// Called early, because the loads go to memory.
+__device__ __forceinline__ void load_panel_scales(
+    const SmallBatchArgs& args, const TileScheduler& scheduler, int panel, float (&scales)[2]
+) {
+    if (scheduler.is_done(args)) return;
+    const int part_panel = args.tile_panels() * static_cast<int>(scheduler.tile) + panel;
+    scales[0] = load_panel_scale(args.parts[scheduler.group], part_panel);
+    if (args.is_gated()) scales[1] = load_panel_scale(args.parts[1], part_panel);
+}
+
+// Main loop of the consumer warps over all output tiles of the block.
+//
+// The spare warp (not is_consumer) runs the epilogue once, with stores disabled, while the inputs
+// load. This warms the instruction cache: fetching that code takes longer than executing it.
+template <int kRows, bool is_by_rows>
+__device__ __forceinline__ void run_consumers(
+    const SmallBatchArgs& args, SmallBatchState& state, uint8_t* buffer, int warp, int lane
+) {
+    const int panel = warp & (args.tile_panels() - 1);
+    const int slice = warp * args.slices() / kMaxTilePanels;
+    const bool is_consumer = warp < kConsumerWarps;
+    TileScheduler scheduler(args);
+    float panel_scales[2];
+    load_panel_scales(args, scheduler, panel, panel_scales);
+    if (is_consumer) wait_for_inputs();
+    uint32_t consumed = 0;
+    while (!scheduler.is_done(args)) {
+        SmallBatchSums<kRows> total;
+        for (int pair_index = 0; is_consumer && pair_index < (args.is_gated() ? 2 : 1);
+             ++pair_index) {
+            const KRange range = scheduler.k_range(args, pair_index);
+            const SmallBatchPart& part = args.parts[range.part];
+            if (pair_index == 1 && args.is_split()) {
+                cluster_wait();  // until all blocks of the cluster have started
+                scatter_sums<kRows>(args, total, gate_sums_at(args, buffer), &state.sums_ready);
+            } else if (pair_index == 1) {
+                store_sums<kRows>(total, gate_sums_at(args, buffer));
+            }
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+#pragma unroll
+                for (int n = 0; n < kRows / 2; ++n) total[i][n] = 0.0f;
+            }
+            const float panel_scale = pair_index == 0 ? panel_scales[0] : panel_scales[1];
+            const uint32_t count = range.end - range.begin;
+            for (uint32_t k_tile = slice; k_tile < count; k_tile += args.slices()) {
+                const uint32_t stage = (consumed + k_tile) % kSmallBatchStages;
+                barrier_wait(&state.full[stage], (consumed + k_tile) / kSmallBatchStages & 1);
+                StageEntry entry = state.entries[stage];
+                entry.descriptor = uniform(entry.descriptor);
+                entry.weights = uniform(entry.weights);
+                entry.inputs = uniform(entry.inputs);
+                add_k_tile<kRows, is_by_rows>(total, part, entry, buffer, panel, panel_scale, lane);
+                __syncwarp();
+                if (lane == 0) barrier_arrive(&state.empty[stage]);
+            }
+            consumed += count;
+        }
+        if (!is_consumer) {
+            // The warm-up warp has no sums.
+        } else if (args.is_split()) {
+            if (!args.is_gated()) cluster_wait();  // until all blocks have started
+            if (args.sums_offset == 0) {
+                cluster_arrive();
+                cluster_wait();  // until all blocks have consumed their stages
+            }
+            scatter_sums<kRows>(args, total, sums_at(args, buffer), &state.sums_ready);
+        } else {
+            // Until all consumer warps have consumed their stages.
+            if (args.sums_offset == 0) named_barrier<1, kConsumerThreads>();
+            store_sums<kRows>(total, sums_at(args, buffer));
+        }
+        TileScheduler next = scheduler;
+        next.advance(args);
+        load_panel_scales(args, next, panel, panel_scales);
+        write_tile<kRows>(
+            args, scheduler, sums_at(args, buffer), gate_sums_at(args, buffer), state, is_consumer
+        );
+        if (!is_consumer) break;
+        scheduler = next;
+    }
+}
+
+#endif
+
+template <int kRows, bool is_by_rows>
+__global__ void __launch_bounds__(
+    kSmallBatchThreads, blocks_per_multiprocessor(kRows)
+) small_batch_kernel(const __grid_constant__ SmallBatchArgs args) {
+#if EXL_IS_HOPPER
+    extern __shared__ __align__(1024) uint8_t shared[];
+    auto& state = *reinterpret_cast<SmallBatchState*>(shared + args.pipeline_bytes);
+    const int warp = uniform(threadIdx.x / kWarp), lane = threadIdx.x % kWarp;
+
+    let_next_begin();
+    state.init_barriers(args.slices(), args.received_bytes<kRows>());
+    __syncthreads();
+    if (args.is_split()) cluster_arrive();
+    if (warp == kConsumerWarps) {
+        SmallBatchProducer<kRows>(args, state, shared, lane).run();
+    } else {
+        run_consumers<kRows, is_by_rows>(args, state, shared, warp, lane);
+    }
+    if (warp >= kConsumerWarps && args.is_split()) {
+        __syncwarp();
+        cluster_wait();
+        if (args.sums_offset == 0) {
+            cluster_arrive();  // this block has consumed its stages
+            cluster_wait();
+        }
+    }
+    // Sums that a block has sent may be lost if it exits before they arrive. After this barrier all
+    // blocks of the cluster have received theirs.
+    if (args.is_split()) {
+        cluster_arrive();
+        cluster_wait();
+    }
+#endif
+}
+
+// ---- host --------------------------------------------------------------------------------------
+
+SmallBatchPart make_part(const ExlQuantMatrix& w, const void* inputs, int first_column) {
+    SmallBatchPart part = {};
+    part.packed = w.tiles;
+    part.k_tiles = w.units;
+    part.bias = w.bias;
+    part.inputs = static_cast<const __half*>(inputs);
+    part.panel_bytes = w.strip_bytes;
+    part.num_panels = static_cast<int>(ceil_div(w.n, 32));
+    part.num_k_tiles = static_cast<uint32_t>(w.num_units);
+    part.n = w.n;
+    part.first_column = first_column;
+    part.scale_bytes = static_cast<int>(scale_bytes_of(w.scale_dtype));
+    part.offset_kind = w.offset_kind;
+    part.header_bytes = KTileHeader{part.scale_bytes, w.offset_kind}.size_bytes();
+    return part;
+}
+
+// Entry `index` of the matrix's k-tile table, computed from its runs.
+SmallBatchPart::FirstKTile k_tile_at(
+    const ExlQuantMatrix& w, uint32_t index, uint32_t header_bytes
+) {
+    const ExlQuantRun* run = w.runs;
+    while (run + 1 < w.runs + w.num_runs && index >= run[1].first_unit) ++run;
+    const uint32_t in_run = index - run->first_unit, group_k_tiles = run->group_units;
+    const uint32_t group = in_run / group_k_tiles, in_group = in_run % group_k_tiles;
+    const uint32_t group_blocks = 4 * (group_k_tiles - 1) + run->last_blocks;
+    const uint32_t first_block = run->first_block + group * group_blocks + 4 * in_group;
+    const uint32_t blocks = in_group + 1 < group_k_tiles ? 4 : run->last_blocks;
+    const uint32_t block_bytes = 128 * run->bits;
+    return {
+        run->offset + in_run * header_bytes + (group * group_blocks + 4 * in_group) * block_bytes,
+        first_block | static_cast<uint32_t>(run->bits) << 16 | blocks << 24
+    };
+}
+
+// Sets the number of slices and the resulting output tiles. Returns the number of tiles.
+int divide_tiles(SmallBatchArgs& args, int slice_bits) {
+    args.slice_bits = slice_bits;
+    args.num_tiles = 0;
+    for (int i = 0; i < args.num_groups; ++i) {
+        args.group_tiles[i] =
+            static_cast<uint32_t>(ceil_div(args.parts[i].num_panels, args.tile_panels()));
+        args.num_tiles += args.group_tiles[i];
+    }
+    return static_cast<int>(args.num_tiles);
+}
+
+// Number of clusters of 1, 2, 4 or 8 blocks that run at once. Queried once per device.
+struct ClusterOccupancy {
+    int device = -1;
+    int max_active[kMaxSplits + 1];
+};
+template <int kRows, bool is_by_rows>
+cudaError_t cluster_occupancy(
+    ClusterOccupancy* occupancy, const DeviceInfo& info, int shared_bytes
+) {
+    thread_local ClusterOccupancy known;
+    if (known.device != info.device) {
+        cudaError_t error = cudaFuncSetAttribute(
+            small_batch_kernel<kRows, is_by_rows>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+            shared_bytes
+        );
+        for (int splits = 1; splits <= kMaxSplits && error == cudaSuccess; splits *= 2) {
+            cudaLaunchAttribute cluster = {};
+            cluster.id = cudaLaunchAttributeClusterDimension;
+            cluster.val.clusterDim = {static_cast<unsigned>(splits), 1, 1};
+            cudaLaunchConfig_t config = {};
+            config.gridDim = dim3(static_cast<unsigned>(splits));
+            config.blockDim = dim3(kSmallBatchThreads);
+            config.dynamicSmemBytes = shared_bytes;
+            config.attrs = &cluster;
+            config.numAttrs = 1;
+            error = cudaOccupancyMaxActiveClusters(
+                &known.max_active[splits], small_batch_kernel<kRows, is_by_rows>, &config
+            );
+        }
+        if (error != cudaSuccess) {
+            cudaGetLastError();  // clears the error, which this function returns
+            return error;
+        }
+        known.device = info.device;
+    }
+    *occupancy = known;
+    return cudaSuccess;
+}
+
+// A reduction through global memory has four clusters of two blocks per output tile.
+constexpr int kGlobalSplitBits = 2;
+
+// Chooses slices and splits such that the slowest thread block finishes as early as possible.
+//
+// The cost model counts k-tiles, timed on a multiprocessor with one block of one slice. Two blocks
+// on a multiprocessor slow each other down by a third. Two slices, which read different inputs,
+// slow each other down by a tenth. A reduction costs as much as one k-tile. Cluster sizes are
+// powers of two: of 32 clusters of 7 blocks, which fit at once according to the driver, one was
+// observed to start only after others had ended.
+void choose_partition(
+    SmallBatchArgs& args, const ClusterOccupancy& occupancy, int multiprocessors,
+    bool can_split_globally
+) {
+    int64_t k_tiles = 0;
+    for (int i = 0; i < args.num_groups; ++i) {
+        k_tiles = std::max<int64_t>(k_tiles, args.parts[i].num_k_tiles);
+    }
+    if (args.is_gated()) k_tiles += args.parts[1].num_k_tiles;
+    double least = 0;
+    int best = -1;
+    for (int bits = 0; bits <= (args.is_gated() ? 0 : 1); ++bits) {
+        const int num_tiles = divide_tiles(args, bits), slices = args.slices();
+        for (int splits = 1; splits <= kMaxSplits; splits *= 2) {
+            const bool is_split = slices * splits > 1;
+            const int max_clusters = std::max(1, occupancy.max_active[splits]);
+            if (is_split && num_tiles > max_clusters) continue;
+            const int64_t block_k_tiles =
+                ceil_div(k_tiles, slices * splits) * ceil_div(num_tiles, max_clusters);
+            const double slowdown =
+                (num_tiles * splits <= multiprocessors ? 1.0 : 1.33) * (slices == 2 ? 1.1 : 1.0);
+            const double cost = static_cast<double>(block_k_tiles) * slowdown + is_split;
+            if (best < 0 || cost < least) {
+                least = cost, best = bits, args.splits = splits;
+            }
+        }
+    }
+    args.global_split_bits = 0;
+    // Alternative that fills the device: a reduction through global memory, whose epilogue costs
+    // four k-tiles more.
+    const int num_tiles = divide_tiles(args, 1), num_clusters = num_tiles << kGlobalSplitBits;
+    const auto block_k_tiles = static_cast<double>(ceil_div(k_tiles, 2 * kMaxSplits));
+    if (can_split_globally && !args.is_gated() && num_clusters * 2 <= kMaxGlobalBlocks &&
+        num_clusters <= occupancy.max_active[2] && block_k_tiles * 1.33 * 1.1 + 4 < least) {
+        args.splits = 2;
+        args.global_split_bits = kGlobalSplitBits;
+        return;
+    }
+    divide_tiles(args, best);
+}
+
+template <int kRows, bool is_by_rows>
+cudaError_t launch_shape(
+    SmallBatchArgs& args, const ExlQuantLinear& call, const DeviceInfo& info, void* stream
+) {
+    const int resident = blocks_per_multiprocessor(kRows);
+    const int shared_bytes = std::min(228 * 1024 / resident - 1024, info.shared_per_block);
+    const int state = static_cast<int>(sizeof(SmallBatchState));
+    ClusterOccupancy occupancy;
+    const cudaError_t error = cluster_occupancy<kRows, is_by_rows>(&occupancy, info, shared_bytes);
+    if (error != cudaSuccess) return error;
+    choose_partition(args, occupancy, info.multiprocessors, kRows <= 32);
+    args.workspace = static_cast<uint8_t*>(call.workspace);
+    const auto max_clusters = static_cast<uint32_t>(std::max(1, occupancy.max_active[args.splits]));
+    const uint32_t num_clusters = args.num_tiles << args.global_split_bits;
+    const bool has_one_tile = num_clusters <= max_clusters;
+    args.portion = static_cast<int>(ceil_div(kRows / 4 * args.tile_panels(), args.splits));
+    args.portion_reciprocal = static_cast<uint32_t>(ceil_div(1 << 16, args.portion));
+    const int partial_bytes =
+        args.num_partials() * args.portion * kWarp * static_cast<int>(sizeof(float4));
+    const int gate_sums = args.is_gated() ? partial_bytes : 0;
+    // If sums have a buffer of their own, a block sends them without waiting until all blocks have
+    // consumed their stages. Otherwise they overwrite the stages, which can be larger then. That is
+    // possible with one tile per block only: with several, the stages already receive the next
+    // tile.
+    const bool sums_in_stages = has_one_tile && (args.is_gated() || !args.is_split());
+    const int sums = sums_in_stages ? 0 : partial_bytes;
+    args.pipeline_bytes = (shared_bytes - state - gate_sums - sums) / 128 * 128;
+    args.gate_sums_offset = args.pipeline_bytes + state;
+    args.sums_offset = sums_in_stages ? 0 : args.gate_sums_offset + gate_sums;
+    args.num_clusters = std::min(num_clusters, max_clusters);
+    for (int i = 0; i < call.count; ++i) {
+        SmallBatchPart& part = args.parts[i];
+        const int tile_blocks = args.splits << args.global_split_bits;
+        part.split_k_tiles = static_cast<uint32_t>(ceil_div(part.num_k_tiles, tile_blocks));
+        for (uint32_t rank = 0; rank * part.split_k_tiles < part.num_k_tiles; ++rank) {
+            part.first[rank] =
+                k_tile_at(*call.parts[i], rank * part.split_k_tiles, part.header_bytes);
+        }
+    }
+    return launch_clusters(
+        small_batch_kernel<kRows, is_by_rows>, dim3(args.num_clusters * args.splits),
+        dim3(kSmallBatchThreads), args.splits, args.pipeline_bytes + state + gate_sums + sums,
+        stream, args
+    );
+}
+
+template <bool is_by_rows>
+cudaError_t launch_rows(
+    SmallBatchArgs& args, const ExlQuantLinear& call, const DeviceInfo& info, void* stream
+) {
+    if (args.m <= 16) return launch_shape<16, is_by_rows>(args, call, info, stream);
+    if (args.m <= 32) return launch_shape<32, is_by_rows>(args, call, info, stream);
+    return launch_shape<64, is_by_rows>(args, call, info, stream);
+}
+
+}  // namespace
+
+int64_t small_batch_workspace() { return kCounterBytes + kMaxGlobalBlocks * kGlobalSumBytes; }
+
+cudaError_t quant_small_batch(
+    const ExlQuantLinear& call, int first, int rows, const DeviceInfo& info, void* stream
+) {
+    SmallBatchArgs args = {};
+    const bool is_gated = call.epilogue == EXL_EPILOGUE_GATED;
+    int columns = 0;
+    args.epilogue = call.epilogue;
+    args.num_groups = is_gated ? 1 : call.count;
+    for (int i = 0; i < call.count; ++i) {
+        const ExlQuantMatrix& w = *call.parts[i];
+        const auto* inputs =
+            static_cast<const __half*>(call.inputs[i]) +
+            first / EXL_CUDA_CHUNK_ROWS * exl_cuda_chunk_halves(EXL_CUDA_CHUNK_ROWS, w.num_blocks);
+        args.parts[i] = make_part(w, inputs, is_gated ? 0 : columns);
+        columns += w.n;
+    }
+    args.y = static_cast<uint8_t*>(call.y) + first * call.y_stride * (call.y_dtype == kF16 ? 2 : 4);
+    args.y_stride = call.y_stride;
+    args.inverse_permutation = call.places;
+    args.y_dtype = call.y_dtype;
+    args.gate = call.gate;
+    args.m = rows;
+    return call.is_by_rows ? launch_rows<true>(args, call, info, stream)
+                           : launch_rows<false>(args, call, info, stream);
+}
+
+}  // namespace exl::cuda

@@ -1,0 +1,17 @@
+// Small-batch kernel: quantized linears of 9 to 64 rows on compute capability 9.0 (quant_wide.cu).
+#pragma once
+
+#include "cuda/common/common.cuh"
+#include "exl/cuda/linear.h"
+
+namespace exl::cuda {
+
+// Size of its workspace in bytes. The caller zeroes the workspace before the first launch.
+int64_t small_batch_workspace();
+
+// Computes rows first .. first + rows - 1 of the batch, which are one chunk of the prepared inputs.
+cudaError_t quant_small_batch(
+    const ExlQuantLinear& call, int first, int rows, const DeviceInfo& info, void* stream
+);
+
+}  // namespace exl::cuda
