@@ -1,7 +1,7 @@
 // y = x @ w for quantized w, with integer dot products. Calls with more rows than integers are good
 // for, on instruction sets where floats are then faster, go to quant_prefill.cpp.
 //
-// Contract   include/exl/ops/quantized.h, which draws the layout.
+// Contract   include/exl/ops/quant_linear.h, which draws the layout.
 // Integers   x is quantized once to 16-bit integers, each span of up to 128 stored rows relative to
 //            its largest value. Integer dot products of codes and activations are exact within a
 //            span. Then the group's scale and offset and the span's own scale apply in fp32.

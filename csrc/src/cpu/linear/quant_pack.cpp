@@ -1,6 +1,6 @@
 // Allocation and filling of quantized matrices, and embedding lookup in them.
 //
-// Layout and planes: include/exl/ops/quantized.h. Filling reorders codes and copies scales
+// Layout and planes: include/exl/ops/quant_linear.h. Filling reorders codes and copies scales
 // unchanged.
 #include <algorithm>
 #include <cstdlib>

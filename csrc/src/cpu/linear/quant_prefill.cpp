@@ -1,6 +1,6 @@
 // y = x @ w for quantized w and many rows of x: dequantizes blocks of w that stay in the cache.
 //
-// Contract   include/exl/ops/quantized.h.
+// Contract   include/exl/ops/quant_linear.h.
 // Used for   more rows than kIntegerRows in quant_linear.cpp. Sets with fast byte dot products but
 //            without AMX use integers for any number of rows and never come here.
 // Numbers    bf16 in AMX tiles (set amx, quant_tiles_amx.h), else fp32 (quant_tiles_fp32.h). Dot
