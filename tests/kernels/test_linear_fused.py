@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 from kernel_support import UNIT, assert_within, normal, packed, strided_rows
-from quantized_support import Answer, Matrix, Shape, answer, filled, make_matrix
+from quant_support import Answer, Matrix, Shape, answer, filled, make_matrix
 from torch import Tensor
 
 from exl_core.ops.elementwise import GateKind
@@ -17,7 +17,7 @@ from exl_core.ops.table import OpTable
 EPS = 1e-5
 K = 96
 ROWS = [1, 7, 9, 33]
-# Of x after the norm: the sum of squares, the root, two products; see test_elementwise_ops.py.
+# Of x after the norm: the sum of squares, the root, two products; see test_elementwise.py.
 NORM_ERROR = 16 * UNIT
 QUANTIZED = Shape(((4, 2, 32), (3, 1, 32)), 48, "zeros", permuted=True, has_bias=True)
 OTHER = Shape(((6, 1, 96),), 48, "minimums")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from quantized_support import Shape, columns_of, filled, make_matrix
+from quant_support import Shape, columns_of, filled, make_matrix
 
 import exl_kernels
 from exl_core.ops.linear import PackedLinear

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from kernel_support import UNIT, assert_within, normal, packed, strided_rows
-from quantized_support import (
+from quant_support import (
     Matrix,
     Shape,
     answer,
