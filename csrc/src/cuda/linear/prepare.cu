@@ -19,6 +19,7 @@
 #include "cuda/common/rows.cuh"
 #include "cuda/linear/prepared.cuh"
 #include "cuda/linear/quant_wide.cuh"
+#include "exl/cuda/elementwise.h"
 
 namespace exl::cuda {
 
