@@ -8,7 +8,7 @@
 extern "C" {
 #endif
 
-// paged_attention of exl_core/ops/table.py. q and out may be the same memory. The page size is a
+// paged_attention of exl_core/ops/attention.py. q and out may be the same memory. The page size is a
 // power of two and at least 16. A kv head has at most 16 query heads.
 typedef struct {
     const void* q;

@@ -7,7 +7,7 @@
 extern "C" {
 #endif
 
-// Sampling settings of one row, in device memory. `sample` of exl_core/ops/table.py defines them.
+// Sampling settings of one row, in device memory. `sample` of exl_core/ops/sampling.py defines them.
 typedef struct {
     double top_p;
     double min_p;

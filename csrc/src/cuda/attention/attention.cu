@@ -1,6 +1,6 @@
 // Attention over a paged cache: choice of the kernel for each sequence, and the workspace.
 //
-// Contract   exl/cuda/attention.h; paged_attention of exl_core/ops/table.py.
+// Contract   exl/cuda/attention.h; paged_attention of exl_core/ops/attention.py.
 // Used for   Sequences with up to kDecodeRows rows in this pass run in the decode kernel
 //            (attention_decode.cuh), longer ones in the prefill kernel (attention_prefill.cuh).
 //            Lengths are known on the device only. If a pass may contain both kinds, both kernels

@@ -1,6 +1,6 @@
 // Samples one token for each row of logits.
 //
-// Contract   exl/cuda/sampling.h; `sample` of exl_core/ops/table.py.
+// Contract   exl/cuda/sampling.h; `sample` of exl_core/ops/sampling.py.
 // Mapping    Two kernels. `reduce_groups` reads every logit once, with blocks of 2048 tokens over
 //            the whole device. It computes the largest logit of each group of 64 tokens and, if
 //            needed, the group's weight. For a row with edits or a mask it also writes a copy of
