@@ -1,5 +1,5 @@
 // Prefill attention: repacks blocks of 64 keys and values into fp32 panels, which stay in the CPU
-// cache, and computes both products with the register tiles of the linear (cpu/tile.h).
+// cache, and computes both products with the register tiles of the linear (tile.h).
 //
 //   scores[vectors, 64] = queries @ keys^T      keys in panels of 16 keys:      [4][d][16]
 //   values[vectors, d] += weights @ values      values in panels of 16 columns: [d/16][64][16]
