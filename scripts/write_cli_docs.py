@@ -18,12 +18,12 @@ from exl_cli.main import EXIT_CODES, app
 
 HEAD = """# The `exl` command
 
-Generated from the help texts by `scripts/write_cli_docs.py`; `nox -s docs` writes it anew.
+Generated from the help texts by `scripts/write_cli_docs.py`. `nox -s docs` regenerates it.
 
-stdout carries the answer and nothing else: the generated text, the table, or with `--json` one
-object. Progress, speed and errors go to stderr, progress and speed only where that is a terminal;
-`NO_COLOR` is honored, and `--quiet` leaves errors alone. An error is one line that says where, what
-was expected, what was found and what to do next.
+stdout receives only the answer: the generated text, the table, or with `--json` one object.
+Progress, speed and errors go to stderr, progress and speed only if stderr is a terminal. exl honors
+`NO_COLOR`. `--quiet` prints only errors. An error is one line: where, what, expected, got, and the
+next step.
 
 ## Exit codes
 

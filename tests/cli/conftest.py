@@ -1,5 +1,8 @@
-"""Two ways to run the command: in this process, where errors are cheap to look at, and as a real
-process, where signals, pipes and terminals are. Tiny models for both."""
+"""Fixtures that run the command on tiny models.
+
+`exl` runs it in this process, where errors are easy to inspect. `exl_process` starts a process,
+for signals, pipes and terminals.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +29,14 @@ TEMPLATE = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of the command left behind."""
+    """Exit code and output of one run of the command."""
 
     code: int
     out: str
     err: str
 
     def error_line(self, code: int) -> str:
-        """The one line of an error; everything about its form is checked here."""
+        """The error line on stderr. Checks the exit code and the form of the line."""
         assert self.code == code, self.err
         assert self.out == ""
         assert "Traceback" not in self.err
@@ -47,7 +50,7 @@ InProcess = Callable[..., Outcome]
 
 @pytest.fixture(scope="session", autouse=True)
 def one_command_tree() -> Iterator[None]:
-    """The commands that typer makes of the functions, made once: 0.04 s for each run otherwise."""
+    """Builds typer's command tree once per session. Each run would spend 0.04 s on it otherwise."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(exl_cli.main, "get_command", cache(exl_cli.main.get_command))
         yield
@@ -57,7 +60,7 @@ def one_command_tree() -> Iterator[None]:
 def exl(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> InProcess:
-    """`exl(*args, stdin=b"...")` in this process; stdin is a file, so that it is no terminal."""
+    """`exl(*args, stdin=b"...")` runs in this process. Stdin is a file, not a terminal."""
 
     def run(*args: object, stdin: bytes = b"") -> Outcome:
         source = tmp_path / "stdin"
@@ -74,7 +77,7 @@ def exl(
 
 @pytest.fixture
 def exl_process() -> Callable[..., Outcome]:
-    """The same as a process of its own."""
+    """Like `exl`, in a process of its own."""
 
     def run(*args: object, stdin: bytes = b"", timeout_s: float = 120) -> Outcome:
         done = subprocess.run(
@@ -91,7 +94,8 @@ def exl_process() -> Callable[..., Outcome]:
 
 @pytest.fixture(scope="session")
 def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A safetensors directory with tokenizer and chat template. Read only: copy it to damage it."""
+    """A safetensors directory with tokenizer and chat template. Read-only: tests that change it
+    use `damaged_dir`."""
     folder = tiny_models.save(
         tiny_models.tiny_llama(max_position_embeddings=512), tmp_path_factory.mktemp("tiny-llama")
     )
@@ -102,5 +106,5 @@ def tiny_llama_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged_dir(tiny_llama_dir: Path, tmp_path: Path) -> Path:
-    """A copy to damage."""
+    """A copy of the tiny model that a test may damage."""
     return Path(shutil.copytree(tiny_llama_dir, tmp_path / "model"))

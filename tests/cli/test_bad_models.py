@@ -1,4 +1,4 @@
-"""Models that are damaged, incomplete or not there: one clear line, exit code 3, no output."""
+"""Damaged, incomplete and missing models: a one-line error, exit code 3, no output."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_missing_path(verb: tuple[str, ...], tmp_path: Path, exl) -> None:
     assert str(missing) in line
 
 
-def test_a_missing_path_is_told_before_torch_is_imported(tmp_path: Path) -> None:
+def test_missing_path_is_reported_before_torch_is_imported(tmp_path: Path) -> None:
     script = (
         "import sys\n"
         "from exl_cli.main import main\n"
@@ -173,14 +173,14 @@ def test_a_missing_path_is_told_before_torch_is_imported(tmp_path: Path) -> None
     assert done.returncode == 0, done.stderr
 
 
-def test_a_file_that_is_no_model(tmp_path: Path, exl) -> None:
+def test_file_that_is_not_a_model(tmp_path: Path, exl) -> None:
     path = tmp_path / "model.txt"
     path.write_text("Hello", encoding="utf-8")
     assert ".gguf" in exl("generate", path, "-p", "x").error_line(3)
 
 
 @pytest.mark.parametrize("share", first_by_default([0.5, 0.0, 0.000_000_1, 0.001, 0.999_99]))
-def test_gguf_cut_short(share: float, smollm2_path: Path, tmp_path: Path, exl) -> None:
+def test_truncated_gguf(share: float, smollm2_path: Path, tmp_path: Path, exl) -> None:
     path = tmp_path / "cut.gguf"
     size = smollm2_path.stat().st_size
     with smollm2_path.open("rb") as whole:
@@ -189,12 +189,12 @@ def test_gguf_cut_short(share: float, smollm2_path: Path, tmp_path: Path, exl) -
     assert str(path) in line
 
 
-def test_gguf_that_is_something_else(tmp_path: Path, exl) -> None:
+def test_gguf_name_with_other_content(tmp_path: Path, exl) -> None:
     path = tmp_path / "picture.gguf"
     path.write_bytes(bytes(range(256)) * 100)
     assert str(path) in exl("generate", path, "-p", "Hello").error_line(3)
 
 
-def test_inspect_refuses_a_damaged_header_too(damaged_dir: Path, exl) -> None:
+def test_inspect_refuses_a_damaged_header(damaged_dir: Path, exl) -> None:
     cut_header(damaged_dir)
     assert MODEL_FILE in exl("inspect", "model", damaged_dir, "--json").error_line(3)

@@ -1,4 +1,4 @@
-"""`exl bench`: the command around the figures."""
+"""`exl bench`: options, table and JSON."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_grid_by_prompt_length_and_batch(exl, tiny_llama_dir: Path) -> None:
     assert "decode_tok_s" not in result
 
 
-def test_page_for_people(exl, tiny_llama_dir: Path) -> None:
+def test_table(exl, tiny_llama_dir: Path) -> None:
     done = exl("bench", tiny_llama_dir, *QUICK, "--batch", "1,2")
     assert (done.code, done.err) == (0, "")
     assert tiny_llama_dir.name in done.out
@@ -61,7 +61,7 @@ def test_exact_weights_are_larger_in_memory(exl, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_ops_for_people_and_for_programs(exl, tiny_llama_dir: Path) -> None:
+def test_ops_as_table_and_as_json(exl, tiny_llama_dir: Path) -> None:
     asked = ("bench", tiny_llama_dir, *QUICK, "--kernels", "--batch", "1,2", "--depth", 9)
     done = exl(*asked)
     assert (done.code, done.err) == (0, "")
@@ -84,7 +84,7 @@ def test_ops_for_people_and_for_programs(exl, tiny_llama_dir: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_longer_context_and_a_smaller_cache(exl, tiny_llama_dir: Path) -> None:
+def test_decode_at_a_depth_and_with_a_quantized_cache(exl, tiny_llama_dir: Path) -> None:
     read = {}
     for options in ((), ("--depth", 100), ("--depth", 100, "--cache-type", "fp8")):
         done = exl("bench", tiny_llama_dir, *QUICK, *options, "--chunk", 7, "--json")
@@ -115,10 +115,8 @@ def test_a_longer_context_and_a_smaller_cache(exl, tiny_llama_dir: Path) -> None
         (("--cache-type", "fp7"), "no such cache type"),
     ],
 )
-def test_what_cannot_be_measured(
-    args: tuple[object, ...], expected: str, exl, damaged_dir: Path
-) -> None:
-    """Told before the weights are read: these cannot be."""
+def test_invalid_options(args: tuple[object, ...], expected: str, exl, damaged_dir: Path) -> None:
+    """Bad options are reported before the weights are read: reading these would fail."""
     weights = damaged_dir / "model.safetensors"
     with weights.open("r+b") as file:
         file.seek(-4, 2)
@@ -126,5 +124,5 @@ def test_what_cannot_be_measured(
     assert expected in exl("bench", damaged_dir, *args, "--json").error_line(2)
 
 
-def test_a_model_that_is_not_there(exl) -> None:
+def test_missing_model(exl) -> None:
     assert "no such model" in exl("bench", "-m", "nowhere", "--json").error_line(3)

@@ -1,4 +1,4 @@
-"""Which turns of a conversation still fit."""
+"""Selection of the turns of a conversation that fit the context."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from exl_core.errors import RequestError
 
 
 def encode(messages) -> list[int]:
-    """A token for each character."""
+    """One token per character."""
     return [ord(char) for message in messages for char in message["content"]]
 
 
@@ -27,7 +27,7 @@ def long() -> Conversation:
     return conversation
 
 
-def test_nothing_is_dropped_while_it_fits(long: Conversation) -> None:
+def test_no_turn_is_dropped_while_all_fit(long: Conversation) -> None:
     everything = text(long)
     assert long.fit(encode, len(everything) + 10, 10) == [ord(char) for char in everything]
     assert long.dropped_turns == 0
@@ -41,18 +41,18 @@ def test_oldest_turns_go_first_and_the_system_prompt_stays(long: Conversation) -
     assert [message["role"] for message in long.messages[:2]] == ["system", "user"]
 
 
-def test_the_last_message_takes_the_room_of_the_reply(long: Conversation) -> None:
+def test_last_message_may_use_the_room_reserved_for_the_reply(long: Conversation) -> None:
     assert long.fit(encode, len("SYSTEMlast") + 1, 50) == encode([{"content": "SYSTEMlast"}])
     assert long.dropped_turns == 4
 
 
-def test_a_message_that_never_fits_is_refused_with_numbers(long: Conversation) -> None:
+def test_message_longer_than_the_context_is_refused_with_counts(long: Conversation) -> None:
     with pytest.raises(RequestError, match=r"at most 9 tokens.*got 10"):
         long.fit(encode, 10, 5)
     assert "question0" in text(long)
 
 
-def test_a_very_long_conversation_is_not_encoded_turn_by_turn() -> None:
+def test_long_conversation_is_not_encoded_once_per_turn() -> None:
     conversation = Conversation("SYSTEM")
     for number in range(1000):
         conversation.say(f"question{number:04}")
@@ -66,11 +66,11 @@ def test_a_very_long_conversation_is_not_encoded_turn_by_turn() -> None:
         return encode(messages)
 
     assert len(conversation.fit(counted, 200, 50)) <= 150
-    assert conversation.dropped_turns == 1000 - 6  # 6 for the system prompt, 4 the last, 22 each
+    assert conversation.dropped_turns == 1000 - 6  # room for 6 turns of 22 tokens
     assert calls < 15
 
 
-def test_take_back_leaves_what_was_before() -> None:
+def test_take_back_removes_the_unanswered_message() -> None:
     conversation = Conversation(None)
     conversation.say("a")
     conversation.answer("b")

@@ -1,4 +1,5 @@
-"""Markdown is shown as it is, each character once, and colored alike however it is cut."""
+"""Highlighting of Markdown: every character is printed once, and the colors do not depend on how
+the stream is split."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ TEXTS = st.lists(st.sampled_from(PARTS), max_size=25).map("".join)
 
 
 def shown(chunks: list[str]) -> list[tuple[str, Style]]:
-    """Each character with its style."""
+    """Each printed character with its style."""
     characters: list[tuple[str, Style]] = []
     stream = MarkdownStream(lambda text, style: characters.extend((one, style) for one in text))
     for chunk in chunks:
@@ -27,7 +28,7 @@ def shown(chunks: list[str]) -> list[tuple[str, Style]]:
 
 
 def styles(text: str) -> dict[Style, str]:
-    """The characters of each style."""
+    """The printed characters, by style."""
     found: dict[Style, str] = {}
     for character, style in shown([text]):
         found[style] = found.get(style, "") + character
@@ -35,7 +36,7 @@ def styles(text: str) -> dict[Style, str]:
 
 
 @given(TEXTS, st.lists(st.integers(0, 80), max_size=10))
-def test_all_of_the_text_is_shown_alike_however_it_is_cut(text: str, cuts: list[int]) -> None:
+def test_output_does_not_depend_on_how_the_stream_is_split(text: str, cuts: list[int]) -> None:
     whole = shown([text])
     assert "".join(character for character, _ in whole) == text
     bounds = [0, *sorted(cuts), len(text)]
@@ -44,7 +45,7 @@ def test_all_of_the_text_is_shown_alike_however_it_is_cut(text: str, cuts: list[
 
 
 @given(TEXTS)
-def test_only_the_line_that_is_written_is_held_back(text: str) -> None:
+def test_only_the_current_line_is_held_back(text: str) -> None:
     seen: list[str] = []
     stream = MarkdownStream(lambda piece, _style: seen.append(piece))
     for count, character in enumerate(text, start=1):
@@ -65,11 +66,11 @@ def test_bold_italic_code_and_headings() -> None:
 
 
 @pytest.mark.parametrize("text", ["2 * 3 ** 4", "a*b", "#no heading", "* item", r"\*x\*", "* *"])
-def test_what_only_looks_like_a_mark_is_text(text: str) -> None:
+def test_characters_that_only_resemble_markup_are_text(text: str) -> None:
     assert list(styles(text)) == [PLAIN]
 
 
-def test_code_is_colored_by_its_language() -> None:
+def test_code_is_highlighted_for_its_language() -> None:
     found = styles("```python\ndef f(): return 'x'\n```\nafter")
     assert found[MARK] == "```python\n```\n"
     assert found[PLAIN].endswith("after")
@@ -79,13 +80,13 @@ def test_code_is_colored_by_its_language() -> None:
     assert set(styles("```\nx\n```")) == set(styles("```no-such-language\nx\n```")) == {MARK, CODE}
 
 
-def test_a_string_over_several_lines_stays_one() -> None:
+def test_multiline_string_keeps_its_color() -> None:
     found = styles("```python\nx = '''a\nimport b\n'''\n```")
     inside = next(style for style, text in found.items() if "import b" in text)
     assert inside not in styles("```python\nimport b\n```")
 
 
-def test_a_block_ends_with_its_own_fence() -> None:
+def test_code_block_ends_only_with_its_own_fence() -> None:
     found = styles("````\n```\ninner\n```\n````\nout")
     assert found[CODE] == "```\ninner\n```\n"
     assert found[PLAIN].endswith("out")

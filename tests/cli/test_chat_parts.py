@@ -1,4 +1,4 @@
-"""Transcripts, settings and slash commands of a chat, each by itself."""
+"""Unit tests of a chat's transcripts, settings and slash commands."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_transcript_loads_back_exactly(
     ],
     ids=str,
 )
-def test_a_bad_transcript_is_one_clear_line(tmp_path: Path, change: dict[str, object]) -> None:
+def test_bad_transcript_is_a_one_line_error(tmp_path: Path, change: dict[str, object]) -> None:
     path = tmp_path / "chat.json"
     path.write_text(json.dumps({**GOOD, **change}), encoding="utf-8")
     with pytest.raises(RequestError) as caught:
@@ -73,7 +73,7 @@ def test_a_bad_transcript_is_one_clear_line(tmp_path: Path, change: dict[str, ob
 
 
 @pytest.mark.parametrize("data", [b"", b"[]", b"\xff", b"[" * 100_000])
-def test_what_is_no_json_object_is_refused(tmp_path: Path, data: bytes) -> None:
+def test_transcript_that_is_not_a_json_object_is_refused(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "chat.json"
     path.write_bytes(data)
     with pytest.raises(RequestError):
@@ -85,7 +85,7 @@ def test_what_is_no_json_object_is_refused(tmp_path: Path, data: bytes) -> None:
 # Settings
 
 
-def test_every_setting_can_be_set_to_what_it_shows(settings: ChatSettings) -> None:
+def test_every_setting_accepts_its_shown_value(settings: ChatSettings) -> None:
     before = settings.shown()
     assert {"temp", "xtc-probability", "dry-base", "max-response-tokens", "stats"} <= set(before)
     assert tuple(before) == NAMES
@@ -117,11 +117,11 @@ def test_settings_reach_the_sampler(settings: ChatSettings) -> None:
         ("top-k", "1.5", "a whole number"),
         ("stats", "maybe", "on or off"),
         ("dynatemp", "2,1", "range of temperatures"),
-        ("max-response-tokens", "0", "no token"),
+        ("max-response-tokens", "0", "token limit is 0"),
         ("__class__", "x", "no setting"),
     ],
 )
-def test_a_setting_that_cannot_be_is_refused(
+def test_invalid_setting_is_refused_and_changes_nothing(
     settings: ChatSettings, name: str, value: str, message: str
 ) -> None:
     before = settings.shown()
@@ -155,17 +155,17 @@ def test_each_reply_has_its_own_seed() -> None:
         ("hello /help", None),
     ],
 )
-def test_what_is_a_command(text: str, command: tuple[str, str] | None) -> None:
+def test_which_lines_are_commands(text: str, command: tuple[str, str] | None) -> None:
     assert commands.parse(text, is_piped=False) == command
 
 
-def test_a_slip_is_told_the_nearest() -> None:
+def test_misspelled_command_suggests_the_nearest() -> None:
     with pytest.raises(RequestError, match="/retry"):
         commands.parse("/rety", is_piped=False)
 
 
 @pytest.mark.parametrize("text", ["/save x", "/load x", "/set temp 0", "/hlep", "/system x"])
-def test_over_a_pipe_a_prompt_writes_no_file(text: str) -> None:
+def test_commands_that_touch_files_or_settings_are_text_over_a_pipe(text: str) -> None:
     assert commands.parse(text, is_piped=True) is None
     assert commands.parse("/clear", is_piped=True) == ("clear", "")
 

@@ -1,4 +1,4 @@
-"""How a reply looks on its way: reasoning in one line, control characters nowhere."""
+"""Display of a streaming reply: reasoning in one line, no control characters from the model."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from exl_cli.chat.screen import ReplyScreen
 
 @pytest.fixture
 def notes(monkeypatch: pytest.MonkeyPatch) -> io.StringIO:
-    """What goes to stderr, as to a terminal of twenty columns."""
+    """Captured stderr, as on a terminal with 20 columns."""
     seen = io.StringIO()
     console = Console(file=seen, force_terminal=True, width=20, highlight=False)
     monkeypatch.setattr(screen, "stderr_console", lambda: console)
     return seen
 
 
-def test_reasoning_is_one_line_that_counts(
+def test_reasoning_is_shown_as_a_token_count_in_one_line(
     notes: io.StringIO, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(1000))
@@ -40,14 +40,16 @@ def test_reasoning_is_one_line_that_counts(
     assert capfd.readouterr().out == "Yes.\n"
 
 
-def test_reading_is_shown_until_something_is_said(
+def test_prefill_progress_is_shown_until_the_first_text(
     notes: io.StringIO, capfd: pytest.CaptureFixture[str]
 ) -> None:
     reply = ReplyScreen(shows_reasoning=False)
     reply.read(512, 2000)
     reply.read(1024, 2000)
     reply.say("Yes")
-    reply.read(512, 3000)  # the context was full: nothing is drawn over the reply
+    reply.read(
+        512, 3000
+    )  # a second prefill, after the context was full, must not draw over the reply
     reply.close()
     assert notes.getvalue().split("\r\x1b[K")[1:3] == [
         "\x1b[2mreading... 512 of 2\x1b[0m",
@@ -61,7 +63,7 @@ def test_reading_is_shown_until_something_is_said(
     assert capfd.readouterr().out == "Yes\n"
 
 
-def test_reasoning_in_full(notes: io.StringIO, capfd: pytest.CaptureFixture[str]) -> None:
+def test_reasoning_shown_in_full(notes: io.StringIO, capfd: pytest.CaptureFixture[str]) -> None:
     reply = ReplyScreen(shows_reasoning=True)
     reply.think("Is it [bold]? \x1b[2J", 1)
     reply.say("Yes.")
@@ -71,7 +73,7 @@ def test_reasoning_in_full(notes: io.StringIO, capfd: pytest.CaptureFixture[str]
     assert capfd.readouterr().out == "Yes.\n"
 
 
-def test_a_reader_that_is_no_terminal_gets_the_reply_as_it_is(
+def test_stdout_that_is_not_a_terminal_gets_the_raw_reply(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     reply = ReplyScreen(shows_reasoning=False)

@@ -1,4 +1,4 @@
-"""A chat with a model whose replies are known: turns, commands, reasoning, a context that fills."""
+"""A chat session on a scripted model: turns, commands, reasoning, a full context."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TEMPLATE = (
 
 
 class Typist:
-    """Types what it was given, then leaves; keeps the notes and the drafts that it got."""
+    """Types the given lines, then leaves. Records the notes and the drafts that it receives."""
 
     def __init__(self, lines: Iterable[str | type[BaseException]]) -> None:
         self._lines = iter(lines)
@@ -53,7 +53,7 @@ class Typist:
 
 
 class Chat:
-    """A session on a scripted model, with the text of each prompt that the engine got."""
+    """A session on a scripted model. `prompts`: text of each prompt that the engine received."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class Chat:
         return [turn["content"] for turn in self.session.conversation.turns]
 
 
-def test_turns_are_remembered_with_the_system_prompt(capfd: pytest.CaptureFixture[str]) -> None:
+def test_prompt_has_the_system_prompt_and_all_turns(capfd: pytest.CaptureFixture[str]) -> None:
     chat = Chat(reply_with("Fine."), ["Hello", "", "Again"], system="Be kind.").run()
     first = "[system]Be kind.[user]Hello[assistant]"
     assert chat.prompts == [first, first + "Fine.[user]Again[assistant]"]
@@ -125,12 +125,12 @@ def test_retry_undo_edit_and_clear() -> None:
     one, two = "[user]One[assistant]", "Yes[user]Two[assistant]"
     assert chat.prompts == [one, one + two, one + two, "[user]Uno[assistant]"]
     assert chat.typist.drafts[5] == "One"
-    assert chat.said == ["Uno", "Yes"]  # what was begun and left changes nothing
+    assert chat.said == ["Uno", "Yes"]  # an edit that is interrupted changes nothing
     chat = Chat(reply_with("Yes"), ["One", "/clear", "Two"], system="S").run()
     assert chat.prompts[-1] == "[system]S[user]Two[assistant]"
 
 
-def test_commands_that_cannot_be_are_told_and_the_chat_goes_on(
+def test_failed_commands_are_reported_and_the_chat_continues(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     lines = ["/retry", "/undo", "/edit", "/save", f"/load {tmp_path / 'none'}", "/set", "/set tmep"]
@@ -151,7 +151,7 @@ def test_commands_that_cannot_be_are_told_and_the_chat_goes_on(
     assert not any(chat.typist.drafts)
 
 
-def test_a_message_that_does_not_fit_can_be_shortened() -> None:
+def test_message_that_does_not_fit_comes_back_as_draft() -> None:
     chat = Chat(reply_with("Yes"), ["Hello", "x" * 300, "Again"], ctx_size=200).run()
     assert chat.typist.drafts == ["", "", "x" * 300, ""]
     assert chat.said == ["Hello", "Yes", "Again", "Yes"]
@@ -165,7 +165,7 @@ def test_the_system_prompt_can_be_changed() -> None:
     assert "Rhyme." in chat.typist.notes
 
 
-def test_a_saved_chat_goes_on_where_it_was(tmp_path: Path) -> None:
+def test_saved_chat_continues_after_load(tmp_path: Path) -> None:
     path = tmp_path / "chat.json"
     first = Chat(reply_with("Yes"), ["One", f"/save {path}"], system="S").run()
     second = Chat(reply_with("Yes"), [f"/load {path}", "Two"]).run()
@@ -173,7 +173,7 @@ def test_a_saved_chat_goes_on_where_it_was(tmp_path: Path) -> None:
     assert json.loads(path.read_text(encoding="utf-8"))["model"] == "scripted"
 
 
-def test_reasoning_is_shown_apart_and_leaves_the_context(
+def test_reasoning_is_separate_and_not_kept_in_the_context(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     rule = reply_with("<think>Hm, two?</think>\n\nTwo.")
@@ -195,7 +195,7 @@ def test_a_template_may_keep_the_reasoning() -> None:
     assert "[assistant](Hm)Two.[user]" in chat.prompts[1]
 
 
-def test_a_prompt_may_open_the_reasoning(capfd: pytest.CaptureFixture[str]) -> None:
+def test_template_may_open_the_reasoning(capfd: pytest.CaptureFixture[str]) -> None:
     opening = TEMPLATE.replace("[assistant]", "[assistant]<think>\n")
     chat = Chat(reply_with("Hm</think>Two."), ["1+1?"], template=opening).run()
     assert chat.said == ["1+1?", "Two."]
@@ -206,15 +206,15 @@ STORY = "".join(f"{number:02} éüöä " for number in range(40)) + "Ende ü."
 
 
 def story_for_c(history: Sequence[int]) -> Tensor:
-    """A long reply to a message of many "c", a short one to others."""
+    """A long reply to a message of "c"s, a short one to any other."""
     last = bytes(history).rpartition(b"[user]")[2]
     return reply_with(STORY if last.startswith(b"c") else "short")(history)
 
 
-@pytest.mark.parametrize(  # the context may end within a character
+@pytest.mark.parametrize(  # with these sizes the context ends at each byte of a character
     "beyond", first_by_default(range(4))
 )
-def test_a_reply_that_fills_the_context_goes_on_with_fewer_turns(
+def test_reply_that_fills_the_context_continues_with_fewer_turns(
     beyond: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     ctx_size = len(STORY.encode()) + 210 + beyond
@@ -226,7 +226,7 @@ def test_a_reply_that_fills_the_context_goes_on_with_fewer_turns(
     assert all(prompt.startswith("[system]Be kind.") for prompt in chat.prompts)
     assert "[user]aaa" not in chat.prompts[-1]
     assert any("were dropped" in note for note in chat.typist.notes)
-    assert chat.said[0] == "a" * 120  # out of the context, not out of the conversation
+    assert chat.said[0] == "a" * 120  # dropped from the context, kept in the conversation
 
 
 def test_a_reply_that_alone_fills_the_context_is_cut_off() -> None:
@@ -236,14 +236,14 @@ def test_a_reply_that_alone_fills_the_context_is_cut_off() -> None:
     assert any("Cut off" in note for note in chat.typist.notes)
 
 
-def test_the_limit_of_a_reply_is_that_of_all_its_requests() -> None:
+def test_token_limit_counts_over_all_requests_of_a_reply() -> None:
     rule = reply_with("abcdefgh" * 100)
     chat = Chat(rule, ["A" * 30, "B"], ctx_size=400, max_response_tokens=220).run()
     assert [len(text) for text in chat.said] == [30, 220, 1, 220]
     assert len(chat.prompts) > 2
 
 
-def test_ctrl_c_keeps_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_keeps_the_partial_reply(monkeypatch: pytest.MonkeyPatch) -> None:
     step, count = Engine.step, iter(range(1000))
 
     def interrupted(engine: Engine) -> Any:
@@ -262,7 +262,7 @@ def test_ctrl_c_keeps_what_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(note.startswith("context ") and "tok/s" in note for note in chat.typist.notes)
 
 
-def test_statistics_say_what_drafts_came_to() -> None:
+def test_stats_show_accepted_drafts() -> None:
     rule = reply_with("one two three one two three one two three. ")
     chat = Chat(rule, ["Hello"], stats=True, drafter=NgramDrafter(max_tokens=4)).run()
     (figures,) = chat.typist.notes
@@ -272,10 +272,10 @@ def test_statistics_say_what_drafts_came_to() -> None:
     assert found is not None
     reply, right, guessed = map(int, found.groups())
     assert 0 < right <= guessed
-    assert reply == 44  # with the one that ended it
+    assert reply == 44  # including the stop token
 
 
-def test_a_named_format_brings_its_stop_and_its_system_prompt() -> None:
+def test_named_format_sets_stop_text_and_system_prompt() -> None:
     chat = Chat(
         reply_with("Yes.<|im_end|>never"),
         ["Hello", "Again"],
@@ -304,11 +304,11 @@ REFUSING = "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% e
         (REFUSING + CHATML, "chatml", True, None),
         (REFUSING + CHATML, "phi4", True, "im_sep"),
         ("{{ raise_exception('never') }}", "chatml", True, None),
-        (CHATML, "smollm2", True, "AI assistant"),  # of the format's own accord
+        (CHATML, "smollm2", True, "AI assistant"),  # the format's default system prompt
         (CHATML, "smollm2", False, None),
     ],
 )
-def test_a_format_that_differs_from_the_template_says_where(
+def test_format_that_differs_from_the_template_names_the_difference(
     template: str, prompt_format: str, uses_default: bool, expected: str | None
 ) -> None:
     chat = Chat(reply_with("x"), [], template=template, prompt_format=prompt_format)

@@ -1,4 +1,4 @@
-"""`exl chat` on a pseudo-terminal, with the default model, as a person has it."""
+"""`exl chat` on a pseudo-terminal, with the default model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Start = Callable[..., Terminal]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """`start(*args, **environment)`: a chat that is ready for the first message."""
+    """`start(*args, **environment)`: a chat that waits for its first message."""
     started: list[Terminal] = []
 
     def chat(*args: str, **env: str) -> Terminal:
@@ -40,7 +40,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def leave(chat: Terminal) -> str:
-    """Ctrl-D ends it well, once it asks again; all that was seen, without colors."""
+    """Wait for the prompt, end the chat with Ctrl-D, check its exit code. Returns all output
+    without colors."""
     chat.expect(">>>")
     chat.type("\x04")
     assert chat.wait() == 0
@@ -49,7 +50,7 @@ def leave(chat: Terminal) -> str:
     return seen
 
 
-def test_typing_stopping_pasting_and_leaving(start: Start, tmp_path: Path) -> None:
+def test_type_interrupt_paste_and_quit(start: Start, tmp_path: Path) -> None:
     chat = start()
     chat.type(TALE + "\r")
     chat.expect(r"dragon\.[^\n]*\n")
@@ -69,7 +70,7 @@ def test_typing_stopping_pasting_and_leaving(start: Start, tmp_path: Path) -> No
     chat.expect("is now 5")
     chat.expect(">>>")
     chat.type(PASTE.format("Say:\n/bye\nhello."))
-    chat.type("\r")  # the only one that sends
+    chat.type("\r")  # only this return sends the message
     chat.expect(r"reply 5 tokens at [0-9.]+ tok/s")
     chat.expect(">>>")
     path = tmp_path / "chat.json"
@@ -80,16 +81,14 @@ def test_typing_stopping_pasting_and_leaving(start: Start, tmp_path: Path) -> No
     turns = json.loads(path.read_text(encoding="utf-8"))["messages"]
     assert [turn["role"] for turn in turns] == ["user", "assistant"] * 2
     assert turns[0]["content"] == TALE
-    assert turns[1]["content"]  # what was said before Ctrl-C
+    assert turns[1]["content"]  # the reply up to Ctrl-C
     assert turns[2]["content"] == "Say:\n/bye\nhello."
     history = tmp_path / "exl" / "chat-history"
     assert stat.S_IMODE(history.stat().st_mode) == 0o600
     assert TALE in history.read_text(encoding="utf-8")
 
 
-def test_lines_between_fences_and_after_alt_enter_are_one_message(
-    start: Start, tmp_path: Path
-) -> None:
+def test_multiline_input_by_quotes_and_by_alt_enter(start: Start, tmp_path: Path) -> None:
     chat = start("-n", "3")
     chat.type('"""\rone\rtwo"""\r')
     chat.expect("Cut off")
@@ -108,7 +107,7 @@ def test_lines_between_fences_and_after_alt_enter_are_one_message(
     assert [turn["content"] for turn in turns[::2]] == ["one\ntwo", "three\nfour and five"]
 
 
-def test_taking_back_keeping_and_going_on(start: Start, tmp_path: Path) -> None:
+def test_retry_save_undo_and_load(start: Start, tmp_path: Path) -> None:
     path = tmp_path / "chat-Q.json"
     chat = start("-n", "3")
     for message in ("one", "two"):
@@ -127,7 +126,7 @@ def test_taking_back_keeping_and_going_on(start: Start, tmp_path: Path) -> None:
     chat.type(f"/load {tmp_path}/ch\t\r")
     chat.expect("Loaded 2 turns")
     chat.expect(">>>")
-    chat.type("\x1b[A\x1b[A")  # what was typed before the last
+    chat.type("\x1b[A\x1b[A")  # the second latest input
     chat.expect("/undo")
     chat.type("\r")
     chat.expect("are removed")
@@ -153,7 +152,7 @@ def test_a_full_context_keeps_the_system_prompt(start: Start, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "env", [{"NO_COLOR": "1"}, {"TERM": "dumb"}], ids=lambda env: next(iter(env))
 )
-def test_a_terminal_without_colors_gets_plain_text(start: Start, env: dict[str, str]) -> None:
+def test_terminal_without_colors_gets_plain_text(start: Start, env: dict[str, str]) -> None:
     chat = start(**env)
     chat.type("Write a Python function that adds two numbers, in a code block.\r")
     reply = chat.expect(r"```[^`]*```")
@@ -162,7 +161,7 @@ def test_a_terminal_without_colors_gets_plain_text(start: Start, env: dict[str, 
 
 
 @pytest.mark.thorough
-def test_what_was_said_is_what_a_pipe_gets(start: Start, exl_process) -> None:
+def test_terminal_shows_the_text_that_a_pipe_gets(start: Start, exl_process) -> None:
     question = "Write a Python function that adds two numbers, in a code block."
     piped = exl_process("chat", "--temp", "0", stdin=f"{question}\n".encode())
     assert (piped.code, piped.err) == (0, "")
@@ -170,5 +169,5 @@ def test_what_was_said_is_what_a_pipe_gets(start: Start, exl_process) -> None:
     chat = start()
     chat.type(question + "\r")
     chat.expect(r"```[^`]*```")
-    assert piped.out in leave(chat)  # colors apart
+    assert piped.out in leave(chat)  # without colors
     assert "\x1b[94mdef" in chat.seen

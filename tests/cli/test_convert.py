@@ -1,4 +1,4 @@
-"""`exl convert`: options, what is said on the way, exit codes. Stages that take no time."""
+"""`exl convert`: options, output, exit codes. Most tests replace the stages by fast stubs."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def convert(exl, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """`convert(*args)` of the source to tmp_path/out, on a text."""
+    """`convert(*args)` converts the source to tmp_path/out, with a text for calibration."""
     stub_stages.install(monkeypatch.setattr)
     monkeypatch.setattr(conversion, "rows_of_texts", take_rows)
-    monkeypatch.setattr(gate, "HELD_OUT_TEXT", gate.HELD_OUT_TEXT[:1600])  # bytes are tokens here
+    monkeypatch.setattr(gate, "HELD_OUT_TEXT", gate.HELD_OUT_TEXT[:1600])  # one token per byte
     text = tmp_path / "text.txt"
     text.write_text("Some text to be calibrated on. " * 100, encoding="utf-8")
 
@@ -61,7 +61,7 @@ def steps_of(events: list[dict[str, Any]], stage: str) -> list[tuple[int, int]]:
     return [(event["done"], event["total"]) for event in found]
 
 
-def test_the_page_for_people(convert, tmp_path: Path) -> None:
+def test_table(convert, tmp_path: Path) -> None:
     done = convert()
     assert (done.code, done.err) == (0, "")
     for word in ("8.2", "divergence", "±", "perplexity", "held-out text", str(tmp_path / "out")):
@@ -69,7 +69,7 @@ def test_the_page_for_people(convert, tmp_path: Path) -> None:
     assert (tmp_path / "out/config.json").is_file()
 
 
-def test_events_for_a_program(convert, tmp_path: Path) -> None:
+def test_json_events(convert, tmp_path: Path) -> None:
     done = convert("--json", "--head-bits", 8)
     assert (done.code, done.err) == (0, "")
     events = events_of(done.out)
@@ -97,7 +97,7 @@ def test_the_result_runs(convert, exl, tmp_path: Path) -> None:
     assert done.code == 0
 
 
-def test_a_result_that_is_too_far_off(convert, tmp_path: Path, monkeypatch) -> None:
+def test_result_beyond_the_divergence_limit(convert, tmp_path: Path, monkeypatch) -> None:
     real = stub_stages.rounded
 
     def poor(name: str, weight: torch.Tensor, *args: Any) -> dict[str, torch.Tensor]:
@@ -118,7 +118,7 @@ def test_a_result_that_is_too_far_off(convert, tmp_path: Path, monkeypatch) -> N
     assert json.loads((tmp_path / "out/exl_conversion.json").read_text())["is_forced"]
 
 
-def test_the_command_that_goes_on_is_the_command_again(convert, source, tmp_path: Path) -> None:
+def test_suggested_resume_command_is_the_same_command(convert, source, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/letter.txt").touch()
     assert "exists already" in convert().error_line(2)
@@ -138,7 +138,7 @@ def test_the_command_that_goes_on_is_the_command_again(convert, source, tmp_path
     assert "another seed (expected 0, got 5)" in other.error_line(2)
 
 
-def test_several_problems_are_several_lines(convert, tmp_path: Path) -> None:
+def test_several_problems_print_several_lines(convert, tmp_path: Path) -> None:
     done = convert("--head-bits", 7, "--shard-size", "1kB", "--measurement", tmp_path / "none")
     assert (done.code, done.out) == (2, "")
     lines = done.err.splitlines()
@@ -159,13 +159,13 @@ def test_several_problems_are_several_lines(convert, tmp_path: Path) -> None:
         (("-o", "new/.."), 2, "-o is not a name"),
     ],
 )
-def test_what_cannot_be_asked(args: tuple[str, ...], code: int, expected: str, convert) -> None:
+def test_bad_options(args: tuple[str, ...], code: int, expected: str, convert) -> None:
     assert expected in convert(*args).error_line(code)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_and_it_says_how_to_go_on(
+def test_signal_stops_and_prints_the_resume_command(
     number: signal.Signals, convert, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = conversion._write_event
@@ -181,7 +181,7 @@ def test_a_signal_ends_it_and_it_says_how_to_go_on(
     assert stopped.code == 128 + number
     assert signal.getsignal(number) is before
     assert stopped.err.startswith(
-        f"stopped; go on with: exl convert --output {tmp_path / 'out'} {source}"
+        f"stopped; resume with: exl convert --output {tmp_path / 'out'} {source}"
     )
     assert stopped.err.endswith(" --resume\n")
     assert not (tmp_path / "out").exists()
@@ -189,13 +189,13 @@ def test_a_signal_ends_it_and_it_says_how_to_go_on(
     went_on = convert("--json", "--resume")
     assert went_on.code == 0
     events = events_of(went_on.out)
-    assert not steps_of(events, "measure")  # finished stages are there
+    assert not steps_of(events, "measure")  # finished stages are not run again
     assert steps_of(events, "quantize")[-1] == (2, 3)
     assert convert(out="whole").code == 0
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_a_text_that_is_too_short_leaves_nothing(exl, source: Path, tmp_path: Path) -> None:
+def test_text_that_is_too_short_leaves_no_files(exl, source: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Hi.", encoding="utf-8")
     done = exl("convert", source, "-o", tmp_path / "out", "--calibration", text, "--rows", 2)
@@ -204,9 +204,7 @@ def test_a_text_that_is_too_short_leaves_nothing(exl, source: Path, tmp_path: Pa
 
 
 @pytest.mark.thorough
-def test_on_a_terminal_the_bar_is_gone_when_it_says_how_to_go_on(
-    source: Path, tmp_path: Path
-) -> None:
+def test_progress_bar_is_erased_before_the_resume_command(source: Path, tmp_path: Path) -> None:
     terminal = Terminal("convert", str(source), "-o", str(tmp_path / "out"))
     try:
         terminal.expect("2/9 calibrate.* left ")
@@ -214,9 +212,11 @@ def test_on_a_terminal_the_bar_is_gone_when_it_says_how_to_go_on(
         assert terminal.wait() == 130
     finally:
         terminal.close()
-    erased, last = terminal.seen.rsplit("\x1b[2K", 1)  # the bar's line
-    assert "\x1b[?25h" in erased  # the cursor is back
-    assert last == f"stopped; go on with: exl convert --output {tmp_path}/out {source} --resume\r\n"
+    erased, last = terminal.seen.rsplit("\x1b[2K", 1)  # erases the progress bar
+    assert "\x1b[?25h" in erased  # shows the cursor again
+    assert (
+        last == f"stopped; resume with: exl convert --output {tmp_path}/out {source} --resume\r\n"
+    )
     assert (tmp_path / "out.work").is_dir()
 
 
@@ -227,9 +227,10 @@ def processor_s(pid: int) -> float:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-def test_a_real_conversion_is_left_within_seconds(tmp_path: Path) -> None:
-    """At gradients of the head, one piece for each row, and amid layers, with two threads. Seconds
-    are those of a processor, which others may use too."""
+def test_real_conversion_stops_within_seconds(tmp_path: Path) -> None:
+    """Interrupts the sensitivity stage during the gradients of the head, and the stages that
+    measure and quantize in the middle of a layer. The limit counts processor seconds, because the
+    machine may be busy."""
     text = Path(__file__).resolve().parents[2] / "docs/experiments/cuda-linear.md"
     args = ["convert", "smollm2", "-o", str(tmp_path / "out"), "--calibration", str(text), "--json"]
     args += ["--rows", "8", "--length", "512", "--fast"]

@@ -1,4 +1,4 @@
-"""`exl eval divergence` and `exl eval compare`: the commands around the figures."""
+"""`exl eval divergence` and `exl eval compare`: options, tables and JSON."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def text(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def divergence(exl, tiny_llama_dir: Path, near_dir: Path, text: Path):
-    """`divergence(*args)` of the rounded model from the tiny one, in windows of 64."""
+    """`divergence(*args)` of the rounded model from the tiny one, in windows of 64 tokens."""
     args = ("--reference", tiny_llama_dir, "--text", text, "--ctx", 64)
     return lambda *more: exl("eval", "divergence", near_dir, *args, *more)
 
@@ -48,7 +48,7 @@ def test_json_has_the_figures_under_their_names(divergence) -> None:
     assert (result["model"], result["reference"]) == ("near0", "tiny-llama0")
 
 
-def test_page_for_people_has_the_same_figures(divergence) -> None:
+def test_table_has_the_figures_of_json(divergence) -> None:
     result = json.loads(divergence("--json").out)
     page = divergence().out
     assert f"{result['kld']['mean']:.6f} ± {result['kld']['stderr']:.6f} nats" in page
@@ -57,7 +57,7 @@ def test_page_for_people_has_the_same_figures(divergence) -> None:
     assert result["text_sha256"] in page
 
 
-def test_the_other_direction_is_another_figure(
+def test_reverse_divergence_differs(
     exl, divergence, tiny_llama_dir: Path, near_dir: Path, text: Path
 ) -> None:
     forth = json.loads(divergence("--json").out)
@@ -67,7 +67,7 @@ def test_the_other_direction_is_another_figure(
     assert back["ln_ppl_ratio"] == pytest.approx(-forth["ln_ppl_ratio"])
 
 
-def test_with_a_kept_reference_it_is_not_loaded_again(
+def test_cached_reference_is_not_loaded_again(
     divergence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from exl_core import load
@@ -89,7 +89,7 @@ def test_with_a_kept_reference_it_is_not_loaded_again(
     assert "ctx differs" in divergence("--cache-reference", kept, "--ctx", 32).error_line(2)
 
 
-def test_another_tokenizer_is_refused_before_anything_is_loaded(
+def test_different_tokenizer_is_refused_before_loading(
     exl, tiny_llama_dir: Path, smollm2_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("exl_cli.load.load_model", None)
@@ -107,11 +107,11 @@ def test_another_tokenizer_is_refused_before_anything_is_loaded(
         (("--bos", "sometimes"), "sometimes"),
     ],
 )
-def test_what_cannot_be_measured(args: tuple[object, ...], expected: str, divergence) -> None:
+def test_invalid_options(args: tuple[object, ...], expected: str, divergence) -> None:
     assert expected in divergence(*args).error_line(2)
 
 
-def test_a_damaged_reference_file_is_left_alone(divergence, tmp_path: Path) -> None:
+def test_damaged_reference_file_is_not_overwritten(divergence, tmp_path: Path) -> None:
     kept = tmp_path / "reference"
     kept.write_text("text")
     assert "holds no windows" in divergence("--cache-reference", kept).error_line(2)
@@ -124,7 +124,7 @@ def record(done, path: Path) -> Path:
     return path
 
 
-def test_records_that_may_be_compared(
+def test_comparable_records(
     exl, tiny_llama_dir: Path, near_dir: Path, text: Path, tmp_path: Path
 ) -> None:
     args = ("--text", text, "--ctx", 64, "--json")
@@ -140,7 +140,7 @@ def test_records_that_may_be_compared(
     assert "paired" in page
 
 
-def test_records_that_may_not_be_compared(
+def test_incomparable_records(
     exl, divergence, tiny_llama_dir: Path, text: Path, tmp_path: Path
 ) -> None:
     run = ("eval", "perplexity", tiny_llama_dir, "--text", text, "--json")

@@ -1,4 +1,4 @@
-"""`exl doctor`: a full page on a healthy machine, and what is broken named with its remedy."""
+"""`exl doctor`: a full report on a healthy machine, and a remedy for each broken part."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_healthy(exl) -> None:
     assert all(check["state"] != "broken" for check in checks.values())
 
 
-def test_page_for_people(exl) -> None:
+def test_table(exl) -> None:
     done = exl("doctor")
     assert (done.code, done.err) == (0, "")
     assert "Everything that exl needs is there." in done.out
@@ -58,7 +58,7 @@ def test_a_missing_kernel_library_is_broken(exl, monkeypatch: pytest.MonkeyPatch
     assert done.code == 1
     fix = str(checks_of(done.out)["kernels"]["fix"])
     assert fix.endswith("python -m pip install ./csrc")
-    assert "source tree" in fix  # ./csrc means nothing anywhere else
+    assert "source tree" in fix  # ./csrc is relative to it
 
 
 @pytest.mark.parametrize(("name", "value"), [("EXL_ISA", "foo"), ("EXL_THREADS", "²")])
@@ -76,7 +76,7 @@ def test_a_wrong_setting_is_broken_and_not_the_kernels(
     assert "kernels scalar" in checks
 
 
-def test_an_instruction_set_that_the_cpu_lacks(exl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instruction_set_that_the_cpu_lacks(exl, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exl_core.ops.open.available_isas", lambda: ("scalar",))
     monkeypatch.setenv("EXL_ISA", "avx512")
     broken = checks_of(exl("doctor", "--json").out)["instruction sets"]
@@ -87,10 +87,10 @@ def test_an_instruction_set_that_the_cpu_lacks(exl, monkeypatch: pytest.MonkeyPa
     assert "forced" in str(forced["finding"])
 
 
-def test_a_machine_without_torch_still_gets_a_page() -> None:
+def test_missing_torch_is_reported() -> None:
     script = (
         "import sys\n"
-        "sys.modules['torch'] = sys.modules['gguf'] = None\n"  # as if they were not there
+        "sys.modules['torch'] = sys.modules['gguf'] = None\n"  # makes their import fail
         "from exl_cli.main import main\n"
         "sys.exit(main(['doctor', '--json']))\n"
     )

@@ -1,4 +1,4 @@
-"""Cache precision, drafts, adapters and constraints on the command line, and what goes wrong."""
+"""Options for cache precision, drafts, adapters and constraints, with valid and invalid values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GREEDY = ("--temp", "0")
 
 @pytest.fixture
 def generate(exl, tiny_llama_dir: Path):
-    """`generate(*args)` with the tiny model."""
+    """`generate(*args)` on the tiny model."""
     return lambda *args: exl("generate", "-m", tiny_llama_dir, "-p", "Hello", *args)
 
 
@@ -54,30 +54,30 @@ def adapter_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Constraints
 
 
-def test_the_text_is_json_that_the_schema_allows(answer, file) -> None:
+def test_json_schema_constrains_the_text(answer, file) -> None:
     schema = file('{"enum": [{"answer": 1}, {"answer": 2}]}')
     told = answer("--json-schema", schema, "-n", 100)
     assert json.loads(told["text"]) in ({"answer": 1}, {"answer": 2})
     assert told["finish_reason"] == "constraint"
 
 
-def test_the_text_matches_the_pattern(answer) -> None:
+def test_regex_constrains_the_text(answer) -> None:
     assert re.fullmatch("[0-9]{3}-[a-f]{2}", answer("--regex", "[0-9]{3}-[a-f]{2}")["text"])
 
 
-def test_the_text_is_one_of_the_grammar(answer, file) -> None:
+def test_grammar_constrains_the_text(answer, file) -> None:
     grammar = file('start: item (", " item)*\nitem: "yes" | "no"\n')
     text = answer("--grammar", grammar, "--regex", ".{8,12}")["text"]
     assert set(text.split(", ")) <= {"yes", "no"}
     assert 8 <= len(text) <= 12, "several hold at once"
 
 
-def test_a_text_that_is_cut_off_too_early_says_so(generate) -> None:
+def test_truncated_constrained_text_prints_a_note(generate) -> None:
     done = generate("--regex", "[a-z]{20}", "-n", 5)
     assert done.code == 0
     assert len(done.out) == 5
     assert done.err == (
-        "exl: note: cut off after 5 tokens (-n, -c): the text is not yet what it was to look like\n"
+        "exl: note: cut off after 5 tokens (-n, -c): the text does not meet its constraint yet\n"
     )
     assert generate("--regex", "[a-z]{20}", "-n", 5, "-q").err == ""
     assert generate("--regex", "[a-z]{5,}", "-n", 5).err == "", "it is what it was to look like"
@@ -112,7 +112,7 @@ def test_a_text_that_is_cut_off_too_early_says_so(generate) -> None:
         ("--grammar", "", ["the grammar cannot be used"]),
     ],
 )
-def test_bad_constraints_are_one_line(
+def test_bad_constraint_is_a_one_line_error(
     generate, file, option: str, text: str, words: list[str]
 ) -> None:
     line = generate(option, file(text)).error_line(2)
@@ -124,11 +124,11 @@ def test_bad_constraints_are_one_line(
     ["(", "[z-a]", "a{3,1}", "a{9000000}", "(?=a)b", "[0-9&&[a-z]]", "a\udcff"],
     ids=ascii,
 )
-def test_bad_patterns_are_one_line(generate, pattern: str) -> None:
+def test_bad_pattern_is_a_one_line_error(generate, pattern: str) -> None:
     assert "regular expression" in generate("--regex", pattern).error_line(2)
 
 
-def test_files_of_constraints_that_cannot_be_read(
+def test_unreadable_constraint_files(
     generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "load_model", lambda *_: pytest.fail("the weights were loaded"))
@@ -145,7 +145,7 @@ def test_files_of_constraints_that_cannot_be_read(
 # Cache
 
 
-def test_unknown_cache_types_are_told_before_loading(
+def test_unknown_cache_type_is_reported_before_loading(
     generate, exl, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "load_model", lambda *_: pytest.fail("the weights were loaded"))
@@ -157,12 +157,12 @@ def test_unknown_cache_types_are_told_before_loading(
             assert "fp16 or fp8 or q8 or q6 or q4" in line
 
 
-def test_a_cache_of_codes_needs_heads_that_it_can_hold(generate) -> None:
+def test_quantized_cache_needs_a_suitable_head_size(generate) -> None:
     assert "fp16 or fp8" in generate("--cache-type", "q4").error_line(2)
     assert generate("--cache-type", "fp8", "-n", 4).code == 0
 
 
-def test_a_cache_that_does_not_fit_names_cheaper_ones(
+def test_cache_that_does_not_fit_suggests_smaller_ones(
     generate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kib = 2 * 2 * 20 * 3 * 2 * 512 // 1024  # keys and values of 2 heads of 20 in 3 layers, fp16
@@ -178,7 +178,7 @@ def test_a_cache_that_does_not_fit_names_cheaper_ones(
 
 
 @pytest.mark.thorough
-def test_a_quantized_cache_answers_like_a_wide_one(exl) -> None:
+def test_quantized_cache_gives_the_right_answer(exl) -> None:
     prompt = ("generate", "-p", "The capital of France is", "-n", "4", *GREEDY, "-q", "-c", 512)
     assert " Paris" in exl(*prompt, "--cache-type", "q6").out
 
@@ -186,20 +186,20 @@ def test_a_quantized_cache_answers_like_a_wide_one(exl) -> None:
 # Drafts
 
 
-def test_drafts_leave_the_text_alone_and_are_counted(answer, tiny_llama_dir: Path) -> None:
+def test_drafts_do_not_change_the_text_and_are_counted(answer, tiny_llama_dir: Path) -> None:
     args = ("-n", 40, *GREEDY)
     plain = answer(*args)
     assert "drafting" not in plain
     for how in (("--ngram",), ("--draft-model", tiny_llama_dir, "--draft-tokens", 3)):
-        told = answer(*args, *how)
-        assert told["token_ids"] == plain["token_ids"]
-        counts = told["drafting"]
+        drafted = answer(*args, *how)
+        assert drafted["token_ids"] == plain["token_ids"]
+        counts = drafted["drafting"]
         assert set(counts) == {"rounds", "drafted", "accepted", "rejected", "emitted"}
         assert counts["emitted"] == 40
         assert counts["accepted"] <= counts["drafted"]
 
 
-def test_chat_takes_the_same_options(exl, tiny_llama_dir: Path, adapter_dir: Path) -> None:
+def test_chat_accepts_the_engine_options(exl, tiny_llama_dir: Path, adapter_dir: Path) -> None:
     chat = ("chat", tiny_llama_dir, *GREEDY, "-n", 12)
     plain = exl(*chat, stdin=b"Hello\nAgain\n")
     drafted = exl(*chat, "--ngram", "--cache-type", "fp8", stdin=b"Hello\nAgain\n")
@@ -208,7 +208,7 @@ def test_chat_takes_the_same_options(exl, tiny_llama_dir: Path, adapter_dir: Pat
     assert exl(*chat, "--lora", adapter_dir, stdin=b"Hello\nAgain\n").out != plain.out
 
 
-def test_one_way_to_guess_ahead(generate, exl, tiny_llama_dir: Path) -> None:
+def test_only_one_kind_of_drafts(generate, exl, tiny_llama_dir: Path) -> None:
     both = ("--ngram", "--draft-model", tiny_llama_dir)
     assert "--draft-model or --ngram" in generate(*both).error_line(2)
     assert "--draft-model or --ngram" in exl("chat", *both).error_line(2)
@@ -217,7 +217,7 @@ def test_one_way_to_guess_ahead(generate, exl, tiny_llama_dir: Path) -> None:
         assert "--draft-tokens" in generate("--ngram", "--draft-tokens", wrong).error_line(2)
 
 
-def test_a_draft_model_that_is_not_there_is_told_before_loading(
+def test_missing_draft_model_is_reported_before_loading(
     generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "load_model", lambda *_: pytest.fail("the weights were loaded"))
@@ -225,7 +225,7 @@ def test_a_draft_model_that_is_not_there_is_told_before_loading(
 
 
 @pytest.mark.thorough
-def test_a_draft_model_of_another_family_is_refused_before_its_weights(
+def test_draft_model_with_another_vocabulary_is_refused_before_loading(
     exl, gemma3_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[object] = []
@@ -242,7 +242,7 @@ def test_a_draft_model_of_another_family_is_refused_before_its_weights(
     assert len(given) == 1
 
 
-def test_a_draft_with_a_shorter_context_is_stretched(
+def test_draft_model_with_a_shorter_context_is_stretched(
     answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = tiny_models.save(tiny_models.tiny_llama(max_position_embeddings=128), tmp_path / "s")
@@ -278,7 +278,7 @@ def test_adapters_are_applied_with_their_scales(answer, adapter_dir: Path) -> No
     assert answer(*args, *both)["token_ids"] == whole
 
 
-def test_adapters_that_cannot_be_used(
+def test_unusable_adapters(
     generate, tmp_path: Path, adapter_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = random_pairs(tiny_models.tiny_llama(hidden_size=144))

@@ -1,4 +1,4 @@
-"""`exl eval acceptance`: the command around the figures."""
+"""`exl eval acceptance`: options, table and JSON."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from exl_eval.prompts import CATEGORIES, prompt_set
 SHORT = ("--prompts", 1, "-n", 8)
 
 
-def test_a_model_that_drafts_for_itself_is_always_right(exl, tiny_llama_dir: Path) -> None:
+def test_model_accepts_all_of_its_own_drafts(exl, tiny_llama_dir: Path) -> None:
     done = exl(
         *("eval", "acceptance", tiny_llama_dir, "--draft-model", tiny_llama_dir),
         *("--draft-tokens", 3, "--exact", "--json", *SHORT),
@@ -31,13 +31,13 @@ def test_a_model_that_drafts_for_itself_is_always_right(exl, tiny_llama_dir: Pat
         assert found["E"] in (found["A"] + found["N"], found["A"] + found["N"] - 4)
         assert found["theory_speed_up"] > 0
         assert found["measured_speed_up"] > 0
-    # 7 tokens after the first: 3 drafted and 1, then 2 drafted and 1.
+    # The 7 tokens after the first: 3 draft tokens and 1 sampled, then 2 draft tokens and 1 sampled.
     greedy = result["samplers"][0]["overall"]
     assert (greedy["D"], greedy["R"], greedy["utilization"]) == (20, 0, 1.0)
     assert greedy["tau"]["mean"] == 3.5
 
 
-def test_the_page_for_people(exl, tiny_llama_dir: Path) -> None:
+def test_table(exl, tiny_llama_dir: Path) -> None:
     done = exl("eval", "acceptance", tiny_llama_dir, "--ngram", *SHORT)
     assert (done.code, done.err) == (0, "")
     for expected in ("n-grams, at most 8", *CATEGORIES, "A/(A+R)", "break-even tau", "greedy: a"):
@@ -53,14 +53,14 @@ def test_the_page_for_people(exl, tiny_llama_dir: Path) -> None:
         (("--draft-model", "/no/such/model"), "/no/such/model"),
     ],
 )
-def test_what_cannot_be_measured(
+def test_invalid_options(
     args: tuple[object, ...], expected: str, exl, tiny_llama_dir: Path
 ) -> None:
     code = 3 if "/no/such/model" in args else 2
     assert expected in exl("eval", "acceptance", tiny_llama_dir, *args).error_line(code)
 
 
-def test_prompts_of_all_categories_come_along() -> None:
+def test_prompt_set_covers_all_categories() -> None:
     prompts = prompt_set()
     assert tuple(prompts) == CATEGORIES
     assert all(len(listed) == 4 and all(listed) for listed in prompts.values())

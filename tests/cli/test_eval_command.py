@@ -1,4 +1,4 @@
-"""`exl eval perplexity`: the command around the figure, and where its text comes from."""
+"""`exl eval perplexity`: options, sources of the text, table and JSON."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 
 @pytest.fixture
 def perplexity(exl, tiny_llama_dir: Path, tmp_path: Path):
-    """`perplexity(*args)` of a short text with the tiny model."""
+    """`perplexity(*args)` of the tiny model on a short text."""
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
     return lambda *args: exl("eval", "perplexity", tiny_llama_dir, "--text", text, *args)
@@ -37,7 +37,7 @@ def test_json(perplexity) -> None:
     assert 0 < result["stderr"] < result["perplexity"]
 
 
-def test_page_for_people_has_the_same_figure(perplexity) -> None:
+def test_table_has_the_figure_of_json(perplexity) -> None:
     args = ("--ctx", 64, "--windows", 2)
     result = json.loads(perplexity(*args, "--json").out)
     done = perplexity(*args)
@@ -83,14 +83,14 @@ def test_caches_differ_and_decoding_agrees(perplexity) -> None:
         (
             ("--ctx", 64, "--cache-type", "q8"),
             "multiple of 32",
-        ),  # the tiny model's heads are no such
+        ),  # the tiny model's head size does not allow q8
     ],
 )
-def test_what_cannot_be_measured(args: tuple[object, ...], expected: str, perplexity) -> None:
+def test_invalid_options(args: tuple[object, ...], expected: str, perplexity) -> None:
     assert expected in perplexity(*args, "--json").error_line(2)
 
 
-def test_a_text_that_cannot_be_read(exl, tmp_path: Path) -> None:
+def test_unreadable_text(exl, tmp_path: Path) -> None:
     missing = tmp_path / "missing.txt"
     assert str(missing) in exl("eval", "perplexity", "--text", missing).error_line(2)
     latin = tmp_path / "latin.txt"
@@ -99,7 +99,7 @@ def test_a_text_that_cannot_be_read(exl, tmp_path: Path) -> None:
     assert "offset 2" in line
 
 
-def test_no_text_at_all(exl, tiny_llama_dir: Path) -> None:
+def test_missing_text_option(exl, tiny_llama_dir: Path) -> None:
     line = exl("eval", "perplexity", tiny_llama_dir).error_line(2)
     assert "--text FILE or --dataset NAME" in line
 
@@ -112,7 +112,7 @@ def test_an_empty_text(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("style", ["paper", "exl3", "hf-stride", "llama.cpp", "per-document"])
-def test_everything_that_defines_the_figure_is_printed(style: str, perplexity) -> None:
+def test_output_has_everything_that_defines_the_figure(style: str, perplexity) -> None:
     stride = ("--stride", 16) if style == "hf-stride" else ()
     result = json.loads(perplexity("--style", style, "--ctx", 64, *stride, "--json").out)
     page = perplexity("--style", style, "--ctx", 64, *stride).out
@@ -136,7 +136,7 @@ def test_rows_of_a_file_are_documents(exl, tiny_llama_dir: Path, tmp_path: Path)
     assert (result["words"], result["bytes"]) == (73, len(TEXT) + len("short"))
 
 
-def test_two_models_beside_each_other(perplexity, tiny_llama_dir: Path) -> None:
+def test_compare_to_a_second_model(perplexity, tiny_llama_dir: Path) -> None:
     args = ("--ctx", 64, "--compare-to", tiny_llama_dir)
     result = json.loads(perplexity(*args, "--json").out)
     assert (result["ln_ppl_ratio"], result["ln_ppl_ratio_stderr"]) == (0.0, 0.0)
@@ -144,7 +144,7 @@ def test_two_models_beside_each_other(perplexity, tiny_llama_dir: Path) -> None:
     assert "1.00000 ± 0.00000, first to second" in perplexity(*args).out
 
 
-def test_another_tokenizer_beside_it_is_refused_before_anything_runs(
+def test_compare_to_another_tokenizer_is_refused_before_loading(
     perplexity, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("exl_cli.load.load_model", None)
@@ -152,16 +152,14 @@ def test_another_tokenizer_beside_it_is_refused_before_anything_runs(
     assert "different tokenizers" in line
 
 
-def test_a_run_goes_on_where_it_was_stopped(
-    perplexity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stopped_run_resumes(perplexity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "kept"
     whole = json.loads(perplexity("--ctx", 64, "--json").out)
     with monkeypatch.context() as patch:
         patch.setattr("exl_core.engine.score.TextPasses.score", stopping_after(2))
         stopped = perplexity("--ctx", 64, "--resume", kept)
     assert (stopped.code, stopped.out) == (130, "")
-    assert f"the same command goes on: {kept}" in stopped.err
+    assert f"the same command resumes: {kept}" in stopped.err
     resumed = json.loads(perplexity("--ctx", 64, "--resume", kept, "--json").out)
     assert resumed["kept_windows"] == 2
     assert resumed["window_nll"] == whole["window_nll"]
@@ -169,7 +167,7 @@ def test_a_run_goes_on_where_it_was_stopped(
 
 
 def stopping_after(count: int):
-    """`TextPasses.score` that works so often; then somebody presses Ctrl-C."""
+    """`TextPasses.score` that raises KeyboardInterrupt after `count` calls."""
     score, calls = TextPasses.score, []
 
     def run(self: TextPasses, *args: object) -> Tensor:

@@ -1,4 +1,4 @@
-"""`exl eval report`: the command around the page."""
+"""`exl eval report`: options, HTML page, table and JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SMALL = ("--ctx", 64, "--windows", 1, "--prefill", 8, "--decode", 4)
 
 @pytest.fixture
 def report(exl, tmp_path: Path):
-    """`report(*args)` of a short text, into `out`."""
+    """`report(*args)` on a short text, into `out`."""
     text = tmp_path / "fox.txt"
     text.write_text(TEXT, encoding="utf-8")
     out = tmp_path / "out"
@@ -40,7 +40,7 @@ def test_page_and_json(report, tiny_llama_dir: Path, damaged_dir: Path, tmp_path
 
 
 @pytest.mark.thorough
-def test_the_table_for_people(report, tiny_llama_dir: Path) -> None:
+def test_table(report, tiny_llama_dir: Path) -> None:
     done = report(tiny_llama_dir)
     assert (done.code, done.err) == (0, "")
     assert tiny_llama_dir.name in done.out
@@ -55,5 +55,5 @@ def test_the_table_for_people(report, tiny_llama_dir: Path) -> None:
         ((), "MODEL", 2),
     ],
 )
-def test_what_cannot_be_reported(args: tuple[str, ...], expected: str, code: int, report) -> None:
+def test_bad_report_options(args: tuple[str, ...], expected: str, code: int, report) -> None:
     assert expected in report(*args).error_line(code)

@@ -1,4 +1,4 @@
-"""`exl eval tasks`: the command around the harness, with it and without it."""
+"""`exl eval tasks`, with and without lm-evaluation-harness installed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def own_task(tmp_path: Path) -> Path:
     return folder
 
 
-def test_without_the_harness_one_line_says_what_to_install(
+def test_missing_harness_names_the_package_to_install(
     exl, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "exl_eval.harness", raising=False)
@@ -50,7 +50,7 @@ def test_usage(args: tuple[str, ...], expected: str, exl, tiny_llama_dir: Path) 
 
 
 @pytest.mark.thorough
-def test_a_task_of_ones_own(
+def test_custom_task(
     exl_process,
     tiny_llama_dir: Path,
     own_task: Path,
@@ -58,7 +58,7 @@ def test_a_task_of_ones_own(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("lm_eval", reason="lm-eval is optional: pip install lm-eval")
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))  # what is cached goes there
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))  # keeps the cache out of the home
     args = ("eval", "tasks", tiny_llama_dir, "--tasks", "mine", "--include", own_task, "--limit", 3)
     done = exl_process(*args, "--json")
     assert (done.code, done.err) == (0, "")

@@ -1,4 +1,4 @@
-"""`exl eval throughput`: the command around the figures."""
+"""`exl eval throughput`: options, table and JSON."""
 
 from __future__ import annotations
 
@@ -34,15 +34,17 @@ def test_json(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
     assert result["first_token"]["max"] <= result["end_to_end"]["max"] <= result["seconds"]
 
 
-def test_the_page_for_people(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
+def test_table(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "work.jsonl", LINES[2])
     done = exl("eval", "throughput", file, "-m", tiny_llama_dir)
     assert (done.code, done.err) == (0, "")
     assert "first token" in done.out
-    assert "inter-token" not in done.out  # a reply of one token has none
+    assert "inter-token" not in done.out  # a one-token reply has no such time
 
 
-def test_a_malformed_line_and_a_line_too_long(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
+def test_malformed_line_and_prompt_that_is_too_long(
+    exl, tiny_llama_dir: Path, tmp_path: Path
+) -> None:
     bad = write(tmp_path / "bad.jsonl", LINES[0], {"prompt": "x", "max_tokens": "many"})
     line = exl("eval", "throughput", bad, "-m", tiny_llama_dir).error_line(2)
     assert f"{bad}, line 2: max_tokens is no count" in line

@@ -1,4 +1,4 @@
-"""`exl generate` with a tiny model: what goes to stdout, what --json holds, what stops it."""
+"""`exl generate` on a tiny model: stdout, the fields of --json, limits, errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GREEDY = ("--temp", "0")
 
 @pytest.fixture
 def generate(exl, tiny_llama_dir: Path):
-    """`generate(*args)` with the tiny model."""
+    """`generate(*args)` on the tiny model."""
     return lambda *args, **kwargs: exl("generate", "-m", tiny_llama_dir, *args, **kwargs)
 
 
@@ -54,7 +54,7 @@ def test_json_holds_everything(generate_json, tiny_llama_dir: Path) -> None:
     assert all(value >= 0 for value in timings.values())
 
 
-def test_a_drawn_seed_is_named_and_repeats_the_text(generate_json) -> None:
+def test_random_seed_is_shown_and_repeats_the_text(generate_json) -> None:
     first = generate_json("-p", "Hello", "-n", 16)
     again = generate_json("-p", "Hello", "-n", 16, "--seed", first["seed"])
     other = generate_json("-p", "Hello", "-n", 16)
@@ -63,13 +63,13 @@ def test_a_drawn_seed_is_named_and_repeats_the_text(generate_json) -> None:
     assert other["token_ids"] != first["token_ids"]
 
 
-def test_length_is_what_n_says(generate_json) -> None:
+def test_n_limits_the_length(generate_json) -> None:
     answer = generate_json("-p", "Hello", "-n", 5, *GREEDY)
     assert len(answer["token_ids"]) == 5
     assert answer["finish_reason"] == "length"
 
 
-def test_no_limit_fills_the_context(generate_json) -> None:
+def test_unlimited_reply_fills_the_context(generate_json) -> None:
     answer = generate_json("-p", "Hello", "-n", -1, "-c", 40, "--seed", 3)
     filled = answer["usage"]["total_tokens"]
     assert filled == 40 if answer["finish_reason"] == "length" else filled <= 40
@@ -83,7 +83,7 @@ def test_stop_text_ends_the_reply_and_is_not_part_of_it(generate_json) -> None:
     assert (answer["finish_reason"], answer["stopped_by"]) == ("stop", stop)
 
 
-def test_prompt_from_everywhere_is_the_same_prompt(generate_json, generate, tmp_path: Path) -> None:
+def test_prompt_sources_give_the_same_prompt(generate_json, generate, tmp_path: Path) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text("Hello\nyou\n", encoding="utf-8")
     args = ("-n", 12, *GREEDY)
@@ -106,7 +106,7 @@ def test_chat_applies_the_template(generate_json) -> None:
     assert system["usage"]["prompt_tokens"] == 1 + len("[system]Be brief[user]Hello[assistant]")
 
 
-def test_a_format_takes_the_templates_place(generate_json, exl, tiny_llama_dir: Path) -> None:
+def test_format_replaces_the_template(generate_json, exl, tiny_llama_dir: Path) -> None:
     chat = ("--chat", "-p", "Hello", "-n", 8, *GREEDY)
     text = "<s>System:\nBe brief.\n\nQuestion:\nHello\n\nAnswer:\n"
     plain = generate_json("-p", text, "--parse-special", "-n", 8, *GREEDY)
@@ -116,11 +116,13 @@ def test_a_format_takes_the_templates_place(generate_json, exl, tiny_llama_dir: 
     )  # fmt: skip
     assert "--format granite and the model's own template disagree" in named.err
     told = json.loads(named.out)
-    assert told["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] - 1  # it has no BOS
+    assert (
+        told["usage"]["prompt_tokens"] == plain["usage"]["prompt_tokens"] - 1
+    )  # the format adds no BOS
     assert generate_json(*chat, "--no-system")["text"] == generate_json(*chat)["text"]
 
 
-def test_a_format_for_a_model_without_a_template_ends_replies(exl, damaged_dir: Path) -> None:
+def test_format_without_template_stops_at_the_end_of_turn(exl, damaged_dir: Path) -> None:
     (damaged_dir / "chat_template.jinja").unlink()
     done = exl("generate", damaged_dir, "--chat", "--format", "raw", "-p", "Hello", "-n", 4)
     assert (done.code, done.err) == (0, "")
@@ -135,13 +137,13 @@ def test_a_format_for_a_model_without_a_template_ends_replies(exl, damaged_dir: 
         (("--chat", "--system", "x", "--no-system"), "--no-system"),
     ],
 )
-def test_how_a_conversation_is_written_is_checked_before_a_model_is_looked_for(
+def test_conversation_options_are_checked_before_the_model_is_resolved(
     exl, args: tuple[str, ...], expected: str
 ) -> None:
     assert expected in exl("generate", "-m", "no-such-model", "-p", "x", *args).error_line(2)
 
 
-def test_special_text_in_a_prompt_is_text(generate_json) -> None:
+def test_special_tokens_in_a_prompt_are_text_by_default(generate_json) -> None:
     assert generate_json("-p", "</s>", "-n", 1)["usage"]["prompt_tokens"] == 4
     special = generate_json("-p", "</s>", "--parse-special", "-n", 1)
     assert special["usage"]["prompt_tokens"] == 1
@@ -159,7 +161,7 @@ def test_a_context_beyond_the_model_is_refused_before_loading(
     assert "513" in line
 
 
-def test_a_prompt_longer_than_the_context_has_the_numbers(generate) -> None:
+def test_prompt_longer_than_the_context_is_refused_with_counts(generate) -> None:
     line = generate("-p", "x" * 600, "-n", 4).error_line(2)
     assert "600 tokens" in line
     assert "512" in line
@@ -168,7 +170,7 @@ def test_a_prompt_longer_than_the_context_has_the_numbers(generate) -> None:
     assert "at most 512" in line
 
 
-def test_a_prompt_of_megabytes_is_refused_without_being_tokenized(generate) -> None:
+def test_prompt_of_megabytes_is_refused_without_full_tokenization(generate) -> None:
     text = b"many words " * 700_000
     for options in ((), ("--chat",)):
         line = generate("-c", 64, *options, stdin=text).error_line(2)
@@ -182,19 +184,19 @@ def test_a_context_longer_than_the_models_is_refused(generate) -> None:
     assert "512" in line
 
 
-def test_chat_without_a_template_says_so(exl, damaged_dir: Path) -> None:
+def test_chat_without_a_template_is_an_error(exl, damaged_dir: Path) -> None:
     (damaged_dir / "chat_template.jinja").unlink()
     line = exl("generate", "-m", damaged_dir, "--chat", "-p", "Hello").error_line(3)
     assert "no chat template" in line
 
 
-def test_a_template_that_is_broken_says_so(exl, damaged_dir: Path) -> None:
+def test_broken_template_is_an_error(exl, damaged_dir: Path) -> None:
     (damaged_dir / "chat_template.jinja").write_text("{% if %}", encoding="utf-8")
     line = exl("generate", "-m", damaged_dir, "--chat", "-p", "Hello").error_line(3)
     assert "template" in line
 
 
-def test_model_may_be_an_argument(exl, tiny_llama_dir: Path) -> None:
+def test_model_as_argument(exl, tiny_llama_dir: Path) -> None:
     done = exl("generate", tiny_llama_dir, "-p", "Hello", "-n", 4, *GREEDY)
     assert (done.code, done.err) == (0, "")
     assert done.out

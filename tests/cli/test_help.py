@@ -1,4 +1,4 @@
-"""Help is quick, complete, and does not pay for torch."""
+"""Help pages are complete, start quickly and do not import torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VERBS = (
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
-def test_every_verb_has_help_with_examples(verb: tuple[str, ...], exl) -> None:
+def test_every_command_has_help_with_examples(verb: tuple[str, ...], exl) -> None:
     done = exl(*verb, "--help")
     assert (done.code, done.err) == (0, "")
     assert f"exl {' '.join(verb)}" in done.out.partition("Examples:")[2]
@@ -50,7 +50,7 @@ def test_version(exl) -> None:
 
 
 def test_help_does_not_import_torch() -> None:
-    """All pages one after the other: the first one that imports it is named."""
+    """Prints all pages in one process. The failure names the first page that imports torch."""
     script = (
         "import sys\n"
         "from exl_cli.main import main\n"
@@ -67,7 +67,7 @@ def test_help_does_not_import_torch() -> None:
 
 
 @pytest.mark.thorough
-def test_help_starts_in_well_under_a_second() -> None:
+def test_help_starts_in_less_than_a_second() -> None:
     def seconds() -> float:
         started = time.perf_counter()
         subprocess.run(
@@ -89,7 +89,7 @@ def test_help_starts_in_well_under_a_second() -> None:
         (["serve"], "serve"),
     ],
 )
-def test_usage_errors_are_one_line(args: list[str], expected: str, exl) -> None:
+def test_usage_error_is_one_line(args: list[str], expected: str, exl) -> None:
     line = exl(*args).error_line(2)
     assert expected in line
     assert "--help" in line

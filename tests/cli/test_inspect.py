@@ -1,4 +1,4 @@
-"""`exl inspect model`: its JSON adds up, its table shows the same."""
+"""`exl inspect model`: sums in its JSON, and the table with the same values."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_default_model(inspect_json, smollm2_path: Path) -> None:
     assert not model["tokenizer"]["adds_bos"]
 
 
-def test_sizes_add_up(inspect_json) -> None:
+def test_sizes_of_tensors_and_layers_agree(inspect_json) -> None:
     model = inspect_json("--tensors")
     layers = model["layers"]
     assert sum(layer["parameters"] for layer in layers) == model["parameters"]
@@ -62,7 +62,7 @@ def test_safetensors_directory(inspect_json, tiny_llama_dir: Path) -> None:
     assert set(model["backends"]) == {"cpu", "reference", "cuda"}
 
 
-def test_table_for_people(exl, tiny_llama_dir: Path) -> None:
+def test_table(exl, tiny_llama_dir: Path) -> None:
     done = exl("inspect", "model", tiny_llama_dir, "--tensors", "--ctx", 256)
     assert (done.code, done.err) == (0, "")
     for expected in ("llama", "layer 2", "32.00", "256", "model.layers.0.mlp.down_proj.weight"):
@@ -71,7 +71,7 @@ def test_table_for_people(exl, tiny_llama_dir: Path) -> None:
     assert all(line == line.rstrip() for line in done.out.splitlines())
 
 
-def test_names_in_a_file_have_no_power_over_the_terminal(exl, damaged_dir: Path) -> None:
+def test_names_in_a_file_cannot_control_the_terminal(exl, damaged_dir: Path) -> None:
     path = damaged_dir / "model.safetensors"
     evil = "[/bold]\x1b]0;owned\x07\x9b2J"
     tensors = load_file(path)

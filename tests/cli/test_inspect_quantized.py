@@ -1,4 +1,4 @@
-"""`exl inspect model` of quantized models: widths and groups, and `--verify`."""
+"""`exl inspect model` of quantized models: bit widths, groups, and `--verify`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def exl2_dir(tmp_path: Path) -> Path:
     return quantized_llama("exl2", tmp_path / "exl2")
 
 
-def test_groups_of_every_matrix(exl, exl2_dir: Path) -> None:
+def test_json_has_the_groups_of_every_matrix(exl, exl2_dir: Path) -> None:
     done = exl("inspect", "model", exl2_dir, "--json")
     matrices = {matrix["name"]: matrix for matrix in json.loads(done.out)["matrices"]}
     assert len(matrices) == 3 * 7 + 2
@@ -42,7 +42,7 @@ def test_the_table_has_a_row_for_each_kind_of_matrix(exl, exl2_dir: Path) -> Non
 
 
 @pytest.mark.thorough
-def test_a_sound_model_is_verified(exl, exl2_dir: Path, smollm2_path: Path) -> None:
+def test_verify_of_an_intact_model(exl, exl2_dir: Path, smollm2_path: Path) -> None:
     done = exl("inspect", "model", exl2_dir, "--verify")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("no problems: 30 tensors, 22 of them quantized matrices, ")
@@ -57,7 +57,7 @@ def test_a_sound_model_is_verified(exl, exl2_dir: Path, smollm2_path: Path) -> N
     }
 
 
-def test_a_line_for_each_problem_and_an_exit_code(exl, exl2_dir: Path) -> None:
+def test_verify_prints_one_line_per_problem(exl, exl2_dir: Path) -> None:
     path = exl2_dir / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.0.mlp.up_proj.q_invperm"][0] = 99
@@ -78,7 +78,7 @@ def test_a_line_for_each_problem_and_an_exit_code(exl, exl2_dir: Path) -> None:
     ]
 
 
-def test_a_damaged_group_table_is_named_by_the_description_too(exl, exl2_dir: Path) -> None:
+def test_inspect_reports_a_damaged_group_table(exl, exl2_dir: Path) -> None:
     path = exl2_dir / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.0.mlp.up_proj.q_groups"][0] = 7
@@ -88,7 +88,7 @@ def test_a_damaged_group_table_is_named_by_the_description_too(exl, exl2_dir: Pa
     assert "7 bits" in line
 
 
-def test_verify_stands_alone(exl, exl2_dir: Path) -> None:
+def test_verify_excludes_other_options(exl, exl2_dir: Path) -> None:
     for other in (("--tensors",), ("--ctx", "100")):
         line = exl("inspect", "model", exl2_dir, "--verify", *other).error_line(2)
         assert other[0] in line

@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps, in this process: the object of --json and the session survive."""
+"""Ctrl-C during a step, in this process: the partial reply survives, in --json too."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from exl_core.engine.engine import Engine
 
 @pytest.fixture
 def interrupt_in_step(monkeypatch: pytest.MonkeyPatch):
-    """`interrupt_in_step(n)` sends SIGINT while the n-th step of an engine runs."""
+    """`interrupt_in_step(n)` sends SIGINT during the n-th step of an engine."""
 
     def at(number: int) -> None:
         step, count = Engine.step, iter(range(1, 1_000_000))
@@ -35,7 +35,7 @@ def args(tiny_llama_dir: Path) -> tuple[object, ...]:
     return ("generate", "-m", tiny_llama_dir, "-p", "Hello", "-n", 100, "--seed", 1)
 
 
-def test_json_has_what_came_so_far(exl, args, interrupt_in_step) -> None:
+def test_json_has_the_partial_reply(exl, args, interrupt_in_step) -> None:
     interrupt_in_step(5)
     done = exl(*args, "--json")
     assert (done.code, done.err) == (130, "")
@@ -44,7 +44,7 @@ def test_json_has_what_came_so_far(exl, args, interrupt_in_step) -> None:
     assert len(answer["token_ids"]) == 5
 
 
-def test_text_so_far_stays(exl, args, interrupt_in_step) -> None:
+def test_partial_text_is_printed(exl, args, interrupt_in_step) -> None:
     whole = exl(*args)
     interrupt_in_step(20)
     done = exl(*args)
@@ -53,14 +53,14 @@ def test_text_so_far_stays(exl, args, interrupt_in_step) -> None:
     assert whole.out != done.out != ""
 
 
-def test_chat_over_a_pipe_ends(exl, tiny_llama_dir: Path, interrupt_in_step) -> None:
+def test_interrupt_ends_a_chat_over_a_pipe(exl, tiny_llama_dir: Path, interrupt_in_step) -> None:
     interrupt_in_step(5)
     done = exl("chat", "-m", tiny_llama_dir, "--seed", 1, stdin=b"Hello\nAgain\n")
     assert (done.code, done.err) == (130, "")
     assert done.out.count("\n") >= 1
 
 
-def test_the_second_one_raises_and_the_handler_is_put_back() -> None:
+def test_second_interrupt_raises_and_the_handler_is_restored() -> None:
     before = signal.getsignal(signal.SIGINT)
     with pytest.raises(KeyboardInterrupt), Interrupt() as interrupt:
         signal.raise_signal(signal.SIGINT)

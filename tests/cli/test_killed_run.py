@@ -1,4 +1,4 @@
-"""A run that is killed half way, as a process: what was done by then is not done again."""
+"""A process killed in the middle of a run: the resumed run does not repeat finished windows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.thorough
 WAIT_S = 60
 
 
-def test_a_killed_run_goes_on(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
     text, kept = tmp_path / "text.txt", tmp_path / "kept"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 290, encoding="utf-8")
     run = ("eval", "perplexity", str(tiny_llama_dir), "--text", str(text), "--ctx", "64", "--json")

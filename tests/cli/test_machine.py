@@ -1,4 +1,4 @@
-"""What the machine refuses (memory, threads, a place to write) is one line and an exit code."""
+"""Failures of the machine (memory, threads, stdout) become a one-line error and an exit code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAGES = (("--help",), ("--version",), ("generate", "--help"))
 
 @pytest.fixture
 def fail_with(monkeypatch: pytest.MonkeyPatch, exl):
-    """`fail_with(error)` runs a command in which a library raises it."""
+    """`fail_with(error)` runs a command in which a library raises `error`."""
 
     def run(error: Exception):
         def broken(*_args: object) -> str:
@@ -39,11 +39,11 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, exl):
     ],
     ids=["python", "system", "torch"],
 )
-def test_no_memory(fail_with, error: Exception) -> None:
+def test_out_of_memory(fail_with, error: Exception) -> None:
     assert "not enough memory" in fail_with(error).error_line(4)
 
 
-def test_no_thread(fail_with) -> None:
+def test_thread_limit(fail_with) -> None:
     assert "--threads" in fail_with(RuntimeError("can't start new thread")).error_line(1)
 
 
@@ -56,14 +56,14 @@ def test_no_thread(fail_with) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_anything_else_is_a_bug_and_keeps_its_traceback(fail_with, error: Exception) -> None:
+def test_other_exceptions_keep_their_traceback(fail_with, error: Exception) -> None:
     with pytest.raises(type(error)):
         fail_with(error)
 
 
 @pytest.mark.thorough
-def test_a_limit_on_memory_is_one_line() -> None:
-    """A real one: what is left after the imports is too little for the weights."""
+def test_memory_limit_is_a_one_line_error() -> None:
+    """A real RLIMIT_AS that leaves enough memory for the imports and too little for the weights."""
     script = (
         "import re, resource, sys\n"
         "import exl_cli.load\n"
@@ -93,7 +93,7 @@ def test_a_limit_on_memory_is_one_line() -> None:
     ("redirection", "expected"),
     [(">/dev/full", "No space left"), ("1</dev/null", "Bad file"), (">&-", "closed")],
 )
-def test_help_that_cannot_be_written(args: tuple[str, ...], redirection: str, expected: str):
+def test_help_to_a_broken_stdout(args: tuple[str, ...], redirection: str, expected: str):
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "exl_cli", *args],
         stderr=subprocess.PIPE,
@@ -107,7 +107,7 @@ def test_help_that_cannot_be_written(args: tuple[str, ...], redirection: str, ex
     assert done.stderr.count("\n") == 1
 
 
-def test_an_error_that_cannot_be_told_keeps_its_code() -> None:
+def test_exit_code_survives_a_broken_stderr() -> None:
     with Path("/dev/full").open("wb") as full:
         command = [sys.executable, "-m", "exl_cli", "serve"]
         done = subprocess.run(command, stderr=full, check=False, timeout=60)

@@ -1,4 +1,4 @@
-"""Verbs that take a group of options take all of it."""
+"""Option groups: commands that share a group have the same options."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from exl_cli.sampling_options import SamplingOptions
 from exl_core.sampling.params import SamplerParams
 from support.scripted import ByteTokenizer
 
-NOT_OPTIONS = {  # sets of tokens (breakers need a vocabulary), and guidance by a second prompt
+NOT_OPTIONS = {  # sets of token ids, which need a vocabulary, and classifier-free guidance
     "token_bias",
     "allowed_tokens",
     "banned_tokens",
@@ -42,7 +42,7 @@ def test_generate_and_chat_have_the_same_options_with_the_same_defaults() -> Non
 
 def test_every_setting_of_the_sampler_has_an_option() -> None:
     changed = SamplingOptions(
-        **{  # type: ignore[arg-type]  # another value for each
+        **{  # type: ignore[arg-type]  # a different value for each setting
             "temp": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.5, "repeat_penalty": 2.0, "seed": 3,
             "top_a": 0.5, "typical": 0.5, "tfs": 0.5, "xtc_probability": 0.5, "xtc_threshold": 0.5,
             "mirostat": 5.0, "mirostat_eta": 0.5, "skew": 1.0, "dynatemp": "0.5,2,3",
@@ -61,7 +61,7 @@ def test_every_setting_of_the_sampler_has_an_option() -> None:
     assert same == NOT_OPTIONS
 
 
-def test_the_further_settings_have_panels_of_their_own() -> None:
+def test_help_has_panels_of_options() -> None:
     commands = get_command(app).commands  # type: ignore[attr-defined]
     for verb in ("generate", "chat"):
         panels = {option.rich_help_panel for option in commands[verb].params[1:]}
@@ -72,7 +72,7 @@ def test_the_further_settings_have_panels_of_their_own() -> None:
     ("option", "texts"),
     [(None, {"\n", ":", '"', "*"}), (r"\tx", {"\t", "x"}), ("", set()), ("none", set())],
 )
-def test_repetitions_end_at_these_characters(option: str | None, texts: set[str]) -> None:
+def test_dry_breakers_option(option: str | None, texts: set[str]) -> None:
     tokenizer = ByteTokenizer()
     chosen = {} if option is None else {"dry_breakers": option}
     breakers = SamplingOptions(dry_multiplier=1.0, **chosen).params(tokenizer).dry_breakers

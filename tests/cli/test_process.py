@@ -19,7 +19,7 @@ LONG = ("-p", "Once upon a time", "-n", "2000", "--temp", "0")
 MEMORY_LIMIT_MB = 700
 LOAD_LIMIT_S = 3.0
 
-PEAK = (  # VmHWM counts this program alone, while ru_maxrss remembers what it was forked from
+PEAK = (  # VmHWM counts this program only; ru_maxrss includes the process it was forked from
     "import re, sys\n"
     "def peak_mb():\n"
     "    status = open('/proc/self/status').read()\n"
@@ -34,7 +34,7 @@ def start(*args: str, stderr: int = subprocess.PIPE) -> subprocess.Popen[bytes]:
 
 
 def wait_for_mapped(process: subprocess.Popen[bytes], library: str) -> None:
-    """Until the process has begun to load a library."""
+    """Wait until the process has mapped `library`, so that its import has begun."""
     maps = Path(f"/proc/{process.pid}/maps")
     deadline = time.monotonic() + WAIT_S
     while library not in maps.read_text(encoding="utf-8"):
@@ -75,7 +75,7 @@ def test_text_memory_and_load_time(smollm2_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_text_comes_as_it_is_made_and_ctrl_c_keeps_it() -> None:
+def test_text_streams_and_ctrl_c_keeps_it() -> None:
     process = start("generate", *LONG)
     assert process.stdout is not None
     first = process.stdout.read(1)
@@ -84,7 +84,7 @@ def test_text_comes_as_it_is_made_and_ctrl_c_keeps_it() -> None:
     assert process.returncode == 130
     assert err == b""
     assert (first + rest).decode().strip()
-    assert len(rest) < 4000  # far from the 2000 tokens that were asked for
+    assert len(rest) < 4000  # far less than the 2000 tokens of -n
 
 
 @pytest.mark.thorough
@@ -97,7 +97,7 @@ def test_ctrl_c_while_libraries_load_is_quiet() -> None:
 
 
 @pytest.mark.thorough
-def test_two_ctrl_c_do_not_wait() -> None:
+def test_second_ctrl_c_exits_at_once() -> None:
     process = start("generate", *LONG)
     assert process.stdout is not None
     process.stdout.read(1)
@@ -108,7 +108,7 @@ def test_two_ctrl_c_do_not_wait() -> None:
 
 
 @pytest.mark.thorough
-def test_a_reader_that_leaves_ends_it_quietly() -> None:
+def test_closed_pipe_ends_quietly() -> None:
     pipe = f'{" ".join(COMMAND)} generate -p Once -n 2000 | head -c 1; echo " ${{PIPESTATUS[0]}}"'
     done = subprocess.run(
         ["bash", "-c", pipe],
@@ -123,7 +123,7 @@ def test_a_reader_that_leaves_ends_it_quietly() -> None:
 
 
 @pytest.mark.thorough
-def test_a_full_disk_is_one_line() -> None:
+def test_full_disk_is_a_one_line_error() -> None:
     with Path("/dev/full").open("wb") as full:
         done = subprocess.run(
             [*COMMAND, "generate", "-p", "Once", "-n", "8"],
@@ -152,7 +152,7 @@ def test_generate_on_a_terminal_shows_progress_and_speed() -> None:
 
 
 @pytest.mark.thorough
-def test_quiet_shows_the_text_alone() -> None:
+def test_quiet_shows_only_the_text() -> None:
     args = ("generate", "-p", "Once upon a time", "-n", "8", "--temp", "0")
     terminal = Terminal(*args, "--quiet")
     try:

@@ -1,4 +1,4 @@
-"""Where a prompt may come from, how parts combine, and what is refused before any model loads."""
+"""Sources of a prompt, how they combine, and errors that are raised before a model loads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from exl_cli.prompts import read_prompt
 
 @pytest.fixture
 def stdin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """`stdin(b"...")` puts a file with these bytes in the place of stdin."""
+    """`stdin(b"...")` replaces stdin by a file with these bytes."""
 
     def put(data: bytes) -> None:
         path = tmp_path / "stdin"
@@ -28,18 +28,18 @@ def stdin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         sys.stdin.close()
 
 
-def test_prompt_alone(stdin) -> None:
+def test_prompt_option(stdin) -> None:
     stdin(b"")
     assert read_prompt("Hello", None) == "Hello"
 
 
-def test_piped_text_follows_the_prompt(stdin) -> None:
+def test_piped_text_is_appended_to_the_prompt(stdin) -> None:
     stdin("grüße\nzwei\n".encode())
     assert read_prompt("Translate:", None) == "Translate:\ngrüße\nzwei"
 
 
 @pytest.mark.parametrize(("prompt", "file"), [(None, None), ("-", None), (None, "-")])
-def test_stdin_alone_loses_one_newline_at_its_end(stdin, prompt, file) -> None:
+def test_stdin_loses_one_final_newline(stdin, prompt, file) -> None:
     stdin(b" a\n\n")
     assert read_prompt(prompt, file) == " a\n"
 
@@ -51,13 +51,13 @@ def test_file(tmp_path: Path, stdin) -> None:
     assert read_prompt(None, str(path)) == "日本\r\nx"
 
 
-def test_stdin_that_is_closed_is_no_prompt() -> None:
+def test_closed_stdin_is_an_error() -> None:
     done = _with_stdin_closed("generate")
     assert done.returncode == 2
     assert "no prompt" in done.stderr
 
 
-def test_stdin_that_is_closed_does_not_disturb_a_prompt() -> None:
+def test_closed_stdin_is_ignored_with_a_prompt() -> None:
     done = _with_stdin_closed("generate", "-p", "x", "-m", "missing-model-dir/x/y")
     assert done.returncode == 3
     assert "no such model" in done.stderr
@@ -94,20 +94,20 @@ def _with_stdin_closed(*args: str) -> subprocess.CompletedProcess[str]:
         (("-p", "a", "-m", "one", "two"), b"", "two models"),
     ],
 )
-def test_what_cannot_be_served_is_refused(
+def test_invalid_requests_are_refused(
     args: tuple[str, ...], data: bytes, expected: str, exl
 ) -> None:
     line = exl("generate", *args, stdin=data).error_line(2)
     assert expected in line
 
 
-def test_bytes_on_the_command_line_that_are_no_text_are_refused(exl) -> None:
+def test_prompt_that_is_not_utf8_is_refused(exl) -> None:
     line = exl("generate", "-p", os.fsdecode(b"ab\xff")).error_line(2)
     assert "UTF-8" in line
 
 
-def test_a_terminal_without_a_prompt_is_told_what_to_do() -> None:
-    """Never an interactive mode, never a wait for the terminal."""
+def test_terminal_without_a_prompt_is_an_error() -> None:
+    """The command neither becomes interactive nor waits for input from the terminal."""
     ours, theirs = pty.openpty()
     try:
         done = subprocess.run(
@@ -127,8 +127,8 @@ def test_a_terminal_without_a_prompt_is_told_what_to_do() -> None:
 
 
 @pytest.mark.thorough
-def test_a_pipe_that_stays_silent_is_mentioned() -> None:
-    """With -p somebody may not know that stdin is read at all."""
+def test_waiting_for_stdin_is_announced() -> None:
+    """With -p a user may not expect that the command reads stdin."""
     process = subprocess.Popen(
         [sys.executable, "-m", "exl_cli", "generate", "-p", "x", "-m", "missing-model"],
         stdin=subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""One reply after another on one engine: what became of the last is no business of the next."""
+"""`stream_reply`: a failed or cancelled reply does not affect the next one on the same engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from support.driving import ask, engine_for
 from support.scripted import reply_with
 
 
-def test_a_pass_that_broke_off_does_not_spoil_the_next_reply() -> None:
+def test_failed_pass_does_not_affect_the_next_reply() -> None:
     engine = engine_for(reply_with("hello"))
     engine.model.failure = BackendError("no kernel")  # type: ignore[attr-defined]
     with pytest.raises(BackendError):
@@ -22,7 +22,7 @@ def test_a_pass_that_broke_off_does_not_spoil_the_next_reply() -> None:
     assert [event.text for event in written] == list("hello")
 
 
-def test_an_interrupt_keeps_the_text_so_far() -> None:
+def test_interrupt_keeps_the_partial_text() -> None:
     engine = engine_for(reply_with("hello"))
     interrupt = Interrupt()
 
@@ -33,7 +33,7 @@ def test_an_interrupt_keeps_the_text_so_far() -> None:
     assert (end.text, end.reason) == ("hel", FinishReason.CANCELLED)
 
 
-def test_a_reader_that_went_away_leaves_the_engine_empty() -> None:
+def test_broken_pipe_leaves_the_engine_idle() -> None:
     engine = engine_for(reply_with("hello"))
 
     def write(event: TextEvent) -> None:

@@ -1,4 +1,4 @@
-"""Where the installed command and `python -m exl_cli` start: Ctrl-C is quiet from here on."""
+"""Entry point of the `exl` command and of `python -m exl_cli`. Makes Ctrl-C exit quietly."""
 
 from __future__ import annotations
 

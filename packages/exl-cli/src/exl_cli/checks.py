@@ -1,5 +1,7 @@
-"""The checks of `exl doctor`. Each returns what it found; none lets an exception through that says
-that a part is missing, because that is a finding too."""
+"""The checks of `exl doctor`. Each returns its finding.
+
+A missing part is a finding too: no check raises an exception for it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ _NVIDIA_SMI_TIMEOUT_S = 20
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`state`: ok; note (exl works, something optional is absent); broken (exl needs it)."""
+    """One finding. `state`: ok; note (an optional part is absent); broken (a required part is)."""
 
     name: str
     state: str
@@ -53,7 +55,7 @@ def run_checks() -> list[Check]:
         settings = read_settings()
     except ExlError as error:
         checks.append(Check("settings", "broken", str(error)))
-        settings = Settings(isa=None, threads=available_cpus())  # what exl would do without it
+        settings = Settings(isa=None, threads=available_cpus())  # defaults without the settings
     return [*checks, *_kernels(settings), _gpus(), _default_model()]
 
 
@@ -78,7 +80,7 @@ def _libraries() -> Iterator[Check]:
         try:
             yield Check(name, "ok", version(name))
         except PackageNotFoundError:
-            yield Check(name, "ok", "present, of an unknown version")
+            yield Check(name, "ok", "present, version unknown")
 
 
 def _kernels(settings: Settings) -> Iterator[Check]:
@@ -110,7 +112,7 @@ def _chosen_isa(forced: str | None, isas: Sequence[str]) -> Check:
     found = ", ".join(isas)
     if forced is None:
         return Check(
-            "instruction sets", "ok", f"{found}; in use: {isas[-1]} (the best this CPU has)"
+            "instruction sets", "ok", f"{found}; in use: {isas[-1]} (the best of this CPU)"
         )
     if forced in isas:
         return Check("instruction sets", "ok", f"{found}; in use: {forced} (forced by EXL_ISA)")

@@ -1,7 +1,8 @@
-"""From the wish for a converted model to one: calibration text, gate, and what is said on the way.
+"""Runs `exl convert`: calibration rows, quality gate, progress events and the final summary.
 
-Imports torch; the verb imports this module when it runs. The order of things is the job's
-(`exl_core/convert/job.py`); what it cannot know, because it lies above it, is put together here.
+The job (`exl_core/convert/job.py`) fixes the order of the stages. This module supplies the parts
+that lie in higher layers, such as the gate and the output. It imports torch, so the command
+imports it only when it runs.
 """
 
 from __future__ import annotations
@@ -53,18 +54,19 @@ from exl_eval.texts import Text, read_dataset, read_text
 
 ROWS, FAST_ROWS = 64, 16
 DATASET_ROWS = 4096
-"""Of a data set: more than calibration takes, of documents of any length."""
+"""Rows read from a data set. More than calibration uses, whatever the length of the documents."""
 
 SCHEMA_VERSION = 1
 MANY_STEPS, SECONDS_BETWEEN_STEPS = 500, 1.0
-"""Of a stage with more steps than that, one a second is told: they are tokens or bytes."""
+"""A stage with more than `MANY_STEPS` steps counts tokens or bytes. It reports one of them a
+second."""
 
 Say = Callable[[Event], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """The options of the command; None leaves the choice to this module."""
+    """The options of the command. None: this module chooses."""
 
     spec: str | None
     out: Path
@@ -84,7 +86,10 @@ class Wish:
 def run(
     wish: Wish, *, command: str, resume: bool, force: bool, is_json: bool, is_quiet: bool
 ) -> None:
-    """The whole command. Ctrl-C and SIGTERM end it at once, with what goes on as the last line."""
+    """The whole command. Ctrl-C and SIGTERM stop it at once.
+
+    The last line on stderr is then the command that resumes the conversion.
+    """
     started = time.monotonic()
     text = None if wish.calibration == SELF else calibration_text(wish.calibration)
     wanted = _conversion(wish, text)
@@ -103,7 +108,7 @@ def run(
                 out = convert_model(wanted, hooks, resume=resume, force=force)
         except (ConversionStopped, KeyboardInterrupt) as stop:
             if not is_quiet:
-                print_note(f"stopped; go on with: {command}")
+                print_note(f"stopped; resume with: {command}")
             raise typer.Exit(signals.code) from stop
     record = read_json_object(out / RECORD_NAME, ExlError)
     if is_json:
@@ -114,7 +119,7 @@ def run(
 
 
 def calibration_text(spec: str) -> Text:
-    """A file, or the training part of a data set."""
+    """Text of a file, or of the training split of a data set."""
     path = Path(spec)
     looks_like_file = path.suffix in (".txt", ".jsonl", ".ndjson", ".parquet", ".md")
     if path.exists() or looks_like_file or path.is_absolute():
@@ -126,7 +131,7 @@ def calibration_text(spec: str) -> Text:
 def _conversion(wish: Wish, text: Text | None) -> Conversion:
     if wish.out.name in {"", ".."}:
         raise RequestError(
-            "-o is not a name", where=wish.out, expected="the name of a directory that will be made"
+            "-o is not a name", where=wish.out, expected="the name of a directory to create"
         )
     path = resolve_model(wish.spec)
     _, config, _ = open_checkpoint(path)
@@ -152,7 +157,7 @@ def _conversion(wish: Wish, text: Text | None) -> Conversion:
 
 
 def _taken_rows(wanted: Conversion, text: Text) -> CalibrationRows:
-    """From a text, which may be too short: known before there is anything to go on with."""
+    """Calibration rows from a text. A text that is too short is reported before the job starts."""
     source, _, _ = open_checkpoint(wanted.source)
     tokenizer = load_tokenizer(wanted.source, gguf_fields(source))
     return rows_of_texts(
@@ -161,8 +166,12 @@ def _taken_rows(wanted: Conversion, text: Text) -> CalibrationRows:
 
 
 def _written_rows(wanted: Conversion, step: Callable[[int, int], None]) -> CalibrationRows:
-    """On a CPU with no more memory than one layer takes anyway with one thread: rows that are
-    written at once may have a say in the text, threads not."""
+    """Calibration rows that the model generates.
+
+    On a CPU, generation is limited to the memory that one layer of the conversion needs with one
+    thread. The number of rows generated at the same time may influence the text; the number of
+    threads must not, so the limit does not depend on it.
+    """
     options = wanted.stages
     how, at_once = LoadOptions(backend=options.device), AT_ONCE
     if options.device == "cpu":
@@ -182,7 +191,8 @@ def _written_rows(wanted: Conversion, step: Callable[[int, int], None]) -> Calib
 
 
 def _gate(wanted: Conversion, source: Path, candidate: Path, say: Say) -> GateOutcome:
-    """Both models are streamed, so that two of any size fit."""
+    """Divergence of the converted model from its source. Both models stream their weights from
+    disk, so that two models of any size fit into memory."""
 
     def on_window(done: int, total: int, kld: float) -> None:
         say(Event("step", Stage.GATE, done, total, {"kld": kld}))
@@ -200,7 +210,7 @@ def _gate(wanted: Conversion, source: Path, candidate: Path, say: Say) -> GateOu
 
 @contextmanager
 def _saying(*, is_json: bool, is_quiet: bool) -> Iterator[Say]:
-    """Where events go: to stdout as JSON, or to a bar where somebody watches."""
+    """Receiver of events: JSON lines on stdout, or a progress bar where stderr is a terminal."""
     started = time.monotonic()
     if is_json:
         last = -SECONDS_BETWEEN_STEPS
@@ -259,9 +269,9 @@ def _show(out: Path, record: Mapping[str, object], seconds: float) -> None:
         facts_table(
             {
                 "model": f"{out}, {format_bytes(size)}",
-                "bits": f"{record['bits_per_weight']:.4f} a weight of the layers, asked for "
+                "bits": f"{record['bits_per_weight']:.4f} per weight of the layers, target "
                 f"{record['bits']:g}; head {options['head_bits']}",
-                "divergence": f"{kld['mean']:.5f} ± {kld['stderr']:.5f} nats a token from the "
+                "divergence": f"{kld['mean']:.5f} ± {kld['stderr']:.5f} nats per token from the "
                 f"source (the limit is {figures['limit_nats']:.3g})",
                 "same top": f"{figures['same_top']:.2%} ± {figures['same_top_stderr']:.2%}",
                 "perplexity": f"{figures['perplexity']:.4f}, the source's "

@@ -1,6 +1,6 @@
 """Options of the engine beyond sampling: cache precision, drafts, adapters, constraints.
 
-Declarations and what they mean; no torch until something is opened.
+Declares the options and parses their values. Imports no torch.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ DraftModel = Annotated[
     typer.Option(
         "--draft-model",
         metavar="MODEL",
-        help="A smaller model with the same vocabulary that guesses ahead, for the model to check: "
-        "faster where the guesses are good, and with --temp 0 the same text.",
+        help="Smaller model with the same vocabulary, for speculative decoding: it drafts tokens "
+        "that the model verifies. With --temp 0 the text stays the same.",
         rich_help_panel=_DRAFTS,
     ),
 ]
@@ -47,8 +47,9 @@ DraftTokens = Annotated[
         metavar="N",
         min=1,
         max=64,
-        help=f"Guess at most N tokens at a time. Without it: {DEFAULT_DRAFT_TOKENS}, with --ngram "
-        f"{DEFAULT_NGRAM_TOKENS}; fewer, or none, where guessing does not pay.",
+        help="Maximum number of draft tokens per step. Default: "
+        f"{DEFAULT_DRAFT_TOKENS}, with --ngram {DEFAULT_NGRAM_TOKENS}. exl drafts fewer, or none, "
+        "where drafting does not pay.",
         rich_help_panel=_DRAFTS,
     ),
 ]
@@ -56,8 +57,8 @@ Ngram = Annotated[
     bool,
     typer.Option(
         "--ngram",
-        help="Guess ahead from what stands in the text already, without a second model: good for "
-        "text that repeats itself.",
+        help="Draft tokens from earlier occurrences of the latest tokens (n-grams), without a "
+        "second model. Pays for text that repeats itself.",
         rich_help_panel=_DRAFTS,
     ),
 ]
@@ -66,7 +67,7 @@ Lora = Annotated[
     typer.Option(
         "--lora",
         metavar="DIR",
-        help="A LoRA adapter, as PEFT saves it; DIR=0.5 applies it at half strength. May be given "
+        help="LoRA adapter in PEFT format. DIR=0.5 applies it at half strength. May be given "
         "several times.",
         show_default=False,
         rich_help_panel="Adapters",
@@ -77,7 +78,7 @@ JsonSchema = Annotated[
     typer.Option(
         "--json-schema",
         metavar="FILE",
-        help="The text is JSON that the schema in FILE allows.",
+        help="Constrain the text to JSON that matches the schema in FILE.",
         rich_help_panel=_CONSTRAINTS,
     ),
 ]
@@ -86,7 +87,7 @@ Regex = Annotated[
     typer.Option(
         "--regex",
         metavar="PATTERN",
-        help="The whole text matches this regular expression.",
+        help="Constrain the whole text to this regular expression.",
         rich_help_panel=_CONSTRAINTS,
     ),
 ]
@@ -95,7 +96,7 @@ Grammar = Annotated[
     typer.Option(
         "--grammar",
         metavar="FILE",
-        help="The text is one that the Lark grammar in FILE derives; its first rule is 'start'.",
+        help="Constrain the text to the Lark grammar in FILE. Its start rule is 'start'.",
         rich_help_panel=_CONSTRAINTS,
     ),
 ]
@@ -103,7 +104,7 @@ Grammar = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class EngineChoices:
-    """What the options above come to, checked as far as that goes without a model."""
+    """Parsed values of the options above, checked as far as possible without a model."""
 
     kv_format: KVFormat = KVFormat.FP16
     draft_model: str | None = None
@@ -114,13 +115,13 @@ class EngineChoices:
     def __post_init__(self) -> None:
         if self.ngram and self.draft_model is not None:
             raise RequestError(
-                "two ways to guess ahead are asked for",
+                "two kinds of drafts are selected",
                 expected="--draft-model or --ngram",
                 got="both",
             )
         if self.draft_tokens is not None and not self.ngram and self.draft_model is None:
             raise RequestError(
-                "--draft-tokens without anything that guesses",
+                "--draft-tokens without a drafter",
                 next_step="Add --ngram, or --draft-model MODEL.",
             )
 
@@ -133,14 +134,15 @@ def choices_of(
     *,
     ngram: bool,
 ) -> EngineChoices:
-    """What the options say, taken apart."""
+    """Parse the values of the options."""
     return EngineChoices(
         parse_cache_type(cache_type), draft_model, draft_tokens, ngram, parse_loras(lora)
     )
 
 
 def parse_loras(given: Sequence[str] | None) -> tuple[tuple[Path, float], ...]:
-    """DIR or DIR=SCALE each. A directory whose name holds '=' is given with its scale."""
+    """Parse `DIR` or `DIR=SCALE`. A directory whose name contains '=' needs its scale, unless the
+    whole text names an existing path."""
     parsed = []
     for text in given or ():
         folder, mark, scale = text.rpartition("=")
@@ -166,8 +168,8 @@ def _scale(text: str, scale: str) -> float:
 def constraints_of(
     json_schema: str | None, regex: str | None, grammar: str | None
 ) -> tuple[Constraint, ...]:
-    """What the text must look like. Files are read here; what of them only a model can tell, such
-    as whether its tokens can write it, comes later."""
+    """Constraints on the text. This function reads the files. Checks that need a model come later,
+    for example whether its tokens can form a matching text."""
     schema_text = None if json_schema is None else _schema_text(Path(json_schema))
     grammar_text = None if grammar is None else read_text_file(Path(grammar))
     if schema_text is None and regex is None and grammar_text is None:

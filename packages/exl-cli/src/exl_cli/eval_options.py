@@ -1,6 +1,6 @@
-"""What the verbs of `exl eval` share: which text, in which windows, and how both are shown.
+"""Options and output that the commands of `exl eval` share: the text, its windows, their display.
 
-Declarations and text; no torch.
+Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TextFile = Annotated[
     typer.Option(
         "--text",
         metavar="FILE",
-        help="The text: a UTF-8 file, or rows of a .jsonl or .parquet file.",
+        help="Text to measure on: a UTF-8 file, or rows of a .jsonl or .parquet file.",
         rich_help_panel=_TEXT,
     ),
 ]
@@ -37,7 +37,7 @@ Dataset = Annotated[
     typer.Option(
         "--dataset",
         metavar="NAME",
-        help=f"A data set of the hub in place of a file: {', '.join(KNOWN_DATASETS)}, owner/name "
+        help=f"Data set of the hub instead of a file: {', '.join(KNOWN_DATASETS)}, owner/name "
         "or owner/name:config.",
         rich_help_panel=_TEXT,
     ),
@@ -47,14 +47,14 @@ Split = Annotated[
     typer.Option(
         "--split",
         metavar="NAME",
-        help="Part of the data set. Without it: test, or validation of c4.",
+        help="Split of the data set. Default: test; for c4, validation.",
         rich_help_panel=_TEXT,
     ),
 ]
 Column = Annotated[
     str,
     typer.Option(
-        "--column", metavar="NAME", help="Where a row has its text.", rich_help_panel=_TEXT
+        "--column", metavar="NAME", help="Column of a row with its text.", rich_help_panel=_TEXT
     ),
 ]
 Rows = Annotated[
@@ -63,35 +63,35 @@ Rows = Annotated[
         "--rows",
         metavar="N",
         min=1,
-        help="Only the first N rows. Without it: all, which is too much of c4.",
+        help="Use only the first N rows. Default: all rows, which is too much for c4.",
         rich_help_panel=_TEXT,
     ),
 ]
 StyleCtx = Annotated[
     int | None,
-    typer.Option("--ctx", metavar="N", min=2, help="Tokens in a window. Without it: the style's."),
+    typer.Option("--ctx", metavar="N", min=2, help="Tokens per window. Default: the style's."),
 ]
 Windows = Annotated[
     int | None,
-    typer.Option("--windows", metavar="N", min=1, help="Only the first N windows."),
+    typer.Option("--windows", metavar="N", min=1, help="Use only the first N windows."),
 ]
 Bos = Annotated[
     str,
     typer.Option(
         "--bos",
         metavar="RULE",
-        help="none; once: before the whole text; each: before every window, in place of its last "
-        "token; replace: in place of every window's first token; default: what the style does with "
-        "a tokenizer that adds BOS by itself, or with one that does not.",
+        help="Where BOS is put. none: nowhere; once: before the whole text; each: before every "
+        "window, which loses its last token; replace: instead of the first token of every window; "
+        "default: as the style does, which depends on whether the tokenizer adds BOS.",
     ),
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Of the random draws.")]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", min=0, help="Seed of the random draws.")]
 Resume = Annotated[
     Path | None,
     typer.Option(
         "--resume",
         metavar="FILE",
-        help="Keep each window that is done in FILE, and go on from there if it has some.",
+        help="Save each finished window to FILE, and skip windows that FILE already has.",
     ),
 ]
 
@@ -125,7 +125,7 @@ def read(
     column: str,
     rows: int | None,
 ) -> Text:
-    """One text, from one place."""
+    """The text, from a file or from a data set; exactly one of them must be given."""
     if (text is None) == (dataset is None):
         raise RequestError(
             "no text" if text is None else "two texts are given",
@@ -135,20 +135,20 @@ def read(
     if dataset is not None:
         return read_dataset(dataset, split=split, column=column, rows=rows)
     if split is not None:
-        raise RequestError("a file has no parts", expected="--split with --dataset", got=split)
+        raise RequestError("a file has no splits", expected="--split with --dataset", got=split)
     assert text is not None
     return read_text(text, column=column, rows=rows)
 
 
 @contextmanager
 def saying_what_is_kept(file: Path | None) -> Iterator[None]:
-    """Whoever stops a run with Ctrl-C is told that nothing is lost."""
+    """After Ctrl-C, print that the finished windows are kept in `file`."""
     try:
         yield
     except KeyboardInterrupt:
         if file is not None and sys.stderr is not None:
             print(
-                f"exl: the windows so far are kept; the same command goes on: {file}",
+                f"exl: finished windows are kept; the same command resumes: {file}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -176,7 +176,7 @@ def windows_text(text: TextFacts) -> str:
 
 
 class Run(Protocol):
-    """What a record of a run says of what ran, and on what."""
+    """Fields of a run's record that name the model, its settings and the machine."""
 
     @property
     def model(self) -> str: ...

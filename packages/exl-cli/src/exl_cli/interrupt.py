@@ -1,9 +1,9 @@
-"""Ctrl-C, in the three ways that a command wants it.
+"""Handlers of Ctrl-C, one for each phase of a command.
 
-`exits_at_once` while there is nothing to save; `Interrupt` while text is being generated: the
-first Ctrl-C asks the loop to stop after the step that runs, so that the engine stays usable, and a
-second one does not wait. `StopSignals` while work goes on that is safe on the disk, wherever it is
-dropped.
+- `exits_at_once`: while there is nothing to save.
+- `Interrupt`: while text is generated. The first Ctrl-C asks the loop to stop after the current
+  step, so that the engine stays usable. A second one raises at once.
+- `StopSignals`: during work that is saved on disk and can be resumed, wherever it is interrupted.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ _CODE_INTERRUPTED = 130
 
 @contextmanager
 def exits_at_once() -> Iterator[None]:
-    """Around heavy imports: a library that is interrupted half way raises what it likes.
+    """Ctrl-C ends the process at once. For heavy imports: an interrupted library may raise any
+    exception.
 
-    Signals are the main thread's; on another one this does nothing.
+    Only the main thread receives signals; on another thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -40,7 +41,7 @@ def exits_at_once() -> Iterator[None]:
 
 
 class _Handler:
-    """Context manager: these signals come to `on_signal`; what had them before has them back."""
+    """Context manager: calls `on_signal` for these signals and restores the previous handlers."""
 
     numbers: tuple[int, ...] = (signal.SIGINT,)
 
@@ -66,8 +67,8 @@ class _Handler:
 
 
 class StopSignals(_Handler):
-    """Context manager: Ctrl-C and SIGTERM raise KeyboardInterrupt where they arrive, and `is_set`
-    from then on, for threads to ask. `code` is what the process should end with."""
+    """Context manager: Ctrl-C and SIGTERM raise KeyboardInterrupt in the main thread and set
+    `is_set`, which other threads poll. `code` is the exit code for the process."""
 
     numbers = (signal.SIGINT, signal.SIGTERM)
 

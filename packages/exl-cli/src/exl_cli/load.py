@@ -1,7 +1,7 @@
-"""From a model argument to something that answers: model, tokenizer, template and engine.
+"""Opens a model for use: from a model argument to model, tokenizer, template and engine.
 
-Imports torch; a verb imports this module when it runs. Knows no options and prints only a progress
-bar, on a terminal.
+Imports torch, so a command imports this module only when it runs. Declares no options. Prints only
+a progress bar, on a terminal.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from exl_core.tokenizer.check import check_vocab
 from exl_core.tokenizer.detect import load_tokenizer
 
 DEFAULT_CTX_LIMIT = 8192
-"""A context that nobody asked for must not cost gigabytes of cache on a 128k model."""
+"""Default context, at most. Without it, a 128k model would allocate gigabytes of cache that the
+user did not request."""
 
 
 @dataclass(slots=True)
@@ -67,7 +68,7 @@ class Runtime:
         return self.loaded.load_s
 
     def encode_prompt(self, text: str, *, parse_special: bool) -> list[int]:
-        """As the tokenizer does by default: with its BOS where it adds one."""
+        """Token ids of a prompt, with BOS if the tokenizer adds one by default."""
         with self.refusing_long_prompts():
             return self.loaded.tokenizer.encode(
                 text, allow_special=parse_special, add_bos=None, max_tokens=self.ctx_size - 1
@@ -89,7 +90,8 @@ class Runtime:
         stop: Sequence[str],
         constraints: tuple[Constraint, ...] = (),
     ) -> Request:
-        """`max_tokens` None: until the context is full. The reply never outgrows the context."""
+        """A request. `max_tokens` None: until the context is full. The limit never exceeds the
+        room that the context has left."""
         room = self.ctx_size - len(token_ids)
         if room < 1:
             raise self._too_long(f"{len(token_ids)}")
@@ -114,8 +116,8 @@ class Runtime:
     def _advice(self) -> str:
         longest = self.loaded.config.max_seq_len
         if self.ctx_size == longest:
-            return "Shorten it; the model was made for no more."
-        return f"Shorten it, or give more room with --ctx-size (at most {longest})."
+            return "Shorten it; this is the model's longest context."
+        return f"Shorten it, or raise --ctx-size (at most {longest})."
 
 
 def load_quietly(
@@ -127,10 +129,10 @@ def load_quietly(
     exact: bool,
     options: LoadOptions | None = None,
 ) -> LoadedModel:
-    """Load with a progress bar where somebody watches; `options` are the others, and more.
+    """Load a model, with a progress bar on a terminal. The named parameters override `options`.
 
-    Torch gets one thread: the kernels have threads of their own, and what is left to torch is
-    small, so that a second set of threads would only take the cores from the first.
+    Torch gets one thread. The kernels have their own threads and leave little work to torch, so a
+    second thread pool would only compete with them for cores.
     """
     torch.set_num_threads(1)
     chosen = replace(
@@ -145,7 +147,7 @@ def load_quietly(
 
 @dataclass(frozen=True, slots=True)
 class Headers:
-    """What can be told of a model without loading it. `size_bytes` are all tensors in its files."""
+    """Facts about a model that need no loading. `size_bytes`: all tensors in its files."""
 
     path: Path
     name: str
@@ -164,7 +166,7 @@ def read_headers(spec: str | None) -> Headers:
 
 
 def backend_of(device: str, *, exact: bool) -> str:
-    """What `--device` means here: `cpu`, `cuda` or `cuda:N`."""
+    """Resolve `--device` to `cpu`, `cuda` or `cuda:N`."""
     if not exact:
         return parse_device(device)
     if device not in ("auto", "cpu"):
@@ -186,9 +188,10 @@ def open_runtime(
     max_batch: int = 1,
     cache_tokens: int | None = None,
 ) -> Runtime:
-    """What can be told without loading, which takes a while, is told before.
+    """Load the model with its adapters and drafter, and create the engine.
 
-    `cache_tokens`: what all requests share; None: one context.
+    Loading takes a while, so errors that need no loading are raised before it. `cache_tokens`:
+    size of the cache that all requests share; None: one context.
     """
     draft_path = None if choices.draft_model is None else resolve_model(choices.draft_model)
     for folder, _ in choices.loras:
@@ -233,7 +236,7 @@ def load_draft(
     threads: int | None,
     is_quiet: bool,
 ) -> LoadedModel:
-    """The draft model, stretched to the context of the model that checks where its own is less."""
+    """Load the draft model. RoPE scaling stretches its context to that of the target model."""
     headers = read_headers(str(path))
     check_same_vocabulary(loaded.tokenizer, headers.tokenizer)
     options = LoadOptions()
@@ -249,7 +252,7 @@ def load_draft(
 def _naming_cheaper_caches(
     loaded: LoadedModel, kv_format: KVFormat, cache_tokens: int
 ) -> Iterator[None]:
-    """Whoever has no room for a cache learns which ones there would be room for."""
+    """Adds to an out-of-memory error of the cache the smaller cache formats that would fit."""
     try:
         yield
     except OutOfMemoryError as error:
@@ -293,7 +296,7 @@ def settle_ctx_size(wanted: int | None, model_max: int) -> int:
         return min(model_max, DEFAULT_CTX_LIMIT)
     if wanted > model_max:
         raise RequestError(
-            "the context is longer than the model was made for",
+            "the context is longer than the model supports",
             expected=f"--ctx-size of at most {model_max}",
             got=wanted,
         )

@@ -1,7 +1,7 @@
 """Failures that the machine causes, not exl and not the request: no memory, no threads, no disk.
 
-They come out of any library at any depth, as whatever that library raises. Here they get the type,
-the exit code and the one line that they would have had if exl had met them itself.
+Any library may raise them at any depth, as an exception of its own choice. This module converts
+them into `ExlError`s with their exit code and one-line message.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import errno
 from exl_core.errors import ExlError, OutOfMemoryError
 
 _STDOUT_FAULTS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF})
-_NO_THREAD = "can't start new thread"  # what Python's threading says, and nothing more
-_NO_TENSOR = "DefaultCPUAllocator: can't allocate memory"  # torch's words, amid a stack trace
+_NO_THREAD = "can't start new thread"  # the whole message of Python's threading
+_NO_TENSOR = "DefaultCPUAllocator: can't allocate memory"  # part of torch's message
 
 
 def machine_failure(error: Exception) -> ExlError | None:
-    """The typed form of `error`; None for anything else, which is a bug and stays what it is."""
+    """`error` as an `ExlError`. None: not a machine failure but a bug, which shows its
+    traceback."""
     match error:
         case MemoryError():
             return _out_of_memory()
@@ -29,7 +30,8 @@ def machine_failure(error: Exception) -> ExlError | None:
                 "no further thread can be started",
                 next_step="Raise the limits on memory and processes, or use fewer --threads.",
             )
-        # Help and version are printed by typer. An error with a path in it is another file's.
+        # Typer itself prints help and version to stdout. An error with a file name concerns
+        # another file, not stdout.
         case OSError(filename=None) if error.errno in _STDOUT_FAULTS:
             return unwritable_stdout(error)
     return None

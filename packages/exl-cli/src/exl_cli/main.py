@@ -1,7 +1,7 @@
-"""The `exl` command: its verbs, and what becomes of an exception.
+"""The `exl` command: registers the subcommands, and maps exceptions to messages and exit codes.
 
-Importing this module and printing help must not import torch: a verb imports what it computes with
-when it runs. Exit codes are decided here and nowhere else.
+Importing this module and printing help must not import torch. A command imports its heavy
+dependencies when it runs. Exit codes are decided here and nowhere else.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ CODE_INTERRUPTED = 130
 CODE_CLOSED_PIPE = 141
 
 EXIT_CODES = (
-    "Exit codes: 0 done; 1 a failure while running; 2 a request that cannot be served as written; "
-    "3 a model that cannot be found, read or trusted; 4 not enough memory; 5 no GPU that can be "
-    "used; 6 no space on a disk; 7 a converted model that is too far from its source; 130 stopped "
-    "by Ctrl-C; 141 the reader of the output went away; 143 a conversion stopped by SIGTERM."
+    "Exit codes: 0 success; 1 failure while running; 2 invalid options or request; 3 model not "
+    "found, unreadable or invalid; 4 not enough memory; 5 no usable GPU; 6 no disk space; "
+    "7 converted model diverges too far from its source; 130 stopped by Ctrl-C; 141 the reader of "
+    "stdout closed the pipe; 143 conversion stopped by SIGTERM."
 )
 
 app = typer.Typer(
@@ -50,8 +50,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-eval_app = typer.Typer(help="Measure how good a model is.", epilog=EXIT_CODES)
-inspect_app = typer.Typer(help="Show what a model file holds, without loading it.")
+eval_app = typer.Typer(help="Measure the quality and speed of a model.", epilog=EXIT_CODES)
+inspect_app = typer.Typer(help="Show the contents of a model file without loading it.")
 
 
 def _print_version(wanted: bool) -> None:
@@ -68,7 +68,9 @@ def _print_version(wanted: bool) -> None:
 def _root(
     show_version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print and leave."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
 ) -> None:
     pass
@@ -94,13 +96,14 @@ app.command("doctor", epilog=options.examples(doctor.EXAMPLES))(doctor.doctor)
 
 @inspect_app.callback()
 def _inspect() -> None:
-    """Keeps `model` a verb of its own while it is the only one."""
+    """Makes typer keep `model` as a subcommand although it is the only one."""
 
 
 def main(args: Sequence[str]) -> int:
     """Run one command line and return its exit code. A bug still shows its traceback."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a narrow locale gets '?' for what it cannot show
+        # A character that the locale cannot encode is printed as '?'.
+        if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
     try:
         code = _run(args)
@@ -123,7 +126,8 @@ def main(args: Sequence[str]) -> int:
 
 
 def _run(args: Sequence[str]) -> object:
-    if sys.stdout is None:  # closed by the shell: typer would print help to nowhere and say 0
+    # The shell closed stdout. Typer would discard the help text and still exit with 0.
+    if sys.stdout is None:
         raise closed_stdout()
     return get_command(app).main(
         args=list(args) or ["--help"], prog_name="exl", standalone_mode=False
@@ -141,19 +145,19 @@ def _usage_line(error: typer.TyperException) -> str:
     context = getattr(error, "ctx", None)
     command = context.command_path if context is not None else "exl"
     message = error.format_message().strip().rstrip(".")
-    return printable(f"{' '.join(message.split())}. '{command} --help' lists what there is.")
+    return printable(f"{' '.join(message.split())}. '{command} --help' lists the options.")
 
 
 def _complain(line: str) -> None:
     if sys.stderr is not None:
-        with suppress(OSError):  # nobody can be told; the exit code still says it
+        with suppress(OSError):  # stderr is broken too; the exit code still reports the failure
             print(f"exl: error: {line}", file=sys.stderr, flush=True)
 
 
 def _discard_stdout() -> None:
-    """Whatever stdout still buffers goes nowhere: writing it failed, or the reader has left.
+    """Discard what stdout still buffers: a write failed, or the reader closed the pipe.
 
-    Without this the interpreter would try once more on its way out and print a warning.
+    Otherwise the interpreter would flush again at exit and print a warning.
     """
     if sys.stdout is None or sys.stdout.closed:
         return

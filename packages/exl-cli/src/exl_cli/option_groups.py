@@ -1,7 +1,7 @@
-"""Options in groups: a verb that takes a group takes all of it, so that two verbs never differ.
+"""Groups of options. A command takes a whole group, so that two commands never differ in it.
 
-A group is a dataclass whose fields are options. `spread` turns a parameter of such a type into the
-options of the group, for the command line to see. No torch.
+A group is a dataclass whose fields are options. `spread` replaces a parameter of such a type by the
+options of the group. Imports no torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunningOptions:
-    """How a model is run: room, device, cache, adapters, drafts."""
+    """How a model is run: context size, device, cache, adapters, drafts."""
 
     ctx_size: options.CtxSize = None
     device: options.Device = "auto"
@@ -54,8 +54,9 @@ class RunningOptions:
         max_batch: int = 1,
         cache_tokens: int | None = None,
     ) -> Runtime:
-        """`cache_tokens`: what all requests share; None: one context."""
-        path = resolve_model(spec)  # a name that is none is told before torch is imported
+        """Load the model. `cache_tokens`: size of the cache that all requests share; None: one
+        context."""
+        path = resolve_model(spec)  # reports an unknown name before torch is imported
         with exits_at_once():
             from exl_cli.load import open_runtime
         return open_runtime(
@@ -73,7 +74,7 @@ class RunningOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptOptions:
-    """How a conversation is written: system prompt and format."""
+    """How a conversation is rendered: system prompt and prompt format."""
 
     system: options.System = None
     no_system: options.NoSystem = False
@@ -81,7 +82,7 @@ class PromptOptions:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """The options that say something, by name."""
+        """Names of the options that were given."""
         named = {
             "--system": self.system is not None,
             "--no-system": self.no_system,
@@ -94,17 +95,18 @@ class PromptOptions:
         return self.system is None and not self.no_system
 
     def checked_format(self) -> PromptFormat | None:
-        """Raises RequestError for what cannot be, before anything is loaded."""
+        """The selected format. Raises RequestError for invalid values, before anything is
+        loaded."""
         if self.system is not None:
             check_encodable(self.system, "the system prompt")
             if self.no_system:
                 raise RequestError(
-                    "a system prompt and none are asked for", got="--system and --no-system"
+                    "a system prompt and no system prompt", got="--system and --no-system"
                 )
         return None if self.format is None else find_format(self.format)
 
     def style(self, loaded: LoadedModel) -> tuple[PromptStyle, str | None]:
-        """The style and its system prompt; a warning where format and template disagree."""
+        """The prompt style and its system prompt. Warns where format and template disagree."""
         with exits_at_once():
             from exl_cli.chat.prompt_style import PromptStyle
         style = PromptStyle(loaded, self.checked_format())
@@ -117,7 +119,7 @@ class PromptOptions:
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
-    """The verb as a function of single options, each of which goes to its group."""
+    """Wraps a command so that each option of its groups is a parameter of its own."""
     groups: dict[str, type] = {}
     shown: list[inspect.Parameter] = []
     for parameter in inspect.signature(verb, eval_str=True).parameters.values():

@@ -1,6 +1,6 @@
-"""Options that several verbs share, and their limits. Declarations only; no torch.
+"""Options that several commands share, and their ranges. Declarations only; imports no torch.
 
-Those of the sampler are in `sampling_options.py`, those of the engine in `engine_options.py`.
+`sampling_options.py` has the options of the sampler, `engine_options.py` those of the engine.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ _RUNNING = "Running"
 
 
 MODEL_HELP = (
-    "A model directory, a .gguf file, the name 'smollm2', or a hub id owner/name@revision. "
-    "Without it: smollm2."
+    "Model directory, .gguf file, the name 'smollm2', or hub id owner/name@revision. "
+    "Default: smollm2."
 )
 
 ModelArgument = Annotated[
@@ -26,7 +26,7 @@ ModelArgument = Annotated[
 ]
 ModelOption = Annotated[
     str | None,
-    typer.Option("-m", "--model", metavar="MODEL", help="The same, as an option."),
+    typer.Option("-m", "--model", metavar="MODEL", help="The model, given as an option."),
 ]
 MaxTokens = Annotated[
     int,
@@ -35,7 +35,7 @@ MaxTokens = Annotated[
         "--max-tokens",
         metavar="N",
         min=-1,
-        help="Stop after N tokens; -1: when the context is full.",
+        help="Maximum number of tokens to generate. -1: until the context is full.",
     ),
 ]
 CtxSize = Annotated[
@@ -45,8 +45,7 @@ CtxSize = Annotated[
         "--ctx-size",
         metavar="N",
         min=2,
-        help="Tokens of context to keep room for. Without it: what the model was made for, "
-        "at most 8192.",
+        help="Context size in tokens. Default: the model's context length, at most 8192.",
         rich_help_panel=_RUNNING,
     ),
 ]
@@ -57,7 +56,7 @@ Threads = Annotated[
         metavar="N",
         min=1,
         max=MAX_THREADS,
-        help="CPU threads. Without it: all cores that this process may use.",
+        help="Number of CPU threads. Default: all cores that this process may use.",
         rich_help_panel=_RUNNING,
     ),
 ]
@@ -66,7 +65,7 @@ Device = Annotated[
     typer.Option(
         "--device",
         metavar="DEVICE",
-        help="cpu, cuda or cuda:N. Without it: cuda where a GPU can be used, else cpu.",
+        help="cpu, cuda or cuda:N. Default: cuda if a GPU is usable, otherwise cpu.",
         rich_help_panel=_RUNNING,
     ),
 ]
@@ -92,7 +91,7 @@ Stop = Annotated[
     typer.Option(
         "--stop",
         metavar="TEXT",
-        help="Stop before this text; may be given several times.",
+        help="Stop before this text. May be given several times.",
         show_default=False,
     ),
 ]
@@ -100,25 +99,25 @@ System = Annotated[
     str | None, typer.Option("--system", metavar="TEXT", help="System prompt of a conversation.")
 ]
 NoSystem = Annotated[
-    bool, typer.Option("--no-system", help="No system prompt, not even the usual one.")
+    bool, typer.Option("--no-system", help="Use no system prompt, not even the default one.")
 ]
 Format = Annotated[
     str | None,
     typer.Option(
         "--format",
         metavar="NAME",
-        help="Write the conversation in this prompt format instead of the model's own template; "
-        "'exl chat --list-formats' shows them.",
+        help="Prompt format to use instead of the model's chat template. "
+        "'exl chat --list-formats' lists them.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Quiet = Annotated[
-    bool, typer.Option("-q", "--quiet", help="Nothing on stderr but errors: no progress, no speed.")
+    bool, typer.Option("-q", "--quiet", help="Print only errors to stderr: no progress, no speed.")
 ]
 
 
 def pick_model(argument: str | None, option: str | None) -> str | None:
-    """The model may be given in either place, but not in both."""
+    """The model, from the argument or from the option. Two different ones are an error."""
     if argument is not None and option is not None and argument != option:
         raise RequestError(
             "two models are given",
@@ -129,15 +128,15 @@ def pick_model(argument: str | None, option: str | None) -> str | None:
 
 
 def token_limit(max_tokens: int) -> int | None:
-    """What -n means to the engine: -1 is no limit but the context."""
+    """Token limit for the engine. None, from `-n -1`: only the context limits the reply."""
     if max_tokens == 0:
         raise RequestError(
-            "no token is asked for", expected="-n 1 or more, or -1 for no limit", got="-n 0"
+            "the token limit is 0", expected="-n 1 or more, or -1 for no limit", got="-n 0"
         )
     return None if max_tokens < 0 else max_tokens
 
 
 def examples(lines: Sequence[tuple[str, str]]) -> str:
-    """Help page's last part: what to type, and what it does. The terminal shows one a line."""
+    """Last section of a help page: command lines and their effects, one per line."""
     shown = "\n\n".join(f"  {command}   # {what}" for command, what in lines)
     return "Examples:\n\n" + shown.replace("[", "\\[")

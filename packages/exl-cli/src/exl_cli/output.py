@@ -1,6 +1,6 @@
-"""What goes to stdout: the text, or one JSON object; flushed at once, and nothing else.
+"""Writes the answer of a command to stdout, as text or as one JSON object, and flushes it.
 
-Everything that is not the answer itself belongs on stderr (`render.py`).
+Everything else, such as progress and notes, goes to stderr (`render.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from exl_cli.machine import closed_stdout, unwritable_stdout
 
 
 class ClosedPipeError(Exception):
-    """The reader of stdout has gone away (`exl generate | head -c 1`): nothing to report."""
+    """The reader of stdout closed the pipe (`exl generate | head -c 1`). Not an error to report."""
 
 
 def write_text(text: str) -> None:
-    """Write and flush. A closed pipe and a full disk are told apart."""
+    """Write and flush. A closed pipe raises ClosedPipeError, a full disk ExlError."""
     if sys.stdout is None:
         raise closed_stdout()
     try:
@@ -35,6 +35,6 @@ def write_json(value: Mapping[str, object]) -> None:
 
 
 def end_line_on_terminal() -> None:
-    """The shell's prompt wants a line of its own; a file or a pipe gets the text and no more."""
+    """End the line on a terminal, for the shell's prompt. A file or a pipe gets only the text."""
     if sys.stdout is not None and sys.stdout.isatty():
         write_text("\n")

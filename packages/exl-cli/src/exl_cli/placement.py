@@ -1,4 +1,4 @@
-"""What `exl inspect model --fit` prints: every device, and what of the model it has room for."""
+"""Output of `exl inspect model --fit`: for each device, whether the model and which context fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCHEMA_VERSION = 1
 
 
 def run(model: ModelDescription, ctx: int | None, *, is_json: bool) -> None:
-    """At `ctx` tokens, or at as many as the commands take when they are not told."""
+    """Print the memory needed at `ctx` tokens. None: the default context size of the commands."""
     at = settle_ctx_size(ctx, model.config.max_seq_len)
     fits = fit_all(model.weights_bytes_in_memory, model.config, at)
     if is_json:

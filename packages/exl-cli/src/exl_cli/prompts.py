@@ -1,6 +1,6 @@
-"""Where a prompt comes from: -p, a file, stdin. Reads bytes and checks that they are UTF-8.
+"""Reads the prompt from -p, a file or stdin, and checks that it is UTF-8.
 
-Never waits on a terminal: a command that was given no prompt says so.
+Never waits for input from a terminal: a command without a prompt is an error.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _NOTICE_AFTER_S = 2.0
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:
-    """The whole prompt; raises RequestError when there is none."""
+    """The whole prompt. Raises RequestError if there is none."""
     if prompt is not None and file is not None:
         raise RequestError(
-            "a prompt is given twice",
+            "two prompts are given",
             got="-p and -f",
-            next_step="Keep one; text piped to stdin is put after -p.",
+            next_step="Keep one; text piped to stdin is appended to -p.",
         )
     if file is not None and file != STDIN:
         text = _read_file(Path(file))
@@ -38,14 +38,14 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
         raise RequestError(
             "the prompt is empty",
             expected="text",
-            next_step="Give some with -p TEXT or -f FILE, or pipe it in.",
+            next_step="Use -p TEXT or -f FILE, or pipe a text to stdin.",
         )
     check_encodable(text, "the prompt")
     return text
 
 
 def check_chat_options(is_chat: bool, given: Sequence[str], parse_special: bool) -> None:
-    """Options that would otherwise be dropped in silence; `given` are those of a conversation."""
+    """Refuse options that would have no effect. `given`: names of options of a conversation."""
     if given and not is_chat:
         raise RequestError(f"{given[0]} is for conversations", next_step="Add --chat.")
     if parse_special and is_chat:
@@ -71,7 +71,7 @@ def _read_stdin(*, is_required: bool) -> str:
                 "no prompt",
                 expected="-p TEXT, -f FILE or text piped to stdin",
                 got="a terminal" if stdin is not None else "a closed stdin",
-                next_step="To talk back and forth use 'exl chat'.",
+                next_step="For a conversation use 'exl chat'.",
             )
         return ""
     _tell_that_it_waits(stdin.fileno(), is_required=is_required)
@@ -83,17 +83,19 @@ def _read_stdin(*, is_required: bool) -> str:
 
 
 def _tell_that_it_waits(descriptor: int, *, is_required: bool) -> None:
-    """A pipe that nobody writes to and nobody closes would look like a hang."""
+    """After 2 s without input, print that exl waits for stdin. A pipe whose writer neither writes
+    nor closes it would look like a hang."""
     if stat.S_ISREG(os.fstat(descriptor).st_mode):
         return
     ready, _, _ = select.select([descriptor], [], [], _NOTICE_AFTER_S)
     if not ready and sys.stderr is not None:
-        hint = "" if is_required else "; if nothing is meant to come, add '< /dev/null'"
+        hint = "" if is_required else "; if there is no input, add '< /dev/null'"
         print(f"exl: waiting for text on stdin{hint}", file=sys.stderr, flush=True)
 
 
 def check_encodable(text: str, what: str) -> None:
-    """Bytes on the command line that are not UTF-8 arrive as lone surrogates."""
+    """Refuse text that is not UTF-8. Python decodes such bytes of the command line to lone
+    surrogates."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

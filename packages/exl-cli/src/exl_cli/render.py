@@ -1,7 +1,7 @@
-"""What people see on a terminal: progress, the speed line, numbers with units.
+"""Output for people: progress bars, the speed line, tables, numbers with units.
 
-Progress goes to stderr and only where stderr is a terminal; `NO_COLOR` is honored by rich. Tables
-of `inspect` and `doctor` are the answer itself and go to stdout.
+Progress goes to stderr, and only if stderr is a terminal. Rich honors `NO_COLOR`. The tables of
+`inspect` and `doctor` are the answer of the command and go to stdout.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ByteProgress = Callable[[int, int], None]
 
 
 def is_watched(*, is_quiet: bool) -> bool:
-    """Does somebody see stderr, and want to?"""
+    """Is stderr a terminal, and progress not switched off?"""
     return not is_quiet and sys.stderr is not None and sys.stderr.isatty()
 
 
@@ -49,7 +49,11 @@ def stderr_console() -> Console:
 
 
 def print_note(line: str) -> None:
-    """On stderr, above a bar that is being drawn there: a bar watches the stream, no console's."""
+    """Print a line to stderr, above a progress bar if one is shown.
+
+    Rich redirects `sys.stderr` while a bar is shown and moves the bar below the line. A console of
+    our own would bypass that.
+    """
     if sys.stderr is not None:
         print(line, file=sys.stderr, flush=True)
 
@@ -58,8 +62,8 @@ def print_note(line: str) -> None:
 def _bar(
     first: str, *columns: ProgressColumn, is_quiet: bool, per_second: int = 10
 ) -> Iterator[Callable[..., None] | None]:
-    """A bar, described as `first` until it is updated, that vanishes when done; what updates it, or
-    None where nobody watches."""
+    """A progress bar with the description `first`, removed when done. Yields its update function,
+    or None if progress is not shown."""
     if not is_watched(is_quiet=is_quiet):
         yield None
         return
@@ -72,7 +76,7 @@ def _bar(
 
 @contextmanager
 def bytes_progress(what: str, *, is_quiet: bool) -> Iterator[ByteProgress | None]:
-    """A bar over bytes; None where nobody watches."""
+    """A progress bar over bytes. None if progress is not shown."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -87,7 +91,8 @@ def bytes_progress(what: str, *, is_quiet: bool) -> Iterator[ByteProgress | None
 def windows_progress(
     figure: str, *, is_quiet: bool
 ) -> Iterator[Callable[[int, int, float], None] | None]:
-    """A bar over windows with the figure so far and the time left; None where nobody watches."""
+    """A progress bar over windows, with the figure so far and the time left. None if progress is
+    not shown."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -107,14 +112,15 @@ def windows_progress(
 
 @contextmanager
 def repeats_progress(*, is_quiet: bool) -> Iterator[Callable[[int, int, str], None] | None]:
-    """A bar over repetitions with what is measured now; None where nobody watches."""
+    """A progress bar over repetitions, with the name of the current measurement. None if progress
+    is not shown."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
         BarColumn(),
         TimeElapsedColumn(),
     )
-    # Twice a second, because drawing takes a core's time from what is measured.
+    # Only twice a second: drawing takes time of a core from the measurement.
     with _bar("measuring", *columns, is_quiet=is_quiet, per_second=2) as update:
         yield update and (
             lambda done, total, what: update(completed=done, total=total, description=what)
@@ -123,7 +129,8 @@ def repeats_progress(*, is_quiet: bool) -> Iterator[Callable[[int, int, str], No
 
 @contextmanager
 def stages_progress(*, is_quiet: bool) -> Iterator[Callable[[str, int, int], None] | None]:
-    """A bar for one stage after the other, with the time left of it; None where nobody watches."""
+    """A progress bar that each stage reuses, with the time left of the stage. None if progress is
+    not shown."""
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -142,7 +149,7 @@ def stages_progress(*, is_quiet: bool) -> Iterator[Callable[[str, int, int], Non
         task = bar.add_task("starting", total=None)
 
         def show(what: str, done: int, total: int) -> None:
-            if bar.tasks[0].description != what:  # its speed says nothing about this one's
+            if bar.tasks[0].description != what:  # a new stage: forget the previous one's speed
                 bar.reset(task, description=what, total=total or None)
             bar.update(task, completed=done, total=total or None)
 
@@ -157,7 +164,7 @@ def print_speed(reply: FinishEvent, load_s: float | None) -> None:
     if reply.cached_tokens:
         parts.insert(1, f"{reply.cached_tokens} of them cached")
     if reply.drafting is not None:
-        parts.append(f"{reply.drafting.accepted} of {reply.drafting.drafted} guesses right")
+        parts.append(f"{reply.drafting.accepted} of {reply.drafting.drafted} draft tokens accepted")
     if load_s is not None:
         parts.append(f"loaded in {load_s:.2f} s")
     parts.append(f"finish: {reply.reason.value}")
@@ -165,7 +172,7 @@ def print_speed(reply: FinishEvent, load_s: float | None) -> None:
 
 
 def facts_table(facts: Mapping[str, str]) -> Table:
-    """Names on the left, values on the right, no lines."""
+    """A table of names and values without borders."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -175,12 +182,12 @@ def facts_table(facts: Mapping[str, str]) -> Table:
 
 
 def from_file(text: str) -> Text:
-    """A cell whose text a stranger wrote: neither markup nor control characters have effect."""
+    """A cell with untrusted text: neither markup nor control characters take effect."""
     return Text(printable(text))
 
 
 def columns_table(*titles: str) -> Table:
-    """Rows under titles."""
+    """An empty table with these column titles."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for title in titles:
         table.add_column(title, overflow="fold")
@@ -188,7 +195,7 @@ def columns_table(*titles: str) -> Table:
 
 
 def print_answer(*parts: RenderableType) -> None:
-    """Tables to stdout: as wide as the terminal, or a fixed width for a file or a pipe."""
+    """Print tables to stdout, as wide as the terminal, or with a fixed width to a file or pipe."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()
     console = Console(highlight=False, width=None if is_terminal else _PLAIN_WIDTH)
     with console.capture() as capture:
@@ -199,7 +206,7 @@ def print_answer(*parts: RenderableType) -> None:
 
 
 def format_bytes(count: float) -> str:
-    """Decimal units, three figures: 98.1 MB."""
+    """A size in decimal units with three digits: 98.1 MB."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 1000:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
@@ -208,7 +215,7 @@ def format_bytes(count: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """134.5M, 1.24B."""
+    """A count with four digits and its unit: 134.5M, 1.24B."""
     for unit in ("", "k", "M"):
         if count < 1000:
             return f"{count:.4g}{unit}"

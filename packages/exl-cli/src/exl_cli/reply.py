@@ -1,6 +1,6 @@
-"""One reply of the engine, streamed: what came, how fast, and whether it is what was asked for.
+"""Streams one reply of the engine, and notes a reply that does not meet its constraints.
 
-The text so far and its token ids survive a Ctrl-C, because the loop stops between two steps.
+Text and token ids so far survive a Ctrl-C, because the loop stops between two steps.
 """
 
 from __future__ import annotations
@@ -28,8 +28,11 @@ def stream_reply(
     write: Callable[[TextEvent], None] | None,
     note_progress: Callable[[PrefillEvent], None] | None = None,
 ) -> FinishEvent:
-    """Run one request to its end, or until `interrupt`; `write` gets each piece as it comes, and
-    `note_progress` what comes before, where the prompt is long."""
+    """Run one request to its end, or until `interrupt` is set.
+
+    `write` receives each piece of text. `note_progress` receives the progress of prefill, which
+    the engine reports for long prompts.
+    """
     engine.submit(request, engine.compile(request))
     try:
         while True:
@@ -45,21 +48,22 @@ def stream_reply(
                         return event
                     case FailEvent():
                         raise event.error
-    finally:  # a closed pipe, a second Ctrl-C, a pass that broke off: the next reply starts clean
+    # A closed pipe, a second Ctrl-C or a failed pass must not leave the request in the engine.
+    finally:
         engine.cancel(request.request_id)
         engine.discard_events(request.request_id)
 
 
 def note_unmet(runtime: Runtime, request: Request, reply: FinishEvent) -> None:
-    """Say on stderr that a constrained text ended too early: half a document looks like one."""
+    """Note on stderr that a constrained text ended early. It may look like a complete document."""
     if not request.constraints or sys.stderr is None:
         return
     if isinstance(reply.stopped_by, str):
-        print("exl: note: --stop ended the text, whatever it was to look like", file=sys.stderr)
+        print("exl: note: --stop ended the text; it may not meet its constraint", file=sys.stderr)
     elif reply.reason is FinishReason.LENGTH and not _is_met(runtime, request, reply):
         print(
-            f"exl: note: cut off after {len(reply.token_ids)} tokens (-n, -c): the text is not "
-            "yet what it was to look like",
+            f"exl: note: cut off after {len(reply.token_ids)} tokens (-n, -c): the text does not "
+            "meet its constraint yet",
             file=sys.stderr,
         )
 

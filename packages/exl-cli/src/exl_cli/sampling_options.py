@@ -1,4 +1,4 @@
-"""Options of the sampler, one for each of its settings that a person would turn. No torch."""
+"""Options of the sampler, one for each setting that users adjust. Imports no torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _REPETITION = "Sampling: repetition"
 
 
 def _check_share(share: float) -> float:
-    """A range without its lower end, which typer's min and max cannot say."""
+    """Check for 0 < share <= 1. Typer's `min` and `max` cannot exclude the lower bound."""
     if not 0.0 < share <= 1.0:
         raise typer.BadParameter(f"{share:g} is not above 0 and at most 1.")
     return share
@@ -35,7 +35,7 @@ Temperature = Annotated[
         "--temperature",
         metavar="T",
         min=0.0,
-        help="0 always takes the likeliest token; higher is more varied.",
+        help="Temperature. 0 always picks the most probable token; higher values vary more.",
         rich_help_panel=_COMMON,
     ),
 ]
@@ -45,7 +45,7 @@ TopK = Annotated[
         "--top-k",
         metavar="K",
         min=0,
-        help="Only the K likeliest tokens; 0: all.",
+        help="Keep only the K most probable tokens; 0: all.",
         rich_help_panel=_COMMON,
     ),
 ]
@@ -55,7 +55,7 @@ TopP = Annotated[
         "--top-p",
         metavar="P",
         callback=_check_share,
-        help="Only the likeliest tokens that together hold the share P, above 0; 1: all.",
+        help="Keep only the most probable tokens whose probabilities sum to P, above 0; 1: all.",
         rich_help_panel=_COMMON,
     ),
 ]
@@ -66,7 +66,7 @@ MinP = Annotated[
         metavar="P",
         min=0.0,
         max=1.0,
-        help="Only tokens at least P times as likely as the likeliest; 0: all.",
+        help="Keep only tokens at least P times as probable as the most probable one; 0: all.",
         rich_help_panel=_COMMON,
     ),
 ]
@@ -75,7 +75,7 @@ RepeatPenalty = Annotated[
     typer.Option(
         "--repeat-penalty",
         metavar="X",
-        help="Make tokens that have occurred less likely; 1: no penalty.",
+        help="Make tokens that have occurred less probable; 1: no penalty.",
         rich_help_panel=_COMMON,
     ),
 ]
@@ -84,7 +84,8 @@ Seed = Annotated[
     typer.Option(
         "--seed",
         metavar="N",
-        help="The same seed repeats the same text. Without it: a random one, shown by --json.",
+        help="Seed of the sampler; the same seed repeats the same text. Default: a random seed, "
+        "which --json shows.",
         rich_help_panel=_COMMON,
     ),
 ]
@@ -95,7 +96,8 @@ TopA = Annotated[
         metavar="A",
         min=0.0,
         max=1.0,
-        help="Only tokens of at least A times the square of the likeliest's share; 0: all.",
+        help="Keep only tokens with a probability of at least A times the square of the highest "
+        "one; 0: all.",
         rich_help_panel=_CUTS,
     ),
 ]
@@ -105,7 +107,8 @@ Typical = Annotated[
         "--typical",
         metavar="P",
         callback=_check_share,
-        help="Only tokens about as surprising as expected, of the share P together; 1: all.",
+        help="Typical sampling: keep the tokens whose surprise is closest to the entropy, up to a "
+        "total probability of P; 1: all.",
         rich_help_panel=_CUTS,
     ),
 ]
@@ -115,7 +118,8 @@ TailFree = Annotated[
         "--tfs",
         metavar="Z",
         callback=_check_share,
-        help="Cut the tail off where the curve of shares turns flat; 1: no cut.",
+        help="Tail-free sampling: cut the tail where the curve of sorted probabilities turns flat; "
+        "1: no cut.",
         rich_help_panel=_CUTS,
     ),
 ]
@@ -126,7 +130,8 @@ XtcProbability = Annotated[
         metavar="P",
         min=0.0,
         max=1.0,
-        help="How often the likeliest tokens are left out, all but the last of them; 0: never.",
+        help="Probability of removing the most probable tokens (XTC), except the least probable of "
+        "them; 0: never.",
         rich_help_panel=_CUTS,
     ),
 ]
@@ -137,7 +142,7 @@ XtcThreshold = Annotated[
         metavar="P",
         min=0.0,
         max=1.0,
-        help="The share from which a token is among these likeliest.",
+        help="Probability from which XTC counts a token among the most probable ones.",
         rich_help_panel=_CUTS,
     ),
 ]
@@ -148,7 +153,7 @@ Mirostat = Annotated[
         metavar="TAU",
         min=0.0,
         max=100.0,
-        help="Keep the surprise near TAU bits with a cut that moves. Without it: off.",
+        help="Mirostat: keep the surprise near TAU bits by moving a cut. Default: off.",
         show_default=False,
         rich_help_panel=_CUTS,
     ),
@@ -160,7 +165,7 @@ MirostatEta = Annotated[
         metavar="ETA",
         min=0.0,
         max=1.0,
-        help="How fast that cut moves.",
+        help="Learning rate of Mirostat's cut.",
         rich_help_panel=_CUTS,
     ),
 ]
@@ -171,7 +176,7 @@ Skew = Annotated[
         metavar="X",
         min=-20.0,
         max=20.0,
-        help="Above 0 rare tokens are favoured, below 0 likely ones.",
+        help="Values above 0 favor rare tokens, values below 0 probable ones.",
         rich_help_panel=_CUTS,
     ),
 ]
@@ -180,8 +185,8 @@ Dynatemp = Annotated[
     typer.Option(
         "--dynatemp",
         metavar="MIN,MAX[,EXP]",
-        help="A temperature from MIN to MAX by how open the choice is, on a curve of exponent EXP. "
-        "Comes on top of --temp.",
+        help="Dynamic temperature: from MIN to MAX with the entropy of the choice, on a curve with "
+        "exponent EXP. Applied in addition to --temp.",
         show_default=False,
         rich_help_panel=_TEMPERATURE,
     ),
@@ -193,7 +198,8 @@ Smoothing = Annotated[
         metavar="X",
         min=0.0,
         max=100.0,
-        help="Logits fall with the square of their distance from the largest; 0: off.",
+        help="Quadratic smoothing: logits fall with the square of their distance from the largest; "
+        "0: off.",
         rich_help_panel=_TEMPERATURE,
     ),
 ]
@@ -210,7 +216,7 @@ FrequencyPenalty = Annotated[
     typer.Option(
         "--frequency-penalty",
         metavar="X",
-        help="Taken from a token's logit for each time it occurred.",
+        help="Subtracted from a token's logit for each occurrence.",
         rich_help_panel=_REPETITION,
     ),
 ]
@@ -219,7 +225,7 @@ PresencePenalty = Annotated[
     typer.Option(
         "--presence-penalty",
         metavar="X",
-        help="Taken once from the logit of each token that occurred.",
+        help="Subtracted once from the logit of each token that occurred.",
         rich_help_panel=_REPETITION,
     ),
 ]
@@ -229,7 +235,7 @@ RepeatRange = Annotated[
         "--repeat-range",
         metavar="N",
         min=0,
-        help="The three penalties look at the latest N tokens, the prompt's too. Without it: all.",
+        help="The three penalties look at the latest N tokens, including the prompt. Default: all.",
         show_default=False,
         rich_help_panel=_REPETITION,
     ),
@@ -240,7 +246,7 @@ RepeatDecay = Annotated[
         "--repeat-decay",
         metavar="N",
         min=0,
-        help="Over how many tokens before these the penalties fade away.",
+        help="Number of tokens before that range over which the penalties fade out.",
         rich_help_panel=_REPETITION,
     ),
 ]
@@ -251,7 +257,7 @@ DryMultiplier = Annotated[
         metavar="X",
         min=0.0,
         max=100.0,
-        help="Size of the penalty on going on with what was said before; 0: off.",
+        help="DRY: size of the penalty on continuing a repetition of earlier text; 0: off.",
         rich_help_panel=_REPETITION,
     ),
 ]
@@ -262,7 +268,7 @@ DryBase = Annotated[
         metavar="X",
         min=0.0,
         max=100.0,
-        help="It grows by this factor with each token of the repetition.",
+        help="Factor by which the DRY penalty grows with each token of the repetition.",
         rich_help_panel=_REPETITION,
     ),
 ]
@@ -272,7 +278,7 @@ DryAllowedLength = Annotated[
         "--dry-allowed-length",
         metavar="N",
         min=0,
-        help="The longest repetition that costs no more than the multiplier.",
+        help="Longest repetition that costs no more than the DRY multiplier.",
         rich_help_panel=_REPETITION,
     ),
 ]
@@ -282,7 +288,7 @@ DryRange = Annotated[
         "--dry-range",
         metavar="N",
         min=0,
-        help="Search only the latest N tokens; 0: all.",
+        help="DRY searches only the latest N tokens for repetitions; 0: all.",
         rich_help_panel=_REPETITION,
     ),
 ]
@@ -291,8 +297,8 @@ DryBreakers = Annotated[
     typer.Option(
         "--dry-breakers",
         metavar="CHARS",
-        help="A repetition ends at tokens with one of these characters (\\n: line end, \\t: tab), "
-        "and at special ones; none: at none.",
+        help="Characters (\\n: line end, \\t: tab). A repetition ends at a token with one of them, "
+        "and at a special token. none: it ends at no token.",
         rich_help_panel=_REPETITION,
     ),
 ]
@@ -300,7 +306,7 @@ DryBreakers = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingOptions:
-    """What the command line says of sampling. `params` is what the engine makes of it."""
+    """Sampling options of the command line. `params` converts them for the engine."""
 
     temp: Temperature = 0.8
     top_k: TopK = 40
@@ -330,9 +336,11 @@ class SamplingOptions:
     dry_breakers: DryBreakers = r'\n:"*'
 
     def params(self, tokenizer: Tokenizer | None = None) -> SamplerParams:
-        """Without a seed one is drawn here, so that it can be shown and the run be repeated.
+        """Settings for the engine. Without a seed, one is drawn here, so that the command can show
+        it and the run can be repeated.
 
-        Without a tokenizer nothing breaks a repetition: enough to check the other settings.
+        Without a tokenizer the set of DRY breakers stays empty, which is enough to check the other
+        settings.
         """
         breakers: frozenset[int] = frozenset()
         if tokenizer is not None and self.dry_multiplier > 0:
@@ -372,7 +380,8 @@ class SamplingOptions:
 
 @lru_cache(maxsize=1)
 def _breakers(tokenizer: Tokenizer, option: str) -> frozenset[int]:
-    """Looks at the whole vocabulary, a tenth of a second for a large one; a chat asks each turn."""
+    """Token ids that end a repetition. Cached, because a chat needs them in each turn and the
+    search of a large vocabulary takes a tenth of a second."""
     if option in ("", "none"):
         return frozenset()
     characters = option.replace(r"\n", "\n").replace(r"\t", "\t")
@@ -381,7 +390,7 @@ def _breakers(tokenizer: Tokenizer, option: str) -> frozenset[int]:
 
 
 def _dynatemp(text: str | None) -> tuple[float, float, float]:
-    """MIN, MAX and the exponent. `SamplerParams` checks their ranges."""
+    """Minimum, maximum and exponent of `--dynatemp`. `SamplerParams` checks their ranges."""
     if text is None:
         return 0.0, 0.0, 1.0
     parts = text.split(",")
@@ -391,7 +400,7 @@ def _dynatemp(text: str | None) -> tuple[float, float, float]:
         numbers = []
     if len(numbers) not in (2, 3) or not numbers[0] < numbers[1]:
         raise RequestError(
-            "--dynatemp is no range of temperatures",
+            "--dynatemp is not a range of temperatures",
             expected="MIN,MAX or MIN,MAX,EXPONENT with MIN below MAX, such as 0.5,1.5",
             got=text,
         )

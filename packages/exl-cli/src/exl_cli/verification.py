@@ -1,4 +1,4 @@
-"""What `exl inspect model --verify` prints: a line for each problem, or a summary."""
+"""Output of `exl inspect model --verify`: one line per problem, or a summary."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SCHEMA_VERSION = 1
 
 
 def run(spec: str | None, *, is_json: bool) -> None:
-    """Reads the whole model; leaves with the exit code of a model that cannot be trusted."""
+    """Verify the whole model. Problems end the command with the exit code of `ModelError`."""
     with bytes_progress("verifying", is_quiet=False) as progress:
         report = verify_model(spec, progress)
     if is_json:
@@ -35,7 +35,7 @@ def run(spec: str | None, *, is_json: bool) -> None:
 
 
 def as_dict(report: VerifyReport) -> dict[str, object]:
-    """What `--json` prints."""
+    """The report as `--json` prints it."""
     return {
         "schema_version": SCHEMA_VERSION,
         "tensors": report.tensors,

@@ -188,7 +188,7 @@ def _figures(result: PerplexityResult) -> dict[str, str]:
     words = result.word_perplexity
     facts = {
         "perplexity": f"{result.perplexity:.4f} ± {result.stderr:.4f}",
-        "nll": f"{result.nll:.5f} ± {result.nll_stderr:.5f} nats a token",
+        "nll": f"{result.nll:.5f} ± {result.nll_stderr:.5f} nats per token",
         "word perplexity": "none: too few words" if words is None else f"{words:.4f}",
         "bits per byte": f"{result.bits_per_byte:.5f} ± {result.bits_per_byte_stderr:.5f}",
         "scored": f"{result.tokens} tokens, {result.words} words, {result.bytes} bytes in "
