@@ -1,4 +1,4 @@
-"""One server over the default model for all tests that only ask."""
+"""A server with the default model, shared by all tests that only send requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server in a thread of the test's process, and clients for it."""
+"""Helpers that run a real server on a thread of the test process, with clients for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ from support.scripted import (
 
 LIMIT_S = 30.0
 NO_TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-"""Shared by all clients. Each would read the certificates of the system otherwise: 0.05 s."""
+"""TLS context shared by all clients. Each client would otherwise spend 0.05 s on reading the
+system's certificates."""
 PLAIN_TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}"
@@ -56,7 +57,7 @@ def scripted_runtime(
     cache_tokens: int = 8192,
     **options: Any,
 ) -> Runtime:
-    """A model that says what the rule says, as `open_runtime` would give it."""
+    """A scripted model that follows `rule`, as `open_runtime` would return it."""
     tokenizer = tokenizer or ByteTokenizer()
     shape = _Shape(tokenizer.vocab_size, max_seq_len=ctx_size)
     made = None
@@ -90,7 +91,7 @@ def runtime_of(
 
 @dataclass
 class Running:
-    """A server that listens at `url`."""
+    """A running server at `url`, with an HTTP client."""
 
     url: str
     host: ModelHost
@@ -118,7 +119,7 @@ class Running:
     def wait_until_idle(self) -> None:
         deadline = time.monotonic() + LIMIT_S
         while not self.is_idle():
-            assert time.monotonic() < deadline, "requests run on"
+            assert time.monotonic() < deadline, "requests still run"
             time.sleep(0.01)
 
 
@@ -152,7 +153,7 @@ def running(
 
 
 def error_of(response: httpx2.Response, status: int) -> dict[str, Any]:
-    """The error object, which has OpenAI's shape whatever went wrong."""
+    """The error object of a response, after checks of its status and of OpenAI's format."""
     assert response.status_code == status, response.text
     assert response.headers["content-type"] == "application/json"
     body = response.json()

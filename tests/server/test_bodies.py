@@ -1,4 +1,4 @@
-"""How much a long body may hold: counted by steps, outside of its texts."""
+"""Limits on the number of values in a long body, which are counted in steps, outside of strings."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ VALUES = st.recursive(
 
 
 def counts(value: Any) -> tuple[int, int, int]:
-    """Commas, lists and objects, fields."""
+    """Number of commas, of lists and objects, and of fields in a value."""
     if not isinstance(value, list | dict):
         return 0, 0, 0
     inner = list(value.values()) if isinstance(value, dict) else value
@@ -41,7 +41,7 @@ def refusal(data: bytes, ctx_size: int = 0) -> ApiError | None:
 
 
 @pytest.mark.parametrize("which", [0, 1, 2], ids=["values", "containers", "keys"])
-def test_values_outside_of_texts_are_counted_exactly(
+def test_values_outside_of_strings_are_counted_exactly(
     monkeypatch: pytest.MonkeyPatch, which: int
 ) -> None:
     limits = ("MAX_VALUES", "MAX_CONTAINERS", "MAX_KEYS")
@@ -62,7 +62,7 @@ def test_values_outside_of_texts_are_counted_exactly(
     check()
 
 
-def test_a_longer_context_allows_more_ids() -> None:
+def test_longer_context_allows_more_token_ids() -> None:
     data = json.dumps({"prompt": [1] * (bodies.MAX_VALUES + 10)}).encode()
     refused = refusal(data)
     assert refused is not None and refused.code == "context_length_exceeded"
@@ -86,7 +86,7 @@ LONG = "a" * bodies.LONG_BYTES
     ],
     ids=["fine", "value", "field", "cut", "surrogate", "deep", "list", "fields"],
 )
-def test_long_bodies_are_answered_as_short_ones(
+def test_long_bodies_get_the_same_answer_as_short_ones(
     content: str, status: int, code: str | None
 ) -> None:
     with running(scripted_runtime(reply_with("x"))) as one:

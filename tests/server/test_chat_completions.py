@@ -38,7 +38,7 @@ def joined(chunks: Any, name: str = "content") -> str:
     )
 
 
-def test_a_question_is_answered(client: Any) -> None:
+def test_answer_to_a_question(client: Any) -> None:
     reply = chat(client)
     (choice,) = reply.choices
     assert "Paris" in choice.message.content
@@ -53,7 +53,7 @@ def test_a_question_is_answered(client: Any) -> None:
     assert {"prompt_n", "prompt_ms", "predicted_ms", "cache_n"} <= set(again.timings)
 
 
-def test_limits_have_two_names(client: Any) -> None:
+def test_both_names_of_the_token_limit(client: Any) -> None:
     for name in ("max_tokens", "max_completion_tokens"):
         reply = chat(client, **{"max_tokens": None, name: 2})
         assert reply.usage.completion_tokens == 2
@@ -62,7 +62,7 @@ def test_limits_have_two_names(client: Any) -> None:
         chat(client, max_tokens=2, max_completion_tokens=3)
 
 
-def test_a_stream_joins_to_the_whole(client: Any) -> None:
+def test_stream_joins_to_the_whole_reply(client: Any) -> None:
     whole = chat(client, logprobs=True, top_logprobs=2, n=2)
     chunks = list(
         chat(
@@ -88,7 +88,7 @@ def test_a_stream_joins_to_the_whole(client: Any) -> None:
     assert plain[-1].timings["predicted_n"] == whole.usage.completion_tokens // 2
 
 
-def test_logprobs_belong_to_the_text(client: Any) -> None:
+def test_logprobs_match_the_text(client: Any) -> None:
     choice = chat(client, logprobs=True, top_logprobs=3).choices[0]
     entries = choice.logprobs.content
     said = b"".join(bytes(entry.bytes) for entry in entries).decode()
@@ -105,7 +105,7 @@ def test_logprobs_belong_to_the_text(client: Any) -> None:
 
 
 @pytest.mark.thorough
-def test_json_is_what_the_schema_says(client: Any) -> None:
+def test_json_matches_the_schema(client: Any) -> None:
     ask = [{"role": "user", "content": "A person, as JSON."}]
     for seed in range(3):
         wanted = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
@@ -121,13 +121,13 @@ def test_json_is_what_the_schema_says(client: Any) -> None:
     assert chat(client, response_format={"type": "text"}).choices[0].message.content
 
 
-def test_a_schema_that_cannot_be_read_is_refused(client: Any) -> None:
+def test_invalid_schema_is_refused(client: Any) -> None:
     bad = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "nothing"}}}
     with pytest.raises(BadRequestError, match="schema"):
         chat(client, response_format=bad)
 
 
-def test_reasoning_comes_apart_from_the_answer() -> None:
+def test_reasoning_is_separate_from_the_answer() -> None:
     with running(scripted_runtime(reply_with("<think>\nHm, a.\n</think>\n\nIt is b."))) as one:
         client = one.openai()
         message = chat(client, max_tokens=100).choices[0].message
@@ -139,7 +139,7 @@ def test_reasoning_comes_apart_from_the_answer() -> None:
         assert cut.message.reasoning_content == "Hm, "
 
 
-def test_reasoning_that_the_prompt_opened() -> None:
+def test_reasoning_opened_by_the_prompt() -> None:
     template = PLAIN_TEMPLATE.replace("[assistant]", "[assistant]<think>\n")
     with running(scripted_runtime(reply_with("why</think>so"), template=template)) as one:
         message = chat(one.openai(), max_tokens=100).choices[0].message
@@ -147,7 +147,7 @@ def test_reasoning_that_the_prompt_opened() -> None:
 
 
 class ThinkingTokenizer(ByteTokenizer):
-    """Tags of its own, and they are special tokens."""
+    """Tokenizer whose reasoning tags are special tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class ThinkingTokenizer(ByteTokenizer):
 
 
 @pytest.mark.parametrize("opened", ["", "[THINK]"])
-def test_the_tags_of_reasoning_are_those_of_the_template(opened: str) -> None:
+def test_reasoning_tags_come_from_the_template(opened: str) -> None:
     template = PLAIN_TEMPLATE.replace("[assistant]", "[assistant]" + opened)
     template += "{# a reply reasons between [THINK] and [/THINK] #}"
     said = [*([] if opened else [258]), *b"why <think>", 259, *b"so"]
@@ -178,7 +178,7 @@ def test_the_tags_of_reasoning_are_those_of_the_template(opened: str) -> None:
         assert "".join(reasoning) == "why <think>"
 
 
-def test_json_is_no_reasoning() -> None:
+def test_json_reply_is_not_reasoning() -> None:
     template = PLAIN_TEMPLATE.replace("[assistant]", "[assistant]<think>\n")
     with running(scripted_runtime(reply_with('{"a": 1}'), template=template)) as one:
         wanted = {"type": "json_object"}
@@ -187,8 +187,9 @@ def test_json_is_no_reasoning() -> None:
         assert getattr(message, "reasoning_content", None) is None
 
 
-def test_the_template_gets_what_was_sent() -> None:
-    """System and developer are one; variables reach it, and its complaints the client."""
+def test_template_receives_messages_and_variables() -> None:
+    """The developer role is the system role. Variables reach the template, and its exceptions
+    reach the client."""
     template = (
         "{% if strict %}{{ raise_exception('no system') }}{% endif %}"
         "{% for m in messages %}[{{ m.role }}|{{ m.content }}]{% endfor %}{{ mood }}"
@@ -211,7 +212,7 @@ def test_the_template_gets_what_was_sent() -> None:
             chat(client, ASK, extra_body={"chat_template_kwargs": {"messages": []}})
 
 
-def test_without_a_template_there_is_no_chat() -> None:
+def test_model_without_template_refuses_chat() -> None:
     runtime = scripted_runtime(reply_with("x"), template=None)
     with running(runtime) as one, pytest.raises(BadRequestError, match="no chat template"):
         chat(one.openai())

@@ -1,4 +1,4 @@
-"""`/v1/completions` through OpenAI's client, over the default model."""
+"""`/v1/completions` through OpenAI's client, with the default model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def complete(client: Any, prompt: Any = FRANCE, **settings: Any) -> Any:
     return client.completions.create(prompt=prompt, **fields)
 
 
-def test_a_text_goes_on(client: Any) -> None:
+def test_text_continues(client: Any) -> None:
     reply = complete(client)
     (choice,) = reply.choices
     assert choice.text.startswith(" Paris")
@@ -39,7 +39,7 @@ def test_a_text_goes_on(client: Any) -> None:
     assert reply.timings["predicted_n"] == 8
 
 
-def test_every_form_of_prompt_says_the_same(client: Any, smollm2: LoadedModel) -> None:
+def test_all_forms_of_a_prompt_give_the_same_reply(client: Any, smollm2: LoadedModel) -> None:
     ids = smollm2.tokenizer.encode(FRANCE)
     said = complete(client).choices[0].text
     for prompt in ([FRANCE], ids, [ids]):
@@ -52,7 +52,7 @@ def test_every_form_of_prompt_says_the_same(client: Any, smollm2: LoadedModel) -
     assert both.usage.completion_tokens == 16
 
 
-def test_a_stream_joins_to_the_whole(client: Any) -> None:
+def test_stream_joins_to_the_whole_reply(client: Any) -> None:
     whole = complete(client, echo=True, logprobs=2, max_tokens=12)
     chunks = list(
         complete(
@@ -77,7 +77,7 @@ def test_a_stream_joins_to_the_whole(client: Any) -> None:
     assert without[-1].timings["prompt_n"] >= 1
 
 
-def test_streams_of_several_replies_are_told_apart(client: Any) -> None:
+def test_stream_of_several_replies_has_their_indices(client: Any) -> None:
     prompts = [FRANCE, "One, two, three,"]
     whole = [choice.text for choice in complete(client, prompts).choices]
     texts = ["", ""]
@@ -87,7 +87,7 @@ def test_streams_of_several_replies_are_told_apart(client: Any) -> None:
     assert texts == whole
 
 
-def test_the_example_of_the_readme(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_readme_example(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
     readme = Path(__file__).resolve().parents[2] / "README.md"
     examples = re.findall(r"```python\n(.+?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
     (example,) = [one for one in examples if "openai" in one]
@@ -98,7 +98,7 @@ def test_the_example_of_the_readme(server: Running, capsys: pytest.CaptureFixtur
 
 
 @pytest.mark.thorough
-def test_stops_seeds_and_biases(client: Any, smollm2: LoadedModel) -> None:
+def test_stop_seed_and_logit_bias(client: Any, smollm2: LoadedModel) -> None:
     stopped = complete(client, "One, two, three,", stop=[" six"], max_tokens=20).choices[0]
     assert (stopped.text, stopped.finish_reason) == (" four, five,", "stop")
     one, same, other = (
@@ -115,8 +115,8 @@ def test_stops_seeds_and_biases(client: Any, smollm2: LoadedModel) -> None:
     assert complete(client, temperature=1, extra_body=extra).choices[0].text.startswith(" Paris")
 
 
-def test_logprobs_are_the_models_own(client: Any, smollm2: LoadedModel) -> None:
-    """Of the prompt's tokens as perplexity has them, whatever the settings of sampling."""
+def test_logprobs_do_not_depend_on_sampling_settings(client: Any, smollm2: LoadedModel) -> None:
+    """The log probabilities equal those of `score_tokens`, whatever the sampling settings."""
     reply = complete(client, echo=True, logprobs=3, max_tokens=3, temperature=0.7, top_p=0.5)
     choice = reply.choices[0]
     logprobs = choice.logprobs
@@ -136,14 +136,14 @@ def test_logprobs_are_the_models_own(client: Any, smollm2: LoadedModel) -> None:
     starts = [*logprobs.text_offset, len(choice.text)]
     pieces = [choice.text[a:b] for a, b in pairwise(starts)]
     assert pieces == logprobs.tokens
-    # The likeliest are those that a temperature of 0 takes.
+    # With temperature 0 the sampled token is the most probable one.
     greedy = complete(client, logprobs=0, max_tokens=5).choices[0].logprobs
     assert [list(top.values()) for top in greedy.top_logprobs] == [
         [value] for value in greedy.token_logprobs
     ]
 
 
-def test_scores_alone(client: Any) -> None:
+def test_scoring_without_a_reply(client: Any) -> None:
     reply = complete(client, echo=True, logprobs=0, max_tokens=0)
     assert reply.choices[0].text == FRANCE
     assert len(reply.choices[0].logprobs.tokens) == 5
@@ -153,7 +153,7 @@ def test_scores_alone(client: Any) -> None:
 
 @pytest.mark.thorough
 def test_scores_do_not_depend_on_the_cache_or_on_chunks(smollm2: LoadedModel) -> None:
-    """A long prompt is computed in several passes, and again when all of it is cached."""
+    """A long prompt is computed in several passes. It is computed again although it is cached."""
     ids = [(7 * i) % 4000 + 100 for i in range(400)]
     runtime = runtime_of(smollm2, ctx_size=1024, max_batch=2, cache_tokens=2048)
     runtime.engine.scheduler.score_chunk = 128
@@ -169,14 +169,14 @@ def test_scores_do_not_depend_on_the_cache_or_on_chunks(smollm2: LoadedModel) ->
 
 
 class BosTokenizer(ByteTokenizer):
-    """Puts BOS before a text by itself."""
+    """Tokenizer that adds BOS to texts by default."""
 
     @property
     def adds_bos(self) -> bool:
         return True
 
 
-def test_bos_comes_where_the_tokenizer_adds_it_and_never_to_token_ids() -> None:
+def test_bos_is_added_to_text_and_never_to_token_ids() -> None:
     runtime = scripted_runtime(HashRule(3), tokenizer=BosTokenizer())
     with running(runtime) as one:
         client = one.openai()
@@ -198,8 +198,8 @@ def test_bos_comes_where_the_tokenizer_adds_it_and_never_to_token_ids() -> None:
         assert plain.logprobs.text_offset[:3] == [0, 0, 1]
 
 
-def test_a_reply_that_is_eos_at_once_has_its_entry() -> None:
-    """Whoever scores a prompt counts on one entry behind it, EOS or not."""
+def test_empty_reply_has_a_logprobs_entry_for_eos() -> None:
+    """Clients that score a prompt expect one entry after it, even for EOS."""
     with running(scripted_runtime(reply_with(""))) as one:
         reply = complete(one.openai(), "ab", echo=True, logprobs=1, max_tokens=1)
         choice = reply.choices[0]

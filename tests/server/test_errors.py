@@ -1,4 +1,4 @@
-"""What is refused, and how: OpenAI's error shape everywhere, with the parameter's name."""
+"""Refused requests: every error has OpenAI's format and names the parameter."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def one() -> Any:
         ("/detokenize", {"tokens": [10**6]}, "tokens", "invalid_value"),
     ],
 )
-def test_a_wrong_field_is_named(
+def test_error_names_the_wrong_field(
     one: Running, path: str, body: Any, param: str | None, code: str | None
 ) -> None:
     error = error_of(one.post(path, body), 400)
@@ -65,7 +65,7 @@ def test_a_wrong_field_is_named(
     assert error["type"] == "invalid_request_error"
 
 
-def test_an_image_is_refused_by_its_place(one: Running) -> None:
+def test_image_is_refused_with_its_location(one: Running) -> None:
     parts = [{"type": "image_url", "image_url": {"url": "data:"}}]
     error = error_of(one.post(CHAT, {"messages": [{"role": "user", "content": parts}]}), 400)
     assert error["param"] == "messages.0.content"
@@ -73,12 +73,12 @@ def test_an_image_is_refused_by_its_place(one: Running) -> None:
 
 
 @pytest.mark.parametrize("body", [b"", b"{", b'{"prompt": "\xff"}', b"[" * 15_000, b"NaN"])
-def test_what_is_not_json_is_refused(one: Running, body: bytes) -> None:
+def test_body_that_is_not_json_is_refused(one: Running, body: bytes) -> None:
     headers = {"content-type": "application/json"}
     error_of(one.http.post(TEXT, content=body, headers=headers), 400)
 
 
-def test_nesting_has_an_end(one: Running) -> None:
+def test_deep_schema_is_not_a_server_error(one: Running) -> None:
     deep: Any = {}
     for _ in range(400):
         deep = {"properties": {"a": deep}}
@@ -87,7 +87,7 @@ def test_nesting_has_an_end(one: Running) -> None:
     assert answer.status_code in (200, 400), answer.text
 
 
-def test_half_a_surrogate_pair_comes_back_in_one_piece(one: Running) -> None:
+def test_lone_surrogate_gets_a_valid_error(one: Running) -> None:
     body = '{"prompt": "\\ud800"}'
     headers = {"content-type": "application/json"}
     error = error_of(one.http.post(TEXT, content=body, headers=headers), 400)
@@ -95,7 +95,7 @@ def test_half_a_surrogate_pair_comes_back_in_one_piece(one: Running) -> None:
     error_of(one.http.post(TEXT, content='{"prompt": "a", "\\ud800": 1}', headers=headers), 400)
 
 
-def test_paths_methods_and_kinds(one: Running) -> None:
+def test_wrong_paths_methods_and_content_types(one: Running) -> None:
     assert "no such path" in error_of(one.http.get("/v1/nothing"), 404)["message"]
     assert error_of(one.http.get("/v1/models/none"), 404)["code"] == "model_not_found"
     assert "GET" in error_of(one.http.get(TEXT), 405)["message"]
@@ -110,7 +110,7 @@ def test_paths_methods_and_kinds(one: Running) -> None:
         assert (error["param"], error["code"]) == ("model", "model_not_found")
 
 
-def test_a_head_is_an_answer_without_its_body(one: Running) -> None:
+def test_head_request_has_the_headers_of_get(one: Running) -> None:
     for path in ("/", "/health", "/v1/models", "/v1/models/scripted", "/metrics", "/openapi.json"):
         got, head = one.http.get(path), one.http.head(path)
         assert (head.status_code, head.content) == (200, b""), path
@@ -122,7 +122,7 @@ def test_a_head_is_an_answer_without_its_body(one: Running) -> None:
     assert one.http.get("/health").json()["status"] == "ok", "on the same connection"
 
 
-def test_bodies_have_limits(one: Running) -> None:
+def test_body_limit(one: Running) -> None:
     headers = {"content-type": "application/json"}
     for content in (b" " * 30_000, iter([b" " * 10_000] * 3)):
         error = error_of(one.http.post(TEXT, content=content, headers=headers), 413)
@@ -130,14 +130,14 @@ def test_bodies_have_limits(one: Running) -> None:
 
 
 def raw(one: Running, data: bytes) -> bytes:
-    """What comes back of these bytes until the server hangs up."""
+    """Send these bytes. Returns all received bytes until the server closes the connection."""
     host, port = one.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=LIMIT_S) as connection:
         connection.sendall(data)
         return b"".join(iter(lambda: connection.recv(65536), b""))
 
 
-def test_slow_clients_are_hung_up_on(one: Running) -> None:
+def test_slow_clients_are_disconnected(one: Running) -> None:
     started = time.monotonic()
     assert raw(one, b"") == b""
     head = raw(one, b"GET /health HTTP/1.1\r\nHost: x")
@@ -152,7 +152,7 @@ def test_slow_clients_are_hung_up_on(one: Running) -> None:
     assert time.monotonic() - started < 10
 
 
-def test_what_is_no_http_is_told_so_in_json(one: Running) -> None:
+def test_input_that_is_not_http_gets_a_json_error(one: Running) -> None:
     answer = raw(one, b"\x16\x03\x01 nonsense\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400")
     assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == "invalid_http"
@@ -201,7 +201,7 @@ def test_binding_beyond_this_machine_needs_a_key() -> None:
             check_bind(host, has_key=False)
 
 
-def test_the_clients_own_errors(one: Running) -> None:
+def test_errors_map_to_the_exceptions_of_openais_client(one: Running) -> None:
     client = one.openai()
     with pytest.raises(NotFoundError, match="no model"):
         client.completions.create(model="gpt-5", prompt="a")
@@ -209,7 +209,7 @@ def test_the_clients_own_errors(one: Running) -> None:
         client.completions.create(model="scripted", prompt="a", suffix="b")
 
 
-def test_a_bug_is_an_error_and_the_server_goes_on(one: Running, monkeypatch: Any) -> None:
+def test_internal_error_does_not_stop_the_server(one: Running, monkeypatch: Any) -> None:
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("oops")
 
@@ -220,7 +220,7 @@ def test_a_bug_is_an_error_and_the_server_goes_on(one: Running, monkeypatch: Any
     assert one.post(TEXT, {"prompt": "a"}).status_code == 200
 
 
-def test_the_document_of_the_api_is_complete(one: Running) -> None:
+def test_openapi_document_is_complete(one: Running) -> None:
     document = one.http.get("/openapi.json").json()
     assert {TEXT, CHAT, "/tokenize", "/health", "/v1/models/{name}"} <= set(document["paths"])
     responses = document["paths"][TEXT]["post"]["responses"]
@@ -229,7 +229,7 @@ def test_the_document_of_the_api_is_complete(one: Running) -> None:
     assert body["additionalProperties"] is False
 
 
-def test_the_page_may_run_its_own_scripts_only(one: Running) -> None:
+def test_page_policy_allows_only_its_own_scripts(one: Running) -> None:
     answer = one.http.get("/")
     assert answer.headers["content-type"].startswith("text/html")
     policy = answer.headers["content-security-policy"]
@@ -238,6 +238,6 @@ def test_the_page_may_run_its_own_scripts_only(one: Running) -> None:
     assert "script-src 'sha256-" in found and "style-src 'sha256-" in found
 
 
-def test_an_application_needs_no_more_than_a_model() -> None:
+def test_create_app_needs_only_a_model() -> None:
     app = create_app(ModelHost(scripted_runtime(reply_with("x"))))
     assert app.title == "exl"

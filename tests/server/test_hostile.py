@@ -1,5 +1,7 @@
-"""Bodies made of the API's own document, and clients and templates that mean harm: an answer in the
-right shape to each, no failure of the server's own, and the server goes on."""
+"""Random bodies generated from the OpenAPI document, hostile clients and hostile templates.
+
+Each gets a well-formed answer and causes no internal error, and the server keeps running.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,7 @@ def one() -> Iterator[Running]:
 
 
 def values(schema: dict[str, Any]) -> SearchStrategy[Any]:
-    """What the document allows; now and then, at any depth, what it may not."""
+    """Values that the schema allows and, in one of 25 draws at any depth, arbitrary ones."""
     return st.integers(0, 24).flatmap(lambda n: JUNK if n == 0 else _valid(schema))
 
 
@@ -80,7 +82,7 @@ def _objects(schema: dict[str, Any]) -> SearchStrategy[Any]:
 
 
 def _fewer(body: dict[str, Any]) -> SearchStrategy[dict[str, Any]]:
-    """Most bodies have few fields: with all of them, one is always wrong."""
+    """Keep at most four optional fields. With all fields, one would almost always be wrong."""
     few = st.sets(st.sampled_from(sorted(body)), max_size=4) if body else st.just(set())
     needed = {"prompt", "messages", "tokens", "role", "content", "type", "text", "name", "id"}
     return few.map(lambda kept: {k: v for k, v in body.items() if k in kept | needed})
@@ -103,7 +105,7 @@ def check(one: Running, path: str, body: Any) -> int:
 
 @pytest.mark.hypothesis
 @pytest.mark.parametrize("path", POST_PATHS)
-def test_no_body_of_the_documents_making_breaks_the_server(one: Running, path: str) -> None:
+def test_bodies_from_the_openapi_schema_cause_no_server_error(one: Running, path: str) -> None:
     schema = DOCUMENT["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]
     statuses: list[int] = []
 
@@ -119,7 +121,7 @@ def test_no_body_of_the_documents_making_breaks_the_server(one: Running, path: s
 
 
 def raw(one: Running, *lines: bytes) -> tuple[int, bytes]:
-    """Status and body of what comes back of a head that no client library would write."""
+    """Status and body of the answer to a raw head, which no client library would send."""
     host, port = one.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=LIMIT_S) as connection:
         connection.sendall(b"\r\n".join((*lines, b"Connection: close", b"", b"")))
@@ -146,7 +148,7 @@ def raw(one: Running, *lines: bytes) -> tuple[int, bytes]:
         b"/?/../../etc/passwd%00" + b"/",
     ],
 )
-def test_paths_lead_nowhere(one: Running, path: bytes) -> None:
+def test_path_tricks_reach_no_files(one: Running, path: bytes) -> None:
     status, body = raw(one, b"GET " + path + b" HTTP/1.1", b"Host: 127.0.0.1")
     assert b"root:" not in body
     if path.startswith(b"/?"):
@@ -174,13 +176,13 @@ def test_floods_of_headers_are_refused(one: Running, headers: list[bytes]) -> No
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("prompt", [[1] * 1_000_000, "a " * 1_000_000], ids=["ids", "text"])
-def test_a_million_tokens_are_more_than_a_context(one: Running, prompt: Any) -> None:
+def test_prompt_of_a_million_tokens_is_refused(one: Running, prompt: Any) -> None:
     error = error_of(one.post("/v1/completions", {"prompt": prompt}), 400)
     assert error["code"] == "context_length_exceeded"
     assert one.is_idle()
 
 
-def test_a_hundred_megabytes_are_not_kept(one: Running) -> None:
+def test_body_of_100_megabytes_is_refused(one: Running) -> None:
     pieces = iter([b" " * 2**20] * 100)
     headers = {"content-type": "application/json"}
     error = error_of(one.http.post(CHAT, content=pieces, headers=headers), 413)
@@ -188,7 +190,7 @@ def test_a_hundred_megabytes_are_not_kept(one: Running) -> None:
 
 
 @pytest.mark.parametrize("length", [b"-1", b"1e3", b"99999999999999999999999", b"1, 2"])
-def test_lengths_that_are_none(one: Running, length: bytes) -> None:
+def test_invalid_content_lengths(one: Running, length: bytes) -> None:
     status, body = raw(
         one,
         b"POST /v1/completions HTTP/1.1",
@@ -213,7 +215,7 @@ ESCAPES = [
 
 
 @pytest.mark.parametrize("template", ESCAPES)
-def test_a_strangers_template_fails_as_a_request_does(template: str) -> None:
+def test_hostile_template_is_a_request_error(template: str) -> None:
     with running(scripted_runtime(reply_with("hello"), template=template)) as one:
         answer = one.post(CHAT, {"messages": HI, "chat_template_kwargs": {"x": "y"}})
         message = error_of(answer, 400)["message"]
@@ -230,7 +232,7 @@ TEMPLATE = (
     ("name", "status"),
     [("x", 200), ("raise_exception", 200), ("range", 400), ("self", 400), ("messages", 400)],
 )
-def test_variables_of_templates_are_texts_and_no_more(name: str, status: int) -> None:
+def test_template_variables_are_plain_text(name: str, status: int) -> None:
     with running(scripted_runtime(reply_with("hello"), template=TEMPLATE)) as one:
         hostile = {name: "{{ ''.__class__ }}{% include '/etc/passwd' %}"}
         answer = one.post(CHAT, {"messages": HI, "chat_template_kwargs": hostile})

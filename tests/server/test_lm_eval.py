@@ -25,7 +25,7 @@ from exl_eval.harness import HarnessModel
 
 pytestmark = [
     pytest.mark.thorough,
-    pytest.mark.filterwarnings("ignore"),  # of the harness and its libraries
+    pytest.mark.filterwarnings("ignore"),  # from the harness and its libraries
 ]
 
 PAIRS = [
@@ -67,7 +67,7 @@ def asked(kind: Any, *arguments: Any) -> Instance:
 
 
 @pytest.mark.parametrize("batch_size", [1, 4])
-def test_scores_are_those_of_the_harness_in_process(
+def test_scores_equal_those_of_the_harness_in_process(
     loaded: LoadedModel, url: str, batch_size: int
 ) -> None:
     requests = [asked("loglikelihood", *pair) for pair in PAIRS]
@@ -78,8 +78,8 @@ def test_scores_are_those_of_the_harness_in_process(
         assert is_greedy == was_greedy, pair
 
 
-def test_what_the_model_would_say_is_greedy(loaded: LoadedModel, url: str) -> None:
-    """Equality of two floats decides it there."""
+def test_greedy_reply_is_scored_as_greedy(loaded: LoadedModel, url: str) -> None:
+    """The harness compares two floats for equality to decide `is_greedy`."""
     ours = HarnessModel(loaded)
     free = {"until": [], "max_gen_toks": 6}
     prompts = ["one", "another one", "zz"]
@@ -98,14 +98,14 @@ def test_what_the_model_would_say_is_greedy(loaded: LoadedModel, url: str) -> No
         assert is_greedy == was_greedy
 
 
-def test_rolling_scores_are_the_same(loaded: LoadedModel, url: str) -> None:
+def test_rolling_scores_equal_those_in_process(loaded: LoadedModel, url: str) -> None:
     request = [asked("loglikelihood_rolling", "The quick brown fox jumps over the dog.")]
     (ours,) = HarnessModel(loaded).loglikelihood_rolling(request, disable_tqdm=True)
     (found,) = theirs(url).loglikelihood_rolling(request, disable_tqdm=True)
     assert found == pytest.approx(ours, abs=5e-3)
 
 
-def test_a_whole_task(
+def test_task_results_equal_those_in_process(
     loaded: LoadedModel, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import datasets

@@ -1,4 +1,4 @@
-"""Bodies of eight megabytes: refused in time, while /health answers and other streams go on."""
+"""Bodies of 8 MB are refused in time and delay neither /health nor other streams."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from support.scripted import Rule, always, certain
 CTX_SIZE = 1024
 SIZE = 8 * 1024 * 1024 - 64
 MAX_DELAY_S = 0.5
-"""A margin for busy machines: alone it is below 0.1 s. Before texts were bounded, one body of words
-delayed /health by seconds."""
+"""Limit with a margin for busy machines; an idle one needs less than 0.1 s. Before texts were
+bounded, one body of words delayed /health by seconds."""
 WORDS = "the quick brown fox jumps over the lazy dog and then "
 
 
@@ -138,7 +138,8 @@ def one(smollm2_path: Path) -> Iterator[Running]:
 
 
 def post(one: Running, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
-    """By socket: a client library in this process would hold the interpreter itself."""
+    """Send a request over a raw socket. A client library in this process would itself hold the
+    GIL."""
     host, port = one.url.removeprefix("http://").split(":")
     head = (
         f"POST {path} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -154,7 +155,11 @@ def post(one: Running, path: str, body: bytes) -> tuple[int, dict[str, Any]]:
 
 @dataclass
 class Watch:
-    """Asks for /health every few milliseconds, and for one stream that does not end."""
+    """Measurements of requests for /health every few milliseconds, and of a continuous stream.
+
+    delays  seconds until /health answered
+    gaps    seconds between two pieces of the stream
+    """
 
     delays: list[float] = field(default_factory=list)
     statuses: set[int] = field(default_factory=set)
@@ -200,7 +205,7 @@ def watching(one: Running) -> Iterator[Watch]:
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_health_and_streams_go_on_beside_a_long_body(one: Running, name: str) -> None:
+def test_long_body_does_not_delay_health_or_streams(one: Running, name: str) -> None:
     path, body, status, code = BODIES[name]
     with watching(one) as watch:
         found, answer = post(one, path, body)

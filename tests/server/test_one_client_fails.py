@@ -1,4 +1,4 @@
-"""A request that fails is its own client's error; the streams of the others go on to the end."""
+"""A failed request is an error of its own client. The streams of other clients run to their end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def body(path: str, **fields: Any) -> dict[str, Any]:
 
 
 def neighbour_of(one: Running, disturb: Callable[[], None]) -> str:
-    """Text of a stream that has begun when `disturb` is called; it must end with `[DONE]`."""
+    """Text of a stream that is running while `disturb` is called. It must end with `[DONE]`."""
     text, is_done = "", False
     with one.http.stream("POST", TEXT, json=body(TEXT, stream=True)) as stream:
         for i, line in enumerate(line for line in stream.iter_lines() if line):
@@ -45,7 +45,7 @@ def neighbour_of(one: Running, disturb: Callable[[], None]) -> str:
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-def test_a_bias_on_no_token_is_refused_and_other_streams_go_on(one: Running, path: str) -> None:
+def test_invalid_logit_bias_does_not_stop_other_streams(one: Running, path: str) -> None:
     bad = ("-1", "258", "4294967296", "1.5", "1e2", "+1", " 1", "1_0", "01", "\u0661", "", "9" * 99)
 
     def disturb() -> None:
@@ -60,7 +60,7 @@ def test_a_bias_on_no_token_is_refused_and_other_streams_go_on(one: Running, pat
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 @pytest.mark.parametrize("kind", [ZeroDivisionError, MemoryError, GeneratorExit])
-def test_a_bug_in_one_reply_is_an_error_of_its_client_alone(
+def test_exception_in_one_reply_does_not_stop_other_streams(
     one: Running, path: str, kind: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     feed = StopMatcher.feed

@@ -1,4 +1,4 @@
-"""The chat page in headless Chromium. Playwright drives it; a browser has to be there already."""
+"""The chat page in headless Chromium, driven by Playwright. Needs an installed browser."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def finished(page: Page) -> None:
     expect(page.get_by_role("button", name="Retry")).to_be_visible()
 
 
-def test_a_reply_is_shown_as_markdown_and_never_as_html(page: Page, quick: Running) -> None:
+def test_reply_is_rendered_as_markdown_and_never_as_html(page: Page, quick: Running) -> None:
     page.goto(quick.url)
     ask(page, "Hello & <b>you</b>")
     finished(page)
@@ -115,7 +115,7 @@ def about(page: Page) -> str:
 
 
 @pytest.mark.thorough
-def test_code_is_copied(page: Page, quick: Running) -> None:
+def test_copy_buttons(page: Page, quick: Running) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"], origin=quick.url)
     page.goto(quick.url)
     ask(page, "code")
@@ -163,7 +163,7 @@ def test_tables_and_quotations(page: Page) -> None:
 
 
 @pytest.mark.thorough
-def test_what_is_too_wide_scrolls_by_itself(page: Page) -> None:
+def test_wide_tables_and_code_scroll_in_their_boxes(page: Page) -> None:
     wide = "| " + " | ".join(f"column{i}" for i in range(20)) + " |\n|" + "---|" * 20
     with running(scripted_runtime(reply_with(f"{wide}\n\n```\n{'x' * 400}\n```"))) as one:
         page.goto(one.url)
@@ -176,7 +176,7 @@ def test_what_is_too_wide_scrolls_by_itself(page: Page) -> None:
 
 
 @pytest.mark.thorough
-def test_two_tabs_have_a_conversation_each(page: Page, quick: Running) -> None:
+def test_each_tab_has_its_own_conversation(page: Page, quick: Running) -> None:
     page.goto(quick.url)
     ask(page, "first")
     finished(page)
@@ -193,7 +193,7 @@ def test_two_tabs_have_a_conversation_each(page: Page, quick: Running) -> None:
 
 
 @pytest.mark.thorough
-def test_what_was_kept_and_cannot_be_read_is_told(page: Page, quick: Running) -> None:
+def test_unreadable_stored_conversation_is_reported(page: Page, quick: Running) -> None:
     page.add_init_script("localStorage.setItem('exl-chat-1', '{')")
     page.goto(quick.url)
     expect(page.locator("#hint")).to_contain_text("cannot be read")
@@ -202,7 +202,7 @@ def test_what_was_kept_and_cannot_be_read_is_told(page: Page, quick: Running) ->
 
 
 @pytest.mark.thorough
-def test_what_only_looks_like_emphasis_is_text(page: Page, quick: Running) -> None:
+def test_characters_that_only_resemble_emphasis_are_text(page: Page, quick: Running) -> None:
     page.goto(quick.url)
     text = "*1. one\n*2. two* 3 * 4 ** 5 ** a_b_c 2*3"
     shown = page.evaluate(
@@ -218,7 +218,7 @@ def test_what_only_looks_like_emphasis_is_text(page: Page, quick: Running) -> No
 
 
 @pytest.mark.parametrize("how", first_by_default(["Escape", "button"]))
-def test_it_streams_and_stops(page: Page, slow: Running, how: str) -> None:
+def test_reply_streams_and_stops(page: Page, slow: Running, how: str) -> None:
     page.goto(slow.url)
     ask(page, "go")
     expect(page.locator(".reply")).to_contain_text("abc abc")
@@ -274,7 +274,7 @@ def test_retry_edit_undo_and_new(page: Page, quick: Running) -> None:
 
 
 @pytest.mark.thorough
-def test_a_new_chat_in_the_middle_of_a_reply_stops_it(page: Page, slow: Running) -> None:
+def test_new_chat_stops_the_running_reply(page: Page, slow: Running) -> None:
     page.on("dialog", lambda dialog: dialog.accept())
     page.goto(slow.url)
     ask(page, "go")
@@ -291,7 +291,7 @@ def test_a_new_chat_in_the_middle_of_a_reply_stops_it(page: Page, slow: Running)
 
 
 @pytest.mark.thorough
-def test_it_survives_a_reload_in_the_middle_of_a_reply(page: Page, slow: Running) -> None:
+def test_conversation_survives_a_reload_during_a_reply(page: Page, slow: Running) -> None:
     page.goto(slow.url)
     ask(page, "go")
     expect(page.locator(".reply")).to_contain_text("abc abc")
@@ -305,7 +305,7 @@ def test_it_survives_a_reload_in_the_middle_of_a_reply(page: Page, slow: Running
 
 
 @pytest.mark.thorough
-def test_it_survives_a_restart_of_the_server(page: Page) -> None:
+def test_conversation_survives_a_restart_of_the_server(page: Page) -> None:
     with running(scripted_runtime(reply_with("before"))) as one:
         page.goto(one.url)
         ask(page, "one")
@@ -325,7 +325,7 @@ def test_it_survives_a_restart_of_the_server(page: Page) -> None:
 
 
 @pytest.mark.thorough
-def test_a_refusal_is_told_in_its_own_words(page: Page, quick: Running) -> None:
+def test_error_message_of_the_server_is_shown(page: Page, quick: Running) -> None:
     page.goto(quick.url)
     page.get_by_text("Settings").click()
     page.get_by_label("Top-p").fill("0")
@@ -334,14 +334,14 @@ def test_a_refusal_is_told_in_its_own_words(page: Page, quick: Running) -> None:
     page.get_by_label("Top-p").fill("7")
     page.get_by_role("button", name="Edit").click()
     page.keyboard.press("Enter")
-    assert page.locator("article").count() == 0, "what the form knows to be wrong is not sent"
+    assert page.locator("article").count() == 0, "the form does not send invalid values"
 
 
 @pytest.mark.thorough
-def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page) -> None:
+def test_page_asks_for_a_key_and_keeps_it_for_the_tab(page: Page) -> None:
     with running(scripted_runtime(reply_with("yes")), access=Access(frozenset({"key"}))) as one:
         page.goto(one.url)
-        expect(page.get_by_label("This server wants a key")).to_be_focused()
+        expect(page.get_by_label("This server requires a key")).to_be_focused()
         page.keyboard.type("key")
         page.keyboard.press("Enter")
         expect(page.locator("#key")).to_be_hidden()
@@ -353,7 +353,7 @@ def test_a_key_is_asked_for_and_kept_for_the_tab(page: Page) -> None:
 
 
 @pytest.mark.thorough
-def test_a_model_is_chosen_where_there_are_several(page: Page, tmp_path: Any) -> None:
+def test_model_can_be_selected(page: Page, tmp_path: Any) -> None:
     first = scripted_runtime(reply_with("of the first"))
     other = scripted_runtime(reply_with("of the other"), name="other")
     host = ModelHost(first, others={"other": tmp_path}, opener=lambda _: other)
@@ -367,7 +367,7 @@ def test_a_model_is_chosen_where_there_are_several(page: Page, tmp_path: Any) ->
 
 
 @pytest.mark.thorough
-def test_it_begins_with_the_settings_of_the_terminal(page: Page, quick: Running) -> None:
+def test_default_settings_equal_those_of_the_terminal(page: Page, quick: Running) -> None:
     page.goto(quick.url)
     sampling, chat = SamplingOptions(), ChatOptions()
     expected = {
@@ -389,7 +389,7 @@ HARMFUL = (
 
 
 @pytest.mark.thorough
-def test_markdown_that_means_harm_is_shown_in_time(page: Page, quick: Running) -> None:
+def test_hostile_markdown_renders_in_time(page: Page, quick: Running) -> None:
     page.goto(quick.url)
     took_ms = page.evaluate(
         """(texts) => texts.map((text) => {

@@ -1,4 +1,4 @@
-"""`exl serve-lite` as a process: its signals, its refusals, its return after a kill."""
+"""`exl serve-lite` as a process: signals, refused options, restart after a kill."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LONG = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two tiny models."""
+    """A folder with two tiny models."""
     home = tmp_path_factory.mktemp("models")
     for name, layers in (("one", 2), ("two", 1)):
         (home / name).mkdir()
@@ -94,7 +94,7 @@ def wait_until_running(one: Process) -> None:
 @pytest.mark.parametrize(
     "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.thorough)]
 )
-def test_the_first_signal_lets_what_runs_finish(folder: Path, number: signal.Signals) -> None:
+def test_first_signal_lets_running_replies_finish(folder: Path, number: signal.Signals) -> None:
     answers: list[httpx2.Response] = []
     with serving("-m", str(folder / "one")) as one:
         asking = threading.Thread(target=lambda: answers.append(one.ask(max_tokens=600)))
@@ -107,7 +107,9 @@ def test_the_first_signal_lets_what_runs_finish(folder: Path, number: signal.Sig
 
 
 @pytest.mark.thorough
-def test_the_first_signal_ends_it_while_a_schema_is_compiled(folder: Path, tmp_path: Path) -> None:
+def test_first_signal_ends_the_server_while_a_schema_is_compiled(
+    folder: Path, tmp_path: Path
+) -> None:
     model = shutil.copytree(folder / "one", tmp_path / "model")
     config = {"chat_template": "{% for m in messages %}{{ m.content }}{% endfor %}"}
     (model / "tokenizer_config.json").write_text(json.dumps(config))
@@ -133,7 +135,7 @@ def test_the_first_signal_ends_it_while_a_schema_is_compiled(folder: Path, tmp_p
 
 
 @pytest.mark.thorough
-def test_the_second_signal_does_not_wait(folder: Path) -> None:
+def test_second_signal_ends_the_server_at_once(folder: Path) -> None:
     with serving("-m", str(folder / "one")) as one:
 
         def ask() -> None:
@@ -145,14 +147,14 @@ def test_the_second_signal_does_not_wait(folder: Path) -> None:
         wait_until_running(one)
         one.process.send_signal(signal.SIGTERM)
         time.sleep(0.2)
-        assert one.process.poll() is None, "it still finishes what runs"
+        assert one.process.poll() is None, "it waits for the running reply"
         one.process.send_signal(signal.SIGTERM)
         assert one.end() == (130, b"")
         asking.join(WAIT_S)
 
 
 @pytest.mark.thorough
-def test_killed_in_the_middle_it_comes_back_clean(folder: Path) -> None:
+def test_restart_after_a_kill_during_a_stream(folder: Path) -> None:
     with serving("-m", str(folder / "one")) as one:
         expected = one.ask(max_tokens=5).json()["choices"]
         with one.http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as reply:
@@ -165,7 +167,8 @@ def test_killed_in_the_middle_it_comes_back_clean(folder: Path) -> None:
 
 
 def ask_until_answered(url: str, body: dict[str, Any], deadline: float) -> tuple[str, int]:
-    """The reply's text, and how often it was asked for: nobody may be there, or break off."""
+    """Text of the reply and number of attempts. Retries while no server listens, and after an
+    interrupted reply."""
     with httpx2.Client(base_url=url, timeout=2 * WAIT_S) as client:
         tries, reply = 1, None
         while reply is None:
@@ -180,7 +183,7 @@ def ask_until_answered(url: str, body: dict[str, Any], deadline: float) -> tuple
         text: str = reply.json()["choices"][0]["text"]
         return text, tries
     *events, end = reply.text.strip().split("\n\n")
-    assert end == "data: [DONE]", "a stream that broke off raises"
+    assert end == "data: [DONE]", "an interrupted stream raises TransportError instead"
     texts = [json.loads(event[6:])["choices"][0]["text"] for event in events]
     return "".join(texts), tries
 
@@ -209,13 +212,13 @@ def bodies_of(num_clients: int) -> list[dict[str, Any]]:
 
 
 EXACT = "--exact"
-"""A reply does not depend on what else is in the batch."""
+"""With this option a reply does not depend on the other requests of its batch."""
 
 
 @pytest.mark.thorough
 @pytest.mark.timeout(900)
-def test_killed_under_the_load_of_many_it_comes_back_and_serves_them_all(folder: Path) -> None:
-    """Twice; each client asks again until it is answered."""
+def test_restarts_after_kills_under_load_serve_all_clients(folder: Path) -> None:
+    """Kills the server twice. Each client repeats its request until it is answered."""
     args = ("-m", str(folder / "one"), EXACT)
     bodies = bodies_of(40)
     deadline = time.monotonic() + 600
@@ -240,8 +243,8 @@ def test_killed_under_the_load_of_many_it_comes_back_and_serves_them_all(folder:
 
 @pytest.mark.thorough
 @pytest.mark.timeout(600)
-def test_a_signal_under_the_load_of_many_lets_all_of_them_finish(folder: Path) -> None:
-    """Those that run, and those that wait for their turn; who comes later finds nobody."""
+def test_signal_under_load_lets_running_and_waiting_replies_finish(folder: Path) -> None:
+    """Running and queued replies finish. Later connections are refused."""
     bodies = [{**body, "max_tokens": 300} for body in bodies_of(30)]
     with serving("-m", str(folder / "one"), EXACT, "--max-batch", "8") as one:
         expected = [text_alone(one, body) for body in bodies]
@@ -259,7 +262,7 @@ def test_a_signal_under_the_load_of_many_lets_all_of_them_finish(folder: Path) -
 
 
 @pytest.mark.thorough
-def test_a_folder_of_models_is_served_by_name(folder: Path) -> None:
+def test_models_of_a_folder_are_served_by_name(folder: Path) -> None:
     with serving("--models-dir", str(folder), "--ngram") as one:
         listed = one.http.get("/v1/models").json()["data"]
         assert [(model["id"], model["loaded"]) for model in listed] == [
@@ -276,7 +279,7 @@ def test_a_folder_of_models_is_served_by_name(folder: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_key_from_the_environment_or_a_file(folder: Path, tmp_path: Path) -> None:
+def test_keys_from_the_environment_and_a_file(folder: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("first\nsecond\n")
     args = ("-m", str(folder / "one"), "--host", "0.0.0.0", "--api-key-file", str(keys))
@@ -295,11 +298,11 @@ def test_a_key_from_the_environment_or_a_file(folder: Path, tmp_path: Path) -> N
         (("--api-key", ""), "not one that a client could send"),
         (("--api-key", "two words"), "not one that a client could send"),
         (("--models-dir", ".", "--lora", "x"), "belongs to one model"),
-        (("--host", "192.0.2.1", "--api-key", "k"), "no server can listen there"),
+        (("--host", "192.0.2.1", "--api-key", "k"), "cannot listen on this address"),
         (("-m", "missing-model"), "no such model"),
     ],
 )
-def test_what_cannot_be_served_is_one_line(
+def test_bad_options_are_one_line_errors(
     args: tuple[str, ...], said: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["serve-lite", "--port", "0", *args]) in (2, 3)

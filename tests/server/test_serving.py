@@ -1,4 +1,4 @@
-"""Clients that come and go: queue, cancellation, health, models in turn, and many at once."""
+"""Queue, cancellation, health, metrics, swapping of models, and many concurrent clients."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def in_background(work: Callable[[], Any]) -> threading.Thread:
 
 
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_whoever_leaves_takes_their_work_along(is_stream: bool) -> None:
+def test_disconnect_cancels_the_replies(is_stream: bool) -> None:
     with running(scripted_runtime(slowly(ENDLESS))) as one:
         body = {"prompt": "Q", "max_tokens": 900, "stream": is_stream, "n": 3}
         with httpx2.Client(base_url=one.url, timeout=0.5) as client:
@@ -71,7 +71,7 @@ def test_whoever_leaves_takes_their_work_along(is_stream: bool) -> None:
         assert one.http.get("/health").json()["status"] == "ok"
 
 
-def test_a_full_queue_says_when_to_come_again() -> None:
+def test_full_queue_sends_retry_after() -> None:
     runtime = scripted_runtime(slowly(ENDLESS), max_batch=1)
     with running(runtime, limits=Limits(max_queue=1)) as one:
         client = one.openai()
@@ -91,7 +91,7 @@ def test_a_full_queue_says_when_to_come_again() -> None:
         wait_until(lambda: one.post("/v1/completions", {"prompt": "Q"}).status_code == 200)
 
 
-def test_health_tells_a_stalled_engine_from_an_idle_one() -> None:
+def test_health_distinguishes_stalled_from_idle() -> None:
     gate = threading.Event()
 
     def stuck(history: Any) -> Any:
@@ -109,7 +109,7 @@ def test_health_tells_a_stalled_engine_from_an_idle_one() -> None:
         wait_until(lambda: one.http.get("/health").status_code == 200)
 
 
-def test_a_pass_that_fails_is_an_error_and_the_next_is_served() -> None:
+def test_failed_pass_is_an_error_and_the_next_request_is_served() -> None:
     runtime = scripted_runtime(reply_with("fine"))
     model: Any = runtime.loaded.model
     with running(runtime) as one:
@@ -123,7 +123,7 @@ def test_a_pass_that_fails_is_an_error_and_the_next_is_served() -> None:
         assert one.post("/v1/completions", {"prompt": "Q"}).json()["choices"][0]["text"] == "fine"
 
 
-def test_metrics_count(monkeypatch: Any) -> None:
+def test_metrics_count_requests_and_tokens(monkeypatch: Any) -> None:
     with running(scripted_runtime(reply_with("fine"))) as one:
         one.post("/v1/completions", {"prompt": "Q:"})
         one.http.get("/v1/nothing")
@@ -136,7 +136,7 @@ def test_metrics_count(monkeypatch: Any) -> None:
         assert "exl_running_replies 0.0" in text
 
 
-def test_a_reply_has_its_time() -> None:
+def test_reply_time_limit() -> None:
     with running(scripted_runtime(slowly(ENDLESS)), limits=Limits(reply_s=0.3)) as one:
         client = one.openai().completions
         whole = client.create(model="scripted", prompt="Q", max_tokens=900)
@@ -152,7 +152,7 @@ def test_a_reply_has_its_time() -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_who_stops_a_stream_knows_what_it_used(path: str) -> None:
+def test_continuous_usage_stats(path: str) -> None:
     asked = (
         {"prompt": "Q"} if "chat" not in path else {"messages": [{"role": "user", "content": ""}]}
     )
@@ -211,7 +211,7 @@ def test_several_replies_compute_their_prompt_once() -> None:
 
 
 class Folder:
-    """Models that say their own names, and how many of them were loaded."""
+    """Opener of scripted models that reply with their own names. `loaded`: names in load order."""
 
     def __init__(self) -> None:
         self.loaded: list[str] = []
@@ -226,7 +226,7 @@ class Folder:
 
 
 @pytest.mark.thorough
-def test_models_take_turns() -> None:
+def test_requests_for_several_models_swap_them() -> None:
     folder = Folder()
     others = {name: Path(name) for name in ("a", "b", "broken")}
     host = ModelHost(folder.open(Path("a")), others=others, opener=folder.open)
@@ -242,7 +242,7 @@ def test_models_take_turns() -> None:
         names = ["a", "b", "a", "b", "b", "a"] * 3
         with ThreadPoolExecutor(len(names)) as pool:
             assert list(pool.map(ask, names)) == [f"I am {name}." for name in names]
-        assert len(folder.loaded) < 10, "those that wait for one model are served together"
+        assert len(folder.loaded) < 10, "requests that wait for one model are served together"
         before = ask("a")
         error = error_of(one.post("/v1/completions", {"model": "broken", "prompt": "Q"}), 500)
         assert "no such model" in error["message"]
@@ -253,7 +253,7 @@ def test_models_take_turns() -> None:
         assert current == {"a": True, "b": False, "broken": False}
 
 
-def test_whoever_leaves_while_waiting_for_a_model_holds_up_nobody() -> None:
+def test_disconnect_while_waiting_for_a_model_blocks_no_other_request() -> None:
     folder = Folder()
     host = ModelHost(
         scripted_runtime(slowly(ENDLESS), name="a"), others={"b": Path("b")}, opener=folder.open
@@ -271,7 +271,7 @@ def test_whoever_leaves_while_waiting_for_a_model_holds_up_nobody() -> None:
         asking.join(LIMIT_S)
 
 
-def test_a_folder_of_models(tmp_path: Path) -> None:
+def test_models_in_a_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelNotFoundError, match="no models"):
         models_in(tmp_path)
     (tmp_path / "one.gguf").write_bytes(b"")
@@ -286,7 +286,8 @@ def test_a_folder_of_models(tmp_path: Path) -> None:
 
 
 async def _storm(url: str, expected: list[str], bodies: list[dict[str, Any]], seed: int) -> int:
-    """As many clients as bodies; half leave at a random moment. How many stayed."""
+    """Run one client per body. Half of them disconnect at a random moment. Returns the number of
+    clients that received their reply."""
     random_moment = random.Random(seed)
     limits = httpx2.Limits(max_connections=None)
     healthy = []
@@ -331,14 +332,14 @@ async def _joined(reply: httpx2.Response) -> str:
 
 
 def storm(runtime: Runtime, num_clients: int) -> None:
-    """Every reply is the one that the same request gets alone, whatever runs beside it."""
+    """Checks that concurrent clients get the replies that the same requests get alone."""
     with running(runtime, limits=Limits(max_queue=num_clients)) as one:
         bodies = [
             {
                 "prompt": f"{'Once upon a time, ' * (i % 7)}number {i % 10} was",
                 "max_tokens": 4 + i % 13,
                 "temperature": 0 if i % 3 else 1,
-                "top_k": 20,  # in the tail of a distribution a rounding is worth a token
+                "top_k": 20,  # in the tail, a rounding error could change the token
                 "seed": i % 10,
                 "stream": i % 4 != 0,
             }
@@ -361,16 +362,17 @@ def storm(runtime: Runtime, num_clients: int) -> None:
 
 
 @pytest.mark.thorough
-def test_clients_at_once_of_which_half_leave() -> None:
-    """The scripted model's next token depends on all before it: a mixed-up page would show."""
+def test_concurrent_clients_of_which_half_disconnect() -> None:
+    """The next token of the scripted model depends on all previous ones, so that a wrong cache page
+    changes the reply."""
     rule = slowly(HashRule(5), 0.002)
     storm(scripted_runtime(rule, ctx_size=512, max_batch=16, cache_tokens=4096), 60)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-def test_200_clients_of_a_real_model_of_which_half_leave() -> None:
-    """On the exact path, where a reply does not depend on what else is in the batch."""
+def test_200_clients_of_a_real_model_of_which_half_disconnect() -> None:
+    """Runs with `exact`, where a reply does not depend on the other requests of its batch."""
     loaded = load_model(str(smollm2_gguf()), LoadOptions(exact=True))
     options = EngineOptions(cache_tokens=4096, max_batch=16, kv_format=KVFormat.FP32)
     storm(Runtime(loaded, Engine(loaded.model, loaded.tokenizer, options), 512), 200)

@@ -1,4 +1,5 @@
-"""Streams as bytes: the quick way and the long one, and clients that do not read."""
+"""Streams as bytes: events from templates and from the full serializer, and clients that do not
+read."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def ask(path: str, *, n: int = 1, **fields: Any) -> bytes:
 
 
 def connect(one: Running, path: str, body: bytes, version: bytes = b"1.1") -> socket.socket:
-    """Has asked, and read nothing."""
+    """A socket that has sent the request and read nothing."""
     host, port = one.url.removeprefix("http://").split(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -49,7 +50,7 @@ def connect(one: Running, path: str, body: bytes, version: bytes = b"1.1") -> so
 
 
 def answer_to(one: Running, path: str, body: bytes, version: bytes = b"1.1") -> tuple[bytes, bytes]:
-    """Head, and the body as it was sent."""
+    """Head and undecoded body of the answer."""
     with connect(one, path, body, version) as connection:
         answer = rest_of(connection)
     head, _, rest = answer.partition(b"\r\n\r\n")
@@ -61,7 +62,7 @@ def rest_of(connection: socket.socket) -> bytes:
 
 
 def joined(chunked: bytes) -> bytes:
-    """The body that came in chunks."""
+    """Decode a chunked body."""
     body = b""
     while chunked:
         size, _, rest = chunked.partition(b"\r\n")
@@ -79,9 +80,7 @@ def events_of(body: bytes) -> list[bytes]:
 
 
 @given(st.text(st.characters()), st.text(st.characters()))
-def test_what_is_written_once_around_texts_is_what_the_whole_event_gives(
-    text: str, model: str
-) -> None:
+def test_text_events_equal_fully_serialized_events(text: str, model: str) -> None:
     def event(text: str) -> dict[str, object]:
         return {"model": model, "choices": [{"delta": {"content": text}, "logprobs": None}]}
 
@@ -90,8 +89,9 @@ def test_what_is_written_once_around_texts_is_what_the_whole_event_gives(
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
 @pytest.mark.parametrize("n", first_by_default([2, 1]))
-def test_quick_events_are_those_of_the_whole_serializer(path: str, n: int) -> None:
-    """With log-probabilities events take the long way; but for these they are the same."""
+def test_events_of_both_serializers_are_equal(path: str, n: int) -> None:
+    """Events with log probabilities use the full serializer, others use templates. Apart from the
+    log probabilities they are equal."""
     reply = f"<think>why{SAID}</think>{SAID}"
     with running(scripted_runtime(reply_with(reply), template=TEMPLATE)) as one:
 
@@ -117,7 +117,7 @@ def test_quick_events_are_those_of_the_whole_serializer(path: str, n: int) -> No
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-def test_a_client_without_chunks_gets_the_bare_events(path: str) -> None:
+def test_http_1_0_client_gets_events_without_chunks(path: str) -> None:
     with running(scripted_runtime(reply_with(SAID))) as one:
         head, body = answer_to(one, path, ask(path, max_tokens=100), b"1.0")
         assert b"chunked" not in head and b"connection: close" in head
@@ -130,7 +130,7 @@ def test_a_client_without_chunks_gets_the_bare_events(path: str) -> None:
     assert texts[0] == texts[1]
 
 
-def test_any_other_server_of_asgi_gets_the_same_by_messages() -> None:
+def test_events_over_plain_asgi_messages() -> None:
     runtime = scripted_runtime(reply_with(SAID))
     body = ask(TEXT, max_tokens=100)
     with running(runtime) as one:
@@ -162,8 +162,8 @@ def test_any_other_server_of_asgi_gets_the_same_by_messages() -> None:
 
 
 @pytest.mark.parametrize("path", [TEXT, CHAT])
-def test_pieces_are_whole_characters_and_no_beginning_of_a_stop(path: str) -> None:
-    """A token is a byte here: most characters and the stop string lie across several events."""
+def test_pieces_hold_back_partial_characters_and_stop_strings(path: str) -> None:
+    """One token per byte: most characters and the stop string span several tokens."""
     with running(scripted_runtime(reply_with("é€💥 a STOP is no ST💥P b"))) as one:
         body = ask(path, max_tokens=100, stop=["never", "ST💥P"])
         events = map(json.loads, events_of(joined(answer_to(one, path, body)[1])))
@@ -176,13 +176,13 @@ def test_pieces_are_whole_characters_and_no_beginning_of_a_stop(path: str) -> No
     assert choices[-1]["finish_reason"] == "stop"
 
 
-def test_who_does_not_read_is_hung_up_on_and_keeps_nothing() -> None:
-    """Also where the answer is complete and only waits to be taken, and when the server ends."""
+def test_client_that_does_not_read_is_disconnected_and_frees_its_pages() -> None:
+    """Covers a stream, a complete answer that the client does not read, and the server's end."""
     with running(
         scripted_runtime(always(certain(ord("a")))),
         limits=Limits(send_s=0.5),
     ) as one:
-        for listening in one.server.servers[0].sockets:  # those that it accepts get the same
+        for listening in one.server.servers[0].sockets:  # accepted sockets inherit it
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
         long = ask(TEXT, max_tokens=300, logprobs=20, n=4)
         whole = long.replace(b'"stream": true', b'"stream": false')
@@ -190,7 +190,7 @@ def test_who_does_not_read_is_hung_up_on_and_keeps_nothing() -> None:
             assert one.http.get("/health").status_code == 200
             one.wait_until_idle()
             deadline = time.monotonic() + LIMIT_S
-            while len(one.server.server_state.connections) > 1:  # that of `one.http` is left
+            while len(one.server.server_state.connections) > 1:  # the one of `one.http` stays
                 assert time.monotonic() < deadline
                 time.sleep(0.01)
             taken = [rest_of(streaming), rest_of(waiting)]

@@ -1,4 +1,4 @@
-"""Tokens by vLLM's paths and by tabbyAPI's, and what else their clients ask of a model."""
+"""Tokenizer routes under vLLM's and tabbyAPI's paths, and routes that describe the model."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ def test_texts_and_tokens(one: Running, path: str, body: Any, expected: dict[str
 
 
 @pytest.mark.parametrize("path", ["/detokenize", "/v1/token/decode"])
-def test_ids_beyond_the_vocabulary_are_refused(one: Running, path: str) -> None:
+def test_token_ids_beyond_the_vocabulary_are_refused(one: Running, path: str) -> None:
     assert error_of(one.post(path, {"tokens": [258]}), 400)["param"] == "tokens"
 
 
-def test_what_is_loaded(one: Running) -> None:
+def test_props_and_tokenizer_info(one: Running) -> None:
     model = one.http.get("/v1/model").json()
     assert model == one.http.get("/v1/models/scripted").json()
     assert (model["id"], model["max_model_len"]) == ("scripted", 1024)

@@ -1,4 +1,4 @@
-"""Tools: what the template families write, whole and streamed, and calls that are required."""
+"""Tool calls in the formats of the template families, whole and streamed, and required calls."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def split(tool_format: ToolFormat, reply: str, size: int) -> tuple[str, list[tup
 
 @pytest.mark.parametrize("tool_format", list(ToolFormat))
 @pytest.mark.parametrize("size", [1, 3, 7, 1000])
-def test_calls_are_found_however_the_reply_is_cut(tool_format: ToolFormat, size: int) -> None:
+def test_calls_are_found_however_the_reply_is_split(tool_format: ToolFormat, size: int) -> None:
     text, calls = split(tool_format, REPLIES[tool_format], size)
     assert calls == [("weather", {"city": "Oslo"}), ("now", {})]
     assert text.strip() == ("Let me see." if tool_format is ToolFormat.HERMES else "")
@@ -76,7 +76,7 @@ def test_calls_are_found_however_the_reply_is_cut(tool_format: ToolFormat, size:
         "  spaces  around  ",
     ],
 )
-def test_what_is_no_call_stays_text(tool_format: ToolFormat, size: int, reply: str) -> None:
+def test_text_that_is_not_a_call_stays_text(tool_format: ToolFormat, size: int, reply: str) -> None:
     text, calls = split(tool_format, reply, size)
     assert calls == []
     assert "".join(text.split()) == "".join(reply.split()), "nothing is lost"
@@ -92,7 +92,7 @@ def test_newer_mistral_writes_the_name_before_the_arguments(between: str) -> Non
     assert split(ToolFormat.MISTRAL, broken, 5) == (broken, [])
 
 
-def test_formats_are_told_by_the_template() -> None:
+def test_format_is_detected_from_the_template() -> None:
     assert format_of(HERMES) is ToolFormat.HERMES
     assert format_of(LLAMA) is ToolFormat.LLAMA
     assert format_of(MISTRAL) is ToolFormat.MISTRAL
@@ -100,7 +100,7 @@ def test_formats_are_told_by_the_template() -> None:
     assert format_of("{{ tools }}") is None
 
 
-def test_references_within_a_schema_still_lead_somewhere() -> None:
+def test_references_in_a_tool_schema_are_adjusted() -> None:
     own = {"$defs": {"c": {"type": "string"}}, "properties": {"x": {"$ref": "#/$defs/c"}}}
     schema: Any = call_schema([{"name": "f", "parameters": own}], ToolFormat.HERMES, only_one=True)
     assert schema["$defs"]["tool0"]["properties"]["x"] == {"$ref": "#/$defs/tool0/$defs/c"}
@@ -122,7 +122,7 @@ def ask(one: Running, **settings: Any) -> Any:
     ("template", "tool_format"),
     [(HERMES, ToolFormat.HERMES), (LLAMA, ToolFormat.LLAMA), (MISTRAL, ToolFormat.MISTRAL)],
 )
-def test_calls_reach_the_client(template: str, tool_format: ToolFormat) -> None:
+def test_client_receives_calls(template: str, tool_format: ToolFormat) -> None:
     with serving(reply_with(REPLIES[tool_format]), template) as one:
         (choice,) = ask(one).choices
         chunks = ask(one, stream=True)
@@ -141,8 +141,8 @@ def test_calls_reach_the_client(template: str, tool_format: ToolFormat) -> None:
 
 
 @pytest.mark.parametrize("template", first_by_default([HERMES, LLAMA, MISTRAL]))
-def test_a_required_call_comes_whatever_the_model_would_say(template: str) -> None:
-    """The model's logits are random: what it writes is a call because nothing else may be."""
+def test_required_call_is_always_made(template: str) -> None:
+    """The model's logits are random, so only the constraint makes the reply a call."""
     with serving(HashRule(3), template) as one:
         for seed in range(3):
             named = {"type": "function", "function": {"name": "weather"}}
@@ -155,7 +155,7 @@ def test_a_required_call_comes_whatever_the_model_would_say(template: str) -> No
         assert choice.message.tool_calls[0].function.name in NAMES
 
 
-def test_results_of_tools_go_back_through_the_template() -> None:
+def test_tool_results_are_rendered_by_the_template() -> None:
     seen: list[str] = []
     rule = reply_with("ok")
 
@@ -176,7 +176,7 @@ def test_results_of_tools_go_back_through_the_template() -> None:
     assert seen[0] == "[user]Weather?[assistant](weather Rome)[tool]sunny[assistant]"
 
 
-def test_tools_that_cannot_be_are_refused() -> None:
+def test_invalid_tools_are_refused() -> None:
     deep: dict[str, Any] = {"type": "object"}
     for _ in range(450):
         deep = {"properties": {"a": deep}}

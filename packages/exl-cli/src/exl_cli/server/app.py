@@ -1,8 +1,8 @@
-"""The application: paths, and what each answers. Takes a model that is loaded already.
+"""The ASGI application: its routes and their answers. The caller loads the model.
 
     app = create_app(ModelHost(runtime))
 
-Knows neither options nor sockets (`run.py`).
+Knows neither command-line options nor sockets (`run.py`).
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ from exl_cli.server.streaming import (
 )
 from exl_cli.server.tokenizing import add_tokenizer
 
-_CLIENT_GONE = 499  # nginx's number; nobody reads it
+_CLIENT_GONE = 499  # nginx's status for a closed connection; no client receives it
 _INLINE = re.compile(r"<(script|style)\b[^>]*>(.*?)</\1>", re.DOTALL | re.IGNORECASE)
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"description": what, "content": {"application/json": {"schema": {"type": "object"}}}}
     for status, what in (
-        (400, "The request cannot be served as written"),
-        (401, "No key, or a wrong one"),
-        (403, "Not served under this name"),
+        (400, "The request is invalid or unsupported"),
+        (401, "The key is missing or wrong"),
+        (403, "The server does not answer to this host name"),
         (404, "No such model or path"),
         (408, "The body did not arrive in time"),
-        (413, "The body is too long"),
-        (415, "The body is not marked as JSON"),
+        (413, "The body is too large"),
+        (415, "The content type of the body is not JSON"),
         (429, "The queue is full"),
         (431, "The head is too long"),
         (500, "A failure while running"),
-        (503, "Not now"),
+        (503, "Out of memory, stalled or shutting down"),
     )
 }
 
@@ -64,7 +64,8 @@ _ANSWERS: dict[int | str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """`api_keys` empty: everybody may ask. `hosts`: names that the server answers to, None: any."""
+    """Who may send requests. `api_keys` empty: everyone. `hosts`: host names that the server
+    answers to; None: any."""
 
     api_keys: frozenset[str] = frozenset()
     hosts: Collection[str] | None = None
@@ -122,7 +123,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", tags=["generation"], responses=_ANSWERS)
     async def completions(body: CompletionBody, request: Request) -> Response:
-        """Go on with a text, or with several."""
+        """Continue one or several texts."""
         return await answer(Completion(service, body), request, is_stream=bool(body.stream))
 
     @app.post("/v1/chat/completions", tags=["generation"], responses=_ANSWERS)
@@ -150,25 +151,25 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.get("/v1/models", tags=["models"])
     async def models() -> Response:
-        """The models that may be asked for."""
+        """List the models that this server can run."""
         return json_reply({"object": "list", "data": [model_json(name) for name in host.names]})
 
     @app.get("/v1/models/{name:path}", tags=["models"])
     async def model(name: str) -> Response:
-        """One of them."""
+        """Describe one model."""
         if name not in host.names:
             raise ApiError(404, f"no model {name[:200]!r}", param="model", code="model_not_found")
         return json_reply(model_json(name))
 
     @app.get("/v1/model", tags=["models"])
     async def current_model() -> Response:
-        """The one that is loaded, as tabbyAPI's clients ask for it."""
+        """Describe the loaded model, by tabbyAPI's path."""
         async with host.use(None) as resident:
             return json_reply(model_json(resident.name))
 
     @app.get("/props", tags=["models"])
     async def props() -> Response:
-        """The same as llama.cpp's and tabbyAPI's clients ask for it."""
+        """Properties of the loaded model, as llama.cpp and tabbyAPI report them."""
         async with host.use(None) as resident:
             runtime, slots = resident.runtime, resident.max_batch
         template = runtime.loaded.template
@@ -184,7 +185,7 @@ def _add_models(app: FastAPI, service: Service) -> None:
 def _add_watching(app: FastAPI, service: Service) -> None:
     @app.get("/health", tags=["watching"])
     async def health() -> Response:
-        """200 while generation makes progress, or has nothing to do; 503 once it is stuck."""
+        """200 while generation is idle or makes progress, 503 once it is stuck."""
         resident = service.host.resident
         if resident is None:
             return json_reply({"status": "loading"})
@@ -200,7 +201,7 @@ def _add_watching(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics", tags=["watching"], response_class=PlainTextResponse)
     async def metrics_text() -> Response:
-        """Figures for Prometheus."""
+        """Metrics for Prometheus."""
         service.observe()
         return Response(service.metrics.text(), media_type=metrics.CONTENT_TYPE)
 
@@ -220,7 +221,8 @@ def _add_page(app: FastAPI) -> None:
 
 
 def content_policy(html: str) -> str:
-    """The page's own scripts and styles, by their hashes, and requests to this server; no more."""
+    """Content-Security-Policy of the page. It allows the page's own scripts and styles, by their
+    hashes, and requests to this server."""
     allowed: dict[str, list[str]] = {"script": [], "style": []}
     for kind, text in _INLINE.findall(html):
         digest = b64encode(sha256(text.encode()).digest()).decode()
@@ -234,7 +236,8 @@ def content_policy(html: str) -> str:
 
 
 def _without_422(app: FastAPI) -> None:
-    """What is not valid is answered with 400, as OpenAI does."""
+    """Removes 422 from the API document: like OpenAI, the server answers invalid requests with
+    400."""
     make = app.openapi
 
     def openapi() -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""Long bodies: bounded in what they make of memory and time, and parsed off the event loop.
+"""Long bodies: limits on the memory and time that they take, and parsing off the event loop.
 
-Parsing JSON and checking it against the schema hold the interpreter for as long as they run. The
-time grows with the number of values, not of characters: eight megabytes of text take 20 ms, as many
-of `[1],[1],...` two seconds. So the values of a long body are counted first, in steps that
-hold the interpreter for about a millisecond each. Knows bytes and JSON; neither fields nor models.
+Parsing JSON and validating it hold the GIL while they run. Their time grows with the number of
+values, not with the number of characters: 8 MB of text take 20 ms, 8 MB of `[1],[1],...` take two
+seconds. Therefore the values of a long body are counted before it is parsed. The count runs in
+steps that hold the GIL for about a millisecond each. This module knows bytes and JSON, but neither
+fields nor models.
 """
 
 from __future__ import annotations
@@ -19,22 +20,23 @@ from exl_cli.server.errors import ApiError
 from exl_cli.server.service import Service
 
 LONG_BYTES = 64 * 1024
-"""Shorter bodies take a few milliseconds, whatever they hold."""
+"""Bodies up to this size take at most a few milliseconds, whatever their content."""
 MAX_VALUES = 256 * 1024
-"""Of all lists and objects together; a longer context raises it. Token ids take 0.1 us each."""
+"""Maximum number of values in all lists and objects together. A context longer than this raises it.
+A token id takes 0.1 us."""
 MAX_CONTAINERS = 8 * 1024
-"""Lists and objects. A message takes 5 us."""
+"""Maximum number of lists and objects. A message takes 5 us."""
 MAX_KEYS = 16 * 1024
-"""Fields of all objects. One that is not known takes 5 us."""
+"""Maximum number of fields in all objects together. An unknown field takes 5 us."""
 MAX_FIELDS = 64
-"""Fields of the body itself; all that are not known are told of."""
+"""Maximum number of fields of the body itself. Validation reports every unknown one."""
 
 _STEP_BYTES = 64 * 1024
 _CODE = "request_too_large"
 
 
 def long_body_route(service: Service) -> type[APIRoute]:
-    """Routes whose long bodies are parsed by `parse`, on the thread for long work."""
+    """Route class that parses long bodies by `parse`, on the thread for long work."""
 
     class LongBodyRoute(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -55,21 +57,21 @@ def long_body_route(service: Service) -> type[APIRoute]:
 
 
 class _Parsed(Request):
-    """A request whose body is a value already. The bytes are forgotten."""
+    """A request with a parsed body. It does not keep the bytes."""
 
     def __init__(self, request: Request, value: object) -> None:
         super().__init__(request.scope, request.receive)
         self._value = value
 
     async def body(self) -> bytes:
-        return b"{}"  # not empty: there is one
+        return b"{}"  # FastAPI calls `json` only for a body that is not empty
 
     async def json(self) -> object:
         return self._value
 
 
 def parse(body: bytes, ctx_size: int) -> object:
-    """The JSON value, if it is not too large."""
+    """The JSON value of the body. Raises ApiError if it is too large or invalid."""
     check_structure(body, ctx_size)
     try:
         value: object = from_json(body)
@@ -81,14 +83,17 @@ def parse(body: bytes, ctx_size: int) -> object:
 
 
 def check_structure(data: bytes, ctx_size: int) -> None:
-    """Counts what is outside of texts. JSON that is not valid may be refused or not."""
+    """Count commas, brackets and colons outside of strings, and refuse too many of them.
+
+    Invalid JSON may pass; parsing refuses it.
+    """
     max_values = max(MAX_VALUES, ctx_size)
     values = containers = keys = 0
     is_text = False
     position = 0
     while position < len(data):
         end = position + _STEP_BYTES
-        while data[end - 1 : end] == b"\\":  # not between a backslash and what it escapes
+        while data[end - 1 : end] == b"\\":  # do not split an escape sequence
             end += 1
         step = data[position:end].replace(b"\\\\", b"").replace(b'\\"', b"")
         position = end
@@ -99,17 +104,17 @@ def check_structure(data: bytes, ctx_size: int) -> None:
         containers += outside.count(b"{") + outside.count(b"[")
         keys += outside.count(b":")
         if containers > MAX_CONTAINERS:
-            message = f"the body holds more than {MAX_CONTAINERS} lists and objects"
+            message = f"the body has more than {MAX_CONTAINERS} lists and objects"
             raise ApiError(413, message, code=_CODE)
         if keys > MAX_KEYS:
             raise ApiError(
                 413, f"the objects of the body have more than {MAX_KEYS} fields", code=_CODE
             )
-        if values > max_values and containers <= 2:  # the body, and one list in it
+        if values > max_values and containers <= 2:  # the body and one list
             raise ApiError(
                 400,
                 f"a list of more than {max_values} values does not fit into the context",
                 code="context_length_exceeded",
             )
         if values > max_values:
-            raise ApiError(413, f"the body holds more than {max_values} values", code=_CODE)
+            raise ApiError(413, f"the body has more than {max_values} values", code=_CODE)

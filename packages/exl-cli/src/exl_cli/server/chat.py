@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: conversations, tools, JSON, reasoning apart from the answer."""
+"""`POST /v1/chat/completions`: conversations, tools, JSON, reasoning separated from the answer."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ from exl_core.prompt.reasoning import ReasoningSplitter
 from exl_core.tokenizer.base import Tokenizer
 
 Delta = dict[str, object]
-"""One field, and its value."""
+"""One field of a message with its new text or value."""
 _TEXTS = ("content", "reasoning_content")
 
 
 class Chat:
-    """One request, from its body to its choices."""
+    """One chat request: validates the body, starts its replies, collects the choices."""
 
     def __init__(self, service: Service, body: ChatBody) -> None:
         if body.top_logprobs is not None and not body.logprobs:
@@ -58,7 +58,7 @@ class Chat:
         self._model = ""
 
     async def start(self, stack: AsyncExitStack) -> list[_Choice]:
-        """Its choices, at work until the stack is closed."""
+        """Start the replies. They run until the stack is closed."""
         body = self._body
         resident = await self._service.enter(stack, body.model, self._n)
         self._model = resident.name
@@ -77,7 +77,7 @@ class Chat:
             max_time_s=self._service.limits.reply_s,
             report=Report(log_probs=num_top),
             constraints=prompt.constraints,
-            show_special=prompt.tool_format is not None  # its marks may be special tokens
+            show_special=prompt.tool_format is not None  # its markers may be special tokens
             or any(tag in loaded.tokenizer.special_tokens for tag in prompt.tags),
         )
         jobs = await self._service.submit(stack, resident, requests)
@@ -98,7 +98,7 @@ class Chat:
         }
 
     async def stream(self, stack: AsyncExitStack) -> _ChatStream:
-        """What a stream of it tells, while it is at work."""
+        """Start the replies and return their events."""
         return _ChatStream(self, self._body, await self.start(stack))
 
     def ends(self, choices: Sequence[_Choice]) -> list[FinishEvent]:
@@ -112,7 +112,7 @@ class Chat:
 
 
 class _ChatStream:
-    """A chat's answer reported in events."""
+    """Server-sent events of a chat request."""
 
     def __init__(self, chat: Chat, body: ChatBody, choices: Sequence[_Choice]) -> None:
         self.jobs = [choice.job for choice in choices]
@@ -160,7 +160,8 @@ class _ChatStream:
 
 
 class _Choice:
-    """One reply: text, reasoning and calls apart, in pieces as they become certain."""
+    """One reply, split into text, reasoning and tool calls. A piece is reported once no further
+    token can change its kind."""
 
     def __init__(
         self,
@@ -181,8 +182,8 @@ class _Choice:
         self._content: list[str] = []
         self._reasoning: list[str] = []
         self._calls: list[ToolCall] = []
-        self._entries: list[dict[str, object]] = []  # of log-probabilities
-        self._num_reported = 0  # from this entry on
+        self._entries: list[dict[str, object]] = []  # log probabilities by token
+        self._num_reported = 0  # number of entries in the chunks so far
         self._splitter: ReasoningSplitter | None = None
         if not prompt.is_constrained:
             self._splitter = ReasoningSplitter(*prompt.tags, prompt.begins_inside)
@@ -200,7 +201,7 @@ class _Choice:
         return "tool_calls" if self._calls and reason == "stop" else reason
 
     def take(self, result: Result) -> list[Delta]:
-        """The deltas that come of it."""
+        """Process a result of the engine. Returns the new deltas."""
         self._note(result.tokens)
         deltas = self._read(result.text, is_end=False) if result.text else []
         if result.finish is not None:

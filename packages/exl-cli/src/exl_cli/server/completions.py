@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: texts that go on, scored where somebody asks."""
+"""`POST /v1/completions`: continues texts, with log probabilities on request."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ END_REASONS = {
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """`text` is what an echo shows; `hides_bos`: its first token is a BOS that the text does not
-    spell out."""
+    """A tokenized prompt. `text`: shown by `echo`. `hides_bos`: the first token is a BOS that does
+    not occur in the text."""
 
     token_ids: list[int]
     text: str
@@ -52,7 +52,7 @@ class Prompt:
 
 
 class Completion:
-    """One request, from its body to its choices."""
+    """One completion request: validates the body, starts its replies, collects the choices."""
 
     def __init__(self, service: Service, body: CompletionBody) -> None:
         check_stream(body)
@@ -66,7 +66,7 @@ class Completion:
         self._scores_only = _is_scores_only(body)
 
     async def start(self, stack: AsyncExitStack) -> list[_Choice]:
-        """Its choices, at work until the stack is closed."""
+        """Start the replies. They run until the stack is closed."""
         body = self._body
         given = _listed(body)
         resident = await self._service.enter(stack, body.model, len(given) * self._n)
@@ -87,7 +87,7 @@ class Completion:
             if prompt.token_ids and max(prompt.token_ids) >= vocab_size:
                 raise ApiError(
                     400,
-                    f"prompt: token ids go up to {vocab_size - 1}",
+                    f"prompt: the largest token id is {vocab_size - 1}",
                     param="prompt",
                     code="invalid_value",
                 )
@@ -118,7 +118,7 @@ class Completion:
         }
 
     async def stream(self, stack: AsyncExitStack) -> _CompletionStream:
-        """What a stream of it tells, while it is at work."""
+        """Start the replies and return their events."""
         return _CompletionStream(self, self._body, await self.start(stack))
 
     def figures(self, choices: Sequence[_Choice]) -> dict[str, object]:
@@ -137,7 +137,7 @@ class Completion:
 
 
 class _CompletionStream:
-    """A completion told in events."""
+    """Server-sent events of a completion request."""
 
     def __init__(
         self, completion: Completion, body: CompletionBody, choices: Sequence[_Choice]
@@ -180,7 +180,7 @@ class _CompletionStream:
 
 
 class _Choice:
-    """One reply, told whole or piece by piece."""
+    """One reply, reported whole or in pieces."""
 
     def __init__(
         self,
@@ -219,7 +219,7 @@ class _Choice:
                 self._logprobs.add(self.end.tokens)
 
     def take_text(self) -> str:
-        """What came since the last time."""
+        """Text since the previous call."""
         text, self._text = self._text, ""
         return text
 
@@ -235,9 +235,12 @@ class _Choice:
 def as_prompt(
     tokenizer: Tokenizer, given: str | list[int], *, add_bos: bool | None, max_tokens: int
 ) -> Prompt:
-    """Token ids stay as they are. A text is read with its special tokens, and gets BOS where its
-    tokenizer adds one and it does not begin with it. More than `max_tokens`, without that BOS,
-    raise ContextLengthError."""
+    """Tokenize a prompt. Token ids stay unchanged.
+
+    A text may spell out special tokens. BOS is added if the tokenizer adds one by default and the
+    text does not begin with it. More than `max_tokens` tokens, not counting an added BOS, raise
+    ContextLengthError.
+    """
     if not isinstance(given, str):
         if len(given) > max_tokens:
             raise ContextLengthError(len(given), max_tokens)
@@ -251,7 +254,8 @@ def as_prompt(
 
 
 def _is_scores_only(body: CompletionBody) -> bool:
-    """A token is computed all the same then, of which scores are a by-product, and not shown."""
+    """Does the request want only log probabilities of its prompt? One token is generated for it,
+    because the engine scores a prompt only together with a reply. The token is not shown."""
     return body.max_tokens == 0 and bool(body.echo) and body.logprobs is not None
 
 

@@ -1,5 +1,5 @@
-"""From the messages, tools and formats of a chat request to the prompt, and to what constrains the
-reply."""
+"""Converts the messages, tools and response format of a chat request into a prompt and the
+constraints of its reply."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", 
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """What the model reads, and how its reply is to be read.
+    """The prompt, and the rules for parsing its reply.
 
-    tools           names that a reply may call
-    is_call         the reply is a call, whatever the model would rather say
-    tags            around reasoning
-    begins_inside   the prompt has opened the reasoning
-    is_constrained  the reply is JSON from its first character to its last
+    tools           names of the functions that the reply may call
+    is_call         the reply is constrained to a tool call
+    tags            opening and closing tag of reasoning
+    begins_inside   the prompt ends inside an opened reasoning
+    is_constrained  the whole reply is JSON
     """
 
     token_ids: list[int]
@@ -53,7 +53,7 @@ class ChatPrompt:
 
 
 def num_chars(body: ChatBody) -> int:
-    """Characters in the messages."""
+    """Number of characters in the messages."""
     return sum(
         len(_text_of(message.content))
         + len(message.reasoning_content or "")
@@ -63,8 +63,8 @@ def num_chars(body: ChatBody) -> int:
 
 
 def chat_prompt(loaded: LoadedModel, body: ChatBody, max_tokens: int) -> ChatPrompt:
-    """Renders and tokenizes: takes a while for long conversations. More than `max_tokens` raise
-    ContextLengthError."""
+    """Render and tokenize a conversation, which takes long for long ones. More than `max_tokens`
+    tokens raise ContextLengthError."""
     if loaded.template is None:
         raise ApiError(
             400,
@@ -98,7 +98,7 @@ def chat_prompt(loaded: LoadedModel, body: ChatBody, max_tokens: int) -> ChatPro
         constraints = (JsonSchema(schema),)
     tags = find_tags(loaded.template.source)
     begins_inside = ends_inside(text, tags[0])
-    if begins_inside and constraints:  # JSON is no part of the reasoning
+    if begins_inside and constraints:  # close the reasoning: the constrained JSON comes after it
         text, begins_inside = f"{text}\n{tags[1]}\n\n", False
     if is_call and tool_format is not None:
         text += tool_format.opening
@@ -114,10 +114,10 @@ def chat_prompt(loaded: LoadedModel, body: ChatBody, max_tokens: int) -> ChatPro
 
 
 def _check_last_message(loaded: LoadedModel, body: ChatBody, max_tokens: int) -> None:
-    """Refuses a last user message that the context cannot hold, before it is rendered.
+    """Refuses a last user message that exceeds the context, before the template is rendered.
 
-    Templates leave out other messages, or parts of them such as earlier reasoning, and trim. The
-    message that is to be answered they write.
+    The length of other messages proves nothing: templates drop some of them, or parts such as
+    earlier reasoning. They always write the last user message, at most trimmed.
     """
     last = body.messages[-1]
     if last.role == "user":
@@ -125,7 +125,7 @@ def _check_last_message(loaded: LoadedModel, body: ChatBody, max_tokens: int) ->
 
 
 def as_message(message: Message) -> dict[str, object]:
-    """As templates expect it: text in one piece, arguments of calls as values."""
+    """A message as templates expect it: its text as one string, arguments of calls as values."""
     fields: dict[str, object] = {
         "role": "system" if message.role == "developer" else message.role,
         "content": _text_of(message.content),
@@ -168,7 +168,7 @@ def _arguments(text: str) -> object:
 
 
 def _offered(body: ChatBody) -> tuple[list[Function], bool]:
-    """The functions that the reply may call, and whether it has to."""
+    """Functions that the reply may call, and whether it must call one."""
     choice = body.tool_choice
     functions = [tool.function for tool in body.tools or ()]
     if not functions:
@@ -205,7 +205,7 @@ def _tool_format(template: ChatTemplate, body: ChatBody) -> ToolFormat | None:
     if found is None:
         raise ApiError(
             400,
-            "this model's chat template has no tools, or in a format that is not known here",
+            "this model's chat template has no tools, or writes them in an unknown format",
             param="tools",
             code="unsupported_parameter",
         )

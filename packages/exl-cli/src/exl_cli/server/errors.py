@@ -1,7 +1,7 @@
-"""Every refusal in the shape that OpenAI's clients read, and what becomes of an exception.
+"""Error responses in OpenAI's format, and the conversion of exceptions into them.
 
-`{"error": {"message", "type", "param", "code"}}`, on every path and for every status, those that
-the framework or the HTTP parser decide on too.
+The body is `{"error": {"message", "type", "param", "code"}}`, on every path and for every status,
+including errors of the framework and of the HTTP parser.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ INVALID = "invalid_request_error"
 
 
 class ApiError(Exception):
-    """A request that gets no answer: `status`, and the fields of the error object."""
+    """A refused or failed request: HTTP status, and the fields of the error object."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(","
 
 
 def to_json(value: object) -> bytes:
-    """UTF-8; half a surrogate pair, which a client may have sent, as the escape that it came as."""
+    """JSON in UTF-8. A lone surrogate, which a client may have sent, is written as an escape."""
     return _ENCODER.encode(value).encode("utf-8", "backslashreplace")
 
 
@@ -79,7 +79,7 @@ def json_reply(
 
 
 def api_error_of(error: ExlError) -> ApiError:
-    """What a failure of the engine is to a client."""
+    """The response for an error of the engine."""
     if isinstance(error, ContextLengthError):
         return ApiError(400, str(error), code="context_length_exceeded")
     if isinstance(error, RequestError | TemplateError):
@@ -112,7 +112,7 @@ def install_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def _bug(_request: Request, _error: Exception) -> Response:
-        # uvicorn hangs up after this, and clients should know.
+        # uvicorn closes the connection after an exception; the header announces it to the client.
         headers = {"Connection": "close"}
         return ApiError(500, "internal error", kind="server_error", headers=headers).response()
 
@@ -127,8 +127,11 @@ def _http_error(request: Request, error: HTTPException) -> ApiError:
 
 
 def _refusal(problems: Sequence[Any]) -> ApiError:
-    """What is wrong with the first field that is. A union tells a problem for each of its members:
-    what all of them lie in is the parameter."""
+    """The error of the first invalid field.
+
+    A field of a union type has one problem for each member of the union. The common prefix of
+    their locations is reported as the parameter.
+    """
     first = problems[0]
     kind, path = first["type"], first["loc"][1:]
     if kind == "json_invalid":
@@ -146,7 +149,7 @@ def _refusal(problems: Sequence[Any]) -> ApiError:
             400, f"unsupported parameter: {param}", param=param, code="unsupported_parameter"
         )
     kinds = [one for one in same if one["type"] == "literal_error" and one["loc"][-1] == "type"]
-    if len(kinds) == 1:  # whatever else is wrong with it comes of this
+    if len(kinds) == 1:  # an unknown `type` is the cause of all other problems of the field
         text = f"{param}: {str(kinds[0]['input'])[:100]!r} is not supported: {kinds[0]['msg']}"
         return ApiError(400, text, param=param, code="invalid_value")
     messages = dict.fromkeys(str(one["msg"]) for one in same)

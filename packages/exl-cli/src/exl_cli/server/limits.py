@@ -1,7 +1,8 @@
-"""What stands before every request: who may ask, and how much, and how slowly.
+"""Checks before every request: host name, key, size of head and body, time for the body.
 
-Plain ASGI, so that a stream passes through untouched. The body is read whole, within its limits,
-before anything else sees the request: the rest of the server never waits for a slow sender.
+`Gate` is plain ASGI middleware, so that streams pass through it unchanged. It reads the whole body,
+within its limits, before it forwards the request. The rest of the server never waits for a slow
+sender.
 """
 
 from __future__ import annotations
@@ -22,18 +23,20 @@ from exl_core.errors import RequestError
 MAX_HEAD_BYTES = 64 * 1024
 
 OPEN_PATHS = frozenset({"/", "/health"})
-"""They hold no secret; the page asks for the key itself."""
+"""Paths that need no key. They reveal nothing secret; the page asks its user for the key."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """body_bytes    largest body of a request
-    header_s         time for the head of a request to arrive
-    body_s           time for its body
-    send_s           time for a client to take what was sent
-    reply_s          time from the first pass of a reply to its end; it is cut there
-    max_queue        most replies that wait beside those that run
-    stall_s          after so long without a step /health says that generation is stuck
+    """Limits on requests. Times are in seconds.
+
+    body_bytes  maximum size of a request body
+    header_s    maximum time until the head of a request has arrived
+    body_s      maximum time until the body has arrived
+    send_s      maximum time until a client has read the sent data
+    reply_s     maximum time from the first pass of a reply to its end; the reply is cut off there
+    max_queue   maximum number of waiting replies
+    stall_s     time without a step after which /health reports that generation is stuck
     """
 
     body_bytes: int = 8 * 1024 * 1024
@@ -46,7 +49,8 @@ class Limits:
 
 
 class Gate:
-    """`api_keys` empty: everybody may ask. `hosts` None: under any name."""
+    """Middleware that checks each request. `api_keys` empty: no key is needed. `hosts` None: any
+    host name is accepted."""
 
     def __init__(
         self,
@@ -75,15 +79,15 @@ class Gate:
         except ApiError as error:
             await error.response()(scope, receive, send)
             return
-        if body is None:  # whoever asked is gone
+        if body is None:  # the client has disconnected
             return
-        if scope["method"] == "HEAD":  # what sends the answer leaves its body out
+        if scope["method"] == "HEAD":  # uvicorn drops the body of the answer
             scope = {**scope, "method": "GET"}
         is_long = len(body) > memory.LONG_BYTES
         if is_long:
             self._memory.schedule()
         replayed = _replayed(body, receive)
-        del body  # a stream may last for an hour
+        del body  # frees it: a stream may last for an hour
         try:
             await self.app(scope, replayed, send)
         finally:
@@ -91,7 +95,8 @@ class Gate:
                 self._memory.schedule()
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
-        """A server without a key must not answer pages of other sites that resolve to it."""
+        """Refuse unknown host names. Otherwise another site whose name resolves to this machine
+        (DNS rebinding) could use a server without a key."""
         if self._hosts is None:
             return
         name = headers.get(b"host", b"").decode("latin-1").lower()
@@ -103,12 +108,12 @@ class Gate:
         if not self._keys or (scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD")):
             return
         scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
-        # All of them, so that the time does not tell which one was near.
+        # Compares with all keys, so that the time reveals nothing about them.
         matches = [hmac.compare_digest(key, given.strip()) for key in self._keys]
         if scheme.lower() != b"bearer" or not any(matches):
             raise ApiError(
                 401,
-                "a key is wanted: Authorization: Bearer KEY",
+                "a key is required: Authorization: Bearer KEY",
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
@@ -129,8 +134,8 @@ class Gate:
                         return None
                     part = message.get("body", b"")
                     size += len(part)
-                    # What is too long is read all the same, and dropped: a client that still writes
-                    # would not read the answer.
+                    # A body that is too long is still read, and dropped. A client that is still
+                    # writing would not read the answer.
                     if is_long or size > most:
                         parts.clear()
                     else:
@@ -165,13 +170,13 @@ def _check_head(scope: Scope, headers: dict[bytes, bytes]) -> None:
     if size > MAX_HEAD_BYTES:
         raise ApiError(431, f"the head is too long: at most {MAX_HEAD_BYTES} bytes")
     kind = headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
-    # A form of another site could send any other kind without asking.
+    # Browsers let forms of other sites send other content types without a preflight request.
     if scope["method"] == "POST" and kind != b"application/json":
-        raise ApiError(415, "the body is not marked as JSON: Content-Type: application/json")
+        raise ApiError(415, "the body needs the header Content-Type: application/json")
 
 
 def check_bind(host: str, *, has_key: bool) -> None:
-    """Beyond this machine only with a key."""
+    """Refuse an address that other machines can reach, unless the server has a key."""
     if not has_key and not is_loopback(host):
         raise RequestError(
             "a server without a key is for this machine only",
@@ -186,19 +191,20 @@ def is_loopback(host: str) -> bool:
     try:
         found = socket.getaddrinfo(host or None, None, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError) as error:
-        raise RequestError("--host is no address of this machine", got=host) from error
+        raise RequestError("--host is not an address of this machine", got=host) from error
     addresses = {str(address[0]).partition("%")[0] for *_, address in found}
     return all(ipaddress.ip_address(one).is_loopback for one in addresses)
 
 
 def hosts_of(host: str, api_keys: Collection[str]) -> frozenset[str] | None:
-    """Names that a server which listens at `host` answers to; with a key all, because a page of
-    another site does not know it."""
+    """Host names that a server at `host` answers to. None, any name, if it has keys: pages of other
+    sites do not know them."""
     return None if api_keys else frozenset({"localhost", "127.0.0.1", "::1", host.lower()})
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body at once, and then whatever comes of the connection: that it is gone."""
+    """ASGI receive function that returns the body first, then later messages, such as the
+    disconnect."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

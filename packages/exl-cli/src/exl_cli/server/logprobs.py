@@ -1,4 +1,4 @@
-"""Log-probabilities in OpenAI's two shapes: that of chat, and the older one of completions."""
+"""Log probabilities in OpenAI's two formats: that of chat, and the legacy one of completions."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from exl_core.tokenizer.base import StreamDecoder, Tokenizer
 
 
 def shown(tokenizer: Tokenizer, token_id: int) -> str:
-    """A token's text; one that is no text by itself by its bytes, as OpenAI writes them."""
+    """Text of a token. A token that is not valid UTF-8 is shown as `bytes:\\x..`, as by OpenAI."""
     data = tokenizer.token_bytes(token_id, skip_special=False)
     try:
         return data.decode()
@@ -32,8 +32,8 @@ def chat_entry(tokenizer: Tokenizer, token: SampledToken, num_top: int) -> dict[
 
 
 def tokens_of_text(tokenizer: Tokenizer, end: FinishEvent) -> tuple[SampledToken, ...]:
-    """Of the tokens that only the end tells, those that the text holds: neither a stop token nor
-    what a stop string cut off."""
+    """Tokens of the final event that belong to the text, without a stop token and without tokens
+    that a stop string cut off."""
     tokens = list(end.tokens)
     if isinstance(end.stopped_by, int):
         tokens = tokens[:-1]
@@ -42,7 +42,7 @@ def tokens_of_text(tokenizer: Tokenizer, end: FinishEvent) -> tuple[SampledToken
         while tokens and cut > 0:
             size = len(tokenizer.token_bytes(tokens[-1].token_id))
             if size > cut:
-                break  # it ends the text and begins the stop string
+                break  # the token contains the end of the text and the start of the stop string
             cut -= size
             tokens.pop()
     return tuple(tokens)
@@ -52,8 +52,8 @@ def tokens_of_text(tokenizer: Tokenizer, end: FinishEvent) -> tuple[SampledToken
 class LegacyLogprobs:
     """`tokens`, `token_logprobs`, `top_logprobs`, `text_offset` of one choice of a completion.
 
-    A token that ended the reply has its entry like any other: readers that score a prompt count on
-    one entry behind it. The first token of an echoed prompt, which nothing predicts, has null.
+    A token that ended the reply has an entry too: clients that score a prompt expect one entry
+    after it. The first token of an echoed prompt has no prediction, so its entry is null.
     """
 
     tokenizer: Tokenizer
@@ -70,28 +70,29 @@ class LegacyLogprobs:
     def __post_init__(self) -> None:
         self._echo = self.tokenizer.stream_decoder(skip_special=False)
         self._reply = self.tokenizer.stream_decoder()
-        # What the reply begins in: a character, or nothing. Not worth the whole of a long prompt.
+        # The prompt may end within a character that the reply completes. Its last tokens suffice.
         self._reply.feed_all(self.prompt_ids[-16:])
 
     def begin_echo(self, *, is_hidden: bool) -> None:
-        """The first token of the prompt; a BOS that the text did not spell out takes no room."""
+        """Add the first token of the prompt. A hidden BOS has no text and does not advance the
+        offset."""
         first = self.prompt_ids[0]
         self._put(first, "" if is_hidden else self._echo.feed(first))
         self.token_logprobs.append(None)
         self.top_logprobs.append(None)
 
     def echo(self, tokens: Sequence[SampledToken]) -> None:
-        """More of the prompt."""
+        """Add tokens of the prompt."""
         for token in tokens:
             self._add(token, self._echo.feed(token.token_id))
 
     def add(self, tokens: Sequence[SampledToken]) -> None:
-        """More of the reply."""
+        """Add tokens of the reply."""
         for token in tokens:
             self._add(token, self._reply.feed(token.token_id))
 
     def take(self) -> dict[str, object]:
-        """What was added since the last time."""
+        """Entries added since the previous call."""
         taken: dict[str, object] = {
             "tokens": self.tokens,
             "token_logprobs": self.token_logprobs,
@@ -108,7 +109,7 @@ class LegacyLogprobs:
         top: dict[str, float] = {}
         reported = (*token.top_log_probs[: self.num_top], (token.token_id, token.log_prob))
         for token_id, value in reported:
-            # Of two tokens that look the same the likelier one stands.
+            # Two tokens may have the same text. The more probable one, which comes first, is kept.
             top.setdefault(shown(self.tokenizer, token_id), value)
         self.top_logprobs.append(top)
 

@@ -1,4 +1,4 @@
-"""Figures for Prometheus: what came in, what came of it, how full the engine is."""
+"""Metrics for Prometheus: requests, tokens, times, and the load of the engine."""
 
 from __future__ import annotations
 
@@ -20,43 +20,48 @@ _SECONDS = (0.01, 0.03, 0.1, 0.3, 1, 3, 10, 30, 100, 300)
 
 
 class Metrics:
-    """One server's; several in one process do not mix."""
+    """Metrics of one server, in a registry of its own, so that several servers in one process do
+    not mix."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # nobody asks when one began
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # one `_created` series less per metric
         registry = self._registry = CollectorRegistry()
         self.answers = Counter(
             "exl_http_answers", "Answers by path and status", ("path", "status"), registry=registry
         )
         self.prompt_tokens = Counter("exl_prompt_tokens", "Tokens of prompts", registry=registry)
         self.cached_tokens = Counter(
-            "exl_cached_prompt_tokens", "Of those, found in the cache", registry=registry
+            "exl_cached_prompt_tokens", "Prompt tokens found in the cache", registry=registry
         )
         self.reply_tokens = Counter("exl_reply_tokens", "Generated tokens", registry=registry)
-        self.drafted = Counter("exl_drafted_tokens", "Tokens guessed ahead", registry=registry)
-        self.accepted = Counter("exl_accepted_tokens", "Of those, right", registry=registry)
-        self.replies = Counter("exl_replies", "Replies by their end", ("end",), registry=registry)
+        self.drafted = Counter("exl_drafted_tokens", "Draft tokens", registry=registry)
+        self.accepted = Counter(
+            "exl_accepted_tokens", "Draft tokens that were accepted", registry=registry
+        )
+        self.replies = Counter(
+            "exl_replies", "Replies by finish reason", ("end",), registry=registry
+        )
         self.queued = Histogram(
             "exl_queued_seconds",
-            "From a request to its first pass",
+            "Seconds from a request to its first forward pass",
             (),
             buckets=_SECONDS,
             registry=registry,
         )
         self.first_token = Histogram(
             "exl_first_token_seconds",
-            "From a request to its first token",
+            "Seconds from a request to its first token",
             (),
             buckets=_SECONDS,
             registry=registry,
         )
-        self.running = Gauge("exl_running_replies", "Replies that run", registry=registry)
-        self.waiting = Gauge("exl_waiting_replies", "Replies that wait", registry=registry)
-        self.pages_in_use = Gauge("exl_cache_pages_in_use", "Held pages", registry=registry)
-        self.pages = Gauge("exl_cache_pages", "Pages of the cache", registry=registry)
+        self.running = Gauge("exl_running_replies", "Running replies", registry=registry)
+        self.waiting = Gauge("exl_waiting_replies", "Waiting replies", registry=registry)
+        self.pages_in_use = Gauge("exl_cache_pages_in_use", "Cache pages in use", registry=registry)
+        self.pages = Gauge("exl_cache_pages", "Cache pages", registry=registry)
 
     def took(self, end: FinishEvent) -> None:
-        """A reply has ended."""
+        """Count a complete reply."""
         self.prompt_tokens.inc(end.prompt_tokens)
         self.cached_tokens.inc(end.cached_tokens)
         self.reply_tokens.inc(end.completion_tokens)
@@ -68,7 +73,7 @@ class Metrics:
         self.first_token.observe(end.queued_s + end.prefill_s)
 
     def dropped(self, prompt_tokens: int, reply_tokens: int) -> None:
-        """A reply was cancelled: nobody waits for the rest."""
+        """Count a cancelled reply, whose client has left."""
         self.prompt_tokens.inc(prompt_tokens)
         self.reply_tokens.inc(reply_tokens)
         self.replies.labels(FinishReason.CANCELLED.value).inc()
@@ -78,7 +83,8 @@ class Metrics:
 
 
 class CountAnswers:
-    """ASGI: counts every answer, whoever gives it. Paths that do not exist are one."""
+    """ASGI middleware that counts every answer, by path and status. Unknown paths share one
+    label."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, paths: frozenset[str]) -> None:
         self.app = app

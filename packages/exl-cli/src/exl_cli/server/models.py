@@ -1,9 +1,10 @@
-"""Which models there are, and the one that is loaded.
+"""The models of a server, and the one that is loaded.
 
-One is resident at a time. Requests for another wait until the one that is there has nothing left to
-do; then it goes and the other is loaded. Whoever waits is served in order of arrival, and all that
-wait for the model just loaded at once, so that nobody waits for ever and nobody swaps for each
-request. Everything here runs on the event loop but the loading itself.
+One model is resident at a time. Requests for another model wait until the resident one is idle;
+then it is unloaded and the other is loaded. Waiting requests are served in order of arrival, except
+that all requests for a newly loaded model start together. So no request waits forever, and the
+server does not swap models for each request. Everything here runs on the event loop, except the
+loading itself.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ from exl_core.generate.dynamic import DynamicGenerator
 from exl_core.load import model_name
 
 Opener = Callable[[Path], Runtime]
-"""Loads a model; runs on a thread of its own."""
+"""Loads a model. Called on another thread."""
 
 
 @dataclass(eq=False)
 class Resident:
-    """A loaded model at work."""
+    """The loaded model with its generator."""
 
     name: str
     runtime: Runtime
@@ -52,7 +53,8 @@ class _Waiter:
 
 
 class ModelHost:
-    """`others`: models by name that `opener` can load in place of the first."""
+    """Owns the resident model. `others`: models by name that `opener` can load instead of the
+    first."""
 
     def __init__(
         self,
@@ -77,7 +79,7 @@ class ModelHost:
 
     @property
     def resident(self) -> Resident | None:
-        """None while one goes and another comes."""
+        """None during a swap of models."""
         return self._resident
 
     @property
@@ -86,7 +88,7 @@ class ModelHost:
 
     @asynccontextmanager
     async def use(self, name: str | None) -> AsyncIterator[Resident]:
-        """The model of this name, None: the one that is there, for as long as the block runs."""
+        """Keep the model of this name resident during the block. None: the resident one."""
         resident = await self._acquire(self._known(name))
         try:
             yield resident
@@ -106,7 +108,7 @@ class ModelHost:
         if name not in self.others and name != self.default:
             raise ApiError(
                 404,
-                f"no model {name[:200]!r}; /v1/models lists those that there are",
+                f"no model {name[:200]!r}; /v1/models lists the models",
                 param="model",
                 code="model_not_found",
             )
@@ -127,7 +129,7 @@ class ModelHost:
             raise
 
     def _pump(self) -> None:
-        """Let in whoever may be, or begin a swap."""
+        """Admit waiting requests for the resident model, or begin a swap."""
         while self._waiting and self._swap is None:
             first = self._waiting[0]
             if self._resident is not None and first.name == self._resident.name:
@@ -153,7 +155,7 @@ class ModelHost:
             self._resident = Resident(name, await asyncio.to_thread(self._load, name))
         except ExlError as failure:
             error = api_error_of(failure)
-        except Exception as failure:  # noqa: BLE001 - handed to those who wait
+        except Exception as failure:  # noqa: BLE001 - raised in the waiting requests
             error = failure
         self._swap = None
         served = [waiter for waiter in self._waiting if waiter.name == name]
@@ -166,7 +168,7 @@ class ModelHost:
         self._pump()
 
     def _load(self, name: str) -> Runtime:
-        assert self._opener is not None, "there are others only with an opener"
+        assert self._opener is not None, "`others` needs an opener"
         return self._opener(self.others[name])
 
 
@@ -176,7 +178,7 @@ def _was_granted(waiter: _Waiter) -> bool:
 
 
 def models_in(folder: Path) -> dict[str, Path]:
-    """The models that lie in a folder, by name: directories with a config.json, and .gguf files."""
+    """Models of a folder by name: directories with a config.json, and .gguf files."""
     if not folder.is_dir():
         raise ModelNotFoundError("no such folder of models", where=folder)
     found: dict[str, Path] = {}

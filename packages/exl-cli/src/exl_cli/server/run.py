@@ -1,4 +1,4 @@
-"""The server in a process: its socket, its signals, what it does with slow and broken clients."""
+"""Runs the server in a process: socket, signals, and limits on slow and broken clients."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ _CODE_INTERRUPTED = 130
 
 
 class Server(uvicorn.Server):
-    """The first signal ends it when what runs is done; the second at once. `announce` is called
-    once clients can connect."""
+    """The first signal ends the server after the running replies, the second ends it at once.
+
+    `announce` is called once clients can connect.
+    """
 
     def __init__(self, config: uvicorn.Config, announce: Callable[[], None]) -> None:
         super().__init__(config)
@@ -42,8 +44,8 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # Unlike uvicorn's own it does not raise the signal again: a server that was asked to end
-        # and did so has not failed.
+        # Unlike uvicorn's method, this one does not raise the signal again: a server that ended on
+        # request has not failed.
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -57,7 +59,7 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002
         if self.should_exit:
-            os._exit(_CODE_INTERRUPTED)  # a step of the engine may take long
+            os._exit(_CODE_INTERRUPTED)  # without waiting for the current step of the engine
         self.should_exit = True
 
 
@@ -86,8 +88,11 @@ def make_server(
 
 
 class _Pieces:
-    """Pieces of a body as h11 would frame them. Its own way, through what keeps track of both
-    sides, takes longer than all that the application does for an event."""
+    """Writes pieces of a body with the framing that h11 would produce.
+
+    h11's own path, with its state machines of both sides, takes longer than all work of the
+    application for an event.
+    """
 
     def __init__(self, protocol: H11Protocol) -> None:
         self._protocol = protocol
@@ -107,7 +112,7 @@ class _Pieces:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that waits for clients; port 0 takes any that is free."""
+    """A bound socket. Port 0 selects any free port."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -119,10 +124,10 @@ def listen(host: str, port: int) -> socket.socket:
             undo.pop_all()
     except (OSError, UnicodeError) as error:
         raise RequestError(
-            "no server can listen there",
+            "cannot listen on this address",
             where=f"--host {host} --port {port}",
             got=error,
-            next_step="Another --port may be free; 0 takes any.",
+            next_step="Use another --port; 0 selects a free one.",
         ) from error
     return listening
 
@@ -133,8 +138,11 @@ def url_of(listening: socket.socket) -> str:
 
 
 class LimitedProtocol(H11Protocol):
-    """The head of each request has `header_s` seconds to arrive, and what is sent `send_s` to be
-    taken; what is no HTTP is told so in the shape of every other error."""
+    """HTTP protocol with time limits: `header_s` seconds until the head of a request has arrived,
+    `send_s` seconds until the client has read the sent data.
+
+    Input that is not HTTP is answered with an error in OpenAI's format.
+    """
 
     header_s = 10.0
     send_s = 60.0
@@ -142,7 +150,7 @@ class LimitedProtocol(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.app_state = {**self.app_state, PIPE: _Pieces(self)}
-        transport.set_write_buffer_limits(0)  # what the kernel does not take waits in one piece
+        transport.set_write_buffer_limits(0)  # pause as soon as the kernel's buffer is full
         self._send_timer: asyncio.TimerHandle | None = None
         self._head_timer: asyncio.TimerHandle | None = None
         self._is_refused = False
@@ -165,7 +173,7 @@ class LimitedProtocol(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        # To close it would wait for the client.
+        # Abort: `close` would wait for the client.
         self._send_timer = self.loop.call_later(self.send_s, self.transport.abort)
 
     def resume_writing(self) -> None:
@@ -180,15 +188,15 @@ class LimitedProtocol(H11Protocol):
         answer = ApiError(status, msg, code="invalid_http")
         self._unwatch_head()
         if self.cycle is not None and not self.cycle.response_complete:
-            self.cycle.disconnected = True  # whoever waits for the rest of a body
+            self.cycle.disconnected = True  # wakes a handler that waits for the rest of the body
             self.cycle.message_event.set()
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(answer)
-        else:  # an answer is under way
+        else:  # an answer is being sent
             self.transport.close()
 
     def _watch_head(self) -> None:
-        """A request that has begun is given so long for its head; a connection likewise."""
+        """Start the timer for the head of a request, on a new connection too, or stop it."""
         is_waiting = (
             not self._is_refused
             and self.conn.their_state is h11.IDLE
@@ -219,7 +227,8 @@ class LimitedProtocol(H11Protocol):
                 self.transport.close()
 
     def _refuse(self, answer: ApiError) -> None:
-        """Answer, and hang up a moment later: a client that still writes would not read it else."""
+        """Send the answer, and close the connection a moment later. A client that is still writing
+        would not read the answer after an immediate close."""
         self._is_refused = True
         body = to_json(answer.body)
         headers: list[Any] = [

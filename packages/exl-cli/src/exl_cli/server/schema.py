@@ -1,4 +1,4 @@
-"""What clients may send, field by field. Whatever is not named here is refused by its name."""
+"""Request bodies, field by field. An unknown field is refused by its name."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ StopText = Annotated[str, Field(min_length=1, max_length=1024)]
 
 
 class Body(BaseModel):
-    # A list of a million wrong elements is told of once (fail_fast); nothing is converted.
+    # strict: no type conversion. Lists use fail_fast: a million wrong elements are one error.
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class StreamOptions(Body):
     include_usage: bool = False
     continuous_usage_stats: bool = Field(
-        False, description="Usage so far with every event, for clients that stop a stream."
+        False, description="Send the usage so far with every event, for clients that stop early."
     )
 
 
 class SamplingFields(Body):
-    """What both kinds of generation share. Without a field: OpenAI's default for it, which is the
-    model's own distribution."""
+    """Fields of both kinds of generation. The default of a missing field is OpenAI's: sampling from
+    the model's unchanged distribution."""
 
     model: str | None = None
     temperature: float | None = Field(None, ge=0, le=100)
@@ -48,7 +48,7 @@ class SamplingFields(Body):
     n: int | None = Field(None, ge=1, le=MAX_CHOICES)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    user: str | None = Field(None, description="Has no effect: no account is kept of users.")
+    user: str | None = Field(None, description="Has no effect: the server does not track users.")
 
 
 class CompletionBody(SamplingFields):
@@ -58,12 +58,12 @@ class CompletionBody(SamplingFields):
         | Annotated[TokenIds, Field(min_length=1)]
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS, fail_fast=True)]
     )
-    max_tokens: int | None = Field(None, ge=0, description="16 without it, as OpenAI has it.")
+    max_tokens: int | None = Field(None, ge=0, description="Default: 16, as in OpenAI's API.")
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
     best_of: Literal[1] | None = None
     add_special_tokens: bool = Field(
-        True, description="Whether a text gets the BOS that its tokenizer adds by itself."
+        True, description="Add BOS to a text if the tokenizer adds it by default."
     )
 
 
@@ -168,7 +168,8 @@ class DetokenizeBody(Body):
 
 
 class TokenBody(Body):
-    """tabbyAPI has all three settings for both ways; each way heeds its own."""
+    """tabbyAPI accepts all three settings when encoding and when decoding. Each direction uses only
+    its own."""
 
     add_bos_token: bool = True
     encode_special_tokens: bool = True

@@ -1,4 +1,4 @@
-"""What all answers share: models, the limit of the queue, requests and their settings, counts."""
+"""Parts that all answers share: models, queue limit, requests and their settings, usage counts."""
 
 from __future__ import annotations
 
@@ -33,23 +33,24 @@ class Service:
         self.host = host
         self.limits = limits
         self.metrics = Metrics()
-        self._admitted = 0  # replies that run or wait, for the engine or for their model
-        self._mean_s = 1.0  # of a request, the latest counting most
+        self._admitted = 0  # replies that run, or wait for the engine or for their model
+        self._mean_s = 1.0  # moving average of a request's duration
         self._long_work = ThreadPoolExecutor(1, thread_name_prefix="exl-long-text")
 
     @contextmanager
     def admit(self, count: int) -> Iterator[None]:
-        """Room for so many replies, or a refusal that says when to come again."""
+        """Reserve room for `count` replies during the block. Raises an error with Retry-After if
+        the queue is full."""
         resident = self.host.resident
         batch = 1 if resident is None else resident.max_batch
         most = batch + self.limits.max_queue
         if count > most:
-            raise ApiError(400, f"{count} replies are asked for at once, at most {most} may be")
+            raise ApiError(400, f"{count} replies in one request; at most {most} are possible")
         if self._admitted + count > most:
             wait_s = math.ceil(self._mean_s * self._admitted / batch)
             raise ApiError(
                 429,
-                f"{self._admitted} replies run or wait already; come again later",
+                f"{self._admitted} replies run or wait already; try again later",
                 kind="rate_limit_error",
                 code="queue_full",
                 headers={"Retry-After": str(min(max(wait_s, 1), 60))},
@@ -63,15 +64,15 @@ class Service:
             self._mean_s += 0.2 * (time.monotonic() - started - self._mean_s)
 
     async def enter(self, stack: AsyncExitStack, model: str | None, count: int) -> Resident:
-        """Room in the queue, and the model, until the stack is closed."""
+        """Reserve room in the queue and the model until the stack is closed."""
         stack.enter_context(self.admit(count))
         return await stack.enter_async_context(self.host.use(model))
 
     async def in_thread(self, work: Callable[[], T], size: int) -> T:
-        """Runs what takes long for long texts, of `size` characters, without holding up the loop.
+        """Run work on a text of `size` characters on a thread, so that the event loop goes on.
 
-        Long ones run one after the other on a thread of their own: the short ones never wait for
-        them, and their memory does not add up.
+        Work on long texts runs one piece at a time, on a thread of its own: work on short texts
+        never waits for it, and its memory does not add up.
         """
         if size <= LONG_CHARS:
             return await in_thread(work)
@@ -83,7 +84,7 @@ class Service:
     async def submit(
         self, stack: AsyncExitStack, resident: Resident, requests: Sequence[Request]
     ) -> list[AsyncJob]:
-        """All of them or none; whatever runs when the stack is closed is dropped."""
+        """Submit all requests. Closing the stack cancels those that still run."""
         jobs = []
         for request in requests:
             job = await resident.jobs.submit(request)
@@ -97,7 +98,7 @@ class Service:
         job.cancel()
 
     def ends_of(self, ends: Sequence[FinishEvent | None]) -> list[FinishEvent]:
-        """All replies came to their ends, which are counted here."""
+        """Count the finished replies. Raises ApiError unless all have ended."""
         found = [end for end in ends if end is not None]
         for end in found:
             self.metrics.took(end)
@@ -106,7 +107,7 @@ class Service:
         return found
 
     def observe(self) -> None:
-        """Take the gauges' figures."""
+        """Update the gauges."""
         resident = self.host.resident
         running = pages = held = 0
         if resident is not None:
@@ -130,7 +131,8 @@ def make_requests(
     constraints: tuple[Constraint, ...] = (),
     show_special: bool = False,
 ) -> list[Request]:
-    """`n` requests for each prompt, in order. A reply never outgrows the context."""
+    """`n` requests for each prompt, in order. Their token limits keep replies within the
+    context."""
     runtime = resident.runtime
     ends = stop_ids(runtime.loaded.tokenizer, runtime.loaded.config)
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
@@ -190,7 +192,8 @@ def wants_usage_chunk(fields: SamplingFields) -> bool:
 def extra_fields(
     fields: SamplingFields, jobs: Sequence[AsyncJob]
 ) -> Callable[[], dict[str, object]]:
-    """What every event of a stream holds beside its choice: usage so far, where it is wanted."""
+    """Function that returns further fields for each event of a stream: the usage so far, if the
+    client requested it."""
     if fields.stream_options is None or not fields.stream_options.continuous_usage_stats:
         return dict
     prompt = sum(len(job.job.request.prompt_ids) for job in jobs[:: fields.n or 1])
@@ -204,7 +207,7 @@ def extra_fields(
 
 
 def sampler_of(fields: SamplingFields, number: int, vocab_size: int) -> SamplerParams:
-    """Settings of reply `number`: with a seed, each has its own."""
+    """Sampler settings of reply `number`. Its seed is the seed of the request plus `number`."""
     given = {
         name: getattr(fields, name)
         for name in (
@@ -236,7 +239,7 @@ def _token_bias(fields: SamplingFields, vocab_size: int) -> TokenBias:
 
 
 async def results_of(jobs: Sequence[AsyncJob]) -> AsyncIterator[tuple[int, Result]]:
-    """All results of each job, when it has ended, with its number."""
+    """All results of each job with its number, after the job has ended."""
     for number, job in enumerate(jobs):
         await job.ended()
         while (result := job.take()) is not None:
@@ -244,17 +247,17 @@ async def results_of(jobs: Sequence[AsyncJob]) -> AsyncIterator[tuple[int, Resul
 
 
 async def in_thread(work: Callable[[], T]) -> T:
-    """Tokenizing and templates take long for long texts; the loop goes on meanwhile."""
+    """Run work on a thread, such as tokenizing and rendering, so that the event loop goes on."""
     return await asyncio.to_thread(work)
 
 
 def figures_of(ends: Sequence[FinishEvent], n: int, *, no_reply: bool = False) -> dict[str, object]:
-    """What an answer tells of all its replies, `n` of each prompt, when they have ended."""
+    """Usage and timings of an answer whose replies have all ended, `n` for each prompt."""
     return {"usage": usage_of(ends, n, no_reply=no_reply), "timings": timings_of(ends)}
 
 
 def usage_of(ends: Sequence[FinishEvent], n: int, *, no_reply: bool = False) -> dict[str, object]:
-    """`ends` of all replies in order, `n` of each prompt. A prompt counts once."""
+    """Token counts. `ends`: of all replies in order, `n` for each prompt. A prompt counts once."""
     firsts = ends[::n]
     prompt = sum(end.prompt_tokens for end in firsts)
     reply = 0 if no_reply else sum(end.completion_tokens for end in ends)
@@ -267,12 +270,12 @@ def usage_of(ends: Sequence[FinishEvent], n: int, *, no_reply: bool = False) -> 
 
 
 def timings_of(ends: Sequence[FinishEvent]) -> dict[str, object]:
-    """By llama.cpp's names. Of several replies, which ran side by side: all tokens, the longest
-    time."""
+    """Timings under llama.cpp's names. Several replies run in parallel: tokens are summed, of the
+    times the longest counts."""
     computed = sum(end.prompt_tokens - end.cached_tokens for end in ends)
     decoded = sum(end.completion_tokens for end in ends)
     prompt_s = max(end.prefill_s for end in ends)
-    # The first token of a reply comes with its prompt's last pass.
+    # The last prefill pass yields the first token of a reply, so decode time covers one less.
     later = sum(max(end.completion_tokens - 1, 0) for end in ends)
     reply_s = max(end.decode_s for end in ends)
     timings: dict[str, object] = {
@@ -295,7 +298,7 @@ def timings_of(ends: Sequence[FinishEvent]) -> dict[str, object]:
 
 
 def failure_of(error: Exception) -> ApiError:
-    """The error object that a stream which has begun can still send."""
+    """The error to send at the end of a stream that fails."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ExlError):

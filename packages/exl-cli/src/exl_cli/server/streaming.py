@@ -1,6 +1,6 @@
-"""Server-sent events, and clients that leave.
+"""Server-sent events, and cancellation when a client disconnects.
 
-A client that has gone, in the middle of a stream or before its answer, takes its work with it.
+A client that disconnects, during a stream or before its answer, cancels its work.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from exl_core.generate.dynamic import Result
 T = TypeVar("T")
 Event = dict[str, object] | bytes
 PIPE = "exl.pipe"
-"""Where the state of a request's scope has a `Pipe`, if its server is quicker than by `send`."""
+"""Key in `scope["state"]` of a `Pipe`, if the server offers a faster way than ASGI's `send`."""
 
 
 class Pipe(Protocol):
-    """Takes pieces of a body that has begun. One that is paused takes them too, but keeps them
-    until `drain` has returned."""
+    """Writes pieces of a body after its head. A paused pipe still accepts pieces, and buffers them
+    until `drain` returns."""
 
     @property
     def is_paused(self) -> bool: ...
@@ -39,7 +39,7 @@ class Pipe(Protocol):
 
 
 class EventStream(Protocol):
-    """What a stream tells: at its beginning, of each result, and when all jobs have ended."""
+    """Source of events: at the beginning of a stream, for each result, and after all jobs ended."""
 
     @property
     def jobs(self) -> Sequence[AsyncJob]: ...
@@ -49,35 +49,35 @@ class EventStream(Protocol):
 
 
 class ClientGoneError(Exception):
-    """Nobody waits for the answer any more."""
+    """The client has disconnected."""
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """The outcome of `work`, which is dropped once the client has left."""
+    """Result of `work`. Cancels it and raises ClientGoneError if the client disconnects."""
     return await _first(asyncio.create_task(work), request.receive)
 
 
 class TextEvents:
-    """Events that differ in one text: what stands around it is written as JSON only once."""
+    """Serializer of events that differ in one text. The JSON around the text is made only once."""
 
     def __init__(self, make: Callable[[str], object]) -> None:
         place = uuid.uuid4().hex
         self._before, _, self._after = to_json(make(place)).partition(to_json(place))
 
     def of(self, text: str) -> bytes:
-        """What `to_json` of the event with this text gives."""
+        """`to_json` of the event with this text."""
         return self._before + to_json(text) + self._after
 
 
 class EventStreamResponse(Response):
-    """A story as events, and `[DONE]`. The stack is closed at the end, whatever that was."""
+    """Response that sends the events and `[DONE]`. It always closes the stack at its end."""
 
     media_type = "text/event-stream"
 
     def __init__(self, events: EventStream, stack: AsyncExitStack) -> None:
         self.status_code = 200
         self.background = None
-        # No proxy is to keep events back.
+        # Tells proxies not to buffer events.
         self.init_headers({"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         self._events = events
         self._stack = stack
@@ -97,18 +97,20 @@ class EventStreamResponse(Response):
         last, bug = b"[DONE]", None
         try:
             await _StreamWriter(self._events, pipe).run()
-        except Exception as error:  # noqa: BLE001 - the client is told; a bug is raised again below
+        except Exception as error:  # noqa: BLE001 - sent to the client; a bug is raised again below
             last = to_json(failure_of(error).body)
             bug = None if isinstance(error, ApiError | ExlError) else error
         await pipe.drain()
         await send({"type": "http.response.body", "body": _sse_event(last), "more_body": False})
         if bug is not None:
-            raise bug  # for the log
+            raise bug  # uvicorn logs it
 
 
 class _StreamWriter:
-    """Writes what comes as it comes, from within the engine's news and not from a task of its own,
-    for as long as the client keeps up. What comes meanwhile waits where it is, unserialized."""
+    """Writes events as results arrive, directly in the callback of the job, without a task switch.
+
+    While the client does not keep up, results stay in their jobs, unserialized.
+    """
 
     def __init__(self, events: EventStream, pipe: Pipe) -> None:
         self._events = events
@@ -123,7 +125,7 @@ class _StreamWriter:
             await self._pipe.drain()
             self._is_done = asyncio.get_running_loop().create_future()
             self._forward()
-            if await self._is_done:  # else the client is behind
+            if await self._is_done:  # False: the pipe is paused, because the client is slow
                 break
         self._write(self._events.end())
 
@@ -149,7 +151,7 @@ class _StreamWriter:
 
 
 class _AsgiPipe:
-    """By ASGI's own messages, for any server."""
+    """Pipe over ASGI's `send`, for any server."""
 
     def __init__(self, send: Send) -> None:
         self._send = send
@@ -173,7 +175,7 @@ def _sse_event(event: bytes) -> bytes:
 
 
 async def closing(stack: AsyncExitStack, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-    """What `make` gives; if it fails, the stack is closed."""
+    """Result of `make`. Closes the stack if it fails."""
     try:
         return await make()
     except BaseException:
@@ -182,7 +184,7 @@ async def closing(stack: AsyncExitStack, make: Callable[[], Coroutine[Any, Any, 
 
 
 async def _first(work: asyncio.Task[T], receive: Receive) -> T:
-    """The outcome of `work`, unless the client leaves before."""
+    """Result of `work`. Raises ClientGoneError if the client disconnects first."""
     tasks: list[asyncio.Task[Any]] = [work, asyncio.create_task(_disconnected(receive))]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

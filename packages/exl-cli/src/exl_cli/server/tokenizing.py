@@ -1,4 +1,4 @@
-"""Texts to token ids and back over HTTP, by vLLM's paths and by tabbyAPI's."""
+"""Tokenizer routes: encode and decode, under vLLM's and tabbyAPI's paths."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from exl_cli.server.service import Service
 from exl_core.tokenizer.base import Tokenizer
 
 MAX_TOKENS = 64 * 1024
-"""Longest text that is tokenized for a client, unless the context is longer."""
+"""Maximum number of tokens of an encoded text, unless the context is longer."""
 
 
 def add_tokenizer(app: FastAPI, service: Service) -> None:
@@ -31,7 +31,7 @@ def _add_vllm(app: FastAPI, service: Service) -> None:
 
     @app.post("/tokenize", tags=["tokenizer"])
     async def tokenize(body: TokenizeBody) -> Response:
-        """Token ids of a text; what spells a special token is one."""
+        """Token ids of a text. Text that spells a special token becomes that token."""
         async with host.use(body.model) as resident:
             tokenizer = resident.runtime.loaded.tokenizer
             add_bos = None if body.add_special_tokens else False
@@ -46,14 +46,14 @@ def _add_vllm(app: FastAPI, service: Service) -> None:
 
     @app.post("/detokenize", tags=["tokenizer"])
     async def detokenize(body: DetokenizeBody) -> Response:
-        """The text of token ids, special ones included."""
+        """Text of token ids, including special tokens."""
         async with host.use(body.model) as resident:
             text = await _text_of(service, resident.runtime.loaded.tokenizer, body.tokens)
         return json_reply({"prompt": text})
 
     @app.get("/tokenizer_info", tags=["tokenizer"])
     async def tokenizer_info() -> Response:
-        """What a client needs to build prompts itself."""
+        """Special tokens and chat template, for clients that build prompts."""
         async with host.use(None) as resident:
             loaded = resident.runtime.loaded
         tokenizer, template = loaded.tokenizer, loaded.template
@@ -95,7 +95,7 @@ def _add_tabby(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/token/decode", tags=["tokenizer"])
     async def decode(body: TokenDecodeBody) -> Response:
-        """The text of token ids."""
+        """Text of token ids."""
         async with host.use(None) as resident:
             tokenizer = resident.runtime.loaded.tokenizer
             skip = not body.decode_special_tokens
@@ -113,7 +113,7 @@ async def _text_of(
     if token_ids and max(token_ids) >= tokenizer.vocab_size:
         raise ApiError(
             400,
-            f"tokens: ids go up to {tokenizer.vocab_size - 1}",
+            f"tokens: the largest token id is {tokenizer.vocab_size - 1}",
             param="tokens",
             code="invalid_value",
         )

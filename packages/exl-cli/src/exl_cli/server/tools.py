@@ -1,8 +1,8 @@
-"""Calls of tools in a reply, in the format that the model's own template teaches it.
+"""Parses tool calls in a reply, in the format of the model's chat template.
 
-Three families: Hermes and Qwen write JSON between `<tool_call>` tags, Llama 3.1 writes a bare JSON
-object, Mistral a marker and a list. What looks like a call and is none stays text: nothing is lost.
-Knows neither tokens nor HTTP.
+There are three formats. Hermes and Qwen write JSON between `<tool_call>` tags, Llama 3.1 writes a
+bare JSON object, Mistral writes a marker and a list. Text that resembles a call but is not valid
+stays text, so that nothing is lost. Knows neither tokens nor HTTP.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class ToolFormat(Enum):
 
     @property
     def opening(self) -> str:
-        """What stands before the JSON of a call; put into the prompt where a call is required."""
+        """Text before the JSON of a call. The prompt ends with it if a call is required."""
         return {"hermes": "<tool_call>\n", "llama": "", "mistral": "[TOOL_CALLS]"}[self.value]
 
     @property
@@ -36,7 +36,8 @@ _LLAMA_STARTS = ("{", _PYTHON_TAG)
 
 
 def format_of(template: str) -> ToolFormat | None:
-    """By what the template writes; None: it knows no tools, or in a way that is not known here."""
+    """Tool format of a chat template, from the markers in its source. None: the template has no
+    tools, or an unknown format."""
     if "tools" not in template:
         return None
     if "<tool_call>" in template and "<function=" not in template:
@@ -50,11 +51,11 @@ def format_of(template: str) -> ToolFormat | None:
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """`arguments` is JSON text, as OpenAI has it."""
+    """A call of a function. `arguments` is JSON text, as in OpenAI's API."""
 
     name: str
     arguments: str
-    # Mistral's templates refuse any other form, and the others take this one too.
+    # Nine characters: Mistral's templates refuse other ids, and other templates accept any.
     call_id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])
 
     def as_json(self, index: int | None = None) -> dict[str, object]:
@@ -67,12 +68,12 @@ class ToolCall:
 
 
 class ToolSplitter:
-    """Takes the calls out of a reply while it streams. `names`: the tools that there are."""
+    """Separates tool calls from text while a reply streams. `names`: the available tools."""
 
     def __init__(
         self, tool_format: ToolFormat, names: Sequence[str], *, begins_inside: bool = False
     ) -> None:
-        """`begins_inside`: the prompt ended with the opening already."""
+        """`begins_inside`: the prompt already ends with the opening of a call."""
         self._format = tool_format
         self._names = frozenset(names)
         self._marker = tool_format.opening.strip()
@@ -82,14 +83,14 @@ class ToolSplitter:
         self._has_text = False
 
     def feed(self, text: str) -> list[str | ToolCall]:
-        """What is certain, now that `text` has come."""
+        """Add text of the reply. Returns parts that further text cannot change."""
         self._held += text
         if self._format is ToolFormat.LLAMA:
             return self._feed_llama()
         return list(self._feed_marked())
 
     def finish(self) -> list[str | ToolCall]:
-        """What was held back, at the end of the reply."""
+        """End of the reply. Returns the parts held back so far."""
         held, self._held = self._held, ""
         if not held:
             return []
@@ -103,7 +104,7 @@ class ToolSplitter:
         return list(calls)
 
     def _feed_llama(self) -> list[str | ToolCall]:
-        """A reply is a call or a text, from its first character on."""
+        """A reply is either a call or text, which its first characters decide."""
         said = self._held.lstrip()
         may_be_call = any(said.startswith(one) or one.startswith(said) for one in _LLAMA_STARTS)
         if not self._has_text and may_be_call:
@@ -126,7 +127,7 @@ class ToolSplitter:
                     yield text
                 self._held, self._is_inside, self._wrote_marker = rest, True, True
             if self._format is ToolFormat.MISTRAL:
-                return  # the list ends with the reply
+                return  # the list of calls ends with the reply
             inside, found, rest = self._held.partition("</tool_call>")
             if not found:
                 return
@@ -137,7 +138,8 @@ class ToolSplitter:
             self._held, self._is_inside = rest.lstrip(), False
 
     def _may_begin_marker(self) -> int:
-        """Characters at the end that may turn out to be the marker, with the space before it."""
+        """Number of characters at the end that may begin the marker, including whitespace before
+        it."""
         for size in range(min(len(self._marker) - 1, len(self._held)), 0, -1):
             if self._marker.startswith(self._held[-size:]):
                 kept = self._held[: len(self._held) - size]
@@ -148,7 +150,7 @@ class ToolSplitter:
         return (self._marker if self._wrote_marker else "") + held
 
     def _parsed(self, text: str) -> list[ToolCall]:
-        """The calls; none unless all of it is calls of tools that there are."""
+        """The calls in the text. Empty unless all of the text is valid calls of available tools."""
         is_named = self._format is ToolFormat.MISTRAL and not text.startswith(("[", "{"))
         values = _named_values(text) if is_named else _values_of(text)
         calls = [self._call(one) for one in values or ()]
@@ -169,8 +171,10 @@ class ToolSplitter:
 def call_schema(
     tools: Sequence[Mapping[str, Any]], tool_format: ToolFormat, *, only_one: bool
 ) -> dict[str, object]:
-    """The JSON that calls one of these functions, in the family's form. References within a
-    function's own schema go on leading where they led."""
+    """JSON schema of a call of one of these functions, in the given format.
+
+    References inside a function's schema are adjusted to the place that the schema moves to.
+    """
     definitions: dict[str, object] = {}
     calls: list[dict[str, object]] = []
     for number, tool in enumerate(tools):
@@ -207,8 +211,8 @@ def _moved(schema: object, home: str) -> object:
 
 
 def _values_of(text: str) -> list[object] | None:
-    """JSON values one after the other, with nothing or a semicolon between; of a list its
-    elements."""
+    """Consecutive JSON values, optionally separated by semicolons. A list counts as its elements.
+    None if the text is not valid JSON."""
     decoder = json.JSONDecoder()
     values: list[object] = []
     text = text.strip()
@@ -223,8 +227,8 @@ def _values_of(text: str) -> list[object] | None:
 
 
 def _named_values(text: str) -> list[object] | None:
-    """Newer Mistral models write the name before the arguments: `name[ARGS]{...}`, and the marker
-    before each further call."""
+    """Calls in the format of newer Mistral models: `name[ARGS]{...}`, with the marker before each
+    further call."""
     values: list[object] = []
     for part in text.split(ToolFormat.MISTRAL.opening):
         name = part.partition("{")[0]
