@@ -1,7 +1,7 @@
-"""A reader of EXL2 directories as the format's description has it, for tests alone.
+"""Independent reader of EXL2 directories for tests, written from the format's description.
 
-Nothing of `exl_core` is in it: files are taken apart byte by byte, codes are numpy's bits, and
-every rule that the reference program relies on is an assertion. What it does not know it refuses.
+It uses nothing of `exl_core`: it parses files byte by byte and unpacks codes with numpy. Every rule
+that the reference program (exllamav2) relies on is an assertion. Unknown content fails.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 
-TYPES = {"F16": "<f2", "I32": "<i4", "I16": "<i2"}  # all that a writer of EXL2 may write
+TYPES = {"F16": "<f2", "I32": "<i4", "I16": "<i2"}  # all dtypes of the format
 PARTS = {"q_weight", "q_scale", "q_scale_max", "q_groups", "q_invperm"}
 
 
 def read_tensors(folder: Path) -> dict[str, np.ndarray]:
-    """Every tensor of every weight file; the reference reads all files that end so."""
+    """Every tensor of every `.safetensors` file. The reference program reads all of them too."""
     tensors: dict[str, np.ndarray] = {}
     for path in sorted(folder.glob("*.safetensors")):
         data = path.read_bytes()
@@ -41,7 +41,7 @@ def read_tensors(folder: Path) -> dict[str, np.ndarray]:
 
 
 def read_model(folder: Path) -> dict[str, np.ndarray]:
-    """Matrices [in, out] multiplied out, by `<stem>.weight`, and all other tensors as stored."""
+    """Dequantized matrices [in, out] as `<stem>.weight`, and all other tensors as stored."""
     tensors = read_tensors(folder)
     stems = {name.removesuffix(".q_weight") for name in tensors if name.endswith(".q_weight")}
     model: dict[str, np.ndarray] = {}
@@ -56,7 +56,7 @@ def read_model(folder: Path) -> dict[str, np.ndarray]:
 
 
 def multiply_out(parts: dict[str, np.ndarray]) -> np.ndarray:
-    """float16 [in, out]."""
+    """Dequantize one matrix to float16 [in, out]."""
     words, scales, largest = parts["q_weight"], parts["q_scale"], parts["q_scale_max"]
     rows_of_words, columns = words.shape
     count = scales.shape[0]

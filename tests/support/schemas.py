@@ -1,4 +1,4 @@
-"""Twenty JSON schemas of growing difficulty, as data: what replies are constrained to in tests."""
+"""Twenty JSON schemas of increasing difficulty, to which tests constrain replies."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _EXPRESSION: Schema = {
 
 
 def _closed(properties: Schema, *optional: str) -> Schema:
-    """An object of these properties and no others."""
+    """Schema of an object with these properties and no others."""
     return {
         "type": "object",
         "properties": properties,
@@ -162,4 +162,4 @@ SLOW_SCHEMA: Schema = {
     "type": "object",
     "properties": {f"p{i}": {"type": "integer", "multipleOf": 65500 + i} for i in range(60)},
 }
-"""Takes some 20 s and 500 MB to compile, although none of its numbers is too large."""
+"""Takes about 20 s and 500 MB to compile, although none of its numbers exceeds its limit."""

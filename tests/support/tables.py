@@ -1,4 +1,4 @@
-"""Models that are a table: the next token depends on the present one alone."""
+"""Models whose logits come from a table: the next token depends only on the current one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ BOS = 256
 
 
 class ByteTokenizer(Tokenizer):
-    """A token for each byte, and four more; the first of those is BOS."""
+    """One token per byte, and four further tokens, of which the first is BOS."""
 
     kind = "bytes"
 
@@ -34,7 +34,7 @@ class ByteTokenizer(Tokenizer):
 
 
 class TableModel:
-    """Its logits are a row of a table [vocab_size, vocab_size]."""
+    """Model that returns rows of a table [vocab_size, vocab_size] as logits."""
 
     def __init__(self, table: torch.Tensor, max_seq_len: int = 512) -> None:
         self.table = table

@@ -1,4 +1,4 @@
-"""The command on a pseudo-terminal of its own, typed to and read as by a person."""
+"""Runs the `exl` command on a pseudo-terminal, types keys and reads its output."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from collections.abc import Mapping
 
 COMMAND = (sys.executable, "-m", "exl_cli")
 WAIT_S = 60
-TAKE_TERMINAL = (  # the session's controlling terminal, which is where Ctrl-C becomes a signal
+TAKE_TERMINAL = (  # makes it the controlling terminal of the session, so that Ctrl-C sends SIGINT
     "import fcntl, os, sys, termios\n"
     "fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
     "os.execv(sys.argv[1], sys.argv[1:])\n"
@@ -25,7 +25,7 @@ TAKE_TERMINAL = (  # the session's controlling terminal, which is where Ctrl-C b
 
 
 class Terminal:
-    """A program on a pseudo-terminal of its own, as a person would have it."""
+    """An `exl` process on its own pseudo-terminal. `seen`: all output so far."""
 
     def __init__(self, *args: str, env: Mapping[str, str] | None = None) -> None:
         self._ours, theirs = pty.openpty()
@@ -45,7 +45,8 @@ class Terminal:
         os.write(self._ours, keys.encode())
 
     def expect(self, pattern: str) -> str:
-        """Wait until the pattern comes after what was expected before; what came until then."""
+        """Wait for the pattern after the previous match. Returns the output from there to its
+        end."""
         deadline = time.monotonic() + WAIT_S
         while (match := re.search(pattern, self.seen[self._position :])) is None:
             piece = self._read(deadline, pattern)
@@ -56,7 +57,7 @@ class Terminal:
         return passed
 
     def wait(self) -> int:
-        """Read on until the program ends; its exit code."""
+        """Read until the program ends. Returns its exit code."""
         deadline = time.monotonic() + WAIT_S
         while piece := self._read(deadline):
             self.seen += piece
@@ -65,12 +66,10 @@ class Terminal:
     def _read(self, deadline: float, pattern: str = "") -> str:
         left = max(0.0, deadline - time.monotonic())
         ready, _, _ = select.select([self._ours], [], [], left)
-        assert ready, (
-            f"nothing came, neither an end nor {pattern!r}, in {self.seen[self._position :]!r}"
-        )
+        assert ready, f"timeout: neither the end nor {pattern!r} in {self.seen[self._position :]!r}"
         try:
             return os.read(self._ours, 65536).decode(errors="replace")
-        except OSError:  # how Linux says that the other side is closed
+        except OSError:  # EIO: on Linux, the other side is closed
             return ""
 
     def close(self) -> None:
@@ -80,11 +79,11 @@ class Terminal:
         os.close(self._ours)
 
     def resize(self, rows: int, columns: int) -> None:
-        """The window gets another size, of which the program is told."""
+        """Change the size of the terminal and send SIGWINCH to the program."""
         fcntl.ioctl(self._ours, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
         os.killpg(self._process.pid, signal.SIGWINCH)
 
 
 def without_colors(seen: str) -> str:
-    """The text alone, with plain line ends."""
+    """Output without escape sequences, with `\\n` as line ends."""
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", seen).replace("\r\n", "\n")
