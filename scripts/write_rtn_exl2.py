@@ -26,7 +26,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from exl_core.arch.key_map import EMBED, HEAD, packed_together
+from exl_core.arch.key_map import EMBED, HEAD, layer_index, packed_together
 from exl_core.arch.spec import ModelConfig, Norm
 from exl_core.codecs import exl2, exl2_writer
 from exl_core.convert import side_files
@@ -241,11 +241,13 @@ def stored_norm(checkpoint: Checkpoint, config: ModelConfig, name: str) -> Tenso
     """A norm as EXL2 files store it: rounded as a factor; a head norm repeated for every head."""
     factor = checkpoint.norm(name).half()
     norm = (factor - 1).half() if config.arch.norm is Norm.RMS_PLUS_ONE else factor
-    heads = {"q_norm": config.num_q_heads, "k_norm": config.num_kv_heads}
-    for part, count in heads.items():
-        if name.endswith(f".{part}.weight"):
-            return norm.expand(count, -1).contiguous()
-    return norm
+    if not name.endswith(("q_norm.weight", "k_norm.weight")):
+        return norm
+    attention = config.layers[layer_index(name)].attention
+    is_query = name.endswith("q_norm.weight")
+    return norm.expand(
+        attention.num_q_heads if is_query else attention.num_kv_heads, -1
+    ).contiguous()
 
 
 def describe(part: Tensor | exl2.Exl2Linear) -> str:

@@ -258,11 +258,11 @@ def test_draft_model_with_a_shorter_context_is_stretched(
     told = answer(*args, "--draft-model", short)
     model, draft = loaded
     assert draft.config.max_seq_len == 256
-    assert draft.config.rope.alpha == draft_rope_alpha(256, 128) > 1.0
-    assert model.config.rope.alpha == 1.0
+    assert draft.config.ropes[0].alpha == draft_rope_alpha(256, 128) > 1.0
+    assert model.config.ropes[0].alpha == 1.0
     assert told["token_ids"] == answer(*args)["token_ids"]
     answer("-n", 2, "-c", 128, "--draft-model", short)
-    assert loaded[-1].config.rope.alpha == 1.0, "what is long enough stays as it is"
+    assert loaded[-1].config.ropes[0].alpha == 1.0, "what is long enough stays as it is"
 
 
 # Adapters

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from exl_core.arch.layers import KVShape
 from exl_core.cache.format import PAGE_SIZE, KVFormat
 from exl_core.placement import GPU_OVERHEAD, DeviceMemory, Fit, device_memory, fit_all
 
 
 class Shape(NamedTuple):
-    num_layers: int = 4
-    num_kv_heads: int = 2
-    head_dim: int = 64
+    kv_shapes: tuple[KVShape, ...] = (KVShape(2, 64),) * 4
     max_seq_len: int = 4096
 
 

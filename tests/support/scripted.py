@@ -14,6 +14,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from exl_core.arch.layers import KVShape
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
 from exl_core.ops.open import get_table
@@ -91,10 +92,8 @@ class PieceTokenizer(ByteTokenizer):
 class ScriptedShape:
     vocab_size: int = VOCAB_SIZE
     max_seq_len: int = 2048  # half precision counts positions exactly up to here
-    num_layers: int = 1
     hidden_size: int = 1
-    num_kv_heads: int = 1
-    head_dim: int = 1
+    kv_shapes: tuple[KVShape, ...] = (KVShape(1, 1),)
 
 
 @dataclass

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from exl_core.arch.layers import KVShape
 from exl_core.ops.open import get_table
 from exl_core.tokenizer.base import ControlIds, Tokenizer
 
@@ -41,9 +42,7 @@ class TableModel:
         self.config = SimpleNamespace(
             vocab_size=table.shape[1],
             max_seq_len=max_seq_len,
-            num_layers=1,
-            num_kv_heads=1,
-            head_dim=8,
+            kv_shapes=(KVShape(1, 8),),
         )
         self.ops = get_table("reference", threads=1)
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from exl_core.arch.gguf_config import read_gguf_config
-from exl_core.arch.spec import ModelConfig, RopeMethod, Window
+from exl_core.arch.spec import ModelConfig, RopeMethod
 from exl_core.errors import ConfigError, ModelError, UnsupportedModelError
 
 LLAMA: dict[str, Any] = {
@@ -36,20 +36,21 @@ def test_ties_and_biases_are_inferred_from_the_tensors() -> None:
     tied = read({})
     untied = read({}, ("output.weight", "blk.0.attn_q.bias"))
     assert (tied.has_tied_embeddings, untied.has_tied_embeddings) == (True, False)
-    assert (tied.has_attention_bias, untied.has_attention_bias) == (False, True)
+    biases = [config.layers[0].attention.has_qkv_bias for config in (tied, untied)]
+    assert biases == [False, True]
     assert tied.vocab_size == 100
-    assert tied.rope.base == 5e5
+    assert tied.ropes[0].base == 5e5
 
 
 def test_per_layer_numbers_are_accepted_if_all_are_equal() -> None:
-    assert read({"llama.attention.head_count_kv": [2, 2, 2]}).num_kv_heads == 2
+    assert read({"llama.attention.head_count_kv": [2, 2, 2]}).kv_shapes == ((2, 16),) * 3
     with pytest.raises(ConfigError, match="differs between layers"):
         read({"llama.attention.head_count_kv": [2, 2, 4]})
 
 
 def test_yarn_multiplies_its_own_factor_by_the_stored_one() -> None:
     scaling = {"type": "yarn", "factor": 4.0, "original_context_length": 128, "attn_factor": 2.0}
-    rope = read({f"llama.rope.scaling.{key}": value for key, value in scaling.items()}).rope
+    rope = read({f"llama.rope.scaling.{key}": value for key, value in scaling.items()}).ropes[0]
     assert rope.method is RopeMethod.YARN
     assert rope.original_max_seq_len == 128
     assert rope.attention_factor == pytest.approx(2.0 * (0.1 * 1.3862943611 + 1.0))
@@ -59,17 +60,16 @@ def test_gemma3_gets_its_windows_and_local_rope_base() -> None:
     fields = {key.replace("llama.", "gemma3."): value for key, value in LLAMA.items()}
     fields |= {"general.architecture": "gemma3", "gemma3.attention.sliding_window": 32}
     config = read_gguf_config(fields, (), "m.gguf")
-    assert config.layer_windows == (Window.LOCAL,) * 3
-    assert config.local_rope is not None
-    assert config.local_rope.base == 10000.0
-    assert config.head_dim == 256  # the family's default, not 64 / 4
+    assert [layer.attention.window for layer in config.layers] == [32] * 3
+    assert [config.ropes[layer.attention.rope].base for layer in config.layers] == [10000.0] * 3
+    assert config.layers[0].attention.head_dim == 256  # the family's default, not 64 / 4
 
 
 def test_gemma2_files_without_window_or_caps_get_the_defaults() -> None:
     fields = {key.replace("llama.", "gemma2."): value for key, value in LLAMA.items()}
     config = read_gguf_config({**fields, "general.architecture": "gemma2"}, (), "m.gguf")
-    assert [config.window_of(layer) for layer in range(3)] == [4096, 0, 4096]
-    assert (config.attention_softcap, config.final_softcap) == (50.0, 30.0)
+    assert [layer.attention.window for layer in config.layers] == [4096, 0, 4096]
+    assert (config.layers[0].attention.softcap, config.final_softcap) == (50.0, 30.0)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {

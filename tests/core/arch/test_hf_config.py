@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from exl_core.arch.hf_config import read_hf_config
-from exl_core.arch.spec import RopeMethod, Window
+from exl_core.arch.spec import ModelConfig, RopeMethod
 from exl_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 
 LLAMA: dict[str, Any] = {
@@ -41,14 +41,19 @@ def write(folder: Path, config: dict[str, Any], **changes: Any) -> Path:
     return folder
 
 
+def windows(config: ModelConfig) -> list[int]:
+    return [layer.attention.window for layer in config.layers]
+
+
 def test_llama_configuration(tmp_path: Path) -> None:
     config = read_hf_config(write(tmp_path, LLAMA))
-    assert (config.q_size, config.kv_size, config.head_dim) == (64, 32, 16)
-    assert config.attention_scale == 0.25
-    assert config.layer_windows == (Window.GLOBAL,) * 7
+    attention = config.layers[0].attention
+    assert (attention.q_size, attention.kv_size, attention.head_dim) == (64, 32, 16)
+    assert attention.scale == 0.25
+    assert windows(config) == [0] * 7
     assert config.eos_ids == (2, 5)
     assert not config.has_tied_embeddings
-    assert config.rope.base == 10000.0
+    assert config.ropes[0].base == 10000.0
 
 
 def test_generation_config_adds_eos_ids_once(tmp_path: Path) -> None:
@@ -79,11 +84,11 @@ def test_gemma3_old_and_new_keys_give_the_same_configuration(tmp_path: Path) -> 
         },
     )
     assert read_hf_config(new) == from_old
-    assert from_old.rope.method is RopeMethod.LINEAR
-    assert from_old.local_rope is not None
-    assert from_old.local_rope.base == 2e4
-    assert [from_old.window_of(i) for i in range(4)] == [32, 32, 0, 32]
-    assert from_old.attention_scale == 0.125
+    assert from_old.ropes[0].method is RopeMethod.LINEAR
+    assert from_old.ropes[1].base == 2e4
+    assert windows(from_old)[:4] == [32, 32, 0, 32]
+    assert [layer.attention.rope for layer in from_old.layers][:4] == [1, 1, 0, 1]
+    assert from_old.layers[0].attention.scale == 0.125
 
 
 def test_a_multimodal_configuration_may_omit_default_values(tmp_path: Path) -> None:
@@ -91,11 +96,12 @@ def test_a_multimodal_configuration_may_omit_default_values(tmp_path: Path) -> N
     text |= {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     top = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
     config = read_hf_config(write(tmp_path, top, text_config=text))
-    assert (config.num_q_heads, config.num_kv_heads, config.head_dim) == (8, 4, 256)
+    attention = config.layers[0].attention
+    assert (attention.num_q_heads, *config.kv_shapes[0]) == (8, 4, 256)
     assert config.vocab_size == 262208
     assert config.eos_ids == (1, 106)
     assert config.has_tied_embeddings
-    assert config.layer_windows.count(Window.GLOBAL) == 5
+    assert windows(config).count(0) == 5
 
 
 # Published models: keys of their configurations besides the sizes, and the resulting values.
@@ -206,13 +212,14 @@ def test_published_configurations_of_each_family(
     tmp_path: Path, changes: dict[str, Any], expected: dict[str, Any]
 ) -> None:
     config = read_hf_config(write(tmp_path, {**LLAMA, "num_hidden_layers": 3}, **changes))
+    attention = config.layers[0].attention
     found = {
-        "windows": [config.window_of(layer) for layer in range(config.num_layers)],
-        "bias": (config.has_attention_bias, config.has_output_bias),
-        "head_dim": config.head_dim,
-        "kv_size": config.kv_size,
-        "caps": (config.attention_softcap, config.final_softcap),
-        "scale": pytest.approx(config.attention_scale),
+        "windows": windows(config),
+        "bias": (attention.has_qkv_bias, attention.has_output_bias),
+        "head_dim": attention.head_dim,
+        "kv_size": attention.kv_size,
+        "caps": (attention.softcap, config.final_softcap),
+        "scale": pytest.approx(attention.scale),
     }
     assert {key: found[key] for key in expected} == expected
 

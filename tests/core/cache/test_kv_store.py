@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from exl_core.arch.layers import KVShape
 from exl_core.cache.format import (
     PAGE_SIZE,
     KVFormat,
@@ -30,8 +31,8 @@ def resident_bytes() -> int:
 
 
 def test_bytes_per_token_and_page_counts() -> None:
-    assert kv_bytes_per_token(30, 3, 64, KVFormat.FP16) == 30 * 3 * 64 * 2 * 2
-    assert kv_bytes_per_token(1, 1, 8, KVFormat.FP32) == 64
+    assert kv_bytes_per_token([KVShape(3, 64)] * 30, KVFormat.FP16) == 30 * 3 * 64 * 2 * 2
+    assert kv_bytes_per_token([KVShape(1, 8)], KVFormat.FP32) == 64
     assert [pages_for(n) for n in (0, 1, 256, 257)] == [0, 1, 1, 2]
 
 
@@ -52,7 +53,7 @@ def test_row_bytes_follow_the_bits_per_element(kv_format: KVFormat, head_dim: in
     key, value = (bits * head_dim / 8 for bits in BITS[kv_format])
     assert kv_format.key_rows.row_bytes(head_dim) == key
     assert kv_format.value_rows.row_bytes(head_dim) == value
-    assert kv_bytes_per_token(7, 3, head_dim, kv_format) == 7 * 3 * (key + value)
+    assert kv_bytes_per_token([KVShape(3, head_dim)] * 7, kv_format) == 7 * 3 * (key + value)
 
 
 @pytest.mark.parametrize("kv_format", [KVFormat.Q8, KVFormat.Q6, KVFormat.Q4])
@@ -61,10 +62,10 @@ def test_codes_need_heads_that_are_multiples_of_the_scale_group(
     kv_format: KVFormat, head_dim: int
 ) -> None:
     with pytest.raises(RequestError, match=rf"multiple of 32, got {head_dim}.*fp16 or fp8"):
-        kv_bytes_per_token(1, 1, head_dim, kv_format)
+        kv_bytes_per_token([KVShape(1, head_dim)], kv_format)
     with pytest.raises(RequestError, match="multiple of 32"):
-        KVStore(kv_format, 1, 1, head_dim, 1)
-    assert KVStore(KVFormat.FP8, 1, 1, head_dim, 1).bytes_per_token == 2 * head_dim
+        KVStore(kv_format, [KVShape(1, head_dim)], 1)
+    assert KVStore(KVFormat.FP8, [KVShape(1, head_dim)], 1).bytes_per_token == 2 * head_dim
 
 
 def test_cache_types_are_parsed_by_name() -> None:
@@ -77,14 +78,14 @@ def test_cache_types_are_parsed_by_name() -> None:
 
 @pytest.mark.parametrize("kv_format", list(KVFormat))
 def test_tensors_have_the_documented_shape_and_size(kv_format: KVFormat) -> None:
-    store = KVStore(kv_format, num_layers=2, num_kv_heads=3, head_dim=64, num_pages=4)
+    store = KVStore(kv_format, [KVShape(3, 64)] * 2, num_pages=4)
     tensors = [store.key(0), store.key(1), store.value(0), store.value(1)]
     sizes = {torch.int8: 68, torch.uint8: 36}
     for tensor in tensors:
         assert tensor.shape == (4, 3, PAGE_SIZE, sizes.get(tensor.dtype, 64))
         assert tensor.is_contiguous()
     assert sum(t.nbytes for t in tensors) == store.size_bytes
-    assert store.size_bytes == 4 * PAGE_SIZE * kv_bytes_per_token(2, 3, 64, kv_format)
+    assert store.size_bytes == 4 * PAGE_SIZE * kv_bytes_per_token(store.kv_shapes, kv_format)
     as_bytes = [tensor.view(torch.uint8) for tensor in tensors]
     as_bytes[0][1, 2, 3, 4] = 7
     assert int(as_bytes[0].sum()) == 7, "unwritten memory reads as zero"
@@ -93,7 +94,7 @@ def test_tensors_have_the_documented_shape_and_size(kv_format: KVFormat) -> None
 
 def numbered_store(kv_format: KVFormat, num_pages: int) -> tuple[KVStore, dict[int, int]]:
     """A store whose page i has all bytes i + 1 in all layers, and a dict with the same values."""
-    store = KVStore(kv_format, num_layers=2, num_kv_heads=2, head_dim=32, num_pages=num_pages)
+    store = KVStore(kv_format, [KVShape(2, 32)] * 2, num_pages)
     for tensor in tensors_of(store):
         tensor.copy_(torch.arange(1, num_pages + 1).view(-1, 1, 1, 1).expand(tensor.shape))
     return store, {page: page + 1 for page in range(num_pages)}
@@ -149,7 +150,7 @@ def test_page_ids_out_of_range_raise_value_error() -> None:
 
 def test_memory_becomes_resident_when_written() -> None:
     before = resident_bytes()
-    store = KVStore(KVFormat.FP16, num_layers=4, num_kv_heads=8, head_dim=128, num_pages=64)
+    store = KVStore(KVFormat.FP16, [KVShape(8, 128)] * 4, num_pages=64)
     assert store.size_bytes == 256 * 2**20
     assert resident_bytes() - before < 16 * 2**20
     store.key(2)[:8] = torch.ones((), dtype=torch.float16)
@@ -158,17 +159,17 @@ def test_memory_becomes_resident_when_written() -> None:
 
 def test_a_cache_too_large_for_memory_is_refused_with_the_numbers() -> None:
     with pytest.raises(OutOfMemoryError) as caught:
-        KVStore(KVFormat.FP16, 32, 8, 128, 512, available_bytes=2**30)
+        KVStore(KVFormat.FP16, [KVShape(8, 128)] * 32, 512, available_bytes=2**30)
     message = str(caught.value)
     for number in ("131072 tokens", "16384 MiB", "131072 bytes a token", "1024 MiB", "8192 tokens"):
         assert number in message
     with pytest.raises(OutOfMemoryError, match="smaller model"):
-        KVStore(KVFormat.FP16, 32, 8, 128, 1, available_bytes=1000)
+        KVStore(KVFormat.FP16, [KVShape(8, 128)] * 32, 1, available_bytes=1000)
 
 
 def test_a_cache_without_pages_is_refused() -> None:
     with pytest.raises(RequestError, match="at least one page"):
-        KVStore(KVFormat.FP16, 1, 1, 1, 0)
+        KVStore(KVFormat.FP16, [KVShape(1, 1)], 0)
 
 
 def test_available_memory_is_the_smaller_of_machine_and_container(tmp_path: Path) -> None:

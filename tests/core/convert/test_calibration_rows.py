@@ -76,7 +76,7 @@ def test_streamed_weights_generate_the_same_rows(
 
 def test_generation_batch_respects_memory(loaded: LoadedModel) -> None:
     config = loaded.config
-    token = 2 * 2 * config.num_layers * config.num_kv_heads * config.head_dim
+    token = 2 * 2 * sum(heads * size for heads, size in config.kv_shapes)
     row = token * (100 + 256)
     assert rows_at_once(config, 100, 5 * row + 1) == (5, 5 * row)
     assert rows_at_once(config, 100, 0) == (1, row)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from exl_core.arch.layers import Activation, Dense
 from exl_core.convert import preflight
 from exl_core.convert.events import Stage
 from exl_core.convert.job import MEASUREMENT_NAME
@@ -220,11 +221,15 @@ def test_memory_estimate_is_per_layer_and_disk_estimate_per_model(source_dir: Pa
             changed, checkpoint, options, bits=4.0, rows=4, length=64, writes_rows=True
         )
 
-    few, many = (needed(ConvertOptions(), num_layers=layers) for layers in (3, 30))
+    few, many = (needed(ConvertOptions(), layers=config.layers[:1] * n) for n in (3, 30))
     assert many.memory == few.memory
     assert many.work > 3 * few.work
-    assert needed(ConvertOptions(fast=True), num_layers=30).work < many.work  # fast: no tuning
-    assert needed(ConvertOptions(), intermediate_size=1 << 14).memory > 2 * few.memory
+    assert (
+        needed(ConvertOptions(fast=True), layers=config.layers[:1] * 30).work < many.work
+    )  # no tuning
+    wide = replace(config.layers[1], feed_forward=Dense(1 << 14, Activation.SILU))
+    one_wide = (config.layers[0], wide, config.layers[2])
+    assert needed(ConvertOptions(), layers=one_wide).memory > 2 * few.memory
 
 
 @pytest.fixture

@@ -150,8 +150,8 @@ def test_conversion_of_sandwich_norms_and_head_norms(tmp_path: Path) -> None:
     layers = [measure(gemma, layer, states) for layer in range(gemma.config.num_layers)]
     tensors = convert(gemma, layers, 5.0)
     assert tensors["model.layers.0.self_attn.q_norm.weight"].shape == (
-        gemma.config.num_q_heads,
-        gemma.config.head_dim,
+        gemma.config.layers[0].attention.num_q_heads,
+        gemma.config.layers[0].attention.head_dim,
     )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from exl_core.arch.layers import KVShape
 from exl_core.constrain.choice import StartsWith
 from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.regex import Regex
@@ -212,7 +213,7 @@ def test_invalid_engine_options_are_refused(options: dict[str, int]) -> None:
 
 
 def test_a_cache_larger_than_the_memory_is_refused_with_numbers() -> None:
-    shape = ScriptedShape(num_layers=80, num_kv_heads=64, head_dim=256)
+    shape = ScriptedShape(kv_shapes=(KVShape(64, 256),) * 80)
     with pytest.raises(OutOfMemoryError, match="MiB"):
         Engine(
             ScriptedModel(reply_with("x"), shape),

@@ -34,8 +34,8 @@ def test_options_change_only_their_configuration_values(folder: Path) -> None:
     changed = load_model(
         str(folder), LoadOptions(max_seq_len=99, rope_factor=2.0, rope_alpha=3.0)
     ).config
-    rope = replace(plain.rope, method=RopeMethod.LINEAR, factor=2.0, alpha=3.0)
-    assert changed == replace(plain, max_seq_len=99, rope=rope)
+    rope = replace(plain.ropes[0], method=RopeMethod.LINEAR, factor=2.0, alpha=3.0)
+    assert changed == replace(plain, max_seq_len=99, ropes=(rope,))
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,7 @@ def test_a_dense_matrix_keeps_its_stored_dtype(folder: Path) -> None:
 def test_only_the_rotated_rows_of_a_gguf_head_are_permuted(tmp_path: Path) -> None:
     path = write_gguf(tiny_llama(), tmp_path / "m.gguf", GGMLQuantizationType.F32)
     source, config, _ = open_checkpoint(path)
-    partial = replace(config, rope=replace(config.rope, rotary_dim=8))
+    partial = replace(config, ropes=(replace(config.ropes[0], rotary_dim=8),))
     name = "model.layers.0.self_attn.k_proj.weight"
     stored = source.read("blk.0.attn_k.weight", slice(None)).view(2, 20, 72)
     permutation = [0, 2, 4, 6, 1, 3, 5, 7, *range(8, 20)]

@@ -94,10 +94,7 @@ class ModelDescription:
         return tuple(sorted(stop_ids(self.tokenizer, self.config)))
 
     def kv_bytes_per_token(self, kv_format: KVFormat = KVFormat.FP16) -> int:
-        config = self.config
-        return kv_bytes_per_token(
-            config.num_layers, config.num_kv_heads, config.head_dim, kv_format
-        )
+        return kv_bytes_per_token(self.config.kv_shapes, kv_format)
 
     def memory_bytes(self, context: int, kv_format: KVFormat = KVFormat.FP16) -> int:
         """Bytes of the weights and of the cache of one sequence of `context` tokens."""

@@ -186,7 +186,7 @@ def model_name(path: Path) -> str:
 
 
 def _with_options(config: ModelConfig, options: LoadOptions) -> ModelConfig:
-    rope = config.rope
+    rope = config.ropes[0]
     for name, value in (("RoPE factor", options.rope_factor), ("RoPE alpha", options.rope_alpha)):
         if value is not None and not 0.0 < value < float("inf"):
             raise RequestError(f"{name} must be a finite number above 0", got=value)
@@ -197,6 +197,6 @@ def _with_options(config: ModelConfig, options: LoadOptions) -> ModelConfig:
     length = config.max_seq_len if options.max_seq_len is None else options.max_seq_len
     if length < 1:
         raise RequestError("the context size must be at least 1 token", got=length)
-    config = replace(config, rope=rope, max_seq_len=length)
+    config = replace(config, ropes=(rope, *config.ropes[1:]), max_seq_len=length)
     check_config(config, "load options")
     return config

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from exl_core.arch.layers import KVShape
 from exl_core.cache.format import PAGE_SIZE, KVFormat, kv_bytes_per_token, pages_for
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import RequestError
@@ -26,11 +27,7 @@ class CacheShape(Protocol):
     """The numbers of a model that its cache depends on."""
 
     @property
-    def num_layers(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
+    def kv_shapes(self) -> Sequence[KVShape]: ...
     @property
     def max_seq_len(self) -> int: ...
 
@@ -107,7 +104,7 @@ def _fit(weights_bytes: int, config: CacheShape, ctx: int, memory: DeviceMemory)
         if kind is KVFormat.FP32:
             continue
         try:
-            each = _bytes_per_token(config, kind)
+            each = kv_bytes_per_token(config.kv_shapes, kind)
         except RequestError:  # the format does not support this head size
             continue
         if memory.free_bytes is None:
@@ -115,9 +112,5 @@ def _fit(weights_bytes: int, config: CacheShape, ctx: int, memory: DeviceMemory)
             continue
         pages = max(memory.free_bytes - fixed, 0) // (each * PAGE_SIZE)
         contexts[kind] = min(pages * PAGE_SIZE, config.max_seq_len)
-    cache = pages_for(ctx) * PAGE_SIZE * _bytes_per_token(config, KVFormat.FP16)
+    cache = pages_for(ctx) * PAGE_SIZE * kv_bytes_per_token(config.kv_shapes, KVFormat.FP16)
     return Fit(memory, ctx, fixed + cache, contexts)
-
-
-def _bytes_per_token(config: CacheShape, kind: KVFormat) -> int:
-    return kv_bytes_per_token(config.num_layers, config.num_kv_heads, config.head_dim, kind)

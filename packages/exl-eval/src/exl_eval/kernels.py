@@ -247,15 +247,21 @@ def _line_of(call: _Call, this: _Pass) -> _Line:
 def _attention_line(call: _Call, this: _Pass) -> _Line:
     """Bytes and operations of attention. The keys and values that a sequence's rows see are read
     once. Each row writes one key and one value."""
-    config, qkv, window = this.config, call.operands[0], call.operands[8]
+    qkv, key_cache, window = call.operands[0], call.operands[2], call.operands[8]
     ends = [this.past_len + row + 1 for row in range(this.rows)]
     seen = [min(end, window) if window else end for end in ends]
     held = min(ends[-1], window + this.rows - 1) if window else ends[-1]
-    per_position = config.num_kv_heads * this.kv_format.bytes_per_head(config.head_dim)
-    queries = this.batch * this.rows * config.q_size * qkv.element_size()
+    spec = next(
+        layer.attention
+        for layer in this.config.layers
+        if (layer.attention.qkv_size, layer.attention.num_kv_heads)
+        == (qkv.shape[1], key_cache.shape[1])
+    )
+    per_position = spec.num_kv_heads * this.kv_format.bytes_per_head(spec.head_dim)
+    queries = this.batch * this.rows * spec.q_size * qkv.element_size()
     cached = this.batch * (held + this.rows) * per_position
-    operations = 4 * this.batch * sum(seen) * config.q_size
-    shape = f"{config.num_q_heads} heads of {config.head_dim}, {held} keys"
+    operations = 4 * this.batch * sum(seen) * spec.q_size
+    shape = f"{spec.num_q_heads} heads of {spec.head_dim}, {held} keys"
     return _Line(call.op, shape, _size(qkv) + queries + cached, operations)
 
 

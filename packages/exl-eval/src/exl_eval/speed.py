@@ -31,7 +31,7 @@ from statistics import median
 import torch
 
 from exl_core.arch.spec import ModelConfig
-from exl_core.cache.format import KVFormat
+from exl_core.cache.format import KVFormat, kv_bytes_per_token
 from exl_core.errors import RequestError
 from exl_core.load import LoadedModel
 from exl_core.model.cuda_graphs import PASSES_BEFORE_CAPTURE
@@ -86,7 +86,7 @@ def check_options(options: SpeedOptions, config: ModelConfig) -> None:
             raise RequestError(f"{option} is too small", expected="at least 1", got=count)
     if not options.prefill or not options.batch:
         raise RequestError("nothing to measure", expected="a prompt length and a batch size")
-    options.kv_format.bytes_per_head(config.head_dim)  # raises if the format has no such head size
+    kv_bytes_per_token(config.kv_shapes, options.kv_format)  # raises for head sizes it cannot hold
 
 
 def measure_speed(
@@ -150,13 +150,13 @@ def measure_speed(
 
 def kv_read_bytes(config: ModelConfig, options: SpeedOptions) -> int:
     """Bytes of keys and values that a decode step reads per sequence, averaged over the steps."""
-    seen = 0
-    for layer in range(config.num_layers):
-        window = config.window_of(layer) or config.max_seq_len
+    read = 0
+    for layer in config.layers:
+        window = layer.attention.window or config.max_seq_len
         # Step i sees the `depth` cached tokens, i decoded tokens, and itself.
-        seen += sum(min(options.depth + i + 1, window) for i in range(options.decode))
-    per_position = config.num_kv_heads * options.kv_format.bytes_per_head(config.head_dim)
-    return seen * per_position // options.decode
+        seen = sum(min(options.depth + i + 1, window) for i in range(options.decode))
+        read += seen * kv_bytes_per_token([layer.kv_shape], options.kv_format)
+    return read // options.decode
 
 
 def memory_bandwidth(ops: OpTable) -> float:

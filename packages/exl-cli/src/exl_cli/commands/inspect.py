@@ -4,7 +4,7 @@ its weights."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,6 +81,7 @@ def inspect_model(
 def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> dict[str, object]:
     """The object that `--json` prints."""
     config = model.config
+    attention = [layer.attention for layer in config.layers]
     at = ctx if ctx is not None else config.max_seq_len
     value: dict[str, object] = {
         "schema_version": SCHEMA_VERSION,
@@ -94,14 +95,14 @@ def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> 
         "config": {
             "num_layers": config.num_layers,
             "hidden_size": config.hidden_size,
-            "intermediate_size": config.intermediate_size,
-            "num_q_heads": config.num_q_heads,
-            "num_kv_heads": config.num_kv_heads,
-            "head_dim": config.head_dim,
+            "intermediate_size": _number(layer.dense.intermediate_size for layer in config.layers),
+            "num_q_heads": _number(one.num_q_heads for one in attention),
+            "num_kv_heads": _number(one.num_kv_heads for one in attention),
+            "head_dim": _number(one.head_dim for one in attention),
             "vocab_size": config.vocab_size,
             "max_seq_len": config.max_seq_len,
-            "sliding_window": config.sliding_window,
-            "layer_windows": [window.value for window in config.layer_windows],
+            "sliding_window": _number(one.window for one in attention if one.window) or None,
+            "layer_windows": ["local" if one.window else "global" for one in attention],
             "has_tied_embeddings": config.has_tied_embeddings,
         },
         "tokenizer": {
@@ -135,6 +136,12 @@ def as_dict(model: ModelDescription, ctx: int | None, *, with_tensors: bool) -> 
         value["tensors"] = [_as_dict(tensor) for tensor in model.tensors]
         value["unused_tensors"] = [_as_dict(tensor) for tensor in model.unused_tensors]
     return value
+
+
+def _number(values: Iterable[int]) -> int | list[int]:
+    """The number that all layers have, or the numbers of all layers where they differ."""
+    found = list(values)
+    return found[0] if len(set(found)) == 1 else found
 
 
 def _matrix_as_dict(matrix: MatrixDescription) -> dict[str, object]:
@@ -178,10 +185,18 @@ def _facts(model: ModelDescription) -> Table:
     from exl_cli.render import facts_table, format_bytes, format_count
 
     c = model.config
-    windows = sum(window.value == "local" for window in c.layer_windows)
-    attention = f"{c.num_q_heads} query heads, {c.num_kv_heads} key-value heads of {c.head_dim}"
-    if windows and c.sliding_window is not None:
-        attention += f"; {windows} of {c.num_layers} layers see the last {c.sliding_window} tokens"
+    kinds = {
+        f"{a.num_q_heads} query heads, {a.num_kv_heads} key-value heads of {a.head_dim}": None
+        for a in (layer.attention for layer in c.layers)
+    }
+    attention = " or ".join(kinds)
+    windows = [layer.attention.window for layer in c.layers if layer.attention.window]
+    if windows:
+        seen = " or ".join(map(str, dict.fromkeys(windows)))
+        attention += f"; {len(windows)} of {c.num_layers} layers see the last {seen} tokens"
+    widths = " or ".join(
+        map(str, dict.fromkeys(layer.dense.intermediate_size for layer in c.layers))
+    )
     tokenizer = model.tokenizer
     ends = ", ".join(map(str, model.stop_ids)) or "none"
     adds = "adds" if tokenizer.adds_bos else "does not add"
@@ -193,8 +208,7 @@ def _facts(model: ModelDescription) -> Table:
             "architecture": c.arch.name,
             "parameters": f"{format_count(model.parameters)}, "
             f"{model.bits_per_weight:.2f} bits per weight",
-            "shape": f"{c.num_layers} layers, hidden {c.hidden_size}, "
-            f"feed-forward {c.intermediate_size}",
+            "shape": f"{c.num_layers} layers, hidden {c.hidden_size}, feed-forward {widths}",
             "attention": attention,
             "context": f"{c.max_seq_len} tokens",
             "output head": "shared with the embedding" if c.has_tied_embeddings else "its own",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from exl_core.arch.rope import inverse_frequencies
-from exl_core.arch.spec import ModelConfig, RopeConfig, RopeMethod, Window
+from exl_core.arch.spec import ModelConfig, RopeConfig, RopeMethod
 from exl_core.errors import ConfigError
 
 
@@ -16,26 +16,24 @@ def check_config(config: ModelConfig, where: object) -> None:
         if not holds:
             raise ConfigError(what, where=where, got=got)
 
-    heads = f"{config.num_q_heads} query heads, {config.num_kv_heads} key/value heads"
-    require(
-        config.num_q_heads % config.num_kv_heads == 0,
-        "the query heads cannot be shared out evenly among the key/value heads",
-        heads,
-    )
-    for rope in (config.rope, config.local_rope):
-        if rope is not None:
-            _check_rope(rope, config.head_dim, where)
+    for layer in dict.fromkeys(config.layers):
+        attention, _ = layer.attention, layer.dense
+        require(
+            attention.num_q_heads % attention.num_kv_heads == 0,
+            "the query heads cannot be shared out evenly among the key/value heads",
+            f"{attention.num_q_heads} query heads, {attention.num_kv_heads} key/value heads",
+        )
+    head_dims = [(layer.attention.rope, layer.attention.head_dim) for layer in config.layers]
+    for index, rope in enumerate(config.ropes):
+        # A table that no layer uses must still fit the heads.
+        sizes = [size for used, size in head_dims if used == index]
+        _check_rope(rope, min(sizes or [size for _, size in head_dims]), where)
     for token_id in (config.bos_id, *config.eos_ids):
         require(
             token_id is None or token_id < config.vocab_size,
             f"a control token lies outside the vocabulary of {config.vocab_size}",
             token_id,
         )
-    require(
-        Window.LOCAL not in config.layer_windows or config.sliding_window is not None,
-        "the architecture has sliding-window layers, but no window length is given",
-        "no 'sliding_window'",
-    )
 
 
 def _check_rope(rope: RopeConfig, head_dim: int, where: object) -> None:

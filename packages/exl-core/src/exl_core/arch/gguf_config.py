@@ -15,7 +15,15 @@ from exl_core.arch.checks import check_config
 from exl_core.arch.fields import MAX_LAYERS, Fields
 from exl_core.arch.registry import find_by_gguf_name
 from exl_core.arch.rope import yarn_magnitude
-from exl_core.arch.spec import ArchSpec, ModelConfig, RopeConfig, RopeMethod, Window
+from exl_core.arch.spec import (
+    ArchSpec,
+    LayerNumbers,
+    ModelConfig,
+    RopeConfig,
+    RopeMethod,
+    Window,
+    with_windows,
+)
 from exl_core.errors import ConfigError, UnsupportedModelError
 
 GEMMA_27B_LAYERS = {"gemma2": 46, "gemma3": 62}
@@ -60,38 +68,40 @@ def read_gguf_config(
     layers = own.integer("block_count", high=MAX_LAYERS)
     heads = _same_for_all_layers(own, "attention.head_count")
     head_dim = own.integer("attention.key_length", arch.head_dim_default or hidden_size // heads)
-    rope, local_rope = _rope(arch, own, head_dim, rope_factors)
+    ropes = _ropes(arch, own, head_dim, rope_factors)
     # GGUF files do not say whether a family that can have a window in every layer uses it.
     pattern = arch.window_pattern if Window.GLOBAL in arch.window_pattern else (Window.GLOBAL,)
+    window = (
+        own.integer("attention.sliding_window", arch.sliding_window_default)
+        if Window.LOCAL in pattern
+        else None
+    )
+    numbers = LayerNumbers(
+        num_q_heads=heads,
+        num_kv_heads=_same_for_all_layers(own, "attention.head_count_kv", heads),
+        head_dim=head_dim,
+        scale=_attention_scale(arch, layers, hidden_size, heads, head_dim),
+        rope=0,
+        window=0,
+        softcap=own.optional_number("attn_logit_softcapping") or arch.attention_softcap_default,
+        has_qkv_bias="blk.0.attn_q.bias" in tensor_names,
+        has_output_bias="blk.0.attn_output.bias" in tensor_names,
+        intermediate_size=_same_for_all_layers(own, "feed_forward_length"),
+        has_mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
+    )
+    windows = tuple(pattern[i % len(pattern)] for i in range(layers))
     vocabulary = metadata.get("tokenizer.ggml.tokens")
     vocab_default = len(vocabulary) if isinstance(vocabulary, list) else None
     tokens = Fields(metadata, where)
     config = ModelConfig(
         arch=arch,
-        num_layers=layers,
+        layers=arch.layers(with_windows(numbers, windows, window, len(ropes))),
+        ropes=ropes,
         hidden_size=hidden_size,
-        intermediate_size=_same_for_all_layers(own, "feed_forward_length"),
-        num_q_heads=heads,
-        num_kv_heads=_same_for_all_layers(own, "attention.head_count_kv", heads),
-        head_dim=head_dim,
         vocab_size=own.integer("vocab_size", vocab_default),
         max_seq_len=own.integer("context_length"),
         norm_eps=own.number("attention.layer_norm_rms_epsilon"),
-        rope=rope,
-        local_rope=local_rope,
-        layer_windows=tuple(pattern[i % len(pattern)] for i in range(layers)),
-        sliding_window=(
-            own.integer("attention.sliding_window", arch.sliding_window_default)
-            if Window.LOCAL in pattern
-            else None
-        ),
-        attention_scale=_attention_scale(arch, layers, hidden_size, heads, head_dim),
-        attention_softcap=own.optional_number("attn_logit_softcapping")
-        or arch.attention_softcap_default,
         final_softcap=own.optional_number("final_logit_softcapping") or arch.final_softcap_default,
-        has_attention_bias="blk.0.attn_q.bias" in tensor_names,
-        has_output_bias="blk.0.attn_output.bias" in tensor_names,
-        has_mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
         has_tied_embeddings="output.weight" not in tensor_names,
         bos_id=tokens.first_token_id("tokenizer.ggml.bos_token_id"),
         eos_ids=tokens.token_ids("tokenizer.ggml.eos_token_id"),
@@ -132,9 +142,10 @@ def _refuse_unknown_scaling(own: Fields) -> None:
             )
 
 
-def _rope(
+def _ropes(
     arch: ArchSpec, own: Fields, head_dim: int, factors: tuple[float, ...]
-) -> tuple[RopeConfig, RopeConfig | None]:
+) -> tuple[RopeConfig, ...]:
+    """RoPE table of all layers, or of the GLOBAL and of the LOCAL ones."""
     rotary_dim = own.integer("rope.dimension_count", head_dim)
     base = own.number("rope.freq_base", arch.rope_base_default)
     rope = RopeConfig(base=base, rotary_dim=rotary_dim, frequency_divisors=factors)
@@ -172,6 +183,6 @@ def _rope(
             attention_factor=own_factor * own.number("rope.scaling.attn_factor", 1.0),
         )
     if arch.local_rope_base_default is None:
-        return rope, None
+        return (rope,)
     local_base = own.number("rope.freq_base_swa", arch.local_rope_base_default)
     return rope, RopeConfig(base=local_base, rotary_dim=rotary_dim)

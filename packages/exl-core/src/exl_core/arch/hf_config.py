@@ -11,15 +11,17 @@ from pathlib import Path
 
 from exl_core.arch.checks import check_config
 from exl_core.arch.fields import MAX_LAYERS, Fields
+from exl_core.arch.layers import Activation
 from exl_core.arch.registry import find_by_hf_name
 from exl_core.arch.rope import yarn_magnitude
 from exl_core.arch.spec import (
-    Activation,
     ArchSpec,
+    LayerNumbers,
     ModelConfig,
     RopeConfig,
     RopeMethod,
     Window,
+    with_windows,
 )
 from exl_core.errors import ConfigError, ModelNotFoundError, UnsupportedModelError
 from exl_core.files import is_present, read_json_object
@@ -81,29 +83,37 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
     _check_activation(arch, text)
     has_bias = arch.has_qkv_bias or text.flag("attention_bias", False)
     window = _sliding_window(arch, text)
-    rope, local_rope = _rope(arch, text, head_dim)
-    ids = text if text.has("eos_token_id") else top
-    return ModelConfig(
-        arch=arch,
-        num_layers=layers,
-        hidden_size=hidden_size,
-        intermediate_size=text.integer("intermediate_size"),
+    windows = _layer_windows(arch, text, layers, window)
+    if window is None and Window.LOCAL in windows:
+        raise ConfigError(
+            "the architecture has sliding-window layers, but no window length is given",
+            where=text.where,
+            got="no 'sliding_window'",
+        )
+    ropes = _ropes(arch, text, head_dim)
+    numbers = LayerNumbers(
         num_q_heads=heads,
         num_kv_heads=text.integer("num_key_value_heads", arch.num_kv_heads_default or heads),
         head_dim=head_dim,
+        scale=text.number("query_pre_attn_scalar", float(head_dim)) ** -0.5,
+        rope=0,
+        window=0,
+        softcap=_softcap(text, "attn_logit_softcapping", arch.attention_softcap_default),
+        has_qkv_bias=has_bias,
+        has_output_bias=has_bias and not arch.has_qkv_bias,
+        intermediate_size=text.integer("intermediate_size"),
+        has_mlp_bias=text.flag("mlp_bias", False),
+    )
+    ids = text if text.has("eos_token_id") else top
+    return ModelConfig(
+        arch=arch,
+        layers=arch.layers(with_windows(numbers, windows, window, len(ropes))),
+        ropes=ropes,
+        hidden_size=hidden_size,
         vocab_size=text.integer("vocab_size", arch.vocab_size_default),
         max_seq_len=text.integer("max_position_embeddings", 2048),
         norm_eps=text.number("rms_norm_eps", 1e-6),
-        rope=rope,
-        local_rope=local_rope,
-        layer_windows=_layer_windows(arch, text, layers, window),
-        sliding_window=window,
-        attention_scale=text.number("query_pre_attn_scalar", float(head_dim)) ** -0.5,
-        attention_softcap=_softcap(text, "attn_logit_softcapping", arch.attention_softcap_default),
         final_softcap=_softcap(text, "final_logit_softcapping", arch.final_softcap_default),
-        has_attention_bias=has_bias,
-        has_output_bias=has_bias and not arch.has_qkv_bias,
-        has_mlp_bias=text.flag("mlp_bias", False),
         has_tied_embeddings=_tied(arch, top, text),
         bos_id=ids.first_token_id("bos_token_id"),
         eos_ids=ids.token_ids("eos_token_id"),
@@ -165,10 +175,11 @@ def _layer_windows(
     return tuple(Window.GLOBAL if (i + 1) % period == 0 else Window.LOCAL for i in range(layers))
 
 
-def _rope(arch: ArchSpec, text: Fields, head_dim: int) -> tuple[RopeConfig, RopeConfig | None]:
+def _ropes(arch: ArchSpec, text: Fields, head_dim: int) -> tuple[RopeConfig, ...]:
+    """RoPE table of all layers, or of the GLOBAL and of the LOCAL ones."""
     base = text.number("rope_theta", arch.rope_base_default)
     scaling = Fields({}, text.where)
-    local: RopeConfig | None = None
+    local: tuple[RopeConfig, ...] = ()
     if text.has("rope_parameters"):
         parameters = text.nested("rope_parameters")
         per_type = parameters.has("full_attention")
@@ -180,10 +191,11 @@ def _rope(arch: ArchSpec, text: Fields, head_dim: int) -> tuple[RopeConfig, Rope
         local_base = text.number("rope_local_base_freq", arch.local_rope_base_default)
         if text.has("rope_parameters") and text.nested("rope_parameters").has("sliding_attention"):
             sliding = text.nested("rope_parameters").nested("sliding_attention")
-            local = _scaled_rope(text, sliding, sliding.number("rope_theta", local_base), head_dim)
+            base_of_local = sliding.number("rope_theta", local_base)
+            local = (_scaled_rope(text, sliding, base_of_local, head_dim),)
         else:
-            local = RopeConfig(base=local_base, rotary_dim=head_dim)
-    return _scaled_rope(text, scaling, base, head_dim), local
+            local = (RopeConfig(base=local_base, rotary_dim=head_dim),)
+    return _scaled_rope(text, scaling, base, head_dim), *local
 
 
 def _scaled_rope(text: Fields, scaling: Fields, base: float, head_dim: int) -> RopeConfig:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 
-from exl_core.arch.spec import ArchSpec, HeadNorm, ModelConfig, Residual
+from exl_core.arch.layers import HeadNorm, LayerSpec, NormPlacement
+from exl_core.arch.spec import ArchSpec, ModelConfig
 
 EMBED = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
@@ -28,8 +29,8 @@ _GGUF_LAYER = {
     "mlp.down_proj": "ffn_down",
 }
 _GGUF_NORMS = {
-    Residual.PRE_NORM: {"post_attention_layernorm": "ffn_norm"},
-    Residual.SANDWICH: {
+    NormPlacement.PRE: {"post_attention_layernorm": "ffn_norm"},
+    NormPlacement.SANDWICH: {
         "post_attention_layernorm": "post_attention_norm",
         "pre_feedforward_layernorm": "ffn_norm",
         "post_feedforward_layernorm": "post_ffw_norm",
@@ -48,40 +49,50 @@ def layer_of(name: str) -> str:
     return layer_prefix(int(match[1])) if match else ""
 
 
+def layer_index(name: str) -> int:
+    """Number of the layer that tensor `name` (canonical) belongs to."""
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"not a tensor of a layer: {name}")
+    return int(match[1])
+
+
 def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of all tensors that the model needs, by name, in the order of the forward pass."""
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden)}
     for layer in range(config.num_layers):
         prefix = layer_prefix(layer)
-        shapes.update({prefix + name: shape for name, shape in _layer_tensors(config).items()})
+        tensors = _layer_tensors(config, config.layers[layer])
+        shapes.update({prefix + name: shape for name, shape in tensors.items()})
     shapes[FINAL_NORM] = (hidden,)
     if not config.has_tied_embeddings:
         shapes[HEAD] = (config.vocab_size, hidden)
     return shapes
 
 
-def _layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    hidden, inner = config.hidden_size, config.intermediate_size
+def _layer_tensors(config: ModelConfig, layer: LayerSpec) -> dict[str, tuple[int, ...]]:
+    attention, dense = layer.attention, layer.dense
+    hidden, inner = config.hidden_size, dense.intermediate_size
     matrices = {
-        "self_attn.q_proj": (config.q_size, hidden, config.has_attention_bias),
-        "self_attn.k_proj": (config.kv_size, hidden, config.has_attention_bias),
-        "self_attn.v_proj": (config.kv_size, hidden, config.has_attention_bias),
-        "self_attn.o_proj": (hidden, config.q_size, config.has_output_bias),
-        "mlp.gate_proj": (inner, hidden, config.has_mlp_bias),
-        "mlp.up_proj": (inner, hidden, config.has_mlp_bias),
-        "mlp.down_proj": (hidden, inner, config.has_mlp_bias),
+        "self_attn.q_proj": (attention.q_size, hidden, attention.has_qkv_bias),
+        "self_attn.k_proj": (attention.kv_size, hidden, attention.has_qkv_bias),
+        "self_attn.v_proj": (attention.kv_size, hidden, attention.has_qkv_bias),
+        "self_attn.o_proj": (hidden, attention.q_size, attention.has_output_bias),
+        "mlp.gate_proj": (inner, hidden, dense.has_bias),
+        "mlp.up_proj": (inner, hidden, dense.has_bias),
+        "mlp.down_proj": (hidden, inner, dense.has_bias),
     }
     shapes: dict[str, tuple[int, ...]] = {}
     for name, (rows, columns, has_bias) in matrices.items():
         shapes[f"{name}.weight"] = (rows, columns)
         if has_bias:
             shapes[f"{name}.bias"] = (rows,)
-    norms = ["input_layernorm", *_GGUF_NORMS[config.arch.residual]]
+    norms = ["input_layernorm", *_GGUF_NORMS[layer.norms]]
     shapes.update({f"{name}.weight": (hidden,) for name in norms})
-    if config.arch.head_norm is not HeadNorm.NONE:
-        shapes["self_attn.q_norm.weight"] = (config.head_dim,)
-        shapes["self_attn.k_norm.weight"] = (config.head_dim,)
+    if attention.head_norm is not HeadNorm.NONE:
+        shapes["self_attn.q_norm.weight"] = (attention.head_dim,)
+        shapes["self_attn.k_norm.weight"] = (attention.head_dim,)
     return shapes
 
 
@@ -101,7 +112,7 @@ def gguf_name(arch: ArchSpec, name: str) -> str:
     if match is None:
         raise ValueError(f"no such tensor in any model: {name}")
     layer, part, kind = match.groups()
-    return f"blk.{layer}.{(_GGUF_LAYER | _GGUF_NORMS[arch.residual])[part]}.{kind}"
+    return f"blk.{layer}.{(_GGUF_LAYER | _GGUF_NORMS[arch.norm_placement])[part]}.{kind}"
 
 
 def bias_of(name: str) -> str:
@@ -125,11 +136,20 @@ def fused_with(config: ModelConfig, name: str) -> tuple[str, int, int] | None:
     Returns its name, the first row of `name` in it, and its total number of rows; None if `name` is
     never part of a fused tensor.
     """
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None:
+        return None
+    attention = config.layers[int(match[1])].attention
+    inner = config.layers[int(match[1])].dense.intermediate_size
     sizes = {
-        "self_attn.qkv_proj": (("q", config.q_size), ("k", config.kv_size), ("v", config.kv_size)),
+        "self_attn.qkv_proj": (
+            ("q", attention.q_size),
+            ("k", attention.kv_size),
+            ("v", attention.kv_size),
+        ),
         "mlp.gate_up_proj": (
-            ("gate", config.intermediate_size),
-            ("up", config.intermediate_size),
+            ("gate", inner),
+            ("up", inner),
         ),
     }
     for fused, parts in sizes.items():
@@ -146,6 +166,10 @@ def fused_with(config: ModelConfig, name: str) -> tuple[str, int, int] | None:
 def rotated_head_count(config: ModelConfig, name: str) -> int:
     """Number of heads in the rows of `name` if RoPE rotates them (weight and bias of q and k),
     else 0."""
+    match = _LAYER_NAME.fullmatch(name)
+    if match is None:
+        return 0
+    attention = config.layers[int(match[1])].attention
     if ".self_attn.q_proj." in name:
-        return config.num_q_heads
-    return config.num_kv_heads if ".self_attn.k_proj." in name else 0
+        return attention.num_q_heads
+    return attention.num_kv_heads if ".self_attn.k_proj." in name else 0

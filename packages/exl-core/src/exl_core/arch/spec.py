@@ -3,13 +3,25 @@
 Plain data without torch. A family of models is one `ArchSpec` literal in `families/`. No other
 module tests for an architecture's name, only for its choices. RMSNorm, RoPE with its scalings,
 soft-caps and windows follow the models' own definitions, so that parity tests can compare them with
-an independent implementation.
+an independent implementation. `ModelConfig` has the numbers of the model as a whole; those of a
+layer are in its `LayerSpec` (`arch/layers.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
+
+from exl_core.arch.layers import (
+    Activation,
+    Attention,
+    Dense,
+    HeadNorm,
+    KVShape,
+    LayerSpec,
+    NormPlacement,
+)
 
 
 class Norm(Enum):
@@ -19,32 +31,13 @@ class Norm(Enum):
     RMS_PLUS_ONE = "rms_plus_one"
 
 
-class Residual(Enum):
-    """PRE_NORM: x + f(norm(x)). SANDWICH: x + post_norm(f(pre_norm(x)))."""
-
-    PRE_NORM = "pre_norm"
-    SANDWICH = "sandwich"
-
-
-class Activation(Enum):
-    SILU = "silu"
-    GELU_TANH = "gelu_tanh"
-
-
-class HeadNorm(Enum):
-    """Norm of each query and key head before RoPE."""
-
-    NONE = "none"
-    RMS = "rms"
-
-
 class EmbedScale(Enum):
     NONE = "none"
     SQRT_HIDDEN = "sqrt_hidden"
 
 
 class Window(Enum):
-    """LOCAL layers attend to the last `sliding_window` keys, GLOBAL layers to all."""
+    """LOCAL layers attend to the last keys of a window, GLOBAL layers to all keys."""
 
     LOCAL = "local"
     GLOBAL = "global"
@@ -83,6 +76,54 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerNumbers:
+    """Numbers of one layer as a checkpoint gives them; `ArchSpec.layers` adds the choices of the
+    family. The fields are those of `Attention` and `Dense`."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: int
+    window: int
+    softcap: float | None
+    has_qkv_bias: bool
+    has_output_bias: bool
+    intermediate_size: int
+    has_mlp_bias: bool
+
+
+def with_windows(
+    numbers: LayerNumbers, windows: Sequence[Window], length: int | None, num_ropes: int
+) -> tuple[LayerNumbers, ...]:
+    """`numbers` for each layer, with its window and RoPE table.
+
+    LOCAL layers have a window of `length` and use the last of `num_ropes` tables. GLOBAL layers use
+    the first.
+    """
+    local = replace(numbers, window=length or 0, rope=num_ropes - 1)
+    return tuple(local if window is Window.LOCAL else numbers for window in windows)
+
+
+def decoder_layer(arch: ArchSpec, numbers: LayerNumbers) -> LayerSpec:
+    """A layer of attention and a dense MLP."""
+    attention = Attention(
+        num_q_heads=numbers.num_q_heads,
+        num_kv_heads=numbers.num_kv_heads,
+        head_dim=numbers.head_dim,
+        scale=numbers.scale,
+        rope=numbers.rope,
+        window=numbers.window,
+        softcap=numbers.softcap,
+        head_norm=arch.head_norm,
+        has_qkv_bias=numbers.has_qkv_bias,
+        has_output_bias=numbers.has_output_bias,
+    )
+    dense = Dense(numbers.intermediate_size, arch.activation, numbers.has_mlp_bias)
+    return LayerSpec(attention, dense, arch.norm_placement)
+
+
+@dataclass(frozen=True, slots=True)
 class ArchSpec:
     """A family of models, as a set of choices."""
 
@@ -90,7 +131,7 @@ class ArchSpec:
     hf_names: tuple[str, ...]
     gguf_names: tuple[str, ...]
     norm: Norm = Norm.RMS
-    residual: Residual = Residual.PRE_NORM
+    norm_placement: NormPlacement = NormPlacement.PRE
     activation: Activation = Activation.SILU
     head_norm: HeadNorm = HeadNorm.NONE
     embed_scale: EmbedScale = EmbedScale.NONE
@@ -120,47 +161,40 @@ class ArchSpec:
     """GGUF files of this family store norm weights with 1 already added."""
     key_roots: tuple[str, ...] = ("model.",)
     """Prefixes that checkpoints of this family use in place of `model.`; the first is canonical."""
+    make_layer: Callable[[ArchSpec, LayerNumbers], LayerSpec] = decoder_layer
+    """Makes the layers of this family from their numbers."""
+
+    def layers(self, numbers: Sequence[LayerNumbers]) -> tuple[LayerSpec, ...]:
+        """One `LayerSpec` per layer."""
+        return tuple(self.make_layer(self, one) for one in numbers)
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Numbers of one checkpoint. `layer_windows` has one entry per layer."""
+    """Numbers of one checkpoint.
+
+    `ropes` are the RoPE tables that `Attention.rope` selects from. The first one is that of the
+    layers without a window, and the one that load options scale.
+    """
 
     arch: ArchSpec
-    num_layers: int
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[RopeConfig, ...]
     hidden_size: int
-    intermediate_size: int
-    num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
     max_seq_len: int
     norm_eps: float
-    rope: RopeConfig
-    local_rope: RopeConfig | None
-    layer_windows: tuple[Window, ...]
-    sliding_window: int | None
-    attention_scale: float
-    attention_softcap: float | None
     final_softcap: float | None
-    has_attention_bias: bool
-    has_output_bias: bool
-    has_mlp_bias: bool
     has_tied_embeddings: bool
     bos_id: int | None
     eos_ids: tuple[int, ...]
     pad_id: int | None
 
     @property
-    def q_size(self) -> int:
-        return self.num_q_heads * self.head_dim
+    def num_layers(self) -> int:
+        return len(self.layers)
 
     @property
-    def kv_size(self) -> int:
-        return self.num_kv_heads * self.head_dim
-
-    def window_of(self, layer: int) -> int:
-        """Number of keys that a query of this layer attends to, its own included; 0 means all."""
-        if self.layer_windows[layer] is Window.LOCAL and self.sliding_window is not None:
-            return self.sliding_window
-        return 0
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """Geometry of the cache, by layer."""
+        return tuple(layer.kv_shape for layer in self.layers)

@@ -13,8 +13,10 @@ multiple of 32 cannot be cached as codes.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import Enum
 
+from exl_core.arch.layers import KVShape
 from exl_core.errors import RequestError
 
 PAGE_SIZE = 256
@@ -100,11 +102,9 @@ def parse_cache_type(name: str) -> KVFormat:
     return KVFormat(name)
 
 
-def kv_bytes_per_token(
-    num_layers: int, num_kv_heads: int, head_dim: int, kv_format: KVFormat
-) -> int:
+def kv_bytes_per_token(kv_shapes: Iterable[KVShape], kv_format: KVFormat) -> int:
     """Bytes of all layers' keys and values at one position."""
-    return num_layers * num_kv_heads * kv_format.bytes_per_head(head_dim)
+    return sum(heads * kv_format.bytes_per_head(head_dim) for heads, head_dim in kv_shapes)
 
 
 def pages_for(num_tokens: int, page_size: int = PAGE_SIZE) -> int:

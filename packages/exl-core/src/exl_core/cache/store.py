@@ -1,9 +1,9 @@
 """Memory of the cache: one key tensor and one value tensor per layer, divided into pages.
 
-Knows shapes and precision. Knows neither sequences nor the contents of pages (`page_pool.py`). On
-the CPU, memory reads as zero and becomes resident when it is written, so a cache for a long context
-costs only the part in use. A cache larger than the available memory is refused before anything is
-allocated.
+Knows shapes, which may differ between layers, and precision. Knows neither sequences nor the
+contents of pages (`page_pool.py`). On the CPU, memory reads as zero and becomes resident when it is
+written, so a cache for a long context costs only the part in use. A cache larger than the available
+memory is refused before anything is allocated.
 
 The dtype of a tensor determines how its rows are stored. float32, float16 and float8_e4m3fn hold
 the head's values. int8 (8-bit codes) and uint8 (4-bit codes) hold bytes: first the codes, then the
@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from exl_core.arch.layers import KVShape
 from exl_core.cache.format import PAGE_SIZE, KVFormat, RowFormat, kv_bytes_per_token
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import OutOfMemoryError, RequestError
@@ -50,33 +51,30 @@ class KVStore:
     def __init__(
         self,
         kv_format: KVFormat,
-        num_layers: int,
-        num_kv_heads: int,
-        head_dim: int,
+        kv_shapes: Sequence[KVShape],
         num_pages: int,
         *,
         available_bytes: int | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`available_bytes`: memory that may be used; by default, the free memory of `device`.
-        `device`: the CPU by default."""
-        if min(num_layers, num_kv_heads, head_dim, num_pages) < 1:
+        """`kv_shapes`: heads and head sizes, by layer. `available_bytes`: memory that may be used;
+        by default, the free memory of `device`. `device`: the CPU by default."""
+        if num_pages < 1 or not kv_shapes or any(min(shape) < 1 for shape in kv_shapes):
+            shapes = sorted({f"{heads} heads of {size}" for heads, size in kv_shapes})
             raise RequestError(
                 "a cache needs at least one page, layer, head and dimension",
-                got=f"{num_pages} pages, {num_layers} layers, {num_kv_heads} heads of {head_dim}",
+                got=f"{num_pages} pages, {len(kv_shapes)} layers, {', '.join(shapes)}",
             )
         self.device = torch.device("cpu") if device is None else device
         self.kv_format = kv_format
-        self.num_layers = num_layers
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        self.kv_shapes = tuple(kv_shapes)
         self.num_pages = num_pages
         self.page_size = PAGE_SIZE
-        self.bytes_per_token = kv_bytes_per_token(num_layers, num_kv_heads, head_dim, kv_format)
+        self.bytes_per_token = kv_bytes_per_token(kv_shapes, kv_format)
         self.size_bytes = self.bytes_per_token * num_pages * PAGE_SIZE
         _check_fits(self, available_bytes)
-        self._keys = tuple(self._pages(kv_format.key_rows) for _ in range(num_layers))
-        self._values = tuple(self._pages(kv_format.value_rows) for _ in range(num_layers))
+        self._keys = tuple(self._pages(kv_format.key_rows, shape) for shape in kv_shapes)
+        self._values = tuple(self._pages(kv_format.value_rows, shape) for shape in kv_shapes)
         # Views as bytes, which copies work on: [num_pages, num_kv_heads, page_size, bytes]
         self._bytes = tuple(x.view(torch.uint8) for x in (*self._keys, *self._values))
 
@@ -84,6 +82,10 @@ class KVStore:
     def spare_page(self) -> int:
         """Page that belongs to no sequence: padding rows of a batch write there. On a GPU only."""
         return self.num_pages
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.kv_shapes)
 
     def key(self, layer: int) -> Tensor:
         return self._keys[layer]  # [num_pages, num_kv_heads, page_size, row]
@@ -117,10 +119,10 @@ class KVStore:
         for pages in self._bytes:
             pages.index_copy_(0, to_ids, pages.index_select(0, from_ids))
 
-    def _pages(self, rows: RowFormat) -> Tensor:
+    def _pages(self, rows: RowFormat, shape: KVShape) -> Tensor:
         dtype = _DTYPES[rows]
-        row_size = rows.row_bytes(self.head_dim) // dtype.itemsize
-        page = (self.num_kv_heads, self.page_size, row_size)
+        row_size = rows.row_bytes(shape.head_dim) // dtype.itemsize
+        page = (shape.num_kv_heads, self.page_size, row_size)
         if self.device.type == "cpu":
             return _zeros_when_touched((self.num_pages, *page), dtype)
         return torch.zeros((self.num_pages + 1, *page), dtype=dtype, device=self.device)

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, scaled_dot_product_attention, silu
 
-from exl_core.arch.spec import Activation, HeadNorm, ModelConfig, Residual, RopeConfig, Window
+from exl_core.arch.layers import Activation, Attention, HeadNorm, NormPlacement
+from exl_core.arch.spec import ModelConfig, RopeConfig
 from exl_core.model.rotation import RotationTable
 
 Linear = Callable[[str, Tensor], Tensor]
@@ -39,25 +40,25 @@ class Block:
     """One layer without its matrices. `norms` are factors, by name within the layer."""
 
     def __init__(self, config: ModelConfig, layer: int, norms: Mapping[str, Tensor]) -> None:
-        self._config = config
+        spec = config.layers[layer]
+        self._eps = config.norm_eps
         self._norms = norms
-        self._window = config.window_of(layer)
-        is_local = config.layer_windows[layer] is Window.LOCAL
-        self._rope = config.local_rope if is_local and config.local_rope else config.rope
-        self._is_sandwich = config.arch.residual is Residual.SANDWICH
+        self._attention, self._mlp = spec.attention, spec.dense
+        self._rope = config.ropes[spec.attention.rope]
+        self._is_sandwich = spec.norms is NormPlacement.SANDWICH
 
     def qkv_input(self, x: Tensor) -> Tensor:
         return self._norm(x, "input_layernorm")
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of q [R, T, H * D], k and v [R, T, K * D]: [R, T, H * D]."""
-        config = self._config
+        spec = self._attention
         rows, length, _ = q.shape
-        q, k, v = (x.view(rows, length, -1, config.head_dim).transpose(1, 2) for x in (q, k, v))
-        if config.arch.head_norm is not HeadNorm.NONE:
+        q, k, v = (x.view(rows, length, -1, spec.head_dim).transpose(1, 2) for x in (q, k, v))
+        if spec.head_norm is not HeadNorm.NONE:
             q, k = self._norm(q, "self_attn.q_norm"), self._norm(k, "self_attn.k_norm")
         q, k = self._apply_rope(q).to(v.dtype), self._apply_rope(k).to(v.dtype)  # [R, heads, T, D]
-        out = _attention(q, k, v, config, self._window)
+        out = _attention(q, k, v, spec)
         return out.transpose(1, 2).reshape(rows, length, -1)
 
     def after_attention(self, x: Tensor, output: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ class Block:
         return self._norm(x, name)
 
     def gated_activation(self, gate: Tensor, up: Tensor) -> Tensor:
-        if self._config.arch.activation is Activation.SILU:
+        if self._mlp.activation is Activation.SILU:
             return silu(gate) * up
         return gelu(gate, approximate="tanh") * up
 
@@ -90,7 +91,7 @@ class Block:
         return self.after_mlp(x, linear(DOWN, self.gated_activation(gate, up)))
 
     def _norm(self, x: Tensor, name: str) -> Tensor:
-        return rms_norm(x, self._norms[name], self._config.norm_eps)
+        return rms_norm(x, self._norms[name], self._eps)
 
     def _apply_rope(self, x: Tensor) -> Tensor:
         """Applies RoPE to x [R, heads, T, D], in pairs (i, i + rotary_dim / 2)."""
@@ -111,24 +112,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig, window: int) -> Tensor:
-    """Causal attention over the last `window` keys (0: all keys): [R, H, T, D]."""
-    length = q.shape[2]
-    is_plain = config.attention_softcap is None
+def _attention(q: Tensor, k: Tensor, v: Tensor, spec: Attention) -> Tensor:
+    """Causal attention over the last keys of the layer's window: [R, H, T, D]."""
+    length, window = q.shape[2], spec.window
+    is_plain = spec.softcap is None
     if is_plain and (window == 0 or window >= length):
         return scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=config.attention_scale, enable_gqa=True
+            q, k, v, is_causal=True, scale=spec.scale, enable_gqa=True
         )
     distance = torch.arange(length, device=q.device)
     distance = distance[:, None] - distance  # [T, T]
     is_visible = (distance >= 0) & (distance < window) if window else distance >= 0
     if is_plain:
         return scaled_dot_product_attention(
-            q, k, v, attn_mask=is_visible, scale=config.attention_scale, enable_gqa=True
+            q, k, v, attn_mask=is_visible, scale=spec.scale, enable_gqa=True
         )
-    assert config.attention_softcap is not None
+    assert spec.softcap is not None
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-    scores = q @ k.transpose(2, 3) * config.attention_scale
-    scores = torch.tanh(scores / config.attention_softcap) * config.attention_softcap
+    scores = q @ k.transpose(2, 3) * spec.scale
+    scores = torch.tanh(scores / spec.softcap) * spec.softcap
     return scores.masked_fill(~is_visible, -torch.inf).softmax(-1) @ v

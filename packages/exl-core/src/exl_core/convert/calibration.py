@@ -61,9 +61,7 @@ def rows_of_texts(
 def rows_at_once(config: ModelConfig, length: int, memory_bytes: int) -> tuple[int, int]:
     """Number of rows (at least one) that a model can generate in one batch if their keys and values
     may take `memory_bytes`, and the bytes that they take."""
-    heads = config.num_kv_heads
-    token = kv_bytes_per_token(config.num_layers, heads, config.head_dim, KVFormat.FP16)
-    row = token * (length + PAGE_SIZE)
+    row = kv_bytes_per_token(config.kv_shapes, KVFormat.FP16) * (length + PAGE_SIZE)
     count = max(1, min(AT_ONCE, memory_bytes // row))
     return count, count * row
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from exl_core.arch.key_map import EMBED, expected_tensors, layer_prefix
+from exl_core.arch.key_map import EMBED, expected_tensors, layer_index, layer_prefix
 from exl_core.arch.spec import EmbedScale, ModelConfig, Norm
 from exl_core.convert.block import MATRICES, Block, Linear
 from exl_core.errors import WeightValueError
@@ -44,7 +44,10 @@ class LayerSource:
         }
         if is_stored:
             norms = {
-                name: as_factor(config, stored_norm(config, name, x)) for name, x in norms.items()
+                name: as_factor(
+                    config, stored_norm(config, f"{layer_prefix(self.layer)}{name}.weight", x)
+                )
+                for name, x in norms.items()
             }
         return Block(config, self.layer, norms)
 
@@ -67,11 +70,12 @@ def stored_norm(config: ModelConfig, name: str, factor: Tensor) -> Tensor:
     for every head."""
     rounded = factor.half()
     norm = (rounded - 1).half() if config.arch.norm is Norm.RMS_PLUS_ONE else rounded
-    heads = {"q_norm": config.num_q_heads, "k_norm": config.num_kv_heads}
-    for part, count in heads.items():
-        if f".{part}" in name:
-            return norm.expand(count, -1).contiguous()
-    return norm
+    if not name.endswith(("q_norm.weight", "k_norm.weight")):
+        return norm
+    attention = config.layers[layer_index(name)].attention
+    is_query = name.endswith("q_norm.weight")
+    count = attention.num_q_heads if is_query else attention.num_kv_heads
+    return norm.expand(count, -1).contiguous()
 
 
 def as_factor(config: ModelConfig, stored: Tensor) -> Tensor:

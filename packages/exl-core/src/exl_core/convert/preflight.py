@@ -130,12 +130,11 @@ def tokenizer_problems(path: Path, source: TensorSource, config: ModelConfig) ->
 
 def shape_problems(path: Path, config: ModelConfig) -> Iterator[ExlError]:
     """Sizes that EXL2 cannot store, each reported once for the model."""
-    widths = {
-        "the hidden size": config.hidden_size,
-        "the width of the attention": config.q_size,
-        "the intermediate size": config.intermediate_size,
-    }
-    for label, width in widths.items():
+    widths = [("the hidden size", config.hidden_size)]
+    for layer in config.layers:
+        widths.append(("the width of the attention", layer.attention.q_size))
+        widths.append(("the intermediate size", layer.dense.intermediate_size))
+    for label, width in dict.fromkeys(widths):
         if width % ROW_STEP or width > MAX_IN_FEATURES:
             yield UnsupportedModelError(
                 f"{label} cannot be stored as EXL2",
@@ -219,12 +218,16 @@ def writing_problems(folder: Path) -> Iterator[ExlError]:
 def memory_needed(config: ModelConfig, tokens: int, threads: int) -> int:
     """Upper estimate of the bytes in memory at a time, which do not grow with the number of layers.
     `tokens` counts the tokens of all calibration rows."""
-    shapes = matrix_shapes(config)
-    sizes = [rows * cols for name, (rows, cols) in shapes.items() if layer_of(name).endswith(".0.")]
+    layers: dict[str, list[int]] = {}
+    for name, (rows, columns) in matrix_shapes(config).items():
+        layers.setdefault(layer_of(name), []).append(rows * columns)
+    sizes = max(layers.values(), key=sum)
+    largest = max(max(one) for one in layers.values())
     hidden, vocab = config.hidden_size, padded(config.vocab_size)
-    widest = max(hidden, config.intermediate_size, config.q_size)
-    measuring = MEASURED_COPIES * threads * max(*sizes, CPU_COLUMNS * widest)
-    quantizing = QUANTIZED_COPIES * min(threads, len(QKV)) * max(sizes)
+    widths = [max(one.attention.q_size, one.dense.intermediate_size) for one in config.layers]
+    widest = max(hidden, *widths)
+    measuring = MEASURED_COPIES * threads * max(largest, CPU_COLUMNS * widest)
+    quantizing = QUANTIZED_COPIES * min(threads, len(QKV)) * largest
     factors = 6 * 8 * widest**2  # six matrices in float64
     layer_bytes = 4 * (2 * sum(sizes) + max(measuring, quantizing)) + factors
     head_bytes = 4 * QUANTIZED_COPIES * vocab * hidden

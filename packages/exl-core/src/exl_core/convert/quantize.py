@@ -60,7 +60,7 @@ def quantize_layer(
         if name.endswith(".bias"):
             tensors[prefix + name] = pad(values, (0, -len(values) % COLUMN_STEP)).half().cpu()
         elif values.dim() == 1:
-            tensors[prefix + name] = stored_norm(config, name, values).cpu()
+            tensors[prefix + name] = stored_norm(config, prefix + name, values).cpu()
         else:
             part = name.removesuffix(".weight")
             tensors |= _pieces(prefix + part, done[part])

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders
 
 from exl_core.arch.hf_config import ACTIVATIONS, LAYER_TYPES, read_hf_config
+from exl_core.arch.layers import LayerSpec
 from exl_core.arch.spec import ModelConfig, RopeMethod, Window
 from exl_core.errors import ConfigError, TokenizerError, UnsupportedModelError
 from exl_core.files import read_json_object, write_atomically
@@ -117,35 +118,42 @@ def _check_tokenizer(ours: Tokenizer, theirs: Tokenizer) -> None:
 
 def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
     """Content of a `config.json` for `config`. `check` verifies it by reading it back."""
-    rope = config.rope
+    first, rope = config.layers[0], config.ropes[0]
+    attention, mlp = first.attention, first.dense
+    if any(_without_window(layer) != _without_window(first) for layer in config.layers):
+        raise UnsupportedModelError(
+            "the layers of this GGUF file differ in ways that config.json cannot state",
+            where=where,
+            next_step="Start from the model's safetensors files.",
+        )
     if rope.method not in (RopeMethod.DEFAULT, RopeMethod.LINEAR) or rope.frequency_divisors:
         raise UnsupportedModelError(
             "the RoPE scaling of this GGUF file has no counterpart in config.json",
             where=where,
             next_step="Start from the model's safetensors files.",
         )
-    activation = next(k for k, v in ACTIVATIONS.items() if v is config.arch.activation)
+    activation = next(k for k, v in ACTIVATIONS.items() if v is mlp.activation)
     layer_types = {window: name for name, window in LAYER_TYPES.items()}
     written: dict[str, object] = {
         "architectures": [config.arch.hf_names[0]],
         "model_type": "gemma3_text" if config.arch.name == "gemma3" else config.arch.name,
         "torch_dtype": "float16",
         "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        "intermediate_size": mlp.intermediate_size,
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_q_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
+        "num_attention_heads": attention.num_q_heads,
+        "num_key_value_heads": attention.num_kv_heads,
+        "head_dim": attention.head_dim,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_seq_len,
         "rms_norm_eps": config.norm_eps,
         "rope_theta": rope.base,
         "hidden_act": activation,
         "hidden_activation": activation,
-        "attention_bias": config.has_attention_bias,
-        "mlp_bias": config.has_mlp_bias,
-        "query_pre_attn_scalar": config.attention_scale**-2,
-        "attn_logit_softcapping": config.attention_softcap,
+        "attention_bias": attention.has_qkv_bias,
+        "mlp_bias": mlp.has_bias,
+        "query_pre_attn_scalar": attention.scale**-2,
+        "attn_logit_softcapping": attention.softcap,
         "final_logit_softcapping": config.final_softcap,
         "tie_word_embeddings": config.has_tied_embeddings,
         "bos_token_id": config.bos_id,
@@ -154,12 +162,19 @@ def hf_config(config: ModelConfig, where: Path) -> dict[str, object]:
     }
     if rope.method is RopeMethod.LINEAR:
         written["rope_scaling"] = {"rope_type": "linear", "factor": rope.factor}
-    if config.local_rope is not None:
-        written["rope_local_base_freq"] = config.local_rope.base
-    if Window.LOCAL in config.layer_windows:
-        written["sliding_window"] = config.sliding_window
-        written["layer_types"] = [layer_types[window] for window in config.layer_windows]
+    if len(config.ropes) > 1:
+        written["rope_local_base_freq"] = config.ropes[1].base
+    windows = [layer.attention.window for layer in config.layers]
+    if any(windows):
+        written["sliding_window"] = max(windows)
+        written["layer_types"] = [
+            layer_types[Window.LOCAL if window else Window.GLOBAL] for window in windows
+        ]
     return {key: value for key, value in written.items() if value is not None}
+
+
+def _without_window(layer: LayerSpec) -> LayerSpec:
+    return replace(layer, mixer=replace(layer.attention, window=0, rope=0))
 
 
 def _roles(tokenizer: Tokenizer) -> dict[str, object]:

@@ -34,6 +34,7 @@ from exl_core.convert.layers import (
     read_tensor,
     stored_norm,
 )
+from exl_core.convert.measurement import matrix_shapes
 from exl_core.convert.parallel import Workers
 from exl_core.convert.plan import ConvertOptions
 from exl_core.convert.sensitivity import HEAD_ROWS
@@ -130,9 +131,8 @@ def _restore(
 
 def scratch_bytes(config: ModelConfig, device: torch.device) -> int:
     """Bytes of the offloaded tensors: weights in the device's compute type, states in float32."""
-    layer = config.hidden_size * (2 * config.q_size + 2 * config.kv_size)
-    layer += 3 * config.hidden_size * config.intermediate_size
-    weights = config.num_layers * layer + config.vocab_size * config.hidden_size
+    weights = config.vocab_size * config.hidden_size
+    weights += sum(rows * columns for rows, columns in matrix_shapes(config).values())
     states = config.num_layers * ROWS_PER_STEP * LENGTH * config.hidden_size
     return compute_type(device).itemsize * weights + 4 * states
 
@@ -143,7 +143,8 @@ def fits_in_memory(config: ModelConfig, device: torch.device) -> bool:
     As files, the tensors take no memory that another process needs. But each step is only fast if
     they are in the page cache.
     """
-    values = LENGTH * (16 * config.hidden_size + 6 * config.intermediate_size)
+    widest = max(layer.dense.intermediate_size for layer in config.layers)
+    values = LENGTH * (16 * config.hidden_size + 6 * widest)
     head = compute_type(device).itemsize * config.vocab_size * config.hidden_size
     needed = scratch_bytes(config, device) + head + 4 * ROWS_PER_STEP * values
     free = free_memory_bytes(device)

@@ -89,12 +89,12 @@ def _sizes(config: ModelConfig) -> tuple[object, ...]:
     """Dimensions that an adapter depends on."""
     return (
         config.arch.name,
-        config.num_layers,
         config.hidden_size,
-        config.intermediate_size,
-        config.q_size,
-        config.kv_size,
         config.vocab_size,
+        tuple(
+            (layer.attention.q_size, layer.attention.kv_size, layer.dense.intermediate_size)
+            for layer in config.layers
+        ),
     )
 
 

@@ -71,13 +71,12 @@ def find_target(config: ModelConfig, module: str) -> LayerTarget | EndTarget | N
             return EndTarget("embed", vocab, hidden)
         _, found, rest = module.partition(f"{root}layers.")
         layer, _, part = rest.partition(".")
-        parts = _parts(config)
-        if found and part in parts and re.fullmatch(r"\d{1,6}", layer):
+        if not found or not re.fullmatch(r"\d{1,6}", layer) or int(layer) >= config.num_layers:
+            continue
+        parts = _parts(config, int(layer))
+        if part in parts:
             matrix, first_out, inputs, outputs = parts[part]
-            number = int(layer)
-            if number >= config.num_layers:
-                return None
-            return LayerTarget(number, matrix, first_out, inputs, outputs)
+            return LayerTarget(int(layer), matrix, first_out, inputs, outputs)
     heads = (name.removesuffix(".weight") for name in checkpoint_names(config.arch, HEAD))
     if any(_ends_with(module, head) for head in heads):
         return EndTarget("head", hidden, vocab)
@@ -88,13 +87,13 @@ def _ends_with(module: str, name: str) -> bool:
     return module == name or module.endswith(f".{name}")
 
 
-def _parts(config: ModelConfig) -> dict[str, tuple[Matrix, int, int, int]]:
-    """Packed matrix, first output in it, inputs and outputs of each module of a layer.
+def _parts(config: ModelConfig, layer: int) -> dict[str, tuple[Matrix, int, int, int]]:
+    """Packed matrix, first output in it, inputs and outputs of each module of the layer.
 
     Includes the fused projections of some checkpoints.
     """
-    hidden, inner = config.hidden_size, config.intermediate_size
-    q, kv = config.q_size, config.kv_size
+    hidden, inner = config.hidden_size, config.layers[layer].dense.intermediate_size
+    q, kv = config.layers[layer].attention.q_size, config.layers[layer].attention.kv_size
     return {
         "self_attn.q_proj": ("qkv", 0, hidden, q),
         "self_attn.k_proj": ("qkv", q, hidden, kv),

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import overload
 
 from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, layer_prefix
-from exl_core.arch.spec import HeadNorm, ModelConfig, Residual
+from exl_core.arch.layers import HeadNorm, NormPlacement
+from exl_core.arch.spec import ModelConfig
 from exl_core.model.packer import Packer
 from exl_core.model.weights import (
     AttentionWeights,
@@ -128,8 +129,8 @@ def _matrices(layer: int) -> list[str]:
 
 def _block(config: ModelConfig, packer: Packer, layer: int) -> BlockWeights:
     prefix = layer_prefix(layer)
-    is_sandwich = config.arch.residual is Residual.SANDWICH
-    has_head_norm = config.arch.head_norm is not HeadNorm.NONE
+    is_sandwich = config.layers[layer].norms is NormPlacement.SANDWICH
+    has_head_norm = config.layers[layer].attention.head_norm is not HeadNorm.NONE
     norm = packer.norm
     attention = AttentionWeights(
         qkv=packer.packed(prefix + _QKV),

@@ -91,14 +91,14 @@ class KeySmoothingObserver(Observer):
         return states
 
     def _fit_layer(self, layer: int, states: Tensor) -> KeySmoothing:
-        config, ops, block = self._config, self._ops, self._weights.blocks[layer]
-        attention = block.attention
-        qkv = ops.norm_linear(states, block.attention_norm, config.norm_eps, attention.qkv)
-        heads = qkv.view(len(qkv), -1, config.head_dim)
-        num_kv = config.num_kv_heads
+        ops, block, eps = self._ops, self._weights.blocks[layer], self._config.norm_eps
+        attention, spec = block.attention, self._config.layers[layer].attention
+        qkv = ops.norm_linear(states, block.attention_norm, eps, attention.qkv)
+        heads = qkv.view(len(qkv), -1, spec.head_dim)
+        num_kv = spec.num_kv_heads
         queries, keys = heads[:, : -2 * num_kv], heads[:, -2 * num_kv : -num_kv]
         for x, norm in ((queries, attention.q_norm), (keys, attention.k_norm)):
             if norm is not None:
-                ops.rms_norm_heads_(x, norm, config.norm_eps)
+                ops.rms_norm_heads_(x, norm, eps)
             ops.rope_(x, *self._rotation(layer))
-        return fit_key_smoothing(queries, keys, is_shifted=not config.attention_softcap)
+        return fit_key_smoothing(queries, keys, is_shifted=not spec.softcap)

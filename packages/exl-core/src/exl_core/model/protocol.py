@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
 
+from exl_core.arch.layers import KVShape
 from exl_core.cache.store import KVStore
 from exl_core.model.batch import Batch
 from exl_core.ops.table import OpTable
@@ -15,13 +17,9 @@ class ModelShape(Protocol):
     """The numbers of a model that the engine needs."""
 
     @property
-    def num_layers(self) -> int: ...
-    @property
     def hidden_size(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
+    def kv_shapes(self) -> Sequence[KVShape]: ...
     @property
     def vocab_size(self) -> int: ...
     @property

@@ -26,15 +26,7 @@ from exl_core.ops.open import device_failures
 
 def store_for(model: Model, kv_format: KVFormat, num_pages: int) -> KVStore:
     """A store for the keys and values of `model`, on its device."""
-    config = model.config
-    return KVStore(
-        kv_format,
-        config.num_layers,
-        config.num_kv_heads,
-        config.head_dim,
-        num_pages,
-        device=model.ops.device,
-    )
+    return KVStore(kv_format, model.config.kv_shapes, num_pages, device=model.ops.device)
 
 
 def make_batch(segments: Sequence[Segment], page_size: int = PAGE_SIZE) -> Batch:

@@ -19,7 +19,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from exl_core.arch.spec import Activation, EmbedScale, ModelConfig, Window
+from exl_core.arch.layers import Activation
+from exl_core.arch.spec import EmbedScale, ModelConfig
 from exl_core.cache.format import KVFormat, RowFormat, pages_for
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
@@ -51,16 +52,23 @@ EMBEDDING, HEAD = Part("embedding"), Part("head")
 
 
 @dataclass(frozen=True, slots=True)
-class _Pass:
-    """State that all layers of one pass share: bound rows per window kind, buffers, cache."""
+class _Buffers:
+    """Memory that all layers of the same sizes use, one after the other."""
 
-    store: KVStore
-    adapters: tuple[AdapterRows, ...]
-    rows: dict[Window, AttentionBatch]
-    key_smoothing: tuple[KeySmoothing | tuple[None, None], ...]  # by layer
     qkv: Tensor  # [R, (H + 2K) * D]
     attended: Tensor  # [R, H * D], a view of qkv: attention's result overwrites the queries
     gated: Tensor  # [R, intermediate]
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """State that the layers of one pass share: bound rows, cache, buffers."""
+
+    store: KVStore
+    adapters: tuple[AdapterRows, ...]
+    rows: tuple[AttentionBatch, ...]  # by RoPE table
+    key_smoothing: tuple[KeySmoothing | tuple[None, None], ...]  # by layer
+    buffers: tuple[_Buffers, ...]  # by layer
 
 
 class Transformer:
@@ -80,12 +88,13 @@ class Transformer:
         self.weights_bytes = weights.size_bytes
         self.decode_weight_bytes = weights.decode_bytes
         self._weights = weights
-        self._activation = ACTIVATIONS[config.arch.activation]
-        self._windows = tuple(config.window_of(layer) for layer in range(config.num_layers))
-        self._rope = RotationTable(config.rope, ops.device)
-        self._local_rope = (
-            RotationTable(config.local_rope, ops.device) if config.local_rope else None
+        self._attentions = tuple(layer.attention for layer in config.layers)
+        self._mlps = tuple(layer.dense for layer in config.layers)
+        self._sizes = tuple(
+            (attention.qkv_size, attention.q_size, mlp.intermediate_size)
+            for attention, mlp in zip(self._attentions, self._mlps, strict=True)
         )
+        self._ropes = tuple(RotationTable(rope, ops.device) for rope in config.ropes)
         self._sample_ids = sample_ids[: config.max_seq_len]
 
     @torch.inference_mode()
@@ -117,9 +126,8 @@ class Transformer:
         Afterwards, `Batch.positions` below `end` may be a GPU tensor, whose values the host does
         not read.
         """
-        for rope in (self._rope, self._local_rope):
-            if rope is not None:
-                rope.reserve(end)
+        for rope in self._ropes:
+            rope.reserve(end)
 
     def check_adapters(self, uses: Iterable[AdapterUse]) -> None:
         """Raises RequestError for an adapter whose model has other dimensions than this one."""
@@ -201,23 +209,27 @@ class Transformer:
                 page_size=store.page_size,
             )
 
-        everywhere = bound(self._rope)
-        local = bound(self._local_rope) if self._local_rope else everywhere
-        rows, config = batch.token_ids.shape[0], self.config
-        qkv = self.ops.activations(rows, config.q_size + 2 * config.kv_size)
         smoothing: tuple[KeySmoothing | tuple[None, None], ...]
-        smoothing = ((None, None),) * config.num_layers
+        smoothing = ((None, None),) * self.config.num_layers
         if store.kv_format.key_rows is RowFormat.CODES4 and len(self._sample_ids) > 1:
             smoothing = self._key_smoothing
         return _Pass(
             store,
             batch.adapters,
-            {Window.GLOBAL: everywhere, Window.LOCAL: local},
+            tuple(bound(rope) for rope in self._ropes),
             smoothing,
-            qkv,
-            qkv[:, : config.q_size],
-            self.ops.activations(rows, config.intermediate_size),
+            self._buffers(batch.token_ids.shape[0]),
         )
+
+    def _buffers(self, rows: int) -> tuple[_Buffers, ...]:
+        """Buffers by layer. Layers of the same sizes share theirs."""
+        made: dict[tuple[int, int, int], _Buffers] = {}
+        for sizes in dict.fromkeys(self._sizes):
+            qkv_size, q_size, intermediate_size = sizes
+            qkv = self.ops.activations(rows, qkv_size)
+            gated = self.ops.activations(rows, intermediate_size)
+            made[sizes] = _Buffers(qkv, qkv[:, :q_size], gated)
+        return tuple(made[sizes] for sizes in self._sizes)
 
     @cached_property
     def _key_smoothing(self) -> tuple[KeySmoothing, ...]:
@@ -229,41 +241,41 @@ class Transformer:
         )
         store = store_for(self, KVFormat.FP32, num_pages)
         batch = make_batch((text,), store.page_size)
-        rotations = {Window.GLOBAL: self._rope, Window.LOCAL: self._local_rope or self._rope}
         end = min(SAMPLE_POSITION_RANGE, config.max_seq_len) - 1
         positions = torch.linspace(0, end, len(ids), dtype=torch.float64).long()
-        angles = {window: rope.at(positions) for window, rope in rotations.items()}
+        angles = [rope.at(positions) for rope in self._ropes]
         observer = KeySmoothingObserver(
-            config, self._weights, self.ops, lambda layer: angles[config.layer_windows[layer]]
+            config, self._weights, self.ops, lambda layer: angles[self._attentions[layer].rope]
         )
         self.forward(batch, store, observer)
         return tuple(observer.layers)
 
     def _attend(self, x: Tensor, layer: int, current: _Pass) -> None:
         """x [R, hidden] += attention of the layer."""
-        config, ops, block = self.config, self.ops, self._weights.blocks[layer]
-        eps, attention, adapters = config.norm_eps, block.attention, current.adapters
+        spec, ops, block = self._attentions[layer], self.ops, self._weights.blocks[layer]
+        eps, attention, adapters = self.config.norm_eps, block.attention, current.adapters
+        qkv, attended = current.buffers[layer].qkv, current.buffers[layer].attended
 
-        ops.norm_linear(x, block.attention_norm, eps, attention.qkv, current.qkv)
+        ops.norm_linear(x, block.attention_norm, eps, attention.qkv, qkv)
         if adapters and is_adapted(adapters, layer, "qkv"):
             normed = ops.rms_norm(x, block.attention_norm, eps)
-            add_deltas_(current.qkv, normed, adapters, layer, "qkv")
-        h: Inputs = current.attended
+            add_deltas_(qkv, normed, adapters, layer, "qkv")
+        h: Inputs = attended
         post_norm = block.attention_post_norm
         head_scale, head_shift = current.key_smoothing[layer]
         if post_norm is None and not adapters:
-            h = ops.inputs_for(attention.output, current.attended)
+            h = ops.inputs_for(attention.output, attended)
         ops.attend_(
-            current.qkv,
-            current.rows[config.layer_windows[layer]],
+            qkv,
+            current.rows[spec.rope],
             current.store.key(layer),
             current.store.value(layer),
             attention.q_norm,
             attention.k_norm,
             eps,
-            config.attention_scale,
-            self._windows[layer],
-            config.attention_softcap or 0.0,
+            spec.scale,
+            spec.window,
+            spec.softcap or 0.0,
             head_scale,
             head_shift,
             None if isinstance(h, Tensor) else h,
@@ -274,17 +286,19 @@ class Transformer:
         """x [R, hidden] += MLP of the layer."""
         eps, ops, block = self.config.norm_eps, self.ops, self._weights.blocks[layer]
         mlp, adapters = block.mlp, current.adapters
-        h: Inputs = current.gated
+        activation = ACTIVATIONS[self._mlps[layer].activation]
+        gated = current.buffers[layer].gated
+        h: Inputs = gated
 
         if adapters and is_adapted(adapters, layer, "gate_up"):
             gate_up = ops.norm_linear(x, block.mlp_norm, eps, mlp.gate_up)  # [R, 2 * intermediate]
             normed = ops.rms_norm(x, block.mlp_norm, eps)
             add_deltas_(gate_up, normed, adapters, layer, "gate_up")
-            h = ops.gated_activation(gate_up, self._activation)
+            h = ops.gated_activation(gate_up, activation)
         else:
             if block.mlp_post_norm is None and not adapters:
-                h = ops.inputs_for(mlp.down, current.gated)
-            ops.norm_gated_linear(x, block.mlp_norm, eps, mlp.gate_up, self._activation, h)
+                h = ops.inputs_for(mlp.down, gated)
+            ops.norm_gated_linear(x, block.mlp_norm, eps, mlp.gate_up, activation, h)
         self._add(x, h, mlp.down, block.mlp_post_norm, adapters, layer, "down")
 
     def _add(  # noqa: PLR0917 - operands of a linear, its norm and its adapters

@@ -15,7 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from exl_core.arch.key_map import bias_of, expected_tensors, layer_of, rotated_head_count
+from exl_core.arch.key_map import (
+    bias_of,
+    expected_tensors,
+    layer_index,
+    layer_of,
+    rotated_head_count,
+)
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig, Norm
 from exl_core.codecs.runtime import Move, RuntimeMatrix, packed_bytes, stay
@@ -254,10 +260,11 @@ class Checkpoint:
         if not self._is_permuted(name):
             return None
         heads = rotated_head_count(self._config, name)
-        rows = torch.arange(heads * self._config.head_dim).view(heads, -1)
-        rotated, rest = rows.split_with_sizes(
-            [self._config.rope.rotary_dim, rows.shape[1] - self._config.rope.rotary_dim], dim=1
-        )
+        layer = layer_index(name)
+        attention = self._config.layers[layer].attention
+        rotary_dim = self._config.ropes[attention.rope].rotary_dim
+        rows = torch.arange(heads * attention.head_dim).view(heads, -1)
+        rotated, rest = rows.split_with_sizes([rotary_dim, rows.shape[1] - rotary_dim], dim=1)
         rotated = rotated.view(heads, -1, 2).transpose(1, 2).reshape(heads, -1)
         return torch.cat([rotated, rest], dim=1).view(-1)
 

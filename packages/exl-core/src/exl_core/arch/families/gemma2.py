@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from exl_core.arch.spec import Activation, ArchSpec, EmbedScale, Norm, Residual, Window
+from exl_core.arch.layers import Activation, NormPlacement
+from exl_core.arch.spec import ArchSpec, EmbedScale, Norm, Window
 
 GEMMA2 = ArchSpec(
     name="gemma2",
     hf_names=("Gemma2ForCausalLM",),
     gguf_names=("gemma2",),
     norm=Norm.RMS_PLUS_ONE,
-    residual=Residual.SANDWICH,
+    norm_placement=NormPlacement.SANDWICH,
     activation=Activation.GELU_TANH,
     embed_scale=EmbedScale.SQRT_HIDDEN,
     window_pattern=(Window.LOCAL, Window.GLOBAL),

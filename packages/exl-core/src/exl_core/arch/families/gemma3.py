@@ -3,22 +3,15 @@ part."""
 
 from __future__ import annotations
 
-from exl_core.arch.spec import (
-    Activation,
-    ArchSpec,
-    EmbedScale,
-    HeadNorm,
-    Norm,
-    Residual,
-    Window,
-)
+from exl_core.arch.layers import Activation, HeadNorm, NormPlacement
+from exl_core.arch.spec import ArchSpec, EmbedScale, Norm, Window
 
 GEMMA3 = ArchSpec(
     name="gemma3",
     hf_names=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     gguf_names=("gemma3",),
     norm=Norm.RMS_PLUS_ONE,
-    residual=Residual.SANDWICH,
+    norm_placement=NormPlacement.SANDWICH,
     activation=Activation.GELU_TANH,
     head_norm=HeadNorm.RMS,
     embed_scale=EmbedScale.SQRT_HIDDEN,

@@ -5,7 +5,8 @@ Their checkpoints give a window size, and `use_sliding_window` says whether it i
 
 from __future__ import annotations
 
-from exl_core.arch.spec import ArchSpec, HeadNorm, Window
+from exl_core.arch.layers import HeadNorm
+from exl_core.arch.spec import ArchSpec, Window
 
 QWEN2 = ArchSpec(
     name="qwen2",

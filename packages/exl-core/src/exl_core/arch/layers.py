@@ -1,0 +1,128 @@
+"""Layers as data: one `LayerSpec` per layer says how the layer mixes tokens and how its MLP works.
+
+Plain data without torch. Nothing about a layer is global: head counts, head size, widths, window,
+RoPE table and cache geometry are read from the layer's own `LayerSpec`. Code that handles one kind
+of mixer or feed-forward part refuses the other kinds (`LayerSpec.attention`, `LayerSpec.dense`).
+
+Invariant: two layers with equal specs have the same tensors, shapes and arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import NamedTuple
+
+from exl_core.errors import UnsupportedModelError
+
+
+class NormPlacement(Enum):
+    """PRE: x + f(norm(x)). SANDWICH: x + post_norm(f(pre_norm(x)))."""
+
+    PRE = "pre"
+    SANDWICH = "sandwich"
+
+
+class Activation(Enum):
+    SILU = "silu"
+    GELU_TANH = "gelu_tanh"
+
+
+class HeadNorm(Enum):
+    """Norm of each query and key head before RoPE."""
+
+    NONE = "none"
+    RMS = "rms"
+
+
+class KVShape(NamedTuple):
+    """Keys and values that one layer caches per position: heads, and the elements of each."""
+
+    num_kv_heads: int
+    head_dim: int
+
+
+@dataclass(frozen=True, slots=True)
+class Mixer:
+    """Part of a layer in which tokens exchange information. Each kind is a subclass."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeedForward:
+    """Part of a layer that transforms each token by itself. Each kind is a subclass."""
+
+
+@dataclass(frozen=True, slots=True)
+class Attention(Mixer):
+    """Attention with keys and values shared by groups of query heads.
+
+    rope    index of the RoPE table in `ModelConfig.ropes`
+    scale   factor of the scores
+    window  number of keys that a query attends to, its own included; 0 means all
+    softcap limit of the scores, by tanh; None means no limit
+    """
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    rope: int = 0
+    window: int = 0
+    softcap: float | None = None
+    head_norm: HeadNorm = HeadNorm.NONE
+    has_qkv_bias: bool = False
+    has_output_bias: bool = False
+
+    @property
+    def q_size(self) -> int:
+        return self.num_q_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def qkv_size(self) -> int:
+        return self.q_size + 2 * self.kv_size
+
+
+@dataclass(frozen=True, slots=True)
+class Dense(FeedForward):
+    """down(activation(gate(x)) * up(x))."""
+
+    intermediate_size: int
+    activation: Activation
+    has_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    mixer: Mixer
+    feed_forward: FeedForward
+    norms: NormPlacement = NormPlacement.PRE
+
+    @property
+    def attention(self) -> Attention:
+        """The mixer, for code that handles attention only. Raises UnsupportedModelError for other
+        mixers."""
+        if isinstance(self.mixer, Attention):
+            return self.mixer
+        raise unsupported("mixer", self.mixer)
+
+    @property
+    def dense(self) -> Dense:
+        """The feed-forward part, for code that handles dense MLPs only. Raises
+        UnsupportedModelError for other kinds."""
+        if isinstance(self.feed_forward, Dense):
+            return self.feed_forward
+        raise unsupported("feed-forward part", self.feed_forward)
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(self.attention.num_kv_heads, self.attention.head_dim)
+
+
+def unsupported(part: str, found: object) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"a layer has a {part} that is not supported here", got=type(found).__name__
+    )

@@ -1,0 +1,127 @@
+"""Layers that differ in head counts, head sizes, windows, widths, RoPE tables and norms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from exl_core.arch.checks import check_config
+from exl_core.arch.layers import FeedForward, LayerSpec, Mixer
+from exl_core.cache.format import KVFormat, kv_bytes_per_token
+from exl_core.convert.layers import read_layer
+from exl_core.errors import ConfigError, UnsupportedModelError
+from exl_core.model.context import Context
+from exl_core.model.segment import LogitRows
+from exl_core.placement import DeviceMemory, fit_all
+from exl_core.weights.checkpoint import Checkpoint
+from support.mixed_model import (
+    CODES_CONFIG,
+    CONFIG,
+    VOCAB_SIZE,
+    mixed_model,
+    random_tensors,
+    reference_logits,
+    write_tensors,
+)
+from support.paged import PagedRun
+
+IDS = torch.randint(0, VOCAB_SIZE, (300,), generator=torch.Generator().manual_seed(4)).tolist()
+BACKENDS = ("reference", "cpu")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prefill_chunks_and_paged_decode_match_plain_torch(tmp_path: Path, backend: str) -> None:
+    model, tensors = mixed_model(tmp_path, backend)
+    expected = [reference_logits(CONFIG, tensors, ids) for ids in (IDS, IDS[::-1])]
+    one_pass = PagedRun(model, num_seqs=2, max_len=300).feed({0: IDS, 1: IDS[::-1]})
+    chunked = PagedRun(model, num_seqs=2, max_len=300)
+    done = []
+    ends = [1, 8, 73, 262, *range(263, 301)]  # chunks over windows and a page end, then decode
+    for start, end in zip([0, *ends], ends, strict=False):
+        done.append(chunked.feed({0: IDS[start:end], 1: IDS[::-1][start:end]}))
+    for seq in range(2):
+        scale = expected[seq].abs().max()
+        for found in (one_pass[seq], torch.cat([part[seq] for part in done])):
+            assert (found.double() - expected[seq]).abs().max() < 2e-5 * scale
+
+
+def test_keys_of_each_layer_are_smoothed_by_their_own_geometry(tmp_path: Path) -> None:
+    model, tensors = mixed_model(tmp_path, "cpu", CODES_CONFIG, tuple(IDS[:200]))
+    expected = reference_logits(CODES_CONFIG, tensors, IDS)
+    context = Context(model, 300, kv_format=KVFormat.Q8)
+    found = context.feed([IDS], LogitRows.ALL)[0]
+    assert (found.double() - expected).abs().max() < 0.05 * expected.abs().max()
+    sizes = [smoothing.scale.numel() for smoothing in model._key_smoothing]
+    assert sizes == [
+        (layer.attention.num_q_heads + layer.attention.num_kv_heads) * layer.attention.head_dim
+        for layer in CODES_CONFIG.layers
+    ]
+
+
+def test_the_converters_layers_match_plain_torch(tmp_path: Path) -> None:
+    tensors = random_tensors(CONFIG)
+    checkpoint = Checkpoint(write_tensors(tmp_path, tensors), CONFIG)
+    x = tensors["model.embed_tokens.weight"][IDS][None]
+    for layer in range(CONFIG.num_layers):
+        source = read_layer(checkpoint, CONFIG, layer, torch.device("cpu"))
+        weights = {name: tensor.float() for name, tensor in source.tensors.items()}
+
+        def product(part: str, h: torch.Tensor) -> torch.Tensor:
+            own = weights  # noqa: B023 - called before the next layer
+            return torch.nn.functional.linear(h, own[f"{part}.weight"], own.get(f"{part}.bias"))
+
+        x = source.block(CONFIG).run(x, product)
+    expected = reference_logits(CONFIG, tensors, IDS)
+    normed = torch.nn.functional.rms_norm(x[0], (48,), tensors["model.norm.weight"], 1e-5)
+    found = normed @ tensors["lm_head.weight"].T
+    assert (found.double() - expected).abs().max() < 2e-5 * expected.abs().max()
+
+
+def test_the_cache_is_the_sum_over_layers(tmp_path: Path) -> None:
+    model, _ = mixed_model(tmp_path, "cpu")
+    context = Context(model, 300)
+    heads = 2 * 16 + 1 * 32 + 3 * 64 + 4 * 24
+    assert kv_bytes_per_token(CONFIG.kv_shapes, KVFormat.FP16) == 2 * 2 * heads
+    assert context.store.size_bytes == 2 * 256 * 2 * 2 * heads
+    assert [context.store.key(layer).shape[1:] for layer in range(4)] == [
+        (2, 256, 16),
+        (1, 256, 32),
+        (3, 256, 64),
+        (4, 256, 24),
+    ]
+    fit = fit_all(1000, CONFIG, 300, [DeviceMemory("cuda:0", "a GPU", 1 << 40)])[0]
+    assert fit.needed_bytes - fit.memory.overhead_bytes - 1000 == context.store.size_bytes
+    assert KVFormat.Q4 not in fit.contexts  # two of the head sizes are no multiples of 32
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution(Mixer):
+    taps: int
+
+
+@dataclass(frozen=True, slots=True)
+class Experts(FeedForward):
+    count: int
+
+
+@pytest.mark.parametrize(
+    "layer, message",
+    [
+        (LayerSpec(Convolution(3), CONFIG.layers[0].dense), "mixer.*Convolution"),
+        (LayerSpec(CONFIG.layers[0].attention, Experts(8)), "feed-forward.*Experts"),
+    ],
+    ids=["mixer", "feed-forward"],
+)
+def test_unknown_kinds_of_layers_are_refused(layer: LayerSpec, message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_config(replace(CONFIG, layers=(*CONFIG.layers, layer)), "a test")
+
+
+def test_head_counts_are_checked_in_every_layer() -> None:
+    layers = list(CONFIG.layers)
+    layers[2] = replace(layers[2], mixer=replace(layers[2].attention, num_q_heads=4))
+    with pytest.raises(ConfigError, match="4 query heads, 3 key/value heads"):
+        check_config(replace(CONFIG, layers=tuple(layers)), "a test")
