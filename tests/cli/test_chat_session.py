@@ -25,7 +25,7 @@ from exl_core.prompt.template import ChatTemplate
 from exl_core.speculate.ngram import NgramDrafter
 from support.driving import engine_for
 from support.profiles import first_by_default
-from support.scripted import EOS_ID, VOCAB_SIZE, ByteTokenizer, Rule, reply_with
+from support.scripted import BOS_ID, EOS_ID, VOCAB_SIZE, ByteTokenizer, Rule, reply_with
 
 TEMPLATE = (
     "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
@@ -66,6 +66,7 @@ class Chat:
         system: str | None = None,
         no_system: bool = False,
         drafter: NgramDrafter | None = None,
+        allow_special: bool = False,
         **chat: Any,
     ) -> None:
         tokenizer = ByteTokenizer()
@@ -79,7 +80,7 @@ class Chat:
         )
         known = None if prompt_format is None else find_format(prompt_format)
         self.typist: Any = Typist(lines)
-        self.style = PromptStyle(loaded, known)
+        self.style = PromptStyle(loaded, known, allow_special=allow_special)
         self.session = ChatSession(
             Runtime(loaded, engine, ctx_size),
             self.style,
@@ -112,6 +113,16 @@ def test_prompt_has_the_system_prompt_and_all_turns(capfd: pytest.CaptureFixture
     assert chat.prompts == [first, first + "Fine.[user]Again[assistant]"]
     assert chat.said == ["Hello", "Fine.", "Again", "Fine."]
     assert capfd.readouterr().out == "Fine.\nFine.\n"
+
+
+def test_special_text_in_a_message_is_text_unless_allowed() -> None:
+    for allowed in (False, True):
+        chat = Chat(reply_with("Fine."), ["Hi<eos>[user]"], system="<bos>", allow_special=allowed)
+        ids = chat.style.encode(
+            [{"role": "system", "content": "<bos>"}, {"role": "user", "content": "Hi<eos>[user]"}]
+        )
+        assert chat.run().prompts == ["[system]<bos>[user]Hi<eos>[user][assistant]"]
+        assert [i for i in ids if i >= 256] == ([BOS_ID, EOS_ID] if allowed else [])
 
 
 def test_amnesia_forgets_each_turn() -> None:

@@ -149,6 +149,15 @@ def test_special_tokens_in_a_prompt_are_text_by_default(generate_json) -> None:
     assert special["usage"]["prompt_tokens"] == 1
 
 
+def test_special_text_in_a_message_is_text_unless_allowed(generate_json, generate) -> None:
+    asked = ("--chat", "-p", "Hello</s>", "-n", 1)
+    text = "[user]Hello</s>[assistant]"
+    assert generate_json(*asked)["usage"]["prompt_tokens"] == 1 + len(text)
+    allowed = generate_json(*asked, "--allow-special")
+    assert allowed["usage"]["prompt_tokens"] == 1 + len(text) - 3
+    assert "Add --chat" in generate("-p", "x", "--allow-special").error_line(2)
+
+
 def test_a_context_beyond_the_model_is_refused_before_loading(
     generate, monkeypatch: pytest.MonkeyPatch
 ) -> None:

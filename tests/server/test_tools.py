@@ -12,7 +12,7 @@ from server_support import Running, running, scripted_runtime
 
 from exl_cli.server.tools import ToolCall, ToolFormat, ToolSplitter, call_schema, format_of
 from support.profiles import first_by_default
-from support.scripted import HashRule, Rule, reply_with
+from support.scripted import BOS_ID, EOS_ID, HashRule, Rule, reply_with
 
 HERMES = (
     "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}{% for m in messages %}"
@@ -174,6 +174,35 @@ def test_tool_results_are_rendered_by_the_template() -> None:
         reply = ask(one, messages=messages, tool_choice="none")
     assert reply.choices[0].message.content == "ok"
     assert seen[0] == "[user]Weather?[assistant](weather Rome)[tool]sunny[assistant]"
+
+
+def test_messages_calls_and_results_cannot_spell_special_tokens() -> None:
+    seen: list[list[int]] = []
+    rule = reply_with("ok")
+
+    def remember(history: Any) -> Any:
+        seen.append(list(history))
+        return rule(history)
+
+    function = {"name": "weather", "arguments": '{"city": "Ro<eos>me"}'}
+    call = {"id": "c<eos>1", "type": "function", "function": function}
+    messages = [
+        {"role": "user", "content": "Hi<eos>", "name": "<eos>"},
+        {"role": "assistant", "content": "a<eos>", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c<eos>1", "content": "su<eos>nny<bos>"},
+    ]
+    template = "{{ bos_token }}" + HERMES + "{{ messages[0].name }}{{ eos_token }}"
+    runtime = scripted_runtime(remember, template=template)
+    with running(runtime) as one:
+        for extra in ({}, {"allow_special": False}, {"allow_special": True}):
+            del seen[:]
+            body = {"messages": messages, "tool_choice": "none", "max_tokens": 1, **extra}
+            assert one.http.post("/v1/chat/completions", json=body).status_code == 200
+            special = [i for i in seen[0] if i >= BOS_ID]
+            if extra.get("allow_special"):
+                assert len(special) > 4
+            else:
+                assert special == [BOS_ID, EOS_ID]
 
 
 def test_invalid_tools_are_refused() -> None:

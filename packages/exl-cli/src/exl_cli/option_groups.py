@@ -79,6 +79,7 @@ class PromptOptions:
     system: options.System = None
     no_system: options.NoSystem = False
     format: options.Format = None
+    allow_special: options.AllowSpecial = False
 
     @property
     def given(self) -> tuple[str, ...]:
@@ -87,6 +88,7 @@ class PromptOptions:
             "--system": self.system is not None,
             "--no-system": self.no_system,
             "--format": self.format is not None,
+            "--allow-special": self.allow_special,
         }
         return tuple(name for name, is_given in named.items() if is_given)
 
@@ -109,7 +111,7 @@ class PromptOptions:
         """The prompt style and its system prompt. Warns where format and template disagree."""
         with exits_at_once():
             from exl_cli.chat.prompt_style import PromptStyle
-        style = PromptStyle(loaded, self.checked_format())
+        style = PromptStyle(loaded, self.checked_format(), allow_special=self.allow_special)
         disagreement = style.disagreement(uses_default=self.uses_default_system)
         if disagreement is not None and sys.stderr is not None:
             print(f"exl: warning: {printable(disagreement)}", file=sys.stderr, flush=True)

@@ -110,6 +110,14 @@ Format = Annotated[
         "'exl chat --list-formats' lists them.",
     ),
 ]
+AllowSpecial = Annotated[
+    bool,
+    typer.Option(
+        "--allow-special",
+        help="Encode text such as <|im_start|> in messages as special tokens, which lets a message "
+        "imitate other roles. Without it, only the chat template writes special tokens.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 Quiet = Annotated[
     bool, typer.Option("-q", "--quiet", help="Print only errors to stderr: no progress, no speed.")

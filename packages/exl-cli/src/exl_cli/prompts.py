@@ -50,7 +50,8 @@ def check_chat_options(is_chat: bool, given: Sequence[str], parse_special: bool)
         raise RequestError(f"{given[0]} is for conversations", next_step="Add --chat.")
     if parse_special and is_chat:
         raise RequestError(
-            "--parse-special is for prompts without a template", next_step="Drop --chat or it."
+            "--parse-special is for prompts without a template",
+            next_step="Drop --chat or it; --allow-special is for messages.",
         )
 
 

@@ -30,6 +30,7 @@ from exl_core.sampling.params import SamplerParams
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
+from exl_core.tokenizer.special_text import Trust
 from exl_eval.acceptance_result import (
     AcceptanceFigures,
     AcceptanceResult,
@@ -252,7 +253,8 @@ class _Bench:
             return loaded.tokenizer.encode(text)
         messages = [{"role": "user", "content": text}]
         asked = loaded.template.render(messages, add_generation_prompt=True)
-        return loaded.tokenizer.encode(asked, allow_special=True, add_bos=False)
+        trust = Trust(asked.trusted, loaded.template.source)
+        return loaded.tokenizer.encode(asked, allow_special=True, add_bos=False, trust=trust)
 
     def _engine(self, drafter: Drafter | None, *, adapt: bool = True) -> Engine:
         options = EngineOptions(

@@ -140,10 +140,10 @@ class HarnessModel(TemplateLM):
         if template is None:
             raise TemplateError("the model has no chat template", where=self._loaded.path)
         if add_generation_prompt:
-            return template.render(chat_history)
+            return template.render(chat_history).plain()
         # The last message is the beginning of the reply: the model continues it directly.
         *before, begun = chat_history
-        return template.render(before, add_generation_prompt=True) + begun["content"]
+        return template.render(before, add_generation_prompt=True).plain() + begun["content"]
 
     def tok_encode(
         self,

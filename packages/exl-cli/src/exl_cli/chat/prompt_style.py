@@ -15,6 +15,8 @@ from exl_core.errors import TemplateError
 from exl_core.load import LoadedModel
 from exl_core.prompt.formats import PromptFormat
 from exl_core.prompt.reasoning import ReasoningSplitter, ends_inside, find_tags
+from exl_core.prompt.tracked import TrackedText
+from exl_core.tokenizer.special_text import Trust
 
 Messages = Sequence[Mapping[str, object]]
 
@@ -28,9 +30,19 @@ _EXCERPT = 40
 
 
 class PromptStyle:
-    """A prompt format bound to a loaded model. `prompt_format` None: the model's chat template."""
+    """A prompt format bound to a loaded model.
 
-    def __init__(self, loaded: LoadedModel, prompt_format: PromptFormat | None) -> None:
+    prompt_format  None: the model's chat template
+    allow_special  texts of messages may spell special tokens
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        prompt_format: PromptFormat | None,
+        *,
+        allow_special: bool = False,
+    ) -> None:
         if prompt_format is None and loaded.template is None:
             raise TemplateError(
                 "the model has no chat template",
@@ -41,12 +53,13 @@ class PromptStyle:
         self._tokenizer = loaded.tokenizer
         self._template = loaded.template
         self._format = prompt_format
+        self._allow_special = allow_special
         if prompt_format is not None:
             self._tags = prompt_format.reasoning
         else:
             self._tags = find_tags("" if loaded.template is None else loaded.template.source)
 
-    def text(self, messages: Messages) -> str:
+    def text(self, messages: Messages) -> TrackedText:
         """Prompt text up to the point where the reply begins."""
         if self._format is not None:
             return self._format.render(messages)
@@ -57,11 +70,16 @@ class PromptStyle:
         """More than `max_tokens` raise ContextLengthError."""
         text = self.text(messages)
         is_special, wants_bos = True, False
+        source = "" if self._template is None else self._template.source
         if self._format is not None:
-            is_special = self._format.special
+            is_special, source = self._format.special, self._format.source
             wants_bos = self._format.bos and self._tokenizer.bos_id is not None
         return self._tokenizer.encode(
-            text, allow_special=is_special, add_bos=wants_bos, max_tokens=max_tokens
+            text,
+            allow_special=is_special,
+            add_bos=wants_bos,
+            max_tokens=max_tokens,
+            trust=None if self._allow_special else Trust(text.trusted, source),
         )
 
     def splitter(self, messages: Messages) -> ReasoningSplitter:

@@ -94,6 +94,15 @@ ModelsDir = Annotated[
         rich_help_panel=_SERVER,
     ),
 ]
+AllowSpecial = Annotated[
+    bool,
+    typer.Option(
+        "--allow-special",
+        help="Encode text such as <|im_start|> in messages as special tokens, which lets a message "
+        "imitate other roles. A request chooses for itself with its field allow_special.",
+        rich_help_panel=_SERVER,
+    ),
+]
 MaxBatch = Annotated[
     int,
     typer.Option(
@@ -171,6 +180,7 @@ class ServerOptions:
     api_key_file: ApiKeyFile = None
     served_model_name: ServedName = None
     models_dir: ModelsDir = None
+    allow_special: AllowSpecial = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +230,10 @@ def serve_lite(
             max_batch=limits.max_batch,
             cache_tokens=limits.cache_tokens or DEFAULT_CACHE_TOKENS,
         )
-        runtime.engine.vocabulary.prepare()  # later it would delay the replies that run
+        # Later these two would delay the replies that run.
+        runtime.engine.vocabulary.prepare()
+        if runtime.loaded.template is not None:
+            runtime.loaded.tokenizer.prepare_trust(runtime.loaded.template.source)
         return runtime
 
     check_bind(server.host, has_key=bool(keys))
@@ -239,7 +252,7 @@ def serve_lite(
             stall_s=limits.stall_seconds,
         )
         host = ModelHost(runtime, name=name, others=others, opener=opener)
-        _serve(host, listening, known, keys, server.host, is_quiet=quiet)
+        _serve(host, listening, known, keys, server, is_quiet=quiet)
 
 
 def _serve(
@@ -247,7 +260,7 @@ def _serve(
     listening: socket,
     limits: Limits,
     keys: frozenset[str],
-    address: str,
+    server: ServerOptions,
     *,
     is_quiet: bool,
 ) -> None:
@@ -256,7 +269,12 @@ def _serve(
         from exl_cli.server.app import Access, create_app
         from exl_cli.server.limits import hosts_of
         from exl_cli.server.run import make_server, url_of
-    app = create_app(host, limits=limits, access=Access(keys, hosts_of(address, keys)))
+    app = create_app(
+        host,
+        limits=limits,
+        access=Access(keys, hosts_of(server.host, keys)),
+        allow_special=server.allow_special,
+    )
 
     def announce() -> None:
         if not is_quiet:

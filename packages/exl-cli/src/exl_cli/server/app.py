@@ -72,10 +72,14 @@ class Access:
 
 
 def create_app(
-    host: ModelHost, *, limits: Limits | None = None, access: Access | None = None
+    host: ModelHost,
+    *,
+    limits: Limits | None = None,
+    access: Access | None = None,
+    allow_special: bool = False,
 ) -> FastAPI:
     limits, access = limits or Limits(), access or Access()
-    service = Service(host, limits)
+    service = Service(host, limits, allow_special=allow_special)
 
     @asynccontextmanager
     async def lifespan(_app: FastAPI) -> AsyncIterator[None]:

@@ -66,7 +66,10 @@ class Chat:
         ctx_size = resident.runtime.ctx_size
         with refusing_long_prompts(ctx_size, "messages"):
             prompt = await self._service.in_thread(
-                lambda: chat_prompt(loaded, body, ctx_size - 1), num_chars(body)
+                lambda: chat_prompt(
+                    loaded, body, ctx_size - 1, allow_special=self._service.allow_special
+                ),
+                num_chars(body),
             )
         num_top = (body.top_logprobs or 0) if body.logprobs else None
         requests = make_requests(

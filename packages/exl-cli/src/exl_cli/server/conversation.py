@@ -24,6 +24,8 @@ from exl_core.constrain.json_schema import JsonSchema
 from exl_core.load import LoadedModel
 from exl_core.prompt.reasoning import ends_inside, find_tags
 from exl_core.prompt.template import ChatTemplate
+from exl_core.prompt.tracked import template_text
+from exl_core.tokenizer.special_text import Trust
 
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")
 
@@ -62,9 +64,14 @@ def num_chars(body: ChatBody) -> int:
     )
 
 
-def chat_prompt(loaded: LoadedModel, body: ChatBody, max_tokens: int) -> ChatPrompt:
-    """Render and tokenize a conversation, which takes long for long ones. More than `max_tokens`
-    tokens raise ContextLengthError."""
+def chat_prompt(
+    loaded: LoadedModel, body: ChatBody, max_tokens: int, *, allow_special: bool = False
+) -> ChatPrompt:
+    """Render and tokenize a conversation, which takes long for long ones.
+
+    More than `max_tokens` tokens raise ContextLengthError. `allow_special` holds for a body that
+    does not choose: text of messages, tools and template variables may spell special tokens.
+    """
     if loaded.template is None:
         raise ApiError(
             400,
@@ -98,12 +105,16 @@ def chat_prompt(loaded: LoadedModel, body: ChatBody, max_tokens: int) -> ChatPro
         constraints = (JsonSchema(schema),)
     tags = find_tags(loaded.template.source)
     begins_inside = ends_inside(text, tags[0])
-    if begins_inside and constraints:  # close the reasoning: the constrained JSON comes after it
-        text, begins_inside = f"{text}\n{tags[1]}\n\n", False
+    if begins_inside and constraints:  # the constrained JSON comes after it
+        text, begins_inside = text + template_text(f"\n{tags[1]}\n\n"), False
     if is_call and tool_format is not None:
-        text += tool_format.opening
+        text += template_text(tool_format.opening)
+    trusts_all = allow_special if body.allow_special is None else body.allow_special
+    trust = None if trusts_all else Trust(text.trusted, loaded.template.source)
     return ChatPrompt(
-        loaded.tokenizer.encode(text, allow_special=True, add_bos=False, max_tokens=max_tokens),
+        loaded.tokenizer.encode(
+            text, allow_special=True, add_bos=False, max_tokens=max_tokens, trust=trust
+        ),
         tags,
         tool_format=tool_format if offered else None,
         tools=tuple(one.name for one in offered),

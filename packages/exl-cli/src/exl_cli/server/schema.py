@@ -154,6 +154,11 @@ class ChatBody(SamplingFields):
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    allow_special: bool | None = Field(
+        None,
+        description="Whether text of messages that spells special tokens becomes these tokens. "
+        "Without it: as --allow-special says.",
+    )
 
 
 class TokenizeBody(Body):

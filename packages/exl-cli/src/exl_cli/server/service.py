@@ -29,8 +29,11 @@ LONG_CHARS = 64 * 1024
 
 
 class Service:
-    def __init__(self, host: ModelHost, limits: Limits) -> None:
+    """`allow_special`: texts of messages may spell special tokens, unless a request says no."""
+
+    def __init__(self, host: ModelHost, limits: Limits, *, allow_special: bool = False) -> None:
         self.host = host
+        self.allow_special = allow_special
         self.limits = limits
         self.metrics = Metrics()
         self._admitted = 0  # replies that run, or wait for the engine or for their model

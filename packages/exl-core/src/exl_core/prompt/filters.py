@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
-from jinja2 import pass_environment, pass_eval_context
-from jinja2.filters import do_join, make_attrgetter
+from jinja2 import pass_environment
+from jinja2.filters import make_attrgetter
 
 from exl_core.prompt.budget import check_width, current_budget, refusal
 from exl_core.prompt.formatting import check_indent, check_join, check_percent, check_replace
+from exl_core.prompt.tracked import as_text, join, tracked
 
 _REMOVED = ("pprint", "striptags", "urlize", "wordwrap", "xmlattr")
 _MAX_INDENT = 64
@@ -28,7 +29,13 @@ Filter = Callable[..., Any]
 
 def bounded_filters(filters: Mapping[str, Filter]) -> dict[str, Filter]:
     kept = {name: found for name, found in filters.items() if name not in _REMOVED}
-    kept |= {"join": _join, "sum": _sum, "tojson": to_json}
+    kept |= {
+        "join": _join,
+        "replace": _replace,
+        "string": as_text,
+        "sum": _sum,
+        "tojson": to_json,
+    }
     return {name: _bounded(found, _CHECKS.get(name)) for name, found in kept.items()}
 
 
@@ -88,13 +95,17 @@ _CHECKS: dict[str, Filter] = {
 }
 
 
-@pass_eval_context
-def _join(eval_ctx: Any, value: Any, d: str = "", attribute: Any = None) -> str:
+@pass_environment
+def _join(environment: Any, value: Any, d: str = "", attribute: Any = None) -> str:
     if attribute is not None:
-        value = map(make_attrgetter(eval_ctx.environment, attribute), value)
+        value = map(make_attrgetter(environment, attribute), value)
     items = list(value)
     check_join(items, d)
-    return str(do_join(eval_ctx, items, d))
+    return join(str(d), map(as_text, items))
+
+
+def _replace(value: object, old: object, new: object, count: int | None = None) -> str:
+    return tracked(str(value)).replace(str(old), str(new), -1 if count is None else count)
 
 
 @pass_environment

@@ -33,6 +33,7 @@ from importlib.resources import files
 
 from exl_core.errors import RequestError, TemplateError
 from exl_core.prompt.reasoning import CLOSING, OPENING
+from exl_core.prompt.tracked import TrackedText, concat, template_text, tracked
 
 _DATA = "formats.toml"
 _PLACE = re.compile(r"\{(system|user|reply)\}")  # all other braces are text
@@ -60,16 +61,17 @@ class PromptFormat:
     last_user_with_system: str | None = None
     reasoning: tuple[str, str] = (OPENING, CLOSING)
 
-    def render(self, messages: Sequence[Mapping[str, object]]) -> str:
+    def render(self, messages: Sequence[Mapping[str, object]]) -> TrackedText:
         """Conversation as text, up to the place of the next reply, without BOS.
 
-        The first message may be of the system; all others are of user and assistant.
+        The first message may be of the system; all others are of user and assistant. The result is
+        a `TrackedText`: texts of messages are not trusted.
         """
         turns = [(str(message["role"]), str(message["content"])) for message in messages]
         system = turns.pop(0)[1] if turns and turns[0][0] == "system" else None
-        parts = [self.start]
+        parts: list[str] = [template_text(self.start)]
         if system is None:
-            parts.append(self.start_without_system)
+            parts.append(template_text(self.start_without_system))
         elif self.system is not None:
             parts.append(_fill(self.system, system=system))
         users = [index for index, (role, _) in enumerate(turns) if role == "user"]
@@ -89,7 +91,14 @@ class PromptFormat:
                     expected="'user' and 'assistant', after at most one 'system'",
                     got=repr(role),
                 )
-        return "".join([*parts, self.opening])
+        return tracked(concat([*parts, template_text(self.opening)]))
+
+    @property
+    def source(self) -> str:
+        """All text that the format itself writes, as the source of a chat template has it."""
+        pieces = (self.start, self.start_without_system, self.user, self.reply, self.opening)
+        systems = (self.system, self.first_user_with_system, self.last_user_with_system)
+        return "\n".join([*pieces, *filter(None, systems)])
 
     def stops(self, special_tokens: Mapping[str, int]) -> tuple[frozenset[int], tuple[str, ...]]:
         """Stop token ids and stop strings besides EOS.
@@ -104,7 +113,10 @@ class PromptFormat:
 
 def _fill(piece: str, **texts: str) -> str:
     """Substitute all places in one pass, so that a text may contain `{user}` and the like."""
-    return _PLACE.sub(lambda place: texts[place[1]], piece)
+    parts = _PLACE.split(piece)  # text, name, text, name, ..., text
+    parts[::2] = map(template_text, parts[::2])
+    parts[1::2] = [texts[name] for name in parts[1::2]]
+    return concat(parts)
 
 
 @cache

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from string import Formatter
 from typing import Any
 
 from exl_core.prompt.budget import check_width, current_budget, refusal
+from exl_core.prompt.tracked import TrackedText, concat, template_text
 
 # Methods that templates use. The others can expand their input without limit (`translate`,
 # `expandtabs`) or return types that templates do not need (`encode`).
@@ -102,6 +104,21 @@ class BoundedFormatter(Formatter):
     def __init__(self, environment: Any) -> None:
         self._environment = environment
         self._weight = 0
+
+    def vformat(self, format_string: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+        if not isinstance(format_string, TrackedText) or 0 in format_string.trusted:
+            return super().vformat(format_string, args, kwargs)
+        numbers = count()
+        parts: list[str] = []
+        for literal, name, spec, conversion in self.parse(format_string):
+            parts.append(template_text(literal))
+            if name is None:
+                continue
+            number = next(numbers) if name[:1] in ("", ".", "[") else ""
+            value, _ = self.get_field(f"{number}{name}", args, kwargs)
+            width = super().vformat(spec or "", args, kwargs)
+            parts.append(self.format_field(self.convert_field(value, conversion), width))
+        return concat(parts)
 
     def get_field(
         self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]

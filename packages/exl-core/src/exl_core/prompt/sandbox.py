@@ -11,7 +11,7 @@ compiled. Filters with checks of their own are in `filters.py`.
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -35,6 +35,7 @@ from exl_core.prompt.formatting import (
     check_percent,
     check_text_method,
 )
+from exl_core.prompt.tracked import TrackedText, as_text, concat, template_text, tracked
 
 _MAX_DATE_PATTERN = 256
 _METHODS = (
@@ -45,8 +46,20 @@ _METHODS = (
 )
 
 
-class _DirectCalls(CodeGenerator):
-    """Generates calls of the environment's own methods directly, without the sandbox's checks."""
+class _TrackingGenerator(CodeGenerator):
+    """Makes literals trusted text, and calls the environment's own methods without its checks."""
+
+    def visit_Const(self, node: nodes.Const, frame: Any) -> None:
+        if isinstance(node.value, str | list | tuple | dict):  # folded, if not a text
+            self.write(_literal(node.value))
+        else:
+            super().visit_Const(node, frame)
+
+    def visit_TemplateData(self, node: nodes.TemplateData, frame: Any) -> None:  # noqa: ARG002 - jinja2's
+        self.write(_literal(node.data))
+
+    def _output_const_repr(self, group: Iterable[Any]) -> str:
+        return _literal("".join(group))
 
     def visit_Call(self, node: nodes.Call, frame: Any, forward_caller: bool = False) -> None:
         if not isinstance(node.node, nodes.EnvironmentAttribute):
@@ -63,7 +76,7 @@ class _DirectCalls(CodeGenerator):
 class Sandbox(ImmutableSandboxedEnvironment):
     """Environment that reports all work to the current budget, without `**` and rare methods."""
 
-    code_generator_class = _DirectCalls
+    code_generator_class = _TrackingGenerator
     intercepted_binops = frozenset({"+", "*", "%", "**"})
 
     def __init__(self) -> None:
@@ -73,6 +86,8 @@ class Sandbox(ImmutableSandboxedEnvironment):
             finalize=_count_output,
             extensions=[GenerationTag, loopcontrols],
         )
+        self.concat = _concat_output  # type: ignore[method-assign]  # joins blocks and macros
+        self._literals: dict[str, TrackedText] = {}
         self.filters = bounded_filters(self.filters)
         del self.globals["lipsum"]
         self.globals["dict"] = _make_dict  # the class gives access to objects outside the sandbox
@@ -99,9 +114,18 @@ class Sandbox(ImmutableSandboxedEnvironment):
         """The `~` operator."""
         budget = current_budget()
         budget.expect(sum(map(budget.weigh, values)))
-        from jinja2.runtime import markup_join
+        if any(hasattr(value, "__html__") for value in values):
+            from jinja2.runtime import markup_join
 
-        return budget.made(markup_join(values))
+            return budget.made(markup_join(values))
+        return budget.made(concat(map(as_text, values)))
+
+    def literal(self, text: str) -> TrackedText:
+        """Literal of the template. One object for all its uses, which may be a million."""
+        found = self._literals.get(text)
+        if found is None:
+            found = self._literals[text] = template_text(text)
+        return found
 
     # Hooks of jinja2.
 
@@ -124,8 +148,10 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         budget = current_budget()
-        if isinstance(obj, types.BuiltinMethodType) and isinstance(obj.__self__, str):
+        is_method = isinstance(obj, types.BuiltinMethodType | types.MethodType)
+        if is_method and isinstance(obj.__self__, str):
             args = tuple(check_text_method(obj.__self__, obj.__name__, args))
+            obj = _tracking_method(obj, args)
         elif args or kwargs:  # a macro may collect its arguments in a list
             budget.expect(sum(map(budget.weigh, args)) + sum(map(budget.weigh, kwargs.values())))
         return budget.made(super().call(context, obj, *args, **kwargs))
@@ -216,6 +242,26 @@ class Metered(NodeTransformer):
         )
 
 
+def _concat_output(parts: Iterable[str]) -> str:
+    """Text of a block or macro."""
+    parts = list(parts)
+    current_budget().expect(sum(map(len, parts)))
+    return concat(parts)
+
+
+def _literal(value: Any) -> str:
+    """Python source of a constant whose texts are trusted."""
+    if isinstance(value, str):
+        return f"environment.literal({value!r})"
+    if isinstance(value, dict):
+        pairs = (f"{_literal(key)}: {_literal(one)}" for key, one in value.items())
+        return f"{{{', '.join(pairs)}}}"
+    if isinstance(value, list | tuple):
+        parts = "".join(f"{_literal(one)}, " for one in value)
+        return f"[{parts}]" if isinstance(value, list) else f"({parts})"
+    return repr(value)
+
+
 def _method_call(name: str, node: nodes.Node, *arguments: nodes.Expr) -> nodes.Expr:
     """Node that calls a method of the environment."""
     method = nodes.EnvironmentAttribute(name, lineno=node.lineno)
@@ -258,12 +304,20 @@ def _check_attribute(name: object) -> None:
         raise SecurityError(f"a chat template cannot set {name!r}")
 
 
+def _tracking_method(method: Any, args: tuple[Any, ...]) -> Any:
+    """The method, bound to tracked text if an argument is, so that the result is tracked."""
+    text = method.__self__
+    if type(text) is not str or not any(isinstance(one, TrackedText) for one in args):
+        return method
+    return getattr(tracked(text), method.__name__)
+
+
 def _count_output(value: Any) -> Any:
     """Count the text of a `{{ ... }}`, also inside a block or macro whose text is captured."""
     if isinstance(value, str):
         current_budget().step(len(value))
         return value
-    text = str(value)
+    text = as_text(value)
     current_budget().step(len(text))
     return text
 

@@ -4,16 +4,19 @@ A template is an untrusted program. It runs in jinja2's immutable sandbox, witho
 within a budget of steps, memory and time (`sandbox.py`, `budget.py`). All its exceptions become
 `TemplateError`. The settings and the few extra functions are those that templates on the Hugging
 Face hub expect. This module handles neither files (`detect.py`) nor tokens: the caller encodes the
-text with special tokens allowed and without adding BOS, which the template writes.
+text without adding BOS, which the template writes, and lets only trusted text become special tokens
+(`tracked.py`).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from exl_core.errors import TemplateError
 from exl_core.prompt.budget import new_budget
+from exl_core.prompt.tracked import TrackedText, concat, template_text, tracked
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -24,6 +27,7 @@ MAX_SOURCE_CHARACTERS = 256 * 1024  # ten times the largest known templates
 MAX_REASON_CHARACTERS = 500  # of a template's own error message
 
 Message = Mapping[str, object]
+_ROLE = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class ChatTemplate:
@@ -43,17 +47,23 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         tools: Sequence[Mapping[str, object]] | None = None,
         **kwargs: object,
-    ) -> str:
+    ) -> TrackedText:
         """Conversation as text; with `add_generation_prompt`, up to the place of the next reply.
 
-        `kwargs` become variables of the template (`enable_thinking`, `documents`, ...).
+        `kwargs` become variables of the template (`enable_thinking`, `documents`, ...). The result
+        is a `TrackedText`: the template's own text, BOS, EOS and roles are trusted; contents of
+        messages, tools and `kwargs` are not.
         """
         _check_messages(messages, self.where)
-        variables = {"bos_token": self.bos_token, "eos_token": self.eos_token, **kwargs}
+        variables = {
+            "bos_token": template_text(self.bos_token),
+            "eos_token": template_text(self.eos_token),
+            **kwargs,
+        }
         try:
             with new_budget():
                 pieces = self._template.generate(
-                    messages=[dict(message) for message in messages],
+                    messages=[_with_trusted_role(message) for message in messages],
                     tools=tools,
                     add_generation_prompt=add_generation_prompt,
                     **variables,
@@ -79,7 +89,7 @@ def _reason(error: Exception) -> str:
     return text[:MAX_REASON_CHARACTERS]
 
 
-def _join(pieces: Iterable[str], where: str) -> str:
+def _join(pieces: Iterable[str], where: str) -> TrackedText:
     parts: list[str] = []
     length = 0
     for piece in pieces:
@@ -91,7 +101,14 @@ def _join(pieces: Iterable[str], where: str) -> str:
                 expected=f"at most {MAX_CHARACTERS} characters",
             )
         parts.append(piece)
-    return "".join(parts)
+    return tracked(concat(parts))
+
+
+def _with_trusted_role(message: Message) -> dict[str, object]:
+    """Templates join roles to special tokens, as in `<|{{ role }}|>`. A role is a plain name."""
+    role = message["role"]
+    assert isinstance(role, str), "checked before"
+    return {**message, "role": template_text(role) if _ROLE.fullmatch(role) else role}
 
 
 def _check_messages(messages: Sequence[Message], where: str) -> None:

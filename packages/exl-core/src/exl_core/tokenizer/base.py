@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from exl_core.errors import ContextLengthError, RequestError
 from exl_core.tokenizer.long_text import TokenLengths
+from exl_core.tokenizer.special_text import SpecialText, Trust
 
 REPLACEMENT = "\ufffd"
 _NO_TOKEN = REPLACEMENT.encode()
@@ -86,11 +87,14 @@ class Tokenizer(ABC):
         allow_special: bool = False,
         add_bos: bool | None = False,
         max_tokens: int | None = None,
+        trust: Trust | None = None,
     ) -> list[int]:
         """Token ids of `text`.
 
         allow_special  convert the text of a special token to that token, as chat templates need.
                        Otherwise such text is tokenized like any other text
+        trust          with `allow_special`: do so only where all characters are trusted. A prompt
+                       without untrusted special tokens has the same ids as without `trust`
         add_bos        None: as the model's own tokenizer does. A BOS that the text itself spells
                        out is not detected
         max_tokens     a longer text raises ContextLengthError. Where the tokenizer's kind allows,
@@ -102,11 +106,18 @@ class Tokenizer(ABC):
         head = [self.bos_id] if wants_bos and self.bos_id is not None else []
         limit = None if max_tokens is None else max_tokens - len(head)
         try:
-            ids = self._encode_checked(text, limit, allow_special=allow_special)
+            ids = self._encode_checked(text, limit, trust, allow_special=allow_special)
         except ContextLengthError as error:
             num_tokens = error.num_tokens + len(head)
             raise ContextLengthError(num_tokens, error.max_tokens + len(head)) from None
         return [*head, *ids] if head else ids
+
+    def prepare_trust(self, template: str) -> None:
+        """Builds what `encode` needs for untrusted special tokens: seconds for large vocabularies.
+
+        Without this call, the first text that holds one takes that time.
+        """
+        del template  # matters where the tokenizer library has to be copied
 
     def check_length(self, text: str, max_tokens: int) -> None:
         """Raises ContextLengthError if a lower bound proves that `text` exceeds `max_tokens`.
@@ -160,12 +171,17 @@ class Tokenizer(ABC):
         return 0
 
     def _encode_checked(
-        self, text: str, max_tokens: int | None, *, allow_special: bool
+        self, text: str, max_tokens: int | None, trust: Trust | None, *, allow_special: bool
     ) -> list[int]:
         if max_tokens is not None:
             self.check_length(text, max_tokens)
         _check_unicode(text)
-        ids = self._encode_within(text, max_tokens, allow_special=allow_special) if text else []
+        if not text:
+            ids = []
+        elif trust is not None and allow_special:
+            ids = self._encode_trusted(text, max_tokens, trust)
+        else:
+            ids = self._encode_within(text, max_tokens, allow_special=allow_special)
         if max_tokens is not None and len(ids) > max_tokens:
             raise ContextLengthError(len(ids), max_tokens)
         return ids
@@ -181,6 +197,19 @@ class Tokenizer(ABC):
         """Like `_encode`, but may stop once there are more than `max_tokens` ids."""
         del max_tokens  # only tokenizers that can cut a text use it
         return self._encode(text, allow_special=allow_special)
+
+    def _encode_trusted(self, text: str, max_tokens: int | None, trust: Trust) -> list[int]:
+        del max_tokens
+        marks = self._marks(trust.template)
+        ids: list[int] = []
+        for part in SpecialText(marks, marks).split(text, trust.characters):
+            ids += [part] if isinstance(part, int) else self._encode(part, allow_special=False)
+        return ids
+
+    def _marks(self, template: str) -> dict[str, int]:
+        """Tokens that only trusted text may become."""
+        del template  # matters where a vocabulary has added tokens
+        return self.special_tokens
 
     @abstractmethod
     def _encode(self, text: str, *, allow_special: bool) -> list[int]:

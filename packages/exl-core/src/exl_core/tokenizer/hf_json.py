@@ -23,6 +23,7 @@ from exl_core.tokenizer.control_ids import FILE_LIMIT_BYTES, DeclaredToken
 from exl_core.tokenizer.decoders import PieceRule, piece_rule
 from exl_core.tokenizer.library import check_growth_of_json, library_errors
 from exl_core.tokenizer.long_text import TokenLengths, is_long
+from exl_core.tokenizer.special_text import SpecialText, Trust, named_marks
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
@@ -39,13 +40,15 @@ class LibraryTokenizer(Tokenizer):
         super().__init__(control, special, where)
         self.kind = type(backend.model).__name__.lower()
         self._backend = backend
-        self._text_only_backend: Backend | None = None
+        self._hidden: dict[frozenset[str], tuple[Backend, dict[str, str]]] = {}
+        self._mark_splits: dict[str, tuple[dict[str, int], SpecialText]] = {}
         self._lock = threading.Lock()
         self._rule = rule
         self._added = {number: str(token.content) for number, token in added.items()}
         self._pieces: dict[int, bytes] = {}
         self._vocab_size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-        self._forbidden = frozenset(special.values()) - {model_unk_id(backend)}
+        self._model_unk_id = model_unk_id(backend)
+        self._forbidden = frozenset(special.values()) - {self._model_unk_id}
 
     @property
     def vocab_size(self) -> int:
@@ -78,7 +81,39 @@ class LibraryTokenizer(Tokenizer):
             return ids
         # The model, not the list of added tokens, found a special token in the text. Unigram and
         # word vocabularies contain special tokens beside ordinary pieces.
-        return self._encode_with(self._text_only(), text, max_tokens, allow_special=False)
+        hidden, _ = self._hiding(self.special_tokens)
+        return self._encode_with(hidden, text, max_tokens, allow_special=False)
+
+    def _encode_trusted(self, text: str, max_tokens: int | None, trust: Trust) -> list[int]:
+        marks, splitter = self._marks_and_split(trust.template)
+        trusted = list(splitter.places(text, trust.characters))
+        if trusted == list(splitter.places(text)):
+            ids = self._encode_within(text, max_tokens, allow_special=True)
+            # A normalizer may turn text into a mark that the text does not spell.
+            numbers = frozenset(marks.values()) - {self._model_unk_id}
+            if [i for i in ids if i in numbers] == [marks[mark] for _, mark in trusted]:
+                return ids
+        # A copy of the tokenizer knows the marks by secret names: no text can spell them, and what
+        # the library does around a mark (added or absorbed spaces) stays the same.
+        hidden, names = self._hiding(marks)
+        parts: list[str] = []
+        start = 0
+        for position, mark in trusted:
+            parts += [text[start:position], names[mark]]
+            start = position + len(mark)
+        parts.append(text[start:])
+        return self._encode_with(hidden, "".join(parts), max_tokens, allow_special=True)
+
+    def prepare_trust(self, template: str) -> None:
+        self._hiding(self._marks_and_split(template)[0])
+
+    def _marks_and_split(self, template: str) -> tuple[dict[str, int], SpecialText]:
+        found = self._mark_splits.get(template)
+        if found is None:
+            added = {text: number for number, text in self._added.items()}
+            marks = {**named_marks(added, template), **self.special_tokens}
+            found = self._mark_splits[template] = marks, SpecialText(marks, marks)
+        return found
 
     def _encode_with(
         self, backend: Backend, text: str, max_tokens: int | None, *, allow_special: bool
@@ -107,14 +142,15 @@ class LibraryTokenizer(Tokenizer):
         ids: list[int] = found.ids
         return ids
 
-    def _text_only(self) -> Backend:
+    def _hiding(self, marks: Mapping[str, int]) -> tuple[Backend, dict[str, str]]:
+        """Copy of the backend that knows these tokens by secret names only, and the names."""
+        key = frozenset(marks)
         with self._lock:
-            if self._text_only_backend is None:
+            if key not in self._hidden:
+                names = {text: _secret_name(number) for text, number in marks.items()}
                 with library_errors("the tokenizer cannot hide its special tokens", self.where):
-                    self._text_only_backend = _without_special_texts(
-                        self._backend, self.special_tokens
-                    )
-            return self._text_only_backend
+                    self._hidden[key] = _renamed(self._backend, names), names
+            return self._hidden[key]
 
     def _piece(self, token_id: int) -> bytes | None:
         piece = self._pieces.get(token_id)
@@ -208,15 +244,19 @@ def add_declared_tokens(backend: Backend, declared: Sequence[DeclaredToken], whe
             )
 
 
-def _without_special_texts(backend: Backend, special: Mapping[str, int]) -> Backend:
-    """Copies the backend so that no text can become a special token.
+def _secret_name(number: int) -> str:
+    """Private-use characters around it are no letters, so that nothing joins with the name."""
+    return f"\ue000{secrets.token_hex(16)}-{number}\ue001"
 
-    Special tokens keep their ids under random names. Merges that would produce one are removed.
+
+def _renamed(backend: Backend, names: Mapping[str, str]) -> Backend:
+    """Copies the backend with other names for some tokens, which keep their ids.
+
+    Merges that would produce one of these tokens are removed.
     """
     from tokenizers import Tokenizer as Backend
 
     data = json.loads(backend.to_str())
-    names = {text: f"{secrets.token_hex(16)}-{number}" for text, number in special.items()}
     for added in data["added_tokens"]:
         added["content"] = names.get(added["content"], added["content"])
     model = data["model"]

@@ -29,7 +29,7 @@ from exl_core.tokenizer.long_text import (
     cuts_of_marked_pieces,
     is_long,
 )
-from exl_core.tokenizer.special_text import SpecialText
+from exl_core.tokenizer.special_text import SpecialText, Trust, named_marks
 from exl_core.tokenizer.spm_proto import TextRules, text_rules, without_dummy_prefix
 
 _NEXT_STEP = "The file looks truncated or damaged; download it again"
@@ -60,6 +60,7 @@ class SentencePieceTokenizer(Tokenizer):
         super().__init__(control, special, where)
         self._processor = processor
         self._added = {number: text.encode() for text, number in added.items()}
+        self._added_ids = dict(added)
         self._plain_split = SpecialText(added) if added else None
         self._special_split = SpecialText({**added, **special})
         self._pieces: dict[int, bytes] = {}
@@ -132,9 +133,20 @@ class SentencePieceTokenizer(Tokenizer):
         self, text: str, max_tokens: int | None, *, allow_special: bool
     ) -> list[int]:
         splitter = self._special_split if allow_special else self._plain_split
+        return self._encode_parts([text] if splitter is None else splitter.split(text), max_tokens)
+
+    def _encode_trusted(self, text: str, max_tokens: int | None, trust: Trust) -> list[int]:
+        marks = self._marks(trust.template)
+        splitter = SpecialText({**self._added_ids, **marks}, marks)
+        return self._encode_parts(splitter.split(text, trust.characters), max_tokens)
+
+    def _marks(self, template: str) -> dict[str, int]:
+        return {**named_marks(self._added_ids, template), **self.special_tokens}
+
+    def _encode_parts(self, parts: Iterable[str | int], max_tokens: int | None) -> list[int]:
         ids: list[int] = []
         processor = self._processor  # `_continuation` after a special token: may add no space
-        for part in [text] if splitter is None else splitter.split(text):
+        for part in parts:
             if isinstance(part, int):
                 ids.append(part)
             else:
