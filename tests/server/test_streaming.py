@@ -1,5 +1,5 @@
-"""Streams as bytes: events from templates and from the full serializer, and clients that do not
-read."""
+"""Bytes of event streams: events built from templates equal fully serialized ones, over HTTP 1.0,
+HTTP 1.1 and plain ASGI. Clients that do not read are disconnected."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ Grammar = Annotated[
 
 @dataclass(frozen=True, slots=True)
 class EngineChoices:
-    """Parsed values of the options above, checked as far as possible without a model."""
+    """Parsed engine options, checked as far as possible without a model."""
 
     kv_format: KVFormat = KVFormat.FP16
     draft_model: str | None = None

@@ -21,9 +21,10 @@ _CODE_INTERRUPTED = 130
 
 @contextmanager
 def exits_at_once() -> Iterator[None]:
-    """Ctrl-C ends the process at once. For heavy imports: an interrupted library may raise any
-    exception.
+    """Context manager: Ctrl-C ends the process at once.
 
+    It wraps heavy imports, because a library that is interrupted during its import may raise any
+    exception.
     Only the main thread receives signals; on another thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -121,7 +121,8 @@ class PromptOptions:
 
 
 def spread(verb: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a command so that each option of its groups is a parameter of its own."""
+    """Wrap a command whose parameters are option groups. The wrapper has one parameter per option,
+    which typer needs, and builds the groups from their values."""
     groups: dict[str, type] = {}
     shown: list[inspect.Parameter] = []
     for parameter in inspect.signature(verb, eval_str=True).parameters.values():

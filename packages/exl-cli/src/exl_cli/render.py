@@ -182,7 +182,7 @@ def facts_table(facts: Mapping[str, str]) -> Table:
 
 
 def from_file(text: str) -> Text:
-    """A cell with untrusted text: neither markup nor control characters take effect."""
+    """Table cell for untrusted text: markup and control characters in it have no effect."""
     return Text(printable(text))
 
 

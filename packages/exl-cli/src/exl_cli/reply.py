@@ -1,4 +1,4 @@
-"""Streams one reply of the engine, and notes a reply that does not meet its constraints.
+"""Streams one reply of the engine, and prints a note if it does not meet its constraints.
 
 Text and token ids so far survive a Ctrl-C, because the loop stops between two steps.
 """

@@ -16,7 +16,7 @@ _WAIT_S = 1.0
 def _find_trim() -> Callable[[int], object] | None:
     try:
         return ctypes.CDLL(None).malloc_trim
-    except (AttributeError, OSError):  # not glibc
+    except (AttributeError, OSError):  # the C library is not glibc
         return None
 
 

@@ -24,7 +24,7 @@ class Metrics:
     not mix."""
 
     def __init__(self) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]  # one `_created` series less per metric
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # drops the creation time of each metric
         registry = self._registry = CollectorRegistry()
         self.answers = Counter(
             "exl_http_answers", "Answers by path and status", ("path", "status"), registry=registry

@@ -29,8 +29,8 @@ class StreamOptions(Body):
 
 
 class SamplingFields(Body):
-    """Fields of both kinds of generation. The default of a missing field is OpenAI's: sampling from
-    the model's unchanged distribution."""
+    """Fields that completions and chat share. A missing field has OpenAI's default, so that the
+    sampler uses the model's unchanged distribution."""
 
     model: str | None = None
     temperature: float | None = Field(None, ge=0, le=100)

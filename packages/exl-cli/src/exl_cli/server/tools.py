@@ -55,7 +55,7 @@ class ToolCall:
 
     name: str
     arguments: str
-    # Nine characters: Mistral's templates refuse other ids, and other templates accept any.
+    # Ids have nine characters: Mistral's templates refuse other lengths, others accept any.
     call_id: str = field(default_factory=lambda: uuid.uuid4().hex[:9])
 
     def as_json(self, index: int | None = None) -> dict[str, object]:
@@ -138,8 +138,8 @@ class ToolSplitter:
             self._held, self._is_inside = rest.lstrip(), False
 
     def _may_begin_marker(self) -> int:
-        """Number of characters at the end that may begin the marker, including whitespace before
-        it."""
+        """Number of characters at the end of the held text that may begin the marker, including
+        whitespace before it."""
         for size in range(min(len(self._marker) - 1, len(self._held)), 0, -1):
             if self._marker.startswith(self._held[-size:]):
                 kept = self._held[: len(self._held) - size]
