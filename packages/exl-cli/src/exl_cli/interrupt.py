@@ -25,6 +25,7 @@ def exits_at_once() -> Iterator[None]:
 
     It wraps heavy imports, because a library that is interrupted during its import may raise any
     exception.
+
     Only the main thread receives signals; on another thread this does nothing.
     """
     if threading.current_thread() is not threading.main_thread():
