@@ -128,7 +128,7 @@ def test_suggested_resume_command_is_the_same_command(convert, source, tmp_path:
     assert done.code == 2
     exists, begun = done.err.splitlines()
     assert "exists already" in exists
-    command = begun.partition("Go on with it: ")[2]
+    command = begun.partition("Resume it: ")[2]
     assert command.startswith("exl convert --output")
     assert f"--work {work}" in command
     assert command.endswith(" --resume")

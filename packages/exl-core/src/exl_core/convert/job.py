@@ -157,7 +157,7 @@ def convert_model(
             error.what,
             where=error.where,
             got=error.got,
-            next_step=f"Free some, then go on with: {hooks.command}",
+            next_step=f"Free some, then resume with: {hooks.command}",
         ) from error
     return conversion.out
 

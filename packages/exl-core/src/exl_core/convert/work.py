@@ -171,7 +171,7 @@ def _require_same(job: Path, options: Facts, *, resume: bool, command: str) -> N
         raise RequestError(
             "a conversion with these options has been started already",
             where=job.parent,
-            next_step=f"Go on with it: {command}",
+            next_step=f"Resume it: {command}",
         )
 
 
