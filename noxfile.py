@@ -120,8 +120,8 @@ def cpp_sources() -> list[str]:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Strict type check of the packages."""
-    install_exl(session, "mypy")
+    """Strict type check of packages, scripts and tests."""
+    install_exl(session, "mypy", "nox", *TEST_TOOLS)
     session.run("mypy")
 
 

@@ -108,12 +108,14 @@ def choose_target(environ: Mapping[str, str]) -> Target | None:
     version = None if nvcc is None else nvcc_says(nvcc, "--version")
     if nvcc is None or version is None:
         place = "in CUDA_HOME/bin or on PATH" if nvcc is None else f"that runs ({nvcc} does not)"
-        return _without(requested, f"there is no nvcc {place}")
+        _without(requested, f"there is no nvcc {place}")
+        return None
     release = re.search(r"release (\d+)\.(\d+)", version)
     if release is None or (int(release[1]), int(release[2])) < OLDEST_NVCC:
         said = release[0] if release else "an unknown release"
         oldest = ".".join(map(str, OLDEST_NVCC))
-        return _without(requested, f"{nvcc} is {said}, and {oldest} is the oldest supported")
+        _without(requested, f"{nvcc} is {said}, and {oldest} is the oldest supported")
+        return None
     known = {int(name) for name in re.findall(r"compute_(\d+)$", _architectures(nvcc), re.M)}
     if wanted is None:
         kept = tuple(one for one in ALL if one in known)

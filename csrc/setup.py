@@ -111,7 +111,8 @@ class BuildPerSet(build_ext):
             path.stat().st_mtime
             for path in [*ROOT.glob("include/**/*.h"), *ROOT.glob("src/**/*.h"), Path(__file__)]
         )
-        jobs = [(name, "base", []) for name in BASE_SOURCES + sources("src/bindings/*.cpp")]
+        base = BASE_SOURCES + sources("src/bindings/*.cpp")
+        jobs: list[tuple[str, str, list[str]]] = [(name, "base", []) for name in base]
         for isa, flags in SETS.items():
             jobs += [
                 (name, isa, [*flags, f"-DEXL_ISA={isa}", f"-DEXL_ISA_IS_{isa}=1"])

@@ -120,9 +120,13 @@ class Measuring:
                 )["decode_tok_s"]
                 for depth in (SHORT, LONG)
             ]  # fmt: skip
-            facts = {"of": f"{rates[0]:.1f} tok/s with {SHORT} tokens in the cache"}
-            ratio = {"ratio": round(rates[1] / rates[0], 3)}
-            emit(f"{name} decode after {LONG}, {kind} cache", rates[1], "tok/s", **ratio, **facts)
+            emit(
+                f"{name} decode after {LONG}, {kind} cache",
+                rates[1],
+                "tok/s",
+                ratio=round(rates[1] / rates[0], 3),
+                of=f"{rates[0]:.1f} tok/s with {SHORT} tokens in the cache",
+            )
 
     def share(self, model: Path) -> float:
         """Decode speed at batch 1, as a share of the speed at the bandwidth's floor."""
@@ -133,8 +137,13 @@ class Measuring:
     def width(self, name: str, model: Path, base: float) -> None:
         """Figure of another mix of bit widths, compared with the share `base` of the usual mix."""
         found = self.share(model)
-        ratio = {"ratio": round(found / base, 3), "of": f"{base:.3f}, the share of the usual mix"}
-        emit(f"{name} decode batch 1", found, "of the floor", **ratio)
+        emit(
+            f"{name} decode batch 1",
+            found,
+            "of the floor",
+            ratio=round(found / base, 3),
+            of=f"{base:.3f}, the share of the usual mix",
+        )
 
     def _bench(self, model: Path, *options: str) -> Figures:
         command = ("-m", "exl_cli", "bench", str(model), "--device", self._device, "--json")
@@ -170,7 +179,7 @@ def last_json(text: str) -> Figures:
     return figures
 
 
-def rounded(figures: Figures, *names: str) -> dict[str, float]:
+def rounded(figures: Figures, *names: str) -> dict[str, Any]:
     """Figures of these names that are not None, rounded to six digits."""
     found = {name: figures[name] for name in names if figures[name] is not None}
     return {name: float(f"{value:.6g}") for name, value in found.items()}

@@ -24,6 +24,7 @@ def check(found: AcceptanceFigures, replies: int) -> None:
     assert found.tau.mean == pytest.approx(stats.emitted / stats.rounds)
     assert stats.mean_accepted == pytest.approx(sum(stats.position_rates))
     assert found.system_efficiency == pytest.approx(stats.emitted / (stats.rounds * 5))
+    assert found.tau.mean is not None
     assert found.break_even_tau is not None
     assert found.predicted_speed_up == pytest.approx(found.tau.mean / found.break_even_tau)
     assert found.best_speed_up >= 1.0

@@ -54,7 +54,7 @@ def test_two_models_on_one_text_give_a_paired_difference() -> None:
 def test_paired_error_is_smaller_than_separate_errors() -> None:
     table = random_table(5)
     near = table + 0.05 * random_table(6)
-    records = [
+    records: list[dict[str, Any]] = [
         measure_perplexity(loaded_with(one), TEXT, PerplexityOptions(ctx=16)).as_dict()
         for one in (table, near)
     ]
@@ -72,7 +72,7 @@ def test_paired_perplexities_follow_the_formula() -> None:
     assert math.exp(pair.ln_ppl_ratio) == pytest.approx(
         first.result.perplexity / second.result.perplexity
     )
-    found = pair.as_dict()
+    found: dict[str, Any] = pair.as_dict()
     assert found["compared_to"]["perplexity"] == second.result.perplexity
 
 

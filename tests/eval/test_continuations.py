@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from exl_core.errors import RequestError
 from exl_core.load import LoadedModel, LoadOptions, load_model
+from exl_core.model.runner import Runner
+from exl_core.model.segment import PageCopy, Segment
 from exl_eval import continuations
 from exl_eval.continuations import Pair, score_continuations
 from support import tiny_models
 
+Pairing = tuple[LoadedModel, LlamaForCausalLM]
+
 
 @pytest.fixture(scope="module")
-def pair_of_models(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[LoadedModel, LlamaForCausalLM]:
+def pair_of_models(tmp_path_factory: pytest.TempPathFactory) -> Pairing:
     theirs = tiny_models.tiny_llama(max_position_embeddings=700)
     folder = tiny_models.save(theirs, tmp_path_factory.mktemp("tiny"))
     return load_model(str(folder), LoadOptions(exact=True, threads=1)), theirs
@@ -46,7 +51,7 @@ def greedy(model: LlamaForCausalLM, context: tuple[int, ...], count: int) -> tup
 
 
 def test_scores_match_transformers_around_page_boundaries_and_with_shared_contexts(
-    pair_of_models,
+    pair_of_models: Pairing,
 ) -> None:
     loaded, theirs = pair_of_models
     pairs = [
@@ -67,7 +72,9 @@ def test_scores_match_transformers_around_page_boundaries_and_with_shared_contex
     assert sum(one.is_greedy for one in scored) < len(scored) / 2
 
 
-def test_scores_do_not_depend_on_pass_and_cache_size(pair_of_models, monkeypatch) -> None:
+def test_scores_do_not_depend_on_pass_and_cache_size(
+    pair_of_models: Pairing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded, _ = pair_of_models
     pairs = [Pair(ids(300, k % 3), ids(1 + 7 * k, k)) for k in range(12)]
     wide = score_continuations(loaded.model, pairs)
@@ -80,22 +87,28 @@ def test_scores_do_not_depend_on_pass_and_cache_size(pair_of_models, monkeypatch
         assert other.log_prob == pytest.approx(one.log_prob, rel=1e-4)
 
 
-def test_a_context_is_computed_once(pair_of_models, monkeypatch) -> None:
+def test_a_context_is_computed_once(
+    pair_of_models: Pairing, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded, _ = pair_of_models
     rows: list[int] = []
-    runner = continuations.Runner
 
-    class Counting(runner):
-        def run(self, segments, copies=()):
+    class Counting(Runner):
+        def run(
+            self,
+            segments: Sequence[Segment],
+            copies: Sequence[PageCopy] = (),
+            out: Tensor | None = None,
+        ) -> Tensor:
             rows.append(sum(len(segment.token_ids) for segment in segments))
-            return super().run(segments, copies)
+            return super().run(segments, copies, out)
 
     monkeypatch.setattr(continuations, "Runner", Counting)
     score_continuations(loaded.model, [Pair(ids(300, 1), ids(5, k)) for k in range(10)])
     assert rows == [299, 50]
 
 
-def test_empty_and_overlong_pairs_are_refused(pair_of_models) -> None:
+def test_empty_and_overlong_pairs_are_refused(pair_of_models: Pairing) -> None:
     loaded, _ = pair_of_models
     with pytest.raises(RequestError, match="empty"):
         score_continuations(loaded.model, [Pair((), (5,))])

@@ -136,7 +136,8 @@ def test_break_even_and_best_length_follow_from_the_costs() -> None:
     assert found.predicted_speed_up == pytest.approx(2.75 / 3.4)
     # Drafts of one token give 1 + 3 / 4 tokens at a cost of 1.6; two give 1 + 5 / 4 at 2.2. Longer
     # drafts give still fewer tokens per cost.
-    assert (found.best_length, found.best_speed_up) == (1, pytest.approx(1.75 / 1.6))
+    assert found.best_length == 1
+    assert found.best_speed_up == pytest.approx(1.75 / 1.6)
     assert figures(rounds, FREE, longest=GAMMA).best_length == GAMMA
     hopeless = figures((full(0),) * 4, dear, longest=GAMMA)
     assert (hopeless.best_length, hopeless.best_speed_up) == (0, 1.0)
@@ -147,7 +148,8 @@ def test_speed_up_of_longer_drafts_is_extrapolated_with_alpha() -> None:
     found = figures(rounds, FREE, longest=8)
     # All four are accepted. Each of four more has probability 0.5 if its predecessor was accepted:
     # 0.5 + 0.25 + 0.125 + 0.0625 tokens.
-    assert (found.best_length, found.best_speed_up) == (8, pytest.approx(5.9375))
+    assert found.best_length == 8
+    assert found.best_speed_up == pytest.approx(5.9375)
 
 
 def test_draft_figures_are_none_without_drafts() -> None:

@@ -17,6 +17,7 @@ from support import tiny_models
 pytest.importorskip("lm_eval", reason="lm-eval is optional: pip install lm-eval")
 
 from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
 
 from exl_eval import harness
 from exl_eval.harness import HarnessModel, TaskOptions, run_tasks
@@ -229,7 +230,7 @@ def test_an_unknown_task_is_an_error_with_a_suggestion(
     """By default only the local tasks are indexed. The harness's own 14,000 files are read in the
     same way and take seconds."""
     if not has_defaults:
-        few = partial(harness.TaskManager, include_defaults=False)
+        few = partial(TaskManager, include_defaults=False)
         monkeypatch.setattr(harness, "TaskManager", few)
     with pytest.raises(RequestError, match=r"no task 'local_chose'.*local_choose"):
         run_tasks(loaded, TaskOptions(("local_chose",), include=tasks))

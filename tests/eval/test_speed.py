@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from mmap import PAGESIZE
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat
+from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
 from exl_core.load import LoadedModel, load_model
 from exl_core.model.batch import Batch
 from exl_core.model.runner import Runner
-from exl_core.model.segment import LogitRows
+from exl_core.model.segment import LogitRows, Segment
+from exl_core.model.transformer import Transformer
 from exl_eval import speed, workload
 from exl_eval.machine import peak_memory_bytes, read_bandwidth
 from exl_eval.result import SpeedResult, SpeedRun, Spread
@@ -40,7 +45,7 @@ def batches(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> list[Batch]:
     seen: list[Batch] = []
     forward = type(tiny.model).forward
 
-    def record(model, batch: Batch, store):
+    def record(model: Transformer, batch: Batch, store: KVStore) -> Tensor:
         seen.append(batch)
         return forward(model, batch, store)
 
@@ -179,7 +184,7 @@ def test_each_step_is_fed_the_tokens_of_the_previous_step(
     drawn: list[list[int]] = []
     run = Runner.run
 
-    def record(self, segments, *rest):
+    def record(self: Runner, segments: Sequence[Segment], *rest: Any) -> Tensor:
         logits = run(self, segments, *rest)
         if len(segments) == 2 and segments[0].past_len >= 40:
             fed = [token_id for one in segments for token_id in one.token_ids]

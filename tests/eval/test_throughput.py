@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_a_malformed_line_is_refused_by_its_number(line: str, expected: str) -> 
         parse_workload(data, "w")
 
 
-def test_an_empty_and_a_missing_workload_are_refused(tmp_path) -> None:
+def test_an_empty_and_a_missing_workload_are_refused(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="no requests"):
         parse_workload(b"\n \n", "w")
     with pytest.raises(RequestError, match="cannot be read"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import cast
 
 import jsonschema
 import pytest
@@ -66,7 +67,7 @@ def write(generator: DynamicGenerator, each: int, first_seed: int) -> dict[str, 
             assert result.error is None
             if result.finish is None:
                 continue
-            name, seed = result.job.identifier
+            name, seed = cast(tuple[str, int], result.job.identifier)
             if result.finish.reason is FinishReason.LENGTH:
                 again += 1
                 assert again <= 1 + each, "too many documents did not end"

@@ -63,16 +63,22 @@ def _assert_close(kl: Tensor, same: Tensor) -> None:
     assert float(same.double().mean()) >= SAME_TOP_MIN
 
 
-def test_prefill_stays_close_to_exact(exact, smollm2, token_ids) -> None:
+def test_prefill_stays_close_to_exact(
+    exact: LoadedModel, smollm2: LoadedModel, token_ids: list[int]
+) -> None:
     _assert_close(*_compare(exact, smollm2, token_ids[:512], CHUNK))
 
 
-def test_decode_stays_close_to_exact(exact, smollm2, token_ids) -> None:
+def test_decode_stays_close_to_exact(
+    exact: LoadedModel, smollm2: LoadedModel, token_ids: list[int]
+) -> None:
     _assert_close(*_compare(exact, smollm2, token_ids[2048:2112], 1))
 
 
 @pytest.mark.soak
-def test_prefill_of_ten_windows_stays_close_to_exact(exact, smollm2, token_ids) -> None:
+def test_prefill_of_ten_windows_stays_close_to_exact(
+    exact: LoadedModel, smollm2: LoadedModel, token_ids: list[int]
+) -> None:
     results = [
         _compare(exact, smollm2, token_ids[start : start + 2048], CHUNK)
         for start in range(0, 10 * 2048, 2048)

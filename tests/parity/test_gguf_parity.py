@@ -63,6 +63,7 @@ def test_gguf_logits_match_transformers(tmp_path: Path, ids: list[int], model: A
 def test_rope_factors_from_a_tensor_divide_the_frequencies(tmp_path: Path, ids: list[int]) -> None:
     # Linear scaling by 4, stored as a tensor of factors as in Llama 3 files.
     model = tiny_llama(rope_parameters={"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4})
+    assert model.config.head_dim is not None
     factors = np.full(model.config.head_dim // 2, 4.0, dtype=np.float32)
 
     extra = {"rope_freqs.weight": factors}

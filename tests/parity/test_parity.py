@@ -14,6 +14,7 @@ from support.paged import PagedRun, logits_of
 from support.profiles import first_by_default
 from support.tiny_models import (
     VOCAB_SIZE,
+    converted,
     save,
     tiny_gemma2,
     tiny_gemma3,
@@ -136,7 +137,7 @@ def test_rope_alpha_raises_the_rope_base(tmp_path: Path) -> None:
 def test_half_precision_checkpoints_give_the_logits_of_their_rounded_weights(
     tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    folder = save(tiny_llama().to(dtype), tmp_path)
+    folder = save(converted(tiny_llama(), dtype), tmp_path)
     model, ids = tiny_llama(), random_ids(1, 50)
     with torch.inference_mode():
         for parameter in model.parameters():

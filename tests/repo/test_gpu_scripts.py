@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -23,14 +24,21 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 KEYS = {"figure", "value", "unit", "peer", "ratio"}
 
 
+Imported = Callable[[str], ModuleType]
+RandomModel = Callable[..., dict[str, Any]]
+Lines = Callable[..., tuple[dict[str, dict[str, Any]], list[tuple[str, ...]]]]
+
+
 @pytest.fixture
-def imported(monkeypatch: pytest.MonkeyPatch):
+def imported(monkeypatch: pytest.MonkeyPatch) -> Imported:
     monkeypatch.syspath_prepend(SCRIPTS)
     return importlib.import_module
 
 
 @pytest.fixture
-def random_model(imported, monkeypatch: pytest.MonkeyPatch, capsys):
+def random_model(
+    imported: Imported, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> RandomModel:
     """`random_model(out, *options)` runs the script in this process and returns its last line."""
 
     def write(out: Path, *options: str) -> dict[str, Any]:
@@ -54,7 +62,9 @@ def random_model(imported, monkeypatch: pytest.MonkeyPatch, capsys):
         (("--format", "gptq"), "gptq", 4),
     ],
 )
-def test_random_models_load_and_run(random_model, tmp_path: Path, options, method, bits) -> None:
+def test_random_models_load_and_run(
+    random_model: RandomModel, tmp_path: Path, options: tuple[str, ...], method: str, bits: float
+) -> None:
     facts = random_model(tmp_path / "model", *options)
     assert (facts["quant_method"], facts["bits"]) == (method, bits)
     loaded = load_model(str(tmp_path / "model"))
@@ -69,14 +79,14 @@ def test_random_models_load_and_run(random_model, tmp_path: Path, options, metho
 @pytest.mark.thorough
 def test_a_folder_in_use_is_untouched(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine", encoding="utf-8")
-    command = [sys.executable, SCRIPTS / "random_exl2.py", tmp_path, "--size", "tiny"]
+    command = [sys.executable, str(SCRIPTS / "random_exl2.py"), str(tmp_path), "--size", "tiny"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (2, "")
     assert f"{tmp_path} is in use" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_matrices_with_one_input_share_the_feature_order(imported) -> None:
+def test_matrices_with_one_input_share_the_feature_order(imported: Imported) -> None:
     script = imported("random_exl2")
     writer = script.Exl2Writer([(4, 1.0)], 6, has_own_orders=False)
     parts = [writer.linear(f"{name}_proj", 256, 64, "attention") for name in "qkv"]
@@ -89,7 +99,7 @@ def test_matrices_with_one_input_share_the_feature_order(imported) -> None:
 
 
 @pytest.mark.parametrize("mix", ["7:1", "4", "4:x", "4:-1,3:1", ""])
-def test_a_malformed_mix_is_refused(imported, mix: str) -> None:
+def test_a_malformed_mix_is_refused(imported: Imported, mix: str) -> None:
     with pytest.raises(ValueError):
         imported("random_exl2").parse_mix(mix)
 
@@ -113,7 +123,9 @@ def speed_of(batches: list[int], prompts: list[int], share: float) -> dict[str, 
 
 
 @pytest.fixture
-def figures(imported, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path):
+def figures(
+    imported: Imported, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Lines:
     """`figures(*options)` runs gpu_figures with fake programs. Returns the printed lines by figure,
     and the commands."""
     script = imported("gpu_figures")
@@ -150,7 +162,7 @@ def figures(imported, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path):
     return lines
 
 
-def test_every_figure_has_the_peers_value_and_the_ratio(figures, tmp_path: Path) -> None:
+def test_every_figure_has_the_peers_value_and_the_ratio(figures: Lines, tmp_path: Path) -> None:
     found, commands = figures("--model", str(tmp_path / "some"), "--peer")
     assert {key: found["some decode batch 8"][key] for key in KEYS - {"figure"}} == {
         "value": 800.0,
@@ -166,7 +178,9 @@ def test_every_figure_has_the_peers_value_and_the_ratio(figures, tmp_path: Path)
     assert not any("random_exl2.py" in command[0] for command in commands)
 
 
-def test_missing_models_are_written_and_existing_ones_reused(figures, tmp_path: Path) -> None:
+def test_missing_models_are_written_and_existing_ones_reused(
+    figures: Lines, tmp_path: Path
+) -> None:
     (tmp_path / "1b").mkdir()
     (tmp_path / "1b/config.json").write_text("{}")
     found, commands = figures("--size", "8b,1b", "--work", str(tmp_path), "--mixes", "--long",
@@ -186,7 +200,7 @@ def test_missing_models_are_written_and_existing_ones_reused(figures, tmp_path: 
 
 
 @pytest.mark.thorough
-def test_a_failed_measurement_ends_the_run(imported) -> None:
+def test_a_failed_measurement_ends_the_run(imported: Imported) -> None:
     with pytest.raises(SystemExit, match="exit status 2 of -m exl_cli serve"):
         imported("gpu_figures").run("-m", "exl_cli", "serve")
 
@@ -195,11 +209,14 @@ class PretendPeer:
     """Fake of the parts of exllamav2 that are used. Its next token is the last token plus one."""
 
     def __init__(self, config: Any) -> None:
-        self.config, self.calls = config, []
+        self.config = config
+        self.calls: list[tuple[int, int, int, int]] = []
 
     def load(self) -> None: ...
 
-    def forward(self, ids, cache, last_id_only: bool = False) -> torch.Tensor:
+    def forward(
+        self, ids: torch.Tensor, cache: PretendCache, last_id_only: bool = False
+    ) -> torch.Tensor:
         self.calls.append((cache.batch_size, cache.current_seq_len, ids.shape[1], int(ids[0, -1])))
         cache.current_seq_len += ids.shape[1]
         assert cache.current_seq_len <= cache.max_seq_len <= self.config.max_seq_len
@@ -212,7 +229,9 @@ class PretendCache:
         self.batch_size, self.max_seq_len, self.current_seq_len = batch_size, max_seq_len, 0
 
 
-def test_the_peer_runs_the_same_passes(imported, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_the_peer_runs_the_same_passes(
+    imported: Imported, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     made: list[PretendPeer] = []
 
     def make(config: Any) -> PretendPeer:

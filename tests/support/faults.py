@@ -125,7 +125,8 @@ def break_functions(patch: pytest.MonkeyPatch, request_id: str, fault: Fault) ->
     """
     from exl_core.engine import reply, request_logits
 
-    score, log_probs, guide = request_logits.score_prompt, reply.with_log_probs, reply.guide
+    score, log_probs = vars(request_logits)["score_prompt"], vars(reply)["with_log_probs"]
+    guide = vars(reply)["guide"]
 
     def score_prompt(sequence: Any, *rest: Any) -> Any:
         if sequence.request_id == request_id:

@@ -28,6 +28,7 @@ def examples(full: int) -> int:
 
     Read it while a test module is imported or while a test runs: by then the profile is selected.
     """
+    assert settings.default is not None
     return full * settings.default.max_examples // FULL
 
 

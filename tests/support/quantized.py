@@ -42,7 +42,9 @@ class Exl2Layer:
 
     @property
     def parts(self) -> dict[str, Tensor]:
-        words, table, row = [], [], 0
+        words: list[np.ndarray] = []
+        table: list[int] = []
+        row = 0
         for bits, rows in self.groups:
             table += [bits, sum(len(part) for part in words)]
             words.append(pack_columns(self.codes[row : row + rows], bits))

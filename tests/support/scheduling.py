@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from random import Random
 
+from exl_core.arch.spec import ModelConfig
 from exl_core.cache.page_pool import PageKey, PagePool, page_keys
 from exl_core.engine.plan import BatchPlan
 from exl_core.engine.request import Request
@@ -26,10 +27,15 @@ Values = dict[tuple[int, int], int]
 
 
 class NamedAdapter:
-    """Adapter with the attributes that the scheduler uses."""
+    """Adapter without deltas, known by its number."""
+
+    ends: None = None
 
     def __init__(self, serial: int) -> None:
         self.serial = serial
+
+    def fits(self, config: ModelConfig) -> bool:
+        return True
 
     def deltas(self, layer: int, matrix: str) -> tuple[()]:
         return ()

@@ -110,6 +110,9 @@ class ScriptedModel:
     failure: BaseException | None = None
     ops: OpTable = field(default_factory=lambda: get_table("reference", threads=1))
 
+    def reserve_positions(self, end: int) -> None:
+        """Does nothing: the rule has no position tables."""
+
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
         self.rows_of_pass.append(len(batch.token_ids))
         assert int(batch.token_ids.max()) < self.config.vocab_size

@@ -107,6 +107,12 @@ def _randomized(model: Any) -> Any:
     return model.eval()
 
 
+def converted(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Converts all weights to `dtype`. Returns the same model."""
+    model.to(dtype)  # type: ignore[arg-type]  # transformers wraps it without its signature
+    return model
+
+
 def save(model: PreTrainedModel, folder: Path, **options: Any) -> Path:
     """Writes weights, configuration and a byte-level tokenizer."""
     model.save_pretrained(folder, **options)

@@ -92,7 +92,8 @@ def test_gemma3_old_and_new_keys_give_the_same_configuration(tmp_path: Path) -> 
 
 
 def test_a_multimodal_configuration_may_omit_default_values(tmp_path: Path) -> None:
-    text = {"hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    text: dict[str, object] = {"hidden_size": 2560, "intermediate_size": 10240}
+    text |= {"num_hidden_layers": 34}
     text |= {"sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}
     top = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
     config = read_hf_config(write(tmp_path, top, text_config=text))

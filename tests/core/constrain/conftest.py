@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from constrain_support import vocabularies
 
 from exl_core.constrain.vocabulary import Vocabulary
+from support.constraints import vocabularies
 
 
 @pytest.fixture(scope="session", params=["bytes", "made"])

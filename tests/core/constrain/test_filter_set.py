@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 import threading
 from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
-from constrain_support import LANGUAGES, SelectObject, make_filter, vocabularies
 from torch import Tensor
 
 from exl_core.constrain.choice import OneOf, StartsWith
@@ -18,6 +18,7 @@ from exl_core.constrain.foreign import Foreign
 from exl_core.constrain.regex import Regex
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.errors import ConstraintError
+from support.constraints import LANGUAGES, SelectObject, make_filter, vocabularies
 from support.profiles import first_by_default
 from support.scripted import BOS_ID, EOS_ID
 
@@ -25,7 +26,7 @@ BYTES = vocabularies()["bytes"]
 
 
 def together(
-    *constraints: Constraint, eos: tuple[int, ...] = (EOS_ID,), **options: bool
+    *constraints: Constraint, eos: tuple[int, ...] = (EOS_ID,), **options: Any
 ) -> FilterSet:
     return FilterSet([c.filter(BYTES) for c in constraints], eos, BYTES, **options)
 

@@ -5,14 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-from constrain_support import (
-    LANGUAGES,
-    assert_agrees,
-    make_filter,
-    random_reply,
-    vocabularies,
-    without_eos,
-)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +15,14 @@ from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.regex import Regex
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.errors import ConstraintError, RequestError
+from support.constraints import (
+    LANGUAGES,
+    assert_agrees,
+    make_filter,
+    random_reply,
+    vocabularies,
+    without_eos,
+)
 from support.profiles import examples, first_by_default
 from support.scripted import ByteTokenizer
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import NoReturn
 
 import pytest
 import torch
-from constrain_support import CloneObject, SelectObject, assert_agrees, vocabularies, without_eos
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +15,7 @@ from exl_core.constrain.filter_set import FilterSet
 from exl_core.constrain.foreign import Foreign
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.errors import ConstraintError
+from support.constraints import CloneObject, SelectObject, assert_agrees, vocabularies, without_eos
 from support.profiles import examples
 from support.scripted import EOS_ID
 
@@ -51,7 +52,7 @@ class MaskObject(CloneObject):
         masked[self.ids] = logits[self.ids]
         return masked
 
-    def next(self) -> tuple[list[int], list[int]]:
+    def next(self) -> NoReturn:
         raise AssertionError("its own masks are used")
 
 

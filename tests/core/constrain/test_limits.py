@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from constrain_support import vocabularies
 
 from exl_core.constrain.filter import Constraint
 from exl_core.constrain.grammar import Grammar
@@ -12,6 +11,7 @@ from exl_core.constrain.limits import MAX_COUNT, MAX_MULTIPLE, CompileLimits
 from exl_core.constrain.regex import Regex
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.errors import ConstraintError
+from support.constraints import vocabularies
 from support.scripted import ByteTokenizer
 
 BYTES = vocabularies()["bytes"]

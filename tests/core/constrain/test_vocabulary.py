@@ -6,11 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from constrain_support import made_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from exl_core.constrain.vocabulary import SortedTokens, Vocabulary
+from support.constraints import made_tokenizer
 from support.profiles import examples
 from support.scripted import BOS_ID, EOS_ID, ByteTokenizer
 

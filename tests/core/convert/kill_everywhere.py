@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from support import stub_stages
 from support.conversions import content, conversion, hooks, run
@@ -63,12 +64,12 @@ def at_points(source: Path, folder: Path, step: int, first: int) -> dict[str, ob
     stub_stages.install()
     kill_at, count, real = 0, 0, os.fsync
 
-    def fsync(descriptor: int) -> None:
+    def fsync(fd: Any) -> None:
         nonlocal count
         count += 1
         if count == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        real(descriptor)
+        real(fd)
 
     os.fsync = fsync
 
@@ -121,8 +122,8 @@ def at_times(source: Path, folder: Path, num_kills: int) -> dict[str, object]:
 
 def main() -> None:
     source, folder, how, *numbers = sys.argv[1:]
-    work = {"points": at_points, "times": at_times}[how]
-    print(json.dumps(work(Path(source), Path(folder), *map(int, numbers))))
+    work: dict[str, Callable[..., dict[str, object]]] = {"points": at_points, "times": at_times}
+    print(json.dumps(work[how](Path(source), Path(folder), *map(int, numbers))))
 
 
 if __name__ == "__main__":

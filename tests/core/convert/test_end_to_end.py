@@ -51,7 +51,8 @@ def dense(path: Path, name: str) -> torch.Tensor:
 
 def sharded(folder: Path) -> Path:
     model = tiny_models.tiny_llama(**SHAPE, attention_bias=True, mlp_bias=True)
-    return tiny_models.save(model.to(torch.bfloat16), folder, max_shard_size="200KB")
+    converted = tiny_models.converted(model, torch.bfloat16)
+    return tiny_models.save(converted, folder, max_shard_size="200KB")
 
 
 def tied(folder: Path) -> Path:

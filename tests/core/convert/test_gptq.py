@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -34,7 +36,9 @@ def outputs_error(weight: Tensor, source: Tensor, hessian: Tensor) -> float:
     return float(((error @ hessian.double()) * error).sum())
 
 
-def reference_gptq(source: Tensor, hessian: Tensor, order: Tensor, scales: Tensor, zero: int):
+def reference_gptq(
+    source: Tensor, hessian: Tensor, order: Tensor, scales: Tensor, zero: int
+) -> Tensor:
     """GPTQ by its definition, in float64: each row is followed by a solve for all rows after it."""
     h = hessian.double()[order][:, order]
     h = h + torch.eye(len(h)) * h.diagonal().mean() * DAMPING
@@ -151,7 +155,7 @@ def dead_inputs(k: int) -> Tensor:
 
 
 @pytest.mark.parametrize("make", [one_rank, dead_inputs], ids=["rank one", "dead inputs"])
-def test_singular_hessian_is_quantized(make) -> None:
+def test_singular_hessian_is_quantized(make: Callable[[int], Tensor]) -> None:
     k, n = 96, 32
     hessian, weight = make(k), random_weight(n, k)
     matrix = MatrixQuantizer(InputStatistics(hessian, None)).quantize(

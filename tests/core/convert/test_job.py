@@ -188,10 +188,10 @@ def test_read_back_mismatch_is_never_published(
 ) -> None:
     from exl_core.convert import job
 
-    real = job.write_weights
+    real = vars(job)["write_weights"]
 
     def damaging(folder: Path, *args: object) -> None:
-        real(folder, *args)  # type: ignore[arg-type]
+        real(folder, *args)
         path = sorted(folder.glob("*.safetensors"))[-1]
         data = bytearray(path.read_bytes())
         data[-5] ^= 4

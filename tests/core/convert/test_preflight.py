@@ -200,7 +200,7 @@ def test_too_little_disk_or_memory_is_refused(
     source_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = namedtuple("usage", ["total", "used", "free"])
-    monkeypatch.setattr(preflight.shutil, "disk_usage", lambda _: usage(10, 5, 5000))
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage(10, 5, 5000))
     error = refused(source_dir, tmp_path)
     assert isinstance(error, DiskFullError)
     assert "5000 bytes free" in str(error)

@@ -94,7 +94,7 @@ def convert(source: Source, layers: list[LayerMeasurement], bits: float) -> dict
     return tensors | dict(ends.tensors)
 
 
-def test_conversion_covers_every_tensor(llama: Source, measured: list) -> None:
+def test_conversion_covers_every_tensor(llama: Source, measured: list[LayerMeasurement]) -> None:
     tensors = convert(llama, measured, 4.0)
     matrices = 0
     for name in expected_tensors(llama.config):

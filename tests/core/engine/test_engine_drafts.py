@@ -41,7 +41,7 @@ def drafted(
     rule: Rule, guess: Callable[[Rule], Guess] | Guess, **settings: Any
 ) -> tuple[Any, ScriptedDrafter]:
     """An engine and its drafter."""
-    made = guess(rule) if guess in (right, half_right, wrong) else guess  # type: ignore[arg-type]
+    made = guess(rule) if guess in (right, half_right, wrong) else guess
     drafter = ScriptedDrafter(made, **settings)  # type: ignore[arg-type]
     return engine_for(rule, drafter=drafter, clock=standstill), drafter
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from exl_core.arch.spec import ModelConfig
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import (
     Event,
@@ -25,6 +27,7 @@ from exl_core.engine.request import Request
 from exl_core.errors import RequestError
 from exl_core.model.adapters import AdapterUse
 from exl_core.sampling.params import SamplerParams
+from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
 from support.async_steps import enable_async_steps
 from support.driving import submit
@@ -59,7 +62,7 @@ def letter_rule() -> Rule:
 
 RULE = letter_rule()
 REFERENCE = ReferenceLoop(RULE, TOKENIZER, MAX_SEQ_LEN)
-DRAFTERS = {
+DRAFTERS: dict[str, Callable[[], Drafter | None]] = {
     "none": lambda: None,
     "right": lambda: ScriptedDrafter(right(RULE)),
     "half right": lambda: ScriptedDrafter(half_right(RULE), excess=2),
@@ -74,6 +77,9 @@ class Mark:
 
     serial: int = 7
     ends: None = None
+
+    def fits(self, config: ModelConfig) -> bool:
+        return True
 
     def deltas(self, layer: int, matrix: str) -> tuple[()]:
         return ()
@@ -110,7 +116,7 @@ lengths = st.sampled_from([(25, 40), (0, 40), (0, 9), (4, 30), (2, 2), (0, 1), (
 @st.composite
 def arrivals(draw: st.DrawFn) -> dict[str, Any]:
     min_tokens, max_tokens = draw(lengths)
-    sampler = draw(samplers)
+    sampler: dict[str, Any] = {**draw(samplers)}
     made: dict[str, Any] = {
         "prompt_ids": draw(prompts),
         "min_tokens": min_tokens,

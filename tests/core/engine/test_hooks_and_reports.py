@@ -225,7 +225,7 @@ def test_sampler_state_is_not_shared_between_requests() -> None:
         SamplerParams(mirostat_tau=1.5, mirostat_eta=0.5, seed=6),
         SamplerParams(dry_multiplier=3.0, dry_allowed_length=1, dry_base=2.0, seed=6, top_k=3),
     ):
-        rest = {"sampler": sampler, "max_tokens": 40, "stop_ids": frozenset()}
+        rest: dict[str, Any] = {"sampler": sampler, "max_tokens": 40, "stop_ids": frozenset()}
         prompts = ["ababab", "cdcd", "ababab"]
         alone = [run_one(engine_for(RULE), ask(p, **rest))[1].token_ids for p in prompts]
         assert alone[0] == alone[2]
@@ -251,7 +251,8 @@ def test_the_sampler_is_rewound_with_its_reply() -> None:
     assert isinstance(end, FinishEvent)
     assert sum(isinstance(event, RewindEvent) for event in events) > 3, "or this tested nothing"
     sampler = Sampler(params, get_table("reference", threads=1))
-    history, tried = list(b"Q:"), {}
+    history = list(b"Q:")
+    tried: dict[int, set[int]] = {}
     while len(history) < 62:
         banned = tried.get(len(history), set())
         sample = sampler.sample(logits, history, banned=banned)

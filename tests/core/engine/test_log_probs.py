@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ SCORED = Report(log_probs=2, prompt=True)
 PROMPTS = [[(7 * i + 13 * n) % 200 for i in range(20 + 90 * n)] for n in range(4)]
 
 
-def scored(prompt: Sequence[int], **rest: object) -> Request:
+def scored(prompt: Sequence[int], **rest: Any) -> Request:
     return ask(prompt, report=SCORED, stop_ids=frozenset(), **{"max_tokens": 5, **rest})
 
 

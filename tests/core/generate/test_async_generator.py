@@ -10,7 +10,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
 import pytest
-from generate_support import GREEDY, LIMIT_S, assert_empty, loaded_around
 
 from exl_core.constrain.json_schema import JsonSchema
 from exl_core.constrain.limits import CompileLimits
@@ -19,6 +18,7 @@ from exl_core.engine.engine import EngineOptions
 from exl_core.errors import ConstraintError, ExlError, RequestError
 from exl_core.generate.asynchronous import AsyncGenerator, AsyncJob
 from exl_core.generate.dynamic import DynamicGenerator, Stage
+from support.generators import GREEDY, LIMIT_S, assert_empty, loaded_around
 from support.schemas import SLOW_SCHEMA
 from support.scripted import EOS_ID, HashRule, always, certain, reply_with
 

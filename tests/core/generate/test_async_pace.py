@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any, cast
 
 import pytest
-from generate_support import GREEDY, LIMIT_S, loaded_around
 
 from exl_core.engine.engine import EngineOptions
 from exl_core.generate.asynchronous import AsyncGenerator, AsyncJob
 from exl_core.generate.dynamic import DynamicGenerator
+from support.generators import GREEDY, LIMIT_S, loaded_around
 from support.scripted import ScriptedModel, always, certain
 
 
 def endless() -> tuple[DynamicGenerator, ScriptedModel]:
     loaded = loaded_around(always(certain(ord("a"))))
-    assert isinstance(loaded.model, ScriptedModel)
     options = EngineOptions(cache_tokens=2048, max_batch=4)
-    return DynamicGenerator(loaded, options), loaded.model
+    return DynamicGenerator(loaded, options), cast(Any, loaded.model)
 
 
 async def submit(jobs: AsyncGenerator, max_tokens: int) -> AsyncJob:

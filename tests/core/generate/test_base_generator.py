@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 import torch
-from generate_support import GREEDY, SMALL, Counter, loaded_around
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import EngineOptions
@@ -21,6 +20,7 @@ from exl_core.model.adapters import AdapterUse
 from exl_core.sampling.params import SamplerParams
 from support import tiny_models
 from support.adapters import random_pairs, stored, write_adapter
+from support.generators import GREEDY, SMALL, Counter, loaded_around
 from support.scripted import EOS_ID, HashRule, Rule, reply_with
 
 

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
-from generate_support import GREEDY, Counter, loaded_around
 
 from exl_core.constrain.regex import Regex
 from exl_core.engine.engine import EngineOptions
@@ -18,6 +17,7 @@ from exl_core.errors import RequestError
 from exl_core.generate.dynamic import DynamicGenerator, Job, Result, Stage
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError
+from support.generators import GREEDY, Counter, loaded_around
 from support.scripted import EOS_ID, HashRule, Rule, always, certain, reply_with
 
 

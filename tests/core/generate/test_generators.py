@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import pytest
-from generate_support import GREEDY, WAYS, Counter, Driver, assert_empty, driver
 
 from exl_core.constrain.choice import OneOf
 from exl_core.constrain.regex import Regex
@@ -16,6 +15,7 @@ from exl_core.engine.request import Report
 from exl_core.errors import ExlError, RequestError
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError
+from support.generators import GREEDY, WAYS, Counter, Driver, assert_empty, driver
 from support.scripted import EOS_ID, HashRule, Rule, reply_with
 
 Make = Callable[[Rule], Driver]

@@ -10,7 +10,6 @@ from typing import Any
 import jsonschema
 import pytest
 import torch
-from generate_support import Counter
 
 from exl_core.cache.format import KVFormat
 from exl_core.constrain.json_schema import JsonSchema
@@ -26,6 +25,7 @@ from exl_core.speculate.compatible import check_same_vocabulary
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.ngram import NgramDrafter
 from support.adapters import stored, write_adapter
+from support.generators import Counter
 
 pytestmark = pytest.mark.thorough
 
@@ -146,7 +146,8 @@ def test_a_chat_loop_streams_until_eos(smollm2: LoadedModel) -> None:
         [{"role": "user", "content": "Say hello."}], add_generation_prompt=True
     )
     generator.begin(prompt, sampler=GREEDY, parse_special=True, max_tokens=60)
-    text, ids, steps = "", [], 0
+    text, steps = "", 0
+    ids: list[int] = []
     while True:
         result = generator.step()
         text += result.chunk

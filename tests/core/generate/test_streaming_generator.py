@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import pytest
-from generate_support import GREEDY, SMALL, loaded_around
 
 from exl_core.constrain.regex import Regex
 from exl_core.engine.engine import EngineOptions
@@ -17,6 +16,7 @@ from exl_core.generate.streaming import StreamingGenerator, StreamResult
 from exl_core.load import LoadedModel
 from exl_core.speculate.drafter import Draft, DraftJob
 from exl_core.speculate.stats import DraftStats
+from support.generators import GREEDY, SMALL, loaded_around
 from support.scripted import EOS_ID, Rule, certain, reply_with
 
 
@@ -25,7 +25,7 @@ def streaming(rule: Rule, **more: Any) -> StreamingGenerator:
 
 
 def rest(generator: StreamingGenerator) -> list[StreamResult]:
-    results = []
+    results: list[StreamResult] = []
     while not results or not results[-1].is_end:
         results.append(generator.step())
         assert len(results) < 500
@@ -130,7 +130,8 @@ def test_stop_conditions_persist_until_set_again() -> None:
         assert "".join(chunks(rest(generator))) == "he"
     generator.begin("Q:", sampler=GREEDY, stop=ord("o"))
     assert "".join(chunks(rest(generator))) == "hell"
-    for nothing in ((), [], None):
+    no_conditions: tuple[Any, ...] = ((), [], None)
+    for nothing in no_conditions:
         generator.stop = nothing
         generator.begin("Q:", sampler=GREEDY, max_tokens=8)
         assert "".join(chunks(rest(generator))) == "hellohe"

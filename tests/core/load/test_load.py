@@ -12,7 +12,7 @@ from exl_core.arch.spec import RopeMethod
 from exl_core.describe import describe_model
 from exl_core.errors import OutOfMemoryError, RequestError, TokenizerError
 from exl_core.load import LoadedModel, LoadOptions, check_memory, load_model
-from support.tiny_models import byte_tokenizer, save, tiny_gemma3, tiny_llama
+from support.tiny_models import byte_tokenizer, converted, save, tiny_gemma3, tiny_llama
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def test_weights_too_large_for_memory_are_refused_with_the_numbers() -> None:
 
 
 def test_a_description_counts_parameters_layers_and_memory(tmp_path: Path) -> None:
-    model = tiny_gemma3().to(torch.bfloat16)
+    model = converted(tiny_gemma3(), torch.bfloat16)
     folder = save(model, tmp_path)
     described = describe_model(str(folder))
     assert described.parameters == sum(p.numel() for p in model.parameters())

@@ -104,7 +104,8 @@ def test_adapters_of_fused_projections_match(
     """Checkpoints with fused q, k, v have adapters with one A for all three."""
     model, ours = llama
     generator = torch.Generator().manual_seed(5)
-    fused, split = {}, {}
+    fused: dict[str, tuple[Tensor, Tensor]] = {}
+    split: dict[str, tuple[Tensor, Tensor]] = {}
     for layer in range(3):
         for name, parts in (
             ("self_attn.qkv_proj", ("q_proj", "k_proj", "v_proj")),
@@ -297,7 +298,7 @@ def test_adapters_on_quantized_weights_match(method: str, is_exact: bool, tmp_pa
             else:
                 settings = gptq.parse_settings(GPTQ_SETTINGS, "test")
                 dense = gptq.dequantize(gptq.check(parts, settings, stem))
-            weight = model.get_submodule(stem).weight
+            weight = model.get_parameter(f"{stem}.weight")
             weight.copy_(dense[:, : weight.shape[0]].T)
     options = LoadOptions(exact=True) if is_exact else LoadOptions(backend="reference")
     ours = load_model(str(folder), options).model

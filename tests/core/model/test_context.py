@@ -164,8 +164,8 @@ def test_feeding_bad_ids_is_refused(
 def test_contexts_of_impossible_size_are_refused(
     pair: tuple[Transformer, Tensor], tmp_path: Path
 ) -> None:
-    for sizes in ({"max_len": 0}, {"max_len": 5, "batch_size": 0}):
+    for max_len, batch_size in ((0, 1), (5, 0)):
         with pytest.raises(RequestError, match="at least one row and one token"):
-            Context(pair[0], **sizes)
+            Context(pair[0], max_len, batch_size=batch_size)
     with pytest.raises(RequestError, match=r"expected ids of all rows .*shape \[5\]"):
         Context(pair[0], 10).forward(torch.arange(5))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -98,8 +100,8 @@ def template(source: str, *, bos: str = "<bos>", eos: str = "<eos>") -> ChatTemp
 def test_rendered_text_equals_that_of_transformers(
     source: str, messages: list[dict[str, object]], prompt: bool
 ) -> None:
-    tools = [{"name": "f", "parameters": {"x": "<int>"}}]
-    (expected,), _ = render_jinja_template(
+    tools: list[Any] = [{"name": "f", "parameters": {"x": "<int>"}}]
+    expected = render_jinja_template(
         [messages],
         tools=tools,
         chat_template=source,
@@ -107,7 +109,7 @@ def test_rendered_text_equals_that_of_transformers(
         bos_token="<bos>",
         eos_token="<eos>",
         thinking=True,
-    )
+    )[0][0]
     ours = template(source).render(
         messages, add_generation_prompt=prompt, tools=tools, thinking=True
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -92,7 +93,7 @@ def test_a_reply_may_begin_inside(text: str) -> None:
 
 
 def test_other_tags() -> None:
-    tags = {"opening": "[THINK]", "closing": "[/THINK]"}
+    tags: dict[str, Any] = {"opening": "[THINK]", "closing": "[/THINK]"}
     assert split(list("[THINK]a[/THINK]b"), **tags) == ("a", "b")
 
 

@@ -260,9 +260,9 @@ def test_templates_of_real_models_stay_within_the_budget(source: str) -> None:
     tools: list[Any] = [
         {"type": "function", "function": {"name": "f", "parameters": {"x": {"type": "int"}}}}
     ]
-    (expected,), _ = render_jinja_template(
+    expected = render_jinja_template(
         [TOOL_CHAT], tools=tools, chat_template=source, bos_token="<s>", eos_token="</s>"
-    )
+    )[0][0]
     template = ChatTemplate(source, bos_token="<s>", eos_token="</s>", where="made")
     assert template.render(TOOL_CHAT, tools=tools, add_generation_prompt=False) == expected
 

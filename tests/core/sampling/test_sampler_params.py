@@ -94,7 +94,7 @@ def test_a_number_too_long_to_print_is_refused_like_any_other() -> None:
     long = 10**5000
     for settings in ({"seed": long}, {"banned_tokens": {long}}, {"token_bias": {long: 1.0}}):
         with pytest.raises(RequestError, match="an integer of many digits"):
-            SamplerParams(**settings)  # type: ignore[arg-type]
+            SamplerParams(**settings)
 
 
 def test_every_setting_is_checked() -> None:

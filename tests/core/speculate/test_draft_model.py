@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -298,7 +299,7 @@ def test_moved_pages_keep_their_contents() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"max_tokens": 0}, {"min_probability": 1.5}])
-def test_invalid_settings_are_refused(settings: dict[str, float]) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any]) -> None:
     with pytest.raises(RequestError):
         drafter_for(HashRule(), **settings)
 

@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sentencepiece
@@ -84,7 +85,7 @@ def byte_level_backend() -> Callable[[], Backend]:
 @pytest.fixture(scope="session")
 def train_sentencepiece() -> Callable[..., bytes]:
     def train(kind: str, **options: object) -> bytes:
-        settings: dict[str, object] = {
+        settings: dict[str, Any] = {
             "vocab_size": 345,
             "character_coverage": 1.0,
             "normalization_rule_name": "identity",

@@ -227,6 +227,7 @@ def test_tokens_of_tokenizer_config_are_added(
     backend = byte_level_backend()
     size = backend.get_vocab_size()
     think = backend.token_to_id("<think>")
+    assert think is not None
     declared = {
         str(think): {"content": "<think>", "special": True},
         str(size): {"content": "<new>", "special": True},

@@ -68,7 +68,7 @@ def marked(normalizer: object, words: object) -> Backend:
     """BPE over U+2581 with byte fallback."""
     trained = Backend(models.BPE())
     # Training splits words, so that no token contains a space after a letter.
-    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")  # type: ignore[assignment]
+    trained.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     trainer = trainers.BpeTrainer(
         vocab_size=350, special_tokens=["<unk>", "<|end|>"], show_progress=False
     )
@@ -210,7 +210,7 @@ def with_added(backend: Backend, token: AddedToken) -> Backend:
 
 def with_words(words: pre_tokenizers.PreTokenizer) -> Backend:
     backend = byte_level("gpt-2")
-    backend.pre_tokenizer = words  # type: ignore[assignment]
+    backend.pre_tokenizer = words
     return backend
 
 
@@ -261,7 +261,7 @@ def test_unknown_steps_have_no_bound() -> None:
         pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.ByteLevel()])
     )
     lowering = byte_level("gpt-2")
-    lowering.normalizer = normalizers.Lowercase()  # type: ignore[assignment]
+    lowering.normalizer = normalizers.Lowercase()
     words = Backend(models.WordLevel({"a": 0, "?": 1}, unk_token="?"))
     for backend in (removing, lowering, words):
         assert rules_of(library_tokenizer(backend)) == (None, None)

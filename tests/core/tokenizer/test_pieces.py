@@ -21,8 +21,9 @@ class Listed(Tokenizer):
 
     def __init__(self, *pieces: bytes | None) -> None:
         self._pieces = pieces
-        last = len(pieces) - 1
-        super().__init__(ControlIds(eos_ids=(last,)), {str(pieces[last], "utf-8"): last}, "Listed")
+        last, special = len(pieces) - 1, pieces[-1]
+        assert special is not None
+        super().__init__(ControlIds(eos_ids=(last,)), {str(special, "utf-8"): last}, "Listed")
 
     @property
     def vocab_size(self) -> int:

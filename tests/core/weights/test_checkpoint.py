@@ -189,7 +189,7 @@ def test_matrices_opened_ahead_are_returned_once(
     names = [name for name in checkpoint.stored if checkpoint.is_quantized(name)]
     opened: list[str] = []
 
-    def open_matrix(source, matrix, quantization) -> RuntimeMatrix:
+    def open_matrix(source: Any, matrix: Any, quantization: Any) -> RuntimeMatrix:
         opened.append(matrix.name)
         return quantized.open_matrix(source, matrix, quantization)
 
@@ -232,10 +232,9 @@ def test_codes_and_exact_values_have_the_same_order(tmp_path: Path, kind: str) -
         bias = checkpoint.stored.get(name.replace("weight", "bias"))
         assert matrix.layout.has_bias == (bias is not None)
         if bias is not None:
-            assert torch.equal(
-                matrix.columns(32, 64).bias,
-                model.state_dict()[name.replace("weight", "bias")][32:64],
-            )
+            part = matrix.columns(32, 64).bias
+            assert part is not None
+            assert torch.equal(part, model.state_dict()[name.replace("weight", "bias")][32:64])
 
 
 def test_an_exact_checkpoint_keeps_nothing_quantized(tmp_path: Path) -> None:

@@ -47,8 +47,8 @@ def test_unaligned_rows_are_copied_without_the_rest_of_the_tensor(tmp_path: Path
         values = source.read("w", rows)
         assert torch.equal(values, matrix[rows])
         assert values.untyped_storage().nbytes() == matrix[rows].numel() * 4
-    rows = torch.tensor([3, 1, 36])
-    assert torch.equal(source.read("w", rows), matrix[rows])
+    chosen = torch.tensor([3, 1, 36])
+    assert torch.equal(source.read("w", chosen), matrix[chosen])
     assert torch.equal(source.read("e", slice(None)), empty)
 
 

@@ -59,9 +59,11 @@ def single_problem(report: VerifyReport, tensor: str) -> str:
 def test_intact_models_have_no_problems(exl2_dir: Path, gptq_dir: Path) -> None:
     for folder, quantized in ((exl2_dir, 3 * 7 + 1), (gptq_dir, 3 * 7)):
         seen: list[tuple[int, int]] = []
-        report = verify_model(
-            str(folder), lambda done, total, seen=seen: seen.append((done, total))
-        )
+
+        def on_progress(done: int, total: int, seen: list[tuple[int, int]] = seen) -> None:
+            seen.append((done, total))
+
+        report = verify_model(str(folder), on_progress)
         assert report.problems == ()
         assert report.quantized == quantized
         assert seen[-1] == (report.size_bytes, report.size_bytes)
