@@ -32,8 +32,8 @@ from typing import Any
 
 from exl_cli.render import columns_table, format_bytes, print_answer
 from exl_core.errors import ExlError, RequestError
-from exl_core.load import open_checkpoint
-from exl_core.resolve import resolve_model
+from exl_core.session.open import open_checkpoint
+from exl_core.session.resolve import resolve_model
 
 SCRIPTS = Path(__file__).resolve().parent
 INSTALL = "python -m pip install llama-cpp-python==0.3.36; llama_cpp_speed.py says how to build it"

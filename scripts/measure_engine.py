@@ -19,9 +19,9 @@ from exl_core.constrain.json_schema import JsonSchema
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FinishEvent
 from exl_core.engine.request import Request
-from exl_core.generate.stream import generate
-from exl_core.load import LoadedModel, LoadOptions, load_model
+from exl_core.generate.driver import generate
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_core.speculate.ngram import NgramDrafter
 
 TOKENS = 192

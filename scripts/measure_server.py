@@ -31,8 +31,8 @@ import torch
 
 from exl_core.engine.engine import EngineOptions
 from exl_core.generate.dynamic import DynamicGenerator
-from exl_core.load import LoadedModel, LoadOptions, load_model
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 
 CACHE_TOKENS = 32768
 

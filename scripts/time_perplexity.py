@@ -18,10 +18,10 @@ import torch
 
 from exl_core.cache.format import KVFormat, pages_for
 from exl_core.engine.score import CHUNK_ROWS, TextPasses
-from exl_core.load import LoadOptions, load_model
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.sample_text import SAMPLE_TEXT
 from exl_core.model.segment import LogitRows, Segment
+from exl_core.session.load import LoadOptions, load_model
 
 
 def main() -> int:
@@ -32,7 +32,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(1)  # as the `exl` command does
-    loaded = load_model(args.model, LoadOptions(backend=args.device))
+    loaded = load_model(args.model, LoadOptions(device=args.device))
     ids = tuple(loaded.tokenizer.encode(SAMPLE_TEXT * 20))[: args.ctx]
     passes = TextPasses(loaded.model, len(ids))
     store = store_for(loaded.model, KVFormat.FP16, pages_for(len(ids)))

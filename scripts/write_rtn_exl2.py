@@ -31,8 +31,8 @@ from exl_core.arch.spec import ModelConfig, Norm
 from exl_core.codecs import exl2, exl2_writer
 from exl_core.convert import side_files
 from exl_core.errors import ExlError, RequestError, UnsupportedModelError
-from exl_core.load import open_checkpoint
-from exl_core.resolve import resolve_model
+from exl_core.session.open import open_checkpoint
+from exl_core.session.resolve import resolve_model
 from exl_core.settings import read_settings
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.quantized import MATRIX

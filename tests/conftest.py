@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exl_core.load import LoadedModel, load_model
+from exl_core.session.load import LoadedModel, load_model
 from exl_core.settings import available_cpus
 from support import profiles, real_models
 

@@ -19,10 +19,10 @@ from exl_core.cache.format import KVFormat
 from exl_core.convert.gptq import Variant, factorize, quantize_columns
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
-from exl_core.load import LoadedModel, LoadOptions, load_model
 from exl_core.ops.open import available_isas
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import Sampler
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_eval.workload import Workload
 
 SLOW_ISAS = {"scalar"}  # a fallback that is slow everywhere; timing it would take minutes

@@ -104,7 +104,7 @@ def test_missing_torch_is_reported() -> None:
 
 
 def test_a_missing_default_model_is_a_note(exl, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("exl_core.resolve.DEFAULT_PACKAGE", "no-such-package")
+    monkeypatch.setattr("exl_core.session.resolve.DEFAULT_PACKAGE", "no-such-package")
     done = exl("doctor", "--json")
     assert done.code == 0
     note = checks_of(done.out)["default model"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exl_core.load import LoadedModel, LoadOptions, load_model
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_eval.gpu import copy_bandwidth, count_launches, graph_seconds, queued_seconds
 from exl_eval.kernels import measure_kernels
 from exl_eval.speed import SpeedOptions, measure_speed
@@ -31,7 +31,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         mix = script.parse_mix(script.MIXES["4"])
         writer = script.GptqWriter() if is_gptq else script.Exl2Writer(mix, 6, has_own_orders=False)
         script.write_model(folder, size, writer)
-    return load_model(str(folder), LoadOptions(backend="cuda"))
+    return load_model(str(folder), LoadOptions(device="cuda"))
 
 
 def test_a_copy_and_calls_take_the_time_that_they_take() -> None:

@@ -20,7 +20,6 @@ from exl_core.engine.engine import EngineOptions
 from exl_core.engine.scheduler import Scheduler
 from exl_core.errors import WeightValueError
 from exl_core.generate.dynamic import DynamicGenerator
-from exl_core.load import LoadedModel, LoadOptions, load_model
 from exl_core.lora.adapter import load_adapter
 from exl_core.model import cuda_graphs
 from exl_core.model.adapters import AdapterUse
@@ -29,6 +28,7 @@ from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.ops.backends.cuda.attention import MET
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter
@@ -58,7 +58,7 @@ class Pair:
 
     def __init__(self, path: Path) -> None:
         self.near = load_model(str(path), LoadOptions(exact=True))
-        self.far = load_model(str(path), LoadOptions(backend="cuda"))
+        self.far = load_model(str(path), LoadOptions(device="cuda"))
 
     def runners(self, kv_format: KVFormat) -> tuple[Runner, Runner]:
         first, second = (
@@ -113,7 +113,7 @@ def test_values_that_are_not_finite_are_counted(
     tensors[name].view(-1)[[0, -1]] = torch.tensor([float("nan"), float("-inf")]).to(dtype)
     save_file(tensors, file)
     with pytest.raises(WeightValueError, match=rf"{name}.* 2 values that are NaN or infinite"):
-        load_model(str(tmp_path), LoadOptions(backend="cuda"))
+        load_model(str(tmp_path), LoadOptions(device="cuda"))
 
 
 @pytest.mark.parametrize("kv_format", list(TOLERANCE), ids=lambda kind: kind.value)
@@ -295,7 +295,7 @@ def test_half_an_hour_of_jobs(
     """The device has as much free memory after them, whoever holds the rest, as after the first
     quarter, when there are as many graphs of passes as there may be."""
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 16)
-    loaded = load_model(str(quantized_llama("exl2", tmp_path)), LoadOptions(backend="cuda"))
+    loaded = load_model(str(quantized_llama("exl2", tmp_path)), LoadOptions(device="cuda"))
     with_drafts, without = (
         RandomJobs(generator_of(loaded, drafter=drafter, cache_tokens=2048), seed=10)
         for drafter in (NgramDrafter(), None)
@@ -320,7 +320,7 @@ def test_memory_of_a_model_comes_back(tmp_path: Path) -> None:
     path = str(quantized_llama("exl2", tmp_path))
 
     def life() -> int:
-        loaded = load_model(path, LoadOptions(backend="cuda"))
+        loaded = load_model(path, LoadOptions(device="cuda"))
         replies(generator_of(loaded), prompts(2), max_tokens=5)
         del loaded
         gc.collect()

@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from exl_core.load import LoadedModel
+from exl_core.session.load import LoadedModel
 from exl_eval.acceptance import AcceptanceOptions, measure_acceptance
 from exl_eval.acceptance_result import AcceptanceFigures
 from exl_eval.prompts import CATEGORIES

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from exl_core.errors import ExlError, RequestError
-from exl_core.load import LoadOptions, load_model
+from exl_core.session.load import LoadOptions, load_model
 from exl_eval.divergence import DivergenceOptions, measure_divergence
 from exl_eval.estimates import mean_and_error, percentiles
 from support import tiny_models

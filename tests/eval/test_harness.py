@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from exl_core.errors import RequestError
-from exl_core.load import LoadedModel, LoadOptions, load_model
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from support import tiny_models
 
 pytest.importorskip("lm_eval", reason="lm-eval is optional: pip install lm-eval")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from exl_core.cache.format import KVFormat
-from exl_core.load import LoadedModel, load_model
+from exl_core.session.load import LoadedModel, load_model
 from exl_eval import kernels
 from exl_eval.kernels import measure_kernels
 from exl_eval.result import KernelPass

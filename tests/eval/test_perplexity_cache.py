@@ -10,7 +10,7 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine.score import score_tokens
-from exl_core.load import LoadedModel, LoadOptions, load_model
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
 
 pytestmark = pytest.mark.thorough

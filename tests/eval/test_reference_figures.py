@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from exl_core.load import LoadedModel, LoadOptions, load_model
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
 
 # Computed by transformers in float32 from the dequantized weights. Key: number of windows of 2048

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from exl_core.errors import ExlError, ModelError
-from exl_core.load import LoadedModel, LoadOptions, load_model
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_eval import report as report_module
 from exl_eval.report import Report, ReportOptions, Row, make_report
 from exl_eval.report_page import render_page

@@ -16,11 +16,11 @@ from torch import Tensor
 from exl_core.cache.format import PAGE_SIZE, KVFormat
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
-from exl_core.load import LoadedModel, load_model
 from exl_core.model.batch import Batch
 from exl_core.model.runner import Runner
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
+from exl_core.session.load import LoadedModel, load_model
 from exl_eval import speed, workload
 from exl_eval.machine import peak_memory_bytes, read_bandwidth
 from exl_eval.result import SpeedResult, SpeedRun, Spread

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from exl_core.errors import RequestError
-from exl_core.load import LoadOptions, load_model
+from exl_core.session.load import LoadOptions, load_model
 from exl_core.tokenizer.base import ControlIds, Tokenizer
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
 from exl_eval.styles import BosRule, Layout, WindowOptions, lay_out, settle_bos

@@ -12,8 +12,8 @@ from exl_core.constrain.json_schema import JsonSchema
 from exl_core.engine.engine import EngineOptions
 from exl_core.engine.events import FinishReason
 from exl_core.generate.dynamic import DynamicGenerator
-from exl_core.load import LoadedModel
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import LoadedModel
 from support.schemas import SCHEMAS
 
 pytestmark = pytest.mark.thorough

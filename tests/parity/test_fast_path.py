@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from exl_core.cache.format import KVFormat
-from exl_core.load import LoadedModel, LoadOptions, load_model
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from support.paged import PagedRun
 
 pytestmark = pytest.mark.thorough

@@ -11,7 +11,7 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 
-from exl_core.load import LoadOptions, load_model
+from exl_core.session.load import LoadOptions, load_model
 from support.gguf_models import write_gguf
 from support.paged import logits_of
 from support.tiny_models import (
@@ -108,7 +108,7 @@ def test_default_path_gives_the_logits_of_unrounded_weights(
     path = write_gguf(model, tmp_path / "tiny.gguf", GGMLQuantizationType[kind])
     replace_weights(model, kind, torch.float32)
 
-    ours = logits_of(path, ids, LoadOptions(backend="reference"))
+    ours = logits_of(path, ids, LoadOptions(device="reference"))
     fast = logits_of(path, ids)
 
     expected = expected_logits(model, ids)
@@ -133,6 +133,6 @@ def test_projections_with_different_block_types_are_joined(
     model = tiny_llama(**SIZES)
     kinds = {"attn_v": "Q8_0", "ffn_up": "Q5_1", "attn_q": "F16"}
     path = write_gguf(model, tmp_path / "tiny.gguf", GGMLQuantizationType.Q4_0, kinds=kinds)
-    ours = logits_of(path, ids, LoadOptions(backend=backend))
+    ours = logits_of(path, ids, LoadOptions(device=backend))
     exact = logits_of(path, ids, EXACT)
     assert (ours - exact).abs().max() <= 0.05 * exact.abs().max()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from exl_core.load import LoadOptions, load_model
+from exl_core.session.load import LoadOptions, load_model
 from support.paged import PagedRun, logits_of
 from support.profiles import first_by_default
 from support.tiny_models import (
@@ -104,7 +104,7 @@ def test_logits_equal_transformers_in_prefill_chunks_and_decode(
         own = model.config
         softcap = own.attn_logit_softcapping if own.model_type == "gemma3_text" else None
         expected = (model(ids, softcap=softcap) if softcap else model(ids)).logits
-    ours = load_model(str(folder), LoadOptions(backend=backend)).model
+    ours = load_model(str(folder), LoadOptions(device=backend)).model
 
     run = PagedRun(ours, num_seqs=2, max_len=300)
     tokens = ids.tolist()

@@ -13,9 +13,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from exl_core.codecs import exl2, gptq
-from exl_core.describe import describe_model
 from exl_core.errors import ModelError, UnsupportedModelError, WeightShapeError
-from exl_core.load import LoadOptions, load_model
+from exl_core.session.describe import describe_model
+from exl_core.session.load import LoadOptions, load_model
 from support.paged import logits_of
 from support.quantized_models import (
     GPTQ_SETTINGS,

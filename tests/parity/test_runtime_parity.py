@@ -15,8 +15,8 @@ from torch import Tensor
 from exl_core.codecs import exl2, gptq
 from exl_core.codecs.exl2_runtime import Exl2Matrix
 from exl_core.codecs.gptq_runtime import GptqMatrix
-from exl_core.describe import describe_model
-from exl_core.load import LoadOptions, load_model
+from exl_core.session.describe import describe_model
+from exl_core.session.load import LoadOptions, load_model
 from support.paged import logits_of
 from support.quantized_models import (
     GPTQ_SETTINGS,
@@ -58,9 +58,9 @@ def assert_same_logits(folder: Path, expected: Tensor) -> None:
     """Checks the reference table, its exact path (which rounds each weight to float16), and the
     default table."""
     size = expected.abs().max()
-    ours = logits_of(folder, IDS, LoadOptions(backend="reference"))
+    ours = logits_of(folder, IDS, LoadOptions(device="reference"))
     assert (ours - expected).abs().max() <= 1e-4 * size
-    exact = logits_of(folder, IDS, LoadOptions(backend="reference", exact=True))
+    exact = logits_of(folder, IDS, LoadOptions(device="reference", exact=True))
     assert (ours - exact).abs().max() <= 5e-3 * size
     fast = logits_of(folder, IDS)
     assert (fast - expected).abs().max() <= 0.05 * size  # bfloat16 activations

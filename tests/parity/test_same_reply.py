@@ -17,8 +17,8 @@ from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FinishEvent
 from exl_core.engine.request import Request
-from exl_core.load import LoadedModel, LoadOptions, load_model
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from exl_core.resolve import INSTALL_DEFAULT
+from exl_core.session.resolve import INSTALL_DEFAULT
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -17,7 +17,8 @@ import pytest
 import torch
 
 from exl_core.cache.format import KVFormat
-from exl_core.load import load_model, open_checkpoint
+from exl_core.session.load import load_model
+from exl_core.session.open import open_checkpoint
 from exl_eval.workload import Workload
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"

@@ -27,18 +27,18 @@ CORE_RANK = {
     **dict.fromkeys(("codecs", "cache", "sampling", "constrain"), 2),
     "weights": 3,
     "model": 4,
-    **dict.fromkeys(("placement", "lora"), 5),
-    **dict.fromkeys(("load", "speculate"), 6),
+    "lora": 5,
+    "speculate": 6,
     "engine": 7,
-    "generate": 8,
-    "convert": 9,
+    "session": 8,
+    "generate": 9,
+    "convert": 10,
 }
-LOAD_FILES = ("load", "describe", "placement", "resolve")  # one package in four files
 CLI_ONLY = ("typer", "click", "rich", "prompt_toolkit", "starlette", "fastapi", "uvicorn")
 WITHOUT_TORCH = (
     "exl_core.errors",
     "exl_core.files",
-    "exl_core.resolve",
+    "exl_core.session.resolve",
     "exl_core.settings",
     "exl_core.arch.*",
     "exl_core.prompt.*",
@@ -81,7 +81,7 @@ def core_package(module: str) -> str:
     """Package that has a rank: `engine` for `exl_core.engine.events.TextEvent`."""
     parts = module.split(".")
     assert len(parts) > 1, f"import of {module} itself: its __init__ is empty"
-    return "load" if parts[1] in LOAD_FILES else parts[1]
+    return parts[1]
 
 
 def import_circles(sources: dict[str, Path]) -> list[list[str]]:

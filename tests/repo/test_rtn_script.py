@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, expected_tensors
 from exl_core.codecs import exl2
-from exl_core.load import LoadOptions, load_model, open_checkpoint
+from exl_core.session.load import LoadOptions, load_model
+from exl_core.session.open import open_checkpoint
 from exl_core.weights.checkpoint import Checkpoint
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
 from support import tiny_models

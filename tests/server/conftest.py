@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from server_support import Running, running, runtime_of
 
-from exl_core.load import LoadedModel
+from exl_core.session.load import LoadedModel
 
 
 @pytest.fixture(scope="session")

@@ -20,8 +20,8 @@ from exl_cli.server.limits import Limits
 from exl_cli.server.models import ModelHost
 from exl_cli.server.run import Server, listen, make_server, url_of
 from exl_core.engine.engine import Engine, EngineOptions
-from exl_core.load import LoadedModel
 from exl_core.prompt.template import ChatTemplate
+from exl_core.session.load import LoadedModel
 from exl_core.tokenizer.base import Tokenizer
 from support.scripted import (
     EOS_ID,

@@ -11,7 +11,7 @@ import pytest
 from server_support import Running, running, runtime_of, scripted_runtime
 
 from exl_core.engine.score import score_tokens
-from exl_core.load import LoadedModel
+from exl_core.session.load import LoadedModel
 from support.scripted import BOS_ID, ByteTokenizer, HashRule, reply_with
 
 FRANCE = "The capital of France is"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from server_support import running, runtime_of
 
-from exl_core.load import LoadedModel, LoadOptions, load_model
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from support import tiny_models
 
 pytest.importorskip("lm_eval", reason="lm-eval is optional: pip install lm-eval")

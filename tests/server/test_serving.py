@@ -24,7 +24,7 @@ from exl_cli.server.models import ModelHost, models_in
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.errors import ExlError, ModelNotFoundError
-from exl_core.load import LoadOptions, load_model
+from exl_core.session.load import LoadOptions, load_model
 from support.real_models import smollm2_gguf
 from support.scripted import HashRule, always, certain, reply_with
 

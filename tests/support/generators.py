@@ -15,12 +15,12 @@ from exl_core.engine.events import FinishEvent, SampledToken, TextEvent
 from exl_core.errors import RequestError
 from exl_core.generate.asynchronous import AsyncGenerator
 from exl_core.generate.base import BaseGenerator
+from exl_core.generate.driver import stream
 from exl_core.generate.dynamic import DynamicGenerator, Result
 from exl_core.generate.generator import Generator
-from exl_core.generate.stream import stream
 from exl_core.generate.streaming import StreamingGenerator, StreamResult
-from exl_core.load import LoadedModel
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import LoadedModel
 from support.scripted import EOS_ID, ByteTokenizer, Rule, ScriptedModel, ScriptedShape
 
 GREEDY = SamplerParams(temperature=0)

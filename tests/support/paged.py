@@ -10,9 +10,9 @@ from torch import Tensor
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat
 from exl_core.cache.store import KVStore
-from exl_core.load import LoadOptions, load_model
 from exl_core.model.batch import Batch
 from exl_core.model.transformer import Transformer
+from exl_core.session.load import LoadOptions, load_model
 
 
 class PagedRun:

@@ -10,8 +10,8 @@ import torch
 
 from exl_core.convert.calibration import AT_ONCE, rows_at_once, rows_of_model, rows_of_texts
 from exl_core.errors import RequestError
-from exl_core.load import LoadedModel, LoadOptions, load_model
 from exl_core.prompt.template import ChatTemplate
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from support.tiny_models import save, tiny_llama
 
 

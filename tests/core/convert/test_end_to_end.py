@@ -18,7 +18,8 @@ from exl_core.convert.events import ConversionStopped, Stage
 from exl_core.convert.job import convert_model
 from exl_core.convert.plan import ConvertOptions, Layout
 from exl_core.engine.score import score_tokens
-from exl_core.load import load_model, open_checkpoint
+from exl_core.session.load import load_model
+from exl_core.session.open import open_checkpoint
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.verify import verify
 from support import tiny_models

@@ -27,7 +27,7 @@ from exl_core.errors import (
     ProblemsError,
     RequestError,
 )
-from exl_core.load import open_checkpoint
+from exl_core.session.open import open_checkpoint
 from exl_core.weights.checkpoint import Checkpoint
 from support import tiny_models
 from support.conversions import SHAPE, conversion, hooks, recorder, run

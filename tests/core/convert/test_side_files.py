@@ -10,7 +10,7 @@ import pytest
 
 from exl_core.convert import side_files
 from exl_core.errors import ConfigError, TokenizerError
-from exl_core.load import open_checkpoint
+from exl_core.session.open import open_checkpoint
 from support import tiny_models
 from support.gguf_models import write_gguf
 

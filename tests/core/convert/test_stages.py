@@ -25,7 +25,7 @@ from exl_core.convert.plan import ConvertOptions, LayerMeasurement
 from exl_core.convert.quantize import quantize_ends, quantize_layer
 from exl_core.convert.sensitivity import Sensitivity, measure_sensitivity
 from exl_core.convert.tune import scratch_bytes, tune_model
-from exl_core.load import open_checkpoint
+from exl_core.session.open import open_checkpoint
 from exl_core.settings import Settings
 from exl_core.weights.checkpoint import Checkpoint
 from support.quantized_models import SIZES

@@ -14,10 +14,10 @@ from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import EngineOptions
 from exl_core.errors import RequestError
 from exl_core.generate.base import EMBED_MARKER, BaseGenerator
-from exl_core.load import LoadedModel, load_model
 from exl_core.lora.adapter import load_adapter
 from exl_core.model.adapters import AdapterUse
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import LoadedModel, load_model
 from support import tiny_models
 from support.adapters import random_pairs, stored, write_adapter
 from support.generators import GREEDY, SMALL, Counter, loaded_around

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from exl_core.load import LoadedModel
+from exl_core.session.load import LoadedModel
 from support.adapters import stored, write_adapter
 
 pytestmark = pytest.mark.thorough
@@ -22,7 +22,7 @@ def test_the_programs_of_the_guide_run(
     smollm2: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("exl_core.load.load_model", lambda _: smollm2)
+    monkeypatch.setattr("exl_core.session.load.load_model", lambda _: smollm2)
     pair = torch.full((4, 576), 0.01), torch.full((576, 4), 0.5)
     write_adapter(tmp_path / "my-adapter", stored({"model.layers.0.self_attn.q_proj": pair}))
     programs = re.findall(r"^```python\n(.+?)^```", GUIDE.read_text(encoding="utf-8"), re.M | re.S)

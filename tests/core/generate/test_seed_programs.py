@@ -18,9 +18,9 @@ from exl_core.engine.events import FinishReason
 from exl_core.generate.base import BaseGenerator
 from exl_core.generate.dynamic import DynamicGenerator, Stage
 from exl_core.generate.streaming import StreamingGenerator
-from exl_core.load import LoadedModel
 from exl_core.lora.adapter import load_adapter
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import LoadedModel
 from exl_core.speculate.compatible import check_same_vocabulary
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.ngram import NgramDrafter

@@ -13,7 +13,7 @@ from exl_core.engine.engine import EngineOptions
 from exl_core.engine.events import FinishReason
 from exl_core.errors import RequestError
 from exl_core.generate.streaming import StreamingGenerator, StreamResult
-from exl_core.load import LoadedModel
+from exl_core.session.load import LoadedModel
 from exl_core.speculate.drafter import Draft, DraftJob
 from exl_core.speculate.stats import DraftStats
 from support.generators import GREEDY, SMALL, loaded_around

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from exl_core.errors import AdapterError, ModelError, OutOfMemoryError, RequestError
-from exl_core.load import LoadOptions, load_model
 from exl_core.lora import reader
 from exl_core.lora.adapter import load_adapter
 from exl_core.lora.config import read_adapter_config
@@ -22,6 +21,7 @@ from exl_core.lora.targets import find_target, parse_name
 from exl_core.model.adapters import AdapterUse
 from exl_core.model.context import Context
 from exl_core.model.transformer import Transformer
+from exl_core.session.load import LoadOptions, load_model
 from support.adapters import PREFIX, write_adapter
 from support.tiny_models import save, tiny_gemma3, tiny_llama
 

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.codecs import exl2, gptq
-from exl_core.load import LoadOptions, load_model, open_checkpoint
 from exl_core.lora.adapter import load_adapter
 from exl_core.model.adapters import AdapterUse
 from exl_core.model.context import Context
 from exl_core.model.runner import Runner
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
+from exl_core.session.load import LoadOptions, load_model
+from exl_core.session.open import open_checkpoint
 from exl_core.weights.checkpoint import Checkpoint
 from support.adapters import merged, random_pairs, stored, untie, write_adapter
 from support.gguf_models import write_gguf
@@ -75,7 +76,7 @@ def test_adapters_of_all_linears_match_in_prefill_and_decode(
     model, folder = family
     pairs = random_pairs(model, rank=4)
     adapter_folder = write_adapter(tmp_path, stored(pairs), r=4, lora_alpha=6)
-    ours = load_model(str(folder), LoadOptions(backend=backend)).model
+    ours = load_model(str(folder), LoadOptions(device=backend)).model
     adapter = load_adapter(adapter_folder, ours)
     assert len(adapter.modules) == 7
 
@@ -300,7 +301,7 @@ def test_adapters_on_quantized_weights_match(method: str, is_exact: bool, tmp_pa
                 dense = gptq.dequantize(gptq.check(parts, settings, stem))
             weight = model.get_parameter(f"{stem}.weight")
             weight.copy_(dense[:, : weight.shape[0]].T)
-    options = LoadOptions(exact=True) if is_exact else LoadOptions(backend="reference")
+    options = LoadOptions(exact=True) if is_exact else LoadOptions(device="reference")
     ours = load_model(str(folder), options).model
     adapter = load_adapter(write_adapter(tmp_path / "adapter", stored(pairs)), ours)
     assert_close(logits_of(ours, AdapterUse(adapter)), expected_logits(merged(model, (pairs, 1))))

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.errors import RequestError
-from exl_core.load import load_model
 from exl_core.model.context import Context
 from exl_core.model.segment import LogitRows
 from exl_core.model.transformer import Transformer
+from exl_core.session.load import load_model
 from support.tiny_models import VOCAB_SIZE, save, tiny_llama
 
 TOLERANCE = 1e-4  # of the largest logit: fp32 on both sides, sums in a different order

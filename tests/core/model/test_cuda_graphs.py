@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from exl_core.cache.format import PAGE_SIZE, KVFormat
-from exl_core.load import load_model
 from exl_core.model.batch import Batch
 from exl_core.model.cuda_graphs import GraphInputs, Shape, select_logits, shape_of
 from exl_core.model.runner import Runner, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
+from exl_core.session.load import load_model
 from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
 
 ALL, LAST, NONE = LogitRows.ALL, LogitRows.LAST, LogitRows.NONE

@@ -10,12 +10,12 @@ import torch
 
 from exl_core.cache.format import KVFormat
 from exl_core.errors import RequestError
-from exl_core.load import load_model
 from exl_core.model.context import Context
 from exl_core.model.embedded import EMBEDDED_FROM, EmbeddedSpan
 from exl_core.model.runner import make_batch
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
+from exl_core.session.load import load_model
 from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
 
 TOKENS = torch.randint(3, VOCAB_SIZE, (40,), generator=torch.Generator().manual_seed(7)).tolist()

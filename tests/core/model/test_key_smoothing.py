@@ -10,9 +10,9 @@ from torch import Tensor
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine.score import score_tokens
-from exl_core.load import LoadedModel, LoadOptions, load_model
 from exl_core.model.key_smoothing import fit_key_smoothing
 from exl_core.ops.cache_rows import decode_rows, encode_rows
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 
 HEADS, KV_HEADS, D = 4, 2, 64
 

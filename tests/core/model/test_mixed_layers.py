@@ -15,7 +15,7 @@ from exl_core.convert.layers import read_layer
 from exl_core.errors import ConfigError, UnsupportedModelError
 from exl_core.model.context import Context
 from exl_core.model.segment import LogitRows
-from exl_core.placement import DeviceMemory, fit_all
+from exl_core.session.placement import DeviceMemory, fit_all
 from exl_core.weights.checkpoint import Checkpoint
 from support.mixed_model import (
     CODES_CONFIG,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from exl_core.engine.score import score_tokens
-from exl_core.load import LoadedModel, LoadOptions, load_model
+from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from support import tiny_models
 
 

@@ -9,9 +9,9 @@ import pytest
 
 from exl_core.cache.format import KVFormat
 from exl_core.cache.page_pool import page_keys
-from exl_core.load import load_model
 from exl_core.model.transformer import Transformer
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import load_model
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Draft, DraftJob
 from support import tiny_models

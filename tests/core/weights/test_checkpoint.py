@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from exl_core.codecs.runtime import RuntimeMatrix
 from exl_core.errors import MissingTensorError, WeightShapeError, WeightValueError
-from exl_core.load import open_checkpoint
 from exl_core.ops.open import get_table
+from exl_core.session.open import open_checkpoint
 from exl_core.weights import checkpoint as checkpoint_module
 from exl_core.weights import quantized
 from exl_core.weights.checkpoint import Checkpoint

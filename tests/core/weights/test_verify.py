@@ -12,9 +12,9 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from exl_core.describe import verify_model
 from exl_core.errors import WeightValueError
-from exl_core.load import load_model
+from exl_core.session.describe import verify_model
+from exl_core.session.load import load_model
 from exl_core.weights.verify import VerifyReport
 from support.gguf_models import write_gguf
 from support.quantized_models import (

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
 from exl_core.errors import ExlError
-from exl_core.resolve import INSTALL_DEFAULT
+from exl_core.session.resolve import INSTALL_DEFAULT
 from exl_core.settings import Settings, available_cpus, read_settings
 
 OWN_DISTRIBUTIONS = ("exl-cli", "exl-eval", "exl-core", "exl-kernels")
@@ -157,7 +157,7 @@ def _nvidia_smi() -> str:
 
 
 def _default_model() -> Check:
-    from exl_core.resolve import resolve_model
+    from exl_core.session.resolve import resolve_model
 
     try:
         return Check("default model", "ok", str(resolve_model(None)))

@@ -45,9 +45,10 @@ from exl_core.convert.plan import ConvertOptions
 from exl_core.convert.preflight import memory_needed
 from exl_core.errors import ExlError, RequestError
 from exl_core.files import read_json_object
-from exl_core.load import LoadOptions, gguf_fields, load_model, open_checkpoint
 from exl_core.ops.backends.cuda.device import parse_device
-from exl_core.resolve import resolve_model
+from exl_core.session.load import LoadOptions, load_model
+from exl_core.session.open import gguf_fields, open_checkpoint
+from exl_core.session.resolve import resolve_model
 from exl_core.tokenizer.detect import load_tokenizer
 from exl_eval.gate import figures_of, measure_gate
 from exl_eval.texts import Text, read_dataset, read_text
@@ -173,12 +174,12 @@ def _written_rows(wanted: Conversion, step: Callable[[int, int], None]) -> Calib
     threads must not, so the limit does not depend on it.
     """
     options = wanted.stages
-    how, at_once = LoadOptions(backend=options.device), AT_ONCE
+    how, at_once = LoadOptions(device=options.device), AT_ONCE
     if options.device == "cpu":
         _, config, _ = open_checkpoint(wanted.source)
         memory = memory_needed(config, wanted.rows * wanted.length, threads=1)
         at_once, cache_bytes = rows_at_once(config, wanted.length, memory)
-        how = LoadOptions(held_bytes=max(0, memory - cache_bytes))
+        how = LoadOptions(device="cpu", held_bytes=max(0, memory - cache_bytes))
     loaded = load_model(str(wanted.source), how)
     return rows_of_model(
         loaded,
@@ -197,7 +198,7 @@ def _gate(wanted: Conversion, source: Path, candidate: Path, say: Say) -> GateOu
     def on_window(done: int, total: int, kld: float) -> None:
         say(Event("step", Stage.GATE, done, total, {"kld": kld}))
 
-    how = LoadOptions(backend=wanted.stages.device, held_bytes=0)
+    how = LoadOptions(device=wanted.stages.device, held_bytes=0)
     result = measure_gate(
         load_model(str(candidate), how),
         load_model(str(source), how),

@@ -20,12 +20,10 @@ from exl_cli.interrupt import exits_at_once
 from exl_core.cache.format import KVFormat, parse_cache_type
 from exl_core.errors import RequestError
 from exl_core.files import read_text_file
+from exl_core.speculate.controller import DEFAULT_DRAFT_TOKENS, DEFAULT_NGRAM_TOKENS
 
 if TYPE_CHECKING:
     from exl_core.constrain.filter import Constraint
-
-DEFAULT_DRAFT_TOKENS = 4
-DEFAULT_NGRAM_TOKENS = 8
 
 _DRAFTS = "Drafts"
 _CONSTRAINTS = "Constraints"

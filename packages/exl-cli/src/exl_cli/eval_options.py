@@ -18,7 +18,8 @@ from exl_core.errors import RequestError
 from exl_eval.texts import KNOWN_DATASETS, Text, read_dataset, read_text
 
 if TYPE_CHECKING:
-    from exl_core.load import LoadedModel
+    from exl_core.session.load import LoadedModel
+    from exl_core.session.open import ModelFiles
     from exl_eval.result import ModelFacts, TextFacts
 
 _TEXT = "Text"
@@ -105,11 +106,11 @@ class Loading:
     is_quiet: bool
     exact: bool
 
-    def load(self, spec: str | None) -> LoadedModel:
+    def load(self, model: ModelFiles | str | None) -> LoadedModel:
         from exl_cli.load import load_quietly
 
         return load_quietly(
-            spec,
+            model,
             device=self.device,
             threads=self.threads,
             is_quiet=self.is_quiet,

@@ -18,12 +18,12 @@ from exl_cli.interrupt import exits_at_once
 from exl_cli.prompts import check_encodable
 from exl_core.errors import RequestError, printable
 from exl_core.prompt.formats import PromptFormat, find_format
-from exl_core.resolve import resolve_model
+from exl_core.session.resolve import resolve_model
 
 if TYPE_CHECKING:
     from exl_cli.chat.prompt_style import PromptStyle
-    from exl_cli.load import Runtime
-    from exl_core.load import LoadedModel
+    from exl_core.session.load import LoadedModel
+    from exl_core.session.runtime import Runtime
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,18 +58,22 @@ class RunningOptions:
         context."""
         path = resolve_model(spec)  # reports an unknown name before torch is imported
         with exits_at_once():
-            from exl_cli.load import open_runtime
-        return open_runtime(
-            path,
-            choices,
-            self.ctx_size,
-            self.device,
-            self.threads,
-            is_quiet=is_quiet,
-            exact=self.exact,
-            max_batch=max_batch,
+            from exl_cli.load import loader
+            from exl_core.session.load import LoadOptions
+            from exl_core.session.runtime import DraftOptions, RuntimeOptions, open_runtime
+        draft = None
+        if choices.ngram or choices.draft_model is not None:
+            draft = DraftOptions(choices.draft_model, choices.draft_tokens)
+        options = RuntimeOptions(
+            load=LoadOptions(device=self.device, threads=self.threads, exact=self.exact),
+            ctx_size=self.ctx_size,
             cache_tokens=cache_tokens,
+            max_batch=max_batch,
+            kv_format=choices.kv_format,
+            adapters=choices.loras,
+            draft=draft,
         )
+        return open_runtime(path, options, loader(is_quiet=is_quiet))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

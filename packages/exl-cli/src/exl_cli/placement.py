@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from exl_cli import output
-from exl_cli.load import settle_ctx_size
 from exl_cli.render import columns_table, format_bytes, print_answer
-from exl_core.describe import ModelDescription
-from exl_core.placement import Fit, fit_all
+from exl_core.session.describe import ModelDescription
+from exl_core.session.placement import Fit, fit_all
+from exl_core.session.runtime import settle_ctx_size
 
 SCHEMA_VERSION = 1
 

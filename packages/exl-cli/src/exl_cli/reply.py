@@ -9,16 +9,16 @@ import sys
 from collections.abc import Callable
 
 from exl_cli.interrupt import Interrupt
-from exl_cli.load import Runtime
 from exl_core.engine.engine import Engine
 from exl_core.engine.events import (
-    FailEvent,
     FinishEvent,
     FinishReason,
     PrefillEvent,
     TextEvent,
 )
 from exl_core.engine.request import Request
+from exl_core.generate.driver import running
+from exl_core.session.runtime import Runtime
 
 
 def stream_reply(
@@ -33,25 +33,16 @@ def stream_reply(
     `write` receives each piece of text. `note_progress` receives the progress of prefill, which
     the engine reports for long prompts.
     """
-    engine.submit(request, engine.compile(request))
-    try:
-        while True:
-            if interrupt.is_set:
-                engine.cancel(request.request_id)
-            for event in engine.step():
-                match event:
-                    case TextEvent() if write is not None:
-                        write(event)
-                    case PrefillEvent() if note_progress is not None:
-                        note_progress(event)
-                    case FinishEvent():
-                        return event
-                    case FailEvent():
-                        raise event.error
-    # A closed pipe, a second Ctrl-C or a failed pass must not leave the request in the engine.
-    finally:
-        engine.cancel(request.request_id)
-        engine.discard_events(request.request_id)
+    with running(engine, [request]) as run:
+        for event in run.events(lambda: interrupt.is_set):
+            match event:
+                case TextEvent() if write is not None:
+                    write(event)
+                case PrefillEvent() if note_progress is not None:
+                    note_progress(event)
+                case FinishEvent():
+                    return event
+    raise AssertionError("a run ends with a FinishEvent or raises")
 
 
 def note_unmet(runtime: Runtime, request: Request, reply: FinishEvent) -> None:

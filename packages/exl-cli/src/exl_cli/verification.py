@@ -8,8 +8,8 @@ import typer
 
 from exl_cli import output
 from exl_cli.render import bytes_progress, format_bytes
-from exl_core.describe import verify_model
 from exl_core.errors import ModelError
+from exl_core.session.describe import verify_model
 
 if TYPE_CHECKING:
     from exl_core.weights.verify import VerifyReport

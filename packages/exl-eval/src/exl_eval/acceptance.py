@@ -24,9 +24,10 @@ from exl_core.cache.format import PAGE_SIZE, KVFormat, pages_for
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Report, Request, next_request_id
 from exl_core.errors import RequestError
-from exl_core.generate.stream import generate
-from exl_core.load import LoadedModel, stop_ids
+from exl_core.generate.driver import generate
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import LoadedModel
+from exl_core.session.open import stop_ids
 from exl_core.speculate.draft_model import ModelDrafter
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.ngram import NgramDrafter

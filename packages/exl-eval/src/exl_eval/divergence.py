@@ -21,7 +21,7 @@ from torch import Tensor
 from exl_core.cache.format import KVFormat
 from exl_core.engine.score import TextPasses
 from exl_core.errors import ExlError, RequestError
-from exl_core.load import LoadedModel
+from exl_core.session.load import LoadedModel
 from exl_core.tokenizer.base import Tokenizer
 from exl_eval.distributions import Positions, compare_logits
 from exl_eval.estimates import mean_and_error, percentiles

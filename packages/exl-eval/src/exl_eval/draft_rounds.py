@@ -20,7 +20,7 @@ from exl_core.engine.engine import Engine
 from exl_core.engine.events import FinishEvent, SampledToken
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError
-from exl_core.generate.stream import stream
+from exl_core.generate.driver import stream
 from exl_core.speculate.drafter import Draft, Drafter, DraftJob
 from exl_core.speculate.stats import DraftStats
 

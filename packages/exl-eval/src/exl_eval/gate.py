@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from exl_core.load import LoadedModel
+from exl_core.session.load import LoadedModel
 from exl_eval.divergence import DivergenceOptions, measure_divergence
 from exl_eval.held_out import HELD_OUT_TEXT
 from exl_eval.result import DivergenceResult

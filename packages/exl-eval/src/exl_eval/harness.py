@@ -29,11 +29,13 @@ from tqdm import tqdm
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import Engine, EngineOptions
-from exl_core.engine.events import FailEvent, FinishEvent
+from exl_core.engine.events import FinishEvent
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError, TemplateError
-from exl_core.load import LoadedModel, stop_ids
+from exl_core.generate.driver import running
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import LoadedModel
+from exl_core.session.open import stop_ids
 from exl_eval.continuations import Pair, score_continuations
 from exl_eval.result import SCHEMA_VERSION
 
@@ -204,25 +206,19 @@ class HarnessModel(TemplateLM):
         return answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        engine = self._engine
-        places: dict[str, int] = {}
-        for number, request in enumerate(requests):
-            context, settings = request.args
-            asked = self._request(context, settings, number)
-            places[asked.request_id] = number
-            engine.submit(asked)
+        asked = [self._request(*one.args, i) for i, one in enumerate(requests)]
+        numbers = {one.request_id: number for number, one in enumerate(asked)}
         replies = [""] * len(requests)
-        with self._bar(len(requests), "generating", disable_tqdm) as bar:
-            while not engine.is_idle:
-                for event in engine.step():
-                    if isinstance(event, FailEvent):
-                        raise event.error
-                    if isinstance(event, FinishEvent):
-                        number = places[event.request_id]
-                        replies[number] = event.text
-                        args = requests[number].args
-                        self.cache_hook.add_partial("generate_until", args, event.text)
-                        bar.update(1)
+        with (
+            running(self._engine, asked) as run,
+            self._bar(len(requests), "generating", disable_tqdm) as bar,
+        ):
+            for event in run.events():
+                if isinstance(event, FinishEvent):
+                    number = numbers[event.request_id]
+                    replies[number] = event.text
+                    self.cache_hook.add_partial("generate_until", requests[number].args, event.text)
+                    bar.update(1)
         return replies
 
     def _pair(self, context: Sequence[int], continuation: Sequence[int]) -> Pair:

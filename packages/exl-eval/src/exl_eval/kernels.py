@@ -30,12 +30,12 @@ from torch import Tensor
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat
-from exl_core.load import LoadedModel
 from exl_core.model.cuda_graphs import BUCKETS
 from exl_core.model.runner import make_batch
 from exl_core.model.segment import Segment
 from exl_core.model.transformer import Transformer
 from exl_core.ops.table import OpTable
+from exl_core.session.load import LoadedModel
 from exl_eval.gpu import count_launches, graph_seconds, queued_seconds
 from exl_eval.result import KernelPass, KernelResult, KernelRun
 from exl_eval.speed import OnMeasured, SpeedOptions, check_options, device_name, memory_bandwidth

@@ -17,7 +17,7 @@ from torch import Tensor
 from exl_core.cache.format import KVFormat
 from exl_core.engine.score import CHUNK_ROWS, TextPasses
 from exl_core.errors import ExlError
-from exl_core.load import LoadedModel
+from exl_core.session.load import LoadedModel
 from exl_eval.estimates import mean_and_error
 from exl_eval.result import ModelFacts, PerplexityPair, PerplexityResult
 from exl_eval.styles import Layout, WindowOptions, lay_out

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from exl_core.engine.score import TextPasses
-from exl_core.load import LoadedModel
+from exl_core.session.load import LoadedModel
 from exl_eval.distributions import CompactRows, Positions, compact_rows, compare_compact
 from exl_eval.result import ReferenceFacts
 from exl_eval.styles import Layout

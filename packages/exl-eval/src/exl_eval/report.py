@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from exl_core.describe import ModelDescription, describe_model
 from exl_core.errors import ExlError
-from exl_core.load import LoadedModel
-from exl_core.resolve import resolve_model
+from exl_core.session.describe import ModelDescription, describe_model
+from exl_core.session.load import LoadedModel
+from exl_core.session.resolve import resolve_model
 from exl_eval.divergence import DivergenceOptions, measure_divergence
 from exl_eval.machine import peak_memory_bytes
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity

@@ -33,10 +33,10 @@ import torch
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
 from exl_core.errors import RequestError
-from exl_core.load import LoadedModel
 from exl_core.model.cuda_graphs import PASSES_BEFORE_CAPTURE
 from exl_core.model.transformer import Transformer
 from exl_core.ops.table import OpTable
+from exl_core.session.load import LoadedModel
 from exl_eval.gpu import copy_bandwidth, count_launches
 from exl_eval.machine import peak_memory_bytes, read_bandwidth
 from exl_eval.result import SpeedResult, SpeedRun, Spread

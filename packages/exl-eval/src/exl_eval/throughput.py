@@ -23,12 +23,13 @@ import numpy as np
 
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import Engine, EngineOptions
-from exl_core.engine.events import FailEvent, FinishEvent, SampledToken, StartEvent
+from exl_core.engine.events import FinishEvent, SampledToken, StartEvent
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError
-from exl_core.generate.stream import generate
-from exl_core.load import LoadedModel
+from exl_core.generate import driver
+from exl_core.generate.driver import generate
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import LoadedModel
 from exl_eval.requests_file import TimedRequest
 from exl_eval.result import SCHEMA_VERSION
 from exl_eval.speed import device_name
@@ -202,19 +203,20 @@ class Player:
         waiting = sorted(self._all, key=lambda one: one.asked.arrival_s)
         running: dict[str, _Running] = {}
         self._started = self._clock()
-        while waiting or running:
-            now = self._clock() - self._started
-            while waiting and waiting[0].asked.arrival_s <= now:
-                one = waiting.pop(0)
-                running[one.request.request_id] = one
-                self._engine.submit(one.request)
-            if not running:
-                self._sleep(waiting[0].asked.arrival_s - now)
-                continue
-            self._step(running)
-            if self._on_tokens is not None:
-                what = f"{len(running)} running, {len(waiting)} to come"
-                self._on_tokens(self._generated, self._total, what)
+        with driver.running(self._engine) as run:
+            while waiting or running:
+                now = self._clock() - self._started
+                while waiting and waiting[0].asked.arrival_s <= now:
+                    one = waiting.pop(0)
+                    running[one.request.request_id] = one
+                    run.submit(one.request)
+                if not running:
+                    self._sleep(waiting[0].asked.arrival_s - now)
+                    continue
+                self._step(run, running)
+                if self._on_tokens is not None:
+                    what = f"{len(running)} running, {len(waiting)} to come"
+                    self._on_tokens(self._generated, self._total, what)
         return self._clock() - self._started
 
     def times(self) -> list[RequestTimes]:
@@ -238,11 +240,9 @@ class Player:
             later - earlier for one in self._all for earlier, later in pairwise(one.token_times)
         ]
 
-    def _step(self, running: dict[str, _Running]) -> None:
+    def _step(self, run: driver.Run, running: dict[str, _Running]) -> None:
         self.passes += 1
-        for event in self._engine.step():
-            if isinstance(event, FailEvent):
-                raise event.error
+        for event in run.step():
             if isinstance(event, StartEvent):
                 running[event.request_id].cached_tokens = event.cached_tokens
             if isinstance(event, FinishEvent):

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from exl_core.engine.request import Request
 from exl_core.errors import TemplateError
-from exl_core.load import LoadedModel
 from exl_core.prompt.formats import PromptFormat
 from exl_core.prompt.reasoning import ReasoningSplitter, ends_inside, find_tags
 from exl_core.prompt.tracked import TrackedText
+from exl_core.session.load import LoadedModel
 from exl_core.tokenizer.special_text import Trust
 
 Messages = Sequence[Mapping[str, object]]

@@ -17,11 +17,12 @@ from exl_cli.chat.screen import ReplyScreen
 from exl_cli.chat.settings import ChatSettings
 from exl_cli.chat.terminal import Terminal
 from exl_cli.interrupt import Interrupt
-from exl_cli.load import Runtime
+from exl_cli.load import explaining_long_prompts
 from exl_cli.reply import stream_reply
 from exl_core.engine.events import FinishReason
 from exl_core.errors import ExlError, RequestError
 from exl_core.files import decode_text
+from exl_core.session.runtime import Runtime
 
 
 class ChatSession:
@@ -131,7 +132,10 @@ class ChatSession:
             while True:
                 remaining = None if limit is None else limit - len(reply.token_ids)
                 ids = [*prompt_ids, *reply.token_ids]
-                request = self._runtime.request(ids, remaining, params, self._stop)
+                with explaining_long_prompts(self._runtime):
+                    request = self._runtime.request(
+                        ids, max_tokens=remaining, sampler=params, stop=self._stop
+                    )
                 request = self.style.adapt(request)
                 part = stream_reply(
                     self._runtime.engine, request, interrupt, writer.write, writer.note_progress

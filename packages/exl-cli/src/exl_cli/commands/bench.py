@@ -103,20 +103,21 @@ def bench(
     prompts, batches = _counts("--prefill", prefill), _counts("--batch", batch)
     kv_format = parse_cache_type(cache_type)
     with exits_at_once():
-        from exl_cli.load import backend_of, load_quietly
+        from exl_cli.load import load_quietly
         from exl_cli.render import repeats_progress
         from exl_core.engine.engine import PREFILL_CHUNK
-        from exl_core.load import open_checkpoint
-        from exl_core.resolve import resolve_model
+        from exl_core.session.load import resolve_device
+        from exl_core.session.open import open_model
         from exl_eval.kernels import measure_kernels
         from exl_eval.machine import peak_memory_bytes
         from exl_eval.speed import SpeedOptions, check_options, measure_speed
     before = peak_memory_bytes()  # memory of the libraries; any growth after this is the model's
-    path = resolve_model(spec)
-    rows = chunk or PREFILL_CHUNK[backend_of(device, exact=exact).partition(":")[0]]
+    files = open_model(spec)
+    is_on_gpu = resolve_device(device, is_exact=exact).startswith("cuda")
+    rows = chunk or PREFILL_CHUNK["cuda" if is_on_gpu else "cpu"]
     choices = SpeedOptions(prompts, decode, batches, repeat, kv_format, depth, rows)
-    check_options(choices, open_checkpoint(path)[1])  # needs headers only; loading is slow
-    loaded = load_quietly(str(path), device=device, threads=threads, exact=exact, is_quiet=quiet)
+    check_options(choices, files.config)  # needs headers only; loading is slow
+    loaded = load_quietly(files, device=device, threads=threads, exact=exact, is_quiet=quiet)
     with repeats_progress(is_quiet=quiet) as on_measured:
         if kernels:
             found = measure_kernels(loaded, choices, on_measured=on_measured)

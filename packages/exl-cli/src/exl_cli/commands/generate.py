@@ -12,9 +12,9 @@ from exl_cli.option_groups import PromptOptions, RunningOptions, spread
 from exl_cli.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
-    from exl_cli.load import Runtime
     from exl_core.engine.events import FinishEvent, TextEvent
     from exl_core.engine.request import Request
+    from exl_core.session.runtime import Runtime
 
 EXAMPLES = (
     ('exl generate -p "The capital of France is" -n 8 --temp 0', "continue a text"),
@@ -82,17 +82,26 @@ def generate(
     conversation.checked_format()
     text = prompts.read_prompt(prompt, file)
     runtime = running.open(spec, choices, is_quiet=quiet)
+    from exl_cli.load import explaining_long_prompts
+
     sampler = sampling.params(runtime.loaded.tokenizer)
-    if chat:
-        style, system = conversation.style(runtime.loaded)
-        with runtime.refusing_long_prompts():
+    style = None
+    with explaining_long_prompts(runtime):
+        if chat:
+            style, system = conversation.style(runtime.loaded)
             messages = prompts.as_messages(text, system)
-            token_ids = style.encode(messages, max_tokens=runtime.ctx_size - 1)
-        request = runtime.request(token_ids, limit, sampler, stop or [], constraints)
+            token_ids = style.encode(messages, max_tokens=runtime.max_prompt_tokens)
+        else:
+            token_ids = runtime.encode_prompt(text, parse_special=parse_special)
+        request = runtime.request(
+            token_ids,
+            max_tokens=limit,
+            sampler=sampler,
+            stop=stop or (),
+            constraints=constraints,
+        )
+    if style is not None:
         request = style.adapt(request)
-    else:
-        token_ids = runtime.encode_prompt(text, parse_special=parse_special)
-        request = runtime.request(token_ids, limit, sampler, stop or [], constraints)
     _run(runtime, request, is_json=json, is_quiet=quiet)
 
 

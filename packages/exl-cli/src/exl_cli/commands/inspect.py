@@ -17,7 +17,7 @@ from exl_core.errors import RequestError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from exl_core.describe import MatrixDescription, ModelDescription, TensorDescription
+    from exl_core.session.describe import MatrixDescription, ModelDescription, TensorDescription
 
 EXAMPLES = (
     ("exl inspect model", "the default model"),
@@ -65,7 +65,7 @@ def inspect_model(
         raise RequestError("--verify stands alone", got=other)
     with exits_at_once():
         from exl_cli import placement, verification
-        from exl_core.describe import describe_model
+        from exl_core.session.describe import describe_model
     if verify:
         verification.run(spec, is_json=json)
         return

@@ -19,9 +19,9 @@ from exl_core.settings import server_key
 if TYPE_CHECKING:
     from socket import socket
 
-    from exl_cli.load import Runtime
     from exl_cli.server.limits import Limits
     from exl_cli.server.models import ModelHost
+    from exl_core.session.runtime import Runtime
 
 EXAMPLES = (
     ("exl serve-lite", "the default model on http://127.0.0.1:8080"),

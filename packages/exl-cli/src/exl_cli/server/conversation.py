@@ -21,10 +21,10 @@ from exl_cli.server.schema import (
 from exl_cli.server.tools import ToolFormat, call_schema, format_of
 from exl_core.constrain.filter import Constraint
 from exl_core.constrain.json_schema import JsonSchema
-from exl_core.load import LoadedModel
 from exl_core.prompt.reasoning import ends_inside, find_tags
 from exl_core.prompt.template import ChatTemplate
 from exl_core.prompt.tracked import template_text
+from exl_core.session.load import LoadedModel
 from exl_core.tokenizer.special_text import Trust
 
 _RESERVED = ("self", "messages", "tools", "add_generation_prompt", "bos_token", "eos_token")

@@ -18,12 +18,12 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from exl_cli.load import Runtime
 from exl_cli.server.errors import ApiError, api_error_of
 from exl_core.errors import ExlError, ModelNotFoundError, RequestError
 from exl_core.generate.asynchronous import AsyncGenerator
 from exl_core.generate.dynamic import DynamicGenerator
-from exl_core.load import model_name
+from exl_core.session.open import model_name
+from exl_core.session.runtime import Runtime
 
 Opener = Callable[[Path], Runtime]
 """Loads a model. Called on another thread."""

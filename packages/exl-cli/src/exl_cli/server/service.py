@@ -21,7 +21,6 @@ from exl_core.engine.request import Report, Request
 from exl_core.errors import ContextLengthError, ExlError, RequestError
 from exl_core.generate.asynchronous import AsyncJob
 from exl_core.generate.dynamic import Result
-from exl_core.load import stop_ids
 from exl_core.sampling.params import SamplerParams, TokenBias
 
 T = TypeVar("T")
@@ -137,50 +136,41 @@ def make_requests(
     """`n` requests for each prompt, in order. Their token limits keep replies within the
     context."""
     runtime = resident.runtime
-    ends = stop_ids(runtime.loaded.tokenizer, runtime.loaded.config)
     stops = (fields.stop,) if isinstance(fields.stop, str) else tuple(fields.stop or ())
     requests: list[Request] = []
     param = "messages" if "messages" in type(fields).model_fields else "prompt"
     for prompt_ids in prompts:
         if not prompt_ids:
             raise ApiError(400, "the prompt is empty", param=param, code="invalid_value")
-        room = runtime.ctx_size - len(prompt_ids)
-        if room < 1:
-            raise _no_room(f"{len(prompt_ids)}", runtime.ctx_size, param)
         for _ in range(fields.n or 1):
-            requests.append(
-                Request(
-                    prompt_ids=tuple(prompt_ids),
-                    max_tokens=room if max_tokens is None else min(max_tokens, room),
+            with refusing_long_prompts(runtime.ctx_size, param):
+                request = runtime.request(
+                    prompt_ids,
+                    max_tokens=max_tokens,
                     max_time_s=max_time_s,
                     sampler=sampler_of(fields, len(requests), runtime.engine.vocab_size),
-                    stop_ids=ends,
-                    stop_strings=stops,
+                    stop=stops,
                     constraints=constraints,
-                    adapters=runtime.adapters,
                     report=report,
                     show_special=show_special,
                 )
-            )
+            requests.append(request)
     return requests
 
 
 @contextmanager
 def refusing_long_prompts(ctx_size: int, param: str) -> Iterator[None]:
+    """Answers 400 for a prompt that leaves no room for a reply, with the field's name."""
     try:
         yield
     except ContextLengthError as error:
-        raise _no_room(f"at least {error.num_tokens}", ctx_size, param) from error
-
-
-def _no_room(num_tokens: str, ctx_size: int, param: str) -> ApiError:
-    return ApiError(
-        400,
-        f"the prompt has {num_tokens} tokens and the context {ctx_size}: "
-        "there is no room for a reply",
-        param=param,
-        code="context_length_exceeded",
-    )
+        raise ApiError(
+            400,
+            f"the prompt has at least {error.num_tokens} tokens and the context {ctx_size}: "
+            "there is no room for a reply",
+            param=param,
+            code="context_length_exceeded",
+        ) from error
 
 
 def check_stream(fields: SamplingFields) -> None:

@@ -15,8 +15,8 @@ from exl_core.engine.engine import EngineOptions
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError
 from exl_core.generate.dynamic import DynamicGenerator
-from exl_core.load import LoadedModel
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import LoadedModel
 from exl_core.tokenizer.base import Tokenizer
 
 OnProgress = Callable[[int, int], None]

@@ -40,7 +40,7 @@ from exl_core.convert.stages import (
 from exl_core.convert.work import JOB_NAME, WorkDir, check_work, locked, open_work
 from exl_core.errors import DiskFullError, ExlError, ProblemsError, QualityError
 from exl_core.files import write_json
-from exl_core.load import model_name, open_checkpoint
+from exl_core.session.open import model_name, open_checkpoint
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.source import TensorSource
 

@@ -40,7 +40,7 @@ from exl_core.errors import (
     UnsupportedModelError,
 )
 from exl_core.files import naming_disk_failures
-from exl_core.load import gguf_fields
+from exl_core.session.open import gguf_fields
 from exl_core.settings import read_settings
 from exl_core.tokenizer.check import check_vocab
 from exl_core.tokenizer.detect import load_tokenizer

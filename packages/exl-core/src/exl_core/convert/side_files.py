@@ -19,7 +19,7 @@ from exl_core.arch.layers import LayerSpec
 from exl_core.arch.spec import ModelConfig, RopeMethod, Window
 from exl_core.errors import ConfigError, TokenizerError, UnsupportedModelError
 from exl_core.files import read_json_object, write_atomically
-from exl_core.load import gguf_fields
+from exl_core.session.open import gguf_fields
 from exl_core.tokenizer.base import Tokenizer
 from exl_core.tokenizer.detect import TOKENIZER_JSON, TOKENIZER_MODEL, load_tokenizer
 from exl_core.tokenizer.hf_json import LibraryTokenizer

@@ -8,13 +8,14 @@ from typing import Literal, Unpack, overload
 
 from torch import Tensor
 
-from exl_core.engine.events import FailEvent, FinishEvent, FinishReason
+from exl_core.engine.events import FinishEvent, FinishReason
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError
+from exl_core.generate.driver import running
 from exl_core.generate.generator import Generator
-from exl_core.generate.settings import RequestFields, check_names, seeded
 from exl_core.model.embedded import EMBEDDED_FROM, EmbeddedSpan
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.request_fields import RequestFields, check_names, seeded
 
 EMBED_MARKER = "{{EMBED_HERE}}"
 """Marks the position of `input_embeddings` in a prompt; blanks and tabs around it are dropped."""
@@ -152,33 +153,15 @@ class BaseGenerator(Generator):
 
     def _run(self, requests: Sequence[Request], abort: Flag | None) -> list[FinishEvent]:
         """Run all requests to their end, or until `abort` is set."""
-        if self.engine.live_requests:
-            raise RequestError(
-                "the engine is busy",
-                expected="no live requests",
-                got=", ".join(sorted(self.engine.live_requests)),
-                next_step="Let them end, or take a DynamicGenerator.",
-            )
         finished: dict[str, FinishEvent] = {}
-        try:
-            filters = [self.engine.compile(request) for request in requests]
-            sequences = list(map(self.engine.submit, requests, filters))
-            while len(finished) < len(requests):
-                if abort is not None and abort.is_set():
-                    for request in requests:
-                        self.engine.cancel(request.request_id)
-                for event in self.engine.step():
-                    if isinstance(event, FailEvent):
-                        raise event.error
-                    if isinstance(event, FinishEvent):
-                        finished[event.request_id] = event
-        finally:
-            for request in requests:
-                self.engine.cancel(request.request_id)
-                self.engine.discard_events(request.request_id)
+        with running(self.engine, requests) as run:
+            for event in run.events(None if abort is None else abort.is_set):
+                if isinstance(event, FinishEvent):
+                    finished[event.request_id] = event
         # Read from the sequences: a healed token has replaced the last token of the prompt.
-        self.sequence_ids = tuple(tuple(sequence.token_ids) for sequence in sequences)
-        return [finished[request.request_id] for request in requests]
+        ids = [request.request_id for request in requests]
+        self.sequence_ids = tuple(tuple(run.sequences[name].token_ids) for name in ids)
+        return [finished[name] for name in ids]
 
 
 def _check_settings(settings: RequestFields, call: Callable[..., object]) -> None:

@@ -24,10 +24,10 @@ from exl_core.engine.events import (
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError
 from exl_core.generate.generator import Generator
-from exl_core.generate.settings import RequestFields, Stops, check_names, seeded
-from exl_core.load import LoadedModel
 from exl_core.model.embedded import EmbeddedSpan
 from exl_core.sampling.params import SamplerParams
+from exl_core.session.load import LoadedModel
+from exl_core.session.request_fields import RequestFields, Stops, check_names, seeded
 from exl_core.speculate.drafter import Drafter
 
 Pair = tuple[str, str]

@@ -8,10 +8,11 @@ from typing import Unpack
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError
-from exl_core.generate.settings import RequestFields, Stops, as_fields, check_names, split_stops
-from exl_core.generate.stream import generate
-from exl_core.load import LoadedModel, stop_ids
+from exl_core.generate.driver import generate
 from exl_core.model.embedded import EmbeddedSpan
+from exl_core.session.load import LoadedModel
+from exl_core.session.open import stop_ids
+from exl_core.session.request_fields import RequestFields, Stops, build_request, check_names
 from exl_core.speculate.drafter import Drafter
 from exl_core.tokenizer.batch import encode_with_aliases
 
@@ -85,25 +86,21 @@ class Generator:
         """A request for this model. `negative` is the prompt that guidance steers away from."""
         check_names(settings, self.request)
 
-        def encoded(text: Prompt) -> tuple[int, ...]:
-            return tuple(
-                self.encode(
-                    text,
-                    add_bos=add_bos,
-                    parse_special=parse_special,
-                    embeddings=embeddings,
-                    max_tokens=self.loaded.config.max_seq_len,
-                )
+        def encoded(text: Prompt) -> list[int]:
+            return self.encode(
+                text,
+                add_bos=add_bos,
+                parse_special=parse_special,
+                embeddings=embeddings,
+                max_tokens=self.loaded.config.max_seq_len,
             )
 
-        ids, strings = split_stops(stop)
-        return Request(
-            prompt_ids=encoded(prompt),
-            negative_prompt_ids=None if negative is None else encoded(negative),
-            stop_ids=ids,
-            stop_strings=strings,
-            embeddings=tuple((embeddings or {}).values()),
-            **as_fields(settings),
+        return build_request(
+            encoded(prompt),
+            negative_ids=None if negative is None else encoded(negative),
+            stop=stop,
+            embeddings=(embeddings or {}).values(),
+            **settings,
         )
 
     def warmup(self) -> None:

@@ -21,9 +21,9 @@ from exl_core.engine.events import (
 from exl_core.engine.sequence import SequenceState
 from exl_core.errors import RequestError
 from exl_core.generate.generator import Generator, Prompt
-from exl_core.generate.settings import RequestFields, Stops, check_names, split_stops
-from exl_core.load import LoadedModel
 from exl_core.model.embedded import EmbeddedSpan
+from exl_core.session.load import LoadedModel
+from exl_core.session.request_fields import RequestFields, Stops, check_names, split_stops
 from exl_core.speculate.drafter import Drafter
 from exl_core.speculate.stats import DraftStats
 

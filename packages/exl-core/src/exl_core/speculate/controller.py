@@ -15,6 +15,10 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 
+DEFAULT_DRAFT_TOKENS = 4
+DEFAULT_NGRAM_TOKENS = 8
+"""Default length limits of drafts, by a draft model and by n-grams, which cost almost nothing."""
+
 _LARGEST = 128
 """Passes of more rows carry a prompt chunk. Their cost is extrapolated, not recorded."""
 _PRIOR_SLOPE = 0.15

@@ -16,8 +16,8 @@ from exl_cli.interrupt import exits_at_once
 from exl_core.cache.format import parse_cache_type
 
 if TYPE_CHECKING:
-    from exl_cli.load import Headers
     from exl_core.cache.format import KVFormat
+    from exl_core.session.open import ModelFiles
     from exl_eval.divergence import Reference
     from exl_eval.result import DivergenceResult
     from exl_eval.styles import Layout
@@ -83,9 +83,9 @@ def divergence(
     kv_format = parse_cache_type(cache_type)
     content = eval_options.read(text, dataset, split=split, column=column, rows=rows)
     with exits_at_once():
-        from exl_cli.load import read_headers
+        from exl_core.session.open import open_model
         from exl_eval.divergence import DivergenceOptions, RunningReference, lay_out_for_both
-    theirs, ours = read_headers(reference), read_headers(candidate)
+    theirs, ours = open_model(reference), open_model(candidate)
     choices = DivergenceOptions(ctx=ctx, windows=windows, bos=bos, kv_format=kv_format)
     longest = min(theirs.config.max_seq_len, ours.config.max_seq_len)
     layout = lay_out_for_both(theirs.tokenizer, ours.tokenizer, content, choices, longest)
@@ -93,7 +93,7 @@ def divergence(
         eval_options.Loading(device, threads, quiet, exact), layout, theirs, ours, kv_format, resume
     )
     if cache_reference is None:
-        loaded = run.loading.load(str(theirs.path))
+        loaded = run.loading.load(theirs)
         result = run.measure(RunningReference(loaded, layout, ours.config.vocab_size))
     else:
         result = run.measure_by_file(cache_reference)
@@ -109,8 +109,8 @@ class _Run:
 
     loading: eval_options.Loading
     layout: Layout
-    reference: Headers
-    candidate: Headers
+    reference: ModelFiles
+    candidate: ModelFiles
     kv_format: KVFormat
     resume: Path | None
 
@@ -118,7 +118,7 @@ class _Run:
         from exl_cli.render import windows_progress
         from exl_eval.divergence import measure_against
 
-        loaded = self.loading.load(str(self.candidate.path))
+        loaded = self.loading.load(self.candidate)
         with (
             eval_options.saying_what_is_kept(self.resume),
             windows_progress("divergence", is_quiet=self.loading.is_quiet) as on_window,
@@ -140,10 +140,10 @@ class _Run:
 
         layout, vocab_size = self.layout, self.reference.tokenizer.vocab_size
         facts = ReferenceFacts(self.reference.name, self.loading.exact)
-        header = reference_header(layout, facts, vocab_size, self.reference.size_bytes)
+        header = reference_header(layout, facts, vocab_size, self.reference.stored_bytes)
         with WindowFile(path, header) as file:
             if len(file) < len(layout.windows):
-                loaded = self.loading.load(str(self.reference.path))
+                loaded = self.loading.load(self.reference)
                 with (
                     eval_options.saying_what_is_kept(path),
                     windows_progress(

@@ -144,10 +144,10 @@ def _with_shared_windows(
     """
     from dataclasses import replace
 
-    from exl_cli.load import read_headers
+    from exl_core.session.open import open_model
     from exl_eval.divergence import lay_out_for_both
 
-    first, second = read_headers(spec), read_headers(other)
+    first, second = open_model(spec), open_model(other)
     longest = min(first.config.max_seq_len, second.config.max_seq_len)
     facts = lay_out_for_both(first.tokenizer, second.tokenizer, text, choices, longest).facts
     return replace(choices, ctx=facts.ctx, bos=facts.bos)

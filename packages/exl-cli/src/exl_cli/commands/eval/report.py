@@ -118,10 +118,10 @@ def _check_each_once(models: Sequence[str]) -> None:
 
 def _machine(device: str, threads: int | None, *, exact: bool) -> str:
     """Backend, threads and `--exact`: speeds depend on them, and figures do slightly."""
-    from exl_cli.load import backend_of
+    from exl_core.session.load import resolve_device
     from exl_core.settings import available_cpus
 
-    backend = backend_of(device, exact=exact)
+    backend = resolve_device(device, is_exact=exact)
     shown = backend if backend != "cpu" else f"cpu, {threads or available_cpus()} threads"
     return shown + ", exact" * exact
 

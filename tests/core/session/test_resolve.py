@@ -9,9 +9,9 @@ import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
 
-from exl_core import resolve
 from exl_core.errors import ModelNotFoundError
-from exl_core.resolve import resolve_model
+from exl_core.session import resolve
+from exl_core.session.resolve import resolve_model
 
 
 def test_no_argument_and_the_alias_mean_the_installed_default_model(smollm2_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,9 +12,6 @@ from pathlib import Path
 import torch
 
 from exl_core.arch.checks import check_config
-from exl_core.arch.gguf_config import read_gguf_config
-from exl_core.arch.hf_config import read_hf_config
-from exl_core.arch.quantization import Quantization, read_quantization
 from exl_core.arch.spec import ModelConfig, RopeMethod
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import OutOfMemoryError, RequestError
@@ -22,27 +19,25 @@ from exl_core.model.build import build_weights, stream_weights
 from exl_core.model.sample_text import SAMPLE_TEXT
 from exl_core.model.transformer import Transformer
 from exl_core.model.weights import ModelWeights
+from exl_core.ops.backends.cuda.device import parse_device
 from exl_core.ops.open import device_failures, get_table
 from exl_core.ops.table import OpTable
-from exl_core.prompt.detect import load_template
 from exl_core.prompt.template import ChatTemplate
-from exl_core.resolve import resolve_model
+from exl_core.session.open import ModelFiles, open_model
+from exl_core.session.resolve import resolve_model
 from exl_core.settings import read_settings
 from exl_core.tokenizer.base import Tokenizer
-from exl_core.tokenizer.check import check_vocab
-from exl_core.tokenizer.detect import load_tokenizer
 from exl_core.weights.checkpoint import Checkpoint
-from exl_core.weights.gguf import GgufSource, rope_factors
-from exl_core.weights.safetensors import SafetensorsSource
-from exl_core.weights.source import Progress, TensorSource
+from exl_core.weights.source import Progress
 
 
 @dataclass(frozen=True, slots=True)
 class LoadOptions:
     """Options of a run. None leaves the choice to the model, the settings or the machine."""
 
-    backend: str = "cpu"
-    """`cpu`, `cuda`, `cuda:1` or `reference`."""
+    device: str = "auto"
+    """`auto` (a GPU where there is one and kernels for it, else the CPU), `cpu`, `cuda`, `cuda:1`,
+    or `reference` (plain torch on the CPU, slow, to check the others)."""
     isa: str | None = None
     threads: int | None = None
     max_seq_len: int | None = None
@@ -71,30 +66,29 @@ class LoadedModel:
 
 
 def load_model(
-    spec: str | None = None,
+    model: str | Path | ModelFiles | None = None,
     options: LoadOptions | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
-    """Loads the model that `spec` names (`resolve_model`). `progress` gets bytes read and total
-    bytes.
+    """Loads a model: opened files (`open_model`), a path, or a name (`resolve_model`).
 
-    Raises `ModelError` for any fault of the model, before large allocations if the headers show it,
-    and `OutOfMemoryError` if the weights cannot fit.
+    `progress` gets bytes read and total bytes. Raises `ModelError` for any fault of the model,
+    before large allocations if the headers show it, and `OutOfMemoryError` if the weights cannot
+    fit.
     """
     started = time.perf_counter()
     options = options or LoadOptions()
     settings = read_settings()
     threads = options.threads or settings.threads
-    isa = options.isa or (settings.isa if options.backend == "cpu" else None)
-    path = resolve_model(spec)
-    make_table = partial(get_table, options.backend, isa=isa, threads=threads)
-    opening = _start_device(make_table) if options.backend.startswith("cuda") else None
-    source, config, quantization = open_checkpoint(path)
-    config = _with_options(config, options)
-    checkpoint = Checkpoint(source, config, quantization, is_exact=options.exact)
-    fields = gguf_fields(source)
-    tokenizer = load_tokenizer(path, fields)
-    check_vocab(tokenizer, config.vocab_size, path)
+    device = resolve_device(options.device, is_exact=options.exact)
+    isa = options.isa or (settings.isa if device == "cpu" else None)
+    path = None if isinstance(model, ModelFiles) else resolve_model(model)
+    make_table = partial(get_table, device, isa=isa, threads=threads)
+    opening = _start_device(make_table) if device.startswith("cuda") else None
+    files = model if isinstance(model, ModelFiles) else open_model(path)
+    config = _with_options(files.config, options)
+    checkpoint = Checkpoint(files.source, config, files.quantization, is_exact=options.exact)
+    tokenizer = files.tokenizer
     at_once, needed, held = checkpoint.bytes_at_once, checkpoint.packed_bytes, options.held_bytes
     if opening is None:
         ops = make_table()
@@ -104,7 +98,7 @@ def load_model(
     is_streamed = held is not None and held < needed
     if held is not None:
         needed = min(needed, max(at_once, held))
-    check_memory(needed, free_memory_bytes(ops.device), path)
+    check_memory(needed, free_memory_bytes(ops.device), files.path)
     with device_failures(ops.device, "loading the weights"):
         if is_streamed:
             weights: ModelWeights = stream_weights(
@@ -116,18 +110,34 @@ def load_model(
             # Kernels may read weights before earlier work on the stream has ended.
             torch.cuda.synchronize(ops.device)
     sample_ids = tuple(tokenizer.encode(SAMPLE_TEXT, add_bos=False))
-    model = Transformer(config, weights, ops, sample_ids)
+    transformer = Transformer(config, weights, ops, sample_ids)
     return LoadedModel(
-        name=model_name(path),
-        path=path,
+        name=files.name,
+        path=files.path,
         config=config,
-        model=model,
+        model=transformer,
         tokenizer=tokenizer,
-        template=load_template(path, fields),
-        weights_bytes=model.weights_bytes,
+        template=files.template,
+        weights_bytes=transformer.weights_bytes,
         load_s=time.perf_counter() - started,
         exact=options.exact,
     )
+
+
+def resolve_device(name: str, *, is_exact: bool = False) -> str:
+    """The device that `name` means on this machine: `cpu`, `cuda`, `cuda:N` or `reference`.
+
+    RequestError for an unknown name, and for a GPU together with `is_exact`.
+    """
+    if name == "reference":
+        return name
+    if not is_exact:
+        return parse_device(name)
+    if name not in ("auto", "cpu"):
+        raise RequestError(
+            "--exact computes in float32, on the CPU", expected="--device cpu", got=name
+        )
+    return "cpu"
 
 
 def _start_device(make: Callable[[], OpTable]) -> Future[OpTable]:
@@ -137,21 +147,6 @@ def _start_device(make: Callable[[], OpTable]) -> Future[OpTable]:
     table = opener.submit(make)
     opener.shutdown(wait=False)
     return table
-
-
-def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Quantization | None]:
-    """Weight files, configuration and quantization of a model. Reads headers only."""
-    if not path.is_dir():
-        source = GgufSource(path)
-        factors = rope_factors(source)
-        return source, read_gguf_config(source.metadata, source.tensors, path, factors), None
-    config, quantization = read_hf_config(path), read_quantization(path)
-    # EXL2 converters copy the index of the source model, which lists other files.
-    is_exl2 = quantization is not None and quantization.method == "exl2"
-    files = SafetensorsSource(path, has_index=not is_exl2)
-    if "lm_head.q_weight" in files.tensors:  # EXL2 quantizes the head of tied models separately
-        config = replace(config, has_tied_embeddings=False)
-    return files, config, quantization
 
 
 def check_memory(needed: int, available: int | None, where: object) -> None:
@@ -164,25 +159,6 @@ def check_memory(needed: int, available: int | None, where: object) -> None:
             got=f"{available / 2**20:.0f} MiB free",
             next_step="Free some memory, or take a smaller model.",
         )
-
-
-def gguf_fields(source: TensorSource) -> Mapping[str, object] | None:
-    """Metadata of a GGUF file for tokenizer and template, so that no file is read twice."""
-    return source.metadata if isinstance(source, GgufSource) else None
-
-
-def stop_ids(tokenizer: Tokenizer, config: ModelConfig) -> frozenset[int]:
-    """All tokens that end a reply, from the tokenizer and the configuration.
-
-    Ids beyond both vocabularies are left out: no model samples them.
-    """
-    end = max(tokenizer.vocab_size, config.vocab_size)
-    ids = (*tokenizer.eos_ids, *config.eos_ids)
-    return frozenset(token_id for token_id in ids if token_id < end)
-
-
-def model_name(path: Path) -> str:
-    return path.resolve().name if path.is_dir() else path.stem
 
 
 def _with_options(config: ModelConfig, options: LoadOptions) -> ModelConfig:

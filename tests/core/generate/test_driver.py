@@ -8,7 +8,7 @@ from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.engine.events import FinishEvent, TextEvent
 from exl_core.engine.request import Request
 from exl_core.errors import RequestError
-from exl_core.generate.stream import generate, stream
+from exl_core.generate.driver import generate, stream
 from exl_core.sampling.params import SamplerParams
 from support.scripted import EOS_ID, ByteTokenizer, ScriptedModel, reply_with
 

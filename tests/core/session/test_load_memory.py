@@ -22,7 +22,7 @@ def bytes_read():
     return int(line.split()[1])
 torch.set_num_threads(1)
 before = status("VmRSS")
-from exl_core.load import LoadOptions, load_model
+from exl_core.session.load import LoadOptions, load_model
 warm, path = sys.argv[1:]
 first = load_model(warm, LoadOptions(threads=2))
 peak = status("VmHWM") - before

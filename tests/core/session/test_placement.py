@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from exl_core.arch.layers import KVShape
 from exl_core.cache.format import PAGE_SIZE, KVFormat
-from exl_core.placement import GPU_OVERHEAD, DeviceMemory, Fit, device_memory, fit_all
+from exl_core.session.placement import GPU_OVERHEAD, DeviceMemory, Fit, device_memory, fit_all
 
 
 class Shape(NamedTuple):

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from exl_core.arch.spec import RopeMethod
-from exl_core.describe import describe_model
 from exl_core.errors import OutOfMemoryError, RequestError, TokenizerError
-from exl_core.load import LoadedModel, LoadOptions, check_memory, load_model
+from exl_core.session.describe import describe_model
+from exl_core.session.load import LoadedModel, LoadOptions, check_memory, load_model
 from support.tiny_models import byte_tokenizer, converted, save, tiny_gemma3, tiny_llama
 
 

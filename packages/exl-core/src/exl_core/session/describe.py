@@ -11,15 +11,11 @@ from pathlib import Path
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
-from exl_core.load import gguf_fields, model_name, open_checkpoint, stop_ids
 from exl_core.ops.backends.cuda.device import default_device
 from exl_core.ops.open import available_isas
 from exl_core.ops.quantized import GroupRun
-from exl_core.prompt.detect import load_template
-from exl_core.resolve import resolve_model
+from exl_core.session.open import open_model, stop_ids
 from exl_core.tokenizer.base import Tokenizer
-from exl_core.tokenizer.check import check_vocab
-from exl_core.tokenizer.detect import load_tokenizer
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.quantized import MATRIX
 from exl_core.weights.source import Progress, StoredTensor
@@ -103,28 +99,26 @@ class ModelDescription:
 
 def describe_model(spec: str | None = None) -> ModelDescription:
     """Reads headers, configuration and tokenizer. Checks names and shapes, loads no weights."""
-    path = resolve_model(spec)
-    source, config, quantization = open_checkpoint(path)
-    checkpoint = Checkpoint(source, config, quantization)
-    fields = gguf_fields(source)
-    tokenizer = load_tokenizer(path, fields)
-    check_vocab(tokenizer, config.vocab_size, path)
+    files = open_model(spec)
+    source = files.source
+    checkpoint = Checkpoint(source, files.config, files.quantization)
+    tokenizer = files.tokenizer
     used = checkpoint.used_names
     unused = [tensor for name, tensor in source.tensors.items() if name not in used]
-    files = {tensor.file for tensor in source.tensors.values()}
+    weight_files = {tensor.file for tensor in source.tensors.values()}
     return ModelDescription(
-        name=model_name(path),
-        path=path,
+        name=files.name,
+        path=files.path,
         format=source.format,
-        config=config,
+        config=files.config,
         layers=_layers(checkpoint.stored),
         matrices=_matrices(checkpoint),
         tensors=tuple(_tensor(tensor) for tensor in checkpoint.stored.values()),
         unused_tensors=tuple(_tensor(tensor) for tensor in unused),
-        file_bytes=sum(file.stat().st_size for file in files),
+        file_bytes=sum(file.stat().st_size for file in weight_files),
         weights_bytes_in_memory=checkpoint.packed_bytes,
         tokenizer=tokenizer,
-        has_template=load_template(path, fields) is not None,
+        has_template=files.template is not None,
         backends=_backends(),
     )
 
@@ -132,8 +126,8 @@ def describe_model(spec: str | None = None) -> ModelDescription:
 def verify_model(spec: str | None = None, progress: Progress | None = None) -> VerifyReport:
     """Reads and checks every tensor that the model needs. `progress` gets bytes read and total
     bytes."""
-    source, config, quantization = open_checkpoint(resolve_model(spec))
-    return verify(source, config, quantization, progress)
+    files = open_model(spec)
+    return verify(files.source, files.config, files.quantization, progress)
 
 
 def _tensor(tensor: StoredTensor) -> TensorDescription:

@@ -10,12 +10,13 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, replace
 from difflib import get_close_matches
-from typing import Any, TypedDict
+from typing import Any, TypedDict, Unpack
 
 from exl_core.constrain.filter import Constraint
-from exl_core.engine.request import Hook, Report
+from exl_core.engine.request import Hook, Report, Request
 from exl_core.errors import RequestError
 from exl_core.model.adapters import Adapter, AdapterUse
+from exl_core.model.embedded import EmbeddedSpan
 from exl_core.sampling.params import SamplerParams
 
 Stop = int | str
@@ -43,6 +44,27 @@ class RequestFields(TypedDict, total=False):
     show_special: bool
     allow_drafts: bool
     request_id: str
+
+
+def build_request(
+    prompt_ids: Iterable[int],
+    *,
+    stop: Stops = (),
+    negative_ids: Iterable[int] | None = None,
+    embeddings: Iterable[EmbeddedSpan] = (),
+    **settings: Unpack[RequestFields],
+) -> Request:
+    """A request with converted settings. RequestError for a setting of a wrong name or type."""
+    check_names(settings, build_request)
+    ids, strings = split_stops(stop)
+    return Request(
+        prompt_ids=tuple(prompt_ids),
+        negative_prompt_ids=None if negative_ids is None else tuple(negative_ids),
+        stop_ids=ids,
+        stop_strings=strings,
+        embeddings=tuple(embeddings),
+        **as_fields(settings),
+    )
 
 
 def as_fields(settings: Mapping[str, object]) -> dict[str, Any]:

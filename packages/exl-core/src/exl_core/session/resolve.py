@@ -22,9 +22,9 @@ _HUB_ID = re.compile(r"(?P<repo>[\w][\w.-]*/[\w][\w.-]*)(@(?P<revision>[\w][\w./
 _HUB_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 
 
-def resolve_model(spec: str | None) -> Path:
+def resolve_model(spec: str | Path | None) -> Path:
     """The directory or `.gguf` file that `spec` names. A hub id is downloaded first."""
-    name = spec if spec is not None else DEFAULT_ALIAS
+    name = DEFAULT_ALIAS if spec is None else str(spec)
     try:
         path = Path(name).expanduser()
         is_dir = bool(name) and path.is_dir()  # an empty name would be the current directory
