@@ -70,7 +70,7 @@ def test_reverse_divergence_differs(
 def test_cached_reference_is_not_loaded_again(
     divergence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from exl_core import load
+    from exl_core.session import load
 
     kept = tmp_path / "reference"
     live = json.loads(divergence("--json").out)
@@ -80,9 +80,9 @@ def test_cached_reference_is_not_loaded_again(
         "exl_cli.load.load_model", lambda *args: loads.append(args[0]) or original(*args)
     )
     first = json.loads(divergence("--cache-reference", kept, "--json").out)
-    assert [Path(name).name for name in loads] == ["tiny-llama0", "near0"]
+    assert [files.path.name for files in loads] == ["tiny-llama0", "near0"]
     again = json.loads(divergence("--cache-reference", kept, "--json").out)
-    assert [Path(name).name for name in loads] == ["tiny-llama0", "near0", "near0"]
+    assert [files.path.name for files in loads] == ["tiny-llama0", "near0", "near0"]
     assert first["kld"] == again["kld"]
     assert first["kld"]["mean"] == pytest.approx(live["kld"]["mean"], rel=1e-3, abs=1e-6)
     assert "which adds an error of" in divergence("--cache-reference", kept).out

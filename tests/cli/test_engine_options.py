@@ -166,8 +166,7 @@ def test_cache_that_does_not_fit_suggests_smaller_ones(
     generate, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kib = 2 * 2 * 20 * 3 * 2 * 512 // 1024  # keys and values of 2 heads of 20 in 3 layers, fp16
-    for module in (load, "exl_core.cache.store"):
-        name = module if isinstance(module, str) else module.__name__
+    for name in ("exl_core.session.runtime", "exl_core.cache.store"):
         monkeypatch.setattr(f"{name}.free_memory_bytes", lambda _: (kib - 1) * 1024)
     line = generate().error_line(4)
     assert "fp16 cache of 512 tokens" in line
@@ -239,7 +238,7 @@ def test_draft_model_with_another_vocabulary_is_refused_before_loading(
     line = exl("generate", "-p", "Hello", "--draft-model", gemma3_path).error_line(2)
     assert "another vocabulary" in line
     assert str(gemma3_path) in line
-    assert len(given) == 1
+    assert not given
 
 
 def test_draft_model_with_a_shorter_context_is_stretched(

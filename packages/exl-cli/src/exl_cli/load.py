@@ -15,8 +15,9 @@ import torch
 from exl_cli.render import bytes_progress
 from exl_core.errors import ContextLengthError, RequestError
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
-from exl_core.session.open import ModelFiles
-from exl_core.session.runtime import Loader, Runtime
+from exl_core.session.open import ModelFiles, open_model
+from exl_core.session.runtime import Loader, Runtime, load_draft
+from exl_core.speculate.compatible import check_same_vocabulary
 
 
 def load_quietly(
@@ -31,6 +32,27 @@ def load_quietly(
     """Load with a progress bar on a terminal. The keyword arguments replace fields of `options`."""
     chosen = replace(options or LoadOptions(), device=device, threads=threads, exact=exact)
     return loader(is_quiet=is_quiet)(model, chosen)
+
+
+def load_with_draft(
+    spec: str | None,
+    draft_spec: str | None,
+    *,
+    device: str,
+    threads: int | None,
+    is_quiet: bool,
+    exact: bool,
+) -> tuple[LoadedModel, LoadedModel | None]:
+    """A model, and the draft model if one is named. Their vocabularies are compared before."""
+    files = open_model(spec)
+    draft_files = None if draft_spec is None else open_model(draft_spec)
+    if draft_files is not None:
+        check_same_vocabulary(files.tokenizer, draft_files.tokenizer)
+    loaded = load_quietly(files, device=device, threads=threads, is_quiet=is_quiet, exact=exact)
+    if draft_files is None:
+        return loaded, None
+    how, longest = LoadOptions(device=device, threads=threads), loaded.config.max_seq_len
+    return loaded, load_draft(draft_files, longest, how, loader(is_quiet=is_quiet))
 
 
 def loader(*, is_quiet: bool) -> Loader:
@@ -59,7 +81,7 @@ def explaining_long_prompts(runtime: Runtime) -> Iterator[None]:
         if runtime.ctx_size == longest:
             advice = "Shorten it; this is the model's longest context."
         raise RequestError(
-            f"the prompt has {error.num_tokens} tokens or more and leaves no room for a reply",
+            f"the prompt has at least {error.num_tokens} tokens and leaves no room for a reply",
             expected=f"at most {runtime.max_prompt_tokens} tokens, for a context of "
             f"{runtime.ctx_size}",
             got=error.num_tokens,

@@ -206,7 +206,10 @@ class HarnessModel(TemplateLM):
         return answers
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        asked = [self._request(*one.args, i) for i, one in enumerate(requests)]
+        asked = []
+        for number, one in enumerate(requests):
+            context, settings = one.args
+            asked.append(self._request(context, settings, number))
         numbers = {one.request_id: number for number, one in enumerate(asked)}
         replies = [""] * len(requests)
         with (

@@ -71,24 +71,13 @@ def acceptance(
         parse_cache_type(cache_type), draft_model, draft_tokens, ngram
     )
     with exits_at_once():
-        from exl_cli.load import load_quietly, loader
+        from exl_cli.load import load_with_draft
         from exl_cli.render import repeats_progress
-        from exl_core.session.load import LoadOptions
-        from exl_core.session.open import open_model
-        from exl_core.session.runtime import load_draft
-        from exl_core.speculate.compatible import check_same_vocabulary
         from exl_eval.acceptance import AcceptanceOptions, measure_acceptance
-    files = open_model(spec)
-    draft_files = None if draft_model is None else open_model(draft_model)
-    if draft_files is not None:
-        check_same_vocabulary(files.tokenizer, draft_files.tokenizer)
     default = DEFAULT_NGRAM_TOKENS if ngram else DEFAULT_DRAFT_TOKENS
-    loaded = load_quietly(files, device=device, threads=threads, is_quiet=quiet, exact=exact)
-    draft = None
-    if draft_files is not None:
-        how = LoadOptions(device=device, threads=threads)
-        ctx = loaded.config.max_seq_len
-        draft = load_draft(draft_files, ctx, how, loader(is_quiet=quiet))
+    loaded, draft = load_with_draft(
+        spec, draft_model, device=device, threads=threads, is_quiet=quiet, exact=exact
+    )
     measured = AcceptanceOptions(
         draft_tokens or default, max_tokens, prompts, seed, choices.kv_format
     )

@@ -1,0 +1,140 @@
+"""Opening a runtime: headers are read once, requests fit the context, devices have one spelling."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from exl_core.engine.events import FinishEvent
+from exl_core.errors import ContextLengthError, RequestError
+from exl_core.generate.driver import generate, running
+from exl_core.ops.cuda.device import default_device
+from exl_core.sampling.params import SamplerParams
+from exl_core.session import open as opening
+from exl_core.session.load import LoadOptions, load_model, resolve_device
+from exl_core.session.open import open_model
+from exl_core.session.runtime import DraftOptions, Runtime, RuntimeOptions, open_runtime
+from support import tiny_models
+
+GREEDY = SamplerParams(temperature=0)
+ON_CPU = LoadOptions(device="cpu")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_models.save(tiny_models.tiny_llama(), tmp_path_factory.mktemp("runtime") / "llama")
+
+
+@pytest.fixture(scope="module")
+def runtime(folder: Path) -> Runtime:
+    return open_runtime(folder, RuntimeOptions(load=ON_CPU, ctx_size=64))
+
+
+def test_headers_and_tokenizer_are_read_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    for name in ("open_checkpoint", "load_tokenizer"):
+        real = getattr(opening, name)
+
+        def counted(path: Path, *rest: Any, name: str = name, real: Any = real) -> Any:
+            read.append(name)
+            return real(path, *rest)
+
+        monkeypatch.setattr(opening, name, counted)
+    options = RuntimeOptions(load=ON_CPU, ctx_size=64, draft=DraftOptions(str(folder)))
+    open_runtime(folder, options)
+    assert sorted(read) == ["load_tokenizer"] * 2 + ["open_checkpoint"] * 2, "once per model"
+
+
+def test_load_model_takes_opened_files_a_path_or_a_name(folder: Path) -> None:
+    loads = [load_model(one, ON_CPU) for one in (open_model(folder), folder, str(folder))]
+    assert {one.path for one in loads} == {folder}
+    assert {one.config for one in loads} == {loads[0].config}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_exact", "expected"),
+    [
+        ("auto", False, default_device()),
+        ("auto", True, "cpu"),
+        ("cpu", False, "cpu"),
+        ("cpu", True, "cpu"),
+        ("cuda:1", False, "cuda:1"),
+        ("reference", False, "reference"),
+        ("reference", True, "reference"),
+    ],
+)
+def test_devices_have_the_words_of_the_command_line(
+    name: str, is_exact: bool, expected: str
+) -> None:
+    assert resolve_device(name, is_exact=is_exact) == expected
+
+
+@pytest.mark.parametrize(("name", "is_exact"), [("gpu", False), ("", False), ("cuda", True)])
+def test_other_devices_are_refused(name: str, is_exact: bool) -> None:
+    with pytest.raises(RequestError):
+        resolve_device(name, is_exact=is_exact)
+
+
+def test_the_default_device_is_that_of_the_machine(folder: Path) -> None:
+    assert LoadOptions().device == "auto"
+    assert load_model(folder).model.ops.device.type == default_device()
+
+
+def test_a_request_never_outgrows_the_context(runtime: Runtime) -> None:
+    prompt = list(range(5, 45))
+    assert runtime.request(prompt).max_tokens == 24
+    assert runtime.request(prompt, max_tokens=7).max_tokens == 7
+    assert runtime.request(prompt, max_tokens=100).max_tokens == 24
+    with pytest.raises(ContextLengthError) as caught:
+        runtime.request(range(64))
+    assert (caught.value.num_tokens, caught.value.max_tokens) == (64, 63)
+
+
+def test_a_request_stops_at_the_models_tokens_and_at_its_own(runtime: Runtime) -> None:
+    ends = frozenset(runtime.loaded.tokenizer.eos_ids)
+    assert ends
+    request = runtime.request([5, 6], stop=[9, "end"])
+    assert request.stop_ids == ends | {9}
+    assert request.stop_strings == ("end",)
+    assert runtime.request([5, 6], stop=9, stops_at_eos=False).stop_ids == {9}
+    with pytest.raises(RequestError, match="no such setting"):
+        runtime.request([5, 6], temperature=1.0)  # type: ignore[call-arg]
+
+
+def test_a_run_drives_several_requests_to_the_replies_of_one(runtime: Runtime) -> None:
+    requests = [runtime.request([5 + i, 6, 7], max_tokens=6, sampler=GREEDY) for i in range(3)]
+    with running(runtime.engine, requests) as run:
+        ends = {e.request_id: e for e in run.events() if isinstance(e, FinishEvent)}
+    assert run.has_ended
+    for i, request in enumerate(requests):
+        alone = generate(
+            runtime.engine, runtime.request([5 + i, 6, 7], max_tokens=6, sampler=GREEDY)
+        )
+        assert ends[request.request_id].token_ids == alone.token_ids
+
+
+def test_an_exception_in_a_run_leaves_the_engine_unused(runtime: Runtime) -> None:
+    with (
+        pytest.raises(KeyError),
+        running(runtime.engine, [runtime.request([5, 6], max_tokens=30)]) as run,
+    ):
+        run.step()
+        raise KeyError
+    assert runtime.engine.is_idle
+    assert not runtime.engine.pool.held_pages
+
+
+def test_a_stopped_run_ends_with_the_text_so_far(runtime: Runtime) -> None:
+    request = runtime.request([5, 6, 7], max_tokens=30, sampler=GREEDY, allow_drafts=False)
+    seen: list[int] = []
+
+    def is_stopped() -> bool:
+        seen.append(1)
+        return len(seen) > 4
+
+    with running(runtime.engine, [request]) as run:
+        (end,) = [e for e in run.events(is_stopped) if isinstance(e, FinishEvent)]
+    assert end.reason.value == "cancelled"
+    assert 0 < len(end.token_ids) < 30
