@@ -10,7 +10,7 @@ import pytest
 from exl_core.engine.events import FinishEvent
 from exl_core.errors import ContextLengthError, RequestError
 from exl_core.generate.driver import generate, running
-from exl_core.ops.cuda.device import default_device
+from exl_core.ops.backends.cuda.device import default_device
 from exl_core.sampling.params import SamplerParams
 from exl_core.session import open as opening
 from exl_core.session.load import LoadOptions, load_model, resolve_device
