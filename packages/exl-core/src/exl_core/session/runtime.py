@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
 
+from exl_core.arch.layers import KVShape
 from exl_core.cache.format import PAGE_SIZE, KVFormat, kv_bytes_per_token, pages_for
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.engine.engine import Engine, EngineOptions
@@ -205,17 +206,16 @@ def _naming_cheaper_caches(
         free = free_memory_bytes(loaded.model.ops.device)
         if error.where != "cache" or free is None:
             raise
-        config = loaded.config
+        shapes = loaded.config.kv_shapes
 
         def size(wanted: KVFormat) -> int:
-            shape = config.num_layers, config.num_kv_heads, config.head_dim
-            return kv_bytes_per_token(*shape, wanted) * pages_for(cache_tokens) * PAGE_SIZE
+            each = kv_bytes_per_token(shapes, wanted)
+            return each * pages_for(cache_tokens) * PAGE_SIZE
 
         fitting = [
             cheaper.value
             for cheaper in KVFormat
-            if _can_hold(config.head_dim, cheaper)
-            and size(cheaper) <= min(free, size(kv_format) - 1)
+            if _can_hold(shapes, cheaper) and size(cheaper) <= min(free, size(kv_format) - 1)
         ]
         advice = [f"--cache-type {' or '.join(fitting)} would fit."] if fitting else []
         if error.next_step is not None:
@@ -229,9 +229,9 @@ def _naming_cheaper_caches(
         ) from error
 
 
-def _can_hold(head_dim: int, kv_format: KVFormat) -> bool:
+def _can_hold(shapes: Sequence[KVShape], kv_format: KVFormat) -> bool:
     try:
-        kv_format.bytes_per_head(head_dim)
+        kv_bytes_per_token(shapes, kv_format)
     except RequestError:
         return False
     return True
