@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -102,3 +103,26 @@ def test_rope_factors_that_cannot_divide_are_refused(factors: tuple[float, ...])
 def test_an_unsupported_rope_scaling_lists_the_supported_ones() -> None:
     with pytest.raises(UnsupportedModelError, match="Supported"):
         read({"llama.rope.scaling.type": "longrope"})
+
+
+@pytest.mark.parametrize("size", [10**8, 2**32, 2**63])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "block_count",
+        "embedding_length",
+        "feed_forward_length",
+        "attention.head_count",
+        "attention.head_count_kv",
+        "attention.key_length",
+        "rope.dimension_count",
+        "vocab_size",
+    ],
+)
+def test_absurd_sizes_are_refused_before_anything_is_computed_from_them(
+    key: str, size: int
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=rf"'{key}' has no usable value.*an integer from 1 to"):
+        read({f"llama.{key}": size})
+    assert time.monotonic() - started < 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -307,3 +308,48 @@ def test_the_error_for_a_directory_of_gguf_files_says_to_name_one(tmp_path: Path
     (tmp_path / "m.gguf").write_bytes(b"")
     with pytest.raises(ModelNotFoundError, match="name one of them"):
         read_hf_config(tmp_path)
+
+
+HUGE = (10**8, 2**31 - 1, 2**31, 2**70)
+SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+)
+
+
+@pytest.mark.parametrize("size", HUGE)
+@pytest.mark.parametrize("key", SIZES)
+def test_absurd_sizes_are_refused_before_anything_is_computed_from_them(
+    tmp_path: Path, key: str, size: int
+) -> None:
+    started = time.monotonic()
+    with pytest.raises(ConfigError, match=rf"'{key}' has no usable value.*an integer from 1 to"):
+        read_hf_config(write(tmp_path, LLAMA, **{key: size}))
+    assert time.monotonic() - started < 0.5
+
+
+@pytest.mark.parametrize("size", (*HUGE[:2], 2**24))
+@pytest.mark.parametrize("config", [LLAMA, GEMMA], ids=["llama", "gemma"])
+def test_no_number_of_a_configuration_takes_long_to_read(
+    tmp_path: Path, config: dict[str, Any], size: int
+) -> None:
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8}
+    full = {**config, "rope_scaling": scaling, "sliding_window_pattern": 2, "head_dim": 16}
+    numbers = [key for key, value in full.items() if isinstance(value, int | float)]
+    for key in (*numbers, "max_window_layers"):
+        started = time.monotonic()
+        try:
+            read_hf_config(write(tmp_path, full, **{key: size}))
+        except ConfigError as error:
+            assert "\n" not in str(error)
+        assert time.monotonic() - started < 0.5, key
+
+
+def test_a_list_of_many_end_tokens_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="at most 4096 token ids"):
+        read_hf_config(write(tmp_path, LLAMA, eos_token_id=[2] * 5000))

@@ -68,7 +68,7 @@ def test_a_type_that_weights_cannot_have_is_named(tmp_path: Path) -> None:
         source.check_readable("w")
 
 
-@pytest.mark.parametrize("shape", [(2, 4), (0,)])
+@pytest.mark.parametrize("shape", [(2, 4), (0,), (5000,)])
 def test_rope_factors_of_a_wrong_shape_are_refused(tmp_path: Path, shape: tuple[int, ...]) -> None:
     path = tmp_path / "m.gguf"
     writer = GGUFWriter(path, "llama")

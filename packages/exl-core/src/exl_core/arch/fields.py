@@ -12,7 +12,15 @@ from collections.abc import Mapping
 from exl_core.errors import ConfigError
 
 SMALLEST, LARGEST = 1e-30, 1e30
-MAX_LAYERS = 4096  # the deepest published models have a few hundred layers
+# Bounds on what the reader or the loader allocates or loops over before tensors are compared. Each
+# is at least 16 times the largest published value.
+MAX_LAYERS = 4096
+MAX_HIDDEN_SIZE = 2**20
+MAX_INTERMEDIATE_SIZE = 2**22
+MAX_HEADS = 2**14
+MAX_HEAD_DIM = 2**13
+MAX_VOCAB_SIZE = 2**24
+MAX_CONTROL_IDS = 4096
 
 
 class Fields:
@@ -75,6 +83,8 @@ class Fields:
         """Ids from a single id, a list of ids, or a missing key (no ids)."""
         value = self.values.get(key)
         ids = value if isinstance(value, list) else [] if value is None else [value]
+        if len(ids) > MAX_CONTROL_IDS:
+            raise self._error(key, f"at most {MAX_CONTROL_IDS} token ids", f"{len(ids)} of them")
         if not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
             raise self._error(key, "a token id or a list of them", value)
         return tuple(ids)

@@ -12,7 +12,15 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from exl_core.arch.checks import check_config
-from exl_core.arch.fields import MAX_LAYERS, Fields
+from exl_core.arch.fields import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN_SIZE,
+    MAX_INTERMEDIATE_SIZE,
+    MAX_LAYERS,
+    MAX_VOCAB_SIZE,
+    Fields,
+)
 from exl_core.arch.registry import find_by_gguf_name
 from exl_core.arch.rope import yarn_magnitude
 from exl_core.arch.spec import (
@@ -64,10 +72,12 @@ def read_gguf_config(
     arch = gguf_architecture(metadata, where)
     prefix = Fields(metadata, where).text("general.architecture") + "."
     own = Fields({k.removeprefix(prefix): v for k, v in metadata.items()}, where)
-    hidden_size = own.integer("embedding_length")
+    hidden_size = own.integer("embedding_length", high=MAX_HIDDEN_SIZE)
     layers = own.integer("block_count", high=MAX_LAYERS)
-    heads = _same_for_all_layers(own, "attention.head_count")
-    head_dim = own.integer("attention.key_length", arch.head_dim_default or hidden_size // heads)
+    heads = _same_for_all_layers(own, "attention.head_count", MAX_HEADS)
+    head_dim = own.integer(
+        "attention.key_length", arch.head_dim_default or hidden_size // heads, high=MAX_HEAD_DIM
+    )
     ropes = _ropes(arch, own, head_dim, rope_factors)
     # GGUF files do not say whether a family that can have a window in every layer uses it.
     pattern = arch.window_pattern if Window.GLOBAL in arch.window_pattern else (Window.GLOBAL,)
@@ -78,7 +88,7 @@ def read_gguf_config(
     )
     numbers = LayerNumbers(
         num_q_heads=heads,
-        num_kv_heads=_same_for_all_layers(own, "attention.head_count_kv", heads),
+        num_kv_heads=_same_for_all_layers(own, "attention.head_count_kv", MAX_HEADS, heads),
         head_dim=head_dim,
         scale=_attention_scale(arch, layers, hidden_size, heads, head_dim),
         rope=0,
@@ -86,7 +96,7 @@ def read_gguf_config(
         softcap=own.optional_number("attn_logit_softcapping") or arch.attention_softcap_default,
         has_qkv_bias="blk.0.attn_q.bias" in tensor_names,
         has_output_bias="blk.0.attn_output.bias" in tensor_names,
-        intermediate_size=_same_for_all_layers(own, "feed_forward_length"),
+        intermediate_size=_same_for_all_layers(own, "feed_forward_length", MAX_INTERMEDIATE_SIZE),
         has_mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
     )
     windows = tuple(pattern[i % len(pattern)] for i in range(layers))
@@ -98,7 +108,7 @@ def read_gguf_config(
         layers=arch.layers(with_windows(numbers, windows, window, len(ropes))),
         ropes=ropes,
         hidden_size=hidden_size,
-        vocab_size=own.integer("vocab_size", vocab_default),
+        vocab_size=own.integer("vocab_size", vocab_default, high=MAX_VOCAB_SIZE),
         max_seq_len=own.integer("context_length"),
         norm_eps=own.number("attention.layer_norm_rms_epsilon"),
         final_softcap=own.optional_number("final_logit_softcapping") or arch.final_softcap_default,
@@ -111,15 +121,15 @@ def read_gguf_config(
     return config
 
 
-def _same_for_all_layers(own: Fields, key: str, default: int | None = None) -> int:
+def _same_for_all_layers(own: Fields, key: str, high: int, default: int | None = None) -> int:
     """Value of `key`, which some files store as a list with one number per layer. The supported
     families need equal numbers in all layers."""
     value = own.values.get(key)
     if isinstance(value, list):
         if not value or any(item != value[0] for item in value):
             raise ConfigError(f"{key!r} differs between layers", where=own.where, got=value[:8])
-        return Fields({key: value[0]}, own.where).integer(key)
-    return own.integer(key, default)
+        return Fields({key: value[0]}, own.where).integer(key, high=high)
+    return own.integer(key, default, high=high)
 
 
 def _attention_scale(
@@ -146,7 +156,7 @@ def _ropes(
     arch: ArchSpec, own: Fields, head_dim: int, factors: tuple[float, ...]
 ) -> tuple[RopeConfig, ...]:
     """RoPE table of all layers, or of the GLOBAL and of the LOCAL ones."""
-    rotary_dim = own.integer("rope.dimension_count", head_dim)
+    rotary_dim = own.integer("rope.dimension_count", head_dim, high=MAX_HEAD_DIM)
     base = own.number("rope.freq_base", arch.rope_base_default)
     rope = RopeConfig(base=base, rotary_dim=rotary_dim, frequency_divisors=factors)
     if factors and len(factors) != rotary_dim // 2:

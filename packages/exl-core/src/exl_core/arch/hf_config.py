@@ -10,7 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from exl_core.arch.checks import check_config
-from exl_core.arch.fields import MAX_LAYERS, Fields
+from exl_core.arch.fields import (
+    MAX_HEAD_DIM,
+    MAX_HEADS,
+    MAX_HIDDEN_SIZE,
+    MAX_INTERMEDIATE_SIZE,
+    MAX_LAYERS,
+    MAX_VOCAB_SIZE,
+    Fields,
+)
 from exl_core.arch.layers import Activation
 from exl_core.arch.registry import find_by_hf_name
 from exl_core.arch.rope import yarn_magnitude
@@ -74,9 +82,11 @@ def _architecture(top: Fields) -> ArchSpec:
 
 
 def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
-    hidden_size = text.integer("hidden_size")
-    heads = text.integer("num_attention_heads", arch.num_q_heads_default)
-    head_dim = text.integer("head_dim", arch.head_dim_default or hidden_size // heads)
+    hidden_size = text.integer("hidden_size", high=MAX_HIDDEN_SIZE)
+    heads = text.integer("num_attention_heads", arch.num_q_heads_default, high=MAX_HEADS)
+    head_dim = text.integer(
+        "head_dim", arch.head_dim_default or hidden_size // heads, high=MAX_HEAD_DIM
+    )
     layers = text.integer("num_hidden_layers", high=MAX_LAYERS)
     if text.flag("use_bidirectional_attention", False):
         raise UnsupportedModelError("bidirectional attention is not supported", where=text.where)
@@ -93,7 +103,9 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
     ropes = _ropes(arch, text, head_dim)
     numbers = LayerNumbers(
         num_q_heads=heads,
-        num_kv_heads=text.integer("num_key_value_heads", arch.num_kv_heads_default or heads),
+        num_kv_heads=text.integer(
+            "num_key_value_heads", arch.num_kv_heads_default or heads, high=MAX_HEADS
+        ),
         head_dim=head_dim,
         scale=text.number("query_pre_attn_scalar", float(head_dim)) ** -0.5,
         rope=0,
@@ -101,7 +113,7 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         softcap=_softcap(text, "attn_logit_softcapping", arch.attention_softcap_default),
         has_qkv_bias=has_bias,
         has_output_bias=has_bias and not arch.has_qkv_bias,
-        intermediate_size=text.integer("intermediate_size"),
+        intermediate_size=text.integer("intermediate_size", high=MAX_INTERMEDIATE_SIZE),
         has_mlp_bias=text.flag("mlp_bias", False),
     )
     ids = text if text.has("eos_token_id") else top
@@ -110,7 +122,7 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         layers=arch.layers(with_windows(numbers, windows, window, len(ropes))),
         ropes=ropes,
         hidden_size=hidden_size,
-        vocab_size=text.integer("vocab_size", arch.vocab_size_default),
+        vocab_size=text.integer("vocab_size", arch.vocab_size_default, high=MAX_VOCAB_SIZE),
         max_seq_len=text.integer("max_position_embeddings", 2048),
         norm_eps=text.number("rms_norm_eps", 1e-6),
         final_softcap=_softcap(text, "final_logit_softcapping", arch.final_softcap_default),

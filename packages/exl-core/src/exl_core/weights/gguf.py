@@ -14,6 +14,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
+from exl_core.arch.fields import MAX_HEAD_DIM
 from exl_core.codecs.gguf_blocks import PLAIN_DTYPES, decode, row_bytes
 from exl_core.errors import UnsupportedModelError, WeightFileError, WeightShapeError
 from exl_core.tokenizer.gguf_fields import GgufHeader, GgufTensorInfo, read_gguf_header
@@ -103,11 +104,12 @@ def rope_factors(source: GgufSource) -> tuple[float, ...]:
     tensor = source.tensors.get("rope_freqs.weight")
     if tensor is None:
         return ()
-    if len(tensor.shape) != 1 or tensor.storage != "F32":
+    is_list = len(tensor.shape) == 1 and tensor.storage == "F32"
+    if not is_list or tensor.shape[0] > MAX_HEAD_DIM // 2:
         raise WeightShapeError(
             "tensor 'rope_freqs.weight' is no list of factors",
             where=tensor.file,
-            expected="one dimension, F32",
+            expected=f"one dimension of at most {MAX_HEAD_DIM // 2}, F32",
             got=f"{list(tensor.shape)}, {tensor.storage}",
         )
     values = source.read("rope_freqs.weight", slice(None)).to(torch.float32)
