@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from exl_core.errors import WeightFileError
+from exl_core.tokenizer import gguf_fields
 from exl_core.tokenizer.gguf_fields import read_gguf_fields, read_gguf_header
 from support.profiles import examples
 
@@ -206,3 +208,75 @@ def test_any_damage_is_a_weight_file_error_or_harmless(tmp_path: Path, data: st.
         assert error.where == str(path)
     else:
         assert len(fields) <= 3
+
+
+def array_of(type_id: int, count: int) -> bytes:
+    return struct.pack("<IQ", type_id, count)
+
+
+def refusal_of(path: Path, size: int) -> tuple[str, int]:
+    """Message of the refusal of a sparse file of this size, and the peak of allocated bytes."""
+    with path.open("r+b") as file:
+        file.truncate(size)
+    tracemalloc.start()
+    try:
+        with pytest.raises(WeightFileError) as caught:
+            read_gguf_header(path)
+        return str(caught.value), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(("type_id", "per_element"), [(0, 1), (6, 4), (8, 8), (9, 12)])
+def test_sparse_arrays_are_refused_without_reading_them(
+    write: Callable[..., Path], type_id: int, per_element: int
+) -> None:
+    size = 190 * 2**20
+    path = write(key("a", 9, array_of(type_id, size // per_element)))
+    message, peak = refusal_of(path, size + 1024)
+    assert "more than a vocabulary needs" in message
+    assert peak < 2**20
+
+
+def test_many_arrays_count_together(write: Callable[..., Path]) -> None:
+    count = gguf_fields.MAX_ELEMENTS // 2
+    full = array_of(0, count) + bytes(count)
+    path = write(key("a", 9, full), key("b", 9, full), key("c", 9, array_of(0, 1) + bytes(1)))
+    message, _ = refusal_of(path, path.stat().st_size)
+    assert "more than a vocabulary needs" in message
+    nested = array_of(9, 3) + array_of(0, count) + bytes(count) + array_of(0, count)
+    message, _ = refusal_of(write(key("a", 9, nested)), 10 * 2**20)
+    assert "more than a vocabulary needs" in message
+
+
+def test_text_is_bounded_in_single_strings_and_in_arrays(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(key("a", 8, struct.pack("<Q", 190 * 2**20)))
+    message, peak = refusal_of(path, 200 * 2**20)
+    assert "too much text" in message
+    assert peak < 2**20
+    monkeypatch.setattr(gguf_fields, "MAX_TEXT_BYTES", 1000)
+    strings = array_of(8, 5) + text("x" * 300) * 5
+    message, _ = refusal_of(write(key("a", 9, strings)), 4096)
+    assert "too much text" in message
+    assert read_gguf_fields(write(key("a", 9, array_of(8, 3) + text("x" * 300) * 3)))
+
+
+@pytest.mark.parametrize(("tensors", "keys"), [(0, 2**17), (2**19, 0)])
+def test_many_keys_or_tensors_are_refused(tmp_path: Path, tensors: int, keys: int) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(HEAD.pack(b"GGUF", 3, tensors, keys))
+    message, peak = refusal_of(path, 2**26)
+    assert "too many" in message
+    assert peak < 2**20
+
+
+def test_a_vocabulary_larger_than_any_published_one_is_read(write: Callable[..., Path]) -> None:
+    count = 2**20
+    tokens = b"".join(text(f"{number:x}") for number in range(count))
+    path = write(key("t", 9, array_of(8, count) + tokens), key("s", 9, array_of(6, count)))
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size + 4 * count)
+    fields = read_gguf_fields(path)
+    assert [len(fields[name]) for name in ("t", "s")] == [count, count]

@@ -6,7 +6,9 @@ package, which makes one numpy array per string: 11 s for a vocabulary of 262144
 0.1 s here.
 
 Every length in the file is untrusted. It is compared with the number of remaining bytes before
-anything of that size is allocated, so a damaged file causes an error and no large allocation.
+anything of that size is allocated. A sparse file has many bytes at no cost, and a byte of an array
+becomes a Python object. Therefore all arrays together, all strings together, the keys and the
+tensors are also bounded by what a vocabulary and a model can need.
 
 Layout, little-endian: magic 'GGUF', version u32, tensor count u64, key count u64; then per key a
 string, a type u32 and a value; then per tensor a string, the number of dimensions u32, the
@@ -29,6 +31,12 @@ VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_DIMENSIONS = 8
 MAX_ARRAY_DEPTH = 4
+# The largest vocabularies have 262144 tokens with scores and types, and 514906 merges: 1.3 million
+# elements and 10 MiB of text.
+MAX_ELEMENTS = 4 * 2**20  # of all arrays together
+MAX_TEXT_BYTES = 64 * 2**20  # of all strings together
+MAX_KEYS = 2**16
+MAX_TENSORS = 2**18
 
 # Value types as `struct` codes: the integers from 8 to 64 bits, the floats, bool.
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
@@ -90,6 +98,8 @@ class _Reader:
         self.size = size
         self.path = path
         self.position = 0
+        self.elements_left = MAX_ELEMENTS
+        self.text_bytes_left = MAX_TEXT_BYTES
 
     def header(self, *, with_tensors: bool) -> GgufHeader:
         version, tensor_count, key_count = self._preamble()
@@ -133,6 +143,14 @@ class _Reader:
         key_count = self._scalar("Q", "the number of metadata keys")
         self._need(key_count * _MIN_KEY_BYTES, f"{key_count} metadata keys")
         self._need(tensor_count * _MIN_TENSOR_BYTES, f"{tensor_count} tensors")
+        for what, count, most in (
+            ("metadata keys", key_count, MAX_KEYS),
+            ("tensors", tensor_count, MAX_TENSORS),
+        ):
+            if count > most:
+                raise self._error(
+                    f"the file has too many {what}", expected=f"at most {most}", got=count
+                )
         return version, tensor_count, key_count
 
     def _value(self, type_id: int, key: str, depth: int = 0) -> object:
@@ -152,6 +170,13 @@ class _Reader:
         type_id = self._scalar("I", key)
         count = self._scalar("Q", key)
         what = f"the {count} elements of {key!r}"
+        if count > self.elements_left:
+            raise self._error(
+                f"{what} are more than a vocabulary needs",
+                expected=f"at most {MAX_ELEMENTS} elements in all arrays",
+                got=f"{count} after {MAX_ELEMENTS - self.elements_left} others",
+            )
+        self.elements_left -= count
         code = _SCALARS.get(type_id)
         if code is not None:
             size = count * struct.calcsize("<" + code)
@@ -166,7 +191,8 @@ class _Reader:
 
     def _strings(self, count: int, key: str) -> list[object]:
         """Reads an array of strings. This is the hot loop: vocabularies have 262144 tokens."""
-        data, size, position = self.data, self.size, self.position
+        data, position = self.data, self.position
+        end = min(self.size, position + 8 * count + self.text_bytes_left)
         length_at = struct.Struct("<Q").unpack_from
         values: list[object] = []
         append = values.append
@@ -174,20 +200,22 @@ class _Reader:
             for _ in range(count):
                 start = position + 8
                 position = start + length_at(data, position)[0]
-                if position > size:
+                if position > end:
                     self.position = start
-                    self._need(position - start, f"string {len(values)} of {key!r}")
+                    self.text_bytes_left = end - start
+                    self._need_text(position - start, f"string {len(values)} of {key!r}")
                 append(str(data[start:position], "utf-8"))
         except struct.error as error:
-            raise self._error(f"the file ends inside {key!r}", got=f"{size} bytes") from error
+            raise self._error(f"the file ends inside {key!r}", got=f"{self.size} bytes") from error
         except UnicodeDecodeError as error:
             raise self._error(f"string {len(values)} of {key!r} is not UTF-8") from error
+        self.text_bytes_left -= position - self.position - 8 * count
         self.position = position
         return values
 
     def _string(self, what: str) -> str:
         length = self._scalar("Q", what)
-        self._need(length, what)
+        self._need_text(length, what)
         raw = self.data[self.position : self.position + length]
         self.position += length
         try:
@@ -221,6 +249,15 @@ class _Reader:
         if length > left:
             raise self._error(
                 f"the file ends inside {what}", expected=f"{length} bytes more", got=f"{left} left"
+            )
+
+    def _need_text(self, length: int, what: str) -> None:
+        self._need(length, what)
+        self.text_bytes_left -= length
+        if self.text_bytes_left < 0:
+            raise self._error(
+                f"the file has too much text, up to {what}",
+                expected=f"at most {MAX_TEXT_BYTES} bytes in all strings",
             )
 
     def _error(self, what: str, *, expected: object = None, got: object = None) -> WeightFileError:
