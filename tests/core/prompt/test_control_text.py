@@ -12,6 +12,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -56,7 +57,7 @@ class Case:
         write: ChatTemplate,
         marks: Sequence[str],
         added: Sequence[str] = (),
-        variables: Mapping[str, object] | None = None,
+        variables: Mapping[str, Any] | None = None,
     ) -> None:
         self.write = write
         self.marks = [*marks, *(text for text in added if text in write.source)]

@@ -51,7 +51,7 @@ def confirmed(name: str, shape: str) -> str:
         eos_token=template_card.get("eos", ""),
         where=name,
     )
-    text = template.render(SHAPES[shape], **card.get("variables", {}))
+    text: str = template.render(SHAPES[shape], **card.get("variables", {}))
     text = re.sub(card["date"], "", text) if "date" in card else text
     return text + card.get("opened", "")
 

@@ -6,6 +6,7 @@ import struct
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -278,5 +279,5 @@ def test_a_vocabulary_larger_than_any_published_one_is_read(write: Callable[...,
     path = write(key("t", 9, array_of(8, count) + tokens), key("s", 9, array_of(6, count)))
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size + 4 * count)
-    fields = read_gguf_fields(path)
+    fields: dict[str, Any] = read_gguf_fields(path)
     assert [len(fields[name]) for name in ("t", "s")] == [count, count]
