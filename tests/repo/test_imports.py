@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -52,6 +54,23 @@ WITHOUT_TORCH = (
     "exl_cli.main",
     "exl_cli.chat.conversation",
 )
+
+VERSION_INIT = '''
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """Reads the version of the installed distribution at its first use, not at the import."""
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib.metadata import version
+
+        return version("DISTRIBUTION")
+'''
+"""The one `__init__` that may have content: that of a distribution's top package."""
 
 
 def modules() -> Iterator[tuple[str, Path]]:
@@ -212,15 +231,40 @@ def test_modules_that_decide_import_without_torch() -> None:
 
 
 def test_package_inits_are_empty() -> None:
-    inits = [
-        path
+    inits = {
+        path: name
         for name, folder in SOURCES.items()
         if name != "exl_kernels"  # its purpose is to load the extension
         for path in folder.rglob("__init__.py")
-    ]
+    }
     assert len(inits) > 10
-    filled = [str(path) for path in inits if path.read_text(encoding="utf-8").strip()]
+    own = {SOURCES[name] / "__init__.py": name for name in set(inits.values())}
+    filled = [
+        str(path) for path in inits if path.read_text(encoding="utf-8").strip() and path not in own
+    ]
     assert not filled
+    for path, name in own.items():
+        expected = VERSION_INIT.replace("DISTRIBUTION", name.replace("_", "-"))
+        docstring, _, rest = path.read_text(encoding="utf-8").partition("\n")
+        assert docstring.startswith('"""')
+        assert rest == expected, path
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name != "exl_kernels"])
+def test_version_is_that_of_the_distribution_and_read_when_used(name: str) -> None:
+    script = (
+        f"import sys, {name} as package\n"
+        "assert 'importlib.metadata' not in sys.modules, 'read at the import'\n"
+        "print(package.__version__, hasattr(package, 'no_such_name'))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+    )
+    assert done.stdout.split() == [version(name), "False"], done.stderr
 
 
 def test_only_settings_reads_the_environment() -> None:
