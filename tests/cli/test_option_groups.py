@@ -45,6 +45,7 @@ def test_every_setting_of_the_sampler_has_an_option() -> None:
         **{  # type: ignore[arg-type]  # a different value for each setting
             "temp": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.5, "repeat_penalty": 2.0, "seed": 3,
             "top_a": 0.5, "typical": 0.5, "tfs": 0.5, "xtc_probability": 0.5, "xtc_threshold": 0.5,
+            "top_n_sigma": 1.5,
             "mirostat": 5.0, "mirostat_eta": 0.5, "skew": 1.0, "dynatemp": "0.5,2,3",
             "smoothing": 1.0, "temp_last": True, "frequency_penalty": 1.0, "presence_penalty": 1.0,
             "repeat_range": 5, "repeat_decay": 5, "dry_multiplier": 1.0, "dry_base": 2.0,

@@ -38,6 +38,8 @@ COMMON = [
 ]
 RARE = [
     SamplerParams(top_a=0.2, top_k=40),
+    SamplerParams(top_n_sigma=1.0, temperature=0.8),
+    SamplerParams(top_n_sigma=2.0, top_k=40, min_p=0.02),
     SamplerParams(tfs=0.9, temperature=0.8),
     SamplerParams(typical=0.7, top_p=0.9),
     SamplerParams(smoothing_factor=0.3, temperature=0.7, top_k=30, min_p=0.05),

@@ -29,6 +29,7 @@ BAD = {
     "smoothing_factor": (-0.1, 101, *NO_NUMBERS),
     "top_k": (-1, 1.5, math.nan, "4", True),
     "top_p": (0, -0.5, 1.01, None, *NO_NUMBERS),
+    "top_n_sigma": (-0.1, 101, *NO_NUMBERS),
     "top_a": (-0.1, 1.5, *NO_NUMBERS),
     "min_p": (-0.1, 1.5, *NO_NUMBERS),
     "tfs": (0, 1.01, *NO_NUMBERS),

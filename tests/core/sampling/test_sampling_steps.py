@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from exl_core.sampling.steps import (
     Temperature,
     TopA,
     TopK,
+    TopNSigma,
     TopP,
     Typical,
 )
@@ -33,6 +35,7 @@ CUTS: list[LogitStep] = [
     TopK(7),
     TopP(0.8),
     TopA(0.3),
+    TopNSigma(1.5),
     MinP(0.1),
     TailFree(0.9),
     Typical(0.7),
@@ -163,6 +166,23 @@ def test_top_a_is_relative_to_the_square_of_the_largest(seed: int, a: float) -> 
     logits = random_logits(seed)
     p = probabilities(logits)
     assert kept(TopA(a)(logits)) == {i for i in range(64) if p[i] >= a * max(p) ** 2}
+
+
+@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("n", [0.3, 1.0, 3.0])
+def test_top_n_sigma_counts_deviations_from_the_largest_logit(seed: int, n: float) -> None:
+    logits = random_logits(seed)
+    dropped = torch.tensor([3, 17, 40])
+    logits[dropped] = -math.inf
+    left = [float(x) for i, x in enumerate(logits) if i not in (3, 17, 40)]
+    floor = max(left) - n * statistics.pstdev(left)
+    wanted = {i for i in range(64) if float(logits[i]) >= floor}
+    assert kept(TopNSigma(n)(logits)) == wanted
+    assert kept(TopNSigma(n)(Temperature(0.25)(logits))) == wanted, "a temperature changes nothing"
+
+
+def test_top_n_sigma_keeps_equal_logits() -> None:
+    assert kept(TopNSigma(1.0)(torch.zeros(9))) == set(range(9))
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -346,6 +366,7 @@ def test_the_order_of_the_chain_is_the_documented_one() -> None:
         token_bias={2: 1.0},
         dry_multiplier=0.8,
         allowed_tokens=frozenset({1, 2}),
+        top_n_sigma=2.0,
         smoothing_factor=0.2,
         temperature=0.5,
         top_k=9,
@@ -361,10 +382,10 @@ def test_the_order_of_the_chain_is_the_documented_one() -> None:
     steps = steps_for(params, [5], {3}, torch.tensor([-1]))
     names = [type(step) for step in steps]
     assert names[:6] == [Penalties, Ban, Bias, Dry, Allow, Mask]
-    assert names[6:11] == [Smoothing, Temperature, TopK, TopP, TopA]
-    assert names[11:] == [MinP, TailFree, Typical, SurpriseCut, DynamicTemperature, ExcludeTop]
+    assert names[6:12] == [TopNSigma, Smoothing, Temperature, TopK, TopP, TopA]
+    assert names[12:] == [MinP, TailFree, Typical, SurpriseCut, DynamicTemperature, ExcludeTop]
     assert steps[1] == Ban(frozenset({1, 3}))
-    assert steps[14] == SurpriseCut(4.0)
+    assert steps[15] == SurpriseCut(4.0)
     last = SamplerParams(temperature=0.5, temperature_last=True, top_k=4)
     assert steps_for(last, []) == [TopK(4), Temperature(0.5)]
     assert steps_for(SamplerParams(temperature=0.0, temperature_last=True), []) == [TopK(1)]

@@ -101,6 +101,18 @@ TopA = Annotated[
         rich_help_panel=_CUTS,
     ),
 ]
+TopNSigma = Annotated[
+    float,
+    typer.Option(
+        "--top-n-sigma",
+        metavar="N",
+        min=0.0,
+        max=100.0,
+        help="Keep only tokens whose logit is at most N standard deviations below the highest "
+        "one, whatever the temperature; 0: all.",
+        rich_help_panel=_CUTS,
+    ),
+]
 Typical = Annotated[
     float,
     typer.Option(
@@ -315,6 +327,7 @@ class SamplingOptions:
     repeat_penalty: RepeatPenalty = 1.0
     seed: Seed = None
     top_a: TopA = 0.0
+    top_n_sigma: TopNSigma = 0.0
     typical: Typical = 1.0
     tfs: TailFree = 1.0
     xtc_probability: XtcProbability = 0.0
@@ -354,6 +367,7 @@ class SamplingOptions:
             repetition_penalty=self.repeat_penalty,
             seed=secrets.randbits(31) if self.seed is None else self.seed,
             top_a=self.top_a,
+            top_n_sigma=self.top_n_sigma,
             typical=self.typical,
             tfs=self.tfs,
             xtc_probability=self.xtc_probability,

@@ -1,7 +1,8 @@
 """Sampler chain: the steps of given settings, in order. It defines the result of every sample.
 
-The order is: penalties, bans, biases, DRY, allowed tokens, mask; smoothing and temperature; top-k,
-top-p, top-a, min-p, tail-free, typical, the mirostat cut; dynamic or last temperature; XTC.
+The order is: penalties, bans, biases, DRY, allowed tokens, mask; top-n-sigma, smoothing and
+temperature; top-k, top-p, top-a, min-p, tail-free, typical, the mirostat cut; dynamic or last
+temperature; XTC.
 Guidance comes before the chain (`guide` in `sampler.py`), the draw, with or without skew, after it.
 """
 
@@ -24,6 +25,7 @@ from exl_core.sampling.steps import (
     Temperature,
     TopA,
     TopK,
+    TopNSigma,
     TopP,
     Typical,
 )
@@ -83,8 +85,10 @@ def dry_of(params: SamplerParams, token_ids: tuple[int, ...] = ()) -> Dry:
 
 
 def scaling(params: SamplerParams) -> list[LogitStep]:
-    """Steps that reshape the distribution before the cuts."""
+    """Steps on the whole vocabulary, before the cuts that keep few tokens."""
     steps: list[LogitStep] = []
+    if params.top_n_sigma > 0.0:
+        steps.append(TopNSigma(params.top_n_sigma))
     if params.smoothing_factor > 0.0:
         steps.append(Smoothing(params.smoothing_factor))
     if params.temperature != 1.0 and not params.temperature_last:
@@ -133,7 +137,8 @@ def is_common(params: SamplerParams) -> bool:
     if params.is_greedy:
         return True
     return (
-        params.smoothing_factor == 0.0
+        params.top_n_sigma == 0.0
+        and params.smoothing_factor == 0.0
         and params.top_a == 0.0
         and params.tfs == 1.0
         and params.typical == 1.0

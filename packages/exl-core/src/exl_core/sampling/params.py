@@ -93,6 +93,8 @@ class SamplerParams:
     dry_max_ngram        repetitions count up to one token less than this
     dry_breakers         tokens that end a repetition
     temperature          divides the logits; below 0.01 sampling is greedy, 1 changes nothing
+    top_n_sigma          keep tokens whose logit is within this many standard deviations of the
+                         largest; 0 is off
     smoothing_factor     logits fall with the square of their distance from the largest; 0 is off
     top_k                keep the k likeliest tokens; 0 is off, 1 is greedy
     top_p                keep the likeliest tokens up to this total probability; 1 is off
@@ -126,6 +128,7 @@ class SamplerParams:
     penalty_decay: int = 0
     seed: int | None = None
     top_a: float = 0.0
+    top_n_sigma: float = 0.0
     tfs: float = 1.0
     typical: float = 1.0
     skew: float = 0.0
@@ -235,6 +238,7 @@ _FLOATS = (
     ("max_temp", 0.0, 100.0),
     ("temp_exponent", 0.0, 100.0),
     ("smoothing_factor", 0.0, 100.0),
+    ("top_n_sigma", 0.0, 100.0),
     ("top_a", 0.0, 1.0),
     ("min_p", 0.0, 1.0),
     ("skew", -20.0, 20.0),

@@ -36,6 +36,22 @@ class Temperature:
 
 
 @dataclass(frozen=True, slots=True)
+class TopNSigma:
+    """Keep tokens whose logit is at most `n` standard deviations below the largest logit.
+
+    The deviation is that of all remaining tokens. A temperature does not change the result, because
+    it scales logits and deviation alike. Source: top-n-sigma, arXiv 2411.07641.
+    """
+
+    n: float
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        left = logits[logits > DROPPED].double()
+        floor = left.amax() - self.n * left.std(correction=0)
+        return logits.masked_fill(logits < floor, DROPPED)
+
+
+@dataclass(frozen=True, slots=True)
 class Smoothing:
     """Logits fall with the square of their distance from the largest, times `factor`."""
 
