@@ -17,7 +17,7 @@ import typer
 from typer.main import get_command
 
 from exl_cli import options
-from exl_cli.commands import bench, chat, convert, doctor, generate, inspect, serve_lite
+from exl_cli.commands import bench, chat, convert, doctor, generate, inspect, serve_lite, tokens
 from exl_cli.commands.eval import (
     acceptance,
     compare,
@@ -91,12 +91,8 @@ eval_app.command("tasks", epilog=options.examples(tasks.EXAMPLES))(tasks.tasks)
 app.command("bench", epilog=options.examples(bench.EXAMPLES))(bench.bench)
 app.add_typer(inspect_app, name="inspect")
 inspect_app.command("model", epilog=options.examples(inspect.EXAMPLES))(inspect.inspect_model)
+inspect_app.command("tokens", epilog=options.examples(tokens.EXAMPLES))(tokens.inspect_tokens)
 app.command("doctor", epilog=options.examples(doctor.EXAMPLES))(doctor.doctor)
-
-
-@inspect_app.callback()
-def _inspect() -> None:
-    """Makes typer keep `model` as a subcommand although it is the only one."""
 
 
 def main(args: Sequence[str]) -> int:
