@@ -34,6 +34,7 @@ from exl_core.model.cuda_graphs import BUCKETS
 from exl_core.model.runner import make_batch
 from exl_core.model.segment import Segment
 from exl_core.model.transformer import Transformer
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.table import OpTable
 from exl_core.session.load import LoadedModel
 from exl_eval.gpu import count_launches, graph_seconds, queued_seconds
@@ -45,8 +46,8 @@ MATRIX_OPERAND = {
     "embedding": 1,
     "linear": 1,
     "linear_add_": 1,
-    "norm_linear": 3,
-    "norm_gated_linear": 3,
+    "norm_linear": 2,
+    "norm_gated_linear": 2,
 }
 """Index of the packed matrix among each op's operands."""
 
@@ -226,7 +227,11 @@ def _wall_seconds(run: Callable[[], object]) -> float:
 def _line_of(call: _Call, this: _Pass) -> _Line:
     if call.op == "attend_":
         return _attention_line(call, this)
-    tensors = [one for one in call.operands if isinstance(one, Tensor)]
+    tensors = [
+        one.weight if isinstance(one, RmsNorm) else one
+        for one in call.operands
+        if isinstance(one, Tensor | RmsNorm)
+    ]
     if isinstance(call.result, Tensor) and all(call.result is not one for one in tensors):
         tensors.append(call.result)
     moved = sum(map(_size, tensors))
@@ -247,7 +252,8 @@ def _line_of(call: _Call, this: _Pass) -> _Line:
 def _attention_line(call: _Call, this: _Pass) -> _Line:
     """Bytes and operations of attention. The keys and values that a sequence's rows see are read
     once. Each row writes one key and one value."""
-    qkv, key_cache, window = call.operands[0], call.operands[2], call.operands[8]
+    qkv, _, cache, scoring = call.operands[:4]
+    window = scoring.window
     ends = [this.past_len + row + 1 for row in range(this.rows)]
     seen = [min(end, window) if window else end for end in ends]
     held = min(ends[-1], window + this.rows - 1) if window else ends[-1]
@@ -255,7 +261,7 @@ def _attention_line(call: _Call, this: _Pass) -> _Line:
         layer.attention
         for layer in this.config.layers
         if (layer.attention.qkv_size, layer.attention.num_kv_heads)
-        == (qkv.shape[1], key_cache.shape[1])
+        == (qkv.shape[1], cache.keys.shape[1])
     )
     per_position = spec.num_kv_heads * this.kv_format.bytes_per_head(spec.head_dim)
     queries = this.batch * this.rows * spec.q_size * qkv.element_size()

@@ -23,6 +23,7 @@ from exl_core.arch.layers import KVShape
 from exl_core.cache.format import PAGE_SIZE, KVFormat, RowFormat, kv_bytes_per_token
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import OutOfMemoryError, RequestError
+from exl_core.ops.attention import CacheLayer
 
 _DTYPES = {
     RowFormat.FP32: torch.float32,
@@ -73,10 +74,16 @@ class KVStore:
         self.bytes_per_token = kv_bytes_per_token(kv_shapes, kv_format)
         self.size_bytes = self.bytes_per_token * num_pages * PAGE_SIZE
         _check_fits(self, available_bytes)
-        self._keys = tuple(self._pages(kv_format.key_rows, shape) for shape in kv_shapes)
-        self._values = tuple(self._pages(kv_format.value_rows, shape) for shape in kv_shapes)
+        self._layers = tuple(
+            CacheLayer(
+                self._pages(kv_format.key_rows, shape), self._pages(kv_format.value_rows, shape)
+            )
+            for shape in kv_shapes
+        )
         # Views as bytes, which copies work on: [num_pages, num_kv_heads, page_size, bytes]
-        self._bytes = tuple(x.view(torch.uint8) for x in (*self._keys, *self._values))
+        self._bytes = tuple(
+            x.view(torch.uint8) for layer in self._layers for x in (layer.keys, layer.values)
+        )
 
     @property
     def spare_page(self) -> int:
@@ -87,11 +94,9 @@ class KVStore:
     def num_layers(self) -> int:
         return len(self.kv_shapes)
 
-    def key(self, layer: int) -> Tensor:
-        return self._keys[layer]  # [num_pages, num_kv_heads, page_size, row]
-
-    def value(self, layer: int) -> Tensor:
-        return self._values[layer]  # [num_pages, num_kv_heads, page_size, row]
+    def layer(self, layer: int) -> CacheLayer:
+        """Keys and values of one layer, [num_pages, num_kv_heads, page_size, row] each."""
+        return self._layers[layer]
 
     def copy_pages(self, copies: Sequence[PartialCopy]) -> None:
         """Makes the copies in every layer, one after the other."""

@@ -21,6 +21,8 @@ from exl_core.model.weights import (
     ModelWeights,
     StreamedWeights,
 )
+from exl_core.ops.attention import NO_HEAD_NORMS, HeadNorms
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.table import OpTable
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.source import Progress
@@ -45,7 +47,7 @@ def build_weights(
     with Packer(checkpoint, ops, threads, progress) as packer:
         for name in matrices:
             packer.start(name)
-        final_norm = packer.norm(FINAL_NORM)
+        final_norm = RmsNorm(packer.norm(FINAL_NORM), config.norm_eps)
         blocks = tuple(_block(config, packer, layer) for layer in range(config.num_layers))
         embed = packer.packed(EMBED)
         head = embed if config.has_tied_embeddings else packer.packed(HEAD)
@@ -68,7 +70,7 @@ def stream_weights(
     with Packer(checkpoint, ops, threads, None) as packer:
         for name in _ends(config):
             packer.start(name)
-        final_norm = packer.norm(FINAL_NORM)
+        final_norm = RmsNorm(packer.norm(FINAL_NORM), config.norm_eps)
         embed = packer.packed(EMBED)
         head = embed if config.has_tied_embeddings else packer.packed(HEAD)
     blocks = _StreamedBlocks(config, checkpoint, ops, threads, held_bytes)
@@ -131,12 +133,19 @@ def _block(config: ModelConfig, packer: Packer, layer: int) -> BlockWeights:
     prefix = layer_prefix(layer)
     is_sandwich = config.layers[layer].norms is NormPlacement.SANDWICH
     has_head_norm = config.layers[layer].attention.head_norm is not HeadNorm.NONE
-    norm = packer.norm
+
+    def norm(name: str) -> RmsNorm:
+        return RmsNorm(packer.norm(name), config.norm_eps)
+
+    head_norms = NO_HEAD_NORMS
+    if has_head_norm:
+        q_norm = packer.norm(f"{prefix}self_attn.q_norm.weight")
+        k_norm = packer.norm(f"{prefix}self_attn.k_norm.weight")
+        head_norms = HeadNorms(q_norm, k_norm, config.norm_eps)
     attention = AttentionWeights(
         qkv=packer.packed(prefix + _QKV),
         output=packer.packed(prefix + _OUTPUT),
-        q_norm=norm(f"{prefix}self_attn.q_norm.weight") if has_head_norm else None,
-        k_norm=norm(f"{prefix}self_attn.k_norm.weight") if has_head_norm else None,
+        head_norms=head_norms,
     )
     mlp = MlpWeights(
         gate_up=packer.packed(prefix + _GATE_UP),

@@ -187,10 +187,8 @@ class Context:
         if (other is self and sources == targets) or not sources:
             return
         for layer in range(self.store.num_layers):
-            for ours, theirs in (
-                (self.store.key(layer), other.store.key(layer)),
-                (self.store.value(layer), other.store.value(layer)),
-            ):
+            source, target = self.store.layer(layer), other.store.layer(layer)
+            for ours, theirs in ((source.keys, target.keys), (source.values, target.values)):
                 theirs[targets.start : targets.stop] = ours[sources.start : sources.stop]
 
     def _pages(self, row: int, length: int) -> range:

@@ -13,7 +13,6 @@ request, so keys that different requests cache can be shared.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +20,8 @@ from torch import Tensor
 from exl_core.arch.spec import ModelConfig
 from exl_core.model.observe import Observer, Part
 from exl_core.model.weights import ModelWeights
+from exl_core.ops.attention import KeySmoothing
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.table import OpTable
 
 _EXPONENT = 0.25
@@ -33,16 +34,6 @@ _MAX_SCALE = 8.0
 SAMPLE_POSITION_RANGE = 2048
 """The sample text's tokens get RoPE positions spread evenly over this range. At consecutive
 positions, elements that rotate slowly would look as constant as those that do not rotate at all."""
-
-
-class KeySmoothing(NamedTuple):
-    """Affine map x * scale + shift of a layer's query and key heads, applied after RoPE.
-
-    Both are float32 [(H + K) * D], query heads first.
-    """
-
-    scale: Tensor
-    shift: Tensor
 
 
 def fit_key_smoothing(queries: Tensor, keys: Tensor, *, is_shifted: bool) -> KeySmoothing:
@@ -91,14 +82,15 @@ class KeySmoothingObserver(Observer):
         return states
 
     def _fit_layer(self, layer: int, states: Tensor) -> KeySmoothing:
-        ops, block, eps = self._ops, self._weights.blocks[layer], self._config.norm_eps
+        ops, block = self._ops, self._weights.blocks[layer]
         attention, spec = block.attention, self._config.layers[layer].attention
-        qkv = ops.norm_linear(states, block.attention_norm, eps, attention.qkv)
+        qkv = ops.norm_linear(states, block.attention_norm, attention.qkv)
         heads = qkv.view(len(qkv), -1, spec.head_dim)
         num_kv = spec.num_kv_heads
         queries, keys = heads[:, : -2 * num_kv], heads[:, -2 * num_kv : -num_kv]
-        for x, norm in ((queries, attention.q_norm), (keys, attention.k_norm)):
-            if norm is not None:
-                ops.rms_norm_heads_(x, norm, eps)
+        norms = attention.head_norms
+        for x, weight in ((queries, norms.q), (keys, norms.k)):
+            if weight is not None:
+                ops.rms_norm_heads_(x, RmsNorm(weight, norms.eps))
             ops.rope_(x, *self._rotation(layer))
         return fit_key_smoothing(queries, keys, is_shifted=not spec.softcap)

@@ -33,14 +33,14 @@ from exl_core.model.adapted import (
 )
 from exl_core.model.adapters import AdapterUse, Matrix
 from exl_core.model.batch import AdapterRows, Batch
-from exl_core.model.key_smoothing import SAMPLE_POSITION_RANGE, KeySmoothing, KeySmoothingObserver
+from exl_core.model.key_smoothing import SAMPLE_POSITION_RANGE, KeySmoothingObserver
 from exl_core.model.observe import Observer, Part, checked_states
 from exl_core.model.rotation import RotationTable
 from exl_core.model.runner import make_batch, store_for
 from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.weights import ModelWeights
-from exl_core.ops.attention import AttentionBatch
-from exl_core.ops.elementwise import GateKind
+from exl_core.ops.attention import AttentionBatch, AttentionRows, KeySmoothing, Scoring
+from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.table import OpTable
 
@@ -67,7 +67,7 @@ class _Pass:
     store: KVStore
     adapters: tuple[AdapterRows, ...]
     rows: tuple[AttentionBatch, ...]  # by RoPE table
-    key_smoothing: tuple[KeySmoothing | tuple[None, None], ...]  # by layer
+    key_smoothing: tuple[KeySmoothing | None, ...]  # by layer
     buffers: tuple[_Buffers, ...]  # by layer
 
 
@@ -89,6 +89,9 @@ class Transformer:
         self.decode_weight_bytes = weights.decode_bytes
         self._weights = weights
         self._attentions = tuple(layer.attention for layer in config.layers)
+        self._scoring = tuple(
+            Scoring(spec.scale, spec.window, spec.softcap or 0.0) for spec in self._attentions
+        )
         self._mlps = tuple(layer.dense for layer in config.layers)
         self._sizes = tuple(
             (attention.qkv_size, attention.q_size, mlp.intermediate_size)
@@ -162,9 +165,9 @@ class Transformer:
         config, weights, ops = self.config, self._weights, self.ops
         if observe is None and not batch.adapters:
             out = None if batch.logits is None else batch.logits[: len(x)]
-            logits = ops.norm_linear(x, weights.final_norm, config.norm_eps, weights.head, out)
+            logits = ops.norm_linear(x, weights.final_norm, weights.head, out)
         else:
-            x = ops.rms_norm(x, weights.final_norm, config.norm_eps)
+            x = ops.rms_norm(x, weights.final_norm)
             if observe is not None:
                 x = checked_states(HEAD, observe.before(HEAD, x), x)
             logits = self._adapted_logits(x, batch)
@@ -197,20 +200,18 @@ class Transformer:
 
     def _bind(self, batch: Batch, store: KVStore) -> _Pass:
         """Checks the batch and allocates buffers, once for all layers."""
+        rows = AttentionRows(batch.page_table, batch.row_starts, batch.past_lens)
 
         def bound(rope: RotationTable) -> AttentionBatch:
             return self.ops.attention_batch(
-                batch.page_table,
-                batch.row_starts,
-                batch.past_lens,
+                rows,
                 batch.slots,
                 *rope.at(batch.positions),  # each [R, rotary_dim / 2]
                 num_pages=store.num_pages,
                 page_size=store.page_size,
             )
 
-        smoothing: tuple[KeySmoothing | tuple[None, None], ...]
-        smoothing = ((None, None),) * self.config.num_layers
+        smoothing: tuple[KeySmoothing | None, ...] = (None,) * self.config.num_layers
         if store.kv_format.key_rows is RowFormat.CODES4 and len(self._sample_ids) > 1:
             smoothing = self._key_smoothing
         return _Pass(
@@ -252,73 +253,66 @@ class Transformer:
 
     def _attend(self, x: Tensor, layer: int, current: _Pass) -> None:
         """x [R, hidden] += attention of the layer."""
-        spec, ops, block = self._attentions[layer], self.ops, self._weights.blocks[layer]
-        eps, attention, adapters = self.config.norm_eps, block.attention, current.adapters
+        ops, block = self.ops, self._weights.blocks[layer]
+        attention, adapters = block.attention, current.adapters
         qkv, attended = current.buffers[layer].qkv, current.buffers[layer].attended
 
-        ops.norm_linear(x, block.attention_norm, eps, attention.qkv, qkv)
+        ops.norm_linear(x, block.attention_norm, attention.qkv, qkv)
         if adapters and is_adapted(adapters, layer, "qkv"):
-            normed = ops.rms_norm(x, block.attention_norm, eps)
+            normed = ops.rms_norm(x, block.attention_norm)
             add_deltas_(qkv, normed, adapters, layer, "qkv")
         h: Inputs = attended
         post_norm = block.attention_post_norm
-        head_scale, head_shift = current.key_smoothing[layer]
         if post_norm is None and not adapters:
             h = ops.inputs_for(attention.output, attended)
         ops.attend_(
             qkv,
-            current.rows[spec.rope],
-            current.store.key(layer),
-            current.store.value(layer),
-            attention.q_norm,
-            attention.k_norm,
-            eps,
-            spec.scale,
-            spec.window,
-            spec.softcap or 0.0,
-            head_scale,
-            head_shift,
-            None if isinstance(h, Tensor) else h,
+            current.rows[self._attentions[layer].rope],
+            current.store.layer(layer),
+            self._scoring[layer],
+            norms=attention.head_norms,
+            smoothing=current.key_smoothing[layer],
+            out=None if isinstance(h, Tensor) else h,
         )
-        self._add(x, h, attention.output, post_norm, adapters, layer, "output")
+        self._add(x, h, attention.output, post_norm, adapters, at=(layer, "output"))
 
     def _transform(self, x: Tensor, layer: int, current: _Pass) -> None:
         """x [R, hidden] += MLP of the layer."""
-        eps, ops, block = self.config.norm_eps, self.ops, self._weights.blocks[layer]
+        ops, block = self.ops, self._weights.blocks[layer]
         mlp, adapters = block.mlp, current.adapters
         activation = ACTIVATIONS[self._mlps[layer].activation]
         gated = current.buffers[layer].gated
         h: Inputs = gated
 
         if adapters and is_adapted(adapters, layer, "gate_up"):
-            gate_up = ops.norm_linear(x, block.mlp_norm, eps, mlp.gate_up)  # [R, 2 * intermediate]
-            normed = ops.rms_norm(x, block.mlp_norm, eps)
+            gate_up = ops.norm_linear(x, block.mlp_norm, mlp.gate_up)  # [R, 2 * intermediate]
+            normed = ops.rms_norm(x, block.mlp_norm)
             add_deltas_(gate_up, normed, adapters, layer, "gate_up")
             h = ops.gated_activation(gate_up, activation)
         else:
             if block.mlp_post_norm is None and not adapters:
                 h = ops.inputs_for(mlp.down, gated)
-            ops.norm_gated_linear(x, block.mlp_norm, eps, mlp.gate_up, activation, h)
-        self._add(x, h, mlp.down, block.mlp_post_norm, adapters, layer, "down")
+            ops.norm_gated_linear(x, block.mlp_norm, mlp.gate_up, activation, h)
+        self._add(x, h, mlp.down, block.mlp_post_norm, adapters, at=(layer, "down"))
 
-    def _add(  # noqa: PLR0917 - operands of a linear, its norm and its adapters
+    def _add(
         self,
         x: Tensor,
         h: Inputs,
         w: PackedLinear,
-        post_norm: Tensor | None,
+        post_norm: RmsNorm | None,
         adapters: tuple[AdapterRows, ...],
-        layer: int,
-        matrix: Matrix,
+        *,
+        at: tuple[int, Matrix],
     ) -> None:
         """x += h @ w plus the adapters' deltas. With `post_norm` the sum is normed before it is
         added to x."""
         if post_norm is None:
             self.ops.linear_add_(h, w, x)
             if adapters:
-                add_deltas_(x, cast(Tensor, h), adapters, layer, matrix)
+                add_deltas_(x, cast(Tensor, h), adapters, *at)
         else:
             plain = cast(Tensor, h)
             y = self.ops.linear(plain, w)
-            add_deltas_(y, plain, adapters, layer, matrix)
-            x.add_(self.ops.rms_norm(y, post_norm, self.config.norm_eps))
+            add_deltas_(y, plain, adapters, *at)
+            x.add_(self.ops.rms_norm(y, post_norm))

@@ -10,19 +10,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
-
+from exl_core.ops.attention import HeadNorms
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.linear import PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """qkv [q_size + 2 kv_size, hidden], output [hidden, q_size], head norms [head_dim] or None."""
+    """qkv [q_size + 2 kv_size, hidden], output [hidden, q_size], and the norms of the heads."""
 
     qkv: PackedLinear
     output: PackedLinear
-    q_norm: Tensor | None
-    k_norm: Tensor | None
+    head_norms: HeadNorms
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +36,25 @@ class MlpWeights:
 class BlockWeights:
     """One transformer block; the post norms are None without sandwich norms."""
 
-    attention_norm: Tensor
+    attention_norm: RmsNorm
     attention: AttentionWeights
-    attention_post_norm: Tensor | None
-    mlp_norm: Tensor
+    attention_post_norm: RmsNorm | None
+    mlp_norm: RmsNorm
     mlp: MlpWeights
-    mlp_post_norm: Tensor | None
+    mlp_post_norm: RmsNorm | None
 
     @property
     def size_bytes(self) -> int:
         attention, mlp = self.attention, self.mlp
         matrices = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
         norms = (
-            *(self.attention_norm, self.attention_post_norm, attention.q_norm, attention.k_norm),
-            *(self.mlp_norm, self.mlp_post_norm),
+            *(self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm),
         )
+        heads = attention.head_norms
+        tensors = [norm.weight for norm in norms if norm is not None]
+        tensors += [norm for norm in (heads.q, heads.k) if norm is not None]
         size = sum(matrix.size_bytes for matrix in matrices)
-        return size + sum(norm.nbytes for norm in norms if norm is not None)
+        return size + sum(tensor.nbytes for tensor in tensors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +63,13 @@ class ModelWeights:
 
     embed: PackedLinear
     blocks: Sequence[BlockWeights]
-    final_norm: Tensor
+    final_norm: RmsNorm
     head: PackedLinear
 
     @property
     def size_bytes(self) -> int:
         """Bytes of all packed matrices and norms, tied ones once."""
-        ends = self.embed.size_bytes + self.final_norm.nbytes
+        ends = self.embed.size_bytes + self.final_norm.weight.nbytes
         if self.head is not self.embed:
             ends += self.head.size_bytes
         return ends + sum(block.size_bytes for block in self.blocks)

@@ -1,12 +1,81 @@
-"""Attention over a paged cache of keys and values, and writes to that cache."""
+"""Attention over a paged cache of keys and values, and writes to that cache.
+
+The operands that stay the same are built once: `CacheLayer` with the cache, `Scoring`, `HeadNorms`
+and `KeySmoothing` per layer at load, `AttentionRows` and the batch per forward pass. A call then
+passes references only.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
 
 from exl_core.ops.linear import PreparedInputs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CacheLayer:
+    """Keys and values of one layer, in pages: [pages, kv_heads, page_size, row] each.
+
+    The type of a cache determines how it stores a row: float32, float16 and float8_e4m3fn as d
+    values; int8 and uint8 as codes of 8 and 4 bits with their scales
+    (csrc/include/exl/formats/kv.h). Both caches have the same type, except that 8-bit keys may be
+    combined with 4-bit values.
+    """
+
+    keys: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AttentionRows:
+    """Rows of each sequence, and the pages of its keys and values.
+
+    page_table int32 [seqs, pages], row_starts int32 [seqs + 1], past_lens int32 [seqs]. Sequence s
+    has the rows row_starts[s] to row_starts[s + 1] - 1, after past_lens[s] cached positions.
+    """
+
+    page_table: Tensor
+    row_starts: Tensor
+    past_lens: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Scoring:
+    """Parameters that turn the dot product of a query and a key into an attention score.
+
+    Scores are scaled, then capped to softcap * tanh(score / softcap) if softcap > 0, then masked.
+    If window > 0, a query at position p attends only to keys at positions above p - window.
+    """
+
+    scale: float
+    window: int = 0
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class HeadNorms:
+    """RMS norms of each query head and of each key head by itself: float32 [d], None: no norm."""
+
+    q: Tensor | None
+    k: Tensor | None
+    eps: float
+
+
+NO_HEAD_NORMS = HeadNorms(None, None, 0.0)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class KeySmoothing:
+    """Affine map x * scale + shift of a layer's query and key heads, applied after RoPE.
+
+    Both are float32 [(q_heads + kv_heads) * d], query heads first.
+    """
+
+    scale: Tensor
+    shift: Tensor
 
 
 class AttentionBatch(Protocol):
@@ -16,53 +85,28 @@ class AttentionBatch(Protocol):
 class AttentionOps(Protocol):
     """Writes keys and values to the cache, and attends to them."""
 
-    def write_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slots: Tensor,
-    ) -> None:
-        """key, value [rows, kv_heads, d] strided rows -> caches [pages, kv_heads, page_size, row].
+    def write_kv(self, key: Tensor, value: Tensor, cache: CacheLayer, slots: Tensor) -> None:
+        """key, value [rows, kv_heads, d] strided rows -> their slots of the cache.
 
-        slots int64 [rows] are page_id * page_size + offset. The type of a cache determines how it
-        stores a row: float32, float16 and float8_e4m3fn as d values; int8 and uint8 as codes of 8
-        and 4 bits with their scales (csrc/include/exl/formats/kv.h). Both caches have the same
-        type, except that 8-bit keys may be combined with 4-bit values. Codes are bit-identical in
-        every table.
+        slots int64 [rows] are page_id * page_size + offset. Codes are bit-identical in every table.
         """
         ...
 
-    def paged_attention(  # noqa: PLR0917 - the op has as many operands as its formula
-        self,
-        q: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        page_table: Tensor,
-        row_starts: Tensor,
-        past_lens: Tensor,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
+    def paged_attention(
+        self, q: Tensor, cache: CacheLayer, rows: AttentionRows, scoring: Scoring
     ) -> Tensor:
         """q [rows, q_heads, d] strided rows -> [rows, q_heads * d]; decode and prefill mixed.
 
-        page_table int32 [seqs, pages], row_starts int32 [seqs + 1], past_lens int32 [seqs]. Row r
-        of sequence s has position p = past_lens[s] + r - row_starts[s] and attends to keys j <= p;
-        if window > 0, only to keys j > p - window. Scores are scaled, then capped to
-        softcap * tanh(score / softcap) if softcap > 0, then masked. Query head h reads kv head
+        Row r of sequence s has position p = past_lens[s] + r - row_starts[s] and attends to keys
+        j <= p, or to fewer if `scoring` has a window. Query head h reads kv head
         h // (q_heads // kv_heads). The keys and values of this pass are already in the cache, as
         `write_kv` stores them. Codes are dequantized exactly, without the roundings of a decoder.
         """
         ...
 
-    def attention_batch(  # noqa: PLR0917 - the parts of a batch
+    def attention_batch(
         self,
-        page_table: Tensor,
-        row_starts: Tensor,
-        past_lens: Tensor,
+        rows: AttentionRows,
         slots: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -81,20 +125,15 @@ class AttentionOps(Protocol):
         """
         ...
 
-    def attend_(  # noqa: PLR0917 - the op has as many operands as its parts
+    def attend_(
         self,
         qkv: Tensor,
         batch: AttentionBatch,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        head_scale: Tensor | None = None,
-        head_shift: Tensor | None = None,
+        cache: CacheLayer,
+        scoring: Scoring,
+        *,
+        norms: HeadNorms = NO_HEAD_NORMS,
+        smoothing: KeySmoothing | None = None,
         out: PreparedInputs | None = None,
     ) -> None:
         """All of attention between its two projections.
@@ -102,9 +141,8 @@ class AttentionOps(Protocol):
         The result replaces the queries, or goes to `out` if given (a buffer from `inputs_for`).
 
         qkv [rows, (q_heads + 2 kv_heads) * d] strided rows: queries, keys, values. Steps, in this
-        order: rms_norm_heads_ of queries and of keys, where a norm [d] is given; rope_ of both;
-        x * head_scale + head_shift of both, where these are given (float32
-        [(q_heads + kv_heads) * d], both or neither); write_kv; paged_attention. Leaves keys and
-        values in qkv undefined.
+        order: rms_norm_heads_ of queries and of keys, where `norms` has one; rope_ of both;
+        `smoothing` of both, if given; write_kv; paged_attention. Leaves keys and values in qkv
+        undefined.
         """
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from torch import Tensor
@@ -9,14 +10,25 @@ from torch import Tensor
 GateKind = Literal["silu", "gelu_tanh"]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RmsNorm:
+    """Factors of an RMS norm, float32 [d], and the number that is added to the mean square.
+
+    A model builds each of its norms once, at load.
+    """
+
+    weight: Tensor
+    eps: float
+
+
 class ElementwiseOps(Protocol):
     """Ops on rows of activations, each element or head by itself."""
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [m, d] strided rows -> x / sqrt(mean(x^2) + eps) * weight [m, d]."""
+    def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
+        """x [m, d] strided rows -> x / sqrt(mean(x^2) + norm.eps) * norm.weight [m, d]."""
         ...
 
-    def rms_norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+    def rms_norm_heads_(self, x: Tensor, norm: RmsNorm) -> None:
         """RMSNorm of each head by itself, in place; x [rows, heads, d] strided rows."""
         ...
 

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor, dtype
 
-from exl_core.ops.elementwise import GateKind
+from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 
 
@@ -87,21 +87,15 @@ class LinearOps(Protocol):
         ...
 
     def norm_linear(
-        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, out: Tensor | None = None
+        self, x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None
     ) -> Tensor:
-        """linear(rms_norm(x, norm, eps), w), written to `out` if given: [m, n] contiguous."""
+        """linear(rms_norm(x, norm), w), written to `out` if given: [m, n] contiguous."""
         ...
 
-    def norm_gated_linear(  # noqa: PLR0917 - two ops' operands
-        self,
-        x: Tensor,
-        norm: Tensor,
-        eps: float,
-        w: PackedLinear,
-        kind: GateKind,
-        out: Inputs | None = None,
+    def norm_gated_linear(
+        self, x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
     ) -> Tensor:
-        """gated_activation(norm_linear(x, norm, eps, w), kind): [m, n / 2].
+        """gated_activation(norm_linear(x, norm, w), kind): [m, n / 2].
 
         The first half of w's outputs is the gate. The result is written to `out` if given; the
         returned tensor then shares its memory.

@@ -7,7 +7,15 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from exl_core.ops.attention import AttentionBatch
+from exl_core.ops.attention import (
+    NO_HEAD_NORMS,
+    AttentionBatch,
+    AttentionRows,
+    CacheLayer,
+    HeadNorms,
+    KeySmoothing,
+    Scoring,
+)
 from exl_core.ops.backends.cpu.library import exl_kernels
 from exl_core.ops.linear import PreparedInputs
 
@@ -17,50 +25,31 @@ class CpuAttentionOps:
 
     _ops: exl_kernels.Table
 
-    def write_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slots: Tensor,
-    ) -> None:
-        self._ops.write_kv(key, value, key_cache, value_cache, slots)
+    def write_kv(self, key: Tensor, value: Tensor, cache: CacheLayer, slots: Tensor) -> None:
+        self._ops.write_kv(key, value, cache.keys, cache.values, slots)
 
-    def paged_attention(  # noqa: PLR0917 - the op's operands
-        self,
-        q: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        page_table: Tensor,
-        row_starts: Tensor,
-        past_lens: Tensor,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
+    def paged_attention(
+        self, q: Tensor, cache: CacheLayer, rows: AttentionRows, scoring: Scoring
     ) -> Tensor:
-        rows, heads, head_dim = q.shape
-        out = torch.empty(rows, heads * head_dim, dtype=torch.float32)
+        num_rows, heads, head_dim = q.shape
+        out = torch.empty(num_rows, heads * head_dim, dtype=torch.float32)
         self._ops.paged_attention(
             q,
-            key_cache,
-            value_cache,
-            page_table,
-            row_starts,
-            past_lens,
-            scale,
-            window,
-            softcap,
+            cache.keys,
+            cache.values,
+            rows.page_table,
+            rows.row_starts,
+            rows.past_lens,
+            scoring.scale,
+            scoring.window,
+            scoring.softcap,
             out,
         )
         return out
 
-    def attention_batch(  # noqa: PLR0917 - the parts of a batch
+    def attention_batch(
         self,
-        page_table: Tensor,
-        row_starts: Tensor,
-        past_lens: Tensor,
+        rows: AttentionRows,
         slots: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -69,37 +58,38 @@ class CpuAttentionOps:
         page_size: int,
     ) -> AttentionBatch:
         return exl_kernels.Table.AttentionBatch(
-            page_table, row_starts, past_lens, slots, cos, sin, num_pages, page_size
+            rows.page_table,
+            rows.row_starts,
+            rows.past_lens,
+            slots,
+            cos,
+            sin,
+            num_pages,
+            page_size,
         )
 
-    def attend_(  # noqa: PLR0917 - the op's operands
+    def attend_(
         self,
         qkv: Tensor,
         batch: AttentionBatch,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        head_scale: Tensor | None = None,
-        head_shift: Tensor | None = None,
+        cache: CacheLayer,
+        scoring: Scoring,
+        *,
+        norms: HeadNorms = NO_HEAD_NORMS,
+        smoothing: KeySmoothing | None = None,
         out: PreparedInputs | None = None,  # noqa: ARG002 - this table never makes one
     ) -> None:
-        bound = cast(exl_kernels.Table.AttentionBatch, batch)
         self._ops.attend_(
             qkv,
-            bound,
-            key_cache,
-            value_cache,
-            q_norm,
-            k_norm,
-            eps,
-            scale,
-            window,
-            softcap,
-            head_scale,
-            head_shift,
+            cast(exl_kernels.Table.AttentionBatch, batch),
+            cache.keys,
+            cache.values,
+            norms.q,
+            norms.k,
+            norms.eps,
+            scoring.scale,
+            scoring.window,
+            scoring.softcap,
+            None if smoothing is None else smoothing.scale,
+            None if smoothing is None else smoothing.shift,
         )

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cpu.library import exl_kernels
-from exl_core.ops.elementwise import GateKind
+from exl_core.ops.elementwise import GateKind, RmsNorm
 
 
 class CpuElementwiseOps:
@@ -14,14 +14,14 @@ class CpuElementwiseOps:
 
     _ops: exl_kernels.Table
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
         # empty_like takes a third of the time of empty(x.shape). The kernel checks x for float32.
         out = torch.empty_like(x)
-        self._ops.rms_norm(x, weight, eps, out)
+        self._ops.rms_norm(x, norm.weight, norm.eps, out)
         return out
 
-    def rms_norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
-        self._ops.rms_norm_heads_(x, weight, eps)
+    def rms_norm_heads_(self, x: Tensor, norm: RmsNorm) -> None:
+        self._ops.rms_norm_heads_(x, norm.weight, norm.eps)
 
     def rope_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         self._ops.rope_(x, cos, sin)

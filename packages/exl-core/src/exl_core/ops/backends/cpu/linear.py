@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, dtype
 
 from exl_core.ops.backends.cpu.library import exl_kernels
-from exl_core.ops.elementwise import GateKind
+from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 
@@ -66,26 +66,21 @@ class CpuLinearOps:
         self._ops.linear_add_(cast(Tensor, x), cast(exl_kernels.Linear, w), residual)
 
     def norm_linear(
-        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, out: Tensor | None = None
+        self, x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None
     ) -> Tensor:
         if out is None:
             out = torch.empty(x.shape[0], w.out_features, dtype=torch.float32)
-        self._ops.norm_linear(x, norm, eps, cast(exl_kernels.Linear, w), out)
+        self._ops.norm_linear(x, norm.weight, norm.eps, cast(exl_kernels.Linear, w), out)
         return out
 
-    def norm_gated_linear(  # noqa: PLR0917 - two ops' operands
-        self,
-        x: Tensor,
-        norm: Tensor,
-        eps: float,
-        w: PackedLinear,
-        kind: GateKind,
-        out: Inputs | None = None,
+    def norm_gated_linear(
+        self, x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
     ) -> Tensor:
         if out is None:
             out = torch.empty(x.shape[0], w.out_features // 2, dtype=torch.float32)
         out = cast(Tensor, out)
-        self._ops.norm_gated_linear(x, norm, eps, cast(exl_kernels.Linear, w), kind, out)
+        linear = cast(exl_kernels.Linear, w)
+        self._ops.norm_gated_linear(x, norm.weight, norm.eps, linear, kind, out)
         return out
 
     def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:

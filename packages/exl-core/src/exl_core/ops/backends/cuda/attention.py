@@ -18,7 +18,15 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from exl_core.ops.attention import AttentionBatch
+from exl_core.ops.attention import (
+    NO_HEAD_NORMS,
+    AttentionBatch,
+    AttentionRows,
+    CacheLayer,
+    HeadNorms,
+    KeySmoothing,
+    Scoring,
+)
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.matmul import CudaInputs, Linears
 from exl_core.ops.cache_rows import head_dim_of
@@ -58,9 +66,7 @@ class LongSegment(NamedTuple):
 class CudaBatch:
     """Operands of `attention_batch` on the GPU, and their bounds."""
 
-    page_table: Tensor
-    row_starts: Tensor
-    past_lens: Tensor
+    rows: AttentionRows
     slots: Tensor
     cos: Tensor
     sin: Tensor
@@ -75,15 +81,6 @@ class CudaBatch:
         return self.slots.shape[0] <= cuda.TILE_ROWS
 
 
-@dataclass(frozen=True, slots=True)
-class Scoring:
-    """Parameters that turn the dot product of a query and a key into an attention score."""
-
-    scale: float
-    window: int = 0
-    softcap: float = 0.0
-
-
 class Attention:
     """Attention ops of one GPU. Operands are those of `OpTable`."""
 
@@ -92,17 +89,9 @@ class Attention:
         self._has_flash = torch.cuda.get_device_capability(gpu.device) >= (8, 0)  # torch's
         self._row_counts: Counter[int] = Counter()  # of long segments without cached tokens
 
-    def bind(  # noqa: PLR0917 - what a batch is made of
-        self,
-        page_table: Tensor,
-        row_starts: Tensor,
-        past_lens: Tensor,
-        slots: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-    ) -> CudaBatch:
+    def bind(self, rows: AttentionRows, slots: Tensor, cos: Tensor, sin: Tensor) -> CudaBatch:
         """Makes a batch from tensors on the CPU: reads their bounds, then uploads them."""
-        starts, pasts = row_starts.tolist(), past_lens.tolist()
+        starts, pasts = rows.row_starts.tolist(), rows.past_lens.tolist()
         counts = [last - first for first, last in pairwise(starts)]
         lengths = [past + n for past, n in zip(pasts, counts, strict=True)]
 
@@ -110,9 +99,9 @@ class Attention:
             return x.to(self._gpu.device, non_blocking=True)
 
         batch = CudaBatch(
-            page_table=upload(page_table),
-            row_starts=upload(row_starts),
-            past_lens=upload(past_lens),
+            rows=AttentionRows(
+                upload(rows.page_table), upload(rows.row_starts), upload(rows.past_lens)
+            ),
             slots=upload(slots),
             cos=upload(cos),
             sin=upload(sin),
@@ -132,20 +121,20 @@ class Attention:
         if starts[cut]:
             short = replace(
                 batch,
-                page_table=batch.page_table[:cut],
-                row_starts=batch.row_starts[: cut + 1],
-                past_lens=batch.past_lens[:cut],
+                rows=AttentionRows(
+                    batch.rows.page_table[:cut],
+                    batch.rows.row_starts[: cut + 1],
+                    batch.rows.past_lens[:cut],
+                ),
                 max_rows=max(counts[:cut]),
                 max_keys=max(lengths[:cut]),
             )
         return replace(batch, long=tuple(long), short=short)
 
-    def write(
-        self, key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slots: Tensor
-    ) -> None:
+    def write(self, key: Tensor, value: Tensor, cache: CacheLayer, slots: Tensor) -> None:
         self._gpu.call(
             "write_kv",
-            _cache(key_cache, value_cache),
+            _pages_of(cache),
             key.data_ptr(),
             value.data_ptr(),
             TYPES[key.dtype],
@@ -154,20 +143,19 @@ class Attention:
             key.shape[0],
         )
 
-    def attend(  # noqa: PLR0917 - the op's operands
+    def attend(
         self,
         qkv: Tensor,
         batch: CudaBatch,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        norms: tuple[Tensor | None, Tensor | None],
-        eps: float,
+        cache: CacheLayer,
         scoring: Scoring,
-        smoothing: tuple[Tensor | None, Tensor | None],
+        *,
+        norms: HeadNorms,
+        smoothing: KeySmoothing | None,
         to: CudaInputs | None,
     ) -> None:
         rows, width = qkv.shape
-        head_dim, kv_heads = head_dim_of(key_cache), key_cache.shape[1]
+        head_dim, kv_heads = head_dim_of(cache.keys), cache.keys.shape[1]
         q_heads = width // head_dim - 2 * kv_heads
         args = cuda.RopeWrite(
             qkv=qkv.data_ptr(),
@@ -178,40 +166,40 @@ class Attention:
             rotary_half=batch.cos.shape[1],
             cos=batch.cos.data_ptr(),
             sin=batch.sin.data_ptr(),
-            q_norm=_pointer(norms[0]),
-            k_norm=_pointer(norms[1]),
-            head_scale=_pointer(smoothing[0]),
-            head_shift=_pointer(smoothing[1]),
-            eps=eps,
+            q_norm=_pointer(norms.q),
+            k_norm=_pointer(norms.k),
+            head_scale=None if smoothing is None else smoothing.scale.data_ptr(),
+            head_shift=None if smoothing is None else smoothing.shift.data_ptr(),
+            eps=norms.eps,
             slots=batch.slots.data_ptr(),
         )
-        self._gpu.call("rope_write", args, _cache(key_cache, value_cache))
+        self._gpu.call("rope_write", args, _pages_of(cache))
         queries = qkv[:, : q_heads * head_dim]
-        if _can_use_torch(batch, scoring, qkv, key_cache, self._has_flash):
+        if _can_use_torch(batch, scoring, qkv, cache.keys, self._has_flash):
             if batch.short is not None:
                 q = queries[: batch.long[0].first]
-                self.paged_attention(q, q, q_heads, batch.short, key_cache, value_cache, scoring)
+                self.paged_attention(q, q, batch.short, cache, scoring, heads=q_heads)
             heads = qkv.view(rows, -1, head_dim)
             for segment in batch.long:
                 own = heads[segment.first : segment.last]
                 if segment.past_len:
-                    pages = batch.page_table[segment.seq]
+                    pages = batch.rows.page_table[segment.seq]
                     q = own[:, :q_heads]
-                    _attend_with_past(q, key_cache, value_cache, pages, segment, scoring)
+                    _attend_with_past(q, cache, pages, segment, scoring)
                 else:
                     _attend_without_past(own, q_heads, kv_heads, segment, scoring)
             return
-        self.paged_attention(queries, queries, q_heads, batch, key_cache, value_cache, scoring, to)
+        self.paged_attention(queries, queries, batch, cache, scoring, heads=q_heads, to=to)
 
-    def paged_attention(  # noqa: PLR0917 - the op's operands
+    def paged_attention(
         self,
         q: Tensor,
         out: Tensor,
-        heads: int,
         batch: CudaBatch,
-        key_cache: Tensor,
-        value_cache: Tensor,
+        cache: CacheLayer,
         scoring: Scoring,
+        *,
+        heads: int,
         to: CudaInputs | None = None,
     ) -> None:
         """Attention of q over the cache: out [rows, heads * d].
@@ -220,7 +208,7 @@ class Attention:
         is written there as prepared inputs, and `out` is left unchanged.
         """
         rows = out.shape[0]
-        workspace = self._gpu.workspace("attention", rows, heads, head_dim_of(key_cache))
+        workspace = self._gpu.workspace("attention", rows, heads, head_dim_of(cache.keys))
         args = cuda.Attention(
             q=q.data_ptr(),
             q_stride=q.stride(0),
@@ -230,11 +218,11 @@ class Attention:
             dtype=TYPES[out.dtype],
             rows=rows,
             q_heads=heads,
-            seqs=batch.past_lens.shape[0],
-            page_table=batch.page_table.data_ptr(),
-            row_starts=batch.row_starts.data_ptr(),
-            past_lens=batch.past_lens.data_ptr(),
-            table_stride=batch.page_table.shape[1],
+            seqs=batch.rows.past_lens.shape[0],
+            page_table=batch.rows.page_table.data_ptr(),
+            row_starts=batch.rows.row_starts.data_ptr(),
+            past_lens=batch.rows.past_lens.data_ptr(),
+            table_stride=batch.rows.page_table.shape[1],
             max_rows=batch.max_rows,
             max_keys=batch.max_keys,
             window=scoring.window,
@@ -243,7 +231,7 @@ class Attention:
             workspace=workspace.data_ptr(),
             workspace_bytes=workspace.numel(),
         )
-        self._gpu.call("attention", args, _cache(key_cache, value_cache))
+        self._gpu.call("attention", args, _pages_of(cache))
 
 
 class CudaAttentionOps:
@@ -253,45 +241,25 @@ class CudaAttentionOps:
     _linears: Linears
     _attention: Attention
 
-    def write_kv(
-        self,
-        key: Tensor,
-        value: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        slots: Tensor,
-    ) -> None:
+    def write_kv(self, key: Tensor, value: Tensor, cache: CacheLayer, slots: Tensor) -> None:
         if key.shape[0] and (key.stride(0) != value.stride(0) or key.dtype is not value.dtype):
             raise OpInputError("write_kv: key and value (expected rows laid out alike)")
-        self._attention.write(key, value, key_cache, value_cache, slots)
+        self._attention.write(key, value, cache, slots)
 
-    def paged_attention(  # noqa: PLR0917 - the op's operands
-        self,
-        q: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        page_table: Tensor,
-        row_starts: Tensor,
-        past_lens: Tensor,
-        *,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
+    def paged_attention(
+        self, q: Tensor, cache: CacheLayer, rows: AttentionRows, scoring: Scoring
     ) -> Tensor:
-        rows, heads, head_dim = q.shape
-        out = self._gpu.empty(rows, heads * head_dim, dtype=q.dtype)
+        num_rows, heads, head_dim = q.shape
+        out = self._gpu.empty(num_rows, heads * head_dim, dtype=q.dtype)
         none = self._gpu.empty(0)
-        batch = self._attention.bind(page_table, row_starts, past_lens, none, none, none)
-        scoring = Scoring(scale, window, softcap)
-        if rows:
-            self._attention.paged_attention(q, out, heads, batch, key_cache, value_cache, scoring)
+        batch = self._attention.bind(rows, none, none, none)
+        if num_rows:
+            self._attention.paged_attention(q, out, batch, cache, scoring, heads=heads)
         return out
 
-    def attention_batch(  # noqa: PLR0917 - what a batch is made of
+    def attention_batch(
         self,
-        page_table: Tensor,
-        row_starts: Tensor,
-        past_lens: Tensor,
+        rows: AttentionRows,
         slots: Tensor,
         cos: Tensor,
         sin: Tensor,
@@ -300,30 +268,26 @@ class CudaAttentionOps:
         page_size: int,
     ) -> AttentionBatch:
         self._linears.begin_pass()  # a pass starts with this op
+        page_table = rows.page_table
         if page_table.is_cuda:
-            rows, (seqs, pages) = slots.shape[0], page_table.shape
-            most = 1 if rows == seqs else rows, pages * page_size
-            return CudaBatch(page_table, row_starts, past_lens, slots, cos, sin, *most)
+            num_rows, (seqs, pages) = slots.shape[0], page_table.shape
+            most = 1 if num_rows == seqs else num_rows, pages * page_size
+            return CudaBatch(rows, slots, cos, sin, *most)
         if page_table.numel() and int(page_table.amax()) >= num_pages:
             raise OpInputError(
                 f"attention_batch: page_table (expected ids within [0, {num_pages}))"
             )
-        return self._attention.bind(page_table, row_starts, past_lens, slots, cos, sin)
+        return self._attention.bind(rows, slots, cos, sin)
 
-    def attend_(  # noqa: PLR0917 - the op's operands
+    def attend_(
         self,
         qkv: Tensor,
         batch: AttentionBatch,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        q_norm: Tensor | None,
-        k_norm: Tensor | None,
-        eps: float,
-        scale: float,
-        window: int = 0,
-        softcap: float = 0.0,
-        head_scale: Tensor | None = None,
-        head_shift: Tensor | None = None,
+        cache: CacheLayer,
+        scoring: Scoring,
+        *,
+        norms: HeadNorms = NO_HEAD_NORMS,
+        smoothing: KeySmoothing | None = None,
         out: PreparedInputs | None = None,
     ) -> None:
         if qkv.shape[0] == 0:
@@ -333,13 +297,11 @@ class CudaAttentionOps:
         self._attention.attend(
             qkv,
             bound,
-            key_cache,
-            value_cache,
-            (q_norm, k_norm),
-            eps,
-            Scoring(scale, window, softcap),
-            (head_scale, head_shift),
-            to if writes_to_out else None,
+            cache,
+            scoring,
+            norms=norms,
+            smoothing=smoothing,
+            to=to if writes_to_out else None,
         )
         if to is not None and not writes_to_out:
             self._linears.prepare_for(to, qkv[:, : to.features])
@@ -378,26 +340,21 @@ def _attend_without_past(
     q.copy_(mixed)
 
 
-def _attend_with_past(  # noqa: PLR0917 - the operands of attention
-    queries: Tensor,
-    key_cache: Tensor,
-    value_cache: Tensor,
-    pages: Tensor,
-    segment: LongSegment,
-    scoring: Scoring,
+def _attend_with_past(
+    queries: Tensor, cache: CacheLayer, pages: Tensor, segment: LongSegment, scoring: Scoring
 ) -> None:
     """Attention of one sequence with cached tokens. Results replace the queries [rows, heads, d].
 
     Gathers the sequence's keys and values from its pages into contiguous tensors.
     """
-    page_size = key_cache.shape[2]
+    page_size = cache.keys.shape[2]
     count = segment.past_len + segment.last - segment.first
     pages = pages[: -(-count // page_size)].long()
 
-    def gathered(cache: Tensor) -> Tensor:  # [1, kv_heads, keys, d]
-        return cache.transpose(0, 1).index_select(1, pages).flatten(1, 2)[None, :, :count]
+    def gathered(x: Tensor) -> Tensor:  # [1, kv_heads, keys, d]
+        return x.transpose(0, 1).index_select(1, pages).flatten(1, 2)[None, :, :count]
 
-    q, k, v = queries.transpose(0, 1)[None], gathered(key_cache), gathered(value_cache)
+    q, k, v = queries.transpose(0, 1)[None], gathered(cache.keys), gathered(cache.values)
     # With fewer queries than keys, this op aligns the causal mask so that the last query sees the
     # last key. The public way to say so, torch.nn.attention.bias, takes seconds to import.
     flash = torch.ops.aten._scaled_dot_product_flash_attention
@@ -408,15 +365,15 @@ def _pointer(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _cache(key_cache: Tensor, value_cache: Tensor) -> cuda.Cache:
-    pages, kv_heads, page_size, _ = key_cache.shape
+def _pages_of(cache: CacheLayer) -> cuda.Cache:
+    pages, kv_heads, page_size, _ = cache.keys.shape
     return cuda.Cache(
-        key_cache.data_ptr(),
-        value_cache.data_ptr(),
-        TYPES[key_cache.dtype],
-        TYPES[value_cache.dtype],
+        cache.keys.data_ptr(),
+        cache.values.data_ptr(),
+        TYPES[cache.keys.dtype],
+        TYPES[cache.values.dtype],
         kv_heads,
-        head_dim_of(key_cache),
+        head_dim_of(cache.keys),
         page_size,
         pages,
     )

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.matmul import Linears
-from exl_core.ops.elementwise import GateKind
+from exl_core.ops.elementwise import GateKind, RmsNorm
 
 
 class CudaElementwiseOps:
@@ -15,18 +15,18 @@ class CudaElementwiseOps:
     _gpu: Gpu
     _linears: Linears
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
         rows, columns = x.shape
         out = self._gpu.empty(rows, columns)
         if rows:
-            source = x.data_ptr(), TYPES[x.dtype], x.stride(0), weight.data_ptr(), eps
+            source = x.data_ptr(), TYPES[x.dtype], x.stride(0), norm.weight.data_ptr(), norm.eps
             target = out.data_ptr(), TYPES[out.dtype], out.stride(0)
             self._gpu.call("rms_norm", *source, rows, columns, *target)
         return out
 
-    def rms_norm_heads_(self, x: Tensor, weight: Tensor, eps: float) -> None:
+    def rms_norm_heads_(self, x: Tensor, norm: RmsNorm) -> None:
         if x.numel():
-            operands = x.data_ptr(), TYPES[x.dtype], x.stride(0), weight.data_ptr(), eps
+            operands = x.data_ptr(), TYPES[x.dtype], x.stride(0), norm.weight.data_ptr(), norm.eps
             self._gpu.call("rms_norm_heads", *operands, *x.shape)
 
     def rope_(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
-from exl_core.ops.backends.cuda.matmul import CudaInputs, CudaJoined, Linears, Norm, parts_of
+from exl_core.ops.backends.cuda.matmul import CudaInputs, CudaJoined, Linears, parts_of
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
-from exl_core.ops.elementwise import GateKind
+from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 
@@ -61,27 +61,21 @@ class CudaLinearOps:
         self._linears.multiply(x, w, residual, is_added=True)
 
     def norm_linear(
-        self, x: Tensor, norm: Tensor, eps: float, w: PackedLinear, out: Tensor | None = None
+        self, x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None
     ) -> Tensor:
         if out is None:
             out = self._gpu.empty(x.shape[0], w.out_features)
-        self._linears.multiply(x, w, out, norm=Norm(norm, eps))
+        self._linears.multiply(x, w, out, norm=norm)
         return out
 
-    def norm_gated_linear(  # noqa: PLR0917 - two ops' operands
-        self,
-        x: Tensor,
-        norm: Tensor,
-        eps: float,
-        w: PackedLinear,
-        kind: GateKind,
-        out: Inputs | None = None,
+    def norm_gated_linear(
+        self, x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
     ) -> Tensor:
         if isinstance(out, CudaInputs):
-            self._linears.multiply_gated(x, w, out, Norm(norm, eps), kind)
+            self._linears.multiply_gated(x, w, out, norm, kind)
             return out.memory
         to = self._gpu.empty(x.shape[0], w.out_features // 2) if out is None else cast(Tensor, out)
-        self._linears.multiply_gated(x, w, to, Norm(norm, eps), kind)
+        self._linears.multiply_gated(x, w, to, norm, kind)
         return to
 
     def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:

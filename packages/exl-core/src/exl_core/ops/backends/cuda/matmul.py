@@ -13,7 +13,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,7 +24,7 @@ from exl_core.ops.backends.cuda.quantized import CudaQuantLinear
 from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
-from exl_core.ops.elementwise import GateKind
+from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_kernels import cuda
@@ -107,13 +107,6 @@ class CudaInputs:
         return cuda.Prepared(permutation, self.memory.data_ptr(), self.w.num_blocks, 0)
 
 
-class Norm(NamedTuple):
-    """RMS norm that is applied to the inputs of a linear."""
-
-    weight: Tensor
-    eps: float
-
-
 class Linears:
     """Creates matrices, fills them, and multiplies activations with them."""
 
@@ -180,7 +173,7 @@ class Linears:
         w: PackedLinear,
         out: Tensor,
         *,
-        norm: Norm | None = None,
+        norm: RmsNorm | None = None,
         is_added: bool = False,
     ) -> None:
         """out [m, n] = x [m, k] @ w. With `is_added`, adds to `out`, which is float32 then."""
@@ -190,7 +183,8 @@ class Linears:
         quantized = _all_quantized(parts)
         is_direct = x.shape[0] <= MAX_DIRECT_ROWS
         if quantized is not None and is_direct and len(parts) <= cuda.MAX_PARTS:
-            self._multiply_codes(x, quantized, out, norm, cuda.ADD if is_added else cuda.STORE)
+            epilogue = cuda.ADD if is_added else cuda.STORE
+            self._multiply_codes(x, quantized, out, norm=norm, epilogue=epilogue)
             return
         halves = self._as_float16(x, norm)
         first = 0
@@ -202,8 +196,9 @@ class Linears:
                 self._multiply_dense(halves, same_kind, columns, is_added)
             elif is_direct:
                 for part, own in _split(same_kind, columns):
-                    kind = cuda.ADD if is_added else cuda.STORE
-                    self._multiply_codes(halves, (cast(CudaQuantLinear, part),), own, None, kind)
+                    epilogue = cuda.ADD if is_added else cuda.STORE
+                    alone = (cast(CudaQuantLinear, part),)
+                    self._multiply_codes(halves, alone, own, epilogue=epilogue)
             else:
                 self._multiply_slices(
                     halves, cast(tuple[CudaQuantLinear, ...], same_kind), columns, is_added
@@ -211,7 +206,7 @@ class Linears:
             first = last
 
     def multiply_gated(
-        self, x: Tensor, w: PackedLinear, out: Tensor | CudaInputs, norm: Norm, kind: GateKind
+        self, x: Tensor, w: PackedLinear, out: Tensor | CudaInputs, norm: RmsNorm, kind: GateKind
     ) -> None:
         """out [m, n / 2] = act(gate) * up, where rms_norm(x) @ w is gate and up side by side."""
         rows, columns = x.shape[0], w.out_features // 2
@@ -220,7 +215,7 @@ class Linears:
         quantized = _all_quantized(parts_of(w))
         is_pair = quantized is not None and [p.out_features for p in quantized] == [columns] * 2
         if quantized is not None and is_pair and rows <= MAX_DIRECT_ROWS:
-            self._multiply_codes(x, quantized, out, norm, cuda.GATED, kind)
+            self._multiply_codes(x, quantized, out, norm=norm, epilogue=cuda.GATED, gate=kind)
             return
         if isinstance(out, CudaInputs):
             halves = self._gpu.empty(rows, columns, dtype=torch.float16)
@@ -239,12 +234,13 @@ class Linears:
         target = out.data_ptr(), TYPES[out.dtype], out.stride(0)
         self._gpu.call("gated_activation", *source, rows, columns, *target)
 
-    def _multiply_codes(  # noqa: PLR0917 - operands of the kernel
+    def _multiply_codes(
         self,
         x: Tensor,
         parts: tuple[CudaQuantLinear, ...],
         out: Tensor | CudaInputs,
-        norm: Norm | None,
+        *,
+        norm: RmsNorm | None = None,
         epilogue: int,
         gate: GateKind = "silu",
     ) -> None:
@@ -332,7 +328,7 @@ class Linears:
             if part.bias is not None:
                 own.add_(part.bias)
 
-    def _as_float16(self, x: Tensor, norm: Norm | None) -> Tensor:
+    def _as_float16(self, x: Tensor, norm: RmsNorm | None) -> Tensor:
         """x, after the norm if there is one, as float16 [m, k] with any row stride."""
         if norm is None and x.dtype is torch.float16:
             return x
@@ -373,7 +369,7 @@ def _all_quantized(parts: Sequence[Part]) -> tuple[CudaQuantLinear, ...] | None:
     return found if len(found) == len(parts) else None
 
 
-def _prepare(x: Tensor, norm: Norm | None) -> cuda.Prepare:
+def _prepare(x: Tensor, norm: RmsNorm | None) -> cuda.Prepare:
     """Arguments of `exl_cuda_prepare` with its inputs and without outputs."""
     rows, columns = x.shape
     args = cuda.Prepare(

@@ -8,25 +8,25 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.checks import F32, OpInputError, check, check_contiguous
-from exl_core.ops.elementwise import GateKind
+from exl_core.ops.elementwise import GateKind, RmsNorm
 
 
 class ReferenceElementwiseOps:
     """ElementwiseOps in plain torch."""
 
     @staticmethod
-    def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def rms_norm(x: Tensor, norm: RmsNorm) -> Tensor:
         check("rms_norm", "x", x, F32, None, None)
         check_contiguous("rms_norm", "x", x, 1)
-        check("rms_norm", "weight", weight, F32, x.shape[1])
-        return rms_norm_rows(x, weight, eps)
+        check("rms_norm", "weight", norm.weight, F32, x.shape[1])
+        return rms_norm_rows(x, norm)
 
     @staticmethod
-    def rms_norm_heads_(x: Tensor, weight: Tensor, eps: float) -> None:
+    def rms_norm_heads_(x: Tensor, norm: RmsNorm) -> None:
         check("rms_norm_heads_", "x", x, F32, None, None, None)
         check_contiguous("rms_norm_heads_", "x", x, 1)
-        check("rms_norm_heads_", "weight", weight, F32, x.shape[2])
-        x.copy_(rms_norm_rows(x, weight, eps))
+        check("rms_norm_heads_", "weight", norm.weight, F32, x.shape[2])
+        x.copy_(rms_norm_rows(x, norm))
 
     @staticmethod
     def rope_(x: Tensor, cos: Tensor, sin: Tensor) -> None:
@@ -62,7 +62,7 @@ class ReferenceElementwiseOps:
         return (active * up).float()
 
 
-def rms_norm_rows(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm_rows(x: Tensor, norm: RmsNorm) -> Tensor:
     wide = x.double()
-    factor = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-    return (wide * factor * weight.double()).float()
+    factor = (wide.square().mean(-1, keepdim=True) + norm.eps).rsqrt()
+    return (wide * factor * norm.weight.double()).float()

@@ -12,7 +12,7 @@ from torch import Tensor, dtype
 from exl_core.ops.backends.reference.elementwise import ReferenceElementwiseOps, rms_norm_rows
 from exl_core.ops.backends.reference.quantized import PlainQuantized, fill_quantized, new_quantized
 from exl_core.ops.checks import F32, OpInputError, check, check_contiguous, check_range
-from exl_core.ops.elementwise import GateKind
+from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 
@@ -142,24 +142,17 @@ class ReferenceLinearOps:
         residual.copy_(residual + y)
 
     @staticmethod
-    def norm_linear(
-        x: Tensor, norm: Tensor, eps: float, w: PackedLinear, out: Tensor | None = None
-    ) -> Tensor:
-        return _copy_to("norm_linear", _norm_linear("norm_linear", x, norm, eps, w), out)
+    def norm_linear(x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None) -> Tensor:
+        return _copy_to("norm_linear", _norm_linear("norm_linear", x, norm, w), out)
 
     @staticmethod
-    def norm_gated_linear(  # noqa: PLR0917 - two ops' operands
-        x: Tensor,
-        norm: Tensor,
-        eps: float,
-        w: PackedLinear,
-        kind: GateKind,
-        out: Inputs | None = None,
+    def norm_gated_linear(
+        x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
     ) -> Tensor:
         op = "norm_gated_linear"
         if w.out_features % 2 != 0:
             raise OpInputError(f"{op}: w ({w.out_features} are no two halves)")
-        y = ReferenceElementwiseOps.gated_activation(_norm_linear(op, x, norm, eps, w), kind)
+        y = ReferenceElementwiseOps.gated_activation(_norm_linear(op, x, norm, w), kind)
         return _copy_to(op, y, cast(Tensor | None, out))
 
     @staticmethod
@@ -193,9 +186,9 @@ def _copy_to(op: str, result: Tensor, out: Tensor | None) -> Tensor:
     return out.copy_(result)
 
 
-def _norm_linear(op: str, x: Tensor, norm: Tensor, eps: float, w: PackedLinear) -> Tensor:
+def _norm_linear(op: str, x: Tensor, norm: RmsNorm, w: PackedLinear) -> Tensor:
     check(op, "x", x, F32, None, w.in_features)
     check_contiguous(op, "x", x, 1)
-    check(op, "norm", norm, F32, w.in_features)
-    check_contiguous(op, "norm", norm)
-    return _linear(op, rms_norm_rows(x, norm, eps), w).float()
+    check(op, "norm", norm.weight, F32, w.in_features)
+    check_contiguous(op, "norm", norm.weight)
+    return _linear(op, rms_norm_rows(x, norm), w).float()
