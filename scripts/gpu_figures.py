@@ -185,11 +185,12 @@ def rounded(figures: Figures, *names: str) -> dict[str, Any]:
     return {name: float(f"{value:.6g}") for name, value in found.items()}
 
 
-def emit(  # noqa: PLR0917 - a figure with its comparison
+def emit(
     figure: str,
     value: float,
     unit: str,
     peer: float | None = None,
+    *,
     is_less_better: bool = False,
     ratio: float | None = None,
     **facts: object,

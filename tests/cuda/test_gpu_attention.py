@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from exl_core.ops.attention import AttentionRows, CacheLayer, Scoring
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.reference.table import ReferenceTable
 from exl_core.ops.cache_rows import decode_rows, encode_rows, head_dim_of, row_size
@@ -371,13 +372,8 @@ def test_the_bound_is_the_references(rng: torch.Generator) -> None:
     batch = case.batch
     right = ReferenceTable(1).paged_attention(
         case.q.float().cpu(),
-        batch.key_cache.cpu(),
-        batch.value_cache.cpu(),
-        batch.page_table.cpu(),
-        batch.row_starts.cpu(),
-        batch.past_lens.cpu(),
-        scale=case.scale,
-        window=13,
-        softcap=9.0,
+        CacheLayer(batch.key_cache.cpu(), batch.value_cache.cpu()),
+        AttentionRows(batch.page_table.cpu(), batch.row_starts.cpu(), batch.past_lens.cpu()),
+        Scoring(case.scale, window=13, softcap=9.0),
     )
     assert (case.exact().cpu().flatten(1) - right).norm() <= 1e-6 * right.norm()

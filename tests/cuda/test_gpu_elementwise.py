@@ -65,8 +65,8 @@ def test_rms_norm(
 
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 @pytest.mark.parametrize("rows, heads, d", [(1, 1, 64), (3, 32, 128), (130, 5, 80), (17, 9, 256)])
-def test_rms_norm_heads(  # noqa: PLR0917 - the op's cases
-    gpu: Gpu, rng: torch.Generator, dtype: torch.dtype, rows: int, heads: int, d: int
+def test_rms_norm_heads(
+    *, gpu: Gpu, rng: torch.Generator, dtype: torch.dtype, rows: int, heads: int, d: int
 ) -> None:
     wide = torch.randn(rows, heads * d + 16, generator=rng).to(dtype)
     weight = torch.randn(d, generator=rng)
@@ -81,8 +81,8 @@ def test_rms_norm_heads(  # noqa: PLR0917 - the op's cases
 @pytest.mark.parametrize("dtype", [F32, F16], ids=str)
 @pytest.mark.parametrize("half", [16, 32])
 @pytest.mark.parametrize("rows, heads", [(1, 1), (3, 33), (130, 8)])
-def test_rope(  # noqa: PLR0917 - the op's cases
-    gpu: Gpu, rng: torch.Generator, dtype: torch.dtype, half: int, rows: int, heads: int
+def test_rope(
+    *, gpu: Gpu, rng: torch.Generator, dtype: torch.dtype, half: int, rows: int, heads: int
 ) -> None:
     d = 64
     wide = torch.randn(rows, heads * d + 8, generator=rng).to(dtype)
@@ -102,7 +102,8 @@ def test_rope(  # noqa: PLR0917 - the op's cases
 @pytest.mark.parametrize("gate", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("types", TYPE_PAIRS, ids=str)
 @pytest.mark.parametrize("rows, d", [(1, 8), (2, 100), (7, 1), (33, 1536), (130, 11008)])
-def test_gated_activation(  # noqa: PLR0917 - the op's cases
+def test_gated_activation(
+    *,
     gpu: Gpu,
     rng: torch.Generator,
     gate: str,

@@ -38,11 +38,12 @@ class Workspace:
         self.memory = torch.zeros(size, dtype=torch.uint8, device="cuda")
 
 
-def run_linear(  # noqa: PLR0917 - the op's operands
+def run_linear(
     parts: Sequence[DeviceMatrix],
     x: Tensor,
     y: Tensor,
     workspace: Workspace,
+    *,
     epilogue: int = cuda.STORE,
     gate: int = 0,
 ) -> None:
@@ -179,7 +180,7 @@ def test_gated_pairs_whose_units_differ(n, m):
     gate = random_plain(3, [(5, 1, 128), (4, 21, 32), (6, 1, 224)], n, offset="zeros")
     up = random_plain(4, [(8, 2, 256), (3, 4, 128)], n, has_bias=True)
     x, y = inputs(m, 1024), poisoned(m, n)
-    run_linear([packed(gate), packed(up)], x, y, Workspace(2 * n), cuda.GATED)
+    run_linear([packed(gate), packed(up)], x, y, Workspace(2 * n), epilogue=cuda.GATED)
     activated = torch.nn.functional.silu(exact(gate, x))
     assert error(y, activated * exact(up, x)) < FLOAT32_BOUND
 
@@ -221,7 +222,7 @@ def test_a_product_is_added_to_what_is_there(m):
     x = inputs(m, plain.in_features)
     before = torch.randn(m, 264, device="cuda")
     y = before.clone()
-    run_linear([matrix], x, y, workspace, cuda.ADD)
+    run_linear([matrix], x, y, workspace, epilogue=cuda.ADD)
     assert error(y, before.double() + exact(plain, x)) < FLOAT32_BOUND
 
 
@@ -233,7 +234,8 @@ def test_gated_pairs(kind, m, n):
     up = random_plain(2, [(4, 6, 128), (3, 2, 128)], n, has_bias=n == 100)
     workspace = Workspace(2 * n)
     x, y = inputs(m, 1024), poisoned(m, n, torch.float16)
-    run_linear([packed(gate), packed(up)], x, y, workspace, cuda.GATED, cuda.GATES[kind])
+    parts = [packed(gate), packed(up)]
+    run_linear(parts, x, y, workspace, epilogue=cuda.GATED, gate=cuda.GATES[kind])
     first = exact(gate, x)
     if kind == "silu":
         activated = torch.nn.functional.silu(first)
@@ -295,5 +297,5 @@ def test_operands_outside_the_contract_are_refused():
     with pytest.raises(cuda.CudaError, match="cudaErrorInvalidValue"):
         run_linear([matrix], inputs(129, 32), y, workspace)
     with pytest.raises(cuda.CudaError, match="cudaErrorInvalidValue"):
-        run_linear([matrix], inputs(1, 32), y.half(), workspace, cuda.ADD)
+        run_linear([matrix], inputs(1, 32), y.half(), workspace, epilogue=cuda.ADD)
     assert y.isnan().all()

@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from exl_core.ops.attention import AttentionRows, CacheLayer, Scoring
 from exl_core.ops.backends.cuda.matmul import CudaInputs
 from exl_core.ops.backends.cuda.table import CudaTable
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.linear import Inputs, PackedLinear
 from exl_core.ops.open import get_table
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
@@ -50,15 +52,16 @@ def times(ops: CudaTable, x: Inputs, w: PackedLinear, rows: int) -> Tensor:
 def test_gated_products(ops: CudaTable, rows: int, inner: int) -> None:
     pair = ops.join([matrix(ops, inner, 512, 1), matrix(ops, inner, 512, 2)])
     down = matrix(ops, 96, inner, 3)
-    x, norm = torch.randn(rows, 512, device="cuda"), torch.rand(512, device="cuda") + 0.5
+    x = torch.randn(rows, 512, device="cuda")
+    norm = RmsNorm(torch.rand(512, device="cuda") + 0.5, 1e-5)
     plain = ops.activations(rows, inner)
-    ops.norm_gated_linear(x, norm, 1e-5, pair, "silu", plain)
+    ops.norm_gated_linear(x, norm, pair, "silu", plain)
     placed = ops.inputs_for(down, plain)
     if rows <= 8 or torch.cuda.get_device_capability() == (9, 0):
         assert isinstance(placed, CudaInputs)
     if isinstance(placed, CudaInputs):
         placed.memory.fill_(torch.nan)
-    ops.norm_gated_linear(x, norm, 1e-5, pair, "silu", placed)
+    ops.norm_gated_linear(x, norm, pair, "silu", placed)
     found = times(ops, placed, down, rows)
     assert torch.equal(found, times(ops, plain, down, rows))
     assert found.abs().amax() > 0
@@ -73,9 +76,7 @@ def test_attention(ops: CudaTable, counts: tuple[int, ...]) -> None:
     starts = torch.tensor([0, *counts]).cumsum(0).int()
     at = [(i, int(pasts[i]) + j) for i, count in enumerate(counts) for j in range(count)]
     batch = ops.attention_batch(
-        torch.arange(len(counts)).int()[:, None],
-        starts,
-        pasts,
+        AttentionRows(torch.arange(len(counts)).int()[:, None], starts, pasts),
         torch.tensor([page * PAGE + place for page, place in at]),
         torch.ones(rows, DIM // 2),
         torch.zeros(rows, DIM // 2),
@@ -83,17 +84,17 @@ def test_attention(ops: CudaTable, counts: tuple[int, ...]) -> None:
         page_size=PAGE,
     )
     shape = (2, len(counts), KV_HEADS, PAGE, DIM)
-    caches = torch.randn(shape, device="cuda").half()
+    cache = CacheLayer(*torch.randn(shape, device="cuda").half())
     output = matrix(ops, 160, HEADS * DIM, 4)
     qkv = torch.randn(rows, width, device="cuda").half()
-    scale, eps = DIM**-0.5, 1e-5
+    scoring = Scoring(DIM**-0.5)
     in_place = qkv.clone()
-    ops.attend_(in_place, batch, caches[0], caches[1], None, None, eps, scale)
+    ops.attend_(in_place, batch, cache, scoring)
     plain = in_place[:, : HEADS * DIM]
     placed = ops.inputs_for(output, plain)
     if isinstance(placed, CudaInputs):
         placed.memory.fill_(torch.nan)
-        ops.attend_(qkv, batch, caches[0], caches[1], None, None, eps, scale, out=placed)
+        ops.attend_(qkv, batch, cache, scoring, out=placed)
     found = times(ops, placed, output, rows)
     assert torch.equal(found, times(ops, plain, output, rows))
     assert found.abs().amax() > 0

@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from exl_core.ops.attention import CacheLayer
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.reference.table import ReferenceTable
 from exl_core.ops.cache_rows import decode_rows, row_size
+from exl_core.ops.elementwise import RmsNorm
 from exl_kernels import cuda
 
 pytestmark = pytest.mark.cuda
@@ -86,8 +88,8 @@ def assert_same_bits(got: Tensor, expected: Tensor, d: int) -> None:
 @pytest.mark.parametrize("dtype", [F16, F32], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 130, 900])
 @pytest.mark.parametrize(("name", "d"), HEADS)
-def test_stored_bits_are_the_references(  # noqa: PLR0917 - one axis each
-    gpu: Gpu, rng: torch.Generator, name: str, d: int, rows: int, dtype: torch.dtype
+def test_stored_bits_are_the_references(
+    *, gpu: Gpu, rng: torch.Generator, name: str, d: int, rows: int, dtype: torch.dtype
 ) -> None:
     kv_heads, page_size, pages = 3, 16, -(-rows // 16) + 3
     stored = caches(rng, name, d, pages=pages, kv_heads=kv_heads, page_size=page_size)
@@ -98,7 +100,8 @@ def test_stored_bits_are_the_references(  # noqa: PLR0917 - one axis each
     packed = packed.to(dtype)
     slots = torch.randperm(pages * page_size, generator=rng)[:rows]
 
-    ReferenceTable(1).write_kv(packed[:, 0].float(), packed[:, 1].float(), *stored, slots)
+    keys, values = packed[:, 0].float(), packed[:, 1].float()
+    ReferenceTable(1).write_kv(keys, values, CacheLayer(*stored), slots)
     there, at = packed.cuda(), slots.cuda()
     values = there.data_ptr() + kv_heads * d * dtype.itemsize
     gpu.call(
@@ -130,7 +133,7 @@ def test_what_is_not_finite_or_too_large_is_stored_as_in_the_reference(
     key[7, 0, 40] = 1e5
     slots = torch.arange(rows)
 
-    ReferenceTable(1).write_kv(key, key, *stored, slots)
+    ReferenceTable(1).write_kv(key, key, CacheLayer(*stored), slots)
     there, at = key.cuda(), slots.cuda()
     cache = cache_struct(on_gpu[0], on_gpu[1], d)
     pointer = there.data_ptr()
@@ -150,7 +153,8 @@ def test_what_is_not_finite_or_too_large_is_stored_as_in_the_reference(
      ("f8", 128, 32)],
 )  # fmt: skip
 @pytest.mark.parametrize("rows", [9, 600])  # a head to a warp, or four of ten, or the last two
-def test_norms_and_rope_come_before_the_cache(  # noqa: PLR0917 - one axis each
+def test_norms_and_rope_come_before_the_cache(
+    *,
     gpu: Gpu,
     rng: torch.Generator,
     name: str,
@@ -191,13 +195,13 @@ def test_norms_and_rope_come_before_the_cache(  # noqa: PLR0917 - one axis each
     q, k = q.contiguous(), k.contiguous()
     for x, norm in zip((q, k), norms, strict=True):
         if has_norms:
-            table.rms_norm_heads_(x, norm, 1e-5)
+            table.rms_norm_heads_(x, RmsNorm(norm, 1e-5))
         if half:
             table.rope_(x, cos, sin)
     if is_fitted:
         scale, shift = fit.view(2, -1, d)
         q, k = q * scale[:q_heads] + shift[:q_heads], k * scale[q_heads:] + shift[q_heads:]
-    table.write_kv(k, v, *stored, slots)
+    table.write_kv(k, v, CacheLayer(*stored), slots)
     got_q = there["qkv"][:, : q_heads * d].cpu().double().view(rows, q_heads, d)
     rounding = 5e-4 if dtype == F16 else 1e-6
     assert (got_q - q.double()).norm() <= rounding * q.norm()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exl_core.ops.attention import AttentionRows, CacheLayer
 from exl_core.ops.cache_rows import decode_rows, encode_rows, row_size
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.table import OpTable
@@ -63,14 +64,13 @@ class PagedBatch:
         rows = cache.view(torch.uint8)[pages, :, at % page_size]
         return rows.transpose(0, 1).contiguous().view(cache.dtype)
 
-    def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        return (
-            self.key_cache,
-            self.value_cache,
-            self.page_table,
-            self.row_starts,
-            self.past_lens,
-        )
+    @property
+    def cache(self) -> CacheLayer:
+        return CacheLayer(self.key_cache, self.value_cache)
+
+    @property
+    def attention_rows(self) -> AttentionRows:
+        return AttentionRows(self.page_table, self.row_starts, self.past_lens)
 
 
 def paged_batch(

@@ -7,6 +7,7 @@ import torch
 from kernel_support import UNIT, PagedBatch, assert_within, normal, paged_batch, strided_rows
 from torch import Tensor
 
+from exl_core.ops.attention import AttentionRows, Scoring
 from exl_core.ops.table import OpTable
 from support.profiles import first_by_default
 
@@ -55,9 +56,8 @@ def exact_attention(
 def run(
     table: OpTable, q: Tensor, batch: PagedBatch, *, window: int = 0, softcap: float = 0.0
 ) -> Tensor:
-    return table.paged_attention(
-        q, *batch.operands(), scale=q.shape[2] ** -0.5, window=window, softcap=softcap
-    )
+    scoring = Scoring(q.shape[2] ** -0.5, window, softcap)
+    return table.paged_attention(q, batch.cache, batch.attention_rows, scoring)
 
 
 def check(
@@ -72,8 +72,8 @@ def check(
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("page_size", [16, 256])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "d"), [(9, 3, 64), (4, 1, 256), (2, 2, 72)])
-def test_decode_and_prefill_mix_in_one_call(  # noqa: PLR0917 - one axis each
-    table: OpTable, rng, dtype, page_size, q_heads, kv_heads, d
+def test_decode_and_prefill_mix_in_one_call(
+    *, table: OpTable, rng, dtype, page_size, q_heads, kv_heads, d
 ) -> None:
     batch = paged_batch(rng, MIXED, kv_heads=kv_heads, head_dim=d, page_size=page_size, dtype=dtype)
     check(table, strided_rows(rng, batch.rows, q_heads, d), batch)
@@ -190,13 +190,10 @@ def test_a_sequence_does_not_depend_on_its_neighbours(kernels: OpTable, rng) -> 
 
     for seq in range(len(MIXED)):
         rows = slice(starts[seq], starts[seq + 1])
-        alone = kernels.paged_attention(
-            q[rows].contiguous(),
-            batch.key_cache,
-            batch.value_cache,
+        own = AttentionRows(
             batch.page_table[seq : seq + 1].contiguous(),
             torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
             batch.past_lens[seq : seq + 1],
-            scale=0.25,
         )
+        alone = kernels.paged_attention(q[rows].contiguous(), batch.cache, own, Scoring(0.25))
         assert torch.equal(alone, together[rows])

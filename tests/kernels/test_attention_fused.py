@@ -7,7 +7,16 @@ import torch
 from kernel_support import PagedBatch, normal, paged_batch, strided_rows
 from torch import Tensor
 
-from exl_core.ops.attention import AttentionBatch
+from exl_core.ops.attention import (
+    NO_HEAD_NORMS,
+    AttentionBatch,
+    AttentionRows,
+    CacheLayer,
+    HeadNorms,
+    KeySmoothing,
+    Scoring,
+)
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.table import OpTable
 
 MIXED = [(0, 1), (299, 1), (0, 37), (131, 2), (600, 1), (5, 0), (0, 9)]
@@ -34,9 +43,7 @@ def bound_batch(
 ) -> AttentionBatch:
     num_pages, _, page_size, _ = batch.key_cache.shape
     return table.attention_batch(
-        batch.page_table,
-        batch.row_starts,
-        batch.past_lens,
+        batch.attention_rows,
         slots,
         cos,
         sin,
@@ -52,28 +59,28 @@ def bound_batch(
     [([(17, 1)], 0, 0.0), ([(0, 3)], 0, 0.0), (MIXED, 0, 0.0), (MIXED, 50, 20.0)],
     ids=["decode", "short-prompt", "mixed", "windowed"],
 )
-def test_attend_is_norms_rope_write_and_attention(  # noqa: PLR0917 - one axis each
-    table: OpTable, rng, sequences, window, softcap, dtype, with_norms
+def test_attend_is_norms_rope_write_and_attention(
+    *, table: OpTable, rng, sequences, window, softcap, dtype, with_norms
 ) -> None:
     """Bit for bit: it runs the same kernels."""
     heads, kv_heads, d = 6, 2, 24
     batch = paged_batch(rng, sequences, kv_heads=kv_heads, head_dim=d, page_size=16, dtype=dtype)
     slots, (cos, sin) = slots_of(batch), angles(rng, batch.rows, 9)
     qkv = strided_rows(rng, batch.rows, (heads + 2 * kv_heads) * d)
-    norms = (normal(rng, d), normal(rng, d)) if with_norms else (None, None)
+    norms = HeadNorms(normal(rng, d), normal(rng, d), EPS) if with_norms else NO_HEAD_NORMS
 
     q, k, v = qkv.clone().view(batch.rows, -1, d).split([heads, kv_heads, kv_heads], dim=1)
-    for x, norm in zip((q, k), norms, strict=True):
-        if norm is not None:
-            table.rms_norm_heads_(x, norm, EPS)
+    for x, weight in ((q, norms.q), (k, norms.k)):
+        if weight is not None:
+            table.rms_norm_heads_(x, RmsNorm(weight, EPS))
         table.rope_(x, cos, sin)
     caches = [batch.key_cache.clone(), batch.value_cache.clone()]
-    table.write_kv(k, v, *caches, slots)
-    options = {"scale": 0.3, "window": window, "softcap": softcap}
-    expected = table.paged_attention(q, *caches, *batch.operands()[2:], **options)
+    cache, scoring = CacheLayer(*caches), Scoring(0.3, window, softcap)
+    table.write_kv(k, v, cache, slots)
+    expected = table.paged_attention(q, cache, batch.attention_rows, scoring)
 
     bound = bound_batch(table, batch, slots, cos, sin)
-    table.attend_(qkv, bound, batch.key_cache, batch.value_cache, *norms, EPS, **options)
+    table.attend_(qkv, bound, batch.cache, scoring, norms=norms)
 
     assert torch.equal(qkv[:, : heads * d], expected)
     for written, wanted in zip((batch.key_cache, batch.value_cache), caches, strict=True):
@@ -94,22 +101,12 @@ def test_heads_are_scaled_and_shifted_behind_rope(table: OpTable, rng, dtype) ->
     table.rope_(both, cos, sin)
     both.copy_(both.double() * scale.view(-1, d) + shift.view(-1, d))
     caches = [batch.key_cache.clone(), batch.value_cache.clone()]
-    table.write_kv(k, v, *caches, slots)
-    expected = table.paged_attention(q, *caches, *batch.operands()[2:], scale=0.3)
+    cache, scoring = CacheLayer(*caches), Scoring(0.3)
+    table.write_kv(k, v, cache, slots)
+    expected = table.paged_attention(q, cache, batch.attention_rows, scoring)
 
     bound = bound_batch(table, batch, slots, cos, sin)
-    table.attend_(
-        qkv,
-        bound,
-        batch.key_cache,
-        batch.value_cache,
-        None,
-        None,
-        EPS,
-        0.3,
-        head_scale=scale,
-        head_shift=shift,
-    )
+    table.attend_(qkv, bound, batch.cache, scoring, smoothing=KeySmoothing(scale, shift))
 
     torch.testing.assert_close(qkv[:, : heads * d], expected, rtol=1e-4, atol=1e-4)
     assert torch.equal(batch.value_cache.nan_to_num(nan=7.0), caches[1].nan_to_num(nan=7.0))
@@ -129,13 +126,12 @@ def test_what_keys_share_and_what_queries_take_over_changes_nothing(table: OpTab
     scale = torch.cat([of_queries, 1 / divisor]).flatten()
     shift = torch.cat([torch.zeros_like(of_queries), normal(rng, kv_heads, d)]).flatten()
 
-    def attended(**fit: Tensor) -> Tensor:
+    def attended(smoothing: KeySmoothing | None = None) -> Tensor:
         x, bound = qkv.clone(), bound_batch(table, batch, slots, cos, sin)
-        caches = (batch.key_cache, batch.value_cache)
-        table.attend_(x, bound, *caches, None, None, EPS, 0.25, **fit)
+        table.attend_(x, bound, batch.cache, Scoring(0.25), smoothing=smoothing)
         return x[:, : heads * d]
 
-    fitted = attended(head_scale=scale, head_shift=shift)
+    fitted = attended(KeySmoothing(scale, shift))
     torch.testing.assert_close(fitted, attended(), rtol=1e-4, atol=1e-4)
 
 
@@ -150,7 +146,7 @@ def test_one_batch_serves_every_layer(table: OpTable, rng) -> None:
 
     def attended(x: Tensor, bound: AttentionBatch) -> Tensor:
         qkv = x.clone()
-        table.attend_(qkv, bound, *(c.clone() for c in caches), None, None, EPS, 0.25)
+        table.attend_(qkv, bound, CacheLayer(*(c.clone() for c in caches)), Scoring(0.25))
         return qkv
 
     expected = [attended(x, bound_batch(table, batch, slots, cos, sin)) for x in layers]
@@ -168,9 +164,7 @@ def test_no_rows_attend_to_nothing(table: OpTable) -> None:
     empty = torch.empty(0, 4)
     none = torch.zeros(1, dtype=torch.int32)
     bound = table.attention_batch(
-        torch.zeros(0, 1, dtype=torch.int32),
-        none,
-        none[:0],
+        AttentionRows(torch.zeros(0, 1, dtype=torch.int32), none, none[:0]),
         torch.zeros(0, dtype=torch.int64),
         empty,
         empty,
@@ -179,13 +173,18 @@ def test_no_rows_attend_to_nothing(table: OpTable) -> None:
     )
     caches = torch.zeros(2, 1, 1, 8, 8)
 
-    table.attend_(torch.empty(0, 4 * 8), bound, *caches, None, None, EPS, 1.0)
+    table.attend_(torch.empty(0, 4 * 8), bound, CacheLayer(*caches), Scoring(1.0))
 
     assert not caches.any()
 
 
 def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
+
+
+def bind(table: OpTable, page_table, row_starts, past_lens, **operands) -> AttentionBatch:
+    rows = AttentionRows(page_table, row_starts, past_lens)
+    return table.attention_batch(rows, **operands)
 
 
 def batch_operands() -> dict[str, object]:
@@ -227,9 +226,9 @@ def batch_operands() -> dict[str, object]:
     ],
 )
 def test_a_batch_that_would_miss_the_cache_is_refused(table: OpTable, change, names) -> None:
-    table.attention_batch(**batch_operands())
+    bind(table, **batch_operands())
     with pytest.raises(ValueError, match=names):
-        table.attention_batch(**(batch_operands() | change))
+        bind(table, **(batch_operands() | change))
 
 
 @pytest.mark.parametrize(
@@ -247,28 +246,29 @@ def test_a_batch_that_would_miss_the_cache_is_refused(table: OpTable, change, na
         ({"key_cache": torch.zeros(4, 2, 16, 8).bfloat16()}, "key_cache"),
         ({"value_cache": torch.zeros(4, 2, 16, 8).half()}, "value_cache"),
         ({"value_cache": torch.zeros(4, 16, 2, 8).transpose(1, 2)}, "value_cache"),
-        ({"q_norm": torch.ones(7)}, "q_norm|weight"),
-        ({"k_norm": torch.ones(8).half()}, "k_norm|weight"),
+        ({"norms": HeadNorms(torch.ones(7), None, EPS)}, "q_norm|weight"),
+        ({"norms": HeadNorms(None, torch.ones(8).half(), EPS)}, "k_norm|weight"),
         ({"window": -1}, "window"),
         ({"softcap": torch.nan}, "softcap"),
-        ({"head_scale": torch.ones(48), "head_shift": torch.ones(47)}, "head_shift"),
-        ({"head_scale": torch.ones(48).half(), "head_shift": torch.ones(48)}, "head_scale"),
-        ({"head_scale": torch.ones(6, 8), "head_shift": torch.ones(48)}, "head_scale"),
-        ({"head_scale": torch.ones(48)}, "head_shift"),
-        ({"head_shift": torch.ones(48)}, "head_shift"),
+        ({"smoothing": KeySmoothing(torch.ones(48), torch.ones(47))}, "head_shift"),
+        ({"smoothing": KeySmoothing(torch.ones(48).half(), torch.ones(48))}, "head_scale"),
+        ({"smoothing": KeySmoothing(torch.ones(6, 8), torch.ones(48))}, "head_scale"),
+        ({"smoothing": KeySmoothing(torch.ones(48), None)}, "head_shift"),  # type: ignore[arg-type]
+        ({"smoothing": KeySmoothing(None, torch.ones(48))}, "head_s"),  # type: ignore[arg-type]
     ],
 )
 def test_attend_refuses_what_does_not_fit_its_batch(table: OpTable, change, names) -> None:
     operands = {
         "qkv": torch.zeros(3, 64),
-        "batch": table.attention_batch(**batch_operands()),
+        "batch": bind(table, **batch_operands()),
         "key_cache": torch.zeros(4, 2, 16, 8),
         "value_cache": torch.zeros(4, 2, 16, 8),
-        "q_norm": None,
-        "k_norm": None,
-        "eps": EPS,
-        "scale": 1.0,
     }
-    table.attend_(**operands)
+
+    def attend(qkv, batch, key_cache, value_cache, *, window=0, softcap=0.0, **layer) -> None:
+        cache, scoring = CacheLayer(key_cache, value_cache), Scoring(1.0, window, softcap)
+        table.attend_(qkv, batch, cache, scoring, **layer)
+
+    attend(**operands)
     with pytest.raises(ValueError, match=names):
-        table.attend_(**(operands | change))
+        attend(**(operands | change))

@@ -6,14 +6,15 @@ import pytest
 import torch
 from kernel_support import normal, strided_rows
 
+from exl_core.ops.attention import CacheLayer
 from exl_core.ops.table import OpTable
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 37, 130])
 @pytest.mark.parametrize(("heads", "d", "page_size"), [(3, 64, 256), (1, 20, 16), (2, 7, 5)])
-def test_rows_go_to_their_slots_and_nowhere_else(  # noqa: PLR0917 - one axis each
-    table: OpTable, rng, dtype, rows, heads, d, page_size
+def test_rows_go_to_their_slots_and_nowhere_else(
+    *, table: OpTable, rng, dtype, rows, heads, d, page_size
 ) -> None:
     pages = -(-2 * rows // page_size) + 1
     key, value = strided_rows(rng, rows, heads, d), strided_rows(rng, rows, heads, d)
@@ -26,7 +27,7 @@ def test_rows_go_to_their_slots_and_nowhere_else(  # noqa: PLR0917 - one axis ea
         expected_keys[page, :, offset] = key[row].to(dtype)
         expected_values[page, :, offset] = value[row].to(dtype)
 
-    table.write_kv(key, value, key_cache, value_cache, slots)
+    table.write_kv(key, value, CacheLayer(key_cache, value_cache), slots)
 
     assert torch.equal(key_cache, expected_keys)
     assert torch.equal(value_cache, expected_values)
@@ -54,7 +55,7 @@ def test_rounding_to_fp16_is_ieee(table: OpTable, rng) -> None:
     key = key.view(rows, 1, 16)
     caches = [torch.zeros(1, 1, rows, 16, dtype=torch.float16) for _ in range(2)]
 
-    table.write_kv(key, key, *caches, torch.arange(rows))
+    table.write_kv(key, key, CacheLayer(*caches), torch.arange(rows))
 
     expected = key.half().flatten()
     for cache in caches:

@@ -7,6 +7,7 @@ import torch
 from kernel_support import UNIT, PagedBatch, assert_within, normal, paged_batch, strided_rows
 from torch import Tensor
 
+from exl_core.ops.attention import AttentionRows, CacheLayer, Scoring
 from exl_core.ops.cache_rows import decode_rows, encode_rows, row_size
 from exl_core.ops.open import available_isas, get_table
 from exl_core.ops.table import OpTable
@@ -50,7 +51,7 @@ def written(
     caches = [
         torch.zeros(-(-rows // 16), heads, 16, row_size(kind, d), dtype=kind) for kind in kinds
     ]
-    table.write_kv(key, value, *caches, torch.arange(rows))
+    table.write_kv(key, value, CacheLayer(*caches), torch.arange(rows))
     return [cache.view(torch.uint8).transpose(1, 2).flatten(0, 1)[:rows] for cache in caches]
 
 
@@ -215,7 +216,8 @@ def check(
     table: OpTable, q: Tensor, batch: PagedBatch, *, window: int = 0, softcap: float = 0.0
 ) -> None:
     scale = q.shape[2] ** -0.5
-    y = table.paged_attention(q, *batch.operands(), scale=scale, window=window, softcap=softcap)
+    scoring = Scoring(scale, window, softcap)
+    y = table.paged_attention(q, batch.cache, batch.attention_rows, scoring)
     assert_within(y, *exact_attention(q, batch, scale, window, softcap))
 
 
@@ -242,8 +244,8 @@ def packed_batch(
         [(9, 3, 64, 256), (2, 2, 96, 48), (6, 2, 32, 16), (2, 1, 256, 16), (8, 2, 128, 64)], 3
     ),
 )
-def test_decode_and_prefill_mix_in_one_call(  # noqa: PLR0917 - one axis each
-    table: OpTable, rng, kind, q_heads, kv_heads, d, page_size
+def test_decode_and_prefill_mix_in_one_call(
+    *, table: OpTable, rng, kind, q_heads, kv_heads, d, page_size
 ) -> None:
     batch = packed_batch(rng, kind, MIXED, (kv_heads, d), page_size)
     check(table, strided_rows(rng, batch.rows, q_heads, d), batch)
@@ -275,7 +277,8 @@ def test_no_number_in_the_cache_is_not_hidden(table: OpTable, rng, kind, rows) -
     batch = packed_batch(rng, kind, [(5, rows)], (1, 32), 16)
     batch.key_cache.view(torch.uint8)[int(batch.page_table[0, 0]), 0, 2] = 255
 
-    y = table.paged_attention(normal(rng, rows, 2, 32), *batch.operands(), scale=0.2)
+    q = normal(rng, rows, 2, 32)
+    y = table.paged_attention(q, batch.cache, batch.attention_rows, Scoring(0.2))
 
     assert y.isnan().all()
 
@@ -297,13 +300,12 @@ def test_attend_writes_and_reads_one_cache(table: OpTable, rng) -> None:
         ]
         table.rope_(q, cos, sin)
         table.rope_(k, cos, sin)
-        table.write_kv(k, v, *caches, slots)
-        expected = table.paged_attention(q, *caches, *batch.operands()[2:], scale=0.1)
+        scoring, cache, rows = Scoring(0.1), CacheLayer(*caches), batch.attention_rows
+        table.write_kv(k, v, cache, slots)
+        expected = table.paged_attention(q, cache, rows, scoring)
 
-        bound = table.attention_batch(
-            *batch.operands()[2:], slots, cos, sin, num_pages=pages, page_size=page_size
-        )
-        table.attend_(qkv, bound, batch.key_cache, batch.value_cache, None, None, 1e-5, 0.1)
+        bound = table.attention_batch(rows, slots, cos, sin, num_pages=pages, page_size=page_size)
+        table.attend_(qkv, bound, batch.cache, scoring)
 
         assert torch.equal(qkv[:, :256], expected)
         for got, wanted in zip((batch.key_cache, batch.value_cache), caches, strict=True):
@@ -328,15 +330,15 @@ def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     ],
 )
 def test_rows_that_cannot_be_are_refused(table: OpTable, d, key_cache, value_cache, names) -> None:
-    x = torch.zeros(2, 1, d)
+    x, cache = torch.zeros(2, 1, d), CacheLayer(key_cache, value_cache)
     with pytest.raises(ValueError, match=names):
-        table.write_kv(x, x, key_cache, value_cache, torch.arange(2))
+        table.write_kv(x, x, cache, torch.arange(2))
     one = torch.zeros(1, 1, dtype=torch.int32)
-    sequences = (one, torch.tensor([0, 2], dtype=torch.int32), one[0])
+    rows = AttentionRows(one, torch.tensor([0, 2], dtype=torch.int32), one[0])
     with pytest.raises(ValueError, match=names):
-        table.paged_attention(x, key_cache, value_cache, *sequences, scale=1.0)
+        table.paged_attention(x, cache, rows, Scoring(1.0))
     batch = table.attention_batch(
-        *sequences, torch.arange(2), *torch.zeros(2, 2, 2), num_pages=2, page_size=16
+        rows, torch.arange(2), *torch.zeros(2, 2, 2), num_pages=2, page_size=16
     )
     with pytest.raises(ValueError, match=r"qkv|cache"):
-        table.attend_(torch.zeros(2, 3 * d), batch, key_cache, value_cache, None, None, 1e-5, 1.0)
+        table.attend_(torch.zeros(2, 3 * d), batch, cache, Scoring(1.0))

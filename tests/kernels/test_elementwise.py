@@ -6,6 +6,7 @@ import pytest
 import torch
 from kernel_support import UNIT, assert_within, normal, strided_rows
 
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.table import OpTable
 from support.profiles import first_by_default
 
@@ -17,7 +18,7 @@ ROWS = [1, 3, 33, 130]
 def test_rms_norm_matches_float64(table: OpTable, rng, rows, d) -> None:
     x, weight = strided_rows(rng, rows, d), normal(rng, d)
 
-    y = table.rms_norm(x, weight, 1e-5)
+    y = table.rms_norm(x, RmsNorm(weight, 1e-5))
 
     exact = torch.nn.functional.rms_norm(x.double(), (d,), weight.double(), 1e-5)
     # Half of the d roundings of the sum, and a handful for root, quotient and products.
@@ -25,14 +26,15 @@ def test_rms_norm_matches_float64(table: OpTable, rng, rows, d) -> None:
 
 
 def test_rms_norm_of_zeros_is_zero(table: OpTable) -> None:
-    assert torch.equal(table.rms_norm(torch.zeros(2, 40), torch.ones(40), 1e-6), torch.zeros(2, 40))
+    zeros = torch.zeros(2, 40)
+    assert torch.equal(table.rms_norm(zeros, RmsNorm(torch.ones(40), 1e-6)), zeros)
 
 
 def test_rms_norm_shows_nan(table: OpTable, rng) -> None:
     x = normal(rng, 3, 40)
     x[1, 39] = torch.nan
 
-    y = table.rms_norm(x, torch.ones(40), 1e-6)
+    y = table.rms_norm(x, RmsNorm(torch.ones(40), 1e-6))
 
     assert y[1].isnan().all()
     assert not y[[0, 2]].isnan().any()
@@ -46,7 +48,7 @@ def test_rms_norm_heads_norms_each_head_in_place(table: OpTable, rng, rows, head
     weight, before = normal(rng, d), fused.clone()
     exact = torch.nn.functional.rms_norm(x.double(), (d,), weight.double(), 1e-6)
 
-    table.rms_norm_heads_(x, weight, 1e-6)
+    table.rms_norm_heads_(x, RmsNorm(weight, 1e-6))
 
     assert_within(x, exact, (d / 2 + 8) * UNIT * exact.abs())
     assert torch.equal(fused[:, :4], before[:, :4])

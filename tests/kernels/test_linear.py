@@ -18,8 +18,8 @@ SHAPES = [(16, 8), (1, 1), (37, 131), (96, 256), (72, 577)]
 @pytest.mark.parametrize("dtype", WEIGHT_TYPES, ids=str)
 @pytest.mark.parametrize("rows", first_by_default(ROWS, 4), ids=lambda m: f"m{m}")
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_linear_matches_float64_within_k_roundings(  # noqa: PLR0917 - one axis each
-    table: OpTable, rng, rows, n, k, dtype
+def test_linear_matches_float64_within_k_roundings(
+    *, table: OpTable, rng, rows, n, k, dtype
 ) -> None:
     weight, bias = normal(rng, n, k).to(dtype), normal(rng, n)
     x = strided_rows(rng, rows, k)

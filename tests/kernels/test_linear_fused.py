@@ -10,7 +10,7 @@ from kernel_support import UNIT, assert_within, normal, packed, strided_rows
 from quant_support import Answer, Matrix, Shape, answer, filled, make_matrix
 from torch import Tensor
 
-from exl_core.ops.elementwise import GateKind
+from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.table import OpTable
 
@@ -96,12 +96,13 @@ def test_linear_add_adds_to_the_residual(table: OpTable, rng, rows, kind) -> Non
 @pytest.mark.parametrize("rows", ROWS, ids=lambda m: f"m{m}")
 def test_norm_linear_norms_first(table: OpTable, rng, rows, kind) -> None:
     parts = sources(rng, kind)
-    w, x, norm = made(table, parts), 3 * strided_rows(rng, rows, K), normal(rng, K)
+    w, x = made(table, parts), 3 * strided_rows(rng, rows, K)
+    norm = RmsNorm(normal(rng, K), EPS)
     x[0] *= 1e-3  # where eps counts
 
-    y = table.norm_linear(x, norm, EPS, w)
+    y = table.norm_linear(x, norm, w)
 
-    right = answer_of(table, parts, normed(x, norm), NORM_ERROR)
+    right = answer_of(table, parts, normed(x, norm.weight), NORM_ERROR)
     assert_within(y, right.exact, right.bound)
 
 
@@ -120,13 +121,13 @@ def activated(gate: Tensor, kind: GateKind) -> Tensor:
 def test_norm_gated_linear_multiplies_the_halves(table: OpTable, rng, kinds, gate) -> None:
     """One matrix, whose halves meet within a panel of 16 columns, or a gate joined with an up."""
     parts: list[Source] = [sources(rng, kind)[0] for kind in kinds]
-    w, norm = made(table, parts), normal(rng, K)
+    w, norm = made(table, parts), RmsNorm(normal(rng, K), EPS)
     for rows in ROWS:
         x = strided_rows(rng, rows, K)
 
-        y = table.norm_gated_linear(x, norm, EPS, w, gate)
+        y = table.norm_gated_linear(x, norm, w, gate)
 
-        right = answer_of(table, parts, normed(x, norm), NORM_ERROR)
+        right = answer_of(table, parts, normed(x, norm.weight), NORM_ERROR)
         (gates, ups), (gate_error, up_error) = (
             of.chunk(2, dim=1) for of in (right.exact, right.bound)
         )
@@ -144,26 +145,27 @@ def test_norm_gated_linear_multiplies_the_halves(table: OpTable, rng, kinds, gat
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_results_go_where_they_are_wanted(table: OpTable, rng, kind) -> None:
-    w, x, norm = made(table, sources(rng, kind)), normal(rng, 5, K), normal(rng, K)
-    y = table.norm_linear(x, norm, EPS, w)
-    gated = table.norm_gated_linear(x, norm, EPS, w, "silu")
+    w, x = made(table, sources(rng, kind)), normal(rng, 5, K)
+    norm = RmsNorm(normal(rng, K), EPS)
+    y = table.norm_linear(x, norm, w)
+    gated = table.norm_gated_linear(x, norm, w, "silu")
     out, narrow = torch.full_like(y, torch.nan), torch.full_like(gated, torch.nan)
 
-    assert table.norm_linear(x, norm, EPS, w, out) is out
-    assert table.norm_gated_linear(x, norm, EPS, w, "silu", narrow) is narrow
+    assert table.norm_linear(x, norm, w, out) is out
+    assert table.norm_gated_linear(x, norm, w, "silu", narrow) is narrow
 
     assert torch.equal(out, y)
     assert torch.equal(narrow, gated)
     for bad in (narrow, out.half(), out[:4], torch.empty(w.out_features, 5).T):
         with pytest.raises(ValueError, match="norm_linear: out"):
-            table.norm_linear(x, norm, EPS, w, bad)
+            table.norm_linear(x, norm, w, bad)
         with pytest.raises(ValueError, match="norm_gated_linear: out"):
-            table.norm_gated_linear(x, norm, EPS, w, "silu", bad if bad is not narrow else out)
+            table.norm_gated_linear(x, norm, w, "silu", bad if bad is not narrow else out)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
 def test_nan_in_a_row_stays_in_that_row_through_fused_calls(table: OpTable, rng, rows) -> None:
-    w, norm = made(table, sources(rng, "joined")), normal(rng, K)
+    w, norm = made(table, sources(rng, "joined")), RmsNorm(normal(rng, K), EPS)
     x, residual = normal(rng, rows, K), torch.zeros(rows, w.out_features)
     x[rows - 1, 17] = torch.nan
 
@@ -171,20 +173,20 @@ def test_nan_in_a_row_stays_in_that_row_through_fused_calls(table: OpTable, rng,
 
     for y in (
         residual,
-        table.norm_linear(x, norm, EPS, w),
-        table.norm_gated_linear(x, norm, EPS, made(table, sources(rng, "quantized")), "silu"),
+        table.norm_linear(x, norm, w),
+        table.norm_gated_linear(x, norm, made(table, sources(rng, "quantized")), "silu"),
     ):
         assert y[rows - 1].isnan().all()
         assert y[: rows - 1].isfinite().all()
 
 
 def test_fused_calls_take_no_rows(table: OpTable, rng) -> None:
-    x, norm = torch.empty(0, K), normal(rng, K)
+    x, norm = torch.empty(0, K), RmsNorm(normal(rng, K), EPS)
     for kind in KINDS:
         w = made(table, sources(rng, kind))
         residual = torch.empty(0, w.out_features)
 
         table.linear_add_(x, w, residual)
 
-        assert table.norm_linear(x, norm, EPS, w).shape == residual.shape
-        assert table.norm_gated_linear(x, norm, EPS, w, "silu").shape == (0, w.out_features // 2)
+        assert table.norm_linear(x, norm, w).shape == residual.shape
+        assert table.norm_gated_linear(x, norm, w, "silu").shape == (0, w.out_features // 2)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from exl_core.ops.attention import AttentionRows, CacheLayer, Scoring
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.table import OpTable
 
 I32, I64 = torch.int32, torch.int64
@@ -78,11 +80,11 @@ def test_embedding_refuses_ids_out_of_range(table: OpTable, ids) -> None:
 
 def test_norms_refuse_other_weights(table: OpTable) -> None:
     with pytest.raises(ValueError, match="rms_norm: weight"):
-        table.rms_norm(zeros(2, 8), zeros(9), 1e-5)
+        table.rms_norm(zeros(2, 8), RmsNorm(zeros(9), 1e-5))
     with pytest.raises(ValueError, match="rms_norm_heads_: weight"):
-        table.rms_norm_heads_(zeros(2, 3, 8), zeros(24), 1e-5)
+        table.rms_norm_heads_(zeros(2, 3, 8), RmsNorm(zeros(24), 1e-5))
     with pytest.raises(ValueError, match="rms_norm_heads_: x"):
-        table.rms_norm_heads_(zeros(2, 8, 3).transpose(1, 2), zeros(8), 1e-5)
+        table.rms_norm_heads_(zeros(2, 8, 3).transpose(1, 2), RmsNorm(zeros(8), 1e-5))
 
 
 @pytest.mark.parametrize(
@@ -129,9 +131,13 @@ def test_write_kv_refuses_what_would_miss_the_cache(table: OpTable, change, name
         "value_cache": zeros(2, 3, 16, 8),
         "slots": torch.tensor([0, 31]),
     }
-    table.write_kv(**operands)
+
+    def write(key, value, key_cache, value_cache, slots) -> None:
+        table.write_kv(key, value, CacheLayer(key_cache, value_cache), slots)
+
+    write(**operands)
     with pytest.raises(ValueError, match=names):
-        table.write_kv(**(operands | change))
+        write(**(operands | change))
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -171,11 +177,15 @@ def test_attention_refuses_what_would_miss_the_cache(table: OpTable, change, nam
         "page_table": ints(0, 1, 2, 3).view(2, 2),
         "row_starts": ints(0, 2, 3),
         "past_lens": ints(20, 16),
-        "scale": 1.0,
     }
-    table.paged_attention(**operands)
+
+    def attend(q, key_cache, value_cache, *, window=0, softcap=0.0, **rows) -> None:
+        cache = CacheLayer(key_cache, value_cache)
+        table.paged_attention(q, cache, AttentionRows(**rows), Scoring(1.0, window, softcap))
+
+    attend(**operands)
     with pytest.raises(ValueError, match=names):
-        table.paged_attention(**(operands | change))
+        attend(**(operands | change))
 
 
 def test_the_message_says_what_was_expected_and_what_came(kernels: OpTable) -> None:
@@ -188,4 +198,4 @@ def test_the_message_says_what_was_expected_and_what_came(kernels: OpTable) -> N
 
 def test_something_that_is_no_tensor_is_refused(kernels: OpTable) -> None:
     with pytest.raises(ValueError, match=r"weight \(expected a tensor, got list\)"):
-        kernels.rms_norm(zeros(2, 8), [1.0] * 8, 1e-5)  # type: ignore[arg-type]
+        kernels.rms_norm(zeros(2, 8), RmsNorm([1.0] * 8, 1e-5))  # type: ignore[arg-type]

@@ -7,12 +7,15 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from kernel_support import normal, packed, paged_batch
 
 from exl_core.errors import BackendError, RequestError
+from exl_core.ops.attention import Scoring
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.open import available_isas, get_table
 from exl_core.ops.sampling import Sampled
 from exl_core.ops.selftest import CASES, run_selftest
@@ -107,11 +110,13 @@ def test_selftest_sees_a_broken_op(op, monkeypatch) -> None:
     table = get_table("cpu", threads=1)
     working = getattr(type(table), op)
 
-    def broken(self: OpTable, *operands: torch.Tensor, **options: float) -> object:
+    def broken(self: OpTable, *operands: Any, **options: Any) -> object:
         result = working(self, *operands, **options)
         if isinstance(result, Sampled):
             return result._replace(probability=result.probability * 1.0001)
-        if op in {"write_kv", "linear_add_"}:
+        if op == "write_kv":
+            spoiled = operands[2].keys
+        elif op == "linear_add_":
             spoiled = operands[2]
         else:
             spoiled = operands[0] if result is None else result
@@ -138,14 +143,14 @@ def outputs(table: OpTable, seed: int) -> list[torch.Tensor]:
     rng = torch.Generator().manual_seed(seed)
     w = packed(table, normal(rng, 300, 500).half())
     results = [table.linear(normal(rng, m, 500), w) for m in (1, 9, 200)]
-    results.append(table.rms_norm(normal(rng, 300, 400), normal(rng, 400), 1e-5))
+    results.append(table.rms_norm(normal(rng, 300, 400), RmsNorm(normal(rng, 400), 1e-5)))
     results.append(table.gated_activation(normal(rng, 90, 4000), "silu"))
     results.append(table.log_sum_exp(normal(rng, 90, 4000)))
     batch = paged_batch(
         rng, [(900, 1), (0, 100)], kv_heads=2, head_dim=32, page_size=64, dtype=torch.float16
     )
     q = normal(rng, batch.rows, 4, 32)
-    results.append(table.paged_attention(q, *batch.operands(), scale=0.2))
+    results.append(table.paged_attention(q, batch.cache, batch.attention_rows, Scoring(0.2)))
     return results
 
 

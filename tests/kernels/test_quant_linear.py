@@ -20,6 +20,7 @@ from quant_support import (
 )
 from torch import Tensor
 
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.open import available_isas, get_table
 from exl_core.ops.quantized import WIDTHS, GroupRun, QuantColumns, QuantLayout
@@ -265,16 +266,14 @@ def test_results_do_not_depend_on_the_number_of_threads(rng) -> None:
     matrix = make_matrix(rng, Shape(EXL2_MIX, 700, permuted=True))
     whole = make_matrix(rng, Shape(((4, 9, 64),), 600, "zeros"))
     wide, narrow = normal(rng, 130, matrix.layout.in_features), normal(rng, 130, 576)
-    norm = normal(rng, 576)
+    norm = RmsNorm(normal(rng, 576), 1e-5)
     for isa in available_isas():
         results = []
         for threads in (1, 2, 5):
             table = get_table("cpu", isa=isa, threads=threads)
             w, gate_up = filled(table, matrix), filled(table, whole)
             ys = [table.linear(wide[:m], w) for m in (1, 9, 130)]
-            ys += [
-                table.norm_gated_linear(narrow[:m], norm, 1e-5, gate_up, "silu") for m in (1, 40)
-            ]
+            ys += [table.norm_gated_linear(narrow[:m], norm, gate_up, "silu") for m in (1, 40)]
             results.append(ys)
         for other in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), isa

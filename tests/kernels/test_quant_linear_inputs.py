@@ -9,6 +9,8 @@ import torch
 from quant_support import Shape, columns_of, filled, make_matrix
 
 import exl_kernels
+from exl_core.ops.attention import AttentionRows, CacheLayer, Scoring
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.open import get_table
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
@@ -201,7 +203,7 @@ def test_linears_refuse_other_activations(table: OpTable, rng, kind) -> None:
         "dense": dense,
         "joined": table.join([quantized(table, rng), dense]),
     }[kind]
-    norm, width = torch.ones(96), w.out_features
+    norm, width = RmsNorm(torch.ones(96), 1e-5), w.out_features
     for x in (
         torch.zeros(2, 95),
         torch.zeros(96),
@@ -214,14 +216,14 @@ def test_linears_refuse_other_activations(table: OpTable, rng, kind) -> None:
         with pytest.raises(ValueError, match=r"linear_add_: x"):
             table.linear_add_(x, w, torch.zeros(2, width))
         with pytest.raises(ValueError, match=r"norm_linear: x"):
-            table.norm_linear(x, norm, 1e-5, w)
+            table.norm_linear(x, norm, w)
         with pytest.raises(ValueError, match=r"norm_gated_linear: x"):
-            table.norm_gated_linear(x, norm, 1e-5, w, "silu")
+            table.norm_gated_linear(x, norm, w, "silu")
     for bad in (torch.ones(95), torch.ones(96).half(), torch.ones(1, 96), torch.ones(192)[::2]):
         with pytest.raises(ValueError, match=r"norm_linear: norm"):
-            table.norm_linear(torch.zeros(2, 96), bad, 1e-5, w)
+            table.norm_linear(torch.zeros(2, 96), RmsNorm(bad, 1e-5), w)
         with pytest.raises(ValueError, match=r"norm_gated_linear: norm"):
-            table.norm_gated_linear(torch.zeros(2, 96), bad, 1e-5, w, "silu")
+            table.norm_gated_linear(torch.zeros(2, 96), RmsNorm(bad, 1e-5), w, "silu")
     for residual in (
         torch.zeros(2, width + 1),
         torch.zeros(3, width),
@@ -233,12 +235,12 @@ def test_linears_refuse_other_activations(table: OpTable, rng, kind) -> None:
 
 
 def test_gates_need_two_halves_and_a_known_kind(table: OpTable, rng) -> None:
-    x, norm = torch.zeros(2, 96), torch.ones(96)
+    x, norm = torch.zeros(2, 96), RmsNorm(torch.ones(96), 1e-5)
     odd = filled(table, make_matrix(rng, Shape(((4, 3, 32),), 41)))
     with pytest.raises(ValueError, match="norm_gated_linear"):
-        table.norm_gated_linear(x, norm, 1e-5, odd, "silu")
+        table.norm_gated_linear(x, norm, odd, "silu")
     with pytest.raises(ValueError, match="relu"):
-        table.norm_gated_linear(x, norm, 1e-5, quantized(table, rng), "relu")
+        table.norm_gated_linear(x, norm, quantized(table, rng), "relu")
 
 
 @pytest.mark.parametrize("ids", [[0, 40], [-1], [2**40]], ids=str)
@@ -270,13 +272,18 @@ def test_a_compiled_batch_keeps_its_own_angles() -> None:
     for is_taken in (False, True):
         cos, sin = torch.full((1, 4), 0.6), torch.full((1, 4), 0.8)
         batch = table.attention_batch(
-            zeros[None], starts, zeros, zeros.long(), cos, sin, num_pages=1, page_size=4
+            AttentionRows(zeros[None], starts, zeros),
+            zeros.long(),
+            cos,
+            sin,
+            num_pages=1,
+            page_size=4,
         )
         if is_taken:
             cos.fill_(torch.nan)
             sin.fill_(torch.nan)
         turned = qkv.clone()
-        table.attend_(turned, batch, *caches, None, None, 1e-5, 1.0, 0, 0.0)
+        table.attend_(turned, batch, CacheLayer(*caches), Scoring(1.0))
         results.append((turned[:, :8].clone(), caches[0].clone()))
 
     assert torch.equal(results[0][0], results[1][0])

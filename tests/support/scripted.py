@@ -116,7 +116,8 @@ class ScriptedModel:
     def forward(self, batch: Batch, store: KVStore) -> Tensor:
         self.rows_of_pass.append(len(batch.token_ids))
         assert int(batch.token_ids.max()) < self.config.vocab_size
-        keys, values = store.key(0), store.value(0)  # [pages, 1, page_size, 1]
+        layer = store.layer(0)
+        keys, values = layer.keys, layer.values  # [pages, 1, page_size, 1]
         pages, offsets = batch.slots // store.page_size, batch.slots % store.page_size
         if self.failure is not None:
             failure, self.failure = self.failure, None

@@ -79,7 +79,7 @@ def test_cache_types_are_parsed_by_name() -> None:
 @pytest.mark.parametrize("kv_format", list(KVFormat))
 def test_tensors_have_the_documented_shape_and_size(kv_format: KVFormat) -> None:
     store = KVStore(kv_format, [KVShape(3, 64)] * 2, num_pages=4)
-    tensors = [store.key(0), store.key(1), store.value(0), store.value(1)]
+    tensors = [x for i in (0, 1) for x in (store.layer(i).keys, store.layer(i).values)]
     sizes = {torch.int8: 68, torch.uint8: 36}
     for tensor in tensors:
         assert tensor.shape == (4, 3, PAGE_SIZE, sizes.get(tensor.dtype, 64))
@@ -102,7 +102,8 @@ def numbered_store(kv_format: KVFormat, num_pages: int) -> tuple[KVStore, dict[i
 
 def tensors_of(store: KVStore) -> list[torch.Tensor]:
     layers = range(store.num_layers)
-    return [part(i).view(torch.uint8) for part in (store.key, store.value) for i in layers]
+    held = [store.layer(i) for i in layers]
+    return [part.view(torch.uint8) for one in held for part in (one.keys, one.values)]
 
 
 @pytest.mark.parametrize("kv_format", list(KVFormat))
@@ -153,7 +154,7 @@ def test_memory_becomes_resident_when_written() -> None:
     store = KVStore(KVFormat.FP16, [KVShape(8, 128)] * 4, num_pages=64)
     assert store.size_bytes == 256 * 2**20
     assert resident_bytes() - before < 16 * 2**20
-    store.key(2)[:8] = torch.ones((), dtype=torch.float16)
+    store.layer(2).keys[:8] = torch.ones((), dtype=torch.float16)
     assert 3 * 2**20 < resident_bytes() - before < 64 * 2**20
 
 

@@ -88,7 +88,10 @@ def test_a_padded_pass_gives_the_same_logits_and_keys(
         for one in segments:
             pages = list(one.page_ids)
             torch.testing.assert_close(
-                padded.key(layer)[pages], plain.key(layer)[pages], rtol=1e-4, atol=1e-4
+                padded.layer(layer).keys[pages],
+                plain.layer(layer).keys[pages],
+                rtol=1e-4,
+                atol=1e-4,
             )
 
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from exl_core.ops.attention import AttentionRows, CacheLayer, HeadNorms, Scoring
 from exl_core.ops.backends.reference.table import ReferenceTable
 from exl_core.ops.cache_rows import encode_rows, row_size
+from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
 from exl_core.ops.table import OpTable
@@ -105,12 +107,12 @@ def _linear_add(table: OpTable, generator: torch.Generator) -> list[Tensor]:
 
 def _norm_linear(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     x, norm = _normal(generator, 5, 131), _normal(generator, 131)
-    return [table.norm_linear(x, norm, 1e-6, _dense(table, generator))]
+    return [table.norm_linear(x, RmsNorm(norm, 1e-6), _dense(table, generator))]
 
 
 def _norm_gated_linear(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     x, norm = _normal(generator, 5, 131), _normal(generator, 131)
-    return [table.norm_gated_linear(x, norm, 1e-6, _dense(table, generator), "silu")]
+    return [table.norm_gated_linear(x, RmsNorm(norm, 1e-6), _dense(table, generator), "silu")]
 
 
 def _embedding(table: OpTable, generator: torch.Generator) -> list[Tensor]:
@@ -120,12 +122,12 @@ def _embedding(table: OpTable, generator: torch.Generator) -> list[Tensor]:
 
 
 def _rms_norm(table: OpTable, generator: torch.Generator) -> list[Tensor]:
-    return [table.rms_norm(_normal(generator, 5, 99), _normal(generator, 99), 1e-6)]
+    return [table.rms_norm(_normal(generator, 5, 99), RmsNorm(_normal(generator, 99), 1e-6))]
 
 
 def _rms_norm_heads(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     x = _normal(generator, 5, 3 * 20 + 7)[:, :60].view(5, 3, 20)
-    table.rms_norm_heads_(x, _normal(generator, 20), 1e-6)
+    table.rms_norm_heads_(x, RmsNorm(_normal(generator, 20), 1e-6))
     return [x]
 
 
@@ -157,7 +159,7 @@ def _write_kv(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     ):
         keys, values = (torch.zeros(3, 2, 8, row_size(kind, d), dtype=kind) for kind in types)
         key, value = _normal(generator, 4, 2, d), _normal(generator, 4, 2, d)
-        table.write_kv(key, value, keys, values, torch.tensor([23, 0, 9, 10]))
+        table.write_kv(key, value, CacheLayer(keys, values), torch.tensor([23, 0, 9, 10]))
         outputs += [keys, values]
     return outputs
 
@@ -167,27 +169,17 @@ def _paged_attention(table: OpTable, generator: torch.Generator) -> list[Tensor]
     row_starts = torch.tensor([0, 1, 1, 34], dtype=torch.int32)  # decode, no rows, prefill
     past_lens = torch.tensor([300, 0, 9], dtype=torch.int32)
     page_table = torch.tensor([[*range(20, 1, -1)], [0] * 19, [21, 1, 0] + [0] * 16])
+    rows = AttentionRows(page_table.int(), row_starts, past_lens)
     for d, types in (
         (24, (torch.float16, torch.float16)),
         (24, (torch.float32, torch.float32)),
         (96, PACKED_TYPES),
     ):
         keys, values = (encode_rows(_normal(generator, 22, 2, 16, d), kind) for kind in types)
-        for window, softcap in ((0, 0.0), (13, 20.0)):
+        cache = CacheLayer(keys, values)
+        for scoring in (Scoring(d**-0.5), Scoring(d**-0.5, window=13, softcap=20.0)):
             q = _normal(generator, 34, 6, d)
-            outputs.append(
-                table.paged_attention(
-                    q,
-                    keys,
-                    values,
-                    page_table.int(),
-                    row_starts,
-                    past_lens,
-                    scale=d**-0.5,
-                    window=window,
-                    softcap=softcap,
-                )
-            )
+            outputs.append(table.paged_attention(q, cache, rows, scoring))
     return outputs
 
 
@@ -195,9 +187,11 @@ def _attend(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     keys, values = (_normal(generator, 4, 2, 8, 20) for _ in range(2))
     angle = _normal(generator, 4, 7)
     batch = table.attention_batch(
-        torch.tensor([[3, 1], [2, 0]], dtype=torch.int32),
-        torch.tensor([0, 1, 4], dtype=torch.int32),  # decode, prefill
-        torch.tensor([11, 2], dtype=torch.int32),
+        AttentionRows(
+            torch.tensor([[3, 1], [2, 0]], dtype=torch.int32),
+            torch.tensor([0, 1, 4], dtype=torch.int32),  # decode, prefill
+            torch.tensor([11, 2], dtype=torch.int32),
+        ),
         torch.tensor([11, 18, 19, 20]),
         angle.cos(),
         angle.sin(),
@@ -205,8 +199,8 @@ def _attend(table: OpTable, generator: torch.Generator) -> list[Tensor]:
         page_size=8,
     )
     qkv = _normal(generator, 4, 8 * 20 + 3)[:, :160]
-    norms = _normal(generator, 20), _normal(generator, 20)
-    table.attend_(qkv, batch, keys, values, *norms, 1e-6, 20**-0.5)
+    norms = HeadNorms(_normal(generator, 20), _normal(generator, 20), 1e-6)
+    table.attend_(qkv, batch, CacheLayer(keys, values), Scoring(20**-0.5), norms=norms)
     return [qkv[:, :80], keys, values]
 
 
