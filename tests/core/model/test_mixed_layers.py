@@ -86,7 +86,7 @@ def test_the_cache_is_the_sum_over_layers(tmp_path: Path) -> None:
     heads = 2 * 16 + 1 * 32 + 3 * 64 + 4 * 24
     assert kv_bytes_per_token(CONFIG.kv_shapes, KVFormat.FP16) == 2 * 2 * heads
     assert context.store.size_bytes == 2 * 256 * 2 * 2 * heads
-    assert [context.store.key(layer).shape[1:] for layer in range(4)] == [
+    assert [context.store.layer(layer).keys.shape[1:] for layer in range(4)] == [
         (2, 256, 16),
         (1, 256, 32),
         (3, 256, 64),
