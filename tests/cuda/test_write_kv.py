@@ -190,12 +190,11 @@ def test_norms_and_rope_come_before_the_cache(
     gpu.call("rope_write", args, cache_struct(on_gpu[0], on_gpu[1], d))
 
     table = ReferenceTable(1)
-    first_value = (q_heads + kv_heads) * d
     q, k, v = qkv.float().view(rows, -1, d).split([q_heads, kv_heads, kv_heads], dim=1)
     q, k = q.contiguous(), k.contiguous()
-    for x, norm in zip((q, k), norms, strict=True):
+    for x, weight in zip((q, k), norms, strict=True):
         if has_norms:
-            table.rms_norm_heads_(x, RmsNorm(norm, 1e-5))
+            table.rms_norm_heads_(x, RmsNorm(weight, 1e-5))
         if half:
             table.rope_(x, cos, sin)
     if is_fitted:
@@ -205,7 +204,7 @@ def test_norms_and_rope_come_before_the_cache(
     got_q = there["qkv"][:, : q_heads * d].cpu().double().view(rows, q_heads, d)
     rounding = 5e-4 if dtype == F16 else 1e-6
     assert (got_q - q.double()).norm() <= rounding * q.norm()
-    got_k = there["qkv"][:, q_heads * d : first_value].cpu().double().view(rows, kv_heads, d)
+    got_k = there["qkv"][:, q_heads * d : -kv_heads * d].cpu().double().view(rows, kv_heads, d)
     assert (got_k - k.double()).norm() <= rounding * k.norm()
     # Keys differ by a rounding of float32 before they are stored: by a code's last step here and
     # there. Values do not.
