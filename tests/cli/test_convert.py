@@ -112,30 +112,58 @@ def test_result_beyond_the_divergence_limit(convert, tmp_path: Path, monkeypatch
     assert not (tmp_path / "out").exists()
     record = json.loads((tmp_path / "out.partial/exl_conversion.json").read_text())
     assert record["gate"]["fault"]
-    done = convert("--resume", "--force", "--json")
+    done = convert("--force", "--json")
     assert done.code == 0
     assert events_of(done.out)[-1]["gate"]["fault"] == record["gate"]["fault"]
     assert json.loads((tmp_path / "out/exl_conversion.json").read_text())["is_forced"]
 
 
-def test_suggested_resume_command_is_the_same_command(convert, source, tmp_path: Path) -> None:
+def test_finished_conversion_with_kept_work_is_not_repeated(convert, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/letter.txt").touch()
     assert "exists already" in convert().error_line(2)
     work = tmp_path / "kept"
     assert convert("--work", work, out="b").code == 0
-    done = convert("--work", work, out="b")
-    assert done.code == 2
-    exists, begun = done.err.splitlines()
-    assert "exists already" in exists
-    command = begun.partition("Resume it: ")[2]
-    assert command.startswith("exl convert --output")
-    assert f"--work {work}" in command
-    assert command.endswith(" --resume")
-    again = convert("--work", work, "--json", "--resume", out="b")
-    assert events_of(again.out)[-1]["event"] == "done"
-    other = convert("--work", work, "--seed", 5, "--resume", out="b")
+    again = convert("--work", work, out="b")
+    assert again.code == 0
+    assert again.err == f"this conversion is finished; its intermediate results are in {work}\n"
+    other = convert("--work", work, "--seed", 5, out="b")
     assert "another seed (expected 0, got 5)" in other.error_line(2)
+
+
+@pytest.mark.parametrize("option", [(), ("--resume",)], ids=["plain", "--resume"])
+def test_the_same_command_continues_an_unfinished_conversion(
+    option: tuple[str, ...], convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    real = conversion.measure_gate
+    monkeypatch.setattr(conversion, "measure_gate", interrupted)
+    stopped = convert()
+    assert stopped.code == 130
+    command = stopped.err.removeprefix("stopped; resume with: ").rstrip()
+    assert command.startswith(f"exl convert --output {tmp_path / 'out'} ")
+    assert "--resume" not in command
+    monkeypatch.setattr(conversion, "measure_gate", real)
+    work = tmp_path / "out.work"
+    refused = convert("--seed", 5, *option).error_line(2)
+    assert f"{work}: the work directory belongs to an unfinished conversion" in refused
+    assert "another seed (expected 0, got 5)" in refused
+    done = convert(*option)
+    assert done.code == 0
+    found = f"continuing the unfinished conversion; its intermediate results are in {work}\n"
+    assert done.err == found
+    assert not work.exists()
+
+
+def test_resume_event_in_json(convert, tmp_path: Path) -> None:
+    work = tmp_path / "kept"
+    assert convert("--work", work).code == 0
+    events = events_of(convert("--work", work, "--json").out)
+    (resumed,) = [event for event in events if event["event"] == "resume"]
+    assert (resumed["work"], resumed["is_published"]) == (str(work), True)
+    assert not steps_of(events, "measure")
 
 
 def test_several_problems_print_several_lines(convert, tmp_path: Path) -> None:
@@ -183,10 +211,9 @@ def test_signal_stops_and_prints_the_resume_command(
     assert stopped.err.startswith(
         f"stopped; resume with: exl convert --output {tmp_path / 'out'} {source}"
     )
-    assert stopped.err.endswith(" --resume\n")
     assert not (tmp_path / "out").exists()
     monkeypatch.setattr(conversion, "_write_event", real)
-    went_on = convert("--json", "--resume")
+    went_on = convert("--json")
     assert went_on.code == 0
     events = events_of(went_on.out)
     assert not steps_of(events, "measure")  # finished stages are not run again
@@ -214,9 +241,7 @@ def test_progress_bar_is_erased_before_the_resume_command(source: Path, tmp_path
         terminal.close()
     erased, last = terminal.seen.rsplit("\x1b[2K", 1)  # erases the progress bar
     assert "\x1b[?25h" in erased  # shows the cursor again
-    assert (
-        last == f"stopped; resume with: exl convert --output {tmp_path}/out {source} --resume\r\n"
-    )
+    assert last == f"stopped; resume with: exl convert --output {tmp_path}/out {source}\r\n"
     assert (tmp_path / "out.work").is_dir()
 
 
@@ -234,10 +259,9 @@ def test_real_conversion_stops_within_seconds(tmp_path: Path) -> None:
     text = Path(__file__).resolve().parents[2] / "docs/experiments/cuda-linear.md"
     args = ["convert", "smollm2", "-o", str(tmp_path / "out"), "--calibration", str(text), "--json"]
     args += ["--rows", "8", "--length", "512", "--fast"]
-    resume: list[str] = []
     for stage, done in (("sensitivity", 30), ("measure", 0), ("measure", 2), ("quantize", 1)):
         process = subprocess.Popen(
-            [sys.executable, "-m", "exl_cli", *args, *resume],
+            [sys.executable, "-m", "exl_cli", *args],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -254,11 +278,10 @@ def test_real_conversion_stops_within_seconds(tmp_path: Path) -> None:
             asked = time.monotonic(), processor_s(process.pid)
             process.send_signal(signal.SIGINT)
             process.stdout.read()
-            assert process.stderr.read()[-10:] == " --resume\n"
+            assert process.stderr.read().splitlines()[-1].startswith("stopped; resume with: ")
             _, status, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(status)
         assert process.returncode == 130
         took = used.ru_utime + used.ru_stime - asked[1]
         print(f"{stage} {done}: {time.monotonic() - asked[0]:.2f} s, {took:.2f} s of processors")
         assert took < 6.0
-        resume = ["--resume"]

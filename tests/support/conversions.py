@@ -14,7 +14,7 @@ from exl_core.convert.plan import ConvertOptions
 from support import stub_stages
 
 SHAPE = {"hidden_size": 96, "intermediate_size": 160, "head_dim": 32}
-COMMAND = "exl convert again --resume"
+COMMAND = "exl convert again"
 
 
 def conversion(source: Path, folder: Path, **changes: Any) -> Conversion:

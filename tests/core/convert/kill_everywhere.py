@@ -27,16 +27,16 @@ from typing import Any
 from support import stub_stages
 from support.conversions import content, conversion, hooks, run
 
-Convert = Callable[[Path, bool], object]
+Convert = Callable[[Path], object]
 
 
-def forked(convert: Convert, folder: Path, *, resume: bool) -> int:
+def forked(convert: Convert, folder: Path) -> int:
     """Id of a process that converts in `folder`. It exits with 0 if there is an output."""
     child = os.fork()
     if child:
         return child
     try:
-        convert(folder, resume)
+        convert(folder)
     finally:
         os._exit(0 if (folder / "out").is_dir() else 3)
 
@@ -51,7 +51,7 @@ def new(folder: Path) -> Path:
 
 
 def whole_output(convert: Convert, folder: Path) -> dict[str, bytes]:
-    assert finish(forked(convert, new(folder), resume=False)) == 0
+    assert finish(forked(convert, new(folder))) == 0
     return content(folder / "out")
 
 
@@ -73,8 +73,8 @@ def at_points(source: Path, folder: Path, step: int, first: int) -> dict[str, ob
 
     os.fsync = fsync
 
-    def convert(attempt: Path, resume: bool) -> None:
-        run(conversion(source, attempt), resume=resume)
+    def convert(attempt: Path) -> None:
+        run(conversion(source, attempt))
         (attempt / "points").write_text(str(count), encoding="ascii")
 
     expected = whole_output(convert, folder / "whole")
@@ -82,9 +82,9 @@ def at_points(source: Path, folder: Path, step: int, first: int) -> dict[str, ob
     failed = []
     for point in range(first, last + 1, step):
         attempt, kill_at = new(folder / f"at-{point}"), point
-        killed = finish(forked(convert, attempt, resume=False))
+        killed = finish(forked(convert, attempt))
         kill_at = 0
-        resumed = finish(forked(convert, attempt, resume=True))
+        resumed = finish(forked(convert, attempt))
         if (killed, resumed) != (-signal.SIGKILL, 0) or not is_clean(attempt, expected):
             failed.append(point)
         shutil.rmtree(attempt)
@@ -95,25 +95,24 @@ def at_times(source: Path, folder: Path, num_kills: int) -> dict[str, object]:
     # Imported here, because it loads many libraries.
     from core.convert.test_end_to_end import FAST, make_rows
 
-    def convert(attempt: Path, resume: bool) -> None:
+    def convert(attempt: Path) -> None:
         options = conversion(source, attempt, bits=6.0, rows=2, length=64, stages=FAST)
-        run(options, hooks(make_rows=make_rows), resume=resume)
+        run(options, hooks(make_rows=make_rows))
 
     started = time.monotonic()
     expected = whole_output(convert, folder / "whole")
     seconds = time.monotonic() - started
     rng, kills, outputs, failed = random.Random(20), 0, 0, []
     while kills < num_kills:
-        attempt, is_begun = new(folder / f"run-{outputs}"), False
+        attempt = new(folder / f"run-{outputs}")
         while not (attempt / "out").is_dir():
-            child = forked(convert, attempt, resume=is_begun)
-            is_begun = True
+            child = forked(convert, attempt)
             if kills < num_kills:
                 time.sleep(rng.uniform(0, seconds))
                 os.kill(child, signal.SIGKILL)
             kills += finish(child) == -signal.SIGKILL
         if (attempt / "out.work").is_dir():  # killed during the removal of work files
-            finish(forked(convert, attempt, resume=True))
+            finish(forked(convert, attempt))
         if not is_clean(attempt, expected):
             failed.append(outputs)
         outputs += 1

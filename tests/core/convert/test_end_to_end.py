@@ -158,7 +158,7 @@ def test_resume_after_stop_within_a_stage_gives_same_bytes(tmp_path: Path) -> No
             on_event=on_event,
         )
         try:
-            convert_model(task, callbacks, resume=bool(stages))
+            convert_model(task, callbacks)
         except ConversionStopped:
             stages.append(events[-1].stage)
             assert not list(task.work_folder.glob("scratch*"))

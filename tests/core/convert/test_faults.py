@@ -108,7 +108,7 @@ def fail_everywhere(disk: Disk, source: Path, folder: Path, step: int, first: in
         if (task.work_folder / "job.json").exists():
             assert COMMAND in str(caught.value), point
         disk.fail_at = None
-        out = run(task, resume=True)
+        out = run(task)
         assert content(out) == whole, point
         assert not task.work_folder.exists()
     return len(points)
@@ -132,7 +132,7 @@ def test_disk_io_error_is_resumable(disk: Disk, source_dir: Path, tmp_path: Path
         run(task)
     assert caught.value.exit_code == 1
     disk.fail_at = None
-    assert run(task, resume=True).is_dir()
+    assert run(task).is_dir()
 
 
 def hooks_at(stage: Stage, action: Callable[[], None]) -> Hooks:
@@ -155,7 +155,7 @@ def test_file_size_limit_is_reported_as_full_disk(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert not task.out.exists()
-    assert run(task, resume=True).is_dir()
+    assert run(task).is_dir()
 
 
 @pytest.fixture
@@ -186,5 +186,5 @@ def test_disk_filled_by_another_process(
         run(task, hooks_at(stage, fill))
     assert COMMAND in str(caught.value)
     filler.unlink()
-    assert run(task, resume=True).is_dir()
+    assert run(task).is_dir()
     assert [path.name for path in small_disk.iterdir()] == ["out"]

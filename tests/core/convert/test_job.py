@@ -93,7 +93,7 @@ def test_output_is_independent_of_paths(source_dir: Path, tmp_path: Path) -> Non
     kept = {path.name for path in (tmp_path / "w").iterdir()}
     assert {"measurement.json", "calibration.safetensors"} < kept
     assert not any(name.startswith(("layer", "quantize", "measure-")) for name in kept)
-    assert content(run(other, resume=True)) == content(first)  # no work remains
+    assert content(run(other)) == content(first)  # no work remains
 
 
 def test_stop_and_resume_between_layers(source_dir: Path, tmp_path: Path) -> None:
@@ -102,7 +102,7 @@ def test_stop_and_resume_between_layers(source_dir: Path, tmp_path: Path) -> Non
     while not task.out.exists():
         answers = iter([False] * 3 + [True] * 1000)
         try:
-            run(task, hooks(should_stop=lambda answers=answers: next(answers)), resume=stops > 0)
+            run(task, hooks(should_stop=lambda answers=answers: next(answers)))
         except ConversionStopped:
             stops += 1
             assert not task.out.exists()
@@ -110,15 +110,36 @@ def test_stop_and_resume_between_layers(source_dir: Path, tmp_path: Path) -> Non
     assert content(task.out) == whole
 
 
-def test_resume_is_explicit_and_needs_equal_options(source_dir: Path, tmp_path: Path) -> None:
+def test_unfinished_conversion_goes_on_and_says_so(source_dir: Path, tmp_path: Path) -> None:
+    task = conversion(source_dir, tmp_path)
+    events, on_event = recorder()
+    stop_after_a_layer = hooks(
+        on_event=on_event, should_stop=(task.work_folder / "layer-00001.safetensors").is_file
+    )
+    with pytest.raises(ConversionStopped):
+        run(task, stop_after_a_layer)
+    assert "resume" not in {event.kind for event in events}
+    events.clear()
+    run(task, hooks(on_event=on_event))
+    (resumed,) = [event for event in events if event.kind == "resume"]
+    assert resumed.facts == {"work": str(task.work_folder), "is_published": False}
+    measured = [event for event in events if (event.kind, event.stage) == ("step", Stage.MEASURE)]
+    assert not measured  # finished before the stop
+
+
+def test_unfinished_conversion_with_other_options_is_refused(
+    source_dir: Path, tmp_path: Path
+) -> None:
     task = conversion(source_dir, tmp_path)
     with pytest.raises(ConversionStopped):
         run(task, hooks(should_stop=lambda: True))
-    with pytest.raises(RequestError, match=COMMAND):
-        run(task)
-    other = conversion(source_dir, tmp_path, length=10)
+    before = content(task.work_folder)
     with pytest.raises(RequestError, match=r"another length \(expected 20, got 10\)"):
-        run(other, resume=True)
+        run(conversion(source_dir, tmp_path, length=10))
+    both = r"another bits and another rows \(expected bits 6.5, rows 3, got bits 7, rows 4\)"
+    with pytest.raises(RequestError, match=both):
+        run(conversion(source_dir, tmp_path, bits=7, rows=4))
+    assert content(task.work_folder) == before
 
 
 def test_changed_source_cannot_be_resumed(source_dir: Path, tmp_path: Path) -> None:
@@ -131,16 +152,16 @@ def test_changed_source_cannot_be_resumed(source_dir: Path, tmp_path: Path) -> N
     data[-1] ^= 1
     path.write_bytes(data)
     with pytest.raises(RequestError, match="another source_sha256"):
-        run(task, resume=True)
+        run(task)
 
 
 def test_work_directory_is_exclusive(source_dir: Path, tmp_path: Path) -> None:
     task = conversion(source_dir, tmp_path, work=tmp_path / "w")
     facts = task.facts("x")
     with (
-        open_work(tmp_path / "w", facts, resume=False, command="c"),
+        open_work(tmp_path / "w", facts),
         pytest.raises(RequestError, match="another process"),
-        open_work(tmp_path / "w", facts, resume=True, command="c"),
+        open_work(tmp_path / "w", facts),
     ):
         pass
 
@@ -177,8 +198,8 @@ def test_failed_gate_keeps_partial_output_until_forced(source_dir: Path, tmp_pat
     partial = tmp_path / "out.partial"
     assert json.loads((partial / RECORD_NAME).read_text())["gate"]["figures"] == {"kld": 9.0}
     with pytest.raises(QualityError):  # the gate is not repeated
-        run(task, resume=True)
-    out = run(task, resume=True, force=True)
+        run(task)
+    out = run(task, force=True)
     assert json.loads((out / RECORD_NAME).read_text())["is_forced"] is True
     assert not partial.exists()
 
@@ -204,9 +225,9 @@ def test_read_back_mismatch_is_never_published(
     assert not task.out.exists()
     monkeypatch.setattr(job, "write_weights", real)
     with pytest.raises(ExlError, match="reads back differently"):  # the check is repeated
-        run(task, resume=True)
+        run(task)
     shutil.rmtree(tmp_path / "out.partial")
-    assert run(task, resume=True).is_dir()
+    assert run(task).is_dir()
 
 
 @pytest.mark.parametrize("name", ["measured-00001.json", "layer-00001.safetensors"])
@@ -217,7 +238,7 @@ def test_damaged_work_file_is_named(name: str, source_dir: Path, tmp_path: Path)
         run(task, stop)
     (task.work_folder / name).write_bytes(b"{")
     with pytest.raises(ExlError, match=name):
-        run(task, resume=True)
+        run(task)
     assert not task.out.exists()
 
 

@@ -84,9 +84,7 @@ class Wish:
     device: str
 
 
-def run(
-    wish: Wish, *, command: str, resume: bool, force: bool, is_json: bool, is_quiet: bool
-) -> None:
+def run(wish: Wish, *, command: str, force: bool, is_json: bool, is_quiet: bool) -> None:
     """The whole command. Ctrl-C and SIGTERM stop it at once.
 
     The last line on stderr is then the command that resumes the conversion.
@@ -106,7 +104,7 @@ def run(
                     should_stop=lambda: signals.is_set,
                     command=command,
                 )
-                out = convert_model(wanted, hooks, resume=resume, force=force)
+                out = convert_model(wanted, hooks, force=force)
         except (ConversionStopped, KeyboardInterrupt) as stop:
             if not is_quiet:
                 print_note(f"stopped; resume with: {command}")
@@ -230,6 +228,14 @@ def _saying(*, is_json: bool, is_quiet: bool) -> Iterator[Say]:
     with stages_progress(is_quiet=is_quiet) as show:
 
         def say(event: Event) -> None:
+            if event.kind == "resume" and not is_quiet:
+                is_published, work = event.facts["is_published"], event.facts["work"]
+                found = (
+                    "this conversion is finished"
+                    if is_published
+                    else "continuing the unfinished conversion"
+                )
+                print_note(f"{found}; its intermediate results are in {work}")
             if show is not None and event.kind in ("stage", "step"):
                 number = list(Stage).index(event.stage) + 1
                 show(f"{number}/{len(Stage)} {event.stage.value}", event.done, event.total)

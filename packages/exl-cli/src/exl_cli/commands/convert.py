@@ -24,7 +24,6 @@ EXAMPLES = (
         "exl convert model -o out-5 --bits 5 --measurement out/exl_measurement.json",
         "reuse a measurement at another bit rate",
     ),
-    ("exl convert model -o model-4.0 --bits 4.0 --resume", "continue after a kill or a full disk"),
     ("exl convert model -o out --bits 4 --json", "events as JSON, one per line"),
 )
 SELF = "self"
@@ -125,7 +124,7 @@ Resume = Annotated[
     bool,
     typer.Option(
         "--resume",
-        help="Continue from the intermediate results in the work directory.",
+        help="Accepted for scripts: an unfinished conversion continues without it.",
         rich_help_panel=_JOB,
     ),
 ]
@@ -161,7 +160,7 @@ def convert(
     seed: Seed = 0,
     measurement: MeasurementFile = None,
     work: Work = None,
-    resume: Resume = False,
+    resume: Resume = False,  # noqa: ARG001 an unfinished conversion continues in any case
     force: Force = False,
     shard_size: ShardSize = "8GB",
     json: Events = False,
@@ -173,8 +172,9 @@ def convert(
     The conversion measures the error of each layout of each matrix, chooses the layouts with the
     least error for the given bits, quantizes layer by layer, and compares the result with the
     source on held-out text. The result is DIR.partial until it has been read back from disk and is
-    close enough to the source; then it is renamed to DIR. After any interruption, --resume
-    continues and yields the same bytes.
+    close enough to the source; then it is renamed to DIR. After any interruption, the same command
+    continues where it ended, says so, and yields the same bytes. A command with other options in
+    the same work directory is refused.
     """
     spec = options.pick_model(model, model_option)
     with exits_at_once():
@@ -196,7 +196,6 @@ def convert(
             device=device,
         ),
         command=_command(ctx),
-        resume=resume,
         force=force,
         is_json=json,
         is_quiet=quiet,
@@ -214,7 +213,7 @@ def _size(text: str) -> int:
 
 
 def _command(ctx: typer.Context) -> str:
-    """Command line that resumes this conversion: every option that is not a default."""
+    """Command line that runs this conversion again: every option that is not a default."""
     words = ["exl", "convert"]
     for parameter in ctx.command.params:
         value = ctx.params.get(parameter.name or "")
@@ -223,4 +222,4 @@ def _command(ctx: typer.Context) -> str:
         option = max(parameter.opts, key=len) if parameter.param_type_name == "option" else None
         words += [option] if option else []
         words += [] if value is True else [str(value)]
-    return shlex.join([*words, "--resume"])
+    return shlex.join(words)

@@ -83,7 +83,7 @@ class Conversion:
         return self.out.with_name(self.out.name + LOCK_SUFFIX)
 
     def facts(self, source_sha256: str) -> dict[str, object]:
-        """Values, by option, that must be equal when a conversion is resumed."""
+        """Values, by option, that must be equal for a conversion to continue an unfinished one."""
         given = self.measurement
         return {
             "source_sha256": source_sha256,
@@ -116,7 +116,7 @@ Gate = Callable[[Path, Path], GateOutcome]
 
 @dataclass(frozen=True, slots=True)
 class Hooks:
-    """Callbacks of a conversion. `command` is the command line that resumes it, for messages."""
+    """Callbacks of a conversion. `command` is the command line that runs it, for messages."""
 
     make_rows: MakeRows
     gate: Gate
@@ -129,25 +129,31 @@ def convert_model(
     conversion: Conversion,
     hooks: Hooks,
     *,
-    resume: bool = False,
     force: bool = False,
     saving_share: float = SAVING_SHARE,
 ) -> Path:
-    """Runs or resumes a conversion and returns the directory under its final name.
+    """Runs a conversion and returns the directory under its final name.
+
+    An unfinished conversion with the same facts goes on where it ended, after an event `resume`.
+    One with other facts in the same work directory is a RequestError that names the differences.
 
     Problems found before any work are raised together: a single one itself, several as a
     ProblemsError. Raises QualityError if the result is too far from its source. The result then
     stays under its partial name, unless `force` publishes it. After a DiskFullError or an exception
-    of a stage, the finished work is kept for `resume`.
+    of a stage, the finished work is kept for the next call.
     """
-    prepared = _prepare(conversion, hooks, resume=resume)
+    prepared = _prepare(conversion, hooks)
     folder = conversion.work_folder
     try:
         with (
             locked(conversion.lock, conversion.out, "to this output"),
-            open_work(folder, prepared.facts, resume=resume, command=hooks.command) as work,
+            open_work(folder, prepared.facts) as work,
         ):
-            if not _is_published(conversion, work):
+            is_published = _is_published(conversion, work)
+            if prepared.is_resumed:
+                facts = {"work": str(folder), "is_published": is_published}
+                hooks.on_event(Event("resume", Stage.CHECK, facts=facts))
+            if not is_published:
                 computed = _stages(conversion, hooks, prepared, work, saving_share).run()
                 _write_output(conversion, hooks, prepared, work)
                 _gate_and_publish(conversion, hooks, prepared, work, computed, force=force)
@@ -173,9 +179,10 @@ class _Prepared:
     source_sha256: str
     facts: dict[str, object]
     given: Measurement | None
+    is_resumed: bool
 
 
-def _prepare(conversion: Conversion, hooks: Hooks, *, resume: bool) -> _Prepared:
+def _prepare(conversion: Conversion, hooks: Hooks) -> _Prepared:
     source, config, quantization = open_checkpoint(conversion.source)
     hooks.on_event(Event("stage", Stage.CHECK))
 
@@ -183,7 +190,7 @@ def _prepare(conversion: Conversion, hooks: Hooks, *, resume: bool) -> _Prepared
         hooks.on_event(Event("step", Stage.CHECK, done, total))
 
     work = conversion.work_folder
-    is_resumed = resume and (work / JOB_NAME).is_file()
+    is_resumed = (work / JOB_NAME).is_file()
     sha256 = preflight.hash_source(conversion.source, source, progress)
     problems: list[ExlError] = []
     problems += preflight.rate_problems(config, conversion.bits, conversion.stages.head_bits)
@@ -206,7 +213,7 @@ def _prepare(conversion: Conversion, hooks: Hooks, *, resume: bool) -> _Prepared
             given.check(config, sha256, conversion.measurement)
             allocate(given.layers, conversion.bits)
         facts = conversion.facts(sha256)
-        check_work(work, facts, resume=resume, command=hooks.command)
+        check_work(work, facts)
     except ExlError as error:
         problems.append(error)
     _raise(problems)
@@ -223,7 +230,7 @@ def _prepare(conversion: Conversion, hooks: Hooks, *, resume: bool) -> _Prepared
     )
     space = replace(space, out=space.out + files.size_bytes)
     _raise(list(preflight.space_problems(space, conversion.out, work)))
-    return _Prepared(source, config, checkpoint, files, sha256, facts, given)
+    return _Prepared(source, config, checkpoint, files, sha256, facts, given, is_resumed)
 
 
 def _raise(problems: list[ExlError]) -> None:

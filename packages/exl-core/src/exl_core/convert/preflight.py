@@ -197,7 +197,7 @@ def output_problems(out: Path, source: Path, work: Path, *, is_resumed: bool) ->
         yield RequestError(
             "another conversion has left its output here",
             where=partial_of(out),
-            next_step="Resume that one (--resume), or remove it.",
+            next_step="Repeat that command, with its --work, or remove the directory.",
         )
     for folder in dict.fromkeys((out.parent, work.parent)):
         yield from writing_problems(folder)

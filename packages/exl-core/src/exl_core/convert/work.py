@@ -100,12 +100,11 @@ class WorkDir:
 
 
 @contextmanager
-def open_work(folder: Path, options: Facts, *, resume: bool, command: str) -> Iterator[WorkDir]:
+def open_work(folder: Path, options: Facts) -> Iterator[WorkDir]:
     """Opens the work directory of the conversion that `options` (plain JSON values) describe.
 
-    Raises RequestError if the directory holds another conversion (the message names an option that
-    differs), this conversion without `resume` (the message gives `command`, which resumes it), or
-    if another process holds the directory.
+    A directory that this conversion has begun keeps its files. Raises RequestError if it holds
+    another conversion (the message names the options that differ), or if another process holds it.
     """
     with naming_disk_failures(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,15 +117,15 @@ def open_work(folder: Path, options: Facts, *, resume: bool, command: str) -> It
             _require_empty(folder)
             write_json(job, {"schema_version": SCHEMA_VERSION, "options": dict(options)})
         else:
-            _require_same(job, options, resume=resume, command=command)
+            _require_same(job, options)
         yield WorkDir(folder)
 
 
-def check_work(folder: Path, options: Facts, *, resume: bool, command: str) -> None:
+def check_work(folder: Path, options: Facts) -> None:
     """Raises the errors of `open_work` for the content of a directory, without changing it."""
     job = folder / JOB_NAME
     if job.is_file():
-        _require_same(job, options, resume=resume, command=command)
+        _require_same(job, options)
     elif folder.exists():
         _require_empty(folder)
 
@@ -146,7 +145,7 @@ def _require_empty(folder: Path) -> None:
         )
 
 
-def _require_same(job: Path, options: Facts, *, resume: bool, command: str) -> None:
+def _require_same(job: Path, options: Facts) -> None:
     written = read_json_object(job, WorkFileError)
     if written.get("schema_version") != SCHEMA_VERSION:
         raise WorkFileError(
@@ -158,21 +157,22 @@ def _require_same(job: Path, options: Facts, *, resume: bool, command: str) -> N
     before = before if isinstance(before, dict) else {}
     differing = [name for name in {**before, **options} if before.get(name) != options.get(name)]
     if differing:
-        name = differing[0]
         raise RequestError(
-            f"the work directory belongs to a conversion with another {name}",
+            "the work directory belongs to an unfinished conversion with another "
+            + " and another ".join(differing),
             where=job.parent,
-            expected=before.get(name),
-            got=options.get(name),
-            next_step="Convert with the same options, choose another directory with --work, or "
-            "remove this one.",
+            expected=_values(before, differing),
+            got=_values(options, differing),
+            next_step="Repeat that command to finish it, choose another directory with --work, or "
+            "remove this one to begin anew.",
         )
-    if not resume:
-        raise RequestError(
-            "a conversion with these options has been started already",
-            where=job.parent,
-            next_step=f"Resume it: {command}",
-        )
+
+
+def _values(options: Facts, names: list[str]) -> str:
+    """`length 20, seed 0`; of a single option the value alone, because the message names it."""
+    if len(names) == 1:
+        return str(options.get(names[0]))
+    return ", ".join(f"{name} {options.get(name)}" for name in names)
 
 
 @contextmanager
