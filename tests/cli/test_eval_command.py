@@ -46,6 +46,24 @@ def test_table_has_the_figure_of_json(perplexity) -> None:
     assert result["text_sha256"] in done.out
 
 
+def test_by_position(perplexity, tiny_llama_dir: Path) -> None:
+    args = ("--ctx", 64, "--windows", 2)
+    record = json.loads(perplexity(*args, "--json").out)
+    buckets = record["by_position"]
+    assert [(b["first"], b["last"], b["tokens"]) for b in buckets] == [
+        (2**i, 2 ** (i + 1) - 1, 2 * 2**i) for i in range(6)
+    ]
+    assert "32 to 63" not in perplexity(*args).out
+    done = perplexity(*args, "--by-position")
+    assert (done.code, done.err) == (0, "")
+    for bucket in buckets[1:]:
+        figure = f"{bucket['nll']:.4f} ± {bucket['nll_stderr']:.4f}"
+        (line,) = [line for line in done.out.splitlines() if figure in line]
+        assert line.split()[:3] == [str(bucket["first"]), "to", str(bucket["last"])]
+    pair = perplexity(*args, "--by-position", "--compare-to", tiny_llama_dir)
+    assert pair.out.count(f"{buckets[3]['nll']:.4f} ± {buckets[3]['nll_stderr']:.4f}") == 2
+
+
 def test_bos_rules_differ(perplexity) -> None:
     figures = {
         rule: json.loads(perplexity("--ctx", 64, "--bos", rule, "--json").out)

@@ -60,6 +60,36 @@ def test_perplexity_and_error_follow_the_formulas(table: torch.Tensor, ctx: int,
     assert seen[-1] == (len(windows), len(windows), result.perplexity)
 
 
+@pytest.mark.parametrize("style", ["paper", "llama.cpp", "hf-stride"])
+def test_figures_by_position_follow_the_definition(table: torch.Tensor, style: str) -> None:
+    """Position: number of tokens before the predicted one. Bucket i: positions 2^i to 2^(i+1)-1."""
+    stride = 8 if style == "hf-stride" else None
+    options = PerplexityOptions(style=style, ctx=24, stride=stride)
+    result = measure_perplexity(loaded_with(table), TEXT, options)
+    log_probs = table.double().log_softmax(1)
+    expected: dict[int, list[float]] = {}
+    for window in lay_out(as_text(TEXT), ByteTokenizer(), options, 512).windows:
+        for position in range(window.first, len(window.token_ids)):
+            before, token = window.token_ids[position - 1 : position + 1]
+            bucket = position.bit_length() - 1
+            expected.setdefault(bucket, []).append(-float(log_probs[before, token]))
+
+    assert [bucket.first for bucket in result.by_position] == [1 << i for i in sorted(expected)]
+    for found in result.by_position:
+        values = torch.tensor(expected[found.first.bit_length() - 1], dtype=torch.float64)
+        assert found.last == 2 * found.first - 1
+        assert found.tokens == len(values)
+        assert found.nll == pytest.approx(float(values.mean()), rel=1e-6)
+        if len(values) > 1:
+            error = float(values.std()) / math.sqrt(len(values))
+            assert found.nll_stderr == pytest.approx(error, rel=1e-5)
+        else:
+            assert found.nll_stderr is None
+    assert sum(bucket.tokens for bucket in result.by_position) == result.tokens
+    total = math.fsum(bucket.nll * bucket.tokens for bucket in result.by_position)
+    assert total / result.tokens == pytest.approx(result.nll, rel=1e-9)
+
+
 def test_uniform_predictions_give_the_vocabulary_size_as_perplexity() -> None:
     result = measure_perplexity(
         loaded_with(torch.zeros(VOCAB_SIZE, VOCAB_SIZE)), TEXT, PerplexityOptions(ctx=32)

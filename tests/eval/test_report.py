@@ -249,6 +249,18 @@ def test_plots_use_page_colors_and_unique_ids() -> None:
     assert {name: counts[name] for name in used} == dict.fromkeys(used, 1)
 
 
+def test_likelihood_by_position_is_plotted(folders: Path, tmp_path: Path) -> None:
+    report, _ = made(folders, tmp_path, "second")
+    buckets: Any = report.rows[0].parts["perplexity"]["by_position"]
+    html, links = page_of(*report.rows)
+    assert "Likelihood by position" in html
+    text = "".join(links.text)
+    for bucket in buckets:
+        assert f"{bucket['first']}-{bucket['last']}" in text
+    older = known("a", 1e8, 10.0)  # a record without positions
+    assert "Likelihood by position" not in page_of(older)[0]
+
+
 def test_names_from_files_are_escaped() -> None:
     evil = '<script>alert("$x$")</script>\x1b[31m'
     html, links = page_of(known(evil, 1e8, 10.0), Row(evil, evil, False, {}, evil))

@@ -19,6 +19,7 @@ from exl_core.engine.score import CHUNK_ROWS, TextPasses
 from exl_core.errors import ExlError
 from exl_core.session.load import LoadedModel
 from exl_eval.estimates import mean_and_error
+from exl_eval.positions import nll_by_position
 from exl_eval.result import ModelFacts, PerplexityPair, PerplexityResult
 from exl_eval.styles import Layout, WindowOptions, lay_out
 from exl_eval.texts import Text, as_text
@@ -175,4 +176,5 @@ def _result(
         tokens_per_s=scored_now / seconds if scored_now else None,
         window_nll=tuple(float(part.sum()) for part in parts),
         window_tokens=tuple(len(part) for part in parts),
+        by_position=nll_by_position([window.first for window in layout.windows], parts),
     )

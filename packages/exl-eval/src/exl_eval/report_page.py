@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from exl_core.errors import printable
 from exl_eval.report import Report, Row, write_atomically
-from exl_eval.report_plots import Line, Point, bars, color_index, scatter, steps
+from exl_eval.report_plots import Line, Point, bars, color_index, curves, scatter, steps
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,12 +144,29 @@ def _plots(rows: Sequence[tuple[int, Row]], report: Report) -> list[Plot]:
             svg = bars(points, label=f"{title.lower()}, tokens per second")
             note = "One sequence. Longer is better."
             plots.append(Plot(f"{title} speed", Markup(svg), note))
+    plots += _position_plot(rows)
     lines = [Line(n, bits) for n, row in rows if (bits := _layer_bits(row))]
     if lines:
         svg = steps(lines, x_label="layer", y_label="bits per weight")
         note = "As stored, with scales. Embedding and head are left out."
         plots.append(Plot("Bits by layer", Markup(svg), note))
     return plots
+
+
+def _position_plot(rows: Sequence[tuple[int, Row]]) -> list[Plot]:
+    """Plot of the negative log-likelihood by position, for models whose record has it."""
+    lines: list[Line] = []
+    names: list[str] = []
+    for number, row in rows:
+        buckets: Any = row.parts.get("perplexity", {}).get("by_position", ())
+        if len(buckets) > 1:
+            lines.append(Line(number, tuple(float(bucket["nll"]) for bucket in buckets)))
+            names = max(names, [f"{one['first']}-{one['last']}" for one in buckets], key=len)
+    if not lines:
+        return []
+    svg = curves(lines, names, x_label="tokens before in the window", y_label="nll, nats per token")
+    note = "Mean over the tokens with that number of tokens before them. Lower is better."
+    return [Plot("Likelihood by position", Markup(svg), note)]
 
 
 def _kld(row: Row) -> Mapping[str, object] | None:

@@ -1,4 +1,4 @@
-"""Plots of a report as inline SVG: scatter, bars and steps.
+"""Plots of a report as inline SVG: scatter, bars, steps and curves.
 
 Colors are CSS variables of the page (`var(--ink)`, `var(--s0)`, ...), so plots follow its dark and
 print modes. Labels are SVG text in the page's font. A model has the same number and color in all
@@ -8,10 +8,12 @@ plots. Knows plain points. This is the only module that imports matplotlib.
 from __future__ import annotations
 
 import io
+import math
 import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -123,27 +125,47 @@ def steps(lines: Sequence[Line], *, x_label: str, y_label: str) -> str:
     """Step plot with one line per model and its number at the right end."""
     with _styled():
         figure, axes = _axes(x_label, y_label)
-        longest = max(len(line.y) for line in lines)
         highest = max(max(line.y) for line in lines)
-        place = -1.0
-        for line in sorted(lines, key=lambda line: line.y[-1]):
-            color = _color(line.number)
-            axes.plot(range(len(line.y)), line.y, color=color, drawstyle="steps-mid")
-            place = max(line.y[-1], place + _LABEL_HEIGHT * highest)
-            axes.annotate(
-                f"{line.number}",
-                (longest - 1, place),
-                xytext=(6, 0),
-                textcoords="offset points",
-                va="center",
-                color=color,
-                fontweight="bold",
-            )
+        place = _draw_lines(axes, lines, highest, drawstyle="steps-mid")
         axes.set_ylim(0.0, 1.08 * max(highest, place))
         axes.margins(x=0.02)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(visible=True, axis="y")
         return _svg(figure, f"{y_label} by {x_label}")
+
+
+def curves(lines: Sequence[Line], names: Sequence[str], *, x_label: str, y_label: str) -> str:
+    """Curve per model with its number at the right end. `names` label x = 0, 1, 2, ..."""
+    with _styled():
+        figure, axes = _axes(x_label, y_label)
+        values = [y for line in lines for y in line.y]
+        height = max(max(values) - min(values), 1e-3)
+        _draw_lines(axes, lines, height, marker="o", markersize=4)
+        axes.margins(x=0.04, y=0.1)
+        axes.set_xticks(range(len(names)), names, rotation=45, ha="right")
+        axes.grid(visible=True, axis="y")
+        return _svg(figure, f"{y_label} by {x_label}")
+
+
+def _draw_lines(axes: Axes, lines: Sequence[Line], height: float, **style: Any) -> float:
+    """Draws lines with their numbers at the right end, as far apart as readable in a plot of this
+    height. Returns the highest place of a number."""
+    longest = max(len(line.y) for line in lines)
+    place = -math.inf
+    for line in sorted(lines, key=lambda line: line.y[-1]):
+        color = _color(line.number)
+        axes.plot(range(len(line.y)), line.y, color=color, **style)
+        place = max(line.y[-1], place + _LABEL_HEIGHT * height)
+        axes.annotate(
+            f"{line.number}",
+            (longest - 1, place),
+            xytext=(6, 0),
+            textcoords="offset points",
+            va="center",
+            color=color,
+            fontweight="bold",
+        )
+    return place
 
 
 def color_index(number: int) -> int:

@@ -46,6 +46,18 @@ class ModelFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class PositionBucket:
+    """Tokens predicted from `first` to `last` tokens before them in their window: their number, and
+    the mean of their negative log-likelihoods with its standard error, None for a single token."""
+
+    first: int
+    last: int
+    tokens: int
+    nll: float
+    nll_stderr: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class PerplexityResult:
     """Perplexity of a model on one text.
 
@@ -57,6 +69,7 @@ class PerplexityResult:
     seconds, tokens_per_s  time and rate of the other windows
     window_nll             sum of each window; allows a paired comparison of two records
     window_tokens          scored tokens of each window
+    by_position            the same figures by position within the window
     """
 
     perplexity: float
@@ -76,6 +89,7 @@ class PerplexityResult:
     tokens_per_s: float | None
     window_nll: tuple[float, ...]
     window_tokens: tuple[int, ...]
+    by_position: tuple[PositionBucket, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         return _record("perplexity", self)

@@ -15,6 +15,8 @@ from exl_cli.interrupt import exits_at_once
 from exl_core.cache.format import parse_cache_type
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from exl_eval.perplexity import PerplexityOptions, ScoredText
     from exl_eval.result import PerplexityPair, PerplexityResult
     from exl_eval.texts import Text
@@ -26,6 +28,7 @@ EXAMPLES = (
     ("exl eval perplexity -m model --dataset wikitext", "test split of WikiText-2, from the hub"),
     ("exl eval perplexity -m model --text wiki.txt --cache-type q4", "with a quantized cache"),
     ("exl eval perplexity a --compare-to b --text wiki.txt", "two models, with paired errors"),
+    ("exl eval perplexity --text wiki.txt --by-position", "the effect of the context length"),
     ("exl eval perplexity -m model --text wiki.txt --json", "a record for 'exl eval compare'"),
 )
 
@@ -65,6 +68,14 @@ TokenByToken = Annotated[
         help="Run one pass per token, as in decoding, instead of passes of 512 tokens. Slower.",
     ),
 ]
+ByPosition = Annotated[
+    bool,
+    typer.Option(
+        "--by-position",
+        help="Also print the negative log-likelihood by position within the window. --json always "
+        "has it, as by_position.",
+    ),
+]
 
 
 def perplexity(
@@ -89,6 +100,7 @@ def perplexity(
     threads: options.Threads = None,
     cache_type: options.CacheType = "fp16",
     token_by_token: TokenByToken = False,
+    by_position: ByPosition = False,
     exact: options.Exact = False,
 ) -> None:
     """Measure perplexity of a text, with standard error, word perplexity and bits per byte.
@@ -107,13 +119,14 @@ def perplexity(
     )
     loading = eval_options.Loading(device, threads, quiet, exact)
     if compare_to is None:
-        _show(_scored(loading, spec, content, choices, resume).result, is_json=json)
+        result = _scored(loading, spec, content, choices, resume).result
+        _show(result, is_json=json, has_positions=by_position)
         return
     choices = _with_shared_windows(spec, compare_to, content, choices)
     first = _scored(loading, spec, content, choices, resume)
     beside = None if resume is None else resume.with_name(f"{resume.name}.compare-to")
     second = _scored(loading, compare_to, content, choices, beside)
-    _show_pair(compare_scored(first, second), is_json=json)
+    _show_pair(compare_scored(first, second), is_json=json, has_positions=by_position)
 
 
 def _scored(
@@ -153,16 +166,18 @@ def _with_shared_windows(
     return replace(choices, ctx=facts.ctx, bos=facts.bos)
 
 
-def _show(result: PerplexityResult, *, is_json: bool) -> None:
+def _show(result: PerplexityResult, *, is_json: bool, has_positions: bool) -> None:
     from exl_cli.render import facts_table, print_answer
 
     if is_json:
         output.write_json(result.as_dict())
     else:
         print_answer(facts_table({**_figures(result), **eval_options.text_facts(result.text)}))
+        if has_positions:
+            print_answer("", _positions(result))
 
 
-def _show_pair(pair: PerplexityPair, *, is_json: bool) -> None:
+def _show_pair(pair: PerplexityPair, *, is_json: bool, has_positions: bool) -> None:
     from math import exp
 
     from exl_cli.render import facts_table, print_answer
@@ -182,6 +197,26 @@ def _show_pair(pair: PerplexityPair, *, is_json: bool) -> None:
         "",
         facts_table({**_figures(pair.second), **eval_options.text_facts(pair.first.text)}),
     )
+    if has_positions:
+        print_answer("", _positions(pair.first, pair.second))
+
+
+def _positions(*results: PerplexityResult) -> Table:
+    """Figures by position within the window, one column for each model on the same tokens."""
+    from exl_cli.render import columns_table
+
+    names = ["nll"] if len(results) == 1 else ["nll, first", "nll, second"]
+    table = columns_table("position", "tokens", *names)
+    for buckets in zip(*(result.by_position for result in results), strict=True):
+        one = buckets[0]
+        places = f"{one.first}" if one.first == one.last else f"{one.first} to {one.last}"
+        figures = [
+            f"{bucket.nll:.4f}"
+            + ("" if bucket.nll_stderr is None else f" ± {bucket.nll_stderr:.4f}")
+            for bucket in buckets
+        ]
+        table.add_row(places, f"{one.tokens}", *figures)
+    return table
 
 
 def _figures(result: PerplexityResult) -> dict[str, str]:
