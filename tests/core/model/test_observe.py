@@ -52,6 +52,7 @@ def test_recorded_states_match_transformers(pair: tuple[Any, Transformer]) -> No
     logits = context.forward(IDS[:, :20], observe=recorder)
     assert_close(logits, out.logits[:, :20])
     assert recorder.layers.keys() == {0, 1}
+    assert_close(recorder.embedding.view(2, 20, -1), out.hidden_states[0][:, :20])
     for layer in (0, 1):
         shown = recorder.layers[layer].view(2, 20, -1)
         assert_close(shown, out.hidden_states[layer + 1][:, :20])

@@ -21,6 +21,7 @@ from exl_cli.commands import bench, chat, convert, doctor, generate, inspect, se
 from exl_cli.commands.eval import (
     acceptance,
     compare,
+    compare_layers,
     divergence,
     perplexity,
     report,
@@ -84,6 +85,9 @@ app.add_typer(eval_app, name="eval")
 eval_app.command("perplexity", epilog=options.examples(perplexity.EXAMPLES))(perplexity.perplexity)
 eval_app.command("divergence", epilog=options.examples(divergence.EXAMPLES))(divergence.divergence)
 eval_app.command("compare", epilog=options.examples(compare.EXAMPLES))(compare.compare)
+eval_app.command("compare-layers", epilog=options.examples(compare_layers.EXAMPLES))(
+    compare_layers.compare_layers
+)
 eval_app.command("acceptance", epilog=options.examples(acceptance.EXAMPLES))(acceptance.acceptance)
 eval_app.command("throughput", epilog=options.examples(throughput.EXAMPLES))(throughput.throughput)
 eval_app.command("report", epilog=options.examples(report.EXAMPLES))(report.report)

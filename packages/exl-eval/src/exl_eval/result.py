@@ -175,11 +175,56 @@ class DivergenceResult:
         return {"direction": "KL(reference || candidate)", **_record("divergence", self)}
 
 
-def _record(measurement: str, result: PerplexityResult | DivergenceResult) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Mean and its standard error."""
+
+    mean: float
+    stderr: float
+
+
+@dataclass(frozen=True, slots=True)
+class StateDifference:
+    """Means over tokens. `relative_error` is |b - a| / |a| for the states a of the reference and b
+    of the other model. `cosine` is that of the angle between them."""
+
+    relative_error: Estimate
+    cosine: Estimate
+
+
+@dataclass(frozen=True, slots=True)
+class LayerDifference:
+    """States after one layer. `propagated`: each model read its own states. `local`: the layer of
+    the other model read the reference's states."""
+
+    layer: int
+    propagated: StateDifference
+    local: StateDifference
+
+
+@dataclass(frozen=True, slots=True)
+class LayerComparison:
+    """Result of `compare_layers`. `embedding` compares the states before layer 0."""
+
+    embedding: StateDifference
+    layers: tuple[LayerDifference, ...]
+    tokens: int
+    text: TextFacts
+    model: ModelFacts
+    reference: str
+    seconds: float
+
+    def as_dict(self) -> dict[str, object]:
+        return _record("layers", self)
+
+
+def _record(
+    measurement: str, result: PerplexityResult | DivergenceResult | LayerComparison
+) -> dict[str, object]:
     """Flat record: the fields of the facts are on one level with the figures."""
     record: dict[str, object] = {"schema_version": SCHEMA_VERSION, "measurement": measurement}
     for name, value in asdict(result).items():
-        if name in ("text", "model", "reference"):
+        if isinstance(value, dict) and name in ("text", "model", "reference"):
             record.update(value)
         else:
             record[name] = value

@@ -43,13 +43,15 @@ class Observer:
 
 
 class StateRecorder(Observer):
-    """Records the states after some layers, and the input of the head.
+    """Records the states after the embedding and after some layers, and the input of the head.
 
-    `layers[i]` [rows, hidden_size] are the states after block i. `last` [logit rows, hidden_size]
+    `embedding` [rows, hidden_size] are the states before block 0. `layers[i]` [rows, hidden_size]
+    are the states after block i. `last` [logit rows, hidden_size]
     are the normed states that the head reads. Each pass overwrites those of the previous pass.
     """
 
     def __init__(self, layers: Collection[int] = ()) -> None:
+        self.embedding = torch.empty(0)
         self.layers: dict[int, Tensor] = {}
         self.last = torch.empty(0)
         self._wanted = frozenset(layers)
@@ -60,6 +62,8 @@ class StateRecorder(Observer):
         return states
 
     def after(self, part: Part, states: Tensor) -> Tensor:
+        if part.kind == "embedding":
+            self.embedding = states.clone()
         if part.kind == "mlp" and part.layer in self._wanted:
             self.layers[part.layer] = states.clone()
         return states
