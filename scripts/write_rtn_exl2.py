@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,16 +27,16 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import pad
 
-from exl_core.arch.key_map import EMBED, HEAD, layer_index, packed_together
-from exl_core.arch.spec import ModelConfig, Norm
+from exl_core.arch.modules import Kind, module_table
+from exl_core.arch.spec import ModelConfig
 from exl_core.codecs import exl2, exl2_writer
 from exl_core.convert import side_files
+from exl_core.convert.layers import stored_norm
 from exl_core.errors import ExlError, RequestError, UnsupportedModelError
 from exl_core.session.open import open_checkpoint
 from exl_core.session.resolve import resolve_model
 from exl_core.settings import read_settings
 from exl_core.weights.checkpoint import Checkpoint
-from exl_core.weights.quantized import MATRIX
 
 GROUP_SIZES = (32, 64, 128)
 CHUNK_VALUES = 1 << 17  # values per search: half a MiB of float32, which fits a core's cache
@@ -84,7 +85,7 @@ def write_model(spec: str, out: Path, body: Format, head: Format) -> dict[str, o
             stem = name.removesuffix(".weight")
             tensors |= {f"{stem}.{piece}": getattr(part, piece) for piece in exl2.PARTS}
             bits += part.size_bytes * 8
-            weights += matrix_shape(checkpoint, name).numel()
+            weights += prod(module_table(config)[name].shape)
         else:
             tensors[name] = part
         print(f"{name}: {describe(part)}")
@@ -108,24 +109,26 @@ def model_tensors(
     checkpoint: Checkpoint, config: ModelConfig, body: Format, head: Format
 ) -> Iterator[tuple[str, Tensor | exl2.Exl2Linear]]:
     """All tensors of the file by canonical name, in the order of the forward pass."""
+    table = module_table(config)
     seen: set[str] = set()
     for name in checkpoint.stored:
         if name in seen:
             continue
-        if name.endswith(".bias"):
+        if table[name].kind is Kind.BIAS:
             bias = checkpoint.vector(name)
             yield name, pad(bias, (0, -len(bias) % exl2.COLUMN_STEP)).half()
-        elif len(matrix_shape(checkpoint, name)) < MATRIX:
-            yield name, stored_norm(checkpoint, config, name)
-        elif name == EMBED:
+        elif table[name].is_norm:
+            yield name, stored_norm(table[name], checkpoint.norm(name))
+        elif not table[name].is_converted:
             yield name, matrix(checkpoint, name).half()
         else:
-            group = packed_together(name)
+            group = [row.name for row in table.packed_with(table[name])]
             seen.update(group)
-            yield from quantize_together(checkpoint, group, head if name == HEAD else body)
-    if config.has_tied_embeddings:
-        weight = matrix(checkpoint, EMBED).T  # [in, out]
-        yield HEAD, quantize(weight, feature_order([weight]), head)
+            is_head = table[name].kind is Kind.HEAD
+            yield from quantize_together(checkpoint, group, head if is_head else body)
+    if table.is_tied:
+        weight = matrix(checkpoint, table.embed.name).T  # [in, out]
+        yield table.head.name, quantize(weight, feature_order([weight]), head)
 
 
 def quantize_together(
@@ -230,24 +233,6 @@ def nearest(values: Tensor, scale: Tensor, zero: int) -> Tensor:
 def matrix(checkpoint: Checkpoint, name: str) -> Tensor:
     """A matrix as float32 [out, in]."""
     return torch.cat([chunk.values for chunk in checkpoint.chunks(name, torch.float32)])
-
-
-def matrix_shape(checkpoint: Checkpoint, name: str) -> torch.Size:
-    """Shape of the tensor, or of the embedding for a tied head."""
-    return torch.Size(checkpoint.stored[name if name in checkpoint.stored else EMBED].shape)
-
-
-def stored_norm(checkpoint: Checkpoint, config: ModelConfig, name: str) -> Tensor:
-    """A norm as EXL2 files store it: rounded as a factor; a head norm repeated for every head."""
-    factor = checkpoint.norm(name).half()
-    norm = (factor - 1).half() if config.arch.norm is Norm.RMS_PLUS_ONE else factor
-    if not name.endswith(("q_norm.weight", "k_norm.weight")):
-        return norm
-    attention = config.layers[layer_index(name)].attention
-    is_query = name.endswith("q_norm.weight")
-    return norm.expand(
-        attention.num_q_heads if is_query else attention.num_kv_heads, -1
-    ).contiguous()
 
 
 def describe(part: Tensor | exl2.Exl2Linear) -> str:

@@ -14,7 +14,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import embedding, gelu, linear, silu
 
-from exl_core.arch.key_map import expected_tensors, layer_prefix
 from exl_core.arch.layers import (
     Activation,
     Attention,
@@ -23,6 +22,8 @@ from exl_core.arch.layers import (
     LayerSpec,
     NormPlacement,
 )
+from exl_core.arch.modules import module_table
+from exl_core.arch.names import GGUF_SANDWICH, HF_SANDWICH
 from exl_core.arch.rope import inverse_frequencies
 from exl_core.arch.spec import ArchSpec, ModelConfig, RopeConfig
 from exl_core.model.build import build_weights
@@ -58,7 +59,13 @@ LAYERS = (
 )
 
 CONFIG = ModelConfig(
-    arch=ArchSpec(name="mixed", hf_names=(), gguf_names=()),
+    arch=ArchSpec(
+        name="mixed",
+        hf_names=(),
+        gguf_names=(),
+        safetensors=HF_SANDWICH,
+        gguf=GGUF_SANDWICH,
+    ),
     layers=LAYERS,
     ropes=(
         RopeConfig(base=10000.0, rotary_dim=16),
@@ -83,9 +90,8 @@ CODES_CONFIG = replace(CONFIG, layers=LAYERS[1:3])
 def random_tensors(config: ModelConfig, seed: int = 1) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
-    for name, shape in expected_tensors(config).items():
+    for name, shape, is_norm in ((r.name, r.shape, r.is_norm) for r in module_table(config).rows):
         noise = torch.randn(shape, generator=generator)
-        is_norm = name.endswith("norm.weight")
         scale = 0.2 if len(shape) == 1 else 1.2 / shape[1] ** 0.5
         tensors[name] = noise * scale + (1.0 if is_norm else 0.0)
     return tensors
@@ -115,7 +121,7 @@ def reference_logits(config: ModelConfig, tensors: dict[str, Tensor], ids: list[
     weights = {name: tensor.double() for name, tensor in tensors.items()}
     x = embedding(torch.tensor(ids), weights["model.embed_tokens.weight"])
     for index, layer in enumerate(config.layers):
-        prefix = layer_prefix(index)
+        prefix = f"model.layers.{index}."
         own = {
             name.removeprefix(prefix): tensor
             for name, tensor in weights.items()
@@ -139,7 +145,7 @@ def _layer(config: ModelConfig, layer: LayerSpec, own: dict[str, Tensor], x: Ten
     qkv = [product(h, f"self_attn.{part}_proj") for part in "qkv"]
     h = product(_attention(config, layer.attention, own, qkv), "self_attn.o_proj")
     x = x + (norm(h, "post_attention_layernorm") if is_sandwich else h)
-    h = norm(x, "pre_feedforward_layernorm" if is_sandwich else "post_attention_layernorm")
+    h = norm(x, "pre_feedforward_layernorm")
     gate, up = product(h, "mlp.gate_proj"), product(h, "mlp.up_proj")
     is_silu = layer.dense.activation is Activation.SILU
     h = product((silu(gate) if is_silu else gelu(gate, approximate="tanh")) * up, "mlp.down_proj")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, expected_tensors
+from exl_core.arch.modules import module_table
 from exl_core.codecs import exl2, exl2_writer
 from exl_core.convert import stages
 from exl_core.convert.calibration import CalibrationRows
@@ -31,6 +31,10 @@ from exl_core.convert.plan import (
 )
 from exl_core.convert.quantize import QuantizedPart
 
+EMBED = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+
 LAYOUTS = ("4:100/128", "6:100/64", "8:100/32")
 SETTINGS = {"bits": 6.5, "rows": 3, "length": 20}
 
@@ -42,13 +46,13 @@ def make_rows(step: Callable[[int, int], None]) -> CalibrationRows:
 
 
 def read_layer(checkpoint: Any, config: Any, layer: int, device: torch.device) -> LayerSource:
-    prefix = f"model.layers.{layer}."
+    table = module_table(config)
+    names = [row.name for row in table.rows_of(layer)]
     tensors = {
         name: torch.cat([chunk.values for chunk in checkpoint.chunks(name, torch.float32)])
-        for name in expected_tensors(config)
-        if name.startswith(prefix)
+        for name in names
     }
-    return LayerSource(layer, tensors)
+    return LayerSource(layer, table.layers[layer], tensors)
 
 
 def embed_rows(checkpoint: Any, config: Any, token_ids: Tensor) -> Tensor:

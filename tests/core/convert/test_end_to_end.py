@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
-from exl_core.arch.key_map import EMBED, HEAD, expected_tensors
+from exl_core.arch.modules import module_table
 from exl_core.convert.calibration import CalibrationRows
 from exl_core.convert.events import ConversionStopped, Stage
 from exl_core.convert.job import convert_model
@@ -27,6 +27,9 @@ from support.conversions import SHAPE, content, conversion, hooks, recorder, run
 from support.exl2_directory import read_model
 from support.gguf_models import write_gguf
 from support.profiles import first_by_default
+
+EMBED = "model.embed_tokens.weight"
+HEAD = "lm_head.weight"
 
 FAST = ConvertOptions(fast=True)
 
@@ -115,7 +118,7 @@ def test_conversion_of_each_source_form(make: Any, tmp_path: Path) -> None:
         m["name"]: m for m in json.loads((out / "exl_conversion.json").read_text())["matrices"]
     }
     tied_head = make in (tied, gguf_gemma, soft_capped)
-    for name, shape in expected_tensors(config).items():
+    for name, shape in ((row.name, row.shape) for row in module_table(config).rows):
         expected = dense(source, EMBED if tied_head and name == HEAD else name)
         found = dense(out, name)
         assert found.shape == expected.shape == shape
@@ -132,7 +135,7 @@ def test_conversion_of_each_source_form(make: Any, tmp_path: Path) -> None:
         else:
             assert error < 0.05, name  # rounded to float16, and tuned
     body = [m for name, m in record.items() if name != HEAD]
-    numel = sum(np.prod(expected_tensors(config)[m["name"]]) for m in body)
+    numel = sum(np.prod(module_table(config)[m["name"]].shape) for m in body)
     assert sum(m["bits"] for m in body) <= 6.0 * numel
 
     ids = torch.arange(10, 90).tolist()

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import linear
 
-from exl_core.arch.key_map import FINAL_NORM
 from exl_core.convert.block import rms_norm
 from exl_core.convert.layers import LayerSource, as_factor, embed_rows, read_layer, stored_norm
 from exl_core.errors import WeightValueError
@@ -20,6 +19,8 @@ from exl_core.session.open import open_checkpoint
 from exl_core.weights.checkpoint import Checkpoint
 from support.quantized_models import SIZES
 from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
+
+FINAL_NORM = "model.norm.weight"
 
 CPU = torch.device("cpu")
 
@@ -84,9 +85,10 @@ def test_unstorable_values_are_refused_by_name(tmp_path: Path, value: float) -> 
 def test_stored_norms_round_trip(tmp_path: Path, build: Callable[..., Any]) -> None:
     checkpoint, config = opened(save(build(**SIZES), tmp_path))
     source = read_layer(checkpoint, config, 0, CPU)
-    for name, factor in source.tensors.items():
-        if "norm" in name:
-            stored = stored_norm(config, name, factor)
+    for role, row in source.rows.items():
+        if row.is_norm:
+            factor = source.tensors[row.name]
+            stored = stored_norm(row, factor)
             assert stored.dtype is torch.float16
-            assert stored.dim() == (2 if "q_norm" in name or "k_norm" in name else 1)
-            assert (as_factor(config, stored) - factor).abs().max() < 2e-3
+            assert stored.dim() == (2 if role in ("q_norm", "k_norm") else 1)
+            assert (as_factor(row, stored) - factor).abs().max() < 2e-3

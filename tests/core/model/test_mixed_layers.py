@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import linear, rms_norm
 
 from exl_core.arch.checks import check_config
 from exl_core.arch.layers import FeedForward, LayerSpec, Mixer
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
-from exl_core.convert.layers import read_layer
+from exl_core.convert.block import Linear
+from exl_core.convert.layers import LayerSource, read_layer
 from exl_core.errors import ConfigError, UnsupportedModelError
 from exl_core.model.context import Context
 from exl_core.model.segment import LogitRows
@@ -61,21 +63,19 @@ def test_keys_of_each_layer_are_smoothed_by_their_own_geometry(tmp_path: Path) -
     ]
 
 
+def plain_product(source: LayerSource) -> Linear:
+    return lambda role, x: linear(x, source.matrix(role), source.bias(role))
+
+
 def test_the_converters_layers_match_plain_torch(tmp_path: Path) -> None:
     tensors = random_tensors(CONFIG)
     checkpoint = Checkpoint(write_tensors(tmp_path, tensors), CONFIG)
     x = tensors["model.embed_tokens.weight"][IDS][None]
     for layer in range(CONFIG.num_layers):
         source = read_layer(checkpoint, CONFIG, layer, torch.device("cpu"))
-        weights = {name: tensor.float() for name, tensor in source.tensors.items()}
-
-        def product(part: str, h: torch.Tensor) -> torch.Tensor:
-            own = weights  # noqa: B023 - called before the next layer
-            return torch.nn.functional.linear(h, own[f"{part}.weight"], own.get(f"{part}.bias"))
-
-        x = source.block(CONFIG).run(x, product)
+        x = source.block(CONFIG).run(x, plain_product(source))
     expected = reference_logits(CONFIG, tensors, IDS)
-    normed = torch.nn.functional.rms_norm(x[0], (48,), tensors["model.norm.weight"], 1e-5)
+    normed = rms_norm(x[0], (48,), tensors["model.norm.weight"], 1e-5)
     found = normed @ tensors["lm_head.weight"].T
     assert (found.double() - expected).abs().max() < 2e-5 * expected.abs().max()
 

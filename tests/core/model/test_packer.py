@@ -52,9 +52,9 @@ def test_packed_matrices_equal_the_dequantized_codes(
     reported: list[int] = []
     with Packer(checkpoint, ops, 2, lambda done, _: reported.append(done)) as jobs:
         for name in alone:
-            jobs.start(name)
+            jobs.start([checkpoint.rows[name]])
         for name in alone:
-            w = jobs.packed(name)
+            w = jobs.packed([checkpoint.rows[name]])
             rows = ops.embedding(torch.arange(w.out_features), w)
             expected = torch.from_numpy(evaluate(checkpoint.quantized(name))).T
             torch.testing.assert_close(rows.double(), expected, rtol=2**-23, atol=0)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from exl_core.arch.modules import Packed
 from exl_core.arch.spec import ModelConfig
-from exl_core.model.adapters import AdapterUse, Delta, Matrix
+from exl_core.model.adapters import AdapterUse, Delta
 from exl_core.model.runner import make_batch
 from exl_core.model.segment import LogitRows, Segment
 
@@ -42,7 +43,7 @@ class EmptyAdapter:
     serial = 0
     ends = None
 
-    def deltas(self, layer: int, matrix: Matrix) -> tuple[Delta, ...]:
+    def deltas(self, layer: int, matrix: Packed) -> tuple[Delta, ...]:
         return ()
 
     def fits(self, config: ModelConfig) -> bool:

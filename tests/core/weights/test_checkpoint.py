@@ -13,6 +13,7 @@ import torch
 from gguf import GGMLQuantizationType
 from safetensors.torch import load_file, save_file
 
+from exl_core.arch.modules import module_table
 from exl_core.codecs.runtime import RuntimeMatrix
 from exl_core.errors import MissingTensorError, WeightShapeError, WeightValueError
 from exl_core.ops.open import get_table
@@ -164,7 +165,11 @@ def test_packed_bytes_match_the_op_tables_matrix(
     quantize(folder, settings, pieces)
     stem = GATE.removesuffix("weight")
     edit(folder, **{stem + part: value for part, value in pieces(64, columns).items()})
-    checkpoint = Checkpoint(*open_checkpoint(folder), tensors={GATE: (columns, 64)})
+    opened = open_checkpoint(folder)
+    gate = module_table(opened[1])[GATE]
+    place = replace(gate.written, num_rows=columns)
+    gate = replace(gate, shape=(columns, 64), safetensors=(place,))
+    checkpoint = Checkpoint(*opened, rows=[gate])
     packed = get_table("cpu", threads=1).new_quantized(checkpoint.quantized(GATE).layout)
     permutation_bytes = 64 * 4  # int32 per input feature
     assert packed.size_bytes - permutation_bytes <= checkpoint.packed_bytes <= packed.size_bytes

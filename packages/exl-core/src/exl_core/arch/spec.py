@@ -22,13 +22,7 @@ from exl_core.arch.layers import (
     LayerSpec,
     NormPlacement,
 )
-
-
-class Norm(Enum):
-    """Meaning of a stored norm weight: the factor itself, or the factor minus one."""
-
-    RMS = "rms"
-    RMS_PLUS_ONE = "rms_plus_one"
+from exl_core.arch.names import GGUF, HF, FileForm
 
 
 class EmbedScale(Enum):
@@ -130,7 +124,6 @@ class ArchSpec:
     name: str
     hf_names: tuple[str, ...]
     gguf_names: tuple[str, ...]
-    norm: Norm = Norm.RMS
     norm_placement: NormPlacement = NormPlacement.PRE
     activation: Activation = Activation.SILU
     head_norm: HeadNorm = HeadNorm.NONE
@@ -155,12 +148,10 @@ class ArchSpec:
     local_rope_base_default: float | None = None
     attention_softcap_default: float | None = None
     final_softcap_default: float | None = None
-    is_gguf_rope_interleaved: bool = False
-    """GGUF files of this family store q and k rows permuted for interleaved RoPE pairs."""
-    is_gguf_norm_folded: bool = False
-    """GGUF files of this family store norm weights with 1 already added."""
-    key_roots: tuple[str, ...] = ("model.",)
-    """Prefixes that checkpoints of this family use in place of `model.`; the first is canonical."""
+    safetensors: FileForm = HF
+    """Names and storage of tensors in checkpoints of the hub, EXL2 and GPTQ files included."""
+    gguf: FileForm = GGUF
+    """Names and storage of tensors in GGUF files."""
     make_layer: Callable[[ArchSpec, LayerNumbers], LayerSpec] = decoder_layer
     """Makes the layers of this family from their numbers."""
 

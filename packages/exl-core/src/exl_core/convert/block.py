@@ -24,20 +24,20 @@ from exl_core.arch.spec import ModelConfig, RopeConfig
 from exl_core.model.rotation import RotationTable
 
 Linear = Callable[[str, Tensor], Tensor]
-"""Takes a matrix's name within its layer (`self_attn.q_proj`) and its input. Returns its output, in
-the float type in which it computes."""
+"""Takes a matrix's role (`q`, as in the module table) and its input. Returns its output, in the
+float type in which it computes."""
 
-QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-OUTPUT = "self_attn.o_proj"
-GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
-DOWN = "mlp.down_proj"
+QKV = ("q", "k", "v")
+OUTPUT = "output"
+GATE_UP = ("gate", "up")
+DOWN = "down"
 MATRICES = (*QKV, OUTPUT, *GATE_UP, DOWN)
 STEPS = (QKV, (OUTPUT,), GATE_UP, (DOWN,))
 """Matrices grouped by the input they read, in the order in which these inputs are computed."""
 
 
 class Block:
-    """One layer without its matrices. `norms` are factors, by name within the layer."""
+    """One layer without its matrices. `norms` are factors, by role."""
 
     def __init__(self, config: ModelConfig, layer: int, norms: Mapping[str, Tensor]) -> None:
         spec = config.layers[layer]
@@ -48,7 +48,7 @@ class Block:
         self._is_sandwich = spec.norms is NormPlacement.SANDWICH
 
     def qkv_input(self, x: Tensor) -> Tensor:
-        return self._norm(x, "input_layernorm")
+        return self._norm(x, "attention_norm")
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attention of q [R, T, H * D], k and v [R, T, K * D]: [R, T, H * D]."""
@@ -56,20 +56,18 @@ class Block:
         rows, length, _ = q.shape
         q, k, v = (x.view(rows, length, -1, spec.head_dim).transpose(1, 2) for x in (q, k, v))
         if spec.head_norm is not HeadNorm.NONE:
-            q, k = self._norm(q, "self_attn.q_norm"), self._norm(k, "self_attn.k_norm")
+            q, k = self._norm(q, "q_norm"), self._norm(k, "k_norm")
         q, k = self._apply_rope(q).to(v.dtype), self._apply_rope(k).to(v.dtype)  # [R, heads, T, D]
         out = _attention(q, k, v, spec)
         return out.transpose(1, 2).reshape(rows, length, -1)
 
     def after_attention(self, x: Tensor, output: Tensor) -> Tensor:
         if self._is_sandwich:
-            output = self._norm(output, "post_attention_layernorm")
+            output = self._norm(output, "attention_post_norm")
         return x + output
 
     def gate_up_input(self, x: Tensor) -> Tensor:
-        is_sandwich = self._is_sandwich
-        name = "pre_feedforward_layernorm" if is_sandwich else "post_attention_layernorm"
-        return self._norm(x, name)
+        return self._norm(x, "mlp_norm")
 
     def gated_activation(self, gate: Tensor, up: Tensor) -> Tensor:
         if self._mlp.activation is Activation.SILU:
@@ -78,7 +76,7 @@ class Block:
 
     def after_mlp(self, x: Tensor, output: Tensor) -> Tensor:
         if self._is_sandwich:
-            output = self._norm(output, "post_feedforward_layernorm")
+            output = self._norm(output, "mlp_post_norm")
         return x + output
 
     def run(self, x: Tensor, linear: Linear) -> Tensor:
@@ -90,8 +88,8 @@ class Block:
         gate, up = (linear(name, h) for name in GATE_UP)
         return self.after_mlp(x, linear(DOWN, self.gated_activation(gate, up)))
 
-    def _norm(self, x: Tensor, name: str) -> Tensor:
-        return rms_norm(x, self._norms[name], self._eps)
+    def _norm(self, x: Tensor, role: str) -> Tensor:
+        return rms_norm(x, self._norms[role], self._eps)
 
     def _apply_rope(self, x: Tensor) -> Tensor:
         """Applies RoPE to x [R, heads, T, D], in pairs (i, i + rotary_dim / 2)."""

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from exl_core.arch.key_map import EMBED, expected_tensors, layer_index, layer_prefix
-from exl_core.arch.spec import EmbedScale, ModelConfig, Norm
+from exl_core.arch.modules import Kind, ModuleRow, module_table
+from exl_core.arch.spec import EmbedScale, ModelConfig
 from exl_core.convert.block import MATRICES, Block, Linear
 from exl_core.errors import WeightValueError
 from exl_core.weights.checkpoint import Checkpoint
@@ -21,17 +21,19 @@ LARGEST_FP16 = 65504.0
 
 @dataclass(frozen=True, slots=True)
 class LayerSource:
-    """Tensors of one layer by their names within it (`mlp.up_proj.weight`), float32: matrices
-    [out, in], biases, and norms as factors. All values are finite."""
+    """Tensors of one layer by canonical name, float32: matrices [out, in], biases, and norms as
+    factors. All values are finite. `rows` are the layer's weights by role."""
 
     layer: int
+    rows: Mapping[str, ModuleRow]
     tensors: Mapping[str, Tensor]
 
-    def matrix(self, part: str) -> Tensor:
-        return self.tensors[f"{part}.weight"]
+    def matrix(self, role: str) -> Tensor:
+        return self.tensors[self.rows[role].name]
 
-    def bias(self, part: str) -> Tensor | None:
-        return self.tensors.get(f"{part}.bias")
+    def bias(self, role: str) -> Tensor | None:
+        name = self.rows[role].bias
+        return None if name is None else self.tensors[name]
 
     @property
     def device(self) -> torch.device:
@@ -39,15 +41,11 @@ class LayerSource:
 
     def block(self, config: ModelConfig, *, is_stored: bool = False) -> Block:
         """Layer without its matrices. `is_stored`: norms are rounded as EXL2 files store them."""
-        norms = {
-            name.removesuffix(".weight"): x for name, x in self.tensors.items() if "norm" in name
-        }
+        norms = {role: self.tensors[row.name] for role, row in self.rows.items() if row.is_norm}
         if is_stored:
             norms = {
-                name: as_factor(
-                    config, stored_norm(config, f"{layer_prefix(self.layer)}{name}.weight", x)
-                )
-                for name, x in norms.items()
+                role: as_factor(self.rows[role], stored_norm(self.rows[role], factor))
+                for role, factor in norms.items()
             }
         return Block(config, self.layer, norms)
 
@@ -65,23 +63,18 @@ class LayerSource:
         return product
 
 
-def stored_norm(config: ModelConfig, name: str, factor: Tensor) -> Tensor:
+def stored_norm(row: ModuleRow, factor: Tensor) -> Tensor:
     """A norm as EXL2 files store it, in float16. It is rounded as a factor. A head norm is repeated
     for every head."""
-    rounded = factor.half()
-    norm = (rounded - 1).half() if config.arch.norm is Norm.RMS_PLUS_ONE else rounded
-    if not name.endswith(("q_norm.weight", "k_norm.weight")):
-        return norm
-    attention = config.layers[layer_index(name)].attention
-    is_query = name.endswith("q_norm.weight")
-    count = attention.num_q_heads if is_query else attention.num_kv_heads
-    return norm.expand(count, -1).contiguous()
+    rounded, addend = factor.half(), row.written.addend
+    norm = (rounded - addend).half() if addend else rounded
+    return norm.expand(row.num_heads, -1).contiguous() if row.kind is Kind.HEAD_NORM else norm
 
 
-def as_factor(config: ModelConfig, stored: Tensor) -> Tensor:
+def as_factor(row: ModuleRow, stored: Tensor) -> Tensor:
     """Inverse of `stored_norm`: float32, with one dimension."""
     values = (stored if stored.dim() == 1 else stored[0]).float()
-    return values + 1 if config.arch.norm is Norm.RMS_PLUS_ONE else values
+    return values + row.written.addend if row.written.addend else values
 
 
 def compute_type(device: torch.device) -> torch.dtype:
@@ -98,12 +91,11 @@ def read_layer(
 
     Raises WeightValueError with the tensor's name for values that are not finite or exceed float16.
     """
-    prefix = layer_prefix(layer)
-    tensors = {}
-    for name in expected_tensors(config):
-        if name.startswith(prefix):
-            tensors[name.removeprefix(prefix)] = read_tensor(checkpoint, name).to(device)
-    return LayerSource(layer, tensors)
+    table = module_table(config)
+    tensors = {
+        row.name: read_tensor(checkpoint, row.name).to(device) for row in table.rows_of(layer)
+    }
+    return LayerSource(layer, table.layers[layer], tensors)
 
 
 def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
@@ -111,7 +103,7 @@ def read_tensor(checkpoint: Checkpoint, name: str) -> Tensor:
 
     Raises WeightValueError for values that are not finite or exceed float16.
     """
-    if len(checkpoint.stored[name].shape) == 1 and name.endswith("norm.weight"):
+    if checkpoint.rows[name].is_norm:
         values = checkpoint.norm(name)
     else:
         values = torch.empty(checkpoint.stored[name].shape)
@@ -134,7 +126,7 @@ def embed_rows(checkpoint: Checkpoint, config: ModelConfig, token_ids: Tensor) -
 
     The embedding is rounded to float16, as it will be stored.
     """
-    table = read_tensor(checkpoint, EMBED).half()  # [vocab, hidden]
+    table = read_tensor(checkpoint, module_table(config).embed.name).half()  # [vocab, hidden]
     x = table[token_ids].float()
     if config.arch.embed_scale is EmbedScale.SQRT_HIDDEN:
         x *= math.sqrt(config.hidden_size)

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from exl_core.arch.key_map import layer_prefix
 from exl_core.arch.spec import ModelConfig
 from exl_core.convert.candidates import Costs, cost_of, layouts_for
 from exl_core.convert.gptq import Variant, factorize, identity_factor, quantize_columns
@@ -78,16 +77,13 @@ def _measure(
 ) -> list[MatrixMeasurement]:
     """Measures `parts`, which read the same input with the Hessian `hessian`."""
     factor = factorize(hessian) or identity_factor(len(hessian), hessian.device)
-    prefix = layer_prefix(source.layer)
     sizes = FAST_SIZES if options.fast else dict.fromkeys(WIDTHS, GROUP_SIZES)
     forms = [(bits, size) for bits in WIDTHS for size in sizes[bits]]
 
     def run(job: _Job) -> list[list[float]]:
         distinct = {part for part, _ in job}
         stored = {part: source.matrix(part).T[factor.order] for part in distinct}  # [in, out]
-        sensitivities = [
-            sensitivity[f"{prefix}{part}.weight"].to(hessian.device) for part, _ in job
-        ]
+        sensitivities = [sensitivity[source.rows[part].name].to(hessian.device) for part, _ in job]
         variants, first = [], 0
         for part, (bits, size) in job:
             k, n = stored[part].shape
@@ -117,7 +113,7 @@ def _measure(
             )
             for layout in layouts_for(k)
         )
-        measured.append(MatrixMeasurement(f"{prefix}{part}.weight", k * padded(n), candidates))
+        measured.append(MatrixMeasurement(source.rows[part].name, k * padded(n), candidates))
     return measured
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from exl_core.arch.key_map import expected_tensors, layer_of
+from exl_core.arch.modules import module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.convert.plan import LayerMeasurement, Layout, padded
 from exl_core.errors import RequestError
@@ -94,9 +94,10 @@ class Measurement:
 
 
 def matrix_shapes(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Shapes [out_features, in_features] of the matrices of all layers, by canonical name."""
+    """Shapes [out_features, in_features] of the matrices of all layers that a conversion quantizes,
+    by canonical name."""
     return {
-        name: (shape[0], shape[1])
-        for name, shape in expected_tensors(config).items()
-        if layer_of(name) and name.endswith("_proj.weight")
+        row.name: (row.shape[0], row.shape[1])
+        for row in module_table(config).rows
+        if row.is_converted and row.layer is not None
     }

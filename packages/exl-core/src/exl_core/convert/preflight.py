@@ -13,11 +13,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
 
-from exl_core.arch.key_map import EMBED, checkpoint_names, gguf_name, layer_of
+from exl_core.arch.modules import module_table
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import available_memory_bytes
@@ -98,14 +99,18 @@ def model_problems(
             next_step="Convert the model that it was made from.",
         )
         return
+    if any(row.written.order is not None for row in module_table(config).rows):
+        yield UnsupportedModelError(
+            "models with interleaved RoPE rows cannot be written as EXL2 yet", where=path
+        )
     yield from shape_problems(path, config)
     yield from tokenizer_problems(path, source, config)
-    names = {checkpoint_names(config.arch, EMBED)[0], gguf_name(config.arch, EMBED)}
-    if not names & set(source.tensors):
+    embed = module_table(config).embed
+    if not {embed.name, embed.own_name("gguf")} & set(source.tensors):
         yield UnsupportedModelError(
             "a language model that is part of a larger one cannot be converted",
             where=path,
-            expected=f"a tensor {EMBED!r}",
+            expected=f"a tensor {embed.name!r}",
             next_step="Save the language model alone.",
         )
         return
@@ -218,11 +223,12 @@ def writing_problems(folder: Path) -> Iterator[ExlError]:
 def memory_needed(config: ModelConfig, tokens: int, threads: int) -> int:
     """Upper estimate of the bytes in memory at a time, which do not grow with the number of layers.
     `tokens` counts the tokens of all calibration rows."""
-    layers: dict[str, list[int]] = {}
-    for name, (rows, columns) in matrix_shapes(config).items():
-        layers.setdefault(layer_of(name), []).append(rows * columns)
-    sizes = max(layers.values(), key=sum)
-    largest = max(max(one) for one in layers.values())
+    layers = [
+        [prod(row.shape) for row in rows.values() if row.is_converted]
+        for rows in module_table(config).layers
+    ]
+    sizes = max(layers, key=sum)
+    largest = max(max(one) for one in layers)
     hidden, vocab = config.hidden_size, padded(config.vocab_size)
     widths = [max(one.attention.q_size, one.dense.intermediate_size) for one in config.layers]
     widest = max(hidden, *widths)

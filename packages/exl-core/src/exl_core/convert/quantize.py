@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad
 
-from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, layer_prefix
+from exl_core.arch.modules import Kind, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.codecs import exl2
 from exl_core.convert.block import MATRICES, rms_norm
@@ -54,16 +54,15 @@ def quantize_layer(
 ) -> QuantizedPart:
     """Quantizes one layer: all its tensors. `states` are replaced by those after the layer."""
     done = _quantize_matrices(source, config, allocation, states, workers)
-    prefix = layer_prefix(source.layer)
     tensors: dict[str, Tensor] = {}
-    for name, values in source.tensors.items():
-        if name.endswith(".bias"):
-            tensors[prefix + name] = pad(values, (0, -len(values) % COLUMN_STEP)).half().cpu()
-        elif values.dim() == 1:
-            tensors[prefix + name] = stored_norm(config, prefix + name, values).cpu()
+    for row in module_table(config).rows_of(source.layer):
+        values = source.tensors[row.name]
+        if row.kind is Kind.BIAS:
+            tensors[row.name] = pad(values, (0, -len(values) % COLUMN_STEP)).half().cpu()
+        elif row.is_norm:
+            tensors[row.name] = stored_norm(row, values).cpu()
         else:
-            part = name.removesuffix(".weight")
-            tensors |= _pieces(prefix + part, done[part])
+            tensors |= _pieces(row.stem, done[row.role])
     return QuantizedPart(tensors, tuple(done[part].report for part in MATRICES))
 
 
@@ -76,7 +75,7 @@ def _quantize_matrices(
 ) -> dict[str, QuantizedMatrix]:
     """Quantizes the matrices, each on the outputs of the quantized ones before it.
 
-    Results are by name within the layer.
+    Results are by role.
     """
     device, dtype = source.device, compute_type(source.device)
     done: dict[str, QuantizedMatrix] = {}
@@ -96,7 +95,7 @@ def _quantize_matrices(
         quantizer = MatrixQuantizer(statistics, workers.check)
 
         def quantize(part: str, quantizer: MatrixQuantizer = quantizer) -> QuantizedMatrix:
-            name = f"{layer_prefix(source.layer)}{part}.weight"
+            name = source.rows[part].name
             has_bias = source.bias(part) is not None
             layout = allocation.layout(name)
             return quantizer.quantize(name, source.matrix(part), layout, has_bias=has_bias)
@@ -117,10 +116,11 @@ def quantize_ends(
     """Embedding, final norm and quantized head, from the states after the last layer. A tied model
     gets a separate head."""
     device = torch.device(options.device)
-    embed = read_tensor(checkpoint, EMBED)
-    head = embed if config.has_tied_embeddings else read_tensor(checkpoint, HEAD)
-    norm = read_tensor(checkpoint, FINAL_NORM)
-    stored = stored_norm(config, FINAL_NORM, norm)
+    table = module_table(config)
+    embed = read_tensor(checkpoint, table.embed.name)
+    head = embed if table.is_tied else read_tensor(checkpoint, table.head.name)
+    norm = read_tensor(checkpoint, table.final_norm.name)
+    stored = stored_norm(table.final_norm, norm)
     dtype, eps = compute_type(device), config.norm_eps
 
     def normed(states_of: Tensor, factor: Tensor) -> list[Tensor]:
@@ -128,12 +128,14 @@ def quantize_ends(
         pieces = (piece.to(device) for piece in torch.split(states_of, workers.rows_per_piece))
         return workers.map(lambda x: rms_norm(x, factor, eps).to(dtype), pieces)
 
-    inputs = normed(states.quantized, as_factor(config, stored))
+    inputs = normed(states.quantized, as_factor(table.final_norm, stored))
     statistics = measure_hessian(inputs, normed(states.source, norm), workers)
     layout = Layout.parse(HEAD_LAYOUTS[options.head_bits])
-    matrix = MatrixQuantizer(statistics, workers.check).quantize(HEAD, head.to(device), layout)
-    tensors = {EMBED: embed.half(), FINAL_NORM: stored}
-    tensors |= _pieces(HEAD.removesuffix(".weight"), matrix)
+    matrix = MatrixQuantizer(statistics, workers.check).quantize(
+        table.head.name, head.to(device), layout
+    )
+    tensors = {table.embed.name: embed.half(), table.final_norm.name: stored}
+    tensors |= _pieces(table.head.stem, matrix)
     return QuantizedPart(tensors, (matrix.report,))
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, layer_prefix
+from exl_core.arch.modules import module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.convert.block import MATRICES, rms_norm
 from exl_core.convert.layers import LayerSource, compute_type, embed_rows, read_layer, read_tensor
@@ -98,8 +98,10 @@ def _head_gradient(
 ) -> Tensor:
     """Gradient of the summed loss of sampled tokens, with respect to the last layer's states."""
     device = torch.device(options.device)
-    norm = read_tensor(checkpoint, FINAL_NORM).to(device)
-    head = read_tensor(checkpoint, EMBED if config.has_tied_embeddings else HEAD).to(device)
+    table = module_table(config)
+    norm = read_tensor(checkpoint, table.final_norm.name).to(device)
+    head_row = table.embed if table.is_tied else table.head
+    head = read_tensor(checkpoint, head_row.name).to(device)
     head = head.to(compute_type(device))
     gradient = torch.empty_like(states)
 
@@ -158,7 +160,7 @@ def _backward(
 
     rows = workers.map(run, range(len(states)))
     return {
-        f"{layer_prefix(source.layer)}{part}.weight": torch.stack(means).mean(0)
+        source.rows[part].name: torch.stack(means).mean(0)
         for part, means in zip(MATRICES, zip(*rows, strict=True), strict=True)
     }
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, layer_prefix
+from exl_core.arch.modules import ModuleTable, module_table
 from exl_core.arch.spec import EmbedScale, ModelConfig
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.codecs import exl2
@@ -47,8 +47,6 @@ STEPS = 48
 ROWS_PER_STEP = 4
 LENGTH = 512
 LEARNING_RATE = 0.005
-_HEAD_STEM = HEAD.removesuffix(".weight")
-
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's moments of each parameter, by torch's names
 
 LoadTensor = Callable[[], Tensor]
@@ -164,7 +162,7 @@ def _source_states(
         source = read_layer(checkpoint, config, layer, device)
         for _ in Stream(source.block(config), source.products(), states, device, workers).steps():
             pass
-    norm = read_tensor(checkpoint, FINAL_NORM)
+    norm = read_tensor(checkpoint, module_table(config).final_norm.name)
     normed = workers.map(
         lambda row: rms_norm(states[row], norm, config.norm_eps), range(len(states))
     )
@@ -198,6 +196,7 @@ class _TunedModel:
     """
 
     config: ModelConfig
+    table: ModuleTable
     device: torch.device
     scratch: Path
     embed: Tensor
@@ -217,12 +216,14 @@ class _TunedModel:
         device: torch.device,
     ) -> _TunedModel:
         dtype = compute_type(device)
-        head = read_tensor(checkpoint, EMBED if config.has_tied_embeddings else HEAD)
-        model = cls(config, device, scratch, tensors[EMBED], head.to(device, dtype))
+        table = module_table(config)
+        head = read_tensor(checkpoint, (table.embed if table.is_tied else table.head).name)
+        embed = tensors[table.embed.name]
+        model = cls(config, table, device, scratch, embed, head.to(device, dtype))
         parameters = model.parameters
         for name in tensors:
-            if name.endswith("norm.weight"):
-                model.norms[name] = as_factor(config, tensors[name]).to(device)
+            if name in table and table[name].is_norm:
+                model.norms[name] = as_factor(table[name], tensors[name]).to(device)
                 parameters[name] = torch.zeros_like(model.norms[name])
             elif name.endswith(".q_scale_max"):
                 stem = name.removesuffix(".q_scale_max")
@@ -276,13 +277,14 @@ class _TunedModel:
         self, states: Tensor, source_states: Tensor, workers: Workers
     ) -> tuple[float, Tensor, dict[str, Tensor]]:
         """Divergence, its gradient by `states`, and those by the parameters of norm and head."""
-        names = [FINAL_NORM, f"{_HEAD_STEM}.q_scale_max"]
-        head = self.matrices[_HEAD_STEM].weight()[: self.config.vocab_size]
+        norm_name, head_stem = self.table.final_norm.name, self.table.head.stem
+        names = [norm_name, f"{head_stem}.q_scale_max"]
+        head = self.matrices[head_stem].weight()[: self.config.vocab_size]
 
         def run(piece: tuple[Tensor, Tensor]) -> tuple[float, list[Tensor]]:
             x, target = piece[0].detach().requires_grad_(), piece[1].flatten(0, 1).to(self.device)
-            norm = self.norms[FINAL_NORM] * self.parameters[FINAL_NORM].exp()
-            inputs = self._scale_inputs(_HEAD_STEM, rms_norm(x, norm, self.config.norm_eps)).to(
+            norm = self.norms[norm_name] * self.parameters[norm_name].exp()
+            inputs = self._scale_inputs(head_stem, rms_norm(x, norm, self.config.norm_eps)).to(
                 head.dtype
             )
             loss, input_gradient = self._divergence(
@@ -304,7 +306,9 @@ class _TunedModel:
 
         `states` are those before the layer, `state_gradient` is with respect to those after it.
         """
-        names = [name for name in self.parameters if name.startswith(layer_prefix(layer))]
+        of_layer = self.table.layers[layer].values()
+        own = {row.name for row in of_layer} | {f"{row.stem}.q_scale_max" for row in of_layer}
+        names = [name for name in self.parameters if name in own]
         run_layer = self._layer_function(layer)
 
         def run(piece: tuple[Tensor, Tensor]) -> list[Tensor]:
@@ -321,19 +325,18 @@ class _TunedModel:
 
     def _layer_function(self, layer: int) -> Callable[[Tensor], Tensor]:
         """The layer as a function. Its weights are in memory as long as the function exists."""
-        prefix = layer_prefix(layer)
-        weights = {part: self.matrices[prefix + part].weight() for part in MATRICES}
+        rows = self.table.layers[layer]
+        weights = {role: self.matrices[rows[role].stem].weight() for role in MATRICES}
 
-        def product(part: str, x: Tensor) -> Tensor:
-            scaled = self._scale_inputs(prefix + part, x).to(weights[part].dtype)
-            return linear(scaled, weights[part], self.biases.get(prefix + part))
+        def product(role: str, x: Tensor) -> Tensor:
+            scaled = self._scale_inputs(rows[role].stem, x).to(weights[role].dtype)
+            return linear(scaled, weights[role], self.biases.get(rows[role].stem))
 
         def run(x: Tensor) -> Tensor:
             norms = {
-                name.removeprefix(prefix).removesuffix(".weight"): norm
-                * self.parameters[name].exp()
-                for name, norm in self.norms.items()
-                if name.startswith(prefix)
+                role: self.norms[row.name] * self.parameters[row.name].exp()
+                for role, row in rows.items()
+                if row.is_norm
             }
             return Block(self.config, layer, norms).run(x, product)
 
@@ -353,7 +356,7 @@ class _TunedModel:
         for name, parameter in self.parameters.items():
             factor = parameter.detach().exp()
             if name in self.norms:
-                stored[name] = stored_norm(self.config, name, self.norms[name] * factor).cpu()
+                stored[name] = stored_norm(self.table[name], self.norms[name] * factor).cpu()
             else:
                 stored[name] = (tensors[name].float() * factor.cpu()).half()
         return stored

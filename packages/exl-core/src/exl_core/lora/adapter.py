@@ -2,9 +2,8 @@
 
 Names, shapes, ranks and memory are checked against the model, from the file's header, before any
 tensor is read. Adapters are not merged: the model's weights stay as they are, each row of a batch
-can use other adapters, and an adapter is freed when its last reference goes. RoPE needs no special
-handling: the model's query and key rows are in the order that adapters are trained in, whatever
-file the model came from.
+can use other adapters, and an adapter is freed when its last reference goes. Adapters have their
+outputs in the order of the family's checkpoints, which the module table knows.
 """
 
 from __future__ import annotations
@@ -17,10 +16,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from exl_core.arch.modules import LoraTarget, Packed
 from exl_core.arch.spec import ModelConfig
 from exl_core.lora.config import AdapterConfig, read_adapter_config
 from exl_core.lora.reader import AdapterFile, Pair
-from exl_core.model.adapters import Delta, Ends, Matrix
+from exl_core.model.adapters import Delta, Ends
 from exl_core.model.transformer import Transformer
 from exl_core.ops.table import OpTable
 
@@ -42,7 +42,7 @@ class LoraAdapter:
     config: AdapterConfig
     model_config: ModelConfig
     modules: tuple[str, ...]
-    layer_deltas: Mapping[tuple[int, Matrix], tuple[Delta, ...]]
+    layer_deltas: Mapping[tuple[int, Packed], tuple[Delta, ...]]
     ends: Ends | None
     serial: int = field(default_factory=lambda: next(_serials))
 
@@ -61,7 +61,7 @@ class LoraAdapter:
             matrix.size_bytes for matrix in whole
         )
 
-    def deltas(self, layer: int, matrix: Matrix) -> tuple[Delta, ...]:
+    def deltas(self, layer: int, matrix: Packed) -> tuple[Delta, ...]:
         return self.layer_deltas.get((layer, matrix), ())
 
     def fits(self, config: ModelConfig) -> bool:
@@ -76,10 +76,13 @@ def load_adapter(path: str | Path, model: Transformer) -> LoraAdapter:
     directory = Path(path)
     config = read_adapter_config(directory)
     file = AdapterFile(directory, config, model.config)
-    deltas: dict[tuple[int, Matrix], tuple[Delta, ...]] = {}
+    deltas: dict[tuple[int, Packed], tuple[Delta, ...]] = {}
     for target, pair in file.layer_pairs.items():
-        key = target.layer, target.matrix
-        delta = _delta(file, pair, model.ops.device, target.first_out)
+        row = target.rows[0]
+        if row.layer is None or row.packed is None:
+            raise AssertionError(f"{row.name} is not a matrix of a layer")
+        key = row.layer, row.packed
+        delta = _delta(file, pair, model.ops.device, target)
         deltas[key] = (*deltas.get(key, ()), delta)
     ends = _ends(file, model.ops)
     return LoraAdapter(directory, config, model.config, file.modules, deltas, ends)
@@ -98,10 +101,20 @@ def _sizes(config: ModelConfig) -> tuple[object, ...]:
     )
 
 
-def _delta(file: AdapterFile, pair: Pair, device: torch.device, first_out: int = 0) -> Delta:
-    """A and B transposed, so that x @ down @ up gives the delta. `up` includes the scale."""
+def _delta(
+    file: AdapterFile, pair: Pair, device: torch.device, target: LoraTarget | None = None
+) -> Delta:
+    """A and B transposed, so that x @ down @ up gives the delta. `up` includes the scale.
+
+    `target`: matrices of a layer, whose rows give the place and the order of the outputs.
+    """
     down = file.read(pair.down).T.contiguous()  # [in_features, r]
-    up = file.read(pair.up).T.contiguous()  # [r, out_features]
+    up = file.read(pair.up)  # [out_features, r]
+    stored_rows = None if target is None else target.stored_rows()
+    if stored_rows is not None:
+        up = up[torch.tensor(stored_rows)]
+    up = up.T.contiguous()  # [r, out_features]
+    first_out = 0 if target is None else target.rows[0].first_out
     return Delta(first_out, down.to(device), up.mul_(pair.scale).to(device))
 
 

@@ -9,12 +9,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from exl_core.arch.modules import LoraTarget, ModuleTable, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import available_memory_bytes
 from exl_core.errors import AdapterError, OutOfMemoryError
 from exl_core.files import is_present
 from exl_core.lora.config import AdapterConfig
-from exl_core.lora.targets import End, EndTarget, LayerTarget, Named, find_target, parse_name
+from exl_core.lora.targets import End, Named, end_of, find_target, parse_name
 from exl_core.weights.safetensors import read_header
 from exl_core.weights.source import PLAIN_TYPES, StoredTensor
 
@@ -41,17 +42,18 @@ class AdapterFile:
 
     def __init__(self, directory: Path, config: AdapterConfig, model: ModelConfig) -> None:
         self.path = _find_file(directory)
-        self.layer_pairs: dict[LayerTarget, Pair] = {}
+        self.layer_pairs: dict[LoraTarget, Pair] = {}
         self.end_pairs: dict[End, Pair] = {}
         self.whole: dict[End, str] = {}
         self._config = config
+        table = module_table(model)
         self._stored = {tensor.name: tensor for tensor, _ in read_header(self.path)}
         self._file = _opened(self.path)
         self._halves: dict[str, dict[str, str]] = {}
         for tensor in self._stored.values():
-            self._register(tensor, parse_name(tensor.name), model)
+            self._register(tensor, parse_name(tensor.name), table)
         for module, halves in self._halves.items():
-            self._pair(module, halves, find_target(model, module))
+            self._pair(module, halves, find_target(table, module))
         self._check_whole(model)
         self._check_memory()
 
@@ -73,7 +75,7 @@ class AdapterFile:
             raise AdapterError(f"tensor {name!r} holds NaN or infinity", where=self.path)
         return values
 
-    def _register(self, tensor: StoredTensor, named: Named, model: ModelConfig) -> None:
+    def _register(self, tensor: StoredTensor, named: Named, table: ModuleTable) -> None:
         """Records the purpose of a tensor, or refuses it."""
         if len(tensor.name) > MAX_NAME_CHARS:
             raise AdapterError("has a tensor with an endless name", where=self.path)
@@ -83,17 +85,17 @@ class AdapterFile:
         if named.role == "bias":
             self._check_bias(tensor)
             return
-        target = find_target(model, named.module)
+        target = find_target(table, named.module)
         if named.role == "other" or target is None:
             raise self._error(
                 tensor,
                 "belongs to nothing in this model that an adapter can change",
-                f"a linear of layers 0 to {model.num_layers - 1}, embed_tokens or lm_head",
+                f"a linear of layers 0 to {len(table.layers) - 1}, embed_tokens or lm_head",
             )
         if named.role == "whole":
             self._register_whole(tensor, target)
             return
-        if named.is_embedding != (isinstance(target, EndTarget) and target.end == "embed"):
+        if named.is_embedding != (end_of(target) == "embed"):
             raise self._error(tensor, "is of another kind than its module")
         rank = self._config.rank_of(named.module)
         shape = (rank, target.in_features) if named.role == "down" else (target.out_features, rank)
@@ -103,17 +105,18 @@ class AdapterFile:
             raise self._error(tensor, f"is there twice, as {halves[named.role]!r} too")
         halves[named.role] = tensor.name
 
-    def _register_whole(self, tensor: StoredTensor, target: LayerTarget | EndTarget) -> None:
-        if isinstance(target, LayerTarget):
+    def _register_whole(self, tensor: StoredTensor, target: LoraTarget) -> None:
+        end = end_of(target)
+        if end is None:
             raise self._error(tensor, "replaces a matrix of a layer", "embed_tokens or lm_head")
         shape = (
             target.out_features,
             target.in_features,
         )  # shape as a linear; an embedding is transposed
-        self._check_shape(tensor, shape if target.end == "head" else shape[::-1])
-        if target.end in self.whole:
-            raise self._error(tensor, f"is there twice, as {self.whole[target.end]!r} too")
-        self.whole[target.end] = tensor.name
+        self._check_shape(tensor, shape if end == "head" else shape[::-1])
+        if end in self.whole:
+            raise self._error(tensor, f"is there twice, as {self.whole[end]!r} too")
+        self.whole[end] = tensor.name
 
     def _check_bias(self, tensor: StoredTensor) -> None:
         if tensor.num_values > MAX_BIAS_VALUES or self.read(tensor.name).count_nonzero():
@@ -123,18 +126,18 @@ class AdapterFile:
         if tensor.shape != expected:
             raise self._error(tensor, "has the wrong shape", list(expected), list(tensor.shape))
 
-    def _pair(
-        self, module: str, halves: dict[str, str], target: LayerTarget | EndTarget | None
-    ) -> None:
+    def _pair(self, module: str, halves: dict[str, str], target: LoraTarget | None) -> None:
         tensor = self._stored[next(iter(halves.values()))]
         if len(halves) != 2:
             raise self._error(tensor, "is there without its other half")
         pair = Pair(halves["down"], halves["up"], self._config.scale_of(module))
-        other: Pair | None = None
-        if isinstance(target, LayerTarget):
+        if target is None:
+            raise AssertionError(f"{module}: registered without a target")
+        end = end_of(target)
+        if end is None:
             other = self.layer_pairs.setdefault(target, pair)
-        elif target is not None:
-            other = self.end_pairs.setdefault(target.end, pair)
+        else:
+            other = self.end_pairs.setdefault(end, pair)
         if other is not pair:
             raise self._error(tensor, "belongs to a matrix that has another pair")
 

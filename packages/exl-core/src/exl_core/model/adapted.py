@@ -12,19 +12,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from exl_core.model.adapters import Delta, Matrix
+from exl_core.arch.modules import Packed
+from exl_core.model.adapters import Delta
 from exl_core.model.batch import AdapterRows, Batch
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.table import OpTable
 
 
-def is_adapted(adapters: Sequence[AdapterRows], layer: int, matrix: Matrix) -> bool:
+def is_adapted(adapters: Sequence[AdapterRows], layer: int, matrix: Packed) -> bool:
     """Whether an adapter of any row changes this matrix."""
     return any(use.adapter.deltas(layer, matrix) for rows in adapters for use in rows.uses)
 
 
 def add_deltas_(
-    y: Tensor, x: Tensor, adapters: Sequence[AdapterRows], layer: int, matrix: Matrix
+    y: Tensor, x: Tensor, adapters: Sequence[AdapterRows], layer: int, matrix: Packed
 ) -> None:
     """y [R, out_features] += deltas of each row's adapters to that matrix, for inputs x [R, k]."""
     for first_row, last_row, uses in adapters:

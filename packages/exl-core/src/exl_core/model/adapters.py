@@ -6,14 +6,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
+from exl_core.arch.modules import Packed
 from exl_core.arch.spec import ModelConfig
 from exl_core.ops.linear import PackedLinear
-
-Matrix = Literal["qkv", "output", "gate_up", "down"]
 
 
 class Delta(NamedTuple):
@@ -49,7 +48,7 @@ class Adapter(Protocol):
         """Number that is unique in this process. It is part of the keys of cached pages."""
         ...
 
-    def deltas(self, layer: int, matrix: Matrix) -> tuple[Delta, ...]:
+    def deltas(self, layer: int, matrix: Packed) -> tuple[Delta, ...]:
         """Deltas to that matrix; empty for matrices that the adapter does not change."""
         ...
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import overload
 
-from exl_core.arch.key_map import EMBED, FINAL_NORM, HEAD, layer_prefix
-from exl_core.arch.layers import HeadNorm, NormPlacement
+from exl_core.arch.modules import ModuleRow, ModuleTable, module_table
 from exl_core.arch.spec import ModelConfig
 from exl_core.model.packer import Packer
 from exl_core.model.weights import (
@@ -27,10 +26,6 @@ from exl_core.ops.table import OpTable
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.source import Progress
 
-# Matrices that are packed together go by the name of the first one.
-_QKV, _OUTPUT = "self_attn.q_proj.weight", "self_attn.o_proj.weight"
-_GATE_UP, _DOWN = "mlp.gate_proj.weight", "mlp.down_proj.weight"
-
 
 def build_weights(
     config: ModelConfig,
@@ -41,16 +36,16 @@ def build_weights(
     progress: Progress | None = None,
 ) -> ModelWeights:
     """All weights of the model, packed for `ops`. `progress` gets bytes read and total bytes."""
-    matrices = _ends(config)
-    for layer in range(config.num_layers):
-        matrices += _matrices(layer)
+    table = module_table(config)
     with Packer(checkpoint, ops, threads, progress) as packer:
-        for name in matrices:
-            packer.start(name)
-        final_norm = RmsNorm(packer.norm(FINAL_NORM), config.norm_eps)
+        for row in _ends(table):
+            packer.start([row])
+        for layer in range(config.num_layers):
+            _start_block(table, packer, layer)
+        final_norm = RmsNorm(packer.norm(table.final_norm), config.norm_eps)
         blocks = tuple(_block(config, packer, layer) for layer in range(config.num_layers))
-        embed = packer.packed(EMBED)
-        head = embed if config.has_tied_embeddings else packer.packed(HEAD)
+        embed = packer.packed([table.embed])
+        head = embed if table.is_tied else packer.packed([table.head])
     return ModelWeights(embed, blocks, final_norm, head)
 
 
@@ -67,12 +62,13 @@ def stream_weights(
     The first blocks that fit into `held_bytes` are kept. Each other block is read when a pass
     reaches it, and takes the memory of one block.
     """
+    table = module_table(config)
     with Packer(checkpoint, ops, threads, None) as packer:
-        for name in _ends(config):
-            packer.start(name)
-        final_norm = RmsNorm(packer.norm(FINAL_NORM), config.norm_eps)
-        embed = packer.packed(EMBED)
-        head = embed if config.has_tied_embeddings else packer.packed(HEAD)
+        for row in _ends(table):
+            packer.start([row])
+        final_norm = RmsNorm(packer.norm(table.final_norm), config.norm_eps)
+        embed = packer.packed([table.embed])
+        head = embed if table.is_tied else packer.packed([table.head])
     blocks = _StreamedBlocks(config, checkpoint, ops, threads, held_bytes)
     return StreamedWeights(embed, blocks, final_norm, head, checkpoint.packed_bytes)
 
@@ -111,8 +107,7 @@ class _StreamedBlocks(Sequence[BlockWeights]):
             return self._held[layer]
         if layer not in self._last:
             self._last.clear()
-            for name in _matrices(layer):
-                self._packer.start(name)
+            _start_block(module_table(self._config), self._packer, layer)
             block = _block(self._config, self._packer, layer)
             is_kept = block.size_bytes <= self._free_bytes
             self._free_bytes -= block.size_bytes if is_kept else 0
@@ -121,43 +116,42 @@ class _StreamedBlocks(Sequence[BlockWeights]):
         return self._last[layer]
 
 
-def _ends(config: ModelConfig) -> list[str]:
-    return [EMBED] if config.has_tied_embeddings else [EMBED, HEAD]
+def _ends(table: ModuleTable) -> list[ModuleRow]:
+    return [table.embed] if table.is_tied else [table.embed, table.head]
 
 
-def _matrices(layer: int) -> list[str]:
-    return [layer_prefix(layer) + name for name in (_QKV, _OUTPUT, _GATE_UP, _DOWN)]
+def _start_block(table: ModuleTable, packer: Packer, layer: int) -> None:
+    for rows in table.packed(layer).values():
+        packer.start(rows)
 
 
 def _block(config: ModelConfig, packer: Packer, layer: int) -> BlockWeights:
-    prefix = layer_prefix(layer)
-    is_sandwich = config.layers[layer].norms is NormPlacement.SANDWICH
-    has_head_norm = config.layers[layer].attention.head_norm is not HeadNorm.NONE
+    table, eps = module_table(config), config.norm_eps
+    rows, matrices = table.layers[layer], table.packed(layer)
 
-    def norm(name: str) -> RmsNorm:
-        return RmsNorm(packer.norm(name), config.norm_eps)
+    def norm(role: str) -> RmsNorm:
+        return RmsNorm(packer.norm(rows[role]), eps)
+
+    def optional_norm(role: str) -> RmsNorm | None:
+        return norm(role) if role in rows else None
 
     head_norms = NO_HEAD_NORMS
-    if has_head_norm:
-        q_norm = packer.norm(f"{prefix}self_attn.q_norm.weight")
-        k_norm = packer.norm(f"{prefix}self_attn.k_norm.weight")
-        head_norms = HeadNorms(q_norm, k_norm, config.norm_eps)
+    if "q_norm" in rows:
+        head_norms = HeadNorms(packer.norm(rows["q_norm"]), packer.norm(rows["k_norm"]), eps)
     attention = AttentionWeights(
-        qkv=packer.packed(prefix + _QKV),
-        output=packer.packed(prefix + _OUTPUT),
+        qkv=packer.packed(matrices["qkv"]),
+        output=packer.packed(matrices["output"]),
         head_norms=head_norms,
     )
     mlp = MlpWeights(
-        gate_up=packer.packed(prefix + _GATE_UP),
-        down=packer.packed(prefix + _DOWN),
+        gate_up=packer.packed(matrices["gate_up"]),
+        down=packer.packed(matrices["down"]),
     )
-    after_attention = f"{prefix}post_attention_layernorm.weight"
-    before_mlp = f"{prefix}pre_feedforward_layernorm.weight" if is_sandwich else after_attention
     return BlockWeights(
-        attention_norm=norm(f"{prefix}input_layernorm.weight"),
+        attention_norm=norm("attention_norm"),
         attention=attention,
-        attention_post_norm=norm(after_attention) if is_sandwich else None,
-        mlp_norm=norm(before_mlp),
+        attention_post_norm=optional_norm("attention_post_norm"),
+        mlp_norm=norm("mlp_norm"),
         mlp=mlp,
-        mlp_post_norm=norm(f"{prefix}post_feedforward_layernorm.weight") if is_sandwich else None,
+        mlp_post_norm=optional_norm("mlp_post_norm"),
     )

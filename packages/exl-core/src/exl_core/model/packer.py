@@ -13,7 +13,7 @@ from typing import ParamSpec
 
 from torch import Tensor
 
-from exl_core.arch.key_map import bias_of, packed_together
+from exl_core.arch.modules import ModuleRow
 from exl_core.codecs.runtime import RuntimeMatrix
 from exl_core.errors import BackendError
 from exl_core.ops.linear import PackedLinear
@@ -61,25 +61,25 @@ class Packer:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._pool.shutdown(wait=True, cancel_futures=kind is not None)
 
-    def start(self, name: str) -> None:
-        """Queues the matrix of tensor `name`, together with the tensors packed into the same
-        one."""
-        checkpoint, names = self._checkpoint, packed_together(name)
+    def start(self, rows: Sequence[ModuleRow]) -> None:
+        """Queues the matrices of `rows`, which become one matrix."""
+        checkpoint, names = self._checkpoint, [row.name for row in rows]
+        name = names[0]
         is_plain = not any(checkpoint.is_quantized(part) for part in names)
         if is_plain and len({checkpoint.dtype(part) for part in names}) == 1:
             self._parts[name] = [self._start_dense(names)]
         else:
             self._parts[name] = [self._start_part(part) for part in names]
 
-    def packed(self, name: str) -> PackedLinear:
+    def packed(self, rows: Sequence[ModuleRow]) -> PackedLinear:
         """Waits for the matrix that `start` queued. Raises the error of a job that failed."""
-        parts = [[job.result() for job in jobs][-1] for jobs in self._parts.pop(name)]
+        parts = [[job.result() for job in jobs][-1] for jobs in self._parts.pop(rows[0].name)]
         return parts[0] if len(parts) == 1 else self._ops.join(parts)
 
-    def norm(self, name: str) -> Tensor:
+    def norm(self, row: ModuleRow) -> Tensor:
         """Factors of a norm, read in the calling thread."""
-        weight = self._checkpoint.norm(name)
-        self._report(self._checkpoint.stored[name].size_bytes)
+        weight = self._checkpoint.norm(row.name)
+        self._report(self._checkpoint.stored[row.name].size_bytes)
         # On a GPU this copy waits for the matrices packed before it, as other streams may read
         # them.
         return weight.to(self._ops.device)
@@ -134,8 +134,9 @@ class Packer:
 
     def _open(self, name: str) -> RuntimeMatrix:
         matrix = self._checkpoint.quantized(name)
-        if matrix.layout.has_bias:
-            self._report(self._checkpoint.stored[bias_of(name)].size_bytes)
+        bias = self._checkpoint.bias_of(name)
+        if bias is not None:
+            self._report(self._checkpoint.stored[bias].size_bytes)
         return matrix
 
     def _pack_quantized(self, name: str) -> PackedLinear:
@@ -171,7 +172,7 @@ class Packer:
             sum(tensor.shape[0] for tensor in stored),
             stored[0].shape[1],
             self._checkpoint.dtype(names[0]),
-            has_bias=bias_of(names[0]) in self._checkpoint.stored,
+            has_bias=self._checkpoint.bias_of(names[0]) is not None,
         )
 
     def _fill_dense(
@@ -184,10 +185,11 @@ class Packer:
         """Copies a tensor's rows, and its bias if there is one, to the matrix's rows from
         `first_row` on. `within` limits the copy to a range of the tensor's rows."""
         checkpoint, bias = self._checkpoint, None
-        if bias_of(name) in checkpoint.stored:
-            bias = checkpoint.vector(bias_of(name))
+        bias_name = checkpoint.bias_of(name)
+        if bias_name is not None:
+            bias = checkpoint.vector(bias_name)
             if within is None or within[0] == 0:
-                self._report(checkpoint.stored[bias_of(name)].size_bytes)
+                self._report(checkpoint.stored[bias_name].size_bytes)
         dtype, values = checkpoint.dtype(name), self._dense_values
         for chunk in checkpoint.chunks(name, dtype, within, values, self._ops.bring):
             rows = slice(chunk.first_row, chunk.first_row + chunk.values.shape[0])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from exl_core.arch.layers import Activation
+from exl_core.arch.modules import Packed
 from exl_core.arch.spec import EmbedScale, ModelConfig
 from exl_core.cache.format import KVFormat, RowFormat, pages_for
 from exl_core.cache.store import KVStore
@@ -31,7 +32,7 @@ from exl_core.model.adapted import (
     head_rows,
     is_adapted,
 )
-from exl_core.model.adapters import AdapterUse, Matrix
+from exl_core.model.adapters import AdapterUse
 from exl_core.model.batch import AdapterRows, Batch
 from exl_core.model.key_smoothing import SAMPLE_POSITION_RANGE, KeySmoothingObserver
 from exl_core.model.observe import Observer, Part, checked_states
@@ -303,7 +304,7 @@ class Transformer:
         post_norm: RmsNorm | None,
         adapters: tuple[AdapterRows, ...],
         *,
-        at: tuple[int, Matrix],
+        at: tuple[int, Packed],
     ) -> None:
         """x += h @ w plus the adapters' deltas. With `post_norm` the sum is normed before it is
         added to x."""

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,11 +16,8 @@ from exl_core.ops.quantized import GroupRun
 from exl_core.session.open import open_model, stop_ids
 from exl_core.tokenizer.base import Tokenizer
 from exl_core.weights.checkpoint import Checkpoint
-from exl_core.weights.quantized import MATRIX
 from exl_core.weights.source import Progress, StoredTensor
 from exl_core.weights.verify import VerifyReport, verify
-
-_LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +107,7 @@ def describe_model(spec: str | None = None) -> ModelDescription:
         path=files.path,
         format=source.format,
         config=files.config,
-        layers=_layers(checkpoint.stored),
+        layers=_layers(checkpoint),
         matrices=_matrices(checkpoint),
         tensors=tuple(_tensor(tensor) for tensor in checkpoint.stored.values()),
         unused_tensors=tuple(_tensor(tensor) for tensor in unused),
@@ -137,23 +133,23 @@ def _tensor(tensor: StoredTensor) -> TensorDescription:
 def _matrices(checkpoint: Checkpoint) -> tuple[MatrixDescription, ...]:
     return tuple(
         MatrixDescription(
-            name=name.removesuffix(".weight"),
+            name=checkpoint.rows[name].stem,
             shape=tensor.shape,
             dtype=tensor.storage,
             bits_per_weight=8.0 * tensor.size_bytes / tensor.num_values,
             groups=checkpoint.group_runs(name),
         )
         for name, tensor in checkpoint.stored.items()
-        if len(tensor.shape) == MATRIX and not name.endswith("norm.weight")
+        if checkpoint.rows[name].is_matrix
     )
 
 
-def _layers(stored: dict[str, StoredTensor]) -> tuple[LayerDescription, ...]:
+def _layers(checkpoint: Checkpoint) -> tuple[LayerDescription, ...]:
     groups: dict[str, list[StoredTensor]] = {}
-    for name, tensor in stored.items():
-        match = _LAYER.match(name)
-        group = f"layer {match[1]}" if match else name.removesuffix(".weight").split(".")[-1]
-        groups.setdefault(group, []).append(tensor)
+    for name, row in checkpoint.rows.items():
+        is_end = row.layer is None
+        group = row.stem.rpartition(".")[2] if is_end else f"layer {row.layer}"
+        groups.setdefault(group, []).append(checkpoint.stored[name])
     return tuple(
         LayerDescription(
             name=group,

@@ -9,21 +9,15 @@ is checked: present, of the expected shape, and finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from exl_core.arch.key_map import (
-    bias_of,
-    expected_tensors,
-    layer_index,
-    layer_of,
-    rotated_head_count,
-)
+from exl_core.arch.modules import ModuleRow, module_table
 from exl_core.arch.quantization import Quantization
-from exl_core.arch.spec import ModelConfig, Norm
+from exl_core.arch.spec import ModelConfig
 from exl_core.codecs.runtime import Move, RuntimeMatrix, packed_bytes, stay
 from exl_core.errors import UnsupportedModelError, WeightValueError
 from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
@@ -53,10 +47,10 @@ class Chunk:
 
 
 class Checkpoint:
-    """The tensors of one model, by the names of `arch/key_map.py`.
+    """The tensors of one model, by the canonical names of the module table.
 
     `is_exact`: dequantizes all matrices as their formats define, so none is kept quantized.
-    `tensors`: names and shapes to use instead of all tensors that the model needs.
+    `rows`: tensors to use instead of all tensors that the model needs.
     """
 
     def __init__(
@@ -66,15 +60,15 @@ class Checkpoint:
         quantization: Quantization | None = None,
         *,
         is_exact: bool = False,
-        tensors: Mapping[str, tuple[int, ...]] | None = None,
+        rows: Iterable[ModuleRow] | None = None,
     ) -> None:
         self._source = source
-        self._config = config
         self._quantization = quantization
         self._is_exact = is_exact
+        rows = module_table(config).rows if rows is None else rows
+        self.rows = {row.name: row for row in rows}
         self._located: dict[str, Located] = {
-            name: locate(source, config, name, shape)
-            for name, shape in (tensors or expected_tensors(config)).items()
+            name: locate(source, row, config.arch.name) for name, row in self.rows.items()
         }
         self.stored: dict[str, StoredTensor] = {
             name: located.stored for name, located in self._located.items()
@@ -100,11 +94,10 @@ class Checkpoint:
     def bytes_at_once(self) -> int:
         """Bytes in memory with one layer at a time: embedding, head, last norm, and the largest
         layer."""
-        layer_bytes: dict[str, int] = {}
-        for name in self.stored:
-            layer = layer_of(name)
-            layer_bytes[layer] = layer_bytes.get(layer, 0) + self._packed_bytes(name)
-        outside_layers = layer_bytes.pop("", 0)
+        layer_bytes: dict[int | None, int] = {}
+        for name, row in self.rows.items():
+            layer_bytes[row.layer] = layer_bytes.get(row.layer, 0) + self._packed_bytes(name)
+        outside_layers = layer_bytes.pop(None, 0)
         return outside_layers + max(layer_bytes.values(), default=0)
 
     def _packed_bytes(self, name: str) -> int:
@@ -150,11 +143,16 @@ class Checkpoint:
             if located.matrix is not None and not self._is_exact:
                 self._opened[name] = self._matrix(name)
 
+    def bias_of(self, name: str) -> str | None:
+        """Name of the matrix's bias; None if it has none, or none among these tensors."""
+        bias = self.rows[name].bias
+        return bias if bias in self.stored else None
+
     def quantized(self, name: str) -> RuntimeMatrix:
         """A matrix as codes, with its bias if the model has one."""
         self._prefetch(name)
-        bias, matrix = bias_of(name), self._opened.pop(name, None) or self._matrix(name)
-        return _WithBias(matrix, self.vector(bias)) if bias in self.stored else matrix
+        bias, matrix = self.bias_of(name), self._opened.pop(name, None) or self._matrix(name)
+        return matrix if bias is None else _WithBias(matrix, self.vector(bias))
 
     def release(self, name: str, rows: slice | None = None) -> None:
         """Releases the process's memory for these rows of the file (None: all), after reading.
@@ -165,8 +163,8 @@ class Checkpoint:
         if rows is None:
             for part in self._stored_names(name):
                 self._source.release(part)
-        elif located.matrix is None and not self._is_permuted(name):
-            first = located.first_row
+        elif located.matrix is None and located.place.order is None:
+            first = located.place.first_row
             self._source.release(located.stored.name, slice(first + rows.start, first + rows.stop))
 
     def _prefetch(self, name: str) -> None:
@@ -206,9 +204,12 @@ class Checkpoint:
             if matrix is not None:
                 part = matrix.dense(start, stop)
             else:
-                rows = slice(located.first_row + start, located.first_row + stop)
+                before = located.place.first_row
                 part = self._source.read(
-                    tensor.name, rows if permutation is None else permutation[rows]
+                    tensor.name,
+                    slice(before + start, before + stop)
+                    if permutation is None
+                    else permutation[start:stop],
                 )
             part = move(part)
             _check_finite(tensor, part, "The file is damaged or its conversion failed")
@@ -227,46 +228,34 @@ class Checkpoint:
     def norm(self, name: str) -> Tensor:
         """Factors of a norm, float32 [rows], with the 1 added where the file stores them minus
         one."""
-        weight = self.vector(name)
+        weight, place = self.vector(name), self._located[name].place
         if weight.dim() == MATRIX:
             if not torch.equal(weight, weight[:1].expand_as(weight)):
                 raise UnsupportedModelError(
                     f"tensor {name!r} differs between heads", where=self.stored[name].file
                 )
             weight = weight[0].contiguous()
-        arch = self._config.arch
-        is_folded = self._source.format == "gguf" and arch.is_gguf_norm_folded
-        return weight + 1.0 if arch.norm is Norm.RMS_PLUS_ONE and not is_folded else weight
+        if place.order is not None:
+            weight = weight[torch.tensor(place.order.stored_rows())]
+        return weight + place.addend if place.addend else weight
 
     def _matrix(self, name: str) -> RuntimeMatrix:
         located = self._located[name]
         if located.matrix is not None:
             return open_matrix(self._source, located.matrix, self._quantization)
-        return BlockMatrix(self._source, located.stored, self._row_permutation(name))
-
-    def _is_permuted(self, name: str) -> bool:
-        """Whether the file stores the rows in a different order from the model's.
-
-        GGUF files of some families store each rotated pair in adjacent rows (2i, 2i + 1). The
-        model's pairs are half of the rotated part apart (i, i + R/2).
-        """
-        is_interleaved = self._config.arch.is_gguf_rope_interleaved
-        is_rotated = rotated_head_count(self._config, name) > 0
-        return self._source.format == "gguf" and is_interleaved and is_rotated
+        return BlockMatrix(
+            self._source, located.stored, located.place.first_row, self._row_permutation(name)
+        )
 
     def _row_permutation(self, name: str) -> Tensor | None:
-        """Stored row of each of the model's rows; None for the identity. Rows that are not rotated
-        keep their index."""
-        if not self._is_permuted(name):
+        """Stored row of each of the model's rows; None if their order is the same.
+
+        The elements of a norm are put in order by `norm`, because a file may repeat them.
+        """
+        place = self._located[name].place
+        if place.order is None or self.rows[name].is_norm:
             return None
-        heads = rotated_head_count(self._config, name)
-        layer = layer_index(name)
-        attention = self._config.layers[layer].attention
-        rotary_dim = self._config.ropes[attention.rope].rotary_dim
-        rows = torch.arange(heads * attention.head_dim).view(heads, -1)
-        rotated, rest = rows.split_with_sizes([rotary_dim, rows.shape[1] - rotary_dim], dim=1)
-        rotated = rotated.view(heads, -1, 2).transpose(1, 2).reshape(heads, -1)
-        return torch.cat([rotated, rest], dim=1).view(-1)
+        return torch.tensor(place.order.stored_rows()) + place.first_row
 
 
 class _WithBias:

@@ -167,13 +167,21 @@ def block_layout(tensor: StoredTensor) -> QuantLayout | None:
 
 
 class BlockMatrix:
-    """A quantized tensor of a GGUF file. `permutation` is the stored row of each matrix row."""
+    """A quantized matrix of a GGUF file: the rows from `first_row` on of a stored tensor.
+
+    `permutation`, if given, is the stored row of each matrix row.
+    """
 
     def __init__(
-        self, source: TensorSource, tensor: StoredTensor, permutation: Tensor | None
+        self,
+        source: TensorSource,
+        tensor: StoredTensor,
+        first_row: int,
+        permutation: Tensor | None,
     ) -> None:
         self._source = source
         self._tensor = tensor
+        self._first_row = first_row
         self._permutation = permutation
 
     @cached_property
@@ -204,5 +212,6 @@ class BlockMatrix:
 
     def _rows(self, first: int, last: int) -> slice | Tensor:
         """Stored rows of the matrix rows first .. last - 1."""
-        permutation = self._permutation
-        return slice(first, last) if permutation is None else permutation[first:last]
+        if self._permutation is not None:
+            return self._permutation[first:last]
+        return slice(self._first_row + first, self._first_row + last)

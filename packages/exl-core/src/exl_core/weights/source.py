@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from exl_core.arch.modules import Container
 from exl_core.weights.mapped import MappedFile
 
 Progress = Callable[[int, int], None]  # called with (bytes read, total bytes)
@@ -41,7 +42,7 @@ class StoredTensor:
 class TensorSource(ABC):
     """Open weight files. Reading is thread-safe."""
 
-    format: str
+    format: Container
     tensors: Mapping[str, StoredTensor]
 
     @abstractmethod

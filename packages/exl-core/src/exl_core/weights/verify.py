@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from exl_core.arch.key_map import expected_tensors
+from exl_core.arch.modules import ModuleRow, module_table
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
 from exl_core.errors import ModelError
@@ -54,15 +54,15 @@ def verify(
     """
     problems: dict[str, Problem] = {}  # by text, so that a fault of a fused tensor is listed once
     found: dict[str, Checkpoint] = {}
-    for name, shape in expected_tensors(config).items():
+    for row in module_table(config).rows:
         try:
-            found[name] = Checkpoint(source, config, quantization, tensors={name: shape})
+            found[row.name] = Checkpoint(source, config, quantization, rows=[row])
         except ModelError as error:
-            problems.setdefault(str(error), Problem(name, error))
+            problems.setdefault(str(error), Problem(row.name, error))
     total, done, quantized = sum(one.size_bytes for one in found.values()), 0, 0
     for name, checkpoint in found.items():
         try:
-            _read(checkpoint, name, dtype)
+            _read(checkpoint, checkpoint.rows[name], dtype)
         except ModelError as error:
             problems.setdefault(str(error), Problem(name, error))
         quantized += checkpoint.is_quantized(name)
@@ -72,8 +72,9 @@ def verify(
     return VerifyReport(len(found), quantized, total, tuple(problems.values()))
 
 
-def _read(checkpoint: Checkpoint, name: str, dtype: torch.dtype | None) -> None:
-    if name.endswith("norm.weight"):
+def _read(checkpoint: Checkpoint, row: ModuleRow, dtype: torch.dtype | None) -> None:
+    name = row.name
+    if row.is_norm:
         checkpoint.norm(name)
         return
     if dtype is None:

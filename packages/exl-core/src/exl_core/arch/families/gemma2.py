@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from exl_core.arch.layers import Activation, NormPlacement
-from exl_core.arch.spec import ArchSpec, EmbedScale, Norm, Window
+from exl_core.arch.names import GGUF_SANDWICH, HF_SANDWICH
+from exl_core.arch.spec import ArchSpec, EmbedScale, Window
 
 GEMMA2 = ArchSpec(
     name="gemma2",
     hf_names=("Gemma2ForCausalLM",),
     gguf_names=("gemma2",),
-    norm=Norm.RMS_PLUS_ONE,
     norm_placement=NormPlacement.SANDWICH,
     activation=Activation.GELU_TANH,
     embed_scale=EmbedScale.SQRT_HIDDEN,
@@ -22,5 +24,6 @@ GEMMA2 = ArchSpec(
     vocab_size_default=256_000,
     attention_softcap_default=50.0,
     final_softcap_default=30.0,
-    is_gguf_norm_folded=True,
+    safetensors=replace(HF_SANDWICH, norm_addend=1.0),
+    gguf=GGUF_SANDWICH,
 )

@@ -3,14 +3,16 @@ part."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from exl_core.arch.layers import Activation, HeadNorm, NormPlacement
-from exl_core.arch.spec import ArchSpec, EmbedScale, Norm, Window
+from exl_core.arch.names import GGUF_SANDWICH, HF_SANDWICH, MULTIMODAL_ROOTS
+from exl_core.arch.spec import ArchSpec, EmbedScale, Window
 
 GEMMA3 = ArchSpec(
     name="gemma3",
     hf_names=("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration"),
     gguf_names=("gemma3",),
-    norm=Norm.RMS_PLUS_ONE,
     norm_placement=NormPlacement.SANDWICH,
     activation=Activation.GELU_TANH,
     head_norm=HeadNorm.RMS,
@@ -23,6 +25,6 @@ GEMMA3 = ArchSpec(
     vocab_size_default=262_208,
     rope_base_default=1_000_000.0,
     local_rope_base_default=10_000.0,
-    is_gguf_norm_folded=True,
-    key_roots=("model.", "language_model.model.", "model.language_model."),
+    safetensors=replace(HF_SANDWICH, norm_addend=1.0, roots=MULTIMODAL_ROOTS),
+    gguf=GGUF_SANDWICH,
 )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from exl_core.arch.names import GGUF
 from exl_core.arch.spec import ArchSpec
 
 LLAMA = ArchSpec(
     name="llama",
     hf_names=("LlamaForCausalLM",),
     gguf_names=("llama",),
-    is_gguf_rope_interleaved=True,
+    gguf=replace(GGUF, is_interleaved=True),
 )

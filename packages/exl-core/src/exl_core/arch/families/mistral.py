@@ -5,6 +5,9 @@ Its GGUF files use the architecture name `llama`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from exl_core.arch.names import HF, MULTIMODAL_ROOTS
 from exl_core.arch.spec import ArchSpec, Window
 
 MISTRAL = ArchSpec(
@@ -18,5 +21,5 @@ MISTRAL = ArchSpec(
     sliding_window_default=4096,
     num_q_heads_default=32,
     num_kv_heads_default=8,
-    key_roots=("model.", "language_model.model.", "model.language_model."),
+    safetensors=replace(HF, roots=MULTIMODAL_ROOTS),
 )

@@ -1,0 +1,106 @@
+"""Names and storage of tensors in files, as data: one `FileForm` per family and kind of file.
+
+A tensor is identified by its role (`q`, `attention_norm`, `gate`), which is the same in all
+families. A `FileForm` says under which names a kind of file stores the roles, which of them are
+fused into one tensor, in which order it has the rows of rotated heads, and how it stores norms.
+`arch/modules.py` turns the forms of a family into the places of each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Fused:
+    """A stored tensor that consists of the rows of several roles of one layer, in order."""
+
+    name: str
+    roles: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FileForm:
+    """Names and storage of a family's tensors in one kind of file.
+
+    roots           prefixes of names outside the layers and of `layer`; the first is canonical
+    layer           prefix of the names within a layer, after the root
+    names           name of each role after these prefixes, without `.weight` or `.bias`
+    fused           fused tensors, which take precedence over separate ones
+    is_interleaved  rotated heads store RoPE pairs as rows 2i and 2i + 1, not i and i + rotary_dim/2
+    norm_addend     number to add to the stored norm weights
+    """
+
+    names: Mapping[str, str]
+    roots: tuple[str, ...] = ("",)
+    layer: str = "layers.{}."
+    fused: tuple[Fused, ...] = ()
+    is_interleaved: bool = False
+    norm_addend: float = 0.0
+
+
+_HF_NAMES = {
+    "embed": "embed_tokens",
+    "final_norm": "norm",
+    "head": "lm_head",
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "output": "self_attn.o_proj",
+    "q_norm": "self_attn.q_norm",
+    "k_norm": "self_attn.k_norm",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+}
+_GGUF_NAMES = {
+    "embed": "token_embd",
+    "final_norm": "output_norm",
+    "head": "output",
+    "q": "attn_q",
+    "k": "attn_k",
+    "v": "attn_v",
+    "output": "attn_output",
+    "q_norm": "attn_q_norm",
+    "k_norm": "attn_k_norm",
+    "gate": "ffn_gate",
+    "up": "ffn_up",
+    "down": "ffn_down",
+    "attention_norm": "attn_norm",
+    "mlp_norm": "ffn_norm",
+}
+_FUSED = (
+    Fused("self_attn.qkv_proj", ("q", "k", "v")),
+    Fused("mlp.gate_up_proj", ("gate", "up")),
+)
+
+MULTIMODAL_ROOTS = ("model.", "language_model.model.", "model.language_model.")
+"""Roots of a language model alone, and of one that is part of a multimodal model."""
+
+HF = FileForm(_HF_NAMES, roots=("model.",), fused=_FUSED)
+"""Checkpoints of Llama and of most families. All readers accept fused projections (Phi-3)."""
+
+HF_SANDWICH = FileForm(
+    {
+        **_HF_NAMES,
+        "attention_post_norm": "post_attention_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+    roots=("model.",),
+    fused=_FUSED,
+)
+
+GGUF = FileForm(_GGUF_NAMES, layer="blk.{}.")
+
+GGUF_SANDWICH = FileForm(
+    {
+        **_GGUF_NAMES,
+        "attention_post_norm": "post_attention_norm",
+        "mlp_post_norm": "post_ffw_norm",
+    },
+    layer="blk.{}.",
+)
