@@ -1,0 +1,137 @@
+"""Module table: rows against the tensors of other writers, row orders in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from gguf import MODEL_ARCH, get_tensor_name_map
+
+from exl_core.arch.layers import NormPlacement
+from exl_core.arch.modules import Kind, ModuleTable, RowOrder, Shard, module_table
+from exl_core.arch.names import GGUF, HF
+from exl_core.errors import UnsupportedModelError
+from exl_core.session.open import open_checkpoint
+from exl_core.weights.checkpoint import Checkpoint
+from support.mixed_model import CONFIG
+from support.tiny_models import (
+    save,
+    tiny_gemma2,
+    tiny_gemma3,
+    tiny_llama,
+    tiny_mistral,
+    tiny_phi3,
+    tiny_qwen2,
+    tiny_qwen3,
+)
+
+FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "llama": (tiny_llama, {"attention_bias": True, "mlp_bias": True}),
+    "llama-tied": (tiny_llama, {"tie_word_embeddings": True}),
+    "mistral": (tiny_mistral, {}),
+    "qwen2": (tiny_qwen2, {}),
+    "qwen3": (tiny_qwen3, {}),
+    "phi3": (tiny_phi3, {}),
+    "gemma2": (tiny_gemma2, {}),
+    "gemma3": (tiny_gemma3, {}),
+}
+GGUF_ARCHITECTURES = {
+    "llama": MODEL_ARCH.LLAMA,
+    "qwen2": MODEL_ARCH.QWEN2,
+    "qwen3": MODEL_ARCH.QWEN3,
+    "gemma2": MODEL_ARCH.GEMMA2,
+    "gemma3": MODEL_ARCH.GEMMA3,
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_cover_every_tensor_of_transformers(tmp_path: Path, family: str) -> None:
+    build, changes = FAMILIES[family]
+    model = build(**changes)
+    source, config, _ = open_checkpoint(save(model, tmp_path))
+    table = module_table(config)
+    covered: dict[str, list[tuple[int, int]]] = {}
+    for row in table.rows:
+        place = next(place for place in row.safetensors if place.name in source.tensors)
+        stored = source.tensors[place.name]
+        assert stored.shape == (place.num_rows, *row.shape[1:]), row.name
+        last = place.first_row + row.shape[0]
+        covered.setdefault(place.name, []).append((place.first_row, last))
+    assert covered.keys() == source.tensors.keys()
+    for name, ranges in covered.items():
+        ends = [last for _, last in sorted(ranges)]
+        assert [first for first, _ in sorted(ranges)] == [0, *ends[:-1]], name
+        assert ends[-1] == source.tensors[name].shape[0], name
+    assert table.is_tied == (family == "llama-tied" or family.startswith("gemma"))
+
+
+@pytest.mark.parametrize("family", GGUF_ARCHITECTURES)
+def test_gguf_names_are_those_of_the_gguf_package(tmp_path: Path, family: str) -> None:
+    build, changes = FAMILIES[family]
+    _, config, _ = open_checkpoint(save(build(**changes), tmp_path))
+    names = get_tensor_name_map(GGUF_ARCHITECTURES[family], config.num_layers)
+    for row in module_table(config).rows:
+        expected = names.get_name(row.name, (".weight", ".bias"))
+        assert row.own_name("gguf") == expected, row.name
+
+
+def test_every_tensor_of_a_real_gguf_file_is_used(smollm2_path: Path) -> None:
+    source, config, quantization = open_checkpoint(smollm2_path)
+    checkpoint = Checkpoint(source, config, quantization)
+    assert checkpoint.used_names == set(source.tensors)
+    assert len(checkpoint.rows) == 1 + 30 * 9 + 1
+
+
+@pytest.mark.parametrize("rotary_dim", [20, 12, 4])
+def test_row_orders_are_those_of_other_writers_in_both_directions(rotary_dim: int) -> None:
+    heads, size = 3, 20
+    weight = torch.arange(heads * size).view(heads, size)
+    rotated = weight[:, :rotary_dim].reshape(heads, 2, rotary_dim // 2).transpose(1, 2)
+    stored = torch.cat([rotated.reshape(heads, -1), weight[:, rotary_dim:]], 1).view(-1)
+    order = RowOrder(heads, size, rotary_dim)
+    assert torch.equal(stored[order.stored_rows()], weight.view(-1))
+    assert torch.equal(weight.view(-1)[order.model_rows()], stored)
+
+
+def test_a_row_says_how_its_matrix_is_packed_split_and_converted() -> None:
+    layer = module_table(CONFIG).layers[2]
+    found = {
+        role: (row.packed, row.first_out, row.shard, row.is_converted)
+        for role, row in layer.items()
+        if row.kind is Kind.LINEAR
+    }
+    wide, narrow = Shard.OUT_FEATURES, Shard.IN_FEATURES
+    assert found == {
+        "q": ("qkv", 0, wide, True),
+        "k": ("qkv", 192, wide, True),
+        "v": ("qkv", 384, wide, True),
+        "output": ("output", 0, narrow, True),
+        "gate": ("gate_up", 0, wide, True),
+        "up": ("gate_up", 128, wide, True),
+        "down": ("down", 0, narrow, True),
+    }
+    assert layer["q"].bias == "model.layers.2.self_attn.q_proj.bias"
+    assert layer["output"].bias is None
+    table = module_table(CONFIG)
+    assert [row.role for row in table.packed_with(layer["k"])] == ["q", "k", "v"]
+    assert table.packed_with(table.head) == (table.head,)
+
+
+def test_lora_modules_are_found_by_their_names_in_checkpoints() -> None:
+    targets = module_table(CONFIG).lora_targets
+    fused = targets["model.layers.1.self_attn.qkv_proj"]
+    assert [row.role for row in fused.rows] == ["q", "k", "v"]
+    assert (fused.in_features, fused.out_features) == (48, (6 + 1 + 1) * 32)
+    assert (targets["model.embed_tokens"].in_features, targets["lm_head"].out_features) == (50, 50)
+    assert fused.stored_rows() is None
+
+
+def test_a_layer_whose_tensors_the_family_does_not_name_is_refused() -> None:
+    arch = replace(CONFIG.arch, safetensors=HF, gguf=GGUF)
+    assert CONFIG.layers[1].norms is NormPlacement.SANDWICH
+    with pytest.raises(UnsupportedModelError, match="no name for the tensor of role 'attention_po"):
+        ModuleTable(replace(CONFIG, arch=arch))
