@@ -74,7 +74,7 @@ def thorough(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Run tests of minutes up to half an hour. On a GPU: nox -s cuda -- -m "soak and cuda"."""
+    """Run tests that take up to half an hour. On a GPU: nox -s cuda -- -m "soak and cuda"."""
     run_tests(session, "soak and not cuda", *PARALLEL)
 
 

@@ -21,8 +21,8 @@ gc.disable()  # until pytest has collected the tests: imported modules are no ga
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # As in the command-line program: the kernels have their own thread pool, and torch's pool would
-    # compete with it for the cores.
+    # Limits torch to one thread, as the command-line program does. The kernels have their own
+    # thread pool, and torch's pool would compete with it for the cores.
     torch.set_num_threads(1)
     worker = getattr(config, "workerinput", None)
     if worker is not None:  # the workers share the cores; child processes inherit the setting

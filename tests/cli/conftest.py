@@ -9,16 +9,17 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
+from typer.main import get_command
 
 import exl_cli.main
 from exl_cli.main import main
 from support import tiny_models
+from support.commands import Command, Outcome
 
 COMMAND = (sys.executable, "-m", "exl_cli")
 TEMPLATE = (
@@ -27,39 +28,18 @@ TEMPLATE = (
 )
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Exit code and output of one run of the command."""
-
-    code: int
-    out: str
-    err: str
-
-    def error_line(self, code: int) -> str:
-        """The error line on stderr. Checks the exit code and the form of the line."""
-        assert self.code == code, self.err
-        assert self.out == ""
-        assert "Traceback" not in self.err
-        assert self.err.count("\n") == 1, self.err
-        assert self.err.startswith("exl: error: ")
-        return self.err.removeprefix("exl: error: ").removesuffix("\n")
-
-
-InProcess = Callable[..., Outcome]
-
-
 @pytest.fixture(scope="session", autouse=True)
 def one_command_tree() -> Iterator[None]:
     """Builds typer's command tree once per session. Each run would spend 0.04 s on it otherwise."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(exl_cli.main, "get_command", cache(exl_cli.main.get_command))
+        patch.setattr(exl_cli.main, "get_command", cache(get_command))
         yield
 
 
 @pytest.fixture
 def exl(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
-) -> InProcess:
+) -> Command:
     """`exl(*args, stdin=b"...")` runs in this process. Stdin is a file, not a terminal."""
 
     def run(*args: object, stdin: bytes = b"") -> Outcome:
@@ -76,7 +56,7 @@ def exl(
 
 
 @pytest.fixture
-def exl_process() -> Callable[..., Outcome]:
+def exl_process() -> Command:
     """Like `exl`, in a process of its own."""
 
     def run(*args: object, stdin: bytes = b"", timeout_s: float = 120) -> Outcome:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 
 from support import tiny_models
+from support.commands import Command
 from support.profiles import first_by_default
 
 MODEL_FILE = "model.safetensors"
@@ -34,7 +36,7 @@ def rewrite_header(path: Path, change: Callable[[dict[str, dict[str, object]]], 
     path.write_bytes(struct.pack("<Q", len(fresh)) + fresh + data[8 + length :])
 
 
-def rewrite_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def rewrite_tensors(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
@@ -55,8 +57,8 @@ def cut_data(folder: Path) -> None:
 
 
 def move_tensor_outside(folder: Path) -> None:
-    def change(header: dict[str, dict[str, object]]) -> None:
-        start, end = header[BROKEN_TENSOR]["data_offsets"]  # type: ignore[misc]
+    def change(header: dict[str, dict[str, Any]]) -> None:
+        start, end = header[BROKEN_TENSOR]["data_offsets"]
         header[BROKEN_TENSOR]["data_offsets"] = [start + 10**9, end + 10**9]
 
     rewrite_header(folder / MODEL_FILE, change)
@@ -139,7 +141,9 @@ def remove_everything(folder: Path) -> None:
     ],
     ids=lambda value: value.__name__ if callable(value) else "",
 )
-def test_damaged_directory(damage: Damage, expected: list[str], damaged_dir: Path, exl) -> None:
+def test_damaged_directory(
+    damage: Damage, expected: list[str], damaged_dir: Path, exl: Command
+) -> None:
     damage(damaged_dir)
     line = exl("generate", "-m", damaged_dir, "-p", "Hello", "-n", 4).error_line(3)
     assert str(damaged_dir) in line
@@ -150,7 +154,7 @@ def test_damaged_directory(damage: Damage, expected: list[str], damaged_dir: Pat
 @pytest.mark.parametrize(
     "verb", [("generate", "-p", "x"), ("chat",), ("inspect", "model")], ids=lambda v: v[0]
 )
-def test_missing_path(verb: tuple[str, ...], tmp_path: Path, exl) -> None:
+def test_missing_path(verb: tuple[str, ...], tmp_path: Path, exl: Command) -> None:
     missing = tmp_path / "no-such-model"
     line = exl(*verb, "-m", missing, stdin=b"Hello\n").error_line(3)
     assert str(missing) in line
@@ -173,14 +177,14 @@ def test_missing_path_is_reported_before_torch_is_imported(tmp_path: Path) -> No
     assert done.returncode == 0, done.stderr
 
 
-def test_file_that_is_not_a_model(tmp_path: Path, exl) -> None:
+def test_file_that_is_not_a_model(tmp_path: Path, exl: Command) -> None:
     path = tmp_path / "model.txt"
     path.write_text("Hello", encoding="utf-8")
     assert ".gguf" in exl("generate", path, "-p", "x").error_line(3)
 
 
 @pytest.mark.parametrize("share", first_by_default([0.5, 0.0, 0.000_000_1, 0.001, 0.999_99]))
-def test_truncated_gguf(share: float, smollm2_path: Path, tmp_path: Path, exl) -> None:
+def test_truncated_gguf(share: float, smollm2_path: Path, tmp_path: Path, exl: Command) -> None:
     path = tmp_path / "cut.gguf"
     size = smollm2_path.stat().st_size
     with smollm2_path.open("rb") as whole:
@@ -189,12 +193,12 @@ def test_truncated_gguf(share: float, smollm2_path: Path, tmp_path: Path, exl) -
     assert str(path) in line
 
 
-def test_gguf_name_with_other_content(tmp_path: Path, exl) -> None:
+def test_gguf_name_with_other_content(tmp_path: Path, exl: Command) -> None:
     path = tmp_path / "picture.gguf"
     path.write_bytes(bytes(range(256)) * 100)
     assert str(path) in exl("generate", path, "-p", "Hello").error_line(3)
 
 
-def test_inspect_refuses_a_damaged_header(damaged_dir: Path, exl) -> None:
+def test_inspect_refuses_a_damaged_header(damaged_dir: Path, exl: Command) -> None:
     cut_header(damaged_dir)
     assert MODEL_FILE in exl("inspect", "model", damaged_dir, "--json").error_line(3)

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from support import tiny_models
+from support.commands import Command
 
 QUICK = ("--prefill", 24, "--decode", 4, "--repeat", 1)
 
 
-def test_json_of_one_configuration(exl, tiny_llama_dir: Path) -> None:
+def test_json_of_one_configuration(exl: Command, tiny_llama_dir: Path) -> None:
     done = exl("bench", "-m", tiny_llama_dir, *QUICK, "--batch", 2, "--threads", 1, "--json")
     assert (done.code, done.err) == (0, "")
     result = json.loads(done.out)
@@ -25,7 +26,7 @@ def test_json_of_one_configuration(exl, tiny_llama_dir: Path) -> None:
     assert len(result["runs"]) == 1
 
 
-def test_a_grid_by_prompt_length_and_batch(exl, tiny_llama_dir: Path) -> None:
+def test_a_grid_by_prompt_length_and_batch(exl: Command, tiny_llama_dir: Path) -> None:
     lists = ("--prefill", "8, 16,8", "--batch", "1,3", "--decode", 2, "--repeat", 1)
     done = exl("bench", tiny_llama_dir, *lists, "--json")
     assert (done.code, done.err) == (0, "")
@@ -35,7 +36,7 @@ def test_a_grid_by_prompt_length_and_batch(exl, tiny_llama_dir: Path) -> None:
     assert "decode_tok_s" not in result
 
 
-def test_table(exl, tiny_llama_dir: Path) -> None:
+def test_table(exl: Command, tiny_llama_dir: Path) -> None:
     done = exl("bench", tiny_llama_dir, *QUICK, "--batch", "1,2")
     assert (done.code, done.err) == (0, "")
     assert tiny_llama_dir.name in done.out
@@ -45,7 +46,7 @@ def test_table(exl, tiny_llama_dir: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_exact_weights_are_larger_in_memory(exl, tmp_path: Path) -> None:
+def test_exact_weights_are_larger_in_memory(exl: Command, tmp_path: Path) -> None:
     from gguf import GGMLQuantizationType
 
     from support.gguf_models import write_gguf
@@ -61,7 +62,7 @@ def test_exact_weights_are_larger_in_memory(exl, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_ops_as_table_and_as_json(exl, tiny_llama_dir: Path) -> None:
+def test_ops_as_table_and_as_json(exl: Command, tiny_llama_dir: Path) -> None:
     asked = ("bench", tiny_llama_dir, *QUICK, "--kernels", "--batch", "1,2", "--depth", 9)
     done = exl(*asked)
     assert (done.code, done.err) == (0, "")
@@ -84,7 +85,7 @@ def test_ops_as_table_and_as_json(exl, tiny_llama_dir: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_decode_at_a_depth_and_with_a_quantized_cache(exl, tiny_llama_dir: Path) -> None:
+def test_decode_at_a_depth_and_with_a_quantized_cache(exl: Command, tiny_llama_dir: Path) -> None:
     read = {}
     for options in ((), ("--depth", 100), ("--depth", 100, "--cache-type", "fp8")):
         done = exl("bench", tiny_llama_dir, *QUICK, *options, "--chunk", 7, "--json")
@@ -115,7 +116,9 @@ def test_decode_at_a_depth_and_with_a_quantized_cache(exl, tiny_llama_dir: Path)
         (("--cache-type", "fp7"), "no such cache type"),
     ],
 )
-def test_invalid_options(args: tuple[object, ...], expected: str, exl, damaged_dir: Path) -> None:
+def test_invalid_options(
+    args: tuple[object, ...], expected: str, exl: Command, damaged_dir: Path
+) -> None:
     """Bad options are reported before the weights are read: reading these would fail."""
     weights = damaged_dir / "model.safetensors"
     with weights.open("r+b") as file:
@@ -124,5 +127,5 @@ def test_invalid_options(args: tuple[object, ...], expected: str, exl, damaged_d
     assert expected in exl("bench", damaged_dir, *args, "--json").error_line(2)
 
 
-def test_missing_model(exl) -> None:
+def test_missing_model(exl: Command) -> None:
     assert "no such model" in exl("bench", "-m", "nowhere", "--json").error_line(3)

@@ -11,16 +11,17 @@ import pytest
 from exl_cli.chat import transcript
 from exl_cli.chat.conversation import Conversation
 from exl_core.prompt.formats import all_formats
+from support.commands import Command
 
 
 @pytest.fixture
-def chat(exl, tiny_llama_dir: Path):
+def chat(exl: Command, tiny_llama_dir: Path) -> Command:
     """`chat(b"lines", *args)` with greedy sampling and short replies that only the limit ends."""
     args = ("chat", "-m", tiny_llama_dir, "--temp", "0", "-n", 6)
     return lambda data, *more: exl(*args, *more, stdin=data)
 
 
-def test_stdout_has_only_replies(chat) -> None:
+def test_stdout_has_only_replies(chat: Command) -> None:
     done = chat(b"Hello\nAgain\n")
     assert (done.code, done.err) == (0, "")
     first = chat(b"Hello\n")
@@ -29,7 +30,7 @@ def test_stdout_has_only_replies(chat) -> None:
     assert done.out.endswith("\n")
 
 
-def test_turns_stay_in_the_prompt_until_clear(chat) -> None:
+def test_turns_stay_in_the_prompt_until_clear(chat: Command) -> None:
     twice = chat(b"Hello\nHello\n").out
     cleared = chat(b"Hello\n/clear\nHello\n").out
     once = chat(b"Hello\n").out
@@ -37,25 +38,25 @@ def test_turns_stay_in_the_prompt_until_clear(chat) -> None:
     assert twice != cleared
 
 
-def test_bye_ends_the_chat_and_blank_lines_are_skipped(chat) -> None:
+def test_bye_ends_the_chat_and_blank_lines_are_skipped(chat: Command) -> None:
     assert chat(b"\n  \nHello\n/bye\nAgain\n").out == chat(b"Hello\n").out
 
 
-def test_text_that_begins_with_a_slash_is_sent(chat) -> None:
+def test_text_that_begins_with_a_slash_is_sent(chat: Command) -> None:
     assert chat(b"/etc/hosts holds what?\n").out != ""
 
 
-def test_empty_stdin_is_not_an_error(chat) -> None:
+def test_empty_stdin_is_not_an_error(chat: Command) -> None:
     done = chat(b"")
     assert (done.code, done.out, done.err) == (0, "", "")
 
 
-def test_full_context_drops_the_oldest_turns(chat) -> None:
+def test_full_context_drops_the_oldest_turns(chat: Command) -> None:
     done = chat(b"Hello there, how are you?\n" * 20, "-c", 128)
     assert (done.code, done.err) == (0, "")
 
 
-def test_message_longer_than_the_context_is_reported_and_the_next_answered(chat) -> None:
+def test_message_longer_than_the_context_is_reported_and_the_next_answered(chat: Command) -> None:
     done = chat(b"Hello\n" + b"x" * 400 + b"\nHello\n", "-c", 128)
     assert done.code == 1
     lines = done.err.splitlines()
@@ -66,17 +67,17 @@ def test_message_longer_than_the_context_is_reported_and_the_next_answered(chat)
     assert done.out == chat(b"Hello\nHello\n", "-c", 128).out
 
 
-def test_line_that_is_not_utf8_is_an_error(chat) -> None:
+def test_line_that_is_not_utf8_is_an_error(chat: Command) -> None:
     line = chat(b"\xff\n").error_line(2)
     assert "line 1" in line
 
 
-def test_a_model_without_template_is_refused(exl, damaged_dir: Path) -> None:
+def test_a_model_without_template_is_refused(exl: Command, damaged_dir: Path) -> None:
     (damaged_dir / "chat_template.jinja").unlink()
     assert "no chat template" in exl("chat", damaged_dir, stdin=b"Hello\n").error_line(3)
 
 
-def test_the_formats_are_listed(exl) -> None:
+def test_the_formats_are_listed(exl: Command) -> None:
     told = json.loads(exl("chat", "--list-formats", "--json").out)
     assert [one["name"] for one in told["formats"]] == list(all_formats())
     table = exl("chat", "--list-formats")
@@ -84,7 +85,7 @@ def test_the_formats_are_listed(exl) -> None:
     assert all(name in table.out for name in ("llama3", "command-r", "teknium/OpenHermes-2.5"))
 
 
-def test_format_that_differs_from_the_template_warns(chat) -> None:
+def test_format_that_differs_from_the_template_warns(chat: Command) -> None:
     done = chat(b"Hello\n", "--format", "vicuna")
     assert done.code == 0
     assert done.out != chat(b"Hello\n").out
@@ -94,7 +95,7 @@ def test_format_that_differs_from_the_template_warns(chat) -> None:
     assert done.err.count("\n") == 1
 
 
-def test_format_replaces_a_missing_template(exl, damaged_dir: Path) -> None:
+def test_format_replaces_a_missing_template(exl: Command, damaged_dir: Path) -> None:
     (damaged_dir / "chat_template.jinja").unlink()
     args = ("chat", damaged_dir, "--temp", "0", "-n", 6)
     done = exl(*args, "--format", "llama2", stdin=b"Hello\n")
@@ -103,7 +104,9 @@ def test_format_replaces_a_missing_template(exl, damaged_dir: Path) -> None:
     assert "--format NAME" in exl(*args, stdin=b"Hello\n").error_line(3)
 
 
-def test_conversation_continues_from_its_file(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
+def test_conversation_continues_from_its_file(
+    exl: Command, tiny_llama_dir: Path, tmp_path: Path
+) -> None:
     args = ("chat", "-m", tiny_llama_dir, "--temp", "0", "-n", 6)
     whole = exl(*args, "--system", "Be brief.", stdin=b"Hello\nAgain\n").out
     first = exl(*args, "--system", "Be brief.", stdin=b"Hello\n").out
@@ -117,11 +120,11 @@ def test_conversation_continues_from_its_file(exl, tiny_llama_dir: Path, tmp_pat
     assert first + other != whole
 
 
-def test_amnesia_sends_each_prompt_without_history(chat) -> None:
+def test_amnesia_sends_each_prompt_without_history(chat: Command) -> None:
     assert chat(b"Hello\nHello\n", "--amnesia").out == 2 * chat(b"Hello\n").out
 
 
-def test_every_setting_of_the_sampler_is_an_option(chat) -> None:
+def test_every_setting_of_the_sampler_is_an_option(chat: Command) -> None:
     text = chat(b"Hello\n").out
     assert chat(b"Hello\n", "--frequency-penalty", "50", "-n", 30).out != text
     for option in (
@@ -133,14 +136,14 @@ def test_every_setting_of_the_sampler_is_an_option(chat) -> None:
         assert chat(b"Hello\n", "--temp", "1", "--seed", 1, *option.split()).code == 0
 
 
-def test_stats_go_to_stderr(chat) -> None:
+def test_stats_go_to_stderr(chat: Command) -> None:
     plain, stats = chat(b"Hello\n"), chat(b"Hello\n", "--stats")
     assert stats.out == plain.out
     assert re.fullmatch(r"exl: context \d+ tokens .* reply 6 tokens at [\d.]+ tok/s\n", stats.err)
     assert chat(b"Hello\n", "--stats", "-q").err == ""
 
 
-def test_names_of_the_token_limit_are_aliases(exl, tiny_llama_dir: Path) -> None:
+def test_names_of_the_token_limit_are_aliases(exl: Command, tiny_llama_dir: Path) -> None:
     args = ("chat", "-m", tiny_llama_dir, "--temp", "0")
     names = ("-n", "--max-tokens", "--max-response-tokens")
     outs = {exl(*args, name, "5", stdin=b"Hello\n").out for name in names}
@@ -161,12 +164,14 @@ def test_names_of_the_token_limit_are_aliases(exl, tiny_llama_dir: Path) -> None
     ],
 )
 def test_bad_options_are_refused_before_the_model_is_resolved(
-    exl, args: tuple[str, ...], expected: str
+    exl: Command, args: tuple[str, ...], expected: str
 ) -> None:
     assert expected in exl("chat", "-m", "no-such-model", *args, stdin=b"Hello\n").error_line(2)
 
 
-def test_a_template_without_system_role_refuses_a_system_prompt(exl, damaged_dir: Path) -> None:
+def test_a_template_without_system_role_refuses_a_system_prompt(
+    exl: Command, damaged_dir: Path
+) -> None:
     template = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('No system!') }}{% endif %}x"
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import pytest
 
 from exl_cli.chat.conversation import Conversation
 from exl_core.errors import RequestError
 
 
-def encode(messages) -> list[int]:
+def encode(messages: Sequence[Mapping[str, Any]]) -> list[int]:
     """One token per character."""
     return [ord(char) for message in messages for char in message["content"]]
 
@@ -60,7 +63,7 @@ def test_long_conversation_is_not_encoded_once_per_turn() -> None:
     conversation.say("last")
     calls = 0
 
-    def counted(messages) -> list[int]:
+    def counted(messages: Sequence[Mapping[str, Any]]) -> list[int]:
         nonlocal calls
         calls += 1
         return encode(messages)

@@ -25,7 +25,7 @@ def test_reasoning_is_shown_as_a_token_count_in_one_line(
     notes: io.StringIO, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = iter(range(1000))
-    monkeypatch.setattr(screen.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr("time.monotonic", lambda: next(clock))
     reply = ReplyScreen(shows_reasoning=False)
     for _ in range(7):
         reply.think("so ", 2)

@@ -8,7 +8,7 @@ import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from torch import Tensor
@@ -87,7 +87,7 @@ class Chat:
             ChatSettings(SamplingOptions(temp=0), ChatOptions(**chat)),
             system=self.style.no_system() if no_system else system,
             stop=(),
-            terminal=self.typist,
+            terminal=cast(Any, self.typist),
         )
         self.prompts: list[str] = []
         submit = engine.submit
@@ -131,7 +131,7 @@ def test_amnesia_forgets_each_turn() -> None:
 
 
 def test_retry_undo_edit_and_clear() -> None:
-    lines = ["One", "Two", "/retry", "/undo", "/edit", "Uno", "/edit", KeyboardInterrupt]
+    lines: list[Any] = ["One", "Two", "/retry", "/undo", "/edit", "Uno", "/edit", KeyboardInterrupt]
     chat = Chat(reply_with("Yes"), lines).run()
     one, two = "[user]One[assistant]", "Yes[user]Two[assistant]"
     assert chat.prompts == [one, one + two, one + two, "[user]Uno[assistant]"]

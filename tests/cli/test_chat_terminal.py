@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from support.commands import Command
 from support.terminal import Terminal, without_colors
 
 pytestmark = pytest.mark.thorough
@@ -161,7 +162,7 @@ def test_terminal_without_colors_gets_plain_text(start: Start, env: dict[str, st
 
 
 @pytest.mark.thorough
-def test_terminal_shows_the_text_that_a_pipe_gets(start: Start, exl_process) -> None:
+def test_terminal_shows_the_text_that_a_pipe_gets(start: Start, exl_process: Command) -> None:
     question = "Write a Python function that adds two numbers, in a code block."
     piped = exl_process("chat", "--temp", "0", stdin=f"{question}\n".encode())
     assert (piped.code, piped.err) == (0, "")

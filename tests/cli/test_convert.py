@@ -17,7 +17,9 @@ import torch
 from exl_cli import conversion
 from exl_core.convert.calibration import CalibrationRows
 from exl_eval import gate
+from exl_eval.held_out import HELD_OUT_TEXT
 from support import stub_stages, tiny_models
+from support.commands import Command
 from support.conversions import SHAPE, content
 from support.terminal import Terminal
 
@@ -37,11 +39,11 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def convert(exl, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def convert(exl: Command, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Command:
     """`convert(*args)` converts the source to tmp_path/out, with a text for calibration."""
     stub_stages.install(monkeypatch.setattr)
     monkeypatch.setattr(conversion, "rows_of_texts", take_rows)
-    monkeypatch.setattr(gate, "HELD_OUT_TEXT", gate.HELD_OUT_TEXT[:1600])  # one token per byte
+    monkeypatch.setattr(gate, "HELD_OUT_TEXT", HELD_OUT_TEXT[:1600])  # one token per byte
     text = tmp_path / "text.txt"
     text.write_text("Some text to be calibrated on. " * 100, encoding="utf-8")
 
@@ -61,7 +63,7 @@ def steps_of(events: list[dict[str, Any]], stage: str) -> list[tuple[int, int]]:
     return [(event["done"], event["total"]) for event in found]
 
 
-def test_table(convert, tmp_path: Path) -> None:
+def test_table(convert: Command, tmp_path: Path) -> None:
     done = convert()
     assert (done.code, done.err) == (0, "")
     for word in ("8.2", "divergence", "±", "perplexity", "held-out text", str(tmp_path / "out")):
@@ -69,7 +71,7 @@ def test_table(convert, tmp_path: Path) -> None:
     assert (tmp_path / "out/config.json").is_file()
 
 
-def test_json_events(convert, tmp_path: Path) -> None:
+def test_json_events(convert: Command, tmp_path: Path) -> None:
     done = convert("--json", "--head-bits", 8)
     assert (done.code, done.err) == (0, "")
     events = events_of(done.out)
@@ -88,7 +90,7 @@ def test_json_events(convert, tmp_path: Path) -> None:
     assert figures["tokens"] > 1000
 
 
-def test_the_result_runs(convert, exl, tmp_path: Path) -> None:
+def test_the_result_runs(convert: Command, exl: Command, tmp_path: Path) -> None:
     assert convert().code == 0
     done = exl("inspect", "model", "--verify", tmp_path / "out")
     assert done.code == 0
@@ -97,7 +99,9 @@ def test_the_result_runs(convert, exl, tmp_path: Path) -> None:
     assert done.code == 0
 
 
-def test_result_beyond_the_divergence_limit(convert, tmp_path: Path, monkeypatch) -> None:
+def test_result_beyond_the_divergence_limit(
+    convert: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = stub_stages.rounded
 
     def poor(name: str, weight: torch.Tensor, *args: Any) -> dict[str, torch.Tensor]:
@@ -118,7 +122,9 @@ def test_result_beyond_the_divergence_limit(convert, tmp_path: Path, monkeypatch
     assert json.loads((tmp_path / "out/exl_conversion.json").read_text())["is_forced"]
 
 
-def test_finished_conversion_with_kept_work_is_not_repeated(convert, tmp_path: Path) -> None:
+def test_finished_conversion_with_kept_work_is_not_repeated(
+    convert: Command, tmp_path: Path
+) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out/letter.txt").touch()
     assert "exists already" in convert().error_line(2)
@@ -133,7 +139,7 @@ def test_finished_conversion_with_kept_work_is_not_repeated(convert, tmp_path: P
 
 @pytest.mark.parametrize("option", [(), ("--resume",)], ids=["plain", "--resume"])
 def test_the_same_command_continues_an_unfinished_conversion(
-    option: tuple[str, ...], convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: tuple[str, ...], convert: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*_: object, **__: object) -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -157,7 +163,7 @@ def test_the_same_command_continues_an_unfinished_conversion(
     assert not work.exists()
 
 
-def test_resume_event_in_json(convert, tmp_path: Path) -> None:
+def test_resume_event_in_json(convert: Command, tmp_path: Path) -> None:
     work = tmp_path / "kept"
     assert convert("--work", work).code == 0
     events = events_of(convert("--work", work, "--json").out)
@@ -166,7 +172,7 @@ def test_resume_event_in_json(convert, tmp_path: Path) -> None:
     assert not steps_of(events, "measure")
 
 
-def test_several_problems_print_several_lines(convert, tmp_path: Path) -> None:
+def test_several_problems_print_several_lines(convert: Command, tmp_path: Path) -> None:
     done = convert("--head-bits", 7, "--shard-size", "1kB", "--measurement", tmp_path / "none")
     assert (done.code, done.out) == (2, "")
     lines = done.err.splitlines()
@@ -187,14 +193,18 @@ def test_several_problems_print_several_lines(convert, tmp_path: Path) -> None:
         (("-o", "new/.."), 2, "-o is not a name"),
     ],
 )
-def test_bad_options(args: tuple[str, ...], code: int, expected: str, convert) -> None:
+def test_bad_options(args: tuple[str, ...], code: int, expected: str, convert: Command) -> None:
     assert expected in convert(*args).error_line(code)
 
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signal_stops_and_prints_the_resume_command(
-    number: signal.Signals, convert, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    number: signal.Signals,
+    convert: Command,
+    source: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     real = conversion._write_event
 
@@ -222,7 +232,7 @@ def test_signal_stops_and_prints_the_resume_command(
     assert content(tmp_path / "out") == content(tmp_path / "whole")
 
 
-def test_text_that_is_too_short_leaves_no_files(exl, source: Path, tmp_path: Path) -> None:
+def test_text_that_is_too_short_leaves_no_files(exl: Command, source: Path, tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("Hi.", encoding="utf-8")
     done = exl("convert", source, "-o", tmp_path / "out", "--calibration", text, "--rows", 2)

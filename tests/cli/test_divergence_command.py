@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from exl_core.session.load import LoadedModel
 from support import tiny_models
+from support.commands import Command, Outcome
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 
@@ -16,7 +19,8 @@ TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 @pytest.fixture(scope="module")
 def near_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model with weights rounded to bfloat16."""
-    model = tiny_models.tiny_llama(max_position_embeddings=512).to(torch.bfloat16)
+    model = tiny_models.tiny_llama(max_position_embeddings=512)
+    tiny_models.converted(model, torch.bfloat16)
     return tiny_models.save(model, tmp_path_factory.mktemp("near"))
 
 
@@ -28,13 +32,13 @@ def text(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def divergence(exl, tiny_llama_dir: Path, near_dir: Path, text: Path):
+def divergence(exl: Command, tiny_llama_dir: Path, near_dir: Path, text: Path) -> Command:
     """`divergence(*args)` of the rounded model from the tiny one, in windows of 64 tokens."""
     args = ("--reference", tiny_llama_dir, "--text", text, "--ctx", 64)
     return lambda *more: exl("eval", "divergence", near_dir, *args, *more)
 
 
-def test_json_has_the_figures_under_their_names(divergence) -> None:
+def test_json_has_the_figures_under_their_names(divergence: Command) -> None:
     done = divergence("--windows", 3, "--json")
     assert (done.code, done.err) == (0, "")
     result = json.loads(done.out)
@@ -48,7 +52,7 @@ def test_json_has_the_figures_under_their_names(divergence) -> None:
     assert (result["model"], result["reference"]) == ("near0", "tiny-llama0")
 
 
-def test_table_has_the_figures_of_json(divergence) -> None:
+def test_table_has_the_figures_of_json(divergence: Command) -> None:
     result = json.loads(divergence("--json").out)
     page = divergence().out
     assert f"{result['kld']['mean']:.6f} ± {result['kld']['stderr']:.6f} nats" in page
@@ -58,7 +62,7 @@ def test_table_has_the_figures_of_json(divergence) -> None:
 
 
 def test_reverse_divergence_differs(
-    exl, divergence, tiny_llama_dir: Path, near_dir: Path, text: Path
+    exl: Command, divergence: Command, tiny_llama_dir: Path, near_dir: Path, text: Path
 ) -> None:
     forth = json.loads(divergence("--json").out)
     args = ("--reference", near_dir, "--text", text, "--ctx", 64, "--json")
@@ -68,17 +72,20 @@ def test_reverse_divergence_differs(
 
 
 def test_cached_reference_is_not_loaded_again(
-    divergence, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    divergence: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from exl_core.session import load
 
     kept = tmp_path / "reference"
     live = json.loads(divergence("--json").out)
-    loads = []
+    loads: list[str] = []
     original = load.load_model
-    monkeypatch.setattr(
-        "exl_cli.load.load_model", lambda *args: loads.append(args[0]) or original(*args)
-    )
+
+    def counting(spec: str, *rest: Any) -> LoadedModel:
+        loads.append(spec)
+        return original(spec, *rest)
+
+    monkeypatch.setattr("exl_cli.load.load_model", counting)
     first = json.loads(divergence("--cache-reference", kept, "--json").out)
     assert [files.path.name for files in loads] == ["tiny-llama0", "near0"]
     again = json.loads(divergence("--cache-reference", kept, "--json").out)
@@ -90,7 +97,11 @@ def test_cached_reference_is_not_loaded_again(
 
 
 def test_different_tokenizer_is_refused_before_loading(
-    exl, tiny_llama_dir: Path, smollm2_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+    exl: Command,
+    tiny_llama_dir: Path,
+    smollm2_path: Path,
+    text: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("exl_cli.load.load_model", None)
     args = ("--reference", smollm2_path, "--text", text, "--ctx", 64)
@@ -107,25 +118,25 @@ def test_different_tokenizer_is_refused_before_loading(
         (("--bos", "sometimes"), "sometimes"),
     ],
 )
-def test_invalid_options(args: tuple[object, ...], expected: str, divergence) -> None:
+def test_invalid_options(args: tuple[object, ...], expected: str, divergence: Command) -> None:
     assert expected in divergence(*args).error_line(2)
 
 
-def test_damaged_reference_file_is_not_overwritten(divergence, tmp_path: Path) -> None:
+def test_damaged_reference_file_is_not_overwritten(divergence: Command, tmp_path: Path) -> None:
     kept = tmp_path / "reference"
     kept.write_text("text")
     assert "holds no windows" in divergence("--cache-reference", kept).error_line(2)
     assert kept.read_text() == "text"
 
 
-def record(done, path: Path) -> Path:
+def record(done: Outcome, path: Path) -> Path:
     assert done.code == 0, done.err
     path.write_text(done.out, encoding="utf-8")
     return path
 
 
 def test_comparable_records(
-    exl, tiny_llama_dir: Path, near_dir: Path, text: Path, tmp_path: Path
+    exl: Command, tiny_llama_dir: Path, near_dir: Path, text: Path, tmp_path: Path
 ) -> None:
     args = ("--text", text, "--ctx", 64, "--json")
     a = record(exl("eval", "perplexity", tiny_llama_dir, *args), tmp_path / "a.json")
@@ -141,7 +152,7 @@ def test_comparable_records(
 
 
 def test_incomparable_records(
-    exl, divergence, tiny_llama_dir: Path, text: Path, tmp_path: Path
+    exl: Command, divergence: Command, tiny_llama_dir: Path, text: Path, tmp_path: Path
 ) -> None:
     run = ("eval", "perplexity", tiny_llama_dir, "--text", text, "--json")
     a = record(exl(*run, "--ctx", 64), tmp_path / "a.json")

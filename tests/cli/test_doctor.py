@@ -6,19 +6,21 @@ import json
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from exl_core.errors import BackendError
+from support.commands import Command
 
 
-def checks_of(out: str) -> dict[str, dict[str, str | None]]:
+def checks_of(out: str) -> dict[str, dict[str, Any]]:
     page = json.loads(out)
     assert page["schema_version"] == 1
     return {check["name"]: check for check in page["checks"]}
 
 
-def test_healthy(exl) -> None:
+def test_healthy(exl: Command) -> None:
     done = exl("doctor", "--json")
     assert (done.code, done.err) == (0, "")
     assert json.loads(done.out)["ok"] is True
@@ -29,14 +31,14 @@ def test_healthy(exl) -> None:
     assert all(check["state"] != "broken" for check in checks.values())
 
 
-def test_table(exl) -> None:
+def test_table(exl: Command) -> None:
     done = exl("doctor")
     assert (done.code, done.err) == (0, "")
     assert "Everything that exl needs is there." in done.out
     assert "kernels scalar" in done.out
 
 
-def test_a_wrong_kernel_is_broken(exl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_kernel_is_broken(exl: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = SimpleNamespace(op="rms_norm", passed=False, max_error=0.5, bound=1e-5)
     monkeypatch.setattr("exl_core.ops.selftest.run_selftest", lambda _table: [wrong])
     done = exl("doctor", "--json")
@@ -49,7 +51,7 @@ def test_a_wrong_kernel_is_broken(exl, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "Broken: kernels" in exl("doctor").out
 
 
-def test_a_missing_kernel_library_is_broken(exl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_kernel_library_is_broken(exl: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail() -> tuple[str, ...]:
         raise BackendError("the kernel library is not installed")
 
@@ -63,7 +65,7 @@ def test_a_missing_kernel_library_is_broken(exl, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(("name", "value"), [("EXL_ISA", "foo"), ("EXL_THREADS", "²")])
 def test_a_wrong_setting_is_broken_and_not_the_kernels(
-    exl, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+    exl: Command, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     monkeypatch.setenv(name, value)
     done = exl("doctor", "--json")
@@ -76,7 +78,7 @@ def test_a_wrong_setting_is_broken_and_not_the_kernels(
     assert "kernels scalar" in checks
 
 
-def test_instruction_set_that_the_cpu_lacks(exl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_instruction_set_that_the_cpu_lacks(exl: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exl_core.ops.open.available_isas", lambda: ("scalar",))
     monkeypatch.setenv("EXL_ISA", "avx512")
     broken = checks_of(exl("doctor", "--json").out)["instruction sets"]
@@ -103,7 +105,7 @@ def test_missing_torch_is_reported() -> None:
     assert checks["torch"]["fix"] == "python -m pip install torch"
 
 
-def test_a_missing_default_model_is_a_note(exl, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_default_model_is_a_note(exl: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("exl_core.session.resolve.DEFAULT_PACKAGE", "no-such-package")
     done = exl("doctor", "--json")
     assert done.code == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,19 @@ from exl_core.errors import RequestError
 from exl_core.speculate.compatible import draft_rope_alpha
 from support import tiny_models
 from support.adapters import random_pairs, stored, write_adapter
+from support.commands import Command, JsonCommand
 
 GREEDY = ("--temp", "0")
 
 
 @pytest.fixture
-def generate(exl, tiny_llama_dir: Path):
+def generate(exl: Command, tiny_llama_dir: Path) -> Command:
     """`generate(*args)` on the tiny model."""
     return lambda *args: exl("generate", "-m", tiny_llama_dir, "-p", "Hello", *args)
 
 
 @pytest.fixture
-def answer(generate):
+def answer(generate: Command) -> JsonCommand:
     def run(*args: object) -> dict[str, Any]:
         done = generate("--json", *args)
         assert (done.code, done.err) == (0, "")
@@ -36,7 +38,7 @@ def answer(generate):
 
 
 @pytest.fixture
-def file(tmp_path: Path):
+def file(tmp_path: Path) -> Callable[..., Path]:
     def write(text: str, name: str = "given") -> Path:
         path = tmp_path / name
         path.write_text(text, encoding="utf-8")
@@ -54,25 +56,25 @@ def adapter_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Constraints
 
 
-def test_json_schema_constrains_the_text(answer, file) -> None:
+def test_json_schema_constrains_the_text(answer: JsonCommand, file: Callable[..., Path]) -> None:
     schema = file('{"enum": [{"answer": 1}, {"answer": 2}]}')
     told = answer("--json-schema", schema, "-n", 100)
     assert json.loads(told["text"]) in ({"answer": 1}, {"answer": 2})
     assert told["finish_reason"] == "constraint"
 
 
-def test_regex_constrains_the_text(answer) -> None:
+def test_regex_constrains_the_text(answer: JsonCommand) -> None:
     assert re.fullmatch("[0-9]{3}-[a-f]{2}", answer("--regex", "[0-9]{3}-[a-f]{2}")["text"])
 
 
-def test_grammar_constrains_the_text(answer, file) -> None:
+def test_grammar_constrains_the_text(answer: JsonCommand, file: Callable[..., Path]) -> None:
     grammar = file('start: item (", " item)*\nitem: "yes" | "no"\n')
     text = answer("--grammar", grammar, "--regex", ".{8,12}")["text"]
     assert set(text.split(", ")) <= {"yes", "no"}
     assert 8 <= len(text) <= 12, "several hold at once"
 
 
-def test_truncated_constrained_text_prints_a_note(generate) -> None:
+def test_truncated_constrained_text_prints_a_note(generate: Command) -> None:
     done = generate("--regex", "[a-z]{20}", "-n", 5)
     assert done.code == 0
     assert len(done.out) == 5
@@ -113,7 +115,7 @@ def test_truncated_constrained_text_prints_a_note(generate) -> None:
     ],
 )
 def test_bad_constraint_is_a_one_line_error(
-    generate, file, option: str, text: str, words: list[str]
+    generate: Command, file: Callable[..., Path], option: str, text: str, words: list[str]
 ) -> None:
     line = generate(option, file(text)).error_line(2)
     assert not [word for word in words if word not in line], line
@@ -124,12 +126,12 @@ def test_bad_constraint_is_a_one_line_error(
     ["(", "[z-a]", "a{3,1}", "a{9000000}", "(?=a)b", "[0-9&&[a-z]]", "a\udcff"],
     ids=ascii,
 )
-def test_bad_pattern_is_a_one_line_error(generate, pattern: str) -> None:
+def test_bad_pattern_is_a_one_line_error(generate: Command, pattern: str) -> None:
     assert "regular expression" in generate("--regex", pattern).error_line(2)
 
 
 def test_unreadable_constraint_files(
-    generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    generate: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "load_model", lambda *_: pytest.fail("the weights were loaded"))
     for option in ("--json-schema", "--grammar"):
@@ -146,7 +148,7 @@ def test_unreadable_constraint_files(
 
 
 def test_unknown_cache_type_is_reported_before_loading(
-    generate, exl, monkeypatch: pytest.MonkeyPatch
+    generate: Command, exl: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "load_model", lambda *_: pytest.fail("the weights were loaded"))
     for wrong in ("fp32", "Q4", "int8", ""):
@@ -157,13 +159,13 @@ def test_unknown_cache_type_is_reported_before_loading(
             assert "fp16 or fp8 or q8 or q6 or q4" in line
 
 
-def test_quantized_cache_needs_a_suitable_head_size(generate) -> None:
+def test_quantized_cache_needs_a_suitable_head_size(generate: Command) -> None:
     assert "fp16 or fp8" in generate("--cache-type", "q4").error_line(2)
     assert generate("--cache-type", "fp8", "-n", 4).code == 0
 
 
 def test_cache_that_does_not_fit_suggests_smaller_ones(
-    generate, monkeypatch: pytest.MonkeyPatch
+    generate: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kib = 2 * 2 * 20 * 3 * 2 * 512 // 1024  # keys and values of 2 heads of 20 in 3 layers, fp16
     for name in ("exl_core.session.runtime", "exl_core.cache.store"):
@@ -177,7 +179,7 @@ def test_cache_that_does_not_fit_suggests_smaller_ones(
 
 
 @pytest.mark.thorough
-def test_quantized_cache_gives_the_right_answer(exl) -> None:
+def test_quantized_cache_gives_the_right_answer(exl: Command) -> None:
     prompt = ("generate", "-p", "The capital of France is", "-n", "4", *GREEDY, "-q", "-c", 512)
     assert " Paris" in exl(*prompt, "--cache-type", "q6").out
 
@@ -185,7 +187,9 @@ def test_quantized_cache_gives_the_right_answer(exl) -> None:
 # Drafts
 
 
-def test_drafts_do_not_change_the_text_and_are_counted(answer, tiny_llama_dir: Path) -> None:
+def test_drafts_do_not_change_the_text_and_are_counted(
+    answer: JsonCommand, tiny_llama_dir: Path
+) -> None:
     args = ("-n", 40, *GREEDY)
     plain = answer(*args)
     assert "drafting" not in plain
@@ -198,7 +202,9 @@ def test_drafts_do_not_change_the_text_and_are_counted(answer, tiny_llama_dir: P
         assert counts["accepted"] <= counts["drafted"]
 
 
-def test_chat_accepts_the_engine_options(exl, tiny_llama_dir: Path, adapter_dir: Path) -> None:
+def test_chat_accepts_the_engine_options(
+    exl: Command, tiny_llama_dir: Path, adapter_dir: Path
+) -> None:
     chat = ("chat", tiny_llama_dir, *GREEDY, "-n", 12)
     plain = exl(*chat, stdin=b"Hello\nAgain\n")
     drafted = exl(*chat, "--ngram", "--cache-type", "fp8", stdin=b"Hello\nAgain\n")
@@ -207,7 +213,7 @@ def test_chat_accepts_the_engine_options(exl, tiny_llama_dir: Path, adapter_dir:
     assert exl(*chat, "--lora", adapter_dir, stdin=b"Hello\nAgain\n").out != plain.out
 
 
-def test_only_one_kind_of_drafts(generate, exl, tiny_llama_dir: Path) -> None:
+def test_only_one_kind_of_drafts(generate: Command, exl: Command, tiny_llama_dir: Path) -> None:
     both = ("--ngram", "--draft-model", tiny_llama_dir)
     assert "--draft-model or --ngram" in generate(*both).error_line(2)
     assert "--draft-model or --ngram" in exl("chat", *both).error_line(2)
@@ -217,7 +223,7 @@ def test_only_one_kind_of_drafts(generate, exl, tiny_llama_dir: Path) -> None:
 
 
 def test_missing_draft_model_is_reported_before_loading(
-    generate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    generate: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(load, "load_model", lambda *_: pytest.fail("the weights were loaded"))
     assert "nowhere" in generate("--draft-model", tmp_path / "nowhere").error_line(3)
@@ -225,10 +231,10 @@ def test_missing_draft_model_is_reported_before_loading(
 
 @pytest.mark.thorough
 def test_draft_model_with_another_vocabulary_is_refused_before_loading(
-    exl, gemma3_path: Path, monkeypatch: pytest.MonkeyPatch
+    exl: Command, gemma3_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[object] = []
-    real = load.load_model
+    real = vars(load)["load_model"]
 
     def counting(spec: str, *rest: Any) -> Any:
         given.append(spec)
@@ -242,11 +248,11 @@ def test_draft_model_with_another_vocabulary_is_refused_before_loading(
 
 
 def test_draft_model_with_a_shorter_context_is_stretched(
-    answer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    answer: JsonCommand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     short = tiny_models.save(tiny_models.tiny_llama(max_position_embeddings=128), tmp_path / "s")
     loaded = []
-    real = load.load_model
+    real = vars(load)["load_model"]
 
     def keeping(*args: Any) -> Any:
         loaded.append(real(*args))
@@ -267,7 +273,7 @@ def test_draft_model_with_a_shorter_context_is_stretched(
 # Adapters
 
 
-def test_adapters_are_applied_with_their_scales(answer, adapter_dir: Path) -> None:
+def test_adapters_are_applied_with_their_scales(answer: JsonCommand, adapter_dir: Path) -> None:
     args = ("-n", 16, *GREEDY)
     plain = answer(*args)["token_ids"]
     whole = answer(*args, "--lora", adapter_dir)["token_ids"]
@@ -278,7 +284,7 @@ def test_adapters_are_applied_with_their_scales(answer, adapter_dir: Path) -> No
 
 
 def test_unusable_adapters(
-    generate, tmp_path: Path, adapter_dir: Path, monkeypatch: pytest.MonkeyPatch
+    generate: Command, tmp_path: Path, adapter_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     other = random_pairs(tiny_models.tiny_llama(hidden_size=144))
     wrong = write_adapter(tmp_path / "wrong", stored(other))

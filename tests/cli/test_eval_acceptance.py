@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from exl_eval.prompts import CATEGORIES, prompt_set
+from support.commands import Command
 
 SHORT = ("--prompts", 1, "-n", 8)
 
 
-def test_model_accepts_all_of_its_own_drafts(exl, tiny_llama_dir: Path) -> None:
+def test_model_accepts_all_of_its_own_drafts(exl: Command, tiny_llama_dir: Path) -> None:
     done = exl(
         *("eval", "acceptance", tiny_llama_dir, "--draft-model", tiny_llama_dir),
         *("--draft-tokens", 3, "--exact", "--json", *SHORT),
@@ -37,7 +38,7 @@ def test_model_accepts_all_of_its_own_drafts(exl, tiny_llama_dir: Path) -> None:
     assert greedy["tau"]["mean"] == 3.5
 
 
-def test_table(exl, tiny_llama_dir: Path) -> None:
+def test_table(exl: Command, tiny_llama_dir: Path) -> None:
     done = exl("eval", "acceptance", tiny_llama_dir, "--ngram", *SHORT)
     assert (done.code, done.err) == (0, "")
     for expected in ("n-grams, at most 8", *CATEGORIES, "A/(A+R)", "break-even tau", "greedy: a"):
@@ -54,7 +55,7 @@ def test_table(exl, tiny_llama_dir: Path) -> None:
     ],
 )
 def test_invalid_options(
-    args: tuple[object, ...], expected: str, exl, tiny_llama_dir: Path
+    args: tuple[object, ...], expected: str, exl: Command, tiny_llama_dir: Path
 ) -> None:
     code = 3 if "/no/such/model" in args else 2
     assert expected in exl("eval", "acceptance", tiny_llama_dir, *args).error_line(code)

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 from exl_core.engine.score import TextPasses
+from support.commands import Command
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 
 
 @pytest.fixture
-def perplexity(exl, tiny_llama_dir: Path, tmp_path: Path):
+def perplexity(exl: Command, tiny_llama_dir: Path, tmp_path: Path) -> Command:
     """`perplexity(*args)` of the tiny model on a short text."""
     text = tmp_path / "text.txt"
     text.write_text(TEXT, encoding="utf-8")
     return lambda *args: exl("eval", "perplexity", tiny_llama_dir, "--text", text, *args)
 
 
-def test_json(perplexity) -> None:
+def test_json(perplexity: Command) -> None:
     done = perplexity("--ctx", 64, "--windows", 2, "--json")
     assert (done.code, done.err) == (0, "")
     result = json.loads(done.out)
@@ -37,7 +40,7 @@ def test_json(perplexity) -> None:
     assert 0 < result["stderr"] < result["perplexity"]
 
 
-def test_table_has_the_figure_of_json(perplexity) -> None:
+def test_table_has_the_figure_of_json(perplexity: Command) -> None:
     args = ("--ctx", 64, "--windows", 2)
     result = json.loads(perplexity(*args, "--json").out)
     done = perplexity(*args)
@@ -46,7 +49,7 @@ def test_table_has_the_figure_of_json(perplexity) -> None:
     assert result["text_sha256"] in done.out
 
 
-def test_by_position(perplexity, tiny_llama_dir: Path) -> None:
+def test_by_position(perplexity: Command, tiny_llama_dir: Path) -> None:
     args = ("--ctx", 64, "--windows", 2)
     record = json.loads(perplexity(*args, "--json").out)
     buckets = record["by_position"]
@@ -64,7 +67,7 @@ def test_by_position(perplexity, tiny_llama_dir: Path) -> None:
     assert pair.out.count(f"{buckets[3]['nll']:.4f} ± {buckets[3]['nll_stderr']:.4f}") == 2
 
 
-def test_bos_rules_differ(perplexity) -> None:
+def test_bos_rules_differ(perplexity: Command) -> None:
     figures = {
         rule: json.loads(perplexity("--ctx", 64, "--bos", rule, "--json").out)
         for rule in ("none", "once", "each")
@@ -73,7 +76,7 @@ def test_bos_rules_differ(perplexity) -> None:
     assert len({result["perplexity"] for result in figures.values()}) == 3
 
 
-def test_caches_differ_and_decoding_agrees(perplexity) -> None:
+def test_caches_differ_and_decoding_agrees(perplexity: Command) -> None:
     def run(*args: str) -> dict[str, object]:
         return json.loads(perplexity("--ctx", 64, "--windows", 1, "--json", *args).out)
 
@@ -104,11 +107,11 @@ def test_caches_differ_and_decoding_agrees(perplexity) -> None:
         ),  # the tiny model's head size does not allow q8
     ],
 )
-def test_invalid_options(args: tuple[object, ...], expected: str, perplexity) -> None:
+def test_invalid_options(args: tuple[object, ...], expected: str, perplexity: Command) -> None:
     assert expected in perplexity(*args, "--json").error_line(2)
 
 
-def test_unreadable_text(exl, tmp_path: Path) -> None:
+def test_unreadable_text(exl: Command, tmp_path: Path) -> None:
     missing = tmp_path / "missing.txt"
     assert str(missing) in exl("eval", "perplexity", "--text", missing).error_line(2)
     latin = tmp_path / "latin.txt"
@@ -117,12 +120,12 @@ def test_unreadable_text(exl, tmp_path: Path) -> None:
     assert "offset 2" in line
 
 
-def test_missing_text_option(exl, tiny_llama_dir: Path) -> None:
+def test_missing_text_option(exl: Command, tiny_llama_dir: Path) -> None:
     line = exl("eval", "perplexity", tiny_llama_dir).error_line(2)
     assert "--text FILE or --dataset NAME" in line
 
 
-def test_an_empty_text(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
+def test_an_empty_text(exl: Command, tiny_llama_dir: Path, tmp_path: Path) -> None:
     empty = tmp_path / "empty.txt"
     empty.touch()
     line = exl("eval", "perplexity", tiny_llama_dir, "--text", empty, "--ctx", 64).error_line(2)
@@ -130,7 +133,7 @@ def test_an_empty_text(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("style", ["paper", "exl3", "hf-stride", "llama.cpp", "per-document"])
-def test_output_has_everything_that_defines_the_figure(style: str, perplexity) -> None:
+def test_output_has_everything_that_defines_the_figure(style: str, perplexity: Command) -> None:
     stride = ("--stride", 16) if style == "hf-stride" else ()
     result = json.loads(perplexity("--style", style, "--ctx", 64, *stride, "--json").out)
     page = perplexity("--style", style, "--ctx", 64, *stride).out
@@ -145,7 +148,7 @@ def test_output_has_everything_that_defines_the_figure(style: str, perplexity) -
     assert result["measurement"] == "perplexity"
 
 
-def test_rows_of_a_file_are_documents(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
+def test_rows_of_a_file_are_documents(exl: Command, tiny_llama_dir: Path, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"body": text}) + "\n" for text in (TEXT, "", "short")))
     args = ("--text", rows, "--column", "body", "--style", "per-document", "--json")
@@ -154,7 +157,7 @@ def test_rows_of_a_file_are_documents(exl, tiny_llama_dir: Path, tmp_path: Path)
     assert (result["words"], result["bytes"]) == (73, len(TEXT) + len("short"))
 
 
-def test_compare_to_a_second_model(perplexity, tiny_llama_dir: Path) -> None:
+def test_compare_to_a_second_model(perplexity: Command, tiny_llama_dir: Path) -> None:
     args = ("--ctx", 64, "--compare-to", tiny_llama_dir)
     result = json.loads(perplexity(*args, "--json").out)
     assert (result["ln_ppl_ratio"], result["ln_ppl_ratio_stderr"]) == (0.0, 0.0)
@@ -163,14 +166,16 @@ def test_compare_to_a_second_model(perplexity, tiny_llama_dir: Path) -> None:
 
 
 def test_compare_to_another_tokenizer_is_refused_before_loading(
-    perplexity, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
+    perplexity: Command, smollm2_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("exl_cli.load.load_model", None)
     line = perplexity("--ctx", 64, "--compare-to", smollm2_path).error_line(2)
     assert "different tokenizers" in line
 
 
-def test_stopped_run_resumes(perplexity, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_run_resumes(
+    perplexity: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     kept = tmp_path / "kept"
     whole = json.loads(perplexity("--ctx", 64, "--json").out)
     with monkeypatch.context() as patch:
@@ -184,11 +189,12 @@ def test_stopped_run_resumes(perplexity, tmp_path: Path, monkeypatch: pytest.Mon
     assert "bos differs" in perplexity("--bos", "each", "--ctx", 64, "--resume", kept).error_line(2)
 
 
-def stopping_after(count: int):
+def stopping_after(count: int) -> Callable[..., Tensor]:
     """`TextPasses.score` that raises KeyboardInterrupt after `count` calls."""
-    score, calls = TextPasses.score, []
+    score = TextPasses.score
+    calls: list[object] = []
 
-    def run(self: TextPasses, *args: object) -> Tensor:
+    def run(self: TextPasses, *args: Any) -> Tensor:
         calls.append(args)
         if len(calls) > count:
             raise KeyboardInterrupt

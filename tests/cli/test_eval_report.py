@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from support.commands import Command
+
 TEXT = "The quick brown fox jumps over the lazy dog. " * 8
 SMALL = ("--ctx", 64, "--windows", 1, "--prefill", 8, "--decode", 4)
 
 
 @pytest.fixture
-def report(exl, tmp_path: Path):
+def report(exl: Command, tmp_path: Path) -> Command:
     """`report(*args)` on a short text, into `out`."""
     text = tmp_path / "fox.txt"
     text.write_text(TEXT, encoding="utf-8")
@@ -21,7 +23,9 @@ def report(exl, tmp_path: Path):
 
 
 @pytest.mark.thorough
-def test_page_and_json(report, tiny_llama_dir: Path, damaged_dir: Path, tmp_path: Path) -> None:
+def test_page_and_json(
+    report: Command, tiny_llama_dir: Path, damaged_dir: Path, tmp_path: Path
+) -> None:
     (damaged_dir / "config.json").write_text("{", encoding="utf-8")
     done = report(tiny_llama_dir, damaged_dir, "--reference", tiny_llama_dir, "--json")
     assert (done.code, done.err) == (0, "")
@@ -40,7 +44,7 @@ def test_page_and_json(report, tiny_llama_dir: Path, damaged_dir: Path, tmp_path
 
 
 @pytest.mark.thorough
-def test_table(report, tiny_llama_dir: Path) -> None:
+def test_table(report: Command, tiny_llama_dir: Path) -> None:
     done = report(tiny_llama_dir)
     assert (done.code, done.err) == (0, "")
     assert tiny_llama_dir.name in done.out
@@ -55,5 +59,7 @@ def test_table(report, tiny_llama_dir: Path) -> None:
         ((), "MODEL", 2),
     ],
 )
-def test_bad_report_options(args: tuple[str, ...], expected: str, code: int, report) -> None:
+def test_bad_report_options(
+    args: tuple[str, ...], expected: str, code: int, report: Command
+) -> None:
     assert expected in report(*args).error_line(code)

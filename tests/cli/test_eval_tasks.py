@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from support.commands import Command
+
 
 @pytest.fixture
 def own_task(tmp_path: Path) -> Path:
@@ -27,7 +29,7 @@ def own_task(tmp_path: Path) -> Path:
 
 
 def test_missing_harness_names_the_package_to_install(
-    exl, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+    exl: Command, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delitem(sys.modules, "exl_eval.harness", raising=False)
     for name in [name for name in sys.modules if name.split(".")[0] == "lm_eval"]:
@@ -45,13 +47,13 @@ def test_missing_harness_names_the_package_to_install(
         ((), "--tasks"),
     ],
 )
-def test_usage(args: tuple[str, ...], expected: str, exl, tiny_llama_dir: Path) -> None:
+def test_usage(args: tuple[str, ...], expected: str, exl: Command, tiny_llama_dir: Path) -> None:
     assert expected in exl("eval", "tasks", tiny_llama_dir, *args).error_line(2)
 
 
 @pytest.mark.thorough
 def test_custom_task(
-    exl_process,
+    exl_process: Command,
     tiny_llama_dir: Path,
     own_task: Path,
     tmp_path: Path,

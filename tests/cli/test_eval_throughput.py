@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from support.commands import Command
+
 LINES = [
     {"prompt": "one", "max_tokens": 5},
     {"arrival_s": 0.05, "prompt_tokens": 30, "max_tokens": 3},
@@ -17,7 +19,7 @@ def write(path: Path, *lines: object) -> Path:
     return path
 
 
-def test_json(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
+def test_json(exl: Command, tiny_llama_dir: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "work.jsonl", *LINES)
     done = exl("eval", "throughput", file, "-m", tiny_llama_dir, "--max-batch", 2, "--json")
     assert (done.code, done.err) == (0, "")
@@ -34,7 +36,7 @@ def test_json(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
     assert result["first_token"]["max"] <= result["end_to_end"]["max"] <= result["seconds"]
 
 
-def test_table(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
+def test_table(exl: Command, tiny_llama_dir: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "work.jsonl", LINES[2])
     done = exl("eval", "throughput", file, "-m", tiny_llama_dir)
     assert (done.code, done.err) == (0, "")
@@ -43,7 +45,7 @@ def test_table(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
 
 
 def test_malformed_line_and_prompt_that_is_too_long(
-    exl, tiny_llama_dir: Path, tmp_path: Path
+    exl: Command, tiny_llama_dir: Path, tmp_path: Path
 ) -> None:
     bad = write(tmp_path / "bad.jsonl", LINES[0], {"prompt": "x", "max_tokens": "many"})
     line = exl("eval", "throughput", bad, "-m", tiny_llama_dir).error_line(2)

@@ -7,17 +7,19 @@ from pathlib import Path
 
 import pytest
 
+from support.commands import Command, JsonCommand
+
 GREEDY = ("--temp", "0")
 
 
 @pytest.fixture
-def generate(exl, tiny_llama_dir: Path):
+def generate(exl: Command, tiny_llama_dir: Path) -> Command:
     """`generate(*args)` on the tiny model."""
     return lambda *args, **kwargs: exl("generate", "-m", tiny_llama_dir, *args, **kwargs)
 
 
 @pytest.fixture
-def generate_json(generate):
+def generate_json(generate: Command) -> JsonCommand:
     def run(*args: object, **kwargs: bytes) -> dict[str, object]:
         done = generate("--json", *args, **kwargs)
         assert (done.code, done.err) == (0, "")
@@ -27,7 +29,7 @@ def generate_json(generate):
     return run
 
 
-def test_stdout_is_the_text_and_nothing_else(generate, generate_json) -> None:
+def test_stdout_is_the_text_and_nothing_else(generate: Command, generate_json: JsonCommand) -> None:
     args = ("-p", "Hello", "-n", 24, *GREEDY)
     answer = generate_json(*args)
     plain = generate(*args)
@@ -35,7 +37,7 @@ def test_stdout_is_the_text_and_nothing_else(generate, generate_json) -> None:
     assert plain.out == answer["text"] != ""
 
 
-def test_json_holds_everything(generate_json, tiny_llama_dir: Path) -> None:
+def test_json_holds_everything(generate_json: JsonCommand, tiny_llama_dir: Path) -> None:
     answer = generate_json("-p", "Hello", "-n", 24, "--seed", 7)
     assert set(answer) == {
         *("schema_version", "model", "text", "token_ids", "finish_reason", "stopped_by", "seed"),
@@ -54,7 +56,7 @@ def test_json_holds_everything(generate_json, tiny_llama_dir: Path) -> None:
     assert all(value >= 0 for value in timings.values())
 
 
-def test_random_seed_is_shown_and_repeats_the_text(generate_json) -> None:
+def test_random_seed_is_shown_and_repeats_the_text(generate_json: JsonCommand) -> None:
     first = generate_json("-p", "Hello", "-n", 16)
     again = generate_json("-p", "Hello", "-n", 16, "--seed", first["seed"])
     other = generate_json("-p", "Hello", "-n", 16)
@@ -63,19 +65,19 @@ def test_random_seed_is_shown_and_repeats_the_text(generate_json) -> None:
     assert other["token_ids"] != first["token_ids"]
 
 
-def test_n_limits_the_length(generate_json) -> None:
+def test_n_limits_the_length(generate_json: JsonCommand) -> None:
     answer = generate_json("-p", "Hello", "-n", 5, *GREEDY)
     assert len(answer["token_ids"]) == 5
     assert answer["finish_reason"] == "length"
 
 
-def test_unlimited_reply_fills_the_context(generate_json) -> None:
+def test_unlimited_reply_fills_the_context(generate_json: JsonCommand) -> None:
     answer = generate_json("-p", "Hello", "-n", -1, "-c", 40, "--seed", 3)
     filled = answer["usage"]["total_tokens"]
     assert filled == 40 if answer["finish_reason"] == "length" else filled <= 40
 
 
-def test_stop_text_ends_the_reply_and_is_not_part_of_it(generate_json) -> None:
+def test_stop_text_ends_the_reply_and_is_not_part_of_it(generate_json: JsonCommand) -> None:
     whole = generate_json("-p", "Hello", "-n", 24, *GREEDY)["text"]
     stop = whole[6:8]
     answer = generate_json("-p", "Hello", "-n", 24, *GREEDY, "--stop", "\0never", "--stop", stop)
@@ -83,7 +85,9 @@ def test_stop_text_ends_the_reply_and_is_not_part_of_it(generate_json) -> None:
     assert (answer["finish_reason"], answer["stopped_by"]) == ("stop", stop)
 
 
-def test_prompt_sources_give_the_same_prompt(generate_json, generate, tmp_path: Path) -> None:
+def test_prompt_sources_give_the_same_prompt(
+    generate_json: JsonCommand, generate: Command, tmp_path: Path
+) -> None:
     path = tmp_path / "prompt.txt"
     path.write_text("Hello\nyou\n", encoding="utf-8")
     args = ("-n", 12, *GREEDY)
@@ -97,7 +101,7 @@ def test_prompt_sources_give_the_same_prompt(generate_json, generate, tmp_path: 
     assert len(texts) == 1
 
 
-def test_chat_applies_the_template(generate_json) -> None:
+def test_chat_applies_the_template(generate_json: JsonCommand) -> None:
     plain = generate_json("-p", "<s>[user]Hello[assistant]", "--parse-special", "-n", 8, *GREEDY)
     chat = generate_json("--chat", "-p", "Hello", "-n", 8, *GREEDY)
     assert chat["usage"]["prompt_tokens"] == 1 + len("[user]Hello[assistant]")
@@ -106,7 +110,9 @@ def test_chat_applies_the_template(generate_json) -> None:
     assert system["usage"]["prompt_tokens"] == 1 + len("[system]Be brief[user]Hello[assistant]")
 
 
-def test_format_replaces_the_template(generate_json, exl, tiny_llama_dir: Path) -> None:
+def test_format_replaces_the_template(
+    generate_json: JsonCommand, exl: Command, tiny_llama_dir: Path
+) -> None:
     chat = ("--chat", "-p", "Hello", "-n", 8, *GREEDY)
     text = "<s>System:\nBe brief.\n\nQuestion:\nHello\n\nAnswer:\n"
     plain = generate_json("-p", text, "--parse-special", "-n", 8, *GREEDY)
@@ -122,7 +128,7 @@ def test_format_replaces_the_template(generate_json, exl, tiny_llama_dir: Path) 
     assert generate_json(*chat, "--no-system")["text"] == generate_json(*chat)["text"]
 
 
-def test_format_without_template_stops_at_the_end_of_turn(exl, damaged_dir: Path) -> None:
+def test_format_without_template_stops_at_the_end_of_turn(exl: Command, damaged_dir: Path) -> None:
     (damaged_dir / "chat_template.jinja").unlink()
     done = exl("generate", damaged_dir, "--chat", "--format", "raw", "-p", "Hello", "-n", 4)
     assert (done.code, done.err) == (0, "")
@@ -138,18 +144,20 @@ def test_format_without_template_stops_at_the_end_of_turn(exl, damaged_dir: Path
     ],
 )
 def test_conversation_options_are_checked_before_the_model_is_resolved(
-    exl, args: tuple[str, ...], expected: str
+    exl: Command, args: tuple[str, ...], expected: str
 ) -> None:
     assert expected in exl("generate", "-m", "no-such-model", "-p", "x", *args).error_line(2)
 
 
-def test_special_tokens_in_a_prompt_are_text_by_default(generate_json) -> None:
+def test_special_tokens_in_a_prompt_are_text_by_default(generate_json: JsonCommand) -> None:
     assert generate_json("-p", "</s>", "-n", 1)["usage"]["prompt_tokens"] == 4
     special = generate_json("-p", "</s>", "--parse-special", "-n", 1)
     assert special["usage"]["prompt_tokens"] == 1
 
 
-def test_special_text_in_a_message_is_text_unless_allowed(generate_json, generate) -> None:
+def test_special_text_in_a_message_is_text_unless_allowed(
+    generate_json: JsonCommand, generate: Command
+) -> None:
     asked = ("--chat", "-p", "Hello</s>", "-n", 1)
     text = "[user]Hello</s>[assistant]"
     assert generate_json(*asked)["usage"]["prompt_tokens"] == 1 + len(text)
@@ -159,7 +167,7 @@ def test_special_text_in_a_message_is_text_unless_allowed(generate_json, generat
 
 
 def test_a_context_beyond_the_model_is_refused_before_loading(
-    generate, monkeypatch: pytest.MonkeyPatch
+    generate: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def load(*_args: object) -> None:
         pytest.fail("the weights were loaded")
@@ -170,7 +178,7 @@ def test_a_context_beyond_the_model_is_refused_before_loading(
     assert "513" in line
 
 
-def test_prompt_longer_than_the_context_is_refused_with_counts(generate) -> None:
+def test_prompt_longer_than_the_context_is_refused_with_counts(generate: Command) -> None:
     line = generate("-p", "x" * 600, "-n", 4).error_line(2)
     assert "600 tokens" in line
     assert "512" in line
@@ -179,7 +187,7 @@ def test_prompt_longer_than_the_context_is_refused_with_counts(generate) -> None
     assert "at most 512" in line
 
 
-def test_prompt_of_megabytes_is_refused_without_full_tokenization(generate) -> None:
+def test_prompt_of_megabytes_is_refused_without_full_tokenization(generate: Command) -> None:
     text = b"many words " * 700_000
     for options in ((), ("--chat",)):
         line = generate("-c", 64, *options, stdin=text).error_line(2)
@@ -188,31 +196,31 @@ def test_prompt_of_megabytes_is_refused_without_full_tokenization(generate) -> N
         assert num_tokens < len(text) / 10, "counting stopped early"
 
 
-def test_a_context_longer_than_the_models_is_refused(generate) -> None:
+def test_a_context_longer_than_the_models_is_refused(generate: Command) -> None:
     line = generate("-p", "x", "-c", 513).error_line(2)
     assert "512" in line
 
 
-def test_chat_without_a_template_is_an_error(exl, damaged_dir: Path) -> None:
+def test_chat_without_a_template_is_an_error(exl: Command, damaged_dir: Path) -> None:
     (damaged_dir / "chat_template.jinja").unlink()
     line = exl("generate", "-m", damaged_dir, "--chat", "-p", "Hello").error_line(3)
     assert "no chat template" in line
 
 
-def test_broken_template_is_an_error(exl, damaged_dir: Path) -> None:
+def test_broken_template_is_an_error(exl: Command, damaged_dir: Path) -> None:
     (damaged_dir / "chat_template.jinja").write_text("{% if %}", encoding="utf-8")
     line = exl("generate", "-m", damaged_dir, "--chat", "-p", "Hello").error_line(3)
     assert "template" in line
 
 
-def test_model_as_argument(exl, tiny_llama_dir: Path) -> None:
+def test_model_as_argument(exl: Command, tiny_llama_dir: Path) -> None:
     done = exl("generate", tiny_llama_dir, "-p", "Hello", "-n", 4, *GREEDY)
     assert (done.code, done.err) == (0, "")
     assert done.out
 
 
 @pytest.mark.thorough
-def test_exact_computes_with_dequantized_weights(exl) -> None:
+def test_exact_computes_with_dequantized_weights(exl: Command) -> None:
     prompt = ("generate", "-p", "The capital of France is", "-n", "8", "--temp", "0", "-q")
     fast, exact = exl(*prompt), exl(*prompt, "--exact")
     assert (exact.code, exact.err) == (0, "")

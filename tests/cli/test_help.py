@@ -9,6 +9,7 @@ import time
 import pytest
 
 from exl_cli.main import main
+from support.commands import Command
 
 VERBS = (
     ("generate",),
@@ -27,13 +28,13 @@ VERBS = (
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=" ".join)
-def test_every_command_has_help_with_examples(verb: tuple[str, ...], exl) -> None:
+def test_every_command_has_help_with_examples(verb: tuple[str, ...], exl: Command) -> None:
     done = exl(*verb, "--help")
     assert (done.code, done.err) == (0, "")
     assert f"exl {' '.join(verb)}" in done.out.partition("Examples:")[2]
 
 
-def test_no_arguments_print_the_help(exl) -> None:
+def test_no_arguments_print_the_help(exl: Command) -> None:
     done = exl()
     assert (done.code, done.err) == (0, "")
     assert done.out == exl("--help").out
@@ -43,7 +44,7 @@ def test_no_arguments_print_the_help(exl) -> None:
         assert code in done.out
 
 
-def test_version(exl) -> None:
+def test_version(exl: Command) -> None:
     done = exl("--version")
     assert done.code == 0
     assert done.out.startswith("exl ")
@@ -89,7 +90,7 @@ def test_help_starts_in_less_than_a_second() -> None:
         (["serve"], "serve"),
     ],
 )
-def test_usage_error_is_one_line(args: list[str], expected: str, exl) -> None:
+def test_usage_error_is_one_line(args: list[str], expected: str, exl: Command) -> None:
     line = exl(*args).error_line(2)
     assert expected in line
     assert "--help" in line

@@ -9,9 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from support.commands import Command, JsonCommand
+
 
 @pytest.fixture
-def inspect_json(exl):
+def inspect_json(exl: Command) -> JsonCommand:
     def run(*args: object) -> dict[str, object]:
         done = exl("inspect", "model", *args, "--json")
         assert (done.code, done.err) == (0, "")
@@ -20,7 +22,7 @@ def inspect_json(exl):
     return run
 
 
-def test_default_model(inspect_json, smollm2_path: Path) -> None:
+def test_default_model(inspect_json: JsonCommand, smollm2_path: Path) -> None:
     model = inspect_json("--tensors")
     assert model["schema_version"] == 1
     assert model["path"] == str(smollm2_path)
@@ -33,7 +35,7 @@ def test_default_model(inspect_json, smollm2_path: Path) -> None:
     assert not model["tokenizer"]["adds_bos"]
 
 
-def test_sizes_of_tensors_and_layers_agree(inspect_json) -> None:
+def test_sizes_of_tensors_and_layers_agree(inspect_json: JsonCommand) -> None:
     model = inspect_json("--tensors")
     layers = model["layers"]
     assert sum(layer["parameters"] for layer in layers) == model["parameters"]
@@ -46,7 +48,7 @@ def test_sizes_of_tensors_and_layers_agree(inspect_json) -> None:
         assert layer["bits_per_weight"] == pytest.approx(bits)
 
 
-def test_memory_at_a_context(inspect_json) -> None:
+def test_memory_at_a_context(inspect_json: JsonCommand) -> None:
     small = inspect_json("--ctx", 1000)["memory"]
     large = inspect_json("--ctx", 3000)["memory"]
     assert small["ctx"] == 1000
@@ -54,7 +56,7 @@ def test_memory_at_a_context(inspect_json) -> None:
     assert small["kv_bytes_per_token"] == 30 * 3 * 64 * 2 * 2  # layers, heads, K and V, fp16
 
 
-def test_safetensors_directory(inspect_json, tiny_llama_dir: Path) -> None:
+def test_safetensors_directory(inspect_json: JsonCommand, tiny_llama_dir: Path) -> None:
     model = inspect_json(tiny_llama_dir)
     assert model["format"] == "safetensors"
     assert model["bits_per_weight"] == 32
@@ -62,7 +64,7 @@ def test_safetensors_directory(inspect_json, tiny_llama_dir: Path) -> None:
     assert set(model["backends"]) == {"cpu", "reference", "cuda"}
 
 
-def test_table(exl, tiny_llama_dir: Path) -> None:
+def test_table(exl: Command, tiny_llama_dir: Path) -> None:
     done = exl("inspect", "model", tiny_llama_dir, "--tensors", "--ctx", 256)
     assert (done.code, done.err) == (0, "")
     for expected in ("llama", "layer 2", "32.00", "256", "model.layers.0.mlp.down_proj.weight"):
@@ -71,7 +73,7 @@ def test_table(exl, tiny_llama_dir: Path) -> None:
     assert all(line == line.rstrip() for line in done.out.splitlines())
 
 
-def test_names_in_a_file_cannot_control_the_terminal(exl, damaged_dir: Path) -> None:
+def test_names_in_a_file_cannot_control_the_terminal(exl: Command, damaged_dir: Path) -> None:
     path = damaged_dir / "model.safetensors"
     evil = "[/bold]\x1b]0;owned\x07\x9b2J"
     tensors = load_file(path)

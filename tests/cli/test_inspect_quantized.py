@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from support.commands import Command
 from support.quantized_models import quantized_llama
 
 
@@ -17,7 +18,7 @@ def exl2_dir(tmp_path: Path) -> Path:
     return quantized_llama("exl2", tmp_path / "exl2")
 
 
-def test_json_has_the_groups_of_every_matrix(exl, exl2_dir: Path) -> None:
+def test_json_has_the_groups_of_every_matrix(exl: Command, exl2_dir: Path) -> None:
     done = exl("inspect", "model", exl2_dir, "--json")
     matrices = {matrix["name"]: matrix for matrix in json.loads(done.out)["matrices"]}
     assert len(matrices) == 3 * 7 + 2
@@ -29,7 +30,7 @@ def test_json_has_the_groups_of_every_matrix(exl, exl2_dir: Path) -> None:
     assert matrices["model.embed_tokens"]["groups"] == []
 
 
-def test_the_table_has_a_row_for_each_kind_of_matrix(exl, exl2_dir: Path) -> None:
+def test_the_table_has_a_row_for_each_kind_of_matrix(exl: Command, exl2_dir: Path) -> None:
     lines = exl("inspect", "model", exl2_dir).out.splitlines()
     (down,) = [line for line in lines if line.strip().startswith("down_proj")]
     assert down.split()[1:3] == ["3", "EXL2"]
@@ -42,7 +43,7 @@ def test_the_table_has_a_row_for_each_kind_of_matrix(exl, exl2_dir: Path) -> Non
 
 
 @pytest.mark.thorough
-def test_verify_of_an_intact_model(exl, exl2_dir: Path, smollm2_path: Path) -> None:
+def test_verify_of_an_intact_model(exl: Command, exl2_dir: Path, smollm2_path: Path) -> None:
     done = exl("inspect", "model", exl2_dir, "--verify")
     assert (done.code, done.err) == (0, "")
     assert done.out.startswith("no problems: 30 tensors, 22 of them quantized matrices, ")
@@ -57,7 +58,7 @@ def test_verify_of_an_intact_model(exl, exl2_dir: Path, smollm2_path: Path) -> N
     }
 
 
-def test_verify_prints_one_line_per_problem(exl, exl2_dir: Path) -> None:
+def test_verify_prints_one_line_per_problem(exl: Command, exl2_dir: Path) -> None:
     path = exl2_dir / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.0.mlp.up_proj.q_invperm"][0] = 99
@@ -78,7 +79,7 @@ def test_verify_prints_one_line_per_problem(exl, exl2_dir: Path) -> None:
     ]
 
 
-def test_inspect_reports_a_damaged_group_table(exl, exl2_dir: Path) -> None:
+def test_inspect_reports_a_damaged_group_table(exl: Command, exl2_dir: Path) -> None:
     path = exl2_dir / "model.safetensors"
     tensors = load_file(path)
     tensors["model.layers.0.mlp.up_proj.q_groups"][0] = 7
@@ -88,7 +89,7 @@ def test_inspect_reports_a_damaged_group_table(exl, exl2_dir: Path) -> None:
     assert "7 bits" in line
 
 
-def test_verify_excludes_other_options(exl, exl2_dir: Path) -> None:
+def test_verify_excludes_other_options(exl: Command, exl2_dir: Path) -> None:
     for other in (("--tensors",), ("--ctx", "100")):
         line = exl("inspect", "model", exl2_dir, "--verify", *other).error_line(2)
         assert other[0] in line

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from exl_cli.interrupt import Interrupt
 from exl_core.engine.engine import Engine
+from exl_core.engine.events import Event
+from support.commands import Command
 
 
 @pytest.fixture
-def interrupt_in_step(monkeypatch: pytest.MonkeyPatch):
+def interrupt_in_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """`interrupt_in_step(n)` sends SIGINT during the n-th step of an engine."""
 
     def at(number: int) -> None:
         step, count = Engine.step, iter(range(1, 1_000_000))
 
-        def interrupted(engine: Engine):
+        def interrupted(engine: Engine) -> list[Event]:
             events = step(engine)
             if next(count) == number:
                 signal.raise_signal(signal.SIGINT)
@@ -35,7 +38,9 @@ def args(tiny_llama_dir: Path) -> tuple[object, ...]:
     return ("generate", "-m", tiny_llama_dir, "-p", "Hello", "-n", 100, "--seed", 1)
 
 
-def test_json_has_the_partial_reply(exl, args, interrupt_in_step) -> None:
+def test_json_has_the_partial_reply(
+    exl: Command, args: tuple[object, ...], interrupt_in_step: Callable[[int], None]
+) -> None:
     interrupt_in_step(5)
     done = exl(*args, "--json")
     assert (done.code, done.err) == (130, "")
@@ -44,7 +49,9 @@ def test_json_has_the_partial_reply(exl, args, interrupt_in_step) -> None:
     assert len(answer["token_ids"]) == 5
 
 
-def test_partial_text_is_printed(exl, args, interrupt_in_step) -> None:
+def test_partial_text_is_printed(
+    exl: Command, args: tuple[object, ...], interrupt_in_step: Callable[[int], None]
+) -> None:
     whole = exl(*args)
     interrupt_in_step(20)
     done = exl(*args)
@@ -53,7 +60,9 @@ def test_partial_text_is_printed(exl, args, interrupt_in_step) -> None:
     assert whole.out != done.out != ""
 
 
-def test_interrupt_ends_a_chat_over_a_pipe(exl, tiny_llama_dir: Path, interrupt_in_step) -> None:
+def test_interrupt_ends_a_chat_over_a_pipe(
+    exl: Command, tiny_llama_dir: Path, interrupt_in_step: Callable[[int], None]
+) -> None:
     interrupt_in_step(5)
     done = exl("chat", "-m", tiny_llama_dir, "--seed", 1, stdin=b"Hello\nAgain\n")
     assert (done.code, done.err) == (130, "")

@@ -11,12 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from support.commands import Command
+
 pytestmark = pytest.mark.thorough
 
 WAIT_S = 60
 
 
-def test_killed_run_resumes(exl, tiny_llama_dir: Path, tmp_path: Path) -> None:
+def test_killed_run_resumes(exl: Command, tiny_llama_dir: Path, tmp_path: Path) -> None:
     text, kept = tmp_path / "text.txt", tmp_path / "kept"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 290, encoding="utf-8")
     run = ("eval", "perplexity", str(tiny_llama_dir), "--text", str(text), "--ctx", "64", "--json")

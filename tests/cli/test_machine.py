@@ -5,9 +5,12 @@ from __future__ import annotations
 import errno
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from support.commands import Command, Outcome
 
 TORCH_WORDS = (
     "[enforce fail at alloc_cpu.cpp:124] err == 0. DefaultCPUAllocator: can't allocate memory: "
@@ -17,10 +20,10 @@ PAGES = (("--help",), ("--version",), ("generate", "--help"))
 
 
 @pytest.fixture
-def fail_with(monkeypatch: pytest.MonkeyPatch, exl):
+def fail_with(monkeypatch: pytest.MonkeyPatch, exl: Command) -> Callable[[Exception], Outcome]:
     """`fail_with(error)` runs a command in which a library raises `error`."""
 
-    def run(error: Exception):
+    def run(error: Exception) -> Outcome:
         def broken(*_args: object) -> str:
             raise error
 
@@ -39,11 +42,11 @@ def fail_with(monkeypatch: pytest.MonkeyPatch, exl):
     ],
     ids=["python", "system", "torch"],
 )
-def test_out_of_memory(fail_with, error: Exception) -> None:
+def test_out_of_memory(fail_with: Callable[[Exception], Outcome], error: Exception) -> None:
     assert "not enough memory" in fail_with(error).error_line(4)
 
 
-def test_thread_limit(fail_with) -> None:
+def test_thread_limit(fail_with: Callable[[Exception], Outcome]) -> None:
     assert "--threads" in fail_with(RuntimeError("can't start new thread")).error_line(1)
 
 
@@ -56,7 +59,9 @@ def test_thread_limit(fail_with) -> None:
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_other_exceptions_keep_their_traceback(fail_with, error: Exception) -> None:
+def test_other_exceptions_keep_their_traceback(
+    fail_with: Callable[[Exception], Outcome], error: Exception
+) -> None:
     with pytest.raises(type(error)):
         fail_with(error)
 
@@ -93,7 +98,7 @@ def test_memory_limit_is_a_one_line_error() -> None:
     ("redirection", "expected"),
     [(">/dev/full", "No space left"), ("1</dev/null", "Bad file"), (">&-", "closed")],
 )
-def test_help_to_a_broken_stdout(args: tuple[str, ...], redirection: str, expected: str):
+def test_help_to_a_broken_stdout(args: tuple[str, ...], redirection: str, expected: str) -> None:
     done = subprocess.run(
         ["sh", "-c", f'exec "$@" {redirection}', "sh", sys.executable, "-m", "exl_cli", *args],
         stderr=subprocess.PIPE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import fields
+from typing import Any
 
 import pytest
 from typer.main import get_command
@@ -75,7 +76,7 @@ def test_help_has_panels_of_options() -> None:
 )
 def test_dry_breakers_option(option: str | None, texts: set[str]) -> None:
     tokenizer = ByteTokenizer()
-    chosen = {} if option is None else {"dry_breakers": option}
+    chosen: dict[str, Any] = {} if option is None else {"dry_breakers": option}
     breakers = SamplingOptions(dry_multiplier=1.0, **chosen).params(tokenizer).dry_breakers
     special = set(tokenizer.special_tokens.values())
     assert (special <= breakers) == bool(texts)

@@ -7,15 +7,17 @@ import pty
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from exl_cli.prompts import read_prompt
+from support.commands import Command
 
 
 @pytest.fixture
-def stdin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def stdin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[bytes], None]]:
     """`stdin(b"...")` replaces stdin by a file with these bytes."""
 
     def put(data: bytes) -> None:
@@ -28,23 +30,25 @@ def stdin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         sys.stdin.close()
 
 
-def test_prompt_option(stdin) -> None:
+def test_prompt_option(stdin: Callable[[bytes], None]) -> None:
     stdin(b"")
     assert read_prompt("Hello", None) == "Hello"
 
 
-def test_piped_text_is_appended_to_the_prompt(stdin) -> None:
+def test_piped_text_is_appended_to_the_prompt(stdin: Callable[[bytes], None]) -> None:
     stdin("grüße\nzwei\n".encode())
     assert read_prompt("Translate:", None) == "Translate:\ngrüße\nzwei"
 
 
 @pytest.mark.parametrize(("prompt", "file"), [(None, None), ("-", None), (None, "-")])
-def test_stdin_loses_one_final_newline(stdin, prompt, file) -> None:
+def test_stdin_loses_one_final_newline(
+    stdin: Callable[[bytes], None], prompt: str | None, file: str | None
+) -> None:
     stdin(b" a\n\n")
     assert read_prompt(prompt, file) == " a\n"
 
 
-def test_file(tmp_path: Path, stdin) -> None:
+def test_file(tmp_path: Path, stdin: Callable[[bytes], None]) -> None:
     stdin(b"not read")
     path = tmp_path / "prompt.txt"
     path.write_bytes("日本\r\nx\n".encode())
@@ -95,13 +99,13 @@ def _with_stdin_closed(*args: str) -> subprocess.CompletedProcess[str]:
     ],
 )
 def test_invalid_requests_are_refused(
-    args: tuple[str, ...], data: bytes, expected: str, exl
+    args: tuple[str, ...], data: bytes, expected: str, exl: Command
 ) -> None:
     line = exl("generate", *args, stdin=data).error_line(2)
     assert expected in line
 
 
-def test_prompt_that_is_not_utf8_is_refused(exl) -> None:
+def test_prompt_that_is_not_utf8_is_refused(exl: Command) -> None:
     line = exl("generate", "-p", os.fsdecode(b"ab\xff")).error_line(2)
     assert "UTF-8" in line
 

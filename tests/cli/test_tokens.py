@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from support.commands import Command
+
 TEXT = "Grüße, 🦊!\n"
 
 
-def test_tokens_spell_the_text(exl) -> None:
+def test_tokens_spell_the_text(exl: Command) -> None:
     done = exl("inspect", "tokens", "-p", TEXT, "--json")
     assert (done.code, done.err) == (0, "")
     found = json.loads(done.out)
@@ -20,7 +22,7 @@ def test_tokens_spell_the_text(exl) -> None:
     assert any(one.startswith("<") for one in found["tokens"]), "the fox takes several tokens"
 
 
-def test_the_table_has_every_token_and_the_count(exl) -> None:
+def test_the_table_has_every_token_and_the_count(exl: Command) -> None:
     ids = json.loads(exl("inspect", "tokens", "-p", TEXT, "--json").out)["token_ids"]
     done = exl("inspect", "tokens", "-p", TEXT)
     assert (done.code, done.err) == (0, "")
@@ -28,7 +30,7 @@ def test_the_table_has_every_token_and_the_count(exl) -> None:
     assert f"{len(ids)} tokens for {len(TEXT)} characters" in done.out
 
 
-def test_special_tokens_only_if_requested(exl) -> None:
+def test_special_tokens_only_if_requested(exl: Command) -> None:
     name = "<|im_start|>"
     plain = json.loads(exl("inspect", "tokens", "-p", name, "--json").out)
     special = json.loads(exl("inspect", "tokens", "-p", name, "--parse-special", "--json").out)
@@ -36,7 +38,7 @@ def test_special_tokens_only_if_requested(exl) -> None:
     assert special["tokens"] == [name]
 
 
-def test_text_comes_from_a_file_or_stdin(exl, tmp_path: Path) -> None:
+def test_text_comes_from_a_file_or_stdin(exl: Command, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("one two", encoding="utf-8")
     from_file = exl("inspect", "tokens", "-f", path, "--json").out
@@ -44,6 +46,6 @@ def test_text_comes_from_a_file_or_stdin(exl, tmp_path: Path) -> None:
     assert exl("inspect", "tokens", "--json", stdin=b"one two").out == from_file
 
 
-def test_no_text_and_no_model_are_one_line(exl, tmp_path: Path) -> None:
+def test_no_text_and_no_model_are_one_line(exl: Command, tmp_path: Path) -> None:
     assert "the prompt is empty" in exl("inspect", "tokens", "-p", "").error_line(2)
     assert "nowhere" in exl("inspect", "tokens", tmp_path / "nowhere", "-p", "x").error_line(3)

@@ -45,7 +45,8 @@ def test_exl2_logits(tmp_path: Path, build: Callable[..., Any]) -> None:
     model = build(**SIZES, tie_word_embeddings=False)
     folder = save(model, tmp_path)
     pieces = quantize(folder, {"quant_method": "exl2", "bits": 4.0}, exl2_pieces)
-    # Converters copy the source model's index. It must be ignored.
+    # Converters copy the source model's index of shards, which lists files that the quantized model
+    # does not have. Loading must ignore it.
     leftover = {"weight_map": {"x": "gone.safetensors"}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(leftover))
     dense = {stem: exl2.dequantize(exl2.check(p, stem)) for stem, p in pieces.items()}

@@ -1,4 +1,4 @@
-"""Import rules of docs/architecture.md: imports point down, and deciding modules need no torch."""
+"""Import rules of docs/architecture.md: imports point down; modules that decide need no torch."""
 
 from __future__ import annotations
 

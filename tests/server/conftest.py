@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from server_support import Running, running, runtime_of
 
 from exl_core.session.load import LoadedModel
+from support.server import Running, running, runtime_of
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from server_support import error_of, running, scripted_runtime
 
 from exl_cli.server import bodies
 from exl_cli.server.errors import ApiError
 from support.scripted import reply_with
+from support.server import error_of, running, scripted_runtime
 
 TEXTS = st.text(alphabet='",:[]{}\\\na\ud800é', max_size=8)
 VALUES = st.recursive(

@@ -9,9 +9,9 @@ from typing import Any
 import jsonschema
 import pytest
 from openai import BadRequestError
-from server_support import PLAIN_TEMPLATE, Running, running, scripted_runtime
 
 from support.scripted import ByteTokenizer, reply_with
+from support.server import PLAIN_TEMPLATE, Running, running, scripted_runtime
 
 PERSON = {
     "type": "object",

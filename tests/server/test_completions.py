@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_support import Running, running, runtime_of, scripted_runtime
 
 from exl_core.engine.score import score_tokens
 from exl_core.session.load import LoadedModel
 from support.scripted import BOS_ID, ByteTokenizer, HashRule, reply_with
+from support.server import Running, running, runtime_of, scripted_runtime
 
 FRANCE = "The capital of France is"
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 from openai import AuthenticationError, BadRequestError, NotFoundError
-from server_support import LIMIT_S, Running, error_of, running, scripted_runtime
 
 from exl_cli.server.app import Access, content_policy, create_app
 from exl_cli.server.limits import Limits, check_bind, hosts_of
 from exl_cli.server.models import ModelHost
 from exl_core.errors import RequestError
 from support.scripted import reply_with
+from support.server import LIMIT_S, Running, error_of, running, scripted_runtime
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

@@ -14,12 +14,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
-from server_support import LIMIT_S, Running, error_of, running, scripted_runtime
 
 from exl_cli.server.app import create_app
 from exl_cli.server.models import ModelHost
 from support.profiles import examples
 from support.scripted import reply_with
+from support.server import LIMIT_S, Running, error_of, running, scripted_runtime
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]

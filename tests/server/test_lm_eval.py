@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_support import running, runtime_of
 
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from support import tiny_models
+from support.server import running, runtime_of
 
 pytest.importorskip("lm_eval", reason="lm-eval is optional: pip install lm-eval")
 pytest.importorskip("tenacity", reason="lm-eval[api] is optional")

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from server_support import LIMIT_S, Running, running, scripted_runtime
 
 from exl_core.tokenizer.base import Tokenizer
 from exl_core.tokenizer.detect import load_tokenizer
 from support.scripted import Rule, always, certain
+from support.server import LIMIT_S, Running, running, scripted_runtime
 
 CTX_SIZE = 1024
 SIZE = 8 * 1024 * 1024 - 64

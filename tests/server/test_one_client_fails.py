@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from server_support import Running, error_of, running, scripted_runtime
 
 from exl_core.engine.stop import StopMatcher
 from support.scripted import reply_with
+from support.server import Running, error_of, running, scripted_runtime
 
 TEXT = "/v1/completions"
 CHAT = "/v1/chat/completions"

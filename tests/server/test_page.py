@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
-from server_support import Running, running, scripted_runtime
 from torch import Tensor
 
 from exl_cli.chat.settings import ChatOptions
@@ -18,6 +17,7 @@ from exl_cli.server.app import Access
 from exl_cli.server.models import ModelHost
 from support.profiles import first_by_default
 from support.scripted import Rule, reply_with
+from support.server import Running, running, scripted_runtime
 
 playwright = pytest.importorskip("playwright.sync_api", reason="no playwright, no browser")
 expect = playwright.expect

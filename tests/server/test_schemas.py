@@ -10,11 +10,11 @@ from typing import Any
 
 import httpx2
 import pytest
-from server_support import Running, error_of, running, scripted_runtime
 
 from exl_core.constrain.limits import CompileLimits
 from support.schemas import SLOW_SCHEMA
 from support.scripted import always, certain
+from support.server import Running, error_of, running, scripted_runtime
 
 CHAT = "/v1/chat/completions"
 TIME_S = 1.5

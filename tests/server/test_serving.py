@@ -11,12 +11,11 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
 from openai import InternalServerError, RateLimitError
-from server_support import LIMIT_S, error_of, running, scripted_runtime
 
 from exl_cli.load import Runtime
 from exl_cli.server.limits import Limits
@@ -27,6 +26,7 @@ from exl_core.errors import ExlError, ModelNotFoundError
 from exl_core.session.load import LoadOptions, load_model
 from support.real_models import smollm2_gguf
 from support.scripted import HashRule, always, certain, reply_with
+from support.server import LIMIT_S, error_of, running, scripted_runtime
 
 ENDLESS = always(certain(ord("a")))
 
@@ -138,7 +138,7 @@ def test_metrics_count_requests_and_tokens(monkeypatch: Any) -> None:
 
 def test_reply_time_limit() -> None:
     with running(scripted_runtime(slowly(ENDLESS)), limits=Limits(reply_s=0.3)) as one:
-        client = one.openai().completions
+        client = cast(Any, one.openai().completions)  # replies have fields beyond OpenAI's types
         whole = client.create(model="scripted", prompt="Q", max_tokens=900)
         assert whole.choices[0].finish_reason == "length"
         assert 1 <= whole.usage.completion_tokens < 100

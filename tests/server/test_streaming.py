@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from server_support import LIMIT_S, Running, running, scripted_runtime
 from starlette.types import Message
 
 from exl_cli.server.app import create_app
@@ -22,6 +21,7 @@ from exl_cli.server.models import ModelHost
 from exl_cli.server.streaming import TextEvents
 from support.profiles import first_by_default
 from support.scripted import always, certain, reply_with
+from support.server import LIMIT_S, Running, running, scripted_runtime
 
 CHAT = "/v1/chat/completions"
 TEXT = "/v1/completions"

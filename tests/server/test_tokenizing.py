@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from server_support import PLAIN_TEMPLATE, Running, error_of, running, scripted_runtime
 
 from support.scripted import BOS_ID, EOS_ID, reply_with
+from support.server import PLAIN_TEMPLATE, Running, error_of, running, scripted_runtime
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 from openai import BadRequestError
-from server_support import Running, running, scripted_runtime
 
 from exl_cli.server.tools import ToolCall, ToolFormat, ToolSplitter, call_schema, format_of
 from support.profiles import first_by_default
 from support.scripted import BOS_ID, EOS_ID, HashRule, Rule, reply_with
+from support.server import Running, running, scripted_runtime
 
 HERMES = (
     "{% if tools %}{{ tools | tojson }} <tool_call>{% endif %}{% for m in messages %}"

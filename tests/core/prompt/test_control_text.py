@@ -61,7 +61,7 @@ class Case:
     ) -> None:
         self.write = write
         self.marks = [*marks, *(text for text in added if text in write.source)]
-        self.variables = dict(variables or {})
+        self.variables: dict[str, Any] = dict(variables or {})
         self.tokenizer = make(marks, added)
         self.mark_ids = {self.tokenizer.encode(text, allow_special=True)[0] for text in self.marks}
 

@@ -27,7 +27,7 @@ from exl_core.speculate.stats import DraftStats
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """Counts of one round. `chances` has the acceptance probability of each verified token."""
+    """Counts of one round. `chances`: acceptance probability of each verified draft token."""
 
     drafted: int
     accepted: int

@@ -235,7 +235,7 @@ class Player:
         ]
 
     def gaps(self) -> list[float]:
-        """Seconds between neighbouring tokens of one reply, over all replies."""
+        """Seconds between consecutive tokens of a reply, for all replies together."""
         return [
             later - earlier for one in self._all for earlier, later in pairwise(one.token_times)
         ]

@@ -33,7 +33,7 @@ _HEADER_LIMIT_BYTES = 1024 * 1024
 
 
 class WindowFile:
-    """Windows 0, 1, ... of one run; a context manager that keeps the file open and locked."""
+    """Results of windows 0, 1, ... of one run. A context manager: the file is locked until exit."""
 
     def __init__(self, path: Path, header: Mapping[str, object]) -> None:
         """Opens or creates the file. Raises RequestError if it has another format, if its header

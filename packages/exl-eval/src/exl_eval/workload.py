@@ -133,7 +133,7 @@ class Workload:
     def _prefill(self, prompt_tokens: int, pages: Sequence[tuple[int, ...]]) -> None:
         for segments in prefill_passes(self._tokens[:prompt_tokens], pages, self._pass_rows):
             newest = self._runner.run(segments).argmax(-1)
-        newest.tolist()  # waits for the last pass
+        newest.tolist()  # waits until the device has finished the last pass
 
     def _draw(
         self, logits: Tensor, token_ids: Tensor, begin: Callable[[], Tensor]
