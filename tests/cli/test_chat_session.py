@@ -16,12 +16,12 @@ from torch import Tensor
 from exl_cli.chat.prompt_style import PromptStyle
 from exl_cli.chat.session import ChatSession
 from exl_cli.chat.settings import ChatOptions, ChatSettings
-from exl_cli.load import Runtime
 from exl_cli.sampling_options import SamplingOptions
 from exl_core.engine.engine import Engine
 from exl_core.engine.request import Request
 from exl_core.prompt.formats import find_format
 from exl_core.prompt.template import ChatTemplate
+from exl_core.session.runtime import Runtime
 from exl_core.speculate.ngram import NgramDrafter
 from support.driving import engine_for
 from support.profiles import first_by_default

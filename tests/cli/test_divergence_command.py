@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from exl_core.session.load import LoadedModel
+from exl_core.session.open import ModelFiles
 from support import tiny_models
 from support.commands import Command, Outcome
 
@@ -78,12 +79,12 @@ def test_cached_reference_is_not_loaded_again(
 
     kept = tmp_path / "reference"
     live = json.loads(divergence("--json").out)
-    loads: list[str] = []
+    loads: list[ModelFiles] = []
     original = load.load_model
 
-    def counting(spec: str, *rest: Any) -> LoadedModel:
-        loads.append(spec)
-        return original(spec, *rest)
+    def counting(files: ModelFiles, *rest: Any) -> LoadedModel:
+        loads.append(files)
+        return original(files, *rest)
 
     monkeypatch.setattr("exl_cli.load.load_model", counting)
     first = json.loads(divergence("--cache-reference", kept, "--json").out)

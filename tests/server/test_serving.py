@@ -17,13 +17,13 @@ import httpx2
 import pytest
 from openai import InternalServerError, RateLimitError
 
-from exl_cli.load import Runtime
 from exl_cli.server.limits import Limits
 from exl_cli.server.models import ModelHost, models_in
 from exl_core.cache.format import KVFormat
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.errors import ExlError, ModelNotFoundError
 from exl_core.session.load import LoadOptions, load_model
+from exl_core.session.runtime import Runtime
 from support.real_models import smollm2_gguf
 from support.scripted import HashRule, always, certain, reply_with
 from support.server import LIMIT_S, error_of, running, scripted_runtime

@@ -14,7 +14,6 @@ from typing import Any, cast
 import httpx2
 from openai import DefaultHttpx2Client, OpenAI
 
-from exl_cli.load import Runtime
 from exl_cli.server.app import Access, create_app
 from exl_cli.server.limits import Limits
 from exl_cli.server.models import ModelHost
@@ -22,6 +21,7 @@ from exl_cli.server.run import Server, listen, make_server, url_of
 from exl_core.engine.engine import Engine, EngineOptions
 from exl_core.prompt.template import ChatTemplate
 from exl_core.session.load import LoadedModel
+from exl_core.session.runtime import Runtime
 from exl_core.tokenizer.base import Tokenizer
 from support.scripted import (
     EOS_ID,
