@@ -16,18 +16,18 @@ TRIALS = 8
 
 @pytest.mark.parametrize(("rows", "columns"), [(32, 7), (64, 333), (17, 1)])
 @pytest.mark.parametrize("bits", [(4,), (2, 5, 3, 8, 3)], ids=str)
-def test_scales(rows: int, columns: int, bits: tuple[int, ...]) -> None:
+def test_group_scales_agree_with_the_cpu(rows: int, columns: int, bits: tuple[int, ...]) -> None:
     generator = torch.Generator().manual_seed(rows)
     for _ in range(CAPTURE_AT_CALL + 2):
         values = torch.randn(rows, len(bits), columns, generator=generator)
         curvature = torch.rand(rows, generator=generator)
         near = group_scales(values, curvature, bits, TRIALS)
         far = group_scales(values.cuda(), curvature.cuda(), bits, TRIALS)
-        assert (near.codes == far.codes.cpu()).float().mean() > 0.97  # sums of another order
+        assert (near.codes == far.codes.cpu()).float().mean() > 0.97  # sums in another order
         assert (near.largest == far.largest.cpu()).float().mean() > 0.7
 
 
-def test_columns_come_out_the_same_each_time() -> None:
+def test_quantized_columns_are_the_same_in_every_run() -> None:
     k, n = 96, 40
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(400, k, generator=generator) * torch.rand(k, generator=generator).mul(3).exp()

@@ -1,4 +1,4 @@
-"""What `exl bench` finds on a GPU: figures that hang together, for codes and for float16."""
+"""`exl bench` on a GPU: its figures are consistent with each other and with memory bandwidth."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def tiny(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return load_model(str(folder), LoadOptions(device="cuda"))
 
 
-def test_a_copy_and_calls_take_the_time_that_they_take() -> None:
+def test_timed_copies_agree_with_the_copy_bandwidth() -> None:
     bandwidth = copy_bandwidth(DEVICE, repeat=5)
     assert 1e10 < bandwidth < 1e14
     sources = [torch.rand(1 << 26, device=DEVICE) for _ in range(2)]
@@ -52,7 +52,7 @@ def test_launches_are_counted() -> None:
     assert count_launches(lambda: x.mul(2).add(1), DEVICE) == 2
 
 
-def test_speed_memory_and_launches(tiny: LoadedModel) -> None:
+def test_speed_memory_and_launches_are_plausible(tiny: LoadedModel) -> None:
     options = SpeedOptions(prefill=(MANY,), decode=4, batch=(1, FEW), repeat=1, depth=20)
     result = measure_speed(tiny, options, start_memory_bytes=0)
     assert result.device.startswith("cuda:0, ")
@@ -66,7 +66,7 @@ def test_speed_memory_and_launches(tiny: LoadedModel) -> None:
         assert 5 * layers < run.launches < 20 * layers + 20
 
 
-def test_every_op_of_a_step_and_of_a_prompt(tiny: LoadedModel) -> None:
+def test_kernels_of_a_step_and_of_a_prompt_add_up(tiny: LoadedModel) -> None:
     options = SpeedOptions(prefill=(MANY,), batch=(1, FEW), repeat=1, depth=20)
     result = measure_kernels(tiny, options)
     assert [(one.rows, one.past_len) for one in result.passes] == [(1, 20), (FEW, 20), (MANY, 0)]

@@ -1,5 +1,4 @@
-"""Whole models on a GPU against the exact path of the CPU: every way a pass can run, all that the
-engine does around it, and what is left of the memory afterwards."""
+"""Whole models on a GPU against the exact path of the CPU: passes, graphs, the engine, and memory."""
 
 from __future__ import annotations
 
@@ -47,14 +46,14 @@ BUILD: dict[str, Callable[[Path], Path]] = {
     "exl2": lambda folder: quantized_llama("exl2", folder),
     "gptq": lambda folder: quantized_llama("gptq", folder),
 }
-# Of the logits. Activations are float16 here and float32 there, which these small models, all
-# noise, blow up; codes differ here and there where a key lies between two. A wrong page, position
-# or order makes an error of order one.
+# Relative error of the logits. Activations are float16 on the GPU and float32 on the CPU, and small
+# random models amplify the difference. Some keys are rounded to another code. A wrong page, position
+# or permutation causes an error of about one.
 TOLERANCE = {KVFormat.FP16: 6e-3, KVFormat.Q8: 2e-2, KVFormat.Q4: 1e-1}
 
 
 class Pair:
-    """One model on both sides."""
+    """One model on the CPU and on the GPU."""
 
     def __init__(self, path: Path) -> None:
         self.near = load_model(str(path), LoadOptions(exact=True))
@@ -74,7 +73,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 class Sequences:
-    """Random tokens of a few sequences; what both sides make of them is compared."""
+    """Random tokens of a few sequences. Compares the logits of both devices."""
 
     def __init__(self, pair: Pair, kv_format: KVFormat) -> None:
         self._runners = pair.runners(kv_format)
@@ -83,11 +82,11 @@ class Sequences:
         self._lengths = [0] * 4
 
     def forget(self, i: int) -> None:
-        """The sequence begins anew, in the pages that it had."""
+        """Starts the sequence again in the same pages."""
         self._lengths[i] = 0
 
     def feed(self, **counts: tuple[int, LogitRows]) -> None:
-        """`s2=(5, ALL)`: five tokens more of sequence 2."""
+        """Runs one pass; `s2=(5, ALL)` feeds five more tokens of sequence 2."""
         segments = []
         for name, (count, logit_rows) in counts.items():
             i = int(name[1:])
@@ -117,13 +116,13 @@ def test_values_that_are_not_finite_are_counted(
 
 
 @pytest.mark.parametrize("kv_format", list(TOLERANCE), ids=lambda kind: kind.value)
-def test_passes_of_every_shape(pair: Pair, kv_format: KVFormat) -> None:
+def test_passes_of_every_shape_agree_with_the_cpu(pair: Pair, kv_format: KVFormat) -> None:
     run = Sequences(pair, kv_format)
     run.feed(s0=(1, LAST))  # decoding from nothing
     run.feed(s1=(300, LAST), s2=(37, ALL))
     run.feed(s1=(300, NONE))
     run.feed(s3=(700, LAST))
-    for i in range(PASSES_BEFORE_CAPTURE + 2):  # by and by as graphs
+    for i in range(PASSES_BEFORE_CAPTURE + 2):  # later ones as graphs
         run.feed(s0=(1, LAST), s1=(1, LAST), s2=(1, LAST))
         run.feed(s0=(4 + i % 2, ALL))
         run.feed(s1=(130 - i, LAST), s0=(1, LAST), s2=(1, LAST))
@@ -131,12 +130,12 @@ def test_passes_of_every_shape(pair: Pair, kv_format: KVFormat) -> None:
     run.feed(s0=(1, LAST), s3=(1, LAST))
 
 
-def test_long_rows(pair: Pair) -> None:
-    """They go to torch's attention, where nothing else comes behind them."""
+def test_long_segments_agree_with_the_cpu(pair: Pair) -> None:
+    """torch's attention computes them if no shorter sequence follows."""
     run = Sequences(pair, KVFormat.FP16)
     run.feed(s1=(300, LAST), s2=(37, ALL))
-    run.feed(s2=(1, ALL), s1=(300, ALL))  # behind a past
-    for _ in range(MET + 1):  # from the start; at last by another of torch's ways
+    run.feed(s2=(1, ALL), s1=(300, ALL))  # after cached tokens
+    for _ in range(MET + 1):  # no cached tokens; after some repetitions by cuDNN
         run.forget(3)
         run.feed(s0=(2, ALL), s3=(700, ALL))
     run.feed(s3=(257, LAST), s1=(256, LAST))
@@ -156,7 +155,7 @@ def assert_alike(
     far: list[int],
     adapters: tuple[AdapterUse, ...] = (),
 ) -> None:
-    """The same tokens, or another where the first two are as good as equal."""
+    """Same tokens up to the first difference, where both tokens are almost equally likely."""
     first = next((i for i, (a, b) in enumerate(zip(near, far, strict=False)) if a != b), None)
     if first is None:
         assert len(near) == len(far)
@@ -184,29 +183,26 @@ def prompts(count: int) -> list[list[int]]:
     return [[source.randrange(3, VOCAB_SIZE) for _ in range(9 + 40 * i)] for i in range(count)]
 
 
-def test_greedy_replies(pair: Pair) -> None:
+def test_greedy_replies_agree_with_the_cpu(pair: Pair) -> None:
     asked = prompts(5)
     near, far = (replies(generator_of(one), asked, max_tokens=40) for one in (pair.near, pair.far))
     for prompt, *both in zip(asked, near, far, strict=True):
         assert_alike(pair, prompt, *both)
 
 
-def test_passes_that_begin_ahead_change_nothing(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Token by token: all prompts come at once and all replies end at once, so that the passes are
-    the same."""
+def test_async_passes_leave_replies_unchanged(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All prompts arrive at once and all replies end at once, so that the passes are the same."""
     asked = prompts(5)
     sampler = SamplerParams(temperature=0.8, top_k=20, seed=3)
     begun = []
     run_on = Runner.run_on
     monkeypatch.setattr(Runner, "run_on", lambda *of: begun.append(of) or run_on(*of))
     both = []
-    for foresees in (True, False):
-        if not foresees:
+    for is_async in (True, False):
+        if not is_async:
             monkeypatch.setattr(Scheduler, "next_segments", lambda *_: None)
         generator = generator_of(pair.far)
-        for _ in range(2):  # the second finds its graphs
+        for _ in range(2):  # the second round uses captured graphs
             generator.engine.forget_cache()
             before = len(begun)
             found = replies(generator, asked, max_tokens=70, sampler=sampler)
@@ -216,9 +212,9 @@ def test_passes_that_begin_ahead_change_nothing(
 
 
 @pytest.mark.parametrize("kind", ["ngram", "model"])
-def test_drafts_change_nothing(pair: Pair, kind: str) -> None:
+def test_drafts_leave_greedy_replies_unchanged(pair: Pair, kind: str) -> None:
     (prompt,) = prompts(1)
-    asked = [prompt * 6]  # something to look up
+    asked = [prompt * 6]  # text with repetitions
     plain = replies(generator_of(pair.far), asked, max_tokens=40)
     drafter: Drafter = NgramDrafter()
     if kind == "model":
@@ -227,7 +223,7 @@ def test_drafts_change_nothing(pair: Pair, kind: str) -> None:
     assert_alike(pair, asked[0], plain[0], drafted[0])
 
 
-def test_adapters(tmp_path: Path) -> None:
+def test_replies_with_an_adapter_agree_with_the_cpu(tmp_path: Path) -> None:
     model = tiny_llama(**SIZES)
     pair = Pair(save(model, tmp_path / "model"))
     folder = write_adapter(tmp_path / "adapter", stored(random_pairs(model)))
@@ -252,7 +248,7 @@ class RandomJobs:
         self.jobs = self.steps = 0
 
     def round(self) -> int:
-        """Bytes in use after it."""
+        """Runs 30 jobs; returns the allocated bytes afterwards."""
         generator, source = self.generator, self.random
         jobs = []
         for _ in range(30):
@@ -274,26 +270,28 @@ class RandomJobs:
 
 
 def test_random_jobs_leave_nothing_behind(pair: Pair) -> None:
-    """Pages and memory come back."""
+    """All pages and all memory are released."""
     jobs = RandomJobs(generator_of(pair.far, cache_tokens=2048), seed=9)
     for _ in range(4):
-        jobs.round()  # graphs and workspaces are made
+        jobs.round()  # these create graphs and workspaces
     before = jobs.round()
     after = [jobs.round() for _ in range(3)]
     assert max(after) <= before + (1 << 20), f"{before} bytes, then {after}"
 
 
 LONG_S = 240.0
-"""For some 20 thousand jobs: twelve a second for half an hour."""
+"""Enough for about 20,000 jobs, as many as in half an hour at twelve per second."""
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(LONG_S + 120)
-def test_half_an_hour_of_jobs(
+def test_memory_stays_constant_over_thousands_of_jobs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The device has as much free memory after them, whoever holds the rest, as after the first
-    quarter, when there are as many graphs of passes as there may be."""
+    """Free memory of the device does not shrink after the first quarter.
+
+    By then the number of captured graphs has reached its limit.
+    """
     monkeypatch.setattr(cuda_graphs, "MAX_GRAPHS", 16)
     loaded = load_model(str(quantized_llama("exl2", tmp_path)), LoadOptions(device="cuda"))
     with_drafts, without = (
@@ -316,7 +314,7 @@ def test_half_an_hour_of_jobs(
     assert free_at_last >= free - (8 << 20)
 
 
-def test_memory_of_a_model_comes_back(tmp_path: Path) -> None:
+def test_memory_of_a_model_is_released(tmp_path: Path) -> None:
     path = str(quantized_llama("exl2", tmp_path))
 
     def life() -> int:
@@ -331,8 +329,8 @@ def test_memory_of_a_model_comes_back(tmp_path: Path) -> None:
     assert [life() for _ in range(3)] == [before] * 3
 
 
-def test_guidance(pair: Pair) -> None:
-    """Two sequences to a reply, and logits that are mixed before a token is drawn."""
+def test_guidance_agrees_with_the_cpu(pair: Pair) -> None:
+    """A reply has two sequences, whose logits are combined before sampling."""
     ask, avoid = prompts(2)
     sampler = SamplerParams(temperature=0, cfg_scale=1.5)
     both = []

@@ -1,5 +1,4 @@
-"""Packed and made dense again, matrices are what the reference says, to the bit; tiles are laid out
-as `exl/cuda.h` has it."""
+"""Packing on a GPU: tiles have the documented layout, and unpacked matrices equal the reference."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class Case:
     offset: Offset = "middle"
     scale_dtype: torch.dtype = torch.float16
     permuted: bool = False
-    shuffled: bool = False  # rows of codes lie anywhere
+    shuffled: bool = False  # rows of codes are stored in random order
     has_bias: bool = False
 
     def __str__(self) -> str:
@@ -99,7 +98,7 @@ class Made:
     whole: QuantColumns
 
     def columns(self, first: int, last: int) -> QuantColumns:
-        """Views whose rows lie apart, as a file has them."""
+        """Views with gaps between rows, as in a file."""
 
         def part(grid: Tensor | None) -> Tensor | None:
             return None if grid is None else grid[:, first:last].contiguous()
@@ -146,7 +145,7 @@ def make(rng: np.random.Generator, case: Case) -> Made:
 
 
 def words_of(codes: NDArray[np.uint8], bits: NDArray[np.int64]) -> NDArray[np.int32]:
-    """The stream of bits of each column, int32 [words, n]."""
+    """Bit stream of each column, int32 [words, n]."""
     planes = [(codes[row][None] >> np.arange(width)[:, None]) & 1 for row, width in enumerate(bits)]
     stream = np.concatenate(planes).astype(np.uint8)
     stream = np.pad(stream, ((0, -len(stream) % 32), (0, 0)))
@@ -179,23 +178,23 @@ def packed_on(gpu: Gpu, made: Made, cuts: list[int]) -> CudaQuantLinear:
 
 
 def unpacked(gpu: Gpu, matrix: CudaQuantLinear, first: int, columns: int, stride: int) -> Tensor:
-    """float16 [k, columns], in rows of `stride`; nothing else of them is written."""
-    room = torch.full(
+    """Dequantized columns, float16 [k, columns]. Checks that the gaps between rows stay as they are."""
+    out = torch.full(
         (matrix.in_features, stride), torch.nan, dtype=torch.float16, device=gpu.device
     )
-    matrix.unpack(first, columns, room)
-    assert room[:, columns:].isnan().all()
-    return room[:, :columns].cpu()
+    matrix.unpack(first, columns, out)
+    assert out[:, columns:].isnan().all()
+    return out[:, :columns].cpu()
 
 
 def expected_tiles(plain: PlainQuantized) -> NDArray[np.uint8]:
-    """By the words of cuda.h alone: [strips, strip_bytes]."""
+    """Tiles as `exl/cuda/linear.h` documents them: [panels, panel bytes]."""
     layout = plain.layout
     strips = -(-layout.out_features // 32)
     width = ((0, 0), (0, 32 * strips - layout.out_features))
     codes, scales = np.pad(plain.codes.numpy(), width), np.pad(plain.scales.numpy(), width)
     offsets = None if plain.offsets is None else np.pad(plain.offsets.numpy(), width)
-    place = [0] * 32  # of each column among a unit's scales
+    place = [0] * 32  # place of each column among the scales of a k-tile
     for c in range(32):
         place[4 * (c % 8) + c // 8] = c
     largest = np.abs(scales.astype(np.float32)).reshape(-1, strips, 32).max((0, 2))
@@ -239,7 +238,7 @@ def words_of_block(rows: NDArray[np.uint8], bits: int) -> NDArray[np.uint8]:
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_dense_again_is_the_reference_rounded_once(
+def test_unpacked_matrices_are_the_reference_rounded_once(
     gpu: Gpu, rng: np.random.Generator, case: Case
 ) -> None:
     made = make(rng, case)
@@ -251,7 +250,7 @@ def test_dense_again_is_the_reference_rounded_once(
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_tiles_are_those_of_the_interface(gpu: Gpu, rng: np.random.Generator, case: Case) -> None:
+def test_tiles_have_the_documented_layout(gpu: Gpu, rng: np.random.Generator, case: Case) -> None:
     made = make(rng, case)
     expected = expected_tiles(reference_of(made))
     tiles = packed_on(gpu, made, [])._tiles.cpu().numpy()
@@ -259,7 +258,7 @@ def test_tiles_are_those_of_the_interface(gpu: Gpu, rng: np.random.Generator, ca
 
 
 @pytest.mark.parametrize("case", [CASES[6], CASES[18], CASES[20], CASES[-1]], ids=str)
-def test_columns_filled_apart(gpu: Gpu, rng: np.random.Generator, case: Case) -> None:
+def test_columns_may_be_filled_in_parts(gpu: Gpu, rng: np.random.Generator, case: Case) -> None:
     made = make(rng, case)
     n = case.n
     cuts = [cut for cut in (32, 96, 128) if cut < n]
@@ -272,7 +271,7 @@ def test_columns_filled_apart(gpu: Gpu, rng: np.random.Generator, case: Case) ->
     assert torch.equal(unpacked(gpu, whole, 0, min(n, 5), 8), exact[:, :5])
 
 
-def test_bias_and_size(gpu: Gpu, rng: np.random.Generator) -> None:
+def test_bias_and_size_are_those_of_the_matrix(gpu: Gpu, rng: np.random.Generator) -> None:
     case = next(case for case in CASES if case.has_bias)
     made = make(rng, case)
     matrix = packed_on(gpu, made, [32])
@@ -292,7 +291,9 @@ def test_ranges_that_cut_column_panels_are_refused(
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("rows", [1, 17])
-def test_embedding_rows(gpu: Gpu, rng: np.random.Generator, case: Case, rows: int) -> None:
+def test_embedding_rows_are_rounded_once(
+    gpu: Gpu, rng: np.random.Generator, case: Case, rows: int
+) -> None:
     made = make(rng, case)
     matrix = packed_on(gpu, made, [])
     ids = torch.from_numpy(rng.integers(0, case.n, rows)).to(gpu.device)
@@ -342,7 +343,7 @@ def test_a_group_of_many_blocks_has_several_k_tiles() -> None:
 
 
 def assert_dense(gpu: Gpu, matrix: RuntimeMatrix) -> None:
-    """Filled from the codec's columns, in ranges, it is the codec's exact float16 matrix.
+    """A matrix filled in ranges from the codec's columns unpacks to the codec's float16 matrix.
 
     Scales are unpacked on the CPU first, then on the GPU.
     """
@@ -356,7 +357,7 @@ def assert_dense(gpu: Gpu, matrix: RuntimeMatrix) -> None:
         assert torch.equal(unpacked(gpu, packed, 0, n, n), exact)
 
 
-def test_golden_exl2_matrices(gpu: Gpu, shared_dir: Path) -> None:
+def test_golden_exl2_matrices_unpack_exactly(gpu: Gpu, shared_dir: Path) -> None:
     tensors = load_file(shared_dir / "golden/exl2_reference.safetensors")
     stems = sorted(name.removesuffix(".dense") for name in tensors if name.endswith(".dense"))
     assert len(stems) == 4
@@ -366,7 +367,7 @@ def test_golden_exl2_matrices(gpu: Gpu, shared_dir: Path) -> None:
         assert_dense(gpu, matrix)
 
 
-def test_golden_gptq_matrices(gpu: Gpu, shared_dir: Path) -> None:
+def test_golden_gptq_matrices_unpack_exactly(gpu: Gpu, shared_dir: Path) -> None:
     tensors = load_file(shared_dir / "golden/gptq_reference.safetensors")
     variants = json.loads((shared_dir / "golden/gptq_reference.json").read_text())
     stems = sorted(name.removesuffix(".dense") for name in tensors if name.endswith(".dense"))
@@ -380,7 +381,7 @@ def test_golden_gptq_matrices(gpu: Gpu, shared_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q5_K])
-def test_superblocks_are_taken_apart_on_the_gpu(
+def test_superblocks_are_split_on_the_gpu(
     gpu: Gpu, rng: np.random.Generator, kind: GGMLQuantizationType
 ) -> None:
     block_bytes = GGML_QUANT_SIZES[kind][1]
@@ -391,7 +392,7 @@ def test_superblocks_are_taken_apart_on_the_gpu(
         assert torch.equal(getattr(there, part).cpu(), getattr(here, part))
 
 
-def test_uploads_of_every_shape(gpu: Gpu, rng: np.random.Generator) -> None:
+def test_uploads_keep_every_shape_and_stride(gpu: Gpu, rng: np.random.Generator) -> None:
     values = torch.from_numpy(rng.integers(0, 1 << 30, 3 * BUFFER_BYTES // 4 + 1000))
     grid = values[: len(values) // 1000 * 1000].view(-1, 1000)
     for tensor in (values, values.int(), grid, grid[:, 100:900], grid.T, grid[:3], grid.T[1:2]):

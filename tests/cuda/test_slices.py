@@ -1,4 +1,4 @@
-"""Two scratch buffers and the streams that fill and read them, within captures and outside."""
+"""Two scratch buffers, and the streams that fill and read them, inside and outside of captures."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from exl_core.ops.backends.cuda.slices import Slices
 
 pytestmark = pytest.mark.cuda
 
-SIZES = (1 << 12, 1 << 20, 1 << 16)  # an odd number: after a pass the other buffer has its turn
+SIZES = (1 << 12, 1 << 20, 1 << 16)  # an odd number, so that passes start with alternating buffers
 
 
 def one_pass(slices: Slices, out: Tensor, first: int = 1, pause: int = 0) -> None:
-    """out[i] = i + first, through a buffer each, which is read after a pause of so many cycles."""
+    """out[i] = i + first, through one buffer each. `pause` delays the read by that many cycles."""
     for i, size in enumerate(SIZES):
         with slices.next(size) as slice_:
             with slice_.filling():
@@ -25,7 +25,7 @@ def one_pass(slices: Slices, out: Tensor, first: int = 1, pause: int = 0) -> Non
             out[i : i + 1].copy_(slice_.memory[-1:])
 
 
-def test_a_capture_after_a_pass_and_passes_after_the_capture() -> None:
+def test_captures_and_passes_may_alternate() -> None:
     slices = Slices(Gpu(torch.device("cuda", 0)))
     out = torch.zeros(len(SIZES), device="cuda")
     expected = torch.tensor([1.0, 2.0, 3.0])
@@ -52,7 +52,7 @@ def test_a_pass_waits_for_a_graph_that_still_runs() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         one_pass(slices, in_graph, pause=20_000_000)
-    one_pass(slices, beside)  # the first one after a capture makes its events
+    one_pass(slices, beside)  # the first pass after a capture creates its events
     for first in (11, 21):
         in_graph.zero_()
         torch.cuda.synchronize()

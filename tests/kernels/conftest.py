@@ -1,31 +1,62 @@
-"""The op table as a fixture: the reference and every instruction set this machine has."""
+"""Backends as fixtures: the reference, every instruction set of this machine's CPU, and a GPU.
+
+The GPU is a parameter with the mark `cuda`, which the default tests deselect. Operands are on the
+CPU for all backends; `device_table.py` copies those of the GPU.
+"""
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 import torch
+from device_table import DeviceTable
 
 from exl_core.ops.open import available_isas, get_table
 from exl_core.ops.table import OpTable
 
-TABLES = ["reference", *(f"cpu-{isa}" for isa in available_isas())]
+COMPILED = [f"cpu-{isa}" for isa in available_isas()]
+ON_GPU = pytest.param("cuda", marks=pytest.mark.cuda)
 
 
-@pytest.fixture(scope="session", params=TABLES)
+def open_table(name: str) -> OpTable:
+    backend, _, isa = name.partition("-")
+    opened = get_table(backend, isa=isa or None, threads=2)
+    return cast(OpTable, DeviceTable(opened)) if backend == "cuda" else opened
+
+
+@pytest.fixture(scope="session", params=["reference", *COMPILED, ON_GPU])
 def table(request: pytest.FixtureRequest) -> OpTable:
-    name, _, isa = request.param.partition("-")
-    return get_table(name, isa=isa or None, threads=2)
+    """Every backend."""
+    return open_table(request.param)
 
 
-@pytest.fixture(scope="session", params=[name for name in TABLES if name != "reference"])
+@pytest.fixture(scope="session", params=["reference", *COMPILED])
+def cpu_table(request: pytest.FixtureRequest) -> OpTable:
+    """Backends of the CPU. They check operands, and take shapes and values that no GPU takes."""
+    return open_table(request.param)
+
+
+@pytest.fixture(scope="session")
+def reference() -> OpTable:
+    return open_table("reference")
+
+
+@pytest.fixture(scope="session", params=COMPILED)
 def kernels(request: pytest.FixtureRequest) -> OpTable:
-    """Compiled tables only."""
-    return get_table("cpu", isa=request.param.removeprefix("cpu-"), threads=2)
+    """Compiled CPU backends."""
+    return open_table(request.param)
+
+
+@pytest.fixture(scope="session", params=[ON_GPU])
+def gpu_table(request: pytest.FixtureRequest) -> OpTable:
+    """The GPU, for shapes and types that matter to its kernels only."""
+    return open_table(request.param)
 
 
 @pytest.fixture
 def rng(request: pytest.FixtureRequest) -> torch.Generator:
-    """Fresh numbers for every test, the same on every run."""
+    """Generator seeded by the test's name: other numbers in every test, the same in every run."""
     return torch.Generator().manual_seed(hash_of(request.node.nodeid))
 
 

@@ -1,7 +1,7 @@
-"""Random quantized matrices, their exact weights, and bounds on what a kernel may make of them.
+"""Random quantized matrices, their exact weights, and error bounds of products with them.
 
-Shares nothing with the tables or the codecs: weights come from the formulas, packed words from
-numpy's bits.
+Shares no code with the backends or the codecs: weights come from the formulas, packed words from
+the bits of numpy.
 """
 
 from __future__ import annotations
@@ -11,26 +11,29 @@ from typing import Literal
 
 import numpy as np
 import torch
-from kernel_support import UNIT
+from kernel_support import UNIT, assert_near
 from torch import Tensor
 
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.quantized import GroupRun, Offset, QuantColumns, QuantLayout
 from exl_core.ops.table import OpTable
 
-SPAN = 128  # stored rows that share one scale of their activations, at most
+SPAN = 128  # most stored rows that share one scale of their activations
 FEW_STEP = 0.51 / 32512  # half a step of 16-bit integers, relative to the largest of a span
-TILE_STEP = 0.51 / 2032  # the same of 12-bit integers
+TILE_STEP = 0.51 / 2032  # half a step of 12-bit integers
 BF16 = 2.0**-8  # half a unit in the last place: 8 significant bits
-TINY = 2.0**-110  # activations below may count as zero
-TILE_SETS = ("cpu-amx",)  # the others have 16-bit integers, or float32, for any number of rows
-FEW_ROWS = 4  # of 16-bit integers in TILE_SETS; up to TILE_ROWS 12 bits, above it bfloat16
-TILE_ROWS = 32
+TINY = 2.0**-110  # smaller activations may count as zero
+TILE_SETS = ("cpu-amx",)  # other sets use 16-bit integers, or float32, for any number of rows
+FEW_ROWS = 4  # most rows that TILE_SETS multiply as 16-bit integers
+TILE_ROWS = 32  # most rows that TILE_SETS multiply as 12-bit integers; bfloat16 above
+# A GPU rounds inputs to float16, which changes each by 2^-11 / sqrt(3), about 3e-4 in all. Its
+# small-batch kernel rounds weights as well.
+GPU_BOUND = 2e-3
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a test asks for."""
+    """Parameters of a random matrix."""
 
     runs: tuple[tuple[int, int, int], ...]  # bits, groups, rows
     n: int
@@ -52,7 +55,7 @@ class Shape:
 
 @dataclass(frozen=True, eq=False)
 class Matrix:
-    """A quantized matrix in its plainest form: codes uint8 [k, n] in stored order."""
+    """A quantized matrix with codes of one byte: uint8 [k, n] in stored order."""
 
     layout: QuantLayout
     row_bits: Tensor  # [k]
@@ -84,14 +87,14 @@ class Matrix:
         return self.by_feature(scales * codes + offsets)
 
     def magnitudes(self) -> Tensor:
-        """At least |w|, and of the terms of a minimum each: float64 [n, k]."""
+        """|w|; for minimums |scale * code| + |minimum|, which is at least |w|. float64 [n, k]."""
         if self.layout.offset != "minimums" or self.offsets is None:
             return self.weights().abs()
         terms = self.scales.double()[self.row_groups].abs() * self.codes.double()
         return self.by_feature(terms + self.offsets.double()[self.row_groups].abs())
 
     def step_errors(self, x: Tensor, step: float = FEW_STEP) -> Tensor:
-        """What rounding activations to integers does to each at most: float64 [m, k]."""
+        """Largest error of each activation when it is rounded to integers: float64 [m, k]."""
         stored = x.double().abs()[:, self.features]
         errors = torch.empty_like(stored)
         first = 0
@@ -106,7 +109,7 @@ class Matrix:
 
 
 def spread_codes(rng: torch.Generator, bits: Tensor, n: int) -> Tensor:
-    """Codes of the given widths, the extremes of each often among them."""
+    """Random codes of the given widths. A tenth of them are the smallest or the largest."""
     top = (2 ** bits[:, None] - 1).expand(-1, n)
     codes = (torch.rand(top.shape, generator=rng) * (top + 1)).floor().long().clamp_max(top)
     extreme = torch.rand(top.shape, generator=rng)
@@ -142,7 +145,7 @@ def make_matrix(rng: torch.Generator, shape: Shape) -> Matrix:
 
 
 def words_of(codes: Tensor, bits: Tensor) -> Tensor:
-    """The stream of bits of each column, int32 [words, n]."""
+    """Bit stream of each column, int32 [words, n]."""
     planes = [
         (codes[row].numpy()[None] >> np.arange(width)[:, None]) & 1
         for row, width in enumerate(bits.tolist())
@@ -157,7 +160,7 @@ def words_of(codes: Tensor, bits: Tensor) -> Tensor:
 def columns_of(
     matrix: Matrix, first: int, last: int, packing: Literal["bytes", "words"] = "bytes"
 ) -> QuantColumns:
-    """Columns first .. last as a file might hold them: views whose rows lie apart."""
+    """Columns first .. last - 1 as in a file: views with gaps between rows."""
 
     def part(grid: Tensor | None) -> Tensor | None:
         return None if grid is None else grid[:, first:last].contiguous()
@@ -183,7 +186,7 @@ def filled(table: OpTable, matrix: Matrix) -> PackedLinear:
 
 @dataclass(frozen=True)
 class Answer:
-    """x @ w (+ bias) in float64, how far a kernel may be from it, and the size of its terms."""
+    """x @ w (+ bias) in float64, the error bound of a kernel, and the sum of |terms|."""
 
     exact: Tensor
     bound: Tensor
@@ -191,7 +194,7 @@ class Answer:
 
 
 def answer(table: OpTable, matrix: Matrix, x: Tensor, x_error: float = 0.0) -> Answer:
-    """`x_error`: of x, relative, on top of what the product does to it."""
+    """`x_error` is a relative error of x before the product."""
     x64, weights, sizes = x.double(), matrix.weights(), matrix.magnitudes()
     exact, terms = x64 @ weights.T, x64.abs() @ sizes.T
     if matrix.bias is not None:
@@ -207,3 +210,7 @@ def answer(table: OpTable, matrix: Matrix, x: Tensor, x_error: float = 0.0) -> A
     elif table.name in TILE_SETS and x.shape[0] > FEW_ROWS:
         bound = bound + matrix.step_errors(x, TILE_STEP) @ sizes.T
     return Answer(exact, bound, terms)
+
+
+def assert_product(table: OpTable, got: Tensor, right: Answer) -> None:
+    assert_near(table, got, right.exact, right.bound, GPU_BOUND)

@@ -1,177 +1,195 @@
-"""Paged attention: decode, prefill and both mixed, against float64 and against torch's own."""
+"""Paged attention over caches of values and of codes: decode, prefill and both mixed."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from kernel_support import UNIT, PagedBatch, assert_within, normal, paged_batch, strided_rows
+from kernel_support import assert_within, is_gpu, normal, strided_rows
+from paged_support import (
+    PagedBatch,
+    attention,
+    batch_of,
+    check_attention,
+)
 from torch import Tensor
 
-from exl_core.ops.attention import AttentionRows, Scoring
 from exl_core.ops.table import OpTable
+from support.kv_caches import FORMATS
 from support.profiles import first_by_default
 
 MIXED = [(0, 1), (7, 1), (299, 1), (0, 37), (45, 70), (131, 2), (600, 1), (0, 9)]
+CODED = ["fp8", "q8", "q6", "q4"]
+CODED_MIX = [(0, 1), (7, 1), (299, 1), (45, 70), (131, 2), (0, 9)]
 
 
-def exact_attention(
-    q: Tensor, batch: PagedBatch, scale: float, window: int, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """Float64 result through torch's own attention, and a bound on what float32 may do to it."""
-    rows, heads, d = q.shape
-    result = torch.empty(rows, heads, d, dtype=torch.float64)
-    bound = torch.empty_like(result)
-    starts = batch.row_starts.tolist()
-    for seq, past in enumerate(batch.past_lens.tolist()):
-        first, last = starts[seq], starts[seq + 1]
-        end = past + last - first
-        keys = batch.rows_of(batch.key_cache, seq, end)
-        values = batch.rows_of(batch.value_cache, seq, end)
-        group = heads // keys.shape[0]
-        keys, values = (x.repeat_interleave(group, dim=0) for x in (keys, values))
-        queries = q[first:last].double().transpose(0, 1)
-        ages = torch.arange(past, end)[:, None] - torch.arange(end)
-        seen = (ages >= 0) & ((ages < window) if window > 0 else torch.tensor(True))
-        if softcap == 0.0:
-            right = torch.nn.functional.scaled_dot_product_attention(
-                queries, keys, values, attn_mask=seen, scale=scale
-            )
-            scores = queries @ keys.transpose(1, 2) * scale
-        else:
-            scores = queries @ keys.transpose(1, 2) * scale
-            scores = softcap * torch.tanh(scores / softcap)
-            right = scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values
-        # A score is off by d + 3 roundings of its terms (and of itself, capped); that scales every
-        # weight by e^error. The sums over keys add a rounding per key, exp a few.
-        terms = queries.abs() @ keys.abs().transpose(1, 2) * scale
-        score_error = ((d + 3) * UNIT * terms).amax(-1) + 4 * UNIT * scores.abs().amax(-1)
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        relative = 2 * score_error + (2 * end + 16) * UNIT
-        spread = weights @ values.abs()
-        result[first:last] = right.transpose(0, 1)
-        bound[first:last] = (relative[..., None] * spread).transpose(0, 1)
-    return result.view(rows, heads * d), bound.view(rows, heads * d)
-
-
-def run(
-    table: OpTable, q: Tensor, batch: PagedBatch, *, window: int = 0, softcap: float = 0.0
-) -> Tensor:
-    scoring = Scoring(q.shape[2] ** -0.5, window, softcap)
-    return table.paged_attention(q, batch.cache, batch.attention_rows, scoring)
-
-
-def check(
-    table: OpTable, q: Tensor, batch: PagedBatch, *, window: int = 0, softcap: float = 0.0
-) -> None:
-    y = run(table, q, batch, window=window, softcap=softcap)
-    exact, bound = exact_attention(q, batch, q.shape[2] ** -0.5, window, softcap)
-    assert y.dtype == torch.float32
-    assert_within(y, exact, bound)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("name", ["f16", "f32"])
 @pytest.mark.parametrize("page_size", [16, 256])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "d"), [(9, 3, 64), (4, 1, 256), (2, 2, 72)])
 def test_decode_and_prefill_mix_in_one_call(
-    *, table: OpTable, rng, dtype, page_size, q_heads, kv_heads, d
+    *,
+    table: OpTable,
+    rng: torch.Generator,
+    name: str,
+    page_size: int,
+    q_heads: int,
+    kv_heads: int,
+    d: int,
 ) -> None:
-    batch = paged_batch(rng, MIXED, kv_heads=kv_heads, head_dim=d, page_size=page_size, dtype=dtype)
-    check(table, strided_rows(rng, batch.rows, q_heads, d), batch)
+    batch = batch_of(rng, name, MIXED, (kv_heads, d, page_size))
+    check_attention(table, strided_rows(rng, batch.rows, q_heads, d), batch)
 
 
 @pytest.mark.parametrize("d", [1, 8, 20, 37, 96, 120, 128, 512])
-def test_any_head_dim_works(table: OpTable, rng, d) -> None:
-    batch = paged_batch(
-        rng, [(70, 1), (3, 21)], kv_heads=2, head_dim=d, page_size=16, dtype=torch.float16
-    )
-    check(table, strided_rows(rng, batch.rows, 4, d), batch)
+def test_any_head_dim_works(cpu_table: OpTable, rng: torch.Generator, d: int) -> None:
+    batch = batch_of(rng, "f16", [(70, 1), (3, 21)], (2, d, 16))
+    check_attention(cpu_table, strided_rows(rng, batch.rows, 4, d), batch)
 
 
 # Smaller than a page, across pages, off the 64-key blocks by one, larger than any sequence.
 @pytest.mark.parametrize("window", first_by_default([1, 63, 64, 200, 5, 16, 65, 10_000], 4))
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_window_hides_older_keys(table: OpTable, rng, window, page_size) -> None:
-    batch = paged_batch(
-        rng, MIXED, kv_heads=1, head_dim=24, page_size=page_size, dtype=torch.float16
-    )
-    check(table, strided_rows(rng, batch.rows, 3, 24), batch, window=window)
+def test_window_hides_older_keys(
+    table: OpTable, rng: torch.Generator, window: int, page_size: int
+) -> None:
+    batch = batch_of(rng, "f16", MIXED, (1, 24, page_size))
+    check_attention(table, strided_rows(rng, batch.rows, 3, 24), batch, window=window)
 
 
 @pytest.mark.parametrize("window", [0, 40])
-def test_softcap_bends_scores_before_the_mask(table: OpTable, rng, window) -> None:
-    batch = paged_batch(rng, MIXED, kv_heads=2, head_dim=32, page_size=32, dtype=torch.float32)
+def test_softcap_applies_before_the_mask(
+    cpu_table: OpTable, rng: torch.Generator, window: int
+) -> None:
+    batch = batch_of(rng, "f32", MIXED, (2, 32, 32))
     q = 20 * strided_rows(rng, batch.rows, 4, 32)
-    check(table, q, batch, window=window, softcap=15.0)
+    check_attention(cpu_table, q, batch, window=window, softcap=15.0)
 
 
 @pytest.mark.parametrize("rows", first_by_default([1, 2, 17, 65, 300, 5, 33, 64, 130], 5))
-def test_every_chunk_length_matches(table: OpTable, rng, rows) -> None:
-    """Both strategies and the limits between them: dot products, tiles, split keys."""
-    batch = paged_batch(
-        rng, [(1500, rows)], kv_heads=1, head_dim=16, page_size=64, dtype=torch.float16
-    )
-    check(table, normal(rng, rows, 2, 16), batch)
+def test_every_chunk_length_matches(table: OpTable, rng: torch.Generator, rows: int) -> None:
+    """Dot products, tiles and split keys, and the limits between them."""
+    batch = batch_of(rng, "f16", [(1500, rows)], (1, 16, 64))
+    check_attention(table, normal(rng, rows, 2, 16), batch)
 
 
-def test_sixteen_query_heads_share_one_kv_head(table: OpTable, rng) -> None:
-    batch = paged_batch(rng, MIXED, kv_heads=1, head_dim=16, page_size=16, dtype=torch.float16)
-    check(table, strided_rows(rng, batch.rows, 16, 16), batch)
+def test_sixteen_query_heads_share_one_kv_head(table: OpTable, rng: torch.Generator) -> None:
+    batch = batch_of(rng, "f16", MIXED, (1, 16, 16))
+    check_attention(table, strided_rows(rng, batch.rows, 16, 16), batch)
 
 
-def test_large_scores_do_not_overflow(table: OpTable, rng) -> None:
-    batch = paged_batch(rng, MIXED, kv_heads=1, head_dim=16, page_size=16, dtype=torch.float32)
-    y = run(table, 1e4 * normal(rng, batch.rows, 2, 16), batch)
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize(
+    ("q_heads", "kv_heads", "d", "page_size"),
+    first_by_default(
+        [(9, 3, 64, 256), (2, 2, 96, 48), (6, 2, 32, 16), (2, 1, 256, 16), (8, 2, 128, 64)], 3
+    ),
+)
+def test_decode_and_prefill_mix_over_codes(
+    *,
+    cpu_table: OpTable,
+    rng: torch.Generator,
+    name: str,
+    q_heads: int,
+    kv_heads: int,
+    d: int,
+    page_size: int,
+) -> None:
+    batch = batch_of(rng, name, CODED_MIX, (kv_heads, d, page_size))
+    check_attention(cpu_table, strided_rows(rng, batch.rows, q_heads, d), batch)
+
+
+@pytest.mark.parametrize("d", [1, 20, 80])
+def test_fp8_takes_any_head_dim(cpu_table: OpTable, rng: torch.Generator, d: int) -> None:
+    batch = batch_of(rng, "fp8", [(70, 1), (3, 21)], (2, d, 16))
+    check_attention(cpu_table, strided_rows(rng, batch.rows, 4, d), batch)
+
+
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("window", first_by_default([63, 200, 1, 64], 2))
+def test_window_and_softcap_apply_to_codes(
+    cpu_table: OpTable, rng: torch.Generator, name: str, window: int
+) -> None:
+    batch = batch_of(rng, name, CODED_MIX, (1, 64, 16))
+    q = 5 * strided_rows(rng, batch.rows, 3, 64)
+    check_attention(cpu_table, q, batch, window=window, softcap=15.0)
+
+
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("rows", first_by_default([1, 17, 130, 5, 65], 3))
+def test_every_chunk_length_matches_over_codes(
+    table: OpTable, rng: torch.Generator, name: str, rows: int
+) -> None:
+    batch = batch_of(rng, name, [(1100, rows)], (1, 32, 64))
+    check_attention(table, normal(rng, rows, 2, 32), batch)
+
+
+@pytest.mark.parametrize("name", CODED)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_nan_scales_of_codes_reach_the_result(
+    cpu_table: OpTable, rng: torch.Generator, name: str, rows: int
+) -> None:
+    batch = batch_of(rng, name, [(5, rows)], (1, 32, 16))
+    batch.key_cache.view(torch.uint8)[int(batch.page_table[0, 0]), 0, 2] = 255
+
+    y = attention(cpu_table, normal(rng, rows, 2, 32), batch)
+
+    assert y.isnan().all()
+
+
+def test_large_scores_do_not_overflow(cpu_table: OpTable, rng: torch.Generator) -> None:
+    batch = batch_of(rng, "f32", MIXED, (1, 16, 16))
+    y = attention(cpu_table, 1e4 * normal(rng, batch.rows, 2, 16), batch)
     assert y.isfinite().all()
 
 
 @pytest.mark.parametrize(("past", "rows"), [(40, 1), (700, 1), (0, 60)])
-def test_keys_outside_the_window_are_not_read(table: OpTable, rng, past, rows) -> None:
-    """Pages before the window may belong to somebody else by now."""
-    batch = paged_batch(
-        rng, [(past, rows)], kv_heads=1, head_dim=16, page_size=16, dtype=torch.float16
-    )
+def test_keys_outside_the_window_are_not_read(
+    cpu_table: OpTable, rng: torch.Generator, past: int, rows: int
+) -> None:
+    """Another sequence may have reused the pages before the window."""
+    batch = batch_of(rng, "f16", [(past, rows)], (1, 16, 16))
     q = normal(rng, rows, 2, 16)
     window = 21
-    clean = run(table, q, batch, window=window)
+    clean = attention(cpu_table, q, batch, window=window)
     for position in range(max(0, past - window + 1)):
         page = int(batch.page_table[0, position // 16])
         for cache in (batch.key_cache, batch.value_cache):
             cache[page, :, position % 16] = torch.nan
 
-    assert torch.equal(run(table, q, batch, window=window), clean)
+    assert torch.equal(attention(cpu_table, q, batch, window=window), clean)
 
 
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("which", ["key_cache", "value_cache"])
-def test_a_nan_in_the_cache_is_not_hidden(table: OpTable, rng, rows, which) -> None:
-    batch = paged_batch(
-        rng, [(5, rows)], kv_heads=1, head_dim=16, page_size=16, dtype=torch.float16
-    )
+@pytest.mark.parametrize("d", [16, 64])
+def test_nan_in_the_cache_reaches_the_result(
+    table: OpTable, rng: torch.Generator, rows: int, which: str, d: int
+) -> None:
+    batch = batch_of(rng, "f16", [(5, rows)], (1, d, 16))
     getattr(batch, which)[int(batch.page_table[0, 0]), 0, 2, 3] = torch.nan
 
-    y = run(table, normal(rng, rows, 2, 16), batch).view(rows, 2, 16)
+    y = attention(table, normal(rng, rows, 2, d), batch).view(rows, 2, d)
 
     hit = y if which == "key_cache" else y[..., 3]
     assert hit.isnan().all()
 
 
 @pytest.mark.parametrize("rows", [1, 20])
-def test_a_score_of_minus_infinity_counts_as_nothing(table: OpTable, rng, rows) -> None:
-    batch = paged_batch(
-        rng, [(300, rows)], kv_heads=1, head_dim=16, page_size=16, dtype=torch.float32
-    )
+def test_scores_of_minus_infinity_have_no_weight(
+    cpu_table: OpTable, rng: torch.Generator, rows: int
+) -> None:
+    batch = batch_of(rng, "f32", [(300, rows)], (1, 16, 16))
     q = normal(rng, rows, 1, 16).abs()
-    for position in range(130):  # whole blocks of keys, first in line
+    for position in range(130):  # the first blocks of keys, entirely
         page = int(batch.page_table[0, position // 16])
         batch.key_cache[page, :, position % 16] = -torch.inf
 
-    y = run(table, q, batch)
+    y = attention(cpu_table, q, batch)
 
-    assert_within(y, run_without(batch, q, 130), 1e-4)
+    assert_within(y, attention_without(batch, q, 130), 1e-4)
 
 
-def run_without(batch: PagedBatch, q: Tensor, hidden: int) -> Tensor:
-    """Float64 attention in which the first `hidden` positions do not exist."""
+def attention_without(batch: PagedBatch, q: Tensor, hidden: int) -> Tensor:
+    """Attention in float64 to all positions but the first `hidden`."""
     rows, past = q.shape[0], int(batch.past_lens[0])
     keys = batch.rows_of(batch.key_cache, 0, past + rows)[0, hidden:]
     values = batch.rows_of(batch.value_cache, 0, past + rows)[0, hidden:]
@@ -181,19 +199,94 @@ def run_without(batch: PagedBatch, q: Tensor, hidden: int) -> Tensor:
     )
 
 
-def test_a_sequence_does_not_depend_on_its_neighbours(kernels: OpTable, rng) -> None:
-    """Bit for bit: the work is cut by each sequence's own shape."""
-    batch = paged_batch(rng, MIXED, kv_heads=1, head_dim=16, page_size=16, dtype=torch.float16)
-    q = normal(rng, batch.rows, 2, 16)
-    together = run(kernels, q, batch)
+def test_a_sequence_does_not_depend_on_its_neighbors(table: OpTable, rng: torch.Generator) -> None:
+    """Bit for bit on the CPU. On a GPU the number of sequences decides how keys are split."""
+    name, d = ("q8", 128) if is_gpu(table) else ("f16", 16)
+    batch = batch_of(rng, name, MIXED, (1, d, 16))
+    q = normal(rng, batch.rows, 2, d)
+    together = attention(table, q, batch)
     starts = batch.row_starts.tolist()
 
     for seq in range(len(MIXED)):
         rows = slice(starts[seq], starts[seq + 1])
-        own = AttentionRows(
-            batch.page_table[seq : seq + 1].contiguous(),
-            torch.tensor([0, rows.stop - rows.start], dtype=torch.int32),
-            batch.past_lens[seq : seq + 1],
-        )
-        alone = kernels.paged_attention(q[rows].contiguous(), batch.cache, own, Scoring(0.25))
-        assert torch.equal(alone, together[rows])
+        alone = attention(table, q[rows].contiguous(), batch.only(seq))
+        if is_gpu(table):
+            assert (alone - together[rows]).double().norm() <= 1e-3 * alone.double().norm()
+        else:
+            assert torch.equal(alone, together[rows])
+
+
+# ---- shapes that matter to the kernels of the GPU ------------------------------------------------
+
+ONE_ROW = [(0, 1), (7, 1), (15, 1), (16, 1), (299, 1), (31, 1), (1500, 1), (63, 1)]
+LONG_MIX = [*MIXED[:6], (9, 0), (600, 1), (0, 9), (3, 16), (250, 17), (1000, 3), (20, 130)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2), (9, 3), (16, 1)], ids=str)
+def test_one_row_of_each_sequence(
+    gpu_table: OpTable, rng: torch.Generator, name: str, d: int, heads: tuple[int, int]
+) -> None:
+    batch = batch_of(rng, name, ONE_ROW, (heads[1], d, 256))
+    check_attention(gpu_table, strided_rows(rng, batch.rows, heads[0], d), batch)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+@pytest.mark.parametrize("heads", [(2, 2), (8, 2)], ids=str)
+def test_few_and_many_rows_in_one_call(
+    gpu_table: OpTable, rng: torch.Generator, name: str, d: int, heads: tuple[int, int]
+) -> None:
+    batch = batch_of(rng, name, LONG_MIX, (heads[1], d, 16))
+    check_attention(gpu_table, strided_rows(rng, batch.rows, heads[0], d), batch)
+
+
+@pytest.mark.parametrize("name", ["f32", "f16", "fp8"])
+@pytest.mark.parametrize("d", [8, 72, 80, 120, 200])
+def test_heads_of_other_sizes(gpu_table: OpTable, rng: torch.Generator, name: str, d: int) -> None:
+    batch = batch_of(rng, name, LONG_MIX, (2, d, 64))
+    check_attention(gpu_table, normal(rng, batch.rows, 4, d), batch)
+
+
+@pytest.mark.parametrize("name", ["f16", "q6", "q4"])
+@pytest.mark.parametrize("page_size", [16, 32, 128])
+@pytest.mark.parametrize("window", [1, 5, 16, 63, 64, 65, 200, 10_000])
+def test_window_hides_older_keys_of_every_format(
+    gpu_table: OpTable, rng: torch.Generator, name: str, page_size: int, window: int
+) -> None:
+    batch = batch_of(rng, name, LONG_MIX, (2, 64, page_size))
+    check_attention(gpu_table, normal(rng, batch.rows, 8, 64), batch, window=window)
+
+
+@pytest.mark.parametrize("window", [0, 40])
+@pytest.mark.parametrize("name", ["f16", "q4"])
+def test_softcap_applies_to_every_format(
+    gpu_table: OpTable, rng: torch.Generator, name: str, window: int
+) -> None:
+    """Scores are up to 15, so that their roundings count for more."""
+    batch = batch_of(rng, name, LONG_MIX, (2, 128, 256))
+    q = 8 * normal(rng, batch.rows, 8, 128)
+    check_attention(gpu_table, q, batch, window=window, softcap=15.0, gpu_bound=6e-3)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 15, 16, 17, 33, 64, 65, 127, 128, 129, 300])
+@pytest.mark.parametrize("name", ["f16", "q4"])
+def test_every_number_of_rows(
+    gpu_table: OpTable, rng: torch.Generator, name: str, rows: int
+) -> None:
+    batch = batch_of(rng, name, [(1500, rows)], (2, 128, 256))
+    check_attention(gpu_table, normal(rng, rows, 8, 128), batch)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("past", [4095, 9999])
+def test_long_sequences_are_split_the_same_way_each_time(
+    gpu_table: OpTable, rng: torch.Generator, name: str, past: int
+) -> None:
+    batch = batch_of(rng, name, [(past, 1)], (8, 128, 256))
+    q = normal(rng, 1, 32, 128).half()
+    check_attention(gpu_table, q, batch)
+    first = attention(gpu_table, q, batch)
+    for _ in range(20):
+        assert torch.equal(attention(gpu_table, q, batch), first)

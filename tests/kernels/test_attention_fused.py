@@ -1,10 +1,13 @@
-"""Attention between its projections, in one call, against the four ops that it is made of."""
+"""`attend_` against the four ops that it combines: head norms, RoPE, cache write, attention."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
-from kernel_support import PagedBatch, normal, paged_batch, strided_rows
+from kernel_support import normal, strided_rows
+from paged_support import PagedBatch, batch_of, paged_batch
 from torch import Tensor
 
 from exl_core.ops.attention import (
@@ -23,8 +26,14 @@ MIXED = [(0, 1), (299, 1), (0, 37), (131, 2), (600, 1), (5, 0), (0, 9)]
 EPS = 1e-5
 
 
+@pytest.fixture
+def table(cpu_table: OpTable) -> OpTable:
+    """Backends whose `attend_` runs the kernels of the separate ops."""
+    return cpu_table
+
+
 def slots_of(batch: PagedBatch) -> Tensor:
-    """Where each row of the pass belongs."""
+    """Cache slot of each row of the pass."""
     page_size = batch.key_cache.shape[2]
     starts, slots = batch.row_starts.tolist(), []
     for seq, past in enumerate(batch.past_lens.tolist()):
@@ -60,9 +69,16 @@ def bound_batch(
     ids=["decode", "short-prompt", "mixed", "windowed"],
 )
 def test_attend_is_norms_rope_write_and_attention(
-    *, table: OpTable, rng, sequences, window, softcap, dtype, with_norms
+    *,
+    table: OpTable,
+    rng: torch.Generator,
+    sequences: list[tuple[int, int]],
+    window: int,
+    softcap: float,
+    dtype: torch.dtype,
+    with_norms: bool,
 ) -> None:
-    """Bit for bit: it runs the same kernels."""
+    """Bit for bit, because the same kernels run."""
     heads, kv_heads, d = 6, 2, 24
     batch = paged_batch(rng, sequences, kv_heads=kv_heads, head_dim=d, page_size=16, dtype=dtype)
     slots, (cos, sin) = slots_of(batch), angles(rng, batch.rows, 9)
@@ -88,7 +104,9 @@ def test_attend_is_norms_rope_write_and_attention(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=["floats", "codes"])
-def test_heads_are_scaled_and_shifted_behind_rope(table: OpTable, rng, dtype) -> None:
+def test_heads_are_scaled_and_shifted_after_rope(
+    table: OpTable, rng: torch.Generator, dtype: torch.dtype
+) -> None:
     heads, kv_heads, d = 4, 2, 32
     batch = paged_batch(rng, MIXED, kv_heads=kv_heads, head_dim=d, page_size=16, dtype=dtype)
     slots, (cos, sin) = slots_of(batch), angles(rng, batch.rows, 9)
@@ -112,10 +130,39 @@ def test_heads_are_scaled_and_shifted_behind_rope(table: OpTable, rng, dtype) ->
     assert torch.equal(batch.value_cache.nan_to_num(nan=7.0), caches[1].nan_to_num(nan=7.0))
 
 
-def test_what_keys_share_and_what_queries_take_over_changes_nothing(table: OpTable, rng) -> None:
-    """Softmax does not see the one, and a product not the other."""
+def test_attend_writes_and_reads_a_cache_of_codes(table: OpTable, rng: torch.Generator) -> None:
+    """Bit for bit, for caches whose rows do not have the length of a head."""
+    for name in ("fp8", "q8", "q6", "q4"):
+        batch = batch_of(rng, name, [(40, 1), (0, 5)], (2, 64, 16))
+        pages, _, page_size, _ = batch.key_cache.shape
+        place = batch.page_table[0, 40 // 16].long() * 16 + 40 % 16
+        slots = torch.cat([place[None], batch.page_table[1, 0].long() * 16 + torch.arange(5)])
+        angle = normal(rng, 6, 32)
+        cos, sin = angle.cos(), angle.sin()
+        qkv = strided_rows(rng, 6, 8 * 64)
+        q, k, v = qkv.clone().view(6, 8, 64).split([4, 2, 2], dim=1)
+        caches = [
+            cache.view(torch.uint8).clone().view(cache.dtype)
+            for cache in (batch.key_cache, batch.value_cache)
+        ]
+        table.rope_(q, cos, sin)
+        table.rope_(k, cos, sin)
+        scoring, cache, rows = Scoring(0.1), CacheLayer(*caches), batch.attention_rows
+        table.write_kv(k, v, cache, slots)
+        expected = table.paged_attention(q, cache, rows, scoring)
+
+        bound = table.attention_batch(rows, slots, cos, sin, num_pages=pages, page_size=page_size)
+        table.attend_(qkv, bound, batch.cache, scoring)
+
+        assert torch.equal(qkv[:, :256], expected)
+        for got, wanted in zip((batch.key_cache, batch.value_cache), caches, strict=True):
+            assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+
+
+def test_key_smoothing_leaves_the_result_unchanged(table: OpTable, rng: torch.Generator) -> None:
+    """Softmax ignores a shift of all keys. Scales of queries and keys cancel in their product."""
     heads, kv_heads, d = 4, 2, 16
-    sequences = [(0, 37), (0, 1), (0, 9)]  # all keys are of this pass
+    sequences = [(0, 37), (0, 1), (0, 9)]  # all keys come from this pass
     batch = paged_batch(
         rng, sequences, kv_heads=kv_heads, head_dim=d, page_size=16, dtype=torch.float32
     )
@@ -135,8 +182,8 @@ def test_what_keys_share_and_what_queries_take_over_changes_nothing(table: OpTab
     torch.testing.assert_close(fitted, attended(), rtol=1e-4, atol=1e-4)
 
 
-def test_one_batch_serves_every_layer(table: OpTable, rng) -> None:
-    """And what it was made from may change afterwards, but of the reference table."""
+def test_one_batch_serves_every_layer(table: OpTable, rng: torch.Generator) -> None:
+    """Its operands may change afterwards, except on the reference backend."""
     batch = paged_batch(
         rng, [(20, 1), (3, 4)], kv_heads=1, head_dim=16, page_size=8, dtype=torch.float32
     )
@@ -152,7 +199,7 @@ def test_one_batch_serves_every_layer(table: OpTable, rng) -> None:
     expected = [attended(x, bound_batch(table, batch, slots, cos, sin)) for x in layers]
 
     bound = bound_batch(table, batch, slots, cos, sin)
-    if table.name != "reference":  # which copies nothing
+    if table.name != "reference":  # it copies nothing
         for tensor in (batch.page_table, batch.row_starts, batch.past_lens, slots, cos, sin):
             tensor.fill_(-1)
     got = [attended(x, bound) for x in layers]
@@ -160,7 +207,7 @@ def test_one_batch_serves_every_layer(table: OpTable, rng) -> None:
     assert all(torch.equal(a[:, :32], b[:, :32]) for a, b in zip(got, expected, strict=True))
 
 
-def test_no_rows_attend_to_nothing(table: OpTable) -> None:
+def test_attend_takes_no_rows(table: OpTable) -> None:
     empty = torch.empty(0, 4)
     none = torch.zeros(1, dtype=torch.int32)
     bound = table.attention_batch(
@@ -182,12 +229,14 @@ def ints(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
 
 
-def bind(table: OpTable, page_table, row_starts, past_lens, **operands) -> AttentionBatch:
+def bind(
+    table: OpTable, page_table: Tensor, row_starts: Tensor, past_lens: Tensor, **operands: Any
+) -> AttentionBatch:
     rows = AttentionRows(page_table, row_starts, past_lens)
     return table.attention_batch(rows, **operands)
 
 
-def batch_operands() -> dict[str, object]:
+def batch_operands() -> dict[str, Any]:
     return {
         "page_table": ints(0, 1, 2, 3).view(2, 2),
         "row_starts": ints(0, 2, 3),
@@ -225,7 +274,9 @@ def batch_operands() -> dict[str, object]:
         ({"page_size": 0}, "page"),
     ],
 )
-def test_a_batch_that_would_miss_the_cache_is_refused(table: OpTable, change, names) -> None:
+def test_a_batch_outside_of_the_cache_is_refused(
+    table: OpTable, change: dict[str, Any], names: str
+) -> None:
     bind(table, **batch_operands())
     with pytest.raises(ValueError, match=names):
         bind(table, **(batch_operands() | change))
@@ -257,7 +308,9 @@ def test_a_batch_that_would_miss_the_cache_is_refused(table: OpTable, change, na
         ({"smoothing": KeySmoothing(None, torch.ones(48))}, "head_s"),  # type: ignore[arg-type]
     ],
 )
-def test_attend_refuses_what_does_not_fit_its_batch(table: OpTable, change, names) -> None:
+def test_attend_refuses_operands_that_do_not_fit_its_batch(
+    table: OpTable, change: dict[str, Any], names: str
+) -> None:
     operands = {
         "qkv": torch.zeros(3, 64),
         "batch": bind(table, **batch_operands()),
@@ -265,7 +318,9 @@ def test_attend_refuses_what_does_not_fit_its_batch(table: OpTable, change, name
         "value_cache": torch.zeros(4, 2, 16, 8),
     }
 
-    def attend(qkv, batch, key_cache, value_cache, *, window=0, softcap=0.0, **layer) -> None:
+    def attend(
+        qkv, batch, key_cache, value_cache, *, window: int = 0, softcap: float = 0.0, **layer
+    ) -> None:
         cache, scoring = CacheLayer(key_cache, value_cache), Scoring(1.0, window, softcap)
         table.attend_(qkv, batch, cache, scoring, **layer)
 

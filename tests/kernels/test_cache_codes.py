@@ -1,24 +1,24 @@
-"""Caches of 8 and 4 bits: rows to the bit, and attention over what they stand for."""
+"""Cache rows of codes and of fp8: stored bits, rounding, NaN, and operands that are refused."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from kernel_support import UNIT, PagedBatch, assert_within, normal, paged_batch, strided_rows
+from kernel_support import assert_within, normal, strided_rows
+from paged_support import scaled_codes, transform
 from torch import Tensor
 
 from exl_core.ops.attention import AttentionRows, CacheLayer, Scoring
 from exl_core.ops.cache_rows import decode_rows, encode_rows, row_size
 from exl_core.ops.open import available_isas, get_table
 from exl_core.ops.table import OpTable
-from support.profiles import first_by_default
+from support.kv_caches import CODES4, CODES8, FORMATS
+from support.kv_caches import F8 as FP8
 
-# The others share their attention with avx512; a machine without that has nothing they add.
+# These sets share their cache code with avx512.
 SHARED = {"avx512vnni", "amx"}
 
-FP8, CODES8, CODES4 = torch.float8_e4m3fn, torch.int8, torch.uint8
-KINDS = {"fp8": (FP8, FP8), "q8": (CODES8, CODES8), "q6": (CODES8, CODES4), "q4": (CODES4, CODES4)}
-MIXED = [(0, 1), (7, 1), (299, 1), (45, 70), (131, 2), (0, 9)]
+CODED = {name: FORMATS[name] for name in ("fp8", "q8", "q6", "q4")}
 
 HALF_UNIT = 2.0**-11  # the error of one float16 rounding
 
@@ -46,7 +46,7 @@ def table(request: pytest.FixtureRequest) -> OpTable:
 def written(
     table: OpTable, key: Tensor, value: Tensor, kinds: tuple[torch.dtype, torch.dtype]
 ) -> list[Tensor]:
-    """Both caches as bytes: the rows of [rows, heads, d] in order, in pages of 16."""
+    """Rows of both caches as bytes, after a write of key and value [rows, heads, d]."""
     rows, heads, d = key.shape
     caches = [
         torch.zeros(-(-rows // 16), heads, 16, row_size(kind, d), dtype=kind) for kind in kinds
@@ -56,7 +56,7 @@ def written(
 
 
 @pytest.mark.parametrize("kind", [CODES8, CODES4], ids=str)
-def test_the_published_row_comes_out_to_the_bit(table: OpTable, kind) -> None:
+def test_the_published_row_is_stored_bit_for_bit(table: OpTable, kind: torch.dtype) -> None:
     row = VECTOR.view(1, 1, 64)
     for cache in written(table, row, row, (kind, kind)):
         assert bytes(cache.flatten().tolist()).hex().upper() == VECTOR_ROWS[kind]
@@ -66,39 +66,11 @@ def test_the_published_row_comes_out_to_the_bit(table: OpTable, kind) -> None:
     assert tuple(int(bits) & 0xFFFF for bits in decoded) == VECTOR_DECODED[kind]
 
 
-def hadamard(points: int) -> Tensor:
-    """Sylvester's order: -1 to the number of ones that both indices have."""
-    return torch.tensor(
-        [[(-1.0) ** (i & j).bit_count() for j in range(points)] for i in range(points)],
-        dtype=torch.float64,
-    )
-
-
-def transform(d: int) -> Tensor:
-    """What a whole row is multiplied with to decode it, [d, d]."""
-    matrix = torch.zeros(d, d, dtype=torch.float64)
-    for start in range(0, d, 64):
-        size = min(64, d - start)
-        for parity in (0, 1):
-            at = torch.arange(start + parity, start + size, 2)
-            matrix[at[:, None], at] = hadamard(size // 2) * 2 / size
-    return matrix
-
-
-def scaled_codes(rows: Tensor, d: int) -> Tensor:
-    """(code - h) * scale of rows [..., row], float64 [..., d]."""
-    bits = 8 if rows.dtype == CODES8 else 4
-    raw = rows.contiguous().view(torch.uint8)
-    codes, scales = raw[..., : d * bits // 8].long(), raw[..., d * bits // 8 :].contiguous()
-    if bits == 4:
-        codes = torch.stack((codes % 16, codes // 16), dim=-1).flatten(-2)
-    scale = scales.view(torch.float16).double().repeat_interleave(32, dim=-1)
-    return (codes.double() - 2 ** (bits - 1)) * scale
-
-
 @pytest.mark.parametrize("kind", [CODES8, CODES4], ids=str)
 @pytest.mark.parametrize("d", [32, 64, 96, 160])
-def test_decoding_is_the_matrix_of_the_format(rng, kind, d) -> None:
+def test_decoding_is_the_matrix_of_the_format(
+    rng: torch.Generator, kind: torch.dtype, d: int
+) -> None:
     rows = encode_rows(normal(rng, 50, d), kind)
     exact = scaled_codes(rows, d) @ transform(d)
     assert_within(decode_rows(rows), exact, 1e-12)
@@ -109,22 +81,26 @@ def test_decoding_is_the_matrix_of_the_format(rng, kind, d) -> None:
 
 @pytest.mark.parametrize(("kind", "levels"), [(CODES8, 256), (CODES4, 16)])
 @pytest.mark.parametrize("d", [32, 64, 96, 256])
-def test_rounding_is_off_by_a_step_at_most(table: OpTable, rng, kind, levels, d) -> None:
+def test_rounding_is_off_by_a_step_at_most(
+    table: OpTable, rng: torch.Generator, kind: torch.dtype, levels: int, d: int
+) -> None:
     x = normal(rng, 40, 2, d)
     stored = written(table, x, x, (kind, kind))[0].contiguous().view(kind)
     y = x.half().double() @ torch.linalg.inv(transform(d))
     top = y.unflatten(-1, (-1, 32)).abs().amax(-1).repeat_interleave(32, dim=-1)
-    # Half a step, or a whole one at +A, which has no code; in float16 the ratio, the code and the
-    # scale are off by a unit of A each, and five sums by one of all that they add up.
+    # Half a step, or a whole one at +A, which has no code. In float16 the ratio, the code and the
+    # scale are off by a unit of A each, and five sums by a unit of their terms.
     sums = x.half().double().abs() @ torch.linalg.inv(transform(d)).abs()
     bound = 2 / levels * top + HALF_UNIT * (4 * top + 6 * sums)
     assert_within(scaled_codes(stored, d), y, bound)
 
 
-@pytest.mark.parametrize("kinds", list(KINDS.values()), ids=list(KINDS))
+@pytest.mark.parametrize("kinds", list(CODED.values()), ids=list(CODED))
 @pytest.mark.parametrize("d", [32, 64, 96, 128, 256, 320])
-def test_rows_are_the_same_to_the_bit_in_every_table(kernels: OpTable, rng, kinds, d) -> None:
-    """Of any size, and with what is no number in them: those scales are NaN."""
+def test_every_backend_stores_the_same_bits(
+    kernels: OpTable, rng: torch.Generator, kinds: tuple[torch.dtype, torch.dtype], d: int
+) -> None:
+    """Rows of any magnitude. A row with NaN or infinity has NaN scales."""
     key, value = (strided_rows(rng, 41, 3, d) for _ in range(2))
     for x in (key, value):
         x.mul_(torch.exp(3 * normal(rng, 41, 3, 1)))
@@ -140,7 +116,7 @@ def test_rows_are_the_same_to_the_bit_in_every_table(kernels: OpTable, rng, kind
 
 
 @pytest.mark.parametrize("kind", [CODES8, CODES4], ids=str)
-def test_zeros_stay_zero_and_no_number_stays_none(table: OpTable, kind) -> None:
+def test_zeros_stay_zero_and_nan_stays_nan(table: OpTable, kind: torch.dtype) -> None:
     x = torch.zeros(3, 1, 96)
     x[1, 0, 5] = torch.nan
     x[2, 0, 95] = torch.inf
@@ -153,8 +129,8 @@ def test_zeros_stay_zero_and_no_number_stays_none(table: OpTable, kind) -> None:
 
 
 @pytest.mark.parametrize("d", [7, 16, 20, 80])
-def test_fp8_is_the_nearest_value_of_e4m3(table: OpTable, d) -> None:
-    """Every float16 there is, and its neighbours in float32: ties go to even, too much to 448."""
+def test_fp8_is_the_nearest_value_of_e4m3(table: OpTable, d: int) -> None:
+    """All float16 values and their neighbors in float32. Ties go to even, large values to 448."""
     halves = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.float16).float()
     around = torch.cat([halves, *(halves.nextafter(torch.tensor(to)) for to in (-1e38, 1e38))])
     x = around[: len(around) // d * d].view(-1, 1, d)
@@ -170,146 +146,6 @@ def test_fp8_is_the_nearest_value_of_e4m3(table: OpTable, d) -> None:
         got = cache.view(-1, d)
         assert torch.equal(got[is_number].long(), nearest[is_number])
         assert got[~is_number].view(FP8).float().isnan().all()
-
-
-def magnitudes(rows: Tensor, d: int) -> tuple[Tensor, Tensor]:
-    """|elements| that are multiplied, and the matrix that spreads errors in them, both float64."""
-    if rows.dtype == FP8:
-        return rows.double().abs(), torch.eye(d, dtype=torch.float64)
-    return scaled_codes(rows, d).abs(), transform(d).abs()
-
-
-def exact_attention(
-    q: Tensor, batch: PagedBatch, scale: float, window: int, softcap: float
-) -> tuple[Tensor, Tensor]:
-    """Float64 result over the decoded rows, and a bound on what float32 may do to it."""
-    rows, heads, d = q.shape
-    result, bound = (torch.empty(rows, heads, d, dtype=torch.float64) for _ in range(2))
-    starts = batch.row_starts.tolist()
-    for seq, past in enumerate(batch.past_lens.tolist()):
-        first, last = starts[seq], starts[seq + 1]
-        end = past + last - first
-        stored = [batch.stored_rows_of(c, seq, end) for c in (batch.key_cache, batch.value_cache)]
-        group = heads // stored[0].shape[0]
-        keys, values = (decode_rows(x).repeat_interleave(group, dim=0) for x in stored)
-        (key_size, key_spread), (value_size, value_spread) = (magnitudes(x, d) for x in stored)
-        key_size, value_size = (x.repeat_interleave(group, dim=0) for x in (key_size, value_size))
-        queries = q[first:last].double().transpose(0, 1)
-        ages = torch.arange(past, end)[:, None] - torch.arange(end)
-        seen = (ages >= 0) & ((ages < window) if window > 0 else torch.tensor(True))
-        scores = queries @ keys.transpose(1, 2) * scale
-        if softcap > 0.0:
-            scores = softcap * torch.tanh(scores / softcap)
-        weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
-        # As for plain caches, but that a query is rounded six times more before it meets codes,
-        # and a result after it leaves them.
-        terms = (queries.abs() @ key_spread) @ key_size.transpose(1, 2) * scale
-        score_error = ((d + 9) * UNIT * terms).amax(-1) + 4 * UNIT * scores.abs().amax(-1)
-        relative = 2 * score_error + (2 * end + 22) * UNIT
-        spread = (weights @ value_size) @ value_spread
-        result[first:last] = (weights @ values).transpose(0, 1)
-        bound[first:last] = (relative[..., None] * spread).transpose(0, 1)
-    return result.view(rows, heads * d), bound.view(rows, heads * d)
-
-
-def check(
-    table: OpTable, q: Tensor, batch: PagedBatch, *, window: int = 0, softcap: float = 0.0
-) -> None:
-    scale = q.shape[2] ** -0.5
-    scoring = Scoring(scale, window, softcap)
-    y = table.paged_attention(q, batch.cache, batch.attention_rows, scoring)
-    assert_within(y, *exact_attention(q, batch, scale, window, softcap))
-
-
-def packed_batch(
-    rng, kind: str, sequences: list[tuple[int, int]], heads: tuple[int, int], page_size: int
-) -> PagedBatch:
-    """`heads`: how many of keys, and their size."""
-    key_type, value_type = KINDS[kind]
-    return paged_batch(
-        rng,
-        sequences,
-        kv_heads=heads[0],
-        head_dim=heads[1],
-        page_size=page_size,
-        dtype=key_type,
-        value_dtype=value_type,
-    )
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "d", "page_size"),
-    first_by_default(
-        [(9, 3, 64, 256), (2, 2, 96, 48), (6, 2, 32, 16), (2, 1, 256, 16), (8, 2, 128, 64)], 3
-    ),
-)
-def test_decode_and_prefill_mix_in_one_call(
-    *, table: OpTable, rng, kind, q_heads, kv_heads, d, page_size
-) -> None:
-    batch = packed_batch(rng, kind, MIXED, (kv_heads, d), page_size)
-    check(table, strided_rows(rng, batch.rows, q_heads, d), batch)
-
-
-@pytest.mark.parametrize("d", [1, 20, 80])
-def test_fp8_takes_any_head_dim(table: OpTable, rng, d) -> None:
-    batch = packed_batch(rng, "fp8", [(70, 1), (3, 21)], (2, d), 16)
-    check(table, strided_rows(rng, batch.rows, 4, d), batch)
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("window", first_by_default([63, 200, 1, 64], 2))
-def test_window_and_softcap_do_what_they_do_elsewhere(table: OpTable, rng, kind, window) -> None:
-    batch = packed_batch(rng, kind, MIXED, (1, 64), 16)
-    check(table, 5 * strided_rows(rng, batch.rows, 3, 64), batch, window=window, softcap=15.0)
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("rows", first_by_default([1, 17, 130, 5, 65], 3))
-def test_every_chunk_length_matches(table: OpTable, rng, kind, rows) -> None:
-    batch = packed_batch(rng, kind, [(1100, rows)], (1, 32), 64)
-    check(table, normal(rng, rows, 2, 32), batch)
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-@pytest.mark.parametrize("rows", [1, 40])
-def test_no_number_in_the_cache_is_not_hidden(table: OpTable, rng, kind, rows) -> None:
-    batch = packed_batch(rng, kind, [(5, rows)], (1, 32), 16)
-    batch.key_cache.view(torch.uint8)[int(batch.page_table[0, 0]), 0, 2] = 255
-
-    q = normal(rng, rows, 2, 32)
-    y = table.paged_attention(q, batch.cache, batch.attention_rows, Scoring(0.2))
-
-    assert y.isnan().all()
-
-
-def test_attend_writes_and_reads_one_cache(table: OpTable, rng) -> None:
-    """Bit for bit the ops that it is made of; the keys' rows say how long a head is."""
-    for kind in KINDS:
-        batch = packed_batch(rng, kind, [(40, 1), (0, 5)], (2, 64), 16)
-        pages, _, page_size, _ = batch.key_cache.shape
-        place = batch.page_table[0, 40 // 16].long() * 16 + 40 % 16
-        slots = torch.cat([place[None], batch.page_table[1, 0].long() * 16 + torch.arange(5)])
-        angle = normal(rng, 6, 32)
-        cos, sin = angle.cos(), angle.sin()
-        qkv = strided_rows(rng, 6, 8 * 64)
-        q, k, v = qkv.clone().view(6, 8, 64).split([4, 2, 2], dim=1)
-        caches = [
-            cache.view(torch.uint8).clone().view(cache.dtype)
-            for cache in (batch.key_cache, batch.value_cache)
-        ]
-        table.rope_(q, cos, sin)
-        table.rope_(k, cos, sin)
-        scoring, cache, rows = Scoring(0.1), CacheLayer(*caches), batch.attention_rows
-        table.write_kv(k, v, cache, slots)
-        expected = table.paged_attention(q, cache, rows, scoring)
-
-        bound = table.attention_batch(rows, slots, cos, sin, num_pages=pages, page_size=page_size)
-        table.attend_(qkv, bound, batch.cache, scoring)
-
-        assert torch.equal(qkv[:, :256], expected)
-        for got, wanted in zip((batch.key_cache, batch.value_cache), caches, strict=True):
-            assert torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -329,7 +165,9 @@ def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
         (64, zeros(2, 1, 16, 68, dtype=CODES8), zeros(3, 1, 16, 68, dtype=CODES8), "value_cache"),
     ],
 )
-def test_rows_that_cannot_be_are_refused(table: OpTable, d, key_cache, value_cache, names) -> None:
+def test_caches_with_wrong_rows_are_refused(
+    table: OpTable, d: int, key_cache: Tensor, value_cache: Tensor, names: str
+) -> None:
     x, cache = torch.zeros(2, 1, d), CacheLayer(key_cache, value_cache)
     with pytest.raises(ValueError, match=names):
         table.write_kv(x, x, cache, torch.arange(2))

@@ -1,4 +1,4 @@
-"""csrc/build_cuda.py: what it builds for, what it says when it cannot, what it builds again."""
+"""csrc/build_cuda.py: choice of architectures, one-line errors, reuse of objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.thorough
 
 CSRC = Path(__file__).parents[2] / "csrc"
 
-# Notes its arguments and leaves an empty output; says of itself what $RELEASE and $KNOWN say.
+# Fake nvcc: logs its arguments and writes an empty output. $RELEASE and $KNOWN are its answers.
 PRETENDER = """#!/bin/sh
 case "$1" in
 --version) echo "Cuda compilation tools, release $RELEASE, V$RELEASE.1"; exit 0 ;;
@@ -26,7 +26,7 @@ case "$1" in
 esac
 echo "$*" >> "$NOTES"
 [ -z "$SAYS" ] || echo "$SAYS"
-[ -z "$FAILS" ] || { echo "a.cu(1): error: what is this"; exit 2; }
+[ -z "$FAILS" ] || { echo "a.cu(1): error: identifier is undefined"; exit 2; }
 while [ $# -gt 0 ]; do
     if [ "$1" = -o ]; then : > "$2"; fi
     shift
@@ -41,7 +41,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 class Tree:
-    """The CUDA sources of csrc by name, and an nvcc that only pretends."""
+    """A copy of the CUDA sources, and a fake nvcc."""
 
     def __init__(self, root: Path) -> None:
         self.root, self.csrc, self.out = root, root / "csrc", root / "out"
@@ -57,7 +57,7 @@ class Tree:
         self.sources = len(list(self.csrc.glob("src/cuda/**/*.cu")))
 
     def build(self, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
-        told = {
+        settings = {
             "CUDA_HOME": str(self.root / "toolkit"),
             "NOTES": str(self.notes),
             "RELEASE": "12.4",
@@ -67,7 +67,7 @@ class Tree:
         self.notes.write_text("")
         return subprocess.run(
             [sys.executable, self.csrc / "build_cuda.py", self.out, *options],
-            env=told | env,
+            env=settings | env,
             capture_output=True,
             text=True,
             timeout=60,
@@ -75,7 +75,7 @@ class Tree:
         )
 
     def commands(self, *options: str, **env: str) -> tuple[list[str], str]:
-        """What is compiled, one line each, and the link."""
+        """Logged command lines: one per compiled source, and the link."""
         done = self.build(*options, **env)
         assert done.returncode == 0, done.stderr
         lines = self.notes.read_text().splitlines()
@@ -99,12 +99,12 @@ def tree(tmp_path: Path) -> Tree:
         ("none", ()),
     ],
 )
-def test_forms_of_a_list(script, text, found) -> None:
+def test_forms_of_a_list(script: ModuleType, text: str, found: tuple[int, ...] | None) -> None:
     assert script.parse_architectures(text) == found
 
 
 @pytest.mark.parametrize("text", ["7.0", "9", "sm_90", "9.0a", "8.0+PTX", "8.0;all", "80;", "-8.0"])
-def test_other_forms_are_refused_in_one_line(tree, text) -> None:
+def test_other_forms_are_refused_in_one_line(tree: Tree, text: str) -> None:
     done = tree.build(EXL_CUDA_ARCH=text)
     assert done.returncode != 0
     (line,) = done.stderr.splitlines()
@@ -121,8 +121,8 @@ def test_other_forms_are_refused_in_one_line(tree, text) -> None:
     ],
     ids=["missing", "too-old"],
 )
-def test_without_a_usable_nvcc(tree, env, says) -> None:
-    """An error where CUDA was asked for, else a line; an earlier library, out of date, goes."""
+def test_without_a_usable_nvcc(tree: Tree, env: dict[str, str], says: str) -> None:
+    """An error if CUDA was requested, otherwise one line. An outdated library is deleted."""
     asked = tree.build(EXL_CUDA_ARCH="all", **env)
     assert asked.returncode != 0
     (line,) = asked.stderr.splitlines()
@@ -139,7 +139,7 @@ def test_without_a_usable_nvcc(tree, env, says) -> None:
     assert not list(tree.out.iterdir())
 
 
-def test_what_nvcc_does_not_know_is_named(tree) -> None:
+def test_architectures_unknown_to_nvcc_are_named(tree: Tree) -> None:
     done = tree.build(EXL_CUDA_ARCH="8.0;13.7")
     assert done.returncode != 0
     (line,) = done.stderr.splitlines()
@@ -147,13 +147,13 @@ def test_what_nvcc_does_not_know_is_named(tree) -> None:
     assert "7.5, 8.0, 8.6, 8.9, 9.0 only" in line
 
 
-def test_nothing_is_built_for_none(tree) -> None:
+def test_nothing_is_built_for_none(tree: Tree) -> None:
     done = tree.build(EXL_CUDA_ARCH="none")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not tree.out.exists()
 
 
-def test_by_default_code_for_all_and_ptx_for_what_comes_later(tree) -> None:
+def test_the_default_is_code_for_all_and_ptx_for_later_devices(tree: Tree) -> None:
     compiled, link = tree.commands(KNOWN="80 86 89 90 100")
     codes = re.findall(r"-gencode=arch=(\w+),code=(\w+)", compiled[0])
     assert codes == [
@@ -170,7 +170,7 @@ def test_by_default_code_for_all_and_ptx_for_what_comes_later(tree) -> None:
     assert (tree.out / "libexl_cuda.so").is_file()
 
 
-def test_objects_are_reused_by_a_build_of_the_same_kind_only(tree) -> None:
+def test_objects_are_reused_by_a_build_of_the_same_kind_only(tree: Tree) -> None:
     ninety = {"EXL_CUDA_ARCH": "9.0"}
     every, _ = tree.commands(**ninety)
     assert len(every) == tree.sources
@@ -182,30 +182,32 @@ def test_objects_are_reused_by_a_build_of_the_same_kind_only(tree) -> None:
     assert len(tree.commands("--strict", **ninety)[0]) == tree.sources
     assert tree.commands(**ninety)[0] == []
     later = (tree.root / "notes").stat().st_mtime + 10
-    os.utime(tree.csrc / "src/cuda/device.cu", (later, later))
+    os.utime(tree.csrc / "src/cuda/common/device.cu", (later, later))
     assert len(tree.commands(**ninety)[0]) == 1
 
 
-def test_a_failed_compilation_is_shown_and_leaves_nothing(tree) -> None:
+def test_a_failed_compilation_is_shown_and_leaves_nothing(tree: Tree) -> None:
     done = tree.build(EXL_CUDA_ARCH="9.0", FAILS="1")
     assert done.returncode != 0
-    assert "error: what is this" in done.stderr
-    assert re.search(r"exl-kernels: nvcc failed on src/cuda/\w+\.cu \(exit status 2\)", done.stderr)
+    assert "error: identifier is undefined" in done.stderr
+    assert re.search(
+        r"exl-kernels: nvcc failed on src/cuda/[\w/]+\.cu \(exit status 2\)", done.stderr
+    )
     assert not tree.out.exists()
 
 
-def test_products_that_nothing_overlaps_are_an_error_of_a_strict_build(tree) -> None:
+def test_serialized_products_fail_a_strict_build(tree: Tree) -> None:
     said = "ptxas info: (C7512) wgmma.mma_async instructions are serialized due to registers"
     assert tree.build(EXL_CUDA_ARCH="9.0", SAYS=said).returncode == 0
     done = tree.build("--strict", EXL_CUDA_ARCH="9.0", SAYS=said)
     assert done.returncode != 0
-    assert re.search(r"exl-kernels: matrix products of src/cuda/\w+\.cu are serial", done.stderr)
+    assert re.search(r"exl-kernels: matrix products of src/cuda/[\w/]+\.cu are serial", done.stderr)
 
 
 @pytest.mark.thorough
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
-def test_a_real_nvcc_makes_a_library_that_loads_anywhere(tree) -> None:
-    """One small source of them all: no GPU, no driver and no torch are needed to load it."""
+def test_a_real_nvcc_makes_a_library_that_loads_without_a_gpu(tree: Tree) -> None:
+    """Built from one small source. Loading needs no GPU, no driver and no torch."""
     for source in tree.csrc.glob("src/cuda/**/*.cu"):
         if source.name != "device.cu":
             source.unlink()
@@ -215,4 +217,4 @@ def test_a_real_nvcc_makes_a_library_that_loads_anywhere(tree) -> None:
     library = ctypes.CDLL(str(tree.out / "libexl_cuda.so"))
     library.exl_cuda_architectures.restype = ctypes.c_char_p
     assert library.exl_cuda_architectures() == b"80 90"
-    assert not hasattr(library, "cudaMalloc")  # the runtime inside is not for others
+    assert not hasattr(library, "cudaMalloc")  # the static runtime is not exported

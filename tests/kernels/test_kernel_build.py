@@ -1,4 +1,4 @@
-"""csrc/setup.py with a compiler that only pretends: what it reuses, what it refuses to start."""
+"""csrc/setup.py with a fake compiler: reuse of objects, contents of packages, one-line errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ import pytest
 
 CSRC = Path(__file__).parents[2] / "csrc"
 
-# Answers the probe with $STANDARD, and otherwise notes its arguments and leaves an empty output.
+# Fake compiler: answers the probe with $STANDARD. Otherwise it logs its arguments and writes an
+# empty output.
 PRETENDER = """#!/bin/sh
 case " $* " in
 *" -dM "*)
@@ -44,7 +45,7 @@ def setuptools_version() -> int:
 
 
 pytestmark = pytest.mark.skipif(
-    setuptools_version() < 77, reason="needs what csrc is built with: setuptools >= 77, pybind11"
+    setuptools_version() < 77, reason="needs the build tools of csrc: setuptools >= 77, pybind11"
 )
 
 
@@ -62,11 +63,11 @@ class Tree:
     def build(self, **env: str) -> subprocess.CompletedProcess[str]:
         clean = {k: v for k, v in os.environ.items() if not k.endswith("FLAGS")}
         fixed = {"CXX": str(self.compiler), "NOTES": str(self.notes)}
-        told = {"STANDARD": "202002", "RELEASE": "12.2.0", "EXL_CUDA_ARCH": "none"}
+        defaults = {"STANDARD": "202002", "RELEASE": "12.2.0", "EXL_CUDA_ARCH": "none"}
         return subprocess.run(
             [sys.executable, "setup.py", "-q", "build_ext"],
             cwd=self.csrc,
-            env={**clean, **fixed, **told, **env},
+            env={**clean, **fixed, **defaults, **env},
             capture_output=True,
             text=True,
             timeout=60,
@@ -74,7 +75,7 @@ class Tree:
         )
 
     def compiled(self, **env: str) -> int:
-        """How many objects a build compiles."""
+        """Number of objects that a build compiles."""
         self.notes.write_text("")
         done = self.build(**env)
         assert done.returncode == 0, done.stderr
@@ -96,7 +97,7 @@ def tree(tmp_path: Path) -> Tree:
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="how a link looks")
-def test_objects_are_reused_by_a_build_of_the_same_kind_only(tree) -> None:
+def test_objects_are_reused_by_a_build_of_the_same_kind_only(tree: Tree) -> None:
     every = tree.compiled()
     assert every > 10
     assert tree.compiled() == 0
@@ -109,7 +110,7 @@ def test_objects_are_reused_by_a_build_of_the_same_kind_only(tree) -> None:
 
 
 @pytest.mark.thorough
-def test_a_wrong_choice_of_cuda_is_told_before_anything_is_compiled(tree) -> None:
+def test_a_bad_cuda_setting_is_reported_before_anything_is_compiled(tree: Tree) -> None:
     done = tree.build(EXL_CUDA_ARCH="tomorrow")
     assert done.returncode != 0
     (line,) = done.stderr.strip().splitlines()
@@ -119,7 +120,9 @@ def test_a_wrong_choice_of_cuda_is_told_before_anything_is_compiled(tree) -> Non
 
 @pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="how a link looks")
-def test_the_cuda_library_comes_beside_the_extension(tree, monkeypatch) -> None:
+def test_the_cuda_library_comes_beside_the_extension(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tools = tree.csrc.parent / "tools"
     tools.mkdir()
     (tools / "nvcc").write_text(PRETENDER_NVCC)
@@ -128,12 +131,12 @@ def test_the_cuda_library_comes_beside_the_extension(tree, monkeypatch) -> None:
     tree.compiled(EXL_CUDA_ARCH="9.0", **env)
     (library,) = tree.csrc.glob("build/lib*/exl_kernels/libexl_cuda.so")
     assert list(library.parent.glob("_C*.so"))
-    tree.compiled(EXL_CUDA_ARCH="none", **env)  # what lies there now goes into the next wheel
+    tree.compiled(EXL_CUDA_ARCH="none", **env)  # files in this folder go into the next wheel
     assert not library.exists()
 
 
 @pytest.mark.thorough
-def test_a_source_distribution_can_build_all(tree) -> None:
+def test_a_source_distribution_can_build_all(tree: Tree) -> None:
     command = [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", "dist", "--formats=tar"]
     subprocess.run(command, cwd=tree.csrc, check=True, capture_output=True, timeout=60)
     (archive,) = tree.csrc.glob("dist/*.tar")
@@ -155,7 +158,9 @@ def test_a_source_distribution_can_build_all(tree) -> None:
     ],
     ids=["missing", "too-old", "broken"],
 )
-def test_without_a_usable_compiler_it_ends_in_one_line(tree, env, says) -> None:
+def test_a_missing_compiler_ends_the_build_with_one_line(
+    tree: Tree, env: dict[str, str], says: str
+) -> None:
     done = tree.build(**env)
     assert done.returncode != 0
     assert len(done.stderr.strip().splitlines()) == 1, done.stderr

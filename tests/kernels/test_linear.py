@@ -1,10 +1,11 @@
-"""The packed linear and the embedding that shares its weights."""
+"""Dense linears, and embeddings that share their weights."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from kernel_support import UNIT, assert_within, normal, packed, strided_rows
+from kernel_support import UNIT, assert_near, is_gpu, normal, packed, strided_rows
+from quant_support import GPU_BOUND
 
 from exl_core.ops.table import OpTable
 from support.profiles import first_by_default
@@ -19,9 +20,11 @@ SHAPES = [(16, 8), (1, 1), (37, 131), (96, 256), (72, 577)]
 @pytest.mark.parametrize("rows", first_by_default(ROWS, 4), ids=lambda m: f"m{m}")
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 def test_linear_matches_float64_within_k_roundings(
-    *, table: OpTable, rng, rows, n, k, dtype
+    *, table: OpTable, rng: torch.Generator, rows: int, n: int, k: int, dtype: torch.dtype
 ) -> None:
     weight, bias = normal(rng, n, k).to(dtype), normal(rng, n)
+    if is_gpu(table):  # it stores weights as float16
+        weight = weight.half().to(dtype)
     x = strided_rows(rng, rows, k)
 
     y = table.linear(x, packed(table, weight, bias))
@@ -29,11 +32,11 @@ def test_linear_matches_float64_within_k_roundings(
     exact = x.double() @ weight.double().T + bias
     magnitude = x.double().abs() @ weight.double().abs().T + bias.abs()
     assert y.dtype == torch.float32 and y.is_contiguous()
-    assert_within(y, exact, (k + 2) * UNIT * magnitude)
+    assert_near(table, y, exact, (k + 2) * UNIT * magnitude, GPU_BOUND)
 
 
-def test_linear_equals_torch_on_whole_numbers(table: OpTable, rng) -> None:
-    """Products and sums of small whole numbers are exact: any wrong index shows."""
+def test_linear_equals_torch_on_whole_numbers(table: OpTable, rng: torch.Generator) -> None:
+    """Products and sums of small integers are exact, so that any wrong index shows."""
     weight = torch.randint(-8, 9, (45, 70), generator=rng).half()
     x = torch.randint(-8, 9, (29, 70), generator=rng).float()
 
@@ -42,27 +45,27 @@ def test_linear_equals_torch_on_whole_numbers(table: OpTable, rng) -> None:
     assert torch.equal(y, torch.nn.functional.linear(x, weight.float()))
 
 
-def test_rows_filled_in_parts_land_where_they_belong(table: OpTable, rng) -> None:
+def test_rows_filled_in_parts_are_in_their_place(cpu_table: OpTable, rng: torch.Generator) -> None:
     """A fused projection is filled part by part, and parts need not end on a panel."""
     weight, bias = normal(rng, 70, 19).bfloat16(), normal(rng, 70)
-    w = table.new_linear(70, 19, torch.bfloat16, True)
+    w = cpu_table.new_linear(70, 19, torch.bfloat16, True)
     for start, end in ((33, 50), (0, 5), (50, 70), (5, 33)):
-        table.fill_linear(w, start, weight[start:end], bias[start:end])
+        cpu_table.fill_linear(w, start, weight[start:end], bias[start:end])
     x = normal(rng, 4, 19)
 
-    assert torch.equal(table.linear(x, w), table.linear(x, packed(table, weight, bias)))
-    assert torch.equal(table.embedding(torch.arange(70), w), weight.float())
+    assert torch.equal(cpu_table.linear(x, w), cpu_table.linear(x, packed(cpu_table, weight, bias)))
+    assert torch.equal(cpu_table.embedding(torch.arange(70), w), weight.float())
 
 
-def test_packed_linear_reports_its_sizes(table: OpTable) -> None:
-    w = table.new_linear(48, 10, torch.float16)
+def test_packed_linear_reports_its_sizes(cpu_table: OpTable) -> None:
+    w = cpu_table.new_linear(48, 10, torch.float16)
 
     assert (w.out_features, w.in_features) == (48, 10)
     assert w.size_bytes >= 48 * 10 * 2
     assert w.size_bytes < 48 * 10 * 2 + 64
 
 
-def test_no_rows_give_no_rows(table: OpTable, rng) -> None:
+def test_no_rows_give_no_rows(table: OpTable, rng: torch.Generator) -> None:
     w = packed(table, normal(rng, 20, 8))
 
     assert table.linear(torch.empty(0, 8), w).shape == (0, 20)
@@ -70,7 +73,7 @@ def test_no_rows_give_no_rows(table: OpTable, rng) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_nan_in_a_row_stays_in_that_row(table: OpTable, rng, rows) -> None:
+def test_nan_in_a_row_stays_in_that_row(table: OpTable, rng: torch.Generator, rows: int) -> None:
     x = normal(rng, rows, 50)
     x[rows - 1, 31] = torch.nan
 
@@ -81,11 +84,11 @@ def test_nan_in_a_row_stays_in_that_row(table: OpTable, rng, rows) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_every_16_bit_pattern_converts_exactly(table: OpTable, dtype) -> None:
+def test_every_16_bit_pattern_converts_exactly(cpu_table: OpTable, dtype: torch.dtype) -> None:
     """Subnormals, infinities and NaNs included."""
     weight = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(dtype).view(256, 256)
 
-    rows = table.embedding(torch.arange(256), packed(table, weight))
+    rows = cpu_table.embedding(torch.arange(256), packed(cpu_table, weight))
 
     expected = weight.float()
     assert torch.equal(rows.isnan(), expected.isnan())
@@ -93,7 +96,7 @@ def test_every_16_bit_pattern_converts_exactly(table: OpTable, dtype) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-def test_subnormal_weights_count(table: OpTable, rows) -> None:
+def test_subnormal_weights_are_not_flushed(table: OpTable, rows: int) -> None:
     weight = torch.full((16, 64), 2.0**-24, dtype=torch.float16)
 
     y = table.linear(torch.ones(rows, 64), packed(table, weight))
@@ -101,7 +104,7 @@ def test_subnormal_weights_count(table: OpTable, rows) -> None:
     assert torch.equal(y, torch.full((rows, 16), 64 * 2.0**-24))
 
 
-def test_embedding_reads_the_rows_of_the_linear(table: OpTable, rng) -> None:
+def test_embedding_reads_the_rows_of_the_linear(table: OpTable, rng: torch.Generator) -> None:
     weight = normal(rng, 53, 77).half()
     ids = torch.tensor([52, 0, 17, 52, 16, 15])
 

@@ -1,4 +1,4 @@
-"""Linears fused with what comes before and after: norms, gates, residual adds."""
+"""Linears fused with a norm before them, and with a gate or an addition after them."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ import math
 
 import pytest
 import torch
-from kernel_support import UNIT, assert_within, normal, packed, strided_rows
-from quant_support import Answer, Matrix, Shape, answer, filled, make_matrix
+from kernel_support import UNIT, assert_near, normal, packed, strided_rows
+from quant_support import (
+    GPU_BOUND,
+    Answer,
+    Matrix,
+    Shape,
+    answer,
+    assert_product,
+    filled,
+    make_matrix,
+)
 from torch import Tensor
 
 from exl_core.ops.elementwise import GateKind, RmsNorm
@@ -17,14 +26,14 @@ from exl_core.ops.table import OpTable
 EPS = 1e-5
 K = 96
 ROWS = [1, 7, 9, 33]
-# Of x after the norm: the sum of squares, the root, two products; see test_elementwise.py.
+# Error of x after the norm: sum of squares, root, two products; see test_elementwise.py.
 NORM_ERROR = 16 * UNIT
 QUANTIZED = Shape(((4, 2, 32), (3, 1, 32)), 48, "zeros", permuted=True, has_bias=True)
 OTHER = Shape(((6, 1, 96),), 48, "minimums")
 
 
 class Dense:
-    """Weights in float16, as the same kind of thing that `Matrix` is."""
+    """Random float16 weights, with the interface of `Matrix`."""
 
     def __init__(self, rng: torch.Generator, n: int) -> None:
         self.weight, self.bias = normal(rng, n, K).half(), normal(rng, n)
@@ -76,7 +85,9 @@ def normed(x: Tensor, norm: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", ROWS, ids=lambda m: f"m{m}")
-def test_linear_add_adds_to_the_residual(table: OpTable, rng, rows, kind) -> None:
+def test_linear_add_adds_to_the_residual(
+    table: OpTable, rng: torch.Generator, rows: int, kind: str
+) -> None:
     parts = sources(rng, kind)
     w, x = made(table, parts), strided_rows(rng, rows, K)
     before = 10 * normal(rng, rows, w.out_features)
@@ -85,25 +96,29 @@ def test_linear_add_adds_to_the_residual(table: OpTable, rng, rows, kind) -> Non
     table.linear_add_(x, w, residual)
 
     right = answer_of(table, parts, x)
-    assert_within(
+    assert_near(
+        table,
         residual,
         before.double() + right.exact,
         right.bound + (K + 4) * UNIT * (before.abs() + right.terms),
+        GPU_BOUND,
     )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("rows", ROWS, ids=lambda m: f"m{m}")
-def test_norm_linear_norms_first(table: OpTable, rng, rows, kind) -> None:
+def test_norm_linear_norms_first(
+    table: OpTable, rng: torch.Generator, rows: int, kind: str
+) -> None:
     parts = sources(rng, kind)
     w, x = made(table, parts), 3 * strided_rows(rng, rows, K)
     norm = RmsNorm(normal(rng, K), EPS)
-    x[0] *= 1e-3  # where eps counts
+    x[0] *= 1e-3  # small enough for eps to matter
 
     y = table.norm_linear(x, norm, w)
 
     right = answer_of(table, parts, normed(x, norm.weight), NORM_ERROR)
-    assert_within(y, right.exact, right.bound)
+    assert_product(table, y, right)
 
 
 def activated(gate: Tensor, kind: GateKind) -> Tensor:
@@ -118,8 +133,10 @@ def activated(gate: Tensor, kind: GateKind) -> Tensor:
     [("quantized",), ("quantized", "quantized"), ("dense",), ("quantized", "dense")],
     ids=str,
 )
-def test_norm_gated_linear_multiplies_the_halves(table: OpTable, rng, kinds, gate) -> None:
-    """One matrix, whose halves meet within a panel of 16 columns, or a gate joined with an up."""
+def test_norm_gated_linear_multiplies_the_halves(
+    table: OpTable, rng: torch.Generator, kinds: tuple[str, ...], gate: GateKind
+) -> None:
+    """One matrix whose halves meet within a panel of 16 columns, or a gate joined with an up."""
     parts: list[Source] = [sources(rng, kind)[0] for kind in kinds]
     w, norm = made(table, parts), RmsNorm(normal(rng, K), EPS)
     for rows in ROWS:
@@ -132,61 +149,68 @@ def test_norm_gated_linear_multiplies_the_halves(table: OpTable, rng, kinds, gat
             of.chunk(2, dim=1) for of in (right.exact, right.bound)
         )
         active = activated(gates, gate)
-        # Neither activation is steeper than 1.13, or off by more than some roundings of its input.
+        # The slope of both activations is at most 1.13, their own error a few roundings.
         active_error = 1.13 * gate_error + 16 * UNIT * gates.abs()
         assert y.shape == (rows, w.out_features // 2)
-        assert_within(
+        assert_near(
+            table,
             y,
             active * ups,
             active_error * (ups.abs() + up_error)
             + active.abs() * (up_error + 2 * UNIT * ups.abs()),
+            GPU_BOUND,
         )
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_go_where_they_are_wanted(table: OpTable, rng, kind) -> None:
-    w, x = made(table, sources(rng, kind)), normal(rng, 5, K)
+def test_results_are_written_to_out(cpu_table: OpTable, rng: torch.Generator, kind: str) -> None:
+    w, x = made(cpu_table, sources(rng, kind)), normal(rng, 5, K)
     norm = RmsNorm(normal(rng, K), EPS)
-    y = table.norm_linear(x, norm, w)
-    gated = table.norm_gated_linear(x, norm, w, "silu")
+    y = cpu_table.norm_linear(x, norm, w)
+    gated = cpu_table.norm_gated_linear(x, norm, w, "silu")
     out, narrow = torch.full_like(y, torch.nan), torch.full_like(gated, torch.nan)
 
-    assert table.norm_linear(x, norm, w, out) is out
-    assert table.norm_gated_linear(x, norm, w, "silu", narrow) is narrow
+    assert cpu_table.norm_linear(x, norm, w, out) is out
+    assert cpu_table.norm_gated_linear(x, norm, w, "silu", narrow) is narrow
 
     assert torch.equal(out, y)
     assert torch.equal(narrow, gated)
     for bad in (narrow, out.half(), out[:4], torch.empty(w.out_features, 5).T):
         with pytest.raises(ValueError, match="norm_linear: out"):
-            table.norm_linear(x, norm, w, bad)
+            cpu_table.norm_linear(x, norm, w, bad)
         with pytest.raises(ValueError, match="norm_gated_linear: out"):
-            table.norm_gated_linear(x, norm, w, "silu", bad if bad is not narrow else out)
+            cpu_table.norm_gated_linear(x, norm, w, "silu", bad if bad is not narrow else out)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
-def test_nan_in_a_row_stays_in_that_row_through_fused_calls(table: OpTable, rng, rows) -> None:
-    w, norm = made(table, sources(rng, "joined")), RmsNorm(normal(rng, K), EPS)
+def test_nan_in_a_row_stays_in_that_row_through_fused_calls(
+    cpu_table: OpTable, rng: torch.Generator, rows: int
+) -> None:
+    w, norm = made(cpu_table, sources(rng, "joined")), RmsNorm(normal(rng, K), EPS)
     x, residual = normal(rng, rows, K), torch.zeros(rows, w.out_features)
     x[rows - 1, 17] = torch.nan
 
-    table.linear_add_(x, w, residual)
+    cpu_table.linear_add_(x, w, residual)
 
     for y in (
         residual,
-        table.norm_linear(x, norm, w),
-        table.norm_gated_linear(x, norm, made(table, sources(rng, "quantized")), "silu"),
+        cpu_table.norm_linear(x, norm, w),
+        cpu_table.norm_gated_linear(x, norm, made(cpu_table, sources(rng, "quantized")), "silu"),
     ):
         assert y[rows - 1].isnan().all()
         assert y[: rows - 1].isfinite().all()
 
 
-def test_fused_calls_take_no_rows(table: OpTable, rng) -> None:
+def test_fused_calls_take_no_rows(cpu_table: OpTable, rng: torch.Generator) -> None:
     x, norm = torch.empty(0, K), RmsNorm(normal(rng, K), EPS)
     for kind in KINDS:
-        w = made(table, sources(rng, kind))
+        w = made(cpu_table, sources(rng, kind))
         residual = torch.empty(0, w.out_features)
 
-        table.linear_add_(x, w, residual)
+        cpu_table.linear_add_(x, w, residual)
 
-        assert table.norm_linear(x, norm, w).shape == residual.shape
-        assert table.norm_gated_linear(x, norm, w, "silu").shape == (0, w.out_features // 2)
+        assert cpu_table.norm_linear(x, norm, w).shape == residual.shape
+        assert cpu_table.norm_gated_linear(x, norm, w, "silu").shape == (
+            0,
+            w.out_features // 2,
+        )

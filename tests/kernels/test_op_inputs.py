@@ -1,6 +1,8 @@
-"""Operands that break a contract: an error that names the operand, never a crash."""
+"""Operands that break a contract raise an error that names the operand, and never crash."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,12 @@ from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.table import OpTable
 
 I32, I64 = torch.int32, torch.int64
+
+
+@pytest.fixture
+def table(cpu_table: OpTable) -> OpTable:
+    """Backends that check their operands: all but the GPU."""
+    return cpu_table
 
 
 def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -29,7 +37,7 @@ def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     ],
     ids=["dtype", "columns", "rank", "column-stride", "transposed", "overlapping", "device"],
 )
-def test_linear_refuses_other_activations(table: OpTable, x) -> None:
+def test_linear_refuses_other_activations(table: OpTable, x: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="linear: x"):
         table.linear(x, table.new_linear(4, 8, torch.float32))
 
@@ -38,7 +46,9 @@ def test_linear_refuses_other_activations(table: OpTable, x) -> None:
     ("shape", "dtype"),
     [((0, 8), torch.float32), ((8, -1), torch.float16), ((4, 4), torch.float64), ((4, 4), I64)],
 )
-def test_linears_that_cannot_be(table: OpTable, shape, dtype) -> None:
+def test_impossible_linears_are_refused(
+    table: OpTable, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
     with pytest.raises(ValueError, match="PackedLinear"):
         table.new_linear(*shape, dtype)
 
@@ -56,13 +66,15 @@ def test_linears_that_cannot_be(table: OpTable, shape, dtype) -> None:
         (0, zeros(4, 8), zeros(5), "bias"),
     ],
 )
-def test_fill_refuses_what_does_not_fit(table: OpTable, offset, weight, bias, names) -> None:
+def test_fill_refuses_operands_that_do_not_fit(
+    table: OpTable, offset: int, weight: torch.Tensor, bias: torch.Tensor | None, names: str
+) -> None:
     w = table.new_linear(16, 8, torch.float32, True)
     with pytest.raises(ValueError, match=names):
         table.fill_linear(w, offset, weight, bias)
 
 
-def test_a_bias_without_a_place_is_refused(table: OpTable) -> None:
+def test_a_bias_is_refused_where_the_linear_has_none(table: OpTable) -> None:
     w = table.new_linear(4, 8, torch.float32)
     with pytest.raises(ValueError, match="bias"):
         table.fill_linear(w, 0, zeros(4, 8), zeros(4))
@@ -73,7 +85,7 @@ def test_a_bias_without_a_place_is_refused(table: OpTable) -> None:
     [torch.tensor([0, 16]), torch.tensor([-1]), torch.tensor([2**40]), zeros(2, dtype=I32)],
     ids=["past-the-end", "negative", "huge", "dtype"],
 )
-def test_embedding_refuses_ids_out_of_range(table: OpTable, ids) -> None:
+def test_embedding_refuses_ids_out_of_range(table: OpTable, ids: torch.Tensor) -> None:
     with pytest.raises(ValueError, match="token_ids"):
         table.embedding(ids, table.new_linear(16, 8, torch.float32))
 
@@ -97,7 +109,9 @@ def test_norms_refuse_other_weights(table: OpTable) -> None:
     ],
     ids=["too-wide", "rows", "unequal", "transposed"],
 )
-def test_rope_refuses_other_angles(table: OpTable, cos, sin, names) -> None:
+def test_rope_refuses_other_angles(
+    table: OpTable, cos: torch.Tensor, sin: torch.Tensor, names: str
+) -> None:
     with pytest.raises(ValueError, match=f"rope_: {names}"):
         table.rope_(zeros(2, 3, 8), cos, sin)
 
@@ -123,7 +137,9 @@ def test_gated_activation_refuses_odd_rows_and_other_kinds(table: OpTable) -> No
         ({"value_cache": zeros(2, 16, 3, 8).transpose(1, 2)}, "value_cache"),
     ],
 )
-def test_write_kv_refuses_what_would_miss_the_cache(table: OpTable, change, names) -> None:
+def test_write_kv_refuses_writes_outside_of_the_cache(
+    table: OpTable, change: dict[str, Any], names: str
+) -> None:
     operands = {
         "key": zeros(2, 3, 8),
         "value": zeros(2, 3, 8),
@@ -169,7 +185,9 @@ def ints(*values: int) -> torch.Tensor:
         ({"softcap": torch.nan}, "softcap"),
     ],
 )
-def test_attention_refuses_what_would_miss_the_cache(table: OpTable, change, names) -> None:
+def test_attention_refuses_reads_outside_of_the_cache(
+    table: OpTable, change: dict[str, Any], names: str
+) -> None:
     operands = {
         "q": zeros(3, 4, 8),
         "key_cache": zeros(4, 2, 16, 8),
@@ -188,7 +206,7 @@ def test_attention_refuses_what_would_miss_the_cache(table: OpTable, change, nam
         attend(**(operands | change))
 
 
-def test_the_message_says_what_was_expected_and_what_came(kernels: OpTable) -> None:
+def test_the_message_names_expected_and_given_operands(kernels: OpTable) -> None:
     with pytest.raises(
         ValueError,
         match=r"linear: x \(expected float32 \[any, 8\], got float16 \[2, 9\]\)",
@@ -196,6 +214,6 @@ def test_the_message_says_what_was_expected_and_what_came(kernels: OpTable) -> N
         kernels.linear(zeros(2, 9, dtype=torch.float16), kernels.new_linear(4, 8, torch.float32))
 
 
-def test_something_that_is_no_tensor_is_refused(kernels: OpTable) -> None:
+def test_objects_other_than_tensors_are_refused(kernels: OpTable) -> None:
     with pytest.raises(ValueError, match=r"weight \(expected a tensor, got list\)"):
         kernels.rms_norm(zeros(2, 8), RmsNorm([1.0] * 8, 1e-5))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Picking a table, the self-test, threads, forks, and a kernel library that is not there."""
+"""Choice of a backend, self-test, threads, forks, and a missing kernel library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_support import normal, packed, paged_batch
+from kernel_support import normal, packed
+from paged_support import paged_batch
 
 from exl_core.errors import BackendError, RequestError
 from exl_core.ops.attention import Scoring
@@ -38,14 +39,14 @@ def test_the_best_set_is_the_default() -> None:
         ("reference", "avx2", 1, "no instruction sets"),
     ],
 )
-def test_a_table_that_cannot_be_is_refused(name, isa, threads, says) -> None:
+def test_unknown_backends_are_refused(name: str, isa: str | None, threads: int, says: str) -> None:
     with pytest.raises(BackendError, match=says):
         get_table(name, isa=isa, threads=threads)
 
 
 @pytest.mark.parametrize("name", ["cpu", "reference"])
 @pytest.mark.parametrize("threads", [-1, 0, 1025, 2**40])
-def test_a_thread_count_out_of_range_is_refused(name, threads) -> None:
+def test_a_thread_count_out_of_range_is_refused(name: str, threads: int) -> None:
     with pytest.raises(RequestError, match=f"expected 1 to 1024, got {threads}"):
         get_table(name, threads=threads)
 
@@ -73,8 +74,8 @@ def run_python(code: str, tmp_path: Path, path: list[str]) -> subprocess.Complet
     ],
     ids=["missing", "other-version"],
 )
-def test_a_missing_or_other_kernel_library_names_the_command_that_mends_it(
-    tmp_path, library, says
+def test_a_missing_or_other_kernel_library_names_the_command_that_installs_it(
+    tmp_path: Path, library: str, says: str
 ) -> None:
     (tmp_path / "exl_kernels").mkdir()
     (tmp_path / "exl_kernels" / "__init__.py").write_text(library)
@@ -92,21 +93,21 @@ def test_a_missing_or_other_kernel_library_names_the_command_that_mends_it(
     assert "python -m pip install ./csrc" in done.stdout
 
 
-def test_the_kernel_library_needs_no_torch(tmp_path) -> None:
+def test_the_kernel_library_needs_no_torch(tmp_path: Path) -> None:
     code = "import exl_kernels\nprint(exl_kernels.available_isas(), 'torch' in sys.modules)"
     done = run_python(code, tmp_path, sys.path)
     assert done.stdout.strip() == f"{available_isas()} False", done.stderr
 
 
-def test_selftest_passes(table: OpTable) -> None:
-    results = run_selftest(table)
+def test_selftest_passes(cpu_table: OpTable) -> None:
+    results = run_selftest(cpu_table)
     assert {result.op for result in results} == set(CASES)
     assert [result for result in results if not result.passed] == []
 
 
 @pytest.mark.parametrize("op", sorted(CASES))
-def test_selftest_sees_a_broken_op(op, monkeypatch) -> None:
-    """Off by one part in ten thousand, in one value of its output or of its first operand."""
+def test_selftest_detects_a_broken_op(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of 1e-4 in one value of the output or of the first operand."""
     table = get_table("cpu", threads=1)
     working = getattr(type(table), op)
 
@@ -132,14 +133,14 @@ def test_selftest_sees_a_broken_op(op, monkeypatch) -> None:
     assert failed == {op}
 
 
-def test_selftest_sees_nan(monkeypatch) -> None:
+def test_selftest_detects_nan(monkeypatch: pytest.MonkeyPatch) -> None:
     table = get_table("cpu", threads=1)
     monkeypatch.setattr(type(table), "rms_norm", lambda *_: torch.full((5, 99), torch.nan))
     assert [r.op for r in run_selftest(table) if not r.passed] == ["rms_norm"]
 
 
 def outputs(table: OpTable, seed: int) -> list[torch.Tensor]:
-    """Every op that shares its work among threads, in sizes that it does share."""
+    """Results of all ops that use several threads, in sizes where they do."""
     rng = torch.Generator().manual_seed(seed)
     w = packed(table, normal(rng, 300, 500).half())
     results = [table.linear(normal(rng, m, 500), w) for m in (1, 9, 200)]
@@ -182,8 +183,8 @@ def test_two_python_threads_may_share_a_table() -> None:
 
 
 @pytest.mark.thorough
-def test_a_forked_child_gets_threads_of_its_own(tmp_path) -> None:
-    # From Python 3.12 os.fork() warns where there are threads; a child that has none is the point.
+def test_a_forked_child_gets_threads_of_its_own(tmp_path: Path) -> None:
+    # From Python 3.12 on, os.fork() warns if there are threads.
     code = """
 import os, warnings, torch
 warnings.filterwarnings("ignore", ".*fork", DeprecationWarning)
@@ -209,7 +210,7 @@ print(os.waitstatus_to_exitcode(status))
 @pytest.mark.thorough
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits the address space")
 @pytest.mark.parametrize("room_mb", [4, 400], ids=["for-none", "for-some"])
-def test_threads_that_cannot_start_are_done_without(tmp_path, room_mb) -> None:
+def test_a_table_works_with_the_threads_that_could_start(tmp_path: Path, room_mb: int) -> None:
     code = f"""
 import os, resource, torch
 from exl_core.ops.open import get_table
@@ -241,7 +242,7 @@ print(good, kept, before, len(os.listdir("/proc/self/task")) - before)
 
 
 @pytest.mark.thorough
-def test_idle_workers_sleep(tmp_path) -> None:
+def test_idle_workers_sleep(tmp_path: Path) -> None:
     code = """
 import time, torch
 from exl_core.ops.open import get_table
@@ -258,7 +259,7 @@ print(time.process_time() - before < 0.02)
 
 
 def test_no_instruction_set_leaks_into_shared_functions() -> None:
-    """The linker merges inline functions of equal name; one built for AVX-512 must not be kept."""
+    """The linker merges inline functions of equal name, and must not keep one built for AVX-512."""
     build = Path(__file__).parents[2] / "csrc" / "build"
     builds = sorted(build.glob("temp.*/flags-*/avx2"), key=lambda path: path.stat().st_mtime)
     if not builds:

@@ -13,6 +13,7 @@ from quant_support import (
     Matrix,
     Shape,
     answer,
+    assert_product,
     columns_of,
     filled,
     make_matrix,
@@ -23,7 +24,7 @@ from torch import Tensor
 from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.open import available_isas, get_table
-from exl_core.ops.quantized import WIDTHS, GroupRun, QuantColumns, QuantLayout
+from exl_core.ops.quantized import WIDTHS, GroupRun, Offset, Packing, QuantColumns, QuantLayout
 from exl_core.ops.table import OpTable
 
 # 8, 16: tiles of the integer products; 17 and more: other strategies, by instruction set.
@@ -52,7 +53,9 @@ SHAPES = (
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_quantized_linear_is_near_the_formula(table: OpTable, rng, shape) -> None:
+def test_quantized_linear_is_near_the_formula(
+    table: OpTable, rng: torch.Generator, shape: Shape
+) -> None:
     matrix = make_matrix(rng, shape)
     w = filled(table, matrix)
     for rows in ROWS:
@@ -60,13 +63,12 @@ def test_quantized_linear_is_near_the_formula(table: OpTable, rng, shape) -> Non
 
         y = table.linear(x, w)
 
-        right = answer(table, matrix, x)
         assert y.dtype == torch.float32 and y.is_contiguous()
-        assert_within(y, right.exact, right.bound)
+        assert_product(table, y, answer(table, matrix, x))
 
 
 def whole_numbers(rng: torch.Generator, matrix: Matrix, rows: int) -> Tensor:
-    """Activations that every strategy holds exactly: 127 is the largest of each span."""
+    """Activations that every strategy represents exactly: 127 is the largest of each span."""
     x = torch.randint(-127, 128, (rows, matrix.layout.in_features), generator=rng).float()
     first = 0
     for size in torch.bincount(matrix.row_groups).tolist():
@@ -77,26 +79,30 @@ def whole_numbers(rng: torch.Generator, matrix: Matrix, rows: int) -> Tensor:
 
 @pytest.mark.parametrize("offset", ["middle", "zeros", "minimums"])
 @pytest.mark.parametrize("bits", WIDTHS)
-def test_whole_numbers_multiply_exactly(table: OpTable, rng, bits, offset) -> None:
-    """Scales are 1: codes, zeros and sums are small whole numbers, and any wrong index shows."""
+def test_whole_numbers_multiply_exactly(
+    cpu_table: OpTable, rng: torch.Generator, bits: int, offset: Offset
+) -> None:
+    """Scales are 1. Codes, zeros and sums are small integers, so that any wrong index shows."""
     shape = Shape(((bits, 1, 32), (bits, 1, 160), (bits, 1, 24)), 45, offset, permuted=True)
     matrix = make_matrix(rng, shape)
     matrix.scales.fill_(1.0)
     if offset == "minimums" and matrix.offsets is not None:
         whole = torch.randint(-9, 1, matrix.offsets.shape, generator=rng)
         matrix.offsets.copy_(whole)
-    w = filled(table, matrix)
+    w = filled(cpu_table, matrix)
     for rows in (1, 5, 9, 40):
         x = whole_numbers(rng, matrix, rows)
-        assert torch.equal(table.linear(x, w).double(), x.double() @ matrix.weights().T)
+        assert torch.equal(cpu_table.linear(x, w).double(), x.double() @ matrix.weights().T)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_embedding_of_a_quantized_matrix_rounds_once(table: OpTable, rng, shape) -> None:
+def test_embedding_of_a_quantized_matrix_rounds_once(
+    cpu_table: OpTable, rng: torch.Generator, shape: Shape
+) -> None:
     matrix = make_matrix(rng, shape)
     ids = torch.tensor([shape.n - 1, 0, shape.n // 2, 0])
 
-    rows = table.embedding(ids, filled(table, matrix))
+    rows = cpu_table.embedding(ids, filled(cpu_table, matrix))
 
     exact = matrix.weights()[ids]
     if shape.offset == "minimums":  # two float32 operations
@@ -122,31 +128,33 @@ def same(table: OpTable, rng: torch.Generator, one: PackedLinear, other: PackedL
     ],
     ids=str,
 )
-def test_words_hold_what_bytes_hold(table: OpTable, rng, shape) -> None:
+def test_words_hold_what_bytes_hold(cpu_table: OpTable, rng: torch.Generator, shape: Shape) -> None:
     """Codes that straddle words, and runs that begin within one."""
     matrix = make_matrix(rng, shape)
-    w = table.new_quantized(matrix.layout)
+    w = cpu_table.new_quantized(matrix.layout)
     for first, last in ((32, 40), (0, 16), (16, 32)):
-        table.fill_quantized(w, first, columns_of(matrix, first, last, "words"))
+        cpu_table.fill_quantized(w, first, columns_of(matrix, first, last, "words"))
 
-    assert same(table, rng, w, filled(table, matrix))
+    assert same(cpu_table, rng, w, filled(cpu_table, matrix))
 
 
 @pytest.mark.parametrize("packing", ["words", "bytes"])
-def test_source_rows_put_rows_in_order(table: OpTable, rng, packing) -> None:
-    """GPTQ with act-order: rows lie in feature order, groups do not."""
+def test_source_rows_put_rows_in_order(
+    cpu_table: OpTable, rng: torch.Generator, packing: Packing
+) -> None:
+    """GPTQ with act-order: rows are stored in feature order, groups are not."""
     matrix = make_matrix(rng, Shape(((4, 3, 32),), 24, "zeros", permuted=True))
     order = matrix.features
     by_feature = torch.empty_like(matrix.codes)
     by_feature[order] = matrix.codes
     codes = by_feature if packing == "bytes" else words_of(by_feature, matrix.row_bits)
-    w = table.new_quantized(matrix.layout)
+    w = cpu_table.new_quantized(matrix.layout)
 
-    table.fill_quantized(
+    cpu_table.fill_quantized(
         w, 0, QuantColumns(packing, codes, order.int(), matrix.scales, matrix.offsets)
     )
 
-    assert same(table, rng, w, filled(table, matrix))
+    assert same(cpu_table, rng, w, filled(cpu_table, matrix))
 
 
 @pytest.mark.parametrize(
@@ -159,66 +167,70 @@ def test_source_rows_put_rows_in_order(table: OpTable, rng, packing) -> None:
         ("q8_0", 8, "middle"),
     ],
 )
-def test_ggml_blocks_mean_what_their_reference_says(
-    table: OpTable, rng, packing, bits, offset
+def test_ggml_blocks_agree_with_the_gguf_package(
+    cpu_table: OpTable, rng: torch.Generator, packing: Packing, bits: int, offset: Offset
 ) -> None:
     kind = gguf.GGMLQuantizationType[packing.upper()]
     values = normal(rng, 40, 96).numpy()
     values[3] = 0.0
     blocks = torch.from_numpy(gguf.quants.quantize(values, kind))
-    w = table.new_quantized(
+    w = cpu_table.new_quantized(
         QuantLayout(40, 96, (GroupRun(bits, 3, 32),), None, torch.float16, offset)
     )
-    wide = torch.cat([blocks, blocks], dim=1)  # rows may lie apart
+    wide = torch.cat([blocks, blocks], dim=1)  # rows with gaps
 
-    table.fill_quantized(w, 16, QuantColumns(packing, blocks[16:]))
-    table.fill_quantized(w, 0, QuantColumns(packing, wide[:16, : blocks.shape[1]]))
+    cpu_table.fill_quantized(w, 16, QuantColumns(packing, blocks[16:]))
+    cpu_table.fill_quantized(w, 0, QuantColumns(packing, wide[:16, : blocks.shape[1]]))
 
     exact = gguf.quants.dequantize(blocks.numpy(), kind).astype(np.float32)
-    assert torch.equal(table.embedding(torch.arange(40), w), torch.from_numpy(exact))
+    assert torch.equal(cpu_table.embedding(torch.arange(40), w), torch.from_numpy(exact))
 
 
-def test_columns_may_be_filled_by_several_threads(table: OpTable, rng) -> None:
+def test_columns_may_be_filled_by_several_threads(cpu_table: OpTable, rng: torch.Generator) -> None:
     matrix = make_matrix(rng, Shape(((4, 8, 32),), 16 * 20 + 5, "zeros", has_bias=True))
-    w = table.new_quantized(matrix.layout)
+    w = cpu_table.new_quantized(matrix.layout)
     parts = [columns_of(matrix, at, min(at + 16, 325), "words") for at in range(0, 325, 16)]
 
     with ThreadPoolExecutor(4) as pool:
-        list(pool.map(lambda i: table.fill_quantized(w, 16 * i, parts[i]), range(len(parts))))
+        list(pool.map(lambda i: cpu_table.fill_quantized(w, 16 * i, parts[i]), range(len(parts))))
 
-    assert same(table, rng, w, filled(table, matrix))
+    assert same(cpu_table, rng, w, filled(cpu_table, matrix))
 
 
-def test_quantized_linear_reports_its_sizes(table: OpTable, rng) -> None:
-    w = filled(table, make_matrix(rng, Shape(((4, 32, 128),), 512)))
+def test_quantized_linear_reports_its_sizes(cpu_table: OpTable, rng: torch.Generator) -> None:
+    w = filled(cpu_table, make_matrix(rng, Shape(((4, 32, 128),), 512)))
 
     assert (w.out_features, w.in_features) == (512, 4096)
-    codes = 1 if table.name == "reference" else 0.5  # bytes each
+    codes = 1 if cpu_table.name == "reference" else 0.5  # bytes each
     smallest = 512 * 4096 * codes + 512 * 32 * 2
     assert smallest <= w.size_bytes < smallest + 4096
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_what_is_no_number_stays_in_its_row(table: OpTable, rng, rows, bad) -> None:
+def test_nan_and_infinity_stay_in_their_row(
+    cpu_table: OpTable, rng: torch.Generator, rows: int, bad: float
+) -> None:
     matrix = make_matrix(rng, Shape(((4, 3, 64), (3, 1, 32)), 24, "zeros", permuted=True))
     x = normal(rng, rows, 224)
     x[rows - 1, 31] = bad
 
-    y = table.linear(x, filled(table, matrix))
+    y = cpu_table.linear(x, filled(cpu_table, matrix))
 
     assert not y[rows - 1].isfinite().any()
     assert y[: rows - 1].isfinite().all()
 
 
 @pytest.mark.parametrize("offset", ["middle", "zeros", "minimums"])
-def test_extreme_activations_and_scales_stay_within_bounds(table: OpTable, rng, offset) -> None:
+def test_extreme_activations_and_scales_stay_within_bounds(
+    cpu_table: OpTable, rng: torch.Generator, offset: Offset
+) -> None:
     matrix = make_matrix(rng, Shape(((4, 4, 128), (8, 2, 32)), 40, offset, permuted=True))
     matrix.scales[0], matrix.scales[1, ::2] = 0.0, 2.0**-24  # the smallest of float16
-    w = filled(table, matrix)
+    w = filled(cpu_table, matrix)
     for rows in (6, 36):
         x = normal(rng, rows, 576)
-        x[:, 77] = 1e4  # a channel of outliers, as models have
+        x[:, 77] = 1e4  # a channel of outliers, which models have
         x[0] = 0.0
         x[1] = 1e-40 * normal(rng, 576)
         x[2] *= 1e30
@@ -226,12 +238,12 @@ def test_extreme_activations_and_scales_stay_within_bounds(table: OpTable, rng, 
         x[3, 5] = 3.0
         x[4, :300] = 1e-20
 
-        right = answer(table, matrix, x)
+        right = answer(cpu_table, matrix, x)
 
-        assert_within(table.linear(x, w), right.exact, right.bound)
+        assert_within(cpu_table.linear(x, w), right.exact, right.bound)
 
 
-def test_no_rows_give_no_rows(table: OpTable, rng) -> None:
+def test_no_rows_give_no_rows(table: OpTable, rng: torch.Generator) -> None:
     w = filled(table, make_matrix(rng, Shape(((4, 1, 32),), 20)))
 
     assert table.linear(torch.empty(0, 32), w).shape == (0, 20)
@@ -239,7 +251,7 @@ def test_no_rows_give_no_rows(table: OpTable, rng) -> None:
 
 
 def joined_parts(table: OpTable, rng: torch.Generator) -> list[PackedLinear]:
-    """As an EXL2 file may have q, k and v: orders of their own, a bias, one of them dense."""
+    """Parts like q, k and v of an EXL2 file: orders of their own, a bias, one dense matrix."""
     return [
         filled(table, make_matrix(rng, Shape(((4, 3, 32),), 40, permuted=True, has_bias=True))),
         packed(table, normal(rng, 24, 96).half()),
@@ -248,21 +260,23 @@ def joined_parts(table: OpTable, rng: torch.Generator) -> list[PackedLinear]:
 
 
 @pytest.mark.parametrize("rows", [1, 9, 33])
-def test_a_joined_linear_is_its_parts_side_by_side(table: OpTable, rng, rows) -> None:
-    parts = joined_parts(table, rng)
+def test_a_joined_linear_is_its_parts_side_by_side(
+    cpu_table: OpTable, rng: torch.Generator, rows: int
+) -> None:
+    parts = joined_parts(cpu_table, rng)
     x = strided_rows(rng, rows, 96)
-    for chosen in (parts, parts[:1], parts[::2], [table.join(parts[1:]), parts[0]]):
-        joined = table.join(chosen)
+    for chosen in (parts, parts[:1], parts[::2], [cpu_table.join(parts[1:]), parts[0]]):
+        joined = cpu_table.join(chosen)
 
         assert (joined.in_features, joined.out_features) == (
             96,
             sum(p.out_features for p in chosen),
         )
-        expected = torch.cat([table.linear(x, part) for part in chosen], dim=1)
-        assert torch.equal(table.linear(x, joined), expected)
+        expected = torch.cat([cpu_table.linear(x, part) for part in chosen], dim=1)
+        assert torch.equal(cpu_table.linear(x, joined), expected)
 
 
-def test_results_do_not_depend_on_the_number_of_threads(rng) -> None:
+def test_results_do_not_depend_on_the_number_of_threads(rng: torch.Generator) -> None:
     matrix = make_matrix(rng, Shape(EXL2_MIX, 700, permuted=True))
     whole = make_matrix(rng, Shape(((4, 9, 64),), 600, "zeros"))
     wide, narrow = normal(rng, 130, matrix.layout.in_features), normal(rng, 130, 576)

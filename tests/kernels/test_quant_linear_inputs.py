@@ -1,8 +1,9 @@
-"""Quantized operands that break a contract: an error that names the operand, never a crash."""
+"""Quantized operands that break a contract raise an error that names them, and never crash."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,12 @@ from exl_core.ops.table import OpTable
 LAYOUT = QuantLayout(40, 96, (GroupRun(4, 3, 32),), None, torch.float16, "middle")
 ORDER = torch.arange(96, dtype=torch.int32)
 ZEROS = replace(LAYOUT, offset="zeros", has_bias=True)
+
+
+@pytest.fixture
+def table(cpu_table: OpTable) -> OpTable:
+    """Backends that check their operands: all but the GPU."""
+    return cpu_table
 
 
 def runs(*values: tuple[int, int, int]) -> tuple[GroupRun, ...]:
@@ -59,7 +66,7 @@ def same_twice() -> torch.Tensor:
     ],
     ids=str,
 )
-def test_layouts_that_cannot_be(table: OpTable, change) -> None:
+def test_impossible_layouts_are_refused(table: OpTable, change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"new_quantized|QuantLinear"):
         table.new_quantized(replace(LAYOUT, **change))
 
@@ -104,7 +111,9 @@ def good_columns() -> QuantColumns:
         ({"bias": torch.ones(40).half()}, "bias"),
     ],
 )
-def test_columns_that_do_not_fit_are_refused(table: OpTable, change, names) -> None:
+def test_columns_that_do_not_fit_are_refused(
+    table: OpTable, change: dict[str, Any], names: str
+) -> None:
     w = table.new_quantized(ZEROS)
     table.fill_quantized(w, 0, good_columns())
     with pytest.raises(ValueError, match=names):
@@ -124,14 +133,16 @@ def test_columns_that_do_not_fit_are_refused(table: OpTable, change, names) -> N
         (32, 40, 16),
     ],
 )
-def test_only_whole_panels_are_filled(table: OpTable, rng, first, last, at) -> None:
+def test_only_whole_panels_are_filled(
+    table: OpTable, rng: torch.Generator, first: int, last: int, at: int
+) -> None:
     matrix = make_matrix(rng, Shape(((4, 3, 32),), 40))
     w = table.new_quantized(matrix.layout)
     with pytest.raises(ValueError, match="first_column"):
         table.fill_quantized(w, at, columns_of(matrix, first, last))
 
 
-def test_what_the_layout_lacks_may_not_come(table: OpTable) -> None:
+def test_parts_that_the_layout_lacks_are_refused(table: OpTable) -> None:
     w = table.new_quantized(LAYOUT)
     plain = replace(good_columns(), offsets=None, bias=None)
     table.fill_quantized(w, 0, plain)
@@ -160,7 +171,7 @@ def test_mixed_widths_have_no_source_rows_in_words(table: OpTable) -> None:
     ],
     ids=str,
 )
-def test_ggml_blocks_need_their_own_layout(table: OpTable, change) -> None:
+def test_ggml_blocks_need_their_own_layout(table: OpTable, change: dict[str, Any]) -> None:
     blocks = QuantColumns("q4_0", torch.zeros(40, 3 * 18, dtype=torch.uint8))
     table.fill_quantized(table.new_quantized(LAYOUT), 0, blocks)
     with pytest.raises(ValueError, match="packing"):
@@ -177,7 +188,9 @@ def test_ggml_blocks_need_their_own_layout(table: OpTable, change) -> None:
         ({"source_rows": ORDER}, "source_rows|packing"),
     ],
 )
-def test_ggml_blocks_that_do_not_fit_are_refused(table: OpTable, change, names) -> None:
+def test_ggml_blocks_that_do_not_fit_are_refused(
+    table: OpTable, change: dict[str, Any], names: str
+) -> None:
     blocks = QuantColumns("q4_0", torch.zeros(40, 3 * 18, dtype=torch.uint8))
     with pytest.raises(ValueError, match=names):
         table.fill_quantized(table.new_quantized(LAYOUT), 0, replace(blocks, **change))
@@ -187,7 +200,7 @@ def quantized(table: OpTable, rng: torch.Generator) -> PackedLinear:
     return filled(table, make_matrix(rng, Shape(((4, 3, 32),), 40)))
 
 
-def test_parts_of_other_inputs_are_not_joined(table: OpTable, rng) -> None:
+def test_parts_of_other_inputs_are_not_joined(table: OpTable, rng: torch.Generator) -> None:
     w = quantized(table, rng)
     with pytest.raises(ValueError, match=r"join|JoinedLinear"):
         table.join([w, table.new_linear(8, 95, torch.float16)])
@@ -196,7 +209,7 @@ def test_parts_of_other_inputs_are_not_joined(table: OpTable, rng) -> None:
 
 
 @pytest.mark.parametrize("kind", ["quantized", "joined", "dense"])
-def test_linears_refuse_other_activations(table: OpTable, rng, kind) -> None:
+def test_linears_refuse_other_activations(table: OpTable, rng: torch.Generator, kind: str) -> None:
     dense = table.new_linear(40, 96, torch.float16)
     w = {
         "quantized": quantized(table, rng),
@@ -234,7 +247,7 @@ def test_linears_refuse_other_activations(table: OpTable, rng, kind) -> None:
             table.linear_add_(torch.zeros(2, 96), w, residual)
 
 
-def test_gates_need_two_halves_and_a_known_kind(table: OpTable, rng) -> None:
+def test_gates_need_two_halves_and_a_known_kind(table: OpTable, rng: torch.Generator) -> None:
     x, norm = torch.zeros(2, 96), RmsNorm(torch.ones(96), 1e-5)
     odd = filled(table, make_matrix(rng, Shape(((4, 3, 32),), 41)))
     with pytest.raises(ValueError, match="norm_gated_linear"):
@@ -244,7 +257,9 @@ def test_gates_need_two_halves_and_a_known_kind(table: OpTable, rng) -> None:
 
 
 @pytest.mark.parametrize("ids", [[0, 40], [-1], [2**40]], ids=str)
-def test_embedding_of_a_quantized_matrix_refuses_ids_out_of_range(table: OpTable, rng, ids) -> None:
+def test_embedding_of_a_quantized_matrix_refuses_ids_out_of_range(
+    table: OpTable, rng: torch.Generator, ids: list[int]
+) -> None:
     with pytest.raises(ValueError, match="token_ids"):
         table.embedding(torch.tensor(ids), quantized(table, rng))
 
@@ -262,7 +277,7 @@ def test_compiled_weights_refuse_what_would_leave_their_memory() -> None:
 
 
 def test_a_compiled_batch_keeps_its_own_angles() -> None:
-    """A tensor's memory can be taken from under it while the batch lives."""
+    """The memory of a tensor may be freed while the batch exists."""
     table = get_table("cpu", threads=1)
     zeros = torch.zeros(1, dtype=torch.int32)
     starts = torch.tensor([0, 1], dtype=torch.int32)

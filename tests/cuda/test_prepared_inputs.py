@@ -1,4 +1,4 @@
-"""Prepared inputs: every form has its values where `exl/cuda.h` says, and zeros elsewhere."""
+"""Prepared inputs: each form has its values in the documented places, and zeros elsewhere."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rng(request: pytest.FixtureRequest) -> torch.Generator:
 
 @dataclass(frozen=True)
 class Form:
-    """`order` int32 on the CPU, or None for features in their order; -1 is padding."""
+    """`order` is a permutation (int32, on the CPU, -1: padding), or None for the identity."""
 
     num_blocks: int
     order: Tensor | None = None
@@ -40,7 +40,7 @@ class Form:
 
 
 def permuted(rng: torch.Generator, k: int, padding: int) -> Form:
-    """An order with `padding` blocks' worth of padding somewhere in it."""
+    """Random permutation with `padding` blocks of padding in random places."""
     num_blocks = -(-k // 32) + padding
     order = torch.full((32 * num_blocks,), -1, dtype=torch.int32)
     places = torch.randperm(32 * num_blocks, generator=rng)[:k]
@@ -49,7 +49,7 @@ def permuted(rng: torch.Generator, k: int, padding: int) -> Form:
 
 
 def prepare(gpu: Gpu, x: Tensor, norm: Tensor | None, forms: list[Form]) -> list[Tensor]:
-    """The prepared halves of each form."""
+    """Content of each prepared form, without the pad after its last chunk."""
     args = cuda.Prepare(
         x=x.data_ptr(),
         x_stride=x.stride(0),
@@ -86,7 +86,7 @@ def normed(x: Tensor, norm: Tensor | None) -> Tensor:
 
 
 def laid_out(values: Tensor, form: Form) -> Tensor:
-    """By the words of cuda.h."""
+    """Expected content of a form, as `exl/cuda/linear.h` documents it."""
     k = values.shape[1]
     if form.is_plain:
         return values.flatten()
@@ -97,7 +97,7 @@ def laid_out(values: Tensor, form: Form) -> Tensor:
 
 
 def random_x(rng: torch.Generator, rows: int, k: int, dtype: torch.dtype, gap: int = 0) -> Tensor:
-    """Rows of different sizes, `gap` elements apart."""
+    """Random rows of different magnitudes, with `gap` elements between them."""
     wide = torch.randn(rows, k + gap, generator=rng) * torch.rand(rows, 1, generator=rng) * 5
     return wide.to(dtype)[:, :k]
 
@@ -108,13 +108,13 @@ def assert_prepared(got: Tensor, expected: Tensor, is_exact: bool) -> None:
         return
     assert bool(got.isfinite().all())
     error = (got.double() - expected).norm() / expected.norm().clamp_min(1e-30)
-    assert error < 4e-4  # of rounding to float16: 2^-12 on average
+    assert error < 4e-4  # rounding to float16: 2^-12 on average
 
 
 @pytest.mark.parametrize("k", DIMS)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["f16", "f32"])
-def test_one_order_without_norm_is_exact(
+def test_one_permutation_without_norm_is_exact(
     gpu: Gpu, rng: torch.Generator, rows: int, k: int, dtype: torch.dtype
 ) -> None:
     x = random_x(rng, rows, k, dtype)
@@ -126,7 +126,7 @@ def test_one_order_without_norm_is_exact(
 @pytest.mark.parametrize("k", DIMS)
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=["f16", "f32"])
-def test_normed_to_three_orders(
+def test_three_permutations_with_norm(
     gpu: Gpu, rng: torch.Generator, rows: int, k: int, dtype: torch.dtype
 ) -> None:
     x = random_x(rng, rows, k, dtype)
@@ -140,7 +140,7 @@ def test_normed_to_three_orders(
 @pytest.mark.parametrize("rows", [1, 5, 33, 300])
 @pytest.mark.parametrize("k", [32, 576, 1540, 14336])
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_plain_beside_an_order(
+def test_plain_form_beside_a_permutation(
     gpu: Gpu, rng: torch.Generator, rows: int, k: int, has_norm: bool
 ) -> None:
     x = random_x(rng, rows, k, torch.float32, gap=3)
@@ -154,7 +154,7 @@ def test_plain_beside_an_order(
 
 
 @pytest.mark.parametrize("has_norm", [False, True])
-def test_plain_alone_of_rows_that_lie_apart(gpu: Gpu, rng: torch.Generator, has_norm: bool) -> None:
+def test_plain_form_of_rows_with_gaps(gpu: Gpu, rng: torch.Generator, has_norm: bool) -> None:
     wide = random_x(rng, 40, 3 * 576, torch.float16)
     x, x_gpu = wide[:, 576:1152], wide.to(gpu.device)[:, 576:1152]
     norm = torch.randn(576, generator=rng) if has_norm else None

@@ -1,5 +1,7 @@
-"""What attention and gated products leave for the linear behind them, against inputs prepared for
-it: not a bit may differ."""
+"""Attention and gated products that write prepared inputs of the next linear.
+
+The next product has the same bits as with separately prepared inputs.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def ops() -> CudaTable:
 
 
 def matrix(ops: CudaTable, n: int, k: int, seed: int) -> PackedLinear:
-    """Random, of two widths, its rows in a random order."""
+    """Random matrix of two bit widths with a random permutation."""
     rng = torch.Generator().manual_seed(seed)
     runs = (GroupRun(5, 1, 128), GroupRun(4, k // 128 - 1, 128))
     features = torch.randperm(k, generator=rng).int()
@@ -41,7 +43,7 @@ def matrix(ops: CudaTable, n: int, k: int, seed: int) -> PackedLinear:
     return w
 
 
-def times(ops: CudaTable, x: Inputs, w: PackedLinear, rows: int) -> Tensor:
+def product(ops: CudaTable, x: Inputs, w: PackedLinear, rows: int) -> Tensor:
     sums = torch.zeros(rows, w.out_features, device="cuda")
     ops.linear_add_(x, w, sums)
     return sums
@@ -49,27 +51,27 @@ def times(ops: CudaTable, x: Inputs, w: PackedLinear, rows: int) -> Tensor:
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("inner", [256, 1536])
-def test_gated_products(ops: CudaTable, rows: int, inner: int) -> None:
+def test_gated_products_write_prepared_inputs(ops: CudaTable, rows: int, inner: int) -> None:
     pair = ops.join([matrix(ops, inner, 512, 1), matrix(ops, inner, 512, 2)])
     down = matrix(ops, 96, inner, 3)
     x = torch.randn(rows, 512, device="cuda")
     norm = RmsNorm(torch.rand(512, device="cuda") + 0.5, 1e-5)
     plain = ops.activations(rows, inner)
     ops.norm_gated_linear(x, norm, pair, "silu", plain)
-    placed = ops.inputs_for(down, plain)
+    permuted = ops.inputs_for(down, plain)
     if rows <= 8 or torch.cuda.get_device_capability() == (9, 0):
-        assert isinstance(placed, CudaInputs)
-    if isinstance(placed, CudaInputs):
-        placed.memory.fill_(torch.nan)
-    ops.norm_gated_linear(x, norm, pair, "silu", placed)
-    found = times(ops, placed, down, rows)
-    assert torch.equal(found, times(ops, plain, down, rows))
+        assert isinstance(permuted, CudaInputs)
+    if isinstance(permuted, CudaInputs):
+        permuted.memory.fill_(torch.nan)
+    ops.norm_gated_linear(x, norm, pair, "silu", permuted)
+    found = product(ops, permuted, down, rows)
+    assert torch.equal(found, product(ops, plain, down, rows))
     assert found.abs().amax() > 0
 
 
 @pytest.mark.parametrize("counts", [(rows,) for rows in ROWS] + [(1, 9, 3), (16, 16), (17, 2, 1)])
-def test_attention(ops: CudaTable, counts: tuple[int, ...]) -> None:
-    """One number is so many sequences of a row each, several are the rows of each."""
+def test_attention_writes_prepared_inputs(ops: CudaTable, counts: tuple[int, ...]) -> None:
+    """`counts` are the rows of each sequence; a single number is a number of one-row sequences."""
     counts = (1,) * counts[0] if len(counts) == 1 else counts
     rows, width = sum(counts), (HEADS + 2 * KV_HEADS) * DIM
     pasts = torch.arange(5, 5 + 3 * len(counts), 3).int()
@@ -91,10 +93,10 @@ def test_attention(ops: CudaTable, counts: tuple[int, ...]) -> None:
     in_place = qkv.clone()
     ops.attend_(in_place, batch, cache, scoring)
     plain = in_place[:, : HEADS * DIM]
-    placed = ops.inputs_for(output, plain)
-    if isinstance(placed, CudaInputs):
-        placed.memory.fill_(torch.nan)
-        ops.attend_(qkv, batch, cache, scoring, out=placed)
-    found = times(ops, placed, output, rows)
-    assert torch.equal(found, times(ops, plain, output, rows))
+    permuted = ops.inputs_for(output, plain)
+    if isinstance(permuted, CudaInputs):
+        permuted.memory.fill_(torch.nan)
+        ops.attend_(qkv, batch, cache, scoring, out=permuted)
+    found = product(ops, permuted, output, rows)
+    assert torch.equal(found, product(ops, plain, output, rows))
     assert found.abs().amax() > 0

@@ -1,0 +1,88 @@
+"""Sampling on a GPU: tokens for the next pass, captured graphs, limits of the C interface.
+
+`tests/kernels/test_sampling_rows.py` compares the tokens with the reference.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from exl_core.ops.backends.cuda.library import Gpu
+from exl_core.ops.backends.cuda.sampling import Capacity, RowSampler, SampleBuffers
+from exl_core.ops.backends.cuda.table import CudaTable
+from exl_core.ops.sampling import NextStep, RowSettings
+from exl_kernels import cuda
+from support.sampling_cases import CHAINS, assert_same, reference_samples, settings_of
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(scope="module")
+def gpu() -> Gpu:
+    return Gpu(torch.device("cuda", 0))
+
+
+@pytest.fixture
+def rng() -> torch.Generator:
+    return torch.Generator().manual_seed(20)
+
+
+def test_the_next_pass_is_launched_before_the_host_synchronizes(
+    gpu: Gpu, rng: torch.Generator
+) -> None:
+    logits = torch.randn(5, 5003, generator=rng) * 3
+    logits[3] = math.nan
+    rows = [RowSettings(i, uniform=0.2 * i, top_k=i % 3) for i in (4, 3, 0, 2)]
+    next_ids = torch.full((6,), -7, device="cuda")
+    launched: list[Tensor] = []
+    next_step = NextStep(next_ids[1:5], lambda: launched.append(next_ids.clone()))
+    drawn = [one.token_id for one in RowSampler(gpu).draw(logits.cuda(), rows, next_step)]
+    assert drawn == [one.token_id for one in reference_samples(logits, rows)]
+    assert drawn[1] == -1
+    assert [one.tolist() for one in launched] == [[-7, drawn[0], 0, *drawn[2:], -7]]
+
+
+def test_tokens_sampled_on_the_host_reach_the_next_pass() -> None:
+    table = CudaTable(torch.device("cuda", 0), threads=1)
+    logits = torch.randn(2, 5003, generator=torch.Generator().manual_seed(3)).cuda()
+    rows = [RowSettings(0, num_top=cuda.MAX_TOP + 1), RowSettings(1, uniform=0.7)]
+    next_ids = torch.zeros(2, dtype=torch.int64, device="cuda")
+    launched: list[list[int]] = []
+    drawn = table.sample_rows(
+        logits, rows, NextStep(next_ids, lambda: launched.append(next_ids.tolist()))
+    )
+    assert launched == [[one.token_id for one in drawn]]
+
+
+def test_a_captured_graph_samples_with_settings_that_are_filled_in_later(
+    gpu: Gpu, rng: torch.Generator
+) -> None:
+    vocab = 30_000
+    logits = torch.randn(4, vocab, generator=rng) * 3
+    on_device = logits.cuda()
+    buffers = SampleBuffers(gpu, Capacity(4, 16, 0, 5), vocab)
+    rows = [RowSettings(i, num_top=5) for i in range(4)]
+    buffers.fill(rows)
+    gpu.workspace("sample", 4, vocab)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        buffers.enqueue(on_device, 4)
+    for chain in CHAINS.values():
+        rows = [settings_of(i, chain, uniform=0.2 * i + 0.05, num_top=5) for i in (2, 0, 1, 3)]
+        rows[1] = rows[1]._replace(ids=torch.tensor([5, 9]), values=torch.tensor([4.0, -math.inf]))
+        buffers.fill(rows)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_same(buffers.read(rows), reference_samples(logits, rows), chain)
+
+
+def test_more_top_tokens_than_the_kernel_returns_are_refused(gpu: Gpu) -> None:
+    with pytest.raises(cuda.CudaError, match="InvalidValue"):
+        RowSampler(gpu).draw(
+            torch.zeros(1, 9000).cuda(), [RowSettings(0, num_top=cuda.MAX_TOP + 1)]
+        )
