@@ -1,4 +1,4 @@
-"""Whole models on a GPU against the exact path of the CPU: passes, graphs, the engine, and memory."""
+"""Whole models on a GPU against the exact path of the CPU: passes, graphs, engine, memory."""
 
 from __future__ import annotations
 
@@ -46,9 +46,9 @@ BUILD: dict[str, Callable[[Path], Path]] = {
     "exl2": lambda folder: quantized_llama("exl2", folder),
     "gptq": lambda folder: quantized_llama("gptq", folder),
 }
-# Relative error of the logits. Activations are float16 on the GPU and float32 on the CPU, and small
-# random models amplify the difference. Some keys are rounded to another code. A wrong page, position
-# or permutation causes an error of about one.
+# Relative error of the logits. Activations are float16 on the GPU and float32 on the CPU, and
+# small random models amplify the difference. Some keys are rounded to another code. A wrong page,
+# position or permutation causes an error of about one.
 TOLERANCE = {KVFormat.FP16: 6e-3, KVFormat.Q8: 2e-2, KVFormat.Q4: 1e-1}
 
 

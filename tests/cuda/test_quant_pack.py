@@ -178,7 +178,7 @@ def packed_on(gpu: Gpu, made: Made, cuts: list[int]) -> CudaQuantLinear:
 
 
 def unpacked(gpu: Gpu, matrix: CudaQuantLinear, first: int, columns: int, stride: int) -> Tensor:
-    """Dequantized columns, float16 [k, columns]. Checks that the gaps between rows stay as they are."""
+    """Dequantized columns, float16 [k, columns]. Checks that gaps between rows are not written."""
     out = torch.full(
         (matrix.in_features, stride), torch.nan, dtype=torch.float16, device=gpu.device
     )
