@@ -46,9 +46,7 @@ class Case:
     q: Tensor
 
     def run(self, q: Tensor, out: Tensor) -> Tensor:
-        self.attention.paged_attention(
-            q, out, self.batch, self.cache, SCORING, heads=Q_HEADS
-        )
+        self.attention.paged_attention(q, out, self.batch, self.cache, SCORING, heads=Q_HEADS)
         return out
 
 
