@@ -41,7 +41,7 @@ class Ready:
 @pytest.fixture(scope="module", params=[isa for isa in available_isas() if isa not in SLOW_ISAS])
 def ready(request: pytest.FixtureRequest, smollm2_path: Path) -> Ready:
     isa: str = request.param
-    return Ready(isa, load_model(str(smollm2_path), LoadOptions(isa=isa, threads=2)))
+    return Ready(isa, load_model(str(smollm2_path), LoadOptions(device="cpu", isa=isa, threads=2)))
 
 
 @pytest.mark.parametrize("rows", ROWS, ids=lambda m: f"m{m}")
