@@ -17,6 +17,7 @@ import hashlib
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -138,6 +139,17 @@ class BuildPerSet(build_ext):
         build_cuda.build_library(
             target.parent.absolute(), object_root, cuda, jobs=workers, force=bool(self.force)
         )
+
+    def copy_extensions_to_source(self) -> None:
+        """Copies the CUDA library too. setuptools builds in place by building elsewhere first."""
+        super().copy_extensions_to_source()
+        for ext in self.extensions:
+            built = Path(self.build_lib, self.get_ext_filename(ext.name))
+            library = built.with_name(build_cuda.LIBRARY)
+            beside = ROOT / "python" / Path(*ext.name.split(".")[:-1]) / build_cuda.LIBRARY
+            beside.unlink(missing_ok=True)  # an older library does not fit the new extension
+            if library.is_file():
+                shutil.copy2(library, beside)
 
     def _object_dir(self) -> Path:
         """One folder per compiler, flags and version. LDFLAGS do not affect objects."""

@@ -60,12 +60,12 @@ class Tree:
         self.compiler.chmod(0o755)
         shutil.copytree(CSRC, self.csrc, ignore=shutil.ignore_patterns("build", "*.so"))
 
-    def build(self, **env: str) -> subprocess.CompletedProcess[str]:
+    def build(self, *options: str, **env: str) -> subprocess.CompletedProcess[str]:
         clean = {k: v for k, v in os.environ.items() if not k.endswith("FLAGS")}
         fixed = {"CXX": str(self.compiler), "NOTES": str(self.notes)}
         defaults = {"STANDARD": "202002", "RELEASE": "12.2.0", "EXL_CUDA_ARCH": "none"}
         return subprocess.run(
-            [sys.executable, "setup.py", "-q", "build_ext"],
+            [sys.executable, "setup.py", "-q", "build_ext", *options],
             cwd=self.csrc,
             env={**clean, **fixed, **defaults, **env},
             capture_output=True,
@@ -133,6 +133,20 @@ def test_the_cuda_library_comes_beside_the_extension(
     assert list(library.parent.glob("_C*.so"))
     tree.compiled(EXL_CUDA_ARCH="none", **env)  # files in this folder go into the next wheel
     assert not library.exists()
+
+
+@pytest.mark.thorough
+def test_a_build_in_place_has_the_cuda_library_too(tree: Tree) -> None:
+    nvcc = tree.csrc.parent / "nvcc"
+    nvcc.write_text(PRETENDER_NVCC)
+    nvcc.chmod(0o755)
+    env = {"PATH": f"{nvcc.parent}:{os.environ['PATH']}", "CUDA_HOME": ""}
+    package = tree.csrc / "python/exl_kernels"
+    for architectures, has_library in (("9.0", True), ("none", False)):
+        done = tree.build("--inplace", EXL_CUDA_ARCH=architectures, **env)
+        assert done.returncode == 0, done.stderr
+        assert list(package.glob("_C*.so"))
+        assert (package / "libexl_cuda.so").exists() is has_library
 
 
 @pytest.mark.thorough

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
@@ -25,6 +25,14 @@ CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "hi"}]
 CTX_SIZE = 96
 DOCUMENT = create_app(ModelHost(scripted_runtime(reply_with("x")))).openapi()
+SERVED: dict[str, Any] = {
+    "/detokenize": {"tokens": [104, 105]},
+    "/tokenize": {"content": "hi"},
+    "/v1/chat/completions": {"messages": HI},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/token/decode": {"tokens": [104, 105]},
+    "/v1/token/encode": {"text": "hi"},
+}
 POST_PATHS = sorted(path for path, item in DOCUMENT["paths"].items() if "post" in item)
 NASTY_TEXTS = st.sampled_from(["", "\0", "\ud800", "💥", "<eos>", "../..", "{{ 1 }}", "a" * 200])
 JUNK = st.recursive(
@@ -111,6 +119,8 @@ def test_bodies_from_the_openapi_schema_cause_no_server_error(one: Running, path
 
     @settings(max_examples=examples(60), derandomize=True, database=None)
     @given(values(schema))
+    @example(SERVED[path])
+    @example(None)
     def ask(body: Any) -> None:
         statuses.append(check(one, path, body))
 
