@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from exl_core.arch import registry
 from exl_core.arch.gguf_config import read_gguf_config
+from exl_core.arch.names import GGUF, Fused
+from exl_core.arch.registry import find_by_gguf_name
 from exl_core.arch.spec import ModelConfig, RopeMethod
 from exl_core.errors import ConfigError, ModelError, UnsupportedModelError
 
@@ -41,6 +45,14 @@ def test_ties_and_biases_are_inferred_from_the_tensors() -> None:
     assert biases == [False, True]
     assert tied.vocab_size == 100
     assert tied.ropes[0].base == 5e5
+
+
+def test_biases_of_fused_tensors_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = replace(GGUF, fused=(Fused("attn_qkv", ("q", "k", "v")),))
+    fused = replace(find_by_gguf_name("llama", where="a test"), gguf=form)
+    monkeypatch.setattr(registry, "ARCHITECTURES", (fused,))
+    found = read({}, ("blk.0.attn_qkv.bias",)).layers[0].attention
+    assert (found.has_qkv_bias, found.has_output_bias) == (True, False)
 
 
 def test_per_layer_numbers_are_accepted_if_all_are_equal() -> None:

@@ -94,10 +94,10 @@ def read_gguf_config(
         rope=0,
         window=0,
         softcap=own.optional_number("attn_logit_softcapping") or arch.attention_softcap_default,
-        has_qkv_bias="blk.0.attn_q.bias" in tensor_names,
-        has_output_bias="blk.0.attn_output.bias" in tensor_names,
+        has_qkv_bias=arch.gguf.is_stored("q", "bias", tensor_names, layer=0),
+        has_output_bias=arch.gguf.is_stored("output", "bias", tensor_names, layer=0),
         intermediate_size=_same_for_all_layers(own, "feed_forward_length", MAX_INTERMEDIATE_SIZE),
-        has_mlp_bias="blk.0.ffn_gate.bias" in tensor_names,
+        has_mlp_bias=arch.gguf.is_stored("gate", "bias", tensor_names, layer=0),
     )
     windows = tuple(pattern[i % len(pattern)] for i in range(layers))
     vocabulary = metadata.get("tokenizer.ggml.tokens")
@@ -112,7 +112,7 @@ def read_gguf_config(
         max_seq_len=own.integer("context_length"),
         norm_eps=own.number("attention.layer_norm_rms_epsilon"),
         final_softcap=own.optional_number("final_logit_softcapping") or arch.final_softcap_default,
-        has_tied_embeddings="output.weight" not in tensor_names,
+        has_tied_embeddings=not arch.gguf.is_stored("head", "weight", tensor_names),
         bos_id=tokens.first_token_id("tokenizer.ggml.bos_token_id"),
         eos_ids=tokens.token_ids("tokenizer.ggml.eos_token_id"),
         pad_id=tokens.first_token_id("tokenizer.ggml.padding_token_id"),

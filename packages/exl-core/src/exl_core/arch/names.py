@@ -8,7 +8,7 @@ fused into one tensor, in which order it has the rows of rotated heads, and how 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 
@@ -38,6 +38,19 @@ class FileForm:
     fused: tuple[Fused, ...] = ()
     is_interleaved: bool = False
     norm_addend: float = 0.0
+
+    def is_stored(
+        self, role: str, suffix: str, tensor_names: Collection[str], layer: int | None = None
+    ) -> bool:
+        """Whether a file with these tensors has the weight or bias of a role, alone or fused."""
+        inside = "" if layer is None else self.layer.format(layer)
+        stems = [fused.name for fused in self.fused if role in fused.roles and layer is not None]
+        stems += [self.names[role]] if role in self.names else []
+        return any(
+            f"{root}{inside}{stem}.{suffix}" in tensor_names
+            for root in self.roots
+            for stem in stems
+        )
 
 
 _HF_NAMES = {

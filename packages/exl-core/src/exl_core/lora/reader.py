@@ -47,6 +47,10 @@ class AdapterFile:
         self.whole: dict[End, str] = {}
         self._config = config
         table = module_table(model)
+        self._end_names: dict[End, str] = {
+            "embed": table.embed.stem.rpartition(".")[2],
+            "head": table.head.stem.rpartition(".")[2],
+        }
         self._stored = {tensor.name: tensor for tensor, _ in read_header(self.path)}
         self._file = _opened(self.path)
         self._halves: dict[str, dict[str, str]] = {}
@@ -60,8 +64,7 @@ class AdapterFile:
     @property
     def modules(self) -> tuple[str, ...]:
         """Names of the trained modules, without layer prefixes."""
-        names = {"embed": "embed_tokens", "head": "lm_head"}
-        ends = {names[end] for end in (*self.end_pairs, *self.whole)}
+        ends = {self._end_names[end] for end in (*self.end_pairs, *self.whole)}
         inside = {module.rpartition(".layers.")[2].partition(".")[2] for module in self._halves}
         return tuple(sorted((inside | ends) - {""}))
 
@@ -87,10 +90,11 @@ class AdapterFile:
             return
         target = find_target(table, named.module)
         if named.role == "other" or target is None:
+            ends = " or ".join(self._end_names.values())
             raise self._error(
                 tensor,
                 "belongs to nothing in this model that an adapter can change",
-                f"a linear of layers 0 to {len(table.layers) - 1}, embed_tokens or lm_head",
+                f"a linear of layers 0 to {len(table.layers) - 1}, {ends}",
             )
         if named.role == "whole":
             self._register_whole(tensor, target)
@@ -108,7 +112,9 @@ class AdapterFile:
     def _register_whole(self, tensor: StoredTensor, target: LoraTarget) -> None:
         end = end_of(target)
         if end is None:
-            raise self._error(tensor, "replaces a matrix of a layer", "embed_tokens or lm_head")
+            raise self._error(
+                tensor, "replaces a matrix of a layer", " or ".join(self._end_names.values())
+            )
         shape = (
             target.out_features,
             target.in_features,

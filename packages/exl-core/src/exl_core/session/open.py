@@ -12,6 +12,7 @@ from pathlib import Path
 
 from exl_core.arch.gguf_config import read_gguf_config
 from exl_core.arch.hf_config import read_hf_config
+from exl_core.arch.modules import module_table
 from exl_core.arch.quantization import Quantization, read_quantization
 from exl_core.arch.spec import ModelConfig
 from exl_core.prompt.detect import load_template
@@ -39,7 +40,9 @@ def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Quantization
     # EXL2 converters copy the index of the source model, which lists other files.
     is_exl2 = quantization is not None and quantization.method == "exl2"
     files = SafetensorsSource(path, has_index=not is_exl2)
-    if "lm_head.q_weight" in files.tensors:  # EXL2 quantizes the head of tied models separately
+    if (
+        f"{module_table(config).head.stem}.q_weight" in files.tensors
+    ):  # EXL2 quantizes the head of tied models separately
         config = replace(config, has_tied_embeddings=False)
     return files, config, quantization
 
