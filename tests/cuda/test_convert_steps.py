@@ -33,7 +33,8 @@ def test_quantized_columns_are_the_same_in_every_run() -> None:
     x = torch.randn(400, k, generator=generator) * torch.rand(k, generator=generator).mul(3).exp()
     factor = factorize(x.T @ x / len(x))
     assert factor is not None
-    far_factor = Factor(*(part.cuda() for part in factor[:3]), factor.damping)
+    far_parts = [part.cuda() for part in factor[:3]]
+    far_factor = Factor(far_parts[0], far_parts[1], far_parts[2], factor.damping)
     forms = [[(2, 32)] * 3, [(6, 64), (3, 32)], [(4, 96)]]
     variants = [Variant(slice(i * n, i * n + n), groups) for i, groups in enumerate(forms)]
     weight = torch.randn(k, n, generator=generator).repeat(1, len(forms))

@@ -93,7 +93,7 @@ def laid_out(values: Tensor, form: Form) -> Tensor:
     order = torch.arange(32 * form.num_blocks) if form.order is None else form.order.long()
     is_padding = (order < 0) | (order >= k)
     stored = torch.where(is_padding, 0.0, values[:, order.clamp(0, k - 1)])  # [m, padded]
-    return torch.cat([prepared_chunk(chunk) for chunk in stored.split(CHUNK_ROWS)])
+    return torch.cat([prepared_chunk(chunk) for chunk in torch.split(stored, CHUNK_ROWS)])
 
 
 def random_x(rng: torch.Generator, rows: int, k: int, dtype: torch.dtype, gap: int = 0) -> Tensor:

@@ -91,7 +91,7 @@ def test_norms_and_rope_precede_the_cache_write(
     gpu.call("rope_write", args, cache_struct(on_gpu[0], on_gpu[1], d))
 
     table = ReferenceTable(1)
-    q, k, v = qkv.float().view(rows, -1, d).split([q_heads, kv_heads, kv_heads], dim=1)
+    q, k, v = torch.split(qkv.float().view(rows, -1, d), [q_heads, kv_heads, kv_heads], dim=1)
     q, k = q.contiguous(), k.contiguous()
     for x, weight in zip((q, k), norms, strict=True):
         if has_norms:

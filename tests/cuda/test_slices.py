@@ -21,7 +21,7 @@ def one_pass(slices: Slices, out: Tensor, first: int = 1, pause: int = 0) -> Non
             with slice_.filling():
                 slice_.memory.fill_(i + first)
             if pause:
-                torch.cuda._sleep(pause)
+                torch.cuda._sleep(pause)  # type: ignore[no-untyped-call]
             out[i : i + 1].copy_(slice_.memory[-1:])
 
 

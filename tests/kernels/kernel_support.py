@@ -64,6 +64,7 @@ def assert_near(
 
 
 def packed(table: OpTable, weight: Tensor, bias: Tensor | None = None) -> PackedLinear:
-    w = table.new_linear(*weight.shape, weight.dtype, bias is not None)
+    rows, columns = weight.shape
+    w = table.new_linear(rows, columns, weight.dtype, bias is not None)
     table.fill_linear(w, 0, weight, bias)
     return w

@@ -105,7 +105,8 @@ def paged_batch(
             cache.view(torch.uint8)[place] = encode_rows(values, cache.dtype).view(torch.uint8)
     starts = torch.tensor([0, *(rows for _, rows in sequences)]).cumsum(0)
     return PagedBatch(
-        *caches,
+        caches[0],
+        caches[1],
         page_table,
         starts.int(),
         torch.tensor([past for past, _ in sequences], dtype=torch.int32),
@@ -160,7 +161,8 @@ def scaled_codes(rows: Tensor, d: int) -> Tensor:
     if bits == 4:
         codes = torch.stack((codes % 16, codes // 16), dim=-1).flatten(-2)
     scale = scales.view(torch.float16).double().repeat_interleave(32, dim=-1)
-    return (codes.double() - 2 ** (bits - 1)) * scale
+    scaled: Tensor = (codes.double() - 2 ** (bits - 1)) * scale
+    return scaled
 
 
 def magnitudes(rows: Tensor, d: int) -> tuple[Tensor, Tensor]:

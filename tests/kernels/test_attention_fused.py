@@ -85,7 +85,7 @@ def test_attend_is_norms_rope_write_and_attention(
     qkv = strided_rows(rng, batch.rows, (heads + 2 * kv_heads) * d)
     norms = HeadNorms(normal(rng, d), normal(rng, d), EPS) if with_norms else NO_HEAD_NORMS
 
-    q, k, v = qkv.clone().view(batch.rows, -1, d).split([heads, kv_heads, kv_heads], dim=1)
+    q, k, v = torch.split(qkv.clone().view(batch.rows, -1, d), [heads, kv_heads, kv_heads], dim=1)
     for x, weight in ((q, norms.q), (k, norms.k)):
         if weight is not None:
             table.rms_norm_heads_(x, RmsNorm(weight, EPS))
@@ -114,7 +114,7 @@ def test_heads_are_scaled_and_shifted_after_rope(
     scale, shift = 1 + normal(rng, (heads + kv_heads) * d) / 4, normal(rng, (heads + kv_heads) * d)
 
     turned = qkv.clone()
-    q, k, v = turned.view(batch.rows, -1, d).split([heads, kv_heads, kv_heads], dim=1)
+    q, k, v = torch.split(turned.view(batch.rows, -1, d), [heads, kv_heads, kv_heads], dim=1)
     both = turned.view(batch.rows, -1, d)[:, : heads + kv_heads]
     table.rope_(both, cos, sin)
     both.copy_(both.double() * scale.view(-1, d) + shift.view(-1, d))
@@ -140,7 +140,7 @@ def test_attend_writes_and_reads_a_cache_of_codes(table: OpTable, rng: torch.Gen
         angle = normal(rng, 6, 32)
         cos, sin = angle.cos(), angle.sin()
         qkv = strided_rows(rng, 6, 8 * 64)
-        q, k, v = qkv.clone().view(6, 8, 64).split([4, 2, 2], dim=1)
+        q, k, v = torch.split(qkv.clone().view(6, 8, 64), [4, 2, 2], dim=1)
         caches = [
             cache.view(torch.uint8).clone().view(cache.dtype)
             for cache in (batch.key_cache, batch.value_cache)
@@ -311,7 +311,7 @@ def test_a_batch_outside_of_the_cache_is_refused(
 def test_attend_refuses_operands_that_do_not_fit_its_batch(
     table: OpTable, change: dict[str, Any], names: str
 ) -> None:
-    operands = {
+    operands: dict[str, Any] = {
         "qkv": torch.zeros(3, 64),
         "batch": bind(table, **batch_operands()),
         "key_cache": torch.zeros(4, 2, 16, 8),
@@ -319,7 +319,14 @@ def test_attend_refuses_operands_that_do_not_fit_its_batch(
     }
 
     def attend(
-        qkv, batch, key_cache, value_cache, *, window: int = 0, softcap: float = 0.0, **layer
+        qkv: Tensor,
+        batch: AttentionBatch,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        *,
+        window: int = 0,
+        softcap: float = 0.0,
+        **layer: Any,
     ) -> None:
         cache, scoring = CacheLayer(key_cache, value_cache), Scoring(1.0, window, softcap)
         table.attend_(qkv, batch, cache, scoring, **layer)

@@ -51,7 +51,7 @@ def test_operands_that_share_memory_share_it_on_the_device(
     direct: OpTable, rng: torch.Generator
 ) -> None:
     qkv, caches = normal(rng, 4, 3 * 16), [torch.zeros(2, 1, 4, 16) for _ in range(4)]
-    _, key, value = qkv.view(4, 3, 16).split([1, 1, 1], dim=1)
+    _, key, value = torch.split(qkv.view(4, 3, 16), [1, 1, 1], dim=1)
     slots = torch.tensor([5, 0, 3, 6])
     direct.write_kv(key, value, CacheLayer(*caches[:2]), slots)
     DeviceTable(direct).write_kv(key, value, CacheLayer(*caches[2:]), slots)

@@ -162,7 +162,7 @@ def test_gated_activation_of_either_type_of_activations(
 ) -> None:
     gate_up = (4 * normal(rng, rows, 2 * d + 8)).to(dtype)[:, : 2 * d]
     y = gpu_table.gated_activation(gate_up, kind)
-    gates, ups = gate_up.double().split(d, dim=1)
+    gates, ups = torch.split(gate_up.double(), d, dim=1)
     assert_norm_within(y, activated(gates, kind) * ups, GPU_BOUND[y.dtype])
 
 

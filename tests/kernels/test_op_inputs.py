@@ -120,7 +120,7 @@ def test_gated_activation_refuses_odd_rows_and_other_kinds(table: OpTable) -> No
     with pytest.raises(ValueError, match="gated_activation"):
         table.gated_activation(zeros(2, 9), "silu")
     with pytest.raises(ValueError, match="relu"):
-        table.gated_activation(zeros(2, 8), "relu")
+        table.gated_activation(zeros(2, 8), "relu")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_gated_activation_refuses_odd_rows_and_other_kinds(table: OpTable) -> No
 def test_write_kv_refuses_writes_outside_of_the_cache(
     table: OpTable, change: dict[str, Any], names: str
 ) -> None:
-    operands = {
+    operands: dict[str, Any] = {
         "key": zeros(2, 3, 8),
         "value": zeros(2, 3, 8),
         "key_cache": zeros(2, 3, 16, 8),
@@ -148,7 +148,13 @@ def test_write_kv_refuses_writes_outside_of_the_cache(
         "slots": torch.tensor([0, 31]),
     }
 
-    def write(key, value, key_cache, value_cache, slots) -> None:
+    def write(
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
         table.write_kv(key, value, CacheLayer(key_cache, value_cache), slots)
 
     write(**operands)
@@ -188,7 +194,7 @@ def ints(*values: int) -> torch.Tensor:
 def test_attention_refuses_reads_outside_of_the_cache(
     table: OpTable, change: dict[str, Any], names: str
 ) -> None:
-    operands = {
+    operands: dict[str, Any] = {
         "q": zeros(3, 4, 8),
         "key_cache": zeros(4, 2, 16, 8),
         "value_cache": zeros(4, 2, 16, 8),
@@ -197,7 +203,15 @@ def test_attention_refuses_reads_outside_of_the_cache(
         "past_lens": ints(20, 16),
     }
 
-    def attend(q, key_cache, value_cache, *, window=0, softcap=0.0, **rows) -> None:
+    def attend(
+        q: torch.Tensor,
+        key_cache: torch.Tensor,
+        value_cache: torch.Tensor,
+        *,
+        window: int = 0,
+        softcap: float = 0.0,
+        **rows: Any,
+    ) -> None:
         cache = CacheLayer(key_cache, value_cache)
         table.paged_attention(q, cache, AttentionRows(**rows), Scoring(1.0, window, softcap))
 

@@ -253,7 +253,7 @@ def test_gates_need_two_halves_and_a_known_kind(table: OpTable, rng: torch.Gener
     with pytest.raises(ValueError, match="norm_gated_linear"):
         table.norm_gated_linear(x, norm, odd, "silu")
     with pytest.raises(ValueError, match="relu"):
-        table.norm_gated_linear(x, norm, quantized(table, rng), "relu")
+        table.norm_gated_linear(x, norm, quantized(table, rng), "relu")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("ids", [[0, 40], [-1], [2**40]], ids=str)
@@ -271,9 +271,10 @@ def test_compiled_weights_refuse_what_would_leave_their_memory() -> None:
     with pytest.raises(ValueError, match="first_column"):
         w.fill(2**63 - 16, "bytes", codes, None, scales, None, None)
     with pytest.raises(ValueError, match="parts"):
-        exl_kernels.JoinedLinear([None])
+        exl_kernels.JoinedLinear([None])  # type: ignore[list-item]
     with pytest.raises(ValueError, match="runs"):
-        exl_kernels.QuantLinear(16, 32, [(4, 1)], None, torch.float16, "middle")
+        runs_without_rows: Any = [(4, 1)]
+        exl_kernels.QuantLinear(16, 32, runs_without_rows, None, torch.float16, "middle")
 
 
 def test_a_compiled_batch_keeps_its_own_angles() -> None:

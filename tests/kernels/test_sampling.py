@@ -102,7 +102,7 @@ def test_the_last_of_equal_ids_counts_and_the_mask_applies_to_edits(cpu_table: O
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("settings", [{}, {"top_k": 1}, {"top_k": 5}, {"top_p": 0.5}])
 def test_rows_with_nan_or_infinity_give_no_token(
-    cpu_table: OpTable, place: int, value: float, settings: dict[str, int]
+    cpu_table: OpTable, place: int, value: float, settings: dict[str, Any]
 ) -> None:
     logits = torch.zeros(300)
     logits[place] = value
@@ -116,7 +116,7 @@ def test_rows_with_nan_or_infinity_give_no_token(
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 1}, {"top_k": 5}, {"top_p": 0.5}])
 def test_rows_without_a_possible_token_give_none(
-    cpu_table: OpTable, settings: dict[str, int]
+    cpu_table: OpTable, settings: dict[str, Any]
 ) -> None:
     nothing = torch.full((70,), -math.inf)
     assert cpu_table.sample(nothing, **settings) == NOTHING_SAMPLED
