@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -74,7 +75,7 @@ def test_a_captured_graph_samples_with_settings_that_are_filled_in_later(
         buffers.enqueue(on_device, 4)
     for chain in CHAINS.values():
         rows = [settings_of(i, chain, uniform=0.2 * i + 0.05, num_top=5) for i in (2, 0, 1, 3)]
-        rows[1] = rows[1]._replace(ids=torch.tensor([5, 9]), values=torch.tensor([4.0, -math.inf]))
+        rows[1] = replace(rows[1], ids=torch.tensor([5, 9]), values=torch.tensor([4.0, -math.inf]))
         buffers.fill(rows)
         graph.replay()
         torch.cuda.synchronize()

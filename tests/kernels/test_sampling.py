@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -12,7 +13,7 @@ from kernel_support import UNIT, assert_within, normal, strided_rows
 from torch import Tensor
 
 from exl_core.ops.open import available_isas, get_table
-from exl_core.ops.sampling import NOTHING_SAMPLED, RowSettings
+from exl_core.ops.sampling import NOTHING_SAMPLED, RowSettings, SampleSettings
 from exl_core.ops.table import OpTable
 from support.profiles import first_by_default
 from support.sampling_cases import CHAINS, assert_same, random_mask, rows_of
@@ -35,12 +36,12 @@ def test_kernels_sample_the_tokens_of_the_reference(
         values[3] = -math.inf
         for uniform in UNIFORMS[:: 1 if vocab < 300 else 2]:
             settings = dict(chain, uniform=uniform, num_top=4 if vocab > 5 else 10)
-            plain = (logits, mask, None, None)
-            for operands in (plain, (logits, mask, ids, values)):
+            for edits in ({}, {"ids": ids, "values": values}):
+                whole = SampleSettings(mask=mask, **edits, **settings)  # type: ignore[arg-type]
                 before = logits.clone()
-                wanted = REFERENCE.sample(*operands, **settings)  # type: ignore[arg-type]
+                wanted = REFERENCE.sample(logits, whole)
                 for isa, kernels in KERNELS.items():
-                    got = kernels.sample(*operands, **settings)  # type: ignore[arg-type]
+                    got = kernels.sample(logits, whole)
                     assert_same([got], [wanted], (isa, name, uniform, is_masked))
                 assert torch.equal(logits, before)
 
@@ -53,10 +54,15 @@ def test_large_vocabularies(rng: torch.Generator, vocab: int, name: str) -> None
     for chain, uniform in zip(
         ("plain", "top-k", "wide top-k", "top-p", "wide", "usual"), (0.3, 0.9) * 3, strict=True
     ):
-        settings = dict(CHAINS[chain], uniform=uniform, num_top=3)
-        wanted = REFERENCE.sample(logits, mask, **settings)  # type: ignore[arg-type]
+        settings = SampleSettings(
+            mask=mask,
+            uniform=uniform,
+            num_top=3,
+            **CHAINS[chain],  # type: ignore[arg-type]
+        )
+        wanted = REFERENCE.sample(logits, settings)
         for isa, kernels in KERNELS.items():
-            got = kernels.sample(logits, mask, **settings)  # type: ignore[arg-type]
+            got = kernels.sample(logits, settings)
             assert_same([got], [wanted], (isa, chain))
 
 
@@ -64,7 +70,8 @@ def test_filters_keep_the_documented_tokens(cpu_table: OpTable) -> None:
     logits = torch.tensor([0.05, 0.40, 0.22, 0.30, 0.03], dtype=torch.float64).log().float()
 
     def kept(row: Tensor = logits, **settings: float) -> list[int]:
-        return [i for i, _ in cpu_table.sample(row, num_top=9, **settings).top]  # type: ignore[arg-type]
+        whole = SampleSettings(num_top=9, **settings)  # type: ignore[arg-type]
+        return [i for i, _ in cpu_table.sample(row, whole).top]
 
     assert kept() == [1, 3, 2, 0, 4]
     assert kept(top_p=0.5) == [1]
@@ -81,9 +88,8 @@ def test_filters_keep_the_documented_tokens(cpu_table: OpTable) -> None:
 
 def test_uniform_numbers_select_tokens_by_id(cpu_table: OpTable) -> None:
     logits = torch.tensor([0.25, 0.0, 0.5, 0.25]).log()
-    drawn = [
-        cpu_table.sample(logits, uniform=u) for u in (0.0, 0.2499, 0.2501, 0.74, 0.76, 1 - 2**-53)
-    ]
+    uniforms = (0.0, 0.2499, 0.2501, 0.74, 0.76, 1 - 2**-53)
+    drawn = [cpu_table.sample(logits, SampleSettings(uniform=u)) for u in uniforms]
     assert [d.token_id for d in drawn] == [0, 0, 2, 2, 3, 3]
     assert [d.probability for d in drawn] == pytest.approx([0.25, 0.25, 0.5, 0.5, 0.25, 0.25])
 
@@ -91,11 +97,12 @@ def test_uniform_numbers_select_tokens_by_id(cpu_table: OpTable) -> None:
 def test_the_last_of_equal_ids_counts_and_the_mask_applies_to_edits(cpu_table: OpTable) -> None:
     ids = torch.tensor([2, 0, 2, 1])
     values = torch.tensor([9.0, 1.0, -9.0, 5.0])
-    assert cpu_table.sample(torch.zeros(3), None, ids, values, top_k=1).token_id == 1
+    logits, edited = torch.zeros(3), SampleSettings(ids=ids, values=values, top_k=1)
+    assert cpu_table.sample(logits, edited).token_id == 1
     mask = torch.tensor([0b101], dtype=torch.int32)
-    assert cpu_table.sample(torch.zeros(3), mask, ids, values, top_k=1).token_id == 0
+    assert cpu_table.sample(logits, replace(edited, mask=mask)).token_id == 0
     longer = torch.tensor([0b100, -1], dtype=torch.int32)
-    assert cpu_table.sample(torch.zeros(3), longer, top_k=1).token_id == 2
+    assert cpu_table.sample(logits, SampleSettings(mask=longer, top_k=1)).token_id == 2
 
 
 @pytest.mark.parametrize("place", [0, 63, 64, 299])
@@ -106,12 +113,13 @@ def test_rows_with_nan_or_infinity_give_no_token(
 ) -> None:
     logits = torch.zeros(300)
     logits[place] = value
-    assert cpu_table.sample(logits, **settings) == NOTHING_SAMPLED
+    assert cpu_table.sample(logits, SampleSettings(**settings)) == NOTHING_SAMPLED
     mask = torch.full((10,), -1, dtype=torch.int32)
     mask[place // 32] = 0
-    assert cpu_table.sample(logits, mask, **settings) == NOTHING_SAMPLED
-    changed = cpu_table.sample(torch.zeros(300), None, torch.tensor([place]), torch.tensor([value]))
-    assert changed == NOTHING_SAMPLED
+    masked = SampleSettings(mask=mask, **settings)
+    assert cpu_table.sample(logits, masked) == NOTHING_SAMPLED
+    edited = SampleSettings(ids=torch.tensor([place]), values=torch.tensor([value]))
+    assert cpu_table.sample(torch.zeros(300), edited) == NOTHING_SAMPLED
 
 
 @pytest.mark.parametrize("settings", [{}, {"top_k": 1}, {"top_k": 5}, {"top_p": 0.5}])
@@ -119,9 +127,10 @@ def test_rows_without_a_possible_token_give_none(
     cpu_table: OpTable, settings: dict[str, Any]
 ) -> None:
     nothing = torch.full((70,), -math.inf)
-    assert cpu_table.sample(nothing, **settings) == NOTHING_SAMPLED
+    assert cpu_table.sample(nothing, SampleSettings(**settings)) == NOTHING_SAMPLED
     closed = torch.zeros(3, dtype=torch.int32)
-    assert cpu_table.sample(torch.zeros(70), closed, **settings) == NOTHING_SAMPLED
+    masked = SampleSettings(mask=closed, **settings)
+    assert cpu_table.sample(torch.zeros(70), masked) == NOTHING_SAMPLED
 
 
 def test_each_row_is_sampled_with_its_own_settings(
@@ -134,16 +143,14 @@ def test_each_row_is_sampled_with_its_own_settings(
     for i, chain in enumerate(CHAINS.values()):
         one = RowSettings(i * 7 % len(wide), uniform=0.06 * i, num_top=i % 3)
         if i % 2:
-            one = one._replace(mask=random_mask(rng, vocab))
+            one = replace(one, mask=random_mask(rng, vocab))
         if i % 4 > 1:
             ids = torch.randint(0, vocab, (9,), generator=rng)
-            one = one._replace(ids=ids, values=torch.randn(9, generator=rng) * 4)
-        settings.append(one._replace(**chain))  # type: ignore[arg-type]
+            one = replace(one, ids=ids, values=torch.randn(9, generator=rng) * 4)
+        settings.append(replace(one, **chain))  # type: ignore[arg-type]
     drawn = cpu_table.sample_rows(logits, settings)
     for one, got in zip(settings, drawn, strict=True):
-        operands = one._asdict()
-        row = logits[operands.pop("row")]
-        assert got == cpu_table.sample(row, **operands)
+        assert got == cpu_table.sample(logits[one.row], one)
     assert NOTHING_SAMPLED in drawn
     assert cpu_table.sample_rows(logits, []) == []
 
@@ -183,29 +190,29 @@ F, L = torch.zeros(40), torch.zeros(2, dtype=torch.int64)
 
 
 @pytest.mark.parametrize(
-    ("operands", "settings", "names"),
+    ("logits", "settings", "names"),
     [
-        ((torch.zeros(0),), {}, "logits"),
-        ((F.double(),), {}, "logits"),
-        ((torch.zeros(2, 4),), {}, "logits"),
-        ((torch.zeros(8)[::2],), {}, "logits"),
-        ((F, torch.zeros(1, dtype=torch.int32)), {}, "mask"),
-        ((F, torch.zeros(2)), {}, "mask"),
-        ((F, None, L.int(), torch.zeros(2)), {}, "ids"),
-        ((F, None, L + 40, torch.zeros(2)), {}, "ids"),
-        ((F, None, L - 1, torch.zeros(2)), {}, "ids"),
-        ((F, None, L, torch.zeros(3)), {}, "values"),
-        ((F, None, None, torch.zeros(3)), {}, "values"),
-        *(((F,), {"temperature": t}, "") for t in (0.0, -1.0, math.nan)),
-        *(((F,), {"top_p": p}, "") for p in (0.0, 1.1, math.nan)),
-        *(((F,), {"min_p": p}, "") for p in (-0.1, 1.1, math.nan)),
-        *(((F,), {"uniform": u}, "") for u in (-0.1, 1.0, math.nan)),
-        ((F,), {"top_k": -1}, ""),
-        ((F,), {"num_top": -1}, ""),
+        (torch.zeros(0), {}, "logits"),
+        (F.double(), {}, "logits"),
+        (torch.zeros(2, 4), {}, "logits"),
+        (torch.zeros(8)[::2], {}, "logits"),
+        (F, {"mask": torch.zeros(1, dtype=torch.int32)}, "mask"),
+        (F, {"mask": torch.zeros(2)}, "mask"),
+        (F, {"ids": L.int(), "values": torch.zeros(2)}, "ids"),
+        (F, {"ids": L + 40, "values": torch.zeros(2)}, "ids"),
+        (F, {"ids": L - 1, "values": torch.zeros(2)}, "ids"),
+        (F, {"ids": L, "values": torch.zeros(3)}, "values"),
+        (F, {"values": torch.zeros(3)}, "values"),
+        *((F, {"temperature": t}, "") for t in (0.0, -1.0, math.nan)),
+        *((F, {"top_p": p}, "") for p in (0.0, 1.1, math.nan)),
+        *((F, {"min_p": p}, "") for p in (-0.1, 1.1, math.nan)),
+        *((F, {"uniform": u}, "") for u in (-0.1, 1.0, math.nan)),
+        (F, {"top_k": -1}, ""),
+        (F, {"num_top": -1}, ""),
     ],
 )
 def test_operands_that_break_the_contract_are_refused(
-    cpu_table: OpTable, operands: tuple[Any, ...], settings: dict[str, Any], names: str
+    cpu_table: OpTable, logits: Tensor, settings: dict[str, Any], names: str
 ) -> None:
     with pytest.raises(ValueError, match=f"sample: .*{names}"):
-        cpu_table.sample(*operands, **settings)
+        cpu_table.sample(logits, SampleSettings(**settings))

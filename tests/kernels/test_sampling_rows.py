@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -117,7 +118,7 @@ def test_the_last_of_equal_ids_counts_and_the_mask_applies_to_edits(table: OpTab
     assert table.sample_rows(logits, [row])[0].token_id == 598
     mask = torch.full((94,), -1, dtype=torch.int32)
     mask[598 // 32] &= ~(1 << 598 % 32)
-    assert table.sample_rows(logits, [row._replace(mask=mask)])[0].token_id == 597
+    assert table.sample_rows(logits, [replace(row, mask=mask)])[0].token_id == 597
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -134,7 +135,7 @@ def test_rows_with_nan_or_infinity_give_no_token(table: OpTable, value: float) -
             got = table.sample_rows(logits, rows)
             assert got[:-1] == [NOTHING_SAMPLED] * len(places)
             assert got[-1].token_id == 0
-            edited = rows[-1]._replace(ids=torch.tensor([70]), values=torch.tensor([value]))
+            edited = replace(rows[-1], ids=torch.tensor([70]), values=torch.tensor([value]))
             assert table.sample_rows(logits, [edited]) == [NOTHING_SAMPLED]
 
 
@@ -144,7 +145,7 @@ def test_rows_without_a_possible_token_give_none(table: OpTable) -> None:
     for chain in CHAINS.values():
         row = settings_of(0, chain, num_top=2)
         assert table.sample_rows(impossible, [row]) == [NOTHING_SAMPLED]
-        masked = row._replace(mask=closed)
+        masked = replace(row, mask=closed)
         assert table.sample_rows(torch.zeros(1, 700), [masked]) == [NOTHING_SAMPLED]
 
 
@@ -158,10 +159,10 @@ def test_tokens_are_sampled_with_their_probability(
     classes: Counter[int] = Counter()
     for _ in range(calls):
         uniforms = torch.rand(batch, generator=rng, dtype=torch.float64).tolist()
-        rows = [settings._replace(uniform=uniform) for uniform in uniforms]
+        rows = [replace(settings, uniform=uniform) for uniform in uniforms]
         drawn = gpu_table.sample_rows(logits[None], rows)
         classes.update(one.token_id * 5 // vocab for one in drawn)
-    everything = settings._replace(num_top=vocab).draw(ReferenceSamplingOps.sample, logits).top
+    everything = ReferenceSamplingOps.sample(logits, replace(settings, num_top=vocab)).top
     shares = [0.0] * 5
     for token_id, p in everything:
         shares[token_id * 5 // vocab] += p

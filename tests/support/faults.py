@@ -17,7 +17,7 @@ from torch import Tensor
 
 from exl_core.engine.engine import Engine
 from exl_core.ops.backends.reference.table import ReferenceTable
-from exl_core.ops.sampling import NextStep, RowSettings, Sampled
+from exl_core.ops.sampling import NextStep, RowSettings, Sampled, SampleSettings
 
 VICTIM_TOP_K = 77
 """`FaultyTable` knows the victim's rows by this setting of its sampler."""
@@ -91,10 +91,10 @@ class FaultyTable(ReferenceTable):
         super().__init__(threads=1)
         self.fault = fault
 
-    def sample(self, *operands: Any, **settings: Any) -> Sampled:  # type: ignore[override]
-        if self.fault is not None and settings["top_k"] == VICTIM_TOP_K:
+    def sample(self, logits: Tensor, settings: SampleSettings) -> Sampled:  # type: ignore[override]
+        if self.fault is not None and settings.top_k == VICTIM_TOP_K:
             self.fault.use("op", "sample")
-        return ReferenceTable.sample(*operands, **settings)
+        return ReferenceTable.sample(logits, settings)
 
     def sample_rows(  # type: ignore[override]
         self, logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None

@@ -60,12 +60,12 @@ def random_mask(rng: torch.Generator, vocab: int) -> Tensor:
 
 
 def settings_of(row: int, chain: dict[str, Any], **settings: Any) -> RowSettings:
-    return RowSettings(row, **settings)._replace(**chain)
+    return RowSettings(row, **(settings | chain))
 
 
 def reference_samples(logits: Tensor, rows: Sequence[RowSettings]) -> list[Sampled]:
     """Tokens of the reference backend, which computes in float64."""
-    return [row.draw(ReferenceSamplingOps.sample, logits[row.row]) for row in rows]
+    return [ReferenceSamplingOps.sample(logits[row.row], row) for row in rows]
 
 
 def assert_same(got: Sequence[Sampled], wanted: Sequence[Sampled], hint: object) -> None:

@@ -15,7 +15,7 @@ from exl_core.engine.events import FailEvent, FinishEvent
 from exl_core.engine.logits import LogitRow, PassLogits
 from exl_core.engine.request import Report, Request
 from exl_core.ops.backends.reference.table import ReferenceTable
-from exl_core.ops.sampling import NextStep, RowSettings, Sampled
+from exl_core.ops.sampling import NextStep, RowSettings, Sampled, SampleSettings
 from exl_core.sampling.params import SamplerParams
 from exl_core.sampling.sampler import LogitsError, Sampler
 from support.driving import ask, run_all, submit
@@ -42,9 +42,9 @@ class CountingTable(ReferenceTable):
         self.widths.add(logits.shape[1])
         return ReferenceTable.sample_rows(logits, rows, next_step)
 
-    def sample(self, *operands: Any, **settings: Any) -> Sampled:  # type: ignore[override]
+    def sample(self, logits: Tensor, settings: SampleSettings) -> Sampled:  # type: ignore[override]
         self.single += 1
-        return ReferenceTable.sample(*operands, **settings)
+        return ReferenceTable.sample(logits, settings)
 
 
 def counting_engine(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -48,7 +49,7 @@ class PassLogits:
         if not rows:
             return []
         if self._rows is not None:
-            rows = [row._replace(row=self._rows[row.row]) for row in rows]
+            rows = [replace(row, row=self._rows[row.row]) for row in rows]
         return ops.sample_rows(self._computed[:, :vocab_size], rows, next_step)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from torch import Tensor, inference_mode, tensor
@@ -37,10 +38,20 @@ class NextStep(NamedTuple):
         self.launch()
 
 
-class RowSettings(NamedTuple):
-    """Operands of `sample` for one row of `sample_rows`; mask, ids and values are on the CPU."""
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class SampleSettings:
+    """Settings of `sample`; mask, ids and values are on the CPU. A token's settings are built once.
 
-    row: int
+    temperature  divisor of the logits, above 0
+    top_k        number of tokens that are kept; 0: all
+    top_p        share of probability that is kept, in (0, 1]; 1: all
+    min_p        least probability of a kept token, as a share of the largest; in [0, 1], 0: off
+    uniform      random number in [0, 1)
+    num_top      number of likeliest tokens to return
+    mask         int32 words, bit i % 32 of word i // 32 is 0 for a token that is dropped
+    ids, values  int64 and float32 [n]: logits that are replaced before anything else; both or none
+    """
+
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
@@ -51,20 +62,12 @@ class RowSettings(NamedTuple):
     ids: Tensor | None = None
     values: Tensor | None = None
 
-    def draw(self, sample: Callable[..., Sampled], logits: Tensor) -> Sampled:
-        """Calls `sample` of a table with these settings on the row's logits."""
-        return sample(
-            logits,
-            self.mask,
-            self.ids,
-            self.values,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            min_p=self.min_p,
-            uniform=self.uniform,
-            num_top=self.num_top,
-        )
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RowSettings(SampleSettings):
+    """Settings of one row of logits in `sample_rows`."""
+
+    row: int
 
 
 class SamplingOps(Protocol):
@@ -77,31 +80,17 @@ class SamplingOps(Protocol):
         """
         ...
 
-    def sample(
-        self,
-        logits: Tensor,
-        mask: Tensor | None = None,
-        ids: Tensor | None = None,
-        values: Tensor | None = None,
-        *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        uniform: float = 0.0,
-        num_top: int = 0,
-    ) -> Sampled:
-        """Samples a token from logits [vocab] with the random number `uniform` in [0, 1).
+    def sample(self, logits: Tensor, settings: SampleSettings) -> Sampled:
+        """Samples a token from logits float32 [vocab].
 
         Steps, in this order:
 
-        1. logits[ids] = values; ids int64, of duplicates the last one counts
-        2. drop tokens whose bit in mask is 0 (int32, bit i % 32 of word i // 32)
-        3. divide by temperature (> 0)
-        4. keep the top_k likeliest tokens (0: all)
+        1. logits[ids] = values; of duplicate ids the last one counts
+        2. drop tokens whose bit in mask is 0
+        3. divide by temperature
+        4. keep the top_k likeliest tokens
         5. keep the longest descending run that sums to at most top_p and has no token below 1e-6
-           (1: off)
-        6. keep the tokens that are at least min_p times as likely as the likeliest one (0: off)
+        6. keep the tokens that are at least min_p times as likely as the likeliest one
         7. return the first token at which the running sum by id exceeds uniform
 
         The likeliest token is always kept; ties are ordered by id. `top` lists the num_top

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from exl_core.errors import ExlError
-from exl_core.ops.sampling import RowSettings, Sampled
+from exl_core.ops.sampling import RowSettings, Sampled, SampleSettings
 from exl_core.ops.table import OpTable
 from exl_core.sampling.chain import is_common, later_steps, scaling
 from exl_core.sampling.edits import Edits
@@ -251,7 +251,7 @@ class Sampler:
         edited, ids, values = self._edits.sparse(logits, history, banned)
         mask = self._edits.allowed(mask, len(logits))
         settings = self._settings(0, mask, ids, values, uniform=uniform, num_top=num_top)
-        drawn = settings.draw(self._ops.sample, edited)
+        drawn = self._ops.sample(edited, settings)
         if drawn.token_id < 0:
             raise _error(logits)
         return drawn
@@ -271,15 +271,15 @@ class Sampler:
             return RowSettings(row, top_k=1, num_top=num_top, mask=mask, ids=ids, values=values)
         return RowSettings(
             row,
-            params.temperature,
-            params.top_k,
-            params.top_p,
-            params.min_p,
-            uniform,
-            num_top,
-            mask,
-            ids,
-            values,
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            uniform=uniform,
+            num_top=num_top,
+            mask=mask,
+            ids=ids,
+            values=values,
         )
 
     def _final(
@@ -317,7 +317,8 @@ class Sampler:
     def _few(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Ids, ascending, and logits of the tokens that top-k and top-p keep."""
         top_k, top_p = self.params.top_k, self.params.top_p
-        drawn = self._ops.sample(logits, top_k=top_k, top_p=top_p, num_top=len(logits))
+        settings = SampleSettings(top_k=top_k, top_p=top_p, num_top=len(logits))
+        drawn = self._ops.sample(logits, settings)
         ids = torch.tensor(sorted(token_id for token_id, _ in drawn.top))
         return ids, logits[ids]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.backends.cpu.library import exl_kernels
-from exl_core.ops.sampling import NextStep, RowSettings, Sampled
+from exl_core.ops.sampling import NextStep, RowSettings, Sampled, SampleSettings
 
 
 class CpuSamplingOps:
@@ -21,30 +21,26 @@ class CpuSamplingOps:
         self._ops.log_sum_exp(x, out)
         return out
 
-    def sample(
-        self,
-        logits: Tensor,
-        mask: Tensor | None = None,
-        ids: Tensor | None = None,
-        values: Tensor | None = None,
-        *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        uniform: float = 0.0,
-        num_top: int = 0,
-    ) -> Sampled:
+    def sample(self, logits: Tensor, settings: SampleSettings) -> Sampled:
         return Sampled._make(
             self._ops.sample(
-                logits, mask, ids, values, temperature, top_k, top_p, min_p, uniform, num_top
+                logits,
+                settings.mask,
+                settings.ids,
+                settings.values,
+                settings.temperature,
+                settings.top_k,
+                settings.top_p,
+                settings.min_p,
+                settings.uniform,
+                settings.num_top,
             )
         )
 
     def sample_rows(
         self, logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None
     ) -> list[Sampled]:
-        drawn = [settings.draw(self.sample, logits[settings.row]) for settings in rows]
+        drawn = [self.sample(logits[settings.row], settings) for settings in rows]
         if next_step is not None:
             next_step.launch_after(drawn)
         return drawn

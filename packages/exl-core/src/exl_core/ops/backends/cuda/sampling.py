@@ -8,15 +8,16 @@ point.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from exl_core.ops.backends.cpu.sampling import CpuSamplingOps
 from exl_core.ops.backends.cuda.library import Gpu
-from exl_core.ops.sampling import NOTHING_SAMPLED, NextStep, RowSettings, Sampled
+from exl_core.ops.sampling import NOTHING_SAMPLED, NextStep, RowSettings, Sampled, SampleSettings
 from exl_kernels import cuda
 
 _ROW = np.dtype(
@@ -243,12 +244,15 @@ LOG_SUM_VALUES = 1 << 24  # number of logits that `log_sum_exp` processes at a t
 class CudaSamplingOps:
     """SamplingOps of one GPU. `sample` runs on the CPU, where its operands are."""
 
+    _cpu: CpuSamplingOps
     _row_sampler: RowSampler
-    sample: Callable[..., Sampled]  # of a table of the CPU
 
     def log_sum_exp(self, x: Tensor) -> Tensor:
         rows = max(1, LOG_SUM_VALUES // max(1, x.shape[1]))  # torch makes a float32 copy
         return torch.cat([part.float().logsumexp(1) for part in torch.split(x, rows)])
+
+    def sample(self, logits: Tensor, settings: SampleSettings) -> Sampled:
+        return self._cpu.sample(logits, settings)
 
     def sample_rows(
         self, logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None
@@ -260,7 +264,7 @@ class CudaSamplingOps:
         all_drawn = [
             next(drawn)
             if settings.num_top <= cuda.MAX_TOP
-            else settings.draw(self.sample, logits[settings.row].cpu())
+            else self.sample(logits[settings.row].cpu(), settings)
             for settings in rows
         ]
         if next_step is not None:

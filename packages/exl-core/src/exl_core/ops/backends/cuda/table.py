@@ -29,7 +29,7 @@ class CudaTable(CudaLinearOps, CudaAttentionOps, CudaElementwiseOps, CudaSamplin
         self._linears = Linears(self._gpu)
         self._attention = Attention(self._gpu)
         self._row_sampler = RowSampler(self._gpu)
-        self.sample = CpuTable(None, threads=1).sample
+        self._cpu = CpuTable(None, threads=1)
 
     @property
     def name(self) -> str:

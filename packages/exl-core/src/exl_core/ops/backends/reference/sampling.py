@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from exl_core.ops.checks import OpInputError, check, check_contiguous, check_range
-from exl_core.ops.sampling import NOTHING_SAMPLED, NextStep, RowSettings, Sampled
+from exl_core.ops.sampling import NOTHING_SAMPLED, NextStep, RowSettings, Sampled, SampleSettings
 
 _NUCLEUS_FLOOR = 1e-6
 _WEIGHT_FLOOR = -87.33654  # below this x, e^x is not a normal float32 and counts as 0
@@ -28,79 +28,62 @@ class ReferenceSamplingOps:
         return found.masked_fill(found.isinf(), torch.nan)
 
     @staticmethod
-    def sample(
-        logits: Tensor,
-        mask: Tensor | None = None,
-        ids: Tensor | None = None,
-        values: Tensor | None = None,
-        *,
-        temperature: float = 1.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        uniform: float = 0.0,
-        num_top: int = 0,
-    ) -> Sampled:
-        _check(logits, mask, ids, values)
-        if not (
-            temperature > 0.0
-            and top_k >= 0
-            and 0.0 < top_p <= 1.0
-            and 0.0 <= min_p <= 1.0
-            and 0.0 <= uniform < 1.0
-            and num_top >= 0
-        ):
-            raise OpInputError("sample: a setting is out of range")
+    def sample(logits: Tensor, settings: SampleSettings) -> Sampled:
+        _check(logits, settings)
         if bool((logits.isnan() | (logits == math.inf)).any()):
             return NOTHING_SAMPLED
         x = logits.clone()
-        if ids is not None and values is not None:
-            for token_id, value in zip(ids.tolist(), values.tolist(), strict=True):
+        if settings.ids is not None and settings.values is not None:
+            edits = zip(settings.ids.tolist(), settings.values.tolist(), strict=True)
+            for token_id, value in edits:
                 x[token_id] = value
-        if mask is not None:
+        if settings.mask is not None:
             bits = torch.arange(len(x))
-            x[(mask[bits // 32] >> (bits % 32)) & 1 == 0] = -math.inf
+            x[(settings.mask[bits // 32] >> (bits % 32)) & 1 == 0] = -math.inf
         if not math.isfinite(x.max()):
             return NOTHING_SAMPLED
-        if temperature != 1.0:
-            x = (x - x.max()) / temperature
+        if settings.temperature != 1.0:
+            x = (x - x.max()) / settings.temperature
         order = torch.sort(x, descending=True, stable=True).indices
         order = order[: int((x > -math.inf).sum())]
-        if top_k > 0:
-            order = order[:top_k]
+        if settings.top_k > 0:
+            order = order[: settings.top_k]
         difference = x[order] - x.max()
         below = difference.double()
         weight = below.exp().masked_fill(difference < _WEIGHT_FLOOR, 0.0)
-        if top_p < 1.0:
+        if settings.top_p < 1.0:
             total = weight.sum()
-            is_kept = (weight.cumsum(0) <= top_p * total) & (weight >= _NUCLEUS_FLOOR * total)
+            is_kept = (weight.cumsum(0) <= settings.top_p * total) & (
+                weight >= _NUCLEUS_FLOOR * total
+            )
             is_kept[0] = True
             order, below, weight = order[is_kept], below[is_kept], weight[is_kept]
-        if min_p > 0.0:
-            is_kept = below >= math.log(min_p)
+        if settings.min_p > 0.0:
+            is_kept = below >= math.log(settings.min_p)
             order, weight = order[is_kept], weight[is_kept]
         probability = weight / weight.sum()
         by_id = order.argsort()
         running = weight[by_id].cumsum(0)
-        above = (running > uniform * running[-1]).nonzero()
+        above = (running > settings.uniform * running[-1]).nonzero()
         index = int(by_id[int(above[0]) if len(above) > 0 else -1])
-        top = zip(order[:num_top].tolist(), probability[:num_top].tolist(), strict=True)
+        count = settings.num_top
+        top = zip(order[:count].tolist(), probability[:count].tolist(), strict=True)
         return Sampled(int(order[index]), float(probability[index]), list(top))
 
     @staticmethod
     def sample_rows(
         logits: Tensor, rows: Sequence[RowSettings], next_step: NextStep | None = None
     ) -> list[Sampled]:
-        drawn = [
-            settings.draw(ReferenceSamplingOps.sample, logits[settings.row]) for settings in rows
-        ]
+        sample = ReferenceSamplingOps.sample
+        drawn = [sample(logits[settings.row], settings) for settings in rows]
         if next_step is not None:
             next_step.launch_after(drawn)
         return drawn
 
 
-def _check(logits: Tensor, mask: Tensor | None, ids: Tensor | None, values: Tensor | None) -> None:
+def _check(logits: Tensor, settings: SampleSettings) -> None:
     op = "sample"
+    mask, ids, values = settings.mask, settings.ids, settings.values
     check(op, "logits", logits, (torch.float32,), None)
     check_contiguous(op, "logits", logits)
     if len(logits) == 0:
@@ -118,3 +101,12 @@ def _check(logits: Tensor, mask: Tensor | None, ids: Tensor | None, values: Tens
         check(op, "values", values, (torch.float32,), len(ids))
         check_contiguous(op, "values", values)
         check_range(op, "ids", ids, len(logits))
+    if not (
+        settings.temperature > 0.0
+        and settings.top_k >= 0
+        and 0.0 < settings.top_p <= 1.0
+        and 0.0 <= settings.min_p <= 1.0
+        and 0.0 <= settings.uniform < 1.0
+        and settings.num_top >= 0
+    ):
+        raise OpInputError(f"{op}: a setting is out of range")
