@@ -19,7 +19,7 @@ from exl_cli import prompts
 from exl_cli.interrupt import exits_at_once
 from exl_core.cache.format import KVFormat, parse_cache_type
 from exl_core.errors import RequestError
-from exl_core.files import read_text_file
+from exl_core.files import CONFIG_LIMIT_BYTES, read_text_file
 from exl_core.speculate.controller import DEFAULT_DRAFT_TOKENS, DEFAULT_NGRAM_TOKENS
 
 if TYPE_CHECKING:
@@ -169,7 +169,7 @@ def constraints_of(
     """Constraints on the text. This function reads the files. Checks that need a model come later,
     for example whether its tokens can form a matching text."""
     schema_text = None if json_schema is None else _schema_text(Path(json_schema))
-    grammar_text = None if grammar is None else read_text_file(Path(grammar))
+    grammar_text = None if grammar is None else read_text_file(Path(grammar), CONFIG_LIMIT_BYTES)
     if schema_text is None and regex is None and grammar_text is None:
         return ()
     with exits_at_once():
@@ -188,7 +188,7 @@ def constraints_of(
 
 
 def _schema_text(path: Path) -> str:
-    text = read_text_file(path)
+    text = read_text_file(path, CONFIG_LIMIT_BYTES)
     try:
         json.loads(text)
     except (ValueError, RecursionError) as error:

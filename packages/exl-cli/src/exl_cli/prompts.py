@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from exl_core.errors import RequestError
-from exl_core.files import decode_text, read_text_file
+from exl_core.files import PROMPT_LIMIT_BYTES, decode_text, read_text_file
 
 STDIN = "-"
 _NOTICE_AFTER_S = 2.0
@@ -61,7 +61,7 @@ def as_messages(text: str, system: str | None) -> list[dict[str, str]]:
 
 
 def _read_file(path: Path) -> str:
-    return read_text_file(path).removesuffix("\n")
+    return read_text_file(path, PROMPT_LIMIT_BYTES).removesuffix("\n")
 
 
 def _read_stdin(*, is_required: bool) -> str:
@@ -77,9 +77,14 @@ def _read_stdin(*, is_required: bool) -> str:
         return ""
     _tell_that_it_waits(stdin.fileno(), is_required=is_required)
     try:
-        data = stdin.buffer.read()
+        data = stdin.buffer.read(PROMPT_LIMIT_BYTES + 1)
     except OSError as error:
         raise RequestError("stdin cannot be read", got=error.strerror) from error
+    if len(data) > PROMPT_LIMIT_BYTES:
+        raise RequestError(
+            "the text on stdin is longer than any context",
+            expected=f"at most {PROMPT_LIMIT_BYTES} bytes",
+        )
     return decode_text(data, "stdin").removesuffix("\n")
 
 

@@ -13,12 +13,18 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from exl_core.errors import DiskFullError, ExlError, RequestError
 
 CONFIG_LIMIT_BYTES = 16 * 2**20
 """Limit on JSON files. Real configurations take kilobytes, or a few MiB with a vocabulary or a
 chat template."""
+
+TEXT_LIMIT_BYTES = 2**30
+"""Limit on texts to measure or calibrate with."""
+PROMPT_LIMIT_BYTES = 64 * 2**20
+"""Limit on prompts: more than a context of ten million tokens holds."""
 
 
 def is_present(path: Path, error: type[ExlError]) -> bool:
@@ -43,19 +49,43 @@ def read_optional_json_object(path: Path, error: type[ExlError]) -> dict[str, ob
     return read_json_object(path, error) if is_present(path, error) else {}
 
 
-def read_bytes(path: Path, error: type[ExlError], limit_bytes: int) -> bytes:
-    """Contents of a file. Raises `error` if it is larger than `limit_bytes`."""
+def open_regular(path: Path, error: type[ExlError]) -> BinaryIO:
+    """Opens a file that a user named. Raises `error` for a FIFO, a device, a socket or a directory.
+
+    Reading a FIFO waits for a writer that may never come, and a device may have no end.
+    """
     try:
-        with path.open("rb") as file:
-            data = file.read(limit_bytes + 1)
+        # Without O_NONBLOCK, opening a FIFO waits. It has no effect on a regular file.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as cause:
         raise error("cannot be read", where=path, got=cause.strerror or cause) from cause
-    if len(data) > limit_bytes:
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind == stat.S_IFREG:
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    raise error(
+        "cannot be read",
+        where=path,
+        expected="a regular file",
+        got={stat.S_IFIFO: "a FIFO or pipe", stat.S_IFDIR: "a directory"}.get(kind, "a device"),
+        next_step="Save what it would give to a file first." if kind == stat.S_IFIFO else None,
+    )
+
+
+def read_bytes(path: Path, error: type[ExlError], limit_bytes: int) -> bytes:
+    """Contents of a regular file. Raises `error` if it is larger than `limit_bytes`."""
+    with open_regular(path, error) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            data = file.read(limit_bytes + 1) if size <= limit_bytes else b""
+        except OSError as cause:
+            raise error("cannot be read", where=path, got=cause.strerror or cause) from cause
+    if max(size, len(data)) > limit_bytes:  # files of /proc say that they are empty
         raise error(
             "file is too large for what it is",
             where=path,
             expected=f"at most {limit_bytes} bytes",
-            got=f"{path.stat().st_size}",
+            got=f"{max(size, len(data))}",
         )
     return data
 
@@ -129,15 +159,9 @@ def naming_disk_failures(path: Path) -> Iterator[None]:
         raise ExlError("cannot be written", where=path, got=error.strerror or error) from error
 
 
-def read_text_file(path: Path) -> str:
+def read_text_file(path: Path, limit_bytes: int = TEXT_LIMIT_BYTES) -> str:
     """Text of a UTF-8 file given by the user. Line ends are preserved."""
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise RequestError(
-            "the file cannot be read", where=path, got=error.strerror, next_step="Check the path."
-        ) from error
-    return decode_text(data, str(path))
+    return decode_text(read_bytes(path, RequestError, limit_bytes), str(path))
 
 
 def decode_text(data: bytes, where: str) -> str:

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from exl_core.errors import ExlError
+from exl_core.errors import ExlError, RequestError
+from exl_core.files import CONFIG_LIMIT_BYTES, is_present, read_bytes
 from exl_core.session.describe import ModelDescription, describe_model
 from exl_core.session.load import LoadedModel
 from exl_core.session.resolve import resolve_model
@@ -232,9 +233,11 @@ def _describe(model: ModelDescription) -> dict[str, object]:
 
 def _read_record(path: Path) -> dict[str, Mapping[str, object]]:
     """Parts measured by an earlier run; empty if there is no readable record."""
+    if not is_present(path, RequestError):
+        return {}
     try:
-        kept = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+        kept = json.loads(read_bytes(path, RequestError, CONFIG_LIMIT_BYTES))
+    except ValueError:
         return {}
     parts = kept.get("parts") if isinstance(kept, dict) else None
     if not isinstance(parts, dict):

@@ -19,6 +19,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from exl_core.errors import RequestError
+from exl_core.files import read_bytes
 
 FILE_LIMIT_BYTES = 256 * 2**20
 _KEYS = ("arrival_s", "prompt", "prompt_tokens", "max_tokens", "temperature")
@@ -41,18 +42,7 @@ def read_workload(path: Path | None) -> list[TimedRequest]:
     if path is None:
         data = files("exl_eval").joinpath("data/workload.jsonl").read_bytes()
         return parse_workload(data, "the example workload")
-    try:
-        if path.stat().st_size > FILE_LIMIT_BYTES:
-            raise RequestError(
-                "the workload is too large",
-                where=path,
-                expected=f"at most {FILE_LIMIT_BYTES} bytes",
-                got=path.stat().st_size,
-            )
-        data = path.read_bytes()
-    except OSError as error:
-        raise RequestError("the workload cannot be read", where=path, got=error.strerror) from error
-    return parse_workload(data, str(path))
+    return parse_workload(read_bytes(path, RequestError, FILE_LIMIT_BYTES), str(path))
 
 
 def parse_workload(data: bytes, where: str) -> list[TimedRequest]:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from exl_core.errors import ExlError, RequestError
-from exl_core.files import read_text_file
+from exl_core.files import open_regular, read_text_file
 
 SEPARATOR = "\n\n"
 """Separator of documents that are joined into one text, as in papers that use WikiText."""
@@ -69,6 +69,7 @@ def read_text(path: Path, *, column: str = "text", rows: int | None = None) -> T
     else a plain UTF-8 text. Empty rows are skipped. A malformed file is a RequestError that names
     the position."""
     if path.suffix in PARQUET_SUFFIXES:
+        open_regular(path, RequestError).close()
         found = _dataset_rows(column, path="parquet", data_files=str(path), split="train")
         return _text_of(found, rows, path)
     if path.suffix in JSONL_SUFFIXES:

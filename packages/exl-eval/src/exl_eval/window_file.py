@@ -27,6 +27,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from exl_core.errors import ExlError, RequestError
+from exl_core.files import is_present
 
 _FRAME = struct.Struct("<QI")
 _HEADER_LIMIT_BYTES = 1024 * 1024
@@ -40,7 +41,8 @@ class WindowFile:
         differs from `header`, or if another run has locked it."""
         self.path = path
         try:
-            self._file: BinaryIO = path.open("r+b" if path.exists() else "x+b")
+            mode = "r+b" if is_present(path, RequestError) else "x+b"
+            self._file: BinaryIO = path.open(mode)
         except OSError as error:
             raise RequestError(
                 "the file cannot be opened", where=path, got=error.strerror

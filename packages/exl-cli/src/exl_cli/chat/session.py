@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import count
 
 from exl_cli.chat import commands
 from exl_cli.chat.commands import Outcome
@@ -21,7 +22,7 @@ from exl_cli.load import explaining_long_prompts
 from exl_cli.reply import stream_reply
 from exl_core.engine.events import FinishReason
 from exl_core.errors import ExlError, RequestError
-from exl_core.files import decode_text
+from exl_core.files import PROMPT_LIMIT_BYTES, decode_text
 from exl_core.session.runtime import Runtime
 
 
@@ -194,5 +195,15 @@ class ChatSession:
 def _stdin_lines() -> Iterator[str]:
     if sys.stdin is None:
         return
-    for number, line in enumerate(sys.stdin.buffer, start=1):
-        yield decode_text(line, f"stdin, line {number}")
+    for number in count(1):
+        line = sys.stdin.buffer.readline(PROMPT_LIMIT_BYTES + 1)
+        if not line:
+            return
+        where = f"stdin, line {number}"
+        if len(line) > PROMPT_LIMIT_BYTES:
+            raise RequestError(
+                "the line is longer than any context",
+                where=where,
+                expected=f"at most {PROMPT_LIMIT_BYTES} bytes",
+            )
+        yield decode_text(line, where)

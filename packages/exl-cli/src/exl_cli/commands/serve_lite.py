@@ -30,6 +30,7 @@ EXAMPLES = (
     ("EXL_API_KEY=secret exl serve-lite --host 0.0.0.0", "reachable by other machines, with a key"),
 )
 DEFAULT_CACHE_TOKENS = 32768
+KEY_FILE_LIMIT_BYTES = 2**20
 _SERVER = "Server"
 _LIMITS = "Limits"
 
@@ -287,7 +288,7 @@ def _keys(api_key: str | None, api_key_file: str | None) -> frozenset[str]:
     """API keys from the option or the environment, and from the key file."""
     lines = [] if api_key is None else [api_key]
     if api_key_file is not None:
-        found = read_text_file(Path(api_key_file)).split()
+        found = read_text_file(Path(api_key_file), KEY_FILE_LIMIT_BYTES).split()
         if not found:
             raise RequestError("no key in the file", where=api_key_file)
         lines += found

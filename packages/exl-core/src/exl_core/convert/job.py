@@ -18,7 +18,7 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.convert import preflight, side_files
 from exl_core.convert.allocate import allocate
 from exl_core.convert.events import Event, OnEvent, Stage
-from exl_core.convert.measurement import Measurement
+from exl_core.convert.measurement import LIMIT_BYTES, Measurement, MeasurementError
 from exl_core.convert.plan import ConvertOptions
 from exl_core.convert.publish import (
     check_written,
@@ -38,8 +38,13 @@ from exl_core.convert.stages import (
     stage_files,
 )
 from exl_core.convert.work import JOB_NAME, WorkDir, check_work, locked, open_work
-from exl_core.errors import DiskFullError, ExlError, ProblemsError, QualityError
-from exl_core.files import write_json
+from exl_core.errors import (
+    DiskFullError,
+    ExlError,
+    ProblemsError,
+    QualityError,
+)
+from exl_core.files import read_bytes, write_json
 from exl_core.session.open import model_name, open_checkpoint
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.source import TensorSource
@@ -95,7 +100,7 @@ class Conversion:
             "calibration_sha256": self.calibration_sha256,
             "measurement_sha256": None
             if given is None
-            else hashlib.sha256(given.read_bytes()).hexdigest(),
+            else hashlib.sha256(read_bytes(given, MeasurementError, LIMIT_BYTES)).hexdigest(),
             "shard_bytes": self.shard_bytes,
             "torch": torch.__version__,
             **asdict(self.stages),

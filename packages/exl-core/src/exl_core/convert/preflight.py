@@ -40,7 +40,7 @@ from exl_core.errors import (
     RequestError,
     UnsupportedModelError,
 )
-from exl_core.files import naming_disk_failures
+from exl_core.files import naming_disk_failures, open_regular
 from exl_core.session.open import gguf_fields
 from exl_core.settings import read_settings
 from exl_core.tokenizer.check import check_vocab
@@ -75,7 +75,7 @@ def hash_source(path: Path, source: TensorSource, progress: Progress | None = No
     hasher = hashlib.sha256()
     for file in files:
         hasher.update(f"{file.name} {file.stat().st_size}\n".encode())
-        with file.open("rb") as opened:
+        with open_regular(file, ExlError) as opened:
             while piece := opened.read(HASH_BYTES):
                 hasher.update(piece)
                 done += len(piece)

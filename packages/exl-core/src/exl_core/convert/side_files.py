@@ -17,8 +17,8 @@ from tokenizers import decoders
 from exl_core.arch.hf_config import ACTIVATIONS, LAYER_TYPES, read_hf_config
 from exl_core.arch.layers import LayerSpec
 from exl_core.arch.spec import ModelConfig, RopeMethod, Window
-from exl_core.errors import ConfigError, TokenizerError, UnsupportedModelError
-from exl_core.files import read_json_object, write_atomically
+from exl_core.errors import ConfigError, ExlError, TokenizerError, UnsupportedModelError
+from exl_core.files import open_regular, read_json_object, write_atomically
 from exl_core.session.open import gguf_fields
 from exl_core.tokenizer.base import Tokenizer
 from exl_core.tokenizer.detect import TOKENIZER_JSON, TOKENIZER_MODEL, load_tokenizer
@@ -62,7 +62,7 @@ class SideFiles:
 
 
 def _pieces(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
+    with open_regular(path, ExlError) as file:
         while piece := file.read(_COPIED_AT_ONCE):
             yield piece
 

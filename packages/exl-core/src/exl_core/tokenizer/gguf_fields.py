@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from exl_core.errors import WeightFileError
+from exl_core.files import open_regular
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -78,7 +79,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 def _open_and_read(path: Path, *, with_tensors: bool) -> GgufHeader:
     try:
-        with path.open("rb") as file:
+        with open_regular(path, WeightFileError) as file:
             size = file.seek(0, 2)
             if size == 0:
                 raise WeightFileError("the file is empty", where=path, next_step=_NEXT_STEP)

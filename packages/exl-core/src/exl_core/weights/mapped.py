@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from exl_core.errors import WeightFileError
+from exl_core.files import open_regular
 
 # Linux's MAP_NORESERVE, for which Python 3.11 has no constant. Without it, a file larger than the
 # machine's memory could not be mapped.
@@ -23,7 +24,7 @@ class MappedFile:
 
     def __init__(self, path: Path) -> None:
         try:
-            with path.open("rb") as file:
+            with open_regular(path, WeightFileError) as file:
                 self._map = _private_map(file.fileno())
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise WeightFileError("cannot be mapped", where=path, got=error) from error

@@ -8,6 +8,7 @@ library also validates every file before it is mapped.
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from exl_core.arch.hf_config import directory_advice
 from exl_core.errors import ModelNotFoundError, UnsupportedModelError, WeightFileError
-from exl_core.files import parse_json_object, read_json_object
+from exl_core.files import open_regular, parse_json_object, read_json_object
 from exl_core.weights.mapped import MappedFile
 from exl_core.weights.source import PLAIN_TYPES, StoredTensor, TensorSource
 
@@ -139,8 +140,8 @@ def read_header(path: Path) -> list[tuple[StoredTensor, int]]:
     """Tensors that a file declares, with their offsets. Checks that each is inside the file and
     that its size matches its shape."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with open_regular(path, WeightFileError) as file:
+            size = os.fstat(file.fileno()).st_size
             prefix = file.read(8)
             length = int.from_bytes(prefix, "little")
             is_whole = len(prefix) == 8 and length <= min(size - 8, HEADER_LIMIT_BYTES)

@@ -10,7 +10,7 @@ import typer
 
 from exl_cli import options, output
 from exl_core.errors import RequestError
-from exl_core.files import read_text_file
+from exl_core.files import CONFIG_LIMIT_BYTES, read_text_file
 
 if TYPE_CHECKING:
     from exl_eval.compare import Comparison
@@ -44,7 +44,7 @@ def compare(
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        record = json_module.loads(read_text_file(path))
+        record = json_module.loads(read_text_file(path, CONFIG_LIMIT_BYTES))
     except (ValueError, RecursionError) as error:
         raise RequestError("is not valid JSON", where=path, got=str(error)[:200]) from error
     if not isinstance(record, dict):
