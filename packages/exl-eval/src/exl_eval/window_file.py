@@ -41,8 +41,9 @@ class WindowFile:
         differs from `header`, or if another run has locked it."""
         self.path = path
         try:
-            mode = "r+b" if is_present(path, RequestError) else "x+b"
-            self._file: BinaryIO = path.open(mode)
+            self._file: BinaryIO = (
+                path.open("r+b") if is_present(path, RequestError) else path.open("x+b")
+            )
         except OSError as error:
             raise RequestError(
                 "the file cannot be opened", where=path, got=error.strerror
