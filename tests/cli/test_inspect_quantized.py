@@ -55,7 +55,19 @@ def test_verify_of_an_intact_model(exl: Command, exl2_dir: Path, smollm2_path: P
         "quantized_matrices": 211,
         "bytes": 96_576_768,
         "problems": [],
+        "zeros": [],
     }
+
+
+def test_verify_warns_of_zeros(exl: Command, exl2_dir: Path) -> None:
+    path = exl2_dir / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"].zero_()
+    save_file(tensors, path)
+    done = exl("inspect", "model", exl2_dir, "--verify")
+    assert done.code == 0
+    assert done.err.startswith("exl: warning: model.norm.weight: all values are zero")
+    assert done.err.count("\n") == 1
 
 
 def test_verify_prints_one_line_per_problem(exl: Command, exl2_dir: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
 import socket
 import time
 from typing import Any
@@ -11,7 +13,9 @@ import pytest
 from openai import AuthenticationError, BadRequestError, NotFoundError
 
 from exl_cli.server.app import Access, content_policy, create_app
-from exl_cli.server.limits import Limits, check_bind, hosts_of
+from exl_cli.server.errors import json_reply
+from exl_cli.server.limits import Gate, Limits, check_bind, hosts_of
+from exl_cli.server.log_limit import FIRST_LINES, PERIOD_S, LineLimit
 from exl_cli.server.models import ModelHost
 from exl_core.errors import RequestError
 from support.scripted import reply_with
@@ -150,6 +154,105 @@ def test_slow_clients_are_disconnected(one: Running) -> None:
     assert body.startswith(b"HTTP/1.1 408")
     assert json.loads(body.partition(b"\r\n\r\n")[2])["error"]["code"] == "request_timeout"
     assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("length", "sent"),
+    [
+        (b"Transfer-Encoding: chunked", b"fffffffff\r\n"),
+        (b"Transfer-Encoding: chunked", b"fffffffff\r\nabc"),
+        (b"Content-Length: 99999999", b"abc"),
+    ],
+)
+def test_announced_bodies_that_are_too_long_are_refused_in_a_second(
+    length: bytes, sent: bytes
+) -> None:
+    limits = Limits(body_bytes=20_000, body_s=LIMIT_S)
+    with running(scripted_runtime(reply_with("x")), limits=limits) as one:
+        started = time.monotonic()
+        answer = raw(
+            one,
+            b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\n"
+            b"Content-Type: application/json\r\n" + length + b"\r\n\r\n" + sent,
+        )
+        assert answer.startswith(b"HTTP/1.1 413")
+        assert time.monotonic() - started < 6
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("localhost:80@evil", 403),
+        ("localhost:evil", 403),
+        ("localhost:80:80", 403),
+        ("localhost/", 403),
+        ("[::1", 403),
+        ("[::1]evil", 403),
+        ("[localhost]", 403),
+        ("evil", 403),
+        ("", 403),
+        ("localhost", 200),
+        ("LOCALHOST:8080", 200),
+        ("127.0.0.1:", 200),
+        ("[::1]:80", 200),
+    ],
+)
+def test_the_whole_host_header_counts(host: str, status: int) -> None:
+    access = Access(hosts=hosts_of("127.0.0.1", ()))
+    answers: list[Any] = []
+
+    async def app(_scope: Any, _receive: Any, send: Any) -> None:
+        await json_reply({})({"type": "http"}, _receive, send)
+
+    async def send(message: Any) -> None:
+        answers.append(message)
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": "/v1/models",
+        "raw_path": b"/v1/models",
+        "query_string": b"",
+        "headers": [(b"host", host.encode())],
+    }
+    gate = Gate(app, limits=Limits(), hosts=access.hosts)
+    asyncio.run(gate(scope, receive, send))
+    assert answers[0]["status"] == status
+
+
+def test_bad_requests_cannot_flood_the_log() -> None:
+    now = 0.0
+    limit = LineLimit(lambda: now)
+    shown: list[str] = []
+
+    def log(text: str) -> None:
+        record = logging.LogRecord("x", logging.WARNING, "", 0, text, (), None)
+        if limit.filter(record):
+            shown.append(record.getMessage())
+
+    for _ in range(1000):
+        log("bad")
+    log("other")
+    assert shown == ["bad"] * FIRST_LINES + ["other"]
+    now = PERIOD_S
+    log("bad")
+    left = 1000 - FIRST_LINES
+    assert shown[-1] == f"bad ({left} more lines like this were left out)"
+    for number in range(2000):
+        log(f"kind {number}")
+    assert len(shown) < 1000
+
+
+def test_input_that_is_not_http_is_logged_a_few_times(
+    one: Running, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3 * FIRST_LINES):
+        assert raw(one, b"\x16\x03\x01 nonsense\r\n\r\n").startswith(b"HTTP/1.1 400")
+    lines = [record for record in caplog.records if "Invalid HTTP" in record.getMessage()]
+    assert len(lines) <= FIRST_LINES
 
 
 def test_input_that_is_not_http_gets_a_json_error(one: Running) -> None:

@@ -35,6 +35,25 @@ def test_tokenizer_json_has_precedence_over_tokenizer_model(
     assert load_tokenizer(folder).kind == "sentencepiece"
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer_config.json", '{"eos_token": "\\ud800"}'),
+        ("tokenizer_config.json", '{"bos_token": "<\\ud800>"}'),
+        ("special_tokens_map.json", '{"eos_token": {"content": "\\udfff"}}'),
+        ("added_tokens.json", '{"\\ud800": 500}'),
+        ("tokenizer_config.json", '{"added_tokens_decoder": {"3": {"content": "\\ud800"}}}'),
+    ],
+)
+def test_half_of_a_surrogate_pair_as_a_token_is_refused(
+    write_directory: WriteDirectory, tokenizer_json: str, name: str, content: str
+) -> None:
+    folder = write_directory({"tokenizer.json": tokenizer_json})
+    (folder / name).write_text(content)
+    with pytest.raises(TokenizerError, match="half of a surrogate pair"):
+        load_tokenizer(folder)
+
+
 def test_a_directory_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"tokenizer\.json or tokenizer\.model"):
         load_tokenizer(tmp_path)

@@ -56,6 +56,33 @@ def single_problem(report: VerifyReport, tensor: str) -> str:
     return str(problem)
 
 
+def test_norms_and_matrices_of_zeros_are_reported(tmp_path: Path, exl2_dir: Path) -> None:
+    plain = save(tiny_llama(**SIZES), tmp_path / "plain")
+    norm = "model.layers.1.input_layernorm.weight"
+    for folder, names, zeroed in (
+        (plain, [norm, f"{STEM}.weight"], [norm, f"{STEM}.weight"]),
+        (exl2_dir, [f"{STEM}.q_scale_max"], [f"{STEM}.weight"]),
+    ):
+        assert verify_model(str(folder)).zeros == ()
+        tensors = load_file(folder / "model.safetensors")
+        for name in names:
+            tensors[name].zero_()
+        save_file(tensors, folder / "model.safetensors")
+        report = verify_model(str(folder))
+        assert sorted(report.zeros) == sorted(zeroed)
+        assert report.problems == ()
+
+
+def test_gemmas_norms_stored_as_zeros_are_ones(tmp_path: Path) -> None:
+    folder = save(tiny_gemma3(), tmp_path / "gemma")
+    tensors = load_file(folder / "model.safetensors")
+    for name in tensors:
+        if name.endswith("norm.weight"):
+            tensors[name].zero_()
+    save_file(tensors, folder / "model.safetensors")
+    assert verify_model(str(folder)).zeros == ()
+
+
 def test_intact_models_have_no_problems(exl2_dir: Path, gptq_dir: Path) -> None:
     for folder, quantized in ((exl2_dir, 3 * 7 + 1), (gptq_dir, 3 * 7)):
         seen: list[tuple[int, int]] = []

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import typer
 
 from exl_cli import output
 from exl_cli.render import bytes_progress, format_bytes
-from exl_core.errors import ModelError
+from exl_core.errors import ModelError, printable
 from exl_core.session.describe import verify_model
 
 if TYPE_CHECKING:
     from exl_core.weights.verify import VerifyReport
 
 SCHEMA_VERSION = 1
+_ZEROS = "all values are zero; the file may have been written only in part"
 
 
 def run(spec: str | None, *, is_json: bool) -> None:
     """Verify the whole model. Problems end the command with the exit code of `ModelError`."""
     with bytes_progress("verifying", is_quiet=False) as progress:
         report = verify_model(spec, progress)
+    for name in report.zeros:
+        print(f"exl: warning: {printable(name)}: {_ZEROS}", file=sys.stderr, flush=True)
     if is_json:
         output.write_json(as_dict(report))
     elif report.problems:
@@ -44,4 +48,5 @@ def as_dict(report: VerifyReport) -> dict[str, object]:
         "problems": [
             {"tensor": problem.tensor, "error": str(problem.error)} for problem in report.problems
         ],
+        "zeros": list(report.zeros),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
@@ -19,8 +20,8 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from exl_cli.server.errors import ApiError, to_json
-from exl_cli.server.limits import MAX_HEAD_BYTES, Limits
-from exl_cli.server.streaming import PIPE
+from exl_cli.server.limits import MAX_HEAD_BYTES, PIPE, Limits
+from exl_cli.server.log_limit import limit_log_lines
 from exl_core.errors import RequestError
 
 _KEEP_ALIVE_S = 30
@@ -70,6 +71,7 @@ def make_server(
         header_s = limits.header_s
         send_s = limits.send_s
 
+    limit_log_lines(logging.getLogger("uvicorn.error"))
     config = uvicorn.Config(
         app,
         http=Protocol,
@@ -100,6 +102,13 @@ class _Pieces:
     @property
     def is_paused(self) -> bool:
         return self._protocol.flow.write_paused
+
+    @property
+    def chunk_bytes_left(self) -> int:
+        """Bytes that the client has announced for the current chunk of its body. h11 knows them but
+        does not publish them."""
+        left: int = getattr(self._protocol.conn._reader, "_bytes_in_chunk", 0)
+        return left
 
     def write(self, data: bytes) -> None:
         transport = self._protocol.transport

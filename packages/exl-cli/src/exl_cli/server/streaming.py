@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from exl_cli.server.errors import ApiError, to_json
+from exl_cli.server.limits import PIPE
 from exl_cli.server.service import failure_of
 from exl_core.errors import ExlError
 from exl_core.generate.asynchronous import AsyncJob
@@ -24,8 +25,6 @@ from exl_core.generate.dynamic import Result
 
 T = TypeVar("T")
 Event = dict[str, object] | bytes
-PIPE = "exl.pipe"
-"""Key in `scope["state"]` of a `Pipe`, if the server offers a faster way than ASGI's `send`."""
 
 
 class Pipe(Protocol):

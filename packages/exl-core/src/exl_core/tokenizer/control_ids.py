@@ -49,13 +49,25 @@ class SideFiles:
             if isinstance(value, Mapping):
                 value = value.get("content")
             if isinstance(value, str) and value:
-                return value
+                return self._checked(value, key)
         return None
+
+    def _checked(self, text: str, key: str) -> str:
+        """Refuses half of a surrogate pair, which JSON can spell and no token can be."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise TokenizerError(
+                f"the text of a token of {key!r} holds half of a surrogate pair",
+                where=self.folder,
+                got=ascii(text)[:100],
+            ) from error
+        return text
 
     def declared_tokens(self) -> list[DeclaredToken]:
         """Tokens of `added_tokens.json` and `added_tokens_decoder`. The latter has precedence."""
         found = {
-            number: DeclaredToken(text, number, None)
+            number: DeclaredToken(self._checked(text, "added_tokens.json"), number, None)
             for text, number in self.added.items()
             if isinstance(number, int)
         }
@@ -64,6 +76,7 @@ class SideFiles:
             match entry:
                 case {"content": str(text)} if _is_id(key):
                     special = entry.get("special", False) is True
+                    text = self._checked(text, "added_tokens_decoder")
                     found[int(key)] = DeclaredToken(text, int(key), special)
                 case _:
                     raise TokenizerError(

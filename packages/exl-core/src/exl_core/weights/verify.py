@@ -31,12 +31,19 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """Result of `verify`. `quantized` is the number of matrices that stay quantized at run time."""
+    """Result of `verify`.
+
+    quantized  number of matrices that stay quantized at run time
+    problems   tensors that cannot be loaded
+    zeros      norms and matrices whose values, or whose scales, are all zero. They load, but a file
+               of zeros in their place loads as well
+    """
 
     tensors: int
     quantized: int
     size_bytes: int
     problems: tuple[Problem, ...]
+    zeros: tuple[str, ...] = ()
 
 
 def verify(
@@ -59,27 +66,31 @@ def verify(
             found[row.name] = Checkpoint(source, config, quantization, rows=[row])
         except ModelError as error:
             problems.setdefault(str(error), Problem(row.name, error))
+    zeros: list[str] = []
     total, done, quantized = sum(one.size_bytes for one in found.values()), 0, 0
     for name, checkpoint in found.items():
         try:
-            _read(checkpoint, checkpoint.rows[name], dtype)
+            if not _read(checkpoint, checkpoint.rows[name], dtype):
+                zeros.append(name)
         except ModelError as error:
             problems.setdefault(str(error), Problem(name, error))
         quantized += checkpoint.is_quantized(name)
         done += checkpoint.size_bytes
         if progress is not None:
             progress(done, total)
-    return VerifyReport(len(found), quantized, total, tuple(problems.values()))
+    return VerifyReport(len(found), quantized, total, tuple(problems.values()), tuple(zeros))
 
 
-def _read(checkpoint: Checkpoint, row: ModuleRow, dtype: torch.dtype | None) -> None:
+def _read(checkpoint: Checkpoint, row: ModuleRow, dtype: torch.dtype | None) -> bool:
+    """Read all of a tensor. False: it is a norm or a matrix, and all its values are zero."""
     name = row.name
     if row.is_norm:
-        checkpoint.norm(name)
-        return
+        return bool(checkpoint.norm(name).any())
     if dtype is None:
         # Quantized matrices are dequantized to float32 here. Matrices that loading dequantizes must
         # fit float16 as well.
         dtype = torch.float32 if checkpoint.is_quantized(name) else checkpoint.dtype(name)
-    for _ in checkpoint.chunks(name, dtype):
-        pass
+    has_values = name.endswith(".bias")
+    for chunk in checkpoint.chunks(name, dtype):
+        has_values = has_values or bool(chunk.values.any())
+    return has_values
