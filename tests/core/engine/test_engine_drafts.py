@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from exl_core.constrain.regex import Regex
-from exl_core.engine.events import FailEvent, FinishEvent, FinishReason, SampledToken
+from exl_core.engine.drafting import MAX_FAILURES, Drafting
+from exl_core.engine.events import FinishEvent, FinishReason, SampledToken
 from exl_core.engine.request import Report, Request
 from exl_core.sampling.params import SamplerParams
-from exl_core.speculate.drafter import Drafter
+from exl_core.speculate.drafter import Draft, Drafter, DraftJob
 from exl_core.speculate.ngram import NgramDrafter
 from exl_core.speculate.stats import DraftStats
 from support.driving import ask, engine_for, run_all, run_one, run_to_failure
@@ -236,19 +237,76 @@ def test_sampled_drafts_do_not_change_the_distribution() -> None:
         assert abs(seen[token_id] / count - share) < 4 * error
 
 
-def test_a_failing_drafter_fails_running_requests_only() -> None:
+@pytest.mark.parametrize("error", [ValueError("no guess"), MemoryError(), KeyError(1)])
+def test_a_failing_drafter_costs_its_drafts_and_no_request(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     engine, drafter = drafted(reply_with(TEXT), right)
     requests: list[Request] = [ask(), ask("R:")]
     for request in requests:
         engine.submit(request)
     engine.step()
-    error = drafter.failure = ValueError("no guess")
-    with pytest.raises(ValueError, match="no guess"):
-        engine.step()
-    assert not drafter.known
-    failed = [e for e in run_all(engine) if isinstance(e, FailEvent)]
-    assert [(e.request_id, e.error) for e in failed] == [(r.request_id, error) for r in requests]
+    before = drafter.num_proposed
+    drafter.failure = error
+    ends = [event for event in run_all(engine) if isinstance(event, FinishEvent)]
+    assert sorted((end.request_id, end.text) for end in ends) == sorted(
+        (request.request_id, TEXT) for request in requests
+    )
+    assert drafter.num_proposed > before  # drafts go on in the next step
+    assert [record.getMessage() for record in caplog.records] == [
+        f"exl: warning: the drafter failed and this step has no drafts "
+        f"({type(error).__name__}: {error})"
+    ]
+
+
+def test_a_drafter_that_keeps_failing_is_not_used_again(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(ScriptedDrafter):
+        calls = 0
+
+        def propose(self, jobs: Sequence[DraftJob]) -> list[Draft]:
+            self.calls += 1
+            raise ValueError("broken")
+
+    drafter = Broken(right(reply_with(TEXT)))
+    engine = engine_for(reply_with(TEXT), drafter=drafter, clock=standstill)
+    for _ in range(2):
+        assert run_one(engine, ask())[1].text == TEXT
+    assert drafter.calls == MAX_FAILURES
+    texts = [record.getMessage() for record in caplog.records]
+    assert ["not used again" in text for text in texts] == [False, True]
+
+
+@pytest.mark.parametrize("drafts", [[], [Draft(("x",))], [None]])  # type: ignore[arg-type]
+def test_drafts_that_break_the_contract_count_as_failures(
+    drafts: list[Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    class Odd(ScriptedDrafter):
+        def propose(self, jobs: Sequence[DraftJob]) -> list[Draft]:
+            return drafts
+
+    engine = engine_for(reply_with(TEXT), drafter=Odd(right(reply_with(TEXT))), clock=standstill)
     assert run_one(engine, ask())[1].text == TEXT
+    assert "the drafter failed" in caplog.text
+
+
+def test_a_drafter_that_cannot_forget_or_follow_pages_is_left_out(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Stuck(ScriptedDrafter):
+        def forget(self, request_id: str) -> None:
+            raise KeyError(request_id)
+
+        def moved(self, moves: Iterable[tuple[int, int]]) -> None:
+            raise KeyError(next(iter(moves)))
+
+    drafter = Stuck(right(reply_with(TEXT)))
+    drafting = Drafting(drafter, VOCAB_SIZE, standstill)
+    drafting.forget("one")
+    drafting.moved([(1, 2)])
+    assert "not used again" in caplog.text
+    drafting.moved([(1, 2)])
+    assert drafting.propose([], lambda _sequence, count: count) == {}
+    assert len(caplog.records) == 2
 
 
 def test_the_drafter_forgets_every_request_that_ends() -> None:

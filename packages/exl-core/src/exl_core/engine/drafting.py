@@ -2,17 +2,26 @@
 
 Connects the drafter with one controller per request. A request whose drafts do not pay gets shorter
 drafts, or none for a while. Its reply is the same either way.
+
+A drafter that raises costs its drafts, not the requests: the step goes on without drafts, and a
+warning names the error. After `MAX_FAILURES` failures in a row, or if it cannot follow moved pages,
+the drafter is not used again.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from exl_core.engine.sequence import SequenceState
+from exl_core.errors import printable
 from exl_core.speculate.controller import DraftController, PassCosts, SteadyDrafts
 from exl_core.speculate.drafter import Draft, Drafter, DraftJob
 from exl_core.speculate.stats import DraftStats
+
+MAX_FAILURES = 3
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -42,6 +51,8 @@ class Drafting:
         self._is_adaptive = is_adaptive
         self._costs = PassCosts()
         self._records: dict[str, _Record] = {}
+        self._failures = 0  # in a row
+        self._is_off = False
 
     def propose(
         self, sequences: Sequence[SequenceState], reserve: Callable[[SequenceState, int], int]
@@ -50,6 +61,8 @@ class Drafting:
 
         `reserve(sequence, count)` allocates pages for a draft and returns how many tokens fit.
         """
+        if self._is_off:
+            return {}
         jobs = []
         rows = len(sequences)
         for sequence in sequences:
@@ -73,14 +86,19 @@ class Drafting:
         if not jobs:
             return {}
         started = self._clock()
-        drafts = self._drafter.propose(jobs)
+        try:
+            drafts = self._drafter.propose(jobs)
+            cut = {
+                job.request_id: self._cut(draft, job.max_tokens)
+                for job, draft in zip(jobs, drafts, strict=True)
+            }
+        except Exception as error:  # noqa: BLE001 - any class: a drafter is the caller's code
+            self._failed(error)
+            return {}
+        self._failures = 0
         each = (self._clock() - started) / len(jobs)
         for job in jobs:
             self._record(job.request_id).draft_s = each
-        cut = {
-            job.request_id: self._cut(draft, job.max_tokens)
-            for job, draft in zip(jobs, drafts, strict=True)
-        }
         return {request_id: draft for request_id, draft in cut.items() if draft.token_ids}
 
     def passed(self, rows: int, seconds: float) -> None:
@@ -120,10 +138,29 @@ class Drafting:
 
     def forget(self, request_id: str) -> None:
         self._records.pop(request_id, None)
-        self._drafter.forget(request_id)
+        if self._is_off:
+            return
+        try:
+            self._drafter.forget(request_id)
+        except Exception as error:  # noqa: BLE001 - as in `propose`
+            self._failed(error)
 
     def moved(self, moves: Sequence[tuple[int, int]]) -> None:
-        self._drafter.moved(moves)
+        if self._is_off:
+            return
+        try:
+            self._drafter.moved(moves)
+        except Exception as error:  # noqa: BLE001 - as in `propose`
+            self._failed(error, is_fatal=True)  # its record of pages is wrong from here on
+
+    def _failed(self, error: Exception, *, is_fatal: bool = False) -> None:
+        self._failures += 1
+        self._is_off = is_fatal or self._failures >= MAX_FAILURES
+        rest = "it is not used again" if self._is_off else "this step has no drafts"
+        if self._is_off or self._failures == 1:
+            kind = type(error).__name__
+            text = printable(str(error))[:200]
+            _LOG.warning("exl: warning: the drafter failed and %s (%s: %s)", rest, kind, text)
 
     def _cut(self, draft: Draft, max_tokens: int) -> Draft:
         """Cut the draft to its limit and before the first id that the model cannot sample."""
