@@ -44,7 +44,7 @@ def body_of(schema: dict[str, Any]) -> dict[str, Any]:
     ("schema", "place"),
     [
         ({"type": "integer", "multipleOf": 62615533}, "#/multipleOf"),
-        ({"type": "array", "items": {"maxLength": 10**12}}, "#/items/maxLength"),
+        ({"type": "array", "items": {"minLength": 10**12}}, "#/items/minLength"),
         ({"type": "string", "pattern": "a{10000000}"}, "#/pattern"),
     ],
 )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from exl_core.constrain.filter import Constraint
@@ -17,6 +20,18 @@ from support.scripted import ByteTokenizer
 BYTES = vocabularies()["bytes"]
 MANY = MAX_COUNT + 1
 THREE_PRIMES = [{"multipleOf": prime} for prime in (97, 101, 103)]
+
+
+def accepts(constraint: Constraint, text: str) -> bool:
+    """Whether the constraint allows this text, byte by byte, as a complete reply."""
+    made = constraint.filter(BYTES)
+    for byte in text.encode():
+        mask = made.mask()
+        if mask is not None and not int(mask.view(-1)[byte // 32]) >> byte % 32 & 1:
+            return False
+        made.accept(byte)
+    return made.is_complete
+
 
 REFUSED: list[tuple[Constraint, str, str, str]] = [
     (
@@ -58,15 +73,12 @@ REFUSED: list[tuple[Constraint, str, str, str]] = [
             f"{keyword} in the JSON schema",
             str(MANY),
         )
-        for keyword in (
-            *("minLength", "maxLength", "minItems", "maxItems"),
-            *("minProperties", "maxProperties"),
-        )
+        for keyword in ("minLength", "minItems", "minProperties")
     ],
     (
-        JsonSchema({"type": "string", "pattern": f"^a{{3,{MANY}}}$"}),
+        JsonSchema({"type": "string", "pattern": f"^a{{{MANY},}}$"}),
         "#/pattern",
-        f"the repeat {{3,{MANY}}} in the pattern",
+        f"the repeat {{{MANY},}} in the pattern",
         str(MANY),
     ),
     (
@@ -122,6 +134,51 @@ def test_an_exploding_number_is_refused_with_its_keyword_and_place(
 )
 def test_an_ordinary_number_is_not_refused(schema: dict[str, object]) -> None:
     assert JsonSchema(schema).filter(BYTES).mask() is not None
+
+
+@pytest.mark.parametrize("bound", [MANY, 2**31 - 1, 2**63 - 1, 1e300, 10**400])
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "string", "minLength": 2, "maxLength": ...}, '"ab"', '"a"'),
+        ({"type": "array", "minItems": 1, "maxItems": ...}, "[1,2,3]", "[]"),
+        ({"type": "object", "maxProperties": ...}, '{"a":1}', "[]"),
+        (
+            {"properties": {"maxLength": {"maxLength": ..., "type": "string"}}, "type": "object"},
+            '{"maxLength":"x"}',
+            '{"maxLength":1}',
+        ),
+        ({"anyOf": [{"type": "string", "maxLength": ...}, {"type": "null"}]}, "null", "1"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_an_upper_bound_that_no_reply_reaches_is_no_bound(
+    schema: dict[str, Any], good: str, bad: str, bound: float
+) -> None:
+    def bounded(node: Any) -> Any:
+        if isinstance(node, dict):
+            return {key: bounded(part) for key, part in node.items()}
+        if isinstance(node, list):
+            return [bounded(part) for part in node]
+        return bound if node is ... else node
+
+    whole = bounded(schema)
+    assert accepts(JsonSchema(whole, compact=True), good)
+    assert not accepts(JsonSchema(whole, compact=True), bad)
+
+
+def test_repeats_of_patterns_that_no_reply_reaches_are_open() -> None:
+    pattern = r"^a{2,2147483647}[{1,9999999999}]\{1,9999999999\}$"
+    constraint = JsonSchema({"type": "string", "pattern": pattern})
+    assert accepts(constraint, '"aaa9{1,9999999999}"')
+    assert not accepts(constraint, '"a9{1,9999999999}"')
+
+
+def test_bounds_within_data_are_not_touched() -> None:
+    schema = {"const": {"maxLength": MANY, "pattern": "a{1,2147483647}"}}
+    assert accepts(
+        JsonSchema(schema, compact=True), json.dumps(schema["const"], separators=(",", ":"))
+    )
 
 
 def test_a_constant_inside_a_property_named_const_is_data() -> None:

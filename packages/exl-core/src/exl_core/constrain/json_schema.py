@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from exl_core.constrain.filter import Filter
 from exl_core.constrain.guided import Source, guided_filter
-from exl_core.constrain.limits import check_length, check_schema
+from exl_core.constrain.limits import check_length, check_schema, without_unreachable
 from exl_core.constrain.vocabulary import Vocabulary
 from exl_core.errors import ConstraintError
 
@@ -40,7 +40,7 @@ class JsonSchema:
 
     def filter(self, vocabulary: Vocabulary) -> Filter:
         check_length(self.schema, vocabulary.limits, _NAME)
-        schema = _parse(self.schema)
+        schema = without_unreachable(_parse(self.schema))
         check_schema(schema, _NAME)
         if schema is True:
             schema = {}

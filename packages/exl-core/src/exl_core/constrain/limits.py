@@ -32,6 +32,7 @@ _COUNTS = (
     *("minLength", "maxLength", "minItems", "maxItems"),
     *("minProperties", "maxProperties", "minContains", "maxContains"),
 )
+_UPPER_COUNTS = frozenset(name for name in _COUNTS if name.startswith("max"))
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _VALUES = ("const", "enum", "default", "example", "examples")  # their values are data
 _MAX_DEPTH = 100  # of `allOf` and `$ref` within each other, in the search for `multipleOf`
@@ -78,6 +79,46 @@ def check_length(text: str, limits: CompileLimits, name: str) -> None:
             expected=f"at most {limits.characters} characters",
             got=len(text),
         )
+
+
+def without_unreachable(schema: object) -> object:
+    """The schema without upper bounds above `MAX_COUNT`, which no reply reaches.
+
+    Schema generators write such bounds for "any length" (`"maxLength": 2147483647`). Repeats of
+    patterns are treated alike: `{2,2147483647}` becomes `{2,}`.
+    """
+    return _opened(schema, is_map=False)
+
+
+def _opened(node: object, *, is_map: bool) -> object:
+    if isinstance(node, list):
+        return [_opened(part, is_map=False) for part in node]
+    if not isinstance(node, Mapping):
+        return node
+    found: dict[str, object] = {}
+    for key, part in node.items():
+        if not is_map and key in _VALUES:
+            found[key] = part
+        elif not is_map and key == "pattern" and isinstance(part, str):
+            found[key] = _open_repeats(part)
+        elif is_map or key not in _UPPER_COUNTS or not _is_unreachable(part):
+            found[key] = _opened(part, is_map=not is_map and key in _SCHEMA_MAPS)
+    return found
+
+
+def _is_unreachable(count: object) -> bool:
+    is_count = isinstance(count, int | float) and not isinstance(count, bool)
+    return is_count and count > MAX_COUNT  # type: ignore[operator]
+
+
+def _open_repeats(pattern: str) -> str:
+    def opened(part: re.Match[str]) -> str:
+        high = part["high"]
+        if not high or (len(high) <= 20 and int(high) <= MAX_COUNT):
+            return part[0]
+        return f"{{{part['low']},}}"
+
+    return _REGEX_PARTS.sub(opened, pattern)
 
 
 def check_schema(schema: object, name: str, *, where: str = "") -> None:
