@@ -128,10 +128,10 @@ def test_first_signal_ends_the_server_while_a_schema_is_compiled(
         started = time.monotonic()
         one.process.send_signal(signal.SIGTERM)
         assert one.end() == (0, b"")
-        assert time.monotonic() - started < 15
+        assert time.monotonic() - started < 4  # the limit on compiling is 5 s, and 1 s has passed
         asking.join(WAIT_S)
-    assert answers[0].status_code == 400
-    assert "takes too long to compile (expected at most 5 s)" in answers[0].text
+    assert answers[0].status_code == 503
+    assert "shutting down" in answers[0].text
 
 
 @pytest.mark.thorough

@@ -112,8 +112,24 @@ def test_a_slow_constraint_does_not_delay_another_one(processes: trial._Processe
         assert Regex("a").filter(vocabulary()).mask() is not None
         assert not refused.done()
         processes.close()
-        with pytest.raises(ConstraintError):
+        with pytest.raises(trial.TrialStoppedError):
             refused.result(WAIT_S)
+
+
+def test_stop_ends_a_running_trial_and_refuses_further_ones(
+    processes: trial._Processes,
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(JsonSchema(SLOW_SCHEMA).filter, vocabulary())
+        while not processes._busy or not processes._busy[0].is_used:
+            time.sleep(0.01)
+        started = time.monotonic()
+        trial.stop()
+        with pytest.raises(trial.TrialStoppedError, match="about to end"):
+            slow.result(WAIT_S)
+    assert time.monotonic() - started < 5
+    with pytest.raises(trial.TrialStoppedError, match="about to end"):
+        Regex("ab").filter(vocabulary())
 
 
 def test_other_threads_run_while_a_constraint_is_compiled() -> None:

@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
+from exl_core.constrain.trial import TrialStoppedError
 from exl_core.errors import (
     ContextLengthError,
     ExlError,
@@ -86,6 +87,8 @@ def api_error_of(error: ExlError) -> ApiError:
         return ApiError(400, str(error), code="invalid_value")
     if isinstance(error, OutOfMemoryError):
         return ApiError(503, str(error), kind="server_error", code="out_of_memory")
+    if isinstance(error, TrialStoppedError):
+        return ApiError(503, "the server is shutting down", kind="server_error")
     return ApiError(500, str(error), kind="server_error")
 
 

@@ -22,6 +22,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from exl_cli.server.errors import ApiError, to_json
 from exl_cli.server.limits import MAX_HEAD_BYTES, PIPE, Limits
 from exl_cli.server.log_limit import limit_log_lines
+from exl_core.constrain import trial
 from exl_core.errors import RequestError
 
 _KEEP_ALIVE_S = 30
@@ -62,6 +63,9 @@ class Server(uvicorn.Server):
         if self.should_exit:
             os._exit(_CODE_INTERRUPTED)  # without waiting for the current step of the engine
         self.should_exit = True
+        # A constraint may be compiled for seconds, and its reply has not begun. `stop` runs on a
+        # thread, because the interrupted code may hold a lock that it needs.
+        threading.Thread(target=trial.stop, name="exl-stop-trials", daemon=True).start()
 
 
 def make_server(

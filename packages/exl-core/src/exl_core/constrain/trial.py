@@ -37,6 +37,10 @@ _BOOT = (
 )
 
 
+class TrialStoppedError(ExlError):
+    """A constraint was not compiled because of `stop`."""
+
+
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One grammar to compile.
@@ -75,6 +79,11 @@ def run(trial: Trial, limits: CompileLimits, name: str) -> Answer:
     Raises ConstraintError past a limit. `name` is the constraint's name in messages.
     """
     return _processes().run(trial.line(), limits, name)
+
+
+def stop() -> None:
+    """End all trials, and refuse further ones: this process is about to end."""
+    _processes().close()
 
 
 @dataclass
@@ -118,6 +127,8 @@ class _Processes:
 
     def _ask(self, line: bytes, limits: CompileLimits, name: str) -> Answer:
         while True:
+            if self._is_closed:
+                raise _not_compiled(name)
             process = self._take(limits.memory_bytes)
             is_used, is_ready = process.is_used, False
             try:
@@ -133,7 +144,9 @@ class _Processes:
                 ) from None
             except OSError as error:
                 process.kill()
-                if is_used and not self._is_closed:
+                if self._is_closed:
+                    raise _not_compiled(name) from error
+                if is_used:
                     continue  # it may have ended before it received this grammar
                 raise ConstraintError(
                     f"{name} takes too much memory, or nests too deeply, to compile",
@@ -229,6 +242,10 @@ class _Process:
                 raise ConnectionResetError("the process has ended")
         answer: dict[str, Any] = json.loads(b"".join(parts))
         return answer
+
+
+def _not_compiled(name: str) -> TrialStoppedError:
+    return TrialStoppedError(f"{name} was not compiled, because this process is about to end")
 
 
 def _cannot_start(got: object) -> ExlError:
