@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,54 @@ def test_stop_and_resume_between_layers(source_dir: Path, tmp_path: Path) -> Non
             assert not task.out.exists()
     assert stops > 2
     assert content(task.out) == whole
+
+
+def test_a_removal_of_work_files_that_was_killed_is_resumed(
+    source_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed at the first steps of the removal and at the last ones, where the job goes."""
+    steps, kill_at, folder = 0, 0, tmp_path / "whole"
+    real = {name: getattr(Path, name) for name in ("unlink", "rmdir")}
+
+    def killing(name: str) -> Any:
+        def step(path: Path, *args: Any, **settings: Any) -> None:
+            nonlocal steps
+            is_work = "out.work" in (path.name, path.parent.name)
+            if is_work and (folder / "out").is_dir():
+                steps += 1
+                if steps == kill_at:
+                    raise KeyboardInterrupt
+            real[name](path, *args, **settings)
+
+        return step
+
+    for name in real:
+        monkeypatch.setattr(Path, name, killing(name))
+    folder.mkdir()
+    whole = content(run(conversion(source_dir, folder)))
+    num_steps = steps
+    assert num_steps > 10
+    for point in (1, 2, *range(num_steps - 4, num_steps + 1)):
+        folder = tmp_path / f"at-{point}"
+        folder.mkdir()
+        steps, kill_at = 0, point
+        with pytest.raises(KeyboardInterrupt):
+            run(conversion(source_dir, folder))
+        kill_at = 0
+        if (folder / "out.work").exists():  # else the removal was complete
+            run(conversion(source_dir, folder))
+        assert content(folder / "out") == whole
+        assert [path.name for path in folder.iterdir()] == ["out"]
+
+
+def test_a_conversion_does_not_take_another_output_for_its_own(
+    source_dir: Path, tmp_path: Path
+) -> None:
+    run(conversion(source_dir, tmp_path))
+    (tmp_path / "out.work").mkdir()
+    other = conversion(source_dir, tmp_path, bits=5.0)
+    with pytest.raises(RequestError, match="the output exists already"):
+        run(other)
 
 
 def test_unfinished_conversion_goes_on_and_says_so(source_dir: Path, tmp_path: Path) -> None:

@@ -37,14 +37,14 @@ from exl_core.convert.stages import (
     matrix_reports,
     stage_files,
 )
-from exl_core.convert.work import JOB_NAME, WorkDir, check_work, locked, open_work
+from exl_core.convert.work import JOB_NAME, WorkDir, check_work, is_bare, locked, open_work
 from exl_core.errors import (
     DiskFullError,
     ExlError,
     ProblemsError,
     QualityError,
 )
-from exl_core.files import read_bytes, write_json
+from exl_core.files import is_present, read_bytes, read_json_object, write_json
 from exl_core.session.open import model_name, open_checkpoint
 from exl_core.weights.checkpoint import Checkpoint
 from exl_core.weights.source import TensorSource
@@ -154,7 +154,7 @@ def convert_model(
             locked(conversion.lock, conversion.out, "to this output"),
             open_work(folder, prepared.facts) as work,
         ):
-            is_published = _is_published(conversion, work)
+            is_published = _is_published(conversion, prepared.source_sha256)
             if prepared.is_resumed:
                 facts = {"work": str(folder), "is_published": is_published}
                 hooks.on_event(Event("resume", Stage.CHECK, facts=facts))
@@ -197,15 +197,13 @@ def _prepare(conversion: Conversion, hooks: Hooks) -> _Prepared:
     work = conversion.work_folder
     is_resumed = (work / JOB_NAME).is_file()
     sha256 = preflight.hash_source(conversion.source, source, progress)
+    is_done = _is_published(conversion, sha256)
     problems: list[ExlError] = []
     problems += preflight.rate_problems(config, conversion.bits, conversion.stages.head_bits)
-    if not is_resumed:  # a resumed conversion has checked the same bytes
+    if not is_resumed and not is_done:  # a resumed conversion has checked the same bytes
         problems += preflight.model_problems(
             conversion.source, source, config, quantization, progress
         )
-    is_done = (
-        is_resumed and (work / _PUBLISHING).is_file() and not partial_of(conversion.out).exists()
-    )
     if not is_done:
         problems += preflight.output_problems(
             conversion.out, conversion.source, work, is_resumed=is_resumed
@@ -339,13 +337,21 @@ def _settings(conversion: Conversion) -> dict[str, object]:
     )
 
 
-def _is_published(conversion: Conversion, work: WorkDir) -> bool:
+def _is_published(conversion: Conversion, source_sha256: str) -> bool:
     """Whether the output is published already and only the work files remain to be removed."""
-    return (
-        work.has(_PUBLISHING)
-        and conversion.out.is_dir()
-        and not partial_of(conversion.out).exists()
-    )
+    out, work = conversion.out, conversion.work_folder
+    if not out.is_dir() or partial_of(out).exists():
+        return False
+    if (work / _PUBLISHING).is_file():
+        return True
+    # A removal of the work files was killed near its end.
+    record = out / RECORD_NAME
+    if conversion.work is not None or not is_bare(work) or not is_present(record, ExlError):
+        return False
+    written = read_json_object(record, ExlError)
+    source = written.get("source")
+    is_same_source = isinstance(source, dict) and source.get("sha256") == source_sha256
+    return is_same_source and written.get("bits") == conversion.bits
 
 
 def _remove_work_files(conversion: Conversion, work: WorkDir) -> None:
@@ -354,6 +360,6 @@ def _remove_work_files(conversion: Conversion, work: WorkDir) -> None:
     # First the lock: a kill during the removal may leave work files, but never the lock alone.
     conversion.lock.unlink(missing_ok=True)
     if conversion.work is None:
-        work.remove_all()
+        work.remove_all(last=_PUBLISHING)
     else:
         work.remove(*stage_files(work), _COMPILED, _GATE)

@@ -33,6 +33,7 @@ from exl_core.weights.safetensors_writer import Entry, whole, write_safetensors
 from exl_core.weights.source import StoredTensor
 
 JOB_NAME, LOCK_NAME, SCRATCH_NAME = "job.json", "lock", "scratch"
+_OWN_NAMES = (LOCK_NAME, JOB_NAME + TEMPORARY_SUFFIX)  # left by a process that was killed early
 SCHEMA_VERSION = 1
 Facts = Mapping[str, object]
 
@@ -93,10 +94,22 @@ class WorkDir:
             for name in names:
                 (self.folder / name).unlink(missing_ok=True)
 
-    def remove_all(self) -> None:
-        """Removes the directory and all its files. It was empty before the conversion."""
+    def remove_all(self, last: str) -> None:
+        """Removes the directory and all its files. It was empty before the conversion.
+
+        The file `last` and the job are removed at the end, so that a removal that was killed can be
+        recognized and resumed.
+        """
+        kept = (last, JOB_NAME, LOCK_NAME)
         with naming_disk_failures(self.folder):
-            shutil.rmtree(self.folder)
+            for path in sorted(self.folder.iterdir()):
+                if path.is_dir():
+                    shutil.rmtree(path)
+                elif path.name not in kept:
+                    path.unlink()
+            for name in kept:
+                (self.folder / name).unlink(missing_ok=True)
+            self.folder.rmdir()
 
 
 @contextmanager
@@ -130,11 +143,15 @@ def check_work(folder: Path, options: Facts) -> None:
         _require_empty(folder)
 
 
+def is_bare(folder: Path) -> bool:
+    """Whether the directory exists and has no results of a conversion."""
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= {*_OWN_NAMES, JOB_NAME}
+
+
 def _require_empty(folder: Path) -> None:
     if not folder.is_dir():
         raise RequestError("the work directory is something else", where=folder)
-    own_names = (LOCK_NAME, JOB_NAME + TEMPORARY_SUFFIX)  # left by a process that was killed early
-    names = sorted(path.name for path in folder.iterdir() if path.name not in own_names)
+    names = sorted(path.name for path in folder.iterdir() if path.name not in _OWN_NAMES)
     if names:
         raise RequestError(
             "the work directory holds something else",
