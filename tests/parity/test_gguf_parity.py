@@ -22,6 +22,7 @@ from support.tiny_models import (
     tiny_mistral,
     tiny_qwen2,
     tiny_qwen3,
+    tiny_seed_oss,
 )
 
 EXACT = LoadOptions(exact=True)
@@ -48,10 +49,11 @@ GEMMA_PATTERN = ["sliding_attention"] * 5 + ["full_attention"]
         tiny_mistral(sliding_window=None),
         tiny_qwen2(),
         tiny_qwen3(tie_word_embeddings=True),
+        tiny_seed_oss(),
         tiny_gemma2(query_pre_attn_scalar=20),
         tiny_gemma3(num_hidden_layers=6, layer_types=GEMMA_PATTERN, query_pre_attn_scalar=20),
     ],
-    ids=["llama", "llama-tied-bias", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"],
+    ids=["llama", "llama-tied-bias", "mistral", "qwen2", "qwen3", "seed-oss", "gemma2", "gemma3"],
 )
 def test_gguf_logits_match_transformers(tmp_path: Path, ids: list[int], model: Any) -> None:
     ours = logits_of(write_gguf(model, tmp_path / "tiny.gguf"), ids, EXACT)

@@ -23,6 +23,7 @@ from support.tiny_models import (
     tiny_phi3,
     tiny_qwen2,
     tiny_qwen3,
+    tiny_seed_oss,
 )
 
 TOLERANCE = 1e-4  # relative to the largest logit; both sides sum in float32, in different orders
@@ -68,6 +69,8 @@ VARIANTS: dict[str, Any] = {
         sliding_window=50, use_sliding_window=True, max_window_layers=1
     ),
     "qwen3": lambda: tiny_qwen3(sliding_window=50),
+    "seed-oss": tiny_seed_oss,
+    "seed-oss-output-bias": lambda: tiny_seed_oss(attention_out_bias=True),
     "phi3": tiny_phi3,
     "phi3-window-partial": lambda: tiny_phi3(sliding_window=50, partial_rotary_factor=0.5),
     "gemma2": tiny_gemma2,

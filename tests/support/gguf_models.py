@@ -30,6 +30,7 @@ _PARTS = {
     "mlp.down_proj": "ffn_down",
 }
 _LLAMA_NORMS = {"post_attention_layernorm": "ffn_norm"}
+_SEED_NORMS = {"post_attention_layernorm": "post_attention_norm"}
 _GEMMA_NORMS = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -140,5 +141,6 @@ def _gguf_name(name: str, arch: str) -> str:
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
-    names = _PARTS | (_GEMMA_NORMS if arch.startswith("gemma") else _LLAMA_NORMS)
+    norms = {"seed_oss": _SEED_NORMS, "gemma2": _GEMMA_NORMS, "gemma3": _GEMMA_NORMS}
+    names = _PARTS | norms.get(arch, _LLAMA_NORMS)
     return f"blk.{layer}.{names[part]}.{kind}"

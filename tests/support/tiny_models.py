@@ -27,6 +27,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
 )
 
 SPECIAL_TOKENS = ("<unk>", "<s>", "</s>")
@@ -74,6 +76,10 @@ def tiny_qwen2(**changes: Any) -> Qwen2ForCausalLM:
 
 def tiny_qwen3(**changes: Any) -> Qwen3ForCausalLM:
     return _randomized(Qwen3ForCausalLM(Qwen3Config(**{**_COMMON, **changes})))
+
+
+def tiny_seed_oss(**changes: Any) -> SeedOssForCausalLM:
+    return _randomized(SeedOssForCausalLM(SeedOssConfig(**{**_COMMON, **changes})))
 
 
 def tiny_phi3(**changes: Any) -> Phi3ForCausalLM:

@@ -175,6 +175,16 @@ PUBLISHED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"windows": [0, 0, 0], "bias": (False, False), "head_dim": 128},
     ),
+    "Seed-OSS 36B": (
+        {
+            "architectures": ["SeedOssForCausalLM"],
+            "attention_bias": True,
+            "attention_out_bias": False,
+            "head_dim": 128,
+            "mlp_bias": False,
+        },
+        {"windows": [0, 0, 0], "bias": (True, False), "head_dim": 128},
+    ),
     "Phi-3 mini 4k": (
         {"architectures": ["Phi3ForCausalLM"], "sliding_window": 32, "attention_bias": False},
         {"windows": [32, 32, 32], "bias": (False, False)},

@@ -27,6 +27,7 @@ from support.tiny_models import (
     tiny_phi3,
     tiny_qwen2,
     tiny_qwen3,
+    tiny_seed_oss,
 )
 
 FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
@@ -35,6 +36,7 @@ FAMILIES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "mistral": (tiny_mistral, {}),
     "qwen2": (tiny_qwen2, {}),
     "qwen3": (tiny_qwen3, {}),
+    "seed-oss": (tiny_seed_oss, {}),
     "phi3": (tiny_phi3, {}),
     "gemma2": (tiny_gemma2, {}),
     "gemma3": (tiny_gemma3, {}),
@@ -43,6 +45,7 @@ GGUF_ARCHITECTURES = {
     "llama": MODEL_ARCH.LLAMA,
     "qwen2": MODEL_ARCH.QWEN2,
     "qwen3": MODEL_ARCH.QWEN3,
+    "seed-oss": MODEL_ARCH.SEED_OSS,
     "gemma2": MODEL_ARCH.GEMMA2,
     "gemma3": MODEL_ARCH.GEMMA3,
 }

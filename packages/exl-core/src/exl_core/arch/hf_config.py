@@ -112,7 +112,7 @@ def _model_config(arch: ArchSpec, top: Fields, text: Fields) -> ModelConfig:
         window=0,
         softcap=_softcap(text, "attn_logit_softcapping", arch.attention_softcap_default),
         has_qkv_bias=has_bias,
-        has_output_bias=has_bias and not arch.has_qkv_bias,
+        has_output_bias=text.flag("attention_out_bias", has_bias and not arch.has_qkv_bias),
         intermediate_size=text.integer("intermediate_size", high=MAX_INTERMEDIATE_SIZE),
         has_mlp_bias=text.flag("mlp_bias", False),
     )

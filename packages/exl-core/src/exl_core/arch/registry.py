@@ -10,10 +10,11 @@ from exl_core.arch.families.llama import LLAMA
 from exl_core.arch.families.mistral import MISTRAL
 from exl_core.arch.families.phi3 import PHI3
 from exl_core.arch.families.qwen import QWEN2, QWEN3
+from exl_core.arch.families.seed_oss import SEED_OSS
 from exl_core.arch.spec import ArchSpec
 from exl_core.errors import UnsupportedModelError
 
-ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3)
+ARCHITECTURES = (LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, SEED_OSS)
 
 
 def find_by_hf_name(name: str, *, where: object) -> ArchSpec:
