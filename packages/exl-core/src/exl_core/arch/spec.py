@@ -138,8 +138,8 @@ class ArchSpec:
     """Key that a checkpoint sets to true to enable its window, from layer `max_window_layers`
     on."""
     has_qkv_bias: bool = False
-    """q, k and v have biases regardless of the checkpoint. The output projection has one only if the
-    checkpoint says so (`attention_out_bias`)."""
+    """q, k and v have biases regardless of the checkpoint. The output projection has one only if
+    the checkpoint says so (`attention_out_bias`)."""
     tie_embeddings_default: bool = False
     head_dim_default: int | None = None
     num_q_heads_default: int | None = None
