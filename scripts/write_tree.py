@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("csrc", "packages", "scripts", "tests")
+FOLDERS = ("csrc", "examples", "packages", "scripts", "tests")
 PYTHON = (".py", ".pyi")
 C_FAMILY = (".h", ".cpp", ".cu", ".cuh")
 
