@@ -13,6 +13,7 @@ from exl_cli.commands.chat import chat
 from exl_cli.commands.generate import generate
 from exl_cli.main import app
 from exl_cli.option_groups import PromptOptions, RunningOptions
+from exl_cli.reply_options import ReplyOptions
 from exl_cli.sampling_options import SamplingOptions
 from exl_core.sampling.params import SamplerParams
 from support.scripted import ByteTokenizer
@@ -29,7 +30,7 @@ NOT_OPTIONS = {  # sets of token ids, which need a vocabulary, and classifier-fr
 
 
 def test_generate_and_chat_have_the_same_options_with_the_same_defaults() -> None:
-    groups = (SamplingOptions, RunningOptions, PromptOptions)
+    groups = (SamplingOptions, RunningOptions, PromptOptions, ReplyOptions)
     shared = {field.name for group in groups for field in fields(group)}
     taken = []
     for verb in (generate, chat):

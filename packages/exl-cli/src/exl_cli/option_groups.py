@@ -51,6 +51,7 @@ class RunningOptions:
         choices: EngineChoices,
         *,
         is_quiet: bool,
+        has_guidance: bool = False,
         max_batch: int = 1,
         cache_tokens: int | None = None,
     ) -> Runtime:
@@ -72,6 +73,7 @@ class RunningOptions:
             kv_format=choices.kv_format,
             adapters=choices.loras,
             draft=draft,
+            has_guidance=has_guidance,
         )
         return open_runtime(path, options, loader(is_quiet=is_quiet))
 

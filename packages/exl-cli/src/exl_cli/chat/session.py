@@ -20,6 +20,7 @@ from exl_cli.chat.terminal import Terminal
 from exl_cli.interrupt import Interrupt
 from exl_cli.load import explaining_long_prompts
 from exl_cli.reply import stream_reply
+from exl_cli.reply_options import ReplyOptions
 from exl_core.engine.events import FinishReason
 from exl_core.errors import ExlError, RequestError
 from exl_core.files import PROMPT_LIMIT_BYTES, decode_text
@@ -38,6 +39,7 @@ class ChatSession:
         system: str | None,
         stop: Sequence[str],
         terminal: Terminal | None,
+        replying: ReplyOptions | None = None,
         is_quiet: bool = False,
     ) -> None:
         self.style = style
@@ -45,6 +47,7 @@ class ChatSession:
         self.conversation = Conversation(system)
         self._runtime = runtime
         self._stop = stop
+        self._replying = replying or ReplyOptions()
         self._terminal = terminal
         self._is_quiet = is_quiet
         self._lines = _stdin_lines()
@@ -124,24 +127,31 @@ class ChatSession:
         with a further request.
         """
         tokenizer = self._runtime.loaded.tokenizer
-        limit, params = self.settings.max_tokens, self.settings.params(tokenizer)
+        limit, replying = self.settings.max_tokens, self._replying
+        params = replying.sampler(self.settings.params(tokenizer), tokenizer)
         prompt_ids = self._fit(limit)
         screen = ReplyScreen(shows_reasoning=self.settings.chat.reasoning, is_quiet=self._is_quiet)
         writer = ReplyWriter(screen, self.style.splitter(self.conversation.messages))
         reply = writer.reply
+        healed_id: int | None = None
         with writer, Interrupt() as interrupt:
             while True:
                 remaining = None if limit is None else limit - len(reply.token_ids)
-                ids = [*prompt_ids, *reply.token_ids]
                 with explaining_long_prompts(self._runtime):
                     request = self._runtime.request(
-                        ids, max_tokens=remaining, sampler=params, stop=self._stop
+                        [*prompt_ids, *reply.token_ids],
+                        max_tokens=remaining,
+                        sampler=params,
+                        stop=self._stop,
+                        negative_ids=self._negative_ids(reply.token_ids),
+                        **replying.fields(len(reply.token_ids)),
                     )
                 request = self.style.adapt(request)
                 part = stream_reply(
                     self._runtime.engine, request, interrupt, writer.write, writer.note_progress
                 )
                 reply.add(part)
+                healed_id = part.healed_id if healed_id is None else healed_id
                 is_full = part.reason is FinishReason.LENGTH and reply.has_room(limit)
                 reply.was_stopped = interrupt.is_set
                 if not is_full or interrupt.is_set:
@@ -150,7 +160,15 @@ class ChatSession:
                 shorter = self._make_room(len(reply.token_ids), limit)
                 if shorter is None:
                     return reply
-                prompt_ids = shorter
+                prompt_ids = shorter if healed_id is None else [*shorter[:-1], healed_id]
+
+    def _negative_ids(self, reply_ids: Sequence[int]) -> list[int] | None:
+        """The conversation with the negative prompt as its system prompt, and the reply so far."""
+        negative = self._replying.negative_prompt
+        if negative is None:
+            return None
+        turns = [turn for turn in self.conversation.messages if turn["role"] != "system"]
+        return [*self.style.encode([{"role": "system", "content": negative}, *turns]), *reply_ids]
 
     def _fit(self, limit: int | None) -> list[int]:
         ctx = self._runtime.ctx_size

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -11,10 +11,15 @@ from exl_cli import options, output
 from exl_cli.chat import transcript
 from exl_cli.interrupt import exits_at_once
 from exl_cli.option_groups import PromptOptions, RunningOptions, spread
+from exl_cli.reply_options import ReplyOptions
 from exl_cli.sampling_options import SamplingOptions
 from exl_core.errors import ExlError, RequestError, printable
 from exl_core.prompt.formats import all_formats
 from exl_core.settings import state_folder
+
+if TYPE_CHECKING:
+    from exl_cli.chat.terminal import Terminal
+    from exl_core.session.runtime import Runtime
 
 EXAMPLES = (
     ("exl chat", "talk to the default model"),
@@ -68,6 +73,7 @@ def chat(
     list_formats: ListFormats = False,
     json: Json = False,
     quiet: options.Quiet = False,
+    replying: ReplyOptions,
     sampling: SamplingOptions,
     running: RunningOptions,
 ) -> None:
@@ -86,20 +92,16 @@ def chat(
     spec = options.pick_model(model, model_option)
     prompt.checked_format()  # this and the next lines report bad options before anything is loaded
     sampling.params()
-    options.token_limit(max_response_tokens)
+    replying.check(options.token_limit(max_response_tokens))
     choices = running.choices()
     kept = None if load is None else transcript.load(load)
     with exits_at_once():
         from exl_cli.chat.session import ChatSession
         from exl_cli.chat.settings import ChatOptions, ChatSettings
-        from exl_cli.chat.terminal import Terminal
-    runtime = running.open(spec, choices, is_quiet=quiet)
+    runtime = running.open(spec, choices, is_quiet=quiet, has_guidance=replying.has_guidance)
     style, system = prompt.style(runtime.loaded)
     if kept is not None and prompt.uses_default_system:
         system = kept[0]
-    terminal = Terminal(state_folder() / HISTORY_FILE) if Terminal.is_there() else None
-    if terminal is not None and not quiet:
-        terminal.note(GREETING.format(printable(runtime.name), runtime.ctx_size))
     behaviour = ChatOptions(max_response_tokens=max_response_tokens, stats=stats, amnesia=amnesia)
     session = ChatSession(
         runtime,
@@ -107,7 +109,8 @@ def chat(
         ChatSettings(sampling, behaviour),
         system=system,
         stop=stop or (),
-        terminal=terminal,
+        terminal=_terminal(runtime, is_quiet=quiet),
+        replying=replying,
         is_quiet=quiet,
     )
     if kept is not None:
@@ -115,6 +118,18 @@ def chat(
     unanswered = session.run()
     if unanswered:
         raise ExlError(f"{unanswered} of the prompts could not be answered; see above")
+
+
+def _terminal(runtime: Runtime, *, is_quiet: bool) -> Terminal | None:
+    """The terminal, greeted; None over a pipe."""
+    from exl_cli.chat.terminal import Terminal
+
+    if not Terminal.is_there():
+        return None
+    terminal = Terminal(state_folder() / HISTORY_FILE)
+    if not is_quiet:
+        terminal.note(GREETING.format(printable(runtime.name), runtime.ctx_size))
+    return terminal
 
 
 def _show_formats(*, is_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,9 +10,11 @@ import typer
 from exl_cli import engine_options, options, output, prompts
 from exl_cli.interrupt import Interrupt
 from exl_cli.option_groups import PromptOptions, RunningOptions, spread
+from exl_cli.reply_options import ReplyOptions
 from exl_cli.sampling_options import SamplingOptions
 
 if TYPE_CHECKING:
+    from exl_cli.chat.prompt_style import PromptStyle
     from exl_core.engine.events import FinishEvent, TextEvent
     from exl_core.engine.request import Request
     from exl_core.session.runtime import Runtime
@@ -24,6 +27,10 @@ EXAMPLES = (
     (
         'exl generate --chat -p "A person, in JSON." --json-schema person.json',
         "JSON that matches a schema",
+    ),
+    (
+        'exl generate -p "My favorite color is" --ban green --bias " blue=3"',
+        "a banned text and a token bias",
     ),
 )
 SCHEMA_VERSION = 1
@@ -62,6 +69,7 @@ def generate(
     parse_special: SpecialOption = False,
     json: options.Json = False,
     quiet: options.Quiet = False,
+    replying: ReplyOptions,
     sampling: SamplingOptions,
     running: RunningOptions,
     json_schema: engine_options.JsonSchema = None,
@@ -75,34 +83,52 @@ def generate(
     """
     spec = options.pick_model(model, model_option)
     sampling.params()  # reports settings out of range before anything is loaded
-    choices = running.choices()
-    limit = options.token_limit(max_tokens)
+    choices, limit = running.choices(), options.token_limit(max_tokens)
+    replying.check(limit)
     constraints = engine_options.constraints_of(json_schema, regex, grammar)
     prompts.check_chat_options(chat, conversation.given, parse_special)
     conversation.checked_format()
     text = prompts.read_prompt(prompt, file)
-    runtime = running.open(spec, choices, is_quiet=quiet)
+    runtime = running.open(spec, choices, is_quiet=quiet, has_guidance=replying.has_guidance)
     from exl_cli.load import explaining_long_prompts
 
-    sampler = sampling.params(runtime.loaded.tokenizer)
-    style = None
+    tokenizer = runtime.loaded.tokenizer
+    sampler = replying.sampler(sampling.params(tokenizer), tokenizer)
+    style, system = conversation.style(runtime.loaded) if chat else (None, None)
+    encode = partial(_prompt_ids, runtime, style, parse_special=parse_special)
+    negative, negative_ids = replying.negative_prompt, None
     with explaining_long_prompts(runtime):
-        if chat:
-            style, system = conversation.style(runtime.loaded)
-            messages = prompts.as_messages(text, system)
-            token_ids = style.encode(messages, max_tokens=runtime.max_prompt_tokens)
-        else:
-            token_ids = runtime.encode_prompt(text, parse_special=parse_special)
+        token_ids = encode(text, system)
+        if negative is not None:
+            other = (negative, None) if style is None else (text, style.usable(negative))
+            negative_ids = encode(*other)
         request = runtime.request(
             token_ids,
             max_tokens=limit,
             sampler=sampler,
             stop=stop or (),
             constraints=constraints,
+            negative_ids=negative_ids,
+            **replying.fields(),
         )
     if style is not None:
         request = style.adapt(request)
     _run(runtime, request, is_json=json, is_quiet=quiet)
+
+
+def _prompt_ids(
+    runtime: Runtime,
+    style: PromptStyle | None,
+    text: str,
+    system: str | None,
+    *,
+    parse_special: bool,
+) -> list[int]:
+    """Token ids of a plain prompt, or of a conversation of one message in `style`."""
+    if style is None:
+        return runtime.encode_prompt(text, parse_special=parse_special)
+    messages = prompts.as_messages(text, system)
+    return style.encode(messages, max_tokens=runtime.max_prompt_tokens)
 
 
 def _run(runtime: Runtime, request: Request, *, is_json: bool, is_quiet: bool) -> None:

@@ -57,6 +57,8 @@ class RuntimeOptions:
     kv_format: KVFormat = KVFormat.FP16
     adapters: tuple[tuple[Path, float], ...] = ()
     draft: DraftOptions | None = None
+    has_guidance: bool = False
+    """Requests have negative prompts: the cache and a batch have room for twice the sequences."""
 
 
 @dataclass(slots=True)
@@ -93,6 +95,7 @@ class Runtime:
         *,
         stop: Stops = (),
         stops_at_eos: bool = True,
+        negative_ids: Sequence[int] | None = None,
         **settings: Unpack[RequestFields],
     ) -> Request:
         """A request that fits the context. `max_tokens` None: until the context is full.
@@ -101,16 +104,18 @@ class Runtime:
         model's stop tokens, unless `stops_at_eos` is false, and at `stop`. Raises
         ContextLengthError for a prompt that leaves no room for a reply.
         """
-        capacity = self.ctx_size - len(prompt_ids)
+        longest = max(len(prompt_ids), len(negative_ids or ()))
+        capacity = self.ctx_size - longest
         if capacity < 1:
-            raise ContextLengthError(len(prompt_ids), self.max_prompt_tokens)
+            raise ContextLengthError(longest, self.max_prompt_tokens)
         wanted = settings.get("max_tokens")
         settings["max_tokens"] = capacity if wanted is None else min(wanted, capacity)
         settings.setdefault("adapters", self.adapters)
         ids, strings = split_stops(stop)
         if stops_at_eos:
             ids |= stop_ids(self.loaded.tokenizer, self.loaded.config)
-        return build_request(prompt_ids, stop=(*ids, *strings), **settings)
+        stops: Stops = (*ids, *strings)
+        return build_request(prompt_ids, stop=stops, negative_ids=negative_ids, **settings)
 
 
 def open_runtime(
@@ -136,7 +141,9 @@ def open_runtime(
     adapters = tuple(
         AdapterUse(load_adapter(folder, loaded.model), scale) for folder, scale in options.adapters
     )
-    cache_tokens = max(ctx, PAGE_SIZE, options.cache_tokens or 0)
+    cache_tokens, max_batch = max(ctx, PAGE_SIZE, options.cache_tokens or 0), options.max_batch
+    if options.has_guidance:
+        cache_tokens, max_batch = 2 * pages_for(cache_tokens) * PAGE_SIZE, 2 * max_batch
     drafter = None
     if options.draft is not None:
         draft = None if draft_files is None else load_draft(draft_files, ctx, options.load, load)
@@ -147,7 +154,7 @@ def open_runtime(
             loaded.tokenizer,
             EngineOptions(
                 cache_tokens=cache_tokens,
-                max_batch=options.max_batch,
+                max_batch=max_batch,
                 kv_format=options.kv_format,
             ),
             drafter=drafter,
