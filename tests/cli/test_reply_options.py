@@ -94,6 +94,25 @@ def test_minimum_length_holds_off_the_end(answer: Callable[..., dict[str, Any]])
     assert answer("-n", 9, *GREEDY, *eos, "--min-tokens", 6)["usage"]["completion_tokens"] >= 6
 
 
+def test_a_full_context_ends_a_reply_below_its_minimum(answer: Callable[..., Any]) -> None:
+    short = answer("-n", 400, "-c", 40, *GREEDY, "--min-tokens", 300)
+    assert short["usage"]["total_tokens"] == 40
+
+
+def test_a_chat_drops_turns_until_the_minimum_is_reached(
+    exl: Any, tiny_llama_dir: Path, requests: list[Request]
+) -> None:
+    """The second reply fills the context. It goes on without the first turn, in both prompts."""
+    args = ("-c", 120, "-n", 60, *GREEDY, *GUIDANCE, "--min-tokens", 60)
+    assert exl("chat", tiny_llama_dir, *args, stdin=b"Hello\nAgain\n").code == 0
+    assert len(requests) >= 2
+    for request in requests:
+        assert request.negative_prompt_ids is not None
+        difference = len(request.negative_prompt_ids) - len(request.prompt_ids)
+        assert difference == len("[system]No.")
+        assert request.min_tokens == request.max_tokens
+
+
 def test_guidance_has_a_second_prompt(
     generate: Callable[..., Any], answer: Callable[..., Any], requests: list[Request]
 ) -> None:

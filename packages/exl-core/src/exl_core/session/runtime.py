@@ -110,6 +110,9 @@ class Runtime:
             raise ContextLengthError(longest, self.max_prompt_tokens)
         wanted = settings.get("max_tokens")
         settings["max_tokens"] = capacity if wanted is None else min(wanted, capacity)
+        least = settings.get("min_tokens", 0)
+        if least > capacity and (wanted is None or wanted >= least):
+            settings["min_tokens"] = capacity  # the end of the context ends the reply in any case
         settings.setdefault("adapters", self.adapters)
         ids, strings = split_stops(stop)
         if stops_at_eos:
