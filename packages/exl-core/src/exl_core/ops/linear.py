@@ -56,7 +56,7 @@ class LinearOps(Protocol):
     def fill_quantized(self, w: PackedLinear, first_column: int, columns: QuantColumns) -> None:
         """Repacks columns of a quantized matrix from `first_column` on. Reorders, never rounds.
 
-        `first_column` is a multiple of 16. So is the number of columns, unless they are the last
+        `first_column` is a multiple of 32. So is the number of columns, unless they are the last
         ones. Several threads may fill disjoint ranges of columns at the same time.
         """
         ...

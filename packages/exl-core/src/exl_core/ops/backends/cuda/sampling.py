@@ -249,7 +249,8 @@ class CudaSamplingOps:
 
     def log_sum_exp(self, x: Tensor) -> Tensor:
         rows = max(1, LOG_SUM_VALUES // max(1, x.shape[1]))  # torch makes a float32 copy
-        return torch.cat([part.float().logsumexp(1) for part in torch.split(x, rows)])
+        found = torch.cat([part.float().logsumexp(1) for part in torch.split(x, rows)])
+        return found.masked_fill_(found.isinf(), torch.nan)
 
     def sample(self, logits: Tensor, settings: SampleSettings) -> Sampled:
         return self._cpu.sample(logits, settings)
