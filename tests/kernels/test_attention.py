@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernel_support import assert_within, is_gpu, normal, strided_rows
+from kernel_support import assert_within, attention_input, is_gpu, normal, strided_rows
 from paged_support import (
     PagedBatch,
     attention,
@@ -36,7 +36,7 @@ def test_decode_and_prefill_mix_in_one_call(
     d: int,
 ) -> None:
     batch = batch_of(rng, name, MIXED, (kv_heads, d, page_size))
-    check_attention(table, strided_rows(rng, batch.rows, q_heads, d), batch)
+    check_attention(table, attention_input(table, rng, batch.rows, q_heads, d), batch)
 
 
 @pytest.mark.parametrize("d", [1, 8, 20, 37, 96, 120, 128, 512])
@@ -52,7 +52,7 @@ def test_window_hides_older_keys(
     table: OpTable, rng: torch.Generator, window: int, page_size: int
 ) -> None:
     batch = batch_of(rng, "f16", MIXED, (1, 24, page_size))
-    check_attention(table, strided_rows(rng, batch.rows, 3, 24), batch, window=window)
+    check_attention(table, attention_input(table, rng, batch.rows, 3, 24), batch, window=window)
 
 
 @pytest.mark.parametrize("window", [0, 40])
@@ -73,7 +73,7 @@ def test_every_chunk_length_matches(table: OpTable, rng: torch.Generator, rows: 
 
 def test_sixteen_query_heads_share_one_kv_head(table: OpTable, rng: torch.Generator) -> None:
     batch = batch_of(rng, "f16", MIXED, (1, 16, 16))
-    check_attention(table, strided_rows(rng, batch.rows, 16, 16), batch)
+    check_attention(table, attention_input(table, rng, batch.rows, 16, 16), batch)
 
 
 @pytest.mark.parametrize("name", CODED)
@@ -229,7 +229,7 @@ def test_one_row_of_each_sequence(
     gpu_table: OpTable, rng: torch.Generator, name: str, d: int, heads: tuple[int, int]
 ) -> None:
     batch = batch_of(rng, name, ONE_ROW, (heads[1], d, 256))
-    check_attention(gpu_table, strided_rows(rng, batch.rows, heads[0], d), batch)
+    check_attention(gpu_table, attention_input(gpu_table, rng, batch.rows, heads[0], d), batch)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -239,7 +239,7 @@ def test_few_and_many_rows_in_one_call(
     gpu_table: OpTable, rng: torch.Generator, name: str, d: int, heads: tuple[int, int]
 ) -> None:
     batch = batch_of(rng, name, LONG_MIX, (heads[1], d, 16))
-    check_attention(gpu_table, strided_rows(rng, batch.rows, heads[0], d), batch)
+    check_attention(gpu_table, attention_input(gpu_table, rng, batch.rows, heads[0], d), batch)
 
 
 @pytest.mark.parametrize("name", ["f32", "f16", "fp8"])

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from kernel_support import normal, strided_rows
+from kernel_support import attention_input, normal
 from paged_support import PagedBatch, batch_of, paged_batch
 from torch import Tensor
 
@@ -82,7 +82,7 @@ def test_attend_is_norms_rope_write_and_attention(
     heads, kv_heads, d = 6, 2, 24
     batch = paged_batch(rng, sequences, kv_heads=kv_heads, head_dim=d, page_size=16, dtype=dtype)
     slots, (cos, sin) = slots_of(batch), angles(rng, batch.rows, 9)
-    qkv = strided_rows(rng, batch.rows, (heads + 2 * kv_heads) * d)
+    qkv = attention_input(table, rng, batch.rows, (heads + 2 * kv_heads) * d)
     norms = HeadNorms(normal(rng, d), normal(rng, d), EPS) if with_norms else NO_HEAD_NORMS
 
     q, k, v = torch.split(qkv.clone().view(batch.rows, -1, d), [heads, kv_heads, kv_heads], dim=1)
@@ -110,7 +110,7 @@ def test_heads_are_scaled_and_shifted_after_rope(
     heads, kv_heads, d = 4, 2, 32
     batch = paged_batch(rng, MIXED, kv_heads=kv_heads, head_dim=d, page_size=16, dtype=dtype)
     slots, (cos, sin) = slots_of(batch), angles(rng, batch.rows, 9)
-    qkv = strided_rows(rng, batch.rows, (heads + 2 * kv_heads) * d)
+    qkv = attention_input(table, rng, batch.rows, (heads + 2 * kv_heads) * d)
     scale, shift = 1 + normal(rng, (heads + kv_heads) * d) / 4, normal(rng, (heads + kv_heads) * d)
 
     turned = qkv.clone()
@@ -139,7 +139,7 @@ def test_attend_writes_and_reads_a_cache_of_codes(table: OpTable, rng: torch.Gen
         slots = torch.cat([place[None], batch.page_table[1, 0].long() * 16 + torch.arange(5)])
         angle = normal(rng, 6, 32)
         cos, sin = angle.cos(), angle.sin()
-        qkv = strided_rows(rng, 6, 8 * 64)
+        qkv = attention_input(table, rng, 6, 8 * 64)
         q, k, v = torch.split(qkv.clone().view(6, 8, 64), [4, 2, 2], dim=1)
         caches = [
             cache.view(torch.uint8).clone().view(cache.dtype)

@@ -101,6 +101,7 @@ class AttentionOps(Protocol):
         j <= p, or to fewer if `scoring` has a window. Query head h reads kv head
         h // (q_heads // kv_heads). The keys and values of this pass are already in the cache, as
         `write_kv` stores them. Codes are dequantized exactly, without the roundings of a decoder.
+        On a GPU every row of q, and of the qkv of `attend_`, begins at a multiple of 16 bytes.
         """
         ...
 
