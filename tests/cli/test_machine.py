@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -112,8 +113,10 @@ def test_help_to_a_broken_stdout(args: tuple[str, ...], redirection: str, expect
     assert done.stderr.count("\n") == 1
 
 
-def test_exit_code_survives_a_broken_stderr() -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
+def test_exit_code_survives_a_broken_stderr(unbuffered: str) -> None:
+    env = {**os.environ, "PYTHONUNBUFFERED": unbuffered}  # an empty value counts as unset
     with Path("/dev/full").open("wb") as full:
         command = [sys.executable, "-m", "exl_cli", "serve"]
-        done = subprocess.run(command, stderr=full, check=False, timeout=60)
+        done = subprocess.run(command, stderr=full, env=env, check=False, timeout=60)
     assert done.returncode == 2

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from typer.main import get_command
@@ -152,18 +152,22 @@ def _complain(line: str) -> None:
     if sys.stderr is not None:
         with suppress(OSError):  # stderr is broken too; the exit code still reports the failure
             print(f"exl: error: {line}", file=sys.stderr, flush=True)
+        _discard(sys.stderr)
 
 
 def _discard_stdout() -> None:
-    """Discard what stdout still buffers: a write failed, or the reader closed the pipe.
+    if sys.stdout is not None and not sys.stdout.closed:
+        _discard(sys.stdout)
 
-    Otherwise the interpreter would flush again at exit and print a warning.
+
+def _discard(stream: TextIO) -> None:
+    """Discard what a stream still buffers if it cannot be written any more.
+
+    Otherwise the interpreter would flush it again at exit, and change the exit code to 120.
     """
-    if sys.stdout is None or sys.stdout.closed:
-        return
     try:
-        sys.stdout.flush()
+        stream.flush()
     except OSError:
         null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
+        os.dup2(null, stream.fileno())
         os.close(null)
