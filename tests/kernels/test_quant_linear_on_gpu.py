@@ -248,7 +248,7 @@ def test_gated_pairs(
 
 
 def test_the_same_inputs_give_the_same_bits(gpu_table: OpTable, rng: torch.Generator) -> None:
-    """Calls of different shapes share one workspace. Some sums of `deep` meet in it."""
+    """Calls of different shapes share one workspace. `deep` reduces split-K sums in it."""
     small = make_matrix(rng, Shape(MIXED, 72, permuted=True))
     large = make_matrix(rng, Shape(((4, 32, 128),), 4128))
     deep = make_matrix(rng, Shape(((4, 112, 128),), 4096))
