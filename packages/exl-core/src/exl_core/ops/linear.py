@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor, dtype
@@ -20,6 +21,26 @@ class PackedLinear(Protocol):
     def in_features(self) -> int: ...
     @property
     def size_bytes(self) -> int: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DenseLinear:
+    """Dense weights [out_features, in_features] as a tensor, for backends that multiply so."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    @property
+    def out_features(self) -> int:
+        return self.weight.shape[0]
+
+    @property
+    def in_features(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def size_bytes(self) -> int:
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class PreparedInputs(Protocol):

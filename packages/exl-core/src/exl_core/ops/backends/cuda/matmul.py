@@ -25,7 +25,7 @@ from exl_core.ops.backends.cuda.slices import Slices
 from exl_core.ops.backends.cuda.upload import upload
 from exl_core.ops.checks import OpInputError
 from exl_core.ops.elementwise import GateKind, RmsNorm
-from exl_core.ops.linear import PackedLinear
+from exl_core.ops.linear import DenseLinear, PackedLinear
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 from exl_kernels import cuda
 
@@ -36,24 +36,10 @@ SCRATCH_HALVES = 48 << 20
 """Largest slice of dequantized weights, in float16 numbers: 96 MiB. There are two such buffers."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class CudaLinear:
-    """A dense matrix on the GPU: weights [n, k] in float16."""
+class CudaLinear(DenseLinear):
+    """A dense matrix on the GPU, in float16."""
 
-    weight: Tensor
-    bias: Tensor | None
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def size_bytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+    __slots__ = ()
 
 
 Part = CudaLinear | CudaQuantLinear

@@ -13,30 +13,16 @@ from exl_core.ops.backends.reference.elementwise import ReferenceElementwiseOps,
 from exl_core.ops.backends.reference.quantized import PlainQuantized, fill_quantized, new_quantized
 from exl_core.ops.checks import F32, OpInputError, check, check_contiguous, check_range
 from exl_core.ops.elementwise import GateKind, RmsNorm
-from exl_core.ops.linear import Inputs, PackedLinear
+from exl_core.ops.linear import DenseLinear, Inputs, PackedLinear
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 
 WEIGHT_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True, slots=True)
-class PlainLinear:
-    """Dense weights in their original layout, [n, k]."""
+class PlainLinear(DenseLinear):
+    """Dense weights in the type of the file."""
 
-    weight: Tensor
-    bias: Tensor | None
-
-    @property
-    def out_features(self) -> int:
-        return self.weight.shape[0]
-
-    @property
-    def in_features(self) -> int:
-        return self.weight.shape[1]
-
-    @property
-    def size_bytes(self) -> int:
-        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+    __slots__ = ()
 
     def matrix(self) -> Tensor:
         return self.weight.double()
