@@ -118,27 +118,31 @@ class Loading:
         )
 
 
-def read(
-    text: Path | None,
-    dataset: str | None,
-    *,
-    split: str | None,
-    column: str,
-    rows: int | None,
-) -> Text:
-    """The text, from a file or from a data set; exactly one of them must be given."""
-    if (text is None) == (dataset is None):
-        raise RequestError(
-            "no text" if text is None else "two texts are given",
-            expected="--text FILE or --dataset NAME",
-            next_step="--help shows both.",
-        )
-    if dataset is not None:
-        return read_dataset(dataset, split=split, column=column, rows=rows)
-    if split is not None:
-        raise RequestError("a file has no splits", expected="--split with --dataset", got=split)
-    assert text is not None
-    return read_text(text, column=column, rows=rows)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextOptions:
+    """Options that name the text of a measurement."""
+
+    text: TextFile = None
+    dataset: Dataset = None
+    split: Split = None
+    column: Column = "text"
+    rows: Rows = None
+
+    def read(self) -> Text:
+        """The text, from a file or from a data set; exactly one of them must be given."""
+        if self.dataset is not None and self.text is None:
+            return read_dataset(self.dataset, split=self.split, column=self.column, rows=self.rows)
+        if self.text is None or self.dataset is not None:
+            raise RequestError(
+                "no text" if self.text is None else "two texts are given",
+                expected="--text FILE or --dataset NAME",
+                next_step="--help shows both.",
+            )
+        if self.split is not None:
+            raise RequestError(
+                "a file has no splits", expected="--split with --dataset", got=self.split
+            )
+        return read_text(self.text, column=self.column, rows=self.rows)
 
 
 @contextmanager

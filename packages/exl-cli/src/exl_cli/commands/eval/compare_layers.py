@@ -8,6 +8,7 @@ import typer
 
 from exl_cli import eval_options, options, output
 from exl_cli.interrupt import exits_at_once
+from exl_cli.option_groups import spread
 from exl_core.cache.format import parse_cache_type
 
 if TYPE_CHECKING:
@@ -29,15 +30,12 @@ Second = Annotated[
 ]
 
 
+@spread
 def compare_layers(
     first: First,
     second: Second,
     *,
-    text: eval_options.TextFile = None,
-    dataset: eval_options.Dataset = None,
-    split: eval_options.Split = None,
-    column: eval_options.Column = "text",
-    rows: eval_options.Rows = None,
+    source: eval_options.TextOptions,
     ctx: eval_options.StyleCtx = None,
     windows: eval_options.Windows = None,
     bos: eval_options.Bos = "default",
@@ -56,7 +54,7 @@ def compare_layers(
     states. Both models are in memory at once. --cache-type applies to B.
     """
     kv_format = parse_cache_type(cache_type)
-    content = eval_options.read(text, dataset, split=split, column=column, rows=rows)
+    content = source.read()
     with exits_at_once():
         from exl_cli.render import windows_progress
         from exl_core.session.open import open_model

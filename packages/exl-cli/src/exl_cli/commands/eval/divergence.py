@@ -13,6 +13,7 @@ import typer
 
 from exl_cli import eval_options, options, output
 from exl_cli.interrupt import exits_at_once
+from exl_cli.option_groups import spread
 from exl_core.cache.format import parse_cache_type
 
 if TYPE_CHECKING:
@@ -52,15 +53,12 @@ CacheReference = Annotated[
 ]
 
 
+@spread
 def divergence(
     candidate: Candidate,
     *,
     reference: ReferenceModel,
-    text: eval_options.TextFile = None,
-    dataset: eval_options.Dataset = None,
-    split: eval_options.Split = None,
-    column: eval_options.Column = "text",
-    rows: eval_options.Rows = None,
+    source: eval_options.TextOptions,
     ctx: eval_options.StyleCtx = None,
     windows: eval_options.Windows = None,
     bos: eval_options.Bos = "default",
@@ -81,7 +79,7 @@ def divergence(
     applies to the candidate.
     """
     kv_format = parse_cache_type(cache_type)
-    content = eval_options.read(text, dataset, split=split, column=column, rows=rows)
+    content = source.read()
     with exits_at_once():
         from exl_core.session.open import open_model
         from exl_eval.divergence import DivergenceOptions, RunningReference, lay_out_for_both

@@ -12,6 +12,7 @@ import typer
 
 from exl_cli import eval_options, options, output
 from exl_cli.interrupt import exits_at_once
+from exl_cli.option_groups import spread
 from exl_core.cache.format import parse_cache_type
 
 if TYPE_CHECKING:
@@ -78,15 +79,12 @@ ByPosition = Annotated[
 ]
 
 
+@spread
 def perplexity(
     *,
     model: options.ModelArgument = None,
     model_option: options.ModelOption = None,
-    text: eval_options.TextFile = None,
-    dataset: eval_options.Dataset = None,
-    split: eval_options.Split = None,
-    column: eval_options.Column = "text",
-    rows: eval_options.Rows = None,
+    source: eval_options.TextOptions,
     style: Style = "paper",
     ctx: eval_options.StyleCtx = None,
     stride: Stride = None,
@@ -111,7 +109,7 @@ def perplexity(
     """
     spec = options.pick_model(model, model_option)
     kv_format = parse_cache_type(cache_type)
-    content = eval_options.read(text, dataset, split=split, column=column, rows=rows)
+    content = source.read()
     with exits_at_once():
         from exl_eval.perplexity import PerplexityOptions, compare_scored
     choices = PerplexityOptions(

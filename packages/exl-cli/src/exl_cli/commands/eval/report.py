@@ -13,6 +13,7 @@ import typer
 
 from exl_cli import eval_options, options, output
 from exl_cli.interrupt import exits_at_once
+from exl_cli.option_groups import spread
 from exl_core.errors import RequestError
 
 if TYPE_CHECKING:
@@ -48,15 +49,12 @@ Decode = Annotated[
 ]
 
 
+@spread
 def report(
     *,
     models: Models,
     reference: Reference = None,
-    text: eval_options.TextFile = None,
-    dataset: eval_options.Dataset = None,
-    split: eval_options.Split = None,
-    column: eval_options.Column = "text",
-    rows: eval_options.Rows = None,
+    source: eval_options.TextOptions,
     ctx: eval_options.StyleCtx = None,
     windows: eval_options.Windows = None,
     bos: eval_options.Bos = "default",
@@ -75,7 +73,7 @@ def report(
     reason. Figures are stored once measured: repeating the command resumes an interrupted run.
     """
     _check_each_once(models)
-    content = eval_options.read(text, dataset, split=split, column=column, rows=rows)
+    content = source.read()
     with exits_at_once():
         from exl_cli.load import load_quietly
         from exl_cli.machine import machine_failure
