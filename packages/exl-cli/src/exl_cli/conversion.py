@@ -47,7 +47,7 @@ from exl_core.errors import ExlError, RequestError
 from exl_core.files import read_json_object
 from exl_core.ops.backends.cuda.device import parse_device
 from exl_core.session.load import LoadOptions, load_model
-from exl_core.session.open import gguf_fields, open_checkpoint
+from exl_core.session.open import gguf_fields, open_checkpoint, open_model
 from exl_core.session.resolve import resolve_model
 from exl_core.tokenizer.detect import load_tokenizer
 from exl_eval.gate import figures_of, measure_gate
@@ -172,13 +172,13 @@ def _written_rows(wanted: Conversion, step: Callable[[int, int], None]) -> Calib
     threads must not, so the limit does not depend on it.
     """
     options = wanted.stages
+    files = open_model(wanted.source)
     how, at_once = LoadOptions(device=options.device), AT_ONCE
     if options.device == "cpu":
-        _, config, _ = open_checkpoint(wanted.source)
-        memory = memory_needed(config, wanted.rows * wanted.length, threads=1)
-        at_once, cache_bytes = rows_at_once(config, wanted.length, memory)
+        memory = memory_needed(files.config, wanted.rows * wanted.length, threads=1)
+        at_once, cache_bytes = rows_at_once(files.config, wanted.length, memory)
         how = LoadOptions(device="cpu", held_bytes=max(0, memory - cache_bytes))
-    loaded = load_model(str(wanted.source), how)
+    loaded = load_model(files, how)
     return rows_of_model(
         loaded,
         rows=wanted.rows,

@@ -16,8 +16,7 @@ from exl_cli.render import bytes_progress
 from exl_core.errors import ContextLengthError, RequestError
 from exl_core.session.load import LoadedModel, LoadOptions, load_model
 from exl_core.session.open import ModelFiles, open_model
-from exl_core.session.runtime import Loader, Runtime, load_draft
-from exl_core.speculate.compatible import check_same_vocabulary
+from exl_core.session.runtime import Loader, Runtime, load_draft, open_draft
 
 
 def load_quietly(
@@ -45,9 +44,7 @@ def load_with_draft(
 ) -> tuple[LoadedModel, LoadedModel | None]:
     """A model, and the draft model if one is named. Their vocabularies are compared before."""
     files = open_model(spec)
-    draft_files = None if draft_spec is None else open_model(draft_spec)
-    if draft_files is not None:
-        check_same_vocabulary(files.tokenizer, draft_files.tokenizer)
+    draft_files = None if draft_spec is None else open_draft(draft_spec, files)
     loaded = load_quietly(files, device=device, threads=threads, is_quiet=is_quiet, exact=exact)
     if draft_files is None:
         return loaded, None

@@ -58,7 +58,7 @@ class Run:
         `is_stopped` is called before every step. Once it returns true, the requests are cancelled
         and end with the text that they have.
         """
-        while self._live:
+        while not self.has_ended:
             if is_stopped is not None and is_stopped():
                 for request_id in self._live:
                     self._engine.cancel(request_id)

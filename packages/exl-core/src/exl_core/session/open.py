@@ -40,9 +40,8 @@ def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Quantization
     # EXL2 converters copy the index of the source model, which lists other files.
     is_exl2 = quantization is not None and quantization.method == "exl2"
     files = SafetensorsSource(path, has_index=not is_exl2)
-    if (
-        f"{module_table(config).head.stem}.q_weight" in files.tensors
-    ):  # EXL2 quantizes the head of tied models separately
+    head = module_table(config).head.stem
+    if f"{head}.q_weight" in files.tensors:  # EXL2 quantizes the head of tied models separately
         config = replace(config, has_tied_embeddings=False)
     return files, config, quantization
 

@@ -134,12 +134,10 @@ def open_runtime(
     options = options or RuntimeOptions()
     files = model if isinstance(model, ModelFiles) else open_model(model)
     draft_name = None if options.draft is None else options.draft.model
-    draft_files = None if draft_name is None else open_model(draft_name)
+    draft_files = None if draft_name is None else open_draft(draft_name, files)
     for folder, _ in options.adapters:
         read_adapter_config(folder)
     ctx = settle_ctx_size(options.ctx_size, files.config.max_seq_len)
-    if draft_files is not None:
-        check_same_vocabulary(files.tokenizer, draft_files.tokenizer)
     loaded = load(files, options.load)
     adapters = tuple(
         AdapterUse(load_adapter(folder, loaded.model), scale) for folder, scale in options.adapters
@@ -163,6 +161,13 @@ def open_runtime(
             drafter=drafter,
         )
     return Runtime(loaded, engine, ctx, adapters)
+
+
+def open_draft(spec: str, target: ModelFiles) -> ModelFiles:
+    """Opens a draft model. RequestError if its vocabulary differs from the target's."""
+    files = open_model(spec)
+    check_same_vocabulary(target.tokenizer, files.tokenizer)
+    return files
 
 
 def load_draft(
