@@ -29,14 +29,15 @@ from torch.nn.functional import pad
 
 from exl_core.arch.modules import Kind, module_table
 from exl_core.arch.spec import ModelConfig
-from exl_core.codecs import exl2, exl2_writer
 from exl_core.convert import side_files
 from exl_core.convert.layers import stored_norm
 from exl_core.errors import ExlError, RequestError, UnsupportedModelError
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.codecs.exl2 import layout as exl2
+from exl_core.formats.codecs.exl2 import writer as exl2_writer
 from exl_core.session.open import open_checkpoint
 from exl_core.session.resolve import resolve_model
 from exl_core.settings import read_settings
-from exl_core.weights.checkpoint import Checkpoint
 
 GROUP_SIZES = (32, 64, 128)
 CHUNK_VALUES = 1 << 17  # values per search: half a MiB of float32, which fits a core's cache

@@ -16,10 +16,10 @@ from exl_cli.chat import session, transcript
 from exl_core.convert.measurement import Measurement
 from exl_core.errors import ExlError, RequestError
 from exl_core.files import open_regular, read_bytes, read_text_file
+from exl_core.formats.containers.mapped import MappedFile
+from exl_core.formats.containers.safetensors import read_header
 from exl_core.lora.config import read_adapter_config
 from exl_core.tokenizer.gguf_fields import read_gguf_fields
-from exl_core.weights.mapped import MappedFile
-from exl_core.weights.safetensors import read_header
 from exl_eval.report import _read_record
 from exl_eval.requests_file import read_workload
 from exl_eval.texts import read_text

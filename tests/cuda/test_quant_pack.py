@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 from torch import Tensor
 
-from exl_core.codecs import exl2, gptq
-from exl_core.codecs.exl2_runtime import Exl2Matrix
-from exl_core.codecs.gguf_runtime import columns_of
-from exl_core.codecs.gptq_runtime import GptqMatrix
-from exl_core.codecs.runtime import Move, RuntimeMatrix, stay
+from exl_core.formats.codecs.exl2 import layout as exl2
+from exl_core.formats.codecs.exl2.matrix import Exl2Matrix
+from exl_core.formats.codecs.ggml.matrix import columns_of
+from exl_core.formats.codecs.gptq import layout as gptq
+from exl_core.formats.codecs.gptq.matrix import GptqMatrix
+from exl_core.formats.codecs.runtime import Move, RuntimeMatrix, stay
 from exl_core.ops.backends.cuda.library import Gpu
 from exl_core.ops.backends.cuda.quantized import CudaQuantLinear, plan_tiles
 from exl_core.ops.backends.cuda.upload import BUFFER_BYTES, upload

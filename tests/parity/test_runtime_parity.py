@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from exl_core.codecs import exl2, gptq
-from exl_core.codecs.exl2_runtime import Exl2Matrix
-from exl_core.codecs.gptq_runtime import GptqMatrix
+from exl_core.formats.codecs.exl2 import layout as exl2
+from exl_core.formats.codecs.exl2.matrix import Exl2Matrix
+from exl_core.formats.codecs.gptq import layout as gptq
+from exl_core.formats.codecs.gptq.matrix import GptqMatrix
 from exl_core.session.describe import describe_model
 from exl_core.session.load import LoadOptions, load_model
 from support.paged import logits_of

@@ -26,8 +26,8 @@ CORE_RANK = {
     "files": 0,
     "settings": 0,
     **dict.fromkeys(("ops", "arch", "tokenizer", "prompt"), 1),
-    **dict.fromkeys(("codecs", "cache", "sampling", "constrain"), 2),
-    "weights": 3,
+    **dict.fromkeys(("cache", "sampling", "constrain"), 2),
+    "formats": 3,
     "model": 4,
     "lora": 5,
     "speculate": 6,
@@ -103,6 +103,11 @@ def core_package(module: str) -> str:
     return parts[1]
 
 
+def formats_rank(module: str) -> int:
+    """Rank within `formats`: codecs below containers, below the modules that know both."""
+    return {"codecs": 0, "containers": 1}.get(module.split(".")[2], 2)
+
+
 def import_circles(sources: dict[str, Path]) -> list[list[str]]:
     """Groups of modules that import each other, directly or through others.
 
@@ -157,6 +162,8 @@ def faults_of(module: str, path: Path) -> Iterator[str]:
             here, there = core_package(module), core_package(imported)
             if here != there and CORE_RANK[there] >= CORE_RANK[here]:
                 yield f"{module} (rank {CORE_RANK[here]}) imports {imported} ({CORE_RANK[there]})"
+            if here == there == "formats" and formats_rank(imported) > formats_rank(module):
+                yield f"{module} imports {imported}: codecs know no files, containers no models"
 
 
 def test_imports_point_down() -> None:
@@ -171,6 +178,7 @@ def test_imports_point_down() -> None:
     [
         ("exl_core.cache.store", "from exl_core.engine.events import TextEvent", "rank 2"),
         ("exl_core.arch.spec", "import exl_core.tokenizer.base", "rank 1"),
+        ("exl_core.formats.codecs.bits", "import exl_core.formats.containers.gguf", "no files"),
         ("exl_core.engine.engine", "import rich", "only exl_cli"),
         ("exl_cli.server.app", "from exl_cli.commands import chat", "not import commands"),
         ("exl_eval.result", "from exl_cli.main import app", "upwards"),

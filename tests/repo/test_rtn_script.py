@@ -15,10 +15,10 @@ from gguf import GGMLQuantizationType
 from safetensors.torch import load_file
 
 from exl_core.arch.modules import module_table
-from exl_core.codecs import exl2
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.session.load import LoadOptions, load_model
 from exl_core.session.open import open_checkpoint
-from exl_core.weights.checkpoint import Checkpoint
 from exl_eval.perplexity import PerplexityOptions, measure_perplexity
 from support import tiny_models
 from support.gguf_models import write_gguf

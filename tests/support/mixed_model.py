@@ -26,11 +26,11 @@ from exl_core.arch.modules import module_table
 from exl_core.arch.names import GGUF_SANDWICH, HF_SANDWICH
 from exl_core.arch.rope import inverse_frequencies
 from exl_core.arch.spec import ArchSpec, ModelConfig, RopeConfig
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.containers.safetensors import SafetensorsSource
 from exl_core.model.build import build_weights
 from exl_core.model.transformer import Transformer
 from exl_core.ops.open import get_table
-from exl_core.weights.checkpoint import Checkpoint
-from exl_core.weights.safetensors import SafetensorsSource
 
 PRE, SANDWICH = NormPlacement.PRE, NormPlacement.SANDWICH
 VOCAB_SIZE = 50

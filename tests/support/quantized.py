@@ -1,7 +1,7 @@
 """Random valid layers in the file formats of EXL2 and GPTQ, with their exact dequantized values.
 
-Independent of `exl_core.codecs` and slow: built from the definition of the formats, with the codes
-of a column as one long integer and values in numpy's float16 arithmetic.
+Independent of `exl_core.formats.codecs` and slow: built from the definition of the formats, with
+the codes of a column as one long integer and values in numpy's float16 arithmetic.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 from torch import Tensor
 
-from exl_core.codecs.runtime import RuntimeMatrix
+from exl_core.formats.codecs.runtime import RuntimeMatrix
 from exl_core.ops.quantized import QuantColumns, QuantLayout
 
 GGML_CODES = {"q4_0": (4, 1), "q4_1": (4, 2), "q5_0": (5, 1), "q5_1": (5, 2), "q8_0": (8, 1)}

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from exl_core.arch.modules import module_table
-from exl_core.codecs import exl2, exl2_writer
 from exl_core.convert import stages
 from exl_core.convert.calibration import CalibrationRows
 from exl_core.convert.layers import LayerSource
@@ -30,6 +29,8 @@ from exl_core.convert.plan import (
     padded,
 )
 from exl_core.convert.quantize import QuantizedPart
+from exl_core.formats.codecs.exl2 import layout as exl2
+from exl_core.formats.codecs.exl2 import writer as exl2_writer
 
 EMBED = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"

@@ -15,8 +15,8 @@ from exl_core.arch.layers import NormPlacement
 from exl_core.arch.modules import Kind, ModuleTable, RowOrder, Shard, module_table
 from exl_core.arch.names import GGUF, HF
 from exl_core.errors import UnsupportedModelError
+from exl_core.formats.checkpoint import Checkpoint
 from exl_core.session.open import open_checkpoint
-from exl_core.weights.checkpoint import Checkpoint
 from support.mixed_model import CONFIG
 from support.tiny_models import (
     save,

@@ -18,10 +18,10 @@ from exl_core.convert.events import ConversionStopped, Stage
 from exl_core.convert.job import convert_model
 from exl_core.convert.plan import ConvertOptions, Layout
 from exl_core.engine.score import score_tokens
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.verify import verify
 from exl_core.session.load import load_model
 from exl_core.session.open import open_checkpoint
-from exl_core.weights.checkpoint import Checkpoint
-from exl_core.weights.verify import verify
 from support import tiny_models
 from support.conversions import SHAPE, content, conversion, hooks, recorder, run
 from support.exl2_directory import read_model

@@ -15,8 +15,8 @@ from exl_core.convert.events import ConversionStopped, Event, Stage
 from exl_core.convert.job import MEASUREMENT_NAME, RECORD_NAME, GateOutcome
 from exl_core.convert.work import open_work
 from exl_core.errors import ExlError, QualityError, RequestError
+from exl_core.formats.verify import verify
 from exl_core.session.open import open_checkpoint
-from exl_core.weights.verify import verify
 from support.conversions import COMMAND, content, conversion, hooks, recorder, run
 
 pytestmark = pytest.mark.usefixtures("stubs")

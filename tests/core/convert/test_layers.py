@@ -15,8 +15,8 @@ from torch.nn.functional import linear
 from exl_core.convert.block import rms_norm
 from exl_core.convert.layers import LayerSource, as_factor, embed_rows, read_layer, stored_norm
 from exl_core.errors import WeightValueError
+from exl_core.formats.checkpoint import Checkpoint
 from exl_core.session.open import open_checkpoint
-from exl_core.weights.checkpoint import Checkpoint
 from support.quantized_models import SIZES
 from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
 

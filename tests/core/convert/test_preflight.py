@@ -27,8 +27,8 @@ from exl_core.errors import (
     ProblemsError,
     RequestError,
 )
+from exl_core.formats.checkpoint import Checkpoint
 from exl_core.session.open import open_checkpoint
-from exl_core.weights.checkpoint import Checkpoint
 from support import tiny_models
 from support.conversions import SHAPE, conversion, hooks, recorder, run
 from support.profiles import first_by_default

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from exl_core.arch.modules import module_table
-from exl_core.codecs import exl2
 from exl_core.convert import sensitivity as sensitivity_module
 from exl_core.convert import tune
 from exl_core.convert.allocate import allocate
@@ -25,9 +24,10 @@ from exl_core.convert.plan import ConvertOptions, LayerMeasurement
 from exl_core.convert.quantize import quantize_ends, quantize_layer
 from exl_core.convert.sensitivity import Sensitivity, measure_sensitivity
 from exl_core.convert.tune import scratch_bytes, tune_model
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.codecs.exl2 import layout as exl2
 from exl_core.session.open import open_checkpoint
 from exl_core.settings import Settings
-from exl_core.weights.checkpoint import Checkpoint
 from support.quantized_models import SIZES
 from support.tiny_models import VOCAB_SIZE, save, tiny_gemma3, tiny_llama
 

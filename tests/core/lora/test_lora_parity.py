@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from exl_core.cache.format import KVFormat
-from exl_core.codecs import exl2, gptq
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.codecs.exl2 import layout as exl2
+from exl_core.formats.codecs.gptq import layout as gptq
 from exl_core.lora.adapter import load_adapter
 from exl_core.model.adapters import AdapterUse
 from exl_core.model.context import Context
@@ -19,7 +21,6 @@ from exl_core.model.segment import LogitRows, Segment
 from exl_core.model.transformer import Transformer
 from exl_core.session.load import LoadOptions, load_model
 from exl_core.session.open import open_checkpoint
-from exl_core.weights.checkpoint import Checkpoint
 from support.adapters import merged, random_pairs, stored, untie, write_adapter
 from support.gguf_models import write_gguf
 from support.quantized_models import GPTQ_SETTINGS, METHODS, SIZES, quantize, quantized_llama

@@ -15,10 +15,10 @@ from exl_core.cache.format import KVFormat, kv_bytes_per_token
 from exl_core.convert.block import Linear
 from exl_core.convert.layers import LayerSource, read_layer
 from exl_core.errors import ConfigError, UnsupportedModelError
+from exl_core.formats.checkpoint import Checkpoint
 from exl_core.model.context import Context
 from exl_core.model.segment import LogitRows
 from exl_core.session.placement import DeviceMemory, fit_all
-from exl_core.weights.checkpoint import Checkpoint
 from support.mixed_model import (
     CODES_CONFIG,
     CONFIG,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType
 
+from exl_core.formats.checkpoint import Checkpoint, row_ranges
 from exl_core.model import packer
 from exl_core.model.packer import Packer
 from exl_core.ops.open import get_table
 from exl_core.session.open import open_checkpoint
-from exl_core.weights.checkpoint import Checkpoint, row_ranges
 from support.gguf_models import write_gguf
 from support.quantized_models import (
     GPTQ_SETTINGS,

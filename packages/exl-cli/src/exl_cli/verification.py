@@ -13,7 +13,7 @@ from exl_core.errors import ModelError, printable
 from exl_core.session.describe import verify_model
 
 if TYPE_CHECKING:
-    from exl_core.weights.verify import VerifyReport
+    from exl_core.formats.verify import VerifyReport
 
 SCHEMA_VERSION = 1
 _ZEROS = "all values are zero; the file may have been written only in part"

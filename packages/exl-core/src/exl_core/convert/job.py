@@ -45,9 +45,9 @@ from exl_core.errors import (
     QualityError,
 )
 from exl_core.files import is_present, read_bytes, read_json_object, write_json
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.containers.source import TensorSource
 from exl_core.session.open import model_name, open_checkpoint
-from exl_core.weights.checkpoint import Checkpoint
-from exl_core.weights.source import TensorSource
 
 WORK_SUFFIX, LOCK_SUFFIX = ".work", ".lock"
 RECORD_NAME, MEASUREMENT_NAME = "exl_conversion.json", "exl_measurement.json"

@@ -14,7 +14,7 @@ from exl_core.arch.modules import Kind, ModuleRow, module_table
 from exl_core.arch.spec import EmbedScale, ModelConfig
 from exl_core.convert.block import MATRICES, Block, Linear
 from exl_core.errors import WeightValueError
-from exl_core.weights.checkpoint import Checkpoint
+from exl_core.formats.checkpoint import Checkpoint
 
 LARGEST_FP16 = 65504.0
 

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from exl_core.codecs import exl2, exl2_writer
 from exl_core.convert.gptq import (
     DAMPING,
     Variant,
@@ -19,6 +18,8 @@ from exl_core.convert.gptq import (
 )
 from exl_core.convert.hessian import InputStatistics
 from exl_core.convert.plan import Incident, Layout, MatrixReport
+from exl_core.formats.codecs.exl2 import layout as exl2
+from exl_core.formats.codecs.exl2 import writer as exl2_writer
 
 TRIALS = 16  # scales tried for each group and column
 RIDGE = 6.0

@@ -22,7 +22,6 @@ from exl_core.arch.modules import module_table
 from exl_core.arch.quantization import Quantization
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import available_memory_bytes
-from exl_core.codecs.exl2 import MAX_IN_FEATURES, ROW_STEP
 from exl_core.convert import side_files
 from exl_core.convert.block import QKV
 from exl_core.convert.calibration import rows_at_once
@@ -41,13 +40,14 @@ from exl_core.errors import (
     UnsupportedModelError,
 )
 from exl_core.files import naming_disk_failures, open_regular
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.codecs.exl2.layout import MAX_IN_FEATURES, ROW_STEP
+from exl_core.formats.containers.source import Progress, TensorSource
+from exl_core.formats.verify import verify
 from exl_core.session.open import gguf_fields
 from exl_core.settings import read_settings
 from exl_core.tokenizer.check import check_vocab
 from exl_core.tokenizer.detect import load_tokenizer
-from exl_core.weights.checkpoint import Checkpoint
-from exl_core.weights.source import Progress, TensorSource
-from exl_core.weights.verify import verify
 
 DISK_MARGIN = 1.05  # for group tables, scales, headers and records
 MEASURED_COPIES, QUANTIZED_COPIES = 7, 13

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from exl_core.errors import ExlError, RequestError
 from exl_core.files import naming_disk_failures, sync_folder, write_json
+from exl_core.formats.containers.safetensors import INDEX_NAME, SafetensorsSource
+from exl_core.formats.containers.safetensors_writer import Entry, as_bytes, write_safetensors
+from exl_core.formats.verify import verify
 from exl_core.session.open import open_checkpoint
-from exl_core.weights.safetensors import INDEX_NAME, SafetensorsSource
-from exl_core.weights.safetensors_writer import Entry, as_bytes, write_safetensors
-from exl_core.weights.verify import verify
 
 PARTIAL_SUFFIX = ".partial"
 WEIGHTS_STEM = "output"

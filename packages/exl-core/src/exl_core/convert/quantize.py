@@ -11,7 +11,6 @@ from torch.nn.functional import linear, pad
 
 from exl_core.arch.modules import Kind, module_table
 from exl_core.arch.spec import ModelConfig
-from exl_core.codecs import exl2
 from exl_core.convert.block import MATRICES, rms_norm
 from exl_core.convert.hessian import measure_hessian
 from exl_core.convert.layers import (
@@ -33,7 +32,8 @@ from exl_core.convert.plan import (
     MatrixReport,
 )
 from exl_core.convert.stream import Stream
-from exl_core.weights.checkpoint import Checkpoint
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.codecs.exl2 import layout as exl2
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,8 +26,8 @@ from exl_core.convert.block import MATRICES, rms_norm
 from exl_core.convert.layers import LayerSource, compute_type, embed_rows, read_layer, read_tensor
 from exl_core.convert.parallel import Workers
 from exl_core.convert.plan import ConvertOptions
-from exl_core.weights.checkpoint import Checkpoint
-from exl_core.weights.safetensors_writer import as_bytes
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.containers.safetensors_writer import as_bytes
 
 Sensitivity = Mapping[str, Tensor]
 """Mean square of each output's gradient, in nats^2: float32 [out], by the matrix's name. Can be

@@ -19,12 +19,12 @@ from exl_core.arch.layers import LayerSpec
 from exl_core.arch.spec import ModelConfig, RopeMethod, Window
 from exl_core.errors import ConfigError, ExlError, TokenizerError, UnsupportedModelError
 from exl_core.files import open_regular, read_json_object, write_atomically
+from exl_core.formats.containers.source import TensorSource
 from exl_core.session.open import gguf_fields
 from exl_core.tokenizer.base import Tokenizer
 from exl_core.tokenizer.detect import TOKENIZER_JSON, TOKENIZER_MODEL, load_tokenizer
 from exl_core.tokenizer.hf_json import LibraryTokenizer
 from exl_core.tokenizer.spm import SentencePieceTokenizer
-from exl_core.weights.source import TensorSource
 
 WEIGHT_SUFFIXES = (
     *(".safetensors", ".bin", ".safetensors.index.json", ".bin.index.json"),

@@ -32,8 +32,8 @@ from exl_core.convert.quantize import QuantizedPart, quantize_ends, quantize_lay
 from exl_core.convert.sensitivity import Sensitivity, measure_sensitivity
 from exl_core.convert.tune import STEPS, fits_in_memory, tune_model
 from exl_core.convert.work import WorkDir
-from exl_core.weights.checkpoint import Checkpoint
-from exl_core.weights.safetensors_writer import Entry
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.containers.safetensors_writer import Entry
 
 CALIBRATION, CALIBRATION_FACTS = "calibration.safetensors", "calibration.json"
 SENSITIVITY = "sensitivity.safetensors"

@@ -24,7 +24,6 @@ from torch.nn.functional import linear
 from exl_core.arch.modules import ModuleTable, module_table
 from exl_core.arch.spec import EmbedScale, ModelConfig
 from exl_core.cache.memory import free_memory_bytes
-from exl_core.codecs import exl2
 from exl_core.convert.block import MATRICES, Block, rms_norm
 from exl_core.convert.layers import (
     as_factor,
@@ -39,9 +38,10 @@ from exl_core.convert.parallel import Workers
 from exl_core.convert.plan import ConvertOptions
 from exl_core.convert.sensitivity import HEAD_ROWS
 from exl_core.convert.stream import Stream
-from exl_core.weights.checkpoint import Checkpoint
-from exl_core.weights.mapped import MappedFile
-from exl_core.weights.safetensors_writer import as_bytes
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.codecs.exl2 import layout as exl2
+from exl_core.formats.containers.mapped import MappedFile
+from exl_core.formats.containers.safetensors_writer import as_bytes
 
 STEPS = 48
 ROWS_PER_STEP = 4

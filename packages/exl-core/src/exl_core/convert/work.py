@@ -27,10 +27,10 @@ from exl_core.files import (
     read_json_object,
     write_json,
 )
-from exl_core.weights.mapped import MappedFile
-from exl_core.weights.safetensors import ELEMENT_TYPES, read_header
-from exl_core.weights.safetensors_writer import Entry, whole, write_safetensors
-from exl_core.weights.source import StoredTensor
+from exl_core.formats.containers.mapped import MappedFile
+from exl_core.formats.containers.safetensors import ELEMENT_TYPES, read_header
+from exl_core.formats.containers.safetensors_writer import Entry, whole, write_safetensors
+from exl_core.formats.containers.source import StoredTensor
 
 JOB_NAME, LOCK_NAME, SCRATCH_NAME = "job.json", "lock", "scratch"
 _OWN_NAMES = (LOCK_NAME, JOB_NAME + TEMPORARY_SUFFIX)  # left by a process that was killed early

@@ -14,10 +14,10 @@ from exl_core.arch.spec import ModelConfig
 from exl_core.cache.memory import available_memory_bytes
 from exl_core.errors import AdapterError, OutOfMemoryError
 from exl_core.files import is_present
+from exl_core.formats.containers.safetensors import read_header
+from exl_core.formats.containers.source import PLAIN_TYPES, StoredTensor
 from exl_core.lora.config import AdapterConfig
 from exl_core.lora.targets import End, Named, end_of, find_target, parse_name
-from exl_core.weights.safetensors import read_header
-from exl_core.weights.source import PLAIN_TYPES, StoredTensor
 
 FILE_NAME = "adapter_model.safetensors"
 PICKLE_NAME = "adapter_model.bin"

@@ -12,6 +12,8 @@ from typing import overload
 
 from exl_core.arch.modules import ModuleRow, ModuleTable, module_table
 from exl_core.arch.spec import ModelConfig
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.containers.source import Progress
 from exl_core.model.packer import Packer
 from exl_core.model.weights import (
     AttentionWeights,
@@ -23,8 +25,6 @@ from exl_core.model.weights import (
 from exl_core.ops.attention import NO_HEAD_NORMS, HeadNorms
 from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.table import OpTable
-from exl_core.weights.checkpoint import Checkpoint
-from exl_core.weights.source import Progress
 
 
 def build_weights(

@@ -14,14 +14,14 @@ from typing import ParamSpec
 from torch import Tensor
 
 from exl_core.arch.modules import ModuleRow
-from exl_core.codecs.runtime import RuntimeMatrix
 from exl_core.errors import BackendError
+from exl_core.formats.checkpoint import CHUNK_VALUES as DENSE_VALUES
+from exl_core.formats.checkpoint import Checkpoint, row_ranges
+from exl_core.formats.codecs.runtime import RuntimeMatrix
+from exl_core.formats.containers.source import Progress
+from exl_core.formats.locate import share
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.table import OpTable
-from exl_core.weights.checkpoint import CHUNK_VALUES as DENSE_VALUES
-from exl_core.weights.checkpoint import Checkpoint, row_ranges
-from exl_core.weights.locate import share
-from exl_core.weights.source import Progress
 
 P = ParamSpec("P")
 

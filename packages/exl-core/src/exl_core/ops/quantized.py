@@ -65,7 +65,7 @@ class QuantColumns:
     `codes` by packing:
 
     - words: int32 [words, columns]. Each column is a bit stream of the codes of all stored rows,
-      lowest bits first (`codecs/bits.py`). Rows of the tensor may be strided.
+      lowest bits first (`formats/codecs/bits.py`). Rows of the tensor may be strided.
     - bytes: uint8 [in_features, columns], one code per byte. Rows of the tensor may be strided.
     - q4_0 and the other GGML names: uint8 [columns, bytes per column], blocks of 32 codes that
       contain their scales.

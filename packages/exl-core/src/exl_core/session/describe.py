@@ -10,14 +10,14 @@ from pathlib import Path
 
 from exl_core.arch.spec import ModelConfig
 from exl_core.cache.format import KVFormat, kv_bytes_per_token
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.containers.source import Progress, StoredTensor
+from exl_core.formats.verify import VerifyReport, verify
 from exl_core.ops.backends.cuda.device import default_device
 from exl_core.ops.open import available_isas
 from exl_core.ops.quantized import GroupRun
 from exl_core.session.open import open_model, stop_ids
 from exl_core.tokenizer.base import Tokenizer
-from exl_core.weights.checkpoint import Checkpoint
-from exl_core.weights.source import Progress, StoredTensor
-from exl_core.weights.verify import VerifyReport, verify
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,8 @@ from exl_core.arch.checks import check_config
 from exl_core.arch.spec import ModelConfig, RopeMethod
 from exl_core.cache.memory import free_memory_bytes
 from exl_core.errors import OutOfMemoryError, RequestError
+from exl_core.formats.checkpoint import Checkpoint
+from exl_core.formats.containers.source import Progress
 from exl_core.model.build import build_weights, stream_weights
 from exl_core.model.sample_text import SAMPLE_TEXT
 from exl_core.model.transformer import Transformer
@@ -27,8 +29,6 @@ from exl_core.session.open import ModelFiles, open_model
 from exl_core.session.resolve import resolve_model
 from exl_core.settings import read_settings
 from exl_core.tokenizer.base import Tokenizer
-from exl_core.weights.checkpoint import Checkpoint
-from exl_core.weights.source import Progress
 
 
 @dataclass(frozen=True, slots=True)

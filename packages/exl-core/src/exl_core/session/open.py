@@ -15,15 +15,15 @@ from exl_core.arch.hf_config import read_hf_config
 from exl_core.arch.modules import module_table
 from exl_core.arch.quantization import Quantization, read_quantization
 from exl_core.arch.spec import ModelConfig
+from exl_core.formats.containers.gguf import GgufSource, rope_factors
+from exl_core.formats.containers.safetensors import SafetensorsSource
+from exl_core.formats.containers.source import TensorSource
 from exl_core.prompt.detect import load_template
 from exl_core.prompt.template import ChatTemplate
 from exl_core.session.resolve import resolve_model
 from exl_core.tokenizer.base import Tokenizer
 from exl_core.tokenizer.check import check_vocab
 from exl_core.tokenizer.detect import load_tokenizer
-from exl_core.weights.gguf import GgufSource, rope_factors
-from exl_core.weights.safetensors import SafetensorsSource
-from exl_core.weights.source import TensorSource
 
 
 def open_checkpoint(path: Path) -> tuple[TensorSource, ModelConfig, Quantization | None]:

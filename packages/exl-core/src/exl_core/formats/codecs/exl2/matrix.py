@@ -1,0 +1,83 @@
+"""Run-time form of EXL2 matrices: the packed words as stored, and the expanded scales.
+
+    w[r, n] = scale[g, n] * (code - 2^(bits - 1))        before its rounding to float16
+
+The scales are the format's own, with its two roundings. Only the rounding of the product is left
+out. Columns that the writer padded are never returned.
+"""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from exl_core.formats.codecs.exl2 import layout as exl2
+from exl_core.formats.codecs.exl2.layout import COLUMN_STEP, Exl2Group, Exl2Linear
+from exl_core.formats.codecs.runtime import Move, stay
+from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
+
+
+class Exl2Matrix:
+    """Columns of a layer: `out_features` of them, from `first_column` on."""
+
+    def __init__(
+        self,
+        linear: Exl2Linear,
+        out_features: int,
+        *,
+        first_column: int = 0,
+        prescale: float = 1.0,
+    ) -> None:
+        self._linear = linear
+        self._first = first_column
+        self._prescale = prescale
+        self.layout = QuantLayout(
+            out_features=out_features,
+            in_features=linear.in_features,
+            runs=runs_of(linear.groups),
+            features=_features(linear.q_invperm),
+            scale_dtype=torch.float16,
+            offset="middle",
+        )
+
+    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
+        part, inner = _slice(self._linear, self._first + first, self._first + last)
+        scales = exl2.unpack_scales(part, prescale=self._prescale, move=move)[:, inner]
+        return QuantColumns("words", move(part.q_weight[:, inner]), scales=scales.contiguous())
+
+    def dense(self, first: int, last: int) -> Tensor:
+        part, inner = _slice(self._linear, self._first + first, self._first + last)
+        return exl2.dequantize(part, prescale=self._prescale)[:, inner].T.contiguous()
+
+
+def _slice(linear: Exl2Linear, first: int, last: int) -> tuple[Exl2Linear, slice]:
+    """A layer of the columns first .. last - 1, extended to whole words of scale codes, and their
+    position in it."""
+    start = first // COLUMN_STEP * COLUMN_STEP
+    stop = -(-last // COLUMN_STEP) * COLUMN_STEP
+    part = Exl2Linear(
+        q_weight=linear.q_weight[:, start:stop],
+        q_scale=linear.q_scale[:, start // 8 : stop // 8],
+        q_scale_max=linear.q_scale_max,
+        q_groups=linear.q_groups,
+        q_invperm=linear.q_invperm,
+    )
+    return part, slice(first - start, last - start)
+
+
+def runs_of(groups: tuple[Exl2Group, ...]) -> tuple[GroupRun, ...]:
+    """Runs of consecutive groups with equal width and size."""
+    alike = groupby(groups, key=lambda group: (group.bits, group.rows))
+    return tuple(GroupRun(bits, len(list(run)), rows) for (bits, rows), run in alike)
+
+
+def _features(invperm: Tensor) -> Tensor | None:
+    """Feature of each stored row, int32 [in_features]; None if the permutation is the identity."""
+    rows = torch.arange(invperm.shape[0], dtype=torch.int32)
+    if torch.equal(invperm, rows):
+        return None
+    features = torch.empty_like(rows)
+    features[invperm.long()] = rows
+    return features

@@ -1,0 +1,74 @@
+"""Run-time form of GPTQ matrices: the packed words as stored, rows in the order of their groups.
+
+    w[r, n] = scale[g, n] * (code - zero[g, n])          before its rounding to float16
+
+With act-order, the rows of a group are scattered over the file. A stable sort by group makes them
+contiguous. All groups have the same size, except a shorter last one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from exl_core.formats.codecs.gptq import layout as gptq
+from exl_core.formats.codecs.gptq.layout import GptqLinear
+from exl_core.formats.codecs.runtime import Move, stay
+from exl_core.ops.quantized import GroupRun, Offset, QuantColumns, QuantLayout
+
+COLUMN_STEP = 32  # zero points of this many columns fill whole words, at any width
+
+
+class GptqMatrix:
+    """Columns of a layer: `out_features` of them, from `first_column` on."""
+
+    def __init__(self, linear: GptqLinear, out_features: int, *, first_column: int = 0) -> None:
+        self._linear = linear
+        self._first = first_column
+        bits = linear.settings.bits
+        zeros = gptq.unpack_zero_points(linear)
+        is_middle = bool((zeros == 1 << (bits - 1)).all())
+        self._zeros = None if is_middle else zeros
+        offset: Offset = "middle" if is_middle else "zeros"
+        self._permutation = None
+        if linear.g_idx is not None:
+            self._permutation = linear.g_idx.argsort(stable=True).to(torch.int32)
+        self.layout = QuantLayout(
+            out_features=out_features,
+            in_features=linear.in_features,
+            runs=group_runs(bits, linear.in_features, linear.group_rows),
+            features=self._permutation,
+            scale_dtype=torch.float16,
+            offset=offset,
+        )
+
+    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
+        wanted = slice(self._first + first, self._first + last)
+        return QuantColumns(
+            "words",
+            move(self._linear.qweight[:, wanted]),
+            source_rows=self._permutation,
+            scales=self._linear.scales[:, wanted].contiguous(),
+            offsets=None if self._zeros is None else self._zeros[:, wanted].contiguous(),
+        )
+
+    def dense(self, first: int, last: int) -> Tensor:
+        linear, bits = self._linear, self._linear.settings.bits
+        first, last = self._first + first, self._first + last
+        start = first // COLUMN_STEP * COLUMN_STEP
+        stop = min(-(-last // COLUMN_STEP) * COLUMN_STEP, linear.out_features)
+        part = GptqLinear(
+            settings=linear.settings,
+            qweight=linear.qweight[:, start:stop],
+            qzeros=linear.qzeros[:, start * bits // 32 : stop * bits // 32],
+            scales=linear.scales[:, start:stop],
+            g_idx=linear.g_idx,
+        )
+        return gptq.dequantize(part)[:, first - start : last - start].T.contiguous()
+
+
+def group_runs(bits: int, rows: int, group_rows: int) -> tuple[GroupRun, ...]:
+    """One run of groups of equal size, and one shorter group for the remaining rows."""
+    whole, rest = divmod(rows, group_rows)
+    runs = (GroupRun(bits, whole, group_rows), GroupRun(bits, 1, rest))
+    return tuple(run for run in runs if run.groups and run.rows)

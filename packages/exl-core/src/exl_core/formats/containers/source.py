@@ -1,0 +1,87 @@
+"""Interface of a tensor source: weight files of any format.
+
+A source knows stored names, shapes and bytes. It knows neither models nor which tensors are needed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from exl_core.arch.modules import Container
+from exl_core.formats.containers.mapped import MappedFile
+
+Progress = Callable[[int, int], None]  # called with (bytes read, total bytes)
+
+PLAIN_TYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor as declared in a file. `storage` is the file's name for the element format."""
+
+    name: str
+    shape: tuple[int, ...]
+    storage: str
+    size_bytes: int
+    file: Path
+
+    @property
+    def num_values(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count
+
+
+class TensorSource(ABC):
+    """Open weight files. Reading is thread-safe."""
+
+    format: Container
+    tensors: Mapping[str, StoredTensor]
+
+    @abstractmethod
+    def check_readable(self, name: str) -> None:
+        """Raises `UnsupportedModelError` if the element type of a tensor cannot be decoded."""
+
+    @abstractmethod
+    def read_raw(self, name: str) -> Tensor:
+        """A whole tensor as stored. Packed tensors of EXL2 and GPTQ are integers; quantized GGUF
+        tensors are uint8 [rows, bytes per row].
+
+        It is a view of the file, or a copy if its offset is not aligned for its dtype.
+        """
+
+    @abstractmethod
+    def read(self, name: str, rows: slice | Tensor) -> Tensor:
+        """Rows of the first dimension (a range, or an int64 index) as a contiguous tensor.
+
+        float32, float16 or bfloat16 as stored; quantized storage is dequantized to float32 exactly
+        as the format defines. It may be a view of the file: do not write to it.
+        """
+
+    def prefetch(self, name: str) -> None:
+        """Starts reading a tensor ahead, because all of it will be read soon, once."""
+        file, offset = self._location(name)
+        file.prefetch(offset, self.tensors[name].size_bytes)
+
+    def release(self, name: str, rows: slice | None = None) -> None:
+        """Releases the process's memory for these rows (None: all), after they have been read."""
+        file, offset, size = self._span(name, rows or slice(None))
+        file.release(offset, size)
+
+    @abstractmethod
+    def _location(self, name: str) -> tuple[MappedFile, int]:
+        """File and byte offset of a tensor."""
+
+    def _span(self, name: str, rows: slice) -> tuple[MappedFile, int, int]:
+        """File, offset and size in bytes of consecutive rows. The tensor must not be a scalar."""
+        tensor, (file, offset) = self.tensors[name], self._location(name)
+        start, stop, _ = rows.indices(tensor.shape[0])
+        bytes_of_row = tensor.size_bytes // max(1, tensor.shape[0])
+        return file, offset + start * bytes_of_row, max(0, stop - start) * bytes_of_row

@@ -1,0 +1,220 @@
+"""Quantized matrices of a checkpoint: finds the tensors that store their codes, and opens them.
+
+An EXL2 or GPTQ matrix is stored as several tensors under one stem (`P.q_weight`, `P.q_scale`, ...),
+which are passed to the codec of the format. The format is recognized by the tensors that are
+present, never by a file's name. Several matrices of the model may be column ranges of one stored
+matrix.
+
+A matrix in GGUF blocks is one tensor, whose storage type names the block format.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from gguf import GGMLQuantizationType
+from torch import Tensor
+
+from exl_core.arch.quantization import Quantization
+from exl_core.errors import ConfigError, WeightShapeError, WeightValueError
+from exl_core.formats.codecs.exl2 import layout as exl2
+from exl_core.formats.codecs.exl2.matrix import Exl2Matrix, runs_of
+from exl_core.formats.codecs.ggml import layout as ggml
+from exl_core.formats.codecs.ggml import matrix as ggml_matrix
+from exl_core.formats.codecs.gptq import layout as gptq
+from exl_core.formats.codecs.gptq.matrix import GptqMatrix, group_runs
+from exl_core.formats.codecs.runtime import Move, RuntimeMatrix, stay
+from exl_core.formats.containers.source import StoredTensor, TensorSource
+from exl_core.ops.quantized import GroupRun, QuantColumns, QuantLayout
+
+MATRIX = 2  # number of dimensions
+_PARTS = (("exl2", "q_weight", exl2.PARTS), ("gptq", "qweight", gptq.PARTS))
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedMatrix:
+    """One matrix [out_features, in_features], stored as the tensors `parts`.
+
+    It consists of the columns from `first_column` on of a stored matrix with `stored_columns`
+    columns, which the writer may have padded.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    first_column: int
+    stored_columns: int
+    method: str
+    parts: Mapping[str, StoredTensor]
+
+    @property
+    def where(self) -> str:
+        return f"{next(iter(self.parts.values())).file}: {self.name}"
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of the whole stored matrix."""
+        return sum(part.size_bytes for part in self.parts.values())
+
+
+def find_quantized(
+    source: TensorSource, stem: str, shape: tuple[int, ...], first_column: int, stored_columns: int
+) -> QuantizedMatrix | None:
+    """The EXL2 or GPTQ matrix stored under `stem`, or None."""
+    for method, marker, names in _PARTS:
+        if f"{stem}.{marker}" not in source.tensors:
+            continue
+        found = {part: source.tensors.get(f"{stem}.{part}") for part in names}
+        parts = {part: tensor for part, tensor in found.items() if tensor is not None}
+        return QuantizedMatrix(stem, shape, first_column, stored_columns, method, parts)
+    return None
+
+
+def open_matrix(
+    source: TensorSource, matrix: QuantizedMatrix, quantization: Quantization | None
+) -> RuntimeMatrix:
+    """The matrix, with all checks of its codec that do not need the unpacked codes."""
+    parts = {part: source.read_raw(tensor.name) for part, tensor in matrix.parts.items()}
+    out_features, in_features = matrix.shape
+    if matrix.method == "exl2":
+        padded = -(-matrix.stored_columns // exl2.COLUMN_STEP) * exl2.COLUMN_STEP
+        exl2_layer = exl2.check(parts, matrix.where)
+        _check_shape(exl2_layer, in_features, padded, matrix.where)
+        return Exl2Matrix(exl2_layer, out_features, first_column=matrix.first_column)
+    settings = gptq_settings(matrix, quantization)
+    gptq_layer = gptq.check(parts, settings, matrix.where)
+    _check_shape(gptq_layer, in_features, matrix.stored_columns, matrix.where)
+    return GptqMatrix(gptq_layer, out_features, first_column=matrix.first_column)
+
+
+def gptq_settings(matrix: QuantizedMatrix, quantization: Quantization | None) -> gptq.GptqSettings:
+    if quantization is None or quantization.method != "gptq":
+        raise ConfigError(
+            "the weights are GPTQ's, but no configuration says how they are packed",
+            where=matrix.parts["qweight"].file.parent,
+            expected="'quantization_config' in config.json, or quantize_config.json",
+        )
+    return gptq.parse_settings(quantization.settings, quantization.where)
+
+
+def stored_layout(
+    source: TensorSource, matrix: QuantizedMatrix, quantization: Quantization | None
+) -> QuantLayout:
+    """Run-time layout of the matrix, except the permutation of its rows.
+
+    Reads no more than `stored_groups` does. For GPTQ it assumes explicit zero points, which take
+    more memory, although they may all turn out to be the middle.
+    """
+    return QuantLayout(
+        out_features=matrix.shape[0],
+        in_features=matrix.shape[1],
+        runs=stored_groups(source, matrix, quantization),
+        features=None,
+        scale_dtype=torch.float16,
+        offset="middle" if matrix.method == "exl2" else "zeros",
+    )
+
+
+def stored_groups(
+    source: TensorSource, matrix: QuantizedMatrix, quantization: Quantization | None
+) -> tuple[GroupRun, ...]:
+    """Bit widths and sizes of the matrix's groups. Reads no more than the group table."""
+    if matrix.method == "exl2":
+        table = matrix.parts.get("q_groups")
+        if table is None:
+            return ()  # `open_matrix` reports the missing tensor
+        packed = matrix.parts["q_weight"].shape
+        if len(packed) != MATRIX:
+            raise WeightShapeError(
+                "tensor 'q_weight' has an impossible shape",
+                where=matrix.where,
+                expected=f"{MATRIX} dimensions",
+                got=packed,
+            )
+        return runs_of(exl2.read_groups(source.read_raw(table.name), packed[0], matrix.where))
+    settings, rows = gptq_settings(matrix, quantization), matrix.shape[1]
+    return group_runs(settings.bits, rows, settings.group_rows(rows))
+
+
+def block_groups(tensor: StoredTensor) -> tuple[GroupRun, ...]:
+    """Bit widths and sizes of the groups of a tensor in a GGUF file; () if it has none."""
+    kind = GGMLQuantizationType.__members__.get(tensor.storage)
+    group = ggml.GROUPS.get(kind) if kind is not None else None
+    if group is None or len(tensor.shape) != MATRIX:
+        return ()
+    return (GroupRun(group.bits, tensor.shape[1] // group.rows, group.rows),)
+
+
+def _check_shape(
+    layer: exl2.Exl2Linear | gptq.GptqLinear, in_features: int, out_features: int, where: str
+) -> None:
+    if (layer.in_features, layer.out_features) != (in_features, out_features):
+        raise WeightShapeError(
+            "the quantized matrix has the wrong shape",
+            where=where,
+            expected=[in_features, out_features],
+            got=[layer.in_features, layer.out_features],
+            next_step="The weights and the configuration are not of one model.",
+        )
+
+
+def block_layout(tensor: StoredTensor) -> QuantLayout | None:
+    """Run-time layout of a tensor in a GGUF file; None if it has none."""
+    if tensor.storage not in GGMLQuantizationType.__members__ or len(tensor.shape) != MATRIX:
+        return None
+    out_features, in_features = tensor.shape
+    kind = GGMLQuantizationType[tensor.storage]
+    return ggml_matrix.layout_of(kind, out_features, in_features)
+
+
+class BlockMatrix:
+    """A quantized matrix of a GGUF file: the rows from `first_row` on of a stored tensor.
+
+    `permutation`, if given, is the stored row of each matrix row.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        tensor: StoredTensor,
+        first_row: int,
+        permutation: Tensor | None,
+    ) -> None:
+        self._source = source
+        self._tensor = tensor
+        self._first_row = first_row
+        self._permutation = permutation
+
+    @cached_property
+    def layout(self) -> QuantLayout:
+        layout = block_layout(self._tensor)
+        assert layout is not None, "block_layout accepted this tensor"
+        return layout
+
+    @property
+    def _kind(self) -> GGMLQuantizationType:
+        return GGMLQuantizationType[self._tensor.storage]
+
+    def columns(self, first: int, last: int, move: Move = stay) -> QuantColumns:
+        raw = move(self._source.read_raw(self._tensor.name)[self._rows(first, last)])
+        bad = ggml_matrix.bad_blocks(raw, self._kind)
+        if bad:
+            raise WeightValueError(
+                f"tensor {self._tensor.name!r} has {bad} blocks with a scale that is NaN or"
+                " infinite",
+                where=self._tensor.file,
+                next_step="The file is damaged or its conversion failed; get the model from"
+                " another source.",
+            )
+        return ggml_matrix.columns_of(raw, self._kind)
+
+    def dense(self, first: int, last: int) -> Tensor:
+        return self._source.read(self._tensor.name, self._rows(first, last))
+
+    def _rows(self, first: int, last: int) -> slice | Tensor:
+        """Stored rows of the matrix rows first .. last - 1."""
+        if self._permutation is not None:
+            return self._permutation[first:last]
+        return slice(self._first_row + first, self._first_row + last)
