@@ -54,7 +54,7 @@ def test_gated_linear_of_all_layers(benchmark: BenchmarkFixture, ready: Ready, r
 
     def run() -> None:
         for block in blocks:
-            matrix, norm = block.mlp.gate_up, block.mlp_norm
+            matrix, norm = block.mlp.gate_up, block.mlp.norm
             model.ops.norm_gated_linear(x, norm, matrix, "silu")
 
     benchmark(run)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor
 
+from exl_core.ops.elementwise import GateKind, RmsNorm
 from exl_core.ops.linear import PackedLinear
 from exl_core.ops.table import OpTable
 
@@ -27,6 +30,19 @@ def attention_input(table: OpTable, rng: torch.Generator, rows: int, *rest: int)
         return strided_rows(rng, rows, *rest)
     width = int(torch.Size(rest).numel())
     return normal(rng, rows, width + 16)[:, 8 : 8 + width].view(rows, *rest)
+
+
+def gated_linear(
+    table: OpTable,
+    x: Tensor,
+    norm: RmsNorm,
+    w: PackedLinear,
+    kind: GateKind,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`norm_gated_linear` to a tensor."""
+    return cast(Tensor, table.norm_gated_linear(x, norm, w, kind, out))
 
 
 def is_gpu(table: OpTable) -> bool:

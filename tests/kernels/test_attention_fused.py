@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -96,11 +96,38 @@ def test_attend_is_norms_rope_write_and_attention(
     expected = table.paged_attention(q, cache, batch.attention_rows, scoring)
 
     bound = bound_batch(table, batch, slots, cos, sin)
-    table.attend_(qkv, bound, batch.cache, scoring, norms=norms)
+    y = cast(Tensor, table.attend_(qkv, bound, batch.cache, scoring, norms=norms))
 
-    assert torch.equal(qkv[:, : heads * d], expected)
+    assert torch.equal(y, expected)
+    assert torch.equal(y, qkv[:, : heads * d]), "the result replaces the queries"
     for written, wanted in zip((batch.key_cache, batch.value_cache), caches, strict=True):
         assert torch.equal(written.nan_to_num(nan=7.0), wanted.nan_to_num(nan=7.0))
+
+
+@pytest.mark.parametrize("with_norms", [False, True], ids=["", "norms"])
+def test_attention_without_rope(table: OpTable, rng: torch.Generator, with_norms: bool) -> None:
+    """Angles of no pairs: [rows, 0]."""
+    heads, kv_heads, d = 6, 2, 24
+    batch = paged_batch(
+        rng, MIXED, kv_heads=kv_heads, head_dim=d, page_size=16, dtype=torch.float32
+    )
+    slots, (cos, sin) = slots_of(batch), angles(rng, batch.rows, 0)
+    assert cos.shape == (batch.rows, 0)
+    qkv = attention_input(table, rng, batch.rows, (heads + 2 * kv_heads) * d)
+    norms = HeadNorms(normal(rng, d), normal(rng, d), EPS) if with_norms else NO_HEAD_NORMS
+
+    q, k, v = torch.split(qkv.clone().view(batch.rows, -1, d), [heads, kv_heads, kv_heads], dim=1)
+    for x, weight in ((q, norms.q), (k, norms.k)):
+        if weight is not None:
+            table.rms_norm_heads_(x, RmsNorm(weight, EPS))
+    cache = CacheLayer(batch.key_cache.clone(), batch.value_cache.clone())
+    table.write_kv(k, v, cache, slots)
+    expected = table.paged_attention(q, cache, batch.attention_rows, Scoring(0.3))
+
+    bound = bound_batch(table, batch, slots, cos, sin)
+    assert torch.equal(
+        cast(Tensor, table.attend_(qkv, bound, batch.cache, Scoring(0.3), norms=norms)), expected
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8], ids=["floats", "codes"])

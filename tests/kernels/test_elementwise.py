@@ -51,6 +51,16 @@ def test_rms_norm_of_either_type_of_activations(
     assert_norm_within(y, exact_norm(x, weight, EPS), GPU_BOUND[y.dtype])
 
 
+@pytest.mark.parametrize("rows", ROWS)
+def test_add_adds_in_place_and_returns_the_sum(
+    table: OpTable, rng: torch.Generator, rows: int
+) -> None:
+    residual, y = normal(rng, rows, 100), normal(rng, rows, 100)
+    expected = residual + y
+    assert table.add_(residual, y) is residual
+    assert torch.equal(residual, expected)
+
+
 def test_rms_norm_of_zeros_is_zero(table: OpTable) -> None:
     zeros = torch.zeros(2, 40)
     assert torch.equal(table.rms_norm(zeros, RmsNorm(torch.ones(40), EPS)), zeros)

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from kernel_support import UNIT, assert_near, normal, packed, strided_rows
+from kernel_support import UNIT, assert_near, gated_linear, normal, packed, strided_rows
 from quant_support import (
     GPU_BOUND,
     Answer,
@@ -142,7 +142,7 @@ def test_norm_gated_linear_multiplies_the_halves(
     for rows in ROWS:
         x = strided_rows(rng, rows, K)
 
-        y = table.norm_gated_linear(x, norm, w, gate)
+        y = gated_linear(table, x, norm, w, gate)
 
         right = answer_of(table, parts, normed(x, norm.weight), NORM_ERROR)
         (gates, ups), (gate_error, up_error) = (
@@ -167,11 +167,11 @@ def test_results_are_written_to_out(cpu_table: OpTable, rng: torch.Generator, ki
     w, x = made(cpu_table, sources(rng, kind)), normal(rng, 5, K)
     norm = RmsNorm(normal(rng, K), EPS)
     y = cpu_table.norm_linear(x, norm, w)
-    gated = cpu_table.norm_gated_linear(x, norm, w, "silu")
+    gated = gated_linear(cpu_table, x, norm, w, "silu")
     out, narrow = torch.full_like(y, torch.nan), torch.full_like(gated, torch.nan)
 
     assert cpu_table.norm_linear(x, norm, w, out) is out
-    assert cpu_table.norm_gated_linear(x, norm, w, "silu", narrow) is narrow
+    assert gated_linear(cpu_table, x, norm, w, "silu", out=narrow) is narrow
 
     assert torch.equal(out, y)
     assert torch.equal(narrow, gated)
@@ -179,7 +179,7 @@ def test_results_are_written_to_out(cpu_table: OpTable, rng: torch.Generator, ki
         with pytest.raises(ValueError, match="norm_linear: out"):
             cpu_table.norm_linear(x, norm, w, bad)
         with pytest.raises(ValueError, match="norm_gated_linear: out"):
-            cpu_table.norm_gated_linear(x, norm, w, "silu", bad if bad is not narrow else out)
+            gated_linear(cpu_table, x, norm, w, "silu", out=bad if bad is not narrow else out)
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40])
@@ -195,7 +195,7 @@ def test_nan_in_a_row_stays_in_that_row_through_fused_calls(
     for y in (
         residual,
         cpu_table.norm_linear(x, norm, w),
-        cpu_table.norm_gated_linear(x, norm, made(cpu_table, sources(rng, "quantized")), "silu"),
+        gated_linear(cpu_table, x, norm, made(cpu_table, sources(rng, "quantized")), "silu"),
     ):
         assert y[rows - 1].isnan().all()
         assert y[: rows - 1].isfinite().all()
@@ -210,7 +210,7 @@ def test_fused_calls_take_no_rows(cpu_table: OpTable, rng: torch.Generator) -> N
         cpu_table.linear_add_(x, w, residual)
 
         assert cpu_table.norm_linear(x, norm, w).shape == residual.shape
-        assert cpu_table.norm_gated_linear(x, norm, w, "silu").shape == (
+        assert gated_linear(cpu_table, x, norm, w, "silu").shape == (
             0,
             w.out_features // 2,
         )

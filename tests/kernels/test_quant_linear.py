@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from kernel_support import UNIT, assert_within, normal, packed, strided_rows
+from kernel_support import UNIT, assert_within, gated_linear, normal, packed, strided_rows
 from quant_support import (
     Matrix,
     Shape,
@@ -287,7 +287,7 @@ def test_results_do_not_depend_on_the_number_of_threads(rng: torch.Generator) ->
             table = get_table("cpu", isa=isa, threads=threads)
             w, gate_up = filled(table, matrix), filled(table, whole)
             ys = [table.linear(wide[:m], w) for m in (1, 9, 130)]
-            ys += [table.norm_gated_linear(narrow[:m], norm, gate_up, "silu") for m in (1, 40)]
+            ys += [gated_linear(table, narrow[:m], norm, gate_up, "silu") for m in (1, 40)]
             results.append(ys)
         for other in results[1:]:
             assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True)), isa

@@ -52,7 +52,7 @@ LAYERS = (
         PRE,
     ),
     LayerSpec(
-        Attention(8, 4, 24, scale=0.3, rope=0, has_qkv_bias=True, has_output_bias=True),
+        Attention(8, 4, 24, scale=0.3, rope=None, has_qkv_bias=True, has_output_bias=True),
         Dense(72, Activation.GELU_TANH),
         SANDWICH,
     ),
@@ -160,7 +160,9 @@ def _attention(
     if spec.head_norm is HeadNorm.RMS:
         q = _norm(q, own["self_attn.q_norm.weight"], config.norm_eps)
         k = _norm(k, own["self_attn.k_norm.weight"], config.norm_eps)
-    q, k = (_rotated(y, config.ropes[spec.rope]) for y in (q, k))
+    rope = config.rope_of(spec)
+    if rope is not None:
+        q, k = _rotated(q, rope), _rotated(k, rope)
     group = spec.num_q_heads // spec.num_kv_heads
     k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
     scores = q @ k.transpose(1, 2) * spec.scale

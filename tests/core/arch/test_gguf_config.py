@@ -74,7 +74,8 @@ def test_gemma3_gets_its_windows_and_local_rope_base() -> None:
     fields |= {"general.architecture": "gemma3", "gemma3.attention.sliding_window": 32}
     config = read_gguf_config(fields, (), "m.gguf")
     assert [layer.attention.window for layer in config.layers] == [32] * 3
-    assert [config.ropes[layer.attention.rope].base for layer in config.layers] == [10000.0] * 3
+    ropes = [config.rope_of(layer.attention) for layer in config.layers]
+    assert [rope and rope.base for rope in ropes] == [10000.0] * 3
     assert config.layers[0].attention.head_dim == 256  # the family's default, not 64 / 4
 
 

@@ -99,7 +99,7 @@ def test_a_multimodal_configuration_may_omit_default_values(tmp_path: Path) -> N
     top = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106]}
     config = read_hf_config(write(tmp_path, top, text_config=text))
     attention = config.layers[0].attention
-    assert (attention.num_q_heads, *config.kv_shapes[0]) == (8, 4, 256)
+    assert (attention.num_q_heads, config.kv_shapes[0]) == (8, (4, 256))
     assert config.vocab_size == 262208
     assert config.eos_ids == (1, 106)
     assert config.has_tied_embeddings

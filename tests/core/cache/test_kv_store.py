@@ -92,6 +92,18 @@ def test_tensors_have_the_documented_shape_and_size(kv_format: KVFormat) -> None
     assert not any(t.any() for t in as_bytes[1:])
 
 
+def test_layers_that_cache_nothing_take_no_memory() -> None:
+    shape = KVShape(2, 32)
+    store = KVStore(KVFormat.FP16, [None, shape, None], num_pages=3)
+    assert store.cached_layers == (1,)
+    assert store.layer(1).keys.shape == (3, 2, PAGE_SIZE, 32)
+    assert store.size_bytes == KVStore(KVFormat.FP16, [shape], num_pages=3).size_bytes
+    store.copy_pages([PageCopy(0, 2, 5)])
+    store.move_pages([(0, 1)])
+    with pytest.raises(RequestError, match="layer"):
+        KVStore(KVFormat.FP16, [None], num_pages=3)
+
+
 def numbered_store(kv_format: KVFormat, num_pages: int) -> tuple[KVStore, dict[int, int]]:
     """A store whose page i has all bytes i + 1 in all layers, and a dict with the same values."""
     store = KVStore(kv_format, [KVShape(2, 32)] * 2, num_pages)
@@ -101,7 +113,7 @@ def numbered_store(kv_format: KVFormat, num_pages: int) -> tuple[KVStore, dict[i
 
 
 def tensors_of(store: KVStore) -> list[torch.Tensor]:
-    layers = range(store.num_layers)
+    layers = store.cached_layers
     held = [store.layer(i) for i in layers]
     return [part.view(torch.uint8) for one in held for part in (one.keys, one.values)]
 

@@ -76,7 +76,7 @@ def test_streamed_weights_generate_the_same_rows(
 
 def test_generation_batch_respects_memory(loaded: LoadedModel) -> None:
     config = loaded.config
-    token = 2 * 2 * sum(heads * size for heads, size in config.kv_shapes)
+    token = 2 * 2 * sum(layer.attention.kv_size for layer in config.layers)
     row = token * (100 + 256)
     assert rows_at_once(config, 100, 5 * row + 1) == (5, 5 * row)
     assert rows_at_once(config, 100, 0) == (1, row)

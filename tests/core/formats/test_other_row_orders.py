@@ -56,7 +56,10 @@ def as_stored(config: ModelConfig, name: str, tensor: Tensor) -> Tensor:
     if row.role not in ("q", "k", "q_norm", "k_norm") or row.layer is None:
         return tensor
     spec = config.layers[row.layer].attention
-    rotary_dim = config.ropes[spec.rope].rotary_dim
+    rope = config.rope_of(spec)
+    if rope is None:
+        return tensor
+    rotary_dim = rope.rotary_dim
     half = rotary_dim // 2
     heads = tensor.view(-1, spec.head_dim, *tensor.shape[1:])
     pairs = torch.stack([heads[:, :half], heads[:, half:rotary_dim]], 2).flatten(1, 2)

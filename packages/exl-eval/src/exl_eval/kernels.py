@@ -51,7 +51,7 @@ MATRIX_OPERAND = {
 }
 """Index of the packed matrix among each op's operands."""
 
-OTHER_OPS = ("attend_", "gated_activation", "rms_norm", "rms_norm_heads_", "rope_")
+OTHER_OPS = ("add_", "attend_", "gated_activation", "rms_norm", "rms_norm_heads_", "rope_")
 MIN_SECONDS = 0.2
 """Minimum duration of the measurement on a CPU: times of a single short pass are mostly noise."""
 

@@ -46,6 +46,11 @@ class KVShape(NamedTuple):
 class Mixer:
     """Part of a layer in which tokens exchange information. Each kind is a subclass."""
 
+    @property
+    def kv_shape(self) -> KVShape | None:
+        """Keys and values that the layer caches; None if it caches nothing per position."""
+        return None
+
 
 @dataclass(frozen=True, slots=True)
 class FeedForward:
@@ -56,7 +61,7 @@ class FeedForward:
 class Attention(Mixer):
     """Attention with keys and values shared by groups of query heads.
 
-    rope    index of the RoPE table in `ModelConfig.ropes`
+    rope    index of the RoPE table in `ModelConfig.ropes`; None means no RoPE
     scale   factor of the scores
     window  number of keys that a query attends to, its own included; 0 means all
     softcap limit of the scores, by tanh; None means no limit
@@ -66,7 +71,7 @@ class Attention(Mixer):
     num_kv_heads: int
     head_dim: int
     scale: float
-    rope: int = 0
+    rope: int | None = 0
     window: int = 0
     softcap: float | None = None
     head_norm: HeadNorm = HeadNorm.NONE
@@ -84,6 +89,10 @@ class Attention(Mixer):
     @property
     def qkv_size(self) -> int:
         return self.q_size + 2 * self.kv_size
+
+    @property
+    def kv_shape(self) -> KVShape:
+        return KVShape(self.num_kv_heads, self.head_dim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +127,8 @@ class LayerSpec:
         raise unsupported("feed-forward part", self.feed_forward)
 
     @property
-    def kv_shape(self) -> KVShape:
-        return KVShape(self.attention.num_kv_heads, self.attention.head_dim)
+    def kv_shape(self) -> KVShape | None:
+        return self.mixer.kv_shape
 
 
 def unsupported(part: str, found: object) -> UnsupportedModelError:

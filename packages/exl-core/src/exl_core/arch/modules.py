@@ -297,10 +297,11 @@ def _mixer_parts(config: ModelConfig, mixer: Mixer) -> list[_Part]:
 
 
 def _attention_parts(config: ModelConfig, spec: Attention) -> list[_Part]:
-    hidden, rotary_dim = config.hidden_size, config.ropes[spec.rope].rotary_dim
+    hidden = config.hidden_size
+    rope = config.rope_of(spec)
 
-    def order(num_heads: int) -> RowOrder:
-        return RowOrder(num_heads, spec.head_dim, rotary_dim)
+    def order(num_heads: int) -> RowOrder | None:
+        return None if rope is None else RowOrder(num_heads, spec.head_dim, rope.rotary_dim)
 
     parts = [
         _Part(

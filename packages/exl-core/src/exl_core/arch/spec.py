@@ -78,7 +78,7 @@ class LayerNumbers:
     num_kv_heads: int
     head_dim: int
     scale: float
-    rope: int
+    rope: int | None
     window: int
     softcap: float | None
     has_qkv_bias: bool
@@ -186,7 +186,11 @@ class ModelConfig:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def rope_of(self, attention: Attention) -> RopeConfig | None:
+        """RoPE of a layer; None if it has none."""
+        return None if attention.rope is None else self.ropes[attention.rope]
+
     @property
-    def kv_shapes(self) -> tuple[KVShape, ...]:
-        """Geometry of the cache, by layer."""
+    def kv_shapes(self) -> tuple[KVShape | None, ...]:
+        """Geometry of the cache, by layer; None for layers without keys and values."""
         return tuple(layer.kv_shape for layer in self.layers)

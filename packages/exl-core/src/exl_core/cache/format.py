@@ -102,9 +102,10 @@ def parse_cache_type(name: str) -> KVFormat:
     return KVFormat(name)
 
 
-def kv_bytes_per_token(kv_shapes: Iterable[KVShape], kv_format: KVFormat) -> int:
-    """Bytes of all layers' keys and values at one position."""
-    return sum(heads * kv_format.bytes_per_head(head_dim) for heads, head_dim in kv_shapes)
+def kv_bytes_per_token(kv_shapes: Iterable[KVShape | None], kv_format: KVFormat) -> int:
+    """Bytes of all layers' keys and values at one position. None: a layer without any."""
+    cached = (shape for shape in kv_shapes if shape is not None)
+    return sum(heads * kv_format.bytes_per_head(head_dim) for heads, head_dim in cached)
 
 
 def pages_for(num_tokens: int, page_size: int = PAGE_SIZE) -> int:

@@ -52,16 +52,18 @@ class KVStore:
     def __init__(
         self,
         kv_format: KVFormat,
-        kv_shapes: Sequence[KVShape],
+        kv_shapes: Sequence[KVShape | None],
         num_pages: int,
         *,
         available_bytes: int | None = None,
         device: torch.device | None = None,
     ) -> None:
-        """`kv_shapes`: heads and head sizes, by layer. `available_bytes`: memory that may be used;
-        by default, the free memory of `device`. `device`: the CPU by default."""
-        if num_pages < 1 or not kv_shapes or any(min(shape) < 1 for shape in kv_shapes):
-            shapes = sorted({f"{heads} heads of {size}" for heads, size in kv_shapes})
+        """`kv_shapes`: heads and head sizes, by layer; None for a layer that caches nothing.
+        `available_bytes`: memory that may be used; by default, the free memory of `device`.
+        `device`: the CPU by default."""
+        cached = [shape for shape in kv_shapes if shape is not None]
+        if num_pages < 1 or not cached or any(min(shape) < 1 for shape in cached):
+            shapes = sorted({f"{heads} heads of {size}" for heads, size in cached})
             raise RequestError(
                 "a cache needs at least one page, layer, head and dimension",
                 got=f"{num_pages} pages, {len(kv_shapes)} layers, {', '.join(shapes)}",
@@ -74,15 +76,18 @@ class KVStore:
         self.bytes_per_token = kv_bytes_per_token(kv_shapes, kv_format)
         self.size_bytes = self.bytes_per_token * num_pages * PAGE_SIZE
         _check_fits(self, available_bytes)
-        self._layers = tuple(
-            CacheLayer(
+        self._layers = {
+            layer: CacheLayer(
                 self._pages(kv_format.key_rows, shape), self._pages(kv_format.value_rows, shape)
             )
-            for shape in kv_shapes
-        )
+            for layer, shape in enumerate(kv_shapes)
+            if shape is not None
+        }
         # Views as bytes, which copies work on: [num_pages, num_kv_heads, page_size, bytes]
         self._bytes = tuple(
-            x.view(torch.uint8) for layer in self._layers for x in (layer.keys, layer.values)
+            x.view(torch.uint8)
+            for layer in self._layers.values()
+            for x in (layer.keys, layer.values)
         )
 
     @property
@@ -91,11 +96,12 @@ class KVStore:
         return self.num_pages
 
     @property
-    def num_layers(self) -> int:
-        return len(self.kv_shapes)
+    def cached_layers(self) -> tuple[int, ...]:
+        """Layers with keys and values."""
+        return tuple(self._layers)
 
     def layer(self, layer: int) -> CacheLayer:
-        """Keys and values of one layer, [num_pages, num_kv_heads, page_size, row] each."""
+        """Keys and values of a cached layer, [num_pages, num_kv_heads, page_size, row] each."""
         return self._layers[layer]
 
     def copy_pages(self, copies: Sequence[PartialCopy]) -> None:

@@ -44,7 +44,7 @@ class Block:
         self._eps = config.norm_eps
         self._norms = norms
         self._attention, self._mlp = spec.attention, spec.dense
-        self._rope = config.ropes[spec.attention.rope]
+        self._rope = config.rope_of(spec.attention)
         self._is_sandwich = spec.norms is NormPlacement.SANDWICH
 
     def qkv_input(self, x: Tensor) -> Tensor:
@@ -93,6 +93,8 @@ class Block:
 
     def _apply_rope(self, x: Tensor) -> Tensor:
         """Applies RoPE to x [R, heads, T, D], in pairs (i, i + rotary_dim / 2)."""
+        if self._rope is None:
+            return x
         half = self._rope.rotary_dim // 2
         cos, sin = _rope_tables(self._rope, x.shape[2], x.device)
         a, b, unrotated = x.split_with_sizes([half, half, x.shape[3] - 2 * half], dim=3)

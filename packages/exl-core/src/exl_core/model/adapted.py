@@ -1,38 +1,92 @@
 """Adds LoRA deltas to the rows of a batch that use adapters.
 
-Each range of rows is multiplied by its own low-rank pair. One pass therefore serves rows with
+`AdaptedOps` wraps the op table of a layer; embedding and head have functions of their own. Each
+range of rows is multiplied by its own low-rank pair. One pass therefore serves rows with
 different adapters, and rows without adapters get the same results as in a pass without any.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from exl_core.arch.modules import Packed
 from exl_core.model.adapters import Delta
 from exl_core.model.batch import AdapterRows, Batch
-from exl_core.ops.linear import PackedLinear
-from exl_core.ops.table import OpTable
+from exl_core.model.layers.steps import Steps, with_ops
+from exl_core.model.weights import BlockWeights
+from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.linear import Inputs, PackedLinear
+from exl_core.ops.table import LayerOps, OpTable
+from exl_core.ops.wrapped import WrappedOps
 
 
-def is_adapted(adapters: Sequence[AdapterRows], layer: int, matrix: Packed) -> bool:
-    """Whether an adapter of any row changes this matrix."""
-    return any(use.adapter.deltas(layer, matrix) for rows in adapters for use in rows.uses)
+class AdaptedOps(WrappedOps):
+    """Adds the adapters' deltas to the products of one layer's packed matrices."""
+
+    def __init__(
+        self, inner: LayerOps, adapters: Sequence[AdapterRows], layer: int, block: BlockWeights
+    ) -> None:
+        super().__init__(inner)
+        self._adapters = adapters
+        self._layer = layer
+        self._names = {id(matrix): name for name, matrix in block.matrices.items()}
+
+    def inputs_for(self, w: PackedLinear, plain: Tensor) -> Inputs:  # noqa: ARG002
+        """`plain`: deltas need the inputs as a tensor."""
+        return plain
+
+    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
+        y = self.inner.linear(x, w)
+        self._add_deltas(y, x, w)
+        return y
+
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
+        residual = self.inner.linear_add_(x, w, residual)
+        self._add_deltas(residual, cast(Tensor, x), w)
+        return residual
+
+    def norm_linear(
+        self, x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None
+    ) -> Tensor:
+        y = self.inner.norm_linear(x, norm, w, out)
+        if self._is_adapted(w):
+            self._add_deltas(y, self.inner.rms_norm(x, norm), w)
+        return y
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
+    ) -> Inputs:
+        if not self._is_adapted(w):
+            return self.inner.norm_gated_linear(x, norm, w, kind, out)
+        return self.inner.gated_activation(self.norm_linear(x, norm, w), kind)
+
+    def _is_adapted(self, w: PackedLinear) -> bool:
+        """Whether an adapter of any row changes this matrix."""
+        layer, name = self._layer, self._names[id(w)]
+        return any(use.adapter.deltas(layer, name) for rows in self._adapters for use in rows.uses)
+
+    def _add_deltas(self, y: Tensor, x: Tensor, w: PackedLinear) -> None:
+        """y [R, out_features] += deltas of each row's adapters to w, for its inputs x [R, k]."""
+        layer, name = self._layer, self._names[id(w)]
+        for first_row, last_row, uses in self._adapters:
+            part = slice(first_row, last_row)
+            for adapter, scale in ((use.adapter, use.scale) for use in uses):
+                for delta in adapter.deltas(layer, name):
+                    _add(y[part], x[part].to(delta.down.dtype) @ delta.down, delta, scale)
 
 
-def add_deltas_(
-    y: Tensor, x: Tensor, adapters: Sequence[AdapterRows], layer: int, matrix: Packed
-) -> None:
-    """y [R, out_features] += deltas of each row's adapters to that matrix, for inputs x [R, k]."""
-    for first_row, last_row, uses in adapters:
-        part = slice(first_row, last_row)
-        for adapter, scale in ((use.adapter, use.scale) for use in uses):
-            for delta in adapter.deltas(layer, matrix):
-                _add(y[part], x[part].to(delta.down.dtype) @ delta.down, delta, scale)
+def adapted(steps: Steps, adapters: Sequence[AdapterRows]) -> Steps:
+    """The same steps with the adapters of each row; without adapters, `steps` itself."""
+    if not adapters:
+        return steps
+
+    def wrap(ops: LayerOps, layer: int, block: BlockWeights) -> LayerOps:
+        return AdaptedOps(ops, adapters, layer, block)
+
+    return with_ops(steps, wrap)
 
 
 def adapt_embedding_(x: Tensor, batch: Batch, ops: OpTable) -> None:

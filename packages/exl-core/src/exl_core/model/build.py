@@ -74,8 +74,7 @@ def stream_weights(
 
 
 class _StreamedBlocks(Sequence[BlockWeights]):
-    """Reads blocks on demand. Keeps the first ones that fit, and the latest one, because a pass
-    indexes each block twice."""
+    """Reads blocks on demand. Keeps the first ones that fit, and the latest one."""
 
     def __init__(
         self,
@@ -139,19 +138,16 @@ def _block(config: ModelConfig, packer: Packer, layer: int) -> BlockWeights:
     if "q_norm" in rows:
         head_norms = HeadNorms(packer.norm(rows["q_norm"]), packer.norm(rows["k_norm"]), eps)
     attention = AttentionWeights(
+        norm=norm("attention_norm"),
         qkv=packer.packed(matrices["qkv"]),
-        output=packer.packed(matrices["output"]),
         head_norms=head_norms,
+        output=packer.packed(matrices["output"]),
+        post_norm=optional_norm("attention_post_norm"),
     )
     mlp = MlpWeights(
+        norm=norm("mlp_norm"),
         gate_up=packer.packed(matrices["gate_up"]),
         down=packer.packed(matrices["down"]),
+        post_norm=optional_norm("mlp_post_norm"),
     )
-    return BlockWeights(
-        attention_norm=norm("attention_norm"),
-        attention=attention,
-        attention_post_norm=optional_norm("attention_post_norm"),
-        mlp_norm=norm("mlp_norm"),
-        mlp=mlp,
-        mlp_post_norm=optional_norm("mlp_post_norm"),
-    )
+    return BlockWeights(attention, mlp)

@@ -186,7 +186,7 @@ class Context:
     def _copy_pages(self, other: Context, sources: range, targets: range) -> None:
         if (other is self and sources == targets) or not sources:
             return
-        for layer in range(self.store.num_layers):
+        for layer in self.store.cached_layers:
             source, target = self.store.layer(layer), other.store.layer(layer)
             for ours, theirs in ((source.keys, target.keys), (source.values, target.values)):
                 theirs[targets.start : targets.stop] = ours[sources.start : sources.stop]

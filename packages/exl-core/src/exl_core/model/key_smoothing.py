@@ -17,12 +17,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from exl_core.arch.spec import ModelConfig
-from exl_core.model.observe import Observer, Part
-from exl_core.model.weights import ModelWeights
-from exl_core.ops.attention import KeySmoothing
+from exl_core.ops.attention import (
+    NO_HEAD_NORMS,
+    AttentionBatch,
+    CacheLayer,
+    HeadNorms,
+    KeySmoothing,
+    Scoring,
+)
 from exl_core.ops.elementwise import RmsNorm
-from exl_core.ops.table import OpTable
+from exl_core.ops.linear import Inputs
+from exl_core.ops.table import LayerOps, OpTable
+from exl_core.ops.wrapped import WrappedOps
 
 _EXPONENT = 0.25
 """Exponent of the ratio (standard deviation of the keys / RMS of the queries), per element. 1/2
@@ -59,38 +65,43 @@ def fit_key_smoothing(queries: Tensor, keys: Tensor, *, is_shifted: bool) -> Key
     return KeySmoothing(scale, shift)
 
 
-class KeySmoothingObserver(Observer):
-    """Fits the key smoothing of every layer during one pass over one sequence from its start."""
+class KeySmoothingOps(WrappedOps):
+    """Fits the key smoothing of one layer during one pass over one sequence from its start."""
 
     def __init__(
         self,
-        config: ModelConfig,
-        weights: ModelWeights,
+        inner: LayerOps,
         ops: OpTable,
-        rotation: Callable[[int], tuple[Tensor, Tensor]],
+        angles: tuple[Tensor, Tensor] | None,
+        found: Callable[[KeySmoothing], None],
     ) -> None:
-        """`rotation`: returns the cos and sin of a layer's RoPE for the rows of the pass."""
-        self.layers: list[KeySmoothing] = []
-        self._config = config
-        self._weights = weights
+        """`angles`: cos and sin of the layer's RoPE for the rows of the pass; None: no RoPE.
+        `found` receives the fit."""
+        super().__init__(inner)
         self._ops = ops
-        self._rotation = rotation
+        self._angles = angles
+        self._found = found
 
-    def before(self, part: Part, states: Tensor) -> Tensor:
-        if part.kind == "attention" and part.layer is not None:
-            self.layers.append(self._fit_layer(part.layer, states))
-        return states
-
-    def _fit_layer(self, layer: int, states: Tensor) -> KeySmoothing:
-        ops, block = self._ops, self._weights.blocks[layer]
-        attention, spec = block.attention, self._config.layers[layer].attention
-        qkv = ops.norm_linear(states, block.attention_norm, attention.qkv)
-        heads = qkv.view(len(qkv), -1, spec.head_dim)
-        num_kv = spec.num_kv_heads
+    def attend_(
+        self,
+        qkv: Tensor,
+        batch: AttentionBatch,
+        cache: CacheLayer,
+        scoring: Scoring,
+        *,
+        norms: HeadNorms = NO_HEAD_NORMS,
+        smoothing: KeySmoothing | None = None,
+        out: Inputs | None = None,
+    ) -> Inputs:
+        num_kv, head_dim = cache.keys.shape[1], cache.keys.shape[3]  # of a float32 cache
+        heads = qkv.float().clone().view(len(qkv), -1, head_dim)  # [n, H + 2K, D]
         queries, keys = heads[:, : -2 * num_kv], heads[:, -2 * num_kv : -num_kv]
-        norms = attention.head_norms
         for x, weight in ((queries, norms.q), (keys, norms.k)):
             if weight is not None:
-                ops.rms_norm_heads_(x, RmsNorm(weight, norms.eps))
-            ops.rope_(x, *self._rotation(layer))
-        return fit_key_smoothing(queries, keys, is_shifted=not spec.softcap)
+                self._ops.rms_norm_heads_(x, RmsNorm(weight, norms.eps))
+            if self._angles is not None:
+                self._ops.rope_(x, *self._angles)
+        self._found(fit_key_smoothing(queries, keys, is_shifted=not scoring.softcap))
+        return self.inner.attend_(
+            qkv, batch, cache, scoring, norms=norms, smoothing=smoothing, out=out
+        )

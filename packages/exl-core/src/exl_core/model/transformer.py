@@ -1,75 +1,41 @@
-"""The forward pass, top to bottom.
+"""The forward pass: embedding, the layers in order, head.
 
-One pass computes prefill chunks and decode rows of many sequences together. The rows are flattened
-tokens; `Batch` assigns them to sequences, and `KVStore` holds the keys and values of earlier
-passes. This module knows shapes and the choices of an architecture; it knows neither requests nor
-files.
+The functions of the layers are in `model/layers/`. One pass computes prefill chunks and decode rows
+of many sequences together. The rows are flattened tokens; `Batch` assigns them to sequences, and
+`KVStore` holds the keys and values of earlier passes. This module knows shapes and the choices of
+an architecture; it knows neither requests nor files.
 
-Dimensions: R rows, H query heads, K key/value heads, D head dimension.
+Dimension: R rows.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
-from typing import cast
 
 import torch
 from torch import Tensor
 
-from exl_core.arch.layers import Activation
-from exl_core.arch.modules import Packed
 from exl_core.arch.spec import EmbedScale, ModelConfig
 from exl_core.cache.format import KVFormat, RowFormat, pages_for
 from exl_core.cache.store import KVStore
 from exl_core.errors import RequestError
-from exl_core.model.adapted import (
-    adapt_embedding_,
-    add_deltas_,
-    add_to_logits_,
-    head_rows,
-    is_adapted,
-)
+from exl_core.model.adapted import adapt_embedding_, adapted, add_to_logits_, head_rows
 from exl_core.model.adapters import AdapterUse
-from exl_core.model.batch import AdapterRows, Batch
-from exl_core.model.key_smoothing import SAMPLE_POSITION_RANGE, KeySmoothingObserver
+from exl_core.model.batch import Batch
+from exl_core.model.key_smoothing import SAMPLE_POSITION_RANGE, KeySmoothingOps
+from exl_core.model.layers.state import PassState, make_buffers
+from exl_core.model.layers.steps import Steps, observed, steps_of, with_ops
 from exl_core.model.observe import Observer, Part, checked_states
 from exl_core.model.rotation import RotationTable
 from exl_core.model.runner import make_batch, store_for
 from exl_core.model.segment import LogitRows, Segment
-from exl_core.model.weights import ModelWeights
-from exl_core.ops.attention import AttentionBatch, AttentionRows, KeySmoothing, Scoring
-from exl_core.ops.elementwise import GateKind, RmsNorm
-from exl_core.ops.linear import Inputs, PackedLinear
-from exl_core.ops.table import OpTable
+from exl_core.model.weights import BlockWeights, ModelWeights
+from exl_core.ops.attention import AttentionRows, KeySmoothing
+from exl_core.ops.table import LayerOps, OpTable
 
-ACTIVATIONS: dict[Activation, GateKind] = {
-    Activation.SILU: "silu",
-    Activation.GELU_TANH: "gelu_tanh",
-}
 EMBEDDING, HEAD = Part("embedding"), Part("head")
-
-
-@dataclass(frozen=True, slots=True)
-class _Buffers:
-    """Memory that all layers of the same sizes use, one after the other."""
-
-    qkv: Tensor  # [R, (H + 2K) * D]
-    attended: Tensor  # [R, H * D], a view of qkv: attention's result overwrites the queries
-    gated: Tensor  # [R, intermediate]
-
-
-@dataclass(frozen=True, slots=True)
-class _Pass:
-    """State that the layers of one pass share: bound rows, cache, buffers."""
-
-    store: KVStore
-    adapters: tuple[AdapterRows, ...]
-    rows: tuple[AttentionBatch, ...]  # by RoPE table
-    key_smoothing: tuple[KeySmoothing | None, ...]  # by layer
-    buffers: tuple[_Buffers, ...]  # by layer
 
 
 class Transformer:
@@ -89,16 +55,11 @@ class Transformer:
         self.weights_bytes = weights.size_bytes
         self.decode_weight_bytes = weights.decode_bytes
         self._weights = weights
-        self._attentions = tuple(layer.attention for layer in config.layers)
-        self._scoring = tuple(
-            Scoring(spec.scale, spec.window, spec.softcap or 0.0) for spec in self._attentions
-        )
-        self._mlps = tuple(layer.dense for layer in config.layers)
-        self._sizes = tuple(
-            (attention.qkv_size, attention.q_size, mlp.intermediate_size)
-            for attention, mlp in zip(self._attentions, self._mlps, strict=True)
-        )
-        self._ropes = tuple(RotationTable(rope, ops.device) for rope in config.ropes)
+        self._steps = steps_of(config.layers)
+        self._ropes = {
+            index: None if index is None else RotationTable(config.ropes[index], ops.device)
+            for index in dict.fromkeys(layer.attention.rope for layer in config.layers)
+        }
         self._sample_ids = sample_ids[: config.max_seq_len]
 
     @torch.inference_mode()
@@ -106,13 +67,12 @@ class Transformer:
         """Logits, float32 [len(logit_rows), vocab_size]. Keys and values of all rows are written
         to `store`."""
         x = self._embedding(batch)  # [R, hidden]
-        current = self._bind(batch, store)
-        if observe is None:
-            for layer in range(self.config.num_layers):
-                self._attend(x, layer, current)  # [R, hidden], in place
-                self._transform(x, layer, current)  # [R, hidden], in place
-        else:
-            x = self._observed_blocks(x, current, observe)
+        state = self._bind(batch, store)
+        steps = adapted(self._steps, batch.adapters)
+        if observe is not None:
+            x = checked_states(EMBEDDING, observe.after(EMBEDDING, x), x)
+            steps = observed(steps, observe)
+        x = self._layers(x, steps, state)  # [R, hidden]
 
         if batch.logit_rows.shape[0] < x.shape[0]:  # else it lists every row
             x = x.index_select(0, batch.logit_rows.to(x.device))  # [n, hidden]
@@ -130,8 +90,9 @@ class Transformer:
         Afterwards, `Batch.positions` below `end` may be a GPU tensor, whose values the host does
         not read.
         """
-        for rope in self._ropes:
-            rope.reserve(end)
+        for rope in self._ropes.values():
+            if rope is not None:
+                rope.reserve(end)
 
     def check_adapters(self, uses: Iterable[AdapterUse]) -> None:
         """Raises RequestError for an adapter whose model has other dimensions than this one."""
@@ -187,51 +148,42 @@ class Transformer:
             add_to_logits_(parts[-1], states, deltas)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _observed_blocks(self, x: Tensor, current: _Pass, observe: Observer) -> Tensor:
-        x = checked_states(EMBEDDING, observe.after(EMBEDDING, x), x)
-        for layer in range(self.config.num_layers):
-            for part, run in (
-                (Part("attention", layer), self._attend),
-                (Part("mlp", layer), self._transform),
-            ):
-                x = checked_states(part, observe.before(part, x), x)
-                run(x, layer, current)
-                x = checked_states(part, observe.after(part, x), x)
+    def _layers(self, x: Tensor, steps: Steps, state: PassState) -> Tensor:
+        """x [R, hidden] after all layers; the memory of x is overwritten."""
+        ops, blocks = self.ops, self._weights.blocks
+        for layer, of_layer in enumerate(steps):
+            block = blocks[layer]
+            for step in of_layer:
+                x = step.run(ops, x, block, state)  # [R, hidden]
+            del block  # of streamed weights, only one block is in memory
         return x
 
-    def _bind(self, batch: Batch, store: KVStore) -> _Pass:
+    def _bind(self, batch: Batch, store: KVStore) -> PassState:
         """Checks the batch and allocates buffers, once for all layers."""
         rows = AttentionRows(batch.page_table, batch.row_starts, batch.past_lens)
-
-        def bound(rope: RotationTable) -> AttentionBatch:
-            return self.ops.attention_batch(
+        bound = {
+            index: self.ops.attention_batch(
                 rows,
                 batch.slots,
-                *rope.at(batch.positions),  # each [R, rotary_dim / 2]
+                *self._angles(index, batch.positions),  # each [R, rotary_dim / 2]
                 num_pages=store.num_pages,
                 page_size=store.page_size,
             )
-
+            for index in self._ropes
+        }
         smoothing: tuple[KeySmoothing | None, ...] = (None,) * self.config.num_layers
         if store.kv_format.key_rows is RowFormat.CODES4 and len(self._sample_ids) > 1:
             smoothing = self._key_smoothing
-        return _Pass(
-            store,
-            batch.adapters,
-            tuple(bound(rope) for rope in self._ropes),
-            smoothing,
-            self._buffers(batch.token_ids.shape[0]),
-        )
+        buffers = make_buffers(self.ops, self.config.layers, batch.token_ids.shape[0])
+        return PassState(store, bound, smoothing, buffers)
 
-    def _buffers(self, rows: int) -> tuple[_Buffers, ...]:
-        """Buffers by layer. Layers of the same sizes share theirs."""
-        made: dict[tuple[int, int, int], _Buffers] = {}
-        for sizes in dict.fromkeys(self._sizes):
-            qkv_size, q_size, intermediate_size = sizes
-            qkv = self.ops.activations(rows, qkv_size)
-            gated = self.ops.activations(rows, intermediate_size)
-            made[sizes] = _Buffers(qkv, qkv[:, :q_size], gated)
-        return tuple(made[sizes] for sizes in self._sizes)
+    def _angles(self, index: int | None, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin of a RoPE table for int64 positions [R]; [R, 0] without RoPE."""
+        rope = self._ropes[index]
+        if rope is None:
+            none = torch.empty(len(positions), 0, device=self.ops.device)
+            return none, none
+        return rope.at(positions)
 
     @cached_property
     def _key_smoothing(self) -> tuple[KeySmoothing, ...]:
@@ -245,75 +197,15 @@ class Transformer:
         batch = make_batch((text,), store.page_size)
         end = min(SAMPLE_POSITION_RANGE, config.max_seq_len) - 1
         positions = torch.linspace(0, end, len(ids), dtype=torch.float64).long()
-        angles = [rope.at(positions) for rope in self._ropes]
-        observer = KeySmoothingObserver(
-            config, self._weights, self.ops, lambda layer: angles[self._attentions[layer].rope]
-        )
-        self.forward(batch, store, observer)
-        return tuple(observer.layers)
+        angles = {
+            index: None if rope is None else rope.at(positions)
+            for index, rope in self._ropes.items()
+        }
+        found: list[KeySmoothing] = []
 
-    def _attend(self, x: Tensor, layer: int, current: _Pass) -> None:
-        """x [R, hidden] += attention of the layer."""
-        ops, block = self.ops, self._weights.blocks[layer]
-        attention, adapters = block.attention, current.adapters
-        qkv, attended = current.buffers[layer].qkv, current.buffers[layer].attended
+        def wrap(ops: LayerOps, layer: int, _: BlockWeights) -> LayerOps:
+            rope = config.layers[layer].attention.rope
+            return KeySmoothingOps(ops, self.ops, angles[rope], found.append)
 
-        ops.norm_linear(x, block.attention_norm, attention.qkv, qkv)
-        if adapters and is_adapted(adapters, layer, "qkv"):
-            normed = ops.rms_norm(x, block.attention_norm)
-            add_deltas_(qkv, normed, adapters, layer, "qkv")
-        h: Inputs = attended
-        post_norm = block.attention_post_norm
-        if post_norm is None and not adapters:
-            h = ops.inputs_for(attention.output, attended)
-        ops.attend_(
-            qkv,
-            current.rows[self._attentions[layer].rope],
-            current.store.layer(layer),
-            self._scoring[layer],
-            norms=attention.head_norms,
-            smoothing=current.key_smoothing[layer],
-            out=None if isinstance(h, Tensor) else h,
-        )
-        self._add(x, h, attention.output, post_norm, adapters, at=(layer, "output"))
-
-    def _transform(self, x: Tensor, layer: int, current: _Pass) -> None:
-        """x [R, hidden] += MLP of the layer."""
-        ops, block = self.ops, self._weights.blocks[layer]
-        mlp, adapters = block.mlp, current.adapters
-        activation = ACTIVATIONS[self._mlps[layer].activation]
-        gated = current.buffers[layer].gated
-        h: Inputs = gated
-
-        if adapters and is_adapted(adapters, layer, "gate_up"):
-            gate_up = ops.norm_linear(x, block.mlp_norm, mlp.gate_up)  # [R, 2 * intermediate]
-            normed = ops.rms_norm(x, block.mlp_norm)
-            add_deltas_(gate_up, normed, adapters, layer, "gate_up")
-            h = ops.gated_activation(gate_up, activation)
-        else:
-            if block.mlp_post_norm is None and not adapters:
-                h = ops.inputs_for(mlp.down, gated)
-            ops.norm_gated_linear(x, block.mlp_norm, mlp.gate_up, activation, h)
-        self._add(x, h, mlp.down, block.mlp_post_norm, adapters, at=(layer, "down"))
-
-    def _add(
-        self,
-        x: Tensor,
-        h: Inputs,
-        w: PackedLinear,
-        post_norm: RmsNorm | None,
-        adapters: tuple[AdapterRows, ...],
-        *,
-        at: tuple[int, Packed],
-    ) -> None:
-        """x += h @ w plus the adapters' deltas. With `post_norm` the sum is normed before it is
-        added to x."""
-        if post_norm is None:
-            self.ops.linear_add_(h, w, x)
-            if adapters:
-                add_deltas_(x, cast(Tensor, h), adapters, *at)
-        else:
-            plain = cast(Tensor, h)
-            y = self.ops.linear(plain, w)
-            add_deltas_(y, plain, adapters, *at)
-            x.add_(self.ops.rms_norm(y, post_norm))
+        self._layers(self._embedding(batch), with_ops(self._steps, wrap), self._bind(batch, store))
+        return tuple(found)

@@ -1,4 +1,4 @@
-"""Weights of a transformer: packed matrices and norm weights, block by block.
+"""Weights of a transformer: packed matrices and norm weights, layer by layer and part by part.
 
 Projections that read the same input are packed as one matrix (q, k, v; gate, up), so that a pass
 makes fewer and larger calls. Norm weights are float32 factors: where a family stores the factor
@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from torch import Tensor
+
+from exl_core.arch.modules import Packed
 from exl_core.ops.attention import HeadNorms
 from exl_core.ops.elementwise import RmsNorm
 from exl_core.ops.linear import PackedLinear
@@ -17,44 +20,69 @@ from exl_core.ops.linear import PackedLinear
 
 @dataclass(frozen=True, slots=True)
 class AttentionWeights:
-    """qkv [q_size + 2 kv_size, hidden], output [hidden, q_size], and the norms of the heads."""
+    """qkv [q_size + 2 kv_size, hidden], output [hidden, q_size], and the norms of the heads.
 
+    `norm` comes before qkv, `post_norm` after output; None where the layer has no such norm.
+    """
+
+    norm: RmsNorm
     qkv: PackedLinear
-    output: PackedLinear
     head_norms: HeadNorms
+    output: PackedLinear
+    post_norm: RmsNorm | None
+
+    @property
+    def matrices(self) -> dict[Packed, PackedLinear]:
+        return {"qkv": self.qkv, "output": self.output}
+
+    @property
+    def vectors(self) -> tuple[Tensor, ...]:
+        heads = (self.head_norms.q, self.head_norms.k)
+        return (*_norm_weights(self.norm, self.post_norm), *(x for x in heads if x is not None))
 
 
 @dataclass(frozen=True, slots=True)
 class MlpWeights:
-    """gate_up [2 * intermediate, hidden], gate first; down [hidden, intermediate]."""
+    """gate_up [2 * intermediate, hidden], gate first; down [hidden, intermediate].
 
+    `norm` comes before gate_up, `post_norm` after down; None where the layer has no such norm.
+    """
+
+    norm: RmsNorm
     gate_up: PackedLinear
     down: PackedLinear
+    post_norm: RmsNorm | None
+
+    @property
+    def matrices(self) -> dict[Packed, PackedLinear]:
+        return {"gate_up": self.gate_up, "down": self.down}
+
+    @property
+    def vectors(self) -> tuple[Tensor, ...]:
+        return _norm_weights(self.norm, self.post_norm)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockWeights:
-    """One transformer block; the post norms are None without sandwich norms."""
+    """One layer: the weights of its mixer and of its feed-forward part."""
 
-    attention_norm: RmsNorm
     attention: AttentionWeights
-    attention_post_norm: RmsNorm | None
-    mlp_norm: RmsNorm
     mlp: MlpWeights
-    mlp_post_norm: RmsNorm | None
+
+    @property
+    def matrices(self) -> dict[Packed, PackedLinear]:
+        """Packed matrices by their names in the module table."""
+        return self.attention.matrices | self.mlp.matrices
 
     @property
     def size_bytes(self) -> int:
-        attention, mlp = self.attention, self.mlp
-        matrices = (attention.qkv, attention.output, mlp.gate_up, mlp.down)
-        norms = (
-            *(self.attention_norm, self.attention_post_norm, self.mlp_norm, self.mlp_post_norm),
-        )
-        heads = attention.head_norms
-        tensors = [norm.weight for norm in norms if norm is not None]
-        tensors += [norm for norm in (heads.q, heads.k) if norm is not None]
-        size = sum(matrix.size_bytes for matrix in matrices)
-        return size + sum(tensor.nbytes for tensor in tensors)
+        vectors = (*self.attention.vectors, *self.mlp.vectors)
+        size = sum(matrix.size_bytes for matrix in self.matrices.values())
+        return size + sum(vector.nbytes for vector in vectors)
+
+
+def _norm_weights(*norms: RmsNorm | None) -> tuple[Tensor, ...]:
+    return tuple(norm.weight for norm in norms if norm is not None)
 
 
 @dataclass(frozen=True, slots=True)

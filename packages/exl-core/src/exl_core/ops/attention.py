@@ -12,7 +12,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from exl_core.ops.linear import PreparedInputs
+from exl_core.ops.linear import Inputs
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,7 +82,34 @@ class AttentionBatch(Protocol):
     """Rows of one forward pass, prepared for `attend_`; only the table that made it can read it."""
 
 
-class AttentionOps(Protocol):
+class AttendOps(Protocol):
+    """Attention as the layers call it."""
+
+    def attend_(
+        self,
+        qkv: Tensor,
+        batch: AttentionBatch,
+        cache: CacheLayer,
+        scoring: Scoring,
+        *,
+        norms: HeadNorms = NO_HEAD_NORMS,
+        smoothing: KeySmoothing | None = None,
+        out: Inputs | None = None,
+    ) -> Inputs:
+        """All of attention between its two projections: [rows, q_heads * d].
+
+        The result replaces the queries in qkv, or goes to `out` if that is a `PreparedInputs`. A
+        tensor as `out` is the view of the queries. Returns `out`, or else that view.
+
+        qkv [rows, (q_heads + 2 kv_heads) * d] strided rows: queries, keys, values. Steps, in this
+        order: rms_norm_heads_ of queries and of keys, where `norms` has one; rope_ of both;
+        `smoothing` of both, if given; write_kv; paged_attention. Leaves keys and values in qkv
+        undefined.
+        """
+        ...
+
+
+class AttentionOps(AttendOps, Protocol):
     """Writes keys and values to the cache, and attends to them."""
 
     def write_kv(self, key: Tensor, value: Tensor, cache: CacheLayer, slots: Tensor) -> None:
@@ -123,27 +150,5 @@ class AttentionOps(Protocol):
         On a GPU, operands that are already on the device are neither copied nor checked. They
         describe sequences of one row each, of any length that fits the page table. A captured CUDA
         graph therefore reads the values that are written to them later.
-        """
-        ...
-
-    def attend_(
-        self,
-        qkv: Tensor,
-        batch: AttentionBatch,
-        cache: CacheLayer,
-        scoring: Scoring,
-        *,
-        norms: HeadNorms = NO_HEAD_NORMS,
-        smoothing: KeySmoothing | None = None,
-        out: PreparedInputs | None = None,
-    ) -> None:
-        """All of attention between its two projections.
-
-        The result replaces the queries, or goes to `out` if given (a buffer from `inputs_for`).
-
-        qkv [rows, (q_heads + 2 kv_heads) * d] strided rows: queries, keys, values. Steps, in this
-        order: rms_norm_heads_ of queries and of keys, where `norms` has one; rope_ of both;
-        `smoothing` of both, if given; write_kv; paged_attention. Leaves keys and values in qkv
-        undefined.
         """
         ...

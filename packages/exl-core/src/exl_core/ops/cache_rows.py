@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, dtype
 
+from exl_core.ops.attention import CacheLayer
+
 CODE_BITS = {torch.int8: 8, torch.uint8: 4}
 PLAIN_TYPES = (torch.float32, torch.float16, torch.float8_e4m3fn)
 UNIT, GROUP = 64, 32
@@ -29,6 +31,11 @@ def head_dim_of(cache: Tensor) -> int:
         return size
     group = row_size(cache.dtype, GROUP)
     return size // group * GROUP if size % group == 0 else 0
+
+
+def queries_of(qkv: Tensor, cache: CacheLayer) -> Tensor:
+    """View of the queries in a fused projection [rows, (q_heads + 2 kv_heads) * d]."""
+    return qkv[:, : qkv.shape[1] - 2 * cache.keys.shape[1] * head_dim_of(cache.keys)]
 
 
 def encode_rows(x: Tensor, cache_type: dtype) -> Tensor:

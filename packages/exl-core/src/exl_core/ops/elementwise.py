@@ -21,12 +21,24 @@ class RmsNorm:
     eps: float
 
 
-class ElementwiseOps(Protocol):
-    """Ops on rows of activations, each element or head by itself."""
+class RowOps(Protocol):
+    """Ops on rows of states, as the layers call them."""
 
     def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
         """x [m, d] strided rows -> x / sqrt(mean(x^2) + norm.eps) * norm.weight [m, d]."""
         ...
+
+    def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:
+        """gate_up [m, 2d] strided rows -> act(first half) * second half [m, d]."""
+        ...
+
+    def add_(self, residual: Tensor, y: Tensor) -> Tensor:
+        """residual [m, d] += y [m, d]; returns the sum, here `residual` itself."""
+        ...
+
+
+class ElementwiseOps(RowOps, Protocol):
+    """Ops on rows of activations, each element or head by itself."""
 
     def rms_norm_heads_(self, x: Tensor, norm: RmsNorm) -> None:
         """RMSNorm of each head by itself, in place; x [rows, heads, d] strided rows."""
@@ -37,8 +49,4 @@ class ElementwiseOps(Protocol):
 
         cos, sin [rows, r/2] rotate the pairs (i, i + r/2) of each head.
         """
-        ...
-
-    def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:
-        """gate_up [m, 2d] strided rows -> act(first half) * second half [m, d]."""
         ...

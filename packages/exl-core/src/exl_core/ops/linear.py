@@ -51,7 +51,53 @@ Inputs = Tensor | PreparedInputs
 """Inputs of a linear: a tensor [rows, in_features], or the buffer from `inputs_for`."""
 
 
-class LinearOps(Protocol):
+class ProductOps(Protocol):
+    """Multiplies activations with packed matrices."""
+
+    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
+        """x [m, k] strided rows -> [m, n], accumulated in float32.
+
+        With quantized w, the CPU kernels round x. For small m they round it to integers, relative
+        to the largest value of each span of at most 128 stored rows. The integers have 16 bits, or
+        12 where AMX multiplies 5 to 32 rows with codes of at most 4 bits. For large m they round x
+        and w to bfloat16 with AMX, and neither without AMX. The reference never rounds x.
+        """
+        ...
+
+    def inputs_for(self, w: PackedLinear, plain: Tensor) -> Inputs:
+        """Buffer for m rows of inputs of `w`, written by an op's `out` and read by `linear_add_`.
+
+        Either `plain` [m, k] itself, or a `PreparedInputs` where the table's kernel gains from it.
+        """
+        ...
+
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
+        """residual [m, n] contiguous += linear(x, w); returns the sum, here `residual` itself."""
+        ...
+
+    def norm_linear(
+        self, x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None
+    ) -> Tensor:
+        """linear(rms_norm(x, norm), w), written to `out` if given, which is then returned: [m, n]
+        contiguous."""
+        ...
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
+    ) -> Inputs:
+        """gated_activation(norm_linear(x, norm, w), kind): [m, n / 2].
+
+        The first half of w's outputs is the gate. The result is written to `out` if given, which is
+        then returned.
+        """
+        ...
+
+    def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
+        """token_ids int64 [m] -> those rows of w, float32 [m, k]."""
+        ...
+
+
+class LinearOps(ProductOps, Protocol):
     """Allocates and fills packed matrices, and multiplies activations with them."""
 
     def new_linear(
@@ -84,45 +130,4 @@ class LinearOps(Protocol):
 
     def join(self, parts: Sequence[PackedLinear]) -> PackedLinear:
         """Joins linears with the same k into one whose output concatenates theirs."""
-        ...
-
-    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
-        """x [m, k] strided rows -> [m, n], accumulated in float32.
-
-        With quantized w, the CPU kernels round x. For small m they round it to integers, relative
-        to the largest value of each span of at most 128 stored rows. The integers have 16 bits, or
-        12 where AMX multiplies 5 to 32 rows with codes of at most 4 bits. For large m they round x
-        and w to bfloat16 with AMX, and neither without AMX. The reference never rounds x.
-        """
-        ...
-
-    def inputs_for(self, w: PackedLinear, plain: Tensor) -> Inputs:
-        """Buffer for m rows of inputs of `w`, written by an op's `out` and read by `linear_add_`.
-
-        Either `plain` [m, k] itself, or a `PreparedInputs` where the table's kernel gains from it.
-        """
-        ...
-
-    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> None:
-        """residual [m, n] contiguous += linear(x, w)."""
-        ...
-
-    def norm_linear(
-        self, x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None
-    ) -> Tensor:
-        """linear(rms_norm(x, norm), w), written to `out` if given: [m, n] contiguous."""
-        ...
-
-    def norm_gated_linear(
-        self, x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
-    ) -> Tensor:
-        """gated_activation(norm_linear(x, norm, w), kind): [m, n / 2].
-
-        The first half of w's outputs is the gate. The result is written to `out` if given; the
-        returned tensor then shares its memory.
-        """
-        ...
-
-    def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
-        """token_ids int64 [m] -> those rows of w, float32 [m, k]."""
         ...

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -112,7 +113,8 @@ def _norm_linear(table: OpTable, generator: torch.Generator) -> list[Tensor]:
 
 def _norm_gated_linear(table: OpTable, generator: torch.Generator) -> list[Tensor]:
     x, norm = _normal(generator, 5, 131), _normal(generator, 131)
-    return [table.norm_gated_linear(x, RmsNorm(norm, 1e-6), _dense(table, generator), "silu")]
+    y = table.norm_gated_linear(x, RmsNorm(norm, 1e-6), _dense(table, generator), "silu")
+    return [cast(Tensor, y)]
 
 
 def _embedding(table: OpTable, generator: torch.Generator) -> list[Tensor]:

@@ -17,10 +17,19 @@ from typing import Protocol
 
 from torch import Tensor, device
 
-from exl_core.ops.attention import AttentionOps
-from exl_core.ops.elementwise import ElementwiseOps
-from exl_core.ops.linear import LinearOps
+from exl_core.ops.attention import AttendOps, AttentionOps
+from exl_core.ops.elementwise import ElementwiseOps, RowOps
+from exl_core.ops.linear import LinearOps, ProductOps
 from exl_core.ops.sampling import SamplingOps
+
+
+class LayerOps(ProductOps, AttendOps, RowOps, Protocol):
+    """The functions that the layers of a model call, a part of `OpTable`.
+
+    A backend, or a wrapper around one, may compute them out of place: then `out` and the operand
+    that an op ending in `_` names are left as they are, and only the returned value counts. The
+    layers use returned values only.
+    """
 
 
 class OpTable(LinearOps, AttentionOps, ElementwiseOps, SamplingOps, Protocol):

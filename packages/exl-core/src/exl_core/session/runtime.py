@@ -244,7 +244,7 @@ def _naming_cheaper_caches(
         ) from error
 
 
-def _can_hold(shapes: Sequence[KVShape], kv_format: KVFormat) -> bool:
+def _can_hold(shapes: Sequence[KVShape | None], kv_format: KVFormat) -> bool:
     try:
         kv_bytes_per_token(shapes, kv_format)
     except RequestError:

@@ -17,7 +17,8 @@ from exl_core.ops.attention import (
     Scoring,
 )
 from exl_core.ops.backends.cpu.library import exl_kernels
-from exl_core.ops.linear import PreparedInputs
+from exl_core.ops.cache_rows import queries_of
+from exl_core.ops.linear import Inputs
 
 
 class CpuAttentionOps:
@@ -77,8 +78,8 @@ class CpuAttentionOps:
         *,
         norms: HeadNorms = NO_HEAD_NORMS,
         smoothing: KeySmoothing | None = None,
-        out: PreparedInputs | None = None,  # noqa: ARG002 - this table never makes one
-    ) -> None:
+        out: Inputs | None = None,
+    ) -> Inputs:
         self._ops.attend_(
             qkv,
             cast(exl_kernels.Table.AttentionBatch, batch),
@@ -93,3 +94,4 @@ class CpuAttentionOps:
             None if smoothing is None else smoothing.scale,
             None if smoothing is None else smoothing.shift,
         )
+        return queries_of(qkv, cache) if out is None else out

@@ -31,3 +31,7 @@ class CpuElementwiseOps:
         out = torch.empty(rows, columns // 2, dtype=torch.float32)
         self._ops.gated_activation(gate_up, kind, out)
         return out
+
+    @staticmethod
+    def add_(residual: Tensor, y: Tensor) -> Tensor:
+        return residual.add_(y)

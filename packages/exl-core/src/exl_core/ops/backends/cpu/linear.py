@@ -62,8 +62,9 @@ class CpuLinearOps:
     def inputs_for(self, w: PackedLinear, plain: Tensor) -> Tensor:  # noqa: ARG002
         return plain
 
-    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> None:
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
         self._ops.linear_add_(cast(Tensor, x), cast(exl_kernels.Linear, w), residual)
+        return residual
 
     def norm_linear(
         self, x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None
@@ -75,7 +76,7 @@ class CpuLinearOps:
 
     def norm_gated_linear(
         self, x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
-    ) -> Tensor:
+    ) -> Inputs:
         if out is None:
             out = torch.empty(x.shape[0], w.out_features // 2, dtype=torch.float32)
         out = cast(Tensor, out)

@@ -29,9 +29,9 @@ from exl_core.ops.attention import (
 )
 from exl_core.ops.backends.cuda.library import TYPES, Gpu
 from exl_core.ops.backends.cuda.matmul import CudaInputs, Linears
-from exl_core.ops.cache_rows import head_dim_of
+from exl_core.ops.cache_rows import head_dim_of, queries_of
 from exl_core.ops.checks import OpInputError
-from exl_core.ops.linear import PreparedInputs
+from exl_core.ops.linear import Inputs
 from exl_kernels import cuda
 
 MANY_QUERIES = 256
@@ -288,11 +288,12 @@ class CudaAttentionOps:
         *,
         norms: HeadNorms = NO_HEAD_NORMS,
         smoothing: KeySmoothing | None = None,
-        out: PreparedInputs | None = None,
-    ) -> None:
+        out: Inputs | None = None,
+    ) -> Inputs:
+        result = queries_of(qkv, cache) if out is None else out
         if qkv.shape[0] == 0:
-            return
-        to, bound = cast(CudaInputs | None, out), cast(CudaBatch, batch)
+            return result
+        to, bound = result if isinstance(result, CudaInputs) else None, cast(CudaBatch, batch)
         writes_to_out = to is not None and bound.can_permute_output
         self._attention.attend(
             qkv,
@@ -305,6 +306,7 @@ class CudaAttentionOps:
         )
         if to is not None and not writes_to_out:
             self._linears.prepare_for(to, qkv[:, : to.features])
+        return result
 
 
 def _can_use_torch(

@@ -38,3 +38,7 @@ class CudaElementwiseOps:
         out = self._gpu.empty(gate_up.shape[0], gate_up.shape[1] // 2)
         self._linears.gate(gate_up, kind, out)
         return out
+
+    @staticmethod
+    def add_(residual: Tensor, y: Tensor) -> Tensor:
+        return residual.add_(y)

@@ -53,12 +53,12 @@ class CudaLinearOps:
     def inputs_for(self, w: PackedLinear, plain: Tensor) -> Inputs:
         return self._linears.inputs_for(w, plain.shape[0]) or plain
 
-    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> None:
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
         if isinstance(x, CudaInputs):
             self._linears.multiply_prepared(x, residual)
-            return
-        x = cast(Tensor, x)
-        self._linears.multiply(x, w, residual, is_added=True)
+        else:
+            self._linears.multiply(cast(Tensor, x), w, residual, is_added=True)
+        return residual
 
     def norm_linear(
         self, x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None
@@ -70,13 +70,11 @@ class CudaLinearOps:
 
     def norm_gated_linear(
         self, x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
-    ) -> Tensor:
-        if isinstance(out, CudaInputs):
-            self._linears.multiply_gated(x, w, out, norm, kind)
-            return out.memory
-        to = self._gpu.empty(x.shape[0], w.out_features // 2) if out is None else cast(Tensor, out)
-        self._linears.multiply_gated(x, w, to, norm, kind)
-        return to
+    ) -> Inputs:
+        if out is None:
+            out = self._gpu.empty(x.shape[0], w.out_features // 2)
+        self._linears.multiply_gated(x, w, cast(Tensor | CudaInputs, out), norm, kind)
+        return out
 
     def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
         rows = token_ids.shape[0]

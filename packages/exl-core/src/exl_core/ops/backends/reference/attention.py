@@ -28,7 +28,7 @@ from exl_core.ops.cache_rows import (
 )
 from exl_core.ops.checks import F32, OpInputError, check, check_contiguous, check_range
 from exl_core.ops.elementwise import RmsNorm
-from exl_core.ops.linear import PreparedInputs
+from exl_core.ops.linear import Inputs
 
 
 class PlainBatch(NamedTuple):
@@ -127,8 +127,8 @@ class ReferenceAttentionOps:
         *,
         norms: HeadNorms = NO_HEAD_NORMS,
         smoothing: KeySmoothing | None = None,
-        out: PreparedInputs | None = None,  # noqa: ARG004 - this table never makes one
-    ) -> None:
+        out: Inputs | None = None,  # noqa: ARG004 - this table makes no buffers for inputs
+    ) -> Inputs:
         if not isinstance(batch, PlainBatch):
             raise OpInputError("attend_: batch (expected one of the reference table)")
         q, k, v = split_heads(qkv, batch, cache)
@@ -142,6 +142,7 @@ class ReferenceAttentionOps:
         ReferenceAttentionOps.write_kv(k, v, cache, batch.slots)
         mixed = ReferenceAttentionOps.paged_attention(q, cache, batch.rows, scoring)
         q.copy_(mixed.view(q.shape))
+        return qkv[:, : mixed.shape[1]]
 
 
 def check_rows(op: str, rows: AttentionRows, count: int, *, num_pages: int, page_size: int) -> None:

@@ -61,6 +61,12 @@ class ReferenceElementwiseOps:
             active = gate * torch.sigmoid(2 * u)
         return (active * up).float()
 
+    @staticmethod
+    def add_(residual: Tensor, y: Tensor) -> Tensor:
+        check("add_", "residual", residual, F32, None, None)
+        check("add_", "y", y, F32, *residual.shape)
+        return residual.add_(y)
+
 
 def rms_norm_rows(x: Tensor, norm: RmsNorm) -> Tensor:
     wide = x.double()

@@ -121,11 +121,11 @@ class ReferenceLinearOps:
         return plain
 
     @staticmethod
-    def linear_add_(x: Inputs, w: PackedLinear, residual: Tensor) -> None:
+    def linear_add_(x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
         y = _linear("linear_add_", cast(Tensor, x), w)
         check("linear_add_", "residual", residual, F32, *y.shape)
         check_contiguous("linear_add_", "residual", residual)
-        residual.copy_(residual + y)
+        return residual.copy_(residual + y)
 
     @staticmethod
     def norm_linear(x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None) -> Tensor:
@@ -134,7 +134,7 @@ class ReferenceLinearOps:
     @staticmethod
     def norm_gated_linear(
         x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
-    ) -> Tensor:
+    ) -> Inputs:
         op = "norm_gated_linear"
         if w.out_features % 2 != 0:
             raise OpInputError(f"{op}: w ({w.out_features} are no two halves)")

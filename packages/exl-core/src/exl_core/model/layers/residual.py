@@ -1,0 +1,33 @@
+"""The borders of a layer's parts: how a part reads the residual stream, and how it adds to it.
+
+Every kind of part uses these functions, so that the choices of a family that concern the residual
+stream (placement and kind of norms) are made here.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+from torch import Tensor
+
+from exl_core.ops.elementwise import RmsNorm
+from exl_core.ops.linear import Inputs, PackedLinear
+from exl_core.ops.table import LayerOps
+
+
+def inputs_buffer(
+    ops: LayerOps, w: PackedLinear, plain: Tensor, post_norm: RmsNorm | None
+) -> Inputs:
+    """Buffer for the inputs of the matrix `w` whose outputs `add_output` adds: `plain` [R, k], or
+    one in the form that the kernel of `w` prefers."""
+    return ops.inputs_for(w, plain) if post_norm is None else plain
+
+
+def add_output(
+    ops: LayerOps, x: Tensor, h: Inputs, w: PackedLinear, post_norm: RmsNorm | None
+) -> Tensor:
+    """x [R, hidden] plus the output h @ w of a part, after `post_norm` if there is one."""
+    if post_norm is None:
+        return ops.linear_add_(h, w, x)
+    y = ops.linear(cast(Tensor, h), w)  # [R, hidden]
+    return ops.add_(x, ops.rms_norm(y, post_norm))

@@ -1,0 +1,61 @@
+"""State that the layers of one forward pass share: bound rows, cache, buffers.
+
+The transformer makes it once per pass. The functions of the layers read their own entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from exl_core.arch.layers import LayerSpec
+from exl_core.ops.attention import AttentionBatch, CacheLayer, KeySmoothing
+
+
+class Activations(Protocol):
+    """Allocates activations between two fused ops; `OpTable.activations`."""
+
+    def activations(self, rows: int, columns: int) -> Tensor: ...
+
+
+class LayerCaches(Protocol):
+    """Keys and values by layer; `KVStore.layer`."""
+
+    def layer(self, layer: int) -> CacheLayer: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """Memory that all layers of the same sizes use, one after the other."""
+
+    qkv: Tensor  # [R, (H + 2K) * D]
+    queries: Tensor  # [R, H * D], a view of qkv: attention's result overwrites the queries
+    gated: Tensor  # [R, intermediate]
+
+
+@dataclass(frozen=True, slots=True)
+class PassState:
+    """State that the layers of one pass share."""
+
+    caches: LayerCaches
+    rows: Mapping[int | None, AttentionBatch]  # by RoPE table; None: layers without RoPE
+    smoothing: Sequence[KeySmoothing | None]  # by layer
+    buffers: Sequence[Buffers]  # by layer
+
+
+def make_buffers(ops: Activations, layers: Sequence[LayerSpec], rows: int) -> tuple[Buffers, ...]:
+    """Buffers by layer. Layers of the same sizes share theirs."""
+    made: dict[tuple[int, int, int], Buffers] = {}
+    found = []
+    for layer in layers:
+        attention = layer.attention
+        sizes = attention.qkv_size, attention.q_size, layer.dense.intermediate_size
+        if sizes not in made:
+            qkv = ops.activations(rows, attention.qkv_size)
+            gated = ops.activations(rows, layer.dense.intermediate_size)
+            made[sizes] = Buffers(qkv, qkv[:, : attention.q_size], gated)
+        found.append(made[sizes])
+    return tuple(found)

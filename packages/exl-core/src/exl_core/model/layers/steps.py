@@ -1,0 +1,98 @@
+"""The steps of each layer, chosen once per model from its `LayerSpec`.
+
+A pass calls them in order. A kind of part is one function in this package and one case here. Passes
+with observers or adapters run wrapped steps, so that the functions know neither: `observed` shows
+the states before and after each step, `with_ops` replaces the op table of each layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from exl_core.arch.layers import Attention, Dense, LayerSpec, unsupported
+from exl_core.model.layers.attention import AttentionStep, attention
+from exl_core.model.layers.mlp import MlpStep, mlp
+from exl_core.model.layers.state import PassState
+from exl_core.model.observe import Observer, Part, checked_states
+from exl_core.model.weights import BlockWeights
+from exl_core.ops.table import LayerOps
+
+Run = Callable[[LayerOps, Tensor, BlockWeights, PassState], Tensor]
+"""Maps the states x [R, hidden] to those after the step. The states passed in are overwritten where
+the op table works in place."""
+
+
+class Step(NamedTuple):
+    """One step of a layer. It covers one part, or several that read the same states (`first` to
+    `last`)."""
+
+    first: Part
+    last: Part
+    run: Run
+
+
+WrapOps = Callable[[LayerOps, int, BlockWeights], LayerOps]
+"""Takes an op table, a layer and the layer's weights. Returns the op table for that layer."""
+
+Steps = tuple[tuple[Step, ...], ...]
+"""Steps of all layers, by layer."""
+
+
+def steps_of(layers: Sequence[LayerSpec]) -> Steps:
+    """Raises UnsupportedModelError for kinds of parts without a function here."""
+    return tuple(
+        (_mixer_step(index, layer), _feed_forward_step(index, layer))
+        for index, layer in enumerate(layers)
+    )
+
+
+def _mixer_step(index: int, layer: LayerSpec) -> Step:
+    part = Part("attention", index)
+    match layer.mixer:
+        case Attention() as spec:
+            run = partial(attention, AttentionStep.of(index, spec))
+        case other:
+            raise unsupported("mixer", other)
+    return Step(part, part, run)
+
+
+def _feed_forward_step(index: int, layer: LayerSpec) -> Step:
+    part = Part("mlp", index)
+    match layer.feed_forward:
+        case Dense() as spec:
+            run = partial(mlp, MlpStep.of(index, spec))
+        case other:
+            raise unsupported("feed-forward part", other)
+    return Step(part, part, run)
+
+
+def with_ops(steps: Steps, wrap: WrapOps) -> Steps:
+    """The same steps, each with the op table that `wrap` returns for its layer."""
+
+    def wrapped(layer: int, step: Step) -> Step:
+        def run(ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState) -> Tensor:
+            return step.run(wrap(ops, layer, block), x, block, state)
+
+        return step._replace(run=run)
+
+    return tuple(
+        tuple(wrapped(layer, step) for step in of_layer) for layer, of_layer in enumerate(steps)
+    )
+
+
+def observed(steps: Steps, observe: Observer) -> Steps:
+    """The same steps, with the observer called before the first and after the last part of each."""
+
+    def shown(step: Step) -> Step:
+        def run(ops: LayerOps, x: Tensor, block: BlockWeights, state: PassState) -> Tensor:
+            x = checked_states(step.first, observe.before(step.first, x), x)
+            x = step.run(ops, x, block, state)
+            return checked_states(step.last, observe.after(step.last, x), x)
+
+        return step._replace(run=run)
+
+    return tuple(tuple(shown(step) for step in layer) for layer in steps)

@@ -1,0 +1,78 @@
+"""Base of op tables that change some ops of another table and pass the rest on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from exl_core.ops.attention import (
+    NO_HEAD_NORMS,
+    AttentionBatch,
+    CacheLayer,
+    HeadNorms,
+    KeySmoothing,
+    Scoring,
+)
+from exl_core.ops.elementwise import GateKind, RmsNorm
+from exl_core.ops.linear import Inputs, PackedLinear
+from exl_core.ops.table import LayerOps
+
+
+class WrappedOps:
+    """LayerOps of the table `inner`, for subclasses to change."""
+
+    def __init__(self, inner: LayerOps) -> None:
+        self.inner = inner
+
+    def linear(self, x: Tensor, w: PackedLinear) -> Tensor:
+        return self.inner.linear(x, w)
+
+    def inputs_for(self, w: PackedLinear, plain: Tensor) -> Inputs:
+        return self.inner.inputs_for(w, plain)
+
+    def linear_add_(self, x: Inputs, w: PackedLinear, residual: Tensor) -> Tensor:
+        return self.inner.linear_add_(x, w, residual)
+
+    def norm_linear(
+        self, x: Tensor, norm: RmsNorm, w: PackedLinear, out: Tensor | None = None
+    ) -> Tensor:
+        return self.inner.norm_linear(x, norm, w, out)
+
+    def norm_gated_linear(
+        self, x: Tensor, norm: RmsNorm, w: PackedLinear, kind: GateKind, out: Inputs | None = None
+    ) -> Inputs:
+        return self.inner.norm_gated_linear(x, norm, w, kind, out)
+
+    def embedding(self, token_ids: Tensor, w: PackedLinear) -> Tensor:
+        return self.inner.embedding(token_ids, w)
+
+    def attend_(
+        self,
+        qkv: Tensor,
+        batch: AttentionBatch,
+        cache: CacheLayer,
+        scoring: Scoring,
+        *,
+        norms: HeadNorms = NO_HEAD_NORMS,
+        smoothing: KeySmoothing | None = None,
+        out: Inputs | None = None,
+    ) -> Inputs:
+        return self.inner.attend_(
+            qkv, batch, cache, scoring, norms=norms, smoothing=smoothing, out=out
+        )
+
+    def rms_norm(self, x: Tensor, norm: RmsNorm) -> Tensor:
+        return self.inner.rms_norm(x, norm)
+
+    def gated_activation(self, gate_up: Tensor, kind: GateKind) -> Tensor:
+        return self.inner.gated_activation(gate_up, kind)
+
+    def add_(self, residual: Tensor, y: Tensor) -> Tensor:
+        return self.inner.add_(residual, y)
+
+
+if TYPE_CHECKING:
+
+    def _is_complete(ops: WrappedOps) -> LayerOps:
+        return ops
